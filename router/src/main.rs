@@ -60,12 +60,12 @@ fn serve(config: Config) -> anyhow::Result<()> {
 
 fn stop_on_signal(tasks: &Tasks) -> std::io::Result<()> {
     let signalled = signal::stop_signal()?;
-    let told = tasks.clone();
+    let stopping = tasks.clone();
     tasks.spawn(async move {
         tokio::select! {
             biased;
-            () = told.cancelled() => {}
-            () = signalled => told.cancel(),
+            () = stopping.cancelled() => {}
+            () = signalled => stopping.cancel(),
         }
     });
     Ok(())

@@ -96,7 +96,7 @@ fn no_answer(error: &NoAnswer) -> Refusal {
 
 /// Refusal codes that agents use on both ports. A code from the control port is passed on
 /// unchanged.
-const TOLD: [&str; 19] = [
+const AGENT_CODES: [&str; 19] = [
     "engine_down",
     "engine_lost",
     "history_unknown",
@@ -121,15 +121,16 @@ const TOLD: [&str; 19] = [
 /// Converts an agent's gRPC error.
 fn agent(status: &tonic::Status) -> Refusal {
     let message = status.message().to_owned();
-    let told = status.metadata().as_ref().get(claim::REFUSAL);
-    let told = told.and_then(|told| TOLD.into_iter().find(|code| told == code));
+    let agent_code = status.metadata().as_ref().get(claim::REFUSAL);
+    let agent_code =
+        agent_code.and_then(|agent_code| AGENT_CODES.into_iter().find(|code| agent_code == code));
     match status.code() {
         tonic::Code::ResourceExhausted => {
-            let code = told.unwrap_or("worker_full");
+            let code = agent_code.unwrap_or("worker_full");
             Refusal::new(StatusCode::TOO_MANY_REQUESTS, code, message).retry_after(RETRY_AFTER)
         }
         tonic::Code::FailedPrecondition => {
-            let code = told.unwrap_or("retention_unavailable");
+            let code = agent_code.unwrap_or("retention_unavailable");
             let refusal = Refusal::new(StatusCode::CONFLICT, code, message);
             if code == "session_closing" { refusal.retry_after(RETRY_AFTER) } else { refusal }
         }
@@ -141,7 +142,7 @@ fn agent(status: &tonic::Status) -> Refusal {
         tonic::Code::Unavailable => {
             let unreachable = "the worker can't be reached; try again".to_owned();
             let (code, message) =
-                told.map_or(("worker_unreachable", unreachable), |code| (code, message));
+                agent_code.map_or(("worker_unreachable", unreachable), |code| (code, message));
             Refusal::new(StatusCode::SERVICE_UNAVAILABLE, code, message).retry_after(RETRY_AFTER)
         }
         _ => {

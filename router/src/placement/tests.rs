@@ -66,7 +66,7 @@ fn idle() -> LoadReport {
     report
 }
 
-fn tell(state: &mut State, agent: usize, change: impl FnOnce(&mut RankLoad), now: Instant) {
+fn report_load(state: &mut State, agent: usize, change: impl FnOnce(&mut RankLoad), now: Instant) {
     let mut report = idle();
     change(&mut report.ranks[0]);
     state.apply(agent, Update::Report(report), now);
@@ -76,7 +76,7 @@ fn tell(state: &mut State, agent: usize, change: impl FnOnce(&mut RankLoad), now
 fn engines(count: usize, now: Instant) -> State {
     let mut state = fleet(&vec![(0, 0); count], now);
     for agent in 0..count {
-        tell(&mut state, agent, |_| {}, now);
+        report_load(&mut state, agent, |_| {}, now);
     }
     state
 }
@@ -137,7 +137,7 @@ fn sent(state: &State, agent: usize, tokens: u64) -> Lease {
 fn tokens_become_milliseconds_at_the_measured_rate() {
     let now = start();
     let mut state = engines(2, now);
-    tell(&mut state, 1, |rank| rank.prefill_backlog_tokens = figure(50_000), now);
+    report_load(&mut state, 1, |rank| rank.prefill_backlog_tokens = figure(50_000), now);
     let overlap = resident(&[0, 6_400]);
     let ask = PlacementRequest { prompt: prompt(40_000, &overlap), ..request(1) };
     let one = figures(&state, &ask, now, 0);
@@ -158,7 +158,7 @@ fn tokens_become_milliseconds_at_the_measured_rate() {
 fn what_the_worker_has_computed_since_its_report_is_no_wait() {
     let now = start();
     let mut state = engines(1, now);
-    tell(&mut state, 0, |rank| rank.prefill_backlog_tokens = figure(50_000), now);
+    report_load(&mut state, 0, |rank| rank.prefill_backlog_tokens = figure(50_000), now);
     assert_eq!(figures(&state, &request(1), now + SECOND, 0).wait_ms, 1_500);
     assert_eq!(figures(&state, &request(1), now + 3 * SECOND, 0).wait_ms, 0);
 }
@@ -183,11 +183,11 @@ fn a_turn_in_the_report_is_not_counted_twice() {
     let now = start();
     let mut state = engines(1, now);
     let _lease = sent(&state, 0, 10_000);
-    let told = |rank: &mut RankLoad| {
+    let loaded = |rank: &mut RankLoad| {
         rank.turns_running = 1;
         rank.prefill_backlog_tokens = figure(10_000);
     };
-    tell(&mut state, 0, told, now);
+    report_load(&mut state, 0, loaded, now);
     let one = figures(&state, &request(1), now, 0);
     assert_eq!((one.backlog_tokens, one.turns), (10_000, 1));
 }
@@ -221,7 +221,7 @@ fn a_herd_spreads_after_its_prompts_are_computed_too() {
         // Each turn ends before the next one comes, so only the kept KV differs between workers.
         let at = now + SECOND * u32::try_from(digest).unwrap();
         for agent in 0..4 {
-            tell(&mut state, agent, |rank| rank.pool_evictable_tokens = figure(0), at);
+            report_load(&mut state, agent, |rank| rank.pool_evictable_tokens = figure(0), at);
         }
         let (agent, _) = placed(&state, &ask, at);
         state.apply(agent, Update::Upsert(session(digest, 60_000, Duration::ZERO)), at);
@@ -236,19 +236,19 @@ fn a_session_moves_for_the_gain_and_not_for_less() {
     let mut state = engines(2, now);
     let overlap = resident(&[19_200, 19_200]);
     let ask = PlacementRequest { prompt: prompt(19_200, &overlap), sticky: stays(0), ..request(1) };
-    tell(&mut state, 0, |rank| rank.prefill_backlog_tokens = figure(9_900), now);
+    report_load(&mut state, 0, |rank| rank.prefill_backlog_tokens = figure(9_900), now);
     assert_eq!(placed(&state, &ask, now), (0, Reason::Sticky), "495 ms");
-    tell(&mut state, 0, |rank| rank.prefill_backlog_tokens = figure(10_100), now);
+    report_load(&mut state, 0, |rank| rank.prefill_backlog_tokens = figure(10_100), now);
     assert_eq!(placed(&state, &ask, now), (1, Reason::Moved), "505 ms");
     // A session that has just moved needs twice the gain.
     let is_recent = Sticky { moved_at: Some(now), ..Sticky::new(at(0)) };
     let again = PlacementRequest { sticky: Some(is_recent), ..ask };
     assert_eq!(placed(&state, &again, now), (0, Reason::Sticky));
-    tell(&mut state, 0, |rank| rank.prefill_backlog_tokens = figure(20_100), now);
+    report_load(&mut state, 0, |rank| rank.prefill_backlog_tokens = figure(20_100), now);
     assert_eq!(placed(&state, &again, now), (1, Reason::Moved));
     let later = now + MOVED_RECENTLY;
-    tell(&mut state, 1, |_| {}, later);
-    tell(&mut state, 0, |rank| rank.prefill_backlog_tokens = figure(10_100), later);
+    report_load(&mut state, 1, |_| {}, later);
+    report_load(&mut state, 0, |rank| rank.prefill_backlog_tokens = figure(10_100), later);
     assert_eq!(placed(&state, &again, later), (1, Reason::Moved));
 }
 
@@ -259,9 +259,9 @@ fn a_session_stays_where_its_kv_is_unless_the_queue_is_longer_than_computing_it_
     let overlap = resident(&[96_000, 0]);
     let ask =
         PlacementRequest { prompt: prompt(100_000, &overlap), sticky: stays(0), ..request(1) };
-    tell(&mut state, 0, |rank| rank.prefill_backlog_tokens = figure(60_000), now);
+    report_load(&mut state, 0, |rank| rank.prefill_backlog_tokens = figure(60_000), now);
     assert_eq!(placed(&state, &ask, now), (0, Reason::Sticky), "3 s wait, 4.8 s to recompute");
-    tell(&mut state, 0, |rank| rank.prefill_backlog_tokens = figure(200_000), now);
+    report_load(&mut state, 0, |rank| rank.prefill_backlog_tokens = figure(200_000), now);
     assert_eq!(placed(&state, &ask, now), (1, Reason::Moved));
     let fixed =
         PlacementRequest { sticky: stays(0).map(|one| Sticky { fixed: true, ..one }), ..ask };
@@ -280,7 +280,7 @@ fn what_a_session_holds_for_itself_keeps_it_where_it_is() {
     let ask = PlacementRequest { sticky: Some(holds), ..ask };
     let placement = place(&ask, &state.snapshot(), now).unwrap();
     assert_eq!((placement.worker, placement.uncached_tokens), (at(0), Some(4_000)));
-    tell(&mut state, 0, |rank| rank.prefill_backlog_tokens = figure(200_000), now);
+    report_load(&mut state, 0, |rank| rank.prefill_backlog_tokens = figure(200_000), now);
     assert_eq!(placed(&state, &ask, now), (1, Reason::Moved), "the queue is too long");
 }
 
@@ -315,8 +315,8 @@ fn a_session_is_settled_without_its_prompt_unless_a_queue_speaks_for_another_wor
     let here = Sticky { last_turn_ended: Some(now), ..Sticky::new(at(0)) };
     let ask = PlacementRequest { sticky: Some(here), ..request(1) };
     let mut settles = |own: u64, other: u64, ask: &PlacementRequest<'_>| {
-        tell(&mut state, 0, |rank| rank.prefill_backlog_tokens = figure(own), now);
-        tell(&mut state, 1, |rank| rank.prefill_backlog_tokens = figure(other), now);
+        report_load(&mut state, 0, |rank| rank.prefill_backlog_tokens = figure(own), now);
+        report_load(&mut state, 1, |rank| rank.prefill_backlog_tokens = figure(other), now);
         let placement = place_without_prompt(ask, &state.snapshot(), now)?;
         assert_eq!((placement.worker, placement.reason), (at(0), Reason::Sticky));
         Some(placement.tokens_expected())
@@ -346,7 +346,7 @@ fn the_best_few_are_shown_and_the_sessions_own() {
     for agent in 0..40_u64 {
         let backlog = figure((40 - agent) * 100);
         let agent = usize::try_from(agent).unwrap();
-        tell(&mut state, agent, |rank| rank.prefill_backlog_tokens = backlog, now);
+        report_load(&mut state, agent, |rank| rank.prefill_backlog_tokens = backlog, now);
     }
     let overlap = resident(&[]);
     let ask = PlacementRequest { prompt: prompt(640, &overlap), sticky: stays(0), ..request(1) };
@@ -377,7 +377,7 @@ fn a_session_on_a_stale_worker_is_compared_and_none_moves_to_one() {
     let mut state = engines(2, now);
     let overlap = resident(&[19_200, 19_200]);
     let later = now + 4 * SECOND;
-    tell(&mut state, 1, |rank| rank.prefill_backlog_tokens = figure(40_000), later);
+    report_load(&mut state, 1, |rank| rank.prefill_backlog_tokens = figure(40_000), later);
     let mut ask =
         PlacementRequest { prompt: prompt(19_200, &overlap), sticky: stays(0), ..request(1) };
     assert_eq!(placed(&state, &ask, later), (0, Reason::Sticky), "the other has a queue");
@@ -393,7 +393,7 @@ fn an_engine_that_does_half_of_a_turn_gets_none() {
         let mut description = description(&format!("a{agent}"), 2, 1);
         description.engine.disaggregation = mode.to_owned();
         state.apply(agent, Update::Began { description, sessions: vec![] }, now);
-        tell(state, agent, |_| {}, now);
+        report_load(state, agent, |_| {}, now);
     };
     halve(&mut state, 0, "prefill");
     // Silence doesn't turn it into a stale worker, which would take turns if all others are stale.
@@ -428,7 +428,12 @@ fn a_newcomer_goes_where_less_is_kept() {
     for id in 0..4 {
         state.apply(first, Update::Upsert(session(id, 100_000, Duration::ZERO)), now);
     }
-    tell(&mut state, first, |rank| rank.pool_evictable_tokens = figure(400_000), now + SECOND);
+    report_load(
+        &mut state,
+        first,
+        |rank| rank.pool_evictable_tokens = figure(400_000),
+        now + SECOND,
+    );
     assert_eq!(placed(&state, &ask, now + SECOND).0, 1 - first);
     // A request without a following turn keeps no KV on the worker.
     let once = PlacementRequest { returns: false, ..ask };
@@ -446,12 +451,12 @@ fn kv_of_sessions_that_will_return_is_not_evicted_for_nothing() {
         rank.pool_evictable_tokens = figure(POOL_TOKENS - 50_000);
         rank.pool_used_tokens = figure(50_000);
     };
-    tell(&mut state, 0, full, now);
+    report_load(&mut state, 0, full, now);
     for id in 0..5 {
         state.apply(1, Update::Upsert(session(id, 190_000, 60 * SECOND)), now);
     }
     let later = now + SECOND;
-    tell(&mut state, 1, full, later);
+    report_load(&mut state, 1, full, later);
     let once = PlacementRequest { prompt: prompt(60_000, &overlap), returns: false, ..request(1) };
     let (free, taken) = (figures(&state, &once, later, 0), figures(&state, &once, later, 1));
     assert_eq!(free.displacement_ms, Some(0));
@@ -462,7 +467,7 @@ fn kv_of_sessions_that_will_return_is_not_evicted_for_nothing() {
         state.apply(1, Update::Upsert(session(id, 190_000, 7_200 * SECOND)), later);
     }
     let later = later + SECOND;
-    tell(&mut state, 1, full, later);
+    report_load(&mut state, 1, full, later);
     let still = figures(&state, &once, later, 1);
     assert!(still.displacement_ms >= taken.displacement_ms, "{still:?}, {taken:?} before");
 }
@@ -477,7 +482,7 @@ fn a_long_prompt_goes_where_fewer_turns_will_come_and_wait() {
         state.apply(agent, Update::Upsert(session(id, 0, idle)), now);
     }
     let later = now + SECOND;
-    tell(&mut state, 0, |_| {}, later);
+    report_load(&mut state, 0, |_| {}, later);
     let overlap = resident(&[]);
     let once = PlacementRequest { prompt: prompt(80_000, &overlap), returns: false, ..request(1) };
     let (busy, quiet) = (figures(&state, &once, later, 0), figures(&state, &once, later, 1));
@@ -485,7 +490,7 @@ fn a_long_prompt_goes_where_fewer_turns_will_come_and_wait() {
     assert_eq!(placed(&state, &once, later).0, 1);
     let short = PlacementRequest { prompt: prompt(1_000, &overlap), ..once };
     assert!(figures(&state, &short, later, 0).blocking_ms < Some(5));
-    tell(&mut state, 0, |rank| rank.staged_prefill = staged_prefill::with(0, 0), later);
+    report_load(&mut state, 0, |rank| rank.staged_prefill = staged_prefill::with(0, 0), later);
     let parts = figures(&state, &once, later, 0).blocking_ms;
     assert!(parts > Some(0) && parts < busy.blocking_ms, "{parts:?} {busy:?}");
 }
@@ -522,12 +527,12 @@ fn requests_that_wait_in_the_engine_are_a_wait_where_nobody_tells_their_tokens()
 fn a_full_batch_and_pinned_rows_cost() {
     let now = start();
     let mut state = engines(2, now);
-    tell(&mut state, 0, |rank| rank.turns_running = 64, now);
+    report_load(&mut state, 0, |rank| rank.turns_running = 64, now);
     assert!(figures(&state, &request(1), now, 0).wait_ms > 100);
     let full = |rank: &mut RankLoad| {
         (rank.rows_held, rank.rows_total) = (figure(60), figure(64));
     };
-    tell(&mut state, 0, full, now);
+    report_load(&mut state, 0, full, now);
     assert_eq!(placed(&state, &request(1), now).0, 1);
 }
 
@@ -537,22 +542,22 @@ fn a_prompt_that_does_not_fit_beside_running_turns_waits_for_some_of_them() {
     let mut state = engines(2, now);
     let overlap = resident(&[]);
     let long = PlacementRequest { prompt: prompt(599_000, &overlap), returns: false, ..request(1) };
-    tell(&mut state, 0, |rank| rank.pool_used_tokens = figure(400_000), now);
+    report_load(&mut state, 0, |rank| rank.pool_used_tokens = figure(400_000), now);
     assert_eq!(figures(&state, &long, now, 0).wait_ms, 0, "the prompt just fits");
-    tell(&mut state, 0, |rank| rank.pool_used_tokens = figure(500_000), now);
+    report_load(&mut state, 0, |rank| rank.pool_used_tokens = figure(500_000), now);
     // A fifth of the running turns' KV must go. With the backlog below, it is two fifths.
     assert_eq!(figures(&state, &long, now, 0).wait_ms, 2_000);
     let queued = |rank: &mut RankLoad| {
         (rank.pool_used_tokens, rank.prefill_backlog_tokens) = (figure(500_000), figure(100_000));
     };
-    tell(&mut state, 0, queued, now);
+    report_load(&mut state, 0, queued, now);
     assert_eq!(figures(&state, &long, now, 0).wait_ms, 5_000, "turns end during the wait");
     let queued = |rank: &mut RankLoad| {
         (rank.pool_used_tokens, rank.prefill_backlog_tokens) = (figure(800_000), figure(1_000));
     };
-    tell(&mut state, 0, queued, now);
+    report_load(&mut state, 0, queued, now);
     assert_eq!(figures(&state, &long, now, 0).wait_ms, 5_012);
-    tell(&mut state, 1, |rank| rank.prefill_backlog_tokens = figure(40_000), now);
+    report_load(&mut state, 1, |rank| rank.prefill_backlog_tokens = figure(40_000), now);
     assert_eq!(placed(&state, &long, now).0, 1, "a queue of two seconds costs less");
     let short = PlacementRequest { prompt: prompt(10_000, &overlap), ..long };
     assert_eq!(placed(&state, &short, now).0, 0, "a short prompt has room");
@@ -564,7 +569,7 @@ fn a_prompt_that_does_not_fit_beside_running_turns_waits_for_some_of_them() {
     let pinned = |rank: &mut RankLoad| {
         (rank.pool_used_tokens, rank.pinned_tokens) = (figure(800_000), figure(500_000));
     };
-    tell(&mut state, 0, pinned, now);
+    report_load(&mut state, 0, pinned, now);
     assert_eq!(figures(&state, &long, now, 0).wait_ms, 10_000);
     // A session is not settled on a worker without room for it.
     let is_recent =
@@ -586,16 +591,19 @@ fn a_session_is_not_crowded_out_by_its_own_kv() {
     let overlap = resident(&[499_200, 19_200]);
     state.apply(0, Update::Upsert(session(1, 500_000, Duration::ZERO)), now);
     let later = now + SECOND;
-    tell(&mut state, 0, |rank| rank.pool_evictable_tokens = figure(500_000), later);
-    let told = Sticky { reported_tokens: 500_000, ..Sticky::new(at(0)) };
-    let ask =
-        PlacementRequest { prompt: prompt(500_000, &overlap), sticky: Some(told), ..request(1) };
+    report_load(&mut state, 0, |rank| rank.pool_evictable_tokens = figure(500_000), later);
+    let reported = Sticky { reported_tokens: 500_000, ..Sticky::new(at(0)) };
+    let ask = PlacementRequest {
+        prompt: prompt(500_000, &overlap),
+        sticky: Some(reported),
+        ..request(1)
+    };
     assert_eq!(figures(&state, &ask, later, 0).crowding_ms, 0, "the pool has only its own KV");
     let other = PlacementRequest { sticky: None, ..ask };
     assert!(figures(&state, &other, later, 0).crowding_ms > 5_000, "it is full for others");
     state.apply(0, Update::Upsert(session(2, 200_000, Duration::ZERO)), later);
     let later = later + SECOND;
-    tell(&mut state, 0, |_| {}, later);
+    report_load(&mut state, 0, |_| {}, later);
     let crowding_ms = figures(&state, &ask, later, 0).crowding_ms;
     assert!((2_000..4_000).contains(&crowding_ms), "{crowding_ms} for the second session's KV");
     // A long prompt doesn't reduce what is counted of other sessions' KV.
@@ -614,19 +622,19 @@ fn what_lies_beyond_patience_counts_fourfold() {
         let one = figures(state, &ask, now, agent);
         (one.wait_ms, one.prefill_ms, one.impatience_ms)
     };
-    tell(&mut state, 0, |rank| rank.prefill_backlog_tokens = figure(100_000), now);
+    report_load(&mut state, 0, |rank| rank.prefill_backlog_tokens = figure(100_000), now);
     assert_eq!(of(&state, 0), (5_000, Some(5_000), 0));
-    tell(&mut state, 0, |rank| rank.prefill_backlog_tokens = figure(140_000), now);
+    report_load(&mut state, 0, |rank| rank.prefill_backlog_tokens = figure(140_000), now);
     assert_eq!(of(&state, 0), (7_000, Some(5_000), 6_000));
     // Sparing other sessions' KV is worth some waiting, but no wait beyond the patience.
     for id in 0..10 {
         state.apply(1, Update::Upsert(session(id, 100_000, 60 * SECOND)), now);
     }
     let later = now + SECOND;
-    tell(&mut state, 0, |rank| rank.prefill_backlog_tokens = figure(40_000), later);
-    tell(&mut state, 1, |rank| rank.pool_evictable_tokens = figure(POOL_TOKENS), later);
+    report_load(&mut state, 0, |rank| rank.prefill_backlog_tokens = figure(40_000), later);
+    report_load(&mut state, 1, |rank| rank.pool_evictable_tokens = figure(POOL_TOKENS), later);
     assert_eq!(placed(&state, &ask, later).0, 0);
-    tell(&mut state, 0, |rank| rank.prefill_backlog_tokens = figure(120_000), later);
+    report_load(&mut state, 0, |rank| rank.prefill_backlog_tokens = figure(120_000), later);
     let long = PlacementRequest { prompt: prompt(300_000, &overlap), ..ask };
     let each = [0, 1].map(|agent| figures(&state, &long, later, agent));
     let [spares, takes] = each.map(|one| one.cost_ms - one.impatience_ms);
@@ -638,7 +646,7 @@ fn what_lies_beyond_patience_counts_fourfold() {
 fn turns_beside_it_cost_a_little() {
     let now = start();
     let mut state = engines(2, now);
-    tell(&mut state, 0, |rank| rank.turns_running = 10, now);
+    report_load(&mut state, 0, |rank| rank.turns_running = 10, now);
     assert_eq!(placed(&state, &request(1), now).0, 1);
     assert_eq!(figures(&state, &request(1), now, 0).interference_ms, 50);
 }
@@ -675,7 +683,7 @@ fn a_parents_worker_is_preferred_within_its_slack() {
     let mut state = engines(2, now);
     let mut ask = PlacementRequest { prefer: Some((at(0), Reason::Parent)), ..request(1) };
     let mut queue = |tokens: u64, ask: &PlacementRequest<'_>| {
-        tell(&mut state, 0, |rank| rank.prefill_backlog_tokens = figure(tokens), now);
+        report_load(&mut state, 0, |rank| rank.prefill_backlog_tokens = figure(tokens), now);
         placed(&state, ask, now)
     };
     assert_eq!(queue(4_900, &ask), (0, Reason::Parent));

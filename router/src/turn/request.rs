@@ -473,10 +473,10 @@ mod tests {
                 let pairs = [(header, &*id)];
                 let pairs = if header.is_empty() { &[] } else { &pairs[..] };
                 let error = read(&headers(pairs), body.as_bytes(), "p").err();
-                let said = error.map_or(String::new(), |error| error.to_string());
+                let message = error.map_or(String::new(), |error| error.to_string());
                 let bound = "a session id has 1 to 256 bytes";
-                assert_eq!(said.contains(bound), !taken, "{header} {bytes}: {said}");
-                assert_eq!(said.is_empty(), taken, "{header} {bytes}: {said}");
+                assert_eq!(message.contains(bound), !taken, "{header} {bytes}: {message}");
+                assert_eq!(message.is_empty(), taken, "{header} {bytes}: {message}");
             }
         }
     }

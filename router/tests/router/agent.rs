@@ -43,7 +43,7 @@ use tonic::Status;
 
 /// One request as the data port received it.
 #[derive(Debug, Clone)]
-pub(crate) struct Taken {
+pub(crate) struct ReceivedTurn {
     pub(crate) path: String,
     pub(crate) headers: HeaderMap,
     pub(crate) body: Bytes,
@@ -54,33 +54,33 @@ type Watcher = mpsc::Sender<Result<v1::LoadEvent, Status>>;
 
 /// All changes of resident blocks so far, and their watchers. A new watcher gets all of them.
 #[derive(Debug, Default)]
-struct Kv {
-    said: Vec<Vec<RankChange>>,
+struct KvEvents {
+    batches: Vec<Vec<RankChange>>,
     watchers: Vec<mpsc::Sender<Result<v1::KvEvent, Status>>>,
 }
 
-impl Kv {
+impl KvEvents {
     fn event(&self, at: usize) -> v1::KvEvent {
-        let changes = self.said[at].iter().cloned().map(Into::into).collect();
+        let changes = self.batches[at].iter().cloned().map(Into::into).collect();
         v1::KvEvent { epoch: 7, sequence: at as u64, changes }
     }
 }
 
 /// The state that a test can read and control.
 #[derive(Debug)]
-pub(crate) struct Inner {
+pub(crate) struct AgentState {
     pub(crate) name: String,
     pub(crate) data_port: u16,
     model: &'static str,
     sessions: Mutex<HashMap<SessionKey, Session>>,
     /// Each watcher, with the number of its next event.
     watchers: Mutex<Vec<(u64, Watcher)>>,
-    kv: Mutex<Kv>,
-    pub(crate) taken: Mutex<Vec<Taken>>,
+    kv: Mutex<KvEvents>,
+    pub(crate) received: Mutex<Vec<ReceivedTurn>>,
     /// Turns with the header `x-test-wait` end when this has a permit.
     pub(crate) release: Semaphore,
     /// Number of answer bodies dropped before their end.
-    pub(crate) cut: AtomicUsize,
+    pub(crate) aborted_answers: AtomicUsize,
     /// Whether to refuse every turn and open as full.
     pub(crate) full: AtomicBool,
     pub(crate) used_tokens: AtomicUsize,
@@ -90,7 +90,7 @@ pub(crate) struct Inner {
     fetches: AtomicUsize,
     reports: AtomicBool,
     tasks: Tasks,
-    deaf: tokio_util::sync::CancellationToken,
+    stop_accepting: tokio_util::sync::CancellationToken,
 }
 
 /// Number of agents started so far.
@@ -100,7 +100,7 @@ static ADDRESSES: AtomicU16 = AtomicU16::new(0);
 #[derive(Debug)]
 pub(crate) struct Agent {
     pub(crate) control: SocketAddr,
-    pub(crate) inner: Arc<Inner>,
+    pub(crate) inner: Arc<AgentState>,
     runtime: Option<tokio::runtime::Runtime>,
 }
 
@@ -124,16 +124,16 @@ impl Agent {
         let own = SocketAddr::from(([127, 251, high, low], 0));
         let bind = || std::net::TcpListener::bind(own).unwrap();
         let (control, data) = (bind(), bind());
-        let inner = Arc::new(Inner {
+        let inner = Arc::new(AgentState {
             name: name.to_owned(),
             data_port: data.local_addr().unwrap().port(),
             model,
             sessions: Mutex::default(),
             watchers: Mutex::default(),
             kv: Mutex::default(),
-            taken: Mutex::default(),
+            received: Mutex::default(),
             release: Semaphore::new(0),
-            cut: AtomicUsize::new(0),
+            aborted_answers: AtomicUsize::new(0),
             full: AtomicBool::new(false),
             used_tokens: AtomicUsize::new(100),
             retentions,
@@ -141,7 +141,7 @@ impl Agent {
             fetches: AtomicUsize::new(0),
             reports: AtomicBool::new(true),
             tasks: Tasks::default(),
-            deaf: tokio_util::sync::CancellationToken::new(),
+            stop_accepting: tokio_util::sync::CancellationToken::new(),
         });
         let control_addr = control.local_addr().unwrap();
         let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -161,9 +161,9 @@ impl Agent {
             drop(server.serve_with_incoming(TcpListenerStream::new(control)).await);
         });
         let app = axum::Router::new().fallback(turn).with_state(Arc::clone(&inner));
-        let deaf = inner.deaf.clone().cancelled_owned();
+        let stop_accepting = inner.stop_accepting.clone().cancelled_owned();
         inner.tasks.spawn(async move {
-            drop(axum::serve(data, app).with_graceful_shutdown(deaf).await);
+            drop(axum::serve(data, app).with_graceful_shutdown(stop_accepting).await);
         });
         let reporter = Arc::clone(&inner);
         inner.tasks.spawn(async move {
@@ -179,8 +179,8 @@ impl Agent {
     }
 
     /// Stops taking connections on the data port; open ones stay.
-    pub(crate) fn deafen(&self) {
-        self.inner.deaf.cancel();
+    pub(crate) fn close_data_port(&self) {
+        self.inner.stop_accepting.cancel();
     }
 
     /// Ends everything at once, including connections.
@@ -191,8 +191,8 @@ impl Agent {
     }
 
     /// Returns the turns taken so far.
-    pub(crate) fn turns(&self) -> Vec<Taken> {
-        self.inner.taken.lock().clone()
+    pub(crate) fn turns(&self) -> Vec<ReceivedTurn> {
+        self.inner.received.lock().clone()
     }
 
     /// Stops sending reports, but stays connected.
@@ -222,18 +222,18 @@ impl Agent {
     }
 
     /// Reports changes of the resident blocks.
-    pub(crate) fn say_kv(&self, changes: impl IntoIterator<Item = kv::Change>) {
+    pub(crate) fn report_kv(&self, changes: impl IntoIterator<Item = kv::Change>) {
         let change = |change| RankChange { dp_rank: 0, change };
         let mut kv = self.inner.kv.lock();
-        kv.said.push(changes.into_iter().map(change).collect());
-        let event = kv.event(kv.said.len() - 1);
+        kv.batches.push(changes.into_iter().map(change).collect());
+        let event = kv.event(kv.batches.len() - 1);
         kv.watchers.retain(|watcher| watcher.try_send(Ok(event.clone())).is_ok());
     }
 
     /// Ends every stream of resident blocks. New streams are refused until blocks are reported
     /// again.
     pub(crate) fn end_kv(&self) {
-        *self.inner.kv.lock() = Kv::default();
+        *self.inner.kv.lock() = KvEvents::default();
     }
 
     pub(crate) fn session_count(&self) -> usize {
@@ -247,7 +247,7 @@ impl Drop for Agent {
     }
 }
 
-impl Inner {
+impl AgentState {
     fn description(&self) -> v1::Description {
         v1::Description {
             agent_id: self.name.clone(),
@@ -267,7 +267,7 @@ impl Inner {
             ranks: vec![v1::Rank { dp_rank: 0, pool_tokens: 10_000, rows: 64, devices: vec![] }],
             retentions: self.retentions.iter().map(|retention| retention.to_wire()).collect(),
             turns_queued_per_session_max: 0,
-            model_files: self.has_model.load(Ordering::Relaxed).then(|| named_model().into()),
+            model_files: self.has_model.load(Ordering::Relaxed).then(|| described_files().into()),
             trims: vec![],
         }
     }
@@ -369,22 +369,27 @@ impl Inner {
 }
 
 /// Ends the turn when the answer's body is dropped.
-struct Gate(Arc<Inner>, Option<(Claim, SessionKey)>, bool);
+struct Gate {
+    agent: Arc<AgentState>,
+    claim: Option<(Claim, SessionKey)>,
+    /// Whether the answer was sent to its end.
+    is_complete: bool,
+}
 
 impl Drop for Gate {
     fn drop(&mut self) {
-        if !self.2 {
-            self.0.cut.fetch_add(1, Ordering::Relaxed);
+        if !self.is_complete {
+            self.agent.aborted_answers.fetch_add(1, Ordering::Relaxed);
         }
-        if let Some((claim, key)) = &self.1 {
-            self.0.end(claim, key);
+        if let Some((claim, key)) = &self.claim {
+            self.agent.end(claim, key);
         }
     }
 }
 
 /// Answers with the request's own body, in two parts. `x-test-wait` holds back the second part, or
 /// with the value `head` the whole answer, until the test releases it.
-async fn turn(State(inner): State<Arc<Inner>>, request: Request) -> Response {
+async fn turn(State(inner): State<Arc<AgentState>>, request: Request) -> Response {
     let (parts, body) = request.into_parts();
     let claimed = Claim::from_headers(&parts.headers).unwrap();
     if inner.full.load(Ordering::Relaxed) {
@@ -396,9 +401,9 @@ async fn turn(State(inner): State<Arc<Inner>>, request: Request) -> Response {
     {
         return refusal.into_response();
     }
-    let mut gate = Gate(Arc::clone(&inner), claimed.clone(), false);
+    let mut gate = Gate { agent: Arc::clone(&inner), claim: claimed.clone(), is_complete: false };
     let body = body.collect().await.unwrap().to_bytes();
-    inner.taken.lock().push(Taken {
+    inner.received.lock().push(ReceivedTurn {
         path: parts.uri.to_string(),
         headers: parts.headers.clone(),
         body: body.clone(),
@@ -409,8 +414,8 @@ async fn turn(State(inner): State<Arc<Inner>>, request: Request) -> Response {
         inner.release.acquire().await.unwrap().forget();
     }
     let (send, parts) = mpsc::channel::<Result<Bytes, std::io::Error>>(1);
-    let half = body.len() / 2;
-    let (first, second) = (body.slice(..half), body.slice(half..));
+    let middle = body.len() / 2;
+    let (first, second) = (body.slice(..middle), body.slice(middle..));
     inner.clone().tasks.spawn(async move {
         if !first.is_empty() && send.send(Ok(first)).await.is_err() {
             return;
@@ -422,7 +427,7 @@ async fn turn(State(inner): State<Arc<Inner>>, request: Request) -> Response {
             }
         }
         // Opens the gate before the last byte is sent, as the agent does once the engine is done.
-        gate.2 = true;
+        gate.is_complete = true;
         drop(gate);
         drop(send.send(Ok(second)).await);
     });
@@ -436,7 +441,7 @@ async fn turn(State(inner): State<Arc<Inner>>, request: Request) -> Response {
         .unwrap()
 }
 
-struct Service(Arc<Inner>);
+struct Service(Arc<AgentState>);
 
 #[tonic::async_trait]
 impl WorkerAgent for Service {
@@ -522,7 +527,7 @@ impl WorkerAgent for Service {
             Event::Report(self.0.report()),
         ];
         for (sequence, event) in (0..).zip(first) {
-            send.try_send(Inner::event(sequence, event)).unwrap();
+            send.try_send(AgentState::event(sequence, event)).unwrap();
         }
         watchers.push((3, send));
         Ok(tonic::Response::new(Box::pin(ReceiverStream::new(events))))
@@ -533,11 +538,11 @@ impl WorkerAgent for Service {
         _: tonic::Request<v1::WatchKvRequest>,
     ) -> Result<tonic::Response<Self::WatchKvStream>, Status> {
         let mut kv = self.0.kv.lock();
-        if kv.said.is_empty() {
+        if kv.batches.is_empty() {
             return Err(Status::failed_precondition("the engine publishes no KV events"));
         }
         let (send, events) = mpsc::channel(1000);
-        for at in 0..kv.said.len() {
+        for at in 0..kv.batches.len() {
             send.try_send(Ok(kv.event(at))).unwrap();
         }
         kv.watchers.push(send);
@@ -548,7 +553,7 @@ impl WorkerAgent for Service {
         &self,
         request: tonic::Request<v1::FetchModelFilesRequest>,
     ) -> Result<tonic::Response<Self::FetchModelFilesStream>, Status> {
-        assert_eq!(request.into_inner().hash, named_model().hash);
+        assert_eq!(request.into_inner().hash, described_files().hash);
         if self.0.fetches.fetch_add(1, Ordering::Relaxed) == 0 {
             return Err(Status::resource_exhausted("others fetch"));
         }
@@ -570,7 +575,7 @@ const MODEL: [(&str, &[u8]); 3] = [
     (model_files::CONFIG, include_bytes!("../../../tests/data/model/tokenizer_config.json")),
 ];
 
-fn named_model() -> ModelFiles {
+fn described_files() -> ModelFiles {
     let mut hasher = model_files::FilesHasher::default();
     for (name, data) in MODEL {
         hasher.begin_file(name, data.len() as u64);

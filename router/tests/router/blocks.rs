@@ -10,7 +10,7 @@ use serde_json::{Value, value::RawValue};
 
 use crate::{
     agent::Agent,
-    harness::{Answer, Router, until},
+    harness::{Answer, Router, wait_until},
 };
 
 fn block_tokens() -> BlockTokens {
@@ -40,7 +40,7 @@ async fn kv(router: &Router, name: &str) -> Value {
 }
 
 async fn until_kv(router: &Router, name: &str, state: &str, blocks: u64) {
-    until(&format!("{name} is {state} with {blocks} blocks"), async || {
+    wait_until(&format!("{name} is {state} with {blocks} blocks"), async || {
         let kv = kv(router, name).await;
         kv["state"] == state && kv["resident_blocks"] == blocks
     })
@@ -51,25 +51,25 @@ async fn until_kv(router: &Router, name: &str, state: &str, blocks: u64) {
 async fn blocks_are_known_as_their_agent_says() {
     let (a, b) = (Agent::start("a"), Agent::start("b"));
     let tokens: Vec<u32> = (0..64 * 20).collect();
-    a.say_kv([reset(), has(&tokens), Change::Complete]);
+    a.report_kv([reset(), has(&tokens), Change::Complete]);
     let router = Router::start(&[&a, &b]).await;
     until_kv(&router, "a", "live", 20).await;
-    until("b has reported why its blocks are unknown", async || {
+    wait_until("b has reported why its blocks are unknown", async || {
         let why = kv(&router, "b").await["reason"].to_string();
         why.contains("publishes no KV events")
     })
     .await;
     until_kv(&router, "b", "unknown", 0).await;
-    a.say_kv([Change::Removed { tier: Tier::Device, blocks: hashes(&tokens)[15..].to_vec() }]);
+    a.report_kv([Change::Removed { tier: Tier::Device, blocks: hashes(&tokens)[15..].to_vec() }]);
     until_kv(&router, "a", "live", 15).await;
     // A second snapshot replaces the first when it is complete.
-    a.say_kv([reset(), has(&tokens[..64 * 3])]);
+    a.report_kv([reset(), has(&tokens[..64 * 3])]);
     until_kv(&router, "a", "snapshot", 15).await;
-    a.say_kv([Change::Complete]);
+    a.report_kv([Change::Complete]);
     until_kv(&router, "a", "live", 3).await;
     let metrics = router.metrics().await;
     assert!(metrics.contains("berth_router_overlap_workers{state=\"live\"} 1"), "{metrics}");
-    a.say_kv([Change::Unknown { why: "events were lost".to_owned() }]);
+    a.report_kv([Change::Unknown { why: "events were lost".to_owned() }]);
     until_kv(&router, "a", "unknown", 0).await;
 }
 
@@ -77,12 +77,12 @@ async fn blocks_are_known_as_their_agent_says() {
 async fn what_an_agent_said_is_forgotten_when_it_can_not_be_asked() {
     let a = Agent::start("a");
     let tokens: Vec<u32> = (0..64 * 4).collect();
-    a.say_kv([reset(), has(&tokens), Change::Complete]);
+    a.report_kv([reset(), has(&tokens), Change::Complete]);
     let router = Router::start(&[&a]).await;
     until_kv(&router, "a", "live", 4).await;
     a.end_kv();
     until_kv(&router, "a", "unknown", 0).await;
-    a.say_kv([reset(), has(&tokens[..128]), Change::Complete]);
+    a.report_kv([reset(), has(&tokens[..128]), Change::Complete]);
     until_kv(&router, "a", "live", 2).await;
 }
 
@@ -109,7 +109,7 @@ fn prompt(of: u32) -> Vec<u32> {
 async fn a_turn_goes_where_its_blocks_are_told_to_be() {
     let (a, b, c) = (Agent::start("a"), Agent::start("b"), Agent::start("c"));
     for (of, agent) in (0..).zip([&a, &b, &c]) {
-        agent.say_kv([reset(), has(&prompt(of)), Change::Complete]);
+        agent.report_kv([reset(), has(&prompt(of)), Change::Complete]);
     }
     let router = Router::start(&[&a, &b, &c]).await;
     for name in ["a", "b", "c"] {
@@ -184,12 +184,12 @@ async fn a_chat_goes_where_its_tokens_are_told_to_be() {
     for agent in [&a, &b] {
         agent.inner.has_model.store(true, Ordering::Relaxed);
     }
-    a.say_kv([reset(), Change::Complete]);
-    b.say_kv([reset(), has(&ids), Change::Complete]);
+    a.report_kv([reset(), Change::Complete]);
+    b.report_kv([reset(), has(&ids), Change::Complete]);
     let router = Router::start(&[&a, &b]).await;
     until_kv(&router, "b", "live", 8).await;
     // The model is loaded after the agents are connected, and only at the second try.
-    until("the chat is known by its tokens", async || {
+    wait_until("the chat is known by its tokens", async || {
         let turn = router.chat(&[], &body).await;
         let why = placed(&router, &turn).await;
         worker(&turn) == "b/0" && why["uncached_tokens"] == ids.len() - 8 * 64

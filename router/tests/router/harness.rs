@@ -65,7 +65,7 @@ impl Router {
     /// Starts a router and waits until it is ready.
     pub(crate) async fn start(agents: &[&Agent]) -> Self {
         let router = Self::start_with(config(agents)).await;
-        until("the router is ready", async || router.is_ready().await).await;
+        wait_until("the router is ready", async || router.is_ready().await).await;
         router
     }
 
@@ -132,7 +132,7 @@ impl Router {
         headers: &[(&str, &str)],
         body: impl Into<Bytes>,
     ) -> Answer {
-        whole(self.begin(method, path, headers, body).await).await
+        collect(self.begin(method, path, headers, body).await).await
     }
 
     pub(crate) async fn chat(&self, headers: &[(&str, &str)], body: &str) -> Answer {
@@ -146,7 +146,7 @@ impl Drop for Router {
     }
 }
 
-pub(crate) async fn whole(response: http::Response<Incoming>) -> Answer {
+pub(crate) async fn collect(response: http::Response<Incoming>) -> Answer {
     let (parts, body) = response.into_parts();
     let body = tokio::time::timeout(WAIT_MAX, body.collect()).await.expect("an end in time");
     let body = body.unwrap().to_bytes();
@@ -154,7 +154,7 @@ pub(crate) async fn whole(response: http::Response<Incoming>) -> Answer {
 }
 
 /// Polls until the state holds. Panics after [`WAIT_MAX`].
-pub(crate) async fn until(what: &str, mut holds: impl AsyncFnMut() -> bool) {
+pub(crate) async fn wait_until(what: &str, mut holds: impl AsyncFnMut() -> bool) {
     let looks = async {
         while !holds().await {
             tokio::time::sleep(Duration::from_millis(5)).await;

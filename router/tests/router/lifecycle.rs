@@ -5,7 +5,7 @@ use proto::load::Retention;
 
 use crate::{
     agent::Agent,
-    harness::{Router, until, whole},
+    harness::{Router, collect, wait_until},
 };
 
 const OPEN: &str = "/v1/sessions";
@@ -74,8 +74,8 @@ async fn a_delete_does_not_wait_for_the_running_turn() {
     let next = router.chat(&[("x-berth-session-id", "s")], "{}").await;
     assert_eq!((next.status, next.code().as_str()), (StatusCode::NOT_FOUND, "session_closing"));
     a.inner.release.add_permits(1);
-    assert_eq!(whole(turn).await.status, StatusCode::OK);
-    until("the agent has closed it", async || a.session_count() == 0).await;
+    assert_eq!(collect(turn).await.status, StatusCode::OK);
+    wait_until("the agent has closed it", async || a.session_count() == 0).await;
     let shown = router.call(Method::GET, "/v1/sessions/s", &[], "").await;
     assert_eq!(shown.status, StatusCode::NOT_FOUND);
 }
@@ -115,7 +115,7 @@ async fn sessions_of_a_lost_worker_move_and_pinned_ones_say_what_is_gone() {
     let router = Router::start(&[&a, &b]).await;
     // The load makes placement choose a for both sessions.
     b.inner.used_tokens.store(9_000, std::sync::atomic::Ordering::Relaxed);
-    until("b is known to be full", async || {
+    wait_until("b is known to be full", async || {
         let answer = router.call(Method::GET, "/v1/workers", &[], "").await.json();
         answer["workers"][1]["load"]["pool_used_tokens"]["value"] == 9_000
     })
@@ -126,7 +126,7 @@ async fn sessions_of_a_lost_worker_move_and_pinned_ones_say_what_is_gone() {
     let tagged = router.chat(&[("x-berth-session-id", "t")], "{}").await;
     assert_eq!(tagged.header("x-berth-worker"), "a/0");
     a.kill();
-    until("a is lost", async || {
+    wait_until("a is lost", async || {
         let answer = router.call(Method::GET, "/v1/workers", &[], "").await.json();
         answer["workers"][0]["state"] == "lost"
     })
@@ -151,7 +151,7 @@ async fn a_session_whose_engine_restarted_is_lost_until_it_is_opened_again() {
     a.lose_sessions();
     let session = ("x-berth-session-id", "s");
     let path = "/v1/sessions/s";
-    until("the router knows the loss", async || {
+    wait_until("the router knows the loss", async || {
         router.call(Method::GET, path, &[], "").await.json()["state"] == "lost"
     })
     .await;
@@ -161,14 +161,14 @@ async fn a_session_whose_engine_restarted_is_lost_until_it_is_opened_again() {
     let opened = router.chat(&[], open).await;
     assert_eq!(opened.status, StatusCode::OK, "{opened:?}");
     assert_eq!(router.chat(&[session], "{}").await.status, StatusCode::OK, "right after opening");
-    until("its turns are counted", async || {
+    wait_until("its turns are counted", async || {
         router.call(Method::GET, path, &[], "").await.json()["turns"] == 2
     })
     .await;
 }
 
 #[tokio::test]
-async fn a_restarted_router_knows_every_session_and_a_gap_is_healed() {
+async fn a_restarted_router_knows_every_session_and_a_stream_with_a_gap_is_restarted() {
     let (a, b) = (Agent::start("a"), Agent::start("b"));
     let router = Router::start(&[&a, &b]).await;
     let mut placed = vec![];
@@ -187,12 +187,12 @@ async fn a_restarted_router_knows_every_session_and_a_gap_is_healed() {
     a.skip_sequence();
     b.skip_sequence();
     // While both streams restart, there may be no worker that can open the session.
-    until("one more session is open", async || {
+    wait_until("one more session is open", async || {
         let opened = router.call(Method::POST, OPEN, &[], r#"{"session_id":"after"}"#).await;
         opened.status.is_success()
     })
     .await;
-    until("both streams have restarted", async || {
+    wait_until("both streams have restarted", async || {
         let workers = router.call(Method::GET, "/v1/workers", &[], "").await.json();
         let listed = router.call(Method::GET, OPEN, &[], "").await.json();
         let fresh = |at: usize| workers["workers"][at]["state"] == "fresh";
@@ -203,15 +203,16 @@ async fn a_restarted_router_knows_every_session_and_a_gap_is_healed() {
 
 /// Two agents have the same id: one was moved to another host before the old one was stopped.
 #[tokio::test]
-async fn an_agent_turned_away_for_its_name_is_taken_when_the_other_has_gone() {
-    let mut twins = [Agent::start("a"), Agent::start("a")];
-    let router = Router::start(&[&twins[0], &twins[1]]).await;
+async fn an_agent_with_a_duplicate_id_is_used_once_the_other_agent_is_gone() {
+    let mut duplicates = [Agent::start("a"), Agent::start("a")];
+    let router = Router::start(&[&duplicates[0], &duplicates[1]]).await;
     let workers = router.call(Method::GET, "/v1/workers", &[], "").await.json();
     let control = workers["workers"][0]["control"].as_str().unwrap();
-    let first = twins.iter().position(|twin| control.ends_with(&twin.control.to_string()));
-    twins[first.unwrap()].kill();
-    until("the other agent takes turns", async || router.chat(&[], "{}").await.status == 200).await;
-    assert!(!twins[1 - first.unwrap()].turns().is_empty());
+    let first = duplicates.iter().position(|agent| control.ends_with(&agent.control.to_string()));
+    duplicates[first.unwrap()].kill();
+    wait_until("the other agent takes turns", async || router.chat(&[], "{}").await.status == 200)
+        .await;
+    assert!(!duplicates[1 - first.unwrap()].turns().is_empty());
 }
 
 #[tokio::test]
@@ -225,7 +226,7 @@ async fn a_fleet_of_several_models_lists_those_that_it_can_serve_now() {
     };
     assert_eq!(listed().await, ["x", "y"]);
     b.kill();
-    until("b's model is no longer listed", async || listed().await == ["x"]).await;
+    wait_until("b's model is no longer listed", async || listed().await == ["x"]).await;
 }
 
 #[tokio::test]
@@ -269,8 +270,8 @@ async fn an_id_that_is_too_long_is_refused_with_the_bound_at_every_door() {
     ];
     for (door, answer) in answers.iter().enumerate() {
         assert_eq!(answer.status, StatusCode::BAD_REQUEST, "door {door}: {answer:?}");
-        let said = String::from_utf8_lossy(&answer.body);
-        assert!(said.contains("1 to 256 bytes, this one has 257"), "door {door}: {said}");
+        let message = String::from_utf8_lossy(&answer.body);
+        assert!(message.contains("1 to 256 bytes, this one has 257"), "door {door}: {message}");
     }
     assert_eq!(a.session_count(), 0);
 }
@@ -313,6 +314,6 @@ async fn a_client_that_leaves_mid_delete_has_still_closed() {
         let request = format!("DELETE {path} HTTP/1.1\r\nhost: x\r\n\r\n");
         tokio::io::AsyncWriteExt::write_all(&mut tcp, request.as_bytes()).await.unwrap();
         drop(tcp);
-        until("it is closed", async || a.session_count() == 0).await;
+        wait_until("it is closed", async || a.session_count() == 0).await;
     }
 }

@@ -7,7 +7,7 @@ use router::config::{Config, Preamble};
 
 use crate::{
     agent::Agent,
-    harness::{Router, config, until},
+    harness::{Router, config, wait_until},
 };
 
 const BODY: &str = "{ \"system\":[{\"type\":\"text\",\"text\":\"x-anthropic-billing-header: \
@@ -28,9 +28,9 @@ async fn an_agent_is_sent_the_body_without_its_preamble_and_so_is_the_next_one()
     for turn in 0..8 {
         send(&router, &format!("s{turn}")).await;
     }
-    let taken = b.turns();
-    assert_eq!(taken.len(), 8);
-    for turn in taken {
+    let received = b.turns();
+    assert_eq!(received.len(), 8);
+    for turn in received {
         assert_eq!(turn.body, LEFT);
         assert_eq!(turn.headers["content-length"], LEFT.len().to_string().as_str());
     }
@@ -44,7 +44,7 @@ async fn a_router_that_keeps_preambles_sends_every_byte() {
     let a = Agent::start("a");
     let settings = Config { preamble: Preamble::Keep, ..config(&[&a]) };
     let router = Router::start_with(settings).await;
-    until("the router is ready", async || router.is_ready().await).await;
+    wait_until("the router is ready", async || router.is_ready().await).await;
     send(&router, "s").await;
     assert_eq!(a.turns().pop().unwrap().body, BODY);
     assert!(!router.metrics().await.contains("preambles_removed_total{"));

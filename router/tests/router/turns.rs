@@ -8,7 +8,7 @@ use router::config::Config;
 
 use crate::{
     agent::Agent,
-    harness::{Router, config, until, whole},
+    harness::{Router, collect, config, wait_until},
 };
 
 const BODY: &str = "{ \"messages\" : [ ] ,\"n\":1.50e0, \"u\":\"\\u00e9\" }\n";
@@ -32,9 +32,9 @@ async fn turns_of_a_session_stay_and_bytes_pass_untouched() {
         assert_eq!(next.header("x-berth-placement"), "sticky");
         assert_eq!(next.header("x-berth-worker"), worker);
     }
-    let taken = if worker == "a/0" { a.turns() } else { b.turns() };
-    assert_eq!(taken.len(), 6);
-    for turn in taken {
+    let received = if worker == "a/0" { a.turns() } else { b.turns() };
+    assert_eq!(received.len(), 6);
+    for turn in received {
         assert_eq!(turn.body, BODY.as_bytes());
         assert_eq!(turn.claim.unwrap().id, "s");
         assert_eq!(turn.headers["x-berth-rank"], "0");
@@ -122,8 +122,11 @@ async fn a_client_that_leaves_mid_answer_is_seen_by_the_agent_and_frees_the_sess
     let part = answer.body_mut().frame().await.unwrap().unwrap();
     assert!(part.data_ref().is_some(), "the first part arrives while the second waits");
     drop(answer);
-    until("the agent sees the end", async || a.inner.cut.load(Ordering::Relaxed) == 1).await;
-    until("nothing is in flight", async || {
+    wait_until("the agent sees the end", async || {
+        a.inner.aborted_answers.load(Ordering::Relaxed) == 1
+    })
+    .await;
+    wait_until("nothing is in flight", async || {
         router.metrics().await.contains("berth_router_streams_in_flight 0")
     })
     .await;
@@ -149,15 +152,15 @@ async fn a_turn_that_waits_for_its_first_byte_is_in_flight_and_its_connection_pr
     let waits: Headers<'_> = &[("x-test-wait", "head")];
     let turn = router.begin(Method::POST, "/v1/messages", waits, "{\"a\":1}");
     let looks = async {
-        until("the turn is in flight", async || {
+        wait_until("the turn is in flight", async || {
             router.metrics().await.contains("berth_router_streams_in_flight 1")
         })
         .await;
-        until("the connection is probed", async || timers(&a) == ["02"]).await;
+        wait_until("the connection is probed", async || timers(&a) == ["02"]).await;
         a.inner.release.add_permits(1);
     };
     let (turn, ()) = tokio::join!(turn, looks);
-    assert_eq!(whole(turn).await.status, StatusCode::OK);
+    assert_eq!(collect(turn).await.status, StatusCode::OK);
     a.inner.full.store(true, Ordering::Relaxed);
     assert_eq!(router.chat(&[], "{}").await.status, StatusCode::TOO_MANY_REQUESTS);
     let text = router.metrics().await;
@@ -173,13 +176,16 @@ async fn a_client_that_leaves_before_the_answer_is_seen_by_the_agent() {
     {
         let turn = router.chat(headers, "{}");
         tokio::pin!(turn);
-        let taken = until("the agent has the turn", async || a.turns().len() == 1);
+        let received = wait_until("the agent has the turn", async || a.turns().len() == 1);
         tokio::select! {
             _ = &mut turn => panic!("no answer was released"),
-            () = taken => {}
+            () = received => {}
         }
     }
-    until("the agent sees the end", async || a.inner.cut.load(Ordering::Relaxed) == 1).await;
+    wait_until("the agent sees the end", async || {
+        a.inner.aborted_answers.load(Ordering::Relaxed) == 1
+    })
+    .await;
 }
 
 #[tokio::test]
@@ -200,7 +206,7 @@ async fn an_exclusive_session_takes_one_turn_and_a_refused_one_frees_nothing() {
     let other = router.chat(&[("x-berth-session-id", "t")], "{}").await;
     assert_eq!(other.status, StatusCode::OK);
     a.inner.release.add_permits(1);
-    assert_eq!(whole(owner).await.body, "{\"a\":1}");
+    assert_eq!(collect(owner).await.body, "{\"a\":1}");
     for _ in 0..20 {
         let next = router.chat(&[("x-berth-session-id", "s")], "{}").await;
         assert_eq!(next.status, StatusCode::OK, "{next:?}");
@@ -253,15 +259,15 @@ async fn a_silent_worker_keeps_its_sessions_and_gets_none() {
         (id, header("x-berth-worker"), header("x-berth-placement"))
     };
     let mut at_b = String::new();
-    until("a session is on b, which has more room", async || {
+    wait_until("a session is on b, which has more room", async || {
         let (id, worker, _) = newcomer().await;
         at_b = id;
         worker == "b/0"
     })
     .await;
     b.fall_silent();
-    until("b is stale", async || state_of(&router, "b/0").await == "stale").await;
-    until("a session is placed while only b is stale", async || {
+    wait_until("b is stale", async || state_of(&router, "b/0").await == "stale").await;
+    wait_until("a session is placed while only b is stale", async || {
         // Where all workers are stale, b may get the session, which refreshes what is known of b.
         if state_of(&router, "b/0").await != "stale" {
             return false;
@@ -277,7 +283,7 @@ async fn a_silent_worker_keeps_its_sessions_and_gets_none() {
     assert_eq!(answer.header("x-berth-worker"), "b/0");
     a.fall_silent();
     // A turn is also reported as a session change, so wait until the agents are silent again.
-    until("a session is placed by a stale view", async || {
+    wait_until("a session is placed by a stale view", async || {
         state_of(&router, "b/0").await == "stale"
             && state_of(&router, "a/0").await == "stale"
             && newcomer().await.2 == "stale_view"
@@ -355,9 +361,9 @@ async fn a_refused_connection_is_tried_elsewhere_unless_the_session_is_bound() {
     let pinned = r#"{"session_id":"p","retention":"pinned"}"#;
     let opened = router.call(Method::POST, "/v1/sessions", &[], pinned).await;
     assert_eq!(opened.json()["worker"], "a/0");
-    a.deafen();
+    a.close_data_port();
     let delta = r#"{"session_params":{"id":"p"}}"#;
-    until("a's data port is closed", async || {
+    wait_until("a's data port is closed", async || {
         router.chat(&[], delta).await.status == StatusCode::SERVICE_UNAVAILABLE
     })
     .await;
@@ -366,14 +372,14 @@ async fn a_refused_connection_is_tried_elsewhere_unless_the_session_is_bound() {
     assert_eq!(bound.header("retry-after"), "1");
     // An unreachable worker gets no new sessions, except one now and then.
     let mut turn = 0;
-    until("a new session is tried on a, then on b", async || {
+    wait_until("a new session is tried on a, then on b", async || {
         turn += 1;
         let answer = router.chat(&[("x-berth-session-id", &format!("s{turn}"))], "{}").await;
         assert_eq!((answer.status, answer.header("x-berth-worker")), (StatusCode::OK, "b/0"));
         router.metrics().await.contains("berth_router_retries_total{reason=\"connect\"}")
     })
     .await;
-    until("the view shows a as stale", async || {
+    wait_until("the view shows a as stale", async || {
         turn += 1;
         router.chat(&[("x-berth-session-id", &format!("s{turn}"))], "{}").await;
         let workers = router.call(Method::GET, "/v1/workers", &[], "").await.json();
@@ -384,33 +390,35 @@ async fn a_refused_connection_is_tried_elsewhere_unless_the_session_is_bound() {
     // A last turn that reached no agent still closes its session.
     let last = [("x-berth-session-id", "p"), ("x-berth-session-final", "1")];
     assert_eq!(router.chat(&last, "{}").await.status, StatusCode::SERVICE_UNAVAILABLE);
-    until("the session is closed", async || a.session_count() == 0).await;
+    wait_until("the session is closed", async || a.session_count() == 0).await;
 }
 
 #[tokio::test]
 async fn a_turn_has_one_deadline() {
     let a = Agent::start("a");
     let router = Router::start_with(Config { turn_ms_max: 300, ..config(&[&a]) }).await;
-    let cut = || a.inner.cut.load(Ordering::Relaxed);
+    let aborted_answers = || a.inner.aborted_answers.load(Ordering::Relaxed);
     // If the machine stalls, the turn may time out before the agent has it. Then send another.
-    until("a turn is cut off at the agent", async || {
+    wait_until("a turn is cut off at the agent", async || {
         let late = router.chat(&[("x-test-wait", "head")], "{}").await;
         let code = late.code();
         assert_eq!((late.status.as_u16(), code.as_str()), (504, "turn_timeout"));
-        cut() > 0
+        aborted_answers() > 0
     })
     .await;
-    until("the agent has seen every turn end", async || cut() >= a.turns().len()).await;
-    until("an answer is cut short", async || {
+    wait_until("the agent has seen every turn end", async || aborted_answers() >= a.turns().len())
+        .await;
+    wait_until("an answer is cut short", async || {
         let waiting: Headers<'_> = &[("x-test-wait", "tail")];
         let begun = router.begin(Method::POST, "/generate", waiting, "{\"a\":1}").await;
         let in_time = begun.status() == 418;
-        let whole = begun.into_body().collect().await;
-        assert!(!in_time || whole.is_err(), "a cut answer must not look whole: {whole:?}");
+        let collected = begun.into_body().collect().await;
+        assert!(!in_time || collected.is_err(), "a cut answer must not look whole: {collected:?}");
         in_time
     })
     .await;
-    until("the agent has seen every turn end", async || cut() >= a.turns().len()).await;
+    wait_until("the agent has seen every turn end", async || aborted_answers() >= a.turns().len())
+        .await;
 }
 
 #[tokio::test]
@@ -422,7 +430,7 @@ async fn a_draining_router_lets_its_turns_end() {
     let stopped = router.stop();
     let ends = async {
         a.inner.release.add_permits(1);
-        whole(turn).await
+        collect(turn).await
     };
     let (stopped, turn) = tokio::join!(stopped, ends);
     stopped.unwrap();
@@ -439,7 +447,7 @@ async fn turns_beyond_the_bound_are_refused_at_once() {
     let code = refused.code();
     assert_eq!((refused.status.as_u16(), code.as_str()), (429, "turns_in_flight"));
     a.inner.release.add_permits(1);
-    assert_eq!(whole(turn).await.status, StatusCode::OK);
+    assert_eq!(collect(turn).await.status, StatusCode::OK);
     assert_eq!(router.chat(&[], "{}").await.status, StatusCode::OK);
 }
 

@@ -22,12 +22,12 @@ proptest! {
         let mut state = engines(loads.len(), now);
         for (agent, (turns, used, backlog)) in loads.iter().enumerate() {
             if !silent[agent] {
-                let told = |rank: &mut RankLoad| {
+                let loaded = |rank: &mut RankLoad| {
                     rank.turns_running = *turns;
                     rank.pool_used_tokens = figure(*used);
                     rank.prefill_backlog_tokens = figure(*backlog);
                 };
-                tell(&mut state, agent, told, later);
+                report_load(&mut state, agent, loaded, later);
             }
         }
         let overlap = resident(&resident_tokens[..loads.len()]);
@@ -61,7 +61,7 @@ proptest! {
         let later = now + SECOND;
         let mut leases = vec![];
         for (agent, load) in loads.iter().enumerate() {
-            tell(&mut state, agent, |rank| load.tell(rank), later);
+            report_load(&mut state, agent, |rank| load.report_load(rank), later);
             let count = &state.agent_at(agent).in_flight[0];
             leases.extend((0..load.sent).map(|_| Lease::acquire(count, 3_000)));
         }
@@ -104,7 +104,7 @@ proptest! {
 
 /// The figures that a worker reports, and the number of turns sent to it since.
 #[derive(Debug, Clone)]
-struct Told {
+struct ReportedLoad {
     turns: u32,
     waiting: Option<u64>,
     used: Option<u64>,
@@ -114,8 +114,8 @@ struct Told {
     sent: u32,
 }
 
-impl Told {
-    fn tell(&self, rank: &mut RankLoad) {
+impl ReportedLoad {
+    fn report_load(&self, rank: &mut RankLoad) {
         let known = |value: Option<u64>| value.and_then(figure);
         rank.turns_running = self.turns;
         rank.requests_waiting = known(self.waiting);
@@ -127,25 +127,19 @@ impl Told {
 }
 
 /// Reports of a few kinds only, so that many workers cost the same.
-fn loads() -> impl Strategy<Value = Vec<Told>> {
+fn loads() -> impl Strategy<Value = Vec<ReportedLoad>> {
     let kinds = prop::collection::vec(load(), 1..6);
     let picked = |kinds| prop::collection::vec(prop::sample::select(kinds), 1..40);
     kinds.prop_flat_map(picked)
 }
 
-fn load() -> impl Strategy<Value = Told> {
+fn load() -> impl Strategy<Value = ReportedLoad> {
     let known = |most: u64| prop::option::weighted(0.8, 0..most);
     let rate = prop::option::weighted(0.8, 1_000..50_000_u64);
     let turns = 0..80_u32;
     let figures =
         (turns, known(5), known(1_000_000), known(1_000_000), rate, known(50_000), 0..4_u32);
-    figures.prop_map(|(turns, waiting, used, evictable, tokens_per_s, backlog, sent)| Told {
-        turns,
-        waiting,
-        used,
-        evictable,
-        tokens_per_s,
-        backlog,
-        sent,
+    figures.prop_map(|(turns, waiting, used, evictable, tokens_per_s, backlog, sent)| {
+        ReportedLoad { turns, waiting, used, evictable, tokens_per_s, backlog, sent }
     })
 }

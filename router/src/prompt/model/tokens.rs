@@ -50,7 +50,7 @@ pub struct Model {
     /// Tokens before which texts are cut.
     marks: Vec<String>,
     /// Tokens that precede a text that isn't a chat.
-    lead: Vec<u32>,
+    leading_tokens: Vec<u32>,
     /// A leaf lock. Held for look-ups, not while text is tokenized.
     segments: Mutex<Segments>,
 }
@@ -71,7 +71,8 @@ impl Model {
         let roles: Vec<(&str, String)> =
             ROLES.iter().filter_map(|role| Some((*role, content(config.get(role)?)?))).collect();
         add_missing(&mut tokenizer, &config, &roles).map_err(Error::Tokenizer)?;
-        let lead = lead(&tokenizer, &config, &roles).map_err(Error::Tokenizer)?;
+        let leading_tokens =
+            leading_tokens(&tokenizer, &config, &roles).map_err(Error::Tokenizer)?;
         let template = files.template.as_deref();
         let marks = marks(&tokenizer, template.unwrap_or_default(), &roles);
         let template = template.map(|source| Template::new(source, &roles)).transpose();
@@ -79,7 +80,7 @@ impl Model {
             tokenizer,
             template: template.map_err(Error::Template)?,
             marks,
-            lead,
+            leading_tokens,
             segments: Mutex::new(Segments::new(SEGMENTS_BYTES_MAX)),
         })
     }
@@ -87,18 +88,18 @@ impl Model {
     /// Makes a request's blocks. Returns `None` if the prompt can't be made as the engine makes it,
     /// or is longer than the engine takes.
     pub(in crate::prompt) fn blocks(&self, text_prompt: &TextPrompt<'_>) -> Option<Blocks> {
-        let (text, lead) = self.text(text_prompt)?;
-        self.text_blocks(&text, lead, text_prompt)
+        let (text, leading_tokens) = self.text(text_prompt)?;
+        self.text_blocks(&text, leading_tokens, text_prompt)
     }
 
     /// Makes a request's token ids, without reusing earlier results. Returns `None` if
     /// [`Self::blocks`] does, or if the text is too long.
     pub(in crate::prompt) fn token_ids(&self, text_prompt: &TextPrompt<'_>) -> Option<Vec<u32>> {
-        let (text, lead) = self.text(text_prompt)?;
+        let (text, leading_tokens) = self.text(text_prompt)?;
         if text.len() > NEW_BYTES_MAX {
             return None;
         }
-        let mut ids = lead.to_vec();
+        let mut ids = leading_tokens.to_vec();
         for segment in cut(&text, &self.marks) {
             ids.extend_from_slice(self.tokenizer.encode_fast(segment, false).ok()?.get_ids());
         }
@@ -110,7 +111,7 @@ impl Model {
         match text_prompt.form {
             PromptForm::Generate | PromptForm::Completions => {
                 let json = (text_prompt.member)(text_prompt.form.texts().first()?)?;
-                Some((serde_json::from_str(json).ok()?, &self.lead))
+                Some((serde_json::from_str(json).ok()?, &self.leading_tokens))
             }
             PromptForm::Chat => {
                 let request = Request {
@@ -140,12 +141,12 @@ impl Model {
     fn text_blocks(
         &self,
         text: &str,
-        lead: &[u32],
+        leading_tokens: &[u32],
         text_prompt: &TextPrompt<'_>,
     ) -> Option<Blocks> {
         let tokens_max = text_prompt.tokens_max;
         let (mut chain, mut hashes) = (Chain::new(&text_prompt.scheme), vec![]);
-        chain.push(lead, &mut hashes);
+        chain.push(leading_tokens, &mut hashes);
         let mut walk = Walk::new(chain, hashes);
         let segments = cut(text, &self.marks);
         let known = self.segments.lock().follow(&mut walk, &segments);
@@ -198,14 +199,14 @@ fn add_missing(
 }
 
 /// Returns the tokens that precede every text: by the config if it says so, else by the tokenizer.
-fn lead(
+fn leading_tokens(
     tokenizer: &Tokenizer,
     config: &Value,
     roles: &[(&str, String)],
 ) -> tokenizers::Result<Vec<u32>> {
-    let said = ["add_bos_token", "add_eos_token"].map(|key| config.get(key));
-    if said.iter().any(Option::is_some) || tokenizer.get_post_processor().is_none() {
-        let adds = said[0].and_then(Value::as_bool) == Some(true);
+    let settings = ["add_bos_token", "add_eos_token"].map(|key| config.get(key));
+    if settings.iter().any(Option::is_some) || tokenizer.get_post_processor().is_none() {
+        let adds = settings[0].and_then(Value::as_bool) == Some(true);
         let bos = roles.iter().find(|(role, _)| adds && *role == "bos_token");
         return Ok(bos.and_then(|(_, text)| tokenizer.token_to_id(text)).into_iter().collect());
     }

@@ -18,11 +18,11 @@ fn cut(path: &str, body: &str) -> Option<String> {
 }
 
 /// Calls [`cut`] for a body in which `PRE` stands for the preamble.
-fn cut_of(path: &str, body: &str) -> Option<String> {
+fn cut_claude(path: &str, body: &str) -> Option<String> {
     cut(path, &body.replace("PRE", CLAUDE))
 }
 
-fn of_system(text: &str) -> Option<String> {
+fn cut_system(text: &str) -> Option<String> {
     let out = cut("/v1/messages", &json!({"system": text}).to_string())?;
     let out: Value = serde_json::from_str(&out).unwrap();
     Some(out["system"].as_str().unwrap().to_owned())
@@ -43,7 +43,7 @@ fn a_block_that_holds_only_the_preamble_goes_with_its_comma() {
         ),
     ];
     for (body, want) in cases {
-        assert_eq!(cut_of("/v1/messages", body).as_deref(), Some(want), "from {body}");
+        assert_eq!(cut_claude("/v1/messages", body).as_deref(), Some(want), "from {body}");
     }
 }
 
@@ -77,7 +77,7 @@ fn a_chat_message_that_holds_only_the_preamble_goes_unless_it_is_the_only_one() 
     ];
     for (body, want) in cases {
         let want = want.replace("PRE", CLAUDE);
-        assert_eq!(cut_of("/v1/chat/completions", body), Some(want), "from {body}");
+        assert_eq!(cut_claude("/v1/chat/completions", body), Some(want), "from {body}");
     }
     let body = r#"{"instructions":"PRE\n\nBe brief.","input":"PRE"}"#.replace("PRE", CLAUDE);
     let left = format!(r#"{{"instructions":"Be brief.","input":"{CLAUDE}"}}"#);
@@ -86,7 +86,7 @@ fn a_chat_message_that_holds_only_the_preamble_goes_unless_it_is_the_only_one() 
 
 #[test]
 fn line_breaks_behind_a_preamble_go_up_to_an_empty_line() {
-    for (behind, left) in [
+    for (after_preamble, left) in [
         ("", ""),
         ("\n", ""),
         ("\r\n", ""),
@@ -98,11 +98,15 @@ fn line_breaks_behind_a_preamble_go_up_to_an_empty_line() {
         ("\r\rYou are", "\r\rYou are"),
         (" you, a=b; or not", " you, a=b; or not"),
     ] {
-        assert_eq!(of_system(&format!("{CLAUDE}{behind}")).as_deref(), Some(left), "{behind:?}");
+        assert_eq!(
+            cut_system(&format!("{CLAUDE}{after_preamble}")).as_deref(),
+            Some(left),
+            "{after_preamble:?}"
+        );
     }
     // Pairs that a newer client adds are a part of the preamble.
-    assert_eq!(of_system(&format!("{CLAUDE} cc_workload=;\nBe")).as_deref(), Some("Be"));
-    assert_eq!(of_system("x-anthropic-billing-header: cc_version=1;\nBe").as_deref(), Some("Be"));
+    assert_eq!(cut_system(&format!("{CLAUDE} cc_workload=;\nBe")).as_deref(), Some("Be"));
+    assert_eq!(cut_system("x-anthropic-billing-header: cc_version=1;\nBe").as_deref(), Some("Be"));
 }
 
 #[test]
@@ -132,12 +136,12 @@ fn what_is_not_complete_or_not_at_the_beginning_stays() {
         long,
     ];
     for text in texts {
-        assert_eq!(of_system(&text), None, "{text:?}");
+        assert_eq!(cut_system(&text), None, "{text:?}");
     }
     // Pairs of less than 4 KiB are cut, whatever the length of the text after them.
     let text = format!("{name} cc_version=1; {}", "a=b; ".repeat(700));
     let prompt = "B".repeat(20_000);
-    let left = of_system(&format!("{}\n{prompt}", text.trim_end()));
+    let left = cut_system(&format!("{}\n{prompt}", text.trim_end()));
     assert_eq!(left, Some(prompt));
 }
 
@@ -180,7 +184,7 @@ fn what_a_user_wrote_and_every_other_place_stays() {
         ("/v1/embeddings", r#"{"input":"PRE","system":"PRE"}"#),
     ];
     for (path, body) in bodies {
-        assert_eq!(cut_of(path, body), None, "{path} {body}");
+        assert_eq!(cut_claude(path, body), None, "{path} {body}");
     }
 }
 
@@ -225,7 +229,7 @@ impl Writer {
         out + "\""
     }
 
-    fn outdone(&mut self) -> Value {
+    fn overridden(&mut self) -> Value {
         let block = json!({"type": "text", "text": CLAUDE, "role": "system", "content": CLAUDE});
         let values = [json!(CLAUDE), json!([block]), json!(null), json!({"system": CLAUDE})];
         values[self.0.usize(..values.len())].clone()
@@ -244,8 +248,8 @@ impl Writer {
                 let mut written = vec![];
                 for (key, value) in members {
                     if depth < 3 && self.0.u8(..6) == 0 {
-                        let outdone = self.outdone();
-                        written.push(self.member(key, &outdone, depth + 3));
+                        let overridden = self.overridden();
+                        written.push(self.member(key, &overridden, depth + 3));
                     }
                     written.push(self.member(key, value, depth));
                 }
@@ -258,9 +262,9 @@ impl Writer {
     }
 
     fn member(&mut self, key: &str, value: &Value, depth: usize) -> String {
-        let (before, key, behind) = (self.space(), self.string(key), self.space());
+        let (before, key, after) = (self.space(), self.string(key), self.space());
         let value = self.value(value, depth + 1);
-        format!("{before}{key}{behind}:{value}")
+        format!("{before}{key}{after}:{value}")
     }
 }
 
@@ -368,7 +372,7 @@ proptest! {
     fn no_text_panics(text in "\\PC{0,60}", raw in prop::collection::vec(any::<u8>(), 0..60)) {
         let name = "x-anthropic-billing-header: cc_version=";
         for text in [text.clone(), format!("{name}{text}"), format!("{name}1;{text}")] {
-            drop(of_system(&text));
+            drop(cut_system(&text));
         }
         for body in [raw.clone(), [br#"{"system":""#, &*raw, br#""}"#].concat()] {
             if let Ok(object) = Object::parse(&body) {
