@@ -126,11 +126,19 @@ impl Metrics {
             request_bytes: Counter::default(),
             response_bytes: Counter::default(),
         };
-        let help = "Placements by reason: of turns, of their second try, and of sessions opened";
+        let help = "Placements by reason; retried turns and opened sessions count, too";
         registry.register("placements", help, metrics.placements.clone());
-        registry.register("turns", "Placed turns ended, by outcome", metrics.turns.clone());
+        registry.register(
+            "turns",
+            "Placed turns that have ended, by outcome",
+            metrics.turns.clone(),
+        );
         registry.register("refusals", "Refusals by the router, by code", metrics.refusals.clone());
-        registry.register("retries", "Turns tried on a second worker", metrics.retries.clone());
+        registry.register(
+            "retries",
+            "Turns and opens sent to a second worker, by reason",
+            metrics.retries.clone(),
+        );
         let help =
             "Long prompts computed in stages before their turns (staged prefill), by outcome";
         registry.register("staged_prefills", help, metrics.staged_prefills.clone());
@@ -138,18 +146,18 @@ impl Metrics {
         registry.register("preambles_removed", help, metrics.preambles.clone());
         registry.register_with_unit(
             "first_byte",
-            "From a turn's arrival to the first byte of its answer's body, where it succeeds",
+            "Time from a turn's arrival to the first byte of a successful answer's body",
             Unit::Seconds,
             metrics.first_byte.clone(),
         );
         registry.register(
             "streams_in_flight",
-            "Turns placed and not ended",
+            "Placed turns that have not ended",
             metrics.streams.clone(),
         );
-        let bytes = "Bytes of bodies that arrived from clients";
+        let bytes = "Bytes of request bodies received from clients";
         registry.register_with_unit("request", bytes, Unit::Bytes, metrics.request_bytes.clone());
-        let bytes = "Bytes of bodies that came from workers";
+        let bytes = "Bytes of answer bodies received from workers";
         registry.register_with_unit("response", bytes, Unit::Bytes, metrics.response_bytes.clone());
         metrics
     }

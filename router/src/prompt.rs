@@ -314,7 +314,7 @@ impl Prompt {
         let scheme =
             Scheme { namespace: Some(&namespace), ..cache_namespace.scheme(engine.block_tokens) };
         let (mut chain, mut hashes) = (Chain::new(&scheme), vec![]);
-        text::push(&texts, engine.context_tokens, &mut chain, &mut hashes);
+        text::push_texts(&texts, engine.context_tokens, &mut chain, &mut hashes);
         let block_tokens = engine.block_tokens;
         Some(Blocks { tokens: chain.tokens(), block_tokens, hashes, exact: false })
     }
@@ -364,7 +364,7 @@ fn ids_blocks(
 ) -> Option<Blocks> {
     let scheme = cache_namespace.scheme(engine.block_tokens);
     let (mut chain, mut hashes) = (Chain::new(&scheme), vec![]);
-    ids::push(array, engine.context_tokens, &mut chain, &mut hashes).ok()?;
+    ids::push_ids(array, engine.context_tokens, &mut chain, &mut hashes).ok()?;
     Some(Blocks {
         tokens: chain.tokens(),
         block_tokens: engine.block_tokens,

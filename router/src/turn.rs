@@ -46,7 +46,8 @@ pub(crate) async fn run(
 ) -> Result<Response, Error> {
     let arrived = now();
     let deadline = arrived + shared.config.turn_max();
-    let permit = Arc::clone(&shared.turns).try_acquire_owned().map_err(|_| Error::TurnsFull)?;
+    let permit =
+        Arc::clone(&shared.turn_permits).try_acquire_owned().map_err(|_| Error::TurnsFull)?;
     let principal = request::principal(&parts.headers);
     if kind.is_generation()
         && let Some(key) = request::header_session(&parts.headers, &principal)?
@@ -195,7 +196,7 @@ fn finish(
 ) -> Result<Response, Error> {
     match answered {
         Ok(response) => {
-            let running = pending.answered();
+            let running = pending.record_answer();
             Ok(proxy::answer(shared, outbound, placed, running, permit, response))
         }
         Err(error) => {
@@ -244,7 +245,7 @@ impl Pending {
         }
     }
 
-    fn answered(&mut self) -> StreamCount {
+    fn record_answer(&mut self) -> StreamCount {
         self.close = None;
         self.outcome = None;
         self.running.take().expect("a turn is answered once")

@@ -41,13 +41,13 @@ impl Control {
     /// Opens the session on the rank, or returns the one that is already open.
     pub(crate) async fn open(
         &self,
-        opening: &OpenRequest,
+        open_request: &OpenRequest,
         dp_rank: u32,
     ) -> Result<Session, Status> {
         let request = v1::OpenSessionRequest {
-            key: Some((&opening.key).into()),
-            retention: opening.retention.map_or(0, Retention::to_wire),
-            idle_ms_max: opening.idle_ms_max.unwrap_or(0),
+            key: Some((&open_request.key).into()),
+            retention: open_request.retention.map_or(0, Retention::to_wire),
+            idle_ms_max: open_request.idle_ms_max.unwrap_or(0),
             dp_rank: Some(dp_rank),
         };
         let mut client = self.0.clone();

@@ -116,20 +116,20 @@ impl Lease {
 
     /// Records that the prompt goes through staged prefill before the turn is sent.
     pub fn begin_staged_prefill(&mut self) {
-        self.set(PromptState::InStagedPrefill);
+        self.set_prompt(PromptState::InStagedPrefill);
     }
 
     /// Records that the turn is sent, with at most `tokens_max` prompt tokens to compute.
     pub fn end_staged_prefill(&mut self, tokens_max: u64) {
-        self.set(PromptState::Sent(self.tokens.min(tokens_max)));
+        self.set_prompt(PromptState::Sent(self.tokens.min(tokens_max)));
     }
 
     /// Records that the answer has begun, so that the prompt is computed.
-    pub fn answered(&mut self) {
-        self.set(PromptState::Answered);
+    pub fn record_answer(&mut self) {
+        self.set_prompt(PromptState::Answered);
     }
 
-    fn set(&mut self, prompt: PromptState) {
+    fn set_prompt(&mut self, prompt: PromptState) {
         let Self { in_flight, tokens, .. } = &*self;
         match prompt {
             PromptState::InStagedPrefill => {
@@ -156,7 +156,7 @@ impl Lease {
 
 impl Drop for Lease {
     fn drop(&mut self) {
-        self.answered();
+        self.record_answer();
         self.in_flight.incoming_tokens.fetch_sub(self.tokens, Ordering::Relaxed);
         let before = self.in_flight.turns.fetch_sub(1, Ordering::Relaxed);
         debug_assert!(before > 0, "a lease was dropped twice");
@@ -184,8 +184,8 @@ mod tests {
         let in_flight = Arc::new(InFlight::default());
         let mut lease = Lease::acquire(&in_flight, 700);
         let _never_answered = Lease::acquire(&in_flight, 50);
-        lease.answered();
-        lease.answered();
+        lease.record_answer();
+        lease.record_answer();
         assert_eq!(
             (in_flight.counts().unanswered_tokens, in_flight.counts().incoming_tokens),
             (50, 750)

@@ -40,12 +40,12 @@ struct Row {
     state: WorkerState,
     /// Bit set of the retentions that the worker offers.
     retentions: u8,
-    heard: Option<Instant>,
-    reported: Option<Instant>,
+    heard_at: Option<Instant>,
+    reported_at: Option<Instant>,
     prefill_tokens_per_s: Option<NonZeroU64>,
     backlog: Option<Figure>,
     staged_prefill: Option<StagedPrefillBase>,
-    waiting: u64,
+    waiting_without_tokens: u64,
     turns: u32,
     turns_max: u32,
     sessions: u32,
@@ -155,14 +155,14 @@ impl Row {
             worker,
             state: agent.state_heard(),
             retentions: offered.fold(0, |bits, retention| bits | bit(*retention)),
-            heard: agent.heard,
-            reported: agent.report.as_ref().map(|(_, at)| *at),
+            heard_at: agent.heard,
+            reported_at: agent.report.as_ref().map(|(_, at)| *at),
             prefill_tokens_per_s: reported_value(|load| load.prefill_tokens_per_s)
                 .and_then(NonZeroU64::new),
             backlog,
             staged_prefill: load
                 .and_then(|load| StagedPrefillBase::new(load.staged_prefill?, at_report)),
-            waiting: load.filter(|_| backlog.is_none()).map_or(0, waiting),
+            waiting_without_tokens: load.filter(|_| backlog.is_none()).map_or(0, waiting),
             turns: load.map_or(0, |load| load.turns_running),
             turns_max: load.map_or(0, |load| load.turns_running_max),
             sessions: load.map_or(0, |load| load.sessions),
@@ -203,7 +203,7 @@ impl<'a> WorkerStats<'a> {
     /// stale.
     #[must_use]
     pub fn state(self, now: Instant, report_age_max: Duration) -> WorkerState {
-        self.row.state.aged(self.row.heard, now, report_age_max)
+        self.row.state.aged(self.row.heard_at, now, report_age_max)
     }
 
     /// Whether the worker offers this retention.
@@ -240,7 +240,7 @@ impl<'a> WorkerStats<'a> {
     #[must_use]
     pub fn backlog_tokens(self, tokens_per_s: u64, now: Instant) -> u64 {
         let own = self.in_flight.unanswered_tokens();
-        let Row { backlog: Some(figure), reported: Some(at), .. } = self.row else {
+        let Row { backlog: Some(figure), reported_at: Some(at), .. } = self.row else {
             return own;
         };
         let age = now.saturating_duration_since(*at).as_millis() + u128::from(figure.age_ms);
@@ -273,7 +273,7 @@ impl<'a> WorkerStats<'a> {
     /// reports the backlog.
     #[must_use]
     pub fn waiting_without_tokens(self) -> u64 {
-        self.row.waiting
+        self.row.waiting_without_tokens
     }
 
     /// Returns the size of the KV pool in tokens.

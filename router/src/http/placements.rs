@@ -16,7 +16,7 @@ use crate::{
 
 pub(super) async fn show(State(shared): Desk, Path(turn): Path<String>) -> Response {
     let records = u64::from_str_radix(&turn, 16)
-        .map(|turn| shared.recent.lock().placements(turn).to_vec())
+        .map(|turn| shared.recent_placements.lock().placements(turn).to_vec())
         .unwrap_or_default();
     if records.is_empty() {
         return conclude(&shared, Err(errors::placement_unknown()));

@@ -51,7 +51,7 @@ pub(super) async fn open(State(shared): Desk, request: Request) -> Response {
 async fn try_open(shared: &Arc<Shared>, request: Request) -> Result<Response, Refusal> {
     let (parts, body) = request.into_parts();
     let asked: OpenBody = read(shared, body, true).await?;
-    let opening = opening(
+    let open_request = build_open_request(
         &parts.headers,
         asked.session_id,
         match &asked.retention {
@@ -60,7 +60,7 @@ async fn try_open(shared: &Arc<Shared>, request: Request) -> Result<Response, Re
         },
         &asked.timeout,
     )?;
-    let opened = shared.open(opening).await.map_err(errors::refusal)?;
+    let opened = shared.open(open_request).await.map_err(errors::refusal)?;
     let status = if opened.new { StatusCode::CREATED } else { StatusCode::OK };
     let session_view = SessionView {
         key: opened.session.key.clone(),
@@ -113,8 +113,9 @@ async fn try_sglang_open(shared: &Arc<Shared>, request: Request) -> Result<Respo
     let (parts, body) = request.into_parts();
     let asked: SglangOpenBody = read(shared, body, true).await?;
     let retention = asked.streaming.unwrap_or(false).then_some(Retention::Pinned);
-    let opening = opening(&parts.headers, asked.session_id, retention, &asked.timeout)?;
-    let opened = shared.open(opening).await.map_err(errors::refusal)?;
+    let open_request =
+        build_open_request(&parts.headers, asked.session_id, retention, &asked.timeout)?;
+    let opened = shared.open(open_request).await.map_err(errors::refusal)?;
     if !opened.new {
         // The shape of SGLang's own error, which its clients look for.
         let message = "Failed to open the session: one with this id is still open. Close it first.";
@@ -140,7 +141,7 @@ async fn try_sglang_close(shared: &Arc<Shared>, request: Request) -> Result<Resp
     }
 }
 
-fn opening(
+fn build_open_request(
     headers: &HeaderMap,
     id: Option<String>,
     retention: Option<Retention>,

@@ -153,7 +153,7 @@ impl Affinity {
     ///
     /// # Errors
     /// If the table is full of sessions with running turns.
-    pub fn begin(
+    pub fn begin_turn(
         &mut self,
         key: &SessionKey,
         worker: WorkerRef,
@@ -177,15 +177,15 @@ impl Affinity {
     }
 
     /// Records that a turn's answer has begun, or never will. Call it at most once per turn, before
-    /// [`Self::end`].
-    pub fn answered(&mut self, key: &SessionKey) {
+    /// [`Self::end_turn`].
+    pub fn record_answer(&mut self, key: &SessionKey) {
         let binding = self.bindings.get_mut(key).expect("a running turn holds its binding");
         assert!(binding.unanswered > 0, "a turn was answered twice");
         binding.unanswered -= 1;
     }
 
     /// Ends a turn that was begun.
-    pub fn end(&mut self, key: &SessionKey, now: Instant) {
+    pub fn end_turn(&mut self, key: &SessionKey, now: Instant) {
         let binding = self.bindings.get_mut(key).expect("a running turn holds its binding");
         assert!(binding.turns > 0, "a turn ended twice");
         binding.turns -= 1;
@@ -202,7 +202,7 @@ impl Affinity {
     }
 
     /// Records the body size of the session's newest turn.
-    pub fn note_body(&mut self, key: &SessionKey, bytes: u64) {
+    pub fn record_body_size(&mut self, key: &SessionKey, bytes: u64) {
         if let Some(binding) = self.bindings.get_mut(key) {
             binding.body_bytes = bytes;
         }
@@ -220,7 +220,7 @@ impl Affinity {
     ///
     /// # Errors
     /// If the table is full of sessions with running turns.
-    pub fn opened(
+    pub fn record_open(
         &mut self,
         worker: WorkerRef,
         opened: OpenAnswer,
@@ -245,7 +245,7 @@ impl Affinity {
     ///
     /// # Errors
     /// If the table is full of sessions with running turns.
-    pub fn close_asked(
+    pub fn record_close_request(
         &mut self,
         key: &SessionKey,
         worker: WorkerRef,
@@ -257,7 +257,7 @@ impl Affinity {
     }
 
     /// Records that the agent has closed the session.
-    pub fn closed(&mut self, key: &SessionKey, deferred: bool, now: Instant) {
+    pub fn record_close(&mut self, key: &SessionKey, deferred: bool, now: Instant) {
         if let Some(binding) = self.bindings.get_mut(key) {
             binding.closing = Closing::Closed { at: now, deferred };
             binding.opened = None;
@@ -267,7 +267,7 @@ impl Affinity {
     }
 
     /// Records that the agent could not be asked, so the session stays as it was.
-    pub fn close_failed(&mut self, key: &SessionKey) {
+    pub fn record_close_failure(&mut self, key: &SessionKey) {
         if let Some(binding) = self.bindings.get_mut(key) {
             binding.closing = Closing::No;
         }
@@ -401,10 +401,10 @@ mod tests {
     fn a_held_binding_outlives_its_idle_time_and_an_idle_one_does_not() {
         let t0 = start();
         let mut affinity = Affinity::new(4, Duration::from_secs(10));
-        affinity.begin(&key(1), worker(1), false, t0).unwrap();
+        affinity.begin_turn(&key(1), worker(1), false, t0).unwrap();
         let later = t0 + Duration::from_secs(60);
         assert_eq!(affinity.get(&key(1), later).unwrap().worker, worker(1));
-        affinity.end(&key(1), later);
+        affinity.end_turn(&key(1), later);
         assert!(affinity.get(&key(1), later + Duration::from_secs(10)).is_some());
         assert!(affinity.get(&key(1), later + Duration::from_secs(11)).is_none());
     }
@@ -413,11 +413,11 @@ mod tests {
     fn the_longest_idle_makes_room_and_held_ones_never_do() {
         let t0 = start();
         let mut affinity = Affinity::new(2, Duration::from_secs(10));
-        affinity.begin(&key(1), worker(1), false, t0).unwrap();
-        affinity.begin(&key(2), worker(2), false, t0).unwrap();
-        assert_eq!(affinity.begin(&key(3), worker(1), false, t0), Err(Full));
-        affinity.end(&key(2), t0);
-        affinity.begin(&key(3), worker(1), false, t0).unwrap();
+        affinity.begin_turn(&key(1), worker(1), false, t0).unwrap();
+        affinity.begin_turn(&key(2), worker(2), false, t0).unwrap();
+        assert_eq!(affinity.begin_turn(&key(3), worker(1), false, t0), Err(Full));
+        affinity.end_turn(&key(2), t0);
+        affinity.begin_turn(&key(3), worker(1), false, t0).unwrap();
         assert!(affinity.get(&key(2), t0).is_none());
         assert!(affinity.get(&key(1), t0).is_some());
     }
@@ -426,11 +426,11 @@ mod tests {
     fn a_turn_after_a_close_begins_a_new_life() {
         let t0 = start();
         let mut affinity = Affinity::new(2, Duration::from_secs(10));
-        affinity.begin(&key(1), worker(1), true, t0).unwrap();
-        affinity.end(&key(1), t0);
-        affinity.close_asked(&key(1), worker(1), t0).unwrap();
-        affinity.closed(&key(1), false, t0);
-        affinity.begin(&key(1), worker(2), false, t0).unwrap();
+        affinity.begin_turn(&key(1), worker(1), true, t0).unwrap();
+        affinity.end_turn(&key(1), t0);
+        affinity.record_close_request(&key(1), worker(1), t0).unwrap();
+        affinity.record_close(&key(1), false, t0);
+        affinity.begin_turn(&key(1), worker(2), false, t0).unwrap();
         let binding = affinity.get(&key(1), t0).unwrap();
         assert_eq!((binding.closing, binding.exclusive), (Closing::No, false));
     }
@@ -446,17 +446,17 @@ mod tests {
                 let key = key(id);
                 match op {
                     0 | 1 => {
-                        if affinity.begin(&key, worker(usize::from(id)), false, now).is_ok() {
+                        if affinity.begin_turn(&key, worker(usize::from(id)), false, now).is_ok() {
                             running.push(key);
                         }
                     }
                     2 => {
                         if let Some(key) = running.pop() {
-                            affinity.end(&key, now);
+                            affinity.end_turn(&key, now);
                         }
                     }
-                    3 => drop(affinity.close_asked(&key, worker(0), now)),
-                    4 => affinity.closed(&key, id % 2 == 0, now),
+                    3 => drop(affinity.record_close_request(&key, worker(0), now)),
+                    4 => affinity.record_close(&key, id % 2 == 0, now),
                     _ => affinity.forget(&key),
                 }
                 affinity.check_invariants();

@@ -228,12 +228,12 @@ mod tests {
     fn a_first_turn_under_way_binds_before_any_table_knows() {
         let (mut state, mut affinity, now) = setup();
         assert!(matches!(status(&state, &affinity, now), SessionStatus::Unknown));
-        affinity.begin(&key(), at(1), false, now).unwrap();
+        affinity.begin_turn(&key(), at(1), false, now).unwrap();
         assert_eq!(worker(&status(&state, &affinity, now)), 1);
         // An old entry on another agent doesn't replace the binding.
         state.apply(0, idle(Retention::Tagged), now);
         assert_eq!(worker(&status(&state, &affinity, now)), 1);
-        affinity.end(&key(), now);
+        affinity.end_turn(&key(), now);
         let later = now + TABLE_LAG + Duration::from_secs(1);
         assert_eq!(worker(&status(&state, &affinity, later)), 0, "the tables count after the lag");
     }
@@ -241,7 +241,7 @@ mod tests {
     #[test]
     fn an_open_counts_until_the_table_has_had_its_time() {
         let (state, mut affinity, now) = setup();
-        affinity.opened(at(0), opened(&state, now), now).unwrap();
+        affinity.record_open(at(0), opened(&state, now), now).unwrap();
         assert!(matches!(status(&state, &affinity, now), SessionStatus::Open { .. }));
         let later = now + TABLE_LAG + Duration::from_secs(1);
         assert!(matches!(
@@ -264,14 +264,14 @@ mod tests {
     #[test]
     fn what_the_agent_before_has_opened_is_not_open() {
         let (mut state, mut affinity, now) = setup();
-        affinity.opened(at(0), opened(&state, now), now).unwrap();
+        affinity.record_open(at(0), opened(&state, now), now).unwrap();
         let began = Update::Began { description: description("a0", 2, 1), sessions: vec![] };
         state.apply(0, began, now);
         assert!(matches!(
             status(&state, &affinity, now),
             SessionStatus::Bound { recent: false, .. }
         ));
-        affinity.opened(at(0), opened(&state, now), now).unwrap();
+        affinity.record_open(at(0), opened(&state, now), now).unwrap();
         assert!(matches!(status(&state, &affinity, now), SessionStatus::Open { .. }));
     }
 
@@ -279,13 +279,13 @@ mod tests {
     fn a_close_hides_the_session_from_the_moment_it_is_asked() {
         let (mut state, mut affinity, now) = setup();
         state.apply(0, idle(Retention::Tagged), now);
-        affinity.close_asked(&key(), at(0), now).unwrap();
+        affinity.record_close_request(&key(), at(0), now).unwrap();
         assert!(matches!(status(&state, &affinity, now), SessionStatus::Closing));
-        affinity.closed(&key(), false, now);
+        affinity.record_close(&key(), false, now);
         assert!(matches!(status(&state, &affinity, now), SessionStatus::Unknown));
         let running = session(Retention::Tagged, SessionState::Running, 1);
         state.apply(0, Update::Upsert(running), now);
-        affinity.closed(&key(), true, now);
+        affinity.record_close(&key(), true, now);
         assert!(matches!(status(&state, &affinity, now), SessionStatus::Closing));
         state.apply(0, Update::Removed(key()), now);
         assert!(matches!(status(&state, &affinity, now), SessionStatus::Unknown));
@@ -300,11 +300,11 @@ mod tests {
             status(&state, &affinity, now),
             SessionStatus::Lost { agent_up: true, .. }
         ));
-        affinity.close_asked(&key(), at(0), now).unwrap();
-        affinity.closed(&key(), false, now);
-        affinity.begin(&key(), at(0), false, now).unwrap();
+        affinity.record_close_request(&key(), at(0), now).unwrap();
+        affinity.record_close(&key(), false, now);
+        affinity.begin_turn(&key(), at(0), false, now).unwrap();
         assert!(matches!(status(&state, &affinity, now), SessionStatus::Bound { .. }));
-        affinity.end(&key(), now);
+        affinity.end_turn(&key(), now);
         assert!(matches!(status(&state, &affinity, now), SessionStatus::Bound { .. }));
         state.apply(0, idle(Retention::Pinned), now);
         assert!(matches!(status(&state, &affinity, now), SessionStatus::Open { .. }));
@@ -324,11 +324,11 @@ mod tests {
             other => panic!("{other:?}"),
         };
         assert!(!busy(&affinity), "another router's turn may have ended since");
-        affinity.begin(&key(), at(0), false, now).unwrap();
+        affinity.begin_turn(&key(), at(0), false, now).unwrap();
         assert!(busy(&affinity), "the answer has not begun");
-        affinity.answered(&key());
+        affinity.record_answer(&key());
         assert!(!busy(&affinity), "the client may have the whole answer already");
-        affinity.end(&key(), now);
+        affinity.end_turn(&key(), now);
         assert!(!busy(&affinity));
     }
 

@@ -13,7 +13,7 @@ const BATCH: usize = 256;
 pub(super) struct NotIds;
 
 /// Appends an array's ids to a chain, at most `tokens_max` of them.
-pub(super) fn push(
+pub(super) fn push_ids(
     json: &str,
     tokens_max: u64,
     chain: &mut Chain,
@@ -25,7 +25,7 @@ pub(super) fn push(
     let (mut batch, mut filled, mut left) = ([0; BATCH], 0, tokens_max);
     let mut at = 0;
     while at < bytes.len() {
-        let (id, end) = number(bytes, at).ok_or(NotIds)?;
+        let (id, end) = parse_id(bytes, at).ok_or(NotIds)?;
         left = left.checked_sub(1).ok_or(NotIds)?;
         batch[filled] = id;
         filled += 1;
@@ -33,7 +33,7 @@ pub(super) fn push(
             chain.push(&batch, hashes);
             filled = 0;
         }
-        at = next(bytes, end).ok_or(NotIds)?;
+        at = skip_comma(bytes, end).ok_or(NotIds)?;
     }
     chain.push(&batch[..filled], hashes);
     Ok(())
@@ -41,7 +41,7 @@ pub(super) fn push(
 
 /// Reads a token id. Returns it and where it ends. The text is valid JSON, so signs and leading
 /// zeros are not checked for.
-fn number(bytes: &[u8], mut at: usize) -> Option<(u32, usize)> {
+fn parse_id(bytes: &[u8], mut at: usize) -> Option<(u32, usize)> {
     let start = at;
     let mut id = 0_u64;
     while let Some(digit) = bytes.get(at).map(|byte| byte.wrapping_sub(b'0')).filter(|&d| d < 10) {
@@ -56,7 +56,7 @@ fn number(bytes: &[u8], mut at: usize) -> Option<(u32, usize)> {
 }
 
 /// Returns where the next id begins, or the end of the text.
-fn next(bytes: &[u8], mut at: usize) -> Option<usize> {
+fn skip_comma(bytes: &[u8], mut at: usize) -> Option<usize> {
     let skip = |mut at: usize| {
         while bytes.get(at).is_some_and(u8::is_ascii_whitespace) {
             at += 1;
@@ -81,7 +81,7 @@ mod tests {
     fn hashed(json: &str, tokens_max: u64) -> Option<(u64, Vec<BlockHash>)> {
         let scheme = Scheme::plain(BlockTokens::for_page(1).unwrap());
         let (mut chain, mut hashes) = (Chain::new(&scheme), vec![]);
-        push(json, tokens_max, &mut chain, &mut hashes).ok()?;
+        push_ids(json, tokens_max, &mut chain, &mut hashes).ok()?;
         Some((chain.tokens(), hashes))
     }
 

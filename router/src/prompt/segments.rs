@@ -37,13 +37,13 @@ struct Entry {
 
 /// A prompt, hashed up to a cut.
 #[derive(Debug, Clone)]
-pub(super) struct Walk {
+pub(super) struct HashedPrefix {
     key: Key,
     pub(super) chain: Chain,
     pub(super) hashes: Vec<BlockHash>,
 }
 
-impl Walk {
+impl HashedPrefix {
     /// Starts at a prompt's beginning. `chain` may already hold the tokens that precede every text.
     pub(super) fn new(chain: Chain, hashes: Vec<BlockHash>) -> Self {
         let root = [chain.last().0, chain.tokens(), chain.sum()].map(u64::to_le_bytes);
@@ -62,30 +62,30 @@ impl Segments {
     }
 
     /// Advances the walk over the segments that are cached. Returns their number.
-    pub(super) fn follow(&mut self, walk: &mut Walk, segments: &[&str]) -> usize {
+    pub(super) fn skip_cached(&mut self, prefix: &mut HashedPrefix, segments: &[&str]) -> usize {
         self.now += 1;
         for (at, segment) in segments.iter().enumerate() {
-            let key = walk.key_after(segment);
+            let key = prefix.key_after(segment);
             let Some(entry) = self.entries.get_mut(&key) else { return at };
             entry.used = self.now;
-            walk.key = key;
-            walk.chain = entry.chain;
-            walk.hashes.extend_from_slice(&entry.hashes);
+            prefix.key = key;
+            prefix.chain = entry.chain;
+            prefix.hashes.extend_from_slice(&entry.hashes);
         }
         segments.len()
     }
 
     /// Advances the walk over a segment with these tokens, and caches the segment.
-    pub(super) fn learn(&mut self, walk: &mut Walk, segment: &str, tokens: &[u32]) {
-        let known = walk.hashes.len();
-        walk.key = walk.key_after(segment);
-        walk.chain.push(tokens, &mut walk.hashes);
-        let hashes = Box::from(&walk.hashes[known..]);
-        let entry = Entry { chain: walk.chain, hashes, used: self.now };
+    pub(super) fn cache(&mut self, prefix: &mut HashedPrefix, segment: &str, tokens: &[u32]) {
+        let known = prefix.hashes.len();
+        prefix.key = prefix.key_after(segment);
+        prefix.chain.push(tokens, &mut prefix.hashes);
+        let hashes = Box::from(&prefix.hashes[known..]);
+        let entry = Entry { chain: prefix.chain, hashes, used: self.now };
         self.bytes += entry.bytes();
-        match self.entries.insert(walk.key, entry) {
+        match self.entries.insert(prefix.key, entry) {
             Some(same) => self.bytes -= same.bytes(),
-            None => self.queue.push_back((self.now, walk.key)),
+            None => self.queue.push_back((self.now, prefix.key)),
         }
         self.keep_bound();
     }
@@ -118,7 +118,7 @@ impl Entry {
 }
 
 /// Cuts a text before each of `marks`. No mark may be empty or lie within another.
-pub(super) fn cut<'a>(text: &'a str, marks: &[String]) -> Vec<&'a str> {
+pub(super) fn split_at_marks<'a>(text: &'a str, marks: &[String]) -> Vec<&'a str> {
     let mut firsts: Vec<char> = marks.iter().filter_map(|mark| mark.chars().next()).collect();
     firsts.sort_unstable();
     firsts.dedup();
@@ -151,9 +151,9 @@ mod tests {
 
     use super::*;
 
-    fn start() -> Walk {
+    fn start() -> HashedPrefix {
         let scheme = Scheme::plain(BlockTokens::for_page(1).unwrap());
-        Walk::new(Chain::new(&scheme), vec![])
+        HashedPrefix::new(Chain::new(&scheme), vec![])
     }
 
     fn tokens(segment: &str) -> Vec<u32> {
@@ -172,10 +172,10 @@ mod tests {
             ("<a", &["<a"]),
         ];
         for (text, want) in cases {
-            assert_eq!(cut(text, &marks), want, "{text}");
+            assert_eq!(split_at_marks(text, &marks), want, "{text}");
         }
-        assert_eq!(cut("<a>", &[]), ["<a>"]);
-        assert_eq!(cut("1<a>2", &marks[..1]), ["1", "<a>2"]);
+        assert_eq!(split_at_marks("<a>", &[]), ["<a>"]);
+        assert_eq!(split_at_marks("1<a>2", &marks[..1]), ["1", "<a>2"]);
     }
 
     proptest! {
@@ -188,17 +188,17 @@ mod tests {
             let marks = ["<a>".to_owned()];
             let mut known = Segments::new(bytes_max);
             for text in texts {
-                let segments = cut(&text, &marks);
+                let segments = split_at_marks(&text, &marks);
                 prop_assert_eq!(segments.concat(), text.clone());
-                let mut walk = start();
-                let from = known.follow(&mut walk, &segments);
+                let mut prefix = start();
+                let from = known.skip_cached(&mut prefix, &segments);
                 for segment in &segments[from..] {
-                    known.learn(&mut walk, segment, &tokens(segment));
+                    known.cache(&mut prefix, segment, &tokens(segment));
                     known.check_invariants();
                 }
                 let mut whole = start();
                 whole.chain.push(&tokens(&text), &mut whole.hashes);
-                prop_assert_eq!((walk.chain, walk.hashes), (whole.chain, whole.hashes));
+                prop_assert_eq!((prefix.chain, prefix.hashes), (whole.chain, whole.hashes));
             }
         }
     }
@@ -208,11 +208,11 @@ mod tests {
         let mut known = Segments::new(4 * (ENTRY_BYTES + 8));
         let mut new_segments = |text: &str| {
             let marks = ["<a>".to_owned()];
-            let segments = cut(text, &marks);
-            let mut walk = start();
-            let from = known.follow(&mut walk, &segments);
+            let segments = split_at_marks(text, &marks);
+            let mut prefix = start();
+            let from = known.skip_cached(&mut prefix, &segments);
             for segment in &segments[from..] {
-                known.learn(&mut walk, segment, &tokens(segment));
+                known.cache(&mut prefix, segment, &tokens(segment));
             }
             segments.len() - from
         };

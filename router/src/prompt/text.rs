@@ -15,7 +15,7 @@ const DATA: &str = "\"data:";
 
 /// Appends the texts to the chain, up to `tokens_max` tokens, and ignores the rest. The last text
 /// may grow later.
-pub(super) fn push(
+pub(super) fn push_texts(
     texts: &[&str],
     tokens_max: u64,
     chain: &mut Chain,
@@ -23,16 +23,16 @@ pub(super) fn push(
 ) {
     let Some((last, before)) = texts.split_last() else { return };
     for text in before {
-        push_one(text, tokens_max, chain, hashes);
+        push_text(text, tokens_max, chain, hashes);
         // The digest keeps the end of one text from being taken for the beginning of the next.
         push_bytes(&xxh3_64(text.as_bytes()).to_le_bytes(), tokens_max, chain, hashes);
     }
     // The trailing characters are left out, as further messages or text replace them.
     let grows = last.trim_end_matches([']', '"', ' ', '\t', '\n', '\r']);
-    push_one(grows, tokens_max, chain, hashes);
+    push_text(grows, tokens_max, chain, hashes);
 }
 
-fn push_one(mut text: &str, tokens_max: u64, chain: &mut Chain, hashes: &mut Vec<BlockHash>) {
+fn push_text(mut text: &str, tokens_max: u64, chain: &mut Chain, hashes: &mut Vec<BlockHash>) {
     while let Some(at) = text.find(DATA) {
         push_bytes(&text.as_bytes()[..at], tokens_max, chain, hashes);
         let data = &text[at + 1..];

@@ -1,8 +1,8 @@
 //! Finds a turn's blocks and how many of them each worker has.
 //!
 //! The counts are those that agents report. For workers whose agent reports none, they are what
-//! this router gave the worker before. This module combines `prompt`, `models`, `kv` and the
-//! learned prompts; placement turns the counts into costs.
+//! this router gave the worker before. This module combines the prompt's blocks, the KV index and
+//! the learned prompts; placement turns the counts into costs.
 
 use std::{collections::HashMap, sync::Arc};
 

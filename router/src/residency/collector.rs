@@ -29,7 +29,7 @@ impl Collector for KvIndexCollector {
         let stats = self.kv_index.stats();
         let gauge = |value: u64| ConstGauge::new(i64::try_from(value).unwrap_or(i64::MAX));
         let gauges = MetricType::Gauge;
-        let help = "Distinct blocks known to be resident somewhere";
+        let help = "Distinct blocks known to be resident on some worker";
         gauge(stats.blocks).encode(encoder.encode_descriptor(
             "overlap_blocks",
             help,
@@ -46,7 +46,11 @@ impl Collector for KvIndexCollector {
         )?)?;
         for (name, help, value) in [
             ("overlap_blocks_dropped", "Blocks forgotten because memory was short", stats.dropped),
-            ("overlap_blocks_orphaned", "Blocks without a known parent, left out", stats.orphans),
+            (
+                "overlap_blocks_orphaned",
+                "Blocks not stored because their parent is unknown",
+                stats.orphans,
+            ),
             (
                 "overlap_contradictions",
                 "Blocks reported with two different prefixes",
@@ -69,7 +73,7 @@ impl Collector for KvIndexCollector {
             };
             workers.get_or_create(&StateLabel { state }).inc();
         }
-        let help = "Workers by what is known of their resident blocks";
+        let help = "Workers by the state of their stream of resident blocks";
         workers.encode(encoder.encode_descriptor("overlap_workers", help, None, gauges)?)
     }
 }

@@ -43,10 +43,10 @@ type Id = u64;
 struct Stretch {
     blocks: Box<[BlockHash]>,
     block_tokens: u64,
-    before: Option<Id>,
+    preceding: Option<Id>,
     /// Number of stretches that follow this one.
-    after: u32,
-    used: u64,
+    followers: u32,
+    used_at: u64,
 }
 
 impl LearnedPrompts {
@@ -74,14 +74,14 @@ impl LearnedPrompts {
         let fitting = usize::try_from(pool_tokens / block_tokens).unwrap_or(usize::MAX);
         let chain = &prompt.hashes[..prompt.hashes.len().min(fitting)];
         let prompts = &mut self.workers[worker];
-        let (known, before) = prompts.mark_used(chain, self.now);
+        let (known, preceding) = prompts.mark_used(chain, self.now);
         if !chain.is_empty() {
             // Stores the whole chain, as the index may have dropped known blocks when memory was
             // short.
             self.index.store(worker, Tier::Device, None, chain);
         }
         if known < chain.len() {
-            prompts.insert(&chain[known..], block_tokens, before, self.now);
+            prompts.insert(&chain[known..], block_tokens, preceding, self.now);
         }
         while prompts.tokens > pool_tokens {
             let Some(blocks) = prompts.remove_oldest() else { break };
@@ -123,11 +123,11 @@ impl WorkerPrompts {
         let (mut known, mut last) = (0, None);
         while let Some(&id) = chain.get(known).and_then(|first| self.by_first.get(first)) {
             let stretch = self.stretches.get_mut(&id).expect("by_first names stretches");
-            if stretch.after == 0 {
-                self.leaves.remove(&(stretch.used, id));
+            if stretch.followers == 0 {
+                self.leaves.remove(&(stretch.used_at, id));
                 self.leaves.insert((now, id));
             }
-            let used = std::mem::replace(&mut stretch.used, now);
+            let used = std::mem::replace(&mut stretch.used_at, now);
             let pairs = stretch.blocks.iter().zip(&chain[known..]);
             let matching = pairs.take_while(|(one, two)| one == two).count();
             known += matching;
@@ -144,16 +144,16 @@ impl WorkerPrompts {
     fn split(&mut self, id: Id, blocks: usize, used: u64) -> Id {
         let first_id = self.new_id();
         let second = self.stretches.get_mut(&id).expect("the stretch was just found");
-        if second.after == 0 {
-            self.leaves.remove(&(second.used, id));
+        if second.followers == 0 {
+            self.leaves.remove(&(second.used_at, id));
             self.leaves.insert((used, id));
         }
         let first = Stretch {
             blocks: second.blocks[..blocks].into(),
             block_tokens: second.block_tokens,
-            before: second.before.replace(first_id),
-            after: 1,
-            used: std::mem::replace(&mut second.used, used),
+            preceding: second.preceding.replace(first_id),
+            followers: 1,
+            used_at: std::mem::replace(&mut second.used_at, used),
         };
         second.blocks = second.blocks[blocks..].into();
         self.by_first.insert(first.blocks[0], first_id);
@@ -162,19 +162,20 @@ impl WorkerPrompts {
         first_id
     }
 
-    fn insert(&mut self, blocks: &[BlockHash], block_tokens: u64, before: Option<Id>, now: u64) {
+    fn insert(&mut self, blocks: &[BlockHash], block_tokens: u64, preceding: Option<Id>, now: u64) {
         let id = self.new_id();
-        if let Some(before) = before {
-            let stretch = self.stretches.get_mut(&before).expect("the walk has just found it");
-            if stretch.after == 0 {
-                self.leaves.remove(&(stretch.used, before));
+        if let Some(preceding) = preceding {
+            let stretch = self.stretches.get_mut(&preceding).expect("it was found just before");
+            if stretch.followers == 0 {
+                self.leaves.remove(&(stretch.used_at, preceding));
             }
-            stretch.after += 1;
+            stretch.followers += 1;
         }
         self.tokens += blocks.len() as u64 * block_tokens;
         self.leaves.insert((now, id));
         self.by_first.insert(blocks[0], id);
-        let stretch = Stretch { blocks: blocks.into(), block_tokens, before, after: 0, used: now };
+        let stretch =
+            Stretch { blocks: blocks.into(), block_tokens, preceding, followers: 0, used_at: now };
         self.stretches.insert(id, stretch);
     }
 
@@ -184,11 +185,11 @@ impl WorkerPrompts {
         let gone = self.stretches.remove(&id).expect("an end is a stretch");
         self.by_first.remove(&gone.blocks[0]);
         self.tokens -= gone.blocks.len() as u64 * gone.block_tokens;
-        if let Some(before) = gone.before {
+        if let Some(before) = gone.preceding {
             let stretch = self.stretches.get_mut(&before).expect("followers are removed first");
-            stretch.after -= 1;
-            if stretch.after == 0 {
-                self.leaves.insert((stretch.used, before));
+            stretch.followers -= 1;
+            if stretch.followers == 0 {
+                self.leaves.insert((stretch.used_at, before));
             }
         }
         Some(gone.blocks)
@@ -205,17 +206,20 @@ impl WorkerPrompts {
         let mut after: HashMap<Id, u32> = HashMap::new();
         for (id, stretch) in &self.stretches {
             assert_eq!(self.by_first[&stretch.blocks[0]], *id);
-            let is_leaf = self.leaves.contains(&(stretch.used, *id));
-            assert_eq!(is_leaf, stretch.after == 0, "ends are the stretches that none follows");
-            if let Some(before) = stretch.before {
-                assert!(self.stretches[&before].used >= stretch.used, "used before a follower");
+            let is_leaf = self.leaves.contains(&(stretch.used_at, *id));
+            assert_eq!(is_leaf, stretch.followers == 0, "ends are the stretches that none follows");
+            if let Some(before) = stretch.preceding {
+                assert!(
+                    self.stretches[&before].used_at >= stretch.used_at,
+                    "used before a follower"
+                );
                 *after.entry(before).or_default() += 1;
             }
         }
         for (id, stretch) in &self.stretches {
-            assert_eq!(stretch.after, after.get(id).copied().unwrap_or(0));
+            assert_eq!(stretch.followers, after.get(id).copied().unwrap_or(0));
         }
-        let leaves = self.stretches.values().filter(|stretch| stretch.after == 0).count();
+        let leaves = self.stretches.values().filter(|stretch| stretch.followers == 0).count();
         assert_eq!((self.leaves.len(), self.by_first.len()), (leaves, self.stretches.len()));
     }
 }

@@ -80,10 +80,10 @@ impl BindingHold {
     }
 
     /// Handles the head of the answer. `taken` is false if the agent refused the turn.
-    pub(crate) fn answered(&mut self, taken: bool) {
-        self.count_answer();
+    pub(crate) fn record_answer(&mut self, taken: bool) {
+        self.record_answer_once();
         if taken {
-            self.shared.affinity.lock().note_body(&self.key, self.body_bytes);
+            self.shared.affinity.lock().record_body_size(&self.key, self.body_bytes);
         }
         let Some(left_worker) = self.left_worker.take().filter(|_| taken) else { return };
         // Another turn of the session may still run on the old worker, or have moved back to it.
@@ -97,20 +97,20 @@ impl BindingHold {
         }
     }
 
-    fn count_answer(&mut self) {
+    fn record_answer_once(&mut self) {
         if !std::mem::replace(&mut self.answered, true) {
-            self.shared.affinity.lock().answered(&self.key);
+            self.shared.affinity.lock().record_answer(&self.key);
         }
     }
 }
 
 impl Drop for BindingHold {
     fn drop(&mut self) {
-        self.count_answer();
+        self.record_answer_once();
         let mut affinity = self.shared.affinity.lock();
-        affinity.end(&self.key, now());
+        affinity.end_turn(&self.key, now());
         if self.closes_session {
-            affinity.closed(&self.key, false, now());
+            affinity.record_close(&self.key, false, now());
         }
     }
 }
@@ -346,7 +346,7 @@ impl Shared {
         worker: WorkerRef,
         exclusive: bool,
     ) -> Result<BindingHold, Error> {
-        affinity.begin(&intent.key, worker, exclusive, now())?;
+        affinity.begin_turn(&intent.key, worker, exclusive, now())?;
         affinity.set_placement_only(&intent.key, intent.placement_only);
         Ok(BindingHold {
             shared: Arc::clone(self),
@@ -391,7 +391,9 @@ impl Shared {
             "turn placed"
         );
         let session = intent.map(|intent| intent.key.digest());
-        self.recent.lock().add(turn_id, PlacementRecord { at: now(), session, placement });
+        self.recent_placements
+            .lock()
+            .add(turn_id, PlacementRecord { at: now(), session, placement });
         PlacedTurn {
             worker,
             name,
@@ -423,8 +425,8 @@ impl Shared {
         let Some(key) = &turn.cache_key else { return };
         let mut cache_keys = self.cache_keys.lock();
         // Renews the binding by a turn that ends at once. A full table doesn't store the key.
-        if cache_keys.begin(key, worker, false, now()).is_ok() {
-            cache_keys.end(key, now());
+        if cache_keys.begin_turn(key, worker, false, now()).is_ok() {
+            cache_keys.end_turn(key, now());
         }
     }
 }

@@ -99,7 +99,7 @@ impl OutboundTurn {
         match tokio::time::timeout_at(self.deadline.into(), answer).await {
             Ok(Ok(response)) => Ok(response),
             Ok(Err(source)) if source.is_connect() => {
-                shared.note_unreachable(placed.worker, connect::describe_error(&source));
+                shared.report_unreachable(placed.worker, connect::describe_error(&source));
                 Err(NoAnswer::Connect { worker: name(), source })
             }
             Ok(Err(source)) => Err(NoAnswer::BrokenOff { worker: name(), source }),
@@ -131,7 +131,7 @@ pub(crate) fn answer(
     response: Response<Incoming>,
 ) -> axum::response::Response {
     if let Some(hold) = &mut placed.hold {
-        hold.answered(response.status().is_success());
+        hold.record_answer(response.status().is_success());
         let closes = matches!(placed.claim, Some(Claim { close: true, .. }));
         if closes && !response.headers().contains_key(claim::REFUSAL) {
             hold.close_at_end();
@@ -266,7 +266,7 @@ impl Body for AnswerBody {
                         if counts_first_byte {
                             metrics.first_byte(now().saturating_duration_since(arrived));
                         }
-                        in_flight.lease.answered();
+                        in_flight.lease.record_answer();
                     }
                     self.arrived = None;
                 }

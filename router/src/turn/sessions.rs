@@ -24,7 +24,7 @@ use crate::{
 };
 
 /// Maximum number of sessions in a list. A caller with more is told that the list is incomplete.
-pub(crate) const LIST_MAX: usize = 1000;
+pub(crate) const LISTED_MAX: usize = 1000;
 
 /// A session as shown to its owner.
 #[derive(Debug, Clone)]
@@ -49,10 +49,10 @@ impl Shared {
     /// Opens a session, or returns the one that is already open.
     pub(crate) async fn open(
         self: &Arc<Self>,
-        opening: OpenRequest,
+        open_request: OpenRequest,
     ) -> Result<OpenedSession, Error> {
         let shared = Arc::clone(self);
-        self.detached(async move { Box::pin(shared.open_now(opening)).await }).await
+        self.detached(async move { Box::pin(shared.open_now(open_request)).await }).await
     }
 
     /// Closes a session. Returns once the agent has agreed; a turn may still be running then.
@@ -77,7 +77,7 @@ impl Shared {
                     (worker, false)
                 }
             };
-            affinity.close_asked(&key, worker, at)?;
+            affinity.record_close_request(&key, worker, at)?;
             (worker, bound_only)
         };
         let shared = Arc::clone(self);
@@ -90,7 +90,7 @@ impl Shared {
         self.to_view(key, self.session_status(key, &view))
     }
 
-    /// Returns the owner's sessions, ordered by id, and whether there are more than [`LIST_MAX`].
+    /// Returns the owner's sessions, ordered by id, and whether there are more than [`LISTED_MAX`].
     pub(crate) async fn list(&self, principal: &str) -> (Vec<SessionView>, bool) {
         let view = self.settled_view().await;
         let mut keys: BTreeMap<String, SessionKey> = view
@@ -109,7 +109,7 @@ impl Shared {
             let status = self.session_status(&key, &view);
             self.to_view(&key, status)
         });
-        let listed = views.by_ref().take(LIST_MAX).collect();
+        let listed = views.by_ref().take(LISTED_MAX).collect();
         (listed, views.next().is_some())
     }
 
@@ -128,8 +128,8 @@ impl Shared {
         }
         let mut affinity = self.affinity.lock();
         // Hides the session until the agent's table shows the close, or while the agent is gone.
-        if affinity.close_asked(key, worker, now()).is_ok() {
-            affinity.closed(key, false, now());
+        if affinity.record_close_request(key, worker, now()).is_ok() {
+            affinity.record_close(key, false, now());
         }
         Ok(())
     }
@@ -156,25 +156,25 @@ impl Shared {
         }
     }
 
-    async fn open_now(self: Arc<Self>, opening: OpenRequest) -> Result<OpenedSession, Error> {
-        let key = &opening.key;
+    async fn open_now(self: Arc<Self>, open_request: OpenRequest) -> Result<OpenedSession, Error> {
+        let key = &open_request.key;
         if let SessionStatus::Lost { worker, .. } = self.session_status_after_reconnect(key).await {
             self.close_lost(key, worker).await?;
         }
-        let (first, was_open, moves) = self.place_for_open(&opening, None)?;
-        let answered = self.controls[first.agent].open(&opening, first.dp_rank).await;
+        let (first, was_open, may_move) = self.place_for_open(&open_request, None)?;
+        let answered = self.controls[first.agent].open(&open_request, first.dp_rank).await;
         let (worker, answered) = match answered {
             // The agent is full or unreachable. Try one other worker, unless the session is tied to
             // this one.
             Err(status)
-                if moves
+                if may_move
                     && matches!(status.code(), Code::ResourceExhausted | Code::Unavailable) =>
             {
-                match self.place_for_open(&opening, Some(first)) {
+                match self.place_for_open(&open_request, Some(first)) {
                     Ok((second, ..)) => {
                         self.metrics.retried("open");
                         let control = &self.controls[second.agent];
-                        (second, control.open(&opening, second.dp_rank).await)
+                        (second, control.open(&open_request, second.dp_rank).await)
                     }
                     Err(_) => (first, Err(status)),
                 }
@@ -183,7 +183,7 @@ impl Shared {
         };
         let epoch = self.view.load().agent(worker).epoch();
         let mut affinity = self.affinity.lock();
-        affinity.end(key, now());
+        affinity.end_turn(key, now());
         match answered {
             Ok(session) => {
                 let worker = WorkerRef { dp_rank: session.dp_rank, ..worker };
@@ -191,7 +191,7 @@ impl Shared {
                 let session = Arc::new(session);
                 let opened =
                     affinity::OpenAnswer { session: Arc::clone(&session), epoch, at: now() };
-                affinity.opened(worker, opened, now())?;
+                affinity.record_open(worker, opened, now())?;
                 Ok(OpenedSession { worker, session, new })
             }
             Err(status) => {
@@ -208,10 +208,10 @@ impl Shared {
     /// session was open, and whether it may go to another worker.
     fn place_for_open(
         &self,
-        opening: &OpenRequest,
+        open_request: &OpenRequest,
         exclude: Option<WorkerRef>,
     ) -> Result<(WorkerRef, bool, bool), Error> {
-        let key = &opening.key;
+        let key = &open_request.key;
         let view = self.view.load();
         let at = now();
         let mut affinity = self.affinity.lock();
@@ -224,7 +224,7 @@ impl Shared {
             SessionStatus::Bound { worker, .. } => (Some(worker), false),
             SessionStatus::Open { worker, .. } => (Some(worker), true),
         };
-        let pinned = opening.retention == Some(Retention::Pinned);
+        let pinned = open_request.retention == Some(Retention::Pinned);
         let sticky = bound
             .filter(|_| exclude.is_none())
             .map(|worker| Sticky { fixed: was_open && pinned, ..Sticky::new(worker) });
@@ -235,7 +235,7 @@ impl Shared {
             prefer: None,
             // An open has no prompt.
             prompt: None,
-            retention: if was_open { None } else { opening.retention },
+            retention: if was_open { None } else { open_request.retention },
             model: None,
             exclude,
         };
@@ -246,9 +246,9 @@ impl Shared {
         }
         match exclude {
             None => {
-                affinity.begin(key, placement.worker, false, at)?;
+                affinity.begin_turn(key, placement.worker, false, at)?;
                 // An open isn't a turn, so it doesn't make the session busy.
-                affinity.answered(key);
+                affinity.record_answer(key);
             }
             Some(_) => affinity.rebind(key, placement.worker),
         }
@@ -271,16 +271,16 @@ impl Shared {
         let mut affinity = self.affinity.lock();
         match answered {
             Ok(deferred) => {
-                affinity.closed(key, deferred, now());
+                affinity.record_close(key, deferred, now());
                 Ok(())
             }
             Err(status) if status.code() == Code::NotFound => {
-                affinity.closed(key, false, now());
+                affinity.record_close(key, false, now());
                 // Only the router held the placement; the agent had nothing to close.
                 if bound_only { Ok(()) } else { Err(Error::SessionUnknown) }
             }
             Err(status) => {
-                affinity.close_failed(key);
+                affinity.record_close_failure(key);
                 Err(Error::agent(status))
             }
         }

@@ -30,7 +30,7 @@ use crate::{
 };
 
 /// The HTTP client for turns, with one connection pool for all agents.
-pub(crate) type Upstream = Client<HttpConnector, Full<Bytes>>;
+pub(crate) type TurnClient = Client<HttpConnector, Full<Bytes>>;
 
 #[derive(Debug)]
 pub(crate) struct Shared {
@@ -44,8 +44,8 @@ pub(crate) struct Shared {
     /// The worker of each `prompt_cache_key`.
     pub(crate) cache_keys: Mutex<Affinity>,
     /// The reasons of the last placements. A leaf lock, too.
-    pub(crate) recent: Mutex<RecentPlacements>,
-    pub(crate) client: Upstream,
+    pub(crate) recent_placements: Mutex<RecentPlacements>,
+    pub(crate) client: TurnClient,
     /// Sends the view what turns find out about agents.
     pub(crate) updates: mpsc::Sender<(usize, Update, Instant)>,
     /// One control client per configured agent.
@@ -53,23 +53,23 @@ pub(crate) struct Shared {
     pub(crate) metrics: Metrics,
     pub(crate) tasks: Tasks,
     pub(crate) budget: BodyBudget,
-    pub(crate) turns: Arc<Semaphore>,
+    pub(crate) turn_permits: Arc<Semaphore>,
     /// Until this time, turns wait for the agents' first session tables.
-    pub(crate) settle_by: Instant,
+    pub(crate) settled_by: Instant,
     /// The key that turn ids are hashed with.
-    pub(crate) turn_key: RandomState,
-    pub(crate) turn_next: AtomicU64,
+    pub(crate) turn_id_hasher: RandomState,
+    pub(crate) next_turn: AtomicU64,
 }
 
 impl Shared {
     /// Returns a new turn id, shown as 16 hex digits. It can't be guessed from other turns' ids,
     /// because the client that has it may ask why the turn went where it went.
     pub(crate) fn turn_id(&self) -> u64 {
-        self.turn_key.hash_one(self.turn_next.fetch_add(1, Ordering::Relaxed))
+        self.turn_id_hasher.hash_one(self.next_turn.fetch_add(1, Ordering::Relaxed))
     }
 
     /// Reports that a turn couldn't connect to a worker's data port.
-    pub(crate) fn note_unreachable(&self, worker: WorkerRef, why: String) {
+    pub(crate) fn report_unreachable(&self, worker: WorkerRef, why: String) {
         // A full mailbox drops the report; the next turn that fails will repeat it.
         let _ = self.updates.try_send((worker.agent, Update::Unreachable(why), now()));
     }
@@ -77,10 +77,10 @@ impl Shared {
     /// Returns the view once every agent was heard or failed. Waits only just after the start.
     pub(crate) async fn settled_view(&self) -> Arc<Snapshot> {
         let view = self.view.load();
-        if view.is_settled() || now() >= self.settle_by {
+        if view.is_settled() || now() >= self.settled_by {
             return view;
         }
-        self.view.wait_for(self.settle_by, Snapshot::is_settled).await
+        self.view.wait_for(self.settled_by, Snapshot::is_settled).await
     }
 
     /// Returns the status of a session.
@@ -90,8 +90,8 @@ impl Shared {
         session_status::determine_status(key, view, affinity.get(key, now), now)
     }
 
-    /// Like [`Self::standing`], but first waits for the agent of a pinned session if the connection
-    /// was just lost. A short interruption must not cost the session its history.
+    /// Like [`Self::session_status`], but first waits for the agent of a pinned session if the
+    /// connection was just lost. A short interruption must not cost the session its history.
     pub(crate) async fn session_status_after_reconnect(&self, key: &SessionKey) -> SessionStatus {
         let view = self.settled_view().await;
         let status = self.session_status(key, &view);

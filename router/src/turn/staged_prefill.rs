@@ -39,12 +39,16 @@ pub(crate) async fn run(
     outbound: &OutboundTurn,
     placed: &mut PlacedTurn,
 ) {
-    let Some(Long { resident_tokens, stage_tokens }) = long(shared, placed) else { return };
+    let Some(LongPrompt { resident_tokens, stage_tokens }) = find_long_prompt(shared, placed)
+    else {
+        return;
+    };
     placed.lease.begin_staged_prefill();
-    let end = match ids(shared, turn, outbound, placed).await {
+    let end = match token_ids(shared, turn, outbound, placed).await {
         None => Err(StagedPrefillEnd::NoIds),
-        Some(ids) => {
-            compute(shared, outbound, placed, staged_prefill::encode(&ids), resident_tokens).await
+        Some(token_ids) => {
+            compute(shared, outbound, placed, staged_prefill::encode(&token_ids), resident_tokens)
+                .await
         }
     };
     placed.lease.end_staged_prefill(end.unwrap_or(u64::MAX));
@@ -63,13 +67,13 @@ pub(crate) async fn run(
 }
 
 /// A prompt of which the worker has to compute more than one stage.
-struct Long {
+struct LongPrompt {
     /// Tokens that are already resident on the worker.
     resident_tokens: u64,
     stage_tokens: u64,
 }
 
-fn long(shared: &Shared, placed: &PlacedTurn) -> Option<Long> {
+fn find_long_prompt(shared: &Shared, placed: &PlacedTurn) -> Option<LongPrompt> {
     let view = shared.view.load();
     let stage_tokens = view.worker_table().get(placed.worker)?.stage_tokens()?;
     // Turns behind a turn that opens its session wait at the agent. They must not reach the agent
@@ -83,12 +87,12 @@ fn long(shared: &Shared, placed: &PlacedTurn) -> Option<Long> {
     let resident_tokens = placed.resident_tokens?;
     let uncached_tokens = blocks.prompt().tokens - resident_tokens;
     // KV that is private to a session is in no reported block and needn't be computed.
-    let is_placed_so = placed.lease.tokens() == uncached_tokens;
-    (is_placed_so && uncached_tokens > stage_tokens)
-        .then_some(Long { resident_tokens, stage_tokens })
+    let matches_placement = placed.lease.tokens() == uncached_tokens;
+    (matches_placement && uncached_tokens > stage_tokens)
+        .then_some(LongPrompt { resident_tokens, stage_tokens })
 }
 
-async fn ids(
+async fn token_ids(
     shared: &Shared,
     turn: &Turn,
     outbound: &OutboundTurn,
@@ -106,7 +110,7 @@ async fn compute(
     shared: &Shared,
     outbound: &OutboundTurn,
     placed: &PlacedTurn,
-    ids: Bytes,
+    token_ids: Bytes,
     resident_tokens: u64,
 ) -> Result<u64, StagedPrefillEnd> {
     let uri = Uri::builder()
@@ -115,7 +119,7 @@ async fn compute(
         .path_and_query(staged_prefill::PATH)
         .build()
         .expect("authority and path were parsed before");
-    let mut request = Request::new(Full::new(ids));
+    let mut request = Request::new(Full::new(token_ids));
     *request.method_mut() = Method::POST;
     *request.uri_mut() = uri;
     let headers = request.headers_mut();

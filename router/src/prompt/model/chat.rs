@@ -83,11 +83,11 @@ struct ToolCall {
     index: Option<i64>,
     #[serde(default, rename = "type")]
     kind: Option<String>,
-    function: Called,
+    function: CalledFunction,
 }
 
 #[derive(Deserialize)]
-struct Called {
+struct CalledFunction {
     #[serde(default)]
     name: Option<String>,
     #[serde(default)]
@@ -212,7 +212,7 @@ impl Message {
                 let texts: Option<Vec<String>> = parts.into_iter().map(Part::text).collect();
                 // The parts of a tool's message are joined to one text for every template.
                 if takes_parts && role != "tool" {
-                    texts?.into_iter().map(part).collect()
+                    texts?.into_iter().map(text_part).collect()
                 } else {
                     Value::from(texts?.join(" "))
                 }
@@ -258,7 +258,7 @@ impl Part {
     }
 }
 
-fn part(text: String) -> Value {
+fn text_part(text: String) -> Value {
     map([("type", Value::from("text")), ("text", Value::from(text))])
 }
 

@@ -15,14 +15,14 @@ pub(super) fn text(value: &Value) -> String {
     match value.kind() {
         Kind::Undefined => String::new(),
         Kind::String => value.to_string(),
-        _ => written(value, &Style::REPR).unwrap_or_default(),
+        _ => format_value(value, &Style::REPR).unwrap_or_default(),
     }
 }
 
 /// Returns what `json.dumps(value, ensure_ascii=False, indent=indent)` returns in Python, or `None`
 /// if it raises.
 pub(super) fn json(value: &Value, indent: Option<usize>) -> Option<String> {
-    written(value, &Style { indent, ..Style::JSON })
+    format_value(value, &Style { indent, ..Style::JSON })
 }
 
 /// The differences between `str()` and `json.dumps`.
@@ -41,13 +41,13 @@ impl Style {
         Self { none: "null", truth: ["false", "true"], quote, indent: None, json: true };
 }
 
-fn written(value: &Value, style: &Style) -> Option<String> {
+fn format_value(value: &Value, style: &Style) -> Option<String> {
     let mut out = String::new();
-    write(&mut out, value, style, 0)?;
+    write_value(&mut out, value, style, 0)?;
     Some(out)
 }
 
-fn write(out: &mut String, value: &Value, style: &Style, depth: usize) -> Option<()> {
+fn write_value(out: &mut String, value: &Value, style: &Style, depth: usize) -> Option<()> {
     if depth > DEPTH_MAX {
         return None;
     }
@@ -59,7 +59,9 @@ fn write(out: &mut String, value: &Value, style: &Style, depth: usize) -> Option
         Kind::String => (style.quote)(out, value.as_str()?),
         Kind::Seq | Kind::Iterable => {
             let items = value.try_iter().ok()?;
-            list(out, "[]", items, style, depth, |out, item| write(out, &item, style, depth + 1))?;
+            list(out, "[]", items, style, depth, |out, item| {
+                write_value(out, &item, style, depth + 1)
+            })?;
         }
         Kind::Map => {
             let keys = value.try_iter().ok()?;
@@ -71,10 +73,10 @@ fn write(out: &mut String, value: &Value, style: &Style, depth: usize) -> Option
                 if style.json {
                     (style.quote)(out, &of_json(&key));
                 } else {
-                    write(out, &key, style, depth + 1)?;
+                    write_value(out, &key, style, depth + 1)?;
                 }
                 out.push_str(": ");
-                write(out, &value.get_item(&key).ok()?, style, depth + 1)
+                write_value(out, &value.get_item(&key).ok()?, style, depth + 1)
             })?;
         }
         _ => return None,
@@ -131,8 +133,8 @@ fn number(value: &Value) -> String {
 
 fn quote(out: &mut String, text: &str) {
     out.push('"');
-    for sign in text.chars() {
-        match sign {
+    for character in text.chars() {
+        match character {
             '"' => out.push_str("\\\""),
             '\\' => out.push_str("\\\\"),
             '\n' => out.push_str("\\n"),
@@ -141,9 +143,9 @@ fn quote(out: &mut String, text: &str) {
             '\u{8}' => out.push_str("\\b"),
             '\u{c}' => out.push_str("\\f"),
             '\0'..='\u{1f}' => {
-                let _ = write!(out, "\\u{:04x}", u32::from(sign));
+                let _ = write!(out, "\\u{:04x}", u32::from(character));
             }
-            _ => out.push(sign),
+            _ => out.push(character),
         }
     }
     out.push('"');
@@ -152,20 +154,20 @@ fn quote(out: &mut String, text: &str) {
 fn repr(out: &mut String, text: &str) {
     let mark = if text.contains('\'') && !text.contains('"') { '"' } else { '\'' };
     out.push(mark);
-    for sign in text.chars() {
-        match sign {
+    for character in text.chars() {
+        match character {
             '\\' => out.push_str("\\\\"),
             '\n' => out.push_str("\\n"),
             '\r' => out.push_str("\\r"),
             '\t' => out.push_str("\\t"),
             '\0'..='\u{1f}' | '\u{7f}' => {
-                let _ = write!(out, "\\x{:02x}", u32::from(sign));
+                let _ = write!(out, "\\x{:02x}", u32::from(character));
             }
-            _ if sign == mark => {
+            _ if character == mark => {
                 out.push('\\');
-                out.push(sign);
+                out.push(character);
             }
-            _ => out.push(sign),
+            _ => out.push(character),
         }
     }
     out.push(mark);

@@ -101,7 +101,8 @@ fn takes_parts(source: &str) -> bool {
         return true;
     }
     let loops = source.split("{%").skip(1).filter_map(|tag| {
-        let tag = tag.split("%}").next()?.trim_matches(|sign| matches!(sign, '-' | '+' | ' '));
+        let tag =
+            tag.split("%}").next()?.trim_matches(|character| matches!(character, '-' | '+' | ' '));
         let (_, over) = tag.strip_prefix("for ")?.split_once(" in ")?;
         Some(over.replace(['\'', '"', ' '], ""))
     });
@@ -125,7 +126,8 @@ fn without_generation(source: &str) -> String {
         let (before, tag) = rest.split_at(at);
         out.push_str(before);
         let end = tag.find("%}").map_or(tag.len(), |end| end + 2);
-        let word = tag[..end].trim_matches(|sign| matches!(sign, '{' | '}' | '%' | '-' | ' '));
+        let word =
+            tag[..end].trim_matches(|character| matches!(character, '{' | '}' | '%' | '-' | ' '));
         match word {
             "generation" => out.push_str(&tag[..end].replace("generation", "if true")),
             "endgeneration" => out.push_str(&tag[..end].replace("endgeneration", "endif")),
@@ -161,13 +163,13 @@ fn strftime_now(state: &State<'_, '_>, format: &str) -> Result<String, Error> {
     let (year, month, day) = date(days);
     let name = MONTHS[month];
     let mut out = String::new();
-    let mut signs = format.chars();
-    while let Some(sign) = signs.next() {
-        if sign != '%' {
-            out.push(sign);
+    let mut characters = format.chars();
+    while let Some(character) = characters.next() {
+        if character != '%' {
+            out.push(character);
             continue;
         }
-        out.push_str(&match signs.next() {
+        out.push_str(&match characters.next() {
             Some('Y') => year.to_string(),
             Some('m') => format!("{:02}", month + 1),
             Some('d') => format!("{day:02}"),

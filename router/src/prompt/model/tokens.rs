@@ -14,7 +14,7 @@ use tokenizers::{AddedToken, Tokenizer};
 use super::{Blocks, PromptForm, TextPrompt, chat::Request, template::Template};
 use crate::{
     fleet::tokenizer_files::TokenizerFiles,
-    prompt::segments::{Segments, Walk, cut},
+    prompt::segments::{HashedPrefix, Segments, split_at_marks},
 };
 
 /// Memory for what was tokenized, per model: conversations of 200 million tokens in messages of
@@ -100,7 +100,7 @@ impl Model {
             return None;
         }
         let mut ids = leading_tokens.to_vec();
-        for segment in cut(&text, &self.marks) {
+        for segment in split_at_marks(&text, &self.marks) {
             ids.extend_from_slice(self.tokenizer.encode_fast(segment, false).ok()?.get_ids());
         }
         Some(ids)
@@ -147,21 +147,21 @@ impl Model {
         let tokens_max = text_prompt.tokens_max;
         let (mut chain, mut hashes) = (Chain::new(&text_prompt.scheme), vec![]);
         chain.push(leading_tokens, &mut hashes);
-        let mut walk = Walk::new(chain, hashes);
-        let segments = cut(text, &self.marks);
-        let known = self.segments.lock().follow(&mut walk, &segments);
+        let mut prefix = HashedPrefix::new(chain, hashes);
+        let segments = split_at_marks(text, &self.marks);
+        let known = self.segments.lock().skip_cached(&mut prefix, &segments);
         let (mut new_bytes, mut left_bytes) = (0, 0);
         for segment in &segments[known..] {
             new_bytes += segment.len();
-            if left_bytes > 0 || new_bytes > NEW_BYTES_MAX || walk.chain.tokens() > tokens_max {
+            if left_bytes > 0 || new_bytes > NEW_BYTES_MAX || prefix.chain.tokens() > tokens_max {
                 left_bytes += segment.len() as u64;
                 continue;
             }
             let tokens = self.tokenizer.encode_fast(*segment, false).ok()?;
-            self.segments.lock().learn(&mut walk, segment, tokens.get_ids());
+            self.segments.lock().cache(&mut prefix, segment, tokens.get_ids());
         }
-        let tokens = walk.chain.tokens() + left_bytes / TOKEN_BYTES;
-        let (block_tokens, hashes) = (text_prompt.scheme.block_tokens, walk.hashes);
+        let tokens = prefix.chain.tokens() + left_bytes / TOKEN_BYTES;
+        let (block_tokens, hashes) = (text_prompt.scheme.block_tokens, prefix.hashes);
         // The engine refuses a longer prompt, which then leaves no KV.
         (tokens <= tokens_max).then_some(Blocks { tokens, block_tokens, hashes, exact: true })
     }

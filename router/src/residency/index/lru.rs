@@ -46,15 +46,15 @@ impl Lru {
 
     /// Adds a run as the newest. The run must not be in the list.
     pub(super) fn push_newest(&mut self, run: RunId) {
-        self.put(run, Link { older: self.newest, newer: NONE });
+        self.link_run(run, Link { older: self.newest, newer: NONE });
     }
 
     /// Adds a run as the oldest. The run must not be in the list.
     pub(super) fn push_oldest(&mut self, run: RunId) {
-        self.put(run, Link { older: NONE, newer: self.oldest });
+        self.link_run(run, Link { older: NONE, newer: self.oldest });
     }
 
-    fn put(&mut self, run: RunId, link: Link) {
+    fn link_run(&mut self, run: RunId, link: Link) {
         if self.links.len() <= run as usize {
             self.links.resize(run as usize + 1, Link::default());
         }
@@ -81,7 +81,7 @@ impl Lru {
     pub(super) fn replace(&mut self, old: RunId, new: RunId) {
         let link = self.links[old as usize];
         self.remove(old);
-        self.put(new, link);
+        self.link_run(new, link);
     }
 
     /// Removes a run from the list.

@@ -175,17 +175,17 @@ impl Berth {
         known.left_worker = left_worker.or(known.left_worker);
         let key = known.key.clone();
         self.affinity
-            .begin(&key, agents::worker_ref(worker), false, at)
+            .begin_turn(&key, agents::worker_ref(worker), false, at)
             .expect("the table has room");
         self.report_session(request.session, worker, SessionState::Running, at);
     }
 
     fn handle_answer_start(&mut self, turn: usize, session: usize, now: Duration) {
         if let Some(lease) = self.leases.get_mut(&turn) {
-            lease.answered();
+            lease.record_answer();
         }
         if let Some(known) = self.known.get_mut(&session) {
-            self.affinity.answered(&known.key);
+            self.affinity.record_answer(&known.key);
             if let Some(left) = known.left_worker.take() {
                 known.agents.remove(&left);
                 let removed = Update::Removed(known.key.clone());
@@ -201,7 +201,7 @@ impl Berth {
         known.running -= 1;
         known.turns += 1;
         known.resident_tokens = Some(known.input_tokens);
-        self.affinity.end(&known.key, at);
+        self.affinity.end_turn(&known.key, at);
         if known.running == 0 {
             known.idle_since = now;
             self.idle.insert((now, session));
@@ -295,7 +295,8 @@ impl Policy for Berth {
                     .map(agents::worker_ref),
                 ..bare
             };
-            placement::place(&request, &view, now).expect("a run keeps at least one worker")
+            placement::place(&placement_request, &view, now)
+                .expect("a run keeps at least one worker")
         });
         self.expected_tokens = placement.tokens_expected();
         let WorkerRef { agent: worker, .. } = placement.worker;
