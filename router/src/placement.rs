@@ -7,6 +7,10 @@
 //! each of them, in milliseconds. This module chooses. A session stays on its worker unless another
 //! is better by a gain that pays for the move. Among workers of equal cost, a new session goes to
 //! the one with fewer sessions, then to the one that a hash of session and worker prefers.
+//!
+//! Beside the choice, this folder has what it depends on: [`affinity`] (the worker that this router
+//! bound each session to), [`session_status`] (a session's status, by the agents' tables and the
+//! binding), and `recent` (the last placements, for clients that ask for the reason).
 
 pub mod affinity;
 mod candidates;

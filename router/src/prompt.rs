@@ -1,4 +1,4 @@
-//! Makes the routing blocks of a request's prompt from its body. Pure.
+//! Makes the routing blocks of a request's prompt from its body.
 //!
 //! Reading a turn only records where in the body the prompt is. Blocks are made when placement asks
 //! for them; a turn that stays on its session's worker never needs them.
@@ -8,6 +8,7 @@
 //! - `text`: stands in for a prompt whose tokens can't be made. Its bytes are the tokens, four
 //!   bytes each. Such blocks only match each other, so they find only what workers were given
 //!   before.
+//! - `models`: holds the models and fetches their files from the agents. All else is pure.
 //!
 //! Prompts whose KV the engine keeps apart (by adapter, extra key or cache salt) have different
 //! blocks. A turn with several prompts, or with only a delta, has no blocks.

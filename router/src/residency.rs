@@ -1,4 +1,10 @@
 //! Which blocks of a prompt are resident on which worker.
+//!
+//! - `kv_index`: one task per agent, which follows the agent's stream of resident blocks and keeps
+//!   the [`index`] up to date; `kv_stream` checks the order of the stream's events.
+//! - [`learned`]: which prompts each worker was given, for agents that don't report their blocks.
+//! - `block_locator`: counts the blocks of a turn's prompt on each worker, from both sources.
+//! - `collector`: metrics of the index.
 
 pub(crate) mod block_locator;
 pub(crate) mod collector;

@@ -3,6 +3,14 @@
 //! The steps, in order: admit, claim, read the body, cut out a volatile preamble, decide on a
 //! worker, compute a long prompt in stages, and send. A turn is sent a second time after a failure
 //! only if that is safe.
+//!
+//! - [`request`]: what the request says about its session; [`preamble`]: what is cut out of its
+//!   body.
+//! - `decide`: combines status, placement, binding and lease.
+//! - `staged_prefill`: has a long prompt computed before the turn.
+//! - `proxy`: sends the turn and carries its answer.
+//! - `sessions`: opens, closes and lists sessions.
+//! - `shared`: the state that all requests share. `error`: why a turn is refused.
 
 mod decide;
 pub(crate) mod error;
