@@ -172,7 +172,7 @@ async fn send(
     let first = outbound.send(shared, &placed).await;
     let why = match &first {
         Ok(response) if proxy::is_refused_for_now(response) => Some("refused"),
-        Err(error) if error.retry() => Some("connect"),
+        Err(error) if error.can_retry() => Some("connect"),
         Ok(_) | Err(_) => None,
     };
     let second = why.and_then(|why| {

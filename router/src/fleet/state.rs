@@ -22,7 +22,7 @@ use super::{
 };
 use crate::config::{Config, control_authority};
 
-/// A message from a worker task about its agent.
+/// A message from a load watcher about its agent.
 #[derive(Debug)]
 pub enum Update {
     /// A stream began. The description and the session table replace all that was known of the

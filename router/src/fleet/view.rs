@@ -1,4 +1,4 @@
-//! The view task: applies updates from the worker tasks and publishes snapshots.
+//! The view task: applies updates from the load watchers and publishes snapshots.
 //!
 //! It is the only writer of the view. It applies a batch of updates, then publishes one snapshot.
 
@@ -17,7 +17,7 @@ use super::{
     state::{State, Update},
 };
 
-/// Capacity of the mailbox, in updates. A full mailbox slows the worker tasks. An agent ends the
+/// Capacity of the mailbox, in updates. A full mailbox slows the load watchers. An agent ends the
 /// stream of a watcher that falls behind, so no update is lost silently.
 pub(crate) const MAILBOX: usize = 1024;
 

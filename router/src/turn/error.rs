@@ -114,7 +114,7 @@ pub(crate) enum NoAnswer {
 
 impl NoAnswer {
     /// Whether the turn can safely be sent again: only if no part of it was sent.
-    pub(crate) fn retry(&self) -> bool {
+    pub(crate) fn can_retry(&self) -> bool {
         matches!(self, Self::Connect { .. })
     }
 }
