@@ -152,35 +152,37 @@ pub(super) fn compute_up_to(
 ) -> Option<Figures> {
     let worker = stats.worker();
     let prompt = request.prompt;
-    let own = own(request, worker);
+    let own_kv = own_kv(request, worker);
     let uncached_tokens = uncached_tokens(request, worker);
     let Queue { tokens_per_s, backlog_tokens, turns, wait_ms } =
-        queue(request, own, uncached_tokens.unwrap_or(TURN_TOKENS_ASSUMED), view, stats, now);
+        queue(request, own_kv, uncached_tokens.unwrap_or(TURN_TOKENS_ASSUMED), view, stats, now);
     let interference_ms = u64::from(turns) * INTERFERENCE_MS_EACH;
     let prefill_ms = uncached_tokens.map(|tokens| millis(tokens, tokens_per_s));
-    let soon_ms = wait_ms.saturating_add(prefill_ms.unwrap_or(0));
-    let impatience_ms = impatience_ms(soon_ms);
-    let room = room(own, stats);
-    let context = prompt.map_or(0, |prompt| prompt.tokens).saturating_add(room.growth_tokens);
-    let kept = if request.returns || prompt.is_none() { context } else { 0 };
-    let crowding_ms =
-        millis(kept, tokens_per_s).saturating_mul(room.full_milli) / WHOLE_MILLI / CROWDING_DIVISOR;
-    let on_its_line = [soon_ms, interference_ms, crowding_ms, impatience_ms];
-    if on_its_line.into_iter().fold(0, u64::saturating_add) > cost_ms_max {
+    let first_token_ms = wait_ms.saturating_add(prefill_ms.unwrap_or(0));
+    let impatience_ms = impatience_ms(first_token_ms);
+    let pool_room = pool_room(own_kv, stats);
+    let context_tokens =
+        prompt.map_or(0, |prompt| prompt.tokens).saturating_add(pool_room.growth_tokens);
+    let kept_tokens = if request.returns || prompt.is_none() { context_tokens } else { 0 };
+    let crowding_ms = millis(kept_tokens, tokens_per_s).saturating_mul(pool_room.full_milli)
+        / WHOLE_MILLI
+        / CROWDING_DIVISOR;
+    let known_from_row = [first_token_ms, interference_ms, crowding_ms, impatience_ms];
+    if known_from_row.into_iter().fold(0, u64::saturating_add) > cost_ms_max {
         return None;
     }
     let demand = view.reuse_demand(worker);
     let displacement_ms = uncached_tokens.and_then(|uncached_tokens| {
         let needed = uncached_tokens + ANSWER_TOKENS;
         let load = view.agent(worker).rank_load(worker.dp_rank)?;
-        let displaced = displaced_tokens(load, demand, room.pool_tokens?, needed)?;
+        let displaced = displaced_tokens(load, demand, pool_room.pool_tokens?, needed)?;
         Some(millis(displaced, tokens_per_s))
     });
     let blocking_max =
         if stats.stage_tokens().is_some() { BLOCKING_STAGED_MS_MAX } else { BLOCKING_MS_MAX };
     let blocking_ms = prefill_ms.map(|prefill_ms| blocking_ms(prefill_ms, blocking_max, demand));
     let parts = [
-        soon_ms,
+        first_token_ms,
         displacement_ms.unwrap_or(0),
         crowding_ms,
         blocking_ms.unwrap_or(0),
@@ -205,8 +207,8 @@ pub(super) fn compute_up_to(
         turns,
         turns_max: stats.turns_max(),
         waiting: waiting(view, worker),
-        wanted_tokens: room.wanted_tokens,
-        pool_tokens: room.pool_tokens,
+        wanted_tokens: pool_room.wanted_tokens,
+        pool_tokens: pool_room.pool_tokens,
         sessions: stats.sessions(),
     })
 }
@@ -218,19 +220,19 @@ pub(super) fn queue_cost_ms(
     stats: WorkerStats<'_>,
     now: Instant,
 ) -> u64 {
-    let own = own(request, stats.worker());
-    let Queue { turns, wait_ms, .. } = queue(request, own, 0, view, stats, now);
+    let own_kv = own_kv(request, stats.worker());
+    let Queue { turns, wait_ms, .. } = queue(request, own_kv, 0, view, stats, now);
     let slowed_ms = u64::from(turns) * INTERFERENCE_MS_EACH;
     wait_ms.saturating_add(impatience_ms(wait_ms)).saturating_add(slowed_ms)
 }
 
-fn impatience_ms(soon_ms: u64) -> u64 {
-    soon_ms.saturating_sub(PATIENCE_MS).saturating_mul(IMPATIENCE)
+fn impatience_ms(first_token_ms: u64) -> u64 {
+    first_token_ms.saturating_sub(PATIENCE_MS).saturating_mul(IMPATIENCE)
 }
 
 fn queue(
     request: &PlacementRequest<'_>,
-    own: OwnKv,
+    own_kv: OwnKv,
     uncached_tokens: u64,
     view: &Snapshot,
     stats: WorkerStats<'_>,
@@ -246,7 +248,7 @@ fn queue(
     let batch_ms = batch_ms(turns, stats.turns_max());
     let queued_ms = millis(backlog_tokens, tokens_per_s).saturating_add(batch_ms);
     // Running turns end while the backlog is computed, so the two waits overlap.
-    let wait_ms = queued_ms.max(room_ms(request, own, view, stats, backlog_tokens));
+    let wait_ms = queued_ms.max(room_ms(request, own_kv, view, stats, backlog_tokens));
     Queue { tokens_per_s, backlog_tokens, turns, wait_ms }
 }
 
@@ -271,28 +273,36 @@ fn staged_prefill_tokens(stats: WorkerStats<'_>, uncached_tokens: u64) -> u64 {
 /// worker with an unknown pool counts as crowded instead.
 fn room_ms(
     request: &PlacementRequest<'_>,
-    own: OwnKv,
+    own_kv: OwnKv,
     view: &Snapshot,
     stats: WorkerStats<'_>,
     backlog_tokens: u64,
 ) -> u64 {
     let (Some(pool), Some(used)) = (stats.pool_tokens(), stats.used_tokens()) else { return 0 };
-    let grown = |sticky: Sticky| sticky.reported_tokens.saturating_add(TURN_TOKENS_ASSUMED);
-    let context = request.prompt.map(|prompt| prompt.tokens).or(request.sticky.map(grown));
-    let Some(context) = context else { return 0 };
-    let brings = context.saturating_sub(own.private_tokens).saturating_add(ANSWER_TOKENS);
-    let over = used.saturating_add(brings).saturating_add(backlog_tokens).saturating_sub(pool);
-    if over == 0 || used == 0 {
+    let context_after_turn =
+        |sticky: Sticky| sticky.reported_tokens.saturating_add(TURN_TOKENS_ASSUMED);
+    let context_tokens =
+        request.prompt.map(|prompt| prompt.tokens).or(request.sticky.map(context_after_turn));
+    let Some(context_tokens) = context_tokens else { return 0 };
+    let needed_tokens =
+        context_tokens.saturating_sub(own_kv.private_tokens).saturating_add(ANSWER_TOKENS);
+    let missing_tokens =
+        used.saturating_add(needed_tokens).saturating_add(backlog_tokens).saturating_sub(pool);
+    if missing_tokens == 0 || used == 0 {
         return 0;
     }
     let worker = stats.worker();
     let load = view.agent(worker).rank_load(worker.dp_rank);
     let pinned = load.and_then(|load| load.pinned_tokens).map_or(0, |figure| figure.value);
-    let ends = used.saturating_sub(pinned);
-    if over >= ends { TURN_MS_ASSUMED } else { TURN_MS_ASSUMED.saturating_mul(over) / ends }
+    let unpinned_tokens = used.saturating_sub(pinned);
+    if missing_tokens >= unpinned_tokens {
+        TURN_MS_ASSUMED
+    } else {
+        TURN_MS_ASSUMED.saturating_mul(missing_tokens) / unpinned_tokens
+    }
 }
 
-fn room(own: OwnKv, stats: WorkerStats<'_>) -> Room {
+fn pool_room(own_kv: OwnKv, stats: WorkerStats<'_>) -> Room {
     let opens = stats.opens_since_report();
     let (pool_tokens, used) = (stats.pool_tokens(), stats.used_tokens());
     let part = pool_tokens.map_or(u64::MAX, |pool| pool / GROWTH_POOL_PARTS);
@@ -301,8 +311,8 @@ fn room(own: OwnKv, stats: WorkerStats<'_>) -> Room {
         .wanted_tokens()
         .saturating_add(stats.incoming_tokens())
         .saturating_add(u64::from(opens) * growth_tokens)
-        .saturating_sub(own.tokens)
-        .max(used.unwrap_or(0).saturating_sub(own.private_tokens));
+        .saturating_sub(own_kv.tokens)
+        .max(used.unwrap_or(0).saturating_sub(own_kv.private_tokens));
     let full_milli = match (pool_tokens, used) {
         (Some(pool), Some(_)) => share_milli(wanted_tokens, pool),
         // An unknown pool counts as full.
@@ -322,11 +332,10 @@ struct OwnKv {
     private_tokens: u64,
 }
 
-fn own(request: &PlacementRequest<'_>, worker: WorkerRef) -> OwnKv {
-    let there = request.sticky.filter(|sticky| sticky.worker == worker);
-    there.map_or(OwnKv::default(), |Sticky { reported_tokens: tokens, private_tokens, .. }| OwnKv {
-        tokens,
-        private_tokens,
+fn own_kv(request: &PlacementRequest<'_>, worker: WorkerRef) -> OwnKv {
+    let sticky = request.sticky.filter(|sticky| sticky.worker == worker);
+    sticky.map_or(OwnKv::default(), |Sticky { reported_tokens: tokens, private_tokens, .. }| {
+        OwnKv { tokens, private_tokens }
     })
 }
 
@@ -338,7 +347,7 @@ fn waiting(view: &Snapshot, worker: WorkerRef) -> Option<u64> {
 pub(super) fn uncached_tokens(request: &PlacementRequest<'_>, worker: WorkerRef) -> Option<u64> {
     let prompt = request.prompt?;
     let blocks = worker.number().map_or(0, |number| prompt.overlap.device(number));
-    let held = own(request, worker).private_tokens;
+    let held = own_kv(request, worker).private_tokens;
     Some(prompt.tokens.saturating_sub(held.max(u64::from(blocks) * prompt.block_tokens)))
 }
 
@@ -357,17 +366,18 @@ fn displaced_tokens(load: &RankLoad, demand: &ReuseDemand, pool: u64, needed: u6
         }
     };
     let free = pool.saturating_sub(used).saturating_sub(evictable);
-    let owned: u64 = demand.idle.iter().map(|idle| idle.tokens).fold(0, u64::saturating_add);
-    let unwanted = evictable.saturating_sub(owned) / UNWANTED_DIVISOR;
-    let mut needed = needed.saturating_sub(free).saturating_sub(unwanted);
-    let mut gone = owned.saturating_sub(evictable);
+    let session_tokens: u64 =
+        demand.idle.iter().map(|idle| idle.tokens).fold(0, u64::saturating_add);
+    let sessionless_tokens = evictable.saturating_sub(session_tokens) / UNWANTED_DIVISOR;
+    let mut needed = needed.saturating_sub(free).saturating_sub(sessionless_tokens);
+    let mut already_evicted = session_tokens.saturating_sub(evictable);
     let mut displaced = 0;
     for IdleClass { tokens, wanted_tokens } in demand.idle.iter().rev() {
         if needed == 0 {
             break;
         }
-        let taken = needed.min(tokens.saturating_sub(gone));
-        gone = gone.saturating_sub(*tokens);
+        let taken = needed.min(tokens.saturating_sub(already_evicted));
+        already_evicted = already_evicted.saturating_sub(*tokens);
         if taken > 0 {
             let part = share_milli(*wanted_tokens, *tokens).saturating_mul(taken) / WHOLE_MILLI;
             displaced = part.saturating_add(displaced);
@@ -378,9 +388,9 @@ fn displaced_tokens(load: &RankLoad, demand: &ReuseDemand, pool: u64, needed: u6
 }
 
 /// Returns the total wait of turns that arrive during a prefill of `prefill_ms`.
-fn blocking_ms(prefill_ms: u64, each_ms_max: u64, demand: &ReuseDemand) -> u64 {
+fn blocking_ms(prefill_ms: u64, wait_ms_max: u64, demand: &ReuseDemand) -> u64 {
     let turns_micro = demand.turns_micro_per_s.saturating_mul(prefill_ms) / 1000;
-    turns_micro.saturating_mul((prefill_ms / 2).min(each_ms_max)) / 1_000_000
+    turns_micro.saturating_mul((prefill_ms / 2).min(wait_ms_max)) / 1_000_000
 }
 
 /// Returns the milliseconds until a full batch has a free place.
