@@ -155,7 +155,7 @@ fn filled(workers: usize) -> Index {
 fn request(digest: u64) -> PlacementRequest<'static> {
     PlacementRequest {
         digest: Digest(digest),
-        returns: true,
+        expects_more_turns: true,
         sticky: None,
         prefer: None,
         prompt: None,

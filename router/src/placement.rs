@@ -151,7 +151,7 @@ pub struct PlacementRequest<'a> {
     /// Chooses among workers of equal cost: the digest of the session, or else of the turn.
     pub digest: Digest,
     /// Whether more turns will follow that begin with this turn's prompt and answer.
-    pub returns: bool,
+    pub expects_more_turns: bool,
     /// The worker that has the session.
     pub sticky: Option<Sticky>,
     /// A worker to prefer, if it costs at most the reason's slack more than the best.

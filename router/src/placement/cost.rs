@@ -163,7 +163,8 @@ pub(super) fn compute_up_to(
     let pool_room = pool_room(own_kv, stats);
     let context_tokens =
         prompt.map_or(0, |prompt| prompt.tokens).saturating_add(pool_room.growth_tokens);
-    let kept_tokens = if request.returns || prompt.is_none() { context_tokens } else { 0 };
+    let kept_tokens =
+        if request.expects_more_turns || prompt.is_none() { context_tokens } else { 0 };
     let crowding_ms = millis(kept_tokens, tokens_per_s).saturating_mul(pool_room.full_milli)
         / WHOLE_MILLI
         / CROWDING_DIVISOR;

@@ -100,7 +100,7 @@ mod tests {
         let view = fleet(&[(0, 0)], start()).snapshot();
         let request = PlacementRequest {
             digest: Digest(1),
-            returns: false,
+            expects_more_turns: false,
             sticky: None,
             prefer: None,
             prompt: None,

@@ -32,7 +32,7 @@ const SECOND: Duration = Duration::from_secs(1);
 fn request(digest: u64) -> PlacementRequest<'static> {
     PlacementRequest {
         digest: Digest(digest),
-        returns: true,
+        expects_more_turns: true,
         sticky: None,
         prefer: None,
         prompt: None,
@@ -436,7 +436,7 @@ fn a_newcomer_goes_where_less_is_kept() {
     );
     assert_eq!(placed(&state, &ask, now + SECOND).0, 1 - first);
     // A request without a following turn keeps no KV on the worker.
-    let once = PlacementRequest { returns: false, ..ask };
+    let once = PlacementRequest { expects_more_turns: false, ..ask };
     assert_eq!(figures(&state, &once, now + SECOND, first).crowding_ms, 0);
 }
 
@@ -457,7 +457,11 @@ fn kv_of_sessions_that_will_return_is_not_evicted_for_nothing() {
     }
     let later = now + SECOND;
     report_load(&mut state, 1, full, later);
-    let once = PlacementRequest { prompt: prompt(60_000, &overlap), returns: false, ..request(1) };
+    let once = PlacementRequest {
+        prompt: prompt(60_000, &overlap),
+        expects_more_turns: false,
+        ..request(1)
+    };
     let (free, taken) = (figures(&state, &once, later, 0), figures(&state, &once, later, 1));
     assert_eq!(free.displacement_ms, Some(0));
     assert!(taken.displacement_ms > Some(300), "{taken:?}");
@@ -484,7 +488,11 @@ fn a_long_prompt_goes_where_fewer_turns_will_come_and_wait() {
     let later = now + SECOND;
     report_load(&mut state, 0, |_| {}, later);
     let overlap = resident(&[]);
-    let once = PlacementRequest { prompt: prompt(80_000, &overlap), returns: false, ..request(1) };
+    let once = PlacementRequest {
+        prompt: prompt(80_000, &overlap),
+        expects_more_turns: false,
+        ..request(1)
+    };
     let (busy, quiet) = (figures(&state, &once, later, 0), figures(&state, &once, later, 1));
     assert!(busy.blocking_ms > Some(500) && quiet.blocking_ms < Some(200), "{busy:?} {quiet:?}");
     assert_eq!(placed(&state, &once, later).0, 1);
@@ -541,7 +549,11 @@ fn a_prompt_that_does_not_fit_beside_running_turns_waits_for_some_of_them() {
     let now = start();
     let mut state = engines(2, now);
     let overlap = resident(&[]);
-    let long = PlacementRequest { prompt: prompt(599_000, &overlap), returns: false, ..request(1) };
+    let long = PlacementRequest {
+        prompt: prompt(599_000, &overlap),
+        expects_more_turns: false,
+        ..request(1)
+    };
     report_load(&mut state, 0, |rank| rank.pool_used_tokens = figure(400_000), now);
     assert_eq!(figures(&state, &long, now, 0).wait_ms, 0, "the prompt just fits");
     report_load(&mut state, 0, |rank| rank.pool_used_tokens = figure(500_000), now);
@@ -617,7 +629,11 @@ fn what_lies_beyond_patience_counts_fourfold() {
     let now = start();
     let mut state = engines(2, now);
     let overlap = resident(&[0, 0]);
-    let ask = PlacementRequest { prompt: prompt(100_000, &overlap), returns: false, ..request(1) };
+    let ask = PlacementRequest {
+        prompt: prompt(100_000, &overlap),
+        expects_more_turns: false,
+        ..request(1)
+    };
     let of = |state: &State, agent| {
         let one = figures(state, &ask, now, agent);
         (one.wait_ms, one.prefill_ms, one.impatience_ms)

@@ -184,7 +184,7 @@ impl Shared {
         };
         let base = PlacementRequest {
             digest: Digest(turn_id),
-            returns: turn.session.as_ref().is_some_and(|intent| !intent.close),
+            expects_more_turns: turn.session.as_ref().is_some_and(|intent| !intent.close),
             sticky: None,
             prefer,
             prompt: blocks.map(TurnBlocks::prompt),
@@ -230,7 +230,7 @@ impl Shared {
             .filter(|worker| *worker != first.worker);
         let request = PlacementRequest {
             digest: intent.map_or(Digest(turn_id), |intent| intent.key.digest()),
-            returns: intent.is_some_and(|intent| !intent.close),
+            expects_more_turns: intent.is_some_and(|intent| !intent.close),
             sticky: Some(bound.unwrap_or(first.worker))
                 .filter(|_| intent.is_some())
                 .map(Sticky::new),

@@ -230,7 +230,7 @@ impl Shared {
             .map(|worker| Sticky { fixed: was_open && pinned, ..Sticky::new(worker) });
         let request = PlacementRequest {
             digest: key.digest(),
-            returns: true,
+            expects_more_turns: true,
             sticky,
             prefer: None,
             // An open has no prompt.

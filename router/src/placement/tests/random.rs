@@ -67,7 +67,7 @@ proptest! {
         }
         let overlap = resident(&resident_tokens[..loads.len()]);
         let ask = PlacementRequest {
-            returns,
+            expects_more_turns: returns,
             sticky: home.and_then(|home| stays(home % loads.len())),
             prompt: prompt(60_000, &overlap).filter(|_| has_prompt),
             ..request(digest)

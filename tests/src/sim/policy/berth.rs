@@ -267,7 +267,7 @@ impl Policy for Berth {
         let parent = ask.parent.and_then(|parent| self.sticky(&agents::key(parent), now));
         let bare = PlacementRequest {
             digest: key.digest(),
-            returns: !request.is_inferred,
+            expects_more_turns: !request.is_inferred,
             sticky,
             prefer: parent.map(|parent| (parent.worker, Reason::Parent)),
             prompt: None,
