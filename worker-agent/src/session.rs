@@ -1,4 +1,13 @@
-//! The sessions that the agent keeps: their state, and how turns change it.
+//! Keeps the sessions of one engine: their state, and how turns change it.
+//!
+//! A session is a conversation: ordered turns that share a growing prefix. A turn is one request
+//! and its answer; its body is a full history (the whole conversation) or a delta (only new tokens,
+//! which the engine appends). An incarnation is one life of a session inside the engine.
+//!
+//! A pinned session keeps its KV and a request row to itself. A tagged session has its KV in the
+//! radix tree, marked with the incarnation id. The shim is Berth's part inside the engine's
+//! process. It can trim a full history, that is, remove the tokens that the session already holds.
+//! It can demote a session: give its KV to the radix tree and free its row.
 //!
 //! This module does no I/O and reads no clock: the time is an argument. [`Table`] holds all
 //! sessions of one engine.
@@ -34,8 +43,8 @@ use crate::guard::{Guard, Guards};
 pub struct RankCapacity {
     /// The number of request rows.
     pub rows: u32,
-    /// Rows that pinned sessions must leave free. The engine stops for good when sessions hold all
-    /// rows.
+    /// Rows that pinned sessions must leave free. If sessions held all rows, the engine could run
+    /// nothing more, ever.
     pub rows_reserve: u32,
     /// Size of the whole KV pool, in tokens.
     pub pool_tokens: u64,
@@ -52,13 +61,14 @@ pub struct EngineCapacity {
     pub ranks: Vec<RankCapacity>,
     /// Page size of the KV pool in tokens; at least 1.
     pub page_tokens: u64,
-    /// The most tokens of a prompt plus its answer.
+    /// The most tokens that a prompt and its answer may have together.
     pub context_tokens: u64,
     /// The retentions that the engine's flags allow, best first.
     pub retentions: Vec<Retention>,
 }
 
-/// Settings of the table. Fields of the same names in the agent's settings say more.
+/// Settings of the table. The agent's settings describe the fields of the same names in more
+/// detail.
 #[derive(Debug, Clone)]
 pub struct Rules {
     /// The [`prefix`](crate::incarnation::prefix) of incarnation ids; different for every agent
@@ -66,7 +76,8 @@ pub struct Rules {
     pub prefix: String,
     /// Idle limit of a session whose client asked for none.
     pub idle_max: Duration,
-    /// Idle time after which a pinned session loses its KV if another session needs the room.
+    /// Time without a turn after which a pinned session loses its KV if another session needs the
+    /// room.
     pub demote_idle: Duration,
     /// The most turns of one exclusive session that may wait behind the running turn.
     pub turns_queued_per_session_max: u32,
@@ -75,10 +86,10 @@ pub struct Rules {
     /// The longest time that a turn waits for room.
     pub queue_wait_max: Duration,
     /// A turn's end or a session's close counts as stuck if the engine has not confirmed it for
-    /// this long.
+    /// this long. A stuck engine must be restarted.
     pub stuck_after: Duration,
-    /// Whether the agent pins sessions on its own: those that come back soon, where the shim trims
-    /// full histories.
+    /// Whether the agent pins sessions whose clients asked for no retention. It pins those that
+    /// come back soon, and only where the shim trims full histories.
     pub auto_pin: bool,
     /// The guards that are switched on.
     pub guards: Guards,
@@ -101,34 +112,35 @@ pub struct Session {
     pub turns: u64,
     /// The number of turns inside the engine.
     pub turns_running: u32,
-    /// The number of claimed turns that are not inside the engine yet.
+    /// The number of turns that have claimed the session and are not inside the engine yet.
     pub turns_waiting: u32,
     /// Tokens of the history that the engine has committed: prompts and answers of finished turns.
     pub history_tokens: u64,
-    /// KV tokens that a pinned session holds, or that another session may still have in the radix
-    /// tree.
+    /// For a pinned session: KV tokens that it holds. For any other session: an estimate of the KV
+    /// tokens that it still has in the radix tree.
     pub resident_tokens: u64,
     /// KV tokens that the session may hold when its running turn ends, history included.
     reserved_tokens: u64,
-    /// Whether a client opened the session. Once no turn runs, such a session becomes exclusive.
+    /// Whether a client opened the session. If so, the session becomes exclusive with the first
+    /// claim at which no turn of it runs or waits.
     opened_by_client: bool,
-    /// Created by a turn that has not reached the engine yet; no client opened the session
-    /// explicitly.
-    unused: bool,
-    /// Whether the session occupies a request row (or will, with its next turn) and KV that only
-    /// closing or demoting it frees.
+    /// Whether the session was created by a turn, but no turn has reached the engine and no client
+    /// has opened the session.
+    is_unused: bool,
+    /// Whether the session counts as holding a request row and KV, which only closing or demoting
+    /// it frees.
     holds_row: bool,
     /// Id of a turn whose end the agent did not see. That turn may still be inside the engine.
     lost_rid: Option<String>,
     /// Whether an audit found the session's KV corrupt.
-    corrupt: bool,
+    is_corrupt: bool,
     /// A number that tells this session from earlier sessions with the same key.
     generation: u64,
     /// What the agent knows of the full histories that the client sends.
     full_history: FullHistory,
     /// Whether the session takes delta turns.
     deltas: Deltas,
-    /// Beginnings of the session's prompts, compared from turn to turn.
+    /// Compares the beginnings of the session's prompts from turn to turn.
     prefix_tracker: PrefixTracker,
     phase: Phase,
     last_turn_end: Instant,
@@ -143,17 +155,17 @@ enum Phase {
     /// The engine was asked to open the session and has not answered.
     Opening,
     Open,
-    /// The shim was asked to give the session's KV to the radix tree. If it has not answered at
-    /// `until`, the session is closed at the engine.
+    /// The shim was asked to demote the session. If it has not answered at `until`, the session is
+    /// closed at the engine.
     Demoting {
         until: Instant,
     },
-    /// The engine has the session's history. Its KV is in the radix tree, where it can be evicted,
-    /// and the session holds no row.
+    /// The engine has the session's history, but the KV is in the radix tree, where it can be
+    /// evicted. The session holds no row.
     Demoted,
     /// After a turn's end, the agent isn't sure what history the engine has. A session table that
-    /// the shim was asked for since then (`table_requested`) decides. If none arrives before
-    /// `until`, the session is closed at the engine.
+    /// the shim was asked for since then (`table_requested`) must report the `expected` history. If
+    /// none arrives before `until`, the session is closed at the engine.
     Suspect {
         expected: ExpectedHistory,
         until: Instant,
@@ -185,56 +197,68 @@ impl ExpectedHistory {
 /// What the agent knows of the full histories that a session's client sends.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 struct FullHistory {
-    /// Whether the last turn held a full history. If so, nothing is lost when the engine's history
-    /// is.
+    /// Whether the newest turn held a full history. If so, the client loses nothing when the engine
+    /// loses its history.
     is_sent: bool,
-    /// For the last full history: the upper bound on its tokens that was taken from its body, and
-    /// the real tokens of its prompt and answer.
-    last_measured: Option<(u64, u64)>,
+    /// The size of the latest full history whose tokens the engine or the shim has counted.
+    last_measured: Option<MeasuredHistory>,
     /// Tokens of the longest answer so far.
     longest_answer_tokens: u64,
-    /// The divergence streak: turns in a row that could not continue the engine's history.
+    /// The divergence streak: how many full histories in a row did not continue the engine's
+    /// history.
     divergence_streak: u32,
-    /// Token index in the history where the last answer begins, if its turn ignored the end of its
-    /// answer (`ignore_eos`). Such an answer may hold end tokens that its text doesn't show, so the
-    /// next history differs from there on although its client has changed nothing.
+    /// Token index in the history where the newest answer begins, if its turn ignored the end of
+    /// its answer (`ignore_eos`). Such an answer may hold end tokens that its text doesn't show.
+    /// The next full history then differs from the engine's after this index, although the client
+    /// has changed nothing.
     hidden_end_tokens_from: Option<u64>,
     /// The agent does not pin the session again before this time, because the session lost its pin
     /// or found no room for it.
     no_pin_before: Option<Instant>,
     /// Whether the session's next full history starts an incarnation that replaces an earlier one.
-    reopened: bool,
-    /// Whether the client's history may have turns that the engine's history lacks: a turn ran
-    /// beside the session, or a new incarnation has not had its first turn. Deltas are refused
-    /// meanwhile.
-    client_ahead: bool,
+    next_reopens: bool,
+    /// Whether the client's history may have turns that the engine's history lacks, because a turn
+    /// ran outside the session's KV, or a new incarnation has not had its first turn. If so, the
+    /// session refuses deltas.
+    client_may_be_ahead: bool,
+}
+
+/// The size of one full history, as a bound and as a count.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct MeasuredHistory {
+    /// The upper bound on the prompt's tokens that was taken from the turn's body.
+    prompt_tokens_bound: u64,
+    /// The counted tokens, with the answer if the turn ran.
+    tokens: u64,
 }
 
 /// Why a session can't continue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum GoneReason {
     EngineRestarted,
+    /// The agent isn't sure of the engine's history.
     HistoryUnknown,
-    /// Pages of the session's KV also belong to others, or others wrote to them.
+    /// Pages of the session's KV also belong to other sessions, or other sessions wrote to them.
     KvCorrupt,
     Reclaimed,
 }
 
-/// What the owner of the table must do or report, in order.
+/// What the table asks its owner to do or to report. The owner carries effects out in order.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Effect {
-    /// Sends a claimed turn to the engine.
+    /// Sends a turn to the engine, or tells a client that the session it opened is open.
     Admitted {
-        /// The turn's id.
+        /// The id of the turn or of the open request.
         rid: String,
         /// How the turn is sent to the engine.
         turn: Turn,
     },
-    /// Refuses a claimed turn. The table has already forgotten it.
+    /// Refuses a turn that is not inside the engine, or a client's open request. The table has
+    /// already forgotten it.
     Refused {
-        /// The turn's id.
+        /// The id of the turn or of the open request.
         rid: String,
-        /// Why the turn was refused.
+        /// Why it was refused.
         error: Error,
     },
     /// Journals the incarnation, then opens it at the engine. The owner reports the result with
@@ -267,14 +291,14 @@ pub enum Effect {
         /// The incarnation id.
         incarnation: String,
     },
-    /// Answers a question of the shim: how to run a full history that can't run in its session as
-    /// planned.
+    /// Answers a question of the shim: where may a turn with a full history run? The shim asks if
+    /// the turn can't run in its session as planned.
     AnswerQuestion {
         /// The number of the question.
         question: u64,
         /// The incarnation to run the turn in. `None`: the turn does not run in its session.
         incarnation: Option<String>,
-        /// The most prompt tokens that the turn may have in that session.
+        /// The most prompt tokens with which the turn may run in that incarnation.
         tokens_max: u64,
     },
     /// Reports how a turn runs, once that is known.
@@ -294,8 +318,8 @@ pub enum Effect {
     },
     /// Reports that a session has changed or was forgotten.
     SessionChanged(SessionKey),
-    /// Reports that the engine has freed what an incarnation held, and the time since the close was
-    /// first requested.
+    /// Reports that the engine has freed what an incarnation held. Carries the time since the close
+    /// was first requested.
     Freed(Duration),
     /// Reports a volatile prefix: a text early in the session's prompts that differs from turn to
     /// turn.
@@ -309,17 +333,16 @@ pub enum Effect {
 pub enum SessionEvent {
     /// The session's idle limit has passed.
     Expired,
-    /// The session's KV was given to the radix tree: other sessions needed the room, or it was
-    /// idle.
+    /// The session was demoted, because other sessions needed the room or the session was idle.
     Demoted,
     /// The session was closed because other sessions needed the room.
     Reclaimed,
-    /// The session was closed at the engine because the history there was uncertain.
+    /// The session was closed at the engine because its history there was uncertain.
     Doubted,
     /// The shim's session table confirmed the history of a suspect session.
     Verified,
-    /// An audit found that pages of the session's KV also belong to others, or that others wrote to
-    /// them.
+    /// An audit found that pages of the session's KV also belong to other sessions, or that other
+    /// sessions wrote to them.
     Corrupt,
     /// The session was lost with its engine process.
     EngineLost,
@@ -346,10 +369,10 @@ impl SessionEvent {
 pub struct CloseRequest {
     /// The incarnation id.
     pub incarnation: String,
-    /// Id of a turn that may still be inside the engine; it is aborted first.
+    /// Id of a turn that may still be inside the engine; the owner aborts it first.
     pub rid: Option<String>,
-    /// Whether the incarnation is pinned and may hold a row and KV. The close of a tagged session
-    /// needs no confirmation.
+    /// Whether the incarnation is pinned and may hold a row and KV. The close of any other
+    /// incarnation needs no confirmation.
     pub pinned: bool,
     /// Whether this repeats a close that was not confirmed.
     pub is_repeat: bool,
@@ -360,9 +383,9 @@ pub struct CloseRequest {
 pub enum OpenResult {
     /// The engine opened the session.
     Yes,
-    /// The engine refused, or was not asked; with the reason.
+    /// The engine refused, or was not asked. Carries the reason.
     No(String),
-    /// The answer was lost, so the session may be open; with the reason.
+    /// The answer was lost, so the session may be open. Carries the reason.
     Unknown(String),
 }
 
@@ -416,7 +439,7 @@ impl Session {
     /// that differs from turn to turn.
     #[must_use]
     pub fn volatile_prefix(&self) -> Option<VolatilePrefix> {
-        self.prefix_tracker.found()
+        self.prefix_tracker.volatile_prefix()
     }
 
     /// Returns the state that the agent reports to routers and clients.
@@ -437,13 +460,14 @@ impl Session {
 
     /// Whether the session's idle time counts towards its idle limit.
     fn can_expire(&self) -> bool {
-        let at_rest = matches!(self.phase, Phase::Open | Phase::Demoted | Phase::Gone(_));
-        self.turns_running == 0 && self.turns_waiting == 0 && at_rest
+        let is_at_rest = matches!(self.phase, Phase::Open | Phase::Demoted | Phase::Gone(_));
+        self.turns_running == 0 && self.turns_waiting == 0 && is_at_rest
     }
 
-    /// Whether the engine opened the session for turns that were all refused or given up.
-    fn is_left_unused(&self) -> bool {
-        self.unused && self.holds_row && self.phase == Phase::Open && self.turns_waiting == 0
+    /// Whether the session is open at the engine although every turn that it was opened for was
+    /// refused or given up.
+    fn is_open_for_nothing(&self) -> bool {
+        self.is_unused && self.holds_row && self.phase == Phase::Open && self.turns_waiting == 0
     }
 
     /// Resets the figures of a session that has nothing at the engine, or gets a new incarnation.
@@ -452,16 +476,16 @@ impl Session {
         self.resident_tokens = 0;
         self.reserved_tokens = 0;
         self.holds_row = false;
-        self.corrupt = false;
+        self.is_corrupt = false;
         self.lost_rid = None;
     }
 
     /// Updates the session's figures after a finished turn.
     fn record_usage(&mut self, usage: Usage) {
-        let total = usage.prompt_tokens.saturating_add(usage.completion_tokens);
-        self.history_tokens = total;
-        // The engine computes the KV of an answer's last token only in the next turn.
-        self.resident_tokens = total.saturating_sub(1);
+        let tokens = usage.prompt_tokens.saturating_add(usage.completion_tokens);
+        self.history_tokens = tokens;
+        // The engine computes the KV of an answer's last token only in the following turn.
+        self.resident_tokens = tokens.saturating_sub(1);
     }
 
     /// Returns the time since the end of the last turn; zero while a turn runs.

@@ -66,7 +66,7 @@ pub(super) fn check_turn(
         Phase::Gone(GoneReason::HistoryUnknown) => return Err(Error::HistoryUnknown),
         Phase::Gone(GoneReason::Reclaimed) => return Err(Error::Reclaimed),
         Phase::Gone(GoneReason::KvCorrupt) => return Err(Error::KvCorrupt),
-        _ if session.corrupt && !starts_over => return Err(Error::KvCorrupt),
+        _ if session.is_corrupt && !starts_over => return Err(Error::KvCorrupt),
         _ => {}
     }
     if session.has_auto_retention() || session.retention != Retention::Pinned {
@@ -83,7 +83,10 @@ pub(super) fn check_turn(
     if claim.delta && refused && guards.hold(Guard::DeltaNeedsOpen) {
         return Err(Error::DeltaNeedsOpen);
     }
-    if claim.delta && session.full_history.client_ahead && guards.hold(Guard::ClientAheadRefused) {
+    if claim.delta
+        && session.full_history.client_may_be_ahead
+        && guards.hold(Guard::ClientAheadRefused)
+    {
         return Err(Error::HistoryUnknown);
     }
     let had_turns = session.turns > 0 && guards.hold(Guard::DeltaOnly);

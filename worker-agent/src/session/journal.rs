@@ -1,13 +1,14 @@
-//! The journal: a file with the incarnations that are open at one engine.
+//! Keeps the journal: a file that tells the next agent which incarnations this agent left open.
 //!
-//! An incarnation is recorded before the engine is asked to open it, so that the next agent can
-//! close what this one leaves open. The journal's lock also keeps a second agent away from the same
-//! engine.
+//! An incarnation is one life of a session in the engine, from its open to its close. The agent
+//! records an incarnation before it asks the engine to open it, so that the next agent can close
+//! what this agent leaves open. The journal has a lock, which also keeps a second agent away from
+//! the same engine.
 //!
-//! The file is append-only, with one line per record. It is not synced to disk: a killed process
-//! loses nothing that it has written, and a machine that goes down takes the engine's sessions with
-//! it. An incomplete last line is skipped, because nothing was done on it yet. The file is
-//! rewritten when most of its lines are obsolete.
+//! The file is append-only, with one line per record. It is not synced to disk. A killed process
+//! loses nothing that it has written, and when the machine goes down, the engine's sessions are
+//! lost too. An incomplete last line is skipped, because the agent acts on a record only after its
+//! write has succeeded. The file is rewritten when most of its lines are obsolete.
 
 use std::{
     collections::BTreeMap,
@@ -16,9 +17,10 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// The file is rewritten when it has more than this many lines per open session, and more than
-/// [`LINES_MIN`].
+/// The file is rewritten when it has more than this many lines per open incarnation, and more than
+/// [`LINES_MIN`] lines.
 const LINES_PER_OPEN: usize = 8;
+/// A file with at most this many lines is not rewritten.
 const LINES_MIN: usize = 4096;
 
 /// One record of the journal.
@@ -36,7 +38,8 @@ pub enum Record {
         /// The rank that will hold the KV.
         dp_rank: u32,
     },
-    /// A turn of an incarnation is about to be sent; its previous turn has ended.
+    /// A turn of an incarnation is about to be sent. The earlier turns of the incarnation have
+    /// ended.
     Turn {
         /// The incarnation's id.
         incarnation: String,
@@ -50,7 +53,7 @@ pub enum Record {
     },
 }
 
-/// An incarnation that was left open.
+/// What the journal knows of an incarnation that is opened and not closed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LeftOpen {
     /// The rank that holds the KV.
@@ -80,17 +83,21 @@ pub struct Journal {
     file: File,
     /// Held until the process ends in any way.
     _lock: File,
+    /// What the records in the file add up to.
     state: State,
+    /// The number of lines in the file.
     lines: usize,
-    /// Whether the last record may be incomplete, so that the file must be rewritten before the
-    /// next one.
-    torn: bool,
+    /// Whether the file may end with an incomplete record. If so, it is rewritten before another
+    /// record is written.
+    is_torn: bool,
 }
 
-/// The sum of all records.
+/// What all records together say.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct State {
+    /// The engine process that the incarnations belong to.
     instance: Option<String>,
+    /// The incarnations that are opened and not closed, by id.
     open: BTreeMap<String, LeftOpen>,
 }
 
@@ -105,29 +112,29 @@ impl State {
                 }
             }
             Record::Opening { incarnation, dp_rank } => {
-                let left = LeftOpen { dp_rank: *dp_rank, rid: None };
-                self.open.insert(incarnation.clone(), left);
+                let left_open = LeftOpen { dp_rank: *dp_rank, rid: None };
+                self.open.insert(incarnation.clone(), left_open);
             }
             Record::Turn { incarnation, rid } => {
-                if let Some(left) = self.open.get_mut(incarnation) {
-                    left.rid = Some(rid.clone());
+                if let Some(left_open) = self.open.get_mut(incarnation) {
+                    left_open.rid = Some(rid.clone());
                 }
             }
             Record::Closed { incarnation } => drop(self.open.remove(incarnation)),
         }
     }
 
-    /// Returns the smallest list of records with the same sum.
+    /// Returns the shortest list of records that leads to this state.
     fn records(&self) -> impl Iterator<Item = Record> {
         let engine =
             self.instance.iter().map(|instance| Record::Engine { instance: instance.clone() });
-        let open = self.open.iter().flat_map(|(incarnation, left)| {
-            let turn = left
+        let open = self.open.iter().flat_map(|(incarnation, left_open)| {
+            let turn = left_open
                 .rid
                 .iter()
                 .map(|rid| Record::Turn { incarnation: incarnation.clone(), rid: rid.clone() });
             let opening =
-                Record::Opening { incarnation: incarnation.clone(), dp_rank: left.dp_rank };
+                Record::Opening { incarnation: incarnation.clone(), dp_rank: left_open.dp_rank };
             std::iter::once(opening).chain(turn)
         });
         engine.chain(open)
@@ -135,7 +142,7 @@ impl State {
 }
 
 impl Record {
-    fn line(&self) -> String {
+    fn to_line(&self) -> String {
         match self {
             Self::Engine { instance } => format!("engine {instance}\n"),
             Self::Opening { incarnation, dp_rank } => format!("opening {incarnation} {dp_rank}\n"),
@@ -158,7 +165,7 @@ impl Record {
     }
 }
 
-/// Applies all complete lines. Returns the state and the number of lines.
+/// Applies the records of all complete lines. Returns the resulting state and the number of lines.
 fn replay(text: &[u8]) -> (State, usize) {
     let mut state = State::default();
     let mut lines = 0;
@@ -178,36 +185,36 @@ impl Journal {
     /// # Errors
     /// When another process holds the lock, or a file can't be used.
     pub fn open(dir: &Path, name: &str) -> Result<Self, Error> {
-        let at = |path: &Path| {
+        let io_error = |path: &Path| {
             let path = path.to_owned();
             move |error| Error::Io(path, error)
         };
-        std::fs::create_dir_all(dir).map_err(at(dir))?;
-        let (path, locked) =
+        std::fs::create_dir_all(dir).map_err(io_error(dir))?;
+        let (path, lock_path) =
             (dir.join(format!("{name}.journal")), dir.join(format!("{name}.lock")));
-        let lock = File::create(&locked).map_err(at(&locked))?;
+        let lock = File::create(&lock_path).map_err(io_error(&lock_path))?;
         match lock.try_lock() {
             Ok(()) => {}
-            Err(std::fs::TryLockError::WouldBlock) => return Err(Error::Locked(locked)),
-            Err(std::fs::TryLockError::Error(error)) => return Err(at(&locked)(error)),
+            Err(std::fs::TryLockError::WouldBlock) => return Err(Error::Locked(lock_path)),
+            Err(std::fs::TryLockError::Error(error)) => return Err(io_error(&lock_path)(error)),
         }
         let mut text = vec![];
         match File::open(&path) {
-            Ok(mut file) => drop(file.read_to_end(&mut text).map_err(at(&path))?),
+            Ok(mut file) => drop(file.read_to_end(&mut text).map_err(io_error(&path))?),
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-            Err(error) => return Err(at(&path)(error)),
+            Err(error) => return Err(io_error(&path)(error)),
         }
         let (state, _) = replay(&text);
-        let (file, lines) = rewrite(&path, &state).map_err(at(&path))?;
-        Ok(Self { path, file, _lock: lock, state, lines, torn: false })
+        let (file, lines) = rewrite(&path, &state).map_err(io_error(&path))?;
+        Ok(Self { path, file, _lock: lock, state, lines, is_torn: false })
     }
 
-    /// Returns the incarnations left open in the engine process `instance`. Empty if the journal is
-    /// about another process.
+    /// Returns the incarnations that are open in the engine process `instance`. Empty if the
+    /// journal is about another process.
     #[must_use]
     pub fn left_open(&self, instance: &str) -> BTreeMap<String, LeftOpen> {
-        let same = self.state.instance.as_deref() == Some(instance);
-        if same { self.state.open.clone() } else { BTreeMap::new() }
+        let is_same_process = self.state.instance.as_deref() == Some(instance);
+        if is_same_process { self.state.open.clone() } else { BTreeMap::new() }
     }
 
     /// Writes a record. When this returns, the next agent will find it.
@@ -215,12 +222,12 @@ impl Journal {
     /// # Errors
     /// When the record could not be written. Nothing that relies on it may be done then.
     pub fn write(&mut self, record: &Record) -> io::Result<()> {
-        if self.torn {
+        if self.is_torn {
             (self.file, self.lines) = rewrite(&self.path, &self.state)?;
         }
-        self.torn = true;
-        self.file.write_all(record.line().as_bytes())?;
-        self.torn = false;
+        self.is_torn = true;
+        self.file.write_all(record.to_line().as_bytes())?;
+        self.is_torn = false;
         self.state.apply(record);
         self.lines += 1;
         if self.lines > LINES_MIN.max(self.state.open.len() * LINES_PER_OPEN) {
@@ -230,13 +237,14 @@ impl Journal {
     }
 }
 
-/// Atomically replaces the file by the smallest list of records.
+/// Atomically replaces the file by the shortest list of records that leads to `state`. Returns the
+/// new file and its number of lines.
 fn rewrite(path: &Path, state: &State) -> io::Result<(File, usize)> {
-    let text: Vec<String> = state.records().map(|record| record.line()).collect();
-    let fresh = path.with_extension("new");
-    std::fs::write(&fresh, text.concat())?;
-    std::fs::rename(&fresh, path)?;
-    Ok((OpenOptions::new().append(true).open(path)?, text.len()))
+    let lines: Vec<String> = state.records().map(|record| record.to_line()).collect();
+    let new_path = path.with_extension("new");
+    std::fs::write(&new_path, lines.concat())?;
+    std::fs::rename(&new_path, path)?;
+    Ok((OpenOptions::new().append(true).open(path)?, lines.len()))
 }
 
 #[cfg(test)]
@@ -301,7 +309,7 @@ mod tests {
     #[test]
     fn a_file_cut_anywhere_forgets_only_what_was_never_done() {
         let records = [engine("E"), opening("a"), turn("a", "r"), opening("b"), closed("a")];
-        let text: String = records.iter().map(Record::line).collect();
+        let text: String = records.iter().map(Record::to_line).collect();
         for cut in 0..=text.len() {
             let whole = text[..cut].matches('\n').count();
             let mut want = State::default();
@@ -342,7 +350,7 @@ mod tests {
         journal.write(&engine("E")).unwrap();
         // The remains of a record after its write failed on a full disk.
         journal.file.write_all(b"opening a").unwrap();
-        journal.torn = true;
+        journal.is_torn = true;
         journal.write(&opening("b")).unwrap();
         drop(journal);
         assert_eq!(open(dir.path()).left("E").keys().collect::<Vec<_>>(), ["b"]);

@@ -1,34 +1,42 @@
-//! Detection of a volatile prefix: a text early in prompts that differs from turn to turn.
+//! Finds a volatile prefix: a text early in a session's prompts that differs from turn to turn.
 //!
-//! The engine computes everything after such a text again in each turn. The tracker keeps hashes
-//! and places of the first blocks of a session's last full history, never text. It does no I/O.
+//! A session is a conversation: ordered turns that share a growing prefix. A turn is one request
+//! and its answer. A typical volatile prefix is a timestamp in the system prompt. The engine
+//! computes everything after such a text again in each turn, so the agent reports where the text
+//! stands.
+//!
+//! The tracker compares each full history (a prompt with all earlier turns) with an earlier one,
+//! block by block. A block here is one content block of a message or of the system prompt, or the
+//! whole list `tools`. It has nothing to do with KV blocks. The tracker keeps hashes and places of
+//! a prompt's first blocks, never text. It does no I/O.
 
 use proto::load::{PromptPlace, PromptRole, VolatilePrefix};
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
-/// The most blocks that are kept of a prompt, 16 bytes each. Also the most messages, and content
-/// blocks, that are looked at. Coding agents begin with 1 to 4 system blocks, which leaves a dozen
-/// to messages.
+/// The most blocks that are kept of a prompt, 16 bytes each. Coding agents begin with 1 to 4 system
+/// blocks, which leaves about a dozen to messages. The reader of request bodies also visits at most
+/// this many messages, and at most this many content blocks of each message.
 pub const BLOCKS_MAX: usize = 16;
-/// The first bytes of a prompt's text, in which a difference counts as early: about 4,096 tokens.
+/// A difference in the first bytes of a prompt's text, up to this number, counts as early. This is
+/// about 4,096 tokens.
 const EARLY_BYTES: usize = 16 * 1024;
 /// The most bytes of `tools` that are compared. Coding agents send 20 to 100 KiB.
 const TOOLS_BYTES_MAX: usize = 64 * 1024;
-/// The most bytes that are compared of a block after the early text. Such a block only shows
-/// whether two prompts belong to the same conversation.
+/// The most bytes that are compared of a late block, that is, of a block after the first
+/// [`EARLY_BYTES`]. Late blocks only show whether two prompts belong to the same conversation.
 const LATE_BYTES_MAX: usize = 4 * 1024;
-/// The most message blocks after the early text that are kept. One equal block is enough to
-/// recognize the conversation, but a client may edit the newest.
+/// The most late message blocks that are kept. One equal block is enough to recognize the
+/// conversation. The others are kept because a client may edit its newest message.
 const LATE_BLOCKS_MAX: usize = 3;
 /// In a prompt without blocks, a difference within this many tokens counts as early.
 const EARLY_TOKENS: u64 = 4096;
-/// Token indices that differ by at most this much count as one place, because two random texts may
-/// begin with equal tokens.
+/// Two token indices count as one place if they differ by at most this many tokens. Random texts at
+/// one place may begin with the same few tokens, so the index of the first difference varies.
 const NEAR_TOKENS: u64 = 16;
 /// The number of turns in a row that must differ at one place before the place is reported.
 const STREAK_TURNS_MIN: u64 = 3;
 
-/// The place of a block in the request body: a [`PromptPlace`] in four bytes.
+/// The place of a block in the request body: a [`PromptPlace`] in three bytes instead of twelve.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Place {
     role: PromptRole,
@@ -36,14 +44,16 @@ struct Place {
     block: u8,
 }
 
+/// One block of a prompt, as a hash.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Block {
     hash: u64,
     place: Place,
-    early: bool,
+    /// Whether the block begins in the first [`EARLY_BYTES`] of the prompt's text, or is `tools`.
+    is_early: bool,
 }
 
-const _: () = assert!(size_of::<Block>() == 16, "a session keeps up to 16 of these");
+const _: () = assert!(size_of::<Block>() == 16, "a session keeps up to 16 blocks");
 
 /// The first blocks of a prompt, as hashes. Empty if the prompt is a single text.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -56,39 +66,43 @@ pub struct PromptStart {
 /// Compares the beginnings of one session's prompts, to find a volatile prefix.
 #[derive(Debug, Clone, Default)]
 pub struct PrefixTracker {
+    /// The blocks of the latest prompt of the session's conversation.
     last_blocks: Vec<Block>,
-    /// Prompts in a row that belong to another conversation than `last_blocks`.
-    stranger_count: u32,
-    /// How the newest prompt relates to the one before.
+    /// Whether a prompt of another conversation has come since `last_blocks`.
+    other_has_come: bool,
+    /// How the newest prompt relates to `last_blocks`.
     relation: Relation,
     streak: Option<Streak>,
-    found: Option<VolatilePrefix>,
+    volatile_prefix: Option<VolatilePrefix>,
 }
 
-/// How a prompt relates to the one before.
+/// How a prompt relates to an earlier one.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 enum Relation {
     /// The prompt has no blocks, so only the shim can compare it.
     #[default]
-    Text,
+    NoBlocks,
     /// The early blocks are equal.
     Same,
     /// Same conversation, but the early block at this place differs.
     Changed(Place),
     /// The prompt belongs to another conversation.
-    Stranger,
+    OtherConversation,
 }
 
-/// Turns in a row that differed at one place.
+/// Turns in a row whose prompts differed at one place.
 #[derive(Debug, Clone, Copy)]
 struct Streak {
+    /// The block that differs. `None` if the prompts have no blocks.
     place: Option<Place>,
+    /// The lowest index of a token that differs, if the shim has reported one.
     token_index: Option<u64>,
     turns: u64,
 }
 
 impl Block {
-    /// Whether the block is part of the conversation, not of what a client puts before it.
+    /// Whether the block belongs to the messages of the conversation, not to the instructions and
+    /// tools that a client puts before them.
     fn is_message(&self) -> bool {
         use PromptRole::{Developer, Instructions, System, Tools};
         !matches!(self.place.role, System | Developer | Instructions | Tools)
@@ -99,29 +113,30 @@ impl PromptStart {
     /// Whether [`push`](Self::push) would keep no further block.
     #[must_use]
     pub fn is_full(&self) -> bool {
-        let late = self.blocks.iter().filter(|block| !block.early && block.is_message());
-        self.blocks.len() == BLOCKS_MAX || late.count() == LATE_BLOCKS_MAX
+        let late_blocks = self.blocks.iter().filter(|block| !block.is_early && block.is_message());
+        self.blocks.len() == BLOCKS_MAX || late_blocks.count() == LATE_BLOCKS_MAX
     }
 
-    /// Adds a block, given in parts. Does nothing if the start [`is_full`](Self::is_full).
+    /// Adds a block, given in parts. Does nothing if the start [`is_full`](Self::is_full), or if
+    /// `message` or `block` is above 255.
     pub fn push(&mut self, role: PromptRole, message: usize, block: usize, parts: &[&[u8]]) {
         let (Ok(message), Ok(block)) = (u8::try_from(message), u8::try_from(block)) else { return };
         if self.is_full() {
             return;
         }
-        let early = EARLY_BYTES - self.early_bytes;
+        let early_bytes_left = EARLY_BYTES - self.early_bytes;
         let bytes_max = match role {
             PromptRole::Tools => TOOLS_BYTES_MAX,
-            _ if early > 0 => early,
+            _ if early_bytes_left > 0 => early_bytes_left,
             _ => LATE_BYTES_MAX,
         };
         let (hash, bytes) = hash(parts, bytes_max);
         let is_tools = role == PromptRole::Tools;
         if !is_tools {
-            self.early_bytes += bytes.min(early);
+            self.early_bytes += bytes.min(early_bytes_left);
         }
         let place = Place { role, message, block };
-        self.blocks.push(Block { hash, place, early: is_tools || early > 0 });
+        self.blocks.push(Block { hash, place, is_early: is_tools || early_bytes_left > 0 });
     }
 }
 
@@ -132,104 +147,117 @@ fn hash(parts: &[&[u8]], bytes_max: usize) -> (u64, usize) {
         return (xxh3_64(&part[..bytes]), bytes);
     }
     let mut state = Xxh3::new();
-    let mut left = bytes_max;
+    let mut bytes_left = bytes_max;
     for part in parts {
-        let bytes = part.len().min(left);
+        let bytes = part.len().min(bytes_left);
         state.update(&part[..bytes]);
-        left -= bytes;
+        bytes_left -= bytes;
     }
-    (state.digest(), bytes_max - left)
+    (state.digest(), bytes_max - bytes_left)
 }
 
 impl PrefixTracker {
-    /// Returns the volatile prefix that was found, if any.
+    /// Returns the session's volatile prefix, if one was found.
     #[must_use]
-    pub fn found(&self) -> Option<VolatilePrefix> {
-        self.found
+    pub fn volatile_prefix(&self) -> Option<VolatilePrefix> {
+        self.volatile_prefix
     }
 
-    /// Records the start of a full history that goes to the engine. Returns a volatile prefix if
-    /// this turn reveals one.
+    /// Records the start of a full history that goes to the engine. Returns the volatile prefix if
+    /// this turn is the first to reveal it.
     pub fn record_start(&mut self, start: PromptStart) -> Option<VolatilePrefix> {
         if start.blocks.is_empty() {
-            self.relation = Relation::Text;
+            self.relation = Relation::NoBlocks;
             return None;
         }
         self.relation = compare(&self.last_blocks, &start.blocks);
-        let found = match self.relation {
-            Relation::Text | Relation::Same => {
+        let newly_found = match self.relation {
+            Relation::NoBlocks | Relation::Same => {
                 self.streak = None;
                 None
             }
             Relation::Changed(place) => self.extend_streak(Some(place), None),
-            // The prompt may be for a title, or of a subagent; the next turn may continue `last_blocks`.
-            Relation::Stranger if self.stranger_count == 0 => {
-                self.stranger_count = 1;
+            // The prompt may ask for a title, or belong to a subagent. The turn after it may
+            // continue `last_blocks`, so these stay. A second such prompt in a row replaces them.
+            Relation::OtherConversation if !self.other_has_come => {
+                self.other_has_come = true;
                 return None;
             }
-            Relation::Stranger => {
+            Relation::OtherConversation => {
                 self.streak = None;
                 None
             }
         };
-        self.stranger_count = 0;
+        self.other_has_come = false;
         self.last_blocks = start.blocks;
         self.debug_check();
-        found
+        newly_found
     }
 
-    /// Records the shim's report that the newest prompt shares its first `shared_tokens` tokens with the
-    /// session's history. `grew`: the prompt has more tokens than the history, as a continued one
-    /// would. Returns a volatile prefix if this turn reveals one.
-    pub fn record_divergence(&mut self, shared_tokens: u64, grew: bool) -> Option<VolatilePrefix> {
+    /// Records that the newest prompt shares only its first `shared_tokens` tokens with the
+    /// session's history, as the shim (Berth's part in the engine's process) reported. `is_longer`:
+    /// the prompt has more tokens than the history, as a continued history would have. Returns the
+    /// volatile prefix if this turn is the first to reveal it.
+    pub fn record_divergence(
+        &mut self,
+        shared_tokens: u64,
+        is_longer: bool,
+    ) -> Option<VolatilePrefix> {
         match self.relation {
-            Relation::Text if grew && shared_tokens < EARLY_TOKENS => {
+            Relation::NoBlocks if is_longer && shared_tokens < EARLY_TOKENS => {
                 self.extend_streak(None, Some(shared_tokens))
             }
             Relation::Changed(place) => {
                 let streak = self.streak.as_mut().filter(|streak| streak.place == Some(place))?;
-                streak.token_index = lesser(streak.token_index, Some(shared_tokens));
+                streak.token_index = min_known(streak.token_index, Some(shared_tokens));
                 let token_index = streak.token_index;
-                let found =
-                    self.found.as_mut().filter(|found| found.place == prompt_place(Some(place)));
-                if let Some(found) = found {
-                    found.token_index = lesser(found.token_index, token_index);
+                // Refine the token index that was reported for this place.
+                if let Some(prefix) = &mut self.volatile_prefix
+                    && prefix.place == prompt_place(Some(place))
+                {
+                    prefix.token_index = min_known(prefix.token_index, token_index);
                 }
                 None
             }
-            Relation::Text | Relation::Same | Relation::Stranger => None,
+            Relation::NoBlocks | Relation::Same | Relation::OtherConversation => None,
         }
     }
 
     /// Records the shim's report that the newest prompt continues the session's history.
     pub fn record_continuation(&mut self) {
-        if self.relation == Relation::Text {
+        if self.relation == Relation::NoBlocks {
             self.streak = None;
         }
     }
 
-    fn extend_streak(&mut self, place: Option<Place>, at: Option<u64>) -> Option<VolatilePrefix> {
-        let near = |streak: &Streak| match (streak.token_index, at) {
+    /// Counts a turn whose prompt differs at `place`, or at `token_index` if it has no blocks.
+    /// Returns the volatile prefix if this turn is the first to reveal it.
+    fn extend_streak(
+        &mut self,
+        place: Option<Place>,
+        token_index: Option<u64>,
+    ) -> Option<VolatilePrefix> {
+        let is_near = |streak: &Streak| match (streak.token_index, token_index) {
             (Some(before), Some(now)) => before.abs_diff(now) <= NEAR_TOKENS,
             _ => true,
         };
-        let before = self.streak.filter(|streak| streak.place == place && near(streak));
+        let continued = self.streak.filter(|streak| streak.place == place && is_near(streak));
         let streak = Streak {
             place,
-            token_index: lesser(before.and_then(|streak| streak.token_index), at),
-            turns: before.map_or(1, |streak| streak.turns + 1),
+            token_index: min_known(continued.and_then(|streak| streak.token_index), token_index),
+            turns: continued.map_or(1, |streak| streak.turns + 1),
         };
         self.streak = Some(streak);
-        match &mut self.found {
-            Some(found) if found.place == prompt_place(place) => {
-                found.turns += 1;
-                found.token_index = lesser(found.token_index, streak.token_index);
+        match &mut self.volatile_prefix {
+            Some(known) if known.place == prompt_place(place) => {
+                known.turns += 1;
+                known.token_index = min_known(known.token_index, streak.token_index);
                 None
             }
-            found if streak.turns >= STREAK_TURNS_MIN => {
+            reported if streak.turns >= STREAK_TURNS_MIN => {
                 let (place, token_index) = (prompt_place(place), streak.token_index);
-                *found = Some(VolatilePrefix { token_index, place, turns: streak.turns });
-                *found
+                *reported = Some(VolatilePrefix { token_index, place, turns: streak.turns });
+                *reported
             }
             _ => None,
         }
@@ -241,32 +269,36 @@ impl PrefixTracker {
                 self.last_blocks.len() <= BLOCKS_MAX,
                 "more blocks are kept than the bound allows"
             );
-            assert!(self.stranger_count <= 1, "a second stranger is the new history");
-            let turns = self.found.map_or(STREAK_TURNS_MIN, |found| found.turns);
+            let turns = self.volatile_prefix.map_or(STREAK_TURNS_MIN, |prefix| prefix.turns);
             assert!(turns >= STREAK_TURNS_MIN, "a place was reported too early");
         }
     }
 }
 
-/// Compares two prompts' blocks. If they differ early, an equal message at the same place after the
-/// difference shows that both belong to one conversation.
+/// Returns how the prompt of `now` relates to the prompt of `before`. If they differ early, they
+/// belong to one conversation if a later message of `now` is also in `before`, at the same place.
 fn compare(before: &[Block], now: &[Block]) -> Relation {
     let mut pairs = before.iter().zip(now);
-    let Some(at) = pairs.position(|(old, new)| (old.place, old.hash) != (new.place, new.hash))
+    let Some(index) = pairs.position(|(old, new)| (old.place, old.hash) != (new.place, new.hash))
     else {
         return Relation::Same;
     };
-    if !now[at].early {
+    if !now[index].is_early {
         return Relation::Same;
     }
-    let mut later = now[at + 1..].iter().filter(|block| block.is_message());
-    let same_conversation =
-        later.any(|new| before.iter().any(|old| (old.place, old.hash) == (new.place, new.hash)));
-    if same_conversation { Relation::Changed(now[at].place) } else { Relation::Stranger }
+    let mut later_messages = now[index + 1..].iter().filter(|block| block.is_message());
+    let is_same_conversation = later_messages
+        .any(|new| before.iter().any(|old| (old.place, old.hash) == (new.place, new.hash)));
+    if is_same_conversation {
+        Relation::Changed(now[index].place)
+    } else {
+        Relation::OtherConversation
+    }
 }
 
-fn lesser(one: Option<u64>, other: Option<u64>) -> Option<u64> {
-    one.into_iter().chain(other).min()
+/// Returns the smaller of the indexes that are known.
+fn min_known(first: Option<u64>, second: Option<u64>) -> Option<u64> {
+    first.into_iter().chain(second).min()
 }
 
 fn prompt_place(place: Option<Place>) -> Option<PromptPlace> {
@@ -329,7 +361,7 @@ mod tests {
         let found =
             VolatilePrefix { token_index: None, place: place(PromptRole::System, 0, 0), turns: 3 };
         assert_eq!(told, [None, None, None, Some(found), None, None]);
-        assert_eq!(tracker.found(), Some(VolatilePrefix { turns: 5, ..found }));
+        assert_eq!(tracker.volatile_prefix(), Some(VolatilePrefix { turns: 5, ..found }));
     }
 
     #[test]
@@ -345,7 +377,7 @@ mod tests {
         assert_eq!(tracker.record_start(all.next().unwrap()).unwrap().token_index, Some(34));
         assert_eq!(tracker.record_start(all.next().unwrap()), None);
         tracker.record_divergence(33, true);
-        assert_eq!(tracker.found().unwrap().token_index, Some(33));
+        assert_eq!(tracker.volatile_prefix().unwrap().token_index, Some(33));
     }
 
     #[test]
@@ -354,7 +386,7 @@ mod tests {
         let mut all = turns(changing, 4);
         all.insert(2, all[1].clone());
         assert!(all.into_iter().all(|one| tracker.record_start(one).is_none()));
-        assert_eq!(tracker.found(), None);
+        assert_eq!(tracker.volatile_prefix(), None);
     }
 
     #[test]
@@ -370,7 +402,7 @@ mod tests {
                 tracker.record_start(one);
                 tracker.record_start(aside(number));
             }
-            assert_eq!(tracker.found().is_some(), is_found);
+            assert_eq!(tracker.volatile_prefix().is_some(), is_found);
         }
     }
 
@@ -387,7 +419,7 @@ mod tests {
             let text = format!("other task {number}");
             tracker.record_start(prompt(["You", &text], &[&text]));
         }
-        assert_eq!(tracker.found(), None);
+        assert_eq!(tracker.volatile_prefix(), None);
     }
 
     #[test]
@@ -399,7 +431,7 @@ mod tests {
             let late = format!("late {number}");
             tracker.record_start(prompt(["You help.", &tail], &["u0", &late, "u1"]));
         }
-        assert_eq!(tracker.found(), None);
+        assert_eq!(tracker.volatile_prefix(), None);
     }
 
     #[test]
@@ -415,7 +447,7 @@ mod tests {
         for number in 0..4 {
             tracker.record_start(turn(number));
         }
-        assert_eq!(tracker.found().unwrap().place, place(PromptRole::Tools, 0, 0));
+        assert_eq!(tracker.volatile_prefix().unwrap().place, place(PromptRole::Tools, 0, 0));
     }
 
     #[test]
@@ -440,7 +472,7 @@ mod tests {
             tracker.record_divergence(34, true);
             tracker.record_continuation();
         }
-        assert_eq!(tracker.found(), None, "it went on in between");
+        assert_eq!(tracker.volatile_prefix(), None, "it went on in between");
     }
 
     proptest! {
@@ -480,7 +512,7 @@ mod tests {
                 let texts: Vec<&str> = texts.iter().map(String::as_str).collect();
                 tracker.record_start(prompt([texts[0], texts[1]], &texts[2..]));
             }
-            let found = tracker.found().expect("it changed three times in a row");
+            let found = tracker.volatile_prefix().expect("it changed three times in a row");
             let wanted = match at {
                 0 | 1 => place(PromptRole::System, 0, u32::try_from(at).unwrap()),
                 2 => place(PromptRole::User, 0, 0),

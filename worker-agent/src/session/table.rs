@@ -1,4 +1,8 @@
-//! The session table: the sessions, turns and unconfirmed closes of one engine.
+//! The session table: decides for one engine which turns run, and when sessions open and close.
+//!
+//! A session is a conversation: ordered turns that share a growing prefix. A turn is one request
+//! and its answer. An incarnation is one life of a session inside the engine. A pinned session
+//! keeps its KV and a request row to itself; the KV of other sessions is in the radix tree.
 //!
 //! The owner task tells the table what happened and carries out the [`Effect`]s that the table
 //! returns. The table never waits, reads no clock, and doesn't talk to the engine.
@@ -6,18 +10,19 @@
 //! Each turn goes through these steps:
 //! - [`Table::claim`] claims the turn's session before the turn's body is read.
 //! - [`Table::admit`] puts the turn into the queue, with the room that it needs.
-//! - An effect reports that the turn is admitted or refused.
+//! - [`Effect::Admitted`] or [`Effect::Refused`] follows, at once or when there is room.
 //! - [`Table::end_turn`] ends the turn.
 //!
 //! The table promises the following. `check_invariants` or the simulation asserts each promise:
 //! - At most one turn of an exclusive session is inside the engine.
-//! - Pinned sessions leave some rows free. They stay within the pin budget even if every turn grows
-//!   as far as it may.
+//! - Pinned sessions leave some rows free. Their KV stays within the pin budget even if every
+//!   running turn grows as far as it may.
 //! - Rows and KV stay counted until the engine has confirmed a close.
 //! - An incarnation id is never used twice, so a late close can't hit a later incarnation.
 //! - Nothing is appended to a history that the agent isn't sure of.
-//! - No full history replaces a history that clients append to, and nothing is appended to a
-//!   history that a full history has replaced, unless a client opens the session again.
+//! - No full history (a turn with the whole conversation) replaces a history that clients append
+//!   deltas to (turns with only new tokens), and no delta is appended to a history that a full
+//!   history has replaced. A client allows both when it opens the session again.
 
 mod admission;
 mod audit;
@@ -42,9 +47,9 @@ use proto::{claim::Claim, id::SessionKey};
 use self::{closing::PendingClose, rank_account::RankAccount, trim::TrimTurn};
 use super::{
     CloseRequest, CloseResult, Deltas, Effect, EngineCapacity, Error, ExpectedHistory, FullHistory,
-    GoneReason, Guard, Need, OpenResult, Outcome, Phase, PinnedInput, PrefixTracker, PromptStart,
-    RankCapacity, RankTotals, Record, Rules, RunMode, Session, SessionEvent, TrimRequest, Turn,
-    TurnSession, Usage, check_pinned_input, check_turn,
+    GoneReason, Guard, MeasuredHistory, Need, OpenResult, Outcome, Phase, PinnedInput,
+    PrefixTracker, PromptStart, RankCapacity, RankTotals, Record, Rules, RunMode, Session,
+    SessionEvent, TrimRequest, Turn, TurnSession, Usage, check_pinned_input, check_turn,
 };
 use crate::shim::trim::Plan;
 
@@ -68,55 +73,64 @@ pub struct Table {
     /// Ordered by key, so that the same events always produce the same effects.
     sessions: BTreeMap<SessionKey, Session>,
     by_incarnation: HashMap<String, SessionKey>,
+    /// Turns and open requests, by id.
     tickets: BTreeMap<String, Ticket>,
     /// Ids of the tickets that wait for room, oldest first.
     queue: VecDeque<String>,
     /// Incarnations whose close the engine has not confirmed, by incarnation id.
     pending_closes: BTreeMap<String, PendingClose>,
     effects: Vec<Effect>,
+    /// The number of incarnation ids made so far.
     incarnation_count: u64,
+    /// The number of sessions inserted so far.
     generation_count: u64,
+    /// The number of turns claimed so far.
     claim_count: u64,
     sessions_max: usize,
-    /// No session has a deadline before this time. `None`: no session has a deadline.
+    /// A lower bound on the deadlines of all sessions. `None`: no session has a deadline.
     earliest_deadline: Option<Instant>,
-    /// Whether the shim trims full histories.
+    /// Whether the shim trims full histories, that is, removes the tokens that the turn's session
+    /// already holds.
     shim_trims: bool,
 }
 
-/// A turn between its claim and its end, or a client that waits for its session to open.
+/// A turn between its claim and its end, or the request of a client that waits for its session to
+/// open.
 #[derive(Debug)]
 struct Ticket {
     /// The claim on a session. `None` for a turn without a session.
     claim: Option<Claim>,
+    /// The key of the turn's session: the digest of the client's credential, and the session's id.
     key: Option<SessionKey>,
     pinned_input: PinnedInput,
     dp_rank: u32,
     state: TicketState,
-    /// When the ticket entered its present stage.
+    /// When the ticket entered its present `state`.
     since: Instant,
     need: Need,
     /// The beginning of the turn's prompt, until the turn is admitted.
     prompt_start: PromptStart,
-    /// `Session::generation` of the claimed session. Tells it from later sessions with the same
-    /// key.
+    /// The `Session::generation` of the claimed session. It differs if that session has been closed
+    /// and another session has the same key.
     generation: u64,
-    /// Id of the incarnation that the turn runs in.
+    /// Id of the incarnation that the turn was admitted to. Empty until then.
     incarnation: String,
-    /// KV tokens that the turn may need, if the pool can't hold them beside a full pin budget.
+    /// KV tokens that the turn may need, if it runs outside pinned sessions and so many tokens
+    /// don't fit into the pool beside a full pin budget. `None` for any other turn.
     large_tokens: Option<u64>,
     /// When the client disconnected, if the turn's end at the engine is still awaited.
     abandoned_since: Option<Instant>,
     /// Position among all claims. The turns of a session are admitted in this order, no matter how
     /// long their bodies take to arrive.
     claim_order: u64,
-    /// Whether the session held no KV when the turn was admitted.
+    /// Whether the session held no row and no KV of its own when the turn was admitted.
     had_no_kv: bool,
-    /// Whether an earlier turn, which this delta was to follow, did not become history.
-    orphaned: bool,
-    /// Whether the turn counts as a turn of a pinned session.
-    pinned: bool,
-    /// Set if the turn holds a full history for the shim to trim.
+    /// Whether this is a delta that was to follow an earlier turn, and that turn did not become
+    /// history.
+    is_orphaned: bool,
+    /// Whether the turn counts as running in its pinned session. False before it is admitted.
+    is_pinned: bool,
+    /// Set if the turn was admitted with a full history that the shim trims.
     trim_turn: Option<TrimTurn>,
 }
 
@@ -126,8 +140,9 @@ enum TicketState {
     Claimed,
     /// The turn waits for room.
     Queued,
-    /// Not a turn: a client waits until its session is open.
-    Open,
+    /// The ticket is not a turn. A client waits until its session is open.
+    AwaitsOpen,
+    /// The turn is inside the engine.
     Inside,
 }
 
@@ -155,8 +170,8 @@ impl Ticket {
             abandoned_since: None,
             claim_order,
             had_no_kv: false,
-            orphaned: false,
-            pinned: false,
+            is_orphaned: false,
+            is_pinned: false,
             trim_turn: None,
         }
     }
@@ -186,11 +201,8 @@ impl Table {
         }
     }
 
-    /// Closes a session, now or when its running turns have ended. Returns whether the close waits
-    /// for running turns.
-    ///
-    /// # Errors
-    /// [`Error::Unknown`] if the session doesn't exist or is already closing.
+    /// Closes a session, now or when its running turns have ended. Returns whether the session
+    /// still waits for running turns or for the engine's answer to its open.
     pub fn close_session(&mut self, now: Instant, key: &SessionKey) -> Result<bool, Error> {
         self.begin_close(now, key)?;
         self.pump(now);
@@ -210,10 +222,10 @@ impl Table {
             }
             _ => {
                 // If the engine is still opening the session, its answer triggers the close.
-                let opening = session.phase == Phase::Opening;
+                let is_opening = session.phase == Phase::Opening;
                 self.answer_outside(key);
                 self.change_session(key, |session| session.phase = Phase::Closing);
-                if !opening {
+                if !is_opening {
                     self.close_if_due(now, key);
                 }
             }
@@ -229,9 +241,9 @@ impl Table {
         keys.iter().for_each(|key| drop(self.close_session(now, key)));
     }
 
-    /// Does what is due now: closes sessions whose idle limit has passed, ends what a suspect
-    /// session or a demotion has waited for too long, repeats closes, and refuses turns that waited
-    /// too long.
+    /// Does what is due now. Closes sessions whose idle limit has passed, or that waited too long
+    /// for the shim's session table or for a demotion. Demotes idle sessions that the agent pinned
+    /// on its own. Repeats unconfirmed closes, and refuses turns that waited too long.
     pub fn run_deadlines(&mut self, now: Instant) {
         if self.earliest_deadline.is_some_and(|due| due <= now) {
             self.expire_sessions(now);
@@ -240,25 +252,30 @@ impl Table {
         self.refuse_late(now);
     }
 
-    /// Returns when the session's next deadline is.
+    /// Returns when [`Self::run_deadlines`] must look at the session. `None` while it has turns and
+    /// isn't waiting for the shim.
     fn session_deadline(&self, session: &Session) -> Option<Instant> {
         if let Phase::Suspect { until, .. } | Phase::Demoting { until } = session.phase {
             return Some(until);
         }
-        let demote =
+        let demote_at =
             self.is_idle_auto_pin(session).then(|| session.last_turn_end + self.rules.demote_idle);
-        let expire = session.can_expire().then(|| session.last_turn_end + session.idle_max);
-        [demote, expire].into_iter().flatten().min()
+        let expires_at = session.can_expire().then(|| session.last_turn_end + session.idle_max);
+        [demote_at, expires_at].into_iter().flatten().min()
     }
 
     fn expire_sessions(&mut self, now: Instant) {
         let guards = self.rules.guards;
-        let due = |session: &Session| match session.phase {
+        let is_due = |session: &Session| match session.phase {
             Phase::Suspect { until, .. } | Phase::Demoting { until } => until <= now,
             _ => session.can_expire() && session.last_turn_end + session.idle_max <= now,
         };
-        let keys: Vec<SessionKey> =
-            self.sessions.iter().filter(|(_, one)| due(one)).map(|(key, _)| key.clone()).collect();
+        let keys: Vec<SessionKey> = self
+            .sessions
+            .iter()
+            .filter(|(_, session)| is_due(session))
+            .map(|(key, _)| key.clone())
+            .collect();
         for key in keys {
             let phase = self.sessions[&key].phase;
             if matches!(phase, Phase::Suspect { .. }) {
@@ -271,21 +288,23 @@ impl Table {
             }
         }
         self.demote_idle(now);
-        let next = self.sessions.values().filter_map(|session| self.session_deadline(session));
-        // A session may be overdue because a turn that kept it was refused just now: its deadline
-        // stays the next one. With the guard off, overdue sessions stay and are left out.
-        let goes = |due: &Instant| *due > now || guards.hold(Guard::Expiry);
-        self.earliest_deadline = next.filter(goes).min();
+        let deadlines = self.sessions.values().filter_map(|session| self.session_deadline(session));
+        // A close above may have refused the turn that kept another session from expiring. That
+        // session is overdue now, and its deadline counts, so that the following call closes it.
+        // With the guard off, overdue sessions are never closed, so their deadlines don't count.
+        let counts = |due: &Instant| *due > now || guards.hold(Guard::Expiry);
+        self.earliest_deadline = deadlines.filter(counts).min();
         self.pump(now);
     }
 
     /// Returns when [`Self::run_deadlines`] must be called next.
     #[must_use]
     pub fn next_deadline(&self) -> Option<Instant> {
-        let front = self.queue.front().map(|rid| self.tickets[rid].since);
-        let waited = front.map(|since| since + self.rules.queue_wait_max);
-        let repeats = self.pending_closes.values().filter_map(|one| one.repeat_at).min();
-        [self.earliest_deadline, waited, repeats].into_iter().flatten().min()
+        let oldest_since = self.queue.front().map(|rid| self.tickets[rid].since);
+        let queue_limit = oldest_since.map(|since| since + self.rules.queue_wait_max);
+        let close_repeat =
+            self.pending_closes.values().filter_map(|closing| closing.repeat_at).min();
+        [self.earliest_deadline, queue_limit, close_repeat].into_iter().flatten().min()
     }
 
     /// Returns what must be done now, in order.
@@ -315,10 +334,12 @@ impl Table {
     /// opening or closing.
     #[must_use]
     pub fn pending_count(&self) -> usize {
-        let opening = |session: &&Session| matches!(session.phase, Phase::Opening | Phase::Closing);
-        self.pending_closes.len() + self.sessions.values().filter(opening).count()
+        let is_pending =
+            |session: &&Session| matches!(session.phase, Phase::Opening | Phase::Closing);
+        self.pending_closes.len() + self.sessions.values().filter(is_pending).count()
     }
 
+    /// Returns a new incarnation id.
     fn next_incarnation(&mut self, key: &SessionKey) -> String {
         if !self.rules.guards.hold(Guard::FreshIncarnation) {
             return format!("{}-{}", self.rules.prefix, key.digest());
@@ -339,8 +360,8 @@ impl Table {
         result
     }
 
-    /// Removes a session from the table. The engine must hold nothing of it, or its close must have
-    /// begun.
+    /// Removes a session from the table. The caller has made sure that the engine holds nothing of
+    /// the session, or has begun the close.
     fn remove_session(&mut self, key: &SessionKey) {
         let session = self.sessions.remove(key).expect("the caller has seen it");
         self.accounts[session.dp_rank as usize].remove_session(&session, self.engine.page_tokens);
@@ -351,19 +372,19 @@ impl Table {
     /// Gives a session a new incarnation id, so that a late close of the old incarnation can't hit
     /// it.
     fn reincarnate(&mut self, key: &SessionKey) {
-        let fresh = self.next_incarnation(key);
+        let new_id = self.next_incarnation(key);
         let session = self.sessions.get_mut(key).expect("the caller has seen it");
         self.by_incarnation.remove(&session.incarnation);
-        session.incarnation.clone_from(&fresh);
-        self.by_incarnation.insert(fresh, key.clone());
+        session.incarnation.clone_from(&new_id);
+        self.by_incarnation.insert(new_id, key.clone());
     }
 
     /// Removes a session of which the engine holds nothing, or whose close has begun, and refuses
     /// the turns that wait for it.
     fn drop_session(&mut self, now: Instant, key: &SessionKey, error: &Error) {
         self.remove_session(key);
-        let waits = |rid: &&String| self.tickets[*rid].key.as_ref() == Some(key);
-        let rids: Vec<String> = self.queue.iter().filter(waits).cloned().collect();
+        let waits_for_session = |rid: &&String| self.tickets[*rid].key.as_ref() == Some(key);
+        let rids: Vec<String> = self.queue.iter().filter(waits_for_session).cloned().collect();
         rids.iter().for_each(|rid| self.refuse_ticket(now, rid, error.clone()));
     }
 
@@ -377,9 +398,9 @@ impl Table {
 
     fn report_change(&mut self, key: &SessionKey) {
         // Consecutive changes of one session are reported once.
-        let again =
-            matches!(self.effects.last(), Some(Effect::SessionChanged(last)) if last == key);
-        if !again {
+        let is_repeated =
+            matches!(self.effects.last(), Some(Effect::SessionChanged(changed)) if changed == key);
+        if !is_repeated {
             self.effects.push(Effect::SessionChanged(key.clone()));
         }
     }
@@ -388,12 +409,13 @@ impl Table {
         self.effects.push(Effect::Journal(record));
     }
 
-    /// Makes sure that [`Self::run_deadlines`] looks at the session at its next deadline.
+    /// Makes sure that [`Self::run_deadlines`] looks at the session at its deadline, and also when
+    /// its idle limit has passed, even if it has turns now.
     fn schedule_deadline(&mut self, key: &SessionKey) {
         let session = &self.sessions[key];
         let due = session.last_turn_end + session.idle_max;
         self.schedule_deadline_at(
-            self.session_deadline(session).map_or(due, |early| early.min(due)),
+            self.session_deadline(session).map_or(due, |earlier| earlier.min(due)),
         );
     }
 

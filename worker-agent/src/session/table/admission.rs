@@ -1,10 +1,13 @@
-//! Admission: which turns may go to the engine now, and the queue of those that must wait.
+//! Decides which turns may go to the engine now, and keeps the queue of those that must wait.
 //!
-//! Admission checks request rows, the pin budget, and how far each turn may grow. A turn of a
-//! pinned session reserves what it may grow to. It is refused if that doesn't fit and nothing can
-//! be reclaimed. Any other turn is never refused for what it might need: it waits in order while
-//! the engine couldn't run it anyway, and is refused only when it waited too long or the queue is
-//! full.
+//! A turn is one request and its answer. A turn of a pinned session runs in the KV that the session
+//! keeps to itself. A plain turn runs on the engine's radix tree. Its session isn't pinned, or the
+//! turn runs beside its pinned session, that is, outside the session's KV.
+//!
+//! A turn of a pinned session reserves the KV that it may grow to. It is refused if that doesn't
+//! fit and nothing can be reclaimed. A plain turn is never refused for what it might need. It waits
+//! in order while the engine couldn't run it anyway. It is refused only if it waited too long or
+//! the queue is full.
 
 use std::time::Instant;
 
@@ -17,37 +20,38 @@ use super::{
     reclaim::{Requester, Shortage},
 };
 
-/// The most turns that the engine gets beyond those it can run now, so that it never waits for the
-/// agent. About one prefill batch.
-const AHEAD: u64 = 8;
+/// The most plain turns that the engine gets beyond those it can run now: about one prefill batch.
+/// With these, the engine never waits for the agent.
+const TURNS_AHEAD: u64 = 8;
 
 /// What happens to a waiting ticket in this pass over the queue.
 enum Verdict {
     Admit,
-    /// The ticket waits for something of its own; later tickets may pass it.
+    /// The ticket waits for something that only concerns itself or its session. Later tickets may
+    /// pass it.
     Wait,
-    /// The ticket waits for room that running turns will free. Plain turns behind it on this rank
-    /// wait too.
+    /// The ticket waits for room that running turns will free. Later plain turns on this rank wait
+    /// too, so that none passes it.
     WaitInLine,
     Refuse(Error),
 }
 
 impl Table {
     /// Queues a claimed turn whose needs are now known. [`Effect::Admitted`] or [`Effect::Refused`]
-    /// follows, at once or when there is room. Returns false if the turn was given up meanwhile.
+    /// follows, at once or when there is room. Returns false if the turn has ended meanwhile.
     pub fn admit(&mut self, now: Instant, rid: &str, need: Need) -> bool {
         let Some(ticket) = self.tickets.get_mut(rid) else { return false };
         ticket.state = TicketState::Queued;
         ticket.since = now;
         ticket.need = need;
         let dp_rank = ticket.dp_rank;
-        self.account(dp_rank).claimed -= 1;
+        self.account(dp_rank).turns_claimed -= 1;
         self.account(dp_rank).totals.turns_queued += 1;
         self.queue.push_back(rid.to_owned());
         self.pump(now);
         let max = self.rules.turns_queued_max;
-        let full = self.queue.len() > max && self.rules.guards.hold(Guard::QueueBound);
-        if full && self.queue.back().is_some_and(|last| last == rid) {
+        let is_full = self.queue.len() > max && self.rules.guards.hold(Guard::QueueBound);
+        if is_full && self.queue.back().is_some_and(|newest| newest == rid) {
             let detail = format!("{max} wait already");
             self.refuse_ticket(now, rid, Error::OutOfRoom { resource: "queue_places", detail });
         }
@@ -57,39 +61,45 @@ impl Table {
 
     /// Decides on every waiting ticket, oldest first.
     pub(super) fn pump(&mut self, now: Instant) {
-        let mut in_line = vec![false; self.accounts.len()];
+        let mut has_line = vec![false; self.accounts.len()];
         self.accounts.iter_mut().for_each(RankAccount::start_pass);
-        let mut at = 0;
-        while let Some(rid) = self.queue.get(at).cloned() {
+        let mut position = 0;
+        while let Some(rid) = self.queue.get(position).cloned() {
             let dp_rank = self.tickets[&rid].dp_rank as usize;
-            let verdict = match self.decide_ticket(now, &rid, in_line[dp_rank]) {
+            let verdict = match self.decide_ticket(now, &rid, has_line[dp_rank]) {
                 Ok(verdict) => verdict,
                 Err(error) => Verdict::Refuse(error),
             };
             match verdict {
                 Verdict::Admit => {
-                    self.queue.remove(at);
+                    self.queue.remove(position);
                     self.admit_ticket(now, &rid);
                 }
                 Verdict::Refuse(error) => self.refuse_ticket(now, &rid, error),
-                Verdict::Wait => at += 1,
+                Verdict::Wait => position += 1,
                 Verdict::WaitInLine => {
-                    in_line[dp_rank] = true;
-                    at += 1;
+                    has_line[dp_rank] = true;
+                    position += 1;
                 }
             }
         }
     }
 
-    /// Decides on one waiting ticket. `in_line`: an earlier plain turn waits for room on this rank.
-    fn decide_ticket(&mut self, now: Instant, rid: &str, in_line: bool) -> Result<Verdict, Error> {
+    /// Decides on one waiting ticket. `must_line_up`: an earlier plain turn waits for room on this
+    /// rank.
+    fn decide_ticket(
+        &mut self,
+        now: Instant,
+        rid: &str,
+        must_line_up: bool,
+    ) -> Result<Verdict, Error> {
         let ticket = &self.tickets[rid];
         let (dp_rank, need) = (ticket.dp_rank, ticket.need);
-        let is_turn = ticket.state != TicketState::Open;
+        let is_turn = ticket.state != TicketState::AwaitsOpen;
         let capacity = *self.capacity(dp_rank)?;
         let at_turn_limit = self.totals(dp_rank).turns_running >= capacity.turns_max;
         let Some(key) = ticket.key.clone() else {
-            return Ok(self.decide_plain(now, rid, need, in_line || at_turn_limit));
+            return Ok(self.decide_plain(now, rid, need, must_line_up || at_turn_limit));
         };
         let guards = self.rules.guards;
         let session =
@@ -98,16 +108,16 @@ impl Table {
         if let (Some(claim), true) = (&ticket.claim, is_turn) {
             check_turn(session, claim, ticket.pinned_input, self.shim_trims, guards)?;
         }
-        let beside = is_turn && self.must_run_beside(&key);
+        let runs_beside = is_turn && self.must_run_beside(&key);
         let session = &self.sessions[&key];
-        if ticket.orphaned && guards.hold(Guard::LostEndSuspect) {
+        if ticket.is_orphaned && guards.hold(Guard::LostEndSuspect) {
             return Err(Error::PredecessorFailed);
         }
         if session.turns_waiting > 1 && session.exclusive && self.has_earlier_claim(ticket) {
             return Ok(Verdict::Wait);
         }
-        if beside && session.phase != Phase::Closing {
-            return Ok(self.decide_plain(now, rid, need, in_line || at_turn_limit));
+        if runs_beside && session.phase != Phase::Closing {
+            return Ok(self.decide_plain(now, rid, need, must_line_up || at_turn_limit));
         }
         let is_full_history = is_turn && !self.tickets[rid].is_delta();
         if is_full_history
@@ -130,38 +140,41 @@ impl Table {
             return Ok(Verdict::Wait);
         }
         if session.retention != Retention::Pinned {
-            return Ok(self.decide_plain(now, rid, need, in_line || at_turn_limit));
+            return Ok(self.decide_plain(now, rid, need, must_line_up || at_turn_limit));
         }
         if at_turn_limit {
             return Ok(Verdict::Wait);
         }
         let (is_auto, is_delta) = (session.has_auto_retention(), self.tickets[rid].is_delta());
         match self.decide_pinned(now, &key, need, is_delta) {
-            // A session that the agent pinned on its own gives way, and its turn runs on the radix
-            // tree.
+            // If there is no room in a session that the agent pinned on its own, the session loses
+            // its pin, and the turn runs on the radix tree.
             Err(_) if is_auto && self.yield_pin(now, &key) => Ok(Verdict::Wait),
-            Err(_) if is_auto => Ok(self.decide_plain(now, rid, need, in_line)),
+            Err(_) if is_auto => Ok(self.decide_plain(now, rid, need, must_line_up)),
             verdict => verdict,
         }
     }
 
-    /// Whether a turn must run on the radix tree, beside its session: the agent pinned the session
-    /// on its own, and another turn is inside or left the history uncertain.
+    /// Whether a turn must run on the radix tree, beside its session. This is so if the agent
+    /// pinned the session on its own, and another turn is inside or left the history uncertain.
     fn must_run_beside(&self, key: &SessionKey) -> bool {
         let session = &self.sessions[key];
-        let shared = session.has_auto_retention() && !session.exclusive;
-        let taken = session.turns_running > 0 || matches!(session.phase, Phase::Suspect { .. });
-        shared && session.retention == Retention::Pinned && taken
+        let is_shared = session.has_auto_retention() && !session.exclusive;
+        let is_taken = session.turns_running > 0 || matches!(session.phase, Phase::Suspect { .. });
+        is_shared && session.retention == Retention::Pinned && is_taken
     }
 
-    /// Prepares a session without running turns for a full history, and pins it if that pays.
-    /// Returns true if the turn must wait for the KV to go to the radix tree.
+    /// Prepares a session without running turns for a full history, and pins or unpins the session
+    /// if that pays. Returns true if the turn must wait until the session's KV has gone to the
+    /// radix tree.
     fn prepare_for_full_history(&mut self, now: Instant, key: &SessionKey, need: Need) -> bool {
         let session = &self.sessions[key];
-        let pinned = session.has_auto_retention() && session.retention == Retention::Pinned;
+        let is_auto_pinned = session.has_auto_retention() && session.retention == Retention::Pinned;
         match session.phase {
             Phase::Gone(_) => self.start_over(now, key),
-            Phase::Planned | Phase::Open | Phase::Demoted if pinned && self.is_pin_useless(key) => {
+            Phase::Planned | Phase::Open | Phase::Demoted
+                if is_auto_pinned && self.is_pin_useless(key) =>
+            {
                 return self.yield_pin(now, key);
             }
             _ => {}
@@ -174,36 +187,39 @@ impl Table {
 
     /// Whether an earlier claimed turn of the same session is not inside yet.
     fn has_earlier_claim(&self, ticket: &Ticket) -> bool {
-        let before = |one: &Ticket| {
-            one.generation == ticket.generation
-                && one.claim_order < ticket.claim_order
-                && matches!(one.state, TicketState::Claimed | TicketState::Queued)
+        let is_earlier = |other: &Ticket| {
+            other.generation == ticket.generation
+                && other.claim_order < ticket.claim_order
+                && matches!(other.state, TicketState::Claimed | TicketState::Queued)
         };
-        ticket.state != TicketState::Open && self.tickets.values().any(before)
+        ticket.state != TicketState::AwaitsOpen && self.tickets.values().any(is_earlier)
     }
 
-    /// Opens a pinned session that the engine doesn't know yet, if a row and some of the pin budget
-    /// are free. Otherwise reclaims room or refuses.
+    /// Opens a pinned session that the engine doesn't know yet, if a row is free and the pin budget
+    /// isn't used up. Otherwise reclaims room or refuses.
     fn open_planned(&mut self, now: Instant, key: &SessionKey) -> Result<Verdict, Error> {
         let dp_rank = self.sessions[key].dp_rank;
         if self.is_taking_over() {
-            // Wait until the previous agent's sessions are closed: what the engine holds is unknown
-            // before.
+            // What the engine holds is unknown until the previous agent's sessions are closed.
             return Ok(Verdict::Wait);
         }
         if let Some(shortage) = self.row_shortage(dp_rank)? {
             return self.reclaim_or_refuse(now, key, shortage);
         }
-        let (held, max) = self.pinned_and_budget(dp_rank)?;
-        if held >= max && self.rules.guards.hold(Guard::PinBudget) {
-            let shortage = Shortage::Tokens { short: held - max + 1, held, max };
+        let (pinned_tokens, tokens_max) = self.pinned_and_budget(dp_rank)?;
+        if pinned_tokens >= tokens_max && self.rules.guards.hold(Guard::PinBudget) {
+            let shortage = Shortage::Tokens {
+                short: pinned_tokens - tokens_max + 1,
+                held: pinned_tokens,
+                max: tokens_max,
+            };
             return self.reclaim_or_refuse(now, key, shortage);
         }
         self.begin_open(key);
         Ok(Verdict::Wait)
     }
 
-    /// Journals the session's incarnation and asks the engine to open it. The caller has checked
+    /// Journals the session's incarnation, then asks the engine to open it. The caller has checked
     /// that a row is free.
     pub(super) fn begin_open(&mut self, key: &SessionKey) {
         let (incarnation, idle_max, dp_rank) = self.change_session(key, |session| {
@@ -222,20 +238,21 @@ impl Table {
         }
     }
 
-    /// Decides on a turn that runs in its pinned session, whose growth must be reserved.
+    /// Decides on a turn that runs in its pinned session. Its growth must fit into the pin budget
+    /// and the pool.
     fn decide_pinned(
         &mut self,
         now: Instant,
         key: &SessionKey,
         need: Need,
-        delta: bool,
+        is_delta: bool,
     ) -> Result<Verdict, Error> {
         let guards = self.rules.guards;
         let session = &self.sessions[key];
         let dp_rank = session.dp_rank;
-        let held_now =
+        let session_tokens_now =
             if session.holds_row { self.round_to_pages(session.resident_tokens) } else { 0 };
-        let target = self.round_to_pages(self.kv_target(key, need, delta));
+        let target = self.round_to_pages(self.kv_target(key, need, is_delta));
         if !session.holds_row
             && let Some(shortage) = self.row_shortage(dp_rank)?
         {
@@ -245,48 +262,54 @@ impl Table {
         if target > max && guards.hold(Guard::PinBudget) {
             return Err(Error::TooLarge { need: target, max });
         }
-        let after = held - held_now + target;
-        let room = self.room_to_pin(dp_rank, self.capacity(dp_rank)?.pool_tokens);
-        let max = if guards.hold(Guard::PinBudget) { max.min(room) } else { u64::MAX };
-        if after > max {
-            let shortage = Shortage::Tokens { short: after - max, held, max };
+        let tokens_after = held - session_tokens_now + target;
+        let pool_room = self.room_to_pin(dp_rank, self.capacity(dp_rank)?.pool_tokens);
+        let max = if guards.hold(Guard::PinBudget) { max.min(pool_room) } else { u64::MAX };
+        if tokens_after > max {
+            let shortage = Shortage::Tokens { short: tokens_after - max, held, max };
             return self.reclaim_or_refuse(now, key, shortage);
         }
         Ok(Verdict::Admit)
     }
 
-    /// Decides on a turn that runs on the radix tree.
-    fn decide_plain(&mut self, now: Instant, rid: &str, need: Need, in_line: bool) -> Verdict {
-        if in_line {
+    /// Decides on a plain turn. `must_line_up`: see [`Self::decide_ticket`].
+    fn decide_plain(&mut self, now: Instant, rid: &str, need: Need, must_line_up: bool) -> Verdict {
+        if must_line_up {
             return Verdict::WaitInLine;
         }
         let dp_rank = self.tickets[rid].dp_rank;
         let capacity = self.engine.ranks[dp_rank as usize];
         let tokens = self.tokens_engine_needs(need).min(capacity.pool_tokens);
-        let large = tokens > capacity.pool_tokens - capacity.pin_tokens_max;
-        let large = large && self.rules.guards.hold(Guard::LargeTurnWaits);
-        if large {
-            let held = self.totals(dp_rank).pinned_tokens;
-            let over = (held + tokens).saturating_sub(capacity.pool_tokens);
-            if over > 0 {
-                // Reclaim only for the first such turn of each pass. If nothing can be reclaimed,
-                // the turn waits until sessions close. Turns that fit may pass it, but turns that
-                // would pin more may not.
+        let is_large = tokens > capacity.pool_tokens - capacity.pin_tokens_max;
+        let is_large = is_large && self.rules.guards.hold(Guard::LargeTurnWaits);
+        if is_large {
+            let pinned_tokens = self.totals(dp_rank).pinned_tokens;
+            let missing_tokens = (pinned_tokens + tokens).saturating_sub(capacity.pool_tokens);
+            if missing_tokens > 0 {
+                // Reclaim only for the first large turn of each pass over the queue. If nothing can
+                // be reclaimed, the turn waits until sessions close. Meanwhile, turns that fit may
+                // pass it, but turns that would pin more tokens may not.
                 if self.account(dp_rank).note_wait_for_pins(tokens) {
-                    let shortage = Shortage::Tokens { short: over, held, max: held - over };
+                    let shortage = Shortage::Tokens {
+                        short: missing_tokens,
+                        held: pinned_tokens,
+                        max: pinned_tokens - missing_tokens,
+                    };
                     self.reclaim(now, dp_rank, &shortage, Requester::Client);
                 }
                 return Verdict::Wait;
             }
         }
-        if !self.accounts[dp_rank as usize].has_engine_room(&capacity, AHEAD) {
+        if !self.accounts[dp_rank as usize].has_engine_room(&capacity, TURNS_AHEAD) {
             return Verdict::WaitInLine;
         }
         let ticket = self.tickets.get_mut(rid).expect("the caller has it");
-        ticket.large_tokens = large.then_some(tokens);
+        ticket.large_tokens = is_large.then_some(tokens);
         Verdict::Admit
     }
 
+    /// Starts to free room for a pinned session, so that its ticket can wait. Refuses the ticket if
+    /// that can't help.
     fn reclaim_or_refuse(
         &mut self,
         now: Instant,
@@ -302,40 +325,42 @@ impl Table {
         Err(shortage.into())
     }
 
-    /// Admits a ticket: its turn goes to the engine, or its session is open.
+    /// Admits a ticket. If it is a turn, the turn goes to the engine. If it is a client's open
+    /// request, the client hears that the session is open.
     fn admit_ticket(&mut self, now: Instant, rid: &str) {
         let ticket = &self.tickets[rid];
         let (dp_rank, key) = (ticket.dp_rank, ticket.key.clone());
-        let (opens, closes) = (ticket.state == TicketState::Open, ticket.closes_session());
+        let (is_open_request, closes_session) =
+            (ticket.state == TicketState::AwaitsOpen, ticket.closes_session());
         let mut turn = Turn { session: None, dp_rank, growth_tokens: None, run_mode: None };
         if let Some(key) = &key {
             let session = &self.sessions[key];
-            let beside = !opens && self.must_run_beside(key);
-            let pinned = session.retention == Retention::Pinned && !beside;
+            let runs_beside = !is_open_request && self.must_run_beside(key);
+            let runs_pinned = session.retention == Retention::Pinned && !runs_beside;
             turn.session = Some(TurnSession {
                 key: key.clone(),
                 incarnation: session.incarnation.clone(),
-                retention: if pinned {
+                retention: if runs_pinned {
                     session.retention
                 } else {
                     self.unpinned_retention(session)
                 },
                 trim: None,
             });
-            if pinned && !opens {
+            if runs_pinned && !is_open_request {
                 self.admit_pinned(rid, key, &mut turn);
             } else {
                 turn.run_mode = Some(self.unpinned_run_mode(key));
             }
-            if !opens {
-                self.compare_prompt_start(rid, key, beside);
+            if !is_open_request {
+                self.compare_prompt_start(rid, key, runs_beside);
                 self.change_session(key, |session| {
                     session.turns_waiting -= 1;
                     session.turns_running += 1;
-                    session.unused = false;
-                    if closes {
+                    session.is_unused = false;
+                    if closes_session {
                         session.phase = Phase::Closing;
-                    } else if !beside {
+                    } else if !runs_beside {
                         session.phase = Phase::Open;
                     }
                 });
@@ -344,7 +369,7 @@ impl Table {
         if !self.rules.guards.hold(Guard::RankOfSession) {
             turn.dp_rank = 0;
         }
-        if opens {
+        if is_open_request {
             self.tickets.remove(rid);
         } else {
             self.count_as_inside(now, rid, &turn);
@@ -352,35 +377,35 @@ impl Table {
         self.effects.push(Effect::Admitted { rid: rid.to_owned(), turn });
     }
 
-    /// Reserves what a turn of a pinned session may grow to, and completes what the turn is sent
-    /// with.
+    /// Reserves the KV that a turn of a pinned session may grow to, and completes `turn`.
     fn admit_pinned(&mut self, rid: &str, key: &SessionKey, turn: &mut Turn) {
         let ticket = &self.tickets[rid];
-        let (need, delta) = (ticket.need, ticket.is_delta());
-        let target = self.kv_target(key, need, delta);
+        let (need, is_delta) = (ticket.need, ticket.is_delta());
+        let target_tokens = self.kv_target(key, need, is_delta);
         let session = &self.sessions[key];
-        turn.growth_tokens = Some(target.saturating_sub(session.history_tokens));
+        turn.growth_tokens = Some(target_tokens.saturating_sub(session.history_tokens));
         let incarnation = session.incarnation.clone();
-        let held = self.change_session(key, |session| {
-            if delta {
+        let held_row = self.change_session(key, |session| {
+            if is_delta {
                 session.deltas = Deltas::Taken;
             }
-            session.reserved_tokens = target;
+            session.reserved_tokens = target_tokens;
             std::mem::replace(&mut session.holds_row, true)
         });
         let ticket = self.tickets.get_mut(rid).expect("the caller has it");
-        (ticket.pinned, ticket.had_no_kv) = (true, !held);
+        (ticket.is_pinned, ticket.had_no_kv) = (true, !held_row);
         self.write_journal(Record::Turn { incarnation, rid: rid.to_owned() });
-        if delta || !self.shim_trims {
-            // Without a shim that trims, a full history is admitted only if the session has none.
+        if is_delta || !self.shim_trims {
+            // Without a shim that trims, a full history is admitted only if the session has no
+            // history.
             self.update_deltas(rid, key);
             turn.run_mode = Some(RunMode::Pinned);
             return;
         }
         let retention = self.unpinned_retention(&self.sessions[key]);
         let trim: TrimRequest = self.mark_for_trimming(rid, key);
-        let named = turn.session.as_mut().expect("a pinned turn has one");
-        (named.retention, named.trim) = (retention, Some(trim));
+        let turn_session = turn.session.as_mut().expect("a pinned turn has one");
+        (turn_session.retention, turn_session.trim) = (retention, Some(trim));
     }
 
     /// Counts a turn as inside the engine.
@@ -391,43 +416,44 @@ impl Table {
         if let Some(session) = &turn.session {
             ticket.incarnation.clone_from(&session.incarnation);
         }
-        let (dp_rank, large) = (ticket.dp_rank, ticket.large_tokens);
+        let (dp_rank, large_tokens) = (ticket.dp_rank, ticket.large_tokens);
         let rows = self.engine.ranks[dp_rank as usize].rows;
         let account = self.account(dp_rank);
         account.totals.turns_queued -= 1;
         account.totals.turns_running += 1;
-        account.count_start(turn.growth_tokens.is_some(), large, rows);
+        account.count_start(turn.growth_tokens.is_some(), large_tokens, rows);
     }
 
-    /// Refuses a turn that is not inside the engine, and forgets it.
+    /// Refuses a ticket that is not inside the engine, and forgets it.
     pub(super) fn refuse_ticket(&mut self, now: Instant, rid: &str, error: Error) {
         self.forget_ticket(now, rid);
         self.effects.push(Effect::Refused { rid: rid.to_owned(), error });
     }
 
-    /// Removes a turn that is not inside the engine from the table, the queue and all counts. If
-    /// the turn also asked to close its session, the close still takes effect.
+    /// Removes a ticket that is not inside the engine from the table, the queue and all counts. If
+    /// it is a turn that also asked to close its session, the close still takes effect.
     pub(super) fn forget_ticket(&mut self, now: Instant, rid: &str) {
         let ticket = self.tickets.remove(rid).expect("the caller has it");
-        self.queue.retain(|one| one != rid);
+        self.queue.retain(|queued| queued != rid);
         match ticket.state {
             TicketState::Queued => self.account(ticket.dp_rank).totals.turns_queued -= 1,
-            TicketState::Claimed => self.account(ticket.dp_rank).claimed -= 1,
-            TicketState::Open | TicketState::Inside => {}
+            TicketState::Claimed => self.account(ticket.dp_rank).turns_claimed -= 1,
+            TicketState::AwaitsOpen | TicketState::Inside => {}
         }
         self.orphan_followers(&ticket);
         let Some(key) = ticket.key.clone() else { return };
         if self.sessions.get(&key).is_none_or(|session| session.generation != ticket.generation) {
             return;
         }
-        if ticket.state != TicketState::Open {
+        if ticket.state != TicketState::AwaitsOpen {
             self.change_session(&key, |session| session.turns_waiting -= 1);
         }
-        // A session with waiting turns doesn't expire; its idle limit may have passed meanwhile.
+        // A session with waiting turns doesn't expire, so its idle limit may have passed meanwhile.
         self.schedule_deadline(&key);
-        let waits = |other: &Ticket| other.generation == ticket.generation && other.key.is_some();
-        let planned = self.sessions[&key].phase == Phase::Planned;
-        if planned && !self.tickets.values().any(waits) {
+        let needs_session =
+            |other: &Ticket| other.generation == ticket.generation && other.key.is_some();
+        let is_planned = self.sessions[&key].phase == Phase::Planned;
+        if is_planned && !self.tickets.values().any(needs_session) {
             self.remove_session(&key);
         } else if ticket.closes_session() {
             // `begin_close` fails only for a session that is already closing.
@@ -444,20 +470,20 @@ impl Table {
         }
     }
 
-    /// Refuses turns that have waited too long.
+    /// Refuses tickets that have waited too long.
     pub(super) fn refuse_late(&mut self, now: Instant) {
-        let max = self.rules.queue_wait_max;
-        let mut refused = false;
+        let wait_max = self.rules.queue_wait_max;
+        let mut has_refused = false;
         while let Some(rid) = self.queue.front().cloned() {
-            let late = self.tickets[&rid].since + max <= now;
-            if !late || !self.rules.guards.hold(Guard::QueueTime) {
+            let is_late = self.tickets[&rid].since + wait_max <= now;
+            if !is_late || !self.rules.guards.hold(Guard::QueueTime) {
                 break;
             }
-            refused = true;
-            let detail = format!("it waited {} ms for room", max.as_millis());
+            has_refused = true;
+            let detail = format!("it waited {} ms for room", wait_max.as_millis());
             self.refuse_ticket(now, &rid, Error::OutOfRoom { resource: "queue_time", detail });
         }
-        if refused {
+        if has_refused {
             self.pump(now);
         }
     }

@@ -31,7 +31,7 @@ impl Table {
                 !shared || session.has_auto_retention(),
                 "a session that its client pinned is shared"
             );
-            let left = session.is_left_unused();
+            let left = session.is_open_for_nothing();
             assert!(
                 !left,
                 "{key:?} was opened for a turn that never reached the engine, and is still open"
@@ -51,7 +51,7 @@ impl Table {
                 );
                 let inside = self.tickets.values().filter(|ticket| {
                     ticket.state == TicketState::Inside
-                        && ticket.pinned
+                        && ticket.is_pinned
                         && ticket.incarnation == session.incarnation
                 });
                 let one = inside.count() <= 1;
@@ -93,7 +93,7 @@ impl Table {
                 counted.totals.rows_held += u32::from(one.holds_row);
                 counted.totals.pinned_tokens += one.tokens;
             }
-            inherited += u32::from(one.inherited);
+            inherited += u32::from(one.is_inherited);
         }
         counted.totals.foreign_rows = kept.foreign_rows;
         counted.totals.foreign_tokens = kept.foreign_tokens;

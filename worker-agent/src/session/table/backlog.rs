@@ -23,7 +23,7 @@ impl Table {
                     TicketState::Queued => true,
                     TicketState::Inside => ticket.since > seen,
                     // A claimed turn's body isn't known yet, and an open is not a turn.
-                    TicketState::Claimed | TicketState::Open => false,
+                    TicketState::Claimed | TicketState::AwaitsOpen => false,
                 }
         };
         let turns = self.tickets.values().filter(unseen);
@@ -39,7 +39,7 @@ impl Table {
         let tokens = match session {
             None => sent.saturating_sub(need.resident_tokens),
             // A full history includes the tokens that its session already has.
-            Some(session) if ticket.pinned && ticket.is_trim_turn() => {
+            Some(session) if ticket.is_pinned && ticket.is_trim_turn() => {
                 let planned = ticket.tokens_to_compute(session.resident_tokens);
                 planned.unwrap_or(sent.saturating_sub(session.resident_tokens))
             }

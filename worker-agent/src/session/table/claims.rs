@@ -38,7 +38,7 @@ impl Table {
             }
         };
         self.claim_count += 1;
-        self.account(dp_rank).claimed += 1;
+        self.account(dp_rank).turns_claimed += 1;
         let mut ticket =
             Ticket::new(now, TicketState::Claimed, pinned_input, dp_rank, self.claim_count);
         (ticket.claim, ticket.key, ticket.generation) = (claim, key, generation);
@@ -78,7 +78,7 @@ impl Table {
             }
             let dp_rank = self.choose_rank(rank, Some(retention))?;
             self.insert_session(now, key, (wanted, retention), dp_rank, claim)?;
-            self.sessions.get_mut(key).expect("just inserted").unused = true;
+            self.sessions.get_mut(key).expect("just inserted").is_unused = true;
         }
         let (guards, queued_max) = (self.rules.guards, self.rules.turns_queued_per_session_max);
         let session = self.sessions.get_mut(key).expect("there is one now");
@@ -157,7 +157,7 @@ impl Table {
                     return Err(Error::OpenWithOtherRetention(session.retention));
                 }
                 session.opened_by_client = true;
-                session.unused = false;
+                session.is_unused = false;
                 session.open_for_deltas();
                 session.exclusive |= session.turns_running + session.turns_waiting <= 1;
                 session.idle_max = idle_max.map_or(session.idle_max, |max| max.min(IDLE_MAX));
@@ -172,7 +172,7 @@ impl Table {
         let (dp_rank, generation) = (self.sessions[key].dp_rank, self.sessions[key].generation);
         let mut ticket = Ticket::new(
             now,
-            TicketState::Open,
+            TicketState::AwaitsOpen,
             PinnedInput::DeltasAndHistories,
             dp_rank,
             self.claim_count,
@@ -262,9 +262,9 @@ impl Table {
             resident_tokens: 0,
             reserved_tokens: 0,
             opened_by_client: claim.open,
-            unused: false,
+            is_unused: false,
             holds_row: false,
-            corrupt: false,
+            is_corrupt: false,
             lost_rid: None,
             generation: self.generation_count,
             full_history: FullHistory::default(),
@@ -315,7 +315,7 @@ impl Table {
         let load = |dp_rank: &u32| {
             let totals = self.totals(*dp_rank);
             let held = if retention == Some(Retention::Pinned) { totals.rows_held } else { 0 };
-            let claimed = self.accounts[*dp_rank as usize].claimed;
+            let claimed = self.accounts[*dp_rank as usize].turns_claimed;
             let turns = totals.turns_running + totals.turns_queued + claimed;
             (held, turns, totals.pinned_tokens + totals.tree_tokens_estimate)
         };

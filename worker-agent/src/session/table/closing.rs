@@ -32,12 +32,12 @@ pub(super) struct PendingClose {
     /// Id of a turn that may still be inside the engine.
     pub(super) rid: Option<String>,
     /// Whether an earlier agent process opened the session.
-    pub(super) inherited: bool,
+    pub(super) is_inherited: bool,
     pub(super) since: Instant,
     /// When to repeat the close; `None` while an answer is awaited.
     pub(super) repeat_at: Option<Instant>,
     /// Whether the engine has reported that the session still exists.
-    pub(super) kept_by_engine: bool,
+    pub(super) is_kept_by_engine: bool,
 }
 
 impl PendingClose {
@@ -48,10 +48,10 @@ impl PendingClose {
             holds_row: false,
             tokens: 0,
             rid: None,
-            inherited: false,
+            is_inherited: false,
             since: now,
             repeat_at: None,
-            kept_by_engine: false,
+            is_kept_by_engine: false,
         }
     }
 }
@@ -74,7 +74,7 @@ impl Table {
             dp_rank,
             holds_row: true,
             rid,
-            inherited: true,
+            is_inherited: true,
             ..PendingClose::empty(now)
         };
         self.start_close(incarnation, pending);
@@ -83,23 +83,23 @@ impl Table {
 
     /// Whether an incarnation of an earlier agent process is not closed yet.
     pub(super) fn is_taking_over(&self) -> bool {
-        self.pending_closes.values().any(|one| one.inherited)
+        self.pending_closes.values().any(|one| one.is_inherited)
     }
 
     /// Handles the engine's answer to an [`Effect::Close`], or the shim's report of a closed
     /// session.
     pub fn handle_close_result(&mut self, now: Instant, incarnation: &str, result: CloseResult) {
         let Some(closing) = self.pending_closes.get_mut(incarnation) else { return };
-        closing.kept_by_engine |= result == CloseResult::Kept;
+        closing.is_kept_by_engine |= result == CloseResult::Kept;
         if result != CloseResult::Confirmed && self.rules.guards.hold(Guard::CloseRepeated) {
             // The longer a close takes, the less often it is repeated.
-            let waited = now.saturating_duration_since(closing.since);
+            let waited = now.saturating_duration_since(closing.begun_at);
             closing.repeat_at = Some(now + (waited / 4).clamp(CLOSE_AGAIN, CLOSE_AGAIN_MAX));
             return;
         }
         let closing = self.pending_closes.remove(incarnation).expect("just seen");
         self.uncount_close(&closing);
-        self.effects.push(Effect::Freed(now.saturating_duration_since(closing.since)));
+        self.effects.push(Effect::Freed(now.saturating_duration_since(closing.begun_at)));
         self.write_journal(Record::Closed { incarnation: incarnation.to_owned() });
         self.pump(now);
         self.debug_check();
@@ -118,7 +118,7 @@ impl Table {
     /// Closes a session whose only turns were refused or given up. Their clients don't know that it
     /// was opened for them, and a router that hasn't heard of it can't close it.
     pub(super) fn close_unused(&mut self, now: Instant, key: &SessionKey) {
-        let left = self.sessions.get(key).is_some_and(Session::is_left_unused);
+        let left = self.sessions.get(key).is_some_and(Session::is_open_for_nothing);
         if left && self.rules.guards.hold(Guard::UnusedClosed) {
             let _ = self.begin_close(now, key);
         }
@@ -171,7 +171,7 @@ impl Table {
     /// others wrote to them. No further turn runs on them; a running turn ends first.
     pub fn handle_corruption(&mut self, now: Instant, incarnation: &str) {
         let Some(key) = self.by_incarnation.get(incarnation).cloned() else { return };
-        self.change_session(&key, |session| session.corrupt = true);
+        self.change_session(&key, |session| session.is_corrupt = true);
         self.retire_corrupt(now, &key);
         self.pump(now);
         self.debug_check();
@@ -181,7 +181,7 @@ impl Table {
     pub(super) fn retire_corrupt(&mut self, now: Instant, key: &SessionKey) {
         let Some(session) = self.sessions.get(key) else { return };
         let is_over = matches!(session.phase, Phase::Closing | Phase::Gone(_));
-        if session.corrupt && session.turns_running == 0 && !is_over {
+        if session.is_corrupt && session.turns_running == 0 && !is_over {
             self.retire(now, key, GoneReason::KvCorrupt);
         }
     }
@@ -262,7 +262,7 @@ impl Table {
     pub fn restart_required(&self, now: Instant) -> Option<String> {
         let late = |since: Instant| since + self.rules.stuck_after <= now;
         // If the engine can't be asked, it isn't at fault.
-        let is_stuck = |one: &&PendingClose| one.kept_by_engine && late(one.since);
+        let is_stuck = |one: &&PendingClose| one.is_kept_by_engine && late(one.begun_at);
         let closes = self.pending_closes.values().filter(is_stuck).count();
         if closes > 0 {
             return Some(format!(

@@ -30,7 +30,7 @@ impl Table {
             return self.debug_check();
         }
         let ticket = self.tickets.remove(rid).expect("just seen");
-        self.account(ticket.dp_rank).count_end(ticket.pinned, ticket.large_tokens);
+        self.account(ticket.dp_rank).count_end(ticket.is_pinned, ticket.large_tokens);
         if !matches!(outcome, Outcome::Finished(_)) {
             self.orphan_followers(&ticket);
         }
@@ -57,7 +57,7 @@ impl Table {
         self.debug_check();
     }
 
-    /// Marks waiting deltas that were claimed after this turn as orphaned: the history that they
+    /// Marks waiting deltas that were claimed after this turn as is_orphaned: the history that they
     /// append to will not exist.
     pub(super) fn orphan_followers(&mut self, ticket: &Ticket) {
         if ticket.key.is_none() {
@@ -65,7 +65,7 @@ impl Table {
         }
         for one in self.tickets.values_mut() {
             let delta = one.claim.as_ref().is_some_and(|claim| claim.delta && !claim.open);
-            one.orphaned |= delta
+            one.is_orphaned |= delta
                 && one.generation == ticket.generation
                 && one.claim_order > ticket.claim_order
                 && one.state != TicketState::Inside;
@@ -85,7 +85,7 @@ impl Table {
         }
         let outcome = self.measure_full_history(key, ticket, outcome);
         let pinned = self.sessions[key].retention == Retention::Pinned;
-        if ticket.pinned && pinned {
+        if ticket.is_pinned && pinned {
             if !self.settle_uncertain_trim(now, key, (rid, ticket), outcome) {
                 self.settle_pinned(now, key, rid, ticket, outcome);
             }
@@ -97,7 +97,7 @@ impl Table {
             self.change_session(key, |session| {
                 session.turns += 1;
                 // A turn that ran beside a pinned session doesn't change the session's history.
-                session.full_history.client_ahead |= beside;
+                session.full_history.client_may_be_ahead |= beside;
                 if let Some(usage) = usage.filter(|_| !beside) {
                     session.record_usage(usage);
                 }
@@ -183,7 +183,7 @@ impl Table {
         self.change_session(key, |session| {
             session.turns += 1;
             session.reserved_tokens = 0;
-            session.full_history.client_ahead = false;
+            session.full_history.client_may_be_ahead = false;
             if let Some(usage) = usage {
                 session.record_usage(usage);
             }

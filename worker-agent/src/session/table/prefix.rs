@@ -1,13 +1,15 @@
-//! Finds sessions whose prompts have a volatile prefix.
+//! Feeds each session's tracker of volatile prefixes, and reports what the tracker finds.
 //!
-//! A volatile prefix is a text early in the prompts that differs from turn to turn.
+//! A volatile prefix is a text early in a session's prompts that differs from turn to turn, such as
+//! a timestamp in the system prompt. See [`PrefixTracker`](super::PrefixTracker).
 
 use proto::{id::SessionKey, load::VolatilePrefix};
 
 use super::{Effect, Plan, PromptStart, Table, TrimPlan};
 
 impl Table {
-    /// Records how a claimed turn's prompt begins. Must be called before [`Table::admit`].
+    /// Records how the prompt of a claimed turn begins. The owner calls this before
+    /// [`Table::admit`].
     pub fn set_prompt_start(&mut self, rid: &str, start: PromptStart) {
         if let Some(ticket) = self.tickets.get_mut(rid) {
             ticket.prompt_start = start;
@@ -15,33 +17,35 @@ impl Table {
     }
 
     /// Compares the prompt of an admitted turn with those of the session's earlier turns. Ignores
-    /// deltas, and a turn that runs `beside` another one: that is usually a different conversation.
-    pub(super) fn compare_prompt_start(&mut self, rid: &str, key: &SessionKey, beside: bool) {
+    /// deltas, which don't hold the beginning of the prompt. Ignores a turn that runs beside its
+    /// session (`runs_beside`), because it usually belongs to another conversation.
+    pub(super) fn compare_prompt_start(&mut self, rid: &str, key: &SessionKey, runs_beside: bool) {
         let ticket = self.tickets.get_mut(rid).expect("the caller has it");
         let start = std::mem::take(&mut ticket.prompt_start);
-        if beside || ticket.is_delta() {
+        if runs_beside || ticket.is_delta() {
             return;
         }
         let session = self.sessions.get_mut(key).expect("the caller has seen it");
-        let found = session.prefix_tracker.record_start(start);
-        self.report_prefix(key, found);
+        let newly_found = session.prefix_tracker.record_start(start);
+        self.report_prefix(key, newly_found);
     }
 
-    /// Handles the shim's comparison for a turn that can't run in its session as planned.
+    /// Passes the shim's comparison of a prompt with its session's history to the session's
+    /// tracker, if the prompt doesn't continue that history.
     pub(super) fn record_divergence(&mut self, key: &SessionKey, plan: &TrimPlan) {
         if plan.decision != Plan::Diverged {
             return;
         }
-        let grew = plan.prompt_tokens > plan.committed_tokens;
+        let is_longer = plan.prompt_tokens > plan.committed_tokens;
         let session = self.sessions.get_mut(key).expect("the caller has seen it");
-        let found = session.prefix_tracker.record_divergence(plan.shared_tokens, grew);
+        let newly_found = session.prefix_tracker.record_divergence(plan.shared_tokens, is_longer);
         self.report_change(key);
-        self.report_prefix(key, found);
+        self.report_prefix(key, newly_found);
     }
 
-    fn report_prefix(&mut self, key: &SessionKey, found: Option<VolatilePrefix>) {
-        if let Some(found) = found {
-            self.effects.push(Effect::VolatilePrefix(key.clone(), found));
+    fn report_prefix(&mut self, key: &SessionKey, newly_found: Option<VolatilePrefix>) {
+        if let Some(prefix) = newly_found {
+            self.effects.push(Effect::VolatilePrefix(key.clone(), prefix));
         }
     }
 }

@@ -204,7 +204,7 @@ impl Table {
         let closing = self
             .closing
             .values()
-            .filter(|one| one.dp_rank == dp_rank && now < one.since + self.rules.stuck_after);
+            .filter(|one| one.dp_rank == dp_rank && now < one.begun_at + self.rules.stuck_after);
         let closing = closing.map(|one| (u64::from(one.holds_row), one.tokens));
         demoting.chain(closing).fold((0, 0), |sum, one| (sum.0 + one.0, sum.1 + one.1))
     }

@@ -1,15 +1,19 @@
-//! Full histories on pinned sessions.
+//! Runs full histories in pinned sessions, so that clients without deltas can use pinned KV too.
 //!
-//! A client that sends its full history with each turn can still use a pinned session's KV: after
-//! the engine's tokenizer, the shim removes the tokens that the session already has. This module
-//! decides which sessions the agent pins for that on its own, how much room their turns get, and
-//! what happens to a turn whose prompt doesn't continue the session's history.
+//! A full history is a turn that holds the whole conversation. The engine appends what a turn sends
+//! to a pinned session. So the shim, Berth's part in the engine's process, trims a full history: it
+//! removes the tokens that the session already has. This module decides which sessions the agent
+//! pins for that, how much room their turns get, and what happens to a turn whose prompt doesn't
+//! continue the session's history.
 //!
-//! A trim turn (see [`super::TurnSession::trim`]) counts as a turn of a pinned session until the
-//! shim has reported its plan. The turn then runs in the session, or beside it on the radix tree.
-//! If a new incarnation could help, the shim asks and waits for an [`Effect::AnswerQuestion`]. The
-//! old incarnation's KV goes to the radix tree first, so that the turn finds there what it still
-//! shares.
+//! A trim turn is a turn with a full history that was admitted to a pinned session (see
+//! [`super::TurnSession::trim`]). It counts as running there until the shim has reported its plan.
+//! Then it runs in the session, or beside it on the radix tree.
+//!
+//! If the prompt doesn't continue the history, or needs more room, the shim asks a question first
+//! and waits for an [`Effect::AnswerQuestion`]. The agent may then replace the session's
+//! incarnation (its life in the engine) for the turn. The old incarnation's KV goes to the radix
+//! tree first, where the turn finds what its prompt shares with it.
 
 mod must_continue;
 mod reopen;
@@ -22,68 +26,70 @@ use proto::{id::SessionKey, load::Retention};
 
 pub use self::trim_plan::{TrimOutcome, TrimPlan};
 use super::{
-    Deltas, Effect, ExpectedHistory, Guard, Need, Outcome, Phase, RunMode, Session, Table, Ticket,
-    TicketState, TrimRequest, Usage,
+    Deltas, Effect, ExpectedHistory, Guard, MeasuredHistory, Need, Outcome, Phase, RunMode,
+    Session, Table, Ticket, TicketState, TrimRequest, Usage,
     reclaim::{Requester, Shortage},
 };
 use crate::shim::trim::Plan;
 
-/// The longest divergence streak after which the agent still pins a session on its own. In a longer
-/// streak, the client edits what it sends (drops reasoning, say) or its prompts can't be trimmed,
-/// and a pinned turn would cost more than one on the radix tree.
+/// The longest divergence streak (full histories in a row that did not continue the session's)
+/// after which the agent still pins a session on its own. In a longer streak, the client edits what
+/// it sends (drops reasoning, say), and a pinned turn would cost more than one on the radix tree.
 const DIVERGENCE_STREAK_MAX: u32 = 2;
 /// The agent does not pin a session again for this long after the session lost its pin or found no
-/// room for it. Each pin costs the engine an open and a close.
+/// room for one. Each pin costs the engine an open and a close.
 const PIN_AGAIN_AFTER: Duration = Duration::from_secs(30);
 
-/// The state of a trim turn: a turn inside the engine that holds a full history, which the shim
-/// compares with the session's.
+/// The state of a trim turn: a full history in a pinned session, which the shim compares with the
+/// session's history.
 #[derive(Debug)]
 pub(super) struct TrimTurn {
     /// Prompt tokens for which room is reserved.
     tokens_max: u64,
     /// Whether the turn may run only if its prompt continues the session's history.
     must_continue: bool,
-    /// Whether the shim asked for more prompt tokens than are reserved.
-    too_large: bool,
-    /// Whether the turn replaced a history that clients append to.
-    replaced_deltas: bool,
+    /// Whether the shim's question said that the prompt has more tokens than are reserved.
+    is_too_large: bool,
+    /// Whether the turn's new incarnation replaced a history that clients append deltas to.
+    has_replaced_deltas: bool,
     /// Whether the shim refused the turn. A refused turn does not run and changes no session.
-    refused_by_shim: bool,
-    /// Number of the shim's question that is not answered yet.
+    is_refused: bool,
+    /// Number of the shim's question about the turn that is not answered yet.
     open_question: Option<u64>,
     /// Whether the shim has asked a question about the turn.
     has_asked: bool,
-    /// Set if a new incarnation is to be opened for the turn: the tokens to reserve in it.
+    /// If a new incarnation is to be opened for the turn: the tokens to reserve in it.
     reopen_tokens: Option<u64>,
     /// Whether the turn is the first of an incarnation that replaced another one.
-    reopened: bool,
+    is_reopened: bool,
     /// The prompt tokens that the engine must report for the turn. `None` until the shim has
-    /// reported a plan that runs in the session.
+    /// reported that the turn runs in the session.
     pub(super) planned_prompt_tokens: Option<u64>,
-    /// Tokens of the session's history after the turn, as the shim reported them.
+    /// Tokens of the session's history after the turn, as the shim reported them when the turn
+    /// ended.
     committed_tokens: Option<u64>,
 }
 
 impl Ticket {
-    /// Whether the turn holds a full history, which the shim compares with the session's.
+    /// Whether the turn holds a full history that the shim compares with the session's.
     pub(super) fn is_trim_turn(&self) -> bool {
         self.trim_turn.is_some()
     }
 
+    /// Whether the shim has not reported yet where the trim turn runs.
     fn awaits_plan(&self) -> bool {
-        self.pinned
+        self.is_pinned
             && self.trim_turn.as_ref().is_some_and(|turn| turn.planned_prompt_tokens.is_none())
     }
 
-    /// Returns how many tokens of a planned prompt the engine computes if `resident_tokens` are
-    /// resident. `None` if the prompt isn't planned.
+    /// Returns the prompt tokens that the engine computes for a turn that runs in its session, if
+    /// `resident_tokens` are resident. `None` before the shim's plan.
     pub(super) fn tokens_to_compute(&self, resident_tokens: u64) -> Option<u64> {
         let prompt_tokens = self.trim_turn.as_ref()?.planned_prompt_tokens?;
         Some(prompt_tokens.saturating_sub(resident_tokens))
     }
 
-    /// Whether the turn holds only new tokens.
+    /// Whether the turn is a delta: it holds only new tokens.
     pub(super) fn is_delta(&self) -> bool {
         self.claim.as_ref().is_some_and(|claim| claim.delta)
     }
@@ -116,7 +122,7 @@ impl Table {
         }
     }
 
-    /// Turns an unpinned session into a pinned one. Its next turn opens it at the engine.
+    /// Pins an unpinned session. The session's next turn opens it at the engine.
     pub(super) fn pin(&mut self, now: Instant, key: &SessionKey) {
         self.close_at_engine(now, key);
         self.reincarnate(key);
@@ -150,6 +156,7 @@ impl Table {
     }
 
     /// Applies the retention that a client asks for to a session whose retention the agent chose.
+    /// Does nothing if the session would have to be pinned, or is pinned and not at rest.
     pub(super) fn apply_requested_retention(
         &mut self,
         now: Instant,
@@ -157,11 +164,11 @@ impl Table {
         wanted: Retention,
     ) {
         let session = &self.sessions[key];
-        let pinned = session.retention == Retention::Pinned;
-        let at_rest = matches!(session.phase, Phase::Open | Phase::Demoted);
-        if pinned && wanted != Retention::Pinned && at_rest {
+        let is_pinned = session.retention == Retention::Pinned;
+        let is_at_rest = matches!(session.phase, Phase::Open | Phase::Demoted);
+        if is_pinned && wanted != Retention::Pinned && is_at_rest {
             self.unpin(now, key);
-        } else if pinned != (wanted == Retention::Pinned) {
+        } else if is_pinned != (wanted == Retention::Pinned) {
             return;
         }
         self.change_session(key, |session| {
@@ -170,8 +177,8 @@ impl Table {
         });
     }
 
-    /// Whether a pin is useless to the session: the shim doesn't trim, or the divergence streak is
-    /// too long.
+    /// Whether a pin is useless to the session, because the shim doesn't trim or the divergence
+    /// streak is too long.
     pub(super) fn is_pin_useless(&self, key: &SessionKey) -> bool {
         !self.shim_trims
             || self.sessions[key].full_history.divergence_streak > DIVERGENCE_STREAK_MAX
@@ -180,14 +187,14 @@ impl Table {
     /// Whether the agent pinned the session on its own, no turn of it runs or waits, and the shim
     /// can demote it.
     pub(super) fn is_idle_auto_pin(&self, session: &Session) -> bool {
-        let pinned = session.has_auto_retention()
+        let holds_pinned_kv = session.has_auto_retention()
             && session.retention == Retention::Pinned
             && session.holds_row;
-        let rests = pinned && session.phase == Phase::Open && session.can_expire();
-        rests && self.accounts[session.dp_rank as usize].can_demote()
+        let is_at_rest = holds_pinned_kv && session.phase == Phase::Open && session.can_expire();
+        is_at_rest && self.accounts[session.dp_rank as usize].can_demote()
     }
 
-    /// Prepares a session that has lost everything at the engine for a turn with its full history.
+    /// Prepares a session that has nothing at the engine any more for a turn with its full history.
     pub(super) fn start_over(&mut self, now: Instant, key: &SessionKey) {
         if self.sessions[key].has_auto_retention() {
             return self.unpin_without_close(now, key);
@@ -196,17 +203,18 @@ impl Table {
         self.change_session(key, |session| {
             session.phase = Phase::Planned;
             session.deltas = Deltas::Refused;
-            session.full_history.reopened = session.turns > 0;
-            session.full_history.client_ahead |= session.turns > 0;
+            session.full_history.next_reopens = session.turns > 0;
+            session.full_history.client_may_be_ahead |= session.turns > 0;
         });
     }
 
-    /// Takes the pin from a session that the agent pinned on its own and that has no room for its
-    /// turn. Returns true if its KV goes to the radix tree first, so that the turn must wait.
+    /// Takes the pin from a session that the agent pinned on its own, if its turn finds no room or
+    /// the pin is useless. Returns true if the session's KV goes to the radix tree first, so that
+    /// the turn must wait.
     pub(super) fn yield_pin(&mut self, now: Instant, key: &SessionKey) -> bool {
         let session = &self.sessions[key];
-        let demotes = self.accounts[session.dp_rank as usize].can_demote();
-        if session.holds_row && session.history_tokens > 0 && demotes {
+        let can_demote = self.accounts[session.dp_rank as usize].can_demote();
+        if session.holds_row && session.history_tokens > 0 && can_demote {
             self.release_kv(now, key);
             return true;
         }
@@ -217,21 +225,21 @@ impl Table {
     /// Marks an admitted turn for trimming. Returns what the shim is told.
     pub(super) fn mark_for_trimming(&mut self, rid: &str, key: &SessionKey) -> TrimRequest {
         let tokens_max = self.full_history_tokens(key, self.tickets[rid].need);
-        let opens = self.tickets[rid].is_opening();
-        let guarded = self.rules.guards.hold(Guard::FullHistoryContinues);
+        let opens_session = self.tickets[rid].is_opening();
+        let is_guarded = self.rules.guards.hold(Guard::FullHistoryContinues);
         let session = self.sessions.get_mut(key).expect("the caller has seen it");
-        let reopened = std::mem::take(&mut session.full_history.reopened);
-        let must_continue = session.deltas == Deltas::Taken && !opens && guarded;
+        let is_reopened = std::mem::take(&mut session.full_history.next_reopens);
+        let must_continue = session.deltas == Deltas::Taken && !opens_session && is_guarded;
         let trim_turn = TrimTurn {
             tokens_max,
             must_continue,
-            too_large: false,
-            replaced_deltas: false,
-            refused_by_shim: false,
+            is_too_large: false,
+            has_replaced_deltas: false,
+            is_refused: false,
             open_question: None,
             has_asked: false,
             reopen_tokens: None,
-            reopened,
+            is_reopened,
             planned_prompt_tokens: None,
             committed_tokens: None,
         };
@@ -242,11 +250,11 @@ impl Table {
     /// Returns the session of a trim turn that is inside the engine and has no plan yet.
     fn session_awaiting_plan(&self, rid: &str) -> Option<SessionKey> {
         let ticket = self.tickets.get(rid)?;
-        let inside = ticket.state == TicketState::Inside && ticket.awaits_plan();
-        let key = ticket.key.clone().filter(|_| inside)?;
-        let same =
+        let is_waiting = ticket.state == TicketState::Inside && ticket.awaits_plan();
+        let key = ticket.key.clone().filter(|_| is_waiting)?;
+        let is_same_session =
             self.sessions.get(&key).is_some_and(|session| session.generation == ticket.generation);
-        same.then_some(key)
+        is_same_session.then_some(key)
     }
 
     fn trim_turn_mut(&mut self, rid: &str) -> &mut TrimTurn {
@@ -254,14 +262,16 @@ impl Table {
         ticket.trim_turn.as_mut().expect("the caller has seen it")
     }
 
-    /// Handles the shim's final plan for a trim turn, reported before the engine gets the turn.
+    /// Handles the shim's final plan for a trim turn. The shim reports it before the engine gets
+    /// the turn.
     ///
     /// Returns what became of the turn, and how many tokens the engine need not compute again
-    /// because of its session. Returns `None` if that was reported before.
+    /// because its session holds them. Returns `None` if the shim has reported the turn's plan
+    /// before.
     pub fn handle_plan(&mut self, now: Instant, plan: &TrimPlan) -> Option<(TrimOutcome, u64)> {
         let Some(key) = self.session_awaiting_plan(&plan.rid) else {
-            let known = self.tickets.get(&plan.rid).is_some_and(|ticket| !ticket.awaits_plan());
-            return (!known).then_some((TrimOutcome::Gone, 0));
+            let has_plan = self.tickets.get(&plan.rid).is_some_and(|ticket| !ticket.awaits_plan());
+            return (!has_plan).then_some((TrimOutcome::Gone, 0));
         };
         let rid = &plan.rid;
         self.trim_turn_mut(rid).open_question = None;
@@ -282,6 +292,7 @@ impl Table {
         Some(outcome)
     }
 
+    /// Handles a plan by which the turn runs in its session.
     fn run_inside(
         &mut self,
         rid: &str,
@@ -292,18 +303,20 @@ impl Table {
         let prompt_tokens = plan.committed_tokens.saturating_add(plan.appended_tokens);
         let trim_turn = self.trim_turn_mut(rid);
         trim_turn.planned_prompt_tokens = Some(prompt_tokens);
-        let (run_mode, outcome) = if trim_turn.reopened {
+        let (run_mode, outcome) = if trim_turn.is_reopened {
             (RunMode::Reopened, TrimOutcome::Reopened)
         } else {
             (RunMode::Pinned, outcome)
         };
         let ticket = &self.tickets[rid];
         let (need, had_no_kv) = (ticket.need, ticket.had_no_kv);
-        let answer = self.reserved_answer_tokens(key, need);
-        let target = prompt_tokens.saturating_add(answer).min(self.engine.context_tokens);
+        let answer_tokens = self.reserved_answer_tokens(key, need);
+        let target_tokens =
+            prompt_tokens.saturating_add(answer_tokens).min(self.engine.context_tokens);
         self.change_session(key, |session| {
-            // The exact figure is known now, so the rest of the reservation is released.
-            session.reserved_tokens = session.reserved_tokens.min(target);
+            // The exact size of the prompt is known now, so the rest of the reservation is
+            // released.
+            session.reserved_tokens = session.reserved_tokens.min(target_tokens);
             if plan.committed_tokens > 0 {
                 session.full_history.divergence_streak = 0;
                 session.prefix_tracker.record_continuation();
@@ -314,6 +327,7 @@ impl Table {
         (outcome, if had_no_kv { 0 } else { plan.committed_tokens })
     }
 
+    /// Handles a plan by which the turn runs beside its session, on the radix tree.
     fn run_beside(
         &mut self,
         now: Instant,
@@ -323,7 +337,7 @@ impl Table {
     ) -> (TrimOutcome, u64) {
         let rid = &plan.rid;
         let ticket = self.tickets.get_mut(rid).expect("the caller has it");
-        ticket.pinned = false;
+        ticket.is_pinned = false;
         let has_asked = ticket.trim_turn.as_ref().is_some_and(|turn| turn.has_asked);
         let (dp_rank, had_no_kv) = (ticket.dp_rank, ticket.had_no_kv);
         let need = Need { prompt_tokens: plan.prompt_tokens, exact: true, ..ticket.need };
@@ -332,18 +346,19 @@ impl Table {
         self.effects.push(Effect::RunModeKnown { rid: rid.clone(), run_mode });
         if self.sessions[key].retention == Retention::Pinned {
             self.undo_admission(key, had_no_kv);
-            let counts = !has_asked && !self.has_hidden_end_tokens(key, plan);
+            // `handle_question` has decided this for a turn that the shim asked about.
+            let extends_streak = !has_asked && !self.has_hidden_end_tokens(key, plan);
             self.change_session(key, |session| {
-                session.full_history.divergence_streak += u32::from(counts)
+                session.full_history.divergence_streak += u32::from(extends_streak)
             });
         }
         self.make_room_for_large_turn(now, rid, key, need);
         (outcome, 0)
     }
 
-    /// Handles a turn that runs beside its pinned session and may need more than pinned sessions
-    /// leave of the pool. Such a turn would wait in the engine forever, so pinned sessions give up
-    /// KV: its own session first, then others.
+    /// Handles a plain turn that may need more than pinned sessions leave of the pool. Such a turn
+    /// would wait in the engine forever, so pinned sessions give up KV: first the turn's own
+    /// session, then others.
     fn make_room_for_large_turn(&mut self, now: Instant, rid: &str, key: &SessionKey, need: Need) {
         let dp_rank = self.sessions[key].dp_rank;
         let Ok(&capacity) = self.capacity(dp_rank) else { return };
@@ -354,30 +369,36 @@ impl Table {
         let ticket = self.tickets.get_mut(rid).expect("the caller has it");
         ticket.large_tokens = Some(tokens);
         self.account(dp_rank).count_as_large(tokens);
-        let mut excess = self.excess_tokens(dp_rank, tokens, capacity.pool_tokens);
+        let mut missing_tokens = self.excess_tokens(dp_rank, tokens, capacity.pool_tokens);
         let session = &self.sessions[key];
-        let holds = session.retention == Retention::Pinned && session.holds_row;
-        if excess > 0 && holds && session.phase == Phase::Open {
-            excess = excess.saturating_sub(self.round_to_pages(session.resident_tokens));
+        let holds_kv = session.retention == Retention::Pinned && session.holds_row;
+        if missing_tokens > 0 && holds_kv && session.phase == Phase::Open {
+            missing_tokens =
+                missing_tokens.saturating_sub(self.round_to_pages(session.resident_tokens));
             self.release_kv(now, key);
         }
-        if excess > 0 {
-            let held = self.totals(dp_rank).pinned_tokens;
-            let shortage = Shortage::Tokens { short: excess, held, max: held - excess.min(held) };
+        if missing_tokens > 0 {
+            let pinned_tokens = self.totals(dp_rank).pinned_tokens;
+            let shortage = Shortage::Tokens {
+                short: missing_tokens,
+                held: pinned_tokens,
+                max: pinned_tokens - missing_tokens.min(pinned_tokens),
+            };
             self.reclaim(now, dp_rank, &shortage, Requester::Client);
         }
     }
 
+    /// Returns how many of `tokens` don't fit into the pool beside the KV of pinned sessions.
     fn excess_tokens(&self, dp_rank: u32, tokens: u64, pool_tokens: u64) -> u64 {
         (self.totals(dp_rank).pinned_tokens + tokens).saturating_sub(pool_tokens)
     }
 
-    /// Undoes the admission of a turn that did nothing to its session.
+    /// Undoes the admission of a turn that changed nothing in its session.
     pub(super) fn undo_admission(&mut self, key: &SessionKey, had_no_kv: bool) {
         self.change_session(key, |session| {
             session.reserved_tokens = 0;
             if had_no_kv && session.history_tokens > 0 {
-                // The KV that was in the radix tree before the turn still is.
+                // The KV that was in the radix tree before the turn is still there.
                 session.holds_row = false;
                 if session.phase == Phase::Open {
                     session.phase = Phase::Demoted;
@@ -387,58 +408,62 @@ impl Table {
     }
 
     /// Handles the shim's report that a turn became history of `incarnation`, which now has
-    /// `history_tokens`. If the turn was `retracted`, the engine will resume it from there and the
-    /// figure isn't final.
+    /// `history_tokens`. If the turn was `retracted` (taken out of the batch), the engine will
+    /// resume it, so the figure isn't final.
     pub fn handle_commit(&mut self, incarnation: &str, history_tokens: u64, retracted: bool) {
         let mut tickets = self.tickets.values_mut();
-        let found = tickets.find(|ticket| ticket.pinned && ticket.incarnation == incarnation);
-        if let Some(trim_turn) = found.and_then(|ticket| ticket.trim_turn.as_mut()) {
+        let ended_ticket =
+            tickets.find(|ticket| ticket.is_pinned && ticket.incarnation == incarnation);
+        if let Some(trim_turn) = ended_ticket.and_then(|ticket| ticket.trim_turn.as_mut()) {
             trim_turn.committed_tokens = Some(history_tokens).filter(|_| !retracted);
         }
     }
 
     /// Records the token counts of a finished full history, and returns the outcome. If the route
-    /// reported no usage, the outcome gets the shim's figures.
+    /// reported no usage, the outcome gets the figures that the shim reported.
     pub(super) fn measure_full_history(
         &mut self,
         key: &SessionKey,
         ticket: &Ticket,
         outcome: Outcome,
     ) -> Outcome {
-        let reported = ticket.trim_turn.as_ref().and_then(|turn| {
+        let usage_from_shim = ticket.trim_turn.as_ref().and_then(|turn| {
             let prompt_tokens = turn.planned_prompt_tokens?;
             let completion_tokens = turn.committed_tokens?.checked_sub(prompt_tokens)?;
             Some(Usage { prompt_tokens, completion_tokens, ..Usage::default() })
         });
         let outcome = match outcome {
-            Outcome::Finished(None) => Outcome::Finished(reported),
-            Outcome::Unheard(None) => Outcome::Unheard(reported),
+            Outcome::Finished(None) => Outcome::Finished(usage_from_shim),
+            Outcome::Unheard(None) => Outcome::Unheard(usage_from_shim),
             outcome => outcome,
         };
-        // A turn beside a pinned session usually has another prompt than the session's next turn.
-        let beside = self.sessions[key].retention == Retention::Pinned && !ticket.pinned;
-        let is_full_history = ticket.claim.as_ref().is_some_and(|claim| !claim.delta) && !beside;
+        // The prompt of a turn beside a pinned session usually says nothing about the session's
+        // next prompt.
+        let ran_beside = self.sessions[key].retention == Retention::Pinned && !ticket.is_pinned;
+        let is_full_history =
+            ticket.claim.as_ref().is_some_and(|claim| !claim.delta) && !ran_beside;
         if let (true, Outcome::Finished(Some(usage)) | Outcome::Unheard(Some(usage))) =
             (is_full_history, outcome)
         {
             let tokens = usage.prompt_tokens.saturating_add(usage.completion_tokens);
-            let measured = Some((ticket.need.prompt_tokens, tokens));
+            let prompt_tokens_bound = ticket.need.prompt_tokens;
+            let measured = Some(MeasuredHistory { prompt_tokens_bound, tokens });
             self.change_session(key, |session| {
                 session.full_history.last_measured = measured;
-                let longest =
+                let longest_tokens =
                     session.full_history.longest_answer_tokens.max(usage.completion_tokens);
-                session.full_history.longest_answer_tokens = longest;
+                session.full_history.longest_answer_tokens = longest_tokens;
             });
         }
         outcome
     }
 
-    /// Settles the end of a trim turn that leaves the session's history uncertain: the plan or
-    /// the end is unknown. Returns false if nothing is uncertain, or the turn is no trim turn.
+    /// Settles the end of a trim turn if it leaves the session's history uncertain: the shim
+    /// reported no plan, or it is unknown how the turn ended. Otherwise returns false.
     ///
-    /// The session becomes suspect, and any history that the shim's session table reports is
-    /// accepted, because the shim compares each later full history with it. Deltas are refused
-    /// until a full history has run.
+    /// The session becomes suspect: its next turn waits for the shim's session table. Any history
+    /// in that table is accepted, because the shim compares each later full history with it. Deltas
+    /// are refused until a full history has run.
     pub(super) fn settle_uncertain_trim(
         &mut self,
         now: Instant,
@@ -446,32 +471,32 @@ impl Table {
         (rid, ticket): (&str, &Ticket),
         outcome: Outcome,
     ) -> bool {
-        let planned =
+        let has_plan =
             ticket.trim_turn.as_ref().is_some_and(|turn| turn.planned_prompt_tokens.is_some());
-        let clear = match outcome {
-            Outcome::Finished(usage) => planned && usage.is_some(),
+        let is_certain = match outcome {
+            Outcome::Finished(usage) => has_plan && usage.is_some(),
             // On most routes an abort looks the same for a running turn and for a turn in the
             // engine's queue. In the second case the session keeps its row and KV.
             Outcome::Aborted => false,
             // The engine may have run a planned turn, whatever the route reported.
-            Outcome::Refused => !planned,
+            Outcome::Refused => !has_plan,
             Outcome::Unheard(_) | Outcome::Partial | Outcome::Lost => false,
         };
-        let guarded = planned || self.rules.guards.hold(Guard::PlanReported);
-        if ticket.trim_turn.is_none() || clear || !guarded {
+        let is_guarded = has_plan || self.rules.guards.hold(Guard::PlanReported);
+        if ticket.trim_turn.is_none() || is_certain || !is_guarded {
             return false;
         }
-        let open = self.sessions[key].phase == Phase::Open;
+        let is_open = self.sessions[key].phase == Phase::Open;
         let may_run = matches!(outcome, Outcome::Refused | Outcome::Partial | Outcome::Lost);
-        let ran = matches!(outcome, Outcome::Finished(_) | Outcome::Unheard(_));
+        let has_run = matches!(outcome, Outcome::Finished(_) | Outcome::Unheard(_));
         self.change_session(key, |session| {
-            session.turns += u64::from(ran);
-            session.full_history.client_ahead = true;
+            session.turns += u64::from(has_run);
+            session.full_history.client_may_be_ahead = true;
             if may_run {
                 session.lost_rid = Some(rid.to_owned());
             }
         });
-        if open {
+        if is_open {
             self.make_suspect(now, key, Some(ExpectedHistory::AtLeast(0)));
         }
         true

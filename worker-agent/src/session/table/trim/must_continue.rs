@@ -1,16 +1,19 @@
-//! Full histories on sessions that take deltas.
+//! Keeps the histories that clients append deltas to: a full history must continue such a history.
 //!
-//! The history of such a session is never replaced unless a client opens the session again.
+//! A delta is a turn that holds only new tokens, which the engine appends to the session's history.
+//! A full history holds the whole conversation, and may differ from the session's history. Then it
+//! replaces that history only if the client opens the session with this turn. Otherwise the shim,
+//! Berth's part in the engine's process, refuses the turn.
 
 use proto::id::SessionKey;
 
 use super::{Plan, TrimOutcome, TrimPlan};
-use crate::session::table::{Deltas, Effect, Error, Table, Ticket};
+use crate::session::table::{Deltas, Effect, Error, MeasuredHistory, Table, Ticket};
 
 impl Ticket {
     /// Whether the shim has refused the turn, so that it does not run.
     pub(in super::super) fn is_refused_by_shim(&self) -> bool {
-        self.trim_turn.as_ref().is_some_and(|turn| turn.refused_by_shim)
+        self.trim_turn.as_ref().is_some_and(|turn| turn.is_refused)
     }
 
     /// Whether the client opens the session with this turn.
@@ -20,21 +23,22 @@ impl Ticket {
 }
 
 impl Table {
-    /// Updates whether a session takes deltas when a turn's full history becomes the session's.
+    /// Updates whether a session takes deltas, when a turn's full history becomes the session's
+    /// history.
     ///
-    /// A client that opens the session with this turn may continue with deltas. It may not if the
-    /// history replaced one that other clients append to: they must hear of that. A session that
-    /// was opened before takes no deltas if another client's full history becomes its first: the
-    /// client that opened it doesn't know that history.
+    /// If the client opens the session with this turn, it may continue with deltas. It may not if
+    /// the full history replaced a history that other clients append to, because those clients must
+    /// hear of that. If the session was opened before this turn, and the full history is its first
+    /// history, the session takes no deltas: the client that opened it doesn't know that history.
     pub(in super::super) fn update_deltas(&mut self, rid: &str, key: &SessionKey) {
         let ticket = &self.tickets[rid];
-        let (opens, trim_turn) = (ticket.is_opening(), ticket.trim_turn.as_ref());
-        let replaced_deltas = trim_turn.is_some_and(|turn| turn.replaced_deltas);
+        let (opens_session, trim_turn) = (ticket.is_opening(), ticket.trim_turn.as_ref());
+        let has_replaced_deltas = trim_turn.is_some_and(|turn| turn.has_replaced_deltas);
         let session = self.sessions.get_mut(key).expect("the caller has seen it");
-        let empty = session.history_tokens == 0;
+        let is_empty = session.history_tokens == 0;
         session.deltas = match session.deltas {
-            Deltas::Refused if opens && !replaced_deltas => Deltas::Allowed,
-            Deltas::Allowed if empty && !opens => Deltas::Refused,
+            Deltas::Refused if opens_session && !has_replaced_deltas => Deltas::Allowed,
+            Deltas::Allowed if is_empty && !opens_session => Deltas::Refused,
             deltas => deltas,
         };
     }
@@ -48,13 +52,16 @@ impl Table {
         plan: &TrimPlan,
     ) -> (TrimOutcome, u64) {
         let trim_turn = self.trim_turn_mut(rid);
-        trim_turn.refused_by_shim = true;
-        let unasked = plan.decision == Plan::Refused && plan.prompt_tokens > trim_turn.tokens_max;
-        let error = if trim_turn.too_large || unasked {
-            let sent = self.tickets[rid].need.prompt_tokens;
+        trim_turn.is_refused = true;
+        let exceeds_room =
+            plan.decision == Plan::Refused && plan.prompt_tokens > trim_turn.tokens_max;
+        let error = if trim_turn.is_too_large || exceeds_room {
+            let prompt_tokens_bound = self.tickets[rid].need.prompt_tokens;
             let session = self.sessions.get_mut(key).expect("the caller has seen it");
-            // A retry then asks for that much room, or is told that the budget can never hold it.
-            session.full_history.last_measured = Some((sent, plan.prompt_tokens));
+            // If the client retries the turn, it asks for this much room, or is told that the pin
+            // budget can never hold it.
+            session.full_history.last_measured =
+                Some(MeasuredHistory { prompt_tokens_bound, tokens: plan.prompt_tokens });
             let detail = format!("this full history has {} tokens", plan.prompt_tokens);
             Error::OutOfRoom { resource: "pin_tokens", detail }
         } else {

@@ -57,7 +57,7 @@ impl Table {
         let must_continue = trim_turn.must_continue;
         trim_turn.tokens_max = trim_turn.tokens_max.max(plan.prompt_tokens);
         let fits = self.fits_pinned(&key, target);
-        self.trim_turn_mut(rid).too_large = too_large;
+        self.trim_turn_mut(rid).is_too_large = too_large;
         if !too_large && !self.has_hidden_end_tokens(&key, plan) {
             self.change_session(&key, |session| session.full_history.divergence_streak += 1);
         }
@@ -122,14 +122,14 @@ impl Table {
         self.reincarnate(key);
         let deltas = self.change_session(key, |session| {
             session.clear_figures();
-            session.full_history.client_ahead = true;
+            session.full_history.client_may_be_ahead = true;
             std::mem::replace(&mut session.deltas, Deltas::Refused)
         });
         let incarnation = self.sessions[key].incarnation.clone();
         let dp_rank = self.sessions[key].dp_rank;
         let ticket = self.tickets.get_mut(rid).expect("the caller has it");
         (ticket.had_no_kv, ticket.incarnation) = (false, incarnation.clone());
-        self.trim_turn_mut(rid).replaced_deltas = deltas == Deltas::Taken;
+        self.trim_turn_mut(rid).has_replaced_deltas = deltas == Deltas::Taken;
         // The room that was free when the shim asked may be taken by now.
         let has_room = |target: &u64| {
             matches!(self.row_shortage(dp_rank), Ok(None)) && self.fits_pinned(key, *target)

@@ -1,33 +1,38 @@
-//! Room for full histories: which sessions the agent pins on its own, and what their turns reserve.
+//! Decides which sessions the agent pins on its own, and how much KV their full histories reserve.
+//!
+//! A full history is a turn that holds the whole conversation. A pinned session keeps its KV and a
+//! request row to itself. The shim, Berth's part in the engine's process, trims a full history: it
+//! removes the tokens that the session already has.
 
 use std::time::Instant;
 
 use proto::{id::SessionKey, load::Retention};
 
 use super::DIVERGENCE_STREAK_MAX;
-use crate::session::table::{Need, Table};
+use crate::session::table::{MeasuredHistory, Need, Table};
 
-/// Tokens reserved at least for an answer without a limit, in a session that the agent pinned on
+/// The least tokens reserved for an answer without a limit, in a session that the agent pinned on
 /// its own. SGLang itself reserves no more than this for such an answer. A longer answer grows into
 /// the part of the pool that the pin budget leaves free, and is counted when the turn has ended.
-const ANSWER_TOKENS: u64 = 4096;
-/// The reservation is also at least this many times the session's longest answer so far. A session
-/// that reasons at length usually does so again.
+const ANSWER_TOKENS_MIN: u64 = 4096;
+/// The reservation for such an answer is also at least this many times the session's longest answer
+/// so far. A session that reasons at length usually does so again.
 const LONGEST_ANSWER_FACTOR: u64 = 2;
 /// Tokens that a chat template may put around what a turn adds.
 const TEMPLATE_TOKENS: u64 = 32;
-/// A session holds its row while it is idle too. Sessions that the agent pins on its own use only
-/// rows up to this part of all rows. Else running turns would lack rows while the pool has room.
-const ROWS_LEFT_DIVISOR: u32 = 2;
-/// Bytes of text that are counted as one token, to estimate prompts: English and code have 3.5 to
-/// 4.5. If a text has fewer, the shim refuses a prompt beyond the reserved room and reports its
-/// size.
+/// The agent pins a session on its own only while pinned sessions hold less than one over this
+/// divisor of all rows. A pinned session holds its row while it is idle too. If such sessions held
+/// more rows, running turns would lack rows while the pool has room.
+const AUTO_PIN_ROWS_DIVISOR: u32 = 2;
+/// Bytes of text that are counted as one token, to estimate prompts. English and code have 3.5 to
+/// 4.5. If a text has fewer bytes per token, its prompt exceeds the estimate. The shim then doesn't
+/// run the turn in the reserved room, and reports the prompt's size.
 const BYTES_PER_TOKEN: u64 = 3;
 
 impl Table {
-    /// Whether to pin a session now whose client asked for no retention. It must come back soon,
-    /// its full histories must be trimmable, and it must fit without taking room from other
-    /// sessions.
+    /// Whether to pin a session now whose client asked for no retention. The session must come back
+    /// soon, the shim must be able to trim its full histories, and it must fit without taking room
+    /// from other sessions.
     pub(in super::super) fn should_pin(&self, now: Instant, key: &SessionKey, need: Need) -> bool {
         let session = &self.sessions[key];
         let may_pin = self.rules.auto_pin
@@ -36,7 +41,7 @@ impl Table {
             && session.retention != Retention::Pinned
             && session.full_history.is_sent
             && session.full_history.divergence_streak <= DIVERGENCE_STREAK_MAX
-            && session.full_history.no_pin_before.is_none_or(|after| after <= now)
+            && session.full_history.no_pin_before.is_none_or(|earliest| earliest <= now)
             && self.accounts[session.dp_rank as usize].can_demote()
             && self.engine.retentions.contains(&Retention::Pinned);
         let comes_back_soon = session.turns > 0 && session.idle(now) <= self.rules.demote_idle;
@@ -44,28 +49,29 @@ impl Table {
         if !(may_pin && comes_back_soon && is_only_turn) || self.is_taking_over() {
             return false;
         }
-        let row_is_free = matches!(self.row_shortage(session.dp_rank), Ok(None));
+        let has_free_row = matches!(self.row_shortage(session.dp_rank), Ok(None));
         let rows = self.capacity(session.dp_rank).map_or(0, |capacity| capacity.rows);
-        let rows_are_left = self.totals(session.dp_rank).rows_held < rows / ROWS_LEFT_DIVISOR;
-        row_is_free && rows_are_left && self.fits_pinned(key, self.full_history_target(key, need))
+        let leaves_rows = self.totals(session.dp_rank).rows_held < rows / AUTO_PIN_ROWS_DIVISOR;
+        has_free_row && leaves_rows && self.fits_pinned(key, self.full_history_target(key, need))
     }
 
-    /// Whether the session fits into the pin budget and the pool if it holds `target` tokens.
-    pub(super) fn fits_pinned(&self, key: &SessionKey, target: u64) -> bool {
+    /// Whether the session fits into the pin budget and the pool if it holds `target_tokens`.
+    pub(super) fn fits_pinned(&self, key: &SessionKey, target_tokens: u64) -> bool {
         let session = &self.sessions[key];
-        let held_now = match session.retention {
+        let session_tokens_now = match session.retention {
             Retention::Pinned if session.holds_row => {
                 self.round_to_pages(session.resident_tokens.max(session.reserved_tokens))
             }
             _ => 0,
         };
-        let (Ok((held, max)), Ok(capacity)) =
+        let (Ok((pinned_tokens, budget)), Ok(capacity)) =
             (self.pinned_and_budget(session.dp_rank), self.capacity(session.dp_rank))
         else {
             return false;
         };
-        let room = self.room_to_pin(session.dp_rank, capacity.pool_tokens);
-        held - held_now + self.round_to_pages(target) <= max.min(room)
+        let pool_room = self.room_to_pin(session.dp_rank, capacity.pool_tokens);
+        pinned_tokens - session_tokens_now + self.round_to_pages(target_tokens)
+            <= budget.min(pool_room)
     }
 
     /// Returns the most tokens that a full history and its answer may have.
@@ -75,24 +81,26 @@ impl Table {
         tokens.saturating_add(self.reserved_answer_tokens(key, need)).min(context)
     }
 
+    /// Returns the tokens to reserve for an answer: its limit, or a likely length if it has none.
     pub(super) fn reserved_answer_tokens(&self, key: &SessionKey, need: Need) -> u64 {
         let context = self.engine.context_tokens;
         let session = &self.sessions[key];
         let longest =
             session.full_history.longest_answer_tokens.saturating_mul(LONGEST_ANSWER_FACTOR);
-        let likely = longest.max(ANSWER_TOKENS).min(context);
-        let unlimited = if session.has_auto_retention() { likely } else { context };
-        need.answer_tokens.unwrap_or(unlimited)
+        let likely = longest.max(ANSWER_TOKENS_MIN).min(context);
+        let without_limit = if session.has_auto_retention() { likely } else { context };
+        need.answer_tokens.unwrap_or(without_limit)
     }
 
-    /// Returns the most tokens that a full history may have. The tokens sent before are known, the
-    /// added ones are estimated, and the shim enforces the result.
+    /// Returns the most tokens that a full history may have to run in its session. The tokens of an
+    /// earlier full history are known, the added tokens are estimated, and the shim enforces the
+    /// result.
     pub(super) fn full_history_tokens(&self, key: &SessionKey, need: Need) -> u64 {
         let bound = need.prompt_tokens;
         let tokens = match self.sessions[key].full_history.last_measured {
             _ if need.exact => bound,
-            Some((before, tokens)) => {
-                let added = bound.saturating_sub(before).div_ceil(BYTES_PER_TOKEN);
+            Some(MeasuredHistory { prompt_tokens_bound, tokens }) => {
+                let added = bound.saturating_sub(prompt_tokens_bound).div_ceil(BYTES_PER_TOKEN);
                 tokens.saturating_add(added).saturating_add(TEMPLATE_TOKENS)
             }
             None => bound.div_ceil(BYTES_PER_TOKEN),

@@ -1,4 +1,7 @@
-//! The shim's plan for a full history, and how the turn ran.
+//! Describes the shim's plan for a full history, and what became of the turn.
+//!
+//! A trim turn is a turn with a full history (the whole conversation) that was admitted to a pinned
+//! session. The shim compares its prompt with the session's history, and plans how the turn runs.
 
 use crate::shim::trim::Plan;
 
@@ -11,13 +14,14 @@ pub struct TrimPlan {
     pub incarnation: String,
     /// How the turn is to run.
     pub decision: Plan,
-    /// Leading tokens that the prompt shares with the session's history.
+    /// The number of leading tokens that the prompt shares with the session's history.
     pub shared_tokens: u64,
-    /// Tokens of the session's history.
+    /// The number of tokens of the session's history before the turn.
     pub committed_tokens: u64,
-    /// Tokens that are appended to the session's history.
+    /// The number of tokens that are appended to the session's history; 0 if the turn doesn't run
+    /// in the session.
     pub appended_tokens: u64,
-    /// Tokens of the whole prompt.
+    /// The number of tokens of the whole prompt. 0 if the shim did not examine the prompt.
     pub prompt_tokens: u64,
 }
 
@@ -26,17 +30,20 @@ pub struct TrimPlan {
 pub enum TrimOutcome {
     /// The turn continued the session's history, token id for token id.
     Trimmed,
-    /// Retokenized: the turn continued the session's history as text, but with other token ids.
+    /// The turn continued the session's history as text, but with other token ids.
     Retokenized,
-    /// The turn started a new incarnation: the session's history was another one, or was lost.
+    /// The turn started a new incarnation, because the session's history was another one or was
+    /// lost.
     Reopened,
     /// The turn ran beside its session, because its prompt is another history.
     Diverged,
     /// The turn ran beside its session, because it couldn't run in it.
     Refused,
-    /// The shim refused the turn, because it doesn't continue a session that takes deltas.
+    /// The shim refused the turn. The session takes deltas, so its history must not be replaced,
+    /// and the turn doesn't continue it.
     NotContinued,
-    /// Unknown: the session was closed or lost meanwhile, or the turn's client disconnected.
+    /// It is unknown what became of the turn: its session was closed or lost meanwhile, or its
+    /// client disconnected.
     Gone,
 }
 
