@@ -89,7 +89,7 @@ pub struct Rules {
     /// this long. A stuck engine must be restarted.
     pub stuck_after: Duration,
     /// Whether the agent pins sessions whose clients asked for no retention. It pins those that
-    /// come back soon, and only where the shim trims full histories.
+    /// come back soon, where the shim trims full histories.
     pub auto_pin: bool,
     /// The guards that are switched on.
     pub guards: Guards,
@@ -243,7 +243,7 @@ enum GoneReason {
     Reclaimed,
 }
 
-/// What the table asks its owner to do or to report. The owner carries effects out in order.
+/// What the table asks its owner to do or to report, in order.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Effect {
     /// Sends a turn to the engine, or tells a client that the session it opened is open.

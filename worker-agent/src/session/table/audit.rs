@@ -1,4 +1,6 @@
-//! The table's totals, and checks of its invariants.
+//! Returns the table's totals, and checks that the table keeps its promises.
+//!
+//! Debug builds and the simulation run the checks. The promises are listed in the doc of [`super`].
 
 use proto::load::Retention;
 
@@ -21,25 +23,25 @@ impl Table {
         }
         let guards = self.rules.guards;
         for (key, session) in &self.sessions {
-            let alone = !session.exclusive || session.turns_running <= 1;
+            let is_sequential = !session.exclusive || session.turns_running <= 1;
             assert!(
-                alone || !guards.hold(Guard::OneTurn),
+                is_sequential || !guards.hold(Guard::OneTurn),
                 "two turns of one exclusive session are inside"
             );
-            let shared = session.retention == Retention::Pinned && !session.exclusive;
+            let is_shared_pin = session.retention == Retention::Pinned && !session.exclusive;
             assert!(
-                !shared || session.has_auto_retention(),
+                !is_shared_pin || session.has_auto_retention(),
                 "a session that its client pinned is shared"
             );
-            let left = session.is_open_for_nothing();
+            let is_open_for_nothing = session.is_open_for_nothing();
             assert!(
-                !left,
+                !is_open_for_nothing,
                 "{key:?} was opened for a turn that never reached the engine, and is still open"
             );
             let count_in = |state| {
                 let tickets = self.tickets.values().filter(move |ticket| ticket.state == state);
-                let own = tickets.filter(|ticket| ticket.generation == session.generation);
-                own.filter(|ticket| ticket.key.as_ref() == Some(key)).count()
+                let of_session = tickets.filter(|ticket| ticket.generation == session.generation);
+                of_session.filter(|ticket| ticket.key.as_ref() == Some(key)).count()
             };
             if guards.hold(Guard::EndAcknowledged) {
                 let waiting = count_in(TicketState::Claimed) + count_in(TicketState::Queued);
@@ -54,8 +56,8 @@ impl Table {
                         && ticket.is_pinned
                         && ticket.incarnation == session.incarnation
                 });
-                let one = inside.count() <= 1;
-                assert!(one || !guards.hold(Guard::OneTurn), "two turns run on one history");
+                let is_single = inside.count() <= 1;
+                assert!(is_single || !guards.hold(Guard::OneTurn), "two turns run on one history");
             }
         }
     }
@@ -66,8 +68,8 @@ impl Table {
         let count = ids.len();
         ids.sort_unstable();
         ids.dedup();
-        let fresh = self.rules.guards.hold(Guard::FreshIncarnation);
-        assert!(ids.len() == count || !fresh, "an incarnation is used twice");
+        let must_be_fresh = self.rules.guards.hold(Guard::FreshIncarnation);
+        assert!(ids.len() == count || !must_be_fresh, "an incarnation is used twice");
         for (incarnation, key) in &self.by_incarnation {
             assert_eq!(
                 &self.sessions[key].incarnation, incarnation,
@@ -87,13 +89,13 @@ impl Table {
         let of_rank = self.sessions.values().filter(|session| session.dp_rank == dp_rank);
         of_rank.for_each(|session| counted.add_session(session, self.engine.page_tokens));
         let kept = self.totals(dp_rank);
-        let mut inherited = 0;
+        let mut inherited_rows = 0;
         for one in self.pending_closes.values().filter(|one| one.dp_rank == dp_rank) {
             if self.rules.guards.hold(Guard::CountedUntilClosed) {
                 counted.totals.rows_held += u32::from(one.holds_row);
                 counted.totals.pinned_tokens += one.tokens;
             }
-            inherited += u32::from(one.is_inherited);
+            inherited_rows += u32::from(one.is_inherited);
         }
         counted.totals.foreign_rows = kept.foreign_rows;
         counted.totals.foreign_tokens = kept.foreign_tokens;
@@ -110,12 +112,13 @@ impl Table {
         let Some(capacity) = self.engine.ranks.get(dp_rank as usize) else { return };
         assert!(kept.turns_running <= capacity.turns_max, "too many turns inside");
         let rows_max = capacity.rows.saturating_sub(capacity.rows_reserve);
-        let own = kept.rows_held - kept.foreign_rows - inherited;
-        let reserved = self.rules.guards.hold(Guard::RowsReserve);
-        assert!(own <= rows_max || !reserved, "pinned sessions took the reserved rows");
-        let planned = |one: &&super::Session| one.phase == Phase::Planned && one.turns_running > 0;
+        let own_rows = kept.rows_held - kept.foreign_rows - inherited_rows;
+        let is_guarded = self.rules.guards.hold(Guard::RowsReserve);
+        assert!(own_rows <= rows_max || !is_guarded, "pinned sessions took the reserved rows");
+        let runs_unopened =
+            |one: &&super::Session| one.phase == Phase::Planned && one.turns_running > 0;
         assert!(
-            !self.sessions.values().any(|one| planned(&one)),
+            !self.sessions.values().any(|one| runs_unopened(&one)),
             "a turn runs in a session that isn't open"
         );
     }

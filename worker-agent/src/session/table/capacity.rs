@@ -1,54 +1,61 @@
-//! What a turn may need of a rank, and what the rank has left for pinned sessions.
+//! Computes how much room a turn may need on a rank, and what the rank has left for pinned
+//! sessions.
+//!
+//! A pinned session keeps its KV and a request row to itself. The KV of plain turns is in the radix
+//! tree.
 
 use proto::id::SessionKey;
 
 use super::{Error, Guard, Need, Table, reclaim::Shortage};
 
-/// The most tokens of an answer for which the engine reserves room if the answer may end early. The
-/// same as a constant of SGLang.
-const ANSWER_AHEAD: u64 = 4096;
+/// The most tokens that the engine reserves for an answer before it starts a turn, if the answer
+/// may end early. The same as a constant of SGLang.
+const ANSWER_TOKENS_AHEAD: u64 = 4096;
 
 impl Table {
-    /// Returns how many tokens of the pool pinned sessions may hold beside large plain turns.
-    pub(super) fn room_to_pin(&self, dp_rank: u32, pool: u64) -> u64 {
-        let large = self.accounts[dp_rank as usize].largest_turn_tokens();
-        let held = self.rules.guards.hold(Guard::LargeTurnWaits);
-        let room = if held { pool.saturating_sub(large) } else { pool };
-        // The engine needs free more than one page beyond a turn's need.
-        room.min(pool.saturating_sub(self.engine.page_tokens + 1))
+    /// Returns how many tokens of the pool pinned sessions may hold, so that the largest plain turn
+    /// that runs or waits has room too.
+    pub(super) fn room_to_pin(&self, dp_rank: u32, pool_tokens: u64) -> u64 {
+        let largest_turn = self.accounts[dp_rank as usize].largest_turn_tokens();
+        let is_guarded = self.rules.guards.hold(Guard::LargeTurnWaits);
+        let room = if is_guarded { pool_tokens.saturating_sub(largest_turn) } else { pool_tokens };
+        // The engine starts a turn only if more than one page is free beyond the turn's need.
+        room.min(pool_tokens.saturating_sub(self.engine.page_tokens + 1))
     }
 
-    /// Returns the most KV tokens that a pinned session may hold after a turn.
-    pub(super) fn kv_target(&self, key: &SessionKey, need: Need, delta: bool) -> u64 {
+    /// Returns the most KV tokens that a pinned session may hold after a turn that runs in it.
+    pub(super) fn kv_target(&self, key: &SessionKey, need: Need, is_delta: bool) -> u64 {
         let (session, guards) = (&self.sessions[key], self.rules.guards);
         if !guards.hold(Guard::GrowthReserved) {
             return session.resident_tokens;
         }
-        if !delta && self.shim_trims {
+        if !is_delta && self.shim_trims {
             return self.full_history_target(key, need).max(session.resident_tokens);
         }
         // A history whose KV is not resident is computed again and needs room.
-        let before = if guards.hold(Guard::HistoryReserved) {
+        let tokens_before = if guards.hold(Guard::HistoryReserved) {
             session.history_tokens
         } else {
             session.resident_tokens
         };
         let context = self.engine.context_tokens;
         let answer = need.answer_tokens.unwrap_or(context);
-        before.saturating_add(need.prompt_tokens).saturating_add(answer).min(context)
+        tokens_before.saturating_add(need.prompt_tokens).saturating_add(answer).min(context)
     }
 
-    /// Returns the tokens that the engine needs free before it starts a plain turn: the prompt in
-    /// whole pages, the part of the answer that it reserves, and more than one page beyond them.
+    /// Returns the tokens that must be free before the engine starts a plain turn: the prompt in
+    /// whole pages, the part of the answer that the engine reserves, and more than one page beyond
+    /// them.
     pub(super) fn tokens_engine_needs(&self, need: Need) -> u64 {
-        let (context, page) = (self.engine.context_tokens, self.engine.page_tokens);
+        let (context, page_tokens) = (self.engine.context_tokens, self.engine.page_tokens);
         let prompt = need.prompt_tokens.min(context);
-        let ahead = if need.ignores_eos { context } else { ANSWER_AHEAD };
-        let answer = need.answer_tokens.unwrap_or(context).min(context - prompt).min(ahead);
-        self.round_to_pages(prompt) + answer + page + 1
+        let answer_max = if need.ignores_eos { context } else { ANSWER_TOKENS_AHEAD };
+        let answer = need.answer_tokens.unwrap_or(context).min(context - prompt).min(answer_max);
+        self.round_to_pages(prompt) + answer + page_tokens + 1
     }
 
-    /// Returns the shortage of rows if one more pinned session would use a reserved row.
+    /// Returns the shortage of rows that one more pinned session would meet, because it would use a
+    /// reserved row. `None` if a row is free.
     pub(super) fn row_shortage(&self, dp_rank: u32) -> Result<Option<Shortage>, Error> {
         let capacity = self.capacity(dp_rank)?;
         let reserve =

@@ -1,8 +1,8 @@
-//! Closes that the engine has not confirmed.
+//! Closes incarnations at the engine, and repeats each close until the engine has confirmed it.
 //!
-//! The row and KV of such an incarnation stay counted until the engine has confirmed the close, and
-//! the close is repeated until then. If it is never confirmed, the engine is at fault and only its
-//! restart helps.
+//! An incarnation is one life of a session in the engine. Its row and KV stay counted until the
+//! engine has confirmed the close. If the engine never confirms it, the engine is at fault, and
+//! only a restart of the engine helps.
 
 use std::time::{Duration, Instant};
 
@@ -13,14 +13,15 @@ use super::{
     Session, SessionEvent, Table,
 };
 
-/// The shortest time after which an unconfirmed close is repeated. The engine itself handles
-/// deferred closes once a second.
-const CLOSE_AGAIN: Duration = Duration::from_millis(250);
-/// The longest time after which an unconfirmed close is repeated.
-const CLOSE_AGAIN_MAX: Duration = Duration::from_secs(5);
-/// How long a suspect session waits for the shim's session table. The shim reports a turn's end
-/// within a scheduler step; even a long prefill step is shorter than this.
-const VERIFIED_WITHIN: Duration = Duration::from_secs(5);
+/// The shortest pause before an unconfirmed close is repeated. The engine itself handles deferred
+/// closes once a second.
+const CLOSE_PAUSE_MIN: Duration = Duration::from_millis(250);
+/// The longest pause before an unconfirmed close is repeated.
+const CLOSE_PAUSE_MAX: Duration = Duration::from_secs(5);
+/// How long a suspect session waits for the shim's session table. The shim (Berth's part in the
+/// engine's process) reports a turn's end within a scheduler step. Even a long prefill step is
+/// shorter than this.
+const VERIFY_TIME_MAX: Duration = Duration::from_secs(5);
 
 /// A close that the engine has not confirmed.
 #[derive(Debug)]
@@ -33,15 +34,16 @@ pub(super) struct PendingClose {
     pub(super) rid: Option<String>,
     /// Whether an earlier agent process opened the session.
     pub(super) is_inherited: bool,
-    pub(super) since: Instant,
-    /// When to repeat the close; `None` while an answer is awaited.
+    /// When the close was first requested.
+    pub(super) begun_at: Instant,
+    /// When to repeat the close. `None` while the engine's answer is awaited.
     pub(super) repeat_at: Option<Instant>,
     /// Whether the engine has reported that the session still exists.
     pub(super) is_kept_by_engine: bool,
 }
 
 impl PendingClose {
-    /// Returns the close of an incarnation that holds nothing, if it is open at all.
+    /// Returns the close of an incarnation that holds no row and no KV.
     pub(super) fn empty(now: Instant) -> Self {
         Self {
             dp_rank: 0,
@@ -49,7 +51,7 @@ impl PendingClose {
             tokens: 0,
             rid: None,
             is_inherited: false,
-            since: now,
+            begun_at: now,
             repeat_at: None,
             is_kept_by_engine: false,
         }
@@ -94,7 +96,7 @@ impl Table {
         if result != CloseResult::Confirmed && self.rules.guards.hold(Guard::CloseRepeated) {
             // The longer a close takes, the less often it is repeated.
             let waited = now.saturating_duration_since(closing.begun_at);
-            closing.repeat_at = Some(now + (waited / 4).clamp(CLOSE_AGAIN, CLOSE_AGAIN_MAX));
+            closing.repeat_at = Some(now + (waited / 4).clamp(CLOSE_PAUSE_MIN, CLOSE_PAUSE_MAX));
             return;
         }
         let closing = self.pending_closes.remove(incarnation).expect("just seen");
@@ -115,17 +117,18 @@ impl Table {
         self.drop_session(now, key, &Error::Unknown);
     }
 
-    /// Closes a session whose only turns were refused or given up. Their clients don't know that it
-    /// was opened for them, and a router that hasn't heard of it can't close it.
+    /// Closes a session whose only turns were refused or given up. Otherwise it would stay open:
+    /// its clients don't know that it was opened for them, and a router that hasn't heard of it
+    /// can't close it.
     pub(super) fn close_unused(&mut self, now: Instant, key: &SessionKey) {
-        let left = self.sessions.get(key).is_some_and(Session::is_open_for_nothing);
-        if left && self.rules.guards.hold(Guard::UnusedClosed) {
+        let is_leftover = self.sessions.get(key).is_some_and(Session::is_open_for_nothing);
+        if is_leftover && self.rules.guards.hold(Guard::UnusedClosed) {
             let _ = self.begin_close(now, key);
         }
     }
 
-    /// Closes a pinned session at the engine, but keeps it in the table: its client is told why at
-    /// its next turn.
+    /// Closes a pinned session at the engine, but keeps it in the table, so that its client is told
+    /// why with the client's next turn.
     pub(super) fn retire(&mut self, now: Instant, key: &SessionKey, reason: GoneReason) {
         let event = match reason {
             GoneReason::Reclaimed => SessionEvent::Reclaimed,
@@ -145,20 +148,20 @@ impl Table {
         self.schedule_deadline_at(session.last_turn_end + session.idle_max);
     }
 
-    /// Makes a session suspect after a turn's end left its history uncertain: the shim's session
-    /// table decides. Without a shim, or without an expected history, closes the session at the
-    /// engine.
+    /// Makes a session suspect, because a turn's end left its history uncertain. The shim's session
+    /// table must then report the `expected` history. Without a shim or an expected history, closes
+    /// the session at the engine.
     pub(super) fn make_suspect(
         &mut self,
         now: Instant,
         key: &SessionKey,
         expected: Option<ExpectedHistory>,
     ) {
-        let verifies = self.accounts[self.sessions[key].dp_rank as usize].can_verify();
-        let (true, Some(expected)) = (verifies, expected) else {
+        let can_verify = self.accounts[self.sessions[key].dp_rank as usize].can_verify();
+        let (true, Some(expected)) = (can_verify, expected) else {
             return self.retire(now, key, GoneReason::HistoryUnknown);
         };
-        let until = now + VERIFIED_WITHIN;
+        let until = now + VERIFY_TIME_MAX;
         let (dp_rank, rid) = self.change_session(key, |session| {
             session.phase = Phase::Suspect { expected, until, table_requested: false };
             (session.dp_rank, session.lost_rid.clone())
@@ -167,8 +170,9 @@ impl Table {
         self.schedule_deadline_at(until);
     }
 
-    /// Handles an audit's finding that pages of a session's KV also belong to others, or that
-    /// others wrote to them. No further turn runs on them; a running turn ends first.
+    /// Handles an audit's finding that pages of a session's KV also belong to other sessions, or
+    /// that other sessions wrote to them. No further turn runs on these pages. A running turn ends
+    /// first.
     pub fn handle_corruption(&mut self, now: Instant, incarnation: &str) {
         let Some(key) = self.by_incarnation.get(incarnation).cloned() else { return };
         self.change_session(&key, |session| session.is_corrupt = true);
@@ -192,14 +196,15 @@ impl Table {
         self.by_incarnation.get(incarnation)
     }
 
+    /// Requests the close of a session's incarnation, as its retention needs.
     pub(super) fn close_at_engine(&mut self, now: Instant, key: &SessionKey) {
         let session = &self.sessions[key];
         let incarnation = session.incarnation.clone();
         match session.retention {
             Retention::Pinned => {
-                let held = session.resident_tokens.max(session.reserved_tokens);
+                let held_tokens = session.resident_tokens.max(session.reserved_tokens);
                 let holds_row = session.holds_row;
-                let tokens = if holds_row { self.round_to_pages(held) } else { 0 };
+                let tokens = if holds_row { self.round_to_pages(held_tokens) } else { 0 };
                 let (dp_rank, rid) = (session.dp_rank, session.lost_rid.clone());
                 let closing =
                     PendingClose { dp_rank, holds_row, tokens, rid, ..PendingClose::empty(now) };
@@ -214,6 +219,8 @@ impl Table {
         }
     }
 
+    /// Requests the close of a pinned incarnation, and counts what it holds until the engine has
+    /// confirmed the close.
     pub(super) fn start_close(&mut self, incarnation: String, closing: PendingClose) {
         if self.pending_closes.contains_key(&incarnation) {
             return;
@@ -238,6 +245,7 @@ impl Table {
         }
     }
 
+    /// Repeats the closes whose pause has passed.
     pub(super) fn repeat_closes(&mut self, now: Instant) {
         for (incarnation, closing) in &mut self.pending_closes {
             if closing.repeat_at.take_if(|due| *due <= now).is_some() {
@@ -248,21 +256,22 @@ impl Table {
         }
     }
 
-    /// Forgets all unconfirmed closes, because the engine process seems to have ended. The journal
-    /// keeps them until another process is there, in case the same process answers again.
+    /// Forgets all unconfirmed closes, because the engine process seems to have ended. In case the
+    /// same process answers again, the journal keeps them until it names another engine process.
     pub(super) fn forget_closes(&mut self) {
         for closing in std::mem::take(&mut self.pending_closes).into_values() {
             self.uncount_close(&closing);
         }
     }
 
-    /// Returns why the engine must be restarted, if it must: it keeps a session half closed, or
-    /// doesn't end an aborted turn.
+    /// Returns why the engine must be restarted, if it must. It must if it keeps a session half
+    /// closed, or doesn't end an aborted turn.
     #[must_use]
     pub fn restart_required(&self, now: Instant) -> Option<String> {
-        let late = |since: Instant| since + self.rules.stuck_after <= now;
-        // If the engine can't be asked, it isn't at fault.
-        let is_stuck = |one: &&PendingClose| one.is_kept_by_engine && late(one.begun_at);
+        let is_overdue = |since: Instant| since + self.rules.stuck_after <= now;
+        // A close counts only if the engine has said that the session still exists. If the engine
+        // can't be asked, it isn't at fault.
+        let is_stuck = |one: &&PendingClose| one.is_kept_by_engine && is_overdue(one.begun_at);
         let closes = self.pending_closes.values().filter(is_stuck).count();
         if closes > 0 {
             return Some(format!(
@@ -271,7 +280,7 @@ impl Table {
             ));
         }
         let abandoned = self.tickets.values().filter_map(|ticket| ticket.abandoned_since);
-        let turns = abandoned.filter(|since| late(*since)).count();
+        let turns = abandoned.filter(|since| is_overdue(*since)).count();
         (turns > 0).then(|| {
             format!("the engine doesn't end {turns} aborted turns; restart it to free their rows")
         })

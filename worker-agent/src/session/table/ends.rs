@@ -1,4 +1,7 @@
-//! What the end of a turn does to its session.
+//! Updates a session when one of its turns ends.
+//!
+//! A turn is one request and its answer. How it ended decides whether its prompt and answer became
+//! history of its session, and whether the agent can be sure of that.
 
 use std::time::Instant;
 
@@ -7,8 +10,8 @@ use proto::{id::SessionKey, load::Retention};
 use super::{ExpectedHistory, Guard, Outcome, Phase, Table, Ticket, TicketState, Usage};
 
 impl Table {
-    /// Handles a client's disconnect during its turn. The turn is being aborted, and stays inside
-    /// until the engine acknowledges its end.
+    /// Handles a client's disconnect during its turn. The caller aborts the turn at the engine. The
+    /// turn counts as inside until the engine acknowledges its end.
     pub fn abandon_turn(&mut self, now: Instant, rid: &str) {
         let Some(ticket) = self.tickets.get_mut(rid) else { return };
         if ticket.state != TicketState::Inside {
@@ -57,21 +60,22 @@ impl Table {
         self.debug_check();
     }
 
-    /// Marks waiting deltas that were claimed after this turn as is_orphaned: the history that they
-    /// append to will not exist.
+    /// Marks waiting deltas (turns with only new tokens) that were claimed after this turn as
+    /// orphaned, because the history that they were to append to will not exist.
     pub(super) fn orphan_followers(&mut self, ticket: &Ticket) {
         if ticket.key.is_none() {
             return;
         }
-        for one in self.tickets.values_mut() {
-            let delta = one.claim.as_ref().is_some_and(|claim| claim.delta && !claim.open);
-            one.is_orphaned |= delta
-                && one.generation == ticket.generation
-                && one.claim_order > ticket.claim_order
-                && one.state != TicketState::Inside;
+        for other in self.tickets.values_mut() {
+            let is_delta = other.claim.as_ref().is_some_and(|claim| claim.delta && !claim.open);
+            other.is_orphaned |= is_delta
+                && other.generation == ticket.generation
+                && other.claim_order > ticket.claim_order
+                && other.state != TicketState::Inside;
         }
     }
 
+    /// Updates the session of a turn that ran in it or beside it, on the radix tree.
     fn settle_end(
         &mut self,
         now: Instant,
@@ -84,27 +88,28 @@ impl Table {
             return self.undo_admission(key, ticket.had_no_kv);
         }
         let outcome = self.measure_full_history(key, ticket, outcome);
-        let pinned = self.sessions[key].retention == Retention::Pinned;
-        if ticket.is_pinned && pinned {
+        let is_pinned = self.sessions[key].retention == Retention::Pinned;
+        if ticket.is_pinned && is_pinned {
             if !self.settle_uncertain_trim(now, key, (rid, ticket), outcome) {
                 self.settle_pinned(now, key, rid, ticket, outcome);
             }
             return;
         }
-        // In a pinned session, only a turn that ran beside it gets here.
-        let beside = pinned;
+        // If the session is pinned, the turn ran beside it.
+        let ran_beside = is_pinned;
         if let Outcome::Finished(usage) | Outcome::Unheard(usage) = outcome {
             self.change_session(key, |session| {
                 session.turns += 1;
                 // A turn that ran beside a pinned session doesn't change the session's history.
-                session.full_history.client_may_be_ahead |= beside;
-                if let Some(usage) = usage.filter(|_| !beside) {
+                session.full_history.client_may_be_ahead |= ran_beside;
+                if let Some(usage) = usage.filter(|_| !ran_beside) {
                     session.record_usage(usage);
                 }
             });
         }
     }
 
+    /// Updates a pinned session after a turn that ran in it.
     fn settle_pinned(
         &mut self,
         now: Instant,
@@ -128,17 +133,18 @@ impl Table {
             Outcome::Finished(usage) => {
                 self.record_growth(key, usage);
                 self.note_hidden_end_tokens(key, ticket, usage);
-                let retracted = usage.is_some_and(|usage| usage.retractions > 0);
+                let was_retracted = usage.is_some_and(|usage| usage.retractions > 0);
                 if !is_open {
                 } else if usage.is_none_or(|usage| !ticket.follows_history(history_before, usage))
                     && guards.hold(Guard::HistoryChecked)
                 {
-                    // For a planned turn, the shim has compared the engine's own count with the
-                    // plan. The usage that a route reports may be lower: one route subtracts its
-                    // template's tokens.
-                    let planned = ticket.trim_turn.as_ref().and_then(|one| one.prompt_tokens);
-                    self.make_suspect(now, key, planned.map(ExpectedHistory::AtLeast));
-                } else if retracted && guards.hold(Guard::RetractionSuspect) {
+                    // If the shim has planned the turn, it has also compared the engine's own count
+                    // with the plan. The usage that a route reports may be lower, because one route
+                    // subtracts its template's tokens.
+                    let planned_tokens =
+                        ticket.trim_turn.as_ref().and_then(|turn| turn.planned_prompt_tokens);
+                    self.make_suspect(now, key, planned_tokens.map(ExpectedHistory::AtLeast));
+                } else if was_retracted && guards.hold(Guard::RetractionSuspect) {
                     // The engine commits a partial answer when it retracts a turn from its batch,
                     // so only the engine knows the final history.
                     let history_tokens = self.sessions[key].history_tokens;
@@ -152,8 +158,8 @@ impl Table {
                 }
             }
             Outcome::Partial if guards.hold(Guard::RetractionSuspect) => {
-                // The reserved tokens stay counted until the shim's session table or a close
-                // settles the session.
+                // The reserved tokens stay counted until the shim's session table or a close makes
+                // the session certain.
                 if is_open {
                     self.make_suspect(now, key, Some(ExpectedHistory::Exactly(history_before)));
                 }
@@ -164,21 +170,23 @@ impl Table {
                     self.change_session(key, |session| session.lost_rid = Some(rid.to_owned()));
                 }
                 if is_open && guards.hold(Guard::LostEndSuspect) {
-                    // If the engine committed nothing of the turn, its history is the one the
-                    // client knows.
+                    // The session can continue only if the engine committed nothing of the turn.
+                    // Then the history is the one that the client knows.
                     self.make_suspect(now, key, Some(ExpectedHistory::Exactly(history_before)));
                 }
             }
         }
     }
 
-    /// Records where an answer begins if its text may hide end tokens (`ignore_eos`).
+    /// Records where the turn's answer begins, if its text may hide end tokens (`ignore_eos`).
     fn note_hidden_end_tokens(&mut self, key: &SessionKey, ticket: &Ticket, usage: Option<Usage>) {
-        let ignores_eos = usage.filter(|_| ticket.need.ignores_eos);
+        let measured_usage = usage.filter(|_| ticket.need.ignores_eos);
         let session = self.sessions.get_mut(key).expect("the caller has seen it");
-        session.full_history.hidden_end_tokens_from = ignores_eos.map(|usage| usage.prompt_tokens);
+        session.full_history.hidden_end_tokens_from =
+            measured_usage.map(|usage| usage.prompt_tokens);
     }
 
+    /// Records that a turn became history of its session.
     fn record_growth(&mut self, key: &SessionKey, usage: Option<Usage>) {
         self.change_session(key, |session| {
             session.turns += 1;
@@ -197,15 +205,19 @@ impl Ticket {
         self.claim.as_ref().is_some_and(|claim| claim.close)
     }
 
-    /// Whether the prompt that the engine ran is the `history_tokens` of the session plus what the
-    /// turn sent.
+    /// Whether the engine ran the prompt that the agent expected: the session's `history_tokens`
+    /// plus what the turn sent.
     fn follows_history(&self, history_tokens: u64, usage: Usage) -> bool {
-        if let Some(planned) = self.trim_turn.as_ref().and_then(|turn| turn.prompt_tokens) {
-            return usage.prompt_tokens == planned;
+        if let Some(planned_tokens) =
+            self.trim_turn.as_ref().and_then(|turn| turn.planned_prompt_tokens)
+        {
+            return usage.prompt_tokens == planned_tokens;
         }
-        let Some(sent) = usage.prompt_tokens.checked_sub(history_tokens) else { return false };
+        let Some(sent_tokens) = usage.prompt_tokens.checked_sub(history_tokens) else {
+            return false;
+        };
         // The engine drops the leading BOS token of a prompt that it appends to a history.
-        let bos_dropped = history_tokens > 0 && sent + 1 == self.need.prompt_tokens;
-        !self.need.exact || sent == self.need.prompt_tokens || bos_dropped
+        let was_bos_dropped = history_tokens > 0 && sent_tokens + 1 == self.need.prompt_tokens;
+        !self.need.exact || sent_tokens == self.need.prompt_tokens || was_bos_dropped
     }
 }

@@ -1,4 +1,8 @@
-//! What the table learns from the engine: its capacity, load samples, the shim's reports, its loss.
+//! Handles what the engine and the shim report: load, the engine's sessions, and the engine's loss.
+//!
+//! The shim is Berth's part in the engine's process. A foreign session is one that another client
+//! of the engine opened. An incarnation is one life of a session in the engine; its id is the
+//! session's id there.
 
 use std::{
     collections::HashMap,
@@ -10,13 +14,14 @@ use proto::id::SessionKey;
 use super::{
     CloseResult, Effect, EngineCapacity, Error, GoneReason, Guard, Phase, Session, SessionEvent,
     Table,
-    rank_account::{ConnectedShim, RankAccount},
+    rank_account::{ConnectedShim, ForeignSession, RankAccount},
 };
 
-/// The most foreign sessions that are tracked per rank. Further ones are not counted.
-const FOREIGN_MAX: usize = 4096;
-/// How far the engine's load figures may lag behind.
-const SETTLED: Duration = Duration::from_millis(500);
+/// The most foreign sessions that are tracked per rank. Sessions beyond this number are not
+/// counted.
+const FOREIGN_SESSIONS_MAX: usize = 4096;
+/// The longest time by which the engine's load figures lag behind.
+const LOAD_LAG_MAX: Duration = Duration::from_millis(500);
 
 /// One rank's load, as the engine reports it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -47,30 +52,32 @@ pub struct SessionReport {
 impl Table {
     /// Handles an engine's load sample for one rank.
     pub fn handle_load(&mut self, now: Instant, dp_rank: u32, load: Load) {
-        let pending = self.pending_closes.values().any(|one| one.dp_rank == dp_rank);
+        let has_pending_close = self.pending_closes.values().any(|one| one.dp_rank == dp_rank);
         let guards = self.rules.guards;
         let Some(account) = self.accounts.get_mut(dp_rank as usize) else { return };
         account.engine_queue = Some(i64::try_from(load.waiting).unwrap_or(i64::MAX));
-        let idle = account.totals.turns_running == 0 && !pending;
-        let idle_since = idle.then(|| *account.idle_since.get_or_insert(now));
+        let is_idle = account.totals.turns_running == 0 && !has_pending_close;
+        let idle_since = is_idle.then(|| *account.idle_since.get_or_insert(now));
         account.idle_since = idle_since;
-        let settled = idle_since.is_some_and(|since| since + SETTLED <= now);
-        if account.shim.is_none() && settled && guards.hold(Guard::ForeignCounted) {
+        let is_settled = idle_since.is_some_and(|since| since + LOAD_LAG_MAX <= now);
+        if account.shim.is_none() && is_settled && guards.hold(Guard::ForeignCounted) {
             // Tokens that can't be evicted and that none of the agent's sessions hold are foreign.
-            let own = account.totals.pinned_tokens - account.totals.foreign_tokens;
-            let pool = self.engine.ranks.get(dp_rank as usize).map_or(0, |rank| rank.pool_tokens);
-            let foreign = load.used_tokens.min(pool).saturating_sub(own);
-            account.totals.pinned_tokens = own + foreign;
-            account.totals.foreign_tokens = foreign;
+            let own_tokens = account.totals.pinned_tokens - account.totals.foreign_tokens;
+            let pool_tokens =
+                self.engine.ranks.get(dp_rank as usize).map_or(0, |rank| rank.pool_tokens);
+            let foreign_tokens = load.used_tokens.min(pool_tokens).saturating_sub(own_tokens);
+            account.totals.pinned_tokens = own_tokens + foreign_tokens;
+            account.totals.foreign_tokens = foreign_tokens;
         }
         self.pump(now);
         self.debug_check();
     }
 
-    /// Marks that the shim of `dp_rank` is connected.
-    pub fn handle_shim_up(&mut self, dp_rank: u32, demotes: bool) {
+    /// Marks that the shim of `dp_rank` is connected. `can_demote`: whether the shim can give a
+    /// session's KV to the radix tree.
+    pub fn handle_shim_up(&mut self, dp_rank: u32, can_demote: bool) {
         if let Some(account) = self.accounts.get_mut(dp_rank as usize) {
-            account.shim = Some(ConnectedShim { demotes });
+            account.shim = Some(ConnectedShim { can_demote });
             // The shim reports each foreign session, which replaces the estimate from load samples.
             self.recount_foreign(dp_rank);
         }
@@ -86,26 +93,27 @@ impl Table {
         }
     }
 
-    /// Handles the loss of the shim's connection for `dp_rank`: discards what it reported, and
-    /// closes every session that was waiting for its answer.
+    /// Handles the loss of the shim's connection for `dp_rank`. Discards what the shim reported,
+    /// and closes every session that was waiting for its answer.
     pub fn handle_shim_down(&mut self, now: Instant, dp_rank: u32) {
         let Some(account) = self.accounts.get_mut(dp_rank as usize) else { return };
         account.shim = None;
-        account.foreign.clear();
+        account.foreign_sessions.clear();
         self.recount_foreign(dp_rank);
-        let waits = |one: &Session| {
+        let waits_for_shim = |one: &Session| {
             one.dp_rank == dp_rank
                 && matches!(one.phase, Phase::Demoting { .. } | Phase::Suspect { .. })
         };
         let keys: Vec<SessionKey> = self
             .sessions
             .iter()
-            .filter(|(_, one)| waits(one))
+            .filter(|(_, one)| waits_for_shim(one))
             .map(|(key, _)| key.clone())
             .collect();
         for key in keys {
-            let demoting = matches!(self.sessions[&key].phase, Phase::Demoting { .. });
-            let reason = if demoting { GoneReason::Reclaimed } else { GoneReason::HistoryUnknown };
+            let was_demoting = matches!(self.sessions[&key].phase, Phase::Demoting { .. });
+            let reason =
+                if was_demoting { GoneReason::Reclaimed } else { GoneReason::HistoryUnknown };
             self.retire(now, &key, reason);
         }
         self.pump(now);
@@ -115,7 +123,7 @@ impl Table {
     /// Handles the shim's report of one session.
     pub fn handle_session_report(&mut self, now: Instant, dp_rank: u32, report: &SessionReport) {
         if let Some(key) = self.by_incarnation.get(&report.id).cloned() {
-            // The session is open on every rank, but its history is on one rank only.
+            // The engine opens a session on every rank, but its history is on one rank only.
             if self.sessions[&key].dp_rank == dp_rank {
                 self.handle_own_session(now, &key, report);
             }
@@ -126,17 +134,21 @@ impl Table {
         }
         let page = self.engine.page_tokens;
         let Some(account) = self.accounts.get_mut(dp_rank as usize) else { return };
-        if account.foreign.len() < FOREIGN_MAX || account.foreign.contains_key(&report.id) {
+        if account.foreign_sessions.len() < FOREIGN_SESSIONS_MAX
+            || account.foreign_sessions.contains_key(&report.id)
+        {
             let tokens = report.allocated_tokens.next_multiple_of(page);
-            account.foreign.insert(report.id.clone(), (report.holds_row, tokens));
+            let session = ForeignSession { holds_row: report.holds_row, tokens };
+            account.foreign_sessions.insert(report.id.clone(), session);
         }
         self.recount_foreign(dp_rank);
         self.debug_check();
     }
 
+    /// Handles the shim's report of a session that is in the table.
     fn handle_own_session(&mut self, now: Instant, key: &SessionKey, report: &SessionReport) {
         match &mut self.sessions.get_mut(key).expect("the caller has it").phase {
-            // The uncertain turn has not ended yet, so the table must be requested again.
+            // The uncertain turn has not ended yet, so the session table must be requested again.
             Phase::Suspect { table_requested, .. }
                 if *asked && report.from_full_table && report.in_flight =>
             {
@@ -144,7 +156,8 @@ impl Table {
                 let dp_rank = self.sessions[key].dp_rank;
                 self.effects.push(Effect::RequestShimTable { dp_rank, rid: None });
             }
-            // A report from before the request may describe the state before the uncertain turn.
+            // Only a table that was requested since the uncertain turn counts. A report from before
+            // the request may describe the state before that turn.
             &mut Phase::Suspect { expected, table_requested: true, .. }
                 if report.from_full_table =>
             {
@@ -172,19 +185,25 @@ impl Table {
         }
     }
 
-    /// Whether an engine-side id is from this agent process, even if the table has forgotten it.
+    /// Whether an id in the engine is from this agent process, even if the table has forgotten the
+    /// session.
     fn is_own_incarnation(&self, id: &str) -> bool {
         let number = id.strip_prefix(&self.rules.prefix).and_then(|rest| rest.strip_prefix('-'));
         number.is_some()
     }
 
-    /// Handles the end of a full session table: `there` are all sessions that the shim sees.
-    pub fn handle_session_table(&mut self, now: Instant, dp_rank: u32, there: &[&str]) {
-        let closing = self.pending_closes.iter().filter(|(_, one)| one.dp_rank == dp_rank);
-        let foreign = self.accounts.get(dp_rank as usize).map(|account| &account.foreign);
-        let known = closing.map(|(id, _)| id).chain(foreign.into_iter().flat_map(HashMap::keys));
-        let gone: Vec<String> = known.filter(|id| !there.contains(&id.as_str())).cloned().collect();
-        gone.iter().for_each(|id| self.handle_session_gone(now, dp_rank, id));
+    /// Handles the end of a full session table. `reported_ids` are the ids of all sessions that the
+    /// shim sees.
+    pub fn handle_session_table(&mut self, now: Instant, dp_rank: u32, reported_ids: &[&str]) {
+        let closing_ids = self.pending_closes.iter().filter(|(_, one)| one.dp_rank == dp_rank);
+        let foreign_sessions =
+            self.accounts.get(dp_rank as usize).map(|account| &account.foreign_sessions);
+        let known_ids = closing_ids
+            .map(|(id, _)| id)
+            .chain(foreign_sessions.into_iter().flat_map(HashMap::keys));
+        let gone_ids: Vec<String> =
+            known_ids.filter(|id| !reported_ids.contains(&id.as_str())).cloned().collect();
+        gone_ids.iter().for_each(|id| self.handle_session_gone(now, dp_rank, id));
     }
 
     /// Handles the shim's report that a session is closed in the engine.
@@ -202,13 +221,14 @@ impl Table {
             self.handle_close_result(now, id, CloseResult::Confirmed);
         }
         let Some(account) = self.accounts.get_mut(dp_rank as usize) else { return };
-        if account.foreign.remove(id).is_some() {
+        if account.foreign_sessions.remove(id).is_some() {
             self.recount_foreign(dp_rank);
             self.pump(now);
             self.debug_check();
         }
     }
 
+    /// Sets the totals of foreign sessions to what the shim has reported.
     fn recount_foreign(&mut self, dp_rank: u32) {
         if !self.rules.guards.hold(Guard::ForeignCounted) {
             return;
@@ -217,19 +237,22 @@ impl Table {
         let totals = &mut account.totals;
         totals.rows_held -= totals.foreign_rows;
         totals.pinned_tokens -= totals.foreign_tokens;
-        totals.foreign_rows = account.foreign.values().map(|(row, _)| u32::from(*row)).sum();
-        totals.foreign_tokens = account.foreign.values().map(|(_, tokens)| tokens).sum();
+        totals.foreign_rows =
+            account.foreign_sessions.values().map(|session| u32::from(session.holds_row)).sum();
+        totals.foreign_tokens =
+            account.foreign_sessions.values().map(|session| session.tokens).sum();
         totals.rows_held += totals.foreign_rows;
         totals.pinned_tokens += totals.foreign_tokens;
     }
 
-    /// Handles the loss of the engine process, and with it of every row, KV token and history.
+    /// Handles the loss of the engine process, and with it of all rows, KV and histories. `engine`
+    /// describes the engine from now on.
     pub fn handle_engine_lost(&mut self, now: Instant, engine: EngineCapacity) {
         self.refuse_waiting(now, &Error::EngineLost);
         self.forget_closes();
         for dp_rank in 0..self.accounts.len() {
             let account = &mut self.accounts[dp_rank];
-            account.foreign.clear();
+            account.foreign_sessions.clear();
             (account.engine_queue, account.idle_since, account.shim) = (None, None, None);
             self.recount_foreign(u32::try_from(dp_rank).expect("few ranks"));
         }
@@ -238,8 +261,8 @@ impl Table {
             if self.sessions[key].phase != Phase::Gone(GoneReason::EngineRestarted) {
                 self.effects.push(Effect::SessionEvent(key.clone(), SessionEvent::EngineLost));
             }
-            // A running turn still ends under its old incarnation id; an idle session gets a new
-            // one.
+            // A running turn still ends under its old incarnation id. A session without running
+            // turns gets a new id.
             if self.sessions[key].turns_running == 0 {
                 self.reincarnate(key);
             }
@@ -253,13 +276,13 @@ impl Table {
                 session.history_tokens = 0;
             });
         }
-        // Sessions that were closing are closed now. Sessions of ranks that no longer exist are
-        // dropped.
+        // Sessions that were closing are closed now. Sessions of ranks that no longer exist can't
+        // continue.
         let ranks = engine.ranks.len();
         for key in keys {
             let session = &self.sessions[&key];
-            let goes = session.phase == Phase::Closing || session.dp_rank as usize >= ranks;
-            if goes && session.turns_running == 0 {
+            let is_over = session.phase == Phase::Closing || session.dp_rank as usize >= ranks;
+            if is_over && session.turns_running == 0 {
                 self.drop_session(now, &key, &Error::EngineLost);
             }
         }

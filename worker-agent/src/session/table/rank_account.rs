@@ -1,4 +1,9 @@
-//! The account of one rank: its totals, its large turns, and what the engine and the shim report.
+//! Keeps one rank's account: its totals, its large turns, and what the engine and the shim report.
+//!
+//! The shim is Berth's part in the engine's process. A pinned session keeps its KV and a request
+//! row to itself. A turn (one request and its answer) is plain if it runs on the radix tree,
+//! outside pinned sessions. A plain turn is large if its tokens don't fit into the pool beside a
+//! full pin budget.
 
 use std::{collections::HashMap, time::Instant};
 
@@ -8,118 +13,127 @@ use super::{RankCapacity, RankTotals, Session};
 #[derive(Debug, Default)]
 pub(super) struct RankAccount {
     pub(super) totals: RankTotals,
-    /// The number of turns whose body is being read.
-    pub(super) claimed: u32,
-    /// KV tokens needed by the largest turn that waits for pinned sessions to give up room; 0 if
-    /// none does.
+    /// The number of turns that have claimed a session or this rank, and whose body is being read.
+    pub(super) turns_claimed: u32,
+    /// KV tokens needed by the largest plain turn that waits for pinned sessions to give up room; 0
+    /// if none waits.
     waiting_for_pins_tokens: u64,
-    /// The number of running turns that are not pinned.
+    /// The number of running plain turns.
     plain_turns: u64,
-    /// KV tokens of each running turn that may need more than pinned sessions leave.
+    /// KV tokens that each running large turn may need.
     large_turns: Vec<u64>,
-    /// The length of the engine's queue: its last reported value, changed by turns sent and ended
-    /// since.
+    /// The estimated length of the engine's queue: the length it last reported, plus turns sent and
+    /// minus turns ended since.
     pub(super) engine_queue: Option<i64>,
-    /// Since when no turn is inside the engine.
+    /// Since when no turn is inside the engine and no close is unconfirmed.
     pub(super) idle_since: Option<Instant>,
-    /// Foreign sessions by engine-side id: whether each holds a row, and its KV tokens. Needs a
-    /// shim.
-    pub(super) foreign: HashMap<String, (bool, u64)>,
+    /// Foreign sessions (opened by other clients of the engine), by their ids in the engine. Empty
+    /// without a shim, which reports them.
+    pub(super) foreign_sessions: HashMap<String, ForeignSession>,
     pub(super) shim: Option<ConnectedShim>,
 }
 
 /// The abilities of a connected shim.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct ConnectedShim {
-    pub(super) demotes: bool,
+    /// Whether the shim can give a session's KV to the radix tree.
+    pub(super) can_demote: bool,
+}
+
+/// What a foreign session holds.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct ForeignSession {
+    pub(super) holds_row: bool,
+    /// KV tokens in whole pages.
+    pub(super) tokens: u64,
 }
 
 impl RankAccount {
     /// Adds a session's figures to the totals.
-    pub(super) fn add_session(&mut self, session: &Session, page: u64) {
-        let (rows, pinned, estimate) = weight(session, page);
+    pub(super) fn add_session(&mut self, session: &Session, page_tokens: u64) {
+        let (rows, pinned_tokens, tree_tokens) = session_weight(session, page_tokens);
         self.totals.sessions += 1;
         self.totals.rows_held += rows;
-        self.totals.pinned_tokens += pinned;
-        self.totals.tree_tokens_estimate += estimate;
+        self.totals.pinned_tokens += pinned_tokens;
+        self.totals.tree_tokens_estimate += tree_tokens;
     }
 
     /// Subtracts a session's figures from the totals.
-    pub(super) fn remove_session(&mut self, session: &Session, page: u64) {
-        let (rows, pinned, estimate) = weight(session, page);
+    pub(super) fn remove_session(&mut self, session: &Session, page_tokens: u64) {
+        let (rows, pinned_tokens, tree_tokens) = session_weight(session, page_tokens);
         self.totals.sessions -= 1;
         self.totals.rows_held -= rows;
-        self.totals.pinned_tokens -= pinned;
-        self.totals.tree_tokens_estimate -= estimate;
+        self.totals.pinned_tokens -= pinned_tokens;
+        self.totals.tree_tokens_estimate -= tree_tokens;
     }
 
-    /// Counts a turn that was sent to the engine.
-    pub(super) fn count_start(&mut self, pinned: bool, large: Option<u64>, rows: u32) {
-        self.plain_turns += u64::from(!pinned);
-        self.large_turns.extend(large);
+    /// Counts a turn that was sent to the engine. `large_tokens`: the KV tokens that it may need,
+    /// if it is large. `rows`: the rank's request rows.
+    pub(super) fn count_start(&mut self, is_pinned: bool, large_tokens: Option<u64>, rows: u32) {
+        self.plain_turns += u64::from(!is_pinned);
+        self.large_turns.extend(large_tokens);
         self.idle_since = None;
         // A turn that finds a free row doesn't wait in the engine's queue.
-        let free = u64::from(rows.saturating_sub(self.totals.rows_held));
-        if let (Some(waiting), true) = (&mut self.engine_queue, self.plain_turns > free) {
-            *waiting += 1;
+        let free_rows = u64::from(rows.saturating_sub(self.totals.rows_held));
+        if let (Some(queue_length), true) = (&mut self.engine_queue, self.plain_turns > free_rows) {
+            *queue_length += 1;
         }
     }
 
-    /// Counts a turn as plain that was admitted as pinned and runs beside its session.
+    /// Counts a turn as plain that was admitted to its pinned session, but runs on the radix tree.
     pub(super) fn count_as_plain(&mut self) {
         self.plain_turns += 1;
     }
 
-    /// Counts the KV tokens of a turn that runs beside its session and may need more than pinned
-    /// sessions leave.
+    /// Counts a turn as large that was admitted to its pinned session, but runs on the radix tree.
     pub(super) fn count_as_large(&mut self, tokens: u64) {
         self.large_turns.push(tokens);
     }
 
     /// Counts a turn that has ended.
-    pub(super) fn count_end(&mut self, pinned: bool, large: Option<u64>) {
+    pub(super) fn count_end(&mut self, is_pinned: bool, large_tokens: Option<u64>) {
         self.totals.turns_running -= 1;
-        self.plain_turns -= u64::from(!pinned);
-        if let Some(at) =
-            large.and_then(|large| self.large_turns.iter().position(|one| *one == large))
-        {
-            self.large_turns.swap_remove(at);
+        self.plain_turns -= u64::from(!is_pinned);
+        if let Some(index) = large_tokens.and_then(|large_tokens| {
+            self.large_turns.iter().position(|tokens| *tokens == large_tokens)
+        }) {
+            self.large_turns.swap_remove(index);
         }
-        if let Some(waiting) = &mut self.engine_queue {
-            *waiting = (*waiting - 1).max(0);
+        if let Some(queue_length) = &mut self.engine_queue {
+            *queue_length = (*queue_length - 1).max(0);
         }
     }
 
-    /// Returns the most KV tokens that a large running turn, or a turn that waits for pinned room,
-    /// may need.
+    /// Returns the most KV tokens that a large running turn, or a plain turn that waits for pinned
+    /// sessions to give up room, may need.
     pub(super) fn largest_turn_tokens(&self) -> u64 {
         self.large_turns.iter().copied().max().unwrap_or(0).max(self.waiting_for_pins_tokens)
     }
 
-    /// Starts a new pass over the queue.
+    /// Starts a new pass over the agent's queue.
     pub(super) fn start_pass(&mut self) {
         self.waiting_for_pins_tokens = 0;
     }
 
-    /// Counts a turn that waits for pinned sessions to give up room. Returns whether it is the
-    /// first of this pass.
+    /// Notes that a plain turn waits for pinned sessions to give up room for its `tokens`. Returns
+    /// whether it is the first such turn of this pass over the agent's queue.
     pub(super) fn note_wait_for_pins(&mut self, tokens: u64) -> bool {
-        let first = self.waiting_for_pins_tokens == 0;
+        let is_first = self.waiting_for_pins_tokens == 0;
         self.waiting_for_pins_tokens = self.waiting_for_pins_tokens.max(tokens);
-        first
+        is_first
     }
 
-    /// Whether the engine can run one more plain turn now, or would have at most `ahead` turns
-    /// waiting.
-    pub(super) fn has_engine_room(&self, capacity: &RankCapacity, ahead: u64) -> bool {
-        let rows = u64::from(capacity.rows.saturating_sub(self.totals.rows_held));
-        let waiting = self.engine_queue.map_or(0, |waiting| u64::try_from(waiting).unwrap_or(0));
-        self.plain_turns < rows + ahead && waiting < ahead
+    /// Whether the engine can run one more plain turn now, or would have at most `turns_ahead`
+    /// turns waiting.
+    pub(super) fn has_engine_room(&self, capacity: &RankCapacity, turns_ahead: u64) -> bool {
+        let free_rows = u64::from(capacity.rows.saturating_sub(self.totals.rows_held));
+        let waiting = self.engine_queue.map_or(0, |length| u64::try_from(length).unwrap_or(0));
+        self.plain_turns < free_rows + turns_ahead && waiting < turns_ahead
     }
 
     /// Whether a connected shim can demote sessions.
     pub(super) fn can_demote(&self) -> bool {
-        self.shim.is_some_and(|shim| shim.demotes)
+        self.shim.is_some_and(|shim| shim.can_demote)
     }
 
     /// Whether a connected shim can verify the histories of suspect sessions.
@@ -128,8 +142,9 @@ impl RankAccount {
     }
 }
 
-/// Returns the rows, pinned tokens and estimated tokens that a session adds to its rank's totals.
-fn weight(session: &Session, page: u64) -> (u32, u64, u64) {
+/// Returns what a session adds to its rank's totals: rows, pinned tokens, and an estimate of tokens
+/// in the radix tree.
+fn session_weight(session: &Session, page_tokens: u64) -> (u32, u64, u64) {
     if session.retention != proto::load::Retention::Pinned {
         return (0, 0, session.resident_tokens);
     }
@@ -137,5 +152,5 @@ fn weight(session: &Session, page: u64) -> (u32, u64, u64) {
         return (0, 0, 0);
     }
     let tokens = session.resident_tokens.max(session.reserved_tokens);
-    (1, tokens.next_multiple_of(page), 0)
+    (1, tokens.next_multiple_of(page_tokens), 0)
 }

@@ -1,8 +1,9 @@
-//! Reclaiming: idle pinned sessions lose their KV when another session or turn needs the room.
+//! Takes KV and rows from idle pinned sessions when another session or a turn needs the room.
 //!
-//! The session whose KV is least worth keeping goes first. If the shim can demote, the KV goes to
-//! the radix tree and the history stays; otherwise the session is closed. Sessions with a running
-//! turn are never touched.
+//! A pinned session keeps its KV and a request row to itself, also between its turns. The session
+//! whose KV is least worth keeping gives way first. If the shim (Berth's part in the engine's
+//! process) can demote the session, its KV goes to the radix tree, and its history stays. Otherwise
+//! the session is closed. Sessions with a running turn are never touched.
 
 use std::time::{Duration, Instant};
 
@@ -13,9 +14,9 @@ use super::{Effect, Error, GoneReason, Guard, Phase, Session, SessionEvent, Tabl
 /// The resource that a turn or session lacks, with the figures for its error message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Shortage {
-    /// One row is missing: pinned sessions hold `held` of the `max` rows that they may hold.
+    /// One row is missing. Pinned sessions hold `held` of the `max` rows that they may hold.
     Rows { held: u32, max: u32 },
-    /// `short` tokens are missing: pinned sessions hold `held` of the `max` tokens that they may
+    /// `short` tokens are missing. Pinned sessions hold `held` of the `max` tokens that they may
     /// hold.
     Tokens { short: u64, held: u64, max: u64 },
 }
@@ -23,8 +24,8 @@ pub(super) enum Shortage {
 /// The kind of turn that needs the room.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Requester {
-    /// A turn of a session that its client asked to pin, or a plain turn.
-    Anyone,
+    /// A plain turn, or a turn of a session whose client asked to pin it.
+    Client,
     /// A turn of a session that the agent pinned on its own.
     Unasked,
 }
@@ -44,16 +45,16 @@ impl From<Shortage> for Error {
     }
 }
 
-/// How long the pauses between a coding agent's turns are: pairs of seconds, and the share of
-/// pauses that are longer, in thousandths. From 1,300 recorded conversations; see the design notes
-/// on idle time.
+/// How long a coding agent pauses between the turns of a session. Each pair holds a number of
+/// seconds, and the share of pauses that are longer, in thousandths. The figures are from 1,300
+/// recorded conversations; see the design notes on idle time.
 const PAUSES: [(u64, u64); 8] =
     [(0, 1000), (10, 500), (30, 270), (60, 200), (120, 130), (300, 70), (600, 40), (3600, 5)];
-/// What counts as "soon": a session that resumes later than this would have been worth demoting.
+/// What counts as "soon". For a session that resumes later than this, keeping its KV doesn't pay.
 const SOON: Duration = Duration::from_secs(120);
 
-/// How long a demotion may take. The shim demotes within a scheduler step or two, a long prefill
-/// step included.
+/// The longest time that a demotion may take. The shim demotes within two scheduler steps, and even
+/// a long prefill step is shorter than this.
 const DEMOTED_WITHIN: Duration = Duration::from_secs(5);
 
 /// Returns the chance, in thousandths, that a session idle for `idle` resumes within `SOON`.
@@ -65,24 +66,26 @@ pub(super) fn resume_chance(idle: Duration) -> u64 {
     1000 - share_of_longer_pauses(idle + SOON).saturating_mul(1000) / longer
 }
 
-/// Returns the share of pauses longer than `idle`, in millionths, interpolated linearly between the
+/// Returns the share of pauses longer than `idle`, in millionths. Interpolates linearly between the
 /// points of `PAUSES`.
 fn share_of_longer_pauses(idle: Duration) -> u64 {
-    let at = u64::try_from(idle.as_millis()).unwrap_or(u64::MAX);
-    for pair in PAUSES.windows(2) {
-        let ((from, high), (to, low)) = (pair[0], pair[1]);
-        if at < to * 1000 {
-            return high * 1000 - (high - low) * 1000 * (at - from * 1000) / ((to - from) * 1000);
+    let idle_ms = u64::try_from(idle.as_millis()).unwrap_or(u64::MAX);
+    for points in PAUSES.windows(2) {
+        let ((from_s, share_from), (to_s, share_to)) = (points[0], points[1]);
+        if idle_ms < to_s * 1000 {
+            return share_from * 1000
+                - (share_from - share_to) * 1000 * (idle_ms - from_s * 1000)
+                    / ((to_s - from_s) * 1000);
         }
     }
-    let (last, share) = PAUSES[PAUSES.len() - 1];
-    // Beyond the last point the share halves each time the duration doubles.
-    share * 1000 * last * 1000 / at.max(1)
+    let (last_s, last_share) = PAUSES[PAUSES.len() - 1];
+    // After the last point, the share halves each time the duration doubles.
+    last_share * 1000 * last_s * 1000 / idle_ms.max(1)
 }
 
 impl Table {
-    /// Frees room for a shortage if idle sessions hold enough of it. Returns false if that can't
-    /// help.
+    /// Starts to free room for a shortage, if idle sessions hold enough of it. Returns false if
+    /// they don't.
     pub(super) fn reclaim(
         &mut self,
         now: Instant,
@@ -90,15 +93,17 @@ impl Table {
         shortage: &Shortage,
         requester: Requester,
     ) -> bool {
-        let (mut rows, mut tokens) = match *shortage {
+        let (mut rows_missing, mut tokens_missing) = match *shortage {
             Shortage::Rows { held, max } => (u64::from(held - max.min(held)) + 1, 0),
             Shortage::Tokens { short, .. } => (0, short),
         };
         // Room that is already being freed counts first.
-        let (rows_due, tokens_due) = self.room_being_freed(now, dp_rank);
-        rows = rows.saturating_sub(rows_due);
-        tokens = tokens.saturating_sub(tokens_due);
-        let mut idle: Vec<((bool, u64), SessionKey, u64)> = self
+        let (rows_being_freed, tokens_being_freed) = self.room_being_freed(now, dp_rank);
+        rows_missing = rows_missing.saturating_sub(rows_being_freed);
+        tokens_missing = tokens_missing.saturating_sub(tokens_being_freed);
+        // Sort key (least worth keeping first), session key and tokens of each session. Sessions
+        // that the agent pinned on its own come before those that clients pinned.
+        let mut idle_sessions: Vec<((bool, u64), SessionKey, u64)> = self
             .sessions
             .iter()
             .filter(|(_, session)| {
@@ -113,18 +118,18 @@ impl Table {
                 )
             })
             .collect();
-        let enough = idle.len() as u64 >= rows
-            && idle.iter().map(|(_, _, held)| held).sum::<u64>() >= tokens;
-        if !enough {
+        let is_enough = idle_sessions.len() as u64 >= rows_missing
+            && idle_sessions.iter().map(|(_, _, held)| held).sum::<u64>() >= tokens_missing;
+        if !is_enough {
             return false;
         }
-        idle.sort_unstable();
-        for (_, key, held) in idle {
-            if rows == 0 && tokens == 0 {
+        idle_sessions.sort_unstable();
+        for (_, key, held) in idle_sessions {
+            if rows_missing == 0 && tokens_missing == 0 {
                 break;
             }
-            rows = rows.saturating_sub(1);
-            tokens = tokens.saturating_sub(held);
+            rows_missing = rows_missing.saturating_sub(1);
+            tokens_missing = tokens_missing.saturating_sub(held);
             self.release_kv(now, &key);
         }
         true
@@ -132,24 +137,26 @@ impl Table {
 
     /// Whether `requester` may have a session's KV. The session must be pinned and at rest.
     ///
-    /// `Requester::Client` may take KV from a session that the agent pinned on its own at any time,
-    /// and from a session that its client pinned after `demote_idle` without a turn.
-    /// `Requester::AutoPin` may take KV only from a session that the agent pinned on its own, after
-    /// `demote_idle` without a turn.
+    /// A client's turn may take the KV of a session that the agent pinned on its own at any time.
+    /// It may take the KV of a session that a client pinned only after `demote_idle` without a
+    /// turn. A turn of a session that the agent pinned on its own may take only the KV of other
+    /// such sessions, after `demote_idle` without a turn.
     fn is_reclaimable(&self, now: Instant, session: &Session, requester: Requester) -> bool {
-        let pinned = session.retention == Retention::Pinned && session.phase == Phase::Open;
+        let is_open_and_pinned =
+            session.retention == Retention::Pinned && session.phase == Phase::Open;
         if !self.rules.guards.hold(Guard::ReclaimIdleOnly) {
-            return pinned;
+            return is_open_and_pinned;
         }
-        let idle = session.idle(now) >= self.rules.demote_idle;
-        let takes = match requester {
-            Requester::Client => idle || session.has_auto_retention(),
-            Requester::AutoPin => idle && session.has_auto_retention(),
+        let is_idle = session.idle(now) >= self.rules.demote_idle;
+        let may_take = match requester {
+            Requester::Client => is_idle || session.has_auto_retention(),
+            Requester::AutoPin => is_idle && session.has_auto_retention(),
         };
-        pinned && session.can_expire() && takes
+        is_open_and_pinned && session.can_expire() && may_take
     }
 
-    /// Gives a session's KV to the radix tree, or closes the session if the shim can't do that.
+    /// Asks the shim to give a session's KV to the radix tree. Closes the session if the shim can't
+    /// do that.
     pub(super) fn release_kv(&mut self, now: Instant, key: &SessionKey) {
         let session = &self.sessions[key];
         let dp_rank = session.dp_rank;
@@ -163,23 +170,27 @@ impl Table {
         self.schedule_deadline_at(until);
     }
 
-    /// Demotes sessions that the agent pinned on its own and that did not come back soon. In the
-    /// radix tree, the engine evicts what is used least.
+    /// Demotes sessions that the agent pinned on its own and that did not come back within
+    /// `demote_idle`. From then on, the engine may evict their KV when it is used least.
     pub(super) fn demote_idle(&mut self, now: Instant) {
-        let due = |session: &Session| session.last_turn_end + self.rules.demote_idle <= now;
-        let idle = self.sessions.iter().filter(|(_, one)| self.is_idle_auto_pin(one) && due(one));
-        let keys: Vec<SessionKey> = idle.map(|(key, _)| key.clone()).collect();
+        let is_due = |session: &Session| session.last_turn_end + self.rules.demote_idle <= now;
+        let idle_sessions = self
+            .sessions
+            .iter()
+            .filter(|(_, session)| self.is_idle_auto_pin(session) && is_due(session));
+        let keys: Vec<SessionKey> = idle_sessions.map(|(key, _)| key.clone()).collect();
         keys.iter().for_each(|key| self.release_kv(now, key));
     }
 
-    /// Handles the shim's answer to an [`Effect::Demote`].
+    /// Handles the shim's answer to an [`Effect::Demote`]. `done`: the session's KV is in the radix
+    /// tree now.
     pub fn handle_demote_result(&mut self, now: Instant, incarnation: &str, done: bool) {
         let Some(key) = self.by_incarnation.get(incarnation).cloned() else { return };
         if !matches!(self.sessions[&key].phase, Phase::Demoting { .. }) {
             return;
         }
         if self.continue_reopen(now, &key, done) {
-            // The demotion was part of a reopening, which continues now.
+            // The demotion was the first step of replacing the incarnation, which has continued.
         } else if done {
             self.effects.push(Effect::SessionEvent(key.clone(), SessionEvent::Demoted));
             self.change_session(&key, |session| {
@@ -206,16 +217,17 @@ impl Table {
             .values()
             .filter(|one| one.dp_rank == dp_rank && now < one.begun_at + self.rules.stuck_after);
         let closing = closing.map(|one| (u64::from(one.holds_row), one.tokens));
-        demoting.chain(closing).fold((0, 0), |sum, one| (sum.0 + one.0, sum.1 + one.1))
+        demoting.chain(closing).fold((0, 0), |sum, freed| (sum.0 + freed.0, sum.1 + freed.1))
     }
 }
 
-/// Returns how much keeping an idle session's KV is worth: history tokens times the chance that the
-/// session resumes soon. If tokens are short, this is divided by the tokens that the session holds.
+/// Returns how much keeping an idle session's KV is worth: its history tokens times the chance that
+/// the session resumes soon. If tokens are short, divides this by the tokens that the session
+/// holds.
 fn keep_value(session: &Session, now: Instant, shortage: &Shortage) -> u64 {
-    let saved = resume_chance(session.idle(now)) * session.history_tokens;
+    let saved_tokens = resume_chance(session.idle(now)) * session.history_tokens;
     match shortage {
-        Shortage::Rows { .. } => saved,
-        Shortage::Tokens { .. } => saved * 1000 / session.resident_tokens.max(1),
+        Shortage::Rows { .. } => saved_tokens,
+        Shortage::Tokens { .. } => saved_tokens * 1000 / session.resident_tokens.max(1),
     }
 }

@@ -37,7 +37,7 @@ use crate::shim::trim::Plan;
 /// it sends (drops reasoning, say), and a pinned turn would cost more than one on the radix tree.
 const DIVERGENCE_STREAK_MAX: u32 = 2;
 /// The agent does not pin a session again for this long after the session lost its pin or found no
-/// room for one. Each pin costs the engine an open and a close.
+/// room. Each pin costs the engine an open and a close.
 const PIN_AGAIN_AFTER: Duration = Duration::from_secs(30);
 
 /// The state of a trim turn: a full history in a pinned session, which the shim compares with the
@@ -50,7 +50,7 @@ pub(super) struct TrimTurn {
     must_continue: bool,
     /// Whether the shim's question said that the prompt has more tokens than are reserved.
     is_too_large: bool,
-    /// Whether the turn's new incarnation replaced a history that clients append deltas to.
+    /// Whether the turn replaced a history that clients append deltas to.
     has_replaced_deltas: bool,
     /// Whether the shim refused the turn. A refused turn does not run and changes no session.
     is_refused: bool,
@@ -76,7 +76,6 @@ impl Ticket {
         self.trim_turn.is_some()
     }
 
-    /// Whether the shim has not reported yet where the trim turn runs.
     fn awaits_plan(&self) -> bool {
         self.is_pinned
             && self.trim_turn.as_ref().is_some_and(|turn| turn.planned_prompt_tokens.is_none())
@@ -156,7 +155,7 @@ impl Table {
     }
 
     /// Applies the retention that a client asks for to a session whose retention the agent chose.
-    /// Does nothing if the session would have to be pinned, or is pinned and not at rest.
+    /// Does nothing if that would pin the session, or if it is pinned and not at rest.
     pub(super) fn apply_requested_retention(
         &mut self,
         now: Instant,
@@ -177,8 +176,7 @@ impl Table {
         });
     }
 
-    /// Whether a pin is useless to the session, because the shim doesn't trim or the divergence
-    /// streak is too long.
+    /// Whether a pin is useless: the shim doesn't trim, or the divergence streak is too long.
     pub(super) fn is_pin_useless(&self, key: &SessionKey) -> bool {
         !self.shim_trims
             || self.sessions[key].full_history.divergence_streak > DIVERGENCE_STREAK_MAX
@@ -262,12 +260,10 @@ impl Table {
         ticket.trim_turn.as_mut().expect("the caller has seen it")
     }
 
-    /// Handles the shim's final plan for a trim turn. The shim reports it before the engine gets
-    /// the turn.
+    /// Handles the shim's final plan for a trim turn, reported before the engine gets the turn.
     ///
     /// Returns what became of the turn, and how many tokens the engine need not compute again
-    /// because its session holds them. Returns `None` if the shim has reported the turn's plan
-    /// before.
+    /// because its session holds them. Returns `None` if the turn has a plan already.
     pub fn handle_plan(&mut self, now: Instant, plan: &TrimPlan) -> Option<(TrimOutcome, u64)> {
         let Some(key) = self.session_awaiting_plan(&plan.rid) else {
             let has_plan = self.tickets.get(&plan.rid).is_some_and(|ticket| !ticket.awaits_plan());
@@ -314,8 +310,7 @@ impl Table {
         let target_tokens =
             prompt_tokens.saturating_add(answer_tokens).min(self.engine.context_tokens);
         self.change_session(key, |session| {
-            // The exact size of the prompt is known now, so the rest of the reservation is
-            // released.
+            // The prompt's exact size is known now, so the rest of the reservation is released.
             session.reserved_tokens = session.reserved_tokens.min(target_tokens);
             if plan.committed_tokens > 0 {
                 session.full_history.divergence_streak = 0;
@@ -419,8 +414,8 @@ impl Table {
         }
     }
 
-    /// Records the token counts of a finished full history, and returns the outcome. If the route
-    /// reported no usage, the outcome gets the figures that the shim reported.
+    /// Records the token counts of a finished full history. Returns the outcome, with the figures
+    /// that the shim reported if the route reported no usage.
     pub(super) fn measure_full_history(
         &mut self,
         key: &SessionKey,
@@ -437,8 +432,7 @@ impl Table {
             Outcome::Unheard(None) => Outcome::Unheard(usage_from_shim),
             outcome => outcome,
         };
-        // The prompt of a turn beside a pinned session usually says nothing about the session's
-        // next prompt.
+        // The prompt of a turn beside a pinned session says little about the session's next prompt.
         let ran_beside = self.sessions[key].retention == Retention::Pinned && !ticket.is_pinned;
         let is_full_history =
             ticket.claim.as_ref().is_some_and(|claim| !claim.delta) && !ran_beside;
