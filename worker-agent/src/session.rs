@@ -121,8 +121,8 @@ pub struct Session {
     pub resident_tokens: u64,
     /// KV tokens that the session may hold when its running turn ends, history included.
     reserved_tokens: u64,
-    /// Whether a client opened the session. If so, the session becomes exclusive with the first
-    /// claim at which no turn of it runs or waits.
+    /// Whether a client opened the session. If so, the session becomes exclusive, at the latest
+    /// with the first claim at which no turn of it runs or waits.
     opened_by_client: bool,
     /// Whether the session was created by a turn, but no turn has reached the engine and no client
     /// has opened the session.

@@ -1,20 +1,24 @@
-//! Which turns a session takes: full histories, and deltas, which hold only new tokens.
+//! Checks which turns a session takes: full histories, deltas, or both.
+//!
+//! A session is a conversation: ordered turns that share a growing prefix. A turn is one request
+//! and its answer. A full history is a turn that holds the whole conversation. A delta is a turn
+//! that holds only new tokens, which the engine appends to the history that it has. The shim,
+//! Berth's part in the engine's process, may trim a full history: it removes the tokens that the
+//! session already has.
 
 use proto::{claim::Claim, load::Retention};
 
 use super::{Error, GoneReason, Guard, Guards, Phase, PinnedInput, Session};
 
-/// Whether a session takes delta turns: turns that hold only new tokens, which the engine appends
-/// to the history it has.
+/// Whether a session takes deltas.
 ///
-/// A delta is computed on the right context only if its client knows the engine's history. So each
-/// life of a session under its key is of one of two kinds. Either it belongs to clients that send
-/// deltas, and nothing replaces its history; or its history may be replaced, and it takes no
-/// deltas.
+/// A delta is computed on the right context only if its client knows the engine's history. So a
+/// session is of one of two kinds, until it is closed. Either its clients send deltas, and nothing
+/// replaces its history. Or its history may be replaced by full histories, and it takes no deltas.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Deltas {
-    /// The session takes no deltas: no client opened this life of it, or a full history replaced
-    /// its history. A client must open the session again before it takes deltas.
+    /// The session takes no deltas. Either no client has opened it, or a full history has replaced
+    /// its history. It takes deltas again once a client opens it again.
     Refused,
     /// A client opened the session, and it has taken no delta yet.
     Allowed,
@@ -23,15 +27,15 @@ pub(super) enum Deltas {
 }
 
 impl Session {
-    /// Whether the session has no history and no turn that could become history.
+    /// Whether the session has no history, and no turn whose end could give it one.
     pub(super) fn is_fresh(&self) -> bool {
         let has_turns = self.turns_running > 0 || self.turns_waiting > 0;
         self.turns == 0 && self.history_tokens == 0 && !has_turns
     }
 
-    /// Lets a session take deltas when a client opens it, if it has no history yet. A history that
-    /// came from full histories may differ from what this client believes, so such a session keeps
-    /// refusing deltas.
+    /// Lets a session take deltas when a client opens it, if it has no history yet. Otherwise the
+    /// history came from full histories, and may differ from what this client believes, so the
+    /// session keeps refusing deltas.
     pub(super) fn open_for_deltas(&mut self) {
         if self.deltas == Deltas::Refused && self.is_fresh() {
             self.deltas = Deltas::Allowed;
@@ -49,13 +53,15 @@ pub(super) fn check_turn(
     guards: Guards,
 ) -> Result<(), Error> {
     // A client that sends its full history loses nothing when the engine's history is gone. But
-    // clients that send deltas rely on that history and must hear that it is gone, unless the
-    // session is opened again.
+    // clients that send deltas rely on that history. They must hear that it is gone, unless a
+    // client opens the session again.
     let is_relied_on = session.deltas == Deltas::Taken && guards.hold(Guard::FullHistoryContinues);
-    let replaceable = claim.open || !is_relied_on;
-    let starts_over = !claim.delta && (shim_trims || session.has_auto_retention()) && replaceable;
+    let is_replaceable = claim.open || !is_relied_on;
+    let starts_over =
+        !claim.delta && (shim_trims || session.has_auto_retention()) && is_replaceable;
     match session.phase {
-        // Checked before `Busy`: a closing session exists only for its running turn.
+        // This comes before the check for other turns (`Error::Busy`), because a closing session
+        // exists only for its running turn.
         Phase::Closing => return Err(Error::Unknown),
         Phase::Gone(_) if starts_over => {}
         Phase::Gone(GoneReason::EngineRestarted)
@@ -70,17 +76,17 @@ pub(super) fn check_turn(
         _ => {}
     }
     if session.has_auto_retention() || session.retention != Retention::Pinned {
-        // If the agent pinned the session on its own, its clients send full histories, so it takes
-        // no deltas.
-        let kept = match session.retention {
+        // If the agent pinned the session on its own, its clients send full histories. Then the
+        // error calls it tagged, as if it had no pin.
+        let named_retention = match session.retention {
             Retention::Pinned => Retention::Tagged,
             other => other,
         };
-        return if claim.delta { Err(Error::DeltaNeedsPinned(kept)) } else { Ok(()) };
+        return if claim.delta { Err(Error::DeltaNeedsPinned(named_retention)) } else { Ok(()) };
     }
-    let opens = claim.open && session.is_fresh();
-    let refused = session.deltas == Deltas::Refused && !opens;
-    if claim.delta && refused && guards.hold(Guard::DeltaNeedsOpen) {
+    let is_opening = claim.open && session.is_fresh();
+    let refuses_deltas = session.deltas == Deltas::Refused && !is_opening;
+    if claim.delta && refuses_deltas && guards.hold(Guard::DeltaNeedsOpen) {
         return Err(Error::DeltaNeedsOpen);
     }
     if claim.delta
@@ -93,14 +99,16 @@ pub(super) fn check_turn(
     // The engine may have committed a turn of which the agent saw no successful end.
     let has_history = had_turns || (session.history_tokens > 0 && guards.hold(Guard::DeltaOnly));
     check_pinned_input(claim.delta, has_history, pinned_input, shim_trims)?;
-    // A full history is correct whatever history the session has; an opening delta is not.
+    // A full history is correct whatever history the session has. A delta that opens the session is
+    // not: its client believes that there is no history.
     if had_turns && claim.open && claim.delta {
         return Err(Error::HasHistory);
     }
     Ok(())
 }
 
-/// Checks whether the turn's route can carry it to a pinned session.
+/// Checks whether the turn's route can carry the turn to a pinned session. `pinned_input`: what the
+/// route can carry.
 pub(super) fn check_pinned_input(
     is_delta: bool,
     has_history: bool,

@@ -1,4 +1,8 @@
-//! Why the session table refuses a turn or an open, in words for the client.
+//! Names why the session table refuses a turn, an open or a close, in words for the client.
+//!
+//! A turn is one request and its answer. A delta is a turn that holds only new tokens, which the
+//! engine appends to the session's history. A full history is a turn that holds the whole
+//! conversation. A pinned session keeps its KV to itself.
 
 use proto::load::Retention;
 
@@ -11,7 +15,7 @@ pub enum Error {
     /// The session is closing, but its last turn still runs.
     #[error("the session is closing; its last turn still runs")]
     Closing,
-    /// Another turn of an exclusive session is running.
+    /// Another turn of a session that runs one turn at a time is running.
     #[error("a turn of this session is running; send the next one when its answer has ended")]
     Busy,
     /// The engine's flags don't allow the requested retention.
@@ -35,15 +39,15 @@ pub enum Error {
         .0.as_str()
     )]
     DeltaNeedsPinned(Retention),
-    /// A pinned session can't take this turn: the engine would append its full history, or the
-    /// turn's route can't carry a delta.
+    /// A pinned session can't take this turn over its route. The engine would append a full history
+    /// to the session's history, or the route can't carry a delta.
     #[error(
         "this session is pinned, so the engine appends what a turn sends; send only the new tokens, \
          to /generate with `session_params` or `x-berth-delta: 1`, or a full history where the \
          engine's shim trims full histories, or open the session tagged"
     )]
     PinnedInputRefused,
-    /// A full history doesn't continue the history of a session that takes deltas.
+    /// A full history doesn't continue the history of a session whose clients send deltas.
     #[error(
         "this session takes turns that hold just the new tokens, and this full history {detail}, \
          so it was not run; send only what is new, or let this history replace the session's with \
@@ -53,7 +57,8 @@ pub enum Error {
         /// Where the two histories differ, or why they can't be compared.
         detail: String,
     },
-    /// A delta was sent to a session whose history the client may not know.
+    /// A delta was sent to a session whose history the client may not know, because a full history
+    /// began or replaced it.
     #[error(
         "this turn holds just the new tokens, but another turn's full history began or replaced \
          the session's history; close the session, open it and send the full history"
@@ -75,7 +80,7 @@ pub enum Error {
          close the session, open it again and send the full history"
     )]
     HistoryUnknown,
-    /// Pages of the session's KV also belong to others, or others wrote to them.
+    /// Pages of the session's KV also belong to other sessions, or other sessions wrote to them.
     #[error(
         "an audit found this session's KV corrupt in the engine, so it was closed; open it again \
          and send the full history"
@@ -87,16 +92,16 @@ pub enum Error {
          full history"
     )]
     Reclaimed,
-    /// The engine did not open the session; with the reason.
+    /// The engine did not open the session. Carries the reason.
     #[error("the engine did not open the session: {0}")]
     OpenFailed(String),
-    /// The turn may need more tokens than the whole pin budget.
+    /// The turn may need more tokens than all pinned sessions together may hold (the pin budget).
     #[error(
         "this turn may need {need} tokens of KV, but all pinned sessions together may hold {max}; \
          lower max_new_tokens, send less, or open the session tagged"
     )]
     TooLarge {
-        /// The most tokens the session may come to hold, history included.
+        /// The most tokens that the session may hold after the turn, history included.
         need: u64,
         /// The pin budget, in tokens.
         max: u64,
@@ -107,7 +112,8 @@ pub enum Error {
     /// The agent is shutting down.
     #[error("this agent is shutting down; use another worker")]
     Stopping,
-    /// An earlier turn, which this delta was to follow, did not become history.
+    /// The turn is a delta that was to follow an earlier turn, and that turn did not become
+    /// history.
     #[error(
         "this turn waited for an earlier turn, which did not become history, so the history that it \
          continues doesn't exist; send the earlier turn again first"
@@ -116,7 +122,7 @@ pub enum Error {
     /// A bounded resource has no room for the turn now.
     #[error("{resource} are short: {detail}")]
     OutOfRoom {
-        /// The stable name of the resource.
+        /// The name of the resource. It is also the error code, so it stays the same.
         resource: &'static str,
         /// The figures, for people.
         detail: String,

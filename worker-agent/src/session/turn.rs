@@ -1,6 +1,6 @@
-//! What the session table knows of a turn: what it may need, how it runs, how it ended.
+//! Describes a turn to and from the session table: what it may need, how it runs, how it ended.
 //!
-//! These types are plain values.
+//! A turn is one request of a session and its answer. These types are plain values.
 
 use proto::{id::SessionKey, load::Retention};
 
@@ -14,19 +14,21 @@ pub struct Turn {
     /// The most KV tokens that the turn may add to its pinned session. `None` if it doesn't run in
     /// one.
     pub growth_tokens: Option<u64>,
-    /// How the turn runs. `None` if the shim must first compare its prompt with the session's
-    /// history.
+    /// How the turn runs. `None` while that isn't known, because the shim (Berth's part in the
+    /// engine's process) must first compare the prompt with the session's history.
     pub run_mode: Option<RunMode>,
 }
 
-/// How a session's turn ran.
+/// How a session's turn runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum RunMode {
-    /// In the session's own KV: the engine computed only the new tokens.
+    /// In the KV that the session keeps to itself. The engine computes only the new tokens.
     Pinned,
-    /// As the first turn of a new incarnation: the session's history was not what the client sent.
+    /// As the first turn of a new incarnation (a new life of the session in the engine), because
+    /// the engine's history was not what the client sent.
     Reopened,
-    /// On the radix tree, tagged with the session.
+    /// On the radix tree. The engine tags the turn's KV with the session, and evicts it after
+    /// untagged KV.
     Tagged,
     /// On the radix tree, without a tag.
     Untagged,
@@ -52,10 +54,10 @@ pub struct TurnSession {
     pub key: SessionKey,
     /// The incarnation id, which names the session to the engine.
     pub incarnation: String,
-    /// The retention under which the turn names its session to the engine.
+    /// The retention that the turn's request to the engine asks for.
     pub retention: Retention,
-    /// Set if the turn holds a full history, which the engine's shim trims to the tokens that the
-    /// session lacks.
+    /// Set if the turn holds a full history (the whole conversation) that the shim must trim to the
+    /// tokens that the session lacks.
     pub trim: Option<TrimRequest>,
 }
 
@@ -63,27 +65,28 @@ pub struct TurnSession {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TrimRequest {
     /// The most prompt tokens with which the turn may run in the session. If the prompt has more,
-    /// it runs outside the session.
+    /// the turn runs outside the session.
     pub tokens_max: u64,
-    /// Whether the shim must refuse a prompt that doesn't continue the session's history. It then
-    /// never runs the turn beside the session, because other clients rely on that history.
+    /// Whether the shim must refuse a prompt that doesn't continue the session's history, because
+    /// other clients rely on that history. The shim then never runs the turn outside the session.
     pub must_continue: bool,
 }
 
-/// Upper bounds of what a turn may need, taken from its body.
+/// Upper bounds of what a turn may need. They are taken from the turn's body.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Need {
-    /// The most tokens that the turn sends.
+    /// The most prompt tokens that the turn's body can hold.
     pub prompt_tokens: u64,
     /// The most tokens of the turn's answer. `None`: as many as the context allows.
     pub answer_tokens: Option<u64>,
-    /// Whether `prompt_tokens` is exact, because the body holds token ids. Otherwise it is a bound.
+    /// Whether `prompt_tokens` is exact, because the body holds token ids. Otherwise
+    /// `prompt_tokens` is an upper bound.
     pub exact: bool,
     /// Whether the turn ignores the end of its answer (`ignore_eos`), so that the engine reserves
     /// room for the longest answer.
     pub ignores_eos: bool,
     /// Leading prompt tokens that are in the engine's cache, as the sender of the turn says. The
-    /// engine doesn't compute them, but they need room all the same.
+    /// engine doesn't compute them, but they need room too.
     pub resident_tokens: u64,
 }
 
@@ -105,7 +108,7 @@ pub struct Usage {
 pub enum Outcome {
     /// The engine finished the turn. Usage is absent if the route doesn't report it.
     Finished(Option<Usage>),
-    /// The engine finished the turn, but the client had disconnected and can't know the history.
+    /// The engine finished the turn, but the client had disconnected, so it can't know the answer.
     Unheard(Option<Usage>),
     /// The engine aborted the turn and acknowledged that.
     Aborted,
@@ -132,14 +135,15 @@ impl Outcome {
     }
 }
 
-/// What a route can carry to a pinned session.
+/// Which turns a route can carry to a pinned session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PinnedInput {
-    /// Deltas, and full histories where the shim trims them or the session has no history:
-    /// `/generate` with one prompt, which the engine appends.
-    Possible,
-    /// Full histories only, where the shim trims them: only the engine makes tokens of the prompt.
-    Trimmed,
-    /// Nothing.
-    Never,
+    /// Deltas, and full histories if the shim trims them or the session has no history. The route
+    /// is `/generate` with one prompt, which the engine appends.
+    DeltasAndHistories,
+    /// Full histories only, and only if the shim trims them. On such a route, only the engine turns
+    /// the prompt into tokens.
+    FullHistories,
+    /// No turn.
+    Nothing,
 }

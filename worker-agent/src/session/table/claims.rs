@@ -1,4 +1,8 @@
-//! How sessions begin: a turn claims them, or a client opens them for later turns.
+//! Begins sessions: a turn claims its session, or a client opens a session for later turns.
+//!
+//! A turn is one request and its answer. To claim a session means to take a place in the order of
+//! the session's turns. A session that doesn't exist yet is created by the claim. A delta is a turn
+//! that holds only new tokens, which the engine appends to the session's history.
 
 use std::time::{Duration, Instant};
 
@@ -9,28 +13,26 @@ use super::{
     Session, Table, Ticket, TicketState, check_pinned_input, check_turn, closing::PendingClose,
 };
 
-/// The longest idle limit that a client can ask for. A longer one is a mistake, and must not
-/// overflow an `Instant`.
-const IDLE_MAX: Duration = Duration::from_secs(365 * 86_400);
+/// The longest idle limit that a client can ask for. A longer limit is a mistake. Added to an
+/// `Instant`, it might overflow.
+const IDLE_LIMIT_MAX: Duration = Duration::from_secs(365 * 86_400);
 
 impl Table {
     /// Claims a turn's session before the turn's body is read, so that a second turn is refused at
-    /// once while another one runs. [`Self::admit`] or [`Self::end_turn`] must follow.
-    ///
-    /// # Errors
-    /// See [`Error`]; a refused claim changes nothing.
+    /// once while another turn runs. `rank`: the DP rank that the client asks for. [`Self::admit`]
+    /// or [`Self::end_turn`] must follow.
     pub fn claim(
         &mut self,
         now: Instant,
         rid: &str,
         session_claim: Option<(&Claim, &SessionKey)>,
-        rank: Option<u32>,
+        requested_rank: Option<u32>,
         pinned_input: PinnedInput,
     ) -> Result<(), Error> {
         let (claim, key, dp_rank, generation) = match session_claim {
-            None => (None, None, self.choose_rank(rank, None)?, 0),
+            None => (None, None, self.choose_rank(requested_rank, None)?, 0),
             Some((claim, key)) => {
-                self.claim_session(now, claim, key, rank, pinned_input)?;
+                self.claim_session(now, claim, key, requested_rank, pinned_input)?;
                 let session = self.sessions.get_mut(key).expect("just claimed");
                 session.turns_waiting += 1;
                 session.idle_max = claim.idle_ms_max.map_or(session.idle_max, bounded_idle_max);
@@ -42,29 +44,30 @@ impl Table {
         let mut ticket =
             Ticket::new(now, TicketState::Claimed, pinned_input, dp_rank, self.claim_count);
         (ticket.claim, ticket.key, ticket.generation) = (claim, key, generation);
-        let before = self.tickets.insert(rid.to_owned(), ticket);
-        assert!(before.is_none(), "a turn's id is used twice");
+        let previous = self.tickets.insert(rid.to_owned(), ticket);
+        assert!(previous.is_none(), "a turn's id is used twice");
         self.debug_check();
         Ok(())
     }
 
+    /// Finds or creates the session of a turn, and checks whether it takes the turn.
     fn claim_session(
         &mut self,
         now: Instant,
         claim: &Claim,
         key: &SessionKey,
-        rank: Option<u32>,
+        requested_rank: Option<u32>,
         pinned_input: PinnedInput,
     ) -> Result<(), Error> {
-        // A delta relies on the session's history. If that is gone, the delta must not start an
-        // empty session.
+        // A delta relies on the session's history. If that history is gone, the delta must not
+        // start an empty session.
         self.remove_if_unusable(key, claim.open && !claim.delta);
         if !self.sessions.contains_key(key) {
             if claim.delta && !claim.open {
                 return Err(Error::Unknown);
             }
-            // A client that opens a session with a delta will send only new tokens, which needs a
-            // pinned session.
+            // If a client opens a session with a delta, it will send only new tokens, so the
+            // session must be pinned.
             let wanted = claim.retention.or(claim.delta.then_some(Retention::Pinned));
             let retention = self.choose_retention(wanted)?;
             match retention {
@@ -76,7 +79,7 @@ impl Table {
                 }
                 _ => {}
             }
-            let dp_rank = self.choose_rank(rank, Some(retention))?;
+            let dp_rank = self.choose_rank(requested_rank, Some(retention))?;
             self.insert_session(now, key, (wanted, retention), dp_rank, claim)?;
             self.sessions.get_mut(key).expect("just inserted").is_unused = true;
         }
@@ -97,32 +100,29 @@ impl Table {
         if claim.open {
             session.open_for_deltas();
         }
-        // Turns that already run side by side continue. The first turn that is claimed after they
-        // ended makes the session exclusive.
+        // If a client opens a session whose turns run at the same time, these turns continue. The
+        // first turn that is claimed while no other turn runs or waits makes the session exclusive.
         session.opened_by_client |= claim.open;
         session.exclusive |= session.opened_by_client && turns_before == 0;
         Ok(())
     }
 
-    /// Removes a session without turns if it can't continue and is to be opened again, or if its
-    /// rank no longer exists.
-    fn remove_if_unusable(&mut self, key: &SessionKey, opens: bool) {
+    /// Removes a session without turns, if its rank no longer exists, or if it can't continue and
+    /// is opened again.
+    fn remove_if_unusable(&mut self, key: &SessionKey, is_opened_again: bool) {
         let ranks = self.engine.ranks.len();
         let Some(session) = self.sessions.get(key) else { return };
-        let at_rest = session.turns_running == 0 && session.turns_waiting == 0;
-        let lost_its_rank = session.dp_rank as usize >= ranks;
-        let gone = matches!(session.phase, Phase::Gone(_));
-        if at_rest && (lost_its_rank || (opens && gone)) {
+        let is_at_rest = session.turns_running == 0 && session.turns_waiting == 0;
+        let has_lost_rank = session.dp_rank as usize >= ranks;
+        let is_gone = matches!(session.phase, Phase::Gone(_));
+        if is_at_rest && (has_lost_rank || (is_opened_again && is_gone)) {
             self.remove_session(key);
         }
     }
 
     /// Opens a session without a turn. An [`super::Effect::Admitted`] or [`super::Effect::Refused`]
-    /// with the id `rid` follows. A session that is already open stays as it is; a session that
+    /// with the id `rid` follows. A session that is already open keeps its history. A session that
     /// can't continue is replaced.
-    ///
-    /// # Errors
-    /// See [`Error`].
     pub fn open_session(
         &mut self,
         now: Instant,
@@ -130,7 +130,7 @@ impl Table {
         key: &SessionKey,
         retention: Option<Retention>,
         idle_max: Option<Duration>,
-        rank: Option<u32>,
+        requested_rank: Option<u32>,
     ) -> Result<(), Error> {
         let max = self.rules.turns_queued_max;
         if self.queue.len() >= max && self.rules.guards.hold(Guard::QueueBound) {
@@ -152,20 +152,22 @@ impl Table {
                     self.apply_requested_retention(now, key, wanted);
                 }
                 let session = self.sessions.get_mut(key).expect("just seen");
-                let shared = session.has_auto_retention() && session.retention == Retention::Pinned;
-                if retention.is_some_and(|wanted| wanted != session.retention || shared) {
+                let is_shared =
+                    session.has_auto_retention() && session.retention == Retention::Pinned;
+                if retention.is_some_and(|wanted| wanted != session.retention || is_shared) {
                     return Err(Error::OpenWithOtherRetention(session.retention));
                 }
                 session.opened_by_client = true;
                 session.is_unused = false;
                 session.open_for_deltas();
                 session.exclusive |= session.turns_running + session.turns_waiting <= 1;
-                session.idle_max = idle_max.map_or(session.idle_max, |max| max.min(IDLE_MAX));
+                session.idle_max =
+                    idle_max.map_or(session.idle_max, |idle| idle.min(IDLE_LIMIT_MAX));
                 self.schedule_deadline(key);
             }
             None => {
                 let chosen = self.choose_retention(retention)?;
-                let dp_rank = self.choose_rank(rank, Some(chosen))?;
+                let dp_rank = self.choose_rank(requested_rank, Some(chosen))?;
                 self.insert_session(now, key, (retention, chosen), dp_rank, &claim)?;
             }
         }
@@ -206,10 +208,10 @@ impl Table {
             self.close_unused(now, key);
             self.finish_reopen(now, key, true);
         } else {
-            // The session is gone, or the open failed. An incarnation that may be open at the
-            // engine must be closed.
-            let is_closed = matches!(result, OpenResult::No(_));
-            if !is_closed && self.rules.guards.hold(Guard::UnknownOpenClosed) {
+            // The open failed, or the session was closed meanwhile. If the incarnation may be open
+            // at the engine, it must be closed there.
+            let is_refused = matches!(result, OpenResult::No(_));
+            if !is_refused && self.rules.guards.hold(Guard::UnknownOpenClosed) {
                 self.start_close(incarnation.to_owned(), PendingClose::empty(now));
             } else {
                 self.write_journal(Record::Closed { incarnation: incarnation.to_owned() });
@@ -235,6 +237,7 @@ impl Table {
         self.debug_check();
     }
 
+    /// Inserts a session without history. Closes another session if the table is full.
     fn insert_session(
         &mut self,
         now: Instant,
@@ -247,14 +250,14 @@ impl Table {
             let detail = format!("{} are open; close some", self.sessions_max);
             return Err(Error::OutOfRoom { resource: "sessions", detail });
         }
-        let pinned = retention == Retention::Pinned;
+        let is_pinned = retention == Retention::Pinned;
         self.generation_count += 1;
         let session = Session {
             retention,
             requested_retention: requested,
             dp_rank,
             incarnation: self.next_incarnation(key),
-            exclusive: pinned || claim.open,
+            exclusive: is_pinned || claim.open,
             turns: 0,
             turns_running: 0,
             turns_waiting: 0,
@@ -270,33 +273,37 @@ impl Table {
             full_history: FullHistory::default(),
             deltas: if claim.open { Deltas::Allowed } else { Deltas::Refused },
             prefix_tracker: PrefixTracker::default(),
-            phase: if pinned { Phase::Planned } else { Phase::Open },
+            phase: if is_pinned { Phase::Planned } else { Phase::Open },
             last_turn_end: now,
             idle_max: claim.idle_ms_max.map_or(self.rules.idle_max, bounded_idle_max),
         };
         self.schedule_deadline_at(now + session.idle_max);
-        let page = self.engine.page_tokens;
-        self.account(dp_rank).add_session(&session, page);
+        let page_tokens = self.engine.page_tokens;
+        self.account(dp_rank).add_session(&session, page_tokens);
         self.by_incarnation.insert(session.incarnation.clone(), key.clone());
         self.sessions.insert(key.clone(), session);
         self.report_change(key);
         Ok(())
     }
 
-    /// Closes the session that was idle longest among those that no client opened. Its client has
-    /// no right to it, and finds its KV in the radix tree if it comes back soon.
+    /// Closes the session that was idle longest among those that no client opened. Returns false if
+    /// there is none. The session's client has no right to it, and finds its KV in the radix tree
+    /// if the client comes back soon.
     fn close_longest_idle(&mut self, now: Instant) -> bool {
-        let unopened = self.sessions.iter().filter(|(_, one)| !one.exclusive && one.can_expire());
+        let closable =
+            self.sessions.iter().filter(|(_, session)| !session.exclusive && session.can_expire());
         let longest_idle =
-            unopened.min_by_key(|(_, one)| one.last_turn_end).map(|(key, _)| key.clone());
+            closable.min_by_key(|(_, session)| session.last_turn_end).map(|(key, _)| key.clone());
         longest_idle.is_some_and(|key| self.close_session(now, &key).is_ok())
     }
 
+    /// Returns the wanted retention if the engine offers it. If none is wanted, returns the best
+    /// retention without a pin.
     pub(super) fn choose_retention(&self, wanted: Option<Retention>) -> Result<Retention, Error> {
         let offered = &self.engine.retentions;
         let Some(wanted) = wanted else {
-            let tagged = offered.contains(&Retention::Tagged);
-            return Ok(if tagged { Retention::Tagged } else { Retention::None });
+            let offers_tagged = offered.contains(&Retention::Tagged);
+            return Ok(if offers_tagged { Retention::Tagged } else { Retention::None });
         };
         if wanted == Retention::None || offered.contains(&wanted) {
             return Ok(wanted);
@@ -305,24 +312,33 @@ impl Table {
         Err(Error::RetentionUnavailable { wanted, offered: names.join(", ") })
     }
 
-    /// Returns the requested rank, or the least loaded rank if none was requested. Load is compared
-    /// by held rows (for a pinned session only), then turns, then tokens.
-    fn choose_rank(&self, rank: Option<u32>, retention: Option<Retention>) -> Result<u32, Error> {
+    /// Returns the requested rank. If none was requested, returns the least loaded rank. Load is
+    /// compared first by held rows (for a pinned session only), then by turns, then by tokens.
+    fn choose_rank(
+        &self,
+        requested_rank: Option<u32>,
+        retention: Option<Retention>,
+    ) -> Result<u32, Error> {
         let count = u32::try_from(self.engine.ranks.len()).expect("few ranks");
-        if let Some(rank) = rank {
-            return if rank < count { Ok(rank) } else { Err(Error::NoRank(rank)) };
+        if let Some(requested_rank) = requested_rank {
+            return if requested_rank < count {
+                Ok(requested_rank)
+            } else {
+                Err(Error::NoRank(requested_rank))
+            };
         }
         let load = |dp_rank: &u32| {
             let totals = self.totals(*dp_rank);
-            let held = if retention == Some(Retention::Pinned) { totals.rows_held } else { 0 };
-            let claimed = self.accounts[*dp_rank as usize].turns_claimed;
-            let turns = totals.turns_running + totals.turns_queued + claimed;
-            (held, turns, totals.pinned_tokens + totals.tree_tokens_estimate)
+            let rows_held = if retention == Some(Retention::Pinned) { totals.rows_held } else { 0 };
+            let turns_claimed = self.accounts[*dp_rank as usize].turns_claimed;
+            let turns = totals.turns_running + totals.turns_queued + turns_claimed;
+            (rows_held, turns, totals.pinned_tokens + totals.tree_tokens_estimate)
         };
         (0..count).min_by_key(load).ok_or(Error::NoRank(0))
     }
 }
 
+/// Returns an idle limit that a client asked for in milliseconds, within its bound.
 fn bounded_idle_max(idle_ms: u64) -> Duration {
-    Duration::from_millis(idle_ms).min(IDLE_MAX)
+    Duration::from_millis(idle_ms).min(IDLE_LIMIT_MAX)
 }
