@@ -203,6 +203,9 @@ impl Table {
 
     /// Closes a session, now or when its running turns have ended. Returns whether the session
     /// still waits for running turns or for the engine's answer to its open.
+    ///
+    /// # Errors
+    /// [`Error::Unknown`] if the session doesn't exist or is already closing.
     pub fn close_session(&mut self, now: Instant, key: &SessionKey) -> Result<bool, Error> {
         self.begin_close(now, key)?;
         self.pump(now);
@@ -210,6 +213,7 @@ impl Table {
         Ok(self.sessions.contains_key(key))
     }
 
+    /// Does what [`Self::close_session`] does, but leaves the queue as it is.
     fn begin_close(&mut self, now: Instant, key: &SessionKey) -> Result<(), Error> {
         let session = self.sessions.get(key).ok_or(Error::Unknown)?;
         match session.phase {
@@ -246,14 +250,14 @@ impl Table {
     /// on its own. Repeats unconfirmed closes, and refuses turns that waited too long.
     pub fn run_deadlines(&mut self, now: Instant) {
         if self.earliest_deadline.is_some_and(|due| due <= now) {
-            self.expire_sessions(now);
+            self.run_session_deadlines(now);
         }
         self.repeat_closes(now);
         self.refuse_late(now);
     }
 
-    /// Returns when [`Self::run_deadlines`] must look at the session. `None` while it has turns and
-    /// isn't waiting for the shim.
+    /// Returns when the session must be closed or demoted if nothing happens to it until then.
+    /// `None` if it has no such time now.
     fn session_deadline(&self, session: &Session) -> Option<Instant> {
         if let Phase::Suspect { until, .. } | Phase::Demoting { until } = session.phase {
             return Some(until);
@@ -264,7 +268,8 @@ impl Table {
         [demote_at, expires_at].into_iter().flatten().min()
     }
 
-    fn expire_sessions(&mut self, now: Instant) {
+    /// Closes and demotes the sessions whose deadline has passed.
+    fn run_session_deadlines(&mut self, now: Instant) {
         let guards = self.rules.guards;
         let is_due = |session: &Session| match session.phase {
             Phase::Suspect { until, .. } | Phase::Demoting { until } => until <= now,

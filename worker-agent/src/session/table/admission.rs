@@ -26,6 +26,7 @@ const TURNS_AHEAD: u64 = 8;
 
 /// What happens to a waiting ticket in this pass over the queue.
 enum Verdict {
+    /// The turn goes to the engine, or the client hears that its session is open.
     Admit,
     /// The ticket waits for something that only concerns itself or its session. Later tickets may
     /// pass it.
@@ -33,6 +34,7 @@ enum Verdict {
     /// The ticket waits for room that running turns will free. Later plain turns on this rank wait
     /// too, so that none passes it.
     WaitInLine,
+    /// The ticket is refused and forgotten.
     Refuse(Error),
 }
 
@@ -85,7 +87,7 @@ impl Table {
         }
     }
 
-    /// Decides on one waiting ticket. `must_line_up`: an earlier plain turn waits for room on this
+    /// Decides on one waiting ticket. `must_line_up`: an earlier plain turn waits in line on this
     /// rank.
     fn decide_ticket(
         &mut self,
@@ -164,9 +166,9 @@ impl Table {
         is_shared && session.retention == Retention::Pinned && is_taken
     }
 
-    /// Prepares a session without running turns for a full history, and pins or unpins the session
-    /// if that pays. Returns true if the turn must wait until the session's KV has gone to the
-    /// radix tree.
+    /// Prepares a session without running turns for a full history (a turn with the whole
+    /// conversation), and pins or unpins the session if that pays. Returns true if the turn must
+    /// wait until the session's KV has gone to the radix tree.
     fn prepare_for_full_history(&mut self, now: Instant, key: &SessionKey, need: Need) -> bool {
         let session = &self.sessions[key];
         let is_auto_pinned = session.has_auto_retention() && session.retention == Retention::Pinned;

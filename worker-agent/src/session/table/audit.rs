@@ -90,12 +90,12 @@ impl Table {
         of_rank.for_each(|session| counted.add_session(session, self.engine.page_tokens));
         let kept = self.totals(dp_rank);
         let mut inherited_rows = 0;
-        for one in self.pending_closes.values().filter(|one| one.dp_rank == dp_rank) {
+        for closing in self.pending_closes.values().filter(|closing| closing.dp_rank == dp_rank) {
             if self.rules.guards.hold(Guard::CountedUntilClosed) {
-                counted.totals.rows_held += u32::from(one.holds_row);
-                counted.totals.pinned_tokens += one.tokens;
+                counted.totals.rows_held += u32::from(closing.holds_row);
+                counted.totals.pinned_tokens += closing.tokens;
             }
-            inherited_rows += u32::from(one.is_inherited);
+            inherited_rows += u32::from(closing.is_inherited);
         }
         counted.totals.foreign_rows = kept.foreign_rows;
         counted.totals.foreign_tokens = kept.foreign_tokens;
@@ -115,10 +115,11 @@ impl Table {
         let own_rows = kept.rows_held - kept.foreign_rows - inherited_rows;
         let is_guarded = self.rules.guards.hold(Guard::RowsReserve);
         assert!(own_rows <= rows_max || !is_guarded, "pinned sessions took the reserved rows");
-        let runs_unopened =
-            |one: &&super::Session| one.phase == Phase::Planned && one.turns_running > 0;
+        let runs_unopened = |session: &&super::Session| {
+            session.phase == Phase::Planned && session.turns_running > 0
+        };
         assert!(
-            !self.sessions.values().any(|one| runs_unopened(&one)),
+            !self.sessions.values().any(|session| runs_unopened(&session)),
             "a turn runs in a session that isn't open"
         );
     }

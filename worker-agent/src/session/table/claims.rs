@@ -19,8 +19,11 @@ const IDLE_LIMIT_MAX: Duration = Duration::from_secs(365 * 86_400);
 
 impl Table {
     /// Claims a turn's session before the turn's body is read, so that a second turn is refused at
-    /// once while another turn runs. `rank`: the DP rank that the client asks for. [`Self::admit`]
-    /// or [`Self::end_turn`] must follow.
+    /// once while another turn runs. `requested_rank`: the DP rank that the turn must run on, if
+    /// any. [`Self::admit`] or [`Self::end_turn`] must follow.
+    ///
+    /// # Errors
+    /// See [`Error`]. The turn is not claimed then.
     pub fn claim(
         &mut self,
         now: Instant,
@@ -123,6 +126,9 @@ impl Table {
     /// Opens a session without a turn. An [`super::Effect::Admitted`] or [`super::Effect::Refused`]
     /// with the id `rid` follows. A session that is already open keeps its history. A session that
     /// can't continue is replaced.
+    ///
+    /// # Errors
+    /// See [`Error`].
     pub fn open_session(
         &mut self,
         now: Instant,

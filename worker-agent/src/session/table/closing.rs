@@ -85,7 +85,7 @@ impl Table {
 
     /// Whether an incarnation of an earlier agent process is not closed yet.
     pub(super) fn is_taking_over(&self) -> bool {
-        self.pending_closes.values().any(|one| one.is_inherited)
+        self.pending_closes.values().any(|closing| closing.is_inherited)
     }
 
     /// Handles the engine's answer to an [`Effect::Close`], or the shim's report of a closed
@@ -271,7 +271,8 @@ impl Table {
         let is_overdue = |since: Instant| since + self.rules.stuck_after <= now;
         // A close counts only if the engine has said that the session still exists. If the engine
         // can't be asked, it isn't at fault.
-        let is_stuck = |one: &&PendingClose| one.is_kept_by_engine && is_overdue(one.begun_at);
+        let is_stuck =
+            |closing: &&PendingClose| closing.is_kept_by_engine && is_overdue(closing.begun_at);
         let closes = self.pending_closes.values().filter(is_stuck).count();
         if closes > 0 {
             return Some(format!(

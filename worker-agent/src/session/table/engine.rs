@@ -52,7 +52,8 @@ pub struct SessionReport {
 impl Table {
     /// Handles an engine's load sample for one rank.
     pub fn handle_load(&mut self, now: Instant, dp_rank: u32, load: Load) {
-        let has_pending_close = self.pending_closes.values().any(|one| one.dp_rank == dp_rank);
+        let has_pending_close =
+            self.pending_closes.values().any(|closing| closing.dp_rank == dp_rank);
         let guards = self.rules.guards;
         let Some(account) = self.accounts.get_mut(dp_rank as usize) else { return };
         account.engine_queue = Some(i64::try_from(load.waiting).unwrap_or(i64::MAX));
@@ -86,7 +87,7 @@ impl Table {
     /// Marks that a full session table was requested from the shim of `dp_rank`. The reply decides
     /// about suspect sessions.
     pub fn mark_table_requested(&mut self, dp_rank: u32) {
-        for session in self.sessions.values_mut().filter(|one| one.dp_rank == dp_rank) {
+        for session in self.sessions.values_mut().filter(|session| session.dp_rank == dp_rank) {
             if let Phase::Suspect { table_requested, .. } = &mut session.phase {
                 *table_requested = true;
             }
@@ -100,14 +101,14 @@ impl Table {
         account.shim = None;
         account.foreign_sessions.clear();
         self.recount_foreign(dp_rank);
-        let waits_for_shim = |one: &Session| {
-            one.dp_rank == dp_rank
-                && matches!(one.phase, Phase::Demoting { .. } | Phase::Suspect { .. })
+        let waits_for_shim = |session: &Session| {
+            session.dp_rank == dp_rank
+                && matches!(session.phase, Phase::Demoting { .. } | Phase::Suspect { .. })
         };
         let keys: Vec<SessionKey> = self
             .sessions
             .iter()
-            .filter(|(_, one)| waits_for_shim(one))
+            .filter(|(_, session)| waits_for_shim(session))
             .map(|(key, _)| key.clone())
             .collect();
         for key in keys {
@@ -195,7 +196,8 @@ impl Table {
     /// Handles the end of a full session table. `reported_ids` are the ids of all sessions that the
     /// shim sees.
     pub fn handle_session_table(&mut self, now: Instant, dp_rank: u32, reported_ids: &[&str]) {
-        let closing_ids = self.pending_closes.iter().filter(|(_, one)| one.dp_rank == dp_rank);
+        let closing_ids =
+            self.pending_closes.iter().filter(|(_, closing)| closing.dp_rank == dp_rank);
         let foreign_sessions =
             self.accounts.get(dp_rank as usize).map(|account| &account.foreign_sessions);
         let known_ids = closing_ids
@@ -217,7 +219,7 @@ impl Table {
             // Another client of the engine closed the session.
             self.retire(now, &key, GoneReason::HistoryUnknown);
         }
-        if self.pending_closes.get(id).is_some_and(|one| one.dp_rank == dp_rank) {
+        if self.pending_closes.get(id).is_some_and(|closing| closing.dp_rank == dp_rank) {
             self.handle_close_result(now, id, CloseResult::Confirmed);
         }
         let Some(account) = self.accounts.get_mut(dp_rank as usize) else { return };

@@ -212,11 +212,10 @@ impl Table {
         });
         let demoting = demoting.map(|session| (1, self.round_to_pages(session.resident_tokens)));
         // A close that is stuck may never free anything.
-        let closing = self
-            .closing
-            .values()
-            .filter(|one| one.dp_rank == dp_rank && now < one.begun_at + self.rules.stuck_after);
-        let closing = closing.map(|one| (u64::from(one.holds_row), one.tokens));
+        let closing = self.pending_closes.values().filter(|closing| {
+            closing.dp_rank == dp_rank && now < closing.begun_at + self.rules.stuck_after
+        });
+        let closing = closing.map(|closing| (u64::from(closing.holds_row), closing.tokens));
         demoting.chain(closing).fold((0, 0), |sum, freed| (sum.0 + freed.0, sum.1 + freed.1))
     }
 }

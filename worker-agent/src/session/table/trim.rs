@@ -33,8 +33,9 @@ use super::{
 use crate::shim::trim::Plan;
 
 /// The longest divergence streak (full histories in a row that did not continue the session's)
-/// after which the agent still pins a session on its own. In a longer streak, the client edits what
-/// it sends (drops reasoning, say), and a pinned turn would cost more than one on the radix tree.
+/// after which the agent still pins a session on its own. After a longer streak, the client seems
+/// to edit what it sends, or its prompts can't be trimmed, so pinned turns cost more than those on
+/// the radix tree.
 const DIVERGENCE_STREAK_MAX: u32 = 2;
 /// The agent does not pin a session again for this long after the session lost its pin or found no
 /// room. Each pin costs the engine an open and a close.
@@ -54,10 +55,10 @@ pub(super) struct TrimTurn {
     has_replaced_deltas: bool,
     /// Whether the shim refused the turn. A refused turn does not run and changes no session.
     is_refused: bool,
-    /// Number of the shim's question about the turn that is not answered yet.
+    /// Number of the shim's question about the turn, until the question is answered.
     open_question: Option<u64>,
     /// Whether the shim has asked a question about the turn.
-    has_asked: bool,
+    shim_has_asked: bool,
     /// If a new incarnation is to be opened for the turn: the tokens to reserve in it.
     reopen_tokens: Option<u64>,
     /// Whether the turn is the first of an incarnation that replaced another one.
@@ -235,7 +236,7 @@ impl Table {
             has_replaced_deltas: false,
             is_refused: false,
             open_question: None,
-            has_asked: false,
+            shim_has_asked: false,
             reopen_tokens: None,
             is_reopened,
             planned_prompt_tokens: None,
@@ -333,7 +334,7 @@ impl Table {
         let rid = &plan.rid;
         let ticket = self.tickets.get_mut(rid).expect("the caller has it");
         ticket.is_pinned = false;
-        let has_asked = ticket.trim_turn.as_ref().is_some_and(|turn| turn.has_asked);
+        let shim_has_asked = ticket.trim_turn.as_ref().is_some_and(|turn| turn.shim_has_asked);
         let (dp_rank, had_no_kv) = (ticket.dp_rank, ticket.had_no_kv);
         let need = Need { prompt_tokens: plan.prompt_tokens, exact: true, ..ticket.need };
         self.account(dp_rank).count_as_plain();
@@ -342,7 +343,7 @@ impl Table {
         if self.sessions[key].retention == Retention::Pinned {
             self.undo_admission(key, had_no_kv);
             // `handle_question` has decided this for a turn that the shim asked about.
-            let extends_streak = !has_asked && !self.has_hidden_end_tokens(key, plan);
+            let extends_streak = !shim_has_asked && !self.has_hidden_end_tokens(key, plan);
             self.change_session(key, |session| {
                 session.full_history.divergence_streak += u32::from(extends_streak)
             });

@@ -16,10 +16,10 @@ use crate::session::table::{
     Deltas, Effect, GoneReason, Need, Phase, Record, Session, Table, Ticket, TicketState,
 };
 
-/// A prompt that diverges from its session's history is an aside (a request for a title, say) if
-/// the two share less than one over this divisor of the history. An aside runs beside its session,
-/// which keeps its history. If the turn after it diverges too, neither is an aside: the client has
-/// shortened its history.
+/// A prompt that diverges from its session's history may be an aside (a request for a title, say)
+/// if the two share less than one over this divisor of the history. An aside runs beside its
+/// session, which keeps its history. Only the first of several diverging turns counts as an aside.
+/// If the turn after it diverges too, the client has shortened its history.
 const ASIDE_DIVISOR: u64 = 4;
 
 impl TrimPlan {
@@ -59,7 +59,7 @@ impl Table {
             Need { prompt_tokens: plan.prompt_tokens, exact: true, ..self.tickets[rid].need };
         let target_tokens = self.full_history_target(&key, need);
         let trim_turn = self.trim_turn_mut(rid);
-        (trim_turn.open_question, trim_turn.has_asked) = (Some(question), true);
+        (trim_turn.open_question, trim_turn.shim_has_asked) = (Some(question), true);
         let is_too_large =
             plan.decision == Plan::Refused && plan.prompt_tokens > trim_turn.tokens_max;
         let must_continue = trim_turn.must_continue;
@@ -73,7 +73,7 @@ impl Table {
         let is_auto = session.has_auto_retention();
         let streak = session.full_history.divergence_streak;
         let is_aside = is_auto && plan.shares_little() && streak == 1;
-        let streak_too_long = is_auto && streak > DIVERGENCE_STREAK_MAX;
+        let is_streak_too_long = is_auto && streak > DIVERGENCE_STREAK_MAX;
         let keeps_history = must_continue && !is_too_large;
         // A closing session may still run its last turn in more room.
         let can_run = session.phase == Phase::Open
@@ -85,7 +85,7 @@ impl Table {
             self.answer_inside(rid, &key);
         } else {
             self.trim_turn_mut(rid).reopen_tokens =
-                (fits && !streak_too_long).then_some(target_tokens);
+                (fits && !is_streak_too_long).then_some(target_tokens);
             self.release_before_reopen(now, rid, &key);
         }
         self.pump(now);
