@@ -17,12 +17,13 @@ use super::{Error, GoneReason, Guard, Guards, Phase, PinnedInput, Session};
 /// replaces its history. Or its history may be replaced by full histories, and it takes no deltas.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Deltas {
-    /// The session takes no deltas. Either no client has opened it, or a full history has replaced
-    /// its history. It takes deltas again once a client opens it again.
+    /// The session takes no deltas, because no client has opened it or a full history has replaced
+    /// its history. It takes none before a client opens it again.
     Refused,
     /// A client opened the session, and it has taken no delta yet.
     Allowed,
-    /// The session has taken a delta. A full history must continue the session's history.
+    /// The session has taken a delta. A full history must continue the session's history, unless
+    /// its client opens the session again.
     Taken,
 }
 

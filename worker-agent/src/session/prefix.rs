@@ -17,8 +17,8 @@ use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 /// blocks, which leaves about a dozen to messages. The reader of request bodies also visits at most
 /// this many messages, and at most this many content blocks of each message.
 pub const BLOCKS_MAX: usize = 16;
-/// A difference in the first bytes of a prompt's text, up to this number, counts as early. This is
-/// about 4,096 tokens.
+/// The number of bytes at the beginning of a prompt's text in which a difference counts as early.
+/// This is about 4,096 tokens.
 const EARLY_BYTES: usize = 16 * 1024;
 /// The most bytes of `tools` that are compared. Coding agents send 20 to 100 KiB.
 const TOOLS_BYTES_MAX: usize = 64 * 1024;
@@ -33,7 +33,7 @@ const EARLY_TOKENS: u64 = 4096;
 /// Two token indices count as one place if they differ by at most this many tokens. Random texts at
 /// one place may begin with the same few tokens, so the index of the first difference varies.
 const NEAR_TOKENS: u64 = 16;
-/// The number of turns in a row that must differ at one place before the place is reported.
+/// The number of turns in a row that must differ at one place before the agent reports the place.
 const STREAK_TURNS_MIN: u64 = 3;
 
 /// The place of a block in the request body: a [`PromptPlace`] in three bytes instead of twelve.

@@ -1,8 +1,9 @@
-//! The session table: decides for one engine which turns run, and when sessions open and close.
+//! Holds the session table: it decides which turns run, and when sessions open and close.
 //!
 //! A session is a conversation: ordered turns that share a growing prefix. A turn is one request
 //! and its answer. An incarnation is one life of a session inside the engine. A pinned session
-//! keeps its KV and a request row to itself; the KV of other sessions is in the radix tree.
+//! keeps its KV and a request row to itself. The KV of other sessions is in the radix tree. A table
+//! holds the sessions of one engine.
 //!
 //! The owner task tells the table what happened and carries out the [`Effect`]s that the table
 //! returns. The table never waits, reads no clock, and doesn't talk to the engine.

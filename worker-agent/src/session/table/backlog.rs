@@ -1,7 +1,7 @@
 //! Estimates the prompt tokens of a rank that the engine's load figures don't show yet.
 //!
-//! They belong to turns that wait in the agent, and to turns sent to the engine after its latest
-//! load sample. A turn is one request and its answer.
+//! They belong to turns (requests with their answers) that wait in the agent, or that were sent to
+//! the engine after its latest load sample. The engine has yet to compute them.
 
 use std::time::Instant;
 

@@ -1,8 +1,7 @@
-//! Computes how much room a turn may need on a rank, and what the rank has left for pinned
-//! sessions.
+//! Computes how much room a turn may need on a rank, and how much pinned sessions may take.
 //!
-//! A pinned session keeps its KV and a request row to itself. The KV of plain turns is in the radix
-//! tree.
+//! A turn is one request and its answer. A pinned session keeps its KV and a request row to itself.
+//! A plain turn runs outside pinned sessions, and its KV is in the radix tree.
 
 use proto::id::SessionKey;
 

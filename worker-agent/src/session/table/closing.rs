@@ -18,9 +18,9 @@ use super::{
 const CLOSE_PAUSE_MIN: Duration = Duration::from_millis(250);
 /// The longest pause before an unconfirmed close is repeated.
 const CLOSE_PAUSE_MAX: Duration = Duration::from_secs(5);
-/// How long a suspect session waits for the shim's session table. The shim (Berth's part in the
-/// engine's process) reports a turn's end within a scheduler step. Even a long prefill step is
-/// shorter than this.
+/// How long a suspect session (one whose history is uncertain) waits for the shim's session table.
+/// The shim, Berth's part in the engine's process, reports a turn's end within a scheduler step.
+/// Even a long prefill step is shorter than this.
 const VERIFY_TIME_MAX: Duration = Duration::from_secs(5);
 
 /// A close that the engine has not confirmed.

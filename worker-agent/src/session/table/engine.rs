@@ -20,7 +20,8 @@ use super::{
 /// The most foreign sessions that are tracked per rank. Sessions beyond this number are not
 /// counted.
 const FOREIGN_SESSIONS_MAX: usize = 4096;
-/// The longest time by which the engine's load figures lag behind.
+/// The longest time by which the engine's load figures lag behind. Once a rank has been idle for
+/// this long, they show it idle.
 const LOAD_LAG_MAX: Duration = Duration::from_millis(500);
 
 /// One rank's load, as the engine reports it.
@@ -45,7 +46,7 @@ pub struct SessionReport {
     pub history_tokens: u64,
     /// Whether a turn of the session is in the engine.
     pub in_flight: bool,
-    /// Whether this is part of a full session table, not a report of changes.
+    /// Whether the report is part of a full session table, not a report of a change.
     pub from_full_table: bool,
 }
 
@@ -60,8 +61,8 @@ impl Table {
         let is_idle = account.totals.turns_running == 0 && !has_pending_close;
         let idle_since = is_idle.then(|| *account.idle_since.get_or_insert(now));
         account.idle_since = idle_since;
-        let is_settled = idle_since.is_some_and(|since| since + LOAD_LAG_MAX <= now);
-        if account.shim.is_none() && is_settled && guards.hold(Guard::ForeignCounted) {
+        let has_current_load = idle_since.is_some_and(|since| since + LOAD_LAG_MAX <= now);
+        if account.shim.is_none() && has_current_load && guards.hold(Guard::ForeignCounted) {
             // Tokens that can't be evicted and that none of the agent's sessions hold are foreign.
             let own_tokens = account.totals.pinned_tokens - account.totals.foreign_tokens;
             let pool_tokens =
@@ -84,8 +85,8 @@ impl Table {
         }
     }
 
-    /// Marks that a full session table was requested from the shim of `dp_rank`. The reply decides
-    /// about suspect sessions.
+    /// Marks that a full session table was requested from the shim of `dp_rank`. That table will
+    /// show whether the histories of suspect sessions are the expected ones.
     pub fn mark_table_requested(&mut self, dp_rank: u32) {
         for session in self.sessions.values_mut().filter(|session| session.dp_rank == dp_rank) {
             if let Phase::Suspect { table_requested, .. } = &mut session.phase {
@@ -95,7 +96,7 @@ impl Table {
     }
 
     /// Handles the loss of the shim's connection for `dp_rank`. Discards what the shim reported,
-    /// and closes every session that was waiting for its answer.
+    /// and closes every session that was waiting for the shim's answer.
     pub fn handle_shim_down(&mut self, now: Instant, dp_rank: u32) {
         let Some(account) = self.accounts.get_mut(dp_rank as usize) else { return };
         account.shim = None;

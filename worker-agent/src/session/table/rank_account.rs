@@ -94,9 +94,9 @@ impl RankAccount {
     pub(super) fn count_end(&mut self, is_pinned: bool, large_tokens: Option<u64>) {
         self.totals.turns_running -= 1;
         self.plain_turns -= u64::from(!is_pinned);
-        if let Some(index) = large_tokens.and_then(|large_tokens| {
-            self.large_turns.iter().position(|tokens| *tokens == large_tokens)
-        }) {
+        let index = large_tokens
+            .and_then(|ended| self.large_turns.iter().position(|tokens| *tokens == ended));
+        if let Some(index) = index {
             self.large_turns.swap_remove(index);
         }
         if let Some(queue_length) = &mut self.engine_queue {

@@ -30,9 +30,9 @@ const AUTO_PIN_ROWS_DIVISOR: u32 = 2;
 const BYTES_PER_TOKEN: u64 = 3;
 
 impl Table {
-    /// Whether to pin a session now whose client asked for no retention. The session must come back
-    /// soon, the shim must be able to trim its full histories, and it must fit without taking room
-    /// from other sessions.
+    /// Whether to pin a session now whose client asked for no retention. The session must have come
+    /// back soon, the shim must be able to trim its full histories, and it must fit without taking
+    /// room from other sessions.
     pub(in super::super) fn should_pin(&self, now: Instant, key: &SessionKey, need: Need) -> bool {
         let session = &self.sessions[key];
         let may_pin = self.rules.auto_pin
@@ -44,9 +44,9 @@ impl Table {
             && session.full_history.no_pin_before.is_none_or(|earliest| earliest <= now)
             && self.accounts[session.dp_rank as usize].can_demote()
             && self.engine.retentions.contains(&Retention::Pinned);
-        let comes_back_soon = session.turns > 0 && session.idle(now) <= self.rules.demote_idle;
+        let came_back_soon = session.turns > 0 && session.idle(now) <= self.rules.demote_idle;
         let is_only_turn = session.turns_running == 0 && session.turns_waiting == 1;
-        if !(may_pin && comes_back_soon && is_only_turn) || self.is_taking_over() {
+        if !(may_pin && came_back_soon && is_only_turn) || self.is_taking_over() {
             return false;
         }
         let has_free_row = matches!(self.row_shortage(session.dp_rank), Ok(None));
