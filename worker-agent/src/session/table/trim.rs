@@ -221,7 +221,7 @@ impl Table {
         false
     }
 
-    /// Marks an admitted turn for trimming. Returns what the shim is told.
+    /// Marks an admitted turn for trimming. Returns the request that goes to the shim.
     pub(super) fn mark_for_trimming(&mut self, rid: &str, key: &SessionKey) -> TrimRequest {
         let tokens_max = self.full_history_tokens(key, self.tickets[rid].need);
         let opens_session = self.tickets[rid].is_opening();
@@ -274,7 +274,7 @@ impl Table {
         self.trim_turn_mut(rid).open_question = None;
         let is_current = self.sessions[&key].incarnation == plan.incarnation;
         let outcome = match plan.decision {
-            // The incarnation was closed or lost meanwhile; the turn's end settles the rest.
+            // The incarnation was closed or lost meanwhile. The turn's end updates the session.
             Plan::Trimmed | Plan::Retokenized if !is_current => (TrimOutcome::Gone, 0),
             Plan::Trimmed => self.run_inside(rid, &key, plan, TrimOutcome::Trimmed),
             Plan::Retokenized => self.run_inside(rid, &key, plan, TrimOutcome::Retokenized),

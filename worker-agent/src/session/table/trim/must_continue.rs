@@ -58,7 +58,7 @@ impl Table {
         let error = if trim_turn.is_too_large || exceeds_room {
             let prompt_tokens_bound = self.tickets[rid].need.prompt_tokens;
             let session = self.sessions.get_mut(key).expect("the caller has seen it");
-            // If the client retries the turn, it asks for this much room, or is told that the pin
+            // A retry of the turn then reserves this much room, or is refused because the pin
             // budget can never hold it.
             session.full_history.last_measured =
                 Some(MeasuredHistory { prompt_tokens_bound, tokens: plan.prompt_tokens });
