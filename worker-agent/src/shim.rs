@@ -1,13 +1,17 @@
-//! The agent's end of the shim connection.
+//! Receives the reports of the shim, Berth's plugin inside the engine, and sends it commands.
 //!
-//! The shim (`worker-agent/shim`) is a plugin inside the engine. Over a unix socket it reports what
-//! only the engine knows, and takes a few commands.
+//! The shim (`worker-agent/shim`) connects to the agent's unix socket. It reports what only the
+//! engine knows: the state of the KV pool, and of each session. A *session* is a series of turns
+//! that share a growing prefix, whose KV the engine keeps from turn to turn. A *turn* is one
+//! request with its answer.
 //!
-//! [`listen`] creates the socket. Each DP rank's shim has one connection, and its reports arrive as
-//! [`ShimEvent`] in a bounded channel. If the receiver is slow, newer states replace older ones. If
-//! events are lost, a full session table follows: see [`ShimEvent::Sessions`]. [`codec`] documents the
-//! protocol. [`trim`] handles the trimmer, which runs in the engine's first process and has a
-//! socket of its own. This module decides nothing and keeps no sessions.
+//! [`listen`] creates the socket. The shim of each DP rank has one connection, and its reports
+//! arrive as [`ShimEvent`] in a bounded channel. If the receiver is slow, newer states replace
+//! older ones. If the shim loses events, it sends a full table of sessions afterwards. [`codec`]
+//! documents the protocol. [`trim`] handles the trimmer, a part of the shim that shortens prompts.
+//! It runs in the engine's first process, and has a socket of its own.
+//!
+//! This module keeps no sessions. The owner of the sessions decides what the reports mean.
 
 pub mod codec;
 mod connection;
@@ -29,10 +33,10 @@ use self::{codec::ShimCommand, connections::Connections, outbox::Outbox};
 /// The first message of a shim: its process, the engine's pool, and whether the shim works.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Hello {
-    /// The pid of the engine's scheduler process in its own pid namespace.
+    /// The pid of the engine's scheduler process, in that process's own pid namespace.
     pub pid: u32,
-    /// The pid of the same process in the agent's namespace, as the kernel reports it. `None` if
-    /// the process is not visible there.
+    /// The pid of the same process in the agent's pid namespace, as the kernel reports it. `None`
+    /// if the process isn't visible in that namespace.
     pub seen_pid: Option<u32>,
     /// The data parallel rank; 0 without data parallelism.
     pub dp_rank: u32,
@@ -42,38 +46,42 @@ pub struct Hello {
     pub total_tokens: u64,
     /// Rows in the engine's request table. A running turn takes one row; so does a session with KV.
     pub rows_total: u32,
-    /// A random token of the engine process. It identifies the process even where a pid is reused.
+    /// A random number that identifies the engine process, even where a pid is reused.
     pub instance: u128,
     /// SGLang's version.
     pub sglang: String,
     /// The shim's version.
     pub shim: String,
-    /// Why the shim does nothing: an unknown SGLang version, or a hook that failed. `None` if it
-    /// works. An inert shim sends no other news than `Down`.
+    /// Why the shim does nothing, for example because it doesn't know the SGLang version or because
+    /// one of its hooks failed. `None` if the shim works. A shim with a reason sends no reports
+    /// after this one, and takes no commands.
     pub inert: Option<String>,
-    /// Why no session of this engine can be demoted; `None` if sessions can be.
+    /// Why no session of this engine can be demoted (see [`ShimHandle::demote`]); `None` if
+    /// sessions can be.
     pub undemotable: Option<String>,
-    /// Why the pool's pages can't be audited; `None` if they can.
+    /// Why the pool's pages can't be audited (see [`ShimHandle::audit`]); `None` if they can be.
     pub unauditable: Option<String>,
-    /// Why the radix tree can't be published again; `None` if it can.
+    /// Why the radix tree can't be published again (see [`ShimHandle::republish`]); `None` if it
+    /// can be.
     pub unpublishable: Option<String>,
     /// The device of the pool: a GPU's UUID as CUDA formats it (without NVML's `GPU-` prefix), or
     /// else torch's device type.
     pub device: String,
-    /// Bytes of KV in a page on this rank, computed from the pool's buffers.
+    /// Bytes of KV in a page on this rank, computed from the pool's buffers. `None` if the shim
+    /// can't tell.
     pub page_bytes: Option<u64>,
 }
 
 /// The result of auditing one rank's pages, or the reason why there is none.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AuditReply {
-    /// The number that the requester gave.
+    /// The number of the request, as given to [`ShimHandle::audit`].
     pub number: u64,
     /// Time that the audit took on the scheduler's thread.
     pub spent: Duration,
-    /// Why no audit was made. `names` and `report` are empty then.
+    /// Why no audit was made; `None` if one was. With a reason, `names` and `report` are empty.
     pub refusal: Option<String>,
-    /// The engine's ids of the sessions, indexed by their number in the report.
+    /// The engine's ids of the sessions. The report names a session by its index in this list.
     pub names: Vec<String>,
     /// The report as `kernels` encodes it.
     pub report: Vec<u8>,
@@ -85,20 +93,20 @@ pub struct AuditReply {
 pub struct RankFacts {
     /// The DP rank.
     pub dp_rank: u32,
-    /// When the agent read the figures, a fraction of a millisecond after they were taken.
-    pub at: Instant,
+    /// When the agent read the figures, usually less than a millisecond after the shim took them.
+    pub read_at: Instant,
     /// Tokens in the pool.
     pub total_tokens: u64,
     /// Free tokens.
     pub available_tokens: u64,
-    /// Tokens in the radix tree that are evicted when room is needed.
+    /// Tokens in the radix tree that the engine may evict when it needs room.
     pub evictable_tokens: u64,
     /// Tokens in the radix tree that turns or sessions lock.
     pub protected_tokens: u64,
-    /// Tokens that sessions hold outside the tree, in whole pages. For running turns up to 50 ms
-    /// old.
+    /// Tokens that sessions hold outside the tree, in whole pages. The part of sessions with a
+    /// running turn is up to 50 ms old.
     pub held_tokens: u64,
-    /// The remaining tokens: held by running requests without a session.
+    /// The remaining tokens, which running requests without a session hold.
     pub uncached_tokens: u64,
     /// Rows in the request table.
     pub rows_total: u32,
@@ -108,35 +116,38 @@ pub struct RankFacts {
     pub running: u32,
     /// Requests in the queue.
     pub waiting: u32,
-    /// Events that the shim has lost since its start. A full table followed each loss.
+    /// Events that the shim has lost since its start. A full table of sessions follows each loss.
     pub events_lost: u64,
-    /// How often the shim found its sum of held tokens wrong and counted again. It should stay 0.
+    /// How often the shim found a wrong sum of held tokens and counted again. Every recount means
+    /// that a hook of the shim missed a change.
     pub recounts: u64,
-    /// Samples that the shim has taken since its start.
+    /// How often the shim has read the engine's state since its start.
     pub samples: u64,
-    /// Total time that the samples took on the scheduler's thread, in nanoseconds.
+    /// The time that all these samples took on the scheduler's thread, in nanoseconds.
     pub samples_ns: u64,
 }
 
 /// One session's state in the engine.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct SessionFacts {
-    /// The session's id inside the engine, which is that of an incarnation.
+    /// The session's id in the engine. It is the id of an incarnation, which is one life of a Berth
+    /// session in the engine.
     pub id: String,
-    /// Whether the session holds a row, and therefore KV. Otherwise the next three counts are 0.
+    /// Whether the session holds a row, and therefore KV. If not, `allocated_tokens`,
+    /// `committed_tokens` and `protected_tokens` are 0.
     pub holds_row: bool,
     /// Whether the engine has accepted a turn of the session and not finished it.
     pub in_flight: bool,
-    /// Whether a close waits for the end of a turn.
+    /// Whether the engine will close the session at the end of its turn.
     pub closing: bool,
-    /// Tokens of allocated KV, not rounded to pages. For a running turn up to 50 ms old.
+    /// Tokens of allocated KV, not rounded to pages. Up to 50 ms old while a turn runs.
     pub allocated_tokens: u32,
-    /// Tokens of valid KV.
+    /// Tokens of the session whose KV is valid.
     pub committed_tokens: u32,
     /// Tokens of the valid KV that are in the radix tree, locked by the session.
     pub protected_tokens: u32,
-    /// Tokens of the transcript after the last committed turn. The next turn's prompt begins with
-    /// them.
+    /// Tokens of the session's history, which the engine puts before the next turn's prompt. They
+    /// end with the latest turn that became part of the history.
     pub history_tokens: u32,
 }
 
@@ -145,8 +156,8 @@ pub struct SessionFacts {
 pub struct Sessions {
     /// The DP rank.
     pub dp_rank: u32,
-    /// Whether this is the start of a full table: all earlier facts are void. The table may
-    /// continue in the next message. A known session that is missing from the table is closed.
+    /// Whether this is the start of a full table, which voids all earlier facts. A large table
+    /// continues in the next messages. A session that the table doesn't list is closed.
     pub full: bool,
     /// Sessions with new facts.
     pub changed: Vec<SessionFacts>,
@@ -154,16 +165,16 @@ pub struct Sessions {
     pub gone: Vec<String>,
 }
 
-/// A report from a shim. Within one rank the order is kept, and events come before the tables and
-/// facts they led to. `Up` is the first and `Down` the last report of each connection.
+/// A report from a shim. The reports of one rank keep their order, and an event comes before the
+/// table and the facts that it led to. Each connection begins with `Up` and ends with `Down`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ShimEvent {
-    /// A shim has connected. A full table and facts follow, unless it is inert.
+    /// A shim has connected. A full table of sessions and facts follow, unless the shim is inert.
     Up(Hello),
-    /// The newest facts.
+    /// New figures of the rank.
     Facts(RankFacts),
-    /// Sessions changed. A full table comes after each connect, on request, and after events were
-    /// lost. In the last case it replaces the lost events.
+    /// Sessions changed. A full table comes after each `Up`, after [`ShimHandle::sample_now`], and
+    /// after the shim has lost events. A table after lost events replaces them.
     Sessions(Sessions),
     /// The engine has answered a request to open a session.
     Opened {
@@ -174,8 +185,8 @@ pub enum ShimEvent {
         /// Whether the request opened the session.
         ok: bool,
     },
-    /// A session is gone from the engine together with its KV: closed at once, at the end of its
-    /// turn, or by its timeout.
+    /// The engine has closed a session and freed its KV: on request, at the end of the session's
+    /// turn, or because the session was idle too long.
     Closed {
         /// The DP rank.
         dp_rank: u32,
@@ -190,9 +201,10 @@ pub enum ShimEvent {
         id: String,
         /// The request id of the turn.
         rid: String,
-        /// Tokens of the transcript, this turn included.
+        /// Tokens of the session's history, this turn included.
         history_tokens: u32,
-        /// Whether the turn was retracted: it is back in the queue and continues from here.
+        /// Whether the engine retracted the turn. Then the turn is back in the queue, and continues
+        /// from what is committed.
         retracted: bool,
     },
     /// A turn was aborted. It is not part of its session's history.
@@ -201,7 +213,7 @@ pub enum ShimEvent {
         dp_rank: u32,
         /// The session's id.
         id: String,
-        /// Whether the turn was running. If so, the session's row is free and its KV evictable now.
+        /// Whether the turn was running. If so, the session's row is now free and its KV evictable.
         released: bool,
     },
     /// The answer to [`ShimHandle::demote`].
@@ -210,8 +222,8 @@ pub enum ShimEvent {
         dp_rank: u32,
         /// The session's id.
         id: String,
-        /// Why the session was not demoted. `busy` and `in_flight` are temporary; the shim's
-        /// `demotion.py` lists all refusals.
+        /// Why the session was not demoted; `None` if it was. The reasons `busy` and `in_flight`
+        /// are temporary. The shim's `demotion.py` lists all reasons.
         refusal: Option<String>,
     },
     /// The answer to [`ShimHandle::audit`].
@@ -221,8 +233,8 @@ pub enum ShimEvent {
         /// The result.
         audited: AuditReply,
     },
-    /// The shim has disconnected, was replaced, or broke the protocol. Commands that are still
-    /// unanswered get no answer.
+    /// The shim has disconnected, was replaced, or violated the protocol. Commands that it hasn't
+    /// answered get no answer.
     Down {
         /// The DP rank.
         dp_rank: u32,
@@ -269,8 +281,9 @@ pub struct ShimHandle {
 }
 
 impl ShimHandle {
-    /// Requests that an idle session's KV is moved into the radix tree. Its row becomes free and
-    /// its KV evictable; its transcript stays. The answer is [`ShimEvent::Demoted`] or [`ShimEvent::Down`].
+    /// Requests that the engine demotes an idle session: it moves the session's KV into the radix
+    /// tree. Then the session's row is free and its KV evictable. The session keeps its history.
+    /// The answer is [`ShimEvent::Demoted`] or [`ShimEvent::Down`].
     ///
     /// # Errors
     /// When no working shim of this rank is connected, or its command queue is full.
@@ -286,8 +299,8 @@ impl ShimHandle {
         self.connections.send_command(dp_rank, &ShimCommand::SampleNow)
     }
 
-    /// Requests an audit of the rank's pages. The answer is [`ShimEvent::Audited`] with the same number,
-    /// or [`ShimEvent::Down`].
+    /// Requests an audit, which checks who holds each page of the rank's pool. The answer is
+    /// [`ShimEvent::Audited`] with the same number, or [`ShimEvent::Down`].
     ///
     /// # Errors
     /// As for [`Self::demote`].
@@ -295,13 +308,16 @@ impl ShimHandle {
         self.connections.send_command(dp_rank, &ShimCommand::Audit(number))
     }
 
-    /// Requests that the engine publishes its radix tree again as KV events: an event that voids
-    /// everything, then all nodes. They come on the KV event stream, not through the shim.
+    /// Requests that the engine publishes its radix tree again as KV events. The first event voids
+    /// all earlier ones, and then an event for each node follows. These events arrive in the
+    /// engine's KV event stream, not as reports of the shim.
     ///
     /// # Errors
     /// As for [`Self::demote`], and when the engine's tree can't be published again.
     pub fn republish(&self, dp_rank: u32) -> Result<(), Error> {
-        if let Some(reason) = self.connections.peer_info(dp_rank).and_then(|it| it.unpublishable) {
+        if let Some(reason) =
+            self.connections.peer_info(dp_rank).and_then(|peer| peer.unpublishable)
+        {
             return Err(Error::Unpublishable(reason));
         }
         self.connections.send_command(dp_rank, &ShimCommand::Republish)
@@ -313,8 +329,8 @@ impl ShimHandle {
     }
 }
 
-/// Listens for shims until the tasks are cancelled, then removes the socket's file. A stale socket
-/// file is replaced. Only this user and root may connect.
+/// Listens for shims until the tasks are cancelled, then removes the socket's file. Replaces the
+/// socket file of an agent that no longer runs. Only this user and root may connect.
 ///
 /// # Errors
 /// See [`Error`].

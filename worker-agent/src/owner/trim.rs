@@ -40,7 +40,7 @@ impl Owner {
             rid: report.rid.clone(),
             incarnation: report.session.clone(),
             decision,
-            shared_tokens: report.at.into(),
+            shared_tokens: report.shared_tokens.into(),
             committed_tokens: report.committed.into(),
             appended_tokens: report.sent.into(),
             prompt_tokens: report.prompt.into(),
@@ -48,7 +48,7 @@ impl Owner {
         debug!(
             rid = report.rid,
             plan = ?decision,
-            shared_tokens = report.at,
+            shared_tokens = report.shared_tokens,
             reason = report.why,
             asks = report.question.is_some(),
             "the shim has compared a full history"
@@ -61,7 +61,7 @@ impl Owner {
         };
         // The plan that follows the answer no longer says that the history diverged; count it here.
         if decision == Plan::Diverged {
-            self.setup.metrics.record_divergence(report.at.into());
+            self.setup.metrics.record_divergence(report.shared_tokens.into());
         }
         self.table.handle_question(now(), question, &plan);
     }

@@ -1,20 +1,22 @@
-//! The wire protocol between the shim and the agent. Pure.
+//! Decodes the messages of the shim, the plugin in the engine, and encodes commands to it. Pure.
 //!
-//! The other end is `worker-agent/shim/berth_shim/wire.py`, which has the same table. The two are
-//! tested against each other.
+//! The shim has a socket for its reports, and the trimmer, its part that shortens prompts, has
+//! another. The same frames serve both. The shim's `berth_shim/wire.py` is the other end of this
+//! protocol; it has the same table, and explains the fields. Tests run the two ends against each
+//! other.
 //!
-//! A frame is a `u32` length of what follows (2 to [`FRAME_BYTES_MAX`]), a `u8` protocol version, a
+//! A frame is a `u32` length of the rest (2 to [`FRAME_BYTES_MAX`]), a `u8` protocol version, a
 //! `u8` kind, and a body. Integers are unsigned and little-endian. A `str` is a `u16` length and as
 //! many bytes of UTF-8; a `bool` is one byte, 0 or 1; a list is a `u16` count and its items.
 //!
 //! | kind | frame | direction | body |
 //! |---|---|---|---|
 //! | 1 | hello | to agent | the fields of [`Hello`] in order; `None` is an empty str |
-//! | 2 | update | to agent | the fields of `Update` in order |
+//! | 2 | update | to agent | the fields of `Update` in order: figures, then three lists |
 //! | 3 | audit | to agent | the fields of [`AuditReply`] in order; the report is the rest |
 //! | 4 | trimmer | to agent | the fields of [`Trimmer`](super::trim::Trimmer) in order |
-//! | 5 | planned | to agent | number u64, u32 each: at, committed, sent, prompt; plan u8; |
-//! | | | | session, rid, why str |
+//! | 5 | planned | to agent | number u64; u32 each: shared, committed, sent, prompt; |
+//! | | | | plan u8; str each: session, rid, why |
 //! | 16 | demote | to shim | session str |
 //! | 17 | sample now | to shim | nothing |
 //! | 18 | audit | to shim | number u64 |
@@ -23,51 +25,53 @@
 //!
 //! Frames 4, 5 and 20 are used only on the trimmer's socket, the others only on the shim's.
 //!
-//! | item of a list | fields |
+//! The lists of an update have these items:
+//!
+//! | item | fields |
 //! |---|---|
-//! | gone | id str |
-//! | session | id str; flags u8 (1 holds a row, 2 in flight, 4 closing); then u32 each: |
+//! | session that is gone | id str |
+//! | changed session | id str; flags u8 (1 holds a row, 2 in flight, 4 closing); then u32 each: |
 //! | | allocated, committed, protected, history |
-//! | event | number u8, session str, and: |
-//! | opened, 1 | ok bool |
-//! | closed, 2 | |
-//! | committed, 3 | rid str, history u32, retracted bool |
-//! | aborted, 4 | released bool |
-//! | demoted, 5 | refusal str |
+//! | event | kind u8, session str, then the fields of its kind: |
+//! | 1, opened | ok bool |
+//! | 2, closed | |
+//! | 3, committed | rid str, history u32, retracted bool |
+//! | 4, aborted | released bool |
+//! | 5, demoted | refusal str |
 
 use std::{str, time::Duration};
 
 use super::{AuditReply, Hello, SessionFacts};
 use crate::incarnation::INCARNATION_BYTES_MAX;
 
-/// The version of the protocol. A shim with another version is refused.
+/// The version of the protocol. The agent refuses a shim with another version.
 pub const VERSION: u8 = 4;
-/// The maximum bytes of a frame. A full update of the shim (256 events, 512 ids, 512 sessions,
-/// names of 512 bytes) has 0.8 MiB.
+/// The maximum of the length field of a frame. The shim's largest update (256 events, 512 sessions
+/// that are gone, 512 changed sessions, names of 512 bytes) has 0.8 MiB.
 pub const FRAME_BYTES_MAX: usize = 1 << 20;
-/// The maximum bytes of a session's name. The engine knows sessions by the ids of their
-/// incarnations, so clients' own ids, which may be longer, are not sent.
+/// The maximum bytes of a session's name. A name is the id of an incarnation, which is one life of
+/// a session in the engine. The ids that clients choose may be longer, but are not sent.
 const NAME_BYTES_MAX: usize = 512;
 const _: () = assert!(INCARNATION_BYTES_MAX <= NAME_BYTES_MAX, "every incarnation can be named");
-/// The maximum number of sessions in a frame. A full table with as many continues in the next
-/// frame.
+/// The maximum number of changed sessions in a frame. After a frame with this many, the table
+/// continues in the next frame.
 pub const SESSIONS_MAX: usize = 512;
-/// A sanity bound on the DP rank; real engines have far fewer ranks.
+/// The maximum DP rank that is accepted. Real engines have far fewer ranks.
 const DP_RANK_MAX: u32 = 4095;
 
-const HELLO: u8 = 1;
-const UPDATE: u8 = 2;
-const AUDITED: u8 = 3;
-const DEMOTE: u8 = 16;
-const SAMPLE_NOW: u8 = 17;
-const AUDIT: u8 = 18;
-const REPUBLISH: u8 = 19;
-const RUN: u8 = 20;
+const KIND_HELLO: u8 = 1;
+const KIND_UPDATE: u8 = 2;
+const KIND_AUDITED: u8 = 3;
+const KIND_DEMOTE: u8 = 16;
+const KIND_SAMPLE_NOW: u8 = 17;
+const KIND_AUDIT: u8 = 18;
+const KIND_REPUBLISH: u8 = 19;
+const KIND_RUN: u8 = 20;
 
 /// Why bytes from a shim can't be decoded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
-    /// The length of a frame is out of bounds.
+    /// The length of a frame is below 2 or above [`FRAME_BYTES_MAX`].
     #[error("a frame of {0} bytes is out of bounds")]
     Length(u32),
     /// The peer uses another version of the protocol.
@@ -87,7 +91,7 @@ pub enum Error {
 /// A message from a shim.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum ShimMessage {
-    /// The first message; sent once.
+    /// The first message of a connection; sent only once.
     Hello(Box<Hello>),
     /// Sent after each step in which something changed.
     Update(Box<Update>),
@@ -95,9 +99,11 @@ pub(super) enum ShimMessage {
     Audited(AuditReply),
 }
 
-/// A report of one rank; [`super::RankFacts`] explains the figures.
+/// An update of one rank. [`super::RankFacts`] explains the figures, and [`super::Sessions`]
+/// `full`, `gone` and `sessions`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Update {
+    /// The number of the update in its connection, from 0.
     pub seq: u64,
     pub events_lost: u64,
     pub samples: u64,
@@ -126,6 +132,7 @@ pub(super) struct WireEvent {
     pub kind: WireEventKind,
 }
 
+/// What happened to a session. [`super::ShimEvent`] explains the kinds.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum WireEventKind {
     Opened { ok: bool },
@@ -135,7 +142,8 @@ pub(super) enum WireEventKind {
     Demoted { refusal: String },
 }
 
-/// A command from the agent.
+/// A command from the agent. [`super::ShimHandle`] explains all but `Run`, which is the trimmer's
+/// and is explained at [`TrimHandle::answer`](super::trim::TrimHandle::answer).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum ShimCommand {
     Demote(String),
@@ -150,13 +158,13 @@ impl ShimCommand {
     /// [`NAME_BYTES_MAX`].
     pub(super) fn encode(&self) -> Option<Vec<u8>> {
         let (kind, body) = match self {
-            Self::Demote(id) => (DEMOTE, encode_string(id)?),
-            Self::SampleNow => (SAMPLE_NOW, vec![]),
-            Self::Audit(number) => (AUDIT, number.to_le_bytes().to_vec()),
-            Self::Republish => (REPUBLISH, vec![]),
+            Self::Demote(id) => (KIND_DEMOTE, encode_string(id)?),
+            Self::SampleNow => (KIND_SAMPLE_NOW, vec![]),
+            Self::Audit(number) => (KIND_AUDIT, number.to_le_bytes().to_vec()),
+            Self::Republish => (KIND_REPUBLISH, vec![]),
             Self::Run { question, tokens_max, session } => {
-                let (number, tokens) = (question.to_le_bytes(), tokens_max.to_le_bytes());
-                (RUN, [&number[..], &tokens, &encode_string(session)?].concat())
+                let (question, tokens_max) = (question.to_le_bytes(), tokens_max.to_le_bytes());
+                (KIND_RUN, [&question[..], &tokens_max, &encode_string(session)?].concat())
             }
         };
         let length = u32::try_from(body.len() + 2).ok()?;
@@ -164,12 +172,13 @@ impl ShimCommand {
     }
 }
 
+/// Encodes a name as a `str`. Returns `None` if it is longer than [`NAME_BYTES_MAX`].
 fn encode_string(text: &str) -> Option<Vec<u8>> {
     let length = u16::try_from(text.len()).ok().filter(|_| text.len() <= NAME_BYTES_MAX)?;
     Some([&length.to_le_bytes(), text.as_bytes()].concat())
 }
 
-/// Splits the bytes of a stream into frames. Holds less than two frames.
+/// The bytes that were read from a stream, as complete and incomplete frames.
 #[derive(Debug, Default)]
 pub(super) struct Frames {
     buffer: Vec<u8>,
@@ -181,10 +190,10 @@ impl Frames {
         self.buffer.extend_from_slice(bytes);
     }
 
-    /// Returns the next complete message, decoded by `decode`.
+    /// Takes the next message, decoded by `decode`. Returns `None` if the next frame is incomplete.
     pub(super) fn next<M>(&mut self, decode: Decode<M>) -> Result<Option<M>, Error> {
-        let Some(prefix) = self.buffer.first_chunk::<4>() else { return Ok(None) };
-        let length = u32::from_le_bytes(*prefix);
+        let Some(length_bytes) = self.buffer.first_chunk::<4>() else { return Ok(None) };
+        let length = u32::from_le_bytes(*length_bytes);
         let size = usize::try_from(length).map_err(|_| Error::Length(length))?;
         if !(2..=FRAME_BYTES_MAX).contains(&size) {
             return Err(Error::Length(length));
@@ -210,9 +219,9 @@ pub(super) type Decode<M> = fn(u8, &mut Body<'_>) -> Result<M, Error>;
 /// Decodes a message from a shim.
 pub(super) fn decode_message(kind: u8, body: &mut Body<'_>) -> Result<ShimMessage, Error> {
     Ok(match kind {
-        HELLO => ShimMessage::Hello(Box::new(decode_hello(body)?)),
-        UPDATE => ShimMessage::Update(Box::new(decode_update(body)?)),
-        AUDITED => ShimMessage::Audited(decode_audited(body)?),
+        KIND_HELLO => ShimMessage::Hello(Box::new(decode_hello(body)?)),
+        KIND_UPDATE => ShimMessage::Update(Box::new(decode_update(body)?)),
+        KIND_AUDITED => ShimMessage::Audited(decode_audited(body)?),
         kind => return Err(Error::Kind(kind)),
     })
 }
@@ -220,7 +229,7 @@ pub(super) fn decode_message(kind: u8, body: &mut Body<'_>) -> Result<ShimMessag
 fn decode_hello(body: &mut Body<'_>) -> Result<Hello, Error> {
     let hello = Hello {
         pid: body.read_u32()?,
-        // The info knows it from the socket.
+        // The caller sets it, from the socket's peer credentials.
         seen_pid: None,
         dp_rank: body.read_u32()?,
         page_size_tokens: body.read_u32()?,
@@ -271,9 +280,9 @@ fn decode_audited(body: &mut Body<'_>) -> Result<AuditReply, Error> {
 }
 
 fn decode_event(body: &mut Body<'_>) -> Result<WireEvent, Error> {
-    let number = body.read_u8()?;
+    let kind_number = body.read_u8()?;
     let id = body.read_string()?;
-    let kind = match number {
+    let kind = match kind_number {
         1 => WireEventKind::Opened { ok: body.read_bool()? },
         2 => WireEventKind::Closed,
         3 => WireEventKind::Committed {
@@ -306,7 +315,7 @@ fn decode_session(body: &mut Body<'_>) -> Result<SessionFacts, Error> {
     })
 }
 
-/// The undecoded rest of a frame.
+/// The part of a frame's body that isn't decoded yet.
 pub(super) struct Body<'a> {
     rest: &'a [u8],
 }
@@ -357,12 +366,16 @@ impl<'a> Body<'a> {
         self.read_string().map(|reason| Some(reason).filter(|reason| !reason.is_empty()))
     }
 
-    /// Reads a list. Memory grows with the items present, not with the claimed count.
-    fn read_list<T>(&mut self, item: fn(&mut Self) -> Result<T, Error>) -> Result<Vec<T>, Error> {
+    /// Reads a list, whose items `read_item` reads. Allocates as items are read, because the count
+    /// in the frame may be false.
+    fn read_list<T>(
+        &mut self,
+        read_item: fn(&mut Self) -> Result<T, Error>,
+    ) -> Result<Vec<T>, Error> {
         let count = self.read_u16()?;
         let mut items = vec![];
         for _ in 0..count {
-            items.push(item(self)?);
+            items.push(read_item(self)?);
         }
         Ok(items)
     }

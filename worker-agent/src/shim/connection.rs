@@ -1,7 +1,10 @@
-//! One connection to a shim or to the trimmer.
+//! Serves one connection of a peer in the engine: a shim, or the trimmer.
 //!
-//! It reads while there is room for more messages, hands them to the receiver, and writes commands.
-//! The protocol of the connection is a [`Protocol`].
+//! The shim reports on one rank of the engine, and the trimmer shortens prompts; the two parent
+//! modules describe them. A connection begins with the peer's hello. Then it turns the peer's
+//! messages into reports for the agent, and writes the agent's commands to the peer. A [`Protocol`]
+//! decodes the messages and buffers the reports. While the buffer is full, the connection reads
+//! nothing.
 
 use std::{
     io,
@@ -20,64 +23,73 @@ use tracing::{info, warn};
 
 use super::codec::{self, Body, Frames};
 
-/// The maximum number of queued commands for one peer: as many sessions as are demoted at once.
-const COMMANDS: usize = 256;
+/// The maximum number of commands that wait to be written to one peer. A command can ask the shim
+/// to demote a session, so this bounds how many sessions the agent demotes at once.
+const COMMANDS_MAX: usize = 256;
 /// How long a peer may take to send its hello after it connected.
 const HELLO_MAX: Duration = Duration::from_secs(5);
-/// The size of one read. An update has about 200 bytes, and some more for each session.
+/// The maximum bytes of one read. A shim's update has about 200 bytes, and more for each session.
 const READ_BYTES: usize = 64 << 10;
 
-/// The protocol of a connection, with the buffer of messages that the receiver has not taken yet.
-/// Pure.
+/// The protocol of one kind of peer. A value is the state of one connection: it buffers reports
+/// until the receiver takes them. Pure.
 pub(super) trait Protocol: Sized + Send + 'static {
-    /// The name of the listening task.
+    /// The name of the task that listens for these peers, for logs.
     const NAME: &'static str;
     /// A message from the peer.
     type Message: Send;
-    /// A report to the receiver.
+    /// A report to the agent.
     type Report: Send + 'static;
 
     /// Decodes a frame's body by its kind.
     fn decode(kind: u8, body: &mut Body<'_>) -> Result<Self::Message, codec::Error>;
 
-    /// Starts a connection with its first message, or returns `None` if that is not a hello. `pid`
-    /// is the peer's process as the kernel reports it.
-    fn begin(first: Self::Message, pid: Option<u32>) -> Option<(Self, PeerInfo, Self::Report)>;
+    /// Begins a connection with the peer's first message. Returns the connection's state, the
+    /// peer's description and the report that the peer is up, or `None` if the message isn't a
+    /// hello. `pid` is the peer's process as the kernel reports it.
+    fn begin(hello: Self::Message, pid: Option<u32>) -> Option<(Self, PeerInfo, Self::Report)>;
 
-    /// Takes in a later message that was read at `at`.
-    fn receive(&mut self, message: Self::Message, at: Instant) -> Result<(), EndReason>;
+    /// Buffers the reports of a later message, which the agent read at `read_at`.
+    fn receive(&mut self, message: Self::Message, read_at: Instant) -> Result<(), EndReason>;
 
-    /// Whether there is room for another message.
+    /// Whether the buffer has room for another message.
     fn has_room(&self) -> bool;
 
-    /// Whether the receiver has taken every report.
+    /// Whether the buffer has no report.
     fn is_empty(&self) -> bool;
 
-    /// Takes the next report.
+    /// Takes the next report from the buffer.
     fn next_report(&mut self) -> Option<Self::Report>;
 
-    /// Returns the last report of the connection, with the reason of its end.
+    /// Returns the report that ends the connection, with the reason of the end.
     fn end_report(&self, reason: String) -> Self::Report;
 }
 
-/// A peer that has said hello.
+/// What the agent knows of a peer that has sent its hello.
 #[derive(Debug, Clone)]
 pub(super) struct PeerInfo {
     pub(super) dp_rank: u32,
-    /// Whether the peer takes commands; an inert shim takes none.
-    pub(super) works: bool,
-    /// Why the peer can't have the radix tree published again.
+    /// Whether the peer takes commands. A peer takes none after an internal error, or if it doesn't
+    /// support its engine.
+    pub(super) takes_commands: bool,
+    /// Why the peer can't publish the engine's radix tree again; `None` if it can. A trimmer has no
+    /// reason, but never gets that command.
     pub(super) unpublishable: Option<String>,
 }
 
-/// Handle to a connected peer: sends commands, ends the connection, and waits for its end.
+/// A handle to a connected peer. It sends commands, ends the connection, and waits for its end.
 #[derive(Debug)]
 pub(super) struct ConnectionHandle {
     pub(super) info: PeerInfo,
     pub(super) commands: mpsc::Sender<Vec<u8>>,
-    stays: DropGuard,
+    /// Ends the connection when it is dropped.
+    end_on_drop: DropGuard,
+    /// Resolves when the connection has ended and its last report was sent.
     ended: oneshot::Receiver<()>,
 }
+
+/// The connections whose peers have sent their hello, by DP rank.
+pub(super) type ByRank = HashMap<u32, ConnectionHandle>;
 
 /// Why a connection has ended.
 #[derive(Debug, thiserror::Error)]
@@ -88,8 +100,8 @@ pub(super) enum EndReason {
     Replaced,
     #[error("the first message is no hello, or a later message is one")]
     Order,
-    #[error("update {found} came instead of update {due}; some are missing")]
-    Gap { found: u64, due: u64 },
+    #[error("update {received_seq} came instead of update {due_seq}; some are missing")]
+    Gap { received_seq: u64, due_seq: u64 },
     #[error("the shim sent no hello within {} s", HELLO_MAX.as_secs())]
     Silent,
     #[error("the agent no longer takes its reports")]
@@ -100,7 +112,7 @@ pub(super) enum EndReason {
     Io(#[from] io::Error),
 }
 
-/// Serves one connection to its end. It replaces an existing connection of the same rank.
+/// Serves one connection to its end. Ends an earlier connection of the same rank first.
 pub(super) async fn serve<T: Protocol>(
     stream: UnixStream,
     pid: Option<u32>,
@@ -108,58 +120,62 @@ pub(super) async fn serve<T: Protocol>(
     reports: &mpsc::Sender<T::Report>,
 ) {
     let mut connection = Connection::new(stream);
-    let first = tokio::time::timeout(HELLO_MAX, connection.first::<T>()).await;
-    let begun = first.unwrap_or(Err(EndReason::Silent));
-    let begun = begun.and_then(|first| T::begin(first, pid).ok_or(EndReason::Order));
-    let (protocol, info, up) = match begun {
+    let hello = tokio::time::timeout(HELLO_MAX, connection.read_first::<T>()).await;
+    let hello = hello.unwrap_or(Err(EndReason::Silent));
+    let begun = hello.and_then(|hello| T::begin(hello, pid).ok_or(EndReason::Order));
+    let (protocol, info, up_report) = match begun {
         Ok(begun) => begun,
         Err(error) => return warn!(%error, "a shim's connection was closed: invalid first message"),
     };
 
     let dp_rank = info.dp_rank;
-    let (sender, commands) = mpsc::channel(COMMANDS);
-    let (ending, ended) = oneshot::channel();
+    let (sender, commands) = mpsc::channel(COMMANDS_MAX);
+    let (ended_sender, ended) = oneshot::channel();
     let replaced = CancellationToken::new();
-    let stays = replaced.clone().drop_guard();
-    let peer = ConnectionHandle { info, commands: sender, stays, ended };
-    let mut before = None;
-    connections.send_modify(|connections| before = connections.insert(dp_rank, peer));
-    if let Some(ConnectionHandle { stays, ended, .. }) = before {
-        // The old connection must send `Down` before the new one sends `Up`.
-        drop(stays);
+    let end_on_drop = replaced.clone().drop_guard();
+    let peer = ConnectionHandle { info, commands: sender, end_on_drop, ended };
+    let mut earlier = None;
+    connections.send_modify(|connections| earlier = connections.insert(dp_rank, peer));
+    if let Some(ConnectionHandle { end_on_drop, ended, .. }) = earlier {
+        // The earlier connection must send its `Down` before this connection sends its `Up`.
+        drop(end_on_drop);
         let _ = ended.await;
     }
-    if reports.send(up).await.is_err() {
+    if reports.send(up_report).await.is_err() {
         drop(commands);
     } else {
-        let (error, down) = connection.follow(protocol, &replaced, commands, reports).await;
+        let (error, down_report) = connection.follow(protocol, &replaced, commands, reports).await;
         info!(dp_rank, name = T::NAME, %error, "the connection to the engine's shim has ended");
-        // If the receiver is gone too, nothing is left to report.
-        let _ = reports.send(down).await;
+        // Fails only if the agent no longer takes reports.
+        let _ = reports.send(down_report).await;
     }
-    // This connection's command receiver is dropped by now; a successor's still exists.
+    // Remove this connection, unless a newer one has replaced it. `follow` has dropped this
+    // connection's command receiver, so its sender is closed. A newer connection's is not.
     connections.send_if_modified(|connections| {
-        let own = connections.get(&dp_rank).is_some_and(|peer| peer.commands.is_closed());
-        own && connections.remove(&dp_rank).is_some()
+        let is_own = connections.get(&dp_rank).is_some_and(|peer| peer.commands.is_closed());
+        is_own && connections.remove(&dp_rank).is_some()
     });
-    // A successor waits for this.
-    let _ = ending.send(());
+    // A newer connection of this rank may be waiting for this.
+    let _ = ended_sender.send(());
 }
 
-/// The two halves of a socket, with the bytes read but not decoded, and those not yet written.
+/// The two halves of a peer's socket.
 struct Connection {
     reader: Reader,
-    writing: OwnedWriteHalf,
+    write_half: OwnedWriteHalf,
+    /// The bytes of a command that are not written yet.
     unsent: Vec<u8>,
 }
 
 impl Connection {
     fn new(stream: UnixStream) -> Self {
-        let (half, writing) = stream.into_split();
-        Self { reader: Reader { half, frames: Frames::default() }, writing, unsent: vec![] }
+        let (read_half, write_half) = stream.into_split();
+        let reader = Reader { read_half, frames: Frames::default() };
+        Self { reader, write_half, unsent: vec![] }
     }
 
-    async fn first<T: Protocol>(&mut self) -> Result<T::Message, EndReason> {
+    /// Reads the peer's first message.
+    async fn read_first<T: Protocol>(&mut self) -> Result<T::Message, EndReason> {
         loop {
             match self.reader.frames.next(T::decode)? {
                 Some(message) => return Ok(message),
@@ -168,7 +184,8 @@ impl Connection {
         }
     }
 
-    /// Returns why the connection ended, and the last report.
+    /// Serves the connection after its hello. Returns why the connection ended, and the report of
+    /// its end.
     async fn follow<T: Protocol>(
         mut self,
         mut protocol: T,
@@ -176,31 +193,31 @@ impl Connection {
         mut commands: mpsc::Receiver<Vec<u8>>,
         reports: &mpsc::Sender<T::Report>,
     ) -> (EndReason, T::Report) {
-        let ended = loop {
-            if let Err(error) = self.exchange(&mut protocol, replaced, &mut commands, reports).await
-            {
+        let end_reason = loop {
+            if let Err(error) = self.step(&mut protocol, replaced, &mut commands, reports).await {
                 break error;
             }
         };
-        // Messages that came before the end are valid: report them first.
-        while let Some(part) = protocol.next_report() {
-            if reports.send(part).await.is_err() {
+        // Reports of messages that came before the end are still valid.
+        while let Some(report) = protocol.next_report() {
+            if reports.send(report).await.is_err() {
                 break;
             }
         }
-        let down = protocol.end_report(ended.to_string());
-        (ended, down)
+        let down_report = protocol.end_report(end_reason.to_string());
+        (end_reason, down_report)
     }
 
-    /// Does one step: whatever can be done first.
-    async fn exchange<T: Protocol>(
+    /// Decodes the messages that were read, as far as the buffer has room. Then waits until it can
+    /// send a report, write, take a command or read, and does one of them.
+    async fn step<T: Protocol>(
         &mut self,
         protocol: &mut T,
         replaced: &CancellationToken,
         commands: &mut mpsc::Receiver<Vec<u8>>,
         reports: &mpsc::Sender<T::Report>,
     ) -> Result<(), EndReason> {
-        let Self { reader, writing, unsent } = self;
+        let Self { reader, write_half, unsent } = self;
         while protocol.has_room() {
             let Some(message) = reader.frames.next(T::decode)? else { break };
             protocol.receive(message, service::clock::now())?;
@@ -212,9 +229,9 @@ impl Connection {
                 (Ok(permit), Some(part)) => { permit.send(part); Ok(()) }
                 _ => Err(EndReason::Unwanted),
             },
-            ready = writing.writable(), if !unsent.is_empty() => {
+            ready = write_half.writable(), if !unsent.is_empty() => {
                 ready?;
-                write(writing, unsent)
+                write_some(write_half, unsent)
             }
             Some(command) = commands.recv(), if unsent.is_empty() => {
                 *unsent = command;
@@ -225,18 +242,21 @@ impl Connection {
     }
 }
 
+/// Reads a peer's frames.
 struct Reader {
-    half: OwnedReadHalf,
+    read_half: OwnedReadHalf,
+    /// The bytes that were read and not decoded.
     frames: Frames,
 }
 
 impl Reader {
-    /// Reads some bytes. Cancel-safe: no bytes are lost.
+    /// Waits for bytes and reads at most [`READ_BYTES`] of them. If the future is dropped, no bytes
+    /// are lost.
     async fn read(&mut self) -> Result<(), EndReason> {
         let mut buffer = vec![0; READ_BYTES];
         loop {
-            self.half.readable().await?;
-            match self.half.try_read(&mut buffer) {
+            self.read_half.readable().await?;
+            match self.read_half.try_read(&mut buffer) {
                 Ok(0) => return Err(EndReason::Gone),
                 Ok(read) => {
                     self.frames.push(&buffer[..read]);
@@ -249,8 +269,9 @@ impl Reader {
     }
 }
 
-fn write(writing: &OwnedWriteHalf, unsent: &mut Vec<u8>) -> Result<(), EndReason> {
-    match writing.try_write(unsent) {
+/// Writes as much of `unsent` as the socket takes now, and removes it.
+fn write_some(write_half: &OwnedWriteHalf, unsent: &mut Vec<u8>) -> Result<(), EndReason> {
+    match write_half.try_write(unsent) {
         Ok(written) => unsent.drain(..written).for_each(drop),
         Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
         Err(error) => return Err(error.into()),

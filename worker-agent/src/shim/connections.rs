@@ -1,4 +1,7 @@
-//! Accepts the connections of one socket, and finds the connection of each rank.
+//! Accepts connections on one unix socket, and sends the agent's commands to the peer of a rank.
+//!
+//! A peer is a shim, which reports on one DP rank of the engine, or the engine's trimmer. Each has
+//! a socket of its own kind. The parent module describes both.
 
 use std::{collections::HashMap, path::Path, sync::Arc};
 
@@ -13,13 +16,11 @@ use super::{
     socket::{self, Socket},
 };
 
-/// The maximum number of connections at once, including those before their hello. An engine has one
-/// connection per DP rank; eight ranks on one machine are many.
+/// The maximum number of connections at once, including those whose peer hasn't sent its hello. An
+/// engine has one shim per DP rank, and rarely more than eight ranks on a machine.
 const CONNECTIONS_MAX: usize = 64;
 
-pub(super) type ByRank = HashMap<u32, ConnectionHandle>;
-
-/// The connections that have said hello, by DP rank.
+/// The connections whose peers have sent their hello, by DP rank.
 #[derive(Debug, Clone)]
 pub(super) struct Connections(watch::Receiver<ByRank>);
 
@@ -31,16 +32,18 @@ impl Connections {
         tasks: &Tasks,
     ) -> Result<Self, Error> {
         let socket = Socket::bind(path)?;
-        let (connections, handle) = watch::channel(ByRank::new());
-        tasks
-            .essential(T::NAME, accept::<T>(socket, Arc::new(connections), reports, tasks.clone()));
-        Ok(Self(handle))
+        let (connections, receiver) = watch::channel(ByRank::new());
+        let accept = accept::<T>(socket, Arc::new(connections), reports, tasks.clone());
+        tasks.spawn_essential(T::NAME, accept);
+        Ok(Self(receiver))
     }
 
+    /// Queues a command for the peer of a rank. Fails if the rank has no peer that takes commands,
+    /// if the peer's queue is full, or if the command's session name is too long.
     pub(super) fn send_command(&self, dp_rank: u32, command: &ShimCommand) -> Result<(), Error> {
         let command = command.encode().ok_or(Error::Name)?;
         let connections = self.0.borrow();
-        let peer = connections.get(&dp_rank).filter(|peer| peer.info.works);
+        let peer = connections.get(&dp_rank).filter(|peer| peer.info.takes_commands);
         let peer = peer.ok_or(Error::NoShim(dp_rank))?;
         peer.commands.try_send(command).map_err(|error| match error {
             mpsc::error::TrySendError::Full(_) => Error::Busy,
@@ -48,7 +51,7 @@ impl Connections {
         })
     }
 
-    /// Returns the peer of a rank.
+    /// Returns the description of a rank's peer; `None` if no peer is connected.
     pub(super) fn peer_info(&self, dp_rank: u32) -> Option<PeerInfo> {
         self.0.borrow().get(&dp_rank).map(|peer| peer.info.clone())
     }
@@ -59,38 +62,40 @@ impl Connections {
     }
 }
 
+/// Accepts connections until the tasks are cancelled.
 async fn accept<T: Protocol>(
     socket: Socket,
     connections: Arc<watch::Sender<ByRank>>,
     reports: mpsc::Sender<T::Report>,
     tasks: Tasks,
 ) {
-    let (token, room) = (tasks.token(), Arc::new(Semaphore::new(CONNECTIONS_MAX)));
+    let cancellation = tasks.token();
+    let free_connections = Arc::new(Semaphore::new(CONNECTIONS_MAX));
     loop {
         let accepted = tokio::select! {
             biased;
-            () = token.cancelled() => return,
+            () = cancellation.cancelled() => return,
             accepted = socket.accept() => accepted,
         };
         let (stream, pid) = match accepted {
             Ok(accepted) => accepted,
             Err(error) => {
                 warn!(%error, "can't accept a shim's connection");
-                // Most likely the process is out of file descriptors, which takes a while to pass.
-                tokio::time::sleep(socket::PAUSE).await;
+                // Most likely the process has no free file descriptor. One gets free after a while.
+                tokio::time::sleep(socket::ACCEPT_PAUSE).await;
                 continue;
             }
         };
-        let Ok(permit) = Arc::clone(&room).try_acquire_owned() else {
+        let Ok(permit) = Arc::clone(&free_connections).try_acquire_owned() else {
             warn!("too many shim connections; one was refused");
             continue;
         };
-        let (connections, reports, token) =
-            (Arc::clone(&connections), reports.clone(), token.clone());
+        let (connections, reports, cancellation) =
+            (Arc::clone(&connections), reports.clone(), cancellation.clone());
         tasks.spawn(async move {
             tokio::select! {
                 biased;
-                () = token.cancelled() => {}
+                () = cancellation.cancelled() => {}
                 () = connection::serve::<T>(stream, pid, &connections, &reports) => {}
             }
             drop(permit);

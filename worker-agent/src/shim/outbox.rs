@@ -1,9 +1,11 @@
-//! Buffers one rank's shim reports until the receiver takes them. Pure.
+//! Buffers the reports of one engine rank's shim until the agent takes them. Pure.
 //!
-//! Facts and sessions are states: a newer one replaces the older one. Events are all kept, in
-//! order, and come out before the state they led to. With [`EVENTS_MAX`] events the buffer accepts
-//! no more messages. Then the shim's socket fills up, the shim counts the events it loses, and it
-//! sends its full table afterwards.
+//! The shim is Berth's plugin inside the engine; the parent module describes its reports. *Facts*
+//! (the rank's figures) and the table of sessions are states, so a newer state replaces an older
+//! one. Events are all kept in order, and the agent gets them before the state that they led to.
+//!
+//! With [`EVENTS_MAX`] events the buffer accepts no more messages. Then the shim's socket fills up,
+//! and the shim counts the events that it loses. Afterwards it sends its full table of sessions.
 
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -16,18 +18,21 @@ use super::{
     connection::{EndReason, PeerInfo, Protocol},
 };
 
-/// The maximum number of buffered events: those of several updates, which have at most 256 each.
+/// The number of buffered events from which on no message is accepted. An update has at most 256
+/// events, so the buffer holds at most 255 more than this.
 pub(super) const EVENTS_MAX: usize = 1024;
 
-/// The unread reports of one rank. See the module documentation.
+/// The reports of one rank that the agent hasn't taken. See the module documentation.
 #[derive(Debug)]
 pub(super) struct Outbox {
     dp_rank: u32,
+    /// The sequence number that the next update must have.
     next_seq: u64,
     events: VecDeque<ShimEvent>,
-    /// The changed sessions; `None` marks a session that is gone.
-    sessions: BTreeMap<String, Option<SessionFacts>>,
-    full: bool,
+    /// The changed sessions by id; `None` marks a session that is gone.
+    changed_sessions: BTreeMap<String, Option<SessionFacts>>,
+    /// Whether `changed_sessions` begins a full table, which replaces all that the agent knows.
+    is_full_table: bool,
     facts: Option<RankFacts>,
     audited: Option<AuditReply>,
 }
@@ -38,35 +43,35 @@ impl Outbox {
             dp_rank,
             next_seq: 0,
             events: VecDeque::new(),
-            sessions: BTreeMap::new(),
-            full: false,
+            changed_sessions: BTreeMap::new(),
+            is_full_table: false,
             facts: None,
             audited: None,
         }
     }
 
-    fn has_sessions(&self) -> bool {
-        self.full || !self.sessions.is_empty()
+    fn has_session_changes(&self) -> bool {
+        self.is_full_table || !self.changed_sessions.is_empty()
     }
 
-    /// Takes in an update that was read at `at`.
-    pub(super) fn push(&mut self, update: Update, at: Instant) {
-        self.facts = Some(rank_facts(self.dp_rank, &update, at));
+    /// Buffers an update, which the agent read at `read_at`.
+    pub(super) fn push(&mut self, update: Update, read_at: Instant) {
+        self.facts = Some(rank_facts(self.dp_rank, &update, read_at));
         let dp_rank = self.dp_rank;
         self.events.extend(update.events.into_iter().map(|event| to_report(dp_rank, event)));
         if update.full {
-            self.full = true;
-            self.sessions.clear();
+            self.is_full_table = true;
+            self.changed_sessions.clear();
         }
         for id in update.gone {
-            if self.full {
-                self.sessions.remove(&id);
+            if self.is_full_table {
+                self.changed_sessions.remove(&id);
             } else {
-                self.sessions.insert(id, None);
+                self.changed_sessions.insert(id, None);
             }
         }
         for session in update.sessions {
-            self.sessions.insert(session.id.clone(), Some(session));
+            self.changed_sessions.insert(session.id.clone(), Some(session));
         }
         if cfg!(debug_assertions) {
             self.check_invariants();
@@ -75,7 +80,7 @@ impl Outbox {
 
     fn check_invariants(&self) {
         assert!(
-            !self.full || self.sessions.values().all(Option::is_some),
+            !self.is_full_table || self.changed_sessions.values().all(Option::is_some),
             "a full table names no session that has gone"
         );
     }
@@ -90,28 +95,28 @@ impl Protocol for Outbox {
         codec::decode_message(kind, body)
     }
 
-    fn begin(first: ShimMessage, pid: Option<u32>) -> Option<(Self, PeerInfo, ShimEvent)> {
-        let ShimMessage::Hello(mut hello) = first else { return None };
+    fn begin(hello: ShimMessage, pid: Option<u32>) -> Option<(Self, PeerInfo, ShimEvent)> {
+        let ShimMessage::Hello(mut hello) = hello else { return None };
         hello.seen_pid = pid;
         let info = PeerInfo {
             dp_rank: hello.dp_rank,
-            works: hello.inert.is_none(),
+            takes_commands: hello.inert.is_none(),
             unpublishable: hello.unpublishable.clone(),
         };
         Some((Self::new(hello.dp_rank), info, ShimEvent::Up(*hello)))
     }
 
-    fn receive(&mut self, message: ShimMessage, at: Instant) -> Result<(), EndReason> {
+    fn receive(&mut self, message: ShimMessage, read_at: Instant) -> Result<(), EndReason> {
         match message {
             ShimMessage::Hello(_) => return Err(EndReason::Order),
             ShimMessage::Update(update) if update.seq != self.next_seq => {
-                return Err(EndReason::Gap { found: update.seq, due: self.next_seq });
+                return Err(EndReason::Gap { received_seq: update.seq, due_seq: self.next_seq });
             }
             ShimMessage::Update(update) => {
                 self.next_seq += 1;
-                self.push(*update, at);
+                self.push(*update, read_at);
             }
-            // If two audits were requested, only the newer result is kept.
+            // A newer result replaces a result that the agent hasn't taken.
             ShimMessage::Audited(audited) => self.audited = Some(audited),
         }
         Ok(())
@@ -122,25 +127,30 @@ impl Protocol for Outbox {
     }
 
     fn is_empty(&self) -> bool {
-        let states = self.has_sessions() || self.facts.is_some() || self.audited.is_some();
-        self.events.is_empty() && !states
+        let has_states =
+            self.has_session_changes() || self.facts.is_some() || self.audited.is_some();
+        self.events.is_empty() && !has_states
     }
 
-    /// Returns the events first, then the sessions, the facts, and the audit.
+    /// Takes the events first, then the sessions, the facts, and the audit's result.
     fn next_report(&mut self) -> Option<ShimEvent> {
         if let Some(event) = self.events.pop_front() {
             return Some(event);
         }
-        if self.has_sessions() {
-            let mut sessions =
-                Sessions { dp_rank: self.dp_rank, full: self.full, changed: vec![], gone: vec![] };
-            for (id, facts) in std::mem::take(&mut self.sessions) {
+        if self.has_session_changes() {
+            let mut sessions = Sessions {
+                dp_rank: self.dp_rank,
+                full: self.is_full_table,
+                changed: vec![],
+                gone: vec![],
+            };
+            for (id, facts) in std::mem::take(&mut self.changed_sessions) {
                 match facts {
                     Some(facts) => sessions.changed.push(facts),
                     None => sessions.gone.push(id),
                 }
             }
-            self.full = false;
+            self.is_full_table = false;
             return Some(ShimEvent::Sessions(sessions));
         }
         if let Some(facts) = self.facts.take() {
@@ -171,10 +181,10 @@ fn to_report(dp_rank: u32, event: WireEvent) -> ShimEvent {
     }
 }
 
-fn rank_facts(dp_rank: u32, update: &Update, at: Instant) -> RankFacts {
+fn rank_facts(dp_rank: u32, update: &Update, read_at: Instant) -> RankFacts {
     RankFacts {
         dp_rank,
-        at,
+        read_at,
         total_tokens: update.total,
         available_tokens: update.available,
         evictable_tokens: update.evictable,

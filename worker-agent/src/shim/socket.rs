@@ -1,4 +1,7 @@
-//! Creates the socket's file and its folder, and checks who connects.
+//! Creates the unix socket for the plugin in the engine, and accepts only trusted users on it.
+//!
+//! The agent listens, and Berth's plugin in the engine (the shim) connects. Only the agent's own
+//! user and root may connect, or write to the socket's folder.
 
 use std::{
     fs::{self, DirBuilder, Permissions},
@@ -13,42 +16,44 @@ use tokio::net::{UnixListener, UnixStream};
 use super::Error;
 
 /// The pause after a failed accept.
-pub(super) const PAUSE: Duration = Duration::from_millis(100);
+pub(super) const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// A listening socket. Its file is removed when it is dropped.
+/// A listening socket. Dropping it removes its file.
 #[derive(Debug)]
 pub(super) struct Socket {
     listener: UnixListener,
     path: PathBuf,
+    /// The agent's own user.
     uid: u32,
 }
 
 impl Socket {
+    /// Listens at `path`. Replaces the socket file of an agent that no longer runs.
     pub(super) fn bind(path: &Path) -> Result<Self, Error> {
-        let failed = |source| Error::Bind { path: path.display().to_string(), source };
-        let uid = fs::metadata("/proc/self").map_err(failed)?.uid();
+        let to_bind_error = |source| Error::Bind { path: path.display().to_string(), source };
+        let uid = fs::metadata("/proc/self").map_err(to_bind_error)?.uid();
         let folder = path.parent().unwrap_or(Path::new("."));
         // A user with write access to the folder could replace this socket with another one.
-        if !own_folder(folder, uid).map_err(failed)? {
+        if !ensure_private_folder(folder, uid).map_err(to_bind_error)? {
             return Err(Error::Folder(folder.display().to_string()));
         }
-        if !remove_stale(path).map_err(failed)? {
+        if !remove_stale_socket(path).map_err(to_bind_error)? {
             return Err(Error::Taken(path.display().to_string()));
         }
-        let listener = UnixListener::bind(path).map_err(failed)?;
+        let listener = UnixListener::bind(path).map_err(to_bind_error)?;
         let socket = Self { listener, path: path.to_owned(), uid };
-        fs::set_permissions(path, Permissions::from_mode(0o600)).map_err(failed)?;
+        fs::set_permissions(path, Permissions::from_mode(0o600)).map_err(to_bind_error)?;
         Ok(socket)
     }
 
-    /// Accepts the next connection of this user or of root. Also returns the peer's pid if the
-    /// kernel knows it in this namespace.
+    /// Accepts the next connection of this user or of root. Returns the stream and the peer's pid,
+    /// or `None` instead of the pid if the peer's process isn't visible in this pid namespace.
     pub(super) async fn accept(&self) -> io::Result<(UnixStream, Option<u32>)> {
         loop {
             let (stream, _) = self.listener.accept().await?;
             let peer = stream.peer_cred()?;
             if peer.uid() == self.uid || peer.uid() == 0 {
-                // The kernel reports 0 for a process in a pid namespace that is not visible here.
+                // The kernel reports 0 for a process that isn't visible in this pid namespace.
                 let pid = peer.pid().and_then(|pid| u32::try_from(pid).ok());
                 return Ok((stream, pid.filter(|pid| *pid != 0)));
             }
@@ -59,24 +64,25 @@ impl Socket {
 
 impl Drop for Socket {
     fn drop(&mut self) {
-        // The file may already be gone.
+        // This fails if the file is already gone, which does no harm.
         let _ = fs::remove_file(&self.path);
     }
 }
 
-/// Creates the folder for this user alone if it is missing. Returns whether nobody but this user
-/// and root can write to it.
-fn own_folder(folder: &Path, uid: u32) -> io::Result<bool> {
+/// Creates the folder for this user alone if it is missing. Returns whether only this user and root
+/// can write to the folder.
+fn ensure_private_folder(folder: &Path, uid: u32) -> io::Result<bool> {
     DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
-    let found = fs::symlink_metadata(folder)?;
-    Ok(found.is_dir() && [0, uid].contains(&found.uid()) && found.mode() & 0o022 == 0)
+    let metadata = fs::symlink_metadata(folder)?;
+    let is_writable_by_others = metadata.mode() & 0o022 != 0;
+    Ok(metadata.is_dir() && [0, uid].contains(&metadata.uid()) && !is_writable_by_others)
 }
 
-/// Removes the socket file of a crashed agent. Returns false if a process listens on it, or if the
-/// file is not a socket.
-fn remove_stale(path: &Path) -> io::Result<bool> {
+/// Removes the socket file that a crashed agent has left. Returns whether the path is free now. It
+/// isn't if a process listens on the socket, or if the file is not a socket.
+fn remove_stale_socket(path: &Path) -> io::Result<bool> {
     match fs::symlink_metadata(path) {
-        Ok(found) if !found.file_type().is_socket() => return Ok(false),
+        Ok(metadata) if !metadata.file_type().is_socket() => return Ok(false),
         Ok(_) => {}
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(true),
         Err(error) => return Err(error),

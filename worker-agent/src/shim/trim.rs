@@ -1,13 +1,17 @@
-//! The agent's end of the trimmer's socket.
+//! Receives the trimmer's plans for turns, and sends the agent's answers to its questions.
 //!
-//! The trimmer is the part of the shim that runs in the engine's first process. It removes from a
-//! full history the tokens that the turn's session already holds. It reports the plan of each turn
-//! before the engine gets the turn. If another session, or more room in this one, could help, it
-//! asks a question first.
+//! The trimmer is the part of the shim that runs in the engine's first process. A *session* is a
+//! series of turns whose prompts share a growing prefix, and a *turn* is one request with its
+//! answer. Some clients send the full history with each turn. The agent marks such a turn with a
+//! header. The trimmer then removes from the turn the tokens that its session already holds.
 //!
-//! [`listen`] creates the socket, beside the shim's. No plan that was read is lost or reordered: if
-//! the receiver is slow, reading stops, and the trimmer drops its oldest plans. This module decides
-//! nothing.
+//! The trimmer reports its *plan* for each marked turn before the engine gets the turn. If the turn
+//! doesn't fit its session, another session or more room in this one could help. Then the trimmer
+//! first asks a *question*: it sends a plan with a number, and lets the turn wait for the answer.
+//!
+//! [`listen`] creates the socket, beside the shim's socket. If the receiver is slow, this module
+//! stops reading, and the trimmer drops its oldest plans. Plans that were read are neither lost nor
+//! reordered. The owner of the sessions decides on the answers.
 
 mod protocol;
 
@@ -16,80 +20,82 @@ use std::path::Path;
 use service::tasks::Tasks;
 use tokio::sync::mpsc;
 
-use self::protocol::Plans;
+use self::protocol::TrimmerConnection;
 use super::{Error, codec::ShimCommand, connections::Connections};
 
-/// The trimmer's first message: its identity, and whether it trims.
+/// The trimmer's first message: who it is, and whether it trims.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Trimmer {
     /// The process id of the engine's first process, in that process's own pid namespace.
     pub pid: u32,
-    /// The same process in the agent's pid namespace, as reported by the kernel. `None` if the
-    /// process isn't visible there.
+    /// The id of the same process in the agent's pid namespace, as the kernel reports it. `None` if
+    /// the process isn't visible in that namespace.
     pub seen_pid: Option<u32>,
-    /// A random token of the engine's first process. It differs between engine processes.
+    /// A random number that tells this engine process from every other.
     pub instance: u128,
     /// The version of SGLang.
     pub sglang: String,
     /// The version of the shim.
     pub shim: String,
-    /// Why the trimmer trims nothing; `None` while it works. Once it is set, no more turns are
-    /// planned.
+    /// Why the trimmer trims nothing; `None` while it works. With a reason, it sends no plans.
     pub inert: Option<String>,
 }
 
-/// How the shim plans to run a marked turn.
+/// The trimmer's decision about how a marked turn runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Plan {
     /// The prompt continues the session's history, token id for token id.
     Trimmed,
-    /// Retokenized: the prompt continues the session's history as text, but with other token ids.
+    /// The prompt continues the session's history with the same text, but with other token ids.
     Retokenized,
-    /// The prompt is another history than the session's.
+    /// The prompt's text differs from the session's history, or nothing follows the history.
     Diverged,
-    /// The turn can't run in the session.
+    /// The turn can't run in the session for another reason; [`PlanReport::why`] names it.
     Refused,
 }
 
 /// The trimmer's plan for a marked turn.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Planned {
-    /// The number of the question that [`TrimHandle::answer`] answers, while the turn waits. `None`:
-    /// this plan is final, and the engine gets the turn now. There is exactly one final plan for
-    /// each marked turn, if the engine tokenizes it and its client doesn't disconnect before that.
+pub struct PlanReport {
+    /// The number of the trimmer's question. The turn waits until [`TrimHandle::answer`] gets this
+    /// number. `None` if the plan is final and the engine gets the turn now.
+    ///
+    /// Each marked turn has exactly one final plan if the engine tokenizes the turn and its client
+    /// doesn't disconnect before that.
     pub question: Option<u64>,
-    /// See [`Plan`].
+    /// How the turn runs.
     pub plan: Plan,
     /// The number of leading tokens that the prompt and the session share.
-    pub at: u32,
-    /// The number of tokens of the session before the turn, as the engine counts them.
+    pub shared_tokens: u32,
+    /// The session's tokens before the turn, as the engine counts them.
     pub committed: u32,
-    /// The number of tokens to append to the session; 0 unless the plan is `Trimmed` or
-    /// `Retokenized`. The engine will count `committed + sent` prompt tokens.
+    /// The number of tokens that the engine appends to the session; 0 unless the plan is `Trimmed`
+    /// or `Retokenized`. The engine will count `committed + sent` prompt tokens.
     pub sent: u32,
-    /// The number of tokens of the whole prompt. If the engine would count more in the session and
-    /// that is too many, it is that larger number. 0 if the prompt was not examined.
+    /// The tokens of the whole prompt; 0 if the trimmer didn't examine it. If the turn has more
+    /// tokens than its session has room for, this is at least the number that the engine would
+    /// count.
     pub prompt: u32,
-    /// The id in the engine of the session that the plan is for.
+    /// The engine's id of the session that the plan is for.
     pub session: String,
     /// The id of the turn's request.
     pub rid: String,
-    /// Why the plan is a refusal, or why a question didn't help, as a text for operators. Empty if
-    /// neither applies.
+    /// Why the plan is a refusal, or why a question didn't help; for an operator. Empty if neither
+    /// applies.
     pub why: String,
 }
 
-/// A message about the trimmer. On each connection `Up` is the first and `Down` the last.
+/// News of the trimmer. Each connection begins with `Up` and ends with `Down`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum TrimmerEvent {
     /// The trimmer has connected.
     Up(Trimmer),
     /// The trimmer has made a plan for a turn.
-    Planned(Planned),
-    /// The trimmer disconnected, was replaced, or violated the protocol. Plans may be lost with the
-    /// connection, and open questions need no answer any more.
+    Planned(PlanReport),
+    /// The trimmer disconnected, was replaced, or violated the protocol. Plans that the agent
+    /// hasn't read are lost. Unanswered questions need no answer any more.
     Down {
-        /// The reason, as a text for operators.
+        /// The reason, for an operator.
         reason: String,
     },
 }
@@ -101,8 +107,8 @@ pub struct TrimHandle {
 }
 
 impl TrimHandle {
-    /// Answers a question. The trimmer plans the turn again for `session`, where its prompt may
-    /// have at most `tokens_max` tokens. Without a session, the turn runs unchanged.
+    /// Answers a question. The trimmer makes a new plan for the turn in `session`, where the prompt
+    /// may have at most `tokens_max` tokens. If `session` is `None`, the turn runs unchanged.
     ///
     /// # Errors
     /// If no trimmer is connected, its queue is full, or the session's id is too long.
@@ -118,8 +124,9 @@ impl TrimHandle {
     }
 }
 
-/// Listens for the trimmer at the path of the shim's socket plus `.trim`, as [`super::listen`] does
-/// for shims. Only one trimmer is connected at a time: a newer one replaces the older.
+/// Listens for the trimmer, as [`super::listen`] does for shims. `path` is the path of the shim's
+/// socket; the trimmer's socket has `.trim` appended. A newly connected trimmer replaces an earlier
+/// one.
 ///
 /// # Errors
 /// See [`Error`].
@@ -130,7 +137,9 @@ pub fn listen(
 ) -> Result<TrimHandle, Error> {
     let mut path = path.as_os_str().to_owned();
     path.push(".trim");
-    Ok(TrimHandle { connections: Connections::listen::<Plans>(Path::new(&path), reports, tasks)? })
+    let path = Path::new(&path);
+    let connections = Connections::listen::<TrimmerConnection>(path, reports, tasks)?;
+    Ok(TrimHandle { connections })
 }
 
 #[cfg(test)]

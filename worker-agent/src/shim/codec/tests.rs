@@ -214,7 +214,7 @@ fn another_protocol_and_unknown_kinds_are_named() {
 
 /// The bytes of a hello, made without Python.
 fn hello_bytes() -> Vec<u8> {
-    let mut body = vec![VERSION, HELLO];
+    let mut body = vec![VERSION, KIND_HELLO];
     for number in [7_u32, 3, 16] {
         body.extend(number.to_le_bytes());
     }
@@ -260,7 +260,7 @@ proptest! {
     fn random_bytes_never_panic(bytes in prop::collection::vec(any::<u8>(), 0..600)) {
         let _ = all(&bytes);
         // With a valid frame header the decoder gets further.
-        for kind in [HELLO, UPDATE, AUDITED] {
+        for kind in [KIND_HELLO, KIND_UPDATE, KIND_AUDITED] {
             let _ = all(&framed(&[&[VERSION, kind], &bytes[..]].concat()));
         }
     }

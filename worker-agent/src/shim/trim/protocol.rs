@@ -1,4 +1,8 @@
-//! Decodes the trimmer's messages, and keeps the one plan that the receiver hasn't taken yet. Pure.
+//! Decodes the trimmer's messages, and holds one plan until the receiver takes it. Pure.
+//!
+//! The trimmer is the part of the shim that removes from a full history what the session already
+//! holds. The parent module describes it and its plans. While a plan waits here, the connection
+//! reads no further message, so that a slow receiver loses no plan.
 
 use std::time::Instant;
 
@@ -10,64 +14,69 @@ use super::{
     Plan, Planned, Trimmer, TrimmerEvent,
 };
 
-const TRIMMER: u8 = 4;
-const PLANNED: u8 = 5;
+/// The kind of the frame that carries the trimmer's first message.
+const KIND_TRIMMER: u8 = 4;
+/// The kind of the frame that carries a plan.
+const KIND_PLANNED: u8 = 5;
 
-/// The trimmer's rank. It trims only if the engine has a single DP rank.
+/// The DP rank of every trimmer: a trimmer works only if the engine has a single DP rank.
 pub(super) const DP_RANK: u32 = 0;
 
-/// The state of one connection: the plan that the receiver hasn't taken yet.
+/// The state of one connection to a trimmer.
 #[derive(Debug, Default)]
-pub(super) struct Plans {
-    waiting: Option<Planned>,
+pub(super) struct TrimmerConnection {
+    /// The plan that was read and that the receiver hasn't taken.
+    waiting_plan: Option<PlanReport>,
 }
 
+/// A message from a trimmer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum TrimmerMessage {
     /// The first message of a connection; sent only once.
     Trimmer(Trimmer),
-    /// A plan. A final one comes before the engine gets a marked turn, and one with a question
-    /// before that.
-    Planned(Planned),
+    /// A plan for a marked turn, which is a turn that the agent asked to trim. If the plan carries
+    /// a question, the turn waits for the agent's answer, and its final plan follows later.
+    /// Otherwise the plan is final, and the engine gets the turn next.
+    Planned(PlanReport),
 }
 
-impl Protocol for Plans {
+impl Protocol for TrimmerConnection {
     const NAME: &'static str = "trimmer";
     type Message = TrimmerMessage;
     type Report = TrimmerEvent;
 
     fn decode(kind: u8, body: &mut Body<'_>) -> Result<TrimmerMessage, codec::Error> {
         match kind {
-            TRIMMER => decode_trimmer(body).map(TrimmerMessage::Trimmer),
-            PLANNED => decode_planned(body).map(TrimmerMessage::Planned),
+            KIND_TRIMMER => decode_trimmer(body).map(TrimmerMessage::Trimmer),
+            KIND_PLANNED => decode_planned(body).map(TrimmerMessage::Planned),
             kind => Err(codec::Error::Kind(kind)),
         }
     }
 
-    fn begin(first: TrimmerMessage, pid: Option<u32>) -> Option<(Self, PeerInfo, TrimmerEvent)> {
-        let TrimmerMessage::Trimmer(mut trimmer) = first else { return None };
+    fn begin(hello: TrimmerMessage, pid: Option<u32>) -> Option<(Self, PeerInfo, TrimmerEvent)> {
+        let TrimmerMessage::Trimmer(mut trimmer) = hello else { return None };
         trimmer.seen_pid = pid;
-        let works = trimmer.inert.is_none();
-        let info = PeerInfo { dp_rank: DP_RANK, works, unpublishable: None };
+        let takes_commands = trimmer.inert.is_none();
+        let info = PeerInfo { dp_rank: DP_RANK, takes_commands, unpublishable: None };
         Some((Self::default(), info, TrimmerEvent::Up(trimmer)))
     }
 
-    fn receive(&mut self, message: TrimmerMessage, _at: Instant) -> Result<(), EndReason> {
-        let TrimmerMessage::Planned(planned) = message else { return Err(EndReason::Order) };
-        self.waiting = Some(planned);
+    fn receive(&mut self, message: TrimmerMessage, _read_at: Instant) -> Result<(), EndReason> {
+        let TrimmerMessage::Planned(plan) = message else { return Err(EndReason::Order) };
+        self.waiting_plan = Some(plan);
         Ok(())
     }
 
     fn has_room(&self) -> bool {
-        self.waiting.is_none()
+        self.waiting_plan.is_none()
     }
 
     fn is_empty(&self) -> bool {
-        self.waiting.is_none()
+        self.waiting_plan.is_none()
     }
 
     fn next_report(&mut self) -> Option<TrimmerEvent> {
-        self.waiting.take().map(TrimmerEvent::Planned)
+        self.waiting_plan.take().map(TrimmerEvent::Planned)
     }
 
     fn end_report(&self, reason: String) -> TrimmerEvent {
@@ -78,7 +87,7 @@ impl Protocol for Plans {
 fn decode_trimmer(body: &mut Body<'_>) -> Result<Trimmer, codec::Error> {
     Ok(Trimmer {
         pid: body.read_u32()?,
-        // Set later from the socket's peer credentials.
+        // `begin` sets it, from the socket's peer credentials.
         seen_pid: None,
         instance: u128::from_le_bytes(body.read_array()?),
         sglang: body.read_string()?,
@@ -89,7 +98,7 @@ fn decode_trimmer(body: &mut Body<'_>) -> Result<Trimmer, codec::Error> {
 
 fn decode_planned(body: &mut Body<'_>) -> Result<Planned, codec::Error> {
     let question = Some(body.read_u64()?).filter(|number| *number != 0);
-    let (at, committed, sent, prompt) =
+    let (shared_tokens, committed, sent, prompt) =
         (body.read_u32()?, body.read_u32()?, body.read_u32()?, body.read_u32()?);
     let plan = match body.read_u8()? {
         1 => Plan::Trimmed,
@@ -99,7 +108,7 @@ fn decode_planned(body: &mut Body<'_>) -> Result<Planned, codec::Error> {
         _ => return Err(codec::Error::Value),
     };
     let (session, rid, why) = (body.read_string()?, body.read_string()?, body.read_string()?);
-    Ok(Planned { question, plan, at, committed, sent, prompt, session, rid, why })
+    Ok(PlanReport { question, plan, shared_tokens, committed, sent, prompt, session, rid, why })
 }
 
 #[cfg(test)]

@@ -102,7 +102,7 @@ async fn plans_arrive_and_questions_are_answered() {
     trimmer.send(5, &planned(0, 11));
     let TrimmerEvent::Planned(told) = agent.next().await else { panic!("no plan") };
     assert_eq!((told.question, told.plan), (None, Plan::Trimmed));
-    assert_eq!((told.at, told.committed, told.sent, told.prompt), (5, 5, 6, 11));
+    assert_eq!((told.shared_tokens, told.committed, told.sent, told.prompt), (5, 5, 6, 11));
     assert_eq!((&*told.session, &*told.rid, &*told.why), ("s", "rid", ""));
 
     trimmer.send(5, &planned(7, 11));

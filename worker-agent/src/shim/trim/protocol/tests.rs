@@ -33,7 +33,7 @@ fn frames_of_the_trimmer() -> Vec<TrimmerMessage> {
         TrimmerMessage::Planned(Planned {
             question,
             plan,
-            at: 1,
+            shared_tokens: 1,
             committed: 2,
             sent: 3,
             prompt: 4,
@@ -55,7 +55,10 @@ fn frames_of_the_trimmer() -> Vec<TrimmerMessage> {
 #[test]
 fn what_the_trimmer_writes_is_what_it_means() {
     let Some(printed) = python(ENCODE, &[]) else { return };
-    assert_eq!(all_of(Plans::decode, &unhex(&printed)).unwrap(), frames_of_the_trimmer());
+    assert_eq!(
+        all_of(TrimmerConnection::decode, &unhex(&printed)).unwrap(),
+        frames_of_the_trimmer()
+    );
 }
 
 #[test]
@@ -64,12 +67,12 @@ fn no_socket_reads_what_belongs_to_the_other() {
         let frame = framed(&[codec::VERSION, kind]);
         let unknown = Some(codec::Error::Kind(kind));
         let shims = all_of(codec::decode_message, &frame).err() != unknown;
-        let trimmers = all_of(Plans::decode, &frame).err() != unknown;
+        let trimmers = all_of(TrimmerConnection::decode, &frame).err() != unknown;
         assert_eq!((shims, trimmers), ((1..=3).contains(&kind), (4..=5).contains(&kind)));
     }
     // A plan number that the protocol doesn't define.
     let planned = [&[codec::VERSION, 5][..], &[0; 24], &[5], &[0; 6]].concat();
-    assert_eq!(all_of(Plans::decode, &framed(&planned)), Err(codec::Error::Value));
+    assert_eq!(all_of(TrimmerConnection::decode, &framed(&planned)), Err(codec::Error::Value));
 }
 
 proptest! {
@@ -77,7 +80,7 @@ proptest! {
     fn random_bytes_never_panic(bytes in prop::collection::vec(any::<u8>(), 0..600)) {
         for kind in [TRIMMER, PLANNED] {
             let frame = framed(&[&[codec::VERSION, kind], &bytes[..]].concat());
-            let _ = all_of(Plans::decode, &frame);
+            let _ = all_of(TrimmerConnection::decode, &frame);
         }
     }
 }
