@@ -28,12 +28,12 @@ REPUBLISHING = ["trimming.test_republish"]
 MUTATIONS = [
     (
         "an answer computed on another context is broken off", "trimmer",
-        "is_right = meta_info.get(\"prompt_tokens\") == running.turn.prompt_tokens",
-        "is_right = True",
+        "is_right_count = meta_info.get(\"prompt_tokens\") == running.turn.prompt_tokens",
+        "is_right_count = True",
     ),
     (
         "a prompt that must continue its session, but doesn't, is refused", "trimmer",
-        "if mark.must_continue and not runs_inside:",
+        "if mark.must_continue and not runs_in_session:",
         "if False:",
     ),
     (
@@ -276,13 +276,13 @@ MUTATIONS = [
     ),
     (
         "a prompt has the room that its mark says", "trimmer",
-        "mark = Mark(int(tokens), session) if readable",
-        "mark = Mark(1 << 31, session) if readable",
+        "mark = Mark(int(tokens), session) if is_readable",
+        "mark = Mark(1 << 31, session) if is_readable",
     ),
     (
         "an unreadable mark names no session", "trimmer",
-        "mark = Mark(int(tokens), session) if readable else Mark(0, \"\")",
-        "mark = Mark(int(tokens), session) if readable else Mark(1 << 31, tokens)",
+        "mark = Mark(int(tokens), session) if is_readable else Mark(0, \"\")",
+        "mark = Mark(int(tokens), session) if is_readable else Mark(1 << 31, tokens)",
     ),
     (
         "an unreadable mark is refused without a question", "trimmer",
@@ -306,7 +306,7 @@ MUTATIONS = [
     ),
     (
         "an agent that reads again gets the waiting plans", "trimmer",
-        "if not self._flush_scheduled and self._link.is_connected and not self._link.flush():",
+        "if not self._is_flush_scheduled and self._link.is_connected and not self._link.flush():",
         "if False:",
     ),
     (
@@ -336,12 +336,12 @@ MUTATIONS = [
     ),
     (
         "a chunk may end inside a node", "republish",
-        "if time.perf_counter() >= end:\n                    return False",
+        "if time.perf_counter() >= deadline:\n                    return False",
         "if False:\n                    return False",
     ),
     (
         "a chunk may end between nodes", "republish",
-        "if time.perf_counter() >= end:\n                break",
+        "if time.perf_counter() >= deadline:\n                break",
         "if False:\n                break",
     ),
     (
@@ -351,8 +351,8 @@ MUTATIONS = [
     ),
     (
         "a salted part names a salted parent page", "republish",
-        "event_hash_value=event_hashes[before]",
-        "event_hash_value=hashes[before]",
+        "event_hash_value=event_hashes[page_before]",
+        "event_hash_value=hashes[page_before]",
     ),
     (
         "salted pages keep their salted hashes", "republish",

@@ -1,9 +1,13 @@
-"""The page audit: checks the pool's pages with `libberth_kv`.
+"""Audits the KV pool's pages when the agent requests it, with the library `libberth_kv`.
 
-An audit has two steps on the scheduler's thread. First a snapshot is handed to the device, which
-copies and digests what it needs in the background. When the copy is complete, the library is told
-which rows have changed meanwhile, and works on the copy in a thread of its own. One audit runs at a
-time; a request during an audit starts the next one.
+A page audit checks who holds each page of the pool: a row of the request table, the radix tree, or
+the free list. It also computes digests of the pages that must not change any more.
+
+An audit does two things on the scheduler's thread. First it hands a snapshot to the library. The
+device then copies the rows and computes the digests in the background. When the copy is complete,
+the audit tells the library which rows have changed meanwhile. Then the library works out the report
+from the copy, on a thread of its own. One audit runs at a time. A request during an audit starts
+the next audit after it.
 """
 
 import threading
@@ -15,26 +19,33 @@ from . import snapshot, wire
 from .buffers import buffers, device
 from .library import AuditError, Library, PageAudits
 
-# The bytes of KV digested per audit. They take a tenth of a millisecond of a GPU's memory
-# bandwidth, or some milliseconds of the scheduler's processor if the pool is in host memory. The
-# sessions covered rotate from audit to audit.
-DIGEST_BYTES_MAX, HOST_DIGEST_BYTES_MAX = 256 << 20, 4 << 20
+# The maximum bytes of KV that one audit digests on a GPU. Reading them takes about 0.1 ms of the
+# GPU's memory bandwidth. Each audit digests other sessions than the audit before it, in rotation.
+DIGEST_BYTES_MAX = 256 << 20
+# The same for a pool in host memory, where it takes some milliseconds of the scheduler's processor.
+HOST_DIGEST_BYTES_MAX = 4 << 20
 
 
 class Auditor:
-    """The audits of one scheduler. Raises nothing: a failed audit becomes a refusal, and after an
-    unforeseen error no further audit is made."""
+    """Makes the audits of one scheduler. Its methods raise nothing: a failed audit is answered with
+    a refusal. After an unforeseen error it makes no more audits."""
 
     def __init__(self, scheduler: Any, wake: Callable[[], None]):
         self._scheduler = scheduler
         self._wake = wake
-        self._requested: int | None = None
-        self._running: _Audit | None = None
+        # The number of the request that no audit was begun for.
+        self._requested_number: int | None = None
+        self._running_audit: _Audit | None = None
+        # The frame that answers the agent.
         self._answer: bytes | None = None
-        self._audits: PageAudits | None = None
+        # The library's handle for this pool.
+        self._page_audits: PageAudits | None = None
+        # The CUDA ordinal of the pool's device; -1 if it is no CUDA device.
         self.ordinal = -1
-        # What the hello tells the agent about the pool; `refusal` is empty if audits are possible.
-        self.device, self.page_bytes, self.refusal = "", 0, ""
+        # The device's name and the bytes of KV per page, for the hello.
+        self.device, self.page_bytes = "", 0
+        # Why no audit is possible; empty if audits are possible.
+        self.refusal = ""
         try:
             self._open_library()
         except AuditError as error:
@@ -49,7 +60,7 @@ class Auditor:
         self.page_bytes = sum(buffer.page_bytes for buffer in kv_buffers)
         if refusal := snapshot.audit_refusal(scheduler):
             raise AuditError(refusal)
-        self._audits = Library().open_audits(
+        self._page_audits = Library().open_audits(
             page_tokens=scheduler.page_size,
             pages=scheduler.max_total_num_tokens // scheduler.page_size,
             rows=scheduler.req_to_token_pool.req_to_token,
@@ -58,29 +69,31 @@ class Auditor:
         )
 
     def request(self, number: int) -> None:
-        """Requests an audit. Only the latest request is answered."""
-        self._requested = number
+        """Requests an audit. The number is part of the answer. Replaces an earlier request that no
+        audit was begun for."""
+        self._requested_number = number
 
     def forget_request(self) -> None:
-        """Drops the request and the answer: the agent that asked has disconnected."""
-        self._requested = self._answer = None
-        if self._running is not None:
-            self._running.number = None
+        """Drops the request and the answer, because the agent that asked has disconnected. A
+        running audit continues, but isn't answered."""
+        self._requested_number = self._answer = None
+        if self._running_audit is not None:
+            self._running_audit.number = None
 
     @property
     def is_requested(self) -> bool:
-        """Whether a requested audit has not begun."""
-        return self._requested is not None and self._running is None
+        """Whether a requested audit can begin: it has not begun, and none is running."""
+        return self._requested_number is not None and self._running_audit is None
 
     def begin(self) -> None:
         """Begins the requested audit. Must be called before a step's requests are handled, when no
-        step is half done."""
+        change of the pool is half done."""
         if self.is_requested:
             self._run_guarded(self._begin)
 
     def advance(self) -> None:
         """Continues the running audit. May be called after any step."""
-        if self._running is not None:
+        if self._running_audit is not None:
             self._run_guarded(self._advance)
 
     @property
@@ -89,33 +102,36 @@ class Auditor:
         return self._answer is not None
 
     def take_answer(self) -> bytes:
-        """Takes the answer's frame."""
+        """Returns the frame that answers the request, and forgets it."""
         frame, self._answer = self._answer, None
         return frame
 
-    def _run_guarded(self, step: Callable[[], None]) -> None:
-        """Runs a part of an audit. Adds its time to the audit, and turns errors into refusals."""
-        begin = time.perf_counter_ns()
+    def _run_guarded(self, part: Callable[[], None]) -> None:
+        """Runs a part of an audit. Adds its time to the audit's time, and turns an error into a
+        refusal."""
+        begin_ns = time.perf_counter_ns()
         try:
-            step()
+            part()
         except AuditError as error:
             self._refuse(str(error))
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
-            # The device may have room for the lists later.
+            # A device without memory for the snapshot's lists may have it for a later audit.
             if type(error).__name__ != "OutOfMemoryError":
                 self.refusal = reason
             self._refuse(reason)
-        if self._running is not None:
-            self._running.spent_ns += time.perf_counter_ns() - begin
+        if self._running_audit is not None:
+            self._running_audit.spent_ns += time.perf_counter_ns() - begin_ns
 
     def _refuse(self, reason: str) -> None:
-        number = self._running.number if self._running else self._requested
-        if self._running is not None:
-            self._audits.abandon()
+        """Gives up the running audit, or else the requested one, and answers with the reason."""
+        audit = self._running_audit
+        number = audit.number if audit else self._requested_number
+        if audit is not None:
+            self._page_audits.abandon()
         else:
-            self._requested = None
-        self._running = None
+            self._requested_number = None
+        self._running_audit = None
         if number is not None:
             self._answer = wire.encode_audit(number, 0, reason, [], b"")
 
@@ -123,25 +139,26 @@ class Auditor:
         if self.refusal:
             raise AuditError(self.refusal)
         taken = snapshot.take_snapshot(self._scheduler)
-        self._running = _Audit(self._requested, taken, self._audits)
-        self._requested = None
-        digest = DIGEST_BYTES_MAX if self.ordinal >= 0 else HOST_DIGEST_BYTES_MAX
-        self._audits.begin(self._running.snapshot, self.stream(), digest)
+        self._running_audit = _Audit(self._requested_number, taken, self._page_audits)
+        self._requested_number = None
+        digest_bytes_max = DIGEST_BYTES_MAX if self.ordinal >= 0 else HOST_DIGEST_BYTES_MAX
+        self._page_audits.begin(taken, self.stream(), digest_bytes_max)
 
     def _advance(self) -> None:
-        audit = self._running
+        audit = self._running_audit
         if audit.thread is None:
-            if self._audits.is_copied():
+            if self._page_audits.is_copied():
                 audit.start_accounting(snapshot.list_rows(self._scheduler)[1], self._wake)
         elif not audit.thread.is_alive():
             names, spent_ns, report = audit.snapshot.names, audit.spent_ns, audit.report()
-            self._running = None
+            self._running_audit = None
             if audit.number is not None:
                 self._answer = wire.encode_audit(audit.number, spent_ns, "", names, report)
 
     def stream(self) -> int:
-        """Returns the scheduler's CUDA stream, which orders the audit after the work that makes
-        the snapshot valid; 0 on a CPU."""
+        """Returns the scheduler's current CUDA stream; 0 if the pool is not on a CUDA device. The
+        device works on an audit after the work that is already queued on this stream, because the
+        snapshot is valid only after that work."""
         if self.ordinal < 0:
             return 0
         import torch
@@ -152,31 +169,34 @@ class Auditor:
 class _Audit:
     """One running audit."""
 
-    def __init__(self, number: int, taken: snapshot.Snapshot, audits: PageAudits):
-        # None when no agent waits for the answer any more.
+    def __init__(self, number: int, taken: snapshot.Snapshot, page_audits: PageAudits):
+        # The request's number. None if no agent waits for the answer any more.
         self.number: int | None = number
         self.snapshot = taken
+        # The time that the audit has taken on the scheduler's thread.
         self.spent_ns = 0
         self.thread: threading.Thread | None = None
-        self._audits = audits
+        self._page_audits = page_audits
         self._report: bytes | AuditError = AuditError(
             "the audit's thread has ended without a result"
         )
 
-    def start_accounting(self, rows_now: list[snapshot.Row], done: Callable[[], None]) -> None:
+    def start_accounting(self, rows_now: list[snapshot.Row], on_end: Callable[[], None]) -> None:
+        """Starts the thread that works out the report, and then calls `on_end`."""
         self.thread = threading.Thread(
-            target=self._account, args=(rows_now, done), name="berth-audit", daemon=True
+            target=self._account, args=(rows_now, on_end), name="berth-audit", daemon=True
         )
         self.thread.start()
 
-    def _account(self, rows_now: list[snapshot.Row], done: Callable[[], None]) -> None:
+    def _account(self, rows_now: list[snapshot.Row], on_end: Callable[[], None]) -> None:
         try:
-            self._report = self._audits.finish(rows_now)
+            self._report = self._page_audits.finish(rows_now)
         except AuditError as error:
             self._report = error
-        done()
+        on_end()
 
     def report(self) -> bytes:
+        """Returns the report, or raises the error that the library reported instead."""
         if isinstance(self._report, AuditError):
             raise self._report
         return self._report

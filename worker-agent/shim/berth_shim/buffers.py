@@ -1,48 +1,57 @@
-"""Finds where the pool's KV is stored: the device, and the buffers of keys and values."""
+"""Finds where the engine keeps its KV, for the page audit: the device, and each layer's buffers.
+
+The page audit (`audit`) checks who holds each page of the KV pool, and reads the pages' bytes.
+"""
 
 from typing import Any, NamedTuple
 
 
 class Buffer(NamedTuple):
-    """One layer's keys or values. Page `p` begins at byte `p * page_bytes`."""
+    """One layer's keys or values, or their scales. Page `p` begins at byte `p * page_bytes`."""
 
     address: int
     page_bytes: int
 
 
 def buffers(scheduler: Any) -> list[Buffer]:
-    """Returns the pool's buffers on this rank; empty if a page is not a contiguous range."""
-    tensors = _tensors(scheduler.token_to_kv_pool_allocator.get_kvcache())
-    page = scheduler.page_size
-    slots = scheduler.max_total_num_tokens + page
+    """Returns the pool's buffers on this rank. Returns none if the bytes of a page aren't one
+    contiguous range of each buffer."""
+    tensors = _kv_tensors(scheduler.token_to_kv_pool_allocator.get_kvcache())
+    page_tokens = scheduler.page_size
+    # The engine's pools have one page more than they offer.
+    slots = scheduler.max_total_num_tokens + page_tokens
     if not all(tensor.is_contiguous() and tensor.shape[0] >= slots for tensor in tensors):
         return []
     return [
-        Buffer(tensor.data_ptr(), tensor.stride(0) * tensor.element_size() * page)
+        Buffer(tensor.data_ptr(), tensor.stride(0) * tensor.element_size() * page_tokens)
         for tensor in tensors
     ]
 
 
 def device(scheduler: Any) -> tuple[str, int]:
-    """Returns the device's name for the agent and its CUDA ordinal in this process; -1 on a CPU."""
+    """Returns the GPU's UUID and its CUDA ordinal in this process. If the pool is not on a CUDA
+    device, returns the name of its torch device type and -1."""
     import torch
 
-    where = scheduler.req_to_token_pool.req_to_token.device
-    if where.type != "cuda":
-        return where.type, -1
-    ordinal = where.index if where.index is not None else torch.cuda.current_device()
+    torch_device = scheduler.req_to_token_pool.req_to_token.device
+    if torch_device.type != "cuda":
+        return torch_device.type, -1
+    index = torch_device.index
+    ordinal = index if index is not None else torch.cuda.current_device()
     return str(torch.cuda.get_device_properties(ordinal).uuid), ordinal
 
 
-def _tensors(cache: Any) -> list[Any]:
+def _kv_tensors(cache: Any) -> list[Any]:
+    """Returns the tensors of the cache's only pool. Returns none if the cache has several pools, or
+    doesn't list them."""
     try:
-        infos = cache.get_device_pool_infos()
+        pool_infos = cache.get_device_pool_infos()
     except NotImplementedError:
         return []
-    if len(infos) != 1:
+    if len(pool_infos) != 1:
         return []
-    info = infos[0].buffer_info
-    # Keys and values have separate buffers, or share one (multi-head latent attention).
+    info = pool_infos[0].buffer_info
+    # With multi-head latent attention, keys and values share their buffers.
     parts = (info.buffers.k, info.buffers.v) if hasattr(info.buffers, "k") else (info.buffers,)
     scales = getattr(info, "scales", None)
     if scales is not None:

@@ -1,10 +1,15 @@
-"""Which engines and requests can be trimmed, and the engine's tokenizer as `trim.Tokenizer`."""
+"""Decides whether the engine, and each request, allows to trim prompts.
+
+Trimming sends the engine only the part of a full history that the turn's session doesn't hold. The
+module `trim` compares a prompt with the session's history. It needs a tokenizer, so this module
+also adapts the engine's tokenizer to the interface `trim.Tokenizer`.
+"""
 
 from collections.abc import Sequence
 from typing import Any
 
-# Fields of a tokenized request that a streaming session drops, or interprets differently than a
-# request with the whole prompt does.
+# Fields of a tokenized request with which it can't be trimmed. A turn of a streaming session
+# ignores these fields, or gives them another meaning than a request with the whole prompt does.
 _UNSUPPORTED_FIELDS = (
     "mm_inputs", "input_embeds", "token_type_ids", "positional_embed_overrides", "kv_hints",
     "multi_item_delimiter_indices", "token_indices_to_pool", "return_indexer_topk",
@@ -20,9 +25,9 @@ def engine_refusal() -> str:
     serving = get_serving()
     reasons = {
         "streaming sessions are off": not serving.enable_streaming_session,
-        # Each worker would see only some of a session's turns.
+        # Each of them would see only some of a session's turns.
         "there are several tokenizer workers": serving.tokenizer_worker_num > 1,
-        # A session's context is on one of the ranks, and this process can't tell which.
+        # A session's KV is on one of the ranks, and this process can't tell on which.
         "there are several DP ranks": get_parallel().num_dp_ranks > 1,
         "prefill and decode are apart": get_disagg().disaggregation_mode != "null",
         "prompts are truncated": serving.allow_auto_truncate,
@@ -31,7 +36,7 @@ def engine_refusal() -> str:
 
 
 def request_refusal(tokenized: Any) -> str:
-    """Returns why this request can't be a turn of a session; empty if it can."""
+    """Returns why this request can't be trimmed; empty if it can."""
     if tokenized.input_ids is None:
         return "it has no token ids"
     for field in _UNSUPPORTED_FIELDS:
@@ -45,21 +50,21 @@ def request_refusal(tokenized: Any) -> str:
 
 
 def cache_namespace(tokenized: Any) -> tuple:
-    """Returns everything besides the tokens that the request's KV depends on."""
+    """Returns what the request's KV depends on besides its tokens: adapter, extra key and salt."""
     return tokenized.lora_id, tokenized.extra_key, tokenized.cache_salt
 
 
 class FastTokenizer:
-    """A fast tokenizer of `transformers`, which encodes and decodes without adding or dropping
-    anything.
+    """Adapts a fast tokenizer of `transformers` to `trim.Tokenizer`. It encodes and decodes without
+    adding or dropping any token or space.
     """
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
-        added = tokenizer.added_tokens_decoder
-        # Special tokens that split a text regardless of their neighbours. A `single_word` token is
-        # left out, because whether it matches depends on its neighbours.
-        self.specials = frozenset(id for id, token in added.items() if not token.single_word)
+        added_tokens = tokenizer.added_tokens_decoder
+        # The ids of the tokens at which the tokenizer splits every text. A `single_word` token is
+        # left out, because the text around it decides whether it matches.
+        self.specials = frozenset(id for id, token in added_tokens.items() if not token.single_word)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(
@@ -71,5 +76,6 @@ class FastTokenizer:
 
 
 def fast_tokenizer(tokenizer: Any) -> FastTokenizer | None:
-    """Returns the engine's tokenizer, or None if drift can't be proven harmless with it."""
+    """Adapts the engine's tokenizer, if it is a fast one. Returns None for any other tokenizer.
+    With None, no prompt whose ids differ from the session's is proven to have the same text."""
     return FastTokenizer(tokenizer) if getattr(tokenizer, "is_fast", False) else None

@@ -1,21 +1,29 @@
-"""Publishes the radix tree again as KV events, for an agent that has missed some.
+"""Publishes the radix tree again as KV events, for an agent that has missed some of the events.
 
-The first event says that all blocks are cleared; then comes a store event for every node. The
-events go into the engine's own event queue, between the events of current changes. So their order
-is right, and every subscriber, not only the agent, knows the tree's content afterwards. The work is
-done in chunks, between which the tree changes; a chunk may end inside a long node.
+The first event clears all blocks at the subscribers. Then a store event follows for each node. The
+engine's own event queue takes these events, in order with the events of current changes. So every
+subscriber, not only the agent, knows the tree's content afterwards. The work is done in chunks
+between the steps of the scheduler. The tree may change between two chunks, and a chunk may end
+inside a long node.
 
-No false claims: each chunk reports only pages that are in the tree at that moment, and later
-changes are reported by the engine's own events.
+No event is false. A chunk reports only pages that are in the tree at that moment, and the engine's
+own events report later changes.
 
-Nothing is missed. All pages of a published node are known to the subscribers, so they understand
-the engine's own events that store pages behind it. They can't understand an event that stores pages
-behind a node not published yet, but those pages are published later, after that node. `_pages_done`
-counts the pages already published on the path from the last published node to the next one. This
-count stays valid because the path begins at the same node: a split inserts a new node before a node
-that keeps its id and its end, and only leaves are removed. A removed node may have been split
-before; then what remains of its path is published instead. Pages that are removed and stored again
-lie behind known pages, or are still to be published.
+No page is missed. A node is *published* once all its pages are. Subscribers know the pages of
+published nodes, so they understand the engine's own events that store pages after them. They can't
+use an event that stores pages after an unpublished node. But the republisher publishes those pages
+later, after that node.
+
+A *pending* node is one that is still to be published. `_pages_done` counts the pages already
+published between the nearest published ancestor of the next pending node and the end of that node.
+Changes between two chunks leave this count valid:
+
+- A split inserts a new node above a node that keeps its id and its end. The path down to the
+  pending node then has one node more, but the same pages.
+- The engine removes only leaves. So the published ancestor stays as long as the pending node does.
+- If the pending node itself was removed, a split may have left an upper part of it in the tree.
+  Then this part is published.
+- A page that was removed and stored again comes after published pages, or its node is pending.
 """
 
 import logging
@@ -24,10 +32,11 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-# The time after which a chunk starts no further part. A step of a small model takes several times
-# as long.
+# After this time a chunk starts no further part. It is short beside a scheduler step: even a small
+# model's step takes several times as long.
 CHUNK_SECONDS = 0.002
-# Pages published between two checks of the clock: 0.3 ms with pages of one token.
+# The most pages published between two checks of the clock. They take 0.3 ms with pages of one
+# token.
 PART_PAGES = 64
 
 
@@ -38,24 +47,25 @@ class Republisher:
         self._publisher = scheduler.kv_events_publisher
         self._tree = getattr(scheduler.tree_cache, "tree_core", None)
         self._wake = wake
-        # The tree's root when publishing began. A flush replaces the tree's root.
+        # The tree's root when publishing began. A flush of the tree replaces the root.
         self._root: Any = None
-        # The nodes still to publish, the next one last, and the ids of nodes whose pages are all
-        # published.
+        # A stack: the next node to publish is at the end of the list.
         self._pending_nodes: list[Any] = []
+        # The ids of the nodes whose pages are all published.
         self._published_ids: set[int] = set()
-        # The pages published on the path from the last published node to the next one.
+        # The number of pages already published below the nearest published ancestor of the next
+        # pending node.
         self._pages_done = 0
         # Why the tree can't be published; empty if it can.
-        self.refusal = _refusal(self._publisher, self._tree)
+        self.refusal = _publishing_refusal(self._publisher, self._tree)
 
     @property
     def is_running(self) -> bool:
-        """Whether chunks are left to publish."""
+        """Whether a part of the tree is still to be published."""
         return bool(self._pending_nodes)
 
     def begin(self) -> None:
-        """Begins to publish the tree, or begins again."""
+        """Begins to publish the tree. Starts over if it was already begun."""
         if self.refusal:
             return
         try:
@@ -64,7 +74,8 @@ class Republisher:
             self._give_up(error)
 
     def _begin(self) -> None:
-        # Queued events belong to older changes, which the cleared event must void too.
+        # Publish the queued events before the cleared event. They belong to older changes, so the
+        # cleared event must void them too.
         self._publisher.publish_kv_events()
         self._tree.kv_events.record_all_cleared()
         self._root, self._published_ids, self._pages_done = self._tree.root_node, set(), 0
@@ -86,44 +97,46 @@ class Republisher:
         logging.getLogger(__name__).warning("can't publish the radix tree again: %s", self.refusal)
 
     def _publish_chunk(self) -> None:
-        end = time.perf_counter() + CHUNK_SECONDS
+        deadline = time.perf_counter() + CHUNK_SECONDS
         if self._root is not self._tree.root_node:
-            # After a flush everything was stored behind the new root, which is known.
+            # A flush removed all pending nodes. The engine's own events report what was stored
+            # since then, and subscribers understand them, because a root needs no event.
             self._pending_nodes = []
         while self._pending_nodes:
             node = self._pending_nodes.pop()
-            if not self._publish_path(self._unpublished_path(node), end):
+            if not self._publish_path(self._unpublished_path(node), deadline):
                 self._pending_nodes.append(node)
-            if time.perf_counter() >= end:
+            if time.perf_counter() >= deadline:
                 break
         self._publisher.publish_kv_events()
         if self._pending_nodes:
-            # Otherwise an idle scheduler would sleep.
+            # An idle scheduler must not sleep before the next chunk.
             self._wake()
         else:
             self._root, self._published_ids = None, set()
 
     def _unpublished_path(self, node: Any) -> list[Any]:
-        """Returns the path from the last published node to this one. If the node was removed, the
-        path ends at its last remaining ancestor."""
+        """Returns the nodes after the node's nearest published ancestor (or the root), down to the
+        node itself. Leaves out nodes that were removed from the tree."""
         path: list[Any] = []
         while (parent := node.parent) is not None and node.id not in self._published_ids:
-            # A removed node keeps its attributes, but its former parent no longer links to it.
+            # A removed node keeps its link to its parent, but the parent no longer links to it.
             if parent.children.get(node.key.child_key(self._tree.page_size)) is node:
                 path.append(node)
             node = parent
         return path[::-1]
 
-    def _publish_path(self, path: list[Any], end: float) -> bool:
-        """Publishes the pages on the path until `end`. Returns whether all are published."""
+    def _publish_path(self, path: list[Any], deadline: float) -> bool:
+        """Publishes the pages of the path's nodes until the deadline. Returns whether it has
+        published all of them."""
         for node in path:
             pages = len(node.hash_value)
             while self._pages_done < pages:
                 begin = self._pages_done
                 self._pages_done = min(begin + PART_PAGES, pages)
                 self._record_part(node, begin, self._pages_done)
-                # Checked after the part, so that each chunk publishes at least one.
-                if time.perf_counter() >= end:
+                # The check comes after the part, so that each chunk publishes at least one part.
+                if time.perf_counter() >= deadline:
                     return False
             self._pages_done -= pages
             self._published_ids.add(node.id)
@@ -132,7 +145,8 @@ class Republisher:
         return True
 
     def _record_part(self, node: Any, begin: int, end: int) -> None:
-        """Records some of a node's pages, once for each memory that holds them."""
+        """Records store events for the node's pages from `begin` to `end` (exclusive): one event
+        for each memory, the device's and the host's, that holds the node."""
         from sglang.srt.disaggregation.kv_events import StorageMedium
 
         part = _node_part(node, begin, end, self._tree.page_size)
@@ -143,13 +157,16 @@ class Republisher:
 
 
 def _node_part(node: Any, begin: int, end: int, page_size: int) -> Any:
-    """Returns some of a node's pages as an object with the attributes that the recorder reads."""
+    """Returns the node's pages from `begin` to `end` (exclusive) as an object with the attributes
+    that the engine's event recorder reads from a node."""
     hashes, event_hashes = node.hash_value, node.event_hash_value or []
     parent = node.parent
     if begin:
-        before = slice(begin - 1, begin)
+        page_before = slice(begin - 1, begin)
         parent = SimpleNamespace(
-            hash_value=hashes[before], event_hash_value=event_hashes[before], parent=node
+            hash_value=hashes[page_before],
+            event_hash_value=event_hashes[page_before],
+            parent=node,
         )
     return SimpleNamespace(
         key=node.key[begin * page_size : end * page_size],
@@ -159,7 +176,8 @@ def _node_part(node: Any, begin: int, end: int, page_size: int) -> Any:
     )
 
 
-def _refusal(publisher: Any, tree: Any) -> str:
+def _publishing_refusal(publisher: Any, tree: Any) -> str:
+    """Returns why the tree can't be published again; empty if it can."""
     if not publisher.enable_kv_cache_events:
         return "the engine publishes no KV events"
     if not hasattr(getattr(tree, "kv_events", None), "record_store"):

@@ -1,10 +1,11 @@
-"""Lists a scheduler's requests, whether they wait or run."""
+"""Lists all requests of a scheduler of SGLang that wait or run, for the page audit and demotion."""
 
 from typing import Any
 
 
 def live_requests(scheduler: Any) -> list[Any]:
-    """Returns every unfinished request at least once."""
+    """Returns every waiting or running request at least once, and the requests of batches whose
+    results are still to come."""
     requests = [*scheduler.waiting_queue, *scheduler.collect_inflight_reqs()]
     requests += scheduler.grammar_manager.grammar_queue
     if scheduler.chunked_req is not None:

@@ -1,8 +1,12 @@
-"""A snapshot of the pool for the page audit, taken between two steps.
+"""Takes a snapshot of the KV pool between two scheduler steps, for the page audit.
 
-It has the rows of the request table with their holders, the free pages, and the tokens in the radix
-tree. Rows continue to change while a device still reads them. Each row has a version: while it
-stays the same, the entries that the snapshot names stay the same.
+The page audit checks who holds each page of the pool. A snapshot has the rows of the engine's
+request table with their holders, the free pages, and the tokens in the radix tree. A session holds
+a row while it has KV; so does a running request without a session.
+
+The snapshot only says which rows to read. The engine may change a row while the device still copies
+it. So each row has a version: as long as the version is the same, the entries of the row that the
+snapshot counts are the same.
 """
 
 from typing import Any, NamedTuple
@@ -11,38 +15,45 @@ from .library import AuditError
 from .requests import live_requests
 from .wire import AUDIT_NAMES_MAX, is_nameable
 
-_U64 = (1 << 64) - 1
+_U64_MASK = (1 << 64) - 1
 
 
 class Row(NamedTuple):
-    """A row of the request table whose first `tokens` entries are in use."""
+    """A row of the engine's request table, with its holder: a session, or a request without one."""
 
+    # The row's index in the request table.
     row: int
+    # The number of the row's leading entries that are in use.
     tokens: int
-    # The number of the session that holds the row. Holders without a name get the highest numbers.
+    # The number of the holder. The sessions that the snapshot names come first, in the order of
+    # their names. Holders without a name get the numbers after them.
     session: int
+    # While it stays the same, so do the row's entries in use. See the module's description.
     version: int
-    # Changes whenever the session's KV is recomputed.
+    # Identifies the KV's content: it changes whenever the holder's KV is computed anew.
     key: int
-    # The number of leading tokens whose KV is written and final; 0 while a turn runs.
+    # The number of leading tokens whose KV is written and doesn't change any more. It is 0 while a
+    # turn of the session may still write.
     sealed_tokens: int
-    # The number of leading tokens that are in the tree, under the holder's lock.
+    # The number of leading tokens that are in the radix tree, where the holder locks them.
     protected_tokens: int
 
 
 class Snapshot(NamedTuple):
-    """`free` holds page ids, `tree` token slots, both as int64 on the pool's device. They live as
-    long as the snapshot; the engine never writes to them."""
+    """The holders of the pool's pages. The engine never writes to the snapshot's tensors."""
 
+    # The names of the sessions that hold rows. A session's number is its index in this list.
     names: list[str]
     rows: list[Row]
+    # The ids of the free pages, as an int64 tensor on the pool's device.
     free: Any
+    # The token slots that are in the radix tree, as an int64 tensor on the pool's device.
     tree: Any
 
 
 def audit_refusal(scheduler: Any) -> str:
-    """Returns why the pool's pages can't be audited; empty if they can. For every other
-    configuration it was checked that each page belongs to a row, is free, or is in the tree."""
+    """Returns why the pool's pages can't be audited; empty if they can be. In every configuration
+    without a reason, each page belongs to a row, is free, or is in the radix tree."""
     allocator = scheduler.token_to_kv_pool_allocator
     name = type(allocator).__name__
     reasons = {
@@ -70,52 +81,57 @@ def audit_refusal(scheduler: Any) -> str:
 def take_snapshot(scheduler: Any) -> Snapshot:
     """Takes a snapshot. Must be called between two steps, on the scheduler's thread.
 
-    Fails while a beam search runs, because its rows belong to no request."""
+    Raises an `AuditError` while a beam search runs, because its rows belong to no request."""
     if any(request.beam_group is not None for request in live_requests(scheduler)):
         raise AuditError("a beam search is running; ask again later")
     names, rows = list_rows(scheduler)
     allocator, tree = scheduler.token_to_kv_pool_allocator, scheduler.tree_cache
     try:
-        # Walks the whole tree; in Python, if the tree's core is in Python.
+        # This walks the whole tree. A tree whose core is in Python can be too deep for that.
         return Snapshot(names, rows, allocator.get_all_free_pages(), tree.all_values_flatten())
     except RecursionError:
         raise AuditError("the radix tree is too deep to walk; ask again later") from None
 
 
 def list_rows(scheduler: Any) -> tuple[list[str], list[Row]]:
-    """Returns the session names and the rows held now. Sessions whose names are too long or too
-    many have rows of their own, but no name."""
+    """Returns the names of the sessions that hold rows, and all rows held now.
+
+    A session's number is the index of its name. At most AUDIT_NAMES_MAX sessions are named, and
+    none with an id that is too long to send. The rows of the others have numbers without a name."""
     generations = scheduler.req_to_token_pool.req_generation.tolist()
     slots = scheduler.tree_cache.session.slots
     sessions = scheduler.session_controller.sessions
     live = live_requests(scheduler)
-    # A finished turn stays in the last batch while the device may still write for it. The session's
-    # own flag is not enough: refusing a second turn clears it while the first one runs.
-    busy = {id(request.session) for request in live if request.session is not None}
-    held = [(name, slot.kv) for name, slot in slots.items() if slot.kv.holds_kv]
-    held.sort(key=lambda one: not is_nameable(one[0]))
-    names = [name for name, _ in held[:AUDIT_NAMES_MAX] if is_nameable(name)]
-    rows, seen = [], set()
-    for name, kv in held:
-        seen.add(kv.req_pool_idx)
+    # The sessions with a request in a batch or queue. The session's own flag `_inflight` is not
+    # enough. A finished turn clears it, but stays in the last batch while the device may still
+    # write for it. And refusing a second turn clears the flag while the first turn runs.
+    busy_sessions = {id(request.session) for request in live if request.session is not None}
+    session_kv = [(name, slot.kv) for name, slot in slots.items() if slot.kv.holds_kv]
+    session_kv.sort(key=lambda name_and_kv: not is_nameable(name_and_kv[0]))
+    names = [name for name, _ in session_kv[:AUDIT_NAMES_MAX] if is_nameable(name)]
+    rows: list[Row] = []
+    seen_row_indexes = set()
+    for name, kv in session_kv:
+        seen_row_indexes.add(kv.req_pool_idx)
         session = sessions.get(name)
-        runs = session is None or session._inflight or id(session) in busy
-        # The last token's KV is written by the next turn.
-        sealed = 0 if runs else max(0, kv.kv_committed_len - 1)
-        rows.append(_row(len(rows), kv, generations, name, sealed))
+        may_write = session is None or session._inflight or id(session) in busy_sessions
+        # The KV of the last token isn't written yet. The next turn writes it.
+        sealed = 0 if may_write else max(0, kv.kv_committed_len - 1)
+        rows.append(_make_row(len(rows), kv, generations, name, sealed))
     for request in live:
         kv = request.kv
-        if kv.holds_kv and kv.req_pool_idx not in seen:
-            seen.add(kv.req_pool_idx)
-            rows.append(_row(len(rows), kv, generations, str(request.rid), 0))
+        if kv.holds_kv and kv.req_pool_idx not in seen_row_indexes:
+            seen_row_indexes.add(kv.req_pool_idx)
+            rows.append(_make_row(len(rows), kv, generations, str(request.rid), 0))
     return names, rows
 
 
-def _row(number: int, kv: Any, generations: list[int], holder: str, sealed: int) -> Row:
-    row, generation = kv.req_pool_idx, generations[kv.req_pool_idx]
-    # The version changes when the row's prefix is redirected to the tree's own pages, and when a
-    # turn begins or ends: that changes `sealed`, and may free the pages behind it.
-    version = hash((generation, kv.cache_protected_len, sealed)) & _U64
-    key = hash((row, generation, holder)) & _U64
+def _make_row(number: int, kv: Any, generations: list[int], holder: str, sealed: int) -> Row:
+    row_index, generation = kv.req_pool_idx, generations[kv.req_pool_idx]
+    # The version must change when the engine replaces the row's leading pages by the tree's pages,
+    # which changes the protected length. It must also change when a turn begins or ends, which may
+    # free the pages after the sealed tokens, and which changes `sealed`.
+    version = hash((generation, kv.cache_protected_len, sealed)) & _U64_MASK
+    key = hash((row_index, generation, holder)) & _U64_MASK
     protected = kv.cache_protected_len
-    return Row(row, kv.kv_allocated_len, number, version, key, sealed, protected)
+    return Row(row_index, kv.kv_allocated_len, number, version, key, sealed, protected)

@@ -1,24 +1,30 @@
-"""Trims full histories where the engine tokenizes them, so that they run as turns of a streaming
-session. This happens after the engine's own template and tokenizer, and before its scheduler.
+"""Trims prompts with a full history, so that the engine runs them as turns of streaming sessions.
 
-A request asks for trimming by its mark, the header
+A *session* is a series of turns whose prompts share a growing prefix. A *turn* is one request with
+its answer. A streaming session of SGLang keeps its tokens and their KV, the *context*, and appends
+what each turn sends. But many clients send the full history with each turn. *Trimming* removes the
+part of the prompt that the session already has. It happens in the engine process that tokenizes:
+after the engine's own template and tokenizer, and before its scheduler.
+
+A request is trimmed only if it is *marked* with the header
 `x-override-berth-trim: <tokens_max> <session> [<rid>]`. `<session>` names an open streaming
 session. There the prompt may have at most `<tokens_max>` tokens, for which the agent has reserved
 room. `<rid>` is the agent's id of the turn. The mark is a header, because headers are the only
 thing that all of the engine's routes pass on. Clients can't forge it: router and agent remove all
 client headers that begin with `x-override-`.
 
-A request without a mark runs unchanged, and so does one that can't be trimmed. The exception is a
-request with the header `x-override-berth-must-continue`: if its prompt doesn't continue the
-session, it is refused, because other clients append to that session and rely on its history.
+A request without a mark runs unchanged. So does a request that can't be trimmed, except if it has
+the header `x-override-berth-must-continue`. Then it is refused unless its prompt continues the
+session, because other clients append to this session and rely on its history.
 
-`trim` makes the plans and `transcripts` keeps the contexts. This module connects them to the
-engine, and reports each plan to the agent before the engine gets the turn. If another session or
-more room could help, it asks the agent first.
+`trim` compares a prompt with a context and makes a *plan* for the turn. `transcripts` keeps the
+contexts. This module connects them to the engine, and reports each plan to the agent before the
+engine gets the turn. If another session or more room could help the turn, the trimmer first asks
+the agent a *question*: where may this turn run?
 
-The trimmer raises errors into the engine in two cases only: to refuse such a request, and to break
-off an answer that was computed on another context than the client's. On its first internal error
-it stops trimming for good and reports why.
+The trimmer raises an error into the engine in two cases only. It refuses a request that must
+continue its session and doesn't. And it breaks off an answer that the engine computed on another
+context than the client's. On its first internal error it stops trimming for good and reports why.
 """
 
 import asyncio
@@ -35,19 +41,20 @@ from .link import Link, socket_path
 from .transcripts import Transcripts
 from .trim import (
     Diverged, Finished, Lost, Outcome, Plan, Refused, Retokenized, RolledBack, Tokenizer, TooLong,
-    Trimmed, Turn, guard_bos, is_improvable,
+    Transcript, Trimmed, Turn, guard_bos, is_improvable,
 )
 
-HEADER = b"x-override-berth-trim"
-MUST_CONTINUE = b"x-override-berth-must-continue"
-# The attributes of the engine's request object that hold its mark, and later its running turn.
+MARK_HEADER = b"x-override-berth-trim"
+MUST_CONTINUE_HEADER = b"x-override-berth-must-continue"
+# The names of the attributes by which the trimmer attaches a request's mark, and later its running
+# turn, to the engine's request object.
 _MARK_ATTRIBUTE, _TURN_ATTRIBUTE = "berth_trim", "berth_turn"
-# The time limit for the agent's answer, during which the turn waits. The agent opens an incarnation
-# in milliseconds, so a longer wait means that it is in trouble.
+# The longest time that a turn waits for the agent's answer to a question. The agent opens a new
+# streaming session within milliseconds, so an agent that takes longer is in trouble.
 ANSWER_SECONDS_MAX = 2.0
-# The maximum number of plans waiting for the agent to read them. A plan has a few hundred bytes.
+# The maximum number of plans that wait until the agent reads them. A plan has a few hundred bytes.
 PLANS_MAX = 256
-# The interval of checks whether an agent that stopped reading has resumed.
+# While the agent doesn't read, the trimmer tries to send the waiting plans at this interval.
 FLUSH_SECONDS = 0.1
 
 _MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager."
@@ -59,10 +66,12 @@ _log = logging.getLogger(__name__)
 
 
 class Mark(NamedTuple):
-    """Where a turn may run. An empty session name means that the mark could not be read, or that
-    the turn is to run unchanged."""
+    """Where a turn may run: a request's mark, or the agent's answer to a question."""
 
+    # The maximum number of tokens of the prompt in the session.
     tokens_max: int
+    # The session's name. It is empty if the request's header could not be read, or if the agent
+    # answered that the turn is to run unchanged.
     session: str
     # The agent's id of the turn. Not every route uses it as the id of the request.
     rid: str = ""
@@ -71,8 +80,8 @@ class Mark(NamedTuple):
 
 
 class NotContinued(ValueError):
-    """The prompt doesn't continue a session that takes delta turns. The engine answers the request
-    with 400 and this text; the agent gives its client a more detailed answer."""
+    """The prompt doesn't continue a session to which other clients append. The engine answers the
+    request with 400 and this error's text. The agent gives its client a more detailed answer."""
 
 
 class ContextMismatch(RuntimeError):
@@ -81,48 +90,54 @@ class ContextMismatch(RuntimeError):
 
 @dataclass
 class _RunningTurn:
-    """A turn that was handed to the engine, with the engine's own state of it."""
+    """A turn that the engine runs, or whose end isn't committed to its session's transcript yet."""
 
     session: str
     turn: Turn
-    state: Any
+    # The engine's object for the state of the request.
+    request_state: Any
 
 
 class Trimmer:
-    """The hooks in the engine process that tokenizes."""
+    """The hooks in the engine process that tokenizes, and what they know of the sessions."""
 
     def __init__(self, instance: bytes, shim: str) -> None:
+        # A random number that identifies the engine process, and the shim's version.
         self._instance, self._shim = instance, shim
-        # Why nothing is trimmed; empty while the trimmer works. This first reason holds until the
-        # engine's tokenizer is available.
+        # Why nothing is trimmed; empty while the trimmer works. The initial reason is replaced when
+        # the engine's tokenizer is available.
         self._inert = "it hasn't started"
         self._sglang = ""
         self._session_params: Any = None
         self._tokenizer: Tokenizer | None = None
         self._bos: int | None = None
         self._transcripts = Transcripts()
-        # The latest turn of each session, until its end is committed.
+        # By session: its latest turn, until the turn's end is committed.
         self._running: dict[str, _RunningTurn] = {}
         self._link: Link | None = None
         self._connection_number = 0
-        self._plans: deque[bytes] = deque(maxlen=PLANS_MAX)
-        self._flush_scheduled = False
-        self._questions: dict[int, asyncio.Future[Mark]] = {}
-        # The number of the last question. It starts at a random value, so that an answer to a
-        # question of another engine process matches none of this one.
+        # The encoded plans that wait for room in the socket.
+        self._waiting_plans: deque[bytes] = deque(maxlen=PLANS_MAX)
+        self._is_flush_scheduled = False
+        # By question number: the agent's answer, once it arrives.
+        self._answers: dict[int, asyncio.Future[Mark]] = {}
+        # The number of the latest question. It starts at a random value, so that an answer to a
+        # question of another engine process matches no question of this process.
         self._last_question = int.from_bytes(instance[:4], "little") << 32
 
-    def install_hooks(self, version: str, known: bool) -> None:
+    def install_hooks(self, version: str, is_known: bool) -> None:
+        """Installs the hooks. `version` is SGLang's, and `is_known` whether the shim supports it.
+        If not, installs only the hooks that report why nothing is trimmed."""
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-        def started(_: None, manager: Any, *values: Any, **named: Any) -> None:
-            self._start(manager, version, known)
+        def after_init(_: None, manager: Any, *values: Any, **named: Any) -> None:
+            self._start(manager, version, is_known)
 
-        HookRegistry.register(_MANAGER + "__init__", started, HookType.AFTER)
-        # With several tokenizer workers, this class replaces the manager. The hook on it reports
-        # that nothing is trimmed.
-        HookRegistry.register(_ROUTER + "__init__", started, HookType.AFTER)
-        if not known:
+        HookRegistry.register(_MANAGER + "__init__", after_init, HookType.AFTER)
+        # With several tokenizer workers, the engine has this router instead of the manager. Then
+        # the hook only reports why nothing is trimmed.
+        HookRegistry.register(_ROUTER + "__init__", after_init, HookType.AFTER)
+        if not is_known:
             return
         for target, hook in {
             _MANAGER + "generate_request": self._hook_generate,
@@ -134,12 +149,13 @@ class Trimmer:
         }.items():
             HookRegistry.register(target, hook, HookType.AROUND)
 
-    def _start(self, manager: Any, version: str, known: bool) -> None:
+    def _start(self, manager: Any, version: str, is_known: bool) -> None:
+        """Enables trimming if the engine allows it, and connects to the agent."""
         self._sglang = version
         try:
             if self._link is not None:
                 raise RuntimeError("two engines in one process")
-            self._inert = engine_refusal() if known else f"SGLang {version} is not known"
+            self._inert = engine_refusal() if is_known else f"SGLang {version} is not known"
             if not self._inert:
                 from sglang.srt.managers.io_struct import SessionParams
 
@@ -149,14 +165,15 @@ class Trimmer:
             self._fail("start", error)
 
     def enable(self, tokenizer: Any, session_params: Any) -> None:
-        """Enables trimming. `session_params` is the engine's type for a request's session."""
+        """Enables trimming. `session_params` is the engine's class for a request's session."""
         self._session_params = session_params
         self._tokenizer = fast_tokenizer(tokenizer)
         self._bos = getattr(tokenizer, "bos_token_id", None)
         self._inert = ""
 
     def connect(self, path: str, path_is_set: bool) -> None:
-        """Starts connecting to the agent. `path_is_set`: the operator set the path."""
+        """Starts to connect to the agent. `path` is the path of the shim's socket, and
+        `path_is_set` tells whether the operator set it."""
         self._link = Link(path + ".trim", path_is_set, self._hello())
         self._link.start()
 
@@ -166,7 +183,8 @@ class Trimmer:
         )
 
     def _fail(self, where: str, error: Exception) -> None:
-        """Stops all trimming and reports why. Turns that already run are answered unchanged."""
+        """Stops all trimming and reports why. The answers of turns that already run are passed on
+        unchecked."""
         self._inert = f"{where}: {type(error).__name__}: {error}"
         self._transcripts = Transcripts()
         self._running.clear()
@@ -192,18 +210,20 @@ class Trimmer:
         self._transcripts.close(body.session_id)
         return await original(manager, body, *a, **k)
 
-    # The hooks of a request, in order: it enters, is tokenized, and is answered. `body` is the
-    # engine's object for the request, a `GenerateReqInput` for example.
+    # The hooks of a request, in the order in which the engine calls them: `_hook_generate` when the
+    # request arrives, `_hook_tokenize` (or `_hook_batch` for a batch) when it is tokenized, and
+    # `_hook_wait` when it is answered. `body` is the engine's object for the request, for example a
+    # `GenerateReqInput`.
 
     def _hook_generate(
         self, original: Original, manager: Any, body: Any, request: Any = None, *a: Any, **k: Any
     ) -> Any:
-        # SGLang passes the HTTP request by the name `request` in places.
+        # This parameter must be named `request`, because some callers in SGLang pass it by name.
         if request is not None and not self._inert and hasattr(body, "session_params"):
             headers = dict(getattr(request, "scope", {}).get("headers", ()))
-            if HEADER in headers:
-                mark = _parse_mark(headers[HEADER])
-                mark = mark._replace(must_continue=MUST_CONTINUE in headers)
+            if MARK_HEADER in headers:
+                mark = _parse_mark(headers[MARK_HEADER])
+                mark = mark._replace(must_continue=MUST_CONTINUE_HEADER in headers)
                 setattr(body, _MARK_ATTRIBUTE, mark)
         return original(manager, body, request, *a, **k)
 
@@ -229,14 +249,14 @@ class Trimmer:
     async def _tokenize_marked(
         self, original: Original, manager: Any, body: Any, mark: Mark
     ) -> Any:
-        """Tokenizes a marked request, and turns it into a turn of the session that its mark or the
-        agent names, if its prompt allows that."""
+        """Tokenizes a marked request. If its plan allows that, makes it a turn of the session that
+        its mark names, or that the agent names in answer to a question."""
         tokenized = await original(manager, body)
-        runs_inside = False
+        runs_in_session = False
         try:
             plan, why = self._make_plan(manager, tokenized, mark), ""
             prompt = len(tokenized.input_ids or ())
-            # A prompt that must continue this session can't use another one, but can use more room.
+            # Another session doesn't help a prompt that must continue this session. More room does.
             if isinstance(plan, TooLong) or (is_improvable(plan) and not mark.must_continue):
                 question = _plan_message(plan, mark, body.rid, prompt)
                 other, why = await self._ask_agent(question)
@@ -247,26 +267,32 @@ class Trimmer:
             self._send_plan(_plan_message(plan, mark, body.rid, prompt, why))
             if isinstance(plan, Trimmed | Retokenized):
                 self._begin_turn(manager, body, tokenized, mark.session, plan)
-                runs_inside = True
+                runs_in_session = True
         except Exception as error:
             self._fail("plan", error)
-        if mark.must_continue and not runs_inside:
+        if mark.must_continue and not runs_in_session:
             raise NotContinued("the prompt doesn't continue its session; nothing of it was run")
         return tokenized
 
     async def _tokenize_appended(
         self, original: Original, manager: Any, body: Any, session: str
     ) -> Any:
-        """Tokenizes a request with only new tokens, which runs unchanged, and records its turn."""
+        """Tokenizes a turn whose client sends only the new tokens. The turn runs unchanged, and is
+        recorded in the session's transcript."""
         tokenized = await original(manager, body)
         try:
             self._settle_last_turn(manager, session)
             ids, namespace = tokenized.input_ids, cache_namespace(tokenized)
-            fits = ids is not None and not tokenized.mm_inputs
-            turn = self._transcripts.change(
-                session,
-                lambda it: it.append(ids, self._bos, namespace) if fits else it.discard_context(),
-            )
+            # A transcript holds only token ids, so a turn with media makes the context unknown.
+            has_only_ids = ids is not None and not tokenized.mm_inputs
+
+            def record(transcript: Transcript) -> Turn | None:
+                if has_only_ids:
+                    return transcript.append(ids, self._bos, namespace)
+                transcript.discard_context()
+                return None
+
+            turn = self._transcripts.change(session, record)
             if turn is not None:
                 self._record_turn(manager, body, session, turn)
         except Exception as error:
@@ -274,6 +300,7 @@ class Trimmer:
         return tokenized
 
     def _make_plan(self, manager: Any, tokenized: Any, mark: Mark) -> Plan:
+        """Compares a tokenized request with the session that the mark names."""
         if not mark.session:
             return Refused("its mark can't be read")
         if why := request_refusal(tokenized):
@@ -287,13 +314,18 @@ class Trimmer:
     def _begin_turn(
         self, manager: Any, body: Any, tokenized: Any, session: str, plan: Trimmed | Retokenized
     ) -> None:
+        """Makes a tokenized request a turn of the session, as planned."""
         prompt, namespace = tokenized.input_ids, cache_namespace(tokenized)
-        sent = guard_bos(plan.rest, plan.committed, self._bos)
+        sent_ids = guard_bos(plan.rest, plan.committed, self._bos)
         params = self._session_params(id=session)
-        turn = self._transcripts.change(session, lambda it: it.begin(prompt, plan.rest, namespace))
+        turn = self._transcripts.change(
+            session, lambda transcript: transcript.begin(prompt, plan.rest, namespace)
+        )
         self._record_turn(manager, body, session, turn)
-        # The request is changed completely or not at all: nothing after this line can fail.
-        tokenized.input_ids, tokenized.session_params, tokenized.session_id = sent, params, None
+        # The assignments come last and can't fail, so a request is changed completely or not at
+        # all.
+        tokenized.input_ids = sent_ids
+        tokenized.session_params, tokenized.session_id = params, None
 
     def _record_turn(self, manager: Any, body: Any, session: str, turn: Turn) -> None:
         running = _RunningTurn(session, turn, manager.rid_to_state[body.rid])
@@ -304,15 +336,16 @@ class Trimmer:
         running = body.__dict__.get(_TURN_ATTRIBUTE)
         if running is None:
             return original(manager, body, *a, **k)
+        # The client must not see that the engine got only a part of its prompt.
         if body.return_prompt_token_ids:
-            running.state.prompt_token_ids = list(running.turn.prompt)
+            running.request_state.prompt_token_ids = list(running.turn.prompt)
         return self._watch_answer(original(manager, body, *a, **k), running)
 
     async def _watch_answer(
         self, answer: AsyncIterator[Any], running: _RunningTurn
     ) -> AsyncIterator[Any]:
-        """Commits the turn before yielding the last item: the engine requests no further item of an
-        answer that isn't streamed."""
+        """Passes on the items of a turn's answer. Checks each item before passing it on, because the
+        engine may not ask for an item after the last one."""
         try:
             async for item in answer:
                 self._check_answer(running, item["meta_info"])
@@ -321,12 +354,14 @@ class Trimmer:
             await answer.aclose()
 
     def _check_answer(self, running: _RunningTurn, meta_info: dict[str, Any]) -> None:
-        """Commits the turn at its end. Raises if the engine ran it on another context."""
+        """Commits the turn if this item ends its answer. Raises a `ContextMismatch` if the engine
+        ran the turn on another context."""
         try:
             finish = meta_info["finish_reason"]
-            is_right = meta_info.get("prompt_tokens") == running.turn.prompt_tokens
-            # The engine runs a request that it refuses as a prompt of one token.
-            if is_right or (finish and finish["type"] == "abort"):
+            is_right_count = meta_info.get("prompt_tokens") == running.turn.prompt_tokens
+            # The count of an aborted turn says nothing. The engine runs a request that it refuses
+            # as a prompt of one token.
+            if is_right_count or (finish and finish["type"] == "abort"):
                 if finish:
                     self._commit(running, _read_outcome(running, meta_info))
                 return
@@ -341,21 +376,26 @@ class Trimmer:
         )
 
     def _settle_last_turn(self, manager: Any, session: str) -> None:
-        """Commits the session's last turn if its client disconnected before the end was seen."""
+        """Commits the end of the session's latest turn if the hooks didn't see it, because the
+        client disconnected before."""
         running = self._running.get(session)
         if running is None:
             return
-        state = running.state
+        state = running.request_state
         if state.finished:
             meta_info = state.out_list[-1]["meta_info"] if state.out_list else None
             self._commit(running, _read_outcome(running, meta_info) if meta_info else Lost())
+        # A turn that the engine has forgotten before sending it to the scheduler changed nothing.
         elif not state.dispatched and manager.rid_to_state.get(state.obj.rid) is not state:
             self._commit(running, RolledBack())
 
     def _commit(self, running: _RunningTurn, outcome: Outcome) -> None:
+        """Applies the end of a turn to its session's transcript."""
         if self._running.get(running.session) is running:
             del self._running[running.session]
-        self._transcripts.change(running.session, lambda it: it.commit(running.turn, outcome))
+        self._transcripts.change(
+            running.session, lambda transcript: transcript.commit(running.turn, outcome)
+        )
 
     # Messages to and from the agent.
 
@@ -363,58 +403,61 @@ class Trimmer:
         if self._link is None or not self._link.is_connected:
             return
         if self._connection_number != self._link.connection_number:
-            # The plans for an earlier connection have no reader any more.
+            # Plans that waited for an earlier connection have no reader any more.
             self._connection_number = self._link.connection_number
-            self._plans.clear()
-        self._plans.append(wire.encode_planned(planned))
+            self._waiting_plans.clear()
+        self._waiting_plans.append(wire.encode_planned(planned))
         self._send_waiting_plans()
 
     def _send_waiting_plans(self) -> None:
-        """Sends waiting plans until the socket is full. Schedules another try if it is."""
-        while self._link.flush() and self._plans:
-            self._link.send(self._plans.popleft(), self._connection_number)
-        if not self._flush_scheduled and self._link.is_connected and not self._link.flush():
-            self._flush_scheduled = True
+        """Sends waiting plans until the socket is full. Then schedules another try."""
+        while self._link.flush() and self._waiting_plans:
+            self._link.send(self._waiting_plans.popleft(), self._connection_number)
+        if not self._is_flush_scheduled and self._link.is_connected and not self._link.flush():
+            self._is_flush_scheduled = True
             asyncio.get_running_loop().call_later(FLUSH_SECONDS, self._retry_sending)
 
     def _retry_sending(self) -> None:
-        self._flush_scheduled = False
+        self._is_flush_scheduled = False
         try:
             self._send_waiting_plans()
         except Exception as error:
             self._fail("flush", error)
 
     async def _ask_agent(self, planned: wire.Planned) -> tuple[Mark | None, str]:
-        """Asks the agent where to run the turn. Returns None and the reason if nowhere else."""
+        """Asks the agent where to run the turn of this plan. Returns the agent's answer, or None
+        and the reason if the agent names no session."""
         if self._link is None or not self._link.is_connected:
             return None, "no agent is connected"
         loop = asyncio.get_running_loop()
-        # Adding a reader that is already there replaces it.
+        # A repeated call replaces the reader that an earlier question has added.
         loop.add_reader(self._link.wake_receiver, self._read_answers)
         self._last_question += 1
         number, answer = self._last_question, loop.create_future()
-        self._questions[number] = answer
+        self._answers[number] = answer
         try:
             self._send_plan(planned._replace(number=number))
             mark = await asyncio.wait_for(answer, ANSWER_SECONDS_MAX)
         except asyncio.TimeoutError:
             return None, "the agent didn't answer in time"
         finally:
-            del self._questions[number]
+            del self._answers[number]
         return (mark, "") if mark.session else (None, "the agent lets it run as it came")
 
     def _read_answers(self) -> None:
         for kind, run in self._link.take_commands():
             if kind == wire.RUN:
-                answer = self._questions.get(run.number)
+                answer = self._answers.get(run.number)
                 if answer is not None and not answer.done():
                     answer.set_result(Mark(run.tokens_max, run.session))
 
 
 def _allow_another_abort(manager: Any, rid: str) -> None:
-    """Lets the engine pass on another abort of this request. An abort during a question went to the
-    scheduler before the turn did, and the engine passes on only the first. The agent repeats its
-    aborts until the turn ends."""
+    """Lets the engine send another abort of this request to its scheduler.
+
+    The engine sends only one abort of a request. An abort while the trimmer waited for the agent
+    reached the scheduler before the turn did, so it had no effect. The agent repeats its aborts
+    until the turn ends."""
     state = manager.rid_to_state.get(rid)
     if getattr(state, "abort_sent", False):
         state.abort_sent = False
@@ -423,25 +466,28 @@ def _allow_another_abort(manager: Any, rid: str) -> None:
 def _read_outcome(running: _RunningTurn, meta_info: dict[str, Any]) -> Outcome:
     """Returns how a turn ended, from the last item of the engine's answer."""
     if meta_info["finish_reason"]["type"] == "abort":
-        # Without `num_retractions` the turn was aborted in the queue, and may have run before.
+        # A turn that was aborted in the queue has no `num_retractions`. It may have run and been
+        # retracted before.
         return RolledBack() if meta_info.get("num_retractions") == 0 else Lost()
-    answer = running.state.output_ids
+    answer = running.request_state.output_ids
     return Finished(answer) if len(answer) == meta_info["completion_tokens"] else Lost()
 
 
 def _parse_mark(header: bytes) -> Mark:
+    """Reads the header of a mark. Returns a mark without a session if the header is malformed."""
     tokens, session, rid = (*header.decode("latin-1").split(" ", 2), "", "")[:3]
-    readable = tokens.isascii() and tokens.isdigit() and len(tokens) <= 10
-    mark = Mark(int(tokens), session) if readable else Mark(0, "")
-    return mark._replace(rid=rid) if readable else mark
+    is_readable = tokens.isascii() and tokens.isdigit() and len(tokens) <= 10
+    mark = Mark(int(tokens), session) if is_readable else Mark(0, "")
+    return mark._replace(rid=rid) if is_readable else mark
 
 
 def _plan_message(plan: Plan, mark: Mark, rid: str, prompt: int = 0, why: str = "") -> wire.Planned:
-    """Returns the message to the agent about a plan. For a prompt that is too long, `prompt` is at
-    least what the engine would count."""
+    """Returns the message to the agent about a plan. `prompt` is the length of the whole prompt,
+    and `why` the reason why a question didn't help. If the prompt is too long, the message says at
+    least as many tokens as the engine would count."""
     kinds = {Trimmed: wire.TRIMMED, Retokenized: wire.RETOKENIZED, Diverged: wire.DIVERGED}
     kind = kinds.get(type(plan), wire.REFUSED)
-    at, committed = getattr(plan, "shared_tokens", 0), getattr(plan, "committed", 0)
+    shared_tokens, committed = getattr(plan, "shared_tokens", 0), getattr(plan, "committed", 0)
     reasons = [getattr(plan, "why", ""), why]
     if isinstance(plan, TooLong):
         prompt = max(prompt, plan.tokens)
@@ -449,4 +495,6 @@ def _plan_message(plan: Plan, mark: Mark, rid: str, prompt: int = 0, why: str = 
     sent = len(getattr(plan, "rest", ()))
     reason = "; ".join(filter(None, reasons))
     rid = mark.rid or rid
-    return wire.Planned(0, at, committed, sent, prompt, kind, mark.session, rid, reason)
+    return wire.Planned(
+        0, shared_tokens, committed, sent, prompt, kind, mark.session, rid, reason
+    )
