@@ -1,7 +1,9 @@
-"""The transcripts of all sessions, with a bound on their size. Pure.
+"""Keeps the transcripts of all open sessions for the trimmer, within a bound on their size. Pure.
 
-At the bound, the session that has been idle longest loses its transcript's ids. The context of that
-session is then unknown, and its turns are refused.
+A session is a series of turns that the engine appends to one context. A `Transcript` holds the
+token ids of that context, and is what a prompt is compared with (see `trim`). At the bound on
+tokens, the session that has been idle longest loses its transcript's ids. The context of that
+session is then unknown, and its turns can't be trimmed any more.
 """
 
 from collections.abc import Callable
@@ -9,15 +11,17 @@ from typing import Any
 
 from .trim import Transcript
 
-# Each session takes a row of the request table; SGLang has at most 4096 by default.
+# The default bound on sessions. Each session with KV takes a row of the engine's request table, and
+# by default SGLang's table has at most 4096 rows.
 SESSIONS_MAX = 4096
-# At 8 bytes per token these are 128 MiB: 160 sessions of 100,000 tokens. The engine itself keeps
-# the same ids two or three times.
+# The default bound on the tokens of all transcripts. At 8 bytes per token they take 128 MiB, which
+# is enough for 160 sessions of 100,000 tokens. The engine itself keeps the same ids two or three
+# times.
 TOKENS_MAX = 1 << 24
 
 
 class Transcripts:
-    """Transcripts by session id, least recently used first. Contains only opened sessions."""
+    """The transcripts of the open sessions by session id, least recently used first."""
 
     def __init__(self, sessions_max: int = SESSIONS_MAX, tokens_max: int = TOKENS_MAX):
         self._sessions_max, self._tokens_max = sessions_max, tokens_max
@@ -31,7 +35,8 @@ class Transcripts:
         return id in self._by_id
 
     def open(self, id: str) -> None:
-        """Adds the session with an empty context. Discards an earlier session with this id."""
+        """Adds a session with an empty context. Discards an earlier session with this id. At the
+        bound on sessions, it also discards the longest idle session, or else the oldest."""
         self.close(id)
         if len(self._by_id) >= self._sessions_max:
             idle = (other for other, transcript in self._by_id.items() if transcript.turn is None)
@@ -39,15 +44,18 @@ class Transcripts:
         self._by_id[id] = Transcript()
 
     def close(self, id: str) -> None:
+        """Removes a session, if it is known."""
         if transcript := self._by_id.pop(id, None):
             self._tokens -= len(transcript)
 
     def get(self, id: str) -> Transcript | None:
-        """Returns the transcript for reading. To change it, use `change`."""
+        """Returns a session's transcript for reading, or None if the session is unknown. To change
+        the transcript, call `change`."""
         return self._by_id.get(id)
 
     def change(self, id: str, apply: Callable[[Transcript], Any]) -> Any:
-        """Calls `apply` with the transcript, marks the session as used, and enforces the bound.
+        """Calls `apply` with the transcript, marks the session as used, and enforces the bound on
+        tokens.
 
         Returns the result of `apply`, or None if the session is unknown.
         """
@@ -61,6 +69,8 @@ class Transcripts:
         return result
 
     def _make_room(self) -> None:
+        """Discards contexts until the bound holds: first those of idle sessions, then those of
+        sessions with a running turn, and of each the least recently used first."""
         for idle in (True, False):
             for transcript in self._by_id.values():
                 if self._tokens <= self._tokens_max:

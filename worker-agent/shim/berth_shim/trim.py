@@ -1,48 +1,58 @@
-"""Finds the part of a prompt that a streaming session lacks. Pure: token ids in, a plan out.
+"""Finds the part of a prompt that a streaming session lacks, so that the engine gets only that part.
 
-A client that sends its full history with each turn should pay only for the new part. The engine
-appends to the session's committed context whatever it is sent, and nothing else. A `Transcript` is
-that context as the client's prompts write it. Comparing a prompt with it gives one of these plans:
+A streaming session of SGLang is a series of turns; a turn is one request with its answer. The
+engine keeps the session's tokens, the *context*, and appends to it whatever a turn sends. Many
+clients send their full history with each turn, but should pay only for the new part. So a
+`Transcript` keeps a session's context on this side, as token ids. Comparing a full prompt with the
+transcript gives a *plan*. This module is pure: token ids go in, a plan comes out. The plans are:
 
-- `Trimmed`: the prompt starts with exactly the transcript's ids; the rest is to be appended.
-- `Retokenized`: the ids differ where the client's text of an answer was retokenized, but the text
-  is proven to be the same; the rest is to be appended.
-- `Diverged`: from some token on the text differs, or nothing follows. Nothing may be appended.
+- `Trimmed`: the prompt starts with exactly the transcript's ids. The rest is to be appended.
+- `Retokenized`: the prompt starts with other ids, but is proven to start with the same text. The
+  rest is to be appended.
+- `Diverged`: from some token on the text differs, or the prompt has nothing after the transcript.
+  Nothing may be appended.
 - `TooLong`: the plan would be one of the first two, but there isn't room for so many tokens.
 - `Refused`: the comparison isn't possible, for a stated reason.
 
-Drift: the model chooses the ids of an answer. The client sends the answer back as text, and the
-tokenizer may encode that text with other ids. The prompt continues the committed ids if three
-conditions hold:
+# Drift
 
-- Between each two special tokens, decoding the committed ids and encoding the resulting text gives
-  exactly the ids in the prompt. Then the texts are equal, and decoding has lost nothing.
+The model chooses the ids of an answer. The client sends the answer back as text, and the tokenizer
+may encode that text with other ids. This difference is called *drift*. A prompt with drift
+continues the context if three conditions hold. The *cut* is where the rest of the prompt begins.
+
+- Between each two special tokens, decoding the transcript's ids and encoding the resulting text
+  gives exactly the ids in the prompt. Then the texts are equal, and decoding has lost nothing.
 - The decoded text has no replacement character, which could stand for anything.
-- The texts before and after the cut, where the rest of the prompt begins, encode separately to the
-  same ids as together. This is so if a special token is on either side of the cut. Otherwise the
-  rest, up to the next special token, must encode on its own to the ids that the prompt has there.
+- The texts before and after the cut encode separately to the same ids as together. This is so if a
+  special token is on either side of the cut. Otherwise the rest, up to the next special token, must
+  encode on its own to the ids that the prompt has there.
 
 Only the prompt's own ids are ever appended.
 
-After drift was proven harmless, the transcript keeps the prompt's ids instead of the engine's, so
-the same drift needn't be proven again. The two may differ in length; `committed` is the engine's.
+After such a proof the transcript keeps the prompt's ids instead of the engine's, so that the same
+drift needn't be proven again. The two may differ in length. `Transcript.committed` is the length
+that the engine counts.
 
-What the engine commits (SGLang 0.5.23; `Session`, `StreamingSession`, `update_finish_state`,
-`output_streamer.accept`, `release_req`):
+# What the engine commits
 
-- The context of a turn is the previous turn's prompt, then its `output_ids[:max_new_tokens]`. The
-  turn's own tokens follow.
-- A turn that finishes commits `output_ids[:finished_len]`. This ends after the stop token or EOS,
-  after the token that completed a stop string (which the text doesn't show), at `max_new_tokens`,
-  and before extra tokens of speculative decoding. The tokenizer's process receives exactly these
-  ids. With `max_new_tokens` 0 there are none.
-- A running or waiting turn that is aborted or refused commits nothing: the context stays that of
-  the previous turn, or empty after a first turn.
-- But retraction commits the prompt and the partial answer. If the turn then continues and finishes,
-  it commits as usual. If it is aborted after a retraction, the context keeps what it had generated
-  by then, and its length isn't reported. So an abort has no effect only without a retraction.
+To *commit* a turn is to make its tokens part of the context. SGLang 0.5.23 does it as follows, in
+`Session`, `StreamingSession`, `update_finish_state`, `output_streamer.accept` and `release_req`:
+
+- A turn's context is the previous turn's whole prompt, context included, and the first
+  `max_new_tokens` ids of the previous turn's answer.
+- A turn that finishes commits `output_ids[:finished_len]` as its answer. This ends after the stop
+  token or EOS, after the token that completed a stop string (which the text doesn't show), at
+  `max_new_tokens`, and before extra tokens of speculative decoding. The process that tokenizes
+  receives exactly these ids. With `max_new_tokens` 0 there are none.
+- A running or waiting turn that is aborted or refused commits nothing. The context stays that of
+  the previous turn. If there is none, the context stays empty.
+- A retraction puts a running turn back into the queue. It commits the turn's prompt and its partial
+  answer. If the turn then finishes, it commits as usual. If it is aborted after a retraction, the
+  context keeps an unknown part of its answer. So only a turn that was never retracted can be
+  aborted without effect.
 - Appending removes one BOS from the start of the new tokens, if the session has a context.
-- A flush or a demotion loses the KV but not the context. Closing a session loses both.
+- A flush or a demotion of the session discards its KV, but not its context. Closing the session
+  discards both.
 """
 
 from array import array
@@ -50,17 +60,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-# Proving drift encodes the text after the last special token that both sides share, usually one
-# answer. 16384 tokens take about 20 ms. A longer difference is another history, not drift.
+# The maximum number of tokens that are compared as text. The comparison starts after the last
+# special token that prompt and transcript share, so it usually covers one answer. 16384 tokens take
+# about 20 ms. A longer difference is another history, not drift.
 DRIFT_TOKENS_MAX = 16_384
-# The default bound on a prompt's tokens: more than any engine's pool.
+# The default bound on a prompt's tokens. No engine's pool has as many.
 TOKENS_MAX = (1 << 32) - 1
 
 
 class Tokenizer(Protocol):
     """A tokenizer that encodes and decodes without adding or dropping anything."""
 
-    # The tokens at which a text is split before any other tokenization.
+    # The ids of the special tokens. The tokenizer splits a text at these tokens before it encodes
+    # the parts between them.
     specials: frozenset[int]
 
     def decode(self, ids: Sequence[int]) -> str: ...
@@ -70,8 +82,8 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True)
 class Trimmed:
-    """The first `shared_tokens` tokens equal the transcript's. `rest` is to be appended to the
-    `committed` tokens.
+    """The first `shared_tokens` tokens of the prompt are the whole transcript. `rest` is to be
+    appended to the context, which has `committed` tokens.
     """
 
     shared_tokens: int
@@ -81,8 +93,8 @@ class Trimmed:
 
 @dataclass(frozen=True)
 class Retokenized:
-    """`rest` is to be appended, as with `Trimmed`. After the first `shared_tokens` tokens the ids
-    differ from the transcript's, but the text is the same.
+    """The prompt starts with the transcript's text. Only the first `shared_tokens` ids are equal.
+    `rest` is to be appended to the context, which has `committed` tokens.
     """
 
     shared_tokens: int
@@ -92,8 +104,8 @@ class Retokenized:
 
 @dataclass(frozen=True)
 class Diverged:
-    """The first `shared_tokens` tokens equal the transcript's. Then the text differs, or the prompt
-    ends.
+    """The first `shared_tokens` tokens equal the transcript's. After them the text differs, or the
+    prompt has no more tokens. The context has `committed` tokens.
     """
 
     shared_tokens: int
@@ -102,8 +114,8 @@ class Diverged:
 
 @dataclass(frozen=True)
 class TooLong:
-    """Like `Trimmed` or `Retokenized`, but the engine would count `tokens` prompt tokens, which is
-    over the limit.
+    """The plan would be `Trimmed` or `Retokenized`, but the engine would count `tokens` prompt
+    tokens, which is over the limit.
     """
 
     shared_tokens: int
@@ -113,9 +125,10 @@ class TooLong:
 
 @dataclass(frozen=True)
 class Refused:
-    """The comparison isn't possible. `can_run_elsewhere`: another session could take the turn."""
+    """The comparison isn't possible, for the reason `why`."""
 
     why: str
+    # Whether another session could take the turn.
     can_run_elsewhere: bool = False
 
 
@@ -150,31 +163,33 @@ Outcome = Finished | RolledBack | Lost
 
 
 class Turn:
-    """A turn inside the engine."""
+    """A turn that the engine runs."""
 
     def __init__(self, prompt: array, prompt_tokens: int):
         # The full prompt as the client sent it.
         self.prompt = prompt
-        # The number of prompt tokens the engine must count. A different count means another
-        # context.
+        # The number of prompt tokens that the engine must count. If it counts another number, it
+        # ran the turn on another context.
         self.prompt_tokens = prompt_tokens
 
 
 class Transcript:
-    """The context of one session. Keeps the prompts passed to it; the caller must not change them
-    afterwards.
+    """The context of one session, as its clients' prompts write it. It keeps the arrays of the
+    prompts passed to it, so the caller must not change them afterwards.
     """
 
     def __init__(self) -> None:
         self._ids = array("q")
+        # The length of the context as the engine counts it.
         self._committed = 0
+        # Whether the context is unknown.
         self._is_lost = False
-        # What the KV depends on besides the tokens (adapter, salt). It is the same for all turns.
+        # What the KV depends on besides the tokens, such as the adapter. All turns have the same.
         self._cache_namespace: object = None
         self.turn: Turn | None = None
 
     def __len__(self) -> int:
-        """Returns the number of ids kept here."""
+        """Returns the number of ids that the transcript keeps."""
         return len(self._ids)
 
     @property
@@ -189,8 +204,9 @@ class Transcript:
         namespace: object = None,
         tokens_max: int = TOKENS_MAX,
     ) -> Plan:
-        """Compares a full prompt with the context. The engine may count at most `tokens_max` tokens
-        of it. Without a tokenizer, no drift can be proven harmless."""
+        """Compares a full prompt with the context. `namespace` is what the prompt's KV depends on
+        besides its tokens. The engine may count at most `tokens_max` prompt tokens. Without a
+        tokenizer, a prompt with drift is planned as `Diverged`."""
         if refusal := self._refusal(namespace):
             return refusal
         plan = self._compare(prompt, tokenizer)
@@ -212,16 +228,17 @@ class Transcript:
         return Diverged(shared, self._committed)
 
     def begin(self, prompt: array, rest: array, namespace: object = None) -> Turn:
-        """Starts a turn with this prompt; the engine gets `rest`. The plan must be current."""
+        """Starts a turn with this full prompt, of which the engine gets `rest`. The plan with `rest`
+        must have been made since the last change of this transcript."""
         assert self.turn is None, "a turn begins in a session that has one"
         self._cache_namespace = namespace
         self.turn = Turn(prompt, self._committed + len(rest))
         return self.turn
 
     def append(self, ids: array, bos: int | None, namespace: object = None) -> Turn | None:
-        """Starts a turn whose client sends only new ids. If the context is unknown, another turn
-        runs or the cache namespace differs, returns None, and the context is unknown from then on.
-        """
+        """Starts a turn whose client sends only new ids. Returns None if the context is unknown, if
+        another turn runs, or if the cache namespace differs. Then the context is unknown from now
+        on."""
         if self._refusal(namespace):
             self.discard_context()
             return None
@@ -230,7 +247,8 @@ class Transcript:
         return self.begin(self._ids + ids, ids, namespace)
 
     def commit(self, turn: Turn, outcome: Outcome) -> None:
-        """Applies the end of a turn. Ignored if the session was opened again since it began."""
+        """Applies the end of a turn. Does nothing if this is not the transcript's current turn,
+        because the session was opened again or its context was discarded since the turn began."""
         if turn is not self.turn:
             return
         self.turn = None
@@ -242,13 +260,14 @@ class Transcript:
             self.discard_context()
 
     def discard_context(self) -> None:
-        """Makes the context unknown for good. The end of a running turn doesn't change that."""
+        """Makes the context unknown for good, even if a running turn finishes later."""
         self.turn = None
         self._is_lost = True
         self._ids = array("q")
         self._committed = 0
 
     def _refusal(self, namespace: object) -> Refused | None:
+        """Returns why no turn with this cache namespace can begin; None if one can."""
         if self._is_lost:
             return Refused("the session's context isn't known", can_run_elsewhere=True)
         if self.turn is not None:
@@ -265,15 +284,15 @@ class Transcript:
 
 
 def guard_bos(rest: array, committed: int, bos: int | None) -> array:
-    """Returns what to send so that the engine appends all of `rest`: with a context, the engine
-    removes one leading BOS, so a second one is added."""
+    """Returns the ids to send so that the engine appends all of `rest`. In a session with a context
+    the engine removes one leading BOS. So if `rest` begins with a BOS, this adds a second one."""
     if committed and len(rest) and rest[0] == bos:
         return array("q", [bos]) + rest
     return rest
 
 
 def common_prefix_len(a: array, b: array) -> int:
-    """Returns the number of leading items that are equal."""
+    """Returns the number of leading items that are equal in both arrays."""
     low, high = 0, min(len(a), len(b))
     # Slices are compared in C, which is much faster than comparing items in Python.
     a, b = memoryview(a), memoryview(b)
@@ -287,15 +306,17 @@ def common_prefix_len(a: array, b: array) -> int:
 
 
 def _find_cut(ids: array, prompt: array, shared: int, tokenizer: Tokenizer) -> int | None:
-    """Returns the cut, where the rest of the prompt begins, if the prompt before it has the same
-    text as `ids`; else None. The first `shared` ids must be equal."""
+    """Finds the cut of a prompt with drift: the position after the part whose text is the text of
+    `ids`. Returns None if the texts can't be proven equal. The first `shared` ids must be equal."""
     earliest = len(ids) - DRIFT_TOKENS_MAX
-    # The comparison starts after the last special token that both sides share.
+    # Start the comparison after the last special token in the shared ids.
     start = shared
     while start >= earliest and start > 0 and ids[start - 1] not in tokenizer.specials:
         start -= 1
     if start < earliest:
         return None
+    # `begin` is the position in `ids` up to which the texts are equal, and `cut` that in the
+    # prompt.
     begin = cut = start
     while True:
         end = _next_special(ids, begin, tokenizer)
@@ -310,7 +331,7 @@ def _find_cut(ids: array, prompt: array, shared: int, tokenizer: Tokenizer) -> i
         begin, cut = end + 1, cut + 1
     if cut >= len(prompt):
         return None
-    # A special token is just before the cut, or just after it.
+    # With a special token just before or just after the cut, the two sides encode independently.
     if begin == len(ids) or prompt[cut] in tokenizer.specials:
         return cut
     rest = prompt[cut : _next_special(prompt, cut, tokenizer)]
@@ -320,15 +341,17 @@ def _find_cut(ids: array, prompt: array, shared: int, tokenizer: Tokenizer) -> i
 
 
 def _next_special(ids: array, begin: int, tokenizer: Tokenizer) -> int:
-    """Returns the position of the first special token from `begin` on, or the end of the ids."""
-    for place in range(begin, len(ids)):
-        if ids[place] in tokenizer.specials:
-            return place
+    """Returns the position of the first special token from `begin` on. If there is none, returns
+    the number of ids."""
+    for position in range(begin, len(ids)):
+        if ids[position] in tokenizer.specials:
+            return position
     return len(ids)
 
 
 def _reencode(ids: array, tokenizer: Tokenizer) -> list[int] | None:
-    """Decodes the ids and encodes the text again. Returns None if the text is incomplete."""
+    """Decodes the ids and encodes the text again. Returns None if the text has a replacement
+    character, which stands for bytes that are no complete character."""
     if not ids:
         return []
     decoded = tokenizer.decode(ids)

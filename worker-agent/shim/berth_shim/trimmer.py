@@ -183,8 +183,7 @@ class Trimmer:
         )
 
     def _fail(self, where: str, error: Exception) -> None:
-        """Stops all trimming and reports why. The answers of turns that already run are passed on
-        unchecked."""
+        """Stops all trimming and reports why. Turns that already run continue."""
         self._inert = f"{where}: {type(error).__name__}: {error}"
         self._transcripts = Transcripts()
         self._running.clear()
@@ -344,8 +343,8 @@ class Trimmer:
     async def _watch_answer(
         self, answer: AsyncIterator[Any], running: _RunningTurn
     ) -> AsyncIterator[Any]:
-        """Passes on the items of a turn's answer. Checks each item before passing it on, because the
-        engine may not ask for an item after the last one."""
+        """Passes on the items of a turn's answer. Checks each item before it yields the item. If an
+        answer isn't streamed, the engine asks for no item after the last one."""
         try:
             async for item in answer:
                 self._check_answer(running, item["meta_info"])
