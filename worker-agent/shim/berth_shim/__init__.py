@@ -1,10 +1,15 @@
-"""Berth's shim inside SGLang: reports to the agent what only the engine knows.
+"""Starts the shim, Berth's plugin in SGLang, which reports to the agent what only the engine knows.
 
-SGLang calls `register` in each of its processes. In a scheduler process the shim installs hooks,
-and reports over a unix socket; `wire` documents the protocol. In the engine's first process, which
-tokenizes, it trims prompts on request (`trimmer`). The shim never raises into the engine: after the
-first error it stops for good and reports why. On an unknown version of SGLang it hooks only the
-start of the two processes, to report that.
+SGLang calls `register` in each of its processes. In a scheduler process the shim installs hooks on
+the scheduler. They report the state of the KV pool and of the sessions over a unix socket; `wire`
+documents the protocol. A session is a series of turns whose KV the engine keeps from turn to turn.
+
+In the engine's first process, which tokenizes, the shim trims prompts if the agent asks for it: it
+removes what the turn's session already has (`trimmer`).
+
+The scheduler's hooks never raise an error into the engine. After the first error the shim is
+*inert*: it reports why, and does nothing else any more. On an unknown version of SGLang it hooks
+only the start of the two processes, to report that it is inert.
 """
 
 import multiprocessing
@@ -18,7 +23,7 @@ from .link import Link, socket_path
 
 __version__ = "0.1.0"
 
-# Every hook below was checked and tested with these versions.
+# The supported versions: every hook was checked and tested with each of them.
 SGLANG_VERSIONS = ("0.5.23",)
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
@@ -32,11 +37,12 @@ _INSTANCE = os.urandom(16)
 
 
 def register() -> None:
-    """SGLang's entry point. A process can become a scheduler only if it has loaded the scheduler
-    module; loading the module in other processes would cost them seconds. The process that
-    tokenizes is the first one, which has no parent process."""
+    """Installs the hooks that this process needs. This is the plugin's entry point for SGLang."""
+    # A process can become a scheduler only if it has already loaded SGLang's scheduler module.
+    # Importing that module here would cost every other process seconds.
     if "sglang.srt.managers.scheduler" in sys.modules:
         _Shim().install_hooks()
+    # The process that tokenizes is the engine's first process, which has no parent process.
     if multiprocessing.parent_process() is None:
         import sglang
 
@@ -47,28 +53,34 @@ def register() -> None:
 
 
 class _Shim:
-    """The hooks of one process. `_sampler` exists only in the scheduler that reports for its DP
-    rank, and only until the first error."""
+    """The hooks of one scheduler process. Of all schedulers of a DP rank, only one reports."""
 
     def __init__(self) -> None:
+        # Exists only in a scheduler that reports, and only until the first error.
         self._sampler: Any = None
+        # The connection to the agent.
         self._link: Link | None = None
         self._hello: wire.Hello | None = None
+        # Whether the engine is inside `process_batch_result`, and inside `try_cache_finished_req`.
         self._in_step = self._in_finish = False
         self._end_step = self._contain_errors(
-            lambda _, batch, *a, **k: self._call("end_step", batch)
+            lambda _scheduler, batch, *a, **k: self._call("end_step", batch)
         )
 
     def install_hooks(self) -> None:
+        """Installs the hooks: all on a supported version of SGLang, else only that of the start."""
         import sglang
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
         def after(target: str, hook: Callable[..., None]) -> None:
             HookRegistry.register(target, self._contain_errors(hook), HookType.AFTER)
 
-        known = sglang.__version__ in SGLANG_VERSIONS
-        after(_SCHEDULER + "__init__", lambda _, scheduler, *a, **k: self._start(scheduler, known))
-        if not known:
+        is_known = sglang.__version__ in SGLANG_VERSIONS
+        after(
+            _SCHEDULER + "__init__",
+            lambda _, scheduler, *a, **k: self._start(scheduler, is_known),
+        )
+        if not is_known:
             return
 
         def around(target: str, hook: Callable[..., Any]) -> None:
@@ -95,8 +107,8 @@ class _Shim:
         after(_TREE + "reset", lambda *a, **k: self._call("report_flush"))
 
     def _contain_errors(self, hook: Callable[..., Any]) -> Callable[..., None]:
-        """Wraps a hook so that it raises nothing and returns None: another value would replace the
-        engine's own result."""
+        """Wraps a hook so that it raises nothing and returns None. Any other value would replace
+        the result of the engine's function."""
 
         def contained(*values: Any, **named: Any) -> None:
             try:
@@ -106,11 +118,12 @@ class _Shim:
 
         return contained
 
-    def _start(self, scheduler: Any, known: bool) -> None:
+    def _start(self, scheduler: Any, is_known: bool) -> None:
+        """Connects to the agent if this scheduler reports, and starts sampling if it can."""
         import sglang
 
         inert = ""
-        if not known:
+        if not is_known:
             inert = f"SGLang {sglang.__version__} is not known, only {', '.join(SGLANG_VERSIONS)}"
         hello = wire.Hello(
             os.getpid(), 0, 0, 0, 0, _INSTANCE, str(sglang.__version__), __version__, inert,
@@ -119,8 +132,8 @@ class _Shim:
         try:
             hello, reports = _complete_hello(scheduler, hello)
         except Exception as error:
-            # If the rank is unknown, so is whether this process reports. Reporting twice is better
-            # than never.
+            # It is unknown whether this scheduler is the one that reports. Two reports of the error
+            # are better than none.
             hello, reports = hello._replace(inert=hello.inert or _reason("start", error)), True
         if not reports:
             return
@@ -151,9 +164,10 @@ class _Shim:
         refusal = self._hello.undemotable
         self._sampler = Sampler(scheduler, self._link, refusal, auditor, republisher)
         self._sampler.start_publishing_rows(self._hello.dp_rank)
-        # An idle scheduler with `--sleep-on-idle` sleeps on its sockets for up to a second.
+        # With `--sleep-on-idle` an idle scheduler polls its sockets for up to a second. A command
+        # of the agent must wake it.
         if poller := getattr(scheduler.idle_sleeper, "poller", None):
-            poller.register(self._link.wake_receiver, 1)  # POLLIN, without importing zmq for it.
+            poller.register(self._link.wake_receiver, 1)  # 1 is zmq's POLLIN.
 
     def _around_step(self, original: Callable[..., Any], *values: Any, **named: Any) -> Any:
         self._in_step = True
@@ -165,7 +179,7 @@ class _Shim:
         return result
 
     def _around_finish(self, original: Callable[..., Any], *a: Any, **k: Any) -> Any:
-        # An abort inside this call concerns a turn that was running, so its slot is gone.
+        # An abort inside this call ends a turn that was running, and frees its session's slot.
         self._in_finish = True
         try:
             return original(*a, **k)
@@ -173,7 +187,7 @@ class _Shim:
             self._in_finish = False
 
     def _after_load_snapshot(self) -> None:
-        # Within a step this is called before the results are in.
+        # Inside a step, this hook is called before the step's results are complete.
         if not self._in_step:
             self._call("sample_idle")
 
@@ -184,12 +198,13 @@ class _Shim:
             self._call("run_commands")
 
     def _call_for(self, session: Any, method: str, *values: Any) -> None:
-        """Calls the sampler's method with a streaming session's id and the values."""
+        """Calls the sampler's method with the session's id and the values, if the session is a
+        streaming session."""
         if self._sampler is not None and session.streaming:
             self._call(method, session.session_id, *values)
 
     def _call(self, method: str, *values: Any) -> None:
-        """Calls the sampler's method. An error stops the shim."""
+        """Calls the sampler's method. After an error the shim is inert."""
         if self._sampler is None:
             return
         try:
@@ -198,7 +213,7 @@ class _Shim:
             self._fail(method, error)
 
     def _fail(self, where: str, error: Exception) -> None:
-        """Stops reading for good, and reports why."""
+        """Makes the shim inert for good, and reports why."""
         self._sampler = None
         if self._link is not None:
             self._hello = self._hello._replace(inert=_reason(where, error))
@@ -206,7 +221,7 @@ class _Shim:
 
 
 def _complete_hello(scheduler: Any, hello: wire.Hello) -> tuple[wire.Hello, bool]:
-    """Completes the hello, and returns whether this process reports for its DP rank."""
+    """Returns the completed hello, and whether this scheduler reports for its DP rank."""
     from sglang.srt.runtime_context import get_parallel
 
     from .demotion import demotion_refusal
@@ -228,4 +243,5 @@ def _complete_hello(scheduler: Any, hello: wire.Hello) -> tuple[wire.Hello, bool
 
 
 def _reason(where: str, error: Exception) -> str:
+    """Returns the error as a reason why the shim is inert."""
     return f"{where}: {type(error).__name__}: {error}"

@@ -1,16 +1,17 @@
-"""Demotion: moves an idle session's KV into the radix tree.
+"""Demotes idle sessions on the agent's command: moves a session's KV into the radix tree.
 
-The KV becomes evictable and the session's row free; the transcript stays. The next turn finds whole
-pages of what is still in the tree.
+A session is a series of turns. Between two turns its *slot* in the engine holds its KV and a row of
+the request table. After a demotion the row is free, and the engine may evict the KV. The session's
+tokens stay in the engine. The next turn reuses whole pages of what is still in the tree.
 
-This is what the engine does with an aborted turn's KV, applied to a turn that has finished: the
-slot hands its record and lock back to the session's last request, and `release_kv_cache`
-checkpoints that request into the tree. It runs where the engine closes sessions: before a step's
-requests are handled.
+The engine itself does the same with the KV of an aborted turn. Here it is done for a turn that has
+finished. The slot hands its KV record and its lock back to the session's last request. Then
+`release_kv_cache` moves that request's KV into the tree. This runs where the engine also closes
+sessions: before the requests of a step are handled.
 
 Ranks that share a session (tensor, pipeline or context parallelism) would have to demote it in the
-same step, but only one of them receives the agent's commands. For these and other configurations in
-which demotion was never tested on an engine, `demotion_refusal` returns a reason.
+same step, but only one of them receives the agent's commands. `demotion_refusal` returns a reason
+for these configurations, and for others in which demotion was never tested on an engine.
 """
 
 from typing import Any
@@ -42,10 +43,11 @@ def demotion_refusal(scheduler: Any) -> str:
 
 
 def demote(scheduler: Any, id: str) -> str:
-    """Demotes the session. Returns why it was not done; empty when done.
+    """Demotes the session. Returns why it was not demoted; empty if it was.
 
-    Refusals: `unknown`, `in_flight`, `closing`, `no_kv`, `busy` (a request of the session is still
-    in a batch or queue: ask again after a step or two), `multimodal`, `not_cacheable`.
+    The reasons are `unknown`, `in_flight`, `closing`, `no_kv`, `busy`, `multimodal` and
+    `not_cacheable`. `busy` means that a request of the session is still in a batch or queue. The
+    agent can ask again after a step or two.
     """
     session = scheduler.session_controller.sessions.get(id)
     if session is None or not session.streaming:
@@ -57,14 +59,15 @@ def demote(scheduler: Any, id: str) -> str:
         "in_flight": session._inflight,
         "closing": session.close_on_finish,
         "no_kv": slot is None or not slot.kv.holds_kv,
-        # The flag is not enough: refusing an overlapping turn clears the flag of the running one.
+        # The flag `_inflight` is not enough. Refusing an overlapping turn clears it while the other
+        # turn still runs.
         "busy": any(other.session is session for other in live_requests(scheduler)),
     }
     for refusal, applies in refusals.items():
         if applies:
             return refusal
     if request is None or not request.finished() or request.kv.holds_kv:
-        # KV without a finished turn or a queued request is a state that demotion doesn't support.
+        # The slot has KV, but no finished turn that could take it. Demotion doesn't support this.
         return "busy"
     if request.multimodal_inputs is not None:
         return "multimodal"
@@ -75,6 +78,7 @@ def demote(scheduler: Any, id: str) -> str:
 
 
 def _last_request(session: Any) -> Any:
+    """Returns the request of the session's last committed turn; None if there is none."""
     if session.committed_origin_len is None or len(session.req_nodes) != 1:
         return None
     [node] = session.req_nodes.values()
@@ -82,14 +86,14 @@ def _last_request(session: Any) -> Any:
 
 
 def _release(scheduler: Any, session: Any, slot: Any, request: Any) -> None:
+    """Moves the slot's KV into the radix tree, as the KV of the session's last request."""
     from sglang.srt.mem_cache.common import release_kv_cache
 
-    # A turn that was aborted in the queue has appended its prompt to the token arrays that it
-    # shares with this request. Those tokens are behind the committed length, which is where the
-    # tree's key ends.
+    # The request's token arrays may end with the prompt of a later turn that was aborted in the
+    # queue. This is harmless, because the tree's key ends at the committed length.
     request.kv = slot.kv
     request.lock, slot.lock = slot.lock, None
-    # While the request has a session, the cache would give the record back to a slot.
+    # If the request had a session, `release_kv_cache` would give the KV record back to the slot.
     request.session = None
     try:
         release_kv_cache(request, scheduler.tree_cache, checkpoint=True)

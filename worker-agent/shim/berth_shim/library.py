@@ -1,6 +1,8 @@
-"""Calls `libberth_kv` through ctypes.
+"""Calls the library `libberth_kv` for page audits, through ctypes.
 
-The library reads the pool in place; `kernels/capi/berth_kv.h` documents its calls.
+A page audit checks who holds each page of the KV pool. The library reads the engine's request table
+and its KV buffers in place. `kernels/capi/berth_kv.h` documents the library's functions and
+structures. The structures below must have the same fields in the same order.
 """
 
 import ctypes
@@ -16,12 +18,14 @@ from .wire import AUDIT_BYTES_MAX
 if TYPE_CHECKING:
     from .snapshot import Snapshot, Row
 
-ABI = 1
-NAME, KERNELS = "libberth_kv.so", "kv_account.fatbin"
+# The version of the library's interface that this module calls.
+ABI_VERSION = 1
+# The default file names of the library, and of its kernels for the GPU.
+LIBRARY_FILE, KERNELS_FILE = "libberth_kv.so", "kv_account.fatbin"
 
 
 class AuditError(Exception):
-    """An audit is not possible; the text is for an operator."""
+    """An audit isn't possible. The error's text says why, for an operator."""
 
 
 class _Buffer(Structure):
@@ -64,23 +68,25 @@ class _TableRow(Structure):
 
 
 class Library:
-    """The loaded library: `BERTH_KV_LIBRARY`, or else the file beside the shim. Its kernels are
-    `BERTH_KV_FATBIN`, or else the file beside the library."""
+    """The loaded library. Its file is `BERTH_KV_LIBRARY`, or else LIBRARY_FILE beside the shim. The
+    file of its kernels is `BERTH_KV_FATBIN`, or else KERNELS_FILE beside the library."""
 
     def __init__(self) -> None:
-        path = os.environ.get("BERTH_KV_LIBRARY") or str(Path(__file__).parent / NAME)
-        self._kernels = os.environ.get("BERTH_KV_FATBIN") or str(Path(path).parent / KERNELS)
+        path = os.environ.get("BERTH_KV_LIBRARY") or str(Path(__file__).parent / LIBRARY_FILE)
+        kernels_path = os.environ.get("BERTH_KV_FATBIN") or str(Path(path).parent / KERNELS_FILE)
+        self._kernels_path = kernels_path
         try:
             self._functions = ctypes.CDLL(path)
         except OSError as error:
             raise AuditError(f"{error}; build kernels/capi, and set BERTH_KV_LIBRARY") from None
-        self._declare()
-        if (abi := self._functions.berth_kv_abi()) != ABI:
+        self._declare_functions()
+        if (abi := self._functions.berth_kv_abi()) != ABI_VERSION:
             raise AuditError(
-                f"{path} has ABI {abi}, the shim {ABI}: install the same version of both"
+                f"{path} has ABI {abi}, the shim {ABI_VERSION}: install the same version of both"
             )
 
-    def _declare(self) -> None:
+    def _declare_functions(self) -> None:
+        """Tells ctypes the result and argument types of each function."""
         functions, uint32s, uint64s = self._functions, POINTER(c_uint32), POINTER(c_uint64)
         signatures = {
             "abi": (c_uint32, []),
@@ -103,13 +109,15 @@ class Library:
     def open_audits(
         self, page_tokens: int, pages: int, rows: Any, buffers: Sequence[Buffer], ordinal: int
     ) -> "PageAudits":
-        """Opens a pool for audits; `rows` is the engine's request table, a tensor."""
+        """Opens a pool of `pages` pages for audits. `rows` is the tensor of the engine's request
+        table, and `ordinal` the pool's CUDA device, or -1 if the pool is in host memory."""
+        # The engine's pool has one page more than it offers.
         pool = _Pool(
             page_tokens, pages + 1, rows.data_ptr(), rows.shape[0], rows.stride(0),
             (_Buffer * len(buffers))(*buffers), len(buffers), ordinal,
         )
         handle = c_uint64()
-        kernels = self._kernels.encode() if ordinal >= 0 else None
+        kernels = self._kernels_path.encode() if ordinal >= 0 else None
         self.check(self._functions.berth_kv_open(pool, kernels, handle))
         page_bytes = sum(buffer.page_bytes for buffer in buffers)
         return PageAudits(self, self._functions, handle, page_bytes)
@@ -117,12 +125,14 @@ class Library:
     def open_row_table(
         self, page_tokens: int, pages: int, rows: Any, ordinal: int, path: str, tables: int
     ) -> "RowTable":
-        """Opens a table of the live rows in the file at `path`, which must be in memory (tmpfs)."""
+        """Opens a table in the file at `path`, to which the device writes the rows that are in use.
+        The file must be in memory (tmpfs), and holds `tables` versions of the table. The other
+        arguments are those of `open_audits`."""
         pool = _Pool(
             page_tokens, pages + 1, rows.data_ptr(), rows.shape[0], rows.stride(0), None, 0, ordinal
         )
         handle = c_uint64()
-        kernels = self._kernels.encode() if ordinal >= 0 else None
+        kernels = self._kernels_path.encode() if ordinal >= 0 else None
         self.check(self._functions.berth_kv_table_open(
             pool, kernels, path.encode(), tables, rows.shape[0], handle
         ))
@@ -136,18 +146,20 @@ class Library:
 
 
 class PageAudits:
-    """Audits of one pool, one at a time: `begin`, wait for `is_copied`, then `finish`."""
+    """Makes audits of one pool, one at a time. Call `begin`, wait until `is_copied` returns true,
+    and then call `finish`."""
 
     def __init__(self, library: Library, functions: Any, handle: c_uint64, page_bytes: int):
         self._library = library
         self._functions = functions
         self._handle = handle
         self._page_bytes = page_bytes
-        self._buffer = ctypes.create_string_buffer(AUDIT_BYTES_MAX)
+        self._report_buffer = ctypes.create_string_buffer(AUDIT_BYTES_MAX)
 
     def begin(self, snapshot: "Snapshot", stream: int, digest_bytes_max: int) -> None:
-        """Starts to copy the snapshot, on a stream of the library's own, after the work queued on
-        `stream`."""
+        """Starts to copy what the snapshot names. The library copies on a CUDA stream of its own,
+        after the work that is already queued on `stream`. It also digests at most
+        `digest_bytes_max` bytes of KV."""
         rows = (_Row * len(snapshot.rows))(*(
             (row.row, row.tokens, row.session, row.sealed_tokens, row.protected_tokens, 0,
              row.version)
@@ -166,21 +178,24 @@ class PageAudits:
         return bool(self._library.check(self._functions.berth_kv_ready(self._handle)))
 
     def finish(self, rows_now: "Sequence[Row]") -> bytes:
-        """Returns the report. Blocks until the device is done, but releases the GIL."""
+        """Returns the report. `rows_now` are the rows at the time of the copy's end, whose versions
+        tell which rows have changed since the snapshot. Blocks until the device is done, but
+        releases Python's global lock meanwhile."""
         rows = (c_uint32 * len(rows_now))(*(row.row for row in rows_now))
         versions = (c_uint64 * len(rows_now))(*(row.version for row in rows_now))
         size = self._library.check(self._functions.berth_kv_finish(
-            self._handle, rows, versions, len(rows_now), self._buffer, len(self._buffer)
+            self._handle, rows, versions, len(rows_now), self._report_buffer, len(self._report_buffer)
         ))
-        return self._buffer.raw[:size]
+        return self._report_buffer.raw[:size]
 
     def abandon(self) -> None:
-        """Gives up the running audit."""
+        """Ends the running audit without a report."""
         self._functions.berth_kv_abandon(self._handle)
 
 
 class RowTable:
-    """Publishes the live rows of each step: `begin_step` before the step, `end_step` after it."""
+    """Writes the rows in use to the table's file. Call `begin_step` before each scheduler step, and
+    `end_step` after it."""
 
     def __init__(self, library: Library, functions: Any, handle: c_uint64):
         self._library = library
@@ -188,12 +203,13 @@ class RowTable:
         self._handle = handle
 
     def begin_step(self, stream: int) -> None:
-        """Marks the table as changing. Must come before the step's first change on the stream."""
+        """Marks the rows as changing. Must be called before the step queues its first change on the
+        stream."""
         self._library.check(self._functions.berth_kv_table_begin(self._handle, stream))
 
     def end_step(self, live: "Sequence[Row]", keys: Sequence[int], stream: int) -> None:
-        """Writes the rows after the step's last change on the stream. `keys` is indexed by session
-        number."""
+        """Writes the rows. Must be called after the step has queued its last change on the stream.
+        `keys` has the key of each row's holder, indexed by `Row.session`."""
         rows = (_TableRow * len(live))(*(
             (row.row, row.tokens, row.session, 0, row.version, keys[row.session]) for row in live
         ))

@@ -1,8 +1,9 @@
-"""The connection to the agent.
+"""Connects the shim to the agent's unix socket, sends frames to it, and reads its commands.
 
-A thread connects, says hello and reads commands. The scheduler's thread sends, and never waits. If
-the socket takes only part of a frame, the rest is kept and sent later. Until then `flush` returns
-false, and the sender must keep its data back.
+A thread of its own connects, sends the hello (the first frame) and reads commands. The engine's
+thread, for example the scheduler's, sends all other frames and takes the commands. It never waits
+for the socket. If the socket takes only part of a frame, the link keeps the rest and sends it
+later. Until then `flush` returns false, and the sender must not send another frame.
 """
 
 import os
@@ -14,33 +15,36 @@ from typing import Any
 
 from . import wire
 
-# The pause before connecting again, which bounds how late a returning agent is found. A failed
-# connect costs some microseconds.
+# The pause before connecting again. It doubles with each failure. The maximum bounds how late the
+# link finds an agent that has started again. A failed attempt costs only some microseconds.
 PAUSE_SECONDS_MIN, PAUSE_SECONDS_MAX = 0.1, 1.0
-# The time limit for sending hello: a few hundred bytes into an empty buffer take this long only if
-# the agent is stuck.
+# The time limit for connecting and for sending the hello. The hello's few hundred bytes go into an
+# empty buffer, so only a stuck agent can cause a longer wait.
 HELLO_SECONDS_MAX = 5.0
-# The maximum number of commands that wait for a scheduler step. The agent sends one per session to
-# demote.
+# The maximum number of commands that wait until the engine's thread takes them. The agent may send
+# a command for each session that it demotes.
 COMMANDS_MAX = 1024
 
 
 class Link:
-    """One end of the socket. `path` is where the agent listens; `hello` is the first frame."""
+    """The shim's end of the connection. `path` is where the agent listens, and `hello` the first
+    frame of each connection."""
 
     def __init__(self, path: str, path_is_set: bool, hello: bytes):
         self._path = path
-        # Whether the operator set the path.
+        # Whether the operator set the path. If not, it is the default path.
         self._path_is_set = path_is_set
         self._hello = hello
         self._socket: socket.socket | None = None
-        # Guards the commands, and the socket against being closed during a send. No holder blocks.
+        # Guards the commands, and keeps the socket open during a send. No thread that holds the lock
+        # waits for anything.
         self._lock = threading.Lock()
+        # The rest of a frame that the socket hasn't taken.
         self._unsent = b""
-        # Counts the connections. Frames for an older connection are dropped.
+        # The number of connections so far. It identifies the current connection.
         self.connection_number = 0
         self._queued_commands: list[tuple[int, Any]] = []
-        # A byte in this pair wakes an idle scheduler.
+        # A byte in this socket pair wakes an idle scheduler, which polls `wake_receiver`.
         self.wake_receiver, self._wake_sender = socket.socketpair()
         self.wake_receiver.setblocking(False)
         self._wake_sender.setblocking(False)
@@ -65,8 +69,8 @@ class Link:
         return self._socket is not None and not self._unsent
 
     def send(self, frame: bytes, connection: int) -> None:
-        """Sends a frame. Call only after `flush` has returned true. Frames for an older connection
-        are dropped."""
+        """Sends a frame on the connection with this number. Drops the frame if a newer connection
+        has replaced that connection. Call this only after `flush` has returned true."""
         with self._lock:
             if connection != self.connection_number:
                 return
@@ -74,6 +78,7 @@ class Link:
         self._send()
 
     def _send(self) -> None:
+        """Sends as much of the unsent bytes as the socket takes. Drops them without a socket."""
         with self._lock:
             if self._socket is None:
                 self._unsent = b""
@@ -84,7 +89,7 @@ class Link:
             except BlockingIOError:
                 pass
             except OSError:
-                # The thread notices the end when it reads, and connects again.
+                # Then the reading thread sees the end of the connection, and connects again.
                 self._shut_down()
 
     def set_hello(self, hello: bytes) -> None:
@@ -102,7 +107,7 @@ class Link:
         try:
             self._wake_sender.send(b"\0")
         except BlockingIOError:
-            # The buffer is full of wake-up bytes already.
+            # The buffer is full of wake-up bytes, so the scheduler wakes up anyway.
             pass
 
     def clear_wake(self) -> None:
@@ -118,7 +123,8 @@ class Link:
             pass
 
     def take_commands(self) -> list[tuple[int, Any]]:
-        """Takes the waiting commands, and removes the wake-up bytes."""
+        """Takes the waiting commands, each with its kind and content, and removes the wake-up
+        bytes."""
         with self._lock:
             self._drain_wake_bytes()
             taken = list(self._queued_commands)
@@ -126,6 +132,7 @@ class Link:
         return taken
 
     def _shut_down(self) -> None:
+        """Ends the connection, if there is one. Must be called with the lock held."""
         if self._socket is not None:
             try:
                 self._socket.shutdown(socket.SHUT_RDWR)
@@ -168,9 +175,10 @@ class Link:
             self._unsent = b""
             self._socket = connection
             self.connection_number += 1
-            # Commands of the previous connection have no receiver for their answers.
+            # Nobody waits any more for the answers to an earlier connection's commands.
             self._queued_commands.clear()
         try:
+            # A new agent needs a full table of the sessions.
             self._queue_command((wire.SAMPLE_NOW, ""))
             buffer = bytearray()
             while received := connection.recv(65536):
@@ -184,7 +192,8 @@ class Link:
     def _queue_command(self, command: tuple[int, Any]) -> None:
         if len(self._queued_commands) >= COMMANDS_MAX:
             raise wire.ProtocolError("too many commands are waiting")
-        # Both under the lock: if a command were taken in between, its wake-up byte would remain.
+        # The lock covers both lines. Otherwise `take_commands` could take the command before its
+        # wake-up byte is sent, and this byte would remain.
         with self._lock:
             self._queued_commands.append(command)
             self.wake()

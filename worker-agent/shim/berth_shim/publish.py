@@ -1,8 +1,12 @@
-"""Publishes the live rows after each step, for an agent that audits from its own process (tier 2).
+"""Publishes the request table's rows in a file, for an agent that audits from its own process.
 
-This is done only if `BERTH_KV_TABLE` names a file; the DP rank is appended to the name. The device
-writes when a step's changes begin and when they are done, in stream order. Reading the rows takes
-some ten microseconds a step, and a little for each row.
+An audit checks who holds each page of the KV pool. For that it needs the *live rows*: the rows of
+the request table that a session or a request holds. The shim publishes them after each step if
+`BERTH_KV_TABLE` names a file. It appends the DP rank to the file's name.
+
+The device itself marks in the file when a step's changes begin and when they are done, in the order
+of the scheduler's CUDA stream. Listing the rows takes about 10 microseconds a step, and a little
+for each row.
 """
 
 import hashlib
@@ -13,8 +17,9 @@ from typing import Any
 from . import snapshot
 from .library import Library, RowTable
 
-# The number of table versions kept. A reader that falls this many steps behind must read again.
-TABLES = 8
+# The number of versions of the table in the file. A reader that is so many steps behind finds its
+# version overwritten, and must read again.
+TABLE_VERSIONS = 8
 
 
 def table_path(dp_rank: int) -> str:
@@ -24,8 +29,8 @@ def table_path(dp_rank: int) -> str:
 
 
 class RowPublisher:
-    """Publishes the rows of one scheduler. If a step's end was not seen, it ends when the next step
-    begins."""
+    """Publishes the rows of one scheduler. If `end_step` isn't called for a step, the step ends
+    when the next step begins."""
 
     def __init__(self, scheduler: Any, path: str, ordinal: int, stream: Callable[[], int]):
         table = scheduler.req_to_token_pool.req_to_token
@@ -34,7 +39,7 @@ class RowPublisher:
         self._stream = stream
         self._in_step = False
         self._table: RowTable = Library().open_row_table(
-            scheduler.page_size, pages, table, ordinal, path, TABLES
+            scheduler.page_size, pages, table, ordinal, path, TABLE_VERSIONS
         )
 
     def begin_step(self) -> None:
@@ -53,5 +58,5 @@ class RowPublisher:
 
 
 def session_key(name: str) -> int:
-    """Returns the key by which the agent knows a session."""
+    """Returns the number by which the agent identifies a session in the table."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")

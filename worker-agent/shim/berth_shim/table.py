@@ -1,8 +1,10 @@
-"""The sessions as the agent knows them, what they hold, and which changed since the last report.
+"""Keeps a table of the engine's sessions, and finds those that changed since the last report.
 
-Reading every session in each step would cost more the more sessions there are. So only sessions
-that a hook has touched are read, and the sum of what all hold is kept up to date. `Sampler` checks
-the sum whenever the engine is idle.
+A session is a series of turns whose KV the engine keeps from turn to turn, in the session's *slot*.
+A session is *touched* when a hook of the shim has seen it, so it may have changed. Only touched
+sessions are read, because the cost of reading all of them would grow with their number. The table
+also keeps the sum of the tokens that all sessions hold. `Sampler` checks this sum whenever the
+engine is idle.
 """
 
 from typing import Any
@@ -17,28 +19,31 @@ class SessionTable:
         self._sessions = scheduler.session_controller.sessions
         self._slots = scheduler.tree_cache.session.slots
         self._page_size = scheduler.tree_cache.page_size
+        # What the agent knows of each session, once everything is reported.
         self._facts_by_id: dict[str, wire.SessionFacts] = {}
+        # The part of `held_tokens` of each session that holds any.
         self._held_by_id: dict[str, int] = {}
-        # The ids of sessions to read, of changed ones to report, and of ended ones to report.
+        # The ids of the sessions to read.
         self.touched: set[str] = set()
+        # The ids of changed sessions and of ended sessions that are still to be reported, in order.
         self._changed: dict[str, None] = {}
         self._ended: dict[str, None] = {}
-        # Tokens that sessions hold outside the radix tree, in whole pages.
+        # The tokens that all sessions hold outside the radix tree, in whole pages.
         self.held_tokens = 0
 
     def rebuild(self) -> None:
-        """Forgets everything and marks every session as touched."""
+        """Forgets all sessions and marks every streaming session of the engine as touched."""
         self._facts_by_id.clear()
         self._held_by_id.clear()
         self._changed.clear()
         self._ended.clear()
         self.held_tokens = 0
         self.touched = {id for id, session in self._sessions.items() if session.streaming}
-        # A slot without a session would be a leak in the engine, which the sum must show.
+        # A slot without a session is a leak in the engine. It must count in the sum.
         self.touched.update(self._slots)
 
     def read_touched(self) -> None:
-        """Reads the touched sessions."""
+        """Reads the touched sessions, and notes which have changed or ended."""
         for id in self.touched:
             slot = self._slots.get(id)
             kv = slot.kv if slot is not None and slot.kv.holds_kv else None
@@ -57,15 +62,18 @@ class SessionTable:
         self.touched.clear()
 
     def has_changes(self) -> bool:
+        """Whether sessions are still to be reported."""
         return bool(self._changed or self._ended)
 
     def take_changes(self) -> tuple[list[str], list[tuple[str, wire.SessionFacts]]]:
-        """Takes the next part to report: ids of ended sessions, and changed sessions."""
+        """Takes the next sessions to report, at most SESSIONS_MAX of each kind: the ids of ended
+        sessions, and changed sessions with their facts."""
         ended = _take_first(self._ended)
         changed = [(id, self._facts_by_id[id]) for id in _take_first(self._changed)]
         return ended, changed
 
     def _private_tokens(self, kv: Any) -> int:
+        """Returns the tokens that a session's KV takes outside the radix tree, in whole pages."""
         if kv is None:
             return 0
         pages = -(-kv.kv_allocated_len // self._page_size)
@@ -92,8 +100,9 @@ def _read_facts(session: Any, kv: Any) -> wire.SessionFacts:
 
 
 def history_tokens(session: Any) -> int:
-    """Returns the tokens that the engine puts before the next turn's prompt. A running turn shares
-    the last turn's arrays, so the prompt counts only up to its committed length."""
+    """Returns the number of tokens that the engine puts before the next turn's prompt. A running
+    turn appends to the token array of the turn before it, so that array counts only up to its
+    committed length."""
     if session.committed_origin_len is None or not session.req_nodes:
         return 0
     [node] = session.req_nodes.values()
@@ -101,11 +110,12 @@ def history_tokens(session: Any) -> int:
 
 
 def answer_tokens(request: Any) -> int:
-    """Returns how many tokens of a turn's answer become history."""
+    """Returns how many tokens of a turn's answer become part of the session's history."""
     return min(len(request.output_ids), request.sampling_params.max_new_tokens)
 
 
 def _take_first(ids: dict[str, None]) -> list[str]:
+    """Removes and returns the first ids, at most SESSIONS_MAX."""
     taken = []
     while ids and len(taken) < wire.SESSIONS_MAX:
         id = next(iter(ids))

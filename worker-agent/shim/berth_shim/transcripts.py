@@ -36,7 +36,8 @@ class Transcripts:
 
     def open(self, id: str) -> None:
         """Adds a session with an empty context. Discards an earlier session with this id. At the
-        bound on sessions, it also discards the longest idle session, or else the oldest."""
+        bound on sessions, it also discards the longest idle session. If none is idle, it discards
+        the least recently used."""
         self.close(id)
         if len(self._by_id) >= self._sessions_max:
             idle = (other for other, transcript in self._by_id.items() if transcript.turn is None)

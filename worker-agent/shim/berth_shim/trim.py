@@ -1,4 +1,4 @@
-"""Finds the part of a prompt that a streaming session lacks, so that the engine gets only that part.
+"""Finds the part of a prompt that its session lacks, so that the engine gets only that part.
 
 A streaming session of SGLang is a series of turns; a turn is one request with its answer. The
 engine keeps the session's tokens, the *context*, and appends to it whatever a turn sends. Many
@@ -228,8 +228,8 @@ class Transcript:
         return Diverged(shared, self._committed)
 
     def begin(self, prompt: array, rest: array, namespace: object = None) -> Turn:
-        """Starts a turn with this full prompt, of which the engine gets `rest`. The plan with `rest`
-        must have been made since the last change of this transcript."""
+        """Starts a turn with this full prompt, of which the engine gets `rest`. The plan with this
+        rest must have been made since the last change of this transcript."""
         assert self.turn is None, "a turn begins in a session that has one"
         self._cache_namespace = namespace
         self.turn = Turn(prompt, self._committed + len(rest))

@@ -1,4 +1,10 @@
-"""The protocol between the shim and the agent: frames on a unix stream socket. Pure, no I/O.
+"""Encodes the shim's messages to the agent, and decodes the agent's commands. Pure, no I/O.
+
+This is the protocol on the unix stream sockets between the shim, which is Berth's plugin in the
+engine, and the agent beside the engine. One socket belongs to the shim in a scheduler process, and
+reports the state of the KV pool and its sessions. The other belongs to the *trimmer*, the shim's
+part in the process that tokenizes: it removes from a full prompt what the turn's session already
+has.
 
 A frame is a `u32` length of the rest (2 to FRAME_BYTES_MAX), a `u8` protocol version, a `u8` kind,
 and the body. Integers are unsigned and little-endian; `str` is a `u16` length and that many bytes
@@ -7,10 +13,11 @@ of UTF-8; `bool` is one byte, 0 or 1; a list is a `u16` count and its items.
 | kind | frame | direction | body |
 |---|---|---|---|
 | 1 | hello | to agent | the fields of the hello in the order below |
-| 2 | update | to agent | the fields of the head, then the lists of events, gone ids, sessions |
+| 2 | update | to agent | the fields of `Head`, then three lists: events, ids of sessions that |
+| | | | are gone, changed sessions |
 | 3 | audit | to agent | number u64, nanoseconds u64, refusal str, list of names str, report |
 | 4 | trimmer | to agent | pid u32, instance 16 bytes; sglang, shim, inert str each |
-| 5 | planned | to agent | number u64; at, committed, sent, prompt u32 each; plan u8; |
+| 5 | planned | to agent | number u64; shared, committed, sent, prompt u32 each; plan u8; |
 | | | | session, rid, why str each |
 | 16 | demote | to shim | session str |
 | 17 | sample now | to shim | nothing |
@@ -22,37 +29,44 @@ of UTF-8; `bool` is one byte, 0 or 1; a list is a `u16` count and its items.
 |---|---|---|
 | pid, dp_rank, page_size | u32 each | the scheduler's process, its rank, tokens per page |
 | total, rows_total | u64, u32 | the pool in tokens; the rows of the request table |
-| instance | 16 bytes | random token of the engine process |
+| instance | 16 bytes | random number that identifies the engine process |
 | sglang, shim | str each | versions |
-| inert | str | why the shim reads nothing; empty while it works |
-| undemotable | str | why no session can be demoted here; empty if sessions can be |
+| inert | str | why the shim does nothing; empty while it works |
+| undemotable | str | why no session's KV can be moved into the radix tree; empty if it can be |
 | unauditable | str | why the pool's pages can't be audited here; empty if they can be |
 | unpublishable | str | why the radix tree can't be published again; empty if it can be |
 | device | str | the device of the pool: a GPU's UUID as CUDA has it, else torch's device name |
 | page_bytes | u64 | bytes of a page's KV on this rank, from its buffers; 0 if unknown |
 
-An audit has the number of the request it answers; the nanoseconds are its time on the scheduler's
-thread. Its report is the unchanged output of `libberth_kv`: a session's number in it is its index
-in the names, and a number without a name is a turn without a session. An audit with a refusal has
-neither names nor a report.
+An audit frame answers a page audit, which checks who holds each page of the KV pool. Its number is
+that of the request, and its nanoseconds are the audit's time on the scheduler's thread. The report
+is the unchanged output of `libberth_kv`. It numbers the sessions by their index in the list of
+names. Numbers without a name are requests without a session, and sessions whose name isn't listed.
+If the audit was refused, the frame has neither names nor a report.
 
-The process that tokenizes has a socket of its own, whose path ends in `.trim`. Frames 4, 5 and 20
-are sent only there, the others only on the first socket. Frame 4 comes first; its `inert` says why
-nothing is trimmed. Frame 5 reports the plan of a marked turn before the engine gets the turn,
-exactly once per turn with the number 0:
+The trimmer's socket has the path of the first socket with `.trim` appended. Frames 4, 5 and 20 are
+sent only there, and the others only on the first socket. Frame 4 comes first; its `inert` says why
+nothing is trimmed.
 
-- `plan` is 1 trimmed, 2 retokenized (`RETOKENIZED`), 3 diverged, 4 refused.
-- `session` is the session that the plan is for.
-- `at` is the number of leading tokens that the prompt and the session share.
+Frame 5 reports the trimmer's plan for a *marked* turn, which is a request that the agent asked to
+trim. With the number 0 the plan is final. It is sent before the engine gets the turn, and exactly
+once per turn:
+
+- `plan` says how the turn runs: 1 trimmed, 2 retokenized, 3 diverged, 4 refused. The module `trim`
+  explains these plans.
+- `session` is the session that the plan is for, and `rid` the id of the turn.
+- `shared` is the number of leading tokens that the prompt and the session share.
 - `committed` is the session's length as the engine counts it, and `sent` the number of tokens to
   append. The engine counts `committed + sent` prompt tokens.
-- `prompt` is the length of the whole prompt, or what the engine would count if that is too long.
+- `prompt` is the length of the whole prompt. If the prompt is too long for the session, it is at
+  least the number of tokens that the engine would count.
 - `why` is the reason of a refusal, and why a question didn't help.
 
-A frame 5 with another number is a question: another session, or more room in this one, could help
-the turn. The final plan follows later. Frame 20 answers the question. It has the open streaming
-session to run the turn in and the maximum number of tokens of its prompt there, or an empty name to
-let the turn run unchanged.
+A frame 5 with another number is a *question*: the trimmer asks where the turn may run, because
+another session or more room in this one could help. The turn waits, and its final plan follows
+later. Frame 20 answers the question with that number. It names an open streaming session to run the
+turn in, and the maximum number of tokens of the prompt there. An empty name lets the turn run
+unchanged.
 """
 
 import struct
@@ -60,21 +74,30 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 VERSION = 4
-# A full update: 256 events, 512 ids and 512 sessions of 512 byte names are 0.8 MiB.
+# The maximum of a frame's length field. The largest update has 256 events, 512 ids of sessions that
+# are gone and 512 changed sessions, with names of 512 bytes. That is 0.8 MiB.
 FRAME_BYTES_MAX = 1 << 20
+# The maximum number of events in an update.
 EVENTS_MAX = 256
+# The maximum length of an update's list of sessions that are gone, and of changed sessions.
 SESSIONS_MAX = 512
-# Sessions with longer names are included in the sums, but not listed. Berth's own names have at
-# most 172 bytes, whatever ids clients choose; the agent's build checks that they fit.
+# The maximum bytes of a session's name. Sessions with longer names count in the sums, but are not
+# listed. The names of Berth's sessions have at most 172 bytes, whatever ids clients choose. The
+# agent's build checks that its names fit.
 NAME_BYTES_MAX = 512
-# This many names of that length leave half a frame for the report.
+# The maximum number of names in an audit. So many names of NAME_BYTES_MAX bytes leave half a frame
+# for the report.
 AUDIT_NAMES_MAX = 1000
 AUDIT_BYTES_MAX = FRAME_BYTES_MAX // 2
 
+# The kinds of frames to the agent, and to the shim.
 HELLO, UPDATE, AUDITED, TRIMMER, PLANNED = 1, 2, 3, 4, 5
 DEMOTE, SAMPLE_NOW, AUDIT, REPUBLISH, RUN = 16, 17, 18, 19, 20
+# The kinds of events.
 OPENED, CLOSED, COMMITTED, ABORTED, DEMOTED = 1, 2, 3, 4, 5
+# The flags of a session.
 HOLDS_ROW, IN_FLIGHT, CLOSING = 1, 2, 4
+# The values of `Planned.plan`.
 TRIMMED, RETOKENIZED, DIVERGED, REFUSED = 1, 2, 3, 4
 
 _PREFIX = struct.Struct("<IBB")
@@ -112,7 +135,8 @@ class Hello(NamedTuple):
 
 
 class Head(NamedTuple):
-    """The numbers of an update, in the order of the protocol."""
+    """The figures of an update, in the order of the protocol. The figures of the KV pool, which are
+    `total` to `uncached`, count tokens."""
 
     seq: int
     events_lost: int
@@ -133,7 +157,7 @@ class Head(NamedTuple):
 
 
 class SessionFacts(NamedTuple):
-    """The state of a session, in the order of the protocol."""
+    """The state of a session, in the order of the protocol. Fields but `flags` count tokens."""
 
     flags: int
     allocated: int
@@ -143,10 +167,11 @@ class SessionFacts(NamedTuple):
 
 
 class Planned(NamedTuple):
-    """The plan of a marked turn, in the order of the protocol."""
+    """The plan for a marked turn, in the order of the protocol. The module's description explains
+    the fields."""
 
     number: int
-    at: int
+    shared: int
     committed: int
     sent: int
     prompt: int
@@ -157,8 +182,9 @@ class Planned(NamedTuple):
 
 
 class Run(NamedTuple):
-    """The agent's answer to a question."""
+    """The agent's answer to a question: where to run the turn."""
 
+    # The number of the question.
     number: int
     tokens_max: int
     session: str
@@ -173,6 +199,7 @@ def is_nameable(id: Any) -> bool:
 
 
 def _encode_str(text: str) -> bytes:
+    """Encodes at most the first NAME_BYTES_MAX bytes of the text."""
     raw = text.encode(errors="replace")
     if len(raw) > NAME_BYTES_MAX:
         # Cut between characters, so that the rest is valid UTF-8.
@@ -195,7 +222,8 @@ def encode_update(
     gone: Sequence[str],
     sessions: Sequence[tuple[str, SessionFacts]],
 ) -> bytes:
-    """Encodes an update. The lists have at most EVENTS_MAX, SESSIONS_MAX, SESSIONS_MAX items."""
+    """Encodes an update. `events` are encoded already and at most EVENTS_MAX. `gone` and `sessions`
+    have at most SESSIONS_MAX items each."""
     parts = [_HEAD.pack(*head), _COUNT.pack(len(events)), *events, _COUNT.pack(len(gone))]
     parts += map(_encode_str, gone)
     parts.append(_COUNT.pack(len(sessions)))
@@ -207,7 +235,7 @@ def encode_update(
 def encode_audit(
     number: int, spent_ns: int, refusal: str, names: Sequence[str], report: bytes
 ) -> bytes:
-    """Encodes an audit: at most AUDIT_NAMES_MAX names, and a report of AUDIT_BYTES_MAX bytes."""
+    """Encodes an audit with at most AUDIT_NAMES_MAX names and AUDIT_BYTES_MAX bytes of report."""
     parts = [_NUMBER.pack(number), _NUMBER.pack(spent_ns), _encode_str(refusal)]
     parts += [_COUNT.pack(len(names)), *map(_encode_str, names), report]
     return _encode_frame(AUDITED, b"".join(parts))
@@ -223,8 +251,8 @@ def encode_planned(planned: Planned) -> bytes:
     return _encode_frame(PLANNED, _PLANNED.pack(*planned[:6]) + texts)
 
 
-def _encode_event(number: int, id: str, rest: bytes = b"") -> bytes:
-    return bytes((number,)) + _encode_str(id) + rest
+def _encode_event(kind: int, id: str, fields: bytes = b"") -> bytes:
+    return bytes((kind,)) + _encode_str(id) + fields
 
 
 def encode_opened(id: str, ok: bool) -> bytes:
@@ -248,8 +276,8 @@ def encode_demoted(id: str, refusal: str) -> bytes:
 
 
 def take_commands(buffer: bytearray) -> Iterable[tuple[int, Any]]:
-    """Removes all complete frames from the front of the buffer. Yields the kind of each with its
-    content: a demotion's session, an audit's number, or a `Run`."""
+    """Removes all complete frames from the front of the buffer. Yields the kind and the content of
+    each: the session of a demotion, the number of an audit, a `Run`, or else an empty string."""
     while len(buffer) >= 4:
         length = int.from_bytes(buffer[:4], "little")
         if not 2 <= length <= FRAME_BYTES_MAX:
