@@ -184,7 +184,8 @@ class PageAudits:
         rows = (c_uint32 * len(rows_now))(*(row.row for row in rows_now))
         versions = (c_uint64 * len(rows_now))(*(row.version for row in rows_now))
         size = self._library.check(self._functions.berth_kv_finish(
-            self._handle, rows, versions, len(rows_now), self._report_buffer, len(self._report_buffer)
+            self._handle, rows, versions, len(rows_now),
+            self._report_buffer, len(self._report_buffer),
         ))
         return self._report_buffer.raw[:size]
 

@@ -36,8 +36,8 @@ class Link:
         self._path_is_set = path_is_set
         self._hello = hello
         self._socket: socket.socket | None = None
-        # Guards the commands, and keeps the socket open during a send. No thread that holds the lock
-        # waits for anything.
+        # Guards the commands, and keeps the socket open during a send. No thread waits for anything
+        # while it holds the lock.
         self._lock = threading.Lock()
         # The rest of a frame that the socket hasn't taken.
         self._unsent = b""
