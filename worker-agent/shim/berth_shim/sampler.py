@@ -25,8 +25,8 @@ from .table import SessionTable, answer_tokens
 # The shortest time between two samples of an idle scheduler in which no session was touched.
 # Without `--sleep-on-idle` an idle scheduler spins, and would sample all the time.
 IDLE_SECONDS = 0.05
-# The longest time between two readings of a running turn's session. The turn's KV grows by a token
-# per step, but isn't read in each step. At the turn's end the session is always read.
+# A running turn's KV grows by a token in each step, but isn't read in each step. The sessions of
+# running turns are read again in the first step after this time, and at the end of their turn.
 RUNNING_SECONDS = 0.05
 
 

@@ -157,7 +157,7 @@ class Head(NamedTuple):
 
 
 class SessionFacts(NamedTuple):
-    """The state of a session, in the order of the protocol. Fields but `flags` count tokens."""
+    """The state of a session, in the order of the protocol. All but `flags` count tokens."""
 
     flags: int
     allocated: int
