@@ -1,4 +1,4 @@
-"""Decides whether the engine, and each request, allows to trim prompts.
+"""Decides whether an engine can trim prompts, and whether it can trim the prompt of a request.
 
 Trimming sends the engine only the part of a full history that the turn's session doesn't hold. The
 module `trim` compares a prompt with the session's history. It needs a tokenizer, so this module
