@@ -1,12 +1,14 @@
-//! Maps the engine's resident pages to routing blocks. Pure.
+//! Tracks one rank's resident pages, and reports to routers which blocks are resident. Pure.
 //!
-//! It tracks which pages are resident and reports which blocks become resident or stop being so. A
-//! block is resident while all its pages are. It keeps hashes and sums but no tokens: about 30
-//! bytes a page.
+//! A *page* is the engine's unit of KV memory. It is resident while the GPU's or the host's memory
+//! holds it. A *block* is the unit in which routers count a prompt. It has at least as many tokens
+//! as a page, and may begin or end inside a page. A block is resident while all its pages are.
+//! [`Pages`] takes the engine's KV events and returns the changes of resident blocks. It stores
+//! hashes of pages and blocks but no tokens: about 30 bytes a page.
 //!
-//! Pages are kept in *runs* (parts of a prefix chain without a branch), which form a tree like the
-//! engine's radix tree. Prompts may branch inside a block. Then the last pages of a run belong to
-//! an incomplete block, and each child run completes that block in its own way.
+//! A *run* is a stretch of consecutive pages, inside which no known prompts part. The runs form a
+//! tree like the engine's radix tree. Prompts may part inside a block. Then the run before the
+//! branch ends with a part of that block, and each child run completes the block with other tokens.
 
 mod check;
 mod grid;
@@ -23,17 +25,20 @@ use proto::{
 use self::grid::Grid;
 use super::decode::{CacheEvent, Medium, PageHash, Stored};
 
-/// The empty run at the root of the tree; all prompts begin here.
+/// The empty run at the root of the tree; all prompts begin here. In a link to a child or sibling,
+/// this id means that there is none.
 const ROOT: RunId = 0;
-/// The maximum pages of a run: a page's depth modulo this number must be unique in its run.
+/// The maximum number of pages in a run. The table stores a page's depth only modulo this number,
+/// so two pages of a longer run could have the same entry.
 const RUN_PAGES_MAX: usize = PLACES as usize;
-/// The bits of a stored page hash that say in which tiers the page is resident.
-const TIERS: u64 = 0b11;
+/// The bits of a stored page hash that say in which tiers (GPU or host memory) the page is
+/// resident. They replace the last two bits of the engine's hash.
+const TIER_BITS: u64 = 0b11;
 
 /// Why pages were rejected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
-    /// The event's page size differs from the described one.
+    /// The event's page size differs from the size that the engine's description states.
     #[error("a page has {found} tokens, not {expected}; the engine must be described again")]
     PageTokens {
         /// Tokens per page in the event.
@@ -44,15 +49,15 @@ pub enum Error {
     /// The parent page is unknown: its event was lost or never sent.
     #[error("the parent of these pages is unknown; earlier events were lost")]
     Orphan,
-    /// A page is already known behind another page: the engine contradicts itself, or an event was
-    /// lost.
+    /// A page is already known, after another page than the event says. The engine contradicts
+    /// itself, or an event was lost.
     #[error("a page is already known after another parent; earlier events were lost")]
-    Elsewhere,
-    /// A token is wider than 32 bits, as the hash of an image is. Prompts as routers know them have
-    /// no such token.
+    OtherParent,
+    /// A token is wider than 32 bits. The engine puts the hash of an image in place of tokens, and
+    /// routers can't compute that hash from a prompt.
     #[error("a token is not a 32-bit id; its pages can't be used for routing")]
     Token,
-    /// More pages are resident than the engine can hold.
+    /// More pages are resident than the maximum that the caller of [`Pages::new`] gave.
     #[error("more than {0} pages are resident; earlier events were lost")]
     Full(usize),
 }
@@ -83,11 +88,15 @@ pub enum Delta {
 /// The resident pages of one rank.
 #[derive(Debug)]
 pub struct Pages {
+    /// Converts between page numbers and block numbers.
     grid: Grid,
     block_tokens: BlockTokens,
     pages_max: usize,
+    /// All runs, by id.
     runs: Vec<Run>,
-    free: Vec<RunId>,
+    /// The ids of runs that are in no use.
+    free_ids: Vec<RunId>,
+    /// Finds a page's run, and its index in the run, by the page's hash.
     table: Table,
     /// The number of distinct pages.
     count: usize,
@@ -95,42 +104,44 @@ pub struct Pages {
     lists_bytes: usize,
 }
 
-/// A part of a prefix chain without a branch.
+/// Consecutive pages of a prompt without a branch between them, and the blocks that end in them.
 #[derive(Debug)]
 struct Run {
-    /// Each page's hash, with its last two bits replaced by the tiers in which the page is
-    /// resident.
+    /// Each page's hash. [`TIER_BITS`] of it say in which tiers the page is resident.
     pages: Vec<u64>,
-    /// The sum over the tokens of the incomplete block after each page (see [`Chain::sum`]). Empty
-    /// if a page is a whole block.
-    sums: Vec<u64>,
+    /// For each page: the token sum (see [`Chain::sum`]) of the block that is incomplete after the
+    /// page. Hashing of the pages that follow continues from this sum. Empty if every page is a
+    /// whole block.
+    open_sums: Vec<u64>,
     /// The blocks that end in this run.
     blocks: Vec<BlockHash>,
-    /// The last block that ends before this run (or the root of its scheme), and the token sum
-    /// before the run's first page.
-    last: BlockHash,
-    sum: u64,
-    /// The number of pages before this run.
+    /// The last block that ends before this run. If there is none, the start value of the prompt's
+    /// block hashes ([`Scheme::root`]), which depends on the LoRA adapter and the cache salt.
+    block_before: BlockHash,
+    /// The token sum of the block that is incomplete before the run's first page.
+    open_sum_before: u64,
+    /// The number of pages before this run in its prompt.
     start: u32,
     parent: RunId,
+    /// The head of the list of children, which are linked as siblings.
     first_child: RunId,
-    older: RunId,
-    younger: RunId,
+    previous_sibling: RunId,
+    next_sibling: RunId,
 }
 
 impl Default for Run {
     fn default() -> Self {
         Self {
             pages: vec![],
-            sums: vec![],
+            open_sums: vec![],
             blocks: vec![],
-            last: BlockHash(0),
-            sum: 0,
+            block_before: BlockHash(0),
+            open_sum_before: 0,
             start: 0,
             parent: ROOT,
             first_child: ROOT,
-            older: ROOT,
-            younger: ROOT,
+            previous_sibling: ROOT,
+            next_sibling: ROOT,
         }
     }
 }
@@ -142,14 +153,19 @@ struct Place {
     pages: usize,
 }
 
-/// Returns the key of a page in the table.
+/// Returns the key of a page in the table: the first bits of its hash.
 fn table_key(page: u64) -> u64 {
     page >> (64 - KEY_BITS)
 }
 
-/// Returns a page's hash without its last two bits, which are used for tiers.
-fn masked(page: PageHash) -> u64 {
-    page.0 & !TIERS
+/// Returns a page's hash without the bits that [`Run::pages`] uses for tiers.
+fn without_tier_bits(page: PageHash) -> u64 {
+    page.0 & !TIER_BITS
+}
+
+/// Whether the entry `known` of [`Run::pages`] is this page.
+fn is_page(known: u64, page: PageHash) -> bool {
+    known & !TIER_BITS == without_tier_bits(page)
 }
 
 fn tier_bit(tier: Tier) -> u64 {
@@ -167,9 +183,9 @@ impl Pages {
     pub fn new(page_tokens: u32, pages_max: usize) -> Result<Self, proto::block::Error> {
         let block_tokens = BlockTokens::for_page(page_tokens)?;
         let grid = Grid::new(page_tokens, block_tokens);
-        let (runs, free, table) = (vec![Run::default()], vec![], Table::new());
+        let (runs, free_ids, table) = (vec![Run::default()], vec![], Table::new());
         let (count, lists_bytes) = (0, 0);
-        Ok(Self { grid, block_tokens, pages_max, runs, free, table, count, lists_bytes })
+        Ok(Self { grid, block_tokens, pages_max, runs, free_ids, table, count, lists_bytes })
     }
 
     /// Returns the number of distinct resident pages.
@@ -182,15 +198,15 @@ impl Pages {
     #[must_use]
     pub fn bytes(&self) -> usize {
         let runs = self.runs.capacity() * size_of::<Run>();
-        let free = self.free.capacity() * size_of::<RunId>();
-        runs + free + self.lists_bytes + self.table.bytes()
+        let free_ids = self.free_ids.capacity() * size_of::<RunId>();
+        runs + free_ids + self.lists_bytes + self.table.bytes()
     }
 
-    /// Applies an event and appends the resulting changes of blocks to `deltas`. If a page is
-    /// rejected, the pages before it are kept and the ones after it are ignored.
+    /// Applies an event, and appends the resulting changes of blocks to `deltas`.
     ///
     /// # Errors
-    /// When pages that became resident are rejected.
+    /// When a stored page is rejected. The event's pages before the rejected page are kept, and
+    /// those after it are ignored.
     pub fn apply(&mut self, event: &CacheEvent, deltas: &mut Vec<Delta>) -> Result<(), Error> {
         match event {
             CacheEvent::Stored(stored) => self.apply_stored(stored, deltas),
@@ -201,7 +217,7 @@ impl Pages {
                 Ok(())
             }
             CacheEvent::Cleared => {
-                (self.runs, self.free) = (vec![Run::default()], vec![]);
+                (self.runs, self.free_ids) = (vec![Run::default()], vec![]);
                 (self.table, self.count, self.lists_bytes) = (Table::new(), 0, 0);
                 deltas.push(Delta::Cleared);
                 Ok(())
@@ -218,37 +234,40 @@ impl Pages {
         let mut place = match stored.parent {
             None => Place { run: ROOT, pages: 0 },
             Some(parent) => {
-                let (run, at) = self.find(parent).ok_or(Error::Orphan)?;
-                Place { run, pages: at + 1 }
+                let (run, parent_index) = self.find(parent).ok_or(Error::Orphan)?;
+                Place { run, pages: parent_index + 1 }
             }
         };
-        let mut done = 0;
-        while let Some(&first) = stored.pages.get(done) {
-            let inside = &self.run(place.run).pages[place.pages..];
-            if !inside.is_empty() {
-                let pairs = inside.iter().zip(&stored.pages[done..]);
-                let same = pairs.take_while(|(own, page)| *own & !TIERS == masked(**page)).count();
+        // Each round begins after `applied` pages of the event, at `place` in the tree.
+        let mut applied = 0;
+        while let Some(&next_page) = stored.pages.get(applied) {
+            let rest_of_run = &self.run(place.run).pages[place.pages..];
+            if !rest_of_run.is_empty() {
+                let pairs = rest_of_run.iter().zip(&stored.pages[applied..]);
+                let same = pairs.take_while(|(known, page)| is_page(**known, **page)).count();
                 if same == 0 {
+                    // The event branches off inside this run.
                     place.run = self.split(place.run, place.pages).0;
                 } else {
                     self.mark_resident(place.run, place.pages..place.pages + same, tier, deltas);
-                    (place.pages, done) = (place.pages + same, done + same);
+                    (place.pages, applied) = (place.pages + same, applied + same);
                 }
                 continue;
             }
-            match self.find(first) {
+            match self.find(next_page) {
+                // The event continues in a known child run.
                 Some((run, 0)) if self.run(run).parent == place.run => {
                     place = Place { run, pages: 0 };
                 }
-                Some(_) => return Err(Error::Elsewhere),
+                Some(_) => return Err(Error::OtherParent),
                 None => {
-                    let before = self.count;
-                    let appended = self.append(place, stored, done);
-                    let Place { run, pages } = appended.at;
-                    let added = self.count - before;
+                    let count_before = self.count;
+                    let appended = self.append(place, stored, applied);
+                    let Place { run, pages } = appended.end;
+                    let added = self.count - count_before;
                     self.mark_resident(run, pages - added..pages, tier, deltas);
-                    (place, done) = (appended.at, done + added);
-                    appended.stopped.map_or(Ok(()), Err)?;
+                    (place, applied) = (appended.end, applied + added);
+                    appended.rejection.map_or(Ok(()), Err)?;
                 }
             }
         }
@@ -256,23 +275,24 @@ impl Pages {
     }
 
     fn apply_removed(&mut self, pages: &[PageHash], tier: Tier, deltas: &mut Vec<Delta>) {
-        let mut at = 0;
-        while let Some(&first) = pages.get(at) {
-            at += 1;
-            let Some((run, place)) = self.find(first) else { continue };
-            // An engine removes all pages of a node at once: release neighbours together, in either
-            // order.
-            let (mut from, mut to) = (place, place + 1);
-            let own = &self.run(run).pages;
-            let matches = |place: Option<usize>, at: usize| {
-                let own = place.and_then(|place| own.get(place));
-                own.zip(pages.get(at)).is_some_and(|(own, page)| own & !TIERS == masked(*page))
+        // `taken` pages of the event have been handled.
+        let mut taken = 0;
+        while let Some(&first) = pages.get(taken) {
+            taken += 1;
+            let Some((run, index)) = self.find(first) else { continue };
+            // An engine removes all pages of a radix tree node at once, from the first or from the
+            // last page. Gather the neighbours in the run, to release them together.
+            let (mut from, mut to) = (index, index + 1);
+            let run_pages = &self.run(run).pages;
+            let matches = |index: Option<usize>, taken: usize| {
+                let known = index.and_then(|index| run_pages.get(index));
+                known.zip(pages.get(taken)).is_some_and(|(known, page)| is_page(*known, *page))
             };
-            while matches(Some(to), at) {
-                (at, to) = (at + 1, to + 1);
+            while matches(Some(to), taken) {
+                (taken, to) = (taken + 1, to + 1);
             }
-            while matches(from.checked_sub(1), at) {
-                (at, from) = (at + 1, from - 1);
+            while matches(from.checked_sub(1), taken) {
+                (taken, from) = (taken + 1, from - 1);
             }
             self.mark_gone(run, from..to, tier, deltas);
         }
@@ -290,13 +310,14 @@ impl Pages {
     fn find(&self, page: PageHash) -> Option<(RunId, usize)> {
         self.table.find(table_key(page.0), |Entry { run, place }| {
             let content = self.run(run);
-            let place = (place.wrapping_sub(content.start) % PLACES) as usize;
-            let own = content.pages.get(place)?;
-            (own & !TIERS == masked(page)).then_some((run, place))
+            let index = (place.wrapping_sub(content.start) % PLACES) as usize;
+            let known = content.pages.get(index)?;
+            is_page(*known, page).then_some((run, index))
         })
     }
 
-    /// Returns the hash chain as it stands after `place`, to hash the pages that follow.
+    /// Returns the block hasher in its state after the pages before `place`. The caller continues
+    /// with the pages of `stored`.
     fn resume_chain(&self, place: Place, stored: &Stored) -> Chain {
         if place.run == ROOT {
             let lora = stored.lora.as_deref();
@@ -306,11 +327,12 @@ impl Pages {
         }
         let run = self.run(place.run);
         let depth = run.start as usize + place.pages;
-        let ended = self.grid.blocks(depth) - self.grid.blocks(run.start as usize);
-        let last = ended.checked_sub(1).map_or(run.last, |at| run.blocks[at]);
-        let before = |at: usize| run.sums.get(at).copied().unwrap_or(0);
-        let sum = place.pages.checked_sub(1).map_or(run.sum, before);
-        Chain::resume(self.block_tokens, last, self.grid.tokens(depth), sum)
+        let blocks_before_run = self.grid.blocks_ended_in(run.start as usize);
+        let blocks = self.grid.blocks_ended_in(depth) - blocks_before_run;
+        let last_block = blocks.checked_sub(1).map_or(run.block_before, |index| run.blocks[index]);
+        let sum_after = |index: usize| run.open_sums.get(index).copied().unwrap_or(0);
+        let open_sum = place.pages.checked_sub(1).map_or(run.open_sum_before, sum_after);
+        Chain::resume(self.block_tokens, last_block, self.grid.tokens_in(depth), open_sum)
     }
 }
 

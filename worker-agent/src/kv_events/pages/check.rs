@@ -1,13 +1,13 @@
-//! Invariants of [`Pages`].
+//! Checks the invariants of [`Pages`], the index of resident pages, for its tests.
 
 use std::collections::HashSet;
 
 use proto::table::{Entry, RunId};
 
-use super::{Pages, ROOT, RUN_PAGES_MAX, Run, TIERS, table_key};
+use super::{Pages, ROOT, RUN_PAGES_MAX, Run, TIER_BITS, table_key};
 
 impl Pages {
-    /// Checks the whole tree. For tests.
+    /// Checks the whole tree of runs, the table and the counts.
     ///
     /// # Panics
     /// With the violated invariant.
@@ -15,9 +15,9 @@ impl Pages {
         let runs: Vec<RunId> =
             std::iter::successors(self.next_run(ROOT), |&run| self.next_run(run)).collect();
         let used: HashSet<RunId> = runs.iter().copied().collect();
-        let free: HashSet<RunId> = self.free.iter().copied().collect();
+        let free: HashSet<RunId> = self.free_ids.iter().copied().collect();
         assert_eq!(used.len(), runs.len(), "a run is in the tree once");
-        assert_eq!(free.len(), self.free.len(), "a run is free once");
+        assert_eq!(free.len(), self.free_ids.len(), "a run is free once");
         assert!(used.is_disjoint(&free), "a free run is not in the tree");
         assert_eq!(used.len() + free.len() + 1, self.runs.len(), "every run is used or free");
         runs.iter().for_each(|&run| self.check_run(run));
@@ -38,25 +38,27 @@ impl Pages {
         assert_eq!(content.start as usize, start, "run {run} begins where its parent ends");
         if content.first_child == ROOT {
             assert!(
-                content.pages[len - 1] & TIERS != 0,
+                content.pages[len - 1] & TIER_BITS != 0,
                 "leaf run {run} ends with a resident page"
             );
         }
         let sums = if grid.page_is_block() { 0 } else { len };
-        assert_eq!(content.sums.len(), sums, "a sum for each page, unless pages are blocks");
+        assert_eq!(content.open_sums.len(), sums, "a sum for each page, unless pages are blocks");
         assert_eq!(
             content.blocks.len(),
-            grid.blocks(start + len) - grid.blocks(start),
+            grid.blocks_ended_in(start + len) - grid.blocks_ended_in(start),
             "run {run}"
         );
         if content.parent != ROOT {
-            assert_eq!(content.last, parent.blocks.last().copied().unwrap_or(parent.last));
-            assert_eq!(content.sum, parent.sums.last().copied().unwrap_or(0));
+            let last_block = parent.blocks.last().copied().unwrap_or(parent.block_before);
+            assert_eq!(content.block_before, last_block);
+            assert_eq!(content.open_sum_before, parent.open_sums.last().copied().unwrap_or(0));
         }
-        for (at, &page) in content.pages.iter().enumerate() {
-            let entry = Entry::new(run, start + at);
-            let own = |found: Entry| (found == entry).then_some(());
-            assert!(self.table.find(table_key(page), own).is_some(), "page {at} of run {run}");
+        for (index, &page) in content.pages.iter().enumerate() {
+            let entry = Entry::new(run, start + index);
+            let is_entry = |found: Entry| (found == entry).then_some(());
+            let found = self.table.find(table_key(page), is_entry);
+            assert!(found.is_some(), "page {index} of run {run}");
         }
     }
 }

@@ -1,7 +1,8 @@
-//! Converts between page counts and block counts.
+//! Converts between page numbers and block numbers of a prompt, for the index of resident pages.
 //!
-//! Both begin at token 0, and a page is never larger than a block. If the page size doesn't divide
-//! the block size, blocks end inside pages.
+//! A page is the engine's unit of KV memory; a block is the unit that routers know. The pages and
+//! the blocks of a prompt are both numbered from 0 and begin at token 0. A page is never larger
+//! than a block. If the page size doesn't divide the block size, some blocks end inside a page.
 
 use std::ops::Range;
 
@@ -10,41 +11,43 @@ use proto::block::BlockTokens;
 /// The sizes of pages and blocks, in tokens.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Grid {
-    page: usize,
-    block: usize,
+    page_tokens: usize,
+    block_tokens: usize,
 }
 
 impl Grid {
     pub(super) fn new(page_tokens: u32, block_tokens: BlockTokens) -> Self {
-        Self { page: page_tokens as usize, block: block_tokens.get() as usize }
+        Self { page_tokens: page_tokens as usize, block_tokens: block_tokens.get() as usize }
     }
 
     pub(super) fn page_tokens(&self) -> u32 {
-        u32::try_from(self.page).expect("`new` took it from a u32")
+        u32::try_from(self.page_tokens).expect("`new` took it from a u32")
     }
 
     /// Whether every page is exactly one block.
     pub(super) fn page_is_block(&self) -> bool {
-        self.page == self.block
+        self.page_tokens == self.block_tokens
     }
 
-    /// Returns the number of tokens in `pages` pages.
-    pub(super) fn tokens(&self, pages: usize) -> u64 {
-        pages as u64 * self.page as u64
+    /// Returns the number of tokens in a prompt's first `pages` pages.
+    pub(super) fn tokens_in(&self, pages: usize) -> u64 {
+        pages as u64 * self.page_tokens as u64
     }
 
-    /// Returns the number of blocks that end within the first `pages` pages.
-    pub(super) fn blocks(&self, pages: usize) -> usize {
-        pages * self.page / self.block
+    /// Returns the number of blocks that end within a prompt's first `pages` pages.
+    pub(super) fn blocks_ended_in(&self, pages: usize) -> usize {
+        pages * self.page_tokens / self.block_tokens
     }
 
-    /// Returns the pages that contain tokens of a block.
+    /// Returns the numbers of the pages that contain tokens of block number `block`.
     pub(super) fn pages_of(&self, block: usize) -> Range<usize> {
-        block * self.block / self.page..((block + 1) * self.block).div_ceil(self.page)
+        let (first_token, end_token) = (block * self.block_tokens, (block + 1) * self.block_tokens);
+        first_token / self.page_tokens..end_token.div_ceil(self.page_tokens)
     }
 
-    /// Returns the blocks that contain tokens of the pages `from..to`.
-    pub(super) fn blocks_over(&self, from: usize, to: usize) -> Range<usize> {
-        from * self.page / self.block..(to * self.page).div_ceil(self.block)
+    /// Returns the numbers of the blocks that contain tokens of the pages `from..to`.
+    pub(super) fn blocks_touching(&self, from: usize, to: usize) -> Range<usize> {
+        let (first_token, end_token) = (from * self.page_tokens, to * self.page_tokens);
+        first_token / self.block_tokens..end_token.div_ceil(self.block_tokens)
     }
 }

@@ -1,7 +1,8 @@
-//! How runs are created, grown, split, joined and removed.
+//! Creates, grows, splits, joins and removes the runs of [`Pages`], which form a tree.
 //!
-//! Callers set which pages are resident. This module keeps the pages, the blocks, the table and the
-//! tree links consistent.
+//! A run holds consecutive pages of a prompt without a branch between them. This file keeps the
+//! pages, the blocks, the table and the tree links consistent. Its callers decide which pages are
+//! resident.
 
 use std::ops::Range;
 
@@ -11,65 +12,73 @@ use proto::{
 };
 
 use super::{
-    Error, Grid, Pages, Place, ROOT, RUN_PAGES_MAX, Run, Stored, TIERS, masked, table_key,
+    Error, Grid, Pages, Place, ROOT, RUN_PAGES_MAX, Run, Stored, TIER_BITS, table_key,
+    without_tier_bits,
 };
 
-/// The result of an append: the position after the last appended page, and why no more were
-/// appended.
+/// The result of [`Pages::append`].
 pub(super) struct Appended {
-    pub(super) at: Place,
-    pub(super) stopped: Option<Error>,
+    /// The position after the last appended page.
+    pub(super) end: Place,
+    /// Why the next page of the event was rejected. `None` if all pages that fit were appended.
+    pub(super) rejection: Option<Error>,
 }
 
 impl Pages {
-    /// Appends unknown pages of an event, starting with index `from`, after a place at the end of a
-    /// run. Appends as many as fit in one run; they aren't marked resident yet.
+    /// Appends an event's pages from index `from` on, which are unknown, after `place`, which is
+    /// the end of a run. Appends as many as fit in one run, and doesn't mark them resident.
     pub(super) fn append(&mut self, place: Place, stored: &Stored, from: usize) -> Appended {
         let mut chain = self.resume_chain(place, stored);
-        let grows = place.run != ROOT
+        let is_leaf_with_room = place.run != ROOT
             && self.run(place.run).first_child == ROOT
             && place.pages < RUN_PAGES_MAX;
-        let run =
-            if grows { place.run } else { self.add_after(place.run, chain.last(), chain.sum()) };
-        let depth = self.run(run).start as usize;
+        let run = if is_leaf_with_room {
+            place.run
+        } else {
+            self.add_child(place.run, chain.last(), chain.sum())
+        };
+        let run_start = self.run(run).start as usize;
         let page_tokens = stored.page_tokens as usize;
-        let (mut tokens, mut stopped) = (Vec::with_capacity(page_tokens), None);
-        let (room, before) = (RUN_PAGES_MAX - self.run(run).pages.len(), self.run(run).bytes());
+        let (mut tokens, mut rejection) = (Vec::with_capacity(page_tokens), None);
+        let room = RUN_PAGES_MAX - self.run(run).pages.len();
+        let bytes_before = self.run(run).bytes();
         let pages = stored.pages.iter().zip(stored.tokens.chunks(page_tokens));
         self.reserve(run, room.min(stored.pages.len() - from));
-        for (&page, wide) in pages.skip(from).take(room) {
+        for (&page, event_tokens) in pages.skip(from).take(room) {
             tokens.clear();
-            tokens.extend(wide.iter().map_while(|&token| u32::try_from(token).ok()));
-            let at = self.run(run).pages.len();
+            tokens.extend(event_tokens.iter().map_while(|&token| u32::try_from(token).ok()));
+            let index = self.run(run).pages.len();
             if tokens.len() < page_tokens {
-                stopped = Some(Error::Token);
+                rejection = Some(Error::Token);
             } else if self.count == self.pages_max {
-                stopped = Some(Error::Full(self.pages_max));
+                rejection = Some(Error::Full(self.pages_max));
             } else if self.find(page).is_some() {
-                stopped = Some(Error::Elsewhere);
+                rejection = Some(Error::OtherParent);
             }
-            if stopped.is_some() {
+            if rejection.is_some() {
                 break;
             }
             let page_is_block = self.grid.page_is_block();
             let content = &mut self.runs[run as usize];
             chain.push(&tokens, &mut content.blocks);
-            content.pages.push(masked(page));
+            content.pages.push(without_tier_bits(page));
             if !page_is_block {
-                content.sums.push(chain.sum());
+                content.open_sums.push(chain.sum());
             }
-            self.table.insert(table_key(page.0), Entry::new(run, depth + at), |_| false);
+            self.table.insert(table_key(page.0), Entry::new(run, run_start + index), |_| false);
             self.count += 1;
         }
-        self.lists_bytes = self.lists_bytes + self.run(run).bytes() - before;
-        let at = Place { run, pages: self.run(run).pages.len() };
-        if at.pages == 0 {
+        self.lists_bytes = self.lists_bytes + self.run(run).bytes() - bytes_before;
+        let end = Place { run, pages: self.run(run).pages.len() };
+        if end.pages == 0 {
             self.remove_leaf(run);
         }
-        Appended { at, stopped }
+        Appended { end, rejection }
     }
 
-    /// Reserves some room for the next turn, but far less than the doubling of `Vec` would.
+    /// Makes room in a run for `pages` more pages. Where a list must grow, also reserves a
+    /// sixteenth of its length, because the session's next turn appends pages too. `Vec` itself
+    /// would double the list and leave up to half of it unused.
     fn reserve(&mut self, run: RunId, pages: usize) {
         fn reserve<T>(list: &mut Vec<T>, more: usize) {
             if list.capacity() < list.len() + more {
@@ -79,23 +88,28 @@ impl Pages {
         let (grid, content) = (self.grid, &mut self.runs[run as usize]);
         let depth = content.start as usize + content.pages.len();
         reserve(&mut content.pages, pages);
-        reserve(&mut content.blocks, grid.blocks(depth + pages) - grid.blocks(depth));
+        reserve(
+            &mut content.blocks,
+            grid.blocks_ended_in(depth + pages) - grid.blocks_ended_in(depth),
+        );
         if !grid.page_is_block() {
-            reserve(&mut content.sums, pages);
+            reserve(&mut content.open_sums, pages);
         }
     }
 
-    fn add_after(&mut self, parent: RunId, last: BlockHash, sum: u64) -> RunId {
+    /// Adds an empty run as a child of `parent`.
+    fn add_child(&mut self, parent: RunId, block_before: BlockHash, open_sum_before: u64) -> RunId {
         let content = self.run(parent);
         let start = content.start as usize + content.pages.len();
         let start = u32::try_from(start).expect("no prompt has four billion pages");
-        let run = self.add(Run { last, sum, start, ..Run::default() });
+        let run = self.add_unlinked(Run { block_before, open_sum_before, start, ..Run::default() });
         self.link(parent, run);
         run
     }
 
-    fn add(&mut self, run: Run) -> RunId {
-        if let Some(id) = self.free.pop() {
+    /// Stores a run under a free id, outside the tree.
+    fn add_unlinked(&mut self, run: Run) -> RunId {
+        if let Some(id) = self.free_ids.pop() {
             *self.run_mut(id) = run;
             return id;
         }
@@ -107,77 +121,79 @@ impl Pages {
         id
     }
 
-    /// Makes `run` a child of `parent`.
+    /// Makes `run` the first child of `parent`.
     fn link(&mut self, parent: RunId, run: RunId) {
-        let younger = self.run(parent).first_child;
+        let next_sibling = self.run(parent).first_child;
         let content = self.run_mut(run);
-        (content.parent, content.older, content.younger) = (parent, ROOT, younger);
-        if younger != ROOT {
-            self.run_mut(younger).older = run;
+        (content.parent, content.previous_sibling, content.next_sibling) =
+            (parent, ROOT, next_sibling);
+        if next_sibling != ROOT {
+            self.run_mut(next_sibling).previous_sibling = run;
         }
         self.run_mut(parent).first_child = run;
     }
 
     /// Unlinks a run from its parent and its siblings.
     fn unlink(&mut self, run: RunId) {
-        let Run { parent, older, younger, .. } = *self.run(run);
-        if older == ROOT {
-            self.run_mut(parent).first_child = younger;
+        let Run { parent, previous_sibling, next_sibling, .. } = *self.run(run);
+        if previous_sibling == ROOT {
+            self.run_mut(parent).first_child = next_sibling;
         } else {
-            self.run_mut(older).younger = younger;
+            self.run_mut(previous_sibling).next_sibling = next_sibling;
         }
-        if younger != ROOT {
-            self.run_mut(younger).older = older;
+        if next_sibling != ROOT {
+            self.run_mut(next_sibling).previous_sibling = previous_sibling;
         }
     }
 
     pub(super) fn children(&self, run: RunId) -> impl Iterator<Item = RunId> {
         let some = |run: RunId| (run != ROOT).then_some(run);
         std::iter::successors(some(self.run(run).first_child), move |&run| {
-            some(self.run(run).younger)
+            some(self.run(run).next_sibling)
         })
     }
 
-    /// Returns the run after `run`, parents before children.
+    /// Returns the run that comes after `run` in a walk over the whole tree, parents first.
     pub(super) fn next_run(&self, run: RunId) -> Option<RunId> {
         if self.run(run).first_child != ROOT {
             return Some(self.run(run).first_child);
         }
         let mut run = run;
-        while run != ROOT && self.run(run).younger == ROOT {
+        while run != ROOT && self.run(run).next_sibling == ROOT {
             run = self.run(run).parent;
         }
-        (run != ROOT).then(|| self.run(run).younger)
+        (run != ROOT).then(|| self.run(run).next_sibling)
     }
 
-    /// Updates the table: its entries for some pages of `from` now lead to `to`.
+    /// Makes the table's entries for some pages of run `from` lead to run `to`. `pages` are indexes
+    /// in `from`.
     fn move_entries(&mut self, from: RunId, pages: Range<usize>, to: RunId) {
         let Self { runs, table, .. } = self;
         let content = &runs[from as usize];
-        for at in pages {
+        for index in pages {
             table.rename(
-                table_key(content.pages[at]),
-                Entry::new(from, content.start as usize + at),
+                table_key(content.pages[index]),
+                Entry::new(from, content.start as usize + index),
                 to,
             );
         }
     }
 
-    /// Splits a run after its first `at` pages and returns both parts. The longer part keeps the
-    /// id.
-    pub(super) fn split(&mut self, run: RunId, at: usize) -> (RunId, RunId) {
+    /// Splits a run after its first `head_len` pages. Returns the ids of its head and its tail. The
+    /// longer part keeps the run's id, because each page of the other part needs a new table entry.
+    pub(super) fn split(&mut self, run: RunId, head_len: usize) -> (RunId, RunId) {
         let len = self.run(run).pages.len();
-        debug_assert!(0 < at && at < len, "both parts have pages");
-        let id = self.add(Run::default());
-        let tail_stays = len - at >= at;
-        let (head, tail) = if tail_stays { (id, run) } else { (run, id) };
-        self.move_entries(run, if tail_stays { 0..at } else { at..len }, id);
+        debug_assert!(0 < head_len && head_len < len, "both parts have pages");
+        let new_id = self.add_unlinked(Run::default());
+        let tail_keeps_id = len - head_len >= head_len;
+        let (head, tail) = if tail_keeps_id { (new_id, run) } else { (run, new_id) };
+        self.move_entries(run, if tail_keeps_id { 0..head_len } else { head_len..len }, new_id);
         let (parent, first_child) = (self.run(run).parent, self.run(run).first_child);
         self.unlink(run);
-        let mut first = self.take_content(run);
-        let second = first.split_off(at, self.grid);
-        self.put_content(head, first);
-        self.put_content(tail, second);
+        let mut head_content = self.take_content(run);
+        let tail_content = head_content.split_off(head_len, self.grid);
+        self.put_content(head, head_content);
+        self.put_content(tail, tail_content);
         self.run_mut(head).first_child = ROOT;
         self.link(parent, head);
         self.link(head, tail);
@@ -186,45 +202,47 @@ impl Pages {
         (head, tail)
     }
 
-    /// Joins a run with its child if it has exactly one and the pages fit in one run.
-    fn join(&mut self, run: RunId) {
+    /// Joins a run with its child if it has exactly one child and the pages of both fit in one run.
+    /// The longer run's id stays in use.
+    fn join_only_child(&mut self, run: RunId) {
         let child = self.run(run).first_child;
-        let is_only = run != ROOT && child != ROOT && self.run(child).younger == ROOT;
-        let (len, more) = (self.run(run).pages.len(), self.run(child).pages.len());
-        if !is_only || len + more > RUN_PAGES_MAX {
+        let has_only_child = run != ROOT && child != ROOT && self.run(child).next_sibling == ROOT;
+        let (len, child_len) = (self.run(run).pages.len(), self.run(child).pages.len());
+        if !has_only_child || len + child_len > RUN_PAGES_MAX {
             return;
         }
-        let child_stays = more > len;
-        let (stays, goes) = if child_stays { (child, run) } else { (run, child) };
-        self.move_entries(goes, 0..self.run(goes).pages.len(), stays);
+        let (kept_id, freed_id) = if child_len > len { (child, run) } else { (run, child) };
+        self.move_entries(freed_id, 0..self.run(freed_id).pages.len(), kept_id);
         let (parent, first_child) = (self.run(run).parent, self.run(child).first_child);
         self.unlink(run);
-        let second = self.take_content(child);
-        let mut whole = self.take_content(run);
-        whole.absorb(second);
-        self.put_content(stays, whole);
-        self.free.push(goes);
-        self.link(parent, stays);
-        self.run_mut(stays).first_child = first_child;
-        self.set_children_parent(stays);
+        let child_content = self.take_content(child);
+        let mut joined = self.take_content(run);
+        joined.absorb(child_content);
+        self.put_content(kept_id, joined);
+        self.free_ids.push(freed_id);
+        self.link(parent, kept_id);
+        self.run_mut(kept_id).first_child = first_child;
+        self.set_children_parent(kept_id);
     }
 
-    /// Sets the parent link of all children of a run.
+    /// Makes `run` the parent of all runs in its list of children.
     fn set_children_parent(&mut self, run: RunId) {
         let mut child = self.run(run).first_child;
         while child != ROOT {
             self.run_mut(child).parent = run;
-            child = self.run(child).younger;
+            child = self.run(child).next_sibling;
         }
     }
 
-    /// Removes the pages that are resident in no tier and that no page follows, from the end of
-    /// `run` upwards. Called after pages were released.
+    /// Removes pages that are no longer needed after a release: from the end of `run` towards the
+    /// root, each page that is resident in no tier, until a page that is resident or a branch.
+    /// Other pages are kept, because the pages after them need their place in the tree.
     pub(super) fn prune(&mut self, run: RunId) {
         let mut run = run;
         while run != ROOT && self.run(run).first_child == ROOT {
             let pages = &self.run(run).pages;
-            let kept = pages.iter().rposition(|page| page & TIERS != 0).map_or(0, |at| at + 1);
+            let last_resident = pages.iter().rposition(|page| page & TIER_BITS != 0);
+            let kept = last_resident.map_or(0, |index| index + 1);
             self.truncate_run(run, kept);
             let parent = self.run(run).parent;
             if kept > 0 {
@@ -234,33 +252,35 @@ impl Pages {
             self.remove_leaf(run);
             run = parent;
         }
-        self.join(run);
+        self.join_only_child(run);
     }
 
     fn truncate_run(&mut self, run: RunId, len: usize) {
         let Self { runs, table, grid, .. } = self;
         let content = &mut runs[run as usize];
-        let (depth, before) = (content.start as usize, content.bytes());
-        for (at, &page) in content.pages.iter().enumerate().skip(len) {
-            table.remove(table_key(page), Entry::new(run, depth + at));
+        let (run_start, bytes_before) = (content.start as usize, content.bytes());
+        for (index, &page) in content.pages.iter().enumerate().skip(len) {
+            table.remove(table_key(page), Entry::new(run, run_start + index));
         }
         self.count -= content.pages.len() - len;
         content.pages.truncate(len);
-        content.sums.truncate(len);
-        content.blocks.truncate(grid.blocks(depth + len) - grid.blocks(depth));
+        content.open_sums.truncate(len);
+        content
+            .blocks
+            .truncate(grid.blocks_ended_in(run_start + len) - grid.blocks_ended_in(run_start));
         if content.pages.capacity() > 2 * len {
             content.pages.shrink_to_fit();
-            content.sums.shrink_to_fit();
+            content.open_sums.shrink_to_fit();
             content.blocks.shrink_to_fit();
         }
-        self.lists_bytes = self.lists_bytes + content.bytes() - before;
+        self.lists_bytes = self.lists_bytes + content.bytes() - bytes_before;
     }
 
     /// Removes an empty leaf run from the tree.
     fn remove_leaf(&mut self, run: RunId) {
         self.unlink(run);
         self.take_content(run);
-        self.free.push(run);
+        self.free_ids.push(run);
     }
 
     /// Takes a run's content and leaves an empty run in its place.
@@ -270,10 +290,10 @@ impl Pages {
         taken
     }
 
-    /// Stores a run's content where an empty run is.
-    fn put_content(&mut self, run: RunId, new: Run) {
-        self.lists_bytes += new.bytes();
-        *self.run_mut(run) = new;
+    /// Replaces the empty run at the id `run` by `content`.
+    fn put_content(&mut self, run: RunId, content: Run) {
+        self.lists_bytes += content.bytes();
+        *self.run_mut(run) = content;
     }
 }
 
@@ -281,38 +301,40 @@ impl Run {
     /// Returns the bytes of memory that the run's lists hold.
     pub(super) fn bytes(&self) -> usize {
         self.pages.capacity() * size_of::<u64>()
-            + self.sums.capacity() * size_of::<u64>()
+            + self.open_sums.capacity() * size_of::<u64>()
             + self.blocks.capacity() * size_of::<BlockHash>()
     }
 
-    /// Keeps the first `at` pages, and returns a run with the others.
-    fn split_off(&mut self, at: usize, grid: Grid) -> Self {
-        let depth = self.start as usize;
-        let blocks = grid.blocks(depth + at) - grid.blocks(depth);
-        let sum = self.sums.get(at - 1).copied().unwrap_or(0);
-        let last = blocks.checked_sub(1).map_or(self.last, |last| self.blocks[last]);
-        let sums = if self.sums.is_empty() { vec![] } else { self.sums.split_off(at) };
-        let second = Self {
-            pages: self.pages.split_off(at),
-            sums,
-            blocks: self.blocks.split_off(blocks),
-            last,
-            sum,
-            start: u32::try_from(depth + at).expect("a depth in the tree fits in a u32"),
+    /// Keeps the first `head_len` pages, and returns a run with the pages after them.
+    fn split_off(&mut self, head_len: usize, grid: Grid) -> Self {
+        let run_start = self.start as usize;
+        let tail_start = run_start + head_len;
+        let head_blocks = grid.blocks_ended_in(tail_start) - grid.blocks_ended_in(run_start);
+        let open_sum_before = self.open_sums.get(head_len - 1).copied().unwrap_or(0);
+        let block_before =
+            head_blocks.checked_sub(1).map_or(self.block_before, |index| self.blocks[index]);
+        let has_sums = !self.open_sums.is_empty();
+        let tail = Self {
+            pages: self.pages.split_off(head_len),
+            open_sums: if has_sums { self.open_sums.split_off(head_len) } else { vec![] },
+            blocks: self.blocks.split_off(head_blocks),
+            block_before,
+            open_sum_before,
+            start: u32::try_from(tail_start).expect("a depth in the tree fits in a u32"),
             ..Self::default()
         };
         self.pages.shrink_to_fit();
-        self.sums.shrink_to_fit();
+        self.open_sums.shrink_to_fit();
         self.blocks.shrink_to_fit();
-        second
+        tail
     }
 
-    /// Appends the pages of the run that follows.
+    /// Appends the pages, sums and blocks of `other`, which begins where this run ends.
     fn absorb(&mut self, other: Self) {
         self.pages.reserve_exact(other.pages.len());
         self.pages.extend(other.pages);
-        self.sums.reserve_exact(other.sums.len());
-        self.sums.extend(other.sums);
+        self.open_sums.reserve_exact(other.open_sums.len());
+        self.open_sums.extend(other.open_sums);
         self.blocks.reserve_exact(other.blocks.len());
         self.blocks.extend(other.blocks);
     }
