@@ -1,13 +1,19 @@
-//! Publishes what the engine's KV cache holds to routers, as routing blocks.
+//! Tells routers which parts of prompts the engine's KV cache holds, so that they can route by it.
 //!
-//! The pure modules: [`decode`] decodes the engine's KV event messages, [`sequencer`] puts them in
-//! sequence, [`hash_check`] checks page hashes against tokens, [`pages`] maps pages to blocks, and
-//! `rank_cache` joins these. The I/O modules: `subscriber` reads one rank's publisher over `zmtp`,
-//! `event_log` keeps the recent changes, and `watch` streams them to one router. All of this runs on a thread
-//! of its own, so that a large snapshot delays neither turns nor load reports.
+//! An engine counts its cache in *pages*, and publishes a KV event when it stores or evicts some.
+//! Routers count prompts in *blocks* of one page or more. A *watcher* is a router that receives all
+//! changes of resident blocks. A *rank* is a data parallel rank of the engine, each with its own
+//! cache.
 //!
-//! The engine is only listened to. The exception is a request to the shim to publish the radix tree
-//! again after lost events: see `republish.py` in the shim.
+//! Modules without I/O: [`decode`] decodes the engine's KV event messages, [`sequencer`] puts them
+//! in sequence, [`hash_check`] checks page hashes against tokens, [`pages`] maps pages to blocks,
+//! and `rank_cache` joins these. Modules with I/O: `subscriber` reads one rank's publisher over
+//! `zmtp`, `event_log` keeps the recent changes, and `watch` streams them to one router. All of
+//! this runs on a thread of its own, so that a large snapshot delays neither requests nor load
+//! reports.
+//!
+//! The agent only listens to the engine, with one exception. After lost events, it asks the shim
+//! (code in the engine's process) to publish the engine's radix tree again: see `republish.py`.
 
 mod bounded_log;
 pub mod decode;
@@ -42,15 +48,15 @@ use crate::shim::ShimHandle;
 
 /// The maximum number of routers that watch at once.
 const WATCHERS_MAX: usize = 16;
-/// The maximum number of snapshots in preparation at once. Each takes eight bytes a block until it
-/// is sent.
+/// The maximum number of snapshots that are made and sent at once. Each takes eight bytes of memory
+/// per block until it is sent.
 const SNAPSHOTS_MAX: usize = 2;
 /// The maximum number of queued messages for one watcher, each of at most 256 KiB.
 const QUEUED_EVENTS_MAX: usize = 2;
 /// The maximum number of watchers that wait for a snapshot of one rank.
 const SNAPSHOT_REQUESTS_MAX: usize = WATCHERS_MAX;
-/// The number of pages tracked for each page of the pool; more than 1, because host memory holds
-/// further pages.
+/// The maximum number of pages tracked, as a multiple of the pages in a rank's GPU pool. It is more
+/// than 1, because the host's memory holds further pages.
 const PAGES_PER_POOL_PAGE: usize = 4;
 
 /// State shared by the ranks' tasks and the watchers' tasks.
@@ -59,18 +65,18 @@ struct Shared {
     shim: ShimHandle,
     republish_interval: Duration,
     metrics: Metrics,
-    snapshots: Semaphore,
+    snapshot_permits: Semaphore,
 }
 
 /// The arguments of [`start`].
 #[derive(Debug)]
 pub struct KvSetup {
-    /// Identifies this run of the agent. A router uses it to tell this run's sequence numbers from
-    /// those of an earlier run.
+    /// Identifies this process of the agent. A router uses it to tell this process's sequence
+    /// numbers from those of an earlier process.
     pub epoch: u64,
-    /// The shim, which publishes the engine's radix tree again on request.
+    /// The shim in the engine's process, which publishes the engine's radix tree again on request.
     pub shim: ShimHandle,
-    /// The shortest time between two requests for the tree of one rank.
+    /// The shortest time between two requests for the radix tree of one rank.
     pub republish_interval: Duration,
     /// The agent's metrics.
     pub metrics: Metrics,
@@ -87,8 +93,8 @@ pub struct KvHandle {
 }
 
 impl KvHandle {
-    /// Sets the address of the engine's publishers. A value equal to the present one changes
-    /// nothing.
+    /// Sets where the engine publishes its KV events. If `info` differs from the present value, the
+    /// agent connects again to all ranks.
     pub fn set_publishers(&self, info: PublisherInfo) {
         self.publishers.send_if_modified(|known| {
             let is_new = known.as_ref() != Some(&info);
@@ -97,8 +103,8 @@ impl KvHandle {
         });
     }
 
-    /// Starts a stream of everything that is resident, followed by all changes. The stream ends
-    /// with an error when the watcher reads too slowly.
+    /// Starts a stream for a watcher: all resident blocks, then all changes. The stream ends with
+    /// an error when the watcher reads too slowly.
     ///
     /// # Errors
     /// When too many routers watch already, or when the agent is stopping.
@@ -120,11 +126,12 @@ impl KvHandle {
 /// When the thread or its runtime can't be created.
 pub fn start(setup: KvSetup, token: CancellationToken) -> std::io::Result<KvHandle> {
     let KvSetup { epoch, shim, republish_interval, metrics } = setup;
-    let (watchers, requests) = mpsc::channel(WATCHERS_MAX);
+    let (watchers, new_watchers) = mpsc::channel(WATCHERS_MAX);
     let (publishers, info) = tokio::sync::watch::channel(None);
     let handle = KvHandle { watchers, publishers };
-    let snapshots = Semaphore::new(SNAPSHOTS_MAX);
-    let shared = Shared { log: EventLog::new(), shim, republish_interval, metrics, snapshots };
+    let snapshot_permits = Semaphore::new(SNAPSHOTS_MAX);
+    let log = EventLog::new();
+    let shared = Shared { log, shim, republish_interval, metrics, snapshot_permits };
     let shared = Arc::new(shared);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     std::thread::Builder::new().name("kv".into()).spawn(move || {
@@ -132,7 +139,7 @@ pub fn start(setup: KvSetup, token: CancellationToken) -> std::io::Result<KvHand
             tokio::select! {
                 biased;
                 () = token.cancelled() => {}
-                () = serve(epoch, &shared, info, requests) => {}
+                () = serve(epoch, &shared, info, new_watchers) => {}
             }
         });
         // The runtime drops all other tasks of this thread.
@@ -145,10 +152,10 @@ async fn serve(
     epoch: u64,
     shared: &Arc<Shared>,
     mut publishers: tokio::sync::watch::Receiver<Option<PublisherInfo>>,
-    mut requests: mpsc::Receiver<mpsc::Sender<Result<v1::KvEvent, Status>>>,
+    mut new_watchers: mpsc::Receiver<mpsc::Sender<Result<v1::KvEvent, Status>>>,
 ) {
     let tasks = Tasks::default();
-    let room = Arc::new(Semaphore::new(WATCHERS_MAX));
+    let watcher_permits = Arc::new(Semaphore::new(WATCHERS_MAX));
     loop {
         tokio::select! {
             biased;
@@ -159,8 +166,8 @@ async fn serve(
                     shared.log.replace_ranks(start_ranks(&info, shared, &tasks));
                 }
             }
-            Some(events) = requests.recv() => {
-                let Ok(place) = Arc::clone(&room).try_acquire_owned() else {
+            Some(events) = new_watchers.recv() => {
+                let Ok(permit) = Arc::clone(&watcher_permits).try_acquire_owned() else {
                     let _ = events.try_send(Err(Status::resource_exhausted(format!(
                         "{WATCHERS_MAX} routers watch already"
                     ))));
@@ -169,7 +176,7 @@ async fn serve(
                 let shared = Arc::clone(shared);
                 tasks.spawn(async move {
                     watch::serve_watcher(epoch, &shared, events).await;
-                    drop(place);
+                    drop(permit);
                 });
             }
             else => return,
@@ -177,13 +184,14 @@ async fn serve(
     }
 }
 
-/// Starts a task for each rank. Returns the channels for requesting snapshots, in rank order.
+/// Starts a task for each rank. Returns the channels over which watchers request snapshots, in rank
+/// order.
 fn start_ranks(info: &PublisherInfo, shared: &Arc<Shared>, tasks: &Tasks) -> Vec<SnapshotRequests> {
     if let Err(why) = &info.publishers {
         tracing::info!(why, "no KV events; resident blocks are not published");
     }
     let ranks = (0..info.ranks).map(|dp_rank| {
-        let (requests, mut snapshots) = mpsc::channel(SNAPSHOT_REQUESTS_MAX);
+        let (requests_sender, mut requests) = mpsc::channel(SNAPSHOT_REQUESTS_MAX);
         let subscriber = rank_addresses(info, dp_rank).and_then(|addresses| {
             let pages_max = info.pool_pages.saturating_mul(PAGES_PER_POOL_PAGE);
             let rank =
@@ -194,12 +202,12 @@ fn start_ranks(info: &PublisherInfo, shared: &Arc<Shared>, tasks: &Tasks) -> Vec
         tasks.spawn(async move {
             match subscriber {
                 Ok((addresses, rank)) => {
-                    Subscriber::new(addresses, rank, shared, snapshots).run().await
+                    Subscriber::new(addresses, rank, shared, requests).run().await
                 }
-                Err(why) => subscriber::answer_unknown(&why, &shared, &mut snapshots).await,
+                Err(why) => subscriber::answer_unknown(&why, &shared, &mut requests).await,
             }
         });
-        requests
+        requests_sender
     });
     ranks.collect()
 }

@@ -1,7 +1,7 @@
-//! A bounded log of recent entries for readers that each read at their own speed. Pure.
+//! A log of recent entries, bounded in bytes, for readers that read at different speeds. Pure.
 //!
-//! Entries are numbered from 0. The oldest ones are dropped beyond a number of bytes. A reader that
-//! has not read a dropped entry gets [`Dropped`].
+//! The entries are numbered from 0. If all entries together exceed the bound, the log drops the
+//! oldest ones. A reader that asks for a dropped entry gets [`Dropped`].
 
 use std::{collections::VecDeque, sync::Arc};
 
@@ -12,31 +12,33 @@ pub(super) struct Dropped;
 /// The newest entries, oldest first.
 #[derive(Debug)]
 pub(super) struct BoundedLog<T> {
+    /// Each entry with its bytes.
     entries: VecDeque<(usize, Arc<T>)>,
     /// The number of the oldest entry.
-    first: u64,
+    oldest_number: u64,
+    /// The bytes of all entries.
     bytes: usize,
     bytes_max: usize,
 }
 
 impl<T> BoundedLog<T> {
     pub(super) fn new(bytes_max: usize) -> Self {
-        Self { entries: VecDeque::new(), first: 0, bytes: 0, bytes_max }
+        Self { entries: VecDeque::new(), oldest_number: 0, bytes: 0, bytes_max }
     }
 
     /// Returns the number that the next entry will have.
     pub(super) fn next_number(&self) -> u64 {
-        self.first + self.entries.len() as u64
+        self.oldest_number + self.entries.len() as u64
     }
 
-    /// Adds an entry that counts as `bytes`.
+    /// Adds an entry that counts as `bytes`. An entry above the bound is dropped at once.
     pub(super) fn push(&mut self, entry: T, bytes: usize) {
         self.entries.push_back((bytes, Arc::new(entry)));
         self.bytes += bytes;
         while self.bytes > self.bytes_max {
             let (bytes, _) = self.entries.pop_front().expect("bytes are counted per entry");
             self.bytes -= bytes;
-            self.first += 1;
+            self.oldest_number += 1;
         }
         if cfg!(debug_assertions) {
             self.check_invariants();
@@ -45,8 +47,8 @@ impl<T> BoundedLog<T> {
 
     /// Returns the entry with a number, or `None` if it doesn't exist yet.
     pub(super) fn get(&self, number: u64) -> Result<Option<Arc<T>>, Dropped> {
-        let at = number.checked_sub(self.first).ok_or(Dropped)?;
-        let entry = usize::try_from(at).ok().and_then(|at| self.entries.get(at));
+        let index = number.checked_sub(self.oldest_number).ok_or(Dropped)?;
+        let entry = usize::try_from(index).ok().and_then(|index| self.entries.get(index));
         Ok(entry.map(|(_, entry)| Arc::clone(entry)))
     }
 

@@ -1,7 +1,11 @@
-//! The recent changes of all ranks, read by all watchers, and the way to request a rank's snapshot.
+//! Keeps the recent changes of resident blocks for all watchers, and passes on snapshot requests.
 //!
-//! Ranks write to the board and never wait for watchers. A watcher that reads too slowly finds that
-//! entries it needs were dropped.
+//! A *watcher* is a router that receives all changes of the blocks that the engine's cache holds. A
+//! *rank* is a data parallel rank of the engine, each with its own cache. The ranks' tasks write to
+//! the log and never wait for watchers. A watcher that reads too slowly finds that entries it needs
+//! were dropped. Its stream then ends. A *snapshot* is the list of all blocks that are resident on
+//! a rank. A watcher requests one from the rank's task at the start, and after each
+//! [`EntryContent::Reset`].
 
 use std::sync::Arc;
 
@@ -11,7 +15,8 @@ use tokio::sync::{mpsc, oneshot, watch};
 
 use super::bounded_log::{BoundedLog, Dropped};
 
-/// The maximum bytes of changes kept for watchers: those of some minutes, or a million blocks.
+/// The maximum bytes of changes kept for watchers. These are a million blocks, or the changes of
+/// some minutes.
 const LOG_BYTES_MAX: usize = 8 << 20;
 
 /// One entry of the log: something that happened on a rank.
@@ -24,33 +29,36 @@ pub(super) struct LogEntry {
 #[derive(Debug)]
 pub(super) enum EntryContent {
     Changes(Vec<Change>),
-    /// All earlier changes of the rank are void: request a new snapshot.
+    /// All earlier changes of the rank are void. A watcher must request a new snapshot.
     Reset,
 }
 
-/// Everything that is resident on a rank, or the reason why it is unknown.
+/// All resident blocks of a rank, at a position in the log.
 #[derive(Debug)]
 pub(super) struct RankSnapshot {
+    /// The changes that tell a watcher all resident blocks, or the reason why they are unknown.
     pub(super) changes: Result<Vec<Change>, String>,
-    /// The snapshot contains all entries of this rank with a number lower than this.
+    /// The number of the first log entry that the snapshot doesn't contain.
     pub(super) next_entry: u64,
 }
 
-/// The channel for requesting a rank's snapshot.
+/// The channel over which watchers request a rank's snapshot. The rank's task answers each request.
 pub(super) type SnapshotRequests = mpsc::Sender<oneshot::Sender<RankSnapshot>>;
 
 /// State shared by the ranks and the watchers.
 #[derive(Debug)]
 pub(super) struct EventLog {
     log: Mutex<BoundedLog<LogEntry>>,
-    next: watch::Sender<u64>,
+    /// The number that the next entry will have.
+    next_number: watch::Sender<u64>,
+    /// The ranks of the present engine, in order.
     ranks: watch::Sender<Vec<SnapshotRequests>>,
 }
 
 impl EventLog {
     pub(super) fn new() -> Self {
         let log = Mutex::new(BoundedLog::new(LOG_BYTES_MAX));
-        Self { log, next: watch::Sender::new(0), ranks: watch::Sender::default() }
+        Self { log, next_number: watch::Sender::new(0), ranks: watch::Sender::default() }
     }
 
     pub(super) fn append(&self, dp_rank: u32, content: EntryContent) {
@@ -58,17 +66,17 @@ impl EventLog {
             EntryContent::Changes(changes) => changes.iter().map(Change::wire_bytes).sum(),
             EntryContent::Reset => size_of::<LogEntry>(),
         };
-        let next = {
+        let next_number = {
             let mut log = self.log.lock();
             log.push(LogEntry { dp_rank, content }, bytes);
             log.next_number()
         };
-        self.next.send_replace(next);
+        self.next_number.send_replace(next_number);
     }
 
     /// Returns the number that the next entry will have.
     pub(super) fn next_number(&self) -> u64 {
-        *self.next.borrow()
+        *self.next_number.borrow()
     }
 
     pub(super) fn get(&self, number: u64) -> Result<Option<Arc<LogEntry>>, Dropped> {
@@ -77,15 +85,15 @@ impl EventLog {
 
     /// Returns a receiver that wakes at each new entry.
     pub(super) fn subscribe(&self) -> watch::Receiver<u64> {
-        self.next.subscribe()
+        self.next_number.subscribe()
     }
 
-    /// Replaces all ranks. An entry for each old or new rank makes the watchers request its
-    /// snapshot.
+    /// Replaces all ranks. Appends a reset for each old or new rank, so that the watchers request
+    /// its snapshot.
     pub(super) fn replace_ranks(&self, ranks: Vec<SnapshotRequests>) {
-        let count = ranks.len();
-        let before = self.ranks.send_replace(ranks).len();
-        for dp_rank in (0..).take(count.max(before)) {
+        let new_count = ranks.len();
+        let old_count = self.ranks.send_replace(ranks).len();
+        for dp_rank in (0..).take(new_count.max(old_count)) {
             self.append(dp_rank, EntryContent::Reset);
         }
     }
@@ -95,8 +103,8 @@ impl EventLog {
         self.ranks.borrow().len()
     }
 
-    /// Requests the snapshot of a rank. Returns `None` if the rank is replaced meanwhile; an entry
-    /// for the rank follows in that case.
+    /// Requests the snapshot of a rank. Returns `None` if the rank is replaced meanwhile. In that
+    /// case, a reset of the rank follows in the log.
     pub(super) async fn request_snapshot(&self, dp_rank: u32) -> Option<RankSnapshot> {
         let requests = self.ranks.borrow().get(dp_rank as usize).cloned();
         let Some(requests) = requests else {

@@ -1,8 +1,9 @@
-//! Checks the engine's hash of a page against the page's tokens.
+//! Checks the page hashes in the engine's KV events against the pages' tokens.
 //!
-//! SGLang chains SHA-256 over the tokens; a page's hash is the first 64 bits. The digests of recent
-//! pages are kept, because the next page's digest continues from them. The caller decides what a
-//! wrong hash means.
+//! A page is the engine's unit of KV memory. SGLang computes a page's SHA-256 digest from the
+//! digest of the page before it and from the page's own tokens. The page hash in an event is the
+//! first 64 bits of that digest. So [`Verifier`] keeps the digests of recent pages, to check the
+//! pages that follow them. The caller decides what a wrong hash means.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -10,8 +11,8 @@ use sha2::{Digest as _, Sha256};
 
 use super::decode::{PageHash, Stored};
 
-/// The number of digests kept: about three megabytes. A page whose parent is older can't be
-/// checked.
+/// The maximum number of digests kept, in about three megabytes. If the digest of a page's parent
+/// is no longer kept, the page can't be checked.
 const DIGESTS_MAX: usize = 32_768;
 /// The tag that the engine hashes before a client's cache salt.
 const SALT_TAG: &[u8] = b"sglang-cache-salt-v1\0";
@@ -23,8 +24,8 @@ pub enum Verdict {
     Right,
     /// A hash is wrong: the tokens differ, or the engine hashes by another rule.
     Wrong,
-    /// The pages can't be checked: the parent's digest is no longer kept, or the hashes are in a
-    /// namespace that the events don't name, as with LoRA adapters.
+    /// The pages can't be checked. The parent's digest is no longer kept, or the pages belong to a
+    /// LoRA adapter: then the hash also covers a value that the events don't contain.
     Unknown,
 }
 
@@ -39,12 +40,13 @@ pub struct Verifier {
 }
 
 impl Verifier {
-    /// Checks the hashes of pages against their tokens.
+    /// Checks the hashes of an event's pages against their tokens. Keeps the digests of the pages
+    /// before the first wrong one.
     pub fn check(&mut self, stored: &Stored) -> Verdict {
         if stored.lora.is_some() {
             return Verdict::Unknown;
         }
-        let mut before = match (stored.parent, &stored.cache_salt) {
+        let mut parent_digest = match (stored.parent, &stored.cache_salt) {
             (None, None) => None,
             (None, Some(salt)) => {
                 Some(Sha256::new().chain_update(SALT_TAG).chain_update(salt).finalize().into())
@@ -54,17 +56,19 @@ impl Verifier {
                 None => return Verdict::Unknown,
             },
         };
-        let tokens = stored.tokens.chunks(stored.page_tokens as usize);
-        let firsts = stored.tokens.chunks(stored.page_tokens as usize).skip(1).map(|page| page[0]);
-        let nexts = firsts.map(Some).chain([stored.next_token]);
-        for ((page, tokens), next) in stored.pages.iter().zip(tokens).zip(nexts) {
-            let next = stored.next_token.and(next);
-            let digest = hash_page(before, tokens, next);
+        let page_tokens = stored.tokens.chunks(stored.page_tokens as usize);
+        let first_tokens = page_tokens.clone().skip(1).map(|tokens| tokens[0]);
+        let tokens_after = first_tokens.map(Some).chain([stored.next_token]);
+        for ((page, tokens), token_after) in stored.pages.iter().zip(page_tokens).zip(tokens_after)
+        {
+            // The engine hashes token pairs only if the event has a `next_token`.
+            let token_after = stored.next_token.and(token_after);
+            let digest = hash_page(parent_digest, tokens, token_after);
             if page_hash(digest) != *page {
                 return Verdict::Wrong;
             }
             self.remember(*page, digest);
-            before = Some(digest);
+            parent_digest = Some(digest);
         }
         Verdict::Right
     }
@@ -82,19 +86,23 @@ impl Verifier {
 }
 
 fn page_hash(digest: Sha) -> PageHash {
-    let (first, _) = digest.split_first_chunk().expect("a digest has 32 bytes");
-    PageHash(u64::from_be_bytes(*first))
+    let (first_bytes, _) = digest.split_first_chunk().expect("a digest has 32 bytes");
+    PageHash(u64::from_be_bytes(*first_bytes))
 }
 
-/// Returns the digest of a page after the digest `before`. `next` is the token after the page if
-/// the engine hashes token pairs: each token is then hashed together with the next one.
-fn hash_page(before: Option<Sha>, tokens: &[u64], next: Option<u64>) -> Sha {
+/// Returns the digest of a page whose parent has the digest `parent_digest`.
+///
+/// `token_after` is the token after the page if the engine hashes token pairs. Then each token is
+/// hashed together with the token that follows it.
+fn hash_page(parent_digest: Option<Sha>, tokens: &[u64], token_after: Option<u64>) -> Sha {
     let mut sha = Sha256::new();
-    if let Some(before) = before {
-        sha.update(before);
+    if let Some(parent_digest) = parent_digest {
+        sha.update(parent_digest);
     }
-    let all = tokens.iter().chain(&next);
-    let is_wide = all.clone().any(|&token| u32::try_from(token).is_err());
+    // The engine hashes four bytes of each token. If a token needs more, the engine marks the page
+    // with a byte and hashes eight bytes of each token.
+    let mut all_tokens = tokens.iter().chain(&token_after);
+    let is_wide = all_tokens.any(|&token| u32::try_from(token).is_err());
     if is_wide {
         sha.update([0xff]);
     }
@@ -102,13 +110,13 @@ fn hash_page(before: Option<Sha>, tokens: &[u64], next: Option<u64>) -> Sha {
         let bytes = token.to_le_bytes();
         sha.update(if is_wide { &bytes[..] } else { &bytes[..4] });
     };
-    match next {
+    match token_after {
         None => tokens.iter().for_each(|&token| add(token)),
-        Some(next) => {
-            let nexts = tokens[1..].iter().copied().chain([next]);
-            tokens.iter().zip(nexts).for_each(|(&token, next)| {
+        Some(token_after) => {
+            let following = tokens[1..].iter().copied().chain([token_after]);
+            tokens.iter().zip(following).for_each(|(&token, next_token)| {
                 add(token);
-                add(next);
+                add(next_token);
             });
         }
     }

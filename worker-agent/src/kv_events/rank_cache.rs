@@ -1,9 +1,13 @@
-//! The KV cache of one DP rank as the agent knows it. Pure.
+//! Turns one DP rank's KV event messages into the changes of resident blocks for routers. Pure.
 //!
-//! The publisher's messages go in. Changes for watchers and replay requests come out.
+//! A *block* is the unit in which routers count a prompt. It is resident while the engine holds its
+//! KV. A *watcher* is a router that receives all changes of resident blocks. The messages of the
+//! rank's publisher go into [`RankCache`]. [`RankStep`]s come out: changes for the watchers, and
+//! requests to the publisher.
 //!
-//! Everything reported as resident is resident: when messages are lost for good, the rank forgets
-//! all its pages and asks for the engine's radix tree to be published again.
+//! If messages are lost for good, any known page may have been evicted. Then the rank forgets all
+//! its pages, and the caller asks the shim (code in the engine's process) to publish the engine's
+//! radix tree again.
 
 use proto::{
     block::{BlockTokens, Tier},
@@ -21,11 +25,11 @@ use super::{
 /// An action for the caller.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum RankStep {
-    /// Ask the publisher to send all messages again from this number on.
+    /// Ask the publisher to send its messages again, from this number on.
     Replay(u64),
     /// Send these changes to all watchers.
     Send(Vec<Change>),
-    /// Send a full snapshot to all watchers: everything sent to them before is void.
+    /// Send a new snapshot to all watchers, because everything sent to them before is void.
     SendSnapshot,
 }
 
@@ -35,13 +39,20 @@ pub(super) struct Counts {
     pub(super) stored: u64,
     pub(super) removed: u64,
     pub(super) cleared: u64,
+    /// Messages that could not be decoded.
     pub(super) malformed: u64,
+    /// Gaps in the message numbers that no replay could fill.
     pub(super) gaps: u64,
     pub(super) lost_messages: u64,
+    /// Requested replays.
     pub(super) replays: u64,
+    /// Restarts of the engine that the message numbers showed.
     pub(super) restarts: u64,
+    /// Stored pages with an unknown parent page.
     pub(super) orphans: u64,
+    /// Stored pages with a hash that does not match their tokens.
     pub(super) mismatches: u64,
+    /// Stored pages that were rejected for another reason.
     pub(super) refused: u64,
 }
 
@@ -55,10 +66,12 @@ pub(super) struct RankCache {
     pages: Pages,
     /// The number of resident blocks on the device and on the host, in this order.
     resident: [u64; 2],
-    /// Whether the first replay has ended or was given up, so that the messages sent before the
-    /// agent connected are applied or known to be lost.
+    /// Whether the first replay has ended or was given up. From then on, each message that the
+    /// engine sent before the agent connected is either applied or known to be lost.
     is_replayed: bool,
-    /// Whether messages were lost, and the radix tree was not published again since.
+    /// Whether pages may be resident that the rank doesn't know, because messages were lost. Ends
+    /// with an event that the engine's cache was emptied, with which a republished tree begins.
+    /// Ends also when as many pages were stored since the loss as the pool holds.
     needs_tree: bool,
     /// The number of pages stored since messages were lost.
     pages_since_loss: usize,
@@ -85,19 +98,20 @@ impl RankCache {
         })
     }
 
-    /// Resets everything for a new connection: it may lead to another engine process.
+    /// Forgets all pages and the message sequence, because a new connection may lead to another
+    /// engine process. Requests a replay.
     pub(super) fn reset_for_connection(&mut self) -> Vec<RankStep> {
         self.sequencer = Sequencer::default();
-        self.forget();
+        self.forget_pages();
         (self.is_replayed, self.needs_tree) = (false, false);
         let steps = self.sequencer.request_replay();
-        self.convert(steps)
+        self.handle_steps(steps)
     }
 
     /// Takes a message that came from the subscription.
     pub(super) fn take_live(&mut self, number: u64, message: Vec<u8>) -> Vec<RankStep> {
         let steps = self.sequencer.take_live(number, message);
-        let mut steps = self.convert(steps);
+        let mut steps = self.handle_steps(steps);
         if !self.is_replayed && !self.sequencer.is_replaying() {
             // The replay was given up, because too many new messages came in the meantime.
             self.is_replayed = true;
@@ -109,10 +123,10 @@ impl RankCache {
     /// Takes a message that came as part of a replay.
     pub(super) fn take_replayed(&mut self, number: u64, message: Vec<u8>) -> Vec<RankStep> {
         let steps = self.sequencer.take_replayed(number, message);
-        self.convert(steps)
+        self.handle_steps(steps)
     }
 
-    /// Handles the end of a replay, also where no replay socket exists.
+    /// Handles the end of a replay. If no replay socket exists, the caller calls this at once.
     pub(super) fn end_replay(&mut self) -> Vec<RankStep> {
         let steps = self.sequencer.end_replay();
         self.finish_replay(steps)
@@ -125,21 +139,22 @@ impl RankCache {
     }
 
     fn finish_replay(&mut self, steps: Vec<sequencer::SequencerStep<Vec<u8>>>) -> Vec<RankStep> {
-        let mut steps = self.convert(steps);
+        let mut steps = self.handle_steps(steps);
         if !self.is_replayed && !self.sequencer.is_replaying() {
             self.is_replayed = true;
-            // An engine always publishes something at its start. If no message was seen, those
-            // first messages are lost.
+            // An engine always publishes something at its start. If no message came, that first
+            // one is lost.
             self.needs_tree |= self.sequencer.is_new();
             steps.push(RankStep::SendSnapshot);
         }
         steps
     }
 
-    /// Asks for a replay after a quiet period, because the last messages may have been missed.
+    /// Asks for a replay after a quiet period, because the engine's latest messages may have been
+    /// lost.
     pub(super) fn request_replay(&mut self) -> Vec<RankStep> {
         let steps = self.sequencer.request_replay();
-        self.convert(steps)
+        self.handle_steps(steps)
     }
 
     /// Whether a replay was requested and has not ended.
@@ -152,14 +167,15 @@ impl RankCache {
         self.sequencer.has_replay_begun()
     }
 
-    /// Whether pages may be resident that the rank doesn't know, so that the engine should publish
-    /// its tree again.
+    /// Whether pages may be resident that the rank doesn't know. If so, the engine should publish
+    /// its radix tree again.
     pub(super) fn needs_tree(&self) -> bool {
         self.is_replayed && self.needs_tree
     }
 
     /// Returns everything that is known to be resident, or `None` until the first replay has ended.
-    /// After a loss the snapshot is incomplete, and has no [`Change::Complete`].
+    /// After a loss, the snapshot contains the pages learned since, and has no
+    /// [`Change::Complete`].
     pub(super) fn snapshot(&self) -> Option<Vec<Change>> {
         if !self.is_replayed {
             return None;
@@ -196,47 +212,49 @@ impl RankCache {
         self.refusal.take()
     }
 
-    fn convert(&mut self, steps: Vec<sequencer::SequencerStep<Vec<u8>>>) -> Vec<RankStep> {
-        let mut taken = vec![];
+    /// Carries out the sequencer's steps, and returns those that are left to the caller.
+    fn handle_steps(&mut self, steps: Vec<sequencer::SequencerStep<Vec<u8>>>) -> Vec<RankStep> {
+        let mut rank_steps = vec![];
         for step in steps {
             match step {
                 sequencer::SequencerStep::Apply(message) => {
-                    self.apply_message(&message, &mut taken)
+                    self.apply_message(&message, &mut rank_steps)
                 }
                 sequencer::SequencerStep::Replay(from) => {
                     self.counts.replays += 1;
-                    taken.push(RankStep::Replay(from));
+                    rank_steps.push(RankStep::Replay(from));
                 }
                 sequencer::SequencerStep::Lost { from, to } => {
                     self.counts.gaps += 1;
                     self.counts.lost_messages += to - from;
-                    self.handle_loss(&mut taken);
+                    self.handle_loss(&mut rank_steps);
                 }
                 sequencer::SequencerStep::Restarted => {
                     self.counts.restarts += 1;
-                    self.forget();
+                    self.forget_pages();
                     self.needs_tree = false;
-                    self.send_snapshot(&mut taken);
+                    self.push_snapshot(&mut rank_steps);
                 }
             }
         }
-        taken
+        rank_steps
     }
 
-    /// Handles lost messages: forgets all pages, because any of them may have been removed since.
+    /// Handles lost messages. Forgets all pages, because a lost message may have removed any of
+    /// them.
     fn handle_loss(&mut self, steps: &mut Vec<RankStep>) {
-        self.forget();
+        self.forget_pages();
         (self.needs_tree, self.pages_since_loss) = (true, 0);
-        self.send_snapshot(steps);
+        self.push_snapshot(steps);
     }
 
-    fn forget(&mut self) {
-        let new = Pages::new(self.page_tokens, self.pages_max);
-        self.pages = new.expect("`new` accepted this page size");
+    fn forget_pages(&mut self) {
+        let empty = Pages::new(self.page_tokens, self.pages_max);
+        self.pages = empty.expect("`new` accepted this page size");
         self.resident = [0; 2];
     }
 
-    fn send_snapshot(&self, steps: &mut Vec<RankStep>) {
+    fn push_snapshot(&self, steps: &mut Vec<RankStep>) {
         if self.is_replayed {
             steps.push(RankStep::SendSnapshot);
         }
@@ -259,8 +277,8 @@ impl RankCache {
         let pool_pages = self.pages_max / PAGES_PER_POOL_PAGE;
         let has_relearned = self.needs_tree && self.pages_since_loss >= pool_pages;
         if has_relearned {
-            // Since the loss, as many pages were stored as the pool holds: all older pages have
-            // been evicted.
+            // As many pages were stored since the loss as the pool holds. So every page that was
+            // resident before the loss has been evicted.
             self.needs_tree = false;
         }
         if self.is_replayed && !deltas.is_empty() {
@@ -271,7 +289,7 @@ impl RankCache {
             steps.push(RankStep::Send(changes.collect()));
         }
         if has_relearned {
-            self.send_snapshot(steps);
+            self.push_snapshot(steps);
         }
     }
 
@@ -302,6 +320,7 @@ impl RankCache {
         }
     }
 
+    /// Updates the number of resident blocks.
     fn count_resident(&mut self, deltas: &[Delta]) {
         let index = |tier: &Tier| usize::from(*tier == Tier::Host);
         for delta in deltas {

@@ -1,16 +1,17 @@
-//! Puts the engine's KV event messages in sequence, and detects lost messages.
+//! Puts the KV event messages of one engine rank in sequence, and detects lost messages. Pure.
 //!
-//! Pure: numbered messages go in; messages to apply, replay requests and losses come out. The
-//! content of a message isn't looked at.
+//! Numbered messages go in. [`SequencerStep`]s come out: messages to apply, replay requests and
+//! losses. The sequencer doesn't look at the content of a message.
 //!
-//! The engine numbers its messages from 0. It loses some only when a queue is full. It keeps the
-//! latest messages and sends them again on a separate socket when asked, while new ones continue to
-//! come on the subscription.
+//! The engine numbers its messages from 0, and publishes them on a subscription socket. If a queue
+//! on the way is full, messages are lost. The engine keeps its latest messages. When the agent asks
+//! for a *replay*, the engine sends the kept messages again on a separate socket, from a given
+//! number on. Meanwhile new messages continue to come on the subscription.
 
 use std::collections::BTreeMap;
 
-/// The maximum number of messages held during a replay: those of a second or more of a busy engine.
-/// Beyond it, the missing messages count as lost.
+/// The maximum number of messages held while an earlier one is missing. A busy engine takes at
+/// least a second to send as many. If more are held, the missing messages count as lost.
 const HELD_MESSAGES_MAX: usize = 256;
 
 /// An action for the caller.
@@ -31,15 +32,17 @@ pub enum SequencerStep<T> {
     Restarted,
 }
 
-/// State of one message sequence. A restart that the numbers don't show needs a new value of this
-/// type.
+/// State of one message sequence.
+///
+/// A message number that is too low shows that the engine has restarted. If the caller learns of a
+/// restart in another way, it must begin with a new sequencer.
 #[derive(Debug)]
 pub struct Sequencer<T> {
     /// The number of the next message to apply.
-    next: u64,
-    /// The lowest number expected next on the subscription.
+    next_to_apply: u64,
+    /// The lowest number that the next message of the subscription can have.
     next_live: u64,
-    /// Messages that can't be applied yet, because an earlier one is missing.
+    /// Messages that can't be applied yet, because an earlier message is missing.
     held: BTreeMap<u64, T>,
     /// The replay that was requested and has not ended.
     replay: Option<Replay>,
@@ -47,20 +50,23 @@ pub struct Sequencer<T> {
 
 #[derive(Debug, Clone, Copy)]
 struct Replay {
+    /// The number from which the messages were requested.
     from: u64,
-    /// A later message was held at the time of the request. So the missing messages had been sent
-    /// before the request, and the replay must contain them if they still exist.
-    for_gap: bool,
-    /// At least one message of the replay has come.
-    begun: bool,
-    /// The first number after a gap inside the replay. A publisher's socket that can't keep up
-    /// drops messages; the publisher still has them, so they can be requested again.
-    broken_at: Option<u64>,
+    /// Whether a later message was held at the time of the request. If so, the engine had sent the
+    /// missing messages before the request, and the replay contains them if the engine still has
+    /// them.
+    is_for_gap: bool,
+    /// Whether at least one message of the replay has come.
+    has_begun: bool,
+    /// The number of the first message after a gap inside the replay. A publisher's socket that
+    /// can't keep up drops messages of the replay. The publisher still has these messages, so they
+    /// can be requested again.
+    after_gap: Option<u64>,
 }
 
 impl<T> Default for Sequencer<T> {
     fn default() -> Self {
-        Self { next: 0, next_live: 0, held: BTreeMap::new(), replay: None }
+        Self { next_to_apply: 0, next_live: 0, held: BTreeMap::new(), replay: None }
     }
 }
 
@@ -75,7 +81,7 @@ impl<T> Sequencer<T> {
             steps.push(SequencerStep::Restarted);
         }
         self.next_live = number.saturating_add(1);
-        if number >= self.next {
+        if number >= self.next_to_apply {
             self.held.insert(number, message);
         }
         self.apply_held(&mut steps);
@@ -91,7 +97,8 @@ impl<T> Sequencer<T> {
         steps
     }
 
-    /// Requests a replay without evidence of a gap: at the start, and after a quiet period.
+    /// Requests a replay although no message is known to be missing. The caller does this at the
+    /// start and after a quiet period.
     pub fn request_replay(&mut self) -> Vec<SequencerStep<T>> {
         let mut steps = vec![];
         self.begin_replay(&mut steps);
@@ -100,7 +107,7 @@ impl<T> Sequencer<T> {
 
     /// Whether no message was ever applied or lost.
     pub fn is_new(&self) -> bool {
-        self.next == 0
+        self.next_to_apply == 0
     }
 
     /// Whether a replay was requested and has not ended.
@@ -110,45 +117,47 @@ impl<T> Sequencer<T> {
 
     /// Whether at least one message of the requested replay has come.
     pub fn has_replay_begun(&self) -> bool {
-        self.replay.is_some_and(|replay| replay.begun)
+        self.replay.is_some_and(|replay| replay.has_begun)
     }
 
-    /// Takes a message that came as part of a replay. A replay is in order, so the publisher no
-    /// longer has any message older than the first one.
+    /// Takes a message that came as part of a replay. A replay is in order. So if its first message
+    /// has a higher number than requested, the publisher no longer has the messages before it.
     pub fn take_replayed(&mut self, number: u64, message: T) -> Vec<SequencerStep<T>> {
         let mut steps = vec![];
         let Some(replay) = &mut self.replay else { return steps };
-        if replay.begun && number > self.next {
-            replay.broken_at.get_or_insert(number);
+        if replay.has_begun && number > self.next_to_apply {
+            replay.after_gap.get_or_insert(number);
             return steps;
         }
-        replay.begun = true;
-        while number > self.next {
-            let to = self.first_held().map_or(number, |held| held.min(number));
-            self.give_up(to, &mut steps);
+        replay.has_begun = true;
+        while number > self.next_to_apply {
+            let lost_to = self.first_held().map_or(number, |held| held.min(number));
+            self.give_up(lost_to, &mut steps);
         }
-        if number == self.next {
+        if number == self.next_to_apply {
             self.held.insert(number, message);
             self.apply_held(&mut steps);
         }
         steps
     }
 
-    /// Handles the end of a replay, also where no replay socket exists.
+    /// Handles the end of a replay. If no replay socket exists, the caller calls this at once.
     pub fn end_replay(&mut self) -> Vec<SequencerStep<T>> {
         let mut steps = vec![];
         let Some(replay) = self.replay.take() else { return steps };
-        if let Some(number) = replay.broken_at {
-            if replay.from == self.next {
-                // The repeated request brought nothing, so the missing messages are lost.
+        if let Some(number) = replay.after_gap {
+            if replay.from == self.next_to_apply {
+                // This replay brought no message that could be applied, so the messages that it
+                // left out are lost.
                 self.give_up(self.first_held().map_or(number, |held| held.min(number)), &mut steps);
             }
             self.begin_replay(&mut steps);
             return steps;
         }
         if let Some(number) = self.first_held() {
-            // Without `for_gap`, the missing message may have been sent after the request.
-            if replay.for_gap && replay.from == self.next {
+            // If the replay was not for a gap, the engine may have sent the missing message after
+            // the request, so a further replay can still bring it.
+            if replay.is_for_gap && replay.from == self.next_to_apply {
                 self.give_up(number, &mut steps);
             }
         }
@@ -158,11 +167,11 @@ impl<T> Sequencer<T> {
         steps
     }
 
-    /// Handles a replay that stopped without its end marker. Requests the rest, as long as each
-    /// replay brings at least one message.
+    /// Handles a replay that stopped without its end marker. Requests the rest of it, unless this
+    /// replay brought no message that could be applied.
     pub fn stop_replay(&mut self) -> Vec<SequencerStep<T>> {
         let mut steps = vec![];
-        if self.replay.is_none_or(|replay| replay.from == self.next) {
+        if self.replay.is_none_or(|replay| replay.from == self.next_to_apply) {
             return self.end_replay();
         }
         self.replay = None;
@@ -174,27 +183,29 @@ impl<T> Sequencer<T> {
         self.held.first_key_value().map(|(number, _)| *number)
     }
 
-    /// Gives up the messages from `next` up to `to`, and continues at `to`.
+    /// Reports the messages from the next one to apply up to `to` (excluded) as lost, and continues
+    /// with message `to`.
     fn give_up(&mut self, to: u64, steps: &mut Vec<SequencerStep<T>>) {
-        steps.push(SequencerStep::Lost { from: self.next, to });
-        self.next = to;
+        steps.push(SequencerStep::Lost { from: self.next_to_apply, to });
+        self.next_to_apply = to;
         self.apply_held(steps);
     }
 
     /// Applies the held messages up to the next gap.
     fn apply_held(&mut self, steps: &mut Vec<SequencerStep<T>>) {
-        while let Some(message) = self.held.remove(&self.next) {
+        while let Some(message) = self.held.remove(&self.next_to_apply) {
             steps.push(SequencerStep::Apply(message));
-            self.next += 1;
+            self.next_to_apply += 1;
         }
     }
 
+    /// Requests a replay from the next message to apply, unless a replay is in progress.
     fn begin_replay(&mut self, steps: &mut Vec<SequencerStep<T>>) {
         if self.replay.is_none() {
-            let for_gap = !self.held.is_empty();
-            let from = self.next;
-            self.replay = Some(Replay { from, for_gap, begun: false, broken_at: None });
-            steps.push(SequencerStep::Replay(self.next));
+            let is_for_gap = !self.held.is_empty();
+            let from = self.next_to_apply;
+            self.replay = Some(Replay { from, is_for_gap, has_begun: false, after_gap: None });
+            steps.push(SequencerStep::Replay(self.next_to_apply));
         }
     }
 }

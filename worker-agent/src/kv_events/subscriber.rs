@@ -1,8 +1,10 @@
-//! The connection to the publisher of one rank's KV events.
+//! Follows one engine rank's publisher of KV events, and writes the changes to the watchers' log.
 //!
-//! It connects, receives messages, requests a replay of missed ones, and connects again after an
-//! error. It passes messages to [`RankCache`] and the resulting changes to watchers. All decisions about
-//! the messages are made in [`RankCache`].
+//! A *watcher* is a router that receives all changes of the blocks that the engine's cache holds.
+//! The task of a [`Subscriber`] connects to the publisher, receives messages, requests a *replay*
+//! (lost messages, sent again) and connects again after an error. [`RankCache`] makes all decisions
+//! about the messages. The task passes the messages to it and carries out the steps that it
+//! returns.
 
 use std::{ops::ControlFlow, sync::Arc, time::Duration};
 
@@ -20,18 +22,20 @@ use super::{
     zmtp::{Connection, Error, SocketType},
 };
 
-/// The pause before connecting again. It doubles after each failure, up to the maximum.
+/// The first pause before connecting again. The pause doubles after each failure.
 const RETRY_MIN: Duration = Duration::from_millis(100);
+/// The longest pause before connecting again.
 const RETRY_MAX: Duration = Duration::from_secs(5);
 /// The time limit for the first message of a replay. A publisher looks for replay requests between
 /// messages, at least every 100 ms.
 const REPLAY_START_MAX: Duration = Duration::from_secs(5);
-/// The time limit for each further message of a replay. A replay is sent without pauses; one that
-/// stops is incomplete.
+/// The time limit for each further message of a replay. The publisher sends a replay without
+/// pauses, so a replay that pauses for longer has lost messages.
 const REPLAY_PAUSE_MAX: Duration = Duration::from_millis(500);
-/// A connection that lasted longer than this resets the pause to its minimum.
+/// A connection that lasted longer than this resets the pause to [`RETRY_MIN`].
 const LASTING_MIN: Duration = Duration::from_secs(30);
-/// After this long without a message, the publisher is asked whether a message was missed.
+/// After this long without a message, the agent requests a replay, to learn whether the latest
+/// messages were lost.
 const QUIET_MAX: Duration = Duration::from_secs(2);
 /// The message number that marks the end of a replay.
 const REPLAY_END: [u8; 8] = [0xff; 8];
@@ -40,8 +44,11 @@ const REPLAY_END: [u8; 8] = [0xff; 8];
 #[derive(Debug)]
 pub(super) struct RankAddresses {
     pub(super) dp_rank: u32,
+    /// The publisher's address, as `host:port`.
     pub(super) address: String,
+    /// The address of the socket that answers replay requests, as `host:port`.
     pub(super) replay: Option<String>,
+    /// The topic to subscribe to.
     pub(super) topic: String,
 }
 
@@ -51,14 +58,16 @@ pub(super) struct Subscriber {
     pub(super) rank: RankCache,
     pub(super) shared: Arc<Shared>,
     pub(super) snapshot_requests: mpsc::Receiver<oneshot::Sender<RankSnapshot>>,
+    /// When the shim was last asked to publish the engine's radix tree again.
     tree_requested_at: Option<Instant>,
-    /// When a replay was last requested, or its last message received.
+    /// When a replay was last requested, or when its latest message came.
     replay_active_at: Instant,
+    /// Whether rejected events were logged.
     has_warned: bool,
 }
 
-/// Answers snapshot requests with the reason why nothing is known. Returns when no further request
-/// can come.
+/// Answers snapshot requests with `why`, the reason why no resident blocks are known. Returns when
+/// no further request can come.
 pub(super) async fn answer_unknown(
     why: &str,
     shared: &Shared,
@@ -91,7 +100,7 @@ impl Subscriber {
         }
     }
 
-    /// Follows the publisher until nobody can request snapshots any more.
+    /// Follows the publisher until no further snapshot request can come.
     pub(super) async fn run(mut self) {
         let mut pause = RETRY_MIN;
         loop {
@@ -99,12 +108,12 @@ impl Subscriber {
             let error = match self.connect().await {
                 Ok((events, replay)) => {
                     info!(dp_rank, address = self.addresses.address, "following KV events");
-                    let begun = Instant::now();
-                    let ended = self.follow(events, replay).await;
-                    if begun.elapsed() > LASTING_MIN {
+                    let connected_at = Instant::now();
+                    let result = self.follow(events, replay).await;
+                    if connected_at.elapsed() > LASTING_MIN {
                         pause = RETRY_MIN;
                     }
-                    ended
+                    result
                 }
                 Err(error) => ControlFlow::Continue(error),
             };
@@ -116,7 +125,8 @@ impl Subscriber {
             self.shared.metrics.remove_rank(dp_rank);
             self.shared.log.append(dp_rank, EntryContent::Reset);
             let unknown = answer_unknown(&why, &self.shared, &mut self.snapshot_requests);
-            // If the timeout has not passed, no further request can come.
+            // While the agent is disconnected, watchers get the reason. If `answer_unknown` ends
+            // before the timeout, no further request can come.
             if tokio::time::timeout(pause, unknown).await.is_ok() {
                 return;
             }
@@ -124,20 +134,21 @@ impl Subscriber {
         }
     }
 
+    /// Connects to the publisher and, if it has one, to its replay socket.
     async fn connect(&self) -> Result<(Connection, Option<Connection>), Error> {
         let mut events = Connection::open(&self.addresses.address, SocketType::Sub).await?;
         events.subscribe(self.addresses.topic.as_bytes()).await?;
         let Some(address) = &self.addresses.replay else { return Ok((events, None)) };
-        // Only the port of the replay address is known for certain, so connecting may fail. Without
-        // a replay socket, only missed messages are lost.
+        // The engine states the replay socket's port but not its host, so connecting may fail. Then
+        // the agent goes on without replays, and messages that it missed are lost.
         let replay = Connection::open(address, SocketType::Dealer).await.inspect_err(|error| {
             warn!(dp_rank = self.addresses.dp_rank, %error, address, "missed KV events can't be had");
         });
         Ok((events, replay.ok()))
     }
 
-    /// Follows one connection until an error, which it returns. Breaks if nobody can request
-    /// snapshots any more.
+    /// Follows one connection. Returns `Continue` with the error that ended it, or `Break` when no
+    /// further snapshot request can come.
     async fn follow(
         &mut self,
         mut events: Connection,
@@ -148,17 +159,12 @@ impl Subscriber {
         if let Err(error) = self.carry_out(steps, &mut replay).await {
             return ControlFlow::Continue(error);
         }
-        // When the last message came; `None` after a replay has shown that nothing was missed.
-        let mut last_message = Some(Instant::now());
+        // When the latest message came. `None` from the request of a replay after a quiet period
+        // until the next message, so that silence leads to only one replay.
+        let mut last_message_at = Some(Instant::now());
         loop {
-            let deadline = match self.rank.is_replaying() {
-                true if self.rank.has_replay_begun() => {
-                    Some(self.replay_active_at + REPLAY_PAUSE_MAX)
-                }
-                true => Some(self.replay_active_at + REPLAY_START_MAX),
-                false => last_message.map(|last_message| last_message + QUIET_MAX),
-            };
-            let tree = self.rank.needs_tree().then(|| self.tree_due());
+            let deadline = self.replay_deadline(last_message_at);
+            let tree_due = self.rank.needs_tree().then(|| self.tree_due());
             let steps = tokio::select! {
                 biased;
                 reply = self.snapshot_requests.recv() => match reply {
@@ -172,48 +178,60 @@ impl Subscriber {
                     self.replay_active_at = Instant::now();
                     match message {
                         Some((number, message)) => {
-                            last_message = Some(self.replay_active_at);
+                            last_message_at = Some(self.replay_active_at);
                             self.rank.take_replayed(number, message)
                         }
                         None => self.rank.end_replay(),
                     }
                 }),
-                message = events.receive() => message.and_then(split_message).map(|(number, message)| {
-                    last_message = Some(Instant::now());
-                    self.rank.take_live(number, message)
-                }),
+                frames = events.receive() => {
+                    frames.and_then(split_message).map(|(number, message)| {
+                        last_message_at = Some(Instant::now());
+                        self.rank.take_live(number, message)
+                    })
+                }
                 () = wait_until(deadline) => Ok(if self.rank.is_replaying() {
                     self.replay_active_at = Instant::now();
                     self.rank.stop_replay()
                 } else {
-                    last_message = None;
+                    last_message_at = None;
                     self.rank.request_replay()
                 }),
-                () = wait_until(tree) => {
+                () = wait_until(tree_due) => {
                     self.request_tree();
                     continue;
                 }
-                // A shim has connected: request the tree at once.
-                true = shim.changed(), if tree.is_some() => {
+                // A shim may have connected since the last request. Request the tree at once.
+                true = shim.changed(), if tree_due.is_some() => {
                     self.tree_requested_at = None;
                     continue;
                 }
             };
-            let taken = match steps {
+            let result = match steps {
                 Ok(steps) => self.carry_out(steps, &mut replay).await,
                 Err(error) => Err(error),
             };
-            if let Err(error) = taken {
+            if let Err(error) = result {
                 return ControlFlow::Continue(error);
             }
+        }
+    }
+
+    /// Returns when the present replay is overdue. If no replay is in progress, returns when one
+    /// must be requested, because no message came for [`QUIET_MAX`].
+    fn replay_deadline(&self, last_message_at: Option<Instant>) -> Option<Instant> {
+        match self.rank.is_replaying() {
+            true if self.rank.has_replay_begun() => Some(self.replay_active_at + REPLAY_PAUSE_MAX),
+            true => Some(self.replay_active_at + REPLAY_START_MAX),
+            false => last_message_at.map(|last_message_at| last_message_at + QUIET_MAX),
         }
     }
 
     fn answer_snapshot_request(&mut self, reply: oneshot::Sender<RankSnapshot>) {
         let unread = || "the engine's KV events are being read".to_owned();
         let changes = self.rank.snapshot().ok_or_else(unread);
-        // Only this task writes changes of this rank, so none can come between the snapshot and its
-        // number.
+        // Only this task appends changes of this rank to the log. So no such change can come
+        // between the snapshot and the reading of the entry number.
         let _ = reply.send(RankSnapshot { changes, next_entry: self.shared.log.next_number() });
     }
 
@@ -249,9 +267,10 @@ impl Subscriber {
         Ok(())
     }
 
+    /// Returns when the tree may be requested.
     fn tree_due(&self) -> Instant {
         let interval = self.shared.republish_interval;
-        self.tree_requested_at.map_or_else(Instant::now, |asked| asked + interval)
+        self.tree_requested_at.map_or_else(Instant::now, |requested_at| requested_at + interval)
     }
 
     /// SnapshotRequests the shim to publish the engine's radix tree again. The tree arrives as normal KV
@@ -283,6 +302,7 @@ async fn next_replayed(replay: &mut Option<Connection>) -> Result<Option<(u64, V
     if frames[2][..] == REPLAY_END {
         return Ok(None);
     }
+    // A replay's message has an empty frame before the frames that a published message has.
     frames.remove(0);
     split_message(frames).map(Some)
 }

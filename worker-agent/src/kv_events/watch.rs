@@ -1,7 +1,8 @@
-//! Streams residency to one watcher: a snapshot of each rank, then all changes.
+//! Streams the engine's resident blocks to one watcher: a snapshot, then all changes.
 //!
-//! The messages have a bounded size. A watcher's task holds nothing but the snapshot that it is
-//! sending.
+//! A *watcher* is a router that wants to know which blocks of prompts the engine's KV cache holds.
+//! The changes come from the log that all watchers share. The messages have a bounded size. A
+//! watcher's task holds no data of its own except the snapshot that it is sending.
 
 use std::{collections::HashMap, time::Duration};
 
@@ -19,12 +20,13 @@ use super::{
 
 /// The maximum bytes of a message, envelope included.
 const MESSAGE_BYTES_MAX: usize = 256 << 10;
+/// The maximum bytes of the changes in a message, which leaves 1 KiB for the envelope.
 const CHANGES_BYTES_MAX: usize = MESSAGE_BYTES_MAX - 1024;
-/// How long a watcher may take no message before it is disconnected; others wait for their
-/// snapshots.
+/// How long a watcher may take no message before it is disconnected. Its snapshot may occupy one of
+/// the few snapshot permits, for which other watchers wait.
 const STALL_MAX: Duration = Duration::from_secs(20);
 
-/// The stream is over: the watcher has gone, or was disconnected with a reason.
+/// The stream is over, because the watcher has gone or was disconnected.
 struct StreamEnded;
 
 /// The sending half of one stream.
@@ -42,7 +44,7 @@ pub(super) async fn serve_watcher(
 ) {
     let mut events = EventSender { sender, epoch, sequence: 0 };
     shared.metrics.add_watchers(1);
-    // If the watcher is still there, it already has the reason.
+    // The stream's last message has told the watcher the reason, unless the watcher has gone.
     let Err(StreamEnded) = stream_changes(shared, &mut events).await;
     shared.metrics.add_watchers(-1);
 }
@@ -51,15 +53,15 @@ async fn stream_changes(
     shared: &Shared,
     events: &mut EventSender,
 ) -> Result<std::convert::Infallible, StreamEnded> {
-    let mut next = shared.log.next_number();
-    let mut newest = shared.log.subscribe();
-    // By rank: the entries before this number are contained in the snapshot already sent.
-    let mut known = HashMap::new();
+    let mut number = shared.log.next_number();
+    let mut new_entries = shared.log.subscribe();
+    // For each rank: the first log entry that the snapshot sent last doesn't contain.
+    let mut first_entries = HashMap::new();
     for dp_rank in (0..).take(shared.log.rank_count()) {
-        send_snapshot(shared, events, dp_rank, &mut known).await?;
+        send_snapshot(shared, events, dp_rank, &mut first_entries).await?;
     }
     loop {
-        let Ok(entry) = shared.log.get(next) else {
+        let Ok(entry) = shared.log.get(number) else {
             return Err(events
                 .end_with("the watcher is too many changes behind; watch again")
                 .await);
@@ -68,40 +70,43 @@ async fn stream_changes(
             tokio::select! {
                 biased;
                 () = events.sender.closed() => return Err(StreamEnded),
-                changed = newest.changed() => changed.map_err(|_| StreamEnded)?,
+                changed = new_entries.changed() => changed.map_err(|_| StreamEnded)?,
             }
             continue;
         };
         let LogEntry { dp_rank, content } = &*entry;
-        if known.get(dp_rank).is_none_or(|from| *from <= next) {
+        if first_entries.get(dp_rank).is_none_or(|first_entry| *first_entry <= number) {
             match content {
-                EntryContent::Reset => send_snapshot(shared, events, *dp_rank, &mut known).await?,
+                EntryContent::Reset => {
+                    send_snapshot(shared, events, *dp_rank, &mut first_entries).await?;
+                }
                 EntryContent::Changes(changes) => {
                     events.send_all(*dp_rank, changes.iter().cloned()).await?;
                 }
             }
         }
-        next += 1;
+        number += 1;
     }
 }
 
-/// Sends a snapshot of one rank.
+/// Sends a snapshot of one rank, and notes in `first_entries` which log entries it contains. Sends
+/// nothing if the rank is being replaced, because a reset of it then follows in the log.
 async fn send_snapshot(
     shared: &Shared,
     events: &mut EventSender,
     dp_rank: u32,
-    known: &mut HashMap<u32, u64>,
+    first_entries: &mut HashMap<u32, u64>,
 ) -> Result<(), StreamEnded> {
-    let _place = tokio::select! {
+    let _permit = tokio::select! {
         biased;
         () = events.sender.closed() => return Err(StreamEnded),
-        place = shared.snapshots.acquire() => place.map_err(|_| StreamEnded)?,
+        permit = shared.snapshot_permits.acquire() => permit.map_err(|_| StreamEnded)?,
     };
     let Some(RankSnapshot { changes, next_entry }) = shared.log.request_snapshot(dp_rank).await
     else {
         return Ok(());
     };
-    known.insert(dp_rank, next_entry);
+    first_entries.insert(dp_rank, next_entry);
     let changes = changes.unwrap_or_else(|why| vec![Change::Unknown { why }]);
     events.send_all(dp_rank, changes.into_iter()).await
 }
@@ -137,8 +142,8 @@ impl EventSender {
         }
     }
 
-    /// Ends the stream with `why` as its last message. A watcher that takes no message at all is
-    /// dropped without it.
+    /// Ends the stream with the error `why` as its last message. If the watcher doesn't take that
+    /// message within [`STALL_MAX`], the stream ends without it.
     async fn end_with(&self, why: &'static str) -> StreamEnded {
         let status = Status::resource_exhausted(why);
         let _ = timeout(STALL_MAX, self.sender.send(Err(status))).await;
@@ -148,18 +153,19 @@ impl EventSender {
 
 /// Splits a change into parts that each fit into a message.
 fn split_change(change: Change) -> Vec<Change> {
-    const BLOCKS: usize = CHANGES_BYTES_MAX / size_of::<u64>() - 16;
+    // Each hash has eight bytes. The space of 16 hashes is left for the change's other fields.
+    const PART_BLOCKS_MAX: usize = CHANGES_BYTES_MAX / size_of::<u64>() - 16;
     match change {
-        Change::Stored { tier, parent, blocks } if blocks.len() > BLOCKS => {
-            let mut parent = parent;
-            let parts = blocks.chunks(BLOCKS).map(|part| {
-                let before = std::mem::replace(&mut parent, part.last().copied());
-                Change::Stored { tier, parent: before, blocks: part.to_vec() }
+        Change::Stored { tier, parent, blocks } if blocks.len() > PART_BLOCKS_MAX => {
+            let mut next_parent = parent;
+            let parts = blocks.chunks(PART_BLOCKS_MAX).map(|part| {
+                let parent = std::mem::replace(&mut next_parent, part.last().copied());
+                Change::Stored { tier, parent, blocks: part.to_vec() }
             });
             parts.collect()
         }
-        Change::Removed { tier, blocks } if blocks.len() > BLOCKS => {
-            let parts = blocks.chunks(BLOCKS);
+        Change::Removed { tier, blocks } if blocks.len() > PART_BLOCKS_MAX => {
+            let parts = blocks.chunks(PART_BLOCKS_MAX);
             parts.map(|part| Change::Removed { tier, blocks: part.to_vec() }).collect()
         }
         change => vec![change],
