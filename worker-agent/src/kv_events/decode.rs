@@ -1,12 +1,14 @@
-//! Decodes one message of SGLang's KV event publisher.
+//! Decodes the messages of SGLang's KV event publisher into [`CacheEvent`]s.
 //!
-//! A message is `[time, events, rank]`. Each event is a map with a `type` key; in older releases it
-//! is an array whose first element is the type. Only the form is checked, and unknown fields and
-//! event types are skipped.
+//! An event says that the engine's cache has stored or evicted *pages*, the engine's units of KV
+//! memory. SGLang itself calls them blocks. A message is the array `[time, events, rank]`. Each
+//! event is a map with a `type` key. In older releases of SGLang, an event is an array whose first
+//! element is the type. This module skips unknown fields and event types. It doesn't check whether
+//! events fit together.
 
 use super::msgpack::{self, Reader};
 
-/// The maximum tokens of a page, as a sanity bound; engines have up to 256.
+/// The maximum tokens of a page that is accepted. Engines have pages of up to 256 tokens.
 const PAGE_TOKENS_MAX: u32 = 1 << 16;
 
 /// Why a message could not be decoded.
@@ -36,8 +38,8 @@ pub enum Error {
     Pairs,
 }
 
-/// The engine's identity of a page: the first 64 bits of a hash over the page and everything before
-/// it.
+/// The engine's identity of a page: the first 64 bits of a hash over the tokens of the page and of
+/// all pages before it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct PageHash(pub u64);
 
@@ -59,11 +61,11 @@ pub struct Stored {
     pub pages: Vec<PageHash>,
     /// The page before the first one; `None` at the beginning of a prompt.
     pub parent: Option<PageHash>,
-    /// The tokens of all pages. The engine may put a hash of an image here, which is wider than a
-    /// token id.
+    /// The tokens of all pages. For an image, the engine may put the image's hash here, which is
+    /// wider than a token id.
     pub tokens: Vec<u64>,
-    /// The token after the last one, if the engine sends token pairs. It is part of the last page's
-    /// hash.
+    /// The token after the last page, if the engine sends token pairs. The engine hashes it as part
+    /// of the last page.
     pub next_token: Option<u64>,
     /// Tokens in a page.
     pub page_tokens: u32,
@@ -115,7 +117,7 @@ pub fn decode(message: &[u8]) -> Result<Batch, Error> {
     let count = reader.read_array_len()?;
     let mut events = Vec::with_capacity(count.min(reader.bytes_left()));
     for _ in 0..count {
-        // CacheEvent types of other releases are skipped.
+        // This adds nothing if the event's type is unknown, as in another release of SGLang.
         events.extend(read_event(&mut reader)?);
     }
     let dp_rank = match fields {
@@ -126,20 +128,27 @@ pub fn decode(message: &[u8]) -> Result<Batch, Error> {
     Ok(Batch { events, dp_rank })
 }
 
+/// The tokens of an event.
+struct Tokens {
+    tokens: Vec<u64>,
+    /// The token after the last of `tokens`, if the event has token pairs.
+    next_token: Option<u64>,
+}
+
 /// The fields of an event before its type is known.
 #[derive(Default)]
 struct Fields<'a> {
     kind: Option<&'a str>,
     pages: Option<Vec<PageHash>>,
     parent: Option<PageHash>,
-    tokens: Option<(Vec<u64>, Option<u64>)>,
+    tokens: Option<Tokens>,
     page_tokens: Option<u32>,
     medium: Option<&'a str>,
     lora: Option<&'a str>,
     cache_salt: Option<&'a str>,
 }
 
-/// Returns the field names of an event in array form, in order.
+/// Returns the names of an event's fields in the order that the array form has.
 fn field_names(kind: &str) -> &'static [&'static str] {
     match kind {
         "BlockStored" => {
@@ -159,8 +168,8 @@ fn read_event(reader: &mut Reader<'_>) -> Result<Option<CacheEvent>, Error> {
         }
         let kind = reader.read_text()?;
         fields.kind = Some(kind);
-        for at in 0..count - 1 {
-            fields.read(field_names(kind).get(at).copied().unwrap_or(""), reader)?;
+        for index in 0..count - 1 {
+            fields.read(field_names(kind).get(index).copied().unwrap_or(""), reader)?;
         }
     } else {
         for _ in 0..reader.read_map_len()? {
@@ -212,7 +221,8 @@ impl<'a> Fields<'a> {
         Ok(Some(match self.kind.ok_or(Error::Missing("type"))? {
             "BlockStored" => {
                 let pages = pages?;
-                let (tokens, next_token) = self.tokens.ok_or(Error::Missing("token_ids"))?;
+                let Tokens { tokens, next_token } =
+                    self.tokens.ok_or(Error::Missing("token_ids"))?;
                 let page_tokens = self.page_tokens.ok_or(Error::Missing("block_size"))?;
                 if pages.is_empty() || tokens.len() != pages.len() * page_tokens as usize {
                     let (tokens, pages) = (tokens.len(), pages.len());
@@ -243,29 +253,30 @@ fn read_page(reader: &mut Reader<'_>) -> Result<PageHash, Error> {
     signed.or_else(|_| u64::try_from(int)).map(PageHash).map_err(|_| Error::Range("block_hashes"))
 }
 
-/// Reads tokens, or pairs of each token with the next one. With pairs, also returns the token after
-/// the last.
-fn read_tokens(reader: &mut Reader<'_>) -> Result<(Vec<u64>, Option<u64>), Error> {
-    let token = |reader: &mut Reader<'_>| {
+/// Reads an array of tokens, or of pairs. A pair is a token and the token that follows it, so
+/// consecutive pairs overlap by one token.
+fn read_tokens(reader: &mut Reader<'_>) -> Result<Tokens, Error> {
+    let read_token = |reader: &mut Reader<'_>| {
         u64::try_from(reader.read_int()?).map_err(|_| Error::Range("token_ids"))
     };
     let count = reader.read_array_len()?;
     let mut tokens = Vec::with_capacity(count.min(reader.bytes_left()));
-    let mut next = None;
+    // The second token of the latest pair.
+    let mut next_token = None;
     for _ in 0..count {
         let is_pair = reader.is_array()?;
         if is_pair && reader.read_array_len()? != 2 {
             return Err(Error::Pairs);
         }
-        let first = token(reader)?;
-        let expected = if is_pair { next.replace(token(reader)?) } else { next };
-        let begins = tokens.is_empty() && (is_pair || next.is_none());
-        if !begins && expected != is_pair.then_some(first) {
+        let token = read_token(reader)?;
+        let expected = if is_pair { next_token.replace(read_token(reader)?) } else { next_token };
+        let is_first = tokens.is_empty() && (is_pair || next_token.is_none());
+        if !is_first && expected != is_pair.then_some(token) {
             return Err(Error::Pairs);
         }
-        tokens.push(first);
+        tokens.push(token);
     }
-    Ok((tokens, next))
+    Ok(Tokens { tokens, next_token })
 }
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! Metrics of KV events and of the blocks they make resident.
+//! Counts the engine's KV events and the blocks that its cache holds, as Prometheus metrics.
 
 use prometheus_client::{
     encoding::EncodeLabelSet,
@@ -13,10 +13,10 @@ use super::rank_cache::{Counts, RankCache};
 #[derive(Debug, Clone)]
 pub struct Metrics {
     events: Family<EventLabel, Counter>,
-    sequence: Family<EventLabel, Counter>,
-    trees: Family<OutcomeLabel, Counter>,
+    sequence_faults: Family<EventLabel, Counter>,
+    tree_requests: Family<OutcomeLabel, Counter>,
     blocks: Family<TierLabel, Gauge>,
-    bytes: Family<RankLabel, Gauge>,
+    index_bytes: Family<RankLabel, Gauge>,
     watchers: Gauge,
 }
 
@@ -47,10 +47,10 @@ impl Metrics {
     pub fn new(registry: &mut Registry) -> Self {
         let metrics = Self {
             events: Family::default(),
-            sequence: Family::default(),
-            trees: Family::default(),
+            sequence_faults: Family::default(),
+            tree_requests: Family::default(),
             blocks: Family::default(),
-            bytes: Family::default(),
+            index_bytes: Family::default(),
             watchers: Gauge::default(),
         };
         let help = "KV events of the engine, by kind; orphan, mismatch, refused and malformed \
@@ -58,13 +58,13 @@ impl Metrics {
         registry.register("kv_events", help, metrics.events.clone());
         let help = "Irregularities in the sequence of the engine's messages: gaps, lost messages, \
                     requested replays, restarts";
-        registry.register("kv_order", help, metrics.sequence.clone());
+        registry.register("kv_order", help, metrics.sequence_faults.clone());
         let help = "Requests to publish the engine's whole tree again, by outcome";
-        registry.register("kv_resyncs", help, metrics.trees.clone());
+        registry.register("kv_resyncs", help, metrics.tree_requests.clone());
         let help = "Routing blocks resident on the engine, by tier";
         registry.register("kv_blocks", help, metrics.blocks.clone());
         let help = "Memory that the agent holds to track the resident pages, bytes";
-        registry.register("kv_index_bytes", help, metrics.bytes.clone());
+        registry.register("kv_index_bytes", help, metrics.index_bytes.clone());
         let help = "Routers that watch the resident blocks";
         registry.register("kv_watchers", help, metrics.watchers.clone());
         metrics
@@ -99,27 +99,28 @@ impl Metrics {
         for (kind, count) in
             [("gap", gaps), ("lost", lost_messages), ("replay", replays), ("restart", restarts)]
         {
-            self.sequence.get_or_create(&EventLabel { dp_rank, kind }).inc_by(count);
+            self.sequence_faults.get_or_create(&EventLabel { dp_rank, kind }).inc_by(count);
         }
         for (tier, blocks) in rank.resident() {
             let tier = tier_name(tier);
             self.blocks.get_or_create(&TierLabel { dp_rank, tier }).set(to_i64(blocks));
         }
         let bytes = to_i64(rank.bytes() as u64);
-        self.bytes.get_or_create(&RankLabel { dp_rank }).set(bytes);
+        self.index_bytes.get_or_create(&RankLabel { dp_rank }).set(bytes);
     }
 
-    /// Removes a rank's gauges while its state is unknown: an absent figure is not zero.
+    /// Removes a rank's gauges. The caller does this while the rank's state is unknown, because a
+    /// gauge of zero would state that nothing is resident.
     pub(super) fn remove_rank(&self, dp_rank: u32) {
         for tier in [Tier::Device, Tier::Host].map(tier_name) {
             self.blocks.remove(&TierLabel { dp_rank, tier });
         }
-        self.bytes.remove(&RankLabel { dp_rank });
+        self.index_bytes.remove(&RankLabel { dp_rank });
     }
 
-    /// Counts one request to publish the engine's tree again.
+    /// Counts one request to publish the engine's radix tree again.
     pub(super) fn count_tree_request(&self, outcome: &'static str) {
-        self.trees.get_or_create(&OutcomeLabel { outcome }).inc();
+        self.tree_requests.get_or_create(&OutcomeLabel { outcome }).inc();
     }
 
     /// Changes the number of watchers by `change`.

@@ -1,7 +1,8 @@
-//! A MessagePack reader for the subset that KV events use.
+//! Reads MessagePack values, of the kinds that the engine's KV events have.
 //!
-//! It reads a slice in order and allocates nothing. Announced lengths are not trusted: a caller
-//! that allocates must bound them by [`Reader::bytes_left`].
+//! [`Reader`] reads a slice in order and allocates nothing. A message may announce a length that is
+//! larger than the message itself. So a caller that allocates memory for an announced length must
+//! bound it by [`Reader::bytes_left`].
 
 /// Why a message could not be read.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -42,7 +43,7 @@ impl<'a> Reader<'a> {
         self.0.len()
     }
 
-    /// Consumes a nil if one comes next. Returns whether it did.
+    /// Consumes the next value if it is nil. Returns whether it was nil.
     pub(super) fn take_nil(&mut self) -> Result<bool, Error> {
         let is_nil = self.peek()? == 0xc0;
         if is_nil {
@@ -89,7 +90,7 @@ impl<'a> Reader<'a> {
 
     /// Reads an integer of any width.
     pub(super) fn read_int(&mut self) -> Result<i128, Error> {
-        let (width, signed) = match self.read_byte()? {
+        let (width, is_signed) = match self.read_byte()? {
             small @ 0x00..=0x7f => return Ok(i128::from(small)),
             small @ 0xe0..=0xff => return Ok(i128::from(small.cast_signed())),
             width @ 0xcc..=0xcf => (1 << (width - 0xcc), false),
@@ -97,20 +98,21 @@ impl<'a> Reader<'a> {
             found => return Err(Error::Kind { wanted: "integer", found }),
         };
         let bytes = self.take(width)?;
-        let fill = if signed && bytes[0] >= 0x80 { 0xff } else { 0 };
-        let mut wide = [fill; 16];
-        wide[16 - width..].copy_from_slice(bytes);
-        Ok(i128::from_be_bytes(wide))
+        let is_negative = is_signed && bytes[0] >= 0x80;
+        let mut wide_bytes = [if is_negative { 0xff } else { 0 }; 16];
+        wide_bytes[16 - width..].copy_from_slice(bytes);
+        Ok(i128::from_be_bytes(wide_bytes))
     }
 
     /// Skips one value of any kind.
     pub(super) fn skip_value(&mut self) -> Result<(), Error> {
-        self.skip_below(DEPTH_MAX)
+        self.skip_nested(DEPTH_MAX)
     }
 
-    fn skip_below(&mut self, depth: usize) -> Result<(), Error> {
-        let depth = depth.checked_sub(1).ok_or(Error::Depth)?;
-        let values = match self.peek()? {
+    /// Skips one value that has at most `depth_max` levels.
+    fn skip_nested(&mut self, depth_max: usize) -> Result<(), Error> {
+        let inner_depth_max = depth_max.checked_sub(1).ok_or(Error::Depth)?;
+        let inner_values = match self.peek()? {
             0x90..=0x9f | 0xdc | 0xdd => self.read_array_len()?,
             0x80..=0x8f | 0xde | 0xdf => 2 * self.read_map_len()?,
             0xa0..=0xbf | 0xd9..=0xdb => return self.read_text().map(drop),
@@ -125,9 +127,10 @@ impl<'a> Reader<'a> {
             }
             found => return Err(Error::Kind { wanted: "value of an event", found }),
         };
-        (0..values).try_for_each(|_| self.skip_below(depth))
+        (0..inner_values).try_for_each(|_| self.skip_nested(inner_depth_max))
     }
 
+    /// Reads a big-endian length of `width` bytes.
     fn read_length(&mut self, width: usize) -> Result<usize, Error> {
         let bytes = self.take(width)?;
         Ok(bytes.iter().fold(0, |length, &byte| length << 8 | usize::from(byte)))
@@ -142,8 +145,8 @@ impl<'a> Reader<'a> {
     }
 
     fn take(&mut self, length: usize) -> Result<&'a [u8], Error> {
-        let (taken, left) = self.0.split_at_checked(length).ok_or(Error::Short)?;
-        self.0 = left;
+        let (taken, unread) = self.0.split_at_checked(length).ok_or(Error::Short)?;
+        self.0 = unread;
         Ok(taken)
     }
 }

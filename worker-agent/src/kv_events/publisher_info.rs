@@ -1,4 +1,7 @@
-//! Where an engine publishes its KV events, as its `/server_info` states.
+//! Reads from the engine's `/server_info` where the agent can subscribe to its KV events.
+//!
+//! A KV event says that the engine's cache has stored or evicted *pages*, the engine's units of KV
+//! memory. Each data parallel (DP) rank publishes its own events.
 
 use serde_json::Value;
 
@@ -9,29 +12,32 @@ pub struct PublisherInfo {
     pub instance: String,
     /// The number of DP ranks. Each has a publisher of its own.
     pub ranks: u32,
-    /// Tokens in a page.
+    /// Tokens in a page, as the events count pages.
     pub page_tokens: u32,
-    /// Pages in the pool of one rank.
+    /// Pages in the pool of one rank, as the events count pages.
     pub pool_pages: usize,
     /// The addresses of the publishers, or the reason why there are none.
     pub publishers: Result<PublisherAddresses, String>,
 }
 
-/// The addresses of rank 0's sockets. Each further rank uses the next port.
+/// The addresses of the publishers. Each rank's ports are rank 0's ports plus the rank's number.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PublisherAddresses {
     host: String,
+    /// The port on which rank 0 publishes.
     port: u16,
+    /// The port on which rank 0 sends old messages again when asked.
     replay_port: Option<u16>,
     /// The topic to subscribe to.
     pub topic: String,
-    /// Tokens in a page as used in the events, if stated. With context parallelism this is several
-    /// of the engine's pages.
+    /// Tokens in a page as the events count pages, if the engine states it. With context
+    /// parallelism, one such page is several pages of the engine's pool.
     pub page_tokens: Option<u32>,
 }
 
 impl PublisherAddresses {
-    /// Reads the publishers from `/server_info`. `engine_host` is the host that answered.
+    /// Reads the publishers' addresses from the JSON of `/server_info`. `engine_host` is the host
+    /// that answered.
     ///
     /// # Errors
     /// When the engine publishes no events that can be followed; the text is for an operator.
@@ -50,7 +56,7 @@ impl PublisherAddresses {
             return Err(format!("the engine's publisher of KV events is {other}, not zmq"));
         }
         let host = match text("endpoint_host").unwrap_or("*") {
-            // A wildcard address means that the publisher listens on the engine's own host.
+            // With a wildcard address, the publisher listens on every address of the engine's host.
             "*" | "0.0.0.0" | "::" | "[::]" | "" => engine_host,
             host => host,
         };
@@ -69,6 +75,7 @@ impl PublisherAddresses {
     }
 
     /// Returns the addresses of a rank's publisher and of its replay socket, each as `host:port`.
+    /// Returns `None` if there is no such port.
     pub(super) fn addresses(&self, dp_rank: u32) -> Option<(String, Option<String>)> {
         let rank = u16::try_from(dp_rank).ok()?;
         let address = |port: u16| Some(format!("{}:{}", self.host, port.checked_add(rank)?));

@@ -1,8 +1,9 @@
-//! A client for ZeroMQ's wire protocol, ZMTP 3.0 without security.
+//! Connects to the engine's ZeroMQ sockets, from which the agent reads KV events.
 //!
-//! It has the part needed to subscribe to a PUB socket and to ask a ROUTER socket. A [`Connection`]
-//! is made once. It neither queues messages nor reconnects by itself, because the caller must know
-//! when a connection breaks. Sizes announced by the peer are bounded.
+//! It speaks ZeroMQ's wire protocol, ZMTP 3.0 without security, as far as the agent needs it. The
+//! agent subscribes to a PUB socket, and sends requests to a ROUTER socket. A [`Connection`]
+//! neither queues messages nor reconnects by itself, because the caller must know when it breaks.
+//! Sizes that the peer announces are bounded.
 
 use std::time::Duration;
 
@@ -18,15 +19,19 @@ const CONNECT_MAX: Duration = Duration::from_secs(5);
 /// The maximum bytes of a message. An engine that evicts a million pages of one token at once sends
 /// nine million bytes.
 const MESSAGE_BYTES_MAX: u64 = 64 << 20;
-/// The maximum frames of a message. Publishers send three, a replay four.
+/// The maximum frames of a message. A published message has three frames, and a message that the
+/// engine sends again on request has four.
 const FRAMES_MAX: usize = 8;
 const GREETING_BYTES: usize = 64;
 /// The buffer space reserved for each read.
 const READ_BYTES: usize = 64 << 10;
 
-const MORE: u8 = 1;
-const LONG: u8 = 2;
-const COMMAND: u8 = 4;
+/// Flag of a frame's header: a further frame of the same message follows.
+const FLAG_MORE: u8 = 1;
+/// Flag of a frame's header: the length has eight bytes, not one.
+const FLAG_LONG: u8 = 2;
+/// Flag of a frame's header: the frame is a command of the protocol, not a part of a message.
+const FLAG_COMMAND: u8 = 4;
 
 /// The socket type that this end announces.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -41,7 +46,7 @@ pub(super) enum Error {
     /// The operating system reported an error.
     #[error(transparent)]
     Io(#[from] std::io::Error),
-    /// The peer sent no greeting in time.
+    /// The connection or the exchange of greetings took too long.
     #[error("no ZeroMQ greeting within {} s", CONNECT_MAX.as_secs())]
     Timeout,
     /// The peer closed the connection.
@@ -68,17 +73,17 @@ pub(super) struct Connection {
 impl Connection {
     /// Connects to `address`, which is `host:port`, and exchanges greetings.
     pub(super) async fn open(address: &str, kind: SocketType) -> Result<Self, Error> {
-        let greeted = async {
+        let connect = async {
             let mut stream = TcpStream::connect(address).await?;
             stream.set_nodelay(true)?;
             stream.write_all(&greeting()).await?;
-            stream.write_all(&ready(kind)).await?;
-            let mut theirs = [0; GREETING_BYTES];
-            stream.read_exact(&mut theirs).await?;
-            is_greeting(&theirs).then_some(()).ok_or(Error::Greeting)?;
+            stream.write_all(&ready_command(kind)).await?;
+            let mut peer_greeting = [0; GREETING_BYTES];
+            stream.read_exact(&mut peer_greeting).await?;
+            is_greeting(&peer_greeting).then_some(()).ok_or(Error::Greeting)?;
             Ok(Self { stream, messages: Messages::default() })
         };
-        timeout(CONNECT_MAX, greeted).await.map_err(|_| Error::Timeout)?
+        timeout(CONNECT_MAX, connect).await.map_err(|_| Error::Timeout)?
     }
 
     /// Subscribes to all messages with a first frame that begins with `topic`.
@@ -86,10 +91,12 @@ impl Connection {
         self.send(&[&[&[1], topic].concat()]).await
     }
 
+    /// Sends one message.
     pub(super) async fn send(&mut self, frames: &[&[u8]]) -> Result<(), Error> {
         let mut bytes = vec![];
-        for (at, frame) in frames.iter().enumerate() {
-            put(if at + 1 < frames.len() { MORE } else { 0 }, frame, &mut bytes);
+        for (index, frame) in frames.iter().enumerate() {
+            let is_last = index + 1 == frames.len();
+            append_frame(if is_last { 0 } else { FLAG_MORE }, frame, &mut bytes);
         }
         Ok(self.stream.write_all(&bytes).await?)
     }
@@ -108,6 +115,7 @@ impl Connection {
     }
 }
 
+/// Returns the greeting of this end: the signature, version 3.0 and the security mechanism `NULL`.
 fn greeting() -> [u8; GREETING_BYTES] {
     let mut bytes = [0; GREETING_BYTES];
     (bytes[0], bytes[9], bytes[10]) = (0xff, 0x7f, 3);
@@ -120,76 +128,90 @@ fn is_greeting(bytes: &[u8; GREETING_BYTES]) -> bool {
     (bytes[0], bytes[9] & 1) == (0xff, 1) && bytes[10] >= 3 && mechanism == &greeting()[12..32]
 }
 
-fn ready(kind: SocketType) -> Vec<u8> {
-    let kind: &[u8] = match kind {
+/// Returns the command that ends the handshake and announces the socket type.
+fn ready_command(kind: SocketType) -> Vec<u8> {
+    let name: &[u8] = match kind {
         SocketType::Sub => b"SUB",
         SocketType::Dealer => b"DEALER",
     };
-    let length = u32::try_from(kind.len()).expect("socket type names are short").to_be_bytes();
+    let length = u32::try_from(name.len()).expect("socket type names are short").to_be_bytes();
+    let command = [b"\x05READY\x0bSocket-Type", &length[..], name].concat();
     let mut bytes = vec![];
-    put(COMMAND, &[b"\x05READY\x0bSocket-Type", &length[..], kind].concat(), &mut bytes);
+    append_frame(FLAG_COMMAND, &command, &mut bytes);
     bytes
 }
 
-fn put(flags: u8, frame: &[u8], bytes: &mut Vec<u8>) {
+fn append_frame(flags: u8, frame: &[u8], bytes: &mut Vec<u8>) {
     match u8::try_from(frame.len()) {
         Ok(length) => bytes.extend([flags, length]),
         Err(_) => {
-            bytes.push(flags | LONG);
+            bytes.push(flags | FLAG_LONG);
             bytes.extend((frame.len() as u64).to_be_bytes());
         }
     }
     bytes.extend(frame);
 }
 
+/// The header of a frame.
+struct Header {
+    flags: u8,
+    header_bytes: usize,
+    body_bytes: usize,
+}
+
 /// Assembles messages from bytes as they arrive. Pure.
 #[derive(Debug, Default)]
 struct Messages {
+    /// Bytes that were received and not yet parsed.
     unread: BytesMut,
+    /// The frames so far of a message that is not complete.
     frames: Vec<Bytes>,
 }
 
 impl Messages {
-    /// Returns the next complete message, if there is one. Commands are skipped: none of them
-    /// matters here.
+    /// Returns the next complete message, if there is one. Skips the protocol's commands, because
+    /// none of them matters to a subscriber or a requester.
     fn next(&mut self) -> Result<Option<Vec<Bytes>>, Error> {
-        while let Some((flags, header, length)) = self.header()? {
-            let Some(end) = header.checked_add(length).filter(|end| *end <= self.unread.len())
-            else {
+        while let Some(Header { flags, header_bytes, body_bytes }) = self.read_header()? {
+            let frame_bytes = header_bytes.checked_add(body_bytes);
+            let Some(frame_bytes) = frame_bytes.filter(|bytes| *bytes <= self.unread.len()) else {
                 break;
             };
-            let mut frame = self.unread.split_to(end).freeze();
-            frame.advance(header);
-            if flags & COMMAND != 0 {
+            let mut frame = self.unread.split_to(frame_bytes).freeze();
+            frame.advance(header_bytes);
+            if flags & FLAG_COMMAND != 0 {
                 continue;
             }
             self.frames.push(frame);
-            if flags & MORE == 0 {
+            if flags & FLAG_MORE == 0 {
                 return Ok(Some(std::mem::take(&mut self.frames)));
             }
         }
         Ok(None)
     }
 
-    /// Parses the next frame's header. Returns its flags, and the lengths of its header and its
-    /// body.
-    fn header(&self) -> Result<Option<(u8, usize, usize)>, Error> {
+    /// Parses the next frame's header, if all of it has arrived.
+    fn read_header(&self) -> Result<Option<Header>, Error> {
         let Some((&flags, rest)) = self.unread.split_first() else { return Ok(None) };
-        if flags & !(MORE | LONG | COMMAND) != 0 || flags & (MORE | COMMAND) == MORE | COMMAND {
+        if flags & !(FLAG_MORE | FLAG_LONG | FLAG_COMMAND) != 0
+            || flags & (FLAG_MORE | FLAG_COMMAND) == FLAG_MORE | FLAG_COMMAND
+        {
             return Err(Error::Frame);
         }
-        let (header, length) = if flags & LONG == 0 {
+        let (header_bytes, body_bytes) = if flags & FLAG_LONG == 0 {
             let Some(&length) = rest.first() else { return Ok(None) };
             (2, u64::from(length))
         } else {
             let Some(length) = rest.first_chunk() else { return Ok(None) };
             (9, u64::from_be_bytes(*length))
         };
-        let before: usize = self.frames.iter().map(Bytes::len).sum();
-        if self.frames.len() >= FRAMES_MAX || length > MESSAGE_BYTES_MAX - before as u64 {
+        let bytes_before: usize = self.frames.iter().map(Bytes::len).sum();
+        let bytes_left = MESSAGE_BYTES_MAX - bytes_before as u64;
+        if self.frames.len() >= FRAMES_MAX || body_bytes > bytes_left {
             return Err(Error::Bound);
         }
-        Ok(Some((flags, header, usize::try_from(length).map_err(|_| Error::Bound)?)))
+        let body_bytes = usize::try_from(body_bytes).map_err(|_| Error::Bound)?;
+        Ok(Some(Header { flags, header_bytes, body_bytes }))
     }
 }
 

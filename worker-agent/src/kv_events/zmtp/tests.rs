@@ -64,11 +64,11 @@ proptest! {
 #[test]
 fn what_has_no_bound_is_refused_before_it_comes() {
     let taken = |bytes: &[u8]| take(&mut Messages::default(), bytes);
-    assert!(matches!(taken(&[LONG, 0, 0, 0, 0, 0xff, 0, 0, 0]), Err(Error::Bound)));
-    assert!(matches!(taken(&[LONG, 0xff, 0xff, 0xff, 0xff, 0, 0, 0, 0]), Err(Error::Bound)));
-    assert!(matches!(taken(&[MORE, 0].repeat(FRAMES_MAX + 1)), Err(Error::Bound)));
+    assert!(matches!(taken(&[FLAG_LONG, 0, 0, 0, 0, 0xff, 0, 0, 0]), Err(Error::Bound)));
+    assert!(matches!(taken(&[FLAG_LONG, 0xff, 0xff, 0xff, 0xff, 0, 0, 0, 0]), Err(Error::Bound)));
+    assert!(matches!(taken(&[FLAG_MORE, 0].repeat(FRAMES_MAX + 1)), Err(Error::Bound)));
     assert!(matches!(taken(&[0x40, 0]), Err(Error::Frame)));
-    assert!(matches!(taken(&[MORE | COMMAND, 0]), Err(Error::Frame)));
+    assert!(matches!(taken(&[FLAG_MORE | FLAG_COMMAND, 0]), Err(Error::Frame)));
 }
 
 #[tokio::test]
