@@ -1,8 +1,12 @@
-//! Page audits: decides when to request one from a rank's shim, and keeps the newest result. Pure.
+//! Decides when each engine rank's KV pages are audited, and keeps the newest results. Pure.
 //!
-//! Requests come out as numbers, and answers go in. The audit itself is made inside the engine's
-//! process, at one moment between two steps, by `kernels`' library. Every rank is asked at an
-//! interval, and on demand; an answer serves all earlier requests too.
+//! An *audit* finds out who uses each page of a rank's KV pool: a session, the radix tree, the free
+//! list, or none of them (the page is *leaked*). A *session* is a series of requests that share a
+//! growing prompt. The shim (code in the engine's process) makes the audit, with the library of
+//! the crate `kernels`, between two steps of the engine's scheduler.
+//!
+//! [`Audits`] numbers the requests, and its caller sends them to the shim and hands in the answers.
+//! Every rank is audited at an interval, and on demand. An answer also serves all earlier requests.
 
 use std::{
     collections::BTreeMap,
@@ -19,13 +23,13 @@ pub mod remote;
 
 pub use self::read::SessionPages;
 
-/// Faults after which the KV of the sessions they name can't be trusted.
+/// The faults that make the KV of a session wrong. Such a fault names the sessions.
 const CORRUPTING: [Kind; 5] =
     [Kind::Aliased, Kind::FreeHeld, Kind::CachedPrivate, Kind::RowEntry, Kind::Changed];
 
-/// Faults of the engine's bookkeeping, which only a restart repairs. A changed page is not one of
-/// them: its sessions are closed.
-const LASTING: [Kind; 9] = [
+/// Faults of the engine's bookkeeping, which only a restart repairs. A changed page is not among
+/// them: the agent closes the sessions that use the page, and the engine goes on.
+const BOOKKEEPING: [Kind; 9] = [
     Kind::Aliased,
     Kind::Leaked,
     Kind::DoubleFree,
@@ -41,48 +45,49 @@ fn contains_name(kinds: &[Kind], name: &str) -> bool {
     kinds.iter().any(|kind| kind.name() == name)
 }
 
-/// The number of audits in a row, and the time span, in which a fault must be found before the
-/// worker drains: a fault that passes by itself needs no restart.
+/// The number of audits in a row that must find a fault before the engine counts as in need of a
+/// restart. A fault that passes by itself needs no restart.
 const LASTING_AUDITS: u32 = 3;
+/// The time that must have passed since the first of these audits.
 const LASTING_FOR: Duration = Duration::from_secs(20);
 
-/// An audit is not repeated within this many times the time it took on the scheduler's thread,
-/// because walking a large radix tree takes long.
+/// The pause after an audit, as a multiple of the time that the audit took on the thread of the
+/// engine's scheduler. An audit of a large radix tree takes long, and the engine waits meanwhile.
 const REST_FACTOR: u32 = 1000;
 
-/// The time limit for an answer. An engine's step takes seconds at most, and the audit after it
-/// milliseconds.
+/// The time limit for an answer. A step of the engine takes seconds at most, and the audit after
+/// the step takes milliseconds.
 const ANSWER_MAX: Duration = Duration::from_secs(30);
 
-/// The state of one rank's pool at one moment.
+/// The result of an audit: the state of one rank's KV pool at one moment.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Audit {
     /// When the agent received the audit, some milliseconds after it was made.
     pub at: Instant,
-    /// The totals and the findings, with session names. Their age is 0.
+    /// The totals, and the faults with the sessions that they concern. The age in it is 0.
     pub pages: PageAudit,
     /// The sessions that hold pages, largest first.
     pub sessions: Vec<SessionPages>,
 }
 
 impl Audit {
-    /// Returns the totals with their age at `now`.
+    /// Returns the totals and the faults, with their age at `now`.
     #[must_use]
     pub fn pages(&self, now: Instant) -> PageAudit {
         let age = now.saturating_duration_since(self.at).as_millis();
         PageAudit { age_ms: u32::try_from(age).unwrap_or(u32::MAX), ..self.pages.clone() }
     }
 
-    /// Returns the sessions whose KV can't be trusted: they share a page that must not be shared,
-    /// or one of their pages was overwritten.
+    /// Returns the sessions whose KV can't be trusted, by their ids inside the engine. For example,
+    /// a page of such a session was overwritten, or two sessions share a page by mistake.
     pub fn corrupt_sessions(&self) -> impl Iterator<Item = &str> {
-        let harming =
+        let corrupting =
             self.pages.faults().filter(|finding| contains_name(&CORRUPTING, &finding.kind));
-        let named = harming.flat_map(|finding| &finding.named);
-        named.flat_map(|one| &one.sessions).map(String::as_str).filter(|id| !id.is_empty())
+        let named = corrupting.flat_map(|finding| &finding.named);
+        named.flat_map(|fault| &fault.sessions).map(String::as_str).filter(|id| !id.is_empty())
     }
 
-    /// Returns the totals for a load report, which has no session names.
+    /// Returns the totals and the faults for a load report, which contains no session names.
     #[must_use]
     pub fn reported(&self, now: Instant) -> PageAudit {
         let mut pages = self.pages(now);
@@ -94,7 +99,7 @@ impl Audit {
 /// Why an audit is not available.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
-    /// The engine has no such rank, or no working shim is connected.
+    /// The engine has no such rank, or the rank's shim is not connected.
     #[error("no shim of rank {0} is connected; put worker-agent/shim on the engine's PYTHONPATH")]
     NoShim(u32),
     /// The shim refused, for this reason.
@@ -114,45 +119,48 @@ pub enum Error {
 /// The audits of all ranks.
 #[derive(Debug)]
 pub struct Audits {
-    /// The interval between audits; `None` if they are made only on demand.
+    /// The interval between audits. `None` if audits are made only on demand.
     interval: Option<Duration>,
     ranks: BTreeMap<u32, Rank>,
-    /// The number of the last request, counted over all ranks.
-    number: u64,
+    /// The number of the newest request, counted over all ranks.
+    newest_number: u64,
 }
 
 #[derive(Debug)]
 struct Rank {
     /// Why the rank can't be reply.
     refusal: Option<String>,
-    next: Option<Instant>,
+    /// When the interval requires the next audit.
+    next_audit: Option<Instant>,
     /// The unanswered requests, oldest first: number and time limit.
     requests: Vec<(u64, Instant)>,
-    last: Option<Audit>,
-    /// Why the last request had no result; `None` if it had one.
-    failed: Option<Error>,
-    /// For each kind of fault: how many audits in a row have found it, and when the first one did.
-    /// Audits that could not check for the kind don't count.
+    newest_audit: Option<Audit>,
+    /// Why the latest audit failed. `None` after an audit that succeeded.
+    failure: Option<Error>,
+    /// For each kind of fault: how many audits in a row have found it, and when the first of these
+    /// audits did. An audit that could not check for the kind leaves its entry as it is.
     streaks: BTreeMap<String, (u32, Instant)>,
 }
 
 impl Audits {
-    /// Creates the state. Every rank is asked at `interval`, if there is one.
+    /// Creates the state without ranks. `interval` is the time between two audits of a rank; with
+    /// `None`, audits are made only on demand.
     #[must_use]
     pub fn new(interval: Option<Duration>) -> Self {
-        Self { interval, ranks: BTreeMap::new(), number: 0 }
+        Self { interval, ranks: BTreeMap::new(), newest_number: 0 }
     }
 
-    /// Adds a rank whose shim has connected. `refusal` is the reason why it can't audit. The rank's
-    /// first audit is due at once.
+    /// Adds a rank whose shim has connected. `refusal` is the reason why the shim can't audit, or
+    /// `None` if it can. In that case, the rank's first periodic audit is due at once.
     pub fn add_rank(&mut self, now: Instant, dp_rank: u32, refusal: Option<String>) {
-        let next = self.interval.filter(|_| refusal.is_none()).map(|_| now);
+        let next_audit = self.interval.filter(|_| refusal.is_none()).map(|_| now);
         let (requests, streaks) = (vec![], BTreeMap::new());
-        let rank = Rank { refusal, next, requests, last: None, failed: None, streaks };
+        let (newest_audit, failure) = (None, None);
+        let rank = Rank { refusal, next_audit, requests, newest_audit, failure, streaks };
         self.ranks.insert(dp_rank, rank);
     }
 
-    /// Removes a rank whose shim has disconnected. Its requests stay unanswered.
+    /// Removes a rank whose shim has disconnected. The rank's requests stay unanswered.
     pub fn remove_rank(&mut self, dp_rank: u32) {
         self.ranks.remove(&dp_rank);
     }
@@ -162,21 +170,21 @@ impl Audits {
         self.ranks.keys().copied()
     }
 
-    /// Notes that a rank's request failed. Returns true if the reason is new, so that the same
-    /// reason is not logged at every interval.
+    /// Notes that a rank's request failed. Returns whether the reason differs from that of the
+    /// previous failure, so that the caller doesn't log the same reason at every interval.
     pub fn note_failure(&mut self, dp_rank: u32, error: &Error) -> bool {
         let Some(rank) = self.ranks.get_mut(&dp_rank) else { return true };
-        rank.failed.replace(error.clone()).as_ref() != Some(error)
+        rank.failure.replace(error.clone()).as_ref() != Some(error)
     }
 
     /// Returns the newest audit of a rank.
     #[must_use]
     pub fn last_audit(&self, dp_rank: u32) -> Option<&Audit> {
-        self.ranks.get(&dp_rank)?.last.as_ref()
+        self.ranks.get(&dp_rank)?.newest_audit.as_ref()
     }
 
-    /// Registers a request for an audit now, and returns its number. The answer to this or any
-    /// later number answers it.
+    /// Registers a request for an audit at `now`, and returns the request's number. An answer with
+    /// this number or a later one answers the request.
     ///
     /// # Errors
     /// When the rank can't be reply.
@@ -185,19 +193,21 @@ impl Audits {
         if let Some(reason) = &rank.refusal {
             return Err(Error::Refused(reason.clone()));
         }
-        self.number += 1;
-        rank.requests.push((self.number, now + ANSWER_MAX));
-        rank.next = self.interval.map(|interval| now + interval);
-        Ok(self.number)
+        self.newest_number += 1;
+        rank.requests.push((self.newest_number, now + ANSWER_MAX));
+        rank.next_audit = self.interval.map(|interval| now + interval);
+        Ok(self.newest_number)
     }
 
-    /// Registers a request for every rank whose interval has passed, and returns the ranks with the
-    /// numbers. A rank with an unanswered request is left out.
+    /// Registers a request for every rank whose periodic audit is due, and returns the ranks with
+    /// the requests' numbers. Leaves out ranks with an unanswered request.
     pub fn request_due(&mut self, now: Instant) -> Vec<(u32, u64)> {
-        let due = |rank: &Rank| rank.requests.is_empty() && rank.next.is_some_and(|at| at <= now);
-        let ranks: Vec<u32> =
-            self.ranks.iter().filter(|(_, rank)| due(rank)).map(|(&dp_rank, _)| dp_rank).collect();
-        ranks
+        let is_due = |rank: &Rank| {
+            rank.requests.is_empty() && rank.next_audit.is_some_and(|due_at| due_at <= now)
+        };
+        let due = self.ranks.iter().filter(|(_, rank)| is_due(rank));
+        let due_ranks: Vec<u32> = due.map(|(&dp_rank, _)| dp_rank).collect();
+        due_ranks
             .into_iter()
             .filter_map(|dp_rank| self.request(now, dp_rank).ok().map(|number| (dp_rank, number)))
             .collect()
@@ -206,7 +216,8 @@ impl Audits {
     /// Returns when [`Self::request_due`] or [`Self::take_late`] must be called next.
     #[must_use]
     pub fn next_due(&self) -> Option<Instant> {
-        let due_at = |rank: &Rank| rank.requests.first().map(|&(_, until)| until).or(rank.next);
+        let due_at =
+            |rank: &Rank| rank.requests.first().map(|&(_, until)| until).or(rank.next_audit);
         self.ranks.values().filter_map(due_at).min()
     }
 
@@ -221,16 +232,16 @@ impl Audits {
         reply: &AuditReply,
     ) -> Result<&Audit, Error> {
         let rank = self.ranks.get_mut(&dp_rank).ok_or(Error::NoShim(dp_rank))?;
-        if reply.number > self.number {
+        if reply.number > self.newest_number {
             return Err(Error::Unreadable("its number was never requested".into()));
         }
         rank.requests.retain(|&(number, _)| number > reply.number);
-        let rested = now + reply.spent.saturating_mul(REST_FACTOR);
-        rank.next = rank.next.map(|next| next.max(rested));
+        let pause_end = now + reply.spent.saturating_mul(REST_FACTOR);
+        rank.next_audit = rank.next_audit.map(|next_audit| next_audit.max(pause_end));
         if let Some(reason) = &reply.refusal {
             return Err(Error::Refused(reason.clone()));
         }
-        let audit = read::audit(reply, now).map_err(Error::Unreadable)?;
+        let audit = read::decode_audit(reply, now).map_err(Error::Unreadable)?;
         for finding in &audit.pages.findings {
             if finding.count > 0 {
                 rank.streaks.entry(finding.kind.clone()).or_insert((0, now)).0 += 1;
@@ -238,19 +249,21 @@ impl Audits {
                 rank.streaks.remove(&finding.kind);
             }
         }
-        rank.failed = None;
-        Ok(rank.last.insert(audit))
+        rank.failure = None;
+        Ok(rank.newest_audit.insert(audit))
     }
 
-    /// Returns why the engine needs a restart: a fault that its last audits all found.
+    /// Returns why the engine needs a restart, if it does. It does if at least three audits of a
+    /// rank in a row, over at least 20 s, find the same fault of the engine's bookkeeping.
     #[must_use]
     pub fn restart_required(&self, now: Instant) -> Option<String> {
         self.ranks.iter().find_map(|(dp_rank, rank)| {
-            let lasts = |(audits, since): (u32, Instant)| {
+            let is_lasting = |(audits, since): (u32, Instant)| {
                 audits >= LASTING_AUDITS && now.saturating_duration_since(since) >= LASTING_FOR
             };
-            let long = rank.streaks.iter().filter(|(_, streak)| lasts(**streak));
-            let kind = long.map(|(kind, _)| kind).find(|kind| contains_name(&LASTING, kind))?;
+            let lasting = rank.streaks.iter().filter(|(_, streak)| is_lasting(**streak));
+            let mut kinds = lasting.map(|(kind, _)| kind);
+            let kind = kinds.find(|kind| contains_name(&BOOKKEEPING, kind))?;
             Some(format!("the page audit of rank {dp_rank} keeps finding pages {kind} in the pool"))
         })
     }

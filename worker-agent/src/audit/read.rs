@@ -1,4 +1,8 @@
-//! Decodes the library's report and replaces session numbers by session ids.
+//! Decodes the report of an audit, and replaces the session numbers in it by session ids.
+//!
+//! An audit finds out who uses each page of the engine's KV pool. The shim in the engine's process
+//! makes the report with the library of the crate `kernels`. The report names sessions by numbers,
+//! and the shim's answer has the list of their ids.
 
 use std::time::Instant;
 
@@ -8,30 +12,34 @@ use proto::load::{NamedFinding, PageAudit, PageClasses, PageFinding};
 use super::Audit;
 use crate::shim::AuditReply;
 
-/// The maximum number of sessions kept of one audit; the largest are kept.
+/// The maximum number of sessions kept of one audit. If there are more, those with the most pages
+/// are kept.
 const SESSIONS_MAX: usize = 1000;
 
 /// The pages of one session, or of one turn without a session.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SessionPages {
-    /// The session's id inside the engine; empty for a turn without a session.
+    /// The session's id inside the engine. Empty for a turn (one request) without a session.
     pub incarnation: String,
-    /// The number of pages that it references.
+    /// The number of pages that the session references.
     pub pages: u64,
     /// The number of pages that only this session references.
     pub exclusive_pages: u64,
-    /// The number of pages that a close frees at once. `None` if rows moved during the audit.
+    /// The number of pages that closing the session frees at once. `None` if the audit didn't see
+    /// every user of every page, because the engine's request table changed meanwhile, or because
+    /// the audit was made from outside the engine.
     pub freed_by_close_pages: Option<u64>,
-    /// The session's share of the pages it references, in thousandths of a page.
+    /// The session's share of the pages that it references, in thousandths of a page. Each page is
+    /// divided equally among all references to it.
     pub share_milli: u64,
     /// The number of runs of consecutive pages.
     pub runs: u64,
-    /// The number of unused token slots in its last page.
+    /// The number of unused token slots in the session's last page.
     pub tail_tokens: u64,
 }
 
-/// Decodes the report that the shim passed on.
-pub(super) fn audit(reply: &AuditReply, at: Instant) -> Result<Audit, String> {
+/// Decodes the report in the shim's answer, which arrived at `at`.
+pub(super) fn decode_audit(reply: &AuditReply, at: Instant) -> Result<Audit, String> {
     let report = Report::decode(&reply.report).map_err(|error| error.to_string())?;
     let name = |number: u32| reply.names.get(number as usize).cloned().unwrap_or_default();
     let mut sessions: Vec<SessionPages> = report
@@ -42,20 +50,21 @@ pub(super) fn audit(reply: &AuditReply, at: Instant) -> Result<Audit, String> {
             pages: session.refs,
             exclusive_pages: session.exclusive,
             freed_by_close_pages: session.freed,
-            share_milli: milli(session.share_q32),
+            share_milli: to_thousandths(session.share_q32),
             runs: session.runs,
             tail_tokens: session.tail_tokens,
         })
         .collect();
     sessions.sort_by(|a, b| (b.pages, &a.incarnation).cmp(&(a.pages, &b.incarnation)));
     sessions.truncate(SESSIONS_MAX);
-    Ok(Audit { at, pages: pages(&report, name), sessions })
+    Ok(Audit { at, pages: page_audit(&report, name), sessions })
 }
 
-fn pages(report: &Report, name: impl Fn(u32) -> String) -> PageAudit {
+/// Converts the report's totals and findings.
+fn page_audit(report: &Report, name: impl Fn(u32) -> String) -> PageAudit {
     PageAudit {
         age_ms: 0,
-        // The report counts one padding page.
+        // The report's count includes one padding page, which the engine never hands out.
         pages: u64::from(report.pages).saturating_sub(1),
         held_pages: report.held_pages,
         rows_moved: report.rows_moved,
@@ -69,20 +78,21 @@ fn pages(report: &Report, name: impl Fn(u32) -> String) -> PageAudit {
             corrupt: classes.corrupt,
         }),
         compared_pages: report.digests.compared,
-        findings: report.findings.iter().map(|found| finding(found, &name)).collect(),
+        findings: report.findings.iter().map(|found| page_finding(found, &name)).collect(),
     }
 }
 
-fn finding(found: &report::Found, name: &impl Fn(u32) -> String) -> PageFinding {
-    let named = found.named.iter().map(|one| NamedFinding {
-        at: one.at,
-        sessions: one.sessions.iter().map(|&number| name(number)).collect(),
+/// Converts the findings of one kind of fault.
+fn page_finding(found: &report::Found, name: &impl Fn(u32) -> String) -> PageFinding {
+    let named = found.named.iter().map(|finding| NamedFinding {
+        at: finding.at,
+        sessions: finding.sessions.iter().map(|&number| name(number)).collect(),
     });
     PageFinding { kind: found.kind.name().to_owned(), count: found.count, named: named.collect() }
 }
 
-/// Converts 2^-32 units to thousandths, rounded.
-fn milli(q32: u64) -> u64 {
+/// Converts a fixed-point number with 32 fractional bits to thousandths, rounded.
+fn to_thousandths(q32: u64) -> u64 {
     let milli = (u128::from(q32) * 1000 + (1 << 31)) >> 32;
     u64::try_from(milli).unwrap_or(u64::MAX)
 }

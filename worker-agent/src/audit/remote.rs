@@ -1,31 +1,37 @@
-//! Audits from outside the engine's process (tier 2).
+//! Audits the engine's KV pages from the agent's process, so that the engine's Python isn't used.
 //!
-//! They are for engines with a Python interpreter too busy to be numbers. The agent maps the engine's
-//! request table by CUDA IPC and runs the kernels itself, guided by the row table that the shim
-//! publishes. Such an audit sees only rows, and needs a CUDA context; it is made only if
-//! configured. If it fails, the audit is made inside the engine instead. Each rank has a thread,
-//! because CUDA's calls block. The thread ends when the handle is dropped.
+//! An audit finds out who uses each page of the engine's KV pool. Usually the shim makes it inside
+//! the engine's process. That is slow if the engine's Python interpreter is busy. Here, the agent
+//! maps the engine's request table (which lists the pages of each request) by CUDA IPC and runs the
+//! kernels itself. The shim publishes a file with the *row table*, which says which session each
+//! row of the request table belongs to.
+//!
+//! An audit of this kind sees only rows, not the free lists or the radix tree. It needs a CUDA
+//! context, so it is made only if the settings ask for it. If it fails, the owner asks the shim for
+//! an audit instead. Each rank has a thread, because CUDA's calls block. The thread ends when the
+//! handle [`Remote`] is dropped.
 
 use std::{
     path::{Path, PathBuf},
     sync::mpsc,
 };
 
-/// The answer to a request.
+/// The answer to a request for an audit.
 #[derive(Debug)]
 pub struct RemoteAnswer {
-    /// The number that the requester gave.
+    /// The number that the requester gave to [`Remote::request`].
     pub number: u64,
-    /// The audit, or why there is none. After an error the thread has ended.
+    /// The audit, or why there is none. After an error, the thread makes no further audit.
     pub found: Result<RemoteReport, String>,
 }
 
-/// A report of rows with the keys of their sessions.
+/// A report about the request table's rows, with the keys of their sessions.
 #[derive(Debug)]
 pub struct RemoteReport {
     /// The report as `kernels` encodes it.
     pub report: Vec<u8>,
-    /// By session number: [`session_table_key`] of the session's id inside the engine.
+    /// For each session number in the report: [`session_table_key`] of the session's id inside the
+    /// engine.
     pub keys: Vec<u64>,
 }
 
@@ -36,9 +42,9 @@ pub struct Remote {
 }
 
 impl Remote {
-    /// Starts the thread of a rank whose engine publishes rows at `table`. The thread maps the
-    /// engine's memory at the first request. It calls `answer` for each request, and drops it when
-    /// it ends.
+    /// Starts the thread of a rank whose shim publishes the row table in a file of the name `table`
+    /// with the rank appended. The thread maps the engine's memory at the first request. It calls
+    /// `answer` for each request that it carries out, and drops `answer` when it ends.
     ///
     /// # Errors
     /// When the thread can't be created.
@@ -47,14 +53,15 @@ impl Remote {
         dp_rank: u32,
         answer: impl Fn(RemoteAnswer) + Send + 'static,
     ) -> std::io::Result<Self> {
-        // One request is being answered and one waits; further ones go to the shim.
+        // One request may wait while another is carried out. `request` refuses any further one,
+        // and the owner sends it to the shim.
         let (requests, numbers) = mpsc::sync_channel(1);
         let path = rank_table_path(table, dp_rank);
         let thread = std::thread::Builder::new().name("audit".into());
         thread.spawn(move || {
             let answer = answer;
-            // Must be dropped before `answer`: when `answer` is gone, no request can be sent any
-            // more.
+            // Locals are dropped in reverse order. `numbers` must be dropped before `answer`, so
+            // that no request can be sent any more once `answer` is gone.
             let numbers = numbers;
             run_thread(&path, &numbers, &answer);
         })?;
@@ -68,7 +75,7 @@ impl Remote {
     }
 }
 
-/// Returns the file of a rank's rows. The shim appends the rank to the name in the same way.
+/// Returns the file of a rank's row table. The shim forms the name in the same way.
 fn rank_table_path(table: &Path, dp_rank: u32) -> PathBuf {
     let mut name = table.as_os_str().to_owned();
     name.push(format!("-{dp_rank}"));
@@ -101,13 +108,13 @@ fn run_thread(path: &Path, numbers: &mpsc::Receiver<u64>, answer: impl Fn(Remote
     };
     loop {
         let found = mapped::audit(&mut remote);
-        let over = found.is_err();
+        let has_failed = found.is_err();
         answer(RemoteAnswer { number, found });
-        if over {
+        if has_failed {
             return;
         }
-        let Ok(next) = numbers.recv() else { return };
-        number = next;
+        let Ok(next_number) = numbers.recv() else { return };
+        number = next_number;
     }
 }
 
@@ -122,16 +129,18 @@ mod mapped {
         ipc::{Error, Remote},
     };
 
-    use super::Found;
+    use super::RemoteReport;
 
-    /// More GPUs than any machine has.
+    /// The number of GPUs that are tried. No machine has more.
     const GPUS_MAX: u32 = 64;
-    /// The pause between two polls. A copy takes some microseconds, a step some milliseconds.
-    const PAUSE: Duration = Duration::from_millis(2);
-    /// The maximum number of polls: two seconds in all, which is longer than any decoding step.
+    /// The pause between two polls. A copy takes some microseconds, and a step of the engine, for
+    /// which the copy may wait, some milliseconds.
+    const POLL_PAUSE: Duration = Duration::from_millis(2);
+    /// The maximum number of polls. They take two seconds in all, which is longer than any decoding
+    /// step.
     const POLLS_MAX: u32 = 1000;
 
-    /// Opens the table on the GPU that it belongs to.
+    /// Opens the row table, and maps the request table on the GPU that holds it.
     pub(super) fn open(path: &Path) -> Result<Remote, String> {
         if let Some(missing) = cuda::missing() {
             return Err(missing.to_string());
@@ -143,12 +152,13 @@ mod mapped {
             let device = Device::open(ordinal, &image).map_err(|error| error.to_string())?;
             match Remote::open(path, device) {
                 Err(Error::OtherGpu) => {}
-                found => return found.map_err(|error| error.to_string()),
+                opened => return opened.map_err(|error| error.to_string()),
             }
         }
         Err(Error::OtherGpu.to_string())
     }
 
+    /// Makes one audit.
     pub(super) fn audit(remote: &mut Remote) -> Result<RemoteReport, String> {
         remote.begin().map_err(|error| error.to_string())?;
         for _ in 0..POLLS_MAX {
@@ -159,7 +169,7 @@ mod mapped {
                         keys: audited.keys,
                     });
                 }
-                Ok(None) => std::thread::sleep(PAUSE),
+                Ok(None) => std::thread::sleep(POLL_PAUSE),
                 Err(error) => return Err(error.to_string()),
             }
         }
