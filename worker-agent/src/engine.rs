@@ -1,7 +1,7 @@
-//! The engine beside the agent: its client, its health and its model files.
+//! Gives the agent access to its engine, the SGLang server on the same host.
 //!
-//! [`Engine`] calls the engine's HTTP API, [`stall_detector`] finds an engine that makes no
-//! progress, and [`model_files`] finds the tokenizer files.
+//! [`Engine`] calls the engine's HTTP API, [`stall_detector`] finds out when the engine makes no
+//! progress, and [`model_files`] finds the tokenizer files of the engine's model.
 
 mod client;
 pub mod model_files;

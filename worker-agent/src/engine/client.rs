@@ -1,7 +1,12 @@
-//! The client of the engine's HTTP API.
+//! Calls the engine's HTTP API for the agent.
 //!
-//! It reads the engine's description and load, opens and closes sessions, aborts turns, and sends
-//! turns. It knows SGLang's HTTP API and nothing of the sessions' states.
+//! A *turn* is one request with its answer. A *session* is a series of turns whose KV the engine
+//! can keep between them. The client sends turns and aborts them, opens and closes sessions, and
+//! reads the engine's description and load. It knows SGLang's HTTP API, but doesn't know which
+//! state the agent gives a session.
+//!
+//! An *incarnation* is one life of a session in the engine. Each incarnation has its own id, by
+//! which the engine knows the session.
 
 use std::{
     net::SocketAddr,
@@ -27,25 +32,26 @@ use serde_json::Value;
 use super::model_files;
 use crate::kv_events::publisher_info::{PublisherAddresses, PublisherInfo};
 
-/// The maximum bytes of a control route's answer. `/server_info` has about 560 keys, 40 KiB.
+/// The maximum bytes of the answer to a control call. The largest answer, of `/server_info`, has
+/// about 40 KiB.
 const ANSWER_BYTES_MAX: usize = 4 << 20;
 
-/// The engine's HTTP server closes connections that were idle for 5 s. A turn sent into a
-/// connection that is being closed would have an unknown fate, so the agent closes its idle
-/// connections before that.
+/// The agent closes connections that were idle for this time, before the engine's HTTP server
+/// closes them after 5 s. If the agent sent a turn over a connection while the server closes the
+/// connection, the agent could not know whether the engine runs the turn.
 const POOL_IDLE_MAX: Duration = Duration::from_secs(4);
 
-/// The engine's timeout of a session opened only to check that its id is free. It removes the
-/// session if the agent dies before closing it.
-const PROBE_BACKSTOP: Duration = Duration::from_secs(60);
+/// The engine's idle timeout of a session that the agent opens only to check that the id is free.
+/// If the agent dies before it closes this session, the timeout removes the session.
+const PROBE_IDLE_MAX: Duration = Duration::from_secs(60);
 
 /// Why a call to the engine failed.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The engine accepted no connection.
+    /// The engine accepted no connection, so it did not get the call.
     #[error("the engine at {0} accepts no connections")]
     Connect(Uri, #[source] hyper_util::client::legacy::Error),
-    /// An established connection broke.
+    /// An established connection broke before the answer was complete.
     #[error("the engine at {0} closed the connection before its answer was complete")]
     Broken(Uri, #[source] Box<dyn std::error::Error + Send + Sync>),
     /// No answer came in time.
@@ -115,21 +121,24 @@ pub fn is_connection_refused(error: &hyper_util::client::legacy::Error) -> bool 
 pub struct Engine {
     base: Uri,
     api_key: Option<HeaderValue>,
-    /// For turns: streaming bodies, no time limit.
+    /// Sends turns. Their bodies are streamed, without a time limit.
     turns: Client<HttpConnector, Body>,
-    /// For control calls, on connections of their own so that they never wait behind turns.
+    /// Sends control calls, on connections of their own, so that they never wait behind turns.
     control: Client<HttpConnector, Full<Bytes>>,
-    /// For load samples alone: a new connection here means that the engine may be another process.
+    /// Reads load samples, and nothing else. So if a sample comes over a new connection, the
+    /// engine may be another process.
     samples: Client<HttpConnector, Full<Bytes>>,
+    /// The time limit of a call other than a turn.
     call_time_max: Duration,
 }
 
 /// The part of `/server_info` that the agent needs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Info {
-    /// The facts for the agent's description.
+    /// The facts that the agent tells routers.
     pub facts: EngineFacts,
-    /// The rows of each DP rank.
+    /// For each data parallel (DP) rank: the number of rows of its request table. A request that
+    /// runs holds a row.
     pub rows: Vec<u32>,
     /// The tokens of each rank's pool.
     pub pool_tokens: u64,
@@ -138,20 +147,21 @@ pub struct Info {
     /// The bytes of each rank's pool on one of its devices, rounded to MiB; `None` if the engine
     /// doesn't report it.
     pub pool_bytes: Vec<Option<u64>>,
-    /// The tokenizer files on this host. The engine monitor sets this.
+    /// The tokenizer files on this host. `None` until the engine monitor has found them.
     pub model_files: Option<ModelFiles>,
 }
 
 impl Info {
-    /// Returns the retention modes that the engine's flags allow, best first.
+    /// Returns how the engine can keep the KV of sessions between turns, the best way first. The
+    /// engine's flags decide this.
     #[must_use]
     pub fn retentions(&self) -> Vec<Retention> {
         let facts = &self.facts;
         // Streaming sessions don't work with prefill/decode disaggregation: the prefill engine's
         // copy of the history lacks the answers.
-        let pinned = facts.streaming_sessions && facts.disaggregation == "null";
+        let can_pin = facts.streaming_sessions && facts.disaggregation == "null";
         let mut modes = vec![];
-        if pinned {
+        if can_pin {
             modes.push(Retention::Pinned);
         }
         if facts.radix_sessions {
@@ -198,17 +208,18 @@ pub struct Sample {
 }
 
 impl Engine {
-    /// Creates a client of the engine at `base` (`http://host:port`).
+    /// Creates a client of the engine at `base` (`http://host:port`). `connect_max` is the time
+    /// limit for connecting, and `call_time_max` that for a call other than a turn.
     #[must_use]
     pub fn new(
         base: Uri,
         api_key: Option<HeaderValue>,
-        connect: Duration,
+        connect_max: Duration,
         call_time_max: Duration,
     ) -> Self {
         let mut connector = HttpConnector::new();
         connector.set_nodelay(true);
-        connector.set_connect_timeout(Some(connect));
+        connector.set_connect_timeout(Some(connect_max));
         let mut builder = Client::builder(TokioExecutor::new());
         builder.pool_timer(TokioTimer::new()).pool_idle_timeout(POOL_IDLE_MAX);
         let turns = builder.build(connector.clone());
@@ -217,7 +228,7 @@ impl Engine {
         Self { base, api_key, turns, control, samples, call_time_max }
     }
 
-    /// Sends a turn. The future does nothing until polled; dropping it closes the connection.
+    /// Sends a turn. The future does nothing until it is polled. Dropping it closes the connection.
     pub fn send(&self, mut request: Request<Body>) -> ResponseFuture {
         *request.uri_mut() = self.uri(request.uri().path_and_query());
         if let Some(key) = &self.api_key {
@@ -241,9 +252,10 @@ impl Engine {
         let info = info_from(&value).map_err(|detail| Error::Answer { path, detail })?;
         let publishers =
             PublisherAddresses::from_server_info(&value, self.base.host().unwrap_or("127.0.0.1"));
-        let told = publishers.as_ref().ok().and_then(|publishers| publishers.page_tokens);
-        let page_tokens = told.unwrap_or(info.facts.page_tokens);
-        let feed = PublisherInfo {
+        let event_page_tokens =
+            publishers.as_ref().ok().and_then(|publishers| publishers.page_tokens);
+        let page_tokens = event_page_tokens.unwrap_or(info.facts.page_tokens);
+        let publisher_info = PublisherInfo {
             instance: info.facts.instance.clone(),
             ranks: u32::try_from(info.rows.len()).unwrap_or(u32::MAX),
             page_tokens,
@@ -251,10 +263,10 @@ impl Engine {
                 / page_tokens as usize,
             publishers,
         };
-        Ok((info, model_files::TokenizerSource::from_info(&value), feed))
+        Ok((info, model_files::TokenizerSource::from_info(&value), publisher_info))
     }
 
-    /// Reads `/v1/loads`.
+    /// Reads `/v1/loads`. Calls `now` when the answer has arrived.
     ///
     /// # Errors
     /// When the engine can't be reached or its answer is invalid.
@@ -272,25 +284,28 @@ impl Engine {
         Ok(Sample { at: now(), ranks: loads.loads, connection })
     }
 
-    /// Opens a streaming session. `backstop` is the engine's own idle timeout, far longer than the
-    /// agent's. It applies only if no agent ever comes back.
+    /// Opens a session whose KV the engine keeps (a "streaming session" of SGLang) under the id
+    /// `incarnation`. The engine closes the session if it is idle for `idle_max`. Usually the agent
+    /// closes its sessions earlier, so this limit matters only if no agent is left.
     ///
     /// # Errors
     /// When the engine refuses or can't be reached.
-    pub async fn open_session(&self, incarnation: &str, backstop: Duration) -> Result<(), Error> {
+    pub async fn open_session(&self, incarnation: &str, idle_max: Duration) -> Result<(), Error> {
         let body = serde_json::json!({
             "capacity_of_str_len": 1,
             "session_id": incarnation,
             "streaming": true,
-            "timeout": backstop.as_secs(),
+            "timeout": idle_max.as_secs(),
         });
         self.call(Method::POST, "/open_session", Some(&body)).await.map(drop)
     }
 
-    /// Closes a session and verifies that it is gone, which it returns. The engine answers every
-    /// close with 200, even when it defers the close. So the agent then opens the same id again,
-    /// which the engine refuses while the session exists. A turn that may still run is aborted
-    /// first, because the close would wait for it.
+    /// Closes a session, and returns whether it is gone. If a turn may still run, the caller gives
+    /// its id `rid`. That turn is aborted first, because the engine defers a close while a turn
+    /// runs.
+    ///
+    /// The engine answers every close with 200, even when it defers the close. So this method then
+    /// opens the same id again. The engine refuses that while the session exists.
     ///
     /// # Errors
     /// When the engine can't be reached.
@@ -300,14 +315,15 @@ impl Engine {
         rid: Option<&str>,
     ) -> Result<bool, Error> {
         self.close(incarnation, rid).await?;
-        match self.open_session(incarnation, PROBE_BACKSTOP).await {
+        match self.open_session(incarnation, PROBE_IDLE_MAX).await {
             Ok(()) => self.close_session(incarnation).await.map(|()| true),
             Err(Error::Status { status, .. }) if status.is_client_error() => Ok(false),
             Err(error) => Err(error),
         }
     }
 
-    /// Requests that a session is closed, after aborting its turn `rid` if one may still run.
+    /// Aborts the turn `rid` if there is one, and requests that its session is closed. Doesn't
+    /// check whether the session is gone.
     ///
     /// # Errors
     /// When the engine can't be reached.
@@ -318,7 +334,8 @@ impl Engine {
         self.close_session(incarnation).await
     }
 
-    /// Requests that a session is closed. The engine answers 200 whether or not it did anything.
+    /// Requests that a session is closed, and aborts no turn. The engine answers 200 whether or not
+    /// it did anything.
     ///
     /// # Errors
     /// When the engine can't be reached.
@@ -336,6 +353,7 @@ impl Engine {
         self.call(Method::POST, "/abort_request", Some(&body)).await.map(drop)
     }
 
+    /// Makes a control call, and returns the body of the answer.
     async fn call(
         &self,
         method: Method,
@@ -363,6 +381,8 @@ impl Engine {
         request.body(Full::from(bytes)).expect("all parts are valid")
     }
 
+    /// Sends a request within the time limit. Returns the body of the answer, and the local address
+    /// of the connection. `path` is the route for error messages.
     async fn exchange(
         &self,
         client: &Client<HttpConnector, Full<Bytes>>,
@@ -379,6 +399,7 @@ impl Engine {
         tokio::time::timeout(limit, exchange).await.map_err(|_| Error::Timeout(path, limit))?
     }
 
+    /// Reads the body of an answer. Any status other than success is an error.
     async fn read(&self, path: &'static str, response: Response<Incoming>) -> Result<Bytes, Error> {
         let status = response.status();
         let body = Limited::new(response.into_body(), ANSWER_BYTES_MAX).collect().await;
@@ -405,7 +426,7 @@ impl Engine {
     }
 }
 
-/// Reads the needed values out of the hundreds of keys of `/server_info`.
+/// Reads the values that the agent needs from the answer of `/server_info`.
 fn info_from(value: &Value) -> Result<Info, String> {
     let number = |key: &str| value.get(key).and_then(Value::as_u64);
     let flag = |key: &str| value.get(key).and_then(Value::as_bool).unwrap_or(false);
@@ -439,8 +460,9 @@ fn info_from(value: &Value) -> Result<Info, String> {
             vocabulary: None,
             streaming_sessions: flag("enable_streaming_session"),
             radix_sessions: flag("enable_session_radix_cache"),
-            // The engine has no instance id. Its seed is random at each launch unless it is set,
-            // and its startup times are measured at each launch.
+            // The engine states no id of its process, so the agent makes one of two values that
+            // differ between processes. The seed is random at each launch unless the operator
+            // sets it. The startup times are measured at each launch.
             instance: proto::id::principal_of(Some(format!("{seed} {startup}").as_bytes())),
             disaggregation: text("disaggregation_mode").unwrap_or("null").to_owned(),
         },
@@ -452,11 +474,11 @@ fn info_from(value: &Value) -> Result<Info, String> {
     })
 }
 
-/// Reads the bytes of a pool. The engine reports them in GiB with three decimals.
+/// Returns the bytes of a rank's KV pool. The engine reports them in GiB with three decimals.
 fn pool_bytes(state: &Value) -> Option<u64> {
     let gib = state.get("memory_usage")?.get("kvcache")?.as_f64()?;
     let thousandths = (gib * 1000.0).round();
-    // A value below the resolution or above any device's memory is not a valid figure.
+    // A value of 0.000 GiB, or of a million GiB and more, can't be a pool's size.
     let thousandths = (1.0..1e9).contains(&thousandths).then_some(thousandths)?;
     #[expect(
         clippy::cast_possible_truncation,

@@ -1,8 +1,10 @@
-//! Finds the model files by which the engine makes token ids of text and of messages.
+//! Finds the model files by which the engine tokenizes, and reads them for routers.
 //!
-//! It locates the files on this host, names them by a hash of their contents, and reads them for
-//! routers. It keeps only paths in memory. From the engine's settings it decides whether these
-//! files are all that determines the tokens.
+//! With these files, a router computes the same token ids as the engine. The files are the
+//! tokenizer, its config and the chat template, which turns messages into a prompt. This module
+//! finds them on this host, and identifies them by a hash of their contents. It keeps their paths
+//! in memory, but not their contents. If the engine makes prompts in a way that a chat template
+//! can't describe, the template is left out. Then routers can tokenize text, but not messages.
 
 use std::{
     fs::File,
@@ -20,9 +22,9 @@ use serde_json::Value;
 /// The maximum bytes of a template, and of a file that may contain a template.
 const TEMPLATE_BYTES_MAX: u64 = 4 << 20;
 
-/// Models for which SGLang builds prompts by its own rules instead of a template. Each entry
-/// matches a model path that contains the first text and after it the second.
-const OWN_RULES: [(&str, &str); 13] = [
+/// Paths of models for which SGLang builds prompts by its own rules instead of a template. An entry
+/// matches a path that contains the first text and, anywhere after it, the second text.
+const OWN_RULES_PATHS: [(&str, &str); 13] = [
     ("moss", "vl"),
     ("internvl", ""),
     ("janus", ""),
@@ -37,8 +39,10 @@ const OWN_RULES: [(&str, &str); 13] = [
     ("paddleocr", ""),
     ("whisper", ""),
 ];
-/// A further match, as a whole word: `checkpoints` is part of many paths.
+/// One more such path contains this as a whole word. It must be a whole word, because many paths
+/// contain `checkpoints`.
 const OWN_RULES_WORD: &str = "points";
+/// The `model_type` in the config of models for which SGLang builds prompts by its own rules.
 const OWN_RULES_TYPES: [&str; 14] = [
     "internvl_chat",
     "deepseek_vl_v2",
@@ -62,7 +66,7 @@ pub enum Error {
     /// The engine runs without a tokenizer.
     #[error("the engine runs without a tokenizer")]
     NoTokenizer,
-    /// The name is neither a local folder nor a model in the hub's cache.
+    /// The name is neither a folder nor a model in the local cache of the Hugging Face hub.
     #[error("there is no folder of the model {0:?} on this host")]
     NoFolder(String),
     /// A file can't be read.
@@ -77,7 +81,7 @@ pub enum Error {
     /// The files exceed the size limit.
     #[error("the model's files have more than {BYTES_MAX} bytes")]
     TooLarge,
-    /// The files have changed since they were named.
+    /// The files have changed since they were found.
     #[error("the model's files have changed; restart the engine to use them")]
     Changed,
 }
@@ -85,15 +89,18 @@ pub enum Error {
 /// The engine's settings that determine its tokens.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct TokenizerSource {
-    /// The model's folder or its name in the hub.
+    /// The model's folder, or its name in the Hugging Face hub.
     pub model: String,
+    /// The tokenizer's folder, or its name in the hub.
     tokenizer: String,
+    /// The branch, tag or commit in the hub.
     revision: Option<String>,
     /// The value of `--chat-template`: a file or a name.
     template: Option<String>,
+    /// Whether the engine runs without a tokenizer.
     skips_tokenizer: bool,
-    /// Whether the engine adds default values to every request's template.
-    template_defaults: bool,
+    /// Whether the engine passes default values of its own to the template.
+    has_template_defaults: bool,
 }
 
 impl TokenizerSource {
@@ -109,18 +116,18 @@ impl TokenizerSource {
             revision: text("revision"),
             template: text("chat_template").filter(|template| !template.is_empty()),
             skips_tokenizer: info.get("skip_tokenizer_init").and_then(Value::as_bool) == Some(true),
-            template_defaults: defaults.is_some_and(|defaults| !defaults.is_empty()),
+            has_template_defaults: defaults.is_some_and(|defaults| !defaults.is_empty()),
         })
     }
 
-    /// Returns the model's folder on this host.
+    /// Returns the model's folder on this host. `hub` is the folder of the hub's cache.
     #[must_use]
     pub fn folder(&self, hub: Option<&Path>) -> Option<PathBuf> {
         find_folder(&self.model, self.revision.as_deref(), hub)
     }
 }
 
-/// Returns the folder of the hub client's cache, from the environment.
+/// Returns the folder of the Hugging Face hub's local cache, as the environment states it.
 #[must_use]
 pub fn hub_folder() -> Option<PathBuf> {
     let path = |key: &str| std::env::var_os(key).filter(|set| !set.is_empty()).map(PathBuf::from);
@@ -130,49 +137,54 @@ pub fn hub_folder() -> Option<PathBuf> {
         .or_else(|| Some(path("HOME")?.join(".cache/huggingface/hub")))
 }
 
-/// Returns `name` if it is a folder, or else the model's snapshot in the hub's cache.
+/// Returns `name` if it is a folder, or else the folder of the model `name` in the hub's cache.
 fn find_folder(name: &str, revision: Option<&str>, hub: Option<&Path>) -> Option<PathBuf> {
     let path = Path::new(name);
     if path.is_dir() {
         return Some(path.to_owned());
     }
-    let plain = |part: &str| !part.is_empty() && !part.starts_with('.') && !part.contains('/');
+    let is_plain = |part: &str| !part.is_empty() && !part.starts_with('.') && !part.contains('/');
     let parts: Vec<&str> = name.split('/').collect();
-    if parts.len() > 2 || !parts.iter().all(|part| plain(part)) {
+    if parts.len() > 2 || !parts.iter().all(|part| is_plain(part)) {
         return None;
     }
-    let model = hub?.join(format!("models--{}", parts.join("--")));
+    let model_folder = hub?.join(format!("models--{}", parts.join("--")));
     let revision = revision.unwrap_or("main");
-    let commit = std::fs::read_to_string(model.join("refs").join(revision));
+    // A branch or a tag has a file with its commit. Without such a file, the revision is a commit.
+    let commit = std::fs::read_to_string(model_folder.join("refs").join(revision));
     let commit = commit.unwrap_or_else(|_| revision.to_owned());
-    Some(model.join("snapshots").join(commit.trim())).filter(|snapshot| snapshot.is_dir())
+    Some(model_folder.join("snapshots").join(commit.trim())).filter(|snapshot| snapshot.is_dir())
 }
 
-/// The model's files, found and named.
+/// The model's files on this host, and the hash of their contents.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FoundFiles {
-    /// The files in the order in which they are sent and hashed.
+    /// The files by name, in the order in which they are sent and hashed.
     files: Vec<(&'static str, FileContent)>,
-    named: ModelFiles,
+    /// The hash and the size of the files when they were found.
+    identity: ModelFiles,
 }
 
+/// Where the contents of a file are.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum FileContent {
     File(PathBuf),
-    /// A template that is not a file of its own.
+    /// The text of the chat template, which can be a part of a file.
     Text(String),
 }
 
 /// How the engine makes a prompt of messages.
 #[derive(Debug, PartialEq, Eq)]
 enum Template {
+    /// With this chat template.
     Text(String),
-    /// By more than a template; the reason is for an operator.
+    /// In a way that no chat template describes. The reason is for an operator.
     Unsupported(&'static str),
 }
 
 impl FoundFiles {
-    /// Finds the files and reads them all to name them. May block for long.
+    /// Finds the files, and reads them all to compute their hash. May block for long. `hub` is the
+    /// folder of the hub's cache.
     ///
     /// # Errors
     /// When there is no readable tokenizer.
@@ -194,34 +206,36 @@ impl FoundFiles {
         if config.is_file() {
             files.push((CONFIG, FileContent::File(config)));
         }
-        let named = read_files(&files, |_| true)?;
-        Ok(Self { files, named })
+        let identity = read_files(&files, |_| true)?;
+        Ok(Self { files, identity })
     }
 
-    /// Returns the files' name.
+    /// Returns the hash and the size of the files.
     #[must_use]
     pub fn named(&self) -> ModelFiles {
-        self.named
+        self.identity
     }
 
-    /// Reads the files in parts until `take` returns false.
+    /// Reads the files in parts, and gives each part to `take`. Stops when `take` returns false.
     ///
     /// # Errors
-    /// When a file can't be read, or the files have changed since they were named.
+    /// When a file can't be read, or the files have changed since they were found. Files that
+    /// were read only in part because `take` returned false count as changed.
     pub fn read(&self, take: impl FnMut(ModelFilePart) -> bool) -> Result<(), Error> {
-        let named = read_files(&self.files, take)?;
-        if named == self.named { Ok(()) } else { Err(Error::Changed) }
+        let identity = read_files(&self.files, take)?;
+        if identity == self.identity { Ok(()) } else { Err(Error::Changed) }
     }
 }
 
-/// Reads the files in parts and returns their name.
+/// Reads the files in parts, and gives each part to `take`, until `take` returns false. Returns the
+/// hash and the size of the parts that were read.
 fn read_files(
     files: &[(&'static str, FileContent)],
     mut take: impl FnMut(ModelFilePart) -> bool,
 ) -> Result<ModelFiles, Error> {
-    let (mut hasher, mut left) = (FilesHasher::default(), BYTES_MAX);
-    for (name, held) in files {
-        let (mut reader, bytes): (Box<dyn std::io::Read>, u64) = match held {
+    let (mut hasher, mut bytes_left) = (FilesHasher::default(), BYTES_MAX);
+    for (name, content) in files {
+        let (mut reader, bytes): (Box<dyn std::io::Read>, u64) = match content {
             FileContent::Text(text) => (Box::new(text.as_bytes()), text.len() as u64),
             FileContent::File(path) => {
                 let file = File::open(path).map_err(read_error(path))?;
@@ -229,7 +243,7 @@ fn read_files(
                 (Box::new(file.take(bytes)), bytes)
             }
         };
-        left = left.checked_sub(bytes).ok_or(Error::TooLarge)?;
+        bytes_left = bytes_left.checked_sub(bytes).ok_or(Error::TooLarge)?;
         hasher.begin_file(name, bytes);
         loop {
             let mut data = vec![];
@@ -251,16 +265,17 @@ fn read_error(path: &Path) -> impl FnOnce(std::io::Error) -> Error {
     move |source| Error::Read { path: path.to_owned(), source }
 }
 
-/// Finds the template as SGLang does: the given one, or else the model's own.
+/// Finds the chat template as SGLang does: the one that the engine's settings give, or else the
+/// model's own.
 fn find_template(source: &TokenizerSource, folder: &Path, hub: Option<&Path>) -> Template {
-    if source.template_defaults {
+    if source.has_template_defaults {
         return Template::Unsupported("the engine has default_chat_template_kwargs");
     }
-    if let Some(given) = &source.template {
-        let path = Path::new(given);
-        let text =
-            read_small_file(path).filter(|_| path.extension().is_some_and(|end| end == "jinja"));
-        // The engine reads a line break written as `\n` in two characters as a line break.
+    if let Some(setting) = &source.template {
+        let path = Path::new(setting);
+        let is_jinja = path.extension().is_some_and(|extension| extension == "jinja");
+        let text = read_small_file(path).filter(|_| is_jinja);
+        // The engine turns the two characters `\n` in such a file into a line break.
         let text = text.map(|text| text.trim_matches('\n').replace("\\n", "\n"));
         return text.map_or(
             Template::Unsupported("--chat-template is not a local .jinja file"),
@@ -268,43 +283,45 @@ fn find_template(source: &TokenizerSource, folder: &Path, hub: Option<&Path>) ->
         );
     }
     let config = source.folder(hub).and_then(|folder| read_json(&folder.join("config.json")));
-    let kind = config.as_ref().and_then(|config| config.get("model_type")?.as_str());
+    let model_type = config.as_ref().and_then(|config| config.get("model_type")?.as_str());
     if has_own_rules(&source.model.to_lowercase())
-        || kind.is_some_and(|kind| OWN_RULES_TYPES.contains(&kind))
+        || model_type.is_some_and(|model_type| OWN_RULES_TYPES.contains(&model_type))
     {
         return Template::Unsupported("SGLang builds this model's prompts by its own rules");
     }
-    let own = read_small_file(&folder.join(TEMPLATE))
+    let model_template = read_small_file(&folder.join(TEMPLATE))
         .or_else(|| template_of_config(&read_json(&folder.join("chat_template.json"))?))
         .or_else(|| template_of_config(&read_json(&folder.join(CONFIG))?));
-    own.map_or(Template::Unsupported("the model has no chat template"), Template::Text)
+    model_template.map_or(Template::Unsupported("the model has no chat template"), Template::Text)
 }
 
+/// Whether SGLang builds prompts by its own rules for the model with this lower-case path.
 fn has_own_rules(path: &str) -> bool {
     let mut words = path.split(|sign: char| !sign.is_alphanumeric() && sign != '_');
     words.any(|word| word == OWN_RULES_WORD)
-        || OWN_RULES.iter().any(|(first, then)| {
-            path.split_once(first).is_some_and(|(_, rest)| rest.contains(then))
+        || OWN_RULES_PATHS.iter().any(|(first, second)| {
+            path.split_once(first).is_some_and(|(_, rest)| rest.contains(second))
         })
 }
 
-/// Returns the `chat_template` of a config. If there are several, the one named `default`.
+/// Returns the `chat_template` of a config. If the config has a list of templates, returns the one
+/// with the name `default`.
 fn template_of_config(config: &Value) -> Option<String> {
-    let named = config.get("chat_template")?;
-    let default = || {
-        let several = named.as_array()?.iter();
-        let mut default =
-            several.filter(|one| one.get("name").is_some_and(|name| name == "default"));
-        default.next()?.get("template")?.as_str()
+    let text_or_list = config.get("chat_template")?;
+    let default_of_list = || {
+        let templates = text_or_list.as_array()?.iter();
+        let mut defaults =
+            templates.filter(|template| template.get("name").is_some_and(|name| name == "default"));
+        defaults.next()?.get("template")?.as_str()
     };
-    named.as_str().or_else(default).map(str::to_owned)
+    text_or_list.as_str().or_else(default_of_list).map(str::to_owned)
 }
 
 fn read_json(path: &Path) -> Option<Value> {
     serde_json::from_str(&read_small_file(path)?).ok()
 }
 
-/// Reads a file of at most [`TEMPLATE_BYTES_MAX`] bytes.
+/// Reads a text file that is smaller than [`TEMPLATE_BYTES_MAX`].
 fn read_small_file(path: &Path) -> Option<String> {
     let file = File::open(path).ok()?;
     let mut text = String::new();

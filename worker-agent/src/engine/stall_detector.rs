@@ -1,4 +1,6 @@
-//! Detects a stalled engine: requests wait, and none of them makes progress. Pure.
+//! Detects an engine that is stalled: its requests wait, and it runs none of them. Pure.
+//!
+//! This happens for example when sessions that the agent doesn't know hold all of a rank's KV.
 
 use std::time::{Duration, Instant};
 
@@ -7,36 +9,47 @@ use super::{RankSample, Sample};
 /// Watches the load samples of one engine.
 #[derive(Debug, Default)]
 pub struct StallDetector {
-    /// For each stalled rank: since when nothing has moved, and its prefill counter at that time.
-    stalled: Vec<Option<(Instant, u64)>>,
+    /// For each data parallel rank: since when it has made no progress. `None` if it makes progress
+    /// or has nothing to do.
+    standstills: Vec<Option<Standstill>>,
+}
+
+/// A time in which a rank's requests wait, and the rank runs none and prefills nothing.
+#[derive(Debug, Clone, Copy)]
+struct Standstill {
+    since: Instant,
+    /// The rank's count of prefilled tokens during this time.
+    prefilled: u64,
 }
 
 impl StallDetector {
-    /// Takes a sample. Returns the reason if a rank has been stalled for `stall_max`.
+    /// Takes a load sample. If a rank has made no progress for `stall_max` or longer, returns a
+    /// text about it for an operator.
     pub fn check_sample(&mut self, sample: &Sample, stall_max: Duration) -> Option<String> {
-        self.stalled.resize(sample.ranks.len(), None);
-        let mut stuck = None;
-        for (rank, stalled) in sample.ranks.iter().zip(&mut self.stalled) {
-            let waits = rank.num_waiting_reqs > 0 && rank.num_running_reqs == 0;
+        self.standstills.resize(sample.ranks.len(), None);
+        let mut stall = None;
+        for (rank, standstill) in sample.ranks.iter().zip(&mut self.standstills) {
+            let only_waits = rank.num_waiting_reqs > 0 && rank.num_running_reqs == 0;
             let prefilled = rank.total_prefill_uncached_tokens;
-            *stalled = match *stalled {
-                _ if !waits => None,
+            let begin_now = Standstill { since: sample.at, prefilled };
+            *standstill = match *standstill {
+                _ if !only_waits => None,
                 // The engine prefills a long prompt in chunks before it counts the request as
-                // running.
-                Some((_, before)) if before != prefilled => Some((sample.at, prefilled)),
-                Some(since) => Some(since),
-                None => Some((sample.at, prefilled)),
+                // running. A changed counter is therefore progress.
+                Some(before) if before.prefilled != prefilled => Some(begin_now),
+                Some(before) => Some(before),
+                None => Some(begin_now),
             };
-            let since = stalled.map(|(since, _)| sample.at.saturating_duration_since(since));
-            if since.is_some_and(|time| time >= stall_max) {
-                stuck = Some(reason(rank, stall_max));
+            let time = standstill.map(|it| sample.at.saturating_duration_since(it.since));
+            if time.is_some_and(|time| time >= stall_max) {
+                stall = Some(describe_stall(rank, stall_max));
             }
         }
-        stuck
+        stall
     }
 }
 
-fn reason(rank: &RankSample, time: Duration) -> String {
+fn describe_stall(rank: &RankSample, time: Duration) -> String {
     format!(
         "rank {} of the engine has run nothing for {} s while {} requests wait, with {} of {} \
          tokens in use: sessions that aren't this agent's may hold its rows or its KV; close them, \
