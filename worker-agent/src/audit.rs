@@ -132,14 +132,30 @@ struct Rank {
     refusal: Option<String>,
     /// When the interval requires the next audit.
     next_audit: Option<Instant>,
-    /// The unanswered requests, oldest first: number and time limit.
-    requests: Vec<(u64, Instant)>,
+    /// The unanswered requests, oldest first.
+    requests: Vec<Request>,
     newest_audit: Option<Audit>,
     /// Why the latest audit failed. `None` after an audit that succeeded.
     failure: Option<Error>,
-    /// For each kind of fault: how many audits in a row have found it, and when the first of these
-    /// audits did. An audit that could not check for the kind leaves its entry as it is.
-    streaks: BTreeMap<String, (u32, Instant)>,
+    /// By kind of fault: the series of audits that have found it. An audit that could not check for
+    /// the kind leaves its entry as it is.
+    streaks: BTreeMap<String, Streak>,
+}
+
+/// A request that no answer has come for.
+#[derive(Debug)]
+struct Request {
+    number: u64,
+    /// When the request counts as failed.
+    deadline: Instant,
+}
+
+/// Audits in a row that have found the same kind of fault.
+#[derive(Debug)]
+struct Streak {
+    audits: u32,
+    /// When the first of these audits arrived.
+    since: Instant,
 }
 
 impl Audits {
@@ -194,7 +210,8 @@ impl Audits {
             return Err(Error::Refused(reason.clone()));
         }
         self.newest_number += 1;
-        rank.requests.push((self.newest_number, now + ANSWER_MAX));
+        let deadline = now + ANSWER_MAX;
+        rank.requests.push(Request { number: self.newest_number, deadline });
         rank.next_audit = self.interval.map(|interval| now + interval);
         Ok(self.newest_number)
     }
@@ -216,8 +233,10 @@ impl Audits {
     /// Returns when [`Self::request_due`] or [`Self::take_late`] must be called next.
     #[must_use]
     pub fn next_due(&self) -> Option<Instant> {
-        let due_at =
-            |rank: &Rank| rank.requests.first().map(|&(_, until)| until).or(rank.next_audit);
+        let due_at = |rank: &Rank| {
+            let oldest = rank.requests.first();
+            oldest.map(|request| request.deadline).or(rank.next_audit)
+        };
         self.ranks.values().filter_map(due_at).min()
     }
 
@@ -235,7 +254,7 @@ impl Audits {
         if reply.number > self.newest_number {
             return Err(Error::Unreadable("its number was never requested".into()));
         }
-        rank.requests.retain(|&(number, _)| number > reply.number);
+        rank.requests.retain(|request| request.number > reply.number);
         let pause_end = now + reply.spent.saturating_mul(REST_FACTOR);
         rank.next_audit = rank.next_audit.map(|next_audit| next_audit.max(pause_end));
         if let Some(reason) = &reply.refusal {
@@ -244,7 +263,8 @@ impl Audits {
         let audit = read::decode_audit(reply, now).map_err(Error::Unreadable)?;
         for finding in &audit.pages.findings {
             if finding.count > 0 {
-                rank.streaks.entry(finding.kind.clone()).or_insert((0, now)).0 += 1;
+                let streak = rank.streaks.entry(finding.kind.clone());
+                streak.or_insert(Streak { audits: 0, since: now }).audits += 1;
             } else {
                 rank.streaks.remove(&finding.kind);
             }
@@ -258,10 +278,11 @@ impl Audits {
     #[must_use]
     pub fn restart_required(&self, now: Instant) -> Option<String> {
         self.ranks.iter().find_map(|(dp_rank, rank)| {
-            let is_lasting = |(audits, since): (u32, Instant)| {
-                audits >= LASTING_AUDITS && now.saturating_duration_since(since) >= LASTING_FOR
+            let is_lasting = |streak: &Streak| {
+                streak.audits >= LASTING_AUDITS
+                    && now.saturating_duration_since(streak.since) >= LASTING_FOR
             };
-            let lasting = rank.streaks.iter().filter(|(_, streak)| is_lasting(**streak));
+            let lasting = rank.streaks.iter().filter(|(_, streak)| is_lasting(streak));
             let mut kinds = lasting.map(|(kind, _)| kind);
             let kind = kinds.find(|kind| contains_name(&BOOKKEEPING, kind))?;
             Some(format!("the page audit of rank {dp_rank} keeps finding pages {kind} in the pool"))
@@ -272,11 +293,12 @@ impl Audits {
     pub fn take_late(&mut self, now: Instant) -> Vec<(u32, u64)> {
         let mut late = vec![];
         for (&dp_rank, rank) in &mut self.ranks {
-            rank.requests.retain(|&(number, until)| {
-                if until <= now {
-                    late.push((dp_rank, number));
+            rank.requests.retain(|request| {
+                let is_late = request.deadline <= now;
+                if is_late {
+                    late.push((dp_rank, request.number));
                 }
-                until > now
+                !is_late
             });
         }
         late

@@ -248,7 +248,7 @@ impl server::WorkerAgent for Service {
     ) -> Result<Response<Self::FetchModelFilesStream>, Status> {
         let files = self.files.borrow().clone();
         let files = files.ok_or_else(|| Status::not_found("this agent has no tokenizer files"))?;
-        if files.named().hash[..] != request.into_inner().hash {
+        if files.identity().hash[..] != request.into_inner().hash {
             return Err(Status::failed_precondition("the files have changed; call Describe again"));
         }
         let permit = Arc::clone(&self.fetches).try_acquire_owned();

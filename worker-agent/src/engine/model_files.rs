@@ -212,7 +212,7 @@ impl FoundFiles {
 
     /// Returns the hash and the size of the files.
     #[must_use]
-    pub fn named(&self) -> ModelFiles {
+    pub fn identity(&self) -> ModelFiles {
         self.identity
     }
 
@@ -394,10 +394,10 @@ mod tests {
             all(&files),
             [pair(TEMPLATE, "T"), pair(TOKENIZER, &large), pair(CONFIG, &config)]
         );
-        assert_eq!(files.named().bytes, (1 + large.len() + config.len()) as u64);
+        assert_eq!(files.identity().bytes, (1 + large.len() + config.len()) as u64);
         assert_eq!(
-            FoundFiles::find(&place.source(&json!({})), None).unwrap().named(),
-            files.named()
+            FoundFiles::find(&place.source(&json!({})), None).unwrap().identity(),
+            files.identity()
         );
         place.write(TOKENIZER, "y");
         assert!(matches!(files.read(|_| true), Err(Error::Changed)));

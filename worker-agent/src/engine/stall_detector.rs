@@ -31,16 +31,17 @@ impl StallDetector {
         for (rank, standstill) in sample.ranks.iter().zip(&mut self.standstills) {
             let only_waits = rank.num_waiting_reqs > 0 && rank.num_running_reqs == 0;
             let prefilled = rank.total_prefill_uncached_tokens;
-            let begin_now = Standstill { since: sample.at, prefilled };
+            let new_standstill = Standstill { since: sample.at, prefilled };
             *standstill = match *standstill {
                 _ if !only_waits => None,
                 // The engine prefills a long prompt in chunks before it counts the request as
                 // running. A changed counter is therefore progress.
-                Some(before) if before.prefilled != prefilled => Some(begin_now),
+                Some(before) if before.prefilled != prefilled => Some(new_standstill),
                 Some(before) => Some(before),
-                None => Some(begin_now),
+                None => Some(new_standstill),
             };
-            let time = standstill.map(|it| sample.at.saturating_duration_since(it.since));
+            let time =
+                standstill.map(|standstill| sample.at.saturating_duration_since(standstill.since));
             if time.is_some_and(|time| time >= stall_max) {
                 stall = Some(describe_stall(rank, stall_max));
             }

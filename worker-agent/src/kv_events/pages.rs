@@ -6,9 +6,10 @@
 //! [`Pages`] takes the engine's KV events and returns the changes of resident blocks. It stores
 //! hashes of pages and blocks but no tokens: about 30 bytes a page.
 //!
-//! A *run* is a stretch of consecutive pages, inside which no known prompts part. The runs form a
-//! tree like the engine's radix tree. Prompts may part inside a block. Then the run before the
-//! branch ends with a part of that block, and each child run completes the block with other tokens.
+//! A *run* is a series of consecutive pages between two branches of the known prompts. The runs
+//! form a tree like the engine's radix tree. Prompts may branch inside a block. Then the run before
+//! the branch ends with the beginning of that block, and each child run completes the block with
+//! other tokens.
 
 mod check;
 mod grid;
@@ -225,6 +226,8 @@ impl Pages {
         }
     }
 
+    /// Follows the event's pages through the tree. Marks known pages as resident, and appends
+    /// unknown ones.
     fn apply_stored(&mut self, stored: &Stored, deltas: &mut Vec<Delta>) -> Result<(), Error> {
         let Some(tier) = medium_tier(stored.medium) else { return Ok(()) };
         let (found, expected) = (stored.page_tokens, self.grid.page_tokens());
@@ -336,6 +339,7 @@ impl Pages {
     }
 }
 
+/// Returns the tier of a memory. Returns `None` for a memory that routing ignores.
 fn medium_tier(medium: Medium) -> Option<Tier> {
     match medium {
         Medium::Gpu => Some(Tier::Device),

@@ -32,7 +32,9 @@ struct StreamEnded;
 /// The sending half of one stream.
 struct EventSender {
     sender: mpsc::Sender<Result<v1::KvEvent, Status>>,
+    /// Identifies this process of the agent.
     epoch: u64,
+    /// The sequence number of the next message.
     sequence: u64,
 }
 

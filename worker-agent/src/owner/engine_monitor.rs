@@ -156,7 +156,7 @@ async fn add_model_facts(
         }
         None => None,
     };
-    info.model_files = files.as_ref().map(|files| files.named());
+    info.model_files = files.as_ref().map(|files| files.identity());
     monitor.files.send_replace(files);
     info
 }

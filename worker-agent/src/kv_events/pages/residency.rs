@@ -57,7 +57,7 @@ impl Pages {
         runs_and_tiers.flat_map(move |(run, tier)| {
             let first = self.grid.blocks_ended_in(self.run(run).start as usize);
             let mut found = vec![];
-            self.collect(run, first..first + self.run(run).blocks.len(), tier, &mut found);
+            self.collect_resident(run, first..first + self.run(run).blocks.len(), tier, &mut found);
             found.into_iter().map(move |(run, blocks)| self.stored(run, blocks, tier))
         })
     }
@@ -103,14 +103,14 @@ impl Pages {
         let start = self.run(run).start as usize;
         let touched = self.grid.blocks_touching(start + pages.start, start + pages.end);
         let mut found = vec![];
-        self.collect(run, touched, tier, &mut found);
+        self.collect_resident(run, touched, tier, &mut found);
         found
     }
 
     /// Appends the resident ones of `blocks` to `found`, as [`Self::resident_blocks`] returns them.
     /// `blocks` are block numbers counted from the root. These blocks end in `run` or in its
     /// descendants, so one number can stand for several blocks.
-    fn collect(
+    fn collect_resident(
         &self,
         run: RunId,
         blocks: Range<usize>,
@@ -132,7 +132,7 @@ impl Pages {
         }
         if blocks.end > end {
             for child in self.children(run) {
-                self.collect(child, end..blocks.end, tier, found);
+                self.collect_resident(child, end..blocks.end, tier, found);
             }
         }
     }

@@ -80,20 +80,20 @@ impl Pages {
     /// sixteenth of its length, because the session's next turn appends pages too. `Vec` itself
     /// would double the list and leave up to half of it unused.
     fn reserve(&mut self, run: RunId, pages: usize) {
-        fn reserve<T>(list: &mut Vec<T>, more: usize) {
+        fn reserve_in<T>(list: &mut Vec<T>, more: usize) {
             if list.capacity() < list.len() + more {
                 list.reserve_exact(more + list.len() / 16);
             }
         }
         let (grid, content) = (self.grid, &mut self.runs[run as usize]);
         let depth = content.start as usize + content.pages.len();
-        reserve(&mut content.pages, pages);
-        reserve(
+        reserve_in(&mut content.pages, pages);
+        reserve_in(
             &mut content.blocks,
             grid.blocks_ended_in(depth + pages) - grid.blocks_ended_in(depth),
         );
         if !grid.page_is_block() {
-            reserve(&mut content.open_sums, pages);
+            reserve_in(&mut content.open_sums, pages);
         }
     }
 
