@@ -2,8 +2,9 @@
 //!
 //! An *audit* finds out who uses each page of a rank's KV pool: a session, the radix tree, the free
 //! list, or none of them (the page is *leaked*). A *session* is a series of requests that share a
-//! growing prompt. The shim (code in the engine's process) makes the audit, with the library of
-//! the crate `kernels`, between two steps of the engine's scheduler.
+//! growing prompt. A *rank* is a data parallel rank of the engine, with a pool of its own. The
+//! rank's *shim* (code in the engine's process) makes the audit, with the library of the crate
+//! `kernels`, between two steps of the engine's scheduler.
 //!
 //! [`Audits`] numbers the requests, and its caller sends them to the shim and hands in the answers.
 //! Every rank is audited at an interval, and on demand. An answer also serves all earlier requests.
