@@ -59,7 +59,7 @@ pub enum Medium {
 pub struct Stored {
     /// The pages' hashes; at least one.
     pub pages: Vec<PageHash>,
-    /// The page before the first one; `None` at the beginning of a prompt.
+    /// The page before the first of `pages`. `None` if `pages` begin a prompt.
     pub parent: Option<PageHash>,
     /// The tokens of all pages. For an image, the engine may put the image's hash here, which is
     /// wider than a token id.
@@ -71,9 +71,9 @@ pub struct Stored {
     pub page_tokens: u32,
     /// Where the pages are.
     pub medium: Medium,
-    /// The LoRA adapter's name.
+    /// The name of the LoRA adapter for which the pages were computed.
     pub lora: Option<String>,
-    /// The client's cache salt.
+    /// The client's cache salt. Prompts with different salts share no pages.
     pub cache_salt: Option<String>,
 }
 

@@ -66,11 +66,11 @@ pub enum Error {
 /// A change of resident blocks, as routers need it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Delta {
-    /// Blocks became resident, in prefix order.
+    /// Blocks became resident. Each block follows the previous one in a prompt.
     Stored {
         /// The tier that holds the blocks.
         tier: Tier,
-        /// The block before the first one; `None` at the beginning of a prompt.
+        /// The block before the first of `blocks`. `None` if `blocks` begin a prompt.
         parent: Option<BlockHash>,
         /// The blocks' hashes; at least one.
         blocks: Vec<BlockHash>,
@@ -147,7 +147,7 @@ impl Default for Run {
     }
 }
 
-/// A position between two pages: after the first `pages` pages of `run`.
+/// A position in the tree: after the first `pages` pages of `run`.
 #[derive(Debug, Clone, Copy)]
 struct Place {
     run: RunId,

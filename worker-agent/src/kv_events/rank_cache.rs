@@ -73,7 +73,7 @@ pub(super) struct RankCache {
     /// with an event that the engine's cache was emptied, with which a republished tree begins.
     /// Ends also when as many pages were stored since the loss as the pool holds.
     needs_tree: bool,
-    /// The number of pages stored since messages were lost.
+    /// The number of pages that the engine has stored since messages were lost.
     pages_since_loss: usize,
     counts: Counts,
     /// The latest reason why pages were rejected, until [`RankCache::take_refusal`].
@@ -81,7 +81,8 @@ pub(super) struct RankCache {
 }
 
 impl RankCache {
-    /// Creates an empty rank with pages of `page_tokens` tokens, at most `pages_max` of them.
+    /// Creates the state of a rank with an empty cache. A page has `page_tokens` tokens. At most
+    /// `pages_max` pages are tracked.
     pub(super) fn new(page_tokens: u32, pages_max: usize) -> Result<Self, proto::block::Error> {
         Ok(Self {
             page_tokens,
