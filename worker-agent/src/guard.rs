@@ -1,21 +1,33 @@
-//! The guards: named rules that keep sessions from wedging, leaking or corrupting the engine.
+//! Names the rules by which sessions never block, leak into or corrupt the engine.
 //!
-//! The simulation switches off one guard at a time and must notice. Only builds with the feature
-//! `guard-switch` can switch guards off, and no released binary has it. In all other builds
-//! [`Guards::hold`] returns `true`.
+//! Each rule is a [`Guard`]. The code that applies a rule asks [`Guards::hold`] first. A simulation
+//! switches off one guard at a time, and its checks must then fail: this proves that the checks
+//! test every guard. Only builds with the feature `guard-switch` can switch a guard off. No
+//! released binary has this feature, and without it [`Guards::hold`] always returns `true`.
+//!
+//! The words of the rules:
+//! - A *session* is a chain of turns that share a growing history. A *turn* is one request and its
+//!   answer. An *incarnation* is one life of a session in the engine, from an open to a close.
+//! - A *pinned* session keeps its KV and a request row in the engine. A *plain* turn runs without a
+//!   pinned session. To *demote* a session is to free its KV but keep it open.
+//! - A *full history* is a prompt with the whole conversation. A *delta* holds only what is new.
+//! - The *shim* is Berth's part inside the engine. It compares a full history with the session's
+//!   and reports a *plan*: how the turn runs.
+//! - A *suspect* session may have another history than the agent knows. The *journal* is the file
+//!   that lists the open incarnations.
 
 /// A rule that keeps one of Berth's promises.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Guard {
     /// A second turn of an exclusive session stays outside the engine.
     OneTurn,
-    /// A turn counts as inside until the engine has acknowledged its end.
+    /// A turn counts as inside the engine until the engine has acknowledged the turn's end.
     EndAcknowledged,
     /// Pinned sessions leave the reserved rows free.
     RowsReserve,
     /// The tokens that pinned sessions hold or have reserved stay within the pin budget.
     PinBudget,
-    /// The tokens by which a turn may grow are reserved before it starts.
+    /// The tokens by which a turn may grow its session are reserved before the turn starts.
     GrowthReserved,
     /// If a session's KV is gone (demoted, aborted), its next turn reserves room for the whole
     /// history.
@@ -41,30 +53,31 @@ pub enum Guard {
     LostEndSuspect,
     /// Nothing is appended after an answer that its client did not receive.
     UnheardSuspect,
-    /// Nothing is appended after a retracted turn (taken out of the batch) until the history is
-    /// verified.
+    /// Nothing is appended after a retracted turn, which the engine took out of its batch and put
+    /// back, until the history is verified.
     RetractionSuspect,
-    /// A session's history becomes uncertain if the engine's prompt isn't that history plus what
-    /// was sent.
+    /// A session's history becomes uncertain if the engine counts another prompt than the history
+    /// plus what the turn sent.
     HistoryChecked,
     /// A session becomes suspect after a full history for which the shim reported no plan.
     PlanReported,
-    /// A session whose history may lack turns that its client knows takes no delta.
+    /// A session takes no delta if its history may lack turns that its client knows.
     ClientAheadRefused,
     /// Neither a full history nor a delta that opens the session is appended to an existing
     /// history.
     DeltaOnly,
-    /// A session that has taken a delta runs a full history only if it continues the session's own.
+    /// After a delta, a session takes a full history only if it continues the session's history.
     FullHistoryContinues,
-    /// A session takes deltas only if a client opened it and no full history replaced its own.
+    /// A session takes deltas only if a client opened it and no full history has replaced its
+    /// history since.
     DeltaNeedsOpen,
-    /// A session that was lost with its engine takes no delta.
+    /// A session that was lost when the engine restarted takes no delta.
     LostRefused,
     /// Idle sessions are closed when their idle limit has passed.
     Expiry,
     /// Only idle sessions are reclaimed.
     ReclaimIdleOnly,
-    /// Foreign sessions inside the engine are counted as pinned.
+    /// Foreign sessions (those that the agent did not open) count as pinned.
     ForeignCounted,
     /// An incarnation is written to the journal before the engine is asked to open it.
     JournalFirst,
@@ -119,7 +132,7 @@ impl Guard {
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Guards {
     #[cfg(feature = "guard-switch")]
-    off: Option<Guard>,
+    switched_off: Option<Guard>,
 }
 
 impl Guards {
@@ -127,14 +140,14 @@ impl Guards {
     #[cfg(feature = "guard-switch")]
     #[must_use]
     pub fn without(guard: Guard) -> Self {
-        Self { off: Some(guard) }
+        Self { switched_off: Some(guard) }
     }
 
     /// Returns whether a guard is switched on.
     #[must_use]
     pub fn hold(self, guard: Guard) -> bool {
         #[cfg(feature = "guard-switch")]
-        return self.off != Some(guard);
+        return self.switched_off != Some(guard);
         #[cfg(not(feature = "guard-switch"))]
         {
             let _ = guard;

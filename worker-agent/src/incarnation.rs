@@ -1,12 +1,19 @@
-//! Incarnation ids: the names by which the engine knows the agent's sessions.
+//! Defines the ids by which the engine knows the agent's sessions.
+//!
+//! A session (ordered turns that share a growing prefix) may be opened at the engine several times,
+//! for example again after its history diverged. Each such life in the engine is an *incarnation*,
+//! and each incarnation has an id of its own.
 
 use crate::config::WORKER_ID_BYTES_MAX;
 
-/// The most bytes in an incarnation id: a [`prefix`], a hyphen, and a number of 20 digits.
+/// The most bytes in an incarnation id: a [`prefix`], a hyphen, and a number of 20 digits. The
+/// prefix ends in a hyphen and the epoch, which takes at most 16 hexadecimal digits.
 pub const INCARNATION_BYTES_MAX: usize = "berth-".len() + WORKER_ID_BYTES_MAX + 17 + 21;
 
-/// Returns the beginning of all incarnation ids of one agent process, from the worker's id and the
-/// process's epoch.
+/// Returns the beginning of all incarnation ids of one agent process.
+///
+/// `worker_id` is the agent's name. `epoch` is the time at which the process started, so two
+/// processes of one agent have different prefixes.
 #[must_use]
 pub fn prefix(worker_id: &str, epoch: u64) -> String {
     format!("berth-{worker_id}-{epoch:x}")

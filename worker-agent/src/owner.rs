@@ -1,8 +1,16 @@
-//! The owner task: owns the sessions and the ledger, and handles messages one after the other.
+//! Runs the owner task: the only task that changes sessions, and the one that admits turns.
 //!
-//! It decides with the pure [`session::Table`]. For each message it updates the table, carries out
-//! the resulting effects, and publishes what changed. It never waits for the engine: each engine
-//! call runs in a separate task, whose result comes back as a message.
+//! A session is a chain of turns (one request and its answer each) that share a growing prefix. The
+//! owner task holds the table of all sessions and the ledger (the account of the KV pool). It
+//! handles messages of other tasks one after the other.
+//!
+//! For each message, the task updates [`session::Table`], which decides but does no I/O. Then it
+//! carries out the effects that the table asks for, and publishes what changed. The task never
+//! waits for the engine: each engine call runs in a separate task, and its result comes back as a
+//! message.
+//!
+//! Two parts of Berth inside the engine also send news: the *shim* reports the state of the pool
+//! and its sessions, and the *trimmer* compares full histories with what their sessions hold.
 
 mod audit_desk;
 mod drain;
@@ -52,23 +60,23 @@ use crate::{
     staged_prefill_queue::Queues,
 };
 
-/// The maximum number of requests that wait in the owner's mailbox. The owner handles each in
+/// The maximum number of messages that wait in the owner's mailbox. The owner handles each in
 /// microseconds. When the mailbox is full, callers wait, which bounds memory.
-const MAILBOX: usize = 1024;
-/// The maximum number of session changes that a watcher may lag behind; beyond it the watcher must
+const MESSAGES_QUEUED_MAX: usize = 1024;
+/// The maximum number of session changes that a watcher may lag behind. A slower watcher must
 /// subscribe again.
 const CHANGES_BEHIND_MAX: usize = 8192;
-/// The shortest time between two reports, so that a burst of turns produces one report.
-const REPORT_GAP: Duration = Duration::from_millis(20);
+/// The shortest time between two load reports. A burst of turns then produces one report.
+const REPORT_INTERVAL_MIN: Duration = Duration::from_millis(20);
 
 /// What the owner task needs to start.
 #[derive(Debug)]
 pub struct OwnerSetup {
     /// The name of the agent.
     pub agent_id: String,
-    /// The epoch of this agent process.
+    /// The epoch of this agent process: the time at which it started. It differs between processes.
     pub epoch: u64,
-    /// The port for turns, published in the description.
+    /// The port for turns. Routers read it in the description that the owner publishes.
     pub data_port: u16,
     /// The client of the engine.
     pub engine: Engine,
@@ -84,16 +92,18 @@ pub struct OwnerSetup {
     pub shim: ShimHandle,
     /// Answers questions of the trimmer inside the engine.
     pub trim: TrimHandle,
-    /// The queues of staged prefill; `None` if it is off.
+    /// The queues of staged prefill, which computes long prompts ahead of their turns. `None` if
+    /// staged prefill is off.
     pub queues: Option<Arc<Queues>>,
     /// The agent's metrics.
     pub metrics: Metrics,
-    /// The interval between page audits of each rank; `None`: only on demand.
+    /// The interval between audits of each rank, which check who holds each page of the KV pool.
+    /// `None`: audits are made only on demand.
     pub audit_interval: Option<Duration>,
-    /// The base path of the row tables that engines publish for audits from this process; empty:
-    /// none.
+    /// The base path of the tables in which an engine publishes its request rows. With them this
+    /// process can make audits. Empty: all audits are made inside the engine.
     pub audit_table: PathBuf,
-    /// An engine is stuck if turns wait and nothing runs for this long.
+    /// The engine counts as stuck if turns wait in it and it runs nothing for this long.
     pub stall_max: Duration,
     /// The longest time between two load reports.
     pub report_interval: Duration,
@@ -107,7 +117,7 @@ pub fn start(
     trim_news: mpsc::Receiver<shim_trim::TrimmerEvent>,
     tasks: &Tasks,
 ) -> AgentHandle {
-    let (mailbox, messages) = mpsc::channel(MAILBOX);
+    let (mailbox, messages) = mpsc::channel(MESSAGES_QUEUED_MAX);
     let handle = AgentHandle { mailbox };
     let owner = Owner::new(setup, tasks.clone(), handle.clone());
     tasks.essential("owner", owner.run(messages, shim_news, trim_news));
@@ -129,8 +139,11 @@ struct Owner {
     stuck_reason: Option<String>,
     /// Callers that wait for a turn's admission or for a session's opening, by request id.
     waiters: HashMap<String, Waiter>,
+    /// Sends the ends of turns to this task. Each claimed turn reserves a place in the queue.
     end_sender: mpsc::Sender<TurnEnd>,
+    /// The other half of `end_sender`, until [`Owner::run`] takes it.
     end_receiver: Option<mpsc::Receiver<TurnEnd>>,
+    /// Sends changed sessions to the watchers.
     changes: broadcast::Sender<Change>,
     report: watch::Sender<Arc<LoadReport>>,
     description: watch::Sender<Option<Arc<Description>>>,
@@ -139,18 +152,20 @@ struct Owner {
     connected_shims: HashMap<u32, bool>,
     /// The SGLang version reported by a connected trimmer that works; `None` without one.
     trimmer_version: Option<String>,
-    /// Exchanges that wait to learn how their turn runs, by request id.
+    /// Tasks that pass on a turn's answer and wait to learn how the turn runs, by request id.
     run_mode_waiters: HashMap<String, oneshot::Sender<RunModeResult>>,
     audits: Audits,
     audit_waiters: Vec<audit_desk::Waiter>,
-    /// The threads that audit ranks from this process, by DP rank.
+    /// The threads of this process that audit a rank, by DP rank.
     remote_audits: HashMap<u32, Remote>,
     /// The places of volatile prefixes for which a warning was logged.
     warned_places: HashSet<Option<PromptPlace>>,
-    dirty: bool,
-    last_report: Instant,
+    /// Whether something may have changed since the last load report.
+    is_changed: bool,
+    last_report_at: Instant,
 }
 
+/// A caller that waits until its turn is admitted or its session is open.
 enum Waiter {
     Turn(oneshot::Sender<Result<AdmittedTurn, Error>>),
     Open(SessionKey, oneshot::Sender<Result<Session, Error>>),
@@ -180,10 +195,10 @@ impl Owner {
         };
         let table = Table::new(setup.rules.clone(), engine);
         let turns_max = setup.limits.turns_everywhere_max() + setup.rules.turns_queued_max;
-        let (ends, ended) = mpsc::channel(turns_max);
+        let (end_sender, end_receiver) = mpsc::channel(turns_max);
         let ledger = Ledger::new(setup.limits);
-        let down = Some("the engine has not answered yet".to_owned());
-        let health = AgentHealth { unhealthy: down.clone(), ..AgentHealth::default() };
+        let down_reason = Some("the engine has not answered yet".to_owned());
+        let health = AgentHealth { unhealthy: down_reason.clone(), ..AgentHealth::default() };
         let gpus = setup.gpus.snapshot();
         let report = ledger.report(now(), &table, &gpus, setup.report_interval, health);
         Self {
@@ -193,11 +208,11 @@ impl Owner {
             ledger,
             stall_detector: StallDetector::default(),
             engine_info: None,
-            down_reason: down,
+            down_reason,
             stuck_reason: None,
             waiters: HashMap::new(),
-            end_sender: ends,
-            end_receiver: Some(ended),
+            end_sender,
+            end_receiver: Some(end_receiver),
             changes: broadcast::Sender::new(CHANGES_BEHIND_MAX),
             report: watch::Sender::new(Arc::new(report)),
             description: watch::Sender::new(None),
@@ -209,8 +224,8 @@ impl Owner {
             audit_waiters: vec![],
             remote_audits: HashMap::new(),
             warned_places: HashSet::new(),
-            dirty: true,
-            last_report: now(),
+            is_changed: true,
+            last_report_at: now(),
             setup,
         }
     }
@@ -221,44 +236,46 @@ impl Owner {
         mut shim_news: mpsc::Receiver<ShimEvent>,
         mut trim_news: mpsc::Receiver<shim_trim::TrimmerEvent>,
     ) {
-        let mut ended = self.end_receiver.take().expect("taken once, here");
+        let mut turn_ends = self.end_receiver.take().expect("taken once, here");
         let mut gpus = self.setup.gpus.watch();
         let token = self.tasks.token();
         loop {
-            let wake = self.next_deadline();
+            let deadline = self.next_deadline();
             tokio::select! {
                 biased;
-                // A turn's plan must be handled before its end.
+                // The trimmer's plan for a turn must be handled before the turn's end, so the
+                // trimmer's news comes before all other messages.
                 Some(news) = trim_news.recv() => self.handle_trim_news(news),
-                // Ends come before requests: a client that has its answer may send the next turn at
-                // once.
-                Some(end) = ended.recv() => {
+                // Ends of turns come before requests. A client may send its next turn as soon as
+                // it has its answer, and the session must be free by then.
+                Some(end) = turn_ends.recv() => {
                     debug!(rid = end.rid, outcome = ?end.outcome, "turn ended");
                     self.waiters.remove(&end.rid);
                     self.run_mode_waiters.remove(&end.rid);
                     self.table.end_turn(now(), &end.rid, end.outcome);
-                    self.dirty = true;
+                    self.is_changed = true;
                 }
                 message = messages.recv() => match message {
                     Some(message) => self.handle_message(message),
                     None => return,
                 },
                 Some(news) = shim_news.recv() => self.handle_shim_news(news),
-                Ok(()) = gpus.changed() => self.dirty = true,
-                () = tokio::time::sleep_until(wake.into()) => {}
+                Ok(()) = gpus.changed() => self.is_changed = true,
+                () = tokio::time::sleep_until(deadline.into()) => {}
                 () = token.cancelled() => return,
             }
             self.run_deadlines(now());
         }
     }
 
-    /// Returns the time at which something is due without a message.
+    /// Returns the time at which the task must act if no message comes before.
     fn next_deadline(&self) -> Instant {
-        let gap = if self.dirty { REPORT_GAP } else { self.setup.report_interval };
+        let report_interval =
+            if self.is_changed { REPORT_INTERVAL_MIN } else { self.setup.report_interval };
         let drain = self.drain.as_ref().filter(|drain| drain.done.is_some());
-        let others = [self.table.next_deadline(), self.audits.next_due()];
-        let others = others.into_iter().chain([drain.map(|drain| drain.deadline)]).flatten();
-        others.fold(self.last_report + gap, Instant::min)
+        let deadlines = [self.table.next_deadline(), self.audits.next_due()];
+        let deadlines = deadlines.into_iter().chain([drain.map(|drain| drain.deadline)]).flatten();
+        deadlines.fold(self.last_report_at + report_interval, Instant::min)
     }
 
     fn run_deadlines(&mut self, now: Instant) {
@@ -266,14 +283,15 @@ impl Owner {
         self.run_audit_deadlines(now);
         self.carry_out_effects();
         self.advance_drain(now);
-        let gap = if self.dirty { REPORT_GAP } else { self.setup.report_interval };
-        if now >= self.last_report + gap {
+        let report_interval =
+            if self.is_changed { REPORT_INTERVAL_MIN } else { self.setup.report_interval };
+        if now >= self.last_report_at + report_interval {
             self.publish_report(now);
         }
     }
 
     fn handle_message(&mut self, message: OwnerMessage) {
-        self.dirty = true;
+        self.is_changed = true;
         match message {
             OwnerMessage::Claim { claim, rank, pinned_input, reply } => {
                 let claim = claim.as_ref().map(|(claim, key)| (claim, key));
@@ -287,7 +305,8 @@ impl Owner {
             }
             OwnerMessage::RequestShimTable { dp_rank } => {
                 self.table.mark_table_requested(dp_rank);
-                // If the shim can't be asked, the suspect sessions are resolved by their deadline.
+                // The request may fail because the shim has disconnected. The sessions whose state
+                // is in doubt are then resolved when their deadline passes.
                 let _ = self.setup.shim.sample_now(dp_rank);
             }
             OwnerMessage::Abandon(rid) => self.table.abandon_turn(now(), &rid),
@@ -301,8 +320,10 @@ impl Owner {
             OwnerMessage::Audit { dp_rank, reply } => self.request_audit(dp_rank, reply),
             OwnerMessage::Watch(reply) => {
                 let at = now();
+                let sessions =
+                    self.table.iter().map(|(key, session)| session_view(key, session, at));
                 let watch = Watch {
-                    sessions: self.table.iter().map(|(key, s)| session_view(key, s, at)).collect(),
+                    sessions: sessions.collect(),
                     changes: self.changes.subscribe(),
                     report: self.report.subscribe(),
                     description: self.description.subscribe(),
@@ -328,7 +349,8 @@ impl Owner {
         }
     }
 
-    /// Claims a turn's session, and returns the turn's lease.
+    /// Claims a turn's session, and returns the turn's lease: the proof of the claim, which ends
+    /// with the turn. `claim` is `None` for a turn without a session.
     fn claim(
         &mut self,
         claim: Option<(&Claim, &SessionKey)>,
@@ -336,18 +358,24 @@ impl Owner {
         pinned_input: PinnedInput,
     ) -> Result<Lease, Error> {
         self.check_usable()?;
-        // Reserves the place for the turn's end now, so that ending the turn never waits.
-        let Ok(end) = self.end_sender.clone().try_reserve_owned() else {
+        // Reserve the place for the turn's end now, so that ending the turn never waits.
+        let Ok(end_permit) = self.end_sender.clone().try_reserve_owned() else {
             let detail = "too many wait or run already".to_owned();
             return Err(session::Error::OutOfRoom { resource: "turns", detail }.into());
         };
         let rid = new_rid();
         self.table.claim(now(), &rid, claim, rank, pinned_input)?;
         let vocabulary = self.engine_info.as_ref().and_then(|info| info.facts.vocabulary);
-        Ok(Lease { rid, vocabulary, agent: self.handle.clone(), is_sent: false, end: Some(end) })
+        Ok(Lease {
+            rid,
+            vocabulary,
+            agent: self.handle.clone(),
+            is_sent: false,
+            end_permit: Some(end_permit),
+        })
     }
 
-    /// Opens a session; `reply` gets it once it is open.
+    /// Opens a session. `reply` gets the session once it is open, or the reason why it isn't.
     fn open(
         &mut self,
         key: SessionKey,
@@ -367,10 +395,10 @@ impl Owner {
         }
     }
 
-    /// Carries out the table's effects in order.
+    /// Carries out the effects that the session table asks for, in their order.
     fn carry_out_effects(&mut self) {
         let effects = self.table.take_effects();
-        self.dirty |= !effects.is_empty();
+        self.is_changed |= !effects.is_empty();
         let mut journal_error = None;
         for effect in effects {
             match effect {
@@ -387,8 +415,8 @@ impl Owner {
                     }
                 }
                 Effect::Open { incarnation, idle_max } => match &journal_error {
-                    // A session that isn't in the journal must not be opened: the next agent could
-                    // not find it to close it.
+                    // A session must not be opened if it isn't in the journal. After a crash, the
+                    // next agent process reads there which sessions it must close.
                     Some(reason) => {
                         self.report_open_result(incarnation, OpenResult::No(reason.clone()));
                     }
@@ -403,8 +431,8 @@ impl Owner {
                 Effect::RunModeKnown { rid, run_mode } => self.tell_run_mode(&rid, run_mode),
                 Effect::RefusedByShim { rid, error } => self.tell_refused_by_shim(&rid, error),
                 Effect::SessionChanged(key) => self.publish_session(&key),
-                Effect::Freed(after) => self.setup.metrics.record_close(after),
-                Effect::VolatilePrefix(key, found) => self.report_volatile_prefix(&key, found),
+                Effect::Freed(time_to_free) => self.setup.metrics.record_close(time_to_free),
+                Effect::VolatilePrefix(key, prefix) => self.report_volatile_prefix(&key, prefix),
                 Effect::SessionEvent(key, event) => {
                     info!(session = %key.digest(), event = event.as_str(), "session event");
                     self.setup.metrics.count_session_event(event.as_str());
@@ -413,8 +441,8 @@ impl Owner {
         }
     }
 
-    /// Tells the waiting caller that its turn is admitted or its session open. A caller that is
-    /// gone has dropped its lease, which ends the turn.
+    /// Tells the waiting caller that its turn is admitted or its session open. If the caller is
+    /// gone, it has dropped its lease, and that ends the turn.
     fn tell_admitted(&mut self, rid: &str, turn: Turn) {
         match self.waiters.remove(rid) {
             Some(Waiter::Turn(reply)) => {
@@ -440,11 +468,13 @@ impl Owner {
     }
 }
 
-/// The length of a turn's id in bytes. It is fixed because the engine aborts by prefix.
+/// The length of a request id in bytes.
 const RID_BYTES: usize = 32;
 
-/// Returns a new request id. Ids are random, so that none is a prefix of another: the engine aborts
-/// by prefix.
+/// Returns a new random request id.
+///
+/// The engine aborts all requests whose id begins with the given text. All ids have the same
+/// length, so no id is the beginning of another.
 fn new_rid() -> String {
     let rid = format!("{:016x}{:016x}", fastrand::u64(..), fastrand::u64(..));
     debug_assert_eq!(rid.len(), RID_BYTES);

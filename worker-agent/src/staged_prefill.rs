@@ -1,10 +1,14 @@
-//! Staged prefill: computes a long prompt before its turn, in stages. Short prompts run in between.
+//! Serves staged prefill: computes a long prompt in stages, before a router sends its turn.
 //!
-//! See [`proto::staged_prefill`] for the reasons and for what is sent. At most one stage per rank
-//! is in the engine; [`Queues`] decides which prompt is next. A stage is a turn of its own that
-//! generates one token without a session. Like any other turn it is admitted, waits for room, is
-//! counted and can be aborted. It leaves its KV in the engine's cache. The caller may disconnect at
-//! any time; what is computed stays cached.
+//! Short prompts run between the stages, so they don't wait for the whole long prompt. See
+//! [`proto::staged_prefill`] for the protocol with the router.
+//!
+//! A stage sends a beginning of the prompt to the engine as a turn (one request and its answer)
+//! without a session. The turn generates one token, and leaves its KV in the engine's cache. Like
+//! any other turn it is admitted, waits for room, is counted and can be aborted.
+//!
+//! At most one stage per rank is in the engine. [`Queues`] decides whose prompt computes the next
+//! stage. The router may disconnect at any time: computed stages stay cached.
 
 use std::{
     sync::Arc,
@@ -38,59 +42,71 @@ use crate::{
 /// The maximum bytes of the engine's answer to a stage: one token and its metadata.
 const ANSWER_BYTES_MAX: usize = 1 << 20;
 /// The time limit of a stage, including its waits for room and in the engine's queue. Without the
-/// limit, a prompt that has no room would block prompts that have. After it the caller sends the
-/// turn itself.
+/// limit, a prompt without room would block prompts that have room. After the limit, the router
+/// sends the turn without further stages.
 const STAGE_MAX: Duration = Duration::from_secs(10);
 
-/// Computes prompts ahead of their turns.
+/// Computes the prompts that routers send to be staged.
 #[derive(Debug, Clone)]
 pub struct Runner {
     /// The queues, shared with the reporter of loads.
     pub queues: Arc<Queues>,
-    /// The path of a stage through the agent.
+    /// Sends a stage to the engine on the same path as any other turn.
     pub context: TurnContext,
     /// The engine's load.
     pub report: watch::Receiver<Arc<LoadReport>>,
     /// The engine's description; `None` until the engine was reached.
     pub description: watch::Receiver<Option<Arc<Description>>>,
-    /// The origin of the clock that measures how long prompts wait.
+    /// The time from which the queues count. Each prompt enters its queue with the time since then.
     pub start: Instant,
 }
 
-/// A prompt to compute.
+/// A prompt to compute in stages.
 #[derive(Debug)]
 struct Prompt {
-    /// The token ids as received.
+    /// The request's body: the prompt's token ids in the encoding of [`decode`].
     body: HeldBody,
+    /// The number of tokens of the whole prompt.
     tokens: usize,
     dp_rank: u32,
+    /// The page size of the engine's KV pool, in tokens.
     page_tokens: usize,
     /// The number of leading tokens that are in the engine's cache.
-    resident: usize,
+    resident_tokens: usize,
+}
+
+/// The size of a stage, and the rank's prefill rate that determines it.
+struct StageSize {
+    stage_tokens: u64,
+    tokens_per_s: u64,
 }
 
 impl Prompt {
-    fn left(&self) -> u64 {
-        (self.tokens - self.resident) as u64
+    /// Returns the number of tokens that are not in the engine's cache.
+    fn left_tokens(&self) -> u64 {
+        (self.tokens - self.resident_tokens) as u64
     }
 
-    /// Returns the first `end` ids as JSON.
-    fn json(&self, end: usize) -> String {
+    /// Returns the first `count` token ids as a JSON array.
+    fn first_ids_json(&self, count: usize) -> String {
         let ids = decode(&self.body.bytes).expect("it was decoded before");
-        let ids: Vec<u32> = ids.take(end).collect();
+        let ids: Vec<u32> = ids.take(count).collect();
         serde_json::to_string(&ids).expect("numbers serialise")
     }
 
-    /// Returns where a stage of `stage_tokens` ends, or `None` if the rest is left to the turn
-    /// itself.
-    fn end(&self, stage_tokens: u64) -> Option<usize> {
-        if self.left() <= stage_tokens {
+    /// Returns the number of leading tokens that are computed after one more stage of
+    /// `stage_tokens`. Returns `None` if the rest of the prompt is no longer than a stage: the turn
+    /// itself computes that rest.
+    fn stage_end(&self, stage_tokens: u64) -> Option<usize> {
+        if self.left_tokens() <= stage_tokens {
             return None;
         }
-        // This fits in a usize: more tokens than this are left.
-        let end = self.resident + usize::try_from(stage_tokens).ok()?;
-        // Only full pages are cached.
-        let end = (end / self.page_tokens * self.page_tokens).max(self.resident + self.page_tokens);
+        // The sum fits in a usize, because it is smaller than `self.tokens`.
+        let end = self.resident_tokens + usize::try_from(stage_tokens).ok()?;
+        // The engine caches only full pages, so a stage ends at a page's end, and takes at least
+        // one page.
+        let page_end = end / self.page_tokens * self.page_tokens;
+        let end = page_end.max(self.resident_tokens + self.page_tokens);
         (end < self.tokens).then_some(end)
     }
 }
@@ -99,17 +115,18 @@ impl Runner {
     /// Returns the route of the data port on which routers request staged prefill.
     #[must_use]
     pub fn routes(self) -> Router<TurnContext> {
-        let serve = move |request: Request| async move { self.answer(request).await };
-        Router::new().route(PATH, post(serve))
+        let handler = move |request: Request| async move { self.respond(request).await };
+        Router::new().route(PATH, post(handler))
     }
 
-    /// Computes a prompt until less than a stage is left. The answer says how many tokens are left.
-    async fn answer(&self, request: Request) -> Response {
+    /// Computes a prompt until at most one stage is left. The response's header [`LEFT`] says how
+    /// many tokens are left.
+    async fn respond(&self, request: Request) -> Response {
         match self.serve(request).await {
             Ok(left_tokens) => {
-                let mut answer = StatusCode::NO_CONTENT.into_response();
-                answer.headers_mut().insert(LEFT, HeaderValue::from(left_tokens));
-                answer
+                let mut response = StatusCode::NO_CONTENT.into_response();
+                response.headers_mut().insert(LEFT, HeaderValue::from(left_tokens));
+                response
             }
             Err(refusal) => {
                 debug!(%refusal, "refused staged prefill of a prompt");
@@ -119,29 +136,30 @@ impl Runner {
         }
     }
 
+    /// Computes a prompt until at most one stage is left. Returns how many tokens are left.
     async fn serve(&self, request: Request) -> Result<u64, Refusal> {
-        let mut prompt = self.read(request).await?;
-        let (stage, tokens_per_s) = self.stage(prompt.dp_rank)?;
-        if prompt.end(stage).is_some() {
-            let place = self.enter(&prompt, tokens_per_s)?;
+        let mut prompt = self.read_prompt(request).await?;
+        let StageSize { stage_tokens, tokens_per_s } = self.stage_size(prompt.dp_rank)?;
+        if prompt.stage_end(stage_tokens).is_some() {
+            let place = self.enter_queue(&prompt, tokens_per_s)?;
             self.compute(&mut prompt, &place).await?;
         }
-        Ok(prompt.left())
+        Ok(prompt.left_tokens())
     }
 
-    async fn read(&self, request: Request) -> Result<Prompt, Refusal> {
+    async fn read_prompt(&self, request: Request) -> Result<Prompt, Refusal> {
         let (parts, body) = request.into_parts();
-        let bad = |what: String| Refusal::bad_request("staged_prefill", what);
+        let bad = |text: String| Refusal::bad_request("staged_prefill", text);
         let dp_rank = claim::rank(&parts.headers).map_err(|error| bad(error.to_string()))?;
-        let resident = claim::resident_tokens(&parts.headers);
-        let resident = resident.map_err(|error| bad(error.to_string()))?;
+        let resident_tokens = claim::resident_tokens(&parts.headers);
+        let resident_tokens = resident_tokens.map_err(|error| bad(error.to_string()))?;
         let body = self.context.body_budget.read(body).await?;
         let tokens = decode(&body.bytes).map(|ids| ids.len()).ok_or_else(|| {
             bad("the body holds no token ids; send four little-endian bytes each".to_owned())
         })?;
         let (page_tokens, context_tokens) = match self.description.borrow().as_deref() {
             Some(Description { engine, .. }) => (engine.page_tokens.max(1), engine.context_tokens),
-            None => return Err(down("it has not answered yet")),
+            None => return Err(down_refusal("it has not answered yet")),
         };
         if tokens > context_tokens as usize {
             let text = "the prompt is longer than the model's context; send the turn itself";
@@ -151,43 +169,48 @@ impl Runner {
             tokens,
             dp_rank: dp_rank.unwrap_or(0),
             page_tokens: page_tokens as usize,
-            resident: usize::try_from(resident).unwrap_or(usize::MAX).min(tokens),
+            resident_tokens: usize::try_from(resident_tokens).unwrap_or(usize::MAX).min(tokens),
             body,
         })
     }
 
+    /// Computes the prompt's stages one after the other, until at most one stage is left or the
+    /// engine has evicted what earlier stages computed.
     async fn compute(&self, prompt: &mut Prompt, place: &Place<'_>) -> Result<(), Refusal> {
-        let mut is_first = true;
+        let mut is_first_stage = true;
         loop {
-            // While other prompts were computed, the rate may have changed, or the engine may have
-            // gone.
-            let (_, tokens_per_s) = self.stage(prompt.dp_rank)?;
-            self.queues.measured(prompt.dp_rank, tokens_per_s);
-            let stage = || {
-                let (stage_tokens, _) = self.stage(prompt.dp_rank).ok()?;
-                let end = prompt.end(stage_tokens)?;
-                Some(((end - prompt.resident) as u64, end))
+            // While other prompts were computed, the prefill rate may have changed, or the engine
+            // may have ended. So both are read again before each stage.
+            let StageSize { tokens_per_s, .. } = self.stage_size(prompt.dp_rank)?;
+            self.queues.set_prefill_rate(prompt.dp_rank, tokens_per_s);
+            let choose_stage = || {
+                let StageSize { stage_tokens, .. } = self.stage_size(prompt.dp_rank).ok()?;
+                let end = prompt.stage_end(stage_tokens)?;
+                Some(((end - prompt.resident_tokens) as u64, end))
             };
-            let Some(end) = place.next(stage).await else { return Ok(()) };
+            let Some(end) = place.begin_stage(choose_stage).await else { return Ok(()) };
             let computed = tokio::time::timeout(STAGE_MAX, self.compute_stage(prompt, end)).await;
-            let cached = computed.unwrap_or_else(|_| Err(late()));
-            let cached = cached
+            let cached_tokens = computed.unwrap_or_else(|_| Err(late_refusal()));
+            let cached_tokens = cached_tokens
                 .inspect_err(|_| self.context.metrics.count_stage(StageOutcome::Failed, 0))?;
-            // The pool had no room to keep the earlier stages' KV, which nothing holds. Before the
-            // first stage the same means that the router overestimated what is resident.
-            let gone = cached.saturating_add(prompt.page_tokens) < prompt.resident;
-            let evicted = gone && !is_first;
-            let outcome = if evicted { StageOutcome::Evicted } else { StageOutcome::Computed };
-            self.context.metrics.count_stage(outcome, end.saturating_sub(cached) as u64);
-            (prompt.resident, is_first) = (end, false);
-            place.computed(prompt.left());
-            if evicted {
+            // No session pins the KV of a stage, so the engine may evict it when the pool is full.
+            // In the first stage, missing KV only means that the router overestimated how much is
+            // resident.
+            let is_missing =
+                cached_tokens.saturating_add(prompt.page_tokens) < prompt.resident_tokens;
+            let was_evicted = is_missing && !is_first_stage;
+            let outcome = if was_evicted { StageOutcome::Evicted } else { StageOutcome::Computed };
+            self.context.metrics.count_stage(outcome, end.saturating_sub(cached_tokens) as u64);
+            (prompt.resident_tokens, is_first_stage) = (end, false);
+            place.end_stage(prompt.left_tokens());
+            if was_evicted {
                 return Ok(());
             }
         }
     }
 
-    /// Sends the prompt's beginning to the engine. Returns how many of its tokens were cached.
+    /// Sends the prompt's first `end` tokens to the engine. Returns how many of them were cached
+    /// before.
     async fn compute_stage(&self, prompt: &Prompt, end: usize) -> Result<usize, Refusal> {
         #[derive(Deserialize)]
         struct Answer {
@@ -197,16 +220,17 @@ impl Runner {
         struct Meta {
             cached_tokens: usize,
         }
-        let ids = prompt.json(end);
-        // One token, because not all modes of the engine accept a request for none.
+        let ids = prompt.first_ids_json(end);
+        // The stage generates one token, because some modes of the engine refuse
+        // `max_new_tokens: 0`.
         let sampling = r#"{"max_new_tokens":1,"temperature":0}"#;
         let body = format!(r#"{{"input_ids":{ids},"sampling_params":{sampling}}}"#);
-        let resident = prompt.resident as u64;
+        let resident_tokens = prompt.resident_tokens as u64;
         let response =
-            data_port::send_own_turn(&self.context, prompt.dp_rank, resident, body).await?;
+            data_port::send_own_turn(&self.context, prompt.dp_rank, resident_tokens, body).await?;
         let status = response.status();
-        let read = Limited::new(response.into_body(), ANSWER_BYTES_MAX).collect().await;
-        let bytes = read.map(http_body_util::Collected::to_bytes).unwrap_or_default();
+        let collected = Limited::new(response.into_body(), ANSWER_BYTES_MAX).collect().await;
+        let bytes = collected.map(http_body_util::Collected::to_bytes).unwrap_or_default();
         let answer = serde_json::from_slice::<Answer>(&bytes).ok().filter(|_| status.is_success());
         answer.map(|answer| answer.meta_info.cached_tokens).ok_or_else(|| {
             let text = format!("a prefill stage failed with {status}; send the turn itself");
@@ -214,9 +238,9 @@ impl Runner {
         })
     }
 
-    fn enter(&self, prompt: &Prompt, tokens_per_s: u64) -> Result<Place<'_>, Refusal> {
-        let now = tokio::time::Instant::now().into_std().saturating_duration_since(self.start);
-        let place = self.queues.enter(prompt.dp_rank, prompt.left(), tokens_per_s, now);
+    fn enter_queue(&self, prompt: &Prompt, tokens_per_s: u64) -> Result<Place<'_>, Refusal> {
+        let now = service::clock::now().saturating_duration_since(self.start);
+        let place = self.queues.enter(prompt.dp_rank, prompt.left_tokens(), tokens_per_s, now);
         place.ok_or_else(|| {
             let text = "too many prompts wait on this worker; send the turn itself";
             Refusal::new(StatusCode::TOO_MANY_REQUESTS, "staged_prefill_full", text)
@@ -224,27 +248,27 @@ impl Runner {
         })
     }
 
-    /// Returns the current size of a stage, and the prefill rate in tokens per second.
-    fn stage(&self, dp_rank: u32) -> Result<(u64, u64), Refusal> {
+    /// Returns the size of a stage at the rank's current prefill rate.
+    fn stage_size(&self, dp_rank: u32) -> Result<StageSize, Refusal> {
         let report = self.report.borrow();
         if let Some(reason) = &report.unhealthy {
-            return Err(down(reason));
+            return Err(down_refusal(reason));
         }
         let rank = report.ranks.iter().find(|rank| rank.dp_rank == dp_rank).ok_or_else(|| {
             let text = format!("there is no DP rank {dp_rank}; ask for one of /v1/workers");
             Refusal::bad_request("no_rank", text)
         })?;
         let tokens_per_s = prefill_tokens_per_s(rank);
-        Ok((self.queues.stage_tokens(tokens_per_s), tokens_per_s))
+        Ok(StageSize { stage_tokens: self.queues.stage_tokens(tokens_per_s), tokens_per_s })
     }
 }
 
-fn late() -> Refusal {
+fn late_refusal() -> Refusal {
     let text = "a prefill stage took over 10 s: no room, or a long queue; send the turn itself";
     Refusal::new(StatusCode::SERVICE_UNAVAILABLE, "staged_prefill_late", text)
 }
 
-fn down(reason: &str) -> Refusal {
+fn down_refusal(reason: &str) -> Refusal {
     let text = format!("the engine can't be used: {reason}; try again when it answers");
     Refusal::new(StatusCode::SERVICE_UNAVAILABLE, "engine_down", text)
         .retry_after(Duration::from_secs(2))

@@ -1,8 +1,12 @@
-//! Decides which prompt of a rank computes its next stage. Pure: times go in, a ticket comes out.
+//! Decides which long prompt of a rank computes its next stage.
 //!
-//! Shortest first minimizes the sum of all waits, but starves long prompts. So half of the time
-//! that a prompt has waited counts as computed: a newcomer never passes a prompt that has already
-//! waited twice its own computing time.
+//! In staged prefill, a long prompt is computed in stages before its turn (the request it belongs
+//! to). At most one stage per rank is in the engine. This module does no I/O and reads no clock.
+//!
+//! To compute the shortest prompt first minimizes the sum of all waits, but starves long prompts.
+//! So the queue compares the remaining computing times, each less half of the time that the prompt
+//! has waited. A new prompt then never passes a prompt that has waited for twice its own remaining
+//! computing time.
 
 mod shared;
 
@@ -10,79 +14,92 @@ use std::time::Duration;
 
 pub use self::shared::{Place, Queues, prefill_tokens_per_s};
 
-/// The maximum number of prompts at once. A router waits for the answer to each.
+/// The maximum number of prompts in one rank's queue. A router's request is open for each.
 pub const PROMPTS_MAX: usize = 256;
 
-/// Identifies a prompt in the queue; earlier ones are smaller.
+/// Identifies a prompt in the queue. A prompt that entered earlier has a smaller ticket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Ticket(u64);
 
 /// The prompts of one rank.
 #[derive(Debug, Clone, Default)]
 pub struct Queue {
-    /// The last measured prefill rate. All prompts are compared by the same rate; with different
-    /// ones, two prompts could each be preferred to the other.
+    /// The last measured prefill rate. All prompts are compared by this one rate. Different
+    /// rates could put each of two prompts before the other.
     tokens_per_s: u64,
+    /// All prompts, in the order of their tickets.
     prompts: Vec<Prompt>,
-    /// The stage in the engine: its prompt and its tokens.
-    under_way: Option<(Ticket, u64)>,
-    next: u64,
+    /// The stage in the engine; `None` if the engine computes no stage.
+    running_stage: Option<Stage>,
+    /// The number of the next ticket.
+    next_ticket: u64,
 }
 
 #[derive(Debug, Clone, Copy)]
 struct Prompt {
     ticket: Ticket,
-    since: Duration,
+    /// When the prompt entered the queue.
+    entered: Duration,
+    /// The tokens that were not computed when the prompt entered or its last stage ended.
     left_tokens: u64,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Stage {
+    ticket: Ticket,
+    tokens: u64,
 }
 
 impl Queue {
     /// Sets the measured prefill rate, in tokens per second.
-    pub fn measured(&mut self, tokens_per_s: u64) {
+    pub fn set_prefill_rate(&mut self, tokens_per_s: u64) {
         self.tokens_per_s = tokens_per_s;
     }
 
-    /// Adds a prompt with `left_tokens` to compute. `now` is a time of any monotonic clock. Returns
-    /// `None` if the queue is full.
+    /// Adds a prompt with `left_tokens` to compute. `now` is the time since a fixed moment, the
+    /// same for all calls. Returns `None` if the queue is full.
     pub fn enter(&mut self, left_tokens: u64, now: Duration) -> Option<Ticket> {
         if self.prompts.len() == PROMPTS_MAX {
             return None;
         }
-        let ticket = Ticket(self.next);
-        self.next += 1;
-        self.prompts.push(Prompt { ticket, since: now, left_tokens });
+        let ticket = Ticket(self.next_ticket);
+        self.next_ticket += 1;
+        self.prompts.push(Prompt { ticket, entered: now, left_tokens });
         Some(ticket)
     }
 
     /// Returns the prompt that computes the next stage; `None` while a stage is in the engine.
     #[must_use]
     pub fn first(&self) -> Option<Ticket> {
-        if self.under_way.is_some() {
+        if self.running_stage.is_some() {
             return None;
         }
-        let micros = |prompt: &Prompt| {
-            let left =
+        // The order is that of `left_us - waited_us / 2`. As `waited_us` is the current time less
+        // `entered`, and the current time is the same for all prompts, twice that value orders them
+        // alike without it.
+        let order_us = |prompt: &Prompt| {
+            let left_us =
                 u128::from(prompt.left_tokens) * 1_000_000 / u128::from(self.tokens_per_s.max(1));
-            2 * left + prompt.since.as_micros()
+            2 * left_us + prompt.entered.as_micros()
         };
         self.prompts
             .iter()
-            .min_by_key(|prompt| (micros(prompt), prompt.ticket))
-            .map(|one| one.ticket)
+            .min_by_key(|prompt| (order_us(prompt), prompt.ticket))
+            .map(|prompt| prompt.ticket)
     }
 
-    /// Marks a stage of this prompt as being in the engine.
+    /// Marks a stage of `stage_tokens` of this prompt as being in the engine.
     ///
     /// # Panics
     /// When another stage is in the engine.
     pub fn begin(&mut self, ticket: Ticket, stage_tokens: u64) {
-        assert_eq!(self.under_way, None, "one stage at a time");
-        self.under_way = Some((ticket, stage_tokens));
+        assert_eq!(self.running_stage, None, "one stage at a time");
+        self.running_stage = Some(Stage { ticket, tokens: stage_tokens });
     }
 
-    /// Marks the stage as computed. `left_tokens` of its prompt are left.
+    /// Marks this prompt's stage as computed. `left_tokens` of the prompt are left.
     pub fn computed(&mut self, ticket: Ticket, left_tokens: u64) {
-        self.under_way = self.under_way.filter(|(of, _)| *of != ticket);
+        self.running_stage = self.running_stage.filter(|stage| stage.ticket != ticket);
         if let Some(prompt) = self.prompts.iter_mut().find(|prompt| prompt.ticket == ticket) {
             prompt.left_tokens = left_tokens;
         }
@@ -90,7 +107,7 @@ impl Queue {
 
     /// Removes a prompt that is finished or given up.
     pub fn leave(&mut self, ticket: Ticket) {
-        self.under_way = self.under_way.filter(|(of, _)| *of != ticket);
+        self.running_stage = self.running_stage.filter(|stage| stage.ticket != ticket);
         self.prompts.retain(|prompt| prompt.ticket != ticket);
     }
 
@@ -98,17 +115,17 @@ impl Queue {
     /// number of prompts.
     #[must_use]
     pub fn load(&self) -> (u64, usize) {
-        let left =
+        let left_tokens =
             self.prompts.iter().map(|prompt| prompt.left_tokens).fold(0, u64::saturating_add);
-        let inside = self.under_way.map_or(0, |(_, tokens)| tokens);
-        (left.saturating_sub(inside), self.prompts.len())
+        let running_tokens = self.running_stage.map_or(0, |stage| stage.tokens);
+        (left_tokens.saturating_sub(running_tokens), self.prompts.len())
     }
 
     /// Panics if an invariant is violated.
     pub fn check_invariants(&self) {
         assert!(self.prompts.len() <= PROMPTS_MAX);
         assert!(self.prompts.is_sorted_by(|one, other| one.ticket < other.ticket));
-        if let Some((ticket, _)) = self.under_way {
+        if let Some(Stage { ticket, .. }) = self.running_stage {
             assert!(
                 self.prompts.iter().any(|prompt| prompt.ticket == ticket),
                 "the stage's prompt is in the queue"
@@ -170,7 +187,7 @@ mod tests {
         #[test]
         fn somebody_is_next(does in prop::collection::vec((0..5_u8, 0..9_usize, 0..5_000_u64), 1..80)) {
             let (mut queue, mut inside) = (Queue::default(), Vec::new());
-            queue.measured(RATE);
+            queue.set_prefill_rate(RATE);
             for (at, (what, which, tokens)) in does.into_iter().enumerate() {
                 let now = MS * u32::try_from(at).unwrap();
                 match what {
@@ -181,7 +198,7 @@ mod tests {
                     _ => {}
                 }
                 queue.check_invariants();
-                let free = queue.under_way.is_none() && !inside.is_empty();
+                let free = queue.running_stage.is_none() && !inside.is_empty();
                 prop_assert_eq!(queue.first().is_some(), free);
                 prop_assert_eq!(queue.load().1, inside.len());
             }

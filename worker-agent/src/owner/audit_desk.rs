@@ -1,6 +1,9 @@
-//! The owner's handling of page audits: requests them when they are due or asked for.
+//! Manages the owner task's page audits: requests them, acts on findings, answers waiting callers.
 //!
-//! It also acts on the findings, and answers the callers that wait for an audit.
+//! An audit checks which session holds each page of a rank's KV pool, and finds pages that leak or
+//! belong to two owners. Audits are made periodically and on demand. Most run in the rank's *shim*,
+//! Berth's part inside the engine. Periodic audits may run on a thread of this process instead, by
+//! reading the engine's GPU memory.
 
 use std::{
     collections::HashMap,
@@ -22,9 +25,10 @@ use crate::{
 /// The maximum number of callers that wait for audits at the same time.
 const WAITERS_MAX: usize = 64;
 
-/// A caller that waits for an audit.
+/// A caller that waits for an audit of a rank.
 pub(super) struct Waiter {
     dp_rank: u32,
+    /// The number of the audit request. Audits with this number or a higher one answer it.
     number: u64,
     reply: oneshot::Sender<Result<RankPages, Error>>,
 }
@@ -53,11 +57,11 @@ impl Owner {
             self.answer_waiters(dp_rank, number, &Err(Error::Late));
         }
         for (dp_rank, number) in self.audits.request_due(now) {
-            // Periodic audits may run in this process, which sees only rows. Audits on demand are
-            // always made inside the engine, which knows all pages.
-            let here =
+            // Periodic audits may run in this process, which sees only the pages of request rows.
+            // Audits on demand always run in the engine, which knows the owner of every page.
+            let runs_in_this_process =
                 self.remote_audits.get(&dp_rank).is_some_and(|remote| remote.request(number));
-            if !here {
+            if !runs_in_this_process {
                 self.send_audit_request(dp_rank, number);
             }
         }
@@ -70,7 +74,7 @@ impl Owner {
         }
         let mailbox = self.handle.mailbox.clone();
         let answer = move |answer| {
-            // If the owner task has ended, so has the process's work: nothing is left to report to.
+            // Sending fails only if the owner task has ended. Then nobody needs the answer.
             let _ = mailbox.blocking_send(OwnerMessage::RemoteAudit { dp_rank, answer });
         };
         match Remote::start(&self.setup.audit_table, dp_rank, answer) {
@@ -82,14 +86,17 @@ impl Owner {
     }
 
     pub(super) fn handle_remote_audit(&mut self, dp_rank: u32, answer: RemoteAnswer) {
-        let RemoteAnswer { number, found } = answer;
-        match found {
+        let RemoteAnswer { number, found: result } = answer;
+        match result {
             Ok(RemoteReport { report, keys }) => {
-                let mut names: HashMap<u64, &str> = HashMap::new();
+                // The engine's row table names a session by a number, which is computed from the
+                // session's id in the engine.
+                let mut ids_by_key: HashMap<u64, &str> = HashMap::new();
                 for (_, session) in self.table.iter() {
-                    names.insert(session_table_key(&session.incarnation), &session.incarnation);
+                    let key = session_table_key(&session.incarnation);
+                    ids_by_key.insert(key, &session.incarnation);
                 }
-                let name = |key: &u64| names.get(key).copied().unwrap_or_default().to_owned();
+                let name = |key: &u64| ids_by_key.get(key).copied().unwrap_or_default().to_owned();
                 let names = keys.iter().map(name).collect();
                 let spent = Duration::ZERO;
                 self.handle_audit_result(
@@ -108,12 +115,13 @@ impl Owner {
         }
     }
 
-    /// Requests an audit from the rank's shim. If the shim can't be asked, the audit fails when the
-    /// shim's connection closes or when the audit is late.
+    /// Requests an audit from the rank's shim. If the request can't be sent, the audit fails later:
+    /// when the shim's connection closes, or when the time limit passes.
     fn send_audit_request(&self, dp_rank: u32, number: u64) {
         let _ = self.setup.shim.audit(dp_rank, number);
     }
 
+    /// Stops the audits of a rank whose shim has disconnected, and refuses the waiting callers.
     pub(super) fn stop_audits(&mut self, dp_rank: u32) {
         self.audits.remove_rank(dp_rank);
         self.remote_audits.remove(&dp_rank);
@@ -122,14 +130,15 @@ impl Owner {
     }
 
     pub(super) fn handle_audit_result(&mut self, dp_rank: u32, audited: &AuditReply) {
-        let before = self.audits.last_audit(dp_rank).map(|audit| audit.pages.findings.clone());
+        let findings_before =
+            self.audits.last_audit(dp_rank).map(|audit| audit.pages.findings.clone());
         let answer = self.audits.take_answer(now(), dp_rank, audited).cloned();
         match &answer {
             Ok(audit) => {
                 self.setup.metrics.count_audit("done");
                 self.setup.metrics.record_audit_step(audited.spent);
                 self.setup.metrics.set_pages(dp_rank, Some(&audit.pages));
-                if before.as_ref() != Some(&audit.pages.findings) {
+                if findings_before.as_ref() != Some(&audit.pages.findings) {
                     log_faults(dp_rank, audit);
                 }
                 for incarnation in audit.corrupt_sessions() {
@@ -141,8 +150,8 @@ impl Owner {
         self.answer_waiters(dp_rank, audited.number, &answer);
     }
 
-    /// Counts a failed audit. The report keeps showing the last audit with its age; the gauges have
-    /// no age, so they are removed.
+    /// Counts a failed audit, and removes the rank's gauges. The load report keeps showing the last
+    /// successful audit with its age. A gauge has no age, so it would look current.
     fn record_failed_audit(&mut self, dp_rank: u32, outcome: &'static str, error: &Error) {
         if self.audits.note_failure(dp_rank, error) {
             warn!(dp_rank, %error, "can't audit the engine's pages");
@@ -153,12 +162,12 @@ impl Owner {
 
     /// Answers all callers whose request has this number or a lower one.
     fn answer_waiters(&mut self, dp_rank: u32, number: u64, answer: &Result<Audit, Error>) {
-        let waiting = std::mem::take(&mut self.audit_waiters);
-        let (mine, others) = waiting
+        let waiters = std::mem::take(&mut self.audit_waiters);
+        let (answered, others) = waiters
             .into_iter()
             .partition(|waiter| waiter.dp_rank == dp_rank && waiter.number <= number);
         self.audit_waiters = others;
-        for waiter in mine {
+        for waiter in answered {
             let _ = waiter.reply.send(answer.clone().map(|audit| self.with_session_keys(&audit)));
         }
     }
@@ -168,15 +177,16 @@ impl Owner {
         let key = |incarnation: &str| self.table.session_key(incarnation).cloned();
         RankPages {
             pages: audit.pages(now()),
-            sessions: sessions.map(|one| (key(&one.incarnation), one.clone())).collect(),
+            sessions: sessions.map(|held| (key(&held.incarnation), held.clone())).collect(),
         }
     }
 }
 
-/// Logs one error per kind of fault. Call only when the findings change.
+/// Logs an error for each kind of fault. The caller does this only when the findings have changed,
+/// so a lasting fault is logged once.
 fn log_faults(dp_rank: u32, audit: &Audit) {
     for finding in audit.pages.faults() {
-        let at: Vec<i64> = finding.named.iter().map(|one| one.at).collect();
+        let at: Vec<i64> = finding.named.iter().map(|fault| fault.at).collect();
         let (kind, count) = (&finding.kind, finding.count);
         error!(dp_rank, kind, count, ?at, "a page audit found a fault in the engine's KV pool");
     }

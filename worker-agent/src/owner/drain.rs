@@ -1,4 +1,7 @@
-//! The owner's drain: lets running turns end, then aborts the rest, and closes every session.
+//! Drains the agent at shutdown: lets running turns end, aborts late ones, closes all sessions.
+//!
+//! A turn is one request and its answer. The session table closes each session when its last turn
+//! has ended. This module aborts turns that run too long, and reports when nothing is left.
 
 use std::time::{Duration, Instant};
 
@@ -7,14 +10,15 @@ use tracing::warn;
 
 use super::Owner;
 
-/// The interval between aborts of the remaining turns after a drain's deadline.
-const ABORT_AGAIN: Duration = Duration::from_millis(500);
+/// The interval between aborts of the remaining turns after a drain's deadline. Aborts are repeated
+/// because the engine forgets an abort that arrives before its turn.
+const ABORT_INTERVAL: Duration = Duration::from_millis(500);
 
 /// A drain that has begun.
 pub(super) struct Drain {
-    /// From this time on the running turns are aborted, repeatedly: the engine forgets an abort
-    /// that arrives before its turn.
+    /// When the running turns are aborted next. The first time is the drain's time limit.
     pub(super) deadline: Instant,
+    /// Tells the caller that the drain is complete. `None` once the caller was told.
     pub(super) done: Option<oneshot::Sender<()>>,
 }
 
@@ -23,22 +27,24 @@ impl Owner {
     pub(super) fn advance_drain(&mut self, now: Instant) {
         let Some(drain) = &mut self.drain else { return };
         let running = self.table.rids_inside().count();
-        let gone = self.engine_info.is_none() && running == 0;
-        if running + self.table.pending_count() == 0 || gone {
+        // Without an engine, no close can be confirmed, so the drain doesn't wait for closes.
+        let is_engine_gone = self.engine_info.is_none() && running == 0;
+        if running + self.table.pending_count() == 0 || is_engine_gone {
             if let Some(done) = drain.done.take() {
                 let _ = done.send(());
             }
             return;
         }
         if now >= drain.deadline {
-            drain.deadline = now + ABORT_AGAIN;
+            drain.deadline = now + ABORT_INTERVAL;
             warn!(turns = running, "the drain's time limit has passed; aborting turns");
             let engine = self.setup.engine.clone();
             let rids: Vec<String> = self.table.rids_inside().map(str::to_owned).collect();
             self.tasks.spawn(async move {
-                // The engine prefixes the request ids of the Responses API with `resp_`.
-                let named = rids.iter().flat_map(|rid| [rid.clone(), format!("resp_{rid}")]);
-                for rid in named {
+                // In the engine, turns of the Responses API have ids with the prefix `resp_`. Which
+                // turns these are isn't known here, so both ids are aborted.
+                let engine_rids = rids.iter().flat_map(|rid| [rid.clone(), format!("resp_{rid}")]);
+                for rid in engine_rids {
                     if let Err(error) = engine.abort(&rid).await {
                         warn!(rid, %error, "can't abort a turn at the engine");
                     }

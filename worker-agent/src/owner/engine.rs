@@ -1,6 +1,8 @@
-//! The owner's engine calls, and its handling of news about the engine.
+//! Makes the owner task's calls to the engine, and handles news about the engine.
 //!
-//! Each call runs in a separate task, whose result comes back as a message.
+//! The calls open and close sessions at the engine. Each call runs in a separate task, and its
+//! result comes back to the owner task as a message. The news says that the engine is up or down,
+//! or gives a sample of its load. When the engine's process ends, all its sessions are lost.
 
 use std::{sync::Arc, time::Duration};
 
@@ -13,19 +15,21 @@ use crate::{
 };
 
 /// How much longer the engine's idle limit for sessions is than the agent's. The engine's limit is
-/// a fallback, for the case that no agent ever returns. The engine counts from the start of a turn,
-/// so the longest turn must fit in.
-const ENGINE_BACKSTOP: Duration = Duration::from_secs(24 * 3600);
+/// only needed if no agent ever returns. The engine counts idle time from the start of a turn, so
+/// this time is longer than any turn.
+const ENGINE_IDLE_MARGIN: Duration = Duration::from_secs(24 * 3600);
 
 impl Owner {
+    /// Starts a task that opens an incarnation (one life of a session) at the engine.
     pub(super) fn open_at_engine(&self, incarnation: String, idle_max: Duration) {
         let (engine, mailbox) = (self.setup.engine.clone(), self.handle.mailbox.clone());
         self.tasks.spawn(async move {
-            let result = match engine.open_session(&incarnation, idle_max + ENGINE_BACKSTOP).await {
-                Ok(()) => OpenResult::Yes,
-                Err(error) if error.is_ambiguous() => OpenResult::Unknown(error.to_string()),
-                Err(error) => OpenResult::No(error.to_string()),
-            };
+            let result =
+                match engine.open_session(&incarnation, idle_max + ENGINE_IDLE_MARGIN).await {
+                    Ok(()) => OpenResult::Yes,
+                    Err(error) if error.is_ambiguous() => OpenResult::Unknown(error.to_string()),
+                    Err(error) => OpenResult::No(error.to_string()),
+                };
             let _ = mailbox.send(OwnerMessage::OpenResult { incarnation, result }).await;
         });
     }
@@ -38,14 +42,15 @@ impl Owner {
         });
     }
 
+    /// Starts a task that closes an incarnation at the engine.
     pub(super) fn close_at_engine(&self, close: CloseRequest) {
         let (engine, mailbox) = (self.setup.engine.clone(), self.handle.mailbox.clone());
-        let shims_report = self
+        let all_shims_connected = self
             .engine_info
             .as_ref()
             .is_some_and(|info| self.connected_shims.len() == info.rows.len());
         self.tasks.spawn(async move {
-            let result = close_once(&engine, &close, shims_report).await;
+            let result = close_once(&engine, &close, all_shims_connected).await;
             let incarnation = close.incarnation;
             let _ = mailbox.send(OwnerMessage::CloseResult { incarnation, result }).await;
         });
@@ -55,11 +60,11 @@ impl Owner {
         match news {
             EngineNews::Up(info) => self.handle_engine_up(info),
             EngineNews::Sample(sample) => {
-                let stuck = self.stall_detector.check_sample(&sample, self.setup.stall_max);
-                if let (None, Some(reason)) = (&self.stuck_reason, &stuck) {
+                let stuck_reason = self.stall_detector.check_sample(&sample, self.setup.stall_max);
+                if let (None, Some(reason)) = (&self.stuck_reason, &stuck_reason) {
                     error!(reason, "engine stuck");
                 }
-                self.stuck_reason = stuck;
+                self.stuck_reason = stuck_reason;
                 for rank in &sample.ranks {
                     let load =
                         Load { waiting: rank.num_waiting_reqs, used_tokens: rank.num_used_tokens };
@@ -70,8 +75,8 @@ impl Owner {
             EngineNews::Down { reason, gone } => {
                 match &self.down_reason {
                     None => error!(reason, gone, "engine down"),
-                    // The engine is polled twice a second and mostly fails for the same reason; log
-                    // only changes.
+                    // The engine is polled twice a second, and mostly fails for the same reason. So
+                    // only a new reason is logged.
                     Some(before) if *before != reason => warn!(reason, "the engine can't be used"),
                     Some(_) => {}
                 }
@@ -83,7 +88,8 @@ impl Owner {
         }
     }
 
-    /// Handles the end of the engine's process, which loses every session's KV and history.
+    /// Handles the end of the engine's process, which loses every session's KV and history. Does
+    /// nothing if no engine was up.
     fn handle_engine_gone(&mut self) {
         let Some(info) = self.engine_info.take() else { return };
         let sessions = self.table.iter().count();
@@ -94,11 +100,13 @@ impl Owner {
     }
 
     fn handle_engine_up(&mut self, info: Box<Info>) {
-        let known = self.engine_info.as_ref().map(|info| &info.facts.instance);
-        if known != Some(&info.facts.instance) {
+        let known_instance = self.engine_info.as_ref().map(|info| &info.facts.instance);
+        if known_instance != Some(&info.facts.instance) {
+            // This is another process than before, or the first one.
             self.handle_engine_gone();
+            // Gives the table the capacity of the new process.
             self.table.handle_engine_lost(now(), self.ledger.set_engine(&info));
-            self.close_left_sessions(&info);
+            self.close_leftover_sessions(&info);
             self.register_shims_again();
             info!(version = info.facts.version, ranks = info.rows.len(), "engine up");
             // A watcher that learns of the new ranks must find them in the newest report.
@@ -110,35 +118,45 @@ impl Owner {
     }
 
     /// Closes the sessions that an earlier agent process left open in this engine process.
-    fn close_left_sessions(&mut self, info: &Info) {
-        let left = self.setup.journal.left_open(&info.facts.instance);
+    fn close_leftover_sessions(&mut self, info: &Info) {
+        let leftover = self.setup.journal.left_open(&info.facts.instance);
         let record = Record::Engine { instance: info.facts.instance.clone() };
         if let Err(error) = self.setup.journal.write(&record) {
             error!(%error, "the journal can't be written");
         }
-        if !left.is_empty() {
-            warn!(sessions = left.len(), "closing the sessions that an earlier agent left open");
+        if !leftover.is_empty() {
+            warn!(
+                sessions = leftover.len(),
+                "closing the sessions that an earlier agent left open"
+            );
         }
-        for (incarnation, left) in left {
-            self.table.inherit_incarnation(now(), incarnation, left.dp_rank, left.rid);
+        for (incarnation, session) in leftover {
+            self.table.inherit_incarnation(now(), incarnation, session.dp_rank, session.rid);
         }
     }
 }
 
-/// Tries once to close a session at the engine. A tagged session holds nothing, so its close is
-/// complete once the engine has acknowledged it. If shims report when a session's KV is freed, the
-/// first attempt relies on that report. Later attempts, and those without a shim, ask the engine.
-async fn close_once(engine: &Engine, close: &CloseRequest, shims_report: bool) -> CloseResult {
+/// Tries once to close a session at the engine. With `all_shims_connected`, the shims report later
+/// when the session's KV is free.
+async fn close_once(
+    engine: &Engine,
+    close: &CloseRequest,
+    all_shims_connected: bool,
+) -> CloseResult {
     let rid = close.rid.as_deref();
-    let confirmed = |gone| if gone { CloseResult::Confirmed } else { CloseResult::Kept };
-    let closed = match (close.pinned, shims_report && !close.is_repeat) {
+    let verified = |is_gone| if is_gone { CloseResult::Confirmed } else { CloseResult::Kept };
+    let result = match (close.pinned, all_shims_connected && !close.is_repeat) {
+        // A session that isn't pinned holds no KV of its own. The engine's answer is enough.
         (false, _) => {
             engine.close_session(&close.incarnation).await.map(|()| CloseResult::Confirmed)
         }
+        // A shim reports later that the session's KV is free.
         (true, true) => engine.close(&close.incarnation, rid).await.map(|()| CloseResult::NotYet),
-        (true, false) => engine.close_and_verify(&close.incarnation, rid).await.map(confirmed),
+        // No report will come, or the report after an earlier attempt did not come. So the engine
+        // is asked whether the session is gone.
+        (true, false) => engine.close_and_verify(&close.incarnation, rid).await.map(verified),
     };
-    closed.unwrap_or_else(|error| {
+    result.unwrap_or_else(|error| {
         warn!(incarnation = close.incarnation, %error, "can't close a session at the engine");
         CloseResult::NotYet
     })

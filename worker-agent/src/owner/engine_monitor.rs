@@ -1,7 +1,8 @@
-//! Monitors the engine and reports to the owner task.
+//! Polls the engine's state over HTTP and reports it to the owner task, which admits turns.
 //!
-//! It reads the engine's description when the engine answers, then samples its load, and detects
-//! when the engine is gone or has become another process. It decides nothing.
+//! When the engine answers, the monitor reads its description, and then samples its load at a fixed
+//! interval. It notices when the engine no longer answers, and when another process has taken its
+//! place (a restart). The owner task decides what follows from the news.
 
 use std::{sync::Arc, time::Duration};
 
@@ -17,10 +18,10 @@ use crate::{
 };
 
 /// The pause between attempts to reach an engine that is down.
-const RETRY: Duration = Duration::from_millis(500);
+const RETRY_PAUSE: Duration = Duration::from_millis(500);
 /// The number of failed samples in a row after which the engine counts as down. A single slow
 /// answer isn't a crash.
-const FAILURES_MAX: u32 = 3;
+const FAILED_SAMPLES_MAX: u32 = 3;
 
 /// What the monitor needs.
 #[derive(Debug, Clone)]
@@ -29,11 +30,11 @@ pub struct EngineMonitor {
     pub engine: Engine,
     /// Receives the engine's news.
     pub owner: AgentHandle,
-    /// Receives the address of the engine's KV events.
+    /// Receives the addresses at which the engine publishes its KV events.
     pub kv: KvHandle,
     /// The time between samples.
     pub interval: Duration,
-    /// Notified when a turn found the engine gone.
+    /// Notified when a turn could not be sent because the engine's connection failed.
     pub wake: Arc<Notify>,
     /// The size of the vocabulary, if the settings state it.
     pub vocabulary: Option<u32>,
@@ -53,68 +54,71 @@ pub async fn run(monitor: EngineMonitor, tasks: Tasks) {
 async fn monitor_engine(monitor: &EngineMonitor) {
     loop {
         match read_engine(monitor).await {
-            Ok((info, first)) => {
+            Ok((info, first_sample)) => {
                 monitor.owner.report_engine(EngineNews::Up(info)).await;
-                monitor.owner.report_engine(EngineNews::Sample(first.clone())).await;
-                if let Some(down) = sample_until_down(monitor, first).await {
+                monitor.owner.report_engine(EngineNews::Sample(first_sample.clone())).await;
+                if let Some(down) = sample_until_down(monitor, first_sample).await {
                     monitor.owner.report_engine(down).await;
                 }
             }
             Err(error) => {
                 debug!(%error, "can't reach the engine");
                 monitor.owner.report_engine(down_news(&error)).await;
-                let _ = tokio::time::timeout(RETRY, monitor.wake.notified()).await;
+                let _ = tokio::time::timeout(RETRY_PAUSE, monitor.wake.notified()).await;
             }
         }
     }
 }
 
-/// Reads the engine's first load sample, then its description. The sample is required: an engine
-/// without one would go up and down again and again, and receive turns in between. It is read
-/// first, so that the description is not that of an older process than the sample.
+/// Reads the engine's first load sample, then its description.
+///
+/// The sample is required. If the description alone were enough, an engine whose load can't be read
+/// would go up and down again and again, and receive turns in between. The sample is read first, so
+/// that the description doesn't come from an older process than the sample.
 async fn read_engine(monitor: &EngineMonitor) -> Result<(Box<Info>, Sample), engine::Error> {
-    let first = monitor.engine.read_load(now).await?;
-    let (info, source, publishers) = monitor.engine.read_info().await?;
+    let first_sample = monitor.engine.read_load(now).await?;
+    let (info, tokenizer_source, publishers) = monitor.engine.read_info().await?;
     monitor.kv.set_publishers(publishers);
-    Ok((Box::new(add_model_facts(info, source, monitor).await), first))
+    let info = add_model_facts(info, tokenizer_source, monitor).await;
+    Ok((Box::new(info), first_sample))
 }
 
 fn down_news(error: &engine::Error) -> EngineNews {
     EngineNews::Down { reason: error.to_string(), gone: error.is_gone() }
 }
 
-/// Samples the load until the engine fails to answer, and returns that. Returns `None` when the
-/// engine may have become another process.
-async fn sample_until_down(monitor: &EngineMonitor, first: Sample) -> Option<EngineNews> {
+/// Samples the load until the engine fails to answer, and returns the news of that. Returns `None`
+/// when the description must be read again, because the engine may be another process now.
+async fn sample_until_down(monitor: &EngineMonitor, first_sample: Sample) -> Option<EngineNews> {
     let mut ticks = tokio::time::interval(monitor.interval);
     ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     let mut failures = 0;
-    let mut last = first;
+    let mut last_sample = first_sample;
     loop {
         tokio::select! {
             biased;
-            // Whatever the turn saw, reading the description again shows the current state.
+            // A turn's connection failed. Reading the description again shows the reason.
             () = monitor.wake.notified() => return None,
             _ = ticks.tick() => {}
         }
         match monitor.engine.read_load(now).await {
             Ok(sample) => {
                 failures = 0;
-                if may_be_another_process(&last, &sample) {
+                if may_be_another_process(&last_sample, &sample) {
                     return None;
                 }
-                last = sample.clone();
+                last_sample = sample.clone();
                 monitor.owner.report_engine(EngineNews::Sample(sample)).await;
             }
             Err(error) => {
                 failures += 1;
                 warn!(%error, failures, "can't sample the engine's load");
-                if failures >= FAILURES_MAX || error.is_gone() {
+                if failures >= FAILED_SAMPLES_MAX || error.is_gone() {
                     return Some(down_news(&error));
                 }
                 if error.is_broken() {
-                    // The connection may have led to a process that has ended: check which process
-                    // is there now.
+                    // The connection broke, perhaps because its process has ended. The description
+                    // shows which process answers now.
                     return None;
                 }
             }
@@ -122,13 +126,13 @@ async fn sample_until_down(monitor: &EngineMonitor, first: Sample) -> Option<Eng
     }
 }
 
-/// Whether the next sample may come from another process: a counter that only grows has decreased,
-/// or the connection is new, as it is after a quick restart.
-fn may_be_another_process(last: &Sample, next: &Sample) -> bool {
+/// Whether two samples in a row may come from different processes. This is so if a counter that
+/// only grows has decreased, or if the connection is a new one, as it is after a quick restart.
+fn may_be_another_process(before: &Sample, after: &Sample) -> bool {
     let total = |sample: &Sample| -> u64 {
         sample.ranks.iter().map(|rank| rank.total_prefill_uncached_tokens).sum()
     };
-    total(next) < total(last) || next.connection != last.connection
+    total(after) < total(before) || after.connection != before.connection
 }
 
 /// Completes the engine's description with facts from its model's files.
@@ -138,11 +142,11 @@ async fn add_model_facts(
     monitor: &EngineMonitor,
 ) -> Info {
     // The files may be large or on a slow disk, so they are read on a blocking thread.
-    let read = tokio::task::spawn_blocking(move || {
+    let file_facts = tokio::task::spawn_blocking(move || {
         let (source, hub) = (source?, model_files::hub_folder());
         Some((read_vocabulary(&source), model_files::FoundFiles::find(&source, hub.as_deref())))
     });
-    let (vocabulary, files) = read.await.ok().flatten().unzip();
+    let (vocabulary, files) = file_facts.await.ok().flatten().unzip();
     info.facts.vocabulary = monitor.vocabulary.or(vocabulary.flatten());
     if info.facts.vocabulary.is_none() {
         warn!("the model's vocabulary is unknown: set `vocabulary`, or token ids are not checked");
@@ -166,7 +170,7 @@ fn read_vocabulary(source: &model_files::TokenizerSource) -> Option<u32> {
     let folder = source.folder(model_files::hub_folder().as_deref())?;
     let text = std::fs::read_to_string(folder.join("config.json")).ok()?;
     let config: Value = serde_json::from_str(&text).ok()?;
-    // Multimodal models have the text model's values one level down.
+    // The config of a multimodal model has these values in the object `text_config`.
     let size = config.get("vocab_size").or_else(|| config.get("text_config")?.get("vocab_size"));
     size.and_then(Value::as_u64).and_then(|size| u32::try_from(size).ok())
 }

@@ -1,4 +1,8 @@
-//! The handle by which other tasks send requests to the owner task, and what it sends and returns.
+//! Defines the handle by which other tasks send requests to the owner task, and its messages.
+//!
+//! The owner task keeps the agent's sessions and admits turns. A session is a chain of turns (one
+//! request and its answer each) that share a growing prefix. [`AgentHandle`] sends the requests.
+//! [`Lease`] represents one turn from its claim to its end.
 
 use std::{sync::Arc, time::Duration};
 
@@ -41,8 +45,8 @@ pub enum Change {
     Removed(SessionKey),
 }
 
-/// A new watcher's starting point and its sources of later changes. `changes` contains every change
-/// made after `sessions` was read.
+/// All that a new watcher gets: the current sessions, and the sources of later changes. `changes`
+/// contains every change made after `sessions` was read.
 #[derive(Debug)]
 pub struct Watch {
     /// All sessions.
@@ -58,7 +62,7 @@ pub struct Watch {
 /// A message from the task that follows the engine's state.
 #[derive(Debug)]
 pub enum EngineNews {
-    /// The engine answers. The facts name its instance.
+    /// The engine answers. The description names the engine's process.
     Up(Box<Info>),
     /// A load sample.
     Sample(Sample),
@@ -66,7 +70,7 @@ pub enum EngineNews {
     Down {
         /// The reason, as a text for operators.
         reason: String,
-        /// Whether the engine's process has ended, as opposed to answering slowly.
+        /// Whether the engine's process has ended. Otherwise it may only answer slowly.
         gone: bool,
     },
 }
@@ -74,19 +78,23 @@ pub enum EngineNews {
 /// A message to the owner task.
 #[derive(Debug)]
 pub(super) enum OwnerMessage {
+    /// Claims a turn's session. Answered with the turn's lease.
     Claim {
         claim: Option<(Claim, SessionKey)>,
         rank: Option<u32>,
         pinned_input: PinnedInput,
         reply: oneshot::Sender<Result<Lease, Error>>,
     },
+    /// Admits a claimed turn as soon as the engine has room for it.
     Admit {
         rid: String,
         need: Need,
         prompt_start: PromptStart,
         reply: oneshot::Sender<Result<AdmittedTurn, Error>>,
     },
+    /// The client of the turn with this request id is gone.
     Abandon(String),
+    /// The rank's shim must be asked for its session table.
     RequestShimTable {
         dp_rank: u32,
     },
@@ -107,18 +115,23 @@ pub(super) enum OwnerMessage {
     },
     Watch(oneshot::Sender<Watch>),
     Engine(EngineNews),
+    /// The engine's answer to a request to open an incarnation (one life of a session in the
+    /// engine).
     OpenResult {
         incarnation: String,
         result: OpenResult,
     },
+    /// The engine's answer to a request to close an incarnation.
     CloseResult {
         incarnation: String,
         result: CloseResult,
     },
+    /// The result of an audit that was made in this process.
     RemoteAudit {
         dp_rank: u32,
         answer: audit::remote::RemoteAnswer,
     },
+    /// The agent shuts down. Running turns may continue for `limit`.
     Drain {
         limit: Duration,
         done: oneshot::Sender<()>,
@@ -138,7 +151,7 @@ pub struct RankPages {
 /// A turn that may now be sent to the engine.
 #[derive(Debug)]
 pub struct AdmittedTurn {
-    /// The session, rank and limits to send the turn with.
+    /// What the engine is told about the turn: its session, its rank and its limits.
     pub turn: Turn,
     /// Receives how the turn runs, before its answer begins; `None` for a turn without a session.
     pub run_mode: Option<oneshot::Receiver<RunModeResult>>,
@@ -154,9 +167,10 @@ pub(super) struct TurnEnd {
     pub(super) outcome: Outcome,
 }
 
-/// A turn's claim on its session, taken before the turn's body is read, and on room in the engine
-/// once the turn is admitted. The claim ends exactly once: in [`Lease::finish`] or when the lease
-/// is dropped.
+/// A turn's claim on its session, and on room in the engine.
+///
+/// The session is claimed before the turn's body is read. The room is claimed when the turn is
+/// admitted. Both claims end exactly once: in [`Lease::finish`], or when the lease is dropped.
 #[derive(Debug)]
 pub struct Lease {
     /// The turn's request id inside the engine.
@@ -165,13 +179,14 @@ pub struct Lease {
     pub vocabulary: Option<u32>,
     pub(super) agent: AgentHandle,
     pub(super) is_sent: bool,
-    /// A reserved place for the end in the owner's queue, so that ending a turn never waits.
-    pub(super) end: Option<mpsc::OwnedPermit<TurnEnd>>,
+    /// A reserved place in the owner's queue for the turn's end, so that ending the turn never
+    /// waits. `None` once the turn has ended.
+    pub(super) end_permit: Option<mpsc::OwnedPermit<TurnEnd>>,
 }
 
 impl Lease {
-    /// Waits until the engine has room for the turn, and returns what the turn is sent with.
-    /// For a session's first turn this includes opening the session at the engine.
+    /// Waits until the engine has room for the turn, and returns how to send the turn. For a
+    /// session's first turn, this also waits until the session is open at the engine.
     ///
     /// # Errors
     /// See [`Error`].
@@ -186,25 +201,26 @@ impl Lease {
 
     /// Reports that the turn's client is gone. The caller aborts the turn and waits for its end.
     pub async fn report_abandoned(&self) {
-        // If the owner task has ended, so has the process's work: nothing is left to report to.
+        // Sending fails only if the owner task has ended. Then the agent is stopping, and nobody
+        // needs this message.
         let _ = self.agent.mailbox.send(OwnerMessage::Abandon(self.rid.clone())).await;
     }
 
-    /// Marks the turn as sent: the engine may have it. From now on, dropping the lease reports
-    /// [`Outcome::Lost`].
+    /// Marks the turn as sent to the engine. From now on, dropping the lease reports
+    /// [`Outcome::Lost`], because the engine may have run the turn.
     pub fn mark_sent(&mut self) {
         self.is_sent = true;
     }
 
-    /// Ends the turn with this outcome.
+    /// Ends the turn with this outcome, and frees its session for the next turn.
     pub fn finish(mut self, outcome: Outcome) {
         self.end_with(outcome);
     }
 
     fn end_with(&mut self, outcome: Outcome) {
-        if let Some(end) = self.end.take() {
+        if let Some(end_permit) = self.end_permit.take() {
             let rid = std::mem::take(&mut self.rid);
-            end.send(TurnEnd { rid, outcome });
+            end_permit.send(TurnEnd { rid, outcome });
         }
     }
 }
@@ -260,7 +276,7 @@ impl AgentHandle {
     /// Requests a page audit of a rank now.
     ///
     /// # Errors
-    /// The outer error: the agent is stopping. The inner error: why there is no audit.
+    /// The outer error says that the agent is stopping. The inner error says why there is no audit.
     pub async fn audit(&self, dp_rank: u32) -> Result<Result<RankPages, audit::Error>, Error> {
         self.request(|reply| OwnerMessage::Audit { dp_rank, reply }).await
     }
@@ -275,12 +291,13 @@ impl AgentHandle {
 
     /// Sends the owner news of the engine.
     pub async fn report_engine(&self, news: EngineNews) {
-        // If the owner task has ended, so has the process's work: nothing is left to report to.
+        // Sending fails only if the owner task has ended. Then the agent is stopping, and nobody
+        // needs this message.
         let _ = self.mailbox.send(OwnerMessage::Engine(news)).await;
     }
 
-    /// Refuses new requests, lets running turns go on for up to `limit`, aborts the rest, and
-    /// closes all sessions. Returns when the drain is complete.
+    /// Drains the agent: refuses new requests, lets running turns continue for up to `limit`, then
+    /// aborts them, and closes all sessions. Returns when all sessions are closed.
     pub async fn drain(&self, limit: Duration) {
         let _ = self.request(|done| OwnerMessage::Drain { limit, done }).await;
     }

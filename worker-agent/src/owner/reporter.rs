@@ -1,4 +1,7 @@
-//! The owner's reports: publishes load reports, descriptions and changed sessions to the watchers.
+//! Publishes the owner task's state to watchers, through which routers learn it.
+//!
+//! Three things are published: load reports (how full the engine is), the description (facts about
+//! the agent and its engine), and each session that has changed.
 
 use std::{sync::Arc, time::Instant};
 
@@ -46,7 +49,7 @@ impl Owner {
         let gpus = self.setup.gpus.snapshot();
         let interval = self.setup.report_interval;
         let health = AgentHealth {
-            // A failed GPU stops the engine too, so the first reason in this order is the cause.
+            // A failed GPU stops the engine too. So the GPU's reason comes first: it is the cause.
             unhealthy: [&gpus.unhealthy, &self.down_reason, &self.stuck_reason]
                 .into_iter()
                 .find_map(Clone::clone),
@@ -61,17 +64,20 @@ impl Owner {
             rank.pages = self.audits.last_audit(rank.dp_rank).map(|audit| audit.reported(now));
             rank.staged_prefill = self.setup.queues.as_ref().map(|queues| queues.load(rank));
         }
-        let before = self.report.borrow().restart_required.is_some();
-        if let (false, Some(reason)) = (before, &report.restart_required) {
+        let was_required = self.report.borrow().restart_required.is_some();
+        if let (false, Some(reason)) = (was_required, &report.restart_required) {
             error!(reason, "engine restart required");
         }
         self.report.send_replace(Arc::new(report));
-        self.last_report = now;
-        self.dirty = false;
-        // The engine's devices may become known later than the engine itself.
+        self.last_report_at = now;
+        self.is_changed = false;
+        // The GPUs of the engine may become known after its description was published. The
+        // description is then published again.
         let ranks = self.ledger.describe_ranks(now, &gpus);
-        let described = self.description.borrow().as_ref().is_none_or(|all| all.ranks == ranks);
-        if !described {
+        let published = self.description.borrow();
+        let is_current = published.as_ref().is_none_or(|description| description.ranks == ranks);
+        drop(published);
+        if !is_current {
             self.publish_description();
         }
     }

@@ -1,7 +1,8 @@
-//! The owner's handling of news from the shim inside the engine.
+//! Handles the owner task's messages from and to the shims, Berth's Python parts in the engine.
 //!
-//! The shim reports exact figures for the ledger, and session states and closes for the table.
-//! Without a shim this information comes from slower sources.
+//! Each DP rank has one shim. It reports exact figures of the KV pool for the ledger (the account
+//! of the pool), and the states of the engine's sessions for the session table. Without a shim, the
+//! agent gets this information from the engine's HTTP interface, later and less exactly.
 
 use std::time::Duration;
 
@@ -15,17 +16,17 @@ use crate::{
     shim::{Hello, RankFacts, SessionFacts, Sessions, ShimEvent, codec::SESSIONS_MAX},
 };
 
-/// The pause before a demotion is requested again, if the session's last turn has not left all of
-/// the engine's queues.
-const DEMOTE_AGAIN: Duration = Duration::from_millis(20);
+/// The pause before a demotion is requested again. To demote a session is to free its KV but keep
+/// it open. The shim refuses while the session's last turn is still in a queue of the engine.
+const DEMOTE_RETRY_PAUSE: Duration = Duration::from_millis(20);
 
-/// The pause before the shim is asked for its session table: the state to look for appears after
-/// one or two engine steps.
+/// The pause before the shim is asked for its session table. The engine needs one or two steps
+/// until the table shows what the agent wants to know.
 const TABLE_REQUEST_PAUSE: Duration = Duration::from_millis(20);
 
 impl Owner {
-    pub(super) fn shim_news(&mut self, news: ShimEvent) {
-        self.dirty = true;
+    pub(super) fn handle_shim_news(&mut self, news: ShimEvent) {
+        self.is_changed = true;
         match news {
             ShimEvent::Up(hello) => self.handle_shim_up(&hello),
             ShimEvent::Facts(facts) => self.record_facts(&facts),
@@ -75,12 +76,12 @@ impl Owner {
         self.ledger.set_page_bytes(*dp_rank, hello.page_bytes);
     }
 
-    /// Registers the connected shims again: one may have connected before the agent reached the
-    /// engine.
+    /// Registers the connected shims at the session table again. The table forgets them when it
+    /// gets a new engine, but a shim may connect before the agent reaches that engine.
     pub(super) fn register_shims_again(&mut self) {
-        for (&dp_rank, &demotes) in &self.connected_shims {
-            self.table.handle_shim_up(dp_rank, demotes);
-            // If this shim is gone, a `ShimEvent::Down` follows.
+        for (&dp_rank, &can_demote) in &self.connected_shims {
+            self.table.handle_shim_up(dp_rank, can_demote);
+            // The request fails only if this shim has disconnected. `ShimEvent::Down` follows.
             let _ = self.setup.shim.sample_now(dp_rank);
         }
     }
@@ -107,9 +108,11 @@ impl Owner {
 
     fn record_sessions(&mut self, sessions: Sessions) {
         let Sessions { dp_rank, full, changed, gone } = sessions;
+        // A full table with `SESSIONS_MAX` sessions may lack some. It then doesn't show which
+        // sessions are gone.
         if full && changed.len() < SESSIONS_MAX {
-            let there: Vec<&str> = changed.iter().map(|session| session.id.as_str()).collect();
-            self.table.handle_session_table(now(), dp_rank, &there);
+            let ids: Vec<&str> = changed.iter().map(|session| session.id.as_str()).collect();
+            self.table.handle_session_table(now(), dp_rank, &ids);
         }
         for session in changed {
             self.table.handle_session_report(now(), dp_rank, &session_report(session, full));
@@ -122,12 +125,13 @@ impl Owner {
     fn handle_demote_result(&mut self, dp_rank: u32, id: String, refusal: Option<&str>) {
         match refusal {
             None => self.table.handle_demote_result(now(), &id, true),
-            // The previous turn has ended for its client, but is still in a queue of the engine.
+            // The session's last turn has ended for its client, but is still in a queue of the
+            // engine.
             Some("busy" | "in_flight") => {
                 let shim = self.setup.shim.clone();
                 self.tasks.spawn(async move {
-                    tokio::time::sleep(DEMOTE_AGAIN).await;
-                    // If the shim can't be asked, the session's deadline ends the demotion.
+                    tokio::time::sleep(DEMOTE_RETRY_PAUSE).await;
+                    // If the request fails, the demotion ends when the session's deadline passes.
                     let _ = shim.demote(dp_rank, &id);
                 });
             }
@@ -140,8 +144,9 @@ impl Owner {
         }
     }
 
-    /// Requests the session table of a rank's shim. If a turn may still be inside the engine, it is
-    /// aborted first; otherwise there is a short pause.
+    /// Requests the session table of a rank's shim, in a separate task. `rid` is a turn that may
+    /// still be inside the engine, and that is aborted first. Without `rid`, the task makes a short
+    /// pause first.
     pub(super) fn request_shim_table(&self, dp_rank: u32, rid: Option<String>) {
         let (engine, mailbox) = (self.setup.engine.clone(), self.handle.mailbox.clone());
         self.tasks.spawn(async move {
@@ -158,6 +163,7 @@ impl Owner {
         });
     }
 
+    /// Requests that a session is demoted: its KV is freed, but the session stays open.
     pub(super) fn demote(&mut self, dp_rank: u32, incarnation: &str) {
         if self.setup.shim.demote(dp_rank, incarnation).is_err() {
             self.table.handle_demote_result(now(), incarnation, false);

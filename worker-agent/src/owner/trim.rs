@@ -1,7 +1,12 @@
-//! The owner's handling of news from the trimmer inside the engine.
+//! Handles the owner task's messages from and to the trimmer, Berth's Python part in the engine.
 //!
-//! Plans of full histories go to the session table, the table's answers go back to the trimmer, and
-//! each turn's exchange is told how the turn runs.
+//! Many clients send the full history with each turn (one request and its answer). The trimmer
+//! compares that history with the one that the turn's session holds, and gives the engine only the
+//! part that the session lacks. For each such turn it reports a plan: how the turn runs. If the
+//! turn can't run in its session as it is, the trimmer first asks the agent a question, and the
+//! session table answers where the turn may run.
+//!
+//! The exchange of a turn (the task that passes on its answer) waits to learn how the turn runs.
 
 use tokio::sync::oneshot;
 use tracing::{debug, info, warn};
@@ -14,7 +19,7 @@ use crate::{
 
 impl Owner {
     pub(super) fn handle_trim_news(&mut self, news: trim::TrimmerEvent) {
-        self.dirty = true;
+        self.is_changed = true;
         match news {
             trim::TrimmerEvent::Up(trim::Trimmer { sglang, shim, inert, .. }) => {
                 match &inert {
@@ -59,15 +64,17 @@ impl Owner {
             }
             return;
         };
-        // The plan that follows the answer no longer says that the history diverged; count it here.
+        // The divergence is counted here, because the final plan after the answer no longer shows
+        // it.
         if decision == Plan::Diverged {
             self.setup.metrics.record_divergence(report.shared_tokens.into());
         }
         self.table.handle_question(now(), question, &plan);
     }
 
-    /// Answers the trimmer's question. If the trimmer is gone or no longer waits, it proceeds
-    /// without an answer.
+    /// Answers the trimmer's question: the turn may run in `incarnation` (one life of a session in
+    /// the engine) with at most `tokens_max` prompt tokens. `None`: the turn runs outside any
+    /// session. If the trimmer is gone or no longer waits, the answer has no effect.
     pub(super) fn answer_question(
         &self,
         question: u64,
@@ -80,7 +87,7 @@ impl Owner {
         }
     }
 
-    /// Tells a turn's exchange how it runs.
+    /// Counts how a turn runs, and tells the turn's exchange.
     pub(super) fn tell_run_mode(&mut self, rid: &str, run_mode: RunMode) {
         self.setup.metrics.count_run_mode(run_mode.as_str());
         if let Some(waiter) = self.run_mode_waiters.remove(rid) {
@@ -95,8 +102,8 @@ impl Owner {
         }
     }
 
-    /// Returns the receiver that tells how an admitted turn runs. If that is known already, the
-    /// receiver has it at once.
+    /// Returns a receiver that gets how an admitted turn runs. If `known_mode` is set, the receiver
+    /// gets it at once.
     pub(super) fn run_mode_receiver(
         &mut self,
         rid: &str,

@@ -1,23 +1,28 @@
 //! Logs and counts volatile prefixes: early prompt texts that differ from turn to turn.
+//!
+//! A timestamp in the system prompt is an example. Since the text changes with every turn (one
+//! request of a session), the engine can't reuse the KV of what follows, and computes it again.
 
 use proto::{id::SessionKey, load::VolatilePrefix};
 use tracing::{debug, warn};
 
 use super::Owner;
 
-/// The maximum number of places to warn about in the life of a process. A client or gateway behaves
-/// alike in all its sessions, so each place is warned about once.
+/// The maximum number of warnings in the life of a process. A client or gateway behaves alike in
+/// all its sessions, so there is one warning for each place in a prompt.
 const WARNED_PLACES_MAX: usize = 16;
 
 impl Owner {
-    pub(super) fn report_volatile_prefix(&mut self, key: &SessionKey, found: VolatilePrefix) {
-        let place = found.place;
+    /// Counts a session's volatile prefix. Logs a warning if it is the first one at its place, and
+    /// otherwise a debug message.
+    pub(super) fn report_volatile_prefix(&mut self, key: &SessionKey, prefix: VolatilePrefix) {
+        let place = prefix.place;
         let role = place.map_or("prompt", |place| place.role.as_str());
         self.setup.metrics.count_volatile_prefix(role);
         let (message, block) = (place.map(|place| place.message), place.map(|place| place.block));
-        let (session, token_index) = (key.digest(), found.token_index);
-        let room = self.warned_places.len() < WARNED_PLACES_MAX;
-        if room && self.warned_places.insert(place) {
+        let (session, token_index) = (key.digest(), prefix.token_index);
+        let may_warn = self.warned_places.len() < WARNED_PLACES_MAX;
+        if may_warn && self.warned_places.insert(place) {
             warn!(
                 %session,
                 token_index,

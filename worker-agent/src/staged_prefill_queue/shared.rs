@@ -1,4 +1,4 @@
-//! The queues of all ranks, shared by the prompts that wait in them and by load reports.
+//! Shares the staged-prefill queues of all ranks between waiting prompts and load reports.
 
 use std::{collections::BTreeMap, time::Duration};
 
@@ -11,23 +11,24 @@ use tokio::sync::Notify;
 
 use super::{Queue, Ticket};
 
-/// The prompts in staged prefill, on all ranks. Load reports read them too.
+/// The queues of all ranks. A task waits in them for each prompt, and load reports read them.
 #[derive(Debug)]
 pub struct Queues {
     prefill_stage_ms: u64,
     ranks: Mutex<BTreeMap<u32, Queue>>,
-    /// Notified when another prompt may be next.
-    moved: Notify,
+    /// Notified after every change of a queue, because another prompt may now be first.
+    changed: Notify,
 }
 
 impl Queues {
     /// Creates empty queues. A stage takes the engine about `prefill_stage_ms` milliseconds.
     #[must_use]
     pub fn new(prefill_stage_ms: u64) -> Self {
-        Self { prefill_stage_ms, ranks: Mutex::default(), moved: Notify::new() }
+        Self { prefill_stage_ms, ranks: Mutex::default(), changed: Notify::new() }
     }
 
-    /// Returns what waits on a rank. `rank` gives the prefill rate, which sets the size of a stage.
+    /// Returns what waits on a rank: tokens and prompts. The rank's prefill rate determines the
+    /// size of a stage, which is returned too.
     #[must_use]
     pub fn load(&self, rank: &RankLoad) -> StagedPrefill {
         let (tokens, prompts) = self.ranks.lock().get(&rank.dp_rank).map_or((0, 0), Queue::load);
@@ -42,12 +43,13 @@ impl Queues {
     }
 
     /// Sets a rank's measured prefill rate, in tokens per second.
-    pub fn measured(&self, dp_rank: u32, tokens_per_s: u64) {
-        self.with(dp_rank, |queue| queue.measured(tokens_per_s));
+    pub fn set_prefill_rate(&self, dp_rank: u32, tokens_per_s: u64) {
+        self.change_queue(dp_rank, |queue| queue.set_prefill_rate(tokens_per_s));
     }
 
     /// Adds a prompt with `left_tokens` to compute to a rank's queue, and sets the rank's measured
-    /// prefill rate. `now` is a time of any monotonic clock. Returns `None` if the queue is full.
+    /// prefill rate. `now` is the time since a fixed moment, the same for all calls. Returns `None`
+    /// if the queue is full.
     pub fn enter(
         &self,
         dp_rank: u32,
@@ -55,23 +57,24 @@ impl Queues {
         tokens_per_s: u64,
         now: Duration,
     ) -> Option<Place<'_>> {
-        let ticket = self.with(dp_rank, |queue| {
-            queue.measured(tokens_per_s);
+        let ticket = self.change_queue(dp_rank, |queue| {
+            queue.set_prefill_rate(tokens_per_s);
             queue.enter(left_tokens, now)
         })?;
         Some(Place { queues: self, dp_rank, ticket })
     }
 
-    fn with<T>(&self, dp_rank: u32, change: impl FnOnce(&mut Queue) -> T) -> T {
+    /// Changes a rank's queue, and wakes the waiting prompts. Returns what `change` returns.
+    fn change_queue<T>(&self, dp_rank: u32, change: impl FnOnce(&mut Queue) -> T) -> T {
         let mut ranks = self.ranks.lock();
         let queue = ranks.entry(dp_rank).or_default();
-        let changed = change(queue);
+        let result = change(queue);
         if cfg!(debug_assertions) {
             queue.check_invariants();
         }
         drop(ranks);
-        self.moved.notify_waiters();
-        changed
+        self.changed.notify_waiters();
+        result
     }
 }
 
@@ -84,35 +87,37 @@ pub struct Place<'a> {
 }
 
 impl Place<'_> {
-    /// Waits until this prompt is next, and begins the stage that `stage` returns. Returns `None`
-    /// if `stage` returns `None`.
-    pub async fn next<T>(&self, stage: impl Fn() -> Option<(u64, T)>) -> Option<T> {
+    /// Waits until this prompt is the first, and begins the stage that `choose_stage` returns.
+    ///
+    /// `choose_stage` returns the stage's tokens, and a value that this function returns. If
+    /// `choose_stage` returns `None`, no stage begins, and this function returns `None`.
+    pub async fn begin_stage<T>(&self, choose_stage: impl Fn() -> Option<(u64, T)>) -> Option<T> {
         loop {
-            let mut moved = std::pin::pin!(self.queues.moved.notified());
-            // From here on no notification is missed.
-            moved.as_mut().enable();
+            let mut changed = std::pin::pin!(self.queues.changed.notified());
+            // Without `enable`, a change between the check below and `await` would be missed.
+            changed.as_mut().enable();
             {
                 let mut ranks = self.queues.ranks.lock();
                 let queue = ranks.entry(self.dp_rank).or_default();
                 if queue.first() == Some(self.ticket) {
-                    let (tokens, stage) = stage()?;
-                    queue.begin(self.ticket, tokens);
-                    return Some(stage);
+                    let (stage_tokens, value) = choose_stage()?;
+                    queue.begin(self.ticket, stage_tokens);
+                    return Some(value);
                 }
             }
-            moved.await;
+            changed.await;
         }
     }
 
     /// Ends this prompt's stage. `left_tokens` of the prompt are left.
-    pub fn computed(&self, left_tokens: u64) {
-        self.queues.with(self.dp_rank, |queue| queue.computed(self.ticket, left_tokens));
+    pub fn end_stage(&self, left_tokens: u64) {
+        self.queues.change_queue(self.dp_rank, |queue| queue.computed(self.ticket, left_tokens));
     }
 }
 
 impl Drop for Place<'_> {
     fn drop(&mut self) {
-        self.queues.with(self.dp_rank, |queue| queue.leave(self.ticket));
+        self.queues.change_queue(self.dp_rank, |queue| queue.leave(self.ticket));
     }
 }
 

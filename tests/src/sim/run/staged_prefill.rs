@@ -94,7 +94,7 @@ impl World {
             && self.is_long(&turn, resident_tokens);
         let ticket = takes.then(|| {
             let queue = &mut self.staged_prefills[worker].queue;
-            queue.measured(PREFILL_TOKENS_PER_S);
+            queue.set_prefill_rate(PREFILL_TOKENS_PER_S);
             queue.enter(turn.expected_tokens, self.now)
         });
         match ticket.flatten() {
