@@ -1,33 +1,36 @@
-//! The commands that query a running agent: `berth-agent audit` and `berth-agent kv`.
+//! Holds the commands that query a running agent: `berth-agent audit` and `berth-agent kv`.
+//!
+//! Both call the agent's control port over gRPC. `audit` shows which session (chain of turns) holds
+//! each page of the engine's KV pool. `kv` shows which blocks of KV are resident.
 
 pub mod audit;
 pub mod kv;
 
 use std::net::SocketAddr;
 
-/// Why there is no result to print.
+/// Why a command has no result to print.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// No agent answers at the address.
     #[error("no agent answers at {0}; give its control address with --control-addr")]
     Unreachable(SocketAddr, #[source] tonic::transport::Error),
-    /// The agent refused, for this reason.
+    /// The agent refused the request. The text is the reason.
     #[error("the agent refused: {0}")]
     Refused(String),
-    /// The agent's audit is invalid.
+    /// The agent's audit can't be read.
     #[error("the agent's answer is invalid; install the same version of both")]
-    Senseless(#[from] proto::load::Error),
-    /// The agent's resident blocks are invalid.
+    InvalidAudit(#[from] proto::load::Error),
+    /// The agent's changes of resident blocks can't be read.
     #[error("the agent's answer is invalid; install the same version of both")]
-    SenselessKv(#[from] proto::kv::Error),
+    InvalidKv(#[from] proto::kv::Error),
 }
 
-/// The output of a command, and whether everything is in order: no rank refused and no fault was
-/// found.
+/// The output of a command.
 #[derive(Debug)]
 pub struct CommandOutput {
     /// The text to print, in complete lines.
     pub text: String,
-    /// Whether everything is in order.
+    /// Whether every rank gave a result, and none of the results shows a fault. If false, the
+    /// command's exit status is 1.
     pub is_sound: bool,
 }

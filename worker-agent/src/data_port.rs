@@ -1,7 +1,8 @@
-//! The data port: the HTTP server for turns.
+//! Serves the data port, the HTTP port on which routers send turns (one request and its answer).
 //!
-//! [`turn`] has a turn's path through the agent: [`request`] checks and rewrites its body,
-//! `exchange` follows it inside the engine, and [`response_scanner`] scans the answer.
+//! [`routes`] dispatches the requests, and [`turn`] takes a turn through the agent. On the way,
+//! [`request`] checks and rewrites the body, `exchange` follows the turn inside the engine, and
+//! [`response_scanner`] scans the answer. `refusals` maps the agent's errors to HTTP.
 
 mod exchange;
 mod refusals;

@@ -1,6 +1,8 @@
-//! The account of the KV pool, per rank. Pure.
+//! Keeps the account of each rank's KV pool, from which the load reports to routers are made.
 //!
-//! It combines the engine's figures with the usage fields of turns. Each figure names its source.
+//! The account combines four sources: the engine's description and load samples, the figures of the
+//! *shim* (Berth's part inside the engine), and what the session table knows from its turns. Each
+//! reported [`Figure`] names its source and its age. This module does no I/O and reads no clock.
 
 use std::{
     collections::HashMap,
@@ -18,13 +20,15 @@ use crate::{
 
 pub mod prefill;
 
-/// The maximum number of DP ranks of one engine. Sizes the queues before the engine is reached.
+/// The maximum number of DP ranks of one engine. Queues get their size from it, because they are
+/// created before the agent has reached the engine.
 const RANKS_MAX: u32 = 256;
 
 /// The limits for admitting turns and sessions.
 #[derive(Debug, Clone, Copy)]
 pub struct Limits {
-    /// Rows of each rank that pinned sessions never take.
+    /// The number of request rows of each rank that pinned sessions leave free. A pinned session
+    /// keeps its KV and a row between its turns.
     pub rows_reserve: u32,
     /// The share of a rank's pool that pinned sessions may hold, 0 to 1.
     pub pin_budget_ratio: f64,
@@ -44,45 +48,53 @@ impl Limits {
 #[derive(Debug)]
 pub struct Ledger {
     limits: Limits,
-    /// The rows and the pool tokens of each rank, from the engine's description.
-    rank_sizes: Vec<(u32, u64)>,
+    /// The request rows and the pool of each rank, from the engine's description.
+    rank_sizes: Vec<RankSize>,
     /// The device name that the engine reports.
-    device: String,
-    /// Bytes of each rank's pool on each of its devices, as the engine reports.
+    device_name: String,
+    /// For each rank: the bytes of its pool on each of its devices, as the engine reports.
     pool_bytes: Vec<Option<u64>>,
     page_tokens: u32,
-    /// Bytes of a page on each of a rank's devices, from the pool's buffers, by rank. Reported by
-    /// the shim.
+    /// By rank: the bytes of a page on each of the rank's devices. The shim reads them from the
+    /// pool's buffers.
     page_bytes: HashMap<u32, u64>,
+    /// The newest load sample of the engine; `None` until there is one.
     sample: Option<Sample>,
     /// The prefill rate of each rank.
     prefill_rates: Vec<PrefillRate>,
-    /// The shim's figures, for ranks that have a shim.
+    /// The shim's figures, by rank, for ranks that have a connected shim.
     shim_facts: HashMap<u32, PoolFacts>,
 }
 
-/// A rank's pool as the shim reads it, exact at one scheduler step. In tokens, unless noted.
+#[derive(Debug, Clone, Copy)]
+struct RankSize {
+    rows: u32,
+    pool_tokens: u64,
+}
+
+/// A rank's pool as the shim reads it, exact at one scheduler step. The figures count tokens of the
+/// pool, except where a field says otherwise.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PoolFacts {
-    /// Free.
+    /// Free tokens.
     pub available: u64,
-    /// Cached and evictable.
+    /// Tokens in the radix tree that the engine may evict.
     pub evictable: u64,
-    /// Cached, and locked by running requests or sessions.
+    /// Tokens in the radix tree that running requests or sessions lock.
     pub protected: u64,
-    /// Held by sessions outside the tree.
+    /// Tokens that sessions hold outside the radix tree.
     pub held: u64,
-    /// Held by running requests and not in the tree yet.
+    /// Tokens that running requests hold and that are not in the radix tree yet.
     pub uncached: u64,
-    /// The number of requests in the running batch.
+    /// The number of requests in the engine's running batch.
     pub running: u64,
-    /// The number of requests in the queue.
+    /// The number of requests in the engine's queue.
     pub waiting: u64,
     /// When the figures were read.
     pub at: Instant,
 }
 
-/// The state of the agent and its engine, apart from what they hold.
+/// Whether the agent and its engine work, as load reports say it.
 #[derive(Debug, Clone, Default)]
 pub struct AgentHealth {
     /// Why the engine can't take turns; `None` if it can.
@@ -100,7 +112,7 @@ impl Ledger {
         Self {
             limits,
             rank_sizes: vec![],
-            device: String::new(),
+            device_name: String::new(),
             pool_bytes: vec![],
             page_tokens: 1,
             page_bytes: HashMap::new(),
@@ -110,22 +122,23 @@ impl Ledger {
         }
     }
 
-    /// Sets the description of an engine process and forgets the previous process. Returns what the
-    /// session table needs of it.
+    /// Sets the description of an engine process, and forgets the figures of the process before.
+    /// Returns the engine's capacity for the session table.
     pub fn set_engine(&mut self, info: &Info) -> session::EngineCapacity {
-        self.rank_sizes = info.rows.iter().map(|&rows| (rows, info.pool_tokens)).collect();
+        let pool_tokens = info.pool_tokens;
+        self.rank_sizes = info.rows.iter().map(|&rows| RankSize { rows, pool_tokens }).collect();
         self.rank_sizes.truncate(RANKS_MAX as usize);
-        self.device.clone_from(&info.device);
+        self.device_name.clone_from(&info.device);
         self.pool_bytes.clone_from(&info.pool_bytes);
         self.page_tokens = info.facts.page_tokens.max(1);
         self.sample = None;
         self.prefill_rates = vec![PrefillRate::default(); self.rank_sizes.len()];
         self.shim_facts.clear();
-        let ranks = self.rank_sizes.iter().map(|&(rows, tokens)| RankCapacity {
+        let ranks = self.rank_sizes.iter().map(|&RankSize { rows, pool_tokens }| RankCapacity {
             rows,
             rows_reserve: self.limits.rows_reserve,
-            pool_tokens: tokens,
-            pin_tokens_max: share_of(tokens, self.limits.pin_budget_ratio),
+            pool_tokens,
+            pin_tokens_max: share_of(pool_tokens, self.limits.pin_budget_ratio),
             turns_max: self.limits.turns_max,
         });
         session::EngineCapacity {
@@ -166,7 +179,7 @@ impl Ledger {
     /// Returns the description of the ranks for routers, including device names.
     #[must_use]
     pub fn describe_ranks(&self, now: Instant, gpus: &Snapshot) -> Vec<Rank> {
-        let identity = |device: Device| Device {
+        let without_readings = |device: Device| Device {
             uuid: device.uuid,
             name: device.name,
             index: device.index,
@@ -178,11 +191,15 @@ impl Ledger {
         };
         (0..)
             .zip(&self.rank_sizes)
-            .map(|(dp_rank, &(rows, pool_tokens))| Rank {
+            .map(|(dp_rank, &RankSize { rows, pool_tokens })| Rank {
                 dp_rank,
                 pool_tokens,
                 rows,
-                devices: self.devices(now, dp_rank, gpus).into_iter().map(identity).collect(),
+                devices: self
+                    .devices(now, dp_rank, gpus)
+                    .into_iter()
+                    .map(without_readings)
+                    .collect(),
             })
             .collect()
     }
@@ -207,7 +224,7 @@ impl Ledger {
             let mut load = self.rank_load(dp_rank, size, sample, facts, &totals);
             self.add_prefill_figures(now, table, &mut load);
             load.devices = self.devices(now, dp_rank, gpus);
-            self.add_pool_bytes(&mut load, size.1, gpus);
+            self.add_pool_bytes(&mut load, size.pool_tokens, gpus);
             load
         });
         LoadReport {
@@ -220,78 +237,76 @@ impl Ledger {
         }
     }
 
+    /// Returns the load of a rank. `sample` and `facts` come with their age in milliseconds.
     fn rank_load(
         &self,
         dp_rank: u32,
-        (rows, pool): (u32, u64),
+        RankSize { rows, pool_tokens }: RankSize,
         sample: Option<(&RankSample, u32)>,
         facts: Option<(&PoolFacts, u32)>,
         totals: &RankTotals,
     ) -> RankLoad {
-        let shim = |value: fn(&PoolFacts) -> u64| {
-            facts.map(|(facts, age_ms)| Figure {
-                value: value(facts).min(pool),
-                source: Source::Shim,
-                age_ms,
-            })
+        let figure = |value, source, age_ms| Figure { value, source, age_ms };
+        let from_shim = |value: fn(&PoolFacts) -> u64| {
+            facts.map(|(facts, age)| figure(value(facts).min(pool_tokens), Source::Shim, age))
         };
-        let loads = |value: fn(&RankSample) -> u64| {
-            sample.map(|(rank, age_ms)| Figure {
-                value: value(rank),
-                source: Source::Loads,
-                age_ms,
-            })
+        let from_sample = |value: fn(&RankSample) -> u64| {
+            sample.map(|(rank, age)| figure(value(rank), Source::Loads, age))
         };
-        let fresh = |value, source| Some(Figure { value, source, age_ms: 0 });
+        let fresh = |value, source| Some(figure(value, source, 0));
         let pinned = match facts {
-            // With nothing running, protected and held KV is pinned; shared prefixes count once.
+            // While no request runs, only pinned sessions hold or lock KV. The shim counts a prefix
+            // that several sessions share only once.
             Some((facts, age_ms)) if totals.turns_running == 0 && facts.running == 0 => {
-                let value = facts.protected.saturating_add(facts.held).min(pool);
+                let value = facts.protected.saturating_add(facts.held).min(pool_tokens);
                 Figure { value, source: Source::Shim, age_ms }
             }
-            _ => Figure { value: totals.pinned_tokens.min(pool), source: Source::Usage, age_ms: 0 },
+            _ => figure(totals.pinned_tokens.min(pool_tokens), Source::Usage, 0),
         };
-        let foreign = totals.foreign_tokens.min(pinned.value);
-        let foreign_from = if facts.is_some() { Source::Shim } else { Source::Estimate };
-        let pinned_tokens = pinned.value;
-        let estimate = totals.tree_tokens_estimate.min(pool - pinned_tokens);
+        // Foreign sessions are those in the engine that this agent did not open.
+        let foreign_tokens = totals.foreign_tokens.min(pinned.value);
+        let foreign_source = if facts.is_some() { Source::Shim } else { Source::Estimate };
+        let tree_tokens = totals.tree_tokens_estimate.min(pool_tokens - pinned.value);
         RankLoad {
             dp_rank,
             turns_running: totals.turns_running,
             turns_running_max: self.limits.turns_max,
-            requests_running: shim(|facts| facts.running)
-                .or_else(|| loads(|rank| rank.num_running_reqs)),
-            requests_waiting: shim(|facts| facts.waiting)
-                .or_else(|| loads(|rank| rank.num_waiting_reqs)),
-            pool_used_tokens: shim(|facts| {
+            requests_running: from_shim(|facts| facts.running)
+                .or_else(|| from_sample(|rank| rank.num_running_reqs)),
+            requests_waiting: from_shim(|facts| facts.waiting)
+                .or_else(|| from_sample(|rank| rank.num_waiting_reqs)),
+            pool_used_tokens: from_shim(|facts| {
                 let locked = facts.protected.saturating_add(facts.held);
                 locked.saturating_add(facts.uncached)
             })
-            .or_else(|| loads(|rank| rank.num_used_tokens.min(rank.max_total_num_tokens))),
-            pool_total_tokens: fresh(pool, Source::ServerInfo),
+            .or_else(|| from_sample(|rank| rank.num_used_tokens.min(rank.max_total_num_tokens))),
+            pool_total_tokens: fresh(pool_tokens, Source::ServerInfo),
             pinned_tokens: Some(pinned),
-            resident_tokens_estimate: fresh(estimate, Source::Estimate),
+            resident_tokens_estimate: fresh(tree_tokens, Source::Estimate),
             rows_held: fresh(u64::from(totals.rows_held.min(rows)), Source::Ledger),
             rows_total: fresh(u64::from(rows), Source::ServerInfo),
             sessions: totals.sessions,
             devices: vec![],
             turns_queued: totals.turns_queued,
-            pool_available_tokens: shim(|facts| facts.available),
-            pool_evictable_tokens: shim(|facts| facts.evictable),
-            foreign_tokens: (foreign > 0 || facts.is_some()).then_some(Figure {
-                value: foreign,
-                source: foreign_from,
+            pool_available_tokens: from_shim(|facts| facts.available),
+            pool_evictable_tokens: from_shim(|facts| facts.evictable),
+            foreign_tokens: (foreign_tokens > 0 || facts.is_some()).then_some(Figure {
+                value: foreign_tokens,
+                source: foreign_source,
                 age_ms: 0,
             }),
-            // Set by the page audit, by `add_prefill_figures`, and by staged prefill.
+            // The owner task sets this from the newest page audit.
             pages: None,
+            // `add_prefill_figures` sets these two.
             prefill_tokens_per_s: None,
             prefill_backlog_tokens: None,
+            // The owner task sets this from the queues of staged prefill.
             staged_prefill: None,
         }
     }
 
-    /// Adds the rank's prefill rate and its backlog of prompt tokens.
+    /// Adds the rank's prefill rate, and its backlog: the prompt tokens that wait to be computed.
+    /// The backlog also counts turns that the agent has admitted since the load sample.
     fn add_prefill_figures(&self, now: Instant, table: &Table, load: &mut RankLoad) {
         let rate =
             self.prefill_rates.get(load.dp_rank as usize).and_then(PrefillRate::tokens_per_s);
@@ -310,33 +325,36 @@ impl Ledger {
         });
     }
 
-    /// Returns the rank's devices. Without GPU readings it is the device that the engine names.
+    /// Returns the rank's devices. If no GPU was read for the rank, this is the device that the
+    /// engine names.
     fn devices(&self, now: Instant, dp_rank: u32, gpus: &Snapshot) -> Vec<Device> {
         let read_devices = gpus.devices(now, dp_rank);
         if !read_devices.is_empty() {
             return read_devices;
         }
-        vec![Device { uuid: self.device.clone(), ..Device::default() }]
+        vec![Device { uuid: self.device_name.clone(), ..Device::default() }]
     }
 
-    /// Adds the pool's bytes to each device, if the pool is known to be on it.
-    fn add_pool_bytes(&self, load: &mut RankLoad, tokens: u64, gpus: &Snapshot) {
+    /// Adds the pool's bytes to each of the rank's devices, if the pool is known to be on them.
+    fn add_pool_bytes(&self, load: &mut RankLoad, pool_tokens: u64, gpus: &Snapshot) {
         let from_buffers = self.page_bytes.get(&load.dp_rank).map(|bytes| {
-            let pages = tokens / u64::from(self.page_tokens);
+            let pages = pool_tokens / u64::from(self.page_tokens);
             (bytes.saturating_mul(pages), Source::Shim)
         });
         let from_description = self.pool_bytes.get(load.dp_rank as usize).copied().flatten();
         let pool_bytes = from_buffers.or(from_description.map(|bytes| (bytes, Source::ServerInfo)));
         let is_on_gpus = gpus.holds_pool(load.dp_rank, self.rank_sizes.len());
         let Some((bytes, source)) = pool_bytes.filter(|_| is_on_gpus) else { return };
-        let pool = Pool { bytes, tokens, source };
+        let pool = Pool { bytes, tokens: pool_tokens, source };
         let mut devices = std::mem::take(&mut load.devices);
         devices.iter_mut().for_each(|device| pool.fill_device(load, device));
         load.devices = devices;
     }
 }
 
-/// Returns the tokens that a session holds. The source follows from its retention.
+/// Returns the tokens that a session holds in the pool. For a pinned session the engine's usage
+/// figures tell them. For other sessions they are an estimate, because their KV is in the radix
+/// tree, where the engine may evict it.
 #[must_use]
 pub fn resident_figure(session: &Session) -> Option<Figure> {
     let source = match session.retention {

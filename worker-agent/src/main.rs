@@ -1,4 +1,7 @@
-//! The `berth-agent` binary: settings, logs and signals; the library does the rest.
+//! Starts `berth-agent`: reads settings, sets up logs and signals, and runs the agent or a command.
+//!
+//! The agent itself is in the library `worker_agent`. Two commands, `audit` and `kv`, query an
+//! agent that already runs, print the answer and exit.
 
 use std::process::ExitCode;
 
@@ -25,7 +28,7 @@ fn main() -> ExitCode {
         Some(CliCommand::Kv(args)) => return run_command(cli::kv::run(args)),
         None => {}
     }
-    let check = args.check_config;
+    let is_check = args.check_config;
     let config = match Config::load(args) {
         Ok(config) => config,
         Err(problems) => {
@@ -33,9 +36,9 @@ fn main() -> ExitCode {
             return ExitCode::from(settings::EXIT_USAGE);
         }
     };
-    if check {
-        let shown = settings::to_toml(&config);
-        return if print(&shown) { ExitCode::SUCCESS } else { ExitCode::FAILURE };
+    if is_check {
+        let config_text = settings::to_toml(&config);
+        return if print(&config_text) { ExitCode::SUCCESS } else { ExitCode::FAILURE };
     }
     log::init();
     match run(config) {
@@ -74,12 +77,13 @@ async fn run_command(command: impl Future<Output = Result<CommandOutput, cli::Er
     }
 }
 
+/// Prints to standard output. Returns whether that succeeded.
 fn print(text: &str) -> bool {
     std::io::Write::write_all(&mut std::io::stdout(), text.as_bytes()).is_ok()
 }
 
-fn print_error(what: &dyn std::fmt::Display) {
+fn print_error(error: &dyn std::fmt::Display) {
     // If standard error is gone too, nothing can be reported.
     let _ =
-        std::io::Write::write_fmt(&mut std::io::stderr(), format_args!("berth-agent: {what}\n"));
+        std::io::Write::write_fmt(&mut std::io::stderr(), format_args!("berth-agent: {error}\n"));
 }

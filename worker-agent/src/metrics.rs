@@ -1,4 +1,7 @@
-//! The agent's metrics, in base units, with small sets of label values.
+//! Defines the agent's Prometheus metrics and the functions that update them.
+//!
+//! They count turns (one request and its answer), sessions (chains of turns), audits of KV pages,
+//! and the figures of the load report. All use base units, and labels with few values.
 
 use std::time::Duration;
 
@@ -10,9 +13,9 @@ use prometheus_client::{
 };
 use proto::load::{Figure, LoadReport, PageAudit, PageClasses};
 
-/// Creates a histogram with buckets from 1 ms to 65 s, each twice the previous: prefills span that
-/// range.
-fn seconds() -> Histogram {
+/// Creates a histogram with buckets from 1 ms to 65 s, each twice the previous. The times of
+/// prefills lie in that range.
+fn seconds_histogram() -> Histogram {
     Histogram::new((0..17).map(|step| 0.001 * f64::from(1 << step)))
 }
 
@@ -24,7 +27,7 @@ pub struct Metrics {
     first_byte: Histogram,
     close: Histogram,
     turn: Histogram,
-    ranks: Family<FigureLabel, Gauge>,
+    rank_load: Family<FigureLabel, Gauge>,
     engine_up: Gauge,
     restart_required: Gauge,
     events: Family<EventLabel, Counter>,
@@ -106,18 +109,20 @@ impl Metrics {
         let metrics = Self {
             turns: Family::default(),
             refusals: Family::default(),
-            first_byte: seconds(),
-            // From 0.5 ms to 5.6 s, each bucket 1.5 times the previous: closes take milliseconds.
+            first_byte: seconds_histogram(),
+            // From 0.5 ms to 5.6 s, each bucket 1.5 times the previous. Most closes take a few
+            // milliseconds.
             close: Histogram::new((0..24).map(|step| 0.000_5 * 1.5_f64.powi(step))),
-            turn: seconds(),
-            ranks: Family::default(),
+            turn: seconds_histogram(),
+            rank_load: Family::default(),
             engine_up: Gauge::default(),
             restart_required: Gauge::default(),
             events: Family::default(),
             pages: Family::default(),
             faults: Family::default(),
             audits: Family::default(),
-            // From 50 us to 0.2 s, each bucket twice the previous: users notice a millisecond.
+            // From 50 us to 0.2 s, each bucket twice the previous. An audit delays all requests of
+            // the engine, so times below a millisecond matter.
             audit_step: Histogram::new((0..13).map(|step| 0.000_05 * f64::from(1 << step))),
             trim_turns: Family::default(),
             // Token counts from 64 to 1 M, each bucket four times the previous.
@@ -143,7 +148,7 @@ impl Metrics {
         let help = "Time from sending a turn to the engine until the engine has ended it";
         registry.register_with_unit("turn", help, Unit::Seconds, metrics.turn.clone());
         let help = "Figures of the load report: tokens, rows, turns, sessions";
-        registry.register("rank_load", help, metrics.ranks.clone());
+        registry.register("rank_load", help, self.rank_load.clone());
         let help = "1 while the engine answers and makes progress, and its devices work; else 0";
         registry.register("engine_up", help, metrics.engine_up.clone());
         let help =
@@ -191,31 +196,31 @@ impl Metrics {
     }
 
     /// Records how long the engine took to free what a closed session held.
-    pub fn record_close(&self, after: Duration) {
-        self.close.observe(after.as_secs_f64());
+    pub fn record_close(&self, duration: Duration) {
+        self.close.observe(duration.as_secs_f64());
     }
 
     /// Records the time from sending a turn to the head of its answer.
-    pub fn record_first_byte(&self, after: Duration) {
-        self.first_byte.observe(after.as_secs_f64());
+    pub fn record_first_byte(&self, duration: Duration) {
+        self.first_byte.observe(duration.as_secs_f64());
     }
 
     /// Counts the end of a turn, and records how long the turn took.
-    pub fn record_turn_end(&self, outcome: &'static str, after: Duration) {
+    pub fn record_turn_end(&self, outcome: &'static str, duration: Duration) {
         self.turns.get_or_create(&OutcomeLabel { outcome }).inc();
-        self.turn.observe(after.as_secs_f64());
+        self.turn.observe(duration.as_secs_f64());
     }
 
-    /// Counts a full history that was compared with its session, and the tokens of it that the
-    /// session already had.
+    /// Counts a turn whose full history was compared with its session's. `spared_tokens` are the
+    /// history's tokens that the session already held, so the engine didn't compute them.
     pub fn count_trim(&self, plan: &'static str, spared_tokens: u64) {
         self.trim_turns.get_or_create(&PlanLabel { plan }).inc();
         self.spared_tokens.inc_by(spared_tokens);
     }
 
-    /// Records at which token a full history diverged from its session.
-    pub fn record_divergence(&self, at_tokens: u64) {
-        self.diverged_at.observe(at_tokens as f64);
+    /// Records how many leading tokens a diverged full history shares with its session.
+    pub fn record_divergence(&self, shared_tokens: u64) {
+        self.diverged_at.observe(shared_tokens as f64);
     }
 
     /// Counts how a session's turn runs.
@@ -223,12 +228,14 @@ impl Metrics {
         self.session_turns.get_or_create(&KindLabel { kind }).inc();
     }
 
-    /// Counts a session whose prompts have a volatile prefix. `role` is where in the prompt it is.
+    /// Counts a session whose prompts have a volatile prefix: an early text that differs from turn
+    /// to turn. `role` names the part of the prompt that the text is in.
     pub fn count_volatile_prefix(&self, role: &'static str) {
         self.volatile_prefixes.get_or_create(&RoleLabel { role }).inc();
     }
 
-    /// Counts a stage of staged prefill that has ended, and the tokens computed in it.
+    /// Counts a stage of staged prefill (long prompts computed in stages before their turns) that
+    /// has ended, and the tokens computed in it.
     pub fn count_stage(&self, outcome: StageOutcome, tokens: u64) {
         let outcome = match outcome {
             StageOutcome::Computed => "computed",
@@ -263,12 +270,12 @@ impl Metrics {
             ("leaked", class(|classes| classes.leaked)),
             ("corrupt", class(|classes| classes.corrupt)),
         ] {
-            set(&self.pages, &StateLabel { dp_rank, state }, pages);
+            set_gauge(&self.pages, &StateLabel { dp_rank, state }, pages);
         }
         for kind in Kind::ALL.map(Kind::name) {
-            let mut found = audit.iter().flat_map(|audit| &audit.findings);
-            let count = found.find(|finding| finding.kind == kind).map(|finding| finding.count);
-            set(&self.faults, &FaultLabel { dp_rank, kind }, count);
+            let mut findings = audit.iter().flat_map(|audit| &audit.findings);
+            let count = findings.find(|finding| finding.kind == kind).map(|finding| finding.count);
+            set_gauge(&self.faults, &FaultLabel { dp_rank, kind }, count);
         }
     }
 
@@ -293,7 +300,7 @@ impl Metrics {
                 ("prefill_backlog_tokens", rank.prefill_backlog_tokens),
             ];
             for (figure, value) in figures {
-                self.set(rank.dp_rank, figure, value);
+                self.set_figure(rank.dp_rank, figure, value);
             }
             let count = |value: u32| Some(u64::from(value));
             self.set_value(rank.dp_rank, "sessions", count(rank.sessions));
@@ -309,17 +316,18 @@ impl Metrics {
         }
     }
 
-    fn set(&self, dp_rank: u32, figure: &'static str, value: Option<Figure>) {
+    fn set_figure(&self, dp_rank: u32, figure: &'static str, value: Option<Figure>) {
         self.set_value(dp_rank, figure, value.map(|figure| figure.value));
     }
 
     fn set_value(&self, dp_rank: u32, figure: &'static str, value: Option<u64>) {
-        set(&self.ranks, &FigureLabel { dp_rank, figure }, value);
+        set_gauge(&self.rank_load, &FigureLabel { dp_rank, figure }, value);
     }
 }
 
-/// Sets a gauge. An absent value removes it, so that it isn't read as zero.
-fn set<L>(family: &Family<L, Gauge>, label: &L, value: Option<u64>)
+/// Sets the gauge with this label. `None` removes the gauge, so that a missing value isn't read as
+/// zero.
+fn set_gauge<L>(family: &Family<L, Gauge>, label: &L, value: Option<u64>)
 where
     L: Clone + std::hash::Hash + Eq,
 {

@@ -1,6 +1,7 @@
-//! `berth-agent audit`: asks a running agent to audit its engine's pages, and prints the result.
+//! Runs `berth-agent audit`: lets a running agent audit its engine's KV pages, prints the result.
 //!
-//! The output is a table for people or JSON for programs.
+//! An audit counts for each session (chain of turns) the pages that it holds. It also finds faults,
+//! for example pages that nobody owns. The output is a table for people or JSON for programs.
 
 use std::{fmt::Write as _, time::Duration};
 
@@ -15,7 +16,8 @@ use tonic::transport::Endpoint;
 use super::{CommandOutput, Error};
 use crate::config::AuditArgs;
 
-/// The time limit for the answer. A step of the engine takes seconds at most.
+/// The time limit for the answer. The engine makes the audit after its current step, which takes
+/// seconds at most.
 const ANSWER_MAX: Duration = Duration::from_secs(60);
 
 /// The audit of one rank, or the reason why there is none.
@@ -42,10 +44,10 @@ pub async fn run(args: &AuditArgs) -> Result<CommandOutput, Error> {
     if ranks.is_empty() {
         return Err(Error::Refused("the engine has not answered yet".into()));
     }
-    let sound =
+    let is_sound =
         |rank: &Rank| rank.audit.as_ref().is_ok_and(|(pages, _)| pages.faults().count() == 0);
-    let text = if args.json { as_json(&ranks) } else { ranks.iter().map(table).collect() };
-    Ok(CommandOutput { text, is_sound: ranks.iter().all(sound) })
+    let text = if args.json { as_json(&ranks) } else { ranks.iter().map(rank_table).collect() };
+    Ok(CommandOutput { text, is_sound: ranks.iter().all(is_sound) })
 }
 
 fn parse_rank(wire: v1::RankAudit) -> Result<Rank, Error> {
@@ -57,7 +59,7 @@ fn parse_rank(wire: v1::RankAudit) -> Result<Rank, Error> {
 }
 
 fn as_json(ranks: &[Rank]) -> String {
-    let shown: Vec<Value> = ranks
+    let rank_values: Vec<Value> = ranks
         .iter()
         .map(|rank| match &rank.audit {
             Ok((pages, sessions)) => {
@@ -67,12 +69,12 @@ fn as_json(ranks: &[Rank]) -> String {
             Err(refusal) => json!({ "dp_rank": rank.dp_rank, "refusal": refusal }),
         })
         .collect();
-    format!("{}\n", json!({ "ranks": shown }))
+    format!("{}\n", json!({ "ranks": rank_values }))
 }
 
 fn session_json(session: &v1::SessionPages) -> Value {
     json!({
-        "session": digest(session),
+        "session": key_digest(session),
         "incarnation": session.incarnation,
         "pages": session.pages,
         "exclusive_pages": session.exclusive_pages,
@@ -83,31 +85,31 @@ fn session_json(session: &v1::SessionPages) -> Value {
     })
 }
 
-/// Returns the session's digest as it appears in logs. `None` for a session that the agent doesn't
-/// know.
-fn digest(session: &v1::SessionPages) -> Option<String> {
+/// Returns the digest of the session's key, which is the session's name in logs. `None` for a
+/// session that the agent doesn't know.
+fn key_digest(session: &v1::SessionPages) -> Option<String> {
     let key = SessionKey::try_from(session.key.clone()?).ok()?;
     Some(key.digest().to_string())
 }
 
-fn table(rank: &Rank) -> String {
+fn rank_table(rank: &Rank) -> String {
     let mut text = String::new();
     match &rank.audit {
         Err(refusal) => {
             let _ = writeln!(text, "rank {}: no audit: {refusal}", rank.dp_rank);
         }
         Ok((pages, sessions)) => {
-            totals(&mut text, rank.dp_rank, pages);
+            add_totals(&mut text, rank.dp_rank, pages);
             if !sessions.is_empty() {
-                table_of(&mut text, sessions);
+                add_sessions(&mut text, sessions);
             }
-            faults(&mut text, pages);
+            add_faults(&mut text, pages);
         }
     }
     text
 }
 
-fn totals(text: &mut String, dp_rank: u32, audit: &PageAudit) {
+fn add_totals(text: &mut String, dp_rank: u32, audit: &PageAudit) {
     let _ = writeln!(text, "rank {dp_rank}: {} pages, {} held", audit.pages, audit.held_pages);
     match &audit.classes {
         Some(classes) => {
@@ -125,42 +127,44 @@ fn totals(text: &mut String, dp_rank: u32, audit: &PageAudit) {
             );
         }
         None => {
-            let moved = audit.rows_moved;
-            let _ = writeln!(text, "  {moved} rows moved: the other pages' owners are unknown");
+            let rows_moved = audit.rows_moved;
+            let _ =
+                writeln!(text, "  {rows_moved} rows moved: the other pages' owners are unknown");
         }
     }
 }
 
-fn table_of(text: &mut String, sessions: &[v1::SessionPages]) {
+fn add_sessions(text: &mut String, sessions: &[v1::SessionPages]) {
     let _ = writeln!(
         text,
         "  {:<16}  {:>8}  {:>9}  {:>13}  {:>10}  {:>6}  {:>11}",
         "session", "pages", "exclusive", "freed by close", "share", "runs", "tail tokens"
     );
     for session in sessions {
-        let name = digest(session).unwrap_or_else(|| match session.incarnation.as_str() {
+        let name = key_digest(session).unwrap_or_else(|| match session.incarnation.as_str() {
             "" => "a turn".into(),
-            foreign => format!("not ours: {foreign}"),
+            foreign_id => format!("not ours: {foreign_id}"),
         });
-        let freed = session.freed_by_close_pages.map_or("?".into(), |pages| pages.to_string());
+        let freed_by_close =
+            session.freed_by_close_pages.map_or("?".into(), |pages| pages.to_string());
         let share = format!("{}.{:03}", session.share_milli / 1000, session.share_milli % 1000);
         let _ = writeln!(
             text,
-            "  {name:<16}  {:>8}  {:>9}  {freed:>13}  {share:>10}  {:>6}  {:>11}",
+            "  {name:<16}  {:>8}  {:>9}  {freed_by_close:>13}  {share:>10}  {:>6}  {:>11}",
             session.pages, session.exclusive_pages, session.runs, session.tail_tokens
         );
     }
 }
 
-fn faults(text: &mut String, audit: &PageAudit) {
+fn add_faults(text: &mut String, audit: &PageAudit) {
     if audit.faults().count() == 0 {
         let _ = writeln!(text, "  no faults; contents of {} pages compared", audit.compared_pages);
     }
     for finding in audit.faults() {
         let _ = writeln!(text, "  FAULT {}: {}", finding.kind, finding.count);
-        for one in &finding.named {
-            let sessions = one.sessions.join(", ");
-            let _ = writeln!(text, "    {}  {sessions}", one.at);
+        for fault in &finding.named {
+            let sessions = fault.sessions.join(", ");
+            let _ = writeln!(text, "    {}  {sessions}", fault.at);
         }
     }
 }

@@ -1,4 +1,8 @@
-//! `berth-agent kv`: prints the blocks that a running agent reports as resident.
+//! Runs `berth-agent kv`: prints the KV blocks that a running agent reports as resident.
+//!
+//! A block is a fixed number of consecutive tokens, named by a hash of all tokens up to its end.
+//! Routers get the same blocks from the agent, and place turns (requests) where their prompts'
+//! blocks are.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -19,41 +23,45 @@ use crate::config::KvArgs;
 /// The time limit for receiving all ranks' snapshots.
 const ANSWER_MAX: Duration = Duration::from_secs(60);
 
-/// The blocks of one rank received so far.
+/// The blocks of one rank, as far as they were received.
 #[derive(Debug, Default)]
 struct Rank {
     block_tokens: u32,
     /// The resident blocks on the device and on the host, in this order.
     blocks: [BTreeSet<BlockHash>; 2],
-    unknown: String,
+    /// Why the agent doesn't know the rank's blocks. Empty if the agent gave no reason.
+    unknown_reason: String,
+    /// Whether the whole snapshot was received.
     is_complete: bool,
 }
 
 impl Rank {
     fn apply(&mut self, change: Change) {
-        let at = |tier| usize::from(tier == Tier::Host);
+        let tier_index = |tier| usize::from(tier == Tier::Host);
         match change {
-            // An unknown state lasts until a snapshot is complete.
+            // A snapshot begins. The reason stays until the snapshot is complete.
             Change::Reset { block_tokens } => {
-                let unknown = std::mem::take(&mut self.unknown);
-                *self = Self { block_tokens: block_tokens.get(), unknown, ..Self::default() };
+                let unknown_reason = std::mem::take(&mut self.unknown_reason);
+                let block_tokens = block_tokens.get();
+                *self = Self { block_tokens, unknown_reason, ..Self::default() };
             }
-            Change::Unknown { why } => *self = Self { unknown: why, ..Self::default() },
-            Change::Stored { tier, blocks, .. } => self.blocks[at(tier)].extend(blocks),
+            Change::Unknown { why } => *self = Self { unknown_reason: why, ..Self::default() },
+            Change::Stored { tier, blocks, .. } => self.blocks[tier_index(tier)].extend(blocks),
             Change::Removed { tier, blocks } => {
                 for block in blocks {
-                    self.blocks[at(tier)].remove(&block);
+                    self.blocks[tier_index(tier)].remove(&block);
                 }
             }
             Change::Complete => {
-                self.unknown.clear();
+                self.unknown_reason.clear();
                 self.is_complete = true;
             }
         }
     }
 
-    fn is_told(&self) -> bool {
-        self.is_complete || !self.unknown.is_empty()
+    /// Whether the agent has sent the rank's whole snapshot, or why there is none.
+    fn is_answered(&self) -> bool {
+        self.is_complete || !self.unknown_reason.is_empty()
     }
 }
 
@@ -67,22 +75,26 @@ pub async fn run(args: &KvArgs) -> Result<CommandOutput, Error> {
     let endpoint = Endpoint::from_shared(format!("http://{addr}")).expect("an address makes a URL");
     let channel = endpoint.connect_timeout(ANSWER_MAX).connect().await;
     let channel = channel.map_err(|error| Error::Unreachable(addr, error))?;
-    let late = || Error::Refused(format!("no complete snapshot within {} s", ANSWER_MAX.as_secs()));
-    let ranks = tokio::time::timeout(ANSWER_MAX, ranks(channel)).await.map_err(|_| late())??;
+    let late_error =
+        || Error::Refused(format!("no complete snapshot within {} s", ANSWER_MAX.as_secs()));
+    let ranks = tokio::time::timeout(ANSWER_MAX, receive_ranks(channel))
+        .await
+        .map_err(|_| late_error())??;
     let text = if args.json { as_json(&ranks) } else { table(&ranks) };
     Ok(CommandOutput { text, is_sound: ranks.values().all(|rank| rank.is_complete) })
 }
 
-async fn ranks(channel: Channel) -> Result<BTreeMap<u32, Rank>, Error> {
+/// Receives changes until each rank has a snapshot or a reason why it has none.
+async fn receive_ranks(channel: Channel) -> Result<BTreeMap<u32, Rank>, Error> {
     let refused = |status: tonic::Status| Error::Refused(status.message().to_owned());
     let mut client = WorkerAgentClient::new(channel);
     let description = client.describe(v1::DescribeRequest {}).await.map_err(refused)?.into_inner();
-    let all = description.ranks.iter().map(|rank| (rank.dp_rank, Rank::default()));
-    let mut ranks: BTreeMap<u32, Rank> = all.collect();
+    let empty_ranks = description.ranks.iter().map(|rank| (rank.dp_rank, Rank::default()));
+    let mut ranks: BTreeMap<u32, Rank> = empty_ranks.collect();
     let mut events = client.watch_kv(v1::WatchKvRequest {}).await.map_err(refused)?.into_inner();
-    while !ranks.values().all(Rank::is_told) {
-        let ended = || Error::Refused("the stream ended too early".to_owned());
-        let event = events.message().await.map_err(refused)?.ok_or_else(ended)?;
+    while !ranks.values().all(Rank::is_answered) {
+        let ended_early = || Error::Refused("the stream ended too early".to_owned());
+        let event = events.message().await.map_err(refused)?.ok_or_else(ended_early)?;
         for change in event.changes {
             let change: RankChange = change.try_into()?;
             ranks.entry(change.dp_rank).or_default().apply(change.change);
@@ -95,7 +107,7 @@ fn as_json(ranks: &BTreeMap<u32, Rank>) -> String {
     let hashes = |blocks: &BTreeSet<BlockHash>| -> Vec<String> {
         blocks.iter().map(|block| format!("{:016x}", block.0)).collect()
     };
-    let shown = ranks.iter().map(|(dp_rank, rank)| match &rank.unknown {
+    let rank_values = ranks.iter().map(|(dp_rank, rank)| match &rank.unknown_reason {
         why if !why.is_empty() => json!({ "dp_rank": dp_rank, "unknown": why }),
         _ => json!({
             "dp_rank": dp_rank,
@@ -104,11 +116,11 @@ fn as_json(ranks: &BTreeMap<u32, Rank>) -> String {
             "host": hashes(&rank.blocks[1]),
         }),
     });
-    format!("{}\n", json!({ "ranks": shown.collect::<Vec<Value>>() }))
+    format!("{}\n", json!({ "ranks": rank_values.collect::<Vec<Value>>() }))
 }
 
 fn table(ranks: &BTreeMap<u32, Rank>) -> String {
-    let line = |(dp_rank, rank): (&u32, &Rank)| match &rank.unknown {
+    let line = |(dp_rank, rank): (&u32, &Rank)| match &rank.unknown_reason {
         why if !why.is_empty() => format!("rank {dp_rank}: unknown: {why}\n"),
         _ => format!(
             "rank {dp_rank}: {} blocks of {} tokens on the device, {} on the host\n",

@@ -1,7 +1,12 @@
-//! One turn while it is inside the engine.
+//! Follows one turn (a request and its answer) while it is inside the engine.
 //!
-//! An exchange reads the engine's answer, and ends the turn's lease when the engine ends the turn.
-//! It continues in a task if the client disconnects.
+//! An exchange reads the engine's answer and passes it to the client. The turn has a *lease*, its
+//! claim on its session and on room in the engine. When the engine ends the turn, the exchange ends
+//! the lease and reports the outcome. If the client disconnects, a task takes over the exchange,
+//! aborts the turn and waits for its end.
+//!
+//! A turn with a full history is first examined by Berth's *shim* inside the engine. The shim
+//! reports a *plan*: whether the turn runs in its session, outside of it, or is refused.
 
 use std::{
     collections::VecDeque,
@@ -23,7 +28,7 @@ use tracing::debug;
 
 use super::{
     TurnContext,
-    refusals::{timeout_refusal, unreachable_refusal},
+    refusals::{connection_refusal, timeout_refusal},
     response_scanner::Scanner,
 };
 use crate::{
@@ -33,24 +38,25 @@ use crate::{
 
 /// The interval between aborts while the end of a turn is awaited. The engine forgets an abort that
 /// arrives before it has registered the turn.
-const ABORT_AGAIN: Duration = Duration::from_millis(500);
-/// The longest time the engine takes to notice a closed connection. For an answer that isn't
-/// streamed, it checks every 4 s.
-const HANGUP_SEEN_WITHIN: Duration = Duration::from_secs(5);
+const ABORT_INTERVAL: Duration = Duration::from_millis(500);
+/// The longest time the engine takes to notice a closed connection. While it makes an answer that
+/// isn't streamed, it checks the connection every 4 s.
+const DISCONNECT_NOTICED_MAX: Duration = Duration::from_secs(5);
 /// The time limit for the shim's plan once the answer has begun. Some routes send their first event
-/// before they tokenize the prompt. The shim reports its plan after tokenization, or up to two
-/// seconds later if it asks the agent a question first.
-const PLAN_WITHIN: Duration = Duration::from_millis(2_500);
+/// before they tokenize the prompt. The shim reports its plan after tokenization. If it first asks
+/// the agent where the turn may run, the plan comes up to two seconds later.
+const PLAN_WAIT_MAX: Duration = Duration::from_millis(2_500);
 /// The time limit for the shim's plan of a turn that must continue its session. The shim may need
 /// to tokenize a long prompt and then wait two seconds for the agent's answer.
-const MUST_CONTINUE_PLAN_WITHIN: Duration = Duration::from_secs(10);
-/// The same limit if the engine has already answered with an error. The shim reports a refusal
-/// before the engine's error, so either the report arrives at once or the error has another cause.
-const PLAN_AFTER_ERROR_WITHIN: Duration = Duration::from_millis(500);
+const MUST_CONTINUE_PLAN_WAIT_MAX: Duration = Duration::from_secs(10);
+/// The time limit for the plan of a turn that must continue its session, if the engine has already
+/// answered with an error. If the shim refused the turn, it reported that before the error, and the
+/// report arrives soon. Otherwise the error has another cause.
+const PLAN_WAIT_AFTER_ERROR_MAX: Duration = Duration::from_millis(500);
 /// The time limit for the engine's own answer to a turn that its shim has refused.
-const ENGINE_ANSWERS_WITHIN: Duration = Duration::from_secs(1);
-/// The maximum number of frames of the answer to hold back until the shim's plan is known. A route
-/// that answers before tokenization sends only a few events.
+const REFUSED_ANSWER_MAX: Duration = Duration::from_secs(1);
+/// The maximum number of frames of the answer that are held back until the shim's plan is known. A
+/// route that answers before tokenization sends only a few events, so this is enough.
 const EARLY_FRAMES_MAX: usize = 16;
 
 /// One turn inside the engine: reads its answer, and owns the lease.
@@ -58,35 +64,42 @@ const EARLY_FRAMES_MAX: usize = 16;
 /// If an exchange is dropped before the turn's end (the client disconnected or the time limit
 /// passed), a task takes over and waits for the turn's end.
 pub(super) struct Exchange {
+    /// The turn's id inside the engine.
     rid: String,
+    /// `None` once the turn has ended.
     lease: Option<Lease>,
+    /// The engine's answer. `None` once it was read to its end or has failed.
     upstream: Option<Upstream>,
     /// Frames of the answer that were read before it was known how the turn runs.
     early_frames: VecDeque<BodyFrame>,
     scanner: Scanner,
     status: StatusCode,
+    /// Ends at the time limit of the turn.
     deadline: Pin<Box<Sleep>>,
     started: tokio::time::Instant,
     /// Whether an abort by `rid` ends this turn, so that its answer confirms the end.
     abort_confirms_end: bool,
     /// Whether the client has disconnected, so that a task reads the rest of the answer.
-    abandoned: bool,
+    is_abandoned: bool,
     /// Whether the engine's shim refuses the turn, so that the engine ran nothing of it.
-    refused: bool,
+    is_refused: bool,
     context: TurnContext,
 }
 
 /// An item of an answer's body: a frame, an error, or `None` at the end.
 type BodyFrame = Option<Result<Frame<Bytes>, hyper::Error>>;
 
+/// The engine's answer, as far as it has come.
 enum Upstream {
+    /// The head has not arrived yet.
     Head(ResponseFuture),
+    /// The head has arrived. The body is being read.
     Body(Incoming),
 }
 
 impl Exchange {
-    /// Creates the exchange of a turn that is being sent. `abort_confirms_end`: whether an abort by
-    /// `rid` ends the turn and its answer shows that.
+    /// Creates the exchange of a turn that is being sent. `abort_confirms_end` says whether the
+    /// turn can be aborted by `rid`, and its answer then shows its end.
     pub(super) fn new(
         context: TurnContext,
         rid: String,
@@ -104,8 +117,8 @@ impl Exchange {
             deadline: Box::pin(tokio::time::sleep(context.turn_max)),
             started: tokio::time::Instant::now(),
             abort_confirms_end,
-            abandoned: false,
-            refused: false,
+            is_abandoned: false,
+            is_refused: false,
             context,
         }
     }
@@ -115,7 +128,7 @@ impl Exchange {
         &self.rid
     }
 
-    /// Waits for the head of the answer.
+    /// Waits for the head of the answer. If no head comes, returns the turn's refusal.
     pub(super) async fn wait_for_head(&mut self) -> Result<http::response::Parts, Refusal> {
         let Some(Upstream::Head(response)) = &mut self.upstream else {
             unreachable!("a new exchange waits for its head")
@@ -130,18 +143,21 @@ impl Exchange {
             Err(error) => {
                 self.upstream = None;
                 self.finish(if error.is_connect() { Outcome::Refused } else { Outcome::Lost });
-                self.context.engine_failed(&error).await;
-                Err(unreachable_refusal(&error))
+                self.context.report_engine_failure(&error).await;
+                Err(connection_refusal(&error))
             }
         }
     }
 
-    /// Returns how the turn runs or why the shim refuses it; `None` if that is unknown.
+    /// Returns how the turn runs or why the shim refuses it. Returns `None` if that is not known in
+    /// time.
     ///
-    /// The engine answers some routes before the shim has decided. So this holds back the beginning
-    /// of the answer until the shim reports its plan, within limits. If the engine answers with an
-    /// error, this waits only for a turn that `must_continue` its session's history: when the shim
-    /// refuses a turn, the engine answers with an error of its own.
+    /// On some routes the engine begins its answer before the shim has decided. This function then
+    /// holds back the beginning of the answer until the shim reports its plan, within limits.
+    ///
+    /// If the engine answers with an error, the turn has ended, and mostly no plan matters. Only a
+    /// turn that `must_continue` its session's history may have been refused by the shim, which
+    /// shows as an error of the engine. For such a turn, this function waits for the shim's report.
     pub(super) async fn wait_for_run_mode(
         &mut self,
         receiver: Option<oneshot::Receiver<RunModeResult>>,
@@ -152,46 +168,48 @@ impl Exchange {
         let Some(Upstream::Body(body)) = &mut self.upstream else {
             return receiver.try_recv().ok();
         };
-        let mut reads_on = status.is_success();
-        if !reads_on && !must_continue {
+        let mut may_read_more = status.is_success();
+        if !may_read_more && !must_continue {
             return receiver.try_recv().ok();
         }
-        let plan_is_late = tokio::time::sleep(match (reads_on, must_continue) {
-            (false, _) => PLAN_AFTER_ERROR_WITHIN,
-            (true, true) => MUST_CONTINUE_PLAN_WITHIN,
-            (true, false) => PLAN_WITHIN,
+        let plan_is_late = tokio::time::sleep(match (may_read_more, must_continue) {
+            (false, _) => PLAN_WAIT_AFTER_ERROR_MAX,
+            (true, true) => MUST_CONTINUE_PLAN_WAIT_MAX,
+            (true, false) => PLAN_WAIT_MAX,
         });
         tokio::pin!(plan_is_late);
         loop {
             tokio::select! {
                 biased;
                 result = &mut receiver => return result.ok(),
-                frame = body.frame(), if reads_on => {
-                    reads_on = frame.is_some();
+                frame = body.frame(), if may_read_more => {
+                    may_read_more = frame.is_some();
                     self.early_frames.push_back(frame);
-                    reads_on &= self.early_frames.len() < EARLY_FRAMES_MAX;
-                    if !reads_on && !must_continue {
+                    may_read_more &= self.early_frames.len() < EARLY_FRAMES_MAX;
+                    if !may_read_more && !must_continue {
                         return receiver.try_recv().ok();
                     }
                 }
-                () = &mut plan_is_late, if !reads_on || !self.early_frames.is_empty() => return None,
+                () = &mut plan_is_late, if !may_read_more || !self.early_frames.is_empty() => {
+                    return None;
+                }
                 () = &mut self.deadline => return None,
             }
         }
     }
 
-    /// Reads the engine's own answer to a turn that the shim refuses. When the client then learns
-    /// of the refusal, the session is free for its next turn. If the engine doesn't end the turn in
-    /// time, the turn is aborted like that of a disconnected client.
+    /// Reads the engine's own answer to a turn that the shim refuses, before the client gets the
+    /// refusal. The session is then free for the client's next turn. If the engine doesn't end the
+    /// turn in time, the turn is aborted like that of a disconnected client.
     pub(super) async fn finish_refused(mut self) {
-        self.refused = true;
-        let drained = async {
+        self.is_refused = true;
+        let read_rest = async {
             while self.upstream.is_some() {
                 self.read_next().await;
             }
         };
         // On timeout, dropping `self` starts the task that aborts the turn.
-        let _ = tokio::time::timeout(ENGINE_ANSWERS_WITHIN, drained).await;
+        let _ = tokio::time::timeout(REFUSED_ANSWER_MAX, read_rest).await;
     }
 
     fn begin_response(&mut self, response: http::Response<Incoming>) -> http::response::Parts {
@@ -204,25 +222,27 @@ impl Exchange {
         head
     }
 
+    /// Ends the turn's lease with this outcome, if the lease has not ended yet.
     fn finish(&mut self, outcome: Outcome) {
         let outcome = match outcome {
-            // A stream reports the refusal as an event, after a head with status 200.
-            Outcome::Lost if self.refused => Outcome::Refused,
-            Outcome::Finished(usage) if self.abandoned => Outcome::Unheard(usage),
+            // In a stream, the engine reports its error as an event after a head with status 200.
+            // This looks like a lost turn, but the shim has refused it.
+            Outcome::Lost if self.is_refused => Outcome::Refused,
+            Outcome::Finished(usage) if self.is_abandoned => Outcome::Unheard(usage),
             outcome => outcome,
         };
         if let Some(lease) = self.lease.take() {
             self.context.metrics.record_turn_end(outcome.as_str(), self.started.elapsed());
             lease.finish(outcome);
-            if outcome == Outcome::Lost && self.abort_confirms_end && !self.abandoned {
-                self.abort_unseen();
+            if outcome == Outcome::Lost && self.abort_confirms_end && !self.is_abandoned {
+                self.abort_in_background();
             }
         }
     }
 
-    /// Aborts a turn whose answer broke off: it may still run, though its client can't get the
-    /// answer.
-    fn abort_unseen(&self) {
+    /// Starts a task that aborts a turn whose answer broke off. The turn may still run in the
+    /// engine, although its client can't get the answer.
+    fn abort_in_background(&self) {
         let (engine, rid) = (self.context.engine.clone(), self.rid.clone());
         self.context.tasks.spawn(async move {
             if let Err(error) = engine.abort(&rid).await {
@@ -231,13 +251,13 @@ impl Exchange {
         });
     }
 
-    /// Handles the next frame of the answer. The lease ends *before* the last bytes are sent, so
-    /// that a client that has them can send its next turn.
+    /// Handles the next frame of the answer, before the client gets it. If it is the last frame,
+    /// the lease ends here, so that the session is free when the client has the whole answer.
     fn scan_frame(&mut self, frame: Option<Result<&Frame<Bytes>, &hyper::Error>>) {
         match frame {
             Some(Ok(frame)) => {
-                let terminal = frame.data_ref().is_some_and(|data| self.scanner.push(data));
-                if terminal {
+                let is_last = frame.data_ref().is_some_and(|data| self.scanner.push(data));
+                if is_last {
                     self.finish(self.scanner.outcome(self.status));
                 }
             }
@@ -250,38 +270,39 @@ impl Exchange {
                 self.upstream = None;
                 // A stream that ends without its final event was cut off, even if the connection
                 // closed cleanly.
-                let whole = self.scanner.is_complete() || !self.status.is_success();
+                let is_whole = self.scanner.is_complete() || !self.status.is_success();
                 let outcome = self.scanner.outcome(self.status);
-                self.finish(if whole { outcome } else { Outcome::Lost });
+                self.finish(if is_whole { outcome } else { Outcome::Lost });
             }
         }
     }
 
-    /// Aborts a turn whose client disconnected, and waits for the engine to end it, without a time
-    /// limit. The session table reports a turn that the engine doesn't end.
+    /// Aborts a turn whose client disconnected, and waits until the engine ends it. There is no
+    /// time limit here: the session table notices turns that the engine doesn't end.
     async fn wind_down(mut self) {
         if let Some(lease) = &self.lease {
             lease.report_abandoned().await;
         }
         if self.abort_confirms_end {
-            self.abort_and_drain().await;
+            self.abort_and_read_to_end().await;
         } else {
-            // The engine knows no id by which this turn could be aborted. Closing the connection
-            // aborts it; the engine checks for that periodically.
+            // The engine knows no id by which this turn could be aborted. Dropping the answer
+            // closes the connection, and the engine then aborts the turn. No answer confirms that,
+            // so wait for the longest time the engine may take.
             self.upstream = None;
-            tokio::time::sleep(HANGUP_SEEN_WITHIN).await;
+            tokio::time::sleep(DISCONNECT_NOTICED_MAX).await;
         }
         self.finish(Outcome::Lost);
     }
 
-    async fn abort_and_drain(&mut self) {
+    async fn abort_and_read_to_end(&mut self) {
         let (engine, rid) = (self.context.engine.clone(), self.rid.clone());
-        let mut again = tokio::time::interval(ABORT_AGAIN);
+        let mut abort_ticks = tokio::time::interval(ABORT_INTERVAL);
         while self.upstream.is_some() {
             tokio::select! {
                 biased;
                 () = self.read_next() => {}
-                _ = again.tick() => {
+                _ = abort_ticks.tick() => {
                     if let Err(error) = engine.abort(&rid).await {
                         debug!(rid, %error, "can't abort a turn at the engine");
                     }
@@ -290,6 +311,7 @@ impl Exchange {
         }
     }
 
+    /// Reads and handles the next item of the answer: its head, or a frame of its body.
     async fn read_next(&mut self) {
         match &mut self.upstream {
             None => {}
@@ -313,9 +335,9 @@ impl Exchange {
 
 impl Drop for Exchange {
     fn drop(&mut self) {
-        // If `abandoned` is set, the runtime is shutting down and drops its tasks; a new task would
-        // not run.
-        if self.lease.is_none() || self.upstream.is_none() || self.abandoned {
+        // If `is_abandoned` is set, the runtime is shutting down and drops its tasks; a new task
+        // would not run.
+        if self.lease.is_none() || self.upstream.is_none() || self.is_abandoned {
             return;
         }
         let abandoned = Exchange {
@@ -328,8 +350,8 @@ impl Drop for Exchange {
             deadline: Box::pin(tokio::time::sleep(Duration::ZERO)),
             started: self.started,
             abort_confirms_end: self.abort_confirms_end,
-            abandoned: true,
-            refused: self.refused,
+            is_abandoned: true,
+            is_refused: self.is_refused,
             context: self.context.clone(),
         };
         debug!(rid = abandoned.rid, "the client of a turn has disconnected");

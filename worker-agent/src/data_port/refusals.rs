@@ -1,4 +1,6 @@
-//! The refusals of the data port: how the agent's errors map to HTTP.
+//! Maps the errors of a turn (one request and its answer) to HTTP refusals for its client.
+//!
+//! A refusal has a status, a code for programs, and a text for people.
 
 use std::time::Duration;
 
@@ -8,7 +10,8 @@ use tracing::warn;
 
 use crate::{owner, session};
 
-/// Maps the agent's errors to HTTP. This is the only such mapping.
+/// Maps an error of the owner task, which admits turns, to a refusal. The control port uses the
+/// codes of this mapping too.
 #[must_use]
 pub fn refusal(error: &owner::Error) -> Refusal {
     use session::Error as E;
@@ -46,6 +49,7 @@ pub fn refusal(error: &owner::Error) -> Refusal {
             E::OpenFailed(_) => down("open_failed"),
             E::EngineLost => down("engine_lost"),
             E::Stopping => down("stopping"),
+            // The name of the missing resource is the code.
             E::OutOfRoom { resource, .. } => busy(resource, Duration::from_secs(1)),
             E::NoRank(_) => Refusal::bad_request("no_rank", error.to_string()),
         },
@@ -54,8 +58,9 @@ pub fn refusal(error: &owner::Error) -> Refusal {
     }
 }
 
-/// Returns the refusal of a turn that could not be sent to the engine.
-pub(super) fn unreachable_refusal(error: &hyper_util::client::legacy::Error) -> Refusal {
+/// Logs that a turn's connection to the engine failed, and returns the turn's refusal. Either the
+/// engine accepted no connection, or it closed the connection before its answer was complete.
+pub(super) fn connection_refusal(error: &hyper_util::client::legacy::Error) -> Refusal {
     warn!(error = error as &dyn std::error::Error, "engine unreachable");
     let (status, code, text) = if error.is_connect() {
         (StatusCode::SERVICE_UNAVAILABLE, "engine_down", "the engine accepts no connections")

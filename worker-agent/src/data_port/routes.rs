@@ -1,19 +1,22 @@
-//! Which session features each route supports.
+//! Dispatches the HTTP requests of the data port to the code that serves turns.
+//!
+//! A turn is one request to a model and its answer. The routes are those of the engine that
+//! [`ROUTES`] lists.
 
 use proto::route::Kind;
 
 use super::turn::{self, TurnContext};
 use crate::session::{PinnedInput, RunMode};
 
-/// Returns the router for the data port: the turns' routes, and `more` routes.
-pub fn app(context: TurnContext, more: Router<TurnContext>) -> Router {
-    let mut app = more;
+/// Returns the HTTP router of the data port. It has the engine's routes and `other_routes`.
+pub fn app(context: TurnContext, other_routes: Router<TurnContext>) -> Router {
+    let mut app = other_routes;
     for route in ROUTES {
         let method = MethodFilter::try_from(route.kind.method()).expect("GET and POST are methods");
-        let serve = move |State(context): State<TurnContext>, request: Request| async move {
+        let handler = move |State(context): State<TurnContext>, request: Request| async move {
             respond(context, route, request).await
         };
-        app = app.route(route.path, on(method, serve));
+        app = app.route(route.path, on(method, handler));
     }
     app.fallback(unknown_route).layer(DefaultBodyLimit::disable()).with_state(context)
 }
@@ -22,6 +25,7 @@ async fn unknown_route() -> Refusal {
     Refusal::new(StatusCode::NOT_FOUND, "unknown_route", "the agent doesn't serve this route")
 }
 
+/// Serves a request. A refusal becomes a response here.
 async fn respond(context: TurnContext, route: Route, request: Request) -> Response {
     match turn::serve_request(&context, route, request).await {
         Ok(response) => response,

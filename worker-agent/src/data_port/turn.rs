@@ -1,11 +1,12 @@
-//! The path of a turn through the agent.
+//! Takes one turn (a request and its answer) through the agent, from the client to the engine.
 //!
-//! The agent claims the session, reads the body, inserts Berth's keys, sends the turn to the engine
-//! and passes the answer through. It holds the session until the *engine* has ended the turn,
-//! whatever the client does.
+//! The agent claims the turn's session (a chain of turns that share a growing prefix) and reads the
+//! body. It inserts Berth's keys into the body, sends the turn to the engine, and passes the
+//! answer's bytes through unchanged.
 //!
-//! The answer's bytes are never changed. If the client disconnects, a task aborts the turn at the
-//! engine and waits for the engine to end it.
+//! The agent holds the claim until the *engine* has ended the turn, because only then can the
+//! session take another turn. If the client disconnects, a task aborts the turn at the engine and
+//! waits for its end.
 
 use std::{
     pin::Pin,
@@ -33,7 +34,7 @@ use tracing::debug;
 
 use super::{
     exchange::Exchange,
-    refusals::{refusal, timeout_refusal, unreachable_refusal},
+    refusals::{connection_refusal, refusal, timeout_refusal},
     request::{self, ParsedRequest},
     routes::{actual_run_mode, pinned_input},
 };
@@ -47,19 +48,20 @@ use crate::{
 /// Response header of a pinned turn: the tokens of KV reserved for the turn beyond the session's
 /// history. For a turn without a token limit this is as much as the engine allows.
 const GROWTH_HEADER: HeaderName = HeaderName::from_static("x-berth-growth-tokens");
-/// Response header of a session's turn: how the turn ran, as [`RunMode`](crate::session::RunMode)
-/// names it.
+/// Response header of a session's turn: how the turn ran. The values are the names of
+/// [`RunMode`](crate::session::RunMode).
 const RUN_MODE_HEADER: HeaderName = HeaderName::from_static("x-berth-session-turn");
-/// Request header to the engine for a turn with a full history. The value is the maximum number of
-/// prompt tokens with which the shim may trim the turn, the session's id in the engine, and the
-/// turn's id.
+/// Request header to the engine for a turn with a full history. Berth's shim inside the engine may
+/// then trim the prompt: it gives the engine only the part that the session doesn't hold. The value
+/// has three words: the maximum number of prompt tokens with which the turn may run in the session,
+/// the session's id in the engine, and the turn's id.
 const TRIM_HEADER: HeaderName = HeaderName::from_static("x-override-berth-trim");
-/// Request header to the engine, sent with [`TRIM_HEADER`]: the turn must continue its session's
-/// history, or is refused. A shim that doesn't know the header runs such a turn outside the
-/// session; the agent then aborts the turn.
+/// Request header to the engine, sent with [`TRIM_HEADER`]: the shim must refuse the turn if it
+/// doesn't continue its session's history. An old shim doesn't know the header, and runs such a
+/// turn outside the session. The agent then aborts the turn.
 const MUST_CONTINUE_HEADER: HeaderName = HeaderName::from_static("x-override-berth-must-continue");
 
-/// Shared state of all turns.
+/// What each turn needs of the agent. Clones share the same state.
 #[derive(Debug, Clone)]
 pub struct TurnContext {
     /// Admits turns.
@@ -79,10 +81,12 @@ pub struct TurnContext {
 }
 
 impl TurnContext {
-    /// Reports that a turn could not be sent to the engine. If the engine refuses connections, this
-    /// waits until the owner has the news, so that no turn reaches a restarted engine before the
-    /// owner knows that the old process is gone.
-    pub(super) async fn engine_failed(&self, error: &hyper_util::client::legacy::Error) {
+    /// Reports that a turn could not be sent to the engine.
+    ///
+    /// If the engine refuses connections, its process has ended. This function then waits until the
+    /// owner task's mailbox has the news. Otherwise a turn could reach a restarted engine while the
+    /// owner still believes that the old process runs.
+    pub(super) async fn report_engine_failure(&self, error: &hyper_util::client::legacy::Error) {
         if engine::is_connection_refused(error) {
             let reason = "the engine accepts no connections".to_owned();
             self.agent.report_engine(EngineNews::Down { reason, gone: true }).await;
@@ -126,20 +130,21 @@ pub(super) async fn serve_request(
     let claim = Claim::from_headers(&parts.headers).map_err(bad)?;
     let rank = claim::rank(&parts.headers).map_err(bad)?;
     let resident_tokens = claim::resident_tokens(&parts.headers).map_err(bad)?;
-    // The session is claimed before the body is read. So a second turn is refused at once, and no
-    // other turn can start during a slow upload.
+    // The session is claimed before the body is read. So no other turn can start during a slow
+    // upload, and a second turn of the session is refused at once.
     let in_session = claim.is_some();
     let claimed = context.agent.claim(claim, rank, pinned_input(route.kind)).await;
+    // The lease is the proof of the claim. Dropping it ends the turn and frees the session.
     let mut lease = claimed.map_err(|error| refusal(&error))?;
-    let held = context.body_budget.read(body).await?;
+    let held_body = context.body_budget.read(body).await?;
     // The body is checked before the turn waits for room or takes room from other sessions.
-    let mut parsed = parse_body(route.kind, &held.bytes, in_session, lease.vocabulary).await?;
+    let mut parsed = parse_body(route.kind, &held_body.bytes, in_session, lease.vocabulary).await?;
     let need = Need { resident_tokens, ..parsed.need };
     let prompt_start = std::mem::take(&mut parsed.prompt_start);
     let admitted =
         lease.wait_for_admission(need, prompt_start).await.map_err(|error| refusal(&error))?;
     let AdmittedTurn { turn, run_mode } = admitted;
-    let body = parsed.body(&held.bytes, &turn, &lease.rid);
+    let body = parsed.body(&held_body.bytes, &turn, &lease.rid);
     debug!(
         rid = lease.rid,
         client_rid = parsed.client_rid,
@@ -147,7 +152,7 @@ pub(super) async fn serve_request(
         route = route.path,
         "turn begins"
     );
-    let mut outgoing = engine_request(&parts, Body::new(BodyParts::new(body, Some(held))));
+    let mut outgoing = engine_request(&parts, Body::new(BodyParts::new(body, Some(held_body))));
     add_shim_headers(outgoing.headers_mut(), &turn, &lease.rid);
     lease.mark_sent();
     let abort_confirms_end = parsed.is_single && route.kind.rid_key().is_some();
@@ -174,15 +179,15 @@ pub(super) async fn serve_request(
     Ok(response)
 }
 
-/// Adds the headers that tell the shim how to handle a full history. The shim reads them after the
-/// engine's tokenizer has run.
+/// Adds the headers that tell the shim how to handle a full history. The shim reads the headers
+/// after the engine has tokenized the prompt.
 fn add_shim_headers(headers: &mut HeaderMap, turn: &Turn, rid: &str) {
     let Some(session) = &turn.session else { return };
     let Some(trim) = session.trim else { return };
-    let mark = format!("{} {} {rid}", trim.tokens_max, session.incarnation);
-    // This can't fail: agent ids are plain ASCII.
-    let Ok(mark) = HeaderValue::from_str(&mark) else { return };
-    headers.insert(TRIM_HEADER, mark);
+    let value = format!("{} {} {rid}", trim.tokens_max, session.incarnation);
+    // This can't fail, because all three words are plain ASCII.
+    let Ok(value) = HeaderValue::from_str(&value) else { return };
+    headers.insert(TRIM_HEADER, value);
     if trim.must_continue {
         headers.insert(MUST_CONTINUE_HEADER, HeaderValue::from_static("1"));
     }
@@ -193,9 +198,10 @@ fn requires_continuation(turn: &Turn) -> bool {
     trim.is_some_and(|trim| trim.must_continue)
 }
 
-/// The largest body that is parsed on the current thread. Prompts of coding agents of this size are
-/// parsed in under half a millisecond; larger ones would delay all other turns on the thread.
-const READ_HERE_BYTES_MAX: usize = 128 * 1024;
+/// The largest body that is parsed on the current thread, which takes under half a millisecond for
+/// the prompts of coding agents. Larger bodies are parsed on a blocking thread, because they would
+/// delay all other turns on the current thread.
+const PARSED_INLINE_BYTES_MAX: usize = 128 * 1024;
 
 async fn parse_body(
     kind: Kind,
@@ -203,7 +209,7 @@ async fn parse_body(
     in_session: bool,
     vocabulary: Option<u32>,
 ) -> Result<ParsedRequest, Refusal> {
-    if bytes.len() <= READ_HERE_BYTES_MAX {
+    if bytes.len() <= PARSED_INLINE_BYTES_MAX {
         return request::parse(kind, bytes, in_session, vocabulary);
     }
     let bytes = bytes.clone();
@@ -212,7 +218,7 @@ async fn parse_body(
     parsed.unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()))
 }
 
-/// Refuses a compressed body: its keys can't be replaced by byte range.
+/// Refuses a compressed body, because the agent must find and replace keys in the body.
 fn check_encoding(headers: &HeaderMap) -> Result<(), Refusal> {
     match headers.get(header::CONTENT_ENCODING) {
         Some(encoding) if encoding != "identity" => Err(Refusal::new(
@@ -224,23 +230,23 @@ fn check_encoding(headers: &HeaderMap) -> Result<(), Refusal> {
     }
 }
 
-/// Returns the turn's id as the engine knows it. Ids of the Responses API have a prefix.
+/// Returns the turn's id as the engine knows it. Ids of the Responses API have the prefix `resp_`.
 fn engine_rid(kind: Kind, rid: &str) -> String {
     if kind == Kind::Responses { format!("resp_{rid}") } else { rid.to_owned() }
 }
 
-/// Passes on a request that is not a turn. It needs no claim and isn't counted.
+/// Passes on a request that is not a turn. Such a request needs no claim and isn't counted.
 async fn pass_through(
     context: &TurnContext,
     parts: &http::request::Parts,
     body: Body,
 ) -> Result<Response, Refusal> {
-    let held = context.body_budget.read(body).await?;
-    let bytes = held.bytes.clone();
-    let outgoing = engine_request(parts, Body::new(BodyParts::new(vec![bytes], Some(held))));
+    let held_body = context.body_budget.read(body).await?;
+    let bytes = held_body.bytes.clone();
+    let outgoing = engine_request(parts, Body::new(BodyParts::new(vec![bytes], Some(held_body))));
     let sent = tokio::time::timeout(context.turn_max, context.engine.send(outgoing)).await;
     let response =
-        sent.map_err(|_| timeout_refusal())?.map_err(|error| unreachable_refusal(&error))?;
+        sent.map_err(|_| timeout_refusal())?.map_err(|error| connection_refusal(&error))?;
     let (head, body) = response.into_parts();
     Ok(Response::from_parts(response_head(head), Body::new(body)))
 }
@@ -252,12 +258,12 @@ fn engine_request(parts: &http::request::Parts, body: Body) -> Request {
     let headers = outgoing.headers_mut();
     headers.clone_from(&parts.headers);
     strip_request(headers);
-    // The agent must read the answer to see its end, which a compressed answer hides.
+    // The agent must see in the answer how the turn ended, so the answer must not be compressed.
     headers.remove(header::ACCEPT_ENCODING);
     outgoing
 }
 
-/// Returns the engine's status and headers, without the headers of its connection.
+/// Returns the head of the engine's answer without the headers of the connection to the engine.
 fn response_head(mut head: http::response::Parts) -> http::response::Parts {
     remove_hop_by_hop(&mut head.headers);
     head.version = http::Version::HTTP_11;
@@ -273,18 +279,19 @@ fn client_response(head: http::response::Parts, exchange: Exchange) -> Response 
     Response::from_parts(head, Body::new(exchange))
 }
 
-/// A body made of parts whose total length is known. It also owns a value that must live until the
-/// body is sent.
+/// A body that is sent in parts, and whose total length is known.
 struct BodyParts<H> {
     parts: std::collections::VecDeque<Bytes>,
-    left: u64,
+    /// The bytes that are not sent yet.
+    left_bytes: u64,
+    /// A value that must live until the body is sent, such as its share of a memory budget.
     _held: Option<H>,
 }
 
 impl<H> BodyParts<H> {
     fn new(parts: Vec<Bytes>, held: Option<H>) -> Self {
-        let left = parts.iter().map(|part| part.len() as u64).sum();
-        Self { parts: parts.into(), left, _held: held }
+        let left_bytes = parts.iter().map(|part| part.len() as u64).sum();
+        Self { parts: parts.into(), left_bytes, _held: held }
     }
 }
 
@@ -297,7 +304,7 @@ impl<H: Unpin> http_body::Body for BodyParts<H> {
         _: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
         let part = self.parts.pop_front();
-        self.left -= part.as_ref().map_or(0, |part| part.len() as u64);
+        self.left_bytes -= part.as_ref().map_or(0, |part| part.len() as u64);
         Poll::Ready(part.map(|part| Ok(Frame::data(part))))
     }
 
@@ -306,6 +313,6 @@ impl<H: Unpin> http_body::Body for BodyParts<H> {
     }
 
     fn size_hint(&self) -> SizeHint {
-        SizeHint::with_exact(self.left)
+        SizeHint::with_exact(self.left_bytes)
     }
 }

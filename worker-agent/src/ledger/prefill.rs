@@ -1,61 +1,69 @@
-//! Measures an engine's prefill rate from two of its counters: tokens computed, and the time taken.
-//! Pure.
+//! Measures how many prompt tokens a rank of the engine computes per second (its prefill rate).
+//!
+//! The engine has two counters: the prompt tokens it has computed, and the time it took for them.
+//! The agent samples both periodically. The rate is the tokens divided by the time, summed over a
+//! sliding window of intervals between two samples.
 //!
 //! Every forward pass has a fixed cost, so short prompts look slow. The rate is meant for long
-//! prompts: each interval between two samples is weighted by its tokens.
+//! prompts. The sums suit that purpose, because an interval with more tokens has more weight. This
+//! module does no I/O and reads no clock.
 
 use std::time::Instant;
 
-/// Intervals with fewer tokens are ignored, because they measure the cost of a pass. At 20,000
-/// tokens/s such an interval takes less than 13 ms, and a pass may take 10 ms whatever it contains.
-const STRETCH_TOKENS_MIN: u64 = 256;
-/// The rate is not reported before this many tokens were measured: several intervals, so that a
-/// single disturbed one doesn't decide.
-const TOLD_TOKENS_MIN: u64 = 1024;
-/// The size of the sliding window. What was measured this many tokens ago weighs a third of what is
-/// new: a few long prompts, so that the rate follows the load and not the last prompt.
+/// An interval with fewer tokens is ignored, because it measures mostly the fixed cost of a pass.
+/// At 20,000 tokens/s, 256 tokens take 13 ms, and the fixed cost may be 10 ms.
+const INTERVAL_TOKENS_MIN: u64 = 256;
+/// The rate is not reported before this many tokens were measured. So one disturbed short interval
+/// doesn't determine the rate alone.
+const REPORTED_TOKENS_MIN: u64 = 1024;
+/// The size of the sliding window, in tokens. A measurement that is this many tokens old has about
+/// a third of the weight of a new one. The window holds a few long prompts, so the rate follows the
+/// load and not a single prompt.
 const WINDOW_TOKENS: u64 = 1 << 17;
-/// The time is kept at a finer unit than it is counted in. Scaling it to the window at every sample
-/// then changes a rate by less than one token.
+/// Femtoseconds per microsecond. The engine counts microseconds, and the window keeps femtoseconds.
+/// Because of this, the rounding when the sums are scaled to the window changes the rate by less
+/// than one token per second.
 const FS_PER_US: u128 = 1_000_000_000;
 
 /// The prefill rate of one rank.
 #[derive(Debug, Clone, Default)]
 pub struct PrefillRate {
-    /// The counters at the last sample: tokens and microseconds.
-    last: Option<(u64, u64)>,
-    /// Tokens measured, at most [`WINDOW_TOKENS`].
+    /// The counters at the newest sample: tokens and microseconds. `None` before the first sample.
+    counters: Option<(u64, u64)>,
+    /// The tokens in the window, at most [`WINDOW_TOKENS`].
     tokens: u64,
-    /// The engine's time for these tokens, in femtoseconds.
+    /// The engine's time for the tokens in the window, in femtoseconds.
     busy_fs: u128,
-    measured: Option<Instant>,
+    /// When the newest interval in the window ended; `None` if the window is empty.
+    measured_at: Option<Instant>,
 }
 
 impl PrefillRate {
-    /// Takes the engine's counters. If they have decreased, the engine was restarted and measuring
-    /// begins again.
+    /// Adds the interval from the previous sample to this one. If a counter has decreased, the
+    /// engine was restarted, and the window is emptied.
     pub fn record_sample(&mut self, at: Instant, tokens_total: u64, busy_us_total: u64) {
-        let now = (tokens_total, busy_us_total);
-        let Some((tokens_before, busy_before)) = self.last.replace(now) else { return };
+        let counters = (tokens_total, busy_us_total);
+        let Some((tokens_before, busy_before)) = self.counters.replace(counters) else { return };
         let tokens = tokens_total.checked_sub(tokens_before);
         let (Some(tokens), Some(busy_us)) = (tokens, busy_us_total.checked_sub(busy_before)) else {
-            *self = Self { last: Some(now), ..Self::default() };
+            *self = Self { counters: Some(counters), ..Self::default() };
             return;
         };
-        if tokens < STRETCH_TOKENS_MIN || busy_us == 0 {
+        if tokens < INTERVAL_TOKENS_MIN || busy_us == 0 {
             return;
         }
-        // Sums are used, not a mean of rates: after a stall, the engine counts a prefill that took
-        // no time.
+        // The tokens and the times are summed. A mean of the intervals' rates would be wrong,
+        // because after a stall the engine counts tokens that took no time.
         self.tokens = self.tokens.saturating_add(tokens);
         self.busy_fs = self.busy_fs.saturating_add(u128::from(busy_us) * FS_PER_US);
         if self.tokens > WINDOW_TOKENS {
-            let shrunk = self.busy_fs.saturating_mul(u128::from(WINDOW_TOKENS));
-            // Rounded up, so that the rate is never reported too high.
-            self.busy_fs = shrunk.div_ceil(u128::from(self.tokens));
+            // Scale both sums down to the window's size.
+            let scaled_fs = self.busy_fs.saturating_mul(u128::from(WINDOW_TOKENS));
+            // The time is rounded up, so that the rate is never reported too high.
+            self.busy_fs = scaled_fs.div_ceil(u128::from(self.tokens));
             self.tokens = WINDOW_TOKENS;
         }
-        self.measured = Some(at);
+        self.measured_at = Some(at);
         debug_assert!(self.is_sound(), "{self:?}");
     }
 
@@ -63,15 +71,15 @@ impl PrefillRate {
     /// `None` until enough tokens were measured.
     #[must_use]
     pub fn tokens_per_s(&self) -> Option<(u64, Instant)> {
-        if self.tokens < TOLD_TOKENS_MIN {
+        if self.tokens < REPORTED_TOKENS_MIN {
             return None;
         }
         let rate = u128::from(self.tokens) * 1_000_000 * FS_PER_US / self.busy_fs.max(1);
-        Some((u64::try_from(rate).unwrap_or(u64::MAX).max(1), self.measured?))
+        Some((u64::try_from(rate).unwrap_or(u64::MAX).max(1), self.measured_at?))
     }
 
     fn is_sound(&self) -> bool {
-        self.tokens <= WINDOW_TOKENS && (self.tokens > 0) == self.measured.is_some()
+        self.tokens <= WINDOW_TOKENS && (self.tokens > 0) == self.measured_at.is_some()
     }
 }
 
