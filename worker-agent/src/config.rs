@@ -1,6 +1,12 @@
-//! The agent's settings, their defaults and the reasons for the defaults.
+//! Defines the agent's settings, their defaults, and the reasons for the defaults.
 //!
-//! Settings come from a TOML file, the environment and flags; later sources take precedence.
+//! Settings come from a TOML file, the environment and flags. A flag takes precedence over the
+//! environment, and the environment over the file.
+//!
+//! The settings use these words. A *session* is a chain of *turns* (one request and its answer
+//! each) that share a growing prefix. A *pinned* session keeps its KV and a request row in the
+//! engine between turns. The *shim* is Berth's part inside the engine. It can *trim* a full
+//! history: the engine then gets only the part that the session doesn't hold.
 
 pub mod selector;
 
@@ -13,14 +19,14 @@ use service::settings::{self, Problems};
 
 use self::selector::Selector;
 
-/// How long the agent waits for the engine to end an aborted turn. The engine acknowledges an abort
-/// after its current step, which takes seconds at most.
+/// How long the agent waits for the engine to end an aborted turn. The engine ends the turn after
+/// its current step, which takes seconds at most.
 pub const ABORT_MAX: Duration = Duration::from_secs(15);
 
 /// The longest name of an agent, in bytes. The name is part of session ids inside the engine.
 pub const WORKER_ID_BYTES_MAX: usize = 128;
-/// Renamed settings: the old name, which is refused, and the new one.
-const RENAMED: [(&str, &str); 1] = [("piece_ms", "prefill_stage_ms")];
+/// Renamed settings: the old name and the new name. The old name is refused.
+const RENAMED_SETTINGS: [(&str, &str); 1] = [("piece_ms", "prefill_stage_ms")];
 
 /// Command-line flags, and the environment variables read with them.
 #[derive(Debug, Parser)]
@@ -98,7 +104,7 @@ pub struct KvArgs {
 pub struct Config {
     /// The engine's base URL.
     pub engine: String,
-    /// The name of this agent, unique in the fleet; empty: the control address.
+    /// The name of this agent, unique in the fleet. Empty: the control address.
     pub worker_id: String,
     /// The address for turns (HTTP).
     pub data_addr: SocketAddr,
@@ -122,52 +128,53 @@ pub struct Config {
     pub rows_reserve: u32,
     /// The share of each rank's pool that pinned sessions may hold, from 0 to 1.
     pub pin_budget_ratio: f64,
-    /// After this idle time, a pinned session's KV is released if other sessions need the room.
+    /// After this idle time, a pinned session's KV is freed if other sessions need the room.
     pub demote_idle_ms: u64,
-    /// Whether to pin sessions automatically. This applies to sessions whose next turns usually
-    /// come soon, if the shim can trim the full histories that their clients send. Such a session's
-    /// KV may be released after `demote_idle_ms` of idle time.
+    /// Whether to pin sessions automatically. A session is pinned if its next turns usually come
+    /// soon, and if the shim can trim the full histories that its client sends. The session's KV
+    /// may be freed after `demote_idle_ms` of idle time.
     pub auto_pin: bool,
     /// The time the engine takes for one stage of staged prefill. A long prompt is computed in
-    /// stages before its turn, so that a short prompt waits for at most one stage. 0 disables it:
-    /// every prompt is sent to the engine at once.
+    /// stages before its turn, so that a short prompt waits for at most one stage. With 0, there
+    /// are no stages, and every prompt is sent to the engine at once.
     pub prefill_stage_ms: u64,
-    /// The maximum number of turns inside the engine, per rank; further turns wait.
+    /// The maximum number of turns inside the engine, per rank. Further turns wait.
     pub turns_in_flight_max: u32,
-    /// The maximum number of turns that wait for room in the engine; further turns get 429.
+    /// The maximum number of turns that wait for room in the engine. Further turns get status 429.
     pub turns_queued_max: usize,
-    /// The maximum number of turns of one session that wait behind its running turn; further turns
-    /// get 409.
+    /// The maximum number of turns of one session that wait behind its running turn. Further turns
+    /// get status 409.
     pub turns_queued_per_session_max: u32,
-    /// The longest time a turn waits for room; then it gets 429.
+    /// The longest time that a turn waits for room. Then the turn gets status 429.
     pub queue_wait_ms_max: u64,
-    /// An engine is stuck if turns wait in it and it runs nothing for this long.
+    /// The engine counts as stuck if turns wait in it and it runs nothing for this long.
     pub stall_ms_max: u64,
-    /// The interval at which every page of the pool is audited; 0: only on demand.
+    /// The interval at which every page of the KV pool is audited. 0: only on demand.
     pub audit_interval_s: u64,
-    /// The shortest time between two requests to publish the engine's radix tree again, after KV
-    /// events were lost.
+    /// The shortest time between two requests to the shim to publish the engine's radix tree again.
+    /// The agent requests that after it has missed KV events.
     pub republish_interval_ms: u64,
-    /// The path at which the engine publishes its row table (BERTH_KV_TABLE in its environment),
-    /// for audits from the agent's process by CUDA IPC; empty: audits are made inside the engine.
+    /// The path at which the engine publishes its row table, which is BERTH_KV_TABLE in the
+    /// engine's environment. With it, the agent's process makes the periodic audits, and reads the
+    /// engine's GPU memory by CUDA IPC. Empty: all audits are made inside the engine.
     pub audit_table: PathBuf,
-    /// The folder of the journal of open sessions and of the shim's socket. It must be the same for
-    /// every agent of an engine. Empty: `/tmp/berth-<uid>`.
+    /// The folder for the journal (the file that lists the open sessions) and for the shim's
+    /// socket. It must be the same for every agent of an engine. Empty: `/tmp/berth-<uid>`.
     pub state_dir: PathBuf,
     /// The path of the socket on which the agent listens for the engine's shim. Empty:
     /// `engine-<port>.sock` in `state_dir`. The shim finds that path without configuration if
     /// `state_dir` is empty too.
     pub shim_socket: PathBuf,
-    /// The longest request body.
+    /// The longest request body, in bytes.
     pub body_bytes_max: usize,
-    /// The total bytes of request bodies in memory.
+    /// The maximum bytes of all request bodies in memory together.
     pub body_bytes_in_flight_max: usize,
-    /// The size of the model's vocabulary; 0: read from the model's config.json.
+    /// The size of the model's vocabulary. 0: the agent reads it from the model's config.json.
     pub vocabulary: u32,
-    /// The engine's GPUs or MIG slices, by UUID, NVML index or PCI address; empty: the devices that
+    /// The engine's GPUs or MIG slices, by UUID, NVML index or PCI address. Empty: the devices that
     /// the engine's processes run on, if the shim reports those processes.
     pub devices: Vec<String>,
-    /// The path of the NVML library; empty: the loader finds the driver's own.
+    /// The path of the NVML library. Empty: the loader finds the driver's own library.
     pub nvml_library: PathBuf,
     /// Whether to read the GPUs' performance counters too.
     pub gpm: bool,
@@ -192,28 +199,28 @@ impl Default for Config {
             drain_ms_max: 30_000,
             // 99.5 % of a coding agent's turns follow within an hour of the previous turn.
             session_idle_ms_max: 3_600_000,
-            // If all rows are held, the engine stops for good. One free row is the least that
-            // prevents it.
+            // If pinned sessions hold all rows, the engine can never run a request again. One free
+            // row is enough to prevent that.
             rows_reserve: 1,
             // The rest of the pool is for running turns.
             pin_budget_ratio: 0.7,
             // 87 % of a coding agent's turns follow the previous turn within this time.
             demote_idle_ms: 120_000,
-            // A pin guarantees the reuse that the radix tree only makes likely, and yields its room
-            // to others.
+            // The radix tree makes it only likely that a session's KV is reused, and a pin makes it
+            // sure. The cost is low, because a pinned session yields its room after some idle time.
             auto_pin: true,
-            // A user's attention doesn't wander in this time. In `berth-sim`, where each stage
-            // costs its prompt 10 ms for another request, a value of 0.4 s loses more to that cost,
-            // and 0.8 s loses more to waiting.
+            // A user's attention doesn't wander in this time. In the simulation `berth-sim`, each
+            // stage costs 10 ms more than its tokens. There, stages of 0.4 s are worse because of
+            // that cost, and stages of 0.8 s are worse because short prompts wait longer.
             prefill_stage_ms: 600,
-            // More than any engine's useful batch size, and less than its number of rows.
+            // This is more than any engine's useful batch size, and less than its number of rows.
             turns_in_flight_max: 512,
-            // Ten seconds of work for an engine that ends 100 turns per second.
+            // This is ten seconds of work for an engine that ends 100 turns per second.
             turns_queued_max: 1024,
             turns_queued_per_session_max: 0,
             // Clients of coding agents give up after a minute or two.
             queue_wait_ms_max: 60_000,
-            // Longer than any prefill step.
+            // This is longer than any prefill step.
             stall_ms_max: 10_000,
             // An audit takes well under a millisecond of the scheduler's thread.
             audit_interval_s: 10,
@@ -221,7 +228,8 @@ impl Default for Config {
             // engine's scheduler, which is 5 % of this interval. With 16 tokens per page it takes
             // 0.1 s.
             republish_interval_ms: 30_000,
-            // Audits from the agent need a CUDA context, which takes about 0.5 GiB of GPU memory.
+            // It is off by default, because it needs a CUDA context in the agent's process. The
+            // context takes about 0.5 GiB of GPU memory.
             audit_table: PathBuf::new(),
             state_dir: PathBuf::new(),
             shim_socket: PathBuf::new(),
@@ -230,7 +238,8 @@ impl Default for Config {
             vocabulary: 0,
             devices: vec![],
             nvml_library: PathBuf::new(),
-            // Most fleets run DCGM, whose readings a second reader can disturb.
+            // Most fleets run DCGM, which reads these counters too. A second reader can disturb the
+            // readings of the first.
             gpm: false,
         }
     }
@@ -242,7 +251,8 @@ impl Config {
     /// # Errors
     /// All problems at once.
     pub fn load(args: Args) -> Result<Self, Problems> {
-        let (mut config, mut problems) = settings::load::<Self>(args.config.as_deref(), &RENAMED);
+        let (mut config, mut problems) =
+            settings::load::<Self>(args.config.as_deref(), &RENAMED_SETTINGS);
         config.engine = args.engine.unwrap_or(config.engine);
         config.worker_id = args.worker_id.unwrap_or(config.worker_id);
         config.data_addr = args.data_addr.unwrap_or(config.data_addr);
@@ -259,7 +269,7 @@ impl Config {
         if !self.state_dir.as_os_str().is_empty() {
             return self.state_dir.clone();
         }
-        let uid = std::fs::metadata("/proc/self").map_or(0, |own| own.uid());
+        let uid = std::fs::metadata("/proc/self").map_or(0, |process| process.uid());
         PathBuf::from(format!("/tmp/berth-{uid}"))
     }
 
@@ -272,29 +282,33 @@ impl Config {
         self.state_dir().join(format!("engine-{}.sock", self.engine_port()))
     }
 
-    /// Returns the engine's port. The agent's files for the engine are named by it, because the
-    /// port is all that the shim inside the engine knows of the engine's address.
+    /// Returns the engine's port. The names of the agent's files for the engine contain the port,
+    /// because it is the only part of the engine's address that the shim knows too.
     #[must_use]
     pub fn engine_port(&self) -> u16 {
         self.engine_uri().port_u16().unwrap_or(80)
     }
 
     fn check(&self, problems: &mut Vec<String>) {
-        let mut need = |good: bool, problem: &str| {
-            if !good {
+        let mut require = |is_valid: bool, problem: &str| {
+            if !is_valid {
                 problems.push(problem.to_owned());
             }
         };
-        let base = self.engine.parse::<Uri>().ok();
-        let base = base.filter(|uri| {
+        let engine_uri = self.engine.parse::<Uri>().ok();
+        let engine_uri = engine_uri.filter(|uri| {
             uri.scheme_str() == Some("http") && uri.authority().is_some() && uri.path() == "/"
         });
-        need(base.is_some(), "engine must be a URL like http://127.0.0.1:30000");
-        let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"._:-".contains(&byte);
-        let id = self.worker_id.len() <= WORKER_ID_BYTES_MAX && self.worker_id.bytes().all(plain);
-        need(id, "worker_id must have at most 128 letters, digits and . _ : -");
-        let named = !self.worker_id.is_empty() || !self.control_addr.ip().is_unspecified();
-        need(named, "worker_id is needed where control_addr names no host: it must be unique");
+        require(engine_uri.is_some(), "engine must be a URL like http://127.0.0.1:30000");
+        let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"._:-".contains(&byte);
+        let is_valid_id =
+            self.worker_id.len() <= WORKER_ID_BYTES_MAX && self.worker_id.bytes().all(is_plain);
+        require(is_valid_id, "worker_id must have at most 128 letters, digits and . _ : -");
+        let is_named = !self.worker_id.is_empty() || !self.control_addr.ip().is_unspecified();
+        require(
+            is_named,
+            "worker_id is needed where control_addr names no host: it must be unique",
+        );
         for (key, value) in [
             ("report_interval_ms", self.report_interval_ms),
             ("load_interval_ms", self.load_interval_ms),
@@ -304,29 +318,32 @@ impl Config {
             ("queue_wait_ms_max", self.queue_wait_ms_max),
             ("stall_ms_max", self.stall_ms_max),
         ] {
-            need((1..=7 * 86_400_000).contains(&value), &format!("{key} must be 1 to 7 days"));
+            require((1..=7 * 86_400_000).contains(&value), &format!("{key} must be 1 to 7 days"));
         }
-        let republish = (100..=7 * 86_400_000).contains(&self.republish_interval_ms);
-        need(republish, "republish_interval_ms must be 100 to 7 days");
-        need(self.prefill_stage_ms <= 60_000, "prefill_stage_ms must be 0 to 60000");
-        let can = self.audit_table.as_os_str().is_empty() || cfg!(feature = "cuda");
-        need(can, "audit_table needs an agent with CUDA: cargo build --features cuda");
-        need(self.audit_interval_s <= 86_400, "audit_interval_s must be 0 to 86400");
-        need(
+        let is_in_range = (100..=7 * 86_400_000).contains(&self.republish_interval_ms);
+        require(is_in_range, "republish_interval_ms must be 100 to 7 days");
+        require(self.prefill_stage_ms <= 60_000, "prefill_stage_ms must be 0 to 60000");
+        let can_audit = self.audit_table.as_os_str().is_empty() || cfg!(feature = "cuda");
+        require(can_audit, "audit_table needs an agent with CUDA: cargo build --features cuda");
+        require(self.audit_interval_s <= 86_400, "audit_interval_s must be 0 to 86400");
+        require(
             self.rows_reserve >= 1,
             "rows_reserve must be at least 1: a full engine never recovers",
         );
-        let ratio = (0.0..=1.0).contains(&self.pin_budget_ratio);
-        need(ratio, "pin_budget_ratio must be between 0 and 1");
-        need((1..=65_536).contains(&self.turns_queued_max), "turns_queued_max must be 1 to 65536");
-        let turns = (1..=65_536).contains(&self.turns_in_flight_max);
-        need(turns, "turns_in_flight_max must be 1 to 65536");
-        need(self.body_bytes_max >= 1024, "body_bytes_max must be at least 1024");
-        let room = self.body_bytes_in_flight_max >= self.body_bytes_max;
-        need(room, "body_bytes_in_flight_max must be at least body_bytes_max");
+        let is_ratio = (0.0..=1.0).contains(&self.pin_budget_ratio);
+        require(is_ratio, "pin_budget_ratio must be between 0 and 1");
+        require(
+            (1..=65_536).contains(&self.turns_queued_max),
+            "turns_queued_max must be 1 to 65536",
+        );
+        let is_in_range = (1..=65_536).contains(&self.turns_in_flight_max);
+        require(is_in_range, "turns_in_flight_max must be 1 to 65536");
+        require(self.body_bytes_max >= 1024, "body_bytes_max must be at least 1024");
+        let fits_a_body = self.body_bytes_in_flight_max >= self.body_bytes_max;
+        require(fits_a_body, "body_bytes_in_flight_max must be at least body_bytes_max");
         for device in &self.devices {
             if let Err(error) = device.parse::<Selector>() {
-                need(false, &format!("devices: {error}"));
+                require(false, &format!("devices: {error}"));
             }
         }
     }
@@ -344,12 +361,13 @@ pub fn ms(value: u64) -> Duration {
     Duration::from_millis(value)
 }
 
-/// Returns the engine's API key as a header value, or `None` if it is unset or empty. As a secret,
-/// it is read only from the environment. White space around it is removed, because files and secret
-/// stores often add a line feed.
+/// Returns the engine's API key as a header value, or `None` if the key is unset or empty.
+///
+/// The key is a secret, so it is read only from the environment. White space around the key is
+/// removed, because files and secret stores often add a line feed.
 ///
 /// # Errors
-/// If a header can't carry the key. Without it the engine would answer 401 to every request.
+/// If a header can't carry the key. Without the key, the engine would answer 401 to every request.
 pub fn engine_api_key() -> Result<Option<HeaderValue>, &'static str> {
     let unusable = "BERTH_ENGINE_API_KEY has characters that a header can't carry: set it to what \
                     the engine's --api-key is";

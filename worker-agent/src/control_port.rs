@@ -1,7 +1,11 @@
-//! The control port: the gRPC service for routers.
+//! Serves the control port: the gRPC service through which routers watch and control an agent.
 //!
-//! It runs on a thread and a runtime of its own, so that neither a large body nor a busy stream
-//! delays a load report.
+//! Routers get load reports and all changes of sessions (chains of turns that share a prefix), of
+//! the blocks of resident KV, and the model's tokenizer files. They can open and close sessions and
+//! request audits of the KV pool.
+//!
+//! The service has its own thread and runtime. So large bodies and busy streams on the data port
+//! don't delay a load report.
 
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 
@@ -26,19 +30,20 @@ use crate::{
     session,
 };
 
-/// The number of sessions in one part of the session table.
+/// The number of sessions in one message of the session table, which is sent to each new watcher.
 const SESSIONS_PER_PART: usize = 1000;
-/// The maximum number of queued events for one watcher. A watcher that reads too slowly fills this
-/// queue, falls behind in the queue of changes, and is disconnected.
-const EVENTS: usize = 64;
-/// The maximum number of queued file parts for one router: one MiB in all.
-const PARTS: usize = 4;
-/// How long a router may take no part of a file before the transfer ends.
-const PART_MAX: Duration = Duration::from_secs(20);
+/// The maximum number of queued events for one watcher. If a watcher reads too slowly, this queue
+/// is full, and changes of sessions wait in the owner task's queue. When that is full too, the
+/// watcher is disconnected.
+const EVENTS_QUEUED_MAX: usize = 64;
+/// The maximum number of queued file parts for one router. Together they have at most one MiB.
+const PARTS_QUEUED_MAX: usize = 4;
+/// The longest time that a router may take no part of a file. After it, the transfer ends.
+const PART_WAIT_MAX: Duration = Duration::from_secs(20);
 /// The maximum number of routers that fetch files at once. Each occupies a thread of the agent.
 const FETCHES_MAX: usize = 4;
-/// The interval and the time limit of keepalive pings, by which the death of a watcher's host is
-/// detected.
+/// The interval of keepalive pings, and the time limit for their answers. The pings detect that a
+/// watcher's host has died.
 const KEEPALIVE: Duration = Duration::from_secs(5);
 
 /// The gRPC service.
@@ -47,8 +52,11 @@ struct Service {
     agent: AgentHandle,
     kv: KvHandle,
     epoch: u64,
+    /// The model's tokenizer files; `None` until they are found.
     files: watch::Receiver<Option<Arc<model_files::FoundFiles>>>,
+    /// Has a permit for each further transfer of files.
     fetches: Arc<Semaphore>,
+    /// The tasks that send events to watchers.
     tasks: Tasks,
 }
 
@@ -90,7 +98,8 @@ pub fn start(
                     tokio_stream::wrappers::TcpListenerStream::new(listener),
                     async {
                         token.cancelled().await;
-                        // Watchers' streams don't end by themselves.
+                        // The streams of watchers don't end by themselves, and the server waits for
+                        // them.
                         tasks.cancel();
                     },
                 );
@@ -102,8 +111,8 @@ pub fn start(
     Ok(addr)
 }
 
-/// Maps the agent's errors to gRPC. As gRPC has few codes, the data port's refusal code is sent
-/// along as metadata.
+/// Maps an error of the owner task to a gRPC status. As gRPC has few codes, the metadata also names
+/// the refusal code that the data port uses for the error.
 fn to_status(error: &owner::Error) -> Status {
     use session::Error as E;
     let text = error.to_string();
@@ -198,8 +207,8 @@ impl server::WorkerAgent for Service {
         _: Request<v1::WatchLoadRequest>,
     ) -> Result<Response<Self::WatchLoadStream>, Status> {
         let watch = self.agent.watch().await.map_err(|error| to_status(&error))?;
-        let (sender, receiver) = mpsc::channel(EVENTS);
-        let events = Events { sender, epoch: self.epoch, sequence: 0 };
+        let (sender, receiver) = mpsc::channel(EVENTS_QUEUED_MAX);
+        let events = EventSender { sender, epoch: self.epoch, next_sequence: 0 };
         let token = self.tasks.token();
         self.tasks.spawn(async move {
             tokio::select! {
@@ -216,10 +225,10 @@ impl server::WorkerAgent for Service {
         request: Request<v1::AuditRequest>,
     ) -> Result<Response<v1::AuditResponse>, Status> {
         let watch = self.agent.watch().await.map_err(|error| to_status(&error))?;
-        let known = watch.report.borrow().ranks.len();
+        let rank_count = watch.report.borrow().ranks.len();
         let dp_ranks: Vec<u32> = match request.into_inner().dp_rank {
             Some(dp_rank) => vec![dp_rank],
-            None => (0..).take(known).collect(),
+            None => (0..).take(rank_count).collect(),
         };
         let mut ranks = vec![];
         for dp_rank in dp_ranks {
@@ -235,8 +244,8 @@ impl server::WorkerAgent for Service {
         &self,
         _: Request<v1::WatchKvRequest>,
     ) -> Result<Response<Self::WatchKvStream>, Status> {
-        // The messages are made on a thread of their own. This runtime only encodes them, at most
-        // 256 KiB at a time when the watcher has room; that takes a tenth of a millisecond.
+        // Another thread makes the messages. This runtime only encodes them, when the watcher has
+        // room. A message has at most 256 KiB, which takes a tenth of a millisecond.
         Ok(Response::new(ReceiverStream::new(self.kv.watch()?)))
     }
 
@@ -254,18 +263,17 @@ impl server::WorkerAgent for Service {
         let permit = Arc::clone(&self.fetches).try_acquire_owned();
         let permit =
             permit.map_err(|_| Status::resource_exhausted("too many transfers; try again"))?;
-        let (sender, receiver) = mpsc::channel(PARTS);
+        let (sender, receiver) = mpsc::channel(PARTS_QUEUED_MAX);
         // Reading waits for the disk and for the router, so it runs on a blocking thread.
         tokio::task::spawn_blocking(move || {
             let _permit = permit;
-            // A router that takes nothing must not keep others from fetching.
             let runtime = tokio::runtime::Handle::current();
-            let take = |part| {
-                let taken = tokio::time::timeout(PART_MAX, sender.send(Ok(part)));
-                matches!(runtime.block_on(taken), Ok(Ok(())))
+            let send_part = |part| {
+                // The time limit frees the thread and the permit if the router takes nothing.
+                let sent = tokio::time::timeout(PART_WAIT_MAX, sender.send(Ok(part)));
+                matches!(runtime.block_on(sent), Ok(Ok(())))
             };
-            let sent = files.read(take);
-            if let Err(error) = sent {
+            if let Err(error) = files.read(send_part) {
                 tracing::warn!(%error, "can't send the model's files to a router");
                 let _ = sender.blocking_send(Err(Status::failed_precondition(error.to_string())));
             }
@@ -295,28 +303,30 @@ fn rank_audit(dp_rank: u32, audit: Result<RankPages, audit::Error>) -> v1::RankA
     v1::RankAudit { dp_rank, pages: Some(audit.pages.into()), sessions, ..Default::default() }
 }
 
-/// The sending half of one watcher's stream.
-struct Events {
+/// Sends events to one watcher.
+struct EventSender {
     sender: mpsc::Sender<Result<v1::LoadEvent, Status>>,
+    /// Identifies the agent process.
     epoch: u64,
-    sequence: u64,
+    /// The number of the next event. The watcher notices by it that an event is missing.
+    next_sequence: u64,
 }
 
-/// The watcher has disconnected.
+/// Says that the watcher has disconnected or that the agent stops.
 struct WatcherGone;
 
-impl Events {
+impl EventSender {
     async fn send(&mut self, event: Event) -> Result<(), WatcherGone> {
         let event =
-            v1::LoadEvent { epoch: self.epoch, sequence: self.sequence, event: Some(event) };
-        self.sequence += 1;
+            v1::LoadEvent { epoch: self.epoch, sequence: self.next_sequence, event: Some(event) };
+        self.next_sequence += 1;
         self.sender.send(Ok(event)).await.map_err(|_| WatcherGone)
     }
 }
 
-/// Sends the description, the session table, and then all changes, until the watcher disconnects or
-/// falls behind.
-async fn stream_events(mut watch: Watch, mut events: Events) -> Result<(), WatcherGone> {
+/// Sends the description and the session table to a watcher, and then all reports and changes.
+/// Returns when the watcher disconnects or falls behind.
+async fn stream_events(mut watch: Watch, mut events: EventSender) -> Result<(), WatcherGone> {
     let described = tokio::select! {
         biased;
         () = events.sender.closed() => return Err(WatcherGone),
@@ -355,24 +365,26 @@ async fn stream_events(mut watch: Watch, mut events: Events) -> Result<(), Watch
     }
 }
 
+/// Waits for the next value. Returns `None` if no value can come any more.
 async fn next_value<T: Clone>(receiver: &mut watch::Receiver<T>) -> Option<T> {
     receiver.changed().await.ok()?;
     Some(receiver.borrow_and_update().clone())
 }
 
+/// Sends the session table in messages of at most [`SESSIONS_PER_PART`] sessions.
 async fn send_table(
     sessions: Vec<proto::load::Session>,
-    events: &mut Events,
+    events: &mut EventSender,
 ) -> Result<(), WatcherGone> {
-    let mut rest: Vec<v1::Session> = sessions.into_iter().map(Into::into).collect();
+    let mut part: Vec<v1::Session> = sessions.into_iter().map(Into::into).collect();
     loop {
-        let after = rest.split_off(rest.len().min(SESSIONS_PER_PART));
-        let last = after.is_empty();
-        events.send(Event::Sessions(v1::SessionTable { sessions: rest, last })).await?;
+        let rest = part.split_off(part.len().min(SESSIONS_PER_PART));
+        let last = rest.is_empty();
+        events.send(Event::Sessions(v1::SessionTable { sessions: part, last })).await?;
         if last {
             return Ok(());
         }
-        rest = after;
+        part = rest;
     }
 }
 

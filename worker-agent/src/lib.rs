@@ -1,16 +1,21 @@
-//! Berth's worker agent: one process beside one SGLang engine.
+//! Runs Berth's worker agent: one process that keeps the sessions of one SGLang engine beside it.
 //!
-//! It owns the engine's KV sessions, passes turns through, accounts for the KV pool, and reports to
-//! routers.
+//! A *session* is a chain of turns that share a growing prefix, and a *turn* is one request and its
+//! answer. The agent passes turns to the engine, keeps sessions' KV in the engine, accounts for the
+//! KV pool, and reports to routers.
 //!
-//! A turn takes this path: [`data_port::turn`] claims its session from the [`owner`] task, whose
-//! [`session`] table decides. [`data_port::request`] adds Berth's keys to the body, [`engine`]
-//! sends it, and [`data_port::response_scanner`] scans the response; then the turn's lease ends. If
-//! the router requested it, [`staged_prefill`] has computed most of the prompt before.
-//! [`owner::engine_monitor`] monitors the engine, [`ledger`] keeps the account of the pool,
-//! [`control_port`] reports to routers, and [`engine::model_files`] finds the tokenizer files.
+//! A turn takes this path:
+//! 1. If its router asked for it, [`staged_prefill`] has computed most of the prompt before.
+//! 2. [`data_port::turn`] claims the turn's session from the [`owner`] task, whose [`session`]
+//!    table decides whether the turn may run.
+//! 3. [`data_port::request`] adds Berth's keys to the body, and [`engine`] sends the turn.
+//! 4. [`data_port::response_scanner`] scans the response. At its end, the claim ends too.
 //!
-//! Not in this crate: placement, other workers, prompts and transcripts.
+//! Beside the turns, [`owner::engine_monitor`] polls the engine, [`ledger`] keeps the account of
+//! the pool, [`control_port`] reports to routers, and [`engine::model_files`] finds the model's
+//! tokenizer files. [`shim`] talks to the *shim*, Berth's Python part inside the engine.
+//!
+//! The agent doesn't place turns on workers, doesn't know other workers, and stores no prompts.
 
 pub mod audit;
 pub mod cli;
@@ -58,17 +63,20 @@ use crate::{
     staged_prefill_queue::Queues,
 };
 
-/// The maximum number of client connections: more than eight GPUs run and queue by default. A
-/// process's file descriptors suffice for it and for the connections to the engine.
-const TURNS_CONNECTED_MAX: usize = 8192;
-/// The time limit for connecting to the engine. It is on this host, so a connect takes microseconds
-/// or fails.
+/// The maximum number of connections to the data port. With the default settings, the turns that
+/// eight GPUs run and queue are fewer. A process has enough file descriptors for these connections
+/// and for those to the engine.
+const CLIENT_CONNECTIONS_MAX: usize = 8192;
+/// The time limit for connecting to the engine. The engine is on this host, so a connection takes
+/// microseconds or fails.
 const CONNECT_MAX: Duration = Duration::from_secs(1);
-/// The maximum number of queued shim reports. Newer states replace older ones before this queue.
-const SHIM_NEWS_QUEUE: usize = 64;
-/// The maximum number of queued trim plans. The owner task takes microseconds for each.
-const TRIM_NEWS_QUEUE: usize = 64;
-/// How long tasks may take to end at shutdown.
+/// The maximum number of queued shim reports. A small queue is enough: while it is full, the reader
+/// of the shim's messages keeps only the newest state of the pool and of each session.
+const SHIM_NEWS_QUEUED_MAX: usize = 64;
+/// The maximum number of queued messages from the trimmer, which compares full histories with their
+/// sessions inside the engine. The owner task takes microseconds for each.
+const TRIM_NEWS_QUEUED_MAX: usize = 64;
+/// The time limit for the tasks to end at shutdown.
 const STOP_MAX: Duration = Duration::from_secs(5);
 
 /// The bound ports of one agent.
@@ -124,8 +132,11 @@ pub enum Error {
     TaskEnded,
 }
 
-/// Runs one agent until `stop` is cancelled, then drains: takes nothing new, lets turns end, and
-/// closes every session at the engine. Port 0 and several agents in one process are supported.
+/// Runs one agent until `stop` is cancelled, then drains it: takes no new turns, lets running turns
+/// end, and closes every session at the engine.
+///
+/// `epoch` identifies this run of the agent, and must differ from every earlier run of the same
+/// agent. The listeners may have any free port, and several agents may run in one process.
 ///
 /// # Errors
 /// See [`Error`].
@@ -186,7 +197,7 @@ pub async fn run(
         metrics,
     };
     let turns_max = limits(&config).turns_everywhere_max() + config.turns_queued_max;
-    let turns_max = (turns_max + staged_prefill_queue::PROMPTS_MAX).min(TURNS_CONNECTED_MAX);
+    let turns_max = (turns_max + staged_prefill_queue::PROMPTS_MAX).min(CLIENT_CONNECTIONS_MAX);
     let runner = staged_prefill_runner(queues, &context).await;
     let app = data_port::app(context, runner.map_or_else(Router::new, Runner::routes));
     tasks.essential("data port", server::serve(data, app, turns_max, tasks.clone()));
@@ -200,9 +211,9 @@ pub async fn run(
 
 /// Drains the agent: running turns may continue for `limit`.
 async fn drain(agent: &AgentHandle, limit: Duration) {
-    // The time that aborts and closes may take after the limit is added.
-    let limit_in_all = limit + config::ABORT_MAX;
-    if tokio::time::timeout(limit_in_all, agent.drain(limit)).await.is_err() {
+    // After `limit`, the remaining turns are aborted and the sessions closed. That takes time too.
+    let total_limit = limit + config::ABORT_MAX;
+    if tokio::time::timeout(total_limit, agent.drain(limit)).await.is_err() {
         tracing::warn!("the drain timed out; some sessions may be left open at the engine");
     }
 }
@@ -259,12 +270,13 @@ fn start_agent(
         auto_pin: config.auto_pin,
         guards: Guards::default(),
     };
-    // Must come first: the agent that holds the journal is in charge of the engine.
+    // The journal must be opened first, because it is a lock: only one agent at a time can hold it,
+    // and only that agent may use the engine and its shim.
     let journal = Journal::open(&config.state_dir(), &format!("engine-{}", config.engine_port()))?;
-    let (news, shim_news) = mpsc::channel(SHIM_NEWS_QUEUE);
-    let shim = shim::listen(&config.shim_socket(), news, tasks)?;
-    let (plans, trim_news) = mpsc::channel(TRIM_NEWS_QUEUE);
-    let trim = shim::trim::listen(&config.shim_socket(), plans, tasks)?;
+    let (shim_sender, shim_news) = mpsc::channel(SHIM_NEWS_QUEUED_MAX);
+    let shim = shim::listen(&config.shim_socket(), shim_sender, tasks)?;
+    let (trim_sender, trim_news) = mpsc::channel(TRIM_NEWS_QUEUED_MAX);
+    let trim = shim::trim::listen(&config.shim_socket(), trim_sender, tasks)?;
     let queues =
         (config.prefill_stage_ms > 0).then(|| Arc::new(Queues::new(config.prefill_stage_ms)));
     let setup = owner::OwnerSetup {
@@ -311,8 +323,8 @@ fn limits(config: &Config) -> Limits {
     }
 }
 
-/// Starts a task that updates readiness (ready while the engine answers) and metrics from load
-/// reports.
+/// Starts a task that derives the agent's readiness and the load metrics from each load report. The
+/// agent is ready while it can take turns. Returns the readiness; an error is the reason.
 async fn track_readiness(
     agent: &AgentHandle,
     metrics: &Metrics,
@@ -325,15 +337,15 @@ async fn track_readiness(
         loop {
             let report = watch.report.borrow_and_update().clone();
             metrics.set_load(&report);
-            let state = match (&report.unhealthy, report.draining) {
+            let new_state = match (&report.unhealthy, report.draining) {
                 (Some(reason), _) => Err(reason.clone()),
                 (None, true) => Err("draining".to_owned()),
                 (None, false) => Ok(()),
             };
             sender.send_if_modified(|ready| {
-                let changed = *ready != state;
-                *ready = state;
-                changed
+                let has_changed = *ready != new_state;
+                *ready = new_state;
+                has_changed
             });
             tokio::select! {
                 () = token.cancelled() => return,

@@ -1,4 +1,6 @@
-//! The entries of the setting `devices`: a UUID, an NVML index or a PCI address.
+//! Parses the entries of the setting `devices`: a GPU's UUID, NVML index or PCI address.
+//!
+//! Operators use the setting to say which GPUs the engine runs on.
 
 use std::{fmt, str::FromStr};
 
@@ -17,7 +19,7 @@ pub enum Selector {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PciAddress(u32, u8, u8, u8);
 
-/// The text is none of the three forms of a selector.
+/// Says that a text has none of the three forms of a [`Selector`].
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0:?} is no GPU: give a UUID (GPU-… or MIG-…), an index, or a PCI address")]
 pub struct Error(String);
@@ -25,15 +27,16 @@ pub struct Error(String);
 impl FromStr for PciAddress {
     type Err = Error;
 
-    /// Parses `0000:1b:00.0`, with a domain of four or eight digits, or `1b:00.0`.
+    /// Parses an address such as `0000:1b:00.0` or `1b:00.0`, where all numbers are hexadecimal.
+    /// Without a domain, the domain is 0.
     fn from_str(text: &str) -> Result<Self, Error> {
         let error = || Error(text.to_owned());
-        let byte = |text: &str| u8::from_str_radix(text, 16).map_err(|_| error());
-        let (place, function) = text.rsplit_once('.').ok_or_else(error)?;
-        let (place, device) = place.rsplit_once(':').ok_or_else(error)?;
-        let (domain, bus) = place.rsplit_once(':').unwrap_or(("0", place));
+        let parse_byte = |text: &str| u8::from_str_radix(text, 16).map_err(|_| error());
+        let (slot, function) = text.rsplit_once('.').ok_or_else(error)?;
+        let (domain_and_bus, device) = slot.rsplit_once(':').ok_or_else(error)?;
+        let (domain, bus) = domain_and_bus.rsplit_once(':').unwrap_or(("0", domain_and_bus));
         let domain = u32::from_str_radix(domain, 16).map_err(|_| error())?;
-        Ok(Self(domain, byte(bus)?, byte(device)?, byte(function)?))
+        Ok(Self(domain, parse_byte(bus)?, parse_byte(device)?, parse_byte(function)?))
     }
 }
 

@@ -1,7 +1,9 @@
-//! Checks the body of a turn and rewrites it for the engine. Pure.
+//! Checks the body of a turn (one request and its answer) and rewrites it for the engine.
 //!
-//! A body is refused if the engine would crash, answer 500, or harm another session. Otherwise the
-//! engine gets the client's bytes with only Berth's keys replaced.
+//! A body is refused if the engine would crash on it or answer 500, or if it would harm another
+//! session (chain of turns). Otherwise the engine gets the client's bytes, in which only the keys
+//! that Berth decides are replaced. These name the turn, its session and its DP rank. This module
+//! does no I/O.
 
 mod prompt_start;
 
@@ -27,11 +29,11 @@ use crate::session::{Need, PromptStart, Turn};
 #[derive(Debug)]
 pub struct ParsedRequest {
     kind: Kind,
-    /// The parts of the client's body to keep, and where the agent's members are inserted.
+    /// The new body: ranges of the client's body that are kept, and the place of Berth's members.
     parts: Vec<Part>,
     /// Upper bounds of what the turn needs.
     pub need: Need,
-    /// How the prompt begins; empty for a turn without a session.
+    /// Hashes of the prompt's beginning. Empty for a turn without a session.
     pub prompt_start: PromptStart,
     /// The request id that the client chose.
     pub client_rid: Option<String>,
@@ -43,10 +45,10 @@ pub struct ParsedRequest {
 const GENERATE_ANSWER_TOKENS: u64 = 128;
 /// The engine's default limit of generated tokens on `/v1/completions`.
 const COMPLETIONS_ANSWER_TOKENS: u64 = 16;
-/// The tokens that a chat template may add around messages, beyond the bytes of their JSON.
+/// The most tokens that a chat template adds to a prompt, beyond one token per byte of the body.
 const TEMPLATE_TOKENS: u64 = 256;
-/// The placeholder for the agent's members until their values are known.
-const MEMBERS: &str = "@";
+/// Stands for Berth's members in the rewritten body until their values are known.
+const MEMBERS_PLACEHOLDER: &str = "@";
 
 /// Parses and checks the body of a turn.
 ///
@@ -69,8 +71,8 @@ pub fn parse(
              or leave the session out",
         ));
     }
-    let waits = object.get("background").is_none_or(|value| value.get() != "true");
-    if in_session && kind == Kind::Responses && !waits {
+    let is_background = object.get("background").is_some_and(|value| value.get() == "true");
+    if in_session && kind == Kind::Responses && is_background {
         return Err(Refusal::bad_request(
             "background_in_session",
             "a turn of a session ends with its answer: leave `background` out, or the session",
@@ -78,9 +80,9 @@ pub fn parse(
     }
     let rid_key = kind.rid_key();
     let client_rid = rid_key.and_then(|key| object.get(key)).map(|rid| clip(rid.get()));
-    let mut owned = OWNED_KEYS.to_vec();
-    owned.extend(rid_key);
-    let parts = object.rewrite(&owned, MEMBERS);
+    let mut owned_keys = OWNED_KEYS.to_vec();
+    owned_keys.extend(rid_key);
+    let parts = object.rewrite(&owned_keys, MEMBERS_PLACEHOLDER);
     let prompt_start = if in_session {
         prompt_start::read_prompt_start(kind, &object)
     } else {
@@ -91,30 +93,32 @@ pub fn parse(
 }
 
 impl ParsedRequest {
-    /// Returns the body for the engine: the client's bytes with only Berth's keys replaced.
+    /// Returns the body for the engine, in parts. `bytes` is the client's body, of which only the
+    /// keys that Berth decides are replaced.
     #[must_use]
     pub fn body(&self, bytes: &Bytes, turn: &Turn, rid: &str) -> Vec<Bytes> {
         let members = added_members(self.kind, turn, rid);
         let parts = self.parts.iter().map(|part| match part {
             Part::Kept(range) => bytes.slice(range.clone()),
-            Part::New(text) => Bytes::from(text.replacen(MEMBERS, &members, 1)),
+            Part::New(text) => Bytes::from(text.replacen(MEMBERS_PLACEHOLDER, &members, 1)),
         });
         parts.collect()
     }
 }
 
-/// Returns upper bounds of what a turn needs. A text has at most one token per byte, plus the token
-/// that the tokenizer may put first. For routes with messages, the length of the whole body is the
-/// bound.
+/// Returns upper bounds of what a turn needs from the engine.
+///
+/// A text has at most one token per byte, plus one token that the tokenizer may put first. On all
+/// routes but `/generate`, the bound for the prompt is the length of the whole body.
 fn read_need(kind: Kind, object: &Object<'_>, body_bytes: usize) -> Need {
     if kind != Kind::Generate {
-        let limits = ["max_completion_tokens", "max_tokens", "max_output_tokens"];
+        let limit_keys = ["max_completion_tokens", "max_tokens", "max_output_tokens"];
         let default = (kind == Kind::Completions).then_some(COMPLETIONS_ANSWER_TOKENS);
         let parsed_number = |key: &&str| object.get(key).and_then(|value| value.get().parse().ok());
         return Need {
             prompt_tokens: body_bytes as u64 + TEMPLATE_TOKENS,
-            // If a request to `/v1/completions` sets no limit, the engine uses its own default.
-            answer_tokens: limits.iter().find_map(parsed_number).or(default),
+            // Of these routes, only `/v1/completions` has a default limit in the engine.
+            answer_tokens: limit_keys.iter().find_map(parsed_number).or(default),
             exact: false,
             ignores_eos: object.get("ignore_eos").is_some_and(|value| value.get() == "true"),
             resident_tokens: 0,
@@ -124,7 +128,7 @@ fn read_need(kind: Kind, object: &Object<'_>, body_bytes: usize) -> Need {
     let sampling = sampling.and_then(|params| Object::parse(params.get().as_bytes()).ok());
     let answer_tokens = match sampling.as_ref().and_then(|params| params.get("max_new_tokens")) {
         None => Some(GENERATE_ANSWER_TOKENS),
-        // `null` means as many tokens as fit.
+        // `null` isn't a number, so it becomes `None`: as many tokens as fit.
         Some(limit) => limit.get().parse().ok(),
     };
     let ids = object.get("input_ids").filter(|ids| ids.get().starts_with('['));
@@ -133,7 +137,8 @@ fn read_need(kind: Kind, object: &Object<'_>, body_bytes: usize) -> Need {
     let ignores_eos = sampling.as_ref().and_then(|params| params.get("ignore_eos"));
     let ignores_eos = ignores_eos.is_some_and(|value| value.get() == "true");
     if ["image_data", "video_data", "audio_data"].iter().any(|key| present(key).is_some()) {
-        // Only the engine knows how many tokens the media become; the context length is the bound.
+        // Only the engine knows how many tokens images, videos and sounds become. The prompt counts
+        // as longer than any context, so the context length limits it.
         let prompt_tokens = u64::from(u32::MAX);
         return Need {
             prompt_tokens,
@@ -151,9 +156,9 @@ fn read_need(kind: Kind, object: &Object<'_>, body_bytes: usize) -> Need {
             Need { prompt_tokens, answer_tokens, exact: true, ignores_eos, resident_tokens: 0 }
         }
         (_, text) => {
-            let text = text.or(ids).map_or(0, |text| text.get().len() as u64);
+            let text_bytes = text.or(ids).map_or(0, |text| text.get().len() as u64);
             Need {
-                prompt_tokens: text + 1,
+                prompt_tokens: text_bytes + 1,
                 answer_tokens,
                 exact: false,
                 ignores_eos,
@@ -173,7 +178,8 @@ fn added_members(kind: Kind, turn: &Turn, rid: &str) -> String {
     }
     if let Some(session) = &turn.session {
         let id = &session.incarnation;
-        // For a turn that the shim may trim, this is how the turn runs if the shim doesn't trim it.
+        // Berth's shim inside the engine may trim the turn, so that the engine gets only the part
+        // of the prompt that the session doesn't hold. If it doesn't, the turn runs as named here.
         match session.retention {
             Retention::Pinned => members.push(format!(r#""session_params":{{"id":"{id}"}}"#)),
             Retention::Tagged if kind.is_taggable() => {
@@ -192,7 +198,8 @@ fn malformed(error: &body::Error) -> Refusal {
 }
 
 /// Refuses unsupported keys of `session_params`. The engine answers 500 to keys that it doesn't
-/// know; `offset`, `replace` and `drop_previous_output` change the history of earlier turns.
+/// know. The keys `offset`, `replace` and `drop_previous_output` would change the history of
+/// earlier turns, which the agent doesn't support.
 fn check_session_params(object: &Object<'_>) -> Result<(), Refusal> {
     let Some(params) = object.get("session_params").filter(|params| params.get() != "null") else {
         return Ok(());
@@ -203,13 +210,13 @@ fn check_session_params(object: &Object<'_>) -> Result<(), Refusal> {
     };
     for member in params.members() {
         let key = member.key.as_str();
-        let unset = matches!(member.value.get(), "null" | "false");
-        let legal = match key {
+        let is_unset = matches!(member.value.get(), "null" | "false");
+        let is_legal = match key {
             "id" | "rid" => true,
-            "offset" | "replace" | "drop_previous_output" => unset,
+            "offset" | "replace" | "drop_previous_output" => is_unset,
             _ => false,
         };
-        if !legal {
+        if !is_legal {
             return refused(format!(
                 "session_params.{} isn't possible here: sessions only append. Send `id` alone; to \
                  change history, open a new session",
@@ -220,36 +227,40 @@ fn check_session_params(object: &Object<'_>) -> Result<(), Refusal> {
     Ok(())
 }
 
-/// Refuses invalid token ids. Ids outside the vocabulary crash the engine's process. A prompt is
-/// text, ids, or lists of either. The engine's own parser also converts `true` and `"1"` to ids, so
-/// mixed lists are refused.
+/// Refuses invalid token ids, because an id outside the vocabulary crashes the engine's process.
+///
+/// A prompt is a text, a list of ids, or a list of texts or of lists of ids. A list that mixes
+/// texts, ids or other values is refused, because the engine's parser also takes `true` and `"1"`
+/// for ids.
 fn check_ids(kind: Kind, object: &Object<'_>, vocabulary: Option<u32>) -> Result<(), Refusal> {
     let Some(value) = kind.token_ids_key().and_then(|key| object.get(key)) else { return Ok(()) };
     if !value.get().starts_with('[') {
         return Ok(());
     }
-    let limit = vocabulary.map_or(u64::from(u32::MAX), u64::from);
-    let texts_allowed = kind != Kind::Generate;
+    let vocabulary = vocabulary.map_or(u64::from(u32::MAX), u64::from);
+    let allows_texts = kind != Kind::Generate;
     match serde_json::Deserializer::from_str(value.get())
-        .deserialize_any(IdsVisitor { limit, texts_allowed })
+        .deserialize_any(IdsVisitor { vocabulary, allows_texts })
     {
         Ok(_) => Ok(()),
         Err(error) => {
             let text = error.to_string();
-            let outside = text.contains(OUTSIDE);
-            let code = if outside { "token_out_of_vocabulary" } else { "token_ids" };
+            let is_outside = text.contains(OUTSIDE_VOCABULARY);
+            let code = if is_outside { "token_out_of_vocabulary" } else { "token_ids" };
             Err(Refusal::bad_request(code, text))
         }
     }
 }
 
-const OUTSIDE: &str = "is outside the vocabulary";
+/// The part of the message by which [`check_ids`] recognizes this error of [`IdsVisitor`].
+const OUTSIDE_VOCABULARY: &str = "is outside the vocabulary";
 
 /// A visitor that checks a list of ids, or of lists of ids, without storing it.
 #[derive(Clone, Copy)]
 struct IdsVisitor {
-    limit: u64,
-    texts_allowed: bool,
+    /// The number of ids in the vocabulary.
+    vocabulary: u64,
+    allows_texts: bool,
 }
 
 /// The kind of one element of a prompt.
@@ -264,7 +275,7 @@ impl<'de> Visitor<'de> for IdsVisitor {
     type Value = Element;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(if self.texts_allowed {
+        f.write_str(if self.allows_texts {
             "texts, or token ids as integers"
         } else {
             "integer token ids"
@@ -272,32 +283,36 @@ impl<'de> Visitor<'de> for IdsVisitor {
     }
 
     fn visit_u64<E: de::Error>(self, id: u64) -> Result<Element, E> {
-        if id < self.limit {
+        if id < self.vocabulary {
             return Ok(Element::Id);
         }
-        let last = self.limit - 1;
-        Err(E::custom(format_args!("token id {id} {OUTSIDE}, whose ids are 0 to {last}")))
+        let last_id = self.vocabulary - 1;
+        Err(E::custom(format_args!(
+            "token id {id} {OUTSIDE_VOCABULARY}, whose ids are 0 to {last_id}"
+        )))
     }
 
     fn visit_i64<E: de::Error>(self, id: i64) -> Result<Element, E> {
         // The deserializer calls this only for negative numbers.
         self.visit_u64(u64::MAX).map_err(|_: E| {
-            let last = self.limit - 1;
-            E::custom(format_args!("token id {id} {OUTSIDE}, whose ids are 0 to {last}"))
+            let last_id = self.vocabulary - 1;
+            E::custom(format_args!(
+                "token id {id} {OUTSIDE_VOCABULARY}, whose ids are 0 to {last_id}"
+            ))
         })
     }
 
     fn visit_str<E: de::Error>(self, text: &str) -> Result<Element, E> {
-        if self.texts_allowed {
+        if self.allows_texts {
             return Ok(Element::Text);
         }
         Err(E::invalid_type(de::Unexpected::Str(&clip(text)), &self))
     }
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Element, A::Error> {
-        let mut first = None;
+        let mut first_element = None;
         while let Some(element) = list.next_element_seed(self)? {
-            if *first.get_or_insert(element) != element {
+            if *first_element.get_or_insert(element) != element {
                 return Err(de::Error::custom("texts, ids and lists don't mix in a prompt"));
             }
         }
@@ -313,7 +328,7 @@ impl<'de> DeserializeSeed<'de> for IdsVisitor {
     }
 }
 
-/// Returns the first byte inside an array, without white space.
+/// Returns the first byte inside an array that isn't white space. It is `]` if the array is empty.
 fn first_byte_inside(value: &RawValue) -> Option<u8> {
     let inner = value.get().strip_prefix('[')?;
     inner.bytes().find(|byte| !byte.is_ascii_whitespace())
@@ -321,28 +336,35 @@ fn first_byte_inside(value: &RawValue) -> Option<u8> {
 
 /// Whether the body asks for one answer to one prompt.
 fn is_single(kind: Kind, object: &Object<'_>) -> bool {
-    let is_several =
+    let is_above_one =
         |value: Option<&RawValue>| value.is_some_and(|n| !matches!(n.get(), "1" | "null"));
-    let is_list =
-        |key, batch: fn(u8) -> bool| object.get(key).and_then(first_byte_inside).is_some_and(batch);
+    let begins_with = |key, is_wanted: fn(u8) -> bool| {
+        object.get(key).and_then(first_byte_inside).is_some_and(is_wanted)
+    };
     match kind {
         Kind::Generate => {
             let sampling = object.get("sampling_params");
-            let list = sampling.is_some_and(|params| params.get().starts_with('['));
-            let n = sampling
+            let has_sampling_list = sampling.is_some_and(|params| params.get().starts_with('['));
+            let has_several_answers = sampling
                 .and_then(|params| Object::parse(params.get().as_bytes()).ok())
-                .is_some_and(|params| is_several(params.get("n")));
-            let texts = object.get("text").is_some_and(|text| text.get().starts_with('['));
-            // Embeddings replace the prompt, so a session has nothing to append.
-            let embeds = object.get("input_embeds").is_some_and(|embeds| embeds.get() != "null");
-            !list && !n && !texts && !embeds && !is_list("input_ids", |byte| byte == b'[')
+                .is_some_and(|params| is_above_one(params.get("n")));
+            let has_text_list = object.get("text").is_some_and(|text| text.get().starts_with('['));
+            // Embeddings replace the prompt's tokens, so a session has nothing to append.
+            let has_embeds =
+                object.get("input_embeds").is_some_and(|embeds| embeds.get() != "null");
+            let has_id_lists = begins_with("input_ids", |byte| byte == b'[');
+            !(has_sampling_list
+                || has_several_answers
+                || has_text_list
+                || has_embeds
+                || has_id_lists)
         }
         Kind::Completions => {
-            let batch = is_list("prompt", |byte| matches!(byte, b'[' | b'"'));
-            !batch && !is_several(object.get("n")) && !is_several(object.get("best_of"))
+            let is_batch = begins_with("prompt", |byte| matches!(byte, b'[' | b'"'));
+            !is_batch && !is_above_one(object.get("n")) && !is_above_one(object.get("best_of"))
         }
-        Kind::Embeddings => !is_list("input", |byte| matches!(byte, b'[' | b'"')),
-        _ => !is_several(object.get("n")),
+        Kind::Embeddings => !begins_with("input", |byte| matches!(byte, b'[' | b'"')),
+        _ => !is_above_one(object.get("n")),
     }
 }
 

@@ -1,16 +1,20 @@
-//! Scans the engine's response as it streams past. Pure.
+//! Scans the engine's response while the agent passes it on: token counts, end and completeness.
 //!
-//! It finds the token counts, how the response ended, and whether it is complete. It accepts chunks
-//! cut anywhere, keeps no text, and changes nothing. One scanner serves all routes, because their
-//! fields are at different places: `/generate` reports in `meta_info`, the OpenAI and Anthropic
-//! routes in `usage`.
+//! The agent needs them for the session (chain of turns) that the response belongs to. The response
+//! comes in chunks that may be cut anywhere. The scanner keeps no text, changes nothing and does no
+//! I/O. One scanner serves all routes, because their fields don't conflict: `/generate` reports in
+//! `meta_info`, and the OpenAI and Anthropic routes report in `usage`.
+//!
+//! [`Scanner`] splits server-sent events into lines, and gives each line's data to `Json`. This
+//! follows the path of keys, and stores the values of the known paths in `Findings`.
 
 use crate::session::{Outcome, Usage};
 
 /// The maximum nesting depth that is tracked. Deeper objects and arrays are skipped. The needed
 /// fields are at most four levels deep.
 const DEPTH_MAX: usize = 6;
-/// The maximum bytes of a key or string that is compared with the known ones.
+/// The maximum bytes of a key or string that is compared with the known ones. A longer one can't be
+/// known.
 const TEXT_MAX: usize = 24;
 
 /// The scanner of one response.
@@ -18,53 +22,70 @@ const TEXT_MAX: usize = 24;
 pub struct Scanner {
     framing: Framing,
     json: Json,
-    found: Findings,
-    terminal: bool,
+    findings: Findings,
+    is_complete: bool,
 }
 
+/// How the response wraps its JSON.
 #[derive(Debug)]
 enum Framing {
     /// A single JSON value.
-    Whole,
-    /// Server-sent events; `line` is the state inside the current line.
-    Events { line: Line, payload: usize, done: usize },
+    SingleValue,
+    /// Server-sent events.
+    Events {
+        /// The state inside the current line.
+        line: Line,
+        /// The number of data bytes in the current line so far.
+        data_bytes: usize,
+        /// The number of bytes of `[DONE]` that the line's data has matched so far.
+        done_matched: usize,
+    },
 }
 
+/// The state inside a line of server-sent events.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Line {
-    /// This many bytes of `data:` have matched.
+    /// The line has begun with this many bytes of `data:`.
     Field(usize),
+    /// The line has data, which has begun.
     Data,
+    /// The line has no data.
     Other,
 }
 
-/// The values found. Later ones replace earlier ones.
+/// The values found. A later value of a field replaces an earlier one.
 #[derive(Debug, Default)]
 struct Findings {
-    prompt: Option<u64>,
-    completion: Option<u64>,
-    cached: Option<u64>,
-    /// Cached tokens, in an API that excludes them from the prompt count.
-    cached_excluded: Option<u64>,
+    prompt_tokens: Option<u64>,
+    completion_tokens: Option<u64>,
+    cached_tokens: Option<u64>,
+    /// Cached tokens, in an API whose prompt count leaves them out.
+    cached_beside_prompt: Option<u64>,
+    /// How often the engine took the turn out of its batch and put it back.
     retractions: u64,
-    aborted: bool,
-    queued_abort: bool,
+    /// Whether the engine aborted the turn.
+    is_aborted: bool,
+    /// Whether the engine aborted the turn in its queue.
+    is_aborted_in_queue: bool,
+    /// The HTTP status that the engine gives as the reason of an abort.
     abort_status: Option<u64>,
-    error: bool,
-    ended: bool,
+    /// Whether there is an error object.
+    has_error: bool,
+    /// Whether the API's closing event has come.
+    has_end: bool,
 }
 
 impl Scanner {
     /// Creates a scanner for a response with this content type.
     #[must_use]
     pub fn new(content_type: Option<&[u8]>) -> Self {
-        let events = content_type.is_some_and(|kind| kind.starts_with(b"text/event-stream"));
-        let framing = if events {
-            Framing::Events { line: Line::Field(0), payload: 0, done: 0 }
+        let is_events = content_type.is_some_and(|kind| kind.starts_with(b"text/event-stream"));
+        let framing = if is_events {
+            Framing::Events { line: Line::Field(0), data_bytes: 0, done_matched: 0 }
         } else {
             Framing::SingleValue
         };
-        Self { framing, json: Json::default(), found: Findings::default(), terminal: false }
+        Self { framing, json: Json::default(), findings: Findings::default(), is_complete: false }
     }
 
     /// Scans the next bytes. Returns whether the response is now complete: the end of the JSON
@@ -72,24 +93,24 @@ impl Scanner {
     pub fn push(&mut self, bytes: &[u8]) -> bool {
         match self.framing {
             Framing::SingleValue => {
-                self.json.push(bytes, &mut self.found);
-                self.terminal |= self.json.complete;
+                self.json.push(bytes, &mut self.findings);
+                self.is_complete |= self.json.is_complete;
             }
             Framing::Events { .. } => self.push_events(bytes),
         }
-        self.terminal
+        self.is_complete
     }
 
     fn push_events(&mut self, bytes: &[u8]) {
         const DATA: &[u8] = b"data:";
         const DONE: &[u8] = b"[DONE]";
-        let Framing::Events { line, payload, done } = &mut self.framing else { return };
+        let Framing::Events { line, data_bytes, done_matched } = &mut self.framing else { return };
         let mut rest = bytes;
         while let Some(&byte) = rest.first() {
             match *line {
                 Line::Field(matched) if matched == DATA.len() => {
                     *line = Line::Data;
-                    (*payload, *done) = (0, 0);
+                    (*data_bytes, *done_matched) = (0, 0);
                 }
                 Line::Field(matched) if byte == DATA[matched] => {
                     *line = Line::Field(matched + 1);
@@ -103,15 +124,17 @@ impl Scanner {
                 Line::Data => {
                     let end = rest.iter().position(|&byte| byte == b'\n');
                     let content = &rest[..end.unwrap_or(rest.len())];
+                    // Besides `[DONE]`, the data may have a space at its start and `\r` at its end.
                     for &byte in content.iter().take(DONE.len() + 2) {
-                        if *done < DONE.len() && byte == DONE[*done] {
-                            *done += 1;
+                        if *done_matched < DONE.len() && byte == DONE[*done_matched] {
+                            *done_matched += 1;
                         }
                     }
-                    *payload += content.len();
-                    self.terminal |= *done == DONE.len() && *payload <= DONE.len() + 2;
-                    self.json.push(content, &mut self.found);
-                    self.terminal |= self.found.ended && self.json.complete;
+                    *data_bytes += content.len();
+                    self.is_complete |=
+                        *done_matched == DONE.len() && *data_bytes <= DONE.len() + 2;
+                    self.json.push(content, &mut self.findings);
+                    self.is_complete |= self.findings.has_end && self.json.is_complete;
                     if end.is_some() {
                         *line = Line::Field(0);
                         self.json = Json::default();
@@ -125,44 +148,46 @@ impl Scanner {
     /// Whether the response is complete.
     #[must_use]
     pub fn is_complete(&self) -> bool {
-        self.terminal
+        self.is_complete
     }
 
-    /// Returns how the turn ended. The response must have ended cleanly; `status` is its HTTP
-    /// status.
+    /// Returns how the turn ended, for a response with this HTTP status. The caller must have read
+    /// the response to its end, without an error of the connection.
     #[must_use]
     pub fn outcome(&self, status: http::StatusCode) -> Outcome {
-        let found = &self.found;
+        let findings = &self.findings;
         if status.is_server_error() {
-            // The engine failed half-way, so it is unknown what it kept.
+            // The engine failed in the turn, so it is unknown how much of the turn it kept.
             return Outcome::Lost;
         }
-        if found.abort_status.is_some_and(|status| status >= 500) {
+        if findings.abort_status.is_some_and(|status| status >= 500) {
             return Outcome::Partial;
         }
-        if !status.is_success() || found.abort_status.is_some() {
+        if !status.is_success() || findings.abort_status.is_some() {
             return Outcome::Refused;
         }
-        // A retracted turn waits in the queue again, with a part of its answer committed. When a
-        // turn is aborted in the queue, the response doesn't say whether it ever ran.
-        if found.queued_abort || (found.aborted && found.retractions > 0) {
+        // The engine may keep a part of these turns. A retracted turn waits in the queue again,
+        // with a part of its answer committed. If a turn was aborted in the queue, the response
+        // doesn't say whether the turn ran before.
+        if findings.is_aborted_in_queue || (findings.is_aborted && findings.retractions > 0) {
             return Outcome::Partial;
         }
-        if found.aborted {
+        if findings.is_aborted {
             return Outcome::Aborted;
         }
-        if found.error {
+        if findings.has_error {
             return Outcome::Lost;
         }
-        let excluded = found.cached_excluded.unwrap_or(0);
-        // A prompt has at least one token. A stream that began before the count was known reports
-        // 0.
-        let prompt = found.prompt.map(|prompt| prompt + excluded).filter(|prompt| *prompt > 0);
-        let usage = prompt.zip(found.completion).map(|(prompt, completion)| Usage {
+        let tokens_beside = findings.cached_beside_prompt.unwrap_or(0);
+        // A prompt has at least one token. A stream reports 0 if it began before the engine knew
+        // the count.
+        let prompt = findings.prompt_tokens.map(|tokens| tokens + tokens_beside);
+        let prompt = prompt.filter(|tokens| *tokens > 0);
+        let usage = prompt.zip(findings.completion_tokens).map(|(prompt, completion)| Usage {
             prompt_tokens: prompt,
             completion_tokens: completion,
-            cached_tokens: found.cached.or(found.cached_excluded),
-            retractions: found.retractions,
+            cached_tokens: findings.cached_tokens.or(findings.cached_beside_prompt),
+            retractions: findings.retractions,
         });
         Outcome::Finished(usage)
     }
@@ -186,7 +211,7 @@ enum Key {
     Prompt,
     Completion,
     Cached,
-    CachedExcluded,
+    CachedBesidePrompt,
     Details,
     Retractions,
     FinishReason,
@@ -206,7 +231,7 @@ impl Key {
             b"prompt_tokens" | b"input_tokens" => Self::Prompt,
             b"completion_tokens" | b"output_tokens" => Self::Completion,
             b"cached_tokens" => Self::Cached,
-            b"cache_read_input_tokens" => Self::CachedExcluded,
+            b"cache_read_input_tokens" => Self::CachedBesidePrompt,
             b"prompt_tokens_details" | b"input_tokens_details" => Self::Details,
             b"num_retractions" => Self::Retractions,
             b"finish_reason" => Self::FinishReason,
@@ -221,7 +246,8 @@ impl Key {
     }
 }
 
-/// The state inside a JSON value: the path of keys. Arrays don't appear in the path.
+/// The state inside a JSON value. The keys of the open objects are the path to the current place.
+/// Arrays don't appear in the path.
 #[derive(Debug, Default)]
 struct Json {
     /// The open containers, at most [`DEPTH_MAX`].
@@ -230,99 +256,104 @@ struct Json {
     skipped_depth: usize,
     token: Token,
     /// Whether the root value has ended.
-    complete: bool,
+    is_complete: bool,
 }
 
+/// An open object or array.
 #[derive(Debug, Clone, Copy)]
 struct Level {
-    object: bool,
+    is_object: bool,
     /// The current key, if this is an object.
     key: Key,
     /// Whether the next string is a key.
-    at_key: bool,
+    expects_key: bool,
 }
 
+/// The string or number that has begun and may continue in the next chunk.
 #[derive(Debug, Default)]
 enum Token {
     #[default]
     None,
     String {
-        escaped: bool,
+        /// Whether a backslash comes before the next byte.
+        is_escaped: bool,
         text: Text,
     },
     Number {
+        /// `None` if the number is not an integer from 0 to `u64::MAX`.
         value: Option<u64>,
     },
 }
 
-/// The start of a string, long enough to recognize the known ones.
+/// The first bytes of a string: enough of them to recognize the known strings.
 #[derive(Debug, Default)]
 struct Text {
     bytes: [u8; TEXT_MAX],
+    /// The length of the whole string so far; it may be more than [`TEXT_MAX`].
     len: usize,
 }
 
 impl Text {
     fn push(&mut self, bytes: &[u8]) {
-        let room = &mut self.bytes[self.len.min(TEXT_MAX)..];
-        let take = bytes.len().min(room.len());
-        room[..take].copy_from_slice(&bytes[..take]);
+        let free = &mut self.bytes[self.len.min(TEXT_MAX)..];
+        let take = bytes.len().min(free.len());
+        free[..take].copy_from_slice(&bytes[..take]);
         self.len = self.len.saturating_add(bytes.len());
     }
 
-    /// Returns the text; empty if it was too long to be a known one.
+    /// Returns the string. Returns an empty one if the string is too long to be known.
     fn get(&self) -> &[u8] {
         if self.len <= TEXT_MAX { &self.bytes[..self.len] } else { b"" }
     }
 }
 
 impl Json {
-    fn push(&mut self, bytes: &[u8], found: &mut Findings) {
+    fn push(&mut self, bytes: &[u8], findings: &mut Findings) {
         let mut rest = bytes;
         while !rest.is_empty() {
-            let used = match &mut self.token {
-                Token::String { escaped, text } => {
-                    let (used, ended) = skip_string(rest, escaped, text);
-                    if ended {
-                        self.end_string(found);
+            let used_bytes = match &mut self.token {
+                Token::String { is_escaped, text } => {
+                    let (used_bytes, has_ended) = skip_string(rest, is_escaped, text);
+                    if has_ended {
+                        self.end_string(findings);
                     }
-                    used
+                    used_bytes
                 }
                 Token::Number { value } => {
-                    let digits = rest.iter().position(|byte| !byte.is_ascii_digit());
-                    for digit in &rest[..digits.unwrap_or(rest.len())] {
-                        *value = value.and_then(|so_far| {
-                            so_far.checked_mul(10)?.checked_add(u64::from(digit - b'0'))
+                    let digits_end = rest.iter().position(|byte| !byte.is_ascii_digit());
+                    for digit in &rest[..digits_end.unwrap_or(rest.len())] {
+                        *value = value.and_then(|number| {
+                            number.checked_mul(10)?.checked_add(u64::from(digit - b'0'))
                         });
                     }
-                    match digits.map(|at| rest[at]) {
+                    match digits_end.map(|index| rest[index]) {
                         Some(b'.' | b'e' | b'E' | b'+' | b'-') => *value = None,
-                        Some(_) => self.end_number(found),
+                        Some(_) => self.end_number(findings),
                         None => {}
                     }
-                    // Characters of a number other than digits are consumed; the character after it
-                    // is not.
-                    let inside = matches!(self.token, Token::Number { .. });
-                    digits.map_or(rest.len(), |at| at + usize::from(inside))
+                    // The byte after the digits is consumed if it belongs to the number, such as a
+                    // decimal point. Otherwise the number has ended, and the byte comes next.
+                    let is_in_number = matches!(self.token, Token::Number { .. });
+                    digits_end.map_or(rest.len(), |index| index + usize::from(is_in_number))
                 }
                 Token::None => {
-                    self.push_structural(rest[0], found);
+                    self.push_structural(rest[0], findings);
                     1
                 }
             };
-            rest = &rest[used..];
+            rest = &rest[used_bytes..];
         }
     }
 
-    fn push_structural(&mut self, byte: u8, found: &mut Findings) {
+    fn push_structural(&mut self, byte: u8, findings: &mut Findings) {
         match byte {
             b'{' | b'[' => {
                 if byte == b'{' && self.path_is(&[Key::Error]) {
-                    found.error = true;
+                    findings.has_error = true;
                 }
                 if self.stack.len() < DEPTH_MAX {
-                    let object = byte == b'{';
-                    self.stack.push(Level { object, key: Key::Other, at_key: object });
+                    let is_object = byte == b'{';
+                    self.stack.push(Level { is_object, key: Key::Other, expects_key: is_object });
                 } else {
                     self.skipped_depth += 1;
                 }
@@ -332,43 +363,43 @@ impl Json {
                     self.skipped_depth -= 1;
                 } else {
                     self.stack.pop();
-                    self.complete |= self.stack.is_empty();
+                    self.is_complete |= self.stack.is_empty();
                 }
             }
-            b'"' => self.token = Token::String { escaped: false, text: Text::default() },
+            b'"' => self.token = Token::String { is_escaped: false, text: Text::default() },
             b'0'..=b'9' => {
                 self.token = Token::Number { value: Some(u64::from(byte - b'0')) };
             }
             b'-' => self.token = Token::Number { value: None },
             b',' if self.skipped_depth == 0 => {
                 if let Some(level) = self.stack.last_mut() {
-                    level.at_key = level.object;
+                    level.expects_key = level.is_object;
                 }
             }
             _ => {}
         }
     }
 
-    fn end_string(&mut self, found: &mut Findings) {
+    fn end_string(&mut self, findings: &mut Findings) {
         let Token::String { text, .. } = std::mem::take(&mut self.token) else { return };
         if self.skipped_depth > 0 {
             return;
         }
         let Some(level) = self.stack.last_mut() else { return };
-        if level.at_key {
+        if level.expects_key {
             level.key = Key::from_text(text.get());
-            level.at_key = false;
+            level.expects_key = false;
             return;
         }
         let text = text.get();
         if self.path_is(&[Key::MetaInfo, Key::FinishReason, Key::Type])
             || self.path_is(&[Key::Choices, Key::FinishReason])
         {
-            found.aborted |= text == b"abort";
+            findings.is_aborted |= text == b"abort";
         } else if self.path_is(&[Key::MetaInfo, Key::FinishReason, Key::Message]) {
-            found.queued_abort |= text == b"Abort in waiting queue";
+            findings.is_aborted_in_queue |= text == b"Abort in waiting queue";
         } else if self.path_is(&[Key::Type]) {
-            found.ended |= matches!(
+            findings.has_end |= matches!(
                 text,
                 b"message_stop"
                     | b"response.completed"
@@ -378,33 +409,36 @@ impl Json {
         }
     }
 
-    fn end_number(&mut self, found: &mut Findings) {
+    fn end_number(&mut self, findings: &mut Findings) {
         let Token::Number { value } = std::mem::take(&mut self.token) else { return };
         let Some(value) = value.filter(|_| self.skipped_depth == 0) else { return };
         if self.path_is(&[Key::MetaInfo, Key::FinishReason, Key::StatusCode]) {
-            found.abort_status = Some(value);
+            findings.abort_status = Some(value);
             return;
         }
         let mut path = self.path();
-        // The Responses and Messages APIs wrap the object with the usage when they stream.
-        let wrapped = matches!(path.first(), Some(Key::Response | Key::Message));
-        if wrapped {
+        // In a stream, the Responses and Messages APIs put the object that has the usage into
+        // another object.
+        let is_wrapped = matches!(path.first(), Some(Key::Response | Key::Message));
+        if is_wrapped {
             path.remove(0);
         }
         match path.as_slice() {
-            [Key::MetaInfo | Key::Usage, Key::Prompt] => found.prompt = Some(value),
-            [Key::MetaInfo | Key::Usage, Key::Completion] => found.completion = Some(value),
-            [Key::Usage, Key::CachedExcluded] => found.cached_excluded = Some(value),
-            [Key::MetaInfo | Key::Usage, Key::Cached] | [Key::Usage, Key::Details, Key::Cached] => {
-                found.cached = Some(value)
+            [Key::MetaInfo | Key::Usage, Key::Prompt] => findings.prompt_tokens = Some(value),
+            [Key::MetaInfo | Key::Usage, Key::Completion] => {
+                findings.completion_tokens = Some(value)
             }
-            [Key::MetaInfo, Key::Retractions] => found.retractions = value,
+            [Key::Usage, Key::CachedBesidePrompt] => findings.cached_beside_prompt = Some(value),
+            [Key::MetaInfo | Key::Usage, Key::Cached] | [Key::Usage, Key::Details, Key::Cached] => {
+                findings.cached_tokens = Some(value)
+            }
+            [Key::MetaInfo, Key::Retractions] => findings.retractions = value,
             _ => {}
         }
     }
 
     fn path(&self) -> Vec<Key> {
-        self.stack.iter().filter(|level| level.object).map(|level| level.key).collect()
+        self.stack.iter().filter(|level| level.is_object).map(|level| level.key).collect()
     }
 
     fn path_is(&self, wanted: &[Key]) -> bool {
@@ -412,29 +446,30 @@ impl Json {
             && self
                 .stack
                 .iter()
-                .filter(|level| level.object)
+                .filter(|level| level.is_object)
                 .map(|level| level.key)
                 .eq(wanted.iter().copied())
     }
 }
 
-/// Consumes a part of a string. Returns the bytes used and whether the string ended.
-fn skip_string(bytes: &[u8], escaped: &mut bool, text: &mut Text) -> (usize, bool) {
-    if *escaped {
-        *escaped = false;
-        // The known keys and words have no escapes. The backslash makes sure that this text
-        // differs.
+/// Consumes a string up to its next backslash or to its end. Returns the number of consumed bytes,
+/// and whether the string has ended.
+fn skip_string(bytes: &[u8], is_escaped: &mut bool, text: &mut Text) -> (usize, bool) {
+    if *is_escaped {
+        *is_escaped = false;
+        // The known keys and words have no escapes. The backslash in the text makes sure that a
+        // string with an escape equals none of them.
         text.push(b"\\");
         return (1, false);
     }
-    let plain = bytes.iter().position(|byte| matches!(byte, b'"' | b'\\'));
-    let content = &bytes[..plain.unwrap_or(bytes.len())];
+    let content_end = bytes.iter().position(|byte| matches!(byte, b'"' | b'\\'));
+    let content = &bytes[..content_end.unwrap_or(bytes.len())];
     text.push(content);
-    match plain {
+    match content_end {
         None => (bytes.len(), false),
-        Some(at) => {
-            *escaped = bytes[at] == b'\\';
-            (at + 1, bytes[at] == b'"')
+        Some(index) => {
+            *is_escaped = bytes[index] == b'\\';
+            (index + 1, bytes[index] == b'"')
         }
     }
 }
@@ -460,14 +495,14 @@ mod tests {
     /// Scans a text cut at the given places. Returns the outcome and whether it was complete.
     fn read(kind: Option<&[u8]>, text: &str, cuts: &[usize]) -> (Outcome, bool) {
         let mut scanner = Scanner::new(kind);
-        let mut terminal = false;
+        let mut is_complete = false;
         let mut from = 0;
         for &cut in cuts.iter().chain([&text.len()]) {
             let cut = cut.clamp(from, text.len());
-            terminal = scanner.push(&text.as_bytes()[from..cut]);
+            is_complete = scanner.push(&text.as_bytes()[from..cut]);
             from = cut;
         }
-        (scanner.outcome(StatusCode::OK), terminal)
+        (scanner.outcome(StatusCode::OK), is_complete)
     }
 
     /// Responses in the forms of SGLang 0.5.23, with decoys in their texts and tool arguments.

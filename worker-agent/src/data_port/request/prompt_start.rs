@@ -1,7 +1,11 @@
-//! Reads the beginning of a prompt as hashes, from a parsed body. Pure.
+//! Reads the beginning of a turn's prompt, as hashes of its first content blocks.
 //!
-//! It covers `tools`, then `system` or `instructions`, then the first messages. A prompt that is a
-//! single text has no blocks.
+//! The session table compares these hashes from turn to turn (a turn is one request and its
+//! answer). It finds an early text that changes, which makes the engine compute the rest again.
+//!
+//! A *block* is a content block of a message or of the system prompt, not a block of KV. The blocks
+//! are read in this order: `tools`, then `system` or `instructions`, then the first messages. On
+//! routes without messages, the prompt has no blocks. This module does no I/O.
 
 use std::fmt;
 
@@ -17,7 +21,7 @@ use crate::{
     session::{BLOCKS_MAX, PromptStart},
 };
 
-/// Returns the first blocks of a prompt.
+/// Returns the hashes of the first blocks of a prompt.
 pub(super) fn read_prompt_start(kind: Kind, object: &Object<'_>) -> PromptStart {
     let mut start = PromptStart::default();
     let system_part = match kind {
@@ -37,8 +41,8 @@ pub(super) fn read_prompt_start(kind: Kind, object: &Object<'_>) -> PromptStart 
     {
         push_content(&mut start, role, 0, content);
     }
-    let list = if kind == Kind::Responses { "input" } else { "messages" };
-    match present(list) {
+    let messages_key = if kind == Kind::Responses { "input" } else { "messages" };
+    match present(messages_key) {
         Some(list) if list.get().starts_with('[') => push_messages(&mut start, list),
         Some(input) => push_content(&mut start, PromptRole::User, 0, input),
         None => {}
@@ -53,7 +57,8 @@ fn push_messages(start: &mut PromptStart, list: &RawValue) {
         let role = parse_role(get("role").map(RawValue::get));
         match get("content").filter(|content| content.get() != "null") {
             Some(content) => push_content(start, role, number, content),
-            // For example, an assistant's message that only calls a tool.
+            // A message without content is one block. An example is an assistant's message that
+            // only calls a tool.
             None => push_block(start, role, (number, 0), message),
         }
         !start.is_full()
@@ -70,12 +75,14 @@ fn push_content(start: &mut PromptStart, role: PromptRole, message: usize, conte
     });
 }
 
-/// Adds a block, without the differences that don't change the prompt: clients move `cache_control`
-/// from turn to turn, and write the same text either as a string or as a list of one block.
+/// Adds a block. Two forms of a block that give the engine the same prompt get the same hash.
+///
+/// Clients move `cache_control` from block to block between turns, so that member is left out. They
+/// write the same text either as a string or as a block of text, so only the text is taken.
 fn push_block(
     start: &mut PromptStart,
     role: PromptRole,
-    (message, number): (usize, usize),
+    (message, block_number): (usize, usize),
     block: &RawValue,
 ) {
     let object = Object::parse(block.get().as_bytes()).ok();
@@ -84,11 +91,11 @@ fn push_block(
         (Some(object), None) => {
             let members = object.members().iter();
             let kept = members.filter(|member| member.key != "cache_control");
-            kept.flat_map(|one| [one.key.as_bytes(), one.value.get().as_bytes()]).collect()
+            kept.flat_map(|member| [member.key.as_bytes(), member.value.get().as_bytes()]).collect()
         }
         (_, text) => vec![text.unwrap_or(block).get().as_bytes()],
     };
-    start.push(role, message, number, &parts);
+    start.push(role, message, block_number, &parts);
 }
 
 fn parse_role(name: Option<&str>) -> PromptRole {
@@ -102,10 +109,11 @@ fn parse_role(name: Option<&str>) -> PromptRole {
     }
 }
 
-/// Visits the elements of a list in order while `visit` returns true, at most [`BLOCKS_MAX`]. The
-/// rest is not parsed, so the length of the history doesn't matter.
+/// Visits the elements of a list in order while `visit` returns true, at most [`BLOCKS_MAX`] of
+/// them. The rest of the list is not parsed, so a long history costs no more time than a short one.
 fn visit_elements<'a>(list: &'a RawValue, visit: impl FnMut(usize, &'a RawValue) -> bool) {
-    // The only possible error is that parsing stopped early: the body was parsed to its end before.
+    // The whole body was parsed before, so it is valid. The only possible error is that `visit`
+    // stopped before the end of the list.
     let _ = serde_json::Deserializer::from_str(list.get()).deserialize_seq(ElementVisitor(visit));
 }
 
