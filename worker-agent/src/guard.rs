@@ -1,4 +1,4 @@
-//! Names the rules by which sessions never block, leak into or corrupt the engine.
+//! Names the rules that keep sessions from blocking the engine, leaking its KV or corrupting it.
 //!
 //! Each rule is a [`Guard`]. The code that applies a rule asks [`Guards::hold`] first. A simulation
 //! switches off one guard at a time, and its checks must then fail: this proves that the checks

@@ -39,7 +39,7 @@ pub struct Queue {
 struct Prompt {
     ticket: Ticket,
     /// When the prompt entered the queue.
-    entered: Duration,
+    entered_at: Duration,
     /// The tokens that were not computed when the prompt entered or its last stage ended.
     left_tokens: u64,
 }
@@ -64,7 +64,7 @@ impl Queue {
         }
         let ticket = Ticket(self.next_ticket);
         self.next_ticket += 1;
-        self.prompts.push(Prompt { ticket, entered: now, left_tokens });
+        self.prompts.push(Prompt { ticket, entered_at: now, left_tokens });
         Some(ticket)
     }
 
@@ -75,12 +75,12 @@ impl Queue {
             return None;
         }
         // The order is that of `left_us - waited_us / 2`. As `waited_us` is the current time less
-        // `entered`, and the current time is the same for all prompts, twice that value orders them
-        // alike without it.
+        // `entered_at`, and the current time is the same for all prompts, twice that value orders
+        // them alike without it.
         let order_us = |prompt: &Prompt| {
             let left_us =
                 u128::from(prompt.left_tokens) * 1_000_000 / u128::from(self.tokens_per_s.max(1));
-            2 * left_us + prompt.entered.as_micros()
+            2 * left_us + prompt.entered_at.as_micros()
         };
         self.prompts
             .iter()

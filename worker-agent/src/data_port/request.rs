@@ -336,7 +336,7 @@ fn first_byte_inside(value: &RawValue) -> Option<u8> {
 
 /// Whether the body asks for one answer to one prompt.
 fn is_single(kind: Kind, object: &Object<'_>) -> bool {
-    let is_above_one =
+    let is_not_one =
         |value: Option<&RawValue>| value.is_some_and(|n| !matches!(n.get(), "1" | "null"));
     let begins_with = |key, is_wanted: fn(u8) -> bool| {
         object.get(key).and_then(first_byte_inside).is_some_and(is_wanted)
@@ -347,7 +347,7 @@ fn is_single(kind: Kind, object: &Object<'_>) -> bool {
             let has_sampling_list = sampling.is_some_and(|params| params.get().starts_with('['));
             let has_several_answers = sampling
                 .and_then(|params| Object::parse(params.get().as_bytes()).ok())
-                .is_some_and(|params| is_above_one(params.get("n")));
+                .is_some_and(|params| is_not_one(params.get("n")));
             let has_text_list = object.get("text").is_some_and(|text| text.get().starts_with('['));
             // Embeddings replace the prompt's tokens, so a session has nothing to append.
             let has_embeds =
@@ -361,10 +361,10 @@ fn is_single(kind: Kind, object: &Object<'_>) -> bool {
         }
         Kind::Completions => {
             let is_batch = begins_with("prompt", |byte| matches!(byte, b'[' | b'"'));
-            !is_batch && !is_above_one(object.get("n")) && !is_above_one(object.get("best_of"))
+            !is_batch && !is_not_one(object.get("n")) && !is_not_one(object.get("best_of"))
         }
         Kind::Embeddings => !begins_with("input", |byte| matches!(byte, b'[' | b'"')),
-        _ => !is_above_one(object.get("n")),
+        _ => !is_not_one(object.get("n")),
     }
 }
 

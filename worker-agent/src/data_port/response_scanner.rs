@@ -117,13 +117,13 @@ impl Scanner {
                     rest = &rest[1..];
                 }
                 Line::Field(_) | Line::Other => {
-                    let end = rest.iter().position(|&byte| byte == b'\n');
-                    *line = if end.is_some() { Line::Field(0) } else { Line::Other };
-                    rest = &rest[end.map_or(rest.len(), |end| end + 1)..];
+                    let line_end = rest.iter().position(|&byte| byte == b'\n');
+                    *line = if line_end.is_some() { Line::Field(0) } else { Line::Other };
+                    rest = &rest[line_end.map_or(rest.len(), |line_end| line_end + 1)..];
                 }
                 Line::Data => {
-                    let end = rest.iter().position(|&byte| byte == b'\n');
-                    let content = &rest[..end.unwrap_or(rest.len())];
+                    let line_end = rest.iter().position(|&byte| byte == b'\n');
+                    let content = &rest[..line_end.unwrap_or(rest.len())];
                     // Besides `[DONE]`, the data may have a space at its start and `\r` at its end.
                     for &byte in content.iter().take(DONE.len() + 2) {
                         if *done_matched < DONE.len() && byte == DONE[*done_matched] {
@@ -135,11 +135,11 @@ impl Scanner {
                         *done_matched == DONE.len() && *data_bytes <= DONE.len() + 2;
                     self.json.push(content, &mut self.findings);
                     self.is_complete |= self.findings.has_end && self.json.is_complete;
-                    if end.is_some() {
+                    if line_end.is_some() {
                         *line = Line::Field(0);
                         self.json = Json::default();
                     }
-                    rest = &rest[end.map_or(rest.len(), |end| end + 1)..];
+                    rest = &rest[line_end.map_or(rest.len(), |line_end| line_end + 1)..];
                 }
             }
         }

@@ -297,7 +297,7 @@ impl AgentHandle {
     }
 
     /// Drains the agent: refuses new requests, lets running turns continue for up to `limit`, then
-    /// aborts them, and closes all sessions. Returns when all sessions are closed.
+    /// aborts them, and closes all sessions. Returns when no turn runs and no close is pending.
     pub async fn drain(&self, limit: Duration) {
         let _ = self.request(|done| OwnerMessage::Drain { limit, done }).await;
     }
