@@ -74,9 +74,8 @@ impl Queue {
         if self.running_stage.is_some() {
             return None;
         }
-        // The order is that of `left_us - waited_us / 2`. As `waited_us` is the current time less
-        // `entered_at`, and the current time is the same for all prompts, twice that value orders
-        // them alike without it.
+        // The smallest `left_us - (now_us - entered_us) / 2` comes first. `now_us` is the same for
+        // all prompts, so it doesn't change the order. What remains is doubled to avoid fractions.
         let order_us = |prompt: &Prompt| {
             let left_us =
                 u128::from(prompt.left_tokens) * 1_000_000 / u128::from(self.tokens_per_s.max(1));

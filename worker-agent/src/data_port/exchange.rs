@@ -172,12 +172,12 @@ impl Exchange {
         if !may_read_more && !must_continue {
             return receiver.try_recv().ok();
         }
-        let plan_is_late = tokio::time::sleep(match (may_read_more, must_continue) {
+        let plan_deadline = tokio::time::sleep(match (may_read_more, must_continue) {
             (false, _) => PLAN_WAIT_AFTER_ERROR_MAX,
             (true, true) => MUST_CONTINUE_PLAN_WAIT_MAX,
             (true, false) => PLAN_WAIT_MAX,
         });
-        tokio::pin!(plan_is_late);
+        tokio::pin!(plan_deadline);
         loop {
             tokio::select! {
                 biased;
@@ -190,7 +190,7 @@ impl Exchange {
                         return receiver.try_recv().ok();
                     }
                 }
-                () = &mut plan_is_late, if !may_read_more || !self.early_frames.is_empty() => {
+                () = &mut plan_deadline, if !may_read_more || !self.early_frames.is_empty() => {
                     return None;
                 }
                 () = &mut self.deadline => return None,
