@@ -1,10 +1,16 @@
-//! Selects the sealed pages that an audit digests, and compares their digests. Pure and bounded.
+//! Chooses the sealed pages whose contents an audit digests, and reports the pages that changed.
 //!
-//! A sealed page must keep its bytes while its session keeps its key. Each audit digests a window
-//! of the sealed pages. The window rotates, so every page is digested in time. Digests are
-//! remembered by (key, page) until the key is gone. If the memory is full, a page that was compared
-//! gives up its entry to a page that never was, so pools larger than the memory are covered part by
-//! part.
+//! A page is *sealed* if all its tokens lie in the part of a row that the engine doesn't rewrite
+//! while the row's session has the same key. A session gets another key when its KV is computed
+//! anew. So a sealed page of which the digest changes under one key is a fault.
+//!
+//! Each audit digests one *window*: a limited number of page references. The next window begins
+//! where this window ends, so every sealed page gets its turn. [`DigestMemory`] keeps the first
+//! digest of each pair of key and page, until the key is gone. A full memory drops a page that it
+//! has compared, and takes in a new page instead. In this way it covers a pool that is larger than
+//! itself, part by part.
+//!
+//! The functions only compute: they read no KV.
 
 use crate::report::Digests;
 use std::{
@@ -15,51 +21,77 @@ use std::{
 /// Default number of remembered pages: 65,536 entries of about 60 bytes are 4 MiB.
 pub const REMEMBERED_MAX: usize = 1 << 16;
 
-/// The parts of a row that matter for digests.
+/// One live row of `req_to_token`, with the facts that choose its pages for digests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct SealedRow {
+pub struct DigestRow {
+    /// The key of the row's session.
     pub key: u64,
     pub row: u32,
-    /// Number of the row's pages, and how many of them, from the front, are sealed.
+    /// Number of the row's pages.
     pub pages: u32,
-    pub sealed: u32,
+    /// Number of the row's sealed pages, which are its first ones; may be 0.
+    pub sealed_pages: u32,
 }
 
-/// The order of rows in the copy, chosen so that the window is one contiguous range of page
-/// references.
+/// How the caller places the rows in its copy, and which part of the copy it digests.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DigestPlan {
-    /// Indexes of the given rows.
+    /// Indexes into the `rows` of [`DigestMemory::plan`]. The copy holds the rows in this order,
+    /// so that the window is one contiguous range.
     pub order: Vec<usize>,
-    /// The page references to digest, counted over the rows in `order`.
+    /// The page references to digest. Number 0 is the first page of the first row in `order`. The
+    /// count runs on through all pages of each row, so the window can hold pages that aren't
+    /// sealed. [`DigestMemory::compare`] must not get the digests of those.
     pub window: Range<u32>,
 }
 
 /// One digested page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Digested {
+    /// The key of the session.
     pub key: u64,
+    /// The number of the session in the snapshot.
     pub session: u32,
     pub page: u32,
     pub digest: u64,
 }
 
+/// A sealed page whose digest differs from the remembered digest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct ChangedPage {
+    pub page: u32,
+    /// The number of the session in the snapshot.
+    pub session: u32,
+}
+
+/// A session's key and one of its pages.
+type KeyAndPage = (u64, u32);
+
 #[derive(Clone, Copy, Debug)]
 struct Remembered {
     digest: u64,
-    compared: bool,
+    /// Whether a later audit has digested the page again.
+    was_compared: bool,
+}
+
+/// The place of a window's first page. Rows are ordered by key, then by row number.
+#[derive(Clone, Copy, Debug, Default)]
+struct WindowStart {
+    key: u64,
+    row: u32,
+    /// The page's index in the row.
+    page_index: u32,
 }
 
 /// The digests of earlier audits.
 #[derive(Clone, Debug)]
 pub struct DigestMemory {
-    remembered: BTreeMap<(u64, u32), Remembered>,
+    remembered: BTreeMap<KeyAndPage, Remembered>,
     remembered_max: usize,
-    /// Keys of `remembered` that were compared, oldest comparison first; the first gives up its
-    /// entry first.
-    compared: VecDeque<(u64, u32)>,
-    /// Where the next window begins: key, row, page within the row.
-    next: (u64, u32, u32),
+    /// The remembered pages that were compared, in the order of their first comparison. A full
+    /// memory drops pages from the front.
+    drop_order: VecDeque<KeyAndPage>,
+    next_window: WindowStart,
 }
 
 impl DigestMemory {
@@ -68,49 +100,52 @@ impl DigestMemory {
         Self {
             remembered: BTreeMap::new(),
             remembered_max,
-            compared: VecDeque::new(),
-            next: (0, 0, 0),
+            drop_order: VecDeque::new(),
+            next_window: WindowStart::default(),
         }
     }
 
-    /// Lays out the rows, those of the next window first, and moves the window on.
-    pub fn plan(&mut self, rows: &[SealedRow], pages_max: u32) -> DigestPlan {
-        let sealed = |&at: &usize| rows[at].sealed > 0 && pages_max > 0;
-        let (mut order, rest): (Vec<_>, Vec<_>) = (0..rows.len()).partition(sealed);
-        order.sort_by_key(|&at| (rows[at].key, rows[at].row));
-        let (key, row, page) = self.next;
-        let begun = |at: &usize| {
-            let r = &rows[*at];
-            let past = (r.key, r.row) == (key, row) && page >= r.sealed;
-            (r.key, r.row) < (key, row) || past
+    /// Plans one audit: puts the rows of the next window first, and moves the window on. The
+    /// window holds at most `pages_max` page references.
+    pub fn plan(&mut self, rows: &[DigestRow], pages_max: u32) -> DigestPlan {
+        let has_sealed = |&index: &usize| rows[index].sealed_pages > 0 && pages_max > 0;
+        let (mut order, unsealed): (Vec<_>, Vec<_>) = (0..rows.len()).partition(has_sealed);
+        order.sort_by_key(|&index| (rows[index].key, rows[index].row));
+        let WindowStart { key, row, page_index } = self.next_window;
+        let is_before_window = |index: &usize| {
+            let candidate = &rows[*index];
+            let place = (candidate.key, candidate.row);
+            place < (key, row) || (place == (key, row) && page_index >= candidate.sealed_pages)
         };
-        let turn = order.partition_point(begun);
-        order.rotate_left(turn);
+        let rows_before = order.partition_point(is_before_window);
+        order.rotate_left(rows_before);
         let Some(&first) = order.first() else {
-            return DigestPlan { order: rest, window: 0..0 };
+            return DigestPlan { order: unsealed, window: 0..0 };
         };
-        let here = (rows[first].key, rows[first].row) == (key, row) && page < rows[first].sealed;
-        let start = if here { page } else { 0 };
-        let end = self.advance(order.iter().map(|&at| &rows[at]), start, pages_max);
-        order.extend(rest);
-        let layout = DigestPlan { order, window: start..end };
+        let first = &rows[first];
+        // The last window may have ended inside this row.
+        let continues_row = (first.key, first.row) == (key, row) && page_index < first.sealed_pages;
+        let start = if continues_row { page_index } else { 0 };
+        let end = self.advance(order.iter().map(|&index| &rows[index]), start, pages_max);
+        order.extend(unsealed);
         self.check_invariants();
-        layout
+        DigestPlan { order, window: start..end }
     }
 
-    /// Sets where the next window begins, and returns where this window ends.
+    /// Sets where the next window begins, and returns where this window ends. `start` is where
+    /// this window begins, in pages from the beginning of the first of `rows`.
     fn advance<'a>(
         &mut self,
-        rows: impl Iterator<Item = &'a SealedRow>,
+        rows: impl Iterator<Item = &'a DigestRow>,
         start: u32,
         pages_max: u32,
     ) -> u32 {
         let end_max = start.saturating_add(pages_max);
         let mut end = 0u32;
         for row in rows {
-            let taken = row.pages.min(end_max - end);
-            end += taken;
-            self.next = (row.key, row.row, taken);
+            let page_index = row.pages.min(end_max - end);
+            end += page_index;
+            self.next_window = WindowStart { key: row.key, row: row.row, page_index };
             if end == end_max {
                 break;
             }
@@ -118,61 +153,65 @@ impl DigestMemory {
         end
     }
 
-    /// Compares new digests with the remembered ones, and forgets sessions whose key is not in
-    /// `keys`. Also returns each changed page with its session.
+    /// Compares new digests with the remembered digests, and returns the counts and the changed
+    /// pages. Forgets the pages of each key that is not in `keys`.
     pub fn compare(
         &mut self,
         keys: &[u64],
         digested: impl IntoIterator<Item = Digested>,
-    ) -> (Digests, Vec<(u32, u32)>) {
-        let live: BTreeSet<u64> = keys.iter().copied().collect();
-        self.remembered.retain(|(key, _), _| live.contains(key));
+    ) -> (Digests, Vec<ChangedPage>) {
+        let live_keys: BTreeSet<u64> = keys.iter().copied().collect();
+        self.remembered.retain(|(key, _), _| live_keys.contains(key));
         let remembered = &self.remembered;
-        self.compared.retain(|id| remembered.contains_key(id));
+        self.drop_order.retain(|key_and_page| remembered.contains_key(key_and_page));
         let mut seen = BTreeSet::new();
-        let mut sum = Digests::default();
+        let mut counts = Digests::default();
         let mut changed = Vec::new();
         for Digested { key, session, page, digest } in digested {
-            let id = (key, page);
-            if !seen.insert(id) {
+            let key_and_page = (key, page);
+            if !seen.insert(key_and_page) {
                 continue;
             }
-            if let Some(known) = self.remembered.get_mut(&id) {
-                sum.compared += 1;
+            if let Some(known) = self.remembered.get_mut(&key_and_page) {
+                counts.compared += 1;
+                // Keep the first digest, so that later audits report the change again. One report
+                // names only some of the changed pages.
                 if known.digest != digest {
-                    changed.push((page, session));
+                    changed.push(ChangedPage { page, session });
                 }
-                // The first digest stays: a change is reported until its session is gone, because
-                // one report can't name all changes.
-                let again = std::mem::replace(&mut known.compared, true);
-                if !again {
-                    self.compared.push_back(id);
+                let was_compared = std::mem::replace(&mut known.was_compared, true);
+                if !was_compared {
+                    self.drop_order.push_back(key_and_page);
                 }
             } else if self.make_room() {
-                sum.fresh += 1;
-                self.remembered.insert(id, Remembered { digest, compared: false });
+                counts.fresh += 1;
+                let new = Remembered { digest, was_compared: false };
+                self.remembered.insert(key_and_page, new);
             }
         }
-        sum.remembered = self.remembered.len() as u64;
+        counts.remembered = self.remembered.len() as u64;
         self.check_invariants();
-        (sum, changed)
+        (counts, changed)
     }
 
+    /// Makes room for one page, if the memory is full and has a compared page to drop. Returns
+    /// whether there is room.
     fn make_room(&mut self) -> bool {
         if self.remembered.len() >= self.remembered_max
-            && let Some(id) = self.compared.pop_front()
+            && let Some(key_and_page) = self.drop_order.pop_front()
         {
-            self.remembered.remove(&id);
+            self.remembered.remove(&key_and_page);
         }
         self.remembered.len() < self.remembered_max
     }
 
-    /// Panics if the memory exceeds its bound, or the queue differs from the compared entries.
+    /// Panics in debug builds if the memory exceeds its bound, or if `drop_order` has another
+    /// length than there are compared pages.
     pub fn check_invariants(&self) {
         if cfg!(debug_assertions) {
             assert!(self.remembered.len() <= self.remembered_max);
-            let compared = self.remembered.values().filter(|known| known.compared).count();
-            assert_eq!(self.compared.len(), compared);
+            let compared = self.remembered.values().filter(|known| known.was_compared).count();
+            assert_eq!(self.drop_order.len(), compared);
         }
     }
 }
@@ -181,17 +220,17 @@ impl DigestMemory {
 mod tests {
     use super::*;
 
-    fn row(key: u64, pages: u32) -> SealedRow {
-        SealedRow { key, row: u32::try_from(key).unwrap(), pages: pages + 1, sealed: pages }
+    fn row(key: u64, pages: u32) -> DigestRow {
+        DigestRow { key, row: u32::try_from(key).unwrap(), pages: pages + 1, sealed_pages: pages }
     }
 
     /// Runs one audit of pages whose digests are given by `content`.
     fn audit(
         memory: &mut DigestMemory,
-        rows: &[SealedRow],
+        rows: &[DigestRow],
         pages_max: u32,
         content: impl Fn(u64, u32) -> u64,
-    ) -> (Digests, Vec<(u32, u32)>) {
+    ) -> (Digests, Vec<ChangedPage>) {
         let layout = memory.plan(rows, pages_max);
         assert!(layout.window.len() <= pages_max as usize);
         let refs = layout.order.iter().flat_map(|&at| (0..rows[at].pages).map(move |i| (at, i)));
@@ -199,7 +238,7 @@ mod tests {
         let digested: Vec<_> = refs
             .skip(window.start)
             .take(window.len())
-            .filter(|&(at, i)| i < rows[at].sealed)
+            .filter(|&(at, i)| i < rows[at].sealed_pages)
             .map(|(at, i)| {
                 let (key, page) = (rows[at].key, rows[at].row * 1000 + i);
                 Digested { key, session: rows[at].row, page, digest: content(key, page) }
@@ -225,7 +264,11 @@ mod tests {
         }
         assert!(compared >= 23, "{compared}");
         changed.dedup();
-        assert_eq!(changed, [(4006, 4)], "a change is told whenever it is looked at");
+        assert_eq!(
+            changed,
+            [ChangedPage { page: 4006, session: 4 }],
+            "a change is told whenever it is looked at"
+        );
     }
 
     #[test]
@@ -241,7 +284,7 @@ mod tests {
                 assert!(digests.remembered <= 25);
                 found.extend(changed);
             }
-            assert!(found.iter().all(|&(page, _)| page == changed_page), "{found:?}");
+            assert!(found.iter().all(|found| found.page == changed_page), "{found:?}");
             assert!(!found.is_empty(), "page {changed_page} was never compared");
         }
     }
@@ -267,11 +310,11 @@ mod tests {
                 let rows: Vec<_> = (0..random.usize(0..8))
                     .map(|at| {
                         let pages = random.u32(0..9);
-                        SealedRow {
+                        DigestRow {
                             key: random.u64(0..5),
                             row: u32::try_from(at).unwrap(),
                             pages,
-                            sealed: random.u32(0..=pages),
+                            sealed_pages: random.u32(0..=pages),
                         }
                     })
                     .collect();
