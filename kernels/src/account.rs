@@ -1,13 +1,17 @@
-//! The accountant: audits a private copy of a running engine's page tables and lists.
+//! Audits the KV pool of a running engine: tells which pages each session holds, and finds faults.
 //!
-//! This module defines the order of the steps. The backend reads memory, [`crate::audit`] finds
-//! faults, and [`crate::digest`] compares digests.
+//! An audit works on a private copy of the rows of `req_to_token`, the free lists and the radix
+//! tree's slots, so the engine needn't stop. This module defines the order of the steps. A backend
+//! copies and counts, [`crate::audit`] finds faults, and [`crate::digest`] compares digests.
 //!
-//! An audit has three steps. [`Accountant::begin`], called on the scheduler's thread between two
-//! steps of the engine, takes the snapshot and only enqueues device work. When
-//! [`Accountant::is_ready`] returns true, the caller reads the rows' *current* versions, on the
-//! same thread. [`Accountant::finish`], called on any thread, drops the rows whose version has
-//! changed; the copy of the other rows was not overwritten while it was made.
+//! An audit has three steps:
+//! 1. [`Accountant::begin`] takes a snapshot. The caller is the scheduler's thread, between two
+//!    steps of the engine. For a pool on a device, this only enqueues work.
+//! 2. When [`Accountant::is_ready`] returns true, the copy is made. The caller now reads the rows'
+//!    *current* versions, on the scheduler's thread. A row's version changes whenever the row may
+//!    have been rewritten.
+//! 3. [`Accountant::finish`] drops the rows that have *moved*: those whose version has changed, so
+//!    that their copy may be wrong. It returns the report. The caller may be any thread.
 
 mod backend;
 #[cfg(feature = "cuda")]
@@ -22,11 +26,11 @@ pub use snapshot::{
 
 use crate::{
     audit::{self, ValidRows},
-    digest::{self, DigestMemory, Digested, SealedRow},
+    digest::{self, ChangedPage, DigestMemory, DigestRow, Digested},
     reference::{LiveRow, PAGE_BAD},
     report::{Classes, Found, FreePages, Report, Scope, Session},
 };
-use backend::{Backend, CopyLayout, Counts};
+use backend::{Backend, CopyLayout, Counts, PageDigest};
 use std::collections::{BTreeMap, btree_map};
 
 /// Why an audit has no report.
@@ -53,18 +57,18 @@ pub enum Error {
 pub struct Accountant {
     pool: Pool,
     backend: Box<dyn Backend>,
-    memory: DigestMemory,
+    digest_memory: DigestMemory,
     open: Option<OpenAudit>,
-    finished: u64,
+    finished_count: u64,
 }
 
 impl std::fmt::Debug for Accountant {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self { pool, open, finished, .. } = self;
+        let Self { pool, open, finished_count, .. } = self;
         f.debug_struct("Accountant")
             .field("pool", pool)
             .field("open", open)
-            .field("finished", finished)
+            .field("finished", finished_count)
             .finish_non_exhaustive()
     }
 }
@@ -74,33 +78,38 @@ impl std::fmt::Debug for Accountant {
 struct OpenAudit {
     /// The live rows, in the order of the copy.
     rows: Vec<PlannedRow>,
+    /// The sessions' keys, indexed by session number.
     keys: Vec<u64>,
+    /// The page references whose pages are digested.
     window: std::ops::Range<u32>,
-    complete: bool,
-    digests: bool,
-    ready: bool,
+    is_complete: bool,
+    has_digests: bool,
+    is_ready: bool,
 }
 
 #[derive(Clone, Copy, Debug)]
 struct PlannedRow {
     live: LiveRow,
+    /// The version in the snapshot.
     version: u64,
+    /// Pages at the row's beginning that must not change while the session has the same key.
     sealed_pages: u32,
     /// Pages of the row's prefix that the radix tree owns; `None` if unknown.
     protected_pages: Option<u32>,
 }
 
 impl Accountant {
-    /// Makes an accountant for a pool in host memory; counts with the scalar reference.
+    /// Makes an accountant for a pool in host memory. Counts with the scalar reference.
     pub fn host(pool: Pool) -> Self {
         let backend = Box::new(host::Host::default());
         Self::with_backend(pool, backend)
     }
 
-    /// Makes an accountant for a pool in the memory of a CUDA device; counts with the kernels.
+    /// Makes an accountant for a pool in the memory of a CUDA device. Counts with the kernels.
     ///
     /// # Errors
-    /// When the device has no room for the copy: about 9 bytes per page of the pool.
+    /// When the device has no room for the copy: about 13 bytes per page of the pool, and 80 bytes
+    /// per row of `req_to_token`.
     #[cfg(feature = "cuda")]
     pub fn device(pool: Pool, device: crate::cuda::Device) -> Result<Self, Error> {
         let backend = Box::new(device::OnDevice::new(device, &pool)?);
@@ -108,15 +117,15 @@ impl Accountant {
     }
 
     fn with_backend(pool: Pool, backend: Box<dyn Backend>) -> Self {
-        let memory = DigestMemory::new(digest::REMEMBERED_MAX);
-        Self { pool, backend, memory, open: None, finished: 0 }
+        let digest_memory = DigestMemory::new(digest::REMEMBERED_MAX);
+        Self { pool, backend, digest_memory, open: None, finished_count: 0 }
     }
 
     pub fn pool(&self) -> &Pool {
         &self.pool
     }
 
-    /// Returns the number of sessions in the audit in progress; `None` if there is none.
+    /// Returns the number of sessions in the audit in progress. Returns `None` if there is none.
     pub fn sessions(&self) -> Option<usize> {
         self.open.as_ref().map(|open| open.keys.len())
     }
@@ -131,7 +140,7 @@ impl Accountant {
             return Err(Error::Busy);
         }
         snapshot.check(&self.pool)?;
-        let open = self.plan(snapshot);
+        let open = self.plan_audit(snapshot);
         let layout = CopyLayout {
             rows: open.rows.iter().map(|row| row.live).collect(),
             window: open.window.clone(),
@@ -152,35 +161,35 @@ impl Accountant {
     /// When there is no audit, or the device fails.
     pub fn is_ready(&mut self) -> Result<bool, Error> {
         let open = self.open.as_mut().ok_or(Error::Idle)?;
-        open.ready = open.ready || self.backend.is_copied()?;
-        Ok(open.ready)
+        open.is_ready = open.is_ready || self.backend.is_copied()?;
+        Ok(open.is_ready)
     }
 
-    /// Ends the audit and returns its report. `now` lists the versions that the live rows had after
-    /// the copy was ready. A row that is not in `now`, or has another version there, is left out
-    /// and count_pages.
+    /// Ends the audit and returns its report. `current_versions` lists the live rows with the
+    /// versions that they had after the copy was ready. A row that is not in this list, or has
+    /// another version there, is left out of the audit and counted in `rows_moved`.
     ///
     /// # Errors
-    /// When there is no audit, the copy is not ready, or the device fails. Except for a copy that
-    /// isn't ready, the audit is over.
-    pub fn finish(&mut self, now: &[(u32, u64)]) -> Result<Report, Error> {
-        if !self.open.as_ref().ok_or(Error::Idle)?.ready {
+    /// When there is no audit, the copy is not ready, or the device fails. If the copy is not
+    /// ready, the audit continues. After any other error, the audit is over.
+    pub fn finish(&mut self, current_versions: &[(u32, u64)]) -> Result<Report, Error> {
+        if !self.open.as_ref().ok_or(Error::Idle)?.is_ready {
             return Err(Error::NotReady);
         }
         let open = self.open.take().expect("checked above");
-        let moved = find_moved(&open.rows, now);
+        let moved = find_moved(&open.rows, current_versions);
         let kept = keep_unmoved(&open.rows, &moved, self.pool.page_shift());
         let rows_moved = moved.iter().filter(|&&moved| moved).count();
-        let scope = Scope::new(open.complete, rows_moved);
+        let scope = Scope::new(open.is_complete, rows_moved);
         let counts = self.backend.count(&self.pool, &kept)?;
         let mut findings = self.findings(&counts, &kept, scope)?;
         let (digests, changed) = self.compare_digests(&open, &moved)?;
-        if open.digests {
+        if open.has_digests {
             findings.push(audit::changed(&changed));
         }
         let classes = counts.classes(scope);
         let report = Report {
-            number: self.finished,
+            number: self.finished_count,
             scope,
             page_tokens: self.pool.page_tokens(),
             pages: self.pool.pages(),
@@ -194,11 +203,11 @@ impl Accountant {
             digests,
             findings,
         };
-        self.finished += 1;
+        self.finished_count += 1;
         Ok(report)
     }
 
-    /// Abandons the audit in progress, if any: waits for its copy and discards it.
+    /// Abandons the audit in progress, if any. Waits until nothing reads the engine's lists.
     ///
     /// # Errors
     /// When the device fails.
@@ -207,40 +216,42 @@ impl Accountant {
         self.backend.wait()
     }
 
-    /// Lays out the copy and returns the audit's state.
-    fn plan(&mut self, snapshot: &Snapshot<'_>) -> OpenAudit {
+    /// Plans an audit: the order of the rows in the copy, and the window of pages to digest.
+    fn plan_audit(&mut self, snapshot: &Snapshot<'_>) -> OpenAudit {
         let shift = self.pool.page_shift();
         let pages = |tokens: u32| tokens.div_ceil(1 << shift);
-        let sealed: Vec<SealedRow> = (snapshot.rows.iter())
-            .map(|row| SealedRow {
+        let digest_rows: Vec<DigestRow> = (snapshot.rows.iter())
+            .map(|row| DigestRow {
                 key: snapshot.keys[row.session as usize],
                 row: row.row,
                 pages: pages(row.len),
-                sealed: row.sealed_tokens >> shift,
+                sealed_pages: row.sealed_tokens >> shift,
             })
             .collect();
         let can_digest = !self.pool.buffers().is_empty();
-        let digest_max = if can_digest { snapshot.digest_pages_max } else { 0 };
-        let digest::DigestPlan { order, window } = self.memory.plan(&sealed, digest_max);
+        let digest_pages_max = if can_digest { snapshot.digest_pages_max } else { 0 };
+        let digest::DigestPlan { order, window } =
+            self.digest_memory.plan(&digest_rows, digest_pages_max);
         let mut out_off = 0;
-        let planned = |at: usize| {
-            let (row, SealedRow { pages: refs, sealed, .. }) = (&snapshot.rows[at], sealed[at]);
+        let plan_row = |index: usize| {
+            let row = &snapshot.rows[index];
+            let DigestRow { pages: refs, sealed_pages, .. } = digest_rows[index];
             let live = LiveRow { row: row.row, len: row.len, session: row.session, out_off };
             out_off += refs;
             let protected_pages = row.protected_tokens.map(pages);
-            PlannedRow { live, version: row.version, sealed_pages: sealed, protected_pages }
+            PlannedRow { live, version: row.version, sealed_pages, protected_pages }
         };
         OpenAudit {
-            rows: order.into_iter().map(planned).collect(),
+            rows: order.into_iter().map(plan_row).collect(),
             keys: snapshot.keys.to_vec(),
             window,
-            complete: snapshot.complete,
-            digests: digest_max > 0,
-            ready: false,
+            is_complete: snapshot.complete,
+            has_digests: digest_pages_max > 0,
+            is_ready: false,
         }
     }
 
-    /// Returns the findings. The copy is examined only if the counts show a fault.
+    /// Returns the findings. Reads the copy only if the counts show a fault.
     fn findings(
         &mut self,
         counts: &Counts,
@@ -251,23 +262,22 @@ impl Accountant {
         let refs = kept.rows.iter().map(|row| u64::from(row.pages(shift))).sum();
         if !counts.has_fault(refs, scope) {
             let (free, tree) = (counts.free.is_some(), counts.tree.is_some());
-            let kinds = audit::kinds(scope, free, tree, !kept.own.is_empty());
+            let kinds = audit::kinds(scope, free, tree, !kept.unprotected.is_empty());
             return Ok(kinds.into_iter().map(audit::none_of).collect());
         }
         let copy = self.backend.read_copy(&self.pool)?;
         if Counts::by_reference(&copy, kept, &self.pool) != *counts {
             return Err(Error::Disagree);
         }
-        let pages = (self.pool.pages(), shift);
-        Ok(audit::findings(&copy, kept, pages, scope))
+        Ok(audit::findings(&copy, kept, self.pool.pages(), shift, scope))
     }
 
-    /// Compares the digests of those pages in the window whose rows did not change.
+    /// Compares the digests of the window's sealed pages whose rows didn't move.
     fn compare_digests(
         &mut self,
         open: &OpenAudit,
         moved: &[bool],
-    ) -> Result<(crate::report::Digests, Vec<(u32, u32)>), Error> {
+    ) -> Result<(crate::report::Digests, Vec<ChangedPage>), Error> {
         let window = self.backend.digests()?;
         let shift = self.pool.page_shift();
         let mut digested = Vec::with_capacity(window.len());
@@ -276,8 +286,9 @@ impl Accountant {
             let sealed = start..start + row.sealed_pages.min(row.live.len >> shift);
             let from = sealed.start.max(open.window.start);
             let to = sealed.end.min(open.window.end);
-            for at in from..to {
-                let (page, digest) = window[(at - open.window.start) as usize];
+            for reference in from..to {
+                let window_index = (reference - open.window.start) as usize;
+                let PageDigest { page, digest } = window[window_index];
                 if page != PAGE_BAD {
                     let session = row.live.session;
                     let key = open.keys[session as usize];
@@ -285,51 +296,52 @@ impl Accountant {
                 }
             }
         }
-        Ok(self.memory.compare(&open.keys, digested))
+        Ok(self.digest_memory.compare(&open.keys, digested))
     }
 }
 
-/// Returns, for each planned row, whether its version changed or the row is gone.
-fn find_moved(rows: &[PlannedRow], now: &[(u32, u64)]) -> Vec<bool> {
+/// Returns, for each planned row, whether it moved: its version has changed, or the row is gone.
+fn find_moved(rows: &[PlannedRow], current_versions: &[(u32, u64)]) -> Vec<bool> {
     let mut versions: BTreeMap<u32, Option<u64>> = BTreeMap::new();
-    for &(row, version) in now {
+    for &(row, version) in current_versions {
         match versions.entry(row) {
             btree_map::Entry::Vacant(entry) => _ = entry.insert(Some(version)),
-            // A row listed with two different versions has no trustworthy version.
+            // A row that is listed with two different versions counts as moved.
             btree_map::Entry::Occupied(mut entry) if *entry.get() != Some(version) => {
                 entry.insert(None);
             }
             btree_map::Entry::Occupied(_) => {}
         }
     }
-    let kept = |row: &PlannedRow| versions.get(&row.live.row) == Some(&Some(row.version));
-    rows.iter().map(|row| !kept(row)).collect()
+    let has_stayed = |row: &PlannedRow| versions.get(&row.live.row) == Some(&Some(row.version));
+    rows.iter().map(|row| !has_stayed(row)).collect()
 }
 
+/// Returns the rows that didn't move, and of each its part that the radix tree doesn't own.
 fn keep_unmoved(rows: &[PlannedRow], moved: &[bool], shift: u32) -> ValidRows {
     let mut kept = ValidRows::default();
     for (row, _) in rows.iter().zip(moved).filter(|(_, moved)| !**moved) {
         kept.rows.push(row.live);
         let Some(protected) = row.protected_pages else { continue };
         let len = row.live.len.saturating_sub(protected << shift);
-        kept.own.push(LiveRow { len, out_off: row.live.out_off + protected, ..row.live });
+        kept.unprotected.push(LiveRow { len, out_off: row.live.out_off + protected, ..row.live });
     }
     kept
 }
 
-/// Returns an entry for each session that has rows, if none of them changed.
+/// Returns the entries of the sessions that have rows, and of which no row moved.
 fn session_entries(
     rows: &[PlannedRow],
     moved: &[bool],
     counts: &Counts,
     classes: Option<Classes>,
 ) -> Vec<Session> {
-    let mut unmoved: BTreeMap<u32, bool> = BTreeMap::new();
+    let mut is_unmoved: BTreeMap<u32, bool> = BTreeMap::new();
     for (row, moved) in rows.iter().zip(moved) {
-        *unmoved.entry(row.live.session).or_insert(true) &= !moved;
+        *is_unmoved.entry(row.live.session).or_insert(true) &= !moved;
     }
-    let lines = unmoved.into_iter().filter(|&(_, unmoved)| unmoved);
-    lines.map(|(number, _)| counts.session(number, classes.is_some())).collect()
+    let unmoved_sessions = is_unmoved.into_iter().filter(|&(_, is_unmoved)| is_unmoved);
+    unmoved_sessions.map(|(number, _)| counts.session(number, classes.is_some())).collect()
 }
 
 fn row_count(n: usize) -> u32 {

@@ -138,7 +138,7 @@ pub fn gather_pages(
     npages: u32,
 ) -> (Vec<u32>, u64) {
     let end = |row: &LiveRow| row.out_off as usize + row.pages(page_shift) as usize;
-    let mut staged = vec![PAGE_BAD; rows.iter().map(end).max().unwrap_or(0)];
+    let mut page_list = vec![PAGE_BAD; rows.iter().map(end).max().unwrap_or(0)];
     let mut bad = 0;
     for row in rows {
         for i in 0..row.pages(page_shift) as usize {
@@ -147,19 +147,19 @@ pub fn gather_pages(
             let slot = entry.and_then(|&s| u32::try_from(s).ok()).unwrap_or(0);
             let page = slot >> page_shift;
             let sound = slot > 0 && page < npages && page << page_shift == slot;
-            staged[row.out_off as usize + i] = if sound { page } else { PAGE_BAD };
+            page_list[row.out_off as usize + i] = if sound { page } else { PAGE_BAD };
             bad += u64::from(!sound);
         }
     }
-    (staged, bad)
+    (page_list, bad)
 }
 
 /// `kv_mark`: returns each page's reference count and owner (ordered none < session < shared).
-pub fn mark(rows: &[LiveRow], staged: &[u32], page_shift: u32, npages: u32) -> Marks {
+pub fn mark(rows: &[LiveRow], page_list: &[u32], page_shift: u32, npages: u32) -> Marks {
     let mut refcnt = vec![0; npages as usize];
     let mut owner = vec![OWNER_NONE; npages as usize];
     for row in rows {
-        for &page in row_pages(row, staged, page_shift) {
+        for &page in row_pages(row, page_list, page_shift) {
             let Some(count) = refcnt.get_mut(page as usize) else { continue };
             *count += 1;
             let owner = &mut owner[page as usize];
@@ -177,7 +177,7 @@ pub fn mark(rows: &[LiveRow], staged: &[u32], page_shift: u32, npages: u32) -> M
 /// session's exclusive pages count as freed by a close, which is an upper bound.
 pub fn session(
     rows: &[LiveRow],
-    staged: &[u32],
+    page_list: &[u32],
     marks: &Marks,
     tree: Option<&PageSet>,
     page_shift: u32,
@@ -186,7 +186,7 @@ pub fn session(
     let mut out: BTreeMap<u32, SessionPages> = BTreeMap::new();
     for row in rows {
         let entry = out.entry(row.session).or_default();
-        let pages = row_pages(row, staged, page_shift);
+        let pages = row_pages(row, page_list, page_shift);
         let mut previous = None;
         for &page in pages {
             let before = previous.replace(page);
@@ -279,9 +279,9 @@ fn mix(mut word: u64) -> u64 {
     word ^ word >> 31
 }
 
-fn row_pages<'a>(row: &LiveRow, staged: &'a [u32], page_shift: u32) -> &'a [u32] {
+fn row_pages<'a>(row: &LiveRow, page_list: &'a [u32], page_shift: u32) -> &'a [u32] {
     let start = row.out_off as usize;
-    &staged[start..start + row.pages(page_shift) as usize]
+    &page_list[start..start + row.pages(page_shift) as usize]
 }
 
 #[cfg(test)]
@@ -309,11 +309,11 @@ mod tests {
     #[test]
     fn shared_prefix_counts_once() {
         let (r2t, ld, rows) = pool(&[(7, 10, &[1, 2, 3]), (8, 8, &[1, 5])]);
-        let (staged, bad) = gather_pages(&r2t, ld, &rows, 2, 8);
-        assert_eq!((staged.as_slice(), bad), ([1, 2, 3, 1, 5].as_slice(), 0));
-        let marks = mark(&rows, &staged, 2, 8);
+        let (page_list, bad) = gather_pages(&r2t, ld, &rows, 2, 8);
+        assert_eq!((page_list.as_slice(), bad), ([1, 2, 3, 1, 5].as_slice(), 0));
+        let marks = mark(&rows, &page_list, 2, 8);
         assert_eq!((marks.held_pages(), marks.shared_pages()), (4, 1));
-        let by = session(&rows, &staged, &marks, None, 2);
+        let by = session(&rows, &page_list, &marks, None, 2);
         let half = 1u64 << 31;
         let (one, two) = (by[&7], by[&8]);
         assert_eq!((one.refs, one.uss, one.runs, one.tail_tokens), (3, 2, 1, 2));
@@ -325,8 +325,8 @@ mod tests {
     #[test]
     fn leak_double_free_and_corruption_are_told_apart() {
         let (r2t, ld, rows) = pool(&[(1, 8, &[1, 2])]);
-        let (staged, _) = gather_pages(&r2t, ld, &rows, 2, 8);
-        let marks = mark(&rows, &staged, 2, 8);
+        let (page_list, _) = gather_pages(&r2t, ld, &rows, 2, 8);
+        let marks = mark(&rows, &page_list, 2, 8);
         let free = list_to_set([3, 3, 2, 99], 8);
         assert_eq!((free.duplicates, free.bad), (1, 1));
         let classes = classify(&free, &marks, &list_to_set([1, 4], 8));
@@ -340,26 +340,26 @@ mod tests {
         let rows = [LiveRow { row: 0, len: 12, session: 1, out_off: 0 }];
         let mut r2t = vec![0; 16];
         (r2t[0], r2t[4], r2t[8]) = (-4, 5, 400);
-        let (staged, bad) = gather_pages(&r2t, 16, &rows, 2, 8);
-        assert_eq!((staged, bad), (vec![PAGE_BAD; 3], 3));
+        let (page_list, bad) = gather_pages(&r2t, 16, &rows, 2, 8);
+        assert_eq!((page_list, bad), (vec![PAGE_BAD; 3], 3));
     }
 
     #[test]
     fn a_close_frees_what_nobody_else_and_no_tree_has() {
         let (r2t, ld, rows) = pool(&[(7, 12, &[1, 2, 3]), (7, 8, &[3, 4]), (8, 4, &[2])]);
-        let (staged, _) = gather_pages(&r2t, ld, &rows, 2, 8);
-        let marks = mark(&rows, &staged, 2, 8);
-        let freed = |tree| session(&rows, &staged, &marks, tree, 2)[&7].freed;
+        let (page_list, _) = gather_pages(&r2t, ld, &rows, 2, 8);
+        let marks = mark(&rows, &page_list, 2, 8);
+        let freed = |tree| session(&rows, &page_list, &marks, tree, 2)[&7].freed;
         assert_eq!(freed(None), 3, "1, 3 and 4; page 3 once, though two rows name it");
         assert_eq!(freed(Some(&list_to_set([1, 2, 6], 8))), 2, "the tree keeps page 1");
-        assert_eq!(session(&rows, &staged, &marks, None, 2)[&8].freed, 0, "page 2 is shared");
+        assert_eq!(session(&rows, &page_list, &marks, None, 2)[&8].freed, 0, "page 2 is shared");
     }
 
     #[test]
     fn sharing_is_an_alarm_outside_the_tree_alone() {
         let (r2t, ld, rows) = pool(&[(1, 8, &[1, 2]), (2, 8, &[1, 2]), (2, 4, &[3]), (2, 4, &[3])]);
-        let (staged, _) = gather_pages(&r2t, ld, &rows, 2, 8);
-        let marks = mark(&rows, &staged, 2, 8);
+        let (page_list, _) = gather_pages(&r2t, ld, &rows, 2, 8);
+        let marks = mark(&rows, &page_list, 2, 8);
         assert_eq!(marks.shared_pages(), 2, "two rows of one session share nothing");
         assert_eq!(marks.aliased_pages(&list_to_set([1], 8)), 1);
     }
@@ -368,8 +368,8 @@ mod tests {
     fn a_bad_entry_ends_a_run() {
         let (mut r2t, ld, rows) = pool(&[(1, 20, &[1, 2, 3, 4, 4])]);
         let runs = |r2t: &[i32]| {
-            let (staged, _) = gather_pages(r2t, ld, &rows, 2, 8);
-            session(&rows, &staged, &mark(&rows, &staged, 2, 8), None, 2)[&1].runs
+            let (page_list, _) = gather_pages(r2t, ld, &rows, 2, 8);
+            session(&rows, &page_list, &mark(&rows, &page_list, 2, 8), None, 2)[&1].runs
         };
         assert_eq!(runs(&r2t), 2, "a page named twice in a row is no run");
         r2t[4] = -1;
@@ -388,8 +388,8 @@ mod tests {
     #[test]
     fn tokens_are_pages_where_a_page_is_one_token() {
         let rows = [LiveRow { row: 0, len: 3, session: 0, out_off: 0 }];
-        let (staged, bad) = gather_pages(&[5, 0, 6], 3, &rows, 0, 7);
-        assert_eq!((staged.as_slice(), bad), ([5, PAGE_BAD, 6].as_slice(), 1), "0 is padding");
+        let (page_list, bad) = gather_pages(&[5, 0, 6], 3, &rows, 0, 7);
+        assert_eq!((page_list.as_slice(), bad), ([5, PAGE_BAD, 6].as_slice(), 1), "0 is padding");
         assert_eq!(gather_pages(&[], 0, &[], 0, 0), (vec![], 0));
     }
 
@@ -426,13 +426,13 @@ mod tests {
                 })
                 .collect();
             let (r2t, ld, rows) = pool(&rows);
-            let (staged, bad) = gather_pages(&r2t, ld, &rows, 2, npages);
+            let (page_list, bad) = gather_pages(&r2t, ld, &rows, 2, npages);
             assert_eq!(bad, 0, "seed {seed}");
-            let marks = mark(&rows, &staged, 2, npages);
+            let marks = mark(&rows, &page_list, 2, npages);
             let mut reversed = rows.clone();
             reversed.reverse();
-            assert_eq!(marks, mark(&reversed, &staged, 2, npages), "seed {seed}: order matters");
-            let by = session(&rows, &staged, &marks, None, 2);
+            assert_eq!(marks, mark(&reversed, &page_list, 2, npages), "seed {seed}: order matters");
+            let by = session(&rows, &page_list, &marks, None, 2);
             let refs: u64 = by.values().map(|s| s.refs).sum();
             let uss: u64 = by.values().map(|s| s.uss).sum();
             let pss: u64 = by.values().map(|s| s.pss_q32).sum();

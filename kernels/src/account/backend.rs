@@ -1,6 +1,7 @@
-//! The interface between the accountant and the memory that holds the pool.
+//! Defines how the accountant reaches a pool in host or device memory: the trait [`Backend`].
 //!
-//! A backend makes the private copy and counts in it.
+//! A backend makes the private copy of an audit, counts in that copy, and digests pages. The counts
+//! have the same form for all backends: [`Counts`].
 
 use super::{Error, Pool, Stream, snapshot::Snapshot};
 use crate::{
@@ -13,13 +14,15 @@ use std::ops::Range;
 /// The layout of the private copy.
 #[derive(Clone, Debug)]
 pub(super) struct CopyLayout {
-    /// The live rows, placed one behind the other in the copy.
+    /// The live rows, whose page references lie one row behind the other in the copy.
     pub rows: Vec<LiveRow>,
-    /// Range of the page references whose pages are digested.
+    /// The page references whose pages are digested. Number 0 is the first page of the first row.
     pub window: Range<u32>,
 }
 
-/// Access to the pool's memory, host or device, and the code that counts there.
+/// Access to the pool's memory, and the code that counts there.
+///
+/// An audit calls `copy`, `is_copied`, `count`, `read_copy` and `digests`, in this order.
 pub(super) trait Backend: Send {
     /// Makes the private copy and the window's digests, or enqueues that work behind `stream`.
     fn copy(
@@ -36,38 +39,58 @@ pub(super) trait Backend: Send {
     /// Waits for everything that was enqueued.
     fn wait(&mut self) -> Result<(), Error>;
 
-    /// Counts in the private copy, over the kept rows only.
+    /// Counts in the private copy, over the kept rows only: those that didn't change while they
+    /// were copied.
     fn count(&mut self, pool: &Pool, kept: &ValidRows) -> Result<Counts, Error>;
 
-    /// Returns the private copy itself; called only if the counts show a fault.
+    /// Returns the private copy. The accountant needs the copy only if the counts show a fault.
     fn read_copy(&mut self, pool: &Pool) -> Result<PoolCopy, Error>;
 
-    /// Returns page and digest of each page reference in the window.
-    fn digests(&mut self) -> Result<Vec<(u32, u64)>, Error>;
+    /// Returns the digests of the window, one per page reference.
+    fn digests(&mut self) -> Result<Vec<PageDigest>, Error>;
 }
+
+/// A page reference of the window, and the digest of its page.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct PageDigest {
+    /// [`reference::PAGE_BAD`] if the row's entry is not a page of the pool.
+    pub page: u32,
+    pub digest: u64,
+}
+
+/// Bit of a class number: the page is in a free list.
+const FREE_BIT: usize = 4;
+/// Bit of a class number: a kept row references the page.
+const HELD_BIT: usize = 2;
+/// Bit of a class number: the page is in the radix tree.
+const TREE_BIT: usize = 1;
 
 /// The counts of one private copy. A list that the snapshot lacks counts as empty.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Counts {
-    /// Pages of each session, indexed by session number; sessions above the last with rows are left
-    /// out.
+    /// The pages of each session, indexed by session number. The last session is the highest one
+    /// that has rows.
     pub sessions: Vec<SessionPages>,
-    /// Pages of each class, indexed by class number; see [`reference::class_counts`].
+    /// The number of pages in each class, indexed by class number: the sum of [`FREE_BIT`],
+    /// [`HELD_BIT`] and [`TREE_BIT`] for the properties that the page has.
     pub classes: [u64; 8],
-    /// As `classes`, but only pages that rows hold outside their protected part count as
-    /// referenced.
-    pub own_classes: [u64; 8],
+    /// The same as `classes`, but [`HELD_BIT`] is set only for pages that a row holds outside its
+    /// protected part (the part that the radix tree owns).
+    pub unprotected_classes: [u64; 8],
     /// Pages outside the radix tree that several sessions hold.
     pub aliased: u64,
+    /// Contiguous runs of free pages.
     pub free_runs: u64,
     pub free: Option<ListCount>,
     pub tree: Option<ListCount>,
 }
 
-/// Faults in the free lists, or in the radix tree's list.
+/// The numbers of faults in the free lists, or in the radix tree's list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct ListCount {
+    /// Entries that name a page again.
     pub duplicates: u64,
+    /// Entries outside the pool.
     pub bad: u64,
     /// Whether the list names the padding page.
     pub padding: bool,
@@ -88,17 +111,18 @@ impl Counts {
     /// Counts with the scalar reference.
     pub(super) fn by_reference(copy: &PoolCopy, kept: &ValidRows, pool: &Pool) -> Self {
         let (npages, shift) = (pool.pages(), pool.page_shift());
-        let marked = |rows: &[LiveRow]| reference::mark(rows, &copy.staged, shift, npages);
-        let (marks, own): (Marks, Marks) = (marked(&kept.rows), marked(&kept.own));
+        let marked = |rows: &[LiveRow]| reference::mark(rows, &copy.page_list, shift, npages);
+        let (marks, unprotected): (Marks, Marks) = (marked(&kept.rows), marked(&kept.unprotected));
         let empty = PageSet { has: vec![false; npages as usize], duplicates: 0, bad: 0 };
         let free = copy.free.as_ref().map_or(&empty, |listed| &listed.set);
         let tree = copy.tree.as_ref().map_or(&empty, |listed| &listed.set);
-        let by = reference::session(&kept.rows, &copy.staged, &marks, Some(tree), shift);
-        let numbers = by.keys().next_back().map_or(0, |last| last + 1);
+        let by_number = reference::session(&kept.rows, &copy.page_list, &marks, Some(tree), shift);
+        let session_count = by_number.keys().next_back().map_or(0, |highest| highest + 1);
+        let pages_of = |number: u32| by_number.get(&number).copied().unwrap_or_default();
         Self {
-            sessions: (0..numbers).map(|n| by.get(&n).copied().unwrap_or_default()).collect(),
+            sessions: (0..session_count).map(pages_of).collect(),
             classes: reference::class_counts(free, &marks, tree),
-            own_classes: reference::class_counts(free, &own, tree),
+            unprotected_classes: reference::class_counts(free, &unprotected, tree),
             aliased: marks.aliased_pages(tree),
             free_runs: free.runs(),
             free: copy.free.as_ref().map(ListCount::new),
@@ -108,44 +132,51 @@ impl Counts {
 
     /// Returns the number of distinct pages that the kept rows hold.
     pub(super) fn held_pages(&self) -> u64 {
-        self.sum(|free_referenced_treed| free_referenced_treed & 2 != 0)
+        self.sum_classes(|class| class & HELD_BIT != 0)
     }
 
     /// Returns the number of distinct pages in the free lists, without the padding page.
     pub(super) fn free_pages(&self) -> u64 {
-        self.sum(|class| class & 4 != 0) - u64::from(self.free.is_some_and(|list| list.padding))
+        let padding_pages = u64::from(self.free.is_some_and(|list| list.padding));
+        self.sum_classes(|class| class & FREE_BIT != 0) - padding_pages
     }
 
-    fn sum(&self, of: impl Fn(usize) -> bool) -> u64 {
-        (0..8).filter(|&class| of(class)).map(|class| self.classes[class]).sum()
+    fn sum_classes(&self, is_wanted: impl Fn(usize) -> bool) -> u64 {
+        (0..8).filter(|&class| is_wanted(class)).map(|class| self.classes[class]).sum()
     }
 
     /// Returns whether the counts show a fault that this scope can prove. `refs` is the number of
-    /// page references of the kept rows, valid or not.
+    /// page references of the kept rows, including references outside the pool.
     pub(super) fn has_fault(&self, refs: u64, scope: Scope) -> bool {
-        let sound: u64 = self.sessions.iter().map(|session| session.refs).sum();
-        let own_cached = self.own_classes[3];
-        let across = self.aliased + own_cached + self.classes[5..].iter().sum::<u64>();
-        refs != sound
-            || (across > 0 && scope.moment().is_some())
+        let refs_in_pool: u64 = self.sessions.iter().map(|session| session.refs).sum();
+        let cached_unprotected = self.unprotected_classes[HELD_BIT | TREE_BIT];
+        // Classes above `FREE_BIT` are free and at the same time held or in the tree.
+        let corrupt: u64 = self.classes[FREE_BIT + 1..].iter().sum();
+        // These faults are real only if rows and lists are from one moment.
+        let faults_across = self.aliased + cached_unprotected + corrupt;
+        refs != refs_in_pool
+            || (faults_across > 0 && scope.moment().is_some())
             || self.classes(scope).is_some_and(|classes| classes.leaked > 0)
             || self.free.iter().chain(&self.tree).any(ListCount::has_fault)
     }
 
-    /// Returns the pages by class, without the padding page, if the copy is complete and
-    /// consistent.
+    /// Returns the pages by class, without the padding page. Returns `None` unless the copy is
+    /// complete and has the free lists and the radix tree.
     pub(super) fn classes(&self, scope: Scope) -> Option<Classes> {
         scope.complete()?;
         let (free, tree) = (self.free?, self.tree?);
         let mut classes = self.classes;
-        classes[usize::from(free.padding) << 2 | usize::from(tree.padding)] -= 1;
+        let padding_class =
+            usize::from(free.padding) * FREE_BIT + usize::from(tree.padding) * TREE_BIT;
+        classes[padding_class] -= 1;
         let reference::ClassCounts { leaked, free, private, cached, cached_in_use, corrupt } =
             classes.into();
         Some(Classes { free, private, cached, cached_in_use, leaked, corrupt })
     }
 
-    /// Returns a session's entry. What a close frees is included only if `exact`.
-    pub(super) fn session(&self, number: u32, exact: bool) -> Session {
+    /// Returns a session's entry. The number of pages that a close frees is exact only if the whole
+    /// pool is known: the entry includes that number only if `is_exact`.
+    pub(super) fn session(&self, number: u32, is_exact: bool) -> Session {
         let pages = self.sessions.get(number as usize).copied().unwrap_or_default();
         let SessionPages { refs, uss, pss_q32, runs, tail_tokens, freed } = pages;
         Session {
@@ -153,7 +184,7 @@ impl Counts {
             refs,
             exclusive: uss,
             share_q32: pss_q32,
-            freed: exact.then_some(freed),
+            freed: is_exact.then_some(freed),
             runs,
             tail_tokens,
         }

@@ -1,12 +1,12 @@
-//! Accounting on a CUDA device with the kernels.
+//! The backend for a pool on a CUDA device: copies and counts with the kernels.
 //!
-//! A buffer that is too small is replaced by one at least twice as large, and the smaller one is
-//! kept until the end: freeing device memory waits for the whole device, including the engine's
-//! work.
+//! A buffer that is too small is replaced by a buffer at least twice as large. The smaller buffer
+//! is freed only when the accountant is dropped, because freeing device memory waits for the whole
+//! device, also for the engine's work.
 
 use super::{
     Error, Pool, Stream,
-    backend::{Backend, CopyLayout, Counts, ListCount},
+    backend::{Backend, CopyLayout, Counts, ListCount, PageDigest},
     snapshot::{List, PoolBuffer, Snapshot},
 };
 use crate::{
@@ -20,7 +20,11 @@ use crate::{
 use std::ops::Range;
 
 /// Initial room for digests, in pages: enough for 64 MiB of 16 KiB pages.
-const DIGESTS: usize = 1 << 12;
+const DIGESTS_INITIAL: usize = 1 << 12;
+/// Index of the classes in which a page counts as held if any part of a row references the page.
+const WHOLE_ROWS: usize = 0;
+/// Index of the classes for which only the rows' unprotected parts count.
+const UNPROTECTED_PARTS: usize = 1;
 
 /// The device, and all device memory that an audit needs.
 #[derive(Debug)]
@@ -28,76 +32,88 @@ pub(super) struct OnDevice {
     device: Device,
     pool: cuda::PoolSize,
     kv: KvBuffers,
+    /// While the copy is made: all rows of the snapshot. Then: the rows that the audit keeps.
     rows: LiveRows,
-    own: LiveRows,
-    staged: Growing<u32>,
-    bad: DeviceBuffer<u64>,
+    /// The parts of the kept rows that the radix tree doesn't own.
+    unprotected: LiveRows,
+    /// The page references of all rows of the snapshot.
+    page_list: Growing<u32>,
+    /// A counter that `kv_gather_pages` needs. The audit doesn't read it.
+    bad_slots: DeviceBuffer<u64>,
     free: DevicePageSet,
     tree: DevicePageSet,
     marks: DeviceMarks,
+    /// Scratch bitmap of `kv_session`: the pages already counted for their session.
     claimed: DeviceBuffer<u32>,
+    /// Bitmap of the pages that rows reference.
     referenced: DeviceBuffer<u32>,
+    /// Bitmap of the pages that rows of several sessions reference.
     shared: DeviceBuffer<u32>,
     sessions: Growing<SessionPages>,
+    /// Indexed by [`WHOLE_ROWS`] and [`UNPROTECTED_PARTS`].
     classified: [DeviceBuffer<Classified>; 2],
     digests: Growing<u64>,
     copy: CopyInProgress,
 }
 
-/// The audit in progress.
+/// What the audit in progress copies.
 #[derive(Debug, Default)]
 struct CopyInProgress {
+    /// The number of page references.
     refs: usize,
+    /// The page references whose pages are digested.
     window: Range<usize>,
     /// The free lists; `None` if the snapshot has none.
     free: Option<Vec<List>>,
     tree: Option<List>,
-    end: Option<StreamMark>,
+    /// The end of the copy's work on the stream; `None` until all of it is enqueued.
+    end_mark: Option<StreamMark>,
 }
 
 impl OnDevice {
     /// Allocates everything that an audit of this pool needs.
     pub(super) fn new(device: Device, pool: &Pool) -> Result<Self, cuda::Error> {
         let npages = pool.pages();
-        let on = cuda::PoolSize { page_shift: pool.page_shift(), npages };
-        let part =
+        let pool_size = cuda::PoolSize { page_shift: pool.page_shift(), npages };
+        let kv_buffer =
             |&PoolBuffer { addr, page_bytes }: &PoolBuffer| KvBuffer { address: addr, page_bytes };
-        let parts: Vec<KvBuffer> = pool.buffers().iter().map(part).collect();
-        let rows = pool.rows_max();
+        let kv_buffers: Vec<KvBuffer> = pool.buffers().iter().map(kv_buffer).collect();
+        let rows_max = pool.rows_max();
         Ok(Self {
             // SAFETY: the caller of `Pool::new` guaranteed all pages of each buffer while `self`
             // lives.
-            kv: unsafe { device.kv_buffers(&parts, npages)? },
-            rows: device.live_rows(rows)?,
-            own: device.live_rows(rows)?,
-            // Needs to grow only if rows share pages.
-            staged: Growing::new(&device, npages as usize)?,
-            bad: device.alloc(1)?,
-            free: device.page_set(on)?,
-            tree: device.page_set(on)?,
+            kv: unsafe { device.kv_buffers(&kv_buffers, npages)? },
+            rows: device.live_rows(rows_max)?,
+            unprotected: device.live_rows(rows_max)?,
+            // One reference per page is enough, unless rows share pages.
+            page_list: Growing::new(&device, npages as usize)?,
+            bad_slots: device.alloc(1)?,
+            free: device.page_set(pool_size)?,
+            tree: device.page_set(pool_size)?,
             marks: device.marks(npages)?,
-            claimed: device.alloc(on.words())?,
-            referenced: device.alloc(on.words())?,
-            shared: device.alloc(on.words())?,
-            sessions: Growing::new(&device, rows)?,
+            claimed: device.alloc(pool_size.words())?,
+            referenced: device.alloc(pool_size.words())?,
+            shared: device.alloc(pool_size.words())?,
+            sessions: Growing::new(&device, rows_max)?,
             classified: [device.alloc(1)?, device.alloc(1)?],
-            digests: Growing::new(&device, DIGESTS)?,
+            digests: Growing::new(&device, DIGESTS_INITIAL)?,
             copy: CopyInProgress::default(),
-            pool: on,
+            pool: pool_size,
             device,
         })
     }
 
-    fn enqueue(&mut self, pool: &Pool, layout: &CopyLayout) -> Result<(), cuda::Error> {
+    /// Enqueues the copy of the engine's rows and lists, and the window's digests.
+    fn enqueue_copy(&mut self, pool: &Pool, layout: &CopyLayout) -> Result<(), cuda::Error> {
         let table = pool.table();
-        let size = table.rows as usize * table.stride as usize;
+        let entry_count = table.rows as usize * table.stride as usize;
         // SAFETY: the caller of `Pool::new` guaranteed these entries while `self` lives.
-        let entries = unsafe { Slice::foreign(table.addr, size)? };
+        let entries = unsafe { Slice::foreign(table.addr, entry_count)? };
         let table = DeviceTable { entries, ld: table.stride.into() };
         let device = &self.device;
-        let staged = self.staged.at_least(device, self.copy.refs)?;
+        let page_list = self.page_list.with_room(device, self.copy.refs)?;
         if !layout.rows.is_empty() {
-            device.gather_pages(table, &self.rows, staged, &mut self.bad)?;
+            device.gather_pages(table, &self.rows, page_list, &mut self.bad_slots)?;
         }
         for list in self.copy.free.iter().flatten() {
             device.list_to_set(ids(list)?, 0, self.pool, &mut self.free)?;
@@ -108,19 +124,20 @@ impl OnDevice {
         }
         let Range { start, end } = self.copy.window;
         if start < end {
-            let pages = staged.slice().part(start, end - start)?;
-            let digests = self.digests.at_least(device, end - start)?;
+            let pages = page_list.slice().part(start, end - start)?;
+            let digests = self.digests.with_room(device, end - start)?;
             device.page_digest(&self.kv, pages, digests)?;
         }
-        self.copy.end = Some(device.record()?);
+        self.copy.end_mark = Some(device.record()?);
         Ok(())
     }
 
-    /// Enqueues marking and classifying the pages that these rows reference.
-    fn classify(&mut self, which: usize) -> Result<(), cuda::Error> {
-        let rows = [&self.rows, &self.own][which];
+    /// Marks the pages that rows reference, and counts the pages by class. Only enqueues.
+    /// `row_parts` is [`WHOLE_ROWS`] or [`UNPROTECTED_PARTS`].
+    fn classify(&mut self, row_parts: usize) -> Result<(), cuda::Error> {
+        let rows = [&self.rows, &self.unprotected][row_parts];
         let device = &self.device;
-        device.mark(rows, &self.staged.buffer, &mut self.marks)?;
+        device.mark(rows, &self.page_list.buffer, &mut self.marks)?;
         device.ref_bitmap(&self.marks, self.pool, &mut self.referenced, &mut self.shared)?;
         device.classify(
             &self.free,
@@ -128,58 +145,63 @@ impl OnDevice {
             &self.referenced,
             &self.shared,
             self.pool,
-            &mut self.classified[which],
+            &mut self.classified[row_parts],
         )
     }
 
     fn count_pages(&mut self, kept: &ValidRows) -> Result<Counts, cuda::Error> {
         self.device.set_live_rows(&mut self.rows, &kept.rows, self.pool)?;
-        self.device.set_live_rows(&mut self.own, &kept.own, self.pool)?;
-        self.classify(0)?;
+        self.device.set_live_rows(&mut self.unprotected, &kept.unprotected, self.pool)?;
+        self.classify(WHOLE_ROWS)?;
         let device = &self.device;
-        let numbers = self.rows.sessions();
-        let sessions = self.sessions.at_least(device, numbers)?;
-        let (staged, tree) = (&self.staged.buffer, Some(&self.tree));
-        device.session(&self.rows, staged, &self.marks, tree, &mut self.claimed, sessions)?;
-        let sessions = device.download(sessions.slice().part(0, numbers)?)?;
-        self.classify(1)?;
-        let classified = |which: usize| -> Result<Classified, cuda::Error> {
-            Ok(self.device.download(self.classified[which].slice())?[0])
+        let session_count = self.rows.sessions();
+        let sessions = self.sessions.with_room(device, session_count)?;
+        let (page_list, tree) = (&self.page_list.buffer, Some(&self.tree));
+        device.session(&self.rows, page_list, &self.marks, tree, &mut self.claimed, sessions)?;
+        let sessions = device.download(sessions.slice().part(0, session_count)?)?;
+        // The sessions' counts need the marks of the whole rows, which this call overwrites.
+        self.classify(UNPROTECTED_PARTS)?;
+        let classified = |row_parts: usize| -> Result<Classified, cuda::Error> {
+            Ok(self.device.download(self.classified[row_parts].slice())?[0])
         };
-        let (all, own) = (classified(0)?, classified(1)?);
-        let list = |set: &DevicePageSet, given: bool| -> Result<Option<ListCount>, cuda::Error> {
+        let whole = classified(WHOLE_ROWS)?;
+        let unprotected = classified(UNPROTECTED_PARTS)?;
+        let list_count = |set: &DevicePageSet, is_given: bool| {
             let counters = self.device.download(set.duplicates_bad.slice())?;
-            let first = self.device.download(set.words.slice().part(0, 1)?)?[0];
+            let first_word = self.device.download(set.words.slice().part(0, 1)?)?[0];
             let (duplicates, bad) = (counters[0], counters[1]);
-            Ok(given.then_some(ListCount { duplicates, bad, padding: first & 1 != 0 }))
+            // The padding page is page 0, so its bit is the lowest bit of the first word.
+            let padding = first_word & 1 != 0;
+            Ok::<_, cuda::Error>(is_given.then_some(ListCount { duplicates, bad, padding }))
         };
         Ok(Counts {
             sessions,
-            classes: all.classes,
-            own_classes: own.classes,
-            aliased: all.aliased,
-            free_runs: all.free_runs,
-            free: list(&self.free, self.copy.free.is_some())?,
-            tree: list(&self.tree, self.copy.tree.is_some())?,
+            classes: whole.classes,
+            unprotected_classes: unprotected.classes,
+            aliased: whole.aliased,
+            free_runs: whole.free_runs,
+            free: list_count(&self.free, self.copy.free.is_some())?,
+            tree: list_count(&self.tree, self.copy.tree.is_some())?,
         })
     }
 
     fn download_copy(&self) -> Result<PoolCopy, cuda::Error> {
         let npages = self.pool.npages;
-        let list = |list: &List| self.device.download(ids(list)?);
+        let download = |list: &List| self.device.download(ids(list)?);
         let free = match &self.copy.free {
             None => None,
             Some(lists) => {
-                let lists = lists.iter().map(list).collect::<Result<Vec<_>, _>>()?;
+                let lists = lists.iter().map(download).collect::<Result<Vec<_>, _>>()?;
                 Some(ListedPages::new(lists.into_iter().flatten(), 0, npages))
             }
         };
         let tree = match &self.copy.tree {
             None => None,
-            Some(tree) => Some(ListedPages::new(list(tree)?, self.pool.page_shift, npages)),
+            Some(tree) => Some(ListedPages::new(download(tree)?, self.pool.page_shift, npages)),
         };
-        let staged = self.device.download(self.staged.buffer.slice().part(0, self.copy.refs)?)?;
-        Ok(PoolCopy { staged, free, tree })
+        let page_list =
+            self.device.download(self.page_list.buffer.slice().part(0, self.copy.refs)?)?;
+        Ok(PoolCopy { page_list, free, tree })
     }
 }
 
@@ -199,19 +221,19 @@ impl Backend for OnDevice {
             window: layout.window.start as usize..layout.window.end as usize,
             free: (!snapshot.free.is_empty()).then(|| snapshot.free.to_vec()),
             tree: snapshot.tree,
-            end: None,
+            end_mark: None,
         };
-        // Work that doesn't read the engine's memory is enqueued before the wait for the engine.
+        // The device can do this work at once: it doesn't read the engine's memory.
         self.device.set_live_rows(&mut self.rows, &layout.rows, self.pool)?;
         self.device.clear_set(&mut self.free)?;
         self.device.clear_set(&mut self.tree)?;
         // SAFETY: the caller of `Stream::new` guaranteed a stream of this device.
         unsafe { self.device.wait_for(stream.handle())? };
-        Ok(self.enqueue(pool, layout)?)
+        Ok(self.enqueue_copy(pool, layout)?)
     }
 
     fn is_copied(&mut self) -> Result<bool, Error> {
-        let copied = self.copy.end.as_ref().map(StreamMark::is_done).transpose()?;
+        let copied = self.copy.end_mark.as_ref().map(StreamMark::is_done).transpose()?;
         Ok(copied.unwrap_or(false))
     }
 
@@ -227,15 +249,17 @@ impl Backend for OnDevice {
         Ok(self.download_copy()?)
     }
 
-    fn digests(&mut self) -> Result<Vec<(u32, u64)>, Error> {
+    fn digests(&mut self) -> Result<Vec<PageDigest>, Error> {
         let Range { start, end } = self.copy.window;
-        let n = end - start;
-        let pages = self.device.download(self.staged.buffer.slice().part(start, n)?)?;
-        let digests = self.device.download(self.digests.buffer.slice().part(0, n)?)?;
-        Ok(pages.into_iter().zip(digests).collect())
+        let window_len = end - start;
+        let pages = self.device.download(self.page_list.buffer.slice().part(start, window_len)?)?;
+        let digests = self.device.download(self.digests.buffer.slice().part(0, window_len)?)?;
+        let page_digest = |(page, digest)| PageDigest { page, digest };
+        Ok(pages.into_iter().zip(digests).map(page_digest).collect())
     }
 }
 
+/// Returns a list's ids, which are in the engine's memory.
 fn ids<'a>(list: &List) -> Result<Slice<'a, i64>, cuda::Error> {
     let entries = usize::try_from(list.entries()).unwrap_or(usize::MAX);
     // SAFETY: the caller of `List::new` guaranteed these entries until the audit is over.
@@ -246,23 +270,24 @@ fn ids<'a>(list: &List) -> Result<Slice<'a, i64>, cuda::Error> {
 #[derive(Debug)]
 struct Growing<T: Plain> {
     buffer: DeviceBuffer<T>,
-    /// The replaced buffers; together they are smaller than `buffer`.
-    before: Vec<DeviceBuffer<T>>,
+    /// The buffers that were replaced. Together they are smaller than `buffer`.
+    replaced: Vec<DeviceBuffer<T>>,
 }
 
 impl<T: Plain> Growing<T> {
     fn new(device: &Device, len: usize) -> Result<Self, cuda::Error> {
-        Ok(Self { buffer: device.alloc(len)?, before: vec![] })
+        Ok(Self { buffer: device.alloc(len)?, replaced: vec![] })
     }
 
-    fn at_least(
+    /// Returns a buffer for at least `len` values. Their contents are undefined.
+    fn with_room(
         &mut self,
         device: &Device,
         len: usize,
     ) -> Result<&mut DeviceBuffer<T>, cuda::Error> {
         if self.buffer.len() < len {
             let larger = device.alloc(len.max(2 * self.buffer.len()))?;
-            self.before.push(std::mem::replace(&mut self.buffer, larger));
+            self.replaced.push(std::mem::replace(&mut self.buffer, larger));
         }
         Ok(&mut self.buffer)
     }

@@ -1,8 +1,10 @@
-//! Accounting in host memory with the scalar reference, for engines on a CPU and as tests' oracle.
+//! The backend for a pool in host memory: copies and counts with the scalar reference.
+//!
+//! It serves engines on a CPU. Tests compare the device's results with it.
 
 use super::{
     Error, Pool, Stream,
-    backend::{Backend, CopyLayout, Counts},
+    backend::{Backend, CopyLayout, Counts, PageDigest},
     snapshot::{List, PoolBuffer, Snapshot},
 };
 use crate::{
@@ -11,11 +13,12 @@ use crate::{
 };
 use std::{ptr, slice};
 
-/// The private copy, made synchronously.
+/// The private copy of the audit in progress, which [`Backend::copy`] makes before it returns.
 #[derive(Debug, Default)]
 pub(super) struct Host {
     copy: PoolCopy,
-    window: Vec<(u32, u64)>,
+    /// The digests of the window.
+    digests: Vec<PageDigest>,
 }
 
 impl Backend for Host {
@@ -28,22 +31,24 @@ impl Backend for Host {
     ) -> Result<(), Error> {
         let (npages, shift) = (pool.pages(), pool.page_shift());
         let table = pool.table();
-        let (ld, size) = (table.stride as usize, table.rows as usize * table.stride as usize);
+        let stride = table.stride as usize;
+        let entry_count = table.rows as usize * stride;
         // SAFETY: the caller of `Pool::new` guaranteed that these entries are readable while an
         // accountant of the pool lives. The thread that takes a snapshot is the thread that writes
         // them, so they don't change during this call.
-        let entries: &[i32] = unsafe { values_at(table.addr, size) };
-        let (staged, _) = reference::gather_pages(entries, ld, &layout.rows, shift, npages);
+        let entries: &[i32] = unsafe { values_at(table.addr, entry_count) };
+        let (page_list, _) = reference::gather_pages(entries, stride, &layout.rows, shift, npages);
         let free = snapshot.free.iter().flat_map(|list| ids(list).iter().copied());
         let free = (!snapshot.free.is_empty()).then(|| ListedPages::new(free, 0, npages));
         let tree = snapshot
             .tree
             .as_ref()
             .map(|list| ListedPages::new(ids(list).iter().copied(), shift, npages));
-        let pages = &staged[layout.window.start as usize..layout.window.end as usize];
+        let pages = &page_list[layout.window.start as usize..layout.window.end as usize];
         let digests = reference::page_digest(&buffers(pool), pages);
-        self.window = pages.iter().copied().zip(digests).collect();
-        self.copy = PoolCopy { staged, free, tree };
+        let page_digest = |(page, digest)| PageDigest { page, digest };
+        self.digests = pages.iter().copied().zip(digests).map(page_digest).collect();
+        self.copy = PoolCopy { page_list, free, tree };
         Ok(())
     }
 
@@ -63,40 +68,42 @@ impl Backend for Host {
         Ok(std::mem::take(&mut self.copy))
     }
 
-    fn digests(&mut self) -> Result<Vec<(u32, u64)>, Error> {
-        Ok(std::mem::take(&mut self.window))
+    fn digests(&mut self) -> Result<Vec<PageDigest>, Error> {
+        Ok(std::mem::take(&mut self.digests))
     }
 }
 
+/// Returns a list's ids, which are in the engine's memory.
 fn ids(list: &List) -> &[i64] {
     // SAFETY: the caller of `List::new` guaranteed that these entries are readable until the audit
     // is over.
-    unsafe { values_at(list.addr(), size(list.entries())) }
+    unsafe { values_at(list.addr(), to_usize(list.entries())) }
 }
 
+/// Returns the pool's KV buffers as bytes.
 fn buffers(pool: &Pool) -> Vec<KvBytes<'_>> {
-    let bytes = |buffer: &PoolBuffer| {
-        let page_bytes = size(buffer.page_bytes);
-        // SAFETY: the caller of `Pool::new` guaranteed all pages of each buffer, and that they
-        // stay.
+    let kv_bytes = |buffer: &PoolBuffer| {
+        let page_bytes = to_usize(buffer.page_bytes);
+        // SAFETY: the caller of `Pool::new` guaranteed that all pages of each buffer are readable
+        // while an accountant of the pool lives.
         let bytes = unsafe { values_at(buffer.addr, pool.pages() as usize * page_bytes) };
         KvBytes { bytes, page_bytes }
     };
-    pool.buffers().iter().map(bytes).collect()
+    pool.buffers().iter().map(kv_bytes).collect()
 }
 
-/// Returns `n` values at an address that was checked to be aligned, and non-null unless `n` is 0.
+/// Returns the `n` values at an address.
 ///
 /// # Safety
-/// The values must be readable for `'a`.
+/// Unless `n` is 0, the address must be aligned and not null, and the values readable for `'a`.
 unsafe fn values_at<'a, T>(addr: u64, n: usize) -> &'a [T] {
     if n == 0 {
         return &[];
     }
     // SAFETY: guaranteed by the caller.
-    unsafe { slice::from_raw_parts(ptr::with_exposed_provenance(size(addr)), n) }
+    unsafe { slice::from_raw_parts(ptr::with_exposed_provenance(to_usize(addr)), n) }
 }
 
-fn size(value: u64) -> usize {
+fn to_usize(value: u64) -> usize {
     usize::try_from(value).expect("usize has 64 bits on supported machines")
 }

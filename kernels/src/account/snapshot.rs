@@ -1,7 +1,8 @@
-//! The accountant's inputs: the pool, given once, and a snapshot for each audit.
+//! Defines what an engine gives to an accountant: its KV pool once, and a snapshot for each audit.
 //!
-//! The inputs name the engine's memory by address, so `unsafe` functions make them. Everything else
-//! about them is checked, here and when an audit begins.
+//! A snapshot has the live rows of `req_to_token`, and if possible the free lists and the radix
+//! tree's slots. Both inputs name the engine's memory by address, so `unsafe` functions make them.
+//! The addresses are trusted. All other facts are checked, here and when an audit begins.
 
 use crate::report::SESSIONS_MAX;
 
@@ -13,8 +14,9 @@ pub const REFS_MAX: u64 = 1 << 26;
 pub const BUFFERS_MAX: usize = 1 << 10;
 /// Free lists of one snapshot, at most. SGLang has two: free and released pages.
 pub const FREE_LISTS_MAX: usize = 16;
-/// A list whose length is more than this many times the number of slots is refused unread.
-const NAMED_TIMES_MAX: u64 = 4;
+/// Entries of one list per token slot of the pool, at most. A sound list has at most one entry per
+/// slot. A longer list has faults to report, and a list over this limit is refused unread.
+const ENTRIES_PER_SLOT_MAX: u64 = 4;
 /// Tokens per page, at most; a power of two.
 const PAGE_TOKENS_MAX: u32 = 1 << 12;
 
@@ -29,8 +31,8 @@ pub enum Error {
         "req_to_token has {rows} rows, {stride} entries apart, at {addr:#x}: not a table of i32"
     )]
     Table { addr: u64, rows: u32, stride: u32 },
-    #[error("KV buffer {at} at {addr:#x} with {page_bytes} bytes per page: 16 must divide both")]
-    Buffer { at: usize, addr: u64, page_bytes: u64 },
+    #[error("KV buffer {index} at {addr:#x} with {page_bytes} bytes per page: 16 must divide both")]
+    Buffer { index: usize, addr: u64, page_bytes: u64 },
     #[error("{n} {what}, {max} at most")]
     TooMany { what: &'static str, n: u64, max: u64 },
     #[error("row {row} of {len} tokens in session {session}: outside the pool or the keys")]
@@ -66,10 +68,11 @@ pub struct Pool {
 }
 
 impl Pool {
-    /// Makes a pool of `pages` pages of `page_tokens` tokens; `pages` includes the padding page 0.
+    /// Makes a pool of `pages` pages of `page_tokens` tokens. `pages` includes the padding page 0.
+    /// The pages of a pool without `buffers` are not digested.
     ///
     /// # Errors
-    /// When a size is invalid. A pool without buffers gets no digests.
+    /// When a size is invalid, or an address is null or misaligned.
     ///
     /// # Safety
     /// As long as an accountant of this pool lives, `table` and all `pages` of each buffer must be
@@ -92,11 +95,11 @@ impl Pool {
             return Err(Error::Table { addr, rows, stride });
         }
         at_most("KV buffers", buffers.len(), BUFFERS_MAX)?;
-        for (at, &PoolBuffer { addr, page_bytes }) in buffers.iter().enumerate() {
-            let aligned = page_bytes.is_multiple_of(16) && addr.is_multiple_of(16);
-            let last = page_bytes.checked_mul(pages.into()).and_then(|n| n.checked_add(addr));
-            if addr == 0 || page_bytes == 0 || !aligned || last.is_none() {
-                return Err(Error::Buffer { at, addr, page_bytes });
+        for (index, &PoolBuffer { addr, page_bytes }) in buffers.iter().enumerate() {
+            let is_aligned = page_bytes.is_multiple_of(16) && addr.is_multiple_of(16);
+            let buffer_end = page_bytes.checked_mul(pages.into()).and_then(|n| n.checked_add(addr));
+            if addr == 0 || page_bytes == 0 || !is_aligned || buffer_end.is_none() {
+                return Err(Error::Buffer { index, addr, page_bytes });
             }
         }
         Ok(Self { page_shift: page_tokens.trailing_zeros(), pages, table, buffers })
@@ -137,11 +140,13 @@ pub struct Row {
     pub len: u32,
     /// The session's number: an index into the snapshot's keys.
     pub session: u32,
-    /// Leading tokens that are not rewritten while the session's key stays the same; 0 for none.
+    /// Number of tokens at the row's beginning whose KV the engine doesn't rewrite while the
+    /// session's key stays the same; 0 if there are none.
     pub sealed_tokens: u32,
-    /// Leading tokens that the radix tree owns; the row owns the rest. `None` if unknown.
+    /// Number of tokens at the row's beginning whose pages the radix tree owns. The row owns the
+    /// other pages. `None` if unknown.
     pub protected_tokens: Option<u32>,
-    /// The version; changes whenever any token slot in `[0, len)` may be rewritten.
+    /// A number that changes whenever any token slot in `[0, len)` may be rewritten.
     pub version: u64,
 }
 
@@ -149,17 +154,17 @@ pub struct Row {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct List {
     addr: u64,
-    n: u64,
+    entries: u64,
 }
 
 impl List {
-    /// Makes a list of `n` ids starting at `addr`.
+    /// Makes a list of `entries` ids starting at `addr`.
     ///
     /// # Safety
     /// The ids must be in the memory where the accountant works. They must not be freed or
     /// overwritten until the audit that gets the list has finished or was abandoned.
-    pub unsafe fn new(addr: u64, n: u64) -> Self {
-        Self { addr, n }
+    pub unsafe fn new(addr: u64, entries: u64) -> Self {
+        Self { addr, entries }
     }
 
     pub fn addr(&self) -> u64 {
@@ -167,11 +172,12 @@ impl List {
     }
 
     pub fn entries(&self) -> u64 {
-        self.n
+        self.entries
     }
 }
 
-/// The stream whose enqueued work must finish before a snapshot is valid. Ignored for host memory.
+/// The CUDA stream whose enqueued work must finish before a snapshot is valid. Ignored for a pool
+/// in host memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stream(u64);
 
@@ -198,10 +204,11 @@ impl Stream {
 #[derive(Clone, Copy, Debug)]
 pub struct Snapshot<'a> {
     pub rows: &'a [Row],
-    /// One key per session. A key changes whenever the session's KV is computed anew, or when the
-    /// session may have given up a page of its sealed part.
+    /// The sessions' keys, indexed by session number. A session gets another key when its KV is
+    /// computed anew, or when it may have given up a sealed page. As long as it has the same key,
+    /// its sealed pages must not change.
     pub keys: &'a [u64],
-    /// The free lists, as page ids. Empty if not given.
+    /// The free lists, as page ids. Empty if the snapshot has none.
     pub free: &'a [List],
     /// The radix tree's token slots: all slots of each page that the tree holds.
     pub tree: Option<List>,
@@ -214,31 +221,32 @@ pub struct Snapshot<'a> {
 }
 
 impl Snapshot<'_> {
-    /// Refuses a snapshot that doesn't fit this pool.
+    /// Checks that the snapshot fits this pool.
     pub(super) fn check(&self, pool: &Pool) -> Result<(), Error> {
         at_most("sessions", self.keys.len(), SESSIONS_MAX)?;
         at_most("rows", self.rows.len(), pool.rows_max())?;
         at_most("free lists", self.free.len(), FREE_LISTS_MAX)?;
         let mut refs = 0;
         for row in self.rows {
-            let &Row { row: at, len, session, .. } = row;
+            let &Row { row: number, len, session, .. } = row;
             let table = pool.table();
-            if at >= table.rows || len > table.stride || session as usize >= self.keys.len() {
-                return Err(Error::Row { row: at, len, session });
+            if number >= table.rows || len > table.stride || session as usize >= self.keys.len() {
+                return Err(Error::Row { row: number, len, session });
             }
             if row.sealed_tokens > len || row.protected_tokens.is_some_and(|n| n > len) {
-                return Err(Error::Part(at));
+                return Err(Error::Part(number));
             }
             refs += u64::from(len).div_ceil(pool.page_tokens().into());
         }
         if refs > REFS_MAX {
             return Err(Error::TooMany { what: "page references", n: refs, max: REFS_MAX });
         }
-        let entries_max = NAMED_TIMES_MAX * (u64::from(pool.pages()) << pool.page_shift());
+        let entries_max = ENTRIES_PER_SLOT_MAX * (u64::from(pool.pages()) << pool.page_shift());
         let free = self.free.iter().map(|list| ("free list", list));
-        for (what, &List { addr, n, .. }) in free.chain(self.tree.iter().map(|t| ("tree", t))) {
-            let placed = n == 0 || (addr != 0 && addr.is_multiple_of(8));
-            if !placed || n > entries_max {
+        let tree = self.tree.iter().map(|list| ("tree", list));
+        for (what, &List { addr, entries: n }) in free.chain(tree) {
+            let is_placed = n == 0 || (addr != 0 && addr.is_multiple_of(8));
+            if !is_placed || n > entries_max {
                 return Err(Error::List { what, addr, n });
             }
         }

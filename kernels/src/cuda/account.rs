@@ -101,10 +101,10 @@ impl Device {
         &self,
         table: DeviceTable<'_>,
         live: &LiveRows,
-        staged: &mut DeviceBuffer<u32>,
+        page_list: &mut DeviceBuffer<u32>,
         bad: &mut DeviceBuffer<u64>,
     ) -> Result<(), Error> {
-        at_most("gathered pages", live.list_len.into(), staged.len() as u64)?;
+        at_most("gathered pages", live.list_len.into(), page_list.len() as u64)?;
         at_most("counters", 1, bad.len() as u64)?;
         self.fill(bad, 0)?;
         let table_rows = (table.entries.len() as u64).checked_div(table.ld).unwrap_or(0);
@@ -123,7 +123,7 @@ impl Device {
                     chunks.into(),
                     live.pool.page_shift.into(),
                     live.pool.npages.into(),
-                    staged.address(),
+                    page_list.address(),
                     bad.address(),
                 ],
             )
@@ -134,11 +134,11 @@ impl Device {
     pub fn mark(
         &self,
         live: &LiveRows,
-        staged: &DeviceBuffer<u32>,
+        page_list: &DeviceBuffer<u32>,
         marks: &mut DeviceMarks,
     ) -> Result<(), Error> {
         check_marks(marks, live.pool.npages)?;
-        at_most("gathered pages", live.list_len.into(), staged.len() as u64)?;
+        at_most("gathered pages", live.list_len.into(), page_list.len() as u64)?;
         self.fill(&mut marks.refcnt, 0)?;
         self.fill(&mut marks.owner, 0xFF)?;
         let chunks = self.shape.chunks(live.refs_row_max);
@@ -153,7 +153,7 @@ impl Device {
                     chunks.into(),
                     live.pool.page_shift.into(),
                     live.pool.npages.into(),
-                    staged.address(),
+                    page_list.address(),
                     marks.refcnt.address(),
                     marks.owner.address(),
                 ],
@@ -169,14 +169,14 @@ impl Device {
     pub fn session(
         &self,
         live: &LiveRows,
-        staged: &DeviceBuffer<u32>,
+        page_list: &DeviceBuffer<u32>,
         marks: &DeviceMarks,
         tree: Option<&DevicePageSet>,
         claimed: &mut DeviceBuffer<u32>,
         out: &mut DeviceBuffer<SessionPages>,
     ) -> Result<(), Error> {
         check_marks(marks, live.pool.npages)?;
-        at_most("gathered pages", live.list_len.into(), staged.len() as u64)?;
+        at_most("gathered pages", live.list_len.into(), page_list.len() as u64)?;
         at_most("sessions", live.sessions.into(), out.len() as u64)?;
         check_bitmaps(live.pool, [Some(&*claimed), tree.map(|set| &set.words)])?;
         self.fill(claimed, 0)?;
@@ -194,7 +194,7 @@ impl Device {
                     chunks.into(),
                     live.pool.page_shift.into(),
                     live.pool.npages.into(),
-                    staged.address(),
+                    page_list.address(),
                     marks.refcnt.address(),
                     marks.owner.address(),
                     tree.map_or(0, |set| set.words.address()),
