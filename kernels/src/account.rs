@@ -28,7 +28,7 @@ use crate::{
     audit::{self, ValidRows},
     digest::{self, ChangedPage, DigestMemory, DigestRow, Digested},
     reference::{LiveRow, PAGE_BAD},
-    report::{Classes, Found, FreePages, Report, Scope, Session},
+    report::{Classes, FreePages, KindFindings, Report, Scope, Session},
 };
 use backend::{Backend, CopyLayout, Counts, PageDigest};
 use std::collections::{BTreeMap, btree_map};
@@ -257,7 +257,7 @@ impl Accountant {
         counts: &Counts,
         kept: &ValidRows,
         scope: Scope,
-    ) -> Result<Vec<Found>, Error> {
+    ) -> Result<Vec<KindFindings>, Error> {
         let shift = self.pool.page_shift();
         let refs = kept.rows.iter().map(|row| u64::from(row.pages(shift))).sum();
         if !counts.has_fault(refs, scope) {

@@ -12,7 +12,7 @@
 use crate::{
     digest::ChangedPage,
     reference::{self, LiveRow, Marks, OWNER_SHARED, PAGE_BAD, PageSet},
-    report::{Finding, Found, Kind, NAMED_MAX, NAMED_SESSIONS_MAX, Scope},
+    report::{Finding, Kind, KindFindings, NAMED_MAX, NAMED_SESSIONS_MAX, Scope},
 };
 use std::collections::BTreeSet;
 
@@ -26,7 +26,7 @@ pub struct Moment(());
 pub struct Complete(());
 
 impl Scope {
-    /// Returns the scope of a copy. `is_complete` is what the snapshot's maker says of the snapshot.
+    /// Returns the scope of a copy. `is_complete` is what the engine says of its snapshot, and
     /// `rows_moved` is the number of rows that changed since the snapshot.
     pub fn new(is_complete: bool, rows_moved: usize) -> Self {
         match (is_complete, rows_moved) {
@@ -147,7 +147,7 @@ pub fn findings(
     npages: u32,
     shift: u32,
     scope: Scope,
-) -> Vec<Found> {
+) -> Vec<KindFindings> {
     let marks = reference::mark(&kept.rows, &copy.page_list, shift, npages);
     let finder = FaultFinder { copy, kept, shift, marks };
     let (has_free, has_tree) = (copy.free.is_some(), copy.tree.is_some());
@@ -156,12 +156,12 @@ pub fn findings(
 }
 
 /// Returns the findings of a kind of which there is no fault.
-pub fn none_of(kind: Kind) -> Found {
-    Found { kind, count: 0, named: vec![] }
+pub fn none_of(kind: Kind) -> KindFindings {
+    KindFindings { kind, count: 0, named: vec![] }
 }
 
 /// Returns the findings of sealed pages that changed.
-pub fn changed(pages: &[ChangedPage]) -> Found {
+pub fn changed(pages: &[ChangedPage]) -> KindFindings {
     let mut pages = pages.to_vec();
     pages.sort_unstable();
     let named = pages.iter().take(NAMED_MAX).map(|&ChangedPage { page, session }| Finding {
@@ -169,7 +169,7 @@ pub fn changed(pages: &[ChangedPage]) -> Found {
         sessions: vec![session],
         sessions_count: 1,
     });
-    Found { kind: Kind::Changed, count: pages.len() as u64, named: named.collect() }
+    KindFindings { kind: Kind::Changed, count: pages.len() as u64, named: named.collect() }
 }
 
 /// Looks for faults in one copy.
@@ -182,7 +182,7 @@ struct FaultFinder<'a> {
 }
 
 impl FaultFinder<'_> {
-    fn find(&self, kind: Kind, scope: Scope) -> Found {
+    fn find(&self, kind: Kind, scope: Scope) -> KindFindings {
         let none = Tally::default;
         let listed = |tally: Option<&Tally>| tally.cloned().unwrap_or_default();
         let (free, tree) = (self.copy.free.as_ref(), self.copy.tree.as_ref());
@@ -210,7 +210,7 @@ impl FaultFinder<'_> {
             })
             .collect();
         named.sort();
-        Found { kind, count: tally.count, named }
+        KindFindings { kind, count: tally.count, named }
     }
 
     /// Returns, for each named page, the sessions that hold the page.
@@ -271,7 +271,7 @@ impl FaultFinder<'_> {
         tally
     }
 
-    fn row_entries(&self) -> Found {
+    fn row_entries(&self) -> KindFindings {
         let mut findings = none_of(Kind::RowEntry);
         for row in &self.kept.rows {
             for (index, &page) in (0i64..).zip(row_pages(row, &self.copy.page_list, self.shift)) {

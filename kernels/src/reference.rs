@@ -1,25 +1,34 @@
-//! The scalar reference of page accounting: one function per kernel defines what it computes.
+//! Defines what each GPU kernel of page accounting computes: one plain Rust function per kernel.
 //!
-//! All arithmetic is on integers and independent of order, so results of any hardware must be
-//! bit-equal. Page 0 is the engine's padding page: no live row may name it, and it is never free.
+//! Engines on a CPU are audited with these functions, and tests compare the kernels with them. All
+//! arithmetic is on integers and independent of order, so all results must be bit-equal.
+//!
+//! The input is the engine's table `req_to_token`: a row per request or session, and in the row one
+//! token slot per token. A page is a group of consecutive token slots. The first step is
+//! [`gather_pages`], which makes the *page list*: one entry, a page reference, per page of each
+//! live row. The other functions work on that list. Page 0 is the engine's padding page: no live
+//! row may name it, and it is never free.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Marks an entry of the gathered page list that failed its bounds check.
+/// Entry of the page list for a token slot that is not the first slot of a page of the pool.
 pub const PAGE_BAD: u32 = u32::MAX;
 /// Owner of a page that no live row references.
 pub const OWNER_NONE: u32 = u32::MAX;
 /// Owner of a page that rows of more than one session reference.
 pub const OWNER_SHARED: u32 = u32::MAX - 1;
 
-/// One live row of `req_to_token`; its first `len` tokens belong to `session`.
+/// A live row of `req_to_token`, or a part of that row.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct LiveRow {
+    /// The row's index in `req_to_token`.
     pub row: u32,
+    /// The number of tokens.
     pub len: u32,
+    /// The number of the session to which the tokens belong.
     pub session: u32,
-    /// Index of the row's first entry in the gathered page list.
+    /// Index of the row's first entry in the page list.
     pub out_off: u32,
 }
 
@@ -31,7 +40,7 @@ impl LiveRow {
     }
 }
 
-/// Places the rows one after another in the gathered page list; returns the list's length.
+/// Places the rows one after another in the page list, and returns the list's length.
 pub fn lay_out(rows: &mut [LiveRow], page_shift: u32) -> u64 {
     let mut refs = 0;
     for row in rows {
@@ -47,23 +56,26 @@ pub fn lay_out(rows: &mut [LiveRow], page_shift: u32) -> u64 {
 pub struct SessionPages {
     /// Page references of the session's rows.
     pub refs: u64,
-    /// Unique set size: pages that no other session references.
+    /// Unique set size: the number of distinct pages that no other session references.
     pub uss: u64,
-    /// Proportional set size: the session's share of its pages, in units of 2^-32 page.
+    /// Proportional set size, in units of 2^-32 page. Each of the session's references to a page
+    /// adds one page divided by the number of all references to that page.
     pub pss_q32: u64,
-    /// Contiguous runs of pages: the number of transfer descriptors to move the session.
+    /// Contiguous runs of pages, counted in each row. A transfer of the session needs this many
+    /// descriptors.
     pub runs: u64,
-    /// Token slots allocated beyond the end of the session's rows.
+    /// Token slots of the rows' last pages that lie beyond the rows' ends.
     pub tail_tokens: u64,
-    /// Pages that closing the session would free: referenced by no other session, not in the radix
-    /// tree.
+    /// Pages that closing the session would free: no other session references them, and they are
+    /// not in the radix tree.
     pub freed: u64,
 }
 
-/// Reference count and owner of every page.
+/// The reference count and the owner of every page, indexed by page.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Marks {
     pub refcnt: Vec<u32>,
+    /// A session's number, [`OWNER_NONE`] or [`OWNER_SHARED`].
     pub owner: Vec<u32>,
 }
 
@@ -78,19 +90,20 @@ impl Marks {
         self.owner.iter().filter(|&&o| o == OWNER_SHARED).count() as u64
     }
 
-    /// Returns the number of shared pages outside the tree. Sessions share pages only through the
-    /// tree, so each of these is a fault.
+    /// Returns the number of shared pages outside the radix tree. Sessions share pages only through
+    /// the tree, so each such page is a fault.
     pub fn aliased_pages(&self, tree: &PageSet) -> u64 {
         let owners = self.owner.iter().zip(&tree.has);
-        owners.filter(|&(&owner, &treed)| owner == OWNER_SHARED && !treed).count() as u64
+        owners.filter(|&(&owner, &in_tree)| owner == OWNER_SHARED && !in_tree).count() as u64
     }
 }
 
-/// A set of pages made from a list, and the number of faults in the list.
+/// A set of pages made from a list of ids, and the numbers of faults in the list.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PageSet {
+    /// Whether the set has the page, indexed by page.
     pub has: Vec<bool>,
-    /// Entries that name a page again: in a free list, double frees.
+    /// Entries that name a page again. In a free list, these are double frees.
     pub duplicates: u64,
     /// Entries outside the pool.
     pub bad: u64,
@@ -104,16 +117,19 @@ impl PageSet {
     }
 }
 
-/// Pages by class: free or not, referenced by a row or not, in the radix tree or not.
+/// The number of pages in each class. A page's class says whether the page is free, whether a row
+/// references the page, and whether the radix tree has the page.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ClassCounts {
-    /// Without an owner; 1 in a sound pool: the padding page.
+    /// Not free, not referenced and not in the radix tree. This is 1 in a pool without faults: the
+    /// padding page.
     pub leaked: u64,
     pub free: u64,
     /// Referenced by rows and not in the radix tree.
     pub private: u64,
-    /// Only in the radix tree.
+    /// In the radix tree and not referenced.
     pub cached: u64,
+    /// In the radix tree and referenced.
     pub cached_in_use: u64,
     /// Free and at the same time referenced or in the tree.
     pub corrupt: u64,
@@ -126,35 +142,37 @@ impl From<[u64; 8]> for ClassCounts {
     }
 }
 
-/// `kv_gather_pages`: copies the page ids of live rows, reading one token slot per page.
+/// `kv_gather_pages`: returns the page list of live rows, and the number of bad slots in it.
 ///
-/// `r2t` is `req_to_token` with `ld` entries per row. A slot must be positive, page-aligned and
-/// inside the pool; otherwise its page is [`PAGE_BAD`]. The second value counts such slots.
+/// The function reads one token slot per page: the slot of the page's first token. `r2t` is
+/// `req_to_token` with `stride` entries per row. A slot is bad unless it is positive, a multiple of
+/// the page size and inside the pool. The list's entry for a bad slot is [`PAGE_BAD`].
 pub fn gather_pages(
     r2t: &[i32],
-    ld: usize,
+    stride: usize,
     rows: &[LiveRow],
     page_shift: u32,
     npages: u32,
 ) -> (Vec<u32>, u64) {
-    let end = |row: &LiveRow| row.out_off as usize + row.pages(page_shift) as usize;
-    let mut page_list = vec![PAGE_BAD; rows.iter().map(end).max().unwrap_or(0)];
-    let mut bad = 0;
+    let list_end = |row: &LiveRow| row.out_off as usize + row.pages(page_shift) as usize;
+    let mut page_list = vec![PAGE_BAD; rows.iter().map(list_end).max().unwrap_or(0)];
+    let mut bad_slots = 0;
     for row in rows {
-        for i in 0..row.pages(page_shift) as usize {
-            let column = i << page_shift;
-            let entry = (column < ld).then(|| r2t.get(row.row as usize * ld + column)).flatten();
-            let slot = entry.and_then(|&s| u32::try_from(s).ok()).unwrap_or(0);
+        for page_index in 0..row.pages(page_shift) as usize {
+            let column = page_index << page_shift;
+            let entry = r2t.get(row.row as usize * stride + column).filter(|_| column < stride);
+            let slot = entry.and_then(|&slot| u32::try_from(slot).ok()).unwrap_or(0);
             let page = slot >> page_shift;
-            let sound = slot > 0 && page < npages && page << page_shift == slot;
-            page_list[row.out_off as usize + i] = if sound { page } else { PAGE_BAD };
-            bad += u64::from(!sound);
+            let is_sound = slot > 0 && page < npages && page << page_shift == slot;
+            page_list[row.out_off as usize + page_index] = if is_sound { page } else { PAGE_BAD };
+            bad_slots += u64::from(!is_sound);
         }
     }
-    (page_list, bad)
+    (page_list, bad_slots)
 }
 
-/// `kv_mark`: returns each page's reference count and owner (ordered none < session < shared).
+/// `kv_mark`: returns each page's reference count and owner. The owner is the session whose rows
+/// reference the page, [`OWNER_SHARED`] for several sessions, or [`OWNER_NONE`] for no session.
 pub fn mark(rows: &[LiveRow], page_list: &[u32], page_shift: u32, npages: u32) -> Marks {
     let mut refcnt = vec![0; npages as usize];
     let mut owner = vec![OWNER_NONE; npages as usize];
@@ -173,8 +191,8 @@ pub fn mark(rows: &[LiveRow], page_list: &[u32], page_shift: u32, npages: u32) -
     Marks { refcnt, owner }
 }
 
-/// `kv_session`: returns the pages of each session, by session number. Without the tree, all of a
-/// session's exclusive pages count as freed by a close, which is an upper bound.
+/// `kv_session`: returns the pages of each session, by session number. If `tree` is `None`,
+/// [`SessionPages::freed`] is an upper bound: it counts all pages that no other session references.
 pub fn session(
     rows: &[LiveRow],
     page_list: &[u32],
@@ -182,35 +200,38 @@ pub fn session(
     tree: Option<&PageSet>,
     page_shift: u32,
 ) -> BTreeMap<u32, SessionPages> {
-    let mut claimed = BTreeSet::new();
-    let mut out: BTreeMap<u32, SessionPages> = BTreeMap::new();
+    // The exclusive pages counted so far: two rows of one session may reference the same page.
+    let mut counted = BTreeSet::new();
+    let mut by_number: BTreeMap<u32, SessionPages> = BTreeMap::new();
     for row in rows {
-        let entry = out.entry(row.session).or_default();
+        let session = by_number.entry(row.session).or_default();
         let pages = row_pages(row, page_list, page_shift);
-        let mut previous = None;
+        let mut previous_page = None;
         for &page in pages {
-            let before = previous.replace(page);
+            let previous = previous_page.replace(page);
             let Some(&refcnt) = marks.refcnt.get(page as usize) else { continue };
-            entry.refs += 1;
-            entry.pss_q32 += (1 << 32) / u64::from(refcnt.max(1));
-            entry.runs += u64::from(before.is_none_or(|before| before.wrapping_add(1) != page));
-            if marks.owner[page as usize] == row.session && claimed.insert(page) {
-                entry.uss += 1;
-                entry.freed += u64::from(tree.is_none_or(|tree| !tree.has[page as usize]));
+            session.refs += 1;
+            session.pss_q32 += (1 << 32) / u64::from(refcnt.max(1));
+            let begins_run = previous.is_none_or(|previous| previous.wrapping_add(1) != page);
+            session.runs += u64::from(begins_run);
+            if marks.owner[page as usize] == row.session && counted.insert(page) {
+                session.uss += 1;
+                session.freed += u64::from(tree.is_none_or(|tree| !tree.has[page as usize]));
             }
         }
-        entry.tail_tokens += ((pages.len() as u64) << page_shift) - u64::from(row.len);
+        session.tail_tokens += ((pages.len() as u64) << page_shift) - u64::from(row.len);
     }
-    out
+    by_number
 }
 
-/// `kv_list_to_bitmap` for page ids: returns a list as a set.
+/// `kv_list_to_bitmap` for a list of page ids: returns the set of these pages.
 pub fn list_to_set(ids: impl IntoIterator<Item = u32>, npages: u32) -> PageSet {
     slots_to_set(ids.into_iter().map(i64::from), 0, npages)
 }
 
-/// `kv_list_to_bitmap`: returns a list of token slots as a set of pages. A page is named by its
-/// first slot; its other slots must only be inside the pool. If `page_shift` is 0, slots are pages.
+/// `kv_list_to_bitmap` for a list of token slots: returns the set of their pages. Only the first
+/// slot of a page names the page. The other slots need only be inside the pool. If `page_shift` is
+/// 0, each slot is a page.
 pub fn slots_to_set(slots: impl IntoIterator<Item = i64>, page_shift: u32, npages: u32) -> PageSet {
     let mut set = PageSet { has: vec![false; npages as usize], duplicates: 0, bad: 0 };
     for slot in slots {
@@ -226,7 +247,8 @@ pub fn slots_to_set(slots: impl IntoIterator<Item = i64>, page_shift: u32, npage
     set
 }
 
-/// `kv_classify`: counts pages by class. A class number has three bits: free, referenced, in the
+/// `kv_classify`: returns the number of pages in each class, indexed by class number. A class
+/// number is the sum of 4 for a free page, 2 for a referenced page, and 1 for a page in the radix
 /// tree.
 pub fn class_counts(free: &PageSet, marks: &Marks, tree: &PageSet) -> [u64; 8] {
     let mut counts = [0; 8];
@@ -251,22 +273,22 @@ pub struct KvBytes<'a> {
 
 /// `kv_page_digest`: returns a digest of each page over all buffers; 0 for a page outside the pool.
 ///
-/// Each 64-bit word is mixed with its buffer number and its place in the page, and the results are
-/// added. So the order of adding doesn't matter, and the order of words and buffers does. The
-/// digest finds accidental changes, not forged ones.
+/// Each 64-bit word is mixed with the number of its buffer and its index in the page. The digest is
+/// the sum of the results. So the words may be added in any order, but two words that change places
+/// change the digest. The digest finds accidental changes, not forged changes.
 pub fn page_digest(buffers: &[KvBytes<'_>], pages: &[u32]) -> Vec<u64> {
-    pages.iter().map(|&page| one_digest(buffers, page as usize).unwrap_or(0)).collect()
+    pages.iter().map(|&page| digest_page(buffers, page as usize).unwrap_or(0)).collect()
 }
 
-fn one_digest(buffers: &[KvBytes<'_>], page: usize) -> Option<u64> {
+fn digest_page(buffers: &[KvBytes<'_>], page: usize) -> Option<u64> {
     let mut sum = 0u64;
-    for (number, buffer) in (1u64..).zip(buffers) {
+    for (buffer_number, buffer) in (1u64..).zip(buffers) {
         let start = page.checked_mul(buffer.page_bytes)?;
         let bytes = buffer.bytes.get(start..start.checked_add(buffer.page_bytes)?)?;
-        for (place, word) in (0u64..).zip(bytes.chunks_exact(8)) {
+        for (word_index, word) in (0u64..).zip(bytes.chunks_exact(8)) {
             let word = u64::from_le_bytes(word.try_into().expect("a chunk of 8"));
-            let key = (number << 32 | place).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-            sum = sum.wrapping_add(mix(word ^ key));
+            let salt = (buffer_number << 32 | word_index).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+            sum = sum.wrapping_add(mix(word ^ salt));
         }
     }
     Some(sum)
@@ -279,6 +301,7 @@ fn mix(mut word: u64) -> u64 {
     word ^ word >> 31
 }
 
+/// Returns the row's part of the page list.
 fn row_pages<'a>(row: &LiveRow, page_list: &'a [u32], page_shift: u32) -> &'a [u32] {
     let start = row.out_off as usize;
     &page_list[start..start + row.pages(page_shift) as usize]

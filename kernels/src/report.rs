@@ -1,15 +1,17 @@
-//! The result of one audit. The module `bytes` encodes it.
+//! Defines the report of one audit of a KV pool: the pages by owner, per session, and the faults.
 //!
-//! A figure that the snapshot could not answer is absent, never zero: an `Option`, a kind without
-//! an entry in `findings`, or a session without an entry. This module only holds values.
+//! An engine's snapshot may lack its free lists or its radix tree, and rows may change while they
+//! are copied. A figure that such a snapshot can't give is absent from the report, never zero. It
+//! is an `Option`, or a kind of fault without an entry in `findings`, or a session without an entry
+//! in `sessions`. The module `bytes` encodes reports.
 
 mod bytes;
 
 pub use bytes::{Error, REPORT_BYTES_HEAD_MAX, SESSION_BYTES, VERSION};
 
-/// Findings named per kind, at most; all are counted.
+/// Faults that a report names per kind, at most. The report counts all of them.
 pub const NAMED_MAX: usize = 16;
-/// Sessions named per finding, at most; all are counted.
+/// Sessions that a report names per fault, at most. The report counts all of them.
 pub const NAMED_SESSIONS_MAX: usize = 8;
 /// Session entries in one report, at most.
 pub const SESSIONS_MAX: usize = 1 << 16;
@@ -23,44 +25,47 @@ pub struct Report {
     pub page_tokens: u32,
     /// The pool's pages, including the padding page.
     pub pages: u32,
-    /// Rows whose copy is valid; `rows_moved` counts the rows that changed while they were copied.
+    /// The number of rows whose copy is valid.
     pub rows: u32,
+    /// The number of rows that changed while they were copied, and are left out.
     pub rows_moved: u32,
-    /// Distinct pages that the valid rows hold.
+    /// The number of distinct pages that the valid rows hold.
     pub held_pages: u64,
-    /// Absent if no free list was given.
+    /// Absent if the snapshot has no free list.
     pub free: Option<FreePages>,
-    /// Absent unless the scope is [`Scope::Complete`], and free lists and radix tree were given.
+    /// Absent unless the scope is [`Scope::Complete`], and the snapshot has free lists and the
+    /// radix tree.
     pub classes: Option<Classes>,
-    /// Sessions of which no row changed, by number; sessions without rows have no entry.
+    /// The sessions that have rows and of which no row changed, by ascending number.
     pub sessions: Vec<Session>,
     pub digests: Digests,
-    /// By kind, ascending; a kind that this snapshot could not show has no entry.
-    pub findings: Vec<Found>,
+    /// By ascending kind. A kind that this snapshot can't show has no entry.
+    pub findings: Vec<KindFindings>,
 }
 
 impl Report {
-    /// Returns the findings of one kind; `None` if the snapshot could not show that kind.
-    pub fn found(&self, kind: Kind) -> Option<&Found> {
-        self.findings.iter().find(|found| found.kind == kind)
+    /// Returns the findings of one kind, or `None` if the snapshot can't show that kind.
+    pub fn found(&self, kind: Kind) -> Option<&KindFindings> {
+        self.findings.iter().find(|findings| findings.kind == kind)
     }
 
-    /// Returns the number of faults of all kinds that the snapshot could show.
+    /// Returns the number of all faults.
     pub fn alarms(&self) -> u64 {
-        self.findings.iter().map(|found| found.count).fold(0, u64::saturating_add)
+        self.findings.iter().map(|findings| findings.count).fold(0, u64::saturating_add)
     }
 }
 
 /// How complete the snapshot was.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scope {
-    /// Every row, free page and tree page is from one moment, and no row changed: all figures are
-    /// exact.
+    /// All rows, free lists and the radix tree are from one moment, and no row changed. All figures
+    /// are exact.
     Complete,
-    /// From one moment, but some rows changed and were left out. Findings are true, pages without
-    /// an owner are unknown, and `exclusive` is an upper bound.
+    /// All is from one moment, but some rows changed and are left out. The findings are true. Pages
+    /// without an owner can't be found, and [`Session::exclusive`] is an upper bound.
     Moved,
-    /// Not from one moment: rows are exact, and nothing is known across rows and lists.
+    /// Rows and lists are not from one moment, or not all of them are known. What the report says
+    /// of rows is exact. It says nothing that needs rows and lists together.
     Partial,
 }
 
@@ -79,10 +84,11 @@ pub struct Classes {
     pub free: u64,
     /// Referenced by rows and not in the radix tree.
     pub private: u64,
-    /// Only in the radix tree.
+    /// In the radix tree and not referenced by rows.
     pub cached: u64,
+    /// In the radix tree and referenced by rows.
     pub cached_in_use: u64,
-    /// Without an owner: not free, not referenced, not in the tree.
+    /// Without an owner: not free, not referenced, and not in the radix tree.
     pub leaked: u64,
     /// Free and at the same time referenced or in the tree.
     pub corrupt: u64,
@@ -97,36 +103,39 @@ pub struct Session {
     pub refs: u64,
     /// Distinct pages that no other session references.
     pub exclusive: u64,
-    /// Proportional share: each page divided by its number of references, in units of 2^-32 page.
+    /// The session's proportional share of its pages, in units of 2^-32 page. Each of its
+    /// references to a page adds one page divided by the number of all references to that page.
     pub share_q32: u64,
-    /// Pages that closing the session frees, exactly; absent unless the report has classes.
+    /// The exact number of pages that closing the session frees. Absent unless the report has
+    /// `classes`.
     pub freed: Option<u64>,
-    /// Contiguous runs of pages: the number of transfer descriptors to move the session.
+    /// Contiguous runs of pages. A transfer of the session needs this many descriptors.
     pub runs: u64,
-    /// Token slots allocated beyond the end of the session's rows.
+    /// Token slots of the rows' last pages that lie beyond the rows' ends.
     pub tail_tokens: u64,
 }
 
 impl Session {
-    /// Returns the references to pages that other sessions hold too. For a session with one row,
-    /// this is the number of such pages.
+    /// Returns the number of references that are not to exclusive pages. For a session with one
+    /// row, this is the number of its pages that other sessions hold too.
     pub fn shared(&self) -> u64 {
         self.refs.saturating_sub(self.exclusive)
     }
 }
 
-/// Counts of the sealed pages that this audit digested.
+/// Counts of digested pages. An audit digests sealed pages, whose contents must not change, to see
+/// whether they changed since an earlier audit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Digests {
     /// Pages compared with an earlier digest.
     pub compared: u64,
-    /// Pages seen for the first time, and remembered.
+    /// Pages without an earlier digest, whose digest is now remembered.
     pub fresh: u64,
-    /// Pages remembered after this audit.
+    /// Pages whose digest is remembered after this audit.
     pub remembered: u64,
 }
 
-/// The kind of a fault.
+/// The kind of a fault. Each variant says what [`Finding::at`] holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 #[repr(u8)]
 pub enum Kind {
@@ -140,17 +149,21 @@ pub enum Kind {
     FreeHeld = 4,
     /// A free page is in the radix tree. `at` is the page.
     FreeCached = 5,
-    /// A row references a page of the radix tree outside its protected part. `at` is the page.
+    /// A row references a page of the radix tree outside the part of the row that the tree owns.
+    /// `at` is the page.
     CachedPrivate = 6,
     /// The radix tree names a page more than once. `at` is the page.
     TreeTwice = 7,
     /// An entry of a row is not a page of the pool. `at` is the page's index in the row.
     RowEntry = 8,
-    /// An entry of the free lists is not a page that may be allocated. `at` is the entry's value.
+    /// An entry of the free lists is outside the pool, or the padding page. `at` is the entry's
+    /// value.
     FreeEntry = 9,
-    /// An entry of the radix tree is not a page of the pool. `at` is the entry's value.
+    /// An entry of the radix tree is outside the pool, or in the padding page. `at` is the entry's
+    /// value.
     TreeEntry = 10,
-    /// The content of a sealed page changed though nothing may rewrite it. `at` is the page.
+    /// The content of a sealed page changed, though nothing may rewrite that page. `at` is the
+    /// page.
     Changed = 11,
 }
 
@@ -187,22 +200,23 @@ impl Kind {
     }
 }
 
-/// All faults of one kind.
+/// The findings of one kind: how many faults there are, and some of the faults.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Found {
+pub struct KindFindings {
     pub kind: Kind,
     pub count: u64,
-    /// The first [`NAMED_MAX`] faults, ascending.
+    /// At most [`NAMED_MAX`] of the faults, in ascending order.
     pub named: Vec<Finding>,
 }
 
 /// One fault.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Finding {
-    /// The page or entry; see [`Kind`].
+    /// The page, the index in the row, or the entry's value; see [`Kind`].
     pub at: i64,
-    /// The first [`NAMED_SESSIONS_MAX`] sessions concerned, ascending.
+    /// The sessions whose rows have the page or the entry, by ascending number. Only the first
+    /// [`NAMED_SESSIONS_MAX`] of these sessions are here.
     pub sessions: Vec<u32>,
-    /// The number of sessions concerned.
+    /// The number of all these sessions.
     pub sessions_count: u32,
 }

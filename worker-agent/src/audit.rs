@@ -308,7 +308,9 @@ impl Audits {
 
 #[cfg(test)]
 mod tests {
-    use kernels::report::{Classes, Digests, Finding, Found, FreePages, Report, Scope, Session};
+    use kernels::report::{
+        Classes, Digests, Finding, FreePages, KindFindings, Report, Scope, Session,
+    };
 
     use super::*;
 
@@ -332,7 +334,7 @@ mod tests {
         let found = |&(kind, at, sessions): &(Kind, i64, &[u32])| {
             let sessions_count = u32::try_from(sessions.len()).unwrap();
             let named = vec![Finding { at, sessions: sessions.to_vec(), sessions_count }];
-            Found { kind, count: 1, named }
+            KindFindings { kind, count: 1, named }
         };
         Report {
             number: 0,
@@ -456,7 +458,7 @@ mod tests {
         let mut audits = audits(now);
         let leaked = report(&[(Kind::Leaked, 9, &[])]);
         let mut sound = report(&[(Kind::Leaked, 9, &[])]);
-        sound.findings[0] = Found { kind: Kind::Leaked, count: 0, named: vec![] };
+        sound.findings[0] = KindFindings { kind: Kind::Leaked, count: 0, named: vec![] };
         // As if rows had moved during the audit, so that the fault could not be checked.
         let unknown = report(&[]);
         for (found, wanted) in [

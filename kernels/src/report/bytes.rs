@@ -1,4 +1,6 @@
-//! The encoding of a report: little-endian, versioned, one encoding per report.
+//! Encodes the report of an audit as bytes for another process, and decodes such bytes.
+//!
+//! The encoding is little-endian and has a version. Each report has exactly one encoding:
 //!
 //! | part | bytes |
 //! |---|---|
@@ -15,27 +17,31 @@
 //! | findings | u8 count, then each: u8 kind, u64 count, u8 named, then each of those: i64 at, |
 //! | | u32 `sessions_count`, u8 named sessions, u32 each |
 //!
-//! Sessions and kinds ascend, and nothing follows the findings. Any other encoding is rejected.
+//! "If flagged" means that the flag is set. Sessions and kinds are in ascending order, and nothing
+//! follows the findings. Any other encoding is rejected.
 
 use super::{
-    Classes, Digests, Finding, Found, FreePages, Kind, NAMED_MAX, NAMED_SESSIONS_MAX, Report,
-    SESSIONS_MAX, Scope, Session,
+    Classes, Digests, Finding, FreePages, Kind, KindFindings, NAMED_MAX, NAMED_SESSIONS_MAX,
+    Report, SESSIONS_MAX, Scope, Session,
 };
 
 pub const VERSION: u16 = 1;
 const MAGIC: [u8; 4] = *b"BKVR";
 
+// The report's flags, then the flag of a session.
 const FLAG_FREE: u8 = 1;
 const FLAG_CLASSES: u8 = 2;
 const FLAG_FREED: u8 = 1;
 
 /// Bytes of one session's entry.
 pub const SESSION_BYTES: usize = 4 + 1 + 6 * 8;
+/// Bytes of one fault, at most.
 const FINDING_BYTES_MAX: usize = 8 + 4 + 1 + 4 * NAMED_SESSIONS_MAX;
-const FOUND_BYTES_MAX: usize = 1 + 8 + 1 + NAMED_MAX * FINDING_BYTES_MAX;
-/// Bytes of everything but the sessions' entries, at most: 8 KiB.
+/// Bytes of all findings of one kind, at most.
+const KIND_FINDINGS_BYTES_MAX: usize = 1 + 8 + 1 + NAMED_MAX * FINDING_BYTES_MAX;
+/// Bytes of a report without its sessions' entries, at most: almost 8 KiB.
 pub const REPORT_BYTES_HEAD_MAX: usize =
-    8 + 8 + 16 + 8 + 16 + 48 + 24 + 4 + 1 + Kind::ALL.len() * FOUND_BYTES_MAX;
+    8 + 8 + 16 + 8 + 16 + 48 + 24 + 4 + 1 + Kind::ALL.len() * KIND_FINDINGS_BYTES_MAX;
 
 /// Why bytes are not a report.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -64,9 +70,9 @@ impl Report {
             Scope::Moved => 1,
             Scope::Partial => 2,
         });
-        let free = if self.free.is_some() { FLAG_FREE } else { 0 };
-        let classes = if self.classes.is_some() { FLAG_CLASSES } else { 0 };
-        out.u8(free | classes);
+        let free_flag = if self.free.is_some() { FLAG_FREE } else { 0 };
+        let classes_flag = if self.classes.is_some() { FLAG_CLASSES } else { 0 };
+        out.u8(free_flag | classes_flag);
         out.u64(self.number);
         for word in [self.page_tokens, self.pages, self.rows, self.rows_moved] {
             out.u32(word);
@@ -79,16 +85,16 @@ impl Report {
             out.u64s([c.free, c.private, c.cached, c.cached_in_use, c.leaked, c.corrupt]);
         }
         out.u64s([self.digests.compared, self.digests.fresh, self.digests.remembered]);
-        out.u32(count(self.sessions.len()));
+        out.u32(session_count(self.sessions.len()));
         for s in &self.sessions {
             out.u32(s.number);
             out.u8(if s.freed.is_some() { FLAG_FREED } else { 0 });
             let freed = s.freed.unwrap_or(0);
             out.u64s([s.refs, s.exclusive, s.share_q32, freed, s.runs, s.tail_tokens]);
         }
-        out.u8(small(self.findings.len()));
-        for found in &self.findings {
-            out.found(found);
+        out.u8(small_count(self.findings.len()));
+        for findings in &self.findings {
+            out.findings(findings);
         }
         out.0
     }
@@ -96,7 +102,7 @@ impl Report {
     /// Decodes a report.
     ///
     /// # Errors
-    /// When [`Report::encode`] never produces these bytes, or their version is another.
+    /// When the bytes have another version, or [`Report::encode`] never returns these bytes.
     pub fn decode(bytes: &[u8]) -> Result<Self, Error> {
         let mut from = Reader(bytes);
         if from.take::<4>()? != MAGIC {
@@ -156,14 +162,15 @@ impl Report {
     }
 }
 
-fn count(n: usize) -> u32 {
+fn session_count(n: usize) -> u32 {
     u32::try_from(n).expect("a report has at most SESSIONS_MAX sessions")
 }
 
-fn small(n: usize) -> u8 {
+fn small_count(n: usize) -> u8 {
     u8::try_from(n).expect("kinds, findings and their sessions are few")
 }
 
+/// Appends values to the encoding.
 struct Writer(Vec<u8>);
 
 impl Writer {
@@ -185,14 +192,14 @@ impl Writer {
         }
     }
 
-    fn found(&mut self, found: &Found) {
-        self.u8(found.kind as u8);
-        self.u64(found.count);
-        self.u8(small(found.named.len()));
-        for finding in &found.named {
+    fn findings(&mut self, findings: &KindFindings) {
+        self.u8(findings.kind as u8);
+        self.u64(findings.count);
+        self.u8(small_count(findings.named.len()));
+        for finding in &findings.named {
             self.0.extend(finding.at.to_le_bytes());
             self.u32(finding.sessions_count);
-            self.u8(small(finding.sessions.len()));
+            self.u8(small_count(finding.sessions.len()));
             for &session in &finding.sessions {
                 self.u32(session);
             }
@@ -200,7 +207,7 @@ impl Writer {
     }
 }
 
-/// The bytes not yet read.
+/// Reads values from the encoding; holds the bytes that are not yet read.
 struct Reader<'a>(&'a [u8]);
 
 impl Reader<'_> {
@@ -248,7 +255,7 @@ impl Reader<'_> {
                 (0, 0) => None,
                 _ => return Err(Error::Field("session's flag")),
             };
-            if sessions.last().is_some_and(|last| last.number >= number) {
+            if sessions.last().is_some_and(|previous| previous.number >= number) {
                 return Err(Error::Field("order of sessions"));
             }
             sessions.push(Session { number, refs, exclusive, share_q32, freed, runs, tail_tokens });
@@ -256,13 +263,13 @@ impl Reader<'_> {
         Ok(sessions)
     }
 
-    fn findings(&mut self) -> Result<Vec<Found>, Error> {
-        let mut findings: Vec<Found> = Vec::new();
+    fn findings(&mut self) -> Result<Vec<KindFindings>, Error> {
+        let mut findings: Vec<KindFindings> = Vec::new();
         for _ in 0..self.u8()? {
             let number = self.u8()?;
             let kind = Kind::ALL.into_iter().find(|kind| *kind as u8 == number);
             let kind = kind.ok_or(Error::Field("kind"))?;
-            if findings.last().is_some_and(|last| last.kind >= kind) {
+            if findings.last().is_some_and(|previous| previous.kind >= kind) {
                 return Err(Error::Field("order of kinds"));
             }
             let count = self.u64()?;
@@ -271,7 +278,7 @@ impl Reader<'_> {
                 return Err(Error::Field("number of findings"));
             }
             let named = (0..n).map(|_| self.finding()).collect::<Result<_, _>>()?;
-            findings.push(Found { kind, count, named });
+            findings.push(KindFindings { kind, count, named });
         }
         Ok(findings)
     }
@@ -302,12 +309,12 @@ mod tests {
         })
     }
 
-    fn findings() -> impl Strategy<Value = Vec<Found>> {
+    fn findings() -> impl Strategy<Value = Vec<KindFindings>> {
         let kinds = subsequence(Kind::ALL.to_vec(), 0..=Kind::ALL.len());
         kinds.prop_flat_map(|kinds| {
             let one = |kind| {
                 let parts = (vec(finding(), 0..=NAMED_MAX), 0..u64::MAX / 2);
-                parts.prop_map(move |(named, more)| Found {
+                parts.prop_map(move |(named, more)| KindFindings {
                     kind,
                     count: named.len() as u64 + more,
                     named,

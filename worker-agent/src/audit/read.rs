@@ -82,11 +82,10 @@ fn page_audit(report: &Report, name: impl Fn(u32) -> String) -> PageAudit {
     }
 }
 
-/// Converts the findings of one kind of fault.
-fn page_finding(found: &report::Found, name: &impl Fn(u32) -> String) -> PageFinding {
-    let named = found.named.iter().map(|finding| NamedFinding {
-        at: finding.at,
-        sessions: finding.sessions.iter().map(|&number| name(number)).collect(),
+fn finding(found: &report::KindFindings, name: &impl Fn(u32) -> String) -> PageFinding {
+    let named = found.named.iter().map(|one| NamedFinding {
+        at: one.at,
+        sessions: one.sessions.iter().map(|&number| name(number)).collect(),
     });
     PageFinding { kind: found.kind.name().to_owned(), count: found.count, named: named.collect() }
 }
