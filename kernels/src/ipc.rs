@@ -1,12 +1,17 @@
-//! Audits from another process (tier 2), by a shared row table and CUDA IPC.
+//! Lets the agent audit an engine's rows from its own process, through CUDA IPC and a shared table.
 //!
-//! The engine publishes its row table and exports `req_to_token`. The agent maps both and copies
-//! rows while the engine runs on. The engine's side is a [`Publisher`], which is told about each
-//! step of the scheduler. The agent's side is a [`Remote`], an accountant over the engine's memory:
-//! its snapshot is the table of the newest step that is done, and it checks the versions against a
-//! table at least as new as the newest step that has begun. The agent doesn't see the free lists
-//! and the radix tree, so its reports are [`crate::report::Scope::Partial`]. Memory that can't be
-//! shared is refused; accounting inside the engine works for such memory.
+//! The engine's side is a [`Publisher`]. It exports `req_to_token` to other processes. At each step
+//! of the scheduler it publishes a table of the live rows; see [`crate::table`].
+//!
+//! The agent's side is a [`Remote`]. It copies the rows while the engine runs on:
+//! 1. It copies the rows that the table of the newest finished step lists.
+//! 2. After the copy, it asks which step has begun by then. It waits for the table of that step, or
+//!    for a newer table.
+//! 3. It drops the rows whose version differs in that table: they may have changed during the copy.
+//!
+//! The agent doesn't see the free lists and the radix tree, so the scope of its reports is
+//! [`crate::report::Scope::Partial`]. Memory that CUDA IPC can't share is refused. An engine with
+//! such memory can make audits in its own process.
 
 mod publisher;
 mod remote;

@@ -1,14 +1,18 @@
-//! Page accounting of a paged KV pool: which pages are owned by whom, not only how many.
+//! Audits the KV pages of an SGLang engine: tells which session owns each page, and finds faults.
 //!
-//! Counts can't tell a page with two owners from a page without an owner; this crate can. The
-//! scalar [`mod@reference`] defines what every kernel computes, and device code is tested against
-//! it. With feature `cuda`, the module `cuda` runs the kernels on a device. Out-of-range values are
-//! counted and never used as an index or address.
+//! An engine that only counts its pages doesn't see a fault if the sum is right, for example if one
+//! page has two owners and another page has none. This crate looks at each page.
 //!
-//! [`account`] audits the pool of a running engine: it takes a private copy, [`audit`] names the
-//! faults in the copy, [`digest`] compares digests of pages that must not change, and a [`report`]
-//! holds the result. If the auditor is another process, a [`table`] in shared memory tells it the
-//! rows, and `ipc` reads the pages that those rows name.
+//! - [`account`] makes an audit: it copies the engine's rows and lists, and counts in the copy.
+//! - [`mod@reference`] defines what each kernel computes. Device code is tested against it.
+//! - `cuda` (feature `cuda`) runs the kernels on a GPU.
+//! - [`audit`] names the faults in a copy.
+//! - [`digest`] finds pages whose contents changed though nothing may rewrite them.
+//! - [`report`] holds the result of an audit.
+//! - [`table`] and `ipc` (feature `cuda`) serve an audit from another process. The table in shared
+//!   memory tells the engine's rows. By CUDA IPC, the auditor reads which pages the rows name.
+//!
+//! Values from the engine that are out of range are counted, and never used as an index or address.
 
 pub mod account;
 #[forbid(unsafe_code)]

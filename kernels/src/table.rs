@@ -1,16 +1,23 @@
-//! The engine's row table in shared memory, for audits from another process.
+//! Shares the engine's list of live rows with the agent's process, through a file in memory.
 //!
-//! The engine writes the table once per scheduler step and the agent reads it; neither waits for
-//! the other. A step has a number, its *epoch*. Before the step's first change of `req_to_token`,
-//! the word `begun` is set to its epoch. After the last change, the step's table of rows is written
-//! into a ring, and the word `done` is set to its epoch. If a GPU makes the changes, its stream
-//! writes the two words, in the order of its work.
+//! An agent that audits an engine from outside must know which rows of `req_to_token` are live, and
+//! whether a row changed while the agent copied it. The engine writes a *table* of its live rows
+//! after each step of its scheduler, and the agent reads it. Neither process waits for the other.
 //!
-//! A reader copies rows by the table of an epoch that is done, and then reads `begun`. If no other
-//! step has begun, the copy is unchanged. Otherwise, rows may have changed if their version differs
-//! in the table of the step that has begun, or in a newer table.
+//! A step has a number, its *epoch*. The file has a ring of the newest tables, and two words:
+//! - Before the first change of `req_to_token` in a step, the word `begun` is set to the step's
+//!   epoch.
+//! - After the last change, the step's table is written into the ring, and then the word `done` is
+//!   set to the step's epoch.
 //!
-//! This module doesn't know a row's pages; [`crate::ipc`] reads those.
+//! If a GPU makes the changes, its stream writes the two words, in the order of its work.
+//!
+//! A reader takes the table of a step that is done, and copies the rows that this table lists. Then
+//! it reads `begun`. If no later step has begun, no row changed during the copy. Otherwise the
+//! reader waits for the table of the step that has begun, or for a newer table. A row whose version
+//! differs there may have changed, and all other rows did not.
+//!
+//! The table has no page ids. [`crate::ipc`] reads those from `req_to_token`.
 
 mod layout;
 mod reader;

@@ -1,4 +1,7 @@
-//! The engine's side: publishes a table per step, and marks each step's beginning and end.
+//! Publishes an engine's live rows and their table `req_to_token` for audits by the agent.
+//!
+//! [`Publisher`] runs in the engine's process. [`crate::table`] says what a step, its epoch, and
+//! the words `begun` and `done` are.
 
 use super::Error;
 use crate::{
@@ -11,44 +14,50 @@ use std::path::Path;
 /// Bytes per entry of `req_to_token`.
 const ENTRY_BYTES: u64 = 4;
 
-/// Publishes the row table of one engine.
+/// Publishes one engine's rows.
 #[derive(Debug)]
 pub struct Publisher {
-    // The field order matters: `words` must be dropped before the mapping in `writer`.
+    // Fields are dropped in this order. `words` must be dropped before `writer`, which has the
+    // mapping that `words` has registered.
     words: StepWords,
     writer: Writer,
-    step: Option<Step>,
+    /// The step that has begun and not ended.
+    open_step: Option<Step>,
 }
 
-/// Which side writes `begun` and `done`: the side that changes `req_to_token`.
+/// How `begun` and `done` are written: by whatever changes `req_to_token`.
 #[derive(Debug)]
 enum StepWords {
+    /// This process writes the words.
     Host,
+    /// A CUDA stream writes the words, in the order of its work.
     Stream {
-        /// The page with the words `begun` and `done`, registered with the device.
+        /// The memory page with the words, registered with the device.
         registered: Registered,
         device: Device,
-        /// The last stream that was told to write these words.
-        last: Option<u64>,
+        /// The newest stream that was told to write a word.
+        newest_stream: Option<u64>,
     },
 }
 
 impl Publisher {
-    /// Makes a publisher for an engine in host memory. No other process can map that memory, so the
-    /// table tells rows but gives no access to pages.
+    /// Makes a publisher for an engine in host memory. No other process can map that memory, so
+    /// readers see the live rows but not their pages. The file at `path` has a ring of `tables`
+    /// tables of up to `rows_max` rows.
     ///
     /// # Errors
     /// When the file can't be created, or a size is out of bounds.
     pub fn host(pool: &Pool, path: &Path, tables: u32, rows_max: u32) -> Result<Self, Error> {
         let writer = Writer::create(path, &pool_facts(pool, None), tables, rows_max)?;
-        Ok(Self { words: StepWords::Host, writer, step: None })
+        Ok(Self { words: StepWords::Host, writer, open_step: None })
     }
 
-    /// Makes a publisher for an engine on a device, whose stream writes `begun` and `done`. `path`
-    /// must be on a file system in memory.
+    /// Makes a publisher for an engine on a device. The engine's stream writes `begun` and `done`.
+    /// `path` must be on a file system in memory.
     ///
     /// # Errors
-    /// As [`Self::host`]; also [`Error::Unshared`] if the memory can't be shared.
+    /// The same as for [`Self::host`]; also [`Error::Unshared`] if other processes can't map
+    /// `req_to_token`.
     pub fn device(
         pool: &Pool,
         device: Device,
@@ -69,12 +78,12 @@ impl Publisher {
         // SAFETY: the page is the beginning of the writer's own mapping, and `Publisher` keeps the
         // writer longer than the registration.
         let registered = unsafe { device.register(writer.head_page(), Writer::HEAD_BYTES)? };
-        let words = StepWords::Stream { registered, device, last: None };
-        Ok(Self { words, writer, step: None })
+        let words = StepWords::Stream { registered, device, newest_stream: None };
+        Ok(Self { words, writer, open_step: None })
     }
 
     /// Begins a step. None of the step's changes to `req_to_token` may be enqueued on `stream` yet.
-    /// A previous step without an end is forgotten; its changes count as this step's.
+    /// If the previous step has not ended, its changes count as changes of the new step.
     ///
     /// # Errors
     /// When the device fails.
@@ -91,12 +100,12 @@ impl Publisher {
                 words.write(stream, Writer::BEGUN_BYTE, step)?;
             },
         }
-        self.step = Some(step);
+        self.open_step = Some(step);
         Ok(())
     }
 
-    /// Ends a step: all its changes have been enqueued on `stream`, and `rows` is the table after
-    /// them.
+    /// Ends a step. All of the step's changes must be enqueued on `stream`. `rows` are the live
+    /// rows after these changes.
     ///
     /// # Errors
     /// When no step has begun, there are more rows than a table holds, or the device fails.
@@ -104,7 +113,7 @@ impl Publisher {
     /// # Safety
     /// The same as for [`Self::begin_step`].
     pub unsafe fn end_step(&mut self, rows: &[TableRow], stream: u64) -> Result<(), Error> {
-        let step = self.step.ok_or(Error::NoBeginning)?;
+        let step = self.open_step.ok_or(Error::NoBeginning)?;
         self.writer.publish(step, rows)?;
         match &mut self.words {
             StepWords::Host => self.writer.set_done(step),
@@ -113,20 +122,22 @@ impl Publisher {
                 words.write(stream, Writer::DONE_BYTE, step)?;
             },
         }
-        self.step = None;
+        self.open_step = None;
         Ok(())
     }
 }
 
 impl StepWords {
+    /// Makes `stream` write the step's epoch to a word. `byte` is the word's offset in the page.
+    ///
     /// # Safety
     /// `stream` must be a stream of the device, or 0.
     unsafe fn write(&mut self, stream: u64, byte: usize, step: Step) -> Result<(), Error> {
-        let Self::Stream { registered, device, last } = self else { return Ok(()) };
+        let Self::Stream { registered, device, newest_stream } = self else { return Ok(()) };
         let address = registered.device_address() + byte as u64;
-        *last = Some(stream);
-        // SAFETY: guaranteed by the caller; the words stay registered until the stream has written
-        // them.
+        *newest_stream = Some(stream);
+        // SAFETY: the caller guarantees the stream. The page stays registered until the stream has
+        // written the word; see `drop`.
         unsafe { device.write_value(stream, address, step.epoch)? };
         Ok(())
     }
@@ -134,14 +145,15 @@ impl StepWords {
 
 impl Drop for StepWords {
     fn drop(&mut self) {
-        if let Self::Stream { device, last: Some(stream), .. } = self {
-            // SAFETY: the stream exists until `self` is gone. Unregistering waits for the device's
-            // own stream, and so for this write.
+        if let Self::Stream { device, newest_stream: Some(stream), .. } = self {
+            // SAFETY: the stream exists until `self` is gone. Unregistering the page waits for the
+            // stream of `device`, and that stream now waits for the newest write.
             let _ = unsafe { device.wait_for(*stream) };
         }
     }
 }
 
+/// Returns the facts about the pool that readers need.
 fn pool_facts(pool: &Pool, export: Option<Export>) -> PoolFacts {
     let table = pool.table();
     PoolFacts {

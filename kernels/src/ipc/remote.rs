@@ -1,4 +1,7 @@
-//! The agent's side: an accountant over the memory of another process.
+//! Audits an engine's rows from the agent's process.
+//!
+//! [`Remote`] maps the engine's `req_to_token` by CUDA IPC. The live rows and their versions come
+//! from the tables that the engine publishes; see [`crate::table`].
 
 use super::Error;
 use crate::{
@@ -9,13 +12,15 @@ use crate::{
 };
 use std::path::Path;
 
-/// Attempts to read the newest table before giving up; the ring overwrites a table once per round.
+/// Attempts to read the table of the newest finished step, at most. An attempt fails if the engine
+/// overwrites the table meanwhile.
 const READ_ATTEMPTS_MAX: usize = 16;
 
 /// Audits one engine from outside its process.
 #[derive(Debug)]
 pub struct Remote {
-    // The field order matters: `accountant` must be dropped before the memory that it reads.
+    // Fields are dropped in this order. `accountant` reads `_imported`, so it must be dropped
+    // first.
     accountant: Accountant,
     _imported: Imported,
     reader: Reader,
@@ -25,11 +30,13 @@ pub struct Remote {
 /// The audit in progress.
 #[derive(Debug)]
 struct OpenAudit {
+    /// The step whose table lists the copied rows.
     epoch: u64,
     rows: Vec<TableRow>,
+    /// The sessions' keys, indexed by session number.
     keys: Vec<u64>,
-    /// The newest step that had begun when the copy was ready.
-    begun: Option<u64>,
+    /// The newest step that had begun when the copy was ready; `None` before that.
+    begun_epoch: Option<u64>,
 }
 
 /// One audit's result.
@@ -38,7 +45,7 @@ pub struct RemoteReport {
     pub report: Report,
     /// The engine's session keys, indexed by the report's session numbers.
     pub keys: Vec<u64>,
-    /// The step to which the copied rows belong.
+    /// The epoch of the step whose table lists the copied rows.
     pub epoch: u64,
 }
 
@@ -61,8 +68,8 @@ impl Remote {
         }
         let exported = Exported { handle: export.handle, offset: export.offset, bytes };
         let imported = device.import(&exported)?;
-        // SAFETY: only the address is taken. The engine closes its table before it frees the
-        // memory. The tables' versions reveal what the engine writes in the meantime.
+        // SAFETY: only the address is used here. The engine closes its table before it frees the
+        // memory. An audit drops the rows whose version shows that the engine wrote to them.
         let addr = unsafe { imported.slice::<i32>()? }.address();
         let table = RequestTable { addr, rows: r2t_rows, stride: r2t_stride };
         // SAFETY: the memory is mapped for the requested bytes, and outlives the accountant.
@@ -71,7 +78,7 @@ impl Remote {
         Ok(Self { accountant, _imported: imported, reader, open: None })
     }
 
-    /// Begins an audit of the newest step that is done; abandons an audit in progress.
+    /// Begins an audit of the rows of the newest finished step. Abandons an audit in progress.
     ///
     /// # Errors
     /// [`Error::NoStep`] before the engine's first step; also when the table is closed or the
@@ -79,10 +86,11 @@ impl Remote {
     pub fn begin(&mut self) -> Result<(), Error> {
         self.reader.check()?;
         self.abandon()?;
-        let (epoch, rows) = self.newest_done()?;
-        let sessions = rows.iter().map(|row| row.session as usize + 1).max().unwrap_or(0);
-        // The accountant refuses more sessions than this.
-        let mut keys = vec![0; sessions.min(SESSIONS_MAX)];
+        let (epoch, rows) = self.read_newest_done()?;
+        let session_count = rows.iter().map(|row| row.session as usize + 1).max().unwrap_or(0);
+        // The limit bounds the memory. The accountant refuses the snapshot if a row's session is
+        // above it.
+        let mut keys = vec![0; session_count.min(SESSIONS_MAX)];
         for row in &rows {
             if let Some(key) = keys.get_mut(row.session as usize) {
                 *key = row.key;
@@ -98,12 +106,14 @@ impl Remote {
             digest_pages_max: 0,
         };
         self.accountant.begin(&snapshot, Stream::DEFAULT)?;
-        self.open = Some(OpenAudit { epoch, rows, keys, begun: None });
+        self.open = Some(OpenAudit { epoch, rows, keys, begun_epoch: None });
         Ok(())
     }
 
-    /// Returns the audit's result, or `None` while the copy isn't ready or the table isn't
-    /// published of a step that began before the copy was ready. Doesn't wait.
+    /// Returns the audit's result, or `None` while the audit needs more time. Doesn't wait.
+    ///
+    /// The result needs the copy, and a table at least as new as the newest step that had begun
+    /// when the copy was ready.
     ///
     /// # Errors
     /// When there is no audit, the table is closed, or the device fails.
@@ -113,19 +123,18 @@ impl Remote {
             return Ok(None);
         }
         let open = self.open.as_mut().expect("set together with the accountant's audit");
-        let begun = *open.begun.get_or_insert_with(|| self.reader.begun());
-        let now = if begun == open.epoch {
+        let begun_epoch = *open.begun_epoch.get_or_insert_with(|| self.reader.begun());
+        let current_versions = if begun_epoch == open.epoch {
             versions(&open.rows)
         } else {
-            // Any table at least as new as that step will do: a version never returns to an older
-            // value.
+            // A newer table than that step's serves too: a version never returns to an older value.
             let newest = self.reader.newest();
-            match (newest >= begun).then(|| self.reader.table(newest)).flatten() {
+            match (newest >= begun_epoch).then(|| self.reader.table(newest)).flatten() {
                 Some(rows) => versions(&rows),
                 None => return Ok(None),
             }
         };
-        let report = self.accountant.finish(&now)?;
+        let report = self.accountant.finish(&current_versions)?;
         let OpenAudit { epoch, keys, .. } = self.open.take().expect("checked above");
         Ok(Some(RemoteReport { report, keys, epoch }))
     }
@@ -141,7 +150,8 @@ impl Remote {
         Ok(())
     }
 
-    fn newest_done(&self) -> Result<(u64, Vec<TableRow>), Error> {
+    /// Returns the epoch and the table of the newest finished step.
+    fn read_newest_done(&self) -> Result<(u64, Vec<TableRow>), Error> {
         for _ in 0..READ_ATTEMPTS_MAX {
             let epoch = self.reader.done();
             if epoch == 0 {
@@ -155,6 +165,7 @@ impl Remote {
     }
 }
 
+/// Returns the row for a snapshot. The table doesn't tell its sealed and protected parts.
 fn snapshot_row(row: &TableRow) -> Row {
     Row {
         row: row.row,
@@ -166,6 +177,7 @@ fn snapshot_row(row: &TableRow) -> Row {
     }
 }
 
+/// Returns each row's index in `req_to_token` and its version.
 fn versions(rows: &[TableRow]) -> Vec<(u32, u64)> {
     rows.iter().map(|row| (row.row, row.version)).collect()
 }

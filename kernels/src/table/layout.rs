@@ -1,22 +1,28 @@
-//! The layout of the table file: 64-bit words, little-endian like both sides.
+//! Defines the layout of the file in which the engine shares its live rows with the agent.
+//!
+//! The file consists of 64-bit words in the byte order of both processes' machine, little-endian. A
+//! word that holds two values has one in its low half and one in its high half. `r2t` stands for
+//! `req_to_token`.
 //!
 //! | byte | word |
 //! |---|---|
 //! | 0 | magic |
-//! | 8 | version (low half), tables in the ring |
-//! | 16 | rows of a table, at most (low), tokens of a page |
-//! | 24 | pages of the pool (low), rows of `req_to_token` |
-//! | 32 | entries from row to row (low), 1 if exported |
+//! | 8 | version (low), tables in the ring (high) |
+//! | 16 | rows of a table, at most (low), tokens of a page (high) |
+//! | 24 | pages of the pool (low), rows of r2t (high) |
+//! | 32 | entries from one row of r2t to the next (low), 1 if r2t is exported (high) |
 //! | 40, 48, 56 | export: offset, bytes, 0 |
-//! | 64 to 127 | export: the driver's handle |
+//! | 64 to 127 | export: the CUDA driver's handle |
 //! | 128, 136 | UUID of the GPU |
 //! | 1024 | `begun` |
 //! | 1088 | `done` |
 //! | 1152 | the newest epoch whose table has been published |
 //! | 1216 | 1 once the engine has closed the table |
-//! | 4096 | the ring: epoch (0 while it is being written), number of rows, 6 unused, then rows |
+//! | 4096 | the ring of tables |
 //!
-//! A row has four words: row (low) and tokens; session (low) and 0; version; key.
+//! A table has 8 words and then its rows. The words are: epoch (0 while the table is being
+//! written), number of rows, 6 unused. A row has four words: row (low) and tokens (high); session
+//! (low) and 0 (high); version; key. [`super`] says what an epoch, `begun` and `done` are.
 
 use super::Error;
 use memmap2::MmapRaw;
@@ -24,16 +30,16 @@ use std::sync::atomic::AtomicU64;
 
 const MAGIC: u64 = u64::from_le_bytes(*b"BerthKVT");
 const VERSION: u32 = 1;
-/// Rows of one table, at most; the accountant takes as many.
+/// Rows of one table, at most. An audit can take as many.
 pub const ROWS_MAX: u32 = 1 << 16;
-/// Size of the page with the head and all words that a device writes into.
+/// Bytes before the ring: the memory page with the head and the words that a GPU may write.
 pub(crate) const HEAD_BYTES: usize = 4096;
-/// Words of the head, which lies before `begun`.
+/// Words of the head: the constant facts in bytes 0 to 143.
 const HEAD_WORDS: usize = 18;
 const TABLE_HEAD_WORDS: usize = 8;
 const ROW_WORDS: usize = 4;
 
-/// Offsets of the shared words, each in a cache line of its own.
+// Offsets of the words that change. Each word has a cache line of its own.
 pub(crate) const BEGUN_BYTE: usize = 1024;
 pub(crate) const DONE_BYTE: usize = 1088;
 const NEWEST_BYTE: usize = 1152;
@@ -42,20 +48,24 @@ const CLOSED_BYTE: usize = 1216;
 /// A description of `req_to_token` with which another process can open it by CUDA IPC.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Export {
+    /// The CUDA driver's handle of the allocation that holds the table.
     pub handle: [u8; 64],
+    /// Bytes from the beginning of the allocation to the table.
     pub offset: u64,
+    /// Length of the table in bytes.
     pub bytes: u64,
     /// The GPU's UUID, because two processes may number their GPUs differently.
     pub uuid: [u8; 16],
 }
 
-/// Facts about the pool and the table `req_to_token`.
+/// Facts about the pool and the engine's table `req_to_token` (r2t). They don't change.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PoolFacts {
     pub page_tokens: u32,
     /// Pages of the pool, including the padding page.
     pub pages: u32,
     pub r2t_rows: u32,
+    /// Entries from one row to the next.
     pub r2t_stride: u32,
     /// `None` if `req_to_token` is in the engine's own host memory.
     pub export: Option<Export>,
@@ -64,35 +74,40 @@ pub struct PoolFacts {
 /// One live row after a step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct TableRow {
+    /// The row's index in `req_to_token`.
     pub row: u32,
+    /// Number of tokens whose slots are allocated.
     pub len: u32,
     /// The session's number: small, and the same for all rows of the session.
     pub session: u32,
-    /// Changes whenever a step has rewritten any token slot in `[0, len)`.
+    /// A number that changes whenever a step has rewritten any token slot in `[0, len)`. It never
+    /// returns to an older value.
     pub version: u64,
     /// The key by which the agent knows the session.
     pub key: u64,
 }
 
-/// The size of a table file.
+/// The size of the ring, and so of the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct RingSize {
     pub(super) tables: u32,
+    /// Rows of one table, at most.
     pub(super) rows_max: u32,
 }
 
 impl RingSize {
     pub(super) fn new(tables: u32, rows_max: u32) -> Result<Self, Error> {
-        let sound = (2..=64).contains(&tables) && (1..=ROWS_MAX).contains(&rows_max);
+        let is_sound = (2..=64).contains(&tables) && (1..=ROWS_MAX).contains(&rows_max);
         let error = Error::Size { rows: rows_max, tables };
-        if sound { Ok(Self { tables, rows_max }) } else { Err(error) }
+        if is_sound { Ok(Self { tables, rows_max }) } else { Err(error) }
     }
 
     fn table_words(self) -> usize {
         TABLE_HEAD_WORDS + self.rows_max as usize * ROW_WORDS
     }
 
-    pub(super) fn bytes(self) -> usize {
+    /// Returns the length of the file in bytes.
+    pub(super) fn file_bytes(self) -> usize {
         HEAD_BYTES + self.tables as usize * self.table_words() * 8
     }
 }
@@ -105,9 +120,9 @@ pub(super) struct Words {
 }
 
 impl Words {
-    /// Wraps a mapping; [`Error::Foreign`] if it is smaller than `size` requires.
+    /// Wraps a mapping. Returns [`Error::Foreign`] if it is smaller than `size` requires.
     pub(super) fn new(map: MmapRaw, size: RingSize) -> Result<Self, Error> {
-        if map.len() < size.bytes() { Err(Error::Foreign) } else { Ok(Self { map, size }) }
+        if map.len() < size.file_bytes() { Err(Error::Foreign) } else { Ok(Self { map, size }) }
     }
 
     pub(super) fn size(&self) -> RingSize {
@@ -119,16 +134,16 @@ impl Words {
         self.map.as_mut_ptr()
     }
 
-    fn word_at(&self, word: usize) -> &AtomicU64 {
-        assert!(word < self.map.len() / 8, "the word is outside the mapping");
+    fn word_at(&self, index: usize) -> &AtomicU64 {
+        assert!(index < self.map.len() / 8, "the word is outside the mapping");
         // SAFETY: the word is inside the mapping, which starts at a page boundary and lives as long
         // as `self`. All processes only access it as atomic words.
-        unsafe { AtomicU64::from_ptr(self.map.as_mut_ptr().cast::<u64>().add(word)) }
+        unsafe { AtomicU64::from_ptr(self.map.as_mut_ptr().cast::<u64>().add(index)) }
     }
 
-    /// Returns the words that [`head`] computes and [`read_head`] reads.
+    /// Returns the words of the head, which [`head`] computes and [`read_head`] reads.
     pub(super) fn head(&self) -> [&AtomicU64; HEAD_WORDS] {
-        std::array::from_fn(|word| self.word_at(word))
+        std::array::from_fn(|index| self.word_at(index))
     }
 
     pub(super) fn begun(&self) -> &AtomicU64 {
@@ -147,19 +162,34 @@ impl Words {
         self.word_at(CLOSED_BYTE / 8)
     }
 
-    /// Returns an epoch's place in the ring: its number, its row count, and the index of its first
-    /// row.
-    pub(super) fn table(&self, epoch: u64) -> (&AtomicU64, &AtomicU64, usize) {
-        let turn = usize::try_from(epoch % u64::from(self.size.tables))
+    /// Returns the place in the ring for the table of an epoch. The place may hold the table of an
+    /// older or a newer epoch.
+    pub(super) fn table(&self, epoch: u64) -> TableWords<'_> {
+        let ring_index = usize::try_from(epoch % u64::from(self.size.tables))
             .expect("a ring has at most 64 tables");
-        let first = HEAD_BYTES / 8 + turn * self.size.table_words();
-        (self.word_at(first), self.word_at(first + 1), first + TABLE_HEAD_WORDS)
+        let start = HEAD_BYTES / 8 + ring_index * self.size.table_words();
+        TableWords {
+            epoch: self.word_at(start),
+            row_count: self.word_at(start + 1),
+            rows_start: start + TABLE_HEAD_WORDS,
+        }
     }
 
-    /// Returns the words of row `i` of a table.
-    pub(super) fn row(&self, rows: usize, i: usize) -> [&AtomicU64; ROW_WORDS] {
-        std::array::from_fn(|word| self.word_at(rows + i * ROW_WORDS + word))
+    /// Returns the words of a row. `rows_start` is that of the row's table, and `index` is the
+    /// row's index in the table.
+    pub(super) fn row(&self, rows_start: usize, index: usize) -> [&AtomicU64; ROW_WORDS] {
+        std::array::from_fn(|word| self.word_at(rows_start + index * ROW_WORDS + word))
     }
+}
+
+/// The place of one table in the ring.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct TableWords<'a> {
+    /// The epoch of the table that the place holds; 0 while a table is being written.
+    pub(super) epoch: &'a AtomicU64,
+    pub(super) row_count: &'a AtomicU64,
+    /// Index of the first row's first word.
+    pub(super) rows_start: usize,
 }
 
 impl TableRow {
@@ -173,7 +203,7 @@ impl TableRow {
     }
 }
 
-/// Returns the words of the head, from byte 0 on.
+/// Returns the values of the head's words, in the order of the file.
 pub(super) fn head(facts: &PoolFacts, size: RingSize) -> [u64; HEAD_WORDS] {
     let mut words = [0; HEAD_WORDS];
     words[0] = MAGIC;
@@ -183,15 +213,16 @@ pub(super) fn head(facts: &PoolFacts, size: RingSize) -> [u64; HEAD_WORDS] {
     words[4] = pair(facts.r2t_stride, u32::from(facts.export.is_some()));
     if let Some(Export { handle, offset, bytes, uuid }) = &facts.export {
         (words[5], words[6]) = (*offset, *bytes);
-        let names = handle.as_chunks().0.iter().chain(uuid.as_chunks().0);
-        for (word, name) in words[8..].iter_mut().zip(names) {
-            *word = u64::from_le_bytes(*name);
+        let handle_and_uuid = handle.as_chunks().0.iter().chain(uuid.as_chunks().0);
+        for (word, bytes) in words[8..].iter_mut().zip(handle_and_uuid) {
+            *word = u64::from_le_bytes(*bytes);
         }
     }
     words
 }
 
-/// Reads the words of a head; [`Error::Foreign`] if they are not a head of this version.
+/// Reads the values of a head's words. Returns [`Error::Foreign`] if they are not a head of this
+/// version.
 pub(super) fn read_head(words: &[u64; HEAD_WORDS]) -> Result<(PoolFacts, RingSize), Error> {
     let (version, tables) = halves(words[1]);
     if words[0] != MAGIC || version != VERSION {
@@ -200,22 +231,24 @@ pub(super) fn read_head(words: &[u64; HEAD_WORDS]) -> Result<(PoolFacts, RingSiz
     let (rows_max, page_tokens) = halves(words[2]);
     let (pages, r2t_rows) = halves(words[3]);
     let (r2t_stride, exported) = halves(words[4]);
-    let mut names = words[8..].iter().flat_map(|word| word.to_le_bytes());
+    let mut handle_and_uuid = words[8..].iter().flat_map(|word| word.to_le_bytes());
     let export = Export {
-        handle: std::array::from_fn(|_| names.next().unwrap_or(0)),
+        handle: std::array::from_fn(|_| handle_and_uuid.next().unwrap_or(0)),
         offset: words[5],
         bytes: words[6],
-        uuid: std::array::from_fn(|_| names.next().unwrap_or(0)),
+        uuid: std::array::from_fn(|_| handle_and_uuid.next().unwrap_or(0)),
     };
     let export = (exported != 0).then_some(export);
     let facts = PoolFacts { page_tokens, pages, r2t_rows, r2t_stride, export };
     Ok((facts, RingSize::new(tables, rows_max).map_err(|_| Error::Foreign)?))
 }
 
+/// Returns a word with these two halves.
 fn pair(low: u32, high: u32) -> u64 {
     u64::from(high) << 32 | u64::from(low)
 }
 
+/// Returns the low and the high half of a word.
 fn halves(word: u64) -> (u32, u32) {
     let half = |shift: u32| u32::try_from(word >> shift & 0xFFFF_FFFF).expect("masked to 32 bits");
     (half(0), half(32))

@@ -1,4 +1,7 @@
-//! The agent's side: reads tables from the ring, each of them consistent.
+//! Reads the tables of live rows that an engine in another process publishes.
+//!
+//! [`super`] describes the tables, their ring, and the words `begun` and `done`. A table that the
+//! engine overwrites while it is read is not returned.
 
 use super::{
     Error, PoolFacts, TableRow,
@@ -11,7 +14,7 @@ use std::{
     sync::atomic::{AtomicU64, Ordering, fence},
 };
 
-/// Reads the tables of one engine.
+/// Reads the tables of one engine, for the agent.
 #[derive(Debug)]
 pub struct Reader {
     words: Words,
@@ -19,17 +22,18 @@ pub struct Reader {
 }
 
 impl Reader {
-    /// Opens the file at `path`. Its contents are validated. The file must not be truncated while
-    /// it is mapped: the engine, which runs as the same user, guarantees that.
+    /// Opens the file at `path` and checks its contents. The file must not be truncated while it is
+    /// mapped. The engine, which runs as the same user, guarantees that.
     ///
     /// # Errors
-    /// When there is no file, the file is not a table, or the engine has closed it.
+    /// When there is no file, the file has no tables of this version, or the engine has closed it.
     pub fn open(path: &Path) -> Result<Self, Error> {
         let failed = |error| Error::File(path.to_owned(), error);
         let map = || MmapOptions::new().map_raw_read_only(&File::open(path)?);
-        // First map enough for any head, then as much as the head says.
-        let least = RingSize::new(2, 1)?;
-        let words = Words::new(map().map_err(failed)?, least)?;
+        // First map it for the smallest ring, to read the head. Then map it for the ring that the
+        // head describes.
+        let smallest = RingSize::new(2, 1)?;
+        let words = Words::new(map().map_err(failed)?, smallest)?;
         let head = words.head().map(|word| word.load(Ordering::Relaxed));
         let (facts, size) = layout::read_head(&head)?;
         let words = Words::new(map().map_err(failed)?, size)?;
@@ -50,45 +54,46 @@ impl Reader {
         if self.words.closed().load(Ordering::Acquire) == 0 { Ok(()) } else { Err(Error::Closed) }
     }
 
-    /// Returns the newest step whose changes are all made; 0 before the first step.
+    /// Returns the epoch of the newest step whose changes are all made; 0 before the first step.
     pub fn done(&self) -> u64 {
-        get(self.words.done())
+        load(self.words.done())
     }
 
-    /// Returns the newest step that has begun to make changes. Everything that the caller read
-    /// before this call was read before any later step began.
+    /// Returns the epoch of the newest step that has begun to make changes. Everything that the
+    /// caller read before this call was read before any later step began.
     pub fn begun(&self) -> u64 {
-        // Keeps the caller's earlier reads before the read of this word.
+        // The caller's earlier reads must not be moved behind the read of this word.
         fence(Ordering::SeqCst);
-        get(self.words.begun())
+        load(self.words.begun())
     }
 
-    /// Returns the newest step whose table has been published.
+    /// Returns the epoch of the newest step whose table is in the ring; 0 before the first step.
     pub fn newest(&self) -> u64 {
-        get(self.words.newest())
+        load(self.words.newest())
     }
 
-    /// Returns the table of a step; `None` if the ring doesn't hold it yet, or no longer.
+    /// Returns the table of the step with this epoch. Returns `None` if the ring doesn't hold that
+    /// table yet, or no longer.
     pub fn table(&self, epoch: u64) -> Option<Vec<TableRow>> {
-        let (number, count, first) = self.words.table(epoch);
-        if epoch == 0 || number.load(Ordering::Acquire) != epoch {
+        let table = self.words.table(epoch);
+        if epoch == 0 || table.epoch.load(Ordering::Acquire) != epoch {
             return None;
         }
-        let rows = usize::try_from(count.load(Ordering::Relaxed)).ok()?;
-        if rows > self.words.size().rows_max as usize {
+        let row_count = usize::try_from(table.row_count.load(Ordering::Relaxed)).ok()?;
+        if row_count > self.words.size().rows_max as usize {
             return None;
         }
-        let read = |i| {
-            let words = self.words.row(first, i).map(|word| word.load(Ordering::Relaxed));
-            TableRow::from_words(words)
+        let read_row = |index| {
+            let words = self.words.row(table.rows_start, index);
+            TableRow::from_words(words.map(|word| word.load(Ordering::Relaxed)))
         };
-        let rows = (0..rows).map(read).collect();
-        // If the writer has overwritten the table meanwhile, its number has changed.
+        let rows = (0..row_count).map(read_row).collect();
+        // If the writer has begun to overwrite the table meanwhile, the table's epoch has changed.
         fence(Ordering::Acquire);
-        (number.load(Ordering::Relaxed) == epoch).then_some(rows)
+        (table.epoch.load(Ordering::Relaxed) == epoch).then_some(rows)
     }
 }
 
-fn get(word: &AtomicU64) -> u64 {
+fn load(word: &AtomicU64) -> u64 {
     word.load(Ordering::Acquire)
 }

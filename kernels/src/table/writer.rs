@@ -1,4 +1,6 @@
-//! The engine's side: writes one table per step into the ring.
+//! Writes the engine's tables of live rows, one per scheduler step, for readers in other processes.
+//!
+//! [`super`] describes the tables, their ring, and the words `begun` and `done`.
 
 use super::{
     Error, PoolFacts, TableRow,
@@ -12,11 +14,12 @@ use std::{
     sync::atomic::{AtomicU64, Ordering, fence},
 };
 
-/// Writes the tables of one engine, and closes them on drop.
+/// Writes the tables of one engine. On drop, it tells the readers that the engine has closed them.
 #[derive(Debug)]
 pub struct Writer {
     words: Words,
     path: PathBuf,
+    /// The epoch of the newest step; 0 before the first step.
     epoch: u64,
 }
 
@@ -27,16 +30,18 @@ pub struct Step {
 }
 
 impl Writer {
-    /// Size of the page that a device writes into; offsets of its words follow.
+    /// Size in bytes of the memory page that a device writes into.
     #[cfg(feature = "cuda")]
     pub(crate) const HEAD_BYTES: usize = layout::HEAD_BYTES;
+    /// Offset in bytes of the word `begun` in that page.
     #[cfg(feature = "cuda")]
     pub(crate) const BEGUN_BYTE: usize = layout::BEGUN_BYTE;
+    /// Offset in bytes of the word `done` in that page.
     #[cfg(feature = "cuda")]
     pub(crate) const DONE_BYTE: usize = layout::DONE_BYTE;
 
-    /// Creates the file at `path`, replacing an older one, readable by this user only. The ring has
-    /// `tables` tables of up to `rows_max` rows.
+    /// Creates the file at `path`, and replaces an older file. Only this user may read the file.
+    /// The ring has `tables` tables of up to `rows_max` rows.
     ///
     /// # Errors
     /// When a size is out of bounds, or the file can't be created.
@@ -48,15 +53,16 @@ impl Writer {
     ) -> Result<Self, Error> {
         let size = RingSize::new(tables, rows_max)?;
         let failed = |error| Error::File(path.to_owned(), error);
-        // The file gets its name last, so a reader sees a complete file or none.
-        let mut new = path.as_os_str().to_owned();
-        new.push(".new");
-        let new = PathBuf::from(new);
+        // The file gets its final name when it is complete, so a reader never sees a part of it.
+        let mut new_path = path.as_os_str().to_owned();
+        new_path.push(".new");
+        let new_path = PathBuf::from(new_path);
         let map = || {
-            let _ = fs::remove_file(&new);
+            let _ = fs::remove_file(&new_path);
             let mut options = OpenOptions::new();
-            let file = options.read(true).write(true).create_new(true).mode(0o600).open(&new)?;
-            file.set_len(size.bytes() as u64)?;
+            let file =
+                options.read(true).write(true).create_new(true).mode(0o600).open(&new_path)?;
+            file.set_len(size.file_bytes() as u64)?;
             MmapRaw::map_raw(&file)
         };
         let words = Words::new(map().map_err(failed)?, size)?;
@@ -64,19 +70,19 @@ impl Writer {
             word.store(value, Ordering::Relaxed);
         }
         fence(Ordering::Release);
-        fs::rename(&new, path).map_err(failed)?;
+        fs::rename(&new_path, path).map_err(failed)?;
         Ok(Self { words, path: path.to_owned(), epoch: 0 })
     }
 
-    /// Numbers the next step. Before the step changes anything, the caller must set `begun` to the
-    /// epoch: by [`Self::set_begun`], or by the stream that makes the changes.
+    /// Returns the next step. Before the step's first change, the caller must have `begun` set to
+    /// the step's epoch: by [`Self::set_begun`], or by the stream that makes the changes.
     pub fn begin_step(&mut self) -> Step {
         self.epoch += 1;
         Step { epoch: self.epoch }
     }
 
-    /// Writes the table of the rows as they are after the step. The caller must set `done` after
-    /// the step's last change.
+    /// Writes the step's table: `rows` are the live rows after the step. The caller must have
+    /// `done` set after this call and after the step's last change.
     ///
     /// # Errors
     /// When there are more rows than a table holds.
@@ -85,49 +91,50 @@ impl Writer {
         if rows.len() > rows_max as usize {
             return Err(Error::Rows { rows: rows.len(), rows_max });
         }
-        let (epoch, count, first) = self.words.table(step.epoch);
-        epoch.store(0, Ordering::Relaxed);
-        // A reader that sees a write below also sees that the old table's number is gone.
+        let table = self.words.table(step.epoch);
+        table.epoch.store(0, Ordering::Relaxed);
+        // A reader that sees a write below also sees that the older table's epoch is gone.
         fence(Ordering::Release);
-        count.store(rows.len() as u64, Ordering::Relaxed);
-        for (i, row) in rows.iter().enumerate() {
-            for (word, value) in self.words.row(first, i).into_iter().zip(row.to_words()) {
+        table.row_count.store(rows.len() as u64, Ordering::Relaxed);
+        for (index, row) in rows.iter().enumerate() {
+            let words = self.words.row(table.rows_start, index);
+            for (word, value) in words.into_iter().zip(row.to_words()) {
                 word.store(value, Ordering::Relaxed);
             }
         }
-        epoch.store(step.epoch, Ordering::Release);
+        table.epoch.store(step.epoch, Ordering::Release);
         self.words.newest().store(step.epoch, Ordering::Release);
         Ok(())
     }
 
     /// Marks a step as begun, if the host makes the changes.
     pub fn set_begun(&self, step: Step) {
-        set(self.words.begun(), step);
+        store_epoch(self.words.begun(), step);
         // No change of the step may become visible before `begun`.
         fence(Ordering::SeqCst);
     }
 
     /// Marks a step's changes as complete, if the host makes them.
     pub fn set_done(&self, step: Step) {
-        set(self.words.done(), step);
+        store_epoch(self.words.done(), step);
     }
 
-    /// Returns the page of the words, for a device to write into.
+    /// Returns the address of the memory page that has `begun` and `done`, for a device to write.
     #[cfg(feature = "cuda")]
     pub(crate) fn head_page(&self) -> *mut u8 {
         self.words.start()
     }
 }
 
-fn set(word: &AtomicU64, step: Step) {
+fn store_epoch(word: &AtomicU64, step: Step) {
     word.store(step.epoch, Ordering::Release);
 }
 
 impl Drop for Writer {
     fn drop(&mut self) {
         self.words.closed().store(1, Ordering::Release);
-        // Another writer may have replaced the file; then its file is deleted, and readers no
-        // longer find it. An engine has one writer.
+        // If another writer has replaced the file, this deletes the file of that writer. That
+        // doesn't happen, because an engine has one writer.
         let _ = fs::remove_file(&self.path);
     }
 }
