@@ -1,11 +1,10 @@
-//! Page accounting on a CUDA device: the kernels of `kernels/cuda/`, and the memory they work on.
+//! Opens a GPU for page accounting: the kernels of `kernels/cuda/`, and the memory they work on.
 //!
-//! Each kernel is a method that only enqueues. A [`Device`] retains its GPU's primary context (in
-//! an engine's process, the engine's own context) and works on its own stream of the lowest
-//! priority. This module decides nothing: [`mod@crate::reference`] defines what the results mean,
-//! and the caller decides when a snapshot is valid.
+//! Each kernel is a method of [`Device`] that only enqueues. A device uses its GPU's primary
+//! context, which in an engine's process is the engine's context too. It works on its own stream,
+//! which has the lowest priority. [`mod@crate::reference`] defines what the kernels compute.
 //!
-//! Without CUDA, [`missing`] says why; no function here panics because CUDA is absent.
+//! [`missing`] says whether this process can use CUDA. No function here panics if it can't.
 
 mod account;
 mod driver;
@@ -29,9 +28,9 @@ use driver::Current;
 use rows::PAGE_SHIFT_MAX;
 use std::{ffi::CStr, ptr, sync::Arc, time::Duration};
 
-/// Threads that a device executes in lockstep.
+/// Number of threads in a warp, which a GPU executes in lockstep; also the bits of a bitmap's word.
 const WARP: u32 = 32;
-/// Flag of an event without a timestamp; taking the device's time has a cost.
+/// Flag of an event without a timestamp. A timestamp costs device time.
 const UNTIMED: u32 = CUevent_flags_enum::CU_EVENT_DISABLE_TIMING as u32;
 
 /// Why an operation on a device failed.
@@ -58,13 +57,13 @@ pub enum Error {
 }
 
 impl Error {
-    /// Returns whether this is the driver's error `wanted`.
-    fn is_code(&self, wanted: CUresult) -> bool {
-        matches!(self, Error::Driver { code, .. } if *code == wanted as u32)
+    /// Returns whether a driver call failed with `result`.
+    fn is_code(&self, result: CUresult) -> bool {
+        matches!(self, Error::Driver { code, .. } if *code == result as u32)
     }
 }
 
-/// Returns an error if a size is over its limit.
+/// Checks that a size is not over its limit.
 fn at_most(what: &'static str, has: u64, limit: u64) -> Result<(), Error> {
     if has > limit { Err(Error::Size { what, has, limit }) } else { Ok(()) }
 }
@@ -76,15 +75,18 @@ pub struct Device {
     shape: LaunchShape,
 }
 
-/// The part of a [`Device`] that lives on while memory or a mark of the device exists.
+/// The GPU's context, stream and kernels. They exist as long as the [`Device`], its memory or a
+/// [`StreamMark`] exists.
 #[derive(Debug)]
 struct Shared {
     ordinal: u32,
     device: CUdevice,
     context: CUcontext,
-    /// Null until the stream is created; the same holds for `module`.
+    /// Null until the stream is created.
     stream: CUstream,
+    /// The loaded fatbin; null until it is loaded.
     module: CUmodule,
+    /// Indexed by [`launch::Kernel`].
     kernels: [CUfunction; launch::KERNELS.len()],
 }
 
@@ -95,6 +97,7 @@ unsafe impl Send for Shared {}
 unsafe impl Sync for Shared {}
 
 impl Shared {
+    /// Makes the context current on this thread until the result is dropped.
     fn enter(&self) -> Result<Current, Error> {
         // SAFETY: the context is retained until `self` is dropped, and no guard outlives `self`.
         unsafe { Current::enter(self.context) }
@@ -134,11 +137,12 @@ impl Device {
             return Err(missing.into());
         }
         check_fatbin(image)?;
-        let wanted = i32::try_from(ordinal).unwrap_or(i32::MAX);
+        // The driver refuses an ordinal without a GPU, so `i32::MAX` serves for all larger numbers.
+        let driver_ordinal = i32::try_from(ordinal).unwrap_or(i32::MAX);
         let (mut device, mut context) = (0, ptr::null_mut());
         // SAFETY: the pointers refer to locals; the device was returned by the driver.
         unsafe {
-            driver::cuDeviceGet(&raw mut device, wanted)?;
+            driver::cuDeviceGet(&raw mut device, driver_ordinal)?;
             driver::cuDevicePrimaryCtxRetain(&raw mut context, device)?;
         }
         // From here on, `Drop` releases everything acquired so far.
@@ -151,17 +155,20 @@ impl Device {
             kernels: [ptr::null_mut(); launch::KERNELS.len()],
         };
         let current = shared.enter()?;
-        let (mut least, mut greatest) = (0, 0);
+        let (mut lowest_priority, mut highest_priority) = (0, 0);
         let flags = CUstream_flags_enum::CU_STREAM_NON_BLOCKING as u32;
         // SAFETY: the pointers refer to locals; the image was checked to be as long as its header
         // says.
         unsafe {
-            driver::cuCtxGetStreamPriorityRange(&raw mut least, &raw mut greatest)?;
-            driver::cuStreamCreateWithPriority(&raw mut shared.stream, flags, least)?;
+            driver::cuCtxGetStreamPriorityRange(
+                &raw mut lowest_priority,
+                &raw mut highest_priority,
+            )?;
+            driver::cuStreamCreateWithPriority(&raw mut shared.stream, flags, lowest_priority)?;
             driver::cuModuleLoadData(&raw mut shared.module, image.as_ptr().cast())?;
         }
         for (name, kernel) in launch::KERNELS.iter().zip(&mut shared.kernels) {
-            *kernel = function(shared.module, name)?;
+            *kernel = find_function(shared.module, name)?;
         }
         drop(current);
         Ok(Device { shared: Arc::new(shared), shape: LaunchShape::default() })
@@ -185,12 +192,12 @@ impl Device {
         self.shared.stream as u64
     }
 
-    /// Sets the shape of later launches. Results don't depend on it.
+    /// Sets the number of blocks and threads of later launches. Results don't depend on the shape.
     pub fn set_shape(&mut self, shape: LaunchShape) {
         self.shape = shape;
     }
 
-    /// Makes all work enqueued here later wait for the work that `stream` has been given so far.
+    /// Makes all work that is enqueued here later wait for the work that `stream` has so far.
     ///
     /// # Safety
     /// `stream` must be a stream of this GPU's primary context, or 0 for its default stream.
@@ -204,19 +211,20 @@ impl Device {
         }
     }
 
-    /// Marks the current end of the stream's work.
+    /// Marks the current end of the work on the device's stream.
     pub fn record(&self) -> Result<StreamMark, Error> {
         // SAFETY: the stream belongs to `self` and exists.
         unsafe { StreamMark::record(&self.shared, self.shared.stream, UNTIMED) }
     }
 
-    /// Does the same as [`Device::record`], and the device notes the time, for measuring.
+    /// Marks the current end of the work like [`Device::record`]. The device also stores the time
+    /// when it reaches the mark, for [`StreamMark::since`].
     pub fn record_timed(&self) -> Result<StreamMark, Error> {
         // SAFETY: the stream belongs to `self` and exists.
         unsafe { StreamMark::record(&self.shared, self.shared.stream, 0) }
     }
 
-    /// Waits until everything enqueued is done, and returns its errors.
+    /// Waits until all enqueued work is done, and returns its errors.
     pub fn synchronize(&self) -> Result<(), Error> {
         self.shared.synchronize()
     }
@@ -246,6 +254,8 @@ unsafe impl Send for StreamMark {}
 unsafe impl Sync for StreamMark {}
 
 impl StreamMark {
+    /// Records a new event on a stream. `flags` are those of the event.
+    ///
     /// # Safety
     /// The stream must exist in the context of `shared`.
     unsafe fn record(
@@ -264,8 +274,7 @@ impl StreamMark {
         }
     }
 
-    /// Returns whether everything enqueued before this mark is done; returns the errors of that
-    /// work.
+    /// Returns whether all work enqueued before this mark is done, or the error of that work.
     pub fn is_done(&self) -> Result<bool, Error> {
         let _current = self.shared.enter()?;
         // SAFETY: the event exists until `self` is dropped.
@@ -276,7 +285,8 @@ impl StreamMark {
         }
     }
 
-    /// Returns the device's time between `earlier` and this mark. Both must be timed and done.
+    /// Returns the time that the device took from `earlier` to this mark. Both marks must be done,
+    /// and made by [`Device::record_timed`].
     pub fn since(&self, earlier: &StreamMark) -> Result<Duration, Error> {
         let _current = self.shared.enter()?;
         let mut ms = 0.0;
@@ -299,17 +309,19 @@ impl Drop for StreamMark {
 /// Checks that the image is as long as its header says, because the driver trusts the header.
 fn check_fatbin(image: &[u8]) -> Result<(), Error> {
     const MAGIC: u32 = 0xBA55_ED50;
-    let field = |at: usize, bytes: usize| {
-        let bytes = image.get(at..at + bytes)?;
+    let field = |offset: usize, len: usize| {
+        let bytes = image.get(offset..offset + len)?;
         Some(bytes.iter().rev().fold(0u64, |value, &byte| value << 8 | u64::from(byte)))
     };
-    let read = || Some((field(0, 4)?, field(6, 2)?, field(8, 8)?));
-    let (magic, header, body) = read().ok_or(Error::Image)?;
-    let complete = header.checked_add(body).is_some_and(|bytes| bytes <= image.len() as u64);
-    if magic == u64::from(MAGIC) && complete { Ok(()) } else { Err(Error::Image) }
+    let read_header = || Some((field(0, 4)?, field(6, 2)?, field(8, 8)?));
+    let (magic, header_bytes, body_bytes) = read_header().ok_or(Error::Image)?;
+    let image_bytes = header_bytes.checked_add(body_bytes);
+    let is_complete = image_bytes.is_some_and(|bytes| bytes <= image.len() as u64);
+    if magic == u64::from(MAGIC) && is_complete { Ok(()) } else { Err(Error::Image) }
 }
 
-fn function(module: CUmodule, name: &'static CStr) -> Result<CUfunction, Error> {
+/// Returns the kernel with this name.
+fn find_function(module: CUmodule, name: &'static CStr) -> Result<CUfunction, Error> {
     let mut function = ptr::null_mut();
     // SAFETY: the module is loaded, and the name is NUL-terminated.
     match unsafe { driver::cuModuleGetFunction(&raw mut function, module, name.as_ptr()) } {

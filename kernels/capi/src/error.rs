@@ -1,4 +1,7 @@
-//! Errors of the C ABI: a number for programs, a text for people, and no panic.
+//! Turns the errors and panics of a call into what the C ABI returns: an error number and a text.
+//!
+//! `berth_kv.h` lists the numbers. The caller gets the text of the newest error of its thread from
+//! `berth_kv_error`.
 
 use crate::handles::Handles;
 use kernels::{account, cuda, ipc};
@@ -8,7 +11,7 @@ use std::{
     panic::{AssertUnwindSafe, catch_unwind},
 };
 
-// The same numbers as in `berth_kv.h`.
+// The error numbers of `berth_kv.h`.
 const INVALID: i32 = -1;
 const BUSY: i32 = -2;
 const STATE: i32 = -3;
@@ -64,6 +67,7 @@ impl Error {
     }
 }
 
+/// Returns the number of an error of an audit.
 fn account_code(error: &account::Error) -> i32 {
     use account::Error;
     match error {
@@ -74,6 +78,7 @@ fn account_code(error: &account::Error) -> i32 {
     }
 }
 
+/// Returns the number of an error of the row table.
 fn ipc_code(error: &ipc::Error) -> i32 {
     use ipc::Error;
     match error {
@@ -86,10 +91,12 @@ fn ipc_code(error: &ipc::Error) -> i32 {
 }
 
 thread_local! {
-    static LAST: RefCell<Option<CString>> = const { RefCell::new(None) };
+    /// The text of the newest error of this thread.
+    static NEWEST_ERROR: RefCell<Option<CString>> = const { RefCell::new(None) };
 }
 
-/// Runs a call, catches its panic, and records its error as this thread's last error.
+/// Runs a call on `handle` and catches its panic. Stores the text of an error, and returns the
+/// error's number.
 pub(crate) fn guard_call<H, T>(
     handles: &Handles<H>,
     handle: u64,
@@ -101,18 +108,18 @@ pub(crate) fn guard_call<H, T>(
         Err(Error::Panic)
     });
     result.map_err(|error| {
-        LAST.set(CString::new(describe(&error)).ok());
+        NEWEST_ERROR.set(CString::new(describe(&error)).ok());
         error.code()
     })
 }
 
-/// Returns this thread's last error; never null.
+/// Returns the text of this thread's newest error, or an empty text; never null.
 pub(crate) fn last_error() -> *const c_char {
-    let last = LAST.with_borrow(|last| last.as_ref().map(|text| text.as_ptr()));
-    last.unwrap_or(c"".as_ptr())
+    let text = NEWEST_ERROR.with_borrow(|text| text.as_ref().map(|text| text.as_ptr()));
+    text.unwrap_or(c"".as_ptr())
 }
 
-/// Returns the error and its sources in one line.
+/// Returns the texts of the error and of its sources, in one line.
 fn describe(error: &dyn std::error::Error) -> String {
     match error.source() {
         None => error.to_string(),

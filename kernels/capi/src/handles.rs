@@ -1,54 +1,60 @@
-//! Open objects by number; a closed or unknown number is an error, not a crash.
+//! Keeps the open objects of the C ABI. A caller in C names an object by a number, its handle.
+//!
+//! A handle is no pointer, so a call with a closed or unknown handle returns an error and can't
+//! crash.
 
 use crate::Error;
 use parking_lot::Mutex;
 use std::{collections::BTreeMap, sync::Arc};
 
-/// Bound on open handles: an engine process has one pool per model and rank, so a handful.
+/// Open handles of one kind, at most. An engine's process has one pool per model and rank, so it
+/// needs only a few.
 const HANDLES_MAX: usize = 64;
 
 /// All open objects of one kind.
 #[derive(Debug)]
-pub(crate) struct Handles<T>(Mutex<Open<T>>);
+pub(crate) struct Handles<T>(Mutex<OpenObjects<T>>);
 
 #[derive(Debug)]
-struct Open<T> {
-    /// The highest number so far, so that no number is reused.
-    last: u64,
+struct OpenObjects<T> {
+    /// The highest number so far. No number is used again.
+    highest_number: u64,
     by_number: BTreeMap<u64, Arc<Mutex<T>>>,
 }
 
 impl<T> Handles<T> {
     pub(crate) const fn new() -> Self {
-        Self(Mutex::new(Open { last: 0, by_number: BTreeMap::new() }))
+        Self(Mutex::new(OpenObjects { highest_number: 0, by_number: BTreeMap::new() }))
     }
 
-    pub(crate) fn open(&self, value: T) -> Result<u64, Error> {
+    /// Stores an object and returns its number.
+    pub(crate) fn open(&self, object: T) -> Result<u64, Error> {
         let mut open = self.0.lock();
         if open.by_number.len() >= HANDLES_MAX {
             return Err(Error::Full);
         }
-        open.last += 1;
-        let number = open.last;
-        open.by_number.insert(number, Arc::new(Mutex::new(value)));
+        open.highest_number += 1;
+        let number = open.highest_number;
+        open.by_number.insert(number, Arc::new(Mutex::new(object)));
         Ok(number)
     }
 
-    /// Runs `call` with the object of this number, unless another call is using it now.
+    /// Runs `call` with the object of this number. Returns [`Error::Running`] if another call is
+    /// using the object.
     pub(crate) fn with<R>(
         &self,
         number: u64,
         call: impl FnOnce(&mut T) -> Result<R, Error>,
     ) -> Result<R, Error> {
-        let value = self.0.lock().by_number.get(&number).cloned().ok_or(Error::Handle(number))?;
-        let mut value = value.try_lock().ok_or(Error::Running)?;
-        call(&mut value)
+        let object = self.0.lock().by_number.get(&number).cloned().ok_or(Error::Handle(number))?;
+        let mut object = object.try_lock().ok_or(Error::Running)?;
+        call(&mut object)
     }
 
-    /// Closes the number. The object is dropped when no call uses it any more.
+    /// Closes the number. The object is dropped when no call uses the object any more.
     pub(crate) fn close(&self, number: u64) -> Result<(), Error> {
-        let closed = self.0.lock().by_number.remove(&number);
-        // Drop only after the lock is released.
-        closed.map(drop).ok_or(Error::Handle(number))
+        let removed = self.0.lock().by_number.remove(&number);
+        // The drop can take long, so it happens after the lock is released.
+        removed.map(drop).ok_or(Error::Handle(number))
     }
 }

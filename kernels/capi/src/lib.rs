@@ -1,7 +1,8 @@
-//! `libberth_kv`: [`kernels::account`] for the engine's own process, behind a C ABI.
+//! The library `libberth_kv`, with which an engine audits its KV pool in its own process.
 //!
-//! `berth_kv.h` is the contract. The functions here check pointers, catch panics, and turn errors
-//! into a number and a text. They do no accounting themselves.
+//! It offers [`kernels::account`] by a C ABI, which the engine's Python code calls. `berth_kv.h`
+//! describes each function. The functions here check pointers, catch panics, and turn errors into a
+//! number and a text. They do no accounting themselves.
 
 mod error;
 mod handles;
@@ -27,13 +28,15 @@ use std::{
 };
 use types::{array, c_str, out_pointer, read};
 
+/// The version of the ABI.
 const ABI: u32 = 1;
+/// The value of [`RawPool`]'s `device` for a pool in host memory.
 const HOST: i32 = -1;
 
 static ACCOUNTANTS: Handles<Accountant> = Handles::new();
 
-/// Wraps [`guard_call`] for calls on an accountant that return 0 on success.
-fn status(handle: u64, call: impl FnOnce() -> Result<(), Error>) -> i32 {
+/// Runs a call on an accountant with [`guard_call`]. Returns 0, or the error's number.
+fn call_status(handle: u64, call: impl FnOnce() -> Result<(), Error>) -> i32 {
     guard_call(&ACCOUNTANTS, handle, call).map_or_else(|code| code, |()| 0)
 }
 
@@ -43,46 +46,47 @@ pub extern "C" fn berth_kv_abi() -> u32 {
     ABI
 }
 
-/// Returns this thread's last error.
+/// Returns the text of this thread's newest error.
 #[unsafe(no_mangle)]
 pub extern "C" fn berth_kv_error() -> *const c_char {
     error::last_error()
 }
 
-/// Opens a pool.
+/// Opens an accountant for a pool, and writes its handle to `out`.
 ///
 /// # Safety
-/// `pool` and its buffers must be readable, `fatbin` null or a string, and `out` writable. The
-/// addresses in `pool` must stay valid while the handle is open.
+/// `pool` and its array of buffers must be readable, `fatbin` null or a string, and `out` writable.
+/// The addresses in `pool` must stay valid while the handle is open.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn berth_kv_open(
     pool: *const RawPool,
     fatbin: *const c_char,
     out: *mut u64,
 ) -> i32 {
-    status(0, || {
+    call_status(0, || {
         // SAFETY: guaranteed by the caller.
         let (raw, fatbin, out) =
             unsafe { (read("pool", pool)?, c_str(fatbin), out_pointer("handle", out)?) };
         // SAFETY: guaranteed by the caller.
-        let pool = unsafe { raw.pool()? };
+        let pool = unsafe { raw.convert()? };
         let accountant = match raw.device {
             HOST => Accountant::host(pool),
-            ordinal => Accountant::device(pool, device(ordinal, fatbin)?)?,
+            ordinal => Accountant::device(pool, open_device(ordinal, fatbin)?)?,
         };
         out.write(ACCOUNTANTS.open(accountant)?);
         Ok(())
     })
 }
 
-fn device(ordinal: i32, fatbin: Option<&CStr>) -> Result<Device, Error> {
-    let number = u32::try_from(ordinal).map_err(|_| Error::Ordinal(ordinal))?;
+/// Opens a GPU with the kernels in the file `fatbin`.
+fn open_device(ordinal: i32, fatbin: Option<&CStr>) -> Result<Device, Error> {
+    let device_ordinal = u32::try_from(ordinal).map_err(|_| Error::Ordinal(ordinal))?;
     let path = fatbin.ok_or(Error::Pointer("path of the kernels"))?;
     if let Some(missing) = cuda::missing() {
         return Err(cuda::Error::from(missing).into());
     }
     let image = std::fs::read(OsStr::from_bytes(path.to_bytes()))?;
-    Ok(Device::open(number, &image)?)
+    Ok(Device::open(device_ordinal, &image)?)
 }
 
 /// Begins an audit.
@@ -92,11 +96,11 @@ fn device(ordinal: i32, fatbin: Option<&CStr>) -> Result<Device, Error> {
 /// unchanged until the audit has ended. The stream must be a stream of the device, or 0.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn berth_kv_begin(handle: u64, snapshot: *const RawSnapshot) -> i32 {
-    status(handle, || {
+    call_status(handle, || {
         // SAFETY: guaranteed by the caller.
         let raw = unsafe { read("snapshot", snapshot)? };
         // SAFETY: guaranteed by the caller.
-        let (owned, stream) = unsafe { (raw.to_owned_snapshot()?, Stream::new(raw.stream)) };
+        let (owned, stream) = unsafe { (raw.convert()?, Stream::new(raw.stream)) };
         ACCOUNTANTS.with(handle, |accountant| Ok(accountant.begin(&owned.as_snapshot(), stream)?))
     })
 }
@@ -104,16 +108,18 @@ pub unsafe extern "C" fn berth_kv_begin(handle: u64, snapshot: *const RawSnapsho
 /// Returns 1 if the audit's copy has been made, else 0.
 #[unsafe(no_mangle)]
 pub extern "C" fn berth_kv_ready(handle: u64) -> i32 {
-    let ready = guard_call(&ACCOUNTANTS, handle, || {
+    let is_ready = guard_call(&ACCOUNTANTS, handle, || {
         ACCOUNTANTS.with(handle, |accountant| Ok(accountant.is_ready()?))
     });
-    ready.map_or_else(|code| code, i32::from)
+    is_ready.map_or_else(|code| code, i32::from)
 }
 
-/// Ends an audit, and writes its report into `buffer`.
+/// Ends an audit, writes its report into `buffer`, and returns the report's length in bytes.
+///
+/// `rows[i]` is a live row, and `versions[i]` the version that the row has now.
 ///
 /// # Safety
-/// `rows` and `versions` must be `n` readable items each, `buffer` `capacity` writable bytes.
+/// `rows` and `versions` must have `n` readable items each, and `buffer` `capacity` writable bytes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn berth_kv_finish(
     handle: u64,
@@ -125,9 +131,10 @@ pub unsafe extern "C" fn berth_kv_finish(
 ) -> i64 {
     let written = guard_call(&ACCOUNTANTS, handle, || {
         // SAFETY: guaranteed by the caller.
-        let now: Vec<(u32, u64)> = unsafe {
+        let current_versions: Vec<(u32, u64)> = unsafe {
             let rows = array("rows", rows, n)?.iter().copied();
-            rows.zip(array("versions", versions, n)?.iter().copied()).collect()
+            let versions = array("versions", versions, n)?.iter().copied();
+            rows.zip(versions).collect()
         };
         if buffer.is_null() {
             return Err(Error::Pointer("buffer"));
@@ -138,7 +145,7 @@ pub unsafe extern "C" fn berth_kv_finish(
             if needed > capacity {
                 return Err(Error::Small { needed, capacity });
             }
-            let bytes = accountant.finish(&now)?.encode();
+            let bytes = accountant.finish(&current_versions)?.encode();
             // SAFETY: the bytes are at most `needed`, and the caller guarantees `capacity` bytes.
             unsafe { buffer.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
             Ok(bytes.len())
@@ -160,11 +167,11 @@ fn report_bytes_max(sessions: usize) -> u64 {
 /// Abandons the audit in progress.
 #[unsafe(no_mangle)]
 pub extern "C" fn berth_kv_abandon(handle: u64) -> i32 {
-    status(handle, || ACCOUNTANTS.with(handle, |accountant| Ok(accountant.abandon()?)))
+    call_status(handle, || ACCOUNTANTS.with(handle, |accountant| Ok(accountant.abandon()?)))
 }
 
-/// Closes the handle.
+/// Closes the handle, and abandons its audit.
 #[unsafe(no_mangle)]
 pub extern "C" fn berth_kv_close(handle: u64) -> i32 {
-    status(handle, || ACCOUNTANTS.close(handle))
+    call_status(handle, || ACCOUNTANTS.close(handle))
 }

@@ -1,9 +1,13 @@
-//! The functions of the row table: the engine's side of [`kernels::ipc`].
+//! The C functions with which an engine publishes its live rows, for audits by another process.
+//!
+//! They call a [`Publisher`]. [`kernels::ipc`] describes such audits, and `berth_kv.h` the
+//! functions.
 
 use crate::{
-    HOST, device,
+    HOST,
     error::{Error, guard_call},
     handles::Handles,
+    open_device,
     types::{RawPool, RawTableRow, array, c_str, out_pointer, read},
 };
 use kernels::ipc::Publisher;
@@ -15,11 +19,12 @@ use std::{
 
 static TABLES: Handles<Publisher> = Handles::new();
 
-fn status(table: u64, call: impl FnOnce() -> Result<(), Error>) -> i32 {
+/// Runs a call on a row table with [`guard_call`]. Returns 0, or the error's number.
+fn call_status(table: u64, call: impl FnOnce() -> Result<(), Error>) -> i32 {
     guard_call(&TABLES, table, call).map_or_else(|code| code, |()| 0)
 }
 
-/// Creates a row table.
+/// Creates the file `path` for the row tables of an engine, and writes the handle to `out`.
 ///
 /// # Safety
 /// The same as for [`crate::berth_kv_open`]; also, `path` must be null or a string.
@@ -32,7 +37,7 @@ pub unsafe extern "C" fn berth_kv_table_open(
     rows_max: u32,
     out: *mut u64,
 ) -> i32 {
-    status(0, || {
+    call_status(0, || {
         // SAFETY: guaranteed by the caller.
         let (raw, fatbin, path, out) = unsafe {
             (read("pool", pool)?, c_str(fatbin), c_str(path), out_pointer("handle", out)?)
@@ -40,29 +45,31 @@ pub unsafe extern "C" fn berth_kv_table_open(
         let path = path.ok_or(Error::Pointer("path of the table"))?;
         let path = Path::new(OsStr::from_bytes(path.to_bytes()));
         // SAFETY: guaranteed by the caller.
-        let pool = unsafe { raw.pool()? };
+        let pool = unsafe { raw.convert()? };
         let publisher = match raw.device {
             HOST => Publisher::host(&pool, path, tables, rows_max)?,
-            ordinal => Publisher::device(&pool, device(ordinal, fatbin)?, path, tables, rows_max)?,
+            ordinal => {
+                Publisher::device(&pool, open_device(ordinal, fatbin)?, path, tables, rows_max)?
+            }
         };
         out.write(TABLES.open(publisher)?);
         Ok(())
     })
 }
 
-/// Begins a step.
+/// Begins a step of the engine's scheduler.
 ///
 /// # Safety
 /// `stream` must be 0, or a stream of the table's device until the table is closed.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn berth_kv_table_begin(table: u64, stream: u64) -> i32 {
-    status(table, || {
+    call_status(table, || {
         // SAFETY: guaranteed by the caller.
         TABLES.with(table, |publisher| Ok(unsafe { publisher.begin_step(stream) }?))
     })
 }
 
-/// Ends a step.
+/// Ends a step of the engine's scheduler, and publishes its live rows.
 ///
 /// # Safety
 /// The same as for [`berth_kv_table_begin`]; also, `rows` must be `n` readable items.
@@ -73,17 +80,17 @@ pub unsafe extern "C" fn berth_kv_table_done(
     n: u32,
     stream: u64,
 ) -> i32 {
-    status(table, || {
+    call_status(table, || {
         // SAFETY: guaranteed by the caller.
         let rows = unsafe { array("table's rows", rows, n)? };
-        let rows: Vec<_> = rows.iter().map(RawTableRow::row).collect();
+        let rows: Vec<_> = rows.iter().map(RawTableRow::convert).collect();
         // SAFETY: guaranteed by the caller.
         TABLES.with(table, |publisher| Ok(unsafe { publisher.end_step(&rows, stream) }?))
     })
 }
 
-/// Closes the table.
+/// Closes the row table, and deletes its file.
 #[unsafe(no_mangle)]
 pub extern "C" fn berth_kv_table_close(table: u64) -> i32 {
-    status(table, || TABLES.close(table))
+    call_status(table, || TABLES.close(table))
 }

@@ -1,4 +1,6 @@
-//! The structures of `berth_kv.h`, and their conversion to the accountant's types.
+//! Declares the structures of `berth_kv.h`, and converts them to the types of [`kernels`].
+//!
+//! `berth_kv.h` describes the structures' fields.
 
 use crate::error::Error;
 use kernels::{
@@ -83,7 +85,7 @@ pub struct RawTableRow {
     key: u64,
 }
 
-/// Reads the structure behind a pointer.
+/// Reads the structure behind a pointer. `what` names the pointer in an error.
 ///
 /// # Safety
 /// The pointer must be null, or its target readable during the call.
@@ -139,9 +141,11 @@ pub(crate) unsafe fn array<'a, T>(
 }
 
 impl RawPool {
+    /// Converts the structure.
+    ///
     /// # Safety
     /// The same as for `berth_kv_open`.
-    pub(crate) unsafe fn pool(&self) -> Result<Pool, Error> {
+    pub(crate) unsafe fn convert(&self) -> Result<Pool, Error> {
         // SAFETY: guaranteed by the caller.
         let buffers = unsafe { array("pool's buffers", self.buffers, self.nbuffers)? };
         let buffers =
@@ -152,7 +156,7 @@ impl RawPool {
     }
 }
 
-/// A snapshot that owns its arrays.
+/// A [`Snapshot`] that owns its arrays.
 #[derive(Debug)]
 pub(crate) struct OwnedSnapshot {
     rows: Vec<Row>,
@@ -164,10 +168,12 @@ pub(crate) struct OwnedSnapshot {
 }
 
 impl RawSnapshot {
+    /// Converts the structure, and copies its arrays.
+    ///
     /// # Safety
     /// The same as for `berth_kv_begin`.
-    pub(crate) unsafe fn to_owned_snapshot(&self) -> Result<OwnedSnapshot, Error> {
-        let list = |&RawList { addr, n }: &RawList| {
+    pub(crate) unsafe fn convert(&self) -> Result<OwnedSnapshot, Error> {
+        let to_list = |&RawList { addr, n }: &RawList| {
             // SAFETY: guaranteed by the caller.
             unsafe { List::new(addr, n) }
         };
@@ -181,12 +187,12 @@ impl RawSnapshot {
             None
         } else {
             // SAFETY: guaranteed by the caller.
-            Some(list(&unsafe { read("snapshot's tree", self.tree)? }))
+            Some(to_list(&unsafe { read("snapshot's tree", self.tree)? }))
         };
         Ok(OwnedSnapshot {
-            rows: rows.iter().map(RawRow::row).collect(),
+            rows: rows.iter().map(RawRow::convert).collect(),
             keys: keys.to_vec(),
-            free: free.iter().map(list).collect(),
+            free: free.iter().map(to_list).collect(),
             tree,
             complete: self.complete != 0,
             digest_pages_max: self.digest_pages_max,
@@ -195,7 +201,7 @@ impl RawSnapshot {
 }
 
 impl RawRow {
-    fn row(&self) -> Row {
+    fn convert(&self) -> Row {
         Row {
             row: self.row,
             len: self.len,
@@ -208,7 +214,7 @@ impl RawRow {
 }
 
 impl RawTableRow {
-    pub(crate) fn row(&self) -> TableRow {
+    pub(crate) fn convert(&self) -> TableRow {
         let &Self { row, len, session, version, key, .. } = self;
         TableRow { row, len, session, version, key }
     }

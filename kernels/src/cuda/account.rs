@@ -1,8 +1,9 @@
-//! The kernels, one method each.
+//! Enqueues the kernels of page accounting: one method of [`Device`] per kernel.
 //!
-//! Each method checks its arguments once, so that the kernel can trust them. The methods only
-//! enqueue. A method clears its counters first, unless it says that it adds, so its result equals
-//! that of the function of the same name in [`mod@crate::reference`].
+//! Each method checks its arguments, so that the kernel can trust them. The functions in
+//! [`mod@crate::reference`] define what the kernels compute. `kv_ref_bitmap` has no such function:
+//! it only prepares the input of `kv_classify`. A method overwrites its output. Only
+//! [`Device::list_to_set`] adds to its output.
 
 use super::launch::Kernel;
 use super::{
@@ -14,42 +15,43 @@ use crate::reference::SessionPages;
 #[derive(Clone, Copy, Debug)]
 pub struct DeviceTable<'a> {
     pub entries: Slice<'a, i32>,
-    /// Entries per row.
+    /// Entries from one row to the next.
     pub ld: u64,
 }
 
-/// Reference count and owner of every page, on the device.
+/// The reference count and the owner of every page, on the device.
 #[derive(Debug)]
 pub struct DeviceMarks {
     pub refcnt: DeviceBuffer<u32>,
     pub owner: DeviceBuffer<u32>,
 }
 
-/// A set of pages on the device, as a bitmap, with the number of faults in its source lists.
+/// A set of pages on the device, with the numbers of faults in the lists of the set.
 #[derive(Debug)]
 pub struct DevicePageSet {
+    /// A bitmap with one bit per page.
     pub words: DeviceBuffer<u32>,
     /// Two counters: entries that named a page again, and entries outside the pool.
     pub duplicates_bad: DeviceBuffer<u64>,
 }
 
-/// The result of `kv_classify`.
+/// The result of the kernel `kv_classify`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct Classified {
-    /// Number of pages per class; see [`crate::reference::class_counts`].
+    /// Number of pages in each class; see [`crate::reference::class_counts`].
     pub classes: [u64; 8],
     /// Contiguous runs of free pages.
     pub free_runs: u64,
-    /// Pages that sessions share outside the radix tree.
+    /// Pages outside the radix tree that rows of several sessions reference.
     pub aliased: u64,
 }
 
 // SAFETY: `repr(C)`, integers only, no padding.
 unsafe impl Plain for Classified {}
 
-/// One of a pool's KV buffers on the device, for example a layer's K: `page_bytes` times the pool's
-/// pages.
+/// One of a pool's KV buffers on the device, for example the keys of a layer. It has `page_bytes`
+/// bytes for each of the pool's pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct KvBuffer {
@@ -96,7 +98,7 @@ impl Device {
         Ok(KvBuffers { buffers: on_device, npages })
     }
 
-    /// `kv_gather_pages`: copies the page ids of live rows; adds bad slots to the counter in `bad`.
+    /// `kv_gather_pages`: writes the page list of live rows, and the number of bad slots to `bad`.
     pub fn gather_pages(
         &self,
         table: DeviceTable<'_>,
@@ -161,11 +163,10 @@ impl Device {
         }
     }
 
-    /// `kv_session`: computes the pages of each session, by session number. `claimed` is a scratch
-    /// bitmap.
+    /// `kv_session`: computes the pages of each session, by session number. `claimed` is a bitmap
+    /// for the kernel's own use.
     ///
-    /// Without the tree, all of a session's exclusive pages count as freed, which is an upper
-    /// bound.
+    /// If `tree` is `None`, [`SessionPages::freed`] is an upper bound.
     pub fn session(
         &self,
         live: &LiveRows,
@@ -211,8 +212,9 @@ impl Device {
         self.fill(&mut set.duplicates_bad, 0)
     }
 
-    /// `kv_list_to_bitmap`: adds a list to a set. `shift` is 0 for page ids, and the pool's page
-    /// shift for token slots; then a page is named by its first slot.
+    /// `kv_list_to_bitmap`: adds the pages of a list to a set, and its faults to the set's
+    /// counters. `shift` is 0 for a list of page ids. It is the pool's page shift for a list of
+    /// token slots, in which only the first slot of a page names the page.
     pub fn list_to_set(
         &self,
         ids: Slice<'_, i64>,
@@ -241,8 +243,8 @@ impl Device {
         }
     }
 
-    /// `kv_ref_bitmap`: computes which pages rows reference, and which pages several sessions
-    /// share.
+    /// `kv_ref_bitmap`: writes two bitmaps of pages: those that rows reference, and those that rows
+    /// of several sessions reference.
     pub fn ref_bitmap(
         &self,
         marks: &DeviceMarks,
@@ -268,7 +270,7 @@ impl Device {
         }
     }
 
-    /// `kv_classify`: counts the pages by class. `out` has one value.
+    /// `kv_classify`: counts the pages in each class. Writes one value to `out`.
     pub fn classify(
         &self,
         free: &DevicePageSet,
@@ -299,7 +301,8 @@ impl Device {
         }
     }
 
-    /// `kv_page_digest`: computes a digest of each of `pages` over all buffers; 0 outside the pool.
+    /// `kv_page_digest`: computes the digest of each of `pages` over all buffers. The digest of a
+    /// page outside the pool is 0.
     pub fn page_digest(
         &self,
         kv: &KvBuffers,
@@ -329,11 +332,13 @@ impl Device {
     }
 }
 
+/// Checks that the marks have room for all pages.
 fn check_marks(marks: &DeviceMarks, npages: u32) -> Result<(), Error> {
-    let places = marks.refcnt.len().min(marks.owner.len());
-    at_most("pages to mark", npages.into(), places as u64)
+    let marks_len = marks.refcnt.len().min(marks.owner.len());
+    at_most("pages to mark", npages.into(), marks_len as u64)
 }
 
+/// Checks that each bitmap has a bit for each page of the pool.
 fn check_bitmaps<const N: usize>(
     pool: PoolSize,
     bitmaps: [Option<&DeviceBuffer<u32>>; N],

@@ -1,8 +1,8 @@
-//! The CUDA driver: the calls this crate makes, whether they exist, and the current context.
+//! Calls the CUDA driver for the rest of the crate, and finds out first whether that is possible.
 //!
-//! No other module of the crate names a driver symbol. `cudarc` panics if the library or a symbol
-//! is absent. So the table below is both the list of calls and the list that [`missing`] looks up
-//! before the first call.
+//! `cudarc` panics if the driver's library or a symbol in it is absent. [`missing`] therefore looks
+//! up all symbols before the first call. The macro `driver_calls` makes both the functions and the
+//! list of their symbols. No other module of the crate calls the driver in another way.
 
 use super::Error;
 use cudarc::driver::sys::{
@@ -30,12 +30,14 @@ pub enum Missing {
     Refused(String),
 }
 
-/// Returns why CUDA can't be used here, or `None` if it can. The first answer is kept.
+/// Returns why CUDA can't be used in this process, or `None` if it can. Only the first call looks;
+/// later calls return the same answer.
 pub fn missing() -> Option<Missing> {
     static ANSWER: OnceLock<Option<Missing>> = OnceLock::new();
     ANSWER.get_or_init(|| probe().err()).clone()
 }
 
+/// Looks for the driver, its symbols and a device.
 fn probe() -> Result<(), Missing> {
     // SAFETY: opening the driver's library runs its constructors, as in any CUDA program.
     if !unsafe { sys::is_culib_present() } {
@@ -50,14 +52,15 @@ fn probe() -> Result<(), Missing> {
         }
     }
     // SAFETY: all symbols are there, and cuInit may be called any number of times.
-    unsafe { cuInit(0) }.map_err(refused)?;
+    unsafe { cuInit(0) }.map_err(missing_from)?;
     let mut devices = 0;
     // SAFETY: the driver is initialised, and the pointer refers to a local.
-    unsafe { cuDeviceGetCount(&raw mut devices) }.map_err(refused)?;
+    unsafe { cuDeviceGetCount(&raw mut devices) }.map_err(missing_from)?;
     if devices > 0 { Ok(()) } else { Err(Missing::Device) }
 }
 
-fn refused(error: Error) -> Missing {
+/// Converts the error of a driver call.
+fn missing_from(error: Error) -> Missing {
     match error {
         error if error.is(CUresult::CUDA_ERROR_STUB_LIBRARY) => Missing::Stub,
         error if error.is(CUresult::CUDA_ERROR_NO_DEVICE) => Missing::Device,
@@ -73,8 +76,8 @@ fn check(call: &'static str, result: CUresult) -> Result<(), Error> {
     let mut name: *const c_char = ptr::null();
     // SAFETY: a code's name is a static string of the driver, or null for an unknown code.
     let name = unsafe {
-        let known = sys::cuGetErrorName(result, &raw mut name) == CUresult::CUDA_SUCCESS;
-        if known && !name.is_null() { CStr::from_ptr(name).to_str().ok() } else { None }
+        let is_known = sys::cuGetErrorName(result, &raw mut name) == CUresult::CUDA_SUCCESS;
+        if is_known && !name.is_null() { CStr::from_ptr(name).to_str().ok() } else { None }
     };
     Err(Error::Driver { call, code: result as u32, name: name.unwrap_or("an unknown error") })
 }
@@ -138,35 +141,39 @@ driver_calls! {
     );
 }
 
-/// Makes a context current on the calling thread, and restores the previous context on drop.
+/// A guard: while it lives, a context is current on the thread that made it.
 ///
-/// In an engine's process, the thread and its previous context belong to the engine.
+/// On drop, it makes the thread's previous context current again. In an engine's process, the
+/// thread and its previous context belong to the engine.
 #[derive(Debug)]
 pub(super) struct Current {
-    before: Option<CUcontext>,
+    /// `None` if the context was already current.
+    previous: Option<CUcontext>,
 }
 
 impl Current {
+    /// Makes `context` current.
+    ///
     /// # Safety
     /// The context must exist as long as the returned value lives.
     pub(super) unsafe fn enter(context: CUcontext) -> Result<Current, Error> {
-        let mut before = ptr::null_mut();
+        let mut previous = ptr::null_mut();
         // SAFETY: the pointer refers to a local.
-        unsafe { cuCtxGetCurrent(&raw mut before)? };
-        if before == context {
-            return Ok(Current { before: None });
+        unsafe { cuCtxGetCurrent(&raw mut previous)? };
+        if previous == context {
+            return Ok(Current { previous: None });
         }
         // SAFETY: the caller guarantees that the context exists.
         unsafe { cuCtxSetCurrent(context)? };
-        Ok(Current { before: Some(before) })
+        Ok(Current { previous: Some(previous) })
     }
 }
 
 impl Drop for Current {
     fn drop(&mut self) {
-        let Some(before) = self.before else { return };
-        // SAFETY: this was the thread's own context before, and this crate doesn't destroy it. An
-        // error is ignored: the next call on the thread gets the same error.
-        let _ = unsafe { cuCtxSetCurrent(before) };
+        let Some(previous) = self.previous else { return };
+        // SAFETY: the thread had this context before, and this crate doesn't destroy the context.
+        // An error is ignored, because the next call on the thread gets the same error.
+        let _ = unsafe { cuCtxSetCurrent(previous) };
     }
 }

@@ -1,7 +1,9 @@
-//! Device memory of one process, mapped into another process by CUDA IPC.
+//! Shares device memory of one process with another process, by CUDA IPC.
 //!
-//! This module doesn't transport an [`Exported`] between the processes. CUDA IPC maps for reading
-//! and writing and can't revoke a mapping: the importer must close before the exporter frees.
+//! The first process exports a range of its memory, and the other process imports the range. The
+//! caller must bring the [`Exported`] from one process to the other. CUDA IPC maps the memory for
+//! reading and writing. It can't revoke a mapping, so the exporter must free the memory only after
+//! the importer has closed the mapping.
 
 use super::{Device, Error, Plain, Shared, Slice, at_most, driver};
 use cudarc::driver::sys::{CUipcMem_flags_enum, CUipcMemHandle};
@@ -10,11 +12,11 @@ use std::sync::Arc;
 /// A range of device memory that another process can open.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Exported {
-    /// The driver's handle of the whole allocation.
+    /// The driver's handle of the allocation that holds the range.
     pub handle: [u8; 64],
-    /// Offset in bytes of the range in the allocation.
+    /// Bytes from the beginning of the allocation to the range.
     pub offset: u64,
-    /// Length of the range, bytes.
+    /// Length of the range in bytes.
     pub bytes: u64,
 }
 
@@ -22,7 +24,9 @@ pub struct Exported {
 #[derive(Debug)]
 pub struct Imported {
     shared: Arc<Shared>,
+    /// Address at which the whole allocation is mapped.
     base: u64,
+    /// Bytes from `base` to the range.
     offset: u64,
     bytes: u64,
 }
@@ -34,20 +38,20 @@ impl Device {
     /// [`Error::VmmBacked`]. The address is looked up, never dereferenced.
     pub fn export(&self, address: u64, bytes: u64) -> Result<Exported, Error> {
         let _current = self.shared.enter()?;
-        let mut vmm = 0;
+        let mut vmm_handle = 0;
         // SAFETY: the pointers refer to locals; the driver looks the address up in its own tables.
         unsafe {
-            if driver::cuMemRetainAllocationHandle(&raw mut vmm, address as *mut _).is_ok() {
-                driver::cuMemRelease(vmm)?;
+            if driver::cuMemRetainAllocationHandle(&raw mut vmm_handle, address as *mut _).is_ok() {
+                driver::cuMemRelease(vmm_handle)?;
                 return Err(Error::VmmBacked(address));
             }
         }
-        let (mut base, mut size) = (0, 0);
+        let (mut base, mut allocation_bytes) = (0, 0);
         let mut handle = CUipcMemHandle { reserved: [0; 64] };
         // SAFETY: as above.
         unsafe {
-            driver::cuMemGetAddressRange_v2(&raw mut base, &raw mut size, address)?;
-            at_most("bytes to export", bytes, size as u64 - (address - base))?;
+            driver::cuMemGetAddressRange_v2(&raw mut base, &raw mut allocation_bytes, address)?;
+            at_most("bytes to export", bytes, allocation_bytes as u64 - (address - base))?;
             driver::cuIpcGetMemHandle(&raw mut handle, base)?;
         }
         let handle = handle.reserved.map(i8::cast_unsigned);
@@ -64,16 +68,16 @@ impl Device {
         unsafe { driver::cuIpcOpenMemHandle_v2(&raw mut base, handle, flags)? };
         let (offset, bytes) = (exported.offset, exported.bytes);
         let imported = Imported { shared: Arc::clone(&self.shared), base, offset, bytes };
-        let (mut start, mut size) = (0, 0);
+        let (mut start, mut mapped_bytes) = (0, 0);
         // SAFETY: the pointers refer to locals; the base was just mapped.
-        unsafe { driver::cuMemGetAddressRange_v2(&raw mut start, &raw mut size, base)? };
-        at_most("exported bytes", offset.saturating_add(bytes), size as u64)?;
+        unsafe { driver::cuMemGetAddressRange_v2(&raw mut start, &raw mut mapped_bytes, base)? };
+        at_most("exported bytes", offset.saturating_add(bytes), mapped_bytes as u64)?;
         Ok(imported)
     }
 }
 
 impl Imported {
-    /// Returns the range as values of one type.
+    /// Returns the range as values of type `T`.
     ///
     /// # Safety
     /// The exporter must free the memory only after `self` is dropped. The caller must not rely on
@@ -92,8 +96,7 @@ impl Drop for Imported {
         // Wait first: a kernel may still be reading the mapping.
         let _ = self.shared.synchronize();
         if let Ok(_current) = self.shared.enter() {
-            // SAFETY: opened once, closed once. The error that a vanished exporter causes is
-            // ignored.
+            // SAFETY: opened once, closed once. An error is ignored: the exporter may be gone.
             let _ = unsafe { driver::cuIpcCloseMemHandle(self.base) };
         }
     }

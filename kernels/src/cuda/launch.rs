@@ -1,4 +1,4 @@
-//! How a kernel is found and launched: names, block counts and parameters.
+//! Launches the kernels of page accounting: their names, numbers of blocks and parameters.
 
 use super::{Device, Error, WARP, at_most, driver};
 use cudarc::driver::sys::CUlaunchConfig;
@@ -7,7 +7,7 @@ use std::{
     ptr,
 };
 
-/// The kernels' names in the image, in the order of [`Kernel`].
+/// The kernels' names in the fatbin, in the order of [`Kernel`].
 pub(super) const KERNELS: [&CStr; 7] = [
     c"kv_gather_pages",
     c"kv_mark",
@@ -18,6 +18,7 @@ pub(super) const KERNELS: [&CStr; 7] = [
     c"kv_page_digest",
 ];
 
+/// The index of a kernel in [`KERNELS`].
 #[derive(Clone, Copy)]
 pub(super) enum Kernel {
     GatherPages,
@@ -29,52 +30,59 @@ pub(super) enum Kernel {
     PageDigest,
 }
 
-/// The block size of launches and the number of blocks.
+/// How the work of a kernel is divided into blocks and threads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LaunchShape {
+    /// Threads per block.
     threads: u32,
-    entries: u32,
+    /// Page references of a row per thread, before the row gets another block.
+    refs_per_thread: u32,
+    /// Blocks at most, per row or for work that isn't divided by rows.
     pub(super) blocks_max: u32,
 }
 
 impl Default for LaunchShape {
-    /// Four warps per block hide memory latency, and leave room for the engine's own kernels. With
-    /// eight entries per thread, a row of 128k single-token pages gets 128 blocks. 1,024 blocks of
-    /// this size fill the 132 multiprocessors of an H200 at half occupancy.
+    /// Returns the shape for a GPU that an engine uses at the same time.
+    ///
+    /// Four warps per block hide the latency of memory, and leave room for the engine's kernels.
+    /// With eight page references per thread, a row of 128k single-token pages gets 128 blocks.
+    /// 1,024 blocks of this size fill the 132 multiprocessors of an H200 at half occupancy.
     fn default() -> LaunchShape {
-        LaunchShape { threads: 128, entries: 8, blocks_max: 1024 }
+        LaunchShape { threads: 128, refs_per_thread: 8, blocks_max: 1024 }
     }
 }
 
 impl LaunchShape {
-    /// Makes a shape: `threads` per block, in whole warps; `entries` per thread before a row gets
-    /// another block; at most `blocks_max` blocks for work that isn't divided by rows.
-    pub fn new(threads: u32, entries: u32, blocks_max: u32) -> Result<LaunchShape, Error> {
+    /// Makes a shape with `threads` threads per block, at most 1024 and in whole warps. A row gets
+    /// another block for each `threads * refs_per_thread` page references, up to `blocks_max`
+    /// blocks. Work that isn't divided by rows gets at most `blocks_max` blocks in all.
+    pub fn new(threads: u32, refs_per_thread: u32, blocks_max: u32) -> Result<LaunchShape, Error> {
         at_most("threads of a block", threads.into(), 1024)?;
         if threads == 0 || !threads.is_multiple_of(WARP) {
             return Err(Error::Misaligned("a block's thread count"));
         }
-        Ok(LaunchShape { threads, entries: entries.max(1), blocks_max: blocks_max.max(1) })
+        let (refs_per_thread, blocks_max) = (refs_per_thread.max(1), blocks_max.max(1));
+        Ok(LaunchShape { threads, refs_per_thread, blocks_max })
     }
 
-    /// Returns the number of blocks for `items`, of which a thread may take any number.
+    /// Returns the number of blocks for `items` items. A thread can work on several items.
     pub(super) fn blocks(self, items: u64) -> u32 {
         let wanted = items.div_ceil(self.threads.into());
         u32::try_from(wanted).unwrap_or(u32::MAX).min(self.blocks_max)
     }
 
-    /// Returns the number of blocks per row if the longest row has `refs` pages.
-    pub(super) fn chunks(self, refs: u32) -> u32 {
-        let each = self.threads.saturating_mul(self.entries);
-        refs.div_ceil(each).clamp(1, self.blocks_max)
+    /// Returns the number of blocks per row if the longest row has `refs_row_max` page references.
+    pub(super) fn chunks(self, refs_row_max: u32) -> u32 {
+        let refs_per_block = self.threads.saturating_mul(self.refs_per_thread);
+        refs_row_max.div_ceil(refs_per_block).clamp(1, self.blocks_max)
     }
 }
 
 impl Device {
-    /// Enqueues one kernel with `blocks` blocks; does nothing for 0 blocks.
+    /// Enqueues one kernel with `blocks` blocks. Does nothing for 0 blocks.
     ///
-    /// The driver reads a four-byte parameter from the low half of its `u64`, which comes first on
-    /// a little-endian machine.
+    /// Each parameter is given as a `u64`. If the kernel's parameter has four bytes, the driver
+    /// reads the first four bytes of the `u64`. On a little-endian machine these are the low half.
     ///
     /// # Safety
     /// The parameters must be those of the kernel, and point to as much memory as the kernel

@@ -1,7 +1,8 @@
-//! Memory that kernels work on: device buffers, page-locked host memory, and foreign device memory.
+//! Manages the memory of kernels: device buffers, page-locked host memory, and foreign memory.
 //!
-//! Device work runs asynchronously. Memory that it may still touch is either not handed out (a
-//! [`Pinned`] is readable only after its copy is done) or waited for on drop.
+//! Enqueued work runs later, on the device. The types here keep the host from memory that such work
+//! may still use. A [`Pinned`] can be read only after its copy is done. A drop waits for the work
+//! before it frees memory.
 
 use super::{Device, Error, Shared, StreamMark, at_most, driver};
 use crate::reference::{LiveRow, SessionPages};
@@ -15,16 +16,18 @@ use std::{
     sync::Arc,
 };
 
-/// Page-locking works on whole pages, so two registered ranges must not share a page.
+/// Bytes of a page of host memory. The driver locks whole pages, so two page-locked ranges must not
+/// share a page.
 const HOST_PAGE_BYTES: usize = 4096;
-/// Page-locked memory is usable from every context, and mapped into the device's address space.
+/// Flags for page-locked memory: usable from every context, and mapped into the device's address
+/// space.
 const REGISTER_FLAGS: u32 = 0x1 | 0x2;
 
 /// A type whose values may be stored in device memory.
 ///
 /// # Safety
-/// Every bit pattern, also all zeros, must be a valid value, and the layout must be that of the
-/// kernels' C++.
+/// Every bit pattern must be a valid value. The layout must be that of the type in the kernels'
+/// C++.
 pub unsafe trait Plain: Copy + Default + std::fmt::Debug + Send + Sync + 'static {}
 
 // SAFETY: integers.
@@ -99,8 +102,8 @@ pub struct Slice<'a, T: Plain> {
 }
 
 impl<'a, T: Plain> Slice<'a, T> {
-    /// Makes a slice of device memory of another owner, such as an engine's tensor. A null address
-    /// means an empty slice.
+    /// Makes a slice of device memory of another owner, such as an engine's tensor. If the address
+    /// is null, `len` must be 0.
     ///
     /// # Safety
     /// On the device that reads the slice, `len` values must lie at `address` and stay there for
@@ -141,8 +144,8 @@ pub struct Pinned<T: Plain> {
     shared: Arc<Shared>,
     memory: NonNull<T>,
     len: usize,
-    /// The last copy from or to this memory.
-    copy: Option<StreamMark>,
+    /// The end of the newest copy from or to this memory.
+    copy_end: Option<StreamMark>,
 }
 
 // SAFETY: `Pinned` owns its memory.
@@ -151,6 +154,7 @@ unsafe impl<T: Plain> Send for Pinned<T> {}
 unsafe impl<T: Plain> Sync for Pinned<T> {}
 
 impl<T: Plain> Pinned<T> {
+    /// Returns the layout of an allocation for `len` values, in whole pages of host memory.
     fn layout(len: usize) -> Layout {
         let bytes = (len * size_of::<T>()).next_multiple_of(HOST_PAGE_BYTES).max(HOST_PAGE_BYTES);
         Layout::from_size_align(bytes, HOST_PAGE_BYTES).expect("`Device::pinned` checked the size")
@@ -164,29 +168,31 @@ impl<T: Plain> Pinned<T> {
         self.len == 0
     }
 
-    fn settled(&self) -> Result<bool, Error> {
-        self.copy.as_ref().map_or(Ok(true), StreamMark::is_done)
+    /// Returns whether no copy from or to this memory is in progress.
+    fn is_settled(&self) -> Result<bool, Error> {
+        self.copy_end.as_ref().map_or(Ok(true), StreamMark::is_done)
     }
 
     /// Returns the values, or `None` while a copy from or to them is in progress.
     pub fn get(&self) -> Result<Option<&[T]>, Error> {
-        // SAFETY: `len` values lie there, and no copy is writing them.
+        // SAFETY: `memory` holds `len` values, and no copy is writing them when this is called.
         let values = || unsafe { slice::from_raw_parts(self.memory.as_ptr(), self.len) };
-        Ok(self.settled()?.then(values))
+        Ok(self.is_settled()?.then(values))
     }
 
-    /// Does the same as [`Pinned::get`], with mutable values.
+    /// Returns the values for writing, or `None` while a copy from or to them is in progress.
     pub fn get_mut(&mut self) -> Result<Option<&mut [T]>, Error> {
-        let settled = self.settled()?;
-        // SAFETY: as in `get`; no copy is reading them, and `self` is borrowed exclusively.
+        let is_settled = self.is_settled()?;
+        // SAFETY: the same as in `get`. Also, no copy is reading the values, and `self` is borrowed
+        // exclusively.
         let values = || unsafe { slice::from_raw_parts_mut(self.memory.as_ptr(), self.len) };
-        Ok(settled.then(values))
+        Ok(is_settled.then(values))
     }
 }
 
 impl<T: Plain> Drop for Pinned<T> {
     fn drop(&mut self) {
-        if !self.settled().unwrap_or(false) {
+        if !self.is_settled().unwrap_or(false) {
             let _ = self.shared.synchronize();
         }
         if let Ok(_current) = self.shared.enter() {
@@ -229,7 +235,8 @@ impl Drop for Registered {
 }
 
 impl Device {
-    /// Allocates device memory for `len` values; later work on the stream sees them as zero.
+    /// Allocates device memory for `len` values. Later work on the device's stream sees them as
+    /// zero.
     pub fn alloc<T: Plain>(&self, len: usize) -> Result<DeviceBuffer<T>, Error> {
         at_most("values to allocate", len as u64, isize::MAX as u64 / size_of::<T>() as u64)?;
         let shared = Arc::clone(&self.shared);
@@ -265,7 +272,7 @@ impl Device {
             unsafe { dealloc(memory.as_ptr().cast(), layout) };
             return Err(error);
         }
-        Ok(Pinned { shared: Arc::clone(&self.shared), memory, len, copy: None })
+        Ok(Pinned { shared: Arc::clone(&self.shared), memory, len, copy_end: None })
     }
 
     /// Page-locks host memory of the caller, so that streams can write to it.
@@ -305,7 +312,7 @@ impl Device {
         to: &mut DeviceBuffer<T>,
     ) -> Result<(), Error> {
         at_most("values to send", count as u64, from.len.min(to.len) as u64)?;
-        self.copied(from, count, |host, bytes, stream| {
+        self.enqueue_copy(from, count, |host, bytes, stream| {
             // SAFETY: both ends have that many bytes, and both wait for the copy before they are
             // freed.
             unsafe { driver::cuMemcpyHtoDAsync_v2(to.address, host, bytes, stream) }
@@ -320,9 +327,9 @@ impl Device {
         to: &mut Pinned<T>,
     ) -> Result<(), Error> {
         at_most("values to fetch", count as u64, from.len.min(to.len) as u64)?;
-        self.copied(to, count, |host, bytes, stream| {
+        self.enqueue_copy(to, count, |host, bytes, stream| {
             // SAFETY: both ends have that many bytes. The host memory waits for the copy before it
-            // is freed; so does the device memory, by its drop or by its owner's guarantee.
+            // is freed. The device memory waits too, or its owner has guaranteed that it stays.
             unsafe { driver::cuMemcpyDtoHAsync_v2(host, from.address, bytes, stream) }
         })
     }
@@ -339,29 +346,31 @@ impl Device {
         }
         let bytes = from.len * size_of::<T>();
         let _current = self.shared.enter()?;
-        // SAFETY: both ends have that many bytes. `to` waits for the copy before it is freed, and
-        // the owner of `from` guaranteed the same.
+        // SAFETY: both ends have that many bytes. `to` waits for the copy before it is freed.
+        // `from` waits too, or its owner has guaranteed that it stays.
         unsafe { driver::cuMemcpyDtoDAsync_v2(to.address, from.address, bytes, self.shared.stream) }
     }
 
-    fn copied<T: Plain>(
+    /// Calls `copy`, which enqueues a copy of `count` values from or to `host`, and records its
+    /// end.
+    fn enqueue_copy<T: Plain>(
         &self,
         host: &mut Pinned<T>,
         count: usize,
         copy: impl FnOnce(*mut c_void, usize, cudarc::driver::sys::CUstream) -> Result<(), Error>,
     ) -> Result<(), Error> {
-        if !host.settled()? {
+        if !host.is_settled()? {
             return Err(Error::InFlight);
         }
         if count > 0 {
             let _current = self.shared.enter()?;
             copy(host.memory.as_ptr().cast(), count * size_of::<T>(), self.shared.stream)?;
-            host.copy = Some(self.record()?);
+            host.copy_end = Some(self.record()?);
         }
         Ok(())
     }
 
-    /// Copies `values` to the beginning of `buffer`. Waits.
+    /// Copies `values` to the beginning of `buffer`, and waits for the end of the copy.
     pub fn upload<T: Plain>(
         &self,
         buffer: &mut DeviceBuffer<T>,
@@ -381,7 +390,7 @@ impl Device {
         self.synchronize()
     }
 
-    /// Returns all values of `slice` after the work enqueued so far. Waits.
+    /// Waits for the work enqueued so far, and returns the values that `slice` then has.
     pub fn download<T: Plain>(&self, slice: Slice<'_, T>) -> Result<Vec<T>, Error> {
         let mut values = vec![T::default(); slice.len];
         if slice.is_empty() {

@@ -1,15 +1,15 @@
-//! A snapshot's live rows on the device, checked here so that kernels can trust them.
+//! Puts the live rows of a snapshot on the device, and checks them so that kernels can trust them.
 
 use super::{Device, DeviceBuffer, Error, Pinned, WARP, at_most};
 use crate::reference::{LiveRow, OWNER_SHARED};
 
-/// log2 of the largest page: a slot is a positive `i32`.
+/// Base-2 logarithm of the largest page size. A token slot is a positive `i32`.
 pub(super) const PAGE_SHIFT_MAX: u32 = 30;
 
-/// The pool to which rows and lists belong.
+/// The size of the KV pool to which rows and lists belong.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PoolSize {
-    /// log2 of the page size in token slots.
+    /// Base-2 logarithm of the page size in token slots.
     pub page_shift: u32,
     /// Number of pages, including the padding page 0.
     pub npages: u32,
@@ -26,21 +26,25 @@ impl PoolSize {
 #[derive(Debug)]
 pub struct LiveRows {
     pub(super) rows: DeviceBuffer<LiveRow>,
+    /// Host memory from which the rows are copied to the device.
     staging: Pinned<LiveRow>,
     pub(super) count: u32,
+    /// The length of these rows' page list.
     pub(super) list_len: u32,
+    /// The number of page references of the longest row.
     pub(super) refs_row_max: u32,
+    /// The highest session number plus one.
     pub(super) sessions: u32,
     pub(super) pool: PoolSize,
 }
 
 impl LiveRows {
-    /// Returns the length of the gathered page list of these rows.
+    /// Returns the length of these rows' page list; see [`crate::reference::gather_pages`].
     pub fn list_len(&self) -> usize {
         self.list_len as usize
     }
 
-    /// Returns the largest session number plus one.
+    /// Returns the highest session number plus one.
     pub fn sessions(&self) -> usize {
         self.sessions as usize
     }
@@ -65,12 +69,12 @@ impl Device {
         })
     }
 
-    /// Sets the rows of a snapshot, laid out by [`crate::reference::lay_out`]. Arrays are indexed
-    /// by session number, so session numbers must be small.
+    /// Sets the rows of a snapshot, which [`crate::reference::lay_out`] has placed in the page
+    /// list. Session numbers must be small, because arrays are indexed by session number.
     ///
-    /// A subset of a layout is allowed: after some rows changed, the unchanged rows can be set
-    /// again over the same page list. Returns [`Error::InFlight`] while the previous rows are still
-    /// being copied.
+    /// The rows may be some of the rows that were placed together. So a caller can leave out rows
+    /// that have changed, and use the same page list for the other rows. Returns
+    /// [`Error::InFlight`] while the previous rows are still being copied.
     pub fn set_live_rows(
         &self,
         live: &mut LiveRows,
