@@ -286,8 +286,8 @@ impl Accountant {
             let sealed = start..start + row.sealed_pages.min(row.live.len >> shift);
             let from = sealed.start.max(open.window.start);
             let to = sealed.end.min(open.window.end);
-            for reference in from..to {
-                let window_index = (reference - open.window.start) as usize;
+            for ref_number in from..to {
+                let window_index = (ref_number - open.window.start) as usize;
                 let PageDigest { page, digest } = window[window_index];
                 if page != PAGE_BAD {
                     let session = row.live.session;

@@ -182,6 +182,7 @@ struct FaultFinder<'a> {
 }
 
 impl FaultFinder<'_> {
+    /// Returns the findings of one kind. They are empty if the scope can't show that kind.
     fn find(&self, kind: Kind, scope: Scope) -> KindFindings {
         let none = Tally::default;
         let listed = |tally: Option<&Tally>| tally.cloned().unwrap_or_default();
@@ -213,7 +214,8 @@ impl FaultFinder<'_> {
         KindFindings { kind, count: tally.count, named }
     }
 
-    /// Returns, for each named page, the sessions that hold the page.
+    /// Returns, for each named page, the sessions whose rows hold the page. For
+    /// [`Kind::CachedPrivate`], only the rows' unprotected parts count.
     fn holders(&self, kind: Kind, named: &[i64]) -> Vec<BTreeSet<u32>> {
         let mut holders = vec![BTreeSet::new(); named.len()];
         if named.is_empty() || matches!(kind, Kind::FreeEntry | Kind::TreeEntry) {
@@ -271,6 +273,7 @@ impl FaultFinder<'_> {
         tally
     }
 
+    /// Returns the entries of rows that are not a page of the pool.
     fn row_entries(&self) -> KindFindings {
         let mut findings = none_of(Kind::RowEntry);
         for row in &self.kept.rows {
@@ -290,6 +293,7 @@ impl FaultFinder<'_> {
     }
 }
 
+/// Returns whether there is a list, and the list names the page.
 fn lists_page(listed: &Option<ListedPages>, page: usize) -> bool {
     listed.as_ref().is_some_and(|listed| listed.set.has[page])
 }

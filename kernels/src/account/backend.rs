@@ -24,7 +24,8 @@ pub(super) struct CopyLayout {
 ///
 /// An audit calls `copy`, `is_copied`, `count`, `read_copy` and `digests`, in this order.
 pub(super) trait Backend: Send {
-    /// Makes the private copy and the window's digests, or enqueues that work behind `stream`.
+    /// Makes the private copy and the window's digests. For a pool on a device, this only enqueues
+    /// the work, which begins after all work that `stream` has so far.
     fn copy(
         &mut self,
         pool: &Pool,
@@ -36,7 +37,7 @@ pub(super) trait Backend: Send {
     /// Returns whether the private copy has been made.
     fn is_copied(&mut self) -> Result<bool, Error>;
 
-    /// Waits for everything that was enqueued.
+    /// Waits until all enqueued work is done, so that nothing reads the engine's lists any more.
     fn wait(&mut self) -> Result<(), Error>;
 
     /// Counts in the private copy, over the kept rows only: those that didn't change while they

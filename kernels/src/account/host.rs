@@ -1,6 +1,6 @@
 //! The backend for a pool in host memory: copies and counts with the scalar reference.
 //!
-//! It serves engines on a CPU. Tests compare the device's results with it.
+//! This backend serves engines on a CPU. Tests compare the device's results with its results.
 
 use super::{
     Error, Pool, Stream,

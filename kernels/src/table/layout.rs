@@ -48,11 +48,11 @@ const CLOSED_BYTE: usize = 1216;
 /// A description of `req_to_token` with which another process can open it by CUDA IPC.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Export {
-    /// The CUDA driver's handle of the allocation that holds the table.
+    /// The CUDA driver's handle of the allocation that holds `req_to_token`.
     pub handle: [u8; 64],
-    /// Bytes from the beginning of the allocation to the table.
+    /// Bytes from the beginning of the allocation to `req_to_token`.
     pub offset: u64,
-    /// Length of the table in bytes.
+    /// Length of `req_to_token` in bytes.
     pub bytes: u64,
     /// The GPU's UUID, because two processes may number their GPUs differently.
     pub uuid: [u8; 16],
