@@ -1,61 +1,68 @@
-//! Routing blocks: the unit in which agents and routers name parts of a prompt.
+//! Cuts prompts into routing blocks, so that agents and routers name the same parts of a prompt.
 //!
-//! This module defines a block's size, its identity, and how a growing prompt is hashed. It doesn't
-//! know the page hashes of any engine.
+//! A routing block is 64 tokens of a prompt, or one page of the engine's KV pool if the engine has
+//! larger pages. Agents report which blocks have resident KV, and routers look up a prompt's blocks
+//! in these reports. This module defines a block's size, a block's identity (a hash), and how a
+//! growing prompt is hashed.
 //!
-//! A block is 64 tokens, or one page of the engine if its pages are larger. A block's hash is
-//! chained over everything before the block, so one hash identifies a whole prefix:
+//! A block's hash also covers all tokens before the block, so one hash identifies a whole prefix:
 //!
 //! ```text
 //! root     = xxh3(version ‖ tokens per block: u32 ‖ lora ‖ namespace ‖ cache salt)
 //! local(b) = Σ token i × K[i], modulo 2^64; K[i] is the i-th output of SplitMix64 with bit 0 set
-//! hash(b)  = xxh3(hash of the previous block, or root ‖ local(b)), with both ends replaced:
+//! hash(b)  = xxh3(hash of the previous block, or root ‖ local(b)), then `group` and `place` set:
 //!
 //! 63           40 39                        3 2       0
 //! | group        | own                       | place  |
 //! ```
 //!
-//! `place` counts 0 to 7 along the chain. Blocks 1 to 7 take over the group of block 0 before them,
-//! so an index finds eight blocks by one entry. A root has place 7. Each optional part of the root
-//! is `00` if absent, else `01 ‖ length: u64 ‖ bytes`. All integers are little-endian.
+//! - `place` is the block's number in its prompt, modulo 8. The blocks from one `place` 0 up to the
+//!   next form a group of eight.
+//! - `group` holds hash bits of the group's first block. All eight blocks have the same `group`, so
+//!   an index finds all of them by one entry.
+//! - `own` holds bits of the block's own hash.
 //!
-//! The engine's page size and page hashes are not part of the identity, so engines with pages of 1
-//! to 64 tokens share identities. A sum can be continued from any token, so code that follows an
-//! engine's pages keeps eight bytes for a partial block instead of its tokens. The hash is fast,
-//! not cryptographic: whoever makes two prompts collide causes a wrong guess about where KV is, and
-//! never gets at the KV.
+//! The root stands before the first block, and has `place` 7. Each optional part of the root is
+//! `00` if absent, else `01 ‖ length: u64 ‖ bytes`. All integers are little-endian.
+//!
+//! The engine's page size and page hashes are not part of the identity, so all engines with pages
+//! of 1 to 64 tokens have the same block hashes. The sum `local` can be continued from any token,
+//! so code that follows an engine's pages keeps eight bytes for a partial block instead of its
+//! tokens. The hash is fast and not cryptographic. A client that makes two prompts collide causes a
+//! wrong guess about where KV is, and can't read that KV.
 
 use xxhash_rust::xxh3::xxh3_64;
 
 use crate::table::KEY_BITS;
 
-/// Version of the hash rule, part of every root; raised when the rule above changes.
+/// Version of the hash rule above, and part of every root. Raise it when the rule changes.
 const VERSION: u8 = 1;
 
-/// Tokens per block for engines whose pages are not larger. Long enough that a prompt of 128k
-/// tokens has only 2,048 blocks; short enough that the average loss of half a block, 32 tokens,
-/// costs about a millisecond of prefill.
+/// Tokens per block for engines with pages of at most this size. Long blocks keep lists short: a
+/// prompt of 128k tokens has 2,048 blocks. Short blocks lose less at a prompt's end, where half a
+/// block isn't counted on average: 32 tokens take about a millisecond of prefill.
 pub const BLOCK_TOKENS_MIN: u32 = 64;
-/// The largest page size, in tokens, for which blocks exist; engines have pages of 1 to 256 tokens.
+/// The largest page size, in tokens, for which there are blocks. Engines have pages of 1 to 256
+/// tokens.
 pub const BLOCK_TOKENS_MAX: u32 = 256;
 
-/// The factor `K[i]` of each token position in a block.
+/// The factors `K[i]` of the sum `local`, by a token's position in its block.
 const FACTORS: [u64; BLOCK_TOKENS_MAX as usize] = {
     let mut factors = [0; BLOCK_TOKENS_MAX as usize];
     // The ASCII bytes of "berth_kv".
     let mut state = 0x6265_7274_685f_6b76_u64;
-    let mut at = 0;
-    while at < factors.len() {
+    let mut index = 0;
+    while index < factors.len() {
         state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mixed = (state ^ (state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        factors[at] = (mixed ^ (mixed >> 31)) | 1;
-        at += 1;
+        factors[index] = (mixed ^ (mixed >> 31)) | 1;
+        index += 1;
     }
     factors
 };
 
-/// The engine's page size, in tokens, has no block size: it is zero or above the maximum.
+/// No block size exists for this page size, in tokens: it is 0 or above [`BLOCK_TOKENS_MAX`].
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("a page has 1 to {BLOCK_TOKENS_MAX} tokens, this one has {0}; set the engine's page size")]
 pub struct Error(pub u32);
@@ -69,46 +76,48 @@ pub struct BlockHash(pub u64);
 pub enum Tier {
     /// The GPU's memory.
     Device,
-    /// The host's memory: usable after a copy.
+    /// The host's memory. The engine uses this KV after it has copied it to the device.
     Host,
 }
 
 /// Blocks per group.
 pub const GROUP_BLOCKS: usize = 8;
-/// Bits that name a group: one key in a [`crate::table::Table`]. Enough that in an index of a
-/// hundred million blocks, a group shares its key with less than one other group on average.
+/// Number of hash bits in `group`, which is a key in a [`crate::table::Table`]. With 24 bits, an
+/// index of a hundred million blocks has less than one other group with the same key, on average.
 const GROUP_BITS: u32 = KEY_BITS;
 const PLACE_BITS: u32 = 3;
 const OWN_BITS: u32 = 64 - GROUP_BITS - PLACE_BITS;
-const PLACES: u64 = (1 << PLACE_BITS) - 1;
-const GROUPS: u64 = u64::MAX << (64 - GROUP_BITS);
+const PLACE_MASK: u64 = (1 << PLACE_BITS) - 1;
+const GROUP_MASK: u64 = u64::MAX << (64 - GROUP_BITS);
 
 impl BlockHash {
-    /// Returns the block's position in its group, from 0.
+    /// Returns the block's position in its group, 0 to 7.
     #[must_use]
     pub fn place(self) -> usize {
         usize::from(self.0.to_le_bytes()[0]) % GROUP_BLOCKS
     }
 
-    /// Returns the group's key: the top bits of the hash of the group's first block.
+    /// Returns the key of the block's group. All blocks of a group return the same key.
     #[must_use]
     pub fn group_key(self) -> u64 {
         self.0 >> (64 - GROUP_BITS)
     }
 
-    /// Returns the block's own key, taken from the hash bits between group and place.
+    /// Returns a key of this block alone: the upper bits of `own`.
     #[must_use]
     pub fn own_key(self) -> u64 {
-        (self.0 & !GROUPS) >> (PLACE_BITS + OWN_BITS - GROUP_BITS)
+        (self.0 & !GROUP_MASK) >> (PLACE_BITS + OWN_BITS - GROUP_BITS)
     }
 
-    /// Returns whether this block can follow `parent`, or can be a prompt's first block. Compares
-    /// only group and place: the other bits can't be checked without the block's tokens.
+    /// Returns whether this block can follow `parent`. Without a parent, returns whether this block
+    /// can be a prompt's first block. Compares only group and place, because the other bits can't
+    /// be checked without the block's tokens.
     #[must_use]
     pub fn can_follow(self, parent: Option<Self>) -> bool {
-        let place = parent.map_or(0, |parent| (parent.place() + 1) % GROUP_BLOCKS);
-        let group = parent.filter(|_| place > 0).map_or(self.group_key(), Self::group_key);
-        self.place() == place && self.group_key() == group
+        let expected_place = parent.map_or(0, |parent| (parent.place() + 1) % GROUP_BLOCKS);
+        let same_group_parent = parent.filter(|_| expected_place > 0);
+        let expected_group = same_group_parent.map_or(self.group_key(), Self::group_key);
+        self.place() == expected_place && self.group_key() == expected_group
     }
 }
 
@@ -135,7 +144,8 @@ impl BlockTokens {
     }
 }
 
-/// Everything that keeps the KV of equal tokens apart.
+/// Everything besides tokens that a block's identity depends on. Prompts of equal tokens share KV
+/// only if their schemes are equal.
 #[derive(Debug, Clone, Copy)]
 pub struct Scheme<'a> {
     /// The block size.
@@ -155,7 +165,7 @@ impl Scheme<'_> {
         Self { block_tokens, lora: None, namespace: None, cache_salt: None }
     }
 
-    /// Returns the hash to which the first block is chained.
+    /// Returns the root: the hash that stands before a prompt's first block.
     #[must_use]
     pub fn root(&self) -> BlockHash {
         let mut bytes = vec![VERSION];
@@ -169,32 +179,37 @@ impl Scheme<'_> {
             bytes.extend_from_slice(&(text.len() as u64).to_le_bytes());
             bytes.extend_from_slice(text.as_bytes());
         }
-        BlockHash(xxh3_64(&bytes) | PLACES)
+        BlockHash(xxh3_64(&bytes) | PLACE_MASK)
     }
 }
 
-/// Returns the hash of the block after `parent`; `parent` is a block or a root.
+/// Returns the hash of the block after `parent`, which is a block or a root. `local` is the
+/// weighted sum of the new block's tokens, as the module's documentation defines it.
 #[must_use]
 pub fn hash_after(parent: BlockHash, local: u64) -> BlockHash {
     let mut bytes = [0; 16];
     bytes[..8].copy_from_slice(&parent.0.to_le_bytes());
     bytes[8..].copy_from_slice(&local.to_le_bytes());
-    let hash = xxh3_64(&bytes) & !PLACES;
-    match parent.0.wrapping_add(1) & PLACES {
+    let hash = xxh3_64(&bytes) & !PLACE_MASK;
+    match parent.0.wrapping_add(1) & PLACE_MASK {
         0 => BlockHash(hash),
-        place => BlockHash(parent.0 & GROUPS | hash & !GROUPS | place),
+        place => BlockHash(parent.0 & GROUP_MASK | hash & !GROUP_MASK | place),
     }
 }
 
-/// Hashes the blocks of a growing prompt; no token is hashed twice. A chain stores no tokens, and a
-/// copy continues from the point at which it was made.
+/// Hashes the blocks of a growing prompt, without hashing a token twice.
+///
+/// A chain stores no tokens. A copy of a chain continues from the point at which it was copied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Chain {
     block_tokens: usize,
+    /// The hash of the last full block, or the root.
     last: BlockHash,
-    blocks: u64,
-    /// Tokens in the partial block; `sum` is their weighted sum so far.
-    filled: usize,
+    /// Number of full blocks.
+    full_blocks: u64,
+    /// Number of tokens after the last full block.
+    partial_tokens: usize,
+    /// The weighted sum of the `partial_tokens`: `local` of a block that isn't full yet.
     sum: u64,
 }
 
@@ -203,17 +218,18 @@ impl Chain {
     #[must_use]
     pub fn new(scheme: &Scheme<'_>) -> Self {
         let block_tokens = scheme.block_tokens.0 as usize;
-        Self { block_tokens, last: scheme.root(), blocks: 0, filled: 0, sum: 0 }
+        Self { block_tokens, last: scheme.root(), full_blocks: 0, partial_tokens: 0, sum: 0 }
     }
 
-    /// Resumes a prompt of `tokens` tokens: `last` is the hash of its last full block, or its root,
-    /// and `sum` the value of [`Self::sum`] at that point.
+    /// Returns the chain of a prompt that was hashed before, up to `tokens` tokens. `last` and
+    /// `sum` are the values that [`Self::last`] and [`Self::sum`] had there.
     #[must_use]
     pub fn resume(block_tokens: BlockTokens, last: BlockHash, tokens: u64, sum: u64) -> Self {
         let block = u64::from(block_tokens.0);
-        let filled = usize::try_from(tokens % block).expect("a block has at most 256 tokens");
+        let partial_tokens =
+            usize::try_from(tokens % block).expect("a block has at most 256 tokens");
         let block_tokens = block_tokens.0 as usize;
-        Self { block_tokens, last, blocks: tokens / block, filled, sum }
+        Self { block_tokens, last, full_blocks: tokens / block, partial_tokens, sum }
     }
 
     /// Returns the hash of the last full block, or the root.
@@ -222,7 +238,7 @@ impl Chain {
         self.last
     }
 
-    /// Returns the weighted sum of the tokens in the partial block.
+    /// Returns the weighted sum of the tokens after the last full block.
     #[must_use]
     pub fn sum(&self) -> u64 {
         self.sum
@@ -231,26 +247,28 @@ impl Chain {
     /// Returns the number of tokens taken so far.
     #[must_use]
     pub fn tokens(&self) -> u64 {
-        self.blocks * self.block_tokens as u64 + self.filled as u64
+        self.full_blocks * self.block_tokens as u64 + self.partial_tokens as u64
     }
 
-    /// Takes the next tokens and appends the hash of each block that became full.
+    /// Takes the prompt's next tokens. Appends the hash of each block that they fill to `hashes`.
     pub fn push(&mut self, tokens: &[u32], hashes: &mut Vec<BlockHash>) {
-        hashes.reserve((self.filled + tokens.len()) / self.block_tokens);
+        hashes.reserve((self.partial_tokens + tokens.len()) / self.block_tokens);
         let mut rest = tokens;
         while !rest.is_empty() {
-            let (now, later) = rest.split_at((self.block_tokens - self.filled).min(rest.len()));
-            let products = now.iter().zip(&FACTORS[self.filled..]);
+            let missing_tokens = self.block_tokens - self.partial_tokens;
+            let (in_block, after_block) = rest.split_at(missing_tokens.min(rest.len()));
+            let products = in_block.iter().zip(&FACTORS[self.partial_tokens..]);
             self.sum = products.fold(self.sum, |sum, (&token, factor)| {
                 sum.wrapping_add(u64::from(token).wrapping_mul(*factor))
             });
-            self.filled += now.len();
-            if self.filled == self.block_tokens {
+            self.partial_tokens += in_block.len();
+            if self.partial_tokens == self.block_tokens {
                 self.last = hash_after(self.last, self.sum);
-                (self.blocks, self.filled, self.sum) = (self.blocks + 1, 0, 0);
                 hashes.push(self.last);
+                self.full_blocks += 1;
+                (self.partial_tokens, self.sum) = (0, 0);
             }
-            rest = later;
+            rest = after_block;
         }
     }
 }

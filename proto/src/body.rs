@@ -1,13 +1,12 @@
-//! Reads the top level of a JSON request body by byte range, and replaces the members Berth owns.
+//! Reads the top level of a JSON request body, and replaces the members that Berth owns.
 //!
-//! [`Object`] says which members the body has, and where each begins and ends. Every other byte
-//! stays: no number is reformatted, no key reordered, no whitespace lost.
+//! Berth decides the values of some keys ([`OWNED_KEYS`]), whatever the client sent. [`Object`]
+//! knows the byte range of each top-level member, so a rewrite keeps every other byte: no number is
+//! reformatted, no key reordered, no whitespace lost.
 //!
-//! JSON parsers take the *last* of duplicate keys and decode escapes in keys. So an owned key is
-//! removed from the top level wherever and however often it is written there. Nested members belong
-//! to the client.
-//!
-//! [`first_element`] reads the first element of an array and not the rest of the array.
+//! JSON parsers take the *last* of duplicate keys and decode escapes in keys. So a rewrite removes
+//! every occurrence of an owned key from the top level, however it is written. Nested members
+//! belong to the client.
 
 use std::{fmt, ops::Range};
 
@@ -17,8 +16,8 @@ use serde::{
 };
 use serde_json::value::RawValue;
 
-/// The most top-level members of a body. Real requests have under 60; without the bound, a body of
-/// tiny members would need a multiple of its size in memory.
+/// The most top-level members of a body. Real requests have fewer than 60. Without this bound, a
+/// body of tiny members would need a multiple of its size in memory.
 pub const MEMBERS_MAX: usize = 4096;
 
 /// The top-level keys whose values Berth decides. A client's values are never forwarded.
@@ -64,7 +63,7 @@ impl Member<'_> {
     }
 }
 
-/// A JSON object whose members are known. The whole text is checked to be valid JSON.
+/// A JSON object with the byte ranges of its members. The whole text is valid JSON.
 #[derive(Debug)]
 pub struct Object<'a> {
     bytes: &'a [u8],
@@ -83,12 +82,13 @@ pub enum Part {
 }
 
 impl<'a> Object<'a> {
-    /// Reads the whole text, so that malformed JSON is refused here and not by the engine.
+    /// Reads an object. Checks the whole text, so that malformed JSON is refused here and not by
+    /// the engine.
     ///
     /// # Errors
     /// When the text isn't one JSON object, or the object has more than [`MEMBERS_MAX`] members.
     pub fn parse(bytes: &'a [u8]) -> Result<Self, Error> {
-        let start = bytes.iter().position(|&byte| byte == b'{').map_or(0, |at| at + 1);
+        let start = bytes.iter().position(|&byte| byte == b'{').map_or(0, |brace| brace + 1);
         let mut parser = serde_json::Deserializer::from_slice(bytes);
         let raw = parser.deserialize_map(Members).map_err(Error::NotAnObject)?;
         parser.end().map_err(Error::NotAnObject)?;
@@ -111,7 +111,7 @@ impl<'a> Object<'a> {
         self.bytes
     }
 
-    /// Returns the value of `key`. Of duplicate keys the last counts, as for other parsers.
+    /// Returns the value of `key`. Of duplicate keys the last one counts, as for other parsers.
     #[must_use]
     pub fn get(&self, key: &str) -> Option<&'a RawValue> {
         self.members.iter().rev().find(|member| member.key == key).map(|member| member.value)
@@ -137,35 +137,38 @@ impl<'a> Object<'a> {
         &self.members
     }
 
-    /// Returns the body without the members named in `owned`, and with `added` at its end. `added`
-    /// is JSON text of members separated by commas, without braces; it may be empty.
+    /// Returns the body without the members whose keys are in `owned`, and with the members in
+    /// `added` at its end. `added` is JSON text of members separated by commas, without braces. It
+    /// may be empty.
     #[must_use]
     pub fn rewrite(&self, owned: &[&str], added: &str) -> Vec<Part> {
         let mut parts = vec![Part::Kept(0..self.start)];
-        let mut from = self.start;
+        let mut member_start = self.start;
         let mut kept = 0_usize;
         for member in &self.members {
-            let stretch = from..member.end;
-            from = member.end;
+            // A member's text begins where the member before it ends, with the comma between them.
+            let member_text = member_start..member.end;
+            member_start = member.end;
             if owned.contains(&member.key.as_str()) {
                 continue;
             }
-            // If the first members were removed, the next member's text begins with the comma that
-            // separated them.
-            let skip = if kept == 0 { self.leading_comma(&stretch) } else { 0 };
-            push_kept(&mut parts, stretch.start + skip..stretch.end);
+            // The first member that is kept loses its comma: all members before it were removed.
+            let skipped = if kept == 0 { self.leading_comma(&member_text) } else { 0 };
+            push_kept(&mut parts, member_text.start + skipped..member_text.end);
             kept += 1;
         }
         if !added.is_empty() {
             let comma = if kept == 0 { "" } else { "," };
             parts.push(Part::New(format!("{comma}{added}")));
         }
-        push_kept(&mut parts, from..self.bytes.len());
+        push_kept(&mut parts, member_start..self.bytes.len());
         parts
     }
 
-    fn leading_comma(&self, stretch: &Range<usize>) -> usize {
-        let bytes = &self.bytes[stretch.clone()];
+    /// Returns the length of the whitespace and the comma at the beginning of a range, or 0 if no
+    /// comma is there.
+    fn leading_comma(&self, range: &Range<usize>) -> usize {
+        let bytes = &self.bytes[range.clone()];
         let first = bytes.iter().position(|byte| !byte.is_ascii_whitespace()).unwrap_or(0);
         if bytes.get(first) == Some(&b',') { first + 1 } else { 0 }
     }
@@ -183,7 +186,8 @@ pub struct Element<'a> {
     pub is_only: bool,
 }
 
-/// Returns the first element of an array; None for an empty array and for any other value.
+/// Returns the first element of an array, without reading the elements after it. Returns `None` for
+/// an empty array and for any other value.
 #[must_use]
 pub fn first_element(array: &RawValue) -> Option<Element<'_>> {
     let inside = array.get().strip_prefix('[')?;
@@ -193,14 +197,15 @@ pub fn first_element(array: &RawValue) -> Option<Element<'_>> {
     // The value borrows from `inside`, so its address gives its offset.
     let start = text.as_ptr() as usize - inside.as_ptr() as usize;
     let end = start + text.len();
-    let behind = inside[end..].trim_start_matches([' ', '\t', '\n', '\r']);
-    let is_only = !behind.starts_with(',');
-    let comma_end = inside.len() - behind.len() + 1;
+    let after = inside[end..].trim_start_matches([' ', '\t', '\n', '\r']);
+    let is_only = !after.starts_with(',');
+    let comma_end = inside.len() - after.len() + 1;
     let with_comma = if is_only { text } else { &inside[start..comma_end] };
     Some(Element { value, with_comma, is_only })
 }
 
-/// Appends a range of the original, and joins it to the last part if they touch.
+/// Appends a range of the original body. A range that begins where the last part ends extends that
+/// part.
 fn push_kept(parts: &mut Vec<Part>, range: Range<usize>) {
     match parts.last_mut() {
         Some(Part::Kept(last)) if last.end == range.start => last.end = range.end,

@@ -1,7 +1,11 @@
-//! The headers in which a router tells an agent about a turn: its session, rank and intent.
+//! The headers by which a router tells an agent to which session a turn belongs.
 //!
-//! The router resolves the client's identity once. The agent trusts these headers and claims the
-//! session before it reads the body. The router removes the headers from its own clients' requests.
+//! A turn is one request and its answer; a session is an ordered list of turns that share a growing
+//! prefix. The [`Claim`] names the session and what the client wants done with it. The agent claims
+//! the session (reserves it for this turn) before it reads the request's body.
+//!
+//! The agent trusts these headers: only the router checks the client's credential. The router
+//! removes them from its clients' requests, so that no client can write them.
 
 use http::{HeaderMap, HeaderName, HeaderValue};
 use serde::{Deserialize, Serialize};
@@ -29,22 +33,23 @@ pub const TRUSTED: [HeaderName; 4] = [CLAIM, TURN, RANK, RESIDENT];
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Claim {
-    /// Digest of the credential.
+    /// Digest of the client's credential. See [`id::principal_of`].
     pub principal: String,
     /// The client's session id.
     pub id: String,
-    /// How the engine should keep the session's KV if this turn is the session's first. `None`:
-    /// tagged if the engine offers it.
+    /// How the engine should keep the session's KV, if this turn begins the session. `None`: tagged
+    /// if the engine offers it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub retention: Option<Retention>,
-    /// The body holds only new messages or tokens, to be appended to the session's history.
+    /// Whether the body holds only new messages or tokens, which the engine appends to the
+    /// session's history.
     #[serde(default, skip_serializing_if = "is_false")]
     pub delta: bool,
-    /// The client asked to open the session with this turn; the session then runs one turn at a
-    /// time.
+    /// Whether the client asked to open the session with this turn. The session then runs one turn
+    /// at a time.
     #[serde(default, skip_serializing_if = "is_false")]
     pub open: bool,
-    /// The session closes after this turn, however the turn ends.
+    /// Whether the session closes after this turn, however the turn ends.
     #[serde(default, skip_serializing_if = "is_false")]
     pub close: bool,
     /// Milliseconds without a turn after which the session is closed. `None`: the agent's default.
@@ -92,8 +97,8 @@ impl Claim {
         SessionKey::new(self.principal.clone(), self.id.clone())
     }
 
-    /// Returns the header's value. JSON escapes control characters, so every valid id fits in a
-    /// header.
+    /// Returns the value of the [`CLAIM`] header. Every valid id fits in a header, because JSON
+    /// escapes control characters.
     #[must_use]
     pub fn to_header(&self) -> HeaderValue {
         let text = serde_json::to_vec(self).expect("a struct of strings and numbers serialises");

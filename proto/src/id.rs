@@ -1,4 +1,7 @@
-//! Identifiers as validated newtypes: parsed once at the edge, then trusted.
+//! The identities of sessions, clients and workers, checked once where they enter a process.
+//!
+//! A principal is a digest of a client's credential. It stands for the client everywhere behind the
+//! router, so that the credential itself doesn't leave the router.
 
 use std::fmt;
 
@@ -22,7 +25,7 @@ pub enum Error {
     NameLength(usize),
 }
 
-/// The identity of a session: the credential that opened it and the id its client chose.
+/// The identity of a session: the principal of its client, and the id that the client chose.
 ///
 /// Equal ids under different principals are different sessions.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -47,7 +50,7 @@ impl SessionKey {
         Ok(Self { principal, id })
     }
 
-    /// Returns the digest of the credential, or [`ANONYMOUS`].
+    /// Returns the client's principal, or [`ANONYMOUS`].
     #[must_use]
     pub fn principal(&self) -> &str {
         &self.principal
@@ -59,8 +62,10 @@ impl SessionKey {
         &self.id
     }
 
-    /// Returns 64 bits of hash of the key, the same in every process. Logs show it because client
-    /// ids may be secrets; placement breaks ties by it.
+    /// Returns a hash of the key that is the same in every process.
+    ///
+    /// Logs show this hash, because a client's id may be a secret. Placement uses it to choose
+    /// among workers of equal cost.
     #[must_use]
     pub fn digest(&self) -> Digest {
         let mut bytes = Vec::with_capacity(self.principal.len() + self.id.len() + 1);
@@ -89,8 +94,9 @@ impl fmt::Debug for Digest {
 
 /// Returns the principal of a credential: 128 bits of its SHA-256, in hex.
 ///
-/// A digest, so that secrets don't leave the router. A cryptographic one, because someone who could
-/// make two credentials collide could take over another client's sessions.
+/// It is a digest, so that secrets don't leave the router. The hash is cryptographic, because a
+/// client that could make two credentials collide could take over another client's sessions.
+/// Without a credential, returns [`ANONYMOUS`].
 #[must_use]
 pub fn principal_of(credential: Option<&[u8]>) -> String {
     let Some(secret) = credential else { return ANONYMOUS.to_owned() };

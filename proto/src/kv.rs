@@ -1,7 +1,8 @@
-//! An agent's messages about resident blocks, as domain types.
+//! The messages by which an agent tells routers which blocks of KV are resident in its engine.
 //!
-//! Conversion from the wire rejects invalid messages. This module applies no changes: the agent
-//! makes them from its engine's events, and the router's index applies them.
+//! A block is a routing block (see [`crate::block`]). The agent makes these messages from its
+//! engine's KV events, and the router's index applies them. Conversion from the wire rejects
+//! invalid messages.
 
 use crate::{
     block::{BlockHash, BlockTokens, Tier},
@@ -31,21 +32,23 @@ pub struct RankChange {
 /// A change of resident blocks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Change {
-    /// Earlier changes are void; a snapshot follows, until [`Change::Complete`].
+    /// Forget all earlier changes. A snapshot of all resident blocks follows as
+    /// [`Change::Stored`], until [`Change::Complete`].
     Reset {
         /// Tokens per block.
         block_tokens: BlockTokens,
     },
-    /// Earlier changes are void, and nothing follows until the next reset.
+    /// Forget all earlier changes. The agent doesn't know the resident blocks, and sends no change
+    /// until the next [`Change::Reset`].
     Unknown {
         /// The reason, for an operator.
         why: String,
     },
-    /// Blocks became resident; each follows the previous block of the list.
+    /// Blocks became resident. In their prompt, each block follows the one before it in `blocks`.
     Stored {
         /// The memory they are in.
         tier: Tier,
-        /// The block before the first of the list; `None` at the beginning of a prompt.
+        /// The block before `blocks`; `None` at the beginning of a prompt.
         parent: Option<BlockHash>,
         /// The blocks, at least one.
         blocks: Vec<BlockHash>,
@@ -65,8 +68,9 @@ impl Change {
     /// Returns an upper bound of the change's size on the wire, in bytes.
     #[must_use]
     pub fn wire_bytes(&self) -> usize {
-        const AROUND: usize = 48;
-        AROUND
+        // The bytes of everything but the blocks or the text.
+        const FRAME_BYTES: usize = 48;
+        FRAME_BYTES
             + match self {
                 Self::Stored { blocks, .. } | Self::Removed { blocks, .. } => {
                     size_of::<BlockHash>() * blocks.len()

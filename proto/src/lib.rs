@@ -1,20 +1,19 @@
 //! The contract between a Berth router and a worker agent.
 //!
-//! It holds the gRPC schema and the domain types that both sides share. It depends on no other
-//! package of Berth and does no I/O. Code that runs both processes is in the package `service`.
+//! It holds the gRPC schema and the types that both sides share. It depends on no other package of
+//! Berth and does no I/O. Code that both processes need to run is in the package `service`.
 //!
 //! - [`v1`]: the wire messages, generated from `schema/agent/v1/agent.proto`.
 //! - [`id`]: validated identifiers.
-//! - [`kv`]: an agent's messages about resident blocks.
+//! - [`kv`]: an agent's messages about the blocks of KV that are resident in its engine.
 //! - [`staged_prefill`]: how a router asks an agent to compute a long prompt in stages.
-//! - [`load`]: load report, description and sessions as domain types; impossible values are
-//!   rejected.
+//! - [`load`]: an agent's load report, description and sessions.
 //! - [`model_files`]: how tokenizer and chat template files are named and hashed.
 //! - [`route`]: the engine's routes that agent and router serve.
-//! - [`claim`]: the header in which a router tells an agent which session a turn belongs to.
-//! - [`block`]: routing blocks, the unit in which both sides say which KV is resident where.
-//! - [`body`]: the top level of a JSON request body, by byte range.
-//! - [`table`]: the hash table on which both sides build their indexes of blocks.
+//! - [`claim`]: the headers by which a router tells an agent to which session a turn belongs.
+//! - [`block`]: routing blocks, the parts of a prompt whose KV both sides track.
+//! - [`body`]: reads and rewrites the top level of a JSON request body.
+//! - [`table`]: the hash table on which both sides build their indexes of blocks or pages.
 
 pub mod block;
 pub mod body;

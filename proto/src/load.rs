@@ -1,7 +1,9 @@
-//! What an agent reports about its worker: description, sessions and load, as domain types.
+//! The types in which an agent reports its engine, its sessions and its load to routers.
 //!
-//! The wire format permits any value. Conversion from the wire rejects impossible values, so the
-//! router doesn't check again.
+//! A worker is one data-parallel rank of the agent's engine. A session is an ordered list of turns
+//! that share a growing prefix; a turn is one request and its answer. The wire format permits any
+//! value. The conversion from the wire (`wire`) rejects impossible values, so the router doesn't
+//! check again.
 
 mod pages;
 mod wire;
@@ -19,9 +21,10 @@ use crate::id::{self, SessionKey};
 pub enum Retention {
     /// In the ordinary radix cache.
     None,
-    /// In the radix cache, tagged with the session: evicted after untagged KV.
+    /// In the radix cache, tagged with the session's id. The engine evicts untagged KV first.
     Tagged,
-    /// Private to the session, not evictable; the session holds one request row.
+    /// Private to the session, and not evictable. The session occupies a request row of the engine
+    /// until it closes.
     Pinned,
 }
 
@@ -37,13 +40,13 @@ pub enum SessionState {
     Running,
     /// The session closes when its running turn has ended.
     Closing,
-    /// The engine restarted: the session's KV and history are gone.
+    /// The engine restarted, so the session's KV and history are gone.
     Lost,
-    /// A pinned session whose KV is in the radix tree for now, where it can be evicted.
+    /// A pinned session whose KV is in the radix tree for now, where the engine can evict it.
     Demoted,
 }
 
-/// The origin of a figure.
+/// The origin of a [`Figure`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Source {
@@ -57,16 +60,17 @@ pub enum Source {
     Ledger,
     /// An upper bound of the KV that may still be in the radix tree.
     Estimate,
-    /// The shim inside the engine.
+    /// The shim: the agent's code inside the engine's process.
     Shim,
     /// The GPU's driver.
     Nvml,
 }
 
-/// A number with its source, and its age when the message was sent. Its field names the unit.
+/// A number with its source, and its age when the message was sent. The name of the field that
+/// holds the figure contains the unit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Figure {
-    /// The number, in the unit of the field that holds the figure.
+    /// The number.
     pub value: u64,
     /// The origin of the number.
     pub source: Source,
@@ -105,13 +109,13 @@ pub struct Device {
     pub power_milliwatts: Option<u32>,
     /// Device memory of the engine's processes, bytes.
     pub engine_bytes: Option<Figure>,
-    /// The rank's KV pool on this device, bytes.
+    /// Size of the rank's KV pool on this device, bytes.
     pub kv_pool_bytes: Option<Figure>,
-    /// The part of the pool that is not free, bytes; includes cached KV.
+    /// The part of the pool that is not free, bytes. Includes cached KV.
     pub kv_used_bytes: Option<Figure>,
-    /// The part of the pool that only closing pinned sessions frees, bytes.
+    /// The part of the pool held by pinned sessions, bytes. Only closing them frees it.
     pub kv_pinned_bytes: Option<Figure>,
-    /// The part of the pool that holds cached KV which eviction can free, bytes.
+    /// The part of the pool that eviction can free, bytes.
     pub kv_reclaimable_bytes: Option<Figure>,
     /// Why work on the device fails or can't be trusted; absent if healthy.
     pub unhealthy: Option<String>,
@@ -136,7 +140,7 @@ pub struct EngineFacts {
     pub streaming_sessions: bool,
     /// Whether tagged sessions are possible.
     pub radix_sessions: bool,
-    /// Identity of the engine process; differs after every restart.
+    /// Identity of the engine process. It changes with every restart.
     pub instance: String,
     /// Disaggregation mode: `null`, `prefill` or `decode`.
     pub disaggregation: String,
@@ -170,12 +174,14 @@ pub struct Description {
     pub ranks: Vec<Rank>,
     /// Retention modes that the engine's flags allow, best first.
     pub retentions: Vec<Retention>,
-    /// How many turns of one exclusive session may wait behind the running one.
+    /// How many turns of one exclusive session may wait for its running turn. See
+    /// [`Session::exclusive`].
     pub turns_queued_per_session_max: u32,
     /// Tokenizer and chat template of the model; absent if the agent can't read the model's folder.
     pub model_files: Option<ModelFiles>,
-    /// SGLang versions on which full histories are trimmed for pinned sessions, the engine's own
-    /// included. Empty: the agent doesn't trim.
+    /// SGLang versions on which the agent trims full histories of pinned sessions, including the
+    /// engine's own version. Trimming means that the engine gets only the part of a history that
+    /// its session doesn't hold. Empty: the agent doesn't trim.
     pub trims: Vec<String>,
 }
 
@@ -203,15 +209,17 @@ pub struct Session {
     pub turns: u64,
     /// Number of turns inside the engine.
     pub turns_running: u32,
-    /// Whether the session runs one turn at a time.
+    /// Whether the session runs at most one turn at a time.
     pub exclusive: bool,
-    /// Tokens of KV that the session holds.
+    /// Tokens of the session's KV on its worker.
     pub resident_tokens: Option<Figure>,
     /// Time since the end of the session's last turn.
     pub idle: Duration,
-    /// The client sends its full history with each turn, so the session can continue on any worker.
+    /// Whether the client sends the full history with each turn. The session can then continue on
+    /// any worker. It is `whole_history` on the wire.
     pub full_history: bool,
-    /// A text early in the session's prompts that differs from turn to turn. None: not found.
+    /// A text early in the session's prompts that differs from turn to turn; `None` if there is no
+    /// such text.
     pub volatile_prefix: Option<VolatilePrefix>,
 }
 
@@ -219,9 +227,9 @@ pub struct Session {
 /// everything after that text again in each turn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct VolatilePrefix {
-    /// Tokens of the prompt before the text. None: no shim compared the prompts.
+    /// Number of prompt tokens before the text; `None` if no shim compared the prompts.
     pub token_index: Option<u64>,
-    /// The text's place in the request body. None: the prompt is a single text.
+    /// The text's place in the request body; `None` if the prompt is a single text.
     #[serde(flatten)]
     pub place: Option<PromptPlace>,
     /// The number of turns in which the text differed from the previous turn's.
@@ -231,7 +239,7 @@ pub struct VolatilePrefix {
 /// A place in a request body.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 pub struct PromptPlace {
-    /// Which part of the body.
+    /// The part of the body.
     pub role: PromptRole,
     /// Index in the list of messages or input items; 0 for parts beside that list.
     pub message: u32,
@@ -268,7 +276,7 @@ pub struct RankLoad {
     pub dp_rank: u32,
     /// Turns that the agent has admitted and the engine has not ended.
     pub turns_running: u32,
-    /// Bound on `turns_running`: the agent rejects turns beyond it.
+    /// The most turns that may be inside the engine at once.
     pub turns_running_max: u32,
     /// Requests in the engine's running batch.
     pub requests_running: Option<Figure>,
@@ -278,7 +286,7 @@ pub struct RankLoad {
     pub pool_used_tokens: Option<Figure>,
     /// Size of the pool, tokens.
     pub pool_total_tokens: Option<Figure>,
-    /// KV that only closing pinned sessions frees, tokens.
+    /// KV held by pinned sessions, tokens. Only closing them frees it.
     pub pinned_tokens: Option<Figure>,
     /// Upper bound of the KV of tagged sessions, tokens.
     pub resident_tokens_estimate: Option<Figure>,
@@ -300,21 +308,22 @@ pub struct RankLoad {
     pub foreign_tokens: Option<Figure>,
     /// The newest page audit: which owner holds which pages.
     pub pages: Option<PageAudit>,
-    /// Prompt tokens per second that the engine computes while it does nothing else, as measured.
+    /// Measured prompt tokens per second that the engine computes while it does nothing else.
     pub prefill_tokens_per_s: Option<Figure>,
-    /// Prompt tokens admitted and not yet computed, without those known to be cached.
+    /// Prompt tokens of admitted turns that are not computed yet, without tokens known to be
+    /// cached.
     pub prefill_backlog_tokens: Option<Figure>,
     /// The queue of staged prefills; absent if the agent doesn't stage prompts.
     pub staged_prefill: Option<StagedPrefill>,
 }
 
-/// Long prompts waiting to be computed in stages before their turns; shorter prompts run in
-/// between.
+/// The prompts that wait in staged prefill: long prompts that the engine computes in stages before
+/// their turns, with shorter prompts between the stages.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct StagedPrefill {
     /// Tokens of all waiting prompts that are neither computed nor in the engine.
     pub tokens: u64,
-    /// Number of prompts.
+    /// Number of waiting prompts.
     pub prompts: u32,
     /// Tokens per stage, at the engine's measured rate.
     pub stage_tokens: u64,
@@ -330,7 +339,7 @@ pub struct LoadReport {
     pub ranks: Vec<RankLoad>,
     /// Why the engine can't take turns, or which device fails; absent if healthy.
     pub unhealthy: Option<String>,
-    /// The agent takes no new sessions and finishes running turns.
+    /// Whether the agent drains: it takes no new sessions and finishes running turns.
     pub draining: bool,
     /// Why only an engine restart frees what the engine holds; absent if no restart is needed.
     pub restart_required: Option<String>,
@@ -385,7 +394,7 @@ impl Retention {
 }
 
 impl PromptRole {
-    /// The name used in JSON and metrics.
+    /// Returns the name used in JSON and metrics.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {

@@ -1,25 +1,28 @@
-//! Names, size limits and hash of the files with which an engine makes tokens. No I/O.
+//! Names, size limits and the hash of a model's tokenizer and chat template files.
+//!
+//! Routers fetch these files from agents, so that they can make the same tokens as the engine. No
+//! I/O.
 
 use sha2::{Digest as _, Sha256};
 
 use crate::load::ModelFiles;
 
-/// Bytes of all files together, at most. A tokenizer of 250,000 tokens has 35 MiB as JSON. Agents
-/// don't hand out larger models.
+/// The most bytes of all files together. Agents don't send more. A tokenizer of 250,000 tokens has
+/// 35 MiB as JSON.
 pub const BYTES_MAX: u64 = 64 << 20;
-/// Bytes of file data in one message, at most.
+/// The most bytes of file data in one message.
 pub const PART_BYTES_MAX: usize = 256 << 10;
 
-/// The chat template in force, whichever file of the model it comes from. Absent if the engine
-/// turns messages into prompts in another way. First in the order of names.
+/// The file with the chat template that the engine uses, whichever file of the model it comes from.
+/// Absent if the engine makes prompts from messages without a template.
 pub const TEMPLATE: &str = "chat_template.jinja";
-/// Vocabulary and rules, in the format of Hugging Face's `tokenizers`.
+/// The file with vocabulary and rules, in the format of Hugging Face's `tokenizers`.
 pub const TOKENIZER: &str = "tokenizer.json";
-/// Special tokens, by role.
+/// The file with the special tokens and their roles.
 pub const CONFIG: &str = "tokenizer_config.json";
 
-/// Computes the identity of a set of files from their contents; files come in the order of their
-/// names.
+/// Computes the identity of a set of files: one hash over their names, sizes and contents. The
+/// caller adds the files in the order of their names.
 #[derive(Debug, Clone, Default)]
 pub struct FilesHasher {
     hash: Sha256,
@@ -27,7 +30,7 @@ pub struct FilesHasher {
 }
 
 impl FilesHasher {
-    /// Begins the next file, whose size is `bytes`.
+    /// Begins a file of `bytes` bytes. The file before it must be complete.
     pub fn begin_file(&mut self, name: &str, bytes: u64) {
         self.hash.update(name.as_bytes());
         self.hash.update(bytes.to_le_bytes());

@@ -8,7 +8,7 @@ use http::Method;
 /// One route of the engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Route {
-    /// The path: the same at the engine, the agent and the router.
+    /// The path. The engine, the agent and the router use the same path.
     pub path: &'static str,
     /// The kind of request that the route takes.
     pub kind: Kind,
@@ -27,11 +27,11 @@ pub enum Kind {
     Responses,
     /// Anthropic messages.
     Messages,
-    /// OpenAI embeddings: without a session and without generated tokens.
+    /// OpenAI embeddings. They have no session and no generated tokens.
     Embeddings,
-    /// Conversion between text and token ids: passed through, not a turn.
+    /// Conversion between text and token ids. The agent passes it to the engine; it is no turn.
     Tokenizer,
-    /// The list of models, without a body: passed through, not a turn.
+    /// The list of models, without a body. The agent passes it to the engine; it is no turn.
     Models,
 }
 
@@ -64,8 +64,8 @@ impl Kind {
         if self == Self::Models { Method::GET } else { Method::POST }
     }
 
-    /// Whether the engine generates tokens, so that the request may belong to a session and leaves
-    /// KV behind.
+    /// Whether the engine generates tokens. A request that generates tokens may belong to a
+    /// session, and leaves KV in the engine.
     #[must_use]
     pub fn is_generation(self) -> bool {
         match self {
@@ -82,7 +82,8 @@ impl Kind {
         self.is_generation() || self == Self::Embeddings
     }
 
-    /// Whether the engine passes a top-level `session_id` to its radix cache.
+    /// Whether the engine passes the body's top-level `session_id` to its radix cache, which then
+    /// tags the KV with it.
     #[must_use]
     pub fn is_taggable(self) -> bool {
         matches!(self, Self::Generate | Self::Chat | Self::Completions | Self::Responses)

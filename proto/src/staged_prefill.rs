@@ -1,24 +1,25 @@
-//! Staged prefill: a router asks an agent to compute a long prompt in stages before the turn.
+//! The HTTP request by which a router asks an agent to compute a long prompt in stages.
 //!
-//! An engine computes one prompt to its end before it begins the next. Between the stages of a long
-//! prompt, shorter prompts are computed.
+//! An engine computes one prompt to its end before it begins another, so shorter prompts wait
+//! behind a long one. In staged prefill, the agent sends the engine one part (a stage) of the long
+//! prompt after the other. The engine computes shorter prompts between two stages.
 //!
 //! The router posts the prompt's token ids, four little-endian bytes each, to [`PATH`] on the
-//! agent's data port. The agent answers when all stages but the last are in the engine's cache, or
-//! when staging fails. The answer says how many tokens are left to compute. In both cases the
-//! router then sends the turn as usual.
+//! agent's data port, before it sends the prompt's turn. The agent answers when all stages but the
+//! last are in the engine's cache, or when staging fails. The answer says how many tokens the
+//! engine still has to compute. In both cases the router then sends the turn as usual.
 
 use bytes::Bytes;
 use http::{HeaderMap, HeaderName};
 
-/// Path on the agent's data port that takes prompts to stage, beside the engine's routes.
+/// The path for prompts to stage, on the agent's data port.
 pub const PATH: &str = "/berth/staged-prefill";
 
 /// Answer header: the number of the prompt's tokens that are not in the engine's cache.
 pub const LEFT: HeaderName = HeaderName::from_static("x-berth-left-tokens");
 
-/// Prefill rate assumed until the engine's own is measured: a cautious figure for a 70B model on
-/// one node.
+/// Prefill rate, in tokens per second, that is assumed until the engine's own rate is measured. It
+/// is a cautious figure for a 70B model on one node.
 pub const PREFILL_TOKENS_PER_S_ASSUMED: u64 = 10_000;
 /// Smallest stage, in tokens. Each forward pass has a fixed cost, which would dominate smaller
 /// stages.
@@ -27,8 +28,8 @@ const STAGE_TOKENS_MIN: u64 = 256;
 /// Bytes per token id.
 const ID_BYTES: usize = 4;
 
-/// Returns the tokens of a stage that takes `prefill_stage_ms` milliseconds at `tokens_per_s`
-/// prefill tokens per second.
+/// Returns the number of tokens in a stage that takes `prefill_stage_ms` milliseconds at
+/// `tokens_per_s` prefill tokens per second.
 #[must_use]
 pub fn stage_tokens(prefill_stage_ms: u64, tokens_per_s: u64) -> u64 {
     (tokens_per_s.saturating_mul(prefill_stage_ms) / 1000).max(STAGE_TOKENS_MIN)
@@ -48,7 +49,7 @@ pub fn decode(bytes: &[u8]) -> Option<impl ExactSizeIterator<Item = u32>> {
     rest.is_empty().then(|| ids.iter().map(|id| u32::from_le_bytes(*id)))
 }
 
-/// Returns the number of tokens left according to an answer's headers; `None` if absent or invalid.
+/// Reads the [`LEFT`] header of an answer. Returns `None` if it is absent or invalid.
 #[must_use]
 pub fn left_tokens(headers: &HeaderMap) -> Option<u64> {
     headers.get(LEFT)?.to_str().ok()?.parse().ok()

@@ -1,61 +1,71 @@
-//! The hash table of an index of blocks or pages, with eight bytes per entry.
+//! A hash table with eight bytes per entry, for the indexes of blocks (router) and pages (agent).
 //!
-//! It maps a key, 24 bits of a hash, to a run and a place in the run. A run is an unbranched part
-//! of a chain of blocks. The table stores no full hashes. It proposes entries, and its caller,
-//! which stores the runs, decides which proposal is right.
+//! Such an index is a prefix tree of prompts, compressed to runs. A run is an unbranched part of
+//! the tree: blocks (or pages) that follow each other. The caller stores the runs. This table maps
+//! a key, 24 bits of a block's hash, to the block's run and its place in it. The table stores no
+//! full hashes, so several blocks may have one key. It proposes entries to the caller, who decides
+//! which of them is right.
 //!
-//! An entry is in the bucket (one cache line) that its key selects, or in a later bucket if those
-//! before are full. Shards grow one at a time, so a large index never pauses to move all of its
-//! entries. An entry contains its whole key, so it can be moved without asking the caller.
+//! A bucket is one cache line of entries. An entry is in the bucket that its key selects, its
+//! *home*, or in the first bucket after its home that had room. A shard is a group of buckets that
+//! grows alone, so a large index never pauses to move all of its entries. An entry contains its
+//! whole key, so the table moves it without asking the caller.
+//!
+//! An entry is packed into one word. The word 0 is a free slot, because there is no run 0:
 //!
 //! ```text
 //! 63        40 39              12 11       0
-//! | key        | run              | place    |      0 = free: there is no run 0
+//! | key        | run              | place    |
 //! ```
 
 /// Bits per key.
 pub const KEY_BITS: u32 = 24;
 const PLACE_BITS: u32 = 12;
 const RUN_BITS: u32 = 28;
-/// The most run ids there can be; memory runs out earlier.
+/// The number of distinct run ids, 268 million. Memory runs out before they do.
 pub const RUNS_MAX: usize = 1 << RUN_BITS;
-/// The number of distinct places in a run.
+/// The number of distinct values of [`Entry::place`].
 pub const PLACES: u32 = 1 << PLACE_BITS;
 const SHARD_BITS: u32 = 6;
-/// Number of shards: a table of ten million blocks grows in steps of some 30 thousand entries,
-/// about 100 µs each.
+/// Number of shards. With 64, a table of ten million blocks grows in steps of some 30,000 entries,
+/// which take about 100 µs each.
 const SHARDS: usize = 1 << SHARD_BITS;
-/// Entries per bucket. The eighth word of the cache line tells which entries may have a key.
+/// Entries per bucket. The eighth word of the cache line is [`Bucket::control`].
 const BUCKET_SLOTS: usize = 7;
-/// A one in each of the seven bytes of a bucket's control word that hold an entry's tag.
+/// The value 1 in each of the seven bytes of a control word that hold tags.
 const TAG_ONES: u64 = 0x0001_0101_0101_0101;
 /// Number of entries up to which a shard doubles. A larger shard grows by a quarter, to leave less
 /// memory unused: 11 to 14 bytes per entry.
 const SHARD_DOUBLING_MAX: usize = 512;
 
-/// The number of a run: an unbranched part of a chain. 0 is no run.
+/// The id of a run. The caller assigns ids from 1; 0 is no run.
 pub type RunId = u32;
 
 /// Entries, divided into shards by the low bits of the key.
 #[derive(Debug)]
 pub struct Table {
     shards: Vec<Shard>,
+    /// Number of entries in use.
     entries: usize,
+    /// Memory of all buckets, in bytes.
     bytes: usize,
 }
 
 #[derive(Debug, Default, Clone)]
 struct Shard {
     buckets: Vec<Bucket>,
-    used: usize,
+    /// Number of entries in use.
+    entries: usize,
 }
 
-/// One cache line of entries; the free slots are the last ones.
+/// One cache line of entries. Used slots come first, free slots after them.
 #[derive(Debug, Default, Clone, Copy)]
 #[repr(align(64))]
 struct Bucket {
-    /// The tag of each entry from the lowest byte up, and the number of entries in the top byte.
+    /// The tag of each entry (see [`tag`]) in the lower seven bytes, slot 0 in the lowest. The
+    /// number of entries in the top byte.
     control: u64,
+    /// The packed entries; 0 if free.
     slots: [u64; BUCKET_SLOTS],
 }
 
@@ -64,12 +74,12 @@ struct Bucket {
 pub struct Entry {
     /// The run.
     pub run: RunId,
-    /// The depth in the chain, modulo [`PLACES`].
+    /// The number of blocks between the root of the tree and this block, modulo [`PLACES`].
     pub place: u32,
 }
 
 impl Entry {
-    /// Makes the entry of a position at `depth` blocks from the root of its chain.
+    /// Makes the entry of a block in `run` that has `depth` blocks before it.
     #[must_use]
     pub fn new(run: RunId, depth: usize) -> Self {
         Self { run, place: low_bits(depth as u64) % PLACES }
@@ -93,7 +103,7 @@ fn shard_index(key: u64) -> usize {
     low_bits(key) as usize % SHARDS
 }
 
-/// Returns one byte of the key, which tells most keys of one bucket apart.
+/// Returns one byte of the key: the tag by which a bucket tells most of its keys apart.
 fn tag(key: u64) -> u64 {
     key >> SHARD_BITS & 0xff
 }
@@ -113,120 +123,130 @@ impl Bucket {
         self.len() == BUCKET_SLOTS
     }
 
-    /// Returns the slots whose tag equals the key's, and rarely a slot whose tag differs.
+    /// Returns the numbers of the slots that may hold the key. All slots with the key's tag are
+    /// among them. A borrow in the subtraction can add a slot with another tag, so the caller
+    /// compares keys.
     fn candidates(&self, key: u64) -> impl Iterator<Item = usize> {
         let differs = self.control ^ (tag(key) * TAG_ONES);
         // The top bit of each byte that is zero in `differs`.
         let mut same = differs.wrapping_sub(TAG_ONES) & !differs & (TAG_ONES << 7);
         std::iter::from_fn(move || {
-            let at = same.trailing_zeros() as usize / 8;
+            let slot_index = same.trailing_zeros() as usize / 8;
+            // Clear the lowest bit that is set.
             same &= same.wrapping_sub(1);
-            (at < BUCKET_SLOTS).then_some(at)
+            (slot_index < BUCKET_SLOTS).then_some(slot_index)
         })
     }
 
     /// Returns the entries stored under the key.
     fn proposals(&self, key: u64) -> impl Iterator<Item = Entry> {
-        let slots = self.candidates(key).map(|at| self.slots[at]);
+        let slots = self.candidates(key).map(|index| self.slots[index]);
         slots.filter(move |&slot| slot != 0 && key_of(slot) == key).map(Entry::unpack)
     }
 
+    /// Returns the number of the slot that holds this packed entry.
     fn position(&self, slot: u64) -> Option<usize> {
-        self.candidates(key_of(slot)).find(|&at| self.slots[at] == slot)
+        self.candidates(key_of(slot)).find(|&index| self.slots[index] == slot)
     }
 
-    /// Adds an entry to a bucket that isn't full.
+    /// Adds a packed entry to a bucket that isn't full.
     fn push(&mut self, slot: u64) {
-        let at = self.len();
-        self.slots[at] = slot;
-        self.control += (1 << 56) | tag(key_of(slot)) << (8 * at);
+        let free_index = self.len();
+        self.slots[free_index] = slot;
+        self.control += (1 << 56) | tag(key_of(slot)) << (8 * free_index);
     }
 
-    /// Removes the entry in slot `at` and returns it.
-    fn remove_at(&mut self, at: usize) -> u64 {
-        let last = self.len() - 1;
-        let moved = self.control >> (8 * last) & 0xff;
-        let cleared = self.control & !(0xff << (8 * at)) | moved << (8 * at);
-        self.control = (cleared & !(0xff << (8 * last))) - (1 << 56);
-        self.slots.swap(at, last);
-        std::mem::take(&mut self.slots[last])
+    /// Removes the entry in a slot and returns it packed. The bucket's last entry takes the slot.
+    fn remove_at(&mut self, slot_index: usize) -> u64 {
+        let last_index = self.len() - 1;
+        let moved_tag = self.control >> (8 * last_index) & 0xff;
+        let control = self.control & !(0xff << (8 * slot_index)) | moved_tag << (8 * slot_index);
+        self.control = (control & !(0xff << (8 * last_index))) - (1 << 56);
+        self.slots.swap(slot_index, last_index);
+        std::mem::take(&mut self.slots[last_index])
     }
 }
 
 impl Shard {
-    /// Returns the bucket a key belongs to. Buckets follow the order of keys, so growing is one
-    /// sweep.
+    /// Returns the number of a key's home bucket. Homes are in the order of keys, so growing the
+    /// shard moves entries in one sweep.
     fn home_bucket(&self, key: u64) -> usize {
         low_bits(((key >> SHARD_BITS) * self.buckets.len() as u64) >> (KEY_BITS - SHARD_BITS))
             as usize
     }
 
-    fn next_bucket(&self, at: usize) -> usize {
-        if at + 1 == self.buckets.len() { 0 } else { at + 1 }
+    fn bucket_after(&self, bucket_index: usize) -> usize {
+        if bucket_index + 1 == self.buckets.len() { 0 } else { bucket_index + 1 }
     }
 
-    /// Grows the shard if less than a fifth of its slots would be free; most buckets then aren't
-    /// full. Returns the bytes by which it grew.
+    /// Makes room for one more entry. Grows the shard if less than a fifth of its slots would stay
+    /// free, so that most buckets aren't full. Returns the bytes by which the shard grew.
     fn make_room(&mut self) -> usize {
         let buckets = self.buckets.len();
-        if (self.used + 1) * 5 <= buckets * BUCKET_SLOTS * 4 {
+        if (self.entries + 1) * 5 <= buckets * BUCKET_SLOTS * 4 {
             return 0;
         }
-        let more = if self.used < SHARD_DOUBLING_MAX { buckets.max(2) } else { buckets / 4 };
-        let old = std::mem::replace(&mut self.buckets, vec![Bucket::default(); buckets + more]);
+        let added = if self.entries < SHARD_DOUBLING_MAX { buckets.max(2) } else { buckets / 4 };
+        let grown = vec![Bucket::default(); buckets + added];
+        let old = std::mem::replace(&mut self.buckets, grown);
         for slot in old.iter().flat_map(|bucket| &bucket.slots[..bucket.len()]) {
             self.put(*slot);
         }
-        more * size_of::<Bucket>()
+        added * size_of::<Bucket>()
     }
 
+    /// Puts a packed entry into the first bucket with room, from its home on.
     fn put(&mut self, slot: u64) {
-        let mut at = self.home_bucket(key_of(slot));
-        while self.buckets[at].is_full() {
-            at = self.next_bucket(at);
+        let mut bucket_index = self.home_bucket(key_of(slot));
+        while self.buckets[bucket_index].is_full() {
+            bucket_index = self.bucket_after(bucket_index);
         }
-        self.buckets[at].push(slot);
+        self.buckets[bucket_index].push(slot);
     }
 
-    /// Returns the bucket and slot of an entry.
+    /// Returns the numbers of the bucket and of the slot that hold a packed entry.
     fn position(&self, slot: u64) -> Option<(usize, usize)> {
         if self.buckets.is_empty() {
             return None;
         }
-        let mut at = self.home_bucket(key_of(slot));
+        let mut bucket_index = self.home_bucket(key_of(slot));
         loop {
-            let bucket = &self.buckets[at];
-            if let Some(place) = bucket.position(slot) {
-                return Some((at, place));
+            let bucket = &self.buckets[bucket_index];
+            if let Some(slot_index) = bucket.position(slot) {
+                return Some((bucket_index, slot_index));
             }
             if !bucket.is_full() {
                 return None;
             }
-            at = self.next_bucket(at);
+            bucket_index = self.bucket_after(bucket_index);
         }
     }
 
-    /// Removes an entry. If its bucket was full, moves back an entry that had overflowed from
-    /// there.
-    fn remove_at(&mut self, mut gap: usize, place: usize) {
-        self.used -= 1;
-        let mut was_full = self.buckets[gap].is_full();
-        self.buckets[gap].remove_at(place);
-        let mut at = gap;
+    /// Removes an entry. If its bucket was full, entries may have overflowed from there into later
+    /// buckets. Moves one of them into the gap, then one into the gap that this leaves, and so on.
+    fn remove_at(&mut self, bucket_index: usize, slot_index: usize) {
+        self.entries -= 1;
+        let mut was_full = self.buckets[bucket_index].is_full();
+        self.buckets[bucket_index].remove_at(slot_index);
+        let (mut gap, mut scanned) = (bucket_index, bucket_index);
         while was_full {
-            at = self.next_bucket(at);
-            was_full = self.buckets[at].is_full();
-            let bucket = &self.buckets[at];
-            let comes_back = bucket.slots[..bucket.len()].iter().position(|slot| {
+            scanned = self.bucket_after(scanned);
+            was_full = self.buckets[scanned].is_full();
+            let bucket = &self.buckets[scanned];
+            let movable = bucket.slots[..bucket.len()].iter().position(|slot| {
                 let home = self.home_bucket(key_of(*slot));
-                // Whether the entry may move into the gap: its home isn't between the gap and its
-                // bucket.
-                if gap < at { home <= gap || at < home } else { home <= gap && at < home }
+                // An entry may move back to the gap unless its home is after the gap, as look-ups
+                // begin at the home. Buckets are a ring, so the gap may have the larger number.
+                if gap < scanned {
+                    home <= gap || scanned < home
+                } else {
+                    home <= gap && scanned < home
+                }
             });
-            if let Some(place) = comes_back {
-                let slot = self.buckets[at].remove_at(place);
+            if let Some(slot_index) = movable {
+                let slot = self.buckets[scanned].remove_at(slot_index);
                 self.buckets[gap].push(slot);
-                gap = at;
+                gap = scanned;
             }
         }
     }
@@ -251,28 +271,29 @@ impl Table {
         self.entries
     }
 
-    /// Returns the bytes of memory held.
+    /// Returns the memory of all buckets, in bytes.
     #[must_use]
     pub fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// Returns the first result that `accept` gives for an entry stored under the key.
+    /// Calls `accept` with the entries stored under the key, until it returns `Some`. Returns that
+    /// result, or `None` if `accept` rejects all of them.
     pub fn find<T>(&self, key: u64, mut accept: impl FnMut(Entry) -> Option<T>) -> Option<T> {
         let shard = &self.shards[shard_index(key)];
         if shard.buckets.is_empty() {
             return None;
         }
-        let mut at = shard.home_bucket(key);
+        let mut bucket_index = shard.home_bucket(key);
         loop {
-            let bucket = &shard.buckets[at];
-            if let Some(found) = bucket.proposals(key).find_map(&mut accept) {
-                return Some(found);
+            let bucket = &shard.buckets[bucket_index];
+            if let Some(accepted) = bucket.proposals(key).find_map(&mut accept) {
+                return Some(accepted);
             }
             if !bucket.is_full() {
                 return None;
             }
-            at = shard.next_bucket(at);
+            bucket_index = shard.bucket_after(bucket_index);
         }
     }
 
@@ -281,19 +302,19 @@ impl Table {
     pub fn insert(&mut self, key: u64, entry: Entry, is_known: impl Fn(Entry) -> bool) -> bool {
         let shard = &mut self.shards[shard_index(key)];
         self.bytes += shard.make_room();
-        let mut at = shard.home_bucket(key);
+        let mut bucket_index = shard.home_bucket(key);
         loop {
-            let bucket = &mut shard.buckets[at];
+            let bucket = &mut shard.buckets[bucket_index];
             if bucket.proposals(key).any(&is_known) {
                 return false;
             }
             if !bucket.is_full() {
                 bucket.push(entry.pack(key));
-                shard.used += 1;
+                shard.entries += 1;
                 self.entries += 1;
                 return true;
             }
-            at = shard.next_bucket(at);
+            bucket_index = shard.bucket_after(bucket_index);
         }
     }
 
@@ -303,19 +324,21 @@ impl Table {
     /// When the entry isn't in the table.
     pub fn remove(&mut self, key: u64, entry: Entry) {
         let shard = &mut self.shards[shard_index(key)];
-        let (at, place) = shard.position(entry.pack(key)).expect("the caller added this entry");
-        shard.remove_at(at, place);
+        let (bucket_index, slot_index) =
+            shard.position(entry.pack(key)).expect("the caller added this entry");
+        shard.remove_at(bucket_index, slot_index);
         self.entries -= 1;
     }
 
-    /// Changes the run of an entry.
+    /// Changes the run to which an entry points. The key and the place stay.
     ///
     /// # Panics
     /// When the entry isn't in the table.
     pub fn rename(&mut self, key: u64, entry: Entry, run: RunId) {
         let shard = &mut self.shards[shard_index(key)];
-        let (at, place) = shard.position(entry.pack(key)).expect("the caller added this entry");
-        shard.buckets[at].slots[place] = Entry { run, ..entry }.pack(key);
+        let (bucket_index, slot_index) =
+            shard.position(entry.pack(key)).expect("the caller added this entry");
+        shard.buckets[bucket_index].slots[slot_index] = Entry { run, ..entry }.pack(key);
     }
 }
 

@@ -1,35 +1,37 @@
-//! The pause before an agent is connected to again.
+//! The pause before the router tries again to connect to an agent.
 
 use std::time::Duration;
 
-/// First pause after a failure: an agent's restart takes about a second.
-const REST_MIN: Duration = Duration::from_millis(100);
-/// Longest pause. The connection attempts of a thousand routers stay cheap, and an agent that is
-/// back soon gets a connection.
-const REST_MAX: Duration = Duration::from_secs(3);
+/// Pause after the first failure. An agent's restart takes about a second, so the router finds the
+/// agent soon after it is back.
+const PAUSE_MIN: Duration = Duration::from_millis(100);
+/// Longest pause. It is long enough that the attempts of a thousand routers cost an agent little,
+/// and short enough that a restarted agent gets its connections within seconds.
+const PAUSE_MAX: Duration = Duration::from_secs(3);
 
-/// Pauses that double until [`Self::reset`].
+/// Pauses between attempts. Each pause is twice as long as the one before, up to [`PAUSE_MAX`].
 #[derive(Debug)]
 pub(crate) struct Backoff {
-    next: Duration,
+    next_pause: Duration,
 }
 
 impl Default for Backoff {
     fn default() -> Self {
-        Self { next: REST_MIN }
+        Self { next_pause: PAUSE_MIN }
     }
 }
 
 impl Backoff {
-    /// Makes the next pause the shortest again, after a success.
+    /// Makes the next pause the shortest again. For use after a success.
     pub(crate) fn reset(&mut self) {
-        self.next = REST_MIN;
+        self.next_pause = PAUSE_MIN;
     }
 
-    /// Waits for half to all of the pause, at random, so that routers don't connect in step.
-    pub(crate) async fn rest(&mut self) {
-        tokio::time::sleep(self.next.mul_f64(0.5 + fastrand::f64() / 2.0)).await;
-        self.next = (self.next * 2).min(REST_MAX);
+    /// Waits for a random time between half of the pause and the whole pause, so that routers don't
+    /// all connect at the same moment.
+    pub(crate) async fn pause(&mut self) {
+        tokio::time::sleep(self.next_pause.mul_f64(0.5 + fastrand::f64() / 2.0)).await;
+        self.next_pause = (self.next_pause * 2).min(PAUSE_MAX);
     }
 }
 
@@ -39,21 +41,21 @@ mod tests {
 
     use super::*;
 
-    async fn rested(backoff: &mut Backoff) -> Duration {
+    async fn measure_pause(backoff: &mut Backoff) -> Duration {
         let begin = Instant::now();
-        backoff.rest().await;
+        backoff.pause().await;
         begin.elapsed()
     }
 
     #[tokio::test(start_paused = true)]
-    async fn rests_grow_to_their_bound_and_are_short_again_when_it_went_well() {
+    async fn pauses_grow_to_their_bound_and_are_short_again_when_it_went_well() {
         let mut backoff = Backoff::default();
         for due_ms in [100, 200, 400, 800, 1600, 3000, 3000] {
-            let (rest, due) = (rested(&mut backoff).await, Duration::from_millis(due_ms));
+            let (pause, due) = (measure_pause(&mut backoff).await, Duration::from_millis(due_ms));
             let tick = Duration::from_millis(1);
-            assert!(rest >= due / 2 && rest <= due + tick, "{rest:?}, expected up to {due:?}");
+            assert!(pause >= due / 2 && pause <= due + tick, "{pause:?}, expected up to {due:?}");
         }
         backoff.reset();
-        assert!(rested(&mut backoff).await <= Duration::from_millis(101));
+        assert!(measure_pause(&mut backoff).await <= Duration::from_millis(101));
     }
 }

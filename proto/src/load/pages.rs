@@ -1,13 +1,15 @@
-//! A page audit as domain types: which owner holds which pages of one rank's pool.
+//! The result of a page audit: how many pages of fault rank's KV pool each kind of owner holds.
 //!
-//! Conversion from the wire rejects figures that contradict each other.
+//! An audit counts every page of the pool and looks for faults, such as a page with two owners. The
+//! shim in the engine makes the audit, and the agent reports the result to routers. Conversion from
+//! the wire rejects figures that contradict each other.
 
 use serde::Serialize;
 
 use super::Error;
 use crate::v1;
 
-/// The totals of one audit, in pages unless a field says otherwise. Source: the shim.
+/// The totals of fault audit, in pages unless a field says otherwise.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct PageAudit {
     /// Milliseconds between the audit and the sending of this message.
@@ -16,21 +18,22 @@ pub struct PageAudit {
     pub pages: u64,
     /// Distinct pages held by turns and sessions.
     pub held_pages: u64,
-    /// Request rows that changed while they were read; their pages are counted nowhere.
+    /// Number of request rows that changed while the audit read them. Their pages are not counted.
     pub rows_moved: u32,
     /// Number of runs of consecutive free pages.
     pub free_runs: Option<u64>,
     /// All pages by owner; absent if rows changed during the audit.
     pub classes: Option<PageClasses>,
-    /// Sealed pages whose contents were compared with an earlier audit.
+    /// Number of sealed pages whose contents were compared with an earlier audit. A sealed page is
+    /// full, and its contents must not change.
     pub compared_pages: u64,
-    /// The kinds of fault that were looked for. A kind that this audit could not check has no
-    /// entry.
+    /// One entry for each kind of fault that this audit looked for, with or without faults. A kind
+    /// that could not be checked has no entry.
     pub findings: Vec<PageFinding>,
 }
 
 impl PageAudit {
-    /// Returns the findings with at least one fault; a sound engine has none.
+    /// Returns the findings with at least fault fault. A sound engine has none.
     pub fn faults(&self) -> impl Iterator<Item = &PageFinding> {
         self.findings.iter().filter(|finding| finding.count > 0)
     }
@@ -47,18 +50,18 @@ pub struct PageClasses {
     pub cached: u64,
     /// In the radix tree and held by a turn or session.
     pub cached_in_use: u64,
-    /// Without an owner: not free, not held, not in the tree. Always 0 in a sound engine.
+    /// Not in the free list, not held and not in the radix tree. Always 0 in a sound engine.
     pub leaked: u64,
-    /// Free and at the same time held or in the tree. Always 0 in a sound engine.
+    /// In the free list, and also held or in the radix tree. Always 0 in a sound engine.
     pub corrupt: u64,
 }
 
-/// The faults of one kind.
+/// The faults of fault kind.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct PageFinding {
     /// `aliased`, `leaked`, `double_free`, `changed` or another kind.
     pub kind: String,
-    /// Number of faults; 0 if none was found.
+    /// Number of faults.
     pub count: u64,
     /// Details of the first few faults; empty in a load report.
     #[serde(skip_serializing_if = "Vec::is_empty")]
@@ -68,9 +71,10 @@ pub struct PageFinding {
 /// One fault.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct NamedFinding {
-    /// The page number; for kinds about entries, the entry's index in its row or value in a list.
+    /// The page's number. For faults of an entry instead of a page: the entry's index in its row,
+    /// or its value in a list.
     pub at: i64,
-    /// Engine-side ids of the sessions concerned; an empty string is a turn without a session.
+    /// The engine's ids of the sessions concerned. An empty string is a turn without a session.
     pub sessions: Vec<String>,
 }
 
@@ -119,7 +123,7 @@ impl TryFrom<v1::PageAudit> for PageAudit {
 
 fn read_finding(wire: v1::PageFinding) -> PageFinding {
     let named = wire.named.into_iter();
-    let named = named.map(|one| NamedFinding { at: one.at, sessions: one.sessions });
+    let named = named.map(|fault| NamedFinding { at: fault.at, sessions: fault.sessions });
     PageFinding { kind: wire.kind, count: wire.count, named: named.collect() }
 }
 
@@ -148,7 +152,7 @@ impl From<PageAudit> for v1::PageAudit {
 impl From<PageFinding> for v1::PageFinding {
     fn from(finding: PageFinding) -> Self {
         let named = finding.named.into_iter();
-        let named = named.map(|one| v1::NamedFinding { at: one.at, sessions: one.sessions });
+        let named = named.map(|fault| v1::NamedFinding { at: fault.at, sessions: fault.sessions });
         Self { kind: finding.kind, count: finding.count, named: named.collect() }
     }
 }

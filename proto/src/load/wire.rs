@@ -1,6 +1,6 @@
-//! Conversion of the domain types from and to the wire format.
+//! Converts an agent's reports between the domain types of `load` and the wire format.
 //!
-//! Reading rejects impossible values; writing can't fail.
+//! Reading the wire format rejects impossible values. Writing can't fail.
 
 mod device;
 
@@ -17,7 +17,8 @@ fn impossible(field: &'static str, value: impl Into<u64>) -> Error {
     Error::Impossible { field, value: value.into() }
 }
 
-/// Converts between a domain enum and its wire enum, variant by variant of the same name.
+/// Implements the conversions between a domain enum and its wire enum. Variants with the same name
+/// match. `$field` is the name in error messages.
 macro_rules! wire_enum {
     ($domain:ident, $field:literal, $($variant:ident),+) => {
         impl From<$domain> for v1::$domain {
@@ -153,8 +154,8 @@ impl From<Rank> for v1::Rank {
     }
 }
 
-/// Checks that ranks are numbered from 0 without gaps; otherwise a device would be counted twice or
-/// not at all.
+/// Checks that there is at least one rank, and that ranks are numbered 0, 1, 2 and so on. Readers
+/// use a rank's number as its index in the list.
 fn check_rank_order(ranks: impl Iterator<Item = u32>) -> Result<(), Error> {
     let mut count = 0_u32;
     for rank in ranks {
@@ -231,8 +232,7 @@ impl TryFrom<v1::Session> for Session {
     type Error = Error;
 
     fn try_from(wire: v1::Session) -> Result<Self, Error> {
-        let exclusive = wire.exclusive;
-        if exclusive && wire.turns_running > 1 {
+        if wire.exclusive && wire.turns_running > 1 {
             return Err(impossible("turns_running", wire.turns_running));
         }
         Ok(Self {
@@ -242,7 +242,7 @@ impl TryFrom<v1::Session> for Session {
             dp_rank: wire.dp_rank,
             turns: wire.turns,
             turns_running: wire.turns_running,
-            exclusive,
+            exclusive: wire.exclusive,
             resident_tokens: read_figure(wire.resident_tokens)?,
             idle: Duration::from_millis(wire.idle_ms),
             full_history: wire.whole_history,
@@ -272,7 +272,8 @@ impl From<Session> for v1::Session {
 impl From<v1::VolatilePrefix> for VolatilePrefix {
     fn from(wire: v1::VolatilePrefix) -> Self {
         let place = wire.place.map(|place| PromptPlace {
-            // A role that a newer agent added must not make the whole session unreadable.
+            // A newer agent may send a role that this router doesn't know. The session must stay
+            // readable.
             role: PromptRole::from_wire(place.role).unwrap_or(PromptRole::Other),
             message: place.message,
             block: place.block,
@@ -282,13 +283,13 @@ impl From<v1::VolatilePrefix> for VolatilePrefix {
 }
 
 impl From<VolatilePrefix> for v1::VolatilePrefix {
-    fn from(found: VolatilePrefix) -> Self {
-        let place = found.place.map(|place| v1::PromptPlace {
+    fn from(prefix: VolatilePrefix) -> Self {
+        let place = prefix.place.map(|place| v1::PromptPlace {
             role: place.role.to_wire(),
             message: place.message,
             block: place.block,
         });
-        Self { token_index: found.token_index, place, turns: found.turns }
+        Self { token_index: prefix.token_index, place, turns: prefix.turns }
     }
 }
 
@@ -339,6 +340,7 @@ impl TryFrom<v1::RankLoad> for RankLoad {
     }
 }
 
+/// Rejects a part that is larger than its whole, if both are known.
 fn check_at_most(
     field: &'static str,
     part: Option<Figure>,

@@ -76,7 +76,7 @@ impl LoadWatcher {
             if was_accepted {
                 backoff.reset();
             }
-            backoff.rest().await;
+            backoff.pause().await;
         }
     }
 

@@ -195,7 +195,7 @@ impl KvWatcher {
                 backoff.reset();
                 logged.clear();
             }
-            backoff.rest().await;
+            backoff.pause().await;
         }
     }
 

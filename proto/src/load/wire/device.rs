@@ -1,4 +1,6 @@
-//! Conversion of a device from and to the wire format. An absent text is empty on the wire.
+//! Converts a device and its readings between the domain type and the wire format.
+//!
+//! An absent text is an empty string on the wire.
 
 use super::{Device, Error, check_at_most, impossible, read_figure};
 use crate::v1;
@@ -10,13 +12,13 @@ impl TryFrom<v1::Device> for Device {
         if wire.uuid.is_empty() {
             return Err(Error::Missing("device uuid"));
         }
-        let text = |text: String| (!text.is_empty()).then_some(text);
+        let non_empty = |text: String| (!text.is_empty()).then_some(text);
         let device = Self {
             uuid: wire.uuid,
             name: wire.name,
             index: wire.index,
-            pci_address: text(wire.pci_address),
-            parent_uuid: text(wire.parent_uuid),
+            pci_address: non_empty(wire.pci_address),
+            parent_uuid: non_empty(wire.parent_uuid),
             numa_node: wire.numa_node,
             memory_total_bytes: wire.memory_total_bytes,
             memory_used_bytes: wire.memory_used_bytes,
@@ -30,7 +32,7 @@ impl TryFrom<v1::Device> for Device {
             kv_used_bytes: read_figure(wire.kv_used_bytes)?,
             kv_pinned_bytes: read_figure(wire.kv_pinned_bytes)?,
             kv_reclaimable_bytes: read_figure(wire.kv_reclaimable_bytes)?,
-            unhealthy: text(wire.unhealthy),
+            unhealthy: non_empty(wire.unhealthy),
             age_ms: wire.age_ms,
         };
         check_parts(&device)?;
@@ -38,13 +40,13 @@ impl TryFrom<v1::Device> for Device {
     }
 }
 
-/// Checks that no part is larger than its whole.
+/// Checks that no part is larger than its whole, and that percentages are at most 100.
 fn check_parts(device: &Device) -> Result<(), Error> {
-    let engine = device.engine_bytes.map(|figure| figure.value);
+    let engine_bytes = device.engine_bytes.map(|figure| figure.value);
     for (field, part) in [
         ("memory_used_bytes", device.memory_used_bytes),
         ("memory_reserved_bytes", device.memory_reserved_bytes),
-        ("engine_bytes", engine),
+        ("engine_bytes", engine_bytes),
     ] {
         if let (Some(part), Some(total)) = (part, device.memory_total_bytes)
             && part > total
