@@ -1,17 +1,20 @@
-//! Makes the routing blocks of a request's prompt from its body.
+//! Makes the routing blocks of a request's prompt from the request's body.
 //!
-//! Reading a turn only records where in the body the prompt is. Blocks are made when placement asks
-//! for them; a turn that stays on its session's worker never needs them.
+//! A routing block is a hashed part of a prompt (see [`proto::block`]). Placement looks up on which
+//! workers the KV of a prompt's blocks is resident. Reading a turn only records where in the body
+//! the prompt is. Blocks are made when placement asks for them. A turn that stays on its session's
+//! worker usually doesn't need them.
 //!
-//! - `ids`: token ids in the body. They are the engine's own, so their blocks are, too.
-//! - [`model`]: makes the engine's tokens from text and messages if the model's files are known.
-//! - `text`: stands in for a prompt whose tokens can't be made. Its bytes are the tokens, four
-//!   bytes each. Such blocks only match each other, so they find only what workers were given
-//!   before.
-//! - `models`: holds the models and fetches their files from the agents. All else is pure.
+//! - `ids`: prompts that are token ids. The engine uses the same ids, so it has the same blocks.
+//! - [`model`]: prompts of text or messages, if the files of the engine's model are loaded. It
+//!   makes the engine's tokens.
+//! - `text`: other prompts. Four bytes of the body count as one token. No engine reports such
+//!   blocks. They are only compared with those of prompts that this router sent to a worker before.
+//! - `models`: holds the loaded models and fetches their files from the agents. All else is pure.
 //!
-//! Prompts whose KV the engine keeps apart (by adapter, extra key or cache salt) have different
-//! blocks. A turn with several prompts, or with only a delta, has no blocks.
+//! Prompts have different blocks if the engine keeps their KV apart: by adapter, extra key or cache
+//! salt. A turn with several prompts has no blocks, nor has a delta turn, whose body holds only
+//! what is new in its session.
 
 mod ids;
 pub mod model;
@@ -31,8 +34,8 @@ use proto::{
 
 use self::model::Model;
 
-/// Members of a body that make up its prompt or keep its KV apart.
-const KEYS: [&str; 27] = [
+/// Members of a body that make up its prompt, keep its KV apart or change how it is computed.
+const PROMPT_KEYS: [&str; 27] = [
     "input_ids",
     "input_embeds",
     "text",
@@ -61,23 +64,23 @@ const KEYS: [&str; 27] = [
     "echo",
     "return_hidden_states",
 ];
-/// Members with which the engine's tokens are more than those of the text or the ids.
-const MEDIA: [&str; 4] = ["input_embeds", "image_data", "video_data", "audio_data"];
-/// Members with which the engine recomputes resident parts of a prompt, or reports less for them.
-const RECOMPUTES: [&str; 3] = ["logprob_start_len", "echo", "return_hidden_states"];
-/// Members with which the engine builds a prompt that differs from what [`model`] builds.
-const UNSUPPORTED: [&str; 4] = ["reasoning", "thinking", "continue_final_message", "suffix"];
+/// Members that add tokens to those of the text or the ids.
+const MEDIA_KEYS: [&str; 4] = ["input_embeds", "image_data", "video_data", "audio_data"];
+/// Members for whose results the engine computes the prompt again, even where its KV is resident.
+const RECOMPUTE_KEYS: [&str; 3] = ["logprob_start_len", "echo", "return_hidden_states"];
+/// Members that change the engine's prompt in a way that [`model`] doesn't reproduce.
+const UNSUPPORTED_KEYS: [&str; 4] = ["reasoning", "thinking", "continue_final_message", "suffix"];
 
 /// The form of a route's body.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PromptForm {
-    /// SGLang's own route: ids or a text.
+    /// SGLang's own route, with ids or a text.
     Generate,
-    /// OpenAI's completions: ids or a text.
+    /// OpenAI's completions, with ids or a text.
     Completions,
     /// Messages in OpenAI's form.
     Chat,
-    /// Messages in a form that the engine converts first.
+    /// Messages in a form that the engine converts first: OpenAI's responses, Anthropic's messages.
     Other,
 }
 
@@ -94,9 +97,9 @@ impl PromptForm {
         }
     }
 
-    /// Returns the members whose text makes up the prompt, in the order in which templates show
-    /// them.
-    fn texts(self) -> &'static [&'static str] {
+    /// Returns the keys of the members whose text makes up the prompt. They are in the order in
+    /// which templates print them.
+    fn text_keys(self) -> &'static [&'static str] {
         match self {
             Self::Generate => &["text"],
             Self::Completions => &["prompt"],
@@ -106,39 +109,42 @@ impl PromptForm {
     }
 }
 
-/// Where the prompt is in a body. Valid with that body only.
+/// Where in a body the prompt is. Valid with that body only.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Prompt {
-    /// The values of [`KEYS`] in the body, with their byte ranges; nulls are left out.
+    /// The values of [`PROMPT_KEYS`] in the body, with their byte ranges; nulls are left out.
     members: Vec<(&'static str, Range<usize>)>,
 }
 
-/// What is known of the engine for which blocks are made.
+/// The facts about an engine that its blocks depend on.
 #[derive(Debug, Clone, Copy)]
 pub struct Engine<'a> {
     block_tokens: BlockTokens,
     context_tokens: u64,
-    models: &'a [String],
+    /// The names under which the engine serves its model.
+    served_names: &'a [String],
+    /// The tokenizer and template of the engine's model, if loaded.
     model: Option<&'a Model>,
+    /// The current Unix time in seconds; 0 without a model.
     unix_s: u64,
 }
 
 impl<'a> Engine<'a> {
-    /// Creates the engine's entry from the engine's facts. `None` if there are no blocks for the
+    /// Takes what an agent reports about its engine. Returns `None` if there are no blocks for the
     /// engine's page size.
     #[must_use]
     pub fn from_facts(facts: &'a EngineFacts) -> Option<Self> {
         Some(Self {
             block_tokens: BlockTokens::for_page(facts.page_tokens).ok()?,
             context_tokens: facts.context_tokens.into(),
-            models: &facts.models,
+            served_names: &facts.models,
             model: None,
             unix_s: 0,
         })
     }
 
-    /// Adds the model that makes the engine's tokens from text, and the time: some templates show
-    /// the date.
+    /// Adds the model that makes the engine's tokens from text. Also adds the time, because some
+    /// templates show the date.
     #[must_use]
     pub fn with_model(self, model: &'a Model, unix_s: u64) -> Self {
         Self { model: Some(model), unix_s, ..self }
@@ -148,19 +154,19 @@ impl<'a> Engine<'a> {
 /// A prompt as routing blocks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Blocks {
-    /// Number of tokens in the prompt, including those of a last block that isn't full. If the
-    /// blocks aren't exact, it is estimated from the text and at most the engine's context.
+    /// Number of tokens in the prompt, including those after the last full block. If the blocks
+    /// aren't exact, the number is an estimate of at most the engine's context length.
     pub tokens: u64,
     /// Number of tokens in a block.
     pub block_tokens: BlockTokens,
     /// The blocks' hashes, from the beginning of the prompt.
     pub hashes: Vec<BlockHash>,
-    /// Whether agents report the same blocks by these hashes. If not, only `residency::learned` can
-    /// know the blocks.
+    /// Whether agents report these blocks by the same hashes. If not, only this router's record of
+    /// the prompts that it sent (`residency::learned`) can find the blocks.
     pub exact: bool,
 }
 
-/// What separates a prompt's KV in the engine's cache from the KV of equal tokens.
+/// What the engine keeps prompts of equal tokens apart by.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct CacheNamespace {
     lora: Option<String>,
@@ -174,9 +180,9 @@ impl Prompt {
     pub fn find(body: &Object<'_>) -> Self {
         let mut members: Vec<(&'static str, Range<usize>)> = vec![];
         for member in body.members() {
-            let Some(key) = KEYS.iter().find(|key| **key == member.key) else { continue };
+            let Some(key) = PROMPT_KEYS.iter().find(|key| **key == member.key) else { continue };
             // JSON parsers take the last of duplicate members.
-            members.retain(|(before, _)| before != key);
+            members.retain(|(earlier_key, _)| earlier_key != key);
             if member.value.get() != "null" {
                 members.push((key, member.range()));
             }
@@ -184,8 +190,8 @@ impl Prompt {
         Self { members }
     }
 
-    /// Makes the prompt's blocks for one engine. Returns `None` if the turn has no prompt of its
-    /// own, has several, or has one that the engine will refuse.
+    /// Makes the prompt's blocks for one engine. Returns `None` if the body holds no full prompt or
+    /// several prompts, or if the engine will refuse the prompt.
     ///
     /// # Panics
     /// If `body` is not the body in which the prompt was found.
@@ -196,10 +202,9 @@ impl Prompt {
             return None;
         }
         let cache_namespace = self.cache_namespace(form, body, engine)?;
-        let key = if form == PromptForm::Completions { "prompt" } else { "input_ids" };
-        let array = self.get(body, key).filter(|json| json.starts_with('['));
+        let array = self.get(body, ids_key(form)).filter(|json| json.starts_with('['));
         match array.filter(|_| form != PromptForm::Other) {
-            Some(_) if MEDIA.iter().any(|key| self.get(body, key).is_some()) => None,
+            Some(_) if MEDIA_KEYS.iter().any(|key| self.get(body, key).is_some()) => None,
             Some(array) => ids_blocks(array, &cache_namespace, engine),
             None => self
                 .model_blocks(form, body, &cache_namespace, engine)
@@ -207,11 +212,11 @@ impl Prompt {
         }
     }
 
-    /// Returns the prompt's token ids as the engine has them, to compute the prompt before its
-    /// turn.
+    /// Returns the prompt's token ids, with which an agent can have the prompt computed before its
+    /// turn (staged prefill).
     ///
-    /// Returns `None` if the ids can't be known, if the engine keeps the prompt's KV apart by
-    /// anything else, or if the engine will recompute the prompt in the turn anyway.
+    /// Returns `None` if the ids can't be known, or if the turn would not find the computed KV: it
+    /// has an adapter, an extra key or a cache salt, or the engine recomputes its prompt anyway.
     ///
     /// # Panics
     /// If `body` is not the body in which the prompt was found.
@@ -229,7 +234,8 @@ impl Prompt {
         {
             return None;
         }
-        if RECOMPUTES.iter().any(|key| self.get(text, key).is_some_and(|json| json != "false")) {
+        if RECOMPUTE_KEYS.iter().any(|key| self.get(text, key).is_some_and(|json| json != "false"))
+        {
             return None;
         }
         if self.is_text(form, body) {
@@ -241,11 +247,10 @@ impl Prompt {
                 |model, text_prompt| model.token_ids(text_prompt),
             );
         }
-        if MEDIA.iter().any(|key| self.get(text, key).is_some()) {
+        if MEDIA_KEYS.iter().any(|key| self.get(text, key).is_some()) {
             return None;
         }
-        let key = if form == PromptForm::Completions { "prompt" } else { "input_ids" };
-        serde_json::from_str(self.get(text, key)?).ok()
+        serde_json::from_str(self.get(text, ids_key(form))?).ok()
     }
 
     fn model_blocks(
@@ -262,6 +267,8 @@ impl Prompt {
         Some(Blocks { exact: cache_namespace.extra_key.is_none(), ..blocks })
     }
 
+    /// Calls `use_model` with the engine's model and this prompt. Returns `None` if no model is
+    /// loaded, or if the model can't make the engine's tokens for such a request.
     fn with_text_model<T>(
         &self,
         form: PromptForm,
@@ -270,8 +277,8 @@ impl Prompt {
         engine: &Engine<'_>,
         use_model: impl FnOnce(&Model, &model::TextPrompt<'_>) -> Option<T>,
     ) -> Option<T> {
-        let set = |key: &&&str| self.get(body, key).is_some_and(|json| json != "false");
-        if MEDIA.iter().chain(&UNSUPPORTED).any(|key| set(&key)) {
+        let is_set = |key: &&&str| self.get(body, key).is_some_and(|json| json != "false");
+        if MEDIA_KEYS.iter().chain(&UNSUPPORTED_KEYS).any(|key| is_set(&key)) {
             return None;
         }
         let text_prompt = model::TextPrompt {
@@ -291,12 +298,13 @@ impl Prompt {
     #[must_use]
     pub fn is_text(&self, form: PromptForm, body: &[u8]) -> bool {
         let is_array = |key: &str| {
-            let found = self.members.iter().find(|(known, _)| *known == key);
-            found.is_some_and(|(_, range)| body[range.start] == b'[')
+            let member = self.members.iter().find(|(known, _)| *known == key);
+            member.is_some_and(|(_, range)| body[range.start] == b'[')
         };
-        !is_array(if form == PromptForm::Completions { "prompt" } else { "input_ids" })
+        !is_array(ids_key(form))
     }
 
+    /// Makes blocks that count four bytes of text as one token.
     fn text_blocks(
         &self,
         form: PromptForm,
@@ -304,12 +312,14 @@ impl Prompt {
         cache_namespace: &CacheNamespace,
         engine: &Engine<'_>,
     ) -> Option<Blocks> {
-        let texts: Vec<&str> = form.texts().iter().filter_map(|key| self.get(body, key)).collect();
-        let single = matches!(form, PromptForm::Generate | PromptForm::Completions);
-        if texts.is_empty() || single && !texts[0].starts_with('"') {
+        let texts: Vec<&str> =
+            form.text_keys().iter().filter_map(|key| self.get(body, key)).collect();
+        let needs_string = matches!(form, PromptForm::Generate | PromptForm::Completions);
+        if texts.is_empty() || needs_string && !texts[0].starts_with('"') {
             return None;
         }
-        // A mark that no client sets by accident keeps these blocks apart from blocks of ids.
+        // No client sets an extra key with U+0001 by accident. So these blocks never equal blocks
+        // of real tokens.
         let namespace =
             format!("\u{1}{}", cache_namespace.extra_key.as_deref().unwrap_or_default());
         let scheme =
@@ -320,24 +330,24 @@ impl Prompt {
         Some(Blocks { tokens: chain.tokens(), block_tokens, hashes, exact: false })
     }
 
-    /// Returns what separates the prompt's KV from other KV, or `None` if that can't be known or
-    /// the turn has several prompts.
+    /// Returns what the engine keeps the prompt's KV apart by. Returns `None` if a member has an
+    /// unexpected type: it may be a list with a value for each of several prompts.
     fn cache_namespace(
         &self,
         form: PromptForm,
         body: &str,
         engine: &Engine<'_>,
     ) -> Option<CacheNamespace> {
-        let text = |key| match self.get(body, key) {
+        let text_of = |key| match self.get(body, key) {
             None => Some(None),
             Some(json) => serde_json::from_str(json).ok().map(non_empty),
         };
-        let model = if form == PromptForm::Generate { None } else { text("model")? };
-        let adapter = model.and_then(|model| adapter(&model, engine.models));
+        let model = if form == PromptForm::Generate { None } else { text_of("model")? };
+        let adapter = model.and_then(|model| adapter(&model, engine.served_names));
         Some(CacheNamespace {
-            lora: adapter.or(text("lora_path")?),
-            extra_key: text("extra_key")?,
-            cache_salt: text("cache_salt")?,
+            lora: adapter.or(text_of("lora_path")?),
+            extra_key: text_of("extra_key")?,
+            cache_salt: text_of("cache_salt")?,
         })
     }
 
@@ -370,24 +380,30 @@ fn ids_blocks(
         tokens: chain.tokens(),
         block_tokens: engine.block_tokens,
         hashes,
-        // KV events don't contain the extra key, so no agent can tell these blocks from those
-        // without it.
+        // An engine's KV events don't contain the extra key. So agents report these blocks without
+        // it, by other hashes.
         exact: cache_namespace.extra_key.is_none(),
     })
+}
+
+/// Returns the key of the member that may hold the prompt as token ids.
+fn ids_key(form: PromptForm) -> &'static str {
+    if form == PromptForm::Completions { "prompt" } else { "input_ids" }
 }
 
 fn non_empty(text: String) -> Option<String> {
     Some(text).filter(|text| !text.is_empty())
 }
 
-/// Returns the adapter in a model's name, `base:adapter`, as the engine finds it. A served name
-/// that contains a colon is a base as a whole.
+/// Returns the adapter in a model's name, `base:adapter`, as the engine finds it. A name that the
+/// engine serves has no adapter, even if the name contains a colon.
 fn adapter(model: &str, served: &[String]) -> Option<String> {
     if served.iter().any(|name| name == model) {
         return None;
     }
-    let of_served = |name: &String| model.strip_prefix(name.as_str())?.strip_prefix(':');
-    let adapter = served.iter().find_map(of_served).or(model.split_once(':').map(|(_, rest)| rest));
+    let after_served = |name: &String| model.strip_prefix(name.as_str())?.strip_prefix(':');
+    let adapter =
+        served.iter().find_map(after_served).or(model.split_once(':').map(|(_, rest)| rest));
     adapter.and_then(|adapter| non_empty(adapter.trim().to_owned()))
 }
 
@@ -399,7 +415,13 @@ mod tests {
 
     fn engine(models: &[String]) -> Engine<'_> {
         let block_tokens = BlockTokens::for_page(1).unwrap();
-        Engine { block_tokens, context_tokens: 100_000, models, model: None, unix_s: 0 }
+        Engine {
+            block_tokens,
+            context_tokens: 100_000,
+            served_names: models,
+            model: None,
+            unix_s: 0,
+        }
     }
 
     fn blocks(form: PromptForm, body: &str) -> Option<Blocks> {
@@ -567,7 +589,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_body_panics(values in prop::collection::vec((0..KEYS.len(), "\\PC{0,20}", 0..4), 0..6)) {
+        fn no_body_panics(values in prop::collection::vec((0..PROMPT_KEYS.len(), "\\PC{0,20}", 0..4), 0..6)) {
             let members = values.into_iter().map(|(key, text, kind)| {
                 let value = match kind {
                     0 => serde_json::json!(text),
@@ -575,7 +597,7 @@ mod tests {
                     2 => serde_json::json!([{"content": text}]),
                     _ => serde_json::json!(null),
                 };
-                format!("{:?}:{value}", KEYS[key])
+                format!("{:?}:{value}", PROMPT_KEYS[key])
             });
             let body = format!("{{{}}}", members.collect::<Vec<_>>().join(","));
             for form in [PromptForm::Generate, PromptForm::Completions, PromptForm::Chat, PromptForm::Other] {

@@ -1,18 +1,19 @@
-//! Reads token ids from a JSON array straight into a chain, without a list of them.
+//! Hashes a JSON array of token ids into routing blocks, without making a list of the ids.
 //!
-//! It accepts nothing but a flat array of token ids, and gives no details about other input.
+//! A [`Chain`] hashes a prompt's tokens block by block. This module accepts nothing but a flat
+//! array of token ids, and gives no details about other input.
 
 use proto::block::{BlockHash, Chain};
 
-/// Number of ids passed to the chain at once: four blocks, on the stack.
-const BATCH: usize = 256;
+/// Number of ids passed to the chain at once: four blocks of 64 tokens. They are on the stack.
+const BATCH_IDS: usize = 256;
 
-/// The input is not an array of at most `tokens_max` token ids. The chain and the hashes are
-/// invalid.
+/// The input is not an array of at most `tokens_max` token ids. The chain and the hashes that the
+/// call changed are invalid.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct NotIds;
 
-/// Appends an array's ids to a chain, at most `tokens_max` of them.
+/// Appends an array's ids to a chain. Fails if they are more than `tokens_max`.
 pub(super) fn push_ids(
     json: &str,
     tokens_max: u64,
@@ -22,51 +23,52 @@ pub(super) fn push_ids(
     let inner = json.trim_ascii();
     let inner = inner.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')).ok_or(NotIds)?;
     let bytes = inner.trim_ascii().as_bytes();
-    let (mut batch, mut filled, mut left) = ([0; BATCH], 0, tokens_max);
-    let mut at = 0;
-    while at < bytes.len() {
-        let (id, end) = parse_id(bytes, at).ok_or(NotIds)?;
-        left = left.checked_sub(1).ok_or(NotIds)?;
+    let (mut batch, mut filled, mut ids_left) = ([0; BATCH_IDS], 0, tokens_max);
+    let mut offset = 0;
+    while offset < bytes.len() {
+        let (id, id_end) = parse_id(bytes, offset).ok_or(NotIds)?;
+        ids_left = ids_left.checked_sub(1).ok_or(NotIds)?;
         batch[filled] = id;
         filled += 1;
-        if filled == BATCH {
+        if filled == BATCH_IDS {
             chain.push(&batch, hashes);
             filled = 0;
         }
-        at = skip_comma(bytes, end).ok_or(NotIds)?;
+        offset = skip_comma(bytes, id_end).ok_or(NotIds)?;
     }
     chain.push(&batch[..filled], hashes);
     Ok(())
 }
 
-/// Reads a token id. Returns it and where it ends. The text is valid JSON, so signs and leading
-/// zeros are not checked for.
-fn parse_id(bytes: &[u8], mut at: usize) -> Option<(u32, usize)> {
-    let start = at;
+/// Reads the token id that begins at `start`. Returns the id and the offset of its end. The text is
+/// valid JSON, so signs and leading zeros need no check.
+fn parse_id(bytes: &[u8], start: usize) -> Option<(u32, usize)> {
+    let mut end = start;
     let mut id = 0_u64;
-    while let Some(digit) = bytes.get(at).map(|byte| byte.wrapping_sub(b'0')).filter(|&d| d < 10) {
+    while let Some(digit) = bytes.get(end).map(|byte| byte.wrapping_sub(b'0')).filter(|&d| d < 10) {
         id = id * 10 + u64::from(digit);
-        at += 1;
-        // Longer than any u32: return before the number can overflow.
-        if at - start > 10 {
+        end += 1;
+        // No u32 has more than 10 digits. Return before the u64 overflows.
+        if end - start > 10 {
             return None;
         }
     }
-    if at == start { None } else { Some((u32::try_from(id).ok()?, at)) }
+    if end == start { None } else { Some((u32::try_from(id).ok()?, end)) }
 }
 
-/// Returns where the next id begins, or the end of the text.
-fn skip_comma(bytes: &[u8], mut at: usize) -> Option<usize> {
-    let skip = |mut at: usize| {
-        while bytes.get(at).is_some_and(u8::is_ascii_whitespace) {
-            at += 1;
+/// Skips the comma after an id, and whitespace around it. Returns the offset where the next id
+/// begins, or the end of the text. Returns `None` if anything else follows the id.
+fn skip_comma(bytes: &[u8], id_end: usize) -> Option<usize> {
+    let skip_whitespace = |mut offset: usize| {
+        while bytes.get(offset).is_some_and(u8::is_ascii_whitespace) {
+            offset += 1;
         }
-        at
+        offset
     };
-    at = skip(at);
-    match bytes.get(at) {
-        None => Some(at),
-        Some(b',') => Some(skip(at + 1)),
+    let offset = skip_whitespace(id_end);
+    match bytes.get(offset) {
+        None => Some(offset),
+        Some(b',') => Some(skip_whitespace(offset + 1)),
         Some(_) => None,
     }
 }

@@ -1,11 +1,12 @@
-//! One model's tokenizer and chat template, which make the tokens that its engine makes from text.
+//! Makes the same tokens from text or messages as the engines that serve a model.
 //!
-//! It also remembers what it has tokenized of growing conversations.
+//! A [`Model`] has the model's tokenizer and chat template. It also caches what it has tokenized of
+//! growing conversations.
 //!
-//! - `tokens`: the model itself; without the feature `text`, `absent` takes its place.
-//! - `chat`: messages and tools in the form that templates see.
+//! - `tokens`: the [`Model`]. A router built without the feature `text` has `absent` instead.
+//! - `chat`: messages and tools in the form that SGLang passes to templates.
 //! - `template`: a chat template, rendered as Hugging Face renders it.
-//! - `python`: values in the form that Python writes.
+//! - `python`: writes values as Python does.
 
 #[cfg(not(feature = "text"))]
 mod absent;
@@ -28,14 +29,15 @@ pub use self::absent::{AbsentModel as Model, Error};
 pub use self::tokens::{Error, Model};
 use super::{Blocks, PromptForm};
 
-/// A request whose prompt is text or messages, for which a model makes tokens.
+/// A request whose prompt is text or messages, with all that a [`Model`] needs to make its tokens.
 pub(super) struct TextPrompt<'a> {
     pub(super) form: PromptForm,
-    /// Returns a member of the body as JSON.
+    /// Returns the JSON of the body's member with this key.
     pub(super) member: &'a dyn Fn(&str) -> Option<&'a str>,
     pub(super) scheme: Scheme<'a>,
+    /// The engine's context length.
     pub(super) tokens_max: u64,
-    /// The current Unix time in seconds, as some templates show the date.
+    /// The current Unix time in seconds. Some templates show the date.
     pub(super) unix_s: u64,
 }
 

@@ -1,7 +1,8 @@
-//! Holds the models that make tokens from text, one for each set of files that agents describe.
+//! Holds the models (tokenizer and chat template) that make engines' tokens from text.
 //!
-//! One task fetches the files from the agents, one set at a time; turns use the models that are
-//! there. Making tokens takes milliseconds to a second, so it runs on a few threads of its own.
+//! Each agent reports the hash of its model's files. One task fetches each set of files from an
+//! agent and loads it. A turn uses its engine's model if it is loaded, and does without otherwise.
+//! Tokenizing takes from milliseconds to a second, so it runs on blocking threads.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -23,35 +24,39 @@ use crate::fleet::{
     view::View,
 };
 
-/// Maximum number of models. One with 150,000 tokens takes about 100 MiB. The text of further
-/// models is hashed instead of tokenized.
+/// Maximum number of models. A model with 150,000 tokens takes about 100 MiB. Prompts for further
+/// models aren't tokenized: their blocks are made from bytes.
 const MODELS_MAX: usize = 8;
 /// Maximum number of prompts tokenized at once.
 const PROMPTS_AT_ONCE_MAX: usize = 8;
-/// Longest time that a turn waits before its prompt is tokenized. After that, its blocks are made
-/// from the text itself.
+/// Longest time that a turn waits for a permit to tokenize its prompt. After that, its blocks are
+/// made from bytes, without tokens.
 const PERMIT_WAIT_MAX: Duration = Duration::from_millis(50);
-/// Longest time for tokenizing a prompt. 100,000 new tokens take a fifth of it.
+/// Longest time for tokenizing a prompt. 100,000 new tokens take a fifth of this time.
 const TOKENIZE_MAX: Duration = Duration::from_secs(1);
 /// Largest body that is tokenized, in bytes. A transcript of 1M tokens is about 5 MiB of JSON.
 const BODY_BYTES_MAX: usize = 16 << 20;
-/// Most bytes per token of the context: a larger body can't be a prompt that fits.
+/// Most bytes of a body per token of the engine's context. The prompt of a larger body doesn't fit
+/// into the context.
 const BYTES_PER_TOKEN: usize = 16;
-/// Longest time for fetching a model: 64 MiB over a slow link from a slow disk.
+/// Longest time for fetching a model's files. It allows for 64 MiB over a slow link.
 const FETCH_MAX: Duration = Duration::from_secs(120);
-/// Shortest and longest wait before a failed fetch is tried again.
+/// Shortest pause before a failed fetch is tried again. It doubles with each failure.
 const PAUSE_MIN: Duration = Duration::from_secs(1);
+/// Longest pause before a failed fetch is tried again.
 const PAUSE_MAX: Duration = Duration::from_secs(60);
 
-type Hash = [u8; 32];
-type LoadedModels = HashMap<Hash, Arc<Model>>;
-/// The files that agents describe, and the connected agents that have them.
-type Described = BTreeMap<Hash, (ModelFiles, Vec<usize>)>;
+/// The hash of a model's files.
+type FilesHash = [u8; 32];
+type LoadedModels = HashMap<FilesHash, Arc<Model>>;
+/// The sets of files that agents report, each with the connected agents that have it.
+type Described = BTreeMap<FilesHash, (ModelFiles, Vec<usize>)>;
 
 /// The models that are loaded now.
 #[derive(Debug)]
 pub(crate) struct Models {
     loaded: ArcSwap<LoadedModels>,
+    /// A permit for each prompt that is tokenized now.
     permits: Arc<Semaphore>,
 }
 
@@ -61,8 +66,8 @@ impl Models {
         Self { loaded: ArcSwap::default(), permits: Arc::new(Semaphore::new(PROMPTS_AT_ONCE_MAX)) }
     }
 
-    /// Makes a prompt's blocks for the engine described. Uses the engine's model if it is loaded
-    /// and free soon enough.
+    /// Makes a prompt's blocks for the engine in `description`. Uses the engine's model if it is
+    /// loaded and a permit is free soon enough.
     pub(crate) async fn blocks(
         &self,
         prompt: &Prompt,
@@ -88,16 +93,16 @@ impl Models {
             return prompt.blocks(form, body, &Engine::from_facts(engine)?);
         };
         let (prompt, body, engine) = (prompt.clone(), body.clone(), engine.clone());
-        // If it takes too long, the thread runs on and keeps its permit; the turn is placed without
-        // blocks.
+        // If tokenizing takes too long, the turn is placed without blocks. The thread goes on and
+        // keeps its permit.
         run_blocking(permit, move || {
             prompt.blocks(form, &body, &Engine::from_facts(&engine)?.with_model(&model, unix_s()))
         })
         .await
     }
 
-    /// Returns a prompt's token ids as the engine described makes them, if that is possible soon
-    /// enough.
+    /// Returns the token ids that the engine in `description` makes of a prompt. Returns `None` if
+    /// that isn't possible or takes too long.
     pub(crate) async fn token_ids(
         &self,
         prompt: &Prompt,
@@ -120,7 +125,7 @@ impl Models {
         .await
     }
 
-    fn has(&self, hash: &Hash) -> bool {
+    fn has(&self, hash: &FilesHash) -> bool {
         self.loaded.load().contains_key(hash)
     }
 
@@ -133,15 +138,15 @@ impl Models {
         }
     }
 
-    fn insert(&self, hash: Hash, model: Model) {
+    fn insert(&self, hash: FilesHash, model: Model) {
         let mut loaded = LoadedModels::clone(&self.loaded.load());
         loaded.insert(hash, Arc::new(model));
         self.loaded.store(Arc::new(loaded));
     }
 }
 
-/// Runs `make` on a blocking thread. Returns `None` if that fails or takes longer than
-/// [`TOKENIZE_MAX`].
+/// Runs `make` on a blocking thread, which holds the permit. Returns `None` if that fails or takes
+/// longer than [`TOKENIZE_MAX`].
 async fn run_blocking<T: Send + 'static>(
     permit: OwnedSemaphorePermit,
     make: impl FnOnce() -> Option<T> + Send + 'static,
@@ -157,7 +162,7 @@ fn unix_s() -> u64 {
     service::clock::unix_ns() / 1_000_000_000
 }
 
-/// When a failed fetch is tried again, and after how many tries.
+/// The failed fetches of one set of files.
 #[derive(Debug)]
 struct Failure {
     retry_at: Instant,
@@ -165,7 +170,7 @@ struct Failure {
     tries: usize,
 }
 
-/// Fetches the models that agents describe until it is cancelled.
+/// Fetches the models that agents report, until the token is cancelled.
 pub(crate) async fn run(
     models: Arc<Models>,
     view: Arc<View>,
@@ -180,20 +185,23 @@ pub(crate) async fn run(
 }
 
 async fn fetch_forever(models: &Models, view: &View, controls: &[Control]) {
-    let mut failures: HashMap<Hash, Failure> = HashMap::new();
+    let mut failures: HashMap<FilesHash, Failure> = HashMap::new();
     loop {
         let described = described(&view.load());
         models.retain_described(&described);
         failures.retain(|hash, _| described.contains_key(hash));
-        let due = |hash: &Hash| failures.get(hash).is_none_or(|failure| failure.retry_at <= now());
-        let next = described
+        let is_due =
+            |hash: &FilesHash| failures.get(hash).is_none_or(|failure| failure.retry_at <= now());
+        let missing = described
             .iter()
-            .find(|(hash, (_, agents))| !agents.is_empty() && !models.has(hash) && due(hash));
-        let Some((hash, (files, agents))) = next else {
-            // Nothing to fetch. Waits for a change in the view, or for the next retry.
-            let later = now() + Duration::from_secs(3600);
-            let retry_at =
-                failures.values().map(|failure| failure.retry_at).fold(later, Instant::min);
+            .find(|(hash, (_, agents))| !agents.is_empty() && !models.has(hash) && is_due(hash));
+        let Some((hash, (files, agents))) = missing else {
+            // Nothing to fetch. Wait for a change in the view, or for the next retry.
+            let no_retry_until = now() + Duration::from_secs(3600);
+            let retry_at = failures
+                .values()
+                .map(|failure| failure.retry_at)
+                .fold(no_retry_until, Instant::min);
             view.wait_for(retry_at, |view| self::described(view) != described).await;
             continue;
         };
@@ -216,15 +224,17 @@ async fn fetch_forever(models: &Models, view: &View, controls: &[Control]) {
     }
 }
 
+/// Returns the files that agents report, at most [`MODELS_MAX`] sets. The sets with the smallest
+/// hashes count, so that all routers choose the same ones.
 fn described(view: &Snapshot) -> Described {
     let mut described = Described::new();
-    for (at, agent) in view.agents.iter().enumerate() {
+    for (agent_index, agent) in view.agents.iter().enumerate() {
         let facts = agent.facts.as_ref();
         if let Some(files) = facts.and_then(|facts| facts.description.model_files) {
             let (_, agents) = described.entry(files.hash).or_insert_with(|| (files, vec![]));
             // A disconnected agent keeps its model loaded, but files can't be fetched from it.
             if agent.is_up() {
-                agents.push(at);
+                agents.push(agent_index);
             }
         }
     }

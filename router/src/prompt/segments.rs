@@ -1,28 +1,31 @@
-//! Caches the hashes of text segments, so that a growing prompt costs only its new text. Pure.
+//! Caches the block hashes of tokenized text, so that only a prompt's new text is tokenized. Pure.
 //!
-//! A text is cut where its tokens don't depend on the text on the other side. The hashes up to a
-//! cut are stored under a key made of all the text before the cut. The caller makes tokens from
-//! text.
+//! A growing conversation sends the same text again with each turn. [`split_at_marks`] cuts a
+//! prompt's text into segments before certain special tokens, the *marks*. A segment's tokens don't
+//! depend on the text before or after the segment. The cache stores the block hashes of a segment
+//! under a key that identifies all the text up to the segment's end. The caller makes the tokens.
 
 use std::collections::{HashMap, VecDeque};
 
 use proto::block::{BlockHash, Chain};
 use xxhash_rust::xxh3::xxh3_128;
 
-/// Bytes per entry besides its hashes: the entry and its places in the map and in the queue.
+/// Bytes per entry besides its hashes: the entry itself, and its share of the map and of the queue.
 const ENTRY_BYTES: usize = 192;
 
-/// Identifies all the text up to a cut.
+/// Identifies a prompt's text from its beginning to the end of a segment.
 type Key = u128;
 
-/// The cached segments. Those unused for longest are removed first.
+/// The cached segments. If memory is short, the segments that were unused for longest go first.
 #[derive(Debug)]
 pub(super) struct Segments {
     entries: HashMap<Key, Entry>,
-    /// Each entry once, with its value of `used` at the time it was queued.
+    /// Each entry once, with its value of `last_used` at the time it was queued.
     queue: VecDeque<(u64, Key)>,
+    /// Memory of all entries, and its bound.
     bytes: usize,
     bytes_max: usize,
+    /// Number of prompts looked up so far. It serves as a clock.
     now: u64,
 }
 
@@ -32,10 +35,11 @@ struct Entry {
     chain: Chain,
     /// The blocks that became full in this segment.
     hashes: Box<[BlockHash]>,
-    used: u64,
+    /// The value of [`Segments::now`] at the last use.
+    last_used: u64,
 }
 
-/// A prompt, hashed up to a cut.
+/// A prompt's beginning, hashed up to the end of a segment.
 #[derive(Debug, Clone)]
 pub(super) struct HashedPrefix {
     key: Key,
@@ -44,12 +48,14 @@ pub(super) struct HashedPrefix {
 }
 
 impl HashedPrefix {
-    /// Starts at a prompt's beginning. `chain` may already hold the tokens that precede every text.
+    /// Starts at the beginning of a prompt's text. `chain` and `hashes` may hold the tokens that
+    /// precede the text.
     pub(super) fn new(chain: Chain, hashes: Vec<BlockHash>) -> Self {
         let root = [chain.last().0, chain.tokens(), chain.sum()].map(u64::to_le_bytes);
         Self { key: xxh3_128(root.as_flattened()), chain, hashes }
     }
 
+    /// Returns the key of this prefix extended by a segment.
     fn key_after(&self, segment: &str) -> Key {
         let both = [self.key, xxh3_128(segment.as_bytes())].map(u128::to_le_bytes);
         xxh3_128(both.as_flattened())
@@ -61,13 +67,13 @@ impl Segments {
         Self { entries: HashMap::new(), queue: VecDeque::new(), bytes: 0, bytes_max, now: 0 }
     }
 
-    /// Advances the walk over the segments that are cached. Returns their number.
+    /// Extends the prefix by the leading `segments` that are cached. Returns their number.
     pub(super) fn skip_cached(&mut self, prefix: &mut HashedPrefix, segments: &[&str]) -> usize {
         self.now += 1;
-        for (at, segment) in segments.iter().enumerate() {
+        for (cached, segment) in segments.iter().enumerate() {
             let key = prefix.key_after(segment);
-            let Some(entry) = self.entries.get_mut(&key) else { return at };
-            entry.used = self.now;
+            let Some(entry) = self.entries.get_mut(&key) else { return cached };
+            entry.last_used = self.now;
             prefix.key = key;
             prefix.chain = entry.chain;
             prefix.hashes.extend_from_slice(&entry.hashes);
@@ -75,27 +81,30 @@ impl Segments {
         segments.len()
     }
 
-    /// Advances the walk over a segment with these tokens, and caches the segment.
+    /// Extends the prefix by a segment with these tokens, and caches the segment.
     pub(super) fn cache(&mut self, prefix: &mut HashedPrefix, segment: &str, tokens: &[u32]) {
-        let known = prefix.hashes.len();
+        let hashes_before = prefix.hashes.len();
         prefix.key = prefix.key_after(segment);
         prefix.chain.push(tokens, &mut prefix.hashes);
-        let hashes = Box::from(&prefix.hashes[known..]);
-        let entry = Entry { chain: prefix.chain, hashes, used: self.now };
+        let hashes = Box::from(&prefix.hashes[hashes_before..]);
+        let entry = Entry { chain: prefix.chain, hashes, last_used: self.now };
         self.bytes += entry.bytes();
         match self.entries.insert(prefix.key, entry) {
-            Some(same) => self.bytes -= same.bytes(),
+            // Another turn cached the segment meanwhile, so its key is in the queue.
+            Some(replaced) => self.bytes -= replaced.bytes(),
             None => self.queue.push_back((self.now, prefix.key)),
         }
-        self.keep_bound();
+        self.evict_to_bound();
     }
 
-    fn keep_bound(&mut self) {
+    /// Removes entries until they fit into `bytes_max`. An entry that was used since it was queued
+    /// goes to the end of the queue instead.
+    fn evict_to_bound(&mut self) {
         while self.bytes > self.bytes_max {
-            let Some((queued, key)) = self.queue.pop_front() else { return };
-            let used = self.entries[&key].used;
-            if used > queued {
-                self.queue.push_back((used, key));
+            let Some((queued_at, key)) = self.queue.pop_front() else { return };
+            let last_used = self.entries[&key].last_used;
+            if last_used > queued_at {
+                self.queue.push_back((last_used, key));
             } else if let Some(entry) = self.entries.remove(&key) {
                 self.bytes -= entry.bytes();
             }
@@ -107,7 +116,7 @@ impl Segments {
         assert_eq!(self.bytes, self.entries.values().map(Entry::bytes).sum::<usize>());
         assert!(self.bytes <= self.bytes_max);
         assert_eq!(self.queue.len(), self.entries.len());
-        assert!(self.queue.iter().all(|(queued, key)| self.entries[key].used >= *queued));
+        assert!(self.queue.iter().all(|(queued, key)| self.entries[key].last_used >= *queued));
     }
 }
 
@@ -117,26 +126,27 @@ impl Entry {
     }
 }
 
-/// Cuts a text before each of `marks`. No mark may be empty or lie within another.
+/// Cuts a text before each occurrence of a mark. No mark may be empty or be part of another mark.
 pub(super) fn split_at_marks<'a>(text: &'a str, marks: &[String]) -> Vec<&'a str> {
-    let mut firsts: Vec<char> = marks.iter().filter_map(|mark| mark.chars().next()).collect();
-    firsts.sort_unstable();
-    firsts.dedup();
-    let find = |from: usize| match firsts[..] {
+    let mut first_characters: Vec<char> =
+        marks.iter().filter_map(|mark| mark.chars().next()).collect();
+    first_characters.sort_unstable();
+    first_characters.dedup();
+    let find_candidate = |from: usize| match first_characters[..] {
         [] => None,
-        // Searching for a single character is by far the fastest.
-        [one] => text[from..].find(one),
-        _ => text[from..].find(&firsts[..]),
+        // A search for a single character is by far the fastest.
+        [character] => text[from..].find(character),
+        _ => text[from..].find(&first_characters[..]),
     };
     let (mut segments, mut start, mut from) = (vec![], 0, 0);
-    while let Some(at) = find(from).map(|at| from + at) {
-        let mark = marks.iter().find(|mark| text[at..].starts_with(mark.as_str()));
-        if mark.is_some() && at > start {
-            segments.push(&text[start..at]);
-            start = at;
+    while let Some(index) = find_candidate(from).map(|offset| from + offset) {
+        let mark = marks.iter().find(|mark| text[index..].starts_with(mark.as_str()));
+        if mark.is_some() && index > start {
+            segments.push(&text[start..index]);
+            start = index;
         }
-        let first = text[at..].chars().next().map_or(1, char::len_utf8);
-        from = at + mark.map_or(first, String::len);
+        let character_bytes = text[index..].chars().next().map_or(1, char::len_utf8);
+        from = index + mark.map_or(character_bytes, String::len);
     }
     if start < text.len() {
         segments.push(&text[start..]);

@@ -1,20 +1,23 @@
-//! Stands in for the tokens of a text: each four bytes of JSON count as one token.
+//! Hashes a prompt's text into routing blocks without a tokenizer: four bytes count as one token.
 //!
-//! That is about what a tokenizer makes of prose and code. A growing conversation keeps the bytes
-//! before an addition, so its leading blocks stay the same. The JSON was validated before and isn't
-//! parsed here.
+//! A routing block is a hashed part of a prompt (see [`proto::block`]). This module is for prompts
+//! whose real tokens the router can't make. Four bytes per token is about what a tokenizer makes of
+//! prose and code. A growing conversation keeps the bytes that it has, so its leading blocks stay
+//! the same. The text is the JSON of the request's body. The caller has validated the JSON; it
+//! isn't parsed here.
 
 use proto::block::{BlockHash, Chain};
 use xxhash_rust::xxh3::xxh3_64;
 
+/// Bytes that count as one token.
 const TOKEN_BYTES: usize = 4;
 /// Number of tokens passed to the chain at once.
-const BATCH: usize = 256;
-/// The beginning of an image or a file embedded in a message.
-const DATA: &str = "\"data:";
+const BATCH_TOKENS: usize = 256;
+/// The beginning of the JSON string of an embedded image or file: a quote, then a data URL.
+const DATA_URL_START: &str = "\"data:";
 
-/// Appends the texts to the chain, up to `tokens_max` tokens, and ignores the rest. The last text
-/// may grow later.
+/// Appends JSON texts to the chain until it has `tokens_max` tokens, and ignores the rest. A later
+/// request of the same conversation may have a longer last text.
 pub(super) fn push_texts(
     texts: &[&str],
     tokens_max: u64,
@@ -24,36 +27,42 @@ pub(super) fn push_texts(
     let Some((last, before)) = texts.split_last() else { return };
     for text in before {
         push_text(text, tokens_max, chain, hashes);
-        // The digest keeps the end of one text from being taken for the beginning of the next.
+        // The digest marks where the text ends. Without it, two texts would have the same blocks as
+        // one text that joins them.
         push_bytes(&xxh3_64(text.as_bytes()).to_le_bytes(), tokens_max, chain, hashes);
     }
-    // The trailing characters are left out, as further messages or text replace them.
-    let grows = last.trim_end_matches([']', '"', ' ', '\t', '\n', '\r']);
-    push_text(grows, tokens_max, chain, hashes);
+    // When the last text grows, new messages or characters replace its closing brackets and quotes.
+    let lasting = last.trim_end_matches([']', '"', ' ', '\t', '\n', '\r']);
+    push_text(lasting, tokens_max, chain, hashes);
 }
 
+/// Appends one text, with a digest in place of each data URL: an image costs far fewer tokens than
+/// its bytes.
 fn push_text(mut text: &str, tokens_max: u64, chain: &mut Chain, hashes: &mut Vec<BlockHash>) {
-    while let Some(at) = text.find(DATA) {
-        push_bytes(&text.as_bytes()[..at], tokens_max, chain, hashes);
-        let data = &text[at + 1..];
-        // A data URL contains no escaped quotes. An unclosed one ends the text.
-        let end = data.find('"').unwrap_or(data.len());
-        let digest = xxh3_64(&data.as_bytes()[..end]).to_le_bytes();
+    while let Some(quote_index) = text.find(DATA_URL_START) {
+        push_bytes(&text.as_bytes()[..quote_index], tokens_max, chain, hashes);
+        let after_quote = &text[quote_index + 1..];
+        // A data URL contains no quotes. A data URL without a closing quote goes on to the end of
+        // the text.
+        let url_bytes = after_quote.find('"').unwrap_or(after_quote.len());
+        let digest = xxh3_64(&after_quote.as_bytes()[..url_bytes]).to_le_bytes();
         push_bytes(&digest, tokens_max, chain, hashes);
-        text = &data[end..];
+        text = &after_quote[url_bytes..];
     }
     push_bytes(text.as_bytes(), tokens_max, chain, hashes);
 }
 
-/// Appends whole tokens only. The last bytes are left out, as they change when the text grows.
+/// Appends bytes as tokens. Leaves out up to three bytes at the end that don't fill a token: the
+/// token would change when the text grows.
 fn push_bytes(bytes: &[u8], tokens_max: u64, chain: &mut Chain, hashes: &mut Vec<BlockHash>) {
-    let left = usize::try_from(tokens_max.saturating_sub(chain.tokens())).unwrap_or(usize::MAX);
+    let tokens_left =
+        usize::try_from(tokens_max.saturating_sub(chain.tokens())).unwrap_or(usize::MAX);
     let (tokens, _) = bytes.as_chunks::<TOKEN_BYTES>();
-    for some in tokens[..left.min(tokens.len())].chunks(BATCH) {
-        let mut batch = [0; BATCH];
-        for (token, bytes) in batch.iter_mut().zip(some) {
+    for part in tokens[..tokens_left.min(tokens.len())].chunks(BATCH_TOKENS) {
+        let mut batch = [0; BATCH_TOKENS];
+        for (token, bytes) in batch.iter_mut().zip(part) {
             *token = u32::from_le_bytes(*bytes);
         }
-        chain.push(&batch[..some.len()], hashes);
+        chain.push(&batch[..part.len()], hashes);
     }
 }

@@ -1,9 +1,11 @@
-//! Stands in for the model in a router without the feature `text`, which can't tokenize text.
+//! Stands in for the model in a router that is built without the feature `text`.
+//!
+//! Such a router can't tokenize text.
 
 use super::{Blocks, TextPrompt};
 use crate::fleet::tokenizer_files::TokenizerFiles;
 
-/// A model; without the feature `text` there can't be one.
+/// A model. Without the feature `text`, no value of this type exists.
 #[derive(Debug)]
 pub enum AbsentModel {}
 

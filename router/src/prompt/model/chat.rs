@@ -1,14 +1,16 @@
-//! Reads a request's messages and tools into the form that SGLang passes to a template.
+//! Reads a request's messages and tools into the form that SGLang passes to a chat template.
 //!
-//! That form has the members that SGLang knows, in its order, with what its reader adds. Requests
-//! that SGLang would treat in a special way are refused here; then the chat isn't tokenized.
+//! SGLang keeps only the members that it knows, brings them into its own order and adds defaults. A
+//! template may print them all, so this module does the same. It reads no request that SGLang would
+//! treat in a special way. The router then doesn't tokenize that request.
 
 use minijinja::Value;
 use serde::Deserialize;
 
 /// Name of the template variable that holds the Unix time in seconds.
 pub(super) const UNIX_S: &str = "berth_unix_s";
-/// Names that the template call sets itself, so that a request must not set them.
+/// Names of template variables that a request must not set, because the call of the template sets
+/// them.
 const RESERVED: [&str; 9] = [
     UNIX_S,
     "messages",
@@ -27,6 +29,7 @@ pub(super) struct Request<'a> {
     pub(super) messages: &'a str,
     pub(super) tools: Option<&'a str>,
     pub(super) tool_choice: Option<&'a str>,
+    /// The member `chat_template_kwargs`: variables for the template.
     pub(super) values: Option<&'a str>,
     pub(super) reasoning_effort: Option<&'a str>,
 }
@@ -36,6 +39,7 @@ pub(super) struct Request<'a> {
 pub(super) struct Chat {
     messages: Vec<Value>,
     tools: Option<Vec<Value>>,
+    /// The variables that the request adds, by name.
     values: Vec<(String, Value)>,
 }
 
@@ -54,7 +58,7 @@ struct Message {
     reasoning_content: Option<String>,
     #[serde(default)]
     tool_calls: Option<Vec<ToolCall>>,
-    /// Messages with tools of their own are not supported here.
+    /// A message with its own tools isn't supported here.
     #[serde(default)]
     tools: Option<Value>,
     #[serde(default)]
@@ -102,19 +106,20 @@ struct Tool {
 }
 
 impl Request<'_> {
-    /// Reads the request. Returns `None` if SGLang would refuse it, or treats it in a way not
-    /// supported here.
+    /// Reads the request. Returns `None` if SGLang would refuse the request, or treats it in a way
+    /// that isn't supported here. `takes_parts`: see [`super::template::Template::takes_parts`].
     pub(super) fn read(&self, takes_parts: bool) -> Option<Chat> {
         let messages: Vec<Message> = serde_json::from_str(self.messages).ok()?;
         let count = messages.len();
         let messages = messages.into_iter().enumerate();
         let messages = messages
-            .map(|(at, message)| message.value(takes_parts, at + 1 == count))
+            .map(|(index, message)| message.to_template(takes_parts, index + 1 == count))
             .collect::<Option<_>>()?;
         Some(Chat { messages, tools: self.tools()?, values: self.values()? })
     }
 
-    /// Returns the tools that the template sees; `Some(None)` if it sees none.
+    /// Returns the tools that the template sees. `None` as for [`Self::read`]; `Some(None)` if the
+    /// template sees no tools.
     fn tools(&self) -> Option<Option<Vec<Value>>> {
         let Some(tools) = self.tools else { return Some(None) };
         let choice: Value = match self.tool_choice {
@@ -122,23 +127,25 @@ impl Request<'_> {
             Some(choice) => serde_json::from_str(choice).ok()?,
         };
         let tools: Vec<Tool> = serde_json::from_str(tools).ok()?;
-        let chosen = match choice.as_str() {
+        let chosen_name = match choice.as_str() {
             Some("none") => return Some(None),
             Some(_) => None,
             None => Some(choice.get_attr("function").ok()?.get_attr("name").ok()?),
         };
-        let named = |tool: &Tool| {
+        let is_chosen = |tool: &Tool| {
             let name = tool.function.get_attr("name").ok();
-            chosen.as_ref().is_none_or(|chosen| name.as_ref() == Some(chosen))
+            chosen_name.as_ref().is_none_or(|chosen| name.as_ref() == Some(chosen))
         };
-        let tools: Option<Vec<Value>> = tools.into_iter().filter(named).map(Tool::value).collect();
+        let tools: Option<Vec<Value>> =
+            tools.into_iter().filter(is_chosen).map(Tool::to_template).collect();
         tools.map(|tools| Some(tools).filter(|tools| !tools.is_empty()))
     }
 
-    /// Returns the variables that the request adds to the template's.
+    /// Returns the variables that the request adds to the template's own. `None` as for
+    /// [`Self::read`].
     fn values(&self) -> Option<Vec<(String, Value)>> {
         let mut values = vec![];
-        let effort: Option<Value> =
+        let request_effort: Option<Value> =
             self.reasoning_effort.map(serde_json::from_str).transpose().ok()?;
         let given: Option<Value> = self.values.map(serde_json::from_str).transpose().ok()?;
         if let Some(given) = given {
@@ -154,14 +161,15 @@ impl Request<'_> {
             .iter()
             .find(|(name, _)| name == "reasoning_effort")
             .map(|(_, value)| value.clone())
-            .or(effort);
+            .or(request_effort);
         if let Some(effort) = effort {
-            let thinks = effort.as_str() != Some("none");
-            // Only the request's own effort sets whether to think; explicit values take precedence.
+            let has_thinking = effort.as_str() != Some("none");
+            // A request with the member `reasoning_effort` also sets these two variables, unless it
+            // gives them itself.
             if self.reasoning_effort.is_some() {
                 for name in ["thinking", "enable_thinking"] {
                     if !values.iter().any(|(known, _)| known == name) {
-                        values.push((name.to_owned(), Value::from(thinks)));
+                        values.push((name.to_owned(), Value::from(has_thinking)));
                     }
                 }
             }
@@ -185,7 +193,8 @@ impl Chat {
         self.values.iter().cloned()
     }
 
-    /// Returns the chat with each tool's function in place of the tool.
+    /// Returns the chat with each tool replaced by its member `function`. Some templates expect
+    /// that.
     pub(super) fn with_bare_tools(&self) -> Self {
         let bare = |tool: &Value| tool.get_attr("function").unwrap_or_default();
         Self {
@@ -197,20 +206,21 @@ impl Chat {
 }
 
 impl Message {
-    fn value(self, takes_parts: bool, is_last: bool) -> Option<Value> {
+    /// Returns the message in the template's form. `None` if it isn't supported.
+    fn to_template(self, takes_parts: bool, is_last: bool) -> Option<Value> {
         if self.tools.is_some() || self.prefix == Some(true) {
             return None;
         }
-        let user = self.role == "user";
-        let role = if user { self.role } else { self.role.to_lowercase() };
-        let parts = matches!(self.content, Some(Content::Parts(_)));
+        let is_user = self.role == "user";
+        let role = if is_user { self.role } else { self.role.to_lowercase() };
+        let has_parts = matches!(self.content, Some(Content::Parts(_)));
         let content = match self.content {
-            None if user => return None,
+            None if is_user => return None,
             None => Value::from(""),
             Some(Content::Text(text)) => Value::from(text),
             Some(Content::Parts(parts)) => {
                 let texts: Option<Vec<String>> = parts.into_iter().map(Part::text).collect();
-                // The parts of a tool's message are joined to one text for every template.
+                // SGLang joins the parts of a tool's message to one text for every template.
                 if takes_parts && role != "tool" {
                     texts?.into_iter().map(text_part).collect()
                 } else {
@@ -218,16 +228,17 @@ impl Message {
                 }
             }
         };
-        if is_last && role == "assistant" && !parts {
-            // SGLang presents an assistant message at the end as the user's.
+        if is_last && role == "assistant" && !has_parts {
+            // SGLang gives the template an assistant message at the end as a user's message.
             return Some(map([("role", Value::from("user")), ("content", content)]));
         }
         let mut members = vec![("role", Value::from(role))];
-        let content_last = parts && takes_parts;
-        if !content_last {
+        // In SGLang's own form, a list of parts follows the other members.
+        let content_comes_last = has_parts && takes_parts;
+        if !content_comes_last {
             members.push(("content", content.clone()));
         }
-        if !user {
+        if !is_user {
             let texts = [
                 ("tool_call_id", self.tool_call_id),
                 ("name", self.name),
@@ -237,14 +248,14 @@ impl Message {
             members.extend(
                 texts.into_iter().filter_map(|(key, text)| Some((key, Value::from(text?)))),
             );
-            let assistant = members[0].1.as_str() == Some("assistant");
+            let is_assistant = members[0].1.as_str() == Some("assistant");
             if let Some(calls) = self.tool_calls {
                 let calls: Option<Vec<Value>> =
-                    calls.into_iter().map(|call| call.value(assistant)).collect();
+                    calls.into_iter().map(|call| call.to_template(is_assistant)).collect();
                 members.push(("tool_calls", calls?.into_iter().collect()));
             }
         }
-        if content_last {
+        if content_comes_last {
             members.push(("content", content));
         }
         Some(map(members))
@@ -263,12 +274,14 @@ fn text_part(text: String) -> Value {
 }
 
 impl ToolCall {
-    fn value(self, of_assistant: bool) -> Option<Value> {
+    /// Returns the call in the template's form. `is_assistant`: whether an assistant's message
+    /// makes the call.
+    fn to_template(self, is_assistant: bool) -> Option<Value> {
         let arguments = match self.function.arguments {
             // SGLang parses the arguments of an assistant's call, so that templates see an object.
-            Some(text) if of_assistant && text.as_str().is_some() => {
-                let read: Value = serde_json::from_str(text.as_str()?).ok()?;
-                (read.kind() == minijinja::value::ValueKind::Map).then_some(read)?
+            Some(text) if is_assistant && text.as_str().is_some() => {
+                let parsed: Value = serde_json::from_str(text.as_str()?).ok()?;
+                (parsed.kind() == minijinja::value::ValueKind::Map).then_some(parsed)?
             }
             arguments => arguments.unwrap_or(Value::from(())),
         };
@@ -284,7 +297,7 @@ impl ToolCall {
 
 impl Tool {
     /// Returns the tool with the members that SGLang's reader adds.
-    fn value(self) -> Option<Value> {
+    fn to_template(self) -> Option<Value> {
         let known = ["description", "name", "parameters", "strict", "defer_loading"];
         let always = ["description", "name", "parameters"];
         let function = &self.function;

@@ -1,4 +1,7 @@
-//! Writes values as Python does, because chat templates expect Python's `str()` and `json.dumps`.
+//! Writes template values as Python's `str()` and `json.dumps` do.
+//!
+//! Chat templates are written for Python. A prompt with values in another form has other tokens
+//! than the engine's.
 
 use std::fmt::Write as _;
 
@@ -7,7 +10,7 @@ use minijinja::{
     value::{ValueKind, ValueKind as Kind},
 };
 
-/// Greatest nesting depth that is written; templates print nothing deeper.
+/// Greatest nesting depth. Templates print nothing deeper, and the recursion needs a bound.
 const DEPTH_MAX: usize = 128;
 
 /// Returns what `str(value)` returns in Python.
@@ -25,20 +28,32 @@ pub(super) fn json(value: &Value, indent: Option<usize>) -> Option<String> {
     format_value(value, &Style { indent, ..Style::JSON })
 }
 
-/// The differences between `str()` and `json.dumps`.
+/// How values are written: the differences between `str()` and `json.dumps`.
 struct Style {
     none: &'static str,
-    truth: [&'static str; 2],
-    quote: fn(&mut String, &str),
+    /// The words for false and true.
+    bools: [&'static str; 2],
+    write_string: fn(&mut String, &str),
+    /// Spaces per level. `None` writes everything on one line.
     indent: Option<usize>,
-    json: bool,
+    is_json: bool,
 }
 
 impl Style {
-    const REPR: Self =
-        Self { none: "None", truth: ["False", "True"], quote: repr, indent: None, json: false };
-    const JSON: Self =
-        Self { none: "null", truth: ["false", "true"], quote, indent: None, json: true };
+    const REPR: Self = Self {
+        none: "None",
+        bools: ["False", "True"],
+        write_string: write_repr,
+        indent: None,
+        is_json: false,
+    };
+    const JSON: Self = Self {
+        none: "null",
+        bools: ["false", "true"],
+        write_string: write_json_string,
+        indent: None,
+        is_json: true,
+    };
 }
 
 fn format_value(value: &Value, style: &Style) -> Option<String> {
@@ -53,25 +68,25 @@ fn write_value(out: &mut String, value: &Value, style: &Style, depth: usize) -> 
     }
     match value.kind() {
         Kind::None => out.push_str(style.none),
-        Kind::Undefined if style.json => return None,
-        Kind::Bool => out.push_str(style.truth[usize::from(value.is_true())]),
-        Kind::Number => out.push_str(&number(value)),
-        Kind::String => (style.quote)(out, value.as_str()?),
+        Kind::Undefined if style.is_json => return None,
+        Kind::Bool => out.push_str(style.bools[usize::from(value.is_true())]),
+        Kind::Number => out.push_str(&format_number(value)),
+        Kind::String => (style.write_string)(out, value.as_str()?),
         Kind::Seq | Kind::Iterable => {
             let items = value.try_iter().ok()?;
-            list(out, "[]", items, style, depth, |out, item| {
+            write_list(out, "[]", items, style, depth, |out, item| {
                 write_value(out, &item, style, depth + 1)
             })?;
         }
         Kind::Map => {
             let keys = value.try_iter().ok()?;
-            list(out, "{}", keys, style, depth, |out, key| {
-                let of_json = |key: &Value| match key.kind() {
+            write_list(out, "{}", keys, style, depth, |out, key| {
+                let json_key = |key: &Value| match key.kind() {
                     ValueKind::String => key.to_string(),
                     _ => json(key, None).unwrap_or_default(),
                 };
-                if style.json {
-                    (style.quote)(out, &of_json(&key));
+                if style.is_json {
+                    (style.write_string)(out, &json_key(&key));
                 } else {
                     write_value(out, &key, style, depth + 1)?;
                 }
@@ -84,45 +99,46 @@ fn write_value(out: &mut String, value: &Value, style: &Style, depth: usize) -> 
     Some(())
 }
 
-fn list(
+/// Writes a list or a mapping. `write_item` writes what stands between two commas.
+fn write_list(
     out: &mut String,
     brackets: &str,
     items: impl Iterator<Item = Value>,
     style: &Style,
     depth: usize,
-    mut item: impl FnMut(&mut String, Value) -> Option<()>,
+    mut write_item: impl FnMut(&mut String, Value) -> Option<()>,
 ) -> Option<()> {
-    let line = |out: &mut String, depth: usize| {
+    let new_line = |out: &mut String, depth: usize| {
         if let Some(indent) = style.indent {
             let _ = write!(out, "\n{:1$}", "", indent * depth);
         }
     };
     out.push_str(&brackets[..1]);
-    let mut any = false;
+    let mut is_started = false;
     for value in items {
-        if any {
+        if is_started {
             out.push_str(if style.indent.is_some() { "," } else { ", " });
         }
-        any = true;
-        line(out, depth + 1);
-        item(out, value)?;
+        is_started = true;
+        new_line(out, depth + 1);
+        write_item(out, value)?;
     }
-    if any {
-        line(out, depth);
+    if is_started {
+        new_line(out, depth);
     }
     out.push_str(&brackets[1..]);
     Some(())
 }
 
-/// Writes a number as Python does: integers as they are, floats by the shortest digits, with an
-/// exponent where Python uses one.
-fn number(value: &Value) -> String {
+/// Returns a number as Python writes it. A float has the fewest digits that identify it, and
+/// an exponent where Python uses one.
+fn format_number(value: &Value) -> String {
     if value.is_integer() {
         return value.to_string();
     }
     let Ok(float) = f64::try_from(value.clone()) else { return value.to_string() };
-    let size = float.abs();
-    if size == 0.0 || (1e-4..1e16).contains(&size) || !float.is_finite() {
+    let magnitude = float.abs();
+    if magnitude == 0.0 || (1e-4..1e16).contains(&magnitude) || !float.is_finite() {
         return format!("{float:?}").replace("inf", "Infinity");
     }
     let text = format!("{float:e}");
@@ -131,7 +147,7 @@ fn number(value: &Value) -> String {
     format!("{digits}e{sign}{exponent:0>2}")
 }
 
-fn quote(out: &mut String, text: &str) {
+fn write_json_string(out: &mut String, text: &str) {
     out.push('"');
     for character in text.chars() {
         match character {
@@ -151,9 +167,10 @@ fn quote(out: &mut String, text: &str) {
     out.push('"');
 }
 
-fn repr(out: &mut String, text: &str) {
-    let mark = if text.contains('\'') && !text.contains('"') { '"' } else { '\'' };
-    out.push(mark);
+/// Writes a text as Python's `repr()` does.
+fn write_repr(out: &mut String, text: &str) {
+    let quote = if text.contains('\'') && !text.contains('"') { '"' } else { '\'' };
+    out.push(quote);
     for character in text.chars() {
         match character {
             '\\' => out.push_str("\\\\"),
@@ -163,12 +180,12 @@ fn repr(out: &mut String, text: &str) {
             '\0'..='\u{1f}' | '\u{7f}' => {
                 let _ = write!(out, "\\x{:02x}", u32::from(character));
             }
-            _ if character == mark => {
+            _ if character == quote => {
                 out.push('\\');
                 out.push(character);
             }
             _ => out.push(character),
         }
     }
-    out.push(mark);
+    out.push(quote);
 }

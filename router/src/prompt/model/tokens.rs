@@ -1,7 +1,8 @@
-//! One model, which makes routing blocks from text.
+//! Makes a prompt's routing blocks or token ids from text, with one model's tokenizer and template.
 //!
-//! It holds the tokenizer, the template, the marks at which texts can be cut, and what was
-//! tokenized before. Of requests it knows only their members.
+//! The tokens are those that the model's engine makes. A [`Model`] cuts a text into segments at
+//! *marks*, special tokens such as `<|im_start|>`, and caches the blocks of the segments. So it
+//! tokenizes only the new text of a growing conversation.
 
 #[cfg(test)]
 mod tests;
@@ -17,15 +18,16 @@ use crate::{
     prompt::segments::{HashedPrefix, Segments, split_at_marks},
 };
 
-/// Memory for what was tokenized, per model: conversations of 200 million tokens in messages of
-/// 200.
+/// Memory for cached segments, per model. It holds conversations of 200 million tokens if a message
+/// has 200 tokens.
 const SEGMENTS_BYTES_MAX: usize = 256 << 20;
-/// New bytes tokenized per prompt, about a second's work. The text after them isn't tokenized.
+/// The most new bytes tokenized per prompt, which take about a second. The tokens of the text after
+/// them are estimated.
 const NEW_BYTES_MAX: usize = 2 << 20;
 /// Estimated bytes per token of text that isn't tokenized.
 const TOKEN_BYTES: u64 = 4;
-/// Tokens with a role that templates and tokenizers know by name.
-const ROLES: [&str; 7] =
+/// Names of the special tokens that templates and tokenizers know by name.
+const SPECIAL_TOKEN_NAMES: [&str; 7] =
     ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
 
 /// Why a model's files can't be used.
@@ -47,11 +49,12 @@ pub enum Error {
 pub struct Model {
     tokenizer: Tokenizer,
     template: Option<Template>,
-    /// Tokens before which texts are cut.
+    /// Special tokens before which a text can be cut.
     marks: Vec<String>,
-    /// Tokens that precede a text that isn't a chat.
+    /// Tokens that the engine puts before a text that isn't a chat.
     leading_tokens: Vec<u32>,
-    /// A leaf lock. Held for look-ups, not while text is tokenized.
+    /// The cached segments. No other lock is taken while this one is held. It is held for look-ups,
+    /// and not while text is tokenized.
     segments: Mutex<Segments>,
 }
 
@@ -68,14 +71,16 @@ impl Model {
             [] => Value::Null,
             config => serde_json::from_slice(config).map_err(Error::Config)?,
         };
-        let roles: Vec<(&str, String)> =
-            ROLES.iter().filter_map(|role| Some((*role, content(config.get(role)?)?))).collect();
-        add_missing(&mut tokenizer, &config, &roles).map_err(Error::Tokenizer)?;
+        let special_tokens: Vec<(&str, String)> = SPECIAL_TOKEN_NAMES
+            .iter()
+            .filter_map(|name| Some((*name, token_text(config.get(name)?)?)))
+            .collect();
+        add_missing_tokens(&mut tokenizer, &config, &special_tokens).map_err(Error::Tokenizer)?;
         let leading_tokens =
-            leading_tokens(&tokenizer, &config, &roles).map_err(Error::Tokenizer)?;
+            leading_tokens(&tokenizer, &config, &special_tokens).map_err(Error::Tokenizer)?;
         let template = files.template.as_deref();
-        let marks = marks(&tokenizer, template.unwrap_or_default(), &roles);
-        let template = template.map(|source| Template::new(source, &roles)).transpose();
+        let marks = find_marks(&tokenizer, template.unwrap_or_default(), &special_tokens);
+        let template = template.map(|source| Template::new(source, &special_tokens)).transpose();
         Ok(Self {
             tokenizer,
             template: template.map_err(Error::Template)?,
@@ -92,8 +97,8 @@ impl Model {
         self.text_blocks(&text, leading_tokens, text_prompt)
     }
 
-    /// Makes a request's token ids, without reusing earlier results. Returns `None` if
-    /// [`Self::blocks`] does, or if the text is too long.
+    /// Makes a request's token ids, without the cache. Returns `None` if the prompt can't be made
+    /// as the engine makes it, or has more than [`NEW_BYTES_MAX`] bytes.
     pub(in crate::prompt) fn token_ids(&self, text_prompt: &TextPrompt<'_>) -> Option<Vec<u32>> {
         let (text, leading_tokens) = self.text(text_prompt)?;
         if text.len() > NEW_BYTES_MAX {
@@ -110,7 +115,7 @@ impl Model {
     fn text(&self, text_prompt: &TextPrompt<'_>) -> Option<(String, &[u32])> {
         match text_prompt.form {
             PromptForm::Generate | PromptForm::Completions => {
-                let json = (text_prompt.member)(text_prompt.form.texts().first()?)?;
+                let json = (text_prompt.member)(text_prompt.form.text_keys().first()?)?;
                 Some((serde_json::from_str(json).ok()?, &self.leading_tokens))
             }
             PromptForm::Chat => {
@@ -130,7 +135,8 @@ impl Model {
     fn render(&self, request: &Request<'_>, unix_s: u64) -> Option<String> {
         let template = self.template.as_ref()?;
         let chat = request.read(template.takes_parts())?;
-        // Like the engine: if rendering fails, try again with each tool's bare function.
+        // The engine does the same: if rendering fails, it tries again with each tool's bare
+        // function.
         template
             .render(&chat, unix_s)
             .or_else(|_| template.render(&chat.with_bare_tools(), unix_s))
@@ -149,35 +155,39 @@ impl Model {
         chain.push(leading_tokens, &mut hashes);
         let mut prefix = HashedPrefix::new(chain, hashes);
         let segments = split_at_marks(text, &self.marks);
-        let known = self.segments.lock().skip_cached(&mut prefix, &segments);
-        let (mut new_bytes, mut left_bytes) = (0, 0);
-        for segment in &segments[known..] {
+        let cached = self.segments.lock().skip_cached(&mut prefix, &segments);
+        let (mut new_bytes, mut untokenized_bytes) = (0, 0);
+        for segment in &segments[cached..] {
             new_bytes += segment.len();
-            if left_bytes > 0 || new_bytes > NEW_BYTES_MAX || prefix.chain.tokens() > tokens_max {
-                left_bytes += segment.len() as u64;
+            if untokenized_bytes > 0
+                || new_bytes > NEW_BYTES_MAX
+                || prefix.chain.tokens() > tokens_max
+            {
+                untokenized_bytes += segment.len() as u64;
                 continue;
             }
             let tokens = self.tokenizer.encode_fast(*segment, false).ok()?;
             self.segments.lock().cache(&mut prefix, segment, tokens.get_ids());
         }
-        let tokens = prefix.chain.tokens() + left_bytes / TOKEN_BYTES;
+        let tokens = prefix.chain.tokens() + untokenized_bytes / TOKEN_BYTES;
         let (block_tokens, hashes) = (text_prompt.scheme.block_tokens, prefix.hashes);
-        // The engine refuses a longer prompt, which then leaves no KV.
+        // The engine refuses a longer prompt, so such a prompt leaves no KV.
         (tokens <= tokens_max).then_some(Blocks { tokens, block_tokens, hashes, exact: true })
     }
 }
 
-/// Returns the text of a token in a config: the string itself or an object's `content`.
-fn content(token: &Value) -> Option<String> {
+/// Returns the text of a token in a config: the string itself, or the object's `content`.
+fn token_text(token: &Value) -> Option<String> {
     let text = token.as_str().or_else(|| token.get("content")?.as_str())?;
     Some(text.to_owned()).filter(|text| !text.is_empty())
 }
 
-/// Adds the tokens that only the config has, in the engine's order: by id, then by role.
-fn add_missing(
+/// Adds the tokens that the config has and the tokenizer lacks. The order is the engine's, because
+/// it sets their ids: first the listed tokens by id, then the special tokens.
+fn add_missing_tokens(
     tokenizer: &mut Tokenizer,
     config: &Value,
-    roles: &[(&str, String)],
+    special_tokens: &[(&str, String)],
 ) -> tokenizers::Result<()> {
     let listed = config.get("added_tokens_decoder").and_then(Value::as_object);
     let mut tokens: Vec<(u64, AddedToken)> = listed
@@ -188,42 +198,52 @@ fn add_missing(
         })
         .collect();
     tokens.sort_by_key(|(id, _)| *id);
-    let by_role = roles.iter().map(|(_, text)| AddedToken::from(text.as_str(), true));
-    for token in tokens.into_iter().map(|(_, token)| token).chain(by_role) {
-        let known = tokenizer.get_added_vocabulary().get_vocab().contains_key(&token.content);
-        if !known {
+    let named = special_tokens.iter().map(|(_, text)| AddedToken::from(text.as_str(), true));
+    for token in tokens.into_iter().map(|(_, token)| token).chain(named) {
+        let vocabulary = tokenizer.get_added_vocabulary().get_vocab();
+        if !vocabulary.contains_key(&token.content) {
             tokenizer.add_tokens([token])?;
         }
     }
     Ok(())
 }
 
-/// Returns the tokens that precede every text: by the config if it says so, else by the tokenizer.
+/// Returns the tokens that the engine puts before every text.
+///
+/// The config decides if it has `add_bos_token` or `add_eos_token`, or if the tokenizer has no
+/// post-processor. Otherwise the tokens are what the tokenizer adds before a sample text.
 fn leading_tokens(
     tokenizer: &Tokenizer,
     config: &Value,
-    roles: &[(&str, String)],
+    special_tokens: &[(&str, String)],
 ) -> tokenizers::Result<Vec<u32>> {
     let settings = ["add_bos_token", "add_eos_token"].map(|key| config.get(key));
     if settings.iter().any(Option::is_some) || tokenizer.get_post_processor().is_none() {
-        let adds = settings[0].and_then(Value::as_bool) == Some(true);
-        let bos = roles.iter().find(|(role, _)| adds && *role == "bos_token");
+        let adds_bos = settings[0].and_then(Value::as_bool) == Some(true);
+        let bos = special_tokens.iter().find(|(name, _)| adds_bos && *name == "bos_token");
         return Ok(bos.and_then(|(_, text)| tokenizer.token_to_id(text)).into_iter().collect());
     }
     let whole = tokenizer.encode("a", true)?;
     let bare = tokenizer.encode("a", false)?;
     let (whole, bare) = (whole.get_ids(), bare.get_ids());
-    let at = whole.windows(bare.len().max(1)).position(|some| some == bare);
-    Ok(whole[..at.unwrap_or(0)].to_vec())
+    let bare_start = whole.windows(bare.len().max(1)).position(|window| window == bare);
+    Ok(whole[..bare_start.unwrap_or(0)].to_vec())
 }
 
-/// Returns the tokens at which a text can be cut.
+/// Returns the marks: the tokens before which a text can be cut.
 ///
-/// The tokenizer finds such a token wherever it stands, whatever surrounds it, and the text before
-/// it has the same tokens with and without it. Only tokens that the template writes are used.
-fn marks(tokenizer: &Tokenizer, template: &str, roles: &[(&str, String)]) -> Vec<String> {
+/// The tokenizer finds a mark wherever it stands, whatever surrounds it. The text before a mark has
+/// the same tokens with and without the mark. Only special tokens, and tokens that the template
+/// writes, are marks.
+fn find_marks(
+    tokenizer: &Tokenizer,
+    template: &str,
+    special_tokens: &[(&str, String)],
+) -> Vec<String> {
     let added = tokenizer.get_added_tokens_decoder();
-    let begins_before = |mark: &str, other: &str| {
+    // Whether `other` contains the mark, or ends with the mark's beginning. Then the tokenizer may
+    // find `other` at a place that begins before the mark.
+    let can_begin_before = |mark: &str, other: &str| {
         other != mark && other.contains(mark)
             || mark.char_indices().skip(1).any(|(end, _)| {
                 let prefix = &mark[..end];
@@ -232,11 +252,13 @@ fn marks(tokenizer: &Tokenizer, template: &str, roles: &[(&str, String)]) -> Vec
     };
     let is_mark = |token: &&AddedToken| {
         let text = token.content.as_str();
-        let used = template.contains(text) || roles.iter().any(|(_, role)| role == text);
+        let is_used =
+            template.contains(text) || special_tokens.iter().any(|(_, special)| special == text);
         let stands_alone = !token.lstrip && !token.single_word && !token.normalized;
-        used && stands_alone
+        is_used
+            && stands_alone
             && !text.is_empty()
-            && !added.values().any(|other| begins_before(text, &other.content))
+            && !added.values().any(|other| can_begin_before(text, &other.content))
     };
     let mut marks: Vec<String> =
         added.values().filter(is_mark).map(|token| token.content.clone()).collect();
