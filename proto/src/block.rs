@@ -82,8 +82,8 @@ pub enum Tier {
 
 /// Blocks per group.
 pub const GROUP_BLOCKS: usize = 8;
-/// Number of hash bits in `group`, which is a key in a [`crate::table::Table`]. With 24 bits, an
-/// index of a hundred million blocks has less than one other group with the same key, on average.
+/// Number of hash bits in `group`, which is a key in a [`crate::table::Table`]. In an index of a
+/// hundred million blocks, less than one other group has the same key on average.
 const GROUP_BITS: u32 = KEY_BITS;
 const PLACE_BITS: u32 = 3;
 const OWN_BITS: u32 = 64 - GROUP_BITS - PLACE_BITS;

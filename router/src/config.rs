@@ -1,7 +1,7 @@
-//! The router's settings: one flat TOML file, environment variables and a few flags.
+//! Reads and checks the router's settings: one flat TOML file, environment variables and flags.
 //!
-//! Environment variables and flags are for settings that differ from host to host. Every default is
-//! a documented constant. This module only decides which settings are legal; it opens no socket.
+//! Environment variables and flags are for settings that differ from host to host. They take
+//! precedence over the file. Every default is a documented constant. This module opens no socket.
 
 use std::{
     collections::BTreeSet,
@@ -15,54 +15,57 @@ use http::Uri;
 use serde::{Deserialize, Serialize};
 use service::settings::{self, Problems};
 
-/// The most agents that one router follows. Each agent costs a connection and a task; a larger
-/// fleet needs several routers.
+/// The most agents that one router follows. Each agent costs a connection and a few tasks, so a
+/// larger fleet needs several routers.
 pub const WORKERS_MAX: usize = 1024;
 
-/// The default address for clients: loopback, so that nothing is exposed by accident.
+/// The default address for clients. It is loopback, so that nothing is exposed by accident.
 pub const DATA_ADDR: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::LOCALHOST), 8080);
 /// The default address for operators (metrics and health).
 pub const ADMIN_ADDR: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::LOCALHOST), 8081);
-/// The default largest request body: a transcript of 1M tokens is about 5 MiB of JSON, with images
-/// ten times that.
+/// The default largest request body, in bytes. A transcript of 1M tokens is about 5 MiB of JSON,
+/// and ten times as much with images.
 pub const BODY_BYTES_MAX: usize = 64 << 20;
-/// The default bytes of all request bodies in memory: eight of the largest bodies, or a thousand
-/// usual bodies.
+/// The default bound on the bytes of all request bodies in memory. It is enough for eight of the
+/// largest bodies, or for a thousand usual ones.
 pub const BODY_BYTES_IN_FLIGHT_MAX: usize = 512 << 20;
-/// The default age at which a worker is stale: six load reports of 500 ms. A shorter time would
-/// call a busy agent stale; a longer time would trust a dead agent.
+/// The default age of its last load report at which a worker is stale. Agents report every 500 ms
+/// by default, so a stale worker has missed six reports. With a shorter time, a busy agent would be
+/// stale. With a longer time, the router would trust a dead agent.
 pub const LOAD_REPORT_AGE_MS_MAX: u64 = 3_000;
-/// The default time limit of a turn: reasoning turns of half an hour exist; longer turns are stuck.
+/// The default time limit of a turn. Some reasoning turns take half an hour. Longer turns are
+/// stuck.
 pub const TURN_MS_MAX: u64 = 30 * 60 * 1000;
-/// The default time limit of connecting: inside one data centre a connection takes under 1 ms; a
-/// lost SYN is sent again after 1 s.
+/// The default time limit of connecting to an agent. Inside one data centre a connection takes less
+/// than 1 ms. If the first SYN is lost, TCP would need a second to send another.
 pub const CONNECT_MS_MAX: u64 = 1_000;
-/// The default time limit of draining: most turns end within 30 s. Longer turns are cut off when
+/// The default time limit of draining. Most turns end within 30 s. Longer turns are cut off when
 /// the process ends.
 pub const DRAIN_MS_MAX: u64 = 30_000;
-/// The default time that the router remembers an idle session: as long as an agent does by default.
+/// The default time for which the router remembers an idle session. It is an agent's default, too.
 pub const AFFINITY_IDLE_MS_MAX: u64 = 60 * 60 * 1000;
-/// The default least gain of a move: users don't notice less, and a move leaves KV behind that
-/// occupies the old worker for minutes.
+/// The default least gain for which a session moves to another worker. Users don't notice less. A
+/// move also has a cost: the KV that it leaves behind occupies the old worker for minutes.
 pub const REBIND_GAIN_MS_MIN: u64 = 500;
-/// The default most sessions: about 600 bytes each in view and affinity together, 60 MiB at the
-/// bound.
+/// The default bound on remembered sessions. A session takes about 600 bytes, so this many take 60
+/// MiB.
 pub const SESSIONS_MAX: usize = 100_000;
-/// The default memory of the overlap index: about 8 bytes for a block on a worker, so 60 million
-/// blocks, or 480 pools of 8 million tokens.
+/// The default memory of the index of resident blocks. A block on a worker takes about 8 bytes, so
+/// the index holds 60 million blocks. They fill 480 KV pools of 8 million tokens.
 pub const OVERLAP_BYTES_MAX: usize = 512 << 20;
-/// The default most turns in flight: each has a connection of about 40 KiB here and one to an
-/// agent, 160 MiB at the bound.
+/// The default bound on turns in flight. Each turn has a client's connection, which takes about 40
+/// KiB, and a connection to an agent. The clients' connections of this many turns take 160 MiB.
 pub const TURNS_IN_FLIGHT_MAX: usize = 4_096;
 
-/// What the router does with a volatile preamble (see [`crate::turn::preamble`]).
+/// What the router does with a volatile preamble: text at the beginning of a prompt that the client
+/// changes with each request (see [`crate::turn::preamble`]).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Preamble {
     /// Removes the preamble from the body, because an engine's cache misses everything after it.
     #[default]
     Strip,
-    /// Leaves the body as it is, for engines or models that read the preamble.
+    /// Leaves the body as it is, for engines or models that need the preamble.
     Keep,
 }
 
@@ -78,9 +81,9 @@ pub struct Config {
     pub admin_addr: SocketAddr,
     /// Largest request body in bytes; a larger body is answered with 413.
     pub body_bytes_max: usize,
-    /// Bytes of all request bodies in memory; a body beyond that is answered with 503.
+    /// Most bytes of all request bodies in memory; a body beyond that is answered with 503.
     pub body_bytes_in_flight_max: usize,
-    /// A worker whose last load report is older than this gets no new sessions.
+    /// A worker whose last load report is older than this gets no new sessions, unless all are.
     pub load_report_age_ms_max: u64,
     /// Time limit of a turn, from its arrival to the end of its answer, retry included.
     pub turn_ms_max: u64,
@@ -94,7 +97,8 @@ pub struct Config {
     pub affinity_idle_ms_max: u64,
     /// A session moves to another worker if its turn is faster there by at least this time.
     pub rebind_gain_ms_min: u64,
-    /// Most sessions remembered, in affinity and of each agent's table.
+    /// Most sessions that the router binds to workers. Also the most sessions that it takes over
+    /// from each agent's session table.
     pub sessions_max: usize,
     /// Most bytes of the index of resident blocks; beyond that the oldest blocks are forgotten.
     pub overlap_bytes_max: usize,
@@ -188,7 +192,7 @@ impl Config {
             ("affinity_idle_ms_max", self.affinity_idle_ms_max),
             ("rebind_gain_ms_min", self.rebind_gain_ms_min),
         ];
-        // At most a year: a longer time is a mistake of unit, and every deadline must fit the
+        // A time of more than a year is a mistake of unit, and its deadline might not fit the
         // clock.
         let year_ms = 366 * 24 * 3600 * 1000;
         for (key, value) in times.into_iter().chain([("drain_ms_max", self.drain_ms_max + 1)]) {
@@ -198,12 +202,12 @@ impl Config {
         }
         let sizes = [("body_bytes_max", self.body_bytes_max), ("sessions_max", self.sessions_max)];
         for (key, value) in sizes {
-            // A semaphore counts to 2^61; nothing here needs more than 2^40.
+            // A semaphore counts to 2^61, and no router needs more than 2^40.
             if value == 0 || value > 1 << 40 {
                 problems.push(format!("{key}: must be 1 to 2^40"));
             }
         }
-        // A process usually has fewer file descriptors than this bound.
+        // A process usually has fewer file descriptors than 65,536.
         if !(1..=1 << 16).contains(&self.turns_in_flight_max) {
             problems.push("turns_in_flight_max: must be 1 to 65536".to_owned());
         }

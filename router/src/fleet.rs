@@ -1,12 +1,15 @@
-//! The fleet: the agents, their workers, and what they report.
+//! Follows the fleet: the agents, their workers (ranks of their engines), and what they report.
 //!
-//! - `connect`: one task per agent, which follows the agent's load stream; [`load_stream`] checks
-//!   the order of its events.
-//! - [`state`]: applies what the agents report; `view` publishes a [`snapshot`] after each batch.
-//! - [`agent`], [`worker`], [`sessions`]: the parts of a snapshot. [`worker_table`] has the figures
-//!   that every decision reads, [`reuse_forecast`] the KV that sessions will use again.
-//! - [`lease`]: what this router has in flight on each worker.
-//! - `control`: calls to an agent's control port; [`tokenizer_files`] is what it fetches.
+//! - `connect`: follows an agent's load stream, one task per agent.
+//! - [`load_stream`]: checks the order of that stream's events.
+//! - [`state`]: applies what the agents report.
+//! - `view`: publishes a [`snapshot`] of the state after each batch of reports.
+//! - [`agent`], [`worker`], [`sessions`]: the parts of a snapshot.
+//! - [`worker_table`]: the figures of each worker that every placement reads.
+//! - [`reuse_forecast`]: estimates how much KV the sessions of a worker will use again.
+//! - [`lease`]: counts the turns that this router has in flight on each worker.
+//! - `control`: calls to an agent's control port.
+//! - [`tokenizer_files`]: a model's files, which `control` fetches.
 //! - `collector`: metrics of workers and sessions.
 
 pub mod agent;

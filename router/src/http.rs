@@ -1,4 +1,6 @@
-//! The routes of the data port.
+//! Serves the routes of the router's data port, which clients use.
+//!
+//! The engine's routes (turns) go to [`turn`]. The submodules serve the router's own routes.
 
 mod errors;
 mod models;
@@ -20,14 +22,16 @@ use service::refusal::Refusal;
 
 use crate::turn::{self, shared::Shared};
 
-type Desk = State<Arc<Shared>>;
+/// The argument through which a handler gets the state that all requests share.
+type SharedState = State<Arc<Shared>>;
 
-/// Builds the router of all routes.
+/// Builds the HTTP service with all routes.
 pub(crate) fn app(shared: Arc<Shared>) -> Router {
     let mut app = Router::new();
     for Route { path, kind } in ROUTES {
-        let turns = post(move |State(shared): Desk, request: Request| serve(shared, kind, request));
-        app = app.route(path, if kind == Kind::Models { get(models::list) } else { turns });
+        let turn_handler =
+            post(move |State(shared): SharedState, request: Request| serve(shared, kind, request));
+        app = app.route(path, if kind == Kind::Models { get(models::list) } else { turn_handler });
     }
     app.route("/v1/sessions", get(sessions::list).post(sessions::open))
         .route("/v1/sessions/{id}", get(sessions::show).delete(sessions::close))
@@ -41,13 +45,14 @@ pub(crate) fn app(shared: Arc<Shared>) -> Router {
         .with_state(shared)
 }
 
+/// Serves a request to one of the engine's routes.
 async fn serve(shared: Arc<Shared>, kind: Kind, request: Request) -> Response {
     let (parts, body) = request.into_parts();
     let answer = Box::pin(turn::run(Arc::clone(&shared), kind, parts, body)).await;
     conclude(&shared, answer.map_err(errors::refusal))
 }
 
-/// Counts and logs refusals; the only place that does.
+/// Converts a refusal to a response. This is the only place that counts and logs refusals.
 fn conclude(shared: &Shared, answer: Result<Response, Refusal>) -> Response {
     answer.unwrap_or_else(|refusal| {
         shared.metrics.refused(refusal.code);
@@ -56,10 +61,10 @@ fn conclude(shared: &Shared, answer: Result<Response, Refusal>) -> Response {
     })
 }
 
-async fn unknown_route(State(shared): Desk) -> Response {
+async fn unknown_route(State(shared): SharedState) -> Response {
     conclude(&shared, Err(errors::route_unknown()))
 }
 
-async fn wrong_method(State(shared): Desk) -> Response {
+async fn wrong_method(State(shared): SharedState) -> Response {
     conclude(&shared, Err(errors::method_not_allowed()))
 }

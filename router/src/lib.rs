@@ -1,15 +1,17 @@
 //! Berth's router: places turns on workers, sticky to their KV, and streams the answers.
 //!
-//! The router stores nothing on disk, and nothing in memory that it can't relearn from the agents.
+//! A turn is one request and its answer. A worker is one rank of an SGLang engine; an agent beside
+//! the engine speaks for its workers. A session's turns stay on the worker that has their KV. The
+//! router stores nothing on disk, and nothing in memory that it can't relearn from the agents.
 //!
 //! Each module uses only those below it in this list:
 //!
 //! - `http`: the routes of the data port, and errors as HTTP responses.
 //! - [`turn`]: one turn from its request to the end of its answer; opening and closing sessions.
-//! - [`placement`]: the worker for a turn. Pure.
-//! - [`residency`]: the blocks that are resident on each worker.
-//! - [`prompt`]: the blocks of a prompt, with the tokenizers of the engines' models.
-//! - [`fleet`]: the agents: their streams, their control ports, and the published snapshot.
+//! - [`placement`]: chooses the worker for a turn. Pure.
+//! - [`residency`]: the blocks (parts of prompts) whose KV is resident on each worker.
+//! - [`prompt`]: makes the blocks of a prompt, with the tokenizers of the engines' models.
+//! - [`fleet`]: the agents' streams and control ports, and the published snapshot of the fleet.
 
 mod backoff;
 pub mod config;
@@ -67,16 +69,17 @@ use crate::{
     turn::shared::Shared,
 };
 
-/// Longest time that an idle connection to an agent is kept. Agents close theirs after 30 s; a
-/// lower limit avoids sending a turn into a connection that is being closed.
+/// Longest time that an idle connection to an agent is kept. Agents close idle connections after
+/// 30 s. The router's limit is lower, so that it sends no turn into a connection that is closing.
 const POOL_IDLE_MAX: Duration = Duration::from_secs(10);
-/// A connection to an agent that is silent for this long is probed, and again at each interval.
-const PROBED_AFTER: Duration = Duration::from_secs(5);
-const PROBED_EVERY: Duration = Duration::from_secs(2);
-/// A connection is given up when nothing was acknowledged for this long. Even a busy host's kernel
-/// acknowledges at once.
-const UNHEARD_MAX: Duration = Duration::from_secs(20);
-/// Maximum number of idle connections kept per agent: as many as a busy engine has turns.
+/// Silence on a connection to an agent after which TCP sends a keepalive probe.
+const KEEPALIVE_AFTER: Duration = Duration::from_secs(5);
+/// Time between keepalive probes.
+const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(2);
+/// Time without any TCP acknowledgement after which a connection is given up. Even a busy host's
+/// kernel acknowledges at once.
+const UNACKNOWLEDGED_MAX: Duration = Duration::from_secs(20);
+/// Maximum number of idle connections kept per agent. A busy engine runs about as many turns.
 const POOL_IDLE_COUNT_MAX: usize = 256;
 
 /// The open ports of a router.
@@ -88,7 +91,7 @@ pub struct Listeners {
     pub admin: std::net::TcpListener,
 }
 
-/// Why a router could not run, or stopped on an error.
+/// Why a router could not start, or ended without being stopped.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The settings are invalid.
@@ -111,16 +114,17 @@ pub enum Error {
     TaskEnded,
 }
 
-/// Runs a router until `tasks` is cancelled. Returns when it has drained.
+/// Runs a router until `tasks` is cancelled. Then running turns get [`Config::drain_ms_max`] to
+/// end.
 ///
 /// # Errors
-/// If it can't start, or if an essential task ends before it is stopped.
+/// If the router can't start, or if an essential task ends before `tasks` is cancelled.
 pub async fn run(config: Config, listeners: Listeners, tasks: Tasks) -> Result<(), Error> {
     let problems = config.problems();
     if !problems.is_empty() {
         return Err(Error::Settings(Problems(problems)));
     }
-    let endpoints = endpoints(&config)?;
+    let endpoints = agent_endpoints(&config)?;
     let state = State::new(&config);
     let view = Arc::new(View::new(state.snapshot()));
     let mut registry = Registry::with_prefix("berth_router");
@@ -131,9 +135,8 @@ pub async fn run(config: Config, listeners: Listeners, tasks: Tasks) -> Result<(
         view: Arc::clone(&view),
         kv_index: Arc::clone(&kv_index),
     }));
-    let (ready, is_ready) = watch::channel(Err("starting".to_owned()));
-    let admin =
-        Admin { registry: Arc::new(registry), ready: is_ready, config: settings::to_toml(&config) };
+    let (ready_sender, ready) = watch::channel(Err("starting".to_owned()));
+    let admin = Admin { registry: Arc::new(registry), ready, config: settings::to_toml(&config) };
     // The admin port stays open during the drain, so that the drain can be watched.
     let admin_token = tokio_util::sync::CancellationToken::new();
     let _admin_ends = admin_token.clone().drop_guard();
@@ -142,11 +145,11 @@ pub async fn run(config: Config, listeners: Listeners, tasks: Tasks) -> Result<(
     let (updates, mailbox) = mpsc::channel(view::MAILBOX);
     tasks.spawn_essential(
         "view",
-        view::run(state, mailbox, Arc::clone(&view), ready, tasks.token()),
+        view::run(state, mailbox, Arc::clone(&view), ready_sender, tasks.token()),
     );
     watch_agents(&config, &endpoints, &updates, &view, &kv_index, &tasks);
     let drain_max = config.drain_max();
-    let shared = shared(config, view, kv_index, metrics, updates, &endpoints, &tasks);
+    let shared = build_shared(config, view, kv_index, metrics, updates, &endpoints, &tasks);
     let address = listeners.data.local_addr().map(|address| address.to_string());
     info!(address = address.unwrap_or_default(), agents = endpoints.len(), "router listens");
     let turns_max = shared.config.turns_in_flight_max;
@@ -154,12 +157,12 @@ pub async fn run(config: Config, listeners: Listeners, tasks: Tasks) -> Result<(
     tasks.spawn_essential("data", data);
     tasks.cancelled().await;
     info!(drain_ms_max = drain_max.as_millis(), "draining");
-    let clean = tasks.stop(drain_max).await;
+    let is_clean = tasks.stop(drain_max).await;
     info!("stopped");
-    if clean { Ok(()) } else { Err(Error::TaskEnded) }
+    if is_clean { Ok(()) } else { Err(Error::TaskEnded) }
 }
 
-fn endpoints(config: &Config) -> Result<Vec<Endpoint>, Error> {
+fn agent_endpoints(config: &Config) -> Result<Vec<Endpoint>, Error> {
     let endpoint = |control: &String| {
         connect::endpoint(control, config.connect_max())
             .map_err(|source| Error::Control { control: control.clone(), source })
@@ -167,6 +170,7 @@ fn endpoints(config: &Config) -> Result<Vec<Endpoint>, Error> {
     config.workers.iter().map(endpoint).collect()
 }
 
+/// Starts the two tasks that follow each agent: one for its load stream, one for its KV stream.
 fn watch_agents(
     config: &Config,
     endpoints: &[Endpoint],
@@ -195,7 +199,8 @@ fn watch_agents(
     }
 }
 
-fn shared(
+/// Builds the state that all requests share, and starts the task that fetches tokenizers.
+fn build_shared(
     config: Config,
     view: Arc<View>,
     kv_index: Arc<KvIndex>,
@@ -207,11 +212,11 @@ fn shared(
     let mut connector = HttpConnector::new();
     connector.set_connect_timeout(Some(config.connect_max()));
     connector.set_nodelay(true);
-    // A host that dies silently sends no reset. Without keepalive, an answer from it would be
-    // awaited until the turn's own limit.
-    connector.set_keepalive(Some(PROBED_AFTER));
-    connector.set_keepalive_interval(Some(PROBED_EVERY));
-    connector.set_tcp_user_timeout(Some(UNHEARD_MAX));
+    // A host that loses power or network sends no reset. Without keepalive, its turns would wait
+    // for an answer until their time limit.
+    connector.set_keepalive(Some(KEEPALIVE_AFTER));
+    connector.set_keepalive_interval(Some(KEEPALIVE_INTERVAL));
+    connector.set_tcp_user_timeout(Some(UNACKNOWLEDGED_MAX));
     let client = Client::builder(TokioExecutor::new())
         .pool_idle_timeout(POOL_IDLE_MAX)
         .pool_max_idle_per_host(POOL_IDLE_COUNT_MAX)

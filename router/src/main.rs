@@ -1,4 +1,6 @@
-//! The router's process: reads the settings, starts logging, runs the router and drains it.
+//! The process `berth-router`: reads the settings, starts logging, and runs the router.
+//!
+//! A first SIGTERM or Ctrl-C makes the router drain: it ends after its running turns.
 
 use std::{io::Write as _, process::ExitCode};
 
@@ -15,9 +17,9 @@ fn main() -> ExitCode {
         Ok(args) => args,
         Err(error) => {
             // Help and version are not errors; everything else is an invalid setting.
-            let usage = error.use_stderr();
+            let is_error = error.use_stderr();
             drop(error.print());
-            return if usage { ExitCode::from(settings::EXIT_USAGE) } else { ExitCode::SUCCESS };
+            return if is_error { ExitCode::from(settings::EXIT_USAGE) } else { ExitCode::SUCCESS };
         }
     };
     let config = match Config::load(&args) {
@@ -43,7 +45,7 @@ fn main() -> ExitCode {
 
 fn serve(config: Config) -> anyhow::Result<()> {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
-    let done = runtime.block_on(async {
+    let result = runtime.block_on(async {
         let data = tokio::net::TcpListener::bind(config.data_addr)
             .await
             .with_context(|| format!("data_addr {} can't be bound", config.data_addr))?;
@@ -53,11 +55,12 @@ fn serve(config: Config) -> anyhow::Result<()> {
         stop_on_signal(&tasks)?;
         Ok(router::run(config, Listeners { data, admin }, tasks).await?)
     });
-    // Stops what did not end within the drain time.
+    // Abandons the tasks that did not end within the drain time.
     runtime.shutdown_background();
-    done
+    result
 }
 
+/// Starts a task that cancels all tasks at the first signal to stop.
 fn stop_on_signal(tasks: &Tasks) -> std::io::Result<()> {
     let signalled = signal::stop_signal()?;
     let stopping = tasks.clone();

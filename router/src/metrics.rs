@@ -1,7 +1,7 @@
-//! The router's metrics: plain handles, base units, labels that are small enums.
+//! Counts what the router does, for its metrics: placements, turns, refusals, retries and bytes.
 //!
-//! Metrics that change with time alone are read at each scrape, by the collectors in `fleet` and
-//! `residency`.
+//! Metrics of the fleet and of the index of resident blocks are not here. The collectors in `fleet`
+//! and `residency` compute those at each scrape.
 
 use std::time::Duration;
 
@@ -67,9 +67,9 @@ impl Outcome {
 /// How computing a long prompt before its turn (staged prefill) ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum StagedPrefillEnd {
-    /// The prompt is computed, except for at most a chunk.
+    /// The prompt is computed, except for at most one stage.
     Computed,
-    /// A part of the prompt is computed, or was computed and evicted again.
+    /// More than one stage is not computed, or was evicted again.
     Partly,
     /// The computation took too long.
     Late,
@@ -104,6 +104,7 @@ pub(crate) struct Metrics {
     staged_prefills: Family<OutcomeLabel, Counter>,
     preambles: Family<ClientLabel, Counter>,
     first_byte: Histogram,
+    /// Placed turns that have not ended.
     pub(crate) streams: Gauge,
     pub(crate) request_bytes: Counter,
     pub(crate) response_bytes: Counter,
@@ -118,7 +119,7 @@ impl Metrics {
             retries: Family::default(),
             staged_prefills: Family::default(),
             preambles: Family::default(),
-            // A cached turn answers in 20 ms, a long prefill in a minute.
+            // A turn with cached KV answers in 20 ms, and one with a long prefill in a minute.
             first_byte: Histogram::new([
                 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0,
             ]),
@@ -162,18 +163,22 @@ impl Metrics {
         metrics
     }
 
+    /// Counts a placement.
     pub(crate) fn placed(&self, reason: &'static str) {
         self.placements.get_or_create(&ReasonLabel { reason }).inc();
     }
 
+    /// Counts the end of a placed turn.
     pub(crate) fn ended(&self, outcome: Outcome) {
         self.turns.get_or_create(&OutcomeLabel { outcome: outcome.as_str() }).inc();
     }
 
+    /// Counts a refusal by the router.
     pub(crate) fn refused(&self, code: &'static str) {
         self.refusals.get_or_create(&CodeLabel { code }).inc();
     }
 
+    /// Counts a turn, or the opening of a session, that is sent to a second worker.
     pub(crate) fn retried(&self, reason: &'static str) {
         self.retries.get_or_create(&ReasonLabel { reason }).inc();
     }
@@ -182,11 +187,13 @@ impl Metrics {
         self.staged_prefills.get_or_create(&OutcomeLabel { outcome: end.as_str() }).inc();
     }
 
-    /// Counts a removed preamble. Returns how many of this client's were removed before.
+    /// Counts a removed preamble. Returns how many preambles of this kind of client were removed
+    /// before.
     pub(crate) fn preamble_removed(&self, client: &'static str) -> u64 {
         self.preambles.get_or_create(&ClientLabel { client }).inc()
     }
 
+    /// Records the time from a turn's arrival to the first byte of its answer.
     pub(crate) fn first_byte(&self, after: Duration) {
         self.first_byte.observe(after.as_secs_f64());
     }

@@ -1,16 +1,21 @@
 //! Chooses the worker for a turn. Pure.
 //!
-//! A placement takes one snapshot of the fleet and returns a worker, the reason, and the figures
-//! that were compared. The same inputs give the same worker in every process.
+//! A turn is one request and its answer. A session is an ordered list of turns that share a growing
+//! prefix. A worker is one rank of an engine. A placement takes one snapshot of the fleet and
+//! returns a worker, the reason, and the figures that were compared. The same inputs give the same
+//! worker in every process.
 //!
-//! `candidates` finds the workers that can take the turn. `cost` computes what the turn costs on
-//! each of them, in milliseconds. This module chooses. A session stays on its worker unless another
-//! is better by a gain that pays for the move. Among workers of equal cost, a new session goes to
-//! the one with fewer sessions, then to the one that a hash of session and worker prefers.
+//! `candidates` finds the workers that can take the turn. `cost` computes the turn's cost on each
+//! of them, in milliseconds. This module compares the costs and chooses:
 //!
-//! Beside the choice, this folder has what it depends on: [`affinity`] (the worker that this router
-//! bound each session to), [`session_status`] (a session's status, by the agents' tables and the
-//! binding), and `recent` (the last placements, for clients that ask for the reason).
+//! - A session stays on the worker that has its KV, unless a move gains enough time.
+//! - A new session goes to the worker with the least cost. Of equal workers, the one with fewer
+//!   sessions wins, then the one that a hash of session and worker prefers.
+//!
+//! Other modules of this folder hold what the choice depends on, and its results: [`affinity`] (the
+//! worker to which this router bound each session), [`session_status`] (a session's status, from
+//! the agents' session tables and the binding), and `recent` (the last placements, for clients that
+//! ask for the reason).
 
 pub mod affinity;
 mod candidates;
@@ -39,28 +44,32 @@ use crate::{
     residency::PromptOverlap,
 };
 
-/// Extra cost, in milliseconds, at which a child session still goes to its parent's worker. What
-/// siblings share shows in the overlap only after the first of them has run.
+/// The most extra cost, in milliseconds, at which a child session still goes to its parent's
+/// worker. Children of one parent share a prefix. It is resident on a worker, and so lowers the
+/// cost there, only after one of them has run.
 pub const PARENT_SLACK_MS: u64 = 250;
-/// As [`PARENT_SLACK_MS`], for a cache key. A cache key is only a client's guess about its
+/// The most extra cost, in milliseconds, at which a turn still goes to the worker of its cache key.
+/// It is less than [`PARENT_SLACK_MS`], because a cache key is only a client's guess about shared
 /// prefixes.
 pub const CACHE_KEY_SLACK_MS: u64 = 150;
-/// Time after a move in which a session needs twice the gain to move again. Its own turn may have
-/// caused the load it moved away from, and a session must not bounce between two workers.
+/// Time after a move in which a session needs twice the gain to move again. The session's own turn
+/// may have caused the load that it moved away from. Without this rule, the session could bounce
+/// between two workers.
 const MOVED_RECENTLY: Duration = Duration::from_secs(60);
-/// Number of compared workers that a placement reports, besides the session's own and the preferred
-/// one. They show why the chosen worker was better; a list of a thousand workers would not help.
+/// Number of compared workers that a placement reports. The session's own worker and the preferred
+/// worker are reported in addition. A list of a thousand workers would not explain the choice
+/// better.
 const FIGURES_MAX: usize = 8;
-/// Assumed number of new tokens in a turn whose prompt is unknown. Agents add 4,000 per turn on
-/// average.
+/// Assumed number of new tokens in a turn whose prompt is unknown. Coding agents add 4,000 tokens
+/// per turn on average.
 pub const TURN_TOKENS_ASSUMED: u64 = 4_000;
-/// Idle time after which a session is compared with its prompt. Some of its KV may have been
-/// evicted by then, so moving to a worker with more room may cost nothing. Four in five turns come
-/// sooner.
+/// Idle time after which a session's turn is placed with its prompt. Some of the session's KV may
+/// have been evicted by then, so a move to a worker with more room may cost nothing. Four in five
+/// turns come sooner.
 const IDLE_SETTLED_MAX: Duration = Duration::from_secs(60);
-/// Time for which a lost connection is ignored. A control stream that ends is reconnected within
-/// this time, and turns still work. A worker that is really gone refuses the turn, which is then
-/// placed elsewhere.
+/// Time for which the loss of an agent's control stream is ignored. The router usually connects
+/// again within this time, and turns still work meanwhile. If the worker is really gone, the turn
+/// fails to connect and is placed elsewhere.
 const RECONNECT_MAX: Duration = Duration::from_secs(1);
 
 /// Why a worker was chosen.
@@ -69,17 +78,18 @@ const RECONNECT_MAX: Duration = Duration::from_secs(1);
 pub enum Reason {
     /// The session is on this worker.
     Sticky,
-    /// The worker costs least; resident blocks of the prompt are counted.
+    /// The worker costs least. The cost takes into account which part of the prompt is resident.
     LeastCost,
-    /// The worker costs least by its load; the prompt is unknown.
+    /// The worker costs least by its load alone, because the prompt is unknown.
     LeastLoaded,
-    /// The session could have stayed, but moving gains more than it costs.
+    /// The session could have stayed on its worker, but the turn is faster here by the required
+    /// gain.
     Moved,
     /// The session was on another worker and can't stay there.
     Rebound,
     /// The fleet has only this worker.
     OnlyWorker,
-    /// All workers are stale. This worker costs least by its last report.
+    /// All workers' last load reports are too old. This worker costs least by its last report.
     StaleView,
     /// The parent session is on this worker.
     Parent,
@@ -105,32 +115,33 @@ impl Reason {
     }
 }
 
-/// The worker that already has the session.
+/// The worker that already has the turn's session, and what is known of the session there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Sticky {
     /// The worker.
     pub worker: WorkerRef,
-    /// Whether the session must stay, whatever the load: its KV can't be rebuilt elsewhere, or its
-    /// gate is on this worker.
+    /// Whether the session must stay, whatever the load. Its KV can't be rebuilt elsewhere, or this
+    /// worker's agent lets its turns run one at a time.
     pub fixed: bool,
-    /// When the session's last turn ended, or now while a turn runs. `None` if that is unknown, or
-    /// if the worker doesn't report its blocks: then each prompt has to be read, to remember its
-    /// blocks.
+    /// When the session's last turn ended, or now if a turn runs. `None` if that is unknown. Also
+    /// `None` if the worker doesn't report its blocks, because the router must then read each
+    /// prompt to remember its blocks.
     pub last_turn_ended: Option<Instant>,
     /// When the session moved to this worker from another.
     pub moved_at: Option<Instant>,
     /// Tokens of the session's KV on the worker, as its agent reports it.
     pub reported_tokens: u64,
-    /// The part of `reported_tokens` that is private to the session: pinned, and in no reported
-    /// block.
+    /// The part of `reported_tokens` that is pinned. It is private to the session and in no block
+    /// that the worker reports.
     pub private_tokens: u64,
-    /// Rough number of tokens that this turn adds to the previous one. `None` if that is unknown,
-    /// or if this turn is shorter, so that its history is another.
+    /// Rough number of tokens that this turn adds to the previous turn's. `None` if that is
+    /// unknown. Also `None` if this turn is shorter than the previous one: then its history is a
+    /// different one.
     pub new_tokens: Option<u64>,
 }
 
 impl Sticky {
-    /// Creates an entry for a worker, with nothing else known.
+    /// Creates the value for a worker about which nothing else is known.
     #[must_use]
     pub fn new(worker: WorkerRef) -> Self {
         Self {
@@ -148,15 +159,17 @@ impl Sticky {
 /// A turn to be placed.
 #[derive(Debug, Clone, Copy)]
 pub struct PlacementRequest<'a> {
-    /// Chooses among workers of equal cost: the digest of the session, or else of the turn.
+    /// The digest of the session, or of a turn without a session. It chooses among workers of equal
+    /// cost.
     pub digest: Digest,
-    /// Whether more turns will follow that begin with this turn's prompt and answer.
+    /// Whether more turns are expected that begin with this turn's prompt and answer.
     pub expects_more_turns: bool,
     /// The worker that has the session.
     pub sticky: Option<Sticky>,
-    /// A worker to prefer, if it costs at most the reason's slack more than the best.
+    /// A worker to prefer, and why. It is chosen if it costs more than the best worker by at most
+    /// [`PARENT_SLACK_MS`] or [`CACHE_KEY_SLACK_MS`].
     pub prefer: Option<(WorkerRef, Reason)>,
-    /// The turn's prompt. If `None`, its tokens are unknown and the load alone decides.
+    /// The turn's prompt. `None` if its tokens are unknown; then the load alone decides.
     pub prompt: Option<PromptOverlap<'a>>,
     /// The retention that a new session asks for.
     pub retention: Option<Retention>,
@@ -175,8 +188,8 @@ pub struct Placement {
     pub reason: Reason,
     /// Prompt tokens that the worker has to compute, if known.
     pub uncached_tokens: Option<u64>,
-    /// The compared workers that cost least, best first, followed by the session's own and the
-    /// preferred one. Empty if nothing had to be compared.
+    /// The compared workers that cost least, in the order of their cost. The session's own worker
+    /// and the preferred worker follow, if they are not among them. Empty if nothing was compared.
     pub figures: Vec<Figures>,
 }
 
@@ -204,10 +217,10 @@ enum Stay<'a> {
 
 /// Places a turn without its prompt, if the prompt would hardly change the decision.
 ///
-/// That is the case if the session must stay, or if no other worker would answer sooner by the
-/// required gain even with the whole prompt resident there. Returns `None` if [`place`] has to
-/// decide with the prompt, or if the prompt may need staged prefill. The prompt is tokenized only
-/// then.
+/// That saves tokenizing the prompt. The turn stays on its session's worker if the session must
+/// stay there. It also stays if no other worker would be faster by the required gain, even with the
+/// whole prompt resident. Returns `None` if [`place`] has to decide with the prompt, or if the
+/// prompt may need staged prefill (computing a long prompt in stages before its turn).
 #[must_use]
 pub fn place_without_prompt(
     request: &PlacementRequest<'_>,
@@ -227,10 +240,10 @@ pub fn place_without_prompt(
     if !last_turn_ended.is_some_and(is_recent) || home.stage_tokens().is_some_and(is_long) {
         return None;
     }
-    let own_ms = queue_cost_ms(home);
-    let stays = own_ms <= gain_ms || {
+    let home_ms = queue_cost_ms(home);
+    let stays = home_ms <= gain_ms || {
         let others = candidates::find_candidates(request, view, now).ok()?.workers;
-        !others.into_iter().any(|other| queue_cost_ms(other) + gain_ms < own_ms)
+        !others.into_iter().any(|other| queue_cost_ms(other) + gain_ms < home_ms)
     };
     stays.then(|| Placement::stay_on(home.worker()))
 }
@@ -257,37 +270,39 @@ pub fn place(
     let mut compared = Compared::default();
     for &stats in &candidates.workers {
         let worker = stats.worker();
-        // An agent runs a session's turns on the rank that has it, whichever rank the router sends
-        // them to.
-        let other_rank = |home: WorkerRef| home.agent == worker.agent && home != worker;
-        if stays.is_some_and(|home| other_rank(home.worker())) {
+        // Leave out the other ranks of the session's agent. The agent runs a turn on the rank that
+        // has its session, whichever rank the router chooses.
+        let is_other_rank = |home: WorkerRef| home.agent == worker.agent && home != worker;
+        if stays.is_some_and(|home| is_other_rank(home.worker())) {
             continue;
         }
-        let rank = || rendezvous(request.digest, view, worker);
+        let preference = || rendezvous(request.digest, view, worker);
         if let Some(figures) =
             cost::compute_up_to(request, view, stats, compared.cost_ms_max(), now)
         {
-            compared.insert(figures, rank);
+            compared.insert(figures, preference);
         }
     }
     let Some(best) = compared.best() else {
-        // A draining or unhealthy agent that has the session refuses the turn with its own reason.
-        let answers = |worker| {
+        // If an agent is draining or unhealthy, send it the turns of its sessions all the same. It
+        // refuses them with the true reason.
+        let can_answer = |worker| {
             let state = view.state(worker, now);
             !matches!(state, WorkerState::Lost | WorkerState::Disaggregated)
         };
         return match sticky(request) {
-            Some(Sticky { worker, .. }) if answers(worker) => Ok(Placement::stay_on(worker)),
+            Some(Sticky { worker, .. }) if can_answer(worker) => Ok(Placement::stay_on(worker)),
             _ => Err(NoWorker::Unusable),
         };
     };
-    let mut cost_there = |stats: WorkerStats<'_>| {
+    let mut cost_on = |stats: WorkerStats<'_>| {
         compared.cost_on(stats.worker(), || cost::compute(request, view, stats, now))
     };
     let (worker, reason) = match stays {
-        // The session's worker may be stale: it takes no new sessions, but its cost is compared.
+        // The session's worker may be stale, and so no candidate. Its cost is compared all the
+        // same.
         Some(home) => {
-            let gain = Duration::from_millis(cost_there(home).saturating_sub(best.cost_ms));
+            let gain = Duration::from_millis(cost_on(home).saturating_sub(best.cost_ms));
             match gain > gain_min(request, view, now) {
                 true => (best.worker, Reason::Moved),
                 false => (home.worker(), Reason::Sticky),
@@ -299,9 +314,7 @@ pub fn place(
                 let slack_ms =
                     if *reason == Reason::Parent { PARENT_SLACK_MS } else { CACHE_KEY_SLACK_MS };
                 let stats = candidates.workers.iter().find(|stats| stats.worker() == *worker);
-                stats.is_some_and(|stats| {
-                    cost_there(*stats) <= best.cost_ms.saturating_add(slack_ms)
-                })
+                stats.is_some_and(|stats| cost_on(*stats) <= best.cost_ms.saturating_add(slack_ms))
             });
             preferred.unwrap_or((best.worker, candidates.reason(request)))
         }
@@ -310,6 +323,7 @@ pub fn place(
     Ok(Placement { worker, reason, uncached_tokens, figures: compared.figures })
 }
 
+/// Returns the worker that has the session, unless it has just refused the turn.
 fn sticky(request: &PlacementRequest<'_>) -> Option<Sticky> {
     request.sticky.filter(|sticky| request.exclude != Some(sticky.worker))
 }
@@ -329,50 +343,56 @@ fn stay<'a>(request: &PlacementRequest<'_>, view: &'a Snapshot, now: Instant) ->
     }
 }
 
-/// Returns the least gain for which the session moves.
+/// Returns how much faster a turn must be elsewhere, so that its session moves.
 fn gain_min(request: &PlacementRequest<'_>, view: &Snapshot, now: Instant) -> Duration {
     let is_recent = |at: Instant| now.saturating_duration_since(at) < MOVED_RECENTLY;
-    let again = request.sticky.and_then(|sticky| sticky.moved_at).is_some_and(is_recent);
-    view.rebind_gain_min() * if again { 2 } else { 1 }
+    let has_just_moved = request.sticky.and_then(|sticky| sticky.moved_at).is_some_and(is_recent);
+    view.rebind_gain_min() * if has_just_moved { 2 } else { 1 }
 }
 
-/// Returns the worker's rank for a digest; the highest wins. All routers agree on it, and a worker
-/// that is added or removed moves only its own share of the sessions.
+/// Returns how much a digest prefers a worker; the worker with the highest value wins.
+///
+/// This is rendezvous hashing. All routers get the same values. A worker that is added or removed
+/// changes the choice only for its own share of the digests.
 fn rendezvous(digest: Digest, view: &Snapshot, worker: WorkerRef) -> u64 {
     let seed = digest.0.rotate_left(32) ^ u64::from(worker.dp_rank);
     xxh3_64_with_seed(view.agent(worker).name().as_bytes(), seed)
 }
 
-/// The best workers compared so far, best first, at most [`FIGURES_MAX`].
+/// The workers compared so far that cost least, at most [`FIGURES_MAX`].
 #[derive(Debug, Default)]
 struct Compared {
+    /// The least cost first. [`Compared::cost_on`] adds further workers at the end.
     figures: Vec<Figures>,
-    /// The sort key of each entry of `figures`.
-    order: Vec<(u64, u32, Reverse<u64>)>,
+    /// The sort key of each sorted entry of `figures`.
+    sort_keys: Vec<SortKey>,
 }
 
+/// Cost in milliseconds, number of sessions, and preference by [`rendezvous`].
+type SortKey = (u64, u32, Reverse<u64>);
+
 impl Compared {
-    fn insert(&mut self, figures: Figures, rank: impl Fn() -> u64) {
-        let full = self.order.len() == FIGURES_MAX;
-        if full && self.order.last().is_some_and(|last| figures.cost_ms > last.0) {
+    fn insert(&mut self, figures: Figures, preference: impl Fn() -> u64) {
+        let is_full = self.sort_keys.len() == FIGURES_MAX;
+        if is_full && self.sort_keys.last().is_some_and(|last| figures.cost_ms > last.0) {
             return;
         }
-        let key = (figures.cost_ms, figures.sessions, Reverse(rank()));
-        let at = self.order.partition_point(|one| *one <= key);
-        if full {
-            if at == FIGURES_MAX {
+        let key = (figures.cost_ms, figures.sessions, Reverse(preference()));
+        let position = self.sort_keys.partition_point(|kept| *kept <= key);
+        if is_full {
+            if position == FIGURES_MAX {
                 return;
             }
-            self.order.pop();
+            self.sort_keys.pop();
             self.figures.pop();
         }
-        self.order.insert(at, key);
-        self.figures.insert(at, figures);
+        self.sort_keys.insert(position, key);
+        self.figures.insert(position, figures);
     }
 
     /// Returns the cost above which a worker is not kept.
     fn cost_ms_max(&self) -> u64 {
-        let last = self.order.last().filter(|_| self.order.len() == FIGURES_MAX);
+        let last = self.sort_keys.last().filter(|_| self.sort_keys.len() == FIGURES_MAX);
         last.map_or(u64::MAX, |last| last.0)
     }
 
@@ -380,10 +400,11 @@ impl Compared {
         self.figures.first().copied()
     }
 
-    /// Returns the cost on one worker. Adds its figures to those shown if they are missing.
+    /// Returns the cost on a worker. Computes the figures if the worker isn't among those kept, and
+    /// then keeps them, so that the placement reports them.
     fn cost_on(&mut self, worker: WorkerRef, figures: impl FnOnce() -> Figures) -> u64 {
-        if let Some(one) = self.figures.iter().find(|one| one.worker == worker) {
-            return one.cost_ms;
+        if let Some(kept) = self.figures.iter().find(|kept| kept.worker == worker) {
+            return kept.cost_ms;
         }
         let figures = figures();
         self.figures.push(figures);

@@ -66,7 +66,8 @@ const PROMPT_KEYS: [&str; 27] = [
 ];
 /// Members that add tokens to those of the text or the ids.
 const MEDIA_KEYS: [&str; 4] = ["input_embeds", "image_data", "video_data", "audio_data"];
-/// Members for whose results the engine computes the prompt again, even where its KV is resident.
+/// Members whose results concern the prompt's own tokens. For them, the engine computes resident
+/// parts of the prompt again, or its results leave these parts out.
 const RECOMPUTE_KEYS: [&str; 3] = ["logprob_start_len", "echo", "return_hidden_states"];
 /// Members that change the engine's prompt in a way that [`model`] doesn't reproduce.
 const UNSUPPORTED_KEYS: [&str; 4] = ["reasoning", "thinking", "continue_final_message", "suffix"];

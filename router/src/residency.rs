@@ -1,8 +1,12 @@
-//! Which blocks of a prompt are resident on which worker.
+//! Knows which blocks of a prompt have resident KV on which worker, so that turns go to their KV.
 //!
-//! - `kv_index`: one task per agent, which follows the agent's stream of resident blocks and keeps
-//!   the [`index`] up to date; `kv_stream` checks the order of the stream's events.
-//! - [`learned`]: which prompts each worker was given, for agents that don't report their blocks.
+//! A block is a routing block, a hashed part of a prompt (see [`proto::block`]). A worker is one
+//! rank of an engine.
+//!
+//! - [`index`]: finds a prompt's leading blocks on each worker.
+//! - `kv_index`: follows each agent's stream of resident blocks and keeps the [`index`] up to date.
+//! - `kv_stream`: checks the order of that stream's messages.
+//! - [`learned`]: the prompts that each worker was given, for agents that don't report blocks.
 //! - `block_locator`: counts the blocks of a turn's prompt on each worker, from both sources.
 //! - `collector`: metrics of the index.
 
@@ -22,6 +26,6 @@ pub struct PromptOverlap<'a> {
     pub tokens: u64,
     /// Number of tokens in a block of `overlap`.
     pub block_tokens: u64,
-    /// Number of resident leading blocks by worker.
+    /// Number of leading blocks that are resident, by worker.
     pub overlap: &'a Overlap,
 }

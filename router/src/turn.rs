@@ -1,16 +1,18 @@
-//! Runs one turn, from its request head to its answer.
+//! Runs one turn (a request and its answer), from its request head to its answer.
 //!
-//! The steps, in order: admit, claim, read the body, cut out a volatile preamble, decide on a
-//! worker, compute a long prompt in stages, and send. A turn is sent a second time after a failure
-//! only if that is safe.
+//! The steps, in order: admit the turn, read its body, cut out a volatile preamble (text that a
+//! client changes with each request), choose a worker, have a long prompt computed in stages, and
+//! send the turn. After a failure, the turn is sent to another worker only if the first one can't
+//! have run it.
 //!
-//! - [`request`]: what the request says about its session; [`preamble`]: what is cut out of its
-//!   body.
-//! - `decide`: combines status, placement, binding and lease.
+//! - [`request`]: reads what the request says about its session.
+//! - [`preamble`]: finds the volatile preamble in the request's body.
+//! - `decide`: chooses the worker, binds the session to it, and counts the turn's load there.
 //! - `staged_prefill`: has a long prompt computed before the turn.
-//! - `proxy`: sends the turn and carries its answer.
+//! - `proxy`: sends the turn and passes on its answer.
 //! - `sessions`: opens, closes and lists sessions.
-//! - `shared`: the state that all requests share. `error`: why a turn is refused.
+//! - `shared`: the state that all requests share.
+//! - `error`: why a turn is refused.
 
 mod decide;
 pub(crate) mod error;
@@ -91,8 +93,8 @@ pub(crate) async fn run(
     Box::pin(send(&shared, &turn, &outbound, placed, permit)).await
 }
 
-/// Reads a turn, and removes a volatile preamble from its body. Every later step uses the body
-/// without the preamble, also when the turn is sent a second time.
+/// Reads a turn from its request, and removes a volatile preamble from the body. All later steps
+/// use the body without the preamble.
 fn read(
     shared: &Shared,
     kind: Kind,
@@ -120,7 +122,7 @@ fn read(
     Ok(Turn { model: turn.model, ..Turn::default() })
 }
 
-/// Returns the preamble to cut out of a turn's body, and counts it.
+/// Returns the range of the preamble to cut out of a turn's body, and counts the preamble.
 fn find_preamble(
     shared: &Shared,
     kind: Kind,
@@ -138,19 +140,20 @@ fn find_preamble(
     Some(range)
 }
 
-/// Refuses a turn that can't run now, before its body is read: its session closes, or is busy with
-/// another turn. Doesn't change the state of the running turn. The agent's own check still decides.
+/// Refuses a turn before its body is read, if its session is closing or busy with another turn.
+///
+/// It saves reading a body in vain and changes no state. The agent makes the binding check later.
 async fn refuse_early(shared: &Shared, key: &SessionKey) -> Result<(), Error> {
     let view = shared.settled_view().await;
     match shared.session_status(key, &view) {
         SessionStatus::Closing => Err(Error::TurnWhileClosing),
-        busy if decide::is_busy(&busy, &view) => Err(Error::SessionBusy),
+        status if decide::is_busy(&status, &view) => Err(Error::SessionBusy),
         _ => Ok(()),
     }
 }
 
-/// Closes the remains of a lost session when the client opens the session again with its full
-/// history. The client then gets a new session.
+/// Closes a session whose KV is lost, if this turn opens the session again with its full history.
+/// The turn then begins a new session under the same id.
 async fn close_lost_session(shared: &Arc<Shared>, intent: &SessionIntent) -> Result<(), Error> {
     let SessionStatus::Lost { worker, .. } =
         shared.session_status_after_reconnect(&intent.key).await
@@ -160,6 +163,8 @@ async fn close_lost_session(shared: &Arc<Shared>, intent: &SessionIntent) -> Res
     if intent.open && !intent.delta { shared.close_lost(&intent.key, worker).await } else { Ok(()) }
 }
 
+/// Sends a turn to its worker. If the worker refuses it or can't be reached, sends it to a second
+/// worker if there is one.
 async fn send(
     shared: &Arc<Shared>,
     turn: &Turn,
@@ -169,31 +174,32 @@ async fn send(
 ) -> Result<Response, Error> {
     let mut pending = Pending::new(shared, turn, placed.worker);
     staged_prefill::run(shared, turn, outbound, &mut placed).await;
-    let first = outbound.send(shared, &placed).await;
-    let why = match &first {
+    let first_answer = outbound.send(shared, &placed).await;
+    let retry_reason = match &first_answer {
         Ok(response) if proxy::is_refused_for_now(response) => Some("refused"),
         Err(error) if error.can_retry() => Some("connect"),
         Ok(_) | Err(_) => None,
     };
-    let second = why.and_then(|why| {
+    let second_placed = retry_reason.and_then(|why| {
         let second = shared.decide_again(turn, outbound.turn_id, &mut placed)?;
         shared.metrics.retried(why);
         debug!(turn = format!("{:016x}", outbound.turn_id), why, worker = second.name, "retried");
         Some(second)
     });
-    let (placed, answered) = match second {
+    let (placed, answered) = match second_placed {
         Some(second) => {
             pending.move_to(second.worker);
             // Dropping the first answer, if there is one, drops its connection.
-            drop(first);
+            drop(first_answer);
             let answered = outbound.send(shared, &second).await;
             (second, answered)
         }
-        None => (placed, first),
+        None => (placed, first_answer),
     };
     finish(shared, outbound, placed, permit, pending, answered)
 }
 
+/// Turns the worker's answer into the client's answer, or logs and counts why there is none.
 fn finish(
     shared: &Arc<Shared>,
     outbound: &OutboundTurn,
@@ -204,8 +210,8 @@ fn finish(
 ) -> Result<Response, Error> {
     match answered {
         Ok(response) => {
-            let running = pending.record_answer();
-            Ok(proxy::answer(shared, outbound, placed, running, permit, response))
+            let stream_count = pending.record_answer();
+            Ok(proxy::answer(shared, outbound, placed, stream_count, permit, response))
         }
         Err(error) => {
             pending.outcome = Some(match error {
@@ -223,17 +229,19 @@ fn finish(
     }
 }
 
-/// A turn that was sent and isn't answered yet.
+/// A placed turn that isn't answered yet.
 ///
-/// If it is dropped in this state, it counts as abandoned by its client. If it was also the
-/// session's last turn, the router closes the session, because perhaps no agent received the
-/// request to close it. After an agent has answered, the agent closes the session itself. A turn
-/// that the router itself refuses was never accepted and closes nothing.
+/// If this value is dropped before an answer, the client has left, unless `outcome` names another
+/// cause. If the turn was also to close its session, the router closes the session, because perhaps
+/// no agent received the turn. After an answer, the agent closes the session itself.
 struct Pending {
     shared: Arc<Shared>,
+    /// The session to close if no answer comes, and its worker.
     close: Option<(SessionKey, WorkerRef)>,
+    /// How the turn ended if no answer comes; `None` after an answer.
     outcome: Option<Outcome>,
-    running: Option<StreamCount>,
+    /// Counts the turn as in flight; passed on to the answer.
+    stream_count: Option<StreamCount>,
 }
 
 impl Pending {
@@ -243,20 +251,21 @@ impl Pending {
             shared: Arc::clone(shared),
             close: intent.map(|intent| (intent.key.clone(), worker)),
             outcome: Some(Outcome::ClientGone),
-            running: Some(StreamCount::new(shared)),
+            stream_count: Some(StreamCount::new(shared)),
         }
     }
 
     fn move_to(&mut self, worker: WorkerRef) {
-        if let Some((_, at)) = &mut self.close {
-            *at = worker;
+        if let Some((_, close_on)) = &mut self.close {
+            *close_on = worker;
         }
     }
 
+    /// Ends the waiting, and returns the count for the answer's body to hold.
     fn record_answer(&mut self) -> StreamCount {
         self.close = None;
         self.outcome = None;
-        self.running.take().expect("a turn is answered once")
+        self.stream_count.take().expect("a turn is answered once")
     }
 }
 

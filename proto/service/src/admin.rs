@@ -1,6 +1,6 @@
-//! The admin port: `/metrics`, `/healthz`, `/readyz` and `/config`.
+//! Serves the admin port for operators: `/metrics`, `/healthz`, `/readyz` and `/config`.
 //!
-//! The port has a thread and a runtime of its own, so it answers while the data path is busy.
+//! The port has its own thread and runtime, so it answers while the rest of the process is busy.
 
 use std::{net::TcpListener, sync::Arc};
 
@@ -20,7 +20,7 @@ use tokio_util::sync::CancellationToken;
 pub struct Admin {
     /// All metrics of the process.
     pub registry: Arc<Registry>,
-    /// `Ok` while the process can do its work, else the reason why not.
+    /// `Ok` while the process can do its work, otherwise the reason why it can't.
     pub ready: watch::Receiver<Result<(), String>>,
     /// The effective settings, as TOML.
     pub config: String,
@@ -48,7 +48,7 @@ pub fn start(admin: Admin, listener: TcpListener, token: CancellationToken) -> s
     Ok(())
 }
 
-/// Returns the admin routes, which tests call without a socket.
+/// Returns the admin routes. Tests call them without a socket.
 pub fn app(admin: Admin) -> Router {
     Router::new()
         .route("/healthz", get(|| async { "ok\n" }))
@@ -69,6 +69,6 @@ async fn metrics(State(admin): State<Admin>) -> Response {
     let mut text = String::new();
     prometheus_client::encoding::text::encode(&mut text, &admin.registry)
         .expect("writing to a string can't fail");
-    let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";
-    ([(header::CONTENT_TYPE, kind)], text).into_response()
+    let content_type = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+    ([(header::CONTENT_TYPE, content_type)], text).into_response()
 }

@@ -1,6 +1,6 @@
 //! Limits the bytes of request bodies in memory, per body and in total.
 //!
-//! A held body gives its share of the budget back when it is dropped.
+//! Each body in memory holds a share of one budget. The share returns when the body is dropped.
 
 use std::{sync::Arc, time::Duration};
 
@@ -12,18 +12,20 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use crate::refusal::Refusal;
 
-/// Accounting unit. A semaphore is only guaranteed to count to 2^29, so the budget counts KiB.
+/// The budget counts in units of 1 KiB, because a semaphore is only guaranteed to count to 2^29.
 const UNIT_BYTES: usize = 1024;
 
-/// Time within which a body must arrive: 64 MiB at 9 Mbit/s. Until then it holds budget, and in an
-/// agent the session's gate.
+/// Time within which a body must arrive. It is enough for 64 MiB at 9 Mbit/s. The time is limited
+/// because a body that arrives holds budget. In an agent, it also keeps its session reserved, so
+/// that the session's other turns wait.
 pub const BODY_TIME_MAX: Duration = Duration::from_secs(60);
-/// Initial capacity of a body's buffer, in bytes: enough for most agents' turns.
+/// Initial capacity of a body's buffer. It is enough for most turns of coding agents.
 const BUFFER_BYTES_INITIAL: usize = 64 * 1024;
 
 /// The body budget of one process.
 #[derive(Debug, Clone)]
 pub struct BodyBudget {
+    /// The free units of the budget.
     units: Arc<Semaphore>,
     body_bytes_max: usize,
 }
@@ -67,13 +69,14 @@ impl BodyBudget {
         B: Body<Data = Bytes> + Unpin,
         B::Error: std::fmt::Display,
     {
-        let announced = usize::try_from(body.size_hint().lower()).unwrap_or(usize::MAX);
-        if announced > self.body_bytes_max {
+        let announced_bytes = usize::try_from(body.size_hint().lower()).unwrap_or(usize::MAX);
+        if announced_bytes > self.body_bytes_max {
             return Err(self.too_large());
         }
-        // Announced bytes reserve no budget: otherwise a few silent clients would take all of it.
+        // Only bytes that have arrived take budget. Otherwise a few clients that announce large
+        // bodies and send nothing would take all of it.
         let mut share = self.reserve(1)?;
-        let mut bytes = BytesMut::with_capacity(announced.min(BUFFER_BYTES_INITIAL));
+        let mut bytes = BytesMut::with_capacity(announced_bytes.min(BUFFER_BYTES_INITIAL));
         while let Some(frame) = body.frame().await {
             let frame = frame.map_err(|error| {
                 Refusal::bad_request("body_incomplete", format!("the body did not arrive: {error}"))
@@ -83,9 +86,9 @@ impl BodyBudget {
             if length > self.body_bytes_max {
                 return Err(self.too_large());
             }
-            let held = share.num_permits() * UNIT_BYTES;
-            if length > held {
-                share.merge(self.reserve(length - held)?);
+            let share_bytes = share.num_permits() * UNIT_BYTES;
+            if length > share_bytes {
+                share.merge(self.reserve(length - share_bytes)?);
             }
             bytes.extend_from_slice(&data);
         }

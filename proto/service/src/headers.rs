@@ -1,9 +1,9 @@
-//! Removes the headers that a proxy must not pass on.
+//! Removes the headers that a router or an agent must not pass on from a request or an answer.
 
 use http::{HeaderMap, HeaderName, header};
 use proto::claim;
 
-/// Headers that belong to one connection.
+/// Headers that concern one connection (hop) only, and so not the next.
 const HOP_BY_HOP: [HeaderName; 9] = [
     header::CONNECTION,
     HeaderName::from_static("keep-alive"),
@@ -15,31 +15,32 @@ const HOP_BY_HOP: [HeaderName; 9] = [
     header::TRANSFER_ENCODING,
     header::UPGRADE,
 ];
-/// The engine's own header for the DP rank. At the OpenAI routes it takes precedence over the rank
-/// in the body.
+/// The header by which a client can choose the engine's DP rank. On the OpenAI routes, it takes
+/// precedence over the rank in the body.
 const ENGINE_RANK: HeaderName = HeaderName::from_static("x-data-parallel-rank");
-/// How headers begin that override members of the body inside the engine.
-const ENGINE_OVERRIDE: &str = "x-override-";
+/// The beginning of the names of headers that override members of the body inside the engine.
+const ENGINE_OVERRIDE_PREFIX: &str = "x-override-";
 
-/// Removes the headers of one connection: the known ones, and those that `Connection` names.
+/// Removes the headers that concern one connection only: the known ones, and those that the header
+/// `Connection` names.
 pub fn remove_hop_by_hop(headers: &mut HeaderMap) {
-    let named: Vec<HeaderName> = headers
+    let connection_named: Vec<HeaderName> = headers
         .get_all(header::CONNECTION)
         .iter()
         .filter_map(|value| value.to_str().ok())
         .flat_map(|value| value.split(','))
         .filter_map(|name| name.trim().parse().ok())
         .collect();
-    for name in named.iter().chain(&HOP_BY_HOP) {
+    for name in connection_named.iter().chain(&HOP_BY_HOP) {
         headers.remove(name);
     }
 }
 
-/// Removes the headers of a request that its receiver must not get from a client.
+/// Removes the headers of a client's request that must not reach the next receiver:
 ///
-/// These are the headers of the client's connection, those that the next connection sets itself,
-/// those that only a router may send to an agent, and those by which only Berth may instruct the
-/// engine.
+/// - headers that concern the client's connection, or that the next connection sets itself;
+/// - headers that an agent trusts, because only a router may send them ([`claim::TRUSTED`]);
+/// - headers by which a client could choose the engine's rank or override members of the body.
 pub fn strip_request(headers: &mut HeaderMap) {
     remove_hop_by_hop(headers);
     for name in [header::CONTENT_LENGTH, header::HOST, header::EXPECT, ENGINE_RANK] {
@@ -48,8 +49,11 @@ pub fn strip_request(headers: &mut HeaderMap) {
     for name in claim::TRUSTED {
         headers.remove(name);
     }
-    let overrides: Vec<HeaderName> =
-        headers.keys().filter(|name| name.as_str().starts_with(ENGINE_OVERRIDE)).cloned().collect();
+    let overrides: Vec<HeaderName> = headers
+        .keys()
+        .filter(|name| name.as_str().starts_with(ENGINE_OVERRIDE_PREFIX))
+        .cloned()
+        .collect();
     for name in overrides {
         headers.remove(name);
     }

@@ -1,18 +1,18 @@
-//! Operations code that the router and the agent share.
+//! What both processes of Berth, router and agent, need to run: servers, limits, logs, settings.
 //!
-//! It depends on `proto` and on no other package of Berth. It makes no decision of the router or of
-//! the agent.
+//! This package depends on `proto` and on no other package of Berth. It contains no decisions about
+//! sessions, turns or workers.
 //!
 //! - [`admin`]: the admin port with metrics, readiness and settings.
 //! - [`budget`]: the limit on request bodies in memory.
 //! - [`clock`]: monotonic time and the wall clock.
-//! - [`headers`]: the headers that a proxy must not pass on.
+//! - [`headers`]: removes the headers that a router or an agent must not pass on.
 //! - [`log`]: logs on standard error.
-//! - [`refusal`]: the format of every HTTP refusal.
+//! - [`refusal`]: the format of every HTTP answer by which Berth refuses a request.
 //! - [`server`]: an HTTP server with limits.
 //! - [`settings`]: settings from a TOML file.
 //! - [`signal`]: the signals that stop a process.
-//! - [`tasks`]: named tasks with one policy each.
+//! - [`tasks`]: starts and stops the tasks of a process.
 
 pub mod admin;
 pub mod budget;

@@ -1,4 +1,4 @@
-//! Logs on standard error: JSON for machines, plain lines for a terminal.
+//! Sends logs to standard error: plain lines to a terminal, JSON to anything else.
 //!
 //! The environment variable `BERTH_LOG` filters them, for example `info,router=debug`.
 
@@ -14,8 +14,8 @@ pub fn init() {
         .with_writer(std::io::stderr)
         // If standard error is closed, reporting a failed write there would panic.
         .log_internal_errors(false);
-    // `try_init` fails if a subscriber is already set, as another test of this process may have
-    // done.
+    // `try_init` fails if logging was started before, for example by another test of this process.
+    // That is fine.
     drop(if std::io::stderr().is_terminal() {
         logs.try_init()
     } else {

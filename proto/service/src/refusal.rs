@@ -1,4 +1,4 @@
-//! The format of every HTTP refusal by Berth.
+//! The format of every HTTP answer by which Berth refuses a request.
 //!
 //! A refusal has a status, a stable code for programs, a sentence for people that says what to do
 //! next, and the time after which to retry.
@@ -24,7 +24,7 @@ pub struct Refusal {
 }
 
 impl Refusal {
-    /// Makes a refusal that a retry of the same request would get again.
+    /// Makes a refusal without a retry time: the same request would be refused again.
     pub fn new(status: StatusCode, code: &'static str, message: impl Into<String>) -> Self {
         Self { status, code, message: message.into(), retry_after: None }
     }
@@ -44,13 +44,13 @@ impl Refusal {
 
 impl IntoResponse for Refusal {
     fn into_response(self) -> Response {
-        let kind = match self.status.as_u16() {
+        let error_type = match self.status.as_u16() {
             429 => "overloaded",
             500.. => "unavailable",
             _ => "invalid_request_error",
         };
         let body = serde_json::json!({
-            "error": { "message": self.message, "type": kind, "code": self.code }
+            "error": { "message": self.message, "type": error_type, "code": self.code }
         });
         let mut response = (self.status, axum::Json(body)).into_response();
         let headers = response.headers_mut();

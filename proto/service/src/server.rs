@@ -1,7 +1,8 @@
-//! An HTTP/1 server with the limits that an open port needs.
+//! Serves HTTP/1 with the limits that a port open to any client needs.
 //!
-//! Limited are the bytes of a header, the time to send a header, the time without progress of an
-//! answer, and the number of connections. Connections end gracefully when the process stops.
+//! The server limits the size of a request's header, the time to send it, the time without progress
+//! of an answer, and the number of connections. When the process stops, connections finish their
+//! running requests.
 
 use std::{sync::Arc, time::Duration};
 
@@ -17,24 +18,24 @@ use tracing::{debug, warn};
 
 use crate::tasks::Tasks;
 
-/// Bytes of a request's line and headers; longer ones are answered with 431.
+/// The most bytes of a request's line and headers. A request with more is answered with 431.
 pub const HEADER_BYTES_MAX: usize = 32 * 1024;
-/// Connections allowed beyond one for each turn: for probes, lists, idle clients, and clients that
-/// get the refusal that there are too many turns.
+/// Number of connections allowed beyond one for each turn. They are for probes, lists, idle
+/// clients, and clients whose turn is refused because there are too many.
 const CONNECTIONS_SPARE: usize = 512;
-/// Time within which a client must send its header, or the connection is closed.
+/// Time within which a client must send its header. Otherwise the connection is closed.
 const HEADER_TIME_MAX: Duration = Duration::from_secs(30);
-/// Time a client may read nothing of its answer before the connection is closed. Such a client
-/// keeps a turn and its session's gate occupied, which others need.
+/// Time for which a client may read nothing of its answer before its connection is closed. Such a
+/// client occupies a turn that others need, and keeps its session's other turns waiting.
 const WRITE_STALL_MAX: Duration = Duration::from_secs(60);
 /// Pause after a failed accept, for example when file descriptors ran out.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// Serves until the tasks are cancelled, then lets each connection finish its request.
+/// Serves until the tasks are cancelled. Then each connection finishes its running request.
 ///
-/// A connection has at most one turn at a time, so the limit is `turns_max` plus a fixed number.
-/// Each connection costs about 40 KiB while it reads. Further connections wait in the listen
-/// backlog.
+/// A connection has at most one turn at a time, so the limit on connections is `turns_max` plus a
+/// fixed number. Further connections wait in the listen backlog. Each connection takes about 40 KiB
+/// while it reads.
 pub async fn serve(listener: TcpListener, app: Router, turns_max: usize, tasks: Tasks) {
     let slots = Arc::new(Semaphore::new(turns_max.saturating_add(CONNECTIONS_SPARE)));
     let token = tasks.token();
@@ -80,13 +81,15 @@ pub async fn serve(listener: TcpListener, app: Router, turns_max: usize, tasks: 
     }
 }
 
+/// Waits for a free connection slot, and then accepts a connection.
 async fn accept(
     listener: &TcpListener,
     slots: &Arc<Semaphore>,
 ) -> std::io::Result<(tokio::net::TcpStream, tokio::sync::OwnedSemaphorePermit)> {
     let slot = Arc::clone(slots).acquire_owned().await.expect("the semaphore is never closed");
     let (stream, _peer) = listener.accept().await?;
-    // Answers stream as small writes, one per token, which must not wait for an acknowledgement.
+    // An answer is streamed in small writes, one per token. Without this, TCP would hold a write
+    // back until the client has acknowledged the one before.
     stream.set_nodelay(true)?;
     Ok((stream, slot))
 }

@@ -1,13 +1,13 @@
-//! Settings from a TOML file, with every problem reported at once.
+//! Reads settings from a TOML file, and reports all problems at once.
 
 use std::{fmt, path::Path};
 
 use serde::{Serialize, de::DeserializeOwned};
 
-/// Exit status for invalid settings: EX_USAGE.
+/// Exit status of a process whose settings are invalid: `EX_USAGE` of `sysexits.h`.
 pub const EXIT_USAGE: u8 = 64;
 
-/// Everything that is wrong with the settings, one sentence each; never empty.
+/// The problems of the settings, a sentence for each; never empty.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Problems(pub Vec<String>);
 
@@ -26,8 +26,11 @@ impl std::error::Error for Problems {}
 /// Reads a flat settings struct whose keys all have defaults.
 ///
 /// Returns the settings and their problems. An invalid key keeps its default and is reported, so
-/// one run shows every problem. The caller adds its own checks and then decides. `renamed` holds
-/// the old and the new name of each renamed key; the old name is a problem.
+/// one run shows every problem. The caller adds the problems that it finds itself, and decides
+/// whether to go on.
+///
+/// `renamed` holds the old and the new name of each renamed key. A file with an old name has a
+/// problem, which names the new one.
 pub fn load<T: DeserializeOwned + Default>(
     path: Option<&Path>,
     renamed: &[(&str, &str)],
@@ -39,7 +42,7 @@ pub fn load<T: DeserializeOwned + Default>(
     }
 }
 
-/// Does the same as [`load`], from text.
+/// Reads settings as [`load`] does, from the text of a file.
 pub fn parse<T: DeserializeOwned + Default>(
     text: &str,
     renamed: &[(&str, &str)],
@@ -48,21 +51,21 @@ pub fn parse<T: DeserializeOwned + Default>(
         Ok(table) => table,
         Err(error) => return (T::default(), vec![format!("not TOML: {error}")]),
     };
-    let mut good = toml::Table::new();
+    let mut valid = toml::Table::new();
     let mut problems = vec![];
     for (key, value) in table {
         if let Some((_, new)) = renamed.iter().find(|(old, _)| *old == key) {
             problems.push(format!("{key}: renamed to {new}"));
             continue;
         }
-        let alone = toml::Table::from_iter([(key.clone(), value.clone())]);
-        match T::deserialize(alone) {
-            Ok(_) => drop(good.insert(key, value)),
+        let single_key = toml::Table::from_iter([(key.clone(), value.clone())]);
+        match T::deserialize(single_key) {
+            Ok(_) => drop(valid.insert(key, value)),
             Err(error) => problems.push(format!("{key}: {}", error.to_string().trim_end())),
         }
     }
     let settings =
-        T::deserialize(good).expect("each key was read alone and none depends on another");
+        T::deserialize(valid).expect("each key was read alone and none depends on another");
     (settings, problems)
 }
 

@@ -1,10 +1,10 @@
-//! Waits for a signal to stop: SIGTERM from a supervisor, or Ctrl-C.
+//! Waits for a signal that tells the process to stop: SIGTERM from a supervisor, or Ctrl-C.
 
 use std::future::Future;
 
 use tokio::signal::unix::{SignalKind, signal};
 
-/// Returns a future that ends with the first signal. The handlers are set before this returns.
+/// Sets the signal handlers, and returns a future that ends with the first signal.
 ///
 /// # Errors
 /// When the operating system rejects a handler.

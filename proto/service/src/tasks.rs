@@ -1,7 +1,7 @@
-//! Tasks with names and policies.
+//! Starts the tasks of a process, and stops them together.
 //!
-//! The end of an *essential* task ends the process. The end of any other task has no further
-//! effect. All tasks share one cancellation token.
+//! An *essential* task must run until the process stops. If it ends earlier, the process stops. The
+//! end of any other task has no further effect. All tasks share one cancellation token.
 
 use std::{
     future::Future,
@@ -20,17 +20,19 @@ use tracing::{error, warn};
 pub struct Tasks {
     tracker: TaskTracker,
     cancel: CancellationToken,
-    failed: Arc<AtomicBool>,
+    /// Whether an essential task ended before it was told to stop.
+    has_failed: Arc<AtomicBool>,
 }
 
 impl Tasks {
-    /// Runs a task that must not end before shutdown. Its end, also by panic, cancels all tasks.
+    /// Starts an essential task. If it returns or panics before shutdown, all tasks are cancelled.
+    /// `name` is for the log.
     #[expect(clippy::disallowed_methods, reason = "this is the place that names tasks")]
     pub fn spawn_essential<F>(&self, name: &'static str, task: F)
     where
         F: Future<Output = ()> + Send + 'static,
     {
-        let guard = StopsProcess { tasks: self.clone(), name };
+        let guard = StopProcessOnDrop { tasks: self.clone(), name };
         let tracked = self.tracker.track_future(async move {
             task.await;
             drop(guard);
@@ -38,7 +40,8 @@ impl Tasks {
         tokio::spawn(tracked);
     }
 
-    /// Runs a task of one peer or one turn. The task must end on its own or on [`Self::cancelled`].
+    /// Starts a task that isn't essential, for example for one peer or one turn. The task must end
+    /// on its own or on [`Self::cancelled`].
     #[expect(clippy::disallowed_methods, reason = "this is the place that names tasks")]
     pub fn spawn<F>(&self, task: F)
     where
@@ -47,13 +50,13 @@ impl Tasks {
         tokio::spawn(self.tracker.track_future(task));
     }
 
-    /// Returns a token that is cancelled when the process stops.
+    /// Returns a token that is cancelled when the process is told to stop.
     #[must_use]
     pub fn token(&self) -> CancellationToken {
         self.cancel.clone()
     }
 
-    /// Waits until the process stops.
+    /// Waits until the process is told to stop.
     pub async fn cancelled(&self) {
         self.cancel.cancelled().await;
     }
@@ -72,21 +75,22 @@ impl Tasks {
         if tokio::time::timeout(limit, self.tracker.wait()).await.is_err() {
             warn!(left = self.tracker.len(), "tasks left running at the end");
         }
-        !self.failed.load(Ordering::Relaxed)
+        !self.has_failed.load(Ordering::Relaxed)
     }
 }
 
-/// Stops the process when dropped at a task's end, whether the task returned or panicked.
-struct StopsProcess {
+/// Stops the process when it is dropped, unless the process is already stopping. An essential task
+/// holds it, so that it is dropped at the task's end, also by a panic.
+struct StopProcessOnDrop {
     tasks: Tasks,
     name: &'static str,
 }
 
-impl Drop for StopsProcess {
+impl Drop for StopProcessOnDrop {
     fn drop(&mut self) {
         if !self.tasks.cancel.is_cancelled() {
             error!(task = self.name, "essential task ended, stopping");
-            self.tasks.failed.store(true, Ordering::Relaxed);
+            self.tasks.has_failed.store(true, Ordering::Relaxed);
             self.tasks.cancel.cancel();
         }
     }

@@ -1,6 +1,6 @@
-//! Maps errors to HTTP responses; the only place that does.
+//! Maps the router's errors to refusals: HTTP status, code, message and retry delay.
 //!
-//! Messages to clients are fixed and short and say what to do next. Details go to the log.
+//! Messages to clients are short and say what to do next. Details go to the log.
 
 use std::time::Duration;
 
@@ -16,10 +16,10 @@ use crate::{
     },
 };
 
-/// Retry delay for clients. A worker's restart or the end of a turn takes about that long.
+/// Retry delay for clients. A turn may end, or a worker may be back, in about this time.
 const RETRY_AFTER: Duration = Duration::from_secs(1);
 
-/// Converts the error of a turn, or of an open or close of a session.
+/// Converts the error of a turn, or of opening or closing a session.
 pub(super) fn refusal(error: Error) -> Refusal {
     let message = error.to_string();
     match error {
@@ -94,8 +94,8 @@ fn no_answer(error: &NoAnswer) -> Refusal {
     }
 }
 
-/// Refusal codes that agents use on both ports. A code from the control port is passed on
-/// unchanged.
+/// The refusal codes of agents. A code in this list that an agent's control port sends is passed on
+/// to the client.
 const AGENT_CODES: [&str; 19] = [
     "engine_down",
     "engine_lost",
@@ -118,7 +118,7 @@ const AGENT_CODES: [&str; 19] = [
     "turns",
 ];
 
-/// Converts an agent's gRPC error.
+/// Converts the gRPC error of an agent's control port.
 fn agent(status: &tonic::Status) -> Refusal {
     let message = status.message().to_owned();
     let agent_code = status.metadata().as_ref().get(claim::REFUSAL);
@@ -164,7 +164,7 @@ pub(super) fn method_not_allowed() -> Refusal {
     Refusal::new(StatusCode::METHOD_NOT_ALLOWED, "method_not_allowed", message)
 }
 
-/// Refuses to explain a turn whose placement is not kept, or not any longer.
+/// Refuses to explain the placement of a turn that this router doesn't know, or has forgotten.
 pub(super) fn placement_unknown() -> Refusal {
     Refusal::new(
         StatusCode::NOT_FOUND,
@@ -174,7 +174,7 @@ pub(super) fn placement_unknown() -> Refusal {
     )
 }
 
-/// Refuses a body of a session route that is not the JSON expected there.
+/// Refuses the body of a session route if it isn't the JSON expected there.
 pub(super) fn body_invalid(error: &serde_json::Error) -> Refusal {
     Refusal::bad_request("invalid_json", format!("the body is wrong: {error}"))
 }

@@ -1,4 +1,7 @@
-//! `GET /v1/models`: the list of one engine, or of all models if the engines serve different ones.
+//! Serves `GET /v1/models`, the list of models.
+//!
+//! If all engines serve the same models, one engine answers. Otherwise the router itself lists the
+//! models of all engines.
 
 use std::collections::BTreeMap;
 
@@ -11,31 +14,31 @@ use proto::route::Kind;
 use serde_json::{Value, json};
 use service::clock::now;
 
-use super::{Desk, conclude, errors, serve};
+use super::{SharedState, conclude, errors, serve};
 use crate::{
     fleet::{snapshot::Snapshot, worker::WorkerState},
     placement::NoWorker,
 };
 
-pub(super) async fn list(State(shared): Desk, request: Request) -> Response {
+pub(super) async fn list(State(shared): SharedState, request: Request) -> Response {
     let view = shared.settled_view().await;
     if view.serves_same_models() {
         return serve(shared, Kind::Models, request).await;
     }
-    let models = all(&view);
+    let models = list_all(&view);
     if models.is_empty() {
         return conclude(&shared, Err(errors::no_worker(&NoWorker::Unusable)));
     }
     Json(json!({ "object": "list", "data": models })).into_response()
 }
 
-/// Lists the models in the form of an engine's own list, with only the fields that all workers
-/// share.
-fn all(view: &Snapshot) -> Vec<Value> {
-    let at = now();
-    let takes = |worker| matches!(view.state(worker, at), WorkerState::Fresh | WorkerState::Stale);
+/// Lists the models of all usable workers, in the form of an engine's own list.
+fn list_all(view: &Snapshot) -> Vec<Value> {
+    let now = now();
+    let is_usable =
+        |worker| matches!(view.state(worker, now), WorkerState::Fresh | WorkerState::Stale);
     let mut models = BTreeMap::new();
-    for (.., facts) in view.workers().filter(|(worker, ..)| takes(*worker)) {
+    for (.., facts) in view.workers().filter(|(worker, ..)| is_usable(*worker)) {
         let engine = &facts.description.engine;
         for name in &engine.models {
             let context_tokens = models.entry(name.as_str()).or_insert(engine.context_tokens);

@@ -1,4 +1,4 @@
-//! `GET /v1/placements/{turn}`: shows why a turn went where it went.
+//! Serves `GET /v1/placements/{turn}`: why the router sent a turn to its worker.
 
 use axum::{
     Json,
@@ -8,13 +8,13 @@ use axum::{
 use serde_json::{Value, json};
 use service::clock::now;
 
-use super::{Desk, conclude, errors};
+use super::{SharedState, conclude, errors};
 use crate::{
     fleet::snapshot::Snapshot,
     placement::{Figures, recent::PlacementRecord},
 };
 
-pub(super) async fn show(State(shared): Desk, Path(turn): Path<String>) -> Response {
+pub(super) async fn show(State(shared): SharedState, Path(turn): Path<String>) -> Response {
     let records = u64::from_str_radix(&turn, 16)
         .map(|turn| shared.recent_placements.lock().placements(turn).to_vec())
         .unwrap_or_default();
@@ -27,10 +27,10 @@ pub(super) async fn show(State(shared): Desk, Path(turn): Path<String>) -> Respo
 }
 
 fn to_json(record: &PlacementRecord, view: &Snapshot) -> Value {
-    let PlacementRecord { at, session, placement } = record;
+    let PlacementRecord { at: placed_at, session, placement } = record;
     let compared: Vec<Value> =
         placement.figures.iter().map(|figures| figures_to_json(figures, view)).collect();
-    let age = now().saturating_duration_since(*at).as_millis();
+    let age = now().saturating_duration_since(*placed_at).as_millis();
     json!({
         "worker": view.name(placement.worker),
         "reason": placement.reason,

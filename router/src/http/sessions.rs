@@ -1,4 +1,4 @@
-//! The session routes: `/v1/sessions`, and SGLang's `/open_session` and `/close_session`.
+//! Serves the session routes: `/v1/sessions`, and SGLang's `/open_session` and `/close_session`.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 use service::refusal::Refusal;
 
-use super::{Desk, conclude, errors};
+use super::{SharedState, conclude, errors};
 use crate::{
     fleet::control::OpenRequest,
     turn::{error::Error, request, sessions::SessionView, shared::Shared},
@@ -29,7 +29,7 @@ struct OpenBody {
     timeout: Value,
 }
 
-/// The body of SGLang's `/open_session`. Other members are for the engine and are ignored here.
+/// The body of SGLang's `/open_session`. Other members are ignored.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 struct SglangOpenBody {
@@ -43,22 +43,22 @@ struct SglangCloseBody {
     session_id: String,
 }
 
-pub(super) async fn open(State(shared): Desk, request: Request) -> Response {
+pub(super) async fn open(State(shared): SharedState, request: Request) -> Response {
     let answer = Box::pin(try_open(&shared, request)).await;
     conclude(&shared, answer)
 }
 
 async fn try_open(shared: &Arc<Shared>, request: Request) -> Result<Response, Refusal> {
     let (parts, body) = request.into_parts();
-    let asked: OpenBody = read(shared, body, true).await?;
+    let request_body: OpenBody = read_body(shared, body, true).await?;
     let open_request = build_open_request(
         &parts.headers,
-        asked.session_id,
-        match &asked.retention {
+        request_body.session_id,
+        match &request_body.retention {
             None => None,
             Some(name) => request::parse_retention(name, "retention").map_err(refuse)?,
         },
-        &asked.timeout,
+        &request_body.timeout,
     )?;
     let opened = shared.open(open_request).await.map_err(errors::refusal)?;
     let status = if opened.new { StatusCode::CREATED } else { StatusCode::OK };
@@ -71,18 +71,18 @@ async fn try_open(shared: &Arc<Shared>, request: Request) -> Result<Response, Re
     Ok((status, Json(to_json(shared, &session_view))).into_response())
 }
 
-pub(super) async fn list(State(shared): Desk, headers: HeaderMap) -> Response {
+pub(super) async fn list(State(shared): SharedState, headers: HeaderMap) -> Response {
     let (views, more) = shared.list(&request::principal(&headers)).await;
     let sessions: Vec<Value> = views.iter().map(|view| to_json(&shared, view)).collect();
     Json(json!({ "sessions": sessions, "more": more })).into_response()
 }
 
 pub(super) async fn show(
-    State(shared): Desk,
+    State(shared): SharedState,
     Path(id): Path<String>,
     headers: HeaderMap,
 ) -> Response {
-    let answer = match key(&headers, id) {
+    let answer = match session_key(&headers, id) {
         Ok(key) => match shared.find_session(&key).await {
             Some(session_view) => Ok(Json(to_json(&shared, &session_view)).into_response()),
             None => Err(errors::refusal(Error::SessionUnknown)),
@@ -93,31 +93,35 @@ pub(super) async fn show(
 }
 
 pub(super) async fn close(
-    State(shared): Desk,
+    State(shared): SharedState,
     Path(id): Path<String>,
     headers: HeaderMap,
 ) -> Response {
-    let answer = match key(&headers, id) {
+    let answer = match session_key(&headers, id) {
         Ok(key) => shared.close(key).await.map_err(errors::refusal),
         Err(refusal) => Err(refusal),
     };
     conclude(&shared, answer.map(|()| StatusCode::NO_CONTENT.into_response()))
 }
 
-pub(super) async fn sglang_open(State(shared): Desk, request: Request) -> Response {
+pub(super) async fn sglang_open(State(shared): SharedState, request: Request) -> Response {
     let answer = Box::pin(try_sglang_open(&shared, request)).await;
     conclude(&shared, answer)
 }
 
 async fn try_sglang_open(shared: &Arc<Shared>, request: Request) -> Result<Response, Refusal> {
     let (parts, body) = request.into_parts();
-    let asked: SglangOpenBody = read(shared, body, true).await?;
-    let retention = asked.streaming.unwrap_or(false).then_some(Retention::Pinned);
-    let open_request =
-        build_open_request(&parts.headers, asked.session_id, retention, &asked.timeout)?;
+    let request_body: SglangOpenBody = read_body(shared, body, true).await?;
+    let retention = request_body.streaming.unwrap_or(false).then_some(Retention::Pinned);
+    let open_request = build_open_request(
+        &parts.headers,
+        request_body.session_id,
+        retention,
+        &request_body.timeout,
+    )?;
     let opened = shared.open(open_request).await.map_err(errors::refusal)?;
     if !opened.new {
-        // The shape of SGLang's own error, which its clients look for.
+        // Clients of SGLang look for an error of this shape.
         let message = "Failed to open the session: one with this id is still open. Close it first.";
         let body = json!({ "error": { "message": message } });
         return Ok((StatusCode::BAD_REQUEST, Json(body)).into_response());
@@ -125,18 +129,18 @@ async fn try_sglang_open(shared: &Arc<Shared>, request: Request) -> Result<Respo
     Ok(Json(Value::from(opened.session.key.id())).into_response())
 }
 
-pub(super) async fn sglang_close(State(shared): Desk, request: Request) -> Response {
+pub(super) async fn sglang_close(State(shared): SharedState, request: Request) -> Response {
     let answer = Box::pin(try_sglang_close(&shared, request)).await;
     conclude(&shared, answer)
 }
 
 async fn try_sglang_close(shared: &Arc<Shared>, request: Request) -> Result<Response, Refusal> {
     let (parts, body) = request.into_parts();
-    let asked: SglangCloseBody = read(shared, body, false).await?;
-    let closed = shared.close(key(&parts.headers, asked.session_id)?).await;
+    let request_body: SglangCloseBody = read_body(shared, body, false).await?;
+    let closed = shared.close(session_key(&parts.headers, request_body.session_id)?).await;
     match closed.map_err(errors::refusal) {
         Err(refusal) if refusal.status != StatusCode::NOT_FOUND => Err(refusal),
-        // The engine also answers 200 to closing a session that it doesn't know.
+        // SGLang also answers 200 if it doesn't know the session.
         Ok(()) | Err(_) => Ok(StatusCode::OK.into_response()),
     }
 }
@@ -149,18 +153,18 @@ fn build_open_request(
 ) -> Result<OpenRequest, Refusal> {
     let id = id.unwrap_or_else(|| format!("{:032x}", fastrand::u128(..)));
     Ok(OpenRequest {
-        key: key(headers, id)?,
+        key: session_key(headers, id)?,
         retention,
         idle_ms_max: request::idle_ms(timeout, "timeout").map_err(refuse)?,
     })
 }
 
-fn key(headers: &HeaderMap, id: String) -> Result<SessionKey, Refusal> {
+fn session_key(headers: &HeaderMap, id: String) -> Result<SessionKey, Refusal> {
     SessionKey::new(request::principal(headers), id)
         .map_err(|error| refuse(request::Error::from(error)))
 }
 
-async fn read<T: for<'de> Deserialize<'de> + Default>(
+async fn read_body<T: for<'de> Deserialize<'de> + Default>(
     shared: &Shared,
     body: Body,
     may_be_empty: bool,
@@ -177,7 +181,7 @@ fn refuse(error: request::Error) -> Refusal {
     errors::request(&error)
 }
 
-/// Returns a session as JSON, as its owner sees it.
+/// Returns a session as JSON for its client.
 fn to_json(shared: &Shared, session_view: &SessionView) -> Value {
     let worker = shared.view.load().name(session_view.worker);
     let id = session_view.key.id();
@@ -199,8 +203,8 @@ fn to_json(shared: &Shared, session_view: &SessionView) -> Value {
         "resident_tokens_source": session.resident_tokens.map(|figure| figure.source),
         "idle_ms_at_report": idle_ms,
     });
-    if let Some(found) = &session.volatile_prefix {
-        value["volatile_prefix"] = json!(found);
+    if let Some(prefix) = &session.volatile_prefix {
+        value["volatile_prefix"] = json!(prefix);
     }
     value
 }

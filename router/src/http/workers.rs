@@ -1,4 +1,6 @@
-//! `GET /v1/workers`: the figures of each worker and device, each with its source and age.
+//! Serves `GET /v1/workers`: the state and the figures of each worker and its devices.
+//!
+//! Each figure has its source and its age.
 
 use std::time::{Duration, Instant};
 
@@ -11,7 +13,7 @@ use proto::load::{Device, Figure, PageAudit, Rank, RankLoad};
 use serde_json::{Value, json};
 use service::clock::now;
 
-use super::Desk;
+use super::SharedState;
 use crate::{
     fleet::{
         agent::{Agent, Facts},
@@ -22,7 +24,7 @@ use crate::{
     residency::kv_index::WorkerKv,
 };
 
-pub(super) async fn list(State(shared): Desk) -> Response {
+pub(super) async fn list(State(shared): SharedState) -> Response {
     let view = shared.view.load();
     let now = now();
     let workers: Vec<Value> = view
@@ -53,7 +55,8 @@ fn to_json(
     now: Instant,
 ) -> Value {
     let (state, reason) = agent.state(now, view.report_age_max());
-    let reported = agent.report.as_ref().map(|(_, at)| now.saturating_duration_since(*at));
+    let report_age =
+        agent.report.as_ref().map(|(_, received)| now.saturating_duration_since(*received));
     let in_flight = agent.in_flight.get(worker.dp_rank as usize).map_or(0, |count| count.turns());
     json!({
         "worker": view.name(worker),
@@ -64,11 +67,11 @@ fn to_json(
         "state": state,
         "reason": reason,
         "heartbeat_age_ms": agent.heard.map(|at| millis(now.saturating_duration_since(at))),
-        "report_age_ms": reported.map(millis),
+        "report_age_ms": report_age.map(millis),
         "restart_required": agent.report.as_ref().map(|(report, _)| &report.restart_required),
         "turns_in_flight_here": in_flight,
         "turns_estimate": view.worker_table().get(worker).map(WorkerStats::turns),
-        "load": agent.rank_load(worker.dp_rank).map(|load| load_to_json(load, reported)),
+        "load": agent.rank_load(worker.dp_rank).map(|load| load_to_json(load, report_age)),
         "kv": kv,
         "engine": facts.description.engine,
         "retentions": facts.description.retentions,
@@ -77,11 +80,12 @@ fn to_json(
     })
 }
 
-fn load_to_json(load: &RankLoad, reported: Option<Duration>) -> Value {
-    let since = reported.map_or(0, millis);
-    let figure = |figure: Option<Figure>| figure.map(|figure| figure_to_json(figure, since));
+fn load_to_json(load: &RankLoad, report_age: Option<Duration>) -> Value {
+    let report_age_ms = report_age.map_or(0, millis);
+    let figure =
+        |figure: Option<Figure>| figure.map(|figure| figure_to_json(figure, report_age_ms));
     let devices: Vec<Value> =
-        load.devices.iter().map(|device| device_to_json(device, since)).collect();
+        load.devices.iter().map(|device| device_to_json(device, report_age_ms)).collect();
     json!({
         "turns_running": load.turns_running,
         "turns_running_max": load.turns_running_max,
@@ -103,7 +107,7 @@ fn load_to_json(load: &RankLoad, reported: Option<Duration>) -> Value {
         "sessions": load.sessions,
         "devices": devices,
         "pages": load.pages.clone().map(|pages| {
-            let age_ms = u64::from(pages.age_ms) + since;
+            let age_ms = u64::from(pages.age_ms) + report_age_ms;
             PageAudit { age_ms: u32::try_from(age_ms).unwrap_or(u32::MAX), ..pages }
         }),
     })
@@ -119,8 +123,8 @@ fn rank_to_json(rank: &Rank) -> Value {
     })
 }
 
-/// Returns all that is known of a device.
-fn device_to_json(device: &Device, since: u64) -> Value {
+/// Returns a device with all known values. `report_age_ms` is added to the ages.
+fn device_to_json(device: &Device, report_age_ms: u64) -> Value {
     let mut value = serde_json::to_value(device).expect("plain fields always serialise");
     let fields = value.as_object_mut().expect("a struct is an object");
     for (name, figure) in [
@@ -131,20 +135,20 @@ fn device_to_json(device: &Device, since: u64) -> Value {
         ("kv_reclaimable_bytes", device.kv_reclaimable_bytes),
     ] {
         if let Some(figure) = figure {
-            fields.insert(name.to_owned(), figure_to_json(figure, since));
+            fields.insert(name.to_owned(), figure_to_json(figure, report_age_ms));
         }
     }
     if let Some(age_ms) = device.age_ms {
-        fields.insert("age_ms".to_owned(), (u64::from(age_ms) + since).into());
+        fields.insert("age_ms".to_owned(), (u64::from(age_ms) + report_age_ms).into());
     }
     fields.retain(|_, value| !value.is_null());
     value
 }
 
-/// Returns a figure whose age includes the time since the report arrived.
-fn figure_to_json(figure: Figure, since: u64) -> Value {
+/// Returns a figure. Its age includes `report_age_ms`, the time since the report arrived.
+fn figure_to_json(figure: Figure, report_age_ms: u64) -> Value {
     let Figure { value, source, age_ms } = figure;
-    json!({ "value": value, "source": source, "age_ms": u64::from(age_ms) + since })
+    json!({ "value": value, "source": source, "age_ms": u64::from(age_ms) + report_age_ms })
 }
 
 fn millis(duration: Duration) -> u64 {
