@@ -49,7 +49,7 @@ pub const BLOCK_TOKENS_MAX: u32 = 256;
 /// The factors `K[i]` of the sum `local`, by a token's position in its block.
 const FACTORS: [u64; BLOCK_TOKENS_MAX as usize] = {
     let mut factors = [0; BLOCK_TOKENS_MAX as usize];
-    // The ASCII bytes of "berth_kv".
+    // The seed is the ASCII bytes of "berth_kv".
     let mut state = 0x6265_7274_685f_6b76_u64;
     let mut index = 0;
     while index < factors.len() {
@@ -253,10 +253,10 @@ impl Chain {
     /// Takes the prompt's next tokens. Appends the hash of each block that they fill to `hashes`.
     pub fn push(&mut self, tokens: &[u32], hashes: &mut Vec<BlockHash>) {
         hashes.reserve((self.partial_tokens + tokens.len()) / self.block_tokens);
-        let mut rest = tokens;
-        while !rest.is_empty() {
+        let mut remaining = tokens;
+        while !remaining.is_empty() {
             let missing_tokens = self.block_tokens - self.partial_tokens;
-            let (in_block, after_block) = rest.split_at(missing_tokens.min(rest.len()));
+            let (in_block, after_block) = remaining.split_at(missing_tokens.min(remaining.len()));
             let products = in_block.iter().zip(&FACTORS[self.partial_tokens..]);
             self.sum = products.fold(self.sum, |sum, (&token, factor)| {
                 sum.wrapping_add(u64::from(token).wrapping_mul(*factor))
@@ -268,7 +268,7 @@ impl Chain {
                 self.full_blocks += 1;
                 (self.partial_tokens, self.sum) = (0, 0);
             }
-            rest = after_block;
+            remaining = after_block;
         }
     }
 }

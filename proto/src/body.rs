@@ -169,8 +169,8 @@ impl<'a> Object<'a> {
     /// comma is there.
     fn leading_comma(&self, range: &Range<usize>) -> usize {
         let bytes = &self.bytes[range.clone()];
-        let first = bytes.iter().position(|byte| !byte.is_ascii_whitespace()).unwrap_or(0);
-        if bytes.get(first) == Some(&b',') { first + 1 } else { 0 }
+        let comma_index = bytes.iter().position(|byte| !byte.is_ascii_whitespace()).unwrap_or(0);
+        if bytes.get(comma_index) == Some(&b',') { comma_index + 1 } else { 0 }
     }
 }
 

@@ -89,14 +89,14 @@ impl Entry {
         key << (64 - KEY_BITS) | u64::from(self.run) << PLACE_BITS | u64::from(self.place)
     }
 
-    fn unpack(slot: u64) -> Self {
-        let run = low_bits(slot >> PLACE_BITS) & ((1 << RUN_BITS) - 1);
-        Self { run, place: low_bits(slot) % PLACES }
+    fn unpack(packed: u64) -> Self {
+        let run = low_bits(packed >> PLACE_BITS) & ((1 << RUN_BITS) - 1);
+        Self { run, place: low_bits(packed) % PLACES }
     }
 }
 
-fn key_of(slot: u64) -> u64 {
-    slot >> (64 - KEY_BITS)
+fn key_of(packed: u64) -> u64 {
+    packed >> (64 - KEY_BITS)
 }
 
 fn shard_index(key: u64) -> usize {
@@ -129,11 +129,11 @@ impl Bucket {
     fn candidates(&self, key: u64) -> impl Iterator<Item = usize> {
         let differs = self.control ^ (tag(key) * TAG_ONES);
         // The top bit of each byte that is zero in `differs`.
-        let mut same = differs.wrapping_sub(TAG_ONES) & !differs & (TAG_ONES << 7);
+        let mut matches = differs.wrapping_sub(TAG_ONES) & !differs & (TAG_ONES << 7);
         std::iter::from_fn(move || {
-            let slot_index = same.trailing_zeros() as usize / 8;
+            let slot_index = matches.trailing_zeros() as usize / 8;
             // Clear the lowest bit that is set.
-            same &= same.wrapping_sub(1);
+            matches &= matches.wrapping_sub(1);
             (slot_index < BUCKET_SLOTS).then_some(slot_index)
         })
     }
@@ -141,19 +141,19 @@ impl Bucket {
     /// Returns the entries stored under the key.
     fn proposals(&self, key: u64) -> impl Iterator<Item = Entry> {
         let slots = self.candidates(key).map(|index| self.slots[index]);
-        slots.filter(move |&slot| slot != 0 && key_of(slot) == key).map(Entry::unpack)
+        slots.filter(move |&packed| packed != 0 && key_of(packed) == key).map(Entry::unpack)
     }
 
     /// Returns the number of the slot that holds this packed entry.
-    fn position(&self, slot: u64) -> Option<usize> {
-        self.candidates(key_of(slot)).find(|&index| self.slots[index] == slot)
+    fn position(&self, packed: u64) -> Option<usize> {
+        self.candidates(key_of(packed)).find(|&index| self.slots[index] == packed)
     }
 
     /// Adds a packed entry to a bucket that isn't full.
-    fn push(&mut self, slot: u64) {
+    fn push(&mut self, packed: u64) {
         let free_index = self.len();
-        self.slots[free_index] = slot;
-        self.control += (1 << 56) | tag(key_of(slot)) << (8 * free_index);
+        self.slots[free_index] = packed;
+        self.control += (1 << 56) | tag(key_of(packed)) << (8 * free_index);
     }
 
     /// Removes the entry in a slot and returns it packed. The bucket's last entry takes the slot.
@@ -175,6 +175,7 @@ impl Shard {
             as usize
     }
 
+    /// Returns the number of the bucket after this one. The first bucket follows the last.
     fn bucket_after(&self, bucket_index: usize) -> usize {
         if bucket_index + 1 == self.buckets.len() { 0 } else { bucket_index + 1 }
     }
@@ -188,31 +189,31 @@ impl Shard {
         }
         let added = if self.entries < SHARD_DOUBLING_MAX { buckets.max(2) } else { buckets / 4 };
         let grown = vec![Bucket::default(); buckets + added];
-        let old = std::mem::replace(&mut self.buckets, grown);
-        for slot in old.iter().flat_map(|bucket| &bucket.slots[..bucket.len()]) {
-            self.put(*slot);
+        let old_buckets = std::mem::replace(&mut self.buckets, grown);
+        for packed in old_buckets.iter().flat_map(|bucket| &bucket.slots[..bucket.len()]) {
+            self.put(*packed);
         }
         added * size_of::<Bucket>()
     }
 
     /// Puts a packed entry into the first bucket with room, from its home on.
-    fn put(&mut self, slot: u64) {
-        let mut bucket_index = self.home_bucket(key_of(slot));
+    fn put(&mut self, packed: u64) {
+        let mut bucket_index = self.home_bucket(key_of(packed));
         while self.buckets[bucket_index].is_full() {
             bucket_index = self.bucket_after(bucket_index);
         }
-        self.buckets[bucket_index].push(slot);
+        self.buckets[bucket_index].push(packed);
     }
 
     /// Returns the numbers of the bucket and of the slot that hold a packed entry.
-    fn position(&self, slot: u64) -> Option<(usize, usize)> {
+    fn position(&self, packed: u64) -> Option<(usize, usize)> {
         if self.buckets.is_empty() {
             return None;
         }
-        let mut bucket_index = self.home_bucket(key_of(slot));
+        let mut bucket_index = self.home_bucket(key_of(packed));
         loop {
             let bucket = &self.buckets[bucket_index];
-            if let Some(slot_index) = bucket.position(slot) {
+            if let Some(slot_index) = bucket.position(packed) {
                 return Some((bucket_index, slot_index));
             }
             if !bucket.is_full() {
@@ -233,8 +234,8 @@ impl Shard {
             scanned = self.bucket_after(scanned);
             was_full = self.buckets[scanned].is_full();
             let bucket = &self.buckets[scanned];
-            let movable = bucket.slots[..bucket.len()].iter().position(|slot| {
-                let home = self.home_bucket(key_of(*slot));
+            let movable = bucket.slots[..bucket.len()].iter().position(|packed| {
+                let home = self.home_bucket(key_of(*packed));
                 // An entry may move back to the gap unless its home is after the gap, as look-ups
                 // begin at the home. Buckets are a ring, so the gap may have the larger number.
                 if gap < scanned {
@@ -244,8 +245,8 @@ impl Shard {
                 }
             });
             if let Some(slot_index) = movable {
-                let slot = self.buckets[scanned].remove_at(slot_index);
-                self.buckets[gap].push(slot);
+                let packed = self.buckets[scanned].remove_at(slot_index);
+                self.buckets[gap].push(packed);
                 gap = scanned;
             }
         }

@@ -38,9 +38,9 @@ pub fn start(admin: Admin, listener: TcpListener, token: CancellationToken) -> s
         runtime.block_on(async move {
             let listener =
                 tokio::net::TcpListener::from_std(listener).expect("it was made nonblocking");
-            let served = axum::serve(listener, app)
+            let result = axum::serve(listener, app)
                 .with_graceful_shutdown(async move { token.cancelled().await });
-            if let Err(error) = served.await {
+            if let Err(error) = result.await {
                 tracing::error!(%error, "admin port failed");
             }
         });

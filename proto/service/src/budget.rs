@@ -57,8 +57,8 @@ impl BodyBudget {
         B: Body<Data = Bytes> + Unpin,
         B::Error: std::fmt::Display,
     {
-        let read = tokio::time::timeout(BODY_TIME_MAX, self.read_all(body)).await;
-        read.unwrap_or_else(|_| {
+        let result = tokio::time::timeout(BODY_TIME_MAX, self.read_all(body)).await;
+        result.unwrap_or_else(|_| {
             let text = format!("the body did not arrive within {BODY_TIME_MAX:?}");
             Err(Refusal::new(StatusCode::REQUEST_TIMEOUT, "body_late", text))
         })

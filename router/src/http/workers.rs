@@ -66,7 +66,7 @@ fn to_json(
         "data": &*facts.data_authority,
         "state": state,
         "reason": reason,
-        "heartbeat_age_ms": agent.heard.map(|at| millis(now.saturating_duration_since(at))),
+        "heartbeat_age_ms": agent.heard.map(|heard| millis(now.saturating_duration_since(heard))),
         "report_age_ms": report_age.map(millis),
         "restart_required": agent.report.as_ref().map(|(report, _)| &report.restart_required),
         "turns_in_flight_here": in_flight,

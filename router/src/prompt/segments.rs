@@ -57,8 +57,8 @@ impl HashedPrefix {
 
     /// Returns the key of this prefix extended by a segment.
     fn key_after(&self, segment: &str) -> Key {
-        let both = [self.key, xxh3_128(segment.as_bytes())].map(u128::to_le_bytes);
-        xxh3_128(both.as_flattened())
+        let key_parts = [self.key, xxh3_128(segment.as_bytes())].map(u128::to_le_bytes);
+        xxh3_128(key_parts.as_flattened())
     }
 }
 

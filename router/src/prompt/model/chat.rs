@@ -298,17 +298,18 @@ impl ToolCall {
 impl Tool {
     /// Returns the tool with the members that SGLang's reader adds.
     fn to_template(self) -> Option<Value> {
-        let known = ["description", "name", "parameters", "strict", "defer_loading"];
-        let always = ["description", "name", "parameters"];
+        let known_members = ["description", "name", "parameters", "strict", "defer_loading"];
+        let always_present = ["description", "name", "parameters"];
         let function = &self.function;
         let mut members: Vec<(String, Value)> = vec![];
         for key in function.try_iter().ok()? {
             let (name, value) = (key.as_str()?, function.get_item(&key).ok()?);
-            if known.contains(&name) && (always.contains(&name) || !value.is_none()) {
+            if known_members.contains(&name) && (always_present.contains(&name) || !value.is_none())
+            {
                 members.push((name.to_owned(), value));
             }
         }
-        for name in always {
+        for name in always_present {
             if !members.iter().any(|(known, _)| known == name) {
                 members.push((name.to_owned(), Value::from(())));
             }
