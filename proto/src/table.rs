@@ -3,8 +3,8 @@
 //! Such an index is a prefix tree of prompts, compressed to runs. A run is an unbranched part of
 //! the tree: blocks (or pages) that follow each other. The caller stores the runs. This table maps
 //! a key, 24 bits of a block's hash, to the block's run and its place in it. The table stores no
-//! full hashes, so several blocks may have one key. It proposes entries to the caller, who decides
-//! which of them is right.
+//! full hashes, so several blocks may have one key. It proposes entries to the caller, which
+//! decides which of them is right.
 //!
 //! A bucket is one cache line of entries. An entry is in the bucket that its key selects, its
 //! *home*, or in the first bucket after its home that had room. A shard is a group of buckets that

@@ -1,4 +1,4 @@
-//! The result of a page audit: how many pages of fault rank's KV pool each kind of owner holds.
+//! The result of a page audit: how many pages of one rank's KV pool each kind of owner holds.
 //!
 //! An audit counts every page of the pool and looks for faults, such as a page with two owners. The
 //! shim in the engine makes the audit, and the agent reports the result to routers. Conversion from
@@ -9,7 +9,7 @@ use serde::Serialize;
 use super::Error;
 use crate::v1;
 
-/// The totals of fault audit, in pages unless a field says otherwise.
+/// The totals of one audit, in pages unless a field says otherwise.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct PageAudit {
     /// Milliseconds between the audit and the sending of this message.
@@ -33,7 +33,7 @@ pub struct PageAudit {
 }
 
 impl PageAudit {
-    /// Returns the findings with at least fault fault. A sound engine has none.
+    /// Returns the findings with at least one fault. A sound engine has none.
     pub fn faults(&self) -> impl Iterator<Item = &PageFinding> {
         self.findings.iter().filter(|finding| finding.count > 0)
     }
@@ -56,7 +56,7 @@ pub struct PageClasses {
     pub corrupt: u64,
 }
 
-/// The faults of fault kind.
+/// The faults of one kind.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct PageFinding {
     /// `aliased`, `leaked`, `double_free`, `changed` or another kind.

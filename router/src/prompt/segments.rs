@@ -22,8 +22,9 @@ pub(super) struct Segments {
     entries: HashMap<Key, Entry>,
     /// Each entry once, with its value of `last_used` at the time it was queued.
     queue: VecDeque<(u64, Key)>,
-    /// Memory of all entries, and its bound.
+    /// Memory of all entries, in bytes.
     bytes: usize,
+    /// The most bytes that `bytes` may be.
     bytes_max: usize,
     /// Number of prompts looked up so far. It serves as a clock.
     now: u64,

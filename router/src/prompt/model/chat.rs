@@ -113,7 +113,7 @@ impl Request<'_> {
         let count = messages.len();
         let messages = messages.into_iter().enumerate();
         let messages = messages
-            .map(|(index, message)| message.to_template(takes_parts, index + 1 == count))
+            .map(|(index, message)| message.into_template_value(takes_parts, index + 1 == count))
             .collect::<Option<_>>()?;
         Some(Chat { messages, tools: self.tools()?, values: self.values()? })
     }
@@ -137,7 +137,7 @@ impl Request<'_> {
             chosen_name.as_ref().is_none_or(|chosen| name.as_ref() == Some(chosen))
         };
         let tools: Option<Vec<Value>> =
-            tools.into_iter().filter(is_chosen).map(Tool::to_template).collect();
+            tools.into_iter().filter(is_chosen).map(Tool::into_template_value).collect();
         tools.map(|tools| Some(tools).filter(|tools| !tools.is_empty()))
     }
 
@@ -207,7 +207,7 @@ impl Chat {
 
 impl Message {
     /// Returns the message in the template's form. `None` if it isn't supported.
-    fn to_template(self, takes_parts: bool, is_last: bool) -> Option<Value> {
+    fn into_template_value(self, takes_parts: bool, is_last: bool) -> Option<Value> {
         if self.tools.is_some() || self.prefix == Some(true) {
             return None;
         }
@@ -251,7 +251,7 @@ impl Message {
             let is_assistant = members[0].1.as_str() == Some("assistant");
             if let Some(calls) = self.tool_calls {
                 let calls: Option<Vec<Value>> =
-                    calls.into_iter().map(|call| call.to_template(is_assistant)).collect();
+                    calls.into_iter().map(|call| call.into_template_value(is_assistant)).collect();
                 members.push(("tool_calls", calls?.into_iter().collect()));
             }
         }
@@ -276,7 +276,7 @@ fn text_part(text: String) -> Value {
 impl ToolCall {
     /// Returns the call in the template's form. `is_assistant`: whether an assistant's message
     /// makes the call.
-    fn to_template(self, is_assistant: bool) -> Option<Value> {
+    fn into_template_value(self, is_assistant: bool) -> Option<Value> {
         let arguments = match self.function.arguments {
             // SGLang parses the arguments of an assistant's call, so that templates see an object.
             Some(text) if is_assistant && text.as_str().is_some() => {
@@ -297,7 +297,7 @@ impl ToolCall {
 
 impl Tool {
     /// Returns the tool with the members that SGLang's reader adds.
-    fn to_template(self) -> Option<Value> {
+    fn into_template_value(self) -> Option<Value> {
         let known_members = ["description", "name", "parameters", "strict", "defer_loading"];
         let always_present = ["description", "name", "parameters"];
         let function = &self.function;
