@@ -81,13 +81,13 @@ pub struct Figure {
 /// A device of a worker: a GPU, or a MIG slice of a GPU. Unknown values are absent, never zero.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct Device {
-    /// UUID from NVML; without NVML, the engine's own device name such as `cpu`.
+    /// The UUID that NVML reports. Without NVML, the engine's name of the device, such as `cpu`.
     pub uuid: String,
     /// Marketing name; may be empty.
     pub name: String,
-    /// Index in the agent's NVML; a MIG slice has its GPU's index.
+    /// Index in the agent's NVML. A MIG slice has the index of its GPU.
     pub index: Option<u32>,
-    /// PCI address such as `00000000:1B:00.0`; a MIG slice has its GPU's.
+    /// PCI address such as `00000000:1B:00.0`. A MIG slice has the address of its GPU.
     pub pci_address: Option<String>,
     /// UUID of the GPU to which this MIG slice belongs; absent for a whole GPU.
     pub parent_uuid: Option<String>,
@@ -341,7 +341,7 @@ pub struct LoadReport {
     pub unhealthy: Option<String>,
     /// Whether the agent drains: it takes no new sessions and finishes running turns.
     pub draining: bool,
-    /// Why only an engine restart frees what the engine holds; absent if no restart is needed.
+    /// Why the engine holds resources that only its restart frees; absent if no restart is needed.
     pub restart_required: Option<String>,
 }
 

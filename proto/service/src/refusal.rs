@@ -1,7 +1,7 @@
 //! The format of every HTTP answer by which Berth refuses a request.
 //!
-//! A refusal has a status, a stable code for programs, a sentence for people that says what to do
-//! next, and the time after which to retry.
+//! A refusal has a status, a stable code for programs, a message for people with the next step, and
+//! the time after which to retry.
 
 use std::time::Duration;
 
@@ -17,7 +17,7 @@ pub struct Refusal {
     pub status: StatusCode,
     /// Stable code for programs, in `snake_case`.
     pub code: &'static str,
-    /// What was wrong and what to do next.
+    /// The fault, and the next step for the client.
     pub message: String,
     /// Time after which to retry, rounded up to seconds in the header.
     pub retry_after: Option<Duration>,
