@@ -1,10 +1,13 @@
-//! The reuse forecast: how much KV on each worker sessions are expected to use again.
+//! Forecasts for the placement how much KV on each worker will be used again. Pure.
 //!
-//! Each session's tokens are weighed by the probability that the session returns. The agents'
-//! session tables feed the forecast, and it is summed at most four times a second. Pure.
+//! A *session* is a sequence of turns (one request and its answer each) that share a growing
+//! prefix. A *worker* is one data-parallel rank of an engine. A session's tokens count on the
+//! worker that ran its last turn, times the probability that the session sends another turn.
 //!
-//! A session counts on the worker that ran it last. KV that a session abandoned, because it moved
-//! or its history was rewritten, occupies the pool until eviction takes it.
+//! A session *abandons* KV when it moves to another worker, or when its client rewrites its
+//! history. Abandoned KV counts until eviction has presumably taken it.
+//!
+//! The agents' session tables feed the forecast. It is summed at most four times a second.
 
 mod returns;
 
@@ -21,13 +24,14 @@ use proto::{
 use self::returns::Returns;
 use super::worker::WorkerRef;
 
-/// Greatest age of the sums. Within it a decision shifts them by one session in a hundred. Summing
-/// 100,000 sessions takes a millisecond.
+/// Greatest age of the sums. Older sums are computed again. Within this time, placement decisions
+/// change about one session in a hundred. Summing 100,000 sessions takes a millisecond.
 const SUM_AGE_MAX: Duration = Duration::from_millis(250);
-/// Half-life of abandoned KV. Pools turn over in minutes, so eviction takes it in that time.
+/// Time in which eviction is assumed to take half of the abandoned KV. The contents of a pool are
+/// replaced within minutes.
 const ABANDONED_HALF_LIFE: Duration = Duration::from_secs(150);
 /// Rate at which a session with a running turn sends its next turn, in millionths per second. The
-/// next turn comes within half a minute: an answer takes 10 s, and the median pause is 10 s.
+/// value is one turn in 30 s. An answer takes 10 s, and the median pause after an answer is 10 s.
 const RUNNING_MICRO_PER_S: u64 = 33_000;
 /// Upper bounds of the idle-time classes, in seconds. The last class has no bound.
 const IDLE_BOUNDS_S: [u64; IDLE_CLASSES - 1] = [10, 30, 60, 120, 300, 600, 1800];
@@ -37,20 +41,24 @@ pub const IDLE_CLASSES: usize = 8;
 /// KV of the sessions in one idle-time class.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct IdleClass {
-    /// Upper bound of the resident tokens.
+    /// All tokens of these sessions. An upper bound of what is resident, because eviction may have
+    /// taken some.
     pub tokens: u64,
-    /// Tokens expected to be used again: each session's, weighed by its probability to return.
+    /// Tokens expected to be used again. Each session's tokens are multiplied by the probability
+    /// that the session returns.
     pub wanted_tokens: u64,
 }
 
 /// The reuse forecast of one worker.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ReuseDemand {
-    /// All tokens expected to be used again, plus abandoned tokens that are not evicted yet.
+    /// All tokens expected to be used again, plus abandoned tokens that are not evicted yet. The
+    /// tokens of sessions with a running turn count in full.
     pub tokens: u64,
-    /// Turns that the worker's sessions will send, in millionths per second.
+    /// Rate at which the worker's sessions will send turns, in millionths per second.
     pub turns_micro_per_s: u64,
-    /// Sessions without a running turn, by idle-time class, shortest idle first.
+    /// KV of the sessions without a running turn, by class of idle time. The class of the shortest
+    /// idle time comes first.
     pub idle: [IdleClass; IDLE_CLASSES],
 }
 
@@ -73,38 +81,44 @@ pub struct ReuseForecast {
     summed_at: Option<Instant>,
 }
 
+/// What is known of one session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Entry {
+    /// The worker that ran the session's last turn.
     worker: WorkerRef,
+    /// Tokens of KV that the session has on `worker`.
     tokens: u64,
-    /// `None` while a turn runs.
+    /// When the last turn ended. `None` while a turn runs.
     idle_since: Option<Instant>,
     /// The worker that the session moved away from, and the tokens it abandoned there.
     abandoned: Option<(WorkerRef, u64)>,
 }
 
-/// KV that sessions abandoned on a worker, and when that was computed.
+/// KV that sessions abandoned on a worker.
 #[derive(Debug, Clone, Copy)]
 struct Abandoned {
+    /// Abandoned tokens that were not evicted yet at the time `computed_at`.
     tokens: u64,
-    at: Instant,
+    computed_at: Instant,
 }
 
 impl Abandoned {
     /// Returns the abandoned tokens that are assumed not to be evicted yet.
     fn tokens_left(&self, now: Instant) -> u64 {
-        let age_ms = now.saturating_duration_since(self.at).as_millis();
+        let age_ms = now.saturating_duration_since(self.computed_at).as_millis();
         let half_lives = age_ms / ABANDONED_HALF_LIFE.as_millis();
-        // Linear interpolation between two half-lives. Integers only, so that all routers agree.
-        let start = self.tokens >> u32::try_from(half_lives).unwrap_or(u32::MAX).min(63);
-        let part_ms = u64::try_from(age_ms % ABANDONED_HALF_LIFE.as_millis()).unwrap_or(0);
+        // Within a half-life the decline is linear. Only integers are used, so that all routers get
+        // the same result.
+        let tokens_at_start = self.tokens >> u32::try_from(half_lives).unwrap_or(u32::MAX).min(63);
+        let elapsed_ms = u64::try_from(age_ms % ABANDONED_HALF_LIFE.as_millis()).unwrap_or(0);
         let half_life_ms = u64::try_from(ABANDONED_HALF_LIFE.as_millis()).unwrap_or(u64::MAX);
-        start - (start / 2).saturating_mul(part_ms) / half_life_ms
+        tokens_at_start - (tokens_at_start / 2).saturating_mul(elapsed_ms) / half_life_ms
     }
 }
 
 impl ReuseForecast {
-    /// Creates an empty forecast for at most `sessions_max` sessions. Further sessions are ignored.
+    /// Creates an empty forecast for at most `sessions_max` sessions. Sessions beyond this bound
+    /// are ignored.
     #[must_use]
     pub fn new(sessions_max: usize) -> Self {
         Self {
@@ -118,8 +132,8 @@ impl ReuseForecast {
 
     /// Records a session as its agent reports it.
     pub fn upsert(&mut self, worker: WorkerRef, session: &Session, now: Instant) {
-        let runs = session.turns_running > 0 || session.state == SessionState::Running;
-        let idle_since = (!runs).then(|| now.checked_sub(session.idle).unwrap_or(now));
+        let is_running = session.turns_running > 0 || session.state == SessionState::Running;
+        let idle_since = (!is_running).then(|| now.checked_sub(session.idle).unwrap_or(now));
         let digest = session.key.digest();
         if matches!(session.state, SessionState::Lost | SessionState::Closing) {
             return self.forget(worker.agent, digest, now);
@@ -133,11 +147,11 @@ impl ReuseForecast {
             let is_late = before
                 .idle_since
                 .is_none_or(|since| idle_since.is_some_and(|reported| reported <= since));
-            if before.worker.agent != worker.agent && !runs && is_late {
-                // A late report from the worker that the session has left.
+            if before.worker.agent != worker.agent && !is_running && is_late {
+                // The session has left this worker for another agent's, so its state here is old.
                 return;
             }
-            if let (Some(since), true) = (before.idle_since, runs) {
+            if let (Some(since), true) = (before.idle_since, is_running) {
                 self.returns.record_return(now.saturating_duration_since(since));
             }
             if before.worker == worker {
@@ -154,8 +168,10 @@ impl ReuseForecast {
         self.sessions.insert(digest, entry);
     }
 
-    /// Handles an agent's removal of a session. Either the session was closed there, and its KV is
-    /// evicted first, or it had not returned for a long time.
+    /// Handles an agent's removal of a session from its table.
+    ///
+    /// KV that the session abandoned on this agent stops counting. Either the agent closed the
+    /// session, and eviction takes its KV first, or the session had not returned for a long time.
     pub fn remove(&mut self, agent: usize, key: &SessionKey, now: Instant) {
         let digest = key.digest();
         self.forget(agent, digest, now);
@@ -164,32 +180,36 @@ impl ReuseForecast {
             .get_mut(&digest)
             .and_then(|entry| entry.abandoned.take_if(|(worker, _)| worker.agent == agent));
         if let Some((worker, tokens)) = abandoned
-            && let Some(rest) = self.abandoned.get_mut(&worker)
+            && let Some(on_worker) = self.abandoned.get_mut(&worker)
         {
-            *rest = Abandoned { tokens: rest.tokens_left(now).saturating_sub(tokens), at: now };
+            *on_worker = Abandoned {
+                tokens: on_worker.tokens_left(now).saturating_sub(tokens),
+                computed_at: now,
+            };
         }
     }
 
-    /// Discards everything known of an agent whose session table is about to be sent again.
+    /// Discards everything known of an agent. The caller then records all sessions of the agent's
+    /// new table.
     pub fn clear(&mut self, agent: usize) {
         self.sessions.retain(|_, entry| entry.worker.agent != agent);
         self.abandoned.retain(|worker, _| worker.agent != agent);
     }
 
-    /// Returns the forecasts by agent and rank, or `None` if the last sums are recent enough.
-    /// Trailing ranks without demand are left out.
+    /// Returns the forecasts by agent, then by rank, or `None` if the last sums are recent enough.
+    /// An agent's list ends with its last rank that has demand.
     pub fn sum(&mut self, agents: usize, now: Instant) -> Option<Vec<Vec<ReuseDemand>>> {
         let age = self.summed_at.map(|at| now.saturating_duration_since(at));
         if age.is_some_and(|age| age < SUM_AGE_MAX) {
             return None;
         }
         self.summed_at = Some(now);
-        let idle = |entry: &Entry| Some(now.saturating_duration_since(entry.idle_since?));
-        self.returns.update_estimate(self.sessions.values().filter_map(idle), now);
+        let idle_time = |entry: &Entry| Some(now.saturating_duration_since(entry.idle_since?));
+        self.returns.update_estimate(self.sessions.values().filter_map(idle_time), now);
         let mut sums: Vec<Vec<ReuseDemand>> = vec![vec![]; agents];
         for entry in self.sessions.values() {
             let demand = demand_on(&mut sums, entry.worker);
-            let Some(idle) = idle(entry) else {
+            let Some(idle) = idle_time(entry) else {
                 demand.tokens = demand.tokens.saturating_add(entry.tokens);
                 demand.turns_micro_per_s += RUNNING_MICRO_PER_S;
                 continue;
@@ -210,6 +230,7 @@ impl ReuseForecast {
         Some(sums)
     }
 
+    /// Forgets a session if this agent's worker ran its last turn.
     fn forget(&mut self, agent: usize, digest: Digest, now: Instant) {
         if let Some(entry) = self.sessions.get(&digest).copied()
             && entry.worker.agent == agent
@@ -221,16 +242,20 @@ impl ReuseForecast {
         }
     }
 
+    /// Adds tokens to those abandoned on the worker.
     fn abandon(&mut self, worker: WorkerRef, tokens: u64, now: Instant) {
         if tokens > 0 {
             let before =
                 self.abandoned.get(&worker).map_or(0, |abandoned| abandoned.tokens_left(now));
-            self.abandoned
-                .insert(worker, Abandoned { tokens: before.saturating_add(tokens), at: now });
+            self.abandoned.insert(
+                worker,
+                Abandoned { tokens: before.saturating_add(tokens), computed_at: now },
+            );
         }
     }
 }
 
+/// Returns the forecast of a worker in `sums`, and adds empty forecasts up to it if needed.
 fn demand_on(sums: &mut [Vec<ReuseDemand>], worker: WorkerRef) -> &mut ReuseDemand {
     let ranks = &mut sums[worker.agent];
     let rank = worker.dp_rank as usize;
@@ -240,6 +265,7 @@ fn demand_on(sums: &mut [Vec<ReuseDemand>], worker: WorkerRef) -> &mut ReuseDema
     &mut ranks[rank]
 }
 
+/// Returns the number of the class that an idle time belongs to.
 fn idle_class(idle: Duration) -> usize {
     IDLE_BOUNDS_S.partition_point(|&bound| bound <= idle.as_secs())
 }

@@ -1,22 +1,26 @@
-//! Computes what a turn costs on a worker, in milliseconds of waiting. Pure.
+//! Computes the cost of a turn on a worker for the placement, in milliseconds of waiting. Pure.
 //!
-//! The cost counts the turn's own waiting and that of the turns it delays.
+//! A *turn* is one request and its answer. A *session* is a sequence of turns whose prompts share a
+//! growing prefix. A *worker* is one data-parallel rank of an engine. The cost is the time that the
+//! turn itself waits, plus the time by which the turn delays others. It is the sum of these parts:
 //!
-//! - *wait*: the prompts that are computed before this one, a place in a full batch, and room in a
-//!   pool that running turns fill. Prompts in staged prefill let shorter ones pass.
-//! - *prefill*: the part of the prompt that is not resident on the worker.
-//! - *displacement*: KV of idle sessions that the turn's new tokens evict now. It costs the time to
-//!   recompute it, times the probability that its session returns.
-//! - *crowding*: the cost of keeping the session on the worker. The fuller a pool is of KV that
-//!   other sessions will use again, the more of it is evicted before that. Each session pays in
-//!   proportion to the KV it brings and will bring. This keeps sessions that share a system prompt
-//!   from herding onto the worker that has it.
-//! - *blocking*: turns of the worker's sessions that will arrive while the prompt is computed, and
-//!   wait for it.
+//! - *wait*: the time until the engine begins to compute the prompt. The turn waits for the prompts
+//!   ahead of it, for a place in the batch, and for room in the KV pool. With staged prefill, a
+//!   long prompt is computed in stages, and shorter prompts overtake it between two stages.
+//! - *prefill*: the time to compute the part of the prompt that is not resident on the worker.
+//! - *displacement*: the turn's new tokens evict KV of idle sessions now. The cost is the time to
+//!   recompute that KV, times the probability that its session returns.
+//! - *crowding*: the cost of keeping the session on the worker. The more of the pool is KV that
+//!   other sessions will use again, the more of that KV is evicted before its next use. Each
+//!   session pays in proportion to the KV that it brings and will bring. Without this part, all
+//!   sessions with the same system prompt would gather on the worker that has the prompt.
+//! - *blocking*: the waiting of other turns. Sessions of the worker send them while the prompt is
+//!   computed.
 //! - *interference*: the slowdown of the other turns in the batch.
-//! - *impatience*: the part of the wait that is longer than people and clients accept.
+//! - *impatience*: a surcharge on the time to the first token beyond what people accept.
 //!
-//! Unknown values are absent in the figures; the cost then uses a documented assumption.
+//! An unknown value is absent in the figures. The cost then uses an assumption, which stands at its
+//! constant or function.
 
 use std::time::Instant;
 
@@ -31,104 +35,120 @@ use crate::fleet::{
     worker_table::WorkerStats,
 };
 
-/// Time for which a turn occupies its place in a full batch: 440 tokens at 20 ms.
+/// Assumed duration of a turn in the batch, in milliseconds. An answer of 440 tokens at 20 ms each
+/// takes 8.8 s.
 const TURN_MS_ASSUMED: u64 = 10_000;
-/// Tokens of KV that a session will add to what it has. Agents' prompts have 20,000 tokens at first
-/// and 100,000 in the median.
-const GROWTH_TOKENS: u64 = 100_000;
-/// Limit of the growth as a fraction of the pool: a deployment for small contexts has small pools.
-const GROWTH_POOL_PARTS: u64 = 10;
-/// In a pool full of KV that will be used again, a session is assumed to recompute half of its KV.
+/// Assumed tokens of KV that a session will add to those it has. The prompts of coding agents have
+/// 20,000 tokens in the first turn of a session and 100,000 in the median turn.
+const GROWTH_TOKENS_ASSUMED: u64 = 100_000;
+/// A session's assumed growth is at most the pool divided by this number. A deployment for small
+/// contexts has small pools, and its sessions grow less.
+const GROWTH_POOL_DIVISOR: u64 = 10;
+/// In a pool that is full of KV that will be used again, a session is assumed to recompute its KV
+/// divided by this number.
 const CROWDING_DIVISOR: u64 = 2;
-/// Part of the resident KV without a session that is evicted before sessions' KV. KV is evicted by
-/// age, and half of it is assumed to be older.
-const UNWANTED_DIVISOR: u64 = 2;
-/// Tokens of room for the answer.
-const ANSWER_TOKENS: u64 = 1_000;
-/// Cost in milliseconds for each turn in the batch. A new turn slows each step of the others by a
-/// fiftieth for a few seconds, and each of the others is there for only part of that time.
+/// The KV without a session, divided by this number, is assumed to be evicted before the KV of
+/// sessions. Eviction goes by age, and half of the KV without a session is assumed to be older.
+const SESSIONLESS_DIVISOR: u64 = 2;
+/// Assumed length of the answer, in tokens. The pool needs room for it.
+const ANSWER_TOKENS_ASSUMED: u64 = 1_000;
+/// Cost in milliseconds for each other turn in the batch. A new turn makes each step of the batch a
+/// fiftieth slower for a few seconds. Each other turn is in the batch for only part of that time.
 const INTERFERENCE_MS_EACH: u64 = 5;
 
-/// Longest assumed wait for another turn's prompt, in milliseconds. A turn that arrives during a
-/// prefill waits for half of it on average. If it would wait for longer, it goes to another worker
-/// and its KV is recomputed there.
+/// Longest assumed wait of a turn that arrives while this turn's prompt is computed, in
+/// milliseconds. On average the turn waits for half of the prefill. If half of the prefill is
+/// longer than this bound, the turn goes to another worker and its KV is recomputed there.
 const BLOCKING_MS_MAX: u64 = 2_500;
-/// As [`BLOCKING_MS_MAX`], on workers with staged prefill. Most turns there wait for half a stage,
-/// and long prompts still wait for seconds. In `berth-sim`, on half of the conversations, 1 s was
-/// one or two percent better than 0, 0.2, 0.4 and 2.5 s.
+/// The bound that replaces [`BLOCKING_MS_MAX`] on workers with staged prefill, in milliseconds.
+/// There most turns wait for only half a stage, but turns with long prompts still wait for seconds.
+/// In the simulator `berth-sim`, on half of the conversations, 1 s was one or two percent better
+/// than 0, 0.2, 0.4 and 2.5 s.
 const BLOCKING_STAGED_MS_MAX: u64 = 1_000;
 
-/// Wait in milliseconds above which impatience is counted: people lose attention after ten seconds.
+/// Time to the first token, in milliseconds, above which impatience is counted. People lose
+/// attention after ten seconds.
 const PATIENCE_MS: u64 = 10_000;
-/// Extra cost of each millisecond beyond the patience. One long wait is worse than several short
-/// ones with the same sum: clients give up and retry, and the work done for them is lost. In
-/// `berth-sim` with 128 users, 3 brings the 99th percentile below that of policies that consider
-/// nothing else; 1 doesn't, and 4 brings no more.
-const IMPATIENCE: u64 = 3;
+/// Extra cost in milliseconds of each millisecond beyond [`PATIENCE_MS`]. One long wait is worse
+/// than several short waits with the same sum, because a client that waits too long gives up and
+/// retries. The work done for it is then lost. In the simulator `berth-sim` with 128 users, the
+/// factor 3 brings the 99th percentile below that of policies that consider nothing but the wait.
+/// The factor 1 doesn't, and the factor 4 is no better than 3.
+const IMPATIENCE_FACTOR: u64 = 3;
 
-/// A full capacity, in thousandths.
+/// The whole of a capacity, in thousandths.
 const WHOLE_MILLI: u64 = 1000;
 
-/// The figures compared for one worker.
+/// The figures of one worker that a placement compares. The API shows them for recent placements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Figures {
     /// The worker.
     pub worker: WorkerRef,
-    /// The total cost, which decides.
+    /// The total cost, which the placement compares.
     pub cost_ms: u64,
     /// Time until the engine begins to compute the prompt.
     pub wait_ms: u64,
-    /// Time to compute the part of the prompt that isn't resident; unknown if the prompt is.
+    /// Time to compute the part of the prompt that isn't resident. `None` if the prompt is unknown.
     pub prefill_ms: Option<u64>,
-    /// Time to recompute KV that the turn evicts; unknown if the prompt or the pool's free space
-    /// is.
+    /// Expected time to recompute the KV that the turn evicts. `None` if the prompt, or the pool's
+    /// size or use, is unknown.
     pub displacement_ms: Option<u64>,
     /// Cost of keeping the session on the worker.
     pub crowding_ms: u64,
-    /// Cost for turns that will arrive and wait; unknown if the prompt is.
+    /// Cost for other turns that will arrive during the prefill and wait. `None` if the prompt is
+    /// unknown.
     pub blocking_ms: Option<u64>,
     /// Cost for the other turns in the batch.
     pub interference_ms: u64,
-    /// Extra cost of a wait beyond the patience.
+    /// Extra cost of a time to the first token of more than ten seconds.
     pub impatience_ms: u64,
-    /// Prompt tokens resident on the worker.
+    /// Tokens of this turn's prompt that are resident on the worker. `None` if the prompt is
+    /// unknown.
     pub resident_tokens: Option<u64>,
-    /// Prompt tokens computed before this turn, including those this router sent since the report.
+    /// Prompt tokens of other turns that are computed before this turn's. They include those that
+    /// this router sent since the last load report.
     pub backlog_tokens: u64,
-    /// The measured rate. If it is unknown, the costs use an assumed rate.
+    /// The measured prefill rate. If it is `None`, the costs use an assumed rate.
     pub prefill_tokens_per_s: Option<u64>,
-    /// Running turns, including those this router began since the report.
+    /// Running turns, including those that this router began since the last load report.
     pub turns: u32,
     /// The most turns the worker runs at once; 0 if not reported.
     pub turns_max: u32,
     /// Requests waiting in the worker's engine.
     pub waiting: Option<u64>,
-    /// KV that other sessions will use again, or that can't be evicted.
+    /// KV that other sessions are expected to use again, or KV that can't be evicted if that is
+    /// more. In tokens.
     pub wanted_tokens: u64,
-    /// Size of the KV pool.
+    /// Size of the KV pool in tokens.
     pub pool_tokens: Option<u64>,
-    /// Open sessions, including those this router opened since the report.
+    /// Open sessions, including those that this router opened since the last load report.
     pub sessions: u32,
 }
 
-/// What delays a turn sent now: the backlog of prompts, the batch, and room in the pool.
+/// What delays a turn sent now.
 #[derive(Debug, Clone, Copy)]
 struct Queue {
+    /// The measured or assumed prefill rate.
     tokens_per_s: u64,
+    /// Prompt tokens that are computed before this turn's.
     backlog_tokens: u64,
+    /// Turns that run on the worker now.
     turns: u32,
+    /// The wait for the backlog, for a place in the batch and for room in the pool.
     wait_ms: u64,
 }
 
 /// How full a worker's pool is of KV worth keeping.
 #[derive(Debug, Clone, Copy)]
-struct Room {
+struct PoolUse {
+    /// Size of the pool, if known.
     pool_tokens: Option<u64>,
     /// KV that one more session will add beyond its first prompt.
     growth_tokens: u64,
+    /// See [`Figures::wanted_tokens`].
     wanted_tokens: u64,
-    /// How full the pool or its rows are, in thousandths.
-    full_milli: u64,
+    /// The fuller of the pool and the engine's request rows, in thousandths of its capacity.
+    fullness_milli: u64,
 }
 
 /// Computes the cost of the turn on a worker.
@@ -141,8 +161,9 @@ pub(super) fn compute(
     compute_up_to(request, view, stats, u64::MAX, now).expect("no cost is above u64::MAX")
 }
 
-/// Computes the cost of the turn on a worker; `None` if it is above `cost_ms_max`. Of a thousand
-/// workers, most exceed it by the figures in their table rows alone, so their reports are not read.
+/// Computes the cost of the turn on a worker. Returns `None` if the costs that the worker's table
+/// row gives are above `cost_ms_max`. In a fleet of a thousand workers that holds for most of them,
+/// and their load reports need not be read.
 pub(super) fn compute_up_to(
     request: &PlacementRequest<'_>,
     view: &Snapshot,
@@ -154,35 +175,42 @@ pub(super) fn compute_up_to(
     let prompt = request.prompt;
     let own_kv = own_kv(request, worker);
     let uncached_tokens = uncached_tokens(request, worker);
-    let Queue { tokens_per_s, backlog_tokens, turns, wait_ms } =
-        queue(request, own_kv, uncached_tokens.unwrap_or(TURN_TOKENS_ASSUMED), view, stats, now);
+    let Queue { tokens_per_s, backlog_tokens, turns, wait_ms } = compute_queue(
+        request,
+        own_kv,
+        uncached_tokens.unwrap_or(TURN_TOKENS_ASSUMED),
+        view,
+        stats,
+        now,
+    );
     let interference_ms = u64::from(turns) * INTERFERENCE_MS_EACH;
     let prefill_ms = uncached_tokens.map(|tokens| millis(tokens, tokens_per_s));
     let first_token_ms = wait_ms.saturating_add(prefill_ms.unwrap_or(0));
     let impatience_ms = impatience_ms(first_token_ms);
-    let pool_room = pool_room(own_kv, stats);
+    let pool_use = pool_use(own_kv, stats);
     let context_tokens =
-        prompt.map_or(0, |prompt| prompt.tokens).saturating_add(pool_room.growth_tokens);
+        prompt.map_or(0, |prompt| prompt.tokens).saturating_add(pool_use.growth_tokens);
     let kept_tokens =
         if request.expects_more_turns || prompt.is_none() { context_tokens } else { 0 };
-    let crowding_ms = millis(kept_tokens, tokens_per_s).saturating_mul(pool_room.full_milli)
+    let crowding_ms = millis(kept_tokens, tokens_per_s).saturating_mul(pool_use.fullness_milli)
         / WHOLE_MILLI
         / CROWDING_DIVISOR;
-    let known_from_row = [first_token_ms, interference_ms, crowding_ms, impatience_ms];
-    if known_from_row.into_iter().fold(0, u64::saturating_add) > cost_ms_max {
+    let row_costs_ms = [first_token_ms, interference_ms, crowding_ms, impatience_ms];
+    if row_costs_ms.into_iter().fold(0, u64::saturating_add) > cost_ms_max {
         return None;
     }
     let demand = view.reuse_demand(worker);
     let displacement_ms = uncached_tokens.and_then(|uncached_tokens| {
-        let needed = uncached_tokens + ANSWER_TOKENS;
+        let needed = uncached_tokens + ANSWER_TOKENS_ASSUMED;
         let load = view.agent(worker).rank_load(worker.dp_rank)?;
-        let displaced = displaced_tokens(load, demand, pool_room.pool_tokens?, needed)?;
+        let displaced = displaced_tokens(load, demand, pool_use.pool_tokens?, needed)?;
         Some(millis(displaced, tokens_per_s))
     });
-    let blocking_max =
+    let blocking_wait_ms_max =
         if stats.stage_tokens().is_some() { BLOCKING_STAGED_MS_MAX } else { BLOCKING_MS_MAX };
-    let blocking_ms = prefill_ms.map(|prefill_ms| blocking_ms(prefill_ms, blocking_max, demand));
-    let parts = [
+    let blocking_ms =
+        prefill_ms.map(|prefill_ms| blocking_ms(prefill_ms, blocking_wait_ms_max, demand));
+    let costs_ms = [
         first_token_ms,
         displacement_ms.unwrap_or(0),
         crowding_ms,
@@ -192,7 +220,7 @@ pub(super) fn compute_up_to(
     ];
     Some(Figures {
         worker,
-        cost_ms: parts.into_iter().fold(0, u64::saturating_add),
+        cost_ms: costs_ms.into_iter().fold(0, u64::saturating_add),
         wait_ms,
         prefill_ms,
         displacement_ms,
@@ -207,14 +235,15 @@ pub(super) fn compute_up_to(
         prefill_tokens_per_s: stats.prefill_tokens_per_s(),
         turns,
         turns_max: stats.turns_max(),
-        waiting: waiting(view, worker),
-        wanted_tokens: pool_room.wanted_tokens,
-        pool_tokens: pool_room.pool_tokens,
+        waiting: requests_waiting(view, worker),
+        wanted_tokens: pool_use.wanted_tokens,
+        pool_tokens: pool_use.pool_tokens,
         sessions: stats.sessions(),
     })
 }
 
-/// Returns the wait and the slowdown of the turn on a worker that has all of its prompt resident.
+/// Returns the cost of waiting and interference on a worker that has the turn's whole prompt
+/// resident.
 pub(super) fn queue_cost_ms(
     request: &PlacementRequest<'_>,
     view: &Snapshot,
@@ -222,16 +251,18 @@ pub(super) fn queue_cost_ms(
     now: Instant,
 ) -> u64 {
     let own_kv = own_kv(request, stats.worker());
-    let Queue { turns, wait_ms, .. } = queue(request, own_kv, 0, view, stats, now);
-    let slowed_ms = u64::from(turns) * INTERFERENCE_MS_EACH;
-    wait_ms.saturating_add(impatience_ms(wait_ms)).saturating_add(slowed_ms)
+    let Queue { turns, wait_ms, .. } = compute_queue(request, own_kv, 0, view, stats, now);
+    let interference_ms = u64::from(turns) * INTERFERENCE_MS_EACH;
+    wait_ms.saturating_add(impatience_ms(wait_ms)).saturating_add(interference_ms)
 }
 
+/// Returns the extra cost of a time to the first token that is longer than [`PATIENCE_MS`].
 fn impatience_ms(first_token_ms: u64) -> u64 {
-    first_token_ms.saturating_sub(PATIENCE_MS).saturating_mul(IMPATIENCE)
+    first_token_ms.saturating_sub(PATIENCE_MS).saturating_mul(IMPATIENCE_FACTOR)
 }
 
-fn queue(
+/// Computes what delays the turn on a worker that has to compute `uncached_tokens` of its prompt.
+fn compute_queue(
     request: &PlacementRequest<'_>,
     own_kv: OwnKv,
     uncached_tokens: u64,
@@ -246,20 +277,22 @@ fn queue(
         .max(waiting_tokens_assumed)
         .saturating_add(staged_prefill_tokens(stats, uncached_tokens));
     let turns = stats.turns();
-    let batch_ms = batch_ms(turns, stats.turns_max());
-    let queued_ms = millis(backlog_tokens, tokens_per_s).saturating_add(batch_ms);
+    let batch_wait_ms = batch_wait_ms(turns, stats.turns_max());
+    let queued_ms = millis(backlog_tokens, tokens_per_s).saturating_add(batch_wait_ms);
     // Running turns end while the backlog is computed, so the two waits overlap.
-    let wait_ms = queued_ms.max(room_ms(request, own_kv, view, stats, backlog_tokens));
+    let wait_ms = queued_ms.max(pool_wait_ms(request, own_kv, view, stats, backlog_tokens));
     Queue { tokens_per_s, backlog_tokens, turns, wait_ms }
 }
 
-/// Returns the tokens in staged prefill that are computed before a prompt with `uncached_tokens`
-/// tokens. A prompt of one stage at most waits for none. A longer one waits for all prompts with
-/// fewer tokens left. The lengths are not reported, so the bound is that each has at most
-/// `uncached_tokens` tokens.
+/// Returns an upper bound of the tokens in staged prefill that are computed before this turn's
+/// prompt, of which `uncached_tokens` tokens must be computed.
+///
+/// A prompt that fits into one stage isn't staged and waits for no staged prompt. A longer prompt
+/// waits for all staged prompts that have fewer tokens left. Agents report only the number and the
+/// sum of the staged prompts. Each prompt ahead has fewer than `uncached_tokens` tokens left.
 fn staged_prefill_tokens(stats: WorkerStats<'_>, uncached_tokens: u64) -> u64 {
-    let needs_it = stats.stage_tokens().is_some_and(|stage_tokens| uncached_tokens > stage_tokens);
-    let staged = if needs_it { stats.staged_prefill() } else { None };
+    let is_staged = stats.stage_tokens().is_some_and(|stage_tokens| uncached_tokens > stage_tokens);
+    let staged = if is_staged { stats.staged_prefill() } else { None };
     staged.map_or(0, |staged| {
         staged.tokens.min(uncached_tokens.saturating_mul(staged.prompts.into()))
     })
@@ -267,12 +300,15 @@ fn staged_prefill_tokens(stats: WorkerStats<'_>, uncached_tokens: u64) -> u64 {
 
 /// Returns the milliseconds until the prompt fits into the pool beside the running turns.
 ///
-/// Running turns are assumed to end evenly over the duration of one turn. The backlog counts as KV:
-/// prompts ahead of this one will hold at least the tokens computed for them. If the turns that end
-/// can't make enough room, pinned KV is in the way. The agent must then reclaim some, which is
-/// assumed to take as long as a turn. Returns 0 if the prompt, the pool or its use is unknown; a
-/// worker with an unknown pool counts as crowded instead.
-fn room_ms(
+/// Running turns are assumed to end evenly over the duration of one turn. The backlog counts as
+/// used KV, because the prompts ahead of this turn will hold at least the tokens computed for them.
+/// Some KV is *pinned*: it is private to a session, and eviction can't take it. If the ends of the
+/// running turns can't make enough room, the agent must reclaim pinned KV. That is assumed to take
+/// as long as a turn.
+///
+/// Returns 0 if the prompt, the pool or its use is unknown. Crowding covers this case, because a
+/// worker with an unknown pool counts as full.
+fn pool_wait_ms(
     request: &PlacementRequest<'_>,
     own_kv: OwnKv,
     view: &Snapshot,
@@ -286,7 +322,7 @@ fn room_ms(
         request.prompt.map(|prompt| prompt.tokens).or(request.sticky.map(context_after_turn));
     let Some(context_tokens) = context_tokens else { return 0 };
     let needed_tokens =
-        context_tokens.saturating_sub(own_kv.private_tokens).saturating_add(ANSWER_TOKENS);
+        context_tokens.saturating_sub(own_kv.private_tokens).saturating_add(ANSWER_TOKENS_ASSUMED);
     let missing_tokens =
         used.saturating_add(needed_tokens).saturating_add(backlog_tokens).saturating_sub(pool);
     if missing_tokens == 0 || used == 0 {
@@ -303,36 +339,38 @@ fn room_ms(
     }
 }
 
-fn pool_room(own_kv: OwnKv, stats: WorkerStats<'_>) -> Room {
+/// Returns how full the worker's pool is without the session's own KV.
+fn pool_use(own_kv: OwnKv, stats: WorkerStats<'_>) -> PoolUse {
     let opens = stats.opens_since_report();
     let (pool_tokens, used) = (stats.pool_tokens(), stats.used_tokens());
-    let part = pool_tokens.map_or(u64::MAX, |pool| pool / GROWTH_POOL_PARTS);
-    let growth_tokens = GROWTH_TOKENS.min(part);
+    let growth_max = pool_tokens.map_or(u64::MAX, |pool| pool / GROWTH_POOL_DIVISOR);
+    let growth_tokens = GROWTH_TOKENS_ASSUMED.min(growth_max);
     let wanted_tokens = stats
         .wanted_tokens()
         .saturating_add(stats.incoming_tokens())
         .saturating_add(u64::from(opens) * growth_tokens)
         .saturating_sub(own_kv.tokens)
         .max(used.unwrap_or(0).saturating_sub(own_kv.private_tokens));
-    let full_milli = match (pool_tokens, used) {
+    let fullness_milli = match (pool_tokens, used) {
         (Some(pool), Some(_)) => share_milli(wanted_tokens, pool),
         // An unknown pool counts as full.
         _ => WHOLE_MILLI,
     };
-    let full_milli = full_milli.max(rows_milli(stats.request_rows(), opens));
-    Room { pool_tokens, growth_tokens, wanted_tokens, full_milli }
+    let fullness_milli = fullness_milli.max(rows_used_milli(stats.request_rows(), opens));
+    PoolUse { pool_tokens, growth_tokens, wanted_tokens, fullness_milli }
 }
 
-/// The session's own KV on a worker, which doesn't crowd the session out.
+/// The KV that the turn's own session has on a worker. It doesn't count as crowding for this turn.
 #[derive(Debug, Clone, Copy, Default)]
 struct OwnKv {
-    /// Tokens as the agent reports them. The reuse forecast contains them, and this turn is the
-    /// reuse.
+    /// All tokens, as the agent reports them. They are subtracted from the reuse forecast, because
+    /// this turn is the reuse that the forecast expects.
     tokens: u64,
-    /// The part that can't be evicted.
+    /// The part that is pinned and in no reported block. The worker's used KV contains it.
     private_tokens: u64,
 }
 
+/// Returns the session's KV on this worker: none, unless the worker already has the session.
 fn own_kv(request: &PlacementRequest<'_>, worker: WorkerRef) -> OwnKv {
     let sticky = request.sticky.filter(|sticky| sticky.worker == worker);
     sticky.map_or(OwnKv::default(), |Sticky { reported_tokens: tokens, private_tokens, .. }| {
@@ -340,7 +378,7 @@ fn own_kv(request: &PlacementRequest<'_>, worker: WorkerRef) -> OwnKv {
     })
 }
 
-fn waiting(view: &Snapshot, worker: WorkerRef) -> Option<u64> {
+fn requests_waiting(view: &Snapshot, worker: WorkerRef) -> Option<u64> {
     Some(view.agent(worker).rank_load(worker.dp_rank)?.requests_waiting?.value)
 }
 
@@ -348,15 +386,18 @@ fn waiting(view: &Snapshot, worker: WorkerRef) -> Option<u64> {
 pub(super) fn uncached_tokens(request: &PlacementRequest<'_>, worker: WorkerRef) -> Option<u64> {
     let prompt = request.prompt?;
     let blocks = worker.number().map_or(0, |number| prompt.overlap.device(number));
-    let held = own_kv(request, worker).private_tokens;
-    Some(prompt.tokens.saturating_sub(held.max(u64::from(blocks) * prompt.block_tokens)))
+    let private_tokens = own_kv(request, worker).private_tokens;
+    Some(prompt.tokens.saturating_sub(private_tokens.max(u64::from(blocks) * prompt.block_tokens)))
 }
 
-/// Returns the tokens, weighed by reuse, that eviction takes to make room for `needed` new ones.
+/// Returns the tokens that eviction takes from idle sessions to make room for `needed` new tokens.
+/// Each token counts with the probability that its session returns. `None` if the pool's use is
+/// unknown.
 ///
-/// Free room is used first, then half of the KV without a session, then the KV of sessions, longest
-/// idle first. An agent reports for each session what it had when its last turn ended. If these sum
-/// up to more than is evictable, the excess was evicted before.
+/// The new tokens first fill free room. Then they evict half of the KV without a session, and then
+/// the KV of sessions, that of the longest idle session first. An agent reports the tokens that
+/// each session had when its last turn ended. If all sessions together have more tokens than can be
+/// evicted now, the excess was already evicted, from the longest idle sessions.
 fn displaced_tokens(load: &RankLoad, demand: &ReuseDemand, pool: u64, needed: u64) -> Option<u64> {
     let used = load.pool_used_tokens?.value;
     let evictable = match (load.pool_evictable_tokens, load.pool_available_tokens) {
@@ -369,7 +410,7 @@ fn displaced_tokens(load: &RankLoad, demand: &ReuseDemand, pool: u64, needed: u6
     let free = pool.saturating_sub(used).saturating_sub(evictable);
     let session_tokens: u64 =
         demand.idle.iter().map(|idle| idle.tokens).fold(0, u64::saturating_add);
-    let sessionless_tokens = evictable.saturating_sub(session_tokens) / UNWANTED_DIVISOR;
+    let sessionless_tokens = evictable.saturating_sub(session_tokens) / SESSIONLESS_DIVISOR;
     let mut needed = needed.saturating_sub(free).saturating_sub(sessionless_tokens);
     let mut already_evicted = session_tokens.saturating_sub(evictable);
     let mut displaced = 0;
@@ -380,31 +421,34 @@ fn displaced_tokens(load: &RankLoad, demand: &ReuseDemand, pool: u64, needed: u6
         let taken = needed.min(tokens.saturating_sub(already_evicted));
         already_evicted = already_evicted.saturating_sub(*tokens);
         if taken > 0 {
-            let part = share_milli(*wanted_tokens, *tokens).saturating_mul(taken) / WHOLE_MILLI;
-            displaced = part.saturating_add(displaced);
+            let reused_tokens =
+                share_milli(*wanted_tokens, *tokens).saturating_mul(taken) / WHOLE_MILLI;
+            displaced = reused_tokens.saturating_add(displaced);
         }
         needed -= taken;
     }
     Some(displaced)
 }
 
-/// Returns the total wait of turns that arrive during a prefill of `prefill_ms`.
+/// Returns the total wait of the turns that arrive during a prefill of `prefill_ms`. Each of them
+/// waits at most `wait_ms_max` milliseconds.
 fn blocking_ms(prefill_ms: u64, wait_ms_max: u64, demand: &ReuseDemand) -> u64 {
-    let turns_micro = demand.turns_micro_per_s.saturating_mul(prefill_ms) / 1000;
-    turns_micro.saturating_mul((prefill_ms / 2).min(wait_ms_max)) / 1_000_000
+    let arriving_turns_micro = demand.turns_micro_per_s.saturating_mul(prefill_ms) / 1000;
+    arriving_turns_micro.saturating_mul((prefill_ms / 2).min(wait_ms_max)) / 1_000_000
 }
 
 /// Returns the milliseconds until a full batch has a free place.
-fn batch_ms(turns: u32, turns_max: u32) -> u64 {
+fn batch_wait_ms(turns: u32, turns_max: u32) -> u64 {
     if turns_max == 0 || turns < turns_max {
         return 0;
     }
     u64::from(turns - turns_max + 1) * TURN_MS_ASSUMED / u64::from(turns_max)
 }
 
-/// Returns the share of rows in use, in thousandths. Each pinned session holds a row, so a pool
-/// with free KV but no free rows takes no more of them.
-fn rows_milli(rows: Option<(u64, u64)>, opens: u32) -> u64 {
+/// Returns the share of the engine's request rows that is in use, in thousandths; 0 if unknown.
+/// `opens` is the number of sessions opened since the report. Each pinned session holds a row. An
+/// engine without free rows takes no more pinned sessions, even if its pool has free KV.
+fn rows_used_milli(rows: Option<(u64, u64)>, opens: u32) -> u64 {
     rows.map_or(0, |(held, total)| share_milli(held.saturating_add(opens.into()), total))
 }
 

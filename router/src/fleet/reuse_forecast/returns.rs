@@ -1,44 +1,52 @@
 //! Estimates the probability that an idle session returns, from observed idle times. Pure.
 //!
-//! The estimate is that of Aalen and Johansen over classes of idle time: of the sessions that
-//! reached a class, how many returned in it, and how many ended in it. Sessions that are still idle
-//! count in the classes they have passed. Until there are observations, published gaps of coding
-//! agents are used.
+//! A session *returns* when it sends its next turn, and *ends* when it is closed or forgotten. Idle
+//! times are divided into classes. The estimate is that of Aalen and Johansen: for each class it
+//! takes the sessions that were idle for that long, and counts how many of them returned within the
+//! class and how many ended within it. A session that is still idle counts in the classes that its
+//! idle time has passed.
+//!
+//! A prior stands in while there are few observations. It comes from published gaps between the
+//! turns of coding agents.
 
 use std::time::{Duration, Instant};
 
-/// Lower bounds of the classes, in seconds. Finer than a factor of two, because clients have
-/// timers.
+/// Lower bounds of the classes of idle time, in seconds. Most classes are narrower than a factor of
+/// two, because clients have timers, so many gaps have the same length.
 const BOUNDS_S: [u64; CLASSES] = [
     0, 1, 2, 3, 4, 6, 8, 10, 15, 20, 30, 40, 60, 80, 120, 180, 240, 300, 420, 540, 600, 660, 780,
     900, 1200, 1800, 2700, 3600, 7200, 14_400,
 ];
+/// Number of classes.
 const CLASSES: usize = 30;
 
-/// Number of observed sessions that the published gaps count for.
+/// The published gaps weigh as much as this number of observed sessions in each class.
 const PRIOR_SESSIONS: f64 = 10.0;
-/// Parameters of the published gaps, `(1 + t / 10 s)^-0.75`: half of the turns come within 10 s, 80
-/// % within 60 s, 93 % within 300 s, 99.5 % within an hour.
+/// Parameters of the curve fitted to the published gaps. The share of gaps longer than `t` is about
+/// `(1 + t / 10 s)^-0.75`. Of the published gaps, half end within 10 s, 80 % within 60 s, 93 %
+/// within 300 s, and 99.5 % within an hour.
 const GAP_SCALE_S: f64 = 10.0;
 const GAP_POWER: f64 = -0.75;
-/// Ratio of turns that are the last of their session. Sessions have a median of 44 turns and a mean
-/// of about 65.
+/// Share of the turns that are the last turn of their session. A session has about 65 turns in the
+/// mean (44 in the median).
 const LAST_TURN_RATIO: f64 = 1.0 / 65.0;
-/// Number of observations beyond which old ones are halved. A fleet's habits change within days.
-const OBSERVATIONS_MAX: f64 = 20_000.0;
-/// How often the estimate is renewed. It takes hundreds of gaps to change it.
+/// Number of recorded returns beyond which all counts are halved. New observations then weigh more
+/// than old ones, because a fleet's habits change within days.
+const RETURNS_MAX: f64 = 20_000.0;
+/// Greatest age of the estimate. Older estimates are computed again. Only hundreds of observations
+/// change the estimate visibly.
 const ESTIMATE_AGE_MAX: Duration = Duration::from_secs(5);
 
 /// The observations, and the estimate made from them.
 #[derive(Debug, Clone)]
 pub(super) struct Returns {
-    /// By class: number of idle times that ended in it by a return.
+    /// By class: number of sessions that returned within it.
     returned: [f64; CLASSES],
-    /// By class: number of idle times that ended in it without a return.
+    /// By class: number of sessions that ended within it.
     ended: [f64; CLASSES],
     /// By class: probability, in thousandths, that a session that reached the class returns.
     chance_milli: [u64; CLASSES],
-    /// By class: rate at which such a session returns, in millionths per second.
+    /// By class: rate at which a session in the class returns, in millionths per second.
     rate_micro: [u64; CLASSES],
     estimated_at: Option<Instant>,
 }
@@ -61,7 +69,7 @@ impl Returns {
     /// Records that a session returned after being idle for `idle`.
     pub(super) fn record_return(&mut self, idle: Duration) {
         self.returned[class_of(idle)] += 1.0;
-        if self.returned.iter().sum::<f64>() > OBSERVATIONS_MAX {
+        if self.returned.iter().sum::<f64>() > RETURNS_MAX {
             for count in self.returned.iter_mut().chain(&mut self.ended) {
                 *count /= 2.0;
             }
@@ -73,19 +81,23 @@ impl Returns {
         self.ended[class_of(idle)] += 1.0;
     }
 
-    /// Renews the estimate if it is old. `idle` has the idle times of the sessions that are idle
-    /// now.
-    pub(super) fn update_estimate(&mut self, idle: impl Iterator<Item = Duration>, now: Instant) {
+    /// Computes the estimate again if it is old. `idle` yields the idle times of the sessions that
+    /// are idle now.
+    pub(super) fn update_estimate(
+        &mut self,
+        idle_times: impl Iterator<Item = Duration>,
+        now: Instant,
+    ) {
         let age = self.estimated_at.map(|at| now.saturating_duration_since(at));
         if age.is_some_and(|age| age < ESTIMATE_AGE_MAX) {
             return;
         }
         self.estimated_at = Some(now);
-        let mut waiting = [0.0; CLASSES];
-        for idle in idle {
-            waiting[class_of(idle)] += 1.0;
+        let mut still_idle = [0.0; CLASSES];
+        for idle in idle_times {
+            still_idle[class_of(idle)] += 1.0;
         }
-        self.estimate(&waiting);
+        self.estimate(&still_idle);
     }
 
     /// Returns the probability, in thousandths, that a session idle for `idle` returns.
@@ -98,42 +110,46 @@ impl Returns {
         self.rate_micro[class_of(idle)]
     }
 
+    /// Computes the estimate. `still_idle` is the number of sessions that are idle now, by class.
     #[expect(
         clippy::cast_possible_truncation,
         clippy::cast_sign_loss,
         reason = "a chance lies between 0 and 1"
     )]
-    fn estimate(&mut self, waiting: &[f64; CLASSES]) {
-        // From the last class back; `beyond` counts the sessions that passed the current class.
+    fn estimate(&mut self, still_idle: &[f64; CLASSES]) {
+        // The loop runs from the last class to the first. `beyond` is the number of sessions whose
+        // idle time passed the whole current class.
         let mut beyond = 0.0;
         let mut chance = 0.0;
         for class in (0..CLASSES).rev() {
             let reached = beyond + self.returned[class] + self.ended[class];
             let prior = PRIOR_SESSIONS * prior_hazard(class);
-            let returns = (self.returned[class] + prior) / (reached + PRIOR_SESSIONS);
-            let ends = self.ended[class] / (reached + PRIOR_SESSIONS);
-            chance = returns + (1.0 - returns - ends) * chance;
+            let return_share = (self.returned[class] + prior) / (reached + PRIOR_SESSIONS);
+            let end_share = self.ended[class] / (reached + PRIOR_SESSIONS);
+            chance = return_share + (1.0 - return_share - end_share) * chance;
             self.chance_milli[class] = (chance * 1e3).round() as u64;
-            self.rate_micro[class] = (returns * 1e6 / width_s(class)).round() as u64;
-            // A session that waits in this class has passed all classes before it.
-            beyond = reached + waiting[class];
+            self.rate_micro[class] = (return_share * 1e6 / width_s(class)).round() as u64;
+            // A session that is still idle in this class has passed all shorter classes.
+            beyond = reached + still_idle[class];
         }
     }
 }
 
-/// Returns the width of a class in seconds. The last class is as wide as all before it together.
+/// Returns the width of a class in seconds. The last class has no upper bound. Its width is assumed
+/// to equal its lower bound.
 fn width_s(class: usize) -> f64 {
     let from = BOUNDS_S[class];
     BOUNDS_S.get(class + 1).map_or(from, |to| to - from) as f64
 }
 
-/// Returns the share of the sessions reaching a class that return in it, by the published gaps.
+/// Returns the share of sessions that return within a class, of those whose idle time reaches the
+/// class. It comes from the published gaps.
 fn prior_hazard(class: usize) -> f64 {
-    let later = |bound: u64| (1.0 + bound as f64 / GAP_SCALE_S).powf(GAP_POWER);
-    let from = later(BOUNDS_S[class]);
-    let to = BOUNDS_S.get(class + 1).map_or(0.0, |&bound| later(bound));
-    let alive = (1.0 - LAST_TURN_RATIO) * from;
-    (1.0 - LAST_TURN_RATIO) * (from - to) / (alive + LAST_TURN_RATIO)
+    let share_longer = |bound: u64| (1.0 + bound as f64 / GAP_SCALE_S).powf(GAP_POWER);
+    let from = share_longer(BOUNDS_S[class]);
+    let to = BOUNDS_S.get(class + 1).map_or(0.0, |&bound| share_longer(bound));
+    let will_return = (1.0 - LAST_TURN_RATIO) * from;
+    (1.0 - LAST_TURN_RATIO) * (from - to) / (will_return + LAST_TURN_RATIO)
 }
 
 fn class_of(idle: Duration) -> usize {
