@@ -1,8 +1,12 @@
-//! The worker table: the figures of every worker that decisions read, in one array.
+//! The worker table: the figures of all workers that a placement compares, in one array. Pure.
 //!
-//! A decision may compare a thousand workers. Following pointers from each worker to its agent,
-//! report and counts would take longer than the arithmetic. An agent's rows are rewritten when a
-//! message from it arrives, and all rows after the reuse forecast is summed. Pure.
+//! A *worker* is one data-parallel rank of an engine, and an *agent* runs beside each engine. A
+//! *turn* is one request and its answer. For one turn, a placement may compare a thousand workers.
+//! Following pointers from each worker to its agent, report and counts would take longer than the
+//! arithmetic.
+//!
+//! An agent's rows are rewritten whenever a message from the agent arrives. All rows are rewritten
+//! whenever the reuse forecast (the KV that sessions are expected to use again) is summed.
 
 use std::{
     iter,
@@ -28,11 +32,14 @@ pub struct WorkerTable {
     /// In-flight counts of the workers in `rows`. A separate array, because a snapshot copies the
     /// rows but shares the counts.
     in_flight: Arc<Vec<Arc<InFlight>>>,
-    /// Index of each agent's first row, followed by the number of rows.
-    starts: Vec<usize>,
+    /// Index of each agent's first row. The last element is the number of all rows.
+    row_starts: Vec<usize>,
 }
 
-/// A row: what the agent reported of one worker, as far as decisions need it. Three cache lines.
+/// What an agent reported about one worker, as far as placements need it. Three cache lines long.
+///
+/// A field that ends in `_at_report` is this router's own in-flight count when the load report
+/// arrived. Subtracting it from the current count gives what this router has added since.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Row {
     worker: WorkerRef,
@@ -40,11 +47,15 @@ struct Row {
     state: WorkerState,
     /// Bit set of the retentions that the worker offers.
     retentions: u8,
+    /// When the last message of any kind arrived from the agent.
     heard_at: Option<Instant>,
+    /// When the last load report arrived.
     reported_at: Option<Instant>,
     prefill_tokens_per_s: Option<NonZeroU64>,
+    /// Prompt tokens that the engine has admitted but not computed.
     backlog: Option<Figure>,
     staged_prefill: Option<StagedPrefillBase>,
+    /// See [`WorkerStats::waiting_without_tokens`].
     waiting_without_tokens: u64,
     turns: u32,
     turns_max: u32,
@@ -55,11 +66,16 @@ struct Row {
     pool_tokens: Option<NonZeroU64>,
     used_tokens: Option<u64>,
     wanted_tokens: u64,
+    /// The engine's request rows: those that pinned sessions hold, and all.
     request_rows: Option<(u64, NonZeroU64)>,
 }
 
-/// The reported queue of staged prefills, minus what this router had in it when the report arrived.
-/// Adding what this router has in it now gives the current queue.
+/// The part of a worker's queue of staged prefills that other routers put there.
+///
+/// Staged prefill computes a long prompt in stages before its turn is sent. The part is the
+/// reported queue minus this router's share when the report arrived. Adding this router's current
+/// share gives the current queue. The part is negative if the report doesn't show all of this
+/// router's share yet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct StagedPrefillBase {
     tokens: i64,
@@ -67,7 +83,7 @@ struct StagedPrefillBase {
     stage_tokens: NonZeroU32,
 }
 
-/// A worker's row together with this router's current in-flight counts on the worker.
+/// A worker's row, together with the current counts of what this router has in flight there.
 #[derive(Debug, Clone, Copy)]
 pub struct WorkerStats<'a> {
     row: &'a Row,
@@ -77,17 +93,18 @@ pub struct WorkerStats<'a> {
 impl WorkerTable {
     /// Creates an empty table for `agents` agents.
     pub(super) fn new(agents: usize) -> Self {
-        Self { rows: vec![], in_flight: Arc::default(), starts: vec![0; agents + 1] }
+        Self { rows: vec![], in_flight: Arc::default(), row_starts: vec![0; agents + 1] }
     }
 
-    /// Rewrites an agent's rows. `demands` has the reuse forecast of each of its ranks.
+    /// Rewrites an agent's rows. `demands` has the reuse forecasts of its ranks, in order. A rank
+    /// without a forecast has no demand.
     pub(super) fn update(&mut self, index: usize, agent: &Agent, demands: &[ReuseDemand]) {
         let ranks = agent.facts.as_ref().map_or(0, |facts| facts.description.ranks.len());
         let rows_of_agent = self.rows_of_agent(index);
         if ranks != rows_of_agent.len() {
             let counts = agent.in_flight.iter().take(ranks).cloned();
             drop(Arc::make_mut(&mut self.in_flight).splice(rows_of_agent.clone(), counts));
-            for start in &mut self.starts[index + 1..] {
+            for start in &mut self.row_starts[index + 1..] {
                 *start = *start + ranks - rows_of_agent.len();
             }
         }
@@ -108,30 +125,35 @@ impl WorkerTable {
     /// Returns one worker, or `None` if it was never heard.
     #[must_use]
     pub fn get(&self, worker: WorkerRef) -> Option<WorkerStats<'_>> {
-        let at = self.rows_of_agent(worker.agent).nth(worker.dp_rank as usize)?;
-        Some(WorkerStats { row: &self.rows[at], in_flight: &self.in_flight[at] })
+        let index = self.rows_of_agent(worker.agent).nth(worker.dp_rank as usize)?;
+        Some(WorkerStats { row: &self.rows[index], in_flight: &self.in_flight[index] })
     }
 
+    /// Returns the indices of an agent's rows.
     fn rows_of_agent(&self, agent: usize) -> Range<usize> {
-        self.starts[agent]..self.starts[agent + 1]
+        self.row_starts[agent]..self.row_starts[agent + 1]
     }
 
-    /// Panics if the table differs from the agents' state.
+    /// Panics if the table differs from the agents' state. `demand` returns a worker's reuse
+    /// forecast.
     pub(super) fn check_invariants(
         &self,
         agents: &[Arc<Agent>],
         demand: impl Fn(WorkerRef) -> ReuseDemand,
     ) {
-        assert_eq!((self.starts.len(), self.starts[0]), (agents.len() + 1, 0));
-        assert_eq!(self.starts[agents.len()], self.rows.len());
+        assert_eq!((self.row_starts.len(), self.row_starts[0]), (agents.len() + 1, 0));
+        assert_eq!(self.row_starts[agents.len()], self.rows.len());
         assert_eq!(self.in_flight.len(), self.rows.len());
         for (index, agent) in agents.iter().enumerate() {
             let ranks = agent.facts.as_ref().map_or(0, |facts| facts.description.ranks.len());
             assert_eq!(self.rows_of_agent(index).len(), ranks);
-            for (dp_rank, at) in (0..).zip(self.rows_of_agent(index)) {
+            for (dp_rank, row_index) in (0..).zip(self.rows_of_agent(index)) {
                 let worker = WorkerRef { agent: index, dp_rank };
-                assert_eq!(self.rows[at], Row::new(worker, agent, &demand(worker)));
-                assert!(Arc::ptr_eq(&self.in_flight[at], &agent.in_flight[dp_rank as usize]));
+                assert_eq!(self.rows[row_index], Row::new(worker, agent, &demand(worker)));
+                assert!(Arc::ptr_eq(
+                    &self.in_flight[row_index],
+                    &agent.in_flight[dp_rank as usize]
+                ));
             }
         }
     }
@@ -199,14 +221,14 @@ impl<'a> WorkerStats<'a> {
         self.row.worker
     }
 
-    /// Returns what turns the worker may take, where silence beyond `report_age_max` makes it
-    /// stale.
+    /// Returns what turns the worker may take at `now`. The worker is stale if its agent has been
+    /// silent for longer than `report_age_max`.
     #[must_use]
     pub fn state(self, now: Instant, report_age_max: Duration) -> WorkerState {
         self.row.state.aged(self.row.heard_at, now, report_age_max)
     }
 
-    /// Whether the worker offers this retention.
+    /// Whether the worker offers this retention, that is, this way to keep a session's KV.
     #[must_use]
     pub fn offers(self, retention: Retention) -> bool {
         self.row.retentions & bit(retention) != 0
@@ -218,13 +240,14 @@ impl<'a> WorkerStats<'a> {
         self.row.prefill_tokens_per_s.map(NonZeroU64::get)
     }
 
-    /// Returns the number of turns on the worker: the reported number, corrected by the turns that
-    /// this router has begun and ended since. Never less than this router has in flight there.
+    /// Returns the number of turns on the worker. It is the reported number, corrected by the turns
+    /// that this router has begun and ended since the report. It is never less than the number of
+    /// turns that this router has in flight there.
     #[must_use]
     pub fn turns(self) -> u32 {
-        let now = self.in_flight.turns();
+        let in_flight = self.in_flight.turns();
         let Row { turns, turns_at_report, .. } = self.row;
-        turns.saturating_add(now).saturating_sub(*turns_at_report).max(now)
+        turns.saturating_add(in_flight).saturating_sub(*turns_at_report).max(in_flight)
     }
 
     /// Returns the most turns the worker runs at once; 0 if not reported.
@@ -233,21 +256,23 @@ impl<'a> WorkerStats<'a> {
         self.row.turns_max
     }
 
-    /// Returns the prompt tokens that are computed before a turn sent now. That is the reported
-    /// backlog, minus what was computed since at `tokens_per_s`, plus what this router has sent
-    /// since. If no backlog is reported, it is the tokens of this router's turns that are not
-    /// answered yet.
+    /// Returns the prompt tokens that are computed before a turn sent now.
+    ///
+    /// The number is the reported backlog, minus what the engine has computed since the report at
+    /// `tokens_per_s`, plus what this router has sent since the report. If the agent reports no
+    /// backlog, the number is the prompt tokens of this router's turns whose answer has not begun.
     #[must_use]
     pub fn backlog_tokens(self, tokens_per_s: u64, now: Instant) -> u64 {
-        let own = self.in_flight.unanswered_tokens();
-        let Row { backlog: Some(figure), reported_at: Some(at), .. } = self.row else {
-            return own;
+        let unanswered = self.in_flight.unanswered_tokens();
+        let Row { backlog: Some(figure), reported_at: Some(reported_at), .. } = self.row else {
+            return unanswered;
         };
-        let age = now.saturating_duration_since(*at).as_millis() + u128::from(figure.age_ms);
+        let age =
+            now.saturating_duration_since(*reported_at).as_millis() + u128::from(figure.age_ms);
         let age_ms = u64::try_from(age).unwrap_or(u64::MAX);
         let computed = tokens_per_s.saturating_mul(age_ms) / 1000;
-        let left = figure.value.saturating_sub(computed);
-        left.saturating_add(own.saturating_sub(self.row.unanswered_tokens_at_report))
+        let tokens_left = figure.value.saturating_sub(computed);
+        tokens_left.saturating_add(unanswered.saturating_sub(self.row.unanswered_tokens_at_report))
     }
 
     /// Returns the tokens of one prefill stage, or `None` if the worker doesn't stage prefills.
@@ -256,21 +281,22 @@ impl<'a> WorkerStats<'a> {
         self.row.staged_prefill.map(|staged_prefill| staged_prefill.stage_tokens.get().into())
     }
 
-    /// Returns the worker's queue of staged prefills: the reported one, corrected by the prompts
-    /// that this router has added and removed since. `None` if the worker doesn't stage prefills.
+    /// Returns the worker's queue of staged prefills. It is the reported queue, corrected by the
+    /// prompts that this router has added and removed since the report. `None` if the worker
+    /// doesn't stage prefills.
     #[must_use]
     pub fn staged_prefill(self) -> Option<StagedPrefill> {
         let StagedPrefillBase { tokens, prompts, stage_tokens } = self.row.staged_prefill?;
-        let now = self.in_flight.counts();
+        let in_flight = self.in_flight.counts();
         Some(StagedPrefill {
-            tokens: now.staged_prefill_tokens.saturating_add_signed(tokens),
-            prompts: now.staged_prefill_prompts.saturating_add_signed(prompts),
+            tokens: in_flight.staged_prefill_tokens.saturating_add_signed(tokens),
+            prompts: in_flight.staged_prefill_prompts.saturating_add_signed(prompts),
             stage_tokens: stage_tokens.get().into(),
         })
     }
 
-    /// Returns the number of waiting requests whose prompt tokens are unknown; 0 if the agent
-    /// reports the backlog.
+    /// Returns the number of requests that wait in the engine or the agent, if the agent doesn't
+    /// report the tokens of their prompts. Returns 0 if the agent reports the backlog.
     #[must_use]
     pub fn waiting_without_tokens(self) -> u64 {
         self.row.waiting_without_tokens
@@ -282,7 +308,7 @@ impl<'a> WorkerStats<'a> {
         self.row.pool_tokens.map(NonZeroU64::get)
     }
 
-    /// Returns the KV that eviction can't take, in tokens.
+    /// Returns the KV in the pool that eviction can't take, in tokens.
     #[must_use]
     pub fn used_tokens(self) -> Option<u64> {
         self.row.used_tokens
@@ -294,7 +320,8 @@ impl<'a> WorkerStats<'a> {
         self.row.wanted_tokens
     }
 
-    /// Returns the engine's request rows that pinned sessions hold, and all of its request rows.
+    /// Returns the number of the engine's request rows that pinned sessions hold, and the number of
+    /// all its request rows. A pinned session's KV is private and can't be evicted.
     #[must_use]
     pub fn request_rows(self) -> Option<(u64, u64)> {
         self.row.request_rows.map(|(held, total)| (held, total.get()))
@@ -307,20 +334,21 @@ impl<'a> WorkerStats<'a> {
         self.row.sessions.saturating_add(self.opens_since_report())
     }
 
-    /// Returns the KV, in tokens, that this router's turns in flight will add and that no session
-    /// table shows yet.
+    /// Returns the KV, in tokens, that this router's turns in flight will add. No session table
+    /// shows it before the turns end.
     #[must_use]
     pub fn incoming_tokens(self) -> u64 {
         self.in_flight.incoming_tokens()
     }
 
-    /// Returns the number of sessions that this router opened there since the last report.
+    /// Returns the number of sessions that this router opened on the worker since the last report.
     #[must_use]
     pub fn opens_since_report(self) -> u32 {
         self.in_flight.opens().wrapping_sub(self.row.opens_at_report)
     }
 }
 
+/// Returns the bit of a retention in [`Row::retentions`].
 fn bit(retention: Retention) -> u8 {
     1 << retention as u8
 }

@@ -1,10 +1,15 @@
-//! The affinity table: which worker this router has bound each session to. Pure.
+//! The affinity table: remembers to which worker this router has bound each session. Pure.
 //!
-//! The agents' tables are authoritative for sessions. This table remembers what they can't show, or
-//! not yet: placements whose first turn is running, placements without engine state, and what this
-//! router opened or closed a moment ago. A binding stays while its turns run and for an idle time
-//! after that. The table is bounded; when it is full, the binding idle for longest is dropped.
-//! Every method takes `now`.
+//! A *session* is a sequence of turns that share a growing prefix. A *turn* is one request and its
+//! answer. A *worker* is one data-parallel rank of an engine. The *session tables* of the agents,
+//! one beside each engine, are authoritative for sessions. This table adds what they don't show:
+//!
+//! - sessions whose first turn is still running;
+//! - sessions that are only placed, without state in the engine;
+//! - what this router opened or closed within the last seconds.
+//!
+//! A binding stays while its turns run, and for an idle time after the last of them ends. The
+//! table's size is bounded. A full table drops the binding that has been idle for longest.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -16,52 +21,56 @@ use proto::{id::SessionKey, load::Session};
 
 use crate::fleet::worker::WorkerRef;
 
-/// How long an agent's table may lag behind this router's own actions. Changes arrive within
-/// milliseconds; this is the longest silence for which an agent is not yet stale.
+/// How long an agent's session table may lag behind this router's own actions. Changes normally
+/// arrive within milliseconds. After a longer silence the agent counts as stale.
 pub const TABLE_LAG: Duration = Duration::from_secs(3);
 
-/// A session's worker, as this router decided it, and what the agents' tables may not show yet.
+/// A session's worker, as this router decided it, and what the agents' session tables may not show.
 #[derive(Debug)]
 pub struct Binding {
     /// The worker that gets the session's turns.
     pub worker: WorkerRef,
     /// Number of turns that this router has in flight for the session.
     pub turns: u32,
-    /// Number of those turns whose answer has not begun, so that no client can have all of the
-    /// answer.
+    /// Number of those turns whose answer has not begun. These turns surely still run.
     pub unanswered: u32,
     /// Whether the session takes one turn at a time, as the client asked.
     pub exclusive: bool,
     /// When the last turn through this router ended.
     pub last_turn_ended: Option<Instant>,
-    /// The agent's answer to an open. It counts for [`TABLE_LAG`].
+    /// The agent's answer when this router opened the session. It is valid for [`TABLE_LAG`].
     pub opened: Option<OpenAnswer>,
-    /// The state of a close through this router.
+    /// Whether this router has closed the session.
     pub closing: Closing,
     /// When a turn last moved the session to another worker.
     pub moved_at: Option<Instant>,
-    /// When the session was last reopened after a close.
-    pub reopened: Option<Instant>,
-    /// Whether the client asked for placement only. No agent will ever report such a session.
+    /// When the session was last opened again after a close.
+    pub reopened_at: Option<Instant>,
+    /// Whether the client wants the session only to be placed, without state in the engine. No
+    /// agent ever reports such a session.
     pub placement_only: bool,
     /// Size of the body of the session's last turn, in bytes.
     pub body_bytes: u64,
-    /// The binding's place in the idle order. `None` while a turn runs.
-    idle: Option<(Instant, u64)>,
+    /// The binding's key in the table's idle order. `None` while a turn runs.
+    idle_place: Option<IdlePlace>,
 }
 
-/// An agent's positive answer to an open.
+/// When a binding became idle, and a unique number that orders bindings of the same time.
+type IdlePlace = (Instant, u64);
+
+/// An agent's positive answer to a request to open a session.
 #[derive(Debug)]
 pub struct OpenAnswer {
     /// The session as the agent answered.
     pub session: Arc<Session>,
-    /// The agent's epoch. Sessions of another epoch are gone.
+    /// The agent's epoch when it answered. Each agent process has its own. Sessions that an earlier
+    /// process opened are gone.
     pub epoch: Option<u64>,
     /// When the answer arrived.
     pub at: Instant,
 }
 
-/// The state of a close.
+/// How far a close of the session through this router has come.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Closing {
     /// No close was requested.
@@ -72,12 +81,12 @@ pub enum Closing {
     Closed {
         /// When the agent agreed.
         at: Instant,
-        /// Whether a turn was still running, so that the session closes at its end.
+        /// Whether a turn was still running. If so, the session closes when the turn ends.
         deferred: bool,
     },
 }
 
-/// The table is full, and every binding is held by a running turn.
+/// The error if the table is full and a running turn holds each of its bindings.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("all sessions_max sessions have turns in flight; try again")]
 pub struct Full;
@@ -86,38 +95,41 @@ pub struct Full;
 #[derive(Debug)]
 pub struct Affinity {
     bindings: HashMap<SessionKey, Binding>,
-    idle: BTreeMap<(Instant, u64), SessionKey>,
-    next_number: u64,
+    /// The bindings without a running turn, longest idle first.
+    idle_order: BTreeMap<IdlePlace, SessionKey>,
+    /// The number in the newest [`IdlePlace`].
+    last_number: u64,
     idle_max: Duration,
     bindings_max: usize,
 }
 
 impl Binding {
-    /// Whether the session takes one turn at a time and a turn surely runs.
+    /// Whether the session takes one turn at a time and a turn through this router surely runs.
     ///
-    /// A turn whose answer has begun may have ended already, and its client may have the whole
-    /// answer. For such turns, and for turns of other routers, whose ends the tables show late, the
-    /// agent's gate decides.
+    /// Once a turn's answer has begun, the turn may have ended, and the client may have the whole
+    /// answer. This router also learns late when turns of other routers end. In both cases the
+    /// result is false, and the agent decides whether the next turn may run.
     #[must_use]
     pub fn is_busy(&self) -> bool {
         self.exclusive && self.unanswered > 0
     }
 
-    /// Whether a turn through this router runs or ended within the tables' lag.
+    /// Whether a turn through this router runs, or ended less than [`TABLE_LAG`] ago.
     #[must_use]
     pub fn is_recent(&self, now: Instant) -> bool {
-        let within = |at: Instant| now.saturating_duration_since(at) <= TABLE_LAG;
-        self.turns > 0 || self.last_turn_ended.is_some_and(within)
+        let is_recent = |at: Instant| now.saturating_duration_since(at) <= TABLE_LAG;
+        self.turns > 0 || self.last_turn_ended.is_some_and(is_recent)
     }
 
-    /// Whether the session was reopened within the tables' lag, so that a table may still show its
-    /// previous life.
+    /// Whether the session was opened again after a close less than [`TABLE_LAG`] ago. If so, an
+    /// agent's table may still show the session as it was before the close.
     #[must_use]
     pub fn was_reopened(&self, now: Instant) -> bool {
-        self.reopened.is_some_and(|at| now.saturating_duration_since(at) <= TABLE_LAG)
+        self.reopened_at.is_some_and(|at| now.saturating_duration_since(at) <= TABLE_LAG)
     }
 
-    /// Returns the answer to an open within the tables' lag, if the agent still has this epoch.
+    /// Returns the session if this router opened it less than [`TABLE_LAG`] ago. `epoch` is the
+    /// agent's current epoch. Returns `None` if another agent process opened the session.
     #[must_use]
     pub fn just_opened(&self, epoch: Option<u64>, now: Instant) -> Option<&Arc<Session>> {
         let opened = self.opened.as_ref().filter(|opened| opened.epoch == epoch)?;
@@ -131,8 +143,8 @@ impl Affinity {
     pub fn new(bindings_max: usize, idle_max: Duration) -> Self {
         Self {
             bindings: HashMap::new(),
-            idle: BTreeMap::new(),
-            next_number: 0,
+            idle_order: BTreeMap::new(),
+            last_number: 0,
             idle_max,
             bindings_max,
         }
@@ -143,13 +155,13 @@ impl Affinity {
     pub fn get(&self, key: &SessionKey, now: Instant) -> Option<&Binding> {
         let binding = self.bindings.get(key)?;
         let expired = binding
-            .idle
+            .idle_place
             .is_some_and(|(since, _)| now.saturating_duration_since(since) > self.idle_max);
         (!expired).then_some(binding)
     }
 
-    /// Counts a turn on the session and binds the session to the worker. Reopens a binding that was
-    /// closed.
+    /// Counts a turn on the session and binds the session to the worker. If the session was closed
+    /// through this router, the turn opens it again.
     ///
     /// # Errors
     /// If the table is full of sessions with running turns.
@@ -164,7 +176,7 @@ impl Affinity {
         if binding.closing != Closing::No {
             binding.closing = Closing::No;
             binding.exclusive = false;
-            binding.reopened = Some(now);
+            binding.reopened_at = Some(now);
         }
         if std::mem::replace(&mut binding.worker, worker) != worker {
             binding.moved_at = Some(now);
@@ -176,8 +188,8 @@ impl Affinity {
         Ok(())
     }
 
-    /// Records that a turn's answer has begun, or never will. Call it at most once per turn, before
-    /// [`Self::end_turn`].
+    /// Records that a turn's answer has begun, or that it never will. Call this at most once per
+    /// turn, and before [`Self::end_turn`].
     pub fn record_answer(&mut self, key: &SessionKey) {
         let binding = self.bindings.get_mut(key).expect("a running turn holds its binding");
         assert!(binding.unanswered > 0, "a turn was answered twice");
@@ -194,7 +206,7 @@ impl Affinity {
         self.update_idle_order(key, now);
     }
 
-    /// Sets whether the client wants nothing but placement for the session.
+    /// Sets whether the client wants the session only to be placed, without state in the engine.
     pub fn set_placement_only(&mut self, key: &SessionKey, placement_only: bool) {
         if let Some(binding) = self.bindings.get_mut(key) {
             binding.placement_only = placement_only;
@@ -232,7 +244,7 @@ impl Affinity {
         binding.exclusive = session.exclusive;
         if binding.closing != Closing::No {
             binding.closing = Closing::No;
-            binding.reopened = Some(now);
+            binding.reopened_at = Some(now);
         }
         binding.placement_only = false;
         binding.opened = Some(opened);
@@ -266,7 +278,7 @@ impl Affinity {
         self.update_idle_order(key, now);
     }
 
-    /// Records that the agent could not be asked, so the session stays as it was.
+    /// Records that a close failed because the agent could not be asked. The session stays open.
     pub fn record_close_failure(&mut self, key: &SessionKey) {
         if let Some(binding) = self.bindings.get_mut(key) {
             binding.closing = Closing::No;
@@ -277,8 +289,8 @@ impl Affinity {
     pub fn forget(&mut self, key: &SessionKey) {
         let Some(binding) = self.bindings.get(key) else { return };
         if binding.turns == 0 {
-            if let Some(idle_place) = binding.idle {
-                self.idle.remove(&idle_place);
+            if let Some(idle_place) = binding.idle_place {
+                self.idle_order.remove(&idle_place);
             }
             self.bindings.remove(key);
         }
@@ -317,7 +329,7 @@ impl Affinity {
         self.expire(now);
         if !self.bindings.contains_key(key) {
             if self.bindings.len() >= self.bindings_max {
-                let (_, oldest) = self.idle.pop_first().ok_or(Full)?;
+                let (_, oldest) = self.idle_order.pop_first().ok_or(Full)?;
                 self.bindings.remove(&oldest);
             }
             let binding = Binding {
@@ -329,39 +341,38 @@ impl Affinity {
                 opened: None,
                 closing: Closing::No,
                 moved_at: None,
-                reopened: None,
+                reopened_at: None,
                 placement_only: false,
                 body_bytes: 0,
-                idle: None,
+                idle_place: None,
             };
             self.bindings.insert(key.clone(), binding);
         }
         Ok(self.bindings.get_mut(key).expect("the binding was inserted above"))
     }
 
-    /// Drops the bindings that were idle for too long. `idle` is ordered by time.
+    /// Drops the bindings that were idle for too long.
     fn expire(&mut self, now: Instant) {
-        while let Some((&(since, _), _)) = self.idle.first_key_value() {
+        while let Some((&(since, _), _)) = self.idle_order.first_key_value() {
             if now.saturating_duration_since(since) <= self.idle_max {
                 break;
             }
-            let (_, key) = self.idle.pop_first().expect("the entry was seen just above");
+            let (_, key) = self.idle_order.pop_first().expect("the entry was seen just above");
             self.bindings.remove(&key);
         }
     }
 
-    /// Puts the binding at the end of the idle order, or takes it out of the order while a turn
-    /// runs.
+    /// Moves the binding to the end of the idle order. If a turn runs, takes it out of the order.
     fn update_idle_order(&mut self, key: &SessionKey, now: Instant) {
         let Some(binding) = self.bindings.get_mut(key) else { return };
-        if let Some(idle_place) = binding.idle.take() {
-            self.idle.remove(&idle_place);
+        if let Some(idle_place) = binding.idle_place.take() {
+            self.idle_order.remove(&idle_place);
         }
         if binding.turns == 0 {
-            self.next_number += 1;
-            let idle_place = (now, self.next_number);
-            binding.idle = Some(idle_place);
-            self.idle.insert(idle_place, key.clone());
+            self.last_number += 1;
+            let idle_place = (now, self.last_number);
+            binding.idle_place = Some(idle_place);
+            self.idle_order.insert(idle_place, key.clone());
         }
         #[cfg(test)]
         self.check_invariants();
@@ -370,15 +381,19 @@ impl Affinity {
     /// Panics if the table contradicts itself.
     pub fn check_invariants(&self) {
         assert!(self.bindings.len() <= self.bindings_max, "over the bound");
-        let mut idle = 0;
+        let mut idle_count = 0;
         for (key, binding) in &self.bindings {
-            assert_eq!(binding.turns == 0, binding.idle.is_some(), "held but in the idle order");
-            if let Some(idle_place) = &binding.idle {
-                assert_eq!(self.idle.get(idle_place), Some(key), "another key's place");
-                idle += 1;
+            assert_eq!(
+                binding.turns == 0,
+                binding.idle_place.is_some(),
+                "held but in the idle order"
+            );
+            if let Some(idle_place) = &binding.idle_place {
+                assert_eq!(self.idle_order.get(idle_place), Some(key), "another key's place");
+                idle_count += 1;
             }
         }
-        assert_eq!(idle, self.idle.len(), "places of bindings that were removed");
+        assert_eq!(idle_count, self.idle_order.len(), "places of bindings that were removed");
     }
 }
 

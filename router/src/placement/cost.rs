@@ -175,14 +175,8 @@ pub(super) fn compute_up_to(
     let prompt = request.prompt;
     let own_kv = own_kv(request, worker);
     let uncached_tokens = uncached_tokens(request, worker);
-    let Queue { tokens_per_s, backlog_tokens, turns, wait_ms } = compute_queue(
-        request,
-        own_kv,
-        uncached_tokens.unwrap_or(TURN_TOKENS_ASSUMED),
-        view,
-        stats,
-        now,
-    );
+    let Queue { tokens_per_s, backlog_tokens, turns, wait_ms } =
+        queue(request, own_kv, uncached_tokens.unwrap_or(TURN_TOKENS_ASSUMED), view, stats, now);
     let interference_ms = u64::from(turns) * INTERFERENCE_MS_EACH;
     let prefill_ms = uncached_tokens.map(|tokens| millis(tokens, tokens_per_s));
     let first_token_ms = wait_ms.saturating_add(prefill_ms.unwrap_or(0));
@@ -206,10 +200,9 @@ pub(super) fn compute_up_to(
         let displaced = displaced_tokens(load, demand, pool_use.pool_tokens?, needed)?;
         Some(millis(displaced, tokens_per_s))
     });
-    let blocking_wait_ms_max =
+    let blocking_max_ms =
         if stats.stage_tokens().is_some() { BLOCKING_STAGED_MS_MAX } else { BLOCKING_MS_MAX };
-    let blocking_ms =
-        prefill_ms.map(|prefill_ms| blocking_ms(prefill_ms, blocking_wait_ms_max, demand));
+    let blocking_ms = prefill_ms.map(|prefill_ms| blocking_ms(prefill_ms, blocking_max_ms, demand));
     let costs_ms = [
         first_token_ms,
         displacement_ms.unwrap_or(0),
@@ -251,7 +244,7 @@ pub(super) fn queue_cost_ms(
     now: Instant,
 ) -> u64 {
     let own_kv = own_kv(request, stats.worker());
-    let Queue { turns, wait_ms, .. } = compute_queue(request, own_kv, 0, view, stats, now);
+    let Queue { turns, wait_ms, .. } = queue(request, own_kv, 0, view, stats, now);
     let interference_ms = u64::from(turns) * INTERFERENCE_MS_EACH;
     wait_ms.saturating_add(impatience_ms(wait_ms)).saturating_add(interference_ms)
 }
@@ -262,7 +255,7 @@ fn impatience_ms(first_token_ms: u64) -> u64 {
 }
 
 /// Computes what delays the turn on a worker that has to compute `uncached_tokens` of its prompt.
-fn compute_queue(
+fn queue(
     request: &PlacementRequest<'_>,
     own_kv: OwnKv,
     uncached_tokens: u64,

@@ -1,8 +1,13 @@
-//! Determines the status of one session from the agents' tables and this router's bindings. Pure.
+//! Determines a session's status from the agents' session tables and this router's binding. Pure.
 //!
-//! The tables take precedence if they have the session. A binding takes precedence while its turn
-//! runs, or if this router acted on the session within the tables' lag: the tables may not show
-//! that action yet.
+//! A *session* is a sequence of turns (one request and its answer each) that share a growing
+//! prefix. Each agent keeps a *session table* for its engine. A *binding* says to which worker (one
+//! data-parallel rank of an engine) this router sends a session's turns.
+//!
+//! If a table has the session, the table decides, with two exceptions. While this router closes the
+//! session, and for [`TABLE_LAG`] after that, the binding decides. If the bound agent's table lacks
+//! the session, the binding decides too, but only while a turn through this router runs and for
+//! [`TABLE_LAG`] after a turn or an open. In both cases the tables may be behind.
 
 use std::{cmp::Reverse, sync::Arc, time::Instant};
 
@@ -14,7 +19,7 @@ use proto::{
 use super::affinity::{Binding, Closing, TABLE_LAG};
 use crate::fleet::{sessions::ReportedSession, snapshot::Snapshot, worker::WorkerRef};
 
-/// The status of a session.
+/// The status of a session, as a client or the next turn sees it.
 #[derive(Debug, Clone)]
 pub enum SessionStatus {
     /// Neither an agent nor this router knows the session.
@@ -23,12 +28,12 @@ pub enum SessionStatus {
     Bound {
         /// The worker that gets the session's turns.
         worker: WorkerRef,
-        /// Whether a turn runs or has just ended, so that the agent's report may be on its way.
+        /// Whether a turn runs or ended less than [`TABLE_LAG`] ago. If so, the agent's report of
+        /// the session may still be on its way.
         recent: bool,
-        /// Whether the session is a placement only, as the client asked, without state in the
-        /// engine.
+        /// Whether the client wants the session only to be placed, without state in the engine.
         placement_only: bool,
-        /// Whether the session takes one turn at a time and a turn runs.
+        /// Whether the session takes one turn at a time and a turn surely runs.
         busy: bool,
     },
     /// An agent has the session.
@@ -37,18 +42,17 @@ pub enum SessionStatus {
         worker: WorkerRef,
         /// The session as last reported.
         session: Arc<Session>,
-        /// Whether the session takes one turn at a time and a turn runs.
+        /// Whether the session takes one turn at a time and a turn surely runs.
         busy: bool,
     },
-    /// The session closes when its running turn ends.
+    /// A close was requested, and the session is not closed yet.
     Closing,
-    /// The session's KV and history are gone: its engine restarted, or it is pinned on an agent
-    /// that can't be reached.
+    /// The session can't continue, because its KV and history are gone or out of reach. Either its
+    /// engine lost it, or it is pinned (its KV is private to it) on an agent that is unreachable.
     Lost {
         /// The worker that had the session.
         worker: WorkerRef,
-        /// Whether the agent is connected and reports the loss; false if the agent itself is
-        /// unreachable.
+        /// True if the agent is connected and reports the loss. False if the agent is unreachable.
         agent_up: bool,
     },
 }
@@ -65,11 +69,16 @@ pub fn determine_status(
     match binding.map_or(Closing::No, |binding| binding.closing) {
         Closing::Asked => return SessionStatus::Closing,
         Closing::Closed { at, deferred } if now.saturating_duration_since(at) <= TABLE_LAG => {
-            let ends = |one: &ReportedSession| {
-                matches!(one.session.state, SessionState::Running | SessionState::Closing)
+            let still_runs = |entry: &ReportedSession| {
+                matches!(entry.session.state, SessionState::Running | SessionState::Closing)
             };
-            let runs = binding.is_some_and(|binding| binding.turns > 0) || located.iter().any(ends);
-            return if deferred && runs { SessionStatus::Closing } else { SessionStatus::Unknown };
+            let has_turns = binding.is_some_and(|binding| binding.turns > 0);
+            let is_running = has_turns || located.iter().any(still_runs);
+            return if deferred && is_running {
+                SessionStatus::Closing
+            } else {
+                SessionStatus::Unknown
+            };
         }
         // The lag has passed, so the tables are up to date.
         Closing::Closed { .. } => {
@@ -81,25 +90,29 @@ pub fn determine_status(
         return status_from_table(preferred_entry(located.iter(), view, None), view, None);
     };
     let was_reopened = binding.was_reopened(now);
-    // Entries that were lost or closing before this router reopened the session are ignored.
-    let is_previous_life = |one: &ReportedSession| {
+    // After this router has opened the session again, an entry that is lost or closing shows the
+    // session as it was before. Such an entry is ignored.
+    let is_outdated = |entry: &ReportedSession| {
         was_reopened
-            && one.worker.agent == binding.worker.agent
-            && matches!(one.session.state, SessionState::Lost | SessionState::Closing)
+            && entry.worker.agent == binding.worker.agent
+            && matches!(entry.session.state, SessionState::Lost | SessionState::Closing)
     };
-    let current_entries = || located.iter().filter(|one| !is_previous_life(one));
-    let at_binding = current_entries().any(|one| one.worker.agent == binding.worker.agent);
+    let current_entries = || located.iter().filter(|entry| !is_outdated(entry));
+    let is_on_bound_agent =
+        current_entries().any(|entry| entry.worker.agent == binding.worker.agent);
     let opened = binding.just_opened(view.agent(binding.worker).epoch(), now);
     let acted_recently = binding.is_recent(now) || opened.is_some();
-    if !at_binding && acted_recently && view.agent(binding.worker).is_up() {
+    if !is_on_bound_agent && acted_recently && view.agent(binding.worker).is_up() {
         return status_from_binding(binding, opened, now);
     }
     match preferred_entry(current_entries(), view, Some(binding.worker)) {
         None => status_from_binding(binding, opened, now),
-        one => status_from_table(one, view, Some(binding)),
+        entry => status_from_table(entry, view, Some(binding)),
     }
 }
 
+/// Returns the status that the binding gives. `opened` is the session, if this router has just
+/// opened it.
 fn status_from_binding(
     binding: &Binding,
     opened: Option<&Arc<Session>>,
@@ -117,21 +130,23 @@ fn status_from_binding(
     }
 }
 
+/// Returns the status that an entry of an agent's table gives. Without an entry, the session is
+/// unknown.
 fn status_from_table(
-    one: Option<&ReportedSession>,
+    entry: Option<&ReportedSession>,
     view: &Snapshot,
     binding: Option<&Binding>,
 ) -> SessionStatus {
-    let Some(ReportedSession { worker, session }) = one else { return SessionStatus::Unknown };
+    let Some(ReportedSession { worker, session }) = entry else { return SessionStatus::Unknown };
     let agent_up = view.agent(*worker).is_up();
-    // A client that sends the full history can continue on any worker. A client that asked for the
-    // pin may send a delta next.
-    let can_continue_anywhere = session.whole_history && !session.exclusive;
+    // A client that sends its full history in each turn can continue on any worker. A client that
+    // asked for a pinned session may send only the new part of its history in the next turn.
+    let can_continue_anywhere = session.full_history && !session.exclusive;
     let needs_its_worker = session.retention == Retention::Pinned && !can_continue_anywhere;
     let is_unreachable = !agent_up && needs_its_worker;
     match session.state {
         SessionState::Closing => return SessionStatus::Closing,
-        // Other sessions only lose cached KV: their agent, or another, takes the next turn.
+        // Any other session has only lost cached KV. Any agent can take its next turn.
         SessionState::Lost if needs_its_worker => {
             return SessionStatus::Lost { worker: *worker, agent_up };
         }
@@ -142,20 +157,21 @@ fn status_from_table(
     SessionStatus::Open { worker: *worker, session: Arc::clone(session), busy }
 }
 
-/// Returns the entry to use if several agents have the session: that of a connected agent, then
-/// that of the bound worker, then one that isn't lost, then the one used last.
+/// Returns the entry to use, because several agents may have the session. Prefers, in this order:
+/// a connected agent, the agent of the `bound` worker, an entry that isn't lost, the entry with the
+/// most recent turn, and the lowest worker.
 fn preferred_entry<'a>(
     located: impl Iterator<Item = &'a ReportedSession>,
     view: &Snapshot,
     bound: Option<WorkerRef>,
 ) -> Option<&'a ReportedSession> {
-    located.max_by_key(|one| {
+    located.max_by_key(|entry| {
         (
-            view.agent(one.worker).is_up(),
-            bound.is_some_and(|bound| bound.agent == one.worker.agent),
-            one.session.state != SessionState::Lost,
-            Reverse(one.session.idle),
-            Reverse(one.worker),
+            view.agent(entry.worker).is_up(),
+            bound.is_some_and(|bound| bound.agent == entry.worker.agent),
+            entry.session.state != SessionState::Lost,
+            Reverse(entry.session.idle),
+            Reverse(entry.worker),
         )
     })
 }
