@@ -1,4 +1,8 @@
-//! What the router knows about one agent, and the state of its workers that follows. Pure.
+//! Keeps what the router knows about one agent, and derives the state of its workers. Pure.
+//!
+//! An *agent* runs beside an engine and reports its state. A *worker* is one data-parallel rank of
+//! the engine. An agent has two ports: the *control port*, to which this router connects for load
+//! reports, and the *data port*, to which it sends turns (one request and its answer each).
 
 use std::{
     sync::Arc,
@@ -19,23 +23,23 @@ pub struct Agent {
     pub control: String,
     /// State of the connection to the control port.
     pub link: Link,
-    /// The agent's description. `None` until the agent was first heard; kept when the connection is
-    /// lost.
+    /// The agent's description of itself. `None` until the agent is first heard. It is kept when
+    /// the connection is lost.
     pub facts: Option<Facts>,
     /// The agent's last load report, and when it arrived by this process's clock.
     pub report: Option<(Arc<LoadReport>, Instant)>,
     /// When the last message of any kind arrived from the agent.
     pub heard: Option<Instant>,
-    /// Set when a turn couldn't connect to the agent's data port: the reason, and the number of
-    /// further load reports for which the data port counts as unreachable.
+    /// Set when a turn couldn't connect to the agent's data port. The text is the reason. The
+    /// number says for how many more load reports the data port counts as unreachable.
     pub unreachable: Option<(String, u32)>,
-    /// This router's in-flight counts, one per rank. Kept across reconnects.
+    /// Counts of what this router has in flight on each rank. Kept across reconnects.
     pub in_flight: Vec<Arc<InFlight>>,
-    /// Values of `in_flight` at the moment the last load report arrived.
+    /// The counts of `in_flight` when the last load report arrived.
     pub in_flight_at_report: Vec<InFlightCounts>,
 }
 
-/// An agent's description of itself, and the address that takes its turns.
+/// An agent's description of itself, and the address to which this router sends its turns.
 #[derive(Debug, Clone)]
 pub struct Facts {
     /// The description as the agent sent it.
@@ -49,7 +53,7 @@ pub struct Facts {
 pub enum Link {
     /// The agent was never heard, and no connection attempt has failed yet.
     Dialing,
-    /// Description and session table have arrived, and the stream is open.
+    /// The agent's description and session table have arrived, and its load stream is open.
     Up,
     /// The last connection attempt failed, or the stream broke.
     Lost {
@@ -57,8 +61,8 @@ pub enum Link {
         since: Instant,
         /// The reason, for an operator.
         why: String,
-        /// The agent answers but is rejected as a duplicate agent id: an agent at another address
-        /// has the same id.
+        /// Whether the agent answers but is rejected, because an agent at another address has the
+        /// same id.
         duplicate_id: bool,
     },
 }
@@ -70,19 +74,22 @@ impl Agent {
         self.facts.as_ref().map_or(&self.control, |facts| &facts.description.agent_id)
     }
 
-    /// Returns the epoch of the agent process that was heard last, or `None` before the first.
+    /// Returns the epoch of the agent process that was last heard. Each process has its own epoch.
+    /// `None` if the agent was never heard.
     #[must_use]
     pub fn epoch(&self) -> Option<u64> {
         self.facts.as_ref().map(|facts| facts.description.epoch)
     }
 
-    /// Whether the agent's stream is open.
+    /// Whether the agent's load stream is open and the agent is not rejected as a duplicate.
     #[must_use]
     pub fn is_up(&self) -> bool {
         self.link == Link::Up
     }
 
-    /// Returns the state that the agent's workers have at `now`, and the reason in words.
+    /// Returns the state that the agent's workers have at `now`, and the reason for people to read.
+    /// The state is `Stale` if the agent has been silent for longer than `report_age_max`. The
+    /// reason is empty for `Fresh`.
     #[must_use]
     pub fn state(&self, now: Instant, report_age_max: Duration) -> (WorkerState, String) {
         let state = self.state_heard().aged(self.heard, now, report_age_max);
@@ -111,7 +118,8 @@ impl Agent {
         (state, reason)
     }
 
-    /// Returns the state without regard to how long the agent has been silent.
+    /// Returns the state of the agent's workers, without regard to how long the agent has been
+    /// silent.
     pub(super) fn state_heard(&self) -> WorkerState {
         match (&self.link, &self.report) {
             (Link::Dialing | Link::Lost { .. }, _) => WorkerState::Lost,
@@ -130,8 +138,8 @@ impl Agent {
         matches!(mode, "prefill" | "decode").then_some(mode)
     }
 
-    /// Returns how long the connection has been lost. `None` if it isn't lost, or if the agent was
-    /// never heard.
+    /// Returns for how long the connection to the agent has been lost. `None` if it isn't lost, or
+    /// if the agent was never heard.
     #[must_use]
     pub fn lost_for(&self, now: Instant) -> Option<Duration> {
         match &self.link {

@@ -1,6 +1,8 @@
-//! Metrics of workers and sessions, read from the view at each scrape.
+//! Exports Prometheus metrics of workers and sessions, computed at each scrape.
 //!
-//! The states of workers and the ages of load reports change with time alone.
+//! A *worker* is one data-parallel rank of an engine. The figures come from the newest snapshot of
+//! the fleet. They are computed at the scrape, because workers become stale and load reports grow
+//! older without any message from an agent.
 
 use std::sync::Arc;
 
@@ -18,7 +20,7 @@ use prometheus_client::{
 use super::{view::View, worker::WorkerState};
 use crate::metrics::StateLabel;
 
-/// Collects metrics of workers and sessions from the view at each scrape.
+/// Computes the metrics from the newest snapshot at each scrape.
 #[derive(Debug)]
 pub(crate) struct FleetCollector(pub(crate) Arc<View>);
 
@@ -36,13 +38,13 @@ impl Collector for FleetCollector {
         }
         let gauge = MetricType::Gauge;
         workers.encode(encoder.encode_descriptor("workers", "Workers by state", None, gauge)?)?;
-        let ages = view.agents.iter().filter_map(|agent| agent.report.as_ref());
-        let oldest = ages
+        let reports = view.agents.iter().filter_map(|agent| agent.report.as_ref());
+        let oldest_s = reports
             .map(|(_, at)| now.saturating_duration_since(*at).as_secs_f64())
             .fold(0.0_f64, f64::max);
         let help = "Age of the oldest load report of a connected agent";
         let unit = Unit::Seconds;
-        ConstGauge::new(oldest).encode(encoder.encode_descriptor(
+        ConstGauge::new(oldest_s).encode(encoder.encode_descriptor(
             "report_age_max",
             help,
             Some(&unit),

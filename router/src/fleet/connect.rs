@@ -1,6 +1,8 @@
-//! One task per configured agent, which follows the agent's load stream and updates the view.
+//! Follows the load stream of one agent, and sends what arrives to the view task.
 //!
-//! It connects to the agent's control port. Between streams it keeps only the backoff.
+//! An agent runs beside each engine. Its *load stream* on its control port carries its description,
+//! its sessions and its load reports. One task per configured agent connects, follows the stream to
+//! its end, pauses, and connects again. The *view task* applies the updates of all agents.
 
 use std::{
     sync::Arc,
@@ -16,31 +18,39 @@ use tracing::debug;
 use super::{agent::Link, load_stream::LoadStream, state::Update, view::View};
 use crate::backoff::Backoff;
 
-/// Number of load reports, about ten seconds of them, for which the stream of a duplicate agent id
-/// is kept open. The other agent may be about to leave, and reconnecting transfers the whole
-/// session table.
+/// Number of load reports after which the stream of a rejected agent is closed; about ten seconds.
+/// An agent is rejected while an agent at another address has the same id. The stream isn't closed
+/// at once, because each new stream begins with the whole session table.
 const REJECTED_REPORTS_MAX: u32 = 20;
 
-/// A host that dies silently is noticed after the sum of these two: about when its silence makes
-/// its workers stale.
+/// Time between two HTTP/2 pings. A host that dies silently is noticed after this time plus
+/// [`KEEPALIVE_TIMEOUT`]. At about that time its silence makes its workers stale.
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(2);
+/// Time for the answer to a ping. Without an answer the connection is closed.
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The task that follows one agent.
 #[derive(Debug)]
 pub(crate) struct LoadWatcher {
+    /// Index of the agent in the configured list.
     pub(crate) agent: usize,
+    /// The agent's control port.
     pub(crate) endpoint: Endpoint,
+    /// Longest time to open a stream. Also the time for the stream's first event, after which the
+    /// agent counts as lost.
     pub(crate) connect_max: Duration,
+    /// Most sessions of the agent that the view keeps.
     pub(crate) sessions_max: usize,
+    /// Mailbox of the view task: the agent's index, the update, and when it arrived.
     pub(crate) updates: mpsc::Sender<(usize, Update, Instant)>,
+    /// The view, which says whether it rejects the agent.
     pub(crate) view: Arc<View>,
 }
 
 /// Returns the endpoint of a control port, with keepalive so that a dead host is noticed.
 ///
 /// # Errors
-/// If the address is invalid; the settings are checked for that.
+/// If the address is invalid. The check of the settings rejects such an address earlier.
 pub(crate) fn endpoint(
     control: &str,
     connect_max: Duration,
@@ -66,10 +76,10 @@ impl LoadWatcher {
     async fn run_forever(self) {
         let mut backoff = Backoff::default();
         loop {
-            let mut checker = LoadStream::new(self.sessions_max);
-            let why = self.follow_once(&mut checker).await;
+            let mut load_stream = LoadStream::new(self.sessions_max);
+            let why = self.follow_once(&mut load_stream).await;
             debug!(agent = self.agent, why, "stream ended");
-            let was_accepted = checker.is_live() && self.rejection().is_none();
+            let was_accepted = load_stream.is_live() && self.rejection().is_none();
             if self.send(Update::Lost(why)).await.is_err() {
                 return;
             }
@@ -81,8 +91,9 @@ impl LoadWatcher {
     }
 
     /// Follows one stream to its end. Returns why it ended.
-    async fn follow_once(&self, checker: &mut LoadStream) -> String {
-        // The limit includes name resolution and the HTTP/2 handshake; the connector's own doesn't.
+    async fn follow_once(&self, load_stream: &mut LoadStream) -> String {
+        // The endpoint's own time limit doesn't include name resolution and the HTTP/2 handshake.
+        // So the whole attempt has a limit too.
         let open_stream = async {
             let channel = self.endpoint.connect().await.map_err(|error| describe_error(&error))?;
             let mut client = WorkerAgentClient::new(channel);
@@ -96,21 +107,21 @@ impl LoadWatcher {
         };
         let (mut heard, mut reports_while_rejected) = (false, 0);
         loop {
-            let next = stream.message();
-            let mut next = std::pin::pin!(next);
-            let first = tokio::time::timeout(self.connect_max, &mut next);
-            let message = match if heard { Err(()) } else { first.await.map_err(drop) } {
+            let next_event = stream.message();
+            let mut next_event = std::pin::pin!(next_event);
+            let first_event = tokio::time::timeout(self.connect_max, &mut next_event);
+            let message = match if heard { Err(()) } else { first_event.await.map_err(drop) } {
                 Ok(message) => message,
                 Err(()) => {
                     if !heard {
-                        // The agent waits for its engine. Until then it counts as lost, so that no
-                        // turn waits for it.
+                        // The agent waits for its engine before it sends its first event. Until
+                        // then it counts as lost, so that no turn waits for it.
                         let why = "the agent has not reached its engine yet".to_owned();
                         if self.send(Update::Lost(why)).await.is_err() {
                             return "the view ended".to_owned();
                         }
                     }
-                    next.await
+                    next_event.await
                 }
             };
             heard = true;
@@ -119,7 +130,7 @@ impl LoadWatcher {
                 Ok(None) => return "the agent ended the stream".to_owned(),
                 Err(status) => return format!("{:?}: {}", status.code(), status.message()),
             };
-            match checker.accept(event) {
+            match load_stream.accept(event) {
                 Ok(None) => {}
                 Ok(Some(update)) => {
                     reports_while_rejected += u32::from(matches!(update, Update::Report(_)));
@@ -137,9 +148,11 @@ impl LoadWatcher {
         }
     }
 
-    /// Returns the reason if the view rejects this agent as a duplicate agent id. Once the other
-    /// agent is gone, this one is needed with its whole session table, so its stream must start
-    /// again.
+    /// Returns the reason if the view rejects this agent, because an agent at another address has
+    /// the same id.
+    ///
+    /// The view ignores the session table of a rejected agent. When the other agent is gone, the
+    /// stream of this agent must start again, so that the whole table is sent.
     fn rejection(&self) -> Option<String> {
         match &self.view.load().agents[self.agent].link {
             Link::Lost { why, duplicate_id: true, .. } => Some(why.clone()),
@@ -147,6 +160,7 @@ impl LoadWatcher {
         }
     }
 
+    /// Sends an update to the view task. Returns an error if that task has ended.
     async fn send(&self, update: Update) -> Result<(), ()> {
         let now = service::clock::now();
         self.updates.send((self.agent, update, now)).await.map_err(drop)

@@ -1,6 +1,8 @@
-//! Calls to one agent's control port: opening and closing sessions, and fetching model files.
+//! Calls one agent's control port: opens and closes sessions, and fetches model files.
 //!
-//! It translates requests and bounds the wait; callers decide when to call.
+//! An *agent* runs beside each engine. A *session* is a sequence of turns that share a growing
+//! prefix. The client translates between the wire format and this program's types, and limits the
+//! time of opening and closing. It doesn't retry.
 
 use std::{collections::BTreeMap, time::Duration};
 
@@ -17,19 +19,23 @@ use tonic::{
 
 use super::tokenizer_files::TokenizerFiles;
 
-/// Longest time for a call. An engine opens a session in under 1 ms once it reads its queue, but a
-/// long prefill keeps it from reading for seconds.
+/// Longest time to open or close a session. An engine opens a session in under 1 ms once it reads
+/// its queue. A long prefill can keep it from reading the queue for seconds.
 const CALL_MAX: Duration = Duration::from_secs(10);
 
-/// The client of one agent. Connects at the first call, and again after a failure.
+/// The client of one agent's control port. It connects at the first call, and again after a
+/// failure.
 #[derive(Debug, Clone)]
 pub(crate) struct Control(WorkerAgentClient<Channel>);
 
 /// A request to open a session.
 #[derive(Debug, Clone)]
 pub(crate) struct OpenRequest {
+    /// The session's identity.
     pub(crate) key: SessionKey,
+    /// How the engine keeps the session's KV. `None` leaves the choice to the agent.
     pub(crate) retention: Option<Retention>,
+    /// Idle time after which the agent closes the session. `None` leaves the choice to the agent.
     pub(crate) idle_ms_max: Option<u64>,
 }
 
@@ -38,7 +44,7 @@ impl Control {
         Self(WorkerAgentClient::new(endpoint.connect_lazy()))
     }
 
-    /// Opens the session on the rank, or returns the one that is already open.
+    /// Opens the session on the data-parallel rank. If the session is already open, returns it.
     pub(crate) async fn open(
         &self,
         open_request: &OpenRequest,
@@ -56,30 +62,34 @@ impl Control {
             .map_err(|error| Status::internal(format!("the agent's answer is invalid: {error}")))
     }
 
-    /// Closes the session. Returns whether it closes only after a running turn.
+    /// Closes the session. Returns true if a turn still runs and the session closes after it.
     pub(crate) async fn close(&self, key: &SessionKey) -> Result<bool, Status> {
         let request = v1::CloseSessionRequest { key: Some(key.into()) };
         let mut client = self.0.clone();
         Ok(bounded(client.close_session(request)).await?.into_inner().deferred)
     }
 
-    /// Fetches the files of the agent's model, and checks their hash.
-    pub(crate) async fn model_files(&self, named: ModelFiles) -> Result<TokenizerFiles, Status> {
-        let other = || Status::internal("the files are not those that the agent described");
-        if named.bytes > model_files::BYTES_MAX {
+    /// Fetches the files of the agent's model. `described` has their total size and their hash, as
+    /// the agent described them. Files that differ from it are an error.
+    pub(crate) async fn model_files(
+        &self,
+        described: ModelFiles,
+    ) -> Result<TokenizerFiles, Status> {
+        let mismatch = || Status::internal("the files are not those that the agent described");
+        if described.bytes > model_files::BYTES_MAX {
             return Err(Status::out_of_range("the files are larger than the router's limit"));
         }
-        let request = v1::FetchModelFilesRequest { hash: named.hash.to_vec() };
+        let request = v1::FetchModelFilesRequest { hash: described.hash.to_vec() };
         let mut client = self.0.clone();
         let mut parts = client.fetch_model_files(request).await?.into_inner();
-        let (mut files, mut left) = (BTreeMap::<String, Vec<u8>>::new(), named.bytes);
+        let (mut files, mut bytes_left) = (BTreeMap::<String, Vec<u8>>::new(), described.bytes);
         while let Some(part) = parts.message().await? {
             if ![model_files::TOKENIZER, model_files::CONFIG, model_files::TEMPLATE]
                 .contains(&&*part.name)
             {
-                return Err(other());
+                return Err(mismatch());
             }
-            left = left.checked_sub(part.data.len() as u64).ok_or_else(other)?;
+            bytes_left = bytes_left.checked_sub(part.data.len() as u64).ok_or_else(mismatch)?;
             files.entry(part.name).or_default().extend(part.data);
         }
         let mut hasher = FilesHasher::default();
@@ -87,18 +97,19 @@ impl Control {
             hasher.begin_file(name, data.len() as u64);
             hasher.update(data);
         }
-        if hasher.finish() != named {
-            return Err(other());
+        if hasher.finish() != described {
+            return Err(mismatch());
         }
         let template = files.remove(model_files::TEMPLATE).map(String::from_utf8).transpose();
         Ok(TokenizerFiles {
             tokenizer: files.remove(model_files::TOKENIZER).unwrap_or_default(),
             config: files.remove(model_files::CONFIG).unwrap_or_default(),
-            template: template.map_err(|_| other())?,
+            template: template.map_err(|_| mismatch())?,
         })
     }
 }
 
+/// Waits for a call for at most [`CALL_MAX`].
 async fn bounded<T>(call: impl Future<Output = Result<T, Status>>) -> Result<T, Status> {
     match tokio::time::timeout(CALL_MAX, call).await {
         Ok(answer) => answer,

@@ -1,15 +1,17 @@
-//! A turn's claim on a worker's capacity, counted until the claim is dropped.
+//! Counts what this router has in flight on each worker, by one lease per turn.
 //!
-//! The counts go up when the lease is acquired and down when it is dropped, whatever ends the turn.
-//! A lease is not `Clone` and is kept in the response body.
+//! A *turn* is one request and its answer. A *worker* is one data-parallel rank of an engine. The
+//! counts go up when a turn acquires its *lease* and down when the lease is dropped. The response
+//! body keeps the lease, so the counts go down however the turn ends. A lease can't be cloned, so
+//! no turn is counted twice.
 
 use std::sync::{
     Arc,
     atomic::{AtomicU32, AtomicU64, Ordering},
 };
 
-/// What this router has in flight on one worker. All snapshots of the view share it. It has a cache
-/// line of its own, as a decision may read the counts of a thousand workers.
+/// Counts of what this router has in flight on one worker. All snapshots of the fleet share these
+/// counts. They fill one cache line, because a placement may read those of a thousand workers.
 #[derive(Debug, Default)]
 #[repr(align(64))]
 pub struct InFlight {
@@ -26,15 +28,18 @@ pub struct InFlight {
 pub struct InFlightCounts {
     /// Number of turns in flight.
     pub turns: u32,
-    /// Number of sessions that this router ever asked the worker to open; wraps around.
+    /// Number of sessions that this router has asked the worker to open since it started. Wraps
+    /// around.
     pub opens: u32,
     /// Prompt tokens to be computed for turns whose answer has not begun.
     pub unanswered_tokens: u64,
-    /// Tokens of KV that the turns in flight will add. No session table shows them before the turns
-    /// end.
+    /// Tokens of KV that the turns in flight will add. The agents' session tables show them only
+    /// after the turns end.
     pub incoming_tokens: u64,
-    /// Prompt tokens in staged prefill, and the number of prompts they belong to.
+    /// Prompt tokens in staged prefill, in which the agent computes a long prompt in stages before
+    /// the router sends the turn.
     pub staged_prefill_tokens: u64,
+    /// Number of prompts in staged prefill.
     pub staged_prefill_prompts: u32,
 }
 
@@ -44,7 +49,8 @@ impl InFlight {
         self.turns.load(Ordering::Relaxed)
     }
 
-    /// Returns the number of sessions that this router ever asked the worker to open; wraps around.
+    /// Returns the number of sessions that this router has asked the worker to open since it
+    /// started. Wraps around.
     pub fn opens(&self) -> u32 {
         self.opens.load(Ordering::Relaxed)
     }
@@ -77,7 +83,7 @@ impl InFlight {
     }
 }
 
-/// One turn in flight.
+/// One turn in flight on a worker. It counts until it is dropped.
 #[derive(Debug)]
 pub struct Lease {
     in_flight: Arc<InFlight>,
@@ -89,17 +95,17 @@ pub struct Lease {
 /// The state of a turn's prompt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum PromptState {
-    /// In staged prefill. The turn itself is not sent yet.
+    /// The agent computes the prompt in stages. The turn itself is not sent yet.
     InStagedPrefill,
-    /// Sent, with this many tokens to compute.
+    /// The turn is sent, and the engine has this many prompt tokens to compute.
     Sent(u64),
-    /// Computed: the answer has begun.
+    /// The answer has begun, so the prompt is computed.
     Answered,
 }
 
 impl Lease {
-    /// Counts one turn until the lease is dropped. `tokens` are the prompt tokens that the worker
-    /// has to compute, as far as they are known.
+    /// Counts one turn until the lease is dropped. `tokens` is the number of prompt tokens that the
+    /// worker is expected to compute.
     #[must_use]
     pub fn acquire(in_flight: &Arc<InFlight>, tokens: u64) -> Self {
         in_flight.turns.fetch_add(1, Ordering::Relaxed);
@@ -108,7 +114,7 @@ impl Lease {
         Self { in_flight: Arc::clone(in_flight), tokens, prompt: PromptState::Sent(tokens) }
     }
 
-    /// Returns the prompt tokens that the worker had to compute when the turn was placed.
+    /// Returns the prompt tokens that the worker was expected to compute when the turn was placed.
     #[must_use]
     pub fn tokens(&self) -> u64 {
         self.tokens
@@ -119,7 +125,8 @@ impl Lease {
         self.set_prompt(PromptState::InStagedPrefill);
     }
 
-    /// Records that the turn is sent, with at most `tokens_max` prompt tokens to compute.
+    /// Records that the turn is sent after staged prefill, and that at most `tokens_max` of its
+    /// prompt tokens are left to compute.
     pub fn end_staged_prefill(&mut self, tokens_max: u64) {
         self.set_prompt(PromptState::Sent(self.tokens.min(tokens_max)));
     }
@@ -129,6 +136,7 @@ impl Lease {
         self.set_prompt(PromptState::Answered);
     }
 
+    /// Changes the prompt's state: counts it in the new state and stops counting it in the old one.
     fn set_prompt(&mut self, prompt: PromptState) {
         let Self { in_flight, tokens, .. } = &*self;
         match prompt {
@@ -136,8 +144,8 @@ impl Lease {
                 in_flight.staged_prefill_tokens.fetch_add(*tokens, Ordering::Relaxed);
                 in_flight.staged_prefill_prompts.fetch_add(1, Ordering::Relaxed);
             }
-            PromptState::Sent(left) => {
-                in_flight.unanswered_tokens.fetch_add(left, Ordering::Relaxed);
+            PromptState::Sent(tokens_left) => {
+                in_flight.unanswered_tokens.fetch_add(tokens_left, Ordering::Relaxed);
             }
             PromptState::Answered => {}
         }
@@ -146,8 +154,8 @@ impl Lease {
                 self.in_flight.staged_prefill_tokens.fetch_sub(self.tokens, Ordering::Relaxed);
                 self.in_flight.staged_prefill_prompts.fetch_sub(1, Ordering::Relaxed);
             }
-            PromptState::Sent(left) => {
-                self.in_flight.unanswered_tokens.fetch_sub(left, Ordering::Relaxed);
+            PromptState::Sent(tokens_left) => {
+                self.in_flight.unanswered_tokens.fetch_sub(tokens_left, Ordering::Relaxed);
             }
             PromptState::Answered => {}
         }
@@ -158,8 +166,8 @@ impl Drop for Lease {
     fn drop(&mut self) {
         self.record_answer();
         self.in_flight.incoming_tokens.fetch_sub(self.tokens, Ordering::Relaxed);
-        let before = self.in_flight.turns.fetch_sub(1, Ordering::Relaxed);
-        debug_assert!(before > 0, "a lease was dropped twice");
+        let turns_before = self.in_flight.turns.fetch_sub(1, Ordering::Relaxed);
+        debug_assert!(turns_before > 0, "a lease was dropped twice");
     }
 }
 

@@ -1,8 +1,10 @@
-//! Checks the order of events in one agent's load stream. Pure.
+//! Checks the events in one agent's load stream and turns them into updates of the fleet. Pure.
 //!
-//! The stream must begin with a description and the whole session table. Load reports and session
-//! changes follow. All events must have one epoch and consecutive numbers. An event that breaks
-//! these rules ends the stream. A new stream begins with a complete description and table.
+//! The stream begins with the agent's description of itself. All of its sessions follow, in one or
+//! more parts: the *session table*. After that come load reports, changes of single sessions, and a
+//! new description if the engine restarts. Events are numbered from 0 without gaps. All have the
+//! same *epoch*, which identifies the agent process. An event that breaks these rules is an error.
+//! The caller then connects again and gets a new, complete stream.
 
 use proto::{
     id::SessionKey,
@@ -15,7 +17,7 @@ use super::state::Update;
 /// Why a stream can't be followed any further.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// An event is missing or came twice.
+    /// An event is missing, came twice or came too late.
     #[error("expected event {want} but received event {got}")]
     Gap {
         /// The expected number.
@@ -31,37 +33,44 @@ pub enum Error {
         /// The epoch of this event.
         to: u64,
     },
-    /// An event that may not come at this point of the stream.
+    /// The event may not come at this point of the stream.
     #[error("{0}")]
     Order(&'static str),
-    /// An event that can't be decoded.
+    /// The event can't be decoded.
     #[error("received an invalid event")]
     Invalid(#[from] load::Error),
 }
 
-/// The position in the stream.
+/// The part of the stream that the next event belongs to.
 #[derive(Debug)]
 enum Phase {
+    /// No event has arrived. The description comes next.
     Start,
+    /// The description and parts of the session table have arrived.
     Table { description: Box<Description>, sessions: Vec<Session> },
+    /// The session table is complete. The engine has this many data-parallel ranks.
     Live { ranks: usize },
 }
 
-/// Checks one stream.
+/// The checker of one stream.
 #[derive(Debug)]
 pub struct LoadStream {
     phase: Phase,
+    /// The epoch of all events of the stream.
     epoch: u64,
-    next: u64,
+    /// The number that the next event must have.
+    next_sequence: u64,
+    /// Most sessions of the agent that the fleet's state keeps.
     sessions_max: usize,
 }
 
 impl LoadStream {
-    /// Creates the checker for a new stream. Keeps one session more than `sessions_max` of its
-    /// table at most, so that the view notices the excess.
+    /// Creates the checker for a new stream. It keeps at most one session more than `sessions_max`
+    /// of the stream's table. From the one session more, the fleet's state sees that some are left
+    /// out.
     #[must_use]
     pub fn new(sessions_max: usize) -> Self {
-        Self { phase: Phase::Start, epoch: 0, next: 0, sessions_max }
+        Self { phase: Phase::Start, epoch: 0, next_sequence: 0, sessions_max }
     }
 
     /// Whether the session table is complete.
@@ -70,41 +79,44 @@ impl LoadStream {
         matches!(self.phase, Phase::Live { .. })
     }
 
-    /// Checks the next event. Returns the update for the view, if the event completes one.
+    /// Checks the next event. Returns an update of the fleet's state, if the event completes one.
     ///
     /// # Errors
-    /// If the event breaks the order, so that a new stream is needed.
+    /// If the event breaks the stream's rules. The caller needs a new stream then.
     pub fn accept(&mut self, event: v1::LoadEvent) -> Result<Option<Update>, Error> {
-        if event.sequence != self.next {
-            return Err(Error::Gap { want: self.next, got: event.sequence });
+        if event.sequence != self.next_sequence {
+            return Err(Error::Gap { want: self.next_sequence, got: event.sequence });
         }
-        if self.next > 0 && event.epoch != self.epoch {
+        if self.next_sequence > 0 && event.epoch != self.epoch {
             return Err(Error::Epoch { from: self.epoch, to: event.epoch });
         }
         self.epoch = event.epoch;
-        self.next += 1;
+        self.next_sequence += 1;
         let event = event.event.ok_or(load::Error::Missing("event"))?;
         match (&mut self.phase, event) {
             (Phase::Start, v1::load_event::Event::Description(wire)) => {
-                let description = self.description(wire)?;
+                let description = self.read_description(wire)?;
                 self.phase = Phase::Table { description: Box::new(description), sessions: vec![] };
                 Ok(None)
             }
-            (Phase::Table { .. }, v1::load_event::Event::Sessions(part)) => self.table(part),
-            (Phase::Live { .. }, event) => self.live(event).map(Some),
+            (Phase::Table { .. }, v1::load_event::Event::Sessions(part)) => {
+                self.take_table_part(part)
+            }
+            (Phase::Live { .. }, event) => self.take_live_event(event).map(Some),
             (Phase::Start, _) => Err(Error::Order("the stream did not begin with a description")),
             (Phase::Table { .. }, _) => Err(Error::Order("the session table was interrupted")),
         }
     }
 
-    fn table(&mut self, part: v1::SessionTable) -> Result<Option<Update>, Error> {
+    /// Takes a part of the session table. Returns the update when the table is complete.
+    fn take_table_part(&mut self, part: v1::SessionTable) -> Result<Option<Update>, Error> {
         let Phase::Table { description, sessions } = &mut self.phase else {
             return Err(Error::Order("received a session table out of order"));
         };
         let ranks = description.ranks.len();
         for wire in part.sessions {
-            let session = session(wire, ranks)?;
-            // One session beyond the bound is kept, so that the view notices the excess and warns.
+            let session = read_session(wire, ranks)?;
+            // One session beyond the bound is kept; see `new`.
             if sessions.len() <= self.sessions_max {
                 sessions.push(session);
             }
@@ -112,20 +124,21 @@ impl LoadStream {
         if !part.last {
             return Ok(None);
         }
-        let began = std::mem::replace(&mut self.phase, Phase::Live { ranks });
-        let Phase::Table { description, sessions } = began else {
+        let table = std::mem::replace(&mut self.phase, Phase::Live { ranks });
+        let Phase::Table { description, sessions } = table else {
             unreachable!("the phase was a table a few lines above");
         };
         Ok(Some(Update::Began { description: *description, sessions }))
     }
 
-    fn live(&mut self, event: v1::load_event::Event) -> Result<Update, Error> {
+    /// Takes an event after the session table.
+    fn take_live_event(&mut self, event: v1::load_event::Event) -> Result<Update, Error> {
         let Phase::Live { ranks } = self.phase else {
             return Err(Error::Order("received an event before the session table"));
         };
         match event {
             v1::load_event::Event::Description(wire) => {
-                let description = self.description(wire)?;
+                let description = self.read_description(wire)?;
                 self.phase = Phase::Live { ranks: description.ranks.len() };
                 Ok(Update::Described(description))
             }
@@ -140,7 +153,7 @@ impl LoadStream {
             v1::load_event::Event::Change(change) => {
                 match change.change.ok_or(load::Error::Missing("change"))? {
                     v1::session_change::Change::Upsert(wire) => {
-                        Ok(Update::Upsert(session(wire, ranks)?))
+                        Ok(Update::Upsert(read_session(wire, ranks)?))
                     }
                     v1::session_change::Change::Removed(key) => {
                         Ok(Update::Removed(SessionKey::try_from(key).map_err(load::Error::from)?))
@@ -150,7 +163,8 @@ impl LoadStream {
         }
     }
 
-    fn description(&self, wire: v1::Description) -> Result<Description, Error> {
+    /// Decodes a description and checks its epoch.
+    fn read_description(&self, wire: v1::Description) -> Result<Description, Error> {
         let description = Description::try_from(wire)?;
         if description.epoch != self.epoch {
             return Err(Error::Epoch { from: self.epoch, to: description.epoch });
@@ -159,7 +173,8 @@ impl LoadStream {
     }
 }
 
-fn session(wire: v1::Session, ranks: usize) -> Result<Session, Error> {
+/// Decodes a session and checks that it is on one of the engine's ranks.
+fn read_session(wire: v1::Session, ranks: usize) -> Result<Session, Error> {
     let session = Session::try_from(wire)?;
     if session.dp_rank as usize >= ranks {
         return Err(Error::Order("received a session on a rank that was not described"));

@@ -1,7 +1,11 @@
-//! The session tables of all agents, merged by key. Pure.
+//! Merges the session tables of all agents, so that a session can be found by its key. Pure.
 //!
-//! Sessions are spread over 256 shards behind `Arc`s: a change copies one shard, and a snapshot
-//! copies 256 pointers.
+//! A *session* is a sequence of turns that share a growing prefix. Each agent (one runs beside each
+//! engine) reports its sessions. An *entry* is one session of one agent. The same key is in the
+//! tables of several agents only after a lost connection or a race between two routers.
+//!
+//! A table can be cloned cheaply for a snapshot. The entries are spread over 256 shards behind
+//! `Arc`s. A clone copies 256 pointers, and the next change copies one shard.
 
 use std::{collections::HashMap, sync::Arc};
 
@@ -9,27 +13,28 @@ use proto::{id::SessionKey, load::Session};
 
 use super::worker::WorkerRef;
 
-/// With 100,000 sessions a shard holds 400 of them, so a change copies 400 small entries.
+/// Number of shards. With 100,000 sessions, a shard has 400 entries, which a change copies.
 const SHARDS: usize = 256;
 
-/// A session and the worker whose agent reported it.
+/// An entry: a session as one agent reported it.
 #[derive(Debug, Clone)]
 pub struct ReportedSession {
-    /// The worker that has the session.
+    /// The worker (the agent's data-parallel rank) that has the session.
     pub worker: WorkerRef,
     /// The session as last reported.
     pub session: Arc<Session>,
 }
 
+/// The entries of some keys, by key. No key has an empty list.
 type Shard = HashMap<Arc<SessionKey>, Vec<ReportedSession>>;
 
-/// All sessions by key. A key is on more than one agent only after a lost connection or a race
-/// between two routers.
+/// The merged session tables of all agents.
 #[derive(Debug, Clone)]
 pub struct Sessions {
     shards: Vec<Arc<Shard>>,
-    /// Number of sessions of each agent.
+    /// Number of entries of each agent.
     counts: Vec<usize>,
+    /// Most entries of one agent.
     agent_sessions_max: usize,
 }
 
@@ -67,44 +72,45 @@ impl Sessions {
         self.len() == 0
     }
 
-    /// Adds or replaces the agent's entry. Returns false if the agent is at its bound.
+    /// Adds or replaces the agent's entry for the session. Returns false if the agent has as many
+    /// entries as allowed and none for this session. The session is then left out.
     pub fn upsert(&mut self, agent: usize, session: Session) -> bool {
-        let at = shard_of(&session.key);
-        let full = self.counts[agent] >= self.agent_sessions_max;
+        let shard_index = shard_of(&session.key);
+        let is_full = self.counts[agent] >= self.agent_sessions_max;
         let worker = WorkerRef { agent, dp_rank: session.dp_rank };
-        let held = self.shards[at]
+        let is_known = self.shards[shard_index]
             .get(&session.key)
-            .is_some_and(|all| all.iter().any(|one| one.worker.agent == agent));
-        if full && !held {
+            .is_some_and(|entries| entries.iter().any(|entry| entry.worker.agent == agent));
+        if is_full && !is_known {
             return false;
         }
-        let shard = Arc::make_mut(&mut self.shards[at]);
+        let shard = Arc::make_mut(&mut self.shards[shard_index]);
         let reported = ReportedSession { worker, session: Arc::new(session) };
         match shard.get_mut(&reported.session.key) {
-            Some(all) => match all.iter_mut().find(|one| one.worker.agent == agent) {
-                Some(one) => *one = reported,
-                None => all.push(reported),
+            Some(entries) => match entries.iter_mut().find(|entry| entry.worker.agent == agent) {
+                Some(entry) => *entry = reported,
+                None => entries.push(reported),
             },
             None => {
                 let key = Arc::new(reported.session.key.clone());
                 shard.insert(key, vec![reported]);
             }
         }
-        self.counts[agent] += usize::from(!held);
+        self.counts[agent] += usize::from(!is_known);
         true
     }
 
     /// Removes the agent's entry for the key.
     pub fn remove(&mut self, agent: usize, key: &SessionKey) {
-        let at = shard_of(key);
-        let held = self.locate(key).iter().any(|one| one.worker.agent == agent);
-        if !held {
+        let shard_index = shard_of(key);
+        let is_known = self.locate(key).iter().any(|entry| entry.worker.agent == agent);
+        if !is_known {
             return;
         }
-        let shard = Arc::make_mut(&mut self.shards[at]);
-        if let Some(all) = shard.get_mut(key) {
-            all.retain(|one| one.worker.agent != agent);
-            if all.is_empty() {
+        let shard = Arc::make_mut(&mut self.shards[shard_index]);
+        if let Some(entries) = shard.get_mut(key) {
+            entries.retain(|entry| entry.worker.agent != agent);
+            if entries.is_empty() {
                 shard.remove(key);
             }
         }
@@ -114,12 +120,12 @@ impl Sessions {
     /// Replaces all entries of the agent. Returns how many sessions didn't fit.
     pub fn replace(&mut self, agent: usize, sessions: Vec<Session>) -> usize {
         for shard in &mut self.shards {
-            if shard.values().flatten().any(|one| one.worker.agent == agent) {
+            if shard.values().flatten().any(|entry| entry.worker.agent == agent) {
                 let shard = Arc::make_mut(shard);
-                for all in shard.values_mut() {
-                    all.retain(|one| one.worker.agent != agent);
+                for entries in shard.values_mut() {
+                    entries.retain(|entry| entry.worker.agent != agent);
                 }
-                shard.retain(|_, all| !all.is_empty());
+                shard.retain(|_, entries| !entries.is_empty());
             }
         }
         self.counts[agent] = 0;
@@ -129,13 +135,13 @@ impl Sessions {
     /// Panics if the counts and the shards disagree.
     pub fn check_invariants(&self) {
         let mut counts = vec![0; self.counts.len()];
-        for (at, shard) in self.shards.iter().enumerate() {
-            for (key, all) in &**shard {
-                assert_eq!(shard_of(key), at, "a key in the wrong shard");
-                assert!(!all.is_empty(), "a key without entries");
-                for one in all {
-                    assert_eq!(one.session.key, **key, "an entry under the wrong key");
-                    counts[one.worker.agent] += 1;
+        for (shard_index, shard) in self.shards.iter().enumerate() {
+            for (key, entries) in &**shard {
+                assert_eq!(shard_of(key), shard_index, "a key in the wrong shard");
+                assert!(!entries.is_empty(), "a key without entries");
+                for entry in entries {
+                    assert_eq!(entry.session.key, **key, "an entry under the wrong key");
+                    counts[entry.worker.agent] += 1;
                 }
             }
         }
@@ -143,6 +149,7 @@ impl Sessions {
     }
 }
 
+/// Returns the index of the key's shard: one byte of its digest.
 fn shard_of(key: &SessionKey) -> usize {
     usize::from(key.digest().0.to_le_bytes()[0])
 }

@@ -1,9 +1,12 @@
-//! The router's view of its fleet: agents, workers, load reports and session locations.
+//! A snapshot of the fleet for decisions: agents, workers, load reports and session locations.
 //!
-//! [`State`](super::state::State) is the writer's side. It is pure, and only the view task owns it.
-//! Readers load a [`Snapshot`], which never changes, and use it for a whole decision. Request tasks
-//! write only the in-flight counts, which are the same atomics in every snapshot. Nothing is stored
-//! on disk: the router relearns all of it from the agents.
+//! An *agent* runs beside each engine and reports its state. A *worker* is one data-parallel rank
+//! of an engine. A decision loads one [`Snapshot`], which never changes, and uses it to the end.
+//! Only the in-flight counts change: they are atomics that all snapshots share, and the tasks of
+//! requests write them.
+//!
+//! [`State`](super::state::State) makes the snapshots from the agents' messages. Nothing is stored
+//! on disk, because a restarted router learns everything from the agents again.
 
 use std::{
     sync::Arc,
@@ -25,19 +28,22 @@ pub struct Snapshot {
     pub agents: Vec<Arc<Agent>>,
     /// Where each session is, by session key.
     pub sessions: Sessions,
-    /// The worker figures that every decision reads.
+    /// The figures of all workers that a placement compares.
     pub(super) worker_table: WorkerTable,
     /// KV that sessions are expected to use again, indexed by agent, then by rank.
     pub(super) reuse_demands: Arc<Vec<Vec<ReuseDemand>>>,
-    /// Whether all agents serve the same models. If so, a turn may go to any of them, whatever
-    /// model it names.
+    /// Whether all agents serve the same models. If so, a turn (one request and its answer) may go
+    /// to any of them, whatever model it names.
     pub(super) same_models: bool,
+    /// The setting: longest silence of an agent before its workers are stale.
     pub(super) report_age_max: Duration,
+    /// The setting: least predicted gain for which a session moves to another worker.
     pub(super) rebind_gain_min: Duration,
 }
 
 impl Snapshot {
-    /// Iterates over the workers of all agents that were ever heard, by agent, then by rank.
+    /// Iterates over the workers of all agents that were ever heard, in the order of agents, then
+    /// of ranks.
     pub fn workers(&self) -> impl Iterator<Item = (WorkerRef, &Agent, &Facts)> {
         self.agents.iter().enumerate().flat_map(|(index, agent)| {
             agent.facts.iter().flat_map(move |facts| {
@@ -54,7 +60,7 @@ impl Snapshot {
         &self.agents[worker.agent]
     }
 
-    /// Returns the worker table: the figures that decisions read of all workers ever heard.
+    /// Returns the worker table: the figures of all workers that a placement compares.
     #[must_use]
     pub fn worker_table(&self) -> &WorkerTable {
         &self.worker_table
@@ -67,7 +73,7 @@ impl Snapshot {
         stats.map_or(WorkerState::Lost, |stats| stats.state(now, self.report_age_max))
     }
 
-    /// Returns the KV on the worker that sessions are expected to use again.
+    /// Returns the forecast of the KV on the worker that sessions will use again.
     #[must_use]
     pub fn reuse_demand(&self, worker: WorkerRef) -> &ReuseDemand {
         let ranks = self.reuse_demands.get(worker.agent);
@@ -87,7 +93,7 @@ impl Snapshot {
         self.rebind_gain_min
     }
 
-    /// Returns the longest silence after which a worker is not yet stale.
+    /// Returns the longest silence of an agent before its workers are stale.
     #[must_use]
     pub fn report_age_max(&self) -> Duration {
         self.report_age_max
@@ -99,8 +105,8 @@ impl Snapshot {
         format!("{}/{}", self.agent(worker).name(), worker.dp_rank)
     }
 
-    /// Whether each configured agent has either sent its session table and a load report, or failed
-    /// to connect.
+    /// Whether the state of every configured agent is known. An agent's state is known when it has
+    /// sent its session table and a load report, or when the connection to it has failed.
     #[must_use]
     pub fn is_settled(&self) -> bool {
         self.agents.iter().all(|agent| match agent.link {
@@ -110,10 +116,11 @@ impl Snapshot {
         })
     }
 
-    /// Checks whether at least one worker can take turns.
+    /// Checks whether the router is ready: every agent's state is known, and at least one worker
+    /// can take turns.
     ///
     /// # Errors
-    /// Returns the reason as a sentence for the operator.
+    /// Returns the reason for the operator.
     pub fn ready(&self, now: Instant) -> Result<(), String> {
         if !self.is_settled() {
             return Err("waiting for the first load report of every agent".to_owned());

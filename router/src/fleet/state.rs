@@ -1,6 +1,8 @@
-//! The writer's side of the view: applies updates and makes snapshots.
+//! Applies the agents' messages to the fleet's state and makes snapshots for readers. Pure.
 //!
-//! Pure; only the view task owns a [`State`].
+//! An *agent* runs beside each engine. A *worker* is one data-parallel rank of an engine. A *turn*
+//! is one request and its answer. A *load watcher* follows the messages of one agent and sends an
+//! [`Update`] for each. The view task owns the only [`State`] and applies the updates.
 
 use std::{
     sync::Arc,
@@ -22,11 +24,10 @@ use super::{
 };
 use crate::config::{Config, control_authority};
 
-/// A message from a load watcher about its agent.
+/// A change at one agent, as its load watcher or a turn reports it.
 #[derive(Debug)]
 pub enum Update {
-    /// A stream began. The description and the session table replace all that was known of the
-    /// agent.
+    /// A load stream began. The description and the sessions replace what was known of the agent.
     Began {
         /// The agent's description of itself.
         description: Description,
@@ -41,20 +42,22 @@ pub enum Update {
     Upsert(Session),
     /// The agent forgot a session.
     Removed(SessionKey),
-    /// The connection broke or could not be made; the reason.
+    /// The connection to the agent broke or could not be made. The text is the reason.
     Lost(String),
-    /// A turn couldn't connect to the data port; the reason.
+    /// A turn couldn't connect to the agent's data port. The text is the reason.
     Unreachable(String),
 }
 
-/// Number of load reports for which a data port counts as unreachable, about five seconds of them.
-/// After that, new sessions may try it again.
+/// Number of load reports for which a data port counts as unreachable after a turn couldn't connect
+/// to it. They take about five seconds. After that, new sessions may try the port again.
 const UNREACHABLE_REPORTS: u32 = 10;
 
-/// The current view, which updates change.
+/// The fleet's current state.
 #[derive(Debug)]
 pub struct State {
+    /// The part that readers get a copy of.
     view: Snapshot,
+    /// The source of the view's `reuse_demands`: the KV that sessions will presumably use again.
     forecast: ReuseForecast,
 }
 
@@ -100,7 +103,8 @@ impl State {
         &self.view.agents[index]
     }
 
-    /// Returns when the next worker becomes stale if its agent stays silent.
+    /// Returns when the next worker becomes stale if no further message arrives. `None` if no worker
+    /// will.
     #[must_use]
     pub fn next_deadline(&self, now: Instant) -> Option<Instant> {
         let age_max = self.view.report_age_max;
@@ -114,34 +118,36 @@ impl State {
             .min()
     }
 
-    /// Applies one update. Returns a warning for the log if something had to be left out.
+    /// Applies an update of the agent with this index. `now` is when the update arrived. Returns a
+    /// warning for the log if the agent, or some of its sessions, had to be left out.
     pub fn apply(&mut self, index: usize, update: Update, now: Instant) -> Option<String> {
         let warning = match update {
             Update::Began { description, sessions } => {
                 self.begin(index, description, sessions, now)
             }
             Update::Described(description) => self.describe(index, description, now),
-            // Sent by a duplicate agent id that was rejected; see `describe`.
+            // The agent was rejected, because another agent has the same id; see `describe`.
             Update::Report(_) | Update::Upsert(_) | Update::Removed(_)
                 if !self.view.agents[index].is_up() =>
             {
                 None
             }
             Update::Report(report) => {
-                let agent = self.agent(index);
+                let agent = self.agent_mut(index);
                 agent.in_flight_at_report =
                     agent.in_flight.iter().map(|count| count.counts()).collect();
                 agent.report = Some((Arc::new(report), now));
                 let unreachable = agent.unreachable.take();
-                agent.unreachable =
-                    unreachable.filter(|(_, left)| *left > 1).map(|(why, left)| (why, left - 1));
+                agent.unreachable = unreachable
+                    .filter(|(_, reports_left)| *reports_left > 1)
+                    .map(|(why, reports_left)| (why, reports_left - 1));
                 None
             }
             Update::Upsert(session) => {
                 let worker = WorkerRef { agent: index, dp_rank: session.dp_rank };
                 self.forecast.upsert(worker, &session, now);
-                let fit = self.view.sessions.upsert(index, session);
-                (!fit).then(|| "sessions_max is reached, a session is left out".to_owned())
+                let has_room = self.view.sessions.upsert(index, session);
+                (!has_room).then(|| "sessions_max is reached, a session is left out".to_owned())
             }
             Update::Removed(key) => {
                 self.forecast.remove(index, &key, now);
@@ -149,13 +155,13 @@ impl State {
                 None
             }
             Update::Lost(why) => {
-                let agent = self.agent(index);
+                let agent = self.agent_mut(index);
                 let since = match agent.link {
                     Link::Lost { since, .. } => since,
                     Link::Dialing | Link::Up => now,
                 };
                 agent.link = Link::Lost { since, why, duplicate_id: false };
-                // The figures belong to the stream that ended; a new stream brings new ones.
+                // The load report belongs to the stream that ended. A new stream brings a new one.
                 agent.report = None;
                 agent.unreachable = None;
                 self.update_rows(index);
@@ -164,14 +170,14 @@ impl State {
                 return None;
             }
             Update::Unreachable(why) => {
-                let agent = self.agent(index);
-                // If the connection is lost too, only the loss is reported.
+                let agent = self.agent_mut(index);
+                // If the agent isn't up, its workers take no turns anyway.
                 agent.unreachable = agent.is_up().then_some((why, UNREACHABLE_REPORTS));
                 self.update_rows(index);
                 return None;
             }
         };
-        self.agent(index).heard = Some(now);
+        self.agent_mut(index).heard = Some(now);
         self.update_rows(index);
         if let Some(demands) = self.forecast.sum(self.view.agents.len(), now) {
             self.view.reuse_demands = Arc::new(demands);
@@ -182,13 +188,14 @@ impl State {
         warning
     }
 
-    /// Updates the agent's rows in the worker table.
+    /// Rewrites the agent's rows in the worker table.
     fn update_rows(&mut self, index: usize) {
         let view = &mut self.view;
         let demands = view.reuse_demands.get(index).map_or(&[][..], Vec::as_slice);
         view.worker_table.update(index, &view.agents[index], demands);
     }
 
+    /// Applies the begin of a load stream.
     fn begin(
         &mut self,
         index: usize,
@@ -197,7 +204,7 @@ impl State {
         now: Instant,
     ) -> Option<String> {
         let warning = self.describe(index, description, now);
-        let agent = self.agent(index);
+        let agent = self.agent_mut(index);
         if matches!(agent.link, Link::Lost { duplicate_id: true, .. }) {
             return warning;
         }
@@ -208,10 +215,14 @@ impl State {
             let worker = WorkerRef { agent: index, dp_rank: session.dp_rank };
             self.forecast.upsert(worker, session, now);
         }
-        let left = self.view.sessions.replace(index, sessions);
-        (left > 0).then(|| format!("sessions_max is reached, {left} sessions are left out"))
+        let left_out = self.view.sessions.replace(index, sessions);
+        (left_out > 0).then(|| format!("sessions_max is reached, {left_out} sessions are left out"))
     }
 
+    /// Applies an agent's description of itself.
+    ///
+    /// If another agent that is up has the same id, rejects this agent: its link becomes `Lost` with
+    /// `duplicate_id`. Returns a warning at the first rejection.
     fn describe(&mut self, index: usize, description: Description, now: Instant) -> Option<String> {
         let duplicate = self.view.agents.iter().enumerate().find(|(other, agent)| {
             *other != index
@@ -222,21 +233,22 @@ impl State {
                     .is_some_and(|facts| facts.description.agent_id == description.agent_id)
         });
         if let Some((_, duplicate)) = duplicate {
-            // Listing one agent under two addresses would count its capacity twice.
+            // Both are probably one agent under two addresses, whose capacity would count twice.
             let why =
                 format!("{} has the same agent id, {}", duplicate.control, description.agent_id);
-            let agent = self.agent(index);
-            let held = std::mem::replace(&mut agent.link, Link::Up);
-            // The duplicate reconnects for as long as the other agent is there. Warn only once.
-            let (since, news) = match held {
+            let agent = self.agent_mut(index);
+            let link_before = std::mem::replace(&mut agent.link, Link::Up);
+            // The rejected agent reconnects again and again while the other agent is there. Only
+            // the first rejection is a warning.
+            let (since, is_new) = match link_before {
                 Link::Lost { since, why: before, .. } => (since, before != why),
                 Link::Dialing | Link::Up => (now, true),
             };
             agent.link = Link::Lost { since, why: why.clone(), duplicate_id: true };
             agent.report = None;
-            return news.then_some(why);
+            return is_new.then_some(why);
         }
-        let agent = self.agent(index);
+        let agent = self.agent_mut(index);
         while agent.in_flight.len() < description.ranks.len() {
             agent.in_flight.push(Arc::default());
         }
@@ -244,13 +256,15 @@ impl State {
             data_authority: data_authority(&agent.control, description.data_port),
             description: Arc::new(description),
         });
-        let mut served = self.view.agents.iter().filter_map(|agent| agent.facts.as_ref());
-        let first = served.next().map(|facts| &facts.description.engine.models);
-        self.view.same_models = served.all(|facts| Some(&facts.description.engine.models) == first);
+        let mut all_facts = self.view.agents.iter().filter_map(|agent| agent.facts.as_ref());
+        let first_models = all_facts.next().map(|facts| &facts.description.engine.models);
+        self.view.same_models =
+            all_facts.all(|facts| Some(&facts.description.engine.models) == first_models);
         None
     }
 
-    fn agent(&mut self, index: usize) -> &mut Agent {
+    /// Returns an agent's state for changes. Copies it first if a snapshot shares it.
+    fn agent_mut(&mut self, index: usize) -> &mut Agent {
         Arc::make_mut(&mut self.view.agents[index])
     }
 

@@ -1,4 +1,4 @@
-//! Helpers for unit tests: a starting time, and a fleet that was heard.
+//! Makes fleets of agents for unit tests: descriptions, load reports, and a state that got them.
 
 use std::time::{Duration, Instant};
 
@@ -15,11 +15,12 @@ pub(crate) fn start() -> Instant {
     Instant::now()
 }
 
-/// Returns the description of an agent with this many ranks.
-pub(crate) fn description(name: &str, epoch: u64, ranks: u32) -> Description {
+/// Returns the description of an agent with this id and epoch, whose engine has `ranks` ranks. The
+/// epoch identifies the agent process.
+pub(crate) fn description(agent_id: &str, epoch: u64, ranks: u32) -> Description {
     let rank = |dp_rank| Rank { dp_rank, pool_tokens: 10_000, rows: 8, devices: vec![] };
     Description {
-        agent_id: name.to_owned(),
+        agent_id: agent_id.to_owned(),
         epoch,
         data_port: 9,
         engine: EngineFacts {
@@ -41,7 +42,8 @@ pub(crate) fn description(name: &str, epoch: u64, ranks: u32) -> Description {
     }
 }
 
-/// Returns a report with the running turns of each rank, and how many of its 10,000 tokens it uses.
+/// Returns a load report. `ranks` has the running turns of each rank, and how many of the 10,000
+/// tokens of its KV pool are used.
 pub(crate) fn report(ranks: &[(u32, u64)]) -> LoadReport {
     let figure = |value| Some(Figure { value, source: Source::Loads, age_ms: 0 });
     let rank = |(dp_rank, (turns, used)): (u32, &(u32, u64))| RankLoad {
@@ -76,7 +78,8 @@ pub(crate) fn report(ranks: &[(u32, u64)]) -> LoadReport {
     }
 }
 
-/// Returns a fleet with one agent per load, each with one rank and heard at `now`.
+/// Returns the state of a fleet with one agent per element of `loads`. Each agent has one rank and
+/// was heard at `now`. See [`report`] for the elements.
 pub(crate) fn fleet(loads: &[(u32, u64)], now: Instant) -> State {
     let workers = (0..loads.len()).map(|agent| format!("http://host{agent}:1")).collect();
     let mut state = State::new(&Config { workers, ..Config::default() });

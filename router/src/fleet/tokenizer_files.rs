@@ -1,13 +1,13 @@
-//! The tokenizer and the chat template of a model, as an agent sends them.
+//! The tokenizer and chat template that an agent sends, so that the router can tokenize prompts.
 
-/// The files of one model, as an agent sends them.
+/// The files of one model. An agent, which runs beside an engine, reads them there.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct TokenizerFiles {
-    /// `tokenizer.json`.
+    /// The contents of `tokenizer.json`.
     pub tokenizer: Vec<u8>,
-    /// `tokenizer_config.json`; empty if there is none.
+    /// The contents of `tokenizer_config.json`; empty if there is no such file.
     pub config: Vec<u8>,
-    /// `chat_template.jinja`; `None` if the engine doesn't make prompts from messages by a
-    /// template.
+    /// The contents of `chat_template.jinja`. `None` if the engine doesn't use a template to make
+    /// prompts from messages.
     pub template: Option<String>,
 }

@@ -1,6 +1,8 @@
-//! The view task: applies updates from the load watchers and publishes snapshots.
+//! The view task: applies the agents' messages and publishes snapshots of the fleet for requests.
 //!
-//! It is the only writer of the view. It applies a batch of updates, then publishes one snapshot.
+//! An *agent* runs beside each engine. Its *load watcher*, one task per agent, sends an update for
+//! each of the agent's messages. The view task is the only writer of the fleet's state. It applies
+//! all updates that wait in its mailbox, then publishes one snapshot.
 
 use std::{sync::Arc, time::Instant};
 
@@ -17,14 +19,16 @@ use super::{
     state::{State, Update},
 };
 
-/// Capacity of the mailbox, in updates. A full mailbox slows the load watchers. An agent ends the
-/// stream of a watcher that falls behind, so no update is lost silently.
+/// Capacity of the view task's mailbox, in updates. A full mailbox slows the load watchers down. No
+/// update is lost silently: if a watcher falls behind, its agent ends the stream, and the next
+/// stream begins with the agent's whole state.
 pub(crate) const MAILBOX: usize = 1024;
 
-/// The published snapshot, and a signal for its changes.
+/// The newest snapshot of the fleet, and a signal for its changes.
 #[derive(Debug)]
 pub(crate) struct View {
     current: ArcSwap<Snapshot>,
+    /// Notifies waiting tasks after each new snapshot.
     changed: watch::Sender<()>,
 }
 
@@ -33,39 +37,44 @@ impl View {
         Self { current: ArcSwap::from_pointee(first), changed: watch::Sender::new(()) }
     }
 
+    /// Returns the newest snapshot.
     pub(crate) fn load(&self) -> Arc<Snapshot> {
         self.current.load_full()
     }
 
-    /// Waits until a snapshot satisfies the predicate or `limit` passes. Returns the newest
-    /// snapshot.
+    /// Waits until a snapshot satisfies the predicate, or until the time `deadline`. Returns the
+    /// newest snapshot.
     pub(crate) async fn wait_for(
         &self,
-        limit: Instant,
+        deadline: Instant,
         mut predicate: impl FnMut(&Snapshot) -> bool,
     ) -> Arc<Snapshot> {
         let mut changed = self.changed.subscribe();
         loop {
-            // Reset before the snapshot is loaded, so that a change after loading ends the wait.
+            // The signal is cleared before the snapshot is loaded, so that a change after the load
+            // ends the wait.
             changed.mark_unchanged();
             let view = self.load();
             if predicate(&view) {
                 return view;
             }
-            let next = tokio::time::timeout_at(limit.into(), changed.changed());
-            if !matches!(next.await, Ok(Ok(()))) {
+            let next_change = tokio::time::timeout_at(deadline.into(), changed.changed());
+            if !matches!(next_change.await, Ok(Ok(()))) {
                 return self.load();
             }
         }
     }
 
-    fn publish(&self, view: Snapshot) {
-        self.current.store(Arc::new(view));
+    fn publish(&self, snapshot: Snapshot) {
+        self.current.store(Arc::new(snapshot));
         self.changed.send_replace(());
     }
 }
 
 /// Runs the view task until it is cancelled.
+///
+/// The `mailbox` yields the index of an agent, an update, and when the update arrived. `ready` says
+/// whether the router can serve turns, or why it can't.
 pub(crate) async fn run(
     mut state: State,
     mut mailbox: mpsc::Receiver<(usize, Update, Instant)>,
@@ -86,56 +95,58 @@ pub(crate) async fn run(
             }
             () = sleep_until(deadline) => {}
         }
-        for (index, update, at) in batch.drain(..) {
-            note(&state, index, &update);
-            let began = matches!(update, Update::Began { .. });
-            if let Some(warning) = state.apply(index, update, at) {
+        for (index, update, arrived_at) in batch.drain(..) {
+            log_loss_or_restart(&state, index, &update);
+            let stream_began = matches!(update, Update::Began { .. });
+            if let Some(warning) = state.apply(index, update, arrived_at) {
                 warn!(agent = state.agent_at(index).name(), warning, "view incomplete");
             }
-            if began {
-                note_began(state.agent_at(index));
+            if stream_began {
+                log_stream_begin(state.agent_at(index));
             }
         }
         let snapshot = state.snapshot();
         let readiness = snapshot.ready(now());
         view.publish(snapshot);
-        ready.send_if_modified(|held| {
-            let differs = *held != readiness;
-            held.clone_from(&readiness);
+        ready.send_if_modified(|published| {
+            let differs = *published != readiness;
+            published.clone_from(&readiness);
             differs
         });
     }
     drop(ready.send_replace(Err("stopping".to_owned())));
 }
 
-/// Logs that an agent's stream began, unless the agent was rejected as a duplicate agent id.
-fn note_began(agent: &Agent) {
+/// Logs that an agent's stream began, unless the agent was rejected because of a duplicate id.
+fn log_stream_begin(agent: &Agent) {
     if let (true, Some(facts)) = (agent.is_up(), &agent.facts) {
         let Description { agent_id, epoch, ranks, .. } = &*facts.description;
         info!(agent = agent_id, epoch, ranks = ranks.len(), "agent heard");
     }
 }
 
-/// Logs changes in the agents' lifecycle for the operator.
-fn note(state: &State, index: usize, update: &Update) {
+/// Logs an engine's restart, and the loss of an agent or its data port. `state` is the state before
+/// the update, so that only the first of several losses is logged.
+fn log_loss_or_restart(state: &State, index: usize, update: &Update) {
     match update {
         Update::Described(description) => info!(agent = description.agent_id, "engine restarted"),
         Update::Lost(why) => {
-            let view = state.agent_at(index);
-            if view.is_up() || view.link == Link::Dialing {
-                warn!(agent = view.name(), control = view.control, why, "agent lost");
+            let agent = state.agent_at(index);
+            if agent.is_up() || agent.link == Link::Dialing {
+                warn!(agent = agent.name(), control = agent.control, why, "agent lost");
             }
         }
         Update::Unreachable(why) => {
-            let view = state.agent_at(index);
-            if view.is_up() && view.unreachable.is_none() {
-                warn!(agent = view.name(), why, "data port unreachable");
+            let agent = state.agent_at(index);
+            if agent.is_up() && agent.unreachable.is_none() {
+                warn!(agent = agent.name(), why, "data port unreachable");
             }
         }
         Update::Began { .. } | Update::Report(_) | Update::Upsert(_) | Update::Removed(_) => {}
     }
 }
 
+/// Sleeps until the deadline; forever if there is none.
 async fn sleep_until(deadline: Option<Instant>) {
     match deadline {
         Some(deadline) => tokio::time::sleep_until(deadline.into()).await,

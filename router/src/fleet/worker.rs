@@ -1,4 +1,7 @@
-//! A worker's identity and its state. Pure.
+//! Defines a worker's identity and the states that decide what turns a worker may take. Pure.
+//!
+//! A *worker* is one data-parallel rank of an engine. An *agent* runs beside each engine and
+//! reports its state. A *turn* is one request and its answer.
 
 use std::time::{Duration, Instant};
 
@@ -6,16 +9,17 @@ use serde::Serialize;
 
 use crate::config::WORKERS_MAX;
 
-/// Number of ranks per agent that have a number in the overlap index. A node has eight GPUs.
+/// Number of ranks per agent that have a number in the overlap index, which knows the KV on each
+/// worker. A node has eight GPUs.
 const RANKS_INDEXED: usize = 16;
-/// Upper bound of the workers' numbers in the overlap index.
+/// Upper bound of the workers' numbers in the overlap index. The numbers are below it.
 pub const WORKER_NUMBERS_MAX: usize = WORKERS_MAX * RANKS_INDEXED;
 
-/// Identifies a worker by its agent's position in the configuration and its rank. The same in every
-/// snapshot, even if the agent changes its name.
+/// Identifies a worker by its agent's position in the configuration and its rank. The identity is
+/// the same in every snapshot, even if the agent changes its name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
 pub struct WorkerRef {
-    /// Index of the agent in the configured list.
+    /// Index of the agent in the configured list of agents.
     pub agent: usize,
     /// The engine's data-parallel rank.
     pub dp_rank: u32,
@@ -35,7 +39,7 @@ impl WorkerRef {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum WorkerState {
-    /// The agent was heard within `load_report_age_ms_max`: the worker takes all turns.
+    /// The agent was heard within the setting `load_report_age_ms_max`. The worker takes all turns.
     Fresh,
     /// The agent is connected but was silent for too long, has sent no load report yet, or has a
     /// data port that turns can't reach. The worker takes no new sessions.
@@ -46,7 +50,7 @@ pub enum WorkerState {
     Unhealthy,
     /// The worker takes no new sessions and finishes running turns.
     Draining,
-    /// The engine only prefills or only decodes: a turn sent to this worker alone would fail.
+    /// The engine only prefills or only decodes, so a turn sent to this worker alone would fail.
     Disaggregated,
 }
 
@@ -74,8 +78,9 @@ impl WorkerState {
         }
     }
 
-    /// Returns `Stale` if the agent was silent for longer than `report_age_max`, else the state
-    /// itself. `Lost` and `Disaggregated` never become stale.
+    /// Returns `Stale` if the agent has been silent for longer than `report_age_max`, else the
+    /// state itself. `Lost` and `Disaggregated` never become `Stale`. `heard` is when the agent was
+    /// last heard.
     pub(super) fn aged(
         self,
         heard: Option<Instant>,
@@ -83,8 +88,8 @@ impl WorkerState {
         report_age_max: Duration,
     ) -> Self {
         let age = heard.map(|heard| now.saturating_duration_since(heard));
-        let silent = age.is_none_or(|age| age > report_age_max);
-        let ages = !matches!(self, Self::Lost | Self::Disaggregated);
-        if silent && ages { Self::Stale } else { self }
+        let is_silent = age.is_none_or(|age| age > report_age_max);
+        let can_become_stale = !matches!(self, Self::Lost | Self::Disaggregated);
+        if is_silent && can_become_stale { Self::Stale } else { self }
     }
 }

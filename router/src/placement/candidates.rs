@@ -1,7 +1,10 @@
-//! Finds the workers that can take a turn, whatever it costs.
+//! Finds the workers that can take a turn, for the placement, which then compares their costs.
 //!
-//! Their engine must run whole turns, serve the turn's model and offer its retention, and their
-//! agent must be connected.
+//! A *turn* is one request and its answer. A *worker* is one data-parallel rank of an engine, and
+//! an *agent* runs beside each engine. A worker can take a turn if its agent is connected and its
+//! engine is healthy and not draining. The engine must also run both prefill and decode, serve the
+//! turn's model, and offer the turn's *retention*, that is, the way to keep the session's KV
+//! between turns.
 
 use std::time::Instant;
 
@@ -28,7 +31,7 @@ pub enum NoWorker {
         /// The names of all served models.
         offered: String,
     },
-    /// No worker offers the retention.
+    /// No worker that serves the model offers the retention.
     #[error("no worker offers retention {asked}; offered are: {offered}")]
     Retention {
         /// The retention that was asked for.
@@ -41,20 +44,21 @@ pub enum NoWorker {
 /// The workers to choose from.
 #[derive(Debug)]
 pub(super) struct Candidates<'a> {
-    /// All fresh workers; if there are none, all stale ones.
+    /// All fresh workers that can take the turn, that is, those whose agents were heard recently.
+    /// If there are none, all stale workers that can take the turn.
     pub(super) workers: Vec<WorkerStats<'a>>,
-    /// Whether all of them are stale.
-    pub(super) stale: bool,
+    /// Whether all of `workers` are stale.
+    pub(super) all_stale: bool,
     /// Whether the fleet has only one worker.
-    pub(super) only: bool,
+    pub(super) has_one_worker: bool,
 }
 
 impl Candidates<'_> {
     /// Returns the reason for a placement that only the cost decided.
     pub(super) fn reason(&self, request: &PlacementRequest<'_>) -> Reason {
         match request.prompt {
-            _ if self.stale => Reason::StaleView,
-            _ if self.only => Reason::OnlyWorker,
+            _ if self.all_stale => Reason::StaleView,
+            _ if self.has_one_worker => Reason::OnlyWorker,
             Some(_) => Reason::LeastCost,
             None => Reason::LeastLoaded,
         }
@@ -62,22 +66,25 @@ impl Candidates<'_> {
 }
 
 /// Finds the workers that can take the turn.
+///
+/// # Errors
+/// If no known worker fits the turn, whether it is usable now or not.
 pub(super) fn find_candidates<'a>(
     request: &PlacementRequest<'_>,
     view: &'a Snapshot,
     now: Instant,
 ) -> Result<Candidates<'a>, NoWorker> {
     let workers = view.worker_table().workers();
-    let known = workers.len();
-    let (mut fresh, mut stale) = (Vec::with_capacity(known), vec![]);
-    let mut suitable = 0;
+    let worker_count = workers.len();
+    let (mut fresh, mut stale) = (Vec::with_capacity(worker_count), vec![]);
+    let mut suitable_count = 0;
     for worker in workers {
         let state = worker.state(now, view.report_age_max());
         let runs_whole_turns = state != WorkerState::Disaggregated;
         if !runs_whole_turns || !serves(request, view, worker) || !offers(request, worker) {
             continue;
         }
-        suitable += 1;
+        suitable_count += 1;
         if request.exclude == Some(worker.worker()) {
             continue;
         }
@@ -90,18 +97,21 @@ pub(super) fn find_candidates<'a>(
             | WorkerState::Disaggregated => {}
         }
     }
-    if suitable == 0 {
+    if suitable_count == 0 {
         return Err(explain_none(request, view, now));
     }
     let all_stale = fresh.is_empty();
     let workers = if all_stale { stale } else { fresh };
-    Ok(Candidates { workers, stale: all_stale, only: known == 1 })
+    Ok(Candidates { workers, all_stale, has_one_worker: worker_count == 1 })
 }
 
+/// Whether the worker offers the turn's retention, if the turn asks for one.
 fn offers(request: &PlacementRequest<'_>, worker: WorkerStats<'_>) -> bool {
     request.retention.is_none_or(|asked| worker.offers(asked))
 }
 
+/// Whether the worker's engine serves the turn's model. If all agents serve the same models, any
+/// engine gets the turn, whatever model it names.
 fn serves(request: &PlacementRequest<'_>, view: &Snapshot, worker: WorkerStats<'_>) -> bool {
     let Some(model) = request.model.filter(|_| !view.serves_same_models()) else { return true };
     let facts = view.agent(worker.worker()).facts.as_ref();
@@ -111,27 +121,31 @@ fn serves(request: &PlacementRequest<'_>, view: &Snapshot, worker: WorkerStats<'
 /// Returns which requirement of the turn no worker fits.
 fn explain_none(request: &PlacementRequest<'_>, view: &Snapshot, now: Instant) -> NoWorker {
     let runs_whole_turns = |worker| view.state(worker, now) != WorkerState::Disaggregated;
-    let all = || {
+    let descriptions = || {
         let workers = view.workers().filter(move |(worker, ..)| runs_whole_turns(*worker));
         workers.map(|(_, _, facts)| &facts.description)
     };
     let model = request.model.filter(|_| !view.serves_same_models());
-    let serving = || all().filter(|one| model.is_none_or(|name| one.engine.serves(name)));
+    let serving =
+        || descriptions().filter(|agent| model.is_none_or(|name| agent.engine.serves(name)));
     match (request.model, request.retention) {
         _ if view.workers().next().is_none() => NoWorker::Unusable,
-        _ if all().next().is_none() => NoWorker::Disaggregated,
+        _ if descriptions().next().is_none() => NoWorker::Disaggregated,
         (Some(model), _) if serving().next().is_none() => {
-            let names = all().flat_map(|one| one.engine.models.iter().map(String::as_str));
+            let names =
+                descriptions().flat_map(|agent| agent.engine.models.iter().map(String::as_str));
             NoWorker::Model { model: model.to_owned(), offered: join_sorted(names.collect()) }
         }
         (_, Some(asked)) => {
-            let names = serving().flat_map(|one| one.retentions.iter().map(|way| way.as_str()));
+            let names = serving()
+                .flat_map(|agent| agent.retentions.iter().map(|retention| retention.as_str()));
             NoWorker::Retention { asked: asked.as_str(), offered: join_sorted(names.collect()) }
         }
         (_, None) => NoWorker::Unusable,
     }
 }
 
+/// Joins the names in order, without repeating any.
 fn join_sorted(mut names: Vec<&str>) -> String {
     names.sort_unstable();
     names.dedup();

@@ -1,7 +1,9 @@
-//! The last placements, to answer why a turn went where it went. Pure.
+//! Keeps the last placements, so that the API can tell why a turn went to its worker. Pure.
 //!
-//! The oldest are removed first. The bound is on the number of compared figures, because a
-//! placement over 1,000 workers takes as much memory as 1,000 over one.
+//! A placement chooses the worker for a turn (one request and its answer). For each worker that it
+//! compares, its record has a set of figures. The bound is on the number of these sets, because one
+//! placement over 1,000 workers takes as much memory as 1,000 placements over one worker. The
+//! oldest placements are removed first.
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -12,8 +14,8 @@ use proto::id::Digest;
 
 use super::Placement;
 
-/// Maximum number of figures kept. At about 150 bytes each they take 10 MiB; for 32 workers they
-/// are the last 2,000 turns.
+/// Maximum weight of the kept records; see [`weight`]. Each set of figures has about 150 bytes, so
+/// the records take 10 MiB. If each turn compares 32 workers, they cover the last 2,000 turns.
 pub(crate) const FIGURES_MAX: usize = 1 << 16;
 
 /// One placement decision.
@@ -27,31 +29,32 @@ pub(crate) struct PlacementRecord {
     pub(crate) placement: Placement,
 }
 
-/// The last placements by turn. A turn that was retried has several.
+/// The last placements by turn. A turn that was retried has several placements.
 #[derive(Debug)]
 pub(crate) struct RecentPlacements {
+    /// The records by the number of their turn, oldest first.
     by_turn: HashMap<u64, Vec<PlacementRecord>>,
-    /// The turn of each record, oldest first.
+    /// The turn's number for each record, oldest record first.
     order: VecDeque<u64>,
-    /// Sum of the records' weights.
+    /// Sum of the kept records' weights.
     weight: usize,
     weight_max: usize,
 }
 
-/// Returns the weight of a record: one, so that a placement without figures counts too, plus its
-/// figures.
+/// Returns the weight of a record: the number of its sets of figures, plus one. A placement without
+/// figures takes memory too.
 fn weight(record: &PlacementRecord) -> usize {
     1 + record.placement.figures.len()
 }
 
 impl RecentPlacements {
-    /// Creates an empty history with at most `figures_max` figures.
+    /// Creates an empty history whose records weigh at most `weight_max` together.
     #[must_use]
-    pub(crate) fn new(figures_max: usize) -> Self {
-        Self { by_turn: HashMap::new(), order: VecDeque::new(), weight: 0, weight_max: figures_max }
+    pub(crate) fn new(weight_max: usize) -> Self {
+        Self { by_turn: HashMap::new(), order: VecDeque::new(), weight: 0, weight_max }
     }
 
-    /// Adds a decision.
+    /// Adds a turn's placement and removes the oldest placements beyond the bound.
     pub(crate) fn add(&mut self, turn: u64, record: PlacementRecord) {
         self.weight += weight(&record);
         self.by_turn.entry(turn).or_default().push(record);
