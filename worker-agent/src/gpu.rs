@@ -1,9 +1,14 @@
-//! Reads the GPUs beside the engine through NVML.
+//! Reads the machine's GPUs through NVML, for the agent's load reports, metrics and health checks.
 //!
-//! A thread of its own reads them once a second, because NVML's calls block, and immediately when
-//! an event occurs. Everything else uses the newest [`Snapshot`]. NVML may be missing, and so may
-//! any single reading: an absent value is never reported as zero. Pure modules interpret the
-//! readings: [`health`], [`select`], [`fleet`], [`kv`]. CUDA is not used here.
+//! The readings are taken on a thread of their own, because NVML's calls block: once a second, and
+//! soon after an event such as an XID (the driver's number for a GPU error). All other code uses
+//! the newest [`Snapshot`]. NVML may be missing, and any single value may be missing too. A missing
+//! value is absent, never zero. CUDA is not used here.
+//!
+//! A *board* is a whole GPU. A *slice* is a part of a board that MIG has divided. A *device* is a
+//! board or a slice.
+//!
+//! The modules [`health`], [`select`], [`fleet`] and [`kv`] interpret the readings and are pure.
 
 pub mod fleet;
 pub mod health;
@@ -39,32 +44,34 @@ use self::{
 };
 use crate::config::{Config, selector::Selector};
 
-/// The time between two readings. Utilization is itself averaged over up to a second.
-const INTERVAL: Duration = Duration::from_secs(1);
+/// The time between two readings. Shorter intervals bring little, because the driver averages the
+/// utilization over up to a second.
+const READING_INTERVAL: Duration = Duration::from_secs(1);
 /// The time between two reloads of NVML while a device is missing. A reload takes some tenths of a
 /// second.
 const RELOAD_INTERVAL: Duration = Duration::from_secs(30);
 /// The minimum time between two readings, however many events occur.
 const READING_GAP_MIN: Duration = Duration::from_millis(20);
-/// The pause before NVML is loaded again if the driver isn't running yet.
-const LOAD_RETRY: Duration = Duration::from_secs(5);
-/// The time limit for the first reading. A sleeping driver takes some seconds.
-const FIRST_MAX: Duration = Duration::from_secs(10);
-/// The maximum number of queued events. The threads that report events block while the queue is
-/// full.
-const EVENTS: usize = 64;
+/// The pause before NVML is loaded again if the driver doesn't answer yet.
+const LOAD_RETRY_INTERVAL: Duration = Duration::from_secs(5);
+/// How long the start of the agent waits for the first reading. A driver that was idle takes some
+/// seconds to answer.
+const FIRST_READING_WAIT_MAX: Duration = Duration::from_secs(10);
+/// The maximum number of queued events. The threads that report XIDs wait while the queue is full.
+const EVENTS_MAX: usize = 64;
 
 /// Which devices to read, and how.
 #[derive(Debug, Clone)]
 pub struct Settings {
-    /// The engine's devices. If empty, those that its processes run on.
+    /// The setting `devices`: the engine's devices. If empty, the devices that the engine's
+    /// processes run on count as its devices.
     pub devices: Vec<Selector>,
     /// The path of the NVML library. If empty, the driver's library is used.
     pub library: PathBuf,
     /// Whether to read performance counters too.
     pub gpm: bool,
-    /// The time between two reloads of NVML while a device is missing: NVML doesn't find a device
-    /// that appears after it was loaded.
+    /// The time between two reloads of NVML while a device is missing. Only a reload finds a device
+    /// that appears later.
     pub reload_interval: Duration,
 }
 
@@ -83,8 +90,10 @@ impl Default for Settings {
 #[derive(Debug, Clone)]
 pub struct Gpus {
     snapshot: watch::Receiver<Arc<Snapshot>>,
+    /// The engine's scheduler processes, one per DP rank, ordered by rank.
     schedulers: Arc<watch::Sender<Vec<Scheduler>>>,
-    wake: mpsc::SyncSender<GpuEvent>,
+    /// Sends events to the GPU thread, which then takes a reading.
+    event_sender: mpsc::SyncSender<GpuEvent>,
 }
 
 impl Gpus {
@@ -100,45 +109,48 @@ impl Gpus {
         self.snapshot.clone()
     }
 
-    /// Sets the scheduler process of a rank, as its shim reports it.
+    /// Sets the scheduler process of a DP rank, as the shim (the agent's part in that process)
+    /// reports it.
     pub fn set_scheduler(&self, scheduler: Scheduler) {
         self.schedulers.send_if_modified(|all| {
-            let same = all.contains(&scheduler);
-            all.retain(|one| one.dp_rank != scheduler.dp_rank);
+            let is_known = all.contains(&scheduler);
+            all.retain(|other| other.dp_rank != scheduler.dp_rank);
             all.push(scheduler);
-            all.sort_unstable_by_key(|one| one.dp_rank);
-            !same
+            all.sort_unstable_by_key(|scheduler| scheduler.dp_rank);
+            !is_known
         });
-        // If the queue is full, a reading is due anyway. Without NVML no thread takes events.
-        let _ = self.wake.try_send(GpuEvent::ReadNow);
+        // The event may be dropped: if the queue is full, a reading is due anyway, and without NVML
+        // no thread takes events.
+        let _ = self.event_sender.try_send(GpuEvent::ReadNow);
     }
 }
 
-/// Starts the GPU thread and waits for its first reading. Without NVML there are no devices, which
-/// is logged once.
+/// Starts the GPU thread and waits for its first reading, at most ten seconds. Without NVML, logs
+/// that once; the snapshot then has no devices.
 ///
 /// # Errors
 /// When the thread can't be created.
 pub fn watch(settings: Settings) -> std::io::Result<Gpus> {
     let (publish, snapshot) = watch::channel(Arc::new(Snapshot::none(now())));
-    let (schedulers, schedulers_seen) = watch::channel(vec![]);
-    let (wake, events) = mpsc::sync_channel(EVENTS);
-    let (began, first) = mpsc::sync_channel(1);
+    let (schedulers, scheduler_updates) = watch::channel(vec![]);
+    let (event_sender, events) = mpsc::sync_channel(EVENTS_MAX);
+    let (first_reading_sender, first_reading) = mpsc::sync_channel(1);
     let thread = GpuThread {
         fleet: Fleet::new(settings.devices.clone(), settings.reload_interval),
         settings,
         processes: Processes::new("/proc".into()),
-        schedulers_seen,
+        scheduler_updates,
         publish,
         events,
-        wake: wake.clone(),
-        began: Some(began),
+        event_sender: event_sender.clone(),
+        first_reading_sender: Some(first_reading_sender),
         logged_devices: None,
     };
     std::thread::Builder::new().name("gpu".into()).spawn(move || thread.run())?;
-    // The channel also ends if the thread ends because there is no NVML.
-    let _ = first.recv_timeout(FIRST_MAX);
-    Ok(Gpus { snapshot, schedulers: Arc::new(schedulers), wake })
+    // The wait ends when the thread drops its sender: after the first reading, if the driver
+    // doesn't answer yet, or if there is no NVML.
+    let _ = first_reading.recv_timeout(FIRST_READING_WAIT_MAX);
+    Ok(Gpus { snapshot, schedulers: Arc::new(schedulers), event_sender })
 }
 
 /// The state of the GPU thread.
@@ -146,12 +158,12 @@ struct GpuThread {
     settings: Settings,
     fleet: Fleet,
     processes: Processes,
-    schedulers_seen: watch::Receiver<Vec<Scheduler>>,
+    scheduler_updates: watch::Receiver<Vec<Scheduler>>,
     publish: watch::Sender<Arc<Snapshot>>,
     events: mpsc::Receiver<GpuEvent>,
-    wake: mpsc::SyncSender<GpuEvent>,
-    /// Dropped after the first reading.
-    began: Option<mpsc::SyncSender<()>>,
+    event_sender: mpsc::SyncSender<GpuEvent>,
+    /// Dropped after the first reading, which ends the wait in [`watch`].
+    first_reading_sender: Option<mpsc::SyncSender<()>>,
     /// The engine's devices as last logged.
     logged_devices: Option<(Basis, Vec<String>)>,
 }
@@ -159,21 +171,21 @@ struct GpuThread {
 impl GpuThread {
     /// Runs until all handles are dropped.
     fn run(mut self) {
-        let mut known = vec![];
-        let mut waiting = false;
+        let mut known_devices = vec![];
+        let mut is_waiting = false;
         while !self.publish.is_closed() {
             match nvml::load(&self.settings.library) {
                 Ok(nvml) => {
-                    waiting = false;
-                    known = self.read_until_reload(&nvml, &known);
+                    is_waiting = false;
+                    known_devices = self.read_until_reload(&nvml, &known_devices);
                 }
                 Err(error) if nvml::may_load_later(&error) => {
-                    if !waiting {
+                    if !is_waiting {
                         warn!(%error, "no GPU readings until the driver answers");
                     }
-                    waiting = true;
-                    self.began = None;
-                    self.wait_for_events(LOAD_RETRY);
+                    is_waiting = true;
+                    self.first_reading_sender = None;
+                    self.wait_for_events(LOAD_RETRY_INTERVAL);
                 }
                 Err(error) => {
                     info!(%error, "no NVML on this machine, reporting without device readings");
@@ -183,39 +195,42 @@ impl GpuThread {
         }
     }
 
-    /// Reads devices until all handles are dropped or NVML must be reloaded. Returns the devices'
-    /// identities.
-    fn read_until_reload(&mut self, nvml: &Nvml, known: &[Identity]) -> Vec<Identity> {
-        let mut boards = nvml::boards(nvml, known, self.settings.gpm);
+    /// Reads devices until all handles are dropped or NVML must be reloaded. `known_devices` are
+    /// the devices that NVML listed before the reload. Returns the identities of the devices now.
+    fn read_until_reload(&mut self, nvml: &Nvml, known_devices: &[Identity]) -> Vec<Identity> {
+        let mut boards = nvml::boards(nvml, known_devices, self.settings.gpm);
         let identities: Vec<Identity> = boards.iter().map(|board| board.identity.clone()).collect();
-        let followed = identities.iter().zip(&boards);
-        let followed: Vec<(&str, u32)> = followed
-            .filter_map(|(identity, board)| Some((identity.uuid.as_str(), board.place()?)))
+        let uuids_and_indices: Vec<(&str, u32)> = identities
+            .iter()
+            .zip(&boards)
+            .filter_map(|(identity, board)| Some((identity.uuid.as_str(), board.nvml_index()?)))
             .collect();
-        let (stop, wake) = (AtomicBool::new(false), self.wake.clone());
+        let (stop, event_sender) = (AtomicBool::new(false), self.event_sender.clone());
         std::thread::scope(|scope| {
-            for (board, place) in followed {
-                let (stop, wake) = (&stop, &wake);
-                let events = move || nvml::follow_events(nvml, board, place, stop, wake);
+            for (board, nvml_index) in uuids_and_indices {
+                let (stop, event_sender) = (&stop, &event_sender);
+                let events =
+                    move || nvml::follow_events(nvml, board, nvml_index, stop, event_sender);
                 let thread = std::thread::Builder::new().name("gpu-events".into());
                 if let Err(error) = thread.spawn_scoped(scope, events) {
                     warn!(board, %error, "can't follow the XIDs of this GPU");
                 }
             }
             while !self.publish.is_closed() {
-                let at = now();
-                self.read_boards(at, &mut boards);
-                if self.fleet.needs_reload(at) {
+                let read_at = now();
+                self.read_boards(read_at, &mut boards);
+                if self.fleet.needs_reload(read_at) {
                     break;
                 }
-                self.wait_for_events(INTERVAL);
+                self.wait_for_events(READING_INTERVAL);
             }
             stop.store(true, Ordering::Relaxed);
         });
         identities
     }
 
-    fn read_boards(&mut self, at: Instant, boards: &mut [Board<'_>]) {
+    /// Reads all devices and publishes a snapshot.
+    fn read_boards(&mut self, read_at: Instant, boards: &mut [Board<'_>]) {
         let readings: Vec<_> =
             boards.iter_mut().map(|board| (board.identity.clone(), board.read())).collect();
         let pids: Vec<u32> = readings
@@ -224,22 +239,22 @@ impl GpuThread {
             .map(|process| process.pid)
             .collect();
         let pids_agree = self.processes.are_in_our_namespace(pids.into_iter());
-        let schedulers = self.schedulers_seen.borrow_and_update().clone();
-        let (members, is_new) = self.processes.members(at, &schedulers);
+        let schedulers = self.scheduler_updates.borrow_and_update().clone();
+        let (members, is_new) = self.processes.members(read_at, &schedulers);
         let engine = EngineProcesses { members, is_new, pids_agree };
-        let snapshot = self.fleet.take_readings(at, readings, engine);
+        let snapshot = self.fleet.take_readings(read_at, readings, engine);
         self.log_changes(&snapshot);
         self.publish.send_replace(Arc::new(snapshot));
-        self.began = None;
+        self.first_reading_sender = None;
     }
 
-    /// Waits for an event, at most `limit`, and handles all queued events.
-    fn wait_for_events(&mut self, limit: Duration) {
-        let Ok(first) = self.events.recv_timeout(limit) else { return };
-        // Further events of the same incident arrive within this time.
+    /// Waits for an event, at most `wait_max`, and handles all queued events.
+    fn wait_for_events(&mut self, wait_max: Duration) {
+        let Ok(first) = self.events.recv_timeout(wait_max) else { return };
+        // Other events of the same incident usually arrive during this pause.
         std::thread::sleep(READING_GAP_MIN);
-        let more: Vec<GpuEvent> = self.events.try_iter().take(EVENTS).collect();
-        for event in [first].into_iter().chain(more) {
+        let others: Vec<GpuEvent> = self.events.try_iter().take(EVENTS_MAX).collect();
+        for event in [first].into_iter().chain(others) {
             if let GpuEvent::Xid { board, number } = event {
                 let what = xid::fatal(number).map(|fatal| fatal.what);
                 warn!(board, number, what, "the driver reports an XID");
@@ -250,8 +265,8 @@ impl GpuThread {
 
     /// Logs the engine's devices and their health whenever one of these changes.
     fn log_changes(&mut self, snapshot: &Snapshot) {
-        let before = self.publish.borrow().unhealthy.clone();
-        match (&before, &snapshot.unhealthy) {
+        let reason_before = self.publish.borrow().unhealthy.clone();
+        match (&reason_before, &snapshot.unhealthy) {
             (Some(_), None) => info!("the engine's devices work again"),
             (before, Some(reason)) if before.as_ref() != Some(reason) => {
                 error!(reason, "a device of the engine doesn't work or is missing");
@@ -260,11 +275,11 @@ impl GpuThread {
         }
         let ours = snapshot.devices.iter().filter(|device| device.ours);
         let ours: Vec<String> = ours.map(|device| device.identity.uuid.clone()).collect();
-        let now = Some((snapshot.basis, ours));
-        if self.logged_devices == now {
+        let devices = Some((snapshot.basis, ours));
+        if self.logged_devices == devices {
             return;
         }
-        self.logged_devices = now;
+        self.logged_devices = devices;
         let Some((basis, devices)) = &self.logged_devices else { return };
         match basis {
             Basis::Unknown if devices.len() > 1 => {

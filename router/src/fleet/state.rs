@@ -103,8 +103,8 @@ impl State {
         &self.view.agents[index]
     }
 
-    /// Returns when the next worker becomes stale if no further message arrives. `None` if no worker
-    /// will.
+    /// Returns when the next worker becomes stale if no further message arrives. `None` if no
+    /// worker will.
     #[must_use]
     pub fn next_deadline(&self, now: Instant) -> Option<Instant> {
         let age_max = self.view.report_age_max;
@@ -221,8 +221,8 @@ impl State {
 
     /// Applies an agent's description of itself.
     ///
-    /// If another agent that is up has the same id, rejects this agent: its link becomes `Lost` with
-    /// `duplicate_id`. Returns a warning at the first rejection.
+    /// If another agent that is up has the same id, rejects this agent: its link becomes `Lost`
+    /// with `duplicate_id`. Returns a warning at the first rejection.
     fn describe(&mut self, index: usize, description: Description, now: Instant) -> Option<String> {
         let duplicate = self.view.agents.iter().enumerate().find(|(other, agent)| {
             *other != index

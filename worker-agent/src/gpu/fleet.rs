@@ -1,7 +1,11 @@
-//! The state of the machine's GPUs. Pure.
+//! Keeps the state of the machine's GPUs and makes snapshots for reports and metrics. Pure.
 //!
-//! Readings, events and processes go in. Snapshots come out, with the newest readings, health,
-//! error counts, and which devices are the worker's.
+//! A *board* is a whole GPU, a *slice* is a part of a board that MIG has divided, and a *device* is
+//! either of them. An *XID* is the driver's number for a GPU error. The *worker* is here the engine
+//! beside this agent, with all its data-parallel (DP) ranks.
+//!
+//! The input is readings, XIDs and the engine's processes. A snapshot has the newest readings, the
+//! health and the error counts, and says which devices are the worker's.
 
 use std::{
     collections::BTreeMap,
@@ -18,7 +22,7 @@ use super::{
 };
 use crate::config::selector::Selector;
 
-/// The maximum number of different XIDs counted per board; about 170 exist.
+/// The maximum number of different XIDs counted per board. About 170 exist.
 const XIDS_MAX: usize = 256;
 
 /// The state of all devices at one moment.
@@ -30,7 +34,7 @@ pub struct Snapshot {
     pub devices: Vec<DeviceState>,
     /// How the worker's devices were determined.
     pub basis: Basis,
-    /// Why the worker can't work: one of its devices is unhealthy or missing.
+    /// Why the worker can't work, if one of its devices is unhealthy or missing.
     pub unhealthy: Option<String>,
 }
 
@@ -41,21 +45,21 @@ pub struct DeviceState {
     pub identity: Identity,
     /// The newest reading.
     pub reading: Reading,
-    /// Whether it is the worker's device, or may be if the basis is unknown.
+    /// Whether the device is the worker's. If the snapshot's basis is unknown, whether it may be.
     pub ours: bool,
-    /// The DP ranks that run on it. If empty, they are unknown and every rank may run on it.
+    /// The DP ranks that run on the device. If empty, they are unknown, and any rank may run on it.
     pub dp_ranks: Vec<u32>,
-    /// Memory used by the engine's processes, in bytes.
+    /// Device memory used by the engine's processes, in bytes.
     pub engine_bytes: Option<u64>,
-    /// Why its board can't be used; `None` if it can.
+    /// Why the device's board can't be used. `None` if it can.
     pub unhealthy: Option<String>,
-    /// XIDs of its board since the agent started: the count by number.
+    /// How often each XID of the device's board occurred since the agent started, by number.
     pub xids: BTreeMap<u64, u64>,
-    /// NVML calls that failed since the agent started: the count by name.
+    /// How often each NVML call for the device failed since the agent started, by name.
     pub failures: BTreeMap<&'static str, u64>,
 }
 
-/// A board's state that is kept between readings and across reloads of NVML.
+/// The part of a board's state that is kept between readings and across reloads of NVML.
 #[derive(Debug, Default)]
 struct Board {
     health: BoardHealth,
@@ -65,9 +69,9 @@ struct Board {
 /// The engine's processes at the time of a reading.
 #[derive(Debug, Clone, Copy)]
 pub struct EngineProcesses<'a> {
-    /// The processes; empty if they are unknown.
+    /// The processes. Empty if they are unknown.
     pub members: &'a [Member],
-    /// Whether the engine has changed since the last reading.
+    /// Whether the engine has other scheduler processes than at the last reading.
     pub is_new: bool,
     /// Whether the pids that NVML reports are those of the agent's pid namespace.
     pub pids_agree: bool,
@@ -76,16 +80,20 @@ pub struct EngineProcesses<'a> {
 /// The machine's GPUs.
 #[derive(Debug)]
 pub struct Fleet {
+    /// The setting `devices`.
     configured: Vec<Selector>,
     reload_interval: Duration,
+    /// The boards by UUID.
     boards: BTreeMap<String, Board>,
+    /// The number of failed NVML calls, by the device's UUID, then by the call's name.
     failures: BTreeMap<String, BTreeMap<&'static str, u64>>,
     selection: Selection,
     /// The ranks last seen on each device, by the device's UUID.
     dp_ranks: BTreeMap<String, Vec<u32>>,
     /// Entries of the setting `devices` that match no device.
     unmatched: Vec<Selector>,
-    /// Since when a board is lost or an entry matches no device. Set again at each reload of NVML.
+    /// Since when a device has been missing: a board is lost, or an entry of the setting matches no
+    /// device. After a reload of NVML, the time of the reload. `None` if no device is missing.
     incomplete_since: Option<Instant>,
 }
 
@@ -122,7 +130,7 @@ impl Fleet {
         readings: Vec<(Identity, Reading)>,
         engine: EngineProcesses<'_>,
     ) -> Snapshot {
-        // A board that had no UUID may have one now; its old entry is dropped.
+        // A board whose UUID could not be read at first may have one now. Drop its old entry.
         self.boards.retain(|uuid, _| readings.iter().any(|(identity, _)| identity.uuid == *uuid));
         for (identity, reading) in &readings {
             // A slice has the health of its board.
@@ -144,18 +152,19 @@ impl Fleet {
         self.unmatched = unmatched.into_iter().cloned().collect();
         let uses: Vec<EngineUse> =
             readings.iter().map(|(_, reading)| engine_use(reading, engine)).collect();
-        let runs_on = |at: usize| {
-            let (_, reading) = &readings[at];
-            reading.processes.as_ref().map(|_| !uses[at].is_empty())
+        let runs_on = |index: usize| {
+            let (_, reading) = &readings[index];
+            reading.processes.as_ref().map(|_| !uses[index].is_empty())
         };
         let (basis, picked) = self.selection.pick(&self.configured, &identities, runs_on);
-        for ((identity, _), on) in readings.iter().zip(&uses).filter(|(_, on)| !on.is_empty()) {
-            self.dp_ranks.insert(identity.uuid.clone(), on.dp_ranks.clone());
+        for ((identity, _), used) in readings.iter().zip(&uses).filter(|(_, used)| !used.is_empty())
+        {
+            self.dp_ranks.insert(identity.uuid.clone(), used.dp_ranks.clone());
         }
         let devices = readings.into_iter().zip(uses).enumerate();
         let devices: Vec<DeviceState> = devices
-            .map(|(at, ((identity, reading), on))| {
-                self.device_state(identity, reading, on.bytes, picked.contains(&at))
+            .map(|(index, ((identity, reading), used))| {
+                self.device_state(identity, reading, used.bytes, picked.contains(&index))
             })
             .collect();
         self.incomplete_since = self.is_incomplete().then(|| self.incomplete_since.unwrap_or(now));
@@ -174,7 +183,7 @@ impl Fleet {
     ) -> DeviceState {
         let board = self.boards.get(identity.board());
         let total = reading.memory.map(|memory| memory.total);
-        // A figure above the device's memory can't be right.
+        // A figure above the device's total memory is wrong and is left out.
         let engine_bytes = engine_bytes.filter(|&bytes| total.is_none_or(|total| bytes <= total));
         DeviceState {
             ours,
@@ -188,17 +197,17 @@ impl Fleet {
         }
     }
 
-    /// Whether NVML should be reloaded now. After a yes, the interval starts again.
+    /// Whether NVML should be reloaded now, because a device has been missing for the interval. If
+    /// so, the interval starts again.
     pub fn needs_reload(&mut self, now: Instant) -> bool {
-        let due = self.incomplete_since.is_some_and(|since| now >= since + self.reload_interval);
-        if due {
+        let is_due = self.incomplete_since.is_some_and(|since| now >= since + self.reload_interval);
+        if is_due {
             self.incomplete_since = Some(now);
         }
-        due
+        is_due
     }
 
-    /// Whether a device is missing. NVML finds neither a lost device again nor one that appears
-    /// later.
+    /// Whether a device is missing: a board is lost, or an entry of the setting matches no device.
     fn is_incomplete(&self) -> bool {
         !self.unmatched.is_empty() || self.boards.values().any(|board| board.health.is_lost())
     }
@@ -223,65 +232,74 @@ impl Fleet {
 /// The engine's processes on one device.
 #[derive(Debug, Default)]
 struct EngineUse {
-    pids: usize,
+    /// The number of processes.
+    process_count: usize,
+    /// Their device memory. `None` if it is unknown for one of them.
     bytes: Option<u64>,
+    /// Their DP ranks. Empty if the rank of one of them is unknown.
     dp_ranks: Vec<u32>,
 }
 
 impl EngineUse {
     fn is_empty(&self) -> bool {
-        self.pids == 0
+        self.process_count == 0
     }
 }
 
+/// Returns which of the engine's processes run on the device of this reading.
 fn engine_use(reading: &Reading, engine: EngineProcesses<'_>) -> EngineUse {
-    // A client of MPS may be in both of NVML's lists.
+    // NVML lists clients of MPS, which shares a GPU between processes, apart from other processes.
+    // A process may be in both lists, but counts once.
     let mut bytes = BTreeMap::<u32, Option<u64>>::new();
     for process in reading.processes.iter().flatten().filter(|_| engine.pids_agree) {
-        let known = bytes.entry(process.pid).or_default();
-        *known = (*known).max(process.bytes);
+        let process_bytes = bytes.entry(process.pid).or_default();
+        *process_bytes = (*process_bytes).max(process.bytes);
     }
-    let here: Vec<(&Member, Option<u64>)> = engine
+    let members_here: Vec<(&Member, Option<u64>)> = engine
         .members
         .iter()
         .filter_map(|member| Some((member, *bytes.get(&member.pid)?)))
         .collect();
-    let mut dp_ranks: Option<Vec<u32>> = here.iter().map(|(member, _)| member.dp_rank).collect();
+    let mut dp_ranks: Option<Vec<u32>> =
+        members_here.iter().map(|(member, _)| member.dp_rank).collect();
     if let Some(ranks) = &mut dp_ranks {
         ranks.sort_unstable();
         ranks.dedup();
     }
-    let sum = here.iter().try_fold(0_u64, |sum, (_, bytes)| Some(sum.saturating_add((*bytes)?)));
+    let sum =
+        members_here.iter().try_fold(0_u64, |sum, (_, bytes)| Some(sum.saturating_add((*bytes)?)));
     EngineUse {
-        pids: here.len(),
-        bytes: sum.filter(|_| !here.is_empty()),
+        process_count: members_here.len(),
+        bytes: sum.filter(|_| !members_here.is_empty()),
         dp_ranks: dp_ranks.unwrap_or_default(),
     }
 }
 
-/// Returns why the worker can't work. Devices that only may be the engine's are ignored. A
-/// configured device that isn't found counts, because it may have disappeared before the agent
-/// started.
+/// Returns why the worker can't work, or `None` if it can. An entry of the setting that matches no
+/// device counts, because the device may have disappeared before the agent started. If the basis is
+/// unknown, the devices may be another engine's, so their health doesn't count.
 fn unhealthy(basis: Basis, devices: &[DeviceState], unmatched: &[Selector]) -> Option<String> {
     let ours = devices.iter().filter(|device| device.ours && basis != Basis::Unknown);
-    let sick = ours.filter_map(|device| {
+    let unhealthy_devices = ours.filter_map(|device| {
         let reason = device.unhealthy.as_deref()?;
         let Identity { index, uuid, .. } = &device.identity;
         Some(format!("GPU {index} ({uuid}): {reason}"))
     });
-    let missing = unmatched.iter().map(|one| {
-        format!("no GPU here is {one}, which `devices` names: correct it, or see why it is missing")
+    let missing = unmatched.iter().map(|entry| {
+        format!(
+            "no GPU here is {entry}, which `devices` names: correct it, or see why it is missing"
+        )
     });
-    let mut sick = sick.chain(missing);
-    let first = sick.next()?;
-    match sick.count() {
+    let mut reasons = unhealthy_devices.chain(missing);
+    let first = reasons.next()?;
+    match reasons.count() {
         0 => Some(first),
         others => Some(format!("{first}; and {others} more of its devices")),
     }
 }
 
 impl Snapshot {
-    /// Returns the snapshot without NVML, or before the first reading.
+    /// Returns a snapshot without devices, for a machine without NVML and before the first reading.
     #[must_use]
     pub fn none(now: Instant) -> Self {
         Self { at: now, devices: vec![], basis: Basis::Unknown, unhealthy: None }
@@ -292,28 +310,32 @@ impl Snapshot {
     pub fn devices(&self, now: Instant, dp_rank: u32) -> Vec<Device> {
         let age = now.saturating_duration_since(self.at).as_millis();
         let age_ms = u32::try_from(age).unwrap_or(u32::MAX);
-        self.devices_of_rank(dp_rank).map(|seen| seen.report(age_ms)).collect()
+        self.devices_of_rank(dp_rank).map(|device| device.report(age_ms)).collect()
     }
 
-    /// Whether all devices of a rank hold its KV pool and no other rank's. Then the pool's figures
-    /// apply to each of its devices.
+    /// Whether all devices of a rank surely hold its KV pool and no other rank's. Only then can the
+    /// pool's figures be reported for each of the devices. `ranks` is the number of the engine's
+    /// ranks.
     #[must_use]
     pub fn holds_pool(&self, dp_rank: u32, ranks: usize) -> bool {
-        let certain = |seen: &DeviceState| match seen.dp_ranks[..] {
+        let is_certain = |device: &DeviceState| match device.dp_ranks[..] {
             [] => ranks == 1,
-            ref on => on == [dp_rank],
+            ref dp_ranks => dp_ranks == [dp_rank],
         };
-        self.basis != Basis::Unknown && self.devices_of_rank(dp_rank).all(certain)
+        self.basis != Basis::Unknown && self.devices_of_rank(dp_rank).all(is_certain)
     }
 
+    /// Iterates over the worker's devices that the rank runs on, or may run on.
     fn devices_of_rank(&self, dp_rank: u32) -> impl Iterator<Item = &DeviceState> {
-        let runs =
-            move |seen: &&DeviceState| seen.dp_ranks.is_empty() || seen.dp_ranks.contains(&dp_rank);
-        self.devices.iter().filter(|seen| seen.ours).filter(runs)
+        let runs = move |device: &&DeviceState| {
+            device.dp_ranks.is_empty() || device.dp_ranks.contains(&dp_rank)
+        };
+        self.devices.iter().filter(|device| device.ours).filter(runs)
     }
 }
 
 impl DeviceState {
+    /// Returns the device's part of a load report, without the figures of the KV pool.
     fn report(&self, age_ms: u32) -> Device {
         let Self { identity, reading, .. } = self;
         let memory = reading.memory;

@@ -1,13 +1,18 @@
 //! Decides whether a board can be used, from its readings and its XIDs. Pure.
 //!
-//! | cause | ends |
+//! A *board* is a whole GPU. An *XID* is the driver's number for a GPU error. A board can't be used
+//! while one of these causes lasts:
+//!
+//! | cause | lasts until |
 //! |---|---|
-//! | calls report the board as lost or in need of a reset | when the board answers again |
-//! | calls fail and the board answers none | when the board answers again |
-//! | the driver's recovery action, or its older flag for a reset | when the driver clears it |
-//! | memory rows that could not be replaced | when the driver clears it |
-//! | an XID after which the board needs a reset | after a reset: the board was lost and answers |
-//! | | again, or the driver's request for a recovery ended; otherwise at the agent's restart |
+//! | NVML calls report that the board is lost or needs a reset | the board answers again |
+//! | NVML calls fail, and the board answers no call | the board answers again |
+//! | the driver asks for a recovery action, or sets its older reset flag | the driver stops that |
+//! | memory rows could not be replaced | the driver clears the flag |
+//! | an XID after which the board needs a reset | a reset is observed, or the agent restarts |
+//!
+//! A reset is observed in two ways: a board that was lost or needed a reset answers again, or the
+//! driver no longer asks for a recovery action that it asked for before.
 
 use std::collections::BTreeSet;
 
@@ -19,46 +24,52 @@ use super::{
 /// The health of one board.
 #[derive(Debug, Default)]
 pub struct BoardHealth {
+    /// Why calls to the board fail, if they do.
     trouble: Option<Trouble>,
+    /// The recovery action that the driver asks for. `None` if the driver has never reported one.
     recovery: Option<Recovery>,
-    reset_needed: bool,
-    rows_failed: bool,
-    /// The fatal XIDs seen. Bounded by the number of XIDs that [`xid::fatal`] knows.
+    /// The older flag for a reset.
+    needs_reset: bool,
+    /// Whether memory rows could not be replaced.
+    has_failed_rows: bool,
+    /// The fatal XIDs since the last reset. Bounded by the number of XIDs that [`xid::fatal`]
+    /// knows.
     xids: BTreeSet<u64>,
 }
 
 impl BoardHealth {
-    /// Takes a reading of the whole board. Missing values keep their last state.
+    /// Takes a reading of the whole board. A value that the reading lacks keeps its last state.
     pub fn take_reading(&mut self, reading: &Reading) {
-        let back = self.update_trouble(reading);
-        self.rows_failed = reading.rows.failed.unwrap_or(self.rows_failed);
-        self.reset_needed = reading.reset_needed.unwrap_or(self.reset_needed);
-        let asked = self.recovery.is_some_and(|before| before != Recovery::None);
+        let is_back_after_reset = self.update_trouble(reading);
+        self.has_failed_rows = reading.rows.failed.unwrap_or(self.has_failed_rows);
+        self.needs_reset = reading.reset_needed.unwrap_or(self.needs_reset);
+        let asked_for_recovery = self.recovery.is_some_and(|before| before != Recovery::None);
         self.recovery = reading.recovery.or(self.recovery);
-        if back || asked && self.recovery == Some(Recovery::None) {
+        if is_back_after_reset || asked_for_recovery && self.recovery == Some(Recovery::None) {
             self.xids.clear();
         }
         self.check_in_debug();
     }
 
-    /// Updates the trouble. Returns whether the board came back from a state that only a reset
-    /// ends.
+    /// Updates `trouble`. Returns whether the board came back from a state that only a reset ends.
     fn update_trouble(&mut self, reading: &Reading) -> bool {
         let before = self.trouble;
-        let silent = !reading.is_answered();
+        let is_silent = !reading.is_answered();
         self.trouble = match reading.trouble {
-            // The earlier trouble is more specific.
+            // If there is an earlier trouble, it is more specific.
             Some(Trouble::Unreachable) => before.or(reading.trouble),
             Some(trouble) => Some(trouble),
-            None if silent && !reading.failed.is_empty() => before.or(Some(Trouble::Unreachable)),
-            None if silent => before,
+            None if is_silent && !reading.failed.is_empty() => {
+                before.or(Some(Trouble::Unreachable))
+            }
+            None if is_silent => before,
             None => None,
         };
-        let needs_reset = matches!(before, Some(Trouble::Lost | Trouble::ResetRequired));
-        needs_reset && self.trouble.is_none()
+        let needed_reset = matches!(before, Some(Trouble::Lost | Trouble::ResetRequired));
+        needed_reset && self.trouble.is_none()
     }
 
-    /// Takes an XID of the board.
+    /// Takes an XID of the board. Keeps it if it is fatal.
     pub fn add_xid(&mut self, number: u64) {
         if xid::fatal(number).is_some() {
             self.xids.insert(number);
@@ -72,7 +83,7 @@ impl BoardHealth {
         self.trouble.is_some()
     }
 
-    /// Returns why the board can't be used and what to do, the gravest cause first; `None` if it
+    /// Returns the gravest reason why the board can't be used, and what to do. `None` if the board
     /// can be used.
     #[must_use]
     pub fn reason(&self) -> Option<String> {
@@ -80,12 +91,12 @@ impl BoardHealth {
         match self.trouble {
             Some(Trouble::Lost) => return text("it fell off the bus: restart the machine"),
             Some(Trouble::ResetRequired) => return text("it must be reset before it can be used"),
-            // Reported last, because any other cause also explains this one.
+            // This reason comes last below, because any other cause explains it too.
             Some(Trouble::Unreachable) | None => {}
         }
-        let driver_tells = self.recovery.is_some();
+        let driver_reports_recovery = self.recovery.is_some();
         let fatal = self.xids.iter().filter_map(|&number| Some((number, xid::fatal(number)?)));
-        let fatal = fatal.filter(|(_, fatal)| !(fatal.driver_knows && driver_tells));
+        let fatal = fatal.filter(|(_, fatal)| !(fatal.driver_knows && driver_reports_recovery));
         if let Some((number, fatal)) = fatal.max_by_key(|(number, _)| *number == 79) {
             return Some(format!("XID {number}, {}: {}", fatal.what, fatal.cure));
         }
@@ -103,11 +114,11 @@ impl BoardHealth {
             }
             Some(Recovery::None) | None => {}
         }
-        if self.rows_failed {
+        if self.has_failed_rows {
             return text("memory rows could not be replaced: replace the GPU");
         }
-        // The recovery action replaces this older flag and is more specific.
-        if self.reset_needed && !driver_tells {
+        // A driver that reports a recovery action needs no older flag, which is less specific.
+        if self.needs_reset && !driver_reports_recovery {
             return text("the driver asks for a reset of the GPU");
         }
         self.trouble?;

@@ -1,8 +1,12 @@
-//! Converts a rank's KV pool figures from tokens to bytes of each of its devices. Pure.
+//! Converts a rank's KV pool figures from tokens to bytes, for each device's load report. Pure.
+//!
+//! A *rank* is one data-parallel rank of the engine. It runs on one or more devices, which are GPUs
+//! or MIG slices of GPUs.
 
 use proto::load::{Device, Figure, RankLoad, Source};
 
-/// A rank's pool on one of its devices. Tensor parallel devices hold equal shares of each token.
+/// A rank's KV pool on one of its devices. With tensor parallelism, each device holds an equal
+/// share of the KV of each token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Pool {
     /// Bytes of the pool on this device.
@@ -14,14 +18,15 @@ pub struct Pool {
 }
 
 impl Pool {
-    /// Converts a figure in tokens to bytes of the device. Its source and age are kept.
-    fn to_bytes(&self, tokens: Figure) -> Option<Figure> {
+    /// Converts a figure in tokens to bytes on the device. Keeps its source and age. `None` if the
+    /// pool has no tokens.
+    fn bytes_for(&self, tokens: Figure) -> Option<Figure> {
         let bytes = u128::from(self.bytes) * u128::from(tokens.value.min(self.tokens));
         let bytes = bytes.checked_div(u128::from(self.tokens))?;
         Some(Figure { value: u64::try_from(bytes).ok()?, ..tokens })
     }
 
-    /// Sets the pool's figures of `device` from the rank's figures in tokens.
+    /// Sets the KV figures of `device` from the rank's figures in tokens.
     pub fn fill_device(&self, load: &RankLoad, device: &mut Device) {
         let in_bytes = |tokens: Option<Figure>| tokens.and_then(|tokens| self.to_bytes(tokens));
         let used = load.pool_available_tokens.map(|available| Figure {

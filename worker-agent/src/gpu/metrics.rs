@@ -1,6 +1,8 @@
-//! Device metrics, made from the newest snapshot and load report at each scrape.
+//! Exports Prometheus metrics of the worker's GPUs and of the KV pools on them.
 //!
-//! An absent figure has no line, and a device that has gone leaves none.
+//! A *device* is a GPU, or one of the *slices* into which MIG has divided a GPU. A *board* is a
+//! whole GPU. The metrics are made at each scrape from the newest snapshot of the devices and the
+//! newest load report. An absent value has no line, and neither has a device that is gone.
 //! `deploy/docs/operations.md` maps these metrics to those of NVIDIA's exporter.
 
 mod table;
@@ -19,9 +21,9 @@ use tokio::sync::watch;
 use self::table::{Spec, TABLE, float};
 use super::fleet::{DeviceState, Snapshot};
 
-/// The sources of the figures.
+/// Makes the metrics from the newest snapshot and the newest load report.
 #[derive(Debug)]
-struct Devices {
+struct DeviceCollector {
     snapshot: watch::Receiver<Arc<Snapshot>>,
     report: watch::Receiver<Arc<LoadReport>>,
 }
@@ -32,7 +34,7 @@ pub fn register(
     snapshot: watch::Receiver<Arc<Snapshot>>,
     report: watch::Receiver<Arc<LoadReport>>,
 ) {
-    registry.register_collector(Box::new(Devices { snapshot, report }));
+    registry.register_collector(Box::new(DeviceCollector { snapshot, report }));
 }
 
 /// Label names and values.
@@ -50,7 +52,7 @@ struct Metric {
     lines: Vec<Line>,
 }
 
-impl Collector for Devices {
+impl Collector for DeviceCollector {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), fmt::Error> {
         let snapshot = Arc::clone(&self.snapshot.borrow());
         let report = Arc::clone(&self.report.borrow());
@@ -79,7 +81,8 @@ impl Metric {
     }
 }
 
-/// Encodes the age of the readings, because NVML's calls may hang.
+/// Encodes the age of the readings. It grows if an NVML call hangs. A machine without devices has
+/// no such line.
 fn encode_age(
     snapshot: &Snapshot,
     now: Instant,
@@ -96,26 +99,27 @@ fn encode_age(
     metric.encode(encoder)
 }
 
-/// A device's figures of one metric: the labels in addition to the device's, and the value.
+/// A device's values of one metric. Each has its labels, without the label for the device.
 type Figures = Vec<(Labels, Option<f64>)>;
 
-/// Returns the metrics of the worker's devices, and of the boards whose slices the worker uses.
+/// Returns the metrics of the worker's devices, and of the boards whose slices are the worker's.
 fn device_metrics(snapshot: &Snapshot) -> Vec<Metric> {
-    let ours: Vec<&DeviceState> = snapshot.devices.iter().filter(|seen| seen.ours).collect();
-    let carries = |board: &DeviceState| {
+    let ours: Vec<&DeviceState> = snapshot.devices.iter().filter(|device| device.ours).collect();
+    let has_our_slice = |board: &DeviceState| {
         let uuid = Some(board.identity.uuid.as_str());
-        ours.iter().any(|seen| seen.identity.parent_uuid.as_deref() == uuid)
+        ours.iter().any(|device| device.identity.parent_uuid.as_deref() == uuid)
     };
     let shown: Vec<&DeviceState> =
-        snapshot.devices.iter().filter(|seen| seen.ours || carries(seen)).collect();
+        snapshot.devices.iter().filter(|device| device.ours || has_our_slice(device)).collect();
     let metric = |Spec { name, help, unit, kind, figures }: Spec| {
-        let lines = shown.iter().flat_map(|seen| lines(&seen.identity.uuid, figures(seen)));
+        let lines = shown.iter().flat_map(|device| lines(&device.identity.uuid, figures(device)));
         let unit = unit.map(|unit| Unit::Other(unit.to_owned()));
         Metric { name, help, unit, kind, lines: lines.collect() }
     };
     TABLE.into_iter().map(metric).collect()
 }
 
+/// Returns a device's lines of one metric.
 fn lines(uuid: &str, figures: Figures) -> Vec<Line> {
     let line = |(labels, value): (Labels, Option<f64>)| {
         let labels = [("gpu_uuid", uuid.to_owned())].into_iter().chain(labels);
@@ -124,7 +128,7 @@ fn lines(uuid: &str, figures: Figures) -> Vec<Line> {
     figures.into_iter().filter_map(line).collect()
 }
 
-/// Returns the metrics of the ranks' pools on their devices.
+/// Returns the metrics of the data-parallel ranks' KV pools on their devices.
 fn pool_metrics(report: &LoadReport) -> [Metric; 2] {
     let devices = || {
         let ranks = report.ranks.iter();

@@ -1,12 +1,17 @@
 //! Calls NVML through its safe wrapper: lists the devices, reads them, and follows their XIDs.
 //!
-//! Any call may be missing, refused or fail; its value is absent then. A call that a board doesn't
-//! support isn't made again until NVML is reloaded.
+//! An *XID* is the driver's number for a GPU error. A *board* is a whole GPU, a *slice* is a part
+//! of a board that MIG has divided, and a *device* is either of them.
 //!
-//! The wrapper's safe calls can't provide the following, which is therefore absent: NVLink's byte
-//! counters (a field with a scope; [`Gpm`] has the rates), events other than XIDs (a poisoned page
-//! or a changed recovery action appears in the next reading), the slice that an XID belongs to, the
-//! counters of a single slice, and protected memory under confidential computing.
+//! Any call may be missing, be refused or fail. Its value is absent then. A call that a device
+//! doesn't support isn't made again until NVML is reloaded.
+//!
+//! The wrapper has no safe calls for the following values, which are therefore absent:
+//!
+//! - NVLink's byte counters. [`Gpm`] has the rates.
+//! - Events other than XIDs. A changed recovery action, for example, appears in the next reading.
+//! - The slice that an XID belongs to, and the counters of a single slice.
+//! - Protected memory under confidential computing.
 
 mod board;
 mod listing;
@@ -33,9 +38,9 @@ use super::reading::{Gpm, Identity, Reading, Trouble};
 
 pub(super) use self::{board::Board, listing::boards};
 
-/// The time limit of one wait for events, so that the thread soon notices when it should stop.
+/// The longest single wait for an event. After each wait, the thread checks whether it should stop.
 const EVENT_WAIT: Duration = Duration::from_millis(500);
-/// The driver's number for an unknown XID.
+/// The number that NVML gives for an XID that it doesn't know.
 const XID_UNKNOWN: u64 = 999;
 
 /// Loads the driver's NVML library, or the one at `path`.
@@ -50,13 +55,13 @@ pub(super) fn load(path: &Path) -> Result<Nvml, NvmlError> {
     Nvml::builder().lib_path(path.as_os_str()).init()
 }
 
-/// Whether loading may succeed later.
+/// Whether loading NVML may succeed later, because only the driver doesn't answer yet.
 pub(super) fn may_load_later(error: &NvmlError) -> bool {
     !matches!(error, NvmlError::LibloadingError(_) | NvmlError::FailedToLoadSymbol(_))
 }
 
-/// Returns the trouble of a board for which NVML gives no handle. `None` without the right to use
-/// the board, as in a container that was given other GPUs.
+/// Returns the trouble of a board for which NVML gives no handle. `None` if the agent has no right
+/// to use the board, as in a container that was given other GPUs.
 fn handle_trouble(error: &NvmlError) -> Option<Trouble> {
     match error {
         NvmlError::NoPermission => None,
@@ -64,7 +69,7 @@ fn handle_trouble(error: &NvmlError) -> Option<Trouble> {
     }
 }
 
-/// Returns what an error says about the board, beyond the failed call.
+/// Returns the trouble of the board that an error reports. `None` if only the call has failed.
 fn trouble(error: &NvmlError) -> Option<Trouble> {
     match error {
         NvmlError::GpuLost => Some(Trouble::Lost),
@@ -83,33 +88,35 @@ pub(super) enum GpuEvent {
         /// The XID's number.
         number: u64,
     },
-    /// Another event; the next reading shows its effect.
+    /// Something else has changed. The next reading shows it.
     ReadNow,
 }
 
-/// Reports a board's XIDs until `stop` is set. `place` is the board's index while NVML stays
-/// loaded. Each board has a thread of its own, because a wait blocks, and because for a lost board
-/// it can't be found out afterwards which board an event belongs to.
+/// Sends a board's XIDs to `events` until `stop` is set. `board` is the board's UUID. `nvml_index`
+/// is its index, which is valid while NVML stays loaded.
+///
+/// Each board has a thread of its own, because a wait blocks. With one thread for all boards, an
+/// event of a lost board could not be attributed, because NVML can't name a lost board any more.
 pub(super) fn follow_events(
     nvml: &Nvml,
     board: &str,
-    place: u32,
+    nvml_index: u32,
     stop: &AtomicBool,
     events: &SyncSender<GpuEvent>,
 ) {
-    let set = match register(nvml, place) {
-        Ok(set) => set,
+    let event_set = match register(nvml, nvml_index) {
+        Ok(event_set) => event_set,
         Err(error) => return debug!(board, error = %error.error, "this GPU reports no XIDs"),
     };
     while !stop.load(Ordering::Relaxed) {
         let wait_ms = u32::try_from(EVENT_WAIT.as_millis()).expect("half a second in milliseconds");
-        let number = match set.wait(wait_ms).map(|event| event.event_data) {
+        let number = match event_set.wait(wait_ms).map(|event| event.event_data) {
             Ok(Some(XidError::Value(number))) => number,
             Ok(Some(XidError::Unknown)) => XID_UNKNOWN,
             Ok(None) | Err(NvmlError::Timeout) => continue,
             Err(_) => {
                 send(events, GpuEvent::ReadNow, stop);
-                // The next wait would fail at once again.
+                // The next wait would probably fail at once again.
                 pause(stop);
                 continue;
             }
@@ -118,24 +125,28 @@ pub(super) fn follow_events(
     }
 }
 
-fn register(nvml: &Nvml, place: u32) -> Result<nvml_wrapper::EventSet<'_>, NvmlErrorWithSource> {
-    let set = nvml.create_event_set()?;
-    nvml.device_by_index(place)?.register_events(EventTypes::CRITICAL_XID_ERROR, set)
+/// Subscribes to a board's XIDs.
+fn register(
+    nvml: &Nvml,
+    nvml_index: u32,
+) -> Result<nvml_wrapper::EventSet<'_>, NvmlErrorWithSource> {
+    let event_set = nvml.create_event_set()?;
+    nvml.device_by_index(nvml_index)?.register_events(EventTypes::CRITICAL_XID_ERROR, event_set)
 }
 
-/// Sends an event, and waits while the queue is full so that no XID is dropped. The reader empties
-/// the queue at least once a second.
+/// Sends an event. While the queue is full, waits, so that no XID is dropped. The GPU thread
+/// normally empties the queue at least once a second.
 fn send(events: &SyncSender<GpuEvent>, mut event: GpuEvent, stop: &AtomicBool) {
-    while let Err(TrySendError::Full(back)) = events.try_send(event) {
+    while let Err(TrySendError::Full(unsent)) = events.try_send(event) {
         if stop.load(Ordering::Relaxed) {
             return;
         }
-        event = back;
+        event = unsent;
         std::thread::sleep(EVENT_WAIT / 50);
     }
 }
 
-/// Sleeps in short intervals, so that `stop` is noticed soon.
+/// Sleeps for a second, or until `stop` is set.
 fn pause(stop: &AtomicBool) {
     for _ in 0..10 {
         if !stop.load(Ordering::Relaxed) {
@@ -144,5 +155,5 @@ fn pause(stop: &AtomicBool) {
     }
 }
 
-/// The calls that a board doesn't support.
-type Off = BTreeSet<&'static str>;
+/// The names of the calls that a device doesn't support, which aren't made again.
+type UnsupportedCalls = BTreeSet<&'static str>;

@@ -1,9 +1,12 @@
-//! Finds the engine's processes in `/proc`, starting from the scheduler processes that have a shim.
+//! Finds the engine's processes in `/proc`, so that the agent can tell which GPUs they use.
 //!
-//! An engine has one scheduler process per GPU. They have the same parent, and SGLang names each by
-//! its ranks. A pid is valid only while its process has the start time with which it was found. A
-//! scheduler in another pid namespace is identified by its pid there, if exactly one process has
-//! that pid.
+//! An engine has one *scheduler* process per GPU. All have the same parent, and SGLang puts the
+//! ranks of each into its process title. The agent's *shim* runs in some of them and reports its
+//! process. The search starts from these and adds the schedulers with the same parent.
+//!
+//! The kernel may give a pid to a new process, so a process is known by its pid and its start time.
+//! A scheduler in another pid namespace (a container) is found by its pid there, if exactly one
+//! scheduler has that pid.
 
 use std::{
     fs,
@@ -12,12 +15,12 @@ use std::{
 };
 
 /// The start of the process titles that SGLang gives to schedulers.
-const TITLE: &str = "sglang::scheduler";
-/// The machine's initial pid namespace, in which NVML's pids are those of all processes. A constant
-/// of Linux.
-const FIRST_NAMESPACE: &str = "pid:[4026531836]";
-/// The time between two searches of `/proc`, which cost about 10 µs a process. An engine's
-/// processes don't change while it runs.
+const SCHEDULER_TITLE: &str = "sglang::scheduler";
+/// The machine's initial pid namespace, as `/proc/self/ns/pid` names it on every Linux. In this
+/// namespace, the pids that NVML reports are always valid.
+const INITIAL_NAMESPACE: &str = "pid:[4026531836]";
+/// The time between two searches of `/proc`. A search takes about 10 µs per process, and an
+/// engine's processes don't change while it runs.
 const SEARCH_INTERVAL: Duration = Duration::from_secs(30);
 
 /// A rank's scheduler process, as its shim reports it.
@@ -46,47 +49,53 @@ pub struct Member {
 /// The engine's known processes.
 #[derive(Debug)]
 pub struct Processes {
+    /// The path of the process file system, `/proc`.
     proc: PathBuf,
+    /// The schedulers at the last call of [`Self::members`].
     schedulers: Vec<Scheduler>,
     members: Vec<Member>,
-    searched: Option<Instant>,
+    /// When `/proc` was last searched for these schedulers.
+    searched_at: Option<Instant>,
 }
 
 impl Processes {
     /// Creates the state for the process file system at `proc`.
     #[must_use]
     pub fn new(proc: PathBuf) -> Self {
-        Self { proc, schedulers: vec![], members: vec![], searched: None }
+        Self { proc, schedulers: vec![], members: vec![], searched_at: None }
     }
 
     /// Returns the engine's current processes, and whether the schedulers have changed since the
     /// last call.
     pub fn members(&mut self, now: Instant, schedulers: &[Scheduler]) -> (&[Member], bool) {
-        let others = self.schedulers != schedulers;
-        if others {
+        let is_new = self.schedulers != schedulers;
+        if is_new {
             self.schedulers = schedulers.to_vec();
-            self.searched = None;
+            self.searched_at = None;
         }
-        let known = self.members.len();
+        let count_before = self.members.len();
         let members = std::mem::take(&mut self.members);
         self.members = members.into_iter().filter(|member| self.is_alive(member)).collect();
-        let due = self.searched.is_none_or(|at| now >= at + SEARCH_INTERVAL);
-        if !schedulers.is_empty() && (due || self.members.len() < known) {
+        let is_due = self.searched_at.is_none_or(|at| now >= at + SEARCH_INTERVAL);
+        if !schedulers.is_empty() && (is_due || self.members.len() < count_before) {
             self.members = self.search();
-            self.searched = Some(now);
+            self.searched_at = Some(now);
         }
-        (&self.members, others)
+        (&self.members, is_new)
     }
 
-    /// Whether these pids from the driver are pids of the agent's namespace. In the initial
-    /// namespace they always are. In another one only a newer driver translates them, and then it
-    /// lists only processes of this namespace.
+    /// Whether these pids from the driver are pids of the agent's pid namespace.
+    ///
+    /// In the machine's initial namespace, they always are. In another namespace, older drivers
+    /// report the pids of the initial namespace. Newer drivers translate them and list only
+    /// processes of the agent's namespace, so each pid exists in `/proc`.
     pub fn are_in_our_namespace(&self, mut pids: impl Iterator<Item = u32>) -> bool {
-        let own = fs::read_link(self.proc.join("self/ns/pid"));
-        let first = own.is_ok_and(|own| own.as_os_str() == FIRST_NAMESPACE);
-        first || pids.all(|pid| pid == 0 || self.proc.join(pid.to_string()).exists())
+        let namespace = fs::read_link(self.proc.join("self/ns/pid"));
+        let is_initial = namespace.is_ok_and(|name| name.as_os_str() == INITIAL_NAMESPACE);
+        is_initial || pids.all(|pid| pid == 0 || self.proc.join(pid.to_string()).exists())
     }
 
+    /// Whether the member's pid still belongs to the same process.
     fn is_alive(&self, member: &Member) -> bool {
         self.stat(member.pid).is_some_and(|stat| stat.start == member.start)
     }
@@ -101,15 +110,16 @@ impl Processes {
         entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
     }
 
+    /// Reads a process. `None` if it is gone, or if it can't belong to the engine.
     fn read_candidate(&self, pid: u32) -> Option<Candidate> {
         let stat = self.stat(pid)?;
-        let scheduler = self.read(pid, "cmdline").filter(|title| title.starts_with(TITLE));
-        let named = self.schedulers.iter().any(|scheduler| scheduler.pid == Some(pid));
-        if scheduler.is_none() && !named {
+        let title = self.read(pid, "cmdline").filter(|title| title.starts_with(SCHEDULER_TITLE));
+        let has_shim = self.schedulers.iter().any(|scheduler| scheduler.pid == Some(pid));
+        if title.is_none() && !has_shim {
             return None;
         }
         let status = self.read(pid, "status").unwrap_or_default();
-        Some(Candidate { pid, stat, title: scheduler, own_pid: parse_own_pid(&status) })
+        Some(Candidate { pid, stat, title, own_pid: parse_own_pid(&status) })
     }
 
     fn stat(&self, pid: u32) -> Option<Stat> {
@@ -127,21 +137,25 @@ impl Processes {
 struct Candidate {
     pid: u32,
     stat: Stat,
-    /// The title of a scheduler. `None` if it has another title although a shim connected from it.
+    /// The process title, if it is that of a scheduler. A process with a shim may have another
+    /// title.
     title: Option<String>,
     /// The pid in its own namespace.
     own_pid: Option<u32>,
 }
 
+/// What is read from `/proc/<pid>/stat`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Stat {
+    /// The parent's pid.
     parent: u32,
+    /// See [`Member::start`].
     start: u64,
 }
 
-/// Returns the schedulers that have a shim, and all schedulers with the same parent.
+/// Returns the schedulers that have a shim, and all schedulers with the same parent as one of them.
 fn find_members(all: &[Candidate], schedulers: &[Scheduler]) -> Vec<Member> {
-    let reporting: Vec<(&Candidate, u32)> = schedulers
+    let with_shim: Vec<(&Candidate, u32)> = schedulers
         .iter()
         .filter_map(|scheduler| Some((find_scheduler(all, scheduler)?, scheduler.dp_rank)))
         .collect();
@@ -149,59 +163,65 @@ fn find_members(all: &[Candidate], schedulers: &[Scheduler]) -> Vec<Member> {
         [one] => Some(one.dp_rank),
         _ => None,
     };
-    let is_sibling = |seen: &Candidate| {
-        // The parent of an orphaned engine is init, which is also the parent of other engines.
-        let parent = seen.stat.parent;
-        seen.title.is_some()
+    let is_sibling = |process: &Candidate| {
+        // If an engine's parent has died, its new parent is init (pid 1). Schedulers of other
+        // engines may have that parent too, so it says nothing.
+        let parent = process.stat.parent;
+        process.title.is_some()
             && parent > 1
-            && reporting.iter().any(|(one, _)| one.stat.parent == parent)
+            && with_shim.iter().any(|(one, _)| one.stat.parent == parent)
     };
-    let member =
-        |seen: &Candidate, dp_rank| Member { pid: seen.pid, dp_rank, start: seen.stat.start };
+    let member = |process: &Candidate, dp_rank| Member {
+        pid: process.pid,
+        dp_rank,
+        start: process.stat.start,
+    };
     let mut members: Vec<Member> =
-        reporting.iter().map(|(seen, rank)| member(seen, Some(*rank))).collect();
-    for seen in all.iter().filter(|seen| is_sibling(seen)) {
-        if !members.iter().any(|known| known.pid == seen.pid) {
-            let named = seen.title.as_deref().and_then(parse_rank);
-            members.push(member(seen, named.or(only_rank)));
+        with_shim.iter().map(|(process, rank)| member(process, Some(*rank))).collect();
+    for process in all.iter().filter(|process| is_sibling(process)) {
+        if !members.iter().any(|known| known.pid == process.pid) {
+            let titled_rank = process.title.as_deref().and_then(parse_rank);
+            members.push(member(process, titled_rank.or(only_rank)));
         }
     }
     members
 }
 
-/// Finds a scheduler by the pid from the kernel, or else by the pid in its own namespace if it is
-/// unique.
+/// Finds a scheduler's process by its pid in the agent's namespace. If that is unknown, finds it by
+/// its pid in its own namespace, if exactly one scheduler has that pid.
 fn find_scheduler<'a>(all: &'a [Candidate], scheduler: &Scheduler) -> Option<&'a Candidate> {
     if let Some(pid) = scheduler.pid {
-        return all.iter().find(|seen| seen.pid == pid);
+        return all.iter().find(|process| process.pid == pid);
     }
-    let mut same = all.iter().filter(|seen| {
-        let inner = seen.own_pid.filter(|&own| own != seen.pid);
-        seen.title.is_some() && inner == Some(scheduler.own_pid)
+    let mut matches = all.iter().filter(|process| {
+        let pid_elsewhere = process.own_pid.filter(|&own| own != process.pid);
+        process.title.is_some() && pid_elsewhere == Some(scheduler.own_pid)
     });
-    same.next().filter(|_| same.next().is_none())
+    matches.next().filter(|_| matches.next().is_none())
 }
 
-/// Parses the DP rank of a title such as `sglang::scheduler_DP1_TP0`. A rank called `MOE_DP` is one
-/// of experts.
+/// Parses the DP rank of a title such as `sglang::scheduler_DP1_TP0`. A rank called `MOE_DP` is a
+/// rank of experts and doesn't count.
 fn parse_rank(title: &str) -> Option<u32> {
     let title = title.split('\0').next()?;
     let words: Vec<&str> = title.split('_').collect();
-    let at = (1..words.len()).find(|&at| words[at].starts_with("DP") && words[at - 1] != "MOE")?;
-    words[at].trim_start_matches("DP").parse().ok()
+    let index = (1..words.len())
+        .find(|&index| words[index].starts_with("DP") && words[index - 1] != "MOE")?;
+    words[index].trim_start_matches("DP").parse().ok()
 }
 
-/// Parses `/proc/<pid>/stat`. The process's name is in brackets and may contain any character.
+/// Parses `/proc/<pid>/stat`. The process's name is in parentheses and may contain any character,
+/// so the fields are counted from the last parenthesis.
 fn parse_stat(text: &str) -> Option<Stat> {
     let (_, rest) = text.rsplit_once(')')?;
     let fields: Vec<&str> = rest.split_whitespace().collect();
-    // The parent is the file's 4th field and the start time the 22nd; the first two are already
-    // removed.
+    // In the file, the parent is the 4th field and the start time the 22nd. The first two fields
+    // are not in `fields`.
     Some(Stat { parent: fields.get(1)?.parse().ok()?, start: fields.get(19)?.parse().ok()? })
 }
 
-/// Returns the last pid of the line `NSpid`, which has one pid per namespace from the reader's
-/// inwards.
+/// Parses `/proc/<pid>/status` and returns the process's pid in its own namespace. That is the last
+/// pid in the line `NSpid`. The first is the pid in the reader's namespace.
 fn parse_own_pid(status: &str) -> Option<u32> {
     let line = status.lines().find_map(|line| line.strip_prefix("NSpid:"))?;
     line.split_whitespace().last()?.parse().ok()

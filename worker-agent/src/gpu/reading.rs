@@ -1,6 +1,8 @@
-//! The values read from a device: plain data, without NVML and without interpretation.
+//! Defines the values that the agent reads from a device, without interpreting them.
 //!
-//! Each value is absent if the board, the driver or the moment doesn't provide it.
+//! A *device* is a GPU, or one of the *slices* into which MIG has divided a GPU. A *board* is a
+//! whole GPU. A value is absent if the board or the driver doesn't support it, or doesn't have it
+//! at the time.
 
 /// The properties of a device that don't change while the agent runs.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -17,7 +19,7 @@ pub struct Identity {
     pub parent_uuid: Option<String>,
     /// The NUMA node of the nearest host memory.
     pub numa_node: Option<u32>,
-    /// Whether the GPU is divided into slices. Work runs only on the slices then.
+    /// Whether MIG has divided the GPU into slices. If so, work runs only on the slices.
     pub divided: bool,
 }
 
@@ -34,15 +36,16 @@ impl Identity {
 pub struct Reading {
     /// The device memory.
     pub memory: Option<Memory>,
-    /// The processes with a context, clients of MPS included.
+    /// The processes with a context on the device. They include clients of MPS, which shares a GPU
+    /// between processes.
     pub processes: Option<Vec<Process>>,
     /// The percentage of the last sample period in which a kernel ran.
     pub utilization_percent: Option<u32>,
     /// The percentage of the last sample period in which memory was read or written.
     pub memory_utilization_percent: Option<u32>,
-    /// The board's power.
+    /// The power that the board uses.
     pub power_milliwatts: Option<u32>,
-    /// The board's energy since the driver was loaded.
+    /// The energy that the board has used since the driver was loaded.
     pub energy_millijoules: Option<u64>,
     /// The chip's temperature.
     pub temperature_celsius: Option<u32>,
@@ -66,7 +69,7 @@ pub struct Reading {
     pub ecc_corrected: Option<u64>,
     /// Memory errors that ECC could not correct since the driver was loaded.
     pub ecc_uncorrected: Option<u64>,
-    /// The memory rows that were replaced, and whether some could not be.
+    /// The memory rows that were replaced, and whether some could not be replaced.
     pub rows: Rows,
     /// The recovery action that the driver asks for.
     pub recovery: Option<Recovery>,
@@ -76,12 +79,13 @@ pub struct Reading {
     pub gpm: Option<Gpm>,
     /// Why the board can't be used, if a call reported that.
     pub trouble: Option<Trouble>,
-    /// Calls that failed for a reason other than missing support by the board.
+    /// The names of the calls that failed, although the board supports them.
     pub failed: Vec<&'static str>,
 }
 
 impl Reading {
-    /// Whether the chip answered. Values that the driver knows without asking the chip don't count.
+    /// Whether the chip answered a call. Values that the driver knows without asking the chip don't
+    /// count.
     #[must_use]
     pub fn is_answered(&self) -> bool {
         self.memory.is_some()
@@ -124,7 +128,7 @@ pub struct NvlinkErrors {
     pub recovery: Option<u64>,
 }
 
-/// Rows of memory that were replaced by spare ones.
+/// Rows of memory that were replaced by spare rows.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Rows {
     /// Rows replaced after corrected errors.
@@ -146,9 +150,9 @@ pub enum Recovery {
     Reset,
     /// A restart of the machine.
     Reboot,
-    /// Its peers must stop using its memory.
+    /// Other GPUs must stop using the GPU's memory.
     DrainPeers,
-    /// Its work must end, then it must be reset.
+    /// The GPU's work must end, and then the GPU must be reset.
     DrainAndReset,
     /// An action that this build doesn't know.
     Other(u64),
@@ -180,7 +184,7 @@ pub enum Trouble {
     Unreachable,
 }
 
-/// Hardware counters over the time since the previous reading.
+/// NVML's GPU performance monitoring (GPM): hardware counters since the previous reading.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Gpm {
     /// The share of SMs that were busy, 0 to 1.

@@ -1,20 +1,21 @@
-//! Determines which devices are the engine's. Pure.
+//! Determines which of the machine's devices are the engine's. Pure.
 //!
-//! They are the configured devices, or else those that the engine's processes run on, or else the
-//! only device.
+//! A *device* is a GPU, or one of the *slices* into which MIG has divided a GPU. The engine's
+//! devices are those that the setting `devices` names. Without the setting, they are those that the
+//! engine's processes run on. If these are unknown too, the machine's only device is the engine's.
 
 use super::reading::Identity;
 use crate::config::selector::Selector;
 
-/// Whether an entry of the setting `devices` matches a device. A slice is matched by its own UUID,
-/// or together with all slices of its GPU.
+/// Whether an entry of the setting `devices` matches a device. A slice's UUID matches the slice. An
+/// entry that names a GPU also matches all slices of the GPU.
 fn is_named(selector: &Selector, identity: &Identity) -> bool {
     match selector {
         Selector::Uuid(uuid) => *uuid == identity.uuid || *uuid == identity.board(),
         Selector::Index(index) => *index == identity.index,
         Selector::Pci(address) => {
-            let own = identity.pci_address.as_deref().and_then(|own| own.parse().ok());
-            own == Some(*address)
+            let device_address = identity.pci_address.as_deref().and_then(|text| text.parse().ok());
+            device_address == Some(*address)
         }
     }
 }
@@ -28,58 +29,65 @@ pub enum Basis {
     Processes,
     /// There is only one device.
     Only,
-    /// Not determined: these are all devices that the engine may run on.
+    /// The engine's devices are unknown. The engine may run on any of the machine's devices.
     Unknown,
 }
 
-/// Remembers the engine's devices for the time in which its processes can't be seen.
+/// Remembers the engine's devices, because its processes can't always be seen.
 #[derive(Debug, Default)]
 pub struct Selection {
-    /// The devices' UUIDs.
-    seen: Vec<String>,
+    /// The UUIDs of the devices on which the engine's processes were last seen.
+    last_uuids: Vec<String>,
 }
 
 impl Selection {
-    /// Returns the worker's devices as indices into `devices`. `runs_on` returns whether a process
-    /// of the engine has a context on a device, or `None` if the device doesn't tell, as when it is
-    /// lost; then its last known state counts.
+    /// Returns the engine's devices as indices into `devices`, and how they were determined.
+    ///
+    /// `runs_on` returns whether a process of the engine has a context on the device with this
+    /// index. It returns `None` if the device reports no processes, as when it is lost. For such a
+    /// device the last known state counts. If no process is seen on any device, the last known
+    /// devices count.
     pub fn pick(
         &mut self,
         configured: &[Selector],
         devices: &[Identity],
         runs_on: impl Fn(usize) -> Option<bool>,
     ) -> (Basis, Vec<usize>) {
-        let usable = |&at: &usize| !devices[at].divided;
-        let those = |wanted: &dyn Fn(usize) -> bool| -> Vec<usize> {
-            (0..devices.len()).filter(usable).filter(|&at| wanted(at)).collect()
+        let is_usable = |&index: &usize| !devices[index].divided;
+        let usable_where = |is_wanted: &dyn Fn(usize) -> bool| -> Vec<usize> {
+            (0..devices.len()).filter(is_usable).filter(|&index| is_wanted(index)).collect()
         };
         if !configured.is_empty() {
-            let named = |at: usize| configured.iter().any(|one| is_named(one, &devices[at]));
-            return (Basis::Configured, those(&named));
+            let is_configured =
+                |index: usize| configured.iter().any(|entry| is_named(entry, &devices[index]));
+            return (Basis::Configured, usable_where(&is_configured));
         }
-        let before = |at: usize| self.seen.contains(&devices[at].uuid);
-        let mut running = those(&|at| runs_on(at).unwrap_or_else(|| before(at)));
-        if !running.iter().any(|&at| runs_on(at) == Some(true)) {
-            running = those(&before);
+        let was_used = |index: usize| self.last_uuids.contains(&devices[index].uuid);
+        let mut used = usable_where(&|index| runs_on(index).unwrap_or_else(|| was_used(index)));
+        if !used.iter().any(|&index| runs_on(index) == Some(true)) {
+            used = usable_where(&was_used);
         }
-        if !running.is_empty() {
-            self.seen = running.iter().map(|&at| devices[at].uuid.clone()).collect();
-            return (Basis::Processes, running);
+        if !used.is_empty() {
+            self.last_uuids = used.iter().map(|&index| devices[index].uuid.clone()).collect();
+            return (Basis::Processes, used);
         }
-        let all = those(&|_| true);
+        let all = usable_where(&|_| true);
         (if all.len() == 1 { Basis::Only } else { Basis::Unknown }, all)
     }
 
     /// Forgets the devices, because the engine's processes are new.
     pub fn forget(&mut self) {
-        self.seen.clear();
+        self.last_uuids.clear();
     }
 }
 
-/// Returns the entries of the settings that match no device.
+/// Returns the entries of the setting `devices` that match no device.
 #[must_use]
 pub fn unmatched<'a>(configured: &'a [Selector], devices: &[Identity]) -> Vec<&'a Selector> {
-    configured.iter().filter(|one| !devices.iter().any(|device| is_named(one, device))).collect()
+    configured
+        .iter()
+        .filter(|entry| !devices.iter().any(|device| is_named(entry, device)))
+        .collect()
 }
 
 #[cfg(test)]

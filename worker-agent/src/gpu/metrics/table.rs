@@ -1,4 +1,6 @@
-//! The table of device metrics: name, unit and source of each.
+//! Lists all device metrics for the Prometheus export: name, help, unit and source of each.
+//!
+//! A *device* is a GPU, or one of the *slices* into which MIG has divided a GPU.
 
 use prometheus_client::metrics::MetricType;
 
@@ -13,6 +15,7 @@ pub(super) struct Spec {
     pub(super) help: &'static str,
     pub(super) unit: Option<&'static str>,
     pub(super) kind: MetricType,
+    /// Returns a device's values of the metric.
     pub(super) figures: fn(&DeviceState) -> Figures,
 }
 
@@ -38,7 +41,7 @@ const fn counter(
 pub(super) const TABLE: [Spec; 18] = [
     gauge("gpu_info", "1 for each device; its names", None, info),
     gauge("gpu_healthy", "1 while work on the device can be trusted", None, |seen| {
-        one(Some(if seen.unhealthy.is_none() { 1.0 } else { 0.0 }))
+        unlabeled(Some(if seen.unhealthy.is_none() { 1.0 } else { 0.0 }))
     }),
     gauge(
         "gpu_memory",
@@ -46,7 +49,7 @@ pub(super) const TABLE: [Spec; 18] = [
         Some("bytes"),
         |seen| {
             let memory = seen.reading.memory;
-            each(
+            labeled(
                 "kind",
                 [
                     ("total", memory.map(|memory| float(memory.total))),
@@ -59,7 +62,7 @@ pub(super) const TABLE: [Spec; 18] = [
         },
     ),
     gauge("gpu_utilization", "Share of time the part was busy", Some("ratio"), |seen| {
-        each(
+        labeled(
             "part",
             [
                 ("sm", share(seen.reading.utilization_percent)),
@@ -68,10 +71,10 @@ pub(super) const TABLE: [Spec; 18] = [
         )
     }),
     gauge("gpu_power", "Power of the board", Some("watts"), |seen| {
-        one(seen.reading.power_milliwatts.map(|milliwatts| f64::from(milliwatts) / 1e3))
+        unlabeled(seen.reading.power_milliwatts.map(|milliwatts| f64::from(milliwatts) / 1e3))
     }),
     gauge("gpu_temperature", "Temperature, by part", Some("celsius"), |seen| {
-        each(
+        labeled(
             "part",
             [
                 ("chip", seen.reading.temperature_celsius.map(f64::from)),
@@ -81,7 +84,7 @@ pub(super) const TABLE: [Spec; 18] = [
     }),
     gauge("gpu_clock", "Current clocks", Some("hertz"), |seen| {
         let hertz = |mhz: Option<u32>| mhz.map(|mhz| f64::from(mhz) * 1e6);
-        each(
+        labeled(
             "part",
             [
                 ("sm", hertz(seen.reading.sm_clock_mhz)),
@@ -96,7 +99,7 @@ pub(super) const TABLE: [Spec; 18] = [
     gauge("gpu_remapped_rows", "Rows of memory replaced by spare ones", None, |seen| {
         let rows = seen.reading.rows;
         let flag = |flag: Option<bool>| flag.map(|flag| f64::from(u8::from(flag)));
-        each(
+        labeled(
             "state",
             [
                 ("corrected", rows.corrected.map(float)),
@@ -108,7 +111,7 @@ pub(super) const TABLE: [Spec; 18] = [
     }),
     gauge("gpu_counters", "Shares by hardware counters, if enabled", Some("ratio"), |seen| {
         let gpm = seen.reading.gpm.unwrap_or_default();
-        each(
+        labeled(
             "part",
             [
                 ("sm", gpm.sm_ratio),
@@ -124,7 +127,7 @@ pub(super) const TABLE: [Spec; 18] = [
         Some("bytes_per_second"),
         |seen| {
             let gpm = seen.reading.gpm.unwrap_or_default();
-            each(
+            labeled(
                 "direction",
                 [
                     ("sent", gpm.nvlink_sent_bytes_per_second),
@@ -134,10 +137,10 @@ pub(super) const TABLE: [Spec; 18] = [
         },
     ),
     counter("gpu_energy", "Energy used by the board", Some("joules"), |seen| {
-        one(seen.reading.energy_millijoules.map(|millijoules| float(millijoules) / 1e3))
+        unlabeled(seen.reading.energy_millijoules.map(|millijoules| float(millijoules) / 1e3))
     }),
     counter("gpu_pcie", "PCIe traffic to and from the host", Some("bytes"), |seen| {
-        each(
+        labeled(
             "direction",
             [
                 ("sent", seen.reading.pcie_sent_bytes.map(float)),
@@ -146,11 +149,11 @@ pub(super) const TABLE: [Spec; 18] = [
         )
     }),
     counter("gpu_pcie_replays", "PCIe packets sent again", None, |seen| {
-        one(seen.reading.pcie_replays.map(f64::from))
+        unlabeled(seen.reading.pcie_replays.map(f64::from))
     }),
     counter("gpu_nvlink_errors", "Errors over all NVLinks", None, |seen| {
         let errors = seen.reading.nvlink_errors;
-        each(
+        labeled(
             "kind",
             [
                 ("crc", errors.crc.map(float)),
@@ -160,7 +163,7 @@ pub(super) const TABLE: [Spec; 18] = [
         )
     }),
     counter("gpu_ecc_errors", "Memory errors since the driver was loaded", None, |seen| {
-        each(
+        labeled(
             "kind",
             [
                 ("corrected", seen.reading.ecc_corrected.map(float)),
@@ -180,26 +183,29 @@ pub(super) const TABLE: [Spec; 18] = [
     }),
 ];
 
-fn one(value: Option<f64>) -> Figures {
+/// Returns a metric's only value of a device.
+fn unlabeled(value: Option<f64>) -> Figures {
     vec![(vec![], value)]
 }
 
-/// Returns figures that differ in one label.
-fn each<const N: usize>(label: &'static str, of: [(&str, Option<f64>); N]) -> Figures {
-    of.into_iter().map(|(name, value)| (vec![(label, name.to_owned())], value)).collect()
+/// Returns values that differ in the label `label`. `values` has the label's value of each.
+fn labeled<const N: usize>(label: &'static str, values: [(&str, Option<f64>); N]) -> Figures {
+    values.into_iter().map(|(name, value)| (vec![(label, name.to_owned())], value)).collect()
 }
 
+/// Converts a count.
 #[expect(clippy::cast_precision_loss, reason = "no device counts beyond 2^53")]
 pub(super) fn float(value: u64) -> f64 {
     value as f64
 }
 
+/// Converts a percentage to a ratio from 0 to 1.
 fn share(percent: Option<u32>) -> Option<f64> {
     percent.map(|percent| f64::from(percent) / 100.0)
 }
 
-/// Returns the device's names as labels, for joins. A slice has those of its GPU, and the GPU's
-/// UUID.
+/// Returns the device's names as labels, for joins with other metrics. A slice has the index and
+/// the PCI address of its GPU, and the GPU's UUID as `parent_uuid`.
 fn info(seen: &DeviceState) -> Figures {
     let Identity { name, index, pci_address, parent_uuid, .. } = &seen.identity;
     let labels = [

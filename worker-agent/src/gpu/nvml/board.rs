@@ -1,4 +1,7 @@
-//! Reads one device. Each call fails independently of the others.
+//! Reads all values of one device from NVML. Each call can fail without the others.
+//!
+//! A *device* is a GPU, or one of the slices into which MIG has divided a GPU. A *board* is a whole
+//! GPU.
 
 use nvml_wrapper::{
     Device,
@@ -15,19 +18,21 @@ use nvml_wrapper::{
     sys_exports::field_id,
 };
 
-use super::{Gpm, Identity, Off, Reading, Trouble, trouble};
+use super::{Gpm, Identity, Reading, Trouble, UnsupportedCalls, trouble};
 use crate::gpu::reading::{Memory, NvlinkErrors, Process, Recovery, Rows};
 
-/// One device, while NVML stays loaded.
+/// One device with its NVML handle, which is valid while NVML stays loaded.
 #[derive(Debug)]
 pub(crate) struct Board<'n> {
     pub(crate) identity: Identity,
-    /// The device's handle, or the board's trouble if there is no handle. `None` if the board isn't
-    /// the cause.
+    /// The device's handle. If there is none, the error is the board's trouble, or `None` if the
+    /// board isn't the cause.
     device: Result<Device<'n>, Option<Trouble>>,
-    off: Off,
-    gpm: bool,
-    sample: Option<GpmSample<'n>>,
+    unsupported: UnsupportedCalls,
+    /// Whether to read performance counters.
+    reads_gpm: bool,
+    /// The previous sample of the performance counters.
+    gpm_sample: Option<GpmSample<'n>>,
 }
 
 /// The fields that are read in one call, each with the name under which its failures are counted.
@@ -49,14 +54,16 @@ const FIELDS: [(u32, &str); 12] = [
 /// The consequence of a failed call for the next reading.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Failure {
-    /// The board, the driver or this user's rights don't support the call. It isn't made again.
+    /// The board or the driver doesn't support the call, or the agent may not make it. The call
+    /// isn't made again.
     Unsupported,
     /// There is no value at the moment.
-    Nothing,
-    /// The call should have worked; the failure is counted.
+    NoValue,
+    /// The call should have worked. The failure is counted.
     Failed,
 }
 
+/// Returns the consequence of a call's error.
 pub(super) fn failure(error: &NvmlError) -> Failure {
     match error {
         NvmlError::NotSupported
@@ -64,7 +71,7 @@ pub(super) fn failure(error: &NvmlError) -> Failure {
         | NvmlError::FunctionNotFound
         | NvmlError::NoPermission
         | NvmlError::InvalidArg => Failure::Unsupported,
-        NvmlError::NoData | NvmlError::NotFound => Failure::Nothing,
+        NvmlError::NoData | NvmlError::NotFound => Failure::NoValue,
         _ => Failure::Failed,
     }
 }
@@ -73,14 +80,14 @@ impl<'n> Board<'n> {
     pub(super) fn new(
         identity: Identity,
         device: Result<Device<'n>, Option<Trouble>>,
-        gpm: bool,
+        reads_gpm: bool,
     ) -> Self {
-        Self { identity, device, off: Off::new(), gpm, sample: None }
+        Self { identity, device, unsupported: UnsupportedCalls::new(), reads_gpm, gpm_sample: None }
     }
 
-    /// Returns a GPU's index while NVML stays loaded. `None` for a slice, or if the GPU can't be
-    /// reached.
-    pub(crate) fn place(&self) -> Option<u32> {
+    /// Returns a GPU's index in NVML, which is valid while NVML stays loaded. `None` for a slice,
+    /// or if the GPU can't be reached.
+    pub(crate) fn nvml_index(&self) -> Option<u32> {
         let device = self.device.as_ref().ok().filter(|_| self.identity.parent_uuid.is_none());
         device?.index().ok()
     }
@@ -91,13 +98,13 @@ impl<'n> Board<'n> {
             Ok(device) => device,
             Err(trouble) => return Reading { trouble: *trouble, ..Reading::default() },
         };
-        let mut asker = Asker { off: &mut self.off, reading: Reading::default() };
-        asker.memory(device);
-        asker.activity(device);
-        asker.errors(device);
-        asker.fields(device);
-        if self.gpm {
-            asker.reading.gpm = asker.gpm(device, &mut self.sample);
+        let mut asker = Asker { unsupported: &mut self.unsupported, reading: Reading::default() };
+        asker.read_memory(device);
+        asker.read_activity(device);
+        asker.read_errors(device);
+        asker.read_fields(device);
+        if self.reads_gpm {
+            asker.reading.gpm = asker.read_gpm(device, &mut self.gpm_sample);
         }
         asker.reading
     }
@@ -106,35 +113,39 @@ impl<'n> Board<'n> {
 /// Makes the calls of one reading. After a call that reports trouble with the board, no further
 /// calls are made.
 struct Asker<'a> {
-    off: &'a mut Off,
+    unsupported: &'a mut UnsupportedCalls,
     reading: Reading,
 }
 
 impl Asker<'_> {
+    /// Makes a call of this name and returns its value. Returns `None` if the call fails or is left
+    /// out.
     fn ask<T>(
         &mut self,
         call: &'static str,
-        answer: impl FnOnce() -> Result<T, NvmlError>,
+        make_call: impl FnOnce() -> Result<T, NvmlError>,
     ) -> Option<T> {
-        if self.reading.trouble.is_some() || self.off.contains(call) {
+        if self.reading.trouble.is_some() || self.unsupported.contains(call) {
             return None;
         }
-        answer().map_err(|error| self.failed(call, &error)).ok()
+        make_call().map_err(|error| self.record_failure(call, &error)).ok()
     }
 
-    fn failed(&mut self, call: &'static str, error: &NvmlError) {
+    /// Records the failure of a call.
+    fn record_failure(&mut self, call: &'static str, error: &NvmlError) {
         if let Some(trouble) = trouble(error) {
             self.reading.trouble = Some(trouble);
             return;
         }
         match failure(error) {
-            Failure::Unsupported => drop(self.off.insert(call)),
-            Failure::Nothing => {}
+            Failure::Unsupported => drop(self.unsupported.insert(call)),
+            Failure::NoValue => {}
             Failure::Failed => self.reading.failed.push(call),
         }
     }
 
-    fn memory(&mut self, device: &Device<'_>) {
+    /// Reads the memory and the processes that use it.
+    fn read_memory(&mut self, device: &Device<'_>) {
         self.reading.memory = self.ask("memory", || device.memory_info()).map(|memory| Memory {
             total: memory.total,
             used: memory.used,
@@ -149,7 +160,8 @@ impl Asker<'_> {
             .reduce(|direct, by_mps| [direct, by_mps].concat());
     }
 
-    fn activity(&mut self, device: &Device<'_>) {
+    /// Reads utilization, power, temperature and clocks.
+    fn read_activity(&mut self, device: &Device<'_>) {
         let rates = self.ask("utilization", || device.utilization_rates());
         self.reading.utilization_percent = rates.as_ref().map(|rates| rates.gpu.min(100));
         self.reading.memory_utilization_percent = rates.map(|rates| rates.memory.min(100));
@@ -164,7 +176,8 @@ impl Asker<'_> {
             self.ask("throttle_reasons", || device.current_throttle_reasons()).map(throttled);
     }
 
-    fn errors(&mut self, device: &Device<'_>) {
+    /// Reads the counts of PCIe and memory errors.
+    fn read_errors(&mut self, device: &Device<'_>) {
         self.reading.pcie_replays = self.ask("pcie_replays", || device.pcie_replay_counter());
         let ecc = |kind| device.total_ecc_errors(kind, EccCounter::Volatile);
         self.reading.ecc_corrected = self.ask("ecc_corrected", || ecc(MemoryError::Corrected));
@@ -172,35 +185,35 @@ impl Asker<'_> {
             self.ask("ecc_uncorrected", || ecc(MemoryError::Uncorrected));
     }
 
-    /// Reads the fields. They come in one call, but each can fail separately.
-    fn fields(&mut self, device: &Device<'_>) {
+    /// Reads [`FIELDS`]. All come in one call, but each can fail separately.
+    fn read_fields(&mut self, device: &Device<'_>) {
         let wanted: Vec<(u32, &'static str)> =
-            FIELDS.into_iter().filter(|(_, call)| !self.off.contains(call)).collect();
+            FIELDS.into_iter().filter(|(_, call)| !self.unsupported.contains(call)).collect();
         let ids: Vec<FieldId> = wanted.iter().map(|&(id, _)| FieldId(id)).collect();
         if ids.is_empty() {
             return;
         }
         let Some(values) = self.ask("fields", || device.field_values_for(&ids)) else { return };
-        let mut told = std::collections::BTreeMap::new();
+        let mut values_by_id = std::collections::BTreeMap::new();
         for ((id, call), value) in wanted.into_iter().zip(values) {
             match value.and_then(|sample| sample.value) {
-                Ok(value) => drop(told.insert(id, number(&value))),
-                Err(error) => self.failed(call, &error),
+                Ok(value) => drop(values_by_id.insert(id, number(&value))),
+                Err(error) => self.record_failure(call, &error),
             }
         }
-        let field = |id: u32| told.get(&id).copied().flatten();
-        let yes = |id: u32| field(id).map(|value| value != 0);
+        let field = |id: u32| values_by_id.get(&id).copied().flatten();
+        let flag = |id: u32| field(id).map(|value| value != 0);
         let reading = &mut self.reading;
         reading.memory_temperature_celsius = field(field_id::NVML_FI_DEV_MEMORY_TEMP);
         reading.rows = Rows {
             corrected: field(field_id::NVML_FI_DEV_REMAPPED_COR),
             uncorrected: field(field_id::NVML_FI_DEV_REMAPPED_UNC),
-            pending: yes(field_id::NVML_FI_DEV_REMAPPED_PENDING),
-            failed: yes(field_id::NVML_FI_DEV_REMAPPED_FAILURE),
+            pending: flag(field_id::NVML_FI_DEV_REMAPPED_PENDING),
+            failed: flag(field_id::NVML_FI_DEV_REMAPPED_FAILURE),
         };
         reading.pcie_sent_bytes = field(field_id::NVML_FI_DEV_PCIE_COUNT_TX_BYTES);
         reading.pcie_received_bytes = field(field_id::NVML_FI_DEV_PCIE_COUNT_RX_BYTES);
-        reading.reset_needed = yes(field_id::NVML_FI_DEV_RESET_STATUS);
+        reading.reset_needed = flag(field_id::NVML_FI_DEV_RESET_STATUS);
         let recovery = field(field_id::NVML_FI_DEV_GET_GPU_RECOVERY_ACTION);
         reading.recovery = recovery.map(Recovery::from_nvml);
         reading.nvlink_errors = NvlinkErrors {
@@ -210,8 +223,12 @@ impl Asker<'_> {
         };
     }
 
-    /// Reads the performance counters over the time since the previous sample.
-    fn gpm<'n>(&mut self, device: &Device<'n>, before: &mut Option<GpmSample<'n>>) -> Option<Gpm> {
+    /// Reads the performance counters over the time since the sample `before`, and replaces it.
+    fn read_gpm<'n>(
+        &mut self,
+        device: &Device<'n>,
+        before: &mut Option<GpmSample<'n>>,
+    ) -> Option<Gpm> {
         let supported = self.ask("gpm", || match device.gpm_support()? {
             true => Ok(()),
             false => Err(NvmlError::NotSupported),
@@ -246,8 +263,8 @@ impl Asker<'_> {
     }
 }
 
-/// Converts a process. A context always takes memory, so 0 bytes means unknown: drivers that
-/// translate pids report 0.
+/// Converts a process. 0 bytes means unknown, because a process with a context always uses memory.
+/// Drivers that translate pids between namespaces report 0.
 fn process(process: &ProcessInfo) -> Process {
     let bytes = match process.used_gpu_memory {
         UsedGpuMemory::Used(bytes) if bytes > 0 => Some(bytes),
@@ -256,8 +273,8 @@ fn process(process: &ProcessInfo) -> Process {
     Process { pid: process.pid, bytes }
 }
 
-/// Converts a count or a flag. A negative value is ignored; no board at work has a temperature
-/// below zero.
+/// Converts a field's value to a whole number. `None` for a negative value or a fraction: fields
+/// are counts, flags or temperatures, and no working board is below zero degrees.
 fn number(value: &SampleValue) -> Option<u64> {
     match *value {
         SampleValue::U32(value) => Some(value.into()),
@@ -267,6 +284,7 @@ fn number(value: &SampleValue) -> Option<u64> {
     }
 }
 
+/// Returns the names of the reasons why clocks are reduced, without idleness.
 fn throttled(reasons: ThrottleReasons) -> Vec<&'static str> {
     let names = [
         (ThrottleReasons::APPLICATIONS_CLOCKS_SETTING, "applications_clocks"),

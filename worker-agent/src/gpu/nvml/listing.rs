@@ -1,7 +1,8 @@
-//! Lists NVML's devices and determines the identity of each.
+//! Lists NVML's devices for the readings, and determines the identity of each.
 //!
-//! A device that was known before keeps its identity, even if it can't be reached or is no longer
-//! listed. [`Board`] reads everything else.
+//! A *device* is a GPU, or one of the *slices* into which MIG has divided a GPU. NVML is reloaded
+//! while a device is missing. A device that was listed before the reload keeps its identity, even
+//! if it can't be reached any more or isn't listed any more. [`Board`] reads all other values.
 
 use std::{collections::BTreeMap, path::PathBuf};
 
@@ -15,25 +16,27 @@ use super::{
 };
 use crate::config::selector::PciAddress;
 
-/// Returns all devices: each GPU, followed by its MIG slices. Includes devices of `known` that
-/// can't be reached any more.
+/// Returns all devices: each GPU, followed by its slices. `known` are the devices listed before.
+/// Those that can't be reached any more are included. `gpm` says whether to read the performance
+/// counters of GPUs.
 pub(in crate::gpu) fn boards<'n>(nvml: &'n Nvml, known: &[Identity], gpm: bool) -> Vec<Board<'n>> {
     let mut boards = vec![];
-    let mut silent = BTreeMap::new();
-    let counted = nvml.device_count().inspect_err(|error| warn!(%error, "can't count the GPUs"));
-    for index in 0..counted.unwrap_or(0) {
+    let mut unreachable = BTreeMap::new();
+    let gpu_count = nvml.device_count().inspect_err(|error| warn!(%error, "can't count the GPUs"));
+    for index in 0..gpu_count.unwrap_or(0) {
         match reach(nvml, index, known, gpm) {
             Ok(reached) => boards.extend(reached),
             Err(error) => {
                 warn!(index, %error, "can't reach a GPU");
-                silent.insert(index, handle_trouble(&error));
+                unreachable.insert(index, handle_trouble(&error));
             }
         }
     }
     let reached: Vec<&Identity> = boards.iter().map(|board| &board.identity).collect();
-    let absent = absent(known, &reached, &silent);
+    let absent = absent(known, &reached, &unreachable);
     if !absent.is_empty() {
-        // NVML may have renumbered the GPUs; the settings and operators mean the old indices.
+        // NVML may have given the remaining GPUs new indices. They keep the old ones, which the
+        // settings and operators mean.
         for Board { identity, .. } in &mut boards {
             let before = known.iter().find(|one| one.uuid == identity.board());
             identity.index = before.map_or(identity.index, |before| before.index);
@@ -45,36 +48,41 @@ pub(in crate::gpu) fn boards<'n>(nvml: &'n Nvml, known: &[Identity], gpm: bool) 
     boards
 }
 
-/// Returns the devices without a handle, each with the reason. `silent` has the indices that NVML
-/// lists without giving a handle.
+/// Returns the devices without a handle, each with the trouble of its board. `unreachable` has the
+/// trouble of each GPU that NVML counts but gives no handle for, by index.
 fn absent(
     known: &[Identity],
     reached: &[&Identity],
-    silent: &BTreeMap<u32, Option<Trouble>>,
+    unreachable: &BTreeMap<u32, Option<Trouble>>,
 ) -> Vec<(Identity, Option<Trouble>)> {
-    let is_here = |one: &Identity| {
-        let named_now = one.board() == nameless(one.index).uuid;
-        let same = |other: &&Identity| {
-            other.board() == one.board() || named_now && other.index == one.index
+    let is_gpu_reached = |device: &Identity| {
+        let was_nameless = device.board() == nameless(device.index).uuid;
+        let is_same_gpu = |other: &&Identity| {
+            other.board() == device.board() || was_nameless && other.index == device.index
         };
-        reached.iter().any(same)
+        reached.iter().any(is_same_gpu)
     };
-    let why = |index| silent.get(&index).copied().unwrap_or(Some(Trouble::Lost));
-    let gone = known.iter().filter(|one| !is_here(one));
-    let mut absent: Vec<_> = gone.map(|one| (one.clone(), why(one.index))).collect();
-    for (&index, &why) in silent {
-        if !absent.iter().any(|(one, _)| one.index == index) {
+    let trouble_at = |index| unreachable.get(&index).copied().unwrap_or(Some(Trouble::Lost));
+    let gone = known.iter().filter(|device| !is_gpu_reached(device));
+    let mut absent: Vec<_> =
+        gone.map(|device| (device.clone(), trouble_at(device.index))).collect();
+    for (&index, &why) in unreachable {
+        if !absent.iter().any(|(device, _)| device.index == index) {
             absent.push((nameless(index), why));
         }
     }
     absent
 }
 
+/// Returns the identity of a GPU whose UUID was never read.
 fn nameless(index: u32) -> Identity {
     Identity { uuid: format!("index-{index}"), index, ..Identity::default() }
 }
 
-/// Returns a GPU and its slices. A GPU without a readable UUID counts as not reached.
+/// Returns the GPU at `index` and its slices.
+///
+/// # Errors
+/// If NVML gives no handle for the GPU, or its UUID can't be read.
 fn reach<'n>(
     nvml: &'n Nvml,
     index: u32,
@@ -103,16 +111,18 @@ fn reach<'n>(
         Err(error) => {
             warn!(index, %error, "can't list the slices of a GPU");
             let parent = Some(identity.uuid.as_str());
-            let same = known.iter().filter(|one| one.parent_uuid.as_deref() == parent);
-            let same = same.map(|one| Identity { index, ..one.clone() });
-            same.map(|one| Board::new(one, Err(trouble(&error)), false)).collect()
+            let known_slices = known.iter().filter(|slice| slice.parent_uuid.as_deref() == parent);
+            known_slices
+                .map(|slice| Identity { index, ..slice.clone() })
+                .map(|slice| Board::new(slice, Err(trouble(&error)), false))
+                .collect()
         }
     };
     identity.divided = !slices.is_empty();
     Ok([Board::new(identity, Ok(device), gpm)].into_iter().chain(slices).collect())
 }
 
-/// Lists the slices of a GPU. Indices of slices may have gaps.
+/// Lists the slices of a GPU. NVML's slice indices may have gaps.
 fn slices<'n>(
     device: &Device<'n>,
     parent: &Identity,
@@ -120,15 +130,16 @@ fn slices<'n>(
     if value_if_supported(device.mig_mode())?.is_none_or(|mode| mode.current == 0) {
         return Ok(vec![]);
     }
-    let places = 0..value_if_supported(device.mig_device_count())?.unwrap_or(0);
-    let slices = places.map(|place| value_if_supported(device.mig_device_by_index(place)));
-    let named = |slice: Device<'n>| {
+    let slice_indices = 0..value_if_supported(device.mig_device_count())?.unwrap_or(0);
+    let slices = slice_indices
+        .map(|slice_index| value_if_supported(device.mig_device_by_index(slice_index)));
+    let with_identity = |slice: Device<'n>| {
         let uuid = slice.uuid()?;
         let name = slice.name().unwrap_or_default();
         let parent_uuid = Some(parent.uuid.clone());
         Ok((Identity { uuid, name, parent_uuid, ..parent.clone() }, slice))
     };
-    slices.filter_map(Result::transpose).map(|slice| named(slice?)).collect()
+    slices.filter_map(Result::transpose).map(|slice| with_identity(slice?)).collect()
 }
 
 /// Turns the errors for "not supported" and "no value" into `None`.
@@ -139,7 +150,8 @@ fn value_if_supported<T>(answer: Result<T, NvmlError>) -> Result<Option<T>, Nvml
     }
 }
 
-/// Returns the NUMA node from the kernel, if NVML doesn't report it. The kernel's -1 means unknown.
+/// Returns the NUMA node that the kernel reports for a PCI device. `None` if it is unknown, for
+/// which the kernel reports -1.
 fn numa_node(pci_address: &str) -> Option<u32> {
     let address: PciAddress = pci_address.parse().ok()?;
     let path = PathBuf::from(format!("/sys/bus/pci/devices/{address}/numa_node"));
