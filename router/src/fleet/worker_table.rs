@@ -52,7 +52,7 @@ struct Row {
     /// When the last load report arrived.
     reported_at: Option<Instant>,
     prefill_tokens_per_s: Option<NonZeroU64>,
-    /// Prompt tokens that the engine has admitted but not computed.
+    /// Prompt tokens that are admitted and not yet computed, as reported.
     backlog: Option<Figure>,
     staged_prefill: Option<StagedPrefillBase>,
     /// See [`WorkerStats::waiting_without_tokens`].

@@ -162,8 +162,8 @@ pub(super) fn compute(
 }
 
 /// Computes the cost of the turn on a worker. Returns `None` if the costs that the worker's table
-/// row gives are above `cost_ms_max`. In a fleet of a thousand workers that holds for most of them,
-/// and their load reports need not be read.
+/// row gives are above `cost_ms_max`. In a fleet of a thousand workers that holds for most workers,
+/// so their load reports and reuse forecasts need not be read.
 pub(super) fn compute_up_to(
     request: &PlacementRequest<'_>,
     view: &Snapshot,

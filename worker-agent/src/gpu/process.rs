@@ -1,8 +1,9 @@
 //! Finds the engine's processes in `/proc`, so that the agent can tell which GPUs they use.
 //!
 //! An engine has one *scheduler* process per GPU. All have the same parent, and SGLang puts the
-//! ranks of each into its process title. The agent's *shim* runs in some of them and reports its
-//! process. The search starts from these and adds the schedulers with the same parent.
+//! ranks of each into its process title. The *shim*, which is the agent's part inside the engine,
+//! runs in some of them and reports its process. The search starts from these processes and adds
+//! the schedulers with the same parent.
 //!
 //! The kernel may give a pid to a new process, so a process is known by its pid and its start time.
 //! A scheduler in another pid namespace (a container) is found by its pid there, if exactly one
@@ -101,8 +102,9 @@ impl Processes {
     }
 
     fn search(&self) -> Vec<Member> {
-        let all: Vec<Candidate> = self.pids().filter_map(|pid| self.read_candidate(pid)).collect();
-        find_members(&all, &self.schedulers)
+        let candidates: Vec<Candidate> =
+            self.pids().filter_map(|pid| self.read_candidate(pid)).collect();
+        find_members(&candidates, &self.schedulers)
     }
 
     fn pids(&self) -> impl Iterator<Item = u32> {
@@ -154,13 +156,13 @@ struct Stat {
 }
 
 /// Returns the schedulers that have a shim, and all schedulers with the same parent as one of them.
-fn find_members(all: &[Candidate], schedulers: &[Scheduler]) -> Vec<Member> {
+fn find_members(candidates: &[Candidate], schedulers: &[Scheduler]) -> Vec<Member> {
     let with_shim: Vec<(&Candidate, u32)> = schedulers
         .iter()
-        .filter_map(|scheduler| Some((find_scheduler(all, scheduler)?, scheduler.dp_rank)))
+        .filter_map(|scheduler| Some((find_scheduler(candidates, scheduler)?, scheduler.dp_rank)))
         .collect();
     let only_rank = match schedulers {
-        [one] => Some(one.dp_rank),
+        [scheduler] => Some(scheduler.dp_rank),
         _ => None,
     };
     let is_sibling = |process: &Candidate| {
@@ -169,7 +171,7 @@ fn find_members(all: &[Candidate], schedulers: &[Scheduler]) -> Vec<Member> {
         let parent = process.stat.parent;
         process.title.is_some()
             && parent > 1
-            && with_shim.iter().any(|(one, _)| one.stat.parent == parent)
+            && with_shim.iter().any(|(scheduler, _)| scheduler.stat.parent == parent)
     };
     let member = |process: &Candidate, dp_rank| Member {
         pid: process.pid,
@@ -178,7 +180,7 @@ fn find_members(all: &[Candidate], schedulers: &[Scheduler]) -> Vec<Member> {
     };
     let mut members: Vec<Member> =
         with_shim.iter().map(|(process, rank)| member(process, Some(*rank))).collect();
-    for process in all.iter().filter(|process| is_sibling(process)) {
+    for process in candidates.iter().filter(|process| is_sibling(process)) {
         if !members.iter().any(|known| known.pid == process.pid) {
             let titled_rank = process.title.as_deref().and_then(parse_rank);
             members.push(member(process, titled_rank.or(only_rank)));
@@ -189,11 +191,11 @@ fn find_members(all: &[Candidate], schedulers: &[Scheduler]) -> Vec<Member> {
 
 /// Finds a scheduler's process by its pid in the agent's namespace. If that is unknown, finds it by
 /// its pid in its own namespace, if exactly one scheduler has that pid.
-fn find_scheduler<'a>(all: &'a [Candidate], scheduler: &Scheduler) -> Option<&'a Candidate> {
+fn find_scheduler<'a>(candidates: &'a [Candidate], scheduler: &Scheduler) -> Option<&'a Candidate> {
     if let Some(pid) = scheduler.pid {
-        return all.iter().find(|process| process.pid == pid);
+        return candidates.iter().find(|process| process.pid == pid);
     }
-    let mut matches = all.iter().filter(|process| {
+    let mut matches = candidates.iter().filter(|process| {
         let pid_elsewhere = process.own_pid.filter(|&own| own != process.pid);
         process.title.is_some() && pid_elsewhere == Some(scheduler.own_pid)
     });

@@ -38,12 +38,12 @@ pub(in crate::gpu) fn boards<'n>(nvml: &'n Nvml, known: &[Identity], gpm: bool) 
         // NVML may have given the remaining GPUs new indices. They keep the old ones, which the
         // settings and operators mean.
         for Board { identity, .. } in &mut boards {
-            let before = known.iter().find(|one| one.uuid == identity.board());
+            let before = known.iter().find(|device| device.uuid == identity.board());
             identity.index = before.map_or(identity.index, |before| before.index);
         }
     }
     let absent = absent.into_iter();
-    boards.extend(absent.map(|(identity, why)| Board::new(identity, Err(why), false)));
+    boards.extend(absent.map(|(identity, trouble)| Board::new(identity, Err(trouble), false)));
     boards.sort_by_key(|board| board.identity.index);
     boards
 }
@@ -66,9 +66,9 @@ fn absent(
     let gone = known.iter().filter(|device| !is_gpu_reached(device));
     let mut absent: Vec<_> =
         gone.map(|device| (device.clone(), trouble_at(device.index))).collect();
-    for (&index, &why) in unreachable {
+    for (&index, &trouble) in unreachable {
         if !absent.iter().any(|(device, _)| device.index == index) {
-            absent.push((nameless(index), why));
+            absent.push((nameless(index), trouble));
         }
     }
     absent
@@ -91,7 +91,7 @@ fn reach<'n>(
 ) -> Result<Vec<Board<'n>>, NvmlError> {
     let device = nvml.device_by_index(index)?;
     let uuid = device.uuid()?;
-    let before = known.iter().find(|one| one.uuid == uuid).cloned().unwrap_or_default();
+    let before = known.iter().find(|gpu| gpu.uuid == uuid).cloned().unwrap_or_default();
     let pci_address = device.pci_info().ok().map(|pci| pci.bus_id).or(before.pci_address);
     let numa_node = device.numa_node_id().ok().or_else(|| numa_node(pci_address.as_deref()?));
     let mut identity = Identity {
