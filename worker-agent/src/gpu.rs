@@ -37,7 +37,7 @@ use tracing::{error, info, warn};
 
 use self::{
     fleet::{EngineProcesses, Fleet, Snapshot},
-    nvml::{Board, GpuEvent},
+    nvml::{DeviceReader, GpuEvent},
     process::{Processes, Scheduler},
     reading::Identity,
     select::Basis,
@@ -198,12 +198,13 @@ impl GpuThread {
     /// Reads devices until all handles are dropped or NVML must be reloaded. `known_devices` are
     /// the devices that NVML listed before the reload. Returns the identities of the devices now.
     fn read_until_reload(&mut self, nvml: &Nvml, known_devices: &[Identity]) -> Vec<Identity> {
-        let mut boards = nvml::boards(nvml, known_devices, self.settings.gpm);
-        let identities: Vec<Identity> = boards.iter().map(|board| board.identity.clone()).collect();
+        let mut devices = nvml::list_devices(nvml, known_devices, self.settings.gpm);
+        let identities: Vec<Identity> =
+            devices.iter().map(|device| device.identity.clone()).collect();
         let uuids_and_indices: Vec<(&str, u32)> = identities
             .iter()
-            .zip(&boards)
-            .filter_map(|(identity, board)| Some((identity.uuid.as_str(), board.nvml_index()?)))
+            .zip(&devices)
+            .filter_map(|(identity, device)| Some((identity.uuid.as_str(), device.nvml_index()?)))
             .collect();
         let (stop, event_sender) = (AtomicBool::new(false), self.event_sender.clone());
         std::thread::scope(|scope| {
@@ -218,7 +219,7 @@ impl GpuThread {
             }
             while !self.publish.is_closed() {
                 let read_at = now();
-                self.read_boards(read_at, &mut boards);
+                self.read_devices(read_at, &mut devices);
                 if self.fleet.needs_reload(read_at) {
                     break;
                 }
@@ -230,9 +231,9 @@ impl GpuThread {
     }
 
     /// Reads all devices and publishes a snapshot.
-    fn read_boards(&mut self, read_at: Instant, boards: &mut [Board<'_>]) {
+    fn read_devices(&mut self, read_at: Instant, devices: &mut [DeviceReader<'_>]) {
         let readings: Vec<_> =
-            boards.iter_mut().map(|board| (board.identity.clone(), board.read())).collect();
+            devices.iter_mut().map(|device| (device.identity.clone(), device.read())).collect();
         let pids: Vec<u32> = readings
             .iter()
             .flat_map(|(_, reading)| reading.processes.iter().flatten())

@@ -36,7 +36,7 @@ use tracing::debug;
 
 use super::reading::{Gpm, Identity, Reading, Trouble};
 
-pub(super) use self::{board::Board, listing::boards};
+pub(super) use self::{board::DeviceReader, listing::list_devices};
 
 /// The longest single wait for an event. After each wait, the thread checks whether it should stop.
 const EVENT_WAIT: Duration = Duration::from_millis(500);

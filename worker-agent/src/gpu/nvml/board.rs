@@ -21,9 +21,9 @@ use nvml_wrapper::{
 use super::{Gpm, Identity, Reading, Trouble, UnsupportedCalls, trouble};
 use crate::gpu::reading::{Memory, NvlinkErrors, Process, Recovery, Rows};
 
-/// One device with its NVML handle, which is valid while NVML stays loaded.
+/// Reads one device through its NVML handle, which is valid while NVML stays loaded.
 #[derive(Debug)]
-pub(crate) struct Board<'n> {
+pub(crate) struct DeviceReader<'n> {
     pub(crate) identity: Identity,
     /// The device's handle. If there is none, the error is the board's trouble, or `None` if the
     /// board isn't the cause.
@@ -76,7 +76,7 @@ pub(super) fn failure(error: &NvmlError) -> Failure {
     }
 }
 
-impl<'n> Board<'n> {
+impl<'n> DeviceReader<'n> {
     pub(super) fn new(
         identity: Identity,
         device: Result<Device<'n>, Option<Trouble>>,
@@ -98,26 +98,27 @@ impl<'n> Board<'n> {
             Ok(device) => device,
             Err(trouble) => return Reading { trouble: *trouble, ..Reading::default() },
         };
-        let mut asker = Asker { unsupported: &mut self.unsupported, reading: Reading::default() };
-        asker.read_memory(device);
-        asker.read_activity(device);
-        asker.read_errors(device);
-        asker.read_fields(device);
+        let mut calls =
+            CallRunner { unsupported: &mut self.unsupported, reading: Reading::default() };
+        calls.read_memory(device);
+        calls.read_activity(device);
+        calls.read_errors(device);
+        calls.read_fields(device);
         if self.reads_gpm {
-            asker.reading.gpm = asker.read_gpm(device, &mut self.gpm_sample);
+            calls.reading.gpm = calls.read_gpm(device, &mut self.gpm_sample);
         }
-        asker.reading
+        calls.reading
     }
 }
 
 /// Makes the calls of one reading. After a call that reports trouble with the board, no further
 /// calls are made.
-struct Asker<'a> {
+struct CallRunner<'a> {
     unsupported: &'a mut UnsupportedCalls,
     reading: Reading,
 }
 
-impl Asker<'_> {
+impl CallRunner<'_> {
     /// Makes a call of this name and returns its value. Returns `None` if the call fails or is left
     /// out.
     fn ask<T>(

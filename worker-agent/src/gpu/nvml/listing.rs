@@ -2,7 +2,8 @@
 //!
 //! A *device* is a GPU, or one of the *slices* into which MIG has divided a GPU. NVML is reloaded
 //! while a device is missing. A device that was listed before the reload keeps its identity, even
-//! if it can't be reached any more or isn't listed any more. [`Board`] reads all other values.
+//! if it can't be reached any more or isn't listed any more. [`DeviceReader`] reads all other
+//! values.
 
 use std::{collections::BTreeMap, path::PathBuf};
 
@@ -11,7 +12,7 @@ use tracing::warn;
 
 use super::{
     Identity, Trouble,
-    board::{Board, Failure, failure},
+    board::{DeviceReader, Failure, failure},
     handle_trouble, trouble,
 };
 use crate::config::selector::PciAddress;
@@ -19,33 +20,38 @@ use crate::config::selector::PciAddress;
 /// Returns all devices: each GPU, followed by its slices. `known` are the devices listed before.
 /// Those that can't be reached any more are included. `gpm` says whether to read the performance
 /// counters of GPUs.
-pub(in crate::gpu) fn boards<'n>(nvml: &'n Nvml, known: &[Identity], gpm: bool) -> Vec<Board<'n>> {
-    let mut boards = vec![];
+pub(in crate::gpu) fn list_devices<'n>(
+    nvml: &'n Nvml,
+    known: &[Identity],
+    gpm: bool,
+) -> Vec<DeviceReader<'n>> {
+    let mut devices = vec![];
     let mut unreachable = BTreeMap::new();
     let gpu_count = nvml.device_count().inspect_err(|error| warn!(%error, "can't count the GPUs"));
     for index in 0..gpu_count.unwrap_or(0) {
         match reach(nvml, index, known, gpm) {
-            Ok(reached) => boards.extend(reached),
+            Ok(reached) => devices.extend(reached),
             Err(error) => {
                 warn!(index, %error, "can't reach a GPU");
                 unreachable.insert(index, handle_trouble(&error));
             }
         }
     }
-    let reached: Vec<&Identity> = boards.iter().map(|board| &board.identity).collect();
+    let reached: Vec<&Identity> = devices.iter().map(|device| &device.identity).collect();
     let absent = absent(known, &reached, &unreachable);
     if !absent.is_empty() {
         // NVML may have given the remaining GPUs new indices. They keep the old ones, which the
         // settings and operators mean.
-        for Board { identity, .. } in &mut boards {
+        for DeviceReader { identity, .. } in &mut devices {
             let before = known.iter().find(|device| device.uuid == identity.board());
             identity.index = before.map_or(identity.index, |before| before.index);
         }
     }
     let absent = absent.into_iter();
-    boards.extend(absent.map(|(identity, trouble)| Board::new(identity, Err(trouble), false)));
-    boards.sort_by_key(|board| board.identity.index);
-    boards
+    devices
+        .extend(absent.map(|(identity, trouble)| DeviceReader::new(identity, Err(trouble), false)));
+    devices.sort_by_key(|device| device.identity.index);
+    devices
 }
 
 /// Returns the devices without a handle, each with the trouble of its board. `unreachable` has the
@@ -88,7 +94,7 @@ fn reach<'n>(
     index: u32,
     known: &[Identity],
     gpm: bool,
-) -> Result<Vec<Board<'n>>, NvmlError> {
+) -> Result<Vec<DeviceReader<'n>>, NvmlError> {
     let device = nvml.device_by_index(index)?;
     let uuid = device.uuid()?;
     let before = known.iter().find(|gpu| gpu.uuid == uuid).cloned().unwrap_or_default();
@@ -103,10 +109,10 @@ fn reach<'n>(
         parent_uuid: None,
         divided: false,
     };
-    let slices: Vec<Board<'n>> = match slices(&device, &identity) {
+    let slices: Vec<DeviceReader<'n>> = match slices(&device, &identity) {
         Ok(slices) => slices
             .into_iter()
-            .map(|(identity, slice)| Board::new(identity, Ok(slice), false))
+            .map(|(identity, slice)| DeviceReader::new(identity, Ok(slice), false))
             .collect(),
         Err(error) => {
             warn!(index, %error, "can't list the slices of a GPU");
@@ -114,12 +120,12 @@ fn reach<'n>(
             let known_slices = known.iter().filter(|slice| slice.parent_uuid.as_deref() == parent);
             known_slices
                 .map(|slice| Identity { index, ..slice.clone() })
-                .map(|slice| Board::new(slice, Err(trouble(&error)), false))
+                .map(|slice| DeviceReader::new(slice, Err(trouble(&error)), false))
                 .collect()
         }
     };
     identity.divided = !slices.is_empty();
-    Ok([Board::new(identity, Ok(device), gpm)].into_iter().chain(slices).collect())
+    Ok([DeviceReader::new(identity, Ok(device), gpm)].into_iter().chain(slices).collect())
 }
 
 /// Lists the slices of a GPU. NVML's slice indices may have gaps.
