@@ -1,13 +1,15 @@
-//! The overlap index: which leading blocks of a prompt are resident on which worker.
+//! Finds how many leading blocks of a prompt each worker has in its KV cache.
 //!
-//! Pure. A single writer applies changes and snapshots; look-ups only read. The index knows a block
-//! by its hash and a worker by a dense number. [`SharedIndex`] wraps it for many reading threads
-//! and one writer.
+//! This is the overlap index, from which placement learns how much of a prompt a worker needn't
+//! compute. A block is a fixed number of tokens, and its hash covers all tokens of the prompt up to
+//! its end. A worker is a small number. A chain is the sequence of blocks of a prompt. The module
+//! is pure. [`SharedIndex`] wraps the index for many reading threads and one writer.
 //!
-//! - `tree`: the blocks, as runs (unbranched parts of a chain), and how much of each run
-//!   every worker holds. A [`proto::table`] finds the run of a block.
-//! - `worker_set`: how much of one run each worker holds.
-//! - `slots`: numbers that stand for workers in the tree, so that a worker can be removed at once.
+//! - `tree`: stores the chains as a tree of runs (a run is an unbranched part of a chain), and how
+//!   much of each run every worker has. A [`proto::table`] finds the run of a block.
+//! - `worker_set`: how much of one run each worker has.
+//! - `slots`: the numbers that stand for workers in the tree. A worker that loses all its blocks
+//!   gets another slot at once, and the tree is swept of the old slot later.
 //! - `lru`: the order in which runs are dropped when memory is short.
 
 mod lru;
@@ -27,27 +29,30 @@ use self::{
 };
 use crate::fleet::worker::WORKER_NUMBERS_MAX;
 
-/// Runs swept at each change while a slot has ended. Sweeping 100,000 runs takes 6,000 changes and
-/// adds less than a microsecond to each.
+/// Number of runs swept at each change while the tree may have blocks of ended slots. A sweep of
+/// 100,000 runs takes 6,000 changes, and adds less than a microsecond to each change.
 const SWEEP_RUNS: usize = 16;
-/// Maximum number of workers. A worker may need three slots: one that is read, one for a snapshot,
-/// and one that is being swept.
+/// Maximum number of workers. Each worker may need three of the 65,535 slots: one that is read, one
+/// for a snapshot, and one that is being swept.
 pub const WORKERS_MAX: usize = WORKER_NUMBERS_MAX;
 
-/// Figures of the index. The last three count since the index was created.
+/// The size of the index and its counters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct IndexStats {
     /// Number of distinct blocks.
     pub blocks: u64,
-    /// Number of runs: unbranched parts of chains.
+    /// Number of runs. A run is an unbranched part of a chain.
     pub runs: u64,
     /// Memory in use, in bytes.
     pub bytes: u64,
-    /// Blocks dropped because memory was short. A block on two workers counts twice.
+    /// Number of blocks dropped because memory was short, since the index was created. A block on
+    /// two workers counts twice.
     pub dropped: u64,
-    /// Blocks not stored because no worker was known to hold their parent.
+    /// Number of blocks not stored because the index didn't have their parent, since the index was
+    /// created.
     pub orphans: u64,
-    /// Stores that stopped early because a block was known with another prefix.
+    /// Number of stores that stopped early because a block can't stand behind its predecessor,
+    /// since the index was created.
     pub contradictions: u64,
 }
 
@@ -57,17 +62,23 @@ pub struct Index {
     tree: Tree,
     slots: Slots,
     bytes_max: usize,
-    swept: usize,
+    /// The run at which the next step of the sweep begins.
+    next_swept_run: usize,
     dropped: u64,
     orphans: u64,
     contradictions: u64,
 }
 
-/// The answer of a look-up. Pass it to the next look-up again to reuse its allocations.
+/// The result of a look-up: the number of leading blocks of the prompt that each worker has. The
+/// next look-up can overwrite it, to reuse its allocations.
 #[derive(Debug, Clone, Default)]
 pub struct Overlap {
+    /// By worker: its slot.
     slots: Vec<u16>,
+    /// By slot: number of leading blocks on the device.
     device: Vec<u32>,
+    /// By slot: number of leading blocks on the device or host. Empty if the index has no block on
+    /// any host, because then `device` has the same numbers.
     either: Vec<u32>,
 }
 
@@ -90,21 +101,22 @@ impl Overlap {
         self.device.iter().any(|blocks| *blocks > 0)
     }
 
-    /// Takes over the other answer's counts for the workers that `is_taken` selects.
+    /// Replaces the counts of the workers that `is_taken` selects by those of `other`.
     pub fn take_counts(&mut self, other: &Self, is_taken: impl Fn(usize) -> bool) {
         let workers = self.slots.len().max(other.slots.len());
-        let counts = |of: fn(&Self, usize) -> u32| {
-            let one = |worker| of(if is_taken(worker) { other } else { self }, worker);
-            (0..workers).map(one).collect::<Vec<u32>>()
+        let merge = |count: fn(&Self, usize) -> u32| {
+            let merged = |worker| count(if is_taken(worker) { other } else { self }, worker);
+            (0..workers).map(merged).collect::<Vec<u32>>()
         };
-        let (device, either) = (counts(Self::device), counts(Self::either));
+        let (device, either) = (merge(Self::device), merge(Self::either));
+        // The merged counts are by worker, so each worker's slot is its own number.
         let slots = (0..u16::MAX).take(workers).collect();
         *self = Self { slots, device, either };
     }
 
-    fn depth(&self, worker: usize, depths: &[u32]) -> u32 {
+    fn depth(&self, worker: usize, slot_depths: &[u32]) -> u32 {
         let slot = self.slots.get(worker).copied();
-        slot.and_then(|slot| depths.get(usize::from(slot))).copied().unwrap_or(0)
+        slot.and_then(|slot| slot_depths.get(usize::from(slot))).copied().unwrap_or(0)
     }
 }
 
@@ -116,7 +128,7 @@ impl Index {
             tree: Tree::new(),
             slots: Slots::default(),
             bytes_max,
-            swept: 0,
+            next_swept_run: 0,
             dropped: 0,
             orphans: 0,
             contradictions: 0,
@@ -128,15 +140,16 @@ impl Index {
         let Overlap { slots, device, either } = overlap;
         slots.clear();
         slots.extend_from_slice(self.slots.current());
-        let hosts = if self.tree.host_blocks() > 0 { self.slots.len() } else { 0 };
-        for (depths, len) in [(&mut *device, self.slots.len()), (&mut *either, hosts)] {
+        let either_len = if self.tree.host_blocks() > 0 { self.slots.len() } else { 0 };
+        for (depths, len) in [(&mut *device, self.slots.len()), (&mut *either, either_len)] {
             depths.clear();
             depths.resize(len, 0);
         }
         self.tree.look_up(chain, device, either);
     }
 
-    /// Records that a worker has `blocks`. The first of them follows `parent`, or begins a chain.
+    /// Records that a worker has `blocks`, which follow `parent` or, without a parent, begin a
+    /// chain.
     ///
     /// # Panics
     /// If `worker` is not below [`WORKERS_MAX`].
@@ -148,14 +161,14 @@ impl Index {
         blocks: &[BlockHash],
     ) {
         assert!(worker < WORKERS_MAX, "a worker's number is below WORKERS_MAX");
-        let (slot, more) = self.slots.write_slot_or_new(worker);
-        if more {
+        let (slot, is_slot_added) = self.slots.write_slot_or_new(worker);
+        if is_slot_added {
             self.tree.add_slot();
         }
         match self.tree.store(Holder { slot, tier }, parent, blocks) {
             Ok(()) => {}
-            Err(Stopped::Orphan) => self.orphans += blocks.len() as u64,
-            Err(Stopped::Elsewhere) => self.contradictions += 1,
+            Err(Stopped::UnknownParent) => self.orphans += blocks.len() as u64,
+            Err(Stopped::Contradiction) => self.contradictions += 1,
         }
         self.keep_bounds();
     }
@@ -168,14 +181,15 @@ impl Index {
         self.keep_bounds();
     }
 
-    /// Records that a worker has no blocks, because it was lost or its cache is empty.
+    /// Records that a worker has no blocks, because it was lost or its cache is empty. A snapshot
+    /// in progress is discarded, too.
     pub fn clear(&mut self, worker: usize) {
-        self.slots.end(worker);
+        self.slots.end_slots(worker);
         self.keep_bounds();
     }
 
-    /// Begins a snapshot of a worker's blocks: later stores belong to the snapshot. Look-ups see
-    /// the previous blocks until [`Self::finish_snapshot`].
+    /// Begins a snapshot of a worker's blocks. Later stores and removals change the snapshot only.
+    /// Look-ups see the worker's previous blocks until [`Self::finish_snapshot`].
     ///
     /// # Panics
     /// If `worker` is not below [`WORKERS_MAX`].
@@ -193,13 +207,13 @@ impl Index {
         self.keep_bounds();
     }
 
-    /// Returns the number of blocks resident on a worker, on both tiers.
+    /// Returns the number of blocks resident on a worker. A block on both tiers counts twice.
     #[must_use]
     pub fn resident(&self, worker: usize) -> u64 {
         self.slots.read_slot(worker).map_or(0, |slot| self.tree.resident_blocks(slot))
     }
 
-    /// Returns the figures of the index.
+    /// Returns the size of the index and its counters.
     #[must_use]
     pub fn stats(&self) -> IndexStats {
         IndexStats {
@@ -225,7 +239,8 @@ impl Index {
         self.tree.bytes() + self.slots.bytes()
     }
 
-    /// Sweeps a few runs, and drops the oldest ones while memory is above the bound.
+    /// Sweeps a few runs, and drops the runs that were used longest ago while memory is above the
+    /// bound.
     fn keep_bounds(&mut self) {
         self.sweep();
         while self.bytes() > self.bytes_max {
@@ -235,15 +250,17 @@ impl Index {
         }
     }
 
+    /// Removes the blocks of ended slots from the next [`SWEEP_RUNS`] runs.
     fn sweep(&mut self) {
         if !self.slots.has_ended() {
             return;
         }
-        let Self { tree, slots, swept, .. } = self;
-        tree.sweep(*swept, SWEEP_RUNS, |slot| slots.is_ended(slot));
-        *swept += SWEEP_RUNS;
-        if *swept >= tree.places() {
-            *swept = 0;
+        let Self { tree, slots, next_swept_run, .. } = self;
+        tree.sweep(*next_swept_run, SWEEP_RUNS, |slot| slots.is_ended(slot));
+        *next_swept_run += SWEEP_RUNS;
+        if *next_swept_run >= tree.run_ids() {
+            *next_swept_run = 0;
+            // A slot that ended in the middle of this pass may still have blocks.
             slots.free_ended(|slot| tree.resident_blocks(slot) == 0);
         }
     }

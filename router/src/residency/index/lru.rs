@@ -1,15 +1,17 @@
-//! An LRU list of the tree's leaf runs.
+//! An LRU list of the leaf runs in the tree of resident blocks, which drops the oldest leaf first.
 //!
-//! A doubly linked list, whose links are stored in an array by run id.
+//! A run is an unbranched part of a chain of blocks. The list is doubly linked, and an array has
+//! each run's links under the run's id.
 
 use proto::table::RunId;
 
-/// Marks the end of the list.
-const NONE: RunId = 0;
+/// Marks the end of the list. Run 0 is the tree's root, which is never in the list.
+const NO_RUN: RunId = 0;
 
-/// The list. It doesn't record which runs it contains; callers must know.
+/// The list. It can't tell whether it contains a run. The callers must know that.
 #[derive(Debug)]
 pub(super) struct Lru {
+    /// By run id.
     links: Vec<Link>,
     oldest: RunId,
     newest: RunId,
@@ -23,7 +25,7 @@ struct Link {
 
 impl Lru {
     pub(super) fn new() -> Self {
-        Self { links: vec![Link::default()], oldest: NONE, newest: NONE }
+        Self { links: vec![Link::default()], oldest: NO_RUN, newest: NO_RUN }
     }
 
     /// Returns the memory in use, in bytes.
@@ -33,25 +35,25 @@ impl Lru {
 
     /// Returns the run that was used longest ago.
     pub(super) fn oldest(&self) -> Option<RunId> {
-        (self.oldest != NONE).then_some(self.oldest)
+        (self.oldest != NO_RUN).then_some(self.oldest)
     }
 
     /// Iterates over all runs, oldest first.
     pub(super) fn iter(&self) -> impl Iterator<Item = RunId> {
         std::iter::successors(self.oldest(), |&run| {
             let newer = self.links[run as usize].newer;
-            (newer != NONE).then_some(newer)
+            (newer != NO_RUN).then_some(newer)
         })
     }
 
     /// Adds a run as the newest. The run must not be in the list.
     pub(super) fn push_newest(&mut self, run: RunId) {
-        self.link_run(run, Link { older: self.newest, newer: NONE });
+        self.link_run(run, Link { older: self.newest, newer: NO_RUN });
     }
 
     /// Adds a run as the oldest. The run must not be in the list.
     pub(super) fn push_oldest(&mut self, run: RunId) {
-        self.link_run(run, Link { older: NONE, newer: self.oldest });
+        self.link_run(run, Link { older: NO_RUN, newer: self.oldest });
     }
 
     fn link_run(&mut self, run: RunId, link: Link) {
@@ -60,11 +62,11 @@ impl Lru {
         }
         self.links[run as usize] = link;
         match link.older {
-            NONE => self.oldest = run,
+            NO_RUN => self.oldest = run,
             older => self.links[older as usize].newer = run,
         }
         match link.newer {
-            NONE => self.newest = run,
+            NO_RUN => self.newest = run,
             newer => self.links[newer as usize].older = run,
         }
     }
@@ -77,7 +79,7 @@ impl Lru {
         }
     }
 
-    /// Replaces `old`, which is in the list, by `new`, which is not.
+    /// Puts `new` in the place of `old`. `old` must be in the list, and `new` must not be.
     pub(super) fn replace(&mut self, old: RunId, new: RunId) {
         let link = self.links[old as usize];
         self.remove(old);
@@ -88,11 +90,11 @@ impl Lru {
     pub(super) fn remove(&mut self, run: RunId) {
         let Link { older, newer } = std::mem::take(&mut self.links[run as usize]);
         match older {
-            NONE => self.oldest = newer,
+            NO_RUN => self.oldest = newer,
             older => self.links[older as usize].newer = newer,
         }
         match newer {
-            NONE => self.newest = older,
+            NO_RUN => self.newest = older,
             newer => self.links[newer as usize].older = older,
         }
     }

@@ -1,16 +1,17 @@
-//! The overlap index behind a lock: many threads look up while one task writes.
+//! Wraps the overlap index in a lock, so that many threads look prompts up while one task writes.
 //!
-//! The lock is a leaf: no other lock is taken while it is held. It is held for one change or one
-//! look-up.
+//! The overlap index finds how many leading blocks of a prompt each worker has. The lock is held
+//! for one change or one look-up, and no other lock is taken meanwhile.
 
 use parking_lot::RwLock;
 use proto::block::BlockHash;
 
 use super::{Index, Overlap};
 
-/// How often a writer tries to get the lock without waiting. A writer that waits blocks new readers
-/// until the present ones finish, and any of these may be descheduled.
-const TRIES: usize = 64;
+/// How often a writer tries to get the lock before it waits for the lock. A waiting writer blocks
+/// new readers until the present readers have finished. If the operating system has paused one of
+/// those, all look-ups wait for it.
+const TRY_WRITES_MAX: usize = 64;
 
 /// An index that many threads can read.
 #[derive(Debug)]
@@ -30,11 +31,11 @@ impl SharedIndex {
 
     /// Applies one change. The caller must keep it short.
     pub fn change<T>(&self, change: impl FnOnce(&mut Index) -> T) -> T {
-        let free = (0..TRIES).find_map(|_| {
+        let guard = (0..TRY_WRITES_MAX).find_map(|_| {
             std::hint::spin_loop();
             self.0.try_write()
         });
-        change(&mut free.unwrap_or_else(|| self.0.write()))
+        change(&mut guard.unwrap_or_else(|| self.0.write()))
     }
 
     /// Reads the index under the lock.

@@ -1,11 +1,13 @@
-//! Assigns slots to workers. The tree stores slots, not workers.
+//! Assigns slots to workers, so that a worker's blocks can be replaced or removed at once.
 //!
-//! A worker that is lost or starts over gets a new slot at once. No look-up uses the old slot, and
-//! the tree is swept of it step by step. A snapshot is written into a separate slot, which replaces
-//! the current one when the snapshot is complete.
+//! A slot is a small number. The tree of resident blocks records which slot has which blocks, and
+//! this module knows which slot stands for which worker. When a worker loses all its blocks, its
+//! slot ends: no look-up uses the slot any longer, and the index sweeps it from the tree step by
+//! step. The worker's next blocks are stored under another slot. A snapshot also gets a slot of its
+//! own, which replaces the worker's current slot when the snapshot is complete.
 
 /// Marks a worker without a slot.
-const NONE: u16 = u16::MAX;
+const NO_SLOT: u16 = u16::MAX;
 
 /// The slots of all workers.
 #[derive(Debug, Default)]
@@ -13,10 +15,11 @@ pub(super) struct Slots {
     /// By worker: the slot that look-ups read.
     current: Vec<u16>,
     /// By worker: the slot that a snapshot in progress is written to.
-    next: Vec<u16>,
-    /// By slot: whether it has ended. The tree may still contain it, but no worker uses it.
+    snapshot: Vec<u16>,
+    /// By slot: whether it has ended. No worker uses an ended slot, but the tree may contain it.
     ended: Vec<bool>,
     ended_count: usize,
+    /// Slots that no worker uses and the tree doesn't contain.
     free: Vec<u16>,
 }
 
@@ -28,62 +31,62 @@ impl Slots {
 
     /// Returns the memory in use, in bytes.
     pub(super) fn bytes(&self) -> usize {
-        let slots = self.current.capacity() + self.next.capacity() + self.free.capacity();
-        slots * size_of::<u16>() + self.ended.capacity()
+        let numbers = self.current.capacity() + self.snapshot.capacity() + self.free.capacity();
+        numbers * size_of::<u16>() + self.ended.capacity()
     }
 
-    /// Returns the slots that look-ups read, by worker.
+    /// Returns the slots that look-ups read, by worker. A worker without a slot has `u16::MAX`.
     pub(super) fn current(&self) -> &[u16] {
         &self.current
     }
 
     /// Returns the slot that look-ups read for a worker.
     pub(super) fn read_slot(&self, worker: usize) -> Option<u16> {
-        self.current.get(worker).copied().filter(|&slot| slot != NONE)
+        self.current.get(worker).copied().filter(|&slot| slot != NO_SLOT)
     }
 
     /// Returns the slot that a worker's changes are written to, if it has one.
     pub(super) fn write_slot(&self, worker: usize) -> Option<u16> {
-        let next = self.next.get(worker).copied().filter(|&slot| slot != NONE);
-        next.or_else(|| self.read_slot(worker))
+        let snapshot = self.snapshot.get(worker).copied().filter(|&slot| slot != NO_SLOT);
+        snapshot.or_else(|| self.read_slot(worker))
     }
 
-    /// Like [`Self::write_slot`], but assigns a slot to a new worker. Also returns whether the
-    /// number of slots grew.
+    /// Like [`Self::write_slot`], but assigns a slot to a worker that has none. The second value
+    /// tells whether the number of slots grew.
     pub(super) fn write_slot_or_new(&mut self, worker: usize) -> (u16, bool) {
         if let Some(slot) = self.write_slot(worker) {
             return (slot, false);
         }
-        let (slot, more) = self.allocate();
-        set(&mut self.current, worker, slot);
-        (slot, more)
+        let (slot, is_added) = self.allocate();
+        set_slot(&mut self.current, worker, slot);
+        (slot, is_added)
     }
 
     /// Begins a snapshot of a worker. Returns whether the number of slots grew.
     pub(super) fn begin_snapshot(&mut self, worker: usize) -> bool {
-        self.end_next(worker);
-        let (slot, more) = self.allocate();
-        set(&mut self.next, worker, slot);
-        more
+        self.end_snapshot(worker);
+        let (slot, is_added) = self.allocate();
+        set_slot(&mut self.snapshot, worker, slot);
+        is_added
     }
 
     /// Completes the worker's snapshot, if one was begun.
     pub(super) fn finish_snapshot(&mut self, worker: usize) {
-        let Some(slot) = self.next.get(worker).copied().filter(|&slot| slot != NONE) else {
+        let Some(slot) = self.snapshot.get(worker).copied().filter(|&slot| slot != NO_SLOT) else {
             return;
         };
-        self.next[worker] = NONE;
+        self.snapshot[worker] = NO_SLOT;
         self.end_current(worker);
-        set(&mut self.current, worker, slot);
+        set_slot(&mut self.current, worker, slot);
     }
 
-    /// Ends all slots of a worker.
-    pub(super) fn end(&mut self, worker: usize) {
-        self.end_next(worker);
+    /// Ends the slots of a worker: the current one and the one of a snapshot in progress.
+    pub(super) fn end_slots(&mut self, worker: usize) {
+        self.end_snapshot(worker);
         self.end_current(worker);
     }
 
-    /// Whether the tree has to be swept of ended slots.
+    /// Whether any slot has ended and isn't free yet, so that the tree has to be swept.
     pub(super) fn has_ended(&self) -> bool {
         self.ended_count > 0
     }
@@ -92,49 +95,50 @@ impl Slots {
         self.ended[usize::from(slot)]
     }
 
-    /// Frees the ended slots that the tree no longer contains.
+    /// Frees the ended slots for which `is_empty` says that the tree no longer contains them.
     pub(super) fn free_ended(&mut self, is_empty: impl Fn(u16) -> bool) {
-        for (slot, ended) in (0..NONE).zip(&mut self.ended) {
-            if *ended && is_empty(slot) {
-                *ended = false;
+        for (slot, is_ended) in (0..NO_SLOT).zip(&mut self.ended) {
+            if *is_ended && is_empty(slot) {
+                *is_ended = false;
                 self.ended_count -= 1;
                 self.free.push(slot);
             }
         }
     }
 
+    /// Returns a free or new slot, and whether it is new.
     fn allocate(&mut self) -> (u16, bool) {
         if let Some(slot) = self.free.pop() {
             return (slot, false);
         }
-        let slot = u16::try_from(self.ended.len()).ok().filter(|&slot| slot != NONE);
+        let slot = u16::try_from(self.ended.len()).ok().filter(|&slot| slot != NO_SLOT);
         self.ended.push(false);
-        (slot.expect("three slots per worker are fewer than NONE"), true)
+        (slot.expect("three slots per worker are fewer than NO_SLOT"), true)
     }
 
-    fn end_next(&mut self, worker: usize) {
-        if let Some(slot) = self.next.get_mut(worker) {
-            end(&mut self.ended, &mut self.ended_count, std::mem::replace(slot, NONE));
+    fn end_snapshot(&mut self, worker: usize) {
+        if let Some(slot) = self.snapshot.get_mut(worker) {
+            end_slot(&mut self.ended, &mut self.ended_count, std::mem::replace(slot, NO_SLOT));
         }
     }
 
     fn end_current(&mut self, worker: usize) {
         if let Some(slot) = self.current.get_mut(worker) {
-            end(&mut self.ended, &mut self.ended_count, std::mem::replace(slot, NONE));
+            end_slot(&mut self.ended, &mut self.ended_count, std::mem::replace(slot, NO_SLOT));
         }
     }
 }
 
-fn end(ended: &mut [bool], count: &mut usize, slot: u16) {
-    if slot != NONE {
+fn end_slot(ended: &mut [bool], ended_count: &mut usize, slot: u16) {
+    if slot != NO_SLOT {
         ended[usize::from(slot)] = true;
-        *count += 1;
+        *ended_count += 1;
     }
 }
 
-fn set(slots: &mut Vec<u16>, worker: usize, slot: u16) {
+fn set_slot(slots: &mut Vec<u16>, worker: usize, slot: u16) {
     if slots.len() <= worker {
-        slots.resize(worker + 1, NONE);
+        slots.resize(worker + 1, NO_SLOT);
     }
     slots[worker] = slot;
 }

@@ -1,15 +1,18 @@
-//! All chains of blocks as a tree of runs, and how much of each run every slot holds.
+//! Stores the resident blocks of all workers as a tree, and looks prompts up in it.
 //!
-//! The tree knows slots, not workers, and has no bound on memory.
+//! A chain is the sequence of blocks of a prompt. The nodes of the tree are runs: a run is an
+//! unbranched part of a chain. A holder is one tier (device or host) of one slot, and a slot stands
+//! for a worker (see `slots`). A holder's hold on a run is a prefix of the run, and the prefix
+//! length is the number of blocks in that prefix. If a holder loses blocks inside a run, the tree
+//! splits the run, so that every hold is a prefix again. The tree doesn't limit its memory.
 //!
-//! A run is an unbranched part of a chain. A hash identifies its whole prefix, so two chains that
-//! agree at one block agree in all blocks before it. To compare a run with a prompt, their last
-//! common position is compared first, and bisection finds the difference if they differ there. A
-//! holder has a prefix of a run: its prefix length is the number of blocks in it. When a holder
-//! would have a hole inside a run, the run is split there.
+//! The hash of a block covers all tokens up to the block's end. So two chains that agree at one
+//! block agree in all blocks before that block, and a search can find where they begin to differ.
 //!
-//! The table has an entry for the first block of each group, which leads to the other blocks of the
-//! group in the same run. Blocks of a run before its first complete group have an entry each.
+//! The table finds the run of a block. Eight consecutive blocks of a chain form a group, and their
+//! hashes contain the same group key. Only the first block of a group has a table entry. The other
+//! blocks of the group are found relative to the first one. If a run begins in the middle of a
+//! group, each of its blocks in that group has a table entry of its own.
 
 mod check;
 mod shape;
@@ -25,15 +28,15 @@ use super::{lru::Lru, worker_set::WorkerSet};
 
 /// The empty run at which all chains begin.
 pub(super) const ROOT: RunId = 0;
-/// Maximum number of blocks in a run. It makes each place unique within the run; moving half of
-/// such a run takes about 20 µs.
+/// Maximum number of blocks in a run. A table entry has a block's depth only modulo [`PLACES`], so
+/// in a longer run an entry would point to two blocks. Moving half of a run takes at most 20 µs.
 const RUN_BLOCKS_MAX: usize = PLACES as usize;
-/// Number of parts into which a range is divided per step of the search for a difference.
-const STRIDES: usize = 8;
-/// Bytes that the allocator uses for itself per allocation.
+/// Number of parts into which [`common_len`] divides its range in each step of the search.
+const SEARCH_PARTS: usize = 8;
+/// Estimated bytes that the allocator itself needs for each allocation.
 const ALLOCATION_BYTES: usize = 16;
 
-/// One tier of one slot.
+/// One tier of one slot, which has blocks.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Holder {
     pub(super) slot: u16,
@@ -43,38 +46,41 @@ pub(super) struct Holder {
 /// Why a store stopped early.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Stopped {
-    /// No holder of the parent is known.
-    Orphan,
-    /// A block is already known at another place in the tree.
-    Elsewhere,
+    /// The parent of the first block is not in the tree.
+    UnknownParent,
+    /// A block is already at another position in the tree, or its hash can't follow its
+    /// predecessor's.
+    Contradiction,
 }
 
-/// An unbranched part of a chain. One cache line, because a look-up reads one for each run it
-/// passes.
+/// An unbranched part of a chain. It fills one cache line, because a look-up reads the struct of
+/// each run that it passes.
 #[derive(Debug, Default)]
 #[repr(align(64))]
 pub(super) struct Run {
     blocks: Vec<BlockHash>,
+    /// The prefix length of each slot's device tier.
     device: WorkerSet,
+    /// The prefix length of each slot's host tier. `None` if no host has a block of the run.
     host: Option<Box<WorkerSet>>,
     /// Number of blocks before this run in its chain.
     start: u32,
     parent: RunId,
 }
 
-/// The children of a run: their number and the XOR of their ids. With one child left, the XOR is
-/// its id.
+/// The number of a run's children and the XOR of their ids. The XOR of a single child is its id.
+/// The tree needs the ids of no other children.
 #[derive(Debug, Clone, Copy, Default)]
 struct Children {
     count: u32,
     xor: RunId,
 }
 
-/// A position between two blocks: after the first `blocks` blocks of a run.
+/// A position between two blocks of the tree: after the first `blocks_before` blocks of a run.
 #[derive(Debug, Clone, Copy)]
-struct Place {
+struct Position {
     run: RunId,
-    blocks: usize,
+    blocks_before: usize,
 }
 
 /// The tree of all runs.
@@ -85,14 +91,15 @@ pub(super) struct Tree {
     /// All leaf runs, ordered by last use.
     lru: Lru,
     table: Table,
+    /// The ids in `runs` that are not in use.
     free: Vec<RunId>,
     /// Number of distinct blocks.
     blocks: usize,
     /// Heap memory owned by the runs, in bytes.
     heap_bytes: usize,
-    /// Resident blocks by slot, both tiers.
+    /// By slot: number of resident blocks on both tiers.
     resident_blocks: Vec<u64>,
-    /// Resident blocks on hosts, over all slots.
+    /// Number of blocks resident on host tiers. A block on two hosts counts twice.
     host_blocks: u64,
 }
 
@@ -131,32 +138,33 @@ impl Run {
         self.holders(holder.tier).map_or(0, |holders| usize::from(holders.get(holder.slot)))
     }
 
-    /// Returns the place of `block` if it is `after` blocks behind the place that the table
-    /// proposes.
-    fn place(&self, block: BlockHash, entry: Entry, after: usize) -> Option<usize> {
-        let place = (entry.place.wrapping_sub(self.start) % PLACES) as usize + after;
-        (self.blocks.get(place) == Some(&block)).then_some(place)
+    /// Returns the index of `block` in this run, if it stands `offset` blocks after the block that
+    /// the table's `entry` points to. The table only proposes entries, so the hash is compared.
+    fn index_of(&self, block: BlockHash, entry: Entry, offset: usize) -> Option<usize> {
+        let index = (entry.place.wrapping_sub(self.start) % PLACES) as usize + offset;
+        (self.blocks.get(index) == Some(&block)).then_some(index)
     }
 
-    /// Returns the number of blocks before the run's first group begins.
+    /// Returns the number of blocks before the first group that begins in this run.
     fn ungrouped(&self) -> usize {
-        let before = (GROUP_BLOCKS - self.start as usize % GROUP_BLOCKS) % GROUP_BLOCKS;
-        before.min(self.blocks.len())
+        let ungrouped = (GROUP_BLOCKS - self.start as usize % GROUP_BLOCKS) % GROUP_BLOCKS;
+        ungrouped.min(self.blocks.len())
     }
 
-    /// Iterates over the places in a range whose blocks have a table entry, with key and entry.
+    /// Iterates over the blocks of an index range that have a table entry. Each item is the block's
+    /// index in the run, and the key and value of its table entry.
     fn entries(
         &self,
         run: RunId,
         range: Range<usize>,
     ) -> impl Iterator<Item = (usize, u64, Entry)> {
         let ungrouped = self.ungrouped();
-        let from = range.start.max(ungrouped);
-        let groups = ungrouped + (from - ungrouped).next_multiple_of(GROUP_BLOCKS);
-        let places = (range.start..range.end.min(ungrouped))
-            .chain((groups..range.end).step_by(GROUP_BLOCKS));
-        places.map(move |at| {
-            (at, first_key(self.blocks[at]), Entry::new(run, self.start as usize + at))
+        let grouped_start = range.start.max(ungrouped);
+        let first_group = ungrouped + (grouped_start - ungrouped).next_multiple_of(GROUP_BLOCKS);
+        let indexes = (range.start..range.end.min(ungrouped))
+            .chain((first_group..range.end).step_by(GROUP_BLOCKS));
+        indexes.map(move |index| {
+            (index, entry_key(self.blocks[index]), Entry::new(run, self.start as usize + index))
         })
     }
 
@@ -174,13 +182,13 @@ impl Run {
         count(&self.device) + self.host.as_deref().map_or(0, count)
     }
 
-    fn set_prefix_len(&mut self, holder: Holder, prefix_len: usize, slots: usize) {
+    fn set_prefix_len(&mut self, holder: Holder, prefix_len: usize, slot_count: usize) {
         let prefix_len = to_prefix_len(prefix_len);
         match holder.tier {
-            Tier::Device => self.device.set(holder.slot, prefix_len, slots),
+            Tier::Device => self.device.set(holder.slot, prefix_len, slot_count),
             Tier::Host => {
                 let host = self.host.get_or_insert_default();
-                host.set(holder.slot, prefix_len, slots);
+                host.set(holder.slot, prefix_len, slot_count);
                 if host.is_empty() {
                     self.host = None;
                 }
@@ -189,8 +197,9 @@ impl Run {
     }
 }
 
-/// Returns the key of a block's own table entry: the group's for the first block of a group.
-fn first_key(block: BlockHash) -> u64 {
+/// Returns the key under which a block has its own table entry: the group key if the block is the
+/// first of its group, and otherwise a key made of other bits of its hash.
+fn entry_key(block: BlockHash) -> u64 {
     if block.place() == 0 { block.group_key() } else { block.own_key() }
 }
 
@@ -198,24 +207,25 @@ fn to_prefix_len(blocks: usize) -> u16 {
     u16::try_from(blocks).expect("a run has at most 4,096 blocks")
 }
 
-/// Returns the number of leading blocks that two slices have in common. Both begin at the same
-/// depth.
+/// Returns the number of leading blocks that two parts of chains have in common. Both parts must
+/// begin at the same depth.
 fn common_len(ours: &[BlockHash], theirs: &[BlockHash]) -> usize {
-    let both = ours.len().min(theirs.len());
-    if both == 0 || ours[both - 1] == theirs[both - 1] {
-        return both;
+    let shorter_len = ours.len().min(theirs.len());
+    if shorter_len == 0 || ours[shorter_len - 1] == theirs[shorter_len - 1] {
+        return shorter_len;
     }
-    let (mut same, mut differs) = (0, both - 1);
-    while same < differs {
-        // Eight parts instead of two: the ends of the parts are independent reads, not a chain of
-        // them.
-        let step = (differs - same) / STRIDES + 1;
-        let ends = (1..STRIDES).map(|stride| same + stride * step - 1);
-        let equal = |at: usize| at < differs && ours[at] == theirs[at];
-        same += step * ends.map(|at| usize::from(equal(at))).sum::<usize>();
-        differs = differs.min(same + step - 1);
+    // The first `same_len` blocks are equal, and the blocks at `differing` are not.
+    let (mut same_len, mut differing) = (0, shorter_len - 1);
+    while same_len < differing {
+        // A bisection would compare one block per step and wait for each memory read. The CPU can
+        // do the reads of one step with eight parts at the same time.
+        let part_len = (differing - same_len) / SEARCH_PARTS + 1;
+        let part_ends = (1..SEARCH_PARTS).map(|part| same_len + part * part_len - 1);
+        let is_equal = |index: usize| index < differing && ours[index] == theirs[index];
+        same_len += part_len * part_ends.map(|end| usize::from(is_equal(end))).sum::<usize>();
+        differing = differing.min(same_len + part_len - 1);
     }
-    same
+    same_len
 }
 
 impl Tree {
@@ -243,21 +253,21 @@ impl Tree {
         self.runs.len() - 1 - self.free.len()
     }
 
-    /// Returns the number of entries in `runs`, used or free. A sweep goes through all of them.
-    pub(super) fn places(&self) -> usize {
+    /// Returns the number of run ids, used or free. A sweep goes through all of them.
+    pub(super) fn run_ids(&self) -> usize {
         self.runs.len()
     }
 
     /// Returns the memory in use, in bytes.
     pub(super) fn bytes(&self) -> usize {
-        let beside = size_of::<Children>() * self.children.capacity()
+        let other_vecs = size_of::<Children>() * self.children.capacity()
             + size_of::<RunId>() * self.free.capacity()
             + size_of::<u64>() * self.resident_blocks.capacity();
         let runs = size_of::<Run>() * self.runs.capacity();
-        runs + beside + self.lru.bytes() + self.table.bytes() + self.heap_bytes
+        runs + other_vecs + self.lru.bytes() + self.table.bytes() + self.heap_bytes
     }
 
-    /// Adds an entry for a new slot.
+    /// Adds a slot, which gets the next higher number.
     pub(super) fn add_slot(&mut self) {
         self.resident_blocks.push(0);
     }
@@ -267,23 +277,24 @@ impl Tree {
         self.resident_blocks[usize::from(slot)]
     }
 
-    /// Returns the number of blocks resident on hosts, over all slots.
+    /// Returns the number of blocks resident on host tiers. A block on two hosts counts twice.
     pub(super) fn host_blocks(&self) -> u64 {
         self.host_blocks
     }
 
-    /// Counts the leading blocks of a chain by slot: on the device, and on either tier. `either`
-    /// may be empty if no block is on a host.
+    /// Counts the leading blocks of a chain that each slot has, on its device and on either tier.
+    /// The arrays are indexed by slot and hold zeros at first. An empty `either` stays empty.
     pub(super) fn look_up(&self, chain: &[BlockHash], device: &mut [u32], either: &mut [u32]) {
         let mut depth = 0;
         while let Some(rest) = chain.get(depth..).filter(|rest| !rest.is_empty()) {
-            let begins = |entry: Entry| {
+            let match_run = |entry: Entry| {
                 let run = &self[entry.run];
                 let matched =
                     if run.start as usize == depth { common_len(&run.blocks, rest) } else { 0 };
                 (matched > 0).then_some((run, matched))
             };
-            let Some((run, matched)) = self.table.find(first_key(rest[0]), begins) else { return };
+            let key = entry_key(rest[0]);
+            let Some((run, matched)) = self.table.find(key, match_run) else { return };
             run.device.add_depths(run.start, to_prefix_len(matched), device);
             if !either.is_empty() {
                 run.device.add_depths(run.start, to_prefix_len(matched), either);
@@ -298,41 +309,44 @@ impl Tree {
         }
     }
 
-    /// Records that a holder has `blocks`, the first of which follows `parent`. If the store stops
-    /// early, the blocks before the stop are kept.
+    /// Records that a holder has `blocks`, which follow `parent` or, without a parent, begin a
+    /// chain. If the store stops early, the blocks before the stop are kept.
     pub(super) fn store(
         &mut self,
         holder: Holder,
         parent: Option<BlockHash>,
         blocks: &[BlockHash],
     ) -> Result<(), Stopped> {
-        let mut place = match parent {
-            None => Place { run: ROOT, blocks: 0 },
+        let mut position = match parent {
+            None => Position { run: ROOT, blocks_before: 0 },
             Some(parent) => {
-                let (run, at) = self.find(parent).ok_or(Stopped::Orphan)?;
-                Place { run, blocks: at + 1 }
+                let (run, index) = self.find(parent).ok_or(Stopped::UnknownParent)?;
+                Position { run, blocks_before: index + 1 }
             }
         };
         let mut rest = blocks;
         while let Some(&first) = rest.first() {
-            let inside = &self[place.run].blocks[place.blocks..];
-            if !inside.is_empty() {
-                let same = common_len(inside, rest);
-                if same == 0 {
-                    place.run = self.split(place.run, place.blocks).0;
+            let rest_of_run = &self[position.run].blocks[position.blocks_before..];
+            if !rest_of_run.is_empty() {
+                let same_len = common_len(rest_of_run, rest);
+                if same_len == 0 {
+                    // The new chain branches off here, so the run must end here.
+                    position.run = self.split(position.run, position.blocks_before).0;
                 } else {
-                    place = self.extend_prefix(holder, place, same);
-                    rest = &rest[same..];
+                    position = self.extend_prefix(holder, position, same_len);
+                    rest = &rest[same_len..];
                 }
                 continue;
             }
             match self.find(first) {
-                Some((run, 0)) if self[run].parent == place.run => place = Place { run, blocks: 0 },
-                Some(_) => return Err(Stopped::Elsewhere),
+                Some((run, 0)) if self[run].parent == position.run => {
+                    position = Position { run, blocks_before: 0 };
+                }
+                Some(_) => return Err(Stopped::Contradiction),
                 None => {
-                    let before = self.blocks;
-                    place = self.append(holder, place, rest)?;
-                    rest = &rest[self.blocks - before..];
+                    let blocks_before = self.blocks;
+                    position = self.append(holder, position, rest)?;
+                    rest = &rest[self.blocks - blocks_before..];
                 }
             }
         }
@@ -341,44 +355,45 @@ impl Tree {
 
     /// Records that a holder no longer has `blocks`. Returns how many of them it had.
     pub(super) fn remove(&mut self, holder: Holder, blocks: &[BlockHash]) -> usize {
-        let (mut at, mut removed) = (0, 0);
-        while let Some(&first) = blocks.get(at) {
-            at += 1;
-            let Some((run, place)) = self.find(first) else { continue };
-            // Engines list the blocks of a node in either order. Take adjacent ones together.
-            let (mut from, mut to) = (place, place + 1);
-            let own = &self[run].blocks;
-            while at < blocks.len() && own.get(to) == Some(&blocks[at]) {
-                (at, to) = (at + 1, to + 1);
+        let (mut handled, mut removed) = (0, 0);
+        while let Some(&first) = blocks.get(handled) {
+            handled += 1;
+            let Some((run, index)) = self.find(first) else { continue };
+            // Adjacent blocks are removed together. Engines may list them forwards or backwards.
+            let (mut from, mut to) = (index, index + 1);
+            let run_blocks = &self[run].blocks;
+            while handled < blocks.len() && run_blocks.get(to) == Some(&blocks[handled]) {
+                (handled, to) = (handled + 1, to + 1);
             }
-            while at < blocks.len() && from > 0 && own[from - 1] == blocks[at] {
-                (at, from) = (at + 1, from - 1);
+            while handled < blocks.len() && from > 0 && run_blocks[from - 1] == blocks[handled] {
+                (handled, from) = (handled + 1, from - 1);
             }
             removed += self.release(holder, run, from, to);
         }
         removed
     }
 
-    /// Ends all holds of the slots that `ends` selects, in `runs` runs starting with run `from`.
-    pub(super) fn sweep(&mut self, from: usize, runs: usize, ends: impl Fn(u16) -> bool) {
-        for at in from..(from + runs).min(self.runs.len()) {
-            let mut ending = vec![];
+    /// Removes the holds of all slots that have ended, in `count` runs from run `first` on.
+    pub(super) fn sweep(&mut self, first: usize, count: usize, is_ended: impl Fn(u16) -> bool) {
+        for index in first..(first + count).min(self.runs.len()) {
+            let mut ended_holders = vec![];
             for tier in [Tier::Device, Tier::Host] {
-                let holds = self.runs[at].holders(tier).into_iter().flat_map(WorkerSet::iter);
-                let ended = holds.filter(|hold| ends(hold.slot));
-                ending.extend(ended.map(|hold| Holder { slot: hold.slot, tier }));
+                let holds = self.runs[index].holders(tier).into_iter().flat_map(WorkerSet::iter);
+                let ended_holds = holds.filter(|hold| is_ended(hold.slot));
+                ended_holders.extend(ended_holds.map(|hold| Holder { slot: hold.slot, tier }));
             }
-            let run = RunId::try_from(at).expect("the number of a run is a RunId");
-            for &holder in &ending {
+            let run = RunId::try_from(index).expect("the number of a run is a RunId");
+            for &holder in &ended_holders {
                 self.set_prefix_len(run, holder, 0);
             }
-            if !ending.is_empty() {
+            if !ended_holders.is_empty() {
                 self.settle(run);
             }
         }
     }
 
-    /// Removes the leaf run that was used longest ago. Returns how many resident blocks it had.
+    /// Removes the leaf run that was used longest ago. Returns its number of resident blocks, or
+    /// `None` if the tree is empty. A block that two holders have counts twice.
     pub(super) fn drop_oldest(&mut self) -> Option<u64> {
         let run = self.lru.oldest()?;
         let parent = self[run].parent;
@@ -391,7 +406,8 @@ impl Tree {
             }
         }
         self.settle(run);
-        // The parent was used no later than the run that followed it.
+        // If the parent is now a leaf, `settle` has made it the newest leaf. But its last use was
+        // no later than that of the removed run, which was the oldest leaf.
         if parent != ROOT && self.children[parent as usize].count == 0 && self.is_used(parent) {
             self.lru.remove(parent);
             self.lru.push_oldest(parent);
@@ -399,22 +415,24 @@ impl Tree {
         Some(dropped)
     }
 
+    /// Whether a run is in use. A free run has no blocks.
     fn is_used(&self, run: RunId) -> bool {
         !self[run].blocks.is_empty()
     }
 
-    /// Returns the run that has a block, and the block's place in it.
+    /// Returns the run that has a block, and the block's index in the run.
     fn find(&self, block: BlockHash) -> Option<(RunId, usize)> {
-        let with = |key: u64, after: usize| {
-            let found =
-                |entry: Entry| Some((entry.run, self[entry.run].place(block, entry, after)?));
-            self.table.find(key, found)
+        let find_by_key = |key: u64, offset: usize| {
+            self.table.find(key, |Entry { run, place }| {
+                Some((run, self[run].index_of(block, Entry { run, place }, offset)?))
+            })
         };
-        let grouped = with(block.group_key(), block.place());
-        if block.place() == 0 { grouped } else { grouped.or_else(|| with(block.own_key(), 0)) }
+        let by_group = find_by_key(block.group_key(), block.place());
+        let by_own_key = || find_by_key(block.own_key(), 0);
+        if block.place() == 0 { by_group } else { by_group.or_else(by_own_key) }
     }
 
-    /// Changes a run and updates the account of heap memory.
+    /// Changes a run and updates `heap_bytes`.
     fn change<T>(&mut self, run: RunId, change: impl FnOnce(&mut Run) -> T) -> T {
         let run = &mut self.runs[run as usize];
         let before = run.heap_bytes();
@@ -424,34 +442,35 @@ impl Tree {
     }
 
     fn set_prefix_len(&mut self, run: RunId, holder: Holder, prefix_len: usize) {
-        let slots = self.resident_blocks.len();
-        let before = self[run].prefix_len(holder) as u64;
+        let slot_count = self.resident_blocks.len();
+        let old_prefix_len = self[run].prefix_len(holder) as u64;
         let resident_blocks = &mut self.resident_blocks[usize::from(holder.slot)];
-        *resident_blocks = *resident_blocks + prefix_len as u64 - before;
+        *resident_blocks = *resident_blocks + prefix_len as u64 - old_prefix_len;
         if holder.tier == Tier::Host {
-            self.host_blocks = self.host_blocks + prefix_len as u64 - before;
+            self.host_blocks = self.host_blocks + prefix_len as u64 - old_prefix_len;
         }
-        self.change(run, |run| run.set_prefix_len(holder, prefix_len, slots));
+        self.change(run, |run| run.set_prefix_len(holder, prefix_len, slot_count));
     }
 
-    /// Records that a holder has the `blocks` blocks after a place inside a run. Returns the place
-    /// after them.
-    fn extend_prefix(&mut self, holder: Holder, place: Place, blocks: usize) -> Place {
-        let Place { run, blocks: from } = place;
-        let (to, prefix_len) = (from + blocks, self[run].prefix_len(holder));
+    /// Records that a holder has the `added` blocks that follow `position` in its run. Returns the
+    /// position after these blocks.
+    fn extend_prefix(&mut self, holder: Holder, position: Position, added: usize) -> Position {
+        let Position { run, blocks_before: from } = position;
+        let (to, prefix_len) = (from + added, self[run].prefix_len(holder));
         if prefix_len < from {
+            // The holder lacks a block before `from`, so the added blocks need their own run.
             let (_, tail) = self.split(run, from);
-            self.set_prefix_len(tail, holder, blocks);
+            self.set_prefix_len(tail, holder, added);
             self.touch(tail);
-            return Place { run: tail, blocks };
+            return Position { run: tail, blocks_before: added };
         }
         if prefix_len < to {
             self.set_prefix_len(run, holder, to);
         }
         self.touch(run);
-        // The new blocks may have filled a hole before the child run.
-        let whole = prefix_len < to && to == self[run].blocks.len();
-        Place { run: if whole { self.join(run) } else { run }, blocks: to }
+        // The holder may have been the only one that had the child run without all of this run.
+        let became_whole = prefix_len < to && to == self[run].blocks.len();
+        Position { run: if became_whole { self.join(run) } else { run }, blocks_before: to }
     }
 
     /// Marks a leaf run as the most recently used.
@@ -461,8 +480,8 @@ impl Tree {
         }
     }
 
-    /// Records that a holder no longer has blocks `from..to` of a run. Returns how many of them it
-    /// had.
+    /// Records that a holder no longer has the blocks `from..to` of a run. Returns the number of
+    /// these blocks that it had.
     fn release(&mut self, holder: Holder, run: RunId, from: usize, to: usize) -> usize {
         let prefix_len = self[run].prefix_len(holder);
         let to = to.min(prefix_len);

@@ -1,10 +1,11 @@
-//! Records how much of a run each slot holds.
+//! Records how many leading blocks of a run each worker has, for the tree of resident blocks.
 //!
-//! A slot holds a prefix of the run; its prefix length is the number of blocks in that prefix. Most
-//! runs have one to four holders, a shared system prompt is held by all. The representation depends
-//! on the number of holders.
+//! A run is an unbranched part of a chain of blocks, and a slot is the number that stands for a
+//! worker in the tree. A slot that has leading blocks of the run is a holder. Its prefix length is
+//! the number of these blocks. Most runs have one to four holders, but a shared system prompt can
+//! be on all workers. So the representation depends on the number of holders.
 
-/// Number of holders stored in the run itself, without an allocation.
+/// Number of holders that are stored in place, without an allocation.
 const FEW: usize = 4;
 
 /// The prefix length of each slot. A slot with a prefix length of 0 is not a holder.
@@ -14,7 +15,7 @@ pub(super) enum WorkerSet {
     Few([SlotPrefix; FEW]),
     /// A list of holders in no particular order, without prefix lengths of 0.
     List(Vec<SlotPrefix>),
-    /// An array indexed by slot. Slots beyond its end are not holders.
+    /// The prefix length of each slot. Slots beyond its end are not holders.
     BySlot(Vec<u16>),
 }
 
@@ -41,10 +42,11 @@ impl WorkerSet {
         }
     }
 
+    /// Returns a slot's prefix length, or 0 if the slot is not a holder.
     pub(super) fn get(&self, slot: u16) -> u16 {
         let find = |holds: &[SlotPrefix]| {
-            let mut own = holds.iter().filter(|hold| hold.slot == slot && hold.prefix_len > 0);
-            own.next().map_or(0, |hold| hold.prefix_len)
+            let hold = holds.iter().find(|hold| hold.slot == slot && hold.prefix_len > 0);
+            hold.map_or(0, |hold| hold.prefix_len)
         };
         match self {
             Self::Few(few) => find(few),
@@ -60,9 +62,9 @@ impl WorkerSet {
             Self::List(list) => (list, &[]),
             Self::BySlot(prefix_lens) => (&[], prefix_lens),
         };
-        let dense =
+        let by_slot =
             (0..).zip(prefix_lens).map(|(slot, &prefix_len)| SlotPrefix { slot, prefix_len });
-        list.iter().copied().chain(dense).filter(|hold| hold.prefix_len > 0)
+        list.iter().copied().chain(by_slot).filter(|hold| hold.prefix_len > 0)
     }
 
     /// Returns the longest prefix length.
@@ -80,51 +82,51 @@ impl WorkerSet {
         self.longest() == 0
     }
 
-    /// Sets a slot's prefix length. `slots` is the total number of slots.
-    pub(super) fn set(&mut self, slot: u16, prefix_len: u16, slots: usize) {
+    /// Sets a slot's prefix length. `slot_count` is the number of all slots in the tree.
+    pub(super) fn set(&mut self, slot: u16, prefix_len: u16, slot_count: usize) {
         match self {
             Self::Few(few) => {
-                let own = few.iter().position(|hold| hold.slot == slot && hold.prefix_len > 0);
-                let place = own.or_else(|| few.iter().position(|hold| hold.prefix_len == 0));
-                match place {
-                    Some(at) => few[at] = SlotPrefix { slot, prefix_len },
+                let known = few.iter().position(|hold| hold.slot == slot && hold.prefix_len > 0);
+                let index = known.or_else(|| few.iter().position(|hold| hold.prefix_len == 0));
+                match index {
+                    Some(index) => few[index] = SlotPrefix { slot, prefix_len },
                     None if prefix_len > 0 => {
                         let mut list = Vec::with_capacity(2 * FEW);
                         list.extend_from_slice(few);
                         list.push(SlotPrefix { slot, prefix_len });
                         *self = Self::List(list);
-                        self.choose_representation(slots);
+                        self.choose_representation(slot_count);
                     }
                     None => {}
                 }
             }
             Self::List(list) => {
                 match list.iter().position(|hold| hold.slot == slot) {
-                    Some(at) if prefix_len > 0 => list[at].prefix_len = prefix_len,
-                    Some(at) => drop(list.swap_remove(at)),
+                    Some(index) if prefix_len > 0 => list[index].prefix_len = prefix_len,
+                    Some(index) => drop(list.swap_remove(index)),
                     None if prefix_len > 0 => list.push(SlotPrefix { slot, prefix_len }),
                     None => {}
                 }
-                self.choose_representation(slots);
+                self.choose_representation(slot_count);
             }
             Self::BySlot(prefix_lens) => {
-                let at = usize::from(slot);
-                if at >= prefix_lens.len() && prefix_len > 0 {
-                    prefix_lens.resize(slots.max(at + 1), 0);
+                let index = usize::from(slot);
+                if index >= prefix_lens.len() && prefix_len > 0 {
+                    prefix_lens.resize(slot_count.max(index + 1), 0);
                 }
-                if let Some(own) = prefix_lens.get_mut(at) {
-                    *own = prefix_len;
+                if let Some(old_prefix_len) = prefix_lens.get_mut(index) {
+                    *old_prefix_len = prefix_len;
                 }
                 if prefix_len == 0 {
-                    self.choose_representation(slots);
+                    self.choose_representation(slot_count);
                 }
             }
         }
     }
 
-    /// Lowers every prefix length to at most `at`, which must not be 0.
-    pub(super) fn limit_prefix_lens(&mut self, at: u16) {
-        let lower = |prefix_len: &mut u16| *prefix_len = at.min(*prefix_len);
+    /// Lowers every prefix length to at most `len_max`, which must not be 0.
+    pub(super) fn limit_prefix_lens(&mut self, len_max: u16) {
+        let lower = |prefix_len: &mut u16| *prefix_len = len_max.min(*prefix_len);
         match self {
             Self::Few(few) => few.iter_mut().for_each(|hold| lower(&mut hold.prefix_len)),
             Self::List(list) => list.iter_mut().for_each(|hold| lower(&mut hold.prefix_len)),
@@ -132,16 +134,18 @@ impl WorkerSet {
         }
     }
 
-    /// Changes to the representation that suits the number of holders. Going back to a smaller one
-    /// takes half of the limit, so that a holder that comes and goes causes no change.
-    fn choose_representation(&mut self, slots: usize) {
-        // A pass over the array is vectorized and one over the list isn't: from an eighth of all
-        // slots on, the array is faster.
-        let many = (slots / 8).max(FEW);
+    /// Changes to the representation that suits the number of holders.
+    ///
+    /// The representation grows when the number of holders exceeds a limit, and shrinks when the
+    /// number is at most half of that limit. So one holder that comes and goes changes nothing.
+    fn choose_representation(&mut self, slot_count: usize) {
+        // A pass over the array is vectorized, and a pass over the list is not. With more holders
+        // than an eighth of all slots, the array is faster.
+        let list_len_max = (slot_count / 8).max(FEW);
         match self {
             Self::Few(_) => {}
-            Self::List(list) if list.len() > many => {
-                let mut prefix_lens = vec![0; slots];
+            Self::List(list) if list.len() > list_len_max => {
+                let mut prefix_lens = vec![0; slot_count];
                 for hold in list.iter() {
                     prefix_lens[usize::from(hold.slot)] = hold.prefix_len;
                 }
@@ -151,28 +155,31 @@ impl WorkerSet {
             Self::List(_) => {}
             Self::BySlot(prefix_lens) => {
                 let holders = prefix_lens.iter().filter(|&&prefix_len| prefix_len > 0).count();
-                if holders <= many / 2 {
+                if holders <= list_len_max / 2 {
                     *self = self.iter().collect();
                 }
             }
         }
     }
 
-    /// Updates the depth of each slot whose leading blocks reach `start`: adds its part of the
-    /// `matched` blocks of this run.
+    /// Adds the blocks of this run to the depths that a look-up computes for a prompt.
+    ///
+    /// `depths` is indexed by slot: the number of leading blocks of the prompt that the slot has.
+    /// The run begins after `start` blocks of the prompt, and its first `matched` blocks are in the
+    /// prompt. A slot with a depth below `start` lacks a block before the run, so it gains nothing.
     pub(super) fn add_depths(&self, start: u32, matched: u16, depths: &mut [u32]) {
         let add = |depth: &mut u32, prefix_len: u16| {
-            let reach = start + u32::from(prefix_len.min(matched));
-            *depth = if *depth >= start { reach.max(*depth) } else { *depth };
+            let new_depth = start + u32::from(prefix_len.min(matched));
+            *depth = if *depth >= start { new_depth.max(*depth) } else { *depth };
         };
-        let each = |holds: &[SlotPrefix], depths: &mut [u32]| {
+        let add_each = |holds: &[SlotPrefix], depths: &mut [u32]| {
             for hold in holds.iter().filter(|hold| hold.prefix_len > 0) {
                 add(&mut depths[usize::from(hold.slot)], hold.prefix_len);
             }
         };
         match self {
-            Self::Few(few) => each(few, depths),
-            Self::List(list) => each(list, depths),
+            Self::Few(few) => add_each(few, depths),
+            Self::List(list) => add_each(list, depths),
             Self::BySlot(prefix_lens) => depths
                 .iter_mut()
                 .zip(prefix_lens)

@@ -1,4 +1,4 @@
-//! Checks the invariants of the tree.
+//! Checks the invariants of the tree of blocks, for tests.
 
 use std::collections::{HashMap, HashSet};
 
@@ -10,14 +10,14 @@ use proto::{
 use super::{super::worker_set::WorkerSet, Children, ROOT, RUN_BLOCKS_MAX, Tree};
 
 impl Tree {
-    /// Checks all runs, the table and the counts.
+    /// Checks all runs, the table, the LRU list and the counts.
     ///
     /// # Panics
     /// If an invariant is broken, with its description.
     pub(in super::super) fn check_invariants(&self) {
         let free: HashSet<RunId> = self.free.iter().copied().collect();
         assert_eq!(free.len(), self.free.len(), "a run is in the free list only once");
-        let ids = (1..self.runs.len()).map(|at| RunId::try_from(at).expect("ids are u32"));
+        let ids = (1..self.runs.len()).map(|id| RunId::try_from(id).expect("ids are u32"));
         let used: Vec<RunId> = ids.filter(|run| !free.contains(run)).collect();
         let mut children: HashMap<RunId, Children> = HashMap::new();
         let (mut blocks, mut heap_bytes, mut host) = (0, 0, 0);
@@ -36,9 +36,10 @@ impl Tree {
             }
         }
         for run in used.iter().copied().chain([ROOT]) {
-            let (own, found) = (self.children[run as usize], children.remove(&run));
-            let found = found.unwrap_or_default();
-            assert_eq!((own.count, own.xor), (found.count, found.xor), "children of run {run}");
+            let (stored, counted) = (self.children[run as usize], children.remove(&run));
+            let counted = counted.unwrap_or_default();
+            let (stored, counted) = ((stored.count, stored.xor), (counted.count, counted.xor));
+            assert_eq!(stored, counted, "children of run {run}");
         }
         let leaves: HashSet<RunId> =
             used.iter().copied().filter(|&run| self.children[run as usize].count == 0).collect();
@@ -68,13 +69,14 @@ impl Tree {
             assert_eq!(this.covered(), len, "a holder has the last block of leaf run {run}");
         }
         assert!(this.host.as_ref().is_none_or(|host| !host.is_empty()), "run {run}: empty host");
-        for (at, key, entry) in this.entries(run, 0..len) {
-            let own = |found: Entry| (found == entry).then_some(());
-            assert!(self.table.find(key, own).is_some(), "block {at} of run {run} is in the table");
+        for (index, key, entry) in this.entries(run, 0..len) {
+            let is_entry = |proposed: Entry| (proposed == entry).then_some(());
+            let is_in_table = self.table.find(key, is_entry).is_some();
+            assert!(is_in_table, "block {index} of run {run} is in the table");
         }
-        for (at, &block) in this.blocks.iter().enumerate() {
-            let (found, place) = self.find(block).expect("every block is found");
-            assert_eq!(self[found].blocks[place], block, "block {at} of run {run}");
+        for (index, &block) in this.blocks.iter().enumerate() {
+            let (found_run, found_index) = self.find(block).expect("every block is found");
+            assert_eq!(self[found_run].blocks[found_index], block, "block {index} of run {run}");
         }
     }
 }

@@ -1,7 +1,8 @@
-//! Creates, extends, splits, joins and removes runs.
+//! Creates, extends, splits, joins and removes the runs of the tree.
 //!
-//! The caller says what is held. These functions keep blocks, table, children and LRU list
-//! consistent.
+//! A run is an unbranched part of a chain of blocks, and a holder's hold is a prefix of a run. The
+//! callers decide which holds begin and end. These functions keep the tree's blocks, table,
+//! children and LRU list consistent with that.
 
 use std::ops::Range;
 
@@ -12,32 +13,36 @@ use proto::{
 
 use super::{
     super::worker_set::{SlotPrefix, WorkerSet},
-    Children, Holder, Place, ROOT, RUN_BLOCKS_MAX, Run, Stopped, Tree, to_prefix_len,
+    Children, Holder, Position, ROOT, RUN_BLOCKS_MAX, Run, Stopped, Tree, to_prefix_len,
 };
 
 impl Tree {
-    /// Appends unknown blocks to a run, or to a new run after it, as many as fit into one run.
-    /// Returns the place after them.
+    /// Appends blocks that the tree doesn't have yet at `position`, which is the end of a run. They
+    /// extend that run if it is a leaf that the holder has completely. Otherwise they begin a new
+    /// run. Appends only as many blocks as fit into one run, and returns the position after them.
     pub(super) fn append(
         &mut self,
         holder: Holder,
-        place: Place,
+        position: Position,
         blocks: &[BlockHash],
-    ) -> Result<Place, Stopped> {
-        let Place { run: last, blocks: end } = place;
-        let is_leaf = last != ROOT && self.children[last as usize].count == 0;
-        let grows = is_leaf && end < RUN_BLOCKS_MAX && self[last].prefix_len(holder) == end;
-        let (run, at) = if grows { (last, end) } else { (self.add_after(last), 0) };
-        let fit = &blocks[..blocks.len().min(RUN_BLOCKS_MAX - at)];
+    ) -> Result<Position, Stopped> {
+        let Position { run: last_run, blocks_before } = position;
+        let is_leaf = last_run != ROOT && self.children[last_run as usize].count == 0;
+        let can_grow = is_leaf
+            && blocks_before < RUN_BLOCKS_MAX
+            && self[last_run].prefix_len(holder) == blocks_before;
+        let (run, start) =
+            if can_grow { (last_run, blocks_before) } else { (self.add_after(last_run), 0) };
+        let fitting = &blocks[..blocks.len().min(RUN_BLOCKS_MAX - start)];
         self.change(run, |run| {
-            if run.blocks.capacity() < at + fit.len() {
+            if run.blocks.capacity() < start + fitting.len() {
                 // Leave some room for the next turn, but don't reserve twice the memory in use.
-                run.blocks.reserve_exact(fit.len() + at / 4);
+                run.blocks.reserve_exact(fitting.len() + start / 4);
             }
-            run.blocks.extend_from_slice(fit);
+            run.blocks.extend_from_slice(fitting);
         });
-        let end = self.add_to_table(run, at);
-        self.blocks += end - at;
+        let end = self.add_to_table(run, start);
+        self.blocks += end - start;
         self.change(run, |run| run.blocks.truncate(end));
         if end == 0 {
             self.drop_leaf(run);
@@ -45,30 +50,34 @@ impl Tree {
             self.set_prefix_len(run, holder, end);
             self.touch(run);
         }
-        if end < at + fit.len() { Err(Stopped::Elsewhere) } else { Ok(Place { run, blocks: end }) }
+        if end < start + fitting.len() {
+            return Err(Stopped::Contradiction);
+        }
+        Ok(Position { run, blocks_before: end })
     }
 
-    /// Adds a run's blocks from place `from` on to the table. Stops at a block that can't follow
-    /// its predecessor or is already known. Returns the place where it stopped, or the run's end.
+    /// Adds a run's blocks from index `from` on to the table. Stops at a block that can't follow
+    /// its predecessor or is already known. Returns that block's index, or else the run's length.
     fn add_to_table(&mut self, run: RunId, from: usize) -> usize {
         let Self { table, runs, .. } = self;
         let this = &runs[run as usize];
-        let before =
+        let blocks_before =
             if from > 0 { &this.blocks[..from] } else { &runs[this.parent as usize].blocks };
-        let mut parent = before.last().copied();
-        let follows = |&&block: &&BlockHash| block.can_follow(parent.replace(block));
+        let mut predecessor = blocks_before.last().copied();
+        let follows = |&&block: &&BlockHash| block.can_follow(predecessor.replace(block));
         let end = from + this.blocks[from..].iter().take_while(follows).count();
-        for (at, key, entry) in this.entries(run, from..end) {
-            let is_known =
-                |known: Entry| runs[known.run as usize].place(this.blocks[at], known, 0).is_some();
+        for (index, key, entry) in this.entries(run, from..end) {
+            let is_known = |known: Entry| {
+                runs[known.run as usize].index_of(this.blocks[index], known, 0).is_some()
+            };
             if !table.insert(key, entry, is_known) {
-                return at;
+                return index;
             }
         }
         end
     }
 
-    /// Adds an empty run after another.
+    /// Adds an empty run as a child of `parent`. Returns its id.
     fn add_after(&mut self, parent: RunId) -> RunId {
         let start = self[parent].start as usize + self[parent].blocks.len();
         let start = u32::try_from(start).expect("no prompt has four billion blocks");
@@ -81,6 +90,7 @@ impl Tree {
         run
     }
 
+    /// Stores a run under a free id. The caller links it to its parent.
     fn add(&mut self, run: Run) -> RunId {
         self.heap_bytes += run.heap_bytes();
         if let Some(id) = self.free.pop() {
@@ -99,55 +109,60 @@ impl Tree {
         id
     }
 
+    /// Frees a run's id and memory. The caller has removed the run from all other places.
     fn discard(&mut self, run: RunId) {
         self.change(run, |run| *run = Run::default());
         self.children[run as usize] = Children::default();
         self.free.push(run);
     }
 
-    /// Changes the table entries of a range of blocks from one run to another.
-    fn rename(&mut self, from: RunId, range: Range<usize>, to: RunId) {
+    /// Makes the table entries of a range of blocks of run `from` point to run `to`.
+    fn redirect_entries(&mut self, from: RunId, range: Range<usize>, to: RunId) {
         let Self { table, runs, .. } = self;
         for (_, key, entry) in runs[from as usize].entries(from, range) {
             table.rename(key, entry, to);
         }
     }
 
-    /// Splits a run after its first `at` blocks. Returns head and tail. The part that has children
-    /// keeps the run's id; without children, the longer part does.
-    pub(super) fn split(&mut self, run: RunId, at: usize) -> (RunId, RunId) {
+    /// Splits a run after its first `head_len` blocks. Returns the ids of head and tail.
+    ///
+    /// If the run has children, the tail keeps the run's id, because the children name it as their
+    /// parent. Otherwise the longer part keeps the id, because fewer table entries change then.
+    pub(super) fn split(&mut self, run: RunId, head_len: usize) -> (RunId, RunId) {
         let len = self[run].blocks.len();
-        debug_assert!(0 < at && at < len, "both parts have blocks");
+        debug_assert!(0 < head_len && head_len < len, "both parts have blocks");
         let children = self.children[run as usize];
-        let tail_stays = children.count > 0 || len - at >= at;
-        let id = self.add(Run::default());
-        let (head, tail) = if tail_stays { (id, run) } else { (run, id) };
-        self.rename(run, if tail_stays { 0..at } else { at..len }, id);
+        let tail_keeps_id = children.count > 0 || len - head_len >= head_len;
+        let new_id = self.add(Run::default());
+        let (head_id, tail_id) = if tail_keeps_id { (new_id, run) } else { (run, new_id) };
+        let moved = if tail_keeps_id { 0..head_len } else { head_len..len };
+        self.redirect_entries(run, moved, new_id);
 
-        let mut first = self.change(run, std::mem::take);
-        // If the split divides a group, the group's entry stays with the head.
-        let splits_group = at >= first.ungrouped();
-        let second = first.split_off(at, head);
-        let parent = first.parent;
-        self.change(head, |run| *run = first);
-        self.change(tail, |run| *run = second);
-        if splits_group {
+        let mut head = self.change(run, std::mem::take);
+        let may_split_group = head_len >= head.ungrouped();
+        let tail = head.split_off(head_len, head_id);
+        let parent = head.parent;
+        self.change(head_id, |run| *run = head);
+        self.change(tail_id, |run| *run = tail);
+        if may_split_group {
+            // The entry of a divided group leads only to the group's blocks in the head. The
+            // group's blocks in the tail now need entries of their own.
             let Self { table, runs, .. } = self;
-            let second = &runs[tail as usize];
-            for (_, key, entry) in second.entries(tail, 0..second.ungrouped()) {
+            let tail = &runs[tail_id as usize];
+            for (_, key, entry) in tail.entries(tail_id, 0..tail.ungrouped()) {
                 table.insert(key, entry, |_| false);
             }
         }
 
-        self.children[head as usize] = Children { count: 1, xor: tail };
-        self.children[tail as usize] = children;
-        if tail_stays {
-            self.children[parent as usize].xor ^= run ^ head;
+        self.children[head_id as usize] = Children { count: 1, xor: tail_id };
+        self.children[tail_id as usize] = children;
+        if tail_keeps_id {
+            self.children[parent as usize].xor ^= run ^ head_id;
         } else {
             // The run was a leaf. Now its tail is the leaf.
-            self.lru.replace(run, tail);
+            self.lru.replace(run, tail_id);
         }
-        (head, tail)
+        (head_id, tail_id)
     }
 
     /// Joins a run with its only child, if every holder of the child holds the whole run. Returns
@@ -157,46 +172,51 @@ impl Tree {
         if run == ROOT || count != 1 {
             return run;
         }
-        let (len, more) = (self[run].blocks.len(), self[child].blocks.len());
-        let no_holes = |tier: Tier| {
+        let (len, child_len) = (self[run].blocks.len(), self[child].blocks.len());
+        let holders_have_run = |tier: Tier| {
             let mut holds = self[child].holders(tier).into_iter().flat_map(WorkerSet::iter);
             holds.all(|hold| self[run].prefix_len(Holder { slot: hold.slot, tier }) == len)
         };
-        if len + more > RUN_BLOCKS_MAX || !no_holes(Tier::Device) || !no_holes(Tier::Host) {
+        if len + child_len > RUN_BLOCKS_MAX
+            || !holders_have_run(Tier::Device)
+            || !holders_have_run(Tier::Host)
+        {
             return run;
         }
         let children = self.children[child as usize];
-        let child_stays = children.count > 0 || more > len;
-        let (stays, goes) = if child_stays { (child, run) } else { (run, child) };
-        if self[run].ungrouped() < len {
-            // The group that the split had divided is in one run again.
+        let child_keeps_id = children.count > 0 || child_len > len;
+        let (kept_id, freed_id) = if child_keeps_id { (child, run) } else { (run, child) };
+        let has_group = self[run].ungrouped() < len;
+        if has_group {
+            // If the child begins inside a group, the group's first block is in `run`, and its
+            // entry now leads to all blocks of the group. The child's own entries are redundant.
             let Self { table, runs, .. } = self;
-            let second = &runs[child as usize];
-            for (_, key, entry) in second.entries(child, 0..second.ungrouped()) {
+            let child_run = &runs[child as usize];
+            for (_, key, entry) in child_run.entries(child, 0..child_run.ungrouped()) {
                 table.remove(key, entry);
             }
         }
-        if child_stays {
-            self.rename(run, 0..len, child);
+        if child_keeps_id {
+            self.redirect_entries(run, 0..len, child);
             let parent = self[run].parent;
             self.children[parent as usize].xor ^= run ^ child;
         } else {
-            let kept = if self[run].ungrouped() < len { self[child].ungrouped() } else { 0 };
-            self.rename(child, kept..more, run);
+            let removed = if has_group { self[child].ungrouped() } else { 0 };
+            self.redirect_entries(child, removed..child_len, run);
             self.lru.replace(child, run);
         }
-        let slots = self.resident_blocks.len();
-        let mut whole = self.change(run, std::mem::take);
-        let second = self.change(child, std::mem::take);
-        whole.absorb(&second, slots);
-        self.change(stays, |run| *run = whole);
-        self.discard(goes);
-        self.children[stays as usize] = children;
-        stays
+        let slot_count = self.resident_blocks.len();
+        let mut joined = self.change(run, std::mem::take);
+        let child_run = self.change(child, std::mem::take);
+        joined.absorb(&child_run, slot_count);
+        self.change(kept_id, |run| *run = joined);
+        self.discard(freed_id);
+        self.children[kept_id as usize] = children;
+        kept_id
     }
 
-    /// Restores the shape after holds have ended: removes blocks that no holder has and no run
-    /// follows, and joins runs where possible.
+    /// Tidies a run after some of its holds have ended or become shorter. Removes the blocks at the
+    /// end of a leaf that no holder has, and empty runs. Joins runs where that is possible.
     pub(super) fn settle(&mut self, run: RunId) {
         let mut run = run;
         while run != ROOT {
@@ -206,7 +226,7 @@ impl Tree {
                 return;
             }
             let covered = self[run].covered();
-            self.truncate_run(run, covered);
+            self.truncate_leaf(run, covered);
             let parent = self[run].parent;
             if covered > 0 {
                 self.join(parent);
@@ -228,7 +248,8 @@ impl Tree {
         }
     }
 
-    fn truncate_run(&mut self, run: RunId, len: usize) {
+    /// Removes the blocks of a leaf run after its first `len` blocks.
+    fn truncate_leaf(&mut self, run: RunId, len: usize) {
         let Self { table, runs, .. } = self;
         let this = &runs[run as usize];
         if len == this.blocks.len() {
@@ -258,37 +279,41 @@ impl Children {
 }
 
 impl Run {
-    /// Keeps the first `at` blocks. Returns a run with the other blocks, whose parent is `head`.
-    fn split_off(&mut self, at: usize, head: RunId) -> Self {
-        let blocks = self.blocks.split_off(at);
+    /// Keeps the first `head_len` blocks. Returns a run with the other blocks, whose parent is
+    /// `head_id`.
+    fn split_off(&mut self, head_len: usize, head_id: RunId) -> Self {
+        let blocks = self.blocks.split_off(head_len);
         self.blocks.shrink_to_fit();
-        let host = self.host.as_deref_mut().map(|host| part(host, at));
-        let device = part(&mut self.device, at);
-        let boxed = |host: WorkerSet| (!host.is_empty()).then(|| Box::new(host));
-        let start = self.start + u32::from(to_prefix_len(at));
-        Self { blocks, device, host: host.and_then(boxed), start, parent: head }
+        let host = self.host.as_deref_mut().map(|host| split_holds(host, head_len));
+        let device = split_holds(&mut self.device, head_len);
+        let to_box = |host: WorkerSet| (!host.is_empty()).then(|| Box::new(host));
+        let start = self.start + u32::from(to_prefix_len(head_len));
+        Self { blocks, device, host: host.and_then(to_box), start, parent: head_id }
     }
 
-    /// Appends the blocks of a run whose holders all hold the whole of this one.
-    fn absorb(&mut self, other: &Self, slots: usize) {
+    /// Appends the blocks of a child run, all of whose holders have the whole of this run.
+    fn absorb(&mut self, child: &Self, slot_count: usize) {
         let len = self.blocks.len();
-        self.blocks.reserve_exact(other.blocks.len());
-        self.blocks.extend_from_slice(&other.blocks);
+        self.blocks.reserve_exact(child.blocks.len());
+        self.blocks.extend_from_slice(&child.blocks);
         for tier in [Tier::Device, Tier::Host] {
-            for hold in other.holders(tier).into_iter().flat_map(WorkerSet::iter) {
+            for hold in child.holders(tier).into_iter().flat_map(WorkerSet::iter) {
                 let holder = Holder { slot: hold.slot, tier };
-                self.set_prefix_len(holder, len + usize::from(hold.prefix_len), slots);
+                self.set_prefix_len(holder, len + usize::from(hold.prefix_len), slot_count);
             }
         }
     }
 }
 
-/// Keeps the holders of the first `at` blocks. Returns those of the other blocks.
-fn part(holders: &mut WorkerSet, at: usize) -> WorkerSet {
-    let at = to_prefix_len(at);
-    let others =
-        |hold: SlotPrefix| SlotPrefix { prefix_len: hold.prefix_len.saturating_sub(at), ..hold };
-    let after = holders.iter().map(others).filter(|hold| hold.prefix_len > 0).collect();
-    holders.limit_prefix_lens(at);
-    after
+/// Splits the holds of a run as its blocks are split: limits `holds` to the first `head_len`
+/// blocks, and returns the holds on the tail.
+fn split_holds(holds: &mut WorkerSet, head_len: usize) -> WorkerSet {
+    let head_len = to_prefix_len(head_len);
+    let to_tail_hold = |hold: SlotPrefix| SlotPrefix {
+        prefix_len: hold.prefix_len.saturating_sub(head_len),
+        ..hold
+    };
+    let tail_holds = holds.iter().map(to_tail_hold).filter(|hold| hold.prefix_len > 0).collect();
+    holds.limit_prefix_lens(head_len);
+    tail_holds
 }
