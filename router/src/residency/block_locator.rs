@@ -1,8 +1,9 @@
-//! Finds a turn's blocks and how many of them each worker has.
+//! Divides the prompt of a turn into blocks, and counts how many of them each worker has.
 //!
-//! The counts are those that agents report. For workers whose agent reports none, they are what
-//! this router gave the worker before. This module combines the prompt's blocks, the KV index and
-//! the learned prompts; placement turns the counts into costs.
+//! A turn is one request and its answer, and a block is a fixed number of tokens of the prompt. If
+//! a worker's agent reports the resident blocks, the counts come from the KV index, which follows
+//! these reports. Otherwise they come from the learned prompts, which this router sent to the
+//! worker before. Placement turns the counts into costs.
 
 use std::{collections::HashMap, sync::Arc};
 
@@ -18,14 +19,15 @@ use crate::{
     prompt::{Blocks, Prompt, PromptForm, models::Models},
 };
 
-/// Divisor for the memory of learned blocks, compared with the index of reported blocks. They are
-/// only the blocks that this router has sent, not all resident ones.
+/// The learned prompts get the memory of the KV index divided by this number. They are fewer blocks
+/// than all resident blocks, because they are only what this router has sent.
 const LEARNED_BYTES_DIVISOR: usize = 4;
 
 /// A turn's blocks and how many of them each worker has.
 #[derive(Debug)]
 pub(crate) struct TurnBlocks {
     blocks: Blocks,
+    /// By worker number: how many of the leading blocks the worker has.
     overlap: Overlap,
 }
 
@@ -45,7 +47,7 @@ impl TurnBlocks {
 pub(crate) struct BlockLocator {
     reported: Arc<KvIndex>,
     models: Arc<Models>,
-    /// A leaf lock, held for microseconds.
+    /// Locked for microseconds. No other lock is taken meanwhile.
     sent: Mutex<SentPrompts>,
 }
 
@@ -53,17 +55,18 @@ pub(crate) struct BlockLocator {
 #[derive(Debug)]
 struct SentPrompts {
     learned: LearnedPrompts,
-    /// By worker number: the id of the engine process that got the prompts. A restarted engine has
-    /// none of them.
-    engines: HashMap<usize, String>,
+    /// By worker number: the id of the engine process that got the prompts. After a restart, the
+    /// engine has another id and none of the prompts.
+    engine_ids: HashMap<usize, String>,
 }
 
 impl BlockLocator {
-    /// Creates it with the reported blocks, and nothing learned yet.
+    /// Creates a locator that reads the index `reported` and has no learned prompts yet.
+    /// `bytes_max` is the memory bound of that index, in bytes.
     pub(crate) fn new(reported: Arc<KvIndex>, models: Arc<Models>, bytes_max: usize) -> Self {
         let sent = SentPrompts {
             learned: LearnedPrompts::new(bytes_max / LEARNED_BYTES_DIVISOR),
-            engines: HashMap::new(),
+            engine_ids: HashMap::new(),
         };
         Self { reported, models, sent: Mutex::new(sent) }
     }
@@ -73,22 +76,24 @@ impl BlockLocator {
         worker.number().is_some_and(|number| self.reported.is_live(number))
     }
 
-    /// Whether it is known which of the turn's blocks the worker has, so that a count of 0 means
-    /// none.
+    /// Whether the turn's count for the worker can be trusted. A count of 0 can be trusted only if
+    /// the worker's agent reports its blocks. Otherwise the worker may have blocks that this router
+    /// doesn't know of.
     pub(crate) fn is_known_on(&self, turn_blocks: &TurnBlocks, worker: WorkerRef) -> bool {
         let Some(number) = worker.number() else { return false };
         self.reports_same_blocks(turn_blocks, worker) || turn_blocks.overlap.device(number) > 0
     }
 
-    /// Whether the worker's agent reports blocks under the same hashes as the turn's.
+    /// Whether the worker's agent reports all resident blocks, with the hashes and the size of the
+    /// turn's blocks.
     fn reports_same_blocks(&self, turn_blocks: &TurnBlocks, worker: WorkerRef) -> bool {
         let block_tokens = turn_blocks.blocks.block_tokens.get();
         turn_blocks.blocks.exact
             && self.reported.worker_kv(worker).phase == KvPhase::Live { block_tokens }
     }
 
-    /// Returns the leading prompt tokens that the worker has by its agent's report. `None` if the
-    /// agent doesn't report them, so that it is unknown what the worker must compute.
+    /// Returns the number of leading prompt tokens that the worker has on its device, as its agent
+    /// reports. `None` if the agent doesn't report that.
     pub(crate) fn reported_tokens(
         &self,
         turn_blocks: &TurnBlocks,
@@ -100,10 +105,11 @@ impl BlockLocator {
         Some((blocks * u64::from(block_tokens.get())).min(tokens))
     }
 
-    /// Returns the token ids of a placed turn's prompt, if they are certainly the engine's own.
+    /// Returns the token ids of a placed turn's prompt, if they are certainly those that the engine
+    /// makes of the prompt.
     ///
-    /// Returns `None` if they aren't, if making them takes too long, or if the engine keeps the
-    /// prompt's KV apart by anything else.
+    /// Returns `None` if that isn't certain, if tokenizing takes too long, or if the engine keeps
+    /// the prompt's KV apart from other KV of the same tokens.
     pub(crate) async fn token_ids(
         &self,
         prompt: &Prompt,
@@ -113,13 +119,14 @@ impl BlockLocator {
         description: &Description,
     ) -> Option<Vec<u32>> {
         let form = PromptForm::for_path(path)?;
-        // The engine may tokenize text differently, unless an agent has reported a block of it.
+        // The engine may tokenize the text in another way than this router does. If an agent has
+        // reported the first block under this router's hash, both do it in the same way.
         if prompt.is_text(form, body) && !self.is_first_block_reported(&blocks.blocks) {
             return None;
         }
         let token_ids = self.models.token_ids(prompt, form, body, description).await?;
-        let is_same = u64::try_from(token_ids.len()) == Ok(blocks.blocks.tokens);
-        is_same.then_some(token_ids)
+        let is_same_length = u64::try_from(token_ids.len()) == Ok(blocks.blocks.tokens);
+        is_same_length.then_some(token_ids)
     }
 
     /// Whether any agent has reported the first of these blocks.
@@ -129,8 +136,8 @@ impl BlockLocator {
         overlap.is_found()
     }
 
-    /// Makes the turn's blocks and counts them on each worker. Returns `None` if its prompt has no
-    /// blocks or no engine is known yet.
+    /// Makes the turn's blocks and counts them on each worker. Returns `None` if no blocks can be
+    /// made of the prompt, or if no engine is known yet.
     pub(crate) async fn locate(
         &self,
         prompt: &Prompt,
@@ -142,8 +149,8 @@ impl BlockLocator {
         let form = PromptForm::for_path(path)?;
         let serves = |engine: &EngineFacts| model.is_none_or(|model| engine.serves(model));
         let serving = || view.workers().filter(|(_, _, facts)| serves(&facts.description.engine));
-        // Uses one engine's page size for all: engines of one model should have the same, and
-        // blocks of another size are not compared.
+        // All counts use the page size of one engine. The engines of a model should all have the
+        // same page size. Blocks of another size have other hashes, so they don't match.
         let (_, _, facts) = serving()
             .find(|(_, agent, facts)| agent.is_up() && facts.description.model_files.is_some())
             .or_else(|| serving().next())
@@ -156,7 +163,7 @@ impl BlockLocator {
 
     fn overlap(&self, blocks: &Blocks, view: &Snapshot) -> Overlap {
         let mut overlap = Overlap::default();
-        // The hashes of inexact blocks have a meaning only within this router.
+        // Blocks that aren't exact have hashes of this router's own, which no agent reports.
         let reports_blocks = |number| blocks.exact && self.reported.is_live(number);
         if blocks.exact {
             self.reported.look_up(&blocks.hashes, &mut overlap);
@@ -170,7 +177,7 @@ impl BlockLocator {
         overlap
     }
 
-    /// Records that a worker has taken the turn, so that it will have the turn's blocks.
+    /// Records that a worker has accepted a turn, so that the worker will have the turn's blocks.
     pub(crate) fn record_sent(&self, turn_blocks: &TurnBlocks, worker: WorkerRef, view: &Snapshot) {
         let Some(number) = worker.number() else { return };
         if turn_blocks.blocks.exact && self.reported.is_live(number) {
@@ -183,10 +190,10 @@ impl BlockLocator {
         let pool_tokens = rank.map_or(0, |rank| rank.pool_tokens);
         let instance = &description.engine.instance;
         let mut sent = self.sent.lock();
-        let SentPrompts { learned, engines } = &mut *sent;
-        if engines.get(&number) != Some(instance) {
+        let SentPrompts { learned, engine_ids } = &mut *sent;
+        if engine_ids.get(&number) != Some(instance) {
             learned.clear(number);
-            engines.insert(number, instance.clone());
+            engine_ids.insert(number, instance.clone());
         }
         learned.record(number, pool_tokens, &turn_blocks.blocks);
     }

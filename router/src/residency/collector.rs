@@ -1,4 +1,6 @@
-//! Metrics of the index of resident blocks, read at each scrape.
+//! Exports metrics of the index of resident blocks to Prometheus.
+//!
+//! The index finds which worker has which blocks of a prompt. Its figures are read at each scrape.
 
 use std::sync::Arc;
 
@@ -17,7 +19,7 @@ use prometheus_client::{
 use super::{kv_index::KvIndex, kv_stream::KvPhase};
 use crate::{fleet::view::View, metrics::StateLabel};
 
-/// Collects metrics of the index of resident blocks at each scrape.
+/// Collects the metrics of the index and of the agents' streams that fill it.
 #[derive(Debug)]
 pub(crate) struct KvIndexCollector {
     pub(crate) view: Arc<View>,

@@ -1,7 +1,8 @@
-//! Follows the agents' streams of resident blocks and keeps the overlap index up to date.
+//! Follows the agents' streams of resident blocks, and keeps the overlap index up to date.
 //!
-//! One task per agent reads its stream, on a connection separate from the load reports so that they
-//! don't delay each other. This module makes no placement decisions.
+//! The overlap index finds how many leading blocks of a prompt each worker has. One task per agent
+//! reads the agent's stream. It has a connection of its own, so that blocks and load reports don't
+//! delay each other. This module makes no placement decisions.
 
 use std::{
     collections::HashMap,
@@ -29,9 +30,9 @@ use crate::{
     fleet::{connect::describe_error, worker::WorkerRef},
 };
 
-/// Maximum number of blocks in one change to the index: look-ups wait about 20 µs for such a
-/// change.
-const BLOCKS_AT_ONCE: usize = 512;
+/// Maximum number of blocks in one change to the index. Look-ups have to wait meanwhile, about
+/// 20 µs for this number of blocks.
+const BLOCKS_PER_CHANGE_MAX: usize = 512;
 /// Largest message accepted, in bytes. Agents send at most 256 KiB.
 const MESSAGE_BYTES_MAX: usize = 1 << 20;
 
@@ -39,20 +40,20 @@ const MESSAGE_BYTES_MAX: usize = 1 << 20;
 #[derive(Debug)]
 pub(crate) struct KvIndex {
     index: SharedIndex,
-    /// The stream of each agent. The mutexes are leaf locks.
+    /// By agent. While one of these locks is held, no other lock is taken.
     stream_states: Vec<Mutex<StreamState>>,
-    /// By worker number: whether all of the worker's blocks are known. Placement reads it for every
-    /// worker.
+    /// By worker number: whether all of the worker's blocks are known. Atomic, because each
+    /// placement reads it for every worker.
     live: Vec<AtomicBool>,
 }
 
 /// The state of one agent's stream.
 #[derive(Debug, Default)]
 struct StreamState {
-    /// The phase of each rank; empty while there is no stream.
+    /// By rank: whether its blocks are known. Empty while there is no stream.
     phases: HashMap<u32, KvPhase>,
-    /// Why there is no stream.
-    lost: Option<String>,
+    /// Why there is no stream. `None` before the first stream and after an event.
+    loss_reason: Option<String>,
 }
 
 /// What is known of one worker's resident blocks.
@@ -60,7 +61,7 @@ struct StreamState {
 pub(crate) struct WorkerKv {
     #[serde(flatten)]
     pub(crate) phase: KvPhase,
-    /// Number of resident blocks, on the device or the host.
+    /// Number of resident blocks. A block on both the device and the host counts twice.
     pub(crate) resident_blocks: u64,
 }
 
@@ -92,22 +93,23 @@ impl KvIndex {
         let unknown = |reason: &str| KvPhase::Unknown { reason: reason.to_owned() };
         let phase = {
             let stream_state = self.stream_states[worker.agent].lock();
-            let lost =
-                stream_state.lost.as_deref().unwrap_or("the agent has sent no block event yet");
+            let loss_reason = stream_state.loss_reason.as_deref();
+            let reason = loss_reason.unwrap_or("the agent has sent no block event yet");
             let phase = stream_state.phases.get(&worker.dp_rank).cloned();
-            phase.unwrap_or_else(|| unknown(lost))
+            phase.unwrap_or_else(|| unknown(reason))
         };
-        let blocks = |number| self.index.read(|index| index.resident(number));
-        WorkerKv { phase, resident_blocks: worker.number().map_or(0, blocks) }
+        let count_blocks = |number| self.index.read(|index| index.resident(number));
+        WorkerKv { phase, resident_blocks: worker.number().map_or(0, count_blocks) }
     }
 
-    /// Returns the figures of the index.
+    /// Returns the size of the index and its counters.
     pub(crate) fn stats(&self) -> IndexStats {
         self.index.read(Index::stats)
     }
 
+    /// Applies one change of an agent's stream to the index.
     fn apply(&self, agent: usize, RankChange { dp_rank, change }: RankChange) {
-        // Ranks beyond the index's range have no number. Their turns are placed without overlap.
+        // A rank beyond the index's range has no number, so its turns are placed without overlap.
         let Some(number) = (WorkerRef { agent, dp_rank }).number() else { return };
         match change {
             Change::Reset { .. } => self.index.change(|index| index.begin_snapshot(number)),
@@ -118,7 +120,7 @@ impl KvIndex {
             }
             Change::Stored { tier, parent, blocks } => self.store(number, tier, parent, &blocks),
             Change::Removed { tier, blocks } => {
-                for part in blocks.chunks(BLOCKS_AT_ONCE) {
+                for part in blocks.chunks(BLOCKS_PER_CHANGE_MAX) {
                     self.index.change(|index| index.remove(number, tier, part));
                 }
             }
@@ -132,17 +134,17 @@ impl KvIndex {
         mut parent: Option<BlockHash>,
         blocks: &[BlockHash],
     ) {
-        for part in blocks.chunks(BLOCKS_AT_ONCE) {
+        for part in blocks.chunks(BLOCKS_PER_CHANGE_MAX) {
             self.index.change(|index| index.store(number, tier, parent, part));
             parent = part.last().copied();
         }
     }
 
-    /// Discards all blocks of an agent whose stream is lost: they can't be trusted any longer.
+    /// Discards all blocks of an agent whose stream is lost. Their changes are no longer reported.
     fn discard_agent(&self, agent: usize, why: String) {
         let ranks: Vec<u32> = {
             let mut stream_state = self.stream_states[agent].lock();
-            stream_state.lost = Some(why);
+            stream_state.loss_reason = Some(why);
             stream_state.phases.drain().map(|(rank, _)| rank).collect()
         };
         for dp_rank in ranks {
@@ -178,22 +180,22 @@ impl KvWatcher {
     }
 
     async fn run_forever(&self) {
-        let (mut backoff, mut logged) = (Backoff::default(), String::new());
+        let (mut backoff, mut logged_reason) = (Backoff::default(), String::new());
         loop {
             let mut checker = KvStream::default();
             let why = self.follow_once(&mut checker).await;
             debug!(agent = self.agent, why, "stream of resident blocks ended");
             if !checker.phases().values().any(|phase| matches!(phase, KvPhase::Live { .. })) {
-                // No rank was live, so the blocks are unknown. After a live stream breaks, its
-                // blocks are kept while the task reconnects at once.
-                if why != logged {
+                if why != logged_reason {
                     info!(agent = self.agent, why, "resident blocks are unknown");
-                    logged.clone_from(&why);
+                    logged_reason.clone_from(&why);
                 }
                 self.kv_index.discard_agent(self.agent, why);
             } else {
+                // The stream was live, so its blocks are kept for a quick reconnect. They are
+                // discarded if the next stream also ends before any rank is live.
                 backoff.reset();
-                logged.clear();
+                logged_reason.clear();
             }
             backoff.pause().await;
         }
@@ -227,7 +229,7 @@ impl KvWatcher {
                 self.kv_index.apply(self.agent, change);
             }
             let mut stream_state = self.kv_index.stream_states[self.agent].lock();
-            stream_state.lost = None;
+            stream_state.loss_reason = None;
             stream_state.phases.clone_from(checker.phases());
         }
     }

@@ -1,8 +1,10 @@
-//! Checks the order of events in one agent's stream of resident blocks. Pure.
+//! Checks that one agent's stream of resident blocks is complete and in order, for the router.
 //!
-//! All events must have one epoch and consecutive numbers, and the first change of each rank must
-//! be a reset. An event that breaks these rules ends the stream. A new stream begins with a full
-//! snapshot.
+//! An agent reports which blocks of KV are resident on each rank of its engine. All events of a
+//! stream must have the same epoch (one life of the agent's process) and consecutive sequence
+//! numbers from 0. The first change of each rank must be a reset, which begins a snapshot, or say
+//! that the rank's blocks are unknown. An event that breaks these rules ends the stream. The next
+//! stream begins with snapshots again. The module is pure.
 
 use std::collections::HashMap;
 
@@ -13,7 +15,7 @@ use proto::{
 };
 use serde::Serialize;
 
-/// Maximum number of ranks of one agent: far more than any engine has.
+/// Maximum number of ranks of one agent. No engine has nearly as many.
 const RANKS_MAX: usize = 1024;
 
 /// Why a stream can't be followed any further.
@@ -22,9 +24,9 @@ pub(super) enum Error {
     /// An event is missing or came twice.
     #[error("expected event {want} but received event {got}")]
     Gap {
-        /// The expected number.
+        /// The expected sequence number.
         want: u64,
-        /// The received number.
+        /// The received sequence number.
         got: u64,
     },
     /// The agent process behind the stream changed.
@@ -35,10 +37,10 @@ pub(super) enum Error {
         /// The epoch of this event.
         to: u64,
     },
-    /// A change of a rank that was not reset before, or a completion without a snapshot.
+    /// A rank's blocks changed without a reset before, or its snapshot ended without a beginning.
     #[error("received a change of rank {0} without a reset before it")]
     Order(u32),
-    /// More ranks than any engine has.
+    /// The agent reports more than [`RANKS_MAX`] ranks.
     #[error("received resident blocks of more than {RANKS_MAX} ranks")]
     Ranks,
     /// An event that can't be decoded.
@@ -46,11 +48,11 @@ pub(super) enum Error {
     Invalid(#[from] kv::Error),
 }
 
-/// What is known of the blocks of one rank.
+/// Whether the router knows the resident blocks of one rank.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(tag = "state", rename_all = "snake_case")]
 pub(crate) enum KvPhase {
-    /// Part of the snapshot has arrived.
+    /// The snapshot has begun but isn't complete.
     Snapshot {
         /// Tokens per block.
         block_tokens: u32,
@@ -67,11 +69,13 @@ pub(crate) enum KvPhase {
     },
 }
 
-/// Checks one stream.
+/// The checks of one stream.
 #[derive(Debug, Default)]
 pub(super) struct KvStream {
     epoch: u64,
-    next: u64,
+    /// The sequence number that the next event must have.
+    next_sequence: u64,
+    /// By rank. A rank without any change is absent.
     phases: HashMap<u32, KvPhase>,
 }
 
@@ -81,18 +85,18 @@ impl KvStream {
     /// # Errors
     /// If the event breaks the order, so that a new stream is needed.
     pub(super) fn accept(&mut self, event: v1::KvEvent) -> Result<Vec<RankChange>, Error> {
-        if event.sequence != self.next {
-            return Err(Error::Gap { want: self.next, got: event.sequence });
+        if event.sequence != self.next_sequence {
+            return Err(Error::Gap { want: self.next_sequence, got: event.sequence });
         }
-        if self.next > 0 && event.epoch != self.epoch {
+        if self.next_sequence > 0 && event.epoch != self.epoch {
             return Err(Error::Epoch { from: self.epoch, to: event.epoch });
         }
         self.epoch = event.epoch;
-        self.next += 1;
+        self.next_sequence += 1;
         let mut changes = Vec::with_capacity(event.changes.len());
         for wire in event.changes {
             let change = RankChange::try_from(wire)?;
-            self.check(&change)?;
+            self.update_phase(&change)?;
             changes.push(change);
         }
         Ok(changes)
@@ -104,10 +108,11 @@ impl KvStream {
         &self.phases
     }
 
-    fn check(&mut self, RankChange { dp_rank, change }: &RankChange) -> Result<(), Error> {
-        let before = self.phases.get(dp_rank);
+    /// Changes the phase of a rank as `change` says, or returns why the change can't come now.
+    fn update_phase(&mut self, RankChange { dp_rank, change }: &RankChange) -> Result<(), Error> {
+        let old_phase = self.phases.get(dp_rank);
         let tokens = |block_tokens: BlockTokens| block_tokens.get();
-        let after = match (change, before) {
+        let new_phase = match (change, old_phase) {
             (Change::Reset { block_tokens }, _) => {
                 KvPhase::Snapshot { block_tokens: tokens(*block_tokens) }
             }
@@ -121,10 +126,10 @@ impl KvStream {
             ) => return Ok(()),
             _ => return Err(Error::Order(*dp_rank)),
         };
-        if before.is_none() && self.phases.len() == RANKS_MAX {
+        if old_phase.is_none() && self.phases.len() == RANKS_MAX {
             return Err(Error::Ranks);
         }
-        self.phases.insert(*dp_rank, after);
+        self.phases.insert(*dp_rank, new_phase);
         Ok(())
     }
 }

@@ -1,13 +1,14 @@
-//! Remembers which prompts each worker was given, for agents that don't report resident blocks.
+//! Guesses which blocks of a prompt a worker has, from the prompts that this router sent to it.
 //!
-//! Pure. The result is a guess, because the engine evicts on its own. For each worker, this module
-//! forgets as an engine would: when the prompts exceed the pool's tokens, the end of the one unused
-//! for longest goes first.
+//! The guess serves workers whose agent doesn't report resident blocks. A block is a fixed number
+//! of tokens. The engine evicts blocks without telling the router. So this module forgets the
+//! blocks of each worker as an engine would: when they exceed the worker's pool of KV, the end of
+//! the prompt that was unused for longest goes first. The module is pure.
 //!
-//! A worker's prompts are kept as stretches: consecutive blocks without a branch. A new prompt adds
-//! one stretch with the blocks that weren't known before. So a conversation has one stretch per
-//! turn, and its next turn takes one step per stretch. An [`Index`] of this module's own finds
-//! which worker has how much of a prompt.
+//! A worker's prompts form a tree of stretches. A stretch is a number of consecutive blocks without
+//! a branch. A new prompt adds one stretch with the blocks that weren't known before. So a
+//! conversation has one stretch per turn, and its next turn visits each of them once. An [`Index`]
+//! that only this module uses finds how much of a prompt each worker has.
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -21,31 +22,37 @@ use crate::prompt::Blocks;
 pub struct LearnedPrompts {
     index: Index,
     workers: Vec<WorkerPrompts>,
-    /// Number of prompts given so far; serves as the time of use.
+    /// Number of prompts recorded so far. It serves as the clock for times of use.
     now: u64,
 }
 
-/// The prompts that one worker was given: a tree whose edges are stretches.
+/// The prompts that one worker was given, as a tree of stretches.
 #[derive(Debug, Default)]
 struct WorkerPrompts {
     stretches: HashMap<Id, Stretch>,
-    by_first: HashMap<BlockHash, Id>,
-    /// The stretches that no other follows, longest unused first.
+    /// The stretch that begins with a block.
+    by_first_block: HashMap<BlockHash, Id>,
+    /// The stretches without children, by time of last use and id.
     leaves: BTreeSet<(u64, Id)>,
+    /// Number of tokens in all stretches.
     tokens: u64,
-    next: Id,
+    last_id: Id,
 }
 
 /// The id of a stretch, never reused for the same worker.
 type Id = u64;
 
+/// A number of consecutive blocks of a prompt without a branch. It has at least one block.
 #[derive(Debug)]
 struct Stretch {
     blocks: Box<[BlockHash]>,
+    /// Tokens per block.
     block_tokens: u64,
-    preceding: Option<Id>,
-    /// Number of stretches that follow this one.
-    followers: u32,
+    /// The stretch before this one. `None` if this one begins a prompt.
+    parent: Option<Id>,
+    /// Number of stretches that directly follow this one.
+    children: u32,
+    /// The value of [`LearnedPrompts::now`] at the last use.
     used_at: u64,
 }
 
@@ -71,20 +78,20 @@ impl LearnedPrompts {
         }
         self.now += 1;
         let block_tokens = u64::from(prompt.block_tokens.get());
-        let fitting = usize::try_from(pool_tokens / block_tokens).unwrap_or(usize::MAX);
-        let chain = &prompt.hashes[..prompt.hashes.len().min(fitting)];
+        let pool_blocks = usize::try_from(pool_tokens / block_tokens).unwrap_or(usize::MAX);
+        let chain = &prompt.hashes[..prompt.hashes.len().min(pool_blocks)];
         let prompts = &mut self.workers[worker];
-        let (known, preceding) = prompts.mark_used(chain, self.now);
+        let (known_blocks, parent) = prompts.mark_used(chain, self.now);
         if !chain.is_empty() {
-            // Stores the whole chain, as the index may have dropped known blocks when memory was
+            // The whole chain, because the index may have dropped known blocks when memory was
             // short.
             self.index.store(worker, Tier::Device, None, chain);
         }
-        if known < chain.len() {
-            prompts.insert(&chain[known..], block_tokens, preceding, self.now);
+        if known_blocks < chain.len() {
+            prompts.insert(&chain[known_blocks..], block_tokens, parent, self.now);
         }
         while prompts.tokens > pool_tokens {
-            let Some(blocks) = prompts.remove_oldest() else { break };
+            let Some(blocks) = prompts.remove_oldest_leaf() else { break };
             self.index.remove(worker, Tier::Device, &blocks);
         }
         if cfg!(debug_assertions) {
@@ -100,7 +107,8 @@ impl LearnedPrompts {
         }
     }
 
-    /// Returns the number of tokens that a worker was given and that are not forgotten.
+    /// Returns the number of a worker's tokens that are remembered. A prefix that several prompts
+    /// share counts once.
     #[must_use]
     pub fn tokens(&self, worker: usize) -> u64 {
         self.workers.get(worker).map_or(0, |prompts| prompts.tokens)
@@ -117,110 +125,114 @@ impl LearnedPrompts {
 }
 
 impl WorkerPrompts {
-    /// Marks the known part of a chain as used now. Returns its number of blocks and its last
-    /// stretch.
+    /// Marks the known part of a chain as used now, and splits a stretch that the chain leaves
+    /// halfway. Returns the number of known blocks and the stretch that ends with them.
     fn mark_used(&mut self, chain: &[BlockHash], now: u64) -> (usize, Option<Id>) {
-        let (mut known, mut last) = (0, None);
-        while let Some(&id) = chain.get(known).and_then(|first| self.by_first.get(first)) {
-            let stretch = self.stretches.get_mut(&id).expect("by_first names stretches");
-            if stretch.followers == 0 {
+        let (mut known_blocks, mut last_stretch) = (0, None);
+        while let Some(&id) =
+            chain.get(known_blocks).and_then(|block| self.by_first_block.get(block))
+        {
+            let stretch = self.stretches.get_mut(&id).expect("by_first_block names stretches");
+            if stretch.children == 0 {
                 self.leaves.remove(&(stretch.used_at, id));
                 self.leaves.insert((now, id));
             }
-            let used = std::mem::replace(&mut stretch.used_at, now);
-            let pairs = stretch.blocks.iter().zip(&chain[known..]);
-            let matching = pairs.take_while(|(one, two)| one == two).count();
-            known += matching;
+            let used_before = std::mem::replace(&mut stretch.used_at, now);
+            let pairs = stretch.blocks.iter().zip(&chain[known_blocks..]);
+            let matching = pairs.take_while(|(ours, theirs)| ours == theirs).count();
+            known_blocks += matching;
             if matching < stretch.blocks.len() {
-                return (known, Some(self.split(id, matching, used)));
+                return (known_blocks, Some(self.split(id, matching, used_before)));
             }
-            last = Some(id);
+            last_stretch = Some(id);
         }
-        (known, last)
+        (known_blocks, last_stretch)
     }
 
-    /// Splits a stretch after its first `blocks` blocks. Returns the first part's id. The second
-    /// part keeps `used` as its time of use.
-    fn split(&mut self, id: Id, blocks: usize, used: u64) -> Id {
-        let first_id = self.new_id();
-        let second = self.stretches.get_mut(&id).expect("the stretch was just found");
-        if second.followers == 0 {
-            self.leaves.remove(&(second.used_at, id));
-            self.leaves.insert((used, id));
+    /// Splits a stretch after its first `head_len` blocks. The tail keeps the stretch's id and gets
+    /// `tail_used_at` as its time of use. Returns the head's id.
+    fn split(&mut self, id: Id, head_len: usize, tail_used_at: u64) -> Id {
+        let head_id = self.new_id();
+        let tail = self.stretches.get_mut(&id).expect("the stretch was just found");
+        if tail.children == 0 {
+            self.leaves.remove(&(tail.used_at, id));
+            self.leaves.insert((tail_used_at, id));
         }
-        let first = Stretch {
-            blocks: second.blocks[..blocks].into(),
-            block_tokens: second.block_tokens,
-            preceding: second.preceding.replace(first_id),
-            followers: 1,
-            used_at: std::mem::replace(&mut second.used_at, used),
+        let head = Stretch {
+            blocks: tail.blocks[..head_len].into(),
+            block_tokens: tail.block_tokens,
+            parent: tail.parent.replace(head_id),
+            children: 1,
+            used_at: std::mem::replace(&mut tail.used_at, tail_used_at),
         };
-        second.blocks = second.blocks[blocks..].into();
-        self.by_first.insert(first.blocks[0], first_id);
-        self.by_first.insert(second.blocks[0], id);
-        self.stretches.insert(first_id, first);
-        first_id
+        tail.blocks = tail.blocks[head_len..].into();
+        self.by_first_block.insert(head.blocks[0], head_id);
+        self.by_first_block.insert(tail.blocks[0], id);
+        self.stretches.insert(head_id, head);
+        head_id
     }
 
-    fn insert(&mut self, blocks: &[BlockHash], block_tokens: u64, preceding: Option<Id>, now: u64) {
+    /// Adds a stretch of new blocks after `parent`.
+    fn insert(&mut self, blocks: &[BlockHash], block_tokens: u64, parent: Option<Id>, now: u64) {
         let id = self.new_id();
-        if let Some(preceding) = preceding {
-            let stretch = self.stretches.get_mut(&preceding).expect("it was found just before");
-            if stretch.followers == 0 {
-                self.leaves.remove(&(stretch.used_at, preceding));
+        if let Some(parent) = parent {
+            let stretch = self.stretches.get_mut(&parent).expect("it was found just before");
+            if stretch.children == 0 {
+                self.leaves.remove(&(stretch.used_at, parent));
             }
-            stretch.followers += 1;
+            stretch.children += 1;
         }
         self.tokens += blocks.len() as u64 * block_tokens;
         self.leaves.insert((now, id));
-        self.by_first.insert(blocks[0], id);
+        self.by_first_block.insert(blocks[0], id);
         let stretch =
-            Stretch { blocks: blocks.into(), block_tokens, preceding, followers: 0, used_at: now };
+            Stretch { blocks: blocks.into(), block_tokens, parent, children: 0, used_at: now };
         self.stretches.insert(id, stretch);
     }
 
-    /// Removes the end that was unused for longest. Returns its blocks.
-    fn remove_oldest(&mut self) -> Option<Box<[BlockHash]>> {
+    /// Removes the leaf that was unused for longest. Returns its blocks, or `None` if there is no
+    /// stretch.
+    fn remove_oldest_leaf(&mut self) -> Option<Box<[BlockHash]>> {
         let (_, id) = self.leaves.pop_first()?;
-        let gone = self.stretches.remove(&id).expect("an end is a stretch");
-        self.by_first.remove(&gone.blocks[0]);
-        self.tokens -= gone.blocks.len() as u64 * gone.block_tokens;
-        if let Some(before) = gone.preceding {
-            let stretch = self.stretches.get_mut(&before).expect("followers are removed first");
-            stretch.followers -= 1;
-            if stretch.followers == 0 {
-                self.leaves.insert((stretch.used_at, before));
+        let removed = self.stretches.remove(&id).expect("an end is a stretch");
+        self.by_first_block.remove(&removed.blocks[0]);
+        self.tokens -= removed.blocks.len() as u64 * removed.block_tokens;
+        if let Some(parent) = removed.parent {
+            let stretch = self.stretches.get_mut(&parent).expect("followers are removed first");
+            stretch.children -= 1;
+            if stretch.children == 0 {
+                self.leaves.insert((stretch.used_at, parent));
             }
         }
-        Some(gone.blocks)
+        Some(removed.blocks)
     }
 
     fn new_id(&mut self) -> Id {
-        self.next += 1;
-        self.next
+        self.last_id += 1;
+        self.last_id
     }
 
     fn check_invariants(&self) {
         let tokens = |stretch: &Stretch| stretch.blocks.len() as u64 * stretch.block_tokens;
         assert_eq!(self.tokens, self.stretches.values().map(tokens).sum::<u64>());
-        let mut after: HashMap<Id, u32> = HashMap::new();
+        let mut children: HashMap<Id, u32> = HashMap::new();
         for (id, stretch) in &self.stretches {
-            assert_eq!(self.by_first[&stretch.blocks[0]], *id);
+            assert_eq!(self.by_first_block[&stretch.blocks[0]], *id);
             let is_leaf = self.leaves.contains(&(stretch.used_at, *id));
-            assert_eq!(is_leaf, stretch.followers == 0, "ends are the stretches that none follows");
-            if let Some(before) = stretch.preceding {
+            assert_eq!(is_leaf, stretch.children == 0, "ends are the stretches that none follows");
+            if let Some(parent) = stretch.parent {
                 assert!(
-                    self.stretches[&before].used_at >= stretch.used_at,
+                    self.stretches[&parent].used_at >= stretch.used_at,
                     "used before a follower"
                 );
-                *after.entry(before).or_default() += 1;
+                *children.entry(parent).or_default() += 1;
             }
         }
         for (id, stretch) in &self.stretches {
-            assert_eq!(stretch.followers, after.get(id).copied().unwrap_or(0));
+            assert_eq!(stretch.children, children.get(id).copied().unwrap_or(0));
         }
-        let leaves = self.stretches.values().filter(|stretch| stretch.followers == 0).count();
-        assert_eq!((self.leaves.len(), self.by_first.len()), (leaves, self.stretches.len()));
+        let leaves = self.stretches.values().filter(|stretch| stretch.children == 0).count();
+        assert_eq!((self.leaves.len(), self.by_first_block.len()), (leaves, self.stretches.len()));
     }
 }
 
