@@ -1,7 +1,12 @@
-//! Decides where a turn goes, and sends nothing.
+//! Decides to which worker a turn goes, and holds the turn's place there. Sends nothing.
 //!
-//! Status, placement, binding and lease are one step under the affinity lock, so that concurrent
-//! first turns of a session get one worker.
+//! A session is a sequence of turns that share a growing prefix, and a turn is one request and its
+//! answer. The affinity table binds sessions to workers. One step under its lock reads a session's
+//! status, places the turn and binds the session, so that concurrent first turns get one worker.
+//!
+//! A placed turn has a claim, a hold and a lease. The claim is a header that tells the agent what
+//! the turn does to its session. The hold keeps the binding while the turn runs. The lease counts
+//! the turn's tokens as load of the worker.
 
 use std::sync::Arc;
 
@@ -31,14 +36,16 @@ use crate::{
     residency::block_locator::TurnBlocks,
 };
 
-/// A placed turn and everything it holds.
+/// A turn with its worker, and what the turn holds while it runs.
 #[derive(Debug)]
 pub(crate) struct PlacedTurn {
     pub(crate) worker: WorkerRef,
+
     pub(crate) name: String,
+    /// The address of the agent's data port.
     pub(crate) authority: Arc<str>,
     pub(crate) reason: Reason,
-    /// The claim that is sent to the agent as a header.
+    /// What the agent is told about the session, as a header. `None` without a session.
     pub(crate) claim: Option<Claim>,
     /// Whether the turn may go to another worker if this one refuses it.
     pub(crate) movable: bool,
@@ -50,55 +57,55 @@ pub(crate) struct PlacedTurn {
     pub(crate) resident_tokens: Option<u64>,
 }
 
-/// Holds a session's binding while a turn runs.
+/// Keeps a session bound to its worker while a turn runs. Dropped when the turn ends.
 #[derive(Debug)]
 pub(crate) struct BindingHold {
     shared: Arc<Shared>,
     key: SessionKey,
     /// Whether the agent closes the session when this turn ends.
     closes_session: bool,
-    /// Whether the affinity table was told that the answer began.
-    answered: bool,
-    /// The worker that the session left for a better one.
+    /// Whether the affinity table knows that the answer began.
+    answer_recorded: bool,
+    /// The worker from which this turn moves its session, until the new worker takes the turn.
     left_worker: Option<WorkerRef>,
     /// Size of the turn's body, in bytes.
     body_bytes: u64,
 }
 
 impl BindingHold {
-    /// Marks the turn as its session's last. From its end on, the session counts as unknown until
-    /// the agent's table shows the close.
+    /// Records that the agent closes the session when this turn ends. From then on, the router
+    /// treats the session as closed, even if the agent's table doesn't show the close yet.
     pub(crate) fn close_at_end(&mut self) {
         self.closes_session = true;
     }
 
-    /// Whether the session was closed after its turn was placed, when the worker didn't know of the
-    /// turn yet.
+    /// Whether a client has asked to close the session since the turn was placed.
     pub(crate) fn is_closing(&self) -> bool {
         let affinity = self.shared.affinity.lock();
         affinity.get(&self.key, now()).is_some_and(|binding| binding.closing != Closing::No)
     }
 
-    /// Handles the head of the answer. `taken` is false if the agent refused the turn.
-    pub(crate) fn record_answer(&mut self, taken: bool) {
+    /// Handles the head of the answer. `is_taken` is false if the answer isn't a success.
+    pub(crate) fn record_answer(&mut self, is_taken: bool) {
         self.record_answer_once();
-        if taken {
+        if is_taken {
             self.shared.affinity.lock().record_body_size(&self.key, self.body_bytes);
         }
-        let Some(left_worker) = self.left_worker.take().filter(|_| taken) else { return };
-        // Another turn of the session may still run on the old worker, or have moved back to it.
-        let is_away =
+        let Some(left_worker) = self.left_worker.take().filter(|_| is_taken) else { return };
+        // Otherwise another turn of the session may still run on the old worker, or may have moved
+        // the session back to it.
+        let has_left =
             self.shared.affinity.lock().get(&self.key, now()).is_some_and(|binding| {
                 binding.turns == 1 && binding.worker.agent != left_worker.agent
             });
-        if is_away {
-            // The session's KV on the old worker has no use; once closed, it is evicted first.
+        if has_left {
+            // The session's KV on the old worker is of no use. Closed, it is evicted first.
             self.shared.close_detached(self.key.clone(), left_worker);
         }
     }
 
     fn record_answer_once(&mut self) {
-        if !std::mem::replace(&mut self.answered, true) {
+        if !std::mem::replace(&mut self.answer_recorded, true) {
             self.shared.affinity.lock().record_answer(&self.key);
         }
     }
@@ -117,34 +124,35 @@ impl Drop for BindingHold {
 
 /// What the session's status means for placing its turn.
 struct PlacementConstraint {
+    /// The worker that has the session, and what is known of the session there.
     sticky: Option<Sticky>,
-    /// Whether no other worker can take it: the session is pinned or takes one turn at a time.
-    fixed: bool,
-    /// The retention with which another worker must open the session, if the client opened it.
-    open_as: Option<Retention>,
+    /// Whether no other worker can take the turn if this one refuses it.
+    is_fixed: bool,
+    /// The retention with which a turn that moves opens the session. `None` if it doesn't open it.
+    reopen_as: Option<Retention>,
 }
 
 /// What is known of a turn's prompt when it is placed.
 #[derive(Debug, Clone, Copy)]
 enum PromptBlocks<'a> {
-    /// The prompt wasn't read. That takes time and may be unnecessary.
+    /// The prompt isn't read yet. Reading takes time and may be unnecessary.
     NotRead,
-    /// The prompt's blocks. `None` if no blocks can be made of it.
+    /// The prompt's blocks. `None` if no blocks can be made of the prompt.
     Read(Option<&'a TurnBlocks>),
 }
 
-/// Rough number of bytes per token in a body: JSON with prose and code.
+/// Rough number of bytes per token in a request body, which is JSON with prose and code.
 const BYTES_PER_TOKEN: u64 = 4;
 
 /// The result of one attempt to decide.
 enum Step {
     Placed(Box<PlacedTurn>),
-    /// The decision depends on what the prompt costs on each worker.
+    /// The prompt must be read, because the decision depends on its cost on each worker.
     NeedsPrompt,
 }
 
 impl Shared {
-    /// Places a turn. Reads its prompt only if the session's worker can't be settled without it.
+    /// Places a turn. Reads the prompt only if the worker can't be chosen without it.
     pub(crate) async fn decide(
         self: &Arc<Self>,
         turn: &Turn,
@@ -155,21 +163,23 @@ impl Shared {
         if let Step::Placed(placed) = self.try_decide(turn, turn_id, PromptBlocks::NotRead)? {
             return Ok(*placed);
         }
-        // Runs without the lock: a long prompt takes milliseconds, and other sessions must go on.
+        // Reading a long prompt takes milliseconds. The affinity lock isn't held meanwhile, so that
+        // other sessions' turns can be placed.
         let blocks = self
             .block_locator
             .locate(&turn.prompt, turn.model.as_deref(), path, body, &self.view.load())
             .await;
         match self.try_decide(turn, turn_id, PromptBlocks::Read(blocks.as_ref()))? {
             Step::Placed(placed) => {
-                let reported = |blocks| self.block_locator.reported_tokens(blocks, placed.worker);
-                let resident_tokens = blocks.as_ref().and_then(reported);
+                let count = |blocks| self.block_locator.reported_tokens(blocks, placed.worker);
+                let resident_tokens = blocks.as_ref().and_then(count);
                 Ok(PlacedTurn { blocks, resident_tokens, ..*placed })
             }
             Step::NeedsPrompt => unreachable!("the prompt was given"),
         }
     }
 
+    /// Places a turn if what is known of its prompt is enough for that.
     fn try_decide(
         self: &Arc<Self>,
         turn: &Turn,
@@ -209,8 +219,8 @@ impl Shared {
         Ok(step)
     }
 
-    /// Places a turn on another worker after the first could not take it. `None` if there is no
-    /// other worker or the session can't move.
+    /// Places a turn on another worker after its first worker could not take it. Returns `None` if
+    /// there is no other worker or the turn can't move.
     pub(crate) fn decide_again(
         self: &Arc<Self>,
         turn: &Turn,
@@ -223,15 +233,15 @@ impl Shared {
         let view = self.view.load();
         let intent = turn.session.as_ref();
         let mut affinity = self.affinity.lock();
-        // Another turn may have moved the session in the meantime. Then this turn follows it.
-        let bound = intent
+        // Another turn may have moved the session meanwhile. Then this turn follows the session.
+        let moved_to = intent
             .and_then(|intent| affinity.get(&intent.key, now()))
             .map(|binding| binding.worker)
             .filter(|worker| *worker != first.worker);
         let request = PlacementRequest {
             digest: intent.map_or(Digest(turn_id), |intent| intent.key.digest()),
             expects_more_turns: intent.is_some_and(|intent| !intent.close),
-            sticky: Some(bound.unwrap_or(first.worker))
+            sticky: Some(moved_to.unwrap_or(first.worker))
                 .filter(|_| intent.is_some())
                 .map(Sticky::new),
             prefer: None,
@@ -248,16 +258,18 @@ impl Shared {
             affinity.rebind(&intent.key, placement.worker);
         }
         if let Some(hold) = &mut first.hold {
-            // The move failed, so the session may still need its KV on the worker it left.
+            // If this turn was moving the session, its first move failed. The session may still
+            // need its KV on the worker that it was on before.
             hold.left_worker = None;
         }
         drop(affinity);
-        // The hold goes with the turn. The lease doesn't, as it counts on one worker.
+        // The hold stays with the turn. The lease counts on one worker, so the turn gets a new one.
         let second =
             self.commit_placement(turn, turn_id, &view, placement, first.hold.take(), true);
         Some(PlacedTurn { blocks: first.blocks.take(), ..second })
     }
 
+    /// Places a turn of a session, in one step under the affinity lock.
     fn decide_session(
         self: &Arc<Self>,
         turn: &Turn,
@@ -274,17 +286,18 @@ impl Shared {
             affinity.get(&intent.key, now()),
             now(),
         );
-        let PlacementConstraint { mut sticky, fixed, open_as } = admit(intent, &status, view)?;
+        let PlacementConstraint { mut sticky, is_fixed, reopen_as } = admit(intent, &status, view)?;
         if let (Some(sticky), Some(binding)) = (&mut sticky, affinity.get(&intent.key, now())) {
             self.add_binding(sticky, binding, turn);
             sticky.fixed |= intent.delta;
         }
-        // A worker whose blocks are unknown would seem to have none: place without the prompt.
-        let is_counted = |blocks: &TurnBlocks| {
+        // If the blocks of the session's worker are unknown, the worker would seem to have none of
+        // the prompt. Then the turn is placed without its prompt.
+        let is_known = |blocks: &TurnBlocks| {
             sticky.is_none_or(|sticky| self.block_locator.is_known_on(blocks, sticky.worker))
         };
         let base = match prompt {
-            PromptBlocks::Read(Some(blocks)) if !is_counted(blocks) => {
+            PromptBlocks::Read(Some(blocks)) if !is_known(blocks) => {
                 PlacementRequest { prompt: None, ..base }
             }
             _ => base,
@@ -306,35 +319,36 @@ impl Shared {
             && worker != placement.worker
             && intent.delta
         {
-            // On another worker there is no history that a delta could be appended to.
+            // A delta turn has only the new tokens, and another worker doesn't have the history.
             return Err(Error::SessionLost { worker: view.name(worker), agent_up: false });
         }
-        let exclusive = intent.open || intent.retention == Some(Retention::Pinned);
-        let mut hold = self.hold_binding(&mut affinity, intent, placement.worker, exclusive)?;
+        let mut hold = self.hold_binding(&mut affinity, intent, placement.worker)?;
         hold.body_bytes = turn.body_bytes;
         if placement.reason == Reason::Moved {
             hold.left_worker = sticky.map(|sticky| sticky.worker);
         }
         drop(affinity);
-        let moved = sticky.is_some_and(|sticky| sticky.worker != placement.worker);
-        let mut placed = self.commit_placement(turn, turn_id, view, placement, Some(hold), !fixed);
-        if let (true, Some(retention), Some(claim)) = (moved, open_as, &mut placed.claim) {
+        let is_moved = sticky.is_some_and(|sticky| sticky.worker != placement.worker);
+        let mut placed =
+            self.commit_placement(turn, turn_id, view, placement, Some(hold), !is_fixed);
+        if let (true, Some(retention), Some(claim)) = (is_moved, reopen_as, &mut placed.claim) {
             claim.open = true;
             claim.retention = claim.retention.or(Some(retention));
         }
         Ok(Step::Placed(Box::new(placed)))
     }
 
-    /// Adds what the session's binding shows to what is known of the session's worker.
+    /// Adds to `sticky` what only the session's binding shows.
     fn add_binding(&self, sticky: &mut Sticky, binding: &Binding, turn: &Turn) {
         sticky.moved_at = binding.moved_at;
         let ended = if binding.turns > 0 { Some(now()) } else { binding.last_turn_ended };
         sticky.last_turn_ended = ended.filter(|_| self.block_locator.reports_blocks(sticky.worker));
-        // A binding without a turn has no body size to compare with.
-        let before = Some(binding.body_bytes).filter(|&bytes| bytes > 0);
-        let new_bytes = before.and_then(|before| turn.body_bytes.checked_sub(before));
+        // The size is 0 as long as no worker has taken a turn of the session.
+        let previous_bytes = Some(binding.body_bytes).filter(|&bytes| bytes > 0);
+        let new_bytes = previous_bytes.and_then(|bytes| turn.body_bytes.checked_sub(bytes));
         sticky.new_tokens = new_bytes.map(|bytes| bytes / BYTES_PER_TOKEN);
-        // The KV of a running turn isn't resident yet, and the load there is the turn itself.
+        // The costs can't be compared while a turn of the session runs: its KV isn't resident yet,
+        // and the worker's load includes that turn.
         sticky.fixed |= binding.turns > 0 || binding.exclusive;
     }
 
@@ -344,15 +358,15 @@ impl Shared {
         affinity: &mut MutexGuard<'_, Affinity>,
         intent: &SessionIntent,
         worker: WorkerRef,
-        exclusive: bool,
     ) -> Result<BindingHold, Error> {
+        let exclusive = intent.open || intent.retention == Some(Retention::Pinned);
         affinity.begin_turn(&intent.key, worker, exclusive, now())?;
         affinity.set_placement_only(&intent.key, intent.placement_only);
         Ok(BindingHold {
             shared: Arc::clone(self),
             key: intent.key.clone(),
             closes_session: false,
-            answered: false,
+            answer_recorded: false,
             left_worker: None,
             body_bytes: 0,
         })
@@ -408,7 +422,7 @@ impl Shared {
         }
     }
 
-    /// Returns the worker of the parent session, or else the worker of the turn's cache key.
+    /// Returns the worker of the parent session, or else the last worker of the turn's cache key.
     fn preferred(&self, turn: &Turn, view: &Snapshot) -> Option<(WorkerRef, Reason)> {
         if let Some(parent) = &turn.parent
             && let SessionStatus::Open { worker, .. } | SessionStatus::Bound { worker, .. } =
@@ -424,7 +438,7 @@ impl Shared {
     fn remember_cache_key(&self, turn: &Turn, worker: WorkerRef) {
         let Some(key) = &turn.cache_key else { return };
         let mut cache_keys = self.cache_keys.lock();
-        // Renews the binding by a turn that ends at once. A full table doesn't store the key.
+        // A turn that ends at once renews the key's binding. A full table doesn't store the key.
         if cache_keys.begin_turn(key, worker, false, now()).is_ok() {
             cache_keys.end_turn(key, now());
         }
@@ -433,7 +447,7 @@ impl Shared {
 
 /// Returns the compared figures with their workers' names, for the log.
 fn with_names(figures: &[Figures], view: &Snapshot) -> Vec<(String, Figures)> {
-    figures.iter().map(|one| (view.name(one.worker), *one)).collect()
+    figures.iter().map(|figure| (view.name(figure.worker), *figure)).collect()
 }
 
 /// Checks whether the session's status allows the turn, and returns what it means for placement.
@@ -454,34 +468,27 @@ fn admit(
         {
             Err(Error::DeltaWithoutHistory)
         }
-        SessionStatus::Unknown => Ok(PlacementConstraint {
-            sticky: None,
-            // No worker has any state of the session yet.
-            fixed: false,
-            open_as: None,
-        }),
+        SessionStatus::Unknown => {
+            Ok(PlacementConstraint { sticky: None, is_fixed: false, reopen_as: None })
+        }
         SessionStatus::Bound { worker, busy, .. } => {
-            // A turn of the session runs on the worker, so this turn must follow it there.
+            // If the session is busy, its turn runs on the worker, and this turn must go there.
             let sticky = Some(Sticky { fixed: *busy, ..Sticky::new(*worker) });
-            Ok(PlacementConstraint { sticky, fixed: *busy, open_as: None })
+            Ok(PlacementConstraint { sticky, is_fixed: *busy, reopen_as: None })
         }
         SessionStatus::Open { worker, session, .. } => {
-            let pinned = session.retention == Retention::Pinned;
-            let fixed = session.exclusive || (pinned && !session.whole_history);
+            let is_pinned = session.retention == Retention::Pinned;
+            let fixed = session.exclusive || (is_pinned && !session.full_history);
             let reported_tokens = session.resident_tokens.map_or(0, |figure| figure.value);
-            let private_tokens = if pinned { reported_tokens } else { 0 };
+            let private_tokens = if is_pinned { reported_tokens } else { 0 };
             let sticky = Sticky { fixed, reported_tokens, private_tokens, ..Sticky::new(*worker) };
-            let sticky = Some(sticky);
-            Ok(PlacementConstraint {
-                sticky,
-                fixed,
-                open_as: session.exclusive.then_some(session.retention),
-            })
+            let reopen_as = session.exclusive.then_some(session.retention);
+            Ok(PlacementConstraint { sticky: Some(sticky), is_fixed: fixed, reopen_as })
         }
     }
 }
 
-/// Whether a turn runs that this one can't wait for. If turns may queue, the agent decides instead.
+/// Whether a turn of the session runs and its agent has no queue in which another turn could wait.
 pub(crate) fn is_busy(status: &SessionStatus, view: &Snapshot) -> bool {
     let (SessionStatus::Open { busy: true, worker, .. }
     | SessionStatus::Bound { busy: true, worker, .. }) = status
