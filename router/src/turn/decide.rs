@@ -40,7 +40,6 @@ use crate::{
 #[derive(Debug)]
 pub(crate) struct PlacedTurn {
     pub(crate) worker: WorkerRef,
-
     pub(crate) name: String,
     /// The address of the agent's data port.
     pub(crate) authority: Arc<str>,

@@ -1,4 +1,7 @@
-//! Why a turn, or an open or close of a session, is refused.
+//! Lists the reasons for which the router refuses a turn, or the open or close of a session.
+//!
+//! A session is a sequence of turns that share a growing prefix. A turn is one request and its
+//! answer.
 
 use service::refusal::Refusal;
 use tonic::{Code, Status};
@@ -9,10 +12,10 @@ use crate::placement::{NoWorker, affinity::Full};
 /// Why a turn, or an open or close of a session, is refused. Each message is for the client.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Error {
-    /// The router has as many turns in flight as it may have.
+    /// The router has the maximum number of turns in flight.
     #[error("the router has turns_in_flight_max turns in flight; try again")]
     TurnsFull,
-    /// The body is too large, incomplete or late, or exceeds the budget for bodies.
+    /// The body is too large, incomplete or too slow, or the memory for bodies is used up.
     #[error(transparent)]
     Body(#[from] Refusal),
     /// The body did not arrive within the turn's time limit.
@@ -30,7 +33,7 @@ pub(crate) enum Error {
     /// A close names a session that is not open.
     #[error("no session is open under this id; open it with POST /v1/sessions")]
     SessionUnknown,
-    /// A delta turn names a session that is not open.
+    /// A delta turn (its body has only the new tokens) names a session that is not open.
     #[error(
         "this turn is a delta, but no session is open under its id; open the session first with \
          POST /v1/sessions, or send the full history without delta meaning"
@@ -42,13 +45,13 @@ pub(crate) enum Error {
          has ended"
     )]
     SessionBusy,
-    /// A turn came while its session closes.
+    /// The turn's session is closing.
     #[error("this session is closing; wait until its last turn has ended, then open it again")]
     TurnWhileClosing,
-    /// An open came while its session closes.
+    /// The session to open is still closing.
     #[error("this session is closing; wait until its last turn has ended, then open it again")]
     OpenWhileClosing,
-    /// The session's KV and history are gone.
+    /// The session's KV and history were on a worker that has lost them or can't be reached.
     #[error(
         "the session's KV and history were on worker {worker}, {}; open the session again and send \
          the full history",
@@ -72,9 +75,9 @@ pub(crate) enum Error {
 }
 
 impl Error {
-    /// Converts an agent's gRPC error. Logs an error that no client can act on.
+    /// Converts an agent's gRPC error. Logs the error if no client can act on it.
     pub(super) fn agent(status: Status) -> Self {
-        let is_known = matches!(
+        let is_for_client = matches!(
             status.code(),
             Code::ResourceExhausted
                 | Code::FailedPrecondition
@@ -83,14 +86,14 @@ impl Error {
                 | Code::DeadlineExceeded
                 | Code::Unavailable
         );
-        if !is_known {
+        if !is_for_client {
             tracing::warn!(code = ?status.code(), message = status.message(), "agent failed");
         }
         Self::Agent(status)
     }
 }
 
-/// Why a worker gave no answer.
+/// Why a worker gave no answer to a turn.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum NoAnswer {
     /// The connection could not be made, so nothing was sent.

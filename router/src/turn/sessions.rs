@@ -1,8 +1,9 @@
 //! Opens, closes and looks up sessions for clients.
 //!
-//! The agents hold the sessions. The router chooses the worker and remembers what the agents'
-//! tables can't show yet. Opens and closes run in tasks of their own: if a client leaves in the
-//! middle, no session may be left behind, and a close must still happen.
+//! A session is a sequence of turns (requests and their answers) that share a growing prefix. The
+//! agents hold the sessions and report them in tables. The router chooses a session's worker, and
+//! remembers in a binding what the agents' tables can't show yet. Opens and closes run in tasks of
+//! their own, so that they are completed even if the client leaves before that.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -23,7 +24,7 @@ use crate::{
     },
 };
 
-/// Maximum number of sessions in a list. A caller with more is told that the list is incomplete.
+/// Maximum number of sessions in a list. An owner of more sessions is told that some are missing.
 pub(crate) const LISTED_MAX: usize = 1000;
 
 /// A session as shown to its owner.
@@ -31,8 +32,9 @@ pub(crate) const LISTED_MAX: usize = 1000;
 pub(crate) struct SessionView {
     pub(crate) key: SessionKey,
     pub(crate) worker: WorkerRef,
-    /// `None` if the session is placed but no agent has reported it.
+    /// The session as its agent reports it. `None` if no agent has reported it.
     pub(crate) session: Option<Arc<Session>>,
+    /// Whether the session's KV and history are lost.
     pub(crate) lost: bool,
 }
 
@@ -45,6 +47,15 @@ pub(crate) struct OpenedSession {
     pub(crate) new: bool,
 }
 
+/// Where a session is to be opened.
+struct OpenPlacement {
+    worker: WorkerRef,
+    /// Whether the session was open already.
+    was_open: bool,
+    /// Whether another worker may open the session, because no worker has it.
+    can_move: bool,
+}
+
 impl Shared {
     /// Opens a session, or returns the one that is already open.
     pub(crate) async fn open(
@@ -55,18 +66,18 @@ impl Shared {
         self.detached(async move { Box::pin(shared.open_now(open_request)).await }).await
     }
 
-    /// Closes a session. Returns once the agent has agreed; a turn may still be running then.
+    /// Closes a session. Returns once the agent has agreed. If a turn of the session is still
+    /// running then, the agent closes the session after that turn.
     pub(crate) async fn close(self: &Arc<Self>, key: SessionKey) -> Result<(), Error> {
         self.settled_view().await;
-        // Recorded before the first await, so that the second of two closes finds the session
-        // closing.
-        let (worker, bound_only) = {
+        // One step under the lock, so that the second of two closes finds the session closing.
+        let (worker, is_placement_only) = {
             let view = self.view.load();
             let mut affinity = self.affinity.lock();
             let at = now();
             let status = session_status::determine_status(&key, &view, affinity.get(&key, at), at);
-            let (worker, bound_only) = match status {
-                // A binding to a worker whose agent has forgotten the session is not a session.
+            let (worker, is_placement_only) = match status {
+                // An old binding to a worker whose agent doesn't report the session is no session.
                 SessionStatus::Unknown
                 | SessionStatus::Closing
                 | SessionStatus::Bound { recent: false, placement_only: false, .. } => {
@@ -78,13 +89,13 @@ impl Shared {
                 }
             };
             affinity.record_close_request(&key, worker, at)?;
-            (worker, bound_only)
+            (worker, is_placement_only)
         };
         let shared = Arc::clone(self);
-        self.detached(async move { shared.close_now(&key, worker, bound_only).await }).await
+        self.detached(async move { shared.close_now(&key, worker, is_placement_only).await }).await
     }
 
-    /// Returns one session of its owner.
+    /// Returns a session to show it to its owner. `None` if there is no such session.
     pub(crate) async fn find_session(&self, key: &SessionKey) -> Option<SessionView> {
         let view = self.settled_view().await;
         self.to_view(key, self.session_status(key, &view))
@@ -96,7 +107,7 @@ impl Shared {
         let mut keys: BTreeMap<String, SessionKey> = view
             .sessions
             .iter()
-            .map(|one| &one.session.key)
+            .map(|located| &located.session.key)
             .filter(|key| key.principal() == principal)
             .map(|key| (key.id().to_owned(), key.clone()))
             .collect();
@@ -113,7 +124,7 @@ impl Shared {
         (listed, views.next().is_some())
     }
 
-    /// Closes what is left of a lost session, so that it can be opened again.
+    /// Closes a lost session at its agent, so that the session can be opened again.
     pub(crate) async fn close_lost(
         &self,
         key: &SessionKey,
@@ -127,13 +138,14 @@ impl Shared {
             Ok(_) | Err(_) => {}
         }
         let mut affinity = self.affinity.lock();
-        // Hides the session until the agent's table shows the close, or while the agent is gone.
+        // Hides the session as long as the agent's last table still shows it.
         if affinity.record_close_request(key, worker, now()).is_ok() {
             affinity.record_close(key, false, now());
         }
         Ok(())
     }
 
+    /// Returns what the owner sees of a session with this status. `None` if it doesn't exist.
     fn to_view(&self, key: &SessionKey, status: SessionStatus) -> Option<SessionView> {
         let key = key.clone();
         match status {
@@ -149,29 +161,30 @@ impl Shared {
             SessionStatus::Lost { worker, .. } => {
                 let view = self.view.load();
                 let located = view.sessions.locate(&key);
-                let session = located.iter().find(|one| one.worker == worker);
-                let session = session.map(|one| Arc::clone(&one.session));
+                let session = located.iter().find(|located| located.worker == worker);
+                let session = session.map(|located| Arc::clone(&located.session));
                 Some(SessionView { key, worker, session, lost: true })
             }
         }
     }
 
+    /// Opens a session at an agent. If that agent can't open it, tries another agent once.
     async fn open_now(self: Arc<Self>, open_request: OpenRequest) -> Result<OpenedSession, Error> {
         let key = &open_request.key;
         if let SessionStatus::Lost { worker, .. } = self.session_status_after_reconnect(key).await {
             self.close_lost(key, worker).await?;
         }
-        let (first, was_open, may_move) = self.place_for_open(&open_request, None)?;
-        let answered = self.controls[first.agent].open(&open_request, first.dp_rank).await;
-        let (worker, answered) = match answered {
-            // The agent is full or unreachable. Try one other worker, unless the session is tied to
-            // this one.
+        let OpenPlacement { worker: first, was_open, can_move } =
+            self.place_for_open(&open_request, None)?;
+        let result = self.controls[first.agent].open(&open_request, first.dp_rank).await;
+        let (worker, result) = match result {
+            // The agent is full or unreachable.
             Err(status)
-                if may_move
+                if can_move
                     && matches!(status.code(), Code::ResourceExhausted | Code::Unavailable) =>
             {
                 match self.place_for_open(&open_request, Some(first)) {
-                    Ok((second, ..)) => {
+                    Ok(OpenPlacement { worker: second, .. }) => {
                         self.metrics.retried("open");
                         let control = &self.controls[second.agent];
                         (second, control.open(&open_request, second.dp_rank).await)
@@ -179,12 +192,12 @@ impl Shared {
                     Err(_) => (first, Err(status)),
                 }
             }
-            answered => (first, answered),
+            result => (first, result),
         };
         let epoch = self.view.load().agent(worker).epoch();
         let mut affinity = self.affinity.lock();
         affinity.end_turn(key, now());
-        match answered {
+        match result {
             Ok(session) => {
                 let worker = WorkerRef { dp_rank: session.dp_rank, ..worker };
                 let new = !was_open && session.turns == 0;
@@ -203,14 +216,15 @@ impl Shared {
         }
     }
 
-    /// Chooses where to open a session and holds the binding, so that turns sent meanwhile go there
-    /// too. With `exclude`, moves a binding that is already held. Returns the worker, whether the
-    /// session was open, and whether it may go to another worker.
+    /// Chooses where to open a session, and binds the session to that worker, so that turns sent
+    /// meanwhile go there too. The binding is held like that of a running turn until the caller
+    /// ends it. `exclude` is the worker of a first call that failed to open the session: the second
+    /// call moves the binding to another worker.
     fn place_for_open(
         &self,
         open_request: &OpenRequest,
         exclude: Option<WorkerRef>,
-    ) -> Result<(WorkerRef, bool, bool), Error> {
+    ) -> Result<OpenPlacement, Error> {
         let key = &open_request.key;
         let view = self.view.load();
         let at = now();
@@ -224,10 +238,10 @@ impl Shared {
             SessionStatus::Bound { worker, .. } => (Some(worker), false),
             SessionStatus::Open { worker, .. } => (Some(worker), true),
         };
-        let pinned = open_request.retention == Some(Retention::Pinned);
+        let is_pinned = open_request.retention == Some(Retention::Pinned);
         let sticky = bound
             .filter(|_| exclude.is_none())
-            .map(|worker| Sticky { fixed: was_open && pinned, ..Sticky::new(worker) });
+            .map(|worker| Sticky { fixed: was_open && is_pinned, ..Sticky::new(worker) });
         let request = PlacementRequest {
             digest: key.digest(),
             expects_more_turns: true,
@@ -247,37 +261,40 @@ impl Shared {
         match exclude {
             None => {
                 affinity.begin_turn(key, placement.worker, false, at)?;
-                // An open isn't a turn, so it doesn't make the session busy.
+                // An unanswered turn can make the session busy, and an open must not.
                 affinity.record_answer(key);
             }
             Some(_) => affinity.rebind(key, placement.worker),
         }
-        Ok((placement.worker, was_open, bound.is_none()))
+        Ok(OpenPlacement { worker: placement.worker, was_open, can_move: bound.is_none() })
     }
 
+    /// Closes a session at its agent. `is_placement_only` tells that no agent has ever reported the
+    /// session, because the client asked only for its placement.
     async fn close_now(
         self: Arc<Self>,
         key: &SessionKey,
         worker: WorkerRef,
-        bound_only: bool,
+        is_placement_only: bool,
     ) -> Result<(), Error> {
-        // Closes copies that the session left on other workers, too. Otherwise one could reappear.
+        // After a move, other workers may still have the session. It is closed there, too, or the
+        // session would seem to be open on one of these workers.
         let view = self.view.load();
-        let others = view.sessions.locate(key).iter().map(|one| one.worker);
+        let others = view.sessions.locate(key).iter().map(|located| located.worker);
         others
             .filter(|other| other.agent != worker.agent && view.agent(*other).is_up())
             .for_each(|other| self.close_detached(key.clone(), other));
-        let answered = self.controls[worker.agent].close(key).await;
+        let result = self.controls[worker.agent].close(key).await;
         let mut affinity = self.affinity.lock();
-        match answered {
+        match result {
             Ok(deferred) => {
                 affinity.record_close(key, deferred, now());
                 Ok(())
             }
             Err(status) if status.code() == Code::NotFound => {
                 affinity.record_close(key, false, now());
-                // Only the router held the placement; the agent had nothing to close.
-                if bound_only { Ok(()) } else { Err(Error::SessionUnknown) }
+                // A placement is known only to the router, so the agent had nothing to close.
+                if is_placement_only { Ok(()) } else { Err(Error::SessionUnknown) }
             }
             Err(status) => {
                 affinity.record_close_failure(key);
@@ -291,11 +308,11 @@ impl Shared {
         &self,
         work: impl Future<Output = Result<T, Error>> + Send + 'static,
     ) -> Result<T, Error> {
-        let (answer, answered) = oneshot::channel();
+        let (sender, receiver) = oneshot::channel();
         self.tasks.spawn(async move {
-            // Fails if the client is gone; then nobody waits for the answer.
-            drop(answer.send(work.await));
+            // Sending fails if the client is gone. Then nothing waits for the result.
+            drop(sender.send(work.await));
         });
-        answered.await.unwrap_or(Err(Error::Internal))
+        receiver.await.unwrap_or(Err(Error::Internal))
     }
 }

@@ -1,4 +1,4 @@
-//! The state that all requests share, held together without rules of its own.
+//! Holds the state that all requests to the router share, and small helpers on that state.
 
 use std::{
     hash::{BuildHasher as _, RandomState},
@@ -32,21 +32,27 @@ use crate::{
 /// The HTTP client for turns, with one connection pool for all agents.
 pub(crate) type TurnClient = Client<HttpConnector, Full<Bytes>>;
 
+/// The state that all requests share.
+///
+/// A mutex is locked for one decision, never across an await, and never two of the three at once.
+/// While `affinity` is locked, the locks inside `kv_index` may be taken, and never the reverse.
 #[derive(Debug)]
 pub(crate) struct Shared {
     pub(crate) config: Config,
+    /// What the agents report: their workers, loads and sessions.
     pub(crate) view: Arc<View>,
+    /// The resident blocks of KV that the agents report.
     pub(crate) kv_index: Arc<KvIndex>,
+    /// Counts how many blocks of a turn's prompt each worker has.
     pub(crate) block_locator: BlockLocator,
-    /// A leaf lock, as is the next field. Held for one decision, never across an await, never both
-    /// at once.
+    /// The worker of each session.
     pub(crate) affinity: Mutex<Affinity>,
     /// The worker of each `prompt_cache_key`.
     pub(crate) cache_keys: Mutex<Affinity>,
-    /// The reasons of the last placements. A leaf lock, too.
+    /// The last placements, for clients that ask for the reason.
     pub(crate) recent_placements: Mutex<RecentPlacements>,
     pub(crate) client: TurnClient,
-    /// Sends the view what turns find out about agents.
+    /// Reports to the fleet's state that a turn couldn't reach an agent.
     pub(crate) updates: mpsc::Sender<(usize, Update, Instant)>,
     /// One control client per configured agent.
     pub(crate) controls: Vec<Control>,
@@ -54,27 +60,28 @@ pub(crate) struct Shared {
     pub(crate) tasks: Tasks,
     pub(crate) budget: BodyBudget,
     pub(crate) turn_permits: Arc<Semaphore>,
-    /// Until this time, turns wait for the agents' first session tables.
+    /// After its start, the router waits for the agents' first session tables until this time.
     pub(crate) settled_by: Instant,
-    /// The key that turn ids are hashed with.
+    /// Hashes turn numbers to turn ids, with a random key.
     pub(crate) turn_id_hasher: RandomState,
     pub(crate) next_turn: AtomicU64,
 }
 
 impl Shared {
-    /// Returns a new turn id, shown as 16 hex digits. It can't be guessed from other turns' ids,
-    /// because the client that has it may ask why the turn went where it went.
+    /// Returns a new turn id, which clients see as 16 hex digits. A client that knows a turn's id
+    /// may ask why the turn went to its worker. So an id can't be guessed from other ids.
     pub(crate) fn turn_id(&self) -> u64 {
         self.turn_id_hasher.hash_one(self.next_turn.fetch_add(1, Ordering::Relaxed))
     }
 
     /// Reports that a turn couldn't connect to a worker's data port.
     pub(crate) fn report_unreachable(&self, worker: WorkerRef, why: String) {
-        // A full mailbox drops the report; the next turn that fails will repeat it.
+        // If the channel is full, the report is dropped. The next turn that fails repeats it.
         let _ = self.updates.try_send((worker.agent, Update::Unreachable(why), now()));
     }
 
-    /// Returns the view once every agent was heard or failed. Waits only just after the start.
+    /// Returns a snapshot of the fleet in which every agent has reported or failed. Waits for it
+    /// only until `settled_by`, shortly after the router's start.
     pub(crate) async fn settled_view(&self) -> Arc<Snapshot> {
         let view = self.view.load();
         if view.is_settled() || now() >= self.settled_by {
@@ -90,8 +97,9 @@ impl Shared {
         session_status::determine_status(key, view, affinity.get(key, now), now)
     }
 
-    /// Like [`Self::session_status`], but first waits for the agent of a pinned session if the
-    /// connection was just lost. A short interruption must not cost the session its history.
+    /// Like [`Self::session_status`], but if the session is lost because its agent has just been
+    /// disconnected, waits for the agent first. A short interruption must not cost a session its
+    /// history.
     pub(crate) async fn session_status_after_reconnect(&self, key: &SessionKey) -> SessionStatus {
         let view = self.settled_view().await;
         let status = self.session_status(key, &view);
@@ -107,15 +115,15 @@ impl Shared {
         self.session_status(key, &view)
     }
 
-    /// Closes a session at an agent, in a task that doesn't depend on the caller: the turn or
-    /// client that wanted the close may be gone.
+    /// Starts a task that closes a session at an agent. The task goes on even if the turn or client
+    /// that wanted the close is gone.
     pub(crate) fn close_detached(self: &Arc<Self>, key: SessionKey, worker: WorkerRef) {
         let control = self.controls[worker.agent].clone();
         self.tasks.spawn(async move {
             if let Err(status) = control.close(&key).await
                 && status.code() != tonic::Code::NotFound
             {
-                // The agent closes the session in the end, after its idle limit.
+                // The agent will close the session anyway, after its idle limit.
                 tracing::warn!(session = %key.digest(), code = ?status.code(), "close failed");
             }
         });

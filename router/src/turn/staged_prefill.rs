@@ -1,11 +1,13 @@
-//! Staged prefill, the router's side: has long prompts computed in stages before their turns.
+//! Has an agent compute a long prompt in stages before the prompt's turn is sent to the engine.
 //!
-//! A long prompt would keep its worker busy for long, so the agent computes it in stages first
-//! (see [`proto::staged_prefill`]). This is for the benefit of other turns: if it fails, the turn
+//! This is the router's side of staged prefill (see [`proto::staged_prefill`]). A turn is one
+//! request and its answer. A long prompt at once would keep the engine busy, and other turns would
+//! wait. Between two stages, the engine can work on other turns. If staged prefill fails, the turn
 //! is sent as usual.
 //!
-//! It is used only if the token ids are certainly the engine's own and the worker reports its
-//! blocks. Ids made from text are certain once an agent has reported a block of that text.
+//! The router sends the token ids of the prompt to the agent. So staged prefill is used only if the
+//! ids are certainly those that the engine makes, and if the agent reports the worker's resident
+//! blocks. Ids made from text are certain once an agent has reported the text's first block.
 
 use std::{
     sync::Arc,
@@ -27,12 +29,11 @@ use super::{
 };
 use crate::{fleet::connect, metrics::StagedPrefillEnd};
 
-/// Longest time that a prompt is in staged prefill before its turn is sent anyway. Too many such
-/// prompts are queued then, or the engine is stuck, and the turn needs a queue that bounds its
-/// wait.
+/// The longest time that a prompt is in staged prefill. Then its turn is sent anyway: too many
+/// prompts are queued, or the engine is stuck, and staged prefill sets no other limit to the wait.
 const STAGED_PREFILL_MAX: Duration = Duration::from_secs(60);
 
-/// Has a long prompt computed in stages. Returns when the turn may be sent.
+/// Has the turn's prompt computed in stages if it is long. Returns when the turn may be sent.
 pub(crate) async fn run(
     shared: &Arc<Shared>,
     turn: &Turn,
@@ -44,40 +45,44 @@ pub(crate) async fn run(
         return;
     };
     placed.lease.begin_staged_prefill();
-    let end = match token_ids(shared, turn, outbound, placed).await {
+    // The number of tokens that the turn itself has to compute, or why staged prefill failed.
+    let result = match token_ids(shared, turn, outbound, placed).await {
         None => Err(StagedPrefillEnd::NoIds),
         Some(token_ids) => {
             compute(shared, outbound, placed, staged_prefill::encode(&token_ids), resident_tokens)
                 .await
         }
     };
-    placed.lease.end_staged_prefill(end.unwrap_or(u64::MAX));
-    if let (Ok(left_tokens), Some(blocks)) = (end, &placed.blocks) {
-        placed.resident_tokens = Some(blocks.prompt().tokens.saturating_sub(left_tokens));
+    placed.lease.end_staged_prefill(result.unwrap_or(u64::MAX));
+    if let (Ok(remaining_tokens), Some(blocks)) = (result, &placed.blocks) {
+        placed.resident_tokens = Some(blocks.prompt().tokens.saturating_sub(remaining_tokens));
     }
-    // While staged, the turn was unknown to its worker, where the session may have been closed.
+    // A client may have closed the session meanwhile. The agent didn't know of this turn, so it
+    // couldn't defer the close to the turn's end. Then this turn closes the session again.
     if let (Some(hold), Some(claim)) = (&placed.hold, &mut placed.claim) {
         claim.close |= hold.is_closing();
     }
-    shared.metrics.staged_prefill_ended(match end {
-        Ok(left_tokens) if left_tokens > stage_tokens => StagedPrefillEnd::Partly,
+    shared.metrics.staged_prefill_ended(match result {
+        Ok(remaining_tokens) if remaining_tokens > stage_tokens => StagedPrefillEnd::Partly,
         Ok(_) => StagedPrefillEnd::Computed,
-        Err(end) => end,
+        Err(failure) => failure,
     });
 }
 
 /// A prompt of which the worker has to compute more than one stage.
 struct LongPrompt {
-    /// Tokens that are already resident on the worker.
+    /// Number of leading tokens that are already resident on the worker.
     resident_tokens: u64,
+    /// Number of tokens in a stage.
     stage_tokens: u64,
 }
 
+/// Returns the placed turn's prompt if staged prefill can and should compute it.
 fn find_long_prompt(shared: &Shared, placed: &PlacedTurn) -> Option<LongPrompt> {
     let view = shared.view.load();
     let stage_tokens = view.worker_table().get(placed.worker)?.stage_tokens()?;
-    // Turns behind a turn that opens its session wait at the agent. They must not reach the agent
-    // before it.
+    // If this turn opens its session, the session's next turns queue behind it at the agent. They
+    // must not reach the agent before this turn, so this turn must be sent at once.
     let facts = view.agent(placed.worker).facts.as_ref()?;
     let opens = placed.claim.as_ref().is_some_and(|claim| claim.open);
     if opens && facts.description.turns_queued_per_session_max > 0 {
@@ -86,12 +91,14 @@ fn find_long_prompt(shared: &Shared, placed: &PlacedTurn) -> Option<LongPrompt> 
     let blocks = placed.blocks.as_ref()?;
     let resident_tokens = placed.resident_tokens?;
     let uncached_tokens = blocks.prompt().tokens - resident_tokens;
-    // KV that is private to a session is in no reported block and needn't be computed.
-    let matches_placement = placed.lease.tokens() == uncached_tokens;
-    (matches_placement && uncached_tokens > stage_tokens)
+    // Placement expects fewer tokens than the reported blocks show if the session has KV of its
+    // own. That KV is in no reported block, so the agent would compute it needlessly.
+    let has_no_private_kv = placed.lease.tokens() == uncached_tokens;
+    (has_no_private_kv && uncached_tokens > stage_tokens)
         .then_some(LongPrompt { resident_tokens, stage_tokens })
 }
 
+/// Returns the token ids of the turn's prompt, if they are certainly those that the engine makes.
 async fn token_ids(
     shared: &Shared,
     turn: &Turn,
@@ -105,7 +112,8 @@ async fn token_ids(
     shared.block_locator.token_ids(&turn.prompt, path, body, blocks, &facts.description).await
 }
 
-/// Sends the ids to the agent. Returns how many tokens the turn itself still has to compute.
+/// Sends the encoded ids to the agent, and waits until it has computed all stages but the last.
+/// Returns the number of tokens that the turn itself still has to compute.
 async fn compute(
     shared: &Shared,
     outbound: &OutboundTurn,
@@ -126,10 +134,10 @@ async fn compute(
     headers.insert(claim::TURN, proxy::turn_header(outbound.turn_id));
     headers.insert(claim::RANK, HeaderValue::from(placed.worker.dp_rank));
     headers.insert(claim::RESIDENT, HeaderValue::from(resident_tokens));
-    let asked = now();
+    let started = now();
     let answer = shared.client.request(request);
-    let limit = outbound.deadline.min(asked + STAGED_PREFILL_MAX);
-    let end = match tokio::time::timeout_at(limit.into(), answer).await {
+    let limit = outbound.deadline.min(started + STAGED_PREFILL_MAX);
+    let result = match tokio::time::timeout_at(limit.into(), answer).await {
         Ok(Ok(response)) => {
             staged_prefill::left_tokens(response.headers()).ok_or(StagedPrefillEnd::Refused)
         }
@@ -147,13 +155,13 @@ async fn compute(
         turn = format!("{:016x}", outbound.turn_id),
         worker = placed.name,
         resident_tokens,
-        left = ?end,
-        took_ms = millis_since(asked),
+        left = ?result,
+        took_ms = millis_since(started),
         "staged prefill ended"
     );
-    end
+    result
 }
 
-fn millis_since(at: Instant) -> u64 {
-    u64::try_from(now().saturating_duration_since(at).as_millis()).unwrap_or(u64::MAX)
+fn millis_since(start: Instant) -> u64 {
+    u64::try_from(now().saturating_duration_since(start).as_millis()).unwrap_or(u64::MAX)
 }
