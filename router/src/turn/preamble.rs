@@ -1,21 +1,22 @@
-//! Finds the volatile preamble in a request body and cuts it out by byte range. Pure.
+//! Removes a text that changes with each request from the beginning of a request's system prompt.
 //!
-//! A volatile preamble is a text that a client puts in front of its system prompt and changes with
-//! each request. An engine's prefix cache misses from the first changed token on, so such a
-//! preamble makes the engine compute the whole conversation with every turn. `pattern` has the
-//! table of known preambles.
+//! Such a text is called a volatile preamble. Some clients write one, for example a line for
+//! billing. An engine's prefix cache misses from the first changed token on, so a volatile preamble
+//! makes the engine compute the whole conversation with every turn. `pattern` has the table of
+//! known preambles. The module is pure.
 //!
-//! The cut is one range of bytes, and the remaining body is valid JSON:
+//! The removed part is one range of bytes, and the remaining body is valid JSON:
 //!
-//! - A block that holds only the preamble is removed with its comma. A chat message that holds only
-//!   the preamble is also removed, unless it is the only message: then its text becomes empty.
+//! - A content block that holds only the preamble is removed with its comma. A chat message that
+//!   holds only the preamble is also removed, unless it is the only message. Then only the text is
+//!   removed, so that an empty message remains.
 //! - Otherwise the preamble's text is removed, with at most two line breaks directly after it,
 //!   because gateways join blocks by one line break or by an empty line.
 //! - Every other byte stays.
 //!
 //! Text that a user wrote is never changed. A preamble is recognized only if it is complete and
 //! stands at the very beginning of a place where its client or a gateway puts it (see `Place`). If
-//! a key occurs twice, the last occurrence is used, as the engine does.
+//! a JSON key occurs twice, the last occurrence counts, as it does for the engine.
 
 mod pattern;
 #[cfg(test)]
@@ -32,17 +33,17 @@ use serde_json::value::RawValue;
 
 use self::pattern::PreambleMatch;
 
-/// The place of a preamble in a body: the first text of the system prompt. Each route has at most
-/// one place.
+/// Where a preamble stands in a body: at the beginning of the system prompt. Each HTTP route has at
+/// most one such place.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Place {
-    /// `system` of `/v1/messages`, a string or the first block of an array. The clients themselves
-    /// write it.
+    /// `system` of `/v1/messages`: a string, or the first block of an array. The clients that write
+    /// preambles use this route.
     System,
     /// The content of the first message of `/v1/chat/completions`, if its role is `system` or
-    /// `developer`. Gateways make this message from `system`.
+    /// `developer`. Gateways make this message from a client's `system`.
     FirstMessage,
-    /// `instructions` of `/v1/responses`, a string. Gateways make it from `system`.
+    /// `instructions` of `/v1/responses`, a string. Gateways make it from a client's `system`.
     Instructions,
 }
 
@@ -78,26 +79,26 @@ impl PreambleRange {
     }
 }
 
-/// Finds the preamble in the body of a request for `path`. Returns None for most bodies. Reads only
-/// the first block or message of the system prompt.
+/// Finds the preamble in the body of a request for `path`. Returns `None` if the body has none, as
+/// most bodies. Reads only the first message or block in the place where a preamble can stand.
 #[must_use]
 pub fn find(path: &str, body: &Object<'_>) -> Option<PreambleRange> {
     let place = Place::for_path(path)?;
-    let (client, part) = match place {
+    let (client, removed) = match place {
         Place::System => {
-            let found = Found::find(place, body.get("system")?)?;
-            (found.client, found.block.unwrap_or(found.text))
+            let preamble = Preamble::find(place, body.get("system")?)?;
+            (preamble.client, preamble.block.unwrap_or(preamble.text))
         }
         Place::FirstMessage => find_in_first_message(body.get("messages")?)?,
         Place::Instructions => {
-            let found = Found::find(place, body.get("instructions")?)?;
-            (found.client, found.text)
+            let preamble = Preamble::find(place, body.get("instructions")?)?;
+            (preamble.client, preamble.text)
         }
     };
-    Some(PreambleRange { client, range: body.range_of(part) })
+    Some(PreambleRange { client, range: body.range_of(removed) })
 }
 
-/// Returns the client and the part of the messages' text to remove.
+/// Returns the client that wrote the preamble, and the slice of `messages` to remove.
 fn find_in_first_message(messages: &RawValue) -> Option<(&'static str, &str)> {
     let first = first_element(messages)?;
     let message = Object::parse(first.value.get().as_bytes()).ok()?;
@@ -105,36 +106,37 @@ fn find_in_first_message(messages: &RawValue) -> Option<(&'static str, &str)> {
     if role != "system" && role != "developer" {
         return None;
     }
-    let found = Found::find(Place::FirstMessage, message.get("content")?)?;
-    let part = match found.block {
-        _ if found.is_whole_content && !first.is_only => first.with_comma,
-        Some(block) if !found.is_whole_content => block,
-        _ => found.text,
+    let preamble = Preamble::find(Place::FirstMessage, message.get("content")?)?;
+    let removed = match preamble.block {
+        _ if preamble.is_whole_content && !first.is_only => first.with_comma,
+        Some(block) if !preamble.is_whole_content => block,
+        _ => preamble.text,
     };
-    Some((found.client, part))
+    Some((preamble.client, removed))
 }
 
-/// A preamble at the beginning of a content, in slices of the body.
-struct Found<'a> {
+/// A preamble at the beginning of a message's or system prompt's content, as slices of the body.
+struct Preamble<'a> {
     client: &'static str,
     /// The preamble, with the line breaks after it.
     text: &'a str,
-    /// The block with its comma, if it holds only the preamble.
+    /// The content block of the preamble with its comma, if the block holds nothing else.
     block: Option<&'a str>,
     /// Whether the content holds only the preamble.
     is_whole_content: bool,
 }
 
-impl<'a> Found<'a> {
-    /// Looks for a preamble in a string, or in the first block of an array if it is a text block.
+impl<'a> Preamble<'a> {
+    /// Looks for a preamble in `content`: in a string, or in the first block of an array if that
+    /// block is a text block.
     fn find(place: Place, content: &'a RawValue) -> Option<Self> {
         if content.get().starts_with('"') {
-            let (known, text) = find_in_string(place, content)?;
+            let (matched, text) = find_in_string(place, content)?;
             return Some(Self {
-                client: known.client,
+                client: matched.client,
                 text,
                 block: None,
-                is_whole_content: known.is_whole_text,
+                is_whole_content: matched.is_whole_text,
             });
         }
         let first = first_element(content)?;
@@ -143,18 +145,19 @@ impl<'a> Found<'a> {
         if kind != "text" {
             return None;
         }
-        let (known, text) = find_in_string(place, block.get("text")?)?;
+        let (matched, text) = find_in_string(place, block.get("text")?)?;
         Some(Self {
-            client: known.client,
+            client: matched.client,
             text,
-            block: known.is_whole_text.then_some(first.with_comma),
-            is_whole_content: known.is_whole_text && first.is_only,
+            block: matched.is_whole_text.then_some(first.with_comma),
+            is_whole_content: matched.is_whole_text && first.is_only,
         })
     }
 }
 
+/// Looks for a preamble in a JSON string. Also returns the slice of the string that holds it.
 fn find_in_string(place: Place, string: &RawValue) -> Option<(PreambleMatch, &str)> {
     let inside = string.get().strip_prefix('"')?.strip_suffix('"')?;
-    let known = pattern::find(place, inside)?;
-    Some((known, &inside[..known.raw_bytes]))
+    let matched = pattern::find(place, inside)?;
+    Some((matched, &inside[..matched.raw_bytes]))
 }

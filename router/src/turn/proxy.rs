@@ -1,10 +1,12 @@
-//! Carries the bytes of a turn: the request to an agent, and the answer back to the client.
+//! Sends a turn to an agent, and streams the answer back to the client.
 //!
-//! The answer's body holds the turn's lease until it ends. Answers are not buffered, and no byte of
-//! a body is changed here.
+//! A turn is one request and its answer. A placed turn has a lease (its tokens count as load of the
+//! worker), a hold (its session stays bound to the worker) and a permit (the router limits the
+//! turns in flight). The answer's body keeps these until the answer ends. Answers are not buffered,
+//! and this module changes no byte of a body.
 //!
-//! A turn is cancelled by dropping it: when the client is gone, hyper drops the answer's body,
-//! which drops the connection to the agent, and the agent notices.
+//! If the client goes away, hyper drops the answer's body. That drops the connection to the agent,
+//! and the agent cancels the turn.
 
 use std::{
     pin::Pin,
@@ -32,12 +34,12 @@ use crate::{
     metrics::Outcome,
 };
 
-/// Header of an answer: the worker that answered, as `agent/rank`.
+/// Answer header: the worker that answered, as `agent/rank`.
 pub(crate) const WORKER: HeaderName = HeaderName::from_static("x-berth-worker");
-/// Header of an answer: why that worker was chosen.
+/// Answer header: why that worker was chosen.
 pub(crate) const PLACEMENT: HeaderName = HeaderName::from_static("x-berth-placement");
 
-/// A client's request, which can be sent more than once.
+/// A client's request as it is sent to agents. It can be sent more than once.
 #[derive(Debug)]
 pub(crate) struct OutboundTurn {
     pub(crate) method: Method,
@@ -45,15 +47,17 @@ pub(crate) struct OutboundTurn {
     pub(crate) headers: HeaderMap,
     pub(crate) body: Bytes,
     pub(crate) turn_id: u64,
-    /// Whether the time to the answer's first byte is counted as a wait for a token.
+    /// Whether the time to the answer's first byte counts in the metric of that time.
     pub(crate) counts_first_byte: bool,
+    /// When the request arrived at the router.
     pub(crate) arrived: Instant,
+    /// When the turn is cut off.
     pub(crate) deadline: Instant,
 }
 
-/// Converts a body to `Bytes` that give their share of the budget back when their last slice is
-/// dropped. That happens when the answer begins; until then the turn may have to be sent to another
-/// worker.
+/// Converts a body to `Bytes` that return the body's share of the memory budget when their last
+/// slice is dropped. They are kept until the answer begins, because the turn may have to be sent to
+/// another worker before that.
 pub(crate) fn held_bytes(body: HeldBody) -> Bytes {
     struct Owner(HeldBody);
     impl AsRef<[u8]> for Owner {
@@ -65,6 +69,7 @@ pub(crate) fn held_bytes(body: HeldBody) -> Bytes {
 }
 
 impl OutboundTurn {
+    /// Builds the request to the agent of the turn's worker.
     fn request(&self, placed: &PlacedTurn) -> http::Request<Full<Bytes>> {
         let uri = Uri::builder()
             .scheme("http")
@@ -108,11 +113,13 @@ impl OutboundTurn {
     }
 }
 
+/// Returns the header value for a turn's id.
 pub(crate) fn turn_header(turn_id: u64) -> HeaderValue {
     HeaderValue::from_str(&format!("{turn_id:016x}")).expect("hex digits are legal")
 }
 
-/// Whether the answer is a refusal by the agent itself (429 or 503), given before anything ran.
+/// Whether the agent itself (not its engine) refused the turn for now, with status 429 or 503. Then
+/// no part of the turn has run.
 pub(crate) fn is_refused_for_now(response: &Response<Incoming>) -> bool {
     response.headers().contains_key(claim::REFUSAL)
         && matches!(
@@ -132,8 +139,8 @@ pub(crate) fn answer(
 ) -> axum::response::Response {
     if let Some(hold) = &mut placed.hold {
         hold.record_answer(response.status().is_success());
-        let closes = matches!(placed.claim, Some(Claim { close: true, .. }));
-        if closes && !response.headers().contains_key(claim::REFUSAL) {
+        let wants_close = matches!(placed.claim, Some(Claim { close: true, .. }));
+        if wants_close && !response.headers().contains_key(claim::REFUSAL) {
             hold.close_at_end();
         }
     }
@@ -148,7 +155,7 @@ pub(crate) fn answer(
     if let Ok(name) = HeaderValue::from_str(&placed.name) {
         parts.headers.insert(WORKER, name);
     }
-    // Version and extensions belong to a single hop, so they are not passed on.
+    // The HTTP version and the extensions concern only the connection to the agent.
     parts.version = http::Version::HTTP_11;
     parts.extensions.clear();
     let is_success = parts.status.is_success();
@@ -169,7 +176,7 @@ pub(crate) fn answer(
     Response::from_parts(parts, axum::body::Body::new(body))
 }
 
-/// Counts a turn as in flight until it is dropped.
+/// Counts a turn in the metric of running turns. Dropped when the turn ends.
 #[derive(Debug)]
 pub(crate) struct StreamCount(Arc<Shared>);
 
@@ -186,10 +193,11 @@ impl Drop for StreamCount {
     }
 }
 
-/// What a turn holds until its answer has ended.
+/// What a turn holds until its answer has ended. Counts the turn's outcome when dropped.
 #[derive(Debug)]
 struct InFlightTurn {
     running: StreamCount,
+    /// `ClientGone` until the answer ends in another way.
     outcome: Outcome,
     lease: Lease,
     _hold: Option<BindingHold>,
@@ -202,25 +210,31 @@ impl Drop for InFlightTurn {
     }
 }
 
-/// The body of an answer.
+/// The body of an answer to a client: the agent's body, cut off at the turn's deadline.
 #[derive(Debug)]
 struct AnswerBody {
     inner: Incoming,
     deadline: Pin<Box<Sleep>>,
-    /// When the turn arrived; None after the answer's first byte.
+    /// When the turn arrived. `None` after the answer's first byte.
     arrived: Option<Instant>,
-    /// Released with the last frame at the latest: a client that has the whole answer may send its
-    /// next turn at once, and must find the session free.
+    /// `None` after the last frame. A client that has the whole answer may send its next turn at
+    /// once, and the session must not seem busy then.
     in_flight: Option<InFlightTurn>,
     counts_first_byte: bool,
     is_success: bool,
 }
 
 impl AnswerBody {
-    fn end(&mut self, outcome: Outcome) {
+    /// Releases what the turn holds, and counts its outcome.
+    fn end_turn(&mut self, outcome: Outcome) {
         if let Some(mut in_flight) = self.in_flight.take() {
             in_flight.outcome = outcome;
         }
+    }
+
+    /// Returns the outcome of a turn whose whole answer was received.
+    fn complete_outcome(&self) -> Outcome {
+        if self.is_success { Outcome::Ok } else { Outcome::ErrorAnswer }
     }
 }
 
@@ -244,17 +258,17 @@ impl Body for AnswerBody {
         let polled = Pin::new(&mut self.inner).poll_frame(context);
         if polled.is_pending() {
             ready!(self.deadline.as_mut().poll(context));
-            self.end(Outcome::TimedOut);
+            self.end_turn(Outcome::TimedOut);
             return Poll::Ready(Some(Err(StreamError::TimedOut.into())));
         }
-        let done = if self.is_success { Outcome::Ok } else { Outcome::ErrorAnswer };
+        let complete_outcome = self.complete_outcome();
         match ready!(polled) {
             None => {
-                self.end(done);
+                self.end_turn(complete_outcome);
                 Poll::Ready(None)
             }
             Some(Err(error)) => {
-                self.end(Outcome::WorkerFailed);
+                self.end_turn(Outcome::WorkerFailed);
                 Poll::Ready(Some(Err(StreamError::BrokenOff(error).into())))
             }
             Some(Ok(frame)) => {
@@ -271,7 +285,7 @@ impl Body for AnswerBody {
                     self.arrived = None;
                 }
                 if self.inner.is_end_stream() {
-                    self.end(done);
+                    self.end_turn(complete_outcome);
                 }
                 Poll::Ready(Some(Ok(frame)))
             }
@@ -279,7 +293,8 @@ impl Body for AnswerBody {
     }
 
     fn is_end_stream(&self) -> bool {
-        // An answer without a body is never polled: hyper drops it, which also ends the turn.
+        // If this is true at once, hyper never polls the body. It drops the body, and that ends the
+        // turn.
         self.inner.is_end_stream()
     }
 
@@ -291,8 +306,8 @@ impl Body for AnswerBody {
 impl Drop for AnswerBody {
     fn drop(&mut self) {
         if self.inner.is_end_stream() {
-            let done = if self.is_success { Outcome::Ok } else { Outcome::ErrorAnswer };
-            self.end(done);
+            let complete_outcome = self.complete_outcome();
+            self.end_turn(complete_outcome);
         }
     }
 }
