@@ -1,10 +1,13 @@
-//! Reads what a client's request says about its session: id, lifecycle, delta or full history.
+//! Reads what a client's request says about its session, from the headers and the JSON body.
 //!
-//! This module is pure. It reads a few members of the body and changes nothing.
+//! A session is a sequence of turns that share a growing prefix, and a turn is one request and its
+//! answer. A request can name its session, open or close the session, and say whether its body has
+//! the full history or is a delta (only the tokens that are new in this turn). This module is pure.
+//! It reads a few members of the body and changes nothing.
 //!
-//! The session's id is taken from the first source that applies: `nvext.session_control` in the
-//! body, `x-berth-session-id`, the native headers of coding agents, `session_id` or
-//! `session_params.id` in the body.
+//! The session's id is taken from the first source that is present: `nvext.session_control` in the
+//! body, the header `x-berth-session-id`, the native headers of coding agents, `session_id` in the
+//! body, `session_params.id` in the body.
 
 use http::{HeaderMap, HeaderName, header};
 use proto::{
@@ -23,27 +26,33 @@ pub const SESSION_ID: HeaderName = HeaderName::from_static("x-berth-session-id")
 pub const DELTA: HeaderName = HeaderName::from_static("x-berth-delta");
 /// Header: `true` means that the session closes when this turn has ended.
 pub const FINAL: HeaderName = HeaderName::from_static("x-berth-session-final");
-/// Header: the retention for a session's first turn; `pinned`, `tagged`, `none` or `auto`.
+/// Header: how the engine keeps a new session's KV between turns. `pinned` KV is private to the
+/// session and isn't evicted. `tagged` KV is evicted after other KV. `none` keeps it as any other
+/// KV. With `auto`, the agent chooses.
 pub const RETENTION: HeaderName = HeaderName::from_static("x-berth-retention");
 
+/// The session header of Claude Code.
 const CLAUDE_SESSION: HeaderName = HeaderName::from_static("x-claude-code-session-id");
+/// The header with which Claude Code names the sub-agent that sends the request. A sub-agent is a
+/// session of its own.
 const CLAUDE_AGENT: HeaderName = HeaderName::from_static("x-claude-code-agent-id");
-/// Session headers of Codex, OpenCode and Dynamo, in this order.
-const NATIVE: [HeaderName; 3] = [
+/// The session headers of Codex, OpenCode and Dynamo, in this order.
+const NATIVE_SESSIONS: [HeaderName; 3] = [
     HeaderName::from_static("thread-id"),
     HeaderName::from_static("x-session-id"),
     HeaderName::from_static("x-dynamo-session-id"),
 ];
-const PARENTS: [HeaderName; 3] = [
+/// Headers that name the session that started this one.
+const PARENT_SESSIONS: [HeaderName; 3] = [
     HeaderName::from_static("x-parent-session-id"),
     HeaderName::from_static("x-claude-code-parent-session-id"),
     HeaderName::from_static("x-dynamo-parent-session-id"),
 ];
 const API_KEY: HeaderName = HeaderName::from_static("x-api-key");
 
-/// The longest idle time that a client may set: ten years, in seconds. A longer time is a mistake,
-/// and the time must fit the agent's clock.
-const TIMEOUT_SECONDS_MAX: f64 = 315_360_000.0;
+/// The longest idle time that a client may set, in seconds: ten years. A longer time is a mistake,
+/// and could overflow the agent's clock.
+const IDLE_SECONDS_MAX: f64 = 315_360_000.0;
 
 /// Why a request can't be read.
 #[derive(Debug, thiserror::Error)]
@@ -67,12 +76,12 @@ pub enum Error {
     DeltaWithoutSession,
 }
 
-/// What the client wants done with a session by this turn.
+/// The session that a turn belongs to, and what the client wants done with it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SessionIntent {
     /// The session's key.
     pub key: SessionKey,
-    /// The retention for the session's first turn; None lets the agent choose.
+    /// The retention if this turn is the session's first turn. `None` lets the agent choose.
     pub retention: Option<Retention>,
     /// Whether the body holds only the tokens that are new in this turn.
     pub delta: bool,
@@ -89,11 +98,12 @@ pub struct SessionIntent {
 /// The parts of a turn that routing needs.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Turn {
-    /// What the turn does to its session; None for a turn without a session.
+    /// The turn's session. `None` for a turn without a session.
     pub session: Option<SessionIntent>,
-    /// The session that started this one.
+    /// The session that started this turn's session, as a sub-agent.
     pub parent: Option<SessionKey>,
-    /// The digest of the client's `prompt_cache_key`. Used for placement, never as a session's id.
+    /// A key made of the client's `prompt_cache_key`. Turns with the same key should go to the same
+    /// worker. It is never used as a session's id.
     pub cache_key: Option<SessionKey>,
     /// The model named in the body.
     pub model: Option<String>,
@@ -103,14 +113,15 @@ pub struct Turn {
     pub body_bytes: u64,
 }
 
-/// Returns the principal of the request's sender: a digest of the credential, or `anonymous`.
+/// Returns the principal of the request's sender, which separates the sessions of different
+/// senders: a digest of the credential, or `anonymous`.
 #[must_use]
 pub fn principal(headers: &HeaderMap) -> String {
     let credential = headers.get(header::AUTHORIZATION).or_else(|| headers.get(API_KEY));
     id::principal_of(credential.map(http::HeaderValue::as_bytes))
 }
 
-/// Returns the session named in the headers, which the router can check before it reads the body.
+/// Returns the session named in the headers. The router can check it before it reads the body.
 ///
 /// # Errors
 /// When the id's length is out of bounds, or the id is not UTF-8.
@@ -125,7 +136,7 @@ pub fn header_session(headers: &HeaderMap, principal: &str) -> Result<Option<Ses
         };
         return Ok(Some(SessionKey::new(principal, id)?));
     }
-    for name in &NATIVE {
+    for name in &NATIVE_SESSIONS {
         if let Some(id) = header_text(headers, name)? {
             return Ok(Some(SessionKey::new(principal, id)?));
         }
@@ -153,14 +164,15 @@ pub fn read_object(
 ) -> Result<Turn, Error> {
     let control = SessionControl::read(object)?;
     let params_id = params_id(object)?;
-    let top_id = string_member(object, "session_id", "session_id")?;
-    let from_headers = header_session(headers, principal)?;
-    let key = match (&control, from_headers, top_id.or_else(|| params_id.clone())) {
+    let member_id = string_member(object, "session_id", "session_id")?;
+    let header_key = header_session(headers, principal)?;
+    let key = match (&control, header_key, member_id.or_else(|| params_id.clone())) {
         (Some(control), ..) => Some(SessionKey::new(principal, control.session_id.as_str())?),
         (None, Some(key), _) => Some(key),
         (None, None, Some(id)) => Some(SessionKey::new(principal, id)?),
         (None, None, None) => None,
     };
+    // SGLang's own `session_params` always mean a delta.
     let delta = header_flag(headers, &DELTA, "the header x-berth-delta")? || params_id.is_some();
     let close = header_flag(headers, &FINAL, "the header x-berth-session-final")?;
     let retention = retention(headers)?;
@@ -170,8 +182,8 @@ pub fn read_object(
         None => None,
         Some(key) => {
             let open = action == SessionAction::Open;
-            // A delta appends to the session's private KV, so a session that a delta opens must be
-            // pinned.
+            // A delta appends to KV that is private to its session. So a session that a delta opens
+            // is pinned, unless the client names a retention.
             let retention = retention.or((open && delta).then_some(Retention::Pinned));
             Some(SessionIntent {
                 key,
@@ -184,21 +196,21 @@ pub fn read_object(
             })
         }
     };
-    let cache_key = text_member(object, "prompt_cache_key").and_then(|key| {
-        // The digest bounds the length: the client's key has no bound of its own.
+    let cache_key = lenient_string_member(object, "prompt_cache_key").and_then(|key| {
+        // The client's key can have any length, and a session key can't, so it is hashed.
         SessionKey::new(principal, format!("{:032x}", xxh3_128(key.as_bytes()))).ok()
     });
     Ok(Turn {
         session,
         parent: parent(headers, principal),
         cache_key,
-        model: text_member(object, "model"),
+        model: lenient_string_member(object, "model"),
         prompt: Prompt::find(object),
         body_bytes: object.bytes().len() as u64,
     })
 }
 
-/// Converts an idle time that a client gave in seconds to milliseconds; null is None.
+/// Converts an idle time that a client gave in seconds to milliseconds. Returns `None` for null.
 ///
 /// # Errors
 /// When the value isn't a positive number of at most ten years. The error names `field`.
@@ -208,14 +220,14 @@ pub fn idle_ms(value: &Value, field: &'static str) -> Result<Option<u64>, Error>
     }
     let wrong = Error::Field { field, want: "a positive number of seconds" };
     let Some(seconds) = value.as_f64() else { return Err(wrong) };
-    if !(seconds > 0.0 && seconds <= TIMEOUT_SECONDS_MAX) {
+    if !(seconds > 0.0 && seconds <= IDLE_SECONDS_MAX) {
         return Err(wrong);
     }
     let milliseconds = std::time::Duration::from_secs_f64(seconds).as_millis();
     Ok(Some(u64::try_from(milliseconds).expect("ten years fit").max(1)))
 }
 
-/// Returns the retention called `name`; None for `auto`.
+/// Returns the retention called `name`, or `None` for `auto`.
 ///
 /// # Errors
 /// When there is no such retention. The error names `field`.
@@ -229,11 +241,16 @@ pub fn parse_retention(name: &str, field: &'static str) -> Result<Option<Retenti
     }
 }
 
+/// What `nvext.session_control` asks for beside the turn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum SessionAction {
+    /// Nothing: the turn only belongs to the session.
     Turn,
+    /// Open the session with this turn.
     Open,
+    /// Close the session after this turn.
     Close,
+    /// Send the session's turns to the same worker, without a session at the agent.
     Bind,
 }
 
@@ -270,6 +287,7 @@ impl SessionControl {
     }
 }
 
+/// Returns the body's member `session_params.id`.
 fn params_id(body: &Object<'_>) -> Result<Option<String>, Error> {
     match body.get("session_params") {
         None => Ok(None),
@@ -290,7 +308,7 @@ fn parse_value(raw: &RawValue) -> Value {
     serde_json::from_str(raw.get()).unwrap_or(Value::Null)
 }
 
-/// Reads a string member; null counts as absent.
+/// Reads a string member. Null counts as absent, and any other type is an error that names `field`.
 fn string_member(
     body: &Object<'_>,
     key: &str,
@@ -303,8 +321,9 @@ fn string_member(
     }
 }
 
-/// Reads a string member. Any other type counts as absent, because the engine reports the mistake.
-fn text_member(body: &Object<'_>, key: &str) -> Option<String> {
+/// Reads a string member. Any other type counts as absent, because the engine will report the
+/// mistake.
+fn lenient_string_member(body: &Object<'_>, key: &str) -> Option<String> {
     serde_json::from_str(body.get(key)?.get()).ok()
 }
 
@@ -323,6 +342,7 @@ fn header_flag(headers: &HeaderMap, name: &HeaderName, field: &'static str) -> R
     }
 }
 
+/// Returns the retention that the headers ask for. `None` lets the agent choose.
 fn retention(headers: &HeaderMap) -> Result<Option<Retention>, Error> {
     let field = "the header x-berth-retention";
     match headers.get(&RETENTION) {
@@ -334,10 +354,11 @@ fn retention(headers: &HeaderMap) -> Result<Option<Retention>, Error> {
 /// Returns the session that started this one. An invalid value is ignored, because the parent is
 /// only a hint for placement.
 fn parent(headers: &HeaderMap, principal: &str) -> Option<SessionKey> {
-    let named = PARENTS.iter().find_map(|name| header_text(headers, name).ok().flatten());
-    // A sub-agent's parent is the session named without the sub-agent's id.
-    let id = match named {
+    let parent_id =
+        PARENT_SESSIONS.iter().find_map(|name| header_text(headers, name).ok().flatten());
+    let id = match parent_id {
         Some(id) => id,
+        // The id of a sub-agent's session is the parent's id with the sub-agent's id behind it.
         None if headers.contains_key(&CLAUDE_AGENT) => {
             header_text(headers, &CLAUDE_SESSION).ok()??
         }

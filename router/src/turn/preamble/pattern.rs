@@ -1,40 +1,45 @@
-//! The forms of known volatile preambles, and the check whether a text begins with a preamble.
+//! Recognizes the known volatile preambles at the beginning of a JSON string.
 //!
-//! The check decodes the JSON string escape by escape while it matches, so the length of the match
-//! is known in bytes of the body, whichever escapes the client uses. It reads at most
-//! [`TEXT_BYTES_MAX`] characters, once.
+//! A volatile preamble is a text that a client puts before its system prompt and changes with each
+//! request. The text stands in a JSON string of the request body, where a client may write any
+//! character as an escape. This module decodes the string character by character while it matches.
+//! So it knows the length of the preamble in bytes of the body. It reads at most [`CHARS_MAX`]
+//! characters.
 
 use super::Place;
 
-/// The most decoded characters of a preamble. Known preambles have about 100.
-const TEXT_BYTES_MAX: usize = 4096;
-/// The most characters of a key. Known keys have up to 13.
-const KEY_BYTES_MAX: usize = 64;
-/// The most characters of a value. Known values have up to 20.
-const VALUE_BYTES_MAX: usize = 256;
-/// The most line breaks that are removed after a preamble: one line break, or an empty line.
+/// Maximum number of decoded characters in a preamble. Known preambles have about 100.
+const CHARS_MAX: usize = 4096;
+/// Maximum number of characters in a key. Known keys have up to 13.
+const KEY_CHARS_MAX: usize = 64;
+/// Maximum number of characters in a value. Known values have up to 20.
+const VALUE_CHARS_MAX: usize = 256;
+/// Maximum number of line breaks that are removed after a preamble. Gateways put one line break or
+/// an empty line (two line breaks) there.
 const LINE_BREAKS_MAX: usize = 2;
 
 /// A volatile preamble that a client is known to write.
 struct KnownPreamble {
-    /// The value of the metric's label.
+    /// The client's name as a label in metrics.
     client: &'static str,
+    /// Where the client or a gateway puts the preamble.
     places: &'static [Place],
     pattern: Pattern,
 }
 
 /// The form of a preamble.
 enum Pattern {
-    /// `name`, then pairs like ` key=value;`. The first pair has the key `first_key`, and every
-    /// pair must end in `;`. Keys are small letters, digits and `_`; values are visible ASCII.
+    /// `name`, then pairs like ` key=value;`. The first pair has the key `first_key`. Every pair
+    /// must end in `;`. Keys are small letters, digits and `_`. Values are visible ASCII.
     Pairs { name: &'static str, first_key: &'static str },
 }
 
 /// All known volatile preambles.
 const KNOWN_PREAMBLES: [KnownPreamble; 1] = [
-    // anthropics/claude-code#68900 (2026-06-16): the preamble is the first block of `system`; `cch`
-    // and a part of `cc_version` change with each request. Gateways that turn it into a chat
-    // message or `instructions`: sgl-project/sglang#35129, CaddyGlow/ccproxy-api#61 (2026-04-30).
+    // The preamble is the first block of `system`. The value of `cch` and a part of `cc_version`
+    // change with each request: anthropics/claude-code#68900 (2026-06-16). Some gateways put it
+    // into a chat message or `instructions`: sgl-project/sglang#35129, CaddyGlow/ccproxy-api#61
+    // (2026-04-30).
     KnownPreamble {
         client: "claude_code",
         places: &[Place::System, Place::FirstMessage, Place::Instructions],
@@ -56,7 +61,7 @@ pub(super) struct PreambleMatch {
 /// without its quotes.
 pub(super) fn find(place: Place, inside: &str) -> Option<PreambleMatch> {
     KNOWN_PREAMBLES.iter().filter(|known| known.places.contains(&place)).find_map(|known| {
-        let mut text = Text { rest: inside, left: TEXT_BYTES_MAX };
+        let mut text = UnreadText { rest: inside, chars_left: CHARS_MAX };
         match known.pattern {
             Pattern::Pairs { name, first_key } => text.take_pairs(name, first_key)?,
         }
@@ -68,26 +73,31 @@ pub(super) fn find(place: Place, inside: &str) -> Option<PreambleMatch> {
 
 /// The part of a text that is not read yet.
 #[derive(Clone, Copy)]
-struct Text<'a> {
-    /// The rest, with the escapes of the JSON string.
+struct UnreadText<'a> {
+    /// The unread part of the JSON string, with its escapes.
     rest: &'a str,
     /// The number of characters that may still be read.
-    left: usize,
+    chars_left: usize,
 }
 
-/// The result of reading a pair.
+/// The result of reading a pair like ` key=value;`.
 enum Pair {
     Complete,
-    /// A key and `=` without a value that ends in `;`, or a text that reaches the bound.
+    /// The text has a key and `=`, but no valid value that ends in `;`. Or [`CHARS_MAX`] was
+    /// reached.
     Broken,
+    /// The text doesn't begin with a space, a key and `=`.
     Absent,
 }
 
-impl Text<'_> {
+impl UnreadText<'_> {
+    /// Reads a preamble of the form [`Pattern::Pairs`]. Returns `None` if the text doesn't begin
+    /// with a complete one.
     fn take_pairs(&mut self, name: &str, first_key: &str) -> Option<()> {
         self.take(name)?;
-        let mut first = *self;
-        first.take(" ").and_then(|()| first.take(first_key)).and_then(|()| first.take("="))?;
+        // Only checks the first key, on a copy. The loop reads the first pair with the others.
+        let mut ahead = *self;
+        ahead.take(" ").and_then(|()| ahead.take(first_key)).and_then(|()| ahead.take("="))?;
         loop {
             match self.take_pair() {
                 Pair::Complete => {}
@@ -97,14 +107,15 @@ impl Text<'_> {
         }
     }
 
+    /// Reads a pair if it is complete. Otherwise reads nothing.
     fn take_pair(&mut self) -> Pair {
         let mut ahead = *self;
         if ahead.take(" ").is_none() || ahead.take_key().is_none() {
-            // At the bound it is unknown whether the preamble is complete.
-            return if ahead.left == 0 { Pair::Broken } else { Pair::Absent };
+            // At the maximum length, it is unknown whether the preamble goes on.
+            return if ahead.chars_left == 0 { Pair::Broken } else { Pair::Absent };
         }
-        for _ in 0..=VALUE_BYTES_MAX {
-            match ahead.next() {
+        for _ in 0..=VALUE_CHARS_MAX {
+            match ahead.next_char() {
                 Some(';') => {
                     *self = ahead;
                     return Pair::Complete;
@@ -118,9 +129,9 @@ impl Text<'_> {
 
     /// Reads a key and the `=` after it.
     fn take_key(&mut self) -> Option<()> {
-        self.next().filter(char::is_ascii_lowercase)?;
-        for _ in 0..KEY_BYTES_MAX {
-            match self.next()? {
+        self.next_char().filter(char::is_ascii_lowercase)?;
+        for _ in 0..KEY_CHARS_MAX {
+            match self.next_char()? {
                 '=' => return Some(()),
                 'a'..='z' | '0'..='9' | '_' => {}
                 _ => break,
@@ -129,6 +140,7 @@ impl Text<'_> {
         None
     }
 
+    /// Reads up to [`LINE_BREAKS_MAX`] line breaks.
     fn take_line_breaks(&mut self) {
         for _ in 0..LINE_BREAKS_MAX {
             let mut ahead = *self;
@@ -142,13 +154,15 @@ impl Text<'_> {
         }
     }
 
+    /// Reads the characters of `wanted`. Returns `None` at the first character that differs.
     fn take(&mut self, wanted: &str) -> Option<()> {
-        wanted.chars().try_for_each(|char| (self.next() == Some(char)).then_some(()))
+        wanted.chars().try_for_each(|char| (self.next_char() == Some(char)).then_some(()))
     }
 
-    /// Reads the next character. Returns None at the end of the text and at the bound.
-    fn next(&mut self) -> Option<char> {
-        self.left = self.left.checked_sub(1)?;
+    /// Reads the next decoded character. Returns `None` at the end of the text, and when
+    /// [`CHARS_MAX`] characters were read.
+    fn next_char(&mut self) -> Option<char> {
+        self.chars_left = self.chars_left.checked_sub(1)?;
         let mut raw = self.rest.chars();
         let mut char = raw.next()?;
         if char == '\\' {
@@ -161,7 +175,8 @@ impl Text<'_> {
                 'u' => {
                     let digits = raw.as_str().get(..4)?;
                     raw = raw.as_str()[4..].chars();
-                    // Half of a surrogate pair matches nothing: no preamble has such a character.
+                    // An escape for half of a surrogate pair becomes a character that no known
+                    // preamble contains, so the text doesn't match.
                     let code = u32::from_str_radix(digits, 16).ok()?;
                     char::from_u32(code).unwrap_or(char::REPLACEMENT_CHARACTER)
                 }
