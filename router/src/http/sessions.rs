@@ -61,12 +61,12 @@ async fn try_open(shared: &Arc<Shared>, request: Request) -> Result<Response, Re
         &request_body.timeout,
     )?;
     let opened = shared.open(open_request).await.map_err(errors::refusal)?;
-    let status = if opened.new { StatusCode::CREATED } else { StatusCode::OK };
+    let status = if opened.is_new { StatusCode::CREATED } else { StatusCode::OK };
     let session_view = SessionView {
         key: opened.session.key.clone(),
         worker: opened.worker,
         session: Some(opened.session),
-        lost: false,
+        is_lost: false,
     };
     Ok((status, Json(to_json(shared, &session_view))).into_response())
 }
@@ -120,8 +120,8 @@ async fn try_sglang_open(shared: &Arc<Shared>, request: Request) -> Result<Respo
         &request_body.timeout,
     )?;
     let opened = shared.open(open_request).await.map_err(errors::refusal)?;
-    if !opened.new {
-        // Clients of SGLang look for an error of this shape.
+    if !opened.is_new {
+        // The shape of SGLang's own error, which its clients look for.
         let message = "Failed to open the session: one with this id is still open. Close it first.";
         let body = json!({ "error": { "message": message } });
         return Ok((StatusCode::BAD_REQUEST, Json(body)).into_response());
@@ -188,7 +188,7 @@ fn to_json(shared: &Shared, session_view: &SessionView) -> Value {
     let Some(session) = &session_view.session else {
         return json!({ "session_id": id, "worker": worker, "state": "bound" });
     };
-    let state = if session_view.lost { json!("lost") } else { json!(session.state) };
+    let state = if session_view.is_lost { json!("lost") } else { json!(session.state) };
     let idle_ms = u64::try_from(session.idle.as_millis()).unwrap_or(u64::MAX);
     let mut value = json!({
         "session_id": id,

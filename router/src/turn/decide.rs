@@ -47,7 +47,7 @@ pub(crate) struct PlacedTurn {
     /// What the agent is told about the session, as a header. `None` without a session.
     pub(crate) claim: Option<Claim>,
     /// Whether the turn may go to another worker if this one refuses it.
-    pub(crate) movable: bool,
+    pub(crate) can_move: bool,
     pub(crate) lease: Lease,
     pub(crate) hold: Option<BindingHold>,
     /// The blocks of the turn's prompt, which the worker has once it has taken the turn.
@@ -91,8 +91,8 @@ impl BindingHold {
             self.shared.affinity.lock().record_body_size(&self.key, self.body_bytes);
         }
         let Some(left_worker) = self.left_worker.take().filter(|_| is_taken) else { return };
-        // Otherwise another turn of the session may still run on the old worker, or may have moved
-        // the session back to it.
+        // Another turn of the session may still run on the old worker, or may have moved the
+        // session back there. Then the old worker still needs the session.
         let has_left =
             self.shared.affinity.lock().get(&self.key, now()).is_some_and(|binding| {
                 binding.turns == 1 && binding.worker.agent != left_worker.agent
@@ -226,7 +226,7 @@ impl Shared {
         turn_id: u64,
         first: &mut PlacedTurn,
     ) -> Option<PlacedTurn> {
-        if !first.movable {
+        if !first.can_move {
             return None;
         }
         let view = self.view.load();
@@ -379,7 +379,7 @@ impl Shared {
         view: &Snapshot,
         placement: Placement,
         hold: Option<BindingHold>,
-        movable: bool,
+        can_move: bool,
     ) -> PlacedTurn {
         let tokens = placement.tokens_expected();
         let Placement { worker, reason, ref figures, .. } = placement;
@@ -413,7 +413,7 @@ impl Shared {
             authority: Arc::clone(&facts.data_authority),
             reason,
             claim,
-            movable: movable && !intent.is_some_and(|intent| intent.delta),
+            can_move: can_move && !intent.is_some_and(|intent| intent.delta),
             lease: Lease::acquire(&agent.in_flight[worker.dp_rank as usize], tokens),
             hold,
             blocks: None,

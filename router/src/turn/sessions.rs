@@ -35,7 +35,7 @@ pub(crate) struct SessionView {
     /// The session as its agent reports it. `None` if no agent has reported it.
     pub(crate) session: Option<Arc<Session>>,
     /// Whether the session's KV and history are lost.
-    pub(crate) lost: bool,
+    pub(crate) is_lost: bool,
 }
 
 /// The result of an open.
@@ -44,7 +44,7 @@ pub(crate) struct OpenedSession {
     pub(crate) worker: WorkerRef,
     pub(crate) session: Arc<Session>,
     /// Whether the session was not open before.
-    pub(crate) new: bool,
+    pub(crate) is_new: bool,
 }
 
 /// Where a session is to be opened.
@@ -153,17 +153,17 @@ impl Shared {
             | SessionStatus::Closing
             | SessionStatus::Bound { recent: false, placement_only: false, .. } => None,
             SessionStatus::Bound { worker, .. } => {
-                Some(SessionView { key, worker, session: None, lost: false })
+                Some(SessionView { key, worker, session: None, is_lost: false })
             }
             SessionStatus::Open { worker, session, .. } => {
-                Some(SessionView { key, worker, session: Some(session), lost: false })
+                Some(SessionView { key, worker, session: Some(session), is_lost: false })
             }
             SessionStatus::Lost { worker, .. } => {
                 let view = self.view.load();
                 let located = view.sessions.locate(&key);
                 let session = located.iter().find(|located| located.worker == worker);
                 let session = session.map(|located| Arc::clone(&located.session));
-                Some(SessionView { key, worker, session, lost: true })
+                Some(SessionView { key, worker, session, is_lost: true })
             }
         }
     }
@@ -200,12 +200,12 @@ impl Shared {
         match result {
             Ok(session) => {
                 let worker = WorkerRef { dp_rank: session.dp_rank, ..worker };
-                let new = !was_open && session.turns == 0;
+                let is_new = !was_open && session.turns == 0;
                 let session = Arc::new(session);
                 let opened =
                     affinity::OpenAnswer { session: Arc::clone(&session), epoch, at: now() };
                 affinity.record_open(worker, opened, now())?;
-                Ok(OpenedSession { worker, session, new })
+                Ok(OpenedSession { worker, session, is_new })
             }
             Err(status) => {
                 if !was_open {
