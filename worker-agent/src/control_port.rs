@@ -128,7 +128,7 @@ fn to_status(error: &owner::Error) -> Status {
             | E::PredecessorFailed
             | E::OpenWithOtherRetention(_)
             | E::DeltaNeedsPinned(_)
-            | E::PinnedInputRefused
+            | E::PinnedRouteRefused
             | E::NotContinued { .. }
             | E::DeltaNeedsOpen
             | E::Lost

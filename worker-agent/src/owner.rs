@@ -52,7 +52,7 @@ use crate::{
     gpu::Gpus,
     ledger::{AgentHealth, Ledger, Limits},
     metrics::Metrics,
-    session::{self, Effect, OpenResult, PinnedInput, Rules, Table, Turn, journal::Journal},
+    session::{self, Effect, OpenResult, RouteTurns, Rules, Table, Turn, journal::Journal},
     shim::{
         ShimEvent, ShimHandle,
         trim::{self as shim_trim, TrimHandle},
@@ -293,9 +293,9 @@ impl Owner {
     fn handle_message(&mut self, message: OwnerMessage) {
         self.is_changed = true;
         match message {
-            OwnerMessage::Claim { claim, rank, pinned_input, reply } => {
+            OwnerMessage::Claim { claim, rank, route_turns, reply } => {
                 let claim = claim.as_ref().map(|(claim, key)| (claim, key));
-                drop(reply.send(self.claim(claim, rank, pinned_input)));
+                drop(reply.send(self.claim(claim, rank, route_turns)));
             }
             OwnerMessage::Admit { rid, need, prompt_start, reply } => {
                 self.table.set_prompt_start(&rid, prompt_start);
@@ -355,7 +355,7 @@ impl Owner {
         &mut self,
         claim: Option<(&Claim, &SessionKey)>,
         rank: Option<u32>,
-        pinned_input: PinnedInput,
+        route_turns: RouteTurns,
     ) -> Result<Lease, Error> {
         self.check_usable()?;
         // Reserve the place for the turn's end now, so that ending the turn never waits.
@@ -364,7 +364,7 @@ impl Owner {
             return Err(session::Error::OutOfRoom { resource: "turns", detail }.into());
         };
         let rid = new_rid();
-        self.table.claim(now(), &rid, claim, rank, pinned_input)?;
+        self.table.claim(now(), &rid, claim, rank, route_turns)?;
         let vocabulary = self.engine_info.as_ref().and_then(|info| info.facts.vocabulary);
         Ok(Lease {
             rid,
@@ -418,7 +418,7 @@ impl Owner {
                     // A session must not be opened if it isn't in the journal. After a crash, the
                     // next agent process reads there which sessions it must close.
                     Some(reason) => {
-                        self.report_open_result(incarnation, OpenResult::No(reason.clone()));
+                        self.report_open_result(incarnation, OpenResult::NotOpened(reason.clone()));
                     }
                     None => self.open_at_engine(incarnation, idle_max),
                 },

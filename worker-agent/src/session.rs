@@ -27,14 +27,14 @@ use proto::{
 };
 
 use self::{
-    deltas::{Deltas, check_pinned_input, check_turn},
+    deltas::{Deltas, check_route, check_turn},
     journal::Record,
 };
 pub use self::{
     error::Error,
     prefix::{BLOCKS_MAX, PrefixTracker, PromptStart},
     table::{Load, SessionReport, Table, TrimOutcome, TrimPlan},
-    turn::{Need, Outcome, PinnedInput, RunMode, TrimRequest, Turn, TurnSession, Usage},
+    turn::{Need, Outcome, RouteTurns, RunMode, TrimRequest, Turn, TurnSession, Usage},
 };
 use crate::guard::{Guard, Guards};
 
@@ -107,7 +107,7 @@ pub struct Session {
     /// Id of the session's present incarnation inside the engine.
     pub incarnation: String,
     /// Whether the session runs one turn at a time.
-    pub exclusive: bool,
+    pub is_exclusive: bool,
     /// The number of finished turns.
     pub turns: u64,
     /// The number of turns inside the engine.
@@ -123,7 +123,7 @@ pub struct Session {
     reserved_tokens: u64,
     /// Whether a client opened the session. If so, the session becomes exclusive, at the latest
     /// with the first claim at which no turn of it runs or waits.
-    opened_by_client: bool,
+    is_opened_by_client: bool,
     /// Whether the session was created by a turn, but no turn has reached the engine and no client
     /// has opened the session.
     is_unused: bool,
@@ -164,12 +164,12 @@ enum Phase {
     /// evicted. The session holds no row.
     Demoted,
     /// After a turn's end, the agent isn't sure what history the engine has. A session table that
-    /// the shim was asked for since then (`table_requested`) must report the `expected` history. If
+    /// the shim was asked for since then (`is_table_requested`) must report the `expected` history. If
     /// none arrives before `until`, the session is closed at the engine.
     Suspect {
         expected: ExpectedHistory,
         until: Instant,
-        table_requested: bool,
+        is_table_requested: bool,
     },
     /// The session closes when its last running turn has ended.
     Closing,
@@ -216,7 +216,7 @@ struct FullHistory {
     /// or found no room for it.
     no_pin_before: Option<Instant>,
     /// Whether the session's next full history starts an incarnation that replaces an earlier one.
-    next_reopens: bool,
+    next_turn_reopens: bool,
     /// Whether the client's history may have turns that the engine's history lacks, because a turn
     /// ran outside the session's KV, or a new incarnation has not had its first turn. If so, the
     /// session refuses deltas.
@@ -373,7 +373,7 @@ pub struct CloseRequest {
     pub rid: Option<String>,
     /// Whether the incarnation is pinned and may hold a row and KV. The close of any other
     /// incarnation needs no confirmation.
-    pub pinned: bool,
+    pub is_pinned: bool,
     /// Whether this repeats a close that was not confirmed.
     pub is_repeat: bool,
 }
@@ -382,9 +382,9 @@ pub struct CloseRequest {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum OpenResult {
     /// The engine opened the session.
-    Yes,
+    Opened,
     /// The engine refused, or was not asked. Carries the reason.
-    No(String),
+    NotOpened(String),
     /// The answer was lost, so the session may be open. Carries the reason.
     Unknown(String),
 }

@@ -149,13 +149,13 @@ impl World {
             }
             Task::Open { incarnation } => {
                 let opened = match answer {
-                    Answer::Yes => OpenResult::Yes,
-                    Answer::No => OpenResult::No("refused".to_owned()),
-                    Answer::Unreachable => OpenResult::No("unreachable".to_owned()),
-                    Answer::Lost => OpenResult::Unknown("lost".to_owned()),
+                    CallAnswer::Yes => OpenResult::Opened,
+                    CallAnswer::No => OpenResult::NotOpened("refused".to_owned()),
+                    CallAnswer::Unreachable => OpenResult::NotOpened("unreachable".to_owned()),
+                    CallAnswer::Lost => OpenResult::Unknown("lost".to_owned()),
                 };
-                self.tally.opened += u64::from(opened == OpenResult::Yes);
-                self.tell(|table, now| table.handle_open_result(now, &incarnation, &opened));
+                self.counts.opened += u64::from(opened == OpenResult::Opened);
+                self.call_table(|table, now| table.handle_open_result(now, &incarnation, &opened));
             }
             Task::Close { close, step } => self.continue_close(close, step, answer),
         }
@@ -164,14 +164,14 @@ impl World {
     fn close_goes_on(&mut self, close: CloseRequest, step: Step, answer: Answer) {
         let next = match (step, answer) {
             (CloseStep::Abort, CallAnswer::Yes) => Some(CloseStep::Close),
-            (CloseStep::Close, CallAnswer::Yes) if close.pinned => Some(CloseStep::Probe),
+            (CloseStep::Close, CallAnswer::Yes) if close.is_pinned => Some(CloseStep::Probe),
             (CloseStep::Probe, CallAnswer::Yes) => Some(CloseStep::CloseProbe),
             _ => None,
         };
         if let Some(step) = next {
             return self.call(Task::Close { close, step });
         }
-        let last = step == CloseStep::CloseProbe || (step == CloseStep::Close && !close.pinned);
+        let last = step == CloseStep::CloseProbe || (step == CloseStep::Close && !close.is_pinned);
         let done = last && answer == CallAnswer::Yes;
         let closed = match (step, answer) {
             _ if done => CloseResult::Confirmed,

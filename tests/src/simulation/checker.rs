@@ -143,7 +143,7 @@ impl World {
                 && turn.is_pinned()
         });
         assert!(!runs, "a session is closed while its turn runs");
-        if close.pinned {
+        if close.is_pinned {
             let since = (self.now, 0);
             self.closing.entry(close.incarnation.clone()).or_insert(since);
         }

@@ -6,7 +6,7 @@
 use std::time::Duration;
 
 use proto::{claim::Claim, id::SessionKey, load::Retention};
-use worker_agent::session::{self, Need, Outcome, PinnedInput};
+use worker_agent::session::{self, Need, Outcome, RouteTurns};
 
 use super::{
     answers::read,
@@ -158,8 +158,8 @@ impl World {
         }
         let asked = claim.as_ref().map(|(claim, key)| (claim, key));
         self.turn(id).stage = Stage::Claimed;
-        let claimed = self.tell(|table, now| {
-            table.claim(now, &rid, asked, rank, PinnedInput::DeltasAndHistories)
+        let claimed = self.call_table(|table, now| {
+            table.claim(now, &rid, asked, rank, RouteTurns::DeltasAndHistories)
         });
         let says = claim.as_ref().map(|(claim, _)| {
             let flag = |on, text| if on { text } else { "" };
@@ -195,7 +195,7 @@ impl World {
             // A text has at most one token more than it has bytes.
             prompt_tokens: if turn.exact { prompt_tokens } else { prompt_tokens * 2 + 1 },
             answer_tokens: Some(turn.max_new as u64),
-            exact: turn.exact,
+            is_exact: turn.exact,
             ..Need::default()
         };
         turn.stage = Stage::Queued;

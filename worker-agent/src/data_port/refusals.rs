@@ -37,7 +37,7 @@ pub fn refusal(error: &owner::Error) -> Refusal {
             E::PredecessorFailed => conflict("turn_before_failed"),
             E::OpenWithOtherRetention(_) => conflict("session_open_otherwise"),
             E::DeltaNeedsPinned(_) => conflict("delta_needs_pinned"),
-            E::PinnedInputRefused | E::NotContinued { .. } => conflict("whole_history"),
+            E::PinnedRouteRefused | E::NotContinued { .. } => conflict("whole_history"),
             E::DeltaNeedsOpen => conflict("delta_needs_open"),
             E::Lost => conflict("session_lost"),
             E::HistoryUnknown => conflict("history_unknown"),

@@ -119,7 +119,7 @@ fn read_need(kind: Kind, object: &Object<'_>, body_bytes: usize) -> Need {
             prompt_tokens: body_bytes as u64 + TEMPLATE_TOKENS,
             // Of these routes, only `/v1/completions` has a default limit in the engine.
             answer_tokens: limit_keys.iter().find_map(parsed_number).or(default),
-            exact: false,
+            is_exact: false,
             ignores_eos: object.get("ignore_eos").is_some_and(|value| value.get() == "true"),
             resident_tokens: 0,
         };
@@ -143,7 +143,7 @@ fn read_need(kind: Kind, object: &Object<'_>, body_bytes: usize) -> Need {
         return Need {
             prompt_tokens,
             answer_tokens,
-            exact: false,
+            is_exact: false,
             ignores_eos,
             resident_tokens: 0,
         };
@@ -153,14 +153,14 @@ fn read_need(kind: Kind, object: &Object<'_>, body_bytes: usize) -> Need {
             let commas = ids.get().bytes().filter(|byte| *byte == b',').count() as u64;
             let is_nonempty = first_byte_inside(ids).is_some_and(|byte| byte != b']');
             let prompt_tokens = commas + u64::from(is_nonempty);
-            Need { prompt_tokens, answer_tokens, exact: true, ignores_eos, resident_tokens: 0 }
+            Need { prompt_tokens, answer_tokens, is_exact: true, ignores_eos, resident_tokens: 0 }
         }
         (_, text) => {
             let text_bytes = text.or(ids).map_or(0, |text| text.get().len() as u64);
             Need {
                 prompt_tokens: text_bytes + 1,
                 answer_tokens,
-                exact: false,
+                is_exact: false,
                 ignores_eos,
                 resident_tokens: 0,
             }
@@ -482,7 +482,7 @@ mod tests {
     fn what_a_turn_may_need_is_never_underestimated() {
         let of = |kind, body: &'static str| {
             let need = parse(kind, &Bytes::from_static(body.as_bytes()), false, None).unwrap().need;
-            (need.prompt_tokens, need.answer_tokens, need.exact)
+            (need.prompt_tokens, need.answer_tokens, need.is_exact)
         };
         let generate = |body| of(Kind::Generate, body);
         assert_eq!(generate(r#"{"input_ids":[1, 2,3]}"#), (3, Some(128), true));

@@ -36,7 +36,7 @@ use super::{
     exchange::Exchange,
     refusals::{connection_refusal, refusal, timeout_refusal},
     request::{self, ParsedRequest},
-    routes::{actual_run_mode, pinned_input},
+    route_features::{actual_run_mode, route_turns},
 };
 use crate::{
     engine::{self, Engine},
@@ -133,7 +133,7 @@ pub(super) async fn serve_request(
     // The session is claimed before the body is read. So no other turn can start during a slow
     // upload, and a second turn of the session is refused at once.
     let in_session = claim.is_some();
-    let claimed = context.agent.claim(claim, rank, pinned_input(route.kind)).await;
+    let claimed = context.agent.claim(claim, rank, route_turns(route.kind)).await;
     // The lease is the proof of the claim. Dropping it ends the turn and frees the session.
     let mut lease = claimed.map_err(|error| refusal(&error))?;
     let held_body = context.body_budget.read(body).await?;

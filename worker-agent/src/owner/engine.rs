@@ -26,9 +26,9 @@ impl Owner {
         self.tasks.spawn(async move {
             let result =
                 match engine.open_session(&incarnation, idle_max + ENGINE_IDLE_MARGIN).await {
-                    Ok(()) => OpenResult::Yes,
+                    Ok(()) => OpenResult::Opened,
                     Err(error) if error.is_ambiguous() => OpenResult::Unknown(error.to_string()),
-                    Err(error) => OpenResult::No(error.to_string()),
+                    Err(error) => OpenResult::NotOpened(error.to_string()),
                 };
             let _ = mailbox.send(OwnerMessage::OpenResult { incarnation, result }).await;
         });
@@ -145,7 +145,7 @@ async fn close_once(
 ) -> CloseResult {
     let rid = close.rid.as_deref();
     let verified = |is_gone| if is_gone { CloseResult::Confirmed } else { CloseResult::Kept };
-    let result = match (close.pinned, all_shims_connected && !close.is_repeat) {
+    let result = match (close.is_pinned, all_shims_connected && !close.is_repeat) {
         // A session that isn't pinned holds no KV of its own. The engine's answer is enough.
         (false, _) => {
             engine.close_session(&close.incarnation).await.map(|()| CloseResult::Confirmed)

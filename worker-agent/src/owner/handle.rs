@@ -18,7 +18,7 @@ use crate::{
     audit::{self, SessionPages},
     engine::{Info, Sample},
     session::{
-        self, CloseResult, Need, OpenResult, Outcome, PinnedInput, PromptStart, RunMode, Turn,
+        self, CloseResult, Need, OpenResult, Outcome, PromptStart, RouteTurns, RunMode, Turn,
     },
 };
 
@@ -82,7 +82,7 @@ pub(super) enum OwnerMessage {
     Claim {
         claim: Option<(Claim, SessionKey)>,
         rank: Option<u32>,
-        pinned_input: PinnedInput,
+        route_turns: RouteTurns,
         reply: oneshot::Sender<Result<Lease, Error>>,
     },
     /// Admits a claimed turn as soon as the engine has room for it.
@@ -246,9 +246,9 @@ impl AgentHandle {
         &self,
         claim: Option<(Claim, SessionKey)>,
         rank: Option<u32>,
-        pinned_input: PinnedInput,
+        route_turns: RouteTurns,
     ) -> Result<Lease, Error> {
-        self.request(|reply| OwnerMessage::Claim { claim, rank, pinned_input, reply }).await?
+        self.request(|reply| OwnerMessage::Claim { claim, rank, route_turns, reply }).await?
     }
 
     /// Opens a session, and returns it. Returns the existing session if it is already open.

@@ -8,7 +8,7 @@
 
 use proto::{claim::Claim, load::Retention};
 
-use super::{Error, GoneReason, Guard, Guards, Phase, PinnedInput, Session};
+use super::{Error, GoneReason, Guard, Guards, Phase, RouteTurns, Session};
 
 /// Whether a session takes deltas.
 ///
@@ -49,7 +49,7 @@ impl Session {
 pub(super) fn check_turn(
     session: &Session,
     claim: &Claim,
-    pinned_input: PinnedInput,
+    route_turns: RouteTurns,
     shim_trims: bool,
     guards: Guards,
 ) -> Result<(), Error> {
@@ -99,7 +99,7 @@ pub(super) fn check_turn(
     let had_turns = session.turns > 0 && guards.hold(Guard::DeltaOnly);
     // The engine may have committed a turn of which the agent saw no successful end.
     let has_history = had_turns || (session.history_tokens > 0 && guards.hold(Guard::DeltaOnly));
-    check_pinned_input(claim.delta, has_history, pinned_input, shim_trims)?;
+    check_route(claim.delta, has_history, route_turns, shim_trims)?;
     // A full history is correct whatever history the session has. A delta that opens the session is
     // not: its client believes that there is no history.
     if had_turns && claim.open && claim.delta {
@@ -108,18 +108,18 @@ pub(super) fn check_turn(
     Ok(())
 }
 
-/// Checks whether the turn's route can carry the turn to a pinned session. `pinned_input`: what the
+/// Checks whether the turn's route can carry the turn to a pinned session. `route_turns`: what the
 /// route can carry.
-pub(super) fn check_pinned_input(
+pub(super) fn check_route(
     is_delta: bool,
     has_history: bool,
-    pinned_input: PinnedInput,
+    route_turns: RouteTurns,
     shim_trims: bool,
 ) -> Result<(), Error> {
-    match pinned_input {
+    match route_turns {
         // If the session has no history, a full history and a delta are the same.
-        PinnedInput::DeltasAndHistories if is_delta || !has_history || shim_trims => Ok(()),
-        PinnedInput::FullHistories if !is_delta && shim_trims => Ok(()),
-        _ => Err(Error::PinnedInputRefused),
+        RouteTurns::DeltasAndHistories if is_delta || !has_history || shim_trims => Ok(()),
+        RouteTurns::FullHistories if !is_delta && shim_trims => Ok(()),
+        _ => Err(Error::PinnedRouteRefused),
     }
 }

@@ -46,7 +46,7 @@ pub enum Error {
          to /generate with `session_params` or `x-berth-delta: 1`, or a full history where the \
          engine's shim trims full histories, or open the session tagged"
     )]
-    PinnedInputRefused,
+    PinnedRouteRefused,
     /// A full history doesn't continue the history of a session whose clients send deltas.
     #[error(
         "this session takes turns that hold just the new tokens, and this full history {detail}, \

@@ -48,9 +48,9 @@ use proto::{claim::Claim, id::SessionKey};
 use self::{closing::PendingClose, rank_account::RankAccount, trim::TrimTurn};
 use super::{
     CloseRequest, CloseResult, Deltas, Effect, EngineCapacity, Error, ExpectedHistory, FullHistory,
-    GoneReason, Guard, MeasuredHistory, Need, OpenResult, Outcome, Phase, PinnedInput,
-    PrefixTracker, PromptStart, RankCapacity, RankTotals, Record, Rules, RunMode, Session,
-    SessionEvent, TrimRequest, Turn, TurnSession, Usage, check_pinned_input, check_turn,
+    GoneReason, Guard, MeasuredHistory, Need, OpenResult, Outcome, Phase, PrefixTracker,
+    PromptStart, RankCapacity, RankTotals, Record, RouteTurns, Rules, RunMode, Session,
+    SessionEvent, TrimRequest, Turn, TurnSession, Usage, check_route, check_turn,
 };
 use crate::shim::trim::Plan;
 
@@ -103,7 +103,7 @@ struct Ticket {
     claim: Option<Claim>,
     /// The key of the turn's session: the digest of the client's credential, and the session's id.
     key: Option<SessionKey>,
-    pinned_input: PinnedInput,
+    route_turns: RouteTurns,
     dp_rank: u32,
     state: TicketState,
     /// When the ticket entered its present `state`.
@@ -152,14 +152,14 @@ impl Ticket {
     fn new(
         now: Instant,
         state: TicketState,
-        pinned_input: PinnedInput,
+        route_turns: RouteTurns,
         dp_rank: u32,
         claim_order: u64,
     ) -> Self {
         Self {
             claim: None,
             key: None,
-            pinned_input,
+            route_turns,
             dp_rank,
             state,
             since: now,

@@ -81,7 +81,7 @@ pub struct Need {
     pub answer_tokens: Option<u64>,
     /// Whether `prompt_tokens` is exact, because the body holds token ids. Otherwise
     /// `prompt_tokens` is an upper bound.
-    pub exact: bool,
+    pub is_exact: bool,
     /// Whether the turn ignores the end of its answer (`ignore_eos`), so that the engine reserves
     /// room for the longest answer.
     pub ignores_eos: bool,
@@ -137,7 +137,7 @@ impl Outcome {
 
 /// Which turns a route can carry to a pinned session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum PinnedInput {
+pub enum RouteTurns {
     /// Deltas, and full histories if the shim trims them or the session has no history. The route
     /// is `/generate` with one prompt, which the engine appends.
     DeltasAndHistories,

@@ -108,14 +108,14 @@ impl Table {
             self.sessions.get(&key).filter(|session| session.generation == ticket.generation);
         let session = session.ok_or(Error::Unknown)?;
         if let (Some(claim), true) = (&ticket.claim, is_turn) {
-            check_turn(session, claim, ticket.pinned_input, self.shim_trims, guards)?;
+            check_turn(session, claim, ticket.route_turns, self.shim_trims, guards)?;
         }
         let runs_beside = is_turn && self.must_run_beside(&key);
         let session = &self.sessions[&key];
         if ticket.is_orphaned && guards.hold(Guard::LostEndSuspect) {
             return Err(Error::PredecessorFailed);
         }
-        if session.turns_waiting > 1 && session.exclusive && self.has_earlier_claim(ticket) {
+        if session.turns_waiting > 1 && session.is_exclusive && self.has_earlier_claim(ticket) {
             return Ok(Verdict::Wait);
         }
         if runs_beside && session.phase != Phase::Closing {
@@ -138,7 +138,7 @@ impl Table {
             _ if !is_turn => return Ok(Verdict::Admit),
             _ => {}
         }
-        if session.exclusive && session.turns_running > 0 && guards.hold(Guard::OneTurn) {
+        if session.is_exclusive && session.turns_running > 0 && guards.hold(Guard::OneTurn) {
             return Ok(Verdict::Wait);
         }
         if session.retention != Retention::Pinned {
@@ -161,7 +161,7 @@ impl Table {
     /// pinned the session on its own, and another turn is inside or left the history uncertain.
     fn must_run_beside(&self, key: &SessionKey) -> bool {
         let session = &self.sessions[key];
-        let is_shared = session.has_auto_retention() && !session.exclusive;
+        let is_shared = session.has_auto_retention() && !session.is_exclusive;
         let is_taken = session.turns_running > 0 || matches!(session.phase, Phase::Suspect { .. });
         is_shared && session.retention == Retention::Pinned && is_taken
     }

@@ -23,12 +23,12 @@ impl Table {
         }
         let guards = self.rules.guards;
         for (key, session) in &self.sessions {
-            let is_sequential = !session.exclusive || session.turns_running <= 1;
+            let is_sequential = !session.is_exclusive || session.turns_running <= 1;
             assert!(
                 is_sequential || !guards.hold(Guard::OneTurn),
                 "two turns of one exclusive session are inside"
             );
-            let is_shared_pin = session.retention == Retention::Pinned && !session.exclusive;
+            let is_shared_pin = session.retention == Retention::Pinned && !session.is_exclusive;
             assert!(
                 !is_shared_pin || session.has_auto_retention(),
                 "a session that its client pinned is shared"

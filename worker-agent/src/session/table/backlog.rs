@@ -35,7 +35,7 @@ impl Table {
     /// Estimates how many prompt tokens the engine computes for a turn.
     fn tokens_to_compute(&self, ticket: &Ticket) -> u64 {
         let need = ticket.need;
-        let divisor = if need.exact { 1 } else { BYTES_PER_TOKEN };
+        let divisor = if need.is_exact { 1 } else { BYTES_PER_TOKEN };
         let sent_tokens = need.prompt_tokens / divisor;
         let session = ticket.key.as_ref().and_then(|key| self.sessions.get(key));
         let session = session.filter(|session| session.generation == ticket.generation);

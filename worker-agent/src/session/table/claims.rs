@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 use proto::{claim::Claim, id::SessionKey, load::Retention};
 
 use super::{
-    Deltas, Error, FullHistory, Guard, OpenResult, Phase, PinnedInput, PrefixTracker, Record,
-    Session, Table, Ticket, TicketState, check_pinned_input, check_turn, closing::PendingClose,
+    Deltas, Error, FullHistory, Guard, OpenResult, Phase, PrefixTracker, Record, RouteTurns,
+    Session, Table, Ticket, TicketState, check_route, check_turn, closing::PendingClose,
 };
 
 /// The longest idle limit that a client can ask for. A longer limit is a mistake. Added to an
@@ -30,12 +30,12 @@ impl Table {
         rid: &str,
         session_claim: Option<(&Claim, &SessionKey)>,
         requested_rank: Option<u32>,
-        pinned_input: PinnedInput,
+        route_turns: RouteTurns,
     ) -> Result<(), Error> {
         let (claim, key, dp_rank, generation) = match session_claim {
             None => (None, None, self.choose_rank(requested_rank, None)?, 0),
             Some((claim, key)) => {
-                self.claim_session(now, claim, key, requested_rank, pinned_input)?;
+                self.claim_session(now, claim, key, requested_rank, route_turns)?;
                 let session = self.sessions.get_mut(key).expect("just claimed");
                 session.turns_waiting += 1;
                 session.idle_max = claim.idle_ms_max.map_or(session.idle_max, bounded_idle_max);
@@ -45,7 +45,7 @@ impl Table {
         self.claim_count += 1;
         self.account(dp_rank).turns_claimed += 1;
         let mut ticket =
-            Ticket::new(now, TicketState::Claimed, pinned_input, dp_rank, self.claim_count);
+            Ticket::new(now, TicketState::Claimed, route_turns, dp_rank, self.claim_count);
         (ticket.claim, ticket.key, ticket.generation) = (claim, key, generation);
         let previous = self.tickets.insert(rid.to_owned(), ticket);
         assert!(previous.is_none(), "a turn's id is used twice");
@@ -60,7 +60,7 @@ impl Table {
         claim: &Claim,
         key: &SessionKey,
         requested_rank: Option<u32>,
-        pinned_input: PinnedInput,
+        route_turns: RouteTurns,
     ) -> Result<(), Error> {
         // A delta relies on the session's history. If that history is gone, the delta must not
         // start an empty session.
@@ -74,9 +74,7 @@ impl Table {
             let wanted = claim.retention.or(claim.delta.then_some(Retention::Pinned));
             let retention = self.choose_retention(wanted)?;
             match retention {
-                Retention::Pinned => {
-                    check_pinned_input(claim.delta, false, pinned_input, self.shim_trims)?
-                }
+                Retention::Pinned => check_route(claim.delta, false, route_turns, self.shim_trims)?,
                 Retention::Tagged | Retention::None if claim.delta => {
                     return Err(Error::DeltaNeedsPinned(retention));
                 }
@@ -88,9 +86,9 @@ impl Table {
         }
         let (guards, queued_max) = (self.rules.guards, self.rules.turns_queued_per_session_max);
         let session = self.sessions.get_mut(key).expect("there is one now");
-        check_turn(session, claim, pinned_input, self.shim_trims, guards)?;
+        check_turn(session, claim, route_turns, self.shim_trims, guards)?;
         let turns_before = session.turns_running + session.turns_waiting;
-        let is_sequential = session.exclusive || session.opened_by_client;
+        let is_sequential = session.is_exclusive || session.is_opened_by_client;
         if is_sequential && turns_before > queued_max && guards.hold(Guard::OneTurn) {
             return Err(Error::Busy);
         }
@@ -105,8 +103,8 @@ impl Table {
         }
         // If a client opens a session whose turns run at the same time, these turns continue. The
         // first turn that is claimed while no other turn runs or waits makes the session exclusive.
-        session.opened_by_client |= claim.open;
-        session.exclusive |= session.opened_by_client && turns_before == 0;
+        session.is_opened_by_client |= claim.open;
+        session.is_exclusive |= session.is_opened_by_client && turns_before == 0;
         Ok(())
     }
 
@@ -163,10 +161,10 @@ impl Table {
                 if retention.is_some_and(|wanted| wanted != session.retention || is_shared) {
                     return Err(Error::OpenWithOtherRetention(session.retention));
                 }
-                session.opened_by_client = true;
+                session.is_opened_by_client = true;
                 session.is_unused = false;
                 session.open_for_deltas();
-                session.exclusive |= session.turns_running + session.turns_waiting <= 1;
+                session.is_exclusive |= session.turns_running + session.turns_waiting <= 1;
                 session.idle_max =
                     idle_max.map_or(session.idle_max, |idle| idle.min(IDLE_LIMIT_MAX));
                 self.schedule_deadline(key);
@@ -181,7 +179,7 @@ impl Table {
         let mut ticket = Ticket::new(
             now,
             TicketState::AwaitsOpen,
-            PinnedInput::DeltasAndHistories,
+            RouteTurns::DeltasAndHistories,
             dp_rank,
             self.claim_count,
         );
@@ -201,7 +199,7 @@ impl Table {
             .get(incarnation)
             .cloned()
             .filter(|key| matches!(self.sessions[key].phase, Phase::Opening | Phase::Closing));
-        if *result == OpenResult::Yes
+        if *result == OpenResult::Opened
             && let Some(key) = &key
         {
             self.change_session(key, |session| {
@@ -216,7 +214,7 @@ impl Table {
         } else {
             // The open failed, or the session was closed meanwhile. If the incarnation may be open
             // at the engine, it must be closed there.
-            let is_refused = matches!(result, OpenResult::No(_));
+            let is_refused = matches!(result, OpenResult::NotOpened(_));
             if !is_refused && self.rules.guards.hold(Guard::UnknownOpenClosed) {
                 self.start_close(incarnation.to_owned(), PendingClose::empty(now));
             } else {
@@ -232,7 +230,7 @@ impl Table {
                     self.pump(now);
                     return self.debug_check();
                 }
-                let (OpenResult::No(reason) | OpenResult::Unknown(reason)) = result else {
+                let (OpenResult::NotOpened(reason) | OpenResult::Unknown(reason)) = result else {
                     unreachable!()
                 };
                 let error = Error::OpenFailed(reason.clone());
@@ -263,14 +261,14 @@ impl Table {
             requested_retention: requested,
             dp_rank,
             incarnation: self.next_incarnation(key),
-            exclusive: is_pinned || claim.open,
+            is_exclusive: is_pinned || claim.open,
             turns: 0,
             turns_running: 0,
             turns_waiting: 0,
             history_tokens: 0,
             resident_tokens: 0,
             reserved_tokens: 0,
-            opened_by_client: claim.open,
+            is_opened_by_client: claim.open,
             is_unused: false,
             holds_row: false,
             is_corrupt: false,
@@ -296,8 +294,10 @@ impl Table {
     /// there is none. The session's client has no right to it, and finds its KV in the radix tree
     /// if the client comes back soon.
     fn close_longest_idle(&mut self, now: Instant) -> bool {
-        let closable =
-            self.sessions.iter().filter(|(_, session)| !session.exclusive && session.can_expire());
+        let closable = self
+            .sessions
+            .iter()
+            .filter(|(_, session)| !session.is_exclusive && session.can_expire());
         let longest_idle =
             closable.min_by_key(|(_, session)| session.last_turn_end).map(|(key, _)| key.clone());
         longest_idle.is_some_and(|key| self.close_session(now, &key).is_ok())

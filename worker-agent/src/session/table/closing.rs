@@ -163,7 +163,7 @@ impl Table {
         };
         let until = now + VERIFY_TIME_MAX;
         let (dp_rank, rid) = self.change_session(key, |session| {
-            session.phase = Phase::Suspect { expected, until, table_requested: false };
+            session.phase = Phase::Suspect { expected, until, is_table_requested: false };
             (session.dp_rank, session.lost_rid.clone())
         });
         self.effects.push(Effect::RequestShimTable { dp_rank, rid });
@@ -212,7 +212,7 @@ impl Table {
             }
             Retention::Tagged => {
                 let close =
-                    CloseRequest { incarnation, rid: None, pinned: false, is_repeat: false };
+                    CloseRequest { incarnation, rid: None, is_pinned: false, is_repeat: false };
                 self.effects.push(Effect::Close(close));
             }
             Retention::None => {}
@@ -231,8 +231,12 @@ impl Table {
             account.totals.pinned_tokens += closing.tokens;
         }
         let rid = closing.rid.clone();
-        let close =
-            CloseRequest { incarnation: incarnation.clone(), rid, pinned: true, is_repeat: false };
+        let close = CloseRequest {
+            incarnation: incarnation.clone(),
+            rid,
+            is_pinned: true,
+            is_repeat: false,
+        };
         self.effects.push(Effect::Close(close));
         self.pending_closes.insert(incarnation, closing);
     }
@@ -250,7 +254,7 @@ impl Table {
         for (incarnation, closing) in &mut self.pending_closes {
             if closing.repeat_at.take_if(|due| *due <= now).is_some() {
                 let (incarnation, rid) = (incarnation.clone(), closing.rid.clone());
-                let close = CloseRequest { incarnation, rid, pinned: true, is_repeat: true };
+                let close = CloseRequest { incarnation, rid, is_pinned: true, is_repeat: true };
                 self.effects.push(Effect::Close(close));
             }
         }

@@ -218,6 +218,6 @@ impl Ticket {
         };
         // The engine drops the leading BOS token of a prompt that it appends to a history.
         let was_bos_dropped = history_tokens > 0 && sent_tokens + 1 == self.need.prompt_tokens;
-        !self.need.exact || sent_tokens == self.need.prompt_tokens || was_bos_dropped
+        !self.need.is_exact || sent_tokens == self.need.prompt_tokens || was_bos_dropped
     }
 }

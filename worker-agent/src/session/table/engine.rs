@@ -89,8 +89,8 @@ impl Table {
     /// show whether the histories of suspect sessions are the expected ones.
     pub fn mark_table_requested(&mut self, dp_rank: u32) {
         for session in self.sessions.values_mut().filter(|session| session.dp_rank == dp_rank) {
-            if let Phase::Suspect { table_requested, .. } = &mut session.phase {
-                *table_requested = true;
+            if let Phase::Suspect { is_table_requested, .. } = &mut session.phase {
+                *is_table_requested = true;
             }
         }
     }
@@ -151,16 +151,16 @@ impl Table {
     fn handle_own_session(&mut self, now: Instant, key: &SessionKey, report: &SessionReport) {
         match &mut self.sessions.get_mut(key).expect("the caller has it").phase {
             // The uncertain turn has not ended yet, so the session table must be requested again.
-            Phase::Suspect { table_requested, .. }
-                if *asked && report.from_full_table && report.in_flight =>
+            Phase::Suspect { is_table_requested, .. }
+                if *is_table_requested && report.from_full_table && report.in_flight =>
             {
-                *asked = false;
+                *is_table_requested = false;
                 let dp_rank = self.sessions[key].dp_rank;
                 self.effects.push(Effect::RequestShimTable { dp_rank, rid: None });
             }
             // Only a table that was requested since the uncertain turn counts. A report from before
             // the request may describe the state before that turn.
-            &mut Phase::Suspect { expected, table_requested: true, .. }
+            &mut Phase::Suspect { expected, is_table_requested: true, .. }
                 if report.from_full_table =>
             {
                 if expected.matches(report.history_tokens) {

@@ -130,7 +130,7 @@ fn a_close_waits_for_the_turn_and_shuts_the_door_meanwhile() {
     let close = CloseRequest {
         incarnation: incarnation.clone(),
         rid: None,
-        pinned: true,
+        is_pinned: true,
         is_repeat: false,
     };
     assert_eq!(rig.closes, [close]);
@@ -168,7 +168,8 @@ fn a_final_turn_closes_its_session_on_every_path() {
         let mut rig = Rig::new();
         rig.pin("s");
         let prompt_tokens = if refused { 5000 } else { 8 };
-        let need = Need { prompt_tokens, answer_tokens: Some(8), exact: true, ..Need::default() };
+        let need =
+            Need { prompt_tokens, answer_tokens: Some(8), is_exact: true, ..Need::default() };
         match rig.turn_that_needs(&last, need) {
             Answer::In(turn) => {
                 assert_eq!(rig.turn(&delta("s")).error(), Error::Unknown, "the door is shut");
@@ -211,7 +212,7 @@ fn growth_is_reserved_before_the_turn_and_given_back_after_it() {
     rig.pin("a");
     rig.pin("b");
     let large =
-        Need { prompt_tokens: 500, answer_tokens: Some(300), exact: true, ..Need::default() };
+        Need { prompt_tokens: 500, answer_tokens: Some(300), is_exact: true, ..Need::default() };
     let turn = rig.turn_that_needs(&delta("a"), large).inside();
     assert_eq!(turn.turn.growth_tokens, Some(800));
     assert_eq!(rig.table.totals(0).pinned_tokens, 800);
@@ -220,7 +221,7 @@ fn growth_is_reserved_before_the_turn_and_given_back_after_it() {
     rig.end(&turn, finished(500, 3));
     assert_eq!(rig.table.totals(0).pinned_tokens, 512);
     let small =
-        Need { prompt_tokens: 400, answer_tokens: Some(90), exact: true, ..Need::default() };
+        Need { prompt_tokens: 400, answer_tokens: Some(90), is_exact: true, ..Need::default() };
     rig.turn_that_needs(&delta("b"), small).inside();
 }
 
@@ -229,7 +230,7 @@ fn what_no_budget_holds_is_refused_for_good() {
     let mut rig = Rig::new();
     rig.pin("s");
     let ignores_eos =
-        Need { prompt_tokens: 8, answer_tokens: None, exact: true, ..Need::default() };
+        Need { prompt_tokens: 8, answer_tokens: None, is_exact: true, ..Need::default() };
     let refused = rig.turn_that_needs(&delta("s"), ignores_eos).error();
     assert_eq!(refused, Error::TooLarge { need: 1200, max: 1008 }, "as far as the context");
 }
@@ -275,7 +276,8 @@ fn idle_sessions_give_way_the_least_worth_keeping_first() {
     rig.wait(DEMOTE);
     rig.pin_holding("older than nothing", 300);
     rig.wait(DEMOTE);
-    let need = Need { prompt_tokens: 500, answer_tokens: Some(1), exact: true, ..Need::default() };
+    let need =
+        Need { prompt_tokens: 500, answer_tokens: Some(1), is_exact: true, ..Need::default() };
     rig.pin("new");
     let waiting = rig.turn_that_needs(&delta("new"), need).waits();
     assert_eq!(rig.closes.len(), 1, "one is enough");
@@ -292,7 +294,8 @@ fn with_the_shim_a_session_gives_up_its_kv_and_keeps_its_history() {
     let idle = rig.pin_holding("idle", 600);
     rig.wait(DEMOTE);
     rig.pin("new");
-    let need = Need { prompt_tokens: 500, answer_tokens: Some(1), exact: true, ..Need::default() };
+    let need =
+        Need { prompt_tokens: 500, answer_tokens: Some(1), is_exact: true, ..Need::default() };
     let waiting = rig.turn_that_needs(&delta("new"), need).waits();
     assert_eq!((&rig.demotes, &rig.closes), (&vec![idle.clone()], &vec![]));
     rig.table.handle_demote_result(rig.now, &idle, true);
@@ -313,7 +316,8 @@ fn with_the_shim_a_session_gives_up_its_kv_and_keeps_its_history() {
 fn a_session_in_use_never_gives_way() {
     let mut rig = Rig::new();
     rig.pin("busy");
-    let need = Need { prompt_tokens: 800, answer_tokens: Some(1), exact: true, ..Need::default() };
+    let need =
+        Need { prompt_tokens: 800, answer_tokens: Some(1), is_exact: true, ..Need::default() };
     let busy = rig.turn_that_needs(&delta("busy"), need).inside();
     rig.wait(2 * DEMOTE);
     rig.pin("new");
@@ -334,7 +338,8 @@ fn a_large_plain_turn_waits_outside_for_room_that_sessions_hold() {
     rig.engine_closes();
     rig.answer(large).inside();
     rig.pin("t");
-    let need = Need { prompt_tokens: 500, answer_tokens: Some(1), exact: true, ..Need::default() };
+    let need =
+        Need { prompt_tokens: 500, answer_tokens: Some(1), is_exact: true, ..Need::default() };
     let refused = rig.turn_that_needs(&delta("t"), need).error();
     assert!(is_short(&refused, "pin_tokens"), "the large turn has the room: {refused}");
 }
@@ -369,8 +374,8 @@ fn prompts_that_the_engine_has_not_shown_are_counted() {
     let waiting = rig.plain(40).waits();
     assert_eq!(rig.table.unsampled_prompt_tokens(0, before), 160);
     assert_eq!(rig.table.unsampled_prompt_tokens(0, rig.now), 40, "the engine was looked at since");
-    let need = Need { prompt_tokens: 90, exact: true, resident_tokens: 64, ..Need::default() };
-    rig.ask(None, None, PinnedInput::Nothing, need).waits();
+    let need = Need { prompt_tokens: 90, is_exact: true, resident_tokens: 64, ..Need::default() };
+    rig.ask(None, None, RouteTurns::Nothing, need).waits();
     assert_eq!(
         rig.table.unsampled_prompt_tokens(0, rig.now),
         66,
@@ -418,7 +423,7 @@ fn nothing_is_appended_to_a_history_in_doubt() {
         let mut rig = Rig::new();
         let incarnation = rig.pin_holding("s", 24);
         let need =
-            Need { prompt_tokens: 8, answer_tokens: Some(8), exact: true, ..Need::default() };
+            Need { prompt_tokens: 8, answer_tokens: Some(8), is_exact: true, ..Need::default() };
         let turn = rig.turn_that_needs(&delta("s"), need).inside();
         rig.end(&turn, end);
         assert_eq!(rig.turn(&delta("s")).error(), Error::HistoryUnknown, "{why}");
@@ -495,11 +500,11 @@ fn a_whole_history_never_reaches_a_pinned_session() {
     let need = Need::default();
     let first = rig.turn(&Claim { open: true, ..pinned("s") }).inside();
     rig.end(&first, finished(20, 5));
-    assert_eq!(rig.turn(&pinned("s")).error(), Error::PinnedInputRefused);
-    let on_chat = rig.ask(Some((&delta("s"), &key("s"))), None, PinnedInput::Nothing, need);
-    assert_eq!(on_chat.error(), Error::PinnedInputRefused, "chat would drop the session silently");
-    let on_chat = rig.ask(Some((&pinned("new"), &key("new"))), None, PinnedInput::Nothing, need);
-    assert_eq!(on_chat.error(), Error::PinnedInputRefused);
+    assert_eq!(rig.turn(&pinned("s")).error(), Error::PinnedRouteRefused);
+    let on_chat = rig.ask(Some((&delta("s"), &key("s"))), None, RouteTurns::Nothing, need);
+    assert_eq!(on_chat.error(), Error::PinnedRouteRefused, "chat would drop the session silently");
+    let on_chat = rig.ask(Some((&pinned("new"), &key("new"))), None, RouteTurns::Nothing, need);
+    assert_eq!(on_chat.error(), Error::PinnedRouteRefused);
     assert!(!rig.is_open("new"), "a refused turn opens nothing");
 }
 
@@ -511,7 +516,7 @@ fn a_delta_may_open_its_session() {
     let tagged = Claim { retention: Some(Retention::Tagged), ..delta("t") };
     let refused = rig.turn(&Claim { open: true, ..tagged }).error();
     assert_eq!(refused, Error::DeltaNeedsPinned(Retention::Tagged));
-    let need = Need { prompt_tokens: 5000, answer_tokens: None, exact: true, ..Need::default() };
+    let need = Need { prompt_tokens: 5000, answer_tokens: None, is_exact: true, ..Need::default() };
     let refused = rig.turn_that_needs(&Claim { open: true, ..delta("u") }, need).error();
     assert!(matches!(refused, Error::TooLarge { .. }), "{refused}");
     for id in ["t", "u"] {

@@ -173,7 +173,7 @@ impl Table {
         }
         self.change_session(key, |session| {
             session.requested_retention = Some(wanted);
-            session.exclusive |= session.retention == Retention::Pinned;
+            session.is_exclusive |= session.retention == Retention::Pinned;
         });
     }
 
@@ -202,7 +202,7 @@ impl Table {
         self.change_session(key, |session| {
             session.phase = Phase::Planned;
             session.deltas = Deltas::Refused;
-            session.full_history.next_reopens = session.turns > 0;
+            session.full_history.next_turn_reopens = session.turns > 0;
             session.full_history.client_may_be_ahead |= session.turns > 0;
         });
     }
@@ -227,7 +227,7 @@ impl Table {
         let opens_session = self.tickets[rid].is_opening();
         let is_guarded = self.rules.guards.hold(Guard::FullHistoryContinues);
         let session = self.sessions.get_mut(key).expect("the caller has seen it");
-        let is_reopened = std::mem::take(&mut session.full_history.next_reopens);
+        let is_reopened = std::mem::take(&mut session.full_history.next_turn_reopens);
         let must_continue = session.deltas == Deltas::Taken && !opens_session && is_guarded;
         let trim_turn = TrimTurn {
             tokens_max,
@@ -336,7 +336,7 @@ impl Table {
         ticket.is_pinned = false;
         let shim_has_asked = ticket.trim_turn.as_ref().is_some_and(|turn| turn.shim_has_asked);
         let (dp_rank, had_no_kv) = (ticket.dp_rank, ticket.had_no_kv);
-        let need = Need { prompt_tokens: plan.prompt_tokens, exact: true, ..ticket.need };
+        let need = Need { prompt_tokens: plan.prompt_tokens, is_exact: true, ..ticket.need };
         self.account(dp_rank).count_as_plain();
         let run_mode = self.unpinned_run_mode(key);
         self.effects.push(Effect::RunModeKnown { rid: rid.clone(), run_mode });

@@ -13,7 +13,7 @@ fn a_session_that_cannot_be_opened_goes_on_unpinned() {
     rig.end(&first, finished(100, 8));
     let second = full_history(&mut rig, &auto("s"), 430).waits();
     let incarnation = rig.opens.as_mut().unwrap().pop().unwrap();
-    rig.table.handle_open_result(rig.now, &incarnation, &OpenResult::No("disk full".into()));
+    rig.table.handle_open_result(rig.now, &incarnation, &OpenResult::NotOpened("disk full".into()));
     rig.carry_out();
     let second = rig.answer(second).inside();
     assert_eq!(second.turn.run_mode, Some(RunMode::Tagged));
@@ -61,7 +61,8 @@ fn a_large_turn_that_runs_beside_its_session_keeps_pinned_ones_from_growing() {
     rig.question(&turn, Plan::Refused, 1100);
     rig.plan(&turn, Plan::Refused, 0, 1100);
     rig.demoted();
-    let need = Need { prompt_tokens: 400, answer_tokens: Some(1), exact: true, ..Need::default() };
+    let need =
+        Need { prompt_tokens: 400, answer_tokens: Some(1), is_exact: true, ..Need::default() };
     let grows = rig.turn_that_needs(&delta("o"), need);
     let held = rig.table.totals(0).pinned_tokens;
     assert!(held + 1129 <= 1440, "{held} pinned beside a turn that needs 1129: {grows:?}");
@@ -144,7 +145,8 @@ fn a_requested_pin_is_kept_when_an_auto_pin_needs_room() {
     let second = full_history(&mut rig, &auto("s"), 2330).inside();
     rig.runs(&second, 0, 620);
     rig.pin("asks");
-    let need = Need { prompt_tokens: 500, answer_tokens: Some(8), exact: true, ..Need::default() };
+    let need =
+        Need { prompt_tokens: 500, answer_tokens: Some(8), is_exact: true, ..Need::default() };
     let asks = rig.turn_that_needs(&delta("asks"), need).waits();
     rig.demoted();
     rig.answer(asks).inside();
@@ -306,7 +308,7 @@ fn no_delta_is_appended_to_what_a_lost_first_turn_left() {
     rig.end(&first, Outcome::Lost);
     seen(&mut rig, &incarnation, 98);
     rig.table.set_trimming(rig.now, false);
-    assert_eq!(rig.turn(&auto("s")).error(), Error::PinnedInputRefused);
+    assert_eq!(rig.turn(&auto("s")).error(), Error::PinnedRouteRefused);
 }
 
 #[test]
@@ -350,9 +352,9 @@ fn a_session_with_long_answers_is_pinned_only_with_room_for_them() {
     {
         let claim = auto(id);
         let key = claim.key().unwrap();
-        let first = rig.ask(Some((&claim, &key)), None, PinnedInput::FullHistories, need).inside();
+        let first = rig.ask(Some((&claim, &key)), None, RouteTurns::FullHistories, need).inside();
         rig.end(&first, finished(100, answer));
-        let second = rig.ask(Some((&claim, &key)), None, PinnedInput::FullHistories, need).inside();
+        let second = rig.ask(Some((&claim, &key)), None, RouteTurns::FullHistories, need).inside();
         assert_eq!(tokens_max(&second).is_some(), pins, "{id}");
         if pins {
             rig.plan(&second, Plan::Trimmed, 0, 100);

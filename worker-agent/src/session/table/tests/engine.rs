@@ -10,11 +10,11 @@ fn a_session_closed_while_it_opens_waits_for_the_engine_alone() {
     assert_eq!(rig.close("s"), Ok(true));
     let incarnation = rig.opens.as_mut().unwrap().pop().unwrap();
     assert_eq!(rig.table.next_deadline().map(|due| due > rig.now), Some(true), "no busy waiting");
-    rig.table.handle_open_result(rig.now, &incarnation, &OpenResult::Yes);
+    rig.table.handle_open_result(rig.now, &incarnation, &OpenResult::Opened);
     rig.carry_out();
     assert_eq!(
         rig.closes,
-        [CloseRequest { incarnation, rid: None, pinned: true, is_repeat: false }]
+        [CloseRequest { incarnation, rid: None, is_pinned: true, is_repeat: false }]
     );
 }
 
@@ -28,7 +28,7 @@ fn a_session_opened_for_a_turn_that_was_given_up_closes_unless_another_wants_it(
         rig.table.end_turn(rig.now, &left, Outcome::Aborted);
         let again = wanted.then(|| rig.turn(&opening).waits());
         let incarnation = rig.opens.as_mut().unwrap().pop().unwrap();
-        rig.table.handle_open_result(rig.now, &incarnation, &OpenResult::Yes);
+        rig.table.handle_open_result(rig.now, &incarnation, &OpenResult::Opened);
         rig.carry_out();
         assert_eq!(rig.closes.len(), usize::from(!wanted));
         assert_eq!(rig.is_open("s"), wanted);
@@ -40,9 +40,10 @@ fn a_session_opened_for_a_turn_that_was_given_up_closes_unless_another_wants_it(
 
 #[test]
 fn an_open_that_may_have_happened_is_closed() {
-    for (opened, closes) in
-        [(OpenResult::Unknown("lost".into()), 1), (OpenResult::No("the engine says no".into()), 0)]
-    {
+    for (opened, closes) in [
+        (OpenResult::Unknown("lost".into()), 1),
+        (OpenResult::NotOpened("the engine says no".into()), 0),
+    ] {
         let mut rig = Rig::new();
         rig.opens = Some(vec![]);
         let waiting = rig.turn(&Claim { open: true, ..delta("s") }).waits();
@@ -85,7 +86,7 @@ fn what_an_earlier_agent_left_is_closed_before_anything_is_pinned() {
     let close = CloseRequest {
         incarnation: "berth-a-0-7".into(),
         rid: Some("r".into()),
-        pinned: true,
+        is_pinned: true,
         is_repeat: false,
     };
     assert_eq!(rig.closes, [close]);
@@ -104,7 +105,8 @@ fn sessions_of_others_count_as_pinned() {
     rig.table.handle_load(rig.now, 0, load);
     assert_eq!(rig.table.totals(0).foreign_tokens, 800);
     rig.pin("s");
-    let need = Need { prompt_tokens: 300, answer_tokens: Some(1), exact: true, ..Need::default() };
+    let need =
+        Need { prompt_tokens: 300, answer_tokens: Some(1), is_exact: true, ..Need::default() };
     let refused = rig.turn_that_needs(&delta("s"), need).error();
     assert!(is_short(&refused, "pin_tokens"), "{refused}");
     rig.table.handle_load(rig.now, 0, Load { waiting: 0, used_tokens: 0 });
@@ -173,10 +175,10 @@ fn an_engine_that_comes_back_smaller_keeps_no_session_on_a_rank_it_lost() {
     let claim = Claim::for_session(&key("s"));
     let on_second = Some((&claim, &key("s")));
     let need = Need::default();
-    let turn = rig.ask(on_second, Some(1), PinnedInput::DeltasAndHistories, need).inside();
+    let turn = rig.ask(on_second, Some(1), RouteTurns::DeltasAndHistories, need).inside();
     rig.engine_restarts(engine(1));
     rig.end(&turn, Outcome::Lost);
-    let next = rig.ask(on_second, None, PinnedInput::DeltasAndHistories, need).inside();
+    let next = rig.ask(on_second, None, RouteTurns::DeltasAndHistories, need).inside();
     assert_eq!(next.turn.dp_rank, 0, "it starts anew where there is a rank");
 }
 

@@ -153,7 +153,7 @@ fn who_only_opened_a_session_hears_of_it_when_another_clients_history_began_it()
 /// Asks to run a full history of `tokens` tokens on `/generate`, which takes it without a shim too.
 fn whole_by_generate(rig: &mut Rig, claim: &Claim, tokens: u64) -> rig::Answer {
     let need =
-        Need { prompt_tokens: tokens, answer_tokens: Some(8), exact: true, ..Need::default() };
+        Need { prompt_tokens: tokens, answer_tokens: Some(8), is_exact: true, ..Need::default() };
     rig.turn_that_needs(claim, need)
 }
 

@@ -5,7 +5,7 @@ use super::*;
 const SMALL: Need = Need {
     prompt_tokens: 8,
     answer_tokens: Some(8),
-    exact: true,
+    is_exact: true,
     ignores_eos: false,
     resident_tokens: 0,
 };
@@ -14,7 +14,7 @@ fn claim(rig: &mut Rig, claim: &Claim) -> String {
     let rid = rig.rid();
     let key = claim.key().unwrap();
     rig.table
-        .claim(rig.now, &rid, Some((claim, &key)), None, PinnedInput::DeltasAndHistories)
+        .claim(rig.now, &rid, Some((claim, &key)), None, RouteTurns::DeltasAndHistories)
         .unwrap();
     rid
 }
@@ -180,7 +180,8 @@ fn a_large_turn_that_waits_is_not_overtaken_by_growing_pins() {
     rig.pin_holding("a", 400);
     rig.pin_holding("b", 200);
     let _large = rig.plain(1000).waits();
-    let need = Need { prompt_tokens: 300, answer_tokens: Some(1), exact: true, ..Need::default() };
+    let need =
+        Need { prompt_tokens: 300, answer_tokens: Some(1), is_exact: true, ..Need::default() };
     let newcomer = rig.turn_that_needs(&Claim { open: true, ..delta("c") }, need);
     assert!(!matches!(newcomer, Answer::In(_)), "each newcomer makes the large one wait longer");
 }
@@ -205,7 +206,7 @@ fn a_chat_without_a_limit_goes_where_the_engine_would_run_it() {
     }
     // 276,000 tokens are pinned and 124,000 free. SGLang needs 1,000 + min(rest, 4,096) tokens.
     let chat = Need { prompt_tokens: 1000, answer_tokens: None, ..Need::default() };
-    let first = rig.ask(None, None, PinnedInput::Nothing, chat);
+    let first = rig.ask(None, None, RouteTurns::Nothing, chat);
     let small = rig.plain(10);
     assert!(matches!((&first, &small), (Answer::In(_), Answer::In(_))), "{first:?} {small:?}");
 }

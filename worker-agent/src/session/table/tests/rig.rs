@@ -128,9 +128,11 @@ impl Rig {
                     Effect::SessionChanged(_) | Effect::SessionEvent(..) | Effect::Freed(_) => {}
                     Effect::Open { incarnation, .. } => match &mut self.opens {
                         Some(opens) => opens.push(incarnation),
-                        None => {
-                            self.table.handle_open_result(self.now, &incarnation, &OpenResult::Yes)
-                        }
+                        None => self.table.handle_open_result(
+                            self.now,
+                            &incarnation,
+                            &OpenResult::Opened,
+                        ),
                     },
                 }
             }
@@ -151,24 +153,28 @@ impl Rig {
 
     pub(super) fn turn_that_needs(&mut self, claim: &Claim, need: Need) -> Answer {
         let key = claim.key().unwrap();
-        self.ask(Some((claim, &key)), None, PinnedInput::DeltasAndHistories, need)
+        self.ask(Some((claim, &key)), None, RouteTurns::DeltasAndHistories, need)
     }
 
     pub(super) fn plain(&mut self, tokens: u64) -> Answer {
-        let need =
-            Need { prompt_tokens: tokens, answer_tokens: Some(0), exact: true, ..Need::default() };
-        self.ask(None, None, PinnedInput::Nothing, need)
+        let need = Need {
+            prompt_tokens: tokens,
+            answer_tokens: Some(0),
+            is_exact: true,
+            ..Need::default()
+        };
+        self.ask(None, None, RouteTurns::Nothing, need)
     }
 
     pub(super) fn ask(
         &mut self,
         claim: Option<(&Claim, &SessionKey)>,
         rank: Option<u32>,
-        pinned_input: PinnedInput,
+        route_turns: RouteTurns,
         need: Need,
     ) -> Answer {
         let rid = self.rid();
-        if let Err(error) = self.table.claim(self.now, &rid, claim, rank, pinned_input) {
+        if let Err(error) = self.table.claim(self.now, &rid, claim, rank, route_turns) {
             return Answer::No(error);
         }
         self.table.set_prompt_start(&rid, self.start.clone());
@@ -215,8 +221,12 @@ impl Rig {
     /// Opens a pinned session and runs one turn of `tokens` prompt tokens in it.
     pub(super) fn pin_holding(&mut self, id: &str, tokens: u64) -> String {
         let incarnation = self.pin(id);
-        let need =
-            Need { prompt_tokens: tokens, answer_tokens: Some(1), exact: true, ..Need::default() };
+        let need = Need {
+            prompt_tokens: tokens,
+            answer_tokens: Some(1),
+            is_exact: true,
+            ..Need::default()
+        };
         let turn = self.turn_that_needs(&delta(id), need).inside();
         self.end(&turn, finished(tokens, 1));
         incarnation

@@ -14,7 +14,7 @@ pub(super) fn trimming() -> Rig {
 pub(super) fn full_history(rig: &mut Rig, claim: &Claim, bytes: u64) -> rig::Answer {
     let need = Need { prompt_tokens: bytes, answer_tokens: Some(8), ..Need::default() };
     let key = claim.key().unwrap();
-    rig.ask(Some((claim, &key)), None, PinnedInput::FullHistories, need)
+    rig.ask(Some((claim, &key)), None, RouteTurns::FullHistories, need)
 }
 
 pub(super) fn trim_plan(
@@ -325,7 +325,7 @@ fn an_explicitly_pinned_session_takes_full_histories_and_starts_over_when_its_ow
     assert_eq!(rig.retention("s"), Retention::Pinned);
     assert_eq!(
         full_history(&mut rig, &delta("s"), 300).error(),
-        Error::PinnedInputRefused,
+        Error::PinnedRouteRefused,
         "not by this route"
     );
     rig.table.handle_engine_lost(rig.now, engine(1));
@@ -335,7 +335,7 @@ fn an_explicitly_pinned_session_takes_full_histories_and_starts_over_when_its_ow
     rig.table.set_trimming(rig.now, false);
     assert_eq!(
         full_history(&mut rig, &auto("s"), 340).error(),
-        Error::PinnedInputRefused,
+        Error::PinnedRouteRefused,
         "nobody trims"
     );
 }
@@ -383,7 +383,7 @@ fn an_answer_whose_end_was_ignored_costs_its_session_no_pin() {
             let need = Need { prompt_tokens: 460 + turn, ignores_eos: true, ..Need::default() };
             let need = Need { answer_tokens: Some(8), ..need };
             let asks =
-                rig.ask(Some((&claim, &key)), None, PinnedInput::FullHistories, need).inside();
+                rig.ask(Some((&claim, &key)), None, RouteTurns::FullHistories, need).inside();
             if tokens_max(&asks).is_none() {
                 break;
             }

@@ -56,7 +56,7 @@ impl Table {
         };
         self.record_divergence(&key, plan);
         let need =
-            Need { prompt_tokens: plan.prompt_tokens, exact: true, ..self.tickets[rid].need };
+            Need { prompt_tokens: plan.prompt_tokens, is_exact: true, ..self.tickets[rid].need };
         let target_tokens = self.full_history_target(&key, need);
         let trim_turn = self.trim_turn_mut(rid);
         (trim_turn.open_question, trim_turn.shim_has_asked) = (Some(question), true);

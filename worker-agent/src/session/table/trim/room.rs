@@ -98,7 +98,7 @@ impl Table {
     pub(super) fn full_history_tokens(&self, key: &SessionKey, need: Need) -> u64 {
         let bound = need.prompt_tokens;
         let tokens = match self.sessions[key].full_history.last_measured {
-            _ if need.exact => bound,
+            _ if need.is_exact => bound,
             Some(MeasuredHistory { prompt_tokens_bound, tokens }) => {
                 let added = bound.saturating_sub(prompt_tokens_bound).div_ceil(BYTES_PER_TOKEN);
                 tokens.saturating_add(added).saturating_add(TEMPLATE_TOKENS)
