@@ -260,7 +260,7 @@ fn start_agent(
         id => id.to_owned(),
     };
     let rules = Rules {
-        prefix: incarnation::prefix(&agent_id, epoch),
+        incarnation_prefix: incarnation::prefix(&agent_id, epoch),
         idle_max: ms(config.session_idle_ms_max),
         demote_idle: ms(config.demote_idle_ms),
         turns_queued_per_session_max: config.turns_queued_per_session_max,

@@ -453,7 +453,7 @@ impl Owner {
             Some(Waiter::Open(key, reply)) => {
                 let session =
                     self.table.get(&key).map(|session| session_view(&key, session, now()));
-                let _ = reply.send(session.ok_or(session::Error::Unknown.into()));
+                let _ = reply.send(session.ok_or(session::Error::UnknownSession.into()));
             }
             None => {}
         }

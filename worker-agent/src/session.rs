@@ -73,7 +73,7 @@ pub struct EngineCapacity {
 pub struct Rules {
     /// The [`prefix`](crate::incarnation::prefix) of incarnation ids; different for every agent
     /// process that uses the engine.
-    pub prefix: String,
+    pub incarnation_prefix: String,
     /// Idle limit of a session whose client asked for none.
     pub idle_max: Duration,
     /// Time without a turn after which a pinned session loses its KV if another session needs the

@@ -112,7 +112,7 @@ impl Plan {
             kv_events: false,
         };
         let rules = Rules {
-            prefix: String::new(),
+            incarnation_prefix: String::new(),
             idle_max: ms(rng.u64(4_000..20_000)),
             demote_idle: ms(rng.u64(0..3_000)),
             turns_queued_per_session_max: rng.u32(0..3),

@@ -53,7 +53,7 @@ impl World {
     pub(super) fn agent_starts(&mut self) {
         self.epochs += 1;
         let epoch = self.epochs;
-        let rules = Rules { prefix: prefix(epoch), ..self.plan.rules.clone() };
+        let rules = Rules { incarnation_prefix: prefix(epoch), ..self.plan.rules.clone() };
         let nothing = session::EngineCapacity {
             ranks: vec![],
             page_tokens: 1,

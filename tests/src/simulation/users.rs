@@ -421,7 +421,7 @@ impl World {
         }
         match reply {
             Reply::Refused(error) => match error {
-                Error::Unknown | Error::Lost | Error::HistoryUnknown | Error::Reclaimed => {
+                Error::UnknownSession | Error::Lost | Error::HistoryUnknown | Error::Reclaimed => {
                     user.session_gone();
                     let open = matches!(error, Error::HistoryUnknown) && user.habit == Habit::Mixed;
                     user.must_close |= open;

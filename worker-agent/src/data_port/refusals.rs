@@ -25,7 +25,7 @@ pub fn refusal(error: &owner::Error) -> Refusal {
     };
     match error {
         owner::Error::Session(reason) => match reason {
-            E::Unknown => Refusal::new(
+            E::UnknownSession => Refusal::new(
                 StatusCode::NOT_FOUND,
                 "session_unknown",
                 "there is no such session; open it first",

@@ -63,7 +63,7 @@ pub(super) fn check_turn(
     match session.phase {
         // This comes before the check for other turns (`Error::Busy`), because a closing session
         // exists only for its running turn.
-        Phase::Closing => return Err(Error::Unknown),
+        Phase::Closing => return Err(Error::UnknownSession),
         Phase::Gone(_) if starts_over => {}
         Phase::Gone(GoneReason::EngineRestarted)
             if session.retention == Retention::Pinned && guards.hold(Guard::LostRefused) =>

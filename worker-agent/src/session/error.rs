@@ -11,7 +11,7 @@ use proto::load::Retention;
 pub enum Error {
     /// The session doesn't exist, or is closing.
     #[error("no such session")]
-    Unknown,
+    UnknownSession,
     /// The session is closing, but its last turn still runs.
     #[error("the session is closing; its last turn still runs")]
     Closing,

@@ -18,10 +18,10 @@ use std::{
 };
 
 /// The file is rewritten when it has more than this many lines per open incarnation, and more than
-/// [`LINES_MIN`] lines.
-const LINES_PER_OPEN: usize = 8;
+/// [`LINES_KEPT_MAX`] lines.
+const LINES_PER_INCARNATION_MAX: usize = 8;
 /// A file with at most this many lines is not rewritten.
-const LINES_MIN: usize = 4096;
+const LINES_KEPT_MAX: usize = 4096;
 
 /// One record of the journal.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -86,7 +86,7 @@ pub struct Journal {
     /// What the records in the file add up to.
     state: State,
     /// The number of lines in the file.
-    lines: usize,
+    line_count: usize,
     /// Whether the file may end with an incomplete record. If so, it is rewritten before another
     /// record is written.
     is_torn: bool,
@@ -98,7 +98,7 @@ struct State {
     /// The engine process that the incarnations belong to.
     instance: Option<String>,
     /// The incarnations that are opened and not closed, by id.
-    open: BTreeMap<String, LeftOpen>,
+    open_incarnations: BTreeMap<String, LeftOpen>,
 }
 
 impl State {
@@ -107,20 +107,20 @@ impl State {
             Record::Engine { instance } => {
                 if self.instance.as_ref() != Some(instance) {
                     // The sessions of the previous engine process are gone with it.
-                    self.open.clear();
+                    self.open_incarnations.clear();
                     self.instance = Some(instance.clone());
                 }
             }
             Record::Opening { incarnation, dp_rank } => {
                 let left_open = LeftOpen { dp_rank: *dp_rank, rid: None };
-                self.open.insert(incarnation.clone(), left_open);
+                self.open_incarnations.insert(incarnation.clone(), left_open);
             }
             Record::Turn { incarnation, rid } => {
-                if let Some(left_open) = self.open.get_mut(incarnation) {
+                if let Some(left_open) = self.open_incarnations.get_mut(incarnation) {
                     left_open.rid = Some(rid.clone());
                 }
             }
-            Record::Closed { incarnation } => drop(self.open.remove(incarnation)),
+            Record::Closed { incarnation } => drop(self.open_incarnations.remove(incarnation)),
         }
     }
 
@@ -128,7 +128,7 @@ impl State {
     fn records(&self) -> impl Iterator<Item = Record> {
         let engine =
             self.instance.iter().map(|instance| Record::Engine { instance: instance.clone() });
-        let open = self.open.iter().flat_map(|(incarnation, left_open)| {
+        let open = self.open_incarnations.iter().flat_map(|(incarnation, left_open)| {
             let turn = left_open
                 .rid
                 .iter()
@@ -205,8 +205,8 @@ impl Journal {
             Err(error) => return Err(io_error(&path)(error)),
         }
         let (state, _) = replay(&text);
-        let (file, lines) = rewrite(&path, &state).map_err(io_error(&path))?;
-        Ok(Self { path, file, _lock: lock, state, lines, is_torn: false })
+        let (file, line_count) = rewrite(&path, &state).map_err(io_error(&path))?;
+        Ok(Self { path, file, _lock: lock, state, line_count, is_torn: false })
     }
 
     /// Returns the incarnations that are open in the engine process `instance`. Empty if the
@@ -214,7 +214,7 @@ impl Journal {
     #[must_use]
     pub fn left_open(&self, instance: &str) -> BTreeMap<String, LeftOpen> {
         let is_same_process = self.state.instance.as_deref() == Some(instance);
-        if is_same_process { self.state.open.clone() } else { BTreeMap::new() }
+        if is_same_process { self.state.open_incarnations.clone() } else { BTreeMap::new() }
     }
 
     /// Writes a record. When this returns, the next agent will find it.
@@ -223,15 +223,17 @@ impl Journal {
     /// When the record could not be written. Nothing that relies on it may be done then.
     pub fn write(&mut self, record: &Record) -> io::Result<()> {
         if self.is_torn {
-            (self.file, self.lines) = rewrite(&self.path, &self.state)?;
+            (self.file, self.line_count) = rewrite(&self.path, &self.state)?;
         }
         self.is_torn = true;
         self.file.write_all(record.to_line().as_bytes())?;
         self.is_torn = false;
         self.state.apply(record);
-        self.lines += 1;
-        if self.lines > LINES_MIN.max(self.state.open.len() * LINES_PER_OPEN) {
-            (self.file, self.lines) = rewrite(&self.path, &self.state)?;
+        self.line_count += 1;
+        if self.line_count
+            > LINES_KEPT_MAX.max(self.state.open_incarnations.len() * LINES_PER_INCARNATION_MAX)
+        {
+            (self.file, self.line_count) = rewrite(&self.path, &self.state)?;
         }
         Ok(())
     }
@@ -333,12 +335,12 @@ mod tests {
         let mut journal = open(dir.path());
         journal.write(&engine("E")).unwrap();
         journal.write(&opening("stays")).unwrap();
-        for n in 0..3 * LINES_MIN {
+        for n in 0..3 * LINES_KEPT_MAX {
             journal.write(&opening(&n.to_string())).unwrap();
             journal.write(&closed(&n.to_string())).unwrap();
         }
         let lines = std::fs::read_to_string(dir.path().join("engine.journal")).unwrap();
-        assert!(lines.lines().count() <= LINES_MIN + 2, "{} lines", lines.lines().count());
+        assert!(lines.lines().count() <= LINES_KEPT_MAX + 2, "{} lines", lines.lines().count());
         drop(journal);
         assert_eq!(open(dir.path()).left("E").keys().collect::<Vec<_>>(), ["stays"]);
     }

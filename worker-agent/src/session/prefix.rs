@@ -67,10 +67,10 @@ pub struct PromptStart {
 #[derive(Debug, Clone, Default)]
 pub struct PrefixTracker {
     /// The blocks of the latest prompt of the session's conversation.
-    last_blocks: Vec<Block>,
-    /// Whether a prompt of another conversation has come since `last_blocks`.
-    other_has_come: bool,
-    /// How the newest prompt relates to `last_blocks`.
+    conversation_blocks: Vec<Block>,
+    /// Whether a prompt of another conversation has come since `conversation_blocks`.
+    other_conversation_has_come: bool,
+    /// How the newest prompt relates to `conversation_blocks`.
     relation: Relation,
     streak: Option<Streak>,
     volatile_prefix: Option<VolatilePrefix>,
@@ -130,7 +130,7 @@ impl PromptStart {
             _ if early_bytes_left > 0 => early_bytes_left,
             _ => LATE_BYTES_MAX,
         };
-        let (hash, bytes) = hash(parts, bytes_max);
+        let (hash, bytes) = hash_parts(parts, bytes_max);
         let is_tools = role == PromptRole::Tools;
         if !is_tools {
             self.early_bytes += bytes.min(early_bytes_left);
@@ -140,8 +140,8 @@ impl PromptStart {
     }
 }
 
-/// Hashes at most the first `bytes_max` bytes. Returns the hash and the number of bytes hashed.
-fn hash(parts: &[&[u8]], bytes_max: usize) -> (u64, usize) {
+/// Hashes at most the first `bytes_max` bytes of a block, given in parts. Returns the hash and the number of bytes hashed.
+fn hash_parts(parts: &[&[u8]], bytes_max: usize) -> (u64, usize) {
     if let [part] = parts {
         let bytes = part.len().min(bytes_max);
         return (xxh3_64(&part[..bytes]), bytes);
@@ -170,7 +170,7 @@ impl PrefixTracker {
             self.relation = Relation::NoBlocks;
             return None;
         }
-        self.relation = compare(&self.last_blocks, &start.blocks);
+        self.relation = compare(&self.conversation_blocks, &start.blocks);
         let newly_found = match self.relation {
             Relation::NoBlocks | Relation::Same => {
                 self.streak = None;
@@ -178,9 +178,10 @@ impl PrefixTracker {
             }
             Relation::Changed(place) => self.extend_streak(Some(place), None),
             // The prompt may ask for a title, or belong to a subagent. The turn after it may
-            // continue `last_blocks`, so these stay. A second such prompt in a row replaces them.
-            Relation::OtherConversation if !self.other_has_come => {
-                self.other_has_come = true;
+            // continue `conversation_blocks`, so these stay. If the prompt after it also belongs to
+            // another conversation, its blocks replace them.
+            Relation::OtherConversation if !self.other_conversation_has_come => {
+                self.other_conversation_has_come = true;
                 return None;
             }
             Relation::OtherConversation => {
@@ -188,8 +189,8 @@ impl PrefixTracker {
                 None
             }
         };
-        self.other_has_come = false;
-        self.last_blocks = start.blocks;
+        self.other_conversation_has_come = false;
+        self.conversation_blocks = start.blocks;
         self.debug_check();
         newly_found
     }
@@ -241,11 +242,14 @@ impl PrefixTracker {
             (Some(before), Some(now)) => before.abs_diff(now) <= NEAR_TOKENS,
             _ => true,
         };
-        let continued = self.streak.filter(|streak| streak.place == place && is_near(streak));
+        let streak_before = self.streak.filter(|streak| streak.place == place && is_near(streak));
         let streak = Streak {
             place,
-            token_index: min_known(continued.and_then(|streak| streak.token_index), token_index),
-            turns: continued.map_or(1, |streak| streak.turns + 1),
+            token_index: min_known(
+                streak_before.and_then(|streak| streak.token_index),
+                token_index,
+            ),
+            turns: streak_before.map_or(1, |streak| streak.turns + 1),
         };
         self.streak = Some(streak);
         match &mut self.volatile_prefix {
@@ -254,10 +258,10 @@ impl PrefixTracker {
                 known.token_index = min_known(known.token_index, streak.token_index);
                 None
             }
-            reported if streak.turns >= STREAK_TURNS_MIN => {
+            newly_found if streak.turns >= STREAK_TURNS_MIN => {
                 let (place, token_index) = (prompt_place(place), streak.token_index);
-                *reported = Some(VolatilePrefix { token_index, place, turns: streak.turns });
-                *reported
+                *newly_found = Some(VolatilePrefix { token_index, place, turns: streak.turns });
+                *newly_found
             }
             _ => None,
         }
@@ -266,7 +270,7 @@ impl PrefixTracker {
     fn debug_check(&self) {
         if cfg!(debug_assertions) {
             assert!(
-                self.last_blocks.len() <= BLOCKS_MAX,
+                self.conversation_blocks.len() <= BLOCKS_MAX,
                 "more blocks are kept than the bound allows"
             );
             let turns = self.volatile_prefix.map_or(STREAK_TURNS_MIN, |prefix| prefix.turns);
@@ -296,7 +300,7 @@ fn compare(before: &[Block], now: &[Block]) -> Relation {
     }
 }
 
-/// Returns the smaller of the indexes that are known.
+/// Returns the lower of two token indices, or the one that is known.
 fn min_known(first: Option<u64>, second: Option<u64>) -> Option<u64> {
     first.into_iter().chain(second).min()
 }

@@ -206,7 +206,7 @@ impl Table {
     /// still waits for running turns or for the engine's answer to its open.
     ///
     /// # Errors
-    /// [`Error::Unknown`] if the session doesn't exist or is already closing.
+    /// [`Error::UnknownSession`] if the session doesn't exist or is already closing.
     pub fn close_session(&mut self, now: Instant, key: &SessionKey) -> Result<bool, Error> {
         self.begin_close(now, key)?;
         self.pump(now);
@@ -216,14 +216,14 @@ impl Table {
 
     /// Does what [`Self::close_session`] does, but leaves the queue as it is.
     fn begin_close(&mut self, now: Instant, key: &SessionKey) -> Result<(), Error> {
-        let session = self.sessions.get(key).ok_or(Error::Unknown)?;
+        let session = self.sessions.get(key).ok_or(Error::UnknownSession)?;
         match session.phase {
-            Phase::Closing => return Err(Error::Unknown),
+            Phase::Closing => return Err(Error::UnknownSession),
             Phase::Planned if session.turns_running == 0 => {
-                self.drop_session(now, key, &Error::Unknown)
+                self.drop_session(now, key, &Error::UnknownSession)
             }
             Phase::Gone(_) if session.turns_running == 0 => {
-                self.drop_session(now, key, &Error::Unknown)
+                self.drop_session(now, key, &Error::UnknownSession)
             }
             _ => {
                 // If the engine is still opening the session, its answer triggers the close.
@@ -348,10 +348,10 @@ impl Table {
     /// Returns a new incarnation id.
     fn next_incarnation(&mut self, key: &SessionKey) -> String {
         if !self.rules.guards.hold(Guard::FreshIncarnation) {
-            return format!("{}-{}", self.rules.prefix, key.digest());
+            return format!("{}-{}", self.rules.incarnation_prefix, key.digest());
         }
         self.incarnation_count += 1;
-        format!("{}-{}", self.rules.prefix, self.incarnation_count)
+        format!("{}-{}", self.rules.incarnation_prefix, self.incarnation_count)
     }
 
     /// Changes a session and updates the totals of its rank.

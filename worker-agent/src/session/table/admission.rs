@@ -4,10 +4,10 @@
 //! keeps to itself. A plain turn runs on the engine's radix tree. Its session isn't pinned, or the
 //! turn runs beside its pinned session, that is, outside the session's KV.
 //!
-//! A turn of a pinned session reserves the KV that it may grow to. It is refused if that doesn't
-//! fit and nothing can be reclaimed. A plain turn is never refused for what it might need. It waits
-//! in order while the engine couldn't run it anyway. It is refused only if it waited too long or
-//! the queue is full.
+//! A turn of a pinned session reserves the KV that it may grow to. If that doesn't fit and no room
+//! can be reclaimed, the turn is refused, or runs as a plain turn if the agent pinned the session
+//! on its own. A plain turn is never refused for what it might need. It waits in order while the
+//! engine couldn't run it anyway, and is refused only if it waited too long or the queue is full.
 
 use std::time::Instant;
 
@@ -24,7 +24,7 @@ use super::{
 /// With these, the engine never waits for the agent.
 const TURNS_AHEAD: u64 = 8;
 
-/// What happens to a waiting ticket in this pass over the queue.
+/// The decision on one ticket (a waiting turn or open request) when the queue is gone through.
 enum Verdict {
     /// The turn goes to the engine, or the client hears that its session is open.
     Admit,
@@ -63,12 +63,12 @@ impl Table {
 
     /// Decides on every waiting ticket, oldest first.
     pub(super) fn pump(&mut self, now: Instant) {
-        let mut has_line = vec![false; self.accounts.len()];
+        let mut has_turn_in_line = vec![false; self.accounts.len()];
         self.accounts.iter_mut().for_each(RankAccount::start_pass);
         let mut position = 0;
         while let Some(rid) = self.queue.get(position).cloned() {
             let dp_rank = self.tickets[&rid].dp_rank as usize;
-            let verdict = match self.decide_ticket(now, &rid, has_line[dp_rank]) {
+            let verdict = match self.decide_ticket(now, &rid, has_turn_in_line[dp_rank]) {
                 Ok(verdict) => verdict,
                 Err(error) => Verdict::Refuse(error),
             };
@@ -80,7 +80,7 @@ impl Table {
                 Verdict::Refuse(error) => self.refuse_ticket(now, &rid, error),
                 Verdict::Wait => position += 1,
                 Verdict::WaitInLine => {
-                    has_line[dp_rank] = true;
+                    has_turn_in_line[dp_rank] = true;
                     position += 1;
                 }
             }
@@ -106,7 +106,7 @@ impl Table {
         let guards = self.rules.guards;
         let session =
             self.sessions.get(&key).filter(|session| session.generation == ticket.generation);
-        let session = session.ok_or(Error::Unknown)?;
+        let session = session.ok_or(Error::UnknownSession)?;
         if let (Some(claim), true) = (&ticket.claim, is_turn) {
             check_turn(session, claim, ticket.route_turns, self.shim_trims, guards)?;
         }
@@ -134,7 +134,7 @@ impl Table {
             Phase::Opening | Phase::Demoting { .. } | Phase::Suspect { .. } => {
                 return Ok(Verdict::Wait);
             }
-            Phase::Closing | Phase::Gone(_) if !is_turn => return Err(Error::Unknown),
+            Phase::Closing | Phase::Gone(_) if !is_turn => return Err(Error::UnknownSession),
             _ if !is_turn => return Ok(Verdict::Admit),
             _ => {}
         }
@@ -161,21 +161,25 @@ impl Table {
     /// pinned the session on its own, and another turn is inside or left the history uncertain.
     fn must_run_beside(&self, key: &SessionKey) -> bool {
         let session = &self.sessions[key];
-        let is_shared = session.has_auto_retention() && !session.is_exclusive;
-        let is_taken = session.turns_running > 0 || matches!(session.phase, Phase::Suspect { .. });
-        is_shared && session.retention == Retention::Pinned && is_taken
+        let is_parallel_pin = session.has_auto_retention()
+            && !session.is_exclusive
+            && session.retention == Retention::Pinned;
+        let is_history_in_use =
+            session.turns_running > 0 || matches!(session.phase, Phase::Suspect { .. });
+        is_parallel_pin && is_history_in_use
     }
 
     /// Prepares a session without running turns for a full history (a turn with the whole
-    /// conversation), and pins or unpins the session if that pays. Returns true if the turn must
-    /// wait until the session's KV has gone to the radix tree.
+    /// conversation). Pins the session, or takes its pin, if that makes its turns cheaper. Returns
+    /// true if the turn must wait until the session's KV has gone to the radix tree.
     fn prepare_for_full_history(&mut self, now: Instant, key: &SessionKey, need: Need) -> bool {
         let session = &self.sessions[key];
-        let is_auto_pinned = session.has_auto_retention() && session.retention == Retention::Pinned;
+        let is_pinned_by_agent =
+            session.has_auto_retention() && session.retention == Retention::Pinned;
         match session.phase {
             Phase::Gone(_) => self.start_over(now, key),
             Phase::Planned | Phase::Open | Phase::Demoted
-                if is_auto_pinned && self.is_pin_useless(key) =>
+                if is_pinned_by_agent && self.is_pin_useless(key) =>
             {
                 return self.yield_pin(now, key);
             }
@@ -211,7 +215,7 @@ impl Table {
         let (pinned_tokens, tokens_max) = self.pinned_and_budget(dp_rank)?;
         if pinned_tokens >= tokens_max && self.rules.guards.hold(Guard::PinBudget) {
             let shortage = Shortage::Tokens {
-                short: pinned_tokens - tokens_max + 1,
+                missing: pinned_tokens - tokens_max + 1,
                 held: pinned_tokens,
                 max: tokens_max,
             };
@@ -268,7 +272,7 @@ impl Table {
         let pool_room = self.room_to_pin(dp_rank, self.capacity(dp_rank)?.pool_tokens);
         let max = if guards.hold(Guard::PinBudget) { max.min(pool_room) } else { u64::MAX };
         if tokens_after > max {
-            let shortage = Shortage::Tokens { short: tokens_after - max, held, max };
+            let shortage = Shortage::Tokens { missing: tokens_after - max, held, max };
             return self.reclaim_or_refuse(now, key, shortage);
         }
         Ok(Verdict::Admit)
@@ -293,7 +297,7 @@ impl Table {
                 // pass it, but turns that would pin more tokens may not.
                 if self.account(dp_rank).note_wait_for_pins(tokens) {
                     let shortage = Shortage::Tokens {
-                        short: missing_tokens,
+                        missing: missing_tokens,
                         held: pinned_tokens,
                         max: pinned_tokens - missing_tokens,
                     };
@@ -387,7 +391,7 @@ impl Table {
         let session = &self.sessions[key];
         turn.growth_tokens = Some(target_tokens.saturating_sub(session.history_tokens));
         let incarnation = session.incarnation.clone();
-        let held_row = self.change_session(key, |session| {
+        let held_row_before = self.change_session(key, |session| {
             if is_delta {
                 session.deltas = Deltas::Taken;
             }
@@ -395,7 +399,7 @@ impl Table {
             std::mem::replace(&mut session.holds_row, true)
         });
         let ticket = self.tickets.get_mut(rid).expect("the caller has it");
-        (ticket.is_pinned, ticket.had_no_kv) = (true, !held_row);
+        (ticket.is_pinned, ticket.had_no_kv) = (true, !held_row_before);
         self.write_journal(Record::Turn { incarnation, rid: rid.to_owned() });
         if is_delta || !self.shim_trims {
             // Without a shim that trims, a full history is admitted only if the session has no

@@ -1,6 +1,7 @@
 //! Returns the table's totals, and checks that the table keeps its promises.
 //!
 //! Debug builds and the simulation run the checks. The promises are listed in the doc of [`super`].
+//! This is not the audit of the engine's KV pages, which is in `crate::audit`.
 
 use proto::load::Retention;
 
@@ -23,14 +24,15 @@ impl Table {
         }
         let guards = self.rules.guards;
         for (key, session) in &self.sessions {
-            let is_sequential = !session.is_exclusive || session.turns_running <= 1;
+            let is_exclusive_kept = !session.is_exclusive || session.turns_running <= 1;
             assert!(
-                is_sequential || !guards.hold(Guard::OneTurn),
+                is_exclusive_kept || !guards.hold(Guard::OneTurn),
                 "two turns of one exclusive session are inside"
             );
-            let is_shared_pin = session.retention == Retention::Pinned && !session.is_exclusive;
+            let is_nonexclusive_pin =
+                session.retention == Retention::Pinned && !session.is_exclusive;
             assert!(
-                !is_shared_pin || session.has_auto_retention(),
+                !is_nonexclusive_pin || session.has_auto_retention(),
                 "a session that its client pinned is shared"
             );
             let is_open_for_nothing = session.is_open_for_nothing();
@@ -88,7 +90,7 @@ impl Table {
         let mut counted = RankAccount::default();
         let of_rank = self.sessions.values().filter(|session| session.dp_rank == dp_rank);
         of_rank.for_each(|session| counted.add_session(session, self.engine.page_tokens));
-        let kept = self.totals(dp_rank);
+        let kept_totals = self.totals(dp_rank);
         let mut inherited_rows = 0;
         for closing in self.pending_closes.values().filter(|closing| closing.dp_rank == dp_rank) {
             if self.rules.guards.hold(Guard::CountedUntilClosed) {
@@ -97,10 +99,10 @@ impl Table {
             }
             inherited_rows += u32::from(closing.is_inherited);
         }
-        counted.totals.foreign_rows = kept.foreign_rows;
-        counted.totals.foreign_tokens = kept.foreign_tokens;
-        counted.totals.rows_held += kept.foreign_rows;
-        counted.totals.pinned_tokens += kept.foreign_tokens;
+        counted.totals.foreign_rows = kept_totals.foreign_rows;
+        counted.totals.foreign_tokens = kept_totals.foreign_tokens;
+        counted.totals.rows_held += kept_totals.foreign_rows;
+        counted.totals.pinned_tokens += kept_totals.foreign_tokens;
         let count_in = |state| {
             let of_rank = self.tickets.values().filter(|ticket| ticket.dp_rank == dp_rank);
             let count = of_rank.filter(|ticket| ticket.state == state).count();
@@ -108,11 +110,11 @@ impl Table {
         };
         counted.totals.turns_running = count_in(TicketState::Inside);
         counted.totals.turns_queued = count_in(TicketState::Queued);
-        assert_eq!(counted.totals, kept, "the totals differ from a fresh count");
+        assert_eq!(counted.totals, kept_totals, "the totals differ from a fresh count");
         let Some(capacity) = self.engine.ranks.get(dp_rank as usize) else { return };
-        assert!(kept.turns_running <= capacity.turns_max, "too many turns inside");
+        assert!(kept_totals.turns_running <= capacity.turns_max, "too many turns inside");
         let rows_max = capacity.rows.saturating_sub(capacity.rows_reserve);
-        let own_rows = kept.rows_held - kept.foreign_rows - inherited_rows;
+        let own_rows = kept_totals.rows_held - kept_totals.foreign_rows - inherited_rows;
         let is_guarded = self.rules.guards.hold(Guard::RowsReserve);
         assert!(own_rows <= rows_max || !is_guarded, "pinned sessions took the reserved rows");
         let runs_unopened = |session: &&super::Session| {

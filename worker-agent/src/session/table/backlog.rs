@@ -1,7 +1,8 @@
 //! Estimates the prompt tokens of a rank that the engine's load figures don't show yet.
 //!
-//! They belong to turns (requests with their answers) that wait in the agent, or that were sent to
-//! the engine after its latest load sample. The engine has yet to compute them.
+//! Such tokens belong to turns (requests with their answers) that wait in the agent, or that were
+//! sent to the engine after its latest load sample. The agent adds them to the load that it reports
+//! to the routers.
 
 use std::time::Instant;
 
@@ -10,8 +11,8 @@ use proto::load::Retention;
 use super::{Table, Ticket, TicketState};
 
 /// Bytes of text that are counted as one token, if a turn's need was taken from its text: about
-/// four in English, less in code. The need is then an upper bound in bytes; dividing it gives an
-/// estimate.
+/// four in English, less in code. The need then counts bytes, as an upper bound on the tokens.
+/// Divided by this number, it is an estimate.
 const BYTES_PER_TOKEN: u64 = 4;
 
 impl Table {

@@ -1,25 +1,28 @@
-//! Computes how much room a turn may need on a rank, and how much pinned sessions may take.
+//! Computes how much room a turn may need on a rank, and how much room pinned sessions may take.
 //!
 //! A turn is one request and its answer. A pinned session keeps its KV and a request row to itself.
-//! A plain turn runs outside pinned sessions, and its KV is in the radix tree.
+//! A plain turn runs outside pinned sessions, and its KV is in the radix tree. The pin budget is
+//! the most tokens that all pinned sessions of a rank may hold together. This module only computes.
+//! The module `admission` decides which turns run.
 
 use proto::id::SessionKey;
 
 use super::{Error, Guard, Need, Table, reclaim::Shortage};
 
 /// The most tokens that the engine reserves for an answer before it starts a turn, if the answer
-/// may end early. The same as a constant of SGLang.
+/// may end early. SGLang has the same number as a constant.
 const ANSWER_TOKENS_AHEAD: u64 = 4096;
 
 impl Table {
-    /// Returns how many tokens of the pool pinned sessions may hold, so that the largest plain turn
-    /// that runs or waits has room too.
+    /// Returns how many tokens of the pool pinned sessions may hold, so that room is left for the
+    /// largest plain turn that runs, or that waits for pinned sessions to give up room.
     pub(super) fn room_to_pin(&self, dp_rank: u32, pool_tokens: u64) -> u64 {
         let largest_turn = self.accounts[dp_rank as usize].largest_turn_tokens();
         let is_guarded = self.rules.guards.hold(Guard::LargeTurnWaits);
-        let room = if is_guarded { pool_tokens.saturating_sub(largest_turn) } else { pool_tokens };
+        let room_beside_turn =
+            if is_guarded { pool_tokens.saturating_sub(largest_turn) } else { pool_tokens };
         // The engine starts a turn only if more than one page is free beyond the turn's need.
-        room.min(pool_tokens.saturating_sub(self.engine.page_tokens + 1))
+        room_beside_turn.min(pool_tokens.saturating_sub(self.engine.page_tokens + 1))
     }
 
     /// Returns the most KV tokens that a pinned session may hold after a turn that runs in it.

@@ -1,8 +1,12 @@
 //! Begins sessions: a turn claims its session, or a client opens a session for later turns.
 //!
 //! A turn is one request and its answer. To claim a session means to take a place in the order of
-//! the session's turns. A session that doesn't exist yet is created by the claim. A delta is a turn
-//! that holds only new tokens, which the engine appends to the session's history.
+//! the session's turns. If the session doesn't exist yet, the claim creates it. A delta is a turn
+//! that holds only new tokens, which the engine appends to the session's history. A pinned session
+//! keeps its KV and a request row to itself. Only a pinned session takes deltas.
+//!
+//! This module also chooses a session's rank and retention, and handles the engine's answer to an
+//! open. The module `admission` decides when a claimed turn goes to the engine.
 
 use std::time::{Duration, Instant};
 
@@ -18,9 +22,11 @@ use super::{
 const IDLE_LIMIT_MAX: Duration = Duration::from_secs(365 * 86_400);
 
 impl Table {
-    /// Claims a turn's session before the turn's body is read, so that a second turn is refused at
-    /// once while another turn runs. `requested_rank`: the DP rank that the turn must run on, if
-    /// any. [`Self::admit`] or [`Self::end_turn`] must follow.
+    /// Claims a place for a turn before the turn's body is read, so that a turn that its session
+    /// can't take is refused at once. [`Self::admit`] or [`Self::end_turn`] must follow.
+    ///
+    /// `session_claim` is `None` for a turn without a session. `requested_rank` is the DP rank that
+    /// the turn must run on, if any. `route_turns` says which turns the route can carry.
     ///
     /// # Errors
     /// See [`Error`]. The turn is not claimed then.
@@ -67,12 +73,12 @@ impl Table {
         self.remove_if_unusable(key, claim.open && !claim.delta);
         if !self.sessions.contains_key(key) {
             if claim.delta && !claim.open {
-                return Err(Error::Unknown);
+                return Err(Error::UnknownSession);
             }
             // If a client opens a session with a delta, it will send only new tokens, so the
             // session must be pinned.
-            let wanted = claim.retention.or(claim.delta.then_some(Retention::Pinned));
-            let retention = self.choose_retention(wanted)?;
+            let requested = claim.retention.or(claim.delta.then_some(Retention::Pinned));
+            let retention = self.choose_retention(requested)?;
             match retention {
                 Retention::Pinned => check_route(claim.delta, false, route_turns, self.shim_trims)?,
                 Retention::Tagged | Retention::None if claim.delta => {
@@ -81,15 +87,17 @@ impl Table {
                 _ => {}
             }
             let dp_rank = self.choose_rank(requested_rank, Some(retention))?;
-            self.insert_session(now, key, (wanted, retention), dp_rank, claim)?;
+            self.insert_session(now, key, requested, retention, dp_rank, claim)?;
             self.sessions.get_mut(key).expect("just inserted").is_unused = true;
         }
-        let (guards, queued_max) = (self.rules.guards, self.rules.turns_queued_per_session_max);
+        let (guards, turns_waiting_max) =
+            (self.rules.guards, self.rules.turns_queued_per_session_max);
         let session = self.sessions.get_mut(key).expect("there is one now");
         check_turn(session, claim, route_turns, self.shim_trims, guards)?;
         let turns_before = session.turns_running + session.turns_waiting;
         let is_sequential = session.is_exclusive || session.is_opened_by_client;
-        if is_sequential && turns_before > queued_max && guards.hold(Guard::OneTurn) {
+        // One turn runs, and `turns_waiting_max` turns may wait behind it.
+        if is_sequential && turns_before > turns_waiting_max && guards.hold(Guard::OneTurn) {
             return Err(Error::Busy);
         }
         session.full_history.is_sent =
@@ -108,8 +116,8 @@ impl Table {
         Ok(())
     }
 
-    /// Removes a session without turns, if its rank no longer exists, or if it can't continue and
-    /// is opened again.
+    /// Removes a session that has no turns, if its rank no longer exists, or if it can't continue
+    /// and a client opens it again.
     fn remove_if_unusable(&mut self, key: &SessionKey, is_opened_again: bool) {
         let ranks = self.engine.ranks.len();
         let Some(session) = self.sessions.get(key) else { return };
@@ -121,9 +129,9 @@ impl Table {
         }
     }
 
-    /// Opens a session without a turn. An [`super::Effect::Admitted`] or [`super::Effect::Refused`]
-    /// with the id `rid` follows. A session that is already open keeps its history. A session that
-    /// can't continue is replaced.
+    /// Opens a session without a turn. `requested` is the retention that the client asks for, if
+    /// any. An [`super::Effect::Admitted`] or [`super::Effect::Refused`] with the id `rid` follows.
+    /// A session that is already open keeps its history. A session that can't continue is replaced.
     ///
     /// # Errors
     /// See [`Error`].
@@ -132,7 +140,7 @@ impl Table {
         now: Instant,
         rid: &str,
         key: &SessionKey,
-        retention: Option<Retention>,
+        requested: Option<Retention>,
         idle_max: Option<Duration>,
         requested_rank: Option<u32>,
     ) -> Result<(), Error> {
@@ -150,15 +158,16 @@ impl Table {
             Some(session) => {
                 let has_no_turns = session.turns_running + session.turns_waiting == 0;
                 if let Some(wanted) =
-                    retention.filter(|_| session.has_auto_retention() && has_no_turns)
+                    requested.filter(|_| session.has_auto_retention() && has_no_turns)
                 {
                     // The client's choice replaces the agent's.
                     self.apply_requested_retention(now, key, wanted);
                 }
                 let session = self.sessions.get_mut(key).expect("just seen");
-                let is_shared =
+                let is_pinned_by_agent =
                     session.has_auto_retention() && session.retention == Retention::Pinned;
-                if retention.is_some_and(|wanted| wanted != session.retention || is_shared) {
+                if requested.is_some_and(|wanted| wanted != session.retention || is_pinned_by_agent)
+                {
                     return Err(Error::OpenWithOtherRetention(session.retention));
                 }
                 session.is_opened_by_client = true;
@@ -170,9 +179,9 @@ impl Table {
                 self.schedule_deadline(key);
             }
             None => {
-                let chosen = self.choose_retention(retention)?;
-                let dp_rank = self.choose_rank(requested_rank, Some(chosen))?;
-                self.insert_session(now, key, (retention, chosen), dp_rank, &claim)?;
+                let retention = self.choose_retention(requested)?;
+                let dp_rank = self.choose_rank(requested_rank, Some(retention))?;
+                self.insert_session(now, key, requested, retention, dp_rank, &claim)?;
             }
         }
         let (dp_rank, generation) = (self.sessions[key].dp_rank, self.sessions[key].generation);
@@ -246,7 +255,8 @@ impl Table {
         &mut self,
         now: Instant,
         key: &SessionKey,
-        (requested, retention): (Option<Retention>, Retention),
+        requested_retention: Option<Retention>,
+        retention: Retention,
         dp_rank: u32,
         claim: &Claim,
     ) -> Result<(), Error> {
@@ -258,7 +268,7 @@ impl Table {
         self.generation_count += 1;
         let session = Session {
             retention,
-            requested_retention: requested,
+            requested_retention,
             dp_rank,
             incarnation: self.next_incarnation(key),
             is_exclusive: is_pinned || claim.open,
@@ -290,9 +300,9 @@ impl Table {
         Ok(())
     }
 
-    /// Closes the session that was idle longest among those that no client opened. Returns false if
-    /// there is none. The session's client has no right to it, and finds its KV in the radix tree
-    /// if the client comes back soon.
+    /// Closes the longest idle session of those that aren't exclusive, to make room in the table.
+    /// Returns false if there is none. Such a session's client has not pinned it, and sends no
+    /// deltas to it. If the client comes back soon, it may find the session's KV in the radix tree.
     fn close_longest_idle(&mut self, now: Instant) -> bool {
         let closable = self
             .sessions
@@ -314,7 +324,7 @@ impl Table {
         if wanted == Retention::None || offered.contains(&wanted) {
             return Ok(wanted);
         }
-        let names: Vec<&str> = offered.iter().map(|mode| mode.as_str()).collect();
+        let names: Vec<&str> = offered.iter().map(|retention| retention.as_str()).collect();
         Err(Error::RetentionUnavailable { wanted, offered: names.join(", ") })
     }
 
@@ -325,9 +335,9 @@ impl Table {
         requested_rank: Option<u32>,
         retention: Option<Retention>,
     ) -> Result<u32, Error> {
-        let count = u32::try_from(self.engine.ranks.len()).expect("few ranks");
+        let rank_count = u32::try_from(self.engine.ranks.len()).expect("few ranks");
         if let Some(requested_rank) = requested_rank {
-            return if requested_rank < count {
+            return if requested_rank < rank_count {
                 Ok(requested_rank)
             } else {
                 Err(Error::NoRank(requested_rank))
@@ -340,7 +350,7 @@ impl Table {
             let turns = totals.turns_running + totals.turns_queued + turns_claimed;
             (rows_held, turns, totals.pinned_tokens + totals.tree_tokens_estimate)
         };
-        (0..count).min_by_key(load).ok_or(Error::NoRank(0))
+        (0..rank_count).min_by_key(load).ok_or(Error::NoRank(0))
     }
 }
 

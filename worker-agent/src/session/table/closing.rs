@@ -1,8 +1,8 @@
 //! Closes incarnations at the engine, and repeats each close until the engine has confirmed it.
 //!
-//! An incarnation is one life of a session in the engine. Its row and KV stay counted until the
-//! engine has confirmed the close. If the engine never confirms it, the engine is at fault, and
-//! only a restart of the engine helps.
+//! An incarnation is one life of a session in the engine. A pinned one holds a request row and KV,
+//! which stay counted until the engine has confirmed the close. If the engine keeps a session for
+//! too long after the close was requested, only a restart of the engine helps.
 
 use std::time::{Duration, Instant};
 
@@ -13,8 +13,8 @@ use super::{
     Session, SessionEvent, Table,
 };
 
-/// The shortest pause before an unconfirmed close is repeated. The engine itself handles deferred
-/// closes once a second.
+/// The shortest pause before an unconfirmed close is repeated. A shorter one would gain little, as
+/// the engine handles the closes that it has deferred only once a second.
 const CLOSE_PAUSE_MIN: Duration = Duration::from_millis(250);
 /// The longest pause before an unconfirmed close is repeated.
 const CLOSE_PAUSE_MAX: Duration = Duration::from_secs(5);
@@ -114,15 +114,15 @@ impl Table {
             return;
         }
         self.close_at_engine(now, key);
-        self.drop_session(now, key, &Error::Unknown);
+        self.drop_session(now, key, &Error::UnknownSession);
     }
 
     /// Closes a session whose only turns were refused or given up. Otherwise it would stay open:
     /// its clients don't know that it was opened for them, and a router that hasn't heard of it
     /// can't close it.
     pub(super) fn close_unused(&mut self, now: Instant, key: &SessionKey) {
-        let is_leftover = self.sessions.get(key).is_some_and(Session::is_open_for_nothing);
-        if is_leftover && self.rules.guards.hold(Guard::UnusedClosed) {
+        let has_no_use = self.sessions.get(key).is_some_and(Session::is_open_for_nothing);
+        if has_no_use && self.rules.guards.hold(Guard::UnusedClosed) {
             let _ = self.begin_close(now, key);
         }
     }
@@ -184,13 +184,13 @@ impl Table {
     /// Closes a corrupt session at the engine once no turn of it runs.
     pub(super) fn retire_corrupt(&mut self, now: Instant, key: &SessionKey) {
         let Some(session) = self.sessions.get(key) else { return };
-        let is_over = matches!(session.phase, Phase::Closing | Phase::Gone(_));
-        if session.is_corrupt && session.turns_running == 0 && !is_over {
+        let is_closed_anyway = matches!(session.phase, Phase::Closing | Phase::Gone(_));
+        if session.is_corrupt && session.turns_running == 0 && !is_closed_anyway {
             self.retire(now, key, GoneReason::KvCorrupt);
         }
     }
 
-    /// Returns the session with this incarnation.
+    /// Returns the key of the session that has this incarnation.
     #[must_use]
     pub fn session_key(&self, incarnation: &str) -> Option<&SessionKey> {
         self.by_incarnation.get(incarnation)

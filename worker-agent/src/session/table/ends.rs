@@ -1,7 +1,10 @@
 //! Updates a session when one of its turns ends.
 //!
-//! A turn is one request and its answer. How it ended decides whether its prompt and answer became
-//! history of its session, and whether the agent can be sure of that.
+//! A turn is one request and its answer. How a turn ended decides whether its prompt and answer
+//! became history of its session, and whether the agent can be sure of that. If the agent isn't
+//! sure, the session becomes suspect: it takes no turn before its history is confirmed, or it is
+//! closed. A pinned session keeps its KV to itself. A turn that runs beside its pinned session runs
+//! on the radix tree, and doesn't change the session's history.
 
 use std::time::Instant;
 
@@ -75,7 +78,7 @@ impl Table {
         }
     }
 
-    /// Updates the session of a turn that ran in it or beside it, on the radix tree.
+    /// Updates a session after a turn that ran in the session, or beside it on the radix tree.
     fn settle_end(
         &mut self,
         now: Instant,
@@ -135,6 +138,7 @@ impl Table {
                 self.note_hidden_end_tokens(key, ticket, usage);
                 let was_retracted = usage.is_some_and(|usage| usage.retractions > 0);
                 if !is_open {
+                    // A closing session needs no certain history.
                 } else if usage.is_none_or(|usage| !ticket.follows_history(history_before, usage))
                     && guards.hold(Guard::HistoryChecked)
                 {

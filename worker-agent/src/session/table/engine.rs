@@ -1,8 +1,11 @@
 //! Handles what the engine and the shim report: load, the engine's sessions, and the engine's loss.
 //!
 //! The shim is Berth's part in the engine's process. A foreign session is one that another client
-//! of the engine opened. An incarnation is one life of a session in the engine; its id is the
-//! session's id there.
+//! of the engine opened. An incarnation is one life of a session in the engine, and its id is the
+//! session's id there. A suspect session's history is uncertain until the shim's session table (a
+//! report of all sessions in the engine) confirms it.
+//!
+//! This module does no I/O: its callers receive the reports.
 
 use std::{
     collections::HashMap,
@@ -134,12 +137,12 @@ impl Table {
         if self.pending_closes.contains_key(&report.id) || self.is_own_incarnation(&report.id) {
             return;
         }
-        let page = self.engine.page_tokens;
+        let page_tokens = self.engine.page_tokens;
         let Some(account) = self.accounts.get_mut(dp_rank as usize) else { return };
         if account.foreign_sessions.len() < FOREIGN_SESSIONS_MAX
             || account.foreign_sessions.contains_key(&report.id)
         {
-            let tokens = report.allocated_tokens.next_multiple_of(page);
+            let tokens = report.allocated_tokens.next_multiple_of(page_tokens);
             let session = ForeignSession { holds_row: report.holds_row, tokens };
             account.foreign_sessions.insert(report.id.clone(), session);
         }
@@ -187,11 +190,11 @@ impl Table {
         }
     }
 
-    /// Whether an id in the engine is from this agent process, even if the table has forgotten the
+    /// Whether this agent process made an incarnation id, even if the table has forgotten the
     /// session.
     fn is_own_incarnation(&self, id: &str) -> bool {
-        let number = id.strip_prefix(&self.rules.prefix).and_then(|rest| rest.strip_prefix('-'));
-        number.is_some()
+        let suffix = id.strip_prefix(&self.rules.incarnation_prefix);
+        suffix.is_some_and(|suffix| suffix.starts_with('-'))
     }
 
     /// Handles the end of a full session table. `reported_ids` are the ids of all sessions that the
@@ -284,8 +287,9 @@ impl Table {
         let ranks = engine.ranks.len();
         for key in keys {
             let session = &self.sessions[&key];
-            let is_over = session.phase == Phase::Closing || session.dp_rank as usize >= ranks;
-            if is_over && session.turns_running == 0 {
+            let must_be_dropped =
+                session.phase == Phase::Closing || session.dp_rank as usize >= ranks;
+            if must_be_dropped && session.turns_running == 0 {
                 self.drop_session(now, &key, &Error::EngineLost);
             }
         }

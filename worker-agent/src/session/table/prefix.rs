@@ -18,7 +18,8 @@ impl Table {
 
     /// Compares the prompt of an admitted turn with those of the session's earlier turns. Ignores
     /// deltas, which don't hold the beginning of the prompt. Ignores a turn that runs beside its
-    /// session (`runs_beside`), because it usually belongs to another conversation.
+    /// session (`runs_beside`), that is, outside the session's KV, because such a turn usually
+    /// belongs to another conversation.
     pub(super) fn compare_prompt_start(&mut self, rid: &str, key: &SessionKey, runs_beside: bool) {
         let ticket = self.tickets.get_mut(rid).expect("the caller has it");
         let start = std::mem::take(&mut ticket.prompt_start);

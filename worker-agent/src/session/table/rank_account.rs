@@ -1,5 +1,7 @@
 //! Keeps one rank's account: its totals, its large turns, and what the engine and the shim report.
 //!
+//! The account only counts. The session table decides by it which turns and sessions get room.
+//!
 //! The shim is Berth's part in the engine's process. A pinned session keeps its KV and a request
 //! row to itself. A turn (one request and its answer) is plain if it runs on the radix tree,
 //! outside pinned sessions. A plain turn is large if its tokens don't fit into the pool beside a
@@ -22,14 +24,15 @@ pub(super) struct RankAccount {
     plain_turns: u64,
     /// KV tokens that each running large turn may need.
     large_turns: Vec<u64>,
-    /// The estimated length of the engine's queue: the length it last reported, plus turns sent and
-    /// minus turns ended since.
+    /// The estimated length of the engine's queue: the length that the engine reported last, plus
+    /// the turns sent since then, minus the turns ended since then. `None` before its first report.
     pub(super) engine_queue: Option<i64>,
     /// Since when no turn is inside the engine and no close is unconfirmed.
     pub(super) idle_since: Option<Instant>,
     /// Foreign sessions (opened by other clients of the engine), by their ids in the engine. Empty
     /// without a shim, which reports them.
     pub(super) foreign_sessions: HashMap<String, ForeignSession>,
+    /// `None` while no shim is connected.
     pub(super) shim: Option<ConnectedShim>,
 }
 
@@ -94,8 +97,9 @@ impl RankAccount {
     pub(super) fn count_end(&mut self, is_pinned: bool, large_tokens: Option<u64>) {
         self.totals.turns_running -= 1;
         self.plain_turns -= u64::from(!is_pinned);
-        let index = large_tokens
-            .and_then(|ended| self.large_turns.iter().position(|tokens| *tokens == ended));
+        let index = large_tokens.and_then(|ended_tokens| {
+            self.large_turns.iter().position(|tokens| *tokens == ended_tokens)
+        });
         if let Some(index) = index {
             self.large_turns.swap_remove(index);
         }
@@ -127,8 +131,9 @@ impl RankAccount {
     /// turns waiting.
     pub(super) fn has_engine_room(&self, capacity: &RankCapacity, turns_ahead: u64) -> bool {
         let free_rows = u64::from(capacity.rows.saturating_sub(self.totals.rows_held));
-        let waiting = self.engine_queue.map_or(0, |length| u64::try_from(length).unwrap_or(0));
-        self.plain_turns < free_rows + turns_ahead && waiting < turns_ahead
+        let engine_waiting =
+            self.engine_queue.map_or(0, |length| u64::try_from(length).unwrap_or(0));
+        self.plain_turns < free_rows + turns_ahead && engine_waiting < turns_ahead
     }
 
     /// Whether a connected shim can demote sessions.

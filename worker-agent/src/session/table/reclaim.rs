@@ -16,15 +16,16 @@ use super::{Effect, Error, GoneReason, Guard, Phase, Session, SessionEvent, Tabl
 pub(super) enum Shortage {
     /// One row is missing. Pinned sessions hold `held` of the `max` rows that they may hold.
     Rows { held: u32, max: u32 },
-    /// `short` tokens are missing. Pinned sessions hold `held` of the `max` tokens that they may
+    /// `missing` tokens are missing. Pinned sessions hold `held` of the `max` tokens that they may
     /// hold.
-    Tokens { short: u64, held: u64, max: u64 },
+    Tokens { missing: u64, held: u64, max: u64 },
 }
 
-/// The kind of turn that needs the room.
+/// For whose sake room is freed. This decides which sessions may lose their KV.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Requester {
-    /// A plain turn, or a turn of a session whose client asked to pin it.
+    /// A plain turn (one that runs on the radix tree), or a turn of a session whose client asked to
+    /// pin it.
     Client,
     /// A turn of a session that the agent pinned on its own.
     Unasked,
@@ -36,8 +37,8 @@ impl From<Shortage> for Error {
             Shortage::Rows { held, max } => {
                 ("rows", format!("pinned sessions hold {held} of {max}; close some"))
             }
-            Shortage::Tokens { short, held, max } => {
-                let detail = format!("pinned sessions hold {held} of {max}, {short} are missing");
+            Shortage::Tokens { missing, held, max } => {
+                let detail = format!("pinned sessions hold {held} of {max}, {missing} are missing");
                 ("pin_tokens", format!("{detail}; close some"))
             }
         };
@@ -50,20 +51,21 @@ impl From<Shortage> for Error {
 /// recorded conversations; see the design notes on idle time.
 const PAUSES: [(u64, u64); 8] =
     [(0, 1000), (10, 500), (30, 270), (60, 200), (120, 130), (300, 70), (600, 40), (3600, 5)];
-/// What counts as "soon". For a session that resumes later than this, keeping its KV doesn't pay.
+/// A session that resumes within this time resumes "soon". For a session that resumes later,
+/// keeping its KV doesn't pay.
 const SOON: Duration = Duration::from_secs(120);
 
 /// The longest time that a demotion may take. The shim demotes within two scheduler steps, and even
 /// a long prefill step is shorter than this.
-const DEMOTED_WITHIN: Duration = Duration::from_secs(5);
+const DEMOTION_TIME_MAX: Duration = Duration::from_secs(5);
 
 /// Returns the chance, in thousandths, that a session idle for `idle` resumes within `SOON`.
 pub(super) fn resume_chance(idle: Duration) -> u64 {
-    let longer = share_of_longer_pauses(idle);
-    if longer == 0 {
+    let longer_share = share_of_longer_pauses(idle);
+    if longer_share == 0 {
         return 0;
     }
-    1000 - share_of_longer_pauses(idle + SOON).saturating_mul(1000) / longer
+    1000 - share_of_longer_pauses(idle + SOON).saturating_mul(1000) / longer_share
 }
 
 /// Returns the share of pauses longer than `idle`, in millionths. Interpolates linearly between the
@@ -78,9 +80,9 @@ fn share_of_longer_pauses(idle: Duration) -> u64 {
                     / ((to_s - from_s) * 1000);
         }
     }
-    let (last_s, last_share) = PAUSES[PAUSES.len() - 1];
+    let (longest_s, longest_share) = PAUSES[PAUSES.len() - 1];
     // After the last point, the share halves each time the duration doubles.
-    last_share * 1000 * last_s * 1000 / idle_ms.max(1)
+    longest_share * 1000 * longest_s * 1000 / idle_ms.max(1)
 }
 
 impl Table {
@@ -95,7 +97,7 @@ impl Table {
     ) -> bool {
         let (mut rows_missing, mut tokens_missing) = match *shortage {
             Shortage::Rows { held, max } => (u64::from(held - max.min(held)) + 1, 0),
-            Shortage::Tokens { short, .. } => (0, short),
+            Shortage::Tokens { missing, .. } => (0, missing),
         };
         // Room that is already being freed counts first.
         let (rows_being_freed, tokens_being_freed) = self.room_being_freed(now, dp_rank);
@@ -110,26 +112,27 @@ impl Table {
                 session.dp_rank == dp_rank && self.is_reclaimable(now, session, requester)
             })
             .map(|(key, session)| {
-                let held = self.round_to_pages(session.resident_tokens);
+                let held_tokens = self.round_to_pages(session.resident_tokens);
                 (
                     (!session.has_auto_retention(), keep_value(session, now, shortage)),
                     key.clone(),
-                    held,
+                    held_tokens,
                 )
             })
             .collect();
-        let is_enough = idle_sessions.len() as u64 >= rows_missing
-            && idle_sessions.iter().map(|(_, _, held)| held).sum::<u64>() >= tokens_missing;
-        if !is_enough {
+        let can_help = idle_sessions.len() as u64 >= rows_missing
+            && idle_sessions.iter().map(|(_, _, held_tokens)| held_tokens).sum::<u64>()
+                >= tokens_missing;
+        if !can_help {
             return false;
         }
         idle_sessions.sort_unstable();
-        for (_, key, held) in idle_sessions {
+        for (_, key, held_tokens) in idle_sessions {
             if rows_missing == 0 && tokens_missing == 0 {
                 break;
             }
             rows_missing = rows_missing.saturating_sub(1);
-            tokens_missing = tokens_missing.saturating_sub(held);
+            tokens_missing = tokens_missing.saturating_sub(held_tokens);
             self.release_kv(now, &key);
         }
         true
@@ -164,7 +167,7 @@ impl Table {
             return self.retire(now, key, GoneReason::Reclaimed);
         }
         let incarnation = session.incarnation.clone();
-        let until = now + DEMOTED_WITHIN;
+        let until = now + DEMOTION_TIME_MAX;
         self.change_session(key, |session| session.phase = Phase::Demoting { until });
         self.effects.push(Effect::Demote { dp_rank, incarnation });
         self.schedule_deadline_at(until);
@@ -182,16 +185,16 @@ impl Table {
         keys.iter().for_each(|key| self.release_kv(now, key));
     }
 
-    /// Handles the shim's answer to an [`Effect::Demote`]. `done`: the session's KV is in the radix
-    /// tree now.
-    pub fn handle_demote_result(&mut self, now: Instant, incarnation: &str, done: bool) {
+    /// Handles the shim's answer to an [`Effect::Demote`]. `is_demoted`: the session's KV is in the
+    /// radix tree now.
+    pub fn handle_demote_result(&mut self, now: Instant, incarnation: &str, is_demoted: bool) {
         let Some(key) = self.by_incarnation.get(incarnation).cloned() else { return };
         if !matches!(self.sessions[&key].phase, Phase::Demoting { .. }) {
             return;
         }
-        if self.continue_reopen(now, &key, done) {
+        if self.continue_reopen(now, &key, is_demoted) {
             // The demotion was the first step of replacing the incarnation, which has continued.
-        } else if done {
+        } else if is_demoted {
             self.effects.push(Effect::SessionEvent(key.clone(), SessionEvent::Demoted));
             self.change_session(&key, |session| {
                 session.phase = Phase::Demoted;

@@ -43,7 +43,7 @@ fn engine(ranks: usize) -> EngineCapacity {
 
 fn rules() -> Rules {
     Rules {
-        prefix: "berth-a-1".into(),
+        incarnation_prefix: "berth-a-1".into(),
         idle_max: IDLE,
         demote_idle: DEMOTE,
         turns_queued_per_session_max: 0,
@@ -122,8 +122,8 @@ fn a_close_waits_for_the_turn_and_shuts_the_door_meanwhile() {
     let incarnation = rig.pin("s");
     let turn = rig.turn(&delta("s")).inside();
     assert_eq!(rig.close("s"), Ok(true), "it waits");
-    assert_eq!(rig.close("s"), Err(Error::Unknown), "two closes: one is too late");
-    assert_eq!(rig.turn(&delta("s")).error(), Error::Unknown, "closing beats busy");
+    assert_eq!(rig.close("s"), Err(Error::UnknownSession), "two closes: one is too late");
+    assert_eq!(rig.turn(&delta("s")).error(), Error::UnknownSession, "closing beats busy");
     assert_eq!(rig.open("s", None), Err(Error::Closing));
     assert_eq!(rig.closes, [], "the turn still runs");
     rig.end(&turn, finished(10, 1));
@@ -172,7 +172,11 @@ fn a_final_turn_closes_its_session_on_every_path() {
             Need { prompt_tokens, answer_tokens: Some(8), is_exact: true, ..Need::default() };
         match rig.turn_that_needs(&last, need) {
             Answer::In(turn) => {
-                assert_eq!(rig.turn(&delta("s")).error(), Error::Unknown, "the door is shut");
+                assert_eq!(
+                    rig.turn(&delta("s")).error(),
+                    Error::UnknownSession,
+                    "the door is shut"
+                );
                 rig.end(&turn, finished(8, 8));
             }
             other => drop(other.error()),
@@ -528,7 +532,7 @@ fn a_delta_may_open_its_session() {
 #[test]
 fn a_delta_needs_a_pinned_history() {
     let mut rig = Rig::new();
-    assert_eq!(rig.turn(&delta("s")).error(), Error::Unknown);
+    assert_eq!(rig.turn(&delta("s")).error(), Error::UnknownSession);
     let turn = rig.turn(&Claim::for_session(&key("s"))).inside();
     rig.end(&turn, finished(20, 5));
     assert_eq!(rig.turn(&delta("s")).error(), Error::DeltaNeedsPinned(Retention::Tagged));

@@ -276,13 +276,13 @@ impl Table {
         let outcome = match plan.decision {
             // The incarnation was closed or lost meanwhile. The turn's end updates the session.
             Plan::Trimmed | Plan::Retokenized if !is_current => (TrimOutcome::Gone, 0),
-            Plan::Trimmed => self.run_inside(rid, &key, plan, TrimOutcome::Trimmed),
-            Plan::Retokenized => self.run_inside(rid, &key, plan, TrimOutcome::Retokenized),
+            Plan::Trimmed => self.handle_plan_inside(rid, &key, plan, TrimOutcome::Trimmed),
+            Plan::Retokenized => self.handle_plan_inside(rid, &key, plan, TrimOutcome::Retokenized),
             Plan::Diverged | Plan::Refused if self.trim_turn_mut(rid).must_continue => {
                 self.refuse_not_continued(&key, rid, plan)
             }
-            Plan::Diverged => self.run_beside(now, &key, plan, TrimOutcome::Diverged),
-            Plan::Refused => self.run_beside(now, &key, plan, TrimOutcome::Refused),
+            Plan::Diverged => self.handle_plan_beside(now, &key, plan, TrimOutcome::Diverged),
+            Plan::Refused => self.handle_plan_beside(now, &key, plan, TrimOutcome::Refused),
         };
         self.pump(now);
         self.debug_check();
@@ -290,7 +290,7 @@ impl Table {
     }
 
     /// Handles a plan by which the turn runs in its session.
-    fn run_inside(
+    fn handle_plan_inside(
         &mut self,
         rid: &str,
         key: &SessionKey,
@@ -324,7 +324,7 @@ impl Table {
     }
 
     /// Handles a plan by which the turn runs beside its session, on the radix tree.
-    fn run_beside(
+    fn handle_plan_beside(
         &mut self,
         now: Instant,
         key: &SessionKey,
@@ -376,7 +376,7 @@ impl Table {
         if missing_tokens > 0 {
             let pinned_tokens = self.totals(dp_rank).pinned_tokens;
             let shortage = Shortage::Tokens {
-                short: missing_tokens,
+                missing: missing_tokens,
                 held: pinned_tokens,
                 max: pinned_tokens - missing_tokens.min(pinned_tokens),
             };
@@ -482,12 +482,12 @@ impl Table {
             return false;
         }
         let is_open = self.sessions[key].phase == Phase::Open;
-        let may_run = matches!(outcome, Outcome::Refused | Outcome::Partial | Outcome::Lost);
+        let may_still_run = matches!(outcome, Outcome::Refused | Outcome::Partial | Outcome::Lost);
         let has_run = matches!(outcome, Outcome::Finished(_) | Outcome::Unheard(_));
         self.change_session(key, |session| {
             session.turns += u64::from(has_run);
             session.full_history.client_may_be_ahead = true;
-            if may_run {
+            if may_still_run {
                 session.lost_rid = Some(rid.to_owned());
             }
         });

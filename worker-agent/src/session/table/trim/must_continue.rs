@@ -1,7 +1,7 @@
 //! Keeps the histories that clients append deltas to: a full history must continue such a history.
 //!
 //! A delta is a turn that holds only new tokens, which the engine appends to the session's history.
-//! A full history holds the whole conversation, and may differ from the session's history. Then it
+//! A full history holds the whole conversation. If it doesn't continue the session's history, it
 //! replaces that history only if the client opens the session with this turn. Otherwise the shim,
 //! Berth's part in the engine's process, refuses the turn.
 
@@ -44,7 +44,8 @@ impl Table {
     }
 
     /// Handles a turn that the shim refuses because it doesn't continue its session. The turn does
-    /// not run, and the session stays as it is.
+    /// not run, and the session's history stays as it is. The tokens of the returned pair are 0:
+    /// none are spared.
     pub(super) fn refuse_not_continued(
         &mut self,
         key: &SessionKey,
@@ -65,12 +66,14 @@ impl Table {
             let detail = format!("this full history has {} tokens", plan.prompt_tokens);
             Error::OutOfRoom { resource: "pin_tokens", detail }
         } else {
-            let (at, committed) = (plan.shared_tokens, plan.committed_tokens);
+            let (difference_at, history_tokens) = (plan.shared_tokens, plan.committed_tokens);
             let detail = match plan.decision {
-                Plan::Diverged if at < committed => {
-                    format!("differs from the session's {committed} tokens at token {at}")
+                Plan::Diverged if difference_at < history_tokens => {
+                    format!(
+                        "differs from the session's {history_tokens} tokens at token {difference_at}"
+                    )
                 }
-                Plan::Diverged => format!("adds nothing to the session's {committed} tokens"),
+                Plan::Diverged => format!("adds nothing to the session's {history_tokens} tokens"),
                 _ => "can't be compared with what the session has".to_owned(),
             };
             Error::NotContinued { detail }

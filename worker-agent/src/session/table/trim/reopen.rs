@@ -41,8 +41,8 @@ impl Table {
             && answer_start.is_some_and(|answer_start| plan.shared_tokens >= answer_start)
     }
 
-    /// Handles the shim's question where a turn may run that can't run in its session as planned.
-    /// An [`Effect::AnswerQuestion`] follows. Without an answer, the shim decides by itself after
+    /// Handles a question of the shim: where may a turn run that can't run in its session as
+    /// planned? An [`Effect::AnswerQuestion`] follows. Without an answer, the shim decides by itself after
     /// two seconds.
     pub fn handle_question(&mut self, now: Instant, question: u64, plan: &TrimPlan) {
         let rid = &plan.rid;
@@ -64,7 +64,7 @@ impl Table {
             plan.decision == Plan::Refused && plan.prompt_tokens > trim_turn.tokens_max;
         let must_continue = trim_turn.must_continue;
         trim_turn.tokens_max = trim_turn.tokens_max.max(plan.prompt_tokens);
-        let fits = self.fits_pinned(&key, target_tokens);
+        let can_fit = self.fits_pinned(&key, target_tokens);
         self.trim_turn_mut(rid).is_too_large = is_too_large;
         if !is_too_large && !self.has_hidden_end_tokens(&key, plan) {
             self.change_session(&key, |session| session.full_history.divergence_streak += 1);
@@ -76,16 +76,16 @@ impl Table {
         let is_streak_too_long = is_auto && streak > DIVERGENCE_STREAK_MAX;
         let keeps_history = must_continue && !is_too_large;
         // A closing session may still run its last turn in more room.
-        let can_run = session.phase == Phase::Open
+        let may_run_inside = session.phase == Phase::Open
             || (session.phase == Phase::Closing && must_continue && is_too_large);
-        if !can_run || is_aside || keeps_history || (!fits && !is_auto) {
+        if !may_run_inside || is_aside || keeps_history || (!can_fit && !is_auto) {
             self.answer_outside(&key);
-        } else if is_too_large && fits {
+        } else if is_too_large && can_fit {
             self.change_session(&key, |session| session.reserved_tokens = target_tokens);
             self.answer_inside(rid, &key);
         } else {
             self.trim_turn_mut(rid).reopen_tokens =
-                (fits && !is_streak_too_long).then_some(target_tokens);
+                (can_fit && !is_streak_too_long).then_some(target_tokens);
             self.release_before_reopen(now, rid, &key);
         }
         self.pump(now);
@@ -143,17 +143,17 @@ impl Table {
         (ticket.had_no_kv, ticket.incarnation) = (false, incarnation.clone());
         self.trim_turn_mut(rid).has_replaced_deltas = deltas_before == Deltas::Taken;
         // The room that was free when the shim asked may be taken by now.
-        let has_room = |target: &u64| {
-            matches!(self.row_shortage(dp_rank), Ok(None)) && self.fits_pinned(key, *target)
+        let has_room = |target_tokens: &u64| {
+            matches!(self.row_shortage(dp_rank), Ok(None)) && self.fits_pinned(key, *target_tokens)
         };
         let wanted_tokens =
             self.tickets[rid].trim_turn.as_ref().and_then(|turn| turn.reopen_tokens);
-        let Some(target) = wanted_tokens.filter(has_room) else {
+        let Some(target_tokens) = wanted_tokens.filter(has_room) else {
             self.answer_outside(key);
             return self.leave_without_incarnation(now, key);
         };
         self.trim_turn_mut(rid).is_reopened = true;
-        self.change_session(key, |session| session.reserved_tokens = target);
+        self.change_session(key, |session| session.reserved_tokens = target_tokens);
         self.begin_open(key);
         self.write_journal(Record::Turn { incarnation, rid: rid.to_owned() });
     }

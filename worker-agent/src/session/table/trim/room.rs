@@ -15,8 +15,8 @@ use crate::session::table::{MeasuredHistory, Need, Table};
 /// its own. SGLang itself reserves no more than this for such an answer. A longer answer grows into
 /// the part of the pool that the pin budget leaves free, and is counted when the turn has ended.
 const ANSWER_TOKENS_MIN: u64 = 4096;
-/// The reservation for such an answer is also at least this many times the session's longest answer
-/// so far. A session that reasons at length usually does so again.
+/// The tokens reserved for an answer without a limit are also at least this many times the longest
+/// answer that the session had so far. A session that reasons at length usually does so again.
 const LONGEST_ANSWER_FACTOR: u64 = 2;
 /// Tokens that a chat template may put around what a turn adds.
 const TEMPLATE_TOKENS: u64 = 32;
@@ -81,15 +81,17 @@ impl Table {
         tokens.saturating_add(self.reserved_answer_tokens(key, need)).min(context)
     }
 
-    /// Returns the tokens to reserve for an answer: its limit, or a likely length if it has none.
+    /// Returns the tokens to reserve for an answer: its limit, if it has one. Without a limit, this
+    /// is a likely length if the agent pinned the session on its own, and else the whole context.
     pub(super) fn reserved_answer_tokens(&self, key: &SessionKey, need: Need) -> u64 {
         let context = self.engine.context_tokens;
         let session = &self.sessions[key];
-        let longest =
+        let longest_multiple =
             session.full_history.longest_answer_tokens.saturating_mul(LONGEST_ANSWER_FACTOR);
-        let likely = longest.max(ANSWER_TOKENS_MIN).min(context);
-        let without_limit = if session.has_auto_retention() { likely } else { context };
-        need.answer_tokens.unwrap_or(without_limit)
+        let likely_tokens = longest_multiple.max(ANSWER_TOKENS_MIN).min(context);
+        let tokens_without_limit =
+            if session.has_auto_retention() { likely_tokens } else { context };
+        need.answer_tokens.unwrap_or(tokens_without_limit)
     }
 
     /// Returns the most tokens that a full history may have to run in its session. The tokens of an
@@ -100,8 +102,9 @@ impl Table {
         let tokens = match self.sessions[key].full_history.last_measured {
             _ if need.is_exact => bound,
             Some(MeasuredHistory { prompt_tokens_bound, tokens }) => {
-                let added = bound.saturating_sub(prompt_tokens_bound).div_ceil(BYTES_PER_TOKEN);
-                tokens.saturating_add(added).saturating_add(TEMPLATE_TOKENS)
+                let added_tokens =
+                    bound.saturating_sub(prompt_tokens_bound).div_ceil(BYTES_PER_TOKEN);
+                tokens.saturating_add(added_tokens).saturating_add(TEMPLATE_TOKENS)
             }
             None => bound.div_ceil(BYTES_PER_TOKEN),
         };

@@ -1,7 +1,8 @@
 //! Describes the shim's plan for a full history, and what became of the turn.
 //!
 //! A trim turn is a turn with a full history (the whole conversation) that was admitted to a pinned
-//! session. The shim compares its prompt with the session's history, and plans how the turn runs.
+//! session. The shim, Berth's part in the engine's process, compares the turn's prompt with the
+//! session's history, and plans how the turn runs. These types are plain values.
 
 use crate::shim::trim::Plan;
 
@@ -35,9 +36,10 @@ pub enum TrimOutcome {
     /// The turn started a new incarnation, because the session's history was another one or was
     /// lost.
     Reopened,
-    /// The turn ran beside its session, because its prompt is another history.
+    /// The turn ran beside its session (on the radix tree), because its prompt doesn't continue the
+    /// session's history.
     Diverged,
-    /// The turn ran beside its session, because it couldn't run in it.
+    /// The turn ran beside its session for another reason. For example, the session had no room.
     Refused,
     /// The shim refused the turn. The session takes deltas, so its history must not be replaced,
     /// and the turn doesn't continue it.
