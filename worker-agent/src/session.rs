@@ -91,7 +91,7 @@ pub struct Rules {
     /// Whether the agent pins sessions whose clients asked for no retention. It pins those that
     /// come back soon, where the shim trims full histories.
     pub auto_pin: bool,
-    /// The guards that are switched on.
+    /// The guards (protective rules) that are on. Only simulations switch any off.
     pub guards: Guards,
 }
 
@@ -383,7 +383,7 @@ pub struct CloseRequest {
 pub enum OpenResult {
     /// The engine opened the session.
     Opened,
-    /// The engine refused, or was not asked. Carries the reason.
+    /// The engine refused to open it, or was not asked. Carries the reason.
     NotOpened(String),
     /// The answer was lost, so the session may be open. Carries the reason.
     Unknown(String),

@@ -100,8 +100,8 @@ pub(super) fn check_turn(
     // The engine may have committed a turn of which the agent saw no successful end.
     let has_history = had_turns || (session.history_tokens > 0 && guards.hold(Guard::DeltaOnly));
     check_route(claim.delta, has_history, route_turns, shim_trims)?;
-    // A full history is correct whatever history the session has. A delta that opens the session is
-    // not: its client believes that there is no history.
+    // A delta that opens its session is wrong if there is a history, because its client believes
+    // that there is none. A full history is right in both cases.
     if had_turns && claim.open && claim.delta {
         return Err(Error::HasHistory);
     }

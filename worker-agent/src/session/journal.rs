@@ -83,7 +83,7 @@ pub struct Journal {
     file: File,
     /// Held until the process ends in any way.
     _lock: File,
-    /// What the records in the file add up to.
+    /// What the records in the file say together.
     state: State,
     /// The number of lines in the file.
     line_count: usize,
@@ -92,7 +92,7 @@ pub struct Journal {
     is_torn: bool,
 }
 
-/// What all records together say.
+/// What all records together say: the engine process, and the incarnations open in it.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct State {
     /// The engine process that the incarnations belong to.

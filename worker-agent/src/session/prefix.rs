@@ -140,7 +140,8 @@ impl PromptStart {
     }
 }
 
-/// Hashes at most the first `bytes_max` bytes of a block, given in parts. Returns the hash and the number of bytes hashed.
+/// Hashes at most the first `bytes_max` bytes of a block, given in parts. Returns the hash and the
+/// number of bytes hashed.
 fn hash_parts(parts: &[&[u8]], bytes_max: usize) -> (u64, usize) {
     if let [part] = parts {
         let bytes = part.len().min(bytes_max);

@@ -1,6 +1,8 @@
 //! Describes a turn to and from the session table: what it may need, how it runs, how it ended.
 //!
-//! A turn is one request of a session and its answer. These types are plain values.
+//! A turn is one request of a session and its answer. A pinned session keeps its KV and a request
+//! row to itself. The owner of the table and its HTTP routes exchange these plain values with the
+//! table.
 
 use proto::{id::SessionKey, load::Retention};
 
@@ -108,7 +110,7 @@ pub struct Usage {
 pub enum Outcome {
     /// The engine finished the turn. Usage is absent if the route doesn't report it.
     Finished(Option<Usage>),
-    /// The engine finished the turn, but the client had disconnected, so it can't know the answer.
+    /// The engine finished the turn, but the client had disconnected and doesn't know the answer.
     Unheard(Option<Usage>),
     /// The engine aborted the turn and acknowledged that.
     Aborted,

@@ -49,7 +49,7 @@ pub(super) struct TrimTurn {
     tokens_max: u64,
     /// Whether the turn may run only if its prompt continues the session's history.
     must_continue: bool,
-    /// Whether the shim's question said that the prompt has more tokens than are reserved.
+    /// Whether the shim asked a question because the prompt has more tokens than are reserved.
     is_too_large: bool,
     /// Whether the turn replaced a history that clients append deltas to.
     has_replaced_deltas: bool,
@@ -97,8 +97,8 @@ impl Ticket {
 
 impl Table {
     /// Sets whether the shim trims full histories from now on.
-    pub fn set_trimming(&mut self, now: Instant, trims: bool) {
-        self.shim_trims = trims;
+    pub fn set_trimming(&mut self, now: Instant, shim_trims: bool) {
+        self.shim_trims = shim_trims;
         self.pump(now);
         self.debug_check();
     }
@@ -404,14 +404,14 @@ impl Table {
     }
 
     /// Handles the shim's report that a turn became history of `incarnation`, which now has
-    /// `history_tokens`. If the turn was `retracted` (taken out of the batch), the engine will
+    /// `history_tokens`. `was_retracted`: the engine took the turn out of its batch and will
     /// resume it, so the figure isn't final.
-    pub fn handle_commit(&mut self, incarnation: &str, history_tokens: u64, retracted: bool) {
+    pub fn handle_commit(&mut self, incarnation: &str, history_tokens: u64, was_retracted: bool) {
         let mut tickets = self.tickets.values_mut();
         let ended_ticket =
             tickets.find(|ticket| ticket.is_pinned && ticket.incarnation == incarnation);
         if let Some(trim_turn) = ended_ticket.and_then(|ticket| ticket.trim_turn.as_mut()) {
-            trim_turn.committed_tokens = Some(history_tokens).filter(|_| !retracted);
+            trim_turn.committed_tokens = Some(history_tokens).filter(|_| !was_retracted);
         }
     }
 

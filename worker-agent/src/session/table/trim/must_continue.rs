@@ -66,11 +66,11 @@ impl Table {
             let detail = format!("this full history has {} tokens", plan.prompt_tokens);
             Error::OutOfRoom { resource: "pin_tokens", detail }
         } else {
-            let (difference_at, history_tokens) = (plan.shared_tokens, plan.committed_tokens);
+            let (first_other, history_tokens) = (plan.shared_tokens, plan.committed_tokens);
             let detail = match plan.decision {
-                Plan::Diverged if difference_at < history_tokens => {
+                Plan::Diverged if first_other < history_tokens => {
                     format!(
-                        "differs from the session's {history_tokens} tokens at token {difference_at}"
+                        "differs from the session's {history_tokens} tokens at token {first_other}"
                     )
                 }
                 Plan::Diverged => format!("adds nothing to the session's {history_tokens} tokens"),
