@@ -164,8 +164,8 @@ enum Phase {
     /// evicted. The session holds no row.
     Demoted,
     /// After a turn's end, the agent isn't sure what history the engine has. A session table that
-    /// the shim was asked for since then (`is_table_requested`) must report the `expected` history. If
-    /// none arrives before `until`, the session is closed at the engine.
+    /// the shim was asked for since then (`is_table_requested`) must report the `expected` history.
+    /// If none arrives before `until`, the session is closed at the engine.
     Suspect {
         expected: ExpectedHistory,
         until: Instant,

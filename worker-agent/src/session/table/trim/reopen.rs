@@ -42,8 +42,8 @@ impl Table {
     }
 
     /// Handles a question of the shim: where may a turn run that can't run in its session as
-    /// planned? An [`Effect::AnswerQuestion`] follows. Without an answer, the shim decides by itself
-    /// after two seconds.
+    /// planned? An [`Effect::AnswerQuestion`] follows. Without an answer, the shim decides by
+    /// itself after two seconds.
     pub fn handle_question(&mut self, now: Instant, question: u64, plan: &TrimPlan) {
         let rid = &plan.rid;
         let Some(key) = self.session_awaiting_plan(rid) else {
