@@ -5,6 +5,10 @@
 //! event is a map with a `type` key. In older releases of SGLang, an event is an array whose first
 //! element is the type. This module skips unknown fields and event types. It doesn't check whether
 //! events fit together.
+//!
+//! A store event lists the tokens of its pages. Some engines list *token pairs* instead. A pair is
+//! a token and the token that follows it, so the pairs (1, 2) and (2, 3) stand for the tokens 1 and
+//! 2. The 3 is the token after them.
 
 use super::msgpack::{self, Reader};
 
@@ -19,13 +23,13 @@ pub enum Error {
     Form(#[from] msgpack::Error),
     /// An event has no value for a field that its type requires.
     #[error("an event has no {0}")]
-    Missing(&'static str),
+    MissingField(&'static str),
     /// A number is out of range.
     #[error("{0} is out of range")]
-    Range(&'static str),
+    OutOfRange(&'static str),
     /// The number of tokens is not the announced number of pages times their size.
     #[error("{tokens} tokens don't fill {pages} pages of {page_tokens} tokens")]
-    Tokens {
+    TokenCount {
         /// The number of tokens in the event.
         tokens: usize,
         /// The number of pages announced.
@@ -33,9 +37,10 @@ pub enum Error {
         /// The announced tokens of each page.
         page_tokens: u32,
     },
-    /// Two consecutive token pairs don't share a token.
+    /// A token pair doesn't have two tokens, or doesn't begin with the second token of the pair
+    /// before it. Or an event has both pairs and single tokens.
     #[error("consecutive token pairs don't overlap by one token")]
-    Pairs,
+    InvalidPairs,
 }
 
 /// The engine's identity of a page: the first 64 bits of a hash over the tokens of the page and of
@@ -64,8 +69,8 @@ pub struct Stored {
     /// The tokens of all pages. For an image, the engine may put the image's hash here, which is
     /// wider than a token id.
     pub tokens: Vec<u64>,
-    /// The token after the last page, if the engine sends token pairs. The engine hashes it as part
-    /// of the last page.
+    /// If the engine sends token pairs: the token after the last page, which the last pair has. The
+    /// engine hashes it as part of the last page.
     pub next_token: Option<u64>,
     /// Tokens in a page.
     pub page_tokens: u32,
@@ -98,7 +103,7 @@ pub enum CacheEvent {
 pub struct Batch {
     /// The events, in the order in which they happened.
     pub events: Vec<CacheEvent>,
-    /// The DP rank on which they happened.
+    /// The DP rank on which they happened. `None` if the message doesn't state it.
     pub dp_rank: Option<u32>,
 }
 
@@ -111,7 +116,7 @@ pub fn decode(message: &[u8]) -> Result<Batch, Error> {
     let mut reader = Reader::new(message);
     let fields = reader.read_array_len()?;
     if fields < 2 {
-        return Err(Error::Missing("events"));
+        return Err(Error::MissingField("events"));
     }
     reader.skip_value()?;
     let count = reader.read_array_len()?;
@@ -123,12 +128,14 @@ pub fn decode(message: &[u8]) -> Result<Batch, Error> {
     let dp_rank = match fields {
         2 => None,
         _ if reader.take_nil()? => None,
-        _ => Some(u32::try_from(reader.read_int()?).map_err(|_| Error::Range("attn_dp_rank"))?),
+        _ => {
+            Some(u32::try_from(reader.read_int()?).map_err(|_| Error::OutOfRange("attn_dp_rank"))?)
+        }
     };
     Ok(Batch { events, dp_rank })
 }
 
-/// The tokens of an event.
+/// The tokens of a store event.
 struct Tokens {
     tokens: Vec<u64>,
     /// The token after the last of `tokens`, if the event has token pairs.
@@ -164,7 +171,7 @@ fn read_event(reader: &mut Reader<'_>) -> Result<Option<CacheEvent>, Error> {
     if reader.is_array()? {
         let count = reader.read_array_len()?;
         if count == 0 {
-            return Err(Error::Missing("type"));
+            return Err(Error::MissingField("type"));
         }
         let kind = reader.read_text()?;
         fields.kind = Some(kind);
@@ -191,16 +198,16 @@ impl<'a> Fields<'a> {
                 let count = reader.read_array_len()?;
                 let mut pages = Vec::with_capacity(count.min(reader.bytes_left()));
                 for _ in 0..count {
-                    pages.push(read_page(reader)?);
+                    pages.push(read_page_hash(reader)?);
                 }
                 self.pages = Some(pages);
             }
-            "parent_block_hash" => self.parent = Some(read_page(reader)?),
+            "parent_block_hash" => self.parent = Some(read_page_hash(reader)?),
             "token_ids" => self.tokens = Some(read_tokens(reader)?),
             "block_size" => {
                 let size = u32::try_from(reader.read_int()?).ok();
                 let size = size.filter(|size| (1..=PAGE_TOKENS_MAX).contains(size));
-                self.page_tokens = Some(size.ok_or(Error::Range("block_size"))?);
+                self.page_tokens = Some(size.ok_or(Error::OutOfRange("block_size"))?);
             }
             "medium" => self.medium = Some(reader.read_text()?),
             "lora_name" => self.lora = Some(reader.read_text()?),
@@ -217,16 +224,16 @@ impl<'a> Fields<'a> {
             Some("CPU_PINNED" | "CPU") => Medium::Cpu,
             Some(_) => Medium::Other,
         };
-        let pages = self.pages.ok_or(Error::Missing("block_hashes"));
-        Ok(Some(match self.kind.ok_or(Error::Missing("type"))? {
+        let pages = self.pages.ok_or(Error::MissingField("block_hashes"));
+        Ok(Some(match self.kind.ok_or(Error::MissingField("type"))? {
             "BlockStored" => {
                 let pages = pages?;
                 let Tokens { tokens, next_token } =
-                    self.tokens.ok_or(Error::Missing("token_ids"))?;
-                let page_tokens = self.page_tokens.ok_or(Error::Missing("block_size"))?;
+                    self.tokens.ok_or(Error::MissingField("token_ids"))?;
+                let page_tokens = self.page_tokens.ok_or(Error::MissingField("block_size"))?;
                 if pages.is_empty() || tokens.len() != pages.len() * page_tokens as usize {
                     let (tokens, pages) = (tokens.len(), pages.len());
-                    return Err(Error::Tokens { tokens, pages, page_tokens });
+                    return Err(Error::TokenCount { tokens, pages, page_tokens });
                 }
                 CacheEvent::Stored(Stored {
                     pages,
@@ -247,17 +254,19 @@ impl<'a> Fields<'a> {
 }
 
 /// Reads a page hash, which is a signed or an unsigned 64-bit integer.
-fn read_page(reader: &mut Reader<'_>) -> Result<PageHash, Error> {
+fn read_page_hash(reader: &mut Reader<'_>) -> Result<PageHash, Error> {
     let int = reader.read_int()?;
     let signed = i64::try_from(int).map(i64::cast_unsigned);
-    signed.or_else(|_| u64::try_from(int)).map(PageHash).map_err(|_| Error::Range("block_hashes"))
+    signed
+        .or_else(|_| u64::try_from(int))
+        .map(PageHash)
+        .map_err(|_| Error::OutOfRange("block_hashes"))
 }
 
-/// Reads an array of tokens, or of pairs. A pair is a token and the token that follows it, so
-/// consecutive pairs overlap by one token.
+/// Reads an array of tokens, or of token pairs. Consecutive pairs overlap by one token.
 fn read_tokens(reader: &mut Reader<'_>) -> Result<Tokens, Error> {
     let read_token = |reader: &mut Reader<'_>| {
-        u64::try_from(reader.read_int()?).map_err(|_| Error::Range("token_ids"))
+        u64::try_from(reader.read_int()?).map_err(|_| Error::OutOfRange("token_ids"))
     };
     let count = reader.read_array_len()?;
     let mut tokens = Vec::with_capacity(count.min(reader.bytes_left()));
@@ -266,13 +275,14 @@ fn read_tokens(reader: &mut Reader<'_>) -> Result<Tokens, Error> {
     for _ in 0..count {
         let is_pair = reader.is_array()?;
         if is_pair && reader.read_array_len()? != 2 {
-            return Err(Error::Pairs);
+            return Err(Error::InvalidPairs);
         }
         let token = read_token(reader)?;
-        let expected = if is_pair { next_token.replace(read_token(reader)?) } else { next_token };
-        let is_first = tokens.is_empty() && (is_pair || next_token.is_none());
-        if !is_first && expected != is_pair.then_some(token) {
-            return Err(Error::Pairs);
+        let expected_token =
+            if is_pair { next_token.replace(read_token(reader)?) } else { next_token };
+        // A pair must not follow a single token, and a single token must not follow a pair.
+        if !tokens.is_empty() && expected_token != is_pair.then_some(token) {
+            return Err(Error::InvalidPairs);
         }
         tokens.push(token);
     }
@@ -352,12 +362,12 @@ mod tests {
     fn what_cannot_be_is_refused_whole() {
         let with =
             |from: &str, to: &str| decode(&bytes(&MAPS.replace([' ', '\n'], "").replace(from, to)));
-        let tokens = Error::Tokens { tokens: 8, pages: 2, page_tokens: 3 };
+        let tokens = Error::TokenCount { tokens: 8, pages: 2, page_tokens: 3 };
         assert_eq!(with("73697a6504", "73697a6503"), Err(tokens));
-        assert_eq!(with("73697a6504", "73697a6500"), Err(Error::Range("block_size")));
-        assert_eq!(with("920304920405", "920304920605"), Err(Error::Pairs));
-        assert_eq!(with("920304920405", "92030404c0c0"), Err(Error::Pairs));
-        assert_eq!(with("a474797065ab", "a474797066ab"), Err(Error::Missing("type")));
+        assert_eq!(with("73697a6504", "73697a6500"), Err(Error::OutOfRange("block_size")));
+        assert_eq!(with("920304920405", "920304920605"), Err(Error::InvalidPairs));
+        assert_eq!(with("920304920405", "92030404c0c0"), Err(Error::InvalidPairs));
+        assert_eq!(with("a474797065ab", "a474797066ab"), Err(Error::MissingField("type")));
         // An event type of a later release.
         let later =
             with("b0416c6c426c6f636b73436c6561726564", "b0416c6c426c6f636b73436c6561726565");

@@ -3,7 +3,9 @@
 //! A page is the engine's unit of KV memory. SGLang computes a page's SHA-256 digest from the
 //! digest of the page before it and from the page's own tokens. The page hash in an event is the
 //! first 64 bits of that digest. So [`Verifier`] keeps the digests of recent pages, to check the
-//! pages that follow them. The caller decides what a wrong hash means.
+//! pages that follow them. It rejects no event: the caller decides what a wrong hash means.
+//!
+//! Some engines send and hash *token pairs*: each token together with the token that follows it.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -29,12 +31,13 @@ pub enum Verdict {
     Unknown,
 }
 
-type Sha = [u8; 32];
+/// The SHA-256 digest of a page and of all pages before it.
+type PageDigest = [u8; 32];
 
 /// Checks page hashes, and keeps the digests of recent pages.
 #[derive(Debug, Default)]
 pub struct Verifier {
-    digests: HashMap<PageHash, Sha>,
+    digests: HashMap<PageHash, PageDigest>,
     /// The pages in `digests`, oldest first.
     oldest_first: VecDeque<PageHash>,
 }
@@ -61,10 +64,10 @@ impl Verifier {
         let tokens_after = first_tokens.map(Some).chain([stored.next_token]);
         for ((page, tokens), token_after) in stored.pages.iter().zip(page_tokens).zip(tokens_after)
         {
-            // The engine hashes token pairs only if the event has a `next_token`.
+            // `next_token` is present only if the engine hashes token pairs.
             let token_after = stored.next_token.and(token_after);
             let digest = hash_page(parent_digest, tokens, token_after);
-            if page_hash(digest) != *page {
+            if page_hash_of(digest) != *page {
                 return Verdict::Wrong;
             }
             self.remember(*page, digest);
@@ -73,7 +76,7 @@ impl Verifier {
         Verdict::Right
     }
 
-    fn remember(&mut self, page: PageHash, digest: Sha) {
+    fn remember(&mut self, page: PageHash, digest: PageDigest) {
         if self.digests.insert(page, digest).is_some() {
             return;
         }
@@ -85,7 +88,8 @@ impl Verifier {
     }
 }
 
-fn page_hash(digest: Sha) -> PageHash {
+/// Returns the page hash that an event has for a page with this digest.
+fn page_hash_of(digest: PageDigest) -> PageHash {
     let (first_bytes, _) = digest.split_first_chunk().expect("a digest has 32 bytes");
     PageHash(u64::from_be_bytes(*first_bytes))
 }
@@ -94,33 +98,37 @@ fn page_hash(digest: Sha) -> PageHash {
 ///
 /// `token_after` is the token after the page if the engine hashes token pairs. Then each token is
 /// hashed together with the token that follows it.
-fn hash_page(parent_digest: Option<Sha>, tokens: &[u64], token_after: Option<u64>) -> Sha {
-    let mut sha = Sha256::new();
+fn hash_page(
+    parent_digest: Option<PageDigest>,
+    tokens: &[u64],
+    token_after: Option<u64>,
+) -> PageDigest {
+    let mut hasher = Sha256::new();
     if let Some(parent_digest) = parent_digest {
-        sha.update(parent_digest);
+        hasher.update(parent_digest);
     }
     // The engine hashes four bytes of each token. If a token needs more, the engine marks the page
     // with a byte and hashes eight bytes of each token.
     let mut all_tokens = tokens.iter().chain(&token_after);
     let is_wide = all_tokens.any(|&token| u32::try_from(token).is_err());
     if is_wide {
-        sha.update([0xff]);
+        hasher.update([0xff]);
     }
-    let mut add = |token: u64| {
+    let mut hash_token = |token: u64| {
         let bytes = token.to_le_bytes();
-        sha.update(if is_wide { &bytes[..] } else { &bytes[..4] });
+        hasher.update(if is_wide { &bytes[..] } else { &bytes[..4] });
     };
     match token_after {
-        None => tokens.iter().for_each(|&token| add(token)),
+        None => tokens.iter().for_each(|&token| hash_token(token)),
         Some(token_after) => {
             let following = tokens[1..].iter().copied().chain([token_after]);
             tokens.iter().zip(following).for_each(|(&token, next_token)| {
-                add(token);
-                add(next_token);
+                hash_token(token);
+                hash_token(next_token);
             });
         }
     }
-    sha.finalize().into()
+    hasher.finalize().into()
 }
 
 #[cfg(test)]

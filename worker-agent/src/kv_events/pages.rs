@@ -1,15 +1,16 @@
-//! Tracks one rank's resident pages, and reports to routers which blocks are resident. Pure.
+//! Tracks one rank's resident pages, and computes which of the routers' blocks are resident. Pure.
 //!
 //! A *page* is the engine's unit of KV memory. It is resident while the GPU's or the host's memory
 //! holds it. A *block* is the unit in which routers count a prompt. It has at least as many tokens
 //! as a page, and may begin or end inside a page. A block is resident while all its pages are.
-//! [`Pages`] takes the engine's KV events and returns the changes of resident blocks. It stores
-//! hashes of pages and blocks but no tokens: about 30 bytes a page.
+//! [`Pages`] takes the engine's decoded KV events and returns the changes of resident blocks. Its
+//! caller passes these to routers. [`Pages`] stores hashes of pages and blocks but no tokens: about
+//! 30 bytes a page.
 //!
-//! A *run* is a series of consecutive pages between two branches of the known prompts. The runs
-//! form a tree like the engine's radix tree. Prompts may branch inside a block. Then the run before
-//! the branch ends with the beginning of that block, and each child run completes the block with
-//! other tokens.
+//! A *branch* is a position after which known prompts have different pages. A *run* is a series of
+//! consecutive pages without a branch between them. The runs form a tree like the engine's radix
+//! tree. Prompts may branch inside a block. Then the run before the branch ends with the beginning
+//! of that block, and each child run completes the block with other tokens.
 
 mod check;
 mod grid;
@@ -57,13 +58,13 @@ pub enum Error {
     /// A token is wider than 32 bits. The engine puts the hash of an image in place of tokens, and
     /// routers can't compute that hash from a prompt.
     #[error("a token is not a 32-bit id; its pages can't be used for routing")]
-    Token,
-    /// More pages are resident than the maximum that the caller of [`Pages::new`] gave.
+    WideToken,
+    /// The maximum number of pages, which the caller of [`Pages::new`] gave, is already tracked.
     #[error("more than {0} pages are resident; earlier events were lost")]
     Full(usize),
 }
 
-/// A change of resident blocks, as routers need it.
+/// A change of resident blocks, to be passed to routers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Delta {
     /// Blocks became resident. Each block follows the previous one in a prompt.
@@ -86,7 +87,7 @@ pub enum Delta {
     Cleared,
 }
 
-/// The resident pages of one rank.
+/// The tracked pages of one rank: all resident pages, and the pages before them in their prompts.
 #[derive(Debug)]
 pub struct Pages {
     /// Converts between page numbers and block numbers.
@@ -99,7 +100,7 @@ pub struct Pages {
     free_ids: Vec<RunId>,
     /// Finds a page's run, and its index in the run, by the page's hash.
     table: Table,
-    /// The number of distinct pages.
+    /// The number of distinct tracked pages.
     count: usize,
     /// Bytes of memory held by the lists of all runs.
     lists_bytes: usize,
@@ -110,16 +111,16 @@ pub struct Pages {
 struct Run {
     /// Each page's hash. [`TIER_BITS`] of it say in which tiers the page is resident.
     pages: Vec<u64>,
-    /// For each page: the token sum (see [`Chain::sum`]) of the block that is incomplete after the
-    /// page. Hashing of the pages that follow continues from this sum. Empty if every page is a
-    /// whole block.
+    /// For each page: the token sum (see [`Chain::sum`]) of the block that has begun but not ended
+    /// after the page. The hash of that block is computed from this sum and the pages that follow.
+    /// Empty if every page is a whole block.
     open_sums: Vec<u64>,
     /// The blocks that end in this run.
     blocks: Vec<BlockHash>,
     /// The last block that ends before this run. If there is none, the start value of the prompt's
     /// block hashes ([`Scheme::root`]), which depends on the LoRA adapter and the cache salt.
     block_before: BlockHash,
-    /// The token sum of the block that is incomplete before the run's first page.
+    /// The token sum of the block that has begun but not ended before the run's first page.
     open_sum_before: u64,
     /// The number of pages before this run in its prompt.
     start: u32,
@@ -147,11 +148,11 @@ impl Default for Run {
     }
 }
 
-/// A position in the tree: after the first `pages` pages of `run`.
+/// A position in the tree: after the first `pages_before` pages of `run`.
 #[derive(Debug, Clone, Copy)]
-struct Place {
+struct Position {
     run: RunId,
-    pages: usize,
+    pages_before: usize,
 }
 
 /// Returns the key of a page in the table: the first bits of its hash.
@@ -164,7 +165,7 @@ fn without_tier_bits(page: PageHash) -> u64 {
     page.0 & !TIER_BITS
 }
 
-/// Whether the entry `known` of [`Run::pages`] is this page.
+/// Whether `known`, an entry of [`Run::pages`], is the page `page`. Ignores the tier bits.
 fn is_page(known: u64, page: PageHash) -> bool {
     known & !TIER_BITS == without_tier_bits(page)
 }
@@ -189,7 +190,8 @@ impl Pages {
         Ok(Self { grid, block_tokens, pages_max, runs, free_ids, table, count, lists_bytes })
     }
 
-    /// Returns the number of distinct resident pages.
+    /// Returns the number of distinct tracked pages. It includes pages that are no longer resident
+    /// but come before a resident page.
     #[must_use]
     pub fn count(&self) -> usize {
         self.count
@@ -234,42 +236,44 @@ impl Pages {
         if found != expected {
             return Err(Error::PageTokens { found, expected });
         }
-        let mut place = match stored.parent {
-            None => Place { run: ROOT, pages: 0 },
+        let mut position = match stored.parent {
+            None => Position { run: ROOT, pages_before: 0 },
             Some(parent) => {
                 let (run, parent_index) = self.find(parent).ok_or(Error::Orphan)?;
-                Place { run, pages: parent_index + 1 }
+                Position { run, pages_before: parent_index + 1 }
             }
         };
-        // Each round begins after `applied` pages of the event, at `place` in the tree.
+        // Each round begins after `applied` pages of the event, at `position` in the tree.
         let mut applied = 0;
         while let Some(&next_page) = stored.pages.get(applied) {
-            let rest_of_run = &self.run(place.run).pages[place.pages..];
+            let rest_of_run = &self.run(position.run).pages[position.pages_before..];
             if !rest_of_run.is_empty() {
                 let pairs = rest_of_run.iter().zip(&stored.pages[applied..]);
-                let same = pairs.take_while(|(known, page)| is_page(**known, **page)).count();
-                if same == 0 {
+                let same_count = pairs.take_while(|(known, page)| is_page(**known, **page)).count();
+                if same_count == 0 {
                     // The event branches off inside this run.
-                    place.run = self.split(place.run, place.pages).0;
+                    position.run = self.split(position.run, position.pages_before).0;
                 } else {
-                    self.mark_resident(place.run, place.pages..place.pages + same, tier, deltas);
-                    (place.pages, applied) = (place.pages + same, applied + same);
+                    let same_pages = position.pages_before..position.pages_before + same_count;
+                    position.pages_before = same_pages.end;
+                    applied += same_count;
+                    self.mark_resident(position.run, same_pages, tier, deltas);
                 }
                 continue;
             }
             match self.find(next_page) {
                 // The event continues in a known child run.
-                Some((run, 0)) if self.run(run).parent == place.run => {
-                    place = Place { run, pages: 0 };
+                Some((run, 0)) if self.run(run).parent == position.run => {
+                    position = Position { run, pages_before: 0 };
                 }
                 Some(_) => return Err(Error::OtherParent),
                 None => {
                     let count_before = self.count;
-                    let appended = self.append(place, stored, applied);
-                    let Place { run, pages } = appended.end;
+                    let appended = self.append(position, stored, applied);
+                    let Position { run, pages_before } = appended.end;
                     let added = self.count - count_before;
-                    self.mark_resident(run, pages - added..pages, tier, deltas);
-                    (place, applied) = (appended.end, applied + added);
+                    self.mark_resident(run, pages_before - added..pages_before, tier, deltas);
+                    (position, applied) = (appended.end, applied + added);
                     appended.rejection.map_or(Ok(()), Err)?;
                 }
             }
@@ -278,24 +282,26 @@ impl Pages {
     }
 
     fn apply_removed(&mut self, pages: &[PageHash], tier: Tier, deltas: &mut Vec<Delta>) {
-        // `taken` pages of the event have been handled.
-        let mut taken = 0;
-        while let Some(&first) = pages.get(taken) {
-            taken += 1;
-            let Some((run, index)) = self.find(first) else { continue };
-            // An engine removes all pages of a radix tree node at once, from the first or from the
-            // last page. Gather the neighbours in the run, to release them together.
+        // The number of the event's pages that are handled.
+        let mut handled = 0;
+        while let Some(&first_page) = pages.get(handled) {
+            handled += 1;
+            let Some((run, index)) = self.find(first_page) else { continue };
+            // An engine removes all pages of a radix tree node at once, listed from the node's
+            // first page on or from its last page back. Gather the pages that are neighbours in
+            // the run, to mark them together.
             let (mut from, mut to) = (index, index + 1);
             let run_pages = &self.run(run).pages;
-            let matches = |index: Option<usize>, taken: usize| {
-                let known = index.and_then(|index| run_pages.get(index));
-                known.zip(pages.get(taken)).is_some_and(|(known, page)| is_page(*known, *page))
+            let is_event_page = |run_index: Option<usize>, event_index: usize| {
+                let known = run_index.and_then(|index| run_pages.get(index));
+                let page = pages.get(event_index);
+                known.zip(page).is_some_and(|(known, page)| is_page(*known, *page))
             };
-            while matches(Some(to), taken) {
-                (taken, to) = (taken + 1, to + 1);
+            while is_event_page(Some(to), handled) {
+                (handled, to) = (handled + 1, to + 1);
             }
-            while matches(from.checked_sub(1), taken) {
-                (taken, from) = (taken + 1, from - 1);
+            while is_event_page(from.checked_sub(1), handled) {
+                (handled, from) = (handled + 1, from - 1);
             }
             self.mark_gone(run, from..to, tier, deltas);
         }
@@ -319,22 +325,22 @@ impl Pages {
         })
     }
 
-    /// Returns the block hasher in its state after the pages before `place`. The caller continues
-    /// with the pages of `stored`.
-    fn resume_chain(&self, place: Place, stored: &Stored) -> Chain {
-        if place.run == ROOT {
+    /// Returns the hasher of blocks, in its state after the pages before `position`. The caller
+    /// continues with the pages of `stored`.
+    fn resume_chain(&self, position: Position, stored: &Stored) -> Chain {
+        if position.run == ROOT {
             let lora = stored.lora.as_deref();
             let cache_salt = stored.cache_salt.as_deref();
-            let plain = Scheme::plain(self.block_tokens);
-            return Chain::new(&Scheme { lora, cache_salt, ..plain });
+            let plain_scheme = Scheme::plain(self.block_tokens);
+            return Chain::new(&Scheme { lora, cache_salt, ..plain_scheme });
         }
-        let run = self.run(place.run);
-        let depth = run.start as usize + place.pages;
+        let run = self.run(position.run);
+        let depth = run.start as usize + position.pages_before;
         let blocks_before_run = self.grid.blocks_ended_in(run.start as usize);
         let blocks = self.grid.blocks_ended_in(depth) - blocks_before_run;
         let last_block = blocks.checked_sub(1).map_or(run.block_before, |index| run.blocks[index]);
         let sum_after = |index: usize| run.open_sums.get(index).copied().unwrap_or(0);
-        let open_sum = place.pages.checked_sub(1).map_or(run.open_sum_before, sum_after);
+        let open_sum = position.pages_before.checked_sub(1).map_or(run.open_sum_before, sum_after);
         Chain::resume(self.block_tokens, last_block, self.grid.tokens_in(depth), open_sum)
     }
 }

@@ -1,4 +1,7 @@
-//! Checks the invariants of [`Pages`], the index of resident pages, for its tests.
+//! Checks the invariants of [`Pages`], which tracks the resident pages of one rank, for its tests.
+//!
+//! [`Pages`] keeps the pages in a tree of runs, a table that finds a page's run by the page's hash,
+//! and some counts. The check compares the table and the counts with the tree.
 
 use std::collections::HashSet;
 
@@ -42,8 +45,12 @@ impl Pages {
                 "leaf run {run} ends with a resident page"
             );
         }
-        let sums = if grid.page_is_block() { 0 } else { len };
-        assert_eq!(content.open_sums.len(), sums, "a sum for each page, unless pages are blocks");
+        let sums_expected = if grid.page_is_block() { 0 } else { len };
+        assert_eq!(
+            content.open_sums.len(),
+            sums_expected,
+            "a sum for each page, unless pages are blocks"
+        );
         assert_eq!(
             content.blocks.len(),
             grid.blocks_ended_in(start + len) - grid.blocks_ended_in(start),

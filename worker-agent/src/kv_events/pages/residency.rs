@@ -1,7 +1,9 @@
 //! Marks pages of [`Pages`] as resident or gone, and finds the blocks that change with them.
 //!
-//! A block is resident in a tier while all its pages are. A block may begin in one run and end in
-//! a descendant of that run. The run in which it ends stores its hash.
+//! A page of the engine's KV cache can be resident in two *tiers*: GPU memory and host memory. A
+//! block, the unit that routers count in, is resident in a tier while all its pages are. The pages
+//! are in *runs*, unbranched parts of the tree of known prompts. A block may begin in one run and
+//! end in a descendant of that run. The run in which it ends stores its hash.
 
 use std::ops::Range;
 
@@ -10,8 +12,8 @@ use proto::{block::Tier, table::RunId};
 use super::{Delta, Pages, ROOT, tier_bit};
 
 impl Pages {
-    /// Marks pages of a run as resident in `tier`, and appends the blocks that this completes to
-    /// `deltas`. `pages` are indexes in the run.
+    /// Marks pages of a run as resident in `tier`. Appends the blocks that become resident by this
+    /// to `deltas`. `pages` are indexes in the run.
     pub(super) fn mark_resident(
         &mut self,
         run: RunId,
@@ -23,14 +25,13 @@ impl Pages {
             for page in &mut self.run_mut(run).pages[new_pages.clone()] {
                 *page |= tier_bit(tier);
             }
-            let completed = self.resident_blocks(run, new_pages, tier);
-            let stored = completed.into_iter().map(|(run, blocks)| self.stored(run, blocks, tier));
-            deltas.extend(stored);
+            let new_blocks = self.resident_blocks(run, new_pages, tier).into_iter();
+            deltas.extend(new_blocks.map(|(run, blocks)| self.stored_delta(run, blocks, tier)));
         }
     }
 
-    /// Marks pages of a run as no longer resident in `tier`, and appends the blocks that this
-    /// breaks to `deltas`. `pages` are indexes in the run.
+    /// Marks pages of a run as no longer resident in `tier`. Appends the blocks that are no longer
+    /// resident by this to `deltas`. `pages` are indexes in the run.
     pub(super) fn mark_gone(
         &mut self,
         run: RunId,
@@ -50,21 +51,23 @@ impl Pages {
         self.prune(run);
     }
 
-    /// Returns all resident blocks as stored, parents before children.
+    /// Returns the changes that report all resident blocks, to a router that knows none. The blocks
+    /// of a run come before those of its child runs.
     pub fn snapshot(&self) -> impl Iterator<Item = Delta> {
         let runs = std::iter::successors(self.next_run(ROOT), |&run| self.next_run(run));
         let runs_and_tiers = runs.flat_map(|run| [(run, Tier::Device), (run, Tier::Host)]);
         runs_and_tiers.flat_map(move |(run, tier)| {
-            let first = self.grid.blocks_ended_in(self.run(run).start as usize);
-            let mut found = vec![];
-            self.collect_resident(run, first..first + self.run(run).blocks.len(), tier, &mut found);
-            found.into_iter().map(move |(run, blocks)| self.stored(run, blocks, tier))
+            let first_block = self.grid.blocks_ended_in(self.run(run).start as usize);
+            let run_blocks = first_block..first_block + self.run(run).blocks.len();
+            let mut resident = vec![];
+            self.collect_resident(run, run_blocks, tier, &mut resident);
+            resident.into_iter().map(move |(run, blocks)| self.stored_delta(run, blocks, tier))
         })
     }
 
     /// Returns the change that reports blocks of a run as resident. `blocks` are indexes in
     /// [`Run::blocks`](super::Run::blocks).
-    fn stored(&self, run: RunId, blocks: Range<usize>, tier: Tier) -> Delta {
+    fn stored_delta(&self, run: RunId, blocks: Range<usize>, tier: Tier) -> Delta {
         let content = self.run(run);
         let blocks_before_run = self.grid.blocks_ended_in(content.start as usize);
         let parent = match blocks.start.checked_sub(1) {
@@ -102,37 +105,37 @@ impl Pages {
     ) -> Vec<(RunId, Range<usize>)> {
         let start = self.run(run).start as usize;
         let touched = self.grid.blocks_touching(start + pages.start, start + pages.end);
-        let mut found = vec![];
-        self.collect_resident(run, touched, tier, &mut found);
-        found
+        let mut resident = vec![];
+        self.collect_resident(run, touched, tier, &mut resident);
+        resident
     }
 
-    /// Appends the resident ones of `blocks` to `found`, as [`Self::resident_blocks`] returns them.
-    /// `blocks` are block numbers counted from the root. These blocks end in `run` or in its
-    /// descendants, so one number can stand for several blocks.
+    /// Appends the resident ones of `blocks` to `resident`, in the form of
+    /// [`Self::resident_blocks`]. `blocks` are block numbers counted from the root. These blocks
+    /// end in `run` or in its descendants, so one number can stand for several blocks.
     fn collect_resident(
         &self,
         run: RunId,
         blocks: Range<usize>,
         tier: Tier,
-        found: &mut Vec<(RunId, Range<usize>)>,
+        resident: &mut Vec<(RunId, Range<usize>)>,
     ) {
         let content = self.run(run);
-        let first = self.grid.blocks_ended_in(content.start as usize);
-        let end = first + content.blocks.len();
-        for block in blocks.start..blocks.end.min(end) {
+        let first_block = self.grid.blocks_ended_in(content.start as usize);
+        let end_block = first_block + content.blocks.len();
+        for block in blocks.start..blocks.end.min(end_block) {
             if !self.is_resident(run, block, tier) {
                 continue;
             }
-            let index = block - first;
-            match found.last_mut() {
+            let index = block - first_block;
+            match resident.last_mut() {
                 Some((last_run, range)) if *last_run == run && range.end == index => range.end += 1,
-                _ => found.push((run, index..index + 1)),
+                _ => resident.push((run, index..index + 1)),
             }
         }
-        if blocks.end > end {
+        if blocks.end > end_block {
             for child in self.children(run) {
-                self.collect_resident(child, end..blocks.end, tier, found);
+                self.collect_resident(child, end_block..blocks.end, tier, resident);
             }
         }
     }

@@ -1,8 +1,9 @@
 //! Creates, grows, splits, joins and removes the runs of [`Pages`], which form a tree.
 //!
-//! A run holds consecutive pages of a prompt without a branch between them. This file keeps the
-//! pages, the blocks, the table and the tree links consistent. Its callers decide which pages are
-//! resident.
+//! [`Pages`] tracks which pages of the engine's KV cache are resident. A run holds consecutive
+//! pages of a prompt without a branch between them. Each change here keeps four things consistent:
+//! the runs' pages, their blocks, the links between runs, and the table that finds a page's run.
+//! The callers decide which pages are resident.
 
 use std::ops::Range;
 
@@ -12,30 +13,32 @@ use proto::{
 };
 
 use super::{
-    Error, Grid, Pages, Place, ROOT, RUN_PAGES_MAX, Run, Stored, TIER_BITS, table_key,
+    Error, Grid, Pages, Position, ROOT, RUN_PAGES_MAX, Run, Stored, TIER_BITS, table_key,
     without_tier_bits,
 };
 
 /// The result of [`Pages::append`].
 pub(super) struct Appended {
-    /// The position after the last appended page.
-    pub(super) end: Place,
-    /// Why the next page of the event was rejected. `None` if all pages that fit were appended.
+    /// The end of the run to which the pages were appended.
+    pub(super) end: Position,
+    /// Why the page after the appended ones was rejected. `None` if all pages that fit were
+    /// appended.
     pub(super) rejection: Option<Error>,
 }
 
 impl Pages {
-    /// Appends an event's pages from index `from` on, which are unknown, after `place`, which is
-    /// the end of a run. Appends as many as fit in one run, and doesn't mark them resident.
-    pub(super) fn append(&mut self, place: Place, stored: &Stored, from: usize) -> Appended {
-        let mut chain = self.resume_chain(place, stored);
-        let is_leaf_with_room = place.run != ROOT
-            && self.run(place.run).first_child == ROOT
-            && place.pages < RUN_PAGES_MAX;
+    /// Appends an event's pages from index `from` on after `position`. The page at `from` must be
+    /// unknown, and `position` must be the end of a run. Appends at most as many pages as fit in
+    /// one run, and doesn't mark them resident.
+    pub(super) fn append(&mut self, position: Position, stored: &Stored, from: usize) -> Appended {
+        let mut chain = self.resume_chain(position, stored);
+        let is_leaf_with_room = position.run != ROOT
+            && self.run(position.run).first_child == ROOT
+            && position.pages_before < RUN_PAGES_MAX;
         let run = if is_leaf_with_room {
-            place.run
+            position.run
         } else {
-            self.add_child(place.run, chain.last(), chain.sum())
+            self.add_child(position.run, chain.last(), chain.sum())
         };
         let run_start = self.run(run).start as usize;
         let page_tokens = stored.page_tokens as usize;
@@ -49,7 +52,7 @@ impl Pages {
             tokens.extend(event_tokens.iter().map_while(|&token| u32::try_from(token).ok()));
             let index = self.run(run).pages.len();
             if tokens.len() < page_tokens {
-                rejection = Some(Error::Token);
+                rejection = Some(Error::WideToken);
             } else if self.count == self.pages_max {
                 rejection = Some(Error::Full(self.pages_max));
             } else if self.find(page).is_some() {
@@ -69,7 +72,7 @@ impl Pages {
             self.count += 1;
         }
         self.lists_bytes = self.lists_bytes + self.run(run).bytes() - bytes_before;
-        let end = Place { run, pages: self.run(run).pages.len() };
+        let end = Position { run, pages_before: self.run(run).pages.len() };
         if end.pages == 0 {
             self.remove_leaf(run);
         }
@@ -153,7 +156,8 @@ impl Pages {
         })
     }
 
-    /// Returns the run that comes after `run` in a walk over the whole tree, parents first.
+    /// Returns the run that follows `run` in a walk over the whole tree, or `None` at its end. The
+    /// walk visits a run before its children.
     pub(super) fn next_run(&self, run: RunId) -> Option<RunId> {
         if self.run(run).first_child != ROOT {
             return Some(self.run(run).first_child);
@@ -165,8 +169,8 @@ impl Pages {
         (run != ROOT).then(|| self.run(run).next_sibling)
     }
 
-    /// Makes the table's entries for some pages of run `from` lead to run `to`. `pages` are indexes
-    /// in `from`.
+    /// Changes the table's entries of some pages of run `from`, so that they name run `to`. `pages`
+    /// are indexes in `from`.
     fn move_entries(&mut self, from: RunId, pages: Range<usize>, to: RunId) {
         let Self { runs, table, .. } = self;
         let content = &runs[from as usize];
@@ -234,9 +238,10 @@ impl Pages {
         }
     }
 
-    /// Removes pages that are no longer needed after a release: from the end of `run` towards the
-    /// root, each page that is resident in no tier, until a page that is resident or a branch.
-    /// Other pages are kept, because the pages after them need their place in the tree.
+    /// Removes the pages at the end of `run` that are resident in no tier. If no page of `run` is
+    /// left, continues at the end of the parent run, and so on. Stops at a resident page, at a run
+    /// that has children, and at the root. A page that isn't resident is kept if a known page
+    /// follows it, because that page needs its position in the tree.
     pub(super) fn prune(&mut self, run: RunId) {
         let mut run = run;
         while run != ROOT && self.run(run).first_child == ROOT {

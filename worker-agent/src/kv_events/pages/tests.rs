@@ -252,7 +252,7 @@ fn what_cannot_be_taken_is_refused_and_what_came_before_is_kept() {
     let mut image = stored(&all, 0, 16, Medium::Gpu);
     image.tokens[70] = 1 << 40;
     let (taken, deltas) = apply(&mut pages, image);
-    assert_eq!((taken, pages.count(), deltas.len()), (Err(Error::Token), 4, 1));
+    assert_eq!((taken, pages.count(), deltas.len()), (Err(Error::WideToken), 4, 1));
     let (taken, deltas) = apply(&mut pages, stored(&all, 4, 16, Medium::Gpu));
     assert_eq!((taken, pages.count(), deltas.len()), (Err(Error::Full(8)), 8, 1));
     let (taken, deltas) = apply(&mut pages, stored(&all, 9, 16, Medium::Gpu));
