@@ -7,7 +7,8 @@
 //! `kernels`, between two steps of the engine's scheduler.
 //!
 //! [`Audits`] numbers the requests, and its caller sends them to the shim and hands in the answers.
-//! Every rank is audited at an interval, and on demand. An answer also serves all earlier requests.
+//! Every rank is audited at an interval, and on demand. An answer also serves all earlier requests
+//! of its rank. This file makes no audit itself, and closes no session.
 
 use std::{
     collections::BTreeMap,
@@ -24,13 +25,14 @@ pub mod remote;
 
 pub use self::read::SessionPages;
 
-/// The faults that make the KV of a session wrong. Such a fault names the sessions.
-const CORRUPTING: [Kind; 5] =
+/// The faults that make the KV of a session wrong. A finding of such a fault names the sessions.
+const CORRUPTING_KINDS: [Kind; 5] =
     [Kind::Aliased, Kind::FreeHeld, Kind::CachedPrivate, Kind::RowEntry, Kind::Changed];
 
-/// Faults of the engine's bookkeeping, which only a restart repairs. A changed page is not among
-/// them: the agent closes the sessions that use the page, and the engine goes on.
-const BOOKKEEPING: [Kind; 9] = [
+/// Faults of the engine's bookkeeping, which only a restart repairs. [`Kind::Changed`] (a page's
+/// content changed, though nothing may rewrite that page) is not among them. The agent then closes
+/// the sessions that use the page, and the engine goes on.
+const BOOKKEEPING_KINDS: [Kind; 9] = [
     Kind::Aliased,
     Kind::Leaked,
     Kind::DoubleFree,
@@ -46,11 +48,11 @@ fn contains_name(kinds: &[Kind], name: &str) -> bool {
     kinds.iter().any(|kind| kind.name() == name)
 }
 
-/// The number of audits in a row that must find a fault before the engine counts as in need of a
-/// restart. A fault that passes by itself needs no restart.
-const LASTING_AUDITS: u32 = 3;
-/// The time that must have passed since the first of these audits.
-const LASTING_FOR: Duration = Duration::from_secs(20);
+/// The minimum number of audits in a row that must find a fault before the engine counts as in need
+/// of a restart. A fault that passes by itself needs no restart.
+const LASTING_AUDITS_MIN: u32 = 3;
+/// The minimum time that must have passed since the first of these audits.
+const LASTING_TIME_MIN: Duration = Duration::from_secs(20);
 
 /// The pause after an audit, as a multiple of the time that the audit took on the thread of the
 /// engine's scheduler. An audit of a large radix tree takes long, and the engine waits meanwhile.
@@ -83,14 +85,17 @@ impl Audit {
     /// a page of such a session was overwritten, or two sessions share a page by mistake.
     pub fn corrupt_sessions(&self) -> impl Iterator<Item = &str> {
         let corrupting =
-            self.pages.faults().filter(|finding| contains_name(&CORRUPTING, &finding.kind));
-        let named = corrupting.flat_map(|finding| &finding.named);
-        named.flat_map(|fault| &fault.sessions).map(String::as_str).filter(|id| !id.is_empty())
+            self.pages.faults().filter(|finding| contains_name(&CORRUPTING_KINDS, &finding.kind));
+        let named_faults = corrupting.flat_map(|finding| &finding.named);
+        named_faults
+            .flat_map(|fault| &fault.sessions)
+            .map(String::as_str)
+            .filter(|id| !id.is_empty())
     }
 
     /// Returns the totals and the faults for a load report, which contains no session names.
     #[must_use]
-    pub fn reported(&self, now: Instant) -> PageAudit {
+    pub fn load_report_pages(&self, now: Instant) -> PageAudit {
         let mut pages = self.pages(now);
         pages.findings.iter_mut().for_each(|finding| finding.named.clear());
         pages
@@ -196,7 +201,7 @@ impl Audits {
 
     /// Returns the newest audit of a rank.
     #[must_use]
-    pub fn last_audit(&self, dp_rank: u32) -> Option<&Audit> {
+    pub fn newest_audit(&self, dp_rank: u32) -> Option<&Audit> {
         self.ranks.get(&dp_rank)?.newest_audit.as_ref()
     }
 
@@ -277,15 +282,15 @@ impl Audits {
     /// Returns why the engine needs a restart, if it does. It does if at least three audits of a
     /// rank in a row, over at least 20 s, find the same fault of the engine's bookkeeping.
     #[must_use]
-    pub fn restart_required(&self, now: Instant) -> Option<String> {
+    pub fn restart_reason(&self, now: Instant) -> Option<String> {
         self.ranks.iter().find_map(|(dp_rank, rank)| {
             let is_lasting = |streak: &Streak| {
-                streak.audits >= LASTING_AUDITS
-                    && now.saturating_duration_since(streak.since) >= LASTING_FOR
+                streak.audits >= LASTING_AUDITS_MIN
+                    && now.saturating_duration_since(streak.since) >= LASTING_TIME_MIN
             };
             let lasting = rank.streaks.iter().filter(|(_, streak)| is_lasting(streak));
             let mut kinds = lasting.map(|(kind, _)| kind);
-            let kind = kinds.find(|kind| contains_name(&BOOKKEEPING, kind))?;
+            let kind = kinds.find(|kind| contains_name(&BOOKKEEPING_KINDS, kind))?;
             Some(format!("the page audit of rank {dp_rank} keeps finding pages {kind} in the pool"))
         })
     }
@@ -385,7 +390,7 @@ mod tests {
         assert_eq!(audits.next_due(), Some(now));
         assert_eq!(audits.request_due(now), [(0, 2)]);
         audits.remove_rank(0);
-        assert_eq!((audits.next_due(), audits.last_audit(0)), (None, None));
+        assert_eq!((audits.next_due(), audits.newest_audit(0)), (None, None));
     }
 
     #[test]
@@ -443,7 +448,7 @@ mod tests {
         let found = report(&[(Kind::Leaked, 9, &[]), (Kind::Changed, 17, &[0, 1])]);
         let audit = run_audit(&mut audits, now, &found);
         assert_eq!(audit.corrupt_sessions().collect::<Vec<_>>(), ["berth-a-1"]);
-        let reported = audit.reported(now).findings;
+        let reported = audit.load_report_pages(now).findings;
         let kinds: Vec<&str> = reported.iter().map(|finding| finding.kind.as_str()).collect();
         assert_eq!(kinds, ["leaked", "changed"]);
         assert!(reported.iter().all(|finding| finding.named.is_empty()), "{reported:?}");
@@ -474,16 +479,16 @@ mod tests {
         ] {
             now += INTERVAL;
             run_audit(&mut audits, now, found);
-            assert_eq!(audits.restart_required(now).is_some(), wanted);
+            assert_eq!(audits.restart_reason(now).is_some(), wanted);
         }
         let changed = report(&[(Kind::Changed, 9, &[0])]);
         for found in [&leaked, &leaked, &leaked, &changed, &changed, &changed] {
             run_audit(&mut audits, now, found);
-            assert_eq!(audits.restart_required(now), None, "three in a moment prove nothing");
+            assert_eq!(audits.restart_reason(now), None, "three in a moment prove nothing");
         }
-        let later = now + LASTING_FOR;
+        let later = now + LASTING_TIME_MIN;
         run_audit(&mut audits, later, &leaked);
-        let reason = audits.restart_required(later).expect("it leaks still");
+        let reason = audits.restart_reason(later).expect("it leaks still");
         assert!(reason.contains("leaked"), "a changed page's sessions are closed: {reason}");
     }
 
@@ -501,7 +506,7 @@ mod tests {
         assert_eq!(audits.take_answer(now, 0, &refused), Err(Error::Refused("busy".into())));
         let foreign = answer(4, &report(&[(Kind::Leaked, 9, &[])]));
         assert!(matches!(audits.take_answer(now, 0, &foreign), Err(Error::Unreadable(_))));
-        assert_eq!(audits.last_audit(0), Some(&good));
+        assert_eq!(audits.newest_audit(0), Some(&good));
     }
 
     #[test]

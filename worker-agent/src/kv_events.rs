@@ -1,8 +1,9 @@
-//! Tells routers which parts of prompts the engine's KV cache holds, so that they can route by it.
+//! Tells routers which parts of prompts the engine's KV cache holds, for their choice of a worker.
 //!
 //! An engine counts its cache in *pages*, and publishes a KV event when it stores or evicts some.
-//! Routers count prompts in *blocks* of one page or more. A *watcher* is a router that receives all
-//! changes of resident blocks. A *rank* is a data parallel rank of the engine, each with its own
+//! Routers count prompts in *blocks* of one page or more. A block is *resident* while the cache
+//! holds it. A *watcher* is a router that receives all changes of resident blocks. A *snapshot*
+//! lists all resident blocks. A *rank* is a data parallel rank of the engine, each with its own
 //! cache.
 //!
 //! Modules without I/O: [`decode`] decodes the engine's KV event messages, [`sequencer`] puts them
@@ -57,7 +58,7 @@ const QUEUED_EVENTS_MAX: usize = 2;
 const SNAPSHOT_REQUESTS_MAX: usize = WATCHERS_MAX;
 /// The maximum number of pages tracked, as a multiple of the pages in a rank's GPU pool. It is more
 /// than 1, because the host's memory holds further pages.
-const PAGES_PER_POOL_PAGE: usize = 4;
+const TRACKED_PAGES_PER_POOL_PAGE: usize = 4;
 
 /// State shared by the ranks' tasks and the watchers' tasks.
 struct Shared {
@@ -88,15 +89,16 @@ pub type KvEventStream = mpsc::Receiver<Result<v1::KvEvent, Status>>;
 /// Handle to the KV thread: adds watchers and sets the engine's publishers.
 #[derive(Debug, Clone)]
 pub struct KvHandle {
-    watchers: mpsc::Sender<mpsc::Sender<Result<v1::KvEvent, Status>>>,
-    publishers: tokio::sync::watch::Sender<Option<PublisherInfo>>,
+    /// Takes the sending half of each new watcher's stream.
+    new_watchers: mpsc::Sender<mpsc::Sender<Result<v1::KvEvent, Status>>>,
+    publisher_info: tokio::sync::watch::Sender<Option<PublisherInfo>>,
 }
 
 impl KvHandle {
     /// Sets where the engine publishes its KV events. If `info` differs from the present value, the
     /// agent connects again to all ranks.
     pub fn set_publishers(&self, info: PublisherInfo) {
-        self.publishers.send_if_modified(|known| {
+        self.publisher_info.send_if_modified(|known| {
             let is_new = known.as_ref() != Some(&info);
             *known = Some(info);
             is_new
@@ -107,10 +109,11 @@ impl KvHandle {
     /// an error when the watcher reads too slowly.
     ///
     /// # Errors
-    /// When too many routers watch already, or when the agent is stopping.
+    /// When too many watchers wait to be added, or when the agent is stopping. If too many routers
+    /// watch already, the stream itself has that error as its only message.
     pub fn watch(&self) -> Result<KvEventStream, Status> {
         let (sender, events) = mpsc::channel(QUEUED_EVENTS_MAX);
-        self.watchers.try_send(sender).map_err(|error| match error {
+        self.new_watchers.try_send(sender).map_err(|error| match error {
             mpsc::error::TrySendError::Full(_) => {
                 Status::resource_exhausted("too many watch requests at once; try again")
             }
@@ -126,9 +129,9 @@ impl KvHandle {
 /// When the thread or its runtime can't be created.
 pub fn start(setup: KvSetup, token: CancellationToken) -> std::io::Result<KvHandle> {
     let KvSetup { epoch, shim, republish_interval, metrics } = setup;
-    let (watchers, new_watchers) = mpsc::channel(WATCHERS_MAX);
-    let (publishers, info) = tokio::sync::watch::channel(None);
-    let handle = KvHandle { watchers, publishers };
+    let (new_watchers, watchers_to_add) = mpsc::channel(WATCHERS_MAX);
+    let (publisher_info, info_changes) = tokio::sync::watch::channel(None);
+    let handle = KvHandle { new_watchers, publisher_info };
     let snapshot_permits = Semaphore::new(SNAPSHOTS_MAX);
     let log = EventLog::new();
     let shared = Shared { log, shim, republish_interval, metrics, snapshot_permits };
@@ -139,7 +142,7 @@ pub fn start(setup: KvSetup, token: CancellationToken) -> std::io::Result<KvHand
             tokio::select! {
                 biased;
                 () = token.cancelled() => {}
-                () = serve(epoch, &shared, info, new_watchers) => {}
+                () = serve(epoch, &shared, info_changes, watchers_to_add) => {}
             }
         });
         // The runtime drops all other tasks of this thread.
@@ -151,22 +154,22 @@ pub fn start(setup: KvSetup, token: CancellationToken) -> std::io::Result<KvHand
 async fn serve(
     epoch: u64,
     shared: &Arc<Shared>,
-    mut publishers: tokio::sync::watch::Receiver<Option<PublisherInfo>>,
-    mut new_watchers: mpsc::Receiver<mpsc::Sender<Result<v1::KvEvent, Status>>>,
+    mut info_changes: tokio::sync::watch::Receiver<Option<PublisherInfo>>,
+    mut watchers_to_add: mpsc::Receiver<mpsc::Sender<Result<v1::KvEvent, Status>>>,
 ) {
     let tasks = Tasks::default();
     let watcher_permits = Arc::new(Semaphore::new(WATCHERS_MAX));
     loop {
         tokio::select! {
             biased;
-            Ok(()) = publishers.changed() => {
-                let info = publishers.borrow_and_update().clone();
+            Ok(()) = info_changes.changed() => {
+                let info = info_changes.borrow_and_update().clone();
                 if let Some(info) = info {
                     // This drops the old ranks' snapshot senders, which ends the old ranks' tasks.
                     shared.log.replace_ranks(start_ranks(&info, shared, &tasks));
                 }
             }
-            Some(events) = new_watchers.recv() => {
+            Some(events) = watchers_to_add.recv() => {
                 let Ok(permit) = Arc::clone(&watcher_permits).try_acquire_owned() else {
                     let _ = events.try_send(Err(Status::resource_exhausted(format!(
                         "{WATCHERS_MAX} routers watch already"
@@ -190,17 +193,17 @@ fn start_ranks(info: &PublisherInfo, shared: &Arc<Shared>, tasks: &Tasks) -> Vec
     if let Err(why) = &info.publishers {
         tracing::info!(why, "no KV events; resident blocks are not published");
     }
-    let ranks = (0..info.ranks).map(|dp_rank| {
+    let request_channels = (0..info.ranks).map(|dp_rank| {
         let (requests_sender, mut requests) = mpsc::channel(SNAPSHOT_REQUESTS_MAX);
-        let subscriber = rank_addresses(info, dp_rank).and_then(|addresses| {
-            let pages_max = info.pool_pages.saturating_mul(PAGES_PER_POOL_PAGE);
+        let subscriber_parts = rank_addresses(info, dp_rank).and_then(|addresses| {
+            let pages_max = info.pool_pages.saturating_mul(TRACKED_PAGES_PER_POOL_PAGE);
             let rank =
                 RankCache::new(info.page_tokens, pages_max).map_err(|error| error.to_string())?;
             Ok((addresses, rank))
         });
         let shared = Arc::clone(shared);
         tasks.spawn(async move {
-            match subscriber {
+            match subscriber_parts {
                 Ok((addresses, rank)) => {
                     Subscriber::new(addresses, rank, shared, requests).run().await
                 }
@@ -209,12 +212,13 @@ fn start_ranks(info: &PublisherInfo, shared: &Arc<Shared>, tasks: &Tasks) -> Vec
         });
         requests_sender
     });
-    ranks.collect()
+    request_channels.collect()
 }
 
 fn rank_addresses(info: &PublisherInfo, dp_rank: u32) -> Result<RankAddresses, String> {
     let publishers = info.publishers.as_ref().map_err(Clone::clone)?;
     let addresses = publishers.addresses(dp_rank);
-    let (address, replay) = addresses.ok_or("there is no port for this rank's KV events")?;
-    Ok(RankAddresses { dp_rank, address, replay, topic: publishers.topic.clone() })
+    let (address, replay_address) =
+        addresses.ok_or("there is no port for this rank's KV events")?;
+    Ok(RankAddresses { dp_rank, address, replay_address, topic: publishers.topic.clone() })
 }

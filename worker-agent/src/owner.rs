@@ -47,7 +47,7 @@ use self::{
     reporter::session_view,
 };
 use crate::{
-    audit::{Audits, remote::Remote},
+    audit::{Audits, remote::RemoteAuditor},
     engine::{Engine, Info, stall_detector::StallDetector},
     gpu::Gpus,
     ledger::{AgentHealth, Ledger, Limits},
@@ -157,7 +157,7 @@ struct Owner {
     audits: Audits,
     audit_waiters: Vec<audit_desk::Waiter>,
     /// The threads of this process that audit a rank, by DP rank.
-    remote_audits: HashMap<u32, Remote>,
+    remote_audits: HashMap<u32, RemoteAuditor>,
     /// The places of volatile prefixes for which a warning was logged.
     warned_places: HashSet<Option<PromptPlace>>,
     /// Whether something may have changed since the last load report.

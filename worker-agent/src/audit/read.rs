@@ -2,7 +2,7 @@
 //!
 //! An audit finds out who uses each page of the engine's KV pool. The shim in the engine's process
 //! makes the report with the library of the crate `kernels`. The report names sessions by numbers,
-//! and the shim's answer has the list of their ids.
+//! and the shim's answer has the list of their ids. The result is an [`Audit`] with the age 0.
 
 use std::time::Instant;
 
@@ -41,12 +41,12 @@ pub struct SessionPages {
 /// Decodes the report in the shim's answer, which arrived at `at`.
 pub(super) fn decode_audit(reply: &AuditReply, at: Instant) -> Result<Audit, String> {
     let report = Report::decode(&reply.report).map_err(|error| error.to_string())?;
-    let name = |number: u32| reply.names.get(number as usize).cloned().unwrap_or_default();
+    let session_id = |number: u32| reply.names.get(number as usize).cloned().unwrap_or_default();
     let mut sessions: Vec<SessionPages> = report
         .sessions
         .iter()
         .map(|session| SessionPages {
-            incarnation: name(session.number),
+            incarnation: session_id(session.number),
             pages: session.refs,
             exclusive_pages: session.exclusive,
             freed_by_close_pages: session.freed,
@@ -57,11 +57,11 @@ pub(super) fn decode_audit(reply: &AuditReply, at: Instant) -> Result<Audit, Str
         .collect();
     sessions.sort_by(|a, b| (b.pages, &a.incarnation).cmp(&(a.pages, &b.incarnation)));
     sessions.truncate(SESSIONS_MAX);
-    Ok(Audit { at, pages: page_audit(&report, name), sessions })
+    Ok(Audit { at, pages: page_audit(&report, session_id), sessions })
 }
 
 /// Converts the report's totals and findings.
-fn page_audit(report: &Report, name: impl Fn(u32) -> String) -> PageAudit {
+fn page_audit(report: &Report, session_id: impl Fn(u32) -> String) -> PageAudit {
     PageAudit {
         age_ms: 0,
         // The report's count includes one padding page, which the engine never hands out.
@@ -78,16 +78,28 @@ fn page_audit(report: &Report, name: impl Fn(u32) -> String) -> PageAudit {
             corrupt: classes.corrupt,
         }),
         compared_pages: report.digests.compared,
-        findings: report.findings.iter().map(|found| page_finding(found, &name)).collect(),
+        findings: report
+            .findings
+            .iter()
+            .map(|kind_findings| page_finding(kind_findings, &session_id))
+            .collect(),
     }
 }
 
-fn finding(found: &report::KindFindings, name: &impl Fn(u32) -> String) -> PageFinding {
-    let named = found.named.iter().map(|one| NamedFinding {
-        at: one.at,
-        sessions: one.sessions.iter().map(|&number| name(number)).collect(),
+/// Converts the findings of one kind of fault.
+fn page_finding(
+    kind_findings: &report::KindFindings,
+    session_id: &impl Fn(u32) -> String,
+) -> PageFinding {
+    let named = kind_findings.named.iter().map(|finding| NamedFinding {
+        at: finding.at,
+        sessions: finding.sessions.iter().map(|&number| session_id(number)).collect(),
     });
-    PageFinding { kind: found.kind.name().to_owned(), count: found.count, named: named.collect() }
+    PageFinding {
+        kind: kind_findings.kind.name().to_owned(),
+        count: kind_findings.count,
+        named: named.collect(),
+    }
 }
 
 /// Converts a fixed-point number with 32 fractional bits to thousandths, rounded.

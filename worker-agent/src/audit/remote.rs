@@ -9,7 +9,7 @@
 //! An audit of this kind sees only rows, not the free lists or the radix tree. It needs a CUDA
 //! context, so it is made only if the settings ask for it. If it fails, the owner asks the shim for
 //! an audit instead. Each rank has a thread, because CUDA's calls block. The thread ends when the
-//! handle [`Remote`] is dropped.
+//! handle [`RemoteAuditor`] is dropped.
 
 use std::{
     path::{Path, PathBuf},
@@ -19,10 +19,10 @@ use std::{
 /// The answer to a request for an audit.
 #[derive(Debug)]
 pub struct RemoteAnswer {
-    /// The number that the requester gave to [`Remote::request`].
+    /// The number that the requester gave to [`RemoteAuditor::request`].
     pub number: u64,
     /// The audit, or why there is none. After an error, the thread makes no further audit.
-    pub found: Result<RemoteReport, String>,
+    pub result: Result<RemoteReport, String>,
 }
 
 /// A report about the request table's rows, with the keys of their sessions.
@@ -32,16 +32,16 @@ pub struct RemoteReport {
     pub report: Vec<u8>,
     /// For each session number in the report: [`session_table_key`] of the session's id inside the
     /// engine.
-    pub keys: Vec<u64>,
+    pub session_keys: Vec<u64>,
 }
 
 /// Handle to the thread of one rank.
 #[derive(Debug)]
-pub struct Remote {
+pub struct RemoteAuditor {
     requests: mpsc::SyncSender<u64>,
 }
 
-impl Remote {
+impl RemoteAuditor {
     /// Starts the thread of a rank whose shim publishes the row table in a file of the name `table`
     /// with the rank appended. The thread maps the engine's memory at the first request. It calls
     /// `answer` for each request that it carries out, and drops `answer` when it ends.
@@ -95,7 +95,7 @@ pub fn session_table_key(incarnation: &str) -> u64 {
 fn run_thread(_: &Path, numbers: &mpsc::Receiver<u64>, answer: impl Fn(RemoteAnswer)) {
     if let Ok(number) = numbers.recv() {
         let reason = "this agent was built without CUDA (cargo build --features cuda)";
-        answer(RemoteAnswer { number, found: Err(reason.into()) });
+        answer(RemoteAnswer { number, result: Err(reason.into()) });
     }
 }
 
@@ -104,12 +104,12 @@ fn run_thread(path: &Path, numbers: &mpsc::Receiver<u64>, answer: impl Fn(Remote
     let Ok(mut number) = numbers.recv() else { return };
     let mut remote = match mapped::open(path) {
         Ok(remote) => remote,
-        Err(reason) => return answer(RemoteAnswer { number, found: Err(reason) }),
+        Err(reason) => return answer(RemoteAnswer { number, result: Err(reason) }),
     };
     loop {
-        let found = mapped::audit(&mut remote);
-        let has_failed = found.is_err();
-        answer(RemoteAnswer { number, found });
+        let result = mapped::audit(&mut remote);
+        let has_failed = result.is_err();
+        answer(RemoteAnswer { number, result });
         if has_failed {
             return;
         }
@@ -145,9 +145,10 @@ mod mapped {
         if let Some(missing) = cuda::missing() {
             return Err(missing.to_string());
         }
-        let kernels = std::env::var("BERTH_KV_FATBIN")
+        let kernels_path = std::env::var("BERTH_KV_FATBIN")
             .map_err(|_| "BERTH_KV_FATBIN is not set; set it to the kernels' file".to_owned())?;
-        let image = std::fs::read(&kernels).map_err(|error| format!("{kernels}: {error}"))?;
+        let image =
+            std::fs::read(&kernels_path).map_err(|error| format!("{kernels_path}: {error}"))?;
         for ordinal in 0..GPUS_MAX {
             let device = Device::open(ordinal, &image).map_err(|error| error.to_string())?;
             match Remote::open(path, device) {
@@ -166,7 +167,7 @@ mod mapped {
                 Ok(Some(audited)) => {
                     return Ok(RemoteReport {
                         report: audited.report.encode(),
-                        keys: audited.keys,
+                        session_keys: audited.keys,
                     });
                 }
                 Ok(None) => std::thread::sleep(POLL_PAUSE),
@@ -195,14 +196,14 @@ mod tests {
     #[test]
     fn a_rank_that_can_t_be_mapped_says_why_once() {
         let (answers, answered) = mpsc::channel();
-        let remote = Remote::start(Path::new("/nowhere/berth"), 0, move |answer| {
+        let remote = RemoteAuditor::start(Path::new("/nowhere/berth"), 0, move |answer| {
             answers.send(answer).unwrap();
         });
         let remote = remote.unwrap();
         assert!(remote.request(7));
         let answer = answered.recv().unwrap();
         assert_eq!(answer.number, 7);
-        assert!(answer.found.is_err(), "{answer:?}");
+        assert!(answer.result.is_err(), "{answer:?}");
         assert!(answered.recv().is_err(), "its thread has ended");
         assert!(!remote.request(8));
     }

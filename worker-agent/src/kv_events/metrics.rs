@@ -1,4 +1,7 @@
 //! Counts the engine's KV events and the blocks that its cache holds, as Prometheus metrics.
+//!
+//! A *block* is the unit in which routers count a prompt. The counts come from [`RankCache`], one
+//! for each data parallel rank of the engine. This module reads no events itself.
 
 use prometheus_client::{
     encoding::EncodeLabelSet,
@@ -12,8 +15,8 @@ use super::rank_cache::{Counts, RankCache};
 /// Handles of all KV metrics. Clones share them.
 #[derive(Debug, Clone)]
 pub struct Metrics {
-    events: Family<EventLabel, Counter>,
-    sequence_faults: Family<EventLabel, Counter>,
+    events: Family<KindLabel, Counter>,
+    sequence_faults: Family<KindLabel, Counter>,
     tree_requests: Family<OutcomeLabel, Counter>,
     blocks: Family<TierLabel, Gauge>,
     index_bytes: Family<RankLabel, Gauge>,
@@ -21,7 +24,7 @@ pub struct Metrics {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct EventLabel {
+struct KindLabel {
     dp_rank: u32,
     kind: &'static str,
 }
@@ -94,14 +97,14 @@ impl Metrics {
             ("refused", refused),
             ("malformed", malformed),
         ] {
-            self.events.get_or_create(&EventLabel { dp_rank, kind }).inc_by(count);
+            self.events.get_or_create(&KindLabel { dp_rank, kind }).inc_by(count);
         }
         for (kind, count) in
             [("gap", gaps), ("lost", lost_messages), ("replay", replays), ("restart", restarts)]
         {
-            self.sequence_faults.get_or_create(&EventLabel { dp_rank, kind }).inc_by(count);
+            self.sequence_faults.get_or_create(&KindLabel { dp_rank, kind }).inc_by(count);
         }
-        for (tier, blocks) in rank.resident() {
+        for (tier, blocks) in rank.resident_blocks() {
             let tier = tier_name(tier);
             self.blocks.get_or_create(&TierLabel { dp_rank, tier }).set(to_i64(blocks));
         }

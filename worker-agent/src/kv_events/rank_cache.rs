@@ -1,9 +1,10 @@
 //! Turns one DP rank's KV event messages into the changes of resident blocks for routers. Pure.
 //!
 //! A *block* is the unit in which routers count a prompt. It is resident while the engine holds its
-//! KV. A *watcher* is a router that receives all changes of resident blocks. The messages of the
-//! rank's publisher go into [`RankCache`]. [`RankStep`]s come out: changes for the watchers, and
-//! requests to the publisher.
+//! KV. A *watcher* is a router that receives all changes of resident blocks. A *snapshot* lists all
+//! resident blocks of the rank. [`RankCache`] takes the messages of the rank's publisher. It
+//! returns [`RankStep`]s: changes for the watchers, and requests to the publisher. The caller does
+//! the I/O.
 //!
 //! If messages are lost for good, any known page may have been evicted. Then the rank forgets all
 //! its pages, and the caller asks the shim (code in the engine's process) to publish the engine's
@@ -15,7 +16,7 @@ use proto::{
 };
 
 use super::{
-    PAGES_PER_POOL_PAGE,
+    TRACKED_PAGES_PER_POOL_PAGE,
     decode::{self, CacheEvent},
     hash_check::{Verdict, Verifier},
     pages::{Delta, Error, Pages},
@@ -26,16 +27,17 @@ use super::{
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum RankStep {
     /// Ask the publisher to send its messages again, from this number on.
-    Replay(u64),
+    RequestReplay(u64),
     /// Send these changes to all watchers.
     Send(Vec<Change>),
     /// Send a new snapshot to all watchers, because everything sent to them before is void.
     SendSnapshot,
 }
 
-/// The number of events of each kind since the last [`RankCache::take_counts`].
+/// How often each thing happened since the last [`RankCache::take_counts`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Counts {
+    /// Events that stored pages, rejected ones included.
     pub(super) stored: u64,
     pub(super) removed: u64,
     pub(super) cleared: u64,
@@ -48,11 +50,11 @@ pub(super) struct Counts {
     pub(super) replays: u64,
     /// Restarts of the engine that the message numbers showed.
     pub(super) restarts: u64,
-    /// Stored pages with an unknown parent page.
+    /// Store events whose parent page is unknown.
     pub(super) orphans: u64,
-    /// Stored pages with a hash that does not match their tokens.
+    /// Store events with a page hash that does not match the page's tokens.
     pub(super) mismatches: u64,
-    /// Stored pages that were rejected for another reason.
+    /// Store events that were rejected, in whole or in part, for another reason.
     pub(super) refused: u64,
 }
 
@@ -65,14 +67,15 @@ pub(super) struct RankCache {
     verifier: Verifier,
     pages: Pages,
     /// The number of resident blocks on the device and on the host, in this order.
-    resident: [u64; 2],
+    resident_blocks: [u64; 2],
     /// Whether the first replay has ended or was given up. From then on, each message that the
     /// engine sent before the agent connected is either applied or known to be lost.
-    is_replayed: bool,
-    /// Whether pages may be resident that the rank doesn't know, because messages were lost. Ends
-    /// with an event that the engine's cache was emptied, with which a republished tree begins.
-    /// Ends also when as many pages were stored since the loss as the pool holds.
-    needs_tree: bool,
+    is_first_replay_over: bool,
+    /// Whether pages may be resident that the rank doesn't know, because messages were lost.
+    /// Becomes false when an event says that the engine's cache was emptied. A republished radix
+    /// tree begins with such an event. Becomes false also when as many pages were stored since the
+    /// loss as the pool holds, when the engine restarts, and with a new connection.
+    has_unknown_pages: bool,
     /// The number of pages that the engine has stored since messages were lost.
     pages_since_loss: usize,
     counts: Counts,
@@ -90,9 +93,9 @@ impl RankCache {
             sequencer: Sequencer::default(),
             verifier: Verifier::default(),
             pages: Pages::new(page_tokens, pages_max)?,
-            resident: [0; 2],
-            is_replayed: false,
-            needs_tree: false,
+            resident_blocks: [0; 2],
+            is_first_replay_over: false,
+            has_unknown_pages: false,
             pages_since_loss: 0,
             counts: Counts::default(),
             refusal: None,
@@ -104,7 +107,7 @@ impl RankCache {
     pub(super) fn reset_for_connection(&mut self) -> Vec<RankStep> {
         self.sequencer = Sequencer::default();
         self.forget_pages();
-        (self.is_replayed, self.needs_tree) = (false, false);
+        (self.is_first_replay_over, self.has_unknown_pages) = (false, false);
         let steps = self.sequencer.request_replay();
         self.handle_steps(steps)
     }
@@ -113,9 +116,9 @@ impl RankCache {
     pub(super) fn take_live(&mut self, number: u64, message: Vec<u8>) -> Vec<RankStep> {
         let steps = self.sequencer.take_live(number, message);
         let mut steps = self.handle_steps(steps);
-        if !self.is_replayed && !self.sequencer.is_replaying() {
+        if !self.is_first_replay_over && !self.sequencer.is_replaying() {
             // The replay was given up, because too many new messages came in the meantime.
-            self.is_replayed = true;
+            self.is_first_replay_over = true;
             steps.push(RankStep::SendSnapshot);
         }
         steps
@@ -134,18 +137,18 @@ impl RankCache {
     }
 
     /// Handles a replay that stopped without its end marker.
-    pub(super) fn stop_replay(&mut self) -> Vec<RankStep> {
-        let steps = self.sequencer.stop_replay();
+    pub(super) fn handle_replay_timeout(&mut self) -> Vec<RankStep> {
+        let steps = self.sequencer.handle_replay_timeout();
         self.finish_replay(steps)
     }
 
     fn finish_replay(&mut self, steps: Vec<sequencer::SequencerStep<Vec<u8>>>) -> Vec<RankStep> {
         let mut steps = self.handle_steps(steps);
-        if !self.is_replayed && !self.sequencer.is_replaying() {
-            self.is_replayed = true;
-            // An engine always publishes something at its start. If no message came, that first
-            // one is lost.
-            self.needs_tree |= self.sequencer.is_new();
+        if !self.is_first_replay_over && !self.sequencer.is_replaying() {
+            self.is_first_replay_over = true;
+            // An engine always publishes a message at its start. If no message at all came, that
+            // message is lost.
+            self.has_unknown_pages |= self.sequencer.is_new();
             steps.push(RankStep::SendSnapshot);
         }
         steps
@@ -171,31 +174,31 @@ impl RankCache {
     /// Whether pages may be resident that the rank doesn't know. If so, the engine should publish
     /// its radix tree again.
     pub(super) fn needs_tree(&self) -> bool {
-        self.is_replayed && self.needs_tree
+        self.is_first_replay_over && self.has_unknown_pages
     }
 
     /// Returns everything that is known to be resident, or `None` until the first replay has ended.
     /// After a loss, the snapshot contains the pages learned since, and has no
     /// [`Change::Complete`].
     pub(super) fn snapshot(&self) -> Option<Vec<Change>> {
-        if !self.is_replayed {
+        if !self.is_first_replay_over {
             return None;
         }
         let mut all = vec![];
-        if self.needs_tree {
+        if self.has_unknown_pages {
             all.push(Change::Unknown { why: "KV events were missed".to_owned() });
         }
         all.push(self.reset_change());
         all.extend(self.pages.snapshot().map(to_change));
-        if !self.needs_tree {
+        if !self.has_unknown_pages {
             all.push(Change::Complete);
         }
         Some(all)
     }
 
     /// Returns the number of resident blocks by tier.
-    pub(super) fn resident(&self) -> [(Tier, u64); 2] {
-        [(Tier::Device, self.resident[0]), (Tier::Host, self.resident[1])]
+    pub(super) fn resident_blocks(&self) -> [(Tier, u64); 2] {
+        [(Tier::Device, self.resident_blocks[0]), (Tier::Host, self.resident_blocks[1])]
     }
 
     /// Returns the bytes of memory held for pages.
@@ -221,9 +224,9 @@ impl RankCache {
                 sequencer::SequencerStep::Apply(message) => {
                     self.apply_message(&message, &mut rank_steps)
                 }
-                sequencer::SequencerStep::Replay(from) => {
+                sequencer::SequencerStep::RequestReplay(from) => {
                     self.counts.replays += 1;
-                    rank_steps.push(RankStep::Replay(from));
+                    rank_steps.push(RankStep::RequestReplay(from));
                 }
                 sequencer::SequencerStep::Lost { from, to } => {
                     self.counts.gaps += 1;
@@ -233,8 +236,8 @@ impl RankCache {
                 sequencer::SequencerStep::Restarted => {
                     self.counts.restarts += 1;
                     self.forget_pages();
-                    self.needs_tree = false;
-                    self.push_snapshot(&mut rank_steps);
+                    self.has_unknown_pages = false;
+                    self.push_snapshot_step(&mut rank_steps);
                 }
             }
         }
@@ -245,18 +248,19 @@ impl RankCache {
     /// them.
     fn handle_loss(&mut self, steps: &mut Vec<RankStep>) {
         self.forget_pages();
-        (self.needs_tree, self.pages_since_loss) = (true, 0);
-        self.push_snapshot(steps);
+        (self.has_unknown_pages, self.pages_since_loss) = (true, 0);
+        self.push_snapshot_step(steps);
     }
 
     fn forget_pages(&mut self) {
         let empty = Pages::new(self.page_tokens, self.pages_max);
         self.pages = empty.expect("`new` accepted this page size");
-        self.resident = [0; 2];
+        self.resident_blocks = [0; 2];
     }
 
-    fn push_snapshot(&self, steps: &mut Vec<RankStep>) {
-        if self.is_replayed {
+    /// Tells the caller to send a snapshot, unless there is none before the first replay has ended.
+    fn push_snapshot_step(&self, steps: &mut Vec<RankStep>) {
+        if self.is_first_replay_over {
             steps.push(RankStep::SendSnapshot);
         }
     }
@@ -275,14 +279,14 @@ impl RankCache {
             self.apply_event(event, &mut deltas);
         }
         self.count_resident(&deltas);
-        let pool_pages = self.pages_max / PAGES_PER_POOL_PAGE;
-        let has_relearned = self.needs_tree && self.pages_since_loss >= pool_pages;
+        let pool_pages = self.pages_max / TRACKED_PAGES_PER_POOL_PAGE;
+        let has_relearned = self.has_unknown_pages && self.pages_since_loss >= pool_pages;
         if has_relearned {
             // As many pages were stored since the loss as the pool holds. So every page that was
             // resident before the loss has been evicted.
-            self.needs_tree = false;
+            self.has_unknown_pages = false;
         }
-        if self.is_replayed && !deltas.is_empty() {
+        if self.is_first_replay_over && !deltas.is_empty() {
             let changes = deltas.into_iter().flat_map(|delta| match delta {
                 Delta::Cleared => vec![self.reset_change(), Change::Complete],
                 delta => vec![to_change(delta)],
@@ -290,7 +294,7 @@ impl RankCache {
             steps.push(RankStep::Send(changes.collect()));
         }
         if has_relearned {
-            self.push_snapshot(steps);
+            self.push_snapshot_step(steps);
         }
     }
 
@@ -308,7 +312,7 @@ impl RankCache {
             CacheEvent::Removed { .. } => self.counts.removed += 1,
             CacheEvent::Cleared => {
                 self.counts.cleared += 1;
-                self.needs_tree = false;
+                self.has_unknown_pages = false;
             }
         }
         if let Err(error) = self.pages.apply(event, deltas) {
@@ -327,12 +331,12 @@ impl RankCache {
         for delta in deltas {
             match delta {
                 Delta::Stored { tier, blocks, .. } => {
-                    self.resident[index(tier)] += blocks.len() as u64;
+                    self.resident_blocks[index(tier)] += blocks.len() as u64;
                 }
                 Delta::Removed { tier, blocks } => {
-                    self.resident[index(tier)] -= blocks.len() as u64
+                    self.resident_blocks[index(tier)] -= blocks.len() as u64
                 }
-                Delta::Cleared => self.resident = [0; 2],
+                Delta::Cleared => self.resident_blocks = [0; 2],
             }
         }
     }

@@ -1,12 +1,13 @@
 //! Puts the KV event messages of one engine rank in sequence, and detects lost messages. Pure.
 //!
-//! Numbered messages go in. [`SequencerStep`]s come out: messages to apply, replay requests and
-//! losses. The sequencer doesn't look at the content of a message.
+//! [`Sequencer`] takes numbered messages, and returns [`SequencerStep`]s: messages to apply, replay
+//! requests and losses. It neither receives messages itself nor looks at their content.
 //!
 //! The engine numbers its messages from 0, and publishes them on a subscription socket. If a queue
 //! on the way is full, messages are lost. The engine keeps its latest messages. When the agent asks
 //! for a *replay*, the engine sends the kept messages again on a separate socket, from a given
-//! number on. Meanwhile new messages continue to come on the subscription.
+//! number on. Meanwhile new messages continue to come on the subscription. A message
+//! from the subscription is called *live* here.
 
 use std::collections::BTreeMap;
 
@@ -20,7 +21,7 @@ pub enum SequencerStep<T> {
     /// Apply the message.
     Apply(T),
     /// Ask the publisher to send all messages again from this number on.
-    Replay(u64),
+    RequestReplay(u64),
     /// The messages `from..to` are lost for good.
     Lost {
         /// The number of the first lost message.
@@ -40,21 +41,21 @@ pub enum SequencerStep<T> {
 pub struct Sequencer<T> {
     /// The number of the next message to apply.
     next_to_apply: u64,
-    /// The lowest number that the next message of the subscription can have.
+    /// The lowest number that the next live message can have.
     next_live: u64,
     /// Messages that can't be applied yet, because an earlier message is missing.
     held: BTreeMap<u64, T>,
     /// The replay that was requested and has not ended.
-    replay: Option<Replay>,
+    replay: Option<PendingReplay>,
 }
 
 #[derive(Debug, Clone, Copy)]
-struct Replay {
+struct PendingReplay {
     /// The number from which the messages were requested.
     from: u64,
-    /// Whether a later message was held at the time of the request. If so, the engine had sent the
-    /// missing messages before the request, and the replay contains them if the engine still has
-    /// them.
+    /// Whether a message was known to be missing at the time of the request, because a later one
+    /// was held. If so, the engine had sent the missing message before the request. Then the replay
+    /// contains that message, unless the engine no longer has it.
     is_for_gap: bool,
     /// Whether at least one message of the replay has come.
     has_begun: bool,
@@ -167,9 +168,9 @@ impl<T> Sequencer<T> {
         steps
     }
 
-    /// Handles a replay that stopped without its end marker. Requests the rest of it, unless this
-    /// replay brought no message that could be applied.
-    pub fn stop_replay(&mut self) -> Vec<SequencerStep<T>> {
+    /// Handles a replay that stopped without its end marker. Requests the rest of it. If the replay
+    /// brought no message that could be applied, handles it as if the end marker had come.
+    pub fn handle_replay_timeout(&mut self) -> Vec<SequencerStep<T>> {
         let mut steps = vec![];
         if self.replay.is_none_or(|replay| replay.from == self.next_to_apply) {
             return self.end_replay();
@@ -204,8 +205,9 @@ impl<T> Sequencer<T> {
         if self.replay.is_none() {
             let is_for_gap = !self.held.is_empty();
             let from = self.next_to_apply;
-            self.replay = Some(Replay { from, is_for_gap, has_begun: false, after_gap: None });
-            steps.push(SequencerStep::Replay(self.next_to_apply));
+            self.replay =
+                Some(PendingReplay { from, is_for_gap, has_begun: false, after_gap: None });
+            steps.push(SequencerStep::RequestReplay(self.next_to_apply));
         }
     }
 }
@@ -219,11 +221,11 @@ mod tests {
     #[test]
     fn what_an_answer_lost_on_its_way_is_asked_for_again() {
         let mut sequencer = Sequencer::default();
-        assert_eq!(sequencer.request_replay(), [SequencerStep::Replay(0)]);
+        assert_eq!(sequencer.request_replay(), [SequencerStep::RequestReplay(0)]);
         assert_eq!(applied(&sequencer.take_replayed(0, 0)), [0]);
         // Messages 1 and 2 and the replay's end marker were dropped.
         assert!(sequencer.take_replayed(3, 3).is_empty() && sequencer.has_replay_begun());
-        assert_eq!(sequencer.end_replay(), [SequencerStep::Replay(1)]);
+        assert_eq!(sequencer.end_replay(), [SequencerStep::RequestReplay(1)]);
         assert_eq!(applied(&sequencer.take_replayed(1, 1)), [1]);
         assert_eq!(applied(&sequencer.take_replayed(2, 2)), [2]);
         assert_eq!(applied(&sequencer.take_replayed(3, 3)), [3]);
@@ -235,11 +237,11 @@ mod tests {
         let mut sequencer = Sequencer::default();
         sequencer.request_replay();
         assert_eq!(applied(&sequencer.take_replayed(0, 0)), [0]);
-        assert_eq!(sequencer.stop_replay(), [SequencerStep::Replay(1)]);
+        assert_eq!(sequencer.handle_replay_timeout(), [SequencerStep::RequestReplay(1)]);
         assert_eq!(applied(&sequencer.take_replayed(1, 1)), [1]);
-        assert_eq!(sequencer.stop_replay(), [SequencerStep::Replay(2)]);
+        assert_eq!(sequencer.handle_replay_timeout(), [SequencerStep::RequestReplay(2)]);
         // Neither a message nor an end marker came: the requests stop.
-        assert!(sequencer.stop_replay().is_empty() && !sequencer.is_replaying());
+        assert!(sequencer.handle_replay_timeout().is_empty() && !sequencer.is_replaying());
     }
 
     #[test]
@@ -248,7 +250,7 @@ mod tests {
         sequencer.request_replay();
         sequencer.take_replayed(0, 0);
         sequencer.take_replayed(3, 3);
-        assert_eq!(sequencer.end_replay(), [SequencerStep::Replay(1)]);
+        assert_eq!(sequencer.end_replay(), [SequencerStep::RequestReplay(1)]);
         // The first message of a replay shows that the older ones no longer exist.
         assert_eq!(
             sequencer.take_replayed(3, 3),
@@ -267,7 +269,7 @@ mod tests {
     fn a_gap_is_filled_while_others_go_on_coming() {
         let mut sequencer = Sequencer::default();
         assert_eq!(sequencer.take_live(0, 0), [SequencerStep::Apply(0)]);
-        assert_eq!(sequencer.take_live(2, 2), [SequencerStep::Replay(1)]);
+        assert_eq!(sequencer.take_live(2, 2), [SequencerStep::RequestReplay(1)]);
         assert_eq!(sequencer.take_live(4, 4), []);
         assert_eq!(
             sequencer.take_replayed(1, 1),
@@ -285,13 +287,13 @@ mod tests {
     #[test]
     fn what_nobody_has_any_more_is_lost() {
         let mut sequencer = Sequencer::default();
-        assert_eq!(sequencer.take_live(7, 7), [SequencerStep::Replay(0)]);
+        assert_eq!(sequencer.take_live(7, 7), [SequencerStep::RequestReplay(0)]);
         assert_eq!(
             sequencer.take_replayed(5, 5),
             [SequencerStep::Lost { from: 0, to: 5 }, SequencerStep::Apply(5)]
         );
         // Only a second replay shows that message 6 is lost.
-        assert_eq!(sequencer.end_replay(), [SequencerStep::Replay(6)]);
+        assert_eq!(sequencer.end_replay(), [SequencerStep::RequestReplay(6)]);
         assert_eq!(
             sequencer.end_replay(),
             [SequencerStep::Lost { from: 6, to: 7 }, SequencerStep::Apply(7)]
@@ -301,12 +303,12 @@ mod tests {
     #[test]
     fn what_was_sent_after_a_question_is_asked_for_again() {
         let mut sequencer = Sequencer::default();
-        assert_eq!(sequencer.request_replay(), [SequencerStep::Replay(0)]);
+        assert_eq!(sequencer.request_replay(), [SequencerStep::RequestReplay(0)]);
         assert_eq!(sequencer.request_replay(), []);
         assert_eq!(sequencer.take_replayed(0, 0), [SequencerStep::Apply(0)]);
         // Message 1 was sent after the replay began and before the subscription was active.
         assert_eq!(sequencer.take_live(2, 2), []);
-        assert_eq!(sequencer.end_replay(), [SequencerStep::Replay(1)]);
+        assert_eq!(sequencer.end_replay(), [SequencerStep::RequestReplay(1)]);
         assert_eq!(
             sequencer.take_replayed(1, 1),
             [SequencerStep::Apply(1), SequencerStep::Apply(2)]
@@ -321,7 +323,10 @@ mod tests {
         sequencer.take_live(1, 1);
         assert_eq!(sequencer.take_live(0, 0), [SequencerStep::Restarted, SequencerStep::Apply(0)]);
         sequencer.take_live(1, 1);
-        assert_eq!(sequencer.take_live(1, 1), [SequencerStep::Restarted, SequencerStep::Replay(0)]);
+        assert_eq!(
+            sequencer.take_live(1, 1),
+            [SequencerStep::Restarted, SequencerStep::RequestReplay(0)]
+        );
     }
 
     #[test]
@@ -331,7 +336,10 @@ mod tests {
         for number in 1..=HELD_MESSAGES_MAX as u64 + 1 {
             steps.extend(sequencer.take_live(number, number));
         }
-        assert_eq!(steps[..2], [SequencerStep::Replay(0), SequencerStep::Lost { from: 0, to: 1 }]);
+        assert_eq!(
+            steps[..2],
+            [SequencerStep::RequestReplay(0), SequencerStep::Lost { from: 0, to: 1 }]
+        );
         assert_eq!(applied(&steps).len(), HELD_MESSAGES_MAX + 1);
     }
 
@@ -357,7 +365,7 @@ mod tests {
                 for _ in 0..answers {
                     if replay.is_none() {
                         let asked = steps.iter().rev().find_map(|step| match step {
-                            SequencerStep::Replay(from) => Some(*from),
+                            SequencerStep::RequestReplay(from) => Some(*from),
                             _ => None,
                         });
                         let Some(from) = asked.filter(|_| sequencer.is_replaying()) else { break };
@@ -377,13 +385,13 @@ mod tests {
                 match step {
                     SequencerStep::Apply(number) => prop_assert_eq!((*number, next), (next, *number)),
                     SequencerStep::Lost { from, to } => prop_assert!(*from == next && to > from),
-                    SequencerStep::Replay(from) => prop_assert_eq!(*from, next),
+                    SequencerStep::RequestReplay(from) => prop_assert_eq!(*from, next),
                     SequencerStep::Restarted => prop_assert!(false, "nobody restarted"),
                 }
                 match step {
                     SequencerStep::Apply(_) => next += 1,
                     SequencerStep::Lost { to, .. } => next = *to,
-                    SequencerStep::Replay(_) | SequencerStep::Restarted => {}
+                    SequencerStep::RequestReplay(_) | SequencerStep::Restarted => {}
                 }
             }
             prop_assert_eq!(next, sent + 1);

@@ -40,14 +40,14 @@ const QUIET_MAX: Duration = Duration::from_secs(2);
 /// The message number that marks the end of a replay.
 const REPLAY_END: [u8; 8] = [0xff; 8];
 
-/// The addresses at which a rank publishes.
+/// The addresses at which a rank publishes, for one subscriber.
 #[derive(Debug)]
 pub(super) struct RankAddresses {
     pub(super) dp_rank: u32,
     /// The publisher's address, as `host:port`.
     pub(super) address: String,
     /// The address of the socket that answers replay requests, as `host:port`.
-    pub(super) replay: Option<String>,
+    pub(super) replay_address: Option<String>,
     /// The topic to subscribe to.
     pub(super) topic: String,
 }
@@ -71,9 +71,9 @@ pub(super) struct Subscriber {
 pub(super) async fn answer_unknown(
     why: &str,
     shared: &Shared,
-    snapshots: &mut mpsc::Receiver<oneshot::Sender<RankSnapshot>>,
+    snapshot_requests: &mut mpsc::Receiver<oneshot::Sender<RankSnapshot>>,
 ) {
-    while let Some(reply) = snapshots.recv().await {
+    while let Some(reply) = snapshot_requests.recv().await {
         let _ = reply.send(RankSnapshot {
             changes: Err(why.to_owned()),
             next_entry: shared.log.next_number(),
@@ -106,10 +106,10 @@ impl Subscriber {
         loop {
             let dp_rank = self.addresses.dp_rank;
             let error = match self.connect().await {
-                Ok((events, replay)) => {
+                Ok((events, replay_socket)) => {
                     info!(dp_rank, address = self.addresses.address, "following KV events");
                     let connected_at = Instant::now();
-                    let result = self.follow(events, replay).await;
+                    let result = self.follow(events, replay_socket).await;
                     if connected_at.elapsed() > LASTING_MIN {
                         pause = RETRY_MIN;
                     }
@@ -138,13 +138,15 @@ impl Subscriber {
     async fn connect(&self) -> Result<(Connection, Option<Connection>), Error> {
         let mut events = Connection::open(&self.addresses.address, SocketType::Sub).await?;
         events.subscribe(self.addresses.topic.as_bytes()).await?;
-        let Some(address) = &self.addresses.replay else { return Ok((events, None)) };
+        let Some(address) = &self.addresses.replay_address else { return Ok((events, None)) };
         // The engine states the replay socket's port but not its host, so connecting may fail. Then
         // the agent goes on without replays, and messages that it missed are lost.
-        let replay = Connection::open(address, SocketType::Dealer).await.inspect_err(|error| {
-            warn!(dp_rank = self.addresses.dp_rank, %error, address, "missed KV events can't be had");
+        let replay_socket = Connection::open(address, SocketType::Dealer).await;
+        let replay_socket = replay_socket.inspect_err(|error| {
+            let dp_rank = self.addresses.dp_rank;
+            warn!(dp_rank, %error, address, "can't connect for replays; missed KV events are lost");
         });
-        Ok((events, replay.ok()))
+        Ok((events, replay_socket.ok()))
     }
 
     /// Follows one connection. Returns `Continue` with the error that ended it, or `Break` when no
@@ -152,11 +154,11 @@ impl Subscriber {
     async fn follow(
         &mut self,
         mut events: Connection,
-        mut replay: Option<Connection>,
+        mut replay_socket: Option<Connection>,
     ) -> ControlFlow<(), Error> {
         let mut shim = self.shared.shim.clone();
         let steps = self.rank.reset_for_connection();
-        if let Err(error) = self.carry_out(steps, &mut replay).await {
+        if let Err(error) = self.carry_out(steps, &mut replay_socket).await {
             return ControlFlow::Continue(error);
         }
         // When the latest message came. `None` from the request of a replay after a quiet period
@@ -174,7 +176,7 @@ impl Subscriber {
                     }
                     None => return ControlFlow::Break(()),
                 },
-                message = next_replayed(&mut replay) => message.map(|message| {
+                message = next_replayed(&mut replay_socket) => message.map(|message| {
                     self.replay_active_at = Instant::now();
                     match message {
                         Some((number, message)) => {
@@ -192,7 +194,7 @@ impl Subscriber {
                 }
                 () = wait_until(deadline) => Ok(if self.rank.is_replaying() {
                     self.replay_active_at = Instant::now();
-                    self.rank.stop_replay()
+                    self.rank.handle_replay_timeout()
                 } else {
                     last_message_at = None;
                     self.rank.request_replay()
@@ -208,7 +210,7 @@ impl Subscriber {
                 }
             };
             let result = match steps {
-                Ok(steps) => self.carry_out(steps, &mut replay).await,
+                Ok(steps) => self.carry_out(steps, &mut replay_socket).await,
                 Err(error) => Err(error),
             };
             if let Err(error) = result {
@@ -228,8 +230,8 @@ impl Subscriber {
     }
 
     fn answer_snapshot_request(&mut self, reply: oneshot::Sender<RankSnapshot>) {
-        let unread = || "the engine's KV events are being read".to_owned();
-        let changes = self.rank.snapshot().ok_or_else(unread);
+        let not_yet_known = || "the engine's KV events are being read".to_owned();
+        let changes = self.rank.snapshot().ok_or_else(not_yet_known);
         // Only this task appends changes of this rank to the log. So no such change can come
         // between the snapshot and the reading of the entry number.
         let _ = reply.send(RankSnapshot { changes, next_entry: self.shared.log.next_number() });
@@ -239,7 +241,7 @@ impl Subscriber {
     async fn carry_out(
         &mut self,
         steps: Vec<RankStep>,
-        replay: &mut Option<Connection>,
+        replay_socket: &mut Option<Connection>,
     ) -> Result<(), Error> {
         let dp_rank = self.addresses.dp_rank;
         let mut steps = std::collections::VecDeque::from(steps);
@@ -249,10 +251,10 @@ impl Subscriber {
                     self.shared.log.append(dp_rank, EntryContent::Changes(changes))
                 }
                 RankStep::SendSnapshot => self.shared.log.append(dp_rank, EntryContent::Reset),
-                RankStep::Replay(from) => match replay {
-                    Some(replay) => {
+                RankStep::RequestReplay(from) => match replay_socket {
+                    Some(replay_socket) => {
                         self.replay_active_at = Instant::now();
-                        replay.send(&[b"", &from.to_be_bytes()]).await?;
+                        replay_socket.send(&[b"", &from.to_be_bytes()]).await?;
                     }
                     None => steps.extend(self.rank.end_replay()),
                 },
@@ -267,7 +269,7 @@ impl Subscriber {
         Ok(())
     }
 
-    /// Returns when the tree may be requested.
+    /// Returns the time from which the radix tree may be requested again.
     fn tree_due(&self) -> Instant {
         let interval = self.shared.republish_interval;
         self.tree_requested_at.map_or_else(Instant::now, |requested_at| requested_at + interval)
@@ -292,10 +294,13 @@ impl Subscriber {
     }
 }
 
-/// Returns the next message of a replay, or `None` at its end.
-async fn next_replayed(replay: &mut Option<Connection>) -> Result<Option<(u64, Vec<u8>)>, Error> {
-    let Some(replay) = replay else { return std::future::pending().await };
-    let mut frames = replay.receive().await?;
+/// Returns the number and the payload of a replay's next message, or `None` at the replay's end.
+/// Without a replay socket, never returns.
+async fn next_replayed(
+    replay_socket: &mut Option<Connection>,
+) -> Result<Option<(u64, Vec<u8>)>, Error> {
+    let Some(replay_socket) = replay_socket else { return std::future::pending().await };
+    let mut frames = replay_socket.receive().await?;
     if frames.len() != 4 {
         return Err(Error::Frame);
     }

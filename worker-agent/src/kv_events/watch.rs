@@ -22,9 +22,9 @@ use super::{
 const MESSAGE_BYTES_MAX: usize = 256 << 10;
 /// The maximum bytes of the changes in a message, which leaves 1 KiB for the envelope.
 const CHANGES_BYTES_MAX: usize = MESSAGE_BYTES_MAX - 1024;
-/// How long a watcher may take no message before it is disconnected. Its snapshot may occupy one of
-/// the few snapshot permits, for which other watchers wait.
-const STALL_MAX: Duration = Duration::from_secs(20);
+/// How long a watcher may take no message before it is disconnected. While its snapshot is sent, it
+/// occupies one of the few snapshot permits, for which other watchers wait.
+const SEND_TIME_MAX: Duration = Duration::from_secs(20);
 
 /// The stream is over, because the watcher has gone or was disconnected.
 struct StreamEnded;
@@ -57,7 +57,7 @@ async fn stream_changes(
 ) -> Result<std::convert::Infallible, StreamEnded> {
     let mut number = shared.log.next_number();
     let mut new_entries = shared.log.subscribe();
-    // For each rank: the first log entry that the snapshot sent last doesn't contain.
+    // For each rank: the number of the first log entry that is newer than the latest snapshot sent.
     let mut first_entries = HashMap::new();
     for dp_rank in (0..).take(shared.log.rank_count()) {
         send_snapshot(shared, events, dp_rank, &mut first_entries).await?;
@@ -91,7 +91,7 @@ async fn stream_changes(
     }
 }
 
-/// Sends a snapshot of one rank, and notes in `first_entries` which log entries it contains. Sends
+/// Sends a snapshot of one rank, and notes in `first_entries` the first newer log entry. Sends
 /// nothing if the rank is being replaced, because a reset of it then follows in the log.
 async fn send_snapshot(
     shared: &Shared,
@@ -136,7 +136,7 @@ impl EventSender {
     async fn send(&mut self, changes: Vec<v1::KvChange>) -> Result<(), StreamEnded> {
         let event = v1::KvEvent { epoch: self.epoch, sequence: self.sequence, changes };
         self.sequence += 1;
-        match timeout(STALL_MAX, self.sender.send(Ok(event))).await {
+        match timeout(SEND_TIME_MAX, self.sender.send(Ok(event))).await {
             Ok(sent) => sent.map_err(|_| StreamEnded),
             Err(_) => {
                 Err(self.end_with("the watcher took no message for too long; watch again").await)
@@ -145,10 +145,10 @@ impl EventSender {
     }
 
     /// Ends the stream with the error `why` as its last message. If the watcher doesn't take that
-    /// message within [`STALL_MAX`], the stream ends without it.
+    /// message within [`SEND_TIME_MAX`], the stream ends without it.
     async fn end_with(&self, why: &'static str) -> StreamEnded {
         let status = Status::resource_exhausted(why);
-        let _ = timeout(STALL_MAX, self.sender.send(Err(status))).await;
+        let _ = timeout(SEND_TIME_MAX, self.sender.send(Err(status))).await;
         StreamEnded
     }
 }

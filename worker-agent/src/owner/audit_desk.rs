@@ -17,7 +17,7 @@ use super::{Owner, RankPages, handle::OwnerMessage};
 use crate::{
     audit::{
         Audit, Error,
-        remote::{Remote, RemoteAnswer, RemoteReport, session_table_key},
+        remote::{RemoteAnswer, RemoteAuditor, RemoteReport, session_table_key},
     },
     shim::AuditReply,
 };
@@ -77,7 +77,7 @@ impl Owner {
             // Sending fails only if the owner task has ended. Then nobody needs the answer.
             let _ = mailbox.blocking_send(OwnerMessage::RemoteAudit { dp_rank, answer });
         };
-        match Remote::start(&self.setup.audit_table, dp_rank, answer) {
+        match RemoteAuditor::start(&self.setup.audit_table, dp_rank, answer) {
             Ok(remote) => drop(self.remote_audits.insert(dp_rank, remote)),
             Err(error) => {
                 warn!(dp_rank, %error, "can't start the thread for audits from this process")
@@ -86,9 +86,9 @@ impl Owner {
     }
 
     pub(super) fn handle_remote_audit(&mut self, dp_rank: u32, answer: RemoteAnswer) {
-        let RemoteAnswer { number, found: result } = answer;
+        let RemoteAnswer { number, result } = answer;
         match result {
-            Ok(RemoteReport { report, keys }) => {
+            Ok(RemoteReport { report, session_keys: keys }) => {
                 // The engine's row table names a session by a number, which is computed from the
                 // session's id in the engine.
                 let mut ids_by_key: HashMap<u64, &str> = HashMap::new();
@@ -131,7 +131,7 @@ impl Owner {
 
     pub(super) fn handle_audit_result(&mut self, dp_rank: u32, audited: &AuditReply) {
         let findings_before =
-            self.audits.last_audit(dp_rank).map(|audit| audit.pages.findings.clone());
+            self.audits.newest_audit(dp_rank).map(|audit| audit.pages.findings.clone());
         let answer = self.audits.take_answer(now(), dp_rank, audited).cloned();
         match &answer {
             Ok(audit) => {

@@ -57,11 +57,12 @@ impl Owner {
             restart_required: self
                 .table
                 .restart_required(now)
-                .or_else(|| self.audits.restart_required(now)),
+                .or_else(|| self.audits.restart_reason(now)),
         };
         let mut report = self.ledger.report(now, &self.table, &gpus, interval, health);
         for rank in &mut report.ranks {
-            rank.pages = self.audits.last_audit(rank.dp_rank).map(|audit| audit.reported(now));
+            rank.pages =
+                self.audits.newest_audit(rank.dp_rank).map(|audit| audit.load_report_pages(now));
             rank.staged_prefill = self.setup.queues.as_ref().map(|queues| queues.load(rank));
         }
         let was_required = self.report.borrow().restart_required.is_some();

@@ -67,7 +67,7 @@ impl Watcher {
     fn hear(&mut self, rank: &RankCache, steps: Vec<RankStep>) {
         for step in steps {
             match step {
-                RankStep::Replay(from) => self.replay = Some(from),
+                RankStep::RequestReplay(from) => self.replay = Some(from),
                 RankStep::Send(changes) => self.apply(changes),
                 RankStep::SendSnapshot => {
                     let all =
@@ -190,7 +190,7 @@ proptest! {
         prop_assert!(watcher.blocks.is_subset(&truth), "{:?}", watcher.blocks);
         prop_assert!(!watcher.is_complete || watcher.blocks == truth);
         prop_assert_eq!(watcher.is_complete, !rank.needs_tree());
-        let resident: u64 = rank.resident().iter().map(|(_, blocks)| blocks).sum();
+        let resident: u64 = rank.resident_blocks().iter().map(|(_, blocks)| blocks).sum();
         prop_assert_eq!(resident, watcher.blocks.len() as u64);
     }
 }
@@ -225,7 +225,7 @@ fn a_wrong_hash_and_a_wrong_message_are_counted_and_not_told() {
 #[test]
 fn what_was_lost_has_made_room_when_as_much_as_the_pool_holds_was_stored_since() {
     let pool_pages = 3;
-    let mut rank = RankCache::new(PAGE_TOKENS, pool_pages * PAGES_PER_POOL_PAGE).unwrap();
+    let mut rank = RankCache::new(PAGE_TOKENS, pool_pages * TRACKED_PAGES_PER_POOL_PAGE).unwrap();
     let mut watcher = Watcher::default();
     let connected = rank.reset_for_connection();
     watcher.hear(&rank, connected);
