@@ -1,12 +1,12 @@
 //! Calls the engine's HTTP API for the agent.
 //!
 //! A *turn* is one request with its answer. A *session* is a series of turns whose KV the engine
-//! can keep between them. The client sends turns and aborts them, opens and closes sessions, and
-//! reads the engine's description and load. It knows SGLang's HTTP API, but doesn't know which
-//! state the agent gives a session.
+//! can keep between them. An *incarnation* is one life of a session in the engine. Each incarnation
+//! has its own id, by which the engine knows the session.
 //!
-//! An *incarnation* is one life of a session in the engine. Each incarnation has its own id, by
-//! which the engine knows the session.
+//! [`Engine`] sends turns and aborts them, opens and closes sessions, and reads the engine's
+//! description and load. It knows SGLang's HTTP API, but keeps no list of sessions: its callers
+//! decide what is sent, and when.
 
 use std::{
     net::SocketAddr,
@@ -140,12 +140,12 @@ pub struct Info {
     /// For each data parallel (DP) rank: the number of rows of its request table. A request that
     /// runs holds a row.
     pub rows: Vec<u32>,
-    /// The tokens of each rank's pool.
+    /// The number of tokens for which each rank's KV pool has room.
     pub pool_tokens: u64,
     /// The engine's device type, for example `cuda` or `cpu`.
     pub device: String,
-    /// The bytes of each rank's pool on one of its devices, rounded to MiB; `None` if the engine
-    /// doesn't report it.
+    /// For each rank: the bytes of its pool on one of its devices, precise to about 1 MiB. `None`
+    /// if the engine doesn't report them.
     pub pool_bytes: Vec<Option<u64>>,
     /// The tokenizer files on this host. `None` until the engine monitor has found them.
     pub model_files: Option<ModelFiles>,
@@ -160,15 +160,15 @@ impl Info {
         // Streaming sessions don't work with prefill/decode disaggregation: the prefill engine's
         // copy of the history lacks the answers.
         let can_pin = facts.streaming_sessions && facts.disaggregation == "null";
-        let mut modes = vec![];
+        let mut retentions = vec![];
         if can_pin {
-            modes.push(Retention::Pinned);
+            retentions.push(Retention::Pinned);
         }
         if facts.radix_sessions {
-            modes.push(Retention::Tagged);
+            retentions.push(Retention::Tagged);
         }
-        modes.push(Retention::None);
-        modes
+        retentions.push(Retention::None);
+        retentions
     }
 }
 
@@ -390,17 +390,22 @@ impl Engine {
         request: Request<Full<Bytes>>,
     ) -> Result<(Bytes, Option<SocketAddr>), Error> {
         let exchange = async {
-            let response = client.request(request).await.map_err(|error| self.classify(error))?;
+            let response =
+                client.request(request).await.map_err(|error| self.connection_error(error))?;
             let info = response.extensions().get::<HttpInfo>();
             let connection = info.map(HttpInfo::local_addr);
-            Ok((self.read(path, response).await?, connection))
+            Ok((self.read_body(path, response).await?, connection))
         };
         let limit = self.call_time_max;
         tokio::time::timeout(limit, exchange).await.map_err(|_| Error::Timeout(path, limit))?
     }
 
     /// Reads the body of an answer. Any status other than success is an error.
-    async fn read(&self, path: &'static str, response: Response<Incoming>) -> Result<Bytes, Error> {
+    async fn read_body(
+        &self,
+        path: &'static str,
+        response: Response<Incoming>,
+    ) -> Result<Bytes, Error> {
         let status = response.status();
         let body = Limited::new(response.into_body(), ANSWER_BYTES_MAX).collect().await;
         let body = body.map_err(|error| Error::Broken(self.base.clone(), error))?.to_bytes();
@@ -411,7 +416,8 @@ impl Engine {
         Ok(body)
     }
 
-    fn classify(&self, error: hyper_util::client::legacy::Error) -> Error {
+    /// Tells whether the connection could not be made, or broke.
+    fn connection_error(&self, error: hyper_util::client::legacy::Error) -> Error {
         if error.is_connect() {
             Error::Connect(self.base.clone(), error)
         } else {
@@ -431,45 +437,45 @@ fn info_from(value: &Value) -> Result<Info, String> {
     let number = |key: &str| value.get(key).and_then(Value::as_u64);
     let flag = |key: &str| value.get(key).and_then(Value::as_bool).unwrap_or(false);
     let text = |key: &str| value.get(key).and_then(Value::as_str);
-    let need = |key: &str| number(key).ok_or(format!("{key} is missing"));
-    let small = |key: &str, number: u64| {
+    let required_number = |key: &str| number(key).ok_or(format!("{key} is missing"));
+    let to_u32 = |key: &str, number: u64| {
         u32::try_from(number).map_err(|_| format!("{key} is out of range: {number}"))
     };
-    let states = value.get("internal_states").and_then(Value::as_array);
-    let rows = states
+    let rank_states = value.get("internal_states").and_then(Value::as_array);
+    let rows = rank_states
         .and_then(|states| states.first())
         .and_then(|state| state.get("effective_max_running_requests_per_dp"))
         .and_then(Value::as_u64)
         .or_else(|| number("max_running_requests"))
         .ok_or("effective_max_running_requests_per_dp is missing")?;
     let ranks = number("dp_size").unwrap_or(1).max(1);
-    let page_tokens = small("page_size", number("page_size").unwrap_or(1).max(1))?;
-    let context = number("context_length")
-        .or_else(|| states?.first()?.get("context_length")?.as_u64())
+    let page_tokens = to_u32("page_size", number("page_size").unwrap_or(1).max(1))?;
+    let context_tokens = number("context_length")
+        .or_else(|| rank_states?.first()?.get("context_length")?.as_u64())
         .or_else(|| number("max_req_input_len"))
         .ok_or("context_length is missing")?;
     let model = text("served_model_name").or_else(|| text("model_path"));
     let seed = number("random_seed").unwrap_or(0);
-    let startup = value.get("startup_time").map(Value::to_string).unwrap_or_default();
+    let startup_times = value.get("startup_time").map(Value::to_string).unwrap_or_default();
     Ok(Info {
         facts: EngineFacts {
             version: text("version").unwrap_or("unknown").to_owned(),
             models: vec![model.ok_or("served_model_name is missing")?.to_owned()],
             page_tokens,
-            context_tokens: small("context_length", context)?,
+            context_tokens: to_u32("context_length", context_tokens)?,
             vocabulary: None,
             streaming_sessions: flag("enable_streaming_session"),
             radix_sessions: flag("enable_session_radix_cache"),
-            // The engine states no id of its process, so the agent makes one of two values that
-            // differ between processes. The seed is random at each launch unless the operator
-            // sets it. The startup times are measured at each launch.
-            instance: proto::id::principal_of(Some(format!("{seed} {startup}").as_bytes())),
+            // The engine states no id of its process, so the agent derives one from two values
+            // that differ between processes. The seed is random at each launch unless the
+            // operator sets it. The startup times are measured at each launch.
+            instance: proto::id::principal_of(Some(format!("{seed} {startup_times}").as_bytes())),
             disaggregation: text("disaggregation_mode").unwrap_or("null").to_owned(),
         },
-        rows: vec![small("rows", rows)?; usize::try_from(ranks).map_err(|e| e.to_string())?],
-        pool_tokens: need("max_total_num_tokens")?,
+        rows: vec![to_u32("rows", rows)?; usize::try_from(ranks).map_err(|e| e.to_string())?],
+        pool_tokens: required_number("max_total_num_tokens")?,
         device: text("device").unwrap_or("unknown").to_owned(),
-        pool_bytes: states.into_iter().flatten().map(pool_bytes).collect(),
+        pool_bytes: rank_states.into_iter().flatten().map(pool_bytes).collect(),
         model_files: None,
     })
 }

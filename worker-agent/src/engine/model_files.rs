@@ -96,7 +96,7 @@ pub struct TokenizerSource {
     /// The branch, tag or commit in the hub.
     revision: Option<String>,
     /// The value of `--chat-template`: a file or a name.
-    template: Option<String>,
+    template_setting: Option<String>,
     /// Whether the engine runs without a tokenizer.
     skips_tokenizer: bool,
     /// Whether the engine passes default values of its own to the template.
@@ -114,7 +114,7 @@ impl TokenizerSource {
             tokenizer: text("tokenizer_path").unwrap_or_else(|| model.clone()),
             model,
             revision: text("revision"),
-            template: text("chat_template").filter(|template| !template.is_empty()),
+            template_setting: text("chat_template").filter(|template| !template.is_empty()),
             skips_tokenizer: info.get("skip_tokenizer_init").and_then(Value::as_bool) == Some(true),
             has_template_defaults: defaults.is_some_and(|defaults| !defaults.is_empty()),
         })
@@ -130,7 +130,8 @@ impl TokenizerSource {
 /// Returns the folder of the Hugging Face hub's local cache, as the environment states it.
 #[must_use]
 pub fn hub_folder() -> Option<PathBuf> {
-    let path = |key: &str| std::env::var_os(key).filter(|set| !set.is_empty()).map(PathBuf::from);
+    let path =
+        |key: &str| std::env::var_os(key).filter(|value| !value.is_empty()).map(PathBuf::from);
     path("HF_HUB_CACHE")
         .or_else(|| Some(path("HF_HOME")?.join("hub")))
         .or_else(|| Some(path("XDG_CACHE_HOME")?.join("huggingface/hub")))
@@ -143,9 +144,10 @@ fn find_folder(name: &str, revision: Option<&str>, hub: Option<&Path>) -> Option
     if path.is_dir() {
         return Some(path.to_owned());
     }
-    let is_plain = |part: &str| !part.is_empty() && !part.starts_with('.') && !part.contains('/');
+    let is_name_part =
+        |part: &str| !part.is_empty() && !part.starts_with('.') && !part.contains('/');
     let parts: Vec<&str> = name.split('/').collect();
-    if parts.len() > 2 || !parts.iter().all(|part| is_plain(part)) {
+    if parts.len() > 2 || !parts.iter().all(|part| is_name_part(part)) {
         return None;
     }
     let model_folder = hub?.join(format!("models--{}", parts.join("--")));
@@ -216,22 +218,23 @@ impl FoundFiles {
         self.identity
     }
 
-    /// Reads the files in parts, and gives each part to `take`. Stops when `take` returns false.
+    /// Reads the files in parts, and gives each part to `take_part`. Stops when `take_part` returns
+    /// false.
     ///
     /// # Errors
     /// When a file can't be read, or the files have changed since they were found. Files that
-    /// were read only in part because `take` returned false count as changed.
-    pub fn read(&self, take: impl FnMut(ModelFilePart) -> bool) -> Result<(), Error> {
-        let identity = read_files(&self.files, take)?;
+    /// were read only in part because `take_part` returned false count as changed.
+    pub fn read(&self, take_part: impl FnMut(ModelFilePart) -> bool) -> Result<(), Error> {
+        let identity = read_files(&self.files, take_part)?;
         if identity == self.identity { Ok(()) } else { Err(Error::Changed) }
     }
 }
 
-/// Reads the files in parts, and gives each part to `take`, until `take` returns false. Returns the
-/// hash and the size of the parts that were read.
+/// Reads the files in parts, and gives each part to `take_part`, until `take_part` returns false.
+/// Returns the hash and the size of the parts that were read.
 fn read_files(
     files: &[(&'static str, FileContent)],
-    mut take: impl FnMut(ModelFilePart) -> bool,
+    mut take_part: impl FnMut(ModelFilePart) -> bool,
 ) -> Result<ModelFiles, Error> {
     let (mut hasher, mut bytes_left) = (FilesHasher::default(), BYTES_MAX);
     for (name, content) in files {
@@ -247,13 +250,13 @@ fn read_files(
         hasher.begin_file(name, bytes);
         loop {
             let mut data = vec![];
-            let part = reader.by_ref().take(PART_BYTES_MAX as u64).read_to_end(&mut data);
-            part.map_err(read_error(Path::new(name)))?;
+            let read_result = reader.by_ref().take(PART_BYTES_MAX as u64).read_to_end(&mut data);
+            read_result.map_err(read_error(Path::new(name)))?;
             if data.is_empty() {
                 break;
             }
             hasher.update(&data);
-            if !take(ModelFilePart { name: (*name).to_owned(), data }) {
+            if !take_part(ModelFilePart { name: (*name).to_owned(), data }) {
                 return Ok(hasher.finish());
             }
         }
@@ -271,7 +274,7 @@ fn find_template(source: &TokenizerSource, folder: &Path, hub: Option<&Path>) ->
     if source.has_template_defaults {
         return Template::Unsupported("the engine has default_chat_template_kwargs");
     }
-    if let Some(setting) = &source.template {
+    if let Some(setting) = &source.template_setting {
         let path = Path::new(setting);
         let is_jinja = path.extension().is_some_and(|extension| extension == "jinja");
         let text = read_small_file(path).filter(|_| is_jinja);

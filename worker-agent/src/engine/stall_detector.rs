@@ -1,6 +1,8 @@
-//! Detects an engine that is stalled: its requests wait, and it runs none of them. Pure.
+//! Detects an engine that is stalled: requests of a rank wait, and the rank runs none. Pure.
 //!
-//! This happens for example when sessions that the agent doesn't know hold all of a rank's KV.
+//! A *rank* is a data parallel rank of the engine. A stall happens for example when sessions that
+//! the agent doesn't know hold all of a rank's KV. [`StallDetector`] gets the load samples that the
+//! agent reads from the engine. It returns a text for an operator, and does nothing about a stall.
 
 use std::time::{Duration, Instant};
 
@@ -27,7 +29,7 @@ impl StallDetector {
     /// text about it for an operator.
     pub fn check_sample(&mut self, sample: &Sample, stall_max: Duration) -> Option<String> {
         self.standstills.resize(sample.ranks.len(), None);
-        let mut stall = None;
+        let mut stall_text = None;
         for (rank, standstill) in sample.ranks.iter().zip(&mut self.standstills) {
             let only_waits = rank.num_waiting_reqs > 0 && rank.num_running_reqs == 0;
             let prefilled = rank.total_prefill_uncached_tokens;
@@ -36,17 +38,17 @@ impl StallDetector {
                 _ if !only_waits => None,
                 // The engine prefills a long prompt in chunks before it counts the request as
                 // running. A changed counter is therefore progress.
-                Some(before) if before.prefilled != prefilled => Some(new_standstill),
-                Some(before) => Some(before),
+                Some(known) if known.prefilled != prefilled => Some(new_standstill),
+                Some(known) => Some(known),
                 None => Some(new_standstill),
             };
-            let time =
+            let stalled_for =
                 standstill.map(|standstill| sample.at.saturating_duration_since(standstill.since));
-            if time.is_some_and(|time| time >= stall_max) {
-                stall = Some(describe_stall(rank, stall_max));
+            if stalled_for.is_some_and(|time| time >= stall_max) {
+                stall_text = Some(describe_stall(rank, stall_max));
             }
         }
-        stall
+        stall_text
     }
 }
 

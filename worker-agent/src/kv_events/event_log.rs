@@ -45,20 +45,20 @@ pub(super) struct RankSnapshot {
 /// The channel over which watchers request a rank's snapshot. The rank's task answers each request.
 pub(super) type SnapshotRequests = mpsc::Sender<oneshot::Sender<RankSnapshot>>;
 
-/// State shared by the ranks and the watchers.
+/// The log and the ranks' request channels, shared by the tasks of the ranks and of the watchers.
 #[derive(Debug)]
 pub(super) struct EventLog {
     log: Mutex<BoundedLog<LogEntry>>,
     /// The number that the next entry will have.
     next_number: watch::Sender<u64>,
-    /// The ranks of the present engine, in order.
-    ranks: watch::Sender<Vec<SnapshotRequests>>,
+    /// The request channel of each rank of the present engine, in rank order.
+    rank_requests: watch::Sender<Vec<SnapshotRequests>>,
 }
 
 impl EventLog {
     pub(super) fn new() -> Self {
         let log = Mutex::new(BoundedLog::new(LOG_BYTES_MAX));
-        Self { log, next_number: watch::Sender::new(0), ranks: watch::Sender::default() }
+        Self { log, next_number: watch::Sender::new(0), rank_requests: watch::Sender::default() }
     }
 
     pub(super) fn append(&self, dp_rank: u32, content: EntryContent) {
@@ -79,6 +79,7 @@ impl EventLog {
         *self.next_number.borrow()
     }
 
+    /// Returns the entry with a number, or `None` if it doesn't exist yet.
     pub(super) fn get(&self, number: u64) -> Result<Option<Arc<LogEntry>>, Dropped> {
         self.log.lock().get(number)
     }
@@ -92,7 +93,7 @@ impl EventLog {
     /// its snapshot.
     pub(super) fn replace_ranks(&self, ranks: Vec<SnapshotRequests>) {
         let new_count = ranks.len();
-        let old_count = self.ranks.send_replace(ranks).len();
+        let old_count = self.rank_requests.send_replace(ranks).len();
         for dp_rank in (0..).take(new_count.max(old_count)) {
             self.append(dp_rank, EntryContent::Reset);
         }
@@ -100,13 +101,13 @@ impl EventLog {
 
     /// Returns the number of ranks.
     pub(super) fn rank_count(&self) -> usize {
-        self.ranks.borrow().len()
+        self.rank_requests.borrow().len()
     }
 
     /// Requests the snapshot of a rank. Returns `None` if the rank is replaced meanwhile. In that
     /// case, a reset of the rank follows in the log.
     pub(super) async fn request_snapshot(&self, dp_rank: u32) -> Option<RankSnapshot> {
-        let requests = self.ranks.borrow().get(dp_rank as usize).cloned();
+        let requests = self.rank_requests.borrow().get(dp_rank as usize).cloned();
         let Some(requests) = requests else {
             let why = format!("the engine has no rank {dp_rank} any more");
             return Some(RankSnapshot { changes: Err(why), next_entry: self.next_number() });

@@ -1,8 +1,9 @@
 //! Reads MessagePack values, of the kinds that the engine's KV events have.
 //!
-//! [`Reader`] reads a slice in order and allocates nothing. A message may announce a length that is
-//! larger than the message itself. So a caller that allocates memory for an announced length must
-//! bound it by [`Reader::bytes_left`].
+//! [`Reader`] reads a message value by value, for the decoder of the events. It knows no event
+//! fields, and allocates nothing. A message may announce a length that is larger than the message
+//! itself. So a caller that allocates memory for an announced length must bound it by
+//! [`Reader::bytes_left`].
 
 /// Why a message could not be read.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

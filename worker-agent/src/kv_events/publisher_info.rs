@@ -1,7 +1,8 @@
 //! Reads from the engine's `/server_info` where the agent can subscribe to its KV events.
 //!
 //! A KV event says that the engine's cache has stored or evicted *pages*, the engine's units of KV
-//! memory. Each data parallel (DP) rank publishes its own events.
+//! memory. Each data parallel (DP) rank publishes its own events. The agent tracks the cache by
+//! these events. This module only reads the addresses, and connects to nothing.
 
 use serde_json::Value;
 
@@ -52,8 +53,8 @@ impl PublisherAddresses {
         let port =
             |key: &str| kv_events.get(key)?.as_u64().and_then(|port| u16::try_from(port).ok());
         if text("publisher") != Some("zmq") {
-            let other = text("publisher").unwrap_or("none");
-            return Err(format!("the engine's publisher of KV events is {other}, not zmq"));
+            let publisher = text("publisher").unwrap_or("none");
+            return Err(format!("the engine's publisher of KV events is {publisher}, not zmq"));
         }
         let host = match text("endpoint_host").unwrap_or("*") {
             // With a wildcard address, the publisher listens on every address of the engine's host.

@@ -1,8 +1,9 @@
 //! Connects to the engine's ZeroMQ sockets, from which the agent reads KV events.
 //!
 //! It speaks ZeroMQ's wire protocol, ZMTP 3.0 without security, as far as the agent needs it. The
-//! agent subscribes to a PUB socket, and sends requests to a ROUTER socket. A [`Connection`]
-//! neither queues messages nor reconnects by itself, because the caller must know when it breaks.
+//! agent subscribes to a PUB socket, on which the engine publishes its events. On a ROUTER socket,
+//! the agent asks the engine to send events again. A [`Connection`] neither queues messages nor
+//! reconnects by itself, because the caller must know when the connection breaks.
 //! Sizes that the peer announces are bounded.
 
 use std::time::Duration;
@@ -36,7 +37,9 @@ const FLAG_COMMAND: u8 = 4;
 /// The socket type that this end announces.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum SocketType {
+    /// Subscribes to a PUB socket.
     Sub,
+    /// Sends requests to a ROUTER socket, and receives the answers.
     Dealer,
 }
 
@@ -67,7 +70,7 @@ pub(super) enum Error {
 #[derive(Debug)]
 pub(super) struct Connection {
     stream: TcpStream,
-    messages: Messages,
+    assembler: MessageAssembler,
 }
 
 impl Connection {
@@ -81,7 +84,7 @@ impl Connection {
             let mut peer_greeting = [0; GREETING_BYTES];
             stream.read_exact(&mut peer_greeting).await?;
             is_greeting(&peer_greeting).then_some(()).ok_or(Error::Greeting)?;
-            Ok(Self { stream, messages: Messages::default() })
+            Ok(Self { stream, assembler: MessageAssembler::default() })
         };
         timeout(CONNECT_MAX, connect).await.map_err(|_| Error::Timeout)?
     }
@@ -104,11 +107,11 @@ impl Connection {
     /// Returns the frames of the next message. Cancel-safe: dropping the future loses no bytes.
     pub(super) async fn receive(&mut self) -> Result<Vec<Bytes>, Error> {
         loop {
-            if let Some(message) = self.messages.next()? {
+            if let Some(message) = self.assembler.next_message()? {
                 return Ok(message);
             }
-            self.messages.unread.reserve(READ_BYTES);
-            if self.stream.read_buf(&mut self.messages.unread).await? == 0 {
+            self.assembler.unread.reserve(READ_BYTES);
+            if self.stream.read_buf(&mut self.assembler.unread).await? == 0 {
                 return Err(Error::Closed);
             }
         }
@@ -152,7 +155,7 @@ fn append_frame(flags: u8, frame: &[u8], bytes: &mut Vec<u8>) {
     bytes.extend(frame);
 }
 
-/// The header of a frame.
+/// The header of a frame: its flags, its own length, and that of the body after it.
 struct Header {
     flags: u8,
     header_bytes: usize,
@@ -161,17 +164,17 @@ struct Header {
 
 /// Assembles messages from bytes as they arrive. Pure.
 #[derive(Debug, Default)]
-struct Messages {
+struct MessageAssembler {
     /// Bytes that were received and not yet parsed.
     unread: BytesMut,
-    /// The frames so far of a message that is not complete.
+    /// The frames that have arrived of a message that is not complete.
     frames: Vec<Bytes>,
 }
 
-impl Messages {
+impl MessageAssembler {
     /// Returns the next complete message, if there is one. Skips the protocol's commands, because
     /// none of them matters to a subscriber or a requester.
-    fn next(&mut self) -> Result<Option<Vec<Bytes>>, Error> {
+    fn next_message(&mut self) -> Result<Option<Vec<Bytes>>, Error> {
         while let Some(Header { flags, header_bytes, body_bytes }) = self.read_header()? {
             let frame_bytes = header_bytes.checked_add(body_bytes);
             let Some(frame_bytes) = frame_bytes.filter(|bytes| *bytes <= self.unread.len()) else {

@@ -34,9 +34,9 @@ fn expected() -> [Vec<Bytes>; 2] {
     ]
 }
 
-fn take(messages: &mut Messages, bytes: &[u8]) -> Result<Vec<Vec<Bytes>>, Error> {
+fn take(messages: &mut MessageAssembler, bytes: &[u8]) -> Result<Vec<Vec<Bytes>>, Error> {
     messages.unread.extend_from_slice(bytes);
-    std::iter::from_fn(|| messages.next().transpose()).collect()
+    std::iter::from_fn(|| messages.next_message().transpose()).collect()
 }
 
 proptest! {
@@ -48,7 +48,7 @@ proptest! {
         let mut cuts: Vec<usize> = cuts.into_iter().map(|cut| cut.min(bytes.len())).collect();
         cuts.extend([0, bytes.len()]);
         cuts.sort_unstable();
-        let (mut messages, mut found) = (Messages::default(), vec![]);
+        let (mut messages, mut found) = (MessageAssembler::default(), vec![]);
         for pair in cuts.windows(2) {
             found.extend(take(&mut messages, &bytes[pair[0]..pair[1]]).unwrap());
         }
@@ -57,13 +57,13 @@ proptest! {
 
     #[test]
     fn no_bytes_break_it(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
-        let _ = take(&mut Messages::default(), &bytes);
+        let _ = take(&mut MessageAssembler::default(), &bytes);
     }
 }
 
 #[test]
 fn what_has_no_bound_is_refused_before_it_comes() {
-    let taken = |bytes: &[u8]| take(&mut Messages::default(), bytes);
+    let taken = |bytes: &[u8]| take(&mut MessageAssembler::default(), bytes);
     assert!(matches!(taken(&[FLAG_LONG, 0, 0, 0, 0, 0xff, 0, 0, 0]), Err(Error::Bound)));
     assert!(matches!(taken(&[FLAG_LONG, 0xff, 0xff, 0xff, 0xff, 0, 0, 0, 0]), Err(Error::Bound)));
     assert!(matches!(taken(&[FLAG_MORE, 0].repeat(FRAMES_MAX + 1)), Err(Error::Bound)));
