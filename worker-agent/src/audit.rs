@@ -66,7 +66,7 @@ const ANSWER_MAX: Duration = Duration::from_secs(30);
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Audit {
     /// When the agent received the audit, some milliseconds after it was made.
-    pub at: Instant,
+    pub arrived_at: Instant,
     /// The totals, and the faults with the sessions that they concern. The age in it is 0.
     pub pages: PageAudit,
     /// The sessions that hold pages, largest first.
@@ -76,8 +76,8 @@ pub struct Audit {
 impl Audit {
     /// Returns the totals and the faults, with their age at `now`.
     #[must_use]
-    pub fn pages(&self, now: Instant) -> PageAudit {
-        let age = now.saturating_duration_since(self.at).as_millis();
+    pub fn pages_with_age(&self, now: Instant) -> PageAudit {
+        let age = now.saturating_duration_since(self.arrived_at).as_millis();
         PageAudit { age_ms: u32::try_from(age).unwrap_or(u32::MAX), ..self.pages.clone() }
     }
 
@@ -96,7 +96,7 @@ impl Audit {
     /// Returns the totals and the faults for a load report, which contains no session names.
     #[must_use]
     pub fn load_report_pages(&self, now: Instant) -> PageAudit {
-        let mut pages = self.pages(now);
+        let mut pages = self.pages_with_age(now);
         pages.findings.iter_mut().for_each(|finding| finding.named.clear());
         pages
     }
@@ -438,7 +438,10 @@ mod tests {
         assert_eq!(shown, [("", 6, Some(5)), ("berth-a-1", 4, Some(3))], "a turn has no name");
         assert_eq!(audit.sessions[1].share_milli, 4000);
         let later = now + Duration::from_millis(250);
-        assert_eq!((audit.pages(later).pages, audit.pages(later).age_ms), (100, 250));
+        assert_eq!(
+            (audit.pages_with_age(later).pages, audit.pages_with_age(later).age_ms),
+            (100, 250)
+        );
     }
 
     #[test]

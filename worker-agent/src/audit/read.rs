@@ -38,8 +38,8 @@ pub struct SessionPages {
     pub tail_tokens: u64,
 }
 
-/// Decodes the report in the shim's answer, which arrived at `at`.
-pub(super) fn decode_audit(reply: &AuditReply, at: Instant) -> Result<Audit, String> {
+/// Decodes the report in the shim's answer, which arrived at `arrived_at`.
+pub(super) fn decode_audit(reply: &AuditReply, arrived_at: Instant) -> Result<Audit, String> {
     let report = Report::decode(&reply.report).map_err(|error| error.to_string())?;
     let session_id = |number: u32| reply.names.get(number as usize).cloned().unwrap_or_default();
     let mut sessions: Vec<SessionPages> = report
@@ -57,7 +57,7 @@ pub(super) fn decode_audit(reply: &AuditReply, at: Instant) -> Result<Audit, Str
         .collect();
     sessions.sort_by(|a, b| (b.pages, &a.incarnation).cmp(&(a.pages, &b.incarnation)));
     sessions.truncate(SESSIONS_MAX);
-    Ok(Audit { at, pages: page_audit(&report, session_id), sessions })
+    Ok(Audit { arrived_at, pages: page_audit(&report, session_id), sessions })
 }
 
 /// Converts the report's totals and findings.

@@ -50,7 +50,7 @@ pub enum Error {
     },
     /// The parent page is unknown: its event was lost or never sent.
     #[error("the parent of these pages is unknown; earlier events were lost")]
-    Orphan,
+    UnknownParent,
     /// A page is already known, after another page than the event says. The engine contradicts
     /// itself, or an event was lost.
     #[error("a page is already known after another parent; earlier events were lost")]
@@ -61,7 +61,7 @@ pub enum Error {
     WideToken,
     /// The maximum number of pages, which the caller of [`Pages::new`] gave, is already tracked.
     #[error("more than {0} pages are resident; earlier events were lost")]
-    Full(usize),
+    TooManyPages(usize),
 }
 
 /// A change of resident blocks, to be passed to routers.
@@ -239,7 +239,7 @@ impl Pages {
         let mut position = match stored.parent {
             None => Position { run: ROOT, pages_before: 0 },
             Some(parent) => {
-                let (run, parent_index) = self.find(parent).ok_or(Error::Orphan)?;
+                let (run, parent_index) = self.find(parent).ok_or(Error::UnknownParent)?;
                 Position { run, pages_before: parent_index + 1 }
             }
         };

@@ -316,7 +316,7 @@ impl RankCache {
             }
         }
         if let Err(error) = self.pages.apply(event, deltas) {
-            if error == Error::Orphan {
+            if error == Error::UnknownParent {
                 self.counts.orphans += 1;
             } else {
                 self.counts.refused += 1;

@@ -176,7 +176,7 @@ impl Owner {
         let sessions = audit.sessions.iter();
         let key = |incarnation: &str| self.table.session_key(incarnation).cloned();
         RankPages {
-            pages: audit.pages(now()),
+            pages: audit.pages_with_age(now()),
             sessions: sessions.map(|held| (key(&held.incarnation), held.clone())).collect(),
         }
     }

@@ -54,7 +54,7 @@ impl Pages {
             if tokens.len() < page_tokens {
                 rejection = Some(Error::WideToken);
             } else if self.count == self.pages_max {
-                rejection = Some(Error::Full(self.pages_max));
+                rejection = Some(Error::TooManyPages(self.pages_max));
             } else if self.find(page).is_some() {
                 rejection = Some(Error::OtherParent);
             }

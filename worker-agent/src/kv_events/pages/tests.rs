@@ -109,7 +109,7 @@ impl Oracle {
                 let event = CacheEvent::Stored(stored(&prompt, from, page_tokens, medium(*tier)));
                 let taken = pages.apply(&event, &mut deltas);
                 let is_orphan = from > 0 && !self.knows(prompt.pages[from - 1]);
-                assert_eq!(taken, if is_orphan { Err(Error::Orphan) } else { Ok(()) });
+                assert_eq!(taken, if is_orphan { Err(Error::UnknownParent) } else { Ok(()) });
                 if !is_orphan {
                     self.learn(&prompt, page_tokens);
                     self.resident.extend(prompt.pages[from..].iter().map(|page| (*tier, *page)));
@@ -254,9 +254,9 @@ fn what_cannot_be_taken_is_refused_and_what_came_before_is_kept() {
     let (taken, deltas) = apply(&mut pages, image);
     assert_eq!((taken, pages.count(), deltas.len()), (Err(Error::WideToken), 4, 1));
     let (taken, deltas) = apply(&mut pages, stored(&all, 4, 16, Medium::Gpu));
-    assert_eq!((taken, pages.count(), deltas.len()), (Err(Error::Full(8)), 8, 1));
+    assert_eq!((taken, pages.count(), deltas.len()), (Err(Error::TooManyPages(8)), 8, 1));
     let (taken, deltas) = apply(&mut pages, stored(&all, 9, 16, Medium::Gpu));
-    assert_eq!((taken, deltas), (Err(Error::Orphan), vec![]));
+    assert_eq!((taken, deltas), (Err(Error::UnknownParent), vec![]));
     let (taken, deltas) = apply(&mut pages, stored(&all, 0, 16, Medium::Other));
     assert_eq!((taken, deltas), (Ok(()), vec![]));
 }
