@@ -1,8 +1,10 @@
 //! Keeps the account of each rank's KV pool, from which the load reports to routers are made.
 //!
-//! The account combines four sources: the engine's description and load samples, the figures of the
-//! *shim* (Berth's part inside the engine), and what the session table knows from its turns. Each
-//! reported [`Figure`] names its source and its age. This module does no I/O and reads no clock.
+//! The account combines four sources: the engine's description, the engine's load samples, the
+//! figures of the *shim* (Berth's part inside the engine), and the session table. A session is a
+//! chain of turns (one request and its answer each); a *pinned* session keeps its KV and a request
+//! row of the engine between its turns. Each reported [`Figure`] names its source and its age. This
+//! module admits no turns, does no I/O and reads no clock.
 
 use std::{
     collections::HashMap,
@@ -27,8 +29,7 @@ const RANKS_MAX: u32 = 256;
 /// The limits for admitting turns and sessions.
 #[derive(Debug, Clone, Copy)]
 pub struct Limits {
-    /// The number of request rows of each rank that pinned sessions leave free. A pinned session
-    /// keeps its KV and a row between its turns.
+    /// The number of request rows of each rank that pinned sessions leave free.
     pub rows_reserve: u32,
     /// The share of a rank's pool that pinned sessions may hold, 0 to 1.
     pub pin_budget_ratio: f64,
@@ -39,7 +40,7 @@ pub struct Limits {
 impl Limits {
     /// Returns the maximum number of turns inside the engine, over all ranks.
     #[must_use]
-    pub fn turns_everywhere_max(&self) -> usize {
+    pub fn turns_max_over_ranks(&self) -> usize {
         self.turns_max as usize * RANKS_MAX as usize
     }
 }
@@ -91,18 +92,18 @@ pub struct PoolFacts {
     /// The number of requests in the engine's queue.
     pub waiting: u64,
     /// When the figures were read.
-    pub at: Instant,
+    pub read_at: Instant,
 }
 
 /// Whether the agent and its engine work, as load reports say it.
 #[derive(Debug, Clone, Default)]
 pub struct AgentHealth {
     /// Why the engine can't take turns; `None` if it can.
-    pub unhealthy: Option<String>,
+    pub unhealthy_reason: Option<String>,
     /// Whether the agent takes no new sessions.
-    pub draining: bool,
+    pub is_draining: bool,
     /// Why only a restart of the engine helps; `None` if none is needed.
-    pub restart_required: Option<String>,
+    pub restart_reason: Option<String>,
 }
 
 impl Ledger {
@@ -219,7 +220,8 @@ impl Ledger {
                 let rank = sample.ranks.iter().find(|rank| rank.dp_rank == dp_rank)?;
                 Some((rank, age_ms(now, sample.at)))
             });
-            let facts = self.shim_facts.get(&dp_rank).map(|facts| (facts, age_ms(now, facts.at)));
+            let facts =
+                self.shim_facts.get(&dp_rank).map(|facts| (facts, age_ms(now, facts.read_at)));
             let totals = table.totals(dp_rank);
             let mut load = self.rank_load(dp_rank, size, sample, facts, &totals);
             self.add_prefill_figures(now, table, &mut load);
@@ -230,10 +232,11 @@ impl Ledger {
         LoadReport {
             interval,
             ranks: ranks.collect(),
-            unhealthy: health.unhealthy,
-            // Rows and pages that the engine will never free reduce what new sessions could get.
-            draining: health.draining || health.restart_required.is_some(),
-            restart_required: health.restart_required,
+            unhealthy: health.unhealthy_reason,
+            // If the engine needs a restart, it holds rows or pages that it will never free. Routers
+            // then open no new sessions here, as if the agent drained.
+            draining: health.is_draining || health.restart_reason.is_some(),
+            restart_required: health.restart_reason,
         }
     }
 

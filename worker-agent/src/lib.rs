@@ -196,7 +196,7 @@ pub async fn run(
         tasks: tasks.clone(),
         metrics,
     };
-    let turns_max = limits(&config).turns_everywhere_max() + config.turns_queued_max;
+    let turns_max = limits(&config).turns_max_over_ranks() + config.turns_queued_max;
     let turns_max = (turns_max + staged_prefill_queue::PROMPTS_MAX).min(CLIENT_CONNECTIONS_MAX);
     let runner = staged_prefill_runner(queues, &context).await;
     let app = data_port::app(context, runner.map_or_else(Router::new, Runner::routes));

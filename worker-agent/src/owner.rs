@@ -194,11 +194,12 @@ impl Owner {
             retentions: vec![],
         };
         let table = Table::new(setup.rules.clone(), engine);
-        let turns_max = setup.limits.turns_everywhere_max() + setup.rules.turns_queued_max;
+        let turns_max = setup.limits.turns_max_over_ranks() + setup.rules.turns_queued_max;
         let (end_sender, end_receiver) = mpsc::channel(turns_max);
         let ledger = Ledger::new(setup.limits);
         let down_reason = Some("the engine has not answered yet".to_owned());
-        let health = AgentHealth { unhealthy: down_reason.clone(), ..AgentHealth::default() };
+        let health =
+            AgentHealth { unhealthy_reason: down_reason.clone(), ..AgentHealth::default() };
         let gpus = setup.gpus.snapshot();
         let report = ledger.report(now(), &table, &gpus, setup.report_interval, health);
         Self {

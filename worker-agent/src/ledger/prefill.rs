@@ -1,12 +1,13 @@
 //! Measures how many prompt tokens a rank of the engine computes per second (its prefill rate).
 //!
 //! The engine has two counters: the prompt tokens it has computed, and the time it took for them.
-//! The agent samples both periodically. The rate is the tokens divided by the time, summed over a
-//! sliding window of intervals between two samples.
+//! The agent samples both periodically. For each interval between two samples, this module adds the
+//! tokens to one sum and the time to another. The rate is the tokens' sum divided by the time's
+//! sum. When the sums get large, both are scaled down, so old intervals lose weight.
 //!
-//! Every forward pass has a fixed cost, so short prompts look slow. The rate is meant for long
-//! prompts. The sums suit that purpose, because an interval with more tokens has more weight. This
-//! module does no I/O and reads no clock.
+//! Load reports tell routers the rate. It is meant for long prompts: every forward pass has a fixed
+//! cost, so short prompts look slow. In the sums, an interval with more tokens has more weight.
+//! This module does no I/O and reads no clock.
 
 use std::time::Instant;
 
@@ -16,52 +17,57 @@ const INTERVAL_TOKENS_MIN: u64 = 256;
 /// The rate is not reported before this many tokens were measured. So one disturbed short interval
 /// doesn't determine the rate alone.
 const REPORTED_TOKENS_MIN: u64 = 1024;
-/// The size of the sliding window, in tokens. A measurement that is this many tokens old has about
-/// a third of the weight of a new one. The window holds a few long prompts, so the rate follows the
-/// load and not a single prompt.
-const WINDOW_TOKENS: u64 = 1 << 17;
-/// Femtoseconds per microsecond. The engine counts microseconds, and the window keeps femtoseconds.
-/// Because of this, the rounding when the sums are scaled to the window changes the rate by less
+/// The largest sum of tokens that is kept. When the sum gets larger, both sums are scaled down, so
+/// that the tokens' sum is this again. An interval after which this many more tokens were measured
+/// has about a third of the weight of a new one. The sum is as large as a few long prompts, so a
+/// single prompt doesn't determine the rate.
+const TOKENS_SUM_MAX: u64 = 1 << 17;
+/// Femtoseconds per microsecond. The engine counts microseconds. The time's sum is kept in
+/// femtoseconds, because scaling rounds it. In this unit, the rounding changes the rate by less
 /// than one token per second.
 const FS_PER_US: u128 = 1_000_000_000;
 
 /// The prefill rate of one rank.
 #[derive(Debug, Clone, Default)]
 pub struct PrefillRate {
-    /// The counters at the newest sample: tokens and microseconds. `None` before the first sample.
-    counters: Option<(u64, u64)>,
-    /// The tokens in the window, at most [`WINDOW_TOKENS`].
-    tokens: u64,
-    /// The engine's time for the tokens in the window, in femtoseconds.
-    busy_fs: u128,
-    /// When the newest interval in the window ended; `None` if the window is empty.
+    /// The engine's counters at the newest sample: tokens and microseconds. `None` before the first
+    /// sample.
+    last_counters: Option<(u64, u64)>,
+    /// The sum of the intervals' tokens, at most [`TOKENS_SUM_MAX`].
+    tokens_sum: u64,
+    /// The sum of the engine's times for these tokens, in femtoseconds.
+    busy_fs_sum: u128,
+    /// When the newest interval in the sums ended; `None` if the sums are 0.
     measured_at: Option<Instant>,
 }
 
 impl PrefillRate {
     /// Adds the interval from the previous sample to this one. If a counter has decreased, the
-    /// engine was restarted, and the window is emptied.
+    /// engine was restarted, and the sums start again at 0.
     pub fn record_sample(&mut self, at: Instant, tokens_total: u64, busy_us_total: u64) {
         let counters = (tokens_total, busy_us_total);
-        let Some((tokens_before, busy_before)) = self.counters.replace(counters) else { return };
+        let last_counters = self.last_counters.replace(counters);
+        let Some((tokens_before, busy_us_before)) = last_counters else { return };
         let tokens = tokens_total.checked_sub(tokens_before);
-        let (Some(tokens), Some(busy_us)) = (tokens, busy_us_total.checked_sub(busy_before)) else {
-            *self = Self { counters: Some(counters), ..Self::default() };
+        let (Some(tokens), Some(busy_us)) = (tokens, busy_us_total.checked_sub(busy_us_before))
+        else {
+            *self = Self { last_counters: Some(counters), ..Self::default() };
             return;
         };
         if tokens < INTERVAL_TOKENS_MIN || busy_us == 0 {
             return;
         }
-        // The tokens and the times are summed. A mean of the intervals' rates would be wrong,
-        // because after a stall the engine counts tokens that took no time.
-        self.tokens = self.tokens.saturating_add(tokens);
-        self.busy_fs = self.busy_fs.saturating_add(u128::from(busy_us) * FS_PER_US);
-        if self.tokens > WINDOW_TOKENS {
-            // Scale both sums down to the window's size.
-            let scaled_fs = self.busy_fs.saturating_mul(u128::from(WINDOW_TOKENS));
+        // Sums are kept, because a mean of the intervals' rates would be wrong. The engine counts
+        // the time of a pass from the moment when its scheduler noticed the end of the pass before.
+        // If the scheduler notices an end late, that pass gets too much time, and the next pass
+        // gets almost none. In the sums, the two errors cancel out.
+        self.tokens_sum = self.tokens_sum.saturating_add(tokens);
+        self.busy_fs_sum = self.busy_fs_sum.saturating_add(u128::from(busy_us) * FS_PER_US);
+        if self.tokens_sum > TOKENS_SUM_MAX {
+            let scaled_fs = self.busy_fs_sum.saturating_mul(u128::from(TOKENS_SUM_MAX));
             // The time is rounded up, so that the rate is never reported too high.
-            self.busy_fs = scaled_fs.div_ceil(u128::from(self.tokens));
-            self.tokens = WINDOW_TOKENS;
+            self.busy_fs_sum = scaled_fs.div_ceil(u128::from(self.tokens_sum));
+            self.tokens_sum = TOKENS_SUM_MAX;
         }
         self.measured_at = Some(at);
         debug_assert!(self.is_sound(), "{self:?}");
@@ -71,15 +77,15 @@ impl PrefillRate {
     /// `None` until enough tokens were measured.
     #[must_use]
     pub fn tokens_per_s(&self) -> Option<(u64, Instant)> {
-        if self.tokens < REPORTED_TOKENS_MIN {
+        if self.tokens_sum < REPORTED_TOKENS_MIN {
             return None;
         }
-        let rate = u128::from(self.tokens) * 1_000_000 * FS_PER_US / self.busy_fs.max(1);
+        let rate = u128::from(self.tokens_sum) * 1_000_000 * FS_PER_US / self.busy_fs_sum.max(1);
         Some((u64::try_from(rate).unwrap_or(u64::MAX).max(1), self.measured_at?))
     }
 
     fn is_sound(&self) -> bool {
-        self.tokens <= WINDOW_TOKENS && (self.tokens > 0) == self.measured_at.is_some()
+        self.tokens_sum <= TOKENS_SUM_MAX && (self.tokens_sum > 0) == self.measured_at.is_some()
     }
 }
 
@@ -163,11 +169,11 @@ mod tests {
     }
 
     #[test]
-    fn the_window_s_end_costs_less_than_a_token() {
+    fn scaling_the_sums_costs_less_than_a_token() {
         let mut rate = PrefillRate::default();
         rate.record_sample(start(), 0, 0);
-        rate.record_sample(start(), WINDOW_TOKENS + 1, 1000);
-        let exact = (WINDOW_TOKENS + 1) * 1000;
+        rate.record_sample(start(), TOKENS_SUM_MAX + 1, 1000);
+        let exact = (TOKENS_SUM_MAX + 1) * 1000;
         let told = told(&rate).unwrap();
         assert!((exact - 1..=exact).contains(&told), "{told} of {exact}");
     }
@@ -212,7 +218,7 @@ mod tests {
                 prop_assert!(rate.is_sound());
             }
             if let Some(told) = told(&rate) {
-                // Rounded down once, and at every scaling to the window.
+                // Rounded down once, and at every scaling of the sums.
                 prop_assert!(told + 2 >= low && told <= high.max(1), "{low} {told} {high}");
             }
         }

@@ -50,11 +50,11 @@ impl Owner {
         let interval = self.setup.report_interval;
         let health = AgentHealth {
             // A failed GPU stops the engine too. So the GPU's reason comes first: it is the cause.
-            unhealthy: [&gpus.unhealthy, &self.down_reason, &self.stuck_reason]
+            unhealthy_reason: [&gpus.unhealthy, &self.down_reason, &self.stuck_reason]
                 .into_iter()
                 .find_map(Clone::clone),
-            draining: self.drain.is_some(),
-            restart_required: self
+            is_draining: self.drain.is_some(),
+            restart_reason: self
                 .table
                 .restart_required(now)
                 .or_else(|| self.audits.restart_reason(now)),

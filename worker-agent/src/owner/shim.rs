@@ -95,7 +95,7 @@ impl Owner {
             uncached: facts.uncached_tokens,
             running: u64::from(facts.running),
             waiting: u64::from(facts.waiting),
-            at: facts.read_at,
+            read_at: facts.read_at,
         };
         self.ledger.set_shim_facts(facts.dp_rank, Some(pool_facts));
         let used_tokens = pool_facts
