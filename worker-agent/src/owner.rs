@@ -86,7 +86,7 @@ pub struct OwnerSetup {
     pub limits: Limits,
     /// The rules of the session table.
     pub rules: Rules,
-    /// The journal of open sessions, which outlives the process.
+    /// The file that lists the open sessions, so that the next agent process can close them.
     pub journal: Journal,
     /// Sends commands to the shim inside the engine.
     pub shim: ShimHandle,
@@ -148,20 +148,23 @@ struct Owner {
     report: watch::Sender<Arc<LoadReport>>,
     description: watch::Sender<Option<Arc<Description>>>,
     drain: Option<Drain>,
-    /// The ranks with a connected shim, and whether that shim can demote sessions.
+    /// The ranks with a connected shim, and whether that shim can demote sessions. To demote a
+    /// session is to free its KV but keep it open.
     connected_shims: HashMap<u32, bool>,
     /// The SGLang version reported by a connected trimmer that works; `None` without one.
     trimmer_version: Option<String>,
-    /// Tasks that pass on a turn's answer and wait to learn how the turn runs, by request id.
+    /// Tasks that pass on a turn's answer and wait to learn how the turn runs (in its session or
+    /// outside, for example), by request id.
     run_mode_waiters: HashMap<String, oneshot::Sender<RunModeResult>>,
     audits: Audits,
-    audit_waiters: Vec<audit_desk::Waiter>,
+    audit_waiters: Vec<audit_desk::AuditWaiter>,
     /// The threads of this process that audit a rank, by DP rank.
-    remote_audits: HashMap<u32, RemoteAuditor>,
-    /// The places of volatile prefixes for which a warning was logged.
+    remote_audits: HashMap<u32, Remote>,
+    /// The places in prompts for which a warning of a volatile prefix (an early text that differs
+    /// from turn to turn) was logged.
     warned_places: HashSet<Option<PromptPlace>>,
     /// Whether something may have changed since the last load report.
-    is_changed: bool,
+    is_report_stale: bool,
     last_report_at: Instant,
 }
 
@@ -225,7 +228,7 @@ impl Owner {
             audit_waiters: vec![],
             remote_audits: HashMap::new(),
             warned_places: HashSet::new(),
-            is_changed: true,
+            is_report_stale: true,
             last_report_at: now(),
             setup,
         }
@@ -254,14 +257,14 @@ impl Owner {
                     self.waiters.remove(&end.rid);
                     self.run_mode_waiters.remove(&end.rid);
                     self.table.end_turn(now(), &end.rid, end.outcome);
-                    self.is_changed = true;
+                    self.is_report_stale = true;
                 }
                 message = messages.recv() => match message {
                     Some(message) => self.handle_message(message),
                     None => return,
                 },
                 Some(news) = shim_news.recv() => self.handle_shim_news(news),
-                Ok(()) = gpus.changed() => self.is_changed = true,
+                Ok(()) = gpus.changed() => self.is_report_stale = true,
                 () = tokio::time::sleep_until(deadline.into()) => {}
                 () = token.cancelled() => return,
             }
@@ -272,10 +275,11 @@ impl Owner {
     /// Returns the time at which the task must act if no message comes before.
     fn next_deadline(&self) -> Instant {
         let report_interval =
-            if self.is_changed { REPORT_INTERVAL_MIN } else { self.setup.report_interval };
-        let drain = self.drain.as_ref().filter(|drain| drain.done.is_some());
+            if self.is_report_stale { REPORT_INTERVAL_MIN } else { self.setup.report_interval };
+        let drain = self.drain.as_ref().filter(|drain| drain.reply.is_some());
         let deadlines = [self.table.next_deadline(), self.audits.next_due()];
-        let deadlines = deadlines.into_iter().chain([drain.map(|drain| drain.deadline)]).flatten();
+        let deadlines =
+            deadlines.into_iter().chain([drain.map(|drain| drain.next_abort_at)]).flatten();
         deadlines.fold(self.last_report_at + report_interval, Instant::min)
     }
 
@@ -285,14 +289,14 @@ impl Owner {
         self.carry_out_effects();
         self.advance_drain(now);
         let report_interval =
-            if self.is_changed { REPORT_INTERVAL_MIN } else { self.setup.report_interval };
+            if self.is_report_stale { REPORT_INTERVAL_MIN } else { self.setup.report_interval };
         if now >= self.last_report_at + report_interval {
             self.publish_report(now);
         }
     }
 
     fn handle_message(&mut self, message: OwnerMessage) {
-        self.is_changed = true;
+        self.is_report_stale = true;
         match message {
             OwnerMessage::Claim { claim, rank, route_turns, reply } => {
                 let claim = claim.as_ref().map(|(claim, key)| (claim, key));
@@ -320,9 +324,9 @@ impl Owner {
             }
             OwnerMessage::Audit { dp_rank, reply } => self.request_audit(dp_rank, reply),
             OwnerMessage::Watch(reply) => {
-                let at = now();
+                let read_at = now();
                 let sessions =
-                    self.table.iter().map(|(key, session)| session_view(key, session, at));
+                    self.table.iter().map(|(key, session)| session_view(key, session, read_at));
                 let watch = Watch {
                     sessions: sessions.collect(),
                     changes: self.changes.subscribe(),
@@ -341,9 +345,9 @@ impl Owner {
             OwnerMessage::RemoteAudit { dp_rank, answer } => {
                 self.handle_remote_audit(dp_rank, answer)
             }
-            OwnerMessage::Drain { limit, done } => {
+            OwnerMessage::Drain { limit, reply } => {
                 info!(turns = self.table.rids_inside().count(), "draining");
-                let drain = Drain { deadline: now() + limit, done: Some(done) };
+                let drain = Drain { next_abort_at: now() + limit, reply: Some(reply) };
                 self.drain = Some(drain);
                 self.table.drain(now());
             }
@@ -399,7 +403,7 @@ impl Owner {
     /// Carries out the effects that the session table asks for, in their order.
     fn carry_out_effects(&mut self) {
         let effects = self.table.take_effects();
-        self.is_changed |= !effects.is_empty();
+        self.is_report_stale |= !effects.is_empty();
         let mut journal_error = None;
         for effect in effects {
             match effect {

@@ -1,9 +1,9 @@
 //! Manages the owner task's page audits: requests them, acts on findings, answers waiting callers.
 //!
-//! An audit checks which session holds each page of a rank's KV pool, and finds pages that leak or
-//! belong to two owners. Audits are made periodically and on demand. Most run in the rank's *shim*,
-//! Berth's part inside the engine. Periodic audits may run on a thread of this process instead, by
-//! reading the engine's GPU memory.
+//! An audit checks which session (chain of requests) holds each page of a rank's KV pool, and finds
+//! pages that leak or belong to two owners. Audits are made periodically and on demand. Most run in
+//! the rank's *shim*, Berth's part inside the engine. Periodic audits may run on a thread of this
+//! process instead, by reading the engine's GPU memory.
 
 use std::{
     collections::HashMap,
@@ -26,7 +26,7 @@ use crate::{
 const WAITERS_MAX: usize = 64;
 
 /// A caller that waits for an audit of a rank.
-pub(super) struct Waiter {
+pub(super) struct AuditWaiter {
     dp_rank: u32,
     /// The number of the audit request. Audits with this number or a higher one answer it.
     number: u64,
@@ -44,7 +44,7 @@ impl Owner {
         }
         match self.audits.request(now(), dp_rank) {
             Ok(number) => {
-                self.audit_waiters.push(Waiter { dp_rank, number, reply });
+                self.audit_waiters.push(AuditWaiter { dp_rank, number, reply });
                 self.send_audit_request(dp_rank, number);
             }
             Err(error) => drop(reply.send(Err(error))),
@@ -88,16 +88,19 @@ impl Owner {
     pub(super) fn handle_remote_audit(&mut self, dp_rank: u32, answer: RemoteAnswer) {
         let RemoteAnswer { number, result } = answer;
         match result {
-            Ok(RemoteReport { report, session_keys: keys }) => {
-                // The engine's row table names a session by a number, which is computed from the
-                // session's id in the engine.
-                let mut ids_by_key: HashMap<u64, &str> = HashMap::new();
+            Ok(RemoteReport { report, keys }) => {
+                // The engine's row table names a session by a number, its table key. That key is
+                // computed from the session's id in the engine.
+                let mut ids_by_table_key: HashMap<u64, &str> = HashMap::new();
                 for (_, session) in self.table.iter() {
-                    let key = session_table_key(&session.incarnation);
-                    ids_by_key.insert(key, &session.incarnation);
+                    let table_key = session_table_key(&session.incarnation);
+                    ids_by_table_key.insert(table_key, &session.incarnation);
                 }
-                let name = |key: &u64| ids_by_key.get(key).copied().unwrap_or_default().to_owned();
-                let names = keys.iter().map(name).collect();
+                let session_id = |table_key: &u64| {
+                    let id = ids_by_table_key.get(table_key).copied().unwrap_or_default();
+                    id.to_owned()
+                };
+                let names = keys.iter().map(session_id).collect();
                 let spent = Duration::ZERO;
                 self.handle_audit_result(
                     dp_rank,
@@ -174,10 +177,12 @@ impl Owner {
 
     fn with_session_keys(&self, audit: &Audit) -> RankPages {
         let sessions = audit.sessions.iter();
-        let key = |incarnation: &str| self.table.session_key(incarnation).cloned();
+        let session_key = |incarnation: &str| self.table.session_key(incarnation).cloned();
         RankPages {
-            pages: audit.pages_with_age(now()),
-            sessions: sessions.map(|held| (key(&held.incarnation), held.clone())).collect(),
+            pages: audit.pages(now()),
+            sessions: sessions
+                .map(|session| (session_key(&session.incarnation), session.clone()))
+                .collect(),
         }
     }
 }
@@ -186,8 +191,14 @@ impl Owner {
 /// so a lasting fault is logged once.
 fn log_faults(dp_rank: u32, audit: &Audit) {
     for finding in audit.pages.faults() {
-        let at: Vec<i64> = finding.named.iter().map(|fault| fault.at).collect();
+        let places: Vec<i64> = finding.named.iter().map(|fault| fault.at).collect();
         let (kind, count) = (&finding.kind, finding.count);
-        error!(dp_rank, kind, count, ?at, "a page audit found a fault in the engine's KV pool");
+        error!(
+            dp_rank,
+            kind,
+            count,
+            at = ?places,
+            "a page audit found a fault in the engine's KV pool"
+        );
     }
 }

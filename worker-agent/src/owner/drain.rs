@@ -10,33 +10,33 @@ use tracing::warn;
 
 use super::Owner;
 
-/// The interval between aborts of the remaining turns after a drain's deadline. Aborts are repeated
-/// because the engine forgets an abort that arrives before its turn.
+/// The interval between aborts of the remaining turns after a drain's time limit. Aborts are
+/// repeated because the engine forgets an abort that arrives before its turn.
 const ABORT_INTERVAL: Duration = Duration::from_millis(500);
 
 /// A drain that has begun.
 pub(super) struct Drain {
     /// When the running turns are aborted next. The first time is the drain's time limit.
-    pub(super) deadline: Instant,
+    pub(super) next_abort_at: Instant,
     /// Tells the caller that the drain is complete. `None` once the caller was told.
-    pub(super) done: Option<oneshot::Sender<()>>,
+    pub(super) reply: Option<oneshot::Sender<()>>,
 }
 
 impl Owner {
-    /// Completes the drain when nothing is left, and aborts running turns after the deadline.
+    /// Completes the drain when nothing is left, and aborts running turns after its time limit.
     pub(super) fn advance_drain(&mut self, now: Instant) {
         let Some(drain) = &mut self.drain else { return };
         let running = self.table.rids_inside().count();
         // Without an engine, no close can be confirmed, so the drain doesn't wait for closes.
         let is_engine_gone = self.engine_info.is_none() && running == 0;
         if running + self.table.pending_count() == 0 || is_engine_gone {
-            if let Some(done) = drain.done.take() {
-                let _ = done.send(());
+            if let Some(reply) = drain.reply.take() {
+                let _ = reply.send(());
             }
             return;
         }
-        if now >= drain.deadline {
-            drain.deadline = now + ABORT_INTERVAL;
+        if now >= drain.next_abort_at {
+            drain.next_abort_at = now + ABORT_INTERVAL;
             warn!(turns = running, "the drain's time limit has passed; aborting turns");
             let engine = self.setup.engine.clone();
             let rids: Vec<String> = self.table.rids_inside().map(str::to_owned).collect();

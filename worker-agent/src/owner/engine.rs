@@ -72,16 +72,16 @@ impl Owner {
                 }
                 self.ledger.record_sample(sample);
             }
-            EngineNews::Down { reason, gone } => {
+            EngineNews::Down { reason, is_gone } => {
                 match &self.down_reason {
-                    None => error!(reason, gone, "engine down"),
+                    None => error!(reason, gone = is_gone, "engine down"),
                     // The engine is polled twice a second, and mostly fails for the same reason. So
                     // only a new reason is logged.
                     Some(before) if *before != reason => warn!(reason, "the engine can't be used"),
                     Some(_) => {}
                 }
                 self.down_reason = Some(reason);
-                if gone {
+                if is_gone {
                     self.handle_engine_gone();
                 }
             }
@@ -145,8 +145,10 @@ async fn close_once(
 ) -> CloseResult {
     let rid = close.rid.as_deref();
     let verified = |is_gone| if is_gone { CloseResult::Confirmed } else { CloseResult::Kept };
-    let result = match (close.is_pinned, all_shims_connected && !close.is_repeat) {
-        // A session that isn't pinned holds no KV of its own. The engine's answer is enough.
+    let shim_will_report = all_shims_connected && !close.is_repeat;
+    let result = match (close.pinned, shim_will_report) {
+        // Only a pinned session keeps KV of its own between turns. For any other session, the
+        // engine's answer is enough.
         (false, _) => {
             engine.close_session(&close.incarnation).await.map(|()| CloseResult::Confirmed)
         }

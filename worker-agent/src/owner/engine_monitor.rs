@@ -34,7 +34,7 @@ pub struct EngineMonitor {
     pub kv: KvHandle,
     /// The time between samples.
     pub interval: Duration,
-    /// Notified when a turn could not be sent because the engine's connection failed.
+    /// Notified when a turn could not be sent because the connection to the engine failed.
     pub wake: Arc<Notify>,
     /// The size of the vocabulary, if the settings state it.
     pub vocabulary: Option<u32>,
@@ -84,7 +84,7 @@ async fn read_engine(monitor: &EngineMonitor) -> Result<(Box<Info>, Sample), eng
 }
 
 fn down_news(error: &engine::Error) -> EngineNews {
-    EngineNews::Down { reason: error.to_string(), gone: error.is_gone() }
+    EngineNews::Down { reason: error.to_string(), is_gone: error.is_gone() }
 }
 
 /// Samples the load until the engine fails to answer, and returns the news of that. Returns `None`

@@ -71,14 +71,16 @@ pub enum EngineNews {
         /// The reason, as a text for operators.
         reason: String,
         /// Whether the engine's process has ended. Otherwise it may only answer slowly.
-        gone: bool,
+        is_gone: bool,
     },
 }
 
 /// A message to the owner task.
 #[derive(Debug)]
 pub(super) enum OwnerMessage {
-    /// Claims a turn's session. Answered with the turn's lease.
+    /// Claims a turn's session. The answer is the turn's lease. `claim` is `None` for a turn
+    /// without a session. `rank` is the DP rank that the turn's sender demands, if any.
+    /// `pinned_input` says which turns of a pinned session the turn's HTTP route supports.
     Claim {
         claim: Option<(Claim, SessionKey)>,
         rank: Option<u32>,
@@ -95,9 +97,8 @@ pub(super) enum OwnerMessage {
     /// The client of the turn with this request id is gone.
     Abandon(String),
     /// The rank's shim must be asked for its session table.
-    RequestShimTable {
-        dp_rank: u32,
-    },
+    RequestShimTable { dp_rank: u32 },
+    /// Opens a session without a turn.
     Open {
         key: SessionKey,
         retention: Option<Retention>,
@@ -105,37 +106,23 @@ pub(super) enum OwnerMessage {
         rank: Option<u32>,
         reply: oneshot::Sender<Result<Session, Error>>,
     },
-    Close {
-        key: SessionKey,
-        reply: oneshot::Sender<Result<bool, Error>>,
-    },
-    Audit {
-        dp_rank: u32,
-        reply: oneshot::Sender<Result<RankPages, audit::Error>>,
-    },
+    /// Closes a session. The answer says whether the close waits for a running turn.
+    Close { key: SessionKey, reply: oneshot::Sender<Result<bool, Error>> },
+    /// Checks who holds each page of the rank's KV pool.
+    Audit { dp_rank: u32, reply: oneshot::Sender<Result<RankPages, audit::Error>> },
+    /// Subscribes to the owner's state. The answer has the current state.
     Watch(oneshot::Sender<Watch>),
+    /// News from the task that follows the engine's state.
     Engine(EngineNews),
     /// The engine's answer to a request to open an incarnation (one life of a session in the
     /// engine).
-    OpenResult {
-        incarnation: String,
-        result: OpenResult,
-    },
+    OpenResult { incarnation: String, result: OpenResult },
     /// The engine's answer to a request to close an incarnation.
-    CloseResult {
-        incarnation: String,
-        result: CloseResult,
-    },
+    CloseResult { incarnation: String, result: CloseResult },
     /// The result of an audit that was made in this process.
-    RemoteAudit {
-        dp_rank: u32,
-        answer: audit::remote::RemoteAnswer,
-    },
+    RemoteAudit { dp_rank: u32, answer: audit::remote::RemoteAnswer },
     /// The agent shuts down. Running turns may continue for `limit`.
-    Drain {
-        limit: Duration,
-        done: oneshot::Sender<()>,
-    },
+    Drain { limit: Duration, reply: oneshot::Sender<()> },
 }
 
 /// The result of a requested audit of one rank's pages.
@@ -153,11 +140,11 @@ pub struct RankPages {
 pub struct AdmittedTurn {
     /// What the engine is told about the turn: its session, its rank and its limits.
     pub turn: Turn,
-    /// Receives how the turn runs, before its answer begins; `None` for a turn without a session.
+    /// Receives how the turn runs; `None` for a turn without a session.
     pub run_mode: Option<oneshot::Receiver<RunModeResult>>,
 }
 
-/// How an admitted turn runs, or why the engine's shim refuses it.
+/// How an admitted turn runs, or why the shim (Berth's part inside the engine) refuses it.
 pub type RunModeResult = Result<RunMode, session::Error>;
 
 /// The end of a turn, as sent to the owner.
@@ -299,7 +286,7 @@ impl AgentHandle {
     /// Drains the agent: refuses new requests, lets running turns continue for up to `limit`, then
     /// aborts them, and closes all sessions. Returns when no turn runs and no close is pending.
     pub async fn drain(&self, limit: Duration) {
-        let _ = self.request(|done| OwnerMessage::Drain { limit, done }).await;
+        let _ = self.request(|reply| OwnerMessage::Drain { limit, reply }).await;
     }
 
     async fn request<T>(

@@ -71,7 +71,7 @@ impl Owner {
         }
         self.report.send_replace(Arc::new(report));
         self.last_report_at = now;
-        self.is_changed = false;
+        self.is_report_stale = false;
         // The GPUs of the engine may become known after its description was published. The
         // description is then published again.
         let ranks = self.ledger.describe_ranks(now, &gpus);

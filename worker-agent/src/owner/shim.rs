@@ -26,7 +26,7 @@ const TABLE_REQUEST_PAUSE: Duration = Duration::from_millis(20);
 
 impl Owner {
     pub(super) fn handle_shim_news(&mut self, news: ShimEvent) {
-        self.is_changed = true;
+        self.is_report_stale = true;
         match news {
             ShimEvent::Up(hello) => self.handle_shim_up(&hello),
             ShimEvent::Facts(facts) => self.record_facts(&facts),
@@ -61,6 +61,8 @@ impl Owner {
             pid: hello.seen_pid,
             own_pid: *pid,
         });
+        // An inert shim does nothing after its greeting, for example because it doesn't know the
+        // engine's SGLang version.
         if let Some(reason) = inert {
             warn!(dp_rank, pid, sglang, reason, "the engine's shim is inert");
             return;
@@ -107,15 +109,19 @@ impl Owner {
     }
 
     fn record_sessions(&mut self, sessions: Sessions) {
-        let Sessions { dp_rank, full, changed, gone } = sessions;
-        // A full table with `SESSIONS_MAX` sessions may lack some. It then doesn't show which
-        // sessions are gone.
-        if full && changed.len() < SESSIONS_MAX {
+        let Sessions { dp_rank, full: is_full_table, changed, gone } = sessions;
+        // A full table lists all sessions, so a session that it lacks is gone. But one message with
+        // `SESSIONS_MAX` sessions may be only the start of the table.
+        if is_full_table && changed.len() < SESSIONS_MAX {
             let ids: Vec<&str> = changed.iter().map(|session| session.id.as_str()).collect();
             self.table.handle_session_table(now(), dp_rank, &ids);
         }
         for session in changed {
-            self.table.handle_session_report(now(), dp_rank, &session_report(session, full));
+            self.table.handle_session_report(
+                now(),
+                dp_rank,
+                &session_report(session, is_full_table),
+            );
         }
         for id in gone {
             self.table.handle_session_gone(now(), dp_rank, &id);
@@ -171,13 +177,13 @@ impl Owner {
     }
 }
 
-fn session_report(session: SessionFacts, full: bool) -> SessionReport {
+fn session_report(session: SessionFacts, is_full_table: bool) -> SessionReport {
     SessionReport {
         id: session.id,
         holds_row: session.holds_row,
         allocated_tokens: u64::from(session.allocated_tokens),
         history_tokens: u64::from(session.history_tokens),
         in_flight: session.in_flight,
-        from_full_table: full,
+        from_full_table: is_full_table,
     }
 }

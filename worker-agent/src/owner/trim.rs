@@ -19,7 +19,7 @@ use crate::{
 
 impl Owner {
     pub(super) fn handle_trim_news(&mut self, news: trim::TrimmerEvent) {
-        self.is_changed = true;
+        self.is_report_stale = true;
         match news {
             trim::TrimmerEvent::Up(trim::Trimmer { sglang, shim, inert, .. }) => {
                 match &inert {
@@ -64,8 +64,8 @@ impl Owner {
             }
             return;
         };
-        // The divergence is counted here, because the final plan after the answer no longer shows
-        // it.
+        // A full history has diverged if it doesn't continue its session's history. This is counted
+        // here, because the final plan, which follows the answer, no longer shows it.
         if decision == Plan::Diverged {
             self.setup.metrics.record_divergence(report.shared_tokens.into());
         }

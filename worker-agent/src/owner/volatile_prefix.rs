@@ -8,13 +8,13 @@ use tracing::{debug, warn};
 
 use super::Owner;
 
-/// The maximum number of warnings in the life of a process. A client or gateway behaves alike in
-/// all its sessions, so there is one warning for each place in a prompt.
+/// The maximum number of warnings in the life of a process. There is one warning for each place in
+/// a prompt, because a client or gateway behaves alike in all its sessions.
 const WARNED_PLACES_MAX: usize = 16;
 
 impl Owner {
-    /// Counts a session's volatile prefix. Logs a warning if it is the first one at its place, and
-    /// otherwise a debug message.
+    /// Counts a session's volatile prefix. Logs a warning if it is the first one at its place in a
+    /// prompt, and otherwise a debug message.
     pub(super) fn report_volatile_prefix(&mut self, key: &SessionKey, prefix: VolatilePrefix) {
         let place = prefix.place;
         let role = place.map_or("prompt", |place| place.role.as_str());
