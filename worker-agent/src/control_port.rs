@@ -1,8 +1,9 @@
 //! Serves the control port: the gRPC service through which routers watch and control an agent.
 //!
-//! Routers get load reports and all changes of sessions (chains of turns that share a prefix), of
-//! the blocks of resident KV, and the model's tokenizer files. They can open and close sessions and
-//! request audits of the KV pool.
+//! Routers get load reports, all changes of sessions (chains of turns that share a prefix), all
+//! changes of resident KV blocks, and the model's tokenizer files. They can open and close sessions
+//! and request audits of the KV pool. Turns (requests and their answers) don't come here, but to
+//! the data port.
 //!
 //! The service has its own thread and runtime. So large bodies and busy streams on the data port
 //! don't delay a load report.
@@ -50,12 +51,14 @@ const KEEPALIVE: Duration = Duration::from_secs(5);
 #[derive(Debug, Clone)]
 struct Service {
     agent: AgentHandle,
+    /// Streams the changes of resident KV blocks.
     kv: KvHandle,
+    /// Identifies the agent process.
     epoch: u64,
     /// The model's tokenizer files; `None` until they are found.
     files: watch::Receiver<Option<Arc<model_files::FoundFiles>>>,
     /// Has a permit for each further transfer of files.
-    fetches: Arc<Semaphore>,
+    fetch_permits: Arc<Semaphore>,
     /// The tasks that send events to watchers.
     tasks: Tasks,
 }
@@ -86,7 +89,7 @@ pub fn start(
                 kv,
                 epoch,
                 files,
-                fetches: Arc::new(Semaphore::new(FETCHES_MAX)),
+                fetch_permits: Arc::new(Semaphore::new(FETCHES_MAX)),
                 tasks: tasks.clone(),
             };
             let served = tonic::transport::Server::builder()
@@ -117,8 +120,8 @@ fn to_status(error: &owner::Error) -> Status {
     use session::Error as E;
     let text = error.to_string();
     let mut status = match error {
-        owner::Error::Session(reason) => match reason {
-            E::UnknownSession => Status::not_found(text),
+        owner::Error::Session(session_error) => match session_error {
+            E::Unknown => Status::not_found(text),
             E::OutOfRoom { .. } => Status::resource_exhausted(text),
             E::NoRank(_) => Status::invalid_argument(text),
             E::Closing
@@ -158,8 +161,8 @@ impl server::WorkerAgent for Service {
     ) -> Result<Response<v1::Description>, Status> {
         let watch = self.agent.watch().await.map_err(|error| to_status(&error))?;
         let description = watch.description.borrow().clone();
-        let missing = || Status::unavailable("the engine has not answered yet");
-        let description = description.ok_or_else(missing)?;
+        let not_ready = || Status::unavailable("the engine has not answered yet");
+        let description = description.ok_or_else(not_ready)?;
         Ok(Response::new((*description).clone().into()))
     }
 
@@ -187,8 +190,8 @@ impl server::WorkerAgent for Service {
         request: Request<v1::CloseSessionRequest>,
     ) -> Result<Response<v1::CloseSessionResponse>, Status> {
         let closed = self.agent.close_session(parse_key(request.into_inner().key)?).await;
-        let deferred = closed.map_err(|error| to_status(&error))?;
-        Ok(Response::new(v1::CloseSessionResponse { deferred }))
+        let is_deferred = closed.map_err(|error| to_status(&error))?;
+        Ok(Response::new(v1::CloseSessionResponse { deferred: is_deferred }))
     }
 
     async fn list_sessions(
@@ -260,7 +263,7 @@ impl server::WorkerAgent for Service {
         if files.identity().hash[..] != request.into_inner().hash {
             return Err(Status::failed_precondition("the files have changed; call Describe again"));
         }
-        let permit = Arc::clone(&self.fetches).try_acquire_owned();
+        let permit = Arc::clone(&self.fetch_permits).try_acquire_owned();
         let permit =
             permit.map_err(|_| Status::resource_exhausted("too many transfers; try again"))?;
         let (sender, receiver) = mpsc::channel(PARTS_QUEUED_MAX);
@@ -306,7 +309,7 @@ fn rank_audit(dp_rank: u32, audit: Result<RankPages, audit::Error>) -> v1::RankA
 /// Sends events to one watcher.
 struct EventSender {
     sender: mpsc::Sender<Result<v1::LoadEvent, Status>>,
-    /// Identifies the agent process.
+    /// Identifies the agent process, so that a watcher notices a restart.
     epoch: u64,
     /// The number of the next event. The watcher notices by it that an event is missing.
     next_sequence: u64,
@@ -379,9 +382,10 @@ async fn send_table(
     let mut part: Vec<v1::Session> = sessions.into_iter().map(Into::into).collect();
     loop {
         let rest = part.split_off(part.len().min(SESSIONS_PER_PART));
-        let last = rest.is_empty();
-        events.send(Event::Sessions(v1::SessionTable { sessions: part, last })).await?;
-        if last {
+        let is_last = rest.is_empty();
+        let table = v1::SessionTable { sessions: part, last: is_last };
+        events.send(Event::Sessions(table)).await?;
+        if is_last {
             return Ok(());
         }
         part = rest;

@@ -233,8 +233,8 @@ impl Ledger {
             interval,
             ranks: ranks.collect(),
             unhealthy: health.unhealthy_reason,
-            // An engine that needs a restart holds rows or pages that it will never free. So routers
-            // must open no new sessions here, as if the agent drained.
+            // An engine that needs a restart holds rows or pages that it will never free. So
+            // routers must open no new sessions here, as if the agent drained.
             draining: health.is_draining || health.restart_reason.is_some(),
             restart_required: health.restart_reason,
         }

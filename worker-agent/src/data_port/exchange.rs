@@ -5,8 +5,9 @@
 //! the lease and reports the outcome. If the client disconnects, a task takes over the exchange,
 //! aborts the turn and waits for its end.
 //!
-//! A turn with a full history is first examined by Berth's *shim* inside the engine. The shim
-//! reports a *plan*: whether the turn runs in its session, outside of it, or is refused.
+//! A turn with a full history (the whole conversation) is first examined by Berth's *shim* inside
+//! the engine. The shim reports a *plan*: whether the turn runs in its session, outside of it, or
+//! is refused. It refuses a turn that must continue its session's history and doesn't.
 
 use std::{
     collections::VecDeque,
@@ -76,7 +77,8 @@ pub(super) struct Exchange {
     status: StatusCode,
     /// Ends at the time limit of the turn.
     deadline: Pin<Box<Sleep>>,
-    started: tokio::time::Instant,
+    /// When the turn was sent to the engine.
+    started_at: tokio::time::Instant,
     /// Whether an abort by `rid` ends this turn, so that its answer confirms the end.
     abort_confirms_end: bool,
     /// Whether the client has disconnected, so that a task reads the rest of the answer.
@@ -115,7 +117,7 @@ impl Exchange {
             scanner: Scanner::new(None),
             status: StatusCode::OK,
             deadline: Box::pin(tokio::time::sleep(context.turn_max)),
-            started: tokio::time::Instant::now(),
+            started_at: tokio::time::Instant::now(),
             abort_confirms_end,
             is_abandoned: false,
             is_refused: false,
@@ -153,11 +155,12 @@ impl Exchange {
     /// time.
     ///
     /// On some routes the engine begins its answer before the shim has decided. This function then
-    /// holds back the beginning of the answer until the shim reports its plan, within limits.
+    /// keeps the first frames in `early_frames` until the shim reports its plan. The time and the
+    /// number of frames are limited.
     ///
     /// If the engine answers with an error, the turn has ended, and mostly no plan matters. Only a
-    /// turn that `must_continue` its session's history may have been refused by the shim, which
-    /// shows as an error of the engine. For such a turn, this function waits for the shim's report.
+    /// turn that `must_continue` its session's history can be refused by the shim, and the engine
+    /// then answers with an error. For such a turn, this function waits for the shim's report.
     pub(super) async fn wait_for_run_mode(
         &mut self,
         receiver: Option<oneshot::Receiver<RunModeResult>>,
@@ -203,21 +206,21 @@ impl Exchange {
     /// turn in time, the turn is aborted like that of a disconnected client.
     pub(super) async fn finish_refused(mut self) {
         self.is_refused = true;
-        let read_rest = async {
+        let read_to_end = async {
             while self.upstream.is_some() {
                 self.read_next().await;
             }
         };
         // On timeout, dropping `self` starts the task that aborts the turn.
-        let _ = tokio::time::timeout(REFUSED_ANSWER_MAX, read_rest).await;
+        let _ = tokio::time::timeout(REFUSED_ANSWER_MAX, read_to_end).await;
     }
 
     fn begin_response(&mut self, response: http::Response<Incoming>) -> http::response::Parts {
         let (head, body) = response.into_parts();
-        self.context.metrics.record_first_byte(self.started.elapsed());
+        self.context.metrics.record_first_byte(self.started_at.elapsed());
         self.status = head.status;
-        let kind = head.headers.get(header::CONTENT_TYPE);
-        self.scanner = Scanner::new(kind.map(HeaderValue::as_bytes));
+        let content_type = head.headers.get(header::CONTENT_TYPE);
+        self.scanner = Scanner::new(content_type.map(HeaderValue::as_bytes));
         self.upstream = Some(Upstream::Body(body));
         head
     }
@@ -232,7 +235,7 @@ impl Exchange {
             outcome => outcome,
         };
         if let Some(lease) = self.lease.take() {
-            self.context.metrics.record_turn_end(outcome.as_str(), self.started.elapsed());
+            self.context.metrics.record_turn_end(outcome.as_str(), self.started_at.elapsed());
             lease.finish(outcome);
             if outcome == Outcome::Lost && self.abort_confirms_end && !self.is_abandoned {
                 self.abort_in_background();
@@ -348,7 +351,7 @@ impl Drop for Exchange {
             scanner: std::mem::replace(&mut self.scanner, Scanner::new(None)),
             status: self.status,
             deadline: Box::pin(tokio::time::sleep(Duration::ZERO)),
-            started: self.started,
+            started_at: self.started_at,
             abort_confirms_end: self.abort_confirms_end,
             is_abandoned: true,
             is_refused: self.is_refused,
@@ -377,8 +380,8 @@ impl http_body::Body for Exchange {
             None => ready!(Pin::new(body).poll_frame(context)),
         };
         this.scan_frame(frame.as_ref().map(Result::as_ref));
-        let broken = |_| AnswerBroken("the engine broke the answer off");
-        Poll::Ready(frame.map(|frame| frame.map_err(broken)))
+        let broken_off = |_| AnswerBroken("the engine broke the answer off");
+        Poll::Ready(frame.map(|frame| frame.map_err(broken_off)))
     }
 
     fn is_end_stream(&self) -> bool {

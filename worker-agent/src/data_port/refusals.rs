@@ -16,16 +16,16 @@ use crate::{owner, session};
 pub fn refusal(error: &owner::Error) -> Refusal {
     use session::Error as E;
     let conflict = |code| Refusal::new(StatusCode::CONFLICT, code, error.to_string());
-    let busy = |code, after| {
-        Refusal::new(StatusCode::TOO_MANY_REQUESTS, code, error.to_string()).retry_after(after)
+    let busy = |code, pause| {
+        Refusal::new(StatusCode::TOO_MANY_REQUESTS, code, error.to_string()).retry_after(pause)
     };
     let down = |code| {
         Refusal::new(StatusCode::SERVICE_UNAVAILABLE, code, error.to_string())
             .retry_after(Duration::from_secs(2))
     };
     match error {
-        owner::Error::Session(reason) => match reason {
-            E::UnknownSession => Refusal::new(
+        owner::Error::Session(session_error) => match session_error {
+            E::Unknown => Refusal::new(
                 StatusCode::NOT_FOUND,
                 "session_unknown",
                 "there is no such session; open it first",

@@ -3,7 +3,8 @@
 //! A body is refused if the engine would crash on it or answer 500, or if it would harm another
 //! session (chain of turns). Otherwise the engine gets the client's bytes, in which only the keys
 //! that Berth decides are replaced. These name the turn, its session and its DP rank. This module
-//! does no I/O.
+//! also tells upper bounds of the room that the turn needs. It does no I/O, and doesn't decide
+//! whether the turn may run.
 
 mod prompt_start;
 
@@ -29,7 +30,8 @@ use crate::session::{Need, PromptStart, Turn};
 #[derive(Debug)]
 pub struct ParsedRequest {
     kind: Kind,
-    /// The new body: ranges of the client's body that are kept, and the place of Berth's members.
+    /// The new body: ranges of the client's body that are kept, and the place of the JSON members
+    /// that Berth adds.
     parts: Vec<Part>,
     /// Upper bounds of what the turn needs.
     pub need: Need,
@@ -42,12 +44,12 @@ pub struct ParsedRequest {
 }
 
 /// The engine's default limit of generated tokens on `/generate`.
-const GENERATE_ANSWER_TOKENS: u64 = 128;
+const GENERATE_ANSWER_TOKENS_DEFAULT: u64 = 128;
 /// The engine's default limit of generated tokens on `/v1/completions`.
-const COMPLETIONS_ANSWER_TOKENS: u64 = 16;
+const COMPLETIONS_ANSWER_TOKENS_DEFAULT: u64 = 16;
 /// The most tokens that a chat template adds to a prompt, beyond one token per byte of the body.
-const TEMPLATE_TOKENS: u64 = 256;
-/// Stands for Berth's members in the rewritten body until their values are known.
+const TEMPLATE_TOKENS_MAX: u64 = 256;
+/// Stands for the JSON members that Berth adds to the body, until their values are known.
 const MEMBERS_PLACEHOLDER: &str = "@";
 
 /// Parses and checks the body of a turn.
@@ -109,14 +111,14 @@ impl ParsedRequest {
 /// Returns upper bounds of what a turn needs from the engine.
 ///
 /// A text has at most one token per byte, plus one token that the tokenizer may put first. On all
-/// routes but `/generate`, the bound for the prompt is the length of the whole body.
+/// routes but `/generate`, the bound for the prompt is computed from the length of the whole body.
 fn read_need(kind: Kind, object: &Object<'_>, body_bytes: usize) -> Need {
     if kind != Kind::Generate {
         let limit_keys = ["max_completion_tokens", "max_tokens", "max_output_tokens"];
-        let default = (kind == Kind::Completions).then_some(COMPLETIONS_ANSWER_TOKENS);
+        let default = (kind == Kind::Completions).then_some(COMPLETIONS_ANSWER_TOKENS_DEFAULT);
         let parsed_number = |key: &&str| object.get(key).and_then(|value| value.get().parse().ok());
         return Need {
-            prompt_tokens: body_bytes as u64 + TEMPLATE_TOKENS,
+            prompt_tokens: body_bytes as u64 + TEMPLATE_TOKENS_MAX,
             // Of these routes, only `/v1/completions` has a default limit in the engine.
             answer_tokens: limit_keys.iter().find_map(parsed_number).or(default),
             is_exact: false,
@@ -127,16 +129,16 @@ fn read_need(kind: Kind, object: &Object<'_>, body_bytes: usize) -> Need {
     let sampling = object.get("sampling_params").filter(|params| params.get().starts_with('{'));
     let sampling = sampling.and_then(|params| Object::parse(params.get().as_bytes()).ok());
     let answer_tokens = match sampling.as_ref().and_then(|params| params.get("max_new_tokens")) {
-        None => Some(GENERATE_ANSWER_TOKENS),
-        // `null` isn't a number, so it becomes `None`: as many tokens as fit.
+        None => Some(GENERATE_ANSWER_TOKENS_DEFAULT),
+        // `null` isn't a number, so it becomes `None`, which means as many tokens as fit.
         Some(limit) => limit.get().parse().ok(),
     };
     let ids = object.get("input_ids").filter(|ids| ids.get().starts_with('['));
     let is_one_list = |ids: &&RawValue| first_byte_inside(ids) != Some(b'[');
-    let present = |key: &str| object.get(key).filter(|value| value.get() != "null");
+    let non_null = |key: &str| object.get(key).filter(|value| value.get() != "null");
     let ignores_eos = sampling.as_ref().and_then(|params| params.get("ignore_eos"));
     let ignores_eos = ignores_eos.is_some_and(|value| value.get() == "true");
-    if ["image_data", "video_data", "audio_data"].iter().any(|key| present(key).is_some()) {
+    if ["image_data", "video_data", "audio_data"].iter().any(|key| non_null(key).is_some()) {
         // Only the engine knows how many tokens images, videos and sounds become. The prompt counts
         // as longer than any context, so the context length limits it.
         let prompt_tokens = u64::from(u32::MAX);
@@ -148,7 +150,7 @@ fn read_need(kind: Kind, object: &Object<'_>, body_bytes: usize) -> Need {
             resident_tokens: 0,
         };
     }
-    match (ids.filter(is_one_list), present("text")) {
+    match (ids.filter(is_one_list), non_null("text")) {
         (Some(ids), None) => {
             let commas = ids.get().bytes().filter(|byte| *byte == b',').count() as u64;
             let is_nonempty = first_byte_inside(ids).is_some_and(|byte| byte != b']');
@@ -336,9 +338,9 @@ fn first_byte_inside(value: &RawValue) -> Option<u8> {
 
 /// Whether the body asks for one answer to one prompt.
 fn is_single(kind: Kind, object: &Object<'_>) -> bool {
-    let is_not_one =
+    let is_several =
         |value: Option<&RawValue>| value.is_some_and(|n| !matches!(n.get(), "1" | "null"));
-    let begins_with = |key, is_wanted: fn(u8) -> bool| {
+    let first_inside_is = |key, is_wanted: fn(u8) -> bool| {
         object.get(key).and_then(first_byte_inside).is_some_and(is_wanted)
     };
     match kind {
@@ -347,12 +349,12 @@ fn is_single(kind: Kind, object: &Object<'_>) -> bool {
             let has_sampling_list = sampling.is_some_and(|params| params.get().starts_with('['));
             let has_several_answers = sampling
                 .and_then(|params| Object::parse(params.get().as_bytes()).ok())
-                .is_some_and(|params| is_not_one(params.get("n")));
+                .is_some_and(|params| is_several(params.get("n")));
             let has_text_list = object.get("text").is_some_and(|text| text.get().starts_with('['));
             // Embeddings replace the prompt's tokens, so a session has nothing to append.
             let has_embeds =
                 object.get("input_embeds").is_some_and(|embeds| embeds.get() != "null");
-            let has_id_lists = begins_with("input_ids", |byte| byte == b'[');
+            let has_id_lists = first_inside_is("input_ids", |byte| byte == b'[');
             !(has_sampling_list
                 || has_several_answers
                 || has_text_list
@@ -360,11 +362,11 @@ fn is_single(kind: Kind, object: &Object<'_>) -> bool {
                 || has_id_lists)
         }
         Kind::Completions => {
-            let is_batch = begins_with("prompt", |byte| matches!(byte, b'[' | b'"'));
-            !is_batch && !is_not_one(object.get("n")) && !is_not_one(object.get("best_of"))
+            let is_batch = first_inside_is("prompt", |byte| matches!(byte, b'[' | b'"'));
+            !is_batch && !is_several(object.get("n")) && !is_several(object.get("best_of"))
         }
-        Kind::Embeddings => !begins_with("input", |byte| matches!(byte, b'[' | b'"')),
-        _ => !is_not_one(object.get("n")),
+        Kind::Embeddings => !first_inside_is("input", |byte| matches!(byte, b'[' | b'"')),
+        _ => !is_several(object.get("n")),
     }
 }
 

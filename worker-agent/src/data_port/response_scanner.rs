@@ -1,12 +1,13 @@
 //! Scans the engine's response while the agent passes it on: token counts, end and completeness.
 //!
-//! The agent needs them for the session (chain of turns) that the response belongs to. The response
-//! comes in chunks that may be cut anywhere. The scanner keeps no text, changes nothing and does no
-//! I/O. One scanner serves all routes, because their fields don't conflict: `/generate` reports in
-//! `meta_info`, and the OpenAI and Anthropic routes report in `usage`.
+//! From them, the agent computes what the response's session (chain of turns, of which each is one
+//! request and its answer) now holds in the engine. The response comes in chunks that may be cut
+//! anywhere. The scanner keeps no text, changes nothing and does no I/O. One scanner serves all
+//! routes, because their fields don't conflict: `/generate` reports in `meta_info`, and the OpenAI
+//! and Anthropic routes report in `usage`.
 //!
-//! [`Scanner`] splits server-sent events into lines, and gives each line's data to `Json`. This
-//! follows the path of keys, and stores the values of the known paths in `Findings`.
+//! [`Scanner`] splits server-sent events into lines, and gives each line's data to `JsonState`.
+//! `JsonState` follows the path of keys, and stores the values of the known paths in `Findings`.
 
 use crate::session::{Outcome, Usage};
 
@@ -15,13 +16,13 @@ use crate::session::{Outcome, Usage};
 const DEPTH_MAX: usize = 6;
 /// The maximum bytes of a key or string that is compared with the known ones. A longer one can't be
 /// known.
-const TEXT_MAX: usize = 24;
+const KNOWN_TEXT_BYTES_MAX: usize = 24;
 
 /// The scanner of one response.
 #[derive(Debug)]
 pub struct Scanner {
     framing: Framing,
-    json: Json,
+    json: JsonState,
     findings: Findings,
     is_complete: bool,
 }
@@ -59,8 +60,8 @@ struct Findings {
     prompt_tokens: Option<u64>,
     completion_tokens: Option<u64>,
     cached_tokens: Option<u64>,
-    /// Cached tokens, in an API whose prompt count leaves them out.
-    cached_beside_prompt: Option<u64>,
+    /// The prompt's tokens that were cached, in an API that doesn't count them as prompt tokens.
+    cached_tokens_beside_prompt: Option<u64>,
     /// How often the engine took the turn out of its batch and put it back.
     retractions: u64,
     /// Whether the engine aborted the turn.
@@ -85,7 +86,12 @@ impl Scanner {
         } else {
             Framing::SingleValue
         };
-        Self { framing, json: Json::default(), findings: Findings::default(), is_complete: false }
+        Self {
+            framing,
+            json: JsonState::default(),
+            findings: Findings::default(),
+            is_complete: false,
+        }
     }
 
     /// Scans the next bytes. Returns whether the response is now complete: the end of the JSON
@@ -137,7 +143,7 @@ impl Scanner {
                     self.is_complete |= self.findings.has_end && self.json.is_complete;
                     if line_end.is_some() {
                         *line = Line::Field(0);
-                        self.json = Json::default();
+                        self.json = JsonState::default();
                     }
                     rest = &rest[line_end.map_or(rest.len(), |line_end| line_end + 1)..];
                 }
@@ -178,15 +184,15 @@ impl Scanner {
         if findings.has_error {
             return Outcome::Lost;
         }
-        let tokens_beside = findings.cached_beside_prompt.unwrap_or(0);
+        let uncounted_tokens = findings.cached_tokens_beside_prompt.unwrap_or(0);
         // A prompt has at least one token. A stream reports 0 if it began before the engine knew
         // the count.
-        let prompt = findings.prompt_tokens.map(|tokens| tokens + tokens_beside);
+        let prompt = findings.prompt_tokens.map(|tokens| tokens + uncounted_tokens);
         let prompt = prompt.filter(|tokens| *tokens > 0);
         let usage = prompt.zip(findings.completion_tokens).map(|(prompt, completion)| Usage {
             prompt_tokens: prompt,
             completion_tokens: completion,
-            cached_tokens: findings.cached_tokens.or(findings.cached_beside_prompt),
+            cached_tokens: findings.cached_tokens.or(findings.cached_tokens_beside_prompt),
             retractions: findings.retractions,
         });
         Outcome::Finished(usage)
@@ -202,16 +208,16 @@ impl Scanner {
     }
 }
 
-/// The keys on the paths of the needed fields.
+/// The JSON keys on the paths to the fields that [`Findings`] needs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Key {
     Other,
     MetaInfo,
     Usage,
-    Prompt,
-    Completion,
-    Cached,
-    CachedBesidePrompt,
+    PromptTokens,
+    CompletionTokens,
+    CachedTokens,
+    CachedTokensBesidePrompt,
     Details,
     Retractions,
     FinishReason,
@@ -228,10 +234,10 @@ impl Key {
         match text {
             b"meta_info" => Self::MetaInfo,
             b"usage" => Self::Usage,
-            b"prompt_tokens" | b"input_tokens" => Self::Prompt,
-            b"completion_tokens" | b"output_tokens" => Self::Completion,
-            b"cached_tokens" => Self::Cached,
-            b"cache_read_input_tokens" => Self::CachedBesidePrompt,
+            b"prompt_tokens" | b"input_tokens" => Self::PromptTokens,
+            b"completion_tokens" | b"output_tokens" => Self::CompletionTokens,
+            b"cached_tokens" => Self::CachedTokens,
+            b"cache_read_input_tokens" => Self::CachedTokensBesidePrompt,
             b"prompt_tokens_details" | b"input_tokens_details" => Self::Details,
             b"num_retractions" => Self::Retractions,
             b"finish_reason" => Self::FinishReason,
@@ -249,9 +255,9 @@ impl Key {
 /// The state inside a JSON value. The keys of the open objects are the path to the current place.
 /// Arrays don't appear in the path.
 #[derive(Debug, Default)]
-struct Json {
+struct JsonState {
     /// The open containers, at most [`DEPTH_MAX`].
-    stack: Vec<Level>,
+    open_containers: Vec<Container>,
     /// The number of open containers beyond [`DEPTH_MAX`].
     skipped_depth: usize,
     token: Token,
@@ -261,7 +267,7 @@ struct Json {
 
 /// An open object or array.
 #[derive(Debug, Clone, Copy)]
-struct Level {
+struct Container {
     is_object: bool,
     /// The current key, if this is an object.
     key: Key,
@@ -288,14 +294,14 @@ enum Token {
 /// The first bytes of a string: enough of them to recognize the known strings.
 #[derive(Debug, Default)]
 struct Text {
-    bytes: [u8; TEXT_MAX],
-    /// The length of the whole string so far; it may be more than [`TEXT_MAX`].
+    bytes: [u8; KNOWN_TEXT_BYTES_MAX],
+    /// The length of the whole string so far; it may be more than [`KNOWN_TEXT_BYTES_MAX`].
     len: usize,
 }
 
 impl Text {
     fn push(&mut self, bytes: &[u8]) {
-        let free = &mut self.bytes[self.len.min(TEXT_MAX)..];
+        let free = &mut self.bytes[self.len.min(KNOWN_TEXT_BYTES_MAX)..];
         let take = bytes.len().min(free.len());
         free[..take].copy_from_slice(&bytes[..take]);
         self.len = self.len.saturating_add(bytes.len());
@@ -303,17 +309,17 @@ impl Text {
 
     /// Returns the string. Returns an empty one if the string is too long to be known.
     fn get(&self) -> &[u8] {
-        if self.len <= TEXT_MAX { &self.bytes[..self.len] } else { b"" }
+        if self.len <= KNOWN_TEXT_BYTES_MAX { &self.bytes[..self.len] } else { b"" }
     }
 }
 
-impl Json {
+impl JsonState {
     fn push(&mut self, bytes: &[u8], findings: &mut Findings) {
         let mut rest = bytes;
         while !rest.is_empty() {
             let used_bytes = match &mut self.token {
                 Token::String { is_escaped, text } => {
-                    let (used_bytes, has_ended) = skip_string(rest, is_escaped, text);
+                    let (used_bytes, has_ended) = scan_string(rest, is_escaped, text);
                     if has_ended {
                         self.end_string(findings);
                     }
@@ -331,8 +337,8 @@ impl Json {
                         Some(_) => self.end_number(findings),
                         None => {}
                     }
-                    // The byte after the digits is consumed if it belongs to the number, such as a
-                    // decimal point. Otherwise the number has ended, and the byte comes next.
+                    // If the byte after the digits belongs to the number, such as a decimal point,
+                    // it is used here. Otherwise it ends the number, and the next round reads it.
                     let is_in_number = matches!(self.token, Token::Number { .. });
                     digits_end.map_or(rest.len(), |index| index + usize::from(is_in_number))
                 }
@@ -351,9 +357,13 @@ impl Json {
                 if byte == b'{' && self.path_is(&[Key::Error]) {
                     findings.has_error = true;
                 }
-                if self.stack.len() < DEPTH_MAX {
+                if self.open_containers.len() < DEPTH_MAX {
                     let is_object = byte == b'{';
-                    self.stack.push(Level { is_object, key: Key::Other, expects_key: is_object });
+                    self.open_containers.push(Container {
+                        is_object,
+                        key: Key::Other,
+                        expects_key: is_object,
+                    });
                 } else {
                     self.skipped_depth += 1;
                 }
@@ -362,8 +372,8 @@ impl Json {
                 if self.skipped_depth > 0 {
                     self.skipped_depth -= 1;
                 } else {
-                    self.stack.pop();
-                    self.is_complete |= self.stack.is_empty();
+                    self.open_containers.pop();
+                    self.is_complete |= self.open_containers.is_empty();
                 }
             }
             b'"' => self.token = Token::String { is_escaped: false, text: Text::default() },
@@ -372,8 +382,8 @@ impl Json {
             }
             b'-' => self.token = Token::Number { value: None },
             b',' if self.skipped_depth == 0 => {
-                if let Some(level) = self.stack.last_mut() {
-                    level.expects_key = level.is_object;
+                if let Some(container) = self.open_containers.last_mut() {
+                    container.expects_key = container.is_object;
                 }
             }
             _ => {}
@@ -385,10 +395,10 @@ impl Json {
         if self.skipped_depth > 0 {
             return;
         }
-        let Some(level) = self.stack.last_mut() else { return };
-        if level.expects_key {
-            level.key = Key::from_text(text.get());
-            level.expects_key = false;
+        let Some(container) = self.open_containers.last_mut() else { return };
+        if container.expects_key {
+            container.key = Key::from_text(text.get());
+            container.expects_key = false;
             return;
         }
         let text = text.get();
@@ -424,37 +434,42 @@ impl Json {
             path.remove(0);
         }
         match path.as_slice() {
-            [Key::MetaInfo | Key::Usage, Key::Prompt] => findings.prompt_tokens = Some(value),
-            [Key::MetaInfo | Key::Usage, Key::Completion] => {
+            [Key::MetaInfo | Key::Usage, Key::PromptTokens] => findings.prompt_tokens = Some(value),
+            [Key::MetaInfo | Key::Usage, Key::CompletionTokens] => {
                 findings.completion_tokens = Some(value)
             }
-            [Key::Usage, Key::CachedBesidePrompt] => findings.cached_beside_prompt = Some(value),
-            [Key::MetaInfo | Key::Usage, Key::Cached] | [Key::Usage, Key::Details, Key::Cached] => {
-                findings.cached_tokens = Some(value)
+            [Key::Usage, Key::CachedTokensBesidePrompt] => {
+                findings.cached_tokens_beside_prompt = Some(value)
             }
+            [Key::MetaInfo | Key::Usage, Key::CachedTokens]
+            | [Key::Usage, Key::Details, Key::CachedTokens] => findings.cached_tokens = Some(value),
             [Key::MetaInfo, Key::Retractions] => findings.retractions = value,
             _ => {}
         }
     }
 
     fn path(&self) -> Vec<Key> {
-        self.stack.iter().filter(|level| level.is_object).map(|level| level.key).collect()
+        self.open_containers
+            .iter()
+            .filter(|container| container.is_object)
+            .map(|container| container.key)
+            .collect()
     }
 
     fn path_is(&self, wanted: &[Key]) -> bool {
         self.skipped_depth == 0
             && self
-                .stack
+                .open_containers
                 .iter()
-                .filter(|level| level.is_object)
-                .map(|level| level.key)
+                .filter(|container| container.is_object)
+                .map(|container| container.key)
                 .eq(wanted.iter().copied())
     }
 }
 
-/// Consumes a string up to its next backslash or to its end. Returns the number of consumed bytes,
-/// and whether the string has ended.
-fn skip_string(bytes: &[u8], is_escaped: &mut bool, text: &mut Text) -> (usize, bool) {
+/// Reads a string up to its next backslash or to its end, and adds what it reads to `text`. Returns
+/// the number of read bytes, and whether the string has ended.
+fn scan_string(bytes: &[u8], is_escaped: &mut bool, text: &mut Text) -> (usize, bool) {
     if *is_escaped {
         *is_escaped = false;
         // The known keys and words have no escapes. The backslash in the text makes sure that a

@@ -45,8 +45,9 @@ use crate::{
     session::{Need, Turn},
 };
 
-/// Response header of a pinned turn: the tokens of KV reserved for the turn beyond the session's
-/// history. For a turn without a token limit this is as much as the engine allows.
+/// Response header of a turn in a pinned session, which keeps its KV in the engine between turns:
+/// the tokens of KV reserved for the turn beyond the session's history. For a turn without a token
+/// limit this is as much as the engine allows.
 const GROWTH_HEADER: HeaderName = HeaderName::from_static("x-berth-growth-tokens");
 /// Response header of a session's turn: how the turn ran. The values are the names of
 /// [`RunMode`](crate::session::RunMode).
@@ -68,13 +69,13 @@ pub struct TurnContext {
     pub agent: AgentHandle,
     /// The engine that turns are sent to.
     pub engine: Engine,
-    /// The limit on request bodies in memory.
+    /// Limits the bytes of all request bodies in memory together.
     pub body_budget: BodyBudget,
     /// The time limit of a turn, after which it is aborted.
     pub turn_max: Duration,
     /// Wakes the task that follows the engine's state.
     pub wake_monitor: Arc<Notify>,
-    /// Runs the turns of clients that have disconnected.
+    /// Runs the tasks that wait for the turns of clients that have disconnected.
     pub tasks: Tasks,
     /// The agent's metrics.
     pub metrics: Metrics,
@@ -126,12 +127,12 @@ pub(super) async fn serve_request(
         return pass_through(context, &parts, body).await;
     }
     check_encoding(&parts.headers)?;
-    let bad = |error: claim::Error| Refusal::bad_request("claim", error.to_string());
-    let claim = Claim::from_headers(&parts.headers).map_err(bad)?;
-    let rank = claim::rank(&parts.headers).map_err(bad)?;
-    let resident_tokens = claim::resident_tokens(&parts.headers).map_err(bad)?;
-    // The session is claimed before the body is read. So no other turn can start during a slow
-    // upload, and a second turn of the session is refused at once.
+    let claim_refusal = |error: claim::Error| Refusal::bad_request("claim", error.to_string());
+    let claim = Claim::from_headers(&parts.headers).map_err(claim_refusal)?;
+    let rank = claim::rank(&parts.headers).map_err(claim_refusal)?;
+    let resident_tokens = claim::resident_tokens(&parts.headers).map_err(claim_refusal)?;
+    // The session is claimed before the body is read, so no other turn of the session can start
+    // during a slow upload. A turn that its session can't queue is refused at once.
     let in_session = claim.is_some();
     let claimed = context.agent.claim(claim, rank, route_turns(route.kind)).await;
     // The lease is the proof of the claim. Dropping it ends the turn and frees the session.
@@ -193,6 +194,7 @@ fn add_shim_headers(headers: &mut HeaderMap, turn: &Turn, rid: &str) {
     }
 }
 
+/// Whether the shim must refuse the turn if it doesn't continue its session's history.
 fn requires_continuation(turn: &Turn) -> bool {
     let trim = turn.session.as_ref().and_then(|session| session.trim);
     trim.is_some_and(|trim| trim.must_continue)
@@ -285,13 +287,13 @@ struct BodyParts<H> {
     /// The bytes that are not sent yet.
     left_bytes: u64,
     /// A value that must live until the body is sent, such as its share of a memory budget.
-    _held: Option<H>,
+    _kept_alive: Option<H>,
 }
 
 impl<H> BodyParts<H> {
-    fn new(parts: Vec<Bytes>, held: Option<H>) -> Self {
+    fn new(parts: Vec<Bytes>, kept_alive: Option<H>) -> Self {
         let left_bytes = parts.iter().map(|part| part.len() as u64).sum();
-        Self { parts: parts.into(), left_bytes, _held: held }
+        Self { parts: parts.into(), left_bytes, _kept_alive: kept_alive }
     }
 }
 

@@ -1,7 +1,8 @@
 //! Reads the beginning of a turn's prompt, as hashes of its first content blocks.
 //!
 //! The session table compares these hashes from turn to turn (a turn is one request and its
-//! answer). It finds an early text that changes, which makes the engine compute the rest again.
+//! answer). If an early text changes, the engine computes all that follows again. The agent then
+//! warns its operator.
 //!
 //! A *block* is a content block of a message or of the system prompt, not a block of KV. The blocks
 //! are read in this order: `tools`, then `system` or `instructions`, then the first messages. On
@@ -32,17 +33,17 @@ pub(super) fn read_prompt_start(kind: Kind, object: &Object<'_>) -> PromptStart 
             return start;
         }
     };
-    let present = |key| object.get(key).filter(|value| value.get() != "null");
-    if let Some(tools) = present("tools") {
+    let non_null = |key| object.get(key).filter(|value| value.get() != "null");
+    if let Some(tools) = non_null("tools") {
         start.push(PromptRole::Tools, 0, 0, &[tools.get().as_bytes()]);
     }
     if let Some((key, role)) = system_part
-        && let Some(content) = present(key)
+        && let Some(content) = non_null(key)
     {
         push_content(&mut start, role, 0, content);
     }
     let messages_key = if kind == Kind::Responses { "input" } else { "messages" };
-    match present(messages_key) {
+    match non_null(messages_key) {
         Some(list) if list.get().starts_with('[') => push_messages(&mut start, list),
         Some(input) => push_content(&mut start, PromptRole::User, 0, input),
         None => {}
@@ -51,26 +52,31 @@ pub(super) fn read_prompt_start(kind: Kind, object: &Object<'_>) -> PromptStart 
 }
 
 fn push_messages(start: &mut PromptStart, list: &RawValue) {
-    visit_elements(list, |number, message| {
+    visit_elements(list, |message_number, message| {
         let object = Object::parse(message.get().as_bytes()).ok();
         let get = |key| object.as_ref().and_then(|object| object.get(key));
         let role = parse_role(get("role").map(RawValue::get));
         match get("content").filter(|content| content.get() != "null") {
-            Some(content) => push_content(start, role, number, content),
+            Some(content) => push_content(start, role, message_number, content),
             // A message without content is one block. An example is an assistant's message that
             // only calls a tool.
-            None => push_block(start, role, (number, 0), message),
+            None => push_block(start, role, (message_number, 0), message),
         }
         !start.is_full()
     });
 }
 
-fn push_content(start: &mut PromptStart, role: PromptRole, message: usize, content: &RawValue) {
+fn push_content(
+    start: &mut PromptStart,
+    role: PromptRole,
+    message_number: usize,
+    content: &RawValue,
+) {
     if !content.get().starts_with('[') {
-        return push_block(start, role, (message, 0), content);
+        return push_block(start, role, (message_number, 0), content);
     }
-    visit_elements(content, |number, block| {
-        push_block(start, role, (message, number), block);
+    visit_elements(content, |block_number, block| {
+        push_block(start, role, (message_number, block_number), block);
         !start.is_full()
     });
 }
@@ -82,7 +88,7 @@ fn push_content(start: &mut PromptStart, role: PromptRole, message: usize, conte
 fn push_block(
     start: &mut PromptStart,
     role: PromptRole,
-    (message, block_number): (usize, usize),
+    (message_number, block_number): (usize, usize),
     block: &RawValue,
 ) {
     let object = Object::parse(block.get().as_bytes()).ok();
@@ -95,7 +101,7 @@ fn push_block(
         }
         (_, text) => vec![text.unwrap_or(block).get().as_bytes()],
     };
-    start.push(role, message, block_number, &parts);
+    start.push(role, message_number, block_number, &parts);
 }
 
 fn parse_role(name: Option<&str>) -> PromptRole {
