@@ -1,7 +1,8 @@
 //! Holds the commands that query a running agent: `berth-agent audit` and `berth-agent kv`.
 //!
-//! Both call the agent's control port over gRPC. `audit` shows which session (chain of turns) holds
-//! each page of the engine's KV pool. `kv` shows which blocks of KV are resident.
+//! Both call the agent's control port over gRPC. `audit` shows which session (chain of turns, of
+//! which each is one request and its answer) holds each page of the engine's KV pool. `kv` shows
+//! which blocks of KV are resident.
 
 pub mod audit;
 pub mod kv;

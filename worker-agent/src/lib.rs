@@ -158,7 +158,7 @@ pub async fn run(
     let kv_metrics = kv_events::metrics::Metrics::new(&mut registry);
     let kv = kv_events::KvSetup { epoch, shim, republish_interval, metrics: kv_metrics };
     let kv = kv_events::start(kv, tasks.token())?;
-    let (files, found_files) = watch::channel(None);
+    let (files_sender, found_files) = watch::channel(None);
     control_port::start(
         agent.clone(),
         kv.clone(),
@@ -182,7 +182,7 @@ pub async fn run(
         interval: ms(config.load_interval_ms),
         wake: Arc::clone(&wake_monitor),
         vocabulary: (config.vocabulary > 0).then_some(config.vocabulary),
-        files,
+        files: files_sender,
     };
     tasks.essential("engine monitor", owner::engine_monitor::run(monitor, tasks.clone()));
     listeners.data.set_nonblocking(true)?;
@@ -311,7 +311,7 @@ async fn staged_prefill_runner(
         context: context.clone(),
         report: watch.report,
         description: watch.description,
-        start: service::clock::now(),
+        clock_start: service::clock::now(),
     })
 }
 
@@ -337,14 +337,14 @@ async fn track_readiness(
         loop {
             let report = watch.report.borrow_and_update().clone();
             metrics.set_load(&report);
-            let new_state = match (&report.unhealthy, report.draining) {
+            let new_readiness = match (&report.unhealthy, report.draining) {
                 (Some(reason), _) => Err(reason.clone()),
                 (None, true) => Err("draining".to_owned()),
                 (None, false) => Ok(()),
             };
             sender.send_if_modified(|ready| {
-                let has_changed = *ready != new_state;
-                *ready = new_state;
+                let has_changed = *ready != new_readiness;
+                *ready = new_readiness;
                 has_changed
             });
             tokio::select! {

@@ -22,21 +22,21 @@ fn seconds_histogram() -> Histogram {
 /// All metrics of the agent. Clones share the same values.
 #[derive(Debug, Clone)]
 pub struct Metrics {
-    turns: Family<OutcomeLabel, Counter>,
+    turns_ended: Family<OutcomeLabel, Counter>,
     refusals: Family<CodeLabel, Counter>,
-    first_byte: Histogram,
-    close: Histogram,
-    turn: Histogram,
+    first_byte_seconds: Histogram,
+    close_seconds: Histogram,
+    turn_seconds: Histogram,
     rank_load: Family<FigureLabel, Gauge>,
     engine_up: Gauge,
     restart_required: Gauge,
-    events: Family<EventLabel, Counter>,
-    pages: Family<StateLabel, Gauge>,
-    faults: Family<FaultLabel, Gauge>,
+    session_events: Family<EventLabel, Counter>,
+    pool_pages: Family<StateLabel, Gauge>,
+    page_faults: Family<FaultLabel, Gauge>,
     audits: Family<OutcomeLabel, Counter>,
-    audit_step: Histogram,
+    audit_seconds: Histogram,
     trim_turns: Family<PlanLabel, Counter>,
-    diverged_at: Histogram,
+    divergence_tokens: Histogram,
     spared_tokens: Counter,
     session_turns: Family<KindLabel, Counter>,
     staged_prefill_stages: Family<OutcomeLabel, Counter>,
@@ -107,46 +107,51 @@ impl Metrics {
     /// Creates all metrics and registers them in `registry`.
     pub fn new(registry: &mut Registry) -> Self {
         let metrics = Self {
-            turns: Family::default(),
+            turns_ended: Family::default(),
             refusals: Family::default(),
-            first_byte: seconds_histogram(),
+            first_byte_seconds: seconds_histogram(),
             // From 0.5 ms to 5.6 s, each bucket 1.5 times the previous. Most closes take a few
             // milliseconds.
-            close: Histogram::new((0..24).map(|step| 0.000_5 * 1.5_f64.powi(step))),
-            turn: seconds_histogram(),
+            close_seconds: Histogram::new((0..24).map(|step| 0.000_5 * 1.5_f64.powi(step))),
+            turn_seconds: seconds_histogram(),
             rank_load: Family::default(),
             engine_up: Gauge::default(),
             restart_required: Gauge::default(),
-            events: Family::default(),
-            pages: Family::default(),
-            faults: Family::default(),
+            session_events: Family::default(),
+            pool_pages: Family::default(),
+            page_faults: Family::default(),
             audits: Family::default(),
             // From 50 us to 0.2 s, each bucket twice the previous. An audit delays all requests of
             // the engine, so times below a millisecond matter.
-            audit_step: Histogram::new((0..13).map(|step| 0.000_05 * f64::from(1 << step))),
+            audit_seconds: Histogram::new((0..13).map(|step| 0.000_05 * f64::from(1 << step))),
             trim_turns: Family::default(),
             // Token counts from 64 to 1 M, each bucket four times the previous.
-            diverged_at: Histogram::new((0..8).map(|step| 64.0 * 4_f64.powi(step))),
+            divergence_tokens: Histogram::new((0..8).map(|step| 64.0 * 4_f64.powi(step))),
             spared_tokens: Counter::default(),
             session_turns: Family::default(),
             staged_prefill_stages: Family::default(),
             staged_prefill_tokens: Counter::default(),
             volatile_prefixes: Family::default(),
         };
-        registry.register("turns", "Turns that have ended, by outcome", metrics.turns.clone());
+        metrics.register(registry);
+        metrics
+    }
+
+    fn register(&self, registry: &mut Registry) {
+        registry.register("turns", "Turns that have ended, by outcome", self.turns_ended.clone());
         registry.register(
             "refusals",
             "Turns that the agent refused, by refusal code",
             metrics.refusals.clone(),
         );
         let help = "Time from sending a turn to the engine until the head of its answer";
-        let first_byte = metrics.first_byte.clone();
+        let first_byte = self.first_byte_seconds.clone();
         registry.register_with_unit("time_to_first_byte", help, Unit::Seconds, first_byte);
         let help =
             "Time from the request to close a session until the engine has freed what it held";
-        registry.register_with_unit("close", help, Unit::Seconds, metrics.close.clone());
+        registry.register_with_unit("close", help, Unit::Seconds, self.close_seconds.clone());
         let help = "Time from sending a turn to the engine until the engine has ended it";
-        registry.register_with_unit("turn", help, Unit::Seconds, metrics.turn.clone());
+        registry.register_with_unit("turn", help, Unit::Seconds, self.turn_seconds.clone());
         let help = "Figures of the load report: tokens, rows, turns, sessions";
         registry.register("rank_load", help, self.rank_load.clone());
         let help = "1 while the engine answers and makes progress, and its devices work; else 0";
@@ -155,22 +160,22 @@ impl Metrics {
             "1 while only a restart of the engine frees the rows or pages that it holds; else 0";
         registry.register("engine_restart_required", help, metrics.restart_required.clone());
         let help = "Changes of sessions that their clients did not ask for, by event";
-        registry.register("session_events", help, metrics.events.clone());
+        registry.register("session_events", help, self.session_events.clone());
         let help = "Pages of the KV pool in the newest audit, by state";
-        registry.register("pool_pages", help, metrics.pages.clone());
+        registry.register("pool_pages", help, self.pool_pages.clone());
         let help =
             "Faults that the newest audit found in the pool's pages, by kind; 0 without a fault";
-        registry.register("pool_page_faults", help, metrics.faults.clone());
+        registry.register("pool_page_faults", help, self.page_faults.clone());
         let help = "Page audits, by outcome";
         registry.register("audits", help, metrics.audits.clone());
         let help = "Time that a page audit took on the engine's scheduler thread";
-        let step = metrics.audit_step.clone();
+        let step = self.audit_seconds.clone();
         registry.register_with_unit("audit_scheduler", help, Unit::Seconds, step);
         let help = "Turns with full histories on pinned sessions, each counted once, by outcome; \
                     gone: unknown, because the session was closed or lost meanwhile";
         registry.register("trim_turns", help, metrics.trim_turns.clone());
         let help = "Leading tokens that a diverged full history shared with its session";
-        registry.register("trim_diverged_at_tokens", help, metrics.diverged_at.clone());
+        registry.register("trim_diverged_at_tokens", help, self.divergence_tokens.clone());
         let help = "Tokens of full histories that pinned sessions already held";
         registry.register("trim_spared_tokens", help, metrics.spared_tokens.clone());
         let help = "Turns of sessions, by run mode";
@@ -192,23 +197,23 @@ impl Metrics {
 
     /// Counts an event of a session.
     pub fn count_session_event(&self, event: &'static str) {
-        self.events.get_or_create(&EventLabel { event }).inc();
+        self.session_events.get_or_create(&EventLabel { event }).inc();
     }
 
     /// Records how long the engine took to free what a closed session held.
     pub fn record_close(&self, duration: Duration) {
-        self.close.observe(duration.as_secs_f64());
+        self.close_seconds.observe(duration.as_secs_f64());
     }
 
     /// Records the time from sending a turn to the head of its answer.
     pub fn record_first_byte(&self, duration: Duration) {
-        self.first_byte.observe(duration.as_secs_f64());
+        self.first_byte_seconds.observe(duration.as_secs_f64());
     }
 
     /// Counts the end of a turn, and records how long the turn took.
     pub fn record_turn_end(&self, outcome: &'static str, duration: Duration) {
-        self.turns.get_or_create(&OutcomeLabel { outcome }).inc();
-        self.turn.observe(duration.as_secs_f64());
+        self.turns_ended.get_or_create(&OutcomeLabel { outcome }).inc();
+        self.turn_seconds.observe(duration.as_secs_f64());
     }
 
     /// Counts a turn whose full history was compared with its session's. `spared_tokens` are the
@@ -220,7 +225,7 @@ impl Metrics {
 
     /// Records how many leading tokens a diverged full history shares with its session.
     pub fn record_divergence(&self, shared_tokens: u64) {
-        self.diverged_at.observe(shared_tokens as f64);
+        self.divergence_tokens.observe(shared_tokens as f64);
     }
 
     /// Counts how a session's turn runs.
@@ -252,8 +257,8 @@ impl Metrics {
     }
 
     /// Records how much time of the engine's scheduler thread an audit took.
-    pub fn record_audit_step(&self, spent: Duration) {
-        self.audit_step.observe(spent.as_secs_f64());
+    pub fn record_audit_time(&self, spent: Duration) {
+        self.audit_seconds.observe(spent.as_secs_f64());
     }
 
     /// Sets the gauges of a rank's newest audit; `None` removes them. A kind of fault that the
@@ -270,12 +275,12 @@ impl Metrics {
             ("leaked", class(|classes| classes.leaked)),
             ("corrupt", class(|classes| classes.corrupt)),
         ] {
-            set_gauge(&self.pages, &StateLabel { dp_rank, state }, pages);
+            set_gauge(&self.pool_pages, &StateLabel { dp_rank, state }, pages);
         }
         for kind in Kind::ALL.map(Kind::name) {
             let mut findings = audit.iter().flat_map(|audit| &audit.findings);
             let count = findings.find(|finding| finding.kind == kind).map(|finding| finding.count);
-            set_gauge(&self.faults, &FaultLabel { dp_rank, kind }, count);
+            set_gauge(&self.page_faults, &FaultLabel { dp_rank, kind }, count);
         }
     }
 

@@ -49,7 +49,7 @@ const STAGE_MAX: Duration = Duration::from_secs(10);
 /// Computes the prompts that routers send to be staged.
 #[derive(Debug, Clone)]
 pub struct Runner {
-    /// The queues, shared with the reporter of loads.
+    /// The queues, from which the owner task's load reports also read what waits.
     pub queues: Arc<Queues>,
     /// Sends a stage to the engine on the same path as any other turn.
     pub context: TurnContext,
@@ -57,8 +57,8 @@ pub struct Runner {
     pub report: watch::Receiver<Arc<LoadReport>>,
     /// The engine's description; `None` until the engine was reached.
     pub description: watch::Receiver<Option<Arc<Description>>>,
-    /// The time from which the queues count. Each prompt enters its queue with the time since then.
-    pub start: Instant,
+    /// The zero of the queues' clock. Each prompt enters its queue with the time since then.
+    pub clock_start: Instant,
 }
 
 /// A prompt to compute in stages.
@@ -149,13 +149,16 @@ impl Runner {
 
     async fn read_prompt(&self, request: Request) -> Result<Prompt, Refusal> {
         let (parts, body) = request.into_parts();
-        let bad = |text: String| Refusal::bad_request("staged_prefill", text);
-        let dp_rank = claim::rank(&parts.headers).map_err(|error| bad(error.to_string()))?;
+        let bad_request = |text: String| Refusal::bad_request("staged_prefill", text);
+        let dp_rank =
+            claim::rank(&parts.headers).map_err(|error| bad_request(error.to_string()))?;
         let resident_tokens = claim::resident_tokens(&parts.headers);
-        let resident_tokens = resident_tokens.map_err(|error| bad(error.to_string()))?;
+        let resident_tokens = resident_tokens.map_err(|error| bad_request(error.to_string()))?;
         let body = self.context.body_budget.read(body).await?;
         let tokens = decode(&body.bytes).map(|ids| ids.len()).ok_or_else(|| {
-            bad("the body holds no token ids; send four little-endian bytes each".to_owned())
+            bad_request(
+                "the body holds no token ids; send four little-endian bytes each".to_owned(),
+            )
         })?;
         let (page_tokens, context_tokens) = match self.description.borrow().as_deref() {
             Some(Description { engine, .. }) => (engine.page_tokens.max(1), engine.context_tokens),
@@ -163,7 +166,7 @@ impl Runner {
         };
         if tokens > context_tokens as usize {
             let text = "the prompt is longer than the model's context; send the turn itself";
-            return Err(bad(text.to_owned()));
+            return Err(bad_request(text.to_owned()));
         }
         Ok(Prompt {
             tokens,
@@ -239,7 +242,7 @@ impl Runner {
     }
 
     fn enter_queue(&self, prompt: &Prompt, tokens_per_s: u64) -> Result<Place<'_>, Refusal> {
-        let now = service::clock::now().saturating_duration_since(self.start);
+        let now = service::clock::now().saturating_duration_since(self.clock_start);
         let place = self.queues.enter(prompt.dp_rank, prompt.left_tokens(), tokens_per_s, now);
         place.ok_or_else(|| {
             let text = "too many prompts wait on this worker; send the turn itself";

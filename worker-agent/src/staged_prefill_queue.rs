@@ -5,8 +5,8 @@
 //!
 //! To compute the shortest prompt first minimizes the sum of all waits, but starves long prompts.
 //! So the queue compares the remaining computing times, each less half of the time that the prompt
-//! has waited. A new prompt then never passes a prompt that has waited for twice its own remaining
-//! computing time.
+//! has waited, and the smallest comes first. A new prompt then never passes a prompt that has
+//! waited for twice its own remaining computing time.
 
 mod shared;
 
@@ -91,13 +91,14 @@ impl Queue {
     ///
     /// # Panics
     /// When another stage is in the engine.
-    pub fn begin(&mut self, ticket: Ticket, stage_tokens: u64) {
+    pub fn begin_stage(&mut self, ticket: Ticket, stage_tokens: u64) {
         assert_eq!(self.running_stage, None, "one stage at a time");
         self.running_stage = Some(Stage { ticket, tokens: stage_tokens });
     }
 
-    /// Marks this prompt's stage as computed. `left_tokens` of the prompt are left.
-    pub fn computed(&mut self, ticket: Ticket, left_tokens: u64) {
+    /// Ends this prompt's stage, which the engine has computed. `left_tokens` of the prompt are
+    /// left.
+    pub fn end_stage(&mut self, ticket: Ticket, left_tokens: u64) {
         self.running_stage = self.running_stage.filter(|stage| stage.ticket != ticket);
         if let Some(prompt) = self.prompts.iter_mut().find(|prompt| prompt.ticket == ticket) {
             prompt.left_tokens = left_tokens;
@@ -147,13 +148,13 @@ mod tests {
         let mut queue = Queue { tokens_per_s: RATE, ..Queue::default() };
         let long = queue.enter(10_000, MS).unwrap();
         assert_eq!(queue.first(), Some(long));
-        queue.begin(long, 400);
+        queue.begin_stage(long, 400);
         let short = queue.enter(1_000, 2 * MS).unwrap();
         assert_eq!(queue.first(), None, "a running stage is not disturbed");
         assert_eq!(queue.load(), (10_600, 2));
-        queue.computed(long, 9_600);
+        queue.end_stage(long, 9_600);
         assert_eq!(queue.first(), Some(short));
-        queue.begin(short, 400);
+        queue.begin_stage(short, 400);
         queue.leave(short);
         assert_eq!((queue.first(), queue.load()), (Some(long), (9_600, 1)));
     }
@@ -191,8 +192,8 @@ mod tests {
                 let now = MS * u32::try_from(at).unwrap();
                 match what {
                     0 | 1 => inside.extend(queue.enter(tokens, now)),
-                    2 => if let Some(first) = queue.first() { queue.begin(first, tokens) },
-                    3 if which < inside.len() => queue.computed(inside[which], tokens),
+                    2 => if let Some(first) = queue.first() { queue.begin_stage(first, tokens) },
+                    3 if which < inside.len() => queue.end_stage(inside[which], tokens),
                     4 if which < inside.len() => queue.leave(inside.remove(which)),
                     _ => {}
                 }

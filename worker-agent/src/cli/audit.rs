@@ -21,7 +21,7 @@ use crate::config::AuditArgs;
 const ANSWER_MAX: Duration = Duration::from_secs(60);
 
 /// The audit of one rank, or the reason why there is none.
-struct Rank {
+struct RankAudit {
     dp_rank: u32,
     audit: Result<(PageAudit, Vec<v1::SessionPages>), String>,
 }
@@ -38,27 +38,27 @@ pub async fn run(args: &AuditArgs) -> Result<CommandOutput, Error> {
     let request = v1::AuditRequest { dp_rank: args.rank };
     let answer = WorkerAgentClient::new(channel).audit(request).await;
     let answer = answer.map_err(|status| Error::Refused(status.message().to_owned()))?;
-    let ranks: Result<Vec<Rank>, Error> =
+    let ranks: Result<Vec<RankAudit>, Error> =
         answer.into_inner().ranks.into_iter().map(parse_rank).collect();
     let ranks = ranks?;
     if ranks.is_empty() {
         return Err(Error::Refused("the engine has not answered yet".into()));
     }
     let is_sound =
-        |rank: &Rank| rank.audit.as_ref().is_ok_and(|(pages, _)| pages.faults().count() == 0);
+        |rank: &RankAudit| rank.audit.as_ref().is_ok_and(|(pages, _)| pages.faults().count() == 0);
     let text = if args.json { as_json(&ranks) } else { ranks.iter().map(rank_table).collect() };
     Ok(CommandOutput { text, is_sound: ranks.iter().all(is_sound) })
 }
 
-fn parse_rank(wire: v1::RankAudit) -> Result<Rank, Error> {
+fn parse_rank(wire: v1::RankAudit) -> Result<RankAudit, Error> {
     let audit = match wire.pages {
         Some(pages) if wire.refusal.is_empty() => Ok((pages.try_into()?, wire.sessions)),
         _ => Err(wire.refusal),
     };
-    Ok(Rank { dp_rank: wire.dp_rank, audit })
+    Ok(RankAudit { dp_rank: wire.dp_rank, audit })
 }
 
-fn as_json(ranks: &[Rank]) -> String {
+fn as_json(ranks: &[RankAudit]) -> String {
     let rank_values: Vec<Value> = ranks
         .iter()
         .map(|rank| match &rank.audit {
@@ -92,7 +92,7 @@ fn key_digest(session: &v1::SessionPages) -> Option<String> {
     Some(key.digest().to_string())
 }
 
-fn rank_table(rank: &Rank) -> String {
+fn rank_table(rank: &RankAudit) -> String {
     let mut text = String::new();
     match &rank.audit {
         Err(refusal) => {

@@ -25,17 +25,17 @@ const ANSWER_MAX: Duration = Duration::from_secs(60);
 
 /// The blocks of one rank, as far as they were received.
 #[derive(Debug, Default)]
-struct Rank {
+struct RankBlocks {
     block_tokens: u32,
     /// The resident blocks on the device and on the host, in this order.
     blocks: [BTreeSet<BlockHash>; 2],
-    /// Why the agent doesn't know the rank's blocks. Empty if the agent gave no reason.
+    /// Why the agent doesn't know the rank's blocks. Empty if it knows them, or hasn't answered.
     unknown_reason: String,
     /// Whether the whole snapshot was received.
     is_complete: bool,
 }
 
-impl Rank {
+impl RankBlocks {
     fn apply(&mut self, change: Change) {
         let tier_index = |tier| usize::from(tier == Tier::Host);
         match change {
@@ -85,14 +85,14 @@ pub async fn run(args: &KvArgs) -> Result<CommandOutput, Error> {
 }
 
 /// Receives changes until each rank has a snapshot or a reason why it has none.
-async fn receive_ranks(channel: Channel) -> Result<BTreeMap<u32, Rank>, Error> {
+async fn receive_ranks(channel: Channel) -> Result<BTreeMap<u32, RankBlocks>, Error> {
     let refused = |status: tonic::Status| Error::Refused(status.message().to_owned());
     let mut client = WorkerAgentClient::new(channel);
     let description = client.describe(v1::DescribeRequest {}).await.map_err(refused)?.into_inner();
-    let empty_ranks = description.ranks.iter().map(|rank| (rank.dp_rank, Rank::default()));
-    let mut ranks: BTreeMap<u32, Rank> = empty_ranks.collect();
+    let empty_ranks = description.ranks.iter().map(|rank| (rank.dp_rank, RankBlocks::default()));
+    let mut ranks: BTreeMap<u32, RankBlocks> = empty_ranks.collect();
     let mut events = client.watch_kv(v1::WatchKvRequest {}).await.map_err(refused)?.into_inner();
-    while !ranks.values().all(Rank::is_answered) {
+    while !ranks.values().all(RankBlocks::is_answered) {
         let ended_early = || Error::Refused("the stream ended too early".to_owned());
         let event = events.message().await.map_err(refused)?.ok_or_else(ended_early)?;
         for change in event.changes {
@@ -103,7 +103,7 @@ async fn receive_ranks(channel: Channel) -> Result<BTreeMap<u32, Rank>, Error> {
     Ok(ranks)
 }
 
-fn as_json(ranks: &BTreeMap<u32, Rank>) -> String {
+fn as_json(ranks: &BTreeMap<u32, RankBlocks>) -> String {
     let hashes = |blocks: &BTreeSet<BlockHash>| -> Vec<String> {
         blocks.iter().map(|block| format!("{:016x}", block.0)).collect()
     };
@@ -119,8 +119,8 @@ fn as_json(ranks: &BTreeMap<u32, Rank>) -> String {
     format!("{}\n", json!({ "ranks": rank_values.collect::<Vec<Value>>() }))
 }
 
-fn table(ranks: &BTreeMap<u32, Rank>) -> String {
-    let line = |(dp_rank, rank): (&u32, &Rank)| match &rank.unknown_reason {
+fn table(ranks: &BTreeMap<u32, RankBlocks>) -> String {
+    let line = |(dp_rank, rank): (&u32, &RankBlocks)| match &rank.unknown_reason {
         why if !why.is_empty() => format!("rank {dp_rank}: unknown: {why}\n"),
         _ => format!(
             "rank {dp_rank}: {} blocks of {} tokens on the device, {} on the host\n",

@@ -139,7 +139,7 @@ impl Owner {
         match &answer {
             Ok(audit) => {
                 self.setup.metrics.count_audit("done");
-                self.setup.metrics.record_audit_step(audited.spent);
+                self.setup.metrics.record_audit_time(audited.spent);
                 self.setup.metrics.set_pages(dp_rank, Some(&audit.pages));
                 if findings_before.as_ref() != Some(&audit.pages.findings) {
                     log_faults(dp_rank, audit);

@@ -1,4 +1,8 @@
 //! Shares the staged-prefill queues of all ranks between waiting prompts and load reports.
+//!
+//! Staged prefill computes a long prompt in stages before its turn (the request it belongs to).
+//! [`Queues`] holds one [`Queue`] per rank behind a lock, and wakes waiting prompts when a queue
+//! changes. The order of the prompts is decided in [`Queue`].
 
 use std::{collections::BTreeMap, time::Duration};
 
@@ -15,7 +19,8 @@ use super::{Queue, Ticket};
 #[derive(Debug)]
 pub struct Queues {
     prefill_stage_ms: u64,
-    ranks: Mutex<BTreeMap<u32, Queue>>,
+    /// The queue of each rank, by DP rank.
+    queues_by_rank: Mutex<BTreeMap<u32, Queue>>,
     /// Notified after every change of a queue, because another prompt may now be first.
     changed: Notify,
 }
@@ -24,14 +29,15 @@ impl Queues {
     /// Creates empty queues. A stage takes the engine about `prefill_stage_ms` milliseconds.
     #[must_use]
     pub fn new(prefill_stage_ms: u64) -> Self {
-        Self { prefill_stage_ms, ranks: Mutex::default(), changed: Notify::new() }
+        Self { prefill_stage_ms, queues_by_rank: Mutex::default(), changed: Notify::new() }
     }
 
     /// Returns what waits on a rank: tokens and prompts. The rank's prefill rate determines the
     /// size of a stage, which is returned too.
     #[must_use]
     pub fn load(&self, rank: &RankLoad) -> StagedPrefill {
-        let (tokens, prompts) = self.ranks.lock().get(&rank.dp_rank).map_or((0, 0), Queue::load);
+        let (tokens, prompts) =
+            self.queues_by_rank.lock().get(&rank.dp_rank).map_or((0, 0), Queue::load);
         let stage_tokens = self.stage_tokens(prefill_tokens_per_s(rank));
         StagedPrefill { tokens, prompts: u32::try_from(prompts).unwrap_or(u32::MAX), stage_tokens }
     }
@@ -66,13 +72,13 @@ impl Queues {
 
     /// Changes a rank's queue, and wakes the waiting prompts. Returns what `change` returns.
     fn change_queue<T>(&self, dp_rank: u32, change: impl FnOnce(&mut Queue) -> T) -> T {
-        let mut ranks = self.ranks.lock();
-        let queue = ranks.entry(dp_rank).or_default();
+        let mut queues_by_rank = self.queues_by_rank.lock();
+        let queue = queues_by_rank.entry(dp_rank).or_default();
         let result = change(queue);
         if cfg!(debug_assertions) {
             queue.check_invariants();
         }
-        drop(ranks);
+        drop(queues_by_rank);
         self.changed.notify_waiters();
         result
     }
@@ -97,11 +103,11 @@ impl Place<'_> {
             // Without `enable`, a change between the check below and `await` would be missed.
             changed.as_mut().enable();
             {
-                let mut ranks = self.queues.ranks.lock();
-                let queue = ranks.entry(self.dp_rank).or_default();
+                let mut queues_by_rank = self.queues.queues_by_rank.lock();
+                let queue = queues_by_rank.entry(self.dp_rank).or_default();
                 if queue.first() == Some(self.ticket) {
                     let (stage_tokens, value) = choose_stage()?;
-                    queue.begin(self.ticket, stage_tokens);
+                    queue.begin_stage(self.ticket, stage_tokens);
                     return Some(value);
                 }
             }
@@ -111,7 +117,7 @@ impl Place<'_> {
 
     /// Ends this prompt's stage. `left_tokens` of the prompt are left.
     pub fn end_stage(&self, left_tokens: u64) {
-        self.queues.change_queue(self.dp_rank, |queue| queue.computed(self.ticket, left_tokens));
+        self.queues.change_queue(self.dp_rank, |queue| queue.end_stage(self.ticket, left_tokens));
     }
 }
 

@@ -61,7 +61,7 @@ impl StagedPrefills {
         let Prompt { turn, resident_tokens, .. } = prompt.expect("the first is in the queue");
         let blocks = stage_end(*resident_tokens, block_tokens) / block_tokens;
         let tokens = blocks * block_tokens - resident_tokens;
-        self.queue.begin(ticket, tokens);
+        self.queue.begin_stage(ticket, tokens);
         let chain = turn.chain[..usize::try_from(blocks).expect("prompts fit memory")].to_vec();
         Some(Job {
             is_stage: true,
@@ -146,7 +146,7 @@ impl World {
         let before = std::mem::replace(&mut staged.prompts[at].resident_tokens, job.input_tokens);
         let evicted = matched_tokens + self.corpus.block_tokens < before;
         let (left, ticket) = (staged.tokens_left(at), staged.prompts[at].ticket);
-        staged.queue.computed(ticket, left);
+        staged.queue.end_stage(ticket, left);
         let prompt = &self.staged_prefills[worker].prompts[at];
         if evicted || !self.is_long(&prompt.turn, prompt.resident_tokens) {
             let turn = self.staged_prefills[worker].remove_prompt(at);
