@@ -14,7 +14,8 @@
 //! - The *shim* is Berth's part inside the engine. It compares a full history with the session's
 //!   and reports a *plan*: how the turn runs.
 //! - A *suspect* session may have another history than the agent knows. The *journal* is the file
-//!   that lists the open incarnations. To *reclaim* a session is to demote or close it for its room.
+//!   that lists the open incarnations. To *reclaim* a session is to demote or close it, because
+//!   others need its room.
 
 /// A rule that keeps one of Berth's promises.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
