@@ -1,17 +1,24 @@
 //! Audits the KV pool of a running engine: tells which pages each session holds, and finds faults.
 //!
 //! An audit works on a private copy of the rows of `req_to_token`, the free lists and the radix
-//! tree's slots, so the engine needn't stop. This module defines the order of the steps. A backend
-//! copies and counts, [`crate::audit`] finds faults, and [`crate::digest`] compares digests.
+//! tree's slots, so the engine needn't stop. A row's *version* is a number that the engine changes
+//! whenever it may have rewritten the row. By the versions, an audit leaves out the rows that
+//! changed while they were copied.
+//!
+//! An audit also *digests* some pages, which makes a hash of their contents. The digests show
+//! whether the engine wrote to a page that it must not rewrite any more (a sealed page, see
+//! [`crate::digest`]).
+//!
+//! [`Accountant`] knows the order of the steps. A backend copies and counts, [`crate::audit`] finds
+//! faults, and [`crate::digest`] compares digests.
 //!
 //! An audit has three steps:
 //! 1. [`Accountant::begin`] takes a snapshot. The caller is the scheduler's thread, between two
 //!    steps of the engine. For a pool on a device, this only enqueues work.
 //! 2. When [`Accountant::is_ready`] returns true, the copy is made. The caller now reads the rows'
-//!    *current* versions, on the scheduler's thread. A row's version changes whenever the row may
-//!    have been rewritten.
-//! 3. [`Accountant::finish`] drops the rows that have *moved*: those whose version has changed, so
-//!    that their copy may be wrong. It returns the report. The caller may be any thread.
+//!    current versions, on the scheduler's thread.
+//! 3. [`Accountant::finish`] drops the rows whose current version isn't that of the snapshot,
+//!    because their copy may be wrong. It returns the report. The caller may be any thread.
 
 mod backend;
 #[cfg(feature = "cuda")]
@@ -58,6 +65,7 @@ pub struct Accountant {
     pool: Pool,
     backend: Box<dyn Backend>,
     digest_memory: DigestMemory,
+    /// The audit in progress.
     open: Option<OpenAudit>,
     finished_count: u64,
 }
@@ -73,28 +81,33 @@ impl std::fmt::Debug for Accountant {
     }
 }
 
-/// The audit in progress.
+/// An audit that has begun and not ended.
 #[derive(Debug)]
 struct OpenAudit {
     /// The live rows, in the order of the copy.
     rows: Vec<PlannedRow>,
     /// The sessions' keys, indexed by session number.
     keys: Vec<u64>,
-    /// The page references whose pages are digested.
+    /// The page references whose pages are digested; see [`CopyLayout`].
     window: std::ops::Range<u32>,
-    is_complete: bool,
+    /// Whether the engine's snapshot is complete; see [`Snapshot::is_complete`].
+    is_snapshot_complete: bool,
+    /// Whether the audit digests pages, so that its report tells which sealed pages changed.
     has_digests: bool,
+    /// Whether the private copy has been made.
     is_ready: bool,
 }
 
+/// A live row of the snapshot, placed in the copy.
 #[derive(Clone, Copy, Debug)]
 struct PlannedRow {
     live: LiveRow,
     /// The version in the snapshot.
     version: u64,
-    /// Pages at the row's beginning that must not change while the session has the same key.
+    /// The number of sealed pages, at the row's beginning. They must not change while the session
+    /// has the same key.
     sealed_pages: u32,
-    /// Pages of the row's prefix that the radix tree owns; `None` if unknown.
+    /// The number of pages at the row's beginning that the radix tree owns; `None` if unknown.
     protected_pages: Option<u32>,
 }
 
@@ -167,7 +180,7 @@ impl Accountant {
 
     /// Ends the audit and returns its report. `current_versions` lists the live rows with the
     /// versions that they had after the copy was ready. A row that is not in this list, or has
-    /// another version there, is left out of the audit and counted in `rows_moved`.
+    /// another version there, is left out of the audit and counted in [`Report::rows_changed`].
     ///
     /// # Errors
     /// When there is no audit, the copy is not ready, or the device fails. If the copy is not
@@ -177,15 +190,15 @@ impl Accountant {
             return Err(Error::NotReady);
         }
         let open = self.open.take().expect("checked above");
-        let moved = find_moved(&open.rows, current_versions);
-        let kept = keep_unmoved(&open.rows, &moved, self.pool.page_shift());
-        let rows_moved = moved.iter().filter(|&&moved| moved).count();
-        let scope = Scope::new(open.is_complete, rows_moved);
+        let has_changed = find_changed_rows(&open.rows, current_versions);
+        let kept = keep_unchanged(&open.rows, &has_changed, self.pool.page_shift());
+        let rows_changed = has_changed.iter().filter(|&&has_changed| has_changed).count();
+        let scope = Scope::new(open.is_snapshot_complete, rows_changed);
         let counts = self.backend.count(&self.pool, &kept)?;
         let mut findings = self.findings(&counts, &kept, scope)?;
-        let (digests, changed) = self.compare_digests(&open, &moved)?;
+        let (digests, changed_pages) = self.compare_digests(&open, &has_changed)?;
         if open.has_digests {
-            findings.push(audit::changed(&changed));
+            findings.push(audit::changed(&changed_pages));
         }
         let classes = counts.classes(scope);
         let report = Report {
@@ -194,12 +207,12 @@ impl Accountant {
             page_tokens: self.pool.page_tokens(),
             pages: self.pool.pages(),
             rows: row_count(kept.rows.len()),
-            rows_moved: row_count(rows_moved),
+            rows_changed: row_count(rows_changed),
             held_pages: counts.held_pages(),
             free: (counts.free.is_some())
                 .then(|| FreePages { pages: counts.free_pages(), runs: counts.free_runs }),
             classes,
-            sessions: session_entries(&open.rows, &moved, &counts, classes),
+            sessions: session_entries(&open.rows, &has_changed, &counts, classes),
             digests,
             findings,
         };
@@ -216,7 +229,7 @@ impl Accountant {
         self.backend.wait()
     }
 
-    /// Plans an audit: the order of the rows in the copy, and the window of pages to digest.
+    /// Plans an audit: the order of the rows in the copy, and the pages to digest.
     fn plan_audit(&mut self, snapshot: &Snapshot<'_>) -> OpenAudit {
         let shift = self.pool.page_shift();
         let pages = |tokens: u32| tokens.div_ceil(1 << shift);
@@ -245,7 +258,7 @@ impl Accountant {
             rows: order.into_iter().map(plan_row).collect(),
             keys: snapshot.keys.to_vec(),
             window,
-            is_complete: snapshot.complete,
+            is_snapshot_complete: snapshot.is_complete,
             has_digests: digest_pages_max > 0,
             is_ready: false,
         }
@@ -272,23 +285,25 @@ impl Accountant {
         Ok(audit::findings(&copy, kept, self.pool.pages(), shift, scope))
     }
 
-    /// Compares the digests of the window's sealed pages whose rows didn't move.
+    /// Compares the digests of the sealed pages in the window with those of earlier audits, and
+    /// returns the counts and the pages that changed. Leaves out the rows that changed.
+    /// `has_changed` says of each row of `open` whether it changed.
     fn compare_digests(
         &mut self,
         open: &OpenAudit,
-        moved: &[bool],
+        has_changed: &[bool],
     ) -> Result<(crate::report::Digests, Vec<ChangedPage>), Error> {
-        let window = self.backend.digests()?;
+        let window_digests = self.backend.digests()?;
         let shift = self.pool.page_shift();
-        let mut digested = Vec::with_capacity(window.len());
-        for (row, _) in open.rows.iter().zip(moved).filter(|(_, moved)| !**moved) {
+        let mut digested = Vec::with_capacity(window_digests.len());
+        for row in unchanged(&open.rows, has_changed) {
             let start = row.live.out_off;
             let sealed = start..start + row.sealed_pages.min(row.live.len >> shift);
-            let from = sealed.start.max(open.window.start);
-            let to = sealed.end.min(open.window.end);
-            for ref_number in from..to {
+            let first = sealed.start.max(open.window.start);
+            let end = sealed.end.min(open.window.end);
+            for ref_number in first..end {
                 let window_index = (ref_number - open.window.start) as usize;
-                let PageDigest { page, digest } = window[window_index];
+                let PageDigest { page, digest } = window_digests[window_index];
                 if page != PAGE_BAD {
                     let session = row.live.session;
                     let key = open.keys[session as usize];
@@ -300,27 +315,35 @@ impl Accountant {
     }
 }
 
-/// Returns, for each planned row, whether it moved: its version has changed, or the row is gone.
-fn find_moved(rows: &[PlannedRow], current_versions: &[(u32, u64)]) -> Vec<bool> {
+/// Returns, for each planned row, whether its version has changed or the row is gone.
+fn find_changed_rows(rows: &[PlannedRow], current_versions: &[(u32, u64)]) -> Vec<bool> {
     let mut versions: BTreeMap<u32, Option<u64>> = BTreeMap::new();
     for &(row, version) in current_versions {
         match versions.entry(row) {
             btree_map::Entry::Vacant(entry) => _ = entry.insert(Some(version)),
-            // A row that is listed with two different versions counts as moved.
+            // A row that is listed with two different versions counts as changed.
             btree_map::Entry::Occupied(mut entry) if *entry.get() != Some(version) => {
                 entry.insert(None);
             }
             btree_map::Entry::Occupied(_) => {}
         }
     }
-    let has_stayed = |row: &PlannedRow| versions.get(&row.live.row) == Some(&Some(row.version));
-    rows.iter().map(|row| !has_stayed(row)).collect()
+    let is_same = |row: &PlannedRow| versions.get(&row.live.row) == Some(&Some(row.version));
+    rows.iter().map(|row| !is_same(row)).collect()
 }
 
-/// Returns the rows that didn't move, and of each its part that the radix tree doesn't own.
-fn keep_unmoved(rows: &[PlannedRow], moved: &[bool], shift: u32) -> ValidRows {
+/// Returns the rows that didn't change. `has_changed` has a value per row.
+fn unchanged<'a>(
+    rows: &'a [PlannedRow],
+    has_changed: &'a [bool],
+) -> impl Iterator<Item = &'a PlannedRow> {
+    rows.iter().zip(has_changed).filter(|(_, has_changed)| !**has_changed).map(|(row, _)| row)
+}
+
+/// Returns the rows that didn't change, and of each row the part that the radix tree doesn't own.
+fn keep_unchanged(rows: &[PlannedRow], has_changed: &[bool], shift: u32) -> ValidRows {
     let mut kept = ValidRows::default();
-    for (row, _) in rows.iter().zip(moved).filter(|(_, moved)| !**moved) {
+    for row in unchanged(rows, has_changed) {
         kept.rows.push(row.live);
         let Some(protected) = row.protected_pages else { continue };
         let len = row.live.len.saturating_sub(protected << shift);
@@ -329,19 +352,19 @@ fn keep_unmoved(rows: &[PlannedRow], moved: &[bool], shift: u32) -> ValidRows {
     kept
 }
 
-/// Returns the entries of the sessions that have rows, and of which no row moved.
+/// Returns the report's entries of the sessions that have rows, and of which no row changed.
 fn session_entries(
     rows: &[PlannedRow],
-    moved: &[bool],
+    has_changed: &[bool],
     counts: &Counts,
     classes: Option<Classes>,
 ) -> Vec<Session> {
-    let mut is_unmoved: BTreeMap<u32, bool> = BTreeMap::new();
-    for (row, moved) in rows.iter().zip(moved) {
-        *is_unmoved.entry(row.live.session).or_insert(true) &= !moved;
+    let mut is_exact: BTreeMap<u32, bool> = BTreeMap::new();
+    for (row, has_changed) in rows.iter().zip(has_changed) {
+        *is_exact.entry(row.live.session).or_insert(true) &= !has_changed;
     }
-    let unmoved_sessions = is_unmoved.into_iter().filter(|&(_, is_unmoved)| is_unmoved);
-    unmoved_sessions.map(|(number, _)| counts.session(number, classes.is_some())).collect()
+    let exact_sessions = is_exact.into_iter().filter(|&(_, is_exact)| is_exact);
+    exact_sessions.map(|(number, _)| counts.session(number, classes.is_some())).collect()
 }
 
 fn row_count(n: usize) -> u32 {

@@ -1,13 +1,16 @@
 //! Finds the faults in a copy of an engine's rows, free lists and radix tree, and names the pages.
 //!
 //! A fault is, for example, a page without an owner, or a free page that a row still references.
-//! The backend of an audit only counts. If its counts show a fault, the audit reads the copy into
-//! host memory. The functions here then look for the faults with the scalar reference. They only
-//! compute.
+//! An audit (see [`crate::account`]) first only counts pages. If the counts show a fault, the audit
+//! reads the copy into host memory and calls [`findings`], which looks for the faults with the
+//! functions of [`mod@crate::reference`]. Nothing here reads the engine's memory or a GPU.
 //!
-//! Some faults can't be seen in every snapshot. Two types are proofs that a fault can be seen.
-//! Faults that show only when rows and lists are compared need a [`Moment`]. Pages without an owner
-//! need a [`Complete`].
+//! Not every copy can show every fault. Two types are proofs that a copy can show a kind of fault:
+//! - [`SameMoment`]: rows and lists may be compared. A page that is free and in a row needs this.
+//! - [`CompleteCopy`]: also, no row is missing. A page without an owner needs this.
+//!
+//! One kind is not found in the copy: [`Kind::Changed`], a page that was rewritten against the
+//! rules. [`crate::digest`] finds those pages, and [`changed`] only makes their findings.
 
 use crate::{
     digest::ChangedPage,
@@ -16,34 +19,37 @@ use crate::{
 };
 use std::collections::BTreeSet;
 
-/// Proof that the snapshot's rows, free lists and radix tree are from one moment.
+/// Proof that the snapshot's rows, free lists and radix tree are from the same moment.
 #[derive(Clone, Copy, Debug)]
-pub struct Moment(());
+pub struct SameMoment(());
 
-/// Proof that all is from one moment, and that the copy has every row, because no row changed while
-/// it was copied.
+/// Proof that all is from the same moment, and that the copy has every row that holds pages. No row
+/// was left out, because no row changed while it was copied.
 #[derive(Clone, Copy, Debug)]
-pub struct Complete(());
+pub struct CompleteCopy(());
 
 impl Scope {
-    /// Returns the scope of a copy. `is_complete` is what the engine says of its snapshot, and
-    /// `rows_moved` is the number of rows that changed since the snapshot.
-    pub fn new(is_complete: bool, rows_moved: usize) -> Self {
-        match (is_complete, rows_moved) {
+    /// Returns the scope of a copy.
+    ///
+    /// The engine sets `is_snapshot_complete` if its snapshot has every row that holds pages, and
+    /// rows, free lists and radix tree are from the same moment. `rows_changed` is the number of
+    /// rows that the engine may have changed while they were copied. The audit leaves those out.
+    pub fn new(is_snapshot_complete: bool, rows_changed: usize) -> Self {
+        match (is_snapshot_complete, rows_changed) {
             (false, _) => Self::Partial,
             (true, 0) => Self::Complete,
-            (true, _) => Self::Moved,
+            (true, _) => Self::RowsChanged,
         }
     }
 
-    /// Returns the proof that rows and lists are from one moment, if they are.
-    pub fn moment(self) -> Option<Moment> {
-        (self != Self::Partial).then_some(Moment(()))
+    /// Returns the proof that rows and lists are from the same moment, if they are.
+    pub fn same_moment(self) -> Option<SameMoment> {
+        (self != Self::Partial).then_some(SameMoment(()))
     }
 
     /// Returns the proof that the copy is complete, if it is.
-    pub fn complete(self) -> Option<Complete> {
-        (self == Self::Complete).then_some(Complete(()))
+    pub fn complete_copy(self) -> Option<CompleteCopy> {
+        (self == Self::Complete).then_some(CompleteCopy(()))
     }
 }
 
@@ -69,9 +75,9 @@ impl Tally {
 pub struct ListedPages {
     /// The same set as [`reference::slots_to_set`] returns.
     pub set: PageSet,
-    /// Pages that the list names again. A page that is named three times counts twice.
+    /// Pages that the list names more than once. A page that is named three times counts twice.
     pub repeated: Tally,
-    /// Ids that no list may contain: outside the pool, or in the padding page 0.
+    /// Ids that no list may contain: those outside the pool, and those of the padding page 0.
     pub invalid: Tally,
 }
 
@@ -80,58 +86,65 @@ impl ListedPages {
     /// 0, the ids are page ids, otherwise token slots.
     pub fn new(ids: impl IntoIterator<Item = i64>, shift: u32, pages: u32) -> Self {
         let mut has = vec![false; pages as usize];
-        let (mut repeated, mut invalid, mut bad) = (Tally::default(), Tally::default(), 0);
+        let (mut repeated, mut invalid) = (Tally::default(), Tally::default());
+        let mut outside_pool = 0;
         for id in ids {
-            let has_page = usize::try_from(id >> shift).ok().and_then(|page| has.get_mut(page));
-            if has_page.is_none() || id >> shift == 0 {
+            let page = id >> shift;
+            let entry = usize::try_from(page).ok().and_then(|page| has.get_mut(page));
+            if entry.is_none() || page == 0 {
                 invalid.add(id);
             }
-            match has_page {
-                None => bad += 1,
+            match entry {
+                None => outside_pool += 1,
                 // The tree lists all slots of a page. Only the first slot names the page.
-                Some(has_page) if id & ((1 << shift) - 1) == 0 => {
-                    if std::mem::replace(has_page, true) {
-                        repeated.add(id >> shift);
+                Some(is_listed) if id & ((1 << shift) - 1) == 0 => {
+                    if std::mem::replace(is_listed, true) {
+                        repeated.add(page);
                     }
                 }
                 Some(_) => {}
             }
         }
-        Self { set: PageSet { has, duplicates: repeated.count, bad }, repeated, invalid }
+        let set = PageSet { has, duplicates: repeated.count, outside_pool };
+        Self { set, repeated, invalid }
     }
 }
 
-/// A copy of the engine's rows, free lists and radix tree. A missing list is `None`.
+/// A copy of the engine's rows, free lists and radix tree in host memory.
 #[derive(Clone, Debug, Default)]
 pub struct PoolCopy {
-    /// The page references of all rows, one row after another. A page reference is the id of the
-    /// page at one place of a row.
-    pub page_list: Vec<u32>,
+    /// The ids of the rows' pages, one row after another. This is the page list of
+    /// [`reference::gather_pages`]. [`LiveRow::out_off`] is the index where a row begins.
+    pub row_page_ids: Vec<u32>,
+    /// The pages in the free lists; `None` if the snapshot has no free list.
     pub free: Option<ListedPages>,
+    /// The pages in the radix tree; `None` if the snapshot doesn't have the tree.
     pub tree: Option<ListedPages>,
 }
 
-/// The rows that an audit keeps: those that didn't change while they were copied.
+/// The rows whose copy is valid, because they didn't change while they were copied.
 #[derive(Clone, Debug, Default)]
 pub struct ValidRows {
     pub rows: Vec<LiveRow>,
-    /// The parts of these rows that the radix tree doesn't own, each as a row. Rows of which the
-    /// protected part (the part that the tree owns) is unknown are left out.
+    /// The parts of these rows that the radix tree doesn't own, each as a row. The beginning of a
+    /// row that the tree owns is the row's protected part. A row whose protected part is unknown
+    /// is not in this list.
     pub unprotected: Vec<LiveRow>,
 }
 
-/// Returns the kinds of fault that a snapshot can show, except [`Kind::Changed`]. A report has the
-/// count 0 for each of these kinds of which there is no fault.
+/// Returns the kinds of fault that a copy can show. If such a kind has no fault, the report gives
+/// the count 0 for it. [`Kind::Changed`] is never among them, because a copy of rows and lists
+/// doesn't show the pages' contents.
 pub fn kinds(scope: Scope, has_free: bool, has_tree: bool, has_unprotected: bool) -> Vec<Kind> {
-    let moment = scope.moment().is_some();
-    let complete = scope.complete().is_some();
+    let is_same_moment = scope.same_moment().is_some();
+    let is_complete = scope.complete_copy().is_some();
     let can_show = |kind: &Kind| match kind {
-        Kind::Aliased => moment && has_tree,
-        Kind::Leaked => complete && has_free && has_tree,
+        Kind::Aliased => is_same_moment && has_tree,
+        Kind::Leaked => is_complete && has_free && has_tree,
         Kind::DoubleFree | Kind::FreeEntry => has_free,
-        Kind::FreeHeld => moment && has_free,
-        Kind::FreeCached => moment && has_free && has_tree,
-        Kind::CachedPrivate => moment && has_tree && has_unprotected,
+        Kind::FreeHeld => is_same_moment && has_free,
+        Kind::FreeCached => is_same_moment && has_free && has_tree,
+        Kind::CachedPrivate => is_same_moment && has_tree && has_unprotected,
         Kind::TreeTwice | Kind::TreeEntry => has_tree,
         Kind::RowEntry => true,
         Kind::Changed => false,
@@ -139,28 +152,29 @@ pub fn kinds(scope: Scope, has_free: bool, has_tree: bool, has_unprotected: bool
     Kind::ALL.into_iter().filter(can_show).collect()
 }
 
-/// Returns the findings of every kind that the snapshot can show. The pool has `npages` pages of
-/// `1 << shift` tokens.
+/// Returns the findings of every kind that the copy can show. The pool has `npages` pages of
+/// `1 << page_shift` tokens.
 pub fn findings(
     copy: &PoolCopy,
     kept: &ValidRows,
     npages: u32,
-    shift: u32,
+    page_shift: u32,
     scope: Scope,
 ) -> Vec<KindFindings> {
-    let marks = reference::mark(&kept.rows, &copy.page_list, shift, npages);
-    let finder = FaultFinder { copy, kept, shift, marks };
+    let marks = reference::mark(&kept.rows, &copy.row_page_ids, page_shift, npages);
+    let finder = FaultFinder { copy, kept, page_shift, marks };
     let (has_free, has_tree) = (copy.free.is_some(), copy.tree.is_some());
     let kinds = kinds(scope, has_free, has_tree, !kept.unprotected.is_empty());
     kinds.into_iter().map(|kind| finder.find(kind, scope)).collect()
 }
 
-/// Returns the findings of a kind of which there is no fault.
+/// Returns the findings of a kind that has no fault.
 pub fn none_of(kind: Kind) -> KindFindings {
     KindFindings { kind, count: 0, named: vec![] }
 }
 
-/// Returns the findings of sealed pages that changed.
+/// Returns the findings of sealed pages whose contents changed. Nothing may rewrite a sealed page,
+/// see [`crate::digest`]. That module has found the pages, by comparing digests.
 pub fn changed(pages: &[ChangedPage]) -> KindFindings {
     let mut pages = pages.to_vec();
     pages.sort_unstable();
@@ -176,31 +190,32 @@ pub fn changed(pages: &[ChangedPage]) -> KindFindings {
 struct FaultFinder<'a> {
     copy: &'a PoolCopy,
     kept: &'a ValidRows,
-    shift: u32,
+    page_shift: u32,
     /// The reference count and the owner of each page, by the kept rows.
     marks: Marks,
 }
 
 impl FaultFinder<'_> {
-    /// Returns the findings of one kind. They are empty if the scope can't show that kind.
+    /// Returns the findings of one kind. They are empty if a copy with this scope can't show it.
     fn find(&self, kind: Kind, scope: Scope) -> KindFindings {
-        let none = Tally::default;
-        let listed = |tally: Option<&Tally>| tally.cloned().unwrap_or_default();
+        let no_faults = Tally::default;
+        let in_list = |tally: Option<&Tally>| tally.cloned().unwrap_or_default();
         let (free, tree) = (self.copy.free.as_ref(), self.copy.tree.as_ref());
+        let (moment, complete) = (scope.same_moment(), scope.complete_copy());
         let tally = match kind {
-            Kind::Aliased => scope.moment().map_or_else(none, |proof| self.aliased(proof)),
-            Kind::Leaked => scope.complete().map_or_else(none, |proof| self.leaked(proof)),
-            Kind::FreeHeld => scope.moment().map_or_else(none, |proof| self.free_held(proof)),
-            Kind::FreeCached => scope.moment().map_or_else(none, |proof| self.free_cached(proof)),
+            Kind::Aliased => moment.map_or_else(no_faults, |proof| self.aliased(proof)),
+            Kind::Leaked => complete.map_or_else(no_faults, |proof| self.leaked(proof)),
+            Kind::FreeHeld => moment.map_or_else(no_faults, |proof| self.free_held(proof)),
+            Kind::FreeCached => moment.map_or_else(no_faults, |proof| self.free_cached(proof)),
             Kind::CachedPrivate => {
-                scope.moment().map_or_else(none, |proof| self.cached_private(proof))
+                moment.map_or_else(no_faults, |proof| self.cached_private(proof))
             }
-            Kind::DoubleFree => listed(free.map(|free| &free.repeated)),
-            Kind::FreeEntry => listed(free.map(|free| &free.invalid)),
-            Kind::TreeTwice => listed(tree.map(|tree| &tree.repeated)),
-            Kind::TreeEntry => listed(tree.map(|tree| &tree.invalid)),
+            Kind::DoubleFree => in_list(free.map(|free| &free.repeated)),
+            Kind::FreeEntry => in_list(free.map(|free| &free.invalid)),
+            Kind::TreeTwice => in_list(tree.map(|tree| &tree.repeated)),
+            Kind::TreeEntry => in_list(tree.map(|tree| &tree.invalid)),
             Kind::RowEntry => return self.row_entries(),
-            Kind::Changed => none(),
+            Kind::Changed => no_faults(),
         };
         let holders = self.holders(kind, &tally.named);
         let mut named: Vec<Finding> = (tally.named.iter().zip(holders))
@@ -224,7 +239,7 @@ impl FaultFinder<'_> {
         let is_private = kind == Kind::CachedPrivate;
         let rows = if is_private { &self.kept.unprotected } else { &self.kept.rows };
         for row in rows {
-            for &page in row_pages(row, &self.copy.page_list, self.shift) {
+            for &page in row_pages(row, &self.copy.row_page_ids, self.page_shift) {
                 for (_, holders) in
                     (named.iter().zip(&mut holders)).filter(|(named, _)| **named == i64::from(page))
                 {
@@ -235,12 +250,12 @@ impl FaultFinder<'_> {
         holders
     }
 
-    fn aliased(&self, _: Moment) -> Tally {
+    fn aliased(&self, _: SameMoment) -> Tally {
         let is_shared = |page: usize| self.marks.owner[page] == OWNER_SHARED;
         self.pages(|page| is_shared(page) && !lists_page(&self.copy.tree, page))
     }
 
-    fn leaked(&self, _: Complete) -> Tally {
+    fn leaked(&self, _: CompleteCopy) -> Tally {
         let (free, tree) = (&self.copy.free, &self.copy.tree);
         let is_listed = |page| lists_page(free, page) || lists_page(tree, page);
         let has_owner = |page| is_listed(page) || self.marks.refcnt[page] > 0;
@@ -248,19 +263,19 @@ impl FaultFinder<'_> {
         self.pages(|page| page > 0 && !has_owner(page))
     }
 
-    fn free_held(&self, _: Moment) -> Tally {
+    fn free_held(&self, _: SameMoment) -> Tally {
         self.pages(|page| lists_page(&self.copy.free, page) && self.marks.refcnt[page] > 0)
     }
 
-    fn free_cached(&self, _: Moment) -> Tally {
+    fn free_cached(&self, _: SameMoment) -> Tally {
         let (free, tree) = (&self.copy.free, &self.copy.tree);
         self.pages(|page| lists_page(free, page) && lists_page(tree, page))
     }
 
-    fn cached_private(&self, _: Moment) -> Tally {
+    fn cached_private(&self, _: SameMoment) -> Tally {
         let npages = u32::try_from(self.marks.refcnt.len()).expect("a pool's page count is a u32");
         let rows = &self.kept.unprotected;
-        let unprotected = reference::mark(rows, &self.copy.page_list, self.shift, npages);
+        let unprotected = reference::mark(rows, &self.copy.row_page_ids, self.page_shift, npages);
         self.pages(|page| lists_page(&self.copy.tree, page) && unprotected.refcnt[page] > 0)
     }
 
@@ -273,11 +288,13 @@ impl FaultFinder<'_> {
         tally
     }
 
-    /// Returns the entries of rows that are not a page of the pool.
+    /// Returns the findings of row entries that are not a page of the pool.
     fn row_entries(&self) -> KindFindings {
         let mut findings = none_of(Kind::RowEntry);
         for row in &self.kept.rows {
-            for (index, &page) in (0i64..).zip(row_pages(row, &self.copy.page_list, self.shift)) {
+            for (index, &page) in
+                (0i64..).zip(row_pages(row, &self.copy.row_page_ids, self.page_shift))
+            {
                 if page != PAGE_BAD {
                     continue;
                 }
@@ -298,8 +315,8 @@ fn lists_page(listed: &Option<ListedPages>, page: usize) -> bool {
     listed.as_ref().is_some_and(|listed| listed.set.has[page])
 }
 
-/// Returns the row's part of the page list.
-fn row_pages<'a>(row: &LiveRow, page_list: &'a [u32], shift: u32) -> &'a [u32] {
+/// Returns the ids of one row's pages.
+fn row_pages<'a>(row: &LiveRow, row_page_ids: &'a [u32], page_shift: u32) -> &'a [u32] {
     let start = row.out_off as usize;
-    &page_list[start..start + row.pages(shift) as usize]
+    &row_page_ids[start..start + row.pages(page_shift) as usize]
 }

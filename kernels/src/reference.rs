@@ -106,7 +106,7 @@ pub struct PageSet {
     /// Entries that name a page again. In a free list, these are double frees.
     pub duplicates: u64,
     /// Entries outside the pool.
-    pub bad: u64,
+    pub outside_pool: u64,
 }
 
 impl PageSet {
@@ -233,11 +233,11 @@ pub fn list_to_set(ids: impl IntoIterator<Item = u32>, npages: u32) -> PageSet {
 /// slot of a page names the page. The other slots need only be inside the pool. If `page_shift` is
 /// 0, each slot is a page.
 pub fn slots_to_set(slots: impl IntoIterator<Item = i64>, page_shift: u32, npages: u32) -> PageSet {
-    let mut set = PageSet { has: vec![false; npages as usize], duplicates: 0, bad: 0 };
+    let mut set = PageSet { has: vec![false; npages as usize], duplicates: 0, outside_pool: 0 };
     for slot in slots {
         let page = usize::try_from(slot >> page_shift).ok();
         match page.and_then(|page| set.has.get_mut(page)) {
-            None => set.bad += 1,
+            None => set.outside_pool += 1,
             Some(has) if slot & ((1 << page_shift) - 1) == 0 => {
                 set.duplicates += u64::from(std::mem::replace(has, true));
             }
@@ -351,7 +351,7 @@ mod tests {
         let (page_list, _) = gather_pages(&r2t, ld, &rows, 2, 8);
         let marks = mark(&rows, &page_list, 2, 8);
         let free = list_to_set([3, 3, 2, 99], 8);
-        assert_eq!((free.duplicates, free.bad), (1, 1));
+        assert_eq!((free.duplicates, free.outside_pool), (1, 1));
         let classes = classify(&free, &marks, &list_to_set([1, 4], 8));
         let want =
             ClassCounts { leaked: 4, free: 1, private: 0, cached: 1, cached_in_use: 1, corrupt: 1 };
@@ -402,7 +402,11 @@ mod tests {
     #[test]
     fn a_page_is_named_by_its_first_slot() {
         let set = slots_to_set([16, 17, 18, 19, 20, 16, 31, 32, -1, -4], 2, 8);
-        assert_eq!((set.duplicates, set.bad), (1, 3), "16 again; 32, -1 and -4 are nowhere");
+        assert_eq!(
+            (set.duplicates, set.outside_pool),
+            (1, 3),
+            "16 again; 32, -1 and -4 are nowhere"
+        );
         let pages: Vec<usize> = (0..8).filter(|&page| set.has[page]).collect();
         assert_eq!(pages, [4, 5], "31 lies in page 7, and doesn't name it");
         assert_eq!(list_to_set([0, 1, 3, 5, 6, 7], 8).runs(), 3);

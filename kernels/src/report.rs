@@ -28,7 +28,7 @@ pub struct Report {
     /// The number of rows whose copy is valid.
     pub rows: u32,
     /// The number of rows that changed while they were copied, and are left out.
-    pub rows_moved: u32,
+    pub rows_changed: u32,
     /// The number of distinct pages that the valid rows hold.
     pub held_pages: u64,
     /// Absent if the snapshot has no free list.
@@ -63,7 +63,7 @@ pub enum Scope {
     Complete,
     /// All is from one moment, but some rows changed and are left out. The findings are true. Pages
     /// without an owner can't be found, and [`Session::exclusive`] is an upper bound.
-    Moved,
+    RowsChanged,
     /// Rows and lists are not from one moment, or not all of them are known. What the report says
     /// of rows is exact. It says nothing that needs rows and lists together.
     Partial,

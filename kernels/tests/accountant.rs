@@ -71,7 +71,7 @@ fn assert_only(name: &str, report: &Report, kind: Kind, want: &[Finding]) {
 fn a_sound_pool_is_told_exactly() {
     everywhere(|name, place, engine, _| {
         let report = engine.audit(&mut place.open(engine));
-        assert_eq!((report.scope, report.rows_moved), (Scope::Complete, 0), "{name}");
+        assert_eq!((report.scope, report.rows_changed), (Scope::Complete, 0), "{name}");
         assert_eq!(report.rows as usize, engine.rows.len(), "{name}");
         assert_eq!((report.alarms(), report.findings.len()), (0, Kind::ALL.len()), "{name}");
         let held: BTreeSet<u32> = engine.row_pages.iter().flatten().copied().collect();
@@ -306,7 +306,7 @@ fn moved_rows_are_left_out_and_what_they_hide_is_absent() {
             now.remove(moved);
         }
         let report = accountant.finish(&now).expect("the device works");
-        assert_eq!((report.scope, report.rows_moved), (Scope::Moved, 1), "{name}");
+        assert_eq!((report.scope, report.rows_changed), (Scope::RowsChanged, 1), "{name}");
         assert_eq!((report.classes, report.found(Kind::Leaked)), (None, None), "{name}");
         let session = engine.rows[kept].session;
         assert_only(name, &report, Kind::FreeHeld, &[finding(page, &[session])]);
@@ -367,7 +367,7 @@ fn the_order_of_calls_is_kept() {
             keys: &[],
             free: &[],
             tree: None,
-            complete: true,
+            is_complete: true,
             digest_pages_max: 0,
         };
         assert!(matches!(accountant.begin(&empty, Stream::DEFAULT), Err(Error::Busy)), "{name}");
@@ -403,7 +403,7 @@ fn a_row_that_moves_while_a_device_copies_is_never_believed() {
         fake.release(cuda_fake::ALL_STREAMS);
         assert!(accountant.is_ready().expect("the device works"), "seed {seed}");
         let report = accountant.finish(&now).expect("the device works");
-        assert_eq!((report.rows_moved, report.alarms()), (1, 0), "seed {seed}");
+        assert_eq!((report.rows_changed, report.alarms()), (1, 0), "seed {seed}");
         // Without the version check, the changed row causes a finding.
         engine.begin(&mut accountant);
         while !accountant.is_ready().expect("the device works") {}

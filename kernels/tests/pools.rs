@@ -59,7 +59,7 @@ pub(crate) struct Answers {
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Set {
     pub(crate) words: Vec<u32>,
-    pub(crate) duplicates_bad: [u64; 2],
+    pub(crate) fault_counts: [u64; 2],
 }
 
 impl Case {
@@ -211,13 +211,13 @@ impl Kv {
 impl Set {
     fn from_reference(set: &reference::PageSet) -> Set {
         let words = words(set.has.iter().copied());
-        Set { words, duplicates_bad: [set.duplicates, set.bad] }
+        Set { words, fault_counts: [set.duplicates, set.outside_pool] }
     }
 
     fn from_device(device: &Device, set: &DevicePageSet) -> Result<Set, Error> {
-        let counters = device.download(set.duplicates_bad.slice())?;
-        let duplicates_bad = counters.try_into().expect("a set has two counters");
-        Ok(Set { words: device.download(set.words.slice())?, duplicates_bad })
+        let counters = device.download(set.fault_counts.slice())?;
+        let fault_counts = counters.try_into().expect("a set has two counters");
+        Ok(Set { words: device.download(set.words.slice())?, fault_counts })
     }
 }
 

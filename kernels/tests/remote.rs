@@ -301,7 +301,7 @@ impl Lax {
             keys: &keys,
             free: &[],
             tree: None,
-            complete: false,
+            is_complete: false,
             digest_pages_max: 0,
         };
         self.accountant.begin(&snapshot, Stream::DEFAULT).expect("the driver works");
@@ -328,7 +328,7 @@ fn idle() {
     for _ in 0..3 {
         remote.begin().expect("a step is done");
         let audited = finish(&mut remote);
-        assert_eq!((audited.epoch, audited.report.rows, audited.report.rows_moved), (1, ROWS, 0));
+        assert_eq!((audited.epoch, audited.report.rows, audited.report.rows_changed), (1, ROWS, 0));
         assert_eq!((torn(&audited), audited.report.alarms()), (0, 0));
         let held: u64 = (0..ROWS).map(|row| account(row, 1).0).sum();
         assert_eq!(audited.report.held_pages, held);
@@ -348,7 +348,7 @@ fn rewritten() {
     other.order("rewrite");
     fake.release(ALL_STREAMS);
     let audited = finish(&mut remote);
-    assert_eq!((audited.report.rows, audited.report.rows_moved), (ROWS - 1, 1));
+    assert_eq!((audited.report.rows, audited.report.rows_changed), (ROWS - 1, 1));
     assert_eq!(torn(&audited), 0);
     assert_eq!(torn(&naive.finish()), 1, "the check sees who doesn't look");
     other.end();
@@ -365,7 +365,7 @@ fn half_written() {
     assert_eq!(torn(&hasty.finish()), 1, "the check sees who looks at what is done");
     other.order("other half");
     let audited = finish(&mut remote);
-    assert_eq!((audited.report.rows, audited.report.rows_moved), (ROWS - 1, 1));
+    assert_eq!((audited.report.rows, audited.report.rows_changed), (ROWS - 1, 1));
     assert_eq!(torn(&audited), 0);
     other.end();
 }
@@ -388,10 +388,10 @@ fn running() {
         let audited = finish(&mut remote);
         assert_eq!(torn(&audited), 0, "audit {audit} of epoch {}", audited.epoch);
         let report = &audited.report;
-        assert_eq!(report.rows + report.rows_moved, ROWS, "audit {audit}");
+        assert_eq!(report.rows + report.rows_changed, ROWS, "audit {audit}");
         *sums.entry("rows kept").or_default() += u64::from(report.rows);
-        *sums.entry("rows moved").or_default() += u64::from(report.rows_moved);
-        *sums.entry("exact").or_default() += u64::from(report.rows_moved == 0);
+        *sums.entry("rows moved").or_default() += u64::from(report.rows_changed);
+        *sums.entry("exact").or_default() += u64::from(report.rows_changed == 0);
     }
     println!("{AUDITS} audits while the engine ran: {sums:?}");
     other.end();

@@ -347,7 +347,7 @@ mod tests {
             page_tokens: 16,
             pages: 101,
             rows: 2,
-            rows_moved: 0,
+            rows_changed: 0,
             held_pages: 10,
             free: Some(FreePages { pages: 90, runs: 2 }),
             classes: Some(Classes { free: 90, private: 10, ..Classes::default() }),

@@ -163,7 +163,7 @@ pub(crate) struct OwnedSnapshot {
     keys: Vec<u64>,
     free: Vec<List>,
     tree: Option<List>,
-    complete: bool,
+    is_complete: bool,
     digest_pages_max: u32,
 }
 
@@ -194,7 +194,7 @@ impl RawSnapshot {
             keys: keys.to_vec(),
             free: free.iter().map(to_list).collect(),
             tree,
-            complete: self.complete != 0,
+            is_complete: self.complete != 0,
             digest_pages_max: self.digest_pages_max,
         })
     }
@@ -227,7 +227,7 @@ impl OwnedSnapshot {
             keys: &self.keys,
             free: &self.free,
             tree: self.tree,
-            complete: self.complete,
+            is_complete: self.is_complete,
             digest_pages_max: self.digest_pages_max,
         }
     }

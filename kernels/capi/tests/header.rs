@@ -104,7 +104,7 @@ fn a_sound_pool_is_told_exactly() {
     assert_eq!((first.scope, first.alarms(), second.alarms()), (Scope::Complete, 0, 0));
     let c = first.classes.expect("the snapshot was complete");
     assert_eq!((c.free, c.private, c.cached, c.cached_in_use, c.leaked), (7, 5, 1, 2, 0));
-    assert_eq!((first.held_pages, first.rows, first.rows_moved), (7, 2, 0));
+    assert_eq!((first.held_pages, first.rows, first.rows_changed), (7, 2, 0));
     let lines: Vec<_> = first.sessions.iter().map(|s| (s.refs, s.exclusive, s.freed)).collect();
     assert_eq!(lines, [(5, 3, Some(3)), (4, 2, Some(2))]);
     assert_eq!((first.sessions[0].tail_tokens, first.sessions[1].runs), (2, 2));
@@ -145,11 +145,11 @@ fn a_page_that_changed_though_nothing_rewrote_it_is_named() {
 fn a_row_that_moved_is_left_out_and_counted() {
     let [first, second] = reports("moved", Place::Device);
     assert_eq!([&first, &second], reports("moved", Place::Host).each_ref());
-    assert_eq!((first.scope, first.rows, first.rows_moved), (Scope::Moved, 1, 1));
+    assert_eq!((first.scope, first.rows, first.rows_changed), (Scope::RowsChanged, 1, 1));
     assert_eq!((first.classes, first.found(Kind::Leaked)), (None, None));
     let numbers: Vec<u32> = first.sessions.iter().map(|s| s.number).collect();
     assert_eq!((numbers, first.sessions[0].freed), (vec![0], None));
-    assert_eq!((second.scope, second.rows, second.rows_moved), (Scope::Complete, 2, 0));
+    assert_eq!((second.scope, second.rows, second.rows_changed), (Scope::Complete, 2, 0));
 }
 
 #[test]

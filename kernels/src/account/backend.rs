@@ -1,7 +1,9 @@
-//! Defines how the accountant reaches a pool in host or device memory: the trait [`Backend`].
+//! Defines the trait [`Backend`], by which an accountant audits a pool in host or device memory.
 //!
-//! A backend makes the private copy of an audit, counts in that copy, and digests pages. The counts
-//! have the same form for all backends: [`Counts`].
+//! An [`super::Accountant`] knows the order of an audit's steps, and a backend does the steps that
+//! read the pool. It makes a private copy of the engine's rows and lists, counts in that copy, and
+//! digests pages. All backends return the same [`Counts`]. The backend for host memory is in
+//! `host`, and the backend for CUDA devices in `device`.
 
 use super::{Error, Pool, Stream, snapshot::Snapshot};
 use crate::{
@@ -16,7 +18,9 @@ use std::ops::Range;
 pub(super) struct CopyLayout {
     /// The live rows, whose page references lie one row behind the other in the copy.
     pub rows: Vec<LiveRow>,
-    /// The page references whose pages are digested. Number 0 is the first page of the first row.
+    /// The page references whose pages are digested. A page reference is one page of one row, and
+    /// has a number: the first page of the first row has number 0, and the count runs on through
+    /// all rows.
     pub window: Range<u32>,
 }
 
@@ -40,7 +44,7 @@ pub(super) trait Backend: Send {
     /// Waits until all enqueued work is done, so that nothing reads the engine's lists any more.
     fn wait(&mut self) -> Result<(), Error>;
 
-    /// Counts in the private copy, over the kept rows only: those that didn't change while they
+    /// Counts in the private copy. Only the kept rows count: those that didn't change while they
     /// were copied.
     fn count(&mut self, pool: &Pool, kept: &ValidRows) -> Result<Counts, Error>;
 
@@ -92,19 +96,19 @@ pub(super) struct ListCount {
     /// Entries that name a page again.
     pub duplicates: u64,
     /// Entries outside the pool.
-    pub bad: u64,
-    /// Whether the list names the padding page.
-    pub padding: bool,
+    pub outside_pool: u64,
+    /// Whether the list names page 0, the engine's padding page, which must be in no list.
+    pub has_padding: bool,
 }
 
 impl ListCount {
     fn new(listed: &ListedPages) -> Self {
-        let PageSet { has, duplicates, bad } = &listed.set;
-        Self { duplicates: *duplicates, bad: *bad, padding: has[0] }
+        let PageSet { has, duplicates, outside_pool } = &listed.set;
+        Self { duplicates: *duplicates, outside_pool: *outside_pool, has_padding: has[0] }
     }
 
     fn has_fault(&self) -> bool {
-        self.duplicates > 0 || self.bad > 0 || self.padding
+        self.duplicates > 0 || self.outside_pool > 0 || self.has_padding
     }
 }
 
@@ -112,12 +116,13 @@ impl Counts {
     /// Counts with the scalar reference.
     pub(super) fn by_reference(copy: &PoolCopy, kept: &ValidRows, pool: &Pool) -> Self {
         let (npages, shift) = (pool.pages(), pool.page_shift());
-        let marked = |rows: &[LiveRow]| reference::mark(rows, &copy.page_list, shift, npages);
-        let (marks, unprotected): (Marks, Marks) = (marked(&kept.rows), marked(&kept.unprotected));
-        let empty = PageSet { has: vec![false; npages as usize], duplicates: 0, bad: 0 };
+        let mark = |rows: &[LiveRow]| reference::mark(rows, &copy.row_page_ids, shift, npages);
+        let (marks, unprotected): (Marks, Marks) = (mark(&kept.rows), mark(&kept.unprotected));
+        let empty = PageSet { has: vec![false; npages as usize], duplicates: 0, outside_pool: 0 };
         let free = copy.free.as_ref().map_or(&empty, |listed| &listed.set);
         let tree = copy.tree.as_ref().map_or(&empty, |listed| &listed.set);
-        let by_number = reference::session(&kept.rows, &copy.page_list, &marks, Some(tree), shift);
+        let by_number =
+            reference::session(&kept.rows, &copy.row_page_ids, &marks, Some(tree), shift);
         let session_count = by_number.keys().next_back().map_or(0, |highest| highest + 1);
         let pages_of = |number: u32| by_number.get(&number).copied().unwrap_or_default();
         Self {
@@ -138,12 +143,12 @@ impl Counts {
 
     /// Returns the number of distinct pages in the free lists, without the padding page.
     pub(super) fn free_pages(&self) -> u64 {
-        let padding_pages = u64::from(self.free.is_some_and(|list| list.padding));
+        let padding_pages = u64::from(self.free.is_some_and(|list| list.has_padding));
         self.sum_classes(|class| class & FREE_BIT != 0) - padding_pages
     }
 
-    fn sum_classes(&self, is_wanted: impl Fn(usize) -> bool) -> u64 {
-        (0..8).filter(|&class| is_wanted(class)).map(|class| self.classes[class]).sum()
+    fn sum_classes(&self, is_summed: impl Fn(usize) -> bool) -> u64 {
+        (0..8).filter(|&class| is_summed(class)).map(|class| self.classes[class]).sum()
     }
 
     /// Returns whether the counts show a fault that this scope can prove. `refs` is the number of
@@ -151,12 +156,13 @@ impl Counts {
     pub(super) fn has_fault(&self, refs: u64, scope: Scope) -> bool {
         let refs_in_pool: u64 = self.sessions.iter().map(|session| session.refs).sum();
         let cached_unprotected = self.unprotected_classes[HELD_BIT | TREE_BIT];
-        // Classes above `FREE_BIT` are free and at the same time held or in the tree.
+        // Pages with a class above `FREE_BIT` are free, and also held or in the tree.
         let corrupt: u64 = self.classes[FREE_BIT + 1..].iter().sum();
-        // These faults are real only if rows and lists are from one moment.
-        let faults_across = self.aliased + cached_unprotected + corrupt;
+        // These faults show where rows and lists are compared, so they are real only if rows and
+        // lists are from the same moment.
+        let comparison_faults = self.aliased + cached_unprotected + corrupt;
         refs != refs_in_pool
-            || (faults_across > 0 && scope.moment().is_some())
+            || (comparison_faults > 0 && scope.same_moment().is_some())
             || self.classes(scope).is_some_and(|classes| classes.leaked > 0)
             || self.free.iter().chain(&self.tree).any(ListCount::has_fault)
     }
@@ -164,20 +170,20 @@ impl Counts {
     /// Returns the pages by class, without the padding page. Returns `None` unless the copy is
     /// complete and has the free lists and the radix tree.
     pub(super) fn classes(&self, scope: Scope) -> Option<Classes> {
-        scope.complete()?;
+        scope.complete_copy()?;
         let (free, tree) = (self.free?, self.tree?);
         let mut classes = self.classes;
         let padding_class =
-            usize::from(free.padding) * FREE_BIT + usize::from(tree.padding) * TREE_BIT;
+            usize::from(free.has_padding) * FREE_BIT + usize::from(tree.has_padding) * TREE_BIT;
         classes[padding_class] -= 1;
         let reference::ClassCounts { leaked, free, private, cached, cached_in_use, corrupt } =
             classes.into();
         Some(Classes { free, private, cached, cached_in_use, leaked, corrupt })
     }
 
-    /// Returns a session's entry. The number of pages that a close frees is exact only if the whole
-    /// pool is known: the entry includes that number only if `is_exact`.
-    pub(super) fn session(&self, number: u32, is_exact: bool) -> Session {
+    /// Returns a session's entry in the report. The entry has the number of pages that closing the
+    /// session frees only if `is_pool_known`. Without the whole pool, that number isn't exact.
+    pub(super) fn session(&self, number: u32, is_pool_known: bool) -> Session {
         let pages = self.sessions.get(number as usize).copied().unwrap_or_default();
         let SessionPages { refs, uss, pss_q32, runs, tail_tokens, freed } = pages;
         Session {
@@ -185,7 +191,7 @@ impl Counts {
             refs,
             exclusive: uss,
             share_q32: pss_q32,
-            freed: is_exact.then_some(freed),
+            freed: is_pool_known.then_some(freed),
             runs,
             tail_tokens,
         }

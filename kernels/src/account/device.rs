@@ -1,4 +1,8 @@
-//! The backend for a pool on a CUDA device: copies and counts with the kernels.
+//! Copies and counts a pool on a CUDA device with the kernels, for an accountant: [`OnDevice`].
+//!
+//! The copy is made of the rows only. Of the free lists and the tree, the device makes bitmaps of
+//! pages. The lists themselves are read again if an audit must name a fault, so the engine keeps
+//! them until the audit is over.
 //!
 //! A buffer that is too small is replaced by a buffer at least twice as large. The smaller buffer
 //! is freed only when the accountant is dropped, because freeing device memory waits for the whole
@@ -32,12 +36,13 @@ pub(super) struct OnDevice {
     device: Device,
     pool: cuda::PoolSize,
     kv: KvBuffers,
-    /// While the copy is made: all rows of the snapshot. Then: the rows that the audit keeps.
+    /// All rows of the snapshot while the copy is made; after that, only the rows that the audit
+    /// keeps, because they didn't change while they were copied.
     rows: LiveRows,
     /// The parts of the kept rows that the radix tree doesn't own.
     unprotected: LiveRows,
     /// The page references of all rows of the snapshot.
-    page_list: Growing<u32>,
+    page_list: GrowableBuffer<u32>,
     /// A counter that `kv_gather_pages` needs. The audit doesn't read it.
     bad_slots: DeviceBuffer<u64>,
     free: DevicePageSet,
@@ -45,14 +50,14 @@ pub(super) struct OnDevice {
     marks: DeviceMarks,
     /// Scratch bitmap of `kv_session`: the pages already counted for their session.
     claimed: DeviceBuffer<u32>,
-    /// Bitmap of the pages that rows reference.
+    /// Bitmap of the pages that rows reference. Only the kernels use it.
     referenced: DeviceBuffer<u32>,
     /// Bitmap of the pages that rows of several sessions reference.
     shared: DeviceBuffer<u32>,
-    sessions: Growing<SessionPages>,
+    sessions: GrowableBuffer<SessionPages>,
     /// Indexed by [`WHOLE_ROWS`] and [`UNPROTECTED_PARTS`].
     classified: [DeviceBuffer<Classified>; 2],
-    digests: Growing<u64>,
+    digests: GrowableBuffer<u64>,
     copy: CopyInProgress,
 }
 
@@ -66,7 +71,7 @@ struct CopyInProgress {
     /// The free lists; `None` if the snapshot has none.
     free: Option<Vec<List>>,
     tree: Option<List>,
-    /// The end of the copy's work on the stream; `None` until all of it is enqueued.
+    /// The point in the device's stream behind the copy; `None` until all its work is enqueued.
     end_mark: Option<StreamMark>,
 }
 
@@ -86,7 +91,7 @@ impl OnDevice {
             rows: device.live_rows(rows_max)?,
             unprotected: device.live_rows(rows_max)?,
             // One reference per page is enough, unless rows share pages.
-            page_list: Growing::new(&device, npages as usize)?,
+            page_list: GrowableBuffer::new(&device, npages as usize)?,
             bad_slots: device.alloc(1)?,
             free: device.page_set(pool_size)?,
             tree: device.page_set(pool_size)?,
@@ -94,9 +99,9 @@ impl OnDevice {
             claimed: device.alloc(pool_size.words())?,
             referenced: device.alloc(pool_size.words())?,
             shared: device.alloc(pool_size.words())?,
-            sessions: Growing::new(&device, rows_max)?,
+            sessions: GrowableBuffer::new(&device, rows_max)?,
             classified: [device.alloc(1)?, device.alloc(1)?],
-            digests: Growing::new(&device, DIGESTS_INITIAL)?,
+            digests: GrowableBuffer::new(&device, DIGESTS_INITIAL)?,
             copy: CopyInProgress::default(),
             pool: pool_size,
             device,
@@ -149,6 +154,7 @@ impl OnDevice {
         )
     }
 
+    /// Counts in the private copy over the kept rows, and waits for the results.
     fn count_pages(&mut self, kept: &ValidRows) -> Result<Counts, cuda::Error> {
         self.device.set_live_rows(&mut self.rows, &kept.rows, self.pool)?;
         self.device.set_live_rows(&mut self.unprotected, &kept.unprotected, self.pool)?;
@@ -167,12 +173,13 @@ impl OnDevice {
         let whole = classified(WHOLE_ROWS)?;
         let unprotected = classified(UNPROTECTED_PARTS)?;
         let list_count = |set: &DevicePageSet, is_given: bool| {
-            let counters = self.device.download(set.duplicates_bad.slice())?;
+            let counters = self.device.download(set.fault_counts.slice())?;
             let first_word = self.device.download(set.words.slice().part(0, 1)?)?[0];
-            let (duplicates, bad) = (counters[0], counters[1]);
+            let (duplicates, outside_pool) = (counters[0], counters[1]);
             // The padding page is page 0, so its bit is the lowest bit of the first word.
-            let padding = first_word & 1 != 0;
-            Ok::<_, cuda::Error>(is_given.then_some(ListCount { duplicates, bad, padding }))
+            let has_padding = first_word & 1 != 0;
+            let list_count = ListCount { duplicates, outside_pool, has_padding };
+            Ok::<_, cuda::Error>(is_given.then_some(list_count))
         };
         Ok(Counts {
             sessions,
@@ -185,6 +192,7 @@ impl OnDevice {
         })
     }
 
+    /// Returns the private copy of the rows, and the engine's lists. Waits.
     fn download_copy(&self) -> Result<PoolCopy, cuda::Error> {
         let npages = self.pool.npages;
         let download = |list: &List| self.device.download(ids(list)?);
@@ -199,9 +207,9 @@ impl OnDevice {
             None => None,
             Some(tree) => Some(ListedPages::new(download(tree)?, self.pool.page_shift, npages)),
         };
-        let page_list =
-            self.device.download(self.page_list.buffer.slice().part(0, self.copy.refs)?)?;
-        Ok(PoolCopy { page_list, free, tree })
+        let page_list = self.page_list.buffer.slice().part(0, self.copy.refs)?;
+        let row_page_ids = self.device.download(page_list)?;
+        Ok(PoolCopy { row_page_ids, free, tree })
     }
 }
 
@@ -233,8 +241,8 @@ impl Backend for OnDevice {
     }
 
     fn is_copied(&mut self) -> Result<bool, Error> {
-        let copied = self.copy.end_mark.as_ref().map(StreamMark::is_done).transpose()?;
-        Ok(copied.unwrap_or(false))
+        let is_done = self.copy.end_mark.as_ref().map(StreamMark::is_done).transpose()?;
+        Ok(is_done.unwrap_or(false))
     }
 
     fn wait(&mut self) -> Result<(), Error> {
@@ -266,15 +274,16 @@ fn ids<'a>(list: &List) -> Result<Slice<'a, i64>, cuda::Error> {
     unsafe { Slice::foreign(list.addr(), entries) }
 }
 
-/// Device memory that is replaced when more is needed.
+/// A device buffer that is replaced by a larger buffer when more room is needed.
 #[derive(Debug)]
-struct Growing<T: Plain> {
+struct GrowableBuffer<T: Plain> {
     buffer: DeviceBuffer<T>,
-    /// The buffers that were replaced. Together they are smaller than `buffer`.
+    /// The smaller buffers that were replaced. They are kept until the accountant is dropped, as
+    /// the module's description says. Together they are smaller than `buffer`.
     replaced: Vec<DeviceBuffer<T>>,
 }
 
-impl<T: Plain> Growing<T> {
+impl<T: Plain> GrowableBuffer<T> {
     fn new(device: &Device, len: usize) -> Result<Self, cuda::Error> {
         Ok(Self { buffer: device.alloc(len)?, replaced: vec![] })
     }

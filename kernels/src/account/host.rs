@@ -1,6 +1,7 @@
-//! The backend for a pool in host memory: copies and counts with the scalar reference.
+//! Copies and counts a pool in host memory, for an accountant of an engine on a CPU: [`Host`].
 //!
-//! This backend serves engines on a CPU. Tests compare the device's results with its results.
+//! It counts with the plain functions of [`mod@crate::reference`]. Tests compare the results of the
+//! backend for CUDA devices with its results.
 
 use super::{
     Error, Pool, Stream,
@@ -13,7 +14,8 @@ use crate::{
 };
 use std::{ptr, slice};
 
-/// The private copy of the audit in progress, which [`Backend::copy`] makes before it returns.
+/// The backend, with the private copy of the audit in progress. [`Backend::copy`] makes the copy
+/// before it returns, so a caller never waits for the copy.
 #[derive(Debug, Default)]
 pub(super) struct Host {
     copy: PoolCopy,
@@ -37,18 +39,19 @@ impl Backend for Host {
         // accountant of the pool lives. The thread that takes a snapshot is the thread that writes
         // them, so they don't change during this call.
         let entries: &[i32] = unsafe { values_at(table.addr, entry_count) };
-        let (page_list, _) = reference::gather_pages(entries, stride, &layout.rows, shift, npages);
+        let (row_page_ids, _) =
+            reference::gather_pages(entries, stride, &layout.rows, shift, npages);
         let free = snapshot.free.iter().flat_map(|list| ids(list).iter().copied());
         let free = (!snapshot.free.is_empty()).then(|| ListedPages::new(free, 0, npages));
         let tree = snapshot
             .tree
             .as_ref()
             .map(|list| ListedPages::new(ids(list).iter().copied(), shift, npages));
-        let pages = &page_list[layout.window.start as usize..layout.window.end as usize];
+        let pages = &row_page_ids[layout.window.start as usize..layout.window.end as usize];
         let digests = reference::page_digest(&buffers(pool), pages);
         let page_digest = |(page, digest)| PageDigest { page, digest };
         self.digests = pages.iter().copied().zip(digests).map(page_digest).collect();
-        self.copy = PoolCopy { page_list, free, tree };
+        self.copy = PoolCopy { row_page_ids, free, tree };
         Ok(())
     }
 

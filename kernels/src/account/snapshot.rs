@@ -215,7 +215,7 @@ pub struct Snapshot<'a> {
     /// Whether the snapshot is complete and consistent: every row that holds pages is in `rows`,
     /// and rows, free lists and tree are from one moment. Only then can an audit tell which pages
     /// have no owner or several.
-    pub complete: bool,
+    pub is_complete: bool,
     /// Sealed pages to digest, at most; 0 for none.
     pub digest_pages_max: u32,
 }

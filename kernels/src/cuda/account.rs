@@ -32,7 +32,7 @@ pub struct DevicePageSet {
     /// A bitmap with one bit per page.
     pub words: DeviceBuffer<u32>,
     /// Two counters: entries that named a page again, and entries outside the pool.
-    pub duplicates_bad: DeviceBuffer<u64>,
+    pub fault_counts: DeviceBuffer<u64>,
 }
 
 /// The result of the kernel `kv_classify`.
@@ -81,7 +81,7 @@ impl Device {
 
     /// Allocates an empty set of `pool`'s pages.
     pub fn page_set(&self, pool: PoolSize) -> Result<DevicePageSet, Error> {
-        Ok(DevicePageSet { words: self.alloc(pool.words())?, duplicates_bad: self.alloc(2)? })
+        Ok(DevicePageSet { words: self.alloc(pool.words())?, fault_counts: self.alloc(2)? })
     }
 
     /// Uploads the addresses of the pool's KV buffers. Waits.
@@ -209,7 +209,7 @@ impl Device {
     /// Empties a set and clears its counters.
     pub fn clear_set(&self, set: &mut DevicePageSet) -> Result<(), Error> {
         self.fill(&mut set.words, 0)?;
-        self.fill(&mut set.duplicates_bad, 0)
+        self.fill(&mut set.fault_counts, 0)
     }
 
     /// `kv_list_to_bitmap`: adds the pages of a list to a set, and its faults to the set's
@@ -224,7 +224,7 @@ impl Device {
     ) -> Result<(), Error> {
         at_most("shift", shift.into(), PAGE_SHIFT_MAX.into())?;
         check_bitmaps(pool, [Some(&set.words)])?;
-        at_most("counters", 2, set.duplicates_bad.len() as u64)?;
+        at_most("counters", 2, set.fault_counts.len() as u64)?;
         let count = ids.len() as u64;
         // SAFETY: the bitmap has a bit per page; the kernel only counts ids outside the pool.
         unsafe {
@@ -237,7 +237,7 @@ impl Device {
                     shift.into(),
                     pool.npages.into(),
                     set.words.address(),
-                    set.duplicates_bad.address(),
+                    set.fault_counts.address(),
                 ],
             )
         }

@@ -102,7 +102,7 @@ impl Remote {
             keys: &keys,
             free: &[],
             tree: None,
-            complete: false,
+            is_complete: false,
             digest_pages_max: 0,
         };
         self.accountant.begin(&snapshot, Stream::DEFAULT)?;

@@ -5,9 +5,9 @@
 //! | part | bytes |
 //! |---|---|
 //! | magic, version | 4 (`BKVR`), u16 |
-//! | scope; flags | u8 (0 complete, 1 moved, 2 partial); u8 (1 free, 2 classes) |
+//! | scope; flags | u8 (0 complete, 1 rows changed, 2 partial); u8 (1 free, 2 classes) |
 //! | number | u64 |
-//! | `page_tokens`, pages, rows, `rows_moved` | u32 each |
+//! | `page_tokens`, pages, rows, `rows_changed` | u32 each |
 //! | `held_pages` | u64 |
 //! | free: pages, runs | u64 each, if flagged |
 //! | classes: free, private, cached, `cached_in_use`, leaked, corrupt | u64 each, if flagged |
@@ -67,14 +67,14 @@ impl Report {
         out.0.extend(VERSION.to_le_bytes());
         out.u8(match self.scope {
             Scope::Complete => 0,
-            Scope::Moved => 1,
+            Scope::RowsChanged => 1,
             Scope::Partial => 2,
         });
         let free_flag = if self.free.is_some() { FLAG_FREE } else { 0 };
         let classes_flag = if self.classes.is_some() { FLAG_CLASSES } else { 0 };
         out.u8(free_flag | classes_flag);
         out.u64(self.number);
-        for word in [self.page_tokens, self.pages, self.rows, self.rows_moved] {
+        for word in [self.page_tokens, self.pages, self.rows, self.rows_changed] {
             out.u32(word);
         }
         out.u64(self.held_pages);
@@ -114,7 +114,7 @@ impl Report {
         }
         let scope = match from.u8()? {
             0 => Scope::Complete,
-            1 => Scope::Moved,
+            1 => Scope::RowsChanged,
             2 => Scope::Partial,
             _ => return Err(Error::Field("scope")),
         };
@@ -123,7 +123,7 @@ impl Report {
             return Err(Error::Field("flag"));
         }
         let number = from.u64()?;
-        let [page_tokens, pages, rows, rows_moved] =
+        let [page_tokens, pages, rows, rows_changed] =
             [from.u32()?, from.u32()?, from.u32()?, from.u32()?];
         let held_pages = from.u64()?;
         let free = if flags & FLAG_FREE != 0 {
@@ -151,7 +151,7 @@ impl Report {
             page_tokens,
             pages,
             rows,
-            rows_moved,
+            rows_changed,
             held_pages,
             free,
             classes,
@@ -338,12 +338,13 @@ mod tests {
     }
 
     fn report() -> impl Strategy<Value = Report> {
-        let scope = prop_oneof![Just(Scope::Complete), Just(Scope::Moved), Just(Scope::Partial)];
+        let scope =
+            prop_oneof![Just(Scope::Complete), Just(Scope::RowsChanged), Just(Scope::Partial)];
         let lists = (option::of(any::<[u64; 2]>()), option::of(any::<[u64; 6]>()));
         let head = (scope, any::<[u32; 4]>(), any::<[u64; 5]>(), lists);
         (head, sessions(), findings()).prop_map(
             |((scope, small, large, lists), sessions, findings)| {
-                let [page_tokens, pages, rows, rows_moved] = small;
+                let [page_tokens, pages, rows, rows_changed] = small;
                 let [number, held_pages, compared, fresh, remembered] = large;
                 let classes = |[free, private, cached, cached_in_use, leaked, corrupt]: [u64;
                                    6]| {
@@ -355,7 +356,7 @@ mod tests {
                     page_tokens,
                     pages,
                     rows,
-                    rows_moved,
+                    rows_changed,
                     held_pages,
                     free: lists.0.map(|[pages, runs]| FreePages { pages, runs }),
                     classes: lists.1.map(classes),

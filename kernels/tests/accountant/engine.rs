@@ -171,7 +171,7 @@ impl Engine {
             keys: &self.keys,
             free: &free,
             tree: Some(list(&self.tree)),
-            complete: self.complete,
+            is_complete: self.complete,
             digest_pages_max: self.digest_pages_max,
         };
         accountant.begin(&snapshot, Stream::DEFAULT).expect("nothing is wrong with the snapshot");

@@ -225,7 +225,7 @@ fn audit_inside(
         keys: &keys,
         free: &[free],
         tree: Some(tree),
-        complete: true,
+        is_complete: true,
         digest_pages_max: DIGEST_PAGES,
     };
     let mut audits = 0;

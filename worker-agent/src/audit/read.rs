@@ -67,7 +67,7 @@ fn page_audit(report: &Report, session_id: impl Fn(u32) -> String) -> PageAudit 
         // The report's count includes one padding page, which the engine never hands out.
         pages: u64::from(report.pages).saturating_sub(1),
         held_pages: report.held_pages,
-        rows_moved: report.rows_moved,
+        rows_moved: report.rows_changed,
         free_runs: report.free.map(|free| free.runs),
         classes: report.classes.map(|classes| PageClasses {
             free: classes.free,

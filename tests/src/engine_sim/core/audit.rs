@@ -214,8 +214,16 @@ impl Core {
         let marks = reference::mark(&rows, &staged, shift, npages);
         let free = reference::list_to_set(self.pool.free_pages().iter().copied(), npages);
         let tree = reference::list_to_set(self.tree.all_pages(), npages);
-        assert_eq!((free.duplicates, free.bad), (0, 0), "duplicate or bad page in the free list");
-        assert_eq!((tree.duplicates, tree.bad), (0, 0), "duplicate or bad page in the tree");
+        assert_eq!(
+            (free.duplicates, free.outside_pool),
+            (0, 0),
+            "duplicate or bad page in the free list"
+        );
+        assert_eq!(
+            (tree.duplicates, tree.outside_pool),
+            (0, 0),
+            "duplicate or bad page in the tree"
+        );
         let classes = reference::classify(&free, &marks, &tree);
         let private = usize::try_from(classes.private).expect("pages fit in usize");
         assert_eq!(private * page_size, facts.session_held + facts.uncached, "{classes:?}");
