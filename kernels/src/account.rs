@@ -54,7 +54,7 @@ pub enum Error {
     #[error(
         "the device's counts differ from a recount of its copy: don't trust them, report a bug"
     )]
-    Disagree,
+    CountsDiffer,
     #[cfg(feature = "cuda")]
     #[error(transparent)]
     Device(#[from] crate::cuda::Error),
@@ -245,12 +245,12 @@ impl Accountant {
         let digest_pages_max = if can_digest { snapshot.digest_pages_max } else { 0 };
         let digest::DigestPlan { order, window } =
             self.digest_memory.plan(&digest_rows, digest_pages_max);
-        let mut out_off = 0;
+        let mut list_start = 0;
         let plan_row = |index: usize| {
             let row = &snapshot.rows[index];
             let DigestRow { pages: refs, sealed_pages, .. } = digest_rows[index];
-            let live = LiveRow { row: row.row, len: row.len, session: row.session, out_off };
-            out_off += refs;
+            let live = LiveRow { row: row.row, len: row.len, session: row.session, list_start };
+            list_start += refs;
             let protected_pages = row.protected_tokens.map(pages);
             PlannedRow { live, version: row.version, sealed_pages, protected_pages }
         };
@@ -280,7 +280,7 @@ impl Accountant {
         }
         let copy = self.backend.read_copy(&self.pool)?;
         if Counts::by_reference(&copy, kept, &self.pool) != *counts {
-            return Err(Error::Disagree);
+            return Err(Error::CountsDiffer);
         }
         Ok(audit::findings(&copy, kept, self.pool.pages(), shift, scope))
     }
@@ -297,7 +297,7 @@ impl Accountant {
         let shift = self.pool.page_shift();
         let mut digested = Vec::with_capacity(window_digests.len());
         for row in unchanged(&open.rows, has_changed) {
-            let start = row.live.out_off;
+            let start = row.live.list_start;
             let sealed = start..start + row.sealed_pages.min(row.live.len >> shift);
             let first = sealed.start.max(open.window.start);
             let end = sealed.end.min(open.window.end);
@@ -347,7 +347,11 @@ fn keep_unchanged(rows: &[PlannedRow], has_changed: &[bool], shift: u32) -> Vali
         kept.rows.push(row.live);
         let Some(protected) = row.protected_pages else { continue };
         let len = row.live.len.saturating_sub(protected << shift);
-        kept.unprotected.push(LiveRow { len, out_off: row.live.out_off + protected, ..row.live });
+        kept.unprotected.push(LiveRow {
+            len,
+            list_start: row.live.list_start + protected,
+            ..row.live
+        });
     }
     kept
 }

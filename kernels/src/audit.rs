@@ -114,7 +114,7 @@ impl ListedPages {
 #[derive(Clone, Debug, Default)]
 pub struct PoolCopy {
     /// The ids of the rows' pages, one row after another. This is the page list of
-    /// [`reference::gather_pages`]. [`LiveRow::out_off`] is the index where a row begins.
+    /// [`reference::gather_pages`]. [`LiveRow::list_start`] is the index where a row begins.
     pub row_page_ids: Vec<u32>,
     /// The pages in the free lists; `None` if the snapshot has no free list.
     pub free: Option<ListedPages>,
@@ -317,6 +317,6 @@ fn lists_page(listed: &Option<ListedPages>, page: usize) -> bool {
 
 /// Returns the ids of one row's pages.
 fn row_pages<'a>(row: &LiveRow, row_page_ids: &'a [u32], page_shift: u32) -> &'a [u32] {
-    let start = row.out_off as usize;
+    let start = row.list_start as usize;
     &row_page_ids[start..start + row.pages(page_shift) as usize]
 }

@@ -1,10 +1,14 @@
-//! Opens a GPU for page accounting: the kernels of `kernels/cuda/`, and the memory they work on.
+//! Opens a GPU for audits of KV pages: loads the kernels, launches them, and manages their memory.
 //!
-//! Each kernel is a method of [`Device`] that only enqueues. A device uses its GPU's primary
-//! context, which in an engine's process is the engine's context too. It works on its own stream,
-//! which has the lowest priority. [`mod@crate::reference`] defines what the kernels compute.
+//! The kernels' source is in `kernels/cuda/`, and [`mod@crate::reference`] defines what they
+//! compute. Each kernel is a method of [`Device`] that only enqueues its work. The order of the
+//! calls that make an audit is in [`crate::account`].
 //!
-//! [`missing`] says whether this process can use CUDA. No function here panics if it can't.
+//! A device uses its GPU's primary context, which in an engine's process is the engine's context
+//! too. It works on its own stream, which has the lowest priority, so that the engine's work comes
+//! first.
+//!
+//! [`missing`] says why this process can't use CUDA, if it can't. No function here panics then.
 
 mod account;
 mod driver;
@@ -30,7 +34,7 @@ use std::{ffi::CStr, ptr, sync::Arc, time::Duration};
 
 /// Number of threads in a warp, which a GPU executes in lockstep; also the bits of a bitmap's word.
 const WARP: u32 = 32;
-/// Flag of an event without a timestamp. A timestamp costs device time.
+/// Flag of a CUDA event without a timestamp. A timestamp costs device time.
 const UNTIMED: u32 = CUevent_flags_enum::CU_EVENT_DISABLE_TIMING as u32;
 
 /// Why an operation on a device failed.
@@ -41,44 +45,45 @@ pub enum Error {
     #[error("{call} failed with {name} ({code})")]
     Driver { call: &'static str, code: u32, name: &'static str },
     #[error("the kernel image is not a complete fatbin: build it with kernels/cuda/build")]
-    Image,
+    IncompleteImage,
     #[error("the kernel image lacks {0}: build it anew with kernels/cuda/build")]
-    Kernel(&'static str),
+    MissingKernel(&'static str),
     #[error("{what}: {has} given, {limit} is the limit")]
-    Size { what: &'static str, has: u64, limit: u64 },
+    TooLarge { what: &'static str, has: u64, limit: u64 },
     #[error("{0} is misaligned")]
     Misaligned(&'static str),
     #[error("live rows overlap in the page list: lay them out first")]
-    Layout,
+    OverlappingRows,
     #[error("the previous copy is still in progress: try again when it is done")]
-    InFlight,
+    CopyInFlight,
     #[error("{0:#x} is mapped from handles, which CUDA IPC can't share: audit in the engine")]
     VmmBacked(u64),
 }
 
 impl Error {
-    /// Returns whether a driver call failed with `result`.
-    fn is_code(&self, result: CUresult) -> bool {
+    /// Returns whether this is the error of a driver call that failed with `result`.
+    fn is_driver_error(&self, result: CUresult) -> bool {
         matches!(self, Error::Driver { code, .. } if *code == result as u32)
     }
 }
 
 /// Checks that a size is not over its limit.
 fn at_most(what: &'static str, has: u64, limit: u64) -> Result<(), Error> {
-    if has > limit { Err(Error::Size { what, has, limit }) } else { Ok(()) }
+    if has > limit { Err(Error::TooLarge { what, has, limit }) } else { Ok(()) }
 }
 
 /// One GPU with the accounting kernels loaded, and a stream of its own.
 #[derive(Debug)]
 pub struct Device {
-    shared: Arc<Shared>,
+    gpu: Arc<OpenGpu>,
     shape: LaunchShape,
 }
 
-/// The GPU's context, stream and kernels. They exist as long as the [`Device`], its memory or a
-/// [`StreamMark`] exists.
+/// The driver's handles of an open GPU: its context, stream and kernels. The [`Device`], all memory
+/// allocated with it and all its [`StreamPoint`]s share them. They are released with the last of
+/// these.
 #[derive(Debug)]
-struct Shared {
+struct OpenGpu {
     ordinal: u32,
     device: CUdevice,
     context: CUcontext,
@@ -90,13 +95,13 @@ struct Shared {
     kernels: [CUfunction; launch::KERNELS.len()],
 }
 
-// SAFETY: the driver's handles may be used from any thread. `Shared` doesn't change after
+// SAFETY: the driver's handles may be used from any thread. `OpenGpu` doesn't change after
 // `Device::open`, and every call makes its context current on the calling thread.
-unsafe impl Send for Shared {}
+unsafe impl Send for OpenGpu {}
 // SAFETY: as above.
-unsafe impl Sync for Shared {}
+unsafe impl Sync for OpenGpu {}
 
-impl Shared {
+impl OpenGpu {
     /// Makes the context current on this thread until the result is dropped.
     fn enter(&self) -> Result<Current, Error> {
         // SAFETY: the context is retained until `self` is dropped, and no guard outlives `self`.
@@ -110,7 +115,7 @@ impl Shared {
     }
 }
 
-impl Drop for Shared {
+impl Drop for OpenGpu {
     fn drop(&mut self) {
         // Errors are ignored: a driver that is shutting down refuses all of these calls.
         if let Ok(_current) = self.enter() {
@@ -146,7 +151,7 @@ impl Device {
             driver::cuDevicePrimaryCtxRetain(&raw mut context, device)?;
         }
         // From here on, `Drop` releases everything acquired so far.
-        let mut shared = Shared {
+        let mut gpu = OpenGpu {
             ordinal,
             device,
             context,
@@ -154,7 +159,7 @@ impl Device {
             module: ptr::null_mut(),
             kernels: [ptr::null_mut(); launch::KERNELS.len()],
         };
-        let current = shared.enter()?;
+        let current = gpu.enter()?;
         let (mut lowest_priority, mut highest_priority) = (0, 0);
         let flags = CUstream_flags_enum::CU_STREAM_NON_BLOCKING as u32;
         // SAFETY: the pointers refer to locals; the image was checked to be as long as its header
@@ -164,32 +169,32 @@ impl Device {
                 &raw mut lowest_priority,
                 &raw mut highest_priority,
             )?;
-            driver::cuStreamCreateWithPriority(&raw mut shared.stream, flags, lowest_priority)?;
-            driver::cuModuleLoadData(&raw mut shared.module, image.as_ptr().cast())?;
+            driver::cuStreamCreateWithPriority(&raw mut gpu.stream, flags, lowest_priority)?;
+            driver::cuModuleLoadData(&raw mut gpu.module, image.as_ptr().cast())?;
         }
-        for (name, kernel) in launch::KERNELS.iter().zip(&mut shared.kernels) {
-            *kernel = find_function(shared.module, name)?;
+        for (name, kernel) in launch::KERNELS.iter().zip(&mut gpu.kernels) {
+            *kernel = find_function(gpu.module, name)?;
         }
         drop(current);
-        Ok(Device { shared: Arc::new(shared), shape: LaunchShape::default() })
+        Ok(Device { gpu: Arc::new(gpu), shape: LaunchShape::default() })
     }
 
     /// Returns the CUDA ordinal of the GPU; NVML numbers GPUs differently.
     pub fn ordinal(&self) -> u32 {
-        self.shared.ordinal
+        self.gpu.ordinal
     }
 
     /// Returns the GPU's UUID, which NVML uses too.
     pub fn uuid(&self) -> Result<[u8; 16], Error> {
         let mut uuid = CUuuid { bytes: [0; 16] };
         // SAFETY: the pointer refers to a local; `open` got the device from the driver.
-        unsafe { driver::cuDeviceGetUuid_v2(&raw mut uuid, self.shared.device)? };
+        unsafe { driver::cuDeviceGetUuid_v2(&raw mut uuid, self.gpu.device)? };
         Ok(uuid.bytes.map(i8::cast_unsigned))
     }
 
     /// Returns the driver's handle of the stream on which everything is enqueued.
     pub fn stream(&self) -> u64 {
-        self.shared.stream as u64
+        self.gpu.stream as u64
     }
 
     /// Sets the number of blocks and threads of later launches. Results don't depend on the shape.
@@ -197,36 +202,37 @@ impl Device {
         self.shape = shape;
     }
 
-    /// Makes all work that is enqueued here later wait for the work that `stream` has so far.
+    /// Makes all work that is enqueued on this device from now on wait for the work that is already
+    /// enqueued on `stream`.
     ///
     /// # Safety
     /// `stream` must be a stream of this GPU's primary context, or 0 for its default stream.
     pub unsafe fn wait_for(&self, stream: u64) -> Result<(), Error> {
-        let _current = self.shared.enter()?;
+        let _current = self.gpu.enter()?;
         // SAFETY: the caller's stream exists. The event is used for this wait only, so no other
         // thread records it again; the driver keeps it until the wait is over.
         unsafe {
-            let mark = StreamMark::record(&self.shared, stream as CUstream, UNTIMED)?;
-            driver::cuStreamWaitEvent(self.shared.stream, mark.event, 0)
+            let point = StreamPoint::record(&self.gpu, stream as CUstream, UNTIMED)?;
+            driver::cuStreamWaitEvent(self.gpu.stream, point.event, 0)
         }
     }
 
-    /// Marks the current end of the work on the device's stream.
-    pub fn record(&self) -> Result<StreamMark, Error> {
+    /// Records the point in the device's stream behind all work that is enqueued so far.
+    pub fn record(&self) -> Result<StreamPoint, Error> {
         // SAFETY: the stream belongs to `self` and exists.
-        unsafe { StreamMark::record(&self.shared, self.shared.stream, UNTIMED) }
+        unsafe { StreamPoint::record(&self.gpu, self.gpu.stream, UNTIMED) }
     }
 
-    /// Marks the current end of the work like [`Device::record`]. The device also stores the time
-    /// when it reaches the mark, for [`StreamMark::since`].
-    pub fn record_timed(&self) -> Result<StreamMark, Error> {
+    /// Records a point like [`Device::record`]. The device also stores the time when it reaches the
+    /// point, for [`StreamPoint::since`].
+    pub fn record_timed(&self) -> Result<StreamPoint, Error> {
         // SAFETY: the stream belongs to `self` and exists.
-        unsafe { StreamMark::record(&self.shared, self.shared.stream, 0) }
+        unsafe { StreamPoint::record(&self.gpu, self.gpu.stream, 0) }
     }
 
     /// Waits until all enqueued work is done, and returns its errors.
     pub fn synchronize(&self) -> Result<(), Error> {
-        self.shared.synchronize()
+        self.gpu.synchronize()
     }
 
     /// Makes `stream` write `value` to `address`, in the order of its work.
@@ -235,7 +241,7 @@ impl Device {
     /// `stream` must be a stream of this GPU's primary context, or 0. `address` must be the device
     /// address of 8 aligned bytes that stay valid until the write is done.
     pub unsafe fn write_value(&self, stream: u64, address: u64, value: u64) -> Result<(), Error> {
-        let _current = self.shared.enter()?;
+        let _current = self.gpu.enter()?;
         // SAFETY: guaranteed by the caller.
         unsafe { driver::cuStreamWriteValue64_v2(stream as CUstream, address, value, 0) }
     }
@@ -243,52 +249,52 @@ impl Device {
 
 /// A point in a stream's work, recorded as an event.
 #[derive(Debug)]
-pub struct StreamMark {
-    shared: Arc<Shared>,
+pub struct StreamPoint {
+    gpu: Arc<OpenGpu>,
     event: CUevent,
 }
 
 // SAFETY: events may be used from any thread.
-unsafe impl Send for StreamMark {}
+unsafe impl Send for StreamPoint {}
 // SAFETY: as above; querying an event doesn't change it.
-unsafe impl Sync for StreamMark {}
+unsafe impl Sync for StreamPoint {}
 
-impl StreamMark {
+impl StreamPoint {
     /// Records a new event on a stream. `flags` are those of the event.
     ///
     /// # Safety
-    /// The stream must exist in the context of `shared`.
+    /// The stream must exist in the context of `gpu`.
     unsafe fn record(
-        shared: &Arc<Shared>,
+        gpu: &Arc<OpenGpu>,
         stream: CUstream,
         flags: u32,
-    ) -> Result<StreamMark, Error> {
-        let _current = shared.enter()?;
+    ) -> Result<StreamPoint, Error> {
+        let _current = gpu.enter()?;
         let mut event = ptr::null_mut();
         // SAFETY: the pointer refers to a local; the caller's stream exists.
         unsafe {
             driver::cuEventCreate(&raw mut event, flags)?;
-            let mark = StreamMark { shared: Arc::clone(shared), event };
+            let point = StreamPoint { gpu: Arc::clone(gpu), event };
             driver::cuEventRecord(event, stream)?;
-            Ok(mark)
+            Ok(point)
         }
     }
 
-    /// Returns whether all work enqueued before this mark is done, or the error of that work.
+    /// Returns whether all work enqueued before this point is done, or the error of that work.
     pub fn is_done(&self) -> Result<bool, Error> {
-        let _current = self.shared.enter()?;
+        let _current = self.gpu.enter()?;
         // SAFETY: the event exists until `self` is dropped.
         match unsafe { driver::cuEventQuery(self.event) } {
             Ok(()) => Ok(true),
-            Err(error) if error.is_code(CUresult::CUDA_ERROR_NOT_READY) => Ok(false),
+            Err(error) if error.is_driver_error(CUresult::CUDA_ERROR_NOT_READY) => Ok(false),
             Err(error) => Err(error),
         }
     }
 
-    /// Returns the time that the device took from `earlier` to this mark. Both marks must be done,
-    /// and made by [`Device::record_timed`].
-    pub fn since(&self, earlier: &StreamMark) -> Result<Duration, Error> {
-        let _current = self.shared.enter()?;
+    /// Returns the time that the device took from `earlier` to this point. The work before both
+    /// points must be done, and [`Device::record_timed`] must have recorded both.
+    pub fn since(&self, earlier: &StreamPoint) -> Result<Duration, Error> {
+        let _current = self.gpu.enter()?;
         let mut ms = 0.0;
         // SAFETY: the pointer refers to a local; both events exist.
         unsafe { driver::cuEventElapsedTime_v2(&raw mut ms, earlier.event, self.event)? };
@@ -296,9 +302,9 @@ impl StreamMark {
     }
 }
 
-impl Drop for StreamMark {
+impl Drop for StreamPoint {
     fn drop(&mut self) {
-        if let Ok(_current) = self.shared.enter() {
+        if let Ok(_current) = self.gpu.enter() {
             // SAFETY: created once, destroyed once; the driver frees the event when its work is
             // done.
             let _ = unsafe { driver::cuEventDestroy_v2(self.event) };
@@ -306,7 +312,7 @@ impl Drop for StreamMark {
     }
 }
 
-/// Checks that the image is as long as its header says, because the driver trusts the header.
+/// Checks that the image is a fatbin and as long as its header says. The driver trusts the header.
 fn check_fatbin(image: &[u8]) -> Result<(), Error> {
     const MAGIC: u32 = 0xBA55_ED50;
     let field = |offset: usize, len: usize| {
@@ -314,10 +320,10 @@ fn check_fatbin(image: &[u8]) -> Result<(), Error> {
         Some(bytes.iter().rev().fold(0u64, |value, &byte| value << 8 | u64::from(byte)))
     };
     let read_header = || Some((field(0, 4)?, field(6, 2)?, field(8, 8)?));
-    let (magic, header_bytes, body_bytes) = read_header().ok_or(Error::Image)?;
+    let (magic, header_bytes, body_bytes) = read_header().ok_or(Error::IncompleteImage)?;
     let image_bytes = header_bytes.checked_add(body_bytes);
-    let is_complete = image_bytes.is_some_and(|bytes| bytes <= image.len() as u64);
-    if magic == u64::from(MAGIC) && is_complete { Ok(()) } else { Err(Error::Image) }
+    let is_whole = image_bytes.is_some_and(|bytes| bytes <= image.len() as u64);
+    if magic == u64::from(MAGIC) && is_whole { Ok(()) } else { Err(Error::IncompleteImage) }
 }
 
 /// Returns the kernel with this name.
@@ -326,8 +332,8 @@ fn find_function(module: CUmodule, name: &'static CStr) -> Result<CUfunction, Er
     // SAFETY: the module is loaded, and the name is NUL-terminated.
     match unsafe { driver::cuModuleGetFunction(&raw mut function, module, name.as_ptr()) } {
         Ok(()) => Ok(function),
-        Err(error) if error.is_code(CUresult::CUDA_ERROR_NOT_FOUND) => {
-            Err(Error::Kernel(name.to_str().expect("kernel names are ASCII")))
+        Err(error) if error.is_driver_error(CUresult::CUDA_ERROR_NOT_FOUND) => {
+            Err(Error::MissingKernel(name.to_str().expect("kernel names are ASCII")))
         }
         Err(error) => Err(error),
     }

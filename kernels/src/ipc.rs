@@ -3,7 +3,7 @@
 //! The engine's side is a [`Publisher`]. It exports `req_to_token` to other processes. At each step
 //! of the scheduler it publishes a table of the live rows; see [`crate::table`].
 //!
-//! The agent's side is a [`Remote`]. It copies the rows while the engine runs on:
+//! The agent's side is a [`RemoteAuditor`]. It copies the rows while the engine runs on:
 //! 1. It copies the rows that the table of the newest finished step lists.
 //! 2. After the copy, it asks which step has begun by then. It waits for the table of that step, or
 //!    for a newer table.
@@ -17,7 +17,7 @@ mod publisher;
 mod remote;
 
 pub use publisher::Publisher;
-pub use remote::{Remote, RemoteReport};
+pub use remote::{RemoteAuditor, RemoteReport};
 
 use crate::{account, cuda, table};
 
@@ -29,7 +29,7 @@ pub enum Error {
     #[error("req_to_token is on another GPU than the opened device: open that GPU")]
     OtherGpu,
     #[error("the engine's export is smaller than its table: {bytes} bytes")]
-    Export { bytes: u64 },
+    ExportTooSmall { bytes: u64 },
     #[error("no step of the engine is done yet: try again")]
     NoStep,
     #[error("the engine overwrites its tables faster than they are read: use more tables")]

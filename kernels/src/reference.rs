@@ -29,7 +29,7 @@ pub struct LiveRow {
     /// The number of the session to which the tokens belong.
     pub session: u32,
     /// Index of the row's first entry in the page list.
-    pub out_off: u32,
+    pub list_start: u32,
 }
 
 impl LiveRow {
@@ -44,7 +44,7 @@ impl LiveRow {
 pub fn lay_out(rows: &mut [LiveRow], page_shift: u32) -> u64 {
     let mut refs = 0;
     for row in rows {
-        row.out_off = u32::try_from(refs).unwrap_or(u32::MAX);
+        row.list_start = u32::try_from(refs).unwrap_or(u32::MAX);
         refs += u64::from(row.pages(page_shift));
     }
     refs
@@ -57,10 +57,10 @@ pub struct SessionPages {
     /// Page references of the session's rows.
     pub refs: u64,
     /// Unique set size: the number of distinct pages that no other session references.
-    pub uss: u64,
+    pub exclusive: u64,
     /// Proportional set size, in units of 2^-32 page. Each of the session's references to a page
     /// adds one page divided by the number of all references to that page.
-    pub pss_q32: u64,
+    pub share_q32: u64,
     /// Contiguous runs of pages, counted in each row. A transfer of the session needs this many
     /// descriptors.
     pub runs: u64,
@@ -154,7 +154,7 @@ pub fn gather_pages(
     page_shift: u32,
     npages: u32,
 ) -> (Vec<u32>, u64) {
-    let list_end = |row: &LiveRow| row.out_off as usize + row.pages(page_shift) as usize;
+    let list_end = |row: &LiveRow| row.list_start as usize + row.pages(page_shift) as usize;
     let mut page_list = vec![PAGE_BAD; rows.iter().map(list_end).max().unwrap_or(0)];
     let mut bad_slots = 0;
     for row in rows {
@@ -164,7 +164,8 @@ pub fn gather_pages(
             let slot = entry.and_then(|&slot| u32::try_from(slot).ok()).unwrap_or(0);
             let page = slot >> page_shift;
             let is_sound = slot > 0 && page < npages && page << page_shift == slot;
-            page_list[row.out_off as usize + page_index] = if is_sound { page } else { PAGE_BAD };
+            page_list[row.list_start as usize + page_index] =
+                if is_sound { page } else { PAGE_BAD };
             bad_slots += u64::from(!is_sound);
         }
     }
@@ -211,11 +212,11 @@ pub fn session(
             let previous = previous_page.replace(page);
             let Some(&refcnt) = marks.refcnt.get(page as usize) else { continue };
             session.refs += 1;
-            session.pss_q32 += (1 << 32) / u64::from(refcnt.max(1));
+            session.share_q32 += (1 << 32) / u64::from(refcnt.max(1));
             let begins_run = previous.is_none_or(|previous| previous.wrapping_add(1) != page);
             session.runs += u64::from(begins_run);
             if marks.owner[page as usize] == row.session && counted.insert(page) {
-                session.uss += 1;
+                session.exclusive += 1;
                 session.freed += u64::from(tree.is_none_or(|tree| !tree.has[page as usize]));
             }
         }
@@ -303,7 +304,7 @@ fn mix(mut word: u64) -> u64 {
 
 /// Returns the row's part of the page list.
 fn row_pages<'a>(row: &LiveRow, page_list: &'a [u32], page_shift: u32) -> &'a [u32] {
-    let start = row.out_off as usize;
+    let start = row.list_start as usize;
     &page_list[start..start + row.pages(page_shift) as usize]
 }
 
@@ -317,14 +318,14 @@ mod tests {
         let ld = 64;
         let mut r2t = vec![0; ld * rows.len()];
         let mut live = Vec::new();
-        let mut out_off = 0;
+        let mut list_start = 0;
         for (row, &(session, len, pages)) in rows.iter().enumerate() {
             for (i, &page) in pages.iter().enumerate() {
                 r2t[row * ld + i * 4] = i32::try_from(page * 4).unwrap();
             }
             let row = u32::try_from(row).unwrap();
-            live.push(LiveRow { row, len, session, out_off });
-            out_off += u32::try_from(pages.len()).unwrap();
+            live.push(LiveRow { row, len, session, list_start });
+            list_start += u32::try_from(pages.len()).unwrap();
         }
         (r2t, ld, live)
     }
@@ -339,10 +340,10 @@ mod tests {
         let by = session(&rows, &page_list, &marks, None, 2);
         let half = 1u64 << 31;
         let (one, two) = (by[&7], by[&8]);
-        assert_eq!((one.refs, one.uss, one.runs, one.tail_tokens), (3, 2, 1, 2));
-        assert_eq!((two.refs, two.uss, two.runs, two.tail_tokens), (2, 1, 2, 0));
-        assert_eq!(one.pss_q32 + two.pss_q32, 4 << 32);
-        assert_eq!(two.pss_q32, (1 << 32) + half);
+        assert_eq!((one.refs, one.exclusive, one.runs, one.tail_tokens), (3, 2, 1, 2));
+        assert_eq!((two.refs, two.exclusive, two.runs, two.tail_tokens), (2, 1, 2, 0));
+        assert_eq!(one.share_q32 + two.share_q32, 4 << 32);
+        assert_eq!(two.share_q32, (1 << 32) + half);
     }
 
     #[test]
@@ -360,7 +361,7 @@ mod tests {
 
     #[test]
     fn bad_slots_are_counted_not_followed() {
-        let rows = [LiveRow { row: 0, len: 12, session: 1, out_off: 0 }];
+        let rows = [LiveRow { row: 0, len: 12, session: 1, list_start: 0 }];
         let mut r2t = vec![0; 16];
         (r2t[0], r2t[4], r2t[8]) = (-4, 5, 400);
         let (page_list, bad) = gather_pages(&r2t, 16, &rows, 2, 8);
@@ -414,7 +415,7 @@ mod tests {
 
     #[test]
     fn tokens_are_pages_where_a_page_is_one_token() {
-        let rows = [LiveRow { row: 0, len: 3, session: 0, out_off: 0 }];
+        let rows = [LiveRow { row: 0, len: 3, session: 0, list_start: 0 }];
         let (page_list, bad) = gather_pages(&[5, 0, 6], 3, &rows, 0, 7);
         assert_eq!((page_list.as_slice(), bad), ([5, PAGE_BAD, 6].as_slice(), 1), "0 is padding");
         assert_eq!(gather_pages(&[], 0, &[], 0, 0), (vec![], 0));
@@ -461,11 +462,11 @@ mod tests {
             assert_eq!(marks, mark(&reversed, &page_list, 2, npages), "seed {seed}: order matters");
             let by = session(&rows, &page_list, &marks, None, 2);
             let refs: u64 = by.values().map(|s| s.refs).sum();
-            let uss: u64 = by.values().map(|s| s.uss).sum();
-            let pss: u64 = by.values().map(|s| s.pss_q32).sum();
+            let exclusive: u64 = by.values().map(|s| s.exclusive).sum();
+            let pss: u64 = by.values().map(|s| s.share_q32).sum();
             let named: u64 = marks.refcnt.iter().map(|&n| u64::from(n)).sum();
             assert_eq!(refs, named, "seed {seed}");
-            assert_eq!(uss, marks.held_pages() - marks.shared_pages(), "seed {seed}");
+            assert_eq!(exclusive, marks.held_pages() - marks.shared_pages(), "seed {seed}");
             let lost = (marks.held_pages() << 32) - pss;
             assert!(lost <= refs, "seed {seed}: the shares add up to the pages held");
             let free = list_to_set((0..below(20)).map(|_| below(npages)), npages);

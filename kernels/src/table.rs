@@ -33,11 +33,11 @@ pub enum Error {
     #[error("{0}: {1}; use a path on a file system in memory, such as /dev/shm")]
     File(std::path::PathBuf, std::io::Error),
     #[error("not a row table of this version: use one release of engine side and agent")]
-    Foreign,
+    UnknownFormat,
     #[error("{tables} tables of {rows} rows: use 2 to 64 tables of 1 to {ROWS_MAX} rows")]
-    Size { rows: u32, tables: u32 },
+    RingSize { rows: u32, tables: u32 },
     #[error("{rows} rows, but the table has room for {rows_max}")]
-    Rows { rows: usize, rows_max: u32 },
+    TooManyRows { rows: usize, rows_max: u32 },
     #[error("the engine has closed its table")]
     Closed,
 }

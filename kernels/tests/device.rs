@@ -21,7 +21,7 @@ const POOL: PoolSize = PoolSize { page_shift: 4, npages: 100 };
 const LD: usize = 64;
 
 fn one_row(device: &Device) -> (kernels::cuda::LiveRows, LiveRow) {
-    let row = LiveRow { row: 0, len: 40, session: 0, out_off: 0 };
+    let row = LiveRow { row: 0, len: 40, session: 0, list_start: 0 };
     let mut live = device.live_rows(1).expect("there is room");
     device.set_live_rows(&mut live, &[row], POOL).expect("the row is sound");
     (live, row)
@@ -50,14 +50,14 @@ fn a_snapshot_waits_for_the_scheduler_and_the_caller_for_nobody() {
     engine.send(&mut next, LD, &mut r2t).unwrap();
     // SAFETY: the engine's stream lives as long as the engine.
     unsafe { device.wait_for(engine.stream()).unwrap() };
-    let entries = DeviceTable { entries: r2t.slice(), ld: LD as u64 };
+    let entries = DeviceTable { entries: r2t.slice(), stride: LD as u64 };
     device.gather_pages(entries, &live, &mut staged, &mut bad).unwrap();
     device.fetch(staged.slice(), 3, &mut answer).unwrap();
     let mark = device.record().unwrap();
     assert!(!mark.is_done().unwrap(), "the engine hasn't come to it");
     assert!(answer.get().unwrap().is_none(), "no answer is shown before it is whole");
     let busy = device.fetch(staged.slice(), 3, &mut answer);
-    assert!(matches!(busy, Err(Error::InFlight)), "{busy:?}");
+    assert!(matches!(busy, Err(Error::CopyInFlight)), "{busy:?}");
     assert!(fake.pending(device.stream()) > 0);
 
     fake.step(engine.stream(), 1);
@@ -78,7 +78,7 @@ fn without_waiting_a_snapshot_is_of_before() {
     fake.hold(engine.stream());
     engine.send(&mut next, LD, &mut r2t).unwrap();
     let (mut staged, mut bad) = (device.alloc(3).unwrap(), device.alloc(1).unwrap());
-    let entries = DeviceTable { entries: r2t.slice(), ld: LD as u64 };
+    let entries = DeviceTable { entries: r2t.slice(), stride: LD as u64 };
     device.gather_pages(entries, &live, &mut staged, &mut bad).unwrap();
     assert_eq!(device.download(staged.slice()).unwrap(), [7, 3, 4]);
     fake.release(engine.stream());
@@ -183,7 +183,7 @@ fn an_image_that_is_none_is_refused() {
     longer[8] = 1;
     for image in [&[][..], b"not a fatbin", &cuda_fake::image()[..12], &longer] {
         let error = Device::open(0, image).unwrap_err();
-        assert!(matches!(error, Error::Image), "{error}");
+        assert!(matches!(error, Error::IncompleteImage), "{error}");
     }
     fake.fail("cuModuleGetFunction", 500);
     let error = Device::open(0, &cuda_fake::image()).unwrap_err().to_string();
@@ -197,17 +197,17 @@ fn what_a_kernel_would_trip_over_is_refused() {
     let _fake = Fake::load().unwrap();
     let device = device();
     let (mut live, row) = one_row(&device);
-    let overlapping = [row, LiveRow { out_off: 2, ..row }];
+    let overlapping = [row, LiveRow { list_start: 2, ..row }];
     let mut two = device.live_rows(2).unwrap();
     let layout = device.set_live_rows(&mut two, &overlapping, POOL);
-    assert!(matches!(layout, Err(Error::Layout)), "{layout:?}");
+    assert!(matches!(layout, Err(Error::OverlappingRows)), "{layout:?}");
     let owner = LiveRow { session: reference::OWNER_SHARED, ..row };
     assert!(device.set_live_rows(&mut live, &[owner], POOL).is_err(), "no session has this number");
     assert!(device.set_live_rows(&mut live, &[row, row], POOL).is_err(), "room for one row");
 
     let (mut short, mut bad) = (device.alloc(2).unwrap(), device.alloc(1).unwrap());
     let r2t = filled(&device, &table(1)).unwrap();
-    let entries = DeviceTable { entries: r2t.slice(), ld: LD as u64 };
+    let entries = DeviceTable { entries: r2t.slice(), stride: LD as u64 };
     let error = device.gather_pages(entries, &live, &mut short, &mut bad).unwrap_err().to_string();
     assert_eq!(error, "gathered pages: 3 given, 2 is the limit");
     let mut marks = device.marks(POOL.npages - 1).unwrap();
@@ -275,7 +275,7 @@ fn host_memory_is_device_memory_where_there_is_no_gpu() {
     let (mut staged, mut bad) = (device.alloc(3).unwrap(), device.alloc(1).unwrap());
     // SAFETY: the table is in host memory, where this device works, and outlives the wait below.
     let entries = unsafe { Slice::foreign(r2t.as_ptr() as u64, r2t.len()).unwrap() };
-    let table = DeviceTable { entries, ld: LD as u64 };
+    let table = DeviceTable { entries, stride: LD as u64 };
     device.gather_pages(table, &live, &mut staged, &mut bad).unwrap();
     assert_eq!(device.download(staged.slice()).unwrap(), [7, 3, 4]);
 }

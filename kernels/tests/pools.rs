@@ -86,7 +86,7 @@ impl Case {
                 }
                 let slack = rng.u32(0..1 << page_shift);
                 let len = (narrow(list.len()) << page_shift).saturating_sub(slack);
-                LiveRow { row, len, session: rng.u32(0..sessions), out_off: 0 }
+                LiveRow { row, len, session: rng.u32(0..sessions), list_start: 0 }
             })
             .collect();
         corrupt(&mut rng, &mut r2t, &mut rows, ld, pool);
@@ -138,7 +138,7 @@ impl Case {
     pub(crate) fn answers(&self, device: &Device) -> Result<Answers, Error> {
         let pool = self.pool;
         let r2t = filled(device, &self.r2t)?;
-        let table = DeviceTable { entries: r2t.slice(), ld: self.ld as u64 };
+        let table = DeviceTable { entries: r2t.slice(), stride: self.ld as u64 };
         let mut live = device.live_rows(self.rows.len())?;
         device.set_live_rows(&mut live, &self.rows, pool)?;
         let mut staged = device.alloc(live.list_len())?;

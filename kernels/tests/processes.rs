@@ -183,7 +183,7 @@ fn shared_table() -> (Vec<i32>, Vec<LiveRow>) {
             r2t[row * SHARED_LD + i * 4] = page * 4;
         }
     }
-    let row = |row, session| LiveRow { row, len: 10, session, out_off: 0 };
+    let row = |row, session| LiveRow { row, len: 10, session, list_start: 0 };
     let mut rows = vec![row(1, 0), row(2, 1)];
     reference::lay_out(&mut rows, SHARED_POOL.page_shift);
     (r2t, rows)
@@ -234,7 +234,7 @@ fn ipc() {
         device.set_live_rows(&mut live, &rows, SHARED_POOL).expect("the rows are sound");
         let mut staged = device.alloc(live.list_len()).expect("there is room");
         let mut bad = device.alloc(1).expect("there is room");
-        let table = DeviceTable { entries, ld: SHARED_LD as u64 };
+        let table = DeviceTable { entries, stride: SHARED_LD as u64 };
         device.gather_pages(table, &live, &mut staged, &mut bad).expect("it is launched");
         let PoolSize { page_shift, npages } = SHARED_POOL;
         let expected = reference::gather_pages(&r2t, SHARED_LD, &rows, page_shift, npages);

@@ -1,7 +1,7 @@
 //! Audits across two processes: an engine rewrites rows while an agent copies them.
 //!
 //! Both use the fake driver. A row may be in a report only if its pages match its version. Agents
-//! that check less than [`Remote`] report such torn rows, which shows that the check works. The
+//! that check less than [`RemoteAuditor`] report such torn rows, which shows that the check works. The
 //! engine is this program again, in a role. Run `cargo test -p kernels --test remote`.
 
 #![expect(clippy::print_stdout, reason = "a test without the harness reports by itself")]
@@ -11,7 +11,7 @@ use fastrand::Rng;
 use kernels::{
     account::{Accountant, Pool, RequestTable, Row, Snapshot, Stream},
     cuda::{self, Device, DeviceBuffer, Exported, Imported},
-    ipc::{Error, Publisher, Remote, RemoteReport},
+    ipc::{Error, Publisher, RemoteAuditor, RemoteReport},
     table::{self, Reader, TableRow},
 };
 use std::{
@@ -225,8 +225,9 @@ impl Other {
         self.answer("done");
     }
 
-    fn remote(&self) -> Remote {
-        Remote::open(&self.folder.path().join("rows"), device()).expect("the memory is shared")
+    fn remote(&self) -> RemoteAuditor {
+        RemoteAuditor::open(&self.folder.path().join("rows"), device())
+            .expect("the memory is shared")
     }
 
     fn lax(&self, look: Look) -> Lax {
@@ -244,7 +245,7 @@ fn device() -> Device {
     Device::open(0, &cuda_fake::image()).expect("the driver has a device")
 }
 
-fn finish(remote: &mut Remote) -> RemoteReport {
+fn finish(remote: &mut RemoteAuditor) -> RemoteReport {
     loop {
         if let Some(audited) = remote.poll().expect("the driver works") {
             return audited;
@@ -253,7 +254,7 @@ fn finish(remote: &mut Remote) -> RemoteReport {
     }
 }
 
-/// The missing check of an agent that checks less than [`Remote`].
+/// The missing check of an agent that checks less than [`RemoteAuditor`].
 #[derive(Clone, Copy)]
 enum Look {
     /// The agent trusts its copy without looking at versions.
@@ -262,7 +263,7 @@ enum Look {
     AtDone,
 }
 
-/// An agent like [`Remote`] with a weaker check.
+/// An agent like [`RemoteAuditor`] with a weaker check.
 struct Lax {
     look: Look,
     accountant: Accountant,
@@ -409,6 +410,6 @@ fn unshared() {
     let vmm = |error: &cuda::Error| matches!(error, cuda::Error::VmmBacked(_));
     assert!(matches!(refused, Err(Error::Unshared(Some(ref error))) if vmm(error)));
     let host = Publisher::host(&pool, &path, TABLES, ROWS).expect("the folder is ours");
-    assert!(matches!(Remote::open(&path, device()), Err(Error::Unshared(None))));
+    assert!(matches!(RemoteAuditor::open(&path, device()), Err(Error::Unshared(None))));
     drop(host);
 }

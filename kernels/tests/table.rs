@@ -46,7 +46,7 @@ fn what_the_engine_says_is_read() {
         }
         let step = writer.begin_step();
         let error = writer.publish(step, &[TableRow::default(); 41]);
-        assert!(matches!(error, Err(Error::Rows { rows: 41, rows_max: 40 })));
+        assert!(matches!(error, Err(Error::TooManyRows { rows: 41, rows_max: 40 })));
         drop(writer);
         assert!(matches!(reader.check(), Err(Error::Closed)));
         assert!(matches!(Reader::open(&path), Err(Error::File(..))), "it is gone");
@@ -59,7 +59,7 @@ fn files_that_are_no_table_are_refused() {
     let path = folder.path().join("rows");
     for shape in [(1, 10), (65, 10), (4, 0), (4, 1 << 17)] {
         let made = Writer::create(&path, &facts(None), shape.0, shape.1);
-        assert!(matches!(made, Err(Error::Size { .. })), "{shape:?}");
+        assert!(matches!(made, Err(Error::RingSize { .. })), "{shape:?}");
     }
     let writer = Writer::create(&path, &facts(None), 4, 100).expect("the folder is ours");
     let whole = fs::read(&path).expect("it is there");
@@ -75,7 +75,7 @@ fn files_that_are_no_table_are_refused() {
     for (case, bytes) in damaged.iter().enumerate() {
         fs::write(&other, bytes).expect("the folder is ours");
         let error = Reader::open(&other).expect_err("it is no table");
-        assert!(matches!(error, Error::Foreign | Error::File(..)), "case {case}: {error}");
+        assert!(matches!(error, Error::UnknownFormat | Error::File(..)), "case {case}: {error}");
     }
     drop(writer);
 }

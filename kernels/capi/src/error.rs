@@ -25,17 +25,17 @@ const UNSHARED: i32 = -8;
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Error {
     #[error("the {0} is null or misaligned")]
-    Pointer(&'static str),
+    BadPointer(&'static str),
     #[error("{0} is not an open handle")]
-    Handle(u64),
+    UnknownHandle(u64),
     #[error("another call on this handle is running: try again when it has returned")]
-    Running,
+    HandleInUse,
     #[error("too many handles are open: close some")]
-    Full,
+    TooManyHandles,
     #[error("the report may need {needed} bytes, the buffer has {capacity}: use a larger buffer")]
-    Small { needed: u64, capacity: u64 },
+    BufferTooSmall { needed: u64, capacity: u64 },
     #[error("device {0}: give a CUDA ordinal, or -1 for host memory")]
-    Ordinal(i32),
+    BadOrdinal(i32),
     #[error("the kernels: {0}: build them with kernels/cuda/build")]
     Fatbin(#[from] std::io::Error),
     #[error("the library panicked, which is a bug in it; the handle is closed")]
@@ -54,11 +54,14 @@ impl Error {
     /// Returns the error's number in the header.
     fn code(&self) -> i32 {
         match self {
-            Self::Pointer(_) | Self::Handle(_) | Self::Ordinal(_) | Self::Fatbin(_) => INVALID,
-            Self::Running => BUSY,
-            Self::Small { .. } => SMALL,
+            Self::BadPointer(_)
+            | Self::UnknownHandle(_)
+            | Self::BadOrdinal(_)
+            | Self::Fatbin(_) => INVALID,
+            Self::HandleInUse => BUSY,
+            Self::BufferTooSmall { .. } => SMALL,
             Self::Panic => PANIC,
-            Self::Full => FULL,
+            Self::TooManyHandles => FULL,
             Self::Snapshot(_) => INVALID,
             Self::Device(_) => DEVICE,
             Self::Account(error) => account_code(error),
@@ -74,7 +77,7 @@ fn account_code(error: &account::Error) -> i32 {
         Error::Snapshot(_) => INVALID,
         Error::Busy => BUSY,
         Error::Idle | Error::NotReady => STATE,
-        Error::Device(_) | Error::Disagree => DEVICE,
+        Error::Device(_) | Error::CountsDiffer => DEVICE,
     }
 }
 
@@ -84,7 +87,7 @@ fn ipc_code(error: &ipc::Error) -> i32 {
     match error {
         Error::Table(_) => INVALID,
         Error::NoBeginning | Error::NoStep | Error::Overrun => STATE,
-        Error::Unshared(_) | Error::OtherGpu | Error::Export { .. } => UNSHARED,
+        Error::Unshared(_) | Error::OtherGpu | Error::ExportTooSmall { .. } => UNSHARED,
         Error::Account(error) => account_code(error),
         Error::Device(_) => DEVICE,
     }

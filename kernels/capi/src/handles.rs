@@ -31,7 +31,7 @@ impl<T> Handles<T> {
     pub(crate) fn open(&self, object: T) -> Result<u64, Error> {
         let mut open = self.0.lock();
         if open.by_number.len() >= HANDLES_MAX {
-            return Err(Error::Full);
+            return Err(Error::TooManyHandles);
         }
         open.highest_number += 1;
         let number = open.highest_number;
@@ -39,15 +39,16 @@ impl<T> Handles<T> {
         Ok(number)
     }
 
-    /// Runs `call` with the object of this number. Returns [`Error::Running`] if another call is
+    /// Runs `call` with the object of this number. Returns [`Error::HandleInUse`] if another call is
     /// using the object.
     pub(crate) fn with<R>(
         &self,
         number: u64,
         call: impl FnOnce(&mut T) -> Result<R, Error>,
     ) -> Result<R, Error> {
-        let object = self.0.lock().by_number.get(&number).cloned().ok_or(Error::Handle(number))?;
-        let mut object = object.try_lock().ok_or(Error::Running)?;
+        let object =
+            self.0.lock().by_number.get(&number).cloned().ok_or(Error::UnknownHandle(number))?;
+        let mut object = object.try_lock().ok_or(Error::HandleInUse)?;
         call(&mut object)
     }
 
@@ -55,6 +56,6 @@ impl<T> Handles<T> {
     pub(crate) fn close(&self, number: u64) -> Result<(), Error> {
         let removed = self.0.lock().by_number.remove(&number);
         // The drop can take long, so it happens after the lock is released.
-        removed.map(drop).ok_or(Error::Handle(number))
+        removed.map(drop).ok_or(Error::UnknownHandle(number))
     }
 }

@@ -80,8 +80,8 @@ pub unsafe extern "C" fn berth_kv_open(
 
 /// Opens a GPU with the kernels in the file `fatbin`.
 fn open_device(ordinal: i32, fatbin: Option<&CStr>) -> Result<Device, Error> {
-    let device_ordinal = u32::try_from(ordinal).map_err(|_| Error::Ordinal(ordinal))?;
-    let path = fatbin.ok_or(Error::Pointer("path of the kernels"))?;
+    let device_ordinal = u32::try_from(ordinal).map_err(|_| Error::BadOrdinal(ordinal))?;
+    let path = fatbin.ok_or(Error::BadPointer("path of the kernels"))?;
     if let Some(missing) = cuda::missing() {
         return Err(cuda::Error::from(missing).into());
     }
@@ -137,13 +137,13 @@ pub unsafe extern "C" fn berth_kv_finish(
             rows.zip(versions).collect()
         };
         if buffer.is_null() {
-            return Err(Error::Pointer("buffer"));
+            return Err(Error::BadPointer("buffer"));
         }
         ACCOUNTANTS.with(handle, |accountant| {
             let sessions = accountant.sessions().ok_or(account::Error::Idle)?;
             let needed = report_bytes_max(sessions);
             if needed > capacity {
-                return Err(Error::Small { needed, capacity });
+                return Err(Error::BufferTooSmall { needed, capacity });
             }
             let bytes = accountant.finish(&current_versions)?.encode();
             // SAFETY: the bytes are at most `needed`, and the caller guarantees `capacity` bytes.

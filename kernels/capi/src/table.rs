@@ -42,7 +42,7 @@ pub unsafe extern "C" fn berth_kv_table_open(
         let (raw, fatbin, path, out) = unsafe {
             (read("pool", pool)?, c_str(fatbin), c_str(path), out_pointer("handle", out)?)
         };
-        let path = path.ok_or(Error::Pointer("path of the table"))?;
+        let path = path.ok_or(Error::BadPointer("path of the table"))?;
         let path = Path::new(OsStr::from_bytes(path.to_bytes()));
         // SAFETY: guaranteed by the caller.
         let pool = unsafe { raw.convert()? };

@@ -91,7 +91,7 @@ pub struct RawTableRow {
 /// The pointer must be null, or its target readable during the call.
 pub(crate) unsafe fn read<T: Copy>(what: &'static str, from: *const T) -> Result<T, Error> {
     if from.is_null() || !from.is_aligned() {
-        return Err(Error::Pointer(what));
+        return Err(Error::BadPointer(what));
     }
     // SAFETY: not null and not misaligned; the caller guarantees the rest.
     Ok(unsafe { from.read() })
@@ -106,7 +106,7 @@ pub(crate) unsafe fn out_pointer<'a>(
     to: *mut u64,
 ) -> Result<&'a mut MaybeUninit<u64>, Error> {
     if to.is_null() || !to.is_aligned() {
-        return Err(Error::Pointer(what));
+        return Err(Error::BadPointer(what));
     }
     // SAFETY: not null and not misaligned; the caller guarantees the rest.
     Ok(unsafe { &mut *to.cast() })
@@ -134,7 +134,7 @@ pub(crate) unsafe fn array<'a, T>(
         return Ok(&[]);
     }
     if from.is_null() || !from.is_aligned() {
-        return Err(Error::Pointer(what));
+        return Err(Error::BadPointer(what));
     }
     // SAFETY: not null and not misaligned; the caller guarantees the rest.
     Ok(unsafe { slice::from_raw_parts(from, n as usize) })

@@ -185,12 +185,12 @@ impl Counts {
     /// session frees only if `is_pool_known`. Without the whole pool, that number isn't exact.
     pub(super) fn session(&self, number: u32, is_pool_known: bool) -> Session {
         let pages = self.sessions.get(number as usize).copied().unwrap_or_default();
-        let SessionPages { refs, uss, pss_q32, runs, tail_tokens, freed } = pages;
+        let SessionPages { refs, exclusive, share_q32, runs, tail_tokens, freed } = pages;
         Session {
             number,
             refs,
-            exclusive: uss,
-            share_q32: pss_q32,
+            exclusive,
+            share_q32,
             freed: is_pool_known.then_some(freed),
             runs,
             tail_tokens,

@@ -17,7 +17,7 @@ use crate::{
     audit::{ListedPages, PoolCopy, ValidRows},
     cuda::{
         self, Classified, Device, DeviceBuffer, DeviceMarks, DevicePageSet, DeviceTable, KvBuffer,
-        KvBuffers, LiveRows, Plain, Slice, StreamMark,
+        KvBuffers, LiveRows, Plain, Slice, StreamPoint,
     },
     reference::SessionPages,
 };
@@ -72,7 +72,7 @@ struct CopyInProgress {
     free: Option<Vec<List>>,
     tree: Option<List>,
     /// The point in the device's stream behind the copy; `None` until all its work is enqueued.
-    end_mark: Option<StreamMark>,
+    copy_end: Option<StreamPoint>,
 }
 
 impl OnDevice {
@@ -114,7 +114,7 @@ impl OnDevice {
         let entry_count = table.rows as usize * table.stride as usize;
         // SAFETY: the caller of `Pool::new` guaranteed these entries while `self` lives.
         let entries = unsafe { Slice::foreign(table.addr, entry_count)? };
-        let table = DeviceTable { entries, ld: table.stride.into() };
+        let table = DeviceTable { entries, stride: table.stride.into() };
         let device = &self.device;
         let page_list = self.page_list.with_room(device, self.copy.refs)?;
         if !layout.rows.is_empty() {
@@ -133,7 +133,7 @@ impl OnDevice {
             let digests = self.digests.with_room(device, end - start)?;
             device.page_digest(&self.kv, pages, digests)?;
         }
-        self.copy.end_mark = Some(device.record()?);
+        self.copy.copy_end = Some(device.record()?);
         Ok(())
     }
 
@@ -225,11 +225,11 @@ impl Backend for OnDevice {
             refs: layout
                 .rows
                 .last()
-                .map_or(0, |row| (row.out_off + row.pages(pool.page_shift())) as usize),
+                .map_or(0, |row| (row.list_start + row.pages(pool.page_shift())) as usize),
             window: layout.window.start as usize..layout.window.end as usize,
             free: (!snapshot.free.is_empty()).then(|| snapshot.free.to_vec()),
             tree: snapshot.tree,
-            end_mark: None,
+            copy_end: None,
         };
         // The device can do this work at once: it doesn't read the engine's memory.
         self.device.set_live_rows(&mut self.rows, &layout.rows, self.pool)?;
@@ -241,7 +241,7 @@ impl Backend for OnDevice {
     }
 
     fn is_copied(&mut self) -> Result<bool, Error> {
-        let is_done = self.copy.end_mark.as_ref().map(StreamMark::is_done).transpose()?;
+        let is_done = self.copy.copy_end.as_ref().map(StreamPoint::is_done).transpose()?;
         Ok(is_done.unwrap_or(false))
     }
 

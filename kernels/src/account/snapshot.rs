@@ -38,7 +38,7 @@ pub enum Error {
     #[error("row {row} of {len} tokens in session {session}: outside the pool or the keys")]
     Row { row: u32, len: u32, session: u32 },
     #[error("row {0}: its sealed or protected part is longer than the row")]
-    Part(u32),
+    PartTooLong(u32),
     #[error("the {what} at {addr:#x} has {n} entries: misaligned, or too long for the pool")]
     List { what: &'static str, addr: u64, n: u64 },
 }
@@ -234,7 +234,7 @@ impl Snapshot<'_> {
                 return Err(Error::Row { row: number, len, session });
             }
             if row.sealed_tokens > len || row.protected_tokens.is_some_and(|n| n > len) {
-                return Err(Error::Part(number));
+                return Err(Error::PartTooLong(number));
             }
             refs += u64::from(len).div_ceil(pool.page_tokens().into());
         }

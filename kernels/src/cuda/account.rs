@@ -1,9 +1,11 @@
-//! Enqueues the kernels of page accounting: one method of [`Device`] per kernel.
+//! Enqueues the kernels that count KV pages on a GPU: one method of [`Device`] per kernel.
 //!
 //! Each method checks its arguments, so that the kernel can trust them. The functions in
-//! [`mod@crate::reference`] define what the kernels compute. `kv_ref_bitmap` has no such function:
-//! it only prepares the input of `kv_classify`. A method overwrites its output. Only
-//! [`Device::list_to_set`] adds to its output.
+//! [`mod@crate::reference`] define what the kernels compute, and explain the page list and the
+//! marks. `kv_ref_bitmap` has no such function: it only prepares the input of `kv_classify`.
+//!
+//! A method overwrites its output. Only [`Device::list_to_set`] adds to its output, because an
+//! engine can have several free lists.
 
 use super::launch::Kernel;
 use super::{
@@ -16,7 +18,7 @@ use crate::reference::SessionPages;
 pub struct DeviceTable<'a> {
     pub entries: Slice<'a, i32>,
     /// Entries from one row to the next.
-    pub ld: u64,
+    pub stride: u64,
 }
 
 /// The reference count and the owner of every page, on the device.
@@ -26,7 +28,7 @@ pub struct DeviceMarks {
     pub owner: DeviceBuffer<u32>,
 }
 
-/// A set of pages on the device, with the numbers of faults in the lists of the set.
+/// A set of pages on the device, made from lists of ids, with the numbers of faults in the lists.
 #[derive(Debug)]
 pub struct DevicePageSet {
     /// A bitmap with one bit per page.
@@ -98,35 +100,36 @@ impl Device {
         Ok(KvBuffers { buffers: on_device, npages })
     }
 
-    /// `kv_gather_pages`: writes the page list of live rows, and the number of bad slots to `bad`.
+    /// `kv_gather_pages`: writes the page list of live rows, and the number of bad slots to
+    /// `bad_slots`.
     pub fn gather_pages(
         &self,
         table: DeviceTable<'_>,
         live: &LiveRows,
         page_list: &mut DeviceBuffer<u32>,
-        bad: &mut DeviceBuffer<u64>,
+        bad_slots: &mut DeviceBuffer<u64>,
     ) -> Result<(), Error> {
         at_most("gathered pages", live.list_len.into(), page_list.len() as u64)?;
-        at_most("counters", 1, bad.len() as u64)?;
-        self.fill(bad, 0)?;
-        let table_rows = (table.entries.len() as u64).checked_div(table.ld).unwrap_or(0);
-        let chunks = self.shape.chunks(live.refs_row_max);
+        at_most("counters", 1, bad_slots.len() as u64)?;
+        self.fill(bad_slots, 0)?;
+        let table_rows = (table.entries.len() as u64).checked_div(table.stride).unwrap_or(0);
+        let row_blocks = self.shape.blocks_per_row(live.refs_row_max);
         // SAFETY: the list has room for all references; the kernel gets the table's size.
         unsafe {
             self.launch(
                 Kernel::GatherPages,
-                u64::from(live.count) * u64::from(chunks),
+                u64::from(live.count) * u64::from(row_blocks),
                 &[
                     table.entries.address(),
-                    table.ld,
+                    table.stride,
                     table_rows,
                     live.rows.address(),
                     live.count.into(),
-                    chunks.into(),
+                    row_blocks.into(),
                     live.pool.page_shift.into(),
                     live.pool.npages.into(),
                     page_list.address(),
-                    bad.address(),
+                    bad_slots.address(),
                 ],
             )
         }
@@ -143,16 +146,16 @@ impl Device {
         at_most("gathered pages", live.list_len.into(), page_list.len() as u64)?;
         self.fill(&mut marks.refcnt, 0)?;
         self.fill(&mut marks.owner, 0xFF)?;
-        let chunks = self.shape.chunks(live.refs_row_max);
+        let row_blocks = self.shape.blocks_per_row(live.refs_row_max);
         // SAFETY: both arrays have an element per page; the kernel skips pages outside the pool.
         unsafe {
             self.launch(
                 Kernel::Mark,
-                u64::from(live.count) * u64::from(chunks),
+                u64::from(live.count) * u64::from(row_blocks),
                 &[
                     live.rows.address(),
                     live.count.into(),
-                    chunks.into(),
+                    row_blocks.into(),
                     live.pool.page_shift.into(),
                     live.pool.npages.into(),
                     page_list.address(),
@@ -182,17 +185,17 @@ impl Device {
         check_bitmaps(live.pool, [Some(&*claimed), tree.map(|set| &set.words)])?;
         self.fill(claimed, 0)?;
         self.fill(out, 0)?;
-        let chunks = self.shape.chunks(live.refs_row_max);
+        let row_blocks = self.shape.blocks_per_row(live.refs_row_max);
         // SAFETY: the arrays have an element per page and session; the kernel skips pages outside
         // the pool.
         unsafe {
             self.launch(
                 Kernel::Session,
-                u64::from(live.count) * u64::from(chunks),
+                u64::from(live.count) * u64::from(row_blocks),
                 &[
                     live.rows.address(),
                     live.count.into(),
-                    chunks.into(),
+                    row_blocks.into(),
                     live.pool.page_shift.into(),
                     live.pool.npages.into(),
                     page_list.address(),

@@ -1,6 +1,7 @@
 //! Calls the CUDA driver for the rest of the crate, and finds out first whether that is possible.
 //!
-//! `cudarc` panics if the driver's library or a symbol in it is absent. [`missing`] therefore looks
+//! The functions have the driver's names, and return its errors as [`Error`]. The bindings are those
+//! of the crate `cudarc`, which loads the driver's library at run time. `cudarc` panics if the driver's library or a symbol in it is absent. [`missing`] therefore looks
 //! up all symbols before the first call. The macro `driver_calls` makes both the functions and the
 //! list of their symbols. No other module of the crate calls the driver in another way.
 
@@ -59,11 +60,11 @@ fn probe() -> Result<(), Missing> {
     if devices > 0 { Ok(()) } else { Err(Missing::Device) }
 }
 
-/// Converts the error of a driver call.
+/// Converts the error of a driver call to the reason why CUDA can't be used.
 fn missing_from(error: Error) -> Missing {
     match error {
-        error if error.is(CUresult::CUDA_ERROR_STUB_LIBRARY) => Missing::Stub,
-        error if error.is(CUresult::CUDA_ERROR_NO_DEVICE) => Missing::Device,
+        error if error.is_driver_error(CUresult::CUDA_ERROR_STUB_LIBRARY) => Missing::Stub,
+        error if error.is_driver_error(CUresult::CUDA_ERROR_NO_DEVICE) => Missing::Device,
         error => Missing::Refused(error.to_string()),
     }
 }

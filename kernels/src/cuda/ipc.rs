@@ -1,15 +1,15 @@
-//! Shares device memory of one process with another process, by CUDA IPC.
+//! Shares device memory of one process with another process, by CUDA IPC, for [`crate::ipc`].
 //!
-//! The first process exports a range of its memory, and the other process imports the range. The
-//! caller must bring the [`Exported`] from one process to the other. CUDA IPC maps the memory for
-//! reading and writing. It can't revoke a mapping, so the exporter must free the memory only after
-//! the importer has closed the mapping.
+//! The first process exports a range of its memory with [`Device::export`]. The caller brings the
+//! result, an [`Exported`], to the other process, which maps the range with [`Device::import`].
+//! CUDA IPC can't revoke a mapping. So the first process must free the memory only after the other
+//! process has dropped its [`Imported`].
 
-use super::{Device, Error, Plain, Shared, Slice, at_most, driver};
+use super::{Device, Error, OpenGpu, Plain, Slice, at_most, driver};
 use cudarc::driver::sys::{CUipcMem_flags_enum, CUipcMemHandle};
 use std::sync::Arc;
 
-/// A range of device memory that another process can open.
+/// A description of a range of device memory, with which another process can map the range.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Exported {
     /// The driver's handle of the allocation that holds the range.
@@ -23,7 +23,7 @@ pub struct Exported {
 /// A mapped range of another process's device memory; closed on drop.
 #[derive(Debug)]
 pub struct Imported {
-    shared: Arc<Shared>,
+    gpu: Arc<OpenGpu>,
     /// Address at which the whole allocation is mapped.
     base: u64,
     /// Bytes from `base` to the range.
@@ -37,7 +37,7 @@ impl Device {
     /// Memory mapped from handles (CUDA's virtual memory calls) has no IPC handle and gives
     /// [`Error::VmmBacked`]. The address is looked up, never dereferenced.
     pub fn export(&self, address: u64, bytes: u64) -> Result<Exported, Error> {
-        let _current = self.shared.enter()?;
+        let _current = self.gpu.enter()?;
         let mut vmm_handle = 0;
         // SAFETY: the pointers refer to locals; the driver looks the address up in its own tables.
         unsafe {
@@ -60,14 +60,14 @@ impl Device {
 
     /// Maps a range that another process exported. A process can't open its own handle.
     pub fn import(&self, exported: &Exported) -> Result<Imported, Error> {
-        let _current = self.shared.enter()?;
+        let _current = self.gpu.enter()?;
         let handle = CUipcMemHandle { reserved: exported.handle.map(u8::cast_signed) };
         let flags = CUipcMem_flags_enum::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32;
         let mut base = 0;
         // SAFETY: the pointer refers to a local; the driver returns an error for an invalid handle.
         unsafe { driver::cuIpcOpenMemHandle_v2(&raw mut base, handle, flags)? };
         let (offset, bytes) = (exported.offset, exported.bytes);
-        let imported = Imported { shared: Arc::clone(&self.shared), base, offset, bytes };
+        let imported = Imported { gpu: Arc::clone(&self.gpu), base, offset, bytes };
         let (mut start, mut mapped_bytes) = (0, 0);
         // SAFETY: the pointers refer to locals; the base was just mapped.
         unsafe { driver::cuMemGetAddressRange_v2(&raw mut start, &raw mut mapped_bytes, base)? };
@@ -94,8 +94,8 @@ impl Imported {
 impl Drop for Imported {
     fn drop(&mut self) {
         // Wait first: a kernel may still be reading the mapping.
-        let _ = self.shared.synchronize();
-        if let Ok(_current) = self.shared.enter() {
+        let _ = self.gpu.synchronize();
+        if let Ok(_current) = self.gpu.enter() {
             // SAFETY: opened once, closed once. An error is ignored: the exporter may be gone.
             let _ = unsafe { driver::cuIpcCloseMemHandle(self.base) };
         }

@@ -1,4 +1,7 @@
-//! Launches the kernels of page accounting: their names, numbers of blocks and parameters.
+//! Launches the page kernels on a GPU, for the methods of [`Device`] in `account.rs`.
+//!
+//! [`LaunchShape`] says how many blocks and threads a launch has. The shape changes the time that a
+//! kernel takes, not its result. The caller gives the kernel's parameters and answers for them.
 
 use super::{Device, Error, WARP, at_most, driver};
 use cudarc::driver::sys::CUlaunchConfig;
@@ -30,7 +33,8 @@ pub(super) enum Kernel {
     PageDigest,
 }
 
-/// How the work of a kernel is divided into blocks and threads.
+/// How the work of a kernel is divided into blocks and threads. A page reference is one page of one
+/// row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LaunchShape {
     /// Threads per block.
@@ -72,7 +76,8 @@ impl LaunchShape {
     }
 
     /// Returns the number of blocks per row if the longest row has `refs_row_max` page references.
-    pub(super) fn chunks(self, refs_row_max: u32) -> u32 {
+    /// All rows get the same number.
+    pub(super) fn blocks_per_row(self, refs_row_max: u32) -> u32 {
         let refs_per_block = self.threads.saturating_mul(self.refs_per_thread);
         refs_row_max.div_ceil(refs_per_block).clamp(1, self.blocks_max)
     }
@@ -108,12 +113,12 @@ impl Device {
             blockDimY: 1,
             blockDimZ: 1,
             sharedMemBytes: 0,
-            hStream: self.shared.stream,
+            hStream: self.gpu.stream,
             attrs: ptr::null_mut(),
             numAttrs: 0,
         };
-        let function = self.shared.kernels[kernel as usize];
-        let _current = self.shared.enter()?;
+        let function = self.gpu.kernels[kernel as usize];
+        let _current = self.gpu.enter()?;
         // SAFETY: the driver copies the parameters before it returns, and doesn't write to them.
         unsafe {
             let (params, extra) = (pointers.as_mut_ptr(), ptr::null_mut());

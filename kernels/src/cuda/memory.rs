@@ -1,10 +1,15 @@
-//! Manages the memory of kernels: device buffers, page-locked host memory, and foreign memory.
+//! Manages the memory of the page kernels, on the device and on the host, and copies between both.
+//!
+//! - [`DeviceBuffer`] is memory on the device.
+//! - [`Slice`] is device memory for reading: a part of a buffer, or memory of an engine.
+//! - [`Pinned`] is page-locked host memory, which the device can copy while the host goes on.
+//! - [`Registered`] is page-locked host memory of another owner.
 //!
 //! Enqueued work runs later, on the device. The types here keep the host from memory that such work
 //! may still use. A [`Pinned`] can be read only after its copy is done. A drop waits for the work
 //! before it frees memory.
 
-use super::{Device, Error, Shared, StreamMark, at_most, driver};
+use super::{Device, Error, OpenGpu, StreamPoint, at_most, driver};
 use crate::reference::{LiveRow, SessionPages};
 use cudarc::driver::sys::CUdeviceptr;
 use std::{
@@ -48,11 +53,11 @@ unsafe impl Plain for SessionPages {}
 /// A device allocation of `len` values; freed on drop, after the work that uses it.
 #[derive(Debug)]
 pub struct DeviceBuffer<T: Plain> {
-    shared: Arc<Shared>,
+    gpu: Arc<OpenGpu>,
     /// 0 if `len` is 0.
     address: CUdeviceptr,
     len: usize,
-    holds: PhantomData<T>,
+    item_type: PhantomData<T>,
 }
 
 impl<T: Plain> DeviceBuffer<T> {
@@ -71,7 +76,7 @@ impl<T: Plain> DeviceBuffer<T> {
 
     /// Returns the whole buffer for reading.
     pub fn slice(&self) -> Slice<'_, T> {
-        Slice { address: self.address, len: self.len, life: PhantomData }
+        Slice { address: self.address, len: self.len, lifetime: PhantomData }
     }
 
     fn bytes(&self) -> usize {
@@ -84,8 +89,8 @@ impl<T: Plain> Drop for DeviceBuffer<T> {
         if self.len == 0 {
             return;
         }
-        let _ = self.shared.synchronize();
-        if let Ok(_current) = self.shared.enter() {
+        let _ = self.gpu.synchronize();
+        if let Ok(_current) = self.gpu.enter() {
             // SAFETY: allocated once, freed once, and nothing enqueued uses it any more. An error
             // is ignored.
             let _ = unsafe { driver::cuMemFree_v2(self.address) };
@@ -98,7 +103,7 @@ impl<T: Plain> Drop for DeviceBuffer<T> {
 pub struct Slice<'a, T: Plain> {
     address: CUdeviceptr,
     len: usize,
-    life: PhantomData<&'a [T]>,
+    lifetime: PhantomData<&'a [T]>,
 }
 
 impl<'a, T: Plain> Slice<'a, T> {
@@ -115,7 +120,7 @@ impl<'a, T: Plain> Slice<'a, T> {
         }
         let limit = if address == 0 { 0 } else { isize::MAX as u64 / size_of::<T>() as u64 };
         at_most("foreign values", len as u64, limit)?;
-        Ok(Slice { address, len, life: PhantomData })
+        Ok(Slice { address, len, lifetime: PhantomData })
     }
 
     pub fn len(&self) -> usize {
@@ -134,18 +139,18 @@ impl<'a, T: Plain> Slice<'a, T> {
     pub fn part(&self, start: usize, len: usize) -> Result<Slice<'a, T>, Error> {
         at_most("a slice's end", start.saturating_add(len) as u64, self.len as u64)?;
         let address = self.address + (start * size_of::<T>()) as u64;
-        Ok(Slice { address, len, life: PhantomData })
+        Ok(Slice { address, len, lifetime: PhantomData })
     }
 }
 
 /// Page-locked host memory; copies between it and the device never block the caller.
 #[derive(Debug)]
 pub struct Pinned<T: Plain> {
-    shared: Arc<Shared>,
+    gpu: Arc<OpenGpu>,
     memory: NonNull<T>,
     len: usize,
-    /// The end of the newest copy from or to this memory.
-    copy_end: Option<StreamMark>,
+    /// The point in the stream behind the newest copy from or to this memory.
+    copy_end: Option<StreamPoint>,
 }
 
 // SAFETY: `Pinned` owns its memory.
@@ -169,33 +174,33 @@ impl<T: Plain> Pinned<T> {
     }
 
     /// Returns whether no copy from or to this memory is in progress.
-    fn is_settled(&self) -> Result<bool, Error> {
-        self.copy_end.as_ref().map_or(Ok(true), StreamMark::is_done)
+    fn is_idle(&self) -> Result<bool, Error> {
+        self.copy_end.as_ref().map_or(Ok(true), StreamPoint::is_done)
     }
 
     /// Returns the values, or `None` while a copy from or to them is in progress.
     pub fn get(&self) -> Result<Option<&[T]>, Error> {
         // SAFETY: `memory` holds `len` values, and no copy is writing them when this is called.
         let values = || unsafe { slice::from_raw_parts(self.memory.as_ptr(), self.len) };
-        Ok(self.is_settled()?.then(values))
+        Ok(self.is_idle()?.then(values))
     }
 
     /// Returns the values for writing, or `None` while a copy from or to them is in progress.
     pub fn get_mut(&mut self) -> Result<Option<&mut [T]>, Error> {
-        let is_settled = self.is_settled()?;
+        let is_idle = self.is_idle()?;
         // SAFETY: the same as in `get`. Also, no copy is reading the values, and `self` is borrowed
         // exclusively.
         let values = || unsafe { slice::from_raw_parts_mut(self.memory.as_ptr(), self.len) };
-        Ok(is_settled.then(values))
+        Ok(is_idle.then(values))
     }
 }
 
 impl<T: Plain> Drop for Pinned<T> {
     fn drop(&mut self) {
-        if !self.is_settled().unwrap_or(false) {
-            let _ = self.shared.synchronize();
+        if !self.is_idle().unwrap_or(false) {
+            let _ = self.gpu.synchronize();
         }
-        if let Ok(_current) = self.shared.enter() {
+        if let Ok(_current) = self.gpu.enter() {
             // SAFETY: registered once, and no copy is in progress.
             let _ = unsafe { driver::cuMemHostUnregister(self.memory.as_ptr().cast()) };
         }
@@ -207,7 +212,7 @@ impl<T: Plain> Drop for Pinned<T> {
 /// Host memory of the caller that is page-locked while this value lives.
 #[derive(Debug)]
 pub struct Registered {
-    shared: Arc<Shared>,
+    gpu: Arc<OpenGpu>,
     host: *mut c_void,
     device_address: u64,
 }
@@ -226,8 +231,8 @@ impl Registered {
 
 impl Drop for Registered {
     fn drop(&mut self) {
-        let _ = self.shared.synchronize();
-        if let Ok(_current) = self.shared.enter() {
+        let _ = self.gpu.synchronize();
+        if let Ok(_current) = self.gpu.enter() {
             // SAFETY: registered once, unregistered once.
             let _ = unsafe { driver::cuMemHostUnregister(self.host) };
         }
@@ -239,10 +244,10 @@ impl Device {
     /// zero.
     pub fn alloc<T: Plain>(&self, len: usize) -> Result<DeviceBuffer<T>, Error> {
         at_most("values to allocate", len as u64, isize::MAX as u64 / size_of::<T>() as u64)?;
-        let shared = Arc::clone(&self.shared);
-        let mut buffer = DeviceBuffer { shared, address: 0, len: 0, holds: PhantomData };
+        let gpu = Arc::clone(&self.gpu);
+        let mut buffer = DeviceBuffer { gpu, address: 0, len: 0, item_type: PhantomData };
         if len > 0 {
-            let _current = self.shared.enter()?;
+            let _current = self.gpu.enter()?;
             // SAFETY: the pointer refers to a local. `Drop` frees only a buffer with a length,
             // which is set after success.
             unsafe { driver::cuMemAlloc_v2(&raw mut buffer.address, len * size_of::<T>())? };
@@ -261,7 +266,7 @@ impl Device {
         let memory = unsafe { alloc_zeroed(layout) };
         let Some(memory) = NonNull::new(memory.cast::<T>()) else { handle_alloc_error(layout) };
         let register = || {
-            let _current = self.shared.enter()?;
+            let _current = self.gpu.enter()?;
             // SAFETY: whole pages of this allocation, which stay until they are unregistered.
             unsafe {
                 driver::cuMemHostRegister_v2(memory.as_ptr().cast(), layout.size(), REGISTER_FLAGS)
@@ -272,7 +277,7 @@ impl Device {
             unsafe { dealloc(memory.as_ptr().cast(), layout) };
             return Err(error);
         }
-        Ok(Pinned { shared: Arc::clone(&self.shared), memory, len, copy_end: None })
+        Ok(Pinned { gpu: Arc::clone(&self.gpu), memory, len, copy_end: None })
     }
 
     /// Page-locks host memory of the caller, so that streams can write to it.
@@ -281,12 +286,12 @@ impl Device {
     /// `bytes` bytes must lie at `host` and stay there until the result is dropped. None of their
     /// pages may be registered already.
     pub unsafe fn register(&self, host: *mut u8, bytes: usize) -> Result<Registered, Error> {
-        let _current = self.shared.enter()?;
+        let _current = self.gpu.enter()?;
         let host = host.cast::<c_void>();
         // SAFETY: guaranteed by the caller.
         unsafe { driver::cuMemHostRegister_v2(host, bytes, REGISTER_FLAGS)? };
-        let shared = Arc::clone(&self.shared);
-        let mut registered = Registered { shared, host, device_address: 0 };
+        let gpu = Arc::clone(&self.gpu);
+        let mut registered = Registered { gpu, host, device_address: 0 };
         // SAFETY: the pointer refers to a local, and the memory was just registered.
         unsafe {
             driver::cuMemHostGetDevicePointer_v2(&raw mut registered.device_address, host, 0)?;
@@ -294,14 +299,14 @@ impl Device {
         Ok(registered)
     }
 
-    /// Sets every byte of `buffer` to `byte`. Only enqueues.
+    /// Sets every byte of `buffer` to `byte`. Only enqueues the work.
     pub fn fill<T: Plain>(&self, buffer: &mut DeviceBuffer<T>, byte: u8) -> Result<(), Error> {
         if buffer.is_empty() {
             return Ok(());
         }
-        let _current = self.shared.enter()?;
+        let _current = self.gpu.enter()?;
         // SAFETY: the buffer has that many bytes, and waits for this work before it is freed.
-        unsafe { driver::cuMemsetD8Async(buffer.address, byte, buffer.bytes(), self.shared.stream) }
+        unsafe { driver::cuMemsetD8Async(buffer.address, byte, buffer.bytes(), self.gpu.stream) }
     }
 
     /// Copies the first `count` values of `from` to the beginning of `to`. Only enqueues.
@@ -345,26 +350,26 @@ impl Device {
             return Ok(());
         }
         let bytes = from.len * size_of::<T>();
-        let _current = self.shared.enter()?;
+        let _current = self.gpu.enter()?;
         // SAFETY: both ends have that many bytes. `to` waits for the copy before it is freed.
         // `from` waits too, or its owner has guaranteed that it stays.
-        unsafe { driver::cuMemcpyDtoDAsync_v2(to.address, from.address, bytes, self.shared.stream) }
+        unsafe { driver::cuMemcpyDtoDAsync_v2(to.address, from.address, bytes, self.gpu.stream) }
     }
 
-    /// Calls `copy`, which enqueues a copy of `count` values from or to `host`, and records its
-    /// end.
+    /// Calls `copy`, which enqueues a copy of `count` values from or to `host`, and records the
+    /// point in the stream behind that copy.
     fn enqueue_copy<T: Plain>(
         &self,
         host: &mut Pinned<T>,
         count: usize,
         copy: impl FnOnce(*mut c_void, usize, cudarc::driver::sys::CUstream) -> Result<(), Error>,
     ) -> Result<(), Error> {
-        if !host.is_settled()? {
-            return Err(Error::InFlight);
+        if !host.is_idle()? {
+            return Err(Error::CopyInFlight);
         }
         if count > 0 {
-            let _current = self.shared.enter()?;
-            copy(host.memory.as_ptr().cast(), count * size_of::<T>(), self.shared.stream)?;
+            let _current = self.gpu.enter()?;
+            copy(host.memory.as_ptr().cast(), count * size_of::<T>(), self.gpu.stream)?;
             host.copy_end = Some(self.record()?);
         }
         Ok(())
@@ -380,11 +385,11 @@ impl Device {
         if values.is_empty() {
             return Ok(());
         }
-        let _current = self.shared.enter()?;
+        let _current = self.gpu.enter()?;
         // SAFETY: both ends have that many bytes, and stay until the wait below is over.
         unsafe {
             let from = values.as_ptr().cast();
-            let (to, stream) = (buffer.address, self.shared.stream);
+            let (to, stream) = (buffer.address, self.gpu.stream);
             driver::cuMemcpyHtoDAsync_v2(to, from, size_of_val(values), stream)?;
         }
         self.synchronize()
@@ -396,11 +401,11 @@ impl Device {
         if slice.is_empty() {
             return Ok(values);
         }
-        let _current = self.shared.enter()?;
+        let _current = self.gpu.enter()?;
         // SAFETY: both ends have that many bytes, and stay until the wait below is over.
         unsafe {
             let (to, bytes) = (values.as_mut_ptr().cast(), size_of_val(values.as_slice()));
-            driver::cuMemcpyDtoHAsync_v2(to, slice.address, bytes, self.shared.stream)?;
+            driver::cuMemcpyDtoHAsync_v2(to, slice.address, bytes, self.gpu.stream)?;
         }
         self.synchronize()?;
         Ok(values)

@@ -1,4 +1,7 @@
 //! Puts the live rows of a snapshot on the device, and checks them so that kernels can trust them.
+//!
+//! A live row is a row of the engine's table `req_to_token` that a request or session uses. The
+//! entries of the rows, which name the pages, are not read here.
 
 use super::{Device, DeviceBuffer, Error, Pinned, WARP, at_most};
 use crate::reference::{LiveRow, OWNER_SHARED};
@@ -69,12 +72,13 @@ impl Device {
         })
     }
 
-    /// Sets the rows of a snapshot, which [`crate::reference::lay_out`] has placed in the page
-    /// list. Session numbers must be small, because arrays are indexed by session number.
+    /// Sets the rows of a snapshot, ordered by [`LiveRow::list_start`]: the place of each row in
+    /// the page list, as [`crate::reference::lay_out`] sets it. Session numbers must be small,
+    /// because arrays are indexed by session number.
     ///
-    /// The rows may be some of the rows that were placed together. So a caller can leave out rows
-    /// that have changed, and use the same page list for the other rows. Returns
-    /// [`Error::InFlight`] while the previous rows are still being copied.
+    /// There may be gaps between the rows' places. So a caller can leave out rows that have changed,
+    /// and use the same page list for the other rows. Returns [`Error::CopyInFlight`] while the
+    /// previous rows are still being copied.
     pub fn set_live_rows(
         &self,
         live: &mut LiveRows,
@@ -86,15 +90,15 @@ impl Device {
         let (mut list_len, mut refs_row_max, mut sessions) = (0, 0, 0);
         for row in rows {
             let pages = row.pages(pool.page_shift);
-            if row.out_off < list_len {
-                return Err(Error::Layout);
+            if row.list_start < list_len {
+                return Err(Error::OverlappingRows);
             }
-            list_len = row.out_off.checked_add(pages).ok_or(Error::Layout)?;
+            list_len = row.list_start.checked_add(pages).ok_or(Error::OverlappingRows)?;
             refs_row_max = pages.max(refs_row_max);
             at_most("session number", row.session.into(), u64::from(OWNER_SHARED) - 1)?;
             sessions = sessions.max(row.session + 1);
         }
-        let staging = live.staging.get_mut()?.ok_or(Error::InFlight)?;
+        let staging = live.staging.get_mut()?.ok_or(Error::CopyInFlight)?;
         staging[..rows.len()].copy_from_slice(rows);
         self.send(&mut live.staging, rows.len(), &mut live.rows)?;
         live.count = u32::try_from(rows.len()).expect("`live_rows` bounds it");

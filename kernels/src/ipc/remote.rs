@@ -1,6 +1,6 @@
 //! Audits an engine's rows from the agent's process.
 //!
-//! [`Remote`] maps the engine's `req_to_token` by CUDA IPC. The live rows and their versions come
+//! [`RemoteAuditor`] maps the engine's `req_to_token` by CUDA IPC. The live rows and their versions come
 //! from the tables that the engine publishes; see [`crate::table`].
 
 use super::Error;
@@ -18,7 +18,7 @@ const READ_ATTEMPTS_MAX: usize = 16;
 
 /// Audits one engine from outside its process.
 #[derive(Debug)]
-pub struct Remote {
+pub struct RemoteAuditor {
     // Fields are dropped in this order. `accountant` reads `_imported`, so it must be dropped
     // first.
     accountant: Accountant,
@@ -49,7 +49,7 @@ pub struct RemoteReport {
     pub epoch: u64,
 }
 
-impl Remote {
+impl RemoteAuditor {
     /// Opens the table at `path`, and on `device` the memory that the table describes.
     ///
     /// # Errors
@@ -64,7 +64,7 @@ impl Remote {
         }
         let bytes = u64::from(r2t_rows) * u64::from(r2t_stride) * size_of::<i32>() as u64;
         if export.bytes < bytes {
-            return Err(Error::Export { bytes: export.bytes });
+            return Err(Error::ExportTooSmall { bytes: export.bytes });
         }
         let exported = Exported { handle: export.handle, offset: export.offset, bytes };
         let imported = device.import(&exported)?;

@@ -51,9 +51,9 @@ pub enum Error {
     #[error("report version {0}, but this build reads {VERSION}: update the older side")]
     Version(u16),
     #[error("the report ends early")]
-    Short,
+    EndsEarly,
     #[error("{0} bytes follow the end of the report")]
-    Long(usize),
+    ExtraBytes(usize),
     #[error("the report has an invalid {0}")]
     Field(&'static str),
 }
@@ -143,7 +143,7 @@ impl Report {
         let sessions = from.sessions()?;
         let findings = from.findings()?;
         if !from.0.is_empty() {
-            return Err(Error::Long(from.0.len()));
+            return Err(Error::ExtraBytes(from.0.len()));
         }
         Ok(Self {
             number,
@@ -212,7 +212,7 @@ struct Reader<'a>(&'a [u8]);
 
 impl Reader<'_> {
     fn take<const N: usize>(&mut self) -> Result<[u8; N], Error> {
-        let (taken, rest) = self.0.split_first_chunk().ok_or(Error::Short)?;
+        let (taken, rest) = self.0.split_first_chunk().ok_or(Error::EndsEarly)?;
         self.0 = rest;
         Ok(*taken)
     }
@@ -243,7 +243,7 @@ impl Reader<'_> {
             return Err(Error::Field("number of sessions"));
         }
         if self.0.len() < n * SESSION_BYTES {
-            return Err(Error::Short);
+            return Err(Error::EndsEarly);
         }
         let mut sessions: Vec<Session> = Vec::with_capacity(n);
         for _ in 0..n {
@@ -381,10 +381,10 @@ mod tests {
         fn every_part_of_a_report_is_too_short(report in report(), cut in any::<prop::sample::Index>()) {
             let bytes = report.encode();
             let part = &bytes[..cut.index(bytes.len())];
-            prop_assert_eq!(Report::decode(part), Err(Error::Short));
+            prop_assert_eq!(Report::decode(part), Err(Error::EndsEarly));
             let mut longer = bytes;
             longer.push(0);
-            prop_assert_eq!(Report::decode(&longer), Err(Error::Long(1)));
+            prop_assert_eq!(Report::decode(&longer), Err(Error::ExtraBytes(1)));
         }
 
         #[test]
@@ -416,6 +416,6 @@ mod tests {
     fn another_version_says_so() {
         assert_eq!(Report::decode(b"BKVR\x02\x00"), Err(Error::Version(2)));
         assert_eq!(Report::decode(b"RIFF\x02\x00"), Err(Error::Magic));
-        assert_eq!(Report::decode(b""), Err(Error::Short));
+        assert_eq!(Report::decode(b""), Err(Error::EndsEarly));
     }
 }

@@ -98,7 +98,7 @@ pub(super) struct RingSize {
 impl RingSize {
     pub(super) fn new(tables: u32, rows_max: u32) -> Result<Self, Error> {
         let is_sound = (2..=64).contains(&tables) && (1..=ROWS_MAX).contains(&rows_max);
-        let error = Error::Size { rows: rows_max, tables };
+        let error = Error::RingSize { rows: rows_max, tables };
         if is_sound { Ok(Self { tables, rows_max }) } else { Err(error) }
     }
 
@@ -120,9 +120,13 @@ pub(super) struct Words {
 }
 
 impl Words {
-    /// Wraps a mapping. Returns [`Error::Foreign`] if it is smaller than `size` requires.
+    /// Wraps a mapping. Returns [`Error::UnknownFormat`] if it is smaller than `size` requires.
     pub(super) fn new(map: MmapRaw, size: RingSize) -> Result<Self, Error> {
-        if map.len() < size.file_bytes() { Err(Error::Foreign) } else { Ok(Self { map, size }) }
+        if map.len() < size.file_bytes() {
+            Err(Error::UnknownFormat)
+        } else {
+            Ok(Self { map, size })
+        }
     }
 
     pub(super) fn size(&self) -> RingSize {
@@ -221,12 +225,12 @@ pub(super) fn head(facts: &PoolFacts, size: RingSize) -> [u64; HEAD_WORDS] {
     words
 }
 
-/// Reads the values of a head's words. Returns [`Error::Foreign`] if they are not a head of this
+/// Reads the values of a head's words. Returns [`Error::UnknownFormat`] if they are not a head of this
 /// version.
 pub(super) fn read_head(words: &[u64; HEAD_WORDS]) -> Result<(PoolFacts, RingSize), Error> {
     let (version, tables) = halves(words[1]);
     if words[0] != MAGIC || version != VERSION {
-        return Err(Error::Foreign);
+        return Err(Error::UnknownFormat);
     }
     let (rows_max, page_tokens) = halves(words[2]);
     let (pages, r2t_rows) = halves(words[3]);
@@ -240,7 +244,7 @@ pub(super) fn read_head(words: &[u64; HEAD_WORDS]) -> Result<(PoolFacts, RingSiz
     };
     let export = (exported != 0).then_some(export);
     let facts = PoolFacts { page_tokens, pages, r2t_rows, r2t_stride, export };
-    Ok((facts, RingSize::new(tables, rows_max).map_err(|_| Error::Foreign)?))
+    Ok((facts, RingSize::new(tables, rows_max).map_err(|_| Error::UnknownFormat)?))
 }
 
 /// Returns a word with these two halves.

@@ -89,7 +89,7 @@ impl Writer {
     pub fn publish(&mut self, step: Step, rows: &[TableRow]) -> Result<(), Error> {
         let rows_max = self.words.size().rows_max;
         if rows.len() > rows_max as usize {
-            return Err(Error::Rows { rows: rows.len(), rows_max });
+            return Err(Error::TooManyRows { rows: rows.len(), rows_max });
         }
         let table = self.words.table(step.epoch);
         table.epoch.store(0, Ordering::Relaxed);

@@ -4,7 +4,7 @@ use crate::{Options, device, say};
 use anyhow::Context;
 use kernels::{
     cuda::{DeviceBuffer, Exported},
-    ipc::{Error, Remote},
+    ipc::{Error, RemoteAuditor},
 };
 use std::{
     env,
@@ -122,7 +122,7 @@ pub(crate) fn play(role: Role, options: &Options) -> anyhow::Result<()> {
         Role::Auditor => {
             let ended = thread::spawn(wait);
             let table = options.table.as_ref().context("an auditor is told of a table")?;
-            let mut remote = Remote::open(table, device::open(options)?)?;
+            let mut remote = RemoteAuditor::open(table, device::open(options)?)?;
             let mut audits = 0u64;
             let mut next = Instant::now();
             while !ended.is_finished() {
@@ -139,7 +139,7 @@ pub(crate) fn play(role: Role, options: &Options) -> anyhow::Result<()> {
 }
 
 /// Makes one audit; returns false if the engine overwrote its tables faster than they were read.
-fn audit(remote: &mut Remote) -> anyhow::Result<bool> {
+fn audit(remote: &mut RemoteAuditor) -> anyhow::Result<bool> {
     match remote.begin() {
         Ok(()) => {}
         Err(Error::Overrun) => return Ok(false),

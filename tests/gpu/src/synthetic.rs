@@ -91,7 +91,7 @@ impl Synthetic {
                 entries[(row * stride) as usize + (place << shift)] = i32::try_from(page << shift)?;
             }
             let len = u32::try_from(held.len() << shift)?;
-            rows.push(LiveRow { row, len, session: row, out_off: 0 });
+            rows.push(LiveRow { row, len, session: row, list_start: 0 });
         }
         lay_out(&mut rows, shift);
         let free: Vec<i64> = free.iter().map(|&page| page.into()).collect();

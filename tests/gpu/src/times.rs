@@ -64,7 +64,7 @@ fn copy(device: &Device, bytes: u64, times: usize) -> anyhow::Result<Duration> {
 fn kernels(device: &Device, on: &Synthetic, times: usize) -> anyhow::Result<Vec<Timed>> {
     let pool = on.pool;
     let (refs, pages) = (on.refs() as u64, u64::from(pool.npages));
-    let table = DeviceTable { entries: on.entries.slice(), ld: on.stride.into() };
+    let table = DeviceTable { entries: on.entries.slice(), stride: on.stride.into() };
     let mut live = device.live_rows(on.rows.len())?;
     device.set_live_rows(&mut live, &on.rows, pool)?;
     let mut staged = device.alloc(on.refs())?;

@@ -126,7 +126,7 @@ mod mapped {
 
     use kernels::{
         cuda::{self, Device},
-        ipc::{Error, Remote},
+        ipc::{Error, RemoteAuditor},
     };
 
     use super::RemoteReport;
@@ -141,7 +141,7 @@ mod mapped {
     const POLLS_MAX: u32 = 1000;
 
     /// Opens the row table, and maps the request table on the GPU that holds it.
-    pub(super) fn open(path: &Path) -> Result<Remote, String> {
+    pub(super) fn open(path: &Path) -> Result<RemoteAuditor, String> {
         if let Some(missing) = cuda::missing() {
             return Err(missing.to_string());
         }
@@ -151,7 +151,7 @@ mod mapped {
             std::fs::read(&kernels_path).map_err(|error| format!("{kernels_path}: {error}"))?;
         for ordinal in 0..GPUS_MAX {
             let device = Device::open(ordinal, &image).map_err(|error| error.to_string())?;
-            match Remote::open(path, device) {
+            match RemoteAuditor::open(path, device) {
                 Err(Error::OtherGpu) => {}
                 opened => return opened.map_err(|error| error.to_string()),
             }
@@ -160,7 +160,7 @@ mod mapped {
     }
 
     /// Makes one audit.
-    pub(super) fn audit(remote: &mut Remote) -> Result<RemoteReport, String> {
+    pub(super) fn audit(remote: &mut RemoteAuditor) -> Result<RemoteReport, String> {
         remote.begin().map_err(|error| error.to_string())?;
         for _ in 0..POLLS_MAX {
             match remote.poll() {

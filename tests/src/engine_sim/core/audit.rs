@@ -233,9 +233,9 @@ impl Core {
         }
         let usage = reference::session(&rows, &staged, &marks, None, shift);
         for row in &rows {
-            let uss = usage[&row.session].uss;
+            let exclusive = usage[&row.session].exclusive;
             let private = self.private_tokens(row.row as usize) / page_size;
-            assert!(uss >= private as u64, "row {} shares private pages", row.row);
+            assert!(exclusive >= private as u64, "row {} shares private pages", row.row);
         }
     }
 
@@ -246,7 +246,7 @@ impl Core {
         let ld = longest * page_size;
         let mut r2t = vec![0; ld * self.rows.len()];
         let mut live = Vec::new();
-        let mut out_off = 0;
+        let mut list_start = 0;
         for (index, record) in self.rows.iter().enumerate() {
             let Some(record) = record else { continue };
             for (i, &page) in record.pages.iter().enumerate() {
@@ -255,8 +255,8 @@ impl Core {
             }
             let row = u32::try_from(index).expect("rows fit in u32");
             let len = u32::try_from(record.pages.len() * page_size).expect("rows fit in u32");
-            live.push(LiveRow { row, len, session: row, out_off });
-            out_off += u32::try_from(record.pages.len()).expect("pages fit in u32");
+            live.push(LiveRow { row, len, session: row, list_start });
+            list_start += u32::try_from(record.pages.len()).expect("pages fit in u32");
         }
         (r2t, ld, live)
     }
