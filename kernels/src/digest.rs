@@ -2,15 +2,17 @@
 //!
 //! A page is *sealed* if all its tokens lie in the part of a row that the engine doesn't rewrite
 //! while the row's session has the same key. A session gets another key when its KV is computed
-//! anew. So a sealed page of which the digest changes under one key is a fault.
+//! anew, or when it may have given up a sealed page. A page's *digest* is a hash of its contents.
+//! So it is a fault if a sealed page's digest changes while the session has the same key.
 //!
-//! Each audit digests one *window*: a limited number of page references. The next window begins
-//! where this window ends, so every sealed page gets its turn. [`DigestMemory`] keeps the first
+//! All pages are too many for one audit. So each audit digests one *window*: a limited number of
+//! page references, each of which is one page of one row. The next audit's window begins where this
+//! one ends, so every sealed page gets its turn. [`DigestMemory`] keeps the first
 //! digest of each pair of key and page, until the key is gone. A full memory drops a page that it
 //! has compared, and takes in a new page instead. In this way it covers a pool that is larger than
 //! itself, part by part.
 //!
-//! The functions only compute: they read no KV.
+//! The functions only compute. A backend of [`crate::account`] reads the KV and makes the digests.
 
 use crate::report::Digests;
 use std::{
@@ -33,7 +35,8 @@ pub struct DigestRow {
     pub sealed_pages: u32,
 }
 
-/// How the caller places the rows in its copy, and which part of the copy it digests.
+/// The plan of one audit: how the caller places the rows in its copy, and which part of the copy it
+/// digests.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DigestPlan {
     /// Indexes into the `rows` of [`DigestMemory::plan`]. The copy holds the rows in this order,
@@ -88,8 +91,8 @@ struct WindowStart {
 pub struct DigestMemory {
     remembered: BTreeMap<KeyAndPage, Remembered>,
     remembered_max: usize,
-    /// The remembered pages that were compared, in the order of their first comparison. A full
-    /// memory drops pages from the front.
+    /// The remembered pages that were compared, in the order of their first comparison. To make
+    /// room, a full memory drops the front one.
     drop_order: VecDeque<KeyAndPage>,
     next_window: WindowStart,
 }
@@ -114,8 +117,9 @@ impl DigestMemory {
         let WindowStart { key, row, page_index } = self.next_window;
         let is_before_window = |index: &usize| {
             let candidate = &rows[*index];
-            let place = (candidate.key, candidate.row);
-            place < (key, row) || (place == (key, row) && page_index >= candidate.sealed_pages)
+            let key_and_row = (candidate.key, candidate.row);
+            key_and_row < (key, row)
+                || (key_and_row == (key, row) && page_index >= candidate.sealed_pages)
         };
         let rows_before = order.partition_point(is_before_window);
         order.rotate_left(rows_before);
@@ -123,7 +127,7 @@ impl DigestMemory {
             return DigestPlan { order: unsealed, window: 0..0 };
         };
         let first = &rows[first];
-        // The last window may have ended inside this row.
+        // The previous audit's window may have ended inside this row.
         let continues_row = (first.key, first.row) == (key, row) && page_index < first.sealed_pages;
         let start = if continues_row { page_index } else { 0 };
         let end = self.advance(order.iter().map(|&index| &rows[index]), start, pages_max);

@@ -1,12 +1,15 @@
 //! Lets the agent audit an engine's rows from its own process, through CUDA IPC and a shared table.
 //!
+//! An audit of this kind reads which pages the rows of the engine's `req_to_token` name. A row's
+//! version is a number that changes whenever the engine may have rewritten the row.
+//!
 //! The engine's side is a [`Publisher`]. It exports `req_to_token` to other processes. At each step
-//! of the scheduler it publishes a table of the live rows; see [`crate::table`].
+//! of the scheduler it publishes a table of the live rows and their versions; see [`crate::table`].
 //!
 //! The agent's side is a [`RemoteAuditor`]. It copies the rows while the engine runs on:
 //! 1. It copies the rows that the table of the newest finished step lists.
-//! 2. After the copy, it asks which step has begun by then. It waits for the table of that step, or
-//!    for a newer table.
+//! 2. After the copy, it reads which step has begun by then. If that is a later step, it waits for
+//!    the table of that step, or for a newer table.
 //! 3. It drops the rows whose version differs in that table: they may have changed during the copy.
 //!
 //! The agent doesn't see the free lists and the radix tree, so the scope of its reports is

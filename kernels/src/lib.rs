@@ -3,14 +3,18 @@
 //! An engine that only counts its pages doesn't see a fault if the sum is right, for example if one
 //! page has two owners and another page has none. This crate looks at each page.
 //!
+//! The inputs are the rows of the engine's table `req_to_token` (which pages a request or session
+//! uses), its lists of free pages, and the pages of its radix tree.
+//!
 //! - [`account`] makes an audit: it copies the engine's rows and lists, and counts in the copy.
 //! - [`mod@reference`] defines what each kernel computes. Device code is tested against it.
 //! - `cuda` (feature `cuda`) runs the kernels on a GPU.
 //! - [`audit`] names the faults in a copy.
 //! - [`digest`] finds pages whose contents changed though nothing may rewrite them.
 //! - [`report`] holds the result of an audit.
-//! - [`table`] and `ipc` (feature `cuda`) serve an audit from another process. The table in shared
-//!   memory tells the engine's rows. By CUDA IPC, the auditor reads which pages the rows name.
+//! - [`table`] and `ipc` (feature `cuda`) are for audits by another process. A table in shared
+//!   memory lists the engine's rows. Through `ipc`, the other process reads which pages the rows
+//!   name, with CUDA IPC.
 //!
 //! Values from the engine that are out of range are counted, and never used as an index or address.
 

@@ -4,10 +4,14 @@
 //! arithmetic is on integers and independent of order, so all results must be bit-equal.
 //!
 //! The input is the engine's table `req_to_token`: a row per request or session, and in the row one
-//! token slot per token. A page is a group of consecutive token slots. The first step is
-//! [`gather_pages`], which makes the *page list*: one entry, a page reference, per page of each
-//! live row. The other functions work on that list. Page 0 is the engine's padding page: no live
-//! row may name it, and it is never free.
+//! token slot per token. A row is live if a request or session uses it. A page is a group of
+//! consecutive token slots. Page 0 is the engine's padding page: no live row may name it, and it is
+//! never free.
+//!
+//! The first step is [`gather_pages`]. It makes the *page list*, in which each page of each live
+//! row has one entry, a *page reference*. From the list, [`mark`] makes the *marks*: how many
+//! references each page has, and which session owns the page. The engine's free lists and the slots
+//! of its radix tree become sets of pages. The other functions count with list, marks and sets.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -40,7 +44,8 @@ impl LiveRow {
     }
 }
 
-/// Places the rows one after another in the page list, and returns the list's length.
+/// Places the rows one after another in the page list: sets [`LiveRow::list_start`] of each row.
+/// Returns the list's length.
 pub fn lay_out(rows: &mut [LiveRow], page_shift: u32) -> u64 {
     let mut refs = 0;
     for row in rows {
@@ -56,13 +61,13 @@ pub fn lay_out(rows: &mut [LiveRow], page_shift: u32) -> u64 {
 pub struct SessionPages {
     /// Page references of the session's rows.
     pub refs: u64,
-    /// Unique set size: the number of distinct pages that no other session references.
+    /// The number of distinct pages that no other session references.
     pub exclusive: u64,
-    /// Proportional set size, in units of 2^-32 page. Each of the session's references to a page
-    /// adds one page divided by the number of all references to that page.
+    /// The session's proportional share of its pages, in units of 2^-32 page. Each of its
+    /// references to a page adds one page divided by the number of all references to that page.
     pub share_q32: u64,
-    /// Contiguous runs of pages, counted in each row. A transfer of the session needs this many
-    /// descriptors.
+    /// Contiguous runs of pages, counted in each row. A transfer of the session's KV needs one
+    /// descriptor per run.
     pub runs: u64,
     /// Token slots of the rows' last pages that lie beyond the rows' ends.
     pub tail_tokens: u64,
@@ -82,19 +87,19 @@ pub struct Marks {
 impl Marks {
     /// Returns the number of distinct pages that live rows hold.
     pub fn held_pages(&self) -> u64 {
-        self.refcnt.iter().filter(|&&n| n > 0).count() as u64
+        self.refcnt.iter().filter(|&&count| count > 0).count() as u64
     }
 
     /// Returns the number of pages that rows of more than one session hold.
     pub fn shared_pages(&self) -> u64 {
-        self.owner.iter().filter(|&&o| o == OWNER_SHARED).count() as u64
+        self.owner.iter().filter(|&&owner| owner == OWNER_SHARED).count() as u64
     }
 
     /// Returns the number of shared pages outside the radix tree. Sessions share pages only through
     /// the tree, so each such page is a fault.
     pub fn aliased_pages(&self, tree: &PageSet) -> u64 {
         let owners = self.owner.iter().zip(&tree.has);
-        owners.filter(|&(&owner, &in_tree)| owner == OWNER_SHARED && !in_tree).count() as u64
+        owners.filter(|&(&owner, &is_in_tree)| owner == OWNER_SHARED && !is_in_tree).count() as u64
     }
 }
 
@@ -112,8 +117,9 @@ pub struct PageSet {
 impl PageSet {
     /// Returns the number of contiguous runs of pages in the set.
     pub fn runs(&self) -> u64 {
-        let before = std::iter::once(&false).chain(&self.has);
-        self.has.iter().zip(before).filter(|&(&has, &before)| has && !before).count() as u64
+        let has_previous = std::iter::once(&false).chain(&self.has);
+        let pairs = self.has.iter().zip(has_previous);
+        pairs.filter(|&(&has, &has_previous)| has && !has_previous).count() as u64
     }
 }
 
@@ -201,8 +207,8 @@ pub fn session(
     tree: Option<&PageSet>,
     page_shift: u32,
 ) -> BTreeMap<u32, SessionPages> {
-    // The exclusive pages counted so far: two rows of one session may reference the same page.
-    let mut counted = BTreeSet::new();
+    // Two rows of one session may reference the same page, which must count once as exclusive.
+    let mut counted_exclusive = BTreeSet::new();
     let mut by_number: BTreeMap<u32, SessionPages> = BTreeMap::new();
     for row in rows {
         let session = by_number.entry(row.session).or_default();
@@ -213,9 +219,9 @@ pub fn session(
             let Some(&refcnt) = marks.refcnt.get(page as usize) else { continue };
             session.refs += 1;
             session.share_q32 += (1 << 32) / u64::from(refcnt.max(1));
-            let begins_run = previous.is_none_or(|previous| previous.wrapping_add(1) != page);
-            session.runs += u64::from(begins_run);
-            if marks.owner[page as usize] == row.session && counted.insert(page) {
+            let is_run_start = previous.is_none_or(|previous| previous.wrapping_add(1) != page);
+            session.runs += u64::from(is_run_start);
+            if marks.owner[page as usize] == row.session && counted_exclusive.insert(page) {
                 session.exclusive += 1;
                 session.freed += u64::from(tree.is_none_or(|tree| !tree.has[page as usize]));
             }

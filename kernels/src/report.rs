@@ -1,9 +1,13 @@
 //! Defines the report of one audit of a KV pool: the pages by owner, per session, and the faults.
 //!
+//! [`crate::account`] fills in the report. The module `bytes` encodes it for another process.
+//!
 //! An engine's snapshot may lack its free lists or its radix tree, and rows may change while they
-//! are copied. A figure that such a snapshot can't give is absent from the report, never zero. It
-//! is an `Option`, or a kind of fault without an entry in `findings`, or a session without an entry
-//! in `sessions`. The module `bytes` encodes reports.
+//! are copied. A figure that such a snapshot can't give is absent from the report, never zero: an
+//! `Option` is `None`, a kind of fault has no entry in `findings`, or a session has no entry in
+//! `sessions`.
+//!
+//! A *page reference* is one page of one row. A page that two rows name has two references.
 
 mod bytes;
 
@@ -25,18 +29,19 @@ pub struct Report {
     pub page_tokens: u32,
     /// The pool's pages, including the padding page.
     pub pages: u32,
-    /// The number of rows whose copy is valid.
+    /// The number of rows in the audit: those that didn't change while they were copied.
     pub rows: u32,
     /// The number of rows that changed while they were copied, and are left out.
     pub rows_changed: u32,
-    /// The number of distinct pages that the valid rows hold.
+    /// The number of distinct pages that these `rows` hold.
     pub held_pages: u64,
     /// Absent if the snapshot has no free list.
     pub free: Option<FreePages>,
     /// Absent unless the scope is [`Scope::Complete`], and the snapshot has free lists and the
     /// radix tree.
     pub classes: Option<Classes>,
-    /// The sessions that have rows and of which no row changed, by ascending number.
+    /// The sessions that have rows, by ascending number. A session is left out if one of its rows
+    /// changed while it was copied.
     pub sessions: Vec<Session>,
     pub digests: Digests,
     /// By ascending kind. A kind that this snapshot can't show has no entry.
@@ -55,17 +60,18 @@ impl Report {
     }
 }
 
-/// How complete the snapshot was.
+/// How complete the audit's copy of the engine's rows and lists is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scope {
-    /// All rows, free lists and the radix tree are from one moment, and no row changed. All figures
-    /// are exact.
+    /// All rows, free lists and the radix tree are from the same moment, and no row changed while
+    /// it was copied. All figures are exact.
     Complete,
-    /// All is from one moment, but some rows changed and are left out. The findings are true. Pages
-    /// without an owner can't be found, and [`Session::exclusive`] is an upper bound.
+    /// All is from the same moment, but some rows changed while they were copied, and are left out.
+    /// The findings are true. Pages without an owner can't be found, and [`Session::exclusive`] is
+    /// an upper bound.
     RowsChanged,
-    /// Rows and lists are not from one moment, or not all of them are known. What the report says
-    /// of rows is exact. It says nothing that needs rows and lists together.
+    /// Rows and lists are not from the same moment, or not all of them are known. What the report
+    /// says of rows is exact. It says nothing that needs rows and lists together.
     Partial,
 }
 
@@ -109,7 +115,7 @@ pub struct Session {
     /// The exact number of pages that closing the session frees. Absent unless the report has
     /// `classes`.
     pub freed: Option<u64>,
-    /// Contiguous runs of pages. A transfer of the session needs this many descriptors.
+    /// Contiguous runs of pages. A transfer of the session's KV needs one descriptor per run.
     pub runs: u64,
     /// Token slots of the rows' last pages that lie beyond the rows' ends.
     pub tail_tokens: u64,
@@ -162,8 +168,8 @@ pub enum Kind {
     /// An entry of the radix tree is outside the pool, or in the padding page. `at` is the entry's
     /// value.
     TreeEntry = 10,
-    /// The content of a sealed page changed, though nothing may rewrite that page. `at` is the
-    /// page.
+    /// The content of a sealed page changed, though the engine may not rewrite that page while the
+    /// session's key stays the same; see [`crate::digest`]. `at` is the page.
     Changed = 11,
 }
 

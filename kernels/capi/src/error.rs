@@ -1,7 +1,8 @@
 //! Turns the errors and panics of a call into what the C ABI returns: an error number and a text.
 //!
-//! `berth_kv.h` lists the numbers. The caller gets the text of the newest error of its thread from
-//! `berth_kv_error`.
+//! C, from which the library `libberth_kv` is called, knows neither `Result` nor panics.
+//! `berth_kv.h` lists the error numbers. The caller gets the text of the newest error of its thread
+//! from `berth_kv_error`.
 
 use crate::handles::Handles;
 use kernels::{account, cuda, ipc};

@@ -1,7 +1,8 @@
-//! Keeps the open objects of the C ABI. A caller in C names an object by a number, its handle.
+//! Keeps the open objects of the C ABI, each under a number: the handle that C callers hold.
 //!
-//! A handle is no pointer, so a call with a closed or unknown handle returns an error and can't
-//! crash.
+//! The objects are accountants (audits of a pool) and publishers (lists of live rows for another
+//! process). A handle is no pointer, so a call with a closed or unknown handle returns an error and
+//! can't crash.
 
 use crate::Error;
 use parking_lot::Mutex;
@@ -39,8 +40,8 @@ impl<T> Handles<T> {
         Ok(number)
     }
 
-    /// Runs `call` with the object of this number. Returns [`Error::HandleInUse`] if another call is
-    /// using the object.
+    /// Runs `call` with the object of this number. Returns [`Error::HandleInUse`] if another call
+    /// is using the object.
     pub(crate) fn with<R>(
         &self,
         number: u64,
@@ -52,7 +53,7 @@ impl<T> Handles<T> {
         call(&mut object)
     }
 
-    /// Closes the number. The object is dropped when no call uses the object any more.
+    /// Forgets the object of this number. The object is dropped when no call uses it any more.
     pub(crate) fn close(&self, number: u64) -> Result<(), Error> {
         let removed = self.0.lock().by_number.remove(&number);
         // The drop can take long, so it happens after the lock is released.

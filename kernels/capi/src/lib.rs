@@ -1,8 +1,11 @@
 //! The library `libberth_kv`, with which an engine audits its KV pool in its own process.
 //!
-//! It offers [`kernels::account`] by a C ABI, which the engine's Python code calls. `berth_kv.h`
-//! describes each function. The functions here check pointers, catch panics, and turn errors into a
-//! number and a text. They do no accounting themselves.
+//! It offers [`kernels::account`] by a C ABI, which the engine's Python code calls. An accountant
+//! (an [`Accountant`]) audits one KV pool: it counts the pages by owner, and finds faults.
+//! `berth_kv.h` describes each function. The functions here check pointers, catch panics, and turn
+//! errors into a number and a text. They count nothing themselves.
+//!
+//! The module `table` has the functions for audits by another process.
 
 mod error;
 mod handles;

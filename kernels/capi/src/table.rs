@@ -1,7 +1,8 @@
 //! The C functions with which an engine publishes its live rows, for audits by another process.
 //!
-//! They call a [`Publisher`]. [`kernels::ipc`] describes such audits, and `berth_kv.h` the
-//! functions.
+//! A live row is a row of the engine's table `req_to_token` that is in use. The engine writes the
+//! list of these rows, the row table, into a file after each step. The functions here call a
+//! [`Publisher`]. [`kernels::ipc`] describes such audits, and `berth_kv.h` describes the functions.
 
 use crate::{
     HOST,
@@ -17,11 +18,11 @@ use std::{
     path::Path,
 };
 
-static TABLES: Handles<Publisher> = Handles::new();
+static PUBLISHERS: Handles<Publisher> = Handles::new();
 
 /// Runs a call on a row table with [`guard_call`]. Returns 0, or the error's number.
 fn call_status(table: u64, call: impl FnOnce() -> Result<(), Error>) -> i32 {
-    guard_call(&TABLES, table, call).map_or_else(|code| code, |()| 0)
+    guard_call(&PUBLISHERS, table, call).map_or_else(|code| code, |()| 0)
 }
 
 /// Creates the file `path` for the row tables of an engine, and writes the handle to `out`.
@@ -52,7 +53,7 @@ pub unsafe extern "C" fn berth_kv_table_open(
                 Publisher::device(&pool, open_device(ordinal, fatbin)?, path, tables, rows_max)?
             }
         };
-        out.write(TABLES.open(publisher)?);
+        out.write(PUBLISHERS.open(publisher)?);
         Ok(())
     })
 }
@@ -65,7 +66,7 @@ pub unsafe extern "C" fn berth_kv_table_open(
 pub unsafe extern "C" fn berth_kv_table_begin(table: u64, stream: u64) -> i32 {
     call_status(table, || {
         // SAFETY: guaranteed by the caller.
-        TABLES.with(table, |publisher| Ok(unsafe { publisher.begin_step(stream) }?))
+        PUBLISHERS.with(table, |publisher| Ok(unsafe { publisher.begin_step(stream) }?))
     })
 }
 
@@ -85,12 +86,12 @@ pub unsafe extern "C" fn berth_kv_table_done(
         let rows = unsafe { array("table's rows", rows, n)? };
         let rows: Vec<_> = rows.iter().map(RawTableRow::convert).collect();
         // SAFETY: guaranteed by the caller.
-        TABLES.with(table, |publisher| Ok(unsafe { publisher.end_step(&rows, stream) }?))
+        PUBLISHERS.with(table, |publisher| Ok(unsafe { publisher.end_step(&rows, stream) }?))
     })
 }
 
 /// Closes the row table, and deletes its file.
 #[unsafe(no_mangle)]
 pub extern "C" fn berth_kv_table_close(table: u64) -> i32 {
-    call_status(table, || TABLES.close(table))
+    call_status(table, || PUBLISHERS.close(table))
 }

@@ -1,6 +1,7 @@
 //! Declares the structures of `berth_kv.h`, and converts them to the types of [`kernels`].
 //!
-//! `berth_kv.h` describes the structures' fields.
+//! They are the C ABI of the library `libberth_kv`. `berth_kv.h` describes the structures' fields.
+//! The functions here check pointers. The [`kernels`] check the values.
 
 use crate::error::Error;
 use kernels::{

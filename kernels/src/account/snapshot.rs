@@ -1,5 +1,9 @@
 //! Defines what an engine gives to an accountant: its KV pool once, and a snapshot for each audit.
 //!
+//! The pool is described by its KV buffers and by `req_to_token`, a table with a row per request or
+//! session and, in the row, a token slot per token. A page is a group of consecutive token slots.
+//! A row is live if a request or session uses it.
+//!
 //! A snapshot has the live rows of `req_to_token`, and if possible the free lists and the radix
 //! tree's slots. Both inputs name the engine's memory by address, so `unsafe` functions make them.
 //! The addresses are trusted. All other facts are checked, here and when an audit begins.
@@ -140,11 +144,11 @@ pub struct Row {
     pub len: u32,
     /// The session's number: an index into the snapshot's keys.
     pub session: u32,
-    /// Number of tokens at the row's beginning whose KV the engine doesn't rewrite while the
-    /// session's key stays the same; 0 if there are none.
+    /// Number of sealed tokens, which are at the row's beginning; may be 0. The engine doesn't
+    /// rewrite their KV while the session's key stays the same.
     pub sealed_tokens: u32,
-    /// Number of tokens at the row's beginning whose pages the radix tree owns. The row owns the
-    /// other pages. `None` if unknown.
+    /// Number of protected tokens, which are at the row's beginning: those whose pages the radix
+    /// tree owns. The row owns the other pages. `None` if unknown.
     pub protected_tokens: Option<u32>,
     /// A number that changes whenever any token slot in `[0, len)` may be rewritten.
     pub version: u64,
@@ -216,7 +220,8 @@ pub struct Snapshot<'a> {
     /// and rows, free lists and tree are from one moment. Only then can an audit tell which pages
     /// have no owner or several.
     pub is_complete: bool,
-    /// Sealed pages to digest, at most; 0 for none.
+    /// Pages whose contents are digested (hashed) in this audit, at most; 0 for none. Sealed pages
+    /// that changed since an earlier audit are a fault.
     pub digest_pages_max: u32,
 }
 

@@ -1,9 +1,10 @@
 //! Calls the CUDA driver for the rest of the crate, and finds out first whether that is possible.
 //!
-//! The functions have the driver's names, and return its errors as [`Error`]. The bindings are those
-//! of the crate `cudarc`, which loads the driver's library at run time. `cudarc` panics if the driver's library or a symbol in it is absent. [`missing`] therefore looks
-//! up all symbols before the first call. The macro `driver_calls` makes both the functions and the
-//! list of their symbols. No other module of the crate calls the driver in another way.
+//! The functions have the driver's names, and return its errors as [`Error`]. They use the bindings
+//! of the crate `cudarc`, which loads the driver's library at run time. `cudarc` panics if the
+//! library or a symbol in it is absent. [`missing`] therefore looks up all symbols before the first
+//! call. The macro `driver_calls` makes both the functions and the list of their symbols. No other
+//! module of the crate calls the driver in another way.
 
 use super::Error;
 use cudarc::driver::sys::{

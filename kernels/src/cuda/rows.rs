@@ -76,9 +76,9 @@ impl Device {
     /// the page list, as [`crate::reference::lay_out`] sets it. Session numbers must be small,
     /// because arrays are indexed by session number.
     ///
-    /// There may be gaps between the rows' places. So a caller can leave out rows that have changed,
-    /// and use the same page list for the other rows. Returns [`Error::CopyInFlight`] while the
-    /// previous rows are still being copied.
+    /// There may be gaps between the rows' places. So a caller can leave out rows that have
+    /// changed, and use the same page list for the other rows. Returns [`Error::CopyInFlight`]
+    /// while the previous rows are still being copied.
     pub fn set_live_rows(
         &self,
         live: &mut LiveRows,

@@ -1,7 +1,9 @@
 //! Publishes an engine's live rows and their table `req_to_token` for audits by the agent.
 //!
-//! [`Publisher`] runs in the engine's process. [`crate::table`] says what a step, its epoch, and
-//! the words `begun` and `done` are.
+//! [`Publisher`] runs in the engine's process. It exports `req_to_token` once by CUDA IPC. For each
+//! step of the scheduler it writes a table of the live rows into a shared file, and two words say
+//! which step has begun and which is done. [`crate::table`] explains the file, the words and a
+//! step's epoch.
 
 use super::Error;
 use crate::{
@@ -25,7 +27,8 @@ pub struct Publisher {
     open_step: Option<Step>,
 }
 
-/// How `begun` and `done` are written: by whatever changes `req_to_token`.
+/// How `begun` and `done` are written. Whoever changes `req_to_token` must write them: this process
+/// or a CUDA stream. Only then are they in order with the changes.
 #[derive(Debug)]
 enum StepWords {
     /// This process writes the words.

@@ -1,7 +1,8 @@
-//! Audits an engine's rows from the agent's process.
+//! Audits an engine's rows from the agent's process: [`RemoteAuditor`].
 //!
-//! [`RemoteAuditor`] maps the engine's `req_to_token` by CUDA IPC. The live rows and their versions come
-//! from the tables that the engine publishes; see [`crate::table`].
+//! The auditor maps the engine's `req_to_token` by CUDA IPC. The live rows and their versions come
+//! from the row tables that the engine publishes, one per step of its scheduler. A step's number is
+//! its epoch; see [`crate::table`]. The module [`super`] says in which order an audit reads these.
 
 use super::Error;
 use crate::{
@@ -12,8 +13,8 @@ use crate::{
 };
 use std::path::Path;
 
-/// Attempts to read the table of the newest finished step, at most. An attempt fails if the engine
-/// overwrites the table meanwhile.
+/// Attempts to read the row table of the newest finished step, at most. An attempt fails if the
+/// engine overwrites the table meanwhile.
 const READ_ATTEMPTS_MAX: usize = 16;
 
 /// Audits one engine from outside its process.
@@ -50,10 +51,11 @@ pub struct RemoteReport {
 }
 
 impl RemoteAuditor {
-    /// Opens the table at `path`, and on `device` the memory that the table describes.
+    /// Opens the file of row tables at `path`, and maps the `req_to_token` that the file describes
+    /// on `device`.
     ///
     /// # Errors
-    /// When there is no table, the memory isn't shared ([`Error::Unshared`]), or it is on another
+    /// When there is no file, the memory isn't shared ([`Error::Unshared`]), or it is on another
     /// GPU.
     pub fn open(path: &Path, device: Device) -> Result<Self, Error> {
         let reader = Reader::open(path)?;
@@ -68,8 +70,8 @@ impl RemoteAuditor {
         }
         let exported = Exported { handle: export.handle, offset: export.offset, bytes };
         let imported = device.import(&exported)?;
-        // SAFETY: only the address is used here. The engine closes its table before it frees the
-        // memory. An audit drops the rows whose version shows that the engine wrote to them.
+        // SAFETY: only the address is used here. The engine closes its row table before it frees
+        // the memory. An audit drops the rows whose version shows that the engine wrote to them.
         let addr = unsafe { imported.slice::<i32>()? }.address();
         let table = RequestTable { addr, rows: r2t_rows, stride: r2t_stride };
         // SAFETY: the memory is mapped for the requested bytes, and outlives the accountant.
@@ -112,8 +114,8 @@ impl RemoteAuditor {
 
     /// Returns the audit's result, or `None` while the audit needs more time. Doesn't wait.
     ///
-    /// The result needs the copy, and a table at least as new as the newest step that had begun
-    /// when the copy was ready.
+    /// The result needs the copy, and the table of the newest step that had begun when the copy
+    /// was ready, or a newer table.
     ///
     /// # Errors
     /// When there is no audit, the table is closed, or the device fails.
@@ -165,7 +167,8 @@ impl RemoteAuditor {
     }
 }
 
-/// Returns the row for a snapshot. The table doesn't tell its sealed and protected parts.
+/// Returns the row for a snapshot. A row table doesn't tell which part of the row is sealed (not
+/// rewritten any more) or protected (owned by the radix tree).
 fn snapshot_row(row: &TableRow) -> Row {
     Row {
         row: row.row,

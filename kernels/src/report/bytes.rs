@@ -1,6 +1,7 @@
 //! Encodes the report of an audit as bytes for another process, and decodes such bytes.
 //!
-//! The encoding is little-endian and has a version. Each report has exactly one encoding:
+//! The fields are those of [`Report`]. The encoding is little-endian and has a version. Each report
+//! has exactly one encoding:
 //!
 //! | part | bytes |
 //! |---|---|
@@ -13,12 +14,12 @@
 //! | classes: free, private, cached, `cached_in_use`, leaked, corrupt | u64 each, if flagged |
 //! | digests: compared, fresh, remembered | u64 each |
 //! | sessions | u32 count, then each: u32 number, u8 flags (1 freed), u64 refs, exclusive, |
-//! | | `share_q32`, freed (0 unless flagged), runs, `tail_tokens` |
+//! | | `share_q32`, freed (0 if its flag isn't set), runs, `tail_tokens` |
 //! | findings | u8 count, then each: u8 kind, u64 count, u8 named, then each of those: i64 at, |
 //! | | u32 `sessions_count`, u8 named sessions, u32 each |
 //!
-//! "If flagged" means that the flag is set. Sessions and kinds are in ascending order, and nothing
-//! follows the findings. Any other encoding is rejected.
+//! A field "if flagged" is there only if its flag is set. Sessions and kinds are in ascending order,
+//! and nothing follows the findings. Any other encoding is rejected.
 
 use super::{
     Classes, Digests, Finding, FreePages, Kind, KindFindings, NAMED_MAX, NAMED_SESSIONS_MAX,
@@ -31,7 +32,7 @@ const MAGIC: [u8; 4] = *b"BKVR";
 // The report's flags, then the flag of a session.
 const FLAG_FREE: u8 = 1;
 const FLAG_CLASSES: u8 = 2;
-const FLAG_FREED: u8 = 1;
+const SESSION_FLAG_FREED: u8 = 1;
 
 /// Bytes of one session's entry.
 pub const SESSION_BYTES: usize = 4 + 1 + 6 * 8;
@@ -88,7 +89,7 @@ impl Report {
         out.u32(session_count(self.sessions.len()));
         for s in &self.sessions {
             out.u32(s.number);
-            out.u8(if s.freed.is_some() { FLAG_FREED } else { 0 });
+            out.u8(if s.freed.is_some() { SESSION_FLAG_FREED } else { 0 });
             let freed = s.freed.unwrap_or(0);
             out.u64s([s.refs, s.exclusive, s.share_q32, freed, s.runs, s.tail_tokens]);
         }
@@ -251,7 +252,7 @@ impl Reader<'_> {
             let flags = self.u8()?;
             let [refs, exclusive, share_q32, freed, runs, tail_tokens] = self.u64s()?;
             let freed = match (flags, freed) {
-                (FLAG_FREED, freed) => Some(freed),
+                (SESSION_FLAG_FREED, freed) => Some(freed),
                 (0, 0) => None,
                 _ => return Err(Error::Field("session's flag")),
             };

@@ -1,8 +1,11 @@
 //! Defines the layout of the file in which the engine shares its live rows with the agent.
 //!
+//! [`super`] explains the file's tables, epochs and the words `begun` and `done`. The modules
+//! `writer` and `reader` define the order in which the words are written and read.
+//!
 //! The file consists of 64-bit words in the byte order of both processes' machine, little-endian. A
 //! word that holds two values has one in its low half and one in its high half. `r2t` stands for
-//! `req_to_token`.
+//! `req_to_token`. An export describes the r2t of a GPU so that another process can map it.
 //!
 //! | byte | word |
 //! |---|---|
@@ -22,7 +25,7 @@
 //!
 //! A table has 8 words and then its rows. The words are: epoch (0 while the table is being
 //! written), number of rows, 6 unused. A row has four words: row (low) and tokens (high); session
-//! (low) and 0 (high); version; key. [`super`] says what an epoch, `begun` and `done` are.
+//! (low) and 0 (high); version; key.
 
 use super::Error;
 use memmap2::MmapRaw;
@@ -32,7 +35,8 @@ const MAGIC: u64 = u64::from_le_bytes(*b"BerthKVT");
 const VERSION: u32 = 1;
 /// Rows of one table, at most. An audit can take as many.
 pub const ROWS_MAX: u32 = 1 << 16;
-/// Bytes before the ring: the memory page with the head and the words that a GPU may write.
+/// Bytes before the ring: one memory page. It has the head (the facts that don't change), and the
+/// words that a GPU may write.
 pub(crate) const HEAD_BYTES: usize = 4096;
 /// Words of the head: the constant facts in bytes 0 to 143.
 const HEAD_WORDS: usize = 18;
@@ -97,9 +101,9 @@ pub(super) struct RingSize {
 
 impl RingSize {
     pub(super) fn new(tables: u32, rows_max: u32) -> Result<Self, Error> {
-        let is_sound = (2..=64).contains(&tables) && (1..=ROWS_MAX).contains(&rows_max);
+        let is_allowed = (2..=64).contains(&tables) && (1..=ROWS_MAX).contains(&rows_max);
         let error = Error::RingSize { rows: rows_max, tables };
-        if is_sound { Ok(Self { tables, rows_max }) } else { Err(error) }
+        if is_allowed { Ok(Self { tables, rows_max }) } else { Err(error) }
     }
 
     fn table_words(self) -> usize {
@@ -112,14 +116,14 @@ impl RingSize {
     }
 }
 
-/// A mapped file, accessed as atomic words that the other process may change at any time.
+/// The mapped file, accessed as atomic words that the other process may change at any time.
 #[derive(Debug)]
-pub(super) struct Words {
+pub(super) struct FileWords {
     map: MmapRaw,
     size: RingSize,
 }
 
-impl Words {
+impl FileWords {
     /// Wraps a mapping. Returns [`Error::UnknownFormat`] if it is smaller than `size` requires.
     pub(super) fn new(map: MmapRaw, size: RingSize) -> Result<Self, Error> {
         if map.len() < size.file_bytes() {
@@ -168,27 +172,27 @@ impl Words {
 
     /// Returns the place in the ring for the table of an epoch. The place may hold the table of an
     /// older or a newer epoch.
-    pub(super) fn table(&self, epoch: u64) -> TableWords<'_> {
+    pub(super) fn table_place(&self, epoch: u64) -> TablePlace<'_> {
         let ring_index = usize::try_from(epoch % u64::from(self.size.tables))
             .expect("a ring has at most 64 tables");
         let start = HEAD_BYTES / 8 + ring_index * self.size.table_words();
-        TableWords {
+        TablePlace {
             epoch: self.word_at(start),
             row_count: self.word_at(start + 1),
             rows_start: start + TABLE_HEAD_WORDS,
         }
     }
 
-    /// Returns the words of a row. `rows_start` is that of the row's table, and `index` is the
-    /// row's index in the table.
+    /// Returns the words of a row. `rows_start` is that of the table's [`TablePlace`], and `index`
+    /// is the row's index in the table.
     pub(super) fn row(&self, rows_start: usize, index: usize) -> [&AtomicU64; ROW_WORDS] {
         std::array::from_fn(|word| self.word_at(rows_start + index * ROW_WORDS + word))
     }
 }
 
-/// The place of one table in the ring.
+/// A place for one table in the ring.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct TableWords<'a> {
+pub(super) struct TablePlace<'a> {
     /// The epoch of the table that the place holds; 0 while a table is being written.
     pub(super) epoch: &'a AtomicU64,
     pub(super) row_count: &'a AtomicU64,
@@ -225,8 +229,8 @@ pub(super) fn head(facts: &PoolFacts, size: RingSize) -> [u64; HEAD_WORDS] {
     words
 }
 
-/// Reads the values of a head's words. Returns [`Error::UnknownFormat`] if they are not a head of this
-/// version.
+/// Reads the values of a head's words. Returns [`Error::UnknownFormat`] if they are not a head of
+/// this version.
 pub(super) fn read_head(words: &[u64; HEAD_WORDS]) -> Result<(PoolFacts, RingSize), Error> {
     let (version, tables) = halves(words[1]);
     if words[0] != MAGIC || version != VERSION {
@@ -234,7 +238,7 @@ pub(super) fn read_head(words: &[u64; HEAD_WORDS]) -> Result<(PoolFacts, RingSiz
     }
     let (rows_max, page_tokens) = halves(words[2]);
     let (pages, r2t_rows) = halves(words[3]);
-    let (r2t_stride, exported) = halves(words[4]);
+    let (r2t_stride, is_exported) = halves(words[4]);
     let mut handle_and_uuid = words[8..].iter().flat_map(|word| word.to_le_bytes());
     let export = Export {
         handle: std::array::from_fn(|_| handle_and_uuid.next().unwrap_or(0)),
@@ -242,7 +246,7 @@ pub(super) fn read_head(words: &[u64; HEAD_WORDS]) -> Result<(PoolFacts, RingSiz
         bytes: words[6],
         uuid: std::array::from_fn(|_| handle_and_uuid.next().unwrap_or(0)),
     };
-    let export = (exported != 0).then_some(export);
+    let export = (is_exported != 0).then_some(export);
     let facts = PoolFacts { page_tokens, pages, r2t_rows, r2t_stride, export };
     Ok((facts, RingSize::new(tables, rows_max).map_err(|_| Error::UnknownFormat)?))
 }

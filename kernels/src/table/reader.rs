@@ -1,11 +1,12 @@
-//! Reads the tables of live rows that an engine in another process publishes.
+//! Reads the tables of live rows that an engine in another process publishes, for the agent.
 //!
-//! [`super`] describes the tables, their ring, and the words `begun` and `done`. A table that the
-//! engine overwrites while it is read is not returned.
+//! [`super`] describes the tables, their ring, epochs, and the words `begun` and `done`. A table
+//! that the engine overwrites while it is read is not returned. Each function returns at once. The
+//! caller tries again, in the order that [`super`] describes.
 
 use super::{
     Error, PoolFacts, TableRow,
-    layout::{self, RingSize, Words},
+    layout::{self, FileWords, RingSize},
 };
 use memmap2::MmapOptions;
 use std::{
@@ -17,7 +18,7 @@ use std::{
 /// Reads the tables of one engine, for the agent.
 #[derive(Debug)]
 pub struct Reader {
-    words: Words,
+    words: FileWords,
     facts: PoolFacts,
 }
 
@@ -33,10 +34,10 @@ impl Reader {
         // First map it for the smallest ring, to read the head. Then map it for the ring that the
         // head describes.
         let smallest = RingSize::new(2, 1)?;
-        let words = Words::new(map().map_err(failed)?, smallest)?;
+        let words = FileWords::new(map().map_err(failed)?, smallest)?;
         let head = words.head().map(|word| word.load(Ordering::Relaxed));
         let (facts, size) = layout::read_head(&head)?;
-        let words = Words::new(map().map_err(failed)?, size)?;
+        let words = FileWords::new(map().map_err(failed)?, size)?;
         let reader = Self { words, facts };
         reader.check()?;
         Ok(reader)
@@ -62,7 +63,7 @@ impl Reader {
     /// Returns the epoch of the newest step that has begun to make changes. Everything that the
     /// caller read before this call was read before any later step began.
     pub fn begun(&self) -> u64 {
-        // The caller's earlier reads must not be moved behind the read of this word.
+        // Without this fence, the CPU could make the caller's earlier reads after this read.
         fence(Ordering::SeqCst);
         load(self.words.begun())
     }
@@ -75,7 +76,7 @@ impl Reader {
     /// Returns the table of the step with this epoch. Returns `None` if the ring doesn't hold that
     /// table yet, or no longer.
     pub fn table(&self, epoch: u64) -> Option<Vec<TableRow>> {
-        let table = self.words.table(epoch);
+        let table = self.words.table_place(epoch);
         if epoch == 0 || table.epoch.load(Ordering::Acquire) != epoch {
             return None;
         }

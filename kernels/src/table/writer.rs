@@ -1,10 +1,11 @@
 //! Writes the engine's tables of live rows, one per scheduler step, for readers in other processes.
 //!
-//! [`super`] describes the tables, their ring, and the words `begun` and `done`.
+//! [`super`] describes the tables, their ring, epochs, and the words `begun` and `done`. In host
+//! memory the writer also sets these two words. On a GPU, the caller has a stream set them.
 
 use super::{
     Error, PoolFacts, TableRow,
-    layout::{self, RingSize, Words},
+    layout::{self, FileWords, RingSize},
 };
 use memmap2::MmapRaw;
 use std::{
@@ -17,7 +18,7 @@ use std::{
 /// Writes the tables of one engine. On drop, it tells the readers that the engine has closed them.
 #[derive(Debug)]
 pub struct Writer {
-    words: Words,
+    words: FileWords,
     path: PathBuf,
     /// The epoch of the newest step; 0 before the first step.
     epoch: u64,
@@ -65,7 +66,7 @@ impl Writer {
             file.set_len(size.file_bytes() as u64)?;
             MmapRaw::map_raw(&file)
         };
-        let words = Words::new(map().map_err(failed)?, size)?;
+        let words = FileWords::new(map().map_err(failed)?, size)?;
         for (word, value) in words.head().into_iter().zip(layout::head(facts, size)) {
             word.store(value, Ordering::Relaxed);
         }
@@ -91,9 +92,9 @@ impl Writer {
         if rows.len() > rows_max as usize {
             return Err(Error::TooManyRows { rows: rows.len(), rows_max });
         }
-        let table = self.words.table(step.epoch);
+        let table = self.words.table_place(step.epoch);
         table.epoch.store(0, Ordering::Relaxed);
-        // A reader that sees a write below also sees that the older table's epoch is gone.
+        // A reader that sees one of the writes below also sees that the older table is gone.
         fence(Ordering::Release);
         table.row_count.store(rows.len() as u64, Ordering::Relaxed);
         for (index, row) in rows.iter().enumerate() {
