@@ -173,8 +173,9 @@ pub fn none_of(kind: Kind) -> KindFindings {
     KindFindings { kind, count: 0, named: vec![] }
 }
 
-/// Returns the findings of sealed pages whose contents changed. Nothing may rewrite a sealed page,
-/// see [`crate::digest`]. That module has found the pages, by comparing digests.
+/// Returns the findings of sealed pages whose contents changed. The engine must not rewrite a
+/// sealed page while its session's key stays the same. [`crate::digest`] has found the pages, by
+/// comparing hashes of their contents.
 pub fn changed(pages: &[ChangedPage]) -> KindFindings {
     let mut pages = pages.to_vec();
     pages.sort_unstable();

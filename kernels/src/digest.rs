@@ -7,10 +7,10 @@
 //!
 //! All pages are too many for one audit. So each audit digests one *window*: a limited number of
 //! page references, each of which is one page of one row. The next audit's window begins where this
-//! one ends, so every sealed page gets its turn. [`DigestMemory`] keeps the first
-//! digest of each pair of key and page, until the key is gone. A full memory drops a page that it
-//! has compared, and takes in a new page instead. In this way it covers a pool that is larger than
-//! itself, part by part.
+//! one ends, so every sealed page gets its turn. [`DigestMemory`] keeps the first digest of each
+//! pair of key and page, until the key is gone. A full memory drops a page that it has compared,
+//! and takes in a new page instead. In this way it covers a pool that is larger than itself, part
+//! by part.
 //!
 //! The functions only compute. A backend of [`crate::account`] reads the KV and makes the digests.
 

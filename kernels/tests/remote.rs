@@ -1,8 +1,8 @@
 //! Audits across two processes: an engine rewrites rows while an agent copies them.
 //!
 //! Both use the fake driver. A row may be in a report only if its pages match its version. Agents
-//! that check less than [`RemoteAuditor`] report such torn rows, which shows that the check works. The
-//! engine is this program again, in a role. Run `cargo test -p kernels --test remote`.
+//! that check less than [`RemoteAuditor`] report such torn rows, which shows that the check works.
+//! The engine is this program again, in a role. Run `cargo test -p kernels --test remote`.
 
 #![expect(clippy::print_stdout, reason = "a test without the harness reports by itself")]
 

@@ -18,8 +18,8 @@
 //! | findings | u8 count, then each: u8 kind, u64 count, u8 named, then each of those: i64 at, |
 //! | | u32 `sessions_count`, u8 named sessions, u32 each |
 //!
-//! A field "if flagged" is there only if its flag is set. Sessions and kinds are in ascending order,
-//! and nothing follows the findings. Any other encoding is rejected.
+//! A field "if flagged" is there only if its flag is set. Sessions and kinds are in ascending
+//! order, and nothing follows the findings. Any other encoding is rejected.
 
 use super::{
     Classes, Digests, Finding, FreePages, Kind, KindFindings, NAMED_MAX, NAMED_SESSIONS_MAX,

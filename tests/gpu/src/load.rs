@@ -13,7 +13,7 @@ use crate::{
 };
 use kernels::{
     account::{Accountant, Snapshot, Stream},
-    cuda::{Device, DeviceBuffer, KvBuffers, StreamMark},
+    cuda::{Device, DeviceBuffer, KvBuffers, StreamPoint},
     ipc::Publisher,
 };
 use serde_json::json;
@@ -199,7 +199,7 @@ impl Load<'_> {
 }
 
 /// Returns the time between the two oldest marks, once the younger of them is done.
-fn step(marks: &mut VecDeque<StreamMark>) -> anyhow::Result<Duration> {
+fn step(marks: &mut VecDeque<StreamPoint>) -> anyhow::Result<Duration> {
     let before = marks.pop_front().expect("the caller saw some");
     let after = marks.front().expect("the caller saw some");
     while !after.is_done()? {
