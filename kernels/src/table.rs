@@ -27,7 +27,7 @@ pub use layout::{Export, PoolFacts, ROWS_MAX, TableRow};
 pub use reader::Reader;
 pub use writer::{Step, Writer};
 
-/// Why the file of tables can't be made, opened or written, or no longer be read.
+/// Why the file of tables can't be made, opened, written or read.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error("{0}: {1}; use a path on a file system in memory, such as /dev/shm")]
