@@ -22,8 +22,11 @@
 //!   an index finds all of them by one entry.
 //! - `own` holds bits of the block's own hash.
 //!
-//! The root stands before the first block, and has `place` 7. Each optional part of the root is
-//! `00` if absent, else `01 ‖ length: u64 ‖ bytes`. All integers are little-endian.
+//! The root stands before the first block, and has `place` 7. Besides the
+//! block size, it covers what keeps the KV of equal tokens apart: the LoRA adapter, the request's
+//! extra key (`namespace`) and its cache salt. Each of these is `00` if absent, else
+//! `01 ‖ length: u64 ‖ bytes`. A [`Scheme`] holds what the root covers. All integers are
+//! little-endian.
 //!
 //! The engine's page size and page hashes are not part of the identity, so all engines with pages
 //! of 1 to 64 tokens have the same block hashes. The sum `local` can be continued from any token,
@@ -204,7 +207,7 @@ pub fn hash_after(parent: BlockHash, local: u64) -> BlockHash {
 pub struct Chain {
     block_tokens: usize,
     /// The hash of the last full block, or the root.
-    last: BlockHash,
+    last_hash: BlockHash,
     /// Number of full blocks.
     full_blocks: u64,
     /// Number of tokens after the last full block.
@@ -218,24 +221,24 @@ impl Chain {
     #[must_use]
     pub fn new(scheme: &Scheme<'_>) -> Self {
         let block_tokens = scheme.block_tokens.0 as usize;
-        Self { block_tokens, last: scheme.root(), full_blocks: 0, partial_tokens: 0, sum: 0 }
+        Self { block_tokens, last_hash: scheme.root(), full_blocks: 0, partial_tokens: 0, sum: 0 }
     }
 
-    /// Returns the chain of a prompt that was hashed before, up to `tokens` tokens. `last` and
-    /// `sum` are the values that [`Self::last`] and [`Self::sum`] had there.
+    /// Returns the chain of a prompt that was hashed before, up to `tokens` tokens. `last_hash`
+    /// and `sum` are the values that [`Self::last_hash`] and [`Self::sum`] had there.
     #[must_use]
-    pub fn resume(block_tokens: BlockTokens, last: BlockHash, tokens: u64, sum: u64) -> Self {
+    pub fn resume(block_tokens: BlockTokens, last_hash: BlockHash, tokens: u64, sum: u64) -> Self {
         let block = u64::from(block_tokens.0);
         let partial_tokens =
             usize::try_from(tokens % block).expect("a block has at most 256 tokens");
         let block_tokens = block_tokens.0 as usize;
-        Self { block_tokens, last, full_blocks: tokens / block, partial_tokens, sum }
+        Self { block_tokens, last_hash, full_blocks: tokens / block, partial_tokens, sum }
     }
 
     /// Returns the hash of the last full block, or the root.
     #[must_use]
-    pub fn last(&self) -> BlockHash {
-        self.last
+    pub fn last_hash(&self) -> BlockHash {
+        self.last_hash
     }
 
     /// Returns the weighted sum of the tokens after the last full block.
@@ -263,8 +266,8 @@ impl Chain {
             });
             self.partial_tokens += in_block.len();
             if self.partial_tokens == self.block_tokens {
-                self.last = hash_after(self.last, self.sum);
-                hashes.push(self.last);
+                self.last_hash = hash_after(self.last_hash, self.sum);
+                hashes.push(self.last_hash);
                 self.full_blocks += 1;
                 (self.partial_tokens, self.sum) = (0, 0);
             }
@@ -376,7 +379,7 @@ mod tests {
             prop_assert_eq!(&hashes, &hashed_by_the_rule(&scheme, &tokens));
             let (mut resumed, mut chain) = (vec![], Chain::new(&scheme));
             for part in parts {
-                chain = Chain::resume(scheme.block_tokens, chain.last(), chain.tokens(), chain.sum());
+                chain = Chain::resume(scheme.block_tokens, chain.last_hash(), chain.tokens(), chain.sum());
                 chain.push(part, &mut resumed);
             }
             prop_assert_eq!(&resumed, &hashes);

@@ -39,7 +39,7 @@ pub const OWNED_KEYS: [&str; 11] = [
 /// Why a body was refused.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The body is not JSON, or is JSON but not an object.
+    /// The body is not one JSON object, or the object has more than [`MEMBERS_MAX`] members.
     #[error("the body is not a JSON object")]
     NotAnObject(#[source] serde_json::Error),
 }
@@ -68,7 +68,7 @@ impl Member<'_> {
 pub struct Object<'a> {
     bytes: &'a [u8],
     /// The offset just after the opening brace.
-    start: usize,
+    members_start: usize,
     members: Vec<Member<'a>>,
 }
 
@@ -88,9 +88,10 @@ impl<'a> Object<'a> {
     /// # Errors
     /// When the text isn't one JSON object, or the object has more than [`MEMBERS_MAX`] members.
     pub fn parse(bytes: &'a [u8]) -> Result<Self, Error> {
-        let start = bytes.iter().position(|&byte| byte == b'{').map_or(0, |brace| brace + 1);
+        let members_start =
+            bytes.iter().position(|&byte| byte == b'{').map_or(0, |brace| brace + 1);
         let mut parser = serde_json::Deserializer::from_slice(bytes);
-        let raw = parser.deserialize_map(Members).map_err(Error::NotAnObject)?;
+        let raw = parser.deserialize_map(MembersVisitor).map_err(Error::NotAnObject)?;
         parser.end().map_err(Error::NotAnObject)?;
         let origin = bytes.as_ptr() as usize;
         let members = raw
@@ -102,7 +103,7 @@ impl<'a> Object<'a> {
                 Member { key, value, end }
             })
             .collect();
-        Ok(Self { bytes, start, members })
+        Ok(Self { bytes, members_start, members })
     }
 
     /// Returns the text from which the object was read.
@@ -142,8 +143,8 @@ impl<'a> Object<'a> {
     /// may be empty.
     #[must_use]
     pub fn rewrite(&self, owned: &[&str], added: &str) -> Vec<Part> {
-        let mut parts = vec![Part::Kept(0..self.start)];
-        let mut member_start = self.start;
+        let mut parts = vec![Part::Kept(0..self.members_start)];
+        let mut member_start = self.members_start;
         let mut kept = 0_usize;
         for member in &self.members {
             // A member's text begins where the member before it ends, with the comma between them.
@@ -152,9 +153,9 @@ impl<'a> Object<'a> {
             if owned.contains(&member.key.as_str()) {
                 continue;
             }
-            // The first member that is kept loses its comma: all members before it were removed.
-            let skipped = if kept == 0 { self.leading_comma(&member_text) } else { 0 };
-            push_kept(&mut parts, member_text.start + skipped..member_text.end);
+            // No kept member precedes the first one, so that one loses the comma before it.
+            let comma_bytes = if kept == 0 { self.leading_comma_bytes(&member_text) } else { 0 };
+            push_kept(&mut parts, member_text.start + comma_bytes..member_text.end);
             kept += 1;
         }
         if !added.is_empty() {
@@ -167,7 +168,7 @@ impl<'a> Object<'a> {
 
     /// Returns the length of the whitespace and the comma at the beginning of a range, or 0 if no
     /// comma is there.
-    fn leading_comma(&self, range: &Range<usize>) -> usize {
+    fn leading_comma_bytes(&self, range: &Range<usize>) -> usize {
         let bytes = &self.bytes[range.clone()];
         let comma_index = bytes.iter().position(|byte| !byte.is_ascii_whitespace()).unwrap_or(0);
         if bytes.get(comma_index) == Some(&b',') { comma_index + 1 } else { 0 }
@@ -214,9 +215,9 @@ fn push_kept(parts: &mut Vec<Part>, range: Range<usize>) {
 }
 
 /// Collects the members of one object without parsing their values.
-struct Members;
+struct MembersVisitor;
 
-impl<'de> Visitor<'de> for Members {
+impl<'de> Visitor<'de> for MembersVisitor {
     type Value = Vec<(String, &'de RawValue)>;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -17,7 +17,7 @@ pub const ANONYMOUS: &str = "anonymous";
 /// Why an identifier was refused.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
-    /// Empty, or longer than [`SESSION_ID_BYTES_MAX`].
+    /// A session id that is empty or longer than [`SESSION_ID_BYTES_MAX`].
     #[error("a session id has 1 to {SESSION_ID_BYTES_MAX} bytes, this one has {0}")]
     SessionIdLength(usize),
     /// An agent id or principal that is empty or longer than 128 bytes.

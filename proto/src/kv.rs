@@ -12,7 +12,7 @@ use crate::{
 /// Why a message is invalid.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
-    /// A field that every message of this kind has is missing.
+    /// A field that every message of this kind has is absent or empty.
     #[error("a KV change has no {0}; run agent and router of the same version")]
     Missing(&'static str),
     /// No block size has this number of tokens.
@@ -60,7 +60,7 @@ pub enum Change {
         /// The blocks, at least one.
         blocks: Vec<BlockHash>,
     },
-    /// The snapshot is complete.
+    /// The snapshot that began with [`Change::Reset`] is complete. What follows are changes.
     Complete,
 }
 

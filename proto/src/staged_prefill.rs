@@ -16,7 +16,7 @@ use http::{HeaderMap, HeaderName};
 pub const PATH: &str = "/berth/staged-prefill";
 
 /// Answer header: the number of the prompt's tokens that are not in the engine's cache.
-pub const LEFT: HeaderName = HeaderName::from_static("x-berth-left-tokens");
+pub const LEFT_TOKENS: HeaderName = HeaderName::from_static("x-berth-left-tokens");
 
 /// Prefill rate, in tokens per second, that is assumed until the engine's own rate is measured. It
 /// is a cautious figure for a 70B model on one node.
@@ -49,10 +49,10 @@ pub fn decode(bytes: &[u8]) -> Option<impl ExactSizeIterator<Item = u32>> {
     rest.is_empty().then(|| ids.iter().map(|id| u32::from_le_bytes(*id)))
 }
 
-/// Reads the [`LEFT`] header of an answer. Returns `None` if it is absent or invalid.
+/// Reads the [`LEFT_TOKENS`] header of an answer. Returns `None` if it is absent or invalid.
 #[must_use]
 pub fn left_tokens(headers: &HeaderMap) -> Option<u64> {
-    headers.get(LEFT)?.to_str().ok()?.parse().ok()
+    headers.get(LEFT_TOKENS)?.to_str().ok()?.parse().ok()
 }
 
 #[cfg(test)]

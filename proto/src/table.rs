@@ -2,9 +2,11 @@
 //!
 //! Such an index is a prefix tree of prompts, compressed to runs. A run is an unbranched part of
 //! the tree: blocks (or pages) that follow each other. The caller stores the runs. This table maps
-//! a key, 24 bits of a block's hash, to the block's run and its place in it. The table stores no
-//! full hashes, so several blocks may have one key. It proposes entries to the caller, which
-//! decides which of them is right.
+//! a key, 24 bits of a block's hash, to the block's run and its *place*. The place is the number of
+//! blocks before the block in its prompt, modulo 4096. The caller knows where each run begins, so
+//! the place tells it the block's index in the run. The table stores no full hashes, so several
+//! blocks may have one key. It proposes entries to the caller, which decides which of them is
+//! right.
 //!
 //! A bucket is one cache line of entries. An entry is in the bucket that its key selects, its
 //! *home*, or in the first bucket after its home that had room. A shard is a group of buckets that
@@ -32,7 +34,8 @@ const SHARD_BITS: u32 = 6;
 const SHARDS: usize = 1 << SHARD_BITS;
 /// Entries per bucket. The eighth word of the cache line is [`Bucket::control`].
 const BUCKET_SLOTS: usize = 7;
-/// The value 1 in each of the seven bytes of a control word that hold tags.
+/// The value 1 in each of the lower seven bytes, which hold a bucket's tags in
+/// [`Bucket::control`].
 const TAG_ONES: u64 = 0x0001_0101_0101_0101;
 /// Number of entries up to which a shard doubles. A larger shard grows by a quarter, to leave less
 /// memory unused: 11 to 14 bytes per entry.
@@ -331,11 +334,12 @@ impl Table {
         self.entries -= 1;
     }
 
-    /// Changes the run to which an entry points. The key and the place stay.
+    /// Changes the run to which an entry points, for a caller that splits or joins runs. The key and
+    /// the place stay.
     ///
     /// # Panics
     /// When the entry isn't in the table.
-    pub fn rename(&mut self, key: u64, entry: Entry, run: RunId) {
+    pub fn set_run(&mut self, key: u64, entry: Entry, run: RunId) {
         let shard = &mut self.shards[shard_index(key)];
         let (bucket_index, slot_index) =
             shard.position(entry.pack(key)).expect("the caller added this entry");
@@ -386,7 +390,7 @@ mod tests {
                         map.remove(&name);
                     }
                     (4, Some(run)) => {
-                        table.rename(key(name), entry(run), run + 1);
+                        table.set_run(key(name), entry(run), run + 1);
                         map.insert(name, run + 1);
                     }
                     _ => {}

@@ -36,7 +36,7 @@ use hyper_util::{
 use parking_lot::Mutex;
 use prometheus_client::registry::Registry;
 use service::{
-    admin::{self, Admin},
+    admin::{self, AdminData},
     budget::BodyBudget,
     server,
     settings::{self, Problems},
@@ -136,11 +136,12 @@ pub async fn run(config: Config, listeners: Listeners, tasks: Tasks) -> Result<(
         kv_index: Arc::clone(&kv_index),
     }));
     let (ready_sender, ready) = watch::channel(Err("starting".to_owned()));
-    let admin = Admin { registry: Arc::new(registry), ready, config: settings::to_toml(&config) };
+    let admin_data =
+        AdminData { registry: Arc::new(registry), ready, config: settings::to_toml(&config) };
     // The admin port stays open during the drain, so that the drain can be watched.
     let admin_token = tokio_util::sync::CancellationToken::new();
     let _admin_ends = admin_token.clone().drop_guard();
-    admin::start(admin, listeners.admin, admin_token).map_err(Error::Admin)?;
+    admin::start(admin_data, listeners.admin, admin_token).map_err(Error::Admin)?;
 
     let (updates, mailbox) = mpsc::channel(view::MAILBOX);
     tasks.spawn_essential(

@@ -40,7 +40,7 @@ use std::{sync::Arc, time::Duration};
 use axum::Router;
 use prometheus_client::registry::Registry;
 use service::{
-    admin::{self, Admin},
+    admin::{self, AdminData},
     budget::BodyBudget,
     server, settings,
     tasks::Tasks,
@@ -171,8 +171,9 @@ pub async fn run(
     if let Ok(watch) = agent.watch().await {
         gpu::metrics::register(&mut registry, gpus.watch(), watch.report);
     }
-    let admin = Admin { registry: Arc::new(registry), ready, config: settings::to_toml(&config) };
-    admin::start(admin, listeners.admin, tasks.token())?;
+    let admin_data =
+        AdminData { registry: Arc::new(registry), ready, config: settings::to_toml(&config) };
+    admin::start(admin_data, listeners.admin, tasks.token())?;
 
     let wake_monitor = Arc::new(Notify::new());
     let monitor = EngineMonitor {

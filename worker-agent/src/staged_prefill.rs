@@ -26,8 +26,7 @@ use http_body_util::{BodyExt, Limited};
 use proto::{
     claim,
     load::{Description, LoadReport},
-    process::{budget::HeldBody, refusal::Refusal},
-    staged_prefill::{LEFT, PATH, decode},
+    staged_prefill::{LEFT_TOKENS, PATH, decode},
 };
 use serde::Deserialize;
 use tokio::sync::watch;
@@ -119,13 +118,13 @@ impl Runner {
         Router::new().route(PATH, post(handler))
     }
 
-    /// Computes a prompt until at most one stage is left. The response's header [`LEFT`] says how
+    /// Computes a prompt until at most one stage is left. The response's header [`LEFT_TOKENS`] says how
     /// many tokens are left.
     async fn respond(&self, request: Request) -> Response {
         match self.serve(request).await {
             Ok(left_tokens) => {
                 let mut response = StatusCode::NO_CONTENT.into_response();
-                response.headers_mut().insert(LEFT, HeaderValue::from(left_tokens));
+                response.headers_mut().insert(LEFT_TOKENS, HeaderValue::from(left_tokens));
                 response
             }
             Err(refusal) => {

@@ -17,7 +17,7 @@ use tokio_util::sync::CancellationToken;
 
 /// The data that the admin port shows.
 #[derive(Debug, Clone)]
-pub struct Admin {
+pub struct AdminData {
     /// All metrics of the process.
     pub registry: Arc<Registry>,
     /// `Ok` while the process can do its work, otherwise the reason why it can't.
@@ -26,14 +26,18 @@ pub struct Admin {
     pub config: String,
 }
 
-/// Starts the admin thread. The thread ends when `token` is cancelled.
+/// Starts the thread that serves `data` at `listener`. The thread ends when `token` is cancelled.
 ///
 /// # Errors
 /// When the thread or its runtime can't be created.
-pub fn start(admin: Admin, listener: TcpListener, token: CancellationToken) -> std::io::Result<()> {
+pub fn start(
+    data: AdminData,
+    listener: TcpListener,
+    token: CancellationToken,
+) -> std::io::Result<()> {
     listener.set_nonblocking(true)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let app = app(admin);
+    let app = app(data);
     std::thread::Builder::new().name("admin".into()).spawn(move || {
         runtime.block_on(async move {
             let listener =
@@ -49,25 +53,25 @@ pub fn start(admin: Admin, listener: TcpListener, token: CancellationToken) -> s
 }
 
 /// Returns the admin routes. Tests call them without a socket.
-pub fn app(admin: Admin) -> Router {
+pub fn app(data: AdminData) -> Router {
     Router::new()
         .route("/healthz", get(|| async { "ok\n" }))
         .route("/readyz", get(readyz))
         .route("/metrics", get(metrics))
-        .route("/config", get(|State(admin): State<Admin>| async move { admin.config }))
-        .with_state(admin)
+        .route("/config", get(|State(data): State<AdminData>| async move { data.config }))
+        .with_state(data)
 }
 
-async fn readyz(State(admin): State<Admin>) -> Response {
-    match &*admin.ready.borrow() {
+async fn readyz(State(data): State<AdminData>) -> Response {
+    match &*data.ready.borrow() {
         Ok(()) => "ready\n".into_response(),
         Err(reason) => (StatusCode::SERVICE_UNAVAILABLE, format!("{reason}\n")).into_response(),
     }
 }
 
-async fn metrics(State(admin): State<Admin>) -> Response {
+async fn metrics(State(data): State<AdminData>) -> Response {
     let mut text = String::new();
-    prometheus_client::encoding::text::encode(&mut text, &admin.registry)
+    prometheus_client::encoding::text::encode(&mut text, &data.registry)
         .expect("writing to a string can't fail");
     let content_type = "application/openmetrics-text; version=1.0.0; charset=utf-8";
     ([(header::CONTENT_TYPE, content_type)], text).into_response()

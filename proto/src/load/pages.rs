@@ -20,12 +20,12 @@ pub struct PageAudit {
     pub held_pages: u64,
     /// Number of request rows that changed while the audit read them. Their pages are not counted.
     pub rows_moved: u32,
-    /// Number of runs of consecutive free pages.
+    /// Number of stretches of consecutive free pages.
     pub free_runs: Option<u64>,
     /// All pages by owner; absent if rows changed during the audit.
     pub classes: Option<PageClasses>,
-    /// Number of sealed pages whose contents were compared with an earlier audit. A sealed page is
-    /// full, and its contents must not change.
+    /// Number of sealed pages whose contents were compared with their contents at an earlier audit.
+    /// A sealed page is full, and its contents must not change.
     pub compared_pages: u64,
     /// One entry for each kind of fault that this audit looked for, with or without faults. A kind
     /// that could not be checked has no entry.

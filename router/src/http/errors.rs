@@ -94,8 +94,8 @@ fn no_answer(error: &NoAnswer) -> Refusal {
     }
 }
 
-/// The refusal codes of agents. A code in this list that an agent's control port sends is passed on
-/// to the client.
+/// The refusal codes of agents that are passed on to the client. If an agent's control port sends
+/// another code or none, the client gets a general code for the gRPC status.
 const AGENT_CODES: [&str; 19] = [
     "engine_down",
     "engine_lost",

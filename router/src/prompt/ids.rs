@@ -14,6 +14,8 @@ const BATCH_IDS: usize = 256;
 pub(super) struct NotIds;
 
 /// Appends an array's ids to a chain. Fails if they are more than `tokens_max`.
+///
+/// `json` must be valid JSON. So leading zeros and a trailing comma need no check.
 pub(super) fn push_ids(
     json: &str,
     tokens_max: u64,
@@ -40,8 +42,8 @@ pub(super) fn push_ids(
     Ok(())
 }
 
-/// Reads the token id that begins at `start`. Returns the id and the offset of its end. The text is
-/// valid JSON, so signs and leading zeros need no check.
+/// Reads the token id that begins at `start`. Returns the id and the offset of its end. Returns
+/// `None` if no digit is there, as for a negative number, or if the number doesn't fit in a `u32`.
 fn parse_id(bytes: &[u8], start: usize) -> Option<(u32, usize)> {
     let mut end = start;
     let mut id = 0_u64;

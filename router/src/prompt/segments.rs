@@ -52,7 +52,7 @@ impl HashedPrefix {
     /// Starts at the beginning of a prompt's text. `chain` and `hashes` may hold the tokens that
     /// precede the text.
     pub(super) fn new(chain: Chain, hashes: Vec<BlockHash>) -> Self {
-        let root = [chain.last().0, chain.tokens(), chain.sum()].map(u64::to_le_bytes);
+        let root = [chain.last_hash().0, chain.tokens(), chain.sum()].map(u64::to_le_bytes);
         Self { key: xxh3_128(root.as_flattened()), chain, hashes }
     }
 

@@ -38,7 +38,7 @@ impl Pages {
         let run = if is_leaf_with_room {
             position.run
         } else {
-            self.add_child(position.run, chain.last(), chain.sum())
+            self.add_child(place.run, chain.last_hash(), chain.sum())
         };
         let run_start = self.run(run).start as usize;
         let page_tokens = stored.page_tokens as usize;
@@ -175,7 +175,7 @@ impl Pages {
         let Self { runs, table, .. } = self;
         let content = &runs[from as usize];
         for index in pages {
-            table.rename(
+            table.set_run(
                 table_key(content.pages[index]),
                 Entry::new(from, content.start as usize + index),
                 to,

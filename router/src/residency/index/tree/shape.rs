@@ -120,7 +120,7 @@ impl Tree {
     fn redirect_entries(&mut self, from: RunId, range: Range<usize>, to: RunId) {
         let Self { table, runs, .. } = self;
         for (_, key, entry) in runs[from as usize].entries(from, range) {
-            table.rename(key, entry, to);
+            table.set_run(key, entry, to);
         }
     }
 
