@@ -110,16 +110,16 @@ impl PromptForm {
     }
 }
 
-/// Where in a body the prompt is. Valid with that body only.
+/// The places in one body of the members that make up its prompt.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Prompt {
     /// The values of [`PROMPT_KEYS`] in the body, with their byte ranges; nulls are left out.
     members: Vec<(&'static str, Range<usize>)>,
 }
 
-/// The facts about an engine that its blocks depend on.
+/// The facts about an engine on which the blocks of its prompts depend.
 #[derive(Debug, Clone, Copy)]
-pub struct Engine<'a> {
+pub struct EngineBlockFacts<'a> {
     block_tokens: BlockTokens,
     context_tokens: u64,
     /// The names under which the engine serves its model.
@@ -130,7 +130,7 @@ pub struct Engine<'a> {
     unix_s: u64,
 }
 
-impl<'a> Engine<'a> {
+impl<'a> EngineBlockFacts<'a> {
     /// Takes what an agent reports about its engine. Returns `None` if there are no blocks for the
     /// engine's page size.
     #[must_use]
@@ -155,21 +155,21 @@ impl<'a> Engine<'a> {
 /// A prompt as routing blocks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Blocks {
-    /// Number of tokens in the prompt, including those after the last full block. If the blocks
-    /// aren't exact, the number is an estimate of at most the engine's context length.
+    /// Number of tokens in the prompt, including those after the last full block; at most the
+    /// engine's context length. The number is an estimate if some of the text wasn't tokenized.
     pub tokens: u64,
     /// Number of tokens in a block.
     pub block_tokens: BlockTokens,
     /// The blocks' hashes, from the beginning of the prompt.
     pub hashes: Vec<BlockHash>,
-    /// Whether agents report these blocks by the same hashes. If not, only this router's record of
-    /// the prompts that it sent (`residency::learned`) can find the blocks.
-    pub exact: bool,
+    /// Whether an agent that has these blocks reports them by the same hashes. If not, only this
+    /// router's record of the prompts that it sent (`residency::learned`) can find the blocks.
+    pub has_agent_hashes: bool,
 }
 
-/// What the engine keeps prompts of equal tokens apart by.
+/// The values of a request by which the engine keeps the KV of equal tokens apart.
 #[derive(Debug, Default, PartialEq, Eq)]
-struct CacheNamespace {
+struct CacheScope {
     lora: Option<String>,
     extra_key: Option<String>,
     cache_salt: Option<String>,
@@ -197,19 +197,24 @@ impl Prompt {
     /// # Panics
     /// If `body` is not the body in which the prompt was found.
     #[must_use]
-    pub fn blocks(&self, form: PromptForm, body: &[u8], engine: &Engine<'_>) -> Option<Blocks> {
+    pub fn blocks(
+        &self,
+        form: PromptForm,
+        body: &[u8],
+        engine: &EngineBlockFacts<'_>,
+    ) -> Option<Blocks> {
         let body = std::str::from_utf8(body).expect("the body was read as JSON");
         if self.get(body, "session_params").is_some() {
             return None;
         }
-        let cache_namespace = self.cache_namespace(form, body, engine)?;
-        let array = self.get(body, ids_key(form)).filter(|json| json.starts_with('['));
-        match array.filter(|_| form != PromptForm::Other) {
+        let cache_scope = self.cache_scope(form, body, engine)?;
+        let ids_array = self.get(body, ids_key(form)).filter(|json| json.starts_with('['));
+        match ids_array.filter(|_| form != PromptForm::Other) {
             Some(_) if MEDIA_KEYS.iter().any(|key| self.get(body, key).is_some()) => None,
-            Some(array) => ids_blocks(array, &cache_namespace, engine),
+            Some(ids_array) => ids_blocks(ids_array, &cache_scope, engine),
             None => self
-                .model_blocks(form, body, &cache_namespace, engine)
-                .or_else(|| self.text_blocks(form, body, &cache_namespace, engine)),
+                .model_blocks(form, body, &cache_scope, engine)
+                .or_else(|| self.text_blocks(form, body, &cache_scope, engine)),
         }
     }
 
@@ -226,13 +231,11 @@ impl Prompt {
         &self,
         form: PromptForm,
         body: &[u8],
-        engine: &Engine<'_>,
+        engine: &EngineBlockFacts<'_>,
     ) -> Option<Vec<u32>> {
         let text = std::str::from_utf8(body).expect("the body was read as JSON");
-        let cache_namespace = self.cache_namespace(form, text, engine)?;
-        if self.get(text, "session_params").is_some()
-            || cache_namespace != CacheNamespace::default()
-        {
+        let cache_scope = self.cache_scope(form, text, engine)?;
+        if self.get(text, "session_params").is_some() || cache_scope != CacheScope::default() {
             return None;
         }
         if RECOMPUTE_KEYS.iter().any(|key| self.get(text, key).is_some_and(|json| json != "false"))
@@ -240,13 +243,9 @@ impl Prompt {
             return None;
         }
         if self.is_text(form, body) {
-            return self.with_text_model(
-                form,
-                text,
-                &cache_namespace,
-                engine,
-                |model, text_prompt| model.token_ids(text_prompt),
-            );
+            return self.with_text_model(form, text, &cache_scope, engine, |model, text_prompt| {
+                model.token_ids(text_prompt)
+            });
         }
         if MEDIA_KEYS.iter().any(|key| self.get(text, key).is_some()) {
             return None;
@@ -254,18 +253,19 @@ impl Prompt {
         serde_json::from_str(self.get(text, ids_key(form))?).ok()
     }
 
+    /// Makes blocks of the engine's tokens, with the engine's model.
     fn model_blocks(
         &self,
         form: PromptForm,
         body: &str,
-        cache_namespace: &CacheNamespace,
-        engine: &Engine<'_>,
+        cache_scope: &CacheScope,
+        engine: &EngineBlockFacts<'_>,
     ) -> Option<Blocks> {
         let blocks =
-            self.with_text_model(form, body, cache_namespace, engine, |model, text_prompt| {
+            self.with_text_model(form, body, cache_scope, engine, |model, text_prompt| {
                 model.blocks(text_prompt)
             })?;
-        Some(Blocks { exact: cache_namespace.extra_key.is_none(), ..blocks })
+        Some(Blocks { has_agent_hashes: cache_scope.extra_key.is_none(), ..blocks })
     }
 
     /// Calls `use_model` with the engine's model and this prompt. Returns `None` if no model is
@@ -274,8 +274,8 @@ impl Prompt {
         &self,
         form: PromptForm,
         body: &str,
-        cache_namespace: &CacheNamespace,
-        engine: &Engine<'_>,
+        cache_scope: &CacheScope,
+        engine: &EngineBlockFacts<'_>,
         use_model: impl FnOnce(&Model, &model::TextPrompt<'_>) -> Option<T>,
     ) -> Option<T> {
         let is_set = |key: &&&str| self.get(body, key).is_some_and(|json| json != "false");
@@ -285,7 +285,7 @@ impl Prompt {
         let text_prompt = model::TextPrompt {
             form,
             member: &|key| self.get(body, key),
-            scheme: cache_namespace.scheme(engine.block_tokens),
+            scheme: cache_scope.scheme(engine.block_tokens),
             tokens_max: engine.context_tokens,
             unix_s: engine.unix_s,
         };
@@ -310,55 +310,58 @@ impl Prompt {
         &self,
         form: PromptForm,
         body: &str,
-        cache_namespace: &CacheNamespace,
-        engine: &Engine<'_>,
+        cache_scope: &CacheScope,
+        engine: &EngineBlockFacts<'_>,
     ) -> Option<Blocks> {
         let texts: Vec<&str> =
             form.text_keys().iter().filter_map(|key| self.get(body, key)).collect();
-        let needs_string = matches!(form, PromptForm::Generate | PromptForm::Completions);
-        if texts.is_empty() || needs_string && !texts[0].starts_with('"') {
+        let takes_only_string = matches!(form, PromptForm::Generate | PromptForm::Completions);
+        if texts.is_empty() || takes_only_string && !texts[0].starts_with('"') {
             return None;
         }
-        // No client sets an extra key with U+0001 by accident. So these blocks never equal blocks
-        // of real tokens.
-        let namespace =
-            format!("\u{1}{}", cache_namespace.extra_key.as_deref().unwrap_or_default());
-        let scheme =
-            Scheme { namespace: Some(&namespace), ..cache_namespace.scheme(engine.block_tokens) };
+        // These tokens are bytes, so their blocks must differ from those of an engine's tokens. No
+        // client sets an extra key with U+0001 by accident, so such a key keeps them apart.
+        let marked_extra_key =
+            format!("\u{1}{}", cache_scope.extra_key.as_deref().unwrap_or_default());
+        let scheme = Scheme {
+            namespace: Some(&marked_extra_key),
+            ..cache_scope.scheme(engine.block_tokens)
+        };
         let (mut chain, mut hashes) = (Chain::new(&scheme), vec![]);
         text::push_texts(&texts, engine.context_tokens, &mut chain, &mut hashes);
         let block_tokens = engine.block_tokens;
-        Some(Blocks { tokens: chain.tokens(), block_tokens, hashes, exact: false })
+        Some(Blocks { tokens: chain.tokens(), block_tokens, hashes, has_agent_hashes: false })
     }
 
-    /// Returns what the engine keeps the prompt's KV apart by. Returns `None` if a member has an
-    /// unexpected type: it may be a list with a value for each of several prompts.
-    fn cache_namespace(
+    /// Returns the values by which the engine keeps the prompt's KV apart. Returns `None` if a member
+    /// isn't a string: the member may be a list with a value for each of several prompts.
+    fn cache_scope(
         &self,
         form: PromptForm,
         body: &str,
-        engine: &Engine<'_>,
-    ) -> Option<CacheNamespace> {
+        engine: &EngineBlockFacts<'_>,
+    ) -> Option<CacheScope> {
         let text_of = |key| match self.get(body, key) {
             None => Some(None),
             Some(json) => serde_json::from_str(json).ok().map(non_empty),
         };
         let model = if form == PromptForm::Generate { None } else { text_of("model")? };
         let adapter = model.and_then(|model| adapter(&model, engine.served_names));
-        Some(CacheNamespace {
+        Some(CacheScope {
             lora: adapter.or(text_of("lora_path")?),
             extra_key: text_of("extra_key")?,
             cache_salt: text_of("cache_salt")?,
         })
     }
 
+    /// Returns the JSON of a member in [`PROMPT_KEYS`]; `None` if it is absent or null.
     fn get<'a>(&self, body: &'a str, key: &str) -> Option<&'a str> {
         let (_, range) = self.members.iter().find(|(known, _)| *known == key)?;
         Some(&body[range.clone()])
     }
 }
 
-impl CacheNamespace {
+impl CacheScope {
     fn scheme(&self, block_tokens: BlockTokens) -> Scheme<'_> {
         Scheme {
             block_tokens,
@@ -370,20 +373,20 @@ impl CacheNamespace {
 }
 
 fn ids_blocks(
-    array: &str,
-    cache_namespace: &CacheNamespace,
-    engine: &Engine<'_>,
+    ids_array: &str,
+    cache_scope: &CacheScope,
+    engine: &EngineBlockFacts<'_>,
 ) -> Option<Blocks> {
-    let scheme = cache_namespace.scheme(engine.block_tokens);
+    let scheme = cache_scope.scheme(engine.block_tokens);
     let (mut chain, mut hashes) = (Chain::new(&scheme), vec![]);
-    ids::push_ids(array, engine.context_tokens, &mut chain, &mut hashes).ok()?;
+    ids::push_ids(ids_array, engine.context_tokens, &mut chain, &mut hashes).ok()?;
     Some(Blocks {
         tokens: chain.tokens(),
         block_tokens: engine.block_tokens,
         hashes,
         // An engine's KV events don't contain the extra key. So agents report these blocks without
         // it, by other hashes.
-        exact: cache_namespace.extra_key.is_none(),
+        has_agent_hashes: cache_scope.extra_key.is_none(),
     })
 }
 
@@ -414,9 +417,9 @@ mod tests {
 
     use super::*;
 
-    fn engine(models: &[String]) -> Engine<'_> {
+    fn engine(models: &[String]) -> EngineBlockFacts<'_> {
         let block_tokens = BlockTokens::for_page(1).unwrap();
-        Engine {
+        EngineBlockFacts {
             block_tokens,
             context_tokens: 100_000,
             served_names: models,
@@ -453,7 +456,7 @@ mod tests {
             tokens: 130,
             block_tokens: BlockTokens::for_page(1).unwrap(),
             hashes,
-            exact: true,
+            has_agent_hashes: true,
         };
         assert_eq!(blocks_of_ids(""), Some(want.clone()));
         assert_eq!(
@@ -506,7 +509,7 @@ mod tests {
         ] {
             let separate = blocks_of_ids(rest).unwrap();
             assert!(!seen.contains(&separate.hashes[0]), "{rest}");
-            assert_eq!(separate.exact, !rest.contains("extra_key"), "{rest}");
+            assert_eq!(separate.has_agent_hashes, !rest.contains("extra_key"), "{rest}");
             seen.push(separate.hashes[0]);
         }
         let model = |model: &str| {
@@ -558,7 +561,9 @@ mod tests {
         let (one, two) = (chat(5, ""), chat(7, ""));
         let one = blocks(PromptForm::Chat, &one).unwrap();
         let two = blocks(PromptForm::Chat, &two).unwrap();
-        assert!(!one.exact && one.hashes.len() > 5 && two.hashes.len() > one.hashes.len());
+        assert!(
+            !one.has_agent_hashes && one.hashes.len() > 5 && two.hashes.len() > one.hashes.len()
+        );
         assert_eq!(common(&one, &two), one.hashes.len());
         let other = blocks(PromptForm::Chat, &chat(5, "").replace("\"f\"", "\"g\"")).unwrap();
         assert_eq!(common(&one, &other), 0, "the tools differ");

@@ -18,7 +18,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
-use super::{Blocks, Engine, Prompt, PromptForm, model::Model};
+use super::{Blocks, EngineBlockFacts, Prompt, PromptForm, model::Model};
 use crate::fleet::{
     connect::describe_error, control::Control, snapshot::Snapshot, tokenizer_files::TokenizerFiles,
     view::View,
@@ -90,13 +90,17 @@ impl Models {
             }
         };
         let Some((model, permit)) = permit else {
-            return prompt.blocks(form, body, &Engine::from_facts(engine)?);
+            return prompt.blocks(form, body, &EngineBlockFacts::from_facts(engine)?);
         };
         let (prompt, body, engine) = (prompt.clone(), body.clone(), engine.clone());
         // If tokenizing takes too long, the turn is placed without blocks. The thread goes on and
         // keeps its permit.
         run_blocking(permit, move || {
-            prompt.blocks(form, &body, &Engine::from_facts(&engine)?.with_model(&model, unix_s()))
+            prompt.blocks(
+                form,
+                &body,
+                &EngineBlockFacts::from_facts(&engine)?.with_model(&model, unix_s()),
+            )
         })
         .await
     }
@@ -116,7 +120,7 @@ impl Models {
         let permit = tokio::time::timeout(PERMIT_WAIT_MAX, permit).await.ok()?.ok()?;
         let (prompt, body, engine) = (prompt.clone(), body.clone(), description.engine.clone());
         run_blocking(permit, move || {
-            let engine = Engine::from_facts(&engine)?;
+            let engine = EngineBlockFacts::from_facts(&engine)?;
             match &model {
                 Some(model) => prompt.token_ids(form, &body, &engine.with_model(model, unix_s())),
                 None => prompt.token_ids(form, &body, &engine),

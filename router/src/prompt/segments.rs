@@ -1,9 +1,11 @@
 //! Caches the block hashes of tokenized text, so that only a prompt's new text is tokenized. Pure.
 //!
-//! A growing conversation sends the same text again with each turn. [`split_at_marks`] cuts a
-//! prompt's text into segments before certain special tokens, the *marks*. A segment's tokens don't
-//! depend on the text before or after the segment. The cache stores the block hashes of a segment
-//! under a key that identifies all the text up to the segment's end. The caller makes the tokens.
+//! A [`Chain`] hashes a prompt's tokens into routing blocks, which tell where the prompt's KV is (see
+//! [`proto::block`]). A growing conversation sends the same text again with each turn.
+//! [`split_at_marks`] cuts a prompt's text into segments before certain special tokens, the *marks*.
+//! A segment's tokens don't depend on the text before or after the segment. The cache stores the
+//! block hashes of a segment under a key that identifies all the text up to the segment's end. The
+//! caller makes the tokens.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -32,7 +34,7 @@ pub(super) struct Segments {
 
 #[derive(Debug)]
 struct Entry {
-    /// The state of the chain after this segment.
+    /// The chain of the prompt up to this segment's end.
     chain: Chain,
     /// The blocks that became full in this segment.
     hashes: Box<[BlockHash]>,
@@ -71,9 +73,9 @@ impl Segments {
     /// Extends the prefix by the leading `segments` that are cached. Returns their number.
     pub(super) fn skip_cached(&mut self, prefix: &mut HashedPrefix, segments: &[&str]) -> usize {
         self.now += 1;
-        for (cached, segment) in segments.iter().enumerate() {
+        for (cached_segments, segment) in segments.iter().enumerate() {
             let key = prefix.key_after(segment);
-            let Some(entry) = self.entries.get_mut(&key) else { return cached };
+            let Some(entry) = self.entries.get_mut(&key) else { return cached_segments };
             entry.last_used = self.now;
             prefix.key = key;
             prefix.chain = entry.chain;
@@ -133,24 +135,24 @@ pub(super) fn split_at_marks<'a>(text: &'a str, marks: &[String]) -> Vec<&'a str
         marks.iter().filter_map(|mark| mark.chars().next()).collect();
     first_characters.sort_unstable();
     first_characters.dedup();
-    let find_candidate = |from: usize| match first_characters[..] {
+    let find_mark_start = |from: usize| match first_characters[..] {
         [] => None,
         // A search for a single character is by far the fastest.
         [character] => text[from..].find(character),
         _ => text[from..].find(&first_characters[..]),
     };
-    let (mut segments, mut start, mut from) = (vec![], 0, 0);
-    while let Some(index) = find_candidate(from).map(|offset| from + offset) {
+    let (mut segments, mut segment_start, mut search_start) = (vec![], 0, 0);
+    while let Some(index) = find_mark_start(search_start).map(|offset| search_start + offset) {
         let mark = marks.iter().find(|mark| text[index..].starts_with(mark.as_str()));
-        if mark.is_some() && index > start {
-            segments.push(&text[start..index]);
-            start = index;
+        if mark.is_some() && index > segment_start {
+            segments.push(&text[segment_start..index]);
+            segment_start = index;
         }
         let character_bytes = text[index..].chars().next().map_or(1, char::len_utf8);
-        from = index + mark.map_or(character_bytes, String::len);
+        search_start = index + mark.map_or(character_bytes, String::len);
     }
-    if start < text.len() {
-        segments.push(&text[start..]);
+    if segment_start < text.len() {
+        segments.push(&text[segment_start..]);
     }
     segments
 }

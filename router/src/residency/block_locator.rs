@@ -88,7 +88,7 @@ impl BlockLocator {
     /// turn's blocks.
     fn reports_same_blocks(&self, turn_blocks: &TurnBlocks, worker: WorkerRef) -> bool {
         let block_tokens = turn_blocks.blocks.block_tokens.get();
-        turn_blocks.blocks.exact
+        turn_blocks.blocks.has_agent_hashes
             && self.reported.worker_kv(worker).phase == KvPhase::Live { block_tokens }
     }
 
@@ -163,9 +163,9 @@ impl BlockLocator {
 
     fn overlap(&self, blocks: &Blocks, view: &Snapshot) -> Overlap {
         let mut overlap = Overlap::default();
-        // Blocks that aren't exact have hashes of this router's own, which no agent reports.
-        let reports_blocks = |number| blocks.exact && self.reported.is_live(number);
-        if blocks.exact {
+        // Blocks without the agents' hashes have hashes that no agent reports.
+        let reports_blocks = |number| blocks.has_agent_hashes && self.reported.is_live(number);
+        if blocks.has_agent_hashes {
             self.reported.look_up(&blocks.hashes, &mut overlap);
         }
         let numbers = || view.workers().filter_map(|(worker, ..)| worker.number());
@@ -180,7 +180,7 @@ impl BlockLocator {
     /// Records that a worker has accepted a turn, so that the worker will have the turn's blocks.
     pub(crate) fn record_sent(&self, turn_blocks: &TurnBlocks, worker: WorkerRef, view: &Snapshot) {
         let Some(number) = worker.number() else { return };
-        if turn_blocks.blocks.exact && self.reported.is_live(number) {
+        if turn_blocks.blocks.has_agent_hashes && self.reported.is_live(number) {
             // The worker's agent will report the blocks.
             return;
         }

@@ -252,7 +252,7 @@ mod tests {
             chain.push(&[*token; 64], &mut hashes);
         }
         let block_tokens = scheme.block_tokens;
-        Blocks { tokens: chain.tokens(), block_tokens, hashes, exact: false }
+        Blocks { tokens: chain.tokens(), block_tokens, hashes, has_agent_hashes: false }
     }
 
     fn found(learned: &LearnedPrompts, worker: usize, tokens: &[u32]) -> u32 {

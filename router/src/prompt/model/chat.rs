@@ -1,8 +1,8 @@
 //! Reads a request's messages and tools into the form that SGLang passes to a chat template.
 //!
 //! SGLang keeps only the members that it knows, brings them into its own order and adds defaults. A
-//! template may print them all, so this module does the same. It reads no request that SGLang would
-//! treat in a special way. The router then doesn't tokenize that request.
+//! template may print them all, so this module does the same. It gives up on a request that SGLang
+//! refuses or treats in a way that isn't copied here. The router then doesn't tokenize the request.
 
 use minijinja::Value;
 use serde::Deserialize;
@@ -11,7 +11,7 @@ use serde::Deserialize;
 pub(super) const UNIX_S: &str = "berth_unix_s";
 /// Names of template variables that a request must not set, because the call of the template sets
 /// them.
-const RESERVED: [&str; 9] = [
+const RESERVED_VARIABLES: [&str; 9] = [
     UNIX_S,
     "messages",
     "conversation",
@@ -30,7 +30,7 @@ pub(super) struct Request<'a> {
     pub(super) tools: Option<&'a str>,
     pub(super) tool_choice: Option<&'a str>,
     /// The member `chat_template_kwargs`: variables for the template.
-    pub(super) values: Option<&'a str>,
+    pub(super) variables: Option<&'a str>,
     pub(super) reasoning_effort: Option<&'a str>,
 }
 
@@ -40,7 +40,7 @@ pub(super) struct Chat {
     messages: Vec<Value>,
     tools: Option<Vec<Value>>,
     /// The variables that the request adds, by name.
-    values: Vec<(String, Value)>,
+    variables: Vec<(String, Value)>,
 }
 
 #[derive(Deserialize)]
@@ -61,6 +61,7 @@ struct Message {
     /// A message with its own tools isn't supported here.
     #[serde(default)]
     tools: Option<Value>,
+    /// A message in which this is true isn't supported here.
     #[serde(default)]
     prefix: Option<bool>,
 }
@@ -115,7 +116,7 @@ impl Request<'_> {
         let messages = messages
             .map(|(index, message)| message.into_template_value(takes_parts, index + 1 == count))
             .collect::<Option<_>>()?;
-        Some(Chat { messages, tools: self.tools()?, values: self.values()? })
+        Some(Chat { messages, tools: self.tools()?, variables: self.variables()? })
     }
 
     /// Returns the tools that the template sees. `None` as for [`Self::read`]; `Some(None)` if the
@@ -143,21 +144,21 @@ impl Request<'_> {
 
     /// Returns the variables that the request adds to the template's own. `None` as for
     /// [`Self::read`].
-    fn values(&self) -> Option<Vec<(String, Value)>> {
-        let mut values = vec![];
+    fn variables(&self) -> Option<Vec<(String, Value)>> {
+        let mut variables = vec![];
         let request_effort: Option<Value> =
             self.reasoning_effort.map(serde_json::from_str).transpose().ok()?;
-        let given: Option<Value> = self.values.map(serde_json::from_str).transpose().ok()?;
-        if let Some(given) = given {
-            for key in given.try_iter().ok()? {
+        let kwargs: Option<Value> = self.variables.map(serde_json::from_str).transpose().ok()?;
+        if let Some(kwargs) = kwargs {
+            for key in kwargs.try_iter().ok()? {
                 let name = key.as_str()?;
-                if RESERVED.contains(&name) {
+                if RESERVED_VARIABLES.contains(&name) {
                     return None;
                 }
-                values.push((name.to_owned(), given.get_item(&key).ok()?));
+                variables.push((name.to_owned(), kwargs.get_item(&key).ok()?));
             }
         }
-        let effort = values
+        let effort = variables
             .iter()
             .find(|(name, _)| name == "reasoning_effort")
             .map(|(_, value)| value.clone())
@@ -168,15 +169,15 @@ impl Request<'_> {
             // gives them itself.
             if self.reasoning_effort.is_some() {
                 for name in ["thinking", "enable_thinking"] {
-                    if !values.iter().any(|(known, _)| known == name) {
-                        values.push((name.to_owned(), Value::from(has_thinking)));
+                    if !variables.iter().any(|(known, _)| known == name) {
+                        variables.push((name.to_owned(), Value::from(has_thinking)));
                     }
                 }
             }
-            values.retain(|(name, _)| name != "reasoning_effort");
-            values.push(("reasoning_effort".to_owned(), effort));
+            variables.retain(|(name, _)| name != "reasoning_effort");
+            variables.push(("reasoning_effort".to_owned(), effort));
         }
-        Some(values)
+        Some(variables)
     }
 }
 
@@ -189,8 +190,8 @@ impl Chat {
         self.tools.as_ref().map_or(Value::from(()), |tools| tools.iter().cloned().collect())
     }
 
-    pub(super) fn values(&self) -> impl Iterator<Item = (String, Value)> {
-        self.values.iter().cloned()
+    pub(super) fn variables(&self) -> impl Iterator<Item = (String, Value)> {
+        self.variables.iter().cloned()
     }
 
     /// Returns the chat with each tool replaced by its member `function`. Some templates expect
@@ -200,7 +201,7 @@ impl Chat {
         Self {
             messages: self.messages.clone(),
             tools: self.tools.as_ref().map(|tools| tools.iter().map(bare).collect()),
-            values: self.values.clone(),
+            variables: self.variables.clone(),
         }
     }
 }
@@ -230,7 +231,7 @@ impl Message {
         };
         if is_last && role == "assistant" && !has_parts {
             // SGLang gives the template an assistant message at the end as a user's message.
-            return Some(map([("role", Value::from("user")), ("content", content)]));
+            return Some(object([("role", Value::from("user")), ("content", content)]));
         }
         let mut members = vec![("role", Value::from(role))];
         // In SGLang's own form, a list of parts follows the other members.
@@ -239,14 +240,14 @@ impl Message {
             members.push(("content", content.clone()));
         }
         if !is_user {
-            let texts = [
+            let text_members = [
                 ("tool_call_id", self.tool_call_id),
                 ("name", self.name),
                 ("phase", self.phase),
                 ("reasoning_content", self.reasoning_content),
             ];
             members.extend(
-                texts.into_iter().filter_map(|(key, text)| Some((key, Value::from(text?)))),
+                text_members.into_iter().filter_map(|(key, text)| Some((key, Value::from(text?)))),
             );
             let is_assistant = members[0].1.as_str() == Some("assistant");
             if let Some(calls) = self.tool_calls {
@@ -258,7 +259,7 @@ impl Message {
         if content_comes_last {
             members.push(("content", content));
         }
-        Some(map(members))
+        Some(object(members))
     }
 }
 
@@ -270,7 +271,7 @@ impl Part {
 }
 
 fn text_part(text: String) -> Value {
-    map([("type", Value::from("text")), ("text", Value::from(text))])
+    object([("type", Value::from("text")), ("text", Value::from(text))])
 }
 
 impl ToolCall {
@@ -285,8 +286,9 @@ impl ToolCall {
             }
             arguments => arguments.unwrap_or(Value::from(())),
         };
-        let function = map([("name", Value::from(self.function.name)), ("arguments", arguments)]);
-        Some(map([
+        let function =
+            object([("name", Value::from(self.function.name)), ("arguments", arguments)]);
+        Some(object([
             ("id", Value::from(self.id)),
             ("index", Value::from(self.index)),
             ("type", Value::from(self.kind.unwrap_or_else(|| "function".to_owned()))),
@@ -314,7 +316,7 @@ impl Tool {
                 members.push((name.to_owned(), Value::from(())));
             }
         }
-        Some(map([
+        Some(object([
             ("type", Value::from(self.kind.unwrap_or_else(|| "function".to_owned()))),
             ("function", Value::from_pairs(members)),
             ("defer_loading", Value::from(())),
@@ -322,6 +324,7 @@ impl Tool {
     }
 }
 
-fn map<'a>(members: impl IntoIterator<Item = (&'a str, Value)>) -> Value {
+/// Makes a template value with members.
+fn object<'a>(members: impl IntoIterator<Item = (&'a str, Value)>) -> Value {
     Value::from_pairs(members)
 }

@@ -5,10 +5,7 @@
 
 use std::fmt::Write as _;
 
-use minijinja::{
-    Value,
-    value::{ValueKind, ValueKind as Kind},
-};
+use minijinja::{Value, value::ValueKind as Kind};
 
 /// Greatest nesting depth. Templates print nothing deeper, and the recursion needs a bound.
 const DEPTH_MAX: usize = 128;
@@ -82,7 +79,7 @@ fn write_value(out: &mut String, value: &Value, style: &Style, depth: usize) -> 
             let keys = value.try_iter().ok()?;
             write_list(out, "{}", keys, style, depth, |out, key| {
                 let json_key = |key: &Value| match key.kind() {
-                    ValueKind::String => key.to_string(),
+                    Kind::String => key.to_string(),
                     _ => json(key, None).unwrap_or_default(),
                 };
                 if style.is_json {
@@ -114,24 +111,24 @@ fn write_list(
         }
     };
     out.push_str(&brackets[..1]);
-    let mut is_started = false;
+    let mut has_items = false;
     for value in items {
-        if is_started {
+        if has_items {
             out.push_str(if style.indent.is_some() { "," } else { ", " });
         }
-        is_started = true;
+        has_items = true;
         new_line(out, depth + 1);
         write_item(out, value)?;
     }
-    if is_started {
+    if has_items {
         new_line(out, depth);
     }
     out.push_str(&brackets[1..]);
     Some(())
 }
 
-/// Returns a number as Python writes it. A float has the fewest digits that identify it, and
-/// an exponent where Python uses one.
+/// Returns a number as Python writes it. A float has the fewest digits that identify it, and an
+/// exponent where Python uses one. Infinity and NaN are written as `json.dumps` writes them.
 fn format_number(value: &Value) -> String {
     if value.is_integer() {
         return value.to_string();

@@ -18,7 +18,7 @@ use super::{
 /// Maximum number of steps in one rendering. A conversation of a thousand messages takes 100,000.
 const STEPS_MAX: u64 = 2_000_000;
 /// The template's name in its environment.
-const NAME: &str = "chat";
+const TEMPLATE_NAME: &str = "chat";
 /// The end of the year 9999, in Unix seconds.
 const UNIX_S_MAX: u64 = 253_402_300_799;
 const SECONDS_PER_DAY: u64 = 86_400;
@@ -63,7 +63,7 @@ impl Template {
         environment.add_filter("string", |value: Value| python::text(&value));
         environment.add_function("raise_exception", raise_exception);
         environment.add_function("strftime_now", strftime_now);
-        environment.add_template_owned(NAME, without_generation(source))?;
+        environment.add_template_owned(TEMPLATE_NAME, without_generation_tags(source))?;
         Ok(Self {
             environment,
             special_tokens: special_tokens
@@ -80,19 +80,25 @@ impl Template {
         self.takes_parts
     }
 
+    /// Returns the prompt's text for a chat.
+    ///
+    /// # Errors
+    /// If the template fails, or takes more than [`STEPS_MAX`] steps.
     pub(super) fn render(&self, chat: &Chat, unix_s: u64) -> Result<String, Error> {
-        let given = [
+        let call_variables = [
             ("messages", chat.messages()),
             ("tools", chat.tools()),
             ("documents", Value::from(())),
             ("add_generation_prompt", Value::from(true)),
             (UNIX_S, Value::from(unix_s)),
         ];
-        let given = given.into_iter().map(|(name, value)| (name.to_owned(), value));
+        let call_variables =
+            call_variables.into_iter().map(|(name, value)| (name.to_owned(), value));
         // Of equal names the last counts. So the request's variables take precedence, as in Python.
-        let variables = self.special_tokens.iter().cloned().chain(given).chain(chat.values());
+        let variables =
+            self.special_tokens.iter().cloned().chain(call_variables).chain(chat.variables());
         let context = Value::from_pairs(variables);
-        self.environment.get_template(NAME)?.render(context)
+        self.environment.get_template(TEMPLATE_NAME)?.render(context)
     }
 }
 
@@ -103,14 +109,14 @@ fn takes_parts(source: &str) -> bool {
     if MEDIA.iter().any(|word| source.contains(word)) {
         return true;
     }
-    let looped_over = source.split("{%").skip(1).filter_map(|tag| {
+    let looped_expressions = source.split("{%").skip(1).filter_map(|tag| {
         let tag =
             tag.split("%}").next()?.trim_matches(|character| matches!(character, '-' | '+' | ' '));
         let (_, expression) = tag.strip_prefix("for ")?.split_once(" in ")?;
         Some(expression.replace(['\'', '"', ' '], ""))
     });
     let names = ["message", "msg", "m"];
-    looped_over.into_iter().any(|expression| {
+    looped_expressions.into_iter().any(|expression| {
         names.iter().any(|name| {
             [format!("{name}.content"), format!("{name}[content]")].iter().any(|content| {
                 expression
@@ -123,7 +129,7 @@ fn takes_parts(source: &str) -> bool {
 
 /// Replaces each `{% generation %}` tag by `{% if true %}`. Such blocks mark the assistant's text
 /// for training and print their content unchanged. minijinja doesn't know them.
-fn without_generation(source: &str) -> String {
+fn without_generation_tags(source: &str) -> String {
     let mut out = String::with_capacity(source.len());
     let mut rest = source;
     while let Some(tag_start) = rest.find("{%") {
@@ -164,7 +170,7 @@ fn strftime_now(state: &State<'_, '_>, format: &str) -> Result<String, Error> {
     // The template may have changed the variable. The bound keeps the loop over the years short.
     let unix_s = unix_s.min(UNIX_S_MAX);
     let (days, seconds) = (unix_s / SECONDS_PER_DAY, unix_s % SECONDS_PER_DAY);
-    let (year, month, day) = date(days);
+    let (year, month, day) = date_after_1970(days);
     let month_name = MONTHS[month];
     let mut out = String::new();
     let mut characters = format.chars();
@@ -190,7 +196,7 @@ fn strftime_now(state: &State<'_, '_>, format: &str) -> Result<String, Error> {
 }
 
 /// Returns the date that is `days` days after 1970-01-01: year, month from 0, and day from 1.
-fn date(mut days: u64) -> (u64, usize, u64) {
+fn date_after_1970(mut days: u64) -> (u64, usize, u64) {
     let is_leap = |year: u64| {
         year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400))
     };

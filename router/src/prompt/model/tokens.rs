@@ -1,8 +1,9 @@
 //! Makes a prompt's routing blocks or token ids from text, with one model's tokenizer and template.
 //!
-//! The tokens are those that the model's engine makes. A [`Model`] cuts a text into segments at
-//! *marks*, special tokens such as `<|im_start|>`, and caches the blocks of the segments. So it
-//! tokenizes only the new text of a growing conversation.
+//! A routing block is a hashed part of a prompt, by which the router finds the prompt's KV (see
+//! [`proto::block`]). The tokens are those that an engine with this model makes. A [`Model`] cuts a
+//! text into segments at *marks*, special tokens such as `<|im_start|>`, and caches the blocks of
+//! the segments. So it tokenizes only the new text of a growing conversation.
 
 #[cfg(test)]
 mod tests;
@@ -44,7 +45,7 @@ pub enum Error {
     Template(#[source] minijinja::Error),
 }
 
-/// Makes tokens from text.
+/// A model's tokenizer and chat template, and the cached blocks of texts that it has tokenized.
 #[derive(Debug)]
 pub struct Model {
     tokenizer: Tokenizer,
@@ -123,7 +124,7 @@ impl Model {
                     messages: (text_prompt.member)("messages")?,
                     tools: (text_prompt.member)("tools"),
                     tool_choice: (text_prompt.member)("tool_choice"),
-                    values: (text_prompt.member)("chat_template_kwargs"),
+                    variables: (text_prompt.member)("chat_template_kwargs"),
                     reasoning_effort: (text_prompt.member)("reasoning_effort"),
                 };
                 Some((self.render(&request, text_prompt.unix_s)?, &[]))
@@ -132,6 +133,7 @@ impl Model {
         }
     }
 
+    /// Returns the text that the template makes of a chat request.
     fn render(&self, request: &Request<'_>, unix_s: u64) -> Option<String> {
         let template = self.template.as_ref()?;
         let chat = request.read(template.takes_parts())?;
@@ -144,6 +146,8 @@ impl Model {
             .ok()
     }
 
+    /// Makes the blocks of `leading_tokens` and the text. Tokenizes only the segments that aren't
+    /// cached.
     fn text_blocks(
         &self,
         text: &str,
@@ -155,9 +159,9 @@ impl Model {
         chain.push(leading_tokens, &mut hashes);
         let mut prefix = HashedPrefix::new(chain, hashes);
         let segments = split_at_marks(text, &self.marks);
-        let cached = self.segments.lock().skip_cached(&mut prefix, &segments);
+        let cached_segments = self.segments.lock().skip_cached(&mut prefix, &segments);
         let (mut new_bytes, mut untokenized_bytes) = (0, 0);
-        for segment in &segments[cached..] {
+        for segment in &segments[cached_segments..] {
             new_bytes += segment.len();
             if untokenized_bytes > 0
                 || new_bytes > NEW_BYTES_MAX
@@ -172,7 +176,12 @@ impl Model {
         let tokens = prefix.chain.tokens() + untokenized_bytes / TOKEN_BYTES;
         let (block_tokens, hashes) = (text_prompt.scheme.block_tokens, prefix.hashes);
         // The engine refuses a longer prompt, so such a prompt leaves no KV.
-        (tokens <= tokens_max).then_some(Blocks { tokens, block_tokens, hashes, exact: true })
+        (tokens <= tokens_max).then_some(Blocks {
+            tokens,
+            block_tokens,
+            hashes,
+            has_agent_hashes: true,
+        })
     }
 }
 
@@ -217,17 +226,17 @@ fn leading_tokens(
     config: &Value,
     special_tokens: &[(&str, String)],
 ) -> tokenizers::Result<Vec<u32>> {
-    let settings = ["add_bos_token", "add_eos_token"].map(|key| config.get(key));
-    if settings.iter().any(Option::is_some) || tokenizer.get_post_processor().is_none() {
-        let adds_bos = settings[0].and_then(Value::as_bool) == Some(true);
+    let token_settings = ["add_bos_token", "add_eos_token"].map(|key| config.get(key));
+    if token_settings.iter().any(Option::is_some) || tokenizer.get_post_processor().is_none() {
+        let adds_bos = token_settings[0].and_then(Value::as_bool) == Some(true);
         let bos = special_tokens.iter().find(|(name, _)| adds_bos && *name == "bos_token");
         return Ok(bos.and_then(|(_, text)| tokenizer.token_to_id(text)).into_iter().collect());
     }
-    let whole = tokenizer.encode("a", true)?;
-    let bare = tokenizer.encode("a", false)?;
-    let (whole, bare) = (whole.get_ids(), bare.get_ids());
-    let bare_start = whole.windows(bare.len().max(1)).position(|window| window == bare);
-    Ok(whole[..bare_start.unwrap_or(0)].to_vec())
+    let with_added = tokenizer.encode("a", true)?;
+    let sample = tokenizer.encode("a", false)?;
+    let (with_added, sample) = (with_added.get_ids(), sample.get_ids());
+    let sample_start = with_added.windows(sample.len().max(1)).position(|window| window == sample);
+    Ok(with_added[..sample_start.unwrap_or(0)].to_vec())
 }
 
 /// Returns the marks: the tokens before which a text can be cut.
@@ -245,8 +254,8 @@ fn find_marks(
     // find `other` at a place that begins before the mark.
     let can_begin_before = |mark: &str, other: &str| {
         other != mark && other.contains(mark)
-            || mark.char_indices().skip(1).any(|(end, _)| {
-                let prefix = &mark[..end];
+            || mark.char_indices().skip(1).any(|(prefix_bytes, _)| {
+                let prefix = &mark[..prefix_bytes];
                 other.len() > prefix.len() && other.ends_with(prefix)
             })
     };

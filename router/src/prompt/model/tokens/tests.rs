@@ -10,7 +10,7 @@ use serde::Deserialize;
 use serde_json::{Value, json, value::RawValue};
 
 use super::*;
-use crate::prompt::{Engine, Prompt};
+use crate::prompt::{EngineBlockFacts, Prompt};
 
 macro_rules! data {
     ($name:literal) => {
@@ -53,7 +53,7 @@ fn facts(context_tokens: u32) -> EngineFacts {
 /// Returns the token ids that a router sends to an agent.
 fn ids(model: &Model, form: PromptForm, body: &str) -> Option<Vec<u32>> {
     let facts = facts(100_000);
-    let engine = Engine::from_facts(&facts).unwrap().with_model(model, 0);
+    let engine = EngineBlockFacts::from_facts(&facts).unwrap().with_model(model, 0);
     let prompt = Prompt::find(&Object::parse(body.as_bytes()).unwrap());
     prompt.token_ids(form, body.as_bytes(), &engine)
 }
@@ -61,7 +61,7 @@ fn ids(model: &Model, form: PromptForm, body: &str) -> Option<Vec<u32>> {
 /// Returns the blocks that a router makes of a body.
 fn blocks(model: &Model, form: PromptForm, body: &str) -> Option<Blocks> {
     let facts = facts(100_000);
-    let engine = Engine::from_facts(&facts).unwrap().with_model(model, 0);
+    let engine = EngineBlockFacts::from_facts(&facts).unwrap().with_model(model, 0);
     let prompt = Prompt::find(&Object::parse(body.as_bytes()).unwrap());
     prompt.blocks(form, body.as_bytes(), &engine)
 }
@@ -70,7 +70,12 @@ fn blocks_of_ids(ids: &[u32]) -> Blocks {
     let scheme = Scheme::plain(BlockTokens::for_page(1).unwrap());
     let (mut chain, mut hashes) = (Chain::new(&scheme), vec![]);
     chain.push(ids, &mut hashes);
-    Blocks { tokens: chain.tokens(), block_tokens: scheme.block_tokens, hashes, exact: true }
+    Blocks {
+        tokens: chain.tokens(),
+        block_tokens: scheme.block_tokens,
+        hashes,
+        has_agent_hashes: true,
+    }
 }
 
 /// Returns the text that is tokenized, for a failure message.
@@ -81,7 +86,7 @@ fn rendered(model: &Model, body: &str) -> Option<String> {
         messages: get("messages")?,
         tools: get("tools"),
         tool_choice: get("tool_choice"),
-        values: get("chat_template_kwargs"),
+        variables: get("chat_template_kwargs"),
         reasoning_effort: get("reasoning_effort"),
     };
     model.render(&request, 0)
@@ -99,7 +104,7 @@ fn prompts_are_those_that_sglang_makes() {
             .map(|name| serde_json::from_str(truth.get(name).unwrap().get()).unwrap());
         let model = model(template.as_deref());
         let form = if template.is_some() { PromptForm::Chat } else { PromptForm::Generate };
-        let found = blocks(&model, form, body.get()).filter(|blocks| blocks.exact);
+        let found = blocks(&model, form, body.get()).filter(|blocks| blocks.has_agent_hashes);
         if found != ids.as_deref().map(blocks_of_ids) {
             let want = ids.as_ref().map(|ids| model.tokenizer.decode(ids, false).unwrap());
             wrong.push(format!("{case}\n{want:?}\n{:?}", rendered(&model, body.get())));
@@ -138,9 +143,11 @@ fn the_date_is_the_one_it_is_asked_at() {
 #[test]
 fn what_can_t_be_followed_is_told_by_its_text() {
     let model = model(Some(CHATML));
-    let exact = |body: &Value| blocks(&model, PromptForm::Chat, &body.to_string()).unwrap().exact;
+    let has_agent_hashes = |body: &Value| {
+        blocks(&model, PromptForm::Chat, &body.to_string()).unwrap().has_agent_hashes
+    };
     let messages = json!([{"role": "user", "content": "u"}]);
-    assert!(exact(&json!({"messages": messages})));
+    assert!(has_agent_hashes(&json!({"messages": messages})));
     let image =
         json!([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "u"}}]}]);
     for body in [
@@ -151,16 +158,24 @@ fn what_can_t_be_followed_is_told_by_its_text() {
         json!({"messages": messages, "extra_key": "a"}),
         json!({"messages": [{"role": "user"}]}),
     ] {
-        assert!(!exact(&body), "{body}");
+        assert!(!has_agent_hashes(&body), "{body}");
     }
-    assert!(!blocks(&self::model(None), PromptForm::Chat, &chat(&["a".into()])).unwrap().exact);
-    assert!(!blocks(&model, PromptForm::Other, &chat(&["a".into()])).unwrap().exact);
+    assert!(
+        !blocks(&self::model(None), PromptForm::Chat, &chat(&["a".into()]))
+            .unwrap()
+            .has_agent_hashes
+    );
+    assert!(!blocks(&model, PromptForm::Other, &chat(&["a".into()])).unwrap().has_agent_hashes);
 }
 
 #[test]
 fn a_template_that_never_ends_is_stopped() {
     let endless = "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}";
-    assert!(!blocks(&model(Some(endless)), PromptForm::Chat, &chat(&["a".into()])).unwrap().exact);
+    assert!(
+        !blocks(&model(Some(endless)), PromptForm::Chat, &chat(&["a".into()]))
+            .unwrap()
+            .has_agent_hashes
+    );
 }
 
 proptest! {
