@@ -6,7 +6,7 @@
 
 use http::{Method, StatusCode};
 use proto::body::{OWNED_KEYS, Object, assemble};
-use router::config::Preamble;
+use router::config::PreamblePolicy;
 use serde_json::json;
 use tests::{
     cluster::{Agent, Router, agent_config, ready, router_config},
@@ -22,7 +22,7 @@ struct Cluster {
 }
 
 impl Cluster {
-    async fn new(preamble: Preamble) -> Self {
+    async fn new(preamble: PreamblePolicy) -> Self {
         let web = Web::default();
         let engine = EngineSim::start_local(Config::default()).await.unwrap();
         let agent = Agent::start(agent_config(&engine.url(), "w0")).unwrap();
@@ -93,7 +93,8 @@ fn cases() -> Vec<(&'static str, String, String)> {
 
 #[tokio::test]
 async fn an_engine_gets_the_body_without_the_preamble_or_every_byte_if_it_is_kept() {
-    let (strips, keeps) = (Cluster::new(Preamble::Strip).await, Cluster::new(Preamble::Keep).await);
+    let (strips, keeps) =
+        (Cluster::new(PreamblePolicy::Strip).await, Cluster::new(PreamblePolicy::Keep).await);
     for (path, body, left) in cases() {
         strips.send(path, &body).await;
         assert_eq!(strips.seen(path), left, "{path}");
@@ -117,7 +118,7 @@ async fn a_system_prompt_behind_a_changing_preamble_is_found_in_the_cache() {
         })
         .to_string()
     };
-    for (setting, finds) in [(Preamble::Strip, true), (Preamble::Keep, false)] {
+    for (setting, finds) in [(PreamblePolicy::Strip, true), (PreamblePolicy::Keep, false)] {
         let cluster = Cluster::new(setting).await;
         cluster.send("/v1/messages", &body(1)).await;
         let cached = cluster.send("/v1/messages", &body(2)).await;

@@ -334,8 +334,8 @@ impl Table {
         self.entries -= 1;
     }
 
-    /// Changes the run to which an entry points, for a caller that splits or joins runs. The key and
-    /// the place stay.
+    /// Changes the run to which an entry points, for a caller that splits or joins runs. The key
+    /// and the place stay.
     ///
     /// # Panics
     /// When the entry isn't in the table.

@@ -61,7 +61,7 @@ pub const TURNS_IN_FLIGHT_MAX: usize = 4_096;
 /// changes with each request (see [`crate::turn::preamble`]).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Preamble {
+pub enum PreamblePolicy {
     /// Removes the preamble from the body, because an engine's cache misses everything after it.
     #[default]
     Strip,
@@ -105,7 +105,7 @@ pub struct Config {
     /// Most turns at once; a turn beyond that is answered with 429.
     pub turns_in_flight_max: usize,
     /// Whether the router removes a preamble that a coding agent changes with each request.
-    pub preamble: Preamble,
+    pub preamble: PreamblePolicy,
 }
 
 impl Default for Config {
@@ -125,7 +125,7 @@ impl Default for Config {
             sessions_max: SESSIONS_MAX,
             overlap_bytes_max: OVERLAP_BYTES_MAX,
             turns_in_flight_max: TURNS_IN_FLIGHT_MAX,
-            preamble: Preamble::default(),
+            preamble: PreamblePolicy::default(),
         }
     }
 }
@@ -161,8 +161,13 @@ impl Config {
         if !args.workers.is_empty() {
             config.workers.clone_from(&args.workers);
         }
-        take_addr("data-addr", args.data_addr.as_ref(), &mut config.data_addr, &mut problems);
-        take_addr("admin-addr", args.admin_addr.as_ref(), &mut config.admin_addr, &mut problems);
+        override_addr("data-addr", args.data_addr.as_ref(), &mut config.data_addr, &mut problems);
+        override_addr(
+            "admin-addr",
+            args.admin_addr.as_ref(),
+            &mut config.admin_addr,
+            &mut problems,
+        );
         problems.extend(config.problems());
         if problems.is_empty() { Ok(config) } else { Err(Problems(problems)) }
     }
@@ -177,11 +182,11 @@ impl Config {
         if self.workers.len() > WORKERS_MAX {
             problems.push(format!("workers: more than {WORKERS_MAX} are named"));
         }
-        let mut seen = BTreeSet::new();
+        let mut named_workers = BTreeSet::new();
         for worker in &self.workers {
             if let Err(why) = control_authority(worker) {
                 problems.push(format!("workers: {worker:?} {why}; write http://host:port"));
-            } else if !seen.insert(worker.trim_end_matches('/')) {
+            } else if !named_workers.insert(worker.trim_end_matches('/')) {
                 problems.push(format!("workers: {worker:?} is named twice"));
             }
         }
@@ -261,7 +266,12 @@ pub(crate) fn control_authority(worker: &str) -> Result<http::uri::Authority, &'
     Ok(authority.clone())
 }
 
-fn take_addr(flag: &str, text: Option<&String>, addr: &mut SocketAddr, problems: &mut Vec<String>) {
+fn override_addr(
+    flag: &str,
+    text: Option<&String>,
+    addr: &mut SocketAddr,
+    problems: &mut Vec<String>,
+) {
     let Some(text) = text else { return };
     match text.parse() {
         Ok(parsed) => *addr = parsed,
@@ -297,8 +307,8 @@ mod tests {
     #[test]
     fn preambles_are_stripped_or_kept_and_nothing_else() {
         let of = |text: &str| settings::parse::<Config>(text, &[]);
-        assert_eq!(of("").0.preamble, Preamble::Strip);
-        assert_eq!(of("preamble = \"keep\"").0.preamble, Preamble::Keep);
+        assert_eq!(of("").0.preamble, PreamblePolicy::Strip);
+        assert_eq!(of("preamble = \"keep\"").0.preamble, PreamblePolicy::Keep);
         let (_, problems) = of("preamble = \"leave\"");
         assert!(problems[0].contains("`strip` or `keep`"), "{problems:?}");
     }

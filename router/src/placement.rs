@@ -63,10 +63,10 @@ const FIGURES_MAX: usize = 8;
 /// Assumed number of new tokens in a turn whose prompt is unknown. Coding agents add 4,000 tokens
 /// per turn on average.
 pub const TURN_TOKENS_ASSUMED: u64 = 4_000;
-/// Idle time after which a session's turn is placed with its prompt. Some of the session's KV may
-/// have been evicted by then, so a move to a worker with more room may cost nothing. Four in five
-/// turns come sooner.
-const IDLE_SETTLED_MAX: Duration = Duration::from_secs(60);
+/// Longest idle time after which a session's turn may be placed without its prompt. Later, some of
+/// the session's KV may have been evicted, so a move to a worker with more room may cost nothing.
+/// Four in five turns come sooner.
+const IDLE_WITHOUT_PROMPT_MAX: Duration = Duration::from_secs(60);
 /// Time for which the loss of an agent's control stream is ignored. The router usually connects
 /// again within this time, and turns still work meanwhile. If the worker is really gone, the turn
 /// fails to connect and is placed elsewhere.
@@ -218,9 +218,10 @@ enum Stay<'a> {
 /// Places a turn without its prompt, if the prompt would hardly change the decision.
 ///
 /// That saves tokenizing the prompt. The turn stays on its session's worker if the session must
-/// stay there. It also stays if no other worker would be faster by the required gain, even with the
-/// whole prompt resident. Returns `None` if [`place`] has to decide with the prompt, or if the
-/// prompt may need staged prefill (computing a long prompt in stages before its turn).
+/// stay there. It also stays if its last turn ended recently and no other worker would be faster by
+/// the required gain, even with the whole prompt resident. Returns `None` if [`place`] has to
+/// decide with the prompt, or if the prompt may need staged prefill (computing a long prompt in
+/// stages before its turn).
 #[must_use]
 pub fn place_without_prompt(
     request: &PlacementRequest<'_>,
@@ -234,7 +235,7 @@ pub fn place_without_prompt(
     };
     let gain_ms = gain_min(request, view, now).as_millis();
     let queue_cost_ms = |stats| u128::from(cost::queue_cost_ms(request, view, stats, now));
-    let is_recent = |at: Instant| now.saturating_duration_since(at) < IDLE_SETTLED_MAX;
+    let is_recent = |at: Instant| now.saturating_duration_since(at) < IDLE_WITHOUT_PROMPT_MAX;
     let Sticky { last_turn_ended, new_tokens, .. } = sticky(request)?;
     let is_long = |stage_tokens| new_tokens.is_none_or(|tokens| tokens > stage_tokens);
     if !last_turn_ended.is_some_and(is_recent) || home.stage_tokens().is_some_and(is_long) {
@@ -257,7 +258,7 @@ pub fn place(
     view: &Snapshot,
     now: Instant,
 ) -> Result<Placement, NoWorker> {
-    let stays = match stay(request, view, now) {
+    let session_worker = match stay(request, view, now) {
         Stay::Must(worker) => return Ok(Placement::stay_on(worker)),
         // Without a prompt the costs of a move are unknown, so the session stays.
         Stay::May(home) if request.prompt.is_none() => {
@@ -273,14 +274,14 @@ pub fn place(
         // Leave out the other ranks of the session's agent. The agent runs a turn on the rank that
         // has its session, whichever rank the router chooses.
         let is_other_rank = |home: WorkerRef| home.agent == worker.agent && home != worker;
-        if stays.is_some_and(|home| is_other_rank(home.worker())) {
+        if session_worker.is_some_and(|home| is_other_rank(home.worker())) {
             continue;
         }
-        let preference = || rendezvous(request.digest, view, worker);
+        let tie_break = || rendezvous_hash(request.digest, view, worker);
         if let Some(figures) =
             cost::compute_up_to(request, view, stats, compared.cost_ms_max(), now)
         {
-            compared.insert(figures, preference);
+            compared.insert(figures, tie_break);
         }
     }
     let Some(best) = compared.best() else {
@@ -298,7 +299,7 @@ pub fn place(
     let mut cost_on = |stats: WorkerStats<'_>| {
         compared.cost_on(stats.worker(), || cost::compute(request, view, stats, now))
     };
-    let (worker, reason) = match stays {
+    let (worker, reason) = match session_worker {
         // The session's worker may be stale, and so no candidate. Its cost is compared all the
         // same.
         Some(home) => {
@@ -328,6 +329,7 @@ fn sticky(request: &PlacementRequest<'_>) -> Option<Sticky> {
     request.sticky.filter(|sticky| request.exclude != Some(sticky.worker))
 }
 
+/// Finds out whether a turn stays on its session's worker.
 fn stay<'a>(request: &PlacementRequest<'_>, view: &'a Snapshot, now: Instant) -> Stay<'a> {
     let Some(Sticky { worker, fixed, .. }) = sticky(request) else { return Stay::No };
     let is_reconnecting = view.agent(worker).lost_for(now).is_some_and(|time| time < RECONNECT_MAX);
@@ -354,7 +356,7 @@ fn gain_min(request: &PlacementRequest<'_>, view: &Snapshot, now: Instant) -> Du
 ///
 /// This is rendezvous hashing. All routers get the same values. A worker that is added or removed
 /// changes the choice only for its own share of the digests.
-fn rendezvous(digest: Digest, view: &Snapshot, worker: WorkerRef) -> u64 {
+fn rendezvous_hash(digest: Digest, view: &Snapshot, worker: WorkerRef) -> u64 {
     let seed = digest.0.rotate_left(32) ^ u64::from(worker.dp_rank);
     xxh3_64_with_seed(view.agent(worker).name().as_bytes(), seed)
 }
@@ -368,16 +370,16 @@ struct Compared {
     sort_keys: Vec<SortKey>,
 }
 
-/// Cost in milliseconds, number of sessions, and preference by [`rendezvous`].
+/// Cost in milliseconds, number of sessions, and the tie-break by [`rendezvous_hash`].
 type SortKey = (u64, u32, Reverse<u64>);
 
 impl Compared {
-    fn insert(&mut self, figures: Figures, preference: impl Fn() -> u64) {
+    fn insert(&mut self, figures: Figures, tie_break: impl Fn() -> u64) {
         let is_full = self.sort_keys.len() == FIGURES_MAX;
         if is_full && self.sort_keys.last().is_some_and(|last| figures.cost_ms > last.0) {
             return;
         }
-        let key = (figures.cost_ms, figures.sessions, Reverse(preference()));
+        let key = (figures.cost_ms, figures.sessions, Reverse(tie_break()));
         let position = self.sort_keys.partition_point(|kept| *kept <= key);
         if is_full {
             if position == FIGURES_MAX {

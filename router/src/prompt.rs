@@ -333,8 +333,8 @@ impl Prompt {
         Some(Blocks { tokens: chain.tokens(), block_tokens, hashes, has_agent_hashes: false })
     }
 
-    /// Returns the values by which the engine keeps the prompt's KV apart. Returns `None` if a member
-    /// isn't a string: the member may be a list with a value for each of several prompts.
+    /// Returns the values by which the engine keeps the prompt's KV apart. Returns `None` if a
+    /// member isn't a string: the member may be a list with a value for each of several prompts.
     fn cache_scope(
         &self,
         form: PromptForm,

@@ -41,7 +41,7 @@ use self::{
     shared::Shared,
 };
 use crate::{
-    config::Preamble,
+    config::PreamblePolicy,
     fleet::{connect, worker::WorkerRef},
     metrics::Outcome,
     placement::session_status::SessionStatus,
@@ -74,6 +74,7 @@ pub(crate) async fn run(
     if let Some(intent) = &turn.session {
         close_lost_session(&shared, intent).await?;
     } else {
+        // Right after the router's start, wait for the agents' first session tables.
         shared.settled_view().await;
     }
     let turn_id = shared.turn_id();
@@ -129,7 +130,7 @@ fn find_preamble(
     path: &str,
     body: &Object<'_>,
 ) -> Option<preamble::PreambleRange> {
-    if !kind.is_generation() || shared.config.preamble == Preamble::Keep {
+    if !kind.is_generation() || shared.config.preamble == PreamblePolicy::Keep {
         return None;
     }
     let range = preamble::find(path, body)?;
@@ -142,7 +143,7 @@ fn find_preamble(
 
 /// Refuses a turn before its body is read, if its session is closing or busy with another turn.
 ///
-/// It saves reading a body in vain and changes no state. The agent makes the binding check later.
+/// This check saves reading a body in vain, and changes no state. The agent decides later.
 async fn refuse_early(shared: &Shared, key: &SessionKey) -> Result<(), Error> {
     let view = shared.settled_view().await;
     match shared.session_status(key, &view) {
@@ -172,7 +173,7 @@ async fn send(
     mut placed: PlacedTurn,
     permit: OwnedSemaphorePermit,
 ) -> Result<Response, Error> {
-    let mut pending = Pending::new(shared, turn, placed.worker);
+    let mut unanswered = UnansweredTurn::new(shared, turn, placed.worker);
     staged_prefill::run(shared, turn, outbound, &mut placed).await;
     let first_answer = outbound.send(shared, &placed).await;
     let retry_reason = match &first_answer {
@@ -188,7 +189,7 @@ async fn send(
     });
     let (placed, answered) = match second_placed {
         Some(second) => {
-            pending.move_to(second.worker);
+            unanswered.move_to(second.worker);
             // Dropping the first answer, if there is one, drops its connection.
             drop(first_answer);
             let answered = outbound.send(shared, &second).await;
@@ -196,7 +197,7 @@ async fn send(
         }
         None => (placed, first_answer),
     };
-    finish(shared, outbound, placed, permit, pending, answered)
+    finish(shared, outbound, placed, permit, unanswered, answered)
 }
 
 /// Turns the worker's answer into the client's answer, or logs and counts why there is none.
@@ -205,16 +206,16 @@ fn finish(
     outbound: &OutboundTurn,
     placed: PlacedTurn,
     permit: OwnedSemaphorePermit,
-    mut pending: Pending,
+    mut unanswered: UnansweredTurn,
     answered: Result<http::Response<Incoming>, NoAnswer>,
 ) -> Result<Response, Error> {
     match answered {
         Ok(response) => {
-            let stream_count = pending.record_answer();
+            let stream_count = unanswered.record_answer();
             Ok(proxy::answer(shared, outbound, placed, stream_count, permit, response))
         }
         Err(error) => {
-            pending.outcome = Some(match error {
+            unanswered.outcome = Some(match error {
                 NoAnswer::TimedOut => Outcome::TimedOut,
                 NoAnswer::Connect { .. } | NoAnswer::BrokenOff { .. } => Outcome::WorkerFailed,
             });
@@ -234,47 +235,47 @@ fn finish(
 /// If this value is dropped before an answer, the client has left, unless `outcome` names another
 /// cause. If the turn was also to close its session, the router closes the session, because perhaps
 /// no agent received the turn. After an answer, the agent closes the session itself.
-struct Pending {
+struct UnansweredTurn {
     shared: Arc<Shared>,
     /// The session to close if no answer comes, and its worker.
-    close: Option<(SessionKey, WorkerRef)>,
+    session_to_close: Option<(SessionKey, WorkerRef)>,
     /// How the turn ended if no answer comes; `None` after an answer.
     outcome: Option<Outcome>,
     /// Counts the turn as in flight; passed on to the answer.
     stream_count: Option<StreamCount>,
 }
 
-impl Pending {
+impl UnansweredTurn {
     fn new(shared: &Arc<Shared>, turn: &Turn, worker: WorkerRef) -> Self {
         let intent = turn.session.as_ref().filter(|intent| intent.close && !intent.placement_only);
         Self {
             shared: Arc::clone(shared),
-            close: intent.map(|intent| (intent.key.clone(), worker)),
+            session_to_close: intent.map(|intent| (intent.key.clone(), worker)),
             outcome: Some(Outcome::ClientGone),
             stream_count: Some(StreamCount::new(shared)),
         }
     }
 
     fn move_to(&mut self, worker: WorkerRef) {
-        if let Some((_, close_on)) = &mut self.close {
+        if let Some((_, close_on)) = &mut self.session_to_close {
             *close_on = worker;
         }
     }
 
     /// Ends the waiting, and returns the count for the answer's body to hold.
     fn record_answer(&mut self) -> StreamCount {
-        self.close = None;
+        self.session_to_close = None;
         self.outcome = None;
         self.stream_count.take().expect("a turn is answered once")
     }
 }
 
-impl Drop for Pending {
+impl Drop for UnansweredTurn {
     fn drop(&mut self) {
         if let Some(outcome) = self.outcome {
             self.shared.metrics.ended(outcome);
         }
-        if let Some((key, worker)) = self.close.take() {
+        if let Some((key, worker)) = self.session_to_close.take() {
             self.shared.close_detached(key, worker);
         }
     }

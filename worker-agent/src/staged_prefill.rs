@@ -118,8 +118,8 @@ impl Runner {
         Router::new().route(PATH, post(handler))
     }
 
-    /// Computes a prompt until at most one stage is left. The response's header [`LEFT_TOKENS`] says
-    /// how many tokens are left.
+    /// Computes a prompt until at most one stage is left. The response's header [`LEFT_TOKENS`]
+    /// says how many tokens are left.
     async fn respond(&self, request: Request) -> Response {
         match self.serve(request).await {
             Ok(left_tokens) => {

@@ -1,7 +1,8 @@
 //! Serves HTTP/1 with the limits that a port open to any client needs.
 //!
-//! The server limits the size of a request's header, the time to send it, the time without progress
-//! of an answer, and the number of connections. When the process stops, connections finish their
+//! Router and agent use it for the data port, which receives turns (requests to the model). The
+//! server limits the size of a request's header, the time to send it, the time without progress of
+//! an answer, and the number of connections. When the process stops, connections finish their
 //! running requests.
 
 use std::{sync::Arc, time::Duration};

@@ -72,9 +72,9 @@ async fn try_open(shared: &Arc<Shared>, request: Request) -> Result<Response, Re
 }
 
 pub(super) async fn list(State(shared): SharedState, headers: HeaderMap) -> Response {
-    let (views, more) = shared.list(&request::principal(&headers)).await;
+    let (views, has_more) = shared.list(&request::principal(&headers)).await;
     let sessions: Vec<Value> = views.iter().map(|view| to_json(&shared, view)).collect();
-    Json(json!({ "sessions": sessions, "more": more })).into_response()
+    Json(json!({ "sessions": sessions, "more": has_more })).into_response()
 }
 
 pub(super) async fn show(

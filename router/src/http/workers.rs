@@ -1,6 +1,6 @@
-//! Serves `GET /v1/workers`: the state and the figures of each worker and its devices.
+//! Serves `GET /v1/workers`, for operators: the state and figures of each worker and its devices.
 //!
-//! Each figure has its source and its age.
+//! A worker is one rank of an SGLang engine. Each figure has its source and its age.
 
 use std::time::{Duration, Instant};
 

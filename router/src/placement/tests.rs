@@ -330,7 +330,7 @@ fn a_session_is_settled_without_its_prompt_unless_a_queue_speaks_for_another_wor
     assert_eq!(settles(19_900, 0, &moved), Some(TURN_TOKENS_ASSUMED), "twice the gain is needed");
     let untold = PlacementRequest { sticky: stays(0), ..ask };
     assert_eq!(settles(0, 0, &untold), None, "the prompt must be read to learn it");
-    let ended = now.checked_sub(IDLE_SETTLED_MAX).unwrap();
+    let ended = now.checked_sub(IDLE_WITHOUT_PROMPT_MAX).unwrap();
     let idle =
         PlacementRequest { sticky: Some(Sticky { last_turn_ended: Some(ended), ..here }), ..ask };
     assert_eq!(settles(0, 0, &idle), None, "some of its KV may be gone");

@@ -34,6 +34,7 @@ pub(super) struct TextPrompt<'a> {
     pub(super) form: PromptForm,
     /// Returns the JSON of the body's member with this key.
     pub(super) member: &'a dyn Fn(&str) -> Option<&'a str>,
+    /// Everything besides the tokens that the hashes of the prompt's blocks depend on.
     pub(super) scheme: Scheme<'a>,
     /// The engine's context length.
     pub(super) tokens_max: u64,

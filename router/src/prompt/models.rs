@@ -1,7 +1,8 @@
 //! Holds the models (tokenizer and chat template) that make engines' tokens from text.
 //!
 //! Each agent reports the hash of its model's files. One task fetches each set of files from an
-//! agent and loads it. A turn uses its engine's model if it is loaded, and does without otherwise.
+//! agent and loads it. A turn with a text prompt uses its engine's model if it is loaded.
+//! Otherwise the blocks of the prompt are made from bytes.
 //! Tokenizing takes from milliseconds to a second, so it runs on blocking threads.
 
 use std::{
@@ -42,15 +43,15 @@ const BYTES_PER_TOKEN: usize = 16;
 /// Longest time for fetching a model's files. It allows for 64 MiB over a slow link.
 const FETCH_MAX: Duration = Duration::from_secs(120);
 /// Shortest pause before a failed fetch is tried again. It doubles with each failure.
-const PAUSE_MIN: Duration = Duration::from_secs(1);
+const RETRY_PAUSE_MIN: Duration = Duration::from_secs(1);
 /// Longest pause before a failed fetch is tried again.
-const PAUSE_MAX: Duration = Duration::from_secs(60);
+const RETRY_PAUSE_MAX: Duration = Duration::from_secs(60);
 
 /// The hash of a model's files.
 type FilesHash = [u8; 32];
 type LoadedModels = HashMap<FilesHash, Arc<Model>>;
 /// The sets of files that agents report, each with the connected agents that have it.
-type Described = BTreeMap<FilesHash, (ModelFiles, Vec<usize>)>;
+type ReportedFiles = BTreeMap<FilesHash, (ModelFiles, Vec<usize>)>;
 
 /// The models that are loaded now.
 #[derive(Debug)]
@@ -81,7 +82,7 @@ impl Models {
         let bytes_max = BODY_BYTES_MAX.min(BYTES_PER_TOKEN * engine.context_tokens as usize);
         let files = files.filter(|_| body.len() <= bytes_max);
         let model = files.and_then(|files| self.loaded.load().get(&files.hash).cloned());
-        let permit = match model {
+        let permitted_model = match model {
             None => None,
             Some(model) => {
                 let permit = Arc::clone(&self.permits).acquire_owned();
@@ -89,7 +90,7 @@ impl Models {
                 permit.ok().and_then(Result::ok).map(|permit| (model, permit))
             }
         };
-        let Some((model, permit)) = permit else {
+        let Some((model, permit)) = permitted_model else {
             return prompt.blocks(form, body, &EngineBlockFacts::from_facts(engine)?);
         };
         let (prompt, body, engine) = (prompt.clone(), body.clone(), engine.clone());
@@ -129,14 +130,14 @@ impl Models {
         .await
     }
 
-    fn has(&self, hash: &FilesHash) -> bool {
+    fn has_loaded(&self, hash: &FilesHash) -> bool {
         self.loaded.load().contains_key(hash)
     }
 
-    fn retain_described(&self, described: &Described) {
+    fn retain_reported(&self, reported_files: &ReportedFiles) {
         let loaded = self.loaded.load();
-        if !loaded.keys().all(|hash| described.contains_key(hash)) {
-            let kept = loaded.iter().filter(|(hash, _)| described.contains_key(*hash));
+        if !loaded.keys().all(|hash| reported_files.contains_key(hash)) {
+            let kept = loaded.iter().filter(|(hash, _)| reported_files.contains_key(*hash));
             self.loaded
                 .store(Arc::new(kept.map(|(hash, model)| (*hash, Arc::clone(model))).collect()));
         }
@@ -174,7 +175,7 @@ struct Failure {
     tries: usize,
 }
 
-/// Fetches the models that agents report, until the token is cancelled.
+/// Fetches the models that agents report, until `token` is cancelled.
 pub(crate) async fn run(
     models: Arc<Models>,
     view: Arc<View>,
@@ -191,14 +192,14 @@ pub(crate) async fn run(
 async fn fetch_forever(models: &Models, view: &View, controls: &[Control]) {
     let mut failures: HashMap<FilesHash, Failure> = HashMap::new();
     loop {
-        let described = described(&view.load());
-        models.retain_described(&described);
-        failures.retain(|hash, _| described.contains_key(hash));
+        let reported_files = reported_files(&view.load());
+        models.retain_reported(&reported_files);
+        failures.retain(|hash, _| reported_files.contains_key(hash));
         let is_due =
             |hash: &FilesHash| failures.get(hash).is_none_or(|failure| failure.retry_at <= now());
-        let missing = described
-            .iter()
-            .find(|(hash, (_, agents))| !agents.is_empty() && !models.has(hash) && is_due(hash));
+        let missing = reported_files.iter().find(|(hash, (_, agents))| {
+            !agents.is_empty() && !models.has_loaded(hash) && is_due(hash)
+        });
         let Some((hash, (files, agents))) = missing else {
             // Nothing to fetch. Wait for a change in the view, or for the next retry.
             let no_retry_until = now() + Duration::from_secs(3600);
@@ -206,7 +207,7 @@ async fn fetch_forever(models: &Models, view: &View, controls: &[Control]) {
                 .values()
                 .map(|failure| failure.retry_at)
                 .fold(no_retry_until, Instant::min);
-            view.wait_for(retry_at, |view| self::described(view) != described).await;
+            view.wait_for(retry_at, |view| self::reported_files(view) != reported_files).await;
             continue;
         };
         let tries = failures.get(hash).map_or(0, |failure| failure.tries);
@@ -219,8 +220,8 @@ async fn fetch_forever(models: &Models, view: &View, controls: &[Control]) {
             }
             Err(error) => {
                 warn!(agent, error = describe_error(&error), "loading the tokenizer failed");
-                let pause = failures.get(hash).map_or(PAUSE_MIN, |failure| failure.pause * 2);
-                let pause = pause.min(PAUSE_MAX);
+                let pause = failures.get(hash).map_or(RETRY_PAUSE_MIN, |failure| failure.pause * 2);
+                let pause = pause.min(RETRY_PAUSE_MAX);
                 failures
                     .insert(*hash, Failure { retry_at: now() + pause, pause, tries: tries + 1 });
             }
@@ -230,22 +231,22 @@ async fn fetch_forever(models: &Models, view: &View, controls: &[Control]) {
 
 /// Returns the files that agents report, at most [`MODELS_MAX`] sets. The sets with the smallest
 /// hashes count, so that all routers choose the same ones.
-fn described(view: &Snapshot) -> Described {
-    let mut described = Described::new();
+fn reported_files(view: &Snapshot) -> ReportedFiles {
+    let mut reported_files = ReportedFiles::new();
     for (agent_index, agent) in view.agents.iter().enumerate() {
         let facts = agent.facts.as_ref();
         if let Some(files) = facts.and_then(|facts| facts.description.model_files) {
-            let (_, agents) = described.entry(files.hash).or_insert_with(|| (files, vec![]));
+            let (_, agents) = reported_files.entry(files.hash).or_insert_with(|| (files, vec![]));
             // A disconnected agent keeps its model loaded, but files can't be fetched from it.
             if agent.is_up() {
                 agents.push(agent_index);
             }
         }
     }
-    while described.len() > MODELS_MAX {
-        described.pop_last();
+    while reported_files.len() > MODELS_MAX {
+        reported_files.pop_last();
     }
-    described
+    reported_files
 }
 
 /// Why a model could not be loaded.
@@ -256,7 +257,7 @@ enum Error {
     Fetch(tonic::Status),
     /// Fetching the files took too long.
     #[error("fetching the model's files took longer than {} s", FETCH_MAX.as_secs())]
-    Late,
+    FetchTimedOut,
     /// The files are invalid.
     #[error(transparent)]
     Model(#[from] super::model::Error),
@@ -267,7 +268,7 @@ enum Error {
 
 async fn fetch(control: &Control, files: ModelFiles) -> Result<Model, Error> {
     let fetched = tokio::time::timeout(FETCH_MAX, control.model_files(files)).await;
-    let files: TokenizerFiles = fetched.map_err(|_| Error::Late)?.map_err(Error::Fetch)?;
+    let files: TokenizerFiles = fetched.map_err(|_| Error::FetchTimedOut)?.map_err(Error::Fetch)?;
     let task = tokio::task::spawn_blocking(move || Model::new(&files));
     Ok(task.await.map_err(Error::Panicked)??)
 }

@@ -1,11 +1,11 @@
 //! Caches the block hashes of tokenized text, so that only a prompt's new text is tokenized. Pure.
 //!
-//! A [`Chain`] hashes a prompt's tokens into routing blocks, which tell where the prompt's KV is (see
-//! [`proto::block`]). A growing conversation sends the same text again with each turn.
-//! [`split_at_marks`] cuts a prompt's text into segments before certain special tokens, the *marks*.
-//! A segment's tokens don't depend on the text before or after the segment. The cache stores the
-//! block hashes of a segment under a key that identifies all the text up to the segment's end. The
-//! caller makes the tokens.
+//! A [`Chain`] hashes a prompt's tokens into routing blocks, which tell where the prompt's KV is
+//! (see [`proto::block`]). A growing conversation sends the same text again with each turn.
+//! [`split_at_marks`] cuts a prompt's text into segments before certain special tokens, the
+//! *marks*. A segment's tokens don't depend on the text before or after the segment. The cache
+//! stores the block hashes of a segment under a key that identifies all the text up to the
+//! segment's end. The caller makes the tokens.
 
 use std::collections::{HashMap, VecDeque};
 

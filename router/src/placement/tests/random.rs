@@ -80,7 +80,7 @@ proptest! {
             .into_iter()
             .map(|stats| {
                 let one = cost::compute(&ask, &view, stats, later);
-                let rank = Reverse(rendezvous(ask.digest, &view, one.worker));
+                let rank = Reverse(rendezvous_hash(ask.digest, &view, one.worker));
                 ((one.cost_ms, one.sessions, rank), one)
             })
             .collect();
