@@ -169,7 +169,8 @@ pub struct PlacementRequest<'a> {
     /// A worker to prefer, and why. It is chosen if it costs more than the best worker by at most
     /// [`PARENT_SLACK_MS`] or [`CACHE_KEY_SLACK_MS`].
     pub prefer: Option<(WorkerRef, Reason)>,
-    /// The turn's prompt. `None` if its tokens are unknown; then the load alone decides.
+    /// The turn's prompt. `None` if its blocks, or where they are, are unknown; then the load alone
+    /// decides.
     pub prompt: Option<PromptOverlap<'a>>,
     /// The retention that a new session asks for.
     pub retention: Option<Retention>,

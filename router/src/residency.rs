@@ -19,13 +19,13 @@ pub mod learned;
 
 use self::index::Overlap;
 
-/// A prompt whose tokens are known, and how much of it is resident on each worker.
+/// The length of a prompt, and how much of it is resident on each worker.
 #[derive(Debug, Clone, Copy)]
 pub struct PromptOverlap<'a> {
-    /// Number of tokens in the prompt.
+    /// Number of tokens in the prompt; an estimate if the router couldn't tokenize the prompt.
     pub tokens: u64,
     /// Number of tokens in a block of `overlap`.
     pub block_tokens: u64,
-    /// Number of leading blocks that are resident, by worker.
+    /// Number of the prompt's leading blocks that are resident, by worker.
     pub overlap: &'a Overlap,
 }

@@ -70,11 +70,12 @@ struct Message {
 #[serde(untagged)]
 enum Content {
     Text(String),
-    Parts(Vec<Part>),
+    Parts(Vec<ContentPart>),
 }
 
+/// One part of a message's content: a text, or a medium such as an image.
 #[derive(Deserialize)]
-struct Part {
+struct ContentPart {
     #[serde(rename = "type")]
     kind: String,
     text: Option<String>,
@@ -220,7 +221,7 @@ impl Message {
             None => Value::from(""),
             Some(Content::Text(text)) => Value::from(text),
             Some(Content::Parts(parts)) => {
-                let texts: Option<Vec<String>> = parts.into_iter().map(Part::text).collect();
+                let texts: Option<Vec<String>> = parts.into_iter().map(ContentPart::text).collect();
                 // SGLang joins the parts of a tool's message to one text for every template.
                 if takes_parts && role != "tool" {
                     texts?.into_iter().map(text_part).collect()
@@ -263,7 +264,7 @@ impl Message {
     }
 }
 
-impl Part {
+impl ContentPart {
     /// Returns the part's text; `None` for an image or anything else that isn't text.
     fn text(self) -> Option<String> {
         if self.kind == "text" { self.text } else { None }
