@@ -1,7 +1,7 @@
 //! Serves `GET /v1/placements/{turn}`: why the router sent a turn to its worker.
 //!
-//! A turn is one request and its answer. Its id is in the answer's header `x-berth-turn`. The router
-//! remembers only the last placements.
+//! A turn is one request and its answer. Its id is in the answer's header `x-berth-turn`. The
+//! router remembers only the last placements.
 
 use axum::{
     Json,
