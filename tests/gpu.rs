@@ -112,7 +112,7 @@ async fn reloaded(gpus: &Gpus, control: &mut NvmlControl) -> Arc<Snapshot> {
         async move { loaded.then_some(()) }
     })
     .await;
-    let mut watch = gpus.watch();
+    let mut watch = gpus.subscribe();
     watch.mark_unchanged();
     tokio::time::timeout(PATIENCE, watch.changed()).await.unwrap().unwrap();
     gpus.snapshot()
@@ -124,7 +124,7 @@ fn uuids(snapshot: &Snapshot) -> Vec<&str> {
 
 /// Returns the first snapshot that satisfies `fits`.
 async fn snapshot(gpus: &Gpus, what: &str, fits: impl Fn(&Snapshot) -> bool) -> Arc<Snapshot> {
-    let mut watch = gpus.watch();
+    let mut watch = gpus.subscribe();
     let found = watch.wait_for(|snapshot| fits(snapshot));
     let Ok(found) = tokio::time::timeout(PATIENCE, found).await else {
         panic!("waited in vain for {what}; there is {:?}", gpus.snapshot());
@@ -135,7 +135,7 @@ async fn snapshot(gpus: &Gpus, what: &str, fits: impl Fn(&Snapshot) -> bool) -> 
 #[tokio::test]
 async fn every_reading_arrives() {
     let machine = Machine::new(&json!({ "0": busy() })).unwrap();
-    let gpus = gpu::watch(Settings { gpm: true, ..settings(&machine) }).unwrap();
+    let gpus = gpu::start(Settings { reads_gpm: true, ..settings(&machine) }).unwrap();
     let second = |snapshot: &Snapshot| snapshot.devices[0].reading.gpm.is_some();
     let seen = snapshot(&gpus, "two samples of the counters", second).await;
     let device = &seen.devices[0];
@@ -146,10 +146,10 @@ async fn every_reading_arrives() {
         pci_address: Some("00000000:1B:00.0".into()),
         parent_uuid: None,
         numa_node: Some(1),
-        divided: false,
+        is_divided: false,
     };
     assert_eq!(device.identity, expected);
-    assert_eq!((seen.basis, device.ours, &device.unhealthy), (Basis::Only, true, &None));
+    assert_eq!((seen.basis, device.is_ours, &device.unhealthy_reason), (Basis::Only, true, &None));
     let process = |pid, bytes| reading::Process { pid, bytes };
     let expected = reading::Reading {
         memory: Some(reading::Memory {
@@ -167,7 +167,7 @@ async fn every_reading_arrives() {
         memory_temperature_celsius: Some(66),
         sm_clock_mhz: Some(1980),
         memory_clock_mhz: Some(3201),
-        throttled: Some(vec!["power_cap", "hardware_thermal"]),
+        throttle_reasons: Some(vec!["power_cap", "hardware_thermal"]),
         pcie_sent_bytes: Some(1000),
         pcie_received_bytes: Some(2000),
         pcie_replays: Some(0),
@@ -177,8 +177,8 @@ async fn every_reading_arrives() {
         rows: reading::Rows {
             corrected: Some(3),
             uncorrected: Some(1),
-            pending: Some(true),
-            failed: Some(false),
+            has_pending: Some(true),
+            has_failed: Some(false),
         },
         recovery: Some(reading::Recovery::None),
         reset_needed: None,
@@ -191,7 +191,7 @@ async fn every_reading_arrives() {
             nvlink_received_bytes_per_second: Some(2_097_152.0),
         }),
         trouble: None,
-        failed: vec![],
+        failed_calls: vec![],
     };
     assert_eq!(device.reading, expected);
 }
@@ -208,7 +208,7 @@ async fn a_driver_that_lacks_calls_takes_only_their_readings_away() {
         "nvmlGpmQueryDeviceSupport",
     ];
     let machine = Machine::without(&lacks, &json!({ "gpus": { "0": busy() } })).unwrap();
-    let gpus = gpu::watch(Settings { gpm: true, ..settings(&machine) }).unwrap();
+    let gpus = gpu::start(Settings { reads_gpm: true, ..settings(&machine) }).unwrap();
     let device = &gpus.snapshot().devices[0];
     let reading = &device.reading;
     assert_eq!(reading.power_milliwatts, None);
@@ -216,7 +216,11 @@ async fn a_driver_that_lacks_calls_takes_only_their_readings_away() {
     assert_eq!(reading.memory.map(|memory| memory.used), Some(9 * GIB));
     assert_eq!(reading.processes.as_ref().map(Vec::len), Some(2), "those without MPS");
     assert_eq!((reading.temperature_celsius, reading.ecc_corrected), (Some(71), Some(5)));
-    assert_eq!((&reading.failed, &device.unhealthy), (&vec![], &None), "lacking is not failing");
+    assert_eq!(
+        (&reading.failed_calls, &device.unhealthy_reason),
+        (&vec![], &None),
+        "lacking is not failing"
+    );
 }
 
 #[tokio::test]
@@ -225,12 +229,12 @@ async fn unsupported_readings_are_queried_once_and_failures_are_counted() {
     gpu["power_milliwatts"] = Value::Null;
     gpu["fail"] = json!({"nvmlDeviceGetTemperature": 999});
     let machine = Machine::new(&json!({ "0": gpu })).unwrap();
-    let gpus = gpu::watch(settings(&machine)).unwrap();
+    let gpus = gpu::start(settings(&machine)).unwrap();
     let mut control = machine.wait_until_loaded().await.unwrap();
-    let failed = |snapshot: &Snapshot| snapshot.devices[0].failures["temperature"];
+    let failed = |snapshot: &Snapshot| snapshot.devices[0].failure_counts["temperature"];
     let seen = snapshot(&gpus, "three failed readings", |snapshot| failed(snapshot) >= 3).await;
     assert_eq!(seen.devices[0].reading.temperature_celsius, None);
-    assert_eq!(seen.devices[0].failures.len(), 1, "{:?}", seen.devices[0].failures);
+    assert_eq!(seen.devices[0].failure_counts.len(), 1, "{:?}", seen.devices[0].failure_counts);
     assert_eq!(control.calls("nvmlDeviceGetPowerUsage").unwrap(), 1);
     assert!(control.calls("nvmlDeviceGetTemperature").unwrap() >= 3);
     control.gpu(0, &json!({"fail": {"nvmlDeviceGetTemperature": 0}})).unwrap();
@@ -239,14 +243,14 @@ async fn unsupported_readings_are_queried_once_and_failures_are_counted() {
 }
 
 fn reason(snapshot: &Snapshot) -> &str {
-    snapshot.unhealthy.as_deref().unwrap_or_default()
+    snapshot.unhealthy_reason.as_deref().unwrap_or_default()
 }
 
 #[tokio::test]
 async fn an_xid_that_needs_a_reset_is_reported_at_once_and_others_are_counted() {
     let machine = Machine::new(&json!({ "0": {}, "1": {} })).unwrap();
     let devices = vec!["1".parse().unwrap()];
-    let gpus = gpu::watch(Settings { devices, ..settings(&machine) }).unwrap();
+    let gpus = gpu::start(Settings { devices, ..settings(&machine) }).unwrap();
     let mut control = machine.wait_until_loaded().await.unwrap();
     // An event before the GPU is watched is lost.
     eventually("the GPUs to be watched", || {
@@ -256,14 +260,22 @@ async fn an_xid_that_needs_a_reset_is_reported_at_once_and_others_are_counted() 
     .await;
     control.xid(1, 31).unwrap();
     control.xid(1, 31).unwrap();
-    let twice = |snapshot: &Snapshot| snapshot.devices[1].xids.get(&31) == Some(&2);
-    assert_eq!(snapshot(&gpus, "two XIDs", twice).await.unhealthy, None, "an application's fault");
+    let twice = |snapshot: &Snapshot| snapshot.devices[1].xid_counts.get(&31) == Some(&2);
+    assert_eq!(
+        snapshot(&gpus, "two XIDs", twice).await.unhealthy_reason,
+        None,
+        "an application's fault"
+    );
     control.xid(0, 62).unwrap();
-    let told = |snapshot: &Snapshot| snapshot.devices[0].xids.contains_key(&62);
-    assert_eq!(snapshot(&gpus, "another's XID", told).await.unhealthy, None, "not the engine's");
+    let told = |snapshot: &Snapshot| snapshot.devices[0].xid_counts.contains_key(&62);
+    assert_eq!(
+        snapshot(&gpus, "another's XID", told).await.unhealthy_reason,
+        None,
+        "not the engine's"
+    );
     control.xid(1, 62).unwrap();
     let unhealthy =
-        snapshot(&gpus, "the engine's GPU", |snapshot| snapshot.unhealthy.is_some()).await;
+        snapshot(&gpus, "the engine's GPU", |snapshot| snapshot.unhealthy_reason.is_some()).await;
     assert!(
         reason(&unhealthy).starts_with("GPU 1 (GPU-") && reason(&unhealthy).contains("reset"),
         "{unhealthy:?}"
@@ -275,7 +287,8 @@ async fn an_xid_that_needs_a_reset_is_reported_at_once_and_others_are_counted() 
     };
     snapshot(&gpus, "the driver's request for a reset", asked).await;
     control.gpu(1, &json!({"fields": {"230": 0}})).unwrap();
-    snapshot(&gpus, "the GPU to be healthy again", |snapshot| snapshot.unhealthy.is_none()).await;
+    snapshot(&gpus, "the GPU to be healthy again", |snapshot| snapshot.unhealthy_reason.is_none())
+        .await;
 }
 
 #[tokio::test]
@@ -288,11 +301,11 @@ async fn slices_are_separate_devices_with_the_health_of_their_gpu() {
     let gpu =
         json!({"uuid": "GPU-a", "mig": true, "slices": {"0": slice(0, 1), "2": slice(2, own)}});
     let machine = Machine::new(&json!({ "0": gpu })).unwrap();
-    let gpus = gpu::watch(settings(&machine)).unwrap();
-    let mut control = machine.loaded().await.unwrap();
+    let gpus = gpu::start(settings(&machine)).unwrap();
+    let mut control = machine.wait_until_loaded().await.unwrap();
     let unknown = gpus.snapshot();
     let ours = |snapshot: &Snapshot| -> Vec<String> {
-        let ours = snapshot.devices.iter().filter(|device| device.ours);
+        let ours = snapshot.devices.iter().filter(|device| device.is_ours);
         ours.map(|device| device.identity.uuid.clone()).collect()
     };
     assert_eq!(
@@ -308,14 +321,14 @@ async fn slices_are_separate_devices_with_the_health_of_their_gpu() {
     assert_eq!(device.engine_bytes.map(|figure| figure.value), Some(GIB));
     assert_eq!((device.memory_total_bytes, device.power_milliwatts), (Some(16 * GIB), None));
     control.gpu(0, &json!({"lost": true})).unwrap();
-    let lost = snapshot(&gpus, "the loss", |snapshot| snapshot.unhealthy.is_some()).await;
+    let lost = snapshot(&gpus, "the loss", |snapshot| snapshot.unhealthy_reason.is_some()).await;
     assert!(reason(&lost).contains("MIG-2") && reason(&lost).contains("fell off"), "{lost:?}");
 }
 
 #[tokio::test]
 async fn a_gpu_lost_before_the_agent_started_is_reported() {
     let machine = Machine::new(&json!({ "0": {"lost": true} })).unwrap();
-    let gpus = gpu::watch(settings(&machine)).unwrap();
+    let gpus = gpu::start(settings(&machine)).unwrap();
     let snapshot = gpus.snapshot();
     assert_eq!(snapshot.devices[0].identity.uuid, "index-0", "it can't say its name");
     assert!(reason(&snapshot).contains("fell off the bus"), "{snapshot:?}");
@@ -329,16 +342,17 @@ fn failing_calls() -> Value {
 #[tokio::test]
 async fn a_lost_gpu_stays_unhealthy_when_its_calls_fail_with_another_error() {
     let machine = Machine::new(&json!({ "0": {} })).unwrap();
-    let gpus = gpu::watch(settings(&machine)).unwrap();
+    let gpus = gpu::start(settings(&machine)).unwrap();
     let mut control = machine.wait_until_loaded().await.unwrap();
     control.gpu(0, &json!({"lost": true})).unwrap();
-    snapshot(&gpus, "the loss", |snapshot| snapshot.unhealthy.is_some()).await;
+    snapshot(&gpus, "the loss", |snapshot| snapshot.unhealthy_reason.is_some()).await;
     control.gpu(0, &failing_calls()).unwrap();
-    let failing = |snapshot: &Snapshot| snapshot.devices[0].failures.get("memory") >= Some(&2);
+    let failing =
+        |snapshot: &Snapshot| snapshot.devices[0].failure_counts.get("memory") >= Some(&2);
     let failing = snapshot(&gpus, "two failed readings", failing).await;
     assert!(reason(&failing).contains("fell off the bus"), "{failing:?}");
     control.gpu(0, &json!({"fail": {"*": 0}})).unwrap();
-    snapshot(&gpus, "the GPU's return", |snapshot| snapshot.unhealthy.is_none()).await;
+    snapshot(&gpus, "the GPU's return", |snapshot| snapshot.unhealthy_reason.is_none()).await;
 }
 
 #[tokio::test]
@@ -346,10 +360,10 @@ async fn a_lost_gpu_and_its_slices_stay_unhealthy_however_nvml_fails_to_find_the
     let slice = |number: u64| json!({"uuid": format!("MIG-{number}"), "memory_total": GIB});
     let gpu = json!({"uuid": "GPU-a", "mig": true, "slices": {"0": slice(0), "2": slice(2)}});
     let machine = Machine::new(&json!({ "0": gpu })).unwrap();
-    let gpus = gpu::watch(reloading(&machine, &["MIG-2"])).unwrap();
+    let gpus = gpu::start(reloading(&machine, &["MIG-2"])).unwrap();
     let mut control = machine.wait_until_loaded().await.unwrap();
     control.gpu(0, &json!({"lost": true})).unwrap();
-    snapshot(&gpus, "the loss", |snapshot| snapshot.unhealthy.is_some()).await;
+    snapshot(&gpus, "the loss", |snapshot| snapshot.unhealthy_reason.is_some()).await;
     let uncounted = |code: u32| json!({"fail": {"nvmlDeviceGetCount_v2": code}});
     let of_it = |patch: Value| json!({"gpus": {"0": patch}});
     for failure in [
@@ -368,27 +382,28 @@ async fn a_lost_gpu_and_its_slices_stay_unhealthy_however_nvml_fails_to_find_the
         assert!(told, "{failure}: {seen:?}");
     }
     control.gpu(0, &json!({"hidden": false, "fail": {"*": 0}})).unwrap();
-    let back = snapshot(&gpus, "the GPU's return", |snapshot| snapshot.unhealthy.is_none()).await;
+    let back =
+        snapshot(&gpus, "the GPU's return", |snapshot| snapshot.unhealthy_reason.is_none()).await;
     assert_eq!(uuids(&back), ["GPU-a", "MIG-0", "MIG-2"]);
 }
 
 #[tokio::test]
 async fn a_gpu_keeps_its_identity_when_the_other_gpu_is_no_longer_listed() {
     let machine = Machine::new(&json!({ "0": {"uuid": "GPU-a"}, "1": {"uuid": "GPU-b"} })).unwrap();
-    let gpus = gpu::watch(reloading(&machine, &[])).unwrap();
+    let gpus = gpu::start(reloading(&machine, &[])).unwrap();
     let mut control = machine.wait_until_loaded().await.unwrap();
     control.gpu(0, &json!({"lost": true})).unwrap();
-    let lost = |snapshot: &Snapshot| snapshot.devices[0].unhealthy.is_some();
+    let lost = |snapshot: &Snapshot| snapshot.devices[0].unhealthy_reason.is_some();
     snapshot(&gpus, "the loss", lost).await;
     control.gpu(0, &json!({"hidden": true})).unwrap();
     let seen = reloaded(&gpus, &mut control).await;
     assert_eq!((uuids(&seen), seen.basis), (vec!["GPU-a", "GPU-b"], Basis::Unknown));
-    assert!(lost(&seen) && seen.devices[1].unhealthy.is_none(), "{seen:?}");
+    assert!(lost(&seen) && seen.devices[1].unhealthy_reason.is_none(), "{seen:?}");
     assert_eq!(seen.devices[1].identity.index, 1, "and not the first, as NVML has it now");
     eventually("its XID", || {
         // While NVML is being reloaded, events are lost.
         control.xid(1, 31).unwrap();
-        let counted = |at: usize| gpus.snapshot().devices[at].xids.contains_key(&31);
+        let counted = |at: usize| gpus.snapshot().devices[at].xid_counts.contains_key(&31);
         assert!(!counted(0), "it was the other's");
         let counted = counted(1);
         async move { counted.then_some(()) }
@@ -401,32 +416,34 @@ async fn a_gpu_keeps_its_identity_when_the_other_gpu_is_no_longer_listed() {
 #[tokio::test]
 async fn a_gpu_lost_before_the_agent_started_is_matched_by_its_uuid_when_it_returns() {
     let machine = Machine::new(&json!({ "0": {"uuid": "GPU-a", "lost": true} })).unwrap();
-    let gpus = gpu::watch(reloading(&machine, &["GPU-a"])).unwrap();
-    let mut control = machine.loaded().await.unwrap();
+    let gpus = gpu::start(reloading(&machine, &["GPU-a"])).unwrap();
+    let mut control = machine.wait_until_loaded().await.unwrap();
     assert!(reason(&gpus.snapshot()).contains("no GPU here is GPU-a"), "{:?}", gpus.snapshot());
     control.gpu(0, &json!({"lost": false})).unwrap();
-    let back = snapshot(&gpus, "the GPU's return", |snapshot| snapshot.unhealthy.is_none()).await;
-    assert_eq!((uuids(&back), back.devices[0].ours), (vec!["GPU-a"], true));
+    let back =
+        snapshot(&gpus, "the GPU's return", |snapshot| snapshot.unhealthy_reason.is_none()).await;
+    assert_eq!((uuids(&back), back.devices[0].is_ours), (vec!["GPU-a"], true));
 }
 
 #[tokio::test]
 async fn a_gpu_that_answers_no_call_makes_its_worker_unhealthy_until_it_does() {
     let machine = Machine::new(&json!({ "0": {} })).unwrap();
-    let gpus = gpu::watch(settings(&machine)).unwrap();
-    assert_eq!(gpus.snapshot().unhealthy, None);
-    let mut control = machine.loaded().await.unwrap();
-    control.gpu(0, &mute()).unwrap();
-    let sick = snapshot(&gpus, "the failures", |snapshot| snapshot.unhealthy.is_some()).await;
-    assert!(reason(&sick).contains("can't reach it"), "{sick:?}");
+    let gpus = gpu::start(settings(&machine)).unwrap();
+    assert_eq!(gpus.snapshot().unhealthy_reason, None);
+    let mut control = machine.wait_until_loaded().await.unwrap();
+    control.gpu(0, &failing_calls()).unwrap();
+    let unhealthy =
+        snapshot(&gpus, "the failures", |snapshot| snapshot.unhealthy_reason.is_some()).await;
+    assert!(reason(&unhealthy).contains("can't reach it"), "{unhealthy:?}");
     control.gpu(0, &json!({"fail": {"*": 0}})).unwrap();
-    snapshot(&gpus, "the GPU's return", |snapshot| snapshot.unhealthy.is_none()).await;
+    snapshot(&gpus, "the GPU's return", |snapshot| snapshot.unhealthy_reason.is_none()).await;
 }
 
 #[tokio::test]
 async fn a_driver_that_loads_after_the_agent_started_is_found() {
     let not_loaded = json!({ "gpus": { "0": {} }, "fail": { "nvmlInit_v2": 9 } });
     let machine = Machine::without(&[], &not_loaded).unwrap();
-    let gpus = gpu::watch(settings(&machine)).unwrap();
+    let gpus = gpu::start(settings(&machine)).unwrap();
     assert!(gpus.snapshot().devices.is_empty());
     let mut control = machine.loaded().await.unwrap();
     control.set(&json!({ "fail": { "nvmlInit_v2": 0 } })).unwrap();
@@ -498,10 +515,10 @@ async fn without_nvml_the_worker_has_the_device_that_its_engine_names() {
 async fn a_setting_that_names_no_gpu_here_makes_the_worker_unhealthy_and_says_which() {
     let machine = Machine::new(&json!({ "0": {}, "1": {} })).unwrap();
     let devices = ["0", "GPU-elsewhere"].map(|device| device.parse().unwrap()).into();
-    let gpus = gpu::watch(Settings { devices, ..settings(&machine) }).unwrap();
+    let gpus = gpu::start(Settings { devices, ..settings(&machine) }).unwrap();
     let seen = gpus.snapshot();
     assert!(reason(&seen).contains("no GPU here is GPU-elsewhere"), "{seen:?}");
-    let ours: Vec<bool> = seen.devices.iter().map(|device| device.ours).collect();
+    let ours: Vec<bool> = seen.devices.iter().map(|device| device.is_ours).collect();
     assert_eq!(ours, [true, false], "those that are there");
 }
 

@@ -69,7 +69,7 @@ pub struct Settings {
     /// The path of the NVML library. If empty, the driver's library is used.
     pub library: PathBuf,
     /// Whether to read performance counters too.
-    pub gpm: bool,
+    pub reads_gpm: bool,
     /// The time between two reloads of NVML while a device is missing. Only a reload finds a device
     /// that appears later.
     pub reload_interval: Duration,
@@ -80,7 +80,7 @@ impl Default for Settings {
         Self {
             devices: vec![],
             library: PathBuf::new(),
-            gpm: false,
+            reads_gpm: false,
             reload_interval: RELOAD_INTERVAL,
         }
     }
@@ -105,7 +105,7 @@ impl Gpus {
 
     /// Returns a receiver of the newest snapshot.
     #[must_use]
-    pub fn watch(&self) -> watch::Receiver<Arc<Snapshot>> {
+    pub fn subscribe(&self) -> watch::Receiver<Arc<Snapshot>> {
         self.snapshot.clone()
     }
 
@@ -130,8 +130,8 @@ impl Gpus {
 ///
 /// # Errors
 /// When the thread can't be created.
-pub fn watch(settings: Settings) -> std::io::Result<Gpus> {
-    let (publish, snapshot) = watch::channel(Arc::new(Snapshot::none(now())));
+pub fn start(settings: Settings) -> std::io::Result<Gpus> {
+    let (snapshot_sender, snapshot) = watch::channel(Arc::new(Snapshot::without_devices(now())));
     let (schedulers, scheduler_updates) = watch::channel(vec![]);
     let (event_sender, events) = mpsc::sync_channel(EVENTS_MAX);
     let (first_reading_sender, first_reading) = mpsc::sync_channel(1);
@@ -140,7 +140,7 @@ pub fn watch(settings: Settings) -> std::io::Result<Gpus> {
         settings,
         processes: Processes::new("/proc".into()),
         scheduler_updates,
-        publish,
+        snapshot_sender,
         events,
         event_sender: event_sender.clone(),
         first_reading_sender: Some(first_reading_sender),
@@ -159,10 +159,11 @@ struct GpuThread {
     fleet: Fleet,
     processes: Processes,
     scheduler_updates: watch::Receiver<Vec<Scheduler>>,
-    publish: watch::Sender<Arc<Snapshot>>,
+    snapshot_sender: watch::Sender<Arc<Snapshot>>,
     events: mpsc::Receiver<GpuEvent>,
     event_sender: mpsc::SyncSender<GpuEvent>,
-    /// Dropped after the first reading, which ends the wait in [`watch`].
+    /// Dropped after the first reading, or if the driver doesn't answer yet. Dropping it ends the
+    /// wait in [`start`].
     first_reading_sender: Option<mpsc::SyncSender<()>>,
     /// The engine's devices as last logged.
     logged_devices: Option<(Basis, Vec<String>)>,
@@ -172,18 +173,18 @@ impl GpuThread {
     /// Runs until all handles are dropped.
     fn run(mut self) {
         let mut known_devices = vec![];
-        let mut is_waiting = false;
-        while !self.publish.is_closed() {
+        let mut is_waiting_for_driver = false;
+        while !self.snapshot_sender.is_closed() {
             match nvml::load(&self.settings.library) {
                 Ok(nvml) => {
-                    is_waiting = false;
+                    is_waiting_for_driver = false;
                     known_devices = self.read_until_reload(&nvml, &known_devices);
                 }
                 Err(error) if nvml::may_load_later(&error) => {
-                    if !is_waiting {
+                    if !is_waiting_for_driver {
                         warn!(%error, "no GPU readings until the driver answers");
                     }
-                    is_waiting = true;
+                    is_waiting_for_driver = true;
                     self.first_reading_sender = None;
                     self.wait_for_events(LOAD_RETRY_INTERVAL);
                 }
@@ -198,7 +199,7 @@ impl GpuThread {
     /// Reads devices until all handles are dropped or NVML must be reloaded. `known_devices` are
     /// the devices that NVML listed before the reload. Returns the identities of the devices now.
     fn read_until_reload(&mut self, nvml: &Nvml, known_devices: &[Identity]) -> Vec<Identity> {
-        let mut devices = nvml::list_devices(nvml, known_devices, self.settings.gpm);
+        let mut devices = nvml::list_devices(nvml, known_devices, self.settings.reads_gpm);
         let identities: Vec<Identity> =
             devices.iter().map(|device| device.identity.clone()).collect();
         let uuids_and_indices: Vec<(&str, u32)> = identities
@@ -208,16 +209,16 @@ impl GpuThread {
             .collect();
         let (stop, event_sender) = (AtomicBool::new(false), self.event_sender.clone());
         std::thread::scope(|scope| {
-            for (board, nvml_index) in uuids_and_indices {
+            for (board_uuid, nvml_index) in uuids_and_indices {
                 let (stop, event_sender) = (&stop, &event_sender);
                 let events =
-                    move || nvml::follow_events(nvml, board, nvml_index, stop, event_sender);
+                    move || nvml::follow_events(nvml, board_uuid, nvml_index, stop, event_sender);
                 let thread = std::thread::Builder::new().name("gpu-events".into());
                 if let Err(error) = thread.spawn_scoped(scope, events) {
-                    warn!(board, %error, "can't follow the XIDs of this GPU");
+                    warn!(board = board_uuid, %error, "can't follow the XIDs of this GPU");
                 }
             }
-            while !self.publish.is_closed() {
+            while !self.snapshot_sender.is_closed() {
                 let read_at = now();
                 self.read_devices(read_at, &mut devices);
                 if self.fleet.needs_reload(read_at) {
@@ -239,13 +240,13 @@ impl GpuThread {
             .flat_map(|(_, reading)| reading.processes.iter().flatten())
             .map(|process| process.pid)
             .collect();
-        let pids_agree = self.processes.are_in_our_namespace(pids.into_iter());
+        let are_pids_in_agent_namespace = self.processes.are_in_agent_namespace(pids.into_iter());
         let schedulers = self.scheduler_updates.borrow_and_update().clone();
-        let (members, is_new) = self.processes.members(read_at, &schedulers);
-        let engine = EngineProcesses { members, is_new, pids_agree };
+        let (members, has_new_schedulers) = self.processes.members(read_at, &schedulers);
+        let engine = EngineProcesses { members, has_new_schedulers, are_pids_in_agent_namespace };
         let snapshot = self.fleet.take_readings(read_at, readings, engine);
         self.log_changes(&snapshot);
-        self.publish.send_replace(Arc::new(snapshot));
+        self.snapshot_sender.send_replace(Arc::new(snapshot));
         self.first_reading_sender = None;
     }
 
@@ -256,25 +257,25 @@ impl GpuThread {
         std::thread::sleep(READING_GAP_MIN);
         let others: Vec<GpuEvent> = self.events.try_iter().take(EVENTS_MAX).collect();
         for event in [first].into_iter().chain(others) {
-            if let GpuEvent::Xid { board, number } = event {
-                let what = xid::fatal(number).map(|fatal| fatal.what);
-                warn!(board, number, what, "the driver reports an XID");
-                self.fleet.add_xid(&board, number);
+            if let GpuEvent::Xid { board_uuid, number } = event {
+                let what = xid::fatal(number).map(|fatal| fatal.description);
+                warn!(board = board_uuid, number, what, "the driver reports an XID");
+                self.fleet.add_xid(&board_uuid, number);
             }
         }
     }
 
     /// Logs the engine's devices and their health whenever one of these changes.
     fn log_changes(&mut self, snapshot: &Snapshot) {
-        let reason_before = self.publish.borrow().unhealthy.clone();
-        match (&reason_before, &snapshot.unhealthy) {
+        let reason_before = self.snapshot_sender.borrow().unhealthy_reason.clone();
+        match (&reason_before, &snapshot.unhealthy_reason) {
             (Some(_), None) => info!("the engine's devices work again"),
             (before, Some(reason)) if before.as_ref() != Some(reason) => {
                 error!(reason, "a device of the engine doesn't work or is missing");
             }
             _ => {}
         }
-        let ours = snapshot.devices.iter().filter(|device| device.ours);
+        let ours = snapshot.devices.iter().filter(|device| device.is_ours);
         let ours: Vec<String> = ours.map(|device| device.identity.uuid.clone()).collect();
         let devices = Some((snapshot.basis, ours));
         if self.logged_devices == devices {
@@ -300,7 +301,7 @@ impl From<&Config> for Settings {
         Self {
             devices: devices.filter_map(|device| device.parse().ok()).collect(),
             library: config.nvml_library.clone(),
-            gpm: config.gpm,
+            reads_gpm: config.gpm,
             ..Self::default()
         }
     }

@@ -151,7 +151,7 @@ pub async fn run(
     let metrics = Metrics::new(&mut registry);
     let engine = engine_client(&config);
     log_start(&config, &listeners)?;
-    let gpus = gpu::watch((&config).into())?;
+    let gpus = gpu::start((&config).into())?;
     let (agent, shim, queues) =
         start_agent(&config, &gpus, &listeners, epoch, &engine, &metrics, &tasks)?;
     let republish_interval = ms(config.republish_interval_ms);
@@ -169,7 +169,7 @@ pub async fn run(
     )?;
     let ready = track_readiness(&agent, &metrics, &tasks).await;
     if let Ok(watch) = agent.watch().await {
-        gpu::metrics::register(&mut registry, gpus.watch(), watch.report);
+        gpu::metrics::register(&mut registry, gpus.subscribe(), watch.report);
     }
     let admin_data =
         AdminData { registry: Arc::new(registry), ready, config: settings::to_toml(&config) };

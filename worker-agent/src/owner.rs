@@ -241,7 +241,7 @@ impl Owner {
         mut trim_news: mpsc::Receiver<shim_trim::TrimmerEvent>,
     ) {
         let mut turn_ends = self.end_receiver.take().expect("taken once, here");
-        let mut gpus = self.setup.gpus.watch();
+        let mut gpus = self.setup.gpus.subscribe();
         let token = self.tasks.token();
         loop {
             let deadline = self.next_deadline();

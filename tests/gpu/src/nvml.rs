@@ -20,7 +20,7 @@ pub(crate) fn compare(answers: &mut Answers) {
         answers.skip(ABOUT, "against nvidia-smi", "there is no nvidia-smi");
         return;
     };
-    let snapshot = match gpu::watch(Settings::default()) {
+    let snapshot = match gpu::start(Settings::default()) {
         Ok(gpus) => gpus.snapshot(),
         Err(error) => return answers.skip(ABOUT, "against nvidia-smi", error),
     };

@@ -29,13 +29,13 @@ const XIDS_MAX: usize = 256;
 #[derive(Debug, Clone)]
 pub struct Snapshot {
     /// When the devices were read.
-    pub at: Instant,
+    pub read_at: Instant,
     /// Every device that NVML lists: each GPU, followed by its MIG slices.
     pub devices: Vec<DeviceState>,
     /// How the worker's devices were determined.
     pub basis: Basis,
     /// Why the worker can't work, if one of its devices is unhealthy or missing.
-    pub unhealthy: Option<String>,
+    pub unhealthy_reason: Option<String>,
 }
 
 /// The state of one device.
@@ -46,24 +46,24 @@ pub struct DeviceState {
     /// The newest reading.
     pub reading: Reading,
     /// Whether the device is the worker's. If the snapshot's basis is unknown, whether it may be.
-    pub ours: bool,
+    pub is_ours: bool,
     /// The DP ranks that run on the device. If empty, they are unknown, and any rank may run on it.
     pub dp_ranks: Vec<u32>,
     /// Device memory used by the engine's processes, in bytes.
     pub engine_bytes: Option<u64>,
     /// Why the device's board can't be used. `None` if it can.
-    pub unhealthy: Option<String>,
+    pub unhealthy_reason: Option<String>,
     /// How often each XID of the device's board occurred since the agent started, by number.
-    pub xids: BTreeMap<u64, u64>,
+    pub xid_counts: BTreeMap<u64, u64>,
     /// How often each NVML call for the device failed since the agent started, by name.
-    pub failures: BTreeMap<&'static str, u64>,
+    pub failure_counts: BTreeMap<&'static str, u64>,
 }
 
 /// The part of a board's state that is kept between readings and across reloads of NVML.
 #[derive(Debug, Default)]
 struct Board {
     health: BoardHealth,
-    xids: BTreeMap<u64, u64>,
+    xid_counts: BTreeMap<u64, u64>,
 }
 
 /// The engine's processes at the time of a reading.
@@ -72,9 +72,9 @@ pub struct EngineProcesses<'a> {
     /// The processes. Empty if they are unknown.
     pub members: &'a [Member],
     /// Whether the engine has other scheduler processes than at the last reading.
-    pub is_new: bool,
+    pub has_new_schedulers: bool,
     /// Whether the pids that NVML reports are those of the agent's pid namespace.
-    pub pids_agree: bool,
+    pub are_pids_in_agent_namespace: bool,
 }
 
 /// The machine's GPUs.
@@ -86,15 +86,15 @@ pub struct Fleet {
     /// The boards by UUID.
     boards: BTreeMap<String, Board>,
     /// The number of failed NVML calls, by the device's UUID, then by the call's name.
-    failures: BTreeMap<String, BTreeMap<&'static str, u64>>,
+    failure_counts: BTreeMap<String, BTreeMap<&'static str, u64>>,
     selection: Selection,
     /// The ranks last seen on each device, by the device's UUID.
     dp_ranks: BTreeMap<String, Vec<u32>>,
     /// Entries of the setting `devices` that match no device.
     unmatched: Vec<Selector>,
-    /// Since when a device has been missing: a board is lost, or an entry of the setting matches no
-    /// device. After a reload of NVML, the time of the reload. `None` if no device is missing.
-    incomplete_since: Option<Instant>,
+    /// When the wait for the next reload of NVML began. `None` if no device is missing, that is, no
+    /// board is lost and each entry of the setting `devices` matches a device.
+    reload_wait_since: Option<Instant>,
 }
 
 impl Fleet {
@@ -106,20 +106,20 @@ impl Fleet {
             configured,
             reload_interval,
             boards: BTreeMap::new(),
-            failures: BTreeMap::new(),
+            failure_counts: BTreeMap::new(),
             selection: Selection::default(),
             dp_ranks: BTreeMap::new(),
             unmatched: vec![],
-            incomplete_since: None,
+            reload_wait_since: None,
         }
     }
 
     /// Counts an XID of the board with this UUID.
-    pub fn add_xid(&mut self, board: &str, number: u64) {
-        let Some(board) = self.boards.get_mut(board) else { return };
+    pub fn add_xid(&mut self, board_uuid: &str, number: u64) {
+        let Some(board) = self.boards.get_mut(board_uuid) else { return };
         board.health.add_xid(number);
-        if board.xids.len() < XIDS_MAX || board.xids.contains_key(&number) {
-            *board.xids.entry(number).or_default() += 1;
+        if board.xid_counts.len() < XIDS_MAX || board.xid_counts.contains_key(&number) {
+            *board.xid_counts.entry(number).or_default() += 1;
         }
     }
 
@@ -137,12 +137,12 @@ impl Fleet {
             if identity.parent_uuid.is_none() {
                 self.boards.entry(identity.uuid.clone()).or_default().health.take_reading(reading);
             }
-            let failures = self.failures.entry(identity.uuid.clone()).or_default();
-            for call in &reading.failed {
-                *failures.entry(call).or_default() += 1;
+            let failure_counts = self.failure_counts.entry(identity.uuid.clone()).or_default();
+            for call in &reading.failed_calls {
+                *failure_counts.entry(call).or_default() += 1;
             }
         }
-        if engine.is_new {
+        if engine.has_new_schedulers {
             self.selection.forget();
             self.dp_ranks.clear();
         }
@@ -167,11 +167,17 @@ impl Fleet {
                 self.device_state(identity, reading, used.bytes, picked.contains(&index))
             })
             .collect();
-        self.incomplete_since = self.is_incomplete().then(|| self.incomplete_since.unwrap_or(now));
+        self.reload_wait_since =
+            self.is_incomplete().then(|| self.reload_wait_since.unwrap_or(now));
         if cfg!(debug_assertions) {
             self.check_invariants();
         }
-        Snapshot { at: now, unhealthy: unhealthy(basis, &devices, &self.unmatched), devices, basis }
+        Snapshot {
+            read_at: now,
+            unhealthy_reason: unhealthy_reason(basis, &devices, &self.unmatched),
+            devices,
+            basis,
+        }
     }
 
     fn device_state(
@@ -179,19 +185,19 @@ impl Fleet {
         identity: Identity,
         reading: Reading,
         engine_bytes: Option<u64>,
-        ours: bool,
+        is_ours: bool,
     ) -> DeviceState {
-        let board = self.boards.get(identity.board());
+        let board = self.boards.get(identity.board_uuid());
         let total = reading.memory.map(|memory| memory.total);
         // A figure above the device's total memory is wrong and is left out.
         let engine_bytes = engine_bytes.filter(|&bytes| total.is_none_or(|total| bytes <= total));
         DeviceState {
-            ours,
+            is_ours,
             dp_ranks: self.dp_ranks.get(&identity.uuid).cloned().unwrap_or_default(),
             engine_bytes,
-            unhealthy: board.and_then(|board| board.health.reason()),
-            xids: board.map(|board| board.xids.clone()).unwrap_or_default(),
-            failures: self.failures.get(&identity.uuid).cloned().unwrap_or_default(),
+            unhealthy_reason: board.and_then(|board| board.health.reason()),
+            xid_counts: board.map(|board| board.xid_counts.clone()).unwrap_or_default(),
+            failure_counts: self.failure_counts.get(&identity.uuid).cloned().unwrap_or_default(),
             identity,
             reading,
         }
@@ -200,9 +206,10 @@ impl Fleet {
     /// Whether NVML should be reloaded now, because a device has been missing for the interval. If
     /// so, the interval starts again.
     pub fn needs_reload(&mut self, now: Instant) -> bool {
-        let is_due = self.incomplete_since.is_some_and(|since| now >= since + self.reload_interval);
+        let is_due =
+            self.reload_wait_since.is_some_and(|since| now >= since + self.reload_interval);
         if is_due {
-            self.incomplete_since = Some(now);
+            self.reload_wait_since = Some(now);
         }
         is_due
     }
@@ -219,12 +226,12 @@ impl Fleet {
     pub fn check_invariants(&self) {
         assert_eq!(
             self.is_incomplete(),
-            self.incomplete_since.is_some(),
+            self.reload_wait_since.is_some(),
             "a reload comes while one is lacking"
         );
         for board in self.boards.values() {
             board.health.check_invariants();
-            assert!(board.xids.len() <= XIDS_MAX, "{} XIDs", board.xids.len());
+            assert!(board.xid_counts.len() <= XIDS_MAX, "{} XIDs", board.xid_counts.len());
         }
     }
 }
@@ -251,7 +258,8 @@ fn engine_use(reading: &Reading, engine: EngineProcesses<'_>) -> EngineUse {
     // NVML lists clients of MPS, which shares a GPU between processes, apart from other processes.
     // A process may be in both lists, but counts once.
     let mut bytes = BTreeMap::<u32, Option<u64>>::new();
-    for process in reading.processes.iter().flatten().filter(|_| engine.pids_agree) {
+    for process in reading.processes.iter().flatten().filter(|_| engine.are_pids_in_agent_namespace)
+    {
         let process_bytes = bytes.entry(process.pid).or_default();
         *process_bytes = (*process_bytes).max(process.bytes);
     }
@@ -278,10 +286,14 @@ fn engine_use(reading: &Reading, engine: EngineProcesses<'_>) -> EngineUse {
 /// Returns why the worker can't work, or `None` if it can. An entry of the setting that matches no
 /// device counts, because the device may have disappeared before the agent started. If the basis is
 /// unknown, the devices may be another engine's, so their health doesn't count.
-fn unhealthy(basis: Basis, devices: &[DeviceState], unmatched: &[Selector]) -> Option<String> {
-    let ours = devices.iter().filter(|device| device.ours && basis != Basis::Unknown);
+fn unhealthy_reason(
+    basis: Basis,
+    devices: &[DeviceState],
+    unmatched: &[Selector],
+) -> Option<String> {
+    let ours = devices.iter().filter(|device| device.is_ours && basis != Basis::Unknown);
     let unhealthy_devices = ours.filter_map(|device| {
-        let reason = device.unhealthy.as_deref()?;
+        let reason = device.unhealthy_reason.as_deref()?;
         let Identity { index, uuid, .. } = &device.identity;
         Some(format!("GPU {index} ({uuid}): {reason}"))
     });
@@ -291,24 +303,24 @@ fn unhealthy(basis: Basis, devices: &[DeviceState], unmatched: &[Selector]) -> O
         )
     });
     let mut reasons = unhealthy_devices.chain(missing);
-    let first = reasons.next()?;
+    let first_reason = reasons.next()?;
     match reasons.count() {
-        0 => Some(first),
-        others => Some(format!("{first}; and {others} more of its devices")),
+        0 => Some(first_reason),
+        other_count => Some(format!("{first_reason}; and {other_count} more of its devices")),
     }
 }
 
 impl Snapshot {
     /// Returns a snapshot without devices, for a machine without NVML and before the first reading.
     #[must_use]
-    pub fn none(now: Instant) -> Self {
-        Self { at: now, devices: vec![], basis: Basis::Unknown, unhealthy: None }
+    pub fn without_devices(now: Instant) -> Self {
+        Self { read_at: now, devices: vec![], basis: Basis::Unknown, unhealthy_reason: None }
     }
 
     /// Returns a rank's devices for the load report.
     #[must_use]
     pub fn devices(&self, now: Instant, dp_rank: u32) -> Vec<Device> {
-        let age = now.saturating_duration_since(self.at).as_millis();
+        let age = now.saturating_duration_since(self.read_at).as_millis();
         let age_ms = u32::try_from(age).unwrap_or(u32::MAX);
         self.devices_of_rank(dp_rank).map(|device| device.report(age_ms)).collect()
     }
@@ -330,7 +342,7 @@ impl Snapshot {
         let runs = move |device: &&DeviceState| {
             device.dp_ranks.is_empty() || device.dp_ranks.contains(&dp_rank)
         };
-        self.devices.iter().filter(|device| device.ours).filter(runs)
+        self.devices.iter().filter(|device| device.is_ours).filter(runs)
     }
 }
 
@@ -356,7 +368,7 @@ impl DeviceState {
             temperature_celsius: reading.temperature_celsius,
             power_milliwatts: reading.power_milliwatts,
             engine_bytes,
-            unhealthy: self.unhealthy.clone(),
+            unhealthy: self.unhealthy_reason.clone(),
             age_ms: Some(age_ms),
             ..Device::default()
         }
@@ -395,7 +407,7 @@ mod tests {
     }
 
     fn member(pid: u32, dp_rank: Option<u32>) -> Member {
-        Member { pid, dp_rank, start: 1 }
+        Member { pid, dp_rank, start_ticks: 1 }
     }
 
     fn take_reading(fleet: &mut Fleet, members: &[Member], readings: Vec<Reading>) -> Snapshot {
@@ -403,7 +415,11 @@ mod tests {
         fleet.take_readings(
             now(),
             readings,
-            EngineProcesses { members, is_new: false, pids_agree: true },
+            EngineProcesses {
+                members,
+                has_new_schedulers: false,
+                are_pids_in_agent_namespace: true,
+            },
         )
     }
 
@@ -439,7 +455,9 @@ mod tests {
         broken[2] = lost();
         let snapshot = take_reading(&mut fleet, &members, broken);
         assert_eq!(indices(&snapshot, 1), [1, 2]);
-        assert!(snapshot.unhealthy.unwrap().starts_with("GPU 2 (GPU-2): it fell off the bus"));
+        assert!(
+            snapshot.unhealthy_reason.unwrap().starts_with("GPU 2 (GPU-2): it fell off the bus")
+        );
         let shared = [member(7, Some(0)), member(8, Some(1))];
         let both = vec![runs(&[(7, None), (8, None)])];
         let snapshot = take_reading(&mut naming(vec![]), &shared, both);
@@ -450,11 +468,11 @@ mod tests {
     fn a_device_that_may_be_another_engine_s_says_nothing_of_this_worker() {
         let two = || vec![lost(), lost()];
         let snapshot = take_reading(&mut naming(vec![]), &[], two());
-        assert_eq!((snapshot.basis, &snapshot.unhealthy), (Basis::Unknown, &None));
-        assert!(snapshot.devices.iter().all(|device| device.unhealthy.is_some()));
+        assert_eq!((snapshot.basis, &snapshot.unhealthy_reason), (Basis::Unknown, &None));
+        assert!(snapshot.devices.iter().all(|device| device.unhealthy_reason.is_some()));
         assert!(!snapshot.holds_pool(0, 1));
         let named = vec![Selector::Index(0), Selector::Index(1)];
-        let reason = take_reading(&mut naming(named), &[], two()).unhealthy.unwrap();
+        let reason = take_reading(&mut naming(named), &[], two()).unhealthy_reason.unwrap();
         assert!(reason.starts_with("GPU 0 (GPU-0)") && reason.ends_with("1 more of its devices"));
     }
 
@@ -474,17 +492,24 @@ mod tests {
     #[test]
     fn a_device_that_the_settings_name_and_nobody_finds_is_looked_for_until_it_is_there() {
         let mut fleet = naming(vec![Selector::Index(0), Selector::Uuid("GPU-1".into())]);
-        let missing = take_reading(&mut fleet, &[], vec![runs(&[])]).unhealthy.unwrap();
+        let missing = take_reading(&mut fleet, &[], vec![runs(&[])]).unhealthy_reason.unwrap();
         assert!(missing.contains("no GPU here is GPU-1"), "{missing}");
         assert!(fleet.needs_reload(now() + RELOAD_INTERVAL));
-        assert_eq!(take_reading(&mut fleet, &[], vec![runs(&[]), runs(&[])]).unhealthy, None);
+        assert_eq!(
+            take_reading(&mut fleet, &[], vec![runs(&[]), runs(&[])]).unhealthy_reason,
+            None
+        );
         assert!(!fleet.needs_reload(now() + RELOAD_INTERVAL * 9));
     }
 
     #[test]
     fn a_board_that_has_a_name_now_is_not_looked_for_under_its_index() {
         let mut fleet = naming(vec![]);
-        let engine = EngineProcesses { members: &[], is_new: false, pids_agree: true };
+        let engine = EngineProcesses {
+            members: &[],
+            has_new_schedulers: false,
+            are_pids_in_agent_namespace: true,
+        };
         let nameless = Identity { uuid: "index-0".into(), ..Identity::default() };
         fleet.take_readings(now(), vec![(nameless, lost())], engine);
         take_reading(&mut fleet, &[], vec![runs(&[])]);
@@ -494,12 +519,12 @@ mod tests {
     #[test]
     fn xids_and_failed_calls_are_counted_and_bounded() {
         let mut fleet = naming(vec![]);
-        let failing = || Reading { failed: vec!["power", "fields"], ..Reading::default() };
+        let failing = || Reading { failed_calls: vec!["power", "fields"], ..Reading::default() };
         take_reading(&mut fleet, &[], vec![failing()]);
         (0..1000).for_each(|number| fleet.add_xid("GPU-0", 1000 + number % 500));
         fleet.add_xid("GPU-9", 79);
         let device = &take_reading(&mut fleet, &[], vec![failing()]).devices[0];
-        assert_eq!((device.xids.len(), device.xids[&1000]), (XIDS_MAX, 2));
-        assert_eq!(device.failures, [("fields", 2), ("power", 2)].into());
+        assert_eq!((device.xid_counts.len(), device.xid_counts[&1000]), (XIDS_MAX, 2));
+        assert_eq!(device.failure_counts, [("fields", 2), ("power", 2)].into());
     }
 }

@@ -24,29 +24,30 @@ use super::{
 /// The health of one board.
 #[derive(Debug, Default)]
 pub struct BoardHealth {
-    /// Why calls to the board fail, if they do.
+    /// Why calls to the board fail. `None` if they succeed.
     trouble: Option<Trouble>,
-    /// The recovery action that the driver asks for. `None` if the driver has never reported one.
+    /// The recovery action that the driver asks for. `None` if the driver has never said whether it
+    /// asks for one.
     recovery: Option<Recovery>,
-    /// The older flag for a reset.
+    /// Whether the driver sets its older flag for a reset.
     needs_reset: bool,
     /// Whether memory rows could not be replaced.
     has_failed_rows: bool,
     /// The fatal XIDs since the last reset. Bounded by the number of XIDs that [`xid::fatal`]
     /// knows.
-    xids: BTreeSet<u64>,
+    fatal_xids: BTreeSet<u64>,
 }
 
 impl BoardHealth {
     /// Takes a reading of the whole board. A value that the reading lacks keeps its last state.
     pub fn take_reading(&mut self, reading: &Reading) {
         let is_back_after_reset = self.update_trouble(reading);
-        self.has_failed_rows = reading.rows.failed.unwrap_or(self.has_failed_rows);
+        self.has_failed_rows = reading.rows.has_failed.unwrap_or(self.has_failed_rows);
         self.needs_reset = reading.reset_needed.unwrap_or(self.needs_reset);
-        let asked_for_recovery = self.recovery.is_some_and(|before| before != Recovery::None);
+        let had_asked_for_recovery = self.recovery.is_some_and(|before| before != Recovery::None);
         self.recovery = reading.recovery.or(self.recovery);
-        if is_back_after_reset || asked_for_recovery && self.recovery == Some(Recovery::None) {
-            self.xids.clear();
+        if is_back_after_reset || had_asked_for_recovery && self.recovery == Some(Recovery::None) {
+            self.fatal_xids.clear();
         }
         self.check_in_debug();
     }
@@ -59,9 +60,10 @@ impl BoardHealth {
             // If there is an earlier trouble, it is more specific.
             Some(Trouble::Unreachable) => before.or(reading.trouble),
             Some(trouble) => Some(trouble),
-            None if is_silent && !reading.failed.is_empty() => {
+            None if is_silent && !reading.failed_calls.is_empty() => {
                 before.or(Some(Trouble::Unreachable))
             }
+            // The reading tells nothing, so the last state counts.
             None if is_silent => before,
             None => None,
         };
@@ -72,7 +74,7 @@ impl BoardHealth {
     /// Takes an XID of the board. Keeps it if it is fatal.
     pub fn add_xid(&mut self, number: u64) {
         if xid::fatal(number).is_some() {
-            self.xids.insert(number);
+            self.fatal_xids.insert(number);
         }
         self.check_in_debug();
     }
@@ -95,10 +97,13 @@ impl BoardHealth {
             Some(Trouble::Unreachable) | None => {}
         }
         let driver_reports_recovery = self.recovery.is_some();
-        let fatal = self.xids.iter().filter_map(|&number| Some((number, xid::fatal(number)?)));
-        let fatal = fatal.filter(|(_, fatal)| !(fatal.driver_knows && driver_reports_recovery));
+        let fatal =
+            self.fatal_xids.iter().filter_map(|&number| Some((number, xid::fatal(number)?)));
+        let fatal =
+            fatal.filter(|(_, fatal)| !(fatal.is_left_to_driver && driver_reports_recovery));
+        // XID 79 is the gravest: the board fell off the bus.
         if let Some((number, fatal)) = fatal.max_by_key(|(number, _)| *number == 79) {
-            return Some(format!("XID {number}, {}: {}", fatal.what, fatal.cure));
+            return Some(format!("XID {number}, {}: {}", fatal.description, fatal.cure));
         }
         match self.recovery {
             Some(Recovery::Reset) => return text("the driver asks for a reset of the GPU"),
@@ -130,7 +135,11 @@ impl BoardHealth {
     /// # Panics
     /// When a kept XID is not fatal.
     pub fn check_invariants(&self) {
-        assert!(self.xids.iter().all(|&number| xid::fatal(number).is_some()), "{:?}", self.xids);
+        assert!(
+            self.fatal_xids.iter().all(|&number| xid::fatal(number).is_some()),
+            "{:?}",
+            self.fatal_xids
+        );
     }
 
     fn check_in_debug(&self) {
@@ -153,7 +162,7 @@ mod tests {
     }
 
     fn all_failed() -> Reading {
-        Reading { failed: vec!["memory", "power", "fields"], ..Reading::default() }
+        Reading { failed_calls: vec!["memory", "power", "fields"], ..Reading::default() }
     }
 
     fn after(events: impl FnOnce(&mut BoardHealth)) -> Option<String> {
@@ -216,7 +225,7 @@ mod tests {
             health.take_reading(&answered());
             assert!(!health.is_lost() && health.reason().is_some(), "no reset: {silent:?}");
         }
-        let some_fail = Reading { failed: vec!["power", "fields"], ..answered() };
+        let some_fail = Reading { failed_calls: vec!["power", "fields"], ..answered() };
         assert_eq!(after(|health| health.take_reading(&some_fail)), None);
     }
 
@@ -269,7 +278,7 @@ mod tests {
 
     #[test]
     fn a_reading_that_is_missing_changes_nothing() {
-        let rows = Rows { failed: Some(true), ..Rows::default() };
+        let rows = Rows { has_failed: Some(true), ..Rows::default() };
         let failed = Reading { rows, ..Reading::default() };
         let reason = after(|health| {
             health.take_reading(&failed);

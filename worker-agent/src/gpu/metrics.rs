@@ -81,14 +81,14 @@ impl Metric {
     }
 }
 
-/// Encodes the age of the readings. It grows if an NVML call hangs. A machine without devices has
-/// no such line.
+/// Encodes the age of the readings. The age grows if an NVML call hangs. A
+/// machine without devices gets no line.
 fn encode_age(
     snapshot: &Snapshot,
     now: Instant,
     encoder: &mut DescriptorEncoder<'_>,
 ) -> Result<(), fmt::Error> {
-    let age = now.saturating_duration_since(snapshot.at).as_secs_f64();
+    let age = now.saturating_duration_since(snapshot.read_at).as_secs_f64();
     let metric = Metric {
         name: "gpu_readings_age",
         help: "Time since the GPUs were last read",
@@ -99,20 +99,22 @@ fn encode_age(
     metric.encode(encoder)
 }
 
-/// A device's values of one metric. Each has its labels, without the label for the device.
-type Figures = Vec<(Labels, Option<f64>)>;
+/// A device's values of one metric. Each has its labels, without the label for the device. A value
+/// of `None` is absent and gets no line.
+type DeviceValues = Vec<(Labels, Option<f64>)>;
 
 /// Returns the metrics of the worker's devices, and of the boards whose slices are the worker's.
 fn device_metrics(snapshot: &Snapshot) -> Vec<Metric> {
-    let ours: Vec<&DeviceState> = snapshot.devices.iter().filter(|device| device.ours).collect();
+    let ours: Vec<&DeviceState> = snapshot.devices.iter().filter(|device| device.is_ours).collect();
     let has_our_slice = |board: &DeviceState| {
         let uuid = Some(board.identity.uuid.as_str());
         ours.iter().any(|device| device.identity.parent_uuid.as_deref() == uuid)
     };
     let shown: Vec<&DeviceState> =
-        snapshot.devices.iter().filter(|device| device.ours || has_our_slice(device)).collect();
-    let metric = |Spec { name, help, unit, kind, figures }: Spec| {
-        let lines = shown.iter().flat_map(|device| lines(&device.identity.uuid, figures(device)));
+        snapshot.devices.iter().filter(|device| device.is_ours || has_our_slice(device)).collect();
+    let metric = |Spec { name, help, unit, kind, values_of }: Spec| {
+        let lines =
+            shown.iter().flat_map(|device| device_lines(&device.identity.uuid, values_of(device)));
         let unit = unit.map(|unit| Unit::Other(unit.to_owned()));
         Metric { name, help, unit, kind, lines: lines.collect() }
     };
@@ -120,12 +122,12 @@ fn device_metrics(snapshot: &Snapshot) -> Vec<Metric> {
 }
 
 /// Returns a device's lines of one metric.
-fn lines(uuid: &str, figures: Figures) -> Vec<Line> {
+fn device_lines(uuid: &str, values: DeviceValues) -> Vec<Line> {
     let line = |(labels, value): (Labels, Option<f64>)| {
         let labels = [("gpu_uuid", uuid.to_owned())].into_iter().chain(labels);
         Some((labels.collect(), value?))
     };
-    figures.into_iter().filter_map(line).collect()
+    values.into_iter().filter_map(line).collect()
 }
 
 /// Returns the metrics of the data-parallel ranks' KV pools on their devices.
@@ -137,19 +139,20 @@ fn pool_metrics(report: &LoadReport) -> [Metric; 2] {
     let labels = |dp_rank: u32, device: &Device| -> Labels {
         vec![("gpu_uuid", device.uuid.clone()), ("dp_rank", dp_rank.to_string())]
     };
-    let states = devices().flat_map(|(dp_rank, device)| {
-        let states = [
+    let state_lines = devices().flat_map(|(dp_rank, device)| {
+        let bytes_by_state = [
             ("pool", device.kv_pool_bytes),
             ("used", device.kv_used_bytes),
             ("pinned", device.kv_pinned_bytes),
             ("reclaimable", device.kv_reclaimable_bytes),
         ];
-        states.into_iter().filter_map(move |(state, bytes)| {
-            let state = [("state", state.to_owned())];
-            Some(([labels(dp_rank, device), state.to_vec()].concat(), float(bytes?.value)))
+        bytes_by_state.into_iter().filter_map(move |(state, bytes)| {
+            let state_label = [("state", state.to_owned())];
+            Some(([labels(dp_rank, device), state_label.to_vec()].concat(), float(bytes?.value)))
         })
     });
-    let excess = devices().filter_map(|(dp_rank, device)| {
+    // A pool is part of the engine's memory, so a pool that is larger shows a wrong value.
+    let pool_beyond_engine = devices().filter_map(|(dp_rank, device)| {
         let (pool, engine) = (device.kv_pool_bytes?, device.engine_bytes?);
         Some((labels(dp_rank, device), float(pool.value.saturating_sub(engine.value))))
     });
@@ -160,14 +163,14 @@ fn pool_metrics(report: &LoadReport) -> [Metric; 2] {
             help: "A rank's KV pool on the device, by state",
             unit: bytes.clone(),
             kind: MetricType::Gauge,
-            lines: states.collect(),
+            lines: state_lines.collect(),
         },
         Metric {
             name: "gpu_kv_excess",
             help: "Bytes of the pool beyond the engine's memory by NVML: one figure is wrong",
             unit: bytes,
             kind: MetricType::Gauge,
-            lines: excess.collect(),
+            lines: pool_beyond_engine.collect(),
         },
     ]
 }

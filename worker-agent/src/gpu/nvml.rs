@@ -49,7 +49,7 @@ const XID_UNKNOWN: u64 = 999;
 /// When there is no library, or the driver isn't running.
 pub(super) fn load(path: &Path) -> Result<Nvml, NvmlError> {
     if path.as_os_str().is_empty() {
-        // The unversioned name comes only with development packages.
+        // The name without a version exists only if a development package is installed.
         return Nvml::builder().lib_path("libnvidia-ml.so.1".as_ref()).init();
     }
     Nvml::builder().lib_path(path.as_os_str()).init()
@@ -84,7 +84,7 @@ pub(super) enum GpuEvent {
     /// An XID of a board.
     Xid {
         /// The board's UUID.
-        board: String,
+        board_uuid: String,
         /// The XID's number.
         number: u64,
     },
@@ -92,21 +92,23 @@ pub(super) enum GpuEvent {
     ReadNow,
 }
 
-/// Sends a board's XIDs to `events` until `stop` is set. `board` is the board's UUID. `nvml_index`
-/// is its index, which is valid while NVML stays loaded.
+/// Sends a board's XIDs to `events` until `stop` is set. `nvml_index` is the board's index.
+/// The index is valid while NVML stays loaded.
 ///
 /// Each board has a thread of its own, because a wait blocks. With one thread for all boards, an
 /// event of a lost board could not be attributed, because NVML can't name a lost board any more.
 pub(super) fn follow_events(
     nvml: &Nvml,
-    board: &str,
+    board_uuid: &str,
     nvml_index: u32,
     stop: &AtomicBool,
     events: &SyncSender<GpuEvent>,
 ) {
-    let event_set = match register(nvml, nvml_index) {
+    let event_set = match subscribe_to_xids(nvml, nvml_index) {
         Ok(event_set) => event_set,
-        Err(error) => return debug!(board, error = %error.error, "this GPU reports no XIDs"),
+        Err(error) => {
+            return debug!(board = board_uuid, error = %error.error, "this GPU reports no XIDs");
+        }
     };
     while !stop.load(Ordering::Relaxed) {
         let wait_ms = u32::try_from(EVENT_WAIT.as_millis()).expect("half a second in milliseconds");
@@ -117,16 +119,16 @@ pub(super) fn follow_events(
             Err(_) => {
                 send(events, GpuEvent::ReadNow, stop);
                 // The next wait would probably fail at once again.
-                pause(stop);
+                pause_for_a_second(stop);
                 continue;
             }
         };
-        send(events, GpuEvent::Xid { board: board.to_owned(), number }, stop);
+        send(events, GpuEvent::Xid { board_uuid: board_uuid.to_owned(), number }, stop);
     }
 }
 
 /// Subscribes to a board's XIDs.
-fn register(
+fn subscribe_to_xids(
     nvml: &Nvml,
     nvml_index: u32,
 ) -> Result<nvml_wrapper::EventSet<'_>, NvmlErrorWithSource> {
@@ -147,7 +149,7 @@ fn send(events: &SyncSender<GpuEvent>, mut event: GpuEvent, stop: &AtomicBool) {
 }
 
 /// Sleeps for a second, or until `stop` is set.
-fn pause(stop: &AtomicBool) {
+fn pause_for_a_second(stop: &AtomicBool) {
     for _ in 0..10 {
         if !stop.load(Ordering::Relaxed) {
             std::thread::sleep(EVENT_WAIT / 5);

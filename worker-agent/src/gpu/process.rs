@@ -44,14 +44,14 @@ pub struct Member {
     /// The data parallel rank that it works for, if known.
     pub dp_rank: Option<u32>,
     /// The process's start time, in clock ticks since the machine's start.
-    pub start: u64,
+    pub start_ticks: u64,
 }
 
 /// The engine's known processes.
 #[derive(Debug)]
 pub struct Processes {
     /// The path of the process file system, `/proc`.
-    proc: PathBuf,
+    proc_path: PathBuf,
     /// The schedulers at the last call of [`Self::members`].
     schedulers: Vec<Scheduler>,
     members: Vec<Member>,
@@ -60,17 +60,17 @@ pub struct Processes {
 }
 
 impl Processes {
-    /// Creates the state for the process file system at `proc`.
+    /// Creates the state for the process file system at `proc_path`.
     #[must_use]
-    pub fn new(proc: PathBuf) -> Self {
-        Self { proc, schedulers: vec![], members: vec![], searched_at: None }
+    pub fn new(proc_path: PathBuf) -> Self {
+        Self { proc_path, schedulers: vec![], members: vec![], searched_at: None }
     }
 
     /// Returns the engine's current processes, and whether the schedulers have changed since the
     /// last call.
     pub fn members(&mut self, now: Instant, schedulers: &[Scheduler]) -> (&[Member], bool) {
-        let is_new = self.schedulers != schedulers;
-        if is_new {
+        let has_new_schedulers = self.schedulers != schedulers;
+        if has_new_schedulers {
             self.schedulers = schedulers.to_vec();
             self.searched_at = None;
         }
@@ -82,7 +82,7 @@ impl Processes {
             self.members = self.search();
             self.searched_at = Some(now);
         }
-        (&self.members, is_new)
+        (&self.members, has_new_schedulers)
     }
 
     /// Whether these pids from the driver are pids of the agent's pid namespace.
@@ -90,25 +90,27 @@ impl Processes {
     /// In the machine's initial namespace, they always are. In another namespace, older drivers
     /// report the pids of the initial namespace. Newer drivers translate them and list only
     /// processes of the agent's namespace, so each pid exists in `/proc`.
-    pub fn are_in_our_namespace(&self, mut pids: impl Iterator<Item = u32>) -> bool {
-        let namespace = fs::read_link(self.proc.join("self/ns/pid"));
+    pub fn are_in_agent_namespace(&self, mut pids: impl Iterator<Item = u32>) -> bool {
+        let namespace = fs::read_link(self.proc_path.join("self/ns/pid"));
         let is_initial = namespace.is_ok_and(|name| name.as_os_str() == INITIAL_NAMESPACE);
-        is_initial || pids.all(|pid| pid == 0 || self.proc.join(pid.to_string()).exists())
+        is_initial || pids.all(|pid| pid == 0 || self.proc_path.join(pid.to_string()).exists())
     }
 
     /// Whether the member's pid still belongs to the same process.
     fn is_alive(&self, member: &Member) -> bool {
-        self.stat(member.pid).is_some_and(|stat| stat.start == member.start)
+        self.stat(member.pid).is_some_and(|stat| stat.start_ticks == member.start_ticks)
     }
 
+    /// Searches `/proc` for the engine's processes.
     fn search(&self) -> Vec<Member> {
         let candidates: Vec<Candidate> =
             self.pids().filter_map(|pid| self.read_candidate(pid)).collect();
         find_members(&candidates, &self.schedulers)
     }
 
+    /// Iterates over the pids of all processes.
     fn pids(&self) -> impl Iterator<Item = u32> {
-        let entries = fs::read_dir(&self.proc).into_iter().flatten();
+        let entries = fs::read_dir(&self.proc_path).into_iter().flatten();
         entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
     }
 
@@ -129,7 +131,7 @@ impl Processes {
     }
 
     fn read(&self, pid: u32, file: &str) -> Option<String> {
-        let bytes = fs::read(self.proc.join(pid.to_string()).join(file)).ok()?;
+        let bytes = fs::read(self.proc_path.join(pid.to_string()).join(file)).ok()?;
         Some(String::from_utf8_lossy(&bytes).into_owned())
     }
 }
@@ -150,9 +152,9 @@ struct Candidate {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Stat {
     /// The parent's pid.
-    parent: u32,
-    /// See [`Member::start`].
-    start: u64,
+    parent_pid: u32,
+    /// See [`Member::start_ticks`].
+    start_ticks: u64,
 }
 
 /// Returns the schedulers that have a shim, and all schedulers with the same parent as one of them.
@@ -168,22 +170,22 @@ fn find_members(candidates: &[Candidate], schedulers: &[Scheduler]) -> Vec<Membe
     let is_sibling = |process: &Candidate| {
         // If an engine's parent has died, its new parent is init (pid 1). Schedulers of other
         // engines may have that parent too, so it says nothing.
-        let parent = process.stat.parent;
+        let parent_pid = process.stat.parent_pid;
         process.title.is_some()
-            && parent > 1
-            && with_shim.iter().any(|(scheduler, _)| scheduler.stat.parent == parent)
+            && parent_pid > 1
+            && with_shim.iter().any(|(scheduler, _)| scheduler.stat.parent_pid == parent_pid)
     };
-    let member = |process: &Candidate, dp_rank| Member {
+    let to_member = |process: &Candidate, dp_rank| Member {
         pid: process.pid,
         dp_rank,
-        start: process.stat.start,
+        start_ticks: process.stat.start_ticks,
     };
     let mut members: Vec<Member> =
-        with_shim.iter().map(|(process, rank)| member(process, Some(*rank))).collect();
+        with_shim.iter().map(|(process, rank)| to_member(process, Some(*rank))).collect();
     for process in candidates.iter().filter(|process| is_sibling(process)) {
         if !members.iter().any(|known| known.pid == process.pid) {
             let titled_rank = process.title.as_deref().and_then(parse_rank);
-            members.push(member(process, titled_rank.or(only_rank)));
+            members.push(to_member(process, titled_rank.or(only_rank)));
         }
     }
     members
@@ -219,7 +221,10 @@ fn parse_stat(text: &str) -> Option<Stat> {
     let fields: Vec<&str> = rest.split_whitespace().collect();
     // In the file, the parent is the 4th field and the start time the 22nd. The first two fields
     // are not in `fields`.
-    Some(Stat { parent: fields.get(1)?.parse().ok()?, start: fields.get(19)?.parse().ok()? })
+    Some(Stat {
+        parent_pid: fields.get(1)?.parse().ok()?,
+        start_ticks: fields.get(19)?.parse().ok()?,
+    })
 }
 
 /// Parses `/proc/<pid>/status` and returns the process's pid in its own namespace. That is the last
@@ -341,9 +346,9 @@ mod tests {
         let proc = Proc::new();
         proc.process(11, 10, 6, "sglang::scheduler_TP0", 11);
         let processes = proc.processes();
-        assert!(processes.are_in_our_namespace([11, 0].into_iter()));
+        assert!(processes.are_in_agent_namespace([11, 0].into_iter()));
         assert!(
-            !processes.are_in_our_namespace([11, 48_211].into_iter()),
+            !processes.are_in_agent_namespace([11, 48_211].into_iter()),
             "a process that isn't here"
         );
     }

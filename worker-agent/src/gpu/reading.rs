@@ -1,8 +1,8 @@
 //! Defines the values that the agent reads from a device, without interpreting them.
 //!
 //! A *device* is a GPU, or one of the *slices* into which MIG has divided a GPU. A *board* is a
-//! whole GPU. A value is absent if the board or the driver doesn't support it, or doesn't have it
-//! at the time.
+//! whole GPU. A value is absent if the board or the driver doesn't support it, or if there is no
+//! value at the time.
 
 /// The properties of a device that don't change while the agent runs.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -20,13 +20,13 @@ pub struct Identity {
     /// The NUMA node of the nearest host memory.
     pub numa_node: Option<u32>,
     /// Whether MIG has divided the GPU into slices. If so, work runs only on the slices.
-    pub divided: bool,
+    pub is_divided: bool,
 }
 
 impl Identity {
     /// Returns the UUID of the board: the GPU's own, or that of a slice's GPU.
     #[must_use]
-    pub fn board(&self) -> &str {
+    pub fn board_uuid(&self) -> &str {
         self.parent_uuid.as_deref().unwrap_or(&self.uuid)
     }
 }
@@ -56,7 +56,7 @@ pub struct Reading {
     /// The clock of the memory.
     pub memory_clock_mhz: Option<u32>,
     /// The reasons why clocks are reduced, except idleness.
-    pub throttled: Option<Vec<&'static str>>,
+    pub throttle_reasons: Option<Vec<&'static str>>,
     /// Bytes sent to the host since the driver was loaded. The driver's counter may wrap.
     pub pcie_sent_bytes: Option<u64>,
     /// Bytes received from the host since the driver was loaded. The driver's counter may wrap.
@@ -80,7 +80,7 @@ pub struct Reading {
     /// Why the board can't be used, if a call reported that.
     pub trouble: Option<Trouble>,
     /// The names of the calls that failed, although the board supports them.
-    pub failed: Vec<&'static str>,
+    pub failed_calls: Vec<&'static str>,
 }
 
 impl Reading {
@@ -136,15 +136,15 @@ pub struct Rows {
     /// Rows replaced after uncorrected errors.
     pub uncorrected: Option<u64>,
     /// Whether some replacements wait for the next reset.
-    pub pending: Option<bool>,
+    pub has_pending: Option<bool>,
     /// Whether some rows could not be replaced.
-    pub failed: Option<bool>,
+    pub has_failed: Option<bool>,
 }
 
 /// The recovery action that the driver asks for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Recovery {
-    /// Nothing.
+    /// The driver asks for nothing.
     None,
     /// A reset of the GPU.
     Reset,

@@ -11,7 +11,7 @@ use crate::config::selector::Selector;
 /// entry that names a GPU also matches all slices of the GPU.
 fn is_named(selector: &Selector, identity: &Identity) -> bool {
     match selector {
-        Selector::Uuid(uuid) => *uuid == identity.uuid || *uuid == identity.board(),
+        Selector::Uuid(uuid) => *uuid == identity.uuid || *uuid == identity.board_uuid(),
         Selector::Index(index) => *index == identity.index,
         Selector::Pci(address) => {
             let device_address = identity.pci_address.as_deref().and_then(|text| text.parse().ok());
@@ -37,7 +37,7 @@ pub enum Basis {
 #[derive(Debug, Default)]
 pub struct Selection {
     /// The UUIDs of the devices on which the engine's processes were last seen.
-    last_uuids: Vec<String>,
+    last_used_uuids: Vec<String>,
 }
 
 impl Selection {
@@ -53,7 +53,7 @@ impl Selection {
         devices: &[Identity],
         runs_on: impl Fn(usize) -> Option<bool>,
     ) -> (Basis, Vec<usize>) {
-        let is_usable = |&index: &usize| !devices[index].divided;
+        let is_usable = |&index: &usize| !devices[index].is_divided;
         let usable_where = |is_wanted: &dyn Fn(usize) -> bool| -> Vec<usize> {
             (0..devices.len()).filter(is_usable).filter(|&index| is_wanted(index)).collect()
         };
@@ -62,13 +62,13 @@ impl Selection {
                 |index: usize| configured.iter().any(|entry| is_named(entry, &devices[index]));
             return (Basis::Configured, usable_where(&is_configured));
         }
-        let was_used = |index: usize| self.last_uuids.contains(&devices[index].uuid);
+        let was_used = |index: usize| self.last_used_uuids.contains(&devices[index].uuid);
         let mut used = usable_where(&|index| runs_on(index).unwrap_or_else(|| was_used(index)));
         if !used.iter().any(|&index| runs_on(index) == Some(true)) {
             used = usable_where(&was_used);
         }
         if !used.is_empty() {
-            self.last_uuids = used.iter().map(|&index| devices[index].uuid.clone()).collect();
+            self.last_used_uuids = used.iter().map(|&index| devices[index].uuid.clone()).collect();
             return (Basis::Processes, used);
         }
         let all = usable_where(&|_| true);
@@ -77,7 +77,7 @@ impl Selection {
 
     /// Forgets the devices, because the engine's processes are new.
     pub fn forget(&mut self) {
-        self.last_uuids.clear();
+        self.last_used_uuids.clear();
     }
 }
 
@@ -100,13 +100,13 @@ mod tests {
             uuid: format!("GPU-{index}"),
             index,
             pci_address: Some(format!("00000000:{:02X}:00.0", 0x1b + index)),
-            divided: index == 2,
+            is_divided: index == 2,
             ..Identity::default()
         };
         let slice = |number: u32| Identity {
             uuid: format!("MIG-{number}"),
             parent_uuid: Some("GPU-2".into()),
-            ..Identity { divided: false, ..gpu(2) }
+            ..Identity { is_divided: false, ..gpu(2) }
         };
         vec![gpu(0), gpu(1), gpu(2), slice(0), slice(1)]
     }

@@ -1,20 +1,21 @@
 //! Decides which of the driver's XID errors are fatal for a board, and what an operator must do.
 //!
-//! An *XID* is the driver's number for a GPU error, and a *board* is a whole GPU. The agent only
-//! counts all other XIDs: errors of applications, replaced memory rows, and errors that affect only
-//! one process. The source is NVIDIA's catalog of XIDs for data center GPUs, by the immediate
-//! action that it asks for.
+//! An *XID* is the driver's number for a GPU error, and a *board* is a whole GPU. After a *fatal*
+//! XID, the board can't be used until the GPU is reset or the machine is restarted. All other XIDs
+//! are only counted, elsewhere: errors of applications, replaced memory rows, and errors that
+//! affect only one process. The decision follows the immediate actions that NVIDIA's catalog of XIDs for
+//! data center GPUs asks for.
 
 /// A fatal XID of a board.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Fatal {
     /// What happened, as a phrase for operators.
-    pub what: &'static str,
+    pub description: &'static str,
     /// What an operator must do.
     pub cure: &'static str,
     /// Whether only some forms of this XID are fatal. If so, a driver that reports recovery actions
     /// knows which form occurred, and its recovery action counts instead of the XID.
-    pub driver_knows: bool,
+    pub is_left_to_driver: bool,
 }
 
 const RESET: &str = "reset the GPU";
@@ -23,8 +24,8 @@ const RESTART: &str = "restart the machine";
 /// Returns what a fatal XID means. `None` for an XID after which the board continues to work.
 #[must_use]
 pub fn fatal(number: u64) -> Option<Fatal> {
-    let always = |what, cure| Some(Fatal { what, cure, driver_knows: false });
-    let sometimes = |what| Some(Fatal { what, cure: RESET, driver_knows: true });
+    let always = |description, cure| Some(Fatal { description, cure, is_left_to_driver: false });
+    let sometimes = |description| Some(Fatal { description, cure: RESET, is_left_to_driver: true });
     match number {
         46 => always("it stopped processing", RESET),
         48 => sometimes("a memory error that could not be corrected"),

@@ -50,7 +50,7 @@ impl Owner {
         let interval = self.setup.report_interval;
         let health = AgentHealth {
             // A failed GPU stops the engine too. So the GPU's reason comes first: it is the cause.
-            unhealthy_reason: [&gpus.unhealthy, &self.down_reason, &self.stuck_reason]
+            unhealthy: [&gpus.unhealthy_reason, &self.down_reason, &self.stuck_reason]
                 .into_iter()
                 .find_map(Clone::clone),
             is_draining: self.drain.is_some(),

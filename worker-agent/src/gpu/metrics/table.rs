@@ -6,7 +6,7 @@ use prometheus_client::metrics::MetricType;
 
 use super::{
     super::{fleet::DeviceState, reading::Identity},
-    Figures,
+    DeviceValues,
 };
 
 /// The specification of one device metric.
@@ -16,39 +16,39 @@ pub(super) struct Spec {
     pub(super) unit: Option<&'static str>,
     pub(super) kind: MetricType,
     /// Returns a device's values of the metric.
-    pub(super) figures: fn(&DeviceState) -> Figures,
+    pub(super) values_of: fn(&DeviceState) -> DeviceValues,
 }
 
 const fn gauge(
     name: &'static str,
     help: &'static str,
     unit: Option<&'static str>,
-    figures: fn(&DeviceState) -> Figures,
+    values_of: fn(&DeviceState) -> DeviceValues,
 ) -> Spec {
-    Spec { name, help, unit, kind: MetricType::Gauge, figures }
+    Spec { name, help, unit, kind: MetricType::Gauge, values_of }
 }
 
 const fn counter(
     name: &'static str,
     help: &'static str,
     unit: Option<&'static str>,
-    figures: fn(&DeviceState) -> Figures,
+    values_of: fn(&DeviceState) -> DeviceValues,
 ) -> Spec {
-    Spec { name, help, unit, kind: MetricType::Counter, figures }
+    Spec { name, help, unit, kind: MetricType::Counter, values_of }
 }
 
 /// All device metrics.
 pub(super) const TABLE: [Spec; 18] = [
-    gauge("gpu_info", "1 for each device; its names", None, info),
-    gauge("gpu_healthy", "1 while work on the device can be trusted", None, |seen| {
-        unlabeled(Some(if seen.unhealthy.is_none() { 1.0 } else { 0.0 }))
+    gauge("gpu_info", "1 for each device; its names", None, info_values),
+    gauge("gpu_healthy", "1 while work on the device can be trusted", None, |device| {
+        unlabeled(Some(if device.unhealthy_reason.is_none() { 1.0 } else { 0.0 }))
     }),
     gauge(
         "gpu_memory",
         "Device memory; kind engine is that of the engine's processes",
         Some("bytes"),
-        |seen| {
-            let memory = seen.reading.memory;
+        |device| {
+            let memory = device.reading.memory;
             labeled(
                 "kind",
                 [
@@ -56,61 +56,61 @@ pub(super) const TABLE: [Spec; 18] = [
                     ("used", memory.map(|memory| float(memory.used))),
                     ("reserved", memory.map(|memory| float(memory.reserved))),
                     ("free", memory.map(|memory| float(memory.free))),
-                    ("engine", seen.engine_bytes.map(float)),
+                    ("engine", device.engine_bytes.map(float)),
                 ],
             )
         },
     ),
-    gauge("gpu_utilization", "Share of time the part was busy", Some("ratio"), |seen| {
+    gauge("gpu_utilization", "Share of time the part was busy", Some("ratio"), |device| {
         labeled(
             "part",
             [
-                ("sm", share(seen.reading.utilization_percent)),
-                ("memory", share(seen.reading.memory_utilization_percent)),
+                ("sm", share(device.reading.utilization_percent)),
+                ("memory", share(device.reading.memory_utilization_percent)),
             ],
         )
     }),
-    gauge("gpu_power", "Power of the board", Some("watts"), |seen| {
-        unlabeled(seen.reading.power_milliwatts.map(|milliwatts| f64::from(milliwatts) / 1e3))
+    gauge("gpu_power", "Power of the board", Some("watts"), |device| {
+        unlabeled(device.reading.power_milliwatts.map(|milliwatts| f64::from(milliwatts) / 1e3))
     }),
-    gauge("gpu_temperature", "Temperature, by part", Some("celsius"), |seen| {
+    gauge("gpu_temperature", "Temperature, by part", Some("celsius"), |device| {
         labeled(
             "part",
             [
-                ("chip", seen.reading.temperature_celsius.map(f64::from)),
-                ("memory", seen.reading.memory_temperature_celsius.map(float)),
+                ("chip", device.reading.temperature_celsius.map(f64::from)),
+                ("memory", device.reading.memory_temperature_celsius.map(float)),
             ],
         )
     }),
-    gauge("gpu_clock", "Current clocks", Some("hertz"), |seen| {
+    gauge("gpu_clock", "Current clocks", Some("hertz"), |device| {
         let hertz = |mhz: Option<u32>| mhz.map(|mhz| f64::from(mhz) * 1e6);
         labeled(
             "part",
             [
-                ("sm", hertz(seen.reading.sm_clock_mhz)),
-                ("memory", hertz(seen.reading.memory_clock_mhz)),
+                ("sm", hertz(device.reading.sm_clock_mhz)),
+                ("memory", hertz(device.reading.memory_clock_mhz)),
             ],
         )
     }),
-    gauge("gpu_throttled", "1 while clocks are reduced for this reason", None, |seen| {
-        let reasons = seen.reading.throttled.iter().flatten();
+    gauge("gpu_throttled", "1 while clocks are reduced for this reason", None, |device| {
+        let reasons = device.reading.throttle_reasons.iter().flatten();
         reasons.map(|&reason| (vec![("reason", reason.to_owned())], Some(1.0))).collect()
     }),
-    gauge("gpu_remapped_rows", "Rows of memory replaced by spare ones", None, |seen| {
-        let rows = seen.reading.rows;
+    gauge("gpu_remapped_rows", "Rows of memory replaced by spare ones", None, |device| {
+        let rows = device.reading.rows;
         let flag = |flag: Option<bool>| flag.map(|flag| f64::from(u8::from(flag)));
         labeled(
             "state",
             [
                 ("corrected", rows.corrected.map(float)),
                 ("uncorrected", rows.uncorrected.map(float)),
-                ("pending", flag(rows.pending)),
-                ("failed", flag(rows.failed)),
+                ("pending", flag(rows.has_pending)),
+                ("failed", flag(rows.has_failed)),
             ],
         )
     }),
-    gauge("gpu_counters", "Shares by hardware counters, if enabled", Some("ratio"), |seen| {
-        let gpm = seen.reading.gpm.unwrap_or_default();
+    gauge("gpu_counters", "Shares by hardware counters, if enabled", Some("ratio"), |device| {
+        let gpm = device.reading.gpm.unwrap_or_default();
         labeled(
             "part",
             [
@@ -125,8 +125,8 @@ pub(super) const TABLE: [Spec; 18] = [
         "gpu_nvlink_rate",
         "Traffic over all NVLinks, if enabled",
         Some("bytes_per_second"),
-        |seen| {
-            let gpm = seen.reading.gpm.unwrap_or_default();
+        |device| {
+            let gpm = device.reading.gpm.unwrap_or_default();
             labeled(
                 "direction",
                 [
@@ -136,23 +136,23 @@ pub(super) const TABLE: [Spec; 18] = [
             )
         },
     ),
-    counter("gpu_energy", "Energy used by the board", Some("joules"), |seen| {
-        unlabeled(seen.reading.energy_millijoules.map(|millijoules| float(millijoules) / 1e3))
+    counter("gpu_energy", "Energy used by the board", Some("joules"), |device| {
+        unlabeled(device.reading.energy_millijoules.map(|millijoules| float(millijoules) / 1e3))
     }),
-    counter("gpu_pcie", "PCIe traffic to and from the host", Some("bytes"), |seen| {
+    counter("gpu_pcie", "PCIe traffic to and from the host", Some("bytes"), |device| {
         labeled(
             "direction",
             [
-                ("sent", seen.reading.pcie_sent_bytes.map(float)),
-                ("received", seen.reading.pcie_received_bytes.map(float)),
+                ("sent", device.reading.pcie_sent_bytes.map(float)),
+                ("received", device.reading.pcie_received_bytes.map(float)),
             ],
         )
     }),
-    counter("gpu_pcie_replays", "PCIe packets sent again", None, |seen| {
-        unlabeled(seen.reading.pcie_replays.map(f64::from))
+    counter("gpu_pcie_replays", "PCIe packets sent again", None, |device| {
+        unlabeled(device.reading.pcie_replays.map(f64::from))
     }),
-    counter("gpu_nvlink_errors", "Errors over all NVLinks", None, |seen| {
-        let errors = seen.reading.nvlink_errors;
+    counter("gpu_nvlink_errors", "Errors over all NVLinks", None, |device| {
+        let errors = device.reading.nvlink_errors;
         labeled(
             "kind",
             [
@@ -162,34 +162,36 @@ pub(super) const TABLE: [Spec; 18] = [
             ],
         )
     }),
-    counter("gpu_ecc_errors", "Memory errors since the driver was loaded", None, |seen| {
+    counter("gpu_ecc_errors", "Memory errors since the driver was loaded", None, |device| {
         labeled(
             "kind",
             [
-                ("corrected", seen.reading.ecc_corrected.map(float)),
-                ("uncorrected", seen.reading.ecc_uncorrected.map(float)),
+                ("corrected", device.reading.ecc_corrected.map(float)),
+                ("uncorrected", device.reading.ecc_uncorrected.map(float)),
             ],
         )
     }),
-    counter("gpu_xids", "The driver's XID errors of the board, by number", None, |seen| {
-        let xids = seen.xids.iter();
-        xids.map(|(xid, count)| (vec![("xid", xid.to_string())], Some(float(*count)))).collect()
+    counter("gpu_xids", "The driver's XID errors of the board, by number", None, |device| {
+        let xid_counts = device.xid_counts.iter();
+        xid_counts
+            .map(|(xid, count)| (vec![("xid", xid.to_string())], Some(float(*count))))
+            .collect()
     }),
-    counter("gpu_reading_failures", "NVML calls that failed, by call", None, |seen| {
-        let failures = seen.failures.iter();
-        failures
+    counter("gpu_reading_failures", "NVML calls that failed, by call", None, |device| {
+        let failure_counts = device.failure_counts.iter();
+        failure_counts
             .map(|(call, count)| (vec![("call", (*call).to_owned())], Some(float(*count))))
             .collect()
     }),
 ];
 
 /// Returns a metric's only value of a device.
-fn unlabeled(value: Option<f64>) -> Figures {
+fn unlabeled(value: Option<f64>) -> DeviceValues {
     vec![(vec![], value)]
 }
 
 /// Returns values that differ in the label `label`. `values` has the label's value of each.
-fn labeled<const N: usize>(label: &'static str, values: [(&str, Option<f64>); N]) -> Figures {
+fn labeled<const N: usize>(label: &'static str, values: [(&str, Option<f64>); N]) -> DeviceValues {
     values.into_iter().map(|(name, value)| (vec![(label, name.to_owned())], value)).collect()
 }
 
@@ -206,8 +208,8 @@ fn share(percent: Option<u32>) -> Option<f64> {
 
 /// Returns the device's names as labels, for joins with other metrics. A slice has the index and
 /// the PCI address of its GPU, and the GPU's UUID as `parent_uuid`.
-fn info(seen: &DeviceState) -> Figures {
-    let Identity { name, index, pci_address, parent_uuid, .. } = &seen.identity;
+fn info_values(device: &DeviceState) -> DeviceValues {
+    let Identity { name, index, pci_address, parent_uuid, .. } = &device.identity;
     let labels = [
         Some(("name", name.clone())),
         Some(("index", index.to_string())),

@@ -141,7 +141,7 @@ impl CallRunner<'_> {
         match failure(error) {
             Failure::Unsupported => drop(self.unsupported.insert(call)),
             Failure::NoValue => {}
-            Failure::Failed => self.reading.failed.push(call),
+            Failure::Failed => self.reading.failed_calls.push(call),
         }
     }
 
@@ -157,7 +157,7 @@ impl CallRunner<'_> {
         let by_mps = self.ask("mps_processes", || device.mps_running_compute_processes());
         let lists = [direct, by_mps].into_iter().flatten();
         self.reading.processes = lists
-            .map(|list| list.iter().map(process).collect::<Vec<_>>())
+            .map(|list| list.iter().map(convert_process).collect::<Vec<_>>())
             .reduce(|direct, by_mps| [direct, by_mps].concat());
     }
 
@@ -173,8 +173,9 @@ impl CallRunner<'_> {
         self.reading.sm_clock_mhz = self.ask("sm_clock", || device.clock_info(Clock::SM));
         self.reading.memory_clock_mhz =
             self.ask("memory_clock", || device.clock_info(Clock::Memory));
-        self.reading.throttled =
-            self.ask("throttle_reasons", || device.current_throttle_reasons()).map(throttled);
+        self.reading.throttle_reasons = self
+            .ask("throttle_reasons", || device.current_throttle_reasons())
+            .map(throttle_reasons);
     }
 
     /// Reads the counts of PCIe and memory errors.
@@ -198,7 +199,7 @@ impl CallRunner<'_> {
         let mut values_by_id = std::collections::BTreeMap::new();
         for ((id, call), value) in wanted.into_iter().zip(values) {
             match value.and_then(|sample| sample.value) {
-                Ok(value) => drop(values_by_id.insert(id, number(&value))),
+                Ok(value) => drop(values_by_id.insert(id, whole_number(&value))),
                 Err(error) => self.record_failure(call, &error),
             }
         }
@@ -209,8 +210,8 @@ impl CallRunner<'_> {
         reading.rows = Rows {
             corrected: field(field_id::NVML_FI_DEV_REMAPPED_COR),
             uncorrected: field(field_id::NVML_FI_DEV_REMAPPED_UNC),
-            pending: flag(field_id::NVML_FI_DEV_REMAPPED_PENDING),
-            failed: flag(field_id::NVML_FI_DEV_REMAPPED_FAILURE),
+            has_pending: flag(field_id::NVML_FI_DEV_REMAPPED_PENDING),
+            has_failed: flag(field_id::NVML_FI_DEV_REMAPPED_FAILURE),
         };
         reading.pcie_sent_bytes = field(field_id::NVML_FI_DEV_PCIE_COUNT_TX_BYTES);
         reading.pcie_received_bytes = field(field_id::NVML_FI_DEV_PCIE_COUNT_RX_BYTES);
@@ -266,7 +267,7 @@ impl CallRunner<'_> {
 
 /// Converts a process. 0 bytes means unknown, because a process with a context always uses memory.
 /// Drivers that translate pids between namespaces report 0.
-fn process(process: &ProcessInfo) -> Process {
+fn convert_process(process: &ProcessInfo) -> Process {
     let bytes = match process.used_gpu_memory {
         UsedGpuMemory::Used(bytes) if bytes > 0 => Some(bytes),
         UsedGpuMemory::Used(_) | UsedGpuMemory::Unavailable => None,
@@ -276,7 +277,7 @@ fn process(process: &ProcessInfo) -> Process {
 
 /// Converts a field's value to a whole number. `None` for a negative value or a fraction: fields
 /// are counts, flags or temperatures, and no working board is below zero degrees.
-fn number(value: &SampleValue) -> Option<u64> {
+fn whole_number(value: &SampleValue) -> Option<u64> {
     match *value {
         SampleValue::U32(value) => Some(value.into()),
         SampleValue::U64(value) => Some(value),
@@ -286,7 +287,7 @@ fn number(value: &SampleValue) -> Option<u64> {
 }
 
 /// Returns the names of the reasons why clocks are reduced, without idleness.
-fn throttled(reasons: ThrottleReasons) -> Vec<&'static str> {
+fn throttle_reasons(reasons: ThrottleReasons) -> Vec<&'static str> {
     let names = [
         (ThrottleReasons::APPLICATIONS_CLOCKS_SETTING, "applications_clocks"),
         (ThrottleReasons::SW_POWER_CAP, "power_cap"),

@@ -17,19 +17,19 @@ use super::{
 };
 use crate::config::selector::PciAddress;
 
-/// Returns all devices: each GPU, followed by its slices. `known` are the devices listed before.
-/// Those that can't be reached any more are included. `gpm` says whether to read the performance
-/// counters of GPUs.
+/// Returns all devices: each GPU, followed by its slices. `known` are the devices listed
+/// before the reload. Those that can't be reached any more are included. `reads_gpm` says whether
+/// to read the performance counters of GPUs.
 pub(in crate::gpu) fn list_devices<'n>(
     nvml: &'n Nvml,
     known: &[Identity],
-    gpm: bool,
+    reads_gpm: bool,
 ) -> Vec<DeviceReader<'n>> {
     let mut devices = vec![];
     let mut unreachable = BTreeMap::new();
     let gpu_count = nvml.device_count().inspect_err(|error| warn!(%error, "can't count the GPUs"));
     for index in 0..gpu_count.unwrap_or(0) {
-        match reach(nvml, index, known, gpm) {
+        match reach_gpu(nvml, index, known, reads_gpm) {
             Ok(reached) => devices.extend(reached),
             Err(error) => {
                 warn!(index, %error, "can't reach a GPU");
@@ -38,13 +38,13 @@ pub(in crate::gpu) fn list_devices<'n>(
         }
     }
     let reached: Vec<&Identity> = devices.iter().map(|device| &device.identity).collect();
-    let absent = absent(known, &reached, &unreachable);
+    let absent = absent_devices(known, &reached, &unreachable);
     if !absent.is_empty() {
         // NVML may have given the remaining GPUs new indices. They keep the old ones, which the
         // settings and operators mean.
         for DeviceReader { identity, .. } in &mut devices {
-            let before = known.iter().find(|device| device.uuid == identity.board());
-            identity.index = before.map_or(identity.index, |before| before.index);
+            let known_before = known.iter().find(|device| device.uuid == identity.board_uuid());
+            identity.index = known_before.map_or(identity.index, |known_before| known_before.index);
         }
     }
     let absent = absent.into_iter();
@@ -54,17 +54,18 @@ pub(in crate::gpu) fn list_devices<'n>(
     devices
 }
 
-/// Returns the devices without a handle, each with the trouble of its board. `unreachable` has the
+/// Returns the devices without a handle, each with its board's trouble. `known` are the devices
+/// listed before the reload. `reached` are those that have a handle now. `unreachable` has the
 /// trouble of each GPU that NVML counts but gives no handle for, by index.
-fn absent(
+fn absent_devices(
     known: &[Identity],
     reached: &[&Identity],
     unreachable: &BTreeMap<u32, Option<Trouble>>,
 ) -> Vec<(Identity, Option<Trouble>)> {
     let is_gpu_reached = |device: &Identity| {
-        let was_nameless = device.board() == nameless(device.index).uuid;
+        let had_no_uuid = device.board_uuid() == identity_without_uuid(device.index).uuid;
         let is_same_gpu = |other: &&Identity| {
-            other.board() == device.board() || was_nameless && other.index == device.index
+            other.board_uuid() == device.board_uuid() || had_no_uuid && other.index == device.index
         };
         reached.iter().any(is_same_gpu)
     };
@@ -74,14 +75,14 @@ fn absent(
         gone.map(|device| (device.clone(), trouble_at(device.index))).collect();
     for (&index, &trouble) in unreachable {
         if !absent.iter().any(|(device, _)| device.index == index) {
-            absent.push((nameless(index), trouble));
+            absent.push((identity_without_uuid(index), trouble));
         }
     }
     absent
 }
 
 /// Returns the identity of a GPU whose UUID was never read.
-fn nameless(index: u32) -> Identity {
+fn identity_without_uuid(index: u32) -> Identity {
     Identity { uuid: format!("index-{index}"), index, ..Identity::default() }
 }
 
@@ -89,27 +90,27 @@ fn nameless(index: u32) -> Identity {
 ///
 /// # Errors
 /// If NVML gives no handle for the GPU, or its UUID can't be read.
-fn reach<'n>(
+fn reach_gpu<'n>(
     nvml: &'n Nvml,
     index: u32,
     known: &[Identity],
-    gpm: bool,
+    reads_gpm: bool,
 ) -> Result<Vec<DeviceReader<'n>>, NvmlError> {
     let device = nvml.device_by_index(index)?;
     let uuid = device.uuid()?;
-    let before = known.iter().find(|gpu| gpu.uuid == uuid).cloned().unwrap_or_default();
-    let pci_address = device.pci_info().ok().map(|pci| pci.bus_id).or(before.pci_address);
+    let known_before = known.iter().find(|gpu| gpu.uuid == uuid).cloned().unwrap_or_default();
+    let pci_address = device.pci_info().ok().map(|pci| pci.bus_id).or(known_before.pci_address);
     let numa_node = device.numa_node_id().ok().or_else(|| numa_node(pci_address.as_deref()?));
     let mut identity = Identity {
         uuid,
-        name: device.name().unwrap_or(before.name),
+        name: device.name().unwrap_or(known_before.name),
         index,
-        numa_node: numa_node.or(before.numa_node),
+        numa_node: numa_node.or(known_before.numa_node),
         pci_address,
         parent_uuid: None,
-        divided: false,
+        is_divided: false,
     };
-    let slices: Vec<DeviceReader<'n>> = match slices(&device, &identity) {
+    let slices: Vec<DeviceReader<'n>> = match list_slices(&device, &identity) {
         Ok(slices) => slices
             .into_iter()
             .map(|(identity, slice)| DeviceReader::new(identity, Ok(slice), false))
@@ -124,12 +125,12 @@ fn reach<'n>(
                 .collect()
         }
     };
-    identity.divided = !slices.is_empty();
-    Ok([DeviceReader::new(identity, Ok(device), gpm)].into_iter().chain(slices).collect())
+    identity.is_divided = !slices.is_empty();
+    Ok([DeviceReader::new(identity, Ok(device), reads_gpm)].into_iter().chain(slices).collect())
 }
 
 /// Lists the slices of a GPU. NVML's slice indices may have gaps.
-fn slices<'n>(
+fn list_slices<'n>(
     device: &Device<'n>,
     parent: &Identity,
 ) -> Result<Vec<(Identity, Device<'n>)>, NvmlError> {
@@ -181,22 +182,26 @@ mod tests {
     fn who_is_not_reached_stays_who_it_was_and_is_lost_unless_nvml_says_why() {
         let known = [gpu(0), slice_of(&gpu(0)), gpu(1)];
         let lost = |one: &Identity| (one.clone(), Some(Trouble::Lost));
-        assert_eq!(absent(&known, &[], &BTreeMap::new()), known.each_ref().map(lost));
+        assert_eq!(absent_devices(&known, &[], &BTreeMap::new()), known.each_ref().map(lost));
         let silent = [(0, Some(Trouble::Unreachable))].into();
         let both = known[..2].iter().map(|one| (one.clone(), Some(Trouble::Unreachable)));
-        assert_eq!(absent(&known, &[&known[2]], &silent), both.collect::<Vec<_>>());
+        assert_eq!(absent_devices(&known, &[&known[2]], &silent), both.collect::<Vec<_>>());
         // A slice that its reached GPU doesn't list was removed.
-        assert_eq!(absent(&known, &[&known[0], &known[2]], &BTreeMap::new()), []);
+        assert_eq!(absent_devices(&known, &[&known[0], &known[2]], &BTreeMap::new()), []);
     }
 
     #[test]
     fn one_without_a_name_is_there_until_another_is_at_its_index() {
         let silent = [(1, Some(Trouble::Lost))].into();
-        let found = absent(&[], &[&gpu(0)], &silent);
-        assert_eq!(found, [(nameless(1), Some(Trouble::Lost))]);
-        let known = [gpu(0), nameless(1)];
-        assert_eq!(absent(&known, &[&gpu(0)], &silent), found);
-        assert_eq!(absent(&known, &[&gpu(0)], &BTreeMap::new()), found, "not listed any more");
-        assert_eq!(absent(&known, &[&gpu(0), &gpu(1)], &BTreeMap::new()), []);
+        let found = absent_devices(&[], &[&gpu(0)], &silent);
+        assert_eq!(found, [(identity_without_uuid(1), Some(Trouble::Lost))]);
+        let known = [gpu(0), identity_without_uuid(1)];
+        assert_eq!(absent_devices(&known, &[&gpu(0)], &silent), found);
+        assert_eq!(
+            absent_devices(&known, &[&gpu(0)], &BTreeMap::new()),
+            found,
+            "not listed any more"
+        );
+        assert_eq!(absent_devices(&known, &[&gpu(0), &gpu(1)], &BTreeMap::new()), []);
     }
 }
