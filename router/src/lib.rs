@@ -51,7 +51,7 @@ use crate::{
     fleet::{
         collector::FleetCollector,
         connect::{self, LoadWatcher},
-        control::Control,
+        control::ControlClient,
         state::{State, Update},
         view::{self, View},
     },
@@ -143,7 +143,7 @@ pub async fn run(config: Config, listeners: Listeners, tasks: Tasks) -> Result<(
     let _admin_ends = admin_token.clone().drop_guard();
     admin::start(admin_data, listeners.admin, admin_token).map_err(Error::Admin)?;
 
-    let (updates, mailbox) = mpsc::channel(view::MAILBOX);
+    let (updates, mailbox) = mpsc::channel(view::MAILBOX_UPDATES_MAX);
     tasks.spawn_essential(
         "view",
         view::run(state, mailbox, Arc::clone(&view), ready_sender, tasks.token()),
@@ -224,7 +224,7 @@ fn build_shared(
         .pool_timer(TokioTimer::new())
         .build(connector);
     let affinity = || Mutex::new(Affinity::new(config.sessions_max, config.affinity_idle_max()));
-    let controls: Vec<Control> = endpoints.iter().map(Control::new).collect();
+    let controls: Vec<ControlClient> = endpoints.iter().map(ControlClient::new).collect();
     let models = Arc::new(Models::new());
     if cfg!(feature = "text") {
         let (models, view) = (Arc::clone(&models), Arc::clone(&view));
@@ -236,7 +236,7 @@ fn build_shared(
         kv_index,
         affinity: affinity(),
         cache_keys: affinity(),
-        recent_placements: Mutex::new(RecentPlacements::new(recent::FIGURES_MAX)),
+        recent_placements: Mutex::new(RecentPlacements::new(recent::WEIGHT_MAX)),
         client,
         updates,
         controls,

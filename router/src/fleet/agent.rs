@@ -19,8 +19,8 @@ use super::{
 /// What the router knows about one agent.
 #[derive(Debug, Clone)]
 pub struct Agent {
-    /// Address of the agent's control port, as configured.
-    pub control: String,
+    /// URL of the agent's control port, as configured.
+    pub control_url: String,
     /// State of the connection to the control port.
     pub link: Link,
     /// The agent's description of itself. `None` until the agent is first heard. It is kept when
@@ -29,10 +29,10 @@ pub struct Agent {
     /// The agent's last load report, and when it arrived by this process's clock.
     pub report: Option<(Arc<LoadReport>, Instant)>,
     /// When the last message of any kind arrived from the agent.
-    pub heard: Option<Instant>,
-    /// Set when a turn couldn't connect to the agent's data port. The text is the reason. The
-    /// number says for how many more load reports the data port counts as unreachable.
-    pub unreachable: Option<(String, u32)>,
+    pub heard_at: Option<Instant>,
+    /// The failure of a turn to connect to the agent's data port. `None` if there was none, or if
+    /// it was long ago.
+    pub data_port_failure: Option<DataPortFailure>,
     /// Counts of what this router has in flight on each rank. Kept across reconnects.
     pub in_flight: Vec<Arc<InFlight>>,
     /// The counts of `in_flight` when the last load report arrived.
@@ -46,6 +46,15 @@ pub struct Facts {
     pub description: Arc<Description>,
     /// Host and port of the data port, which takes turns.
     pub data_authority: Arc<str>,
+}
+
+/// The failure of a turn to connect to an agent's data port.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DataPortFailure {
+    /// The reason, for an operator.
+    pub why: String,
+    /// For how many more load reports the data port counts as unreachable.
+    pub reports_left: u32,
 }
 
 /// State of the connection to an agent's control port.
@@ -63,15 +72,15 @@ pub enum Link {
         why: String,
         /// Whether the agent answers but is rejected, because an agent at another address has the
         /// same id.
-        duplicate_id: bool,
+        has_duplicate_id: bool,
     },
 }
 
 impl Agent {
-    /// Returns the agent's id, or its control address while the id is unknown.
+    /// Returns the agent's id, or its control port's URL while the id is unknown.
     #[must_use]
     pub fn name(&self) -> &str {
-        self.facts.as_ref().map_or(&self.control, |facts| &facts.description.agent_id)
+        self.facts.as_ref().map_or(&self.control_url, |facts| &facts.description.agent_id)
     }
 
     /// Returns the epoch of the agent process that was last heard. Each process has its own epoch.
@@ -92,14 +101,14 @@ impl Agent {
     /// reason is empty for `Fresh`.
     #[must_use]
     pub fn state(&self, now: Instant, report_age_max: Duration) -> (WorkerState, String) {
-        let state = self.state_heard().aged(self.heard, now, report_age_max);
-        let age = self.heard.map_or(Duration::MAX, |heard| now.saturating_duration_since(heard));
+        let state = self.state_heard().aged(self.heard_at, now, report_age_max);
+        let age = self.heard_at.map_or(Duration::MAX, |at| now.saturating_duration_since(at));
         let reason = match (state, &self.link, &self.report) {
             (WorkerState::Lost, Link::Lost { why, .. }, _) => why.clone(),
             (WorkerState::Lost, ..) => "not heard yet".to_owned(),
             (WorkerState::Stale, _, None) => "no load report yet".to_owned(),
-            (WorkerState::Stale, ..) => match &self.unreachable {
-                Some((why, _)) => {
+            (WorkerState::Stale, ..) => match &self.data_port_failure {
+                Some(DataPortFailure { why, .. }) => {
                     format!("turns don't reach its data port: {why}; is it open to this host?")
                 }
                 None => format!("silent for {} ms", age.as_millis()),
@@ -127,7 +136,7 @@ impl Agent {
             (Link::Up, None) => WorkerState::Stale,
             (Link::Up, Some((report, _))) if report.unhealthy.is_some() => WorkerState::Unhealthy,
             (Link::Up, Some((report, _))) if report.draining => WorkerState::Draining,
-            (Link::Up, Some(_)) if self.unreachable.is_some() => WorkerState::Stale,
+            (Link::Up, Some(_)) if self.data_port_failure.is_some() => WorkerState::Stale,
             (Link::Up, Some(_)) => WorkerState::Fresh,
         }
     }

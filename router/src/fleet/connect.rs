@@ -15,7 +15,7 @@ use tokio_util::sync::CancellationToken;
 use tonic::transport::Endpoint;
 use tracing::debug;
 
-use super::{agent::Link, load_stream::LoadStream, state::Update, view::View};
+use super::{agent::Link, load_stream::LoadStreamChecker, state::Update, view::View};
 use crate::backoff::Backoff;
 
 /// Number of load reports after which the stream of a rejected agent is closed; about ten seconds.
@@ -36,8 +36,8 @@ pub(crate) struct LoadWatcher {
     pub(crate) agent: usize,
     /// The agent's control port.
     pub(crate) endpoint: Endpoint,
-    /// Longest time to open a stream. Also the time for the stream's first event, after which the
-    /// agent counts as lost.
+    /// Longest time to open a stream. Also the longest wait for the stream's first event. If the
+    /// event comes later, the agent counts as lost until then.
     pub(crate) connect_max: Duration,
     /// Most sessions of the agent that the view keeps.
     pub(crate) sessions_max: usize,
@@ -76,10 +76,10 @@ impl LoadWatcher {
     async fn run_forever(self) {
         let mut backoff = Backoff::default();
         loop {
-            let mut load_stream = LoadStream::new(self.sessions_max);
-            let why = self.follow_once(&mut load_stream).await;
+            let mut checker = LoadStreamChecker::new(self.sessions_max);
+            let why = self.follow_once(&mut checker).await;
             debug!(agent = self.agent, why, "stream ended");
-            let was_accepted = load_stream.is_live() && self.rejection().is_none();
+            let was_accepted = checker.is_live() && self.rejection().is_none();
             if self.send(Update::Lost(why)).await.is_err() {
                 return;
             }
@@ -91,7 +91,7 @@ impl LoadWatcher {
     }
 
     /// Follows one stream to its end. Returns why it ended.
-    async fn follow_once(&self, load_stream: &mut LoadStream) -> String {
+    async fn follow_once(&self, checker: &mut LoadStreamChecker) -> String {
         // The endpoint's own time limit doesn't include name resolution and the HTTP/2 handshake.
         // So the whole attempt has a limit too.
         let open_stream = async {
@@ -105,15 +105,16 @@ impl LoadWatcher {
             Ok(Err(why)) => return why,
             Err(_) => return format!("no answer within {} ms", self.connect_max.as_millis()),
         };
-        let (mut heard, mut reports_while_rejected) = (false, 0);
+        let (mut was_heard, mut reports_while_rejected) = (false, 0);
         loop {
             let next_event = stream.message();
             let mut next_event = std::pin::pin!(next_event);
             let first_event = tokio::time::timeout(self.connect_max, &mut next_event);
-            let message = match if heard { Err(()) } else { first_event.await.map_err(drop) } {
+            // Only the wait for the first event has a time limit.
+            let message = match if was_heard { Err(()) } else { first_event.await.map_err(drop) } {
                 Ok(message) => message,
                 Err(()) => {
-                    if !heard {
+                    if !was_heard {
                         // The agent waits for its engine before it sends its first event. Until
                         // then it counts as lost, so that no turn waits for it.
                         let why = "the agent has not reached its engine yet".to_owned();
@@ -124,13 +125,13 @@ impl LoadWatcher {
                     next_event.await
                 }
             };
-            heard = true;
+            was_heard = true;
             let event = match message {
                 Ok(Some(event)) => event,
                 Ok(None) => return "the agent ended the stream".to_owned(),
                 Err(status) => return format!("{:?}: {}", status.code(), status.message()),
             };
-            match load_stream.accept(event) {
+            match checker.accept(event) {
                 Ok(None) => {}
                 Ok(Some(update)) => {
                     reports_while_rejected += u32::from(matches!(update, Update::Report(_)));
@@ -155,7 +156,7 @@ impl LoadWatcher {
     /// stream of this agent must start again, so that the whole table is sent.
     fn rejection(&self) -> Option<String> {
         match &self.view.load().agents[self.agent].link {
-            Link::Lost { why, duplicate_id: true, .. } => Some(why.clone()),
+            Link::Lost { why, has_duplicate_id: true, .. } => Some(why.clone()),
             Link::Lost { .. } | Link::Dialing | Link::Up => None,
         }
     }

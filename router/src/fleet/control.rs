@@ -1,8 +1,8 @@
 //! Calls one agent's control port: opens and closes sessions, and fetches model files.
 //!
 //! An *agent* runs beside each engine. A *session* is a sequence of turns that share a growing
-//! prefix. The client translates between the wire format and this program's types, and limits the
-//! time of opening and closing. It doesn't retry.
+//! prefix. The client translates between the wire format and this program's types. A call to open
+//! or close a session has a time limit. A failed call isn't retried.
 
 use std::{collections::BTreeMap, time::Duration};
 
@@ -19,14 +19,14 @@ use tonic::{
 
 use super::tokenizer_files::TokenizerFiles;
 
-/// Longest time to open or close a session. An engine opens a session in under 1 ms once it reads
-/// its queue. A long prefill can keep it from reading the queue for seconds.
-const CALL_MAX: Duration = Duration::from_secs(10);
+/// Longest time to open or close a session. The engine opens a session in under 1 ms, but it reads
+/// its queue only between two steps. A long prefill can delay that for seconds.
+const CALL_TIME_MAX: Duration = Duration::from_secs(10);
 
 /// The client of one agent's control port. It connects at the first call, and again after a
 /// failure.
 #[derive(Debug, Clone)]
-pub(crate) struct Control(WorkerAgentClient<Channel>);
+pub(crate) struct ControlClient(WorkerAgentClient<Channel>);
 
 /// A request to open a session.
 #[derive(Debug, Clone)]
@@ -39,7 +39,7 @@ pub(crate) struct OpenRequest {
     pub(crate) idle_ms_max: Option<u64>,
 }
 
-impl Control {
+impl ControlClient {
     pub(crate) fn new(endpoint: &Endpoint) -> Self {
         Self(WorkerAgentClient::new(endpoint.connect_lazy()))
     }
@@ -57,7 +57,7 @@ impl Control {
             dp_rank: Some(dp_rank),
         };
         let mut client = self.0.clone();
-        let answer = bounded(client.open_session(request)).await?.into_inner();
+        let answer = with_time_limit(client.open_session(request)).await?.into_inner();
         Session::try_from(answer)
             .map_err(|error| Status::internal(format!("the agent's answer is invalid: {error}")))
     }
@@ -66,11 +66,11 @@ impl Control {
     pub(crate) async fn close(&self, key: &SessionKey) -> Result<bool, Status> {
         let request = v1::CloseSessionRequest { key: Some(key.into()) };
         let mut client = self.0.clone();
-        Ok(bounded(client.close_session(request)).await?.into_inner().deferred)
+        Ok(with_time_limit(client.close_session(request)).await?.into_inner().deferred)
     }
 
     /// Fetches the files of the agent's model. `described` has their total size and their hash, as
-    /// the agent described them. Files that differ from it are an error.
+    /// the agent described them. Files with another size or hash are an error.
     pub(crate) async fn model_files(
         &self,
         described: ModelFiles,
@@ -109,9 +109,9 @@ impl Control {
     }
 }
 
-/// Waits for a call for at most [`CALL_MAX`].
-async fn bounded<T>(call: impl Future<Output = Result<T, Status>>) -> Result<T, Status> {
-    match tokio::time::timeout(CALL_MAX, call).await {
+/// Waits for a call for at most [`CALL_TIME_MAX`].
+async fn with_time_limit<T>(call: impl Future<Output = Result<T, Status>>) -> Result<T, Status> {
+    match tokio::time::timeout(CALL_TIME_MAX, call).await {
         Ok(answer) => answer,
         Err(_) => Err(Status::deadline_exceeded("the agent did not answer in time")),
     }

@@ -28,8 +28,8 @@ pub struct InFlight {
 pub struct InFlightCounts {
     /// Number of turns in flight.
     pub turns: u32,
-    /// Number of sessions that this router has asked the worker to open since it started. Wraps
-    /// around.
+    /// Number of sessions that this router has asked the worker to open since the router started.
+    /// Wraps around.
     pub opens: u32,
     /// Prompt tokens to be computed for turns whose answer has not begun.
     pub unanswered_tokens: u64,
@@ -49,8 +49,8 @@ impl InFlight {
         self.turns.load(Ordering::Relaxed)
     }
 
-    /// Returns the number of sessions that this router has asked the worker to open since it
-    /// started. Wraps around.
+    /// Returns the number of sessions that this router has asked the worker to open since the
+    /// router started. Wraps around.
     pub fn opens(&self) -> u32 {
         self.opens.load(Ordering::Relaxed)
     }
@@ -78,7 +78,7 @@ impl InFlight {
     }
 
     /// Counts one more open.
-    pub fn note_open(&self) {
+    pub fn count_open(&self) {
         self.opens.fetch_add(1, Ordering::Relaxed);
     }
 }

@@ -33,7 +33,7 @@ pub enum Error {
         /// The epoch of this event.
         to: u64,
     },
-    /// The event may not come at this point of the stream.
+    /// The event may not come at this point of the stream, or doesn't fit the description.
     #[error("{0}")]
     Order(&'static str),
     /// The event can't be decoded.
@@ -52,9 +52,9 @@ enum Phase {
     Live { ranks: usize },
 }
 
-/// The checker of one stream.
+/// Checks the events of one load stream.
 #[derive(Debug)]
-pub struct LoadStream {
+pub struct LoadStreamChecker {
     phase: Phase,
     /// The epoch of all events of the stream.
     epoch: u64,
@@ -64,10 +64,10 @@ pub struct LoadStream {
     sessions_max: usize,
 }
 
-impl LoadStream {
-    /// Creates the checker for a new stream. It keeps at most one session more than `sessions_max`
-    /// of the stream's table. From the one session more, the fleet's state sees that some are left
-    /// out.
+impl LoadStreamChecker {
+    /// Creates the checker for a new stream. It keeps at most `sessions_max` + 1 sessions of the
+    /// stream's table. If there is one above the bound, the fleet's state logs that it leaves
+    /// sessions out.
     #[must_use]
     pub fn new(sessions_max: usize) -> Self {
         Self { phase: Phase::Start, epoch: 0, next_sequence: 0, sessions_max }
@@ -213,8 +213,8 @@ mod tests {
         Event::Report(report(&vec![(0, 0); ranks]).into())
     }
 
-    fn live() -> LoadStream {
-        let mut stream = LoadStream::new(10);
+    fn live() -> LoadStreamChecker {
+        let mut stream = LoadStreamChecker::new(10);
         assert!(stream.accept(event(5, 0, described(5))).unwrap().is_none());
         assert!(stream.accept(event(5, 1, table(&["a"], 0, false))).unwrap().is_none());
         assert!(!stream.is_live());
@@ -253,19 +253,19 @@ mod tests {
             let text = format!("{event:?}");
             assert!(live().accept(event).is_err(), "taken: {text}");
         }
-        assert!(LoadStream::new(10).accept(event(5, 0, table(&[], 0, true))).is_err());
-        assert!(LoadStream::new(10).accept(event(5, 1, described(5))).is_err());
-        let mut early = LoadStream::new(10);
+        assert!(LoadStreamChecker::new(10).accept(event(5, 0, table(&[], 0, true))).is_err());
+        assert!(LoadStreamChecker::new(10).accept(event(5, 1, described(5))).is_err());
+        let mut early = LoadStreamChecker::new(10);
         early.accept(event(5, 0, described(5))).unwrap();
         assert!(early.accept(event(5, 1, reported(2))).is_err());
-        let mut foreign = LoadStream::new(10);
+        let mut foreign = LoadStreamChecker::new(10);
         foreign.accept(event(5, 0, described(5))).unwrap();
         assert!(foreign.accept(event(5, 1, table(&["a"], 2, true))).is_err());
     }
 
     #[test]
     fn a_table_beyond_the_bound_is_cut() {
-        let mut stream = LoadStream::new(1);
+        let mut stream = LoadStreamChecker::new(1);
         stream.accept(event(5, 0, described(5))).unwrap();
         let began = stream.accept(event(5, 1, table(&["a", "b", "c"], 0, true))).unwrap();
         let Some(Update::Began { sessions, .. }) = began else { panic!("{began:?}") };

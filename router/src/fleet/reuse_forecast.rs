@@ -7,7 +7,9 @@
 //! A session *abandons* KV when it moves to another worker, or when its client rewrites its
 //! history. Abandoned KV counts until eviction has presumably taken it.
 //!
-//! The agents' session tables feed the forecast. It is summed at most four times a second.
+//! The input is the sessions that the agents report. The output is one forecast per worker, summed
+//! at most four times a second. A session's *idle time* is the time since its last turn ended.
+//! The module `returns` estimates from it how likely the session sends another turn.
 
 mod returns;
 
@@ -21,18 +23,19 @@ use proto::{
     load::{Session, SessionState},
 };
 
-use self::returns::Returns;
+use self::returns::ReturnEstimator;
 use super::worker::WorkerRef;
 
-/// Greatest age of the sums. Older sums are computed again. Within this time, placement decisions
-/// change about one session in a hundred. Summing 100,000 sessions takes a millisecond.
+/// Greatest age of the sums. Older sums are computed again. Within this time, new turns
+/// change the sums by about one session in a hundred. Summing 100,000 sessions takes a millisecond.
 const SUM_AGE_MAX: Duration = Duration::from_millis(250);
 /// Time in which eviction is assumed to take half of the abandoned KV. The contents of a pool are
 /// replaced within minutes.
 const ABANDONED_HALF_LIFE: Duration = Duration::from_secs(150);
 /// Rate at which a session with a running turn sends its next turn, in millionths per second. The
-/// value is one turn in 30 s. An answer takes 10 s, and the median pause after an answer is 10 s.
-const RUNNING_MICRO_PER_S: u64 = 33_000;
+/// value is one turn in 30 s. An answer takes 10 s. Half of the pauses after it are shorter than
+/// 10 s, and some are much longer.
+const RUNNING_TURNS_MICRO_PER_S: u64 = 33_000;
 /// Upper bounds of the idle-time classes, in seconds. The last class has no bound.
 const IDLE_BOUNDS_S: [u64; IDLE_CLASSES - 1] = [10, 30, 60, 120, 300, 600, 1800];
 /// Number of idle-time classes.
@@ -75,15 +78,15 @@ impl ReuseDemand {
 #[derive(Debug, Clone)]
 pub struct ReuseForecast {
     sessions_max: usize,
-    sessions: HashMap<Digest, Entry>,
-    abandoned: HashMap<WorkerRef, Abandoned>,
-    returns: Returns,
+    sessions: HashMap<Digest, SessionEntry>,
+    abandoned: HashMap<WorkerRef, AbandonedKv>,
+    return_estimator: ReturnEstimator,
     summed_at: Option<Instant>,
 }
 
 /// What is known of one session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Entry {
+struct SessionEntry {
     /// The worker that ran the session's last turn.
     worker: WorkerRef,
     /// Tokens of KV that the session has on `worker`.
@@ -96,13 +99,13 @@ struct Entry {
 
 /// KV that sessions abandoned on a worker.
 #[derive(Debug, Clone, Copy)]
-struct Abandoned {
+struct AbandonedKv {
     /// Abandoned tokens that were not evicted yet at the time `computed_at`.
     tokens: u64,
     computed_at: Instant,
 }
 
-impl Abandoned {
+impl AbandonedKv {
     /// Returns the abandoned tokens that are assumed not to be evicted yet.
     fn tokens_left(&self, now: Instant) -> u64 {
         let age_ms = now.saturating_duration_since(self.computed_at).as_millis();
@@ -125,7 +128,7 @@ impl ReuseForecast {
             sessions_max,
             sessions: HashMap::new(),
             abandoned: HashMap::new(),
-            returns: Returns::default(),
+            return_estimator: ReturnEstimator::default(),
             summed_at: None,
         }
     }
@@ -142,17 +145,17 @@ impl ReuseForecast {
         if before.is_none() && self.sessions.len() >= self.sessions_max {
             return;
         }
-        let mut entry = Entry { worker, tokens: 0, idle_since, abandoned: None };
+        let mut entry = SessionEntry { worker, tokens: 0, idle_since, abandoned: None };
         if let Some(before) = before {
-            let is_late = before
+            let is_older = before
                 .idle_since
                 .is_none_or(|since| idle_since.is_some_and(|reported| reported <= since));
-            if before.worker.agent != worker.agent && !is_running && is_late {
+            if before.worker.agent != worker.agent && !is_running && is_older {
                 // The session has left this worker for another agent's, so its state here is old.
                 return;
             }
             if let (Some(since), true) = (before.idle_since, is_running) {
-                self.returns.record_return(now.saturating_duration_since(since));
+                self.return_estimator.record_return(now.saturating_duration_since(since));
             }
             if before.worker == worker {
                 (entry.tokens, entry.abandoned) = (before.tokens, before.abandoned);
@@ -182,7 +185,7 @@ impl ReuseForecast {
         if let Some((worker, tokens)) = abandoned
             && let Some(on_worker) = self.abandoned.get_mut(&worker)
         {
-            *on_worker = Abandoned {
+            *on_worker = AbandonedKv {
                 tokens: on_worker.tokens_left(now).saturating_sub(tokens),
                 computed_at: now,
             };
@@ -198,25 +201,26 @@ impl ReuseForecast {
 
     /// Returns the forecasts by agent, then by rank, or `None` if the last sums are recent enough.
     /// An agent's list ends with its last rank that has demand.
-    pub fn sum(&mut self, agents: usize, now: Instant) -> Option<Vec<Vec<ReuseDemand>>> {
+    pub fn sum_if_due(&mut self, agents: usize, now: Instant) -> Option<Vec<Vec<ReuseDemand>>> {
         let age = self.summed_at.map(|at| now.saturating_duration_since(at));
         if age.is_some_and(|age| age < SUM_AGE_MAX) {
             return None;
         }
         self.summed_at = Some(now);
-        let idle_time = |entry: &Entry| Some(now.saturating_duration_since(entry.idle_since?));
-        self.returns.update_estimate(self.sessions.values().filter_map(idle_time), now);
+        let idle_time =
+            |entry: &SessionEntry| Some(now.saturating_duration_since(entry.idle_since?));
+        self.return_estimator.update_estimate(self.sessions.values().filter_map(idle_time), now);
         let mut sums: Vec<Vec<ReuseDemand>> = vec![vec![]; agents];
         for entry in self.sessions.values() {
             let demand = demand_on(&mut sums, entry.worker);
             let Some(idle) = idle_time(entry) else {
                 demand.tokens = demand.tokens.saturating_add(entry.tokens);
-                demand.turns_micro_per_s += RUNNING_MICRO_PER_S;
+                demand.turns_micro_per_s += RUNNING_TURNS_MICRO_PER_S;
                 continue;
             };
-            let chance_milli = self.returns.chance_milli(idle);
+            let chance_milli = self.return_estimator.chance_milli(idle);
             let wanted_tokens = entry.tokens.saturating_mul(chance_milli) / 1000;
-            demand.turns_micro_per_s += self.returns.rate_micro(idle);
+            demand.turns_micro_per_s += self.return_estimator.rate_micro(idle);
             let class = &mut demand.idle[idle_class(idle)];
             class.tokens = class.tokens.saturating_add(entry.tokens);
             class.wanted_tokens = class.wanted_tokens.saturating_add(wanted_tokens);
@@ -237,7 +241,7 @@ impl ReuseForecast {
         {
             self.sessions.remove(&digest);
             if let Some(since) = entry.idle_since {
-                self.returns.record_end(now.saturating_duration_since(since));
+                self.return_estimator.record_end(now.saturating_duration_since(since));
             }
         }
     }
@@ -249,7 +253,7 @@ impl ReuseForecast {
                 self.abandoned.get(&worker).map_or(0, |abandoned| abandoned.tokens_left(now));
             self.abandoned.insert(
                 worker,
-                Abandoned { tokens: before.saturating_add(tokens), computed_at: now },
+                AbandonedKv { tokens: before.saturating_add(tokens), computed_at: now },
             );
         }
     }
@@ -300,7 +304,7 @@ mod tests {
     }
 
     fn sums(forecast: &mut ReuseForecast, now: Instant) -> [ReuseDemand; 2] {
-        let sums = forecast.sum(2, now).expect("the previous sums are old");
+        let sums = forecast.sum_if_due(2, now).expect("the previous sums are old");
         [0, 1].map(|agent| sums[agent].first().copied().unwrap_or_default())
     }
 
@@ -310,7 +314,7 @@ mod tests {
         for id in ["a", "b", "c", "a"] {
             forecast.upsert(at(0), &session(id, 100, None), now);
         }
-        assert_eq!(forecast.sum(1, now).unwrap()[0][0].tokens, 200);
+        assert_eq!(forecast.sum_if_due(1, now).unwrap()[0][0].tokens, 200);
     }
 
     #[test]
@@ -323,7 +327,7 @@ mod tests {
         // The first worker sends its table again; there the session has been idle for longer.
         forecast.upsert(at(0), &session("s", 100, Some(2 * MINUTE)), later + MINUTE);
         forecast.remove(0, &SessionKey::new("p", "s").unwrap(), later + MINUTE);
-        let sums = forecast.sum(2, later + MINUTE).unwrap();
+        let sums = forecast.sum_if_due(2, later + MINUTE).unwrap();
         assert_eq!(sums[1][0].idle[0].tokens, 120);
     }
 
@@ -380,8 +384,8 @@ mod tests {
     fn sums_are_not_made_for_every_word() {
         let now = start();
         let mut forecast = ReuseForecast::new(1000);
-        assert!(forecast.sum(1, now).is_some());
-        assert!(forecast.sum(1, now + SUM_AGE_MAX / 2).is_none());
-        assert!(forecast.sum(1, now + SUM_AGE_MAX).is_some());
+        assert!(forecast.sum_if_due(1, now).is_some());
+        assert!(forecast.sum_if_due(1, now + SUM_AGE_MAX / 2).is_none());
+        assert!(forecast.sum_if_due(1, now + SUM_AGE_MAX).is_some());
     }
 }

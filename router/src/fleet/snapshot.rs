@@ -2,8 +2,8 @@
 //!
 //! An *agent* runs beside each engine and reports its state. A *worker* is one data-parallel rank
 //! of an engine. A decision loads one [`Snapshot`], which never changes, and uses it to the end.
-//! Only the in-flight counts change: they are atomics that all snapshots share, and the tasks of
-//! requests write them.
+//! An exception are the counts of what this router has in flight on each worker. They are atomics
+//! that all snapshots share, and the tasks of requests change them.
 //!
 //! [`State`](super::state::State) makes the snapshots from the agents' messages. Nothing is stored
 //! on disk, because a restarted router learns everything from the agents again.
@@ -121,7 +121,7 @@ impl Snapshot {
     ///
     /// # Errors
     /// Returns the reason for the operator.
-    pub fn ready(&self, now: Instant) -> Result<(), String> {
+    pub fn check_ready(&self, now: Instant) -> Result<(), String> {
         if !self.is_settled() {
             return Err("waiting for the first load report of every agent".to_owned());
         }

@@ -15,7 +15,7 @@ use proto::{
 };
 
 use super::{
-    agent::{Agent, Facts, Link},
+    agent::{Agent, DataPortFailure, Facts, Link},
     reuse_forecast::ReuseForecast,
     sessions::Sessions,
     snapshot::Snapshot,
@@ -67,12 +67,12 @@ impl State {
     pub fn new(config: &Config) -> Self {
         let agent = |control: &String| {
             Arc::new(Agent {
-                control: control.clone(),
+                control_url: control.clone(),
                 link: Link::Dialing,
                 facts: None,
                 report: None,
-                heard: None,
-                unreachable: None,
+                heard_at: None,
+                data_port_failure: None,
                 in_flight: vec![],
                 in_flight_at_report: vec![],
             })
@@ -113,7 +113,7 @@ impl State {
             .iter()
             .filter(|agent| agent.is_up())
             // One millisecond past the bound, because a worker at the bound is still fresh.
-            .filter_map(|agent| Some(agent.heard? + age_max + Duration::from_millis(1)))
+            .filter_map(|agent| Some(agent.heard_at? + age_max + Duration::from_millis(1)))
             .filter(|&deadline| deadline > now)
             .min()
     }
@@ -137,10 +137,11 @@ impl State {
                 agent.in_flight_at_report =
                     agent.in_flight.iter().map(|count| count.counts()).collect();
                 agent.report = Some((Arc::new(report), now));
-                let unreachable = agent.unreachable.take();
-                agent.unreachable = unreachable
-                    .filter(|(_, reports_left)| *reports_left > 1)
-                    .map(|(why, reports_left)| (why, reports_left - 1));
+                let failure = agent.data_port_failure.take();
+                agent.data_port_failure =
+                    failure.filter(|failure| failure.reports_left > 1).map(|failure| {
+                        DataPortFailure { reports_left: failure.reports_left - 1, ..failure }
+                    });
                 None
             }
             Update::Upsert(session) => {
@@ -160,10 +161,10 @@ impl State {
                     Link::Lost { since, .. } => since,
                     Link::Dialing | Link::Up => now,
                 };
-                agent.link = Link::Lost { since, why, duplicate_id: false };
+                agent.link = Link::Lost { since, why, has_duplicate_id: false };
                 // The load report belongs to the stream that ended. A new stream brings a new one.
                 agent.report = None;
-                agent.unreachable = None;
+                agent.data_port_failure = None;
                 self.update_rows(index);
                 #[cfg(debug_assertions)]
                 self.check_invariants();
@@ -172,14 +173,15 @@ impl State {
             Update::Unreachable(why) => {
                 let agent = self.agent_mut(index);
                 // If the agent isn't up, its workers take no turns anyway.
-                agent.unreachable = agent.is_up().then_some((why, UNREACHABLE_REPORTS));
+                let failure = DataPortFailure { why, reports_left: UNREACHABLE_REPORTS };
+                agent.data_port_failure = agent.is_up().then_some(failure);
                 self.update_rows(index);
                 return None;
             }
         };
-        self.agent_mut(index).heard = Some(now);
+        self.agent_mut(index).heard_at = Some(now);
         self.update_rows(index);
-        if let Some(demands) = self.forecast.sum(self.view.agents.len(), now) {
+        if let Some(demands) = self.forecast.sum_if_due(self.view.agents.len(), now) {
             self.view.reuse_demands = Arc::new(demands);
             (0..self.view.agents.len()).for_each(|index| self.update_rows(index));
         }
@@ -205,11 +207,11 @@ impl State {
     ) -> Option<String> {
         let warning = self.describe(index, description, now);
         let agent = self.agent_mut(index);
-        if matches!(agent.link, Link::Lost { duplicate_id: true, .. }) {
+        if matches!(agent.link, Link::Lost { has_duplicate_id: true, .. }) {
             return warning;
         }
         agent.link = Link::Up;
-        (agent.report, agent.unreachable) = (None, None);
+        (agent.report, agent.data_port_failure) = (None, None);
         self.forecast.clear(index);
         for session in &sessions {
             let worker = WorkerRef { agent: index, dp_rank: session.dp_rank };
@@ -222,7 +224,7 @@ impl State {
     /// Applies an agent's description of itself.
     ///
     /// If another agent that is up has the same id, rejects this agent: its link becomes `Lost`
-    /// with `duplicate_id`. Returns a warning at the first rejection.
+    /// with `has_duplicate_id`. Returns a warning at the first rejection.
     fn describe(&mut self, index: usize, description: Description, now: Instant) -> Option<String> {
         let duplicate = self.view.agents.iter().enumerate().find(|(other, agent)| {
             *other != index
@@ -234,8 +236,10 @@ impl State {
         });
         if let Some((_, duplicate)) = duplicate {
             // Both are probably one agent under two addresses, whose capacity would count twice.
-            let why =
-                format!("{} has the same agent id, {}", duplicate.control, description.agent_id);
+            let why = format!(
+                "{} has the same agent id, {}",
+                duplicate.control_url, description.agent_id
+            );
             let agent = self.agent_mut(index);
             let link_before = std::mem::replace(&mut agent.link, Link::Up);
             // The rejected agent reconnects again and again while the other agent is there. Only
@@ -244,7 +248,7 @@ impl State {
                 Link::Lost { since, why: before, .. } => (since, before != why),
                 Link::Dialing | Link::Up => (now, true),
             };
-            agent.link = Link::Lost { since, why: why.clone(), duplicate_id: true };
+            agent.link = Link::Lost { since, why: why.clone(), has_duplicate_id: true };
             agent.report = None;
             return is_new.then_some(why);
         }
@@ -253,7 +257,7 @@ impl State {
             agent.in_flight.push(Arc::default());
         }
         agent.facts = Some(Facts {
-            data_authority: data_authority(&agent.control, description.data_port),
+            data_authority: data_authority(&agent.control_url, description.data_port),
             description: Arc::new(description),
         });
         let mut all_facts = self.view.agents.iter().filter_map(|agent| agent.facts.as_ref());
@@ -276,7 +280,7 @@ impl State {
             if agent.is_up() {
                 let facts = agent.facts.as_ref().expect("an agent that is up was described");
                 assert!(agent.in_flight.len() >= facts.description.ranks.len());
-                assert!(agent.heard.is_some(), "an agent that is up was heard");
+                assert!(agent.heard_at.is_some(), "an agent that is up was heard");
             } else {
                 assert!(agent.report.is_none(), "figures of an agent that is not heard");
             }
@@ -403,17 +407,17 @@ mod tests {
         let now = start();
         let workers = vec!["http://a:1".to_owned(), "http://b:1".to_owned()];
         let mut state = State::new(&Config { workers, ..Config::default() });
-        assert!(state.snapshot().ready(now).is_err());
+        assert!(state.snapshot().check_ready(now).is_err());
         let began = Update::Began { description: description("a", 1, 1), sessions: vec![] };
         state.apply(0, began, now);
         state.apply(1, Update::Lost("refused".to_owned()), now);
         assert!(!state.snapshot().is_settled(), "its first report is missing");
         state.apply(0, Update::Report(report(&[(0, 0)])), now);
-        assert_eq!(state.snapshot().ready(now), Ok(()));
+        assert_eq!(state.snapshot().check_ready(now), Ok(()));
         let deadline = state.next_deadline(now).unwrap();
         assert_eq!(state_of(&state, 0, deadline), WorkerState::Stale);
         state.apply(0, Update::Lost("gone".to_owned()), now);
-        assert!(state.snapshot().ready(now).is_err());
+        assert!(state.snapshot().check_ready(now).is_err());
     }
 
     #[test]

@@ -22,7 +22,7 @@ use super::{
 /// Capacity of the view task's mailbox, in updates. A full mailbox slows the load watchers down. No
 /// update is lost silently: if a watcher falls behind, its agent ends the stream, and the next
 /// stream begins with the agent's whole state.
-pub(crate) const MAILBOX: usize = 1024;
+pub(crate) const MAILBOX_UPDATES_MAX: usize = 1024;
 
 /// The newest snapshot of the fleet, and a signal for its changes.
 #[derive(Debug)]
@@ -73,22 +73,22 @@ impl View {
 
 /// Runs the view task until it is cancelled.
 ///
-/// The `mailbox` yields the index of an agent, an update, and when the update arrived. `ready` says
-/// whether the router can serve turns, or why it can't.
+/// The `mailbox` yields the index of an agent, an update, and when the update arrived. The task
+/// sends to `readiness_sender` whether the router can serve turns, or why it can't.
 pub(crate) async fn run(
     mut state: State,
     mut mailbox: mpsc::Receiver<(usize, Update, Instant)>,
     view: Arc<View>,
-    ready: watch::Sender<Result<(), String>>,
+    readiness_sender: watch::Sender<Result<(), String>>,
     token: CancellationToken,
 ) {
-    let mut batch = Vec::with_capacity(MAILBOX);
+    let mut batch = Vec::with_capacity(MAILBOX_UPDATES_MAX);
     loop {
         let deadline = state.next_deadline(now());
         tokio::select! {
             biased;
             () = token.cancelled() => break,
-            count = mailbox.recv_many(&mut batch, MAILBOX) => {
+            count = mailbox.recv_many(&mut batch, MAILBOX_UPDATES_MAX) => {
                 if count == 0 {
                     break;
                 }
@@ -106,15 +106,15 @@ pub(crate) async fn run(
             }
         }
         let snapshot = state.snapshot();
-        let readiness = snapshot.ready(now());
+        let readiness = snapshot.check_ready(now());
         view.publish(snapshot);
-        ready.send_if_modified(|published| {
-            let differs = *published != readiness;
+        readiness_sender.send_if_modified(|published| {
+            let has_changed = *published != readiness;
             published.clone_from(&readiness);
-            differs
+            has_changed
         });
     }
-    drop(ready.send_replace(Err("stopping".to_owned())));
+    drop(readiness_sender.send_replace(Err("stopping".to_owned())));
 }
 
 /// Logs that an agent's stream began, unless the agent was rejected because of a duplicate id.
@@ -133,12 +133,12 @@ fn log_loss_or_restart(state: &State, index: usize, update: &Update) {
         Update::Lost(why) => {
             let agent = state.agent_at(index);
             if agent.is_up() || agent.link == Link::Dialing {
-                warn!(agent = agent.name(), control = agent.control, why, "agent lost");
+                warn!(agent = agent.name(), control = agent.control_url, why, "agent lost");
             }
         }
         Update::Unreachable(why) => {
             let agent = state.agent_at(index);
-            if agent.is_up() && agent.unreachable.is_none() {
+            if agent.is_up() && agent.data_port_failure.is_none() {
                 warn!(agent = agent.name(), why, "data port unreachable");
             }
         }

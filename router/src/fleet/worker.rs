@@ -79,15 +79,15 @@ impl WorkerState {
     }
 
     /// Returns `Stale` if the agent has been silent for longer than `report_age_max`, else the
-    /// state itself. `Lost` and `Disaggregated` never become `Stale`. `heard` is when the agent was
-    /// last heard.
+    /// state itself. `Lost` and `Disaggregated` never become `Stale`. `heard_at` is when the agent
+    /// was last heard.
     pub(super) fn aged(
         self,
-        heard: Option<Instant>,
+        heard_at: Option<Instant>,
         now: Instant,
         report_age_max: Duration,
     ) -> Self {
-        let age = heard.map(|heard| now.saturating_duration_since(heard));
+        let age = heard_at.map(|heard_at| now.saturating_duration_since(heard_at));
         let is_silent = age.is_none_or(|age| age > report_age_max);
         let can_become_stale = !matches!(self, Self::Lost | Self::Disaggregated);
         if is_silent && can_become_stale { Self::Stale } else { self }

@@ -3,7 +3,7 @@
 //! A *worker* is one data-parallel rank of an engine, and an *agent* runs beside each engine. A
 //! *turn* is one request and its answer. For one turn, a placement may compare a thousand workers.
 //! Following pointers from each worker to its agent, report and counts would take longer than the
-//! arithmetic.
+//! arithmetic. So the table has copies of what a placement needs, in one row per worker.
 //!
 //! An agent's rows are rewritten whenever a message from the agent arrives. All rows are rewritten
 //! whenever the reuse forecast (the KV that sessions are expected to use again) is summed.
@@ -53,7 +53,7 @@ struct Row {
     reported_at: Option<Instant>,
     prefill_tokens_per_s: Option<NonZeroU64>,
     /// Prompt tokens that are admitted and not yet computed, as reported.
-    backlog: Option<Figure>,
+    backlog_tokens: Option<Figure>,
     staged_prefill: Option<StagedPrefillBase>,
     /// See [`WorkerStats::waiting_without_tokens`].
     waiting_without_tokens: u64,
@@ -164,33 +164,33 @@ impl Row {
         let load = agent.rank_load(worker.dp_rank);
         let reported_value =
             |figure: fn(&RankLoad) -> Option<Figure>| Some(load.and_then(figure)?.value);
-        let backlog = load.and_then(|load| load.prefill_backlog_tokens);
+        let backlog_tokens = load.and_then(|load| load.prefill_backlog_tokens);
         let waiting = |load: &RankLoad| {
             let in_engine = load.requests_waiting.map_or(0, |figure| figure.value);
             in_engine.saturating_add(load.turns_queued.into())
         };
         let rows_total = reported_value(|load| load.rows_total).and_then(NonZeroU64::new);
         let offered = agent.facts.iter().flat_map(|facts| &facts.description.retentions);
-        let at_report = agent.in_flight_at_report.get(worker.dp_rank as usize);
-        let at_report = at_report.copied().unwrap_or_default();
+        let counts_at_report = agent.in_flight_at_report.get(worker.dp_rank as usize);
+        let counts_at_report = counts_at_report.copied().unwrap_or_default();
         Self {
             worker,
             state: agent.state_heard(),
-            retentions: offered.fold(0, |bits, retention| bits | bit(*retention)),
-            heard_at: agent.heard,
+            retentions: offered.fold(0, |bits, retention| bits | retention_bit(*retention)),
+            heard_at: agent.heard_at,
             reported_at: agent.report.as_ref().map(|(_, at)| *at),
             prefill_tokens_per_s: reported_value(|load| load.prefill_tokens_per_s)
                 .and_then(NonZeroU64::new),
-            backlog,
+            backlog_tokens,
             staged_prefill: load
-                .and_then(|load| StagedPrefillBase::new(load.staged_prefill?, at_report)),
-            waiting_without_tokens: load.filter(|_| backlog.is_none()).map_or(0, waiting),
+                .and_then(|load| StagedPrefillBase::new(load.staged_prefill?, counts_at_report)),
+            waiting_without_tokens: load.filter(|_| backlog_tokens.is_none()).map_or(0, waiting),
             turns: load.map_or(0, |load| load.turns_running),
             turns_max: load.map_or(0, |load| load.turns_running_max),
             sessions: load.map_or(0, |load| load.sessions),
-            turns_at_report: at_report.turns,
-            opens_at_report: at_report.opens,
-            unanswered_tokens_at_report: at_report.unanswered_tokens,
+            turns_at_report: counts_at_report.turns,
+            opens_at_report: counts_at_report.opens,
+            unanswered_tokens_at_report: counts_at_report.unanswered_tokens,
             pool_tokens: reported_value(|load| load.pool_total_tokens).and_then(NonZeroU64::new),
             used_tokens: reported_value(|load| load.pool_used_tokens)
                 .max(reported_value(|load| load.pinned_tokens)),
@@ -201,13 +201,14 @@ impl Row {
 }
 
 impl StagedPrefillBase {
-    fn new(reported: StagedPrefill, at_report: InFlightCounts) -> Option<Self> {
-        let tokens = |tokens: u64| i64::try_from(tokens).unwrap_or(i64::MAX);
-        let prompts = |prompts: u32| i32::try_from(prompts).unwrap_or(i32::MAX);
+    fn new(reported: StagedPrefill, counts_at_report: InFlightCounts) -> Option<Self> {
+        let signed_tokens = |tokens: u64| i64::try_from(tokens).unwrap_or(i64::MAX);
+        let signed_prompts = |prompts: u32| i32::try_from(prompts).unwrap_or(i32::MAX);
         Some(Self {
-            tokens: tokens(reported.tokens).saturating_sub(tokens(at_report.staged_prefill_tokens)),
-            prompts: prompts(reported.prompts)
-                .saturating_sub(prompts(at_report.staged_prefill_prompts)),
+            tokens: signed_tokens(reported.tokens)
+                .saturating_sub(signed_tokens(counts_at_report.staged_prefill_tokens)),
+            prompts: signed_prompts(reported.prompts)
+                .saturating_sub(signed_prompts(counts_at_report.staged_prefill_prompts)),
             stage_tokens: u32::try_from(reported.stage_tokens)
                 .map_or(Some(NonZeroU32::MAX), NonZeroU32::new)?,
         })
@@ -231,7 +232,7 @@ impl<'a> WorkerStats<'a> {
     /// Whether the worker offers this retention, that is, this way to keep a session's KV.
     #[must_use]
     pub fn offers(self, retention: Retention) -> bool {
-        self.row.retentions & bit(retention) != 0
+        self.row.retentions & retention_bit(retention) != 0
     }
 
     /// Returns the measured prefill rate in tokens per second, or `None` if it wasn't measured.
@@ -264,7 +265,8 @@ impl<'a> WorkerStats<'a> {
     #[must_use]
     pub fn backlog_tokens(self, tokens_per_s: u64, now: Instant) -> u64 {
         let unanswered = self.in_flight.unanswered_tokens();
-        let Row { backlog: Some(figure), reported_at: Some(reported_at), .. } = self.row else {
+        let Row { backlog_tokens: Some(figure), reported_at: Some(reported_at), .. } = self.row
+        else {
             return unanswered;
         };
         let age =
@@ -349,7 +351,7 @@ impl<'a> WorkerStats<'a> {
 }
 
 /// Returns the bit of a retention in [`Row::retentions`].
-fn bit(retention: Retention) -> u8 {
+fn retention_bit(retention: Retention) -> u8 {
     1 << retention as u8
 }
 

@@ -40,7 +40,7 @@ pub(super) async fn list(State(shared): SharedState) -> Response {
         .filter(|agent| agent.facts.is_none())
         .map(|agent| {
             let (state, reason) = agent.state(now, view.report_age_max());
-            json!({ "control": agent.control, "state": state, "reason": reason })
+            json!({ "control": agent.control_url, "state": state, "reason": reason })
         })
         .collect();
     Json(json!({ "workers": workers, "unheard": unheard })).into_response()
@@ -62,11 +62,11 @@ fn to_json(
         "worker": view.name(worker),
         "agent": facts.description.agent_id,
         "dp_rank": worker.dp_rank,
-        "control": agent.control,
+        "control": agent.control_url,
         "data": &*facts.data_authority,
         "state": state,
         "reason": reason,
-        "heartbeat_age_ms": agent.heard.map(|heard| millis(now.saturating_duration_since(heard))),
+        "heartbeat_age_ms": agent.heard_at.map(|at| millis(now.saturating_duration_since(at))),
         "report_age_ms": report_age.map(millis),
         "restart_required": agent.report.as_ref().map(|(report, _)| &report.restart_required),
         "turns_in_flight_here": in_flight,

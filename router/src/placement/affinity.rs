@@ -22,7 +22,7 @@ use proto::{id::SessionKey, load::Session};
 use crate::fleet::worker::WorkerRef;
 
 /// How long an agent's session table may lag behind this router's own actions. Changes normally
-/// arrive within milliseconds. After a longer silence the agent counts as stale.
+/// arrive within milliseconds. If the agent is silent for longer, its workers count as stale.
 pub const TABLE_LAG: Duration = Duration::from_secs(3);
 
 /// A session's worker, as this router decided it, and what the agents' session tables may not show.
@@ -32,16 +32,16 @@ pub struct Binding {
     pub worker: WorkerRef,
     /// Number of turns that this router has in flight for the session.
     pub turns: u32,
-    /// Number of those turns whose answer has not begun. These turns surely still run.
-    pub unanswered: u32,
+    /// Number of those turns whose answer has not begun. Such a turn surely still runs.
+    pub unanswered_turns: u32,
     /// Whether the session takes one turn at a time, as the client asked.
     pub exclusive: bool,
     /// When the last turn through this router ended.
     pub last_turn_ended: Option<Instant>,
     /// The agent's answer when this router opened the session. It is valid for [`TABLE_LAG`].
-    pub opened: Option<OpenAnswer>,
-    /// Whether this router has closed the session.
-    pub closing: Closing,
+    pub open_answer: Option<OpenAnswer>,
+    /// How far a close of the session through this router has come.
+    pub close_progress: CloseProgress,
     /// When a turn last moved the session to another worker.
     pub moved_at: Option<Instant>,
     /// When the session was last opened again after a close.
@@ -67,14 +67,14 @@ pub struct OpenAnswer {
     /// process opened are gone.
     pub epoch: Option<u64>,
     /// When the answer arrived.
-    pub at: Instant,
+    pub answered_at: Instant,
 }
 
 /// How far a close of the session through this router has come.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Closing {
+pub enum CloseProgress {
     /// No close was requested.
-    No,
+    NotAsked,
     /// The agent was asked to close the session.
     Asked,
     /// The agent has agreed to close the session.
@@ -82,14 +82,14 @@ pub enum Closing {
         /// When the agent agreed.
         at: Instant,
         /// Whether a turn was still running. If so, the session closes when the turn ends.
-        deferred: bool,
+        is_deferred: bool,
     },
 }
 
 /// The error if the table is full and a running turn holds each of its bindings.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("all sessions_max sessions have turns in flight; try again")]
-pub struct Full;
+pub struct TableFull;
 
 /// The affinity table.
 #[derive(Debug)]
@@ -98,7 +98,7 @@ pub struct Affinity {
     /// The bindings without a running turn, longest idle first.
     idle_order: BTreeMap<IdlePlace, SessionKey>,
     /// The number in the newest [`IdlePlace`].
-    last_number: u64,
+    last_idle_number: u64,
     idle_max: Duration,
     bindings_max: usize,
 }
@@ -111,7 +111,13 @@ impl Binding {
     /// result is false, and the agent decides whether the next turn may run.
     #[must_use]
     pub fn is_busy(&self) -> bool {
-        self.exclusive && self.unanswered > 0
+        self.exclusive && self.unanswered_turns > 0
+    }
+
+    /// Whether a client has asked this router to close the session.
+    #[must_use]
+    pub fn is_close_asked(&self) -> bool {
+        self.close_progress != CloseProgress::NotAsked
     }
 
     /// Whether a turn through this router runs, or ended less than [`TABLE_LAG`] ago.
@@ -124,7 +130,7 @@ impl Binding {
     /// Whether the session was opened again after a close less than [`TABLE_LAG`] ago. If so, an
     /// agent's table may still show the session as it was before the close.
     #[must_use]
-    pub fn was_reopened(&self, now: Instant) -> bool {
+    pub fn was_just_reopened(&self, now: Instant) -> bool {
         self.reopened_at.is_some_and(|at| now.saturating_duration_since(at) <= TABLE_LAG)
     }
 
@@ -132,8 +138,8 @@ impl Binding {
     /// agent's current epoch. Returns `None` if another agent process opened the session.
     #[must_use]
     pub fn just_opened(&self, epoch: Option<u64>, now: Instant) -> Option<&Arc<Session>> {
-        let opened = self.opened.as_ref().filter(|opened| opened.epoch == epoch)?;
-        (now.saturating_duration_since(opened.at) <= TABLE_LAG).then_some(&opened.session)
+        let answer = self.open_answer.as_ref().filter(|answer| answer.epoch == epoch)?;
+        (now.saturating_duration_since(answer.answered_at) <= TABLE_LAG).then_some(&answer.session)
     }
 }
 
@@ -144,7 +150,7 @@ impl Affinity {
         Self {
             bindings: HashMap::new(),
             idle_order: BTreeMap::new(),
-            last_number: 0,
+            last_idle_number: 0,
             idle_max,
             bindings_max,
         }
@@ -171,10 +177,10 @@ impl Affinity {
         worker: WorkerRef,
         exclusive: bool,
         now: Instant,
-    ) -> Result<(), Full> {
-        let binding = self.entry(key, worker, now)?;
-        if binding.closing != Closing::No {
-            binding.closing = Closing::No;
+    ) -> Result<(), TableFull> {
+        let binding = self.get_or_insert(key, worker, now)?;
+        if binding.is_close_asked() {
+            binding.close_progress = CloseProgress::NotAsked;
             binding.exclusive = false;
             binding.reopened_at = Some(now);
         }
@@ -183,7 +189,7 @@ impl Affinity {
         }
         binding.exclusive |= exclusive;
         binding.turns += 1;
-        binding.unanswered += 1;
+        binding.unanswered_turns += 1;
         self.update_idle_order(key, now);
         Ok(())
     }
@@ -192,8 +198,8 @@ impl Affinity {
     /// turn, and before [`Self::end_turn`].
     pub fn record_answer(&mut self, key: &SessionKey) {
         let binding = self.bindings.get_mut(key).expect("a running turn holds its binding");
-        assert!(binding.unanswered > 0, "a turn was answered twice");
-        binding.unanswered -= 1;
+        assert!(binding.unanswered_turns > 0, "a turn was answered twice");
+        binding.unanswered_turns -= 1;
     }
 
     /// Ends a turn that was begun.
@@ -201,7 +207,7 @@ impl Affinity {
         let binding = self.bindings.get_mut(key).expect("a running turn holds its binding");
         assert!(binding.turns > 0, "a turn ended twice");
         binding.turns -= 1;
-        binding.unanswered = binding.unanswered.min(binding.turns);
+        binding.unanswered_turns = binding.unanswered_turns.min(binding.turns);
         binding.last_turn_ended = Some(now);
         self.update_idle_order(key, now);
     }
@@ -224,7 +230,7 @@ impl Affinity {
     pub fn rebind(&mut self, key: &SessionKey, worker: WorkerRef) {
         if let Some(binding) = self.bindings.get_mut(key) {
             binding.worker = worker;
-            binding.opened = None;
+            binding.open_answer = None;
         }
     }
 
@@ -235,19 +241,19 @@ impl Affinity {
     pub fn record_open(
         &mut self,
         worker: WorkerRef,
-        opened: OpenAnswer,
+        open_answer: OpenAnswer,
         now: Instant,
-    ) -> Result<(), Full> {
-        let (session, key) = (&opened.session, opened.session.key.clone());
-        let binding = self.entry(&key, worker, now)?;
+    ) -> Result<(), TableFull> {
+        let (session, key) = (&open_answer.session, open_answer.session.key.clone());
+        let binding = self.get_or_insert(&key, worker, now)?;
         binding.worker = worker;
         binding.exclusive = session.exclusive;
-        if binding.closing != Closing::No {
-            binding.closing = Closing::No;
+        if binding.is_close_asked() {
+            binding.close_progress = CloseProgress::NotAsked;
             binding.reopened_at = Some(now);
         }
         binding.placement_only = false;
-        binding.opened = Some(opened);
+        binding.open_answer = Some(open_answer);
         self.update_idle_order(&key, now);
         Ok(())
     }
@@ -262,17 +268,17 @@ impl Affinity {
         key: &SessionKey,
         worker: WorkerRef,
         now: Instant,
-    ) -> Result<(), Full> {
-        self.entry(key, worker, now)?.closing = Closing::Asked;
+    ) -> Result<(), TableFull> {
+        self.get_or_insert(key, worker, now)?.close_progress = CloseProgress::Asked;
         self.update_idle_order(key, now);
         Ok(())
     }
 
     /// Records that the agent has closed the session.
-    pub fn record_close(&mut self, key: &SessionKey, deferred: bool, now: Instant) {
+    pub fn record_close(&mut self, key: &SessionKey, is_deferred: bool, now: Instant) {
         if let Some(binding) = self.bindings.get_mut(key) {
-            binding.closing = Closing::Closed { at: now, deferred };
-            binding.opened = None;
+            binding.close_progress = CloseProgress::Closed { at: now, is_deferred };
+            binding.open_answer = None;
             binding.exclusive = false;
         }
         self.update_idle_order(key, now);
@@ -281,7 +287,7 @@ impl Affinity {
     /// Records that a close failed because the agent could not be asked. The session stays open.
     pub fn record_close_failure(&mut self, key: &SessionKey) {
         if let Some(binding) = self.bindings.get_mut(key) {
-            binding.closing = Closing::No;
+            binding.close_progress = CloseProgress::NotAsked;
         }
     }
 
@@ -320,26 +326,26 @@ impl Affinity {
     }
 
     /// Returns the binding of the key. Makes room and inserts a new binding if there is none.
-    fn entry(
+    fn get_or_insert(
         &mut self,
         key: &SessionKey,
         worker: WorkerRef,
         now: Instant,
-    ) -> Result<&mut Binding, Full> {
+    ) -> Result<&mut Binding, TableFull> {
         self.expire(now);
         if !self.bindings.contains_key(key) {
             if self.bindings.len() >= self.bindings_max {
-                let (_, oldest) = self.idle_order.pop_first().ok_or(Full)?;
+                let (_, oldest) = self.idle_order.pop_first().ok_or(TableFull)?;
                 self.bindings.remove(&oldest);
             }
             let binding = Binding {
                 worker,
                 turns: 0,
-                unanswered: 0,
+                unanswered_turns: 0,
                 exclusive: false,
                 last_turn_ended: None,
-                opened: None,
-                closing: Closing::No,
+                open_answer: None,
+                close_progress: CloseProgress::NotAsked,
                 moved_at: None,
                 reopened_at: None,
                 placement_only: false,
@@ -369,8 +375,8 @@ impl Affinity {
             self.idle_order.remove(&idle_place);
         }
         if binding.turns == 0 {
-            self.last_number += 1;
-            let idle_place = (now, self.last_number);
+            self.last_idle_number += 1;
+            let idle_place = (now, self.last_idle_number);
             binding.idle_place = Some(idle_place);
             self.idle_order.insert(idle_place, key.clone());
         }
@@ -430,7 +436,7 @@ mod tests {
         let mut affinity = Affinity::new(2, Duration::from_secs(10));
         affinity.begin_turn(&key(1), worker(1), false, t0).unwrap();
         affinity.begin_turn(&key(2), worker(2), false, t0).unwrap();
-        assert_eq!(affinity.begin_turn(&key(3), worker(1), false, t0), Err(Full));
+        assert_eq!(affinity.begin_turn(&key(3), worker(1), false, t0), Err(TableFull));
         affinity.end_turn(&key(2), t0);
         affinity.begin_turn(&key(3), worker(1), false, t0).unwrap();
         assert!(affinity.get(&key(2), t0).is_none());
@@ -447,7 +453,7 @@ mod tests {
         affinity.record_close(&key(1), false, t0);
         affinity.begin_turn(&key(1), worker(2), false, t0).unwrap();
         let binding = affinity.get(&key(1), t0).unwrap();
-        assert_eq!((binding.closing, binding.exclusive), (Closing::No, false));
+        assert_eq!((binding.close_progress, binding.exclusive), (CloseProgress::NotAsked, false));
     }
 
     proptest! {

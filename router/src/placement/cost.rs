@@ -14,8 +14,8 @@
 //!   other sessions will use again, the more of that KV is evicted before its next use. Each
 //!   session pays in proportion to the KV that it brings and will bring. Without this part, all
 //!   sessions with the same system prompt would gather on the worker that has the prompt.
-//! - *blocking*: the waiting of other turns. Sessions of the worker send them while the prompt is
-//!   computed.
+//! - *blocking*: the waiting of the turns that other sessions of the worker send while the prompt
+//!   is computed.
 //! - *interference*: the slowdown of the other turns in the batch.
 //! - *impatience*: a surcharge on the time to the first token beyond what people accept.
 //!
@@ -47,18 +47,20 @@ const GROWTH_POOL_DIVISOR: u64 = 10;
 /// In a pool that is full of KV that will be used again, a session is assumed to recompute its KV
 /// divided by this number.
 const CROWDING_DIVISOR: u64 = 2;
-/// The KV without a session, divided by this number, is assumed to be evicted before the KV of
-/// sessions. Eviction goes by age, and half of the KV without a session is assumed to be older.
+/// The KV that belongs to no session, divided by this number, is assumed to be evicted before the
+/// KV of sessions. Eviction takes the oldest KV first. Half of the KV without a session is assumed
+/// to be older than the KV of sessions.
 const SESSIONLESS_DIVISOR: u64 = 2;
 /// Assumed length of the answer, in tokens. The pool needs room for it.
 const ANSWER_TOKENS_ASSUMED: u64 = 1_000;
-/// Cost in milliseconds for each other turn in the batch. A new turn makes each step of the batch a
-/// fiftieth slower for a few seconds. Each other turn is in the batch for only part of that time.
-const INTERFERENCE_MS_EACH: u64 = 5;
+/// Assumed delay of each other turn in the batch, in milliseconds. A new turn makes each step of
+/// the batch a fiftieth slower for a few seconds. Each other turn is in the batch for only a part
+/// of that time.
+const INTERFERENCE_MS_PER_TURN: u64 = 5;
 
-/// Longest assumed wait of a turn that arrives while this turn's prompt is computed, in
-/// milliseconds. On average the turn waits for half of the prefill. If half of the prefill is
-/// longer than this bound, the turn goes to another worker and its KV is recomputed there.
+/// Longest assumed wait of another turn that arrives while this turn's prompt is computed, in
+/// milliseconds. On average, such a turn waits for half of the prefill. If that is longer than this
+/// bound, the other turn goes to another worker, and its session's KV is recomputed there.
 const BLOCKING_MS_MAX: u64 = 2_500;
 /// The bound that replaces [`BLOCKING_MS_MAX`] on workers with staged prefill, in milliseconds.
 /// There most turns wait for only half a stage, but turns with long prompts still wait for seconds.
@@ -127,7 +129,7 @@ pub struct Figures {
 
 /// What delays a turn sent now.
 #[derive(Debug, Clone, Copy)]
-struct Queue {
+struct QueueAhead {
     /// The measured or assumed prefill rate.
     tokens_per_s: u64,
     /// Prompt tokens that are computed before this turn's.
@@ -147,7 +149,8 @@ struct PoolUse {
     growth_tokens: u64,
     /// See [`Figures::wanted_tokens`].
     wanted_tokens: u64,
-    /// The fuller of the pool and the engine's request rows, in thousandths of its capacity.
+    /// How full the pool or the engine's request rows are, in thousandths: the greater of the two.
+    /// A request row is a place for one request, and each pinned session holds one.
     fullness_milli: u64,
 }
 
@@ -175,10 +178,10 @@ pub(super) fn compute_up_to(
     let prompt = request.prompt;
     let own_kv = own_kv(request, worker);
     let uncached_tokens = uncached_tokens(request, worker);
-    let Queue { tokens_per_s, backlog_tokens, turns, wait_ms } =
+    let QueueAhead { tokens_per_s, backlog_tokens, turns, wait_ms } =
         queue(request, own_kv, uncached_tokens.unwrap_or(TURN_TOKENS_ASSUMED), view, stats, now);
-    let interference_ms = u64::from(turns) * INTERFERENCE_MS_EACH;
-    let prefill_ms = uncached_tokens.map(|tokens| millis(tokens, tokens_per_s));
+    let interference_ms = u64::from(turns) * INTERFERENCE_MS_PER_TURN;
+    let prefill_ms = uncached_tokens.map(|tokens| compute_ms(tokens, tokens_per_s));
     let first_token_ms = wait_ms.saturating_add(prefill_ms.unwrap_or(0));
     let impatience_ms = impatience_ms(first_token_ms);
     let pool_use = pool_use(own_kv, stats);
@@ -186,7 +189,7 @@ pub(super) fn compute_up_to(
         prompt.map_or(0, |prompt| prompt.tokens).saturating_add(pool_use.growth_tokens);
     let kept_tokens =
         if request.expects_more_turns || prompt.is_none() { context_tokens } else { 0 };
-    let crowding_ms = millis(kept_tokens, tokens_per_s).saturating_mul(pool_use.fullness_milli)
+    let crowding_ms = compute_ms(kept_tokens, tokens_per_s).saturating_mul(pool_use.fullness_milli)
         / WHOLE_MILLI
         / CROWDING_DIVISOR;
     let row_costs_ms = [first_token_ms, interference_ms, crowding_ms, impatience_ms];
@@ -195,10 +198,10 @@ pub(super) fn compute_up_to(
     }
     let demand = view.reuse_demand(worker);
     let displacement_ms = uncached_tokens.and_then(|uncached_tokens| {
-        let needed = uncached_tokens + ANSWER_TOKENS_ASSUMED;
+        let needed_tokens = uncached_tokens + ANSWER_TOKENS_ASSUMED;
         let load = view.agent(worker).rank_load(worker.dp_rank)?;
-        let displaced = displaced_tokens(load, demand, pool_use.pool_tokens?, needed)?;
-        Some(millis(displaced, tokens_per_s))
+        let displaced = displaced_tokens(load, demand, pool_use.pool_tokens?, needed_tokens)?;
+        Some(compute_ms(displaced, tokens_per_s))
     });
     let blocking_max_ms =
         if stats.stage_tokens().is_some() { BLOCKING_STAGED_MS_MAX } else { BLOCKING_MS_MAX };
@@ -244,8 +247,8 @@ pub(super) fn queue_cost_ms(
     now: Instant,
 ) -> u64 {
     let own_kv = own_kv(request, stats.worker());
-    let Queue { turns, wait_ms, .. } = queue(request, own_kv, 0, view, stats, now);
-    let interference_ms = u64::from(turns) * INTERFERENCE_MS_EACH;
+    let QueueAhead { turns, wait_ms, .. } = queue(request, own_kv, 0, view, stats, now);
+    let interference_ms = u64::from(turns) * INTERFERENCE_MS_PER_TURN;
     wait_ms.saturating_add(impatience_ms(wait_ms)).saturating_add(interference_ms)
 }
 
@@ -262,7 +265,7 @@ fn queue(
     view: &Snapshot,
     stats: WorkerStats<'_>,
     now: Instant,
-) -> Queue {
+) -> QueueAhead {
     let tokens_per_s = stats.prefill_tokens_per_s().unwrap_or(PREFILL_TOKENS_PER_S_ASSUMED);
     let waiting_tokens_assumed = stats.waiting_without_tokens().saturating_mul(TURN_TOKENS_ASSUMED);
     let backlog_tokens = stats
@@ -271,10 +274,10 @@ fn queue(
         .saturating_add(staged_prefill_tokens(stats, uncached_tokens));
     let turns = stats.turns();
     let batch_wait_ms = batch_wait_ms(turns, stats.turns_max());
-    let queued_ms = millis(backlog_tokens, tokens_per_s).saturating_add(batch_wait_ms);
+    let queued_ms = compute_ms(backlog_tokens, tokens_per_s).saturating_add(batch_wait_ms);
     // Running turns end while the backlog is computed, so the two waits overlap.
     let wait_ms = queued_ms.max(pool_wait_ms(request, own_kv, view, stats, backlog_tokens));
-    Queue { tokens_per_s, backlog_tokens, turns, wait_ms }
+    QueueAhead { tokens_per_s, backlog_tokens, turns, wait_ms }
 }
 
 /// Returns an upper bound of the tokens in staged prefill that are computed before this turn's
@@ -359,11 +362,12 @@ struct OwnKv {
     /// All tokens, as the agent reports them. They are subtracted from the reuse forecast, because
     /// this turn is the reuse that the forecast expects.
     tokens: u64,
-    /// The part that is pinned and in no reported block. The worker's used KV contains it.
+    /// The part that is pinned, that is, private to the session. No reported block has it. The
+    /// worker's used KV contains it.
     private_tokens: u64,
 }
 
-/// Returns the session's KV on this worker: none, unless the worker already has the session.
+/// Returns the session's KV on this worker. It is empty if the worker doesn't have the session.
 fn own_kv(request: &PlacementRequest<'_>, worker: WorkerRef) -> OwnKv {
     let sticky = request.sticky.filter(|sticky| sticky.worker == worker);
     sticky.map_or(OwnKv::default(), |Sticky { reported_tokens: tokens, private_tokens, .. }| {
@@ -387,10 +391,10 @@ pub(super) fn uncached_tokens(request: &PlacementRequest<'_>, worker: WorkerRef)
 /// Each token counts with the probability that its session returns. `None` if the pool's use is
 /// unknown.
 ///
-/// The new tokens first fill free room. Then they evict half of the KV without a session, and then
-/// the KV of sessions, that of the longest idle session first. An agent reports the tokens that
-/// each session had when its last turn ended. If all sessions together have more tokens than can be
-/// evicted now, the excess was already evicted, from the longest idle sessions.
+/// The new tokens first fill the free room. Then they evict half of the KV without a session, and
+/// then the KV of sessions, that of the longest idle session first. An agent reports the tokens
+/// that each session had when its last turn ended. If all sessions together have more tokens than
+/// can be evicted now, the excess was already evicted, from the longest idle sessions.
 fn displaced_tokens(load: &RankLoad, demand: &ReuseDemand, pool: u64, needed: u64) -> Option<u64> {
     let used = load.pool_used_tokens?.value;
     let evictable = match (load.pool_evictable_tokens, load.pool_available_tokens) {
@@ -445,10 +449,12 @@ fn rows_used_milli(rows: Option<(u64, u64)>, opens: u32) -> u64 {
     rows.map_or(0, |(held, total)| share_milli(held.saturating_add(opens.into()), total))
 }
 
+/// Returns how large the part is, in thousandths of the whole.
 fn share_milli(part: u64, whole: u64) -> u64 {
     part.saturating_mul(WHOLE_MILLI) / whole
 }
 
-fn millis(tokens: u64, tokens_per_s: u64) -> u64 {
+/// Returns the milliseconds to compute the tokens at this rate.
+fn compute_ms(tokens: u64, tokens_per_s: u64) -> u64 {
     tokens.saturating_mul(1000) / tokens_per_s
 }

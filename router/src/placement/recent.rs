@@ -1,8 +1,8 @@
 //! Keeps the last placements, so that the API can tell why a turn went to its worker. Pure.
 //!
-//! A placement chooses the worker for a turn (one request and its answer). For each worker that it
-//! compares, its record has a set of figures. The bound is on the number of these sets, because one
-//! placement over 1,000 workers takes as much memory as 1,000 placements over one worker. The
+//! A placement chooses the worker for a turn (one request and its answer). The record
+//! of a placement has a set of figures for each compared worker. A placement that compares many
+//! workers takes more memory. So the number of sets is bounded, not the number of placements. The
 //! oldest placements are removed first.
 
 use std::{
@@ -16,9 +16,9 @@ use super::Placement;
 
 /// Maximum weight of the kept records; see [`weight`]. Each set of figures has about 150 bytes, so
 /// the records take 10 MiB. If each turn compares 32 workers, they cover the last 2,000 turns.
-pub(crate) const FIGURES_MAX: usize = 1 << 16;
+pub(crate) const WEIGHT_MAX: usize = 1 << 16;
 
-/// One placement decision.
+/// One placement decision, as the API shows it later.
 #[derive(Debug, Clone)]
 pub(crate) struct PlacementRecord {
     /// When the turn was placed.
@@ -35,9 +35,9 @@ pub(crate) struct RecentPlacements {
     /// The records by the number of their turn, oldest first.
     by_turn: HashMap<u64, Vec<PlacementRecord>>,
     /// The turn's number for each record, oldest record first.
-    order: VecDeque<u64>,
+    turn_order: VecDeque<u64>,
     /// Sum of the kept records' weights.
-    weight: usize,
+    weight_sum: usize,
     weight_max: usize,
 }
 
@@ -51,18 +51,18 @@ impl RecentPlacements {
     /// Creates an empty history whose records weigh at most `weight_max` together.
     #[must_use]
     pub(crate) fn new(weight_max: usize) -> Self {
-        Self { by_turn: HashMap::new(), order: VecDeque::new(), weight: 0, weight_max }
+        Self { by_turn: HashMap::new(), turn_order: VecDeque::new(), weight_sum: 0, weight_max }
     }
 
     /// Adds a turn's placement and removes the oldest placements beyond the bound.
     pub(crate) fn add(&mut self, turn: u64, record: PlacementRecord) {
-        self.weight += weight(&record);
+        self.weight_sum += weight(&record);
         self.by_turn.entry(turn).or_default().push(record);
-        self.order.push_back(turn);
-        while self.weight > self.weight_max {
-            let Some(oldest) = self.order.pop_front() else { break };
+        self.turn_order.push_back(turn);
+        while self.weight_sum > self.weight_max {
+            let Some(oldest) = self.turn_order.pop_front() else { break };
             let records = self.by_turn.get_mut(&oldest).expect("each turn in order has records");
-            self.weight -= weight(&records.remove(0));
+            self.weight_sum -= weight(&records.remove(0));
             if records.is_empty() {
                 self.by_turn.remove(&oldest);
             }
@@ -84,9 +84,9 @@ impl RecentPlacements {
     #[cfg(any(test, debug_assertions))]
     fn check_invariants(&self) {
         let records = || self.by_turn.values().flatten();
-        assert_eq!(self.weight, records().map(weight).sum::<usize>());
-        assert_eq!(self.order.len(), records().count());
-        assert!(self.weight <= self.weight_max);
+        assert_eq!(self.weight_sum, records().map(weight).sum::<usize>());
+        assert_eq!(self.turn_order.len(), records().count());
+        assert!(self.weight_sum <= self.weight_max);
     }
 }
 

@@ -16,7 +16,7 @@ use proto::{
     load::{Retention, Session, SessionState},
 };
 
-use super::affinity::{Binding, Closing, TABLE_LAG};
+use super::affinity::{Binding, CloseProgress, TABLE_LAG};
 use crate::fleet::{sessions::ReportedSession, snapshot::Snapshot, worker::WorkerRef};
 
 /// The status of a session, as a client or the next turn sees it.
@@ -30,11 +30,11 @@ pub enum SessionStatus {
         worker: WorkerRef,
         /// Whether a turn runs or ended less than [`TABLE_LAG`] ago. If so, the agent's report of
         /// the session may still be on its way.
-        recent: bool,
+        is_recent: bool,
         /// Whether the client wants the session only to be placed, without state in the engine.
         placement_only: bool,
         /// Whether the session takes one turn at a time and a turn surely runs.
-        busy: bool,
+        is_busy: bool,
     },
     /// An agent has the session.
     Open {
@@ -43,7 +43,7 @@ pub enum SessionStatus {
         /// The session as last reported.
         session: Arc<Session>,
         /// Whether the session takes one turn at a time and a turn surely runs.
-        busy: bool,
+        is_busy: bool,
     },
     /// A close was requested, and the session is not closed yet.
     Closing,
@@ -53,7 +53,7 @@ pub enum SessionStatus {
         /// The worker that had the session.
         worker: WorkerRef,
         /// True if the agent is connected and reports the loss. False if the agent is unreachable.
-        agent_up: bool,
+        is_agent_up: bool,
     },
 }
 
@@ -65,67 +65,69 @@ pub fn determine_status(
     binding: Option<&Binding>,
     now: Instant,
 ) -> SessionStatus {
-    let located = view.sessions.locate(key);
-    match binding.map_or(Closing::No, |binding| binding.closing) {
-        Closing::Asked => return SessionStatus::Closing,
-        Closing::Closed { at, deferred } if now.saturating_duration_since(at) <= TABLE_LAG => {
+    let entries = view.sessions.locate(key);
+    match binding.map_or(CloseProgress::NotAsked, |binding| binding.close_progress) {
+        CloseProgress::Asked => return SessionStatus::Closing,
+        CloseProgress::Closed { at, is_deferred }
+            if now.saturating_duration_since(at) <= TABLE_LAG =>
+        {
             let still_runs = |entry: &ReportedSession| {
                 matches!(entry.session.state, SessionState::Running | SessionState::Closing)
             };
             let has_turns = binding.is_some_and(|binding| binding.turns > 0);
-            let is_running = has_turns || located.iter().any(still_runs);
-            return if deferred && is_running {
+            let is_running = has_turns || entries.iter().any(still_runs);
+            return if is_deferred && is_running {
                 SessionStatus::Closing
             } else {
                 SessionStatus::Unknown
             };
         }
         // The lag has passed, so the tables are up to date.
-        Closing::Closed { .. } => {
-            return status_from_table(preferred_entry(located.iter(), view, None), view, None);
+        CloseProgress::Closed { .. } => {
+            return status_from_table(preferred_entry(entries.iter(), view, None), view, None);
         }
-        Closing::No => {}
+        CloseProgress::NotAsked => {}
     }
     let Some(binding) = binding else {
-        return status_from_table(preferred_entry(located.iter(), view, None), view, None);
+        return status_from_table(preferred_entry(entries.iter(), view, None), view, None);
     };
-    let was_reopened = binding.was_reopened(now);
+    let was_just_reopened = binding.was_just_reopened(now);
     // After this router has opened the session again, an entry that is lost or closing shows the
     // session as it was before. Such an entry is ignored.
     let is_outdated = |entry: &ReportedSession| {
-        was_reopened
+        was_just_reopened
             && entry.worker.agent == binding.worker.agent
             && matches!(entry.session.state, SessionState::Lost | SessionState::Closing)
     };
-    let current_entries = || located.iter().filter(|entry| !is_outdated(entry));
+    let current_entries = || entries.iter().filter(|entry| !is_outdated(entry));
     let is_on_bound_agent =
         current_entries().any(|entry| entry.worker.agent == binding.worker.agent);
-    let opened = binding.just_opened(view.agent(binding.worker).epoch(), now);
-    let acted_recently = binding.is_recent(now) || opened.is_some();
+    let just_opened = binding.just_opened(view.agent(binding.worker).epoch(), now);
+    let acted_recently = binding.is_recent(now) || just_opened.is_some();
     if !is_on_bound_agent && acted_recently && view.agent(binding.worker).is_up() {
-        return status_from_binding(binding, opened, now);
+        return status_from_binding(binding, just_opened, now);
     }
     match preferred_entry(current_entries(), view, Some(binding.worker)) {
-        None => status_from_binding(binding, opened, now),
+        None => status_from_binding(binding, just_opened, now),
         entry => status_from_table(entry, view, Some(binding)),
     }
 }
 
-/// Returns the status that the binding gives. `opened` is the session, if this router has just
-/// opened it.
+/// Returns the status that the binding gives. `just_opened` is the session, if this router opened
+/// it less than [`TABLE_LAG`] ago.
 fn status_from_binding(
     binding: &Binding,
-    opened: Option<&Arc<Session>>,
+    just_opened: Option<&Arc<Session>>,
     now: Instant,
 ) -> SessionStatus {
-    let (worker, busy) = (binding.worker, binding.is_busy());
-    match opened {
-        Some(session) => SessionStatus::Open { worker, session: Arc::clone(session), busy },
+    let (worker, is_busy) = (binding.worker, binding.is_busy());
+    match just_opened {
+        Some(session) => SessionStatus::Open { worker, session: Arc::clone(session), is_busy },
         None => SessionStatus::Bound {
             worker,
-            recent: binding.is_recent(now),
+            is_recent: binding.is_recent(now),
             placement_only: binding.placement_only,
-            busy,
+            is_busy,
         },
     }
 }
@@ -138,34 +140,34 @@ fn status_from_table(
     binding: Option<&Binding>,
 ) -> SessionStatus {
     let Some(ReportedSession { worker, session }) = entry else { return SessionStatus::Unknown };
-    let agent_up = view.agent(*worker).is_up();
+    let is_agent_up = view.agent(*worker).is_up();
     // A client that sends its full history in each turn can continue on any worker. A client that
     // asked for a pinned session may send only the new part of its history in the next turn.
     let can_continue_anywhere = session.full_history && !session.exclusive;
     let needs_its_worker = session.retention == Retention::Pinned && !can_continue_anywhere;
-    let is_unreachable = !agent_up && needs_its_worker;
+    let is_unreachable = !is_agent_up && needs_its_worker;
     match session.state {
         SessionState::Closing => return SessionStatus::Closing,
         // Any other session has only lost cached KV. Any agent can take its next turn.
         SessionState::Lost if needs_its_worker => {
-            return SessionStatus::Lost { worker: *worker, agent_up };
+            return SessionStatus::Lost { worker: *worker, is_agent_up };
         }
-        _ if is_unreachable => return SessionStatus::Lost { worker: *worker, agent_up },
+        _ if is_unreachable => return SessionStatus::Lost { worker: *worker, is_agent_up },
         _ => {}
     }
-    let busy = session.exclusive && binding.is_some_and(|binding| binding.unanswered > 0);
-    SessionStatus::Open { worker: *worker, session: Arc::clone(session), busy }
+    let is_busy = session.exclusive && binding.is_some_and(|binding| binding.unanswered_turns > 0);
+    SessionStatus::Open { worker: *worker, session: Arc::clone(session), is_busy }
 }
 
 /// Returns the entry to use, because several agents may have the session. Prefers, in this order:
 /// a connected agent, the agent of the `bound` worker, an entry that isn't lost, the entry with the
 /// most recent turn, and the lowest worker.
 fn preferred_entry<'a>(
-    located: impl Iterator<Item = &'a ReportedSession>,
+    entries: impl Iterator<Item = &'a ReportedSession>,
     view: &Snapshot,
     bound: Option<WorkerRef>,
 ) -> Option<&'a ReportedSession> {
-    located.max_by_key(|entry| {
+    entries.max_by_key(|entry| {
         (
             view.agent(entry.worker).is_up(),
             bound.is_some_and(|bound| bound.agent == entry.worker.agent),
@@ -219,7 +221,7 @@ mod tests {
 
     fn opened(state: &State, now: Instant) -> OpenAnswer {
         let session = Arc::new(session(Retention::Pinned, SessionState::Idle, 0));
-        OpenAnswer { session, epoch: state.snapshot().agent(at(0)).epoch(), at: now }
+        OpenAnswer { session, epoch: state.snapshot().agent(at(0)).epoch(), answered_at: now }
     }
 
     fn status(state: &State, affinity: &Affinity, now: Instant) -> SessionStatus {
@@ -262,7 +264,7 @@ mod tests {
         let later = now + TABLE_LAG + Duration::from_secs(1);
         assert!(matches!(
             status(&state, &affinity, later),
-            SessionStatus::Bound { recent: false, placement_only: false, .. }
+            SessionStatus::Bound { is_recent: false, placement_only: false, .. }
         ));
     }
 
@@ -285,7 +287,7 @@ mod tests {
         state.apply(0, began, now);
         assert!(matches!(
             status(&state, &affinity, now),
-            SessionStatus::Bound { recent: false, .. }
+            SessionStatus::Bound { is_recent: false, .. }
         ));
         affinity.record_open(at(0), opened(&state, now), now).unwrap();
         assert!(matches!(status(&state, &affinity, now), SessionStatus::Open { .. }));
@@ -314,7 +316,7 @@ mod tests {
         state.apply(0, Update::Upsert(lost.clone()), now);
         assert!(matches!(
             status(&state, &affinity, now),
-            SessionStatus::Lost { agent_up: true, .. }
+            SessionStatus::Lost { is_agent_up: true, .. }
         ));
         affinity.record_close_request(&key(), at(0), now).unwrap();
         affinity.record_close(&key(), false, now);
@@ -336,7 +338,7 @@ mod tests {
         let running = session(Retention::Pinned, SessionState::Running, 1);
         state.apply(0, Update::Upsert(running), now);
         let busy = |affinity: &Affinity| match status(&state, affinity, now) {
-            SessionStatus::Open { busy, .. } => busy,
+            SessionStatus::Open { is_busy, .. } => is_busy,
             other => panic!("{other:?}"),
         };
         assert!(!busy(&affinity), "another router's turn may have ended since");
@@ -355,7 +357,7 @@ mod tests {
         state.apply(0, Update::Lost("gone".to_owned()), now);
         assert!(matches!(
             status(&state, &affinity, now),
-            SessionStatus::Lost { agent_up: false, .. }
+            SessionStatus::Lost { is_agent_up: false, .. }
         ));
         state.apply(1, idle(Retention::Tagged), now);
         assert_eq!(worker(&status(&state, &affinity, now)), 1, "a connected agent's entry is used");

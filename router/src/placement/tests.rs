@@ -412,7 +412,7 @@ fn an_engine_that_does_half_of_a_turn_gets_none() {
     halve(&mut state, 1, "decode");
     let view = state.snapshot();
     assert_eq!(place(&home, &view, later), Err(NoWorker::Disaggregated));
-    assert!(view.ready(now).is_err());
+    assert!(view.check_ready(now).is_err());
     let (shown, reason) = view.agents[1].state(now, view.report_age_max());
     assert_eq!(shown, WorkerState::Disaggregated);
     assert!(reason.contains("decode mode"), "{reason}");
@@ -674,7 +674,7 @@ fn sessions_opened_since_the_report_count() {
     let mut opened = [0; 3];
     for digest in 0..9 {
         let (agent, _) = placed(&state, &request(digest), now);
-        state.snapshot().agents[agent].in_flight[0].note_open();
+        state.snapshot().agents[agent].in_flight[0].count_open();
         opened[agent] += 1;
     }
     assert_eq!(opened, [3, 3, 3], "equal workers get equal shares");

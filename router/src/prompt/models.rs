@@ -21,8 +21,8 @@ use tracing::{info, warn};
 
 use super::{Blocks, EngineBlockFacts, Prompt, PromptForm, model::Model};
 use crate::fleet::{
-    connect::describe_error, control::Control, snapshot::Snapshot, tokenizer_files::TokenizerFiles,
-    view::View,
+    connect::describe_error, control::ControlClient, snapshot::Snapshot,
+    tokenizer_files::TokenizerFiles, view::View,
 };
 
 /// Maximum number of models. A model with 150,000 tokens takes about 100 MiB. Prompts for further
@@ -179,7 +179,7 @@ struct Failure {
 pub(crate) async fn run(
     models: Arc<Models>,
     view: Arc<View>,
-    controls: Vec<Control>,
+    controls: Vec<ControlClient>,
     token: CancellationToken,
 ) {
     tokio::select! {
@@ -189,7 +189,7 @@ pub(crate) async fn run(
     }
 }
 
-async fn fetch_forever(models: &Models, view: &View, controls: &[Control]) {
+async fn fetch_forever(models: &Models, view: &View, controls: &[ControlClient]) {
     let mut failures: HashMap<FilesHash, Failure> = HashMap::new();
     loop {
         let reported_files = reported_files(&view.load());
@@ -266,7 +266,7 @@ enum Error {
     Panicked(#[source] tokio::task::JoinError),
 }
 
-async fn fetch(control: &Control, files: ModelFiles) -> Result<Model, Error> {
+async fn fetch(control: &ControlClient, files: ModelFiles) -> Result<Model, Error> {
     let fetched = tokio::time::timeout(FETCH_MAX, control.model_files(files)).await;
     let files: TokenizerFiles = fetched.map_err(|_| Error::FetchTimedOut)?.map_err(Error::Fetch)?;
     let task = tokio::task::spawn_blocking(move || Model::new(&files));

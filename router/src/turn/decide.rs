@@ -29,7 +29,7 @@ use crate::{
     fleet::{lease::Lease, snapshot::Snapshot, worker::WorkerRef},
     placement::{
         self, Figures, Placement, PlacementRequest, Reason, Sticky,
-        affinity::{Affinity, Binding, Closing},
+        affinity::{Affinity, Binding},
         recent::PlacementRecord,
         session_status::{self, SessionStatus},
     },
@@ -81,7 +81,7 @@ impl BindingHold {
     /// Whether a client has asked to close the session since the turn was placed.
     pub(crate) fn is_closing(&self) -> bool {
         let affinity = self.shared.affinity.lock();
-        affinity.get(&self.key, now()).is_some_and(|binding| binding.closing != Closing::No)
+        affinity.get(&self.key, now()).is_some_and(Binding::is_close_asked)
     }
 
     /// Handles the head of the answer. `is_taken` is false if the answer isn't a success.
@@ -458,11 +458,11 @@ fn admit(
     let delta_needs_history = intent.delta && !intent.open;
     match status {
         SessionStatus::Closing => Err(Error::TurnWhileClosing),
-        SessionStatus::Lost { worker, agent_up } => {
-            Err(Error::SessionLost { worker: view.name(*worker), agent_up: *agent_up })
+        SessionStatus::Lost { worker, is_agent_up } => {
+            Err(Error::SessionLost { worker: view.name(*worker), agent_up: *is_agent_up })
         }
-        busy if is_busy(busy, view) => Err(Error::SessionBusy),
-        SessionStatus::Unknown | SessionStatus::Bound { recent: false, .. }
+        status if is_busy(status, view) => Err(Error::SessionBusy),
+        SessionStatus::Unknown | SessionStatus::Bound { is_recent: false, .. }
             if delta_needs_history =>
         {
             Err(Error::DeltaWithoutHistory)
@@ -470,10 +470,10 @@ fn admit(
         SessionStatus::Unknown => {
             Ok(PlacementConstraint { sticky: None, is_fixed: false, reopen_as: None })
         }
-        SessionStatus::Bound { worker, busy, .. } => {
+        SessionStatus::Bound { worker, is_busy, .. } => {
             // If the session is busy, its turn runs on the worker, and this turn must go there.
-            let sticky = Some(Sticky { fixed: *busy, ..Sticky::new(*worker) });
-            Ok(PlacementConstraint { sticky, is_fixed: *busy, reopen_as: None })
+            let sticky = Some(Sticky { fixed: *is_busy, ..Sticky::new(*worker) });
+            Ok(PlacementConstraint { sticky, is_fixed: *is_busy, reopen_as: None })
         }
         SessionStatus::Open { worker, session, .. } => {
             let is_pinned = session.retention == Retention::Pinned;
@@ -489,8 +489,8 @@ fn admit(
 
 /// Whether a turn of the session runs and its agent has no queue in which another turn could wait.
 pub(crate) fn is_busy(status: &SessionStatus, view: &Snapshot) -> bool {
-    let (SessionStatus::Open { busy: true, worker, .. }
-    | SessionStatus::Bound { busy: true, worker, .. }) = status
+    let (SessionStatus::Open { is_busy: true, worker, .. }
+    | SessionStatus::Bound { is_busy: true, worker, .. }) = status
     else {
         return false;
     };

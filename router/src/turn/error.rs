@@ -7,7 +7,7 @@ use service::refusal::Refusal;
 use tonic::{Code, Status};
 
 use super::request;
-use crate::placement::{NoWorker, affinity::Full};
+use crate::placement::{NoWorker, affinity::TableFull};
 
 /// Why a turn, or an open or close of a session, is refused. Each message is for the client.
 #[derive(Debug, thiserror::Error)]
@@ -29,7 +29,7 @@ pub(crate) enum Error {
     NoWorker(#[from] NoWorker),
     /// The affinity table has no room for the session.
     #[error(transparent)]
-    SessionsFull(#[from] Full),
+    SessionsFull(#[from] TableFull),
     /// A close names a session that is not open.
     #[error("no session is open under this id; open it with POST /v1/sessions")]
     SessionUnknown,

@@ -80,7 +80,7 @@ impl Shared {
                 // An old binding to a worker whose agent doesn't report the session is no session.
                 SessionStatus::Unknown
                 | SessionStatus::Closing
-                | SessionStatus::Bound { recent: false, placement_only: false, .. } => {
+                | SessionStatus::Bound { is_recent: false, placement_only: false, .. } => {
                     return Err(Error::SessionUnknown);
                 }
                 SessionStatus::Bound { worker, placement_only, .. } => (worker, placement_only),
@@ -151,7 +151,7 @@ impl Shared {
         match status {
             SessionStatus::Unknown
             | SessionStatus::Closing
-            | SessionStatus::Bound { recent: false, placement_only: false, .. } => None,
+            | SessionStatus::Bound { is_recent: false, placement_only: false, .. } => None,
             SessionStatus::Bound { worker, .. } => {
                 Some(SessionView { key, worker, session: None, is_lost: false })
             }
@@ -202,8 +202,11 @@ impl Shared {
                 let worker = WorkerRef { dp_rank: session.dp_rank, ..worker };
                 let is_new = !was_open && session.turns == 0;
                 let session = Arc::new(session);
-                let opened =
-                    affinity::OpenAnswer { session: Arc::clone(&session), epoch, at: now() };
+                let opened = affinity::OpenAnswer {
+                    session: Arc::clone(&session),
+                    epoch,
+                    answered_at: now(),
+                };
                 affinity.record_open(worker, opened, now())?;
                 Ok(OpenedSession { worker, session, is_new })
             }
@@ -256,7 +259,7 @@ impl Shared {
         let placement = placement::place(&request, &view, at)?;
         self.metrics.placed(placement.reason.as_str());
         if bound.is_none() {
-            view.agent(placement.worker).in_flight[placement.worker.dp_rank as usize].note_open();
+            view.agent(placement.worker).in_flight[placement.worker.dp_rank as usize].count_open();
         }
         match exclude {
             None => {

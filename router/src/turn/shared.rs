@@ -19,7 +19,9 @@ use tokio::sync::{Semaphore, mpsc};
 
 use crate::{
     config::Config,
-    fleet::{control::Control, snapshot::Snapshot, state::Update, view::View, worker::WorkerRef},
+    fleet::{
+        control::ControlClient, snapshot::Snapshot, state::Update, view::View, worker::WorkerRef,
+    },
     metrics::Metrics,
     placement::{
         affinity::Affinity,
@@ -55,7 +57,7 @@ pub(crate) struct Shared {
     /// Reports to the fleet's state that a turn couldn't reach an agent.
     pub(crate) updates: mpsc::Sender<(usize, Update, Instant)>,
     /// One control client per configured agent.
-    pub(crate) controls: Vec<Control>,
+    pub(crate) controls: Vec<ControlClient>,
     pub(crate) metrics: Metrics,
     pub(crate) tasks: Tasks,
     pub(crate) budget: BodyBudget,
@@ -103,7 +105,7 @@ impl Shared {
     pub(crate) async fn session_status_after_reconnect(&self, key: &SessionKey) -> SessionStatus {
         let view = self.settled_view().await;
         let status = self.session_status(key, &view);
-        let SessionStatus::Lost { worker, agent_up: false } = status else { return status };
+        let SessionStatus::Lost { worker, is_agent_up: false } = status else { return status };
         let crate::fleet::agent::Link::Lost { since, .. } = view.agent(worker).link else {
             return status;
         };

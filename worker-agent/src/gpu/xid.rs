@@ -3,8 +3,8 @@
 //! An *XID* is the driver's number for a GPU error, and a *board* is a whole GPU. After a *fatal*
 //! XID, the board can't be used until the GPU is reset or the machine is restarted. All other XIDs
 //! are only counted, elsewhere: errors of applications, replaced memory rows, and errors that
-//! affect only one process. The decision follows the immediate actions that NVIDIA's catalog of XIDs for
-//! data center GPUs asks for.
+//! affect only one process. The decision follows the immediate actions for which NVIDIA's catalog
+//! of XIDs for data center GPUs asks.
 
 /// A fatal XID of a board.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -2,12 +2,12 @@
 //!
 //! A session *returns* when it sends its next turn, and *ends* when it is closed or forgotten. Idle
 //! times are divided into classes. The estimate is that of Aalen and Johansen: for each class it
-//! takes the sessions that were idle for that long, and counts how many of them returned within the
-//! class and how many ended within it. A session that is still idle counts in the classes that its
-//! idle time has passed.
+//! takes the sessions whose idle time reached the class, and counts how many of them returned
+//! within the class and how many ended within it. A session that is still idle counts in the
+//! classes that its idle time has passed.
 //!
-//! A prior stands in while there are few observations. It comes from published gaps between the
-//! turns of coding agents.
+//! While there are few observations, a *prior* decides: the probabilities assumed at the start. It
+//! comes from published *gaps* (idle times between two turns) of coding agents.
 
 use std::time::{Duration, Instant};
 
@@ -20,7 +20,7 @@ const BOUNDS_S: [u64; CLASSES] = [
 /// Number of classes.
 const CLASSES: usize = 30;
 
-/// The published gaps weigh as much as this number of observed sessions in each class.
+/// The prior weighs as much as this number of observed sessions in each class.
 const PRIOR_SESSIONS: f64 = 10.0;
 /// Parameters of the curve fitted to the published gaps. The share of gaps longer than `t` is about
 /// `(1 + t / 10 s)^-0.75`. Of the published gaps, half end within 10 s, 80 % within 60 s, 93 %
@@ -33,17 +33,17 @@ const LAST_TURN_RATIO: f64 = 1.0 / 65.0;
 /// Number of recorded returns beyond which all counts are halved. New observations then weigh more
 /// than old ones, because a fleet's habits change within days.
 const RETURNS_MAX: f64 = 20_000.0;
-/// Greatest age of the estimate. Older estimates are computed again. Only hundreds of observations
-/// change the estimate visibly.
+/// Greatest age of the estimate. Older estimates are computed again. In this time, too few
+/// observations come to change the estimate much.
 const ESTIMATE_AGE_MAX: Duration = Duration::from_secs(5);
 
 /// The observations, and the estimate made from them.
 #[derive(Debug, Clone)]
-pub(super) struct Returns {
+pub(super) struct ReturnEstimator {
     /// By class: number of sessions that returned within it.
-    returned: [f64; CLASSES],
+    returned_counts: [f64; CLASSES],
     /// By class: number of sessions that ended within it.
-    ended: [f64; CLASSES],
+    ended_counts: [f64; CLASSES],
     /// By class: probability, in thousandths, that a session that reached the class returns.
     chance_milli: [u64; CLASSES],
     /// By class: rate at which a session in the class returns, in millionths per second.
@@ -51,26 +51,26 @@ pub(super) struct Returns {
     estimated_at: Option<Instant>,
 }
 
-impl Default for Returns {
+impl Default for ReturnEstimator {
     fn default() -> Self {
-        let mut returns = Self {
-            returned: [0.0; CLASSES],
-            ended: [0.0; CLASSES],
+        let mut estimator = Self {
+            returned_counts: [0.0; CLASSES],
+            ended_counts: [0.0; CLASSES],
             chance_milli: [0; CLASSES],
             rate_micro: [0; CLASSES],
             estimated_at: None,
         };
-        returns.estimate(&[0.0; CLASSES]);
-        returns
+        estimator.estimate(&[0.0; CLASSES]);
+        estimator
     }
 }
 
-impl Returns {
+impl ReturnEstimator {
     /// Records that a session returned after being idle for `idle`.
     pub(super) fn record_return(&mut self, idle: Duration) {
-        self.returned[class_of(idle)] += 1.0;
-        if self.returned.iter().sum::<f64>() > RETURNS_MAX {
-            for count in self.returned.iter_mut().chain(&mut self.ended) {
+        self.returned_counts[class_of(idle)] += 1.0;
+        if self.returned_counts.iter().sum::<f64>() > RETURNS_MAX {
+            for count in self.returned_counts.iter_mut().chain(&mut self.ended_counts) {
                 *count /= 2.0;
             }
         }
@@ -78,11 +78,11 @@ impl Returns {
 
     /// Records that a session was closed or forgotten after being idle for `idle`.
     pub(super) fn record_end(&mut self, idle: Duration) {
-        self.ended[class_of(idle)] += 1.0;
+        self.ended_counts[class_of(idle)] += 1.0;
     }
 
-    /// Computes the estimate again if it is old. `idle` yields the idle times of the sessions that
-    /// are idle now.
+    /// Computes the estimate again if it is old. `idle_times` yields the idle times of the sessions
+    /// that are idle now.
     pub(super) fn update_estimate(
         &mut self,
         idle_times: impl Iterator<Item = Duration>,
@@ -117,20 +117,22 @@ impl Returns {
         reason = "a chance lies between 0 and 1"
     )]
     fn estimate(&mut self, still_idle: &[f64; CLASSES]) {
-        // The loop runs from the last class to the first. `beyond` is the number of sessions whose
-        // idle time passed the whole current class.
-        let mut beyond = 0.0;
+        // The loop runs from the last class to the first. `passed_count` is the number of sessions
+        // whose idle time passed the whole current class.
+        let mut passed_count = 0.0;
         let mut chance = 0.0;
         for class in (0..CLASSES).rev() {
-            let reached = beyond + self.returned[class] + self.ended[class];
-            let prior = PRIOR_SESSIONS * prior_hazard(class);
-            let return_share = (self.returned[class] + prior) / (reached + PRIOR_SESSIONS);
-            let end_share = self.ended[class] / (reached + PRIOR_SESSIONS);
+            let reached_count =
+                passed_count + self.returned_counts[class] + self.ended_counts[class];
+            let prior = PRIOR_SESSIONS * prior_return_share(class);
+            let return_share =
+                (self.returned_counts[class] + prior) / (reached_count + PRIOR_SESSIONS);
+            let end_share = self.ended_counts[class] / (reached_count + PRIOR_SESSIONS);
             chance = return_share + (1.0 - return_share - end_share) * chance;
             self.chance_milli[class] = (chance * 1e3).round() as u64;
             self.rate_micro[class] = (return_share * 1e6 / width_s(class)).round() as u64;
             // A session that is still idle in this class has passed all shorter classes.
-            beyond = reached + still_idle[class];
+            passed_count = reached_count + still_idle[class];
         }
     }
 }
@@ -144,7 +146,7 @@ fn width_s(class: usize) -> f64 {
 
 /// Returns the share of sessions that return within a class, of those whose idle time reaches the
 /// class. It comes from the published gaps.
-fn prior_hazard(class: usize) -> f64 {
+fn prior_return_share(class: usize) -> f64 {
     let share_longer = |bound: u64| (1.0 + bound as f64 / GAP_SCALE_S).powf(GAP_POWER);
     let from = share_longer(BOUNDS_S[class]);
     let to = BOUNDS_S.get(class + 1).map_or(0.0, |&bound| share_longer(bound));
@@ -161,13 +163,13 @@ mod tests {
     use super::*;
     use crate::fleet::testing::start;
 
-    fn chance(returns: &Returns, seconds: u64) -> u64 {
+    fn chance(returns: &ReturnEstimator, seconds: u64) -> u64 {
         returns.chance_milli(Duration::from_secs(seconds))
     }
 
     #[test]
     fn without_own_gaps_the_published_ones_count() {
-        let returns = Returns::default();
+        let returns = ReturnEstimator::default();
         let chances: Vec<u64> = [0, 60, 600, 3600].map(|idle| chance(&returns, idle)).into();
         assert!(chances.is_sorted_by(|a, b| a > b), "{chances:?}");
         assert!(chances[0] > 970 && (600..850).contains(&chances[2]), "{chances:?}");
@@ -175,7 +177,7 @@ mod tests {
 
     #[test]
     fn a_fleet_that_always_returns_within_a_minute_is_believed() {
-        let mut returns = Returns::default();
+        let mut returns = ReturnEstimator::default();
         for _ in 0..500 {
             returns.record_return(Duration::from_secs(50));
         }
@@ -190,7 +192,7 @@ mod tests {
 
     #[test]
     fn returns_come_at_the_pace_that_was_seen() {
-        let mut returns = Returns::default();
+        let mut returns = ReturnEstimator::default();
         for _ in 0..10_000 {
             returns.record_return(Duration::from_secs(50));
         }
@@ -202,7 +204,7 @@ mod tests {
 
     #[test]
     fn what_is_closed_says_nothing_about_those_that_stay() {
-        let mut returns = Returns::default();
+        let mut returns = ReturnEstimator::default();
         for _ in 0..500 {
             returns.record_return(Duration::from_secs(300));
             returns.record_end(Duration::ZERO);
@@ -213,7 +215,7 @@ mod tests {
 
     #[test]
     fn chances_fall_the_longer_a_session_is_idle() {
-        let mut returns = Returns::default();
+        let mut returns = ReturnEstimator::default();
         for gap in 0..2_000_u64 {
             returns.record_return(Duration::from_secs(gap * gap % 4_001));
             returns.record_end(Duration::from_secs(gap * 7 % 9_001));
