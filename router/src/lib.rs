@@ -182,7 +182,7 @@ fn watch_agents(
 ) {
     for (agent, endpoint) in endpoints.iter().enumerate() {
         let watcher = LoadWatcher {
-            agent,
+            agent_index: agent,
             endpoint: endpoint.clone(),
             connect_max: config.connect_max(),
             sessions_max: config.sessions_max,

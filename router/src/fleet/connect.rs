@@ -33,7 +33,7 @@ const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(2);
 #[derive(Debug)]
 pub(crate) struct LoadWatcher {
     /// Index of the agent in the configured list.
-    pub(crate) agent: usize,
+    pub(crate) agent_index: usize,
     /// The agent's control port.
     pub(crate) endpoint: Endpoint,
     /// Longest time to open a stream. Also the longest wait for the stream's first event. If the
@@ -78,7 +78,7 @@ impl LoadWatcher {
         loop {
             let mut checker = LoadStreamChecker::new(self.sessions_max);
             let why = self.follow_once(&mut checker).await;
-            debug!(agent = self.agent, why, "stream ended");
+            debug!(agent = self.agent_index, why, "stream ended");
             let was_accepted = checker.is_live() && self.rejection().is_none();
             if self.send(Update::Lost(why)).await.is_err() {
                 return;
@@ -155,7 +155,7 @@ impl LoadWatcher {
     /// The view ignores the session table of a rejected agent. When the other agent is gone, the
     /// stream of this agent must start again, so that the whole table is sent.
     fn rejection(&self) -> Option<String> {
-        match &self.view.load().agents[self.agent].link {
+        match &self.view.load().agents[self.agent_index].link {
             Link::Lost { why, has_duplicate_id: true, .. } => Some(why.clone()),
             Link::Lost { .. } | Link::Dialing | Link::Up => None,
         }
@@ -164,7 +164,7 @@ impl LoadWatcher {
     /// Sends an update to the view task. Returns an error if that task has ended.
     async fn send(&self, update: Update) -> Result<(), ()> {
         let now = service::clock::now();
-        self.updates.send((self.agent, update, now)).await.map_err(drop)
+        self.updates.send((self.agent_index, update, now)).await.map_err(drop)
     }
 }
 

@@ -201,7 +201,11 @@ impl ReuseForecast {
 
     /// Returns the forecasts by agent, then by rank, or `None` if the last sums are recent enough.
     /// An agent's list ends with its last rank that has demand.
-    pub fn sum_if_due(&mut self, agents: usize, now: Instant) -> Option<Vec<Vec<ReuseDemand>>> {
+    pub fn sum_if_due(
+        &mut self,
+        agent_count: usize,
+        now: Instant,
+    ) -> Option<Vec<Vec<ReuseDemand>>> {
         let age = self.summed_at.map(|at| now.saturating_duration_since(at));
         if age.is_some_and(|age| age < SUM_AGE_MAX) {
             return None;
@@ -210,7 +214,7 @@ impl ReuseForecast {
         let idle_time =
             |entry: &SessionEntry| Some(now.saturating_duration_since(entry.idle_since?));
         self.return_estimator.update_estimate(self.sessions.values().filter_map(idle_time), now);
-        let mut sums: Vec<Vec<ReuseDemand>> = vec![vec![]; agents];
+        let mut sums: Vec<Vec<ReuseDemand>> = vec![vec![]; agent_count];
         for entry in self.sessions.values() {
             let demand = demand_on(&mut sums, entry.worker);
             let Some(idle) = idle_time(entry) else {

@@ -13,7 +13,8 @@ use proto::{id::SessionKey, load::Session};
 
 use super::worker::WorkerRef;
 
-/// Number of shards. With 100,000 sessions, a shard has 400 entries, which a change copies.
+/// Number of shards. With 100,000 sessions, a shard has 400 entries. The first change to a shard
+/// after a snapshot copies all of them.
 const SHARDS: usize = 256;
 
 /// An entry: a session as one agent reported it.
@@ -33,18 +34,19 @@ type Shard = HashMap<Arc<SessionKey>, Vec<ReportedSession>>;
 pub struct Sessions {
     shards: Vec<Arc<Shard>>,
     /// Number of entries of each agent.
-    counts: Vec<usize>,
+    entry_counts: Vec<usize>,
     /// Most entries of one agent.
     agent_sessions_max: usize,
 }
 
 impl Sessions {
-    /// Creates an empty table for `agents` agents with at most `agent_sessions_max` sessions each.
+    /// Creates an empty table for `agent_count` agents. Each can have at most `agent_sessions_max`
+    /// sessions.
     #[must_use]
-    pub fn new(agents: usize, agent_sessions_max: usize) -> Self {
+    pub fn new(agent_count: usize, agent_sessions_max: usize) -> Self {
         Self {
             shards: (0..SHARDS).map(|_| Arc::default()).collect(),
-            counts: vec![0; agents],
+            entry_counts: vec![0; agent_count],
             agent_sessions_max,
         }
     }
@@ -63,7 +65,7 @@ impl Sessions {
     /// Returns the number of entries of all agents.
     #[must_use]
     pub fn len(&self) -> usize {
-        self.counts.iter().sum()
+        self.entry_counts.iter().sum()
     }
 
     /// Whether there are no entries.
@@ -76,7 +78,7 @@ impl Sessions {
     /// entries as allowed and none for this session. The session is then left out.
     pub fn upsert(&mut self, agent: usize, session: Session) -> bool {
         let shard_index = shard_of(&session.key);
-        let is_full = self.counts[agent] >= self.agent_sessions_max;
+        let is_full = self.entry_counts[agent] >= self.agent_sessions_max;
         let worker = WorkerRef { agent, dp_rank: session.dp_rank };
         let is_known = self.shards[shard_index]
             .get(&session.key)
@@ -96,7 +98,7 @@ impl Sessions {
                 shard.insert(key, vec![reported]);
             }
         }
-        self.counts[agent] += usize::from(!is_known);
+        self.entry_counts[agent] += usize::from(!is_known);
         true
     }
 
@@ -114,7 +116,7 @@ impl Sessions {
                 shard.remove(key);
             }
         }
-        self.counts[agent] -= 1;
+        self.entry_counts[agent] -= 1;
     }
 
     /// Replaces all entries of the agent. Returns how many sessions didn't fit.
@@ -128,13 +130,13 @@ impl Sessions {
                 shard.retain(|_, entries| !entries.is_empty());
             }
         }
-        self.counts[agent] = 0;
+        self.entry_counts[agent] = 0;
         sessions.into_iter().map(|session| self.upsert(agent, session)).filter(|fit| !fit).count()
     }
 
     /// Panics if the counts and the shards disagree.
     pub fn check_invariants(&self) {
-        let mut counts = vec![0; self.counts.len()];
+        let mut counts = vec![0; self.entry_counts.len()];
         for (shard_index, shard) in self.shards.iter().enumerate() {
             for (key, entries) in &**shard {
                 assert_eq!(shard_of(key), shard_index, "a key in the wrong shard");
@@ -145,7 +147,7 @@ impl Sessions {
                 }
             }
         }
-        assert_eq!(counts, self.counts, "sessions miscounted");
+        assert_eq!(counts, self.entry_counts, "sessions miscounted");
     }
 }
 

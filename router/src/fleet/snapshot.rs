@@ -2,8 +2,8 @@
 //!
 //! An *agent* runs beside each engine and reports its state. A *worker* is one data-parallel rank
 //! of an engine. A decision loads one [`Snapshot`], which never changes, and uses it to the end.
-//! An exception are the counts of what this router has in flight on each worker. They are atomics
-//! that all snapshots share, and the tasks of requests change them.
+//! Only the counts of what this router has in flight on each worker change: they are atomics that
+//! all snapshots share, and the tasks of requests write them.
 //!
 //! [`State`](super::state::State) makes the snapshots from the agents' messages. Nothing is stored
 //! on disk, because a restarted router learns everything from the agents again.
@@ -125,9 +125,13 @@ impl Snapshot {
         if !self.is_settled() {
             return Err("waiting for the first load report of every agent".to_owned());
         }
-        let usable = self.workers().any(|(worker, ..)| {
+        let has_usable_worker = self.workers().any(|(worker, ..)| {
             matches!(self.state(worker, now), WorkerState::Fresh | WorkerState::Stale)
         });
-        if usable { Ok(()) } else { Err("no worker can take turns; see /v1/workers".to_owned()) }
+        if has_usable_worker {
+            Ok(())
+        } else {
+            Err("no worker can take turns; see /v1/workers".to_owned())
+        }
     }
 }

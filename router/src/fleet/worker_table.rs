@@ -91,9 +91,9 @@ pub struct WorkerStats<'a> {
 }
 
 impl WorkerTable {
-    /// Creates an empty table for `agents` agents.
-    pub(super) fn new(agents: usize) -> Self {
-        Self { rows: vec![], in_flight: Arc::default(), row_starts: vec![0; agents + 1] }
+    /// Creates an empty table for `agent_count` agents.
+    pub(super) fn new(agent_count: usize) -> Self {
+        Self { rows: vec![], in_flight: Arc::default(), row_starts: vec![0; agent_count + 1] }
     }
 
     /// Rewrites an agent's rows. `demands` has the reuse forecasts of its ranks, in order. A rank

@@ -44,20 +44,20 @@ pub enum NoWorker {
 /// The workers to choose from.
 #[derive(Debug)]
 pub(super) struct Candidates<'a> {
-    /// All fresh workers that can take the turn, that is, those whose agents were heard recently.
-    /// If there are none, all stale workers that can take the turn.
+    /// The workers that can take the turn and are *fresh*: their agents were heard recently. If
+    /// there are none, the *stale* ones; see [`WorkerState::Stale`].
     pub(super) workers: Vec<WorkerStats<'a>>,
     /// Whether all of `workers` are stale.
-    pub(super) all_stale: bool,
+    pub(super) are_all_stale: bool,
     /// Whether the fleet has only one worker.
     pub(super) has_one_worker: bool,
 }
 
 impl Candidates<'_> {
-    /// Returns the reason for a placement that only the cost decided.
+    /// Returns the reason to record for a placement that only the cost decided.
     pub(super) fn reason(&self, request: &PlacementRequest<'_>) -> Reason {
         match request.prompt {
-            _ if self.all_stale => Reason::StaleView,
+            _ if self.are_all_stale => Reason::StaleView,
             _ if self.has_one_worker => Reason::OnlyWorker,
             Some(_) => Reason::LeastCost,
             None => Reason::LeastLoaded,
@@ -98,11 +98,11 @@ pub(super) fn find_candidates<'a>(
         }
     }
     if suitable_count == 0 {
-        return Err(explain_none(request, view, now));
+        return Err(explain_no_worker(request, view, now));
     }
-    let all_stale = fresh.is_empty();
-    let workers = if all_stale { stale } else { fresh };
-    Ok(Candidates { workers, all_stale, has_one_worker: worker_count == 1 })
+    let are_all_stale = fresh.is_empty();
+    let workers = if are_all_stale { stale } else { fresh };
+    Ok(Candidates { workers, are_all_stale, has_one_worker: worker_count == 1 })
 }
 
 /// Whether the worker offers the turn's retention, if the turn asks for one.
@@ -119,7 +119,7 @@ fn serves(request: &PlacementRequest<'_>, view: &Snapshot, worker: WorkerStats<'
 }
 
 /// Returns which requirement of the turn no worker fits.
-fn explain_none(request: &PlacementRequest<'_>, view: &Snapshot, now: Instant) -> NoWorker {
+fn explain_no_worker(request: &PlacementRequest<'_>, view: &Snapshot, now: Instant) -> NoWorker {
     let runs_whole_turns = |worker| view.state(worker, now) != WorkerState::Disaggregated;
     let descriptions = || {
         let workers = view.workers().filter(move |(worker, ..)| runs_whole_turns(*worker));
