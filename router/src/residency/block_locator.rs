@@ -1,6 +1,7 @@
 //! Divides the prompt of a turn into blocks, and counts how many of them each worker has.
 //!
-//! A turn is one request and its answer, and a block is a fixed number of tokens of the prompt. If
+//! A turn is one request and its answer, and a block is a fixed number of tokens of the prompt. A
+//! worker is one rank of an engine. A resident block is one whose KV a worker has in its cache. If
 //! a worker's agent reports the resident blocks, the counts come from the KV index, which follows
 //! these reports. Otherwise they come from the learned prompts, which this router sent to the
 //! worker before. Placement turns the counts into costs.
@@ -33,7 +34,7 @@ pub(crate) struct TurnBlocks {
 
 impl TurnBlocks {
     /// Returns the prompt in the form that placement takes.
-    pub(crate) fn prompt(&self) -> PromptOverlap<'_> {
+    pub(crate) fn prompt_overlap(&self) -> PromptOverlap<'_> {
         PromptOverlap {
             tokens: self.blocks.tokens,
             block_tokens: u64::from(self.blocks.block_tokens.get()),
@@ -79,7 +80,7 @@ impl BlockLocator {
     /// Whether the turn's count for the worker can be trusted. A count of 0 can be trusted only if
     /// the worker's agent reports its blocks. Otherwise the worker may have blocks that this router
     /// doesn't know of.
-    pub(crate) fn is_known_on(&self, turn_blocks: &TurnBlocks, worker: WorkerRef) -> bool {
+    pub(crate) fn can_trust_count(&self, turn_blocks: &TurnBlocks, worker: WorkerRef) -> bool {
         let Some(number) = worker.number() else { return false };
         self.reports_same_blocks(turn_blocks, worker) || turn_blocks.overlap.device(number) > 0
     }
@@ -133,7 +134,7 @@ impl BlockLocator {
     fn is_first_block_reported(&self, blocks: &Blocks) -> bool {
         let mut overlap = Overlap::default();
         self.reported.look_up(&blocks.hashes[..blocks.hashes.len().min(1)], &mut overlap);
-        overlap.is_found()
+        overlap.is_first_block_on_a_device()
     }
 
     /// Makes the turn's blocks and counts them on each worker. Returns `None` if no blocks can be
@@ -168,11 +169,11 @@ impl BlockLocator {
         if blocks.has_agent_hashes {
             self.reported.look_up(&blocks.hashes, &mut overlap);
         }
-        let numbers = || view.workers().filter_map(|(worker, ..)| worker.number());
-        if !numbers().all(reports_blocks) {
+        let worker_numbers = || view.workers().filter_map(|(worker, ..)| worker.number());
+        if !worker_numbers().all(reports_blocks) {
             let mut sent = Overlap::default();
             self.sent.lock().learned.look_up(&blocks.hashes, &mut sent);
-            overlap.take_counts(&sent, |number| !reports_blocks(number));
+            overlap.replace_counts(&sent, |number| !reports_blocks(number));
         }
         overlap
     }

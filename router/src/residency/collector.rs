@@ -1,6 +1,7 @@
 //! Exports metrics of the index of resident blocks to Prometheus.
 //!
-//! The index finds which worker has which blocks of a prompt. Its figures are read at each scrape.
+//! A block is a fixed number of tokens of a prompt. It is resident on the workers that have its KV
+//! in their cache. The index finds these workers. Its figures are read at each scrape.
 
 use std::sync::Arc;
 

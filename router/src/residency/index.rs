@@ -2,14 +2,17 @@
 //!
 //! This is the overlap index, from which placement learns how much of a prompt a worker needn't
 //! compute. A block is a fixed number of tokens, and its hash covers all tokens of the prompt up to
-//! its end. A worker is a small number. A chain is the sequence of blocks of a prompt. The module
-//! is pure. [`SharedIndex`] wraps the index for many reading threads and one writer.
+//! the block's end. A chain is the sequence of blocks of a prompt. A worker is one rank of an
+//! engine. The index knows each worker by a small number. A worker has a block on its device (GPU
+//! memory), on its host (CPU memory) or on both. The module is pure. [`SharedIndex`] wraps the
+//! index for many reading threads and one writer.
 //!
 //! - `tree`: stores the chains as a tree of runs (a run is an unbranched part of a chain), and how
 //!   much of each run every worker has. A [`proto::table`] finds the run of a block.
 //! - `worker_set`: how much of one run each worker has.
-//! - `slots`: the numbers that stand for workers in the tree. A worker that loses all its blocks
-//!   gets another slot at once, and the tree is swept of the old slot later.
+//! - `slots`: the numbers that stand for workers in the tree. If a worker loses all its blocks, its
+//!   slot ends, and the worker's next blocks get another slot. A sweep removes the blocks of ended
+//!   slots from the tree, a few runs at a time.
 //! - `lru`: the order in which runs are dropped when memory is short.
 
 mod lru;
@@ -25,15 +28,15 @@ use proto::block::{BlockHash, Tier};
 pub use self::shared::SharedIndex;
 use self::{
     slots::Slots,
-    tree::{Holder, Stopped, Tree},
+    tree::{Holder, StoreError, Tree},
 };
 use crate::fleet::worker::WORKER_NUMBERS_MAX;
 
-/// Number of runs swept at each change while the tree may have blocks of ended slots. A sweep of
-/// 100,000 runs takes 6,000 changes, and adds less than a microsecond to each change.
+/// Number of runs that each change also sweeps, as long as the tree may have blocks of ended slots.
+/// A sweep of 100,000 runs takes 6,000 changes, and adds less than a microsecond to each change.
 const SWEEP_RUNS: usize = 16;
-/// Maximum number of workers. Each worker may need three of the 65,535 slots: one that is read, one
-/// for a snapshot, and one that is being swept.
+/// Maximum number of workers. Each worker may need three of the 65,535 slots: one that look-ups
+/// read, one for a snapshot in progress, and one that has ended and is being swept.
 pub const WORKERS_MAX: usize = WORKER_NUMBERS_MAX;
 
 /// The size of the index and its counters.
@@ -51,8 +54,8 @@ pub struct IndexStats {
     /// Number of blocks not stored because the index didn't have their parent, since the index was
     /// created.
     pub orphans: u64,
-    /// Number of stores that stopped early because a block can't stand behind its predecessor,
-    /// since the index was created.
+    /// Number of stores that stopped early because a block can't follow its predecessor, since the
+    /// index was created.
     pub contradictions: u64,
 }
 
@@ -86,26 +89,26 @@ impl Overlap {
     /// Returns the number of leading blocks resident on the worker's device.
     #[must_use]
     pub fn device(&self, worker: usize) -> u32 {
-        self.depth(worker, &self.device)
+        self.count(worker, &self.device)
     }
 
     /// Returns the number of leading blocks resident on the worker's device or host.
     #[must_use]
     pub fn either(&self, worker: usize) -> u32 {
-        self.depth(worker, if self.either.is_empty() { &self.device } else { &self.either })
+        self.count(worker, if self.either.is_empty() { &self.device } else { &self.either })
     }
 
-    /// Whether any worker has the first block on its device.
+    /// Whether any worker has the prompt's first block on its device.
     #[must_use]
-    pub fn is_found(&self) -> bool {
+    pub fn is_first_block_on_a_device(&self) -> bool {
         self.device.iter().any(|blocks| *blocks > 0)
     }
 
-    /// Replaces the counts of the workers that `is_taken` selects by those of `other`.
-    pub fn take_counts(&mut self, other: &Self, is_taken: impl Fn(usize) -> bool) {
+    /// Replaces the counts of the workers that `is_replaced` selects by those of `other`.
+    pub fn replace_counts(&mut self, other: &Self, is_replaced: impl Fn(usize) -> bool) {
         let workers = self.slots.len().max(other.slots.len());
         let merge = |count: fn(&Self, usize) -> u32| {
-            let merged = |worker| count(if is_taken(worker) { other } else { self }, worker);
+            let merged = |worker| count(if is_replaced(worker) { other } else { self }, worker);
             (0..workers).map(merged).collect::<Vec<u32>>()
         };
         let (device, either) = (merge(Self::device), merge(Self::either));
@@ -114,9 +117,10 @@ impl Overlap {
         *self = Self { slots, device, either };
     }
 
-    fn depth(&self, worker: usize, slot_depths: &[u32]) -> u32 {
+    /// Returns a worker's count from `slot_counts`, which is indexed by slot.
+    fn count(&self, worker: usize, slot_counts: &[u32]) -> u32 {
         let slot = self.slots.get(worker).copied();
-        slot.and_then(|slot| slot_depths.get(usize::from(slot))).copied().unwrap_or(0)
+        slot.and_then(|slot| slot_counts.get(usize::from(slot))).copied().unwrap_or(0)
     }
 }
 
@@ -141,9 +145,9 @@ impl Index {
         slots.clear();
         slots.extend_from_slice(self.slots.current());
         let either_len = if self.tree.host_blocks() > 0 { self.slots.len() } else { 0 };
-        for (depths, len) in [(&mut *device, self.slots.len()), (&mut *either, either_len)] {
-            depths.clear();
-            depths.resize(len, 0);
+        for (counts, len) in [(&mut *device, self.slots.len()), (&mut *either, either_len)] {
+            counts.clear();
+            counts.resize(len, 0);
         }
         self.tree.look_up(chain, device, either);
     }
@@ -167,10 +171,10 @@ impl Index {
         }
         match self.tree.store(Holder { slot, tier }, parent, blocks) {
             Ok(()) => {}
-            Err(Stopped::UnknownParent) => self.orphans += blocks.len() as u64,
-            Err(Stopped::Contradiction) => self.contradictions += 1,
+            Err(StoreError::UnknownParent) => self.orphans += blocks.len() as u64,
+            Err(StoreError::Contradiction) => self.contradictions += 1,
         }
-        self.keep_bounds();
+        self.sweep_and_shrink();
     }
 
     /// Records that a worker no longer has `blocks`. Blocks that it didn't have are ignored.
@@ -178,14 +182,14 @@ impl Index {
         if let Some(slot) = self.slots.write_slot(worker) {
             self.tree.remove(Holder { slot, tier }, blocks);
         }
-        self.keep_bounds();
+        self.sweep_and_shrink();
     }
 
     /// Records that a worker has no blocks, because it was lost or its cache is empty. A snapshot
     /// in progress is discarded, too.
     pub fn clear(&mut self, worker: usize) {
         self.slots.end_slots(worker);
-        self.keep_bounds();
+        self.sweep_and_shrink();
     }
 
     /// Begins a snapshot of a worker's blocks. Later stores and removals change the snapshot only.
@@ -198,13 +202,13 @@ impl Index {
         if self.slots.begin_snapshot(worker) {
             self.tree.add_slot();
         }
-        self.keep_bounds();
+        self.sweep_and_shrink();
     }
 
     /// Completes the snapshot, which replaces the worker's previous blocks.
     pub fn finish_snapshot(&mut self, worker: usize) {
         self.slots.finish_snapshot(worker);
-        self.keep_bounds();
+        self.sweep_and_shrink();
     }
 
     /// Returns the number of blocks resident on a worker. A block on both tiers counts twice.
@@ -239,9 +243,9 @@ impl Index {
         self.tree.bytes() + self.slots.bytes()
     }
 
-    /// Sweeps a few runs, and drops the runs that were used longest ago while memory is above the
-    /// bound.
-    fn keep_bounds(&mut self) {
+    /// Sweeps a few runs. While memory is above the bound, drops the leaf run that was used longest
+    /// ago.
+    fn sweep_and_shrink(&mut self) {
         self.sweep();
         while self.bytes() > self.bytes_max {
             self.sweep();
@@ -258,7 +262,7 @@ impl Index {
         let Self { tree, slots, next_swept_run, .. } = self;
         tree.sweep(*next_swept_run, SWEEP_RUNS, |slot| slots.is_ended(slot));
         *next_swept_run += SWEEP_RUNS;
-        if *next_swept_run >= tree.run_ids() {
+        if *next_swept_run >= tree.run_id_count() {
             *next_swept_run = 0;
             // A slot that ended in the middle of this pass may still have blocks.
             slots.free_ended(|slot| tree.resident_blocks(slot) == 0);

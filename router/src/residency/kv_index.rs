@@ -23,7 +23,7 @@ use tracing::{debug, info};
 
 use super::{
     index::{Index, IndexStats, Overlap, SharedIndex},
-    kv_stream::{KvPhase, KvStream},
+    kv_stream::{KvPhase, KvStreamChecker},
 };
 use crate::{
     backoff::Backoff,
@@ -66,14 +66,14 @@ pub(crate) struct WorkerKv {
 }
 
 impl KvIndex {
-    /// Creates an empty index for `agents` agents, of about `bytes_max` bytes at most.
-    pub(crate) fn new(agents: usize, bytes_max: usize) -> Self {
+    /// Creates an empty index for `agent_count` agents, of about `bytes_max` bytes at most.
+    pub(crate) fn new(agent_count: usize, bytes_max: usize) -> Self {
         let stream_state = || Mutex::new(StreamState::default());
         Self {
             index: SharedIndex::new(Index::new(bytes_max)),
-            stream_states: std::iter::repeat_with(stream_state).take(agents).collect(),
+            stream_states: std::iter::repeat_with(stream_state).take(agent_count).collect(),
             live: std::iter::repeat_with(AtomicBool::default)
-                .take(WorkerRef { agent: agents, dp_rank: 0 }.number().unwrap_or(0))
+                .take(WorkerRef { agent: agent_count, dp_rank: 0 }.number().unwrap_or(0))
                 .collect(),
         }
     }
@@ -165,6 +165,7 @@ impl KvIndex {
 pub(crate) struct KvWatcher {
     pub(crate) agent: usize,
     pub(crate) endpoint: Endpoint,
+    /// The longest time to connect and to begin a stream.
     pub(crate) connect_max: Duration,
     pub(crate) kv_index: std::sync::Arc<KvIndex>,
 }
@@ -182,7 +183,7 @@ impl KvWatcher {
     async fn run_forever(&self) {
         let (mut backoff, mut logged_reason) = (Backoff::default(), String::new());
         loop {
-            let mut checker = KvStream::default();
+            let mut checker = KvStreamChecker::default();
             let why = self.follow_once(&mut checker).await;
             debug!(agent = self.agent, why, "stream of resident blocks ended");
             if !checker.phases().values().any(|phase| matches!(phase, KvPhase::Live { .. })) {
@@ -193,7 +194,7 @@ impl KvWatcher {
                 self.kv_index.discard_agent(self.agent, why);
             } else {
                 // The stream was live, so its blocks are kept for a quick reconnect. They are
-                // discarded if the next stream also ends before any rank is live.
+                // discarded if the next stream ends before any of its ranks is live.
                 backoff.reset();
                 logged_reason.clear();
             }
@@ -202,7 +203,7 @@ impl KvWatcher {
     }
 
     /// Follows one stream to its end. Returns why it ended.
-    async fn follow_once(&self, checker: &mut KvStream) -> String {
+    async fn follow_once(&self, checker: &mut KvStreamChecker) -> String {
         let open_stream = async {
             let channel = self.endpoint.connect().await.map_err(|error| describe_error(&error))?;
             let client = WorkerAgentClient::new(channel);

@@ -31,7 +31,7 @@ pub(super) enum Error {
     },
     /// The agent process behind the stream changed.
     #[error("the epoch changed from {from} to {to}")]
-    Epoch {
+    EpochChanged {
         /// The epoch of the previous events.
         from: u64,
         /// The epoch of this event.
@@ -39,10 +39,10 @@ pub(super) enum Error {
     },
     /// A rank's blocks changed without a reset before, or its snapshot ended without a beginning.
     #[error("received a change of rank {0} without a reset before it")]
-    Order(u32),
+    NoReset(u32),
     /// The agent reports more than [`RANKS_MAX`] ranks.
     #[error("received resident blocks of more than {RANKS_MAX} ranks")]
-    Ranks,
+    TooManyRanks,
     /// An event that can't be decoded.
     #[error("received an invalid event")]
     Invalid(#[from] kv::Error),
@@ -71,7 +71,7 @@ pub(crate) enum KvPhase {
 
 /// The checks of one stream.
 #[derive(Debug, Default)]
-pub(super) struct KvStream {
+pub(super) struct KvStreamChecker {
     epoch: u64,
     /// The sequence number that the next event must have.
     next_sequence: u64,
@@ -79,7 +79,7 @@ pub(super) struct KvStream {
     phases: HashMap<u32, KvPhase>,
 }
 
-impl KvStream {
+impl KvStreamChecker {
     /// Checks the next event and returns its changes, in order.
     ///
     /// # Errors
@@ -89,7 +89,7 @@ impl KvStream {
             return Err(Error::Gap { want: self.next_sequence, got: event.sequence });
         }
         if self.next_sequence > 0 && event.epoch != self.epoch {
-            return Err(Error::Epoch { from: self.epoch, to: event.epoch });
+            return Err(Error::EpochChanged { from: self.epoch, to: event.epoch });
         }
         self.epoch = event.epoch;
         self.next_sequence += 1;
@@ -124,10 +124,10 @@ impl KvStream {
                 Change::Stored { .. } | Change::Removed { .. },
                 Some(KvPhase::Snapshot { .. } | KvPhase::Live { .. }),
             ) => return Ok(()),
-            _ => return Err(Error::Order(*dp_rank)),
+            _ => return Err(Error::NoReset(*dp_rank)),
         };
         if old_phase.is_none() && self.phases.len() == RANKS_MAX {
-            return Err(Error::Ranks);
+            return Err(Error::TooManyRanks);
         }
         self.phases.insert(*dp_rank, new_phase);
         Ok(())
@@ -155,7 +155,7 @@ mod tests {
 
     #[test]
     fn a_rank_is_live_after_its_snapshot() {
-        let mut stream = KvStream::default();
+        let mut stream = KvStreamChecker::default();
         let first = vec![(1, reset()), (1, stored())];
         assert_eq!(stream.accept(event(5, 0, first)).unwrap().len(), 2);
         assert_eq!(stream.phases()[&1], KvPhase::Snapshot { block_tokens: 64 });
@@ -163,25 +163,25 @@ mod tests {
         assert_eq!(stream.phases()[&1], KvPhase::Live { block_tokens: 64 });
         let lost = Change::Unknown { why: "no events came".to_owned() };
         stream.accept(event(5, 2, vec![(1, lost)])).unwrap();
-        assert_eq!(stream.accept(event(5, 3, vec![(1, stored())])), Err(Error::Order(1)));
+        assert_eq!(stream.accept(event(5, 3, vec![(1, stored())])), Err(Error::NoReset(1)));
     }
 
     #[test]
     fn what_is_out_of_order_ends_the_stream() {
-        let mut stream = KvStream::default();
+        let mut stream = KvStreamChecker::default();
         assert_eq!(stream.accept(event(5, 1, vec![])), Err(Error::Gap { want: 0, got: 1 }));
-        assert_eq!(stream.accept(event(5, 0, vec![(0, stored())])), Err(Error::Order(0)));
-        let mut stream = KvStream::default();
+        assert_eq!(stream.accept(event(5, 0, vec![(0, stored())])), Err(Error::NoReset(0)));
+        let mut stream = KvStreamChecker::default();
         stream.accept(event(5, 0, vec![(0, reset()), (0, Change::Complete)])).unwrap();
-        assert_eq!(stream.accept(event(6, 1, vec![])), Err(Error::Epoch { from: 5, to: 6 }));
-        assert_eq!(stream.accept(event(5, 1, vec![(0, Change::Complete)])), Err(Error::Order(0)));
+        assert_eq!(stream.accept(event(6, 1, vec![])), Err(Error::EpochChanged { from: 5, to: 6 }));
+        assert_eq!(stream.accept(event(5, 1, vec![(0, Change::Complete)])), Err(Error::NoReset(0)));
     }
 
     #[test]
     fn ranks_have_a_bound() {
-        let mut stream = KvStream::default();
+        let mut stream = KvStreamChecker::default();
         let ranks = u32::try_from(RANKS_MAX).unwrap();
         stream.accept(event(5, 0, (0..ranks).map(|rank| (rank, reset())).collect())).unwrap();
-        assert_eq!(stream.accept(event(5, 1, vec![(ranks, reset())])), Err(Error::Ranks));
+        assert_eq!(stream.accept(event(5, 1, vec![(ranks, reset())])), Err(Error::TooManyRanks));
     }
 }

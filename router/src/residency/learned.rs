@@ -5,8 +5,8 @@
 //! blocks of each worker as an engine would: when they exceed the worker's pool of KV, the end of
 //! the prompt that was unused for longest goes first. The module is pure.
 //!
-//! A worker's prompts form a tree of stretches. A stretch is a number of consecutive blocks without
-//! a branch. A new prompt adds one stretch with the blocks that weren't known before. So a
+//! The prompts of one worker form a tree of stretches. A stretch is a number of consecutive blocks
+//! without a branch. A new prompt adds one stretch with the blocks that weren't known before. So a
 //! conversation has one stretch per turn, and its next turn visits each of them once. An [`Index`]
 //! that only this module uses finds how much of a prompt each worker has.
 
@@ -29,18 +29,18 @@ pub struct LearnedPrompts {
 /// The prompts that one worker was given, as a tree of stretches.
 #[derive(Debug, Default)]
 struct WorkerPrompts {
-    stretches: HashMap<Id, Stretch>,
+    stretches: HashMap<StretchId, Stretch>,
     /// The stretch that begins with a block.
-    by_first_block: HashMap<BlockHash, Id>,
+    by_first_block: HashMap<BlockHash, StretchId>,
     /// The stretches without children, by time of last use and id.
-    leaves: BTreeSet<(u64, Id)>,
+    leaves: BTreeSet<(u64, StretchId)>,
     /// Number of tokens in all stretches.
     tokens: u64,
-    last_id: Id,
+    last_id: StretchId,
 }
 
 /// The id of a stretch, never reused for the same worker.
-type Id = u64;
+type StretchId = u64;
 
 /// A number of consecutive blocks of a prompt without a branch. It has at least one block.
 #[derive(Debug)]
@@ -49,7 +49,7 @@ struct Stretch {
     /// Tokens per block.
     block_tokens: u64,
     /// The stretch before this one. `None` if this one begins a prompt.
-    parent: Option<Id>,
+    parent: Option<StretchId>,
     /// Number of stretches that directly follow this one.
     children: u32,
     /// The value of [`LearnedPrompts::now`] at the last use.
@@ -83,8 +83,8 @@ impl LearnedPrompts {
         let prompts = &mut self.workers[worker];
         let (known_blocks, parent) = prompts.mark_used(chain, self.now);
         if !chain.is_empty() {
-            // The whole chain, because the index may have dropped known blocks when memory was
-            // short.
+            // Store the whole chain, because the index may have dropped known blocks when memory
+            // was short.
             self.index.store(worker, Tier::Device, None, chain);
         }
         if known_blocks < chain.len() {
@@ -127,7 +127,7 @@ impl LearnedPrompts {
 impl WorkerPrompts {
     /// Marks the known part of a chain as used now, and splits a stretch that the chain leaves
     /// halfway. Returns the number of known blocks and the stretch that ends with them.
-    fn mark_used(&mut self, chain: &[BlockHash], now: u64) -> (usize, Option<Id>) {
+    fn mark_used(&mut self, chain: &[BlockHash], now: u64) -> (usize, Option<StretchId>) {
         let (mut known_blocks, mut last_stretch) = (0, None);
         while let Some(&id) =
             chain.get(known_blocks).and_then(|block| self.by_first_block.get(block))
@@ -151,7 +151,7 @@ impl WorkerPrompts {
 
     /// Splits a stretch after its first `head_len` blocks. The tail keeps the stretch's id and gets
     /// `tail_used_at` as its time of use. Returns the head's id.
-    fn split(&mut self, id: Id, head_len: usize, tail_used_at: u64) -> Id {
+    fn split(&mut self, id: StretchId, head_len: usize, tail_used_at: u64) -> StretchId {
         let head_id = self.new_id();
         let tail = self.stretches.get_mut(&id).expect("the stretch was just found");
         if tail.children == 0 {
@@ -173,7 +173,13 @@ impl WorkerPrompts {
     }
 
     /// Adds a stretch of new blocks after `parent`.
-    fn insert(&mut self, blocks: &[BlockHash], block_tokens: u64, parent: Option<Id>, now: u64) {
+    fn insert(
+        &mut self,
+        blocks: &[BlockHash],
+        block_tokens: u64,
+        parent: Option<StretchId>,
+        now: u64,
+    ) {
         let id = self.new_id();
         if let Some(parent) = parent {
             let stretch = self.stretches.get_mut(&parent).expect("it was found just before");
@@ -207,7 +213,7 @@ impl WorkerPrompts {
         Some(removed.blocks)
     }
 
-    fn new_id(&mut self) -> Id {
+    fn new_id(&mut self) -> StretchId {
         self.last_id += 1;
         self.last_id
     }
@@ -215,7 +221,7 @@ impl WorkerPrompts {
     fn check_invariants(&self) {
         let tokens = |stretch: &Stretch| stretch.blocks.len() as u64 * stretch.block_tokens;
         assert_eq!(self.tokens, self.stretches.values().map(tokens).sum::<u64>());
-        let mut children: HashMap<Id, u32> = HashMap::new();
+        let mut children: HashMap<StretchId, u32> = HashMap::new();
         for (id, stretch) in &self.stretches {
             assert_eq!(self.by_first_block[&stretch.blocks[0]], *id);
             let is_leaf = self.leaves.contains(&(stretch.used_at, *id));

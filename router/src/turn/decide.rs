@@ -63,8 +63,8 @@ pub(crate) struct BindingHold {
     key: SessionKey,
     /// Whether the agent closes the session when this turn ends.
     closes_session: bool,
-    /// Whether the affinity table knows that the answer began.
-    answer_recorded: bool,
+    /// Whether the affinity table knows that the answer began, or that none will come.
+    is_answer_recorded: bool,
     /// The worker from which this turn moves its session, until the new worker takes the turn.
     left_worker: Option<WorkerRef>,
     /// Size of the turn's body, in bytes.
@@ -104,7 +104,7 @@ impl BindingHold {
     }
 
     fn record_answer_once(&mut self) {
-        if !std::mem::replace(&mut self.answer_recorded, true) {
+        if !std::mem::replace(&mut self.is_answer_recorded, true) {
             self.shared.affinity.lock().record_answer(&self.key);
         }
     }
@@ -125,9 +125,10 @@ impl Drop for BindingHold {
 struct PlacementConstraint {
     /// The worker that has the session, and what is known of the session there.
     sticky: Option<Sticky>,
-    /// Whether no other worker can take the turn if this one refuses it.
+    /// Whether no other worker can take the turn if that worker refuses it.
     is_fixed: bool,
-    /// The retention with which a turn that moves opens the session. `None` if it doesn't open it.
+    /// The retention with which the turn opens the session if it goes to another worker. `None` if
+    /// it doesn't open the session there.
     reopen_as: Option<Retention>,
 }
 
@@ -144,7 +145,7 @@ enum PromptBlocks<'a> {
 const BYTES_PER_TOKEN: u64 = 4;
 
 /// The result of one attempt to decide.
-enum Step {
+enum Decision {
     Placed(Box<PlacedTurn>),
     /// The prompt must be read, because the decision depends on its cost on each worker.
     NeedsPrompt,
@@ -159,7 +160,7 @@ impl Shared {
         path: &str,
         body: &Bytes,
     ) -> Result<PlacedTurn, Error> {
-        if let Step::Placed(placed) = self.try_decide(turn, turn_id, PromptBlocks::NotRead)? {
+        if let Decision::Placed(placed) = self.try_decide(turn, turn_id, PromptBlocks::NotRead)? {
             return Ok(*placed);
         }
         // Reading a long prompt takes milliseconds. The affinity lock isn't held meanwhile, so that
@@ -169,12 +170,12 @@ impl Shared {
             .locate(&turn.prompt, turn.model.as_deref(), path, body, &self.view.load())
             .await;
         match self.try_decide(turn, turn_id, PromptBlocks::Read(blocks.as_ref()))? {
-            Step::Placed(placed) => {
+            Decision::Placed(placed) => {
                 let count = |blocks| self.block_locator.reported_tokens(blocks, placed.worker);
                 let resident_tokens = blocks.as_ref().and_then(count);
                 Ok(PlacedTurn { blocks, resident_tokens, ..*placed })
             }
-            Step::NeedsPrompt => unreachable!("the prompt was given"),
+            Decision::NeedsPrompt => unreachable!("the prompt was given"),
         }
     }
 
@@ -184,9 +185,9 @@ impl Shared {
         turn: &Turn,
         turn_id: u64,
         prompt: PromptBlocks<'_>,
-    ) -> Result<Step, Error> {
+    ) -> Result<Decision, Error> {
         let view = self.view.load();
-        let prefer = self.preferred(turn, &view);
+        let prefer = self.preferred_worker(turn, &view);
         let blocks = match prompt {
             PromptBlocks::NotRead => None,
             PromptBlocks::Read(blocks) => blocks,
@@ -196,26 +197,26 @@ impl Shared {
             expects_more_turns: turn.session.as_ref().is_some_and(|intent| !intent.close),
             sticky: None,
             prefer,
-            prompt: blocks.map(TurnBlocks::prompt),
+            prompt: blocks.map(TurnBlocks::prompt_overlap),
             retention: None,
             model: turn.model.as_deref(),
             exclude: None,
         };
-        let step = match &turn.session {
+        let decision = match &turn.session {
             None => match prompt {
-                PromptBlocks::NotRead => Step::NeedsPrompt,
+                PromptBlocks::NotRead => Decision::NeedsPrompt,
                 PromptBlocks::Read(_) => {
                     let placement = placement::place(&base, &view, now())?;
                     let placed = self.commit_placement(turn, turn_id, &view, placement, None, true);
-                    Step::Placed(Box::new(placed))
+                    Decision::Placed(Box::new(placed))
                 }
             },
             Some(intent) => self.decide_session(turn, turn_id, intent, base, prompt, &view)?,
         };
-        if let Step::Placed(placed) = &step {
+        if let Decision::Placed(placed) = &decision {
             self.remember_cache_key(turn, placed.worker);
         }
-        Ok(step)
+        Ok(decision)
     }
 
     /// Places a turn on another worker after its first worker could not take it. Returns `None` if
@@ -277,7 +278,7 @@ impl Shared {
         base: PlacementRequest<'_>,
         prompt: PromptBlocks<'_>,
         view: &Snapshot,
-    ) -> Result<Step, Error> {
+    ) -> Result<Decision, Error> {
         let mut affinity = self.affinity.lock();
         let status = session_status::determine_status(
             &intent.key,
@@ -293,7 +294,7 @@ impl Shared {
         // If the blocks of the session's worker are unknown, the worker would seem to have none of
         // the prompt. Then the turn is placed without its prompt.
         let is_known = |blocks: &TurnBlocks| {
-            sticky.is_none_or(|sticky| self.block_locator.is_known_on(blocks, sticky.worker))
+            sticky.is_none_or(|sticky| self.block_locator.can_trust_count(blocks, sticky.worker))
         };
         let base = match prompt {
             PromptBlocks::Read(Some(blocks)) if !is_known(blocks) => {
@@ -310,7 +311,7 @@ impl Shared {
         let placement = match prompt {
             PromptBlocks::NotRead => match placement::place_without_prompt(&request, view, now()) {
                 Some(placement) => placement,
-                None => return Ok(Step::NeedsPrompt),
+                None => return Ok(Decision::NeedsPrompt),
             },
             PromptBlocks::Read(_) => placement::place(&request, view, now())?,
         };
@@ -334,7 +335,7 @@ impl Shared {
             claim.open = true;
             claim.retention = claim.retention.or(Some(retention));
         }
-        Ok(Step::Placed(Box::new(placed)))
+        Ok(Decision::Placed(Box::new(placed)))
     }
 
     /// Adds to `sticky` what only the session's binding shows.
@@ -365,7 +366,7 @@ impl Shared {
             shared: Arc::clone(self),
             key: intent.key.clone(),
             closes_session: false,
-            answer_recorded: false,
+            is_answer_recorded: false,
             left_worker: None,
             body_bytes: 0,
         })
@@ -422,7 +423,7 @@ impl Shared {
     }
 
     /// Returns the worker of the parent session, or else the last worker of the turn's cache key.
-    fn preferred(&self, turn: &Turn, view: &Snapshot) -> Option<(WorkerRef, Reason)> {
+    fn preferred_worker(&self, turn: &Turn, view: &Snapshot) -> Option<(WorkerRef, Reason)> {
         if let Some(parent) = &turn.parent
             && let SessionStatus::Open { worker, .. } | SessionStatus::Bound { worker, .. } =
                 self.session_status(parent, view)
@@ -461,8 +462,8 @@ fn admit(
         SessionStatus::Lost { worker, is_agent_up } => {
             Err(Error::SessionLost { worker: view.name(*worker), agent_up: *is_agent_up })
         }
-        status if is_busy(status, view) => Err(Error::SessionBusy),
-        SessionStatus::Unknown | SessionStatus::Bound { is_recent: false, .. }
+        _ if is_busy(status, view) => Err(Error::SessionBusy),
+        SessionStatus::Unknown | SessionStatus::Bound { recent: false, .. }
             if delta_needs_history =>
         {
             Err(Error::DeltaWithoutHistory)

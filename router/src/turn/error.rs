@@ -76,7 +76,7 @@ pub(crate) enum Error {
 
 impl Error {
     /// Converts an agent's gRPC error. Logs the error if no client can act on it.
-    pub(super) fn agent(status: Status) -> Self {
+    pub(super) fn from_agent(status: Status) -> Self {
         let is_for_client = matches!(
             status.code(),
             Code::ResourceExhausted

@@ -80,7 +80,7 @@ impl PreambleRange {
 }
 
 /// Finds the preamble in the body of a request for `path`. Returns `None` if the body has none, as
-/// most bodies. Reads only the first message or block in the place where a preamble can stand.
+/// is usual. Reads only the first message or block in the place where a preamble can stand.
 #[must_use]
 pub fn find(path: &str, body: &Object<'_>) -> Option<PreambleRange> {
     let place = Place::for_path(path)?;
@@ -141,8 +141,8 @@ impl<'a> Preamble<'a> {
         }
         let first = first_element(content)?;
         let block = Object::parse(first.value.get().as_bytes()).ok()?;
-        let kind: String = serde_json::from_str(block.get("type")?.get()).ok()?;
-        if kind != "text" {
+        let block_type: String = serde_json::from_str(block.get("type")?.get()).ok()?;
+        if block_type != "text" {
             return None;
         }
         let (matched, text) = find_in_string(place, block.get("text")?)?;
@@ -155,7 +155,8 @@ impl<'a> Preamble<'a> {
     }
 }
 
-/// Looks for a preamble in a JSON string. Also returns the slice of the string that holds it.
+/// Looks for a preamble at the beginning of a JSON string. Returns the match, and the slice of the
+/// string that holds the preamble.
 fn find_in_string(place: Place, string: &RawValue) -> Option<(PreambleMatch, &str)> {
     let inside = string.get().strip_prefix('"')?.strip_suffix('"')?;
     let matched = pattern::find(place, inside)?;

@@ -56,7 +56,7 @@ pub(crate) struct OutboundTurn {
 }
 
 /// Converts a body to `Bytes` that return the body's share of the memory budget when their last
-/// slice is dropped. They are kept until the answer begins, because the turn may have to be sent to
+/// slice is dropped. The bytes are kept until the answer begins, because the turn may have to go to
 /// another worker before that.
 pub(crate) fn held_bytes(body: HeldBody) -> Bytes {
     struct Owner(HeldBody);
@@ -133,7 +133,7 @@ pub(crate) fn answer(
     shared: &Arc<Shared>,
     outbound: &OutboundTurn,
     mut placed: PlacedTurn,
-    running: StreamCount,
+    stream_count: StreamCount,
     permit: OwnedSemaphorePermit,
     response: Response<Incoming>,
 ) -> axum::response::Response {
@@ -164,7 +164,7 @@ pub(crate) fn answer(
         deadline: Box::pin(tokio::time::sleep_until(outbound.deadline.into())),
         arrived: Some(outbound.arrived),
         in_flight: Some(InFlightTurn {
-            running,
+            stream_count,
             outcome: Outcome::ClientGone,
             lease: placed.lease,
             _hold: placed.hold,
@@ -196,7 +196,7 @@ impl Drop for StreamCount {
 /// What a turn holds until its answer has ended. Counts the turn's outcome when dropped.
 #[derive(Debug)]
 struct InFlightTurn {
-    running: StreamCount,
+    stream_count: StreamCount,
     /// `ClientGone` until the answer ends in another way.
     outcome: Outcome,
     lease: Lease,
@@ -206,7 +206,7 @@ struct InFlightTurn {
 
 impl Drop for InFlightTurn {
     fn drop(&mut self) {
-        self.running.0.metrics.ended(self.outcome);
+        self.stream_count.0.metrics.ended(self.outcome);
     }
 }
 
@@ -274,7 +274,7 @@ impl Body for AnswerBody {
             Some(Ok(frame)) => {
                 let (arrived, counts_first_byte) = (self.arrived, self.counts_first_byte);
                 if let (Some(in_flight), Some(data)) = (&mut self.in_flight, frame.data_ref()) {
-                    let metrics = &in_flight.running.0.metrics;
+                    let metrics = &in_flight.stream_count.0.metrics;
                     metrics.response_bytes.inc_by(data.len() as u64);
                     if let Some(arrived) = arrived {
                         if counts_first_byte {
@@ -293,8 +293,7 @@ impl Body for AnswerBody {
     }
 
     fn is_end_stream(&self) -> bool {
-        // If this is true at once, hyper never polls the body. It drops the body, and that ends the
-        // turn.
+        // If this is true at once, hyper drops the body without polling it. The drop ends the turn.
         self.inner.is_end_stream()
     }
 

@@ -22,9 +22,9 @@ use crate::prompt::Prompt;
 
 /// Header: the session's id.
 pub const SESSION_ID: HeaderName = HeaderName::from_static("x-berth-session-id");
-/// Header: `1` means that the body holds only the tokens that are new in this turn.
+/// Header: `1` or `true` means that the body holds only the tokens that are new in this turn.
 pub const DELTA: HeaderName = HeaderName::from_static("x-berth-delta");
-/// Header: `true` means that the session closes when this turn has ended.
+/// Header: `1` or `true` means that the session closes when this turn has ended.
 pub const FINAL: HeaderName = HeaderName::from_static("x-berth-session-final");
 /// Header: how the engine keeps a new session's KV between turns. `pinned` KV is private to the
 /// session and isn't evicted. `tagged` KV is evicted after other KV. `none` keeps it as any other
@@ -48,6 +48,7 @@ const PARENT_SESSIONS: [HeaderName; 3] = [
     HeaderName::from_static("x-claude-code-parent-session-id"),
     HeaderName::from_static("x-dynamo-parent-session-id"),
 ];
+/// The header with the client's credential, if the request has no `authorization` header.
 const API_KEY: HeaderName = HeaderName::from_static("x-api-key");
 
 /// The longest idle time that a client may set, in seconds: ten years. A longer time is a mistake,
@@ -202,7 +203,7 @@ pub fn read_object(
     });
     Ok(Turn {
         session,
-        parent: parent(headers, principal),
+        parent: parent_session(headers, principal),
         cache_key,
         model: lenient_string_member(object, "model"),
         prompt: Prompt::find(object),
@@ -334,6 +335,7 @@ fn header_text<'a>(headers: &'a HeaderMap, name: &HeaderName) -> Result<Option<&
         .map_err(|_| Error::Field { field: "a session id in a header", want: "UTF-8" })
 }
 
+/// Reads a header that is `1`, `true`, `0` or `false`. An absent header counts as false.
 fn header_flag(headers: &HeaderMap, name: &HeaderName, field: &'static str) -> Result<bool, Error> {
     match headers.get(name).map(http::HeaderValue::as_bytes) {
         None | Some(b"0" | b"false") => Ok(false),
@@ -353,7 +355,7 @@ fn retention(headers: &HeaderMap) -> Result<Option<Retention>, Error> {
 
 /// Returns the session that started this one. An invalid value is ignored, because the parent is
 /// only a hint for placement.
-fn parent(headers: &HeaderMap, principal: &str) -> Option<SessionKey> {
+fn parent_session(headers: &HeaderMap, principal: &str) -> Option<SessionKey> {
     let parent_id =
         PARENT_SESSIONS.iter().find_map(|name| header_text(headers, name).ok().flatten());
     let id = match parent_id {

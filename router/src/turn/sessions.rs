@@ -63,7 +63,7 @@ impl Shared {
         open_request: OpenRequest,
     ) -> Result<OpenedSession, Error> {
         let shared = Arc::clone(self);
-        self.detached(async move { Box::pin(shared.open_now(open_request)).await }).await
+        self.run_detached(async move { Box::pin(shared.open_at_agent(open_request)).await }).await
     }
 
     /// Closes a session. Returns once the agent has agreed. If a turn of the session is still
@@ -92,13 +92,16 @@ impl Shared {
             (worker, is_placement_only)
         };
         let shared = Arc::clone(self);
-        self.detached(async move { shared.close_now(&key, worker, is_placement_only).await }).await
+        self.run_detached(
+            async move { shared.close_at_agent(&key, worker, is_placement_only).await },
+        )
+        .await
     }
 
     /// Returns a session to show it to its owner. `None` if there is no such session.
     pub(crate) async fn find_session(&self, key: &SessionKey) -> Option<SessionView> {
         let view = self.settled_view().await;
-        self.to_view(key, self.session_status(key, &view))
+        self.to_session_view(key, self.session_status(key, &view))
     }
 
     /// Returns the owner's sessions, ordered by id, and whether there are more than [`LISTED_MAX`].
@@ -116,12 +119,12 @@ impl Shared {
             let bound = affinity.keys_of_principal(principal, now());
             keys.extend(bound.map(|key| (key.id().to_owned(), key.clone())));
         }
-        let mut views = keys.into_values().filter_map(|key| {
+        let mut session_views = keys.into_values().filter_map(|key| {
             let status = self.session_status(&key, &view);
-            self.to_view(&key, status)
+            self.to_session_view(&key, status)
         });
-        let listed = views.by_ref().take(LISTED_MAX).collect();
-        (listed, views.next().is_some())
+        let listed = session_views.by_ref().take(LISTED_MAX).collect();
+        (listed, session_views.next().is_some())
     }
 
     /// Closes a lost session at its agent, so that the session can be opened again.
@@ -130,10 +133,10 @@ impl Shared {
         key: &SessionKey,
         worker: WorkerRef,
     ) -> Result<(), Error> {
-        let closed = self.controls[worker.agent].close(key).await;
-        match closed {
+        let result = self.controls[worker.agent].close(key).await;
+        match result {
             Err(status) if !matches!(status.code(), Code::NotFound | Code::Unavailable) => {
-                return Err(Error::agent(status));
+                return Err(Error::from_agent(status));
             }
             Ok(_) | Err(_) => {}
         }
@@ -146,7 +149,7 @@ impl Shared {
     }
 
     /// Returns what the owner sees of a session with this status. `None` if it doesn't exist.
-    fn to_view(&self, key: &SessionKey, status: SessionStatus) -> Option<SessionView> {
+    fn to_session_view(&self, key: &SessionKey, status: SessionStatus) -> Option<SessionView> {
         let key = key.clone();
         match status {
             SessionStatus::Unknown
@@ -169,7 +172,10 @@ impl Shared {
     }
 
     /// Opens a session at an agent. If that agent can't open it, tries another agent once.
-    async fn open_now(self: Arc<Self>, open_request: OpenRequest) -> Result<OpenedSession, Error> {
+    async fn open_at_agent(
+        self: Arc<Self>,
+        open_request: OpenRequest,
+    ) -> Result<OpenedSession, Error> {
         let key = &open_request.key;
         if let SessionStatus::Lost { worker, .. } = self.session_status_after_reconnect(key).await {
             self.close_lost(key, worker).await?;
@@ -214,15 +220,15 @@ impl Shared {
                 if !was_open {
                     affinity.forget(key);
                 }
-                Err(Error::agent(status))
+                Err(Error::from_agent(status))
             }
         }
     }
 
     /// Chooses where to open a session, and binds the session to that worker, so that turns sent
     /// meanwhile go there too. The binding is held like that of a running turn until the caller
-    /// ends it. `exclude` is the worker of a first call that failed to open the session: the second
-    /// call moves the binding to another worker.
+    /// ends it. `exclude` is the worker that has just failed to open the session. If it is set, the
+    /// session is bound already, and the binding moves to another worker.
     fn place_for_open(
         &self,
         open_request: &OpenRequest,
@@ -274,7 +280,7 @@ impl Shared {
 
     /// Closes a session at its agent. `is_placement_only` tells that no agent has ever reported the
     /// session, because the client asked only for its placement.
-    async fn close_now(
+    async fn close_at_agent(
         self: Arc<Self>,
         key: &SessionKey,
         worker: WorkerRef,
@@ -301,13 +307,13 @@ impl Shared {
             }
             Err(status) => {
                 affinity.record_close_failure(key);
-                Err(Error::agent(status))
+                Err(Error::from_agent(status))
             }
         }
     }
 
     /// Runs `work` to its end in a task, even if the caller goes away.
-    async fn detached<T: Send + 'static>(
+    async fn run_detached<T: Send + 'static>(
         &self,
         work: impl Future<Output = Result<T, Error>> + Send + 'static,
     ) -> Result<T, Error> {

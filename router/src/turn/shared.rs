@@ -36,7 +36,8 @@ pub(crate) type TurnClient = Client<HttpConnector, Full<Bytes>>;
 
 /// The state that all requests share.
 ///
-/// A mutex is locked for one decision, never across an await, and never two of the three at once.
+/// Each of the three mutexes is locked for one decision, never across an await, and never together
+/// with another of them.
 /// While `affinity` is locked, the locks inside `kv_index` may be taken, and never the reverse.
 #[derive(Debug)]
 pub(crate) struct Shared {
@@ -60,12 +61,15 @@ pub(crate) struct Shared {
     pub(crate) controls: Vec<ControlClient>,
     pub(crate) metrics: Metrics,
     pub(crate) tasks: Tasks,
+    /// Limits the memory of all request bodies together.
     pub(crate) budget: BodyBudget,
+    /// One permit per turn in flight.
     pub(crate) turn_permits: Arc<Semaphore>,
     /// After its start, the router waits for the agents' first session tables until this time.
     pub(crate) settled_by: Instant,
     /// Hashes turn numbers to turn ids, with a random key.
     pub(crate) turn_id_hasher: RandomState,
+    /// The number of the next turn.
     pub(crate) next_turn: AtomicU64,
 }
 

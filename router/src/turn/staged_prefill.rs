@@ -29,8 +29,8 @@ use super::{
 };
 use crate::{fleet::connect, metrics::StagedPrefillEnd};
 
-/// The longest time that a prompt is in staged prefill. Then its turn is sent anyway: too many
-/// prompts are queued, or the engine is stuck, and staged prefill sets no other limit to the wait.
+/// The longest time that a prompt is in staged prefill. After this time its turn is sent anyway. So
+/// a long queue or a stuck engine can't hold up the turn until the turn's own deadline.
 const STAGED_PREFILL_MAX: Duration = Duration::from_secs(60);
 
 /// Has the turn's prompt computed in stages if it is long. Returns when the turn may be sent.
@@ -49,13 +49,20 @@ pub(crate) async fn run(
     let result = match token_ids(shared, turn, outbound, placed).await {
         None => Err(StagedPrefillEnd::NoIds),
         Some(token_ids) => {
-            compute(shared, outbound, placed, staged_prefill::encode(&token_ids), resident_tokens)
-                .await
+            compute_in_stages(
+                shared,
+                outbound,
+                placed,
+                staged_prefill::encode(&token_ids),
+                resident_tokens,
+            )
+            .await
         }
     };
     placed.lease.end_staged_prefill(result.unwrap_or(u64::MAX));
     if let (Ok(remaining_tokens), Some(blocks)) = (result, &placed.blocks) {
-        placed.resident_tokens = Some(blocks.prompt().tokens.saturating_sub(remaining_tokens));
+        placed.resident_tokens =
+            Some(blocks.prompt_overlap().tokens.saturating_sub(remaining_tokens));
     }
     // A client may have closed the session meanwhile. The agent didn't know of this turn, so it
     // couldn't defer the close to the turn's end. Then this turn closes the session again.
@@ -84,13 +91,13 @@ fn find_long_prompt(shared: &Shared, placed: &PlacedTurn) -> Option<LongPrompt> 
     // If this turn opens its session, the session's next turns queue behind it at the agent. They
     // must not reach the agent before this turn, so this turn must be sent at once.
     let facts = view.agent(placed.worker).facts.as_ref()?;
-    let opens = placed.claim.as_ref().is_some_and(|claim| claim.open);
-    if opens && facts.description.turns_queued_per_session_max > 0 {
+    let opens_session = placed.claim.as_ref().is_some_and(|claim| claim.open);
+    if opens_session && facts.description.turns_queued_per_session_max > 0 {
         return None;
     }
     let blocks = placed.blocks.as_ref()?;
     let resident_tokens = placed.resident_tokens?;
-    let uncached_tokens = blocks.prompt().tokens - resident_tokens;
+    let uncached_tokens = blocks.prompt_overlap().tokens - resident_tokens;
     // Placement expects fewer tokens than the reported blocks show if the session has KV of its
     // own. That KV is in no reported block, so the agent would compute it needlessly.
     let has_no_private_kv = placed.lease.tokens() == uncached_tokens;
@@ -114,7 +121,7 @@ async fn token_ids(
 
 /// Sends the encoded ids to the agent, and waits until it has computed all stages but the last.
 /// Returns the number of tokens that the turn itself still has to compute.
-async fn compute(
+async fn compute_in_stages(
     shared: &Shared,
     outbound: &OutboundTurn,
     placed: &PlacedTurn,
@@ -136,8 +143,8 @@ async fn compute(
     headers.insert(claim::RESIDENT, HeaderValue::from(resident_tokens));
     let started = now();
     let answer = shared.client.request(request);
-    let limit = outbound.deadline.min(started + STAGED_PREFILL_MAX);
-    let result = match tokio::time::timeout_at(limit.into(), answer).await {
+    let give_up_at = outbound.deadline.min(started + STAGED_PREFILL_MAX);
+    let result = match tokio::time::timeout_at(give_up_at.into(), answer).await {
         Ok(Ok(response)) => {
             staged_prefill::left_tokens(response.headers()).ok_or(StagedPrefillEnd::Refused)
         }

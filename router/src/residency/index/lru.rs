@@ -1,17 +1,18 @@
-//! An LRU list of the leaf runs in the tree of resident blocks, which drops the oldest leaf first.
+//! Orders the leaf runs of the overlap index's tree by last use, to drop the oldest leaf first.
 //!
-//! A run is an unbranched part of a chain of blocks. The list is doubly linked, and an array has
-//! each run's links under the run's id.
+//! The overlap index finds how many leading blocks of a prompt each worker has. A run is an
+//! unbranched part of a chain of blocks, and a leaf is a run without children. The order is a
+//! doubly linked list. An array has each run's links at the index that is the run's id.
 
 use proto::table::RunId;
 
 /// Marks the end of the list. Run 0 is the tree's root, which is never in the list.
 const NO_RUN: RunId = 0;
 
-/// The list. It can't tell whether it contains a run. The callers must know that.
+/// The list. It can't tell whether it contains a run, so the callers must know that.
 #[derive(Debug)]
 pub(super) struct Lru {
-    /// By run id.
+    /// By run id. Only the links of runs in the list have a meaning.
     links: Vec<Link>,
     oldest: RunId,
     newest: RunId,
@@ -56,6 +57,7 @@ impl Lru {
         self.link_run(run, Link { older: NO_RUN, newer: self.oldest });
     }
 
+    /// Inserts a run between the two neighbors that `link` names.
     fn link_run(&mut self, run: RunId, link: Link) {
         if self.links.len() <= run as usize {
             self.links.resize(run as usize + 1, Link::default());

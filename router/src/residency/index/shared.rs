@@ -8,9 +8,9 @@ use proto::block::BlockHash;
 
 use super::{Index, Overlap};
 
-/// How often a writer tries to get the lock before it waits for the lock. A waiting writer blocks
-/// new readers until the present readers have finished. If the operating system has paused one of
-/// those, all look-ups wait for it.
+/// How often a writer tries to get the lock before it waits for the lock. A try delays no reader,
+/// but a waiting writer blocks new readers until the present readers have finished. If the
+/// operating system has paused one of the present readers, all look-ups wait for that reader.
 const TRY_WRITES_MAX: usize = 64;
 
 /// An index that many threads can read.

@@ -1,15 +1,16 @@
 //! Assigns slots to workers, so that a worker's blocks can be replaced or removed at once.
 //!
-//! A slot is a small number. The tree of resident blocks records which slot has which blocks, and
-//! this module knows which slot stands for which worker. When a worker loses all its blocks, its
-//! slot ends: no look-up uses the slot any longer, and the index sweeps it from the tree step by
-//! step. The worker's next blocks are stored under another slot. A snapshot also gets a slot of its
-//! own, which replaces the worker's current slot when the snapshot is complete.
+//! This is a part of the overlap index, which finds how many leading blocks of a prompt each worker
+//! has in its KV cache. A slot is a small number. The index's tree records which slot has which
+//! blocks, and this module knows which slot stands for which worker. When a worker loses all its
+//! blocks, its slot ends: no look-up uses the slot any longer, and the index sweeps it from the
+//! tree step by step. The worker's next blocks are stored under another slot. A snapshot also gets
+//! a slot of its own, which replaces the worker's current slot when the snapshot is complete.
 
 /// Marks a worker without a slot.
 const NO_SLOT: u16 = u16::MAX;
 
-/// The slots of all workers.
+/// The slots of all workers, and which slots have ended or are free.
 #[derive(Debug, Default)]
 pub(super) struct Slots {
     /// By worker: the slot that look-ups read.
@@ -31,8 +32,9 @@ impl Slots {
 
     /// Returns the memory in use, in bytes.
     pub(super) fn bytes(&self) -> usize {
-        let numbers = self.current.capacity() + self.snapshot.capacity() + self.free.capacity();
-        numbers * size_of::<u16>() + self.ended.capacity()
+        let slot_numbers =
+            self.current.capacity() + self.snapshot.capacity() + self.free.capacity();
+        slot_numbers * size_of::<u16>() + self.ended.capacity()
     }
 
     /// Returns the slots that look-ups read, by worker. A worker without a slot has `u16::MAX`.
@@ -106,7 +108,7 @@ impl Slots {
         }
     }
 
-    /// Returns a free or new slot, and whether it is new.
+    /// Returns a free or new slot, and whether the slot is new.
     fn allocate(&mut self) -> (u16, bool) {
         if let Some(slot) = self.free.pop() {
             return (slot, false);

@@ -28,8 +28,8 @@ use super::{lru::Lru, worker_set::WorkerSet};
 
 /// The empty run at which all chains begin.
 pub(super) const ROOT: RunId = 0;
-/// Maximum number of blocks in a run. A table entry has a block's depth only modulo [`PLACES`], so
-/// in a longer run an entry would point to two blocks. Moving half of a run takes at most 20 µs.
+/// Maximum number of blocks in a run. A table entry has the number of blocks before its block only
+/// modulo [`PLACES`], so a longer run would be ambiguous. Moving half of a run takes at most 20 µs.
 const RUN_BLOCKS_MAX: usize = PLACES as usize;
 /// Number of parts into which [`common_len`] divides its range in each step of the search.
 const SEARCH_PARTS: usize = 8;
@@ -45,7 +45,7 @@ pub(super) struct Holder {
 
 /// Why a store stopped early.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Stopped {
+pub(super) enum StoreError {
     /// The parent of the first block is not in the tree.
     UnknownParent,
     /// A block is already at another position in the tree, or its hash can't follow its
@@ -68,15 +68,15 @@ pub(super) struct Run {
     parent: RunId,
 }
 
-/// The number of a run's children and the XOR of their ids. The XOR of a single child is its id.
-/// The tree needs the ids of no other children.
+/// The number of a run's children and the XOR of their ids. The tree needs a child's id only if the
+/// run has no other child. Then the XOR is that id.
 #[derive(Debug, Clone, Copy, Default)]
 struct Children {
     count: u32,
-    xor: RunId,
+    ids_xor: RunId,
 }
 
-/// A position between two blocks of the tree: after the first `blocks_before` blocks of a run.
+/// A position in the tree: after the first `blocks_before` blocks of a run.
 #[derive(Debug, Clone, Copy)]
 struct Position {
     run: RunId,
@@ -92,7 +92,7 @@ pub(super) struct Tree {
     lru: Lru,
     table: Table,
     /// The ids in `runs` that are not in use.
-    free: Vec<RunId>,
+    free_ids: Vec<RunId>,
     /// Number of distinct blocks.
     blocks: usize,
     /// Heap memory owned by the runs, in bytes.
@@ -146,9 +146,9 @@ impl Run {
     }
 
     /// Returns the number of blocks before the first group that begins in this run.
-    fn ungrouped(&self) -> usize {
-        let ungrouped = (GROUP_BLOCKS - self.start as usize % GROUP_BLOCKS) % GROUP_BLOCKS;
-        ungrouped.min(self.blocks.len())
+    fn ungrouped_len(&self) -> usize {
+        let ungrouped_len = (GROUP_BLOCKS - self.start as usize % GROUP_BLOCKS) % GROUP_BLOCKS;
+        ungrouped_len.min(self.blocks.len())
     }
 
     /// Iterates over the blocks of an index range that have a table entry. Each item is the block's
@@ -158,7 +158,7 @@ impl Run {
         run: RunId,
         range: Range<usize>,
     ) -> impl Iterator<Item = (usize, u64, Entry)> {
-        let ungrouped = self.ungrouped();
+        let ungrouped = self.ungrouped_len();
         let grouped_start = range.start.max(ungrouped);
         let first_group = ungrouped + (grouped_start - ungrouped).next_multiple_of(GROUP_BLOCKS);
         let indexes = (range.start..range.end.min(ungrouped))
@@ -169,7 +169,7 @@ impl Run {
     }
 
     /// Returns the number of leading blocks that at least one holder has.
-    fn covered(&self) -> usize {
+    fn held_len(&self) -> usize {
         let host = self.host.as_ref().map_or(0, |host| host.longest());
         usize::from(self.device.longest().max(host))
     }
@@ -214,7 +214,7 @@ fn common_len(ours: &[BlockHash], theirs: &[BlockHash]) -> usize {
     if shorter_len == 0 || ours[shorter_len - 1] == theirs[shorter_len - 1] {
         return shorter_len;
     }
-    // The first `same_len` blocks are equal, and the blocks at `differing` are not.
+    // The first `same_len` blocks are equal, and the blocks at index `differing` are not.
     let (mut same_len, mut differing) = (0, shorter_len - 1);
     while same_len < differing {
         // A bisection would compare one block per step and wait for each memory read. The CPU can
@@ -235,7 +235,7 @@ impl Tree {
             children: vec![Children::default()],
             lru: Lru::new(),
             table: Table::new(),
-            free: vec![],
+            free_ids: vec![],
             blocks: 0,
             heap_bytes: 0,
             resident_blocks: vec![],
@@ -250,18 +250,18 @@ impl Tree {
 
     /// Returns the number of runs in use.
     pub(super) fn runs(&self) -> usize {
-        self.runs.len() - 1 - self.free.len()
+        self.runs.len() - 1 - self.free_ids.len()
     }
 
     /// Returns the number of run ids, used or free. A sweep goes through all of them.
-    pub(super) fn run_ids(&self) -> usize {
+    pub(super) fn run_id_count(&self) -> usize {
         self.runs.len()
     }
 
     /// Returns the memory in use, in bytes.
     pub(super) fn bytes(&self) -> usize {
         let other_vecs = size_of::<Children>() * self.children.capacity()
-            + size_of::<RunId>() * self.free.capacity()
+            + size_of::<RunId>() * self.free_ids.capacity()
             + size_of::<u64>() * self.resident_blocks.capacity();
         let runs = size_of::<Run>() * self.runs.capacity();
         runs + other_vecs + self.lru.bytes() + self.table.bytes() + self.heap_bytes
@@ -316,11 +316,11 @@ impl Tree {
         holder: Holder,
         parent: Option<BlockHash>,
         blocks: &[BlockHash],
-    ) -> Result<(), Stopped> {
+    ) -> Result<(), StoreError> {
         let mut position = match parent {
             None => Position { run: ROOT, blocks_before: 0 },
             Some(parent) => {
-                let (run, index) = self.find(parent).ok_or(Stopped::UnknownParent)?;
+                let (run, index) = self.find(parent).ok_or(StoreError::UnknownParent)?;
                 Position { run, blocks_before: index + 1 }
             }
         };
@@ -342,11 +342,11 @@ impl Tree {
                 Some((run, 0)) if self[run].parent == position.run => {
                     position = Position { run, blocks_before: 0 };
                 }
-                Some(_) => return Err(Stopped::Contradiction),
+                Some(_) => return Err(StoreError::Contradiction),
                 None => {
-                    let blocks_before = self.blocks;
+                    let old_blocks = self.blocks;
                     position = self.append(holder, position, rest)?;
-                    rest = &rest[self.blocks - blocks_before..];
+                    rest = &rest[self.blocks - old_blocks..];
                 }
             }
         }
@@ -373,9 +373,9 @@ impl Tree {
         removed
     }
 
-    /// Removes the holds of all slots that have ended, in `count` runs from run `first` on.
-    pub(super) fn sweep(&mut self, first: usize, count: usize, is_ended: impl Fn(u16) -> bool) {
-        for index in first..(first + count).min(self.runs.len()) {
+    /// Removes the holds of all ended slots, in `count` runs from run `from` on.
+    pub(super) fn sweep(&mut self, from: usize, count: usize, is_ended: impl Fn(u16) -> bool) {
+        for index in from..(from + count).min(self.runs.len()) {
             let mut ended_holders = vec![];
             for tier in [Tier::Device, Tier::Host] {
                 let holds = self.runs[index].holders(tier).into_iter().flat_map(WorkerSet::iter);
@@ -387,7 +387,7 @@ impl Tree {
                 self.set_prefix_len(run, holder, 0);
             }
             if !ended_holders.is_empty() {
-                self.settle(run);
+                self.tidy(run);
             }
         }
     }
@@ -405,8 +405,8 @@ impl Tree {
                 self.set_prefix_len(run, Holder { slot: hold.slot, tier }, 0);
             }
         }
-        self.settle(run);
-        // If the parent is now a leaf, `settle` has made it the newest leaf. But its last use was
+        self.tidy(run);
+        // If the parent is now a leaf, `tidy` has made it the newest leaf. But its last use was
         // no later than that of the removed run, which was the oldest leaf.
         if parent != ROOT && self.children[parent as usize].count == 0 && self.is_used(parent) {
             self.lru.remove(parent);
@@ -433,7 +433,7 @@ impl Tree {
     }
 
     /// Changes a run and updates `heap_bytes`.
-    fn change<T>(&mut self, run: RunId, change: impl FnOnce(&mut Run) -> T) -> T {
+    fn change_run<T>(&mut self, run: RunId, change: impl FnOnce(&mut Run) -> T) -> T {
         let run = &mut self.runs[run as usize];
         let before = run.heap_bytes();
         let result = change(run);
@@ -449,7 +449,7 @@ impl Tree {
         if holder.tier == Tier::Host {
             self.host_blocks = self.host_blocks + prefix_len as u64 - old_prefix_len;
         }
-        self.change(run, |run| run.set_prefix_len(holder, prefix_len, slot_count));
+        self.change_run(run, |run| run.set_prefix_len(holder, prefix_len, slot_count));
     }
 
     /// Records that a holder has the `added` blocks that follow `position` in its run. Returns the
@@ -468,9 +468,9 @@ impl Tree {
             self.set_prefix_len(run, holder, to);
         }
         self.touch(run);
-        // The holder may have been the only one that had the child run without all of this run.
-        let became_whole = prefix_len < to && to == self[run].blocks.len();
-        Position { run: if became_whole { self.join(run) } else { run }, blocks_before: to }
+        // Perhaps no other holder has the child run without the whole of this run. Then they join.
+        let is_now_whole = prefix_len < to && to == self[run].blocks.len();
+        Position { run: if is_now_whole { self.join(run) } else { run }, blocks_before: to }
     }
 
     /// Marks a leaf run as the most recently used.
@@ -490,11 +490,11 @@ impl Tree {
         }
         let mut run = run;
         if to < prefix_len {
-            // The holder keeps the blocks from `to` on: they become a run of their own.
+            // The holder keeps the blocks from `to` on, so these become a run of their own.
             run = self.split(run, to).0;
         }
         self.set_prefix_len(run, holder, from);
-        self.settle(run);
+        self.tidy(run);
         to - from
     }
 }

@@ -1,34 +1,36 @@
 //! Records how many leading blocks of a run each worker has, for the tree of resident blocks.
 //!
 //! A run is an unbranched part of a chain of blocks, and a slot is the number that stands for a
-//! worker in the tree. A slot that has leading blocks of the run is a holder. Its prefix length is
-//! the number of these blocks. Most runs have one to four holders, but a shared system prompt can
-//! be on all workers. So the representation depends on the number of holders.
+//! worker in the tree. The tree keeps two sets for each run: one for the workers' devices, and one
+//! for their hosts. Here, a holder is a slot that has leading blocks of the run in that memory. Its
+//! prefix length is the number of these blocks. Most runs have one to four holders, but a shared
+//! system prompt can be on all workers. So the representation depends on the number of holders.
 
-/// Number of holders that are stored in place, without an allocation.
-const FEW: usize = 4;
+/// Maximum number of holders that are stored in place, without an allocation.
+const FEW_MAX: usize = 4;
 
 /// The prefix length of each slot. A slot with a prefix length of 0 is not a holder.
 #[derive(Debug, Clone)]
 pub(super) enum WorkerSet {
-    /// At most `FEW` holders, in no particular order. Unused entries have a prefix length of 0.
-    Few([SlotPrefix; FEW]),
+    /// At most [`FEW_MAX`] holders, in no particular order. Unused entries have a prefix length of
+    /// 0.
+    Few([Hold; FEW_MAX]),
     /// A list of holders in no particular order, without prefix lengths of 0.
-    List(Vec<SlotPrefix>),
-    /// The prefix length of each slot. Slots beyond its end are not holders.
+    List(Vec<Hold>),
+    /// The prefix length of each slot, by slot. Slots beyond the vector's end are not holders.
     BySlot(Vec<u16>),
 }
 
-/// A slot and its prefix length.
+/// A holder: a slot and its prefix length.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(super) struct SlotPrefix {
+pub(super) struct Hold {
     pub(super) slot: u16,
     pub(super) prefix_len: u16,
 }
 
 impl Default for WorkerSet {
     fn default() -> Self {
-        Self::Few([SlotPrefix::default(); FEW])
+        Self::Few([Hold::default(); FEW_MAX])
     }
 }
 
@@ -37,14 +39,14 @@ impl WorkerSet {
     pub(super) fn bytes(&self) -> usize {
         match self {
             Self::Few(_) => 0,
-            Self::List(list) => list.capacity() * size_of::<SlotPrefix>(),
+            Self::List(list) => list.capacity() * size_of::<Hold>(),
             Self::BySlot(prefix_lens) => prefix_lens.capacity() * size_of::<u16>(),
         }
     }
 
     /// Returns a slot's prefix length, or 0 if the slot is not a holder.
     pub(super) fn get(&self, slot: u16) -> u16 {
-        let find = |holds: &[SlotPrefix]| {
+        let find = |holds: &[Hold]| {
             let hold = holds.iter().find(|hold| hold.slot == slot && hold.prefix_len > 0);
             hold.map_or(0, |hold| hold.prefix_len)
         };
@@ -56,21 +58,19 @@ impl WorkerSet {
     }
 
     /// Iterates over all holders, in no particular order.
-    pub(super) fn iter(&self) -> impl Iterator<Item = SlotPrefix> {
-        let (list, prefix_lens): (&[SlotPrefix], &[u16]) = match self {
+    pub(super) fn iter(&self) -> impl Iterator<Item = Hold> {
+        let (list, prefix_lens): (&[Hold], &[u16]) = match self {
             Self::Few(few) => (few, &[]),
             Self::List(list) => (list, &[]),
             Self::BySlot(prefix_lens) => (&[], prefix_lens),
         };
-        let by_slot =
-            (0..).zip(prefix_lens).map(|(slot, &prefix_len)| SlotPrefix { slot, prefix_len });
+        let by_slot = (0..).zip(prefix_lens).map(|(slot, &prefix_len)| Hold { slot, prefix_len });
         list.iter().copied().chain(by_slot).filter(|hold| hold.prefix_len > 0)
     }
 
     /// Returns the longest prefix length.
     pub(super) fn longest(&self) -> u16 {
-        let longest =
-            |holds: &[SlotPrefix]| holds.iter().map(|hold| hold.prefix_len).max().unwrap_or(0);
+        let longest = |holds: &[Hold]| holds.iter().map(|hold| hold.prefix_len).max().unwrap_or(0);
         match self {
             Self::Few(few) => longest(few),
             Self::List(list) => longest(list),
@@ -86,14 +86,16 @@ impl WorkerSet {
     pub(super) fn set(&mut self, slot: u16, prefix_len: u16, slot_count: usize) {
         match self {
             Self::Few(few) => {
-                let known = few.iter().position(|hold| hold.slot == slot && hold.prefix_len > 0);
-                let index = known.or_else(|| few.iter().position(|hold| hold.prefix_len == 0));
+                let known_index =
+                    few.iter().position(|hold| hold.slot == slot && hold.prefix_len > 0);
+                let index =
+                    known_index.or_else(|| few.iter().position(|hold| hold.prefix_len == 0));
                 match index {
-                    Some(index) => few[index] = SlotPrefix { slot, prefix_len },
+                    Some(index) => few[index] = Hold { slot, prefix_len },
                     None if prefix_len > 0 => {
-                        let mut list = Vec::with_capacity(2 * FEW);
+                        let mut list = Vec::with_capacity(2 * FEW_MAX);
                         list.extend_from_slice(few);
-                        list.push(SlotPrefix { slot, prefix_len });
+                        list.push(Hold { slot, prefix_len });
                         *self = Self::List(list);
                         self.choose_representation(slot_count);
                     }
@@ -104,7 +106,7 @@ impl WorkerSet {
                 match list.iter().position(|hold| hold.slot == slot) {
                     Some(index) if prefix_len > 0 => list[index].prefix_len = prefix_len,
                     Some(index) => drop(list.swap_remove(index)),
-                    None if prefix_len > 0 => list.push(SlotPrefix { slot, prefix_len }),
+                    None if prefix_len > 0 => list.push(Hold { slot, prefix_len }),
                     None => {}
                 }
                 self.choose_representation(slot_count);
@@ -137,11 +139,12 @@ impl WorkerSet {
     /// Changes to the representation that suits the number of holders.
     ///
     /// The representation grows when the number of holders exceeds a limit, and shrinks when the
-    /// number is at most half of that limit. So one holder that comes and goes changes nothing.
+    /// number is at most half of that limit. So one holder that comes and goes doesn't change the
+    /// representation.
     fn choose_representation(&mut self, slot_count: usize) {
-        // A pass over the array is vectorized, and a pass over the list is not. With more holders
-        // than an eighth of all slots, the array is faster.
-        let list_len_max = (slot_count / 8).max(FEW);
+        // A pass over the array of `BySlot` is vectorized, and a pass over `List` is not. With more
+        // holders than an eighth of all slots, the array is faster.
+        let list_len_max = (slot_count / 8).max(FEW_MAX);
         match self {
             Self::Few(_) => {}
             Self::List(list) if list.len() > list_len_max => {
@@ -151,7 +154,7 @@ impl WorkerSet {
                 }
                 *self = Self::BySlot(prefix_lens);
             }
-            Self::List(list) if list.len() <= FEW / 2 => *self = self.iter().collect(),
+            Self::List(list) if list.len() <= FEW_MAX / 2 => *self = self.iter().collect(),
             Self::List(_) => {}
             Self::BySlot(prefix_lens) => {
                 let holders = prefix_lens.iter().filter(|&&prefix_len| prefix_len > 0).count();
@@ -168,33 +171,33 @@ impl WorkerSet {
     /// The run begins after `start` blocks of the prompt, and its first `matched` blocks are in the
     /// prompt. A slot with a depth below `start` lacks a block before the run, so it gains nothing.
     pub(super) fn add_depths(&self, start: u32, matched: u16, depths: &mut [u32]) {
-        let add = |depth: &mut u32, prefix_len: u16| {
+        let extend = |depth: &mut u32, prefix_len: u16| {
             let new_depth = start + u32::from(prefix_len.min(matched));
             *depth = if *depth >= start { new_depth.max(*depth) } else { *depth };
         };
-        let add_each = |holds: &[SlotPrefix], depths: &mut [u32]| {
+        let extend_each = |holds: &[Hold], depths: &mut [u32]| {
             for hold in holds.iter().filter(|hold| hold.prefix_len > 0) {
-                add(&mut depths[usize::from(hold.slot)], hold.prefix_len);
+                extend(&mut depths[usize::from(hold.slot)], hold.prefix_len);
             }
         };
         match self {
-            Self::Few(few) => add_each(few, depths),
-            Self::List(list) => add_each(list, depths),
+            Self::Few(few) => extend_each(few, depths),
+            Self::List(list) => extend_each(list, depths),
             Self::BySlot(prefix_lens) => depths
                 .iter_mut()
                 .zip(prefix_lens)
-                .for_each(|(depth, &prefix_len)| add(depth, prefix_len)),
+                .for_each(|(depth, &prefix_len)| extend(depth, prefix_len)),
         }
     }
 }
 
-impl FromIterator<SlotPrefix> for WorkerSet {
-    fn from_iter<I: IntoIterator<Item = SlotPrefix>>(holds: I) -> Self {
-        let list: Vec<SlotPrefix> = holds.into_iter().collect();
-        if list.len() > FEW {
+impl FromIterator<Hold> for WorkerSet {
+    fn from_iter<I: IntoIterator<Item = Hold>>(holds: I) -> Self {
+        let list: Vec<Hold> = holds.into_iter().collect();
+        if list.len() > FEW_MAX {
             return Self::List(list);
         }
-        let mut few = [SlotPrefix::default(); FEW];
+        let mut few = [Hold::default(); FEW_MAX];
         few[..list.len()].copy_from_slice(&list);
         Self::Few(few)
     }

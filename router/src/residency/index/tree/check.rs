@@ -1,4 +1,4 @@
-//! Checks the invariants of the tree of blocks, for tests.
+//! Checks the invariants of the overlap index's tree of blocks, for tests.
 
 use std::collections::{HashMap, HashSet};
 
@@ -15,12 +15,12 @@ impl Tree {
     /// # Panics
     /// If an invariant is broken, with its description.
     pub(in super::super) fn check_invariants(&self) {
-        let free: HashSet<RunId> = self.free.iter().copied().collect();
-        assert_eq!(free.len(), self.free.len(), "a run is in the free list only once");
+        let free: HashSet<RunId> = self.free_ids.iter().copied().collect();
+        assert_eq!(free.len(), self.free_ids.len(), "a run is in the free list only once");
         let ids = (1..self.runs.len()).map(|id| RunId::try_from(id).expect("ids are u32"));
         let used: Vec<RunId> = ids.filter(|run| !free.contains(run)).collect();
         let mut children: HashMap<RunId, Children> = HashMap::new();
-        let (mut blocks, mut heap_bytes, mut host) = (0, 0, 0);
+        let (mut blocks, mut heap_bytes, mut host_blocks) = (0, 0, 0);
         let mut resident_blocks = vec![0; self.resident_blocks.len()];
         for &run in &used {
             self.check_run(run);
@@ -31,14 +31,15 @@ impl Tree {
             for tier in [Tier::Device, Tier::Host] {
                 for hold in this.holders(tier).into_iter().flat_map(WorkerSet::iter) {
                     resident_blocks[usize::from(hold.slot)] += u64::from(hold.prefix_len);
-                    host += if tier == Tier::Host { u64::from(hold.prefix_len) } else { 0 };
+                    host_blocks += if tier == Tier::Host { u64::from(hold.prefix_len) } else { 0 };
                 }
             }
         }
         for run in used.iter().copied().chain([ROOT]) {
             let (stored, counted) = (self.children[run as usize], children.remove(&run));
             let counted = counted.unwrap_or_default();
-            let (stored, counted) = ((stored.count, stored.xor), (counted.count, counted.xor));
+            let (stored, counted) =
+                ((stored.count, stored.ids_xor), (counted.count, counted.ids_xor));
             assert_eq!(stored, counted, "children of run {run}");
         }
         let leaves: HashSet<RunId> =
@@ -52,7 +53,7 @@ impl Tree {
         assert_eq!(self.heap_bytes, heap_bytes, "memory of runs");
         assert_eq!(
             (&self.resident_blocks, self.host_blocks),
-            (&resident_blocks, host),
+            (&resident_blocks, host_blocks),
             "resident blocks"
         );
     }
@@ -61,12 +62,12 @@ impl Tree {
         let this = &self[run];
         let len = this.blocks.len();
         assert!((1..=RUN_BLOCKS_MAX).contains(&len), "run {run} has {len} blocks");
-        assert!(this.covered() <= len, "no holder has more of run {run} than its blocks");
+        assert!(this.held_len() <= len, "no holder has more of run {run} than its blocks");
         let parent = &self[this.parent];
         let start = parent.start as usize + parent.blocks.len();
         assert_eq!(this.start as usize, start, "run {run} begins where its parent ends");
         if self.children[run as usize].count == 0 {
-            assert_eq!(this.covered(), len, "a holder has the last block of leaf run {run}");
+            assert_eq!(this.held_len(), len, "a holder has the last block of leaf run {run}");
         }
         assert!(this.host.as_ref().is_none_or(|host| !host.is_empty()), "run {run}: empty host");
         for (index, key, entry) in this.entries(run, 0..len) {

@@ -1,8 +1,8 @@
-//! Creates, extends, splits, joins and removes the runs of the tree.
+//! Creates, extends, splits, joins and removes the runs of the overlap index's tree.
 //!
 //! A run is an unbranched part of a chain of blocks, and a holder's hold is a prefix of a run. The
-//! callers decide which holds begin and end. These functions keep the tree's blocks, table,
-//! children and LRU list consistent with that.
+//! parent module decides which holds begin and end. The functions here change the runs accordingly,
+//! and keep the tree's block count, table, children and LRU list consistent with the runs.
 
 use std::ops::Range;
 
@@ -12,8 +12,8 @@ use proto::{
 };
 
 use super::{
-    super::worker_set::{SlotPrefix, WorkerSet},
-    Children, Holder, Position, ROOT, RUN_BLOCKS_MAX, Run, Stopped, Tree, to_prefix_len,
+    super::worker_set::{Hold, WorkerSet},
+    Children, Holder, Position, ROOT, RUN_BLOCKS_MAX, Run, StoreError, Tree, to_prefix_len,
 };
 
 impl Tree {
@@ -25,35 +25,35 @@ impl Tree {
         holder: Holder,
         position: Position,
         blocks: &[BlockHash],
-    ) -> Result<Position, Stopped> {
+    ) -> Result<Position, StoreError> {
         let Position { run: last_run, blocks_before } = position;
         let is_leaf = last_run != ROOT && self.children[last_run as usize].count == 0;
         let can_grow = is_leaf
             && blocks_before < RUN_BLOCKS_MAX
             && self[last_run].prefix_len(holder) == blocks_before;
-        let (run, start) =
-            if can_grow { (last_run, blocks_before) } else { (self.add_after(last_run), 0) };
-        let fitting = &blocks[..blocks.len().min(RUN_BLOCKS_MAX - start)];
-        self.change(run, |run| {
-            if run.blocks.capacity() < start + fitting.len() {
-                // Leave some room for the next turn, but don't reserve twice the memory in use.
-                run.blocks.reserve_exact(fitting.len() + start / 4);
+        let (run, old_len) =
+            if can_grow { (last_run, blocks_before) } else { (self.add_child(last_run), 0) };
+        let fitting = &blocks[..blocks.len().min(RUN_BLOCKS_MAX - old_len)];
+        self.change_run(run, |run| {
+            if run.blocks.capacity() < old_len + fitting.len() {
+                // Leave some room for later blocks, but don't reserve twice the memory in use.
+                run.blocks.reserve_exact(fitting.len() + old_len / 4);
             }
             run.blocks.extend_from_slice(fitting);
         });
-        let end = self.add_to_table(run, start);
-        self.blocks += end - start;
-        self.change(run, |run| run.blocks.truncate(end));
-        if end == 0 {
+        let new_len = self.add_to_table(run, old_len);
+        self.blocks += new_len - old_len;
+        self.change_run(run, |run| run.blocks.truncate(new_len));
+        if new_len == 0 {
             self.drop_leaf(run);
         } else {
-            self.set_prefix_len(run, holder, end);
+            self.set_prefix_len(run, holder, new_len);
             self.touch(run);
         }
-        if end < start + fitting.len() {
-            return Err(Stopped::Contradiction);
+        if new_len < old_len + fitting.len() {
+            return Err(StoreError::Contradiction);
         }
-        Ok(Position { run, blocks_before: end })
+        Ok(Position { run, blocks_before: new_len })
     }
 
     /// Adds a run's blocks from index `from` on to the table. Stops at a block that can't follow
@@ -61,11 +61,11 @@ impl Tree {
     fn add_to_table(&mut self, run: RunId, from: usize) -> usize {
         let Self { table, runs, .. } = self;
         let this = &runs[run as usize];
-        let blocks_before =
+        let preceding_blocks =
             if from > 0 { &this.blocks[..from] } else { &runs[this.parent as usize].blocks };
-        let mut predecessor = blocks_before.last().copied();
-        let follows = |&&block: &&BlockHash| block.can_follow(predecessor.replace(block));
-        let end = from + this.blocks[from..].iter().take_while(follows).count();
+        let mut predecessor = preceding_blocks.last().copied();
+        let can_follow = |&&block: &&BlockHash| block.can_follow(predecessor.replace(block));
+        let end = from + this.blocks[from..].iter().take_while(can_follow).count();
         for (index, key, entry) in this.entries(run, from..end) {
             let is_known = |known: Entry| {
                 runs[known.run as usize].index_of(this.blocks[index], known, 0).is_some()
@@ -78,22 +78,22 @@ impl Tree {
     }
 
     /// Adds an empty run as a child of `parent`. Returns its id.
-    fn add_after(&mut self, parent: RunId) -> RunId {
+    fn add_child(&mut self, parent: RunId) -> RunId {
         let start = self[parent].start as usize + self[parent].blocks.len();
         let start = u32::try_from(start).expect("no prompt has four billion blocks");
         if parent != ROOT && self.children[parent as usize].count == 0 {
             self.lru.remove(parent);
         }
-        let run = self.add(Run { start, parent, ..Run::default() });
+        let run = self.store_run(Run { start, parent, ..Run::default() });
         self.children[parent as usize].add(run);
         self.lru.push_newest(run);
         run
     }
 
     /// Stores a run under a free id. The caller links it to its parent.
-    fn add(&mut self, run: Run) -> RunId {
+    fn store_run(&mut self, run: Run) -> RunId {
         self.heap_bytes += run.heap_bytes();
-        if let Some(id) = self.free.pop() {
+        if let Some(id) = self.free_ids.pop() {
             self.runs[id as usize] = run;
             return id;
         }
@@ -111,9 +111,9 @@ impl Tree {
 
     /// Frees a run's id and memory. The caller has removed the run from all other places.
     fn discard(&mut self, run: RunId) {
-        self.change(run, |run| *run = Run::default());
+        self.change_run(run, |run| *run = Run::default());
         self.children[run as usize] = Children::default();
-        self.free.push(run);
+        self.free_ids.push(run);
     }
 
     /// Makes the table entries of a range of blocks of run `from` point to run `to`.
@@ -133,31 +133,31 @@ impl Tree {
         debug_assert!(0 < head_len && head_len < len, "both parts have blocks");
         let children = self.children[run as usize];
         let tail_keeps_id = children.count > 0 || len - head_len >= head_len;
-        let new_id = self.add(Run::default());
+        let new_id = self.store_run(Run::default());
         let (head_id, tail_id) = if tail_keeps_id { (new_id, run) } else { (run, new_id) };
-        let moved = if tail_keeps_id { 0..head_len } else { head_len..len };
-        self.redirect_entries(run, moved, new_id);
+        let moved_range = if tail_keeps_id { 0..head_len } else { head_len..len };
+        self.redirect_entries(run, moved_range, new_id);
 
-        let mut head = self.change(run, std::mem::take);
-        let may_split_group = head_len >= head.ungrouped();
+        let mut head = self.change_run(run, std::mem::take);
+        let may_split_group = head_len >= head.ungrouped_len();
         let tail = head.split_off(head_len, head_id);
         let parent = head.parent;
-        self.change(head_id, |run| *run = head);
-        self.change(tail_id, |run| *run = tail);
+        self.change_run(head_id, |run| *run = head);
+        self.change_run(tail_id, |run| *run = tail);
         if may_split_group {
             // The entry of a divided group leads only to the group's blocks in the head. The
             // group's blocks in the tail now need entries of their own.
             let Self { table, runs, .. } = self;
             let tail = &runs[tail_id as usize];
-            for (_, key, entry) in tail.entries(tail_id, 0..tail.ungrouped()) {
+            for (_, key, entry) in tail.entries(tail_id, 0..tail.ungrouped_len()) {
                 table.insert(key, entry, |_| false);
             }
         }
 
-        self.children[head_id as usize] = Children { count: 1, xor: tail_id };
+        self.children[head_id as usize] = Children { count: 1, ids_xor: tail_id };
         self.children[tail_id as usize] = children;
         if tail_keeps_id {
-            self.children[parent as usize].xor ^= run ^ head_id;
+            self.children[parent as usize].ids_xor ^= run ^ head_id;
         } else {
             // The run was a leaf. Now its tail is the leaf.
             self.lru.replace(run, tail_id);
@@ -168,7 +168,7 @@ impl Tree {
     /// Joins a run with its only child, if every holder of the child holds the whole run. Returns
     /// the id of the joined run, or `run` if nothing was joined.
     pub(super) fn join(&mut self, run: RunId) -> RunId {
-        let Children { count, xor: child } = self.children[run as usize];
+        let Children { count, ids_xor: child } = self.children[run as usize];
         if run == ROOT || count != 1 {
             return run;
         }
@@ -186,30 +186,31 @@ impl Tree {
         let children = self.children[child as usize];
         let child_keeps_id = children.count > 0 || child_len > len;
         let (kept_id, freed_id) = if child_keeps_id { (child, run) } else { (run, child) };
-        let has_group = self[run].ungrouped() < len;
-        if has_group {
+        let has_group_start = self[run].ungrouped_len() < len;
+        if has_group_start {
             // If the child begins inside a group, the group's first block is in `run`, and its
             // entry now leads to all blocks of the group. The child's own entries are redundant.
             let Self { table, runs, .. } = self;
             let child_run = &runs[child as usize];
-            for (_, key, entry) in child_run.entries(child, 0..child_run.ungrouped()) {
+            for (_, key, entry) in child_run.entries(child, 0..child_run.ungrouped_len()) {
                 table.remove(key, entry);
             }
         }
         if child_keeps_id {
             self.redirect_entries(run, 0..len, child);
             let parent = self[run].parent;
-            self.children[parent as usize].xor ^= run ^ child;
+            self.children[parent as usize].ids_xor ^= run ^ child;
         } else {
-            let removed = if has_group { self[child].ungrouped() } else { 0 };
-            self.redirect_entries(child, removed..child_len, run);
+            // The entries of these blocks were removed above.
+            let removed_len = if has_group_start { self[child].ungrouped_len() } else { 0 };
+            self.redirect_entries(child, removed_len..child_len, run);
             self.lru.replace(child, run);
         }
         let slot_count = self.resident_blocks.len();
-        let mut joined = self.change(run, std::mem::take);
-        let child_run = self.change(child, std::mem::take);
+        let mut joined = self.change_run(run, std::mem::take);
+        let child_run = self.change_run(child, std::mem::take);
         joined.absorb(&child_run, slot_count);
-        self.change(kept_id, |run| *run = joined);
+        self.change_run(kept_id, |run| *run = joined);
         self.discard(freed_id);
         self.children[kept_id as usize] = children;
         kept_id
@@ -217,7 +218,7 @@ impl Tree {
 
     /// Tidies a run after some of its holds have ended or become shorter. Removes the blocks at the
     /// end of a leaf that no holder has, and empty runs. Joins runs where that is possible.
-    pub(super) fn settle(&mut self, run: RunId) {
+    pub(super) fn tidy(&mut self, run: RunId) {
         let mut run = run;
         while run != ROOT {
             if self.children[run as usize].count > 0 {
@@ -225,10 +226,10 @@ impl Tree {
                 self.join(self[run].parent);
                 return;
             }
-            let covered = self[run].covered();
-            self.truncate_leaf(run, covered);
+            let held_len = self[run].held_len();
+            self.truncate_leaf(run, held_len);
             let parent = self[run].parent;
-            if covered > 0 {
+            if held_len > 0 {
                 self.join(parent);
                 return;
             }
@@ -259,7 +260,7 @@ impl Tree {
             table.remove(key, entry);
         }
         self.blocks -= this.blocks.len() - len;
-        self.change(run, |run| {
+        self.change_run(run, |run| {
             run.blocks.truncate(len);
             if run.blocks.capacity() > 2 * len {
                 run.blocks.shrink_to_fit();
@@ -270,11 +271,11 @@ impl Tree {
 
 impl Children {
     pub(super) fn add(&mut self, run: RunId) {
-        (self.count, self.xor) = (self.count + 1, self.xor ^ run);
+        (self.count, self.ids_xor) = (self.count + 1, self.ids_xor ^ run);
     }
 
     fn remove(&mut self, run: RunId) {
-        (self.count, self.xor) = (self.count - 1, self.xor ^ run);
+        (self.count, self.ids_xor) = (self.count - 1, self.ids_xor ^ run);
     }
 }
 
@@ -291,7 +292,7 @@ impl Run {
         Self { blocks, device, host: host.and_then(to_box), start, parent: head_id }
     }
 
-    /// Appends the blocks of a child run, all of whose holders have the whole of this run.
+    /// Appends the blocks of a child run. Each holder of the child must have all of this run.
     fn absorb(&mut self, child: &Self, slot_count: usize) {
         let len = self.blocks.len();
         self.blocks.reserve_exact(child.blocks.len());
@@ -309,10 +310,8 @@ impl Run {
 /// blocks, and returns the holds on the tail.
 fn split_holds(holds: &mut WorkerSet, head_len: usize) -> WorkerSet {
     let head_len = to_prefix_len(head_len);
-    let to_tail_hold = |hold: SlotPrefix| SlotPrefix {
-        prefix_len: hold.prefix_len.saturating_sub(head_len),
-        ..hold
-    };
+    let to_tail_hold =
+        |hold: Hold| Hold { prefix_len: hold.prefix_len.saturating_sub(head_len), ..hold };
     let tail_holds = holds.iter().map(to_tail_hold).filter(|hold| hold.prefix_len > 0).collect();
     holds.limit_prefix_lens(head_len);
     tail_holds
