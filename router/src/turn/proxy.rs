@@ -213,6 +213,7 @@ impl Drop for InFlightTurn {
 /// The body of an answer to a client: the agent's body, cut off at the turn's deadline.
 #[derive(Debug)]
 struct AnswerBody {
+    /// The body from the agent.
     inner: Incoming,
     deadline: Pin<Box<Sleep>>,
     /// When the turn arrived. `None` after the answer's first byte.
@@ -220,7 +221,9 @@ struct AnswerBody {
     /// `None` after the last frame. A client that has the whole answer may send its next turn at
     /// once, and the session must not seem busy then.
     in_flight: Option<InFlightTurn>,
+    /// Whether the time to the first byte counts in the metric of that time.
     counts_first_byte: bool,
+    /// Whether the answer's status is 2xx.
     is_success: bool,
 }
 

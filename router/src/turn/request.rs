@@ -6,8 +6,8 @@
 //! It reads a few members of the body and changes nothing.
 //!
 //! The session's id is taken from the first source that is present: `nvext.session_control` in the
-//! body, the header `x-berth-session-id`, the native headers of coding agents, `session_id` in the
-//! body, `session_params.id` in the body.
+//! body (a field of the Dynamo API), the header `x-berth-session-id`, the native headers of coding
+//! agents, `session_id` in the body, `session_params.id` in the body.
 
 use http::{HeaderMap, HeaderName, header};
 use proto::{

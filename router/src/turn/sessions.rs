@@ -74,8 +74,9 @@ impl Shared {
         let (worker, is_placement_only) = {
             let view = self.view.load();
             let mut affinity = self.affinity.lock();
-            let at = now();
-            let status = session_status::determine_status(&key, &view, affinity.get(&key, at), at);
+            let now = now();
+            let binding = affinity.get(&key, now);
+            let status = session_status::determine_status(&key, &view, binding, now);
             let (worker, is_placement_only) = match status {
                 // An old binding to a worker whose agent doesn't report the session is no session.
                 SessionStatus::Unknown
@@ -88,7 +89,7 @@ impl Shared {
                     (worker, false)
                 }
             };
-            affinity.record_close_request(&key, worker, at)?;
+            affinity.record_close_request(&key, worker, now)?;
             (worker, is_placement_only)
         };
         let shared = Arc::clone(self);
@@ -236,9 +237,9 @@ impl Shared {
     ) -> Result<OpenPlacement, Error> {
         let key = &open_request.key;
         let view = self.view.load();
-        let at = now();
+        let now = now();
         let mut affinity = self.affinity.lock();
-        let status = session_status::determine_status(key, &view, affinity.get(key, at), at);
+        let status = session_status::determine_status(key, &view, affinity.get(key, now), now);
         let (bound, was_open) = match status {
             SessionStatus::Closing => {
                 return Err(Error::OpenWhileClosing);
@@ -262,14 +263,14 @@ impl Shared {
             model: None,
             exclude,
         };
-        let placement = placement::place(&request, &view, at)?;
+        let placement = placement::place(&request, &view, now)?;
         self.metrics.placed(placement.reason.as_str());
         if bound.is_none() {
             view.agent(placement.worker).in_flight[placement.worker.dp_rank as usize].count_open();
         }
         match exclude {
             None => {
-                affinity.begin_turn(key, placement.worker, false, at)?;
+                affinity.begin_turn(key, placement.worker, false, now)?;
                 // An unanswered turn can make the session busy, and an open must not.
                 affinity.record_answer(key);
             }

@@ -1,4 +1,8 @@
-//! Holds the state that all requests to the router share, and small helpers on that state.
+//! Holds the state that all requests to the router share.
+//!
+//! The state has what the agents report, the worker of each session, the clients for the agents,
+//! and the router's limits and metrics. The helpers here make turn ids, look up the status of a
+//! session, and close a session in a task of its own.
 
 use std::{
     hash::{BuildHasher as _, RandomState},
