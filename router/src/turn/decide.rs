@@ -125,7 +125,7 @@ impl Drop for BindingHold {
 struct PlacementConstraint {
     /// The worker that has the session, and what is known of the session there.
     sticky: Option<Sticky>,
-    /// Whether no other worker can take the turn if that worker refuses it.
+    /// Whether no worker but the session's worker can take the turn.
     is_fixed: bool,
     /// The retention with which the turn opens the session if it goes to another worker. `None` if
     /// it doesn't open the session there.

@@ -201,7 +201,7 @@ impl Tree {
             let parent = self[run].parent;
             self.children[parent as usize].ids_xor ^= run ^ child;
         } else {
-            // The entries of these blocks were removed above.
+            // The table entries of the first `removed_len` blocks were removed above.
             let removed_len = if has_group_start { self[child].ungrouped_len() } else { 0 };
             self.redirect_entries(child, removed_len..child_len, run);
             self.lru.replace(child, run);
