@@ -18,11 +18,11 @@ socket_path, rank, total, available, evictable, protected = sys.argv[2], *map(in
 kinds = {int: 0, str: "", bytes: os.urandom(16), bool: False}
 blank = lambda form: {name: kinds[kind] for name, kind in form.__annotations__.items()}
 hello = wire.Hello(**blank(wire.Hello))._replace(
-    pid=os.getpid(), dp_rank=rank, page_size=16, total=total, rows_total=8, sglang="0.5.23")
+    pid=os.getpid(), dp_rank=rank, page_size=16, pool_tokens=total, rows_total=8, sglang="0.5.23")
 held = total - available - evictable - protected
 head = wire.Head(**blank(wire.Head))._replace(
-    total=total, available=available, evictable=evictable, protected=protected, held=held,
-    rows_total=8, rows_free=8, full=True)
+    pool_tokens=total, available_tokens=available, evictable_tokens=evictable,
+    protected_tokens=protected, held_tokens=held, rows_total=8, rows_free=8, is_full_table=True)
 link = socket.socket(socket.AF_UNIX)
 link.connect(socket_path)
 link.sendall(wire.encode_hello(hello) + wire.encode_update(head, [], [], []))

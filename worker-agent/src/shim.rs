@@ -43,7 +43,7 @@ pub struct Hello {
     /// Tokens in a page of the pool.
     pub page_size_tokens: u32,
     /// Tokens in the pool.
-    pub total_tokens: u64,
+    pub pool_tokens: u64,
     /// Rows in the engine's request table. A running turn takes one row; so does a session with KV.
     pub rows_total: u32,
     /// A random number that identifies the engine process, even where a pid is reused.
@@ -96,7 +96,7 @@ pub struct RankFacts {
     /// When the agent read the figures, usually less than a millisecond after the shim took them.
     pub read_at: Instant,
     /// Tokens in the pool.
-    pub total_tokens: u64,
+    pub pool_tokens: u64,
     /// Free tokens.
     pub available_tokens: u64,
     /// Tokens in the radix tree that the engine may evict when it needs room.
@@ -158,7 +158,7 @@ pub struct Sessions {
     pub dp_rank: u32,
     /// Whether this is the start of a full table, which voids all earlier facts. A large table
     /// continues in the next messages. A session that the table doesn't list is closed.
-    pub full: bool,
+    pub is_full_table: bool,
     /// Sessions with new facts.
     pub changed: Vec<SessionFacts>,
     /// Ids of sessions that the engine no longer has.
@@ -205,7 +205,7 @@ pub enum ShimEvent {
         history_tokens: u32,
         /// Whether the engine retracted the turn. Then the turn is back in the queue, and continues
         /// from what is committed.
-        retracted: bool,
+        is_retracted: bool,
     },
     /// A turn was aborted. It is not part of its session's history.
     Aborted {
@@ -214,7 +214,7 @@ pub enum ShimEvent {
         /// The session's id.
         id: String,
         /// Whether the turn was running. If so, the session's row is now free and its KV evictable.
-        released: bool,
+        was_running: bool,
     },
     /// The answer to [`ShimHandle::demote`].
     Demoted {
@@ -254,16 +254,16 @@ pub enum Error {
     Unpublishable(String),
     /// The session's id is too long for the protocol, so the session isn't one of Berth's.
     #[error("the session id is too long for the shim; the session was not opened by Berth")]
-    Name,
+    NameTooLong,
     /// The queue of commands is full.
     #[error("the shim hasn't taken earlier commands; try again")]
-    Busy,
+    QueueFull,
     /// Other users may write to the socket's folder.
     #[error("{0} must be a folder that only this user may write to")]
-    Folder(String),
+    UnsafeFolder(String),
     /// Another process listens on the socket, or the file is not a socket.
     #[error("{0} is another agent's socket, or not a socket")]
-    Taken(String),
+    PathTaken(String),
     /// The operating system refused.
     #[error("can't listen on {path}")]
     Bind {

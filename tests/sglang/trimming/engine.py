@@ -18,7 +18,7 @@ class Tokenizer(ToyTokenizer):
 
     is_fast = True
     bos_token_id = BOS
-    added_tokens_decoder = {id: SimpleNamespace(single_word=False) for id in ToyTokenizer.specials}
+    added_tokens_decoder = {id: SimpleNamespace(single_word=False) for id in ToyTokenizer.split_ids}
 
     def decode(self, ids: list[int], **_: Any) -> str:
         return super().decode(ids)

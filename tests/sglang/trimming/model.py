@@ -28,7 +28,7 @@ class ToyTokenizer:
     """Encodes the longest piece first, between special tokens, so an id depends on the text around
     it."""
 
-    specials = frozenset(range(FIRST_PIECE))
+    split_ids = frozenset(range(FIRST_PIECE))
 
     def decode(self, ids: Sequence[int]) -> str:
         return raw(ids).decode(errors="replace")
@@ -40,7 +40,7 @@ class ToyTokenizer:
         while rest:
             fitting = [id for id, piece in enumerate(pieces) if rest.startswith(piece)]
             id = max(fitting, key=lambda id: (len(pieces[id]), -id))
-            first = not ids or ids[-1] in self.specials
+            first = not ids or ids[-1] in self.split_ids
             ids.append(FIRST_WORDS.get(pieces[id], id) if first else id)
             rest = rest[len(pieces[id]) :]
         return ids

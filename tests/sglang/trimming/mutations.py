@@ -118,7 +118,7 @@ MUTATIONS = [
     ),
     (
         "text is compared from a special token on", "trim",
-        "while start >= earliest and start > 0 and ids[start - 1] not in tokenizer.specials",
+        "while start >= earliest and start > 0 and ids[start - 1] not in tokenizer.split_ids",
         "while False",
     ),
     (

@@ -2,10 +2,11 @@
 
 SGLang calls `register` in each of its processes. In a scheduler process the shim installs hooks on
 the scheduler. They report the state of the KV pool and of the sessions over a unix socket; `wire`
-documents the protocol. A session is a series of turns whose KV the engine keeps from turn to turn.
+documents the protocol. A session is a series of turns whose KV the engine keeps from turn to turn,
+and a turn is one request with its answer. The agent is Berth's process beside the engine.
 
-In the engine's first process, which tokenizes, the shim trims prompts if the agent asks for it: it
-removes what the turn's session already has (`trimmer`).
+In the engine's first process, which tokenizes, the module `trimmer` trims prompts if the agent asks
+for it. *Trimming* removes from a prompt the tokens that the turn's session already holds.
 
 The scheduler's hooks never raise an error into the engine. After the first error the shim is
 *inert*: it reports why, and does nothing else any more. On an unknown version of SGLang it hooks
@@ -29,7 +30,7 @@ SGLANG_VERSIONS = ("0.5.23",)
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
 _SESSION = "sglang.srt.session.session_controller.Session."
 _CONTROLLER = "sglang.srt.session.session_controller.SessionController."
-_SLOTS = "sglang.srt.session.streaming_session.StreamingSession."
+_STREAMING_SESSIONS = "sglang.srt.session.streaming_session.StreamingSession."
 _TREE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache."
 
 # Identifies the engine process, even where a pid is reused.
@@ -58,11 +59,14 @@ class _Shim:
     def __init__(self) -> None:
         # Exists only in a scheduler that reports, and only until the first error.
         self._sampler: Any = None
-        # The connection to the agent.
+        # The connection to the agent, and the first message of each connection. Both are None in a
+        # scheduler that doesn't report.
         self._link: Link | None = None
         self._hello: wire.Hello | None = None
-        # Whether the engine is inside `process_batch_result`, and inside `try_cache_finished_req`.
-        self._in_step = self._in_finish = False
+        # Whether the engine is inside `process_batch_result`.
+        self._is_in_step = False
+        # Whether the engine is inside `try_cache_finished_req`, which ends a turn that was running.
+        self._is_ending_turn = False
         self._end_step = self._contain_errors(
             lambda _scheduler, batch, *a, **k: self._call("end_step", batch)
         )
@@ -102,8 +106,8 @@ class _Shim:
         after(_SESSION + "finish_req", lambda _, session, request, *a, **k: self._call_for(
             session, "report_commit", request))
         after(_SESSION + "abort_req", lambda _, session, *a, **k: self._call_for(
-            session, "report_abort", self._in_finish))
-        around(_SLOTS + "try_cache_finished_req", self._around_finish)
+            session, "report_abort", self._is_ending_turn))
+        around(_STREAMING_SESSIONS + "try_cache_finished_req", self._around_finish)
         after(_TREE + "reset", lambda *a, **k: self._call("report_flush"))
 
     def _contain_errors(self, hook: Callable[..., Any]) -> Callable[..., None]:
@@ -122,25 +126,27 @@ class _Shim:
         """Connects to the agent if this scheduler reports, and starts sampling if it can."""
         import sglang
 
-        inert = ""
+        inert_reason = ""
         if not is_known:
-            inert = f"SGLang {sglang.__version__} is not known, only {', '.join(SGLANG_VERSIONS)}"
+            known = ", ".join(SGLANG_VERSIONS)
+            inert_reason = f"SGLang {sglang.__version__} is not known, only {known}"
         hello = wire.Hello(
-            os.getpid(), 0, 0, 0, 0, _INSTANCE, str(sglang.__version__), __version__, inert,
+            os.getpid(), 0, 0, 0, 0, _INSTANCE, str(sglang.__version__), __version__, inert_reason,
             "", "", "", "", 0,
         )
         try:
-            hello, reports = _complete_hello(scheduler, hello)
+            hello, is_reporter = _complete_hello(scheduler, hello)
         except Exception as error:
             # It is unknown whether this scheduler is the one that reports. Two reports of the error
             # are better than none.
-            hello, reports = hello._replace(inert=hello.inert or _reason("start", error)), True
-        if not reports:
+            inert_reason = hello.inert_reason or _error_reason("start", error)
+            hello, is_reporter = hello._replace(inert_reason=inert_reason), True
+        if not is_reporter:
             return
         try:
             self._hello = hello
             self._link = Link(*socket_path(scheduler.server_args.port), wire.encode_hello(hello))
-            if not hello.inert:
+            if not hello.inert_reason:
                 self._start_sampler(scheduler)
         except Exception as error:
             self._fail("start", error)
@@ -155,13 +161,13 @@ class _Shim:
         auditor = Auditor(scheduler, self._link.wake)
         republisher = Republisher(scheduler, self._link.wake)
         self._hello = self._hello._replace(
-            unauditable=auditor.refusal,
-            unpublishable=republisher.refusal,
+            unauditable_reason=auditor.refusal,
+            unpublishable_reason=republisher.refusal,
             device=auditor.device,
             page_bytes=auditor.page_bytes,
         )
         self._link.set_hello(wire.encode_hello(self._hello))
-        refusal = self._hello.undemotable
+        refusal = self._hello.undemotable_reason
         self._sampler = Sampler(scheduler, self._link, refusal, auditor, republisher)
         self._sampler.start_publishing_rows(self._hello.dp_rank)
         # With `--sleep-on-idle` an idle scheduler polls its sockets for up to a second. A command
@@ -170,25 +176,25 @@ class _Shim:
             poller.register(self._link.wake_receiver, 1)  # 1 is zmq's POLLIN.
 
     def _around_step(self, original: Callable[..., Any], *values: Any, **named: Any) -> Any:
-        self._in_step = True
+        self._is_in_step = True
         try:
             result = original(*values, **named)
         finally:
-            self._in_step = False
+            self._is_in_step = False
         self._end_step(*values, **named)
         return result
 
     def _around_finish(self, original: Callable[..., Any], *a: Any, **k: Any) -> Any:
         # An abort inside this call ends a turn that was running, and frees its session's slot.
-        self._in_finish = True
+        self._is_ending_turn = True
         try:
             return original(*a, **k)
         finally:
-            self._in_finish = False
+            self._is_ending_turn = False
 
     def _after_load_snapshot(self) -> None:
         # Inside a step, this hook is called before the step's results are complete.
-        if not self._in_step:
+        if not self._is_in_step:
             self._call("sample_idle")
 
     def _before_requests(self) -> None:
@@ -216,7 +222,7 @@ class _Shim:
         """Makes the shim inert for good, and reports why."""
         self._sampler = None
         if self._link is not None:
-            self._hello = self._hello._replace(inert=_reason(where, error))
+            self._hello = self._hello._replace(inert_reason=_error_reason(where, error))
             self._link.reconnect(wire.encode_hello(self._hello))
 
 
@@ -227,21 +233,21 @@ def _complete_hello(scheduler: Any, hello: wire.Hello) -> tuple[wire.Hello, bool
     from .demotion import demotion_refusal
 
     parallel = get_parallel()
-    reports = (parallel.pp_rank, parallel.attn_tp_rank, parallel.attn_cp_rank) == (0, 0, 0)
+    is_reporter = (parallel.pp_rank, parallel.attn_tp_rank, parallel.attn_cp_rank) == (0, 0, 0)
     hello = hello._replace(dp_rank=parallel.dp_rank or 0)
     tree = type(scheduler.tree_cache).__name__
-    if not hello.inert and tree != "UnifiedRadixCache":
-        hello = hello._replace(inert=f"the tree cache is {tree}, not UnifiedRadixCache")
-    if hello.inert:
-        return hello, reports
+    if not hello.inert_reason and tree != "UnifiedRadixCache":
+        hello = hello._replace(inert_reason=f"the tree cache is {tree}, not UnifiedRadixCache")
+    if hello.inert_reason:
+        return hello, is_reporter
     return hello._replace(
         page_size=scheduler.page_size,
-        total=scheduler.max_total_num_tokens,
+        pool_tokens=scheduler.max_total_num_tokens,
         rows_total=scheduler.req_to_token_pool.size,
-        undemotable=demotion_refusal(scheduler),
-    ), reports
+        undemotable_reason=demotion_refusal(scheduler),
+    ), is_reporter
 
 
-def _reason(where: str, error: Exception) -> str:
+def _error_reason(where: str, error: Exception) -> str:
     """Returns the error as a reason why the shim is inert."""
     return f"{where}: {type(error).__name__}: {error}"

@@ -25,7 +25,7 @@ def engine_refusal() -> str:
     serving = get_serving()
     reasons = {
         "streaming sessions are off": not serving.enable_streaming_session,
-        # Each of them would see only some of a session's turns.
+        # Each tokenizer worker would see only some of a session's turns.
         "there are several tokenizer workers": serving.tokenizer_worker_num > 1,
         # A session's KV is on one of the ranks, and this process can't tell on which.
         "there are several DP ranks": get_parallel().num_dp_ranks > 1,
@@ -62,9 +62,11 @@ class FastTokenizer:
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
         added_tokens = tokenizer.added_tokens_decoder
-        # The ids of the tokens at which the tokenizer splits every text. A `single_word` token is
-        # left out, because the text around it decides whether it matches.
-        self.specials = frozenset(id for id, token in added_tokens.items() if not token.single_word)
+        # See `trim.Tokenizer`. These are all added tokens, special or not. A `single_word` token is
+        # left out, because the text around it decides whether the tokenizer splits there.
+        self.split_ids = frozenset(
+            id for id, token in added_tokens.items() if not token.single_word
+        )
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(
@@ -77,5 +79,6 @@ class FastTokenizer:
 
 def fast_tokenizer(tokenizer: Any) -> FastTokenizer | None:
     """Adapts the engine's tokenizer, if it is a fast one. Returns None for any other tokenizer.
-    With None, no prompt whose ids differ from the session's is proven to have the same text."""
+    With None, a prompt is trimmed only if it begins with the session's token ids. It can't be shown
+    then that other ids stand for the same text."""
     return FastTokenizer(tokenizer) if getattr(tokenizer, "is_fast", False) else None

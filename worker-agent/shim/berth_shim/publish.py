@@ -37,7 +37,7 @@ class RowPublisher:
         pages = scheduler.max_total_num_tokens // scheduler.page_size
         self._scheduler = scheduler
         self._stream = stream
-        self._in_step = False
+        self._is_in_step = False
         self._table: RowTable = Library().open_row_table(
             scheduler.page_size, pages, table, ordinal, path, TABLE_VERSIONS
         )
@@ -46,15 +46,15 @@ class RowPublisher:
         """Must be called before a step's first change."""
         self.end_step()
         self._table.begin_step(self._stream())
-        self._in_step = True
+        self._is_in_step = True
 
     def end_step(self) -> None:
         """Must be called after a step's last change."""
-        if self._in_step:
+        if self._is_in_step:
             names, rows = snapshot.list_rows(self._scheduler)
             keys = [session_key(name) for name in names] + [0] * (len(rows) - len(names))
             self._table.end_step(rows, keys, self._stream())
-            self._in_step = False
+            self._is_in_step = False
 
 
 def session_key(name: str) -> int:

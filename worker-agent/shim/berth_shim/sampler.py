@@ -207,13 +207,14 @@ class Sampler:
         self._sampled_at_seconds = begin_ns / 1e9
         self._reset_if_reconnected()
         head = self._read_state()
-        if head.uncached not in (0, self._unexplained_tokens) and self._scheduler.is_fully_idle():
+        is_explained = head.uncached_tokens in (0, self._unexplained_tokens)
+        if not is_explained and self._scheduler.is_fully_idle():
             # Only running requests hold uncached tokens, and none runs. So a hook has missed a
             # change, and the sum of the held tokens is wrong.
             self._recounts += 1
             self._is_full_update_due = True
             head = self._read_state()
-            self._unexplained_tokens = head.uncached
+            self._unexplained_tokens = head.uncached_tokens
         if self._is_full_update_due or self._events or head != self._head_sent:
             self._send_update(head)
         # One update may not have room for all changed sessions.
@@ -246,8 +247,8 @@ class Sampler:
             samples=self._samples,
             samples_ns=self._samples_ns,
             recounts=self._recounts,
-            uncached=max(0, head.uncached),
-            full=self._is_full_update_due,
+            uncached_tokens=max(0, head.uncached_tokens),
+            is_full_table=self._is_full_update_due,
         )
         frame = wire.encode_update(complete, self._events, ended, changed)
         self._link.send(frame, self._connection_number)
@@ -274,15 +275,15 @@ class Sampler:
             samples=0,
             samples_ns=0,
             recounts=0,
-            total=pool.full_capacity,
-            available=pool.full_available_size,
-            evictable=pool.full_evictable_size,
-            protected=protected,
-            held=self._table.held_tokens,
-            uncached=pool.full_capacity - free_or_cached - self._table.held_tokens,
+            pool_tokens=pool.full_capacity,
+            available_tokens=pool.full_available_size,
+            evictable_tokens=pool.full_evictable_size,
+            protected_tokens=protected,
+            held_tokens=self._table.held_tokens,
+            uncached_tokens=pool.full_capacity - free_or_cached - self._table.held_tokens,
             rows_total=row_pool.size,
             rows_free=row_pool.available_size(),
             running=len(scheduler.running_batch.reqs),
             waiting=len(scheduler.waiting_queue),
-            full=False,
+            is_full_table=False,
         )

@@ -71,9 +71,9 @@ TOKENS_MAX = (1 << 32) - 1
 class Tokenizer(Protocol):
     """A tokenizer that encodes and decodes without adding or dropping anything."""
 
-    # The ids of the special tokens. The tokenizer splits a text at these tokens before it encodes
-    # the parts between them.
-    specials: frozenset[int]
+    # The ids of the tokens at which the tokenizer splits every text before it encodes the parts
+    # between them. This module calls them the special tokens.
+    split_ids: frozenset[int]
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
@@ -311,12 +311,11 @@ def _find_cut(ids: array, prompt: array, shared: int, tokenizer: Tokenizer) -> i
     earliest = len(ids) - DRIFT_TOKENS_MAX
     # Start the comparison after the last special token in the shared ids.
     start = shared
-    while start >= earliest and start > 0 and ids[start - 1] not in tokenizer.specials:
+    while start >= earliest and start > 0 and ids[start - 1] not in tokenizer.split_ids:
         start -= 1
     if start < earliest:
         return None
-    # `begin` is the position in `ids` up to which the texts are equal, and `cut` that in the
-    # prompt.
+    # The texts are equal up to the position `begin` in `ids` and the position `cut` in the prompt.
     begin = cut = start
     while True:
         end = _next_special(ids, begin, tokenizer)
@@ -332,7 +331,7 @@ def _find_cut(ids: array, prompt: array, shared: int, tokenizer: Tokenizer) -> i
     if cut >= len(prompt):
         return None
     # With a special token just before or just after the cut, the two sides encode independently.
-    if begin == len(ids) or prompt[cut] in tokenizer.specials:
+    if begin == len(ids) or prompt[cut] in tokenizer.split_ids:
         return cut
     rest = prompt[cut : _next_special(prompt, cut, tokenizer)]
     if len(rest) > DRIFT_TOKENS_MAX or _reencode(rest, tokenizer) != list(rest):
@@ -344,7 +343,7 @@ def _next_special(ids: array, begin: int, tokenizer: Tokenizer) -> int:
     """Returns the position of the first special token from `begin` on. If there is none, returns
     the number of ids."""
     for position in range(begin, len(ids)):
-        if ids[position] in tokenizer.specials:
+        if ids[position] in tokenizer.split_ids:
             return position
     return len(ids)
 

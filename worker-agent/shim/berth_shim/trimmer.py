@@ -106,7 +106,7 @@ class Trimmer:
         self._instance, self._shim = instance, shim
         # Why nothing is trimmed; empty while the trimmer works. The initial reason is replaced when
         # the engine's tokenizer is available.
-        self._inert = "it hasn't started"
+        self._inert_reason = "it hasn't started"
         self._sglang = ""
         self._session_params: Any = None
         self._tokenizer: Tokenizer | None = None
@@ -155,8 +155,8 @@ class Trimmer:
         try:
             if self._link is not None:
                 raise RuntimeError("two engines in one process")
-            self._inert = engine_refusal() if is_known else f"SGLang {version} is not known"
-            if not self._inert:
+            self._inert_reason = engine_refusal() if is_known else f"SGLang {version} is not known"
+            if not self._inert_reason:
                 from sglang.srt.managers.io_struct import SessionParams
 
                 self.enable(manager.tokenizer, SessionParams)
@@ -169,7 +169,7 @@ class Trimmer:
         self._session_params = session_params
         self._tokenizer = fast_tokenizer(tokenizer)
         self._bos = getattr(tokenizer, "bos_token_id", None)
-        self._inert = ""
+        self._inert_reason = ""
 
     def connect(self, path: str, path_is_set: bool) -> None:
         """Starts to connect to the agent. `path` is the path of the shim's socket, and
@@ -179,15 +179,15 @@ class Trimmer:
 
     def _hello(self) -> bytes:
         return wire.encode_trimmer(
-            os.getpid(), self._instance, self._sglang, self._shim, self._inert
+            os.getpid(), self._instance, self._sglang, self._shim, self._inert_reason
         )
 
     def _fail(self, where: str, error: Exception) -> None:
         """Stops all trimming and reports why. Turns that already run continue."""
-        self._inert = f"{where}: {type(error).__name__}: {error}"
+        self._inert_reason = f"{where}: {type(error).__name__}: {error}"
         self._transcripts = Transcripts()
         self._running.clear()
-        _log.warning("nothing is trimmed from now on: %s", self._inert)
+        _log.warning("nothing is trimmed from now on: %s", self._inert_reason)
         if self._link is not None:
             self._link.reconnect(self._hello())
 
@@ -197,7 +197,7 @@ class Trimmer:
         self, original: Original, manager: Any, body: Any, *a: Any, **k: Any
     ) -> Any:
         id = await original(manager, body, *a, **k)
-        if id is not None and body.streaming and not self._inert:
+        if id is not None and body.streaming and not self._inert_reason:
             self._running.pop(id, None)
             self._transcripts.open(id)
         return id
@@ -218,7 +218,7 @@ class Trimmer:
         self, original: Original, manager: Any, body: Any, request: Any = None, *a: Any, **k: Any
     ) -> Any:
         # This parameter must be named `request`, because some callers in SGLang pass it by name.
-        if request is not None and not self._inert and hasattr(body, "session_params"):
+        if request is not None and not self._inert_reason and hasattr(body, "session_params"):
             headers = dict(getattr(request, "scope", {}).get("headers", ()))
             if MARK_HEADER in headers:
                 mark = _parse_mark(headers[MARK_HEADER])
@@ -227,7 +227,7 @@ class Trimmer:
         return original(manager, body, request, *a, **k)
 
     def _hook_batch(self, original: Original, manager: Any, body: Any, *a: Any, **k: Any) -> Any:
-        if (mark := body.__dict__.get(_MARK_ATTRIBUTE)) and not self._inert:
+        if (mark := body.__dict__.get(_MARK_ATTRIBUTE)) and not self._inert_reason:
             try:
                 plan = Refused("it is a batch, or has n > 1")
                 self._send_plan(_plan_message(plan, mark, str(body.rid)))
@@ -236,7 +236,7 @@ class Trimmer:
         return original(manager, body, *a, **k)
 
     def _hook_tokenize(self, original: Original, manager: Any, body: Any) -> Any:
-        if self._inert:
+        if self._inert_reason:
             return original(manager, body)
         if mark := body.__dict__.get(_MARK_ATTRIBUTE):
             return self._tokenize_marked(original, manager, body, mark)

@@ -1,10 +1,11 @@
 """Encodes the shim's messages to the agent, and decodes the agent's commands. Pure, no I/O.
 
 This is the protocol on the unix stream sockets between the shim, which is Berth's plugin in the
-engine, and the agent beside the engine. One socket belongs to the shim in a scheduler process, and
-reports the state of the KV pool and its sessions. The other belongs to the *trimmer*, the shim's
-part in the process that tokenizes: it removes from a full prompt what the turn's session already
-has.
+engine, and the agent beside the engine. A *session* is a series of turns whose KV the engine keeps
+from turn to turn; a *turn* is one request with its answer. One socket belongs to the shim in a
+scheduler process, and reports the state of the KV pool and its sessions. The other belongs to the
+*trimmer*, the shim's part in the process that tokenizes. The trimmer removes from a full prompt
+what the turn's session already has.
 
 A frame is a `u32` length of the rest (2 to FRAME_BYTES_MAX), a `u8` protocol version, a `u8` kind,
 and the body. Integers are unsigned and little-endian; `str` is a `u16` length and that many bytes
@@ -16,9 +17,9 @@ of UTF-8; `bool` is one byte, 0 or 1; a list is a `u16` count and its items.
 | 2 | update | to agent | the fields of `Head`, then three lists: events, ids of sessions that |
 | | | | are gone, changed sessions |
 | 3 | audit | to agent | number u64, nanoseconds u64, refusal str, list of names str, report |
-| 4 | trimmer | to agent | pid u32, instance 16 bytes; sglang, shim, inert str each |
-| 5 | planned | to agent | number u64; shared, committed, sent, prompt u32 each; plan u8; |
-| | | | session, rid, why str each |
+| 4 | trimmer | to agent | pid u32, instance 16 bytes; sglang, shim, inert_reason str each |
+| 5 | planned | to agent | number u64; shared_tokens, committed_tokens, appended_tokens, |
+| | | | prompt_tokens u32 each; plan u8; session, rid, why str each |
 | 16 | demote | to shim | session str |
 | 17 | sample now | to shim | nothing |
 | 18 | audit | to shim | number u64 |
@@ -28,15 +29,29 @@ of UTF-8; `bool` is one byte, 0 or 1; a list is a `u16` count and its items.
 | field of hello | type | means |
 |---|---|---|
 | pid, dp_rank, page_size | u32 each | the scheduler's process, its rank, tokens per page |
-| total, rows_total | u64, u32 | the pool in tokens; the rows of the request table |
+| pool_tokens | u64 | tokens in the KV pool |
+| rows_total | u32 | rows of the engine's request table |
 | instance | 16 bytes | random number that identifies the engine process |
 | sglang, shim | str each | versions |
-| inert | str | why the shim does nothing; empty while it works |
-| undemotable | str | why no session's KV can be moved into the radix tree; empty if it can be |
-| unauditable | str | why the pool's pages can't be audited here; empty if they can be |
-| unpublishable | str | why the radix tree can't be published again; empty if it can be |
+| inert_reason | str | why the shim does nothing; empty while it works |
+| undemotable_reason | str | why no session can be demoted into the radix tree; empty if it can be |
+| unauditable_reason | str | why the pool's pages can't be audited; empty if they can be |
+| unpublishable_reason | str | why the radix tree can't be published again; empty if it can be |
 | device | str | the device of the pool: a GPU's UUID as CUDA has it, else torch's device name |
 | page_bytes | u64 | bytes of a page's KV on this rank, from its buffers; 0 if unknown |
+
+| item of an update | body |
+|---|---|
+| changed session | id str, then the fields of `SessionFacts`: flags u8, the others u32 each |
+| event 1, opened | session str, ok bool: whether the engine has opened the session |
+| event 2, closed | session str |
+| event 3, committed | session str, rid str, history_tokens u32, is_retracted bool |
+| event 4, aborted | session str, was_running bool |
+| event 5, demoted | session str, refusal str: empty if the session was demoted |
+
+Each event begins with its number as a `u8`. A turn is *committed* when it becomes part of its
+session's history. It is *retracted* if the engine has put it back into the queue. If an aborted
+turn was running, the engine has freed the session's row.
 
 An audit frame answers a page audit, which checks who holds each page of the KV pool. Its number is
 that of the request, and its nanoseconds are the audit's time on the scheduler's thread. The report
@@ -45,28 +60,30 @@ names. Numbers without a name are requests without a session, and sessions whose
 If the audit was refused, the frame has neither names nor a report.
 
 The trimmer's socket has the path of the first socket with `.trim` appended. Frames 4, 5 and 20 are
-sent only there, and the others only on the first socket. Frame 4 comes first; its `inert` says why
-nothing is trimmed.
+sent only there, and the others only on the first socket. Frame 4 comes first. Its `inert_reason`
+says why nothing is trimmed; it is empty while the trimmer works.
 
 Frame 5 reports the trimmer's plan for a *marked* turn, which is a request that the agent asked to
-trim. With the number 0 the plan is final. It is sent before the engine gets the turn, and exactly
-once per turn:
+trim. With the number 0 the plan is final. A final plan is sent before the engine gets the turn, and
+exactly once per turn. With another number the plan is a *question*: the trimmer asks where the turn
+may run, because another session or more room in this one could help. The turn waits, and its final
+plan follows later.
+
+Frame 20 answers the question with its number. It names an open streaming session to run the turn
+in, and the maximum number of tokens of the prompt there. An empty name lets the turn run unchanged.
+
+The other fields of frame 5 are:
 
 - `plan` says how the turn runs: 1 trimmed, 2 retokenized, 3 diverged, 4 refused. The module `trim`
   explains these plans.
 - `session` is the session that the plan is for, and `rid` the id of the turn.
-- `shared` is the number of leading tokens that the prompt and the session share.
-- `committed` is the session's length as the engine counts it, and `sent` the number of tokens to
-  append. The engine counts `committed + sent` prompt tokens.
-- `prompt` is the length of the whole prompt. If the prompt is too long for the session, it is at
-  least the number of tokens that the engine would count.
-- `why` is the reason of a refusal, and why a question didn't help.
-
-A frame 5 with another number is a *question*: the trimmer asks where the turn may run, because
-another session or more room in this one could help. The turn waits, and its final plan follows
-later. Frame 20 answers the question with that number. It names an open streaming session to run the
-turn in, and the maximum number of tokens of the prompt there. An empty name lets the turn run
-unchanged.
+- `shared_tokens` is the number of leading tokens that the prompt and the session share.
+- `committed_tokens` is the length of the session's history as the engine counts it.
+- `appended_tokens` is the number of tokens to append to that history. The engine then counts
+  `committed_tokens + appended_tokens` prompt tokens.
+- `prompt_tokens` is the length of the whole prompt. If the prompt is too long for the session, and
+  the engine would count more tokens than that, it is the number that the engine would count.
+- `why` says why the plan is a refusal or too long, and why the answer to a question didn't help.
 """
 
 import struct
@@ -85,17 +102,18 @@ SESSIONS_MAX = 512
 # listed. The names of Berth's sessions have at most 172 bytes, whatever ids clients choose. The
 # agent's build checks that its names fit.
 NAME_BYTES_MAX = 512
-# The maximum number of names in an audit. So many names of NAME_BYTES_MAX bytes leave half a frame
-# for the report.
+# The maximum number of names in an audit. This many names of NAME_BYTES_MAX bytes leave half a
+# frame for the report.
 AUDIT_NAMES_MAX = 1000
 AUDIT_BYTES_MAX = FRAME_BYTES_MAX // 2
 
 # The kinds of frames to the agent, and to the shim.
 HELLO, UPDATE, AUDITED, TRIMMER, PLANNED = 1, 2, 3, 4, 5
 DEMOTE, SAMPLE_NOW, AUDIT, REPUBLISH, RUN = 16, 17, 18, 19, 20
-# The kinds of events.
+# The kinds of events in an update.
 OPENED, CLOSED, COMMITTED, ABORTED, DEMOTED = 1, 2, 3, 4, 5
-# The flags of a session.
+# The flags of a session: it holds a row of the request table (and thus KV), the engine has a turn
+# of the session, and the engine will close the session at the end of that turn.
 HOLDS_ROW, IN_FLIGHT, CLOSING = 1, 2, 4
 # The values of `Planned.plan`.
 TRIMMED, RETOKENIZED, DIVERGED, REFUSED = 1, 2, 3, 4
@@ -116,54 +134,73 @@ class ProtocolError(Exception):
 
 
 class Hello(NamedTuple):
-    """The first frame: the shim's identity and abilities."""
+    """The first frame: the shim's identity and abilities. The module's description explains the
+    fields."""
 
     pid: int
     dp_rank: int
     page_size: int
-    total: int
+    pool_tokens: int
     rows_total: int
     instance: bytes
     sglang: str
     shim: str
-    inert: str
-    undemotable: str
-    unauditable: str
-    unpublishable: str
+    inert_reason: str
+    undemotable_reason: str
+    unauditable_reason: str
+    unpublishable_reason: str
     device: str
     page_bytes: int
 
 
 class Head(NamedTuple):
-    """The figures of an update, in the order of the protocol. The figures of the KV pool, which are
-    `total` to `uncached`, count tokens."""
+    """The figures of an update, in the order of the protocol."""
 
+    # The number of the update on this connection, from 0.
     seq: int
+    # Counters since the shim's start: events that it has lost, readings of the engine's state, and
+    # the nanoseconds that these readings took on the scheduler's thread.
     events_lost: int
     samples: int
     samples_ns: int
+    # How often since its start the shim has read all sessions again, because the sum of the tokens
+    # that they hold was wrong.
     recounts: int
-    total: int
-    available: int
-    evictable: int
-    protected: int
-    held: int
-    uncached: int
+    # Tokens in the KV pool: the sum of the next five figures.
+    pool_tokens: int
+    # Free tokens.
+    available_tokens: int
+    # Tokens in the radix tree that the engine may evict.
+    evictable_tokens: int
+    # Tokens in the radix tree that turns or sessions lock.
+    protected_tokens: int
+    # Tokens that sessions hold outside the tree, in whole pages.
+    held_tokens: int
+    # All other tokens: those of running requests without a session.
+    uncached_tokens: int
+    # Rows of the request table.
     rows_total: int
     rows_free: int
+    # Requests in the running batch, and in the queue.
     running: int
     waiting: int
-    full: bool
+    # Whether the update's sessions begin a full table, which replaces all that was sent before.
+    is_full_table: bool
 
 
 class SessionFacts(NamedTuple):
-    """The state of a session, in the order of the protocol. All but `flags` count tokens."""
+    """The state of a session, in the order of the protocol."""
 
+    # The sum of HOLDS_ROW, IN_FLIGHT and CLOSING, as far as they apply.
     flags: int
-    allocated: int
-    committed: int
-    protected: int
-    history: int
+    # Tokens for which KV is allocated.
+    allocated_tokens: int
+    # Tokens whose KV is valid.
+    committed_tokens: int
+    # Tokens whose KV is in the radix tree, where the session locks it.
+    protected_tokens: int
+    # Tokens that the engine puts before the next turn's prompt. A session without KV has them too.
+    history_tokens: int
 
 
 class Planned(NamedTuple):
@@ -171,10 +208,10 @@ class Planned(NamedTuple):
     the fields."""
 
     number: int
-    shared: int
-    committed: int
-    sent: int
-    prompt: int
+    shared_tokens: int
+    committed_tokens: int
+    appended_tokens: int
+    prompt_tokens: int
     plan: int
     session: str
     rid: str
@@ -186,7 +223,9 @@ class Run(NamedTuple):
 
     # The number of the question.
     number: int
+    # The maximum number of tokens of the prompt.
     tokens_max: int
+    # The session to run the turn in; empty if the turn runs unchanged.
     session: str
 
 
@@ -241,8 +280,8 @@ def encode_audit(
     return _encode_frame(AUDITED, b"".join(parts))
 
 
-def encode_trimmer(pid: int, instance: bytes, sglang: str, shim: str, inert: str) -> bytes:
-    texts = b"".join(map(_encode_str, (sglang, shim, inert)))
+def encode_trimmer(pid: int, instance: bytes, sglang: str, shim: str, inert_reason: str) -> bytes:
+    texts = b"".join(map(_encode_str, (sglang, shim, inert_reason)))
     return _encode_frame(TRIMMER, _TRIMMER.pack(pid, instance) + texts)
 
 
@@ -263,12 +302,13 @@ def encode_closed(id: str) -> bytes:
     return _encode_event(CLOSED, id)
 
 
-def encode_committed(id: str, rid: str, history: int, retracted: bool) -> bytes:
-    return _encode_event(COMMITTED, id, _encode_str(rid) + struct.pack("<I?", history, retracted))
+def encode_committed(id: str, rid: str, history_tokens: int, is_retracted: bool) -> bytes:
+    fields = _encode_str(rid) + struct.pack("<I?", history_tokens, is_retracted)
+    return _encode_event(COMMITTED, id, fields)
 
 
-def encode_aborted(id: str, released: bool) -> bytes:
-    return _encode_event(ABORTED, id, bytes((released,)))
+def encode_aborted(id: str, was_running: bool) -> bytes:
+    return _encode_event(ABORTED, id, bytes((was_running,)))
 
 
 def encode_demoted(id: str, refusal: str) -> bytes:

@@ -46,8 +46,8 @@ impl Owner {
                 self.ledger.seen(dp_rank, None);
                 self.table.handle_shim_down(now(), dp_rank);
             }
-            ShimEvent::Committed { id, history_tokens, retracted, .. } => {
-                self.table.handle_commit(&id, history_tokens.into(), retracted);
+            ShimEvent::Committed { id, history_tokens, is_retracted, .. } => {
+                self.table.handle_commit(&id, history_tokens.into(), is_retracted);
             }
             // The session table that follows these events shows their result.
             ShimEvent::Opened { .. } | ShimEvent::Aborted { .. } => {}
@@ -109,9 +109,9 @@ impl Owner {
     }
 
     fn record_sessions(&mut self, sessions: Sessions) {
-        let Sessions { dp_rank, full: is_full_table, changed, gone } = sessions;
-        // A full table lists all sessions, so a session that it lacks is gone. But one message with
-        // `SESSIONS_MAX` sessions may be only the start of the table.
+        let Sessions { dp_rank, is_full_table, changed, gone } = sessions;
+        // A full table with `SESSIONS_MAX` sessions may lack some. It then doesn't show which
+        // sessions are gone.
         if is_full_table && changed.len() < SESSIONS_MAX {
             let ids: Vec<&str> = changed.iter().map(|session| session.id.as_str()).collect();
             self.table.handle_session_table(now(), dp_rank, &ids);
@@ -177,13 +177,13 @@ impl Owner {
     }
 }
 
-fn session_report(session: SessionFacts, is_full_table: bool) -> SessionReport {
+fn session_report(session: SessionFacts, from_full_table: bool) -> SessionReport {
     SessionReport {
         id: session.id,
         holds_row: session.holds_row,
         allocated_tokens: u64::from(session.allocated_tokens),
         history_tokens: u64::from(session.history_tokens),
         in_flight: session.in_flight,
-        from_full_table: is_full_table,
+        from_full_table,
     }
 }

@@ -46,9 +46,9 @@ impl Owner {
             incarnation: report.session.clone(),
             decision,
             shared_tokens: report.shared_tokens.into(),
-            committed_tokens: report.committed.into(),
-            appended_tokens: report.sent.into(),
-            prompt_tokens: report.prompt.into(),
+            committed_tokens: report.committed_tokens.into(),
+            appended_tokens: report.appended_tokens.into(),
+            prompt_tokens: report.prompt_tokens.into(),
         };
         debug!(
             rid = report.rid,

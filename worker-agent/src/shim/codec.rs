@@ -1,7 +1,7 @@
 //! Decodes the messages of the shim, the plugin in the engine, and encodes commands to it. Pure.
 //!
-//! The shim has a socket for its reports, and the trimmer, its part that shortens prompts, has
-//! another. The same frames serve both. The shim's `berth_shim/wire.py` is the other end of this
+//! The shim has a socket for its reports. Another socket belongs to the trimmer, the shim's part
+//! that shortens prompts. The frames of both sockets have the same form. The shim's `berth_shim/wire.py` is the other end of this
 //! protocol; it has the same table, and explains the fields. Tests run the two ends against each
 //! other.
 //!
@@ -15,8 +15,8 @@
 //! | 2 | update | to agent | the fields of `Update` in order: figures, then three lists |
 //! | 3 | audit | to agent | the fields of [`AuditReply`] in order; the report is the rest |
 //! | 4 | trimmer | to agent | the fields of [`Trimmer`](super::trim::Trimmer) in order |
-//! | 5 | planned | to agent | number u64; u32 each: shared, committed, sent, prompt; |
-//! | | | | plan u8; str each: session, rid, why |
+//! | 5 | planned | to agent | the fields of [`PlanReport`](super::trim::PlanReport): the question |
+//! | | | | u64, 0 for `None`; the token counts u32 each; plan u8; then the texts |
 //! | 16 | demote | to shim | session str |
 //! | 17 | sample now | to shim | nothing |
 //! | 18 | audit | to shim | number u64 |
@@ -31,12 +31,12 @@
 //! |---|---|
 //! | session that is gone | id str |
 //! | changed session | id str; flags u8 (1 holds a row, 2 in flight, 4 closing); then u32 each: |
-//! | | allocated, committed, protected, history |
+//! | | tokens allocated, committed, protected, in the history |
 //! | event | kind u8, session str, then the fields of its kind: |
 //! | 1, opened | ok bool |
 //! | 2, closed | |
-//! | 3, committed | rid str, history u32, retracted bool |
-//! | 4, aborted | released bool |
+//! | 3, committed | rid str, history tokens u32, is_retracted bool |
+//! | 4, aborted | was_running bool |
 //! | 5, demoted | refusal str |
 
 use std::{str, time::Duration};
@@ -73,19 +73,19 @@ const KIND_RUN: u8 = 20;
 pub enum Error {
     /// The length of a frame is below 2 or above [`FRAME_BYTES_MAX`].
     #[error("a frame of {0} bytes is out of bounds")]
-    Length(u32),
+    LengthOutOfBounds(u32),
     /// The peer uses another version of the protocol.
     #[error("the shim speaks protocol {0}, this agent {VERSION}: install the same version of both")]
-    Version(u8),
+    OtherVersion(u8),
     /// A frame or event has a kind that is not in the table.
     #[error("unknown kind {0}")]
-    Kind(u8),
+    UnknownKind(u8),
     /// A field has an invalid value.
     #[error("a field has an invalid value")]
-    Value,
+    InvalidValue,
     /// The body ends before its last field, or has bytes after it.
     #[error("a frame's body has the wrong length")]
-    Body,
+    WrongBodyLength,
 }
 
 /// A message from a shim.
@@ -100,7 +100,7 @@ pub(super) enum ShimMessage {
 }
 
 /// An update of one rank. [`super::RankFacts`] explains the figures, and [`super::Sessions`]
-/// `full`, `gone` and `sessions`.
+/// `is_full_table`, `gone` and `sessions`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Update {
     /// The number of the update in its connection, from 0.
@@ -109,17 +109,17 @@ pub(super) struct Update {
     pub samples: u64,
     pub samples_ns: u64,
     pub recounts: u64,
-    pub total: u64,
-    pub available: u64,
-    pub evictable: u64,
-    pub protected: u64,
-    pub held: u64,
-    pub uncached: u64,
+    pub pool_tokens: u64,
+    pub available_tokens: u64,
+    pub evictable_tokens: u64,
+    pub protected_tokens: u64,
+    pub held_tokens: u64,
+    pub uncached_tokens: u64,
     pub rows_total: u32,
     pub rows_free: u32,
     pub running: u32,
     pub waiting: u32,
-    pub full: bool,
+    pub is_full_table: bool,
     pub events: Vec<WireEvent>,
     pub gone: Vec<String>,
     pub sessions: Vec<SessionFacts>,
@@ -137,8 +137,8 @@ pub(super) struct WireEvent {
 pub(super) enum WireEventKind {
     Opened { ok: bool },
     Closed,
-    Committed { rid: String, history: u32, retracted: bool },
-    Aborted { released: bool },
+    Committed { rid: String, history_tokens: u32, is_retracted: bool },
+    Aborted { was_running: bool },
     Demoted { refusal: String },
 }
 
@@ -194,19 +194,19 @@ impl Frames {
     pub(super) fn next<M>(&mut self, decode: Decode<M>) -> Result<Option<M>, Error> {
         let Some(length_bytes) = self.buffer.first_chunk::<4>() else { return Ok(None) };
         let length = u32::from_le_bytes(*length_bytes);
-        let size = usize::try_from(length).map_err(|_| Error::Length(length))?;
+        let size = usize::try_from(length).map_err(|_| Error::LengthOutOfBounds(length))?;
         if !(2..=FRAME_BYTES_MAX).contains(&size) {
-            return Err(Error::Length(length));
+            return Err(Error::LengthOutOfBounds(length));
         }
         let Some(frame) = self.buffer.get(4..4 + size) else { return Ok(None) };
         let mut body = Body { rest: frame };
         let version = body.read_u8()?;
         if version != VERSION {
-            return Err(Error::Version(version));
+            return Err(Error::OtherVersion(version));
         }
         let message = decode(body.read_u8()?, &mut body)?;
         if !body.rest.is_empty() {
-            return Err(Error::Body);
+            return Err(Error::WrongBodyLength);
         }
         self.buffer.drain(..4 + size);
         Ok(Some(message))
@@ -222,7 +222,7 @@ pub(super) fn decode_message(kind: u8, body: &mut Body<'_>) -> Result<ShimMessag
         KIND_HELLO => ShimMessage::Hello(Box::new(decode_hello(body)?)),
         KIND_UPDATE => ShimMessage::Update(Box::new(decode_update(body)?)),
         KIND_AUDITED => ShimMessage::Audited(decode_audited(body)?),
-        kind => return Err(Error::Kind(kind)),
+        kind => return Err(Error::UnknownKind(kind)),
     })
 }
 
@@ -233,7 +233,7 @@ fn decode_hello(body: &mut Body<'_>) -> Result<Hello, Error> {
         seen_pid: None,
         dp_rank: body.read_u32()?,
         page_size_tokens: body.read_u32()?,
-        total_tokens: body.read_u64()?,
+        pool_tokens: body.read_u64()?,
         rows_total: body.read_u32()?,
         instance: u128::from_le_bytes(body.read_array()?),
         sglang: body.read_string()?,
@@ -245,7 +245,7 @@ fn decode_hello(body: &mut Body<'_>) -> Result<Hello, Error> {
         device: body.read_string()?,
         page_bytes: Some(body.read_u64()?).filter(|bytes| *bytes > 0),
     };
-    if hello.dp_rank > DP_RANK_MAX { Err(Error::Value) } else { Ok(hello) }
+    if hello.dp_rank > DP_RANK_MAX { Err(Error::InvalidValue) } else { Ok(hello) }
 }
 
 fn decode_update(body: &mut Body<'_>) -> Result<Update, Error> {
@@ -255,17 +255,17 @@ fn decode_update(body: &mut Body<'_>) -> Result<Update, Error> {
         samples: body.read_u64()?,
         samples_ns: body.read_u64()?,
         recounts: body.read_u64()?,
-        total: body.read_u64()?,
-        available: body.read_u64()?,
-        evictable: body.read_u64()?,
-        protected: body.read_u64()?,
-        held: body.read_u64()?,
-        uncached: body.read_u64()?,
+        pool_tokens: body.read_u64()?,
+        available_tokens: body.read_u64()?,
+        evictable_tokens: body.read_u64()?,
+        protected_tokens: body.read_u64()?,
+        held_tokens: body.read_u64()?,
+        uncached_tokens: body.read_u64()?,
         rows_total: body.read_u32()?,
         rows_free: body.read_u32()?,
         running: body.read_u32()?,
         waiting: body.read_u32()?,
-        full: body.read_bool()?,
+        is_full_table: body.read_bool()?,
         events: body.read_list(decode_event)?,
         gone: body.read_list(Body::read_string)?,
         sessions: body.read_list(decode_session)?,
@@ -287,12 +287,12 @@ fn decode_event(body: &mut Body<'_>) -> Result<WireEvent, Error> {
         2 => WireEventKind::Closed,
         3 => WireEventKind::Committed {
             rid: body.read_string()?,
-            history: body.read_u32()?,
-            retracted: body.read_bool()?,
+            history_tokens: body.read_u32()?,
+            is_retracted: body.read_bool()?,
         },
-        4 => WireEventKind::Aborted { released: body.read_bool()? },
+        4 => WireEventKind::Aborted { was_running: body.read_bool()? },
         5 => WireEventKind::Demoted { refusal: body.read_string()? },
-        number => return Err(Error::Kind(number)),
+        number => return Err(Error::UnknownKind(number)),
     };
     Ok(WireEvent { id, kind })
 }
@@ -301,7 +301,7 @@ fn decode_session(body: &mut Body<'_>) -> Result<SessionFacts, Error> {
     let id = body.read_string()?;
     let flags = body.read_u8()?;
     if flags > 7 {
-        return Err(Error::Value);
+        return Err(Error::InvalidValue);
     }
     Ok(SessionFacts {
         id,
@@ -322,13 +322,13 @@ pub(super) struct Body<'a> {
 
 impl<'a> Body<'a> {
     fn take(&mut self, size: usize) -> Result<&'a [u8], Error> {
-        let (taken, rest) = self.rest.split_at_checked(size).ok_or(Error::Body)?;
+        let (taken, rest) = self.rest.split_at_checked(size).ok_or(Error::WrongBodyLength)?;
         self.rest = rest;
         Ok(taken)
     }
 
     pub(super) fn read_array<const N: usize>(&mut self) -> Result<[u8; N], Error> {
-        self.take(N)?.try_into().map_err(|_| Error::Body)
+        self.take(N)?.try_into().map_err(|_| Error::WrongBodyLength)
     }
 
     pub(super) fn read_u8(&mut self) -> Result<u8, Error> {
@@ -351,14 +351,14 @@ impl<'a> Body<'a> {
         match self.read_u8()? {
             0 => Ok(false),
             1 => Ok(true),
-            _ => Err(Error::Value),
+            _ => Err(Error::InvalidValue),
         }
     }
 
     pub(super) fn read_string(&mut self) -> Result<String, Error> {
         let length = self.read_u16()?;
         let bytes = self.take(length.into())?;
-        str::from_utf8(bytes).map(str::to_owned).map_err(|_| Error::Value)
+        str::from_utf8(bytes).map(str::to_owned).map_err(|_| Error::InvalidValue)
     }
 
     /// Reads a reason; an empty one becomes `None`.

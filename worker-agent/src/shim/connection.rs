@@ -95,17 +95,17 @@ pub(super) type ByRank = HashMap<u32, ConnectionHandle>;
 #[derive(Debug, thiserror::Error)]
 pub(super) enum EndReason {
     #[error("the shim has disconnected")]
-    Gone,
+    Disconnected,
     #[error("another shim of the same rank has connected")]
     Replaced,
     #[error("the first message is no hello, or a later message is one")]
-    Order,
+    MisplacedHello,
     #[error("update {received_seq} came instead of update {due_seq}; some are missing")]
-    Gap { received_seq: u64, due_seq: u64 },
+    UpdatesMissing { received_seq: u64, due_seq: u64 },
     #[error("the shim sent no hello within {} s", HELLO_MAX.as_secs())]
-    Silent,
+    NoHello,
     #[error("the agent no longer takes its reports")]
-    Unwanted,
+    ReportsUnwanted,
     #[error(transparent)]
     Codec(#[from] codec::Error),
     #[error(transparent)]
@@ -121,8 +121,8 @@ pub(super) async fn serve<T: Protocol>(
 ) {
     let mut connection = Connection::new(stream);
     let hello = tokio::time::timeout(HELLO_MAX, connection.read_first::<T>()).await;
-    let hello = hello.unwrap_or(Err(EndReason::Silent));
-    let begun = hello.and_then(|hello| T::begin(hello, pid).ok_or(EndReason::Order));
+    let hello = hello.unwrap_or(Err(EndReason::NoHello));
+    let begun = hello.and_then(|hello| T::begin(hello, pid).ok_or(EndReason::MisplacedHello));
     let (protocol, info, up_report) = match begun {
         Ok(begun) => begun,
         Err(error) => return warn!(%error, "a shim's connection was closed: invalid first message"),
@@ -225,9 +225,11 @@ impl Connection {
         tokio::select! {
             biased;
             () = replaced.cancelled() => Err(EndReason::Replaced),
-            permit = reports.reserve(), if !protocol.is_empty() => match (permit, protocol.next_report()) {
-                (Ok(permit), Some(part)) => { permit.send(part); Ok(()) }
-                _ => Err(EndReason::Unwanted),
+            permit = reports.reserve(), if !protocol.is_empty() => {
+                match (permit, protocol.next_report()) {
+                    (Ok(permit), Some(report)) => { permit.send(report); Ok(()) }
+                    _ => Err(EndReason::ReportsUnwanted),
+                }
             },
             ready = write_half.writable(), if !unsent.is_empty() => {
                 ready?;
@@ -257,7 +259,7 @@ impl Reader {
         loop {
             self.read_half.readable().await?;
             match self.read_half.try_read(&mut buffer) {
-                Ok(0) => return Err(EndReason::Gone),
+                Ok(0) => return Err(EndReason::Disconnected),
                 Ok(read) => {
                     self.frames.push(&buffer[..read]);
                     return Ok(());

@@ -41,12 +41,12 @@ impl Connections {
     /// Queues a command for the peer of a rank. Fails if the rank has no peer that takes commands,
     /// if the peer's queue is full, or if the command's session name is too long.
     pub(super) fn send_command(&self, dp_rank: u32, command: &ShimCommand) -> Result<(), Error> {
-        let command = command.encode().ok_or(Error::Name)?;
+        let command = command.encode().ok_or(Error::NameTooLong)?;
         let connections = self.0.borrow();
         let peer = connections.get(&dp_rank).filter(|peer| peer.info.takes_commands);
         let peer = peer.ok_or(Error::NoShim(dp_rank))?;
         peer.commands.try_send(command).map_err(|error| match error {
-            mpsc::error::TrySendError::Full(_) => Error::Busy,
+            mpsc::error::TrySendError::Full(_) => Error::QueueFull,
             mpsc::error::TrySendError::Closed(_) => Error::NoShim(dp_rank),
         })
     }

@@ -59,7 +59,7 @@ impl Outbox {
         self.facts = Some(rank_facts(self.dp_rank, &update, read_at));
         let dp_rank = self.dp_rank;
         self.events.extend(update.events.into_iter().map(|event| to_report(dp_rank, event)));
-        if update.full {
+        if update.is_full_table {
             self.is_full_table = true;
             self.changed_sessions.clear();
         }
@@ -108,9 +108,12 @@ impl Protocol for Outbox {
 
     fn receive(&mut self, message: ShimMessage, read_at: Instant) -> Result<(), EndReason> {
         match message {
-            ShimMessage::Hello(_) => return Err(EndReason::Order),
+            ShimMessage::Hello(_) => return Err(EndReason::MisplacedHello),
             ShimMessage::Update(update) if update.seq != self.next_seq => {
-                return Err(EndReason::Gap { received_seq: update.seq, due_seq: self.next_seq });
+                return Err(EndReason::UpdatesMissing {
+                    received_seq: update.seq,
+                    due_seq: self.next_seq,
+                });
             }
             ShimMessage::Update(update) => {
                 self.next_seq += 1;
@@ -140,7 +143,7 @@ impl Protocol for Outbox {
         if self.has_session_changes() {
             let mut sessions = Sessions {
                 dp_rank: self.dp_rank,
-                full: self.is_full_table,
+                is_full_table: self.is_full_table,
                 changed: vec![],
                 gone: vec![],
             };
@@ -170,10 +173,10 @@ fn to_report(dp_rank: u32, event: WireEvent) -> ShimEvent {
     match event.kind {
         WireEventKind::Opened { ok } => ShimEvent::Opened { dp_rank, id, ok },
         WireEventKind::Closed => ShimEvent::Closed { dp_rank, id },
-        WireEventKind::Committed { rid, history, retracted } => {
-            ShimEvent::Committed { dp_rank, id, rid, history_tokens: history, retracted }
+        WireEventKind::Committed { rid, history_tokens, is_retracted } => {
+            ShimEvent::Committed { dp_rank, id, rid, history_tokens, is_retracted }
         }
-        WireEventKind::Aborted { released } => ShimEvent::Aborted { dp_rank, id, released },
+        WireEventKind::Aborted { was_running } => ShimEvent::Aborted { dp_rank, id, was_running },
         WireEventKind::Demoted { refusal } => {
             let refusal = Some(refusal).filter(|reason| !reason.is_empty());
             ShimEvent::Demoted { dp_rank, id, refusal }
@@ -185,12 +188,12 @@ fn rank_facts(dp_rank: u32, update: &Update, read_at: Instant) -> RankFacts {
     RankFacts {
         dp_rank,
         read_at,
-        total_tokens: update.total,
-        available_tokens: update.available,
-        evictable_tokens: update.evictable,
-        protected_tokens: update.protected,
-        held_tokens: update.held,
-        uncached_tokens: update.uncached,
+        pool_tokens: update.pool_tokens,
+        available_tokens: update.available_tokens,
+        evictable_tokens: update.evictable_tokens,
+        protected_tokens: update.protected_tokens,
+        held_tokens: update.held_tokens,
+        uncached_tokens: update.uncached_tokens,
         rows_total: update.rows_total,
         rows_free: update.rows_free,
         running: update.running,
@@ -224,10 +227,10 @@ mod tests {
     #[test]
     fn events_stay_and_states_are_the_newest() {
         let mut outbox = Outbox::new(3);
-        for (available, history) in [(5, 10), (4, 20)] {
+        for (available_tokens, history) in [(5, 10), (4, 20)] {
             let sessions = vec![session("a", history)];
             let events = vec![closed("b")];
-            outbox.push(Update { available, sessions, events, ..Update::default() }, now());
+            outbox.push(Update { available_tokens, sessions, events, ..Update::default() }, now());
         }
         let news = drain(&mut outbox);
         let [ShimEvent::Closed { dp_rank: 3, id }, ShimEvent::Closed { .. }, sessions, facts] =
@@ -237,7 +240,7 @@ mod tests {
         };
         assert_eq!(id, "b");
         let ShimEvent::Sessions(sessions) = sessions else { panic!("{sessions:?}") };
-        assert_eq!((&sessions.changed, sessions.full), (&vec![session("a", 20)], false));
+        assert_eq!((&sessions.changed, sessions.is_full_table), (&vec![session("a", 20)], false));
         assert!(
             matches!(facts, ShimEvent::Facts(RankFacts { available_tokens: 4, .. })),
             "{facts:?}"
@@ -248,9 +251,9 @@ mod tests {
     #[test]
     fn an_empty_full_table_is_told() {
         let mut outbox = Outbox::new(0);
-        outbox.push(Update { full: true, ..Update::default() }, now());
+        outbox.push(Update { is_full_table: true, ..Update::default() }, now());
         let Some(ShimEvent::Sessions(sessions)) = outbox.next_report() else { panic!("no table") };
-        assert!(sessions.full && sessions.changed.is_empty());
+        assert!(sessions.is_full_table && sessions.changed.is_empty());
     }
 
     #[test]
@@ -278,7 +281,7 @@ mod tests {
             let mut hear = |outbox: &mut Outbox| {
                 for news in drain(outbox) {
                     let ShimEvent::Sessions(sessions) = news else { continue };
-                    if sessions.full {
+                    if sessions.is_full_table {
                         heard.clear();
                     }
                     for id in sessions.gone {
@@ -290,9 +293,9 @@ mod tests {
                 }
                 heard.clone()
             };
-            for (full, changes, take) in steps {
-                let mut update = Update { full, ..Update::default() };
-                if full {
+            for (is_full_table, changes, take) in steps {
+                let mut update = Update { is_full_table, ..Update::default() };
+                if is_full_table {
                     said.clear();
                 }
                 // The shim never puts an id in both lists.

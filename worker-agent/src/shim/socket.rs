@@ -35,10 +35,10 @@ impl Socket {
         let folder = path.parent().unwrap_or(Path::new("."));
         // A user with write access to the folder could replace this socket with another one.
         if !ensure_private_folder(folder, uid).map_err(to_bind_error)? {
-            return Err(Error::Folder(folder.display().to_string()));
+            return Err(Error::UnsafeFolder(folder.display().to_string()));
         }
         if !remove_stale_socket(path).map_err(to_bind_error)? {
-            return Err(Error::Taken(path.display().to_string()));
+            return Err(Error::PathTaken(path.display().to_string()));
         }
         let listener = UnixListener::bind(path).map_err(to_bind_error)?;
         let socket = Self { listener, path: path.to_owned(), uid };

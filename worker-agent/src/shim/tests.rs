@@ -278,7 +278,7 @@ async fn the_socket_is_this_users_own_and_goes_with_the_agent() {
     assert_eq!((mode(&path), mode(&agent.folder.0)), (0o600, 0o700));
     let (sender, _news) = mpsc::channel(1);
     let taken = listen(&path, sender, &agent.tasks);
-    assert!(matches!(taken, Err(Error::Taken(_))), "{taken:?}");
+    assert!(matches!(taken, Err(Error::PathTaken(_))), "{taken:?}");
     assert!(agent.tasks.stop(SOON).await, "an essential task ended early");
     assert!(!path.exists());
 }
@@ -296,11 +296,11 @@ async fn a_crashed_agents_socket_is_replaced_and_nothing_else_is() {
 
     let file = folder.0.join("file");
     std::fs::write(&file, "kept").unwrap();
-    assert!(matches!(listen(&file, sender.clone(), &tasks), Err(Error::Taken(_))));
+    assert!(matches!(listen(&file, sender.clone(), &tasks), Err(Error::PathTaken(_))));
     assert_eq!(std::fs::read_to_string(&file).unwrap(), "kept");
 
     let open = folder.0.join("open");
     std::fs::create_dir(&open).unwrap();
     std::fs::set_permissions(&open, std::fs::Permissions::from_mode(0o777)).unwrap();
-    assert!(matches!(listen(&open.join("s"), sender, &tasks), Err(Error::Folder(_))));
+    assert!(matches!(listen(&open.join("s"), sender, &tasks), Err(Error::UnsafeFolder(_))));
 }

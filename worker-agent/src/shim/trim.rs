@@ -68,20 +68,20 @@ pub struct PlanReport {
     /// The number of leading tokens that the prompt and the session share.
     pub shared_tokens: u32,
     /// The session's tokens before the turn, as the engine counts them.
-    pub committed: u32,
+    pub committed_tokens: u32,
     /// The number of tokens that the engine appends to the session; 0 unless the plan is `Trimmed`
-    /// or `Retokenized`. The engine will count `committed + sent` prompt tokens.
-    pub sent: u32,
-    /// The tokens of the whole prompt; 0 if the trimmer didn't examine it. If the turn has more
-    /// tokens than its session has room for, this is at least the number that the engine would
-    /// count.
-    pub prompt: u32,
+    /// or `Retokenized`. The engine will count `committed_tokens + appended_tokens` prompt tokens.
+    pub appended_tokens: u32,
+    /// The tokens of the whole prompt; 0 if the trimmer didn't examine it. If the prompt is too long
+    /// for the session, and the engine would count more tokens than that, this is the number that
+    /// the engine would count.
+    pub prompt_tokens: u32,
     /// The engine's id of the session that the plan is for.
     pub session: String,
     /// The id of the turn's request.
     pub rid: String,
-    /// Why the plan is a refusal, or why a question didn't help; for an operator. Empty if neither
-    /// applies.
+    /// Why the plan is a refusal, and why the answer to a question didn't help; for an operator.
+    /// Empty if neither applies.
     pub why: String,
 }
 

@@ -75,7 +75,7 @@ fn frames_of_the_shim() -> Vec<ShimMessage> {
         seen_pid: None,
         dp_rank: 3,
         page_size_tokens: 16,
-        total_tokens: 1 << 40,
+        pool_tokens: 1 << 40,
         rows_total: 4096,
         instance: u128::from_le_bytes(std::array::from_fn(|place| u8::try_from(place).unwrap())),
         sglang: "0.5.23".into(),
@@ -87,32 +87,31 @@ fn frames_of_the_shim() -> Vec<ShimMessage> {
         device: "cpu".into(),
         page_bytes: Some(1 << 33),
     };
-    let event = |id: &str, what| WireEvent { id: id.into(), kind };
+    let committed =
+        WireEventKind::Committed { rid: "rid-1".into(), history_tokens: 60, is_retracted: true };
+    let event = |id: &str, kind| WireEvent { id: id.into(), kind };
     let update = Update {
         seq: 1,
         events_lost: 2,
         samples: 3,
         samples_ns: 4,
         recounts: 5,
-        total: 6,
-        available: 7,
-        evictable: 8,
-        protected: 9,
-        held: 10,
-        uncached: 11,
+        pool_tokens: 6,
+        available_tokens: 7,
+        evictable_tokens: 8,
+        protected_tokens: 9,
+        held_tokens: 10,
+        uncached_tokens: 11,
         rows_total: 12,
         rows_free: 13,
         running: 14,
         waiting: 15,
-        full: true,
+        is_full_table: true,
         events: vec![
             event("a", WireEventKind::Opened { ok: false }),
             event("b", WireEventKind::Closed),
-            event(
-                "c",
-                WireEventKind::Committed { rid: "rid-1".into(), history: 60, retracted: true },
-            ),
-            event("d", WireEventKind::Aborted { released: true }),
+            event("c", committed),
+            event("d", WireEventKind::Aborted { was_running: true }),
             event("e", WireEventKind::Demoted { refusal: "busy".into() }),
             event("f", WireEventKind::Demoted { refusal: String::new() }),
         ],
@@ -202,14 +201,14 @@ fn what_the_agent_writes_the_shim_reads() {
 #[test]
 fn a_frame_out_of_bounds_is_refused_before_it_is_there() {
     for length in [0, 1, 1 + (1 << 20), u32::MAX] {
-        assert_eq!(all(&length.to_le_bytes()), Err(Error::Length(length)));
+        assert_eq!(all(&length.to_le_bytes()), Err(Error::LengthOutOfBounds(length)));
     }
 }
 
 #[test]
 fn another_protocol_and_unknown_kinds_are_named() {
-    assert_eq!(all(b"\x02\0\0\0\x01\x01"), Err(Error::Version(1)));
-    assert_eq!(all(b"\x02\0\0\0\x04\x63"), Err(Error::Kind(99)));
+    assert_eq!(all(b"\x02\0\0\0\x01\x01"), Err(Error::OtherVersion(1)));
+    assert_eq!(all(b"\x02\0\0\0\x04\x63"), Err(Error::UnknownKind(99)));
 }
 
 /// The bytes of a hello, made without Python.
@@ -249,10 +248,10 @@ fn a_hello_is_read_however_it_is_cut() {
         );
         // The body alone, cut or extended, must be rejected.
         if (6..bytes.len()).contains(&cut) {
-            assert_eq!(all(&framed(&bytes[4..cut])), Err(Error::Body), "ended at {cut}");
+            assert_eq!(all(&framed(&bytes[4..cut])), Err(Error::WrongBodyLength), "ended at {cut}");
         }
     }
-    assert_eq!(all(&framed(&[&bytes[4..], &[0]].concat())), Err(Error::Body));
+    assert_eq!(all(&framed(&[&bytes[4..], &[0]].concat())), Err(Error::WrongBodyLength));
 }
 
 proptest! {

@@ -49,7 +49,7 @@ impl Protocol for TrimmerConnection {
         match kind {
             KIND_TRIMMER => decode_trimmer(body).map(TrimmerMessage::Trimmer),
             KIND_PLANNED => decode_planned(body).map(TrimmerMessage::Planned),
-            kind => Err(codec::Error::Kind(kind)),
+            kind => Err(codec::Error::UnknownKind(kind)),
         }
     }
 
@@ -62,7 +62,7 @@ impl Protocol for TrimmerConnection {
     }
 
     fn receive(&mut self, message: TrimmerMessage, _read_at: Instant) -> Result<(), EndReason> {
-        let TrimmerMessage::Planned(plan) = message else { return Err(EndReason::Order) };
+        let TrimmerMessage::Planned(plan) = message else { return Err(EndReason::MisplacedHello) };
         self.waiting_plan = Some(plan);
         Ok(())
     }
@@ -98,17 +98,27 @@ fn decode_trimmer(body: &mut Body<'_>) -> Result<Trimmer, codec::Error> {
 
 fn decode_planned(body: &mut Body<'_>) -> Result<Planned, codec::Error> {
     let question = Some(body.read_u64()?).filter(|number| *number != 0);
-    let (shared_tokens, committed, sent, prompt) =
+    let (shared_tokens, committed_tokens, appended_tokens, prompt_tokens) =
         (body.read_u32()?, body.read_u32()?, body.read_u32()?, body.read_u32()?);
     let plan = match body.read_u8()? {
         1 => Plan::Trimmed,
         2 => Plan::Retokenized,
         3 => Plan::Diverged,
         4 => Plan::Refused,
-        _ => return Err(codec::Error::Value),
+        _ => return Err(codec::Error::InvalidValue),
     };
     let (session, rid, why) = (body.read_string()?, body.read_string()?, body.read_string()?);
-    Ok(PlanReport { question, plan, shared_tokens, committed, sent, prompt, session, rid, why })
+    Ok(PlanReport {
+        question,
+        plan,
+        shared_tokens,
+        committed_tokens,
+        appended_tokens,
+        prompt_tokens,
+        session,
+        rid,
+        why,
+    })
 }
 
 #[cfg(test)]

@@ -90,7 +90,7 @@ fn planned(number: u64, prompt: u32) -> Vec<u8> {
 
 fn prompt_of(news: &TrimmerEvent) -> u32 {
     let TrimmerEvent::Planned(planned) = news else { panic!("{news:?}") };
-    planned.prompt
+    planned.prompt_tokens
 }
 
 #[tokio::test]
@@ -102,7 +102,10 @@ async fn plans_arrive_and_questions_are_answered() {
     trimmer.send(5, &planned(0, 11));
     let TrimmerEvent::Planned(told) = agent.next().await else { panic!("no plan") };
     assert_eq!((told.question, told.plan), (None, Plan::Trimmed));
-    assert_eq!((told.shared_tokens, told.committed, told.sent, told.prompt), (5, 5, 6, 11));
+    assert_eq!(
+        (told.shared_tokens, told.committed_tokens, told.appended_tokens, told.prompt_tokens),
+        (5, 5, 6, 11)
+    );
     assert_eq!((&*told.session, &*told.rid, &*told.why), ("s", "rid", ""));
 
     trimmer.send(5, &planned(7, 11));
@@ -141,9 +144,9 @@ async fn a_newer_trimmer_replaces_even_one_that_is_deaf() {
         }
         tokio::task::yield_now().await;
     };
-    assert!(matches!(busy, Error::Busy), "{busy}");
+    assert!(matches!(busy, Error::QueueFull), "{busy}");
     let unnamed = agent.handle.answer(1, Some(&"s".repeat(513)), 1);
-    assert!(matches!(unnamed, Err(Error::Name)), "who says it hears so");
+    assert!(matches!(unnamed, Err(Error::NameTooLong)), "who says it hears so");
     let second = agent.trimmer(2, "");
     assert!(agent.down().await.contains("another"));
     assert_eq!(agent.up().await, 2);

@@ -34,9 +34,9 @@ fn frames_of_the_trimmer() -> Vec<TrimmerMessage> {
             question,
             plan,
             shared_tokens: 1,
-            committed: 2,
-            sent: 3,
-            prompt: 4,
+            committed_tokens: 2,
+            appended_tokens: 3,
+            prompt_tokens: 4,
             session: "s-é".into(),
             rid: "rid-1".into(),
             why: "why".into(),
@@ -65,14 +65,17 @@ fn what_the_trimmer_writes_is_what_it_means() {
 fn no_socket_reads_what_belongs_to_the_other() {
     for kind in [1, 2, 3, 4, 5, 16, 17, 18, 19, 20] {
         let frame = framed(&[codec::VERSION, kind]);
-        let unknown = Some(codec::Error::Kind(kind));
+        let unknown = Some(codec::Error::UnknownKind(kind));
         let shims = all_of(codec::decode_message, &frame).err() != unknown;
         let trimmers = all_of(TrimmerConnection::decode, &frame).err() != unknown;
         assert_eq!((shims, trimmers), ((1..=3).contains(&kind), (4..=5).contains(&kind)));
     }
     // A plan number that the protocol doesn't define.
     let planned = [&[codec::VERSION, 5][..], &[0; 24], &[5], &[0; 6]].concat();
-    assert_eq!(all_of(TrimmerConnection::decode, &framed(&planned)), Err(codec::Error::Value));
+    assert_eq!(
+        all_of(TrimmerConnection::decode, &framed(&planned)),
+        Err(codec::Error::InvalidValue)
+    );
 }
 
 proptest! {
