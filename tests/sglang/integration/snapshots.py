@@ -81,8 +81,8 @@ def every_row_is_held_by_someone_once(_fleet: Fleet) -> None:
     )
     names, rows = snapshot.list_rows(scheduler)
     equal(names, ["s"], "the named sessions")
-    equal([row.row for row in rows], [1, 2, 3], "rows")
-    equal([row.session for row in rows], [0, 1, 2], "who holds them")
+    equal([row.row_index for row in rows], [1, 2, 3], "rows")
+    equal([row.holder_number for row in rows], [0, 1, 2], "who holds them")
 
 
 @test

@@ -1,7 +1,8 @@
 """Audits the KV pool's pages when the agent requests it, with the library `libberth_kv`.
 
 A page audit checks who holds each page of the pool: a row of the request table, the radix tree, or
-the free list. It also computes digests of the pages that must not change any more.
+the free list. It also computes digests of pages that must not change any more. A later audit
+compares them, to see whether such a page has changed.
 
 An audit does two things on the scheduler's thread. First it hands a snapshot to the library. The
 device then copies the rows and computes the digests in the background. When the copy is complete,

@@ -59,8 +59,8 @@ def demote(scheduler: Any, id: str) -> str:
         "in_flight": session._inflight,
         "closing": session.close_on_finish,
         "no_kv": slot is None or not slot.kv.holds_kv,
-        # The flag `_inflight` is not enough. Refusing an overlapping turn clears it while the other
-        # turn still runs.
+        # The session's flag `_inflight` is not enough. If the engine refuses a second turn while
+        # the first one runs, it clears the flag.
         "busy": any(other.session is session for other in live_requests(scheduler)),
     }
     for refusal, applies in refusals.items():

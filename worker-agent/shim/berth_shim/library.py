@@ -123,10 +123,10 @@ class Library:
         return PageAudits(self, self._functions, handle, page_bytes)
 
     def open_row_table(
-        self, page_tokens: int, pages: int, rows: Any, ordinal: int, path: str, tables: int
+        self, page_tokens: int, pages: int, rows: Any, ordinal: int, path: str, versions: int
     ) -> "RowTable":
         """Opens a table in the file at `path`, to which the device writes the rows that are in use.
-        The file must be in memory (tmpfs), and holds `tables` versions of the table. The other
+        The file must be in memory (tmpfs), and holds `versions` versions of the table. The other
         arguments are those of `open_audits`."""
         pool = _Pool(
             page_tokens, pages + 1, rows.data_ptr(), rows.shape[0], rows.stride(0), None, 0, ordinal
@@ -134,7 +134,7 @@ class Library:
         handle = c_uint64()
         kernels = self._kernels_path.encode() if ordinal >= 0 else None
         self.check(self._functions.berth_kv_table_open(
-            pool, kernels, path.encode(), tables, rows.shape[0], handle
+            pool, kernels, path.encode(), versions, rows.shape[0], handle
         ))
         return RowTable(self, self._functions, handle)
 
@@ -161,13 +161,13 @@ class PageAudits:
         after the work that is already queued on `stream`. It also digests at most
         `digest_bytes_max` bytes of KV."""
         rows = (_Row * len(snapshot.rows))(*(
-            (row.row, row.tokens, row.session, row.sealed_tokens, row.protected_tokens, 0,
-             row.version)
+            (row.row_index, row.tokens, row.holder_number, row.sealed_tokens,
+             row.protected_tokens, 0, row.version)
             for row in snapshot.rows
         ))
         keys = (c_uint64 * len(snapshot.rows))(*(row.key for row in snapshot.rows))
         digest_pages_max = digest_bytes_max // self._page_bytes if self._page_bytes else 0
-        free, tree = _id_list(snapshot.free), _id_list(snapshot.tree)
+        free, tree = _id_list(snapshot.free_pages), _id_list(snapshot.tree_slots)
         self._library.check(self._functions.berth_kv_begin(self._handle, _Snapshot(
             rows, keys, ctypes.pointer(free), ctypes.pointer(tree), len(rows),
             len(keys), 1, 1, digest_pages_max, 0, stream,
@@ -181,7 +181,7 @@ class PageAudits:
         """Returns the report. `rows_now` are the rows at the time of the copy's end, whose versions
         tell which rows have changed since the snapshot. Blocks until the device is done, but
         releases Python's global lock meanwhile."""
-        rows = (c_uint32 * len(rows_now))(*(row.row for row in rows_now))
+        rows = (c_uint32 * len(rows_now))(*(row.row_index for row in rows_now))
         versions = (c_uint64 * len(rows_now))(*(row.version for row in rows_now))
         size = self._library.check(self._functions.berth_kv_finish(
             self._handle, rows, versions, len(rows_now),
@@ -208,11 +208,12 @@ class RowTable:
         stream."""
         self._library.check(self._functions.berth_kv_table_begin(self._handle, stream))
 
-    def end_step(self, live: "Sequence[Row]", keys: Sequence[int], stream: int) -> None:
-        """Writes the rows. Must be called after the step has queued its last change on the stream.
-        `keys` has the key of each row's holder, indexed by `Row.session`."""
-        rows = (_TableRow * len(live))(*(
-            (row.row, row.tokens, row.session, 0, row.version, keys[row.session]) for row in live
+    def end_step(self, live_rows: "Sequence[Row]", keys: Sequence[int], stream: int) -> None:
+        """Writes the rows in use. Must be called after the step has queued its last change on the
+        stream. `keys` has the key of each row's holder, indexed by `Row.holder_number`."""
+        rows = (_TableRow * len(live_rows))(*(
+            (row.row_index, row.tokens, row.holder_number, 0, row.version, keys[row.holder_number])
+            for row in live_rows
         ))
         self._library.check(
             self._functions.berth_kv_table_done(self._handle, rows, len(rows), stream)

@@ -1,5 +1,8 @@
 """Connects the shim to the agent's unix socket, sends frames to it, and reads its commands.
 
+The shim is Berth's plugin in the engine, and the agent is Berth's process beside the engine. `wire`
+documents the frames, which are the messages of both.
+
 A thread of its own connects, sends the hello (the first frame) and reads commands. The engine's
 thread, for example the scheduler's, sends all other frames and takes the commands. It never waits
 for the socket. If the socket takes only part of a frame, the link keeps the rest and sends it

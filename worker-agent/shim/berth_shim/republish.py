@@ -6,8 +6,8 @@ subscriber, not only the agent, knows the tree's content afterwards. The work is
 between the steps of the scheduler. The tree may change between two chunks, and a chunk may end
 inside a long node.
 
-No event is false. A chunk reports only pages that are in the tree at that moment, and the engine's
-own events report later changes.
+No event is false. A chunk reports only pages that are in the tree while the chunk runs, and the
+engine's own events report later changes.
 
 No page is missed. A node is *published* once all its pages are. Subscribers know the pages of
 published nodes, so they understand the engine's own events that store pages after them. They can't

@@ -22,18 +22,18 @@ class Row(NamedTuple):
     """A row of the engine's request table, with its holder: a session, or a request without one."""
 
     # The row's index in the request table.
-    row: int
+    row_index: int
     # The number of the row's leading entries that are in use.
     tokens: int
     # The number of the holder. The sessions that the snapshot names come first, in the order of
     # their names. Holders without a name get the numbers after them.
-    session: int
-    # While it stays the same, so do the row's entries in use. See the module's description.
+    holder_number: int
+    # While the version stays the same, so do the row's entries in use.
     version: int
     # Identifies the KV's content: it changes whenever the holder's KV is computed anew.
     key: int
-    # The number of leading tokens whose KV is written and doesn't change any more. It is 0 while a
-    # turn of the session may still write.
+    # The number of leading tokens that are *sealed*: their KV is written and doesn't change any
+    # more. It is 0 while a turn of the session may still write.
     sealed_tokens: int
     # The number of leading tokens that are in the radix tree, where the holder locks them.
     protected_tokens: int
@@ -46,9 +46,9 @@ class Snapshot(NamedTuple):
     names: list[str]
     rows: list[Row]
     # The ids of the free pages, as an int64 tensor on the pool's device.
-    free: Any
+    free_pages: Any
     # The token slots that are in the radix tree, as an int64 tensor on the pool's device.
-    tree: Any
+    tree_slots: Any
 
 
 def audit_refusal(scheduler: Any) -> str:

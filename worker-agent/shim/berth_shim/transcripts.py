@@ -1,9 +1,11 @@
 """Keeps the transcripts of all open sessions for the trimmer, within a bound on their size. Pure.
 
-A session is a series of turns that the engine appends to one context. A `Transcript` holds the
-token ids of that context, and is what a prompt is compared with (see `trim`). At the bound on
-tokens, the session that has been idle longest loses its transcript's ids. The context of that
-session is then unknown, and its turns can't be trimmed any more.
+The trimmer is the shim's part that removes from a full prompt what the turn's session already has.
+A session is a series of turns that the engine appends to one *context*, the session's tokens. A
+`Transcript` holds the token ids of that context. The trimmer compares a prompt with the transcript
+(see `trim`); this module only keeps the transcripts. At the bound on tokens, the session that has
+been idle longest loses its transcript's ids. The context of that session is then unknown, and its
+turns can't be trimmed any more.
 """
 
 from collections.abc import Callable

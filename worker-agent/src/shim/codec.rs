@@ -1,9 +1,9 @@
 //! Decodes the messages of the shim, the plugin in the engine, and encodes commands to it. Pure.
 //!
 //! The shim has a socket for its reports. Another socket belongs to the trimmer, the shim's part
-//! that shortens prompts. The frames of both sockets have the same form. The shim's `berth_shim/wire.py` is the other end of this
-//! protocol; it has the same table, and explains the fields. Tests run the two ends against each
-//! other.
+//! that shortens prompts. The frames of both sockets have the same form. The shim's
+//! `berth_shim/wire.py` is the other end of this protocol. It has the same table, and explains the
+//! fields. Tests run the two ends against each other.
 //!
 //! A frame is a `u32` length of the rest (2 to [`FRAME_BYTES_MAX`]), a `u8` protocol version, a
 //! `u8` kind, and a body. Integers are unsigned and little-endian. A `str` is a `u16` length and as

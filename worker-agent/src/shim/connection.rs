@@ -149,11 +149,11 @@ pub(super) async fn serve<T: Protocol>(
         // Fails only if the agent no longer takes reports.
         let _ = reports.send(down_report).await;
     }
-    // Remove this connection, unless a newer one has replaced it. `follow` has dropped this
-    // connection's command receiver, so its sender is closed. A newer connection's is not.
+    // Remove this connection, unless a newer one has replaced it. This connection's command
+    // receiver is dropped, so its sender is closed. The sender of a newer connection is open.
     connections.send_if_modified(|connections| {
-        let is_own = connections.get(&dp_rank).is_some_and(|peer| peer.commands.is_closed());
-        is_own && connections.remove(&dp_rank).is_some()
+        let is_this = connections.get(&dp_rank).is_some_and(|peer| peer.commands.is_closed());
+        is_this && connections.remove(&dp_rank).is_some()
     });
     // A newer connection of this rank may be waiting for this.
     let _ = ended_sender.send(());

@@ -4,8 +4,9 @@
 //! (the rank's figures) and the table of sessions are states, so a newer state replaces an older
 //! one. Events are all kept in order, and the agent gets them before the state that they led to.
 //!
-//! With [`EVENTS_MAX`] events the buffer accepts no more messages. Then the shim's socket fills up,
-//! and the shim counts the events that it loses. Afterwards it sends its full table of sessions.
+//! While it has [`EVENTS_MAX`] events or more, the buffer accepts no messages. If that lasts, the
+//! shim's socket fills up, and the shim loses events and counts them. Afterwards the shim sends its
+//! full table of sessions.
 
 use std::{
     collections::{BTreeMap, VecDeque},

@@ -72,9 +72,9 @@ pub struct PlanReport {
     /// The number of tokens that the engine appends to the session; 0 unless the plan is `Trimmed`
     /// or `Retokenized`. The engine will count `committed_tokens + appended_tokens` prompt tokens.
     pub appended_tokens: u32,
-    /// The tokens of the whole prompt; 0 if the trimmer didn't examine it. If the prompt is too long
-    /// for the session, and the engine would count more tokens than that, this is the number that
-    /// the engine would count.
+    /// The tokens of the whole prompt; 0 if the trimmer didn't examine it. If the prompt is too
+    /// long for the session, and the engine would count more tokens than that, this is the number
+    /// that the engine would count.
     pub prompt_tokens: u32,
     /// The engine's id of the session that the plan is for.
     pub session: String,
