@@ -1,5 +1,6 @@
-//! Defines the report of one audit of a KV pool: the pages by owner, per session, and the faults.
+//! Defines the report of one audit of a KV pool.
 //!
+//! A report counts the pages by owner, counts the pages of each session, and lists the faults.
 //! [`crate::account`] fills in the report. The module `bytes` encodes it for another process.
 //!
 //! An engine's snapshot may lack its free lists or its radix tree, and rows may change while they
@@ -122,8 +123,9 @@ pub struct Session {
 }
 
 impl Session {
-    /// Returns the number of references that are not to exclusive pages. For a session with one
-    /// row, this is the number of its pages that other sessions hold too.
+    /// Returns `refs` less `exclusive`. For a session with one row, this is the number of its pages
+    /// that other sessions hold too. A session with several rows counts a page once more for each
+    /// further row that references it.
     pub fn shared(&self) -> u64 {
         self.refs.saturating_sub(self.exclusive)
     }
@@ -155,7 +157,7 @@ pub enum Kind {
     FreeHeld = 4,
     /// A free page is in the radix tree. `at` is the page.
     FreeCached = 5,
-    /// A row references a page of the radix tree outside the part of the row that the tree owns.
+    /// The radix tree owns one part of a row. Another part of the row references a page of the tree.
     /// `at` is the page.
     CachedPrivate = 6,
     /// The radix tree names a page more than once. `at` is the page.

@@ -72,11 +72,12 @@ impl Device {
         })
     }
 
-    /// Sets the rows of a snapshot, ordered by [`LiveRow::list_start`]: the place of each row in
-    /// the page list, as [`crate::reference::lay_out`] sets it. Session numbers must be small,
-    /// because arrays are indexed by session number.
+    /// Sets the rows of a snapshot. The page list holds the pages of all rows, one row after
+    /// another. A row's pages begin at index [`LiveRow::list_start`] of that list, which
+    /// [`crate::reference::lay_out`] sets. The rows must be in ascending order of this index, and
+    /// must not overlap. Session numbers must be small, because arrays are indexed by them.
     ///
-    /// There may be gaps between the rows' places. So a caller can leave out rows that have
+    /// There may be gaps between the rows' pages. So a caller can leave out rows that have
     /// changed, and use the same page list for the other rows. Returns [`Error::CopyInFlight`]
     /// while the previous rows are still being copied.
     pub fn set_live_rows(

@@ -90,7 +90,8 @@ pub struct SessionIntent {
     pub open: bool,
     /// Whether the session closes when this turn has ended.
     pub close: bool,
-    /// Whether the session is a placement only: the agent gets no claim for it.
+    /// Whether the router only sends the session's turns to the same worker. The agent then knows
+    /// no session.
     pub placement_only: bool,
     /// The time without a turn after which the session is closed, in milliseconds.
     pub idle_ms_max: Option<u64>,

@@ -69,8 +69,8 @@ pub struct Stored {
     /// The tokens of all pages. For an image, the engine may put the image's hash here, which is
     /// wider than a token id.
     pub tokens: Vec<u64>,
-    /// If the engine sends token pairs: the token after the last page, which the last pair has. The
-    /// engine hashes it as part of the last page.
+    /// The token after the last page: the second token of the last pair. `None` if the engine
+    /// sends single tokens. The engine hashes it as part of the last page.
     pub next_token: Option<u64>,
     /// Tokens in a page.
     pub page_tokens: u32,

@@ -1,6 +1,6 @@
 //! Counts the engine's KV events and the blocks that its cache holds, as Prometheus metrics.
 //!
-//! A *block* is the unit in which routers count a prompt. The counts come from [`RankCache`], one
+//! A *block* is the unit in which routers count a prompt. The counts come from `RankCache`, one
 //! for each data parallel rank of the engine. This module reads no events itself.
 
 use prometheus_client::{

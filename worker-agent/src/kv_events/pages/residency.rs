@@ -111,8 +111,9 @@ impl Pages {
     }
 
     /// Appends the resident ones of `blocks` to `resident`, in the form of
-    /// [`Self::resident_blocks`]. `blocks` are block numbers counted from the root. These blocks
-    /// end in `run` or in its descendants, so one number can stand for several blocks.
+    /// [`Self::resident_blocks`]. `blocks` are block numbers counted from the root, and the blocks
+    /// end in `run` or in its descendants. Descendants on different branches have blocks with the
+    /// same number, and all of these are checked.
     fn collect_resident(
         &self,
         run: RunId,
