@@ -157,7 +157,7 @@ pub enum Kind {
     FreeHeld = 4,
     /// A free page is in the radix tree. `at` is the page.
     FreeCached = 5,
-    /// The radix tree owns one part of a row. Another part of the row references a page of the tree.
+    /// The radix tree owns one part of a row. A page of the tree is in another part of the row.
     /// `at` is the page.
     CachedPrivate = 6,
     /// The radix tree names a page more than once. `at` is the page.
