@@ -671,7 +671,7 @@ async fn the_demo_keeps_its_promises() {
         }
     };
     let summary = tests::demo::run(PATIENCE, stop, until_enough).await.unwrap();
-    assert!(summary.good(), "{summary:?}");
+    assert!(summary.is_good(), "{summary:?}");
     assert!(summary.cached_ratio > 0.5, "{summary:?}");
 }
 

@@ -445,7 +445,7 @@ async fn a_driver_that_loads_after_the_agent_started_is_found() {
     let machine = Machine::without(&[], &not_loaded).unwrap();
     let gpus = gpu::start(settings(&machine)).unwrap();
     assert!(gpus.snapshot().devices.is_empty());
-    let mut control = machine.loaded().await.unwrap();
+    let mut control = machine.wait_until_loaded().await.unwrap();
     control.set(&json!({ "fail": { "nvmlInit_v2": 0 } })).unwrap();
     snapshot(&gpus, "the GPU", |snapshot| !snapshot.devices.is_empty()).await;
 }

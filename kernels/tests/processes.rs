@@ -155,7 +155,7 @@ fn refusing_driver() {
     let said = |code: &str| output_of(in_role("refused").arg(code)).0;
     assert!(said("34").starts_with("libcuda is the toolkit's stub"));
     assert!(said("100").starts_with("the CUDA driver shows no device"));
-    let other = "the CUDA driver does not start: cuInit answered an unknown error (999)\n";
+    let other = "the CUDA driver does not start: cuInit failed with an unknown error (999)\n";
     assert_eq!(said("999"), other);
 
     let folder = TempDir::new().expect("a folder can be made");

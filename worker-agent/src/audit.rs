@@ -134,7 +134,7 @@ pub struct Audits {
 
 #[derive(Debug)]
 struct Rank {
-    /// Why the rank can't be reply.
+    /// Why the rank can't be audited.
     refusal: Option<String>,
     /// When the interval requires the next audit.
     next_audit: Option<Instant>,
@@ -209,7 +209,7 @@ impl Audits {
     /// this number or a later one answers the request.
     ///
     /// # Errors
-    /// When the rank can't be reply.
+    /// When the rank can't be audited.
     pub fn request(&mut self, now: Instant, dp_rank: u32) -> Result<u64, Error> {
         let rank = self.ranks.get_mut(&dp_rank).ok_or(Error::NoShim(dp_rank))?;
         if let Some(reason) = &rank.refusal {

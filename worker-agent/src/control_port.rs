@@ -121,7 +121,7 @@ fn to_status(error: &owner::Error) -> Status {
     let text = error.to_string();
     let mut status = match error {
         owner::Error::Session(session_error) => match session_error {
-            E::Unknown => Status::not_found(text),
+            E::UnknownSession => Status::not_found(text),
             E::OutOfRoom { .. } => Status::resource_exhausted(text),
             E::NoRank(_) => Status::invalid_argument(text),
             E::Closing

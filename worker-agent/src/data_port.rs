@@ -8,50 +8,12 @@ mod exchange;
 mod refusals;
 pub mod request;
 pub mod response_scanner;
+pub mod route_features;
 pub mod routes;
 pub mod turn;
 
-use axum::{
-    Router,
-    extract::{DefaultBodyLimit, Request, State},
-    response::{IntoResponse, Response},
-    routing::{MethodFilter, on},
-};
-use http::StatusCode;
-use proto::process::refusal::Refusal;
-use tracing::debug;
-
-use self::routes::{ROUTES, Route};
 pub use self::{
     refusals::refusal,
     routes::app,
     turn::{TurnContext, send_own_turn},
 };
-
-/// Returns the router for the data port: the turns' routes, and `more` routes.
-pub fn app(turns: Turns, more: Router<Turns>) -> Router {
-    let mut app = more;
-    for route in ROUTES {
-        let method = MethodFilter::try_from(route.kind.method()).expect("GET and POST are methods");
-        let serve = move |State(turns): State<Turns>, request: Request| async move {
-            answer(turns, route, request).await
-        };
-        app = app.route(route.path, on(method, serve));
-    }
-    app.fallback(unknown_route).layer(DefaultBodyLimit::disable()).with_state(turns)
-}
-
-async fn unknown_route() -> Refusal {
-    Refusal::new(StatusCode::NOT_FOUND, "unknown_route", "the agent doesn't serve this route")
-}
-
-async fn answer(turns: Turns, route: Route, request: Request) -> Response {
-    match turn::pass(&turns, route, request).await {
-        Ok(response) => response,
-        Err(refusal) => {
-            debug!(route = route.path, %refusal, "turn refused");
-            turns.metrics.refused(refusal.code);
-            refusal.into_response()
-        }
-    }
-}

@@ -185,7 +185,7 @@ pub async fn run(
         vocabulary: (config.vocabulary > 0).then_some(config.vocabulary),
         files: files_sender,
     };
-    tasks.essential("engine monitor", owner::engine_monitor::run(monitor, tasks.clone()));
+    tasks.spawn_essential("engine monitor", owner::engine_monitor::run(monitor, tasks.clone()));
     listeners.data.set_nonblocking(true)?;
     let data = tokio::net::TcpListener::from_std(listeners.data)?;
     let context = TurnContext {
@@ -201,7 +201,7 @@ pub async fn run(
     let turns_max = (turns_max + staged_prefill_queue::PROMPTS_MAX).min(CLIENT_CONNECTIONS_MAX);
     let runner = staged_prefill_runner(queues, &context).await;
     let app = data_port::app(context, runner.map_or_else(Router::new, Runner::routes));
-    tasks.essential("data port", server::serve(data, app, turns_max, tasks.clone()));
+    tasks.spawn_essential("data port", server::serve(data, app, turns_max, tasks.clone()));
 
     tokio::select! {
         () = stop.cancelled() => drain(&agent, ms(config.drain_ms_max)).await,

@@ -142,7 +142,7 @@ impl Metrics {
         registry.register(
             "refusals",
             "Turns that the agent refused, by refusal code",
-            metrics.refusals.clone(),
+            self.refusals.clone(),
         );
         let help = "Time from sending a turn to the engine until the head of its answer";
         let first_byte = self.first_byte_seconds.clone();
@@ -155,10 +155,10 @@ impl Metrics {
         let help = "Figures of the load report: tokens, rows, turns, sessions";
         registry.register("rank_load", help, self.rank_load.clone());
         let help = "1 while the engine answers and makes progress, and its devices work; else 0";
-        registry.register("engine_up", help, metrics.engine_up.clone());
+        registry.register("engine_up", help, self.engine_up.clone());
         let help =
             "1 while only a restart of the engine frees the rows or pages that it holds; else 0";
-        registry.register("engine_restart_required", help, metrics.restart_required.clone());
+        registry.register("engine_restart_required", help, self.restart_required.clone());
         let help = "Changes of sessions that their clients did not ask for, by event";
         registry.register("session_events", help, self.session_events.clone());
         let help = "Pages of the KV pool in the newest audit, by state";
@@ -167,27 +167,26 @@ impl Metrics {
             "Faults that the newest audit found in the pool's pages, by kind; 0 without a fault";
         registry.register("pool_page_faults", help, self.page_faults.clone());
         let help = "Page audits, by outcome";
-        registry.register("audits", help, metrics.audits.clone());
+        registry.register("audits", help, self.audits.clone());
         let help = "Time that a page audit took on the engine's scheduler thread";
         let step = self.audit_seconds.clone();
         registry.register_with_unit("audit_scheduler", help, Unit::Seconds, step);
         let help = "Turns with full histories on pinned sessions, each counted once, by outcome; \
                     gone: unknown, because the session was closed or lost meanwhile";
-        registry.register("trim_turns", help, metrics.trim_turns.clone());
+        registry.register("trim_turns", help, self.trim_turns.clone());
         let help = "Leading tokens that a diverged full history shared with its session";
         registry.register("trim_diverged_at_tokens", help, self.divergence_tokens.clone());
         let help = "Tokens of full histories that pinned sessions already held";
-        registry.register("trim_spared_tokens", help, metrics.spared_tokens.clone());
+        registry.register("trim_spared_tokens", help, self.spared_tokens.clone());
         let help = "Turns of sessions, by run mode";
-        registry.register("session_turns", help, metrics.session_turns.clone());
+        registry.register("session_turns", help, self.session_turns.clone());
         let help = "Stages of long prompts computed before their turns, by outcome";
-        registry.register("staged_prefill_stages", help, metrics.staged_prefill_stages.clone());
+        registry.register("staged_prefill_stages", help, self.staged_prefill_stages.clone());
         let help = "Tokens computed in stages of long prompts";
-        registry.register("staged_prefill_tokens", help, metrics.staged_prefill_tokens.clone());
+        registry.register("staged_prefill_tokens", help, self.staged_prefill_tokens.clone());
         let help = "Sessions with a volatile prefix: an early text in their prompts that differs \
                     from turn to turn. Counted once per session and place, by the text's role";
-        registry.register("volatile_prefixes", help, metrics.volatile_prefixes.clone());
-        metrics
+        registry.register("volatile_prefixes", help, self.volatile_prefixes.clone());
     }
 
     /// Counts a turn that the agent refused.

@@ -120,7 +120,7 @@ pub fn start(
     let (mailbox, messages) = mpsc::channel(MESSAGES_QUEUED_MAX);
     let handle = AgentHandle { mailbox };
     let owner = Owner::new(setup, tasks.clone(), handle.clone());
-    tasks.essential("owner", owner.run(messages, shim_news, trim_news));
+    tasks.spawn_essential("owner", owner.run(messages, shim_news, trim_news));
     handle
 }
 
@@ -159,7 +159,7 @@ struct Owner {
     audits: Audits,
     audit_waiters: Vec<audit_desk::AuditWaiter>,
     /// The threads of this process that audit a rank, by DP rank.
-    remote_audits: HashMap<u32, Remote>,
+    remote_audits: HashMap<u32, RemoteAuditor>,
     /// The places in prompts for which a warning of a volatile prefix (an early text that differs
     /// from turn to turn) was logged.
     warned_places: HashSet<Option<PromptPlace>>,
@@ -181,10 +181,6 @@ impl Waiter {
             Self::Open(_, reply) => drop(reply.send(Err(error))),
         }
     }
-}
-
-fn now() -> Instant {
-    tokio::time::Instant::now().into_std()
 }
 
 impl Owner {

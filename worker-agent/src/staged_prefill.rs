@@ -29,6 +29,7 @@ use proto::{
     staged_prefill::{LEFT_TOKENS, PATH, decode},
 };
 use serde::Deserialize;
+use service::{budget::HeldBody, refusal::Refusal};
 use tokio::sync::watch;
 use tracing::debug;
 
@@ -112,7 +113,6 @@ impl Prompt {
 
 impl Runner {
     /// Returns the route of the data port on which routers request staged prefill.
-    #[must_use]
     pub fn routes(self) -> Router<TurnContext> {
         let handler = move |request: Request| async move { self.respond(request).await };
         Router::new().route(PATH, post(handler))

@@ -121,7 +121,7 @@ async fn try_sglang_open(shared: &Arc<Shared>, request: Request) -> Result<Respo
     )?;
     let opened = shared.open(open_request).await.map_err(errors::refusal)?;
     if !opened.is_new {
-        // The shape of SGLang's own error, which its clients look for.
+        // Clients of SGLang look for an error of this shape.
         let message = "Failed to open the session: one with this id is still open. Close it first.";
         let body = json!({ "error": { "message": message } });
         return Ok((StatusCode::BAD_REQUEST, Json(body)).into_response());

@@ -463,7 +463,7 @@ fn admit(
             Err(Error::SessionLost { worker: view.name(*worker), agent_up: *is_agent_up })
         }
         _ if is_busy(status, view) => Err(Error::SessionBusy),
-        SessionStatus::Unknown | SessionStatus::Bound { recent: false, .. }
+        SessionStatus::Unknown | SessionStatus::Bound { is_recent: false, .. }
             if delta_needs_history =>
         {
             Err(Error::DeltaWithoutHistory)

@@ -413,7 +413,7 @@ async fn turn(State(inner): State<Arc<AgentState>>, request: Request) -> Respons
     if wait.as_deref() == Some(b"head") {
         inner.release.acquire().await.unwrap().forget();
     }
-    let (send, parts) = mpsc::channel::<Result<Bytes, std::io::Error>>(1);
+    let (send, answer) = mpsc::channel::<Result<Bytes, std::io::Error>>(1);
     let middle = body.len() / 2;
     let (first, second) = (body.slice(..middle), body.slice(middle..));
     inner.clone().tasks.spawn(async move {
@@ -437,7 +437,7 @@ async fn turn(State(inner): State<Arc<AgentState>>, request: Request) -> Respons
         .header("x-engine", "yes")
         .header("connection", "x-secret")
         .header("x-secret", "hop")
-        .body(Body::from_stream(ReceiverStream::new(parts)))
+        .body(Body::from_stream(ReceiverStream::new(answer)))
         .unwrap()
 }
 

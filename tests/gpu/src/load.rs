@@ -157,9 +157,10 @@ impl Load<'_> {
                 // SAFETY: the stream is the loop's, which outlives the publisher.
                 let begin =
                     || unsafe { publisher.borrow_mut().begin_step(stream) }.map_err(Into::into);
-                // SAFETY: as above.
                 let done = || {
-                    unsafe { publisher.borrow_mut().end_step(&rows, stream) }.map_err(Into::into)
+                    // SAFETY: as above.
+                    let ended = unsafe { publisher.borrow_mut().end_step(&rows, stream) };
+                    ended.map_err(Into::into)
                 };
                 begin()?;
                 done()?;

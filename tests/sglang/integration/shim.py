@@ -395,7 +395,7 @@ def a_hook_that_fails_silences_the_shim_and_not_the_engine(fleet: Fleet) -> None
             equal(listener.wait("hello", lambda state: state.hello).inert, "", "inert at first")
             process.stdin.write("\n")
             process.stdin.flush()
-            inert = listener.wait("inert", lambda told: told.hello and told.hello.inert)
+            inert = listener.wait("inert", lambda state: state.hello and state.hello.inert)
             equal(inert, "end_step: KeyError: 'gone in this version'", "why it is inert")
             output, _ = process.communicate("\n", timeout=60)
         equal(output.split(), ["result", "result"], "what the engine gets from its own function")

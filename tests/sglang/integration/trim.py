@@ -145,7 +145,7 @@ class Conversation:
         whole = engine.last_written(plan.rid, "whole")
         context = engine.last_written(plan.rid, "context")
         assert whole and context, f"turn {self.count}: not written down, {plan}"
-        self.healed |= plan.plan == "retokenized"
+        self.retokenized |= plan.plan == "retokenized"
         # Without figures the answer was empty: the token that ends a turn, and nothing else.
         tokens = reply.prompt_tokens or len(context) - 1
         prompt, answer = context[:tokens], context[tokens:]
@@ -173,10 +173,11 @@ class Conversation:
 
     def send_next_turn(self, *plans: str) -> Reply:
         """Sends a turn with a new question, whose plan must be one of `plans`."""
-        self.says(ASKED[self.count % len(ASKED)])
-        reply = self.asks()
-        one_of(self.plan.plan, plans or ("trimmed", "retokenized"), f"turn {self.count}: {self.plan}")
-        self.heard(reply)
+        self.add_question(QUESTIONS[self.count % len(QUESTIONS)])
+        reply = self.send_turn()
+        allowed = plans or ("trimmed", "retokenized")
+        one_of(self.plan.plan, allowed, f"turn {self.count}: {self.plan}")
+        self.add_answer(reply)
         return reply
 
 
@@ -198,8 +199,8 @@ def answers_cut_off_by_their_limit(engine: Engine) -> None:
     for api in ("chat", "completions"):
         conversation = Conversation(engine, api, stream=False)
         for tokens in (1, 3, 2, 1):
-            conversation.says("Again, please.")
-            conversation.heard(conversation.asks(tokens))
+            conversation.add_question("Again, please.")
+            conversation.add_answer(conversation.send_turn(tokens))
             one_of(conversation.plan.plan, ("trimmed", "retokenized"), "after a cut")
         engine.close(conversation.session)
 
@@ -385,12 +386,12 @@ def deltas_beside_full_prompts(engine: Engine) -> None:
 def begin_tokens_stay(engine: Engine) -> None:
     """The engine drops a BOS token at the beginning of what is appended."""
     conversation = Conversation(engine, "generate", stream=False)
-    conversation.said = f"<|bos|>{conversation.said}"
-    conversation.goes_on()
-    conversation.said += "<|bos|>"
-    conversation.heard(conversation.asks())
+    conversation.text_so_far = f"<|bos|>{conversation.text_so_far}"
+    conversation.send_next_turn()
+    conversation.text_so_far += "<|bos|>"
+    conversation.add_answer(conversation.send_turn())
     one_of(conversation.plan.plan, ("trimmed", "retokenized"), "with a begin token first")
-    conversation.goes_on()
+    conversation.send_next_turn()
     engine.close(conversation.session)
 
 

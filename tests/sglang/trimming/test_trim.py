@@ -179,10 +179,10 @@ class Conversation(RuleBasedStateMachine):
         """Runs a whole turn, as most turns run. A diverged session is reopened with the full
         history."""
         self.parts.append(said)
-        self.asks(heals=True, adapter=None)
+        self.asks(has_tokenizer=True, adapter=None)
         if self.turn is None:
             self.reopens()
-            self.asks(heals=True, adapter=None)
+            self.asks(has_tokenizer=True, adapter=None)
         if self.turn is not None:
             self.answers(ids)
             self.finishes(over=0, ends=ends, keeps=True)

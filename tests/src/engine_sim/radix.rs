@@ -227,7 +227,7 @@ impl Radix {
     pub(super) fn clear(&mut self) -> Vec<u32> {
         assert_eq!(self.locked_pages, 0, "a locked tree is not cleared");
         let pages = self.all_pages().collect();
-        let mut events = self.events.take_events();
+        let mut events = self.events.take();
         if let Some(events) = &mut events {
             events.cleared();
         }

@@ -44,7 +44,7 @@ pub struct Worker {
 
 /// The turn to place.
 #[derive(Debug)]
-pub struct PlacementRequest<'a> {
+pub struct TurnToPlace<'a> {
     /// The turn's number.
     pub turn: usize,
     /// The session's number in this run.
@@ -109,7 +109,7 @@ impl Fleet {
 
     /// Whether the worker accepts the turn; a draining worker accepts turns of its sessions.
     #[must_use]
-    pub fn accepts(&self, worker: usize, request: &PlacementRequest<'_>) -> bool {
+    pub fn accepts(&self, worker: usize, request: &TurnToPlace<'_>) -> bool {
         match self.workers[worker].condition {
             Condition::Up => true,
             Condition::Draining => {
@@ -130,14 +130,14 @@ impl Fleet {
 
     /// Returns the prompt tokens that the worker would have to compute.
     #[must_use]
-    pub fn uncached_tokens(&self, worker: usize, request: &PlacementRequest<'_>) -> u64 {
+    pub fn uncached_tokens(&self, worker: usize, request: &TurnToPlace<'_>) -> u64 {
         let matched = self.overlap(worker, request.chain) * self.block_tokens;
         request.input_tokens - matched.min(request.input_tokens)
     }
 
     /// Returns the tokens that the worker computes before the turn's own.
     #[must_use]
-    pub fn tokens_before(&self, worker: usize, request: &PlacementRequest<'_>) -> u64 {
+    pub fn tokens_before(&self, worker: usize, request: &TurnToPlace<'_>) -> u64 {
         let own = self.uncached_tokens(worker, request);
         let Worker { backlog_tokens, staged_prefill, .. } = self.workers[worker];
         // As in placement: a prompt that needs no staging overtakes all prompts in the staging

@@ -13,14 +13,14 @@ use std::time::Duration;
 
 use super::{
     engine::PREFILL_TOKENS_PER_S,
-    fleet::{Fleet, PlacementRequest},
+    fleet::{Fleet, TurnToPlace},
     options::Mode,
 };
 
 /// Decides which worker runs a turn.
 pub trait Policy {
     /// Returns a worker that accepts the turn.
-    fn place(&mut self, request: &PlacementRequest<'_>, fleet: &Fleet) -> PolicyChoice;
+    fn place(&mut self, request: &TurnToPlace<'_>, fleet: &Fleet) -> PolicyChoice;
 
     /// Handles an event; the default ignores it.
     fn observe(&mut self, _event: &PolicyEvent<'_>, _fleet: &Fleet) {}
@@ -49,7 +49,7 @@ pub enum PolicyEvent<'a> {
     /// A turn was sent to the worker that the policy chose.
     Sent {
         /// The turn.
-        request: &'a PlacementRequest<'a>,
+        request: &'a TurnToPlace<'a>,
         /// The worker.
         worker: usize,
         /// The worker that the session leaves.
@@ -226,7 +226,7 @@ const FULL_RATIO: f64 = 0.9;
 /// Returns the predicted time to first token in milliseconds: earlier prompts, this prompt, and the
 /// wait for room.
 #[expect(clippy::cast_precision_loss, reason = "tokens and blocks are far below 2^52")]
-fn ttft_ms(worker: usize, request: &PlacementRequest<'_>, fleet: &Fleet) -> f64 {
+fn ttft_ms(worker: usize, request: &TurnToPlace<'_>, fleet: &Fleet) -> f64 {
     let facts = &fleet.workers[worker];
     let tokens = fleet.tokens_before(worker, request) + fleet.uncached_tokens(worker, request);
     let active = facts.active_blocks as f64 + request.chain.len() as f64;

@@ -18,7 +18,7 @@ use std::{
 use super::{
     corpus::Corpus,
     engine::{ComputedPrompt, Engine, Job, Time},
-    fleet::{Condition, Fleet, PlacementRequest, block_numbers},
+    fleet::{Condition, Fleet, TurnToPlace, block_numbers},
     options::{Churn, Close, SimOptions},
     policy::{Policy, PolicyChoice, PolicyEvent, PolicyKind},
     pool::BlockPool,
@@ -220,7 +220,7 @@ impl World {
         let chain = block_numbers(&facts.chain, &self.corpus, entry.pass);
         // A session that was inferred from blocks is identified by its first request.
         let session = script.continues.unwrap_or(play);
-        let request = PlacementRequest {
+        let request = TurnToPlace {
             turn,
             session,
             is_inferred: script.continues.is_some(),

@@ -23,7 +23,7 @@ pub(super) enum Task {
     },
     Close {
         close: CloseRequest,
-        step: Step,
+        step: CloseStep,
     },
     Abort {
         rid: String,
@@ -74,7 +74,7 @@ impl World {
     }
 
     pub(super) fn close_at_engine(&mut self, close: CloseRequest) {
-        let step = if close.rid.is_some() { Step::Abort } else { Step::Close };
+        let step = if close.rid.is_some() { CloseStep::Abort } else { CloseStep::Close };
         self.call(Task::Close { close, step });
     }
 
@@ -141,10 +141,10 @@ impl World {
         self.note(|| format!("agent hears {answer:?} to {task:?}"));
         match task {
             Task::Abort { .. } => {}
-            Task::Look { dp_rank, .. } => {
-                if answer == Answer::Yes {
-                    self.tell(|table, _| table.mark_table_requested(dp_rank));
-                    self.tell_seen(true);
+            Task::RequestTable { dp_rank, .. } => {
+                if answer == CallAnswer::Yes {
+                    self.call_table(|table, _| table.mark_table_requested(dp_rank));
+                    self.report_sessions(true);
                 }
             }
             Task::Open { incarnation } => {
@@ -161,7 +161,7 @@ impl World {
         }
     }
 
-    fn close_goes_on(&mut self, close: CloseRequest, step: Step, answer: Answer) {
+    fn continue_close(&mut self, close: CloseRequest, step: CloseStep, answer: CallAnswer) {
         let next = match (step, answer) {
             (CloseStep::Abort, CallAnswer::Yes) => Some(CloseStep::Close),
             (CloseStep::Close, CallAnswer::Yes) if close.is_pinned => Some(CloseStep::Probe),
@@ -175,7 +175,7 @@ impl World {
         let done = last && answer == CallAnswer::Yes;
         let closed = match (step, answer) {
             _ if done => CloseResult::Confirmed,
-            (Step::Probe, Answer::No) => CloseResult::Kept,
+            (CloseStep::Probe, CallAnswer::No) => CloseResult::Kept,
             _ => CloseResult::NotYet,
         };
         if done {
@@ -185,6 +185,6 @@ impl World {
         if (step, answer) == (CloseStep::Probe, CallAnswer::No) {
             self.check_kept(&close.incarnation);
         }
-        self.tell(|table, now| table.handle_close_result(now, &close.incarnation, closed));
+        self.call_table(|table, now| table.handle_close_result(now, &close.incarnation, closed));
     }
 }

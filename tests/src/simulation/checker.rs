@@ -190,7 +190,7 @@ impl World {
         match reply {
             Reply::Refused(error) => {
                 let code = worker_agent::data_port::refusal(&error.clone().into()).code;
-                *self.tally.refused.entry(code.to_owned()).or_default() += 1;
+                *self.counts.refused.entry(code.to_owned()).or_default() += 1;
             }
             Reply::Engine(message) => {
                 let turn = &self.turns[&id];
@@ -297,7 +297,7 @@ impl World {
         assert_eq!(agent.table.rids_inside().count(), 0, "a turn is inside for ever");
         for rank in 0..self.plan.ranks {
             let totals = agent.table.totals(rank);
-            assert_eq!(totals, Totals::default(), "the totals don't return to zero");
+            assert_eq!(totals, RankTotals::default(), "the totals don't return to zero");
         }
         for rank in self.engine.iter().flat_map(|engine| &engine.ranks) {
             let facts = rank.core.facts();

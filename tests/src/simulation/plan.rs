@@ -150,8 +150,8 @@ impl Plan {
     }
 
     /// Returns the engine's facts as the agent's table gets them.
-    pub(super) fn engine(&self) -> Engine {
-        let capacity = Capacity {
+    pub(super) fn engine(&self) -> EngineCapacity {
+        let capacity = RankCapacity {
             rows: u32::try_from(self.core.max_running_requests).expect("few rows"),
             rows_reserve: self.rows_reserve,
             pool_tokens: self.core.total_tokens() as u64,
@@ -160,7 +160,7 @@ impl Plan {
         };
         let tagged = self.core.session_radix_cache.then_some(Retention::Tagged);
         let retentions = [Some(Retention::Pinned), tagged, Some(Retention::None)];
-        Engine {
+        EngineCapacity {
             ranks: vec![capacity; self.ranks as usize],
             page_tokens: self.core.page_size as u64,
             context_tokens: self.core.context_len as u64,

@@ -88,7 +88,7 @@ impl World {
     ) -> Option<T> {
         let now = self.instant();
         let agent = self.agent.as_mut()?;
-        let told = tell(&mut agent.table, now);
+        let told = call(&mut agent.table, now);
         agent.table.run_deadlines(now);
         self.carry_out();
         Some(told)
@@ -117,13 +117,15 @@ impl World {
                     self.check_close(&close);
                     self.close_at_engine(close);
                 }
-                Effect::RequestShimTable { dp_rank, rid } => self.call(Task::Look { dp_rank, rid }),
+                Effect::RequestShimTable { dp_rank, rid } => {
+                    self.call(Task::RequestTable { dp_rank, rid })
+                }
                 Effect::Demote { dp_rank, incarnation } => {
                     let latency = self.between(0, 30);
                     self.schedule(latency, Event::Demotes { dp_rank, incarnation });
                 }
                 Effect::AnswerQuestion { question, incarnation, tokens_max } => {
-                    self.run_in(question, incarnation, tokens_max);
+                    self.answer_question(question, incarnation, tokens_max);
                 }
                 Effect::RunModeKnown { .. } => {}
                 Effect::RefusedByShim { rid, error } => self.check_unfit(&rid, &error),
@@ -191,7 +193,9 @@ impl World {
             return;
         }
         for (rank, &(waiting, used_tokens)) in (0..).zip(loads) {
-            self.tell(|table, now| table.handle_load(now, rank, Load { waiting, used_tokens }));
+            self.call_table(|table, now| {
+                table.handle_load(now, rank, Load { waiting, used_tokens })
+            });
         }
     }
 
@@ -203,7 +207,7 @@ impl World {
             self.note(|| "agent finds the engine gone".to_owned());
             let engine = self.plan.engine();
             self.closing.clear();
-            self.tell(|table, now| {
+            self.call_table(|table, now| {
                 table.set_trimming(now, false);
                 table.handle_engine_lost(now, engine);
             });
@@ -243,7 +247,7 @@ impl World {
         let Some(engine) = &mut self.engine else { return };
         let done = engine.ranks[dp_rank as usize].core.demote(incarnation);
         self.note(|| format!("shim demotes {incarnation}: {done}"));
-        self.tell(|table, now| table.handle_demote_result(now, incarnation, done));
+        self.call_table(|table, now| table.handle_demote_result(now, incarnation, done));
     }
 
     /// The shim reports every streaming session in the engine, and sessions that have gone.
@@ -281,11 +285,11 @@ impl World {
         for (rank, id) in before.into_iter().flatten() {
             if !seen.iter().any(|(at, one)| *at == rank && one.id == id) {
                 self.closing.remove(&id);
-                self.tell(|table, now| table.handle_session_gone(now, rank, &id));
+                self.call_table(|table, now| table.handle_session_gone(now, rank, &id));
             }
         }
         for (rank, one) in seen {
-            self.tell(|table, now| table.handle_session_report(now, rank, &one));
+            self.call_table(|table, now| table.handle_session_report(now, rank, &one));
         }
     }
 

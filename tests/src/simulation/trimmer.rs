@@ -38,7 +38,7 @@ struct Question {
 }
 
 /// Where a turn runs, and which of its tokens are sent.
-struct Goes {
+struct RunPlan {
     planned: TrimPlan,
     rest: Vec<u32>,
     /// Whether the shim asks the agent first.
@@ -63,13 +63,13 @@ impl Trimmer {
         self.contexts.insert(id.to_owned(), None);
     }
 
-    fn plan(&self, rid: &str, id: &str, ids: &[u32], trim: TrimRequest) -> Goes {
+    fn plan(&self, rid: &str, id: &str, ids: &[u32], trim: TrimRequest) -> RunPlan {
         let TrimRequest { tokens_max, must_continue } = trim;
         let context = self.contexts.get(id).and_then(Option::as_ref);
         let same = context.map_or(0, |context| {
             context.iter().zip(ids).take_while(|(one, other)| one == other).count()
         });
-        let goes = |decision, committed: usize, rest: &[u32], asks| Goes {
+        let goes = |decision, committed: usize, rest: &[u32], asks| RunPlan {
             planned: TrimPlan {
                 rid: rid.to_owned(),
                 shared_tokens: same as u64,
@@ -137,9 +137,9 @@ impl World {
         }
     }
 
-    pub(super) fn asks(&mut self, instance: u64, question: u64, planned: &TrimPlan) {
+    pub(super) fn deliver_question(&mut self, instance: u64, question: u64, planned: &TrimPlan) {
         if self.is_instance(instance) {
-            self.tell(|table, now| table.handle_question(now, question, planned));
+            self.call_table(|table, now| table.handle_question(now, question, planned));
         }
     }
 
@@ -172,8 +172,8 @@ impl World {
     }
 
     /// Tells the agent the plan, and gives the turn to the scheduler.
-    fn planned(&mut self, id: TurnId, goes: Goes) {
-        let Goes { planned, rest, must_continue, .. } = goes;
+    fn deliver_plan(&mut self, id: TurnId, goes: RunPlan) {
+        let RunPlan { planned, rest, must_continue, .. } = goes;
         let inside = matches!(planned.decision, Plan::Trimmed | Plan::Retokenized);
         self.note(|| format!("turn {id}: {planned:?}"));
         if inside {
@@ -222,7 +222,7 @@ impl World {
 
     pub(super) fn plan_heard(&mut self, instance: u64, planned: &TrimPlan) {
         if self.is_instance(instance) {
-            self.tell(|table, now| table.handle_plan(now, planned));
+            self.call_table(|table, now| table.handle_plan(now, planned));
         }
     }
 }

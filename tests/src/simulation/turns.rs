@@ -432,7 +432,7 @@ impl World {
             self.check_answer(id, tokens, *usage);
             self.users[self.turns[&id].user].answered(&self.turns[&id], tokens);
         }
-        self.tell(|table, now| table.end_turn(now, &rid, outcome));
+        self.call_table(|table, now| table.end_turn(now, &rid, outcome));
         if !client {
             return;
         }
@@ -466,11 +466,11 @@ impl World {
             Stage::Claimed | Stage::Queued | Stage::Admitted => {
                 // The turn's lease is dropped before anything is sent.
                 self.turn(id).stage = Stage::Over;
-                self.tell(|table, now| table.end_turn(now, &rid, Outcome::Refused));
+                self.call_table(|table, now| table.end_turn(now, &rid, Outcome::Refused));
             }
             Stage::Sent => {
-                self.tell(|table, now| table.abandon_turn(now, &rid));
-                self.at(Duration::ZERO, Event::AbortAgain(id));
+                self.call_table(|table, now| table.abandon_turn(now, &rid));
+                self.schedule(Duration::ZERO, Event::AbortAgain(id));
             }
         }
     }

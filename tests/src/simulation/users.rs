@@ -184,7 +184,7 @@ impl World {
         self.users[number].must_close = false;
         self.note(|| format!("user {number} closes {}", key.id()));
         if self.agent.as_ref().is_some_and(|agent| !agent.down) {
-            self.tell(|table, now| table.close_session(now, &key));
+            self.call_table(|table, now| table.close_session(now, &key));
         }
     }
 
@@ -201,8 +201,8 @@ impl World {
         }
         self.users[number].opening = Some(rid.clone());
         let retention = Some(Retention::Pinned);
-        let opened =
-            self.tell(|table, now| table.open_session(now, &rid, &key, retention, None, rank));
+        let opened = self
+            .call_table(|table, now| table.open_session(now, &rid, &key, retention, None, rank));
         if let Some(Err(error)) = opened {
             self.note(|| format!("{rid} refused: {error}"));
             self.waited(&rid);

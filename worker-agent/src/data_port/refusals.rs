@@ -5,7 +5,7 @@
 use std::time::Duration;
 
 use http::StatusCode;
-use proto::process::refusal::Refusal;
+use service::refusal::Refusal;
 use tracing::warn;
 
 use crate::{owner, session};
@@ -25,7 +25,7 @@ pub fn refusal(error: &owner::Error) -> Refusal {
     };
     match error {
         owner::Error::Session(session_error) => match session_error {
-            E::Unknown => Refusal::new(
+            E::UnknownSession => Refusal::new(
                 StatusCode::NOT_FOUND,
                 "session_unknown",
                 "there is no such session; open it first",

@@ -23,7 +23,6 @@ use serde::{
 use serde_json::value::RawValue;
 use service::refusal::Refusal;
 
-use super::routes::Kind;
 use crate::session::{Need, PromptStart, Turn};
 
 /// A body that passed all checks, and what its turn needs from the engine.

@@ -3,10 +3,18 @@
 //! A turn is one request to a model and its answer. The routes are those of the engine that
 //! [`ROUTES`] lists.
 
-use proto::route::Kind;
+use axum::{
+    Router,
+    extract::{DefaultBodyLimit, Request, State},
+    response::{IntoResponse, Response},
+    routing::{MethodFilter, on},
+};
+use http::StatusCode;
+use proto::route::{ROUTES, Route};
+use service::refusal::Refusal;
+use tracing::debug;
 
 use super::turn::{self, TurnContext};
-use crate::session::{PinnedInput, RunMode};
 
 /// Returns the HTTP router of the data port. It has the engine's routes and `other_routes`.
 pub fn app(context: TurnContext, other_routes: Router<TurnContext>) -> Router {
@@ -35,23 +43,4 @@ async fn respond(context: TurnContext, route: Route, request: Request) -> Respon
             refusal.into_response()
         }
     }
-}
-
-/// Returns which turns of a pinned session the route supports. The OpenAI routes accept
-/// `session_params` and silently ignore it.
-#[must_use]
-pub fn pinned_input(kind: Kind) -> PinnedInput {
-    match kind {
-        Kind::Generate => PinnedInput::DeltasAndHistories,
-        Kind::Chat | Kind::Completions | Kind::Responses | Kind::Messages => {
-            PinnedInput::FullHistories
-        }
-        Kind::Embeddings | Kind::Tokenizer | Kind::Models => PinnedInput::Nothing,
-    }
-}
-
-/// Returns how the turn really ran: untagged, if the route supports no tag.
-#[must_use]
-pub fn actual_run_mode(kind: Kind, run_mode: RunMode) -> RunMode {
-    if run_mode == RunMode::Tagged && !kind.is_taggable() { RunMode::Untagged } else { run_mode }
 }

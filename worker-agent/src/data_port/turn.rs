@@ -21,7 +21,7 @@ use http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header};
 use http_body::{Frame, SizeHint};
 use proto::{
     claim::{self, Claim},
-    route::{GENERATE, Kind, ROUTES, Route},
+    route::{GENERATE, Kind, Route},
 };
 use service::{
     budget::BodyBudget,

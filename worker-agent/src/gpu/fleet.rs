@@ -15,7 +15,7 @@ use std::{
 use proto::load::{Device, Figure, Source};
 
 use super::{
-    health::Health,
+    health::BoardHealth,
     process::Member,
     reading::{Identity, Reading},
     select::{self, Basis, Selection},

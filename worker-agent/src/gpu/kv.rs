@@ -28,7 +28,7 @@ impl Pool {
 
     /// Sets the KV figures of `device` from the rank's figures in tokens.
     pub fn fill_device(&self, load: &RankLoad, device: &mut Device) {
-        let in_bytes = |tokens: Option<Figure>| tokens.and_then(|tokens| self.to_bytes(tokens));
+        let in_bytes = |tokens: Option<Figure>| tokens.and_then(|tokens| self.bytes_for(tokens));
         let used = load.pool_available_tokens.map(|available| Figure {
             value: self.tokens.saturating_sub(available.value),
             ..available
@@ -60,7 +60,7 @@ mod tests {
         ) {
             let pool = Pool { bytes, tokens, source: Source::ServerInfo };
             let of = figure(u64::try_from(u128::from(tokens) * u128::from(part) / 100).unwrap());
-            let shown = pool.to_bytes(of).unwrap();
+            let shown = pool.bytes_for(of).unwrap();
             prop_assert!(shown.value <= bytes, "never more than the pool");
             prop_assert_eq!((shown.source, shown.age_ms), (Source::Shim, 3));
             let exact = u128::from(bytes) * u128::from(of.value) / u128::from(tokens);
@@ -71,6 +71,6 @@ mod tests {
     #[test]
     fn a_pool_without_tokens_has_no_bytes_in_any_state() {
         let pool = Pool { bytes: 100, tokens: 0, source: Source::Shim };
-        assert_eq!(pool.to_bytes(figure(1)), None);
+        assert_eq!(pool.bytes_for(figure(1)), None);
     }
 }

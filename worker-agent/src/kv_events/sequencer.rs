@@ -383,7 +383,7 @@ mod tests {
             let mut next = 0;
             for step in &steps {
                 match step {
-                    SequencerStep::Apply(number) => prop_assert_eq!((*number, next), (next, *number)),
+                    SequencerStep::Apply(number) => prop_assert_eq!(*number, next),
                     SequencerStep::Lost { from, to } => prop_assert!(*from == next && to > from),
                     SequencerStep::RequestReplay(from) => prop_assert_eq!(*from, next),
                     SequencerStep::Restarted => prop_assert!(false, "nobody restarted"),

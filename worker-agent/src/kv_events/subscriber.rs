@@ -275,7 +275,7 @@ impl Subscriber {
         self.tree_requested_at.map_or_else(Instant::now, |requested_at| requested_at + interval)
     }
 
-    /// SnapshotRequests the shim to publish the engine's radix tree again. The tree arrives as normal KV
+    /// Asks the shim to publish the engine's radix tree again. The tree arrives as normal KV
     /// events.
     fn request_tree(&mut self) {
         let dp_rank = self.addresses.dp_rank;

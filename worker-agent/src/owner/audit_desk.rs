@@ -10,6 +10,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use service::clock::now;
 use tokio::sync::oneshot;
 use tracing::{error, warn};
 
@@ -88,7 +89,7 @@ impl Owner {
     pub(super) fn handle_remote_audit(&mut self, dp_rank: u32, answer: RemoteAnswer) {
         let RemoteAnswer { number, result } = answer;
         match result {
-            Ok(RemoteReport { report, keys }) => {
+            Ok(RemoteReport { report, session_keys: keys }) => {
                 // The engine's row table names a session by a number, its table key. That key is
                 // computed from the session's id in the engine.
                 let mut ids_by_table_key: HashMap<u64, &str> = HashMap::new();
@@ -179,7 +180,7 @@ impl Owner {
         let sessions = audit.sessions.iter();
         let session_key = |incarnation: &str| self.table.session_key(incarnation).cloned();
         RankPages {
-            pages: audit.pages(now()),
+            pages: audit.pages_with_age(now()),
             sessions: sessions
                 .map(|session| (session_key(&session.incarnation), session.clone()))
                 .collect(),

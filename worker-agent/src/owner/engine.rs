@@ -6,6 +6,7 @@
 
 use std::{sync::Arc, time::Duration};
 
+use service::clock::now;
 use tracing::{error, info, warn};
 
 use super::{EngineNews, Owner, handle::OwnerMessage};
@@ -146,7 +147,7 @@ async fn close_once(
     let rid = close.rid.as_deref();
     let verified = |is_gone| if is_gone { CloseResult::Confirmed } else { CloseResult::Kept };
     let shim_will_report = all_shims_connected && !close.is_repeat;
-    let result = match (close.pinned, shim_will_report) {
+    let result = match (close.is_pinned, shim_will_report) {
         // Only a pinned session keeps KV of its own between turns. For any other session, the
         // engine's answer is enough.
         (false, _) => {

@@ -11,7 +11,6 @@ use proto::{
     id::SessionKey,
     load::{Description, LoadReport, PageAudit, Retention, Session},
 };
-use service::tasks::Tasks;
 use tokio::sync::{broadcast, mpsc, oneshot, watch};
 
 use crate::{

@@ -9,9 +9,10 @@ use proto::{
     id::SessionKey,
     load::{Description, Session},
 };
+use service::clock::now;
 use tracing::error;
 
-use super::{Change, Owner, now};
+use super::{Change, Owner};
 use crate::{
     engine::Info,
     ledger::{self, AgentHealth},
@@ -50,7 +51,7 @@ impl Owner {
         let interval = self.setup.report_interval;
         let health = AgentHealth {
             // A failed GPU stops the engine too. So the GPU's reason comes first: it is the cause.
-            unhealthy: [&gpus.unhealthy_reason, &self.down_reason, &self.stuck_reason]
+            unhealthy_reason: [&gpus.unhealthy_reason, &self.down_reason, &self.stuck_reason]
                 .into_iter()
                 .find_map(Clone::clone),
             is_draining: self.drain.is_some(),

@@ -6,6 +6,7 @@
 
 use std::time::Duration;
 
+use service::clock::now;
 use tracing::{info, warn};
 
 use super::{Owner, handle::OwnerMessage};
@@ -35,15 +36,15 @@ impl Owner {
                 self.table.handle_session_gone(now(), dp_rank, &id)
             }
             ShimEvent::Demoted { dp_rank, id, refusal } => {
-                self.demoted(dp_rank, id, refusal.as_deref());
+                self.handle_demote_result(dp_rank, id, refusal.as_deref());
             }
-            ShimEvent::Audited { dp_rank, audited } => self.audited(dp_rank, &audited),
+            ShimEvent::Audited { dp_rank, audited } => self.handle_audit_result(dp_rank, &audited),
             ShimEvent::Down { dp_rank, reason } => {
-                warn!(dp_rank, reason, "the engine's shim has gone");
-                self.audit_down(dp_rank);
-                self.ledger.page_is(dp_rank, None);
-                self.shims.remove(&dp_rank);
-                self.ledger.seen(dp_rank, None);
+                warn!(dp_rank, reason, "the engine's shim has disconnected");
+                self.stop_audits(dp_rank);
+                self.ledger.set_page_bytes(dp_rank, None);
+                self.connected_shims.remove(&dp_rank);
+                self.ledger.set_shim_facts(dp_rank, None);
                 self.table.handle_shim_down(now(), dp_rank);
             }
             ShimEvent::Committed { id, history_tokens, is_retracted, .. } => {
@@ -110,8 +111,8 @@ impl Owner {
 
     fn record_sessions(&mut self, sessions: Sessions) {
         let Sessions { dp_rank, is_full_table, changed, gone } = sessions;
-        // A full table with `SESSIONS_MAX` sessions may lack some. It then doesn't show which
-        // sessions are gone.
+        // A full table lists all sessions, so a session that it lacks is gone. But one message with
+        // `SESSIONS_MAX` sessions may be only the start of the table.
         if is_full_table && changed.len() < SESSIONS_MAX {
             let ids: Vec<&str> = changed.iter().map(|session| session.id.as_str()).collect();
             self.table.handle_session_table(now(), dp_rank, &ids);

@@ -8,6 +8,7 @@
 //!
 //! The exchange of a turn (the task that passes on its answer) waits to learn how the turn runs.
 
+use service::clock::now;
 use tokio::sync::oneshot;
 use tracing::{debug, info, warn};
 
@@ -39,7 +40,7 @@ impl Owner {
         self.publish_description();
     }
 
-    fn handle_plan(&mut self, report: &trim::Planned) {
+    fn handle_plan(&mut self, report: &trim::PlanReport) {
         let decision = report.plan;
         let plan = TrimPlan {
             rid: report.rid.clone(),

@@ -42,9 +42,9 @@ pub enum Error {
     /// A pinned session can't take this turn over its route. The engine would append a full history
     /// to the session's history, or the route can't carry a delta.
     #[error(
-        "this session is pinned, so the engine appends what a turn sends; send only the new tokens, \
-         to /generate with `session_params` or `x-berth-delta: 1`, or a full history where the \
-         engine's shim trims full histories, or open the session tagged"
+        "this session is pinned, so the engine appends what a turn sends; send only the new \
+         tokens, to /generate with `session_params` or `x-berth-delta: 1`, or a full history where \
+         the engine's shim trims full histories, or open the session tagged"
     )]
     PinnedRouteRefused,
     /// A full history doesn't continue the history of a session whose clients send deltas.
@@ -115,8 +115,8 @@ pub enum Error {
     /// The turn is a delta that was to follow an earlier turn, and that turn did not become
     /// history.
     #[error(
-        "this turn waited for an earlier turn, which did not become history, so the history that it \
-         continues doesn't exist; send the earlier turn again first"
+        "this turn waited for an earlier turn, which did not become history, so the history that \
+         it continues doesn't exist; send the earlier turn again first"
     )]
     PredecessorFailed,
     /// A bounded resource has no room for the turn now.

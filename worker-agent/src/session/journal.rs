@@ -27,7 +27,7 @@ const LINES_KEPT_MAX: usize = 4096;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Record {
     /// The engine process that all following records refer to.
-    EngineCapacity {
+    Engine {
         /// The process's identity.
         instance: String,
     },
@@ -282,10 +282,10 @@ mod tests {
             journal.write(record).unwrap();
         }
         drop(journal);
-        let left = open(dir.path()).left("E");
+        let left = open(dir.path()).left_open("E");
         let want = LeftOpen { dp_rank: 1, rid: Some("r2".into()) };
         assert_eq!(left, BTreeMap::from([("b".to_owned(), want)]));
-        assert!(open(dir.path()).left("F").is_empty(), "another process has none of them");
+        assert!(open(dir.path()).left_open("F").is_empty(), "another process has none of them");
     }
 
     #[test]
@@ -326,7 +326,7 @@ mod tests {
         let path = dir.path().join("engine.journal");
         std::fs::write(&path, "engine E\nopening a 0\nopeni").unwrap();
         open(dir.path()).write(&opening("b")).unwrap();
-        assert_eq!(open(dir.path()).left("E").keys().collect::<Vec<_>>(), ["a", "b"]);
+        assert_eq!(open(dir.path()).left_open("E").keys().collect::<Vec<_>>(), ["a", "b"]);
     }
 
     #[test]
@@ -342,7 +342,7 @@ mod tests {
         let lines = std::fs::read_to_string(dir.path().join("engine.journal")).unwrap();
         assert!(lines.lines().count() <= LINES_KEPT_MAX + 2, "{} lines", lines.lines().count());
         drop(journal);
-        assert_eq!(open(dir.path()).left("E").keys().collect::<Vec<_>>(), ["stays"]);
+        assert_eq!(open(dir.path()).left_open("E").keys().collect::<Vec<_>>(), ["stays"]);
     }
 
     #[test]
@@ -355,6 +355,6 @@ mod tests {
         journal.is_torn = true;
         journal.write(&opening("b")).unwrap();
         drop(journal);
-        assert_eq!(open(dir.path()).left("E").keys().collect::<Vec<_>>(), ["b"]);
+        assert_eq!(open(dir.path()).left_open("E").keys().collect::<Vec<_>>(), ["b"]);
     }
 }

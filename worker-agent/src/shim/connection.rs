@@ -7,6 +7,7 @@
 //! nothing.
 
 use std::{
+    collections::HashMap,
     io,
     time::{Duration, Instant},
 };
@@ -116,7 +117,7 @@ pub(super) enum EndReason {
 pub(super) async fn serve<T: Protocol>(
     stream: UnixStream,
     pid: Option<u32>,
-    connections: &watch::Sender<super::connections::ByRank>,
+    connections: &watch::Sender<ByRank>,
     reports: &mpsc::Sender<T::Report>,
 ) {
     let mut connection = Connection::new(stream);

@@ -3,7 +3,7 @@
 //! A peer is a shim, which reports on one DP rank of the engine, or the engine's trimmer. Each has
 //! a socket of its own kind. The parent module describes both.
 
-use std::{collections::HashMap, path::Path, sync::Arc};
+use std::{path::Path, sync::Arc};
 
 use service::tasks::Tasks;
 use tokio::sync::{Semaphore, mpsc, watch};
@@ -12,7 +12,7 @@ use tracing::warn;
 use super::{
     Error,
     codec::ShimCommand,
-    connection::{self, ConnectionHandle, PeerInfo, Protocol},
+    connection::{self, ByRank, PeerInfo, Protocol},
     socket::{self, Socket},
 };
 

@@ -200,7 +200,8 @@ async fn an_inert_shim_says_why_and_takes_no_commands() {
 #[tokio::test]
 async fn nonsense_ends_the_connection_and_says_why() {
     let mut agent = TestAgent::new("nonsense", 16);
-    for (number, (spoil, said)) in [(0, "kind 77"), (1, "where 1 was due")].into_iter().enumerate()
+    for (number, (spoil, said)) in
+        [(0, "kind 77"), (1, "instead of update 1")].into_iter().enumerate()
     {
         let mut shim = agent.shim(0, u8::try_from(number).unwrap());
         agent.next().await;
@@ -222,13 +223,13 @@ async fn a_slow_receiver_stops_the_shim_and_misses_no_event() {
     let mut agent = TestAgent::new("slow", 1);
     let mut shim = agent.shim(0, 1);
     shim.stream.set_write_timeout(Some(SOON)).unwrap();
-    // Ends when the socket is full: without a receiver of its news the agent stops reader.
+    // Ends when the socket is full: without a receiver of its news the agent stops reading.
     let sent = tokio::task::spawn_blocking(move || {
         let ids: Vec<String> = (0..100_000).map(|number| format!("session-{number}")).collect();
         let mut sent = 0;
         for id in &ids {
             if sent == outbox::EVENTS_MAX {
-                // Up to here a slow agent must still read; from here on it may stop reader.
+                // Up to here a slow agent must still read; from here on it may stop reading.
                 shim.stream.set_write_timeout(Some(Duration::from_millis(300))).unwrap();
             }
             let mut body = vec![];

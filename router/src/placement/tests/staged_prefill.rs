@@ -22,7 +22,7 @@ fn a_settled_sessions_prompt_is_examined_where_staged_prefill_may_take_it() {
         place_without_prompt(&ask, &state.snapshot(), now).is_some()
     };
     assert!(settles(&state, None), "there is no staged prefill");
-    tell(&mut state, 0, |rank| rank.staged_prefill = with(0, 0), now);
+    report_load(&mut state, 0, |rank| rank.staged_prefill = with(0, 0), now);
     assert!(settles(&state, Some(STAGE_TOKENS)));
     assert!(!settles(&state, Some(STAGE_TOKENS + 1)));
     assert!(!settles(&state, None), "the new tokens are unknown");
@@ -32,7 +32,7 @@ fn a_settled_sessions_prompt_is_examined_where_staged_prefill_may_take_it() {
 fn prompts_in_staged_prefill_are_no_wait_for_shorter_prompts() {
     let now = start();
     let mut state = engines(2, now);
-    tell(&mut state, 1, |rank| rank.staged_prefill = with(60_000, 3), now);
+    report_load(&mut state, 1, |rank| rank.staged_prefill = with(60_000, 3), now);
     let overlap = resident(&[0, 0]);
     let wait_ms = |state: &State, tokens: u64| {
         let ask = PlacementRequest { prompt: prompt(tokens, &overlap), ..request(1) };

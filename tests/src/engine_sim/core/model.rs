@@ -28,7 +28,8 @@ pub fn is_model_answer(context: &[u32], answer: &[u32], eos_per_mille: u32) -> b
     context.iter().for_each(|&token| digest.push(token));
     let mut last = context.last().copied();
     answer.iter().all(|&token| {
-        let right = last.is_some_and(|last| next(digest.value(), last, eos_per_mille) == token);
+        let right =
+            last.is_some_and(|last| next_token(digest.value(), last, eos_per_mille) == token);
         digest.push(token);
         last = Some(token);
         right

@@ -1,7 +1,7 @@
 //! Policies that keep a session on its worker.
 
 use super::{Policy, PolicyChoice, least, plain::LeastLoaded, ttft_ms};
-use crate::sim::fleet::{Fleet, PlacementRequest};
+use crate::sim::fleet::{Fleet, TurnToPlace};
 
 /// Never moves a session; starts it on the least loaded worker.
 #[derive(Debug)]
@@ -14,7 +14,7 @@ impl Sticky {
 }
 
 impl Policy for Sticky {
-    fn place(&mut self, request: &PlacementRequest<'_>, fleet: &Fleet) -> PolicyChoice {
+    fn place(&mut self, request: &TurnToPlace<'_>, fleet: &Fleet) -> PolicyChoice {
         match request.previous_worker {
             Some(last) if fleet.usable().contains(&last) => last.into(),
             _ => self.0.place(request, fleet),
@@ -30,7 +30,7 @@ const ESCAPE_MS: f64 = 500.0;
 pub(super) struct StickyTtft;
 
 impl Policy for StickyTtft {
-    fn place(&mut self, request: &PlacementRequest<'_>, fleet: &Fleet) -> PolicyChoice {
+    fn place(&mut self, request: &TurnToPlace<'_>, fleet: &Fleet) -> PolicyChoice {
         let ttft = |worker: usize| ttft_ms(worker, request, fleet);
         let best = least(fleet, ttft);
         match request.previous_worker {

@@ -36,7 +36,7 @@ use router::{
 use self::{agents::KnownSession, names::BlockNames};
 use super::{Policy, PolicyChoice, PolicyEvent};
 use crate::sim::{
-    fleet::{Condition, Fleet, PlacementRequest},
+    fleet::{Condition, Fleet, TurnToPlace},
     options::Mode,
 };
 
@@ -118,7 +118,7 @@ impl Berth {
     }
 
     /// Returns the tokens that a turn adds to the session's previous prompt.
-    fn new_tokens(&self, request: &PlacementRequest<'_>) -> Option<u64> {
+    fn new_tokens(&self, request: &TurnToPlace<'_>) -> Option<u64> {
         let before = self.known.get(&request.session).map(|known| known.input_tokens)?;
         request.input_tokens.checked_sub(before)
     }
@@ -155,7 +155,7 @@ impl Berth {
 
     fn handle_sent(
         &mut self,
-        request: &PlacementRequest<'_>,
+        request: &TurnToPlace<'_>,
         worker: usize,
         left_worker: Option<usize>,
         now: Duration,
@@ -248,7 +248,7 @@ impl Berth {
 }
 
 impl Policy for Berth {
-    fn place(&mut self, request: &PlacementRequest<'_>, fleet: &Fleet) -> PolicyChoice {
+    fn place(&mut self, request: &TurnToPlace<'_>, fleet: &Fleet) -> PolicyChoice {
         self.close_forgotten(request.now);
         let now = self.start + request.now;
         for agent in 0..fleet.workers.len() {
@@ -264,7 +264,7 @@ impl Policy for Berth {
         let new_tokens = self.new_tokens(request);
         let sticky = self.sticky(&key, now).filter(|_| !request.is_inferred);
         let sticky = sticky.map(|sticky| Sticky { new_tokens, ..sticky });
-        let parent = ask.parent.and_then(|parent| self.sticky(&agents::key(parent), now));
+        let parent = request.parent.and_then(|parent| self.sticky(&agents::key(parent), now));
         let bare = PlacementRequest {
             digest: key.digest(),
             expects_more_turns: !request.is_inferred,
@@ -283,9 +283,9 @@ impl Policy for Berth {
         let examined_prompt = placement.is_none();
         let placement = placement.unwrap_or_else(|| {
             self.index.look_up(&hashes, &mut self.overlap);
-            let request = PlacementRequest {
+            let placement_request = PlacementRequest {
                 prompt: Some(PromptOverlap {
-                    tokens: ask.input_tokens,
+                    tokens: request.input_tokens,
                     block_tokens: fleet.block_tokens,
                     overlap: &self.overlap,
                 }),

@@ -3,7 +3,7 @@
 use super::{Policy, PolicyChoice};
 use crate::{
     replay::synth::mix,
-    sim::fleet::{Fleet, PlacementRequest},
+    sim::fleet::{Fleet, TurnToPlace},
 };
 
 /// The points of each worker on the ring; shares then differ by about an eighth.
@@ -31,7 +31,7 @@ impl Ring {
 }
 
 impl Policy for Ring {
-    fn place(&mut self, request: &PlacementRequest<'_>, fleet: &Fleet) -> PolicyChoice {
+    fn place(&mut self, request: &TurnToPlace<'_>, fleet: &Fleet) -> PolicyChoice {
         let usable = fleet.usable();
         let turns: u32 = usable.iter().map(|&worker| fleet.workers[worker].outstanding).sum();
         // The mean includes the new turn.

@@ -1,14 +1,14 @@
 //! Policies that ignore sessions.
 
 use super::{Policy, PolicyChoice, least, ttft_ms};
-use crate::sim::fleet::{Fleet, PlacementRequest};
+use crate::sim::fleet::{Fleet, TurnToPlace};
 
 /// Chooses the workers in turn.
 #[derive(Debug, Default)]
 pub(super) struct RoundRobin(usize);
 
 impl Policy for RoundRobin {
-    fn place(&mut self, _request: &PlacementRequest<'_>, fleet: &Fleet) -> PolicyChoice {
+    fn place(&mut self, _request: &TurnToPlace<'_>, fleet: &Fleet) -> PolicyChoice {
         let usable = fleet.usable();
         self.0 += 1;
         usable[self.0 % usable.len()].into()
@@ -26,7 +26,7 @@ impl Random {
 }
 
 impl Policy for Random {
-    fn place(&mut self, _request: &PlacementRequest<'_>, fleet: &Fleet) -> PolicyChoice {
+    fn place(&mut self, _request: &TurnToPlace<'_>, fleet: &Fleet) -> PolicyChoice {
         let usable = fleet.usable();
         usable[self.0.usize(..usable.len())].into()
     }
@@ -43,7 +43,7 @@ impl PowerOfTwo {
 }
 
 impl Policy for PowerOfTwo {
-    fn place(&mut self, _request: &PlacementRequest<'_>, fleet: &Fleet) -> PolicyChoice {
+    fn place(&mut self, _request: &TurnToPlace<'_>, fleet: &Fleet) -> PolicyChoice {
         let mut usable = fleet.usable();
         let one = usable.swap_remove(self.0.usize(..usable.len()));
         if usable.is_empty() {
@@ -66,7 +66,7 @@ impl LeastLoaded {
 }
 
 impl Policy for LeastLoaded {
-    fn place(&mut self, _request: &PlacementRequest<'_>, fleet: &Fleet) -> PolicyChoice {
+    fn place(&mut self, _request: &TurnToPlace<'_>, fleet: &Fleet) -> PolicyChoice {
         let load = |worker: usize| fleet.workers[worker].outstanding;
         let usable = fleet.usable();
         let fewest = usable.iter().map(|&worker| load(worker)).min();
@@ -81,7 +81,7 @@ impl Policy for LeastLoaded {
 pub(super) struct LeastTtft;
 
 impl Policy for LeastTtft {
-    fn place(&mut self, request: &PlacementRequest<'_>, fleet: &Fleet) -> PolicyChoice {
+    fn place(&mut self, request: &TurnToPlace<'_>, fleet: &Fleet) -> PolicyChoice {
         least(fleet, |worker| ttft_ms(worker, request, fleet)).into()
     }
 }

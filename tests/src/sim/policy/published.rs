@@ -3,7 +3,7 @@
 use std::collections::{HashMap, HashSet};
 
 use super::{Policy, PolicyChoice, PolicyEvent};
-use crate::sim::fleet::{Fleet, PlacementRequest};
+use crate::sim::fleet::{Fleet, TurnToPlace};
 
 /// Loads differ much if they differ by more than this many turns, and by more than the factor
 /// below.
@@ -24,7 +24,7 @@ impl CacheAware {
         Self { routed: vec![HashSet::new(); workers] }
     }
 
-    fn choose(&self, request: &PlacementRequest<'_>, fleet: &Fleet) -> usize {
+    fn choose(&self, request: &TurnToPlace<'_>, fleet: &Fleet) -> usize {
         let usable = fleet.usable();
         let load = |worker: &usize| fleet.workers[*worker].outstanding;
         let most = usable.iter().map(load).max().unwrap_or(0);
@@ -51,7 +51,7 @@ impl CacheAware {
 }
 
 impl Policy for CacheAware {
-    fn place(&mut self, request: &PlacementRequest<'_>, fleet: &Fleet) -> PolicyChoice {
+    fn place(&mut self, request: &TurnToPlace<'_>, fleet: &Fleet) -> PolicyChoice {
         let worker = self.choose(request, fleet);
         self.routed[worker].extend(request.chain);
         worker.into()
@@ -108,7 +108,7 @@ impl Dynamo {
 }
 
 impl Policy for Dynamo {
-    fn place(&mut self, request: &PlacementRequest<'_>, fleet: &Fleet) -> PolicyChoice {
+    fn place(&mut self, request: &TurnToPlace<'_>, fleet: &Fleet) -> PolicyChoice {
         let block = fleet.block_tokens as f64;
         let cost = |worker: usize| {
             let facts = &fleet.workers[worker];

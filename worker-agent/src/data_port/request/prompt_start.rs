@@ -17,10 +17,7 @@ use serde::{
 };
 use serde_json::value::RawValue;
 
-use crate::{
-    data_port::routes::Kind,
-    session::{BLOCKS_MAX, PromptStart},
-};
+use crate::session::{BLOCKS_MAX, PromptStart};
 
 /// Returns the hashes of the first blocks of a prompt.
 pub(super) fn read_prompt_start(kind: Kind, object: &Object<'_>) -> PromptStart {

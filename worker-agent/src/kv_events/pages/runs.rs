@@ -38,7 +38,7 @@ impl Pages {
         let run = if is_leaf_with_room {
             position.run
         } else {
-            self.add_child(place.run, chain.last_hash(), chain.sum())
+            self.add_child(position.run, chain.last_hash(), chain.sum())
         };
         let run_start = self.run(run).start as usize;
         let page_tokens = stored.page_tokens as usize;
@@ -73,7 +73,7 @@ impl Pages {
         }
         self.lists_bytes = self.lists_bytes + self.run(run).bytes() - bytes_before;
         let end = Position { run, pages_before: self.run(run).pages.len() };
-        if end.pages == 0 {
+        if end.pages_before == 0 {
             self.remove_leaf(run);
         }
         Appended { end, rejection }

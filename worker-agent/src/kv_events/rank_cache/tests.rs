@@ -1,4 +1,4 @@
-//! Tests [`RankCache`] with a publisher that keeps its last messages and may lose some on their way.
+//! Tests [`RankCache`] with a publisher that keeps its last messages and may lose some.
 
 use std::collections::HashSet;
 
@@ -157,7 +157,8 @@ proptest! {
         before in 0..40_usize,
         buffer in 1..60_usize,
     ) {
-        let (mut rank, mut watcher) = (RankCache::new(PAGE_TOKENS, 1000).unwrap(), Watcher::default());
+        let mut rank = RankCache::new(PAGE_TOKENS, 1000).unwrap();
+        let mut watcher = Watcher::default();
         let mut engine = Engine::default();
         // The agent starts beside an engine that already runs.
         (0..before as u64).for_each(|page| engine.change(1 + page * 5 % 12));

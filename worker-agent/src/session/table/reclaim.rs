@@ -28,7 +28,7 @@ pub(super) enum Requester {
     /// pin it.
     Client,
     /// A turn of a session that the agent pinned on its own.
-    Unasked,
+    AutoPin,
 }
 
 impl From<Shortage> for Error {

@@ -410,7 +410,7 @@ fn a_turn_given_up_while_it_waits_leaves_nothing() {
     rig.table.end_turn(rig.now, &waits, Outcome::Refused);
     inside.iter().for_each(|turn| rig.end(turn, Outcome::Finished(None)));
     assert_eq!(rig.table.totals(0), RankTotals { sessions: 1, ..RankTotals::default() });
-    assert_eq!(rig.table.get(&key("s")).unwrap().waiting, 0);
+    assert_eq!(rig.table.get(&key("s")).unwrap().turns_waiting, 0);
 }
 
 #[test]

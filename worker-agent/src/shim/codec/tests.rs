@@ -1,6 +1,6 @@
 //! Tests of the protocol: the shim's own encoder and decoder, cut streams and random bytes.
 
-use std::{path::Path, process::ShimCommand as Process};
+use std::{path::Path, process::Command as Process};
 
 use proptest::prelude::*;
 
@@ -128,9 +128,8 @@ fn frames_of_the_shim() -> Vec<ShimMessage> {
             history_tokens: 60,
         }],
     };
-    let names = vec!["a".into(), "é".into()];
+    let (names, report) = (vec!["a".into(), "é".into()], vec![0, 1, 2, 3, 4]);
     let spent = Duration::from_micros(1);
-    let report = vec![0, 1, 2, 3, 4];
     let audited = AuditReply { number: 1 << 40, spent, refusal: None, names, report };
     let (spent, refusal) = (Duration::ZERO, Some("no".into()));
     let refused = AuditReply { number: 2, spent, refusal, names: vec![], report: vec![] };

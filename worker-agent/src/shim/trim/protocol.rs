@@ -11,7 +11,7 @@ use super::{
         codec::{self, Body},
         connection::{EndReason, PeerInfo, Protocol},
     },
-    Plan, Planned, Trimmer, TrimmerEvent,
+    Plan, PlanReport, Trimmer, TrimmerEvent,
 };
 
 /// The kind of the frame that carries the trimmer's first message.
@@ -96,7 +96,7 @@ fn decode_trimmer(body: &mut Body<'_>) -> Result<Trimmer, codec::Error> {
     })
 }
 
-fn decode_planned(body: &mut Body<'_>) -> Result<Planned, codec::Error> {
+fn decode_planned(body: &mut Body<'_>) -> Result<PlanReport, codec::Error> {
     let question = Some(body.read_u64()?).filter(|number| *number != 0);
     let (shared_tokens, committed_tokens, appended_tokens, prompt_tokens) =
         (body.read_u32()?, body.read_u32()?, body.read_u32()?, body.read_u32()?);

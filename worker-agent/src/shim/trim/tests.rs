@@ -184,7 +184,7 @@ async fn a_slow_receiver_stops_the_reading_and_misses_no_plan() {
     let mut agent = TestAgent::new("trim-slow", 1);
     let mut trimmer = agent.trimmer(1, "");
     trimmer.0.set_write_timeout(Some(Duration::from_millis(300))).unwrap();
-    // Ends when the socket is full: the receiver takes no news, so the agent stops reader.
+    // Ends when the socket is full: the receiver takes no news, so the agent stops reading.
     let sent = tokio::task::spawn_blocking(move || {
         let whole = |prompt: &u32| trimmer.0.write_all(&framed(5, &planned(0, *prompt))).is_ok();
         (0..100_000).take_while(whole).count()

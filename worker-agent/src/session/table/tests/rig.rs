@@ -120,7 +120,9 @@ impl Rig {
                     Effect::AnswerQuestion { question, incarnation, tokens_max } => {
                         self.answers.push((question, incarnation, tokens_max));
                     }
-                    Effect::RunModeKnown { rid, run_mode } => drop(self.run_modes.insert(rid, ran)),
+                    Effect::RunModeKnown { rid, run_mode } => {
+                        self.run_modes.insert(rid, run_mode);
+                    }
                     Effect::RefusedByShim { rid, error } => {
                         drop(self.refused_by_shim.insert(rid, error))
                     }

@@ -30,7 +30,7 @@ fn frames_of_the_trimmer() -> Vec<TrimmerMessage> {
     let inert = Some("it is not known".into());
     let inert = Trimmer { instance: 0, sglang: "0.6.0".into(), inert, ..works.clone() };
     let planned = |plan, question| {
-        TrimmerMessage::Planned(Planned {
+        TrimmerMessage::Planned(PlanReport {
             question,
             plan,
             shared_tokens: 1,
@@ -81,7 +81,7 @@ fn no_socket_reads_what_belongs_to_the_other() {
 proptest! {
     #[test]
     fn random_bytes_never_panic(bytes in prop::collection::vec(any::<u8>(), 0..600)) {
-        for kind in [TRIMMER, PLANNED] {
+        for kind in [KIND_TRIMMER, KIND_PLANNED] {
             let frame = framed(&[&[codec::VERSION, kind], &bytes[..]].concat());
             let _ = all_of(TrimmerConnection::decode, &frame);
         }
