@@ -1,5 +1,9 @@
 //! Checks the rules of CONTRIBUTING.md that a program can check.
 
+mod imports;
+mod names;
+mod source;
+
 use std::{
     fs,
     path::{Path, PathBuf},
@@ -86,6 +90,14 @@ fn functions_and_lines_are_short() {
                     if length > FUNCTION_LINES_MAX {
                         findings.push(format!("{file}:{start}: a function of {length} lines"));
                     }
+                    function = None;
+                }
+                // The end of a declaration without a body, in a trait.
+                Some((_, depth))
+                    if indent == depth
+                        && line.trim_start().starts_with(')')
+                        && line.ends_with(';') =>
+                {
                     function = None;
                 }
                 _ => {}
