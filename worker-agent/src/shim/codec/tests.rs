@@ -87,8 +87,8 @@ fn frames_of_the_shim() -> Vec<ShimMessage> {
         device: "cpu".into(),
         page_bytes: Some(1 << 33),
     };
-    let committed =
-        WireEventKind::Committed { rid: "rid-1".into(), history_tokens: 60, is_retracted: true };
+    let rid = "rid-1".into();
+    let committed = WireEventKind::Committed { rid, history_tokens: 60, is_retracted: true };
     let event = |id: &str, kind| WireEvent { id: id.into(), kind };
     let update = Update {
         seq: 1,
@@ -128,17 +128,21 @@ fn frames_of_the_shim() -> Vec<ShimMessage> {
             history_tokens: 60,
         }],
     };
-    let (names, report) = (vec!["a".into(), "é".into()], vec![0, 1, 2, 3, 4]);
-    let spent = Duration::from_micros(1);
-    let audited = AuditReply { number: 1 << 40, spent, refusal: None, names, report };
-    let (spent, refusal) = (Duration::ZERO, Some("no".into()));
-    let refused = AuditReply { number: 2, spent, refusal, names: vec![], report: vec![] };
+    let [audited, refused] = audit_replies();
     vec![
         ShimMessage::Hello(Box::new(hello)),
         ShimMessage::Update(Box::new(update)),
         ShimMessage::Audited(audited),
         ShimMessage::Audited(refused),
     ]
+}
+
+fn audit_replies() -> [AuditReply; 2] {
+    let (names, report) = (vec!["a".into(), "é".into()], vec![0, 1, 2, 3, 4]);
+    let spent = Duration::from_micros(1);
+    let audited = AuditReply { number: 1 << 40, spent, refusal: None, names, report };
+    let (spent, refusal) = (Duration::ZERO, Some("no".into()));
+    [audited, AuditReply { number: 2, spent, refusal, names: vec![], report: vec![] }]
 }
 
 #[test]
