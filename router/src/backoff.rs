@@ -1,4 +1,7 @@
-//! The pause before the router tries again to connect to an agent.
+//! Pauses before the router tries again to connect to an agent, longer after each failure.
+//!
+//! `fleet::connect` (load streams) and `residency::kv_index` (KV streams) each have a [`Backoff`]
+//! per agent. This module connects to nothing, and bounds no number of attempts.
 
 use std::time::Duration;
 

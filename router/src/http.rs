@@ -55,7 +55,7 @@ async fn serve(shared: Arc<Shared>, kind: Kind, request: Request) -> Response {
 /// Converts a refusal to a response. This is the only place that counts and logs refusals.
 fn conclude(shared: &Shared, answer: Result<Response, Refusal>) -> Response {
     answer.unwrap_or_else(|refusal| {
-        shared.metrics.refused(refusal.code);
+        shared.metrics.count_refusal(refusal.code);
         tracing::debug!(code = refusal.code, status = refusal.status.as_u16(), "refused");
         refusal.into_response()
     })

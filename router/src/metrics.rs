@@ -1,5 +1,7 @@
 //! Counts what the router does, for its metrics: placements, turns, refusals, retries and bytes.
 //!
+//! `turn` and `http` call a method here for each event, such as the end of a turn (a request and
+//! its answer). The admin port serves the counts to Prometheus, with the prefix `berth_router_`.
 //! Metrics of the fleet and of the index of resident blocks are not here. The collectors in `fleet`
 //! and `residency` compute those at each scrape.
 
@@ -39,7 +41,7 @@ pub(crate) struct StateLabel {
 
 /// How a placed turn ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Outcome {
+pub(crate) enum TurnOutcome {
     /// The answer's status was 2xx, and its body ran to its end.
     Ok,
     /// The engine or the agent answered with an error, which the router passed on.
@@ -52,7 +54,7 @@ pub(crate) enum Outcome {
     ClientGone,
 }
 
-impl Outcome {
+impl TurnOutcome {
     fn as_str(self) -> &'static str {
         match self {
             Self::Ok => "ok",
@@ -104,8 +106,8 @@ pub(crate) struct Metrics {
     staged_prefills: Family<OutcomeLabel, Counter>,
     preambles: Family<ClientLabel, Counter>,
     first_byte: Histogram,
-    /// Placed turns that have not ended.
-    pub(crate) streams: Gauge,
+    /// Placed turns that have not ended. The metric's name is `streams_in_flight`.
+    pub(crate) turns_in_flight: Gauge,
     pub(crate) request_bytes: Counter,
     pub(crate) response_bytes: Counter,
 }
@@ -123,7 +125,7 @@ impl Metrics {
             first_byte: Histogram::new([
                 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0,
             ]),
-            streams: Gauge::default(),
+            turns_in_flight: Gauge::default(),
             request_bytes: Counter::default(),
             response_bytes: Counter::default(),
         };
@@ -154,47 +156,48 @@ impl Metrics {
         registry.register(
             "streams_in_flight",
             "Placed turns that have not ended",
-            metrics.streams.clone(),
+            metrics.turns_in_flight.clone(),
         );
-        let bytes = "Bytes of request bodies received from clients";
-        registry.register_with_unit("request", bytes, Unit::Bytes, metrics.request_bytes.clone());
-        let bytes = "Bytes of answer bodies received from workers";
-        registry.register_with_unit("response", bytes, Unit::Bytes, metrics.response_bytes.clone());
+        let help = "Bytes of request bodies received from clients";
+        registry.register_with_unit("request", help, Unit::Bytes, metrics.request_bytes.clone());
+        let help = "Bytes of answer bodies received from workers";
+        registry.register_with_unit("response", help, Unit::Bytes, metrics.response_bytes.clone());
         metrics
     }
 
     /// Counts a placement.
-    pub(crate) fn placed(&self, reason: &'static str) {
+    pub(crate) fn count_placement(&self, reason: &'static str) {
         self.placements.get_or_create(&ReasonLabel { reason }).inc();
     }
 
     /// Counts the end of a placed turn.
-    pub(crate) fn ended(&self, outcome: Outcome) {
+    pub(crate) fn count_turn_end(&self, outcome: TurnOutcome) {
         self.turns.get_or_create(&OutcomeLabel { outcome: outcome.as_str() }).inc();
     }
 
     /// Counts a refusal by the router.
-    pub(crate) fn refused(&self, code: &'static str) {
+    pub(crate) fn count_refusal(&self, code: &'static str) {
         self.refusals.get_or_create(&CodeLabel { code }).inc();
     }
 
     /// Counts a turn, or the opening of a session, that is sent to a second worker.
-    pub(crate) fn retried(&self, reason: &'static str) {
+    pub(crate) fn count_retry(&self, reason: &'static str) {
         self.retries.get_or_create(&ReasonLabel { reason }).inc();
     }
 
-    pub(crate) fn staged_prefill_ended(&self, end: StagedPrefillEnd) {
+    /// Counts the end of a staged prefill.
+    pub(crate) fn count_staged_prefill_end(&self, end: StagedPrefillEnd) {
         self.staged_prefills.get_or_create(&OutcomeLabel { outcome: end.as_str() }).inc();
     }
 
-    /// Counts a removed preamble. Returns how many preambles of this kind of client were removed
-    /// before.
-    pub(crate) fn preamble_removed(&self, client: &'static str) -> u64 {
+    /// Counts a preamble removed from a request of `client`. Returns how many preambles of this
+    /// client were removed before.
+    pub(crate) fn count_removed_preamble(&self, client: &'static str) -> u64 {
         self.preambles.get_or_create(&ClientLabel { client }).inc()
     }
 
-    /// Records the time from a turn's arrival to the first byte of its answer.
-    pub(crate) fn first_byte(&self, after: Duration) {
-        self.first_byte.observe(after.as_secs_f64());
+    /// Records the time from a turn's arrival to the first byte of its answer's body.
+    pub(crate) fn observe_first_byte(&self, elapsed: Duration) {
+        self.first_byte.observe(elapsed.as_secs_f64());
     }
 }

@@ -36,14 +36,14 @@ use tracing::{debug, info, warn};
 use self::{
     decide::PlacedTurn,
     error::{Error, NoAnswer},
-    proxy::{OutboundTurn, StreamCount},
+    proxy::{InFlightCount, OutboundTurn},
     request::{SessionIntent, Turn},
     shared::Shared,
 };
 use crate::{
     config::PreamblePolicy,
     fleet::{connect, worker::WorkerRef},
-    metrics::Outcome,
+    metrics::TurnOutcome,
     placement::session_status::SessionStatus,
 };
 
@@ -134,7 +134,7 @@ fn find_preamble(
         return None;
     }
     let range = preamble::find(path, body)?;
-    if shared.metrics.preamble_removed(range.client) == 0 {
+    if shared.metrics.count_removed_preamble(range.client) == 0 {
         let client = range.client;
         info!(client, "removed a volatile preamble; set preamble = \"keep\" to leave it in");
     }
@@ -183,7 +183,7 @@ async fn send(
     };
     let second_placed = retry_reason.and_then(|why| {
         let second = shared.decide_again(turn, outbound.turn_id, &mut placed)?;
-        shared.metrics.retried(why);
+        shared.metrics.count_retry(why);
         debug!(turn = format!("{:016x}", outbound.turn_id), why, worker = second.name, "retried");
         Some(second)
     });
@@ -211,13 +211,13 @@ fn finish(
 ) -> Result<Response, Error> {
     match answered {
         Ok(response) => {
-            let stream_count = unanswered.record_answer();
-            Ok(proxy::answer(shared, outbound, placed, stream_count, permit, response))
+            let in_flight_count = unanswered.record_answer();
+            Ok(proxy::answer(shared, outbound, placed, in_flight_count, permit, response))
         }
         Err(error) => {
             unanswered.outcome = Some(match error {
-                NoAnswer::TimedOut => Outcome::TimedOut,
-                NoAnswer::Connect { .. } | NoAnswer::BrokenOff { .. } => Outcome::WorkerFailed,
+                NoAnswer::TimedOut => TurnOutcome::TimedOut,
+                NoAnswer::Connect { .. } | NoAnswer::BrokenOff { .. } => TurnOutcome::WorkerFailed,
             });
             warn!(
                 turn = format!("{:016x}", outbound.turn_id),
@@ -240,9 +240,9 @@ struct UnansweredTurn {
     /// The session to close if no answer comes, and its worker.
     session_to_close: Option<(SessionKey, WorkerRef)>,
     /// How the turn ended if no answer comes; `None` after an answer.
-    outcome: Option<Outcome>,
+    outcome: Option<TurnOutcome>,
     /// Counts the turn as in flight; passed on to the answer.
-    stream_count: Option<StreamCount>,
+    in_flight_count: Option<InFlightCount>,
 }
 
 impl UnansweredTurn {
@@ -251,8 +251,8 @@ impl UnansweredTurn {
         Self {
             shared: Arc::clone(shared),
             session_to_close: intent.map(|intent| (intent.key.clone(), worker)),
-            outcome: Some(Outcome::ClientGone),
-            stream_count: Some(StreamCount::new(shared)),
+            outcome: Some(TurnOutcome::ClientGone),
+            in_flight_count: Some(InFlightCount::new(shared)),
         }
     }
 
@@ -263,17 +263,17 @@ impl UnansweredTurn {
     }
 
     /// Ends the waiting, and returns the count for the answer's body to hold.
-    fn record_answer(&mut self) -> StreamCount {
+    fn record_answer(&mut self) -> InFlightCount {
         self.session_to_close = None;
         self.outcome = None;
-        self.stream_count.take().expect("a turn is answered once")
+        self.in_flight_count.take().expect("a turn is answered once")
     }
 }
 
 impl Drop for UnansweredTurn {
     fn drop(&mut self) {
         if let Some(outcome) = self.outcome {
-            self.shared.metrics.ended(outcome);
+            self.shared.metrics.count_turn_end(outcome);
         }
         if let Some((key, worker)) = self.session_to_close.take() {
             self.shared.close_detached(key, worker);

@@ -395,7 +395,7 @@ impl Shared {
             idle_ms_max: intent.idle_ms_max,
             ..Claim::for_session(&intent.key)
         });
-        self.metrics.placed(reason.as_str());
+        self.metrics.count_placement(reason.as_str());
         let name = view.name(worker);
         debug!(
             worker = name,

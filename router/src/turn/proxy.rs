@@ -31,7 +31,7 @@ use super::{
 };
 use crate::{
     fleet::{connect, lease::Lease},
-    metrics::Outcome,
+    metrics::TurnOutcome,
 };
 
 /// Answer header: the worker that answered, as `agent/rank`.
@@ -133,7 +133,7 @@ pub(crate) fn answer(
     shared: &Arc<Shared>,
     outbound: &OutboundTurn,
     mut placed: PlacedTurn,
-    stream_count: StreamCount,
+    in_flight_count: InFlightCount,
     permit: OwnedSemaphorePermit,
     response: Response<Incoming>,
 ) -> axum::response::Response {
@@ -164,8 +164,8 @@ pub(crate) fn answer(
         deadline: Box::pin(tokio::time::sleep_until(outbound.deadline.into())),
         arrived: Some(outbound.arrived),
         in_flight: Some(InFlightTurn {
-            stream_count,
-            outcome: Outcome::ClientGone,
+            in_flight_count,
+            outcome: TurnOutcome::ClientGone,
             lease: placed.lease,
             _hold: placed.hold,
             _permit: permit,
@@ -178,27 +178,27 @@ pub(crate) fn answer(
 
 /// Counts a turn in the metric of running turns. Dropped when the turn ends.
 #[derive(Debug)]
-pub(crate) struct StreamCount(Arc<Shared>);
+pub(crate) struct InFlightCount(Arc<Shared>);
 
-impl StreamCount {
+impl InFlightCount {
     pub(crate) fn new(shared: &Arc<Shared>) -> Self {
-        shared.metrics.streams.inc();
+        shared.metrics.turns_in_flight.inc();
         Self(Arc::clone(shared))
     }
 }
 
-impl Drop for StreamCount {
+impl Drop for InFlightCount {
     fn drop(&mut self) {
-        self.0.metrics.streams.dec();
+        self.0.metrics.turns_in_flight.dec();
     }
 }
 
 /// What a turn holds until its answer has ended. Counts the turn's outcome when dropped.
 #[derive(Debug)]
 struct InFlightTurn {
-    stream_count: StreamCount,
+    in_flight_count: InFlightCount,
     /// `ClientGone` until the answer ends in another way.
-    outcome: Outcome,
+    outcome: TurnOutcome,
     lease: Lease,
     _hold: Option<BindingHold>,
     _permit: OwnedSemaphorePermit,
@@ -206,7 +206,7 @@ struct InFlightTurn {
 
 impl Drop for InFlightTurn {
     fn drop(&mut self) {
-        self.stream_count.0.metrics.ended(self.outcome);
+        self.in_flight_count.0.metrics.count_turn_end(self.outcome);
     }
 }
 
@@ -229,15 +229,15 @@ struct AnswerBody {
 
 impl AnswerBody {
     /// Releases what the turn holds, and counts its outcome.
-    fn end_turn(&mut self, outcome: Outcome) {
+    fn end_turn(&mut self, outcome: TurnOutcome) {
         if let Some(mut in_flight) = self.in_flight.take() {
             in_flight.outcome = outcome;
         }
     }
 
     /// Returns the outcome of a turn whose whole answer was received.
-    fn complete_outcome(&self) -> Outcome {
-        if self.is_success { Outcome::Ok } else { Outcome::ErrorAnswer }
+    fn complete_outcome(&self) -> TurnOutcome {
+        if self.is_success { TurnOutcome::Ok } else { TurnOutcome::ErrorAnswer }
     }
 }
 
@@ -261,7 +261,7 @@ impl Body for AnswerBody {
         let polled = Pin::new(&mut self.inner).poll_frame(context);
         if polled.is_pending() {
             ready!(self.deadline.as_mut().poll(context));
-            self.end_turn(Outcome::TimedOut);
+            self.end_turn(TurnOutcome::TimedOut);
             return Poll::Ready(Some(Err(StreamError::TimedOut.into())));
         }
         let complete_outcome = self.complete_outcome();
@@ -271,17 +271,17 @@ impl Body for AnswerBody {
                 Poll::Ready(None)
             }
             Some(Err(error)) => {
-                self.end_turn(Outcome::WorkerFailed);
+                self.end_turn(TurnOutcome::WorkerFailed);
                 Poll::Ready(Some(Err(StreamError::BrokenOff(error).into())))
             }
             Some(Ok(frame)) => {
                 let (arrived, counts_first_byte) = (self.arrived, self.counts_first_byte);
                 if let (Some(in_flight), Some(data)) = (&mut self.in_flight, frame.data_ref()) {
-                    let metrics = &in_flight.stream_count.0.metrics;
+                    let metrics = &in_flight.in_flight_count.0.metrics;
                     metrics.response_bytes.inc_by(data.len() as u64);
                     if let Some(arrived) = arrived {
                         if counts_first_byte {
-                            metrics.first_byte(now().saturating_duration_since(arrived));
+                            metrics.observe_first_byte(now().saturating_duration_since(arrived));
                         }
                         in_flight.lease.record_answer();
                     }

@@ -192,7 +192,7 @@ impl Shared {
             {
                 match self.place_for_open(&open_request, Some(first)) {
                     Ok(OpenPlacement { worker: second, .. }) => {
-                        self.metrics.retried("open");
+                        self.metrics.count_retry("open");
                         let control = &self.controls[second.agent];
                         (second, control.open(&open_request, second.dp_rank).await)
                     }
@@ -264,7 +264,7 @@ impl Shared {
             exclude,
         };
         let placement = placement::place(&request, &view, now)?;
-        self.metrics.placed(placement.reason.as_str());
+        self.metrics.count_placement(placement.reason.as_str());
         if bound.is_none() {
             view.agent(placement.worker).in_flight[placement.worker.dp_rank as usize].count_open();
         }

@@ -69,7 +69,7 @@ pub(crate) async fn run(
     if let (Some(hold), Some(claim)) = (&placed.hold, &mut placed.claim) {
         claim.close |= hold.is_closing();
     }
-    shared.metrics.staged_prefill_ended(match result {
+    shared.metrics.count_staged_prefill_end(match result {
         Ok(remaining_tokens) if remaining_tokens > stage_tokens => StagedPrefillEnd::Partly,
         Ok(_) => StagedPrefillEnd::Computed,
         Err(failure) => failure,
