@@ -161,7 +161,11 @@ async fn close_lost_session(shared: &Arc<Shared>, intent: &SessionIntent) -> Res
     else {
         return Ok(());
     };
-    if intent.open && !intent.delta { shared.close_lost(&intent.key, worker).await } else { Ok(()) }
+    if intent.opens_session && !intent.is_delta {
+        shared.close_lost(&intent.key, worker).await
+    } else {
+        Ok(())
+    }
 }
 
 /// Sends a turn to its worker. If the worker refuses it or can't be reached, sends it to a second
@@ -247,7 +251,10 @@ struct UnansweredTurn {
 
 impl UnansweredTurn {
     fn new(shared: &Arc<Shared>, turn: &Turn, worker: WorkerRef) -> Self {
-        let intent = turn.session.as_ref().filter(|intent| intent.close && !intent.placement_only);
+        let intent = turn
+            .session
+            .as_ref()
+            .filter(|intent| intent.closes_session && !intent.is_placement_only);
         Self {
             shared: Arc::clone(shared),
             session_to_close: intent.map(|intent| (intent.key.clone(), worker)),

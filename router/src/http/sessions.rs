@@ -155,7 +155,7 @@ fn build_open_request(
     Ok(OpenRequest {
         key: session_key(headers, id)?,
         retention,
-        idle_ms_max: request::idle_ms(timeout, "timeout").map_err(refuse)?,
+        idle_ms_max: request::parse_idle_ms(timeout, "timeout").map_err(refuse)?,
     })
 }
 

@@ -194,7 +194,7 @@ impl Shared {
         };
         let base = PlacementRequest {
             digest: Digest(turn_id),
-            expects_more_turns: turn.session.as_ref().is_some_and(|intent| !intent.close),
+            expects_more_turns: turn.session.as_ref().is_some_and(|intent| !intent.closes_session),
             sticky: None,
             prefer,
             prompt: blocks.map(TurnBlocks::prompt_overlap),
@@ -240,7 +240,7 @@ impl Shared {
             .filter(|worker| *worker != first.worker);
         let request = PlacementRequest {
             digest: intent.map_or(Digest(turn_id), |intent| intent.key.digest()),
-            expects_more_turns: intent.is_some_and(|intent| !intent.close),
+            expects_more_turns: intent.is_some_and(|intent| !intent.closes_session),
             sticky: Some(moved_to.unwrap_or(first.worker))
                 .filter(|_| intent.is_some())
                 .map(Sticky::new),
@@ -289,7 +289,7 @@ impl Shared {
         let PlacementConstraint { mut sticky, is_fixed, reopen_as } = admit(intent, &status, view)?;
         if let (Some(sticky), Some(binding)) = (&mut sticky, affinity.get(&intent.key, now())) {
             self.add_binding(sticky, binding, turn);
-            sticky.fixed |= intent.delta;
+            sticky.fixed |= intent.is_delta;
         }
         // If the blocks of the session's worker are unknown, the worker would seem to have none of
         // the prompt. Then the turn is placed without its prompt.
@@ -317,7 +317,7 @@ impl Shared {
         };
         if let Some(Sticky { worker, fixed: true, .. }) = sticky
             && worker != placement.worker
-            && intent.delta
+            && intent.is_delta
         {
             // A delta turn has only the new tokens, and another worker doesn't have the history.
             return Err(Error::SessionLost { worker: view.name(worker), agent_up: false });
@@ -359,9 +359,9 @@ impl Shared {
         intent: &SessionIntent,
         worker: WorkerRef,
     ) -> Result<BindingHold, Error> {
-        let exclusive = intent.open || intent.retention == Some(Retention::Pinned);
+        let exclusive = intent.opens_session || intent.retention == Some(Retention::Pinned);
         affinity.begin_turn(&intent.key, worker, exclusive, now())?;
-        affinity.set_placement_only(&intent.key, intent.placement_only);
+        affinity.set_placement_only(&intent.key, intent.is_placement_only);
         Ok(BindingHold {
             shared: Arc::clone(self),
             key: intent.key.clone(),
@@ -387,11 +387,11 @@ impl Shared {
         let agent = view.agent(worker);
         let facts = agent.facts.as_ref().expect("a placed worker was described");
         let intent = turn.session.as_ref();
-        let claim = intent.filter(|intent| !intent.placement_only).map(|intent| Claim {
+        let claim = intent.filter(|intent| !intent.is_placement_only).map(|intent| Claim {
             retention: intent.retention,
-            delta: intent.delta,
-            open: intent.open,
-            close: intent.close,
+            delta: intent.is_delta,
+            open: intent.opens_session,
+            close: intent.closes_session,
             idle_ms_max: intent.idle_ms_max,
             ..Claim::for_session(&intent.key)
         });
@@ -414,7 +414,7 @@ impl Shared {
             authority: Arc::clone(&facts.data_authority),
             reason,
             claim,
-            can_move: can_move && !intent.is_some_and(|intent| intent.delta),
+            can_move: can_move && !intent.is_some_and(|intent| intent.is_delta),
             lease: Lease::acquire(&agent.in_flight[worker.dp_rank as usize], tokens),
             hold,
             blocks: None,
@@ -456,7 +456,7 @@ fn admit(
     status: &SessionStatus,
     view: &Snapshot,
 ) -> Result<PlacementConstraint, Error> {
-    let delta_needs_history = intent.delta && !intent.open;
+    let delta_needs_history = intent.is_delta && !intent.opens_session;
     match status {
         SessionStatus::Closing => Err(Error::TurnWhileClosing),
         SessionStatus::Lost { worker, is_agent_up } => {

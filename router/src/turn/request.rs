@@ -2,8 +2,14 @@
 //!
 //! A session is a sequence of turns that share a growing prefix, and a turn is one request and its
 //! answer. A request can name its session, open or close the session, and say whether its body has
-//! the full history or is a delta (only the tokens that are new in this turn). This module is pure.
-//! It reads a few members of the body and changes nothing.
+//! the full history or is a delta (only the tokens that are new in this turn).
+//!
+//! `turn` calls [`read`] with the request's headers and body, and gets a [`Turn`]. `http` uses the
+//! parsers of single fields for its session routes. This module is pure. It reads a few members of
+//! the body and changes nothing. It doesn't know which sessions exist: `decide` checks that.
+//!
+//! A session belongs to a *principal*, the sender of its requests. Two principals can use the same
+//! session id for different sessions.
 //!
 //! The session's id is taken from the first source that is present: `nvext.session_control` in the
 //! body (a field of the Dynamo API), the header `x-berth-session-id`, the native headers of coding
@@ -21,35 +27,35 @@ use xxhash_rust::xxh3::xxh3_128;
 use crate::prompt::Prompt;
 
 /// Header: the session's id.
-pub const SESSION_ID: HeaderName = HeaderName::from_static("x-berth-session-id");
+pub const SESSION_ID_HEADER: HeaderName = HeaderName::from_static("x-berth-session-id");
 /// Header: `1` or `true` means that the body holds only the tokens that are new in this turn.
-pub const DELTA: HeaderName = HeaderName::from_static("x-berth-delta");
+pub const DELTA_HEADER: HeaderName = HeaderName::from_static("x-berth-delta");
 /// Header: `1` or `true` means that the session closes when this turn has ended.
-pub const FINAL: HeaderName = HeaderName::from_static("x-berth-session-final");
+pub const SESSION_FINAL_HEADER: HeaderName = HeaderName::from_static("x-berth-session-final");
 /// Header: how the engine keeps a new session's KV between turns. `pinned` KV is private to the
 /// session and isn't evicted. `tagged` KV is evicted after other KV. `none` keeps it as any other
 /// KV. With `auto`, the agent chooses.
-pub const RETENTION: HeaderName = HeaderName::from_static("x-berth-retention");
+pub const RETENTION_HEADER: HeaderName = HeaderName::from_static("x-berth-retention");
 
 /// The session header of Claude Code.
-const CLAUDE_SESSION: HeaderName = HeaderName::from_static("x-claude-code-session-id");
+const CLAUDE_SESSION_HEADER: HeaderName = HeaderName::from_static("x-claude-code-session-id");
 /// The header with which Claude Code names the sub-agent that sends the request. A sub-agent is a
 /// session of its own.
-const CLAUDE_AGENT: HeaderName = HeaderName::from_static("x-claude-code-agent-id");
+const CLAUDE_AGENT_HEADER: HeaderName = HeaderName::from_static("x-claude-code-agent-id");
 /// The session headers of Codex, OpenCode and Dynamo, in this order.
-const NATIVE_SESSIONS: [HeaderName; 3] = [
+const NATIVE_SESSION_HEADERS: [HeaderName; 3] = [
     HeaderName::from_static("thread-id"),
     HeaderName::from_static("x-session-id"),
     HeaderName::from_static("x-dynamo-session-id"),
 ];
 /// Headers that name the session that started this one.
-const PARENT_SESSIONS: [HeaderName; 3] = [
+const PARENT_SESSION_HEADERS: [HeaderName; 3] = [
     HeaderName::from_static("x-parent-session-id"),
     HeaderName::from_static("x-claude-code-parent-session-id"),
     HeaderName::from_static("x-dynamo-parent-session-id"),
 ];
 /// The header with the client's credential, if the request has no `authorization` header.
-const API_KEY: HeaderName = HeaderName::from_static("x-api-key");
+const API_KEY_HEADER: HeaderName = HeaderName::from_static("x-api-key");
 
 /// The longest idle time that a client may set, in seconds: ten years. A longer time is a mistake,
 /// and could overflow the agent's clock.
@@ -64,16 +70,16 @@ pub enum Error {
     /// The length of a session id is out of bounds.
     #[error("{0}; send an id of that length")]
     SessionId(#[from] id::Error),
-    /// A field or header has a wrong type or value.
-    #[error("{field} must be {want}")]
+    /// A field or header has an invalid type or value.
+    #[error("{field} must be {allowed}")]
     Field {
         /// The name of the field or header.
         field: &'static str,
         /// The values that are allowed.
-        want: &'static str,
+        allowed: &'static str,
     },
     /// The request is a delta turn but names no session.
-    #[error("{DELTA} is set but no session is named; add {SESSION_ID}")]
+    #[error("{DELTA_HEADER} is set but no session is named; add {SESSION_ID_HEADER}")]
     DeltaWithoutSession,
 }
 
@@ -85,14 +91,14 @@ pub struct SessionIntent {
     /// The retention if this turn is the session's first turn. `None` lets the agent choose.
     pub retention: Option<Retention>,
     /// Whether the body holds only the tokens that are new in this turn.
-    pub delta: bool,
+    pub is_delta: bool,
     /// Whether the client opens the session with this turn.
-    pub open: bool,
+    pub opens_session: bool,
     /// Whether the session closes when this turn has ended.
-    pub close: bool,
+    pub closes_session: bool,
     /// Whether the router only sends the session's turns to the same worker. The agent then knows
     /// no session.
-    pub placement_only: bool,
+    pub is_placement_only: bool,
     /// The time without a turn after which the session is closed, in milliseconds.
     pub idle_ms_max: Option<u64>,
 }
@@ -115,11 +121,11 @@ pub struct Turn {
     pub body_bytes: u64,
 }
 
-/// Returns the principal of the request's sender, which separates the sessions of different
-/// senders: a digest of the credential, or `anonymous`.
+/// Returns the principal that sent the request: a digest of the credential, or `anonymous` without
+/// a credential.
 #[must_use]
 pub fn principal(headers: &HeaderMap) -> String {
-    let credential = headers.get(header::AUTHORIZATION).or_else(|| headers.get(API_KEY));
+    let credential = headers.get(header::AUTHORIZATION).or_else(|| headers.get(API_KEY_HEADER));
     id::principal_of(credential.map(http::HeaderValue::as_bytes))
 }
 
@@ -128,17 +134,17 @@ pub fn principal(headers: &HeaderMap) -> String {
 /// # Errors
 /// When the id's length is out of bounds, or the id is not UTF-8.
 pub fn header_session(headers: &HeaderMap, principal: &str) -> Result<Option<SessionKey>, Error> {
-    if let Some(id) = header_text(headers, &SESSION_ID)? {
+    if let Some(id) = header_text(headers, &SESSION_ID_HEADER)? {
         return Ok(Some(SessionKey::new(principal, id)?));
     }
-    if let Some(session) = header_text(headers, &CLAUDE_SESSION)? {
-        let id = match header_text(headers, &CLAUDE_AGENT)? {
+    if let Some(session) = header_text(headers, &CLAUDE_SESSION_HEADER)? {
+        let id = match header_text(headers, &CLAUDE_AGENT_HEADER)? {
             Some(agent) => format!("{session}:{agent}"),
             None => session.to_owned(),
         };
         return Ok(Some(SessionKey::new(principal, id)?));
     }
-    for name in &NATIVE_SESSIONS {
+    for name in &NATIVE_SESSION_HEADERS {
         if let Some(id) = header_text(headers, name)? {
             return Ok(Some(SessionKey::new(principal, id)?));
         }
@@ -165,48 +171,50 @@ pub fn read_object(
     principal: &str,
 ) -> Result<Turn, Error> {
     let control = SessionControl::read(object)?;
-    let params_id = params_id(object)?;
-    let member_id = string_member(object, "session_id", "session_id")?;
-    let header_key = header_session(headers, principal)?;
-    let key = match (&control, header_key, member_id.or_else(|| params_id.clone())) {
+    let session_params_id = session_params_id(object)?;
+    let session_id_member = string_member(object, "session_id", "session_id")?;
+    let header_session_key = header_session(headers, principal)?;
+    let body_session_id = session_id_member.or_else(|| session_params_id.clone());
+    let key = match (&control, header_session_key, body_session_id) {
         (Some(control), ..) => Some(SessionKey::new(principal, control.session_id.as_str())?),
         (None, Some(key), _) => Some(key),
         (None, None, Some(id)) => Some(SessionKey::new(principal, id)?),
         (None, None, None) => None,
     };
     // SGLang's own `session_params` always mean a delta.
-    let delta = header_flag(headers, &DELTA, "the header x-berth-delta")? || params_id.is_some();
-    let close = header_flag(headers, &FINAL, "the header x-berth-session-final")?;
-    let retention = retention(headers)?;
-    let action = control.as_ref().map_or(SessionAction::Turn, |control| control.action);
+    let is_delta = header_flag(headers, &DELTA_HEADER, "the header x-berth-delta")?
+        || session_params_id.is_some();
+    let is_final = header_flag(headers, &SESSION_FINAL_HEADER, "the header x-berth-session-final")?;
+    let retention = header_retention(headers)?;
+    let action = control.as_ref().map_or(SessionAction::Continue, |control| control.action);
     let session = match key {
-        None if delta => return Err(Error::DeltaWithoutSession),
+        None if is_delta => return Err(Error::DeltaWithoutSession),
         None => None,
         Some(key) => {
-            let open = action == SessionAction::Open;
+            let opens_session = action == SessionAction::Open;
             // A delta appends to KV that is private to its session. So a session that a delta opens
             // is pinned, unless the client names a retention.
-            let retention = retention.or((open && delta).then_some(Retention::Pinned));
+            let retention = retention.or((opens_session && is_delta).then_some(Retention::Pinned));
             Some(SessionIntent {
                 key,
                 retention,
-                delta,
-                open,
-                close: close || action == SessionAction::Close,
-                placement_only: action == SessionAction::Bind,
+                is_delta,
+                opens_session,
+                closes_session: is_final || action == SessionAction::Close,
+                is_placement_only: action == SessionAction::Bind,
                 idle_ms_max: control.and_then(|control| control.idle_ms_max),
             })
         }
     };
-    let cache_key = lenient_string_member(object, "prompt_cache_key").and_then(|key| {
+    let cache_key = string_member_or_none(object, "prompt_cache_key").and_then(|key| {
         // The client's key can have any length, and a session key can't, so it is hashed.
         SessionKey::new(principal, format!("{:032x}", xxh3_128(key.as_bytes()))).ok()
     });
     Ok(Turn {
         session,
-        parent: parent_session(headers, principal),
+        parent: header_parent(headers, principal),
         cache_key,
-        model: lenient_string_member(object, "model"),
+        model: string_member_or_none(object, "model"),
         prompt: Prompt::find(object),
         body_bytes: object.bytes().len() as u64,
     })
@@ -216,14 +224,14 @@ pub fn read_object(
 ///
 /// # Errors
 /// When the value isn't a positive number of at most ten years. The error names `field`.
-pub fn idle_ms(value: &Value, field: &'static str) -> Result<Option<u64>, Error> {
+pub fn parse_idle_ms(value: &Value, field: &'static str) -> Result<Option<u64>, Error> {
     if value.is_null() {
         return Ok(None);
     }
-    let wrong = Error::Field { field, want: "a positive number of seconds" };
-    let Some(seconds) = value.as_f64() else { return Err(wrong) };
+    let invalid = Error::Field { field, allowed: "a positive number of seconds" };
+    let Some(seconds) = value.as_f64() else { return Err(invalid) };
     if !(seconds > 0.0 && seconds <= IDLE_SECONDS_MAX) {
-        return Err(wrong);
+        return Err(invalid);
     }
     let milliseconds = std::time::Duration::from_secs_f64(seconds).as_millis();
     Ok(Some(u64::try_from(milliseconds).expect("ten years fit").max(1)))
@@ -239,15 +247,15 @@ pub fn parse_retention(name: &str, field: &'static str) -> Result<Option<Retenti
         "pinned" => Ok(Some(Retention::Pinned)),
         "tagged" => Ok(Some(Retention::Tagged)),
         "none" => Ok(Some(Retention::None)),
-        _ => Err(Error::Field { field, want: "pinned, tagged, none or auto" }),
+        _ => Err(Error::Field { field, allowed: "pinned, tagged, none or auto" }),
     }
 }
 
-/// What `nvext.session_control` asks for beside the turn.
+/// What `nvext.session_control` asks the router to do with the session, besides running the turn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum SessionAction {
-    /// Nothing: the turn only belongs to the session.
-    Turn,
+    /// Nothing else: the turn is a further turn of the session.
+    Continue,
     /// Open the session with this turn.
     Open,
     /// Close the session after this turn.
@@ -270,33 +278,33 @@ impl SessionControl {
             None => return Ok(None),
             Some(raw) if raw.get() == "null" => return Ok(None),
             Some(raw) => parse_object(raw)
-                .ok_or(Error::Field { field: "nvext.session_control", want: "an object" })?,
+                .ok_or(Error::Field { field: "nvext.session_control", allowed: "an object" })?,
         };
         let field = "nvext.session_control.session_id";
         let session_id = string_member(&control, "session_id", field)?
-            .ok_or(Error::Field { field, want: "a string of 1 to 256 bytes" })?;
+            .ok_or(Error::Field { field, allowed: "a string of 1 to 256 bytes" })?;
         let field = "nvext.session_control.action";
         let action = match string_member(&control, "action", field)?.as_deref() {
-            None => SessionAction::Turn,
+            None => SessionAction::Continue,
             Some("open") => SessionAction::Open,
             Some("close") => SessionAction::Close,
             Some("bind") => SessionAction::Bind,
-            Some(_) => return Err(Error::Field { field, want: "open, close or bind" }),
+            Some(_) => return Err(Error::Field { field, allowed: "open, close or bind" }),
         };
         let timeout = control.get("timeout").map_or(Value::Null, parse_value);
-        let idle_ms_max = idle_ms(&timeout, "nvext.session_control.timeout")?;
+        let idle_ms_max = parse_idle_ms(&timeout, "nvext.session_control.timeout")?;
         Ok(Some(Self { session_id, action, idle_ms_max }))
     }
 }
 
 /// Returns the body's member `session_params.id`.
-fn params_id(body: &Object<'_>) -> Result<Option<String>, Error> {
+fn session_params_id(body: &Object<'_>) -> Result<Option<String>, Error> {
     match body.get("session_params") {
         None => Ok(None),
         Some(raw) if raw.get() == "null" => Ok(None),
         Some(raw) => {
             let params = parse_object(raw)
-                .ok_or(Error::Field { field: "session_params", want: "one object" })?;
+                .ok_or(Error::Field { field: "session_params", allowed: "one object" })?;
             string_member(&params, "id", "session_params.id")
         }
     }
@@ -319,21 +327,21 @@ fn string_member(
     match body.get(key).map(parse_value) {
         None | Some(Value::Null) => Ok(None),
         Some(Value::String(text)) => Ok(Some(text)),
-        Some(_) => Err(Error::Field { field, want: "a string" }),
+        Some(_) => Err(Error::Field { field, allowed: "a string" }),
     }
 }
 
-/// Reads a string member. Any other type counts as absent, because the engine will report the
-/// mistake.
-fn lenient_string_member(body: &Object<'_>, key: &str) -> Option<String> {
+/// Reads a string member. A value of another type counts as absent. The engine reports it.
+fn string_member_or_none(body: &Object<'_>, key: &str) -> Option<String> {
     serde_json::from_str(body.get(key)?.get()).ok()
 }
 
+/// Returns the value of a header, which must be UTF-8. `None` if the header is absent.
 fn header_text<'a>(headers: &'a HeaderMap, name: &HeaderName) -> Result<Option<&'a str>, Error> {
     let Some(value) = headers.get(name) else { return Ok(None) };
     std::str::from_utf8(value.as_bytes())
         .map(Some)
-        .map_err(|_| Error::Field { field: "a session id in a header", want: "UTF-8" })
+        .map_err(|_| Error::Field { field: "a session id in a header", allowed: "UTF-8" })
 }
 
 /// Reads a header that is `1`, `true`, `0` or `false`. An absent header counts as false.
@@ -341,14 +349,14 @@ fn header_flag(headers: &HeaderMap, name: &HeaderName, field: &'static str) -> R
     match headers.get(name).map(http::HeaderValue::as_bytes) {
         None | Some(b"0" | b"false") => Ok(false),
         Some(b"1" | b"true") => Ok(true),
-        Some(_) => Err(Error::Field { field, want: "1, true, 0 or false" }),
+        Some(_) => Err(Error::Field { field, allowed: "1, true, 0 or false" }),
     }
 }
 
 /// Returns the retention that the headers ask for. `None` lets the agent choose.
-fn retention(headers: &HeaderMap) -> Result<Option<Retention>, Error> {
+fn header_retention(headers: &HeaderMap) -> Result<Option<Retention>, Error> {
     let field = "the header x-berth-retention";
-    match headers.get(&RETENTION) {
+    match headers.get(&RETENTION_HEADER) {
         None => Ok(None),
         Some(value) => parse_retention(value.to_str().unwrap_or(""), field),
     }
@@ -356,14 +364,14 @@ fn retention(headers: &HeaderMap) -> Result<Option<Retention>, Error> {
 
 /// Returns the session that started this one. An invalid value is ignored, because the parent is
 /// only a hint for placement.
-fn parent_session(headers: &HeaderMap, principal: &str) -> Option<SessionKey> {
+fn header_parent(headers: &HeaderMap, principal: &str) -> Option<SessionKey> {
     let parent_id =
-        PARENT_SESSIONS.iter().find_map(|name| header_text(headers, name).ok().flatten());
+        PARENT_SESSION_HEADERS.iter().find_map(|name| header_text(headers, name).ok().flatten());
     let id = match parent_id {
         Some(id) => id,
         // The id of a sub-agent's session is the parent's id with the sub-agent's id behind it.
-        None if headers.contains_key(&CLAUDE_AGENT) => {
-            header_text(headers, &CLAUDE_SESSION).ok()??
+        None if headers.contains_key(&CLAUDE_AGENT_HEADER) => {
+            header_text(headers, &CLAUDE_SESSION_HEADER).ok()??
         }
         None => return None,
     };
@@ -416,7 +424,7 @@ mod tests {
                 .map(|(header, value, _)| (*header, *value))
                 .collect();
             let found = intent(&pairs, &format!("{{{}}}", members.join(",")));
-            let id = found.map_or(String::new(), |ask| ask.key.id().to_owned());
+            let id = found.map_or(String::new(), |intent| intent.key.id().to_owned());
             assert_eq!(id, sources[from].2);
         }
     }
@@ -439,17 +447,22 @@ mod tests {
             intent(&[], &format!(r#"{{"nvext":{{"session_control":{inner}}}}}"#)).unwrap()
         };
         let plain = control("");
-        assert!(!plain.open && !plain.close && !plain.placement_only && !plain.delta);
+        assert!(
+            !plain.opens_session
+                && !plain.closes_session
+                && !plain.is_placement_only
+                && !plain.is_delta
+        );
         assert_eq!(plain.idle_ms_max, None);
         let open = control(r#","action":"open","timeout":1.5"#);
-        assert_eq!((open.open, open.idle_ms_max), (true, Some(1500)));
-        assert!(control(r#","action":"close""#).close);
-        assert!(control(r#","action":"bind""#).placement_only);
-        assert!(!control(r#","action":null,"timeout":null"#).open);
+        assert_eq!((open.opens_session, open.idle_ms_max), (true, Some(1500)));
+        assert!(control(r#","action":"close""#).closes_session);
+        assert!(control(r#","action":"bind""#).is_placement_only);
+        assert!(!control(r#","action":null,"timeout":null"#).opens_session);
         let id = ("x-berth-session-id", "s");
-        assert!(intent(&[id, ("x-berth-session-final", "true")], "{}").unwrap().close);
-        assert!(intent(&[id, ("x-berth-delta", "1")], "{}").unwrap().delta);
-        assert!(intent(&[id], r#"{"session_params":{"id":"x"}}"#).unwrap().delta);
+        assert!(intent(&[id, ("x-berth-session-final", "true")], "{}").unwrap().closes_session);
+        assert!(intent(&[id, ("x-berth-delta", "1")], "{}").unwrap().is_delta);
+        assert!(intent(&[id], r#"{"session_params":{"id":"x"}}"#).unwrap().is_delta);
         let pinned = intent(&[id, ("x-berth-retention", "pinned")], "{}").unwrap();
         assert_eq!(pinned.retention, Some(Retention::Pinned));
         assert_eq!(intent(&[id, ("x-berth-retention", "auto")], "{}").unwrap().retention, None);
