@@ -188,7 +188,12 @@ async fn send(
     let second_placed = retry_reason.and_then(|why| {
         let second = shared.decide_again(turn, outbound.turn_id, &mut placed)?;
         shared.metrics.count_retry(why);
-        debug!(turn = format!("{:016x}", outbound.turn_id), why, worker = second.name, "retried");
+        debug!(
+            turn = format!("{:016x}", outbound.turn_id),
+            why,
+            worker = second.worker_name,
+            "retried"
+        );
         Some(second)
     });
     let (placed, answered) = match second_placed {
@@ -225,7 +230,7 @@ fn finish(
             });
             warn!(
                 turn = format!("{:016x}", outbound.turn_id),
-                worker = placed.name,
+                worker = placed.worker_name,
                 error = connect::describe_error(&error),
                 "turn failed"
             );

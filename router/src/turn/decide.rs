@@ -1,8 +1,11 @@
 //! Decides to which worker a turn goes, and holds the turn's place there. Sends nothing.
 //!
 //! A session is a sequence of turns that share a growing prefix, and a turn is one request and its
-//! answer. The affinity table binds sessions to workers. One step under its lock reads a session's
-//! status, places the turn and binds the session, so that concurrent first turns get one worker.
+//! answer. `turn` passes in a turn that it has read, and gets a [`PlacedTurn`] or the reason for a
+//! refusal. `placement` compares the workers; this module gives it what is known of the turn.
+//!
+//! The affinity table binds sessions to workers. One step under its lock reads a session's status,
+//! places the turn and binds the session, so that concurrent first turns get one worker.
 //!
 //! A placed turn has a claim, a hold and a lease. The claim is a header that tells the agent what
 //! the turn does to its session. The hold keeps the binding while the turn runs. The lease counts
@@ -40,9 +43,9 @@ use crate::{
 #[derive(Debug)]
 pub(crate) struct PlacedTurn {
     pub(crate) worker: WorkerRef,
-    pub(crate) name: String,
+    pub(crate) worker_name: String,
     /// The address of the agent's data port.
-    pub(crate) authority: Arc<str>,
+    pub(crate) data_authority: Arc<str>,
     pub(crate) reason: Reason,
     /// What the agent is told about the session, as a header. `None` without a session.
     pub(crate) claim: Option<Claim>,
@@ -50,7 +53,7 @@ pub(crate) struct PlacedTurn {
     pub(crate) can_move: bool,
     pub(crate) lease: Lease,
     pub(crate) hold: Option<BindingHold>,
-    /// The blocks of the turn's prompt, which the worker has once it has taken the turn.
+    /// The blocks of the turn's prompt, if they were made. The worker has them after the turn.
     pub(crate) blocks: Option<TurnBlocks>,
     /// Leading prompt tokens resident on the worker, if known.
     pub(crate) resident_tokens: Option<u64>,
@@ -66,7 +69,7 @@ pub(crate) struct BindingHold {
     /// Whether the affinity table knows that the answer began, or that none will come.
     is_answer_recorded: bool,
     /// The worker from which this turn moves its session, until the new worker takes the turn.
-    left_worker: Option<WorkerRef>,
+    old_worker: Option<WorkerRef>,
     /// Size of the turn's body, in bytes.
     body_bytes: u64,
 }
@@ -84,22 +87,22 @@ impl BindingHold {
         affinity.get(&self.key, now()).is_some_and(Binding::is_close_asked)
     }
 
-    /// Handles the head of the answer. `is_taken` is false if the answer isn't a success.
-    pub(crate) fn record_answer(&mut self, is_taken: bool) {
+    /// Records that the head of the answer has come. `is_success`: whether its status is 2xx.
+    pub(crate) fn record_answer(&mut self, is_success: bool) {
         self.record_answer_once();
-        if is_taken {
+        if is_success {
             self.shared.affinity.lock().record_body_size(&self.key, self.body_bytes);
         }
-        let Some(left_worker) = self.left_worker.take().filter(|_| is_taken) else { return };
+        let Some(old_worker) = self.old_worker.take().filter(|_| is_success) else { return };
         // Another turn of the session may still run on the old worker, or may have moved the
         // session back there. Then the old worker still needs the session.
-        let has_left =
+        let has_moved_away =
             self.shared.affinity.lock().get(&self.key, now()).is_some_and(|binding| {
-                binding.turns == 1 && binding.worker.agent != left_worker.agent
+                binding.turns == 1 && binding.worker.agent != old_worker.agent
             });
-        if has_left {
+        if has_moved_away {
             // The session's KV on the old worker is of no use. Closed, it is evicted first.
-            self.shared.close_detached(self.key.clone(), left_worker);
+            self.shared.close_detached(self.key.clone(), old_worker);
         }
     }
 
@@ -184,15 +187,15 @@ impl Shared {
         self: &Arc<Self>,
         turn: &Turn,
         turn_id: u64,
-        prompt: PromptBlocks<'_>,
+        prompt_blocks: PromptBlocks<'_>,
     ) -> Result<Decision, Error> {
         let view = self.view.load();
         let prefer = self.preferred_worker(turn, &view);
-        let blocks = match prompt {
+        let blocks = match prompt_blocks {
             PromptBlocks::NotRead => None,
             PromptBlocks::Read(blocks) => blocks,
         };
-        let base = PlacementRequest {
+        let request = PlacementRequest {
             digest: Digest(turn_id),
             expects_more_turns: turn.session.as_ref().is_some_and(|intent| !intent.closes_session),
             sticky: None,
@@ -203,15 +206,17 @@ impl Shared {
             exclude: None,
         };
         let decision = match &turn.session {
-            None => match prompt {
+            None => match prompt_blocks {
                 PromptBlocks::NotRead => Decision::NeedsPrompt,
                 PromptBlocks::Read(_) => {
-                    let placement = placement::place(&base, &view, now())?;
+                    let placement = placement::place(&request, &view, now())?;
                     let placed = self.commit_placement(turn, turn_id, &view, placement, None, true);
                     Decision::Placed(Box::new(placed))
                 }
             },
-            Some(intent) => self.decide_session(turn, turn_id, intent, base, prompt, &view)?,
+            Some(intent) => {
+                self.decide_session(turn, turn_id, intent, request, prompt_blocks, &view)?
+            }
         };
         if let Decision::Placed(placed) = &decision {
             self.remember_cache_key(turn, placed.worker);
@@ -225,9 +230,9 @@ impl Shared {
         self: &Arc<Self>,
         turn: &Turn,
         turn_id: u64,
-        first: &mut PlacedTurn,
+        first_placed: &mut PlacedTurn,
     ) -> Option<PlacedTurn> {
-        if !first.can_move {
+        if !first_placed.can_move {
             return None;
         }
         let view = self.view.load();
@@ -237,36 +242,36 @@ impl Shared {
         let moved_to = intent
             .and_then(|intent| affinity.get(&intent.key, now()))
             .map(|binding| binding.worker)
-            .filter(|worker| *worker != first.worker);
+            .filter(|worker| *worker != first_placed.worker);
         let request = PlacementRequest {
             digest: intent.map_or(Digest(turn_id), |intent| intent.key.digest()),
             expects_more_turns: intent.is_some_and(|intent| !intent.closes_session),
-            sticky: Some(moved_to.unwrap_or(first.worker))
+            sticky: Some(moved_to.unwrap_or(first_placed.worker))
                 .filter(|_| intent.is_some())
                 .map(Sticky::new),
             prefer: None,
             prompt: None,
             retention: intent.and_then(|intent| intent.retention),
             model: turn.model.as_deref(),
-            exclude: Some(first.worker),
+            exclude: Some(first_placed.worker),
         };
         let placement = placement::place(&request, &view, now()).ok()?;
-        if placement.worker == first.worker {
+        if placement.worker == first_placed.worker {
             return None;
         }
         if let Some(intent) = intent {
             affinity.rebind(&intent.key, placement.worker);
         }
-        if let Some(hold) = &mut first.hold {
+        if let Some(hold) = &mut first_placed.hold {
             // If this turn was moving the session, its first move failed. The session may still
             // need its KV on the worker that it was on before.
-            hold.left_worker = None;
+            hold.old_worker = None;
         }
         drop(affinity);
         // The hold stays with the turn. The lease counts on one worker, so the turn gets a new one.
         let second =
-            self.commit_placement(turn, turn_id, &view, placement, first.hold.take(), true);
-        Some(PlacedTurn { blocks: first.blocks.take(), ..second })
+            self.commit_placement(turn, turn_id, &view, placement, first_placed.hold.take(), true);
+        Some(PlacedTurn { blocks: first_placed.blocks.take(), ..second })
     }
 
     /// Places a turn of a session, in one step under the affinity lock.
@@ -275,40 +280,37 @@ impl Shared {
         turn: &Turn,
         turn_id: u64,
         intent: &SessionIntent,
-        base: PlacementRequest<'_>,
-        prompt: PromptBlocks<'_>,
+        request: PlacementRequest<'_>,
+        prompt_blocks: PromptBlocks<'_>,
         view: &Snapshot,
     ) -> Result<Decision, Error> {
         let mut affinity = self.affinity.lock();
-        let status = session_status::determine_status(
-            &intent.key,
-            view,
-            affinity.get(&intent.key, now()),
-            now(),
-        );
-        let PlacementConstraint { mut sticky, is_fixed, reopen_as } = admit(intent, &status, view)?;
+        let binding = affinity.get(&intent.key, now());
+        let status = session_status::determine_status(&intent.key, view, binding, now());
+        let PlacementConstraint { mut sticky, is_fixed, reopen_as } =
+            check_session(intent, &status, view)?;
         if let (Some(sticky), Some(binding)) = (&mut sticky, affinity.get(&intent.key, now())) {
             self.add_binding(sticky, binding, turn);
             sticky.fixed |= intent.is_delta;
         }
         // If the blocks of the session's worker are unknown, the worker would seem to have none of
         // the prompt. Then the turn is placed without its prompt.
-        let is_known = |blocks: &TurnBlocks| {
+        let has_trusted_count = |blocks: &TurnBlocks| {
             sticky.is_none_or(|sticky| self.block_locator.can_trust_count(blocks, sticky.worker))
         };
-        let base = match prompt {
-            PromptBlocks::Read(Some(blocks)) if !is_known(blocks) => {
-                PlacementRequest { prompt: None, ..base }
+        let request = match prompt_blocks {
+            PromptBlocks::Read(Some(blocks)) if !has_trusted_count(blocks) => {
+                PlacementRequest { prompt: None, ..request }
             }
-            _ => base,
+            _ => request,
         };
         let request = PlacementRequest {
             digest: intent.key.digest(),
             sticky,
             retention: if sticky.is_none() { intent.retention } else { None },
-            ..base
+            ..request
         };
-        let placement = match prompt {
+        let placement = match prompt_blocks {
             PromptBlocks::NotRead => match placement::place_without_prompt(&request, view, now()) {
                 Some(placement) => placement,
                 None => return Ok(Decision::NeedsPrompt),
@@ -325,7 +327,7 @@ impl Shared {
         let mut hold = self.hold_binding(&mut affinity, intent, placement.worker)?;
         hold.body_bytes = turn.body_bytes;
         if placement.reason == Reason::Moved {
-            hold.left_worker = sticky.map(|sticky| sticky.worker);
+            hold.old_worker = sticky.map(|sticky| sticky.worker);
         }
         drop(affinity);
         let is_moved = sticky.is_some_and(|sticky| sticky.worker != placement.worker);
@@ -341,8 +343,9 @@ impl Shared {
     /// Adds to `sticky` what only the session's binding shows.
     fn add_binding(&self, sticky: &mut Sticky, binding: &Binding, turn: &Turn) {
         sticky.moved_at = binding.moved_at;
-        let ended = if binding.turns > 0 { Some(now()) } else { binding.last_turn_ended };
-        sticky.last_turn_ended = ended.filter(|_| self.block_locator.reports_blocks(sticky.worker));
+        let last_use = if binding.turns > 0 { Some(now()) } else { binding.last_turn_ended };
+        let reports_blocks = self.block_locator.reports_blocks(sticky.worker);
+        sticky.last_turn_ended = last_use.filter(|_| reports_blocks);
         // The size is 0 as long as no worker has taken a turn of the session.
         let previous_bytes = Some(binding.body_bytes).filter(|&bytes| bytes > 0);
         let new_bytes = previous_bytes.and_then(|bytes| turn.body_bytes.checked_sub(bytes));
@@ -367,7 +370,7 @@ impl Shared {
             key: intent.key.clone(),
             closes_session: false,
             is_answer_recorded: false,
-            left_worker: None,
+            old_worker: None,
             body_bytes: 0,
         })
     }
@@ -382,7 +385,7 @@ impl Shared {
         hold: Option<BindingHold>,
         can_move: bool,
     ) -> PlacedTurn {
-        let tokens = placement.tokens_expected();
+        let tokens_expected = placement.tokens_expected();
         let Placement { worker, reason, ref figures, .. } = placement;
         let agent = view.agent(worker);
         let facts = agent.facts.as_ref().expect("a placed worker was described");
@@ -396,12 +399,13 @@ impl Shared {
             ..Claim::for_session(&intent.key)
         });
         self.metrics.count_placement(reason.as_str());
-        let name = view.name(worker);
+        let worker_name = view.name(worker);
+        let with_worker_name = |figures: &Figures| (view.name(figures.worker), *figures);
         debug!(
-            worker = name,
+            worker = worker_name,
             reason = reason.as_str(),
             session = intent.map(|intent| tracing::field::display(intent.key.digest())),
-            figures = ?with_names(figures, view),
+            figures = ?figures.iter().map(with_worker_name).collect::<Vec<_>>(),
             "turn placed"
         );
         let session = intent.map(|intent| intent.key.digest());
@@ -410,12 +414,12 @@ impl Shared {
             .add(turn_id, PlacementRecord { at: now(), session, placement });
         PlacedTurn {
             worker,
-            name,
-            authority: Arc::clone(&facts.data_authority),
+            worker_name,
+            data_authority: Arc::clone(&facts.data_authority),
             reason,
             claim,
             can_move: can_move && !intent.is_some_and(|intent| intent.is_delta),
-            lease: Lease::acquire(&agent.in_flight[worker.dp_rank as usize], tokens),
+            lease: Lease::acquire(&agent.in_flight[worker.dp_rank as usize], tokens_expected),
             hold,
             blocks: None,
             resident_tokens: None,
@@ -445,13 +449,9 @@ impl Shared {
     }
 }
 
-/// Returns the compared figures with their workers' names, for the log.
-fn with_names(figures: &[Figures], view: &Snapshot) -> Vec<(String, Figures)> {
-    figures.iter().map(|figure| (view.name(figure.worker), *figure)).collect()
-}
-
-/// Checks whether the session's status allows the turn, and returns what it means for placement.
-fn admit(
+/// Refuses the turn if the session's status doesn't allow it. Otherwise returns what the status
+/// means for placing the turn.
+fn check_session(
     intent: &SessionIntent,
     status: &SessionStatus,
     view: &Snapshot,

@@ -73,7 +73,7 @@ impl OutboundTurn {
     fn request(&self, placed: &PlacedTurn) -> http::Request<Full<Bytes>> {
         let uri = Uri::builder()
             .scheme("http")
-            .authority(&*placed.authority)
+            .authority(&*placed.data_authority)
             .path_and_query(self.path.clone())
             .build()
             .expect("authority and path were parsed before");
@@ -100,7 +100,7 @@ impl OutboundTurn {
         placed: &PlacedTurn,
     ) -> Result<Response<Incoming>, NoAnswer> {
         let answer = shared.client.request(self.request(placed));
-        let name = || placed.name.clone();
+        let name = || placed.worker_name.clone();
         match tokio::time::timeout_at(self.deadline.into(), answer).await {
             Ok(Ok(response)) => Ok(response),
             Ok(Err(source)) if source.is_connect() => {
@@ -152,7 +152,7 @@ pub(crate) fn answer(
     parts.headers.remove(header::CONTENT_LENGTH);
     parts.headers.insert(claim::TURN, turn_header(outbound.turn_id));
     parts.headers.insert(PLACEMENT, HeaderValue::from_static(placed.reason.as_str()));
-    if let Ok(name) = HeaderValue::from_str(&placed.name) {
+    if let Ok(name) = HeaderValue::from_str(&placed.worker_name) {
         parts.headers.insert(WORKER, name);
     }
     // The HTTP version and the extensions concern only the connection to the agent.

@@ -130,7 +130,7 @@ async fn compute_in_stages(
 ) -> Result<u64, StagedPrefillEnd> {
     let uri = Uri::builder()
         .scheme("http")
-        .authority(&*placed.authority)
+        .authority(&*placed.data_authority)
         .path_and_query(staged_prefill::PATH)
         .build()
         .expect("authority and path were parsed before");
@@ -150,7 +150,7 @@ async fn compute_in_stages(
         }
         Ok(Err(error)) => {
             debug!(
-                worker = placed.name,
+                worker = placed.worker_name,
                 error = connect::describe_error(&error),
                 "staged prefill failed"
             );
@@ -160,7 +160,7 @@ async fn compute_in_stages(
     };
     debug!(
         turn = format!("{:016x}", outbound.turn_id),
-        worker = placed.name,
+        worker = placed.worker_name,
         resident_tokens,
         left = ?result,
         took_ms = millis_since(started),
