@@ -143,14 +143,14 @@ pub async fn run(config: Config, listeners: Listeners, tasks: Tasks) -> Result<(
     let _admin_ends = admin_token.clone().drop_guard();
     admin::start(admin_data, listeners.admin, admin_token).map_err(Error::Admin)?;
 
-    let (updates, mailbox) = mpsc::channel(view::MAILBOX_UPDATES_MAX);
+    let (update_sender, mailbox) = mpsc::channel(view::MAILBOX_UPDATES_MAX);
     tasks.spawn_essential(
         "view",
         view::run(state, mailbox, Arc::clone(&view), ready_sender, tasks.token()),
     );
-    watch_agents(&config, &endpoints, &updates, &view, &kv_index, &tasks);
+    watch_agents(&config, &endpoints, &update_sender, &view, &kv_index, &tasks);
     let drain_max = config.drain_max();
-    let shared = build_shared(config, view, kv_index, metrics, updates, &endpoints, &tasks);
+    let shared = build_shared(config, view, kv_index, metrics, update_sender, &endpoints, &tasks);
     let address = listeners.data.local_addr().map(|address| address.to_string());
     info!(address = address.unwrap_or_default(), agents = endpoints.len(), "router listens");
     let turns_max = shared.config.turns_in_flight_max;
@@ -175,7 +175,7 @@ fn agent_endpoints(config: &Config) -> Result<Vec<Endpoint>, Error> {
 fn watch_agents(
     config: &Config,
     endpoints: &[Endpoint],
-    updates: &mpsc::Sender<(usize, Update, Instant)>,
+    update_sender: &mpsc::Sender<(usize, Update, Instant)>,
     view: &Arc<View>,
     kv_index: &Arc<KvIndex>,
     tasks: &Tasks,
@@ -186,7 +186,7 @@ fn watch_agents(
             endpoint: endpoint.clone(),
             connect_max: config.connect_max(),
             sessions_max: config.sessions_max,
-            updates: updates.clone(),
+            updates: update_sender.clone(),
             view: Arc::clone(view),
         };
         tasks.spawn(watcher.run(tasks.token()));
@@ -206,7 +206,7 @@ fn build_shared(
     view: Arc<View>,
     kv_index: Arc<KvIndex>,
     metrics: Metrics,
-    updates: mpsc::Sender<(usize, Update, Instant)>,
+    update_sender: mpsc::Sender<(usize, Update, Instant)>,
     endpoints: &[Endpoint],
     tasks: &Tasks,
 ) -> Arc<Shared> {
@@ -218,17 +218,17 @@ fn build_shared(
     connector.set_keepalive(Some(KEEPALIVE_AFTER));
     connector.set_keepalive_interval(Some(KEEPALIVE_INTERVAL));
     connector.set_tcp_user_timeout(Some(UNACKNOWLEDGED_MAX));
-    let client = Client::builder(TokioExecutor::new())
+    let turn_client = Client::builder(TokioExecutor::new())
         .pool_idle_timeout(POOL_IDLE_MAX)
         .pool_max_idle_per_host(POOL_IDLE_COUNT_MAX)
         .pool_timer(TokioTimer::new())
         .build(connector);
     let affinity = || Mutex::new(Affinity::new(config.sessions_max, config.affinity_idle_max()));
-    let controls: Vec<ControlClient> = endpoints.iter().map(ControlClient::new).collect();
+    let control_clients: Vec<ControlClient> = endpoints.iter().map(ControlClient::new).collect();
     let models = Arc::new(Models::new());
     if cfg!(feature = "text") {
         let (models, view) = (Arc::clone(&models), Arc::clone(&view));
-        tasks.spawn(models::run(models, view, controls.clone(), tasks.token()));
+        tasks.spawn(models::run(models, view, control_clients.clone(), tasks.token()));
     }
     Arc::new(Shared {
         view,
@@ -237,16 +237,16 @@ fn build_shared(
         affinity: affinity(),
         cache_keys: affinity(),
         recent_placements: Mutex::new(RecentPlacements::new(recent::WEIGHT_MAX)),
-        client,
-        updates,
-        controls,
+        turn_client,
+        update_sender,
+        control_clients,
         metrics,
         tasks: tasks.clone(),
-        budget: BodyBudget::new(config.body_bytes_max, config.body_bytes_in_flight_max),
+        body_budget: BodyBudget::new(config.body_bytes_max, config.body_bytes_in_flight_max),
         turn_permits: Arc::new(Semaphore::new(config.turns_in_flight_max)),
-        settled_by: service::clock::now() + config.connect_max(),
+        settle_deadline: service::clock::now() + config.connect_max(),
         turn_id_hasher: RandomState::new(),
-        next_turn: AtomicU64::new(0),
+        next_turn_number: AtomicU64::new(0),
         config,
     })
 }

@@ -1,9 +1,10 @@
 //! Runs one turn (a request and its answer), from its request head to its answer.
 //!
-//! The steps, in order: admit the turn, read its body, cut out a volatile preamble (text that a
-//! client changes with each request), choose a worker, have a long prompt computed in stages, and
-//! send the turn. After a failure, the turn is sent to another worker only if the first one can't
-//! have run it.
+//! `http` calls [`run`] with each request to one of the engine's routes, and gets the answer or the
+//! reason for a refusal. The steps, in order: admit the turn, read its body, cut out a volatile
+//! preamble (text that a client changes with each request), choose a worker, have a long prompt
+//! computed in stages, and send the turn. After a failure, the turn is sent to another worker only
+//! if the first one can't have run it. Refusals become HTTP responses in `http`, not here.
 //!
 //! - [`request`]: reads what the request says about its session.
 //! - [`preamble`]: finds the volatile preamble in the request's body.
@@ -54,8 +55,8 @@ pub(crate) async fn run(
     mut parts: Parts,
     body: axum::body::Body,
 ) -> Result<Response, Error> {
-    let arrived = now();
-    let deadline = arrived + shared.config.turn_max();
+    let arrived_at = now();
+    let deadline = arrived_at + shared.config.turn_max();
     let permit =
         Arc::clone(&shared.turn_permits).try_acquire_owned().map_err(|_| Error::TurnsFull)?;
     let principal = request::principal(&parts.headers);
@@ -64,55 +65,56 @@ pub(crate) async fn run(
     {
         refuse_early(&shared, &key).await?;
     }
-    let mut held = match tokio::time::timeout_at(deadline.into(), shared.budget.read(body)).await {
-        Ok(body) => body?,
-        Err(_) => return Err(Error::BodyLate),
-    };
-    shared.metrics.request_bytes.inc_by(held.bytes.len() as u64);
-    let turn = read(&shared, kind, &parts, &mut held, &principal)?;
-    let body = proxy::held_bytes(held);
+    let mut held_body =
+        match tokio::time::timeout_at(deadline.into(), shared.body_budget.read(body)).await {
+            Ok(body) => body?,
+            Err(_) => return Err(Error::BodyLate),
+        };
+    shared.metrics.request_bytes.inc_by(held_body.bytes.len() as u64);
+    let turn = read_turn(&shared, kind, &parts, &mut held_body, &principal)?;
+    let body = proxy::held_bytes(held_body);
     if let Some(intent) = &turn.session {
         close_lost_session(&shared, intent).await?;
     } else {
         // Right after the router's start, wait for the agents' first session tables.
         shared.settled_view().await;
     }
-    let turn_id = shared.turn_id();
+    let turn_id = shared.new_turn_id();
     let placed = shared.decide(&turn, turn_id, parts.uri.path(), &body).await?;
-    let path = parts.uri.path_and_query().cloned();
+    let path_and_query = parts.uri.path_and_query().cloned();
     strip_request(&mut parts.headers);
     let outbound = OutboundTurn {
         method: parts.method,
-        path: path.unwrap_or_else(|| http::uri::PathAndQuery::from_static("/")),
+        path_and_query: path_and_query.unwrap_or_else(|| http::uri::PathAndQuery::from_static("/")),
         headers: parts.headers,
         body,
         turn_id,
         counts_first_byte: kind.is_generation(),
-        arrived,
+        arrived_at,
         deadline,
     };
     Box::pin(send(&shared, &turn, &outbound, placed, permit)).await
 }
 
 /// Reads a turn from its request, and removes a volatile preamble from the body. All later steps
-/// use the body without the preamble.
-fn read(
+/// use the body without the preamble. `principal` identifies the sender of the request.
+fn read_turn(
     shared: &Shared,
     kind: Kind,
     parts: &Parts,
-    held: &mut HeldBody,
+    held_body: &mut HeldBody,
     principal: &str,
 ) -> Result<Turn, Error> {
     if parts.method == Method::GET {
         return Ok(Turn::default());
     }
-    let object = Object::parse(&held.bytes).map_err(request::Error::from)?;
+    let object = Object::parse(&held_body.bytes).map_err(request::Error::from)?;
     let headers = &parts.headers;
     let turn = match find_preamble(shared, kind, parts.uri.path(), &object) {
         None => request::read_object(headers, &object, principal),
         Some(range) => {
-            held.bytes = range.apply(std::mem::take(&mut held.bytes));
-            request::read(headers, &held.bytes, principal)
+            held_body.bytes = range.apply(std::mem::take(&mut held_body.bytes));
+            request::read(headers, &held_body.bytes, principal)
         }
     };
     let turn = turn?;
@@ -168,8 +170,8 @@ async fn close_lost_session(shared: &Arc<Shared>, intent: &SessionIntent) -> Res
     }
 }
 
-/// Sends a turn to its worker. If the worker refuses it or can't be reached, sends it to a second
-/// worker if there is one.
+/// Sends a turn to its worker. If the worker refuses the turn or can't be reached, sends the turn
+/// to a second worker if there is one.
 async fn send(
     shared: &Arc<Shared>,
     turn: &Turn,
@@ -185,28 +187,28 @@ async fn send(
         Err(error) if error.can_retry() => Some("connect"),
         Ok(_) | Err(_) => None,
     };
-    let second_placed = retry_reason.and_then(|why| {
+    let second_placed = retry_reason.and_then(|reason| {
         let second = shared.decide_again(turn, outbound.turn_id, &mut placed)?;
-        shared.metrics.count_retry(why);
+        shared.metrics.count_retry(reason);
         debug!(
             turn = format!("{:016x}", outbound.turn_id),
-            why,
+            why = reason,
             worker = second.worker_name,
             "retried"
         );
         Some(second)
     });
-    let (placed, answered) = match second_placed {
+    let (placed, worker_answer) = match second_placed {
         Some(second) => {
             unanswered.move_to(second.worker);
             // Dropping the first answer, if there is one, drops its connection.
             drop(first_answer);
-            let answered = outbound.send(shared, &second).await;
-            (second, answered)
+            let worker_answer = outbound.send(shared, &second).await;
+            (second, worker_answer)
         }
         None => (placed, first_answer),
     };
-    finish(shared, outbound, placed, permit, unanswered, answered)
+    finish(shared, outbound, placed, permit, unanswered, worker_answer)
 }
 
 /// Turns the worker's answer into the client's answer, or logs and counts why there is none.
@@ -216,12 +218,12 @@ fn finish(
     placed: PlacedTurn,
     permit: OwnedSemaphorePermit,
     mut unanswered: UnansweredTurn,
-    answered: Result<http::Response<Incoming>, NoAnswer>,
+    worker_answer: Result<http::Response<Incoming>, NoAnswer>,
 ) -> Result<Response, Error> {
-    match answered {
+    match worker_answer {
         Ok(response) => {
             let in_flight_count = unanswered.record_answer();
-            Ok(proxy::answer(shared, outbound, placed, in_flight_count, permit, response))
+            Ok(proxy::build_answer(shared, outbound, placed, in_flight_count, permit, response))
         }
         Err(error) => {
             unanswered.outcome = Some(match error {
@@ -242,8 +244,8 @@ fn finish(
 /// A placed turn that isn't answered yet.
 ///
 /// If this value is dropped before an answer, the client has left, unless `outcome` names another
-/// cause. If the turn was also to close its session, the router closes the session, because perhaps
-/// no agent received the turn. After an answer, the agent closes the session itself.
+/// cause. If the turn also closes its session, the drop closes the session, because perhaps no
+/// agent received the turn. After an answer, the agent closes the session itself.
 struct UnansweredTurn {
     shared: Arc<Shared>,
     /// The session to close if no answer comes, and its worker.
@@ -268,13 +270,14 @@ impl UnansweredTurn {
         }
     }
 
+    /// Records that the turn is now sent to `worker`, which then also has its session.
     fn move_to(&mut self, worker: WorkerRef) {
-        if let Some((_, close_on)) = &mut self.session_to_close {
-            *close_on = worker;
+        if let Some((_, session_worker)) = &mut self.session_to_close {
+            *session_worker = worker;
         }
     }
 
-    /// Ends the waiting, and returns the count for the answer's body to hold.
+    /// Records that the answer has come. Returns the count, which the answer's body holds from now.
     fn record_answer(&mut self) -> InFlightCount {
         self.session_to_close = None;
         self.outcome = None;

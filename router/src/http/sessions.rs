@@ -169,7 +169,7 @@ async fn read_body<T: for<'de> Deserialize<'de> + Default>(
     body: Body,
     may_be_empty: bool,
 ) -> Result<T, Refusal> {
-    let held = shared.budget.read(body).await?;
+    let held = shared.body_budget.read(body).await?;
     if held.bytes.is_empty() && may_be_empty {
         return Ok(T::default());
     }

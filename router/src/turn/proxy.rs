@@ -1,5 +1,8 @@
 //! Sends a turn to an agent, and streams the answer back to the client.
 //!
+//! `turn` calls this module once per attempt, with a turn that `decide` has placed on a worker. The
+//! agent forwards the turn to its engine. This module chooses no worker and doesn't retry.
+//!
 //! A turn is one request and its answer. A placed turn has a lease (its tokens count as load of the
 //! worker), a hold (its session stays bound to the worker) and a permit (the router limits the
 //! turns in flight). The answer's body keeps these until the answer ends. Answers are not buffered,
@@ -35,29 +38,28 @@ use crate::{
 };
 
 /// Answer header: the worker that answered, as `agent/rank`.
-pub(crate) const WORKER: HeaderName = HeaderName::from_static("x-berth-worker");
+pub(crate) const WORKER_HEADER: HeaderName = HeaderName::from_static("x-berth-worker");
 /// Answer header: why that worker was chosen.
-pub(crate) const PLACEMENT: HeaderName = HeaderName::from_static("x-berth-placement");
+pub(crate) const PLACEMENT_HEADER: HeaderName = HeaderName::from_static("x-berth-placement");
 
 /// A client's request as it is sent to agents. It can be sent more than once.
 #[derive(Debug)]
 pub(crate) struct OutboundTurn {
     pub(crate) method: Method,
-    pub(crate) path: http::uri::PathAndQuery,
+    pub(crate) path_and_query: http::uri::PathAndQuery,
     pub(crate) headers: HeaderMap,
     pub(crate) body: Bytes,
     pub(crate) turn_id: u64,
     /// Whether the time to the answer's first byte counts in the metric of that time.
     pub(crate) counts_first_byte: bool,
     /// When the request arrived at the router.
-    pub(crate) arrived: Instant,
+    pub(crate) arrived_at: Instant,
     /// When the turn is cut off.
     pub(crate) deadline: Instant,
 }
 
-/// Converts a body to `Bytes` that return the body's share of the memory budget when their last
-/// slice is dropped. The bytes are kept until the answer begins, because the turn may have to go to
-/// another worker before that.
+/// Converts a body to `Bytes` whose last drop returns the body's share of the memory budget. The
+/// turn keeps the bytes until its answer begins, because it may be sent to another worker before.
 pub(crate) fn held_bytes(body: HeldBody) -> Bytes {
     struct Owner(HeldBody);
     impl AsRef<[u8]> for Owner {
@@ -70,11 +72,11 @@ pub(crate) fn held_bytes(body: HeldBody) -> Bytes {
 
 impl OutboundTurn {
     /// Builds the request to the agent of the turn's worker.
-    fn request(&self, placed: &PlacedTurn) -> http::Request<Full<Bytes>> {
+    fn build_request(&self, placed: &PlacedTurn) -> http::Request<Full<Bytes>> {
         let uri = Uri::builder()
             .scheme("http")
             .authority(&*placed.data_authority)
-            .path_and_query(self.path.clone())
+            .path_and_query(self.path_and_query.clone())
             .build()
             .expect("authority and path were parsed before");
         let mut request = http::Request::new(Full::new(self.body.clone()));
@@ -82,7 +84,7 @@ impl OutboundTurn {
         *request.uri_mut() = uri;
         let headers = request.headers_mut();
         headers.clone_from(&self.headers);
-        headers.insert(claim::TURN, turn_header(self.turn_id));
+        headers.insert(claim::TURN, turn_id_header(self.turn_id));
         headers.insert(claim::RANK, HeaderValue::from(placed.worker.dp_rank));
         if let Some(tokens) = placed.resident_tokens {
             headers.insert(claim::RESIDENT, HeaderValue::from(tokens));
@@ -99,22 +101,22 @@ impl OutboundTurn {
         shared: &Shared,
         placed: &PlacedTurn,
     ) -> Result<Response<Incoming>, NoAnswer> {
-        let answer = shared.client.request(self.request(placed));
-        let name = || placed.worker_name.clone();
+        let answer = shared.turn_client.request(self.build_request(placed));
+        let worker_name = || placed.worker_name.clone();
         match tokio::time::timeout_at(self.deadline.into(), answer).await {
             Ok(Ok(response)) => Ok(response),
             Ok(Err(source)) if source.is_connect() => {
                 shared.report_unreachable(placed.worker, connect::describe_error(&source));
-                Err(NoAnswer::Connect { worker: name(), source })
+                Err(NoAnswer::Connect { worker: worker_name(), source })
             }
-            Ok(Err(source)) => Err(NoAnswer::BrokenOff { worker: name(), source }),
+            Ok(Err(source)) => Err(NoAnswer::BrokenOff { worker: worker_name(), source }),
             Err(_) => Err(NoAnswer::TimedOut),
         }
     }
 }
 
 /// Returns the header value for a turn's id.
-pub(crate) fn turn_header(turn_id: u64) -> HeaderValue {
+pub(crate) fn turn_id_header(turn_id: u64) -> HeaderValue {
     HeaderValue::from_str(&format!("{turn_id:016x}")).expect("hex digits are legal")
 }
 
@@ -129,7 +131,7 @@ pub(crate) fn is_refused_for_now(response: &Response<Incoming>) -> bool {
 }
 
 /// Builds the client's answer: the agent's answer, with headers for the worker and the placement.
-pub(crate) fn answer(
+pub(crate) fn build_answer(
     shared: &Arc<Shared>,
     outbound: &OutboundTurn,
     mut placed: PlacedTurn,
@@ -147,22 +149,22 @@ pub(crate) fn answer(
     if let Some(blocks) = placed.blocks.take().filter(|_| response.status().is_success()) {
         shared.block_locator.record_sent(&blocks, placed.worker, &shared.view.load());
     }
-    let (mut parts, inner) = response.into_parts();
+    let (mut parts, agent_body) = response.into_parts();
     remove_hop_by_hop(&mut parts.headers);
     parts.headers.remove(header::CONTENT_LENGTH);
-    parts.headers.insert(claim::TURN, turn_header(outbound.turn_id));
-    parts.headers.insert(PLACEMENT, HeaderValue::from_static(placed.reason.as_str()));
+    parts.headers.insert(claim::TURN, turn_id_header(outbound.turn_id));
+    parts.headers.insert(PLACEMENT_HEADER, HeaderValue::from_static(placed.reason.as_str()));
     if let Ok(name) = HeaderValue::from_str(&placed.worker_name) {
-        parts.headers.insert(WORKER, name);
+        parts.headers.insert(WORKER_HEADER, name);
     }
     // The HTTP version and the extensions concern only the connection to the agent.
     parts.version = http::Version::HTTP_11;
     parts.extensions.clear();
     let is_success = parts.status.is_success();
     let body = AnswerBody {
-        inner,
+        agent_body,
         deadline: Box::pin(tokio::time::sleep_until(outbound.deadline.into())),
-        arrived: Some(outbound.arrived),
+        arrived_at: Some(outbound.arrived_at),
         in_flight: Some(InFlightTurn {
             in_flight_count,
             outcome: TurnOutcome::ClientGone,
@@ -176,7 +178,7 @@ pub(crate) fn answer(
     Response::from_parts(parts, axum::body::Body::new(body))
 }
 
-/// Counts a turn in the metric of running turns. Dropped when the turn ends.
+/// Counts a turn in the metric of turns in flight. Dropped when the turn ends.
 #[derive(Debug)]
 pub(crate) struct InFlightCount(Arc<Shared>);
 
@@ -214,12 +216,12 @@ impl Drop for InFlightTurn {
 #[derive(Debug)]
 struct AnswerBody {
     /// The body from the agent.
-    inner: Incoming,
+    agent_body: Incoming,
     deadline: Pin<Box<Sleep>>,
-    /// When the turn arrived. `None` after the answer's first byte.
-    arrived: Option<Instant>,
-    /// `None` after the last frame. A client that has the whole answer may send its next turn at
-    /// once, and the session must not seem busy then.
+    /// When the turn arrived at the router. `None` after the answer's first byte.
+    arrived_at: Option<Instant>,
+    /// What the turn holds; `None` after the last frame. The client may then send the session's
+    /// next turn at once, and the session must not seem busy.
     in_flight: Option<InFlightTurn>,
     /// Whether the time to the first byte counts in the metric of that time.
     counts_first_byte: bool,
@@ -258,7 +260,7 @@ impl Body for AnswerBody {
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
-        let polled = Pin::new(&mut self.inner).poll_frame(context);
+        let polled = Pin::new(&mut self.agent_body).poll_frame(context);
         if polled.is_pending() {
             ready!(self.deadline.as_mut().poll(context));
             self.end_turn(TurnOutcome::TimedOut);
@@ -275,19 +277,19 @@ impl Body for AnswerBody {
                 Poll::Ready(Some(Err(StreamError::BrokenOff(error).into())))
             }
             Some(Ok(frame)) => {
-                let (arrived, counts_first_byte) = (self.arrived, self.counts_first_byte);
+                let (arrived_at, counts_first_byte) = (self.arrived_at, self.counts_first_byte);
                 if let (Some(in_flight), Some(data)) = (&mut self.in_flight, frame.data_ref()) {
                     let metrics = &in_flight.in_flight_count.0.metrics;
                     metrics.response_bytes.inc_by(data.len() as u64);
-                    if let Some(arrived) = arrived {
+                    if let Some(arrived_at) = arrived_at {
                         if counts_first_byte {
-                            metrics.observe_first_byte(now().saturating_duration_since(arrived));
+                            metrics.observe_first_byte(now().saturating_duration_since(arrived_at));
                         }
                         in_flight.lease.record_answer();
                     }
-                    self.arrived = None;
+                    self.arrived_at = None;
                 }
-                if self.inner.is_end_stream() {
+                if self.agent_body.is_end_stream() {
                     self.end_turn(complete_outcome);
                 }
                 Poll::Ready(Some(Ok(frame)))
@@ -297,17 +299,17 @@ impl Body for AnswerBody {
 
     fn is_end_stream(&self) -> bool {
         // If this is true at once, hyper drops the body without polling it. The drop ends the turn.
-        self.inner.is_end_stream()
+        self.agent_body.is_end_stream()
     }
 
     fn size_hint(&self) -> SizeHint {
-        self.inner.size_hint()
+        self.agent_body.size_hint()
     }
 }
 
 impl Drop for AnswerBody {
     fn drop(&mut self) {
-        if self.inner.is_end_stream() {
+        if self.agent_body.is_end_stream() {
             let complete_outcome = self.complete_outcome();
             self.end_turn(complete_outcome);
         }

@@ -134,7 +134,7 @@ impl Shared {
         key: &SessionKey,
         worker: WorkerRef,
     ) -> Result<(), Error> {
-        let result = self.controls[worker.agent].close(key).await;
+        let result = self.control_clients[worker.agent].close(key).await;
         match result {
             Err(status) if !matches!(status.code(), Code::NotFound | Code::Unavailable) => {
                 return Err(Error::from_agent(status));
@@ -183,7 +183,7 @@ impl Shared {
         }
         let OpenPlacement { worker: first, was_open, can_move } =
             self.place_for_open(&open_request, None)?;
-        let result = self.controls[first.agent].open(&open_request, first.dp_rank).await;
+        let result = self.control_clients[first.agent].open(&open_request, first.dp_rank).await;
         let (worker, result) = match result {
             // The agent is full or unreachable.
             Err(status)
@@ -193,7 +193,7 @@ impl Shared {
                 match self.place_for_open(&open_request, Some(first)) {
                     Ok(OpenPlacement { worker: second, .. }) => {
                         self.metrics.count_retry("open");
-                        let control = &self.controls[second.agent];
+                        let control = &self.control_clients[second.agent];
                         (second, control.open(&open_request, second.dp_rank).await)
                     }
                     Err(_) => (first, Err(status)),
@@ -294,7 +294,7 @@ impl Shared {
         others
             .filter(|other| other.agent != worker.agent && view.agent(*other).is_up())
             .for_each(|other| self.close_detached(key.clone(), other));
-        let result = self.controls[worker.agent].close(key).await;
+        let result = self.control_clients[worker.agent].close(key).await;
         let mut affinity = self.affinity.lock();
         match result {
             Ok(deferred) => {

@@ -1,8 +1,12 @@
 //! Holds the state that all requests to the router share.
 //!
 //! The state has what the agents report, the worker of each session, the clients for the agents,
-//! and the router's limits and metrics. The helpers here make turn ids, look up the status of a
-//! session, and close a session in a task of its own.
+//! and the router's limits and metrics. `router::run` builds the state once, and every request
+//! handler in `http` and `turn` gets it. The helpers here make turn ids, look up the status of a
+//! session, and close a session in a task of its own. They place no turn: `decide` does.
+//!
+//! A *session* is a sequence of turns that share a growing prefix, and a *turn* is one request and
+//! its answer. An *agent* runs beside each engine.
 
 use std::{
     hash::{BuildHasher as _, RandomState},
@@ -41,8 +45,8 @@ pub(crate) type TurnClient = Client<HttpConnector, Full<Bytes>>;
 /// The state that all requests share.
 ///
 /// Each of the three mutexes is locked for one decision, never across an await, and never together
-/// with another of them.
-/// While `affinity` is locked, the locks inside `kv_index` may be taken, and never the reverse.
+/// with another of them. The locks inside `kv_index` may be taken while `affinity` is locked.
+/// `affinity` must not be locked while one of those is held.
 #[derive(Debug)]
 pub(crate) struct Shared {
     pub(crate) config: Config,
@@ -58,46 +62,47 @@ pub(crate) struct Shared {
     pub(crate) cache_keys: Mutex<Affinity>,
     /// The last placements, for clients that ask for the reason.
     pub(crate) recent_placements: Mutex<RecentPlacements>,
-    pub(crate) client: TurnClient,
-    /// Reports to the fleet's state that a turn couldn't reach an agent.
-    pub(crate) updates: mpsc::Sender<(usize, Update, Instant)>,
+    pub(crate) turn_client: TurnClient,
+    /// Reports to the view task that a turn couldn't reach an agent. Sends the agent's index, the
+    /// update and its time.
+    pub(crate) update_sender: mpsc::Sender<(usize, Update, Instant)>,
     /// One control client per configured agent.
-    pub(crate) controls: Vec<ControlClient>,
+    pub(crate) control_clients: Vec<ControlClient>,
     pub(crate) metrics: Metrics,
     pub(crate) tasks: Tasks,
-    /// Limits the memory of all request bodies together.
-    pub(crate) budget: BodyBudget,
+    /// Bounds the memory of all request bodies together.
+    pub(crate) body_budget: BodyBudget,
     /// One permit per turn in flight.
     pub(crate) turn_permits: Arc<Semaphore>,
-    /// After its start, the router waits for the agents' first session tables until this time.
-    pub(crate) settled_by: Instant,
+    /// Until this time, requests wait for the agents' first session tables.
+    pub(crate) settle_deadline: Instant,
     /// Hashes turn numbers to turn ids, with a random key.
     pub(crate) turn_id_hasher: RandomState,
     /// The number of the next turn.
-    pub(crate) next_turn: AtomicU64,
+    pub(crate) next_turn_number: AtomicU64,
 }
 
 impl Shared {
     /// Returns a new turn id, which clients see as 16 hex digits. A client that knows a turn's id
     /// may ask why the turn went to its worker. So an id can't be guessed from other ids.
-    pub(crate) fn turn_id(&self) -> u64 {
-        self.turn_id_hasher.hash_one(self.next_turn.fetch_add(1, Ordering::Relaxed))
+    pub(crate) fn new_turn_id(&self) -> u64 {
+        self.turn_id_hasher.hash_one(self.next_turn_number.fetch_add(1, Ordering::Relaxed))
     }
 
     /// Reports that a turn couldn't connect to a worker's data port.
-    pub(crate) fn report_unreachable(&self, worker: WorkerRef, why: String) {
+    pub(crate) fn report_unreachable(&self, worker: WorkerRef, reason: String) {
         // If the channel is full, the report is dropped. The next turn that fails repeats it.
-        let _ = self.updates.try_send((worker.agent, Update::Unreachable(why), now()));
+        let _ = self.update_sender.try_send((worker.agent, Update::Unreachable(reason), now()));
     }
 
-    /// Returns a snapshot of the fleet in which every agent has reported or failed. Waits for it
-    /// only until `settled_by`, shortly after the router's start.
+    /// Returns a snapshot of the fleet. Shortly after the router's start, waits for a snapshot in
+    /// which every agent has reported or failed, at most until `settle_deadline`.
     pub(crate) async fn settled_view(&self) -> Arc<Snapshot> {
         let view = self.view.load();
-        if view.is_settled() || now() >= self.settled_by {
+        if view.is_settled() || now() >= self.settle_deadline {
             return view;
         }
-        self.view.wait_for(self.settled_by, Snapshot::is_settled).await
+        self.view.wait_for(self.settle_deadline, Snapshot::is_settled).await
     }
 
     /// Returns the status of a session.
@@ -117,18 +122,18 @@ impl Shared {
         let crate::fleet::agent::Link::Lost { since, .. } = view.agent(worker).link else {
             return status;
         };
-        let limit = since + self.config.connect_max();
-        if now() >= limit {
+        let reconnect_deadline = since + self.config.connect_max();
+        if now() >= reconnect_deadline {
             return status;
         }
-        let view = self.view.wait_for(limit, |view| view.agent(worker).is_up()).await;
+        let view = self.view.wait_for(reconnect_deadline, |view| view.agent(worker).is_up()).await;
         self.session_status(key, &view)
     }
 
     /// Starts a task that closes a session at an agent. The task goes on even if the turn or client
     /// that wanted the close is gone.
     pub(crate) fn close_detached(self: &Arc<Self>, key: SessionKey, worker: WorkerRef) {
-        let control = self.controls[worker.agent].clone();
+        let control = self.control_clients[worker.agent].clone();
         self.tasks.spawn(async move {
             if let Err(status) = control.close(&key).await
                 && status.code() != tonic::Code::NotFound

@@ -114,7 +114,7 @@ async fn token_ids(
 ) -> Option<Vec<u32>> {
     let view = shared.view.load();
     let facts = view.agent(placed.worker).facts.as_ref()?;
-    let (path, body) = (outbound.path.path(), &outbound.body);
+    let (path, body) = (outbound.path_and_query.path(), &outbound.body);
     let blocks = placed.blocks.as_ref()?;
     shared.block_locator.token_ids(&turn.prompt, path, body, blocks, &facts.description).await
 }
@@ -138,11 +138,11 @@ async fn compute_in_stages(
     *request.method_mut() = Method::POST;
     *request.uri_mut() = uri;
     let headers = request.headers_mut();
-    headers.insert(claim::TURN, proxy::turn_header(outbound.turn_id));
+    headers.insert(claim::TURN, proxy::turn_id_header(outbound.turn_id));
     headers.insert(claim::RANK, HeaderValue::from(placed.worker.dp_rank));
     headers.insert(claim::RESIDENT, HeaderValue::from(resident_tokens));
     let started = now();
-    let answer = shared.client.request(request);
+    let answer = shared.turn_client.request(request);
     let give_up_at = outbound.deadline.min(started + STAGED_PREFILL_MAX);
     let result = match tokio::time::timeout_at(give_up_at.into(), answer).await {
         Ok(Ok(response)) => {
