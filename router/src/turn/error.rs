@@ -1,7 +1,8 @@
 //! Lists the reasons for which the router refuses a turn, or the open or close of a session.
 //!
 //! A session is a sequence of turns that share a growing prefix. A turn is one request and its
-//! answer.
+//! answer. The other modules of `turn` return these errors. `http::errors` maps each of them to an
+//! HTTP status and a code.
 
 use service::refusal::Refusal;
 use tonic::{Code, Status};

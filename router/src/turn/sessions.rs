@@ -2,8 +2,12 @@
 //!
 //! A session is a sequence of turns (requests and their answers) that share a growing prefix. The
 //! agents hold the sessions and report them in tables. The router chooses a session's worker, and
-//! remembers in a binding what the agents' tables can't show yet. Opens and closes run in tasks of
-//! their own, so that they are completed even if the client leaves before that.
+//! remembers in a binding what the agents' tables can't show yet.
+//!
+//! `http` calls the methods here for its session routes, and makes JSON of the results. `turn` uses
+//! `close_lost` before a turn opens a lost session again. A session that a turn opens or closes is
+//! not handled here: the turn's claim tells the agent. Opens and closes run in tasks of their own,
+//! so that they are completed even if the client leaves before that.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -24,8 +28,8 @@ use crate::{
     },
 };
 
-/// Maximum number of sessions in a list. An owner of more sessions is told that some are missing.
-pub(crate) const LISTED_MAX: usize = 1000;
+/// Maximum number of sessions in a list. If there are more, the answer says so.
+pub(crate) const SESSIONS_LISTED_MAX: usize = 1000;
 
 /// A session as shown to its owner.
 #[derive(Debug, Clone)]
@@ -47,12 +51,12 @@ pub(crate) struct OpenedSession {
     pub(crate) is_new: bool,
 }
 
-/// Where a session is to be opened.
+/// The worker chosen to open a session.
 struct OpenPlacement {
     worker: WorkerRef,
     /// Whether the session was open already.
     was_open: bool,
-    /// Whether another worker may open the session, because no worker has it.
+    /// Whether another worker may open the session instead, because no worker has the session.
     can_move: bool,
 }
 
@@ -105,10 +109,11 @@ impl Shared {
         self.to_session_view(key, self.session_status(key, &view))
     }
 
-    /// Returns the owner's sessions, ordered by id, and whether there are more than [`LISTED_MAX`].
+    /// Returns the sessions of `principal`, ordered by id, and whether there are more than
+    /// [`SESSIONS_LISTED_MAX`].
     pub(crate) async fn list(&self, principal: &str) -> (Vec<SessionView>, bool) {
         let view = self.settled_view().await;
-        let mut keys: BTreeMap<String, SessionKey> = view
+        let mut keys_by_id: BTreeMap<String, SessionKey> = view
             .sessions
             .iter()
             .map(|located| &located.session.key)
@@ -117,14 +122,14 @@ impl Shared {
             .collect();
         {
             let affinity = self.affinity.lock();
-            let bound = affinity.keys_of_principal(principal, now());
-            keys.extend(bound.map(|key| (key.id().to_owned(), key.clone())));
+            let bound_keys = affinity.keys_of_principal(principal, now());
+            keys_by_id.extend(bound_keys.map(|key| (key.id().to_owned(), key.clone())));
         }
-        let mut session_views = keys.into_values().filter_map(|key| {
+        let mut session_views = keys_by_id.into_values().filter_map(|key| {
             let status = self.session_status(&key, &view);
             self.to_session_view(&key, status)
         });
-        let listed = session_views.by_ref().take(LISTED_MAX).collect();
+        let listed = session_views.by_ref().take(SESSIONS_LISTED_MAX).collect();
         (listed, session_views.next().is_some())
     }
 
@@ -181,25 +186,27 @@ impl Shared {
         if let SessionStatus::Lost { worker, .. } = self.session_status_after_reconnect(key).await {
             self.close_lost(key, worker).await?;
         }
-        let OpenPlacement { worker: first, was_open, can_move } =
+        let OpenPlacement { worker: first_worker, was_open, can_move } =
             self.place_for_open(&open_request, None)?;
-        let result = self.control_clients[first.agent].open(&open_request, first.dp_rank).await;
+        let result = self.control_clients[first_worker.agent]
+            .open(&open_request, first_worker.dp_rank)
+            .await;
         let (worker, result) = match result {
             // The agent is full or unreachable.
             Err(status)
                 if can_move
                     && matches!(status.code(), Code::ResourceExhausted | Code::Unavailable) =>
             {
-                match self.place_for_open(&open_request, Some(first)) {
-                    Ok(OpenPlacement { worker: second, .. }) => {
+                match self.place_for_open(&open_request, Some(first_worker)) {
+                    Ok(OpenPlacement { worker: second_worker, .. }) => {
                         self.metrics.count_retry("open");
-                        let control = &self.control_clients[second.agent];
-                        (second, control.open(&open_request, second.dp_rank).await)
+                        let control = &self.control_clients[second_worker.agent];
+                        (second_worker, control.open(&open_request, second_worker.dp_rank).await)
                     }
-                    Err(_) => (first, Err(status)),
+                    Err(_) => (first_worker, Err(status)),
                 }
             }
-            result => (first, result),
+            result => (first_worker, result),
         };
         let epoch = self.view.load().agent(worker).epoch();
         let mut affinity = self.affinity.lock();
@@ -209,12 +216,12 @@ impl Shared {
                 let worker = WorkerRef { dp_rank: session.dp_rank, ..worker };
                 let is_new = !was_open && session.turns == 0;
                 let session = Arc::new(session);
-                let opened = affinity::OpenAnswer {
+                let open_answer = affinity::OpenAnswer {
                     session: Arc::clone(&session),
                     epoch,
                     answered_at: now(),
                 };
-                affinity.record_open(worker, opened, now())?;
+                affinity.record_open(worker, open_answer, now())?;
                 Ok(OpenedSession { worker, session, is_new })
             }
             Err(status) => {
@@ -226,21 +233,22 @@ impl Shared {
         }
     }
 
-    /// Chooses where to open a session, and binds the session to that worker, so that turns sent
-    /// meanwhile go there too. The binding is held like that of a running turn until the caller
-    /// ends it. `exclude` is the worker that has just failed to open the session. If it is set, the
+    /// Chooses the worker that opens a session, and binds the session to it, so that turns sent
+    /// meanwhile go there too. The binding counts a running turn, which the caller must end.
+    ///
+    /// `failed_worker` is the worker that has just failed to open the session. If it is set, the
     /// session is bound already, and the binding moves to another worker.
     fn place_for_open(
         &self,
         open_request: &OpenRequest,
-        exclude: Option<WorkerRef>,
+        failed_worker: Option<WorkerRef>,
     ) -> Result<OpenPlacement, Error> {
         let key = &open_request.key;
         let view = self.view.load();
         let now = now();
         let mut affinity = self.affinity.lock();
         let status = session_status::determine_status(key, &view, affinity.get(key, now), now);
-        let (bound, was_open) = match status {
+        let (bound_worker, was_open) = match status {
             SessionStatus::Closing => {
                 return Err(Error::OpenWhileClosing);
             }
@@ -249,8 +257,8 @@ impl Shared {
             SessionStatus::Open { worker, .. } => (Some(worker), true),
         };
         let is_pinned = open_request.retention == Some(Retention::Pinned);
-        let sticky = bound
-            .filter(|_| exclude.is_none())
+        let sticky = bound_worker
+            .filter(|_| failed_worker.is_none())
             .map(|worker| Sticky { fixed: was_open && is_pinned, ..Sticky::new(worker) });
         let request = PlacementRequest {
             digest: key.digest(),
@@ -261,14 +269,14 @@ impl Shared {
             prompt: None,
             retention: if was_open { None } else { open_request.retention },
             model: None,
-            exclude,
+            exclude: failed_worker,
         };
         let placement = placement::place(&request, &view, now)?;
         self.metrics.count_placement(placement.reason.as_str());
-        if bound.is_none() {
+        if bound_worker.is_none() {
             view.agent(placement.worker).in_flight[placement.worker.dp_rank as usize].count_open();
         }
-        match exclude {
+        match failed_worker {
             None => {
                 affinity.begin_turn(key, placement.worker, false, now)?;
                 // An unanswered turn can make the session busy, and an open must not.
@@ -276,29 +284,29 @@ impl Shared {
             }
             Some(_) => affinity.rebind(key, placement.worker),
         }
-        Ok(OpenPlacement { worker: placement.worker, was_open, can_move: bound.is_none() })
+        Ok(OpenPlacement { worker: placement.worker, was_open, can_move: bound_worker.is_none() })
     }
 
-    /// Closes a session at its agent. `is_placement_only` tells that no agent has ever reported the
-    /// session, because the client asked only for its placement.
+    /// Closes a session at its agent. `is_placement_only`: whether the client asked only that the
+    /// session's turns go to one worker, so that no agent knows the session.
     async fn close_at_agent(
         self: Arc<Self>,
         key: &SessionKey,
         worker: WorkerRef,
         is_placement_only: bool,
     ) -> Result<(), Error> {
-        // After a move, other workers may still have the session. It is closed there, too, or the
-        // session would seem to be open on one of these workers.
+        // After a move, other workers may still have the session. Close it there, too. Otherwise it
+        // would seem to be open there.
         let view = self.view.load();
-        let others = view.sessions.locate(key).iter().map(|located| located.worker);
-        others
+        let other_workers = view.sessions.locate(key).iter().map(|located| located.worker);
+        other_workers
             .filter(|other| other.agent != worker.agent && view.agent(*other).is_up())
             .for_each(|other| self.close_detached(key.clone(), other));
         let result = self.control_clients[worker.agent].close(key).await;
         let mut affinity = self.affinity.lock();
         match result {
-            Ok(deferred) => {
-                affinity.record_close(key, deferred, now());
+            Ok(is_deferred) => {
+                affinity.record_close(key, is_deferred, now());
                 Ok(())
             }
             Err(status) if status.code() == Code::NotFound => {

@@ -2,12 +2,15 @@
 //!
 //! This is the router's side of staged prefill (see [`proto::staged_prefill`]). A turn is one
 //! request and its answer. A long prompt at once would keep the engine busy, and other turns would
-//! wait. Between two stages, the engine can work on other turns. If staged prefill fails, the turn
-//! is sent as usual.
+//! wait. Between two stages (parts of the prompt, in order), the engine can work on other turns.
 //!
-//! The router sends the token ids of the prompt to the agent. So staged prefill is used only if the
-//! ids are certainly those that the engine makes, and if the agent reports the worker's resident
-//! blocks. Ids made from text are certain once an agent has reported the text's first block.
+//! `turn` calls [`run`] with each placed turn before `proxy` sends the turn. The prompt's KV is then
+//! resident when the turn arrives. If staged prefill fails, the turn is sent as usual. The agent
+//! makes the stages; this module sends it the token ids of the whole prompt, and then waits.
+//!
+//! So staged prefill is used only if the ids are certainly those that the engine makes, and if the
+//! agent reports the worker's resident blocks. Ids made from text are certain once an agent has
+//! reported the text's first block.
 
 use std::{
     sync::Arc,
@@ -29,8 +32,8 @@ use super::{
 };
 use crate::{fleet::connect, metrics::StagedPrefillEnd};
 
-/// The longest time that a prompt is in staged prefill. After this time its turn is sent anyway. So
-/// a long queue or a stuck engine can't hold up the turn until the turn's own deadline.
+/// The longest time that a prompt is in staged prefill. After this time the turn is sent anyway, so
+/// that a long queue or a stuck engine doesn't use up the turn's own time limit.
 const STAGED_PREFILL_MAX: Duration = Duration::from_secs(60);
 
 /// Has the turn's prompt computed in stages if it is long. Returns when the turn may be sent.
@@ -46,7 +49,7 @@ pub(crate) async fn run(
     };
     placed.lease.begin_staged_prefill();
     // The number of tokens that the turn itself has to compute, or why staged prefill failed.
-    let result = match token_ids(shared, turn, outbound, placed).await {
+    let remaining_result = match prompt_token_ids(shared, turn, outbound, placed).await {
         None => Err(StagedPrefillEnd::NoIds),
         Some(token_ids) => {
             compute_in_stages(
@@ -59,8 +62,8 @@ pub(crate) async fn run(
             .await
         }
     };
-    placed.lease.end_staged_prefill(result.unwrap_or(u64::MAX));
-    if let (Ok(remaining_tokens), Some(blocks)) = (result, &placed.blocks) {
+    placed.lease.end_staged_prefill(remaining_result.unwrap_or(u64::MAX));
+    if let (Ok(remaining_tokens), Some(blocks)) = (remaining_result, &placed.blocks) {
         placed.resident_tokens =
             Some(blocks.prompt_overlap().tokens.saturating_sub(remaining_tokens));
     }
@@ -69,7 +72,7 @@ pub(crate) async fn run(
     if let (Some(hold), Some(claim)) = (&placed.hold, &mut placed.claim) {
         claim.close |= hold.is_closing();
     }
-    shared.metrics.count_staged_prefill_end(match result {
+    shared.metrics.count_staged_prefill_end(match remaining_result {
         Ok(remaining_tokens) if remaining_tokens > stage_tokens => StagedPrefillEnd::Partly,
         Ok(_) => StagedPrefillEnd::Computed,
         Err(failure) => failure,
@@ -98,15 +101,15 @@ fn find_long_prompt(shared: &Shared, placed: &PlacedTurn) -> Option<LongPrompt> 
     let blocks = placed.blocks.as_ref()?;
     let resident_tokens = placed.resident_tokens?;
     let uncached_tokens = blocks.prompt_overlap().tokens - resident_tokens;
-    // Placement expects fewer tokens than the reported blocks show if the session has KV of its
-    // own. That KV is in no reported block, so the agent would compute it needlessly.
+    // If the session has KV of its own, placement expects fewer tokens than the reported blocks
+    // show: that KV is in no reported block, so the agent would compute it again.
     let has_no_private_kv = placed.lease.tokens() == uncached_tokens;
     (has_no_private_kv && uncached_tokens > stage_tokens)
         .then_some(LongPrompt { resident_tokens, stage_tokens })
 }
 
 /// Returns the token ids of the turn's prompt, if they are certainly those that the engine makes.
-async fn token_ids(
+async fn prompt_token_ids(
     shared: &Shared,
     turn: &Turn,
     outbound: &OutboundTurn,
@@ -125,7 +128,7 @@ async fn compute_in_stages(
     shared: &Shared,
     outbound: &OutboundTurn,
     placed: &PlacedTurn,
-    token_ids: Bytes,
+    encoded_token_ids: Bytes,
     resident_tokens: u64,
 ) -> Result<u64, StagedPrefillEnd> {
     let uri = Uri::builder()
@@ -134,16 +137,16 @@ async fn compute_in_stages(
         .path_and_query(staged_prefill::PATH)
         .build()
         .expect("authority and path were parsed before");
-    let mut request = Request::new(Full::new(token_ids));
+    let mut request = Request::new(Full::new(encoded_token_ids));
     *request.method_mut() = Method::POST;
     *request.uri_mut() = uri;
     let headers = request.headers_mut();
     headers.insert(claim::TURN, proxy::turn_id_header(outbound.turn_id));
     headers.insert(claim::RANK, HeaderValue::from(placed.worker.dp_rank));
     headers.insert(claim::RESIDENT, HeaderValue::from(resident_tokens));
-    let started = now();
+    let started_at = now();
     let answer = shared.turn_client.request(request);
-    let give_up_at = outbound.deadline.min(started + STAGED_PREFILL_MAX);
+    let give_up_at = outbound.deadline.min(started_at + STAGED_PREFILL_MAX);
     let result = match tokio::time::timeout_at(give_up_at.into(), answer).await {
         Ok(Ok(response)) => {
             staged_prefill::left_tokens(response.headers()).ok_or(StagedPrefillEnd::Refused)
@@ -163,7 +166,7 @@ async fn compute_in_stages(
         worker = placed.worker_name,
         resident_tokens,
         left = ?result,
-        took_ms = millis_since(started),
+        took_ms = millis_since(started_at),
         "staged prefill ended"
     );
     result
