@@ -4,9 +4,9 @@
 //! request. The text stands in a JSON string of the request body, where a client may write any
 //! character as an escape. This module decodes the string character by character while it matches.
 //! So it knows the length of the preamble in bytes of the body. It reads at most [`CHARS_MAX`]
-//! characters.
+//! characters. The parent module passes in the string, and removes the preamble.
 
-use super::Place;
+use super::PreamblePlace;
 
 /// Maximum number of decoded characters in a preamble. Known preambles have about 100.
 const CHARS_MAX: usize = 4096;
@@ -23,7 +23,7 @@ struct KnownPreamble {
     /// The client's name as a label in metrics.
     client: &'static str,
     /// Where the client or a gateway puts the preamble.
-    places: &'static [Place],
+    places: &'static [PreamblePlace],
     pattern: Pattern,
 }
 
@@ -42,7 +42,7 @@ const KNOWN_PREAMBLES: [KnownPreamble; 1] = [
     // (2026-04-30).
     KnownPreamble {
         client: "claude_code",
-        places: &[Place::System, Place::FirstMessage, Place::Instructions],
+        places: &[PreamblePlace::System, PreamblePlace::FirstMessage, PreamblePlace::Instructions],
         pattern: Pattern::Pairs { name: "x-anthropic-billing-header:", first_key: "cc_version" },
     },
 ];
@@ -57,18 +57,24 @@ pub(super) struct PreambleMatch {
     pub(super) is_whole_text: bool,
 }
 
-/// Returns the known preamble at the beginning of `inside`, the content of a valid JSON string
-/// without its quotes.
-pub(super) fn find(place: Place, inside: &str) -> Option<PreambleMatch> {
-    KNOWN_PREAMBLES.iter().filter(|known| known.places.contains(&place)).find_map(|known| {
-        let mut text = UnreadText { rest: inside, chars_left: CHARS_MAX };
-        match known.pattern {
-            Pattern::Pairs { name, first_key } => text.take_pairs(name, first_key)?,
-        }
-        text.take_line_breaks();
-        let raw_bytes = inside.len() - text.rest.len();
-        Some(PreambleMatch { client: known.client, raw_bytes, is_whole_text: text.rest.is_empty() })
-    })
+/// Returns the known preamble at the beginning of a JSON string. `string_content` is the string as
+/// it stands in the body, without its quotes.
+pub(super) fn find(place: PreamblePlace, string_content: &str) -> Option<PreambleMatch> {
+    KNOWN_PREAMBLES.iter().filter(|known_preamble| known_preamble.places.contains(&place)).find_map(
+        |known_preamble| {
+            let mut text = UnreadText { rest: string_content, chars_left: CHARS_MAX };
+            match known_preamble.pattern {
+                Pattern::Pairs { name, first_key } => text.take_pairs(name, first_key)?,
+            }
+            text.take_line_breaks();
+            let raw_bytes = string_content.len() - text.rest.len();
+            Some(PreambleMatch {
+                client: known_preamble.client,
+                raw_bytes,
+                is_whole_text: text.rest.is_empty(),
+            })
+        },
+    )
 }
 
 /// The part of a text that is not read yet.
@@ -95,9 +101,12 @@ impl UnreadText<'_> {
     /// with a complete one.
     fn take_pairs(&mut self, name: &str, first_key: &str) -> Option<()> {
         self.take(name)?;
-        // Only checks the first key, on a copy. The loop reads the first pair with the others.
-        let mut ahead = *self;
-        ahead.take(" ").and_then(|()| ahead.take(first_key)).and_then(|()| ahead.take("="))?;
+        // This only checks the first key, on a copy. The loop below reads the whole first pair.
+        let mut lookahead = *self;
+        lookahead
+            .take(" ")
+            .and_then(|()| lookahead.take(first_key))
+            .and_then(|()| lookahead.take("="))?;
         loop {
             match self.take_pair() {
                 Pair::Complete => {}
@@ -109,15 +118,15 @@ impl UnreadText<'_> {
 
     /// Reads a pair if it is complete. Otherwise reads nothing.
     fn take_pair(&mut self) -> Pair {
-        let mut ahead = *self;
-        if ahead.take(" ").is_none() || ahead.take_key().is_none() {
+        let mut lookahead = *self;
+        if lookahead.take(" ").is_none() || lookahead.take_key().is_none() {
             // At the maximum length, it is unknown whether the preamble goes on.
-            return if ahead.chars_left == 0 { Pair::Broken } else { Pair::Absent };
+            return if lookahead.chars_left == 0 { Pair::Broken } else { Pair::Absent };
         }
         for _ in 0..=VALUE_CHARS_MAX {
-            match ahead.next_char() {
+            match lookahead.next_char() {
                 Some(';') => {
-                    *self = ahead;
+                    *self = lookahead;
                     return Pair::Complete;
                 }
                 Some(char) if char.is_ascii_graphic() => {}
@@ -143,14 +152,14 @@ impl UnreadText<'_> {
     /// Reads up to [`LINE_BREAKS_MAX`] line breaks.
     fn take_line_breaks(&mut self) {
         for _ in 0..LINE_BREAKS_MAX {
-            let mut ahead = *self;
-            if ahead.take("\r\n").is_none() {
-                ahead = *self;
-                if ahead.take("\n").is_none() {
+            let mut lookahead = *self;
+            if lookahead.take("\r\n").is_none() {
+                lookahead = *self;
+                if lookahead.take("\n").is_none() {
                     return;
                 }
             }
-            *self = ahead;
+            *self = lookahead;
         }
     }
 
@@ -163,27 +172,27 @@ impl UnreadText<'_> {
     /// [`CHARS_MAX`] characters were read.
     fn next_char(&mut self) -> Option<char> {
         self.chars_left = self.chars_left.checked_sub(1)?;
-        let mut raw = self.rest.chars();
-        let mut char = raw.next()?;
+        let mut raw_chars = self.rest.chars();
+        let mut char = raw_chars.next()?;
         if char == '\\' {
-            char = match raw.next()? {
+            char = match raw_chars.next()? {
                 'b' => '\u{8}',
                 'f' => '\u{c}',
                 'n' => '\n',
                 'r' => '\r',
                 't' => '\t',
                 'u' => {
-                    let digits = raw.as_str().get(..4)?;
-                    raw = raw.as_str()[4..].chars();
+                    let digits = raw_chars.as_str().get(..4)?;
+                    raw_chars = raw_chars.as_str()[4..].chars();
                     // An escape for half of a surrogate pair becomes a character that no known
                     // preamble contains, so the text doesn't match.
                     let code = u32::from_str_radix(digits, 16).ok()?;
                     char::from_u32(code).unwrap_or(char::REPLACEMENT_CHARACTER)
                 }
-                quoted => quoted,
+                escaped => escaped,
             };
         }
-        self.rest = raw.as_str();
+        self.rest = raw_chars.as_str();
         Some(char)
     }
 }
