@@ -1,6 +1,14 @@
 //! Serves the routes of the router's data port, which clients use.
 //!
-//! The engine's routes (turns) go to [`turn`]. The submodules serve the router's own routes.
+//! `router::run` serves the routes that [`build_routes`] returns. Requests to the engine's routes,
+//! such as `/v1/chat/completions`, are turns (requests for an engine, with their answers) and go to
+//! [`turn`]. The submodules serve the router's own routes:
+//!
+//! - `models`: the list of models. `placements`: why a turn went to its worker.
+//! - `sessions`: opens, closes and shows sessions. `workers`: the state of each worker.
+//! - `errors`: maps errors to HTTP status codes. No other module of the router knows these.
+//!
+//! Metrics, health and readiness are on the admin port, which `service::admin` serves.
 
 mod errors;
 mod models;
@@ -26,14 +34,17 @@ use crate::turn::{self, shared::Shared};
 type SharedState = State<Arc<Shared>>;
 
 /// Builds the HTTP service with all routes.
-pub(crate) fn app(shared: Arc<Shared>) -> Router {
-    let mut app = Router::new();
+pub(crate) fn build_routes(shared: Arc<Shared>) -> Router {
+    let mut routes = Router::new();
     for Route { path, kind } in ROUTES {
-        let turn_handler =
-            post(move |State(shared): SharedState, request: Request| serve(shared, kind, request));
-        app = app.route(path, if kind == Kind::Models { get(models::list) } else { turn_handler });
+        let turn_handler = post(move |State(shared): SharedState, request: Request| {
+            serve_turn(shared, kind, request)
+        });
+        routes =
+            routes.route(path, if kind == Kind::Models { get(models::list) } else { turn_handler });
     }
-    app.route("/v1/sessions", get(sessions::list).post(sessions::open))
+    routes
+        .route("/v1/sessions", get(sessions::list).post(sessions::open))
         .route("/v1/sessions/{id}", get(sessions::show).delete(sessions::close))
         .route("/open_session", get(sessions::sglang_open).post(sessions::sglang_open))
         .route("/close_session", get(sessions::sglang_close).post(sessions::sglang_close))
@@ -46,14 +57,14 @@ pub(crate) fn app(shared: Arc<Shared>) -> Router {
 }
 
 /// Serves a request to one of the engine's routes.
-async fn serve(shared: Arc<Shared>, kind: Kind, request: Request) -> Response {
+async fn serve_turn(shared: Arc<Shared>, kind: Kind, request: Request) -> Response {
     let (parts, body) = request.into_parts();
     let answer = Box::pin(turn::run(Arc::clone(&shared), kind, parts, body)).await;
-    conclude(&shared, answer.map_err(errors::refusal))
+    respond(&shared, answer.map_err(errors::turn_refusal))
 }
 
-/// Converts a refusal to a response. This is the only place that counts and logs refusals.
-fn conclude(shared: &Shared, answer: Result<Response, Refusal>) -> Response {
+/// Converts an answer or refusal to a response. Only this function counts and logs refusals.
+fn respond(shared: &Shared, answer: Result<Response, Refusal>) -> Response {
     answer.unwrap_or_else(|refusal| {
         shared.metrics.count_refusal(refusal.code);
         tracing::debug!(code = refusal.code, status = refusal.status.as_u16(), "refused");
@@ -62,9 +73,9 @@ fn conclude(shared: &Shared, answer: Result<Response, Refusal>) -> Response {
 }
 
 async fn unknown_route(State(shared): SharedState) -> Response {
-    conclude(&shared, Err(errors::route_unknown()))
+    respond(&shared, Err(errors::route_unknown_refusal()))
 }
 
 async fn wrong_method(State(shared): SharedState) -> Response {
-    conclude(&shared, Err(errors::method_not_allowed()))
+    respond(&shared, Err(errors::method_refusal()))
 }

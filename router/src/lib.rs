@@ -154,7 +154,7 @@ pub async fn run(config: Config, listeners: Listeners, tasks: Tasks) -> Result<(
     let address = listeners.data.local_addr().map(|address| address.to_string());
     info!(address = address.unwrap_or_default(), agents = endpoints.len(), "router listens");
     let turns_max = shared.config.turns_in_flight_max;
-    let data = server::serve(listeners.data, http::app(shared), turns_max, tasks.clone());
+    let data = server::serve(listeners.data, http::build_routes(shared), turns_max, tasks.clone());
     tasks.spawn_essential("data", data);
     tasks.cancelled().await;
     info!(drain_ms_max = drain_max.as_millis(), "draining");

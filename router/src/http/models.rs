@@ -1,7 +1,7 @@
 //! Serves `GET /v1/models`, the list of models.
 //!
-//! If all engines serve the same models, one engine answers. Otherwise the router itself lists the
-//! models of all engines.
+//! If all engines serve the same models, one engine answers: the request is placed like a turn.
+//! Otherwise the router itself lists the models that the agents have reported, in the same form.
 
 use std::collections::BTreeMap;
 
@@ -14,26 +14,27 @@ use proto::route::Kind;
 use serde_json::{Value, json};
 use service::clock::now;
 
-use super::{SharedState, conclude, errors, serve};
+use super::{SharedState, errors, respond, serve_turn};
 use crate::{
     fleet::{snapshot::Snapshot, worker::WorkerState},
     placement::NoWorker,
 };
 
+/// Answers with the models of the fleet.
 pub(super) async fn list(State(shared): SharedState, request: Request) -> Response {
     let view = shared.settled_view().await;
     if view.serves_same_models() {
-        return serve(shared, Kind::Models, request).await;
+        return serve_turn(shared, Kind::Models, request).await;
     }
-    let models = list_all(&view);
+    let models = list_models_of_workers(&view);
     if models.is_empty() {
-        return conclude(&shared, Err(errors::no_worker(&NoWorker::Unusable)));
+        return respond(&shared, Err(errors::no_worker_refusal(&NoWorker::Unusable)));
     }
     Json(json!({ "object": "list", "data": models })).into_response()
 }
 
 /// Lists the models of all usable workers, in the form of an engine's own list.
-fn list_all(view: &Snapshot) -> Vec<Value> {
+fn list_models_of_workers(view: &Snapshot) -> Vec<Value> {
     let now = now();
     let is_usable =
         |worker| matches!(view.state(worker, now), WorkerState::Fresh | WorkerState::Stale);

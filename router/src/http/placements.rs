@@ -1,7 +1,9 @@
 //! Serves `GET /v1/placements/{turn}`: why the router sent a turn to its worker.
 //!
 //! A turn is one request and its answer. Its id is in the answer's header `x-berth-turn`. The
-//! router remembers only the last placements.
+//! answer here has the worker, the reason, and the figures of the workers that were compared, once
+//! for each worker that the turn was sent to. `placement::recent` remembers only the last
+//! placements. This module makes JSON of them.
 
 use axum::{
     Json,
@@ -11,35 +13,36 @@ use axum::{
 use serde_json::{Value, json};
 use service::clock::now;
 
-use super::{SharedState, conclude, errors};
+use super::{SharedState, errors, respond};
 use crate::{
     fleet::snapshot::Snapshot,
     placement::{Figures, recent::PlacementRecord},
 };
 
-pub(super) async fn show(State(shared): SharedState, Path(turn): Path<String>) -> Response {
-    let records = u64::from_str_radix(&turn, 16)
-        .map(|turn| shared.recent_placements.lock().placements(turn).to_vec())
+/// Answers with the placements of the turn whose id the path names.
+pub(super) async fn show(State(shared): SharedState, Path(turn_id): Path<String>) -> Response {
+    let records = u64::from_str_radix(&turn_id, 16)
+        .map(|turn_id| shared.recent_placements.lock().placements(turn_id).to_vec())
         .unwrap_or_default();
     if records.is_empty() {
-        return conclude(&shared, Err(errors::placement_unknown()));
+        return respond(&shared, Err(errors::placement_unknown_refusal()));
     }
     let view = shared.view.load();
     let placements: Vec<Value> = records.iter().map(|record| to_json(record, &view)).collect();
-    Json(json!({ "turn": turn, "placements": placements })).into_response()
+    Json(json!({ "turn": turn_id, "placements": placements })).into_response()
 }
 
 fn to_json(record: &PlacementRecord, view: &Snapshot) -> Value {
     let PlacementRecord { at: placed_at, session, placement } = record;
     let compared: Vec<Value> =
         placement.figures.iter().map(|figures| figures_to_json(figures, view)).collect();
-    let age = now().saturating_duration_since(*placed_at).as_millis();
+    let age_ms = now().saturating_duration_since(*placed_at).as_millis();
     json!({
         "worker": view.name(placement.worker),
         "reason": placement.reason,
         "session": session.map(|session| session.to_string()),
         "uncached_tokens": placement.uncached_tokens,
-        "age_ms": u64::try_from(age).unwrap_or(u64::MAX),
+        "age_ms": u64::try_from(age_ms).unwrap_or(u64::MAX),
         "compared": compared,
     })
 }

@@ -1,4 +1,8 @@
 //! Serves the session routes: `/v1/sessions`, and SGLang's `/open_session` and `/close_session`.
+//!
+//! A session is a sequence of turns (requests and their answers) that share a growing prefix. A
+//! client sees only the sessions of its principal (a digest of its credential). This module reads
+//! the requests and writes JSON. `turn::sessions` opens, closes and looks up the sessions.
 
 use std::sync::Arc;
 
@@ -14,7 +18,7 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 use service::refusal::Refusal;
 
-use super::{SharedState, conclude, errors};
+use super::{SharedState, errors, respond};
 use crate::{
     fleet::control::OpenRequest,
     turn::{error::Error, request, sessions::SessionView, shared::Shared},
@@ -38,6 +42,7 @@ struct SglangOpenBody {
     timeout: Value,
 }
 
+/// The body of SGLang's `/close_session`. Other members are ignored.
 #[derive(Debug, Default, Deserialize)]
 struct SglangCloseBody {
     session_id: String,
@@ -45,7 +50,7 @@ struct SglangCloseBody {
 
 pub(super) async fn open(State(shared): SharedState, request: Request) -> Response {
     let answer = Box::pin(try_open(&shared, request)).await;
-    conclude(&shared, answer)
+    respond(&shared, answer)
 }
 
 async fn try_open(shared: &Arc<Shared>, request: Request) -> Result<Response, Refusal> {
@@ -56,11 +61,11 @@ async fn try_open(shared: &Arc<Shared>, request: Request) -> Result<Response, Re
         request_body.session_id,
         match &request_body.retention {
             None => None,
-            Some(name) => request::parse_retention(name, "retention").map_err(refuse)?,
+            Some(name) => request::parse_retention(name, "retention").map_err(refuse_request)?,
         },
         &request_body.timeout,
     )?;
-    let opened = shared.open(open_request).await.map_err(errors::refusal)?;
+    let opened = shared.open(open_request).await.map_err(errors::turn_refusal)?;
     let status = if opened.is_new { StatusCode::CREATED } else { StatusCode::OK };
     let session_view = SessionView {
         key: opened.session.key.clone(),
@@ -72,8 +77,9 @@ async fn try_open(shared: &Arc<Shared>, request: Request) -> Result<Response, Re
 }
 
 pub(super) async fn list(State(shared): SharedState, headers: HeaderMap) -> Response {
-    let (views, has_more) = shared.list(&request::principal(&headers)).await;
-    let sessions: Vec<Value> = views.iter().map(|view| to_json(&shared, view)).collect();
+    let (session_views, has_more) = shared.list(&request::principal(&headers)).await;
+    let sessions: Vec<Value> =
+        session_views.iter().map(|session_view| to_json(&shared, session_view)).collect();
     Json(json!({ "sessions": sessions, "more": has_more })).into_response()
 }
 
@@ -85,11 +91,11 @@ pub(super) async fn show(
     let answer = match session_key(&headers, id) {
         Ok(key) => match shared.find_session(&key).await {
             Some(session_view) => Ok(Json(to_json(&shared, &session_view)).into_response()),
-            None => Err(errors::refusal(Error::SessionUnknown)),
+            None => Err(errors::turn_refusal(Error::SessionUnknown)),
         },
         Err(refusal) => Err(refusal),
     };
-    conclude(&shared, answer)
+    respond(&shared, answer)
 }
 
 pub(super) async fn close(
@@ -98,15 +104,15 @@ pub(super) async fn close(
     headers: HeaderMap,
 ) -> Response {
     let answer = match session_key(&headers, id) {
-        Ok(key) => shared.close(key).await.map_err(errors::refusal),
+        Ok(key) => shared.close(key).await.map_err(errors::turn_refusal),
         Err(refusal) => Err(refusal),
     };
-    conclude(&shared, answer.map(|()| StatusCode::NO_CONTENT.into_response()))
+    respond(&shared, answer.map(|()| StatusCode::NO_CONTENT.into_response()))
 }
 
 pub(super) async fn sglang_open(State(shared): SharedState, request: Request) -> Response {
     let answer = Box::pin(try_sglang_open(&shared, request)).await;
-    conclude(&shared, answer)
+    respond(&shared, answer)
 }
 
 async fn try_sglang_open(shared: &Arc<Shared>, request: Request) -> Result<Response, Refusal> {
@@ -119,7 +125,7 @@ async fn try_sglang_open(shared: &Arc<Shared>, request: Request) -> Result<Respo
         retention,
         &request_body.timeout,
     )?;
-    let opened = shared.open(open_request).await.map_err(errors::refusal)?;
+    let opened = shared.open(open_request).await.map_err(errors::turn_refusal)?;
     if !opened.is_new {
         // Clients of SGLang look for an error of this shape.
         let message = "Failed to open the session: one with this id is still open. Close it first.";
@@ -131,20 +137,21 @@ async fn try_sglang_open(shared: &Arc<Shared>, request: Request) -> Result<Respo
 
 pub(super) async fn sglang_close(State(shared): SharedState, request: Request) -> Response {
     let answer = Box::pin(try_sglang_close(&shared, request)).await;
-    conclude(&shared, answer)
+    respond(&shared, answer)
 }
 
 async fn try_sglang_close(shared: &Arc<Shared>, request: Request) -> Result<Response, Refusal> {
     let (parts, body) = request.into_parts();
     let request_body: SglangCloseBody = read_body(shared, body, false).await?;
-    let closed = shared.close(session_key(&parts.headers, request_body.session_id)?).await;
-    match closed.map_err(errors::refusal) {
+    let close_result = shared.close(session_key(&parts.headers, request_body.session_id)?).await;
+    match close_result.map_err(errors::turn_refusal) {
         Err(refusal) if refusal.status != StatusCode::NOT_FOUND => Err(refusal),
         // SGLang also answers 200 if it doesn't know the session.
         Ok(()) | Err(_) => Ok(StatusCode::OK.into_response()),
     }
 }
 
+/// Makes the request to open a session. Without an `id`, makes a random one.
 fn build_open_request(
     headers: &HeaderMap,
     id: Option<String>,
@@ -155,30 +162,32 @@ fn build_open_request(
     Ok(OpenRequest {
         key: session_key(headers, id)?,
         retention,
-        idle_ms_max: request::parse_idle_ms(timeout, "timeout").map_err(refuse)?,
+        idle_ms_max: request::parse_idle_ms(timeout, "timeout").map_err(refuse_request)?,
     })
 }
 
+/// Returns the key of the client's session with this id.
 fn session_key(headers: &HeaderMap, id: String) -> Result<SessionKey, Refusal> {
     SessionKey::new(request::principal(headers), id)
-        .map_err(|error| refuse(request::Error::from(error)))
+        .map_err(|error| refuse_request(request::Error::from(error)))
 }
 
+/// Reads a JSON body. Returns the default for an empty body if `may_be_empty`.
 async fn read_body<T: for<'de> Deserialize<'de> + Default>(
     shared: &Shared,
     body: Body,
     may_be_empty: bool,
 ) -> Result<T, Refusal> {
-    let held = shared.body_budget.read(body).await?;
-    if held.bytes.is_empty() && may_be_empty {
+    let held_body = shared.body_budget.read(body).await?;
+    if held_body.bytes.is_empty() && may_be_empty {
         return Ok(T::default());
     }
-    serde_json::from_slice(&held.bytes).map_err(|error| errors::body_invalid(&error))
+    serde_json::from_slice(&held_body.bytes).map_err(|error| errors::body_refusal(&error))
 }
 
 #[expect(clippy::needless_pass_by_value, reason = "it is the argument of map_err")]
-fn refuse(error: request::Error) -> Refusal {
-    errors::request(&error)
+fn refuse_request(error: request::Error) -> Refusal {
+    errors::request_refusal(&error)
 }
 
 /// Returns a session as JSON for its client.

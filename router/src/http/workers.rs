@@ -1,6 +1,8 @@
 //! Serves `GET /v1/workers`, for operators: the state and figures of each worker and its devices.
 //!
-//! A worker is one rank of an SGLang engine. Each figure has its source and its age.
+//! A worker is one rank of an SGLang engine. The agent beside the engine reports the figures of its
+//! workers. This module makes JSON of the last reports, which `fleet` holds. Each figure has its
+//! source and its age. The member `unheard` lists the agents that have not described themselves yet.
 
 use std::time::{Duration, Instant};
 
@@ -24,6 +26,7 @@ use crate::{
     residency::kv_index::WorkerKv,
 };
 
+/// Answers with all workers, and with the agents whose workers are unknown.
 pub(super) async fn list(State(shared): SharedState) -> Response {
     let view = shared.view.load();
     let now = now();
@@ -34,7 +37,7 @@ pub(super) async fn list(State(shared): SharedState) -> Response {
             to_json(&view, worker, agent, facts, &kv, now)
         })
         .collect();
-    let unheard: Vec<Value> = view
+    let undescribed_agents: Vec<Value> = view
         .agents
         .iter()
         .filter(|agent| agent.facts.is_none())
@@ -43,7 +46,7 @@ pub(super) async fn list(State(shared): SharedState) -> Response {
             json!({ "control": agent.control_url, "state": state, "reason": reason })
         })
         .collect();
-    Json(json!({ "workers": workers, "unheard": unheard })).into_response()
+    Json(json!({ "workers": workers, "unheard": undescribed_agents })).into_response()
 }
 
 fn to_json(
@@ -56,7 +59,8 @@ fn to_json(
 ) -> Value {
     let (state, reason) = agent.state(now, view.report_age_max());
     let report_age =
-        agent.report.as_ref().map(|(_, received)| now.saturating_duration_since(*received));
+        agent.report.as_ref().map(|(_, received_at)| now.saturating_duration_since(*received_at));
+    let heartbeat_age = agent.heard_at.map(|heard_at| now.saturating_duration_since(heard_at));
     let in_flight = agent.in_flight.get(worker.dp_rank as usize).map_or(0, |count| count.turns());
     json!({
         "worker": view.name(worker),
@@ -66,8 +70,8 @@ fn to_json(
         "data": &*facts.data_authority,
         "state": state,
         "reason": reason,
-        "heartbeat_age_ms": agent.heard_at.map(|at| millis(now.saturating_duration_since(at))),
-        "report_age_ms": report_age.map(millis),
+        "heartbeat_age_ms": heartbeat_age.map(whole_millis),
+        "report_age_ms": report_age.map(whole_millis),
         "restart_required": agent.report.as_ref().map(|(report, _)| &report.restart_required),
         "turns_in_flight_here": in_flight,
         "turns_estimate": view.worker_table().get(worker).map(WorkerStats::turns),
@@ -81,7 +85,7 @@ fn to_json(
 }
 
 fn load_to_json(load: &RankLoad, report_age: Option<Duration>) -> Value {
-    let report_age_ms = report_age.map_or(0, millis);
+    let report_age_ms = report_age.map_or(0, whole_millis);
     let figure =
         |figure: Option<Figure>| figure.map(|figure| figure_to_json(figure, report_age_ms));
     let devices: Vec<Value> =
@@ -151,6 +155,7 @@ fn figure_to_json(figure: Figure, report_age_ms: u64) -> Value {
     json!({ "value": value, "source": source, "age_ms": u64::from(age_ms) + report_age_ms })
 }
 
-fn millis(duration: Duration) -> u64 {
+/// Returns a time in whole milliseconds.
+fn whole_millis(duration: Duration) -> u64 {
     u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
 }

@@ -4,7 +4,7 @@
 //! billing. An engine's prefix cache misses from the first changed token on, so a volatile preamble
 //! makes the engine compute the whole conversation with every turn.
 //!
-//! `turn` calls [`find`] with each parsed body, and [`PreambleRange::apply`] if there is a preamble.
+//! `turn` calls [`find`] with each parsed body, and [`PreambleRange::apply`] if it has a preamble.
 //! `pattern` has the table of known preambles, and finds one in a JSON string. This module is pure.
 //! It doesn't read the setting `preamble`, by which an operator keeps the preambles.
 //!

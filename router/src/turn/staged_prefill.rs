@@ -4,10 +4,10 @@
 //! request and its answer. A long prompt at once would keep the engine busy, and other turns would
 //! wait. Between two stages (parts of the prompt, in order), the engine can work on other turns.
 //!
-//! `turn` calls [`run`] with each placed turn before `proxy` sends the turn. Most of the prompt's KV
-//! is then resident when the turn arrives. If staged prefill fails, the turn is sent as usual. The
-//! agent makes the stages. This module sends the token ids of the whole prompt to the agent, and
-//! waits.
+//! `turn` calls [`run`] with each placed turn before `proxy` sends the turn. Most of the prompt's
+//! KV is then resident when the turn arrives. If staged prefill fails, the turn is sent as usual.
+//! The agent makes the stages. This module sends the token ids of the whole prompt to the agent,
+//! and waits.
 //!
 //! Staged prefill is used only if the ids are certainly those that the engine makes, and if the
 //! agent reports the worker's resident blocks. Ids made from text are certain once an agent has
