@@ -1,9 +1,9 @@
 //! Makes the routing blocks of a request's prompt from the request's body.
 //!
-//! A routing block is a hashed part of a prompt (see [`proto::block`]). Placement looks up on which
-//! workers the KV of a prompt's blocks is resident. Reading a turn only records where in the body
-//! the prompt is. Blocks are made when placement asks for them. A turn that stays on its session's
-//! worker usually doesn't need them.
+//! A routing block is a hashed part of a prompt (see [`proto::block`]). Placement needs to know on
+//! which workers the KV of a prompt's blocks is resident; `residency` looks that up. Reading a turn
+//! only records where in the body the prompt is: that is a [`Prompt`]. Its blocks are made when
+//! placement asks for them. A turn that stays on its session's worker usually doesn't need them.
 //!
 //! - `ids`: prompts that are token ids. The engine uses the same ids, so it has the same blocks.
 //! - [`model`]: prompts of text or messages, if the files of the engine's model are loaded. It
@@ -68,7 +68,7 @@ const PROMPT_KEYS: [&str; 27] = [
 const MEDIA_KEYS: [&str; 4] = ["input_embeds", "image_data", "video_data", "audio_data"];
 /// Members whose results concern the prompt's own tokens. For them, the engine computes resident
 /// parts of the prompt again, or its results leave these parts out.
-const RECOMPUTE_KEYS: [&str; 3] = ["logprob_start_len", "echo", "return_hidden_states"];
+const RECOMPUTED_KEYS: [&str; 3] = ["logprob_start_len", "echo", "return_hidden_states"];
 /// Members that change the engine's prompt in a way that [`model`] doesn't reproduce.
 const UNSUPPORTED_KEYS: [&str; 4] = ["reasoning", "thinking", "continue_final_message", "suffix"];
 
@@ -204,13 +204,13 @@ impl Prompt {
         engine: &EngineBlockFacts<'_>,
     ) -> Option<Blocks> {
         let body = std::str::from_utf8(body).expect("the body was read as JSON");
-        if self.get(body, "session_params").is_some() {
+        if self.member_json(body, "session_params").is_some() {
             return None;
         }
         let cache_scope = self.cache_scope(form, body, engine)?;
-        let ids_array = self.get(body, ids_key(form)).filter(|json| json.starts_with('['));
+        let ids_array = self.member_json(body, ids_key(form)).filter(|json| json.starts_with('['));
         match ids_array.filter(|_| form != PromptForm::Other) {
-            Some(_) if MEDIA_KEYS.iter().any(|key| self.get(body, key).is_some()) => None,
+            Some(_) if MEDIA_KEYS.iter().any(|key| self.member_json(body, key).is_some()) => None,
             Some(ids_array) => ids_blocks(ids_array, &cache_scope, engine),
             None => self
                 .model_blocks(form, body, &cache_scope, engine)
@@ -235,10 +235,14 @@ impl Prompt {
     ) -> Option<Vec<u32>> {
         let text = std::str::from_utf8(body).expect("the body was read as JSON");
         let cache_scope = self.cache_scope(form, text, engine)?;
-        if self.get(text, "session_params").is_some() || cache_scope != CacheScope::default() {
+        if self.member_json(text, "session_params").is_some()
+            || cache_scope != CacheScope::default()
+        {
             return None;
         }
-        if RECOMPUTE_KEYS.iter().any(|key| self.get(text, key).is_some_and(|json| json != "false"))
+        if RECOMPUTED_KEYS
+            .iter()
+            .any(|key| self.member_json(text, key).is_some_and(|json| json != "false"))
         {
             return None;
         }
@@ -247,10 +251,10 @@ impl Prompt {
                 model.token_ids(text_prompt)
             });
         }
-        if MEDIA_KEYS.iter().any(|key| self.get(text, key).is_some()) {
+        if MEDIA_KEYS.iter().any(|key| self.member_json(text, key).is_some()) {
             return None;
         }
-        serde_json::from_str(self.get(text, ids_key(form))?).ok()
+        serde_json::from_str(self.member_json(text, ids_key(form))?).ok()
     }
 
     /// Makes blocks of the engine's tokens, with the engine's model.
@@ -278,13 +282,13 @@ impl Prompt {
         engine: &EngineBlockFacts<'_>,
         use_model: impl FnOnce(&Model, &model::TextPrompt<'_>) -> Option<T>,
     ) -> Option<T> {
-        let is_set = |key: &&&str| self.get(body, key).is_some_and(|json| json != "false");
+        let is_set = |key: &&&str| self.member_json(body, key).is_some_and(|json| json != "false");
         if MEDIA_KEYS.iter().chain(&UNSUPPORTED_KEYS).any(|key| is_set(&key)) {
             return None;
         }
         let text_prompt = model::TextPrompt {
             form,
-            member: &|key| self.get(body, key),
+            member_json: &|key| self.member_json(body, key),
             scheme: cache_scope.scheme(engine.block_tokens),
             tokens_max: engine.context_tokens,
             unix_s: engine.unix_s,
@@ -299,7 +303,7 @@ impl Prompt {
     #[must_use]
     pub fn is_text(&self, form: PromptForm, body: &[u8]) -> bool {
         let is_array = |key: &str| {
-            let member = self.members.iter().find(|(known, _)| *known == key);
+            let member = self.members.iter().find(|(member_key, _)| *member_key == key);
             member.is_some_and(|(_, range)| body[range.start] == b'[')
         };
         !is_array(ids_key(form))
@@ -314,7 +318,7 @@ impl Prompt {
         engine: &EngineBlockFacts<'_>,
     ) -> Option<Blocks> {
         let texts: Vec<&str> =
-            form.text_keys().iter().filter_map(|key| self.get(body, key)).collect();
+            form.text_keys().iter().filter_map(|key| self.member_json(body, key)).collect();
         let takes_only_string = matches!(form, PromptForm::Generate | PromptForm::Completions);
         if texts.is_empty() || takes_only_string && !texts[0].starts_with('"') {
             return None;
@@ -341,22 +345,22 @@ impl Prompt {
         body: &str,
         engine: &EngineBlockFacts<'_>,
     ) -> Option<CacheScope> {
-        let text_of = |key| match self.get(body, key) {
+        let string_member = |key| match self.member_json(body, key) {
             None => Some(None),
             Some(json) => serde_json::from_str(json).ok().map(non_empty),
         };
-        let model = if form == PromptForm::Generate { None } else { text_of("model")? };
+        let model = if form == PromptForm::Generate { None } else { string_member("model")? };
         let adapter = model.and_then(|model| adapter(&model, engine.served_names));
         Some(CacheScope {
-            lora: adapter.or(text_of("lora_path")?),
-            extra_key: text_of("extra_key")?,
-            cache_salt: text_of("cache_salt")?,
+            lora: adapter.or(string_member("lora_path")?),
+            extra_key: string_member("extra_key")?,
+            cache_salt: string_member("cache_salt")?,
         })
     }
 
     /// Returns the JSON of a member in [`PROMPT_KEYS`]; `None` if it is absent or null.
-    fn get<'a>(&self, body: &'a str, key: &str) -> Option<&'a str> {
-        let (_, range) = self.members.iter().find(|(known, _)| *known == key)?;
+    fn member_json<'a>(&self, body: &'a str, key: &str) -> Option<&'a str> {
+        let (_, range) = self.members.iter().find(|(member_key, _)| *member_key == key)?;
         Some(&body[range.clone()])
     }
 }
@@ -399,15 +403,15 @@ fn non_empty(text: String) -> Option<String> {
     Some(text).filter(|text| !text.is_empty())
 }
 
-/// Returns the adapter in a model's name, `base:adapter`, as the engine finds it. A name that the
-/// engine serves has no adapter, even if the name contains a colon.
-fn adapter(model: &str, served: &[String]) -> Option<String> {
-    if served.iter().any(|name| name == model) {
+/// Returns the LoRA adapter in a model's name, `base:adapter`, as the engine finds the adapter. A
+/// name that the engine serves has no adapter, even if the name contains a colon.
+fn adapter(model: &str, served_names: &[String]) -> Option<String> {
+    if served_names.iter().any(|name| name == model) {
         return None;
     }
-    let after_served = |name: &String| model.strip_prefix(name.as_str())?.strip_prefix(':');
+    let adapter_after = |name: &String| model.strip_prefix(name.as_str())?.strip_prefix(':');
     let adapter =
-        served.iter().find_map(after_served).or(model.split_once(':').map(|(_, rest)| rest));
+        served_names.iter().find_map(adapter_after).or(model.split_once(':').map(|(_, rest)| rest));
     adapter.and_then(|adapter| non_empty(adapter.trim().to_owned()))
 }
 

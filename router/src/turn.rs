@@ -1,6 +1,6 @@
 //! Runs one turn (a request and its answer), from its request head to its answer.
 //!
-//! `http` calls [`run`] with each request to one of the engine's routes, and gets the answer or the
+//! `http` calls `run` with each request to one of the engine's routes, and gets the answer or the
 //! reason for a refusal. The steps, in order: admit the turn, read its body, cut out a volatile
 //! preamble (text that a client changes with each request), choose a worker, have a long prompt
 //! computed in stages, and send the turn. After a failure, the turn is sent to another worker only

@@ -2,7 +2,7 @@
 //!
 //! A worker is one rank of an SGLang engine. The agent beside the engine reports the figures of its
 //! workers. This module makes JSON of the last reports, which `fleet` holds. Each figure has its
-//! source and its age. The member `unheard` lists the agents that have not described themselves yet.
+//! source and its age. The member `unheard` lists the agents that have sent no description yet.
 
 use std::time::{Duration, Instant};
 

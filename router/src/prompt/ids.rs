@@ -1,15 +1,16 @@
 //! Hashes a JSON array of token ids into routing blocks, without making a list of the ids.
 //!
-//! A [`Chain`] hashes a prompt's tokens block by block. This module accepts nothing but a flat
-//! array of token ids, and gives no details about other input.
+//! A [`Chain`] hashes a prompt's tokens block by block (see [`proto::block`]). The parent module
+//! passes in the JSON of a prompt that is token ids. This module accepts nothing but a flat array
+//! of ids, and gives no details about other input.
 
 use proto::block::{BlockHash, Chain};
 
 /// Number of ids passed to the chain at once: four blocks of 64 tokens. They are on the stack.
 const BATCH_IDS: usize = 256;
 
-/// The input is not an array of at most `tokens_max` token ids. The chain and the hashes that the
-/// call changed are invalid.
+/// The input is not an array of at most `tokens_max` token ids. The chain and the hashes passed in
+/// may have been extended, and must not be used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct NotIds;
 

@@ -1,7 +1,8 @@
 //! Makes the same tokens from text or messages as the engines that serve a model.
 //!
-//! A [`Model`] has the model's tokenizer and chat template. It also caches what it has tokenized of
-//! growing conversations.
+//! A [`Model`] has the model's tokenizer and chat template, from files that `prompt::models` has
+//! fetched. It also caches the blocks of the texts that it has tokenized. `prompt` uses it for
+//! prompts that aren't token ids yet. It doesn't detokenize, and it runs no model.
 //!
 //! - `tokens`: the [`Model`]. A router built without the feature `text` has `absent` instead.
 //! - `chat`: messages and tools in the form that SGLang passes to templates.
@@ -33,7 +34,7 @@ use super::{Blocks, PromptForm};
 pub(super) struct TextPrompt<'a> {
     pub(super) form: PromptForm,
     /// Returns the JSON of the body's member with this key.
-    pub(super) member: &'a dyn Fn(&str) -> Option<&'a str>,
+    pub(super) member_json: &'a dyn Fn(&str) -> Option<&'a str>,
     /// Everything besides the tokens that the hashes of the prompt's blocks depend on.
     pub(super) scheme: Scheme<'a>,
     /// The engine's context length.

@@ -1,9 +1,12 @@
 //! Holds the models (tokenizer and chat template) that make engines' tokens from text.
 //!
-//! Each agent reports the hash of its model's files. One task fetches each set of files from an
-//! agent and loads it. A turn with a text prompt uses its engine's model if it is loaded.
-//! Otherwise the blocks of the prompt are made from bytes.
-//! Tokenizing takes from milliseconds to a second, so it runs on blocking threads.
+//! Each agent reports the hash of its model's files. One task, [`run`], fetches each set of files
+//! from an agent and loads it. `residency::block_locator` asks [`Models`] for the blocks (hashed
+//! parts) or the token ids of a turn's prompt. If the model of the turn's engine isn't loaded, the
+//! blocks of a text are made from its bytes.
+//!
+//! Tokenizing takes from milliseconds to a second, so it runs on blocking threads. This module only
+//! schedules: `fleet::control` fetches the files, and [`Prompt`] and [`Model`] make the blocks.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -49,8 +52,10 @@ const RETRY_PAUSE_MAX: Duration = Duration::from_secs(60);
 
 /// The hash of a model's files.
 type FilesHash = [u8; 32];
+/// The loaded models, by the hash of their files.
 type LoadedModels = HashMap<FilesHash, Arc<Model>>;
-/// The sets of files that agents report, each with the connected agents that have it.
+/// The sets of files that agents report, each with the indexes of the connected agents that have
+/// the files.
 type ReportedFiles = BTreeMap<FilesHash, (ModelFiles, Vec<usize>)>;
 
 /// The models that are loaded now.
@@ -130,16 +135,20 @@ impl Models {
         .await
     }
 
+    /// Whether the model with these files is loaded.
     fn has_loaded(&self, hash: &FilesHash) -> bool {
         self.loaded.load().contains_key(hash)
     }
 
+    /// Unloads the models whose files no agent reports any more.
     fn retain_reported(&self, reported_files: &ReportedFiles) {
         let loaded = self.loaded.load();
         if !loaded.keys().all(|hash| reported_files.contains_key(hash)) {
-            let kept = loaded.iter().filter(|(hash, _)| reported_files.contains_key(*hash));
-            self.loaded
-                .store(Arc::new(kept.map(|(hash, model)| (*hash, Arc::clone(model))).collect()));
+            let still_reported =
+                loaded.iter().filter(|(hash, _)| reported_files.contains_key(*hash));
+            self.loaded.store(Arc::new(
+                still_reported.map(|(hash, model)| (*hash, Arc::clone(model))).collect(),
+            ));
         }
     }
 
@@ -150,15 +159,15 @@ impl Models {
     }
 }
 
-/// Runs `make` on a blocking thread, which holds the permit. Returns `None` if that fails or takes
-/// longer than [`TOKENIZE_MAX`].
+/// Runs `tokenize` on a blocking thread, which holds the permit. Returns `None` if that fails or
+/// takes longer than [`TOKENIZE_MAX`].
 async fn run_blocking<T: Send + 'static>(
     permit: OwnedSemaphorePermit,
-    make: impl FnOnce() -> Option<T> + Send + 'static,
+    tokenize: impl FnOnce() -> Option<T> + Send + 'static,
 ) -> Option<T> {
     let task = tokio::task::spawn_blocking(move || {
         let _permit = permit;
-        make()
+        tokenize()
     });
     tokio::time::timeout(TOKENIZE_MAX, task).await.ok()?.ok().flatten()
 }
@@ -169,61 +178,70 @@ fn unix_s() -> u64 {
 
 /// The failed fetches of one set of files.
 #[derive(Debug)]
-struct Failure {
+struct FetchFailures {
     retry_at: Instant,
+    /// The pause between the last failure and `retry_at`.
     pause: Duration,
-    tries: usize,
+    failed_tries: usize,
 }
 
 /// Fetches the models that agents report, until `token` is cancelled.
 pub(crate) async fn run(
     models: Arc<Models>,
     view: Arc<View>,
-    controls: Vec<ControlClient>,
+    control_clients: Vec<ControlClient>,
     token: CancellationToken,
 ) {
     tokio::select! {
         biased;
         () = token.cancelled() => {}
-        () = fetch_forever(&models, &view, &controls) => {}
+        () = fetch_forever(&models, &view, &control_clients) => {}
     }
 }
 
-async fn fetch_forever(models: &Models, view: &View, controls: &[ControlClient]) {
-    let mut failures: HashMap<FilesHash, Failure> = HashMap::new();
+async fn fetch_forever(models: &Models, view: &View, control_clients: &[ControlClient]) {
+    let mut failures: HashMap<FilesHash, FetchFailures> = HashMap::new();
     loop {
         let reported_files = reported_files(&view.load());
         models.retain_reported(&reported_files);
         failures.retain(|hash, _| reported_files.contains_key(hash));
         let is_due =
             |hash: &FilesHash| failures.get(hash).is_none_or(|failure| failure.retry_at <= now());
-        let missing = reported_files.iter().find(|(hash, (_, agents))| {
-            !agents.is_empty() && !models.has_loaded(hash) && is_due(hash)
+        let to_fetch = reported_files.iter().find(|(hash, (_, agent_indexes))| {
+            !agent_indexes.is_empty() && !models.has_loaded(hash) && is_due(hash)
         });
-        let Some((hash, (files, agents))) = missing else {
+        let Some((hash, (files, agent_indexes))) = to_fetch else {
             // Nothing to fetch. Wait for a change in the view, or for the next retry.
-            let no_retry_until = now() + Duration::from_secs(3600);
-            let retry_at = failures
-                .values()
-                .map(|failure| failure.retry_at)
-                .fold(no_retry_until, Instant::min);
+            let recheck_at = now() + Duration::from_secs(3600);
+            let retry_at =
+                failures.values().map(|failure| failure.retry_at).fold(recheck_at, Instant::min);
             view.wait_for(retry_at, |view| self::reported_files(view) != reported_files).await;
             continue;
         };
-        let tries = failures.get(hash).map_or(0, |failure| failure.tries);
-        let agent = agents[tries % agents.len()];
-        match fetch(&controls[agent], *files).await {
+        let failed_tries = failures.get(hash).map_or(0, |failure| failure.failed_tries);
+        let agent_index = agent_indexes[failed_tries % agent_indexes.len()];
+        match fetch(&control_clients[agent_index], *files).await {
             Ok(model) => {
-                info!(bytes = files.bytes, agent, "tokenizer loaded");
+                info!(bytes = files.bytes, agent = agent_index, "tokenizer loaded");
                 failures.remove(hash);
                 models.insert(*hash, model);
             }
             Err(error) => {
-                warn!(agent, error = describe_error(&error), "loading the tokenizer failed");
+                warn!(
+                    agent = agent_index,
+                    error = describe_error(&error),
+                    "loading the tokenizer failed"
+                );
                 let pause = failures.get(hash).map_or(RETRY_PAUSE_MIN, |failure| failure.pause * 2);
                 let pause = pause.min(RETRY_PAUSE_MAX);
-                failures
-                    .insert(*hash, Failure { retry_at: now() + pause, pause, tries: tries + 1 });
+                failures.insert(
+                    *hash,
+                    FetchFailures {
+                        retry_at: now() + pause,
+                        pause,
+                        failed_tries: failed_tries + 1,
+                    },
+                );
             }
         }
     }
@@ -236,10 +254,11 @@ fn reported_files(view: &Snapshot) -> ReportedFiles {
     for (agent_index, agent) in view.agents.iter().enumerate() {
         let facts = agent.facts.as_ref();
         if let Some(files) = facts.and_then(|facts| facts.description.model_files) {
-            let (_, agents) = reported_files.entry(files.hash).or_insert_with(|| (files, vec![]));
+            let (_, agent_indexes) =
+                reported_files.entry(files.hash).or_insert_with(|| (files, vec![]));
             // A disconnected agent keeps its model loaded, but files can't be fetched from it.
             if agent.is_up() {
-                agents.push(agent_index);
+                agent_indexes.push(agent_index);
             }
         }
     }

@@ -5,7 +5,9 @@
 //! [`split_at_marks`] cuts a prompt's text into segments before certain special tokens, the
 //! *marks*. A segment's tokens don't depend on the text before or after the segment. The cache
 //! stores the block hashes of a segment under a key that identifies all the text up to the
-//! segment's end. The caller makes the tokens.
+//! segment's end.
+//!
+//! The caller, `model::tokens`, chooses the marks and makes the tokens. The cache holds no text.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -16,20 +18,20 @@ use xxhash_rust::xxh3::xxh3_128;
 const ENTRY_BYTES: usize = 192;
 
 /// Identifies a prompt's text from its beginning to the end of a segment.
-type Key = u128;
+type PrefixKey = u128;
 
-/// The cached segments. If memory is short, the segments that were unused for longest go first.
+/// The cached segments. If memory is short, the segments that were unused for longest are removed.
 #[derive(Debug)]
-pub(super) struct Segments {
-    entries: HashMap<Key, Entry>,
-    /// Each entry once, with its value of `last_used` at the time it was queued.
-    queue: VecDeque<(u64, Key)>,
+pub(super) struct SegmentCache {
+    entries: HashMap<PrefixKey, Entry>,
+    /// The key of each entry, once, with the entry's `last_lookup` when its key was queued.
+    eviction_queue: VecDeque<(u64, PrefixKey)>,
     /// Memory of all entries, in bytes.
     bytes: usize,
     /// The most bytes that `bytes` may be.
     bytes_max: usize,
-    /// Number of prompts looked up so far. It serves as a clock.
-    now: u64,
+    /// Number of prompts looked up so far. The number serves as a clock.
+    lookups: u64,
 }
 
 #[derive(Debug)]
@@ -38,14 +40,14 @@ struct Entry {
     chain: Chain,
     /// The blocks that became full in this segment.
     hashes: Box<[BlockHash]>,
-    /// The value of [`Segments::now`] at the last use.
-    last_used: u64,
+    /// The value of [`SegmentCache::lookups`] when the entry was last used.
+    last_lookup: u64,
 }
 
 /// A prompt's beginning, hashed up to the end of a segment.
 #[derive(Debug, Clone)]
 pub(super) struct HashedPrefix {
-    key: Key,
+    key: PrefixKey,
     pub(super) chain: Chain,
     pub(super) hashes: Vec<BlockHash>,
 }
@@ -54,29 +56,39 @@ impl HashedPrefix {
     /// Starts at the beginning of a prompt's text. `chain` and `hashes` may hold the tokens that
     /// precede the text.
     pub(super) fn new(chain: Chain, hashes: Vec<BlockHash>) -> Self {
-        let root = [chain.last_hash().0, chain.tokens(), chain.sum()].map(u64::to_le_bytes);
-        Self { key: xxh3_128(root.as_flattened()), chain, hashes }
+        let start_parts = [chain.last_hash().0, chain.tokens(), chain.sum()].map(u64::to_le_bytes);
+        Self { key: xxh3_128(start_parts.as_flattened()), chain, hashes }
     }
 
     /// Returns the key of this prefix extended by a segment.
-    fn key_after(&self, segment: &str) -> Key {
+    fn key_after(&self, segment: &str) -> PrefixKey {
         let key_parts = [self.key, xxh3_128(segment.as_bytes())].map(u128::to_le_bytes);
         xxh3_128(key_parts.as_flattened())
     }
 }
 
-impl Segments {
+impl SegmentCache {
     pub(super) fn new(bytes_max: usize) -> Self {
-        Self { entries: HashMap::new(), queue: VecDeque::new(), bytes: 0, bytes_max, now: 0 }
+        Self {
+            entries: HashMap::new(),
+            eviction_queue: VecDeque::new(),
+            bytes: 0,
+            bytes_max,
+            lookups: 0,
+        }
     }
 
-    /// Extends the prefix by the leading `segments` that are cached. Returns their number.
-    pub(super) fn skip_cached(&mut self, prefix: &mut HashedPrefix, segments: &[&str]) -> usize {
-        self.now += 1;
-        for (cached_segments, segment) in segments.iter().enumerate() {
+    /// Extends the prefix by the leading `segments` that are cached. Returns the number of these.
+    pub(super) fn extend_by_cached(
+        &mut self,
+        prefix: &mut HashedPrefix,
+        segments: &[&str],
+    ) -> usize {
+        self.lookups += 1;
+        for (cached_count, segment) in segments.iter().enumerate() {
             let key = prefix.key_after(segment);
-            let Some(entry) = self.entries.get_mut(&key) else { return cached_segments };
-            entry.last_used = self.now;
+            let Some(entry) = self.entries.get_mut(&key) else { return cached_count };
+            entry.last_lookup = self.lookups;
             prefix.key = key;
             prefix.chain = entry.chain;
             prefix.hashes.extend_from_slice(&entry.hashes);
@@ -85,17 +97,22 @@ impl Segments {
     }
 
     /// Extends the prefix by a segment with these tokens, and caches the segment.
-    pub(super) fn cache(&mut self, prefix: &mut HashedPrefix, segment: &str, tokens: &[u32]) {
+    pub(super) fn extend_and_cache(
+        &mut self,
+        prefix: &mut HashedPrefix,
+        segment: &str,
+        tokens: &[u32],
+    ) {
         let hashes_before = prefix.hashes.len();
         prefix.key = prefix.key_after(segment);
         prefix.chain.push(tokens, &mut prefix.hashes);
         let hashes = Box::from(&prefix.hashes[hashes_before..]);
-        let entry = Entry { chain: prefix.chain, hashes, last_used: self.now };
+        let entry = Entry { chain: prefix.chain, hashes, last_lookup: self.lookups };
         self.bytes += entry.bytes();
         match self.entries.insert(prefix.key, entry) {
             // Another turn cached the segment meanwhile, so its key is in the queue.
             Some(replaced) => self.bytes -= replaced.bytes(),
-            None => self.queue.push_back((self.now, prefix.key)),
+            None => self.eviction_queue.push_back((self.lookups, prefix.key)),
         }
         self.evict_to_bound();
     }
@@ -104,10 +121,10 @@ impl Segments {
     /// goes to the end of the queue instead.
     fn evict_to_bound(&mut self) {
         while self.bytes > self.bytes_max {
-            let Some((queued_at, key)) = self.queue.pop_front() else { return };
-            let last_used = self.entries[&key].last_used;
-            if last_used > queued_at {
-                self.queue.push_back((last_used, key));
+            let Some((lookup_when_queued, key)) = self.eviction_queue.pop_front() else { return };
+            let last_lookup = self.entries[&key].last_lookup;
+            if last_lookup > lookup_when_queued {
+                self.eviction_queue.push_back((last_lookup, key));
             } else if let Some(entry) = self.entries.remove(&key) {
                 self.bytes -= entry.bytes();
             }
@@ -118,8 +135,10 @@ impl Segments {
     fn check_invariants(&self) {
         assert_eq!(self.bytes, self.entries.values().map(Entry::bytes).sum::<usize>());
         assert!(self.bytes <= self.bytes_max);
-        assert_eq!(self.queue.len(), self.entries.len());
-        assert!(self.queue.iter().all(|(queued, key)| self.entries[key].last_used >= *queued));
+        assert_eq!(self.eviction_queue.len(), self.entries.len());
+        let is_used_since =
+            |(queued, key): &(u64, PrefixKey)| self.entries[key].last_lookup >= *queued;
+        assert!(self.eviction_queue.iter().all(is_used_since));
     }
 }
 
@@ -199,15 +218,15 @@ mod tests {
             bytes_max in 0..6000_usize,
         ) {
             let marks = ["<a>".to_owned()];
-            let mut known = Segments::new(bytes_max);
+            let mut cache = SegmentCache::new(bytes_max);
             for text in texts {
                 let segments = split_at_marks(&text, &marks);
                 prop_assert_eq!(segments.concat(), text.clone());
                 let mut prefix = start();
-                let from = known.skip_cached(&mut prefix, &segments);
+                let from = cache.extend_by_cached(&mut prefix, &segments);
                 for segment in &segments[from..] {
-                    known.cache(&mut prefix, segment, &tokens(segment));
-                    known.check_invariants();
+                    cache.extend_and_cache(&mut prefix, segment, &tokens(segment));
+                    cache.check_invariants();
                 }
                 let mut whole = start();
                 whole.chain.push(&tokens(&text), &mut whole.hashes);
@@ -218,14 +237,14 @@ mod tests {
 
     #[test]
     fn what_is_used_is_kept_and_what_is_new_is_all_that_costs() {
-        let mut known = Segments::new(4 * (ENTRY_BYTES + 8));
+        let mut cache = SegmentCache::new(4 * (ENTRY_BYTES + 8));
         let mut new_segments = |text: &str| {
             let marks = ["<a>".to_owned()];
             let segments = split_at_marks(text, &marks);
             let mut prefix = start();
-            let from = known.skip_cached(&mut prefix, &segments);
+            let from = cache.extend_by_cached(&mut prefix, &segments);
             for segment in &segments[from..] {
-                known.cache(&mut prefix, segment, &tokens(segment));
+                cache.extend_and_cache(&mut prefix, segment, &tokens(segment));
             }
             segments.len() - from
         };

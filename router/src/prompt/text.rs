@@ -3,8 +3,9 @@
 //! A routing block is a hashed part of a prompt (see [`proto::block`]). This module is for prompts
 //! whose real tokens the router can't make. Four bytes per token is about what a tokenizer makes of
 //! prose and code. A growing conversation keeps the bytes that it has, so its leading blocks stay
-//! the same. The text is the JSON of the request's body. The caller has validated the JSON; it
-//! isn't parsed here.
+//! the same. The text is JSON from the request's body. The parent module has validated the JSON, so
+//! it isn't parsed here. No engine has these blocks: the parent module keeps them apart from blocks
+//! of real tokens.
 
 use proto::block::{BlockHash, Chain};
 use xxhash_rust::xxh3::xxh3_64;
@@ -24,16 +25,16 @@ pub(super) fn push_texts(
     chain: &mut Chain,
     hashes: &mut Vec<BlockHash>,
 ) {
-    let Some((last, before)) = texts.split_last() else { return };
-    for text in before {
+    let Some((last_text, earlier_texts)) = texts.split_last() else { return };
+    for text in earlier_texts {
         push_text(text, tokens_max, chain, hashes);
         // The digest marks where the text ends. Without it, two texts would have the same blocks as
         // one text that joins them.
         push_bytes(&xxh3_64(text.as_bytes()).to_le_bytes(), tokens_max, chain, hashes);
     }
     // When the last text grows, new messages or characters replace its closing brackets and quotes.
-    let lasting = last.trim_end_matches([']', '"', ' ', '\t', '\n', '\r']);
-    push_text(lasting, tokens_max, chain, hashes);
+    let stable_text = last_text.trim_end_matches([']', '"', ' ', '\t', '\n', '\r']);
+    push_text(stable_text, tokens_max, chain, hashes);
 }
 
 /// Appends one text, with a digest in place of each data URL: an image costs far fewer tokens than

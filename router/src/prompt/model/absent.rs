@@ -27,7 +27,7 @@ impl AbsentModel {
         // Uses the fields that are otherwise unused without the feature.
         let _ = (
             text_prompt.form,
-            (text_prompt.member)(""),
+            (text_prompt.member_json)(""),
             text_prompt.scheme,
             text_prompt.tokens_max,
             text_prompt.unix_s,

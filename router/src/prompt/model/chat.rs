@@ -1,18 +1,21 @@
 //! Reads a request's messages and tools into the form that SGLang passes to a chat template.
 //!
 //! SGLang keeps only the members that it knows, brings them into its own order and adds defaults. A
-//! template may print them all, so this module does the same. It gives up on a request that SGLang
-//! refuses or treats in a way that isn't copied here. The router then doesn't tokenize the request.
+//! template may print all of them, so this module does the same. `tokens` passes in the members of
+//! a request's body as JSON, and gets a [`Chat`], which `template` renders.
+//!
+//! The result is `None` for a request that SGLang refuses, or treats in a way that isn't copied
+//! here. The router then doesn't tokenize the request.
 
 use minijinja::Value;
 use serde::Deserialize;
 
 /// Name of the template variable that holds the Unix time in seconds.
-pub(super) const UNIX_S: &str = "berth_unix_s";
+pub(super) const UNIX_S_VARIABLE: &str = "berth_unix_s";
 /// Names of template variables that a request must not set, because the call of the template sets
 /// them.
 const RESERVED_VARIABLES: [&str; 9] = [
-    UNIX_S,
+    UNIX_S_VARIABLE,
     "messages",
     "conversation",
     "tools",
@@ -25,7 +28,7 @@ const RESERVED_VARIABLES: [&str; 9] = [
 
 /// The members of a body that make up its chat, as JSON.
 #[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Request<'a> {
+pub(super) struct ChatMembers<'a> {
     pub(super) messages: &'a str,
     pub(super) tools: Option<&'a str>,
     pub(super) tool_choice: Option<&'a str>,
@@ -107,15 +110,18 @@ struct Tool {
     function: Value,
 }
 
-impl Request<'_> {
+impl ChatMembers<'_> {
     /// Reads the request. Returns `None` if SGLang would refuse the request, or treats it in a way
-    /// that isn't supported here. `takes_parts`: see [`super::template::Template::takes_parts`].
-    pub(super) fn read(&self, takes_parts: bool) -> Option<Chat> {
+    /// that isn't supported here. `takes_content_parts`: whether the template gets the parts of a
+    /// message as a list; otherwise, it gets their text as one string.
+    pub(super) fn read(&self, takes_content_parts: bool) -> Option<Chat> {
         let messages: Vec<Message> = serde_json::from_str(self.messages).ok()?;
-        let count = messages.len();
+        let message_count = messages.len();
         let messages = messages.into_iter().enumerate();
         let messages = messages
-            .map(|(index, message)| message.into_template_value(takes_parts, index + 1 == count))
+            .map(|(index, message)| {
+                message.into_template_value(takes_content_parts, index + 1 == message_count)
+            })
             .collect::<Option<_>>()?;
         Some(Chat { messages, tools: self.tools()?, variables: self.variables()? })
     }
@@ -170,7 +176,7 @@ impl Request<'_> {
             // gives them itself.
             if self.reasoning_effort.is_some() {
                 for name in ["thinking", "enable_thinking"] {
-                    if !variables.iter().any(|(known, _)| known == name) {
+                    if !variables.iter().any(|(other_name, _)| other_name == name) {
                         variables.push((name.to_owned(), Value::from(has_thinking)));
                     }
                 }
@@ -198,10 +204,10 @@ impl Chat {
     /// Returns the chat with each tool replaced by its member `function`. Some templates expect
     /// that.
     pub(super) fn with_bare_tools(&self) -> Self {
-        let bare = |tool: &Value| tool.get_attr("function").unwrap_or_default();
+        let bare_function = |tool: &Value| tool.get_attr("function").unwrap_or_default();
         Self {
             messages: self.messages.clone(),
-            tools: self.tools.as_ref().map(|tools| tools.iter().map(bare).collect()),
+            tools: self.tools.as_ref().map(|tools| tools.iter().map(bare_function).collect()),
             variables: self.variables.clone(),
         }
     }
@@ -209,7 +215,7 @@ impl Chat {
 
 impl Message {
     /// Returns the message in the template's form. `None` if it isn't supported.
-    fn into_template_value(self, takes_parts: bool, is_last: bool) -> Option<Value> {
+    fn into_template_value(self, takes_content_parts: bool, is_last: bool) -> Option<Value> {
         if self.tools.is_some() || self.prefix == Some(true) {
             return None;
         }
@@ -223,7 +229,7 @@ impl Message {
             Some(Content::Parts(parts)) => {
                 let texts: Option<Vec<String>> = parts.into_iter().map(ContentPart::text).collect();
                 // SGLang joins the parts of a tool's message to one text for every template.
-                if takes_parts && role != "tool" {
+                if takes_content_parts && role != "tool" {
                     texts?.into_iter().map(text_part).collect()
                 } else {
                     Value::from(texts?.join(" "))
@@ -236,7 +242,7 @@ impl Message {
         }
         let mut members = vec![("role", Value::from(role))];
         // In SGLang's own form, a list of parts follows the other members.
-        let content_comes_last = has_parts && takes_parts;
+        let content_comes_last = has_parts && takes_content_parts;
         if !content_comes_last {
             members.push(("content", content.clone()));
         }
@@ -313,7 +319,7 @@ impl Tool {
             }
         }
         for name in always_present {
-            if !members.iter().any(|(known, _)| known == name) {
+            if !members.iter().any(|(other_name, _)| other_name == name) {
                 members.push((name.to_owned(), Value::from(())));
             }
         }

@@ -1,7 +1,7 @@
 //! Writes template values as Python's `str()` and `json.dumps` do.
 //!
 //! Chat templates are written for Python. A prompt with values in another form has other tokens
-//! than the engine's.
+//! than the engine's. `template` calls this module for each value that a template prints.
 
 use std::fmt::Write as _;
 
@@ -11,7 +11,7 @@ use minijinja::{Value, value::ValueKind as Kind};
 const DEPTH_MAX: usize = 128;
 
 /// Returns what `str(value)` returns in Python.
-pub(super) fn text(value: &Value) -> String {
+pub(super) fn format_str(value: &Value) -> String {
     match value.kind() {
         Kind::Undefined => String::new(),
         Kind::String => value.to_string(),
@@ -21,7 +21,7 @@ pub(super) fn text(value: &Value) -> String {
 
 /// Returns what `json.dumps(value, ensure_ascii=False, indent=indent)` returns in Python, or `None`
 /// if it raises.
-pub(super) fn json(value: &Value, indent: Option<usize>) -> Option<String> {
+pub(super) fn format_json(value: &Value, indent: Option<usize>) -> Option<String> {
     format_value(value, &Style { indent, ..Style::JSON })
 }
 
@@ -80,7 +80,7 @@ fn write_value(out: &mut String, value: &Value, style: &Style, depth: usize) -> 
             write_list(out, "{}", keys, style, depth, |out, key| {
                 let json_key = |key: &Value| match key.kind() {
                     Kind::String => key.to_string(),
-                    _ => json(key, None).unwrap_or_default(),
+                    _ => format_json(key, None).unwrap_or_default(),
                 };
                 if style.is_json {
                     (style.write_string)(out, &json_key(&key));

@@ -3,6 +3,9 @@
 //! Hugging Face uses Jinja with trimmed blocks, loop controls, Python's methods and number formats,
 //! the filter `tojson`, and the functions `raise_exception` and `strftime_now`. The number of steps
 //! is bounded, because a template might not end for some messages.
+//!
+//! `tokens` compiles a model's template once, and renders each [`Chat`] with it. `chat` brings the
+//! messages into SGLang's form first. This module doesn't tokenize the text.
 
 use minijinja::{
     Environment, Error, ErrorKind, State, UndefinedBehavior, Value, syntax::SyntaxConfig,
@@ -11,7 +14,7 @@ use minijinja::{
 use minijinja_contrib::pycompat::unknown_method_callback;
 
 use super::{
-    chat::{Chat, UNIX_S},
+    chat::{Chat, UNIX_S_VARIABLE},
     python,
 };
 
@@ -43,7 +46,8 @@ pub(super) struct Template {
     environment: Environment<'static>,
     /// Variables with the model's special tokens, such as `bos_token`.
     special_tokens: Vec<(String, Value)>,
-    takes_parts: bool,
+    /// Whether the template gets a message's parts as a list.
+    takes_content_parts: bool,
 }
 
 impl Template {
@@ -57,10 +61,10 @@ impl Template {
         environment.set_fuel(Some(STEPS_MAX));
         environment.set_formatter(|out, _, value| match value.as_str() {
             Some(text) => out.write_str(text).map_err(Error::from),
-            None => out.write_str(&python::text(value)).map_err(Error::from),
+            None => out.write_str(&python::format_str(value)).map_err(Error::from),
         });
         environment.add_filter("tojson", tojson);
-        environment.add_filter("string", |value: Value| python::text(&value));
+        environment.add_filter("string", |value: Value| python::format_str(&value));
         environment.add_function("raise_exception", raise_exception);
         environment.add_function("strftime_now", strftime_now);
         environment.add_template_owned(TEMPLATE_NAME, without_generation_tags(source))?;
@@ -70,14 +74,14 @@ impl Template {
                 .iter()
                 .map(|(name, text)| ((*name).to_owned(), Value::from(text.as_str())))
                 .collect(),
-            takes_parts: takes_parts(source),
+            takes_content_parts: takes_content_parts(source),
         })
     }
 
     /// Whether the template gets a message's parts as a list. Otherwise it gets their text as one
     /// string.
-    pub(super) fn takes_parts(&self) -> bool {
-        self.takes_parts
+    pub(super) fn takes_content_parts(&self) -> bool {
+        self.takes_content_parts
     }
 
     /// Returns the prompt's text for a chat.
@@ -90,7 +94,7 @@ impl Template {
             ("tools", chat.tools()),
             ("documents", Value::from(())),
             ("add_generation_prompt", Value::from(true)),
-            (UNIX_S, Value::from(unix_s)),
+            (UNIX_S_VARIABLE, Value::from(unix_s)),
         ];
         let call_variables =
             call_variables.into_iter().map(|(name, value)| (name.to_owned(), value));
@@ -104,7 +108,7 @@ impl Template {
 
 /// Whether a template takes a message's parts as a list, decided as SGLang decides it: the
 /// template's text names a medium, or has a loop over a message's content.
-fn takes_parts(source: &str) -> bool {
+fn takes_content_parts(source: &str) -> bool {
     const MEDIA: [&str; 4] = ["image", "audio", "video", "vision"];
     if MEDIA.iter().any(|word| source.contains(word)) {
         return true;
@@ -131,21 +135,21 @@ fn takes_parts(source: &str) -> bool {
 /// for training and print their content unchanged. minijinja doesn't know them.
 fn without_generation_tags(source: &str) -> String {
     let mut out = String::with_capacity(source.len());
-    let mut rest = source;
-    while let Some(tag_start) = rest.find("{%") {
-        let (before, tag) = rest.split_at(tag_start);
+    let mut unread = source;
+    while let Some(tag_start) = unread.find("{%") {
+        let (before, tag) = unread.split_at(tag_start);
         out.push_str(before);
         let tag_bytes = tag.find("%}").map_or(tag.len(), |end| end + 2);
-        let word = tag[..tag_bytes]
+        let tag_word = tag[..tag_bytes]
             .trim_matches(|character| matches!(character, '{' | '}' | '%' | '-' | ' '));
-        match word {
+        match tag_word {
             "generation" => out.push_str(&tag[..tag_bytes].replace("generation", "if true")),
             "endgeneration" => out.push_str(&tag[..tag_bytes].replace("endgeneration", "endif")),
             _ => out.push_str(&tag[..tag_bytes]),
         }
-        rest = &tag[tag_bytes..];
+        unread = &tag[tag_bytes..];
     }
-    out + rest
+    out + unread
 }
 
 #[expect(clippy::needless_pass_by_value, reason = "minijinja passes options by value")]
@@ -157,16 +161,17 @@ fn tojson(value: &Value, options: Kwargs) -> Result<String, Error> {
     if is_ascii == Some(true) {
         return Err(unsupported());
     }
-    python::json(value, indent).ok_or_else(unsupported)
+    python::format_json(value, indent).ok_or_else(unsupported)
 }
 
 fn raise_exception(message: &Value) -> Result<Value, Error> {
-    Err(Error::new(ErrorKind::InvalidOperation, python::text(message)))
+    Err(Error::new(ErrorKind::InvalidOperation, python::format_str(message)))
 }
 
 /// Returns the date and time in UTC. They are what the engine prints if its clock is set to UTC.
 fn strftime_now(state: &State<'_, '_>, format: &str) -> Result<String, Error> {
-    let unix_s = state.lookup(UNIX_S).and_then(|now| u64::try_from(now).ok()).unwrap_or_default();
+    let unix_s =
+        state.lookup(UNIX_S_VARIABLE).and_then(|now| u64::try_from(now).ok()).unwrap_or_default();
     // The template may have changed the variable. The bound keeps the loop over the years short.
     let unix_s = unix_s.min(UNIX_S_MAX);
     let (days, seconds) = (unix_s / SECONDS_PER_DAY, unix_s % SECONDS_PER_DAY);

@@ -4,6 +4,10 @@
 //! [`proto::block`]). The tokens are those that an engine with this model makes. A [`Model`] cuts a
 //! text into segments at *marks*, special tokens such as `<|im_start|>`, and caches the blocks of
 //! the segments. So it tokenizes only the new text of a growing conversation.
+//!
+//! `prompt` calls a [`Model`] with the members of a request's body. `chat` reads the messages,
+//! `template` renders them as text, and `prompt::segments` is the cache. This module doesn't check
+//! that the engine has the same tokenizer: `prompt::models` passes in the engine's own files.
 
 #[cfg(test)]
 mod tests;
@@ -13,20 +17,20 @@ use proto::block::Chain;
 use serde_json::Value;
 use tokenizers::{AddedToken, Tokenizer};
 
-use super::{Blocks, PromptForm, TextPrompt, chat::Request, template::Template};
+use super::{Blocks, PromptForm, TextPrompt, chat::ChatMembers, template::Template};
 use crate::{
     fleet::tokenizer_files::TokenizerFiles,
-    prompt::segments::{HashedPrefix, Segments, split_at_marks},
+    prompt::segments::{HashedPrefix, SegmentCache, split_at_marks},
 };
 
 /// Memory for cached segments, per model. It holds conversations of 200 million tokens if a message
 /// has 200 tokens.
-const SEGMENTS_BYTES_MAX: usize = 256 << 20;
+const SEGMENT_CACHE_BYTES_MAX: usize = 256 << 20;
 /// The most new bytes tokenized per prompt, which take about a second. The tokens of the text after
 /// them are estimated.
-const NEW_BYTES_MAX: usize = 2 << 20;
+const TOKENIZED_BYTES_MAX: usize = 2 << 20;
 /// Estimated bytes per token of text that isn't tokenized.
-const TOKEN_BYTES: u64 = 4;
+const BYTES_PER_TOKEN: u64 = 4;
 /// Names of the special tokens that templates and tokenizers know by name.
 const SPECIAL_TOKEN_NAMES: [&str; 7] =
     ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
@@ -54,9 +58,9 @@ pub struct Model {
     marks: Vec<String>,
     /// Tokens that the engine puts before a text that isn't a chat.
     leading_tokens: Vec<u32>,
-    /// The cached segments. No other lock is taken while this one is held. It is held for look-ups,
-    /// and not while text is tokenized.
-    segments: Mutex<Segments>,
+    /// The cached segments. The lock is held for look-ups, not while text is tokenized. No other
+    /// lock is taken while it is held.
+    segment_cache: Mutex<SegmentCache>,
 }
 
 impl Model {
@@ -87,22 +91,22 @@ impl Model {
             template: template.map_err(Error::Template)?,
             marks,
             leading_tokens,
-            segments: Mutex::new(Segments::new(SEGMENTS_BYTES_MAX)),
+            segment_cache: Mutex::new(SegmentCache::new(SEGMENT_CACHE_BYTES_MAX)),
         })
     }
 
     /// Makes a request's blocks. Returns `None` if the prompt can't be made as the engine makes it,
     /// or is longer than the engine takes.
     pub(in crate::prompt) fn blocks(&self, text_prompt: &TextPrompt<'_>) -> Option<Blocks> {
-        let (text, leading_tokens) = self.text(text_prompt)?;
+        let (text, leading_tokens) = self.prompt_text(text_prompt)?;
         self.text_blocks(&text, leading_tokens, text_prompt)
     }
 
     /// Makes a request's token ids, without the cache. Returns `None` if the prompt can't be made
-    /// as the engine makes it, or has more than [`NEW_BYTES_MAX`] bytes.
+    /// as the engine makes it, or has more than [`TOKENIZED_BYTES_MAX`] bytes.
     pub(in crate::prompt) fn token_ids(&self, text_prompt: &TextPrompt<'_>) -> Option<Vec<u32>> {
-        let (text, leading_tokens) = self.text(text_prompt)?;
-        if text.len() > NEW_BYTES_MAX {
+        let (text, leading_tokens) = self.prompt_text(text_prompt)?;
+        if text.len() > TOKENIZED_BYTES_MAX {
             return None;
         }
         let mut ids = leading_tokens.to_vec();
@@ -113,30 +117,30 @@ impl Model {
     }
 
     /// Returns the text of a request's prompt, and the tokens that precede it.
-    fn text(&self, text_prompt: &TextPrompt<'_>) -> Option<(String, &[u32])> {
+    fn prompt_text(&self, text_prompt: &TextPrompt<'_>) -> Option<(String, &[u32])> {
         match text_prompt.form {
             PromptForm::Generate | PromptForm::Completions => {
-                let json = (text_prompt.member)(text_prompt.form.text_keys().first()?)?;
+                let json = (text_prompt.member_json)(text_prompt.form.text_keys().first()?)?;
                 Some((serde_json::from_str(json).ok()?, &self.leading_tokens))
             }
             PromptForm::Chat => {
-                let request = Request {
-                    messages: (text_prompt.member)("messages")?,
-                    tools: (text_prompt.member)("tools"),
-                    tool_choice: (text_prompt.member)("tool_choice"),
-                    variables: (text_prompt.member)("chat_template_kwargs"),
-                    reasoning_effort: (text_prompt.member)("reasoning_effort"),
+                let chat_members = ChatMembers {
+                    messages: (text_prompt.member_json)("messages")?,
+                    tools: (text_prompt.member_json)("tools"),
+                    tool_choice: (text_prompt.member_json)("tool_choice"),
+                    variables: (text_prompt.member_json)("chat_template_kwargs"),
+                    reasoning_effort: (text_prompt.member_json)("reasoning_effort"),
                 };
-                Some((self.render(&request, text_prompt.unix_s)?, &[]))
+                Some((self.render(&chat_members, text_prompt.unix_s)?, &[]))
             }
             PromptForm::Other => None,
         }
     }
 
     /// Returns the text that the template makes of a chat request.
-    fn render(&self, request: &Request<'_>, unix_s: u64) -> Option<String> {
+    fn render(&self, chat_members: &ChatMembers<'_>, unix_s: u64) -> Option<String> {
         let template = self.template.as_ref()?;
-        let chat = request.read(template.takes_parts())?;
+        let chat = chat_members.read(template.takes_content_parts())?;
         // The engine does the same: if rendering fails, it tries again with each tool's bare
         // function.
         template
@@ -159,21 +163,22 @@ impl Model {
         chain.push(leading_tokens, &mut hashes);
         let mut prefix = HashedPrefix::new(chain, hashes);
         let segments = split_at_marks(text, &self.marks);
-        let cached_segments = self.segments.lock().skip_cached(&mut prefix, &segments);
+        let cached_segment_count =
+            self.segment_cache.lock().extend_by_cached(&mut prefix, &segments);
         let (mut new_bytes, mut untokenized_bytes) = (0, 0);
-        for segment in &segments[cached_segments..] {
+        for segment in &segments[cached_segment_count..] {
             new_bytes += segment.len();
             if untokenized_bytes > 0
-                || new_bytes > NEW_BYTES_MAX
+                || new_bytes > TOKENIZED_BYTES_MAX
                 || prefix.chain.tokens() > tokens_max
             {
                 untokenized_bytes += segment.len() as u64;
                 continue;
             }
             let tokens = self.tokenizer.encode_fast(*segment, false).ok()?;
-            self.segments.lock().cache(&mut prefix, segment, tokens.get_ids());
+            self.segment_cache.lock().extend_and_cache(&mut prefix, segment, tokens.get_ids());
         }
-        let tokens = prefix.chain.tokens() + untokenized_bytes / TOKEN_BYTES;
+        let tokens = prefix.chain.tokens() + untokenized_bytes / BYTES_PER_TOKEN;
         let (block_tokens, hashes) = (text_prompt.scheme.block_tokens, prefix.hashes);
         // The engine refuses a longer prompt, so such a prompt leaves no KV.
         (tokens <= tokens_max).then_some(Blocks {
@@ -198,8 +203,8 @@ fn add_missing_tokens(
     config: &Value,
     special_tokens: &[(&str, String)],
 ) -> tokenizers::Result<()> {
-    let listed = config.get("added_tokens_decoder").and_then(Value::as_object);
-    let mut tokens: Vec<(u64, AddedToken)> = listed
+    let listed_tokens = config.get("added_tokens_decoder").and_then(Value::as_object);
+    let mut tokens: Vec<(u64, AddedToken)> = listed_tokens
         .into_iter()
         .flatten()
         .filter_map(|(id, token)| {
@@ -207,8 +212,8 @@ fn add_missing_tokens(
         })
         .collect();
     tokens.sort_by_key(|(id, _)| *id);
-    let named = special_tokens.iter().map(|(_, text)| AddedToken::from(text.as_str(), true));
-    for token in tokens.into_iter().map(|(_, token)| token).chain(named) {
+    let special = special_tokens.iter().map(|(_, text)| AddedToken::from(text.as_str(), true));
+    for token in tokens.into_iter().map(|(_, token)| token).chain(special) {
         let vocabulary = tokenizer.get_added_vocabulary().get_vocab();
         if !vocabulary.contains_key(&token.content) {
             tokenizer.add_tokens([token])?;
@@ -232,11 +237,12 @@ fn leading_tokens(
         let bos = special_tokens.iter().find(|(name, _)| adds_bos && *name == "bos_token");
         return Ok(bos.and_then(|(_, text)| tokenizer.token_to_id(text)).into_iter().collect());
     }
-    let with_added = tokenizer.encode("a", true)?;
+    let sample_with_added = tokenizer.encode("a", true)?;
     let sample = tokenizer.encode("a", false)?;
-    let (with_added, sample) = (with_added.get_ids(), sample.get_ids());
-    let sample_start = with_added.windows(sample.len().max(1)).position(|window| window == sample);
-    Ok(with_added[..sample_start.unwrap_or(0)].to_vec())
+    let (sample_with_added, sample) = (sample_with_added.get_ids(), sample.get_ids());
+    let sample_start =
+        sample_with_added.windows(sample.len().max(1)).position(|window| window == sample);
+    Ok(sample_with_added[..sample_start.unwrap_or(0)].to_vec())
 }
 
 /// Returns the marks: the tokens before which a text can be cut.
@@ -249,7 +255,7 @@ fn find_marks(
     template: &str,
     special_tokens: &[(&str, String)],
 ) -> Vec<String> {
-    let added = tokenizer.get_added_tokens_decoder();
+    let added_tokens = tokenizer.get_added_tokens_decoder();
     // Whether `other` contains the mark, or ends with the mark's beginning. Then the tokenizer may
     // find `other` at a place that begins before the mark.
     let can_begin_before = |mark: &str, other: &str| {
@@ -267,10 +273,10 @@ fn find_marks(
         is_used
             && stands_alone
             && !text.is_empty()
-            && !added.values().any(|other| can_begin_before(text, &other.content))
+            && !added_tokens.values().any(|other| can_begin_before(text, &other.content))
     };
     let mut marks: Vec<String> =
-        added.values().filter(is_mark).map(|token| token.content.clone()).collect();
+        added_tokens.values().filter(is_mark).map(|token| token.content.clone()).collect();
     marks.sort_unstable();
     marks
 }

@@ -82,14 +82,14 @@ fn blocks_of_ids(ids: &[u32]) -> Blocks {
 fn rendered(model: &Model, body: &str) -> Option<String> {
     let body = Object::parse(body.as_bytes()).unwrap();
     let get = |key| body.get(key).map(RawValue::get);
-    let request = Request {
+    let chat_members = ChatMembers {
         messages: get("messages")?,
         tools: get("tools"),
         tool_choice: get("tool_choice"),
         variables: get("chat_template_kwargs"),
         reasoning_effort: get("reasoning_effort"),
     };
-    model.render(&request, 0)
+    model.render(&chat_members, 0)
 }
 
 #[test]
@@ -131,13 +131,14 @@ fn chat(texts: &[String]) -> String {
 #[test]
 fn the_date_is_the_one_it_is_asked_at() {
     let model = model(Some("{{ strftime_now('%d %b %Y, %B %m %H:%M:%S %%') }}"));
-    let request = Request { messages: r#"[{"role":"user","content":"u"}]"#, ..Request::default() };
-    let shown = |unix_s| model.render(&request, unix_s).unwrap();
+    let chat_members =
+        ChatMembers { messages: r#"[{"role":"user","content":"u"}]"#, ..ChatMembers::default() };
+    let shown = |unix_s| model.render(&chat_members, unix_s).unwrap();
     assert_eq!(shown(0), "01 Jan 1970, January 01 00:00:00 %");
     assert_eq!(shown(951_782_400 + 3661), "29 Feb 2000, February 02 01:01:01 %");
     assert_eq!(shown(1_795_219_199), "20 Nov 2026, November 11 23:59:59 %");
     let odd = self::model(Some("{{ strftime_now('%c') }}"));
-    assert_eq!(odd.render(&request, 0), None);
+    assert_eq!(odd.render(&chat_members, 0), None);
 }
 
 #[test]
