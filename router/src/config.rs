@@ -1,7 +1,11 @@
 //! Reads and checks the router's settings: one flat TOML file, environment variables and flags.
 //!
-//! Environment variables and flags are for settings that differ from host to host. They take
-//! precedence over the file. Every default is a documented constant. This module opens no socket.
+//! `main` calls [`Config::load`] with the command line. The router's other modules read the fields
+//! of the [`Config`]. Environment variables and flags are for settings that differ from host to
+//! host. They take precedence over the file. Every default is a documented constant.
+//!
+//! This module opens no socket. It reads the file and lists problems with the help of
+//! `service::settings`, which the agent uses, too.
 
 use std::{
     collections::BTreeSet,
@@ -29,9 +33,9 @@ pub const BODY_BYTES_MAX: usize = 64 << 20;
 /// The default bound on the bytes of all request bodies in memory. It is enough for eight of the
 /// largest bodies, or for a thousand usual ones.
 pub const BODY_BYTES_IN_FLIGHT_MAX: usize = 512 << 20;
-/// The default age of its last load report at which a worker is stale. Agents report every 500 ms
-/// by default, so a stale worker has missed six reports. With a shorter time, a busy agent would be
-/// stale. With a longer time, the router would trust a dead agent.
+/// The default age of a worker's last load report at which the worker is stale. Agents report every
+/// 500 ms by default, so a stale worker has missed six reports. With a shorter time, the workers of
+/// a busy agent would be stale. With a longer time, the router would trust a dead agent.
 pub const LOAD_REPORT_AGE_MS_MAX: u64 = 3_000;
 /// The default time limit of a turn. Some reasoning turns take half an hour. Longer turns are
 /// stuck.
@@ -83,7 +87,8 @@ pub struct Config {
     pub body_bytes_max: usize,
     /// Most bytes of all request bodies in memory; a body beyond that is answered with 503.
     pub body_bytes_in_flight_max: usize,
-    /// A worker whose last load report is older than this gets no new sessions, unless all are.
+    /// A worker whose last load report is older than this gets no new sessions, unless every
+    /// worker's report is older.
     pub load_report_age_ms_max: u64,
     /// Time limit of a turn, from its arrival to the end of its answer, retry included.
     pub turn_ms_max: u64,
@@ -184,13 +189,13 @@ impl Config {
         }
         let mut named_workers = BTreeSet::new();
         for worker in &self.workers {
-            if let Err(why) = control_authority(worker) {
-                problems.push(format!("workers: {worker:?} {why}; write http://host:port"));
+            if let Err(problem) = control_authority(worker) {
+                problems.push(format!("workers: {worker:?} {problem}; write http://host:port"));
             } else if !named_workers.insert(worker.trim_end_matches('/')) {
                 problems.push(format!("workers: {worker:?} is named twice"));
             }
         }
-        let times = [
+        let times_ms = [
             ("load_report_age_ms_max", self.load_report_age_ms_max),
             ("turn_ms_max", self.turn_ms_max),
             ("connect_ms_max", self.connect_ms_max),
@@ -200,7 +205,7 @@ impl Config {
         // A time of more than a year is a mistake of unit, and its deadline might not fit the
         // clock.
         let year_ms = 366 * 24 * 3600 * 1000;
-        for (key, value) in times.into_iter().chain([("drain_ms_max", self.drain_ms_max + 1)]) {
+        for (key, value) in times_ms.into_iter().chain([("drain_ms_max", self.drain_ms_max + 1)]) {
             if value == 0 || value > year_ms {
                 problems.push(format!("{key}: must be 1 to {year_ms} ms"));
             }
@@ -250,7 +255,8 @@ impl Config {
 /// Returns host and port of an agent's control address.
 ///
 /// # Errors
-/// When the address isn't `http://host:port`. The error is the end of a sentence about the address.
+/// When the address isn't `http://host:port`. The error text completes a sentence that begins with
+/// the address.
 pub(crate) fn control_authority(worker: &str) -> Result<http::uri::Authority, &'static str> {
     let uri: Uri = worker.parse().map_err(|_| "is no address")?;
     if uri.scheme_str() != Some("http") {
@@ -266,6 +272,7 @@ pub(crate) fn control_authority(worker: &str) -> Result<http::uri::Authority, &'
     Ok(authority.clone())
 }
 
+/// Sets `addr` to the address in `text`, the value of a flag, if the flag is set.
 fn override_addr(
     flag: &str,
     text: Option<&String>,

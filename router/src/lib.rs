@@ -4,6 +4,9 @@
 //! the engine speaks for its workers. A session's turns stay on the worker that has their KV. The
 //! router stores nothing on disk, and nothing in memory that it can't relearn from the agents.
 //!
+//! The program `berth-router` and the tests call [`run`] with the settings and the open ports. The
+//! router talks to agents only, never to an engine itself.
+//!
 //! Each module uses only those below it in this list:
 //!
 //! - `http`: the routes of the data port, and errors as HTTP responses.
@@ -12,6 +15,8 @@
 //! - [`residency`]: the blocks (parts of prompts) whose KV is resident on each worker.
 //! - [`prompt`]: makes the blocks of a prompt, with the tokenizers of the engines' models.
 //! - [`fleet`]: the agents' streams and control ports, and the published snapshot of the fleet.
+//!
+//! Every module may use [`config`] (settings), `metrics`, and `backoff` (pauses between retries).
 
 mod backoff;
 pub mod config;
@@ -71,7 +76,7 @@ use crate::{
 
 /// Longest time that an idle connection to an agent is kept. Agents close idle connections after
 /// 30 s. The router's limit is lower, so that it sends no turn into a connection that is closing.
-const POOL_IDLE_MAX: Duration = Duration::from_secs(10);
+const CONNECTION_IDLE_MAX: Duration = Duration::from_secs(10);
 /// Silence on a connection to an agent after which TCP sends a keepalive probe.
 const KEEPALIVE_AFTER: Duration = Duration::from_secs(5);
 /// Time between keepalive probes.
@@ -80,7 +85,7 @@ const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(2);
 /// kernel acknowledges at once.
 const UNACKNOWLEDGED_MAX: Duration = Duration::from_secs(20);
 /// Maximum number of idle connections kept per agent. A busy engine runs about as many turns.
-const POOL_IDLE_COUNT_MAX: usize = 256;
+const IDLE_CONNECTIONS_PER_AGENT_MAX: usize = 256;
 
 /// The open ports of a router.
 #[derive(Debug)]
@@ -140,7 +145,7 @@ pub async fn run(config: Config, listeners: Listeners, tasks: Tasks) -> Result<(
         AdminData { registry: Arc::new(registry), ready, config: settings::to_toml(&config) };
     // The admin port stays open during the drain, so that the drain can be watched.
     let admin_token = tokio_util::sync::CancellationToken::new();
-    let _admin_ends = admin_token.clone().drop_guard();
+    let _admin_stop_guard = admin_token.clone().drop_guard();
     admin::start(admin_data, listeners.admin, admin_token).map_err(Error::Admin)?;
 
     let (update_sender, mailbox) = mpsc::channel(view::MAILBOX_UPDATES_MAX);
@@ -154,15 +159,17 @@ pub async fn run(config: Config, listeners: Listeners, tasks: Tasks) -> Result<(
     let address = listeners.data.local_addr().map(|address| address.to_string());
     info!(address = address.unwrap_or_default(), agents = endpoints.len(), "router listens");
     let turns_max = shared.config.turns_in_flight_max;
-    let data = server::serve(listeners.data, http::build_routes(shared), turns_max, tasks.clone());
-    tasks.spawn_essential("data", data);
+    let data_server =
+        server::serve(listeners.data, http::build_routes(shared), turns_max, tasks.clone());
+    tasks.spawn_essential("data", data_server);
     tasks.cancelled().await;
     info!(drain_ms_max = drain_max.as_millis(), "draining");
-    let is_clean = tasks.stop(drain_max).await;
+    let ended_cleanly = tasks.stop(drain_max).await;
     info!("stopped");
-    if is_clean { Ok(()) } else { Err(Error::TaskEnded) }
+    if ended_cleanly { Ok(()) } else { Err(Error::TaskEnded) }
 }
 
+/// Returns the control port of each configured agent, in the order of the settings.
 fn agent_endpoints(config: &Config) -> Result<Vec<Endpoint>, Error> {
     let endpoint = |control: &String| {
         connect::endpoint(control, config.connect_max())
@@ -181,7 +188,7 @@ fn watch_agents(
     tasks: &Tasks,
 ) {
     for (agent, endpoint) in endpoints.iter().enumerate() {
-        let watcher = LoadWatcher {
+        let load_watcher = LoadWatcher {
             agent_index: agent,
             endpoint: endpoint.clone(),
             connect_max: config.connect_max(),
@@ -189,14 +196,14 @@ fn watch_agents(
             updates: update_sender.clone(),
             view: Arc::clone(view),
         };
-        tasks.spawn(watcher.run(tasks.token()));
-        let watcher = kv_index::KvWatcher {
+        tasks.spawn(load_watcher.run(tasks.token()));
+        let kv_watcher = kv_index::KvWatcher {
             agent,
             endpoint: endpoint.clone(),
             connect_max: config.connect_max(),
             kv_index: Arc::clone(kv_index),
         };
-        tasks.spawn(watcher.run(tasks.token()));
+        tasks.spawn(kv_watcher.run(tasks.token()));
     }
 }
 
@@ -219,11 +226,12 @@ fn build_shared(
     connector.set_keepalive_interval(Some(KEEPALIVE_INTERVAL));
     connector.set_tcp_user_timeout(Some(UNACKNOWLEDGED_MAX));
     let turn_client = Client::builder(TokioExecutor::new())
-        .pool_idle_timeout(POOL_IDLE_MAX)
-        .pool_max_idle_per_host(POOL_IDLE_COUNT_MAX)
+        .pool_idle_timeout(CONNECTION_IDLE_MAX)
+        .pool_max_idle_per_host(IDLE_CONNECTIONS_PER_AGENT_MAX)
         .pool_timer(TokioTimer::new())
         .build(connector);
-    let affinity = || Mutex::new(Affinity::new(config.sessions_max, config.affinity_idle_max()));
+    let new_affinity_table =
+        || Mutex::new(Affinity::new(config.sessions_max, config.affinity_idle_max()));
     let control_clients: Vec<ControlClient> = endpoints.iter().map(ControlClient::new).collect();
     let models = Arc::new(Models::new());
     if cfg!(feature = "text") {
@@ -234,8 +242,8 @@ fn build_shared(
         view,
         block_locator: BlockLocator::new(Arc::clone(&kv_index), models, config.overlap_bytes_max),
         kv_index,
-        affinity: affinity(),
-        cache_keys: affinity(),
+        affinity: new_affinity_table(),
+        cache_keys: new_affinity_table(),
         recent_placements: Mutex::new(RecentPlacements::new(recent::WEIGHT_MAX)),
         turn_client,
         update_sender,

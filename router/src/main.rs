@@ -1,6 +1,8 @@
 //! The process `berth-router`: reads the settings, starts logging, and runs the router.
 //!
-//! A first SIGTERM or Ctrl-C makes the router drain: it ends after its running turns.
+//! A first SIGTERM or Ctrl-C makes the router drain: it takes no new turns (requests), and ends
+//! after its running turns. The flag `--check-config` only checks and prints the settings. The
+//! library `router` has everything else.
 
 use std::{io::Write as _, process::ExitCode};
 
@@ -43,6 +45,7 @@ fn main() -> ExitCode {
     }
 }
 
+/// Opens the router's ports, and runs the router until it is told to stop.
 fn serve(config: Config) -> anyhow::Result<()> {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let result = runtime.block_on(async {
