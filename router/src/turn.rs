@@ -211,7 +211,7 @@ async fn send(
     finish(shared, outbound, placed, permit, unanswered, worker_answer)
 }
 
-/// Turns the worker's answer into the client's answer, or logs and counts why there is none.
+/// Makes the client's answer from the worker's answer, or logs and counts why there is none.
 fn finish(
     shared: &Arc<Shared>,
     outbound: &OutboundTurn,
