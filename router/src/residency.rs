@@ -3,6 +3,9 @@
 //! A block is a routing block, a hashed part of a prompt (see [`proto::block`]). A worker is one
 //! rank of an engine.
 //!
+//! The tasks of turns call `block_locator`, and pass its counts to `placement`, which chooses the
+//! worker. Nothing here stores KV or asks an engine.
+//!
 //! - [`index`]: finds a prompt's leading blocks on each worker.
 //! - `kv_index`: follows each agent's stream of resident blocks and keeps the [`index`] up to date.
 //! - `kv_stream`: checks the order of that stream's messages.

@@ -382,7 +382,7 @@ fn requests_waiting(view: &Snapshot, worker: WorkerRef) -> Option<u64> {
 /// Returns the prompt tokens that the worker has to compute; `None` if the prompt is unknown.
 pub(super) fn uncached_tokens(request: &PlacementRequest<'_>, worker: WorkerRef) -> Option<u64> {
     let prompt = request.prompt?;
-    let blocks = worker.number().map_or(0, |number| prompt.overlap.device(number));
+    let blocks = worker.number().map_or(0, |number| prompt.overlap.device_blocks(number));
     let private_tokens = own_kv(request, worker).private_tokens;
     Some(prompt.tokens.saturating_sub(private_tokens.max(u64::from(blocks) * prompt.block_tokens)))
 }

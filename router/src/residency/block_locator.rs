@@ -82,7 +82,7 @@ impl BlockLocator {
     /// doesn't know of.
     pub(crate) fn can_trust_count(&self, turn_blocks: &TurnBlocks, worker: WorkerRef) -> bool {
         let Some(number) = worker.number() else { return false };
-        self.reports_same_blocks(turn_blocks, worker) || turn_blocks.overlap.device(number) > 0
+        self.reports_same_blocks(turn_blocks, worker) || turn_blocks.overlap.device_blocks(number) > 0
     }
 
     /// Whether the worker's agent reports all resident blocks, with the hashes and the size of the
@@ -102,7 +102,7 @@ impl BlockLocator {
     ) -> Option<u64> {
         let number = worker.number().filter(|_| self.reports_same_blocks(turn_blocks, worker))?;
         let Blocks { tokens, block_tokens, .. } = turn_blocks.blocks;
-        let blocks = u64::from(turn_blocks.overlap.device(number));
+        let blocks = u64::from(turn_blocks.overlap.device_blocks(number));
         Some((blocks * u64::from(block_tokens.get())).min(tokens))
     }
 

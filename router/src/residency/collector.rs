@@ -48,11 +48,15 @@ impl Collector for KvIndexCollector {
             gauges,
         )?)?;
         for (name, help, value) in [
-            ("overlap_blocks_dropped", "Blocks forgotten because memory was short", stats.dropped),
+            (
+                "overlap_blocks_dropped",
+                "Blocks forgotten because memory was short",
+                stats.dropped_blocks,
+            ),
             (
                 "overlap_blocks_orphaned",
                 "Blocks not stored because their parent is unknown",
-                stats.orphans,
+                stats.orphan_blocks,
             ),
             (
                 "overlap_contradictions",

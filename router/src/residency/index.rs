@@ -7,6 +7,10 @@
 //! memory), on its host (CPU memory) or on both. The module is pure. [`SharedIndex`] wraps the
 //! index for many reading threads and one writer.
 //!
+//! Stores and removals come in; counts by worker come out. `kv_index` fills one index from the
+//! agents' reports, and `learned` fills another from the prompts that this router sent. The index
+//! doesn't check the order of reports (`kv_stream` does) and doesn't choose workers (`placement`).
+//!
 //! - `tree`: stores the chains as a tree of runs (a run is an unbranched part of a chain), and how
 //!   much of each run every worker has. A [`proto::table`] finds the run of a block.
 //! - `worker_set`: how much of one run each worker has.
@@ -32,9 +36,10 @@ use self::{
 };
 use crate::fleet::worker::WORKER_NUMBERS_MAX;
 
-/// Number of runs that each change also sweeps, as long as the tree may have blocks of ended slots.
-/// A sweep of 100,000 runs takes 6,000 changes, and adds less than a microsecond to each change.
-const SWEEP_RUNS: usize = 16;
+/// Number of runs that each change to the index also sweeps, as long as the tree may have blocks of
+/// ended slots. A sweep of 100,000 runs takes 6,000 changes, and adds less than a microsecond to
+/// each change.
+const SWEEP_RUNS_PER_CHANGE: usize = 16;
 /// Maximum number of workers. Each worker may need three of the 65,535 slots: one that look-ups
 /// read, one for a snapshot in progress, and one that has ended and is being swept.
 pub const WORKERS_MAX: usize = WORKER_NUMBERS_MAX;
@@ -50,25 +55,25 @@ pub struct IndexStats {
     pub bytes: u64,
     /// Number of blocks dropped because memory was short, since the index was created. A block on
     /// two workers counts twice.
-    pub dropped: u64,
+    pub dropped_blocks: u64,
     /// Number of blocks not stored because the index didn't have their parent, since the index was
     /// created.
-    pub orphans: u64,
+    pub orphan_blocks: u64,
     /// Number of stores that stopped early because a block can't follow its predecessor, since the
     /// index was created.
     pub contradictions: u64,
 }
 
-/// The index of resident blocks.
+/// The index of resident blocks, of all workers.
 #[derive(Debug)]
 pub struct Index {
     tree: Tree,
     slots: Slots,
     bytes_max: usize,
     /// The run at which the next step of the sweep begins.
-    next_swept_run: usize,
-    dropped: u64,
-    orphans: u64,
+    next_run_to_sweep: usize,
+    dropped_blocks: u64,
+    orphan_blocks: u64,
     contradictions: u64,
 }
 
@@ -79,46 +84,54 @@ pub struct Overlap {
     /// By worker: its slot.
     slots: Vec<u16>,
     /// By slot: number of leading blocks on the device.
-    device: Vec<u32>,
+    device_blocks: Vec<u32>,
     /// By slot: number of leading blocks on the device or host. Empty if the index has no block on
-    /// any host, because then `device` has the same numbers.
-    either: Vec<u32>,
+    /// any host, because then `device_blocks` has the same numbers.
+    any_tier_blocks: Vec<u32>,
 }
 
 impl Overlap {
     /// Returns the number of leading blocks resident on the worker's device.
     #[must_use]
-    pub fn device(&self, worker: usize) -> u32 {
-        self.count(worker, &self.device)
+    pub fn device_blocks(&self, worker: usize) -> u32 {
+        self.count_for(worker, &self.device_blocks)
     }
 
     /// Returns the number of leading blocks resident on the worker's device or host.
     #[must_use]
-    pub fn either(&self, worker: usize) -> u32 {
-        self.count(worker, if self.either.is_empty() { &self.device } else { &self.either })
+    pub fn any_tier_blocks(&self, worker: usize) -> u32 {
+        self.count_for(
+            worker,
+            if self.any_tier_blocks.is_empty() {
+                &self.device_blocks
+            } else {
+                &self.any_tier_blocks
+            },
+        )
     }
 
     /// Whether any worker has the prompt's first block on its device.
     #[must_use]
     pub fn is_first_block_on_a_device(&self) -> bool {
-        self.device.iter().any(|blocks| *blocks > 0)
+        self.device_blocks.iter().any(|blocks| *blocks > 0)
     }
 
     /// Replaces the counts of the workers that `is_replaced` selects by those of `other`.
     pub fn replace_counts(&mut self, other: &Self, is_replaced: impl Fn(usize) -> bool) {
-        let workers = self.slots.len().max(other.slots.len());
+        let worker_count = self.slots.len().max(other.slots.len());
         let merge = |count: fn(&Self, usize) -> u32| {
             let merged = |worker| count(if is_replaced(worker) { other } else { self }, worker);
-            (0..workers).map(merged).collect::<Vec<u32>>()
+            (0..worker_count).map(merged).collect::<Vec<u32>>()
         };
-        let (device, either) = (merge(Self::device), merge(Self::either));
+        let device_blocks = merge(Self::device_blocks);
+        let any_tier_blocks = merge(Self::any_tier_blocks);
         // The merged counts are by worker, so each worker's slot is its own number.
-        let slots = (0..u16::MAX).take(workers).collect();
-        *self = Self { slots, device, either };
+        let slots = (0..u16::MAX).take(worker_count).collect();
+        *self = Self { slots, device_blocks, any_tier_blocks };
     }
 
     /// Returns a worker's count from `slot_counts`, which is indexed by slot.
-    fn count(&self, worker: usize, slot_counts: &[u32]) -> u32 {
+    fn count_for(&self, worker: usize, slot_counts: &[u32]) -> u32 {
         let slot = self.slots.get(worker).copied();
         slot.and_then(|slot| slot_counts.get(usize::from(slot))).copied().unwrap_or(0)
     }
@@ -132,24 +145,26 @@ impl Index {
             tree: Tree::new(),
             slots: Slots::default(),
             bytes_max,
-            next_swept_run: 0,
-            dropped: 0,
-            orphans: 0,
+            next_run_to_sweep: 0,
+            dropped_blocks: 0,
+            orphan_blocks: 0,
             contradictions: 0,
         }
     }
 
     /// Counts the leading blocks of a chain that are resident on each worker.
     pub fn look_up(&self, chain: &[BlockHash], overlap: &mut Overlap) {
-        let Overlap { slots, device, either } = overlap;
+        let Overlap { slots, device_blocks, any_tier_blocks } = overlap;
         slots.clear();
-        slots.extend_from_slice(self.slots.current());
-        let either_len = if self.tree.host_blocks() > 0 { self.slots.len() } else { 0 };
-        for (counts, len) in [(&mut *device, self.slots.len()), (&mut *either, either_len)] {
+        slots.extend_from_slice(self.slots.current_slots());
+        let any_tier_len = if self.tree.host_blocks() > 0 { self.slots.slot_count() } else { 0 };
+        for (counts, len) in
+            [(&mut *device_blocks, self.slots.slot_count()), (&mut *any_tier_blocks, any_tier_len)]
+        {
             counts.clear();
             counts.resize(len, 0);
         }
-        self.tree.look_up(chain, device, either);
+        self.tree.look_up(chain, device_blocks, any_tier_blocks);
     }
 
     /// Records that a worker has `blocks`, which follow `parent` or, without a parent, begin a
@@ -171,7 +186,7 @@ impl Index {
         }
         match self.tree.store(Holder { slot, tier }, parent, blocks) {
             Ok(()) => {}
-            Err(StoreError::UnknownParent) => self.orphans += blocks.len() as u64,
+            Err(StoreError::UnknownParent) => self.orphan_blocks += blocks.len() as u64,
             Err(StoreError::Contradiction) => self.contradictions += 1,
         }
         self.sweep_and_shrink();
@@ -213,7 +228,7 @@ impl Index {
 
     /// Returns the number of blocks resident on a worker. A block on both tiers counts twice.
     #[must_use]
-    pub fn resident(&self, worker: usize) -> u64 {
+    pub fn resident_blocks(&self, worker: usize) -> u64 {
         self.slots.read_slot(worker).map_or(0, |slot| self.tree.resident_blocks(slot))
     }
 
@@ -221,11 +236,11 @@ impl Index {
     #[must_use]
     pub fn stats(&self) -> IndexStats {
         IndexStats {
-            blocks: self.tree.blocks() as u64,
-            runs: self.tree.runs() as u64,
+            blocks: self.tree.block_count() as u64,
+            runs: self.tree.run_count() as u64,
             bytes: self.bytes() as u64,
-            dropped: self.dropped,
-            orphans: self.orphans,
+            dropped_blocks: self.dropped_blocks,
+            orphan_blocks: self.orphan_blocks,
             contradictions: self.contradictions,
         }
     }
@@ -236,7 +251,10 @@ impl Index {
     /// If an invariant is broken, with its description.
     pub fn check_invariants(&self) {
         self.tree.check_invariants();
-        assert!(self.bytes() <= self.bytes_max || self.tree.blocks() == 0, "over the memory bound");
+        assert!(
+            self.bytes() <= self.bytes_max || self.tree.block_count() == 0,
+            "over the memory bound"
+        );
     }
 
     fn bytes(&self) -> usize {
@@ -249,21 +267,21 @@ impl Index {
         self.sweep();
         while self.bytes() > self.bytes_max {
             self.sweep();
-            let Some(dropped) = self.tree.drop_oldest() else { return };
-            self.dropped += dropped;
+            let Some(dropped_blocks) = self.tree.drop_oldest() else { return };
+            self.dropped_blocks += dropped_blocks;
         }
     }
 
-    /// Removes the blocks of ended slots from the next [`SWEEP_RUNS`] runs.
+    /// Removes the blocks of ended slots from the next [`SWEEP_RUNS_PER_CHANGE`] runs.
     fn sweep(&mut self) {
-        if !self.slots.has_ended() {
+        if !self.slots.has_ended_slots() {
             return;
         }
-        let Self { tree, slots, next_swept_run, .. } = self;
-        tree.sweep(*next_swept_run, SWEEP_RUNS, |slot| slots.is_ended(slot));
-        *next_swept_run += SWEEP_RUNS;
-        if *next_swept_run >= tree.run_id_count() {
-            *next_swept_run = 0;
+        let Self { tree, slots, next_run_to_sweep, .. } = self;
+        tree.sweep(*next_run_to_sweep, SWEEP_RUNS_PER_CHANGE, |slot| slots.is_ended(slot));
+        *next_run_to_sweep += SWEEP_RUNS_PER_CHANGE;
+        if *next_run_to_sweep >= tree.run_id_count() {
+            *next_run_to_sweep = 0;
             // A slot that ended in the middle of this pass may still have blocks.
             slots.free_ended(|slot| tree.resident_blocks(slot) == 0);
         }

@@ -98,7 +98,7 @@ impl KvIndex {
             let phase = stream_state.phases.get(&worker.dp_rank).cloned();
             phase.unwrap_or_else(|| unknown(reason))
         };
-        let count_blocks = |number| self.index.read(|index| index.resident(number));
+        let count_blocks = |number| self.index.read(|index| index.resident_blocks(number));
         WorkerKv { phase, resident_blocks: worker.number().map_or(0, count_blocks) }
     }
 
@@ -254,7 +254,7 @@ mod tests {
     fn overlap(kv_index: &KvIndex, chain: &[BlockHash], agent: usize) -> u32 {
         let mut overlap = Overlap::default();
         kv_index.look_up(chain, &mut overlap);
-        overlap.device(WorkerRef { agent, dp_rank: 0 }.number().unwrap())
+        overlap.device_blocks(WorkerRef { agent, dp_rank: 0 }.number().unwrap())
     }
 
     #[test]

@@ -264,7 +264,7 @@ mod tests {
     fn found(learned: &LearnedPrompts, worker: usize, tokens: &[u32]) -> u32 {
         let mut overlap = Overlap::default();
         learned.look_up(&prompt(tokens).hashes, &mut overlap);
-        overlap.device(worker)
+        overlap.device_blocks(worker)
     }
 
     #[test]

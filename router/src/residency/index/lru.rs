@@ -2,14 +2,16 @@
 //!
 //! The overlap index finds how many leading blocks of a prompt each worker has. A run is an
 //! unbranched part of a chain of blocks, and a leaf is a run without children. The order is a
-//! doubly linked list. An array has each run's links at the index that is the run's id.
+//! doubly linked list. The tree in `tree` says when a run is used, and drops the runs. An array has
+//! each run's links at the index that is the run's id.
 
 use proto::table::RunId;
 
 /// Marks the end of the list. Run 0 is the tree's root, which is never in the list.
 const NO_RUN: RunId = 0;
 
-/// The list. It can't tell whether it contains a run, so the callers must know that.
+/// The list of leaf runs by last use. It can't tell whether it contains a run, so the callers must
+/// know that.
 #[derive(Debug)]
 pub(super) struct Lru {
     /// By run id. Only the links of runs in the list have a meaning.

@@ -1,15 +1,16 @@
 //! Wraps the overlap index in a lock, so that many threads look prompts up while one task writes.
 //!
 //! The overlap index finds how many leading blocks of a prompt each worker has. The lock is held
-//! for one change or one look-up, and no other lock is taken meanwhile.
+//! for one change or one look-up, and no other lock is taken meanwhile. The writer is `kv_index`;
+//! the readers are the tasks that place turns.
 
 use parking_lot::RwLock;
 use proto::block::BlockHash;
 
 use super::{Index, Overlap};
 
-/// How often a writer tries to get the lock before it waits for the lock. A try delays no reader,
-/// but a waiting writer blocks new readers until the present readers have finished. If the
+/// How many times a writer tries to get the lock before it waits for the lock. A try delays no
+/// reader, but a waiting writer blocks new readers until the present readers have finished. If the
 /// operating system has paused one of the present readers, all look-ups wait for that reader.
 const TRY_WRITES_MAX: usize = 64;
 

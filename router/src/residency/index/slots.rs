@@ -5,7 +5,8 @@
 //! blocks, and this module knows which slot stands for which worker. When a worker loses all its
 //! blocks, its slot ends: no look-up uses the slot any longer, and the index sweeps it from the
 //! tree step by step. The worker's next blocks are stored under another slot. A snapshot also gets
-//! a slot of its own, which replaces the worker's current slot when the snapshot is complete.
+//! a slot of its own, which replaces the worker's current slot when the snapshot is complete. The
+//! index in the parent module calls the functions here. This module doesn't know the blocks.
 
 /// Marks a worker without a slot.
 const NO_SLOT: u16 = u16::MAX;
@@ -14,42 +15,44 @@ const NO_SLOT: u16 = u16::MAX;
 #[derive(Debug, Default)]
 pub(super) struct Slots {
     /// By worker: the slot that look-ups read.
-    current: Vec<u16>,
+    current_slots: Vec<u16>,
     /// By worker: the slot that a snapshot in progress is written to.
-    snapshot: Vec<u16>,
+    snapshot_slots: Vec<u16>,
     /// By slot: whether it has ended. No worker uses an ended slot, but the tree may contain it.
-    ended: Vec<bool>,
+    ended_flags: Vec<bool>,
+    /// Number of slots that have ended.
     ended_count: usize,
     /// Slots that no worker uses and the tree doesn't contain.
-    free: Vec<u16>,
+    free_slots: Vec<u16>,
 }
 
 impl Slots {
     /// Returns the number of slots, in use or not.
-    pub(super) fn len(&self) -> usize {
-        self.ended.len()
+    pub(super) fn slot_count(&self) -> usize {
+        self.ended_flags.len()
     }
 
     /// Returns the memory in use, in bytes.
     pub(super) fn bytes(&self) -> usize {
-        let slot_numbers =
-            self.current.capacity() + self.snapshot.capacity() + self.free.capacity();
-        slot_numbers * size_of::<u16>() + self.ended.capacity()
+        let stored_slots = self.current_slots.capacity()
+            + self.snapshot_slots.capacity()
+            + self.free_slots.capacity();
+        stored_slots * size_of::<u16>() + self.ended_flags.capacity()
     }
 
     /// Returns the slots that look-ups read, by worker. A worker without a slot has `u16::MAX`.
-    pub(super) fn current(&self) -> &[u16] {
-        &self.current
+    pub(super) fn current_slots(&self) -> &[u16] {
+        &self.current_slots
     }
 
     /// Returns the slot that look-ups read for a worker.
     pub(super) fn read_slot(&self, worker: usize) -> Option<u16> {
-        self.current.get(worker).copied().filter(|&slot| slot != NO_SLOT)
+        self.current_slots.get(worker).copied().filter(|&slot| slot != NO_SLOT)
     }
 
     /// Returns the slot that a worker's changes are written to, if it has one.
     pub(super) fn write_slot(&self, worker: usize) -> Option<u16> {
-        let snapshot = self.snapshot.get(worker).copied().filter(|&slot| slot != NO_SLOT);
+        let snapshot = self.snapshot_slots.get(worker).copied().filter(|&slot| slot != NO_SLOT);
         snapshot.or_else(|| self.read_slot(worker))
     }
 
@@ -59,27 +62,28 @@ impl Slots {
         if let Some(slot) = self.write_slot(worker) {
             return (slot, false);
         }
-        let (slot, is_added) = self.allocate();
-        set_slot(&mut self.current, worker, slot);
+        let (slot, is_added) = self.allocate_slot();
+        set_slot(&mut self.current_slots, worker, slot);
         (slot, is_added)
     }
 
     /// Begins a snapshot of a worker. Returns whether the number of slots grew.
     pub(super) fn begin_snapshot(&mut self, worker: usize) -> bool {
         self.end_snapshot(worker);
-        let (slot, is_added) = self.allocate();
-        set_slot(&mut self.snapshot, worker, slot);
+        let (slot, is_added) = self.allocate_slot();
+        set_slot(&mut self.snapshot_slots, worker, slot);
         is_added
     }
 
     /// Completes the worker's snapshot, if one was begun.
     pub(super) fn finish_snapshot(&mut self, worker: usize) {
-        let Some(slot) = self.snapshot.get(worker).copied().filter(|&slot| slot != NO_SLOT) else {
+        let Some(slot) = self.snapshot_slots.get(worker).copied().filter(|&slot| slot != NO_SLOT)
+        else {
             return;
         };
-        self.snapshot[worker] = NO_SLOT;
+        self.snapshot_slots[worker] = NO_SLOT;
         self.end_current(worker);
-        set_slot(&mut self.current, worker, slot);
+        set_slot(&mut self.current_slots, worker, slot);
     }
 
     /// Ends the slots of a worker: the current one and the one of a snapshot in progress.
@@ -89,58 +93,66 @@ impl Slots {
     }
 
     /// Whether any slot has ended and isn't free yet, so that the tree has to be swept.
-    pub(super) fn has_ended(&self) -> bool {
+    pub(super) fn has_ended_slots(&self) -> bool {
         self.ended_count > 0
     }
 
     pub(super) fn is_ended(&self, slot: u16) -> bool {
-        self.ended[usize::from(slot)]
+        self.ended_flags[usize::from(slot)]
     }
 
     /// Frees the ended slots for which `is_empty` says that the tree no longer contains them.
     pub(super) fn free_ended(&mut self, is_empty: impl Fn(u16) -> bool) {
-        for (slot, is_ended) in (0..NO_SLOT).zip(&mut self.ended) {
+        for (slot, is_ended) in (0..NO_SLOT).zip(&mut self.ended_flags) {
             if *is_ended && is_empty(slot) {
                 *is_ended = false;
                 self.ended_count -= 1;
-                self.free.push(slot);
+                self.free_slots.push(slot);
             }
         }
     }
 
     /// Returns a free or new slot, and whether the slot is new.
-    fn allocate(&mut self) -> (u16, bool) {
-        if let Some(slot) = self.free.pop() {
+    fn allocate_slot(&mut self) -> (u16, bool) {
+        if let Some(slot) = self.free_slots.pop() {
             return (slot, false);
         }
-        let slot = u16::try_from(self.ended.len()).ok().filter(|&slot| slot != NO_SLOT);
-        self.ended.push(false);
+        let slot = u16::try_from(self.ended_flags.len()).ok().filter(|&slot| slot != NO_SLOT);
+        self.ended_flags.push(false);
         (slot.expect("three slots per worker are fewer than NO_SLOT"), true)
     }
 
     fn end_snapshot(&mut self, worker: usize) {
-        if let Some(slot) = self.snapshot.get_mut(worker) {
-            end_slot(&mut self.ended, &mut self.ended_count, std::mem::replace(slot, NO_SLOT));
+        if let Some(slot) = self.snapshot_slots.get_mut(worker) {
+            end_slot(
+                &mut self.ended_flags,
+                &mut self.ended_count,
+                std::mem::replace(slot, NO_SLOT),
+            );
         }
     }
 
     fn end_current(&mut self, worker: usize) {
-        if let Some(slot) = self.current.get_mut(worker) {
-            end_slot(&mut self.ended, &mut self.ended_count, std::mem::replace(slot, NO_SLOT));
+        if let Some(slot) = self.current_slots.get_mut(worker) {
+            end_slot(
+                &mut self.ended_flags,
+                &mut self.ended_count,
+                std::mem::replace(slot, NO_SLOT),
+            );
         }
     }
 }
 
-fn end_slot(ended: &mut [bool], ended_count: &mut usize, slot: u16) {
+fn end_slot(ended_flags: &mut [bool], ended_count: &mut usize, slot: u16) {
     if slot != NO_SLOT {
-        ended[usize::from(slot)] = true;
+        ended_flags[usize::from(slot)] = true;
         *ended_count += 1;
     }
 }
 
-fn set_slot(slots: &mut Vec<u16>, worker: usize, slot: u16) {
-    if slots.len() <= worker {
-        slots.resize(worker + 1, NO_SLOT);
+fn set_slot(slots_by_worker: &mut Vec<u16>, worker: usize, slot: u16) {
+    if slots_by_worker.len() <= worker {
+        slots_by_worker.resize(worker + 1, NO_SLOT);
     }
-    slots[worker] = slot;
+    slots_by_worker[worker] = slot;
 }

@@ -37,7 +37,9 @@ fn extend(chain: &mut Vec<BlockHash>, blocks: usize, letter: u64) {
 fn depths(index: &Index, chain: &[BlockHash]) -> Vec<(u32, u32)> {
     let mut overlap = Overlap::default();
     index.look_up(chain, &mut overlap);
-    (0..WORKERS).map(|worker| (overlap.device(worker), overlap.either(worker))).collect()
+    (0..WORKERS)
+        .map(|worker| (overlap.device_blocks(worker), overlap.any_tier_blocks(worker)))
+        .collect()
 }
 
 /// Returns the device depths of the first `N` workers.
@@ -129,9 +131,9 @@ impl Oracle {
                 let chain = chain(letters);
                 let from = from % chain.len();
                 let parent = from.checked_sub(1).map(|at| chain[at]);
-                let orphans = index.stats().orphans;
+                let orphans = index.stats().orphan_blocks;
                 index.store(*worker, *tier, parent, &chain[from..]);
-                if index.stats().orphans > orphans {
+                if index.stats().orphan_blocks > orphans {
                     let parent = parent.expect("only a parent can be unknown");
                     assert!(bounded || !self.knows(parent), "a known parent was not found");
                     return;
@@ -185,7 +187,7 @@ proptest! {
             let chain = chain(letters);
             prop_assert_eq!(depths(&index, &chain), oracle.depths(&chain), "after {:?}", step);
         }
-        prop_assert_eq!(index.stats().dropped, 0);
+        prop_assert_eq!(index.stats().dropped_blocks, 0);
     }
 
     #[test]
@@ -257,9 +259,9 @@ fn a_lost_worker_disappears_at_once_and_is_swept_later() {
         index.store(0, Tier::Device, None, &chain(&[letter, 7]));
     }
     index.clear(0);
-    assert_eq!((device(&index, &all), index.resident(0)), ([0, 10, 10], 0));
+    assert_eq!((device(&index, &all), index.resident_blocks(0)), ([0, 10, 10], 0));
     index.store(0, Tier::Device, None, &all[..6]);
-    assert_eq!((device(&index, &all), index.resident(0)), ([6, 10, 10], 6));
+    assert_eq!((device(&index, &all), index.resident_blocks(0)), ([6, 10, 10], 6));
     for _ in 0..20 {
         index.remove(0, Tier::Device, &[]);
     }
@@ -324,8 +326,8 @@ fn the_oldest_is_dropped_first_and_counted() {
     let first = kept.iter().position(|&kept| kept).unwrap();
     assert!((1..50).contains(&first), "some are dropped, many are kept: {first}");
     assert!(kept[first..].iter().all(|&kept| kept), "the newest are kept: {kept:?}");
-    assert_eq!(index.stats().dropped + index.resident(0), 60 * 99 + 1);
+    assert_eq!(index.stats().dropped_blocks + index.resident_blocks(0), 60 * 99 + 1);
     let orphan = chain(&[9, 0, 5]);
     index.store(0, Tier::Device, Some(chains[0][99]), &orphan[2..]);
-    assert_eq!(index.stats().orphans, 1);
+    assert_eq!(index.stats().orphan_blocks, 1);
 }

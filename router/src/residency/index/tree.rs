@@ -4,15 +4,15 @@
 //! unbranched part of a chain. A holder is one tier (device or host) of one slot, and a slot stands
 //! for a worker (see `slots`). A holder's hold on a run is a prefix of the run, and the prefix
 //! length is the number of blocks in that prefix. If a holder loses blocks inside a run, the tree
-//! splits the run, so that every hold is a prefix again. The tree doesn't limit its memory.
+//! splits the run, so that every hold is a prefix again. The parent module calls this one, and
+//! limits its memory. Of the children, `shape` changes the runs, and `check` serves tests.
 //!
-//! The hash of a block covers all tokens up to the block's end. So two chains that agree at one
-//! block agree in all blocks before that block, and a search can find where they begin to differ.
+//! The hash of a block covers all tokens up to the block's end. So chains that agree at one block
+//! agree in all blocks before that block, and a search can find where they begin to differ.
 //!
 //! The table finds the run of a block. Eight consecutive blocks of a chain form a group, and their
-//! hashes contain the same group key. Only the first block of a group has a table entry. The other
-//! blocks of the group are found relative to the first one. If a run begins in the middle of a
-//! group, each of its blocks in that group has a table entry of its own.
+//! hashes contain the same group key. Only the first block of a group has a table entry. The others
+//! are found relative to it. If a run begins inside a group, its blocks there have own entries.
 
 mod check;
 mod shape;
@@ -64,7 +64,7 @@ pub(super) struct Run {
     /// The prefix length of each slot's host tier. `None` if no host has a block of the run.
     host: Option<Box<WorkerSet>>,
     /// Number of blocks before this run in its chain.
-    start: u32,
+    depth: u32,
     parent: RunId,
 }
 
@@ -94,7 +94,7 @@ pub(super) struct Tree {
     /// The ids in `runs` that are not in use.
     free_ids: Vec<RunId>,
     /// Number of distinct blocks.
-    blocks: usize,
+    block_count: usize,
     /// Heap memory owned by the runs, in bytes.
     heap_bytes: usize,
     /// By slot: number of resident blocks on both tiers.
@@ -141,13 +141,13 @@ impl Run {
     /// Returns the index of `block` in this run, if it stands `offset` blocks after the block that
     /// the table's `entry` points to. The table only proposes entries, so the hash is compared.
     fn index_of(&self, block: BlockHash, entry: Entry, offset: usize) -> Option<usize> {
-        let index = (entry.place.wrapping_sub(self.start) % PLACES) as usize + offset;
+        let index = (entry.place.wrapping_sub(self.depth) % PLACES) as usize + offset;
         (self.blocks.get(index) == Some(&block)).then_some(index)
     }
 
     /// Returns the number of blocks before the first group that begins in this run.
     fn ungrouped_len(&self) -> usize {
-        let ungrouped_len = (GROUP_BLOCKS - self.start as usize % GROUP_BLOCKS) % GROUP_BLOCKS;
+        let ungrouped_len = (GROUP_BLOCKS - self.depth as usize % GROUP_BLOCKS) % GROUP_BLOCKS;
         ungrouped_len.min(self.blocks.len())
     }
 
@@ -164,14 +164,14 @@ impl Run {
         let indexes = (range.start..range.end.min(ungrouped))
             .chain((first_group..range.end).step_by(GROUP_BLOCKS));
         indexes.map(move |index| {
-            (index, entry_key(self.blocks[index]), Entry::new(run, self.start as usize + index))
+            (index, entry_key(self.blocks[index]), Entry::new(run, self.depth as usize + index))
         })
     }
 
     /// Returns the number of leading blocks that at least one holder has.
     fn held_len(&self) -> usize {
-        let host = self.host.as_ref().map_or(0, |host| host.longest());
-        usize::from(self.device.longest().max(host))
+        let host = self.host.as_ref().map_or(0, |host| host.longest_prefix_len());
+        usize::from(self.device.longest_prefix_len().max(host))
     }
 
     /// Returns the number of resident blocks, summed over all holders.
@@ -236,7 +236,7 @@ impl Tree {
             lru: Lru::new(),
             table: Table::new(),
             free_ids: vec![],
-            blocks: 0,
+            block_count: 0,
             heap_bytes: 0,
             resident_blocks: vec![],
             host_blocks: 0,
@@ -244,12 +244,12 @@ impl Tree {
     }
 
     /// Returns the number of distinct blocks.
-    pub(super) fn blocks(&self) -> usize {
-        self.blocks
+    pub(super) fn block_count(&self) -> usize {
+        self.block_count
     }
 
     /// Returns the number of runs in use.
-    pub(super) fn runs(&self) -> usize {
+    pub(super) fn run_count(&self) -> usize {
         self.runs.len() - 1 - self.free_ids.len()
     }
 
@@ -286,26 +286,26 @@ impl Tree {
     /// The arrays are indexed by slot and hold zeros at first. An empty `either` stays empty.
     pub(super) fn look_up(&self, chain: &[BlockHash], device: &mut [u32], either: &mut [u32]) {
         let mut depth = 0;
-        while let Some(rest) = chain.get(depth..).filter(|rest| !rest.is_empty()) {
+        while let Some(chain_rest) = chain.get(depth..).filter(|rest| !rest.is_empty()) {
             let match_run = |entry: Entry| {
                 let run = &self[entry.run];
-                let matched =
-                    if run.start as usize == depth { common_len(&run.blocks, rest) } else { 0 };
-                (matched > 0).then_some((run, matched))
+                let is_next = run.depth as usize == depth;
+                let matched_len = if is_next { common_len(&run.blocks, chain_rest) } else { 0 };
+                (matched_len > 0).then_some((run, matched_len))
             };
-            let key = entry_key(rest[0]);
-            let Some((run, matched)) = self.table.find(key, match_run) else { return };
-            run.device.add_depths(run.start, to_prefix_len(matched), device);
+            let key = entry_key(chain_rest[0]);
+            let Some((run, matched_len)) = self.table.find(key, match_run) else { return };
+            run.device.add_depths(run.depth, to_prefix_len(matched_len), device);
             if !either.is_empty() {
-                run.device.add_depths(run.start, to_prefix_len(matched), either);
+                run.device.add_depths(run.depth, to_prefix_len(matched_len), either);
                 if let Some(host) = &run.host {
-                    host.add_depths(run.start, to_prefix_len(matched), either);
+                    host.add_depths(run.depth, to_prefix_len(matched_len), either);
                 }
             }
-            if matched < run.blocks.len() {
+            if matched_len < run.blocks.len() {
                 return;
             }
-            depth += matched;
+            depth += matched_len;
         }
     }
 
@@ -324,17 +324,17 @@ impl Tree {
                 Position { run, blocks_before: index + 1 }
             }
         };
-        let mut rest = blocks;
-        while let Some(&first) = rest.first() {
+        let mut unstored = blocks;
+        while let Some(&first) = unstored.first() {
             let rest_of_run = &self[position.run].blocks[position.blocks_before..];
             if !rest_of_run.is_empty() {
-                let same_len = common_len(rest_of_run, rest);
+                let same_len = common_len(rest_of_run, unstored);
                 if same_len == 0 {
                     // The new chain branches off here, so the run must end here.
                     position.run = self.split(position.run, position.blocks_before).0;
                 } else {
                     position = self.extend_prefix(holder, position, same_len);
-                    rest = &rest[same_len..];
+                    unstored = &unstored[same_len..];
                 }
                 continue;
             }
@@ -344,9 +344,9 @@ impl Tree {
                 }
                 Some(_) => return Err(StoreError::Contradiction),
                 None => {
-                    let old_blocks = self.blocks;
-                    position = self.append(holder, position, rest)?;
-                    rest = &rest[self.blocks - old_blocks..];
+                    let old_block_count = self.block_count;
+                    position = self.append(holder, position, unstored)?;
+                    unstored = &unstored[self.block_count - old_block_count..];
                 }
             }
         }
@@ -355,7 +355,7 @@ impl Tree {
 
     /// Records that a holder no longer has `blocks`. Returns how many of them it had.
     pub(super) fn remove(&mut self, holder: Holder, blocks: &[BlockHash]) -> usize {
-        let (mut handled, mut removed) = (0, 0);
+        let (mut handled, mut removed_count) = (0, 0);
         while let Some(&first) = blocks.get(handled) {
             handled += 1;
             let Some((run, index)) = self.find(first) else { continue };
@@ -368,14 +368,14 @@ impl Tree {
             while handled < blocks.len() && from > 0 && run_blocks[from - 1] == blocks[handled] {
                 (handled, from) = (handled + 1, from - 1);
             }
-            removed += self.release(holder, run, from, to);
+            removed_count += self.release(holder, run, from, to);
         }
-        removed
+        removed_count
     }
 
-    /// Removes the holds of all ended slots, in `count` runs from run `from` on.
-    pub(super) fn sweep(&mut self, from: usize, count: usize, is_ended: impl Fn(u16) -> bool) {
-        for index in from..(from + count).min(self.runs.len()) {
+    /// Removes the holds of all ended slots, in `run_count` runs from run `from` on.
+    pub(super) fn sweep(&mut self, from: usize, run_count: usize, is_ended: impl Fn(u16) -> bool) {
+        for index in from..(from + run_count).min(self.runs.len()) {
             let mut ended_holders = vec![];
             for tier in [Tier::Device, Tier::Host] {
                 let holds = self.runs[index].holders(tier).into_iter().flat_map(WorkerSet::iter);
@@ -397,7 +397,7 @@ impl Tree {
     pub(super) fn drop_oldest(&mut self) -> Option<u64> {
         let run = self.lru.oldest()?;
         let parent = self[run].parent;
-        let dropped = self[run].resident_count();
+        let dropped_blocks = self[run].resident_count();
         for tier in [Tier::Device, Tier::Host] {
             let holds: Vec<_> =
                 self[run].holders(tier).into_iter().flat_map(WorkerSet::iter).collect();
@@ -412,7 +412,7 @@ impl Tree {
             self.lru.remove(parent);
             self.lru.push_oldest(parent);
         }
-        Some(dropped)
+        Some(dropped_blocks)
     }
 
     /// Whether a run is in use. A free run has no blocks.
@@ -435,9 +435,9 @@ impl Tree {
     /// Changes a run and updates `heap_bytes`.
     fn change_run<T>(&mut self, run: RunId, change: impl FnOnce(&mut Run) -> T) -> T {
         let run = &mut self.runs[run as usize];
-        let before = run.heap_bytes();
+        let old_bytes = run.heap_bytes();
         let result = change(run);
-        self.heap_bytes = self.heap_bytes + run.heap_bytes() - before;
+        self.heap_bytes = self.heap_bytes + run.heap_bytes() - old_bytes;
         result
     }
 
@@ -452,17 +452,17 @@ impl Tree {
         self.change_run(run, |run| run.set_prefix_len(holder, prefix_len, slot_count));
     }
 
-    /// Records that a holder has the `added` blocks that follow `position` in its run. Returns the
-    /// position after these blocks.
-    fn extend_prefix(&mut self, holder: Holder, position: Position, added: usize) -> Position {
+    /// Records that a holder has the `added_len` blocks that follow `position` in its run. Returns
+    /// the position after these blocks.
+    fn extend_prefix(&mut self, holder: Holder, position: Position, added_len: usize) -> Position {
         let Position { run, blocks_before: from } = position;
-        let (to, prefix_len) = (from + added, self[run].prefix_len(holder));
+        let (to, prefix_len) = (from + added_len, self[run].prefix_len(holder));
         if prefix_len < from {
             // The holder lacks a block before `from`, so the added blocks need their own run.
             let (_, tail) = self.split(run, from);
-            self.set_prefix_len(tail, holder, added);
+            self.set_prefix_len(tail, holder, added_len);
             self.touch(tail);
-            return Position { run: tail, blocks_before: added };
+            return Position { run: tail, blocks_before: added_len };
         }
         if prefix_len < to {
             self.set_prefix_len(run, holder, to);

@@ -7,14 +7,14 @@
 //! system prompt can be on all workers. So the representation depends on the number of holders.
 
 /// Maximum number of holders that are stored in place, without an allocation.
-const FEW_MAX: usize = 4;
+const INLINE_HOLDERS_MAX: usize = 4;
 
 /// The prefix length of each slot. A slot with a prefix length of 0 is not a holder.
 #[derive(Debug, Clone)]
 pub(super) enum WorkerSet {
-    /// At most [`FEW_MAX`] holders, in no particular order. Unused entries have a prefix length of
-    /// 0.
-    Few([Hold; FEW_MAX]),
+    /// At most [`INLINE_HOLDERS_MAX`] holders, in no particular order. Unused entries have a prefix
+    /// length of 0.
+    Inline([Hold; INLINE_HOLDERS_MAX]),
     /// A list of holders in no particular order, without prefix lengths of 0.
     List(Vec<Hold>),
     /// The prefix length of each slot, by slot. Slots beyond the vector's end are not holders.
@@ -30,7 +30,7 @@ pub(super) struct Hold {
 
 impl Default for WorkerSet {
     fn default() -> Self {
-        Self::Few([Hold::default(); FEW_MAX])
+        Self::Inline([Hold::default(); INLINE_HOLDERS_MAX])
     }
 }
 
@@ -38,7 +38,7 @@ impl WorkerSet {
     /// Returns the heap memory in use, in bytes.
     pub(super) fn bytes(&self) -> usize {
         match self {
-            Self::Few(_) => 0,
+            Self::Inline(_) => 0,
             Self::List(list) => list.capacity() * size_of::<Hold>(),
             Self::BySlot(prefix_lens) => prefix_lens.capacity() * size_of::<u16>(),
         }
@@ -51,7 +51,7 @@ impl WorkerSet {
             hold.map_or(0, |hold| hold.prefix_len)
         };
         match self {
-            Self::Few(few) => find(few),
+            Self::Inline(inline) => find(inline),
             Self::List(list) => find(list),
             Self::BySlot(prefix_lens) => prefix_lens.get(usize::from(slot)).copied().unwrap_or(0),
         }
@@ -60,7 +60,7 @@ impl WorkerSet {
     /// Iterates over all holders, in no particular order.
     pub(super) fn iter(&self) -> impl Iterator<Item = Hold> {
         let (list, prefix_lens): (&[Hold], &[u16]) = match self {
-            Self::Few(few) => (few, &[]),
+            Self::Inline(inline) => (inline, &[]),
             Self::List(list) => (list, &[]),
             Self::BySlot(prefix_lens) => (&[], prefix_lens),
         };
@@ -69,32 +69,32 @@ impl WorkerSet {
     }
 
     /// Returns the longest prefix length.
-    pub(super) fn longest(&self) -> u16 {
+    pub(super) fn longest_prefix_len(&self) -> u16 {
         let longest = |holds: &[Hold]| holds.iter().map(|hold| hold.prefix_len).max().unwrap_or(0);
         match self {
-            Self::Few(few) => longest(few),
+            Self::Inline(inline) => longest(inline),
             Self::List(list) => longest(list),
             Self::BySlot(prefix_lens) => prefix_lens.iter().copied().max().unwrap_or(0),
         }
     }
 
     pub(super) fn is_empty(&self) -> bool {
-        self.longest() == 0
+        self.longest_prefix_len() == 0
     }
 
     /// Sets a slot's prefix length. `slot_count` is the number of all slots in the tree.
     pub(super) fn set(&mut self, slot: u16, prefix_len: u16, slot_count: usize) {
         match self {
-            Self::Few(few) => {
-                let known_index =
-                    few.iter().position(|hold| hold.slot == slot && hold.prefix_len > 0);
+            Self::Inline(inline) => {
+                let held_index =
+                    inline.iter().position(|hold| hold.slot == slot && hold.prefix_len > 0);
                 let index =
-                    known_index.or_else(|| few.iter().position(|hold| hold.prefix_len == 0));
+                    held_index.or_else(|| inline.iter().position(|hold| hold.prefix_len == 0));
                 match index {
-                    Some(index) => few[index] = Hold { slot, prefix_len },
+                    Some(index) => inline[index] = Hold { slot, prefix_len },
                     None if prefix_len > 0 => {
-                        let mut list = Vec::with_capacity(2 * FEW_MAX);
-                        list.extend_from_slice(few);
+                        let mut list = Vec::with_capacity(2 * INLINE_HOLDERS_MAX);
+                        list.extend_from_slice(inline);
                         list.push(Hold { slot, prefix_len });
                         *self = Self::List(list);
                         self.choose_representation(slot_count);
@@ -128,11 +128,11 @@ impl WorkerSet {
 
     /// Lowers every prefix length to at most `len_max`, which must not be 0.
     pub(super) fn limit_prefix_lens(&mut self, len_max: u16) {
-        let lower = |prefix_len: &mut u16| *prefix_len = len_max.min(*prefix_len);
+        let limit = |prefix_len: &mut u16| *prefix_len = len_max.min(*prefix_len);
         match self {
-            Self::Few(few) => few.iter_mut().for_each(|hold| lower(&mut hold.prefix_len)),
-            Self::List(list) => list.iter_mut().for_each(|hold| lower(&mut hold.prefix_len)),
-            Self::BySlot(prefix_lens) => prefix_lens.iter_mut().for_each(lower),
+            Self::Inline(inline) => inline.iter_mut().for_each(|hold| limit(&mut hold.prefix_len)),
+            Self::List(list) => list.iter_mut().for_each(|hold| limit(&mut hold.prefix_len)),
+            Self::BySlot(prefix_lens) => prefix_lens.iter_mut().for_each(limit),
         }
     }
 
@@ -144,9 +144,9 @@ impl WorkerSet {
     fn choose_representation(&mut self, slot_count: usize) {
         // A pass over the array of `BySlot` is vectorized, and a pass over `List` is not. With more
         // holders than an eighth of all slots, the array is faster.
-        let list_len_max = (slot_count / 8).max(FEW_MAX);
+        let list_len_max = (slot_count / 8).max(INLINE_HOLDERS_MAX);
         match self {
-            Self::Few(_) => {}
+            Self::Inline(_) => {}
             Self::List(list) if list.len() > list_len_max => {
                 let mut prefix_lens = vec![0; slot_count];
                 for hold in list.iter() {
@@ -154,11 +154,13 @@ impl WorkerSet {
                 }
                 *self = Self::BySlot(prefix_lens);
             }
-            Self::List(list) if list.len() <= FEW_MAX / 2 => *self = self.iter().collect(),
+            Self::List(list) if list.len() <= INLINE_HOLDERS_MAX / 2 => {
+                *self = self.iter().collect();
+            }
             Self::List(_) => {}
             Self::BySlot(prefix_lens) => {
-                let holders = prefix_lens.iter().filter(|&&prefix_len| prefix_len > 0).count();
-                if holders <= list_len_max / 2 {
+                let holder_count = prefix_lens.iter().filter(|&&prefix_len| prefix_len > 0).count();
+                if holder_count <= list_len_max / 2 {
                     *self = self.iter().collect();
                 }
             }
@@ -168,12 +170,13 @@ impl WorkerSet {
     /// Adds the blocks of this run to the depths that a look-up computes for a prompt.
     ///
     /// `depths` is indexed by slot: the number of leading blocks of the prompt that the slot has.
-    /// The run begins after `start` blocks of the prompt, and its first `matched` blocks are in the
-    /// prompt. A slot with a depth below `start` lacks a block before the run, so it gains nothing.
-    pub(super) fn add_depths(&self, start: u32, matched: u16, depths: &mut [u32]) {
+    /// The run begins after `run_depth` blocks of the prompt, and its first `matched_len` blocks
+    /// are in the prompt. A slot with a depth below `run_depth` lacks a block before the run, so it
+    /// gains nothing.
+    pub(super) fn add_depths(&self, run_depth: u32, matched_len: u16, depths: &mut [u32]) {
         let extend = |depth: &mut u32, prefix_len: u16| {
-            let new_depth = start + u32::from(prefix_len.min(matched));
-            *depth = if *depth >= start { new_depth.max(*depth) } else { *depth };
+            let new_depth = run_depth + u32::from(prefix_len.min(matched_len));
+            *depth = if *depth >= run_depth { new_depth.max(*depth) } else { *depth };
         };
         let extend_each = |holds: &[Hold], depths: &mut [u32]| {
             for hold in holds.iter().filter(|hold| hold.prefix_len > 0) {
@@ -181,7 +184,7 @@ impl WorkerSet {
             }
         };
         match self {
-            Self::Few(few) => extend_each(few, depths),
+            Self::Inline(inline) => extend_each(inline, depths),
             Self::List(list) => extend_each(list, depths),
             Self::BySlot(prefix_lens) => depths
                 .iter_mut()
@@ -194,11 +197,11 @@ impl WorkerSet {
 impl FromIterator<Hold> for WorkerSet {
     fn from_iter<I: IntoIterator<Item = Hold>>(holds: I) -> Self {
         let list: Vec<Hold> = holds.into_iter().collect();
-        if list.len() > FEW_MAX {
+        if list.len() > INLINE_HOLDERS_MAX {
             return Self::List(list);
         }
-        let mut few = [Hold::default(); FEW_MAX];
-        few[..list.len()].copy_from_slice(&list);
-        Self::Few(few)
+        let mut inline = [Hold::default(); INLINE_HOLDERS_MAX];
+        inline[..list.len()].copy_from_slice(&list);
+        Self::Inline(inline)
     }
 }

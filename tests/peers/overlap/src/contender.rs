@@ -88,7 +88,7 @@ impl Contender for Ours {
 
     fn answer(&mut self, query: &Query, workers: u64) -> Vec<u32> {
         self.index.look_up(&query.chained, &mut self.overlap);
-        (0..workers as usize).map(|worker| self.overlap.device(worker)).collect()
+        (0..workers as usize).map(|worker| self.overlap.device_blocks(worker)).collect()
     }
 }
 

@@ -1,4 +1,8 @@
 //! Checks the invariants of the overlap index's tree of blocks, for tests.
+//!
+//! The tree stores which blocks are resident on which worker. It keeps several counts and lists
+//! that follow from its runs (unbranched parts of a chain of blocks). The check computes them again
+//! from the runs, and panics if they differ. It changes nothing.
 
 use std::collections::{HashMap, HashSet};
 
@@ -15,18 +19,18 @@ impl Tree {
     /// # Panics
     /// If an invariant is broken, with its description.
     pub(in super::super) fn check_invariants(&self) {
-        let free: HashSet<RunId> = self.free_ids.iter().copied().collect();
-        assert_eq!(free.len(), self.free_ids.len(), "a run is in the free list only once");
+        let free_ids: HashSet<RunId> = self.free_ids.iter().copied().collect();
+        assert_eq!(free_ids.len(), self.free_ids.len(), "a run is in the free list only once");
         let ids = (1..self.runs.len()).map(|id| RunId::try_from(id).expect("ids are u32"));
-        let used: Vec<RunId> = ids.filter(|run| !free.contains(run)).collect();
+        let used_runs: Vec<RunId> = ids.filter(|run| !free_ids.contains(run)).collect();
         let mut children: HashMap<RunId, Children> = HashMap::new();
-        let (mut blocks, mut heap_bytes, mut host_blocks) = (0, 0, 0);
+        let (mut block_count, mut heap_bytes, mut host_blocks) = (0, 0, 0);
         let mut resident_blocks = vec![0; self.resident_blocks.len()];
-        for &run in &used {
+        for &run in &used_runs {
             self.check_run(run);
             let this = &self[run];
             children.entry(this.parent).or_default().add(run);
-            blocks += this.blocks.len();
+            block_count += this.blocks.len();
             heap_bytes += this.heap_bytes();
             for tier in [Tier::Device, Tier::Host] {
                 for hold in this.holders(tier).into_iter().flat_map(WorkerSet::iter) {
@@ -35,21 +39,24 @@ impl Tree {
                 }
             }
         }
-        for run in used.iter().copied().chain([ROOT]) {
+        for run in used_runs.iter().copied().chain([ROOT]) {
             let (stored, counted) = (self.children[run as usize], children.remove(&run));
             let counted = counted.unwrap_or_default();
             let (stored, counted) =
                 ((stored.count, stored.ids_xor), (counted.count, counted.ids_xor));
             assert_eq!(stored, counted, "children of run {run}");
         }
-        let leaves: HashSet<RunId> =
-            used.iter().copied().filter(|&run| self.children[run as usize].count == 0).collect();
+        let leaves: HashSet<RunId> = used_runs
+            .iter()
+            .copied()
+            .filter(|&run| self.children[run as usize].count == 0)
+            .collect();
         assert_eq!(self.lru.iter().collect::<HashSet<_>>(), leaves, "the list has all leaves");
         assert_eq!(self.lru.iter().count(), leaves.len(), "the list has each leaf once");
         let entries =
-            used.iter().map(|&run| self[run].entries(run, 0..self[run].blocks.len()).count());
+            used_runs.iter().map(|&run| self[run].entries(run, 0..self[run].blocks.len()).count());
         assert_eq!(self.table.entries(), entries.sum::<usize>(), "number of table entries");
-        assert_eq!(self.blocks, blocks, "distinct blocks");
+        assert_eq!(self.block_count, block_count, "distinct blocks");
         assert_eq!(self.heap_bytes, heap_bytes, "memory of runs");
         assert_eq!(
             (&self.resident_blocks, self.host_blocks),
@@ -64,8 +71,8 @@ impl Tree {
         assert!((1..=RUN_BLOCKS_MAX).contains(&len), "run {run} has {len} blocks");
         assert!(this.held_len() <= len, "no holder has more of run {run} than its blocks");
         let parent = &self[this.parent];
-        let start = parent.start as usize + parent.blocks.len();
-        assert_eq!(this.start as usize, start, "run {run} begins where its parent ends");
+        let depth = parent.depth as usize + parent.blocks.len();
+        assert_eq!(this.depth as usize, depth, "run {run} begins where its parent ends");
         if self.children[run as usize].count == 0 {
             assert_eq!(this.held_len(), len, "a holder has the last block of leaf run {run}");
         }

@@ -33,16 +33,16 @@ impl Tree {
             && self[last_run].prefix_len(holder) == blocks_before;
         let (run, old_len) =
             if can_grow { (last_run, blocks_before) } else { (self.add_child(last_run), 0) };
-        let fitting = &blocks[..blocks.len().min(RUN_BLOCKS_MAX - old_len)];
+        let fitting_blocks = &blocks[..blocks.len().min(RUN_BLOCKS_MAX - old_len)];
         self.change_run(run, |run| {
-            if run.blocks.capacity() < old_len + fitting.len() {
+            if run.blocks.capacity() < old_len + fitting_blocks.len() {
                 // Leave some room for later blocks, but don't reserve twice the memory in use.
-                run.blocks.reserve_exact(fitting.len() + old_len / 4);
+                run.blocks.reserve_exact(fitting_blocks.len() + old_len / 4);
             }
-            run.blocks.extend_from_slice(fitting);
+            run.blocks.extend_from_slice(fitting_blocks);
         });
         let new_len = self.add_to_table(run, old_len);
-        self.blocks += new_len - old_len;
+        self.block_count += new_len - old_len;
         self.change_run(run, |run| run.blocks.truncate(new_len));
         if new_len == 0 {
             self.drop_leaf(run);
@@ -50,7 +50,7 @@ impl Tree {
             self.set_prefix_len(run, holder, new_len);
             self.touch(run);
         }
-        if new_len < old_len + fitting.len() {
+        if new_len < old_len + fitting_blocks.len() {
             return Err(StoreError::Contradiction);
         }
         Ok(Position { run, blocks_before: new_len })
@@ -79,12 +79,12 @@ impl Tree {
 
     /// Adds an empty run as a child of `parent`. Returns its id.
     fn add_child(&mut self, parent: RunId) -> RunId {
-        let start = self[parent].start as usize + self[parent].blocks.len();
-        let start = u32::try_from(start).expect("no prompt has four billion blocks");
+        let depth = self[parent].depth as usize + self[parent].blocks.len();
+        let depth = u32::try_from(depth).expect("no prompt has four billion blocks");
         if parent != ROOT && self.children[parent as usize].count == 0 {
             self.lru.remove(parent);
         }
-        let run = self.store_run(Run { start, parent, ..Run::default() });
+        let run = self.store_run(Run { depth, parent, ..Run::default() });
         self.children[parent as usize].add(run);
         self.lru.push_newest(run);
         run
@@ -110,7 +110,7 @@ impl Tree {
     }
 
     /// Frees a run's id and memory. The caller has removed the run from all other places.
-    fn discard(&mut self, run: RunId) {
+    fn free_run(&mut self, run: RunId) {
         self.change_run(run, |run| *run = Run::default());
         self.children[run as usize] = Children::default();
         self.free_ids.push(run);
@@ -211,7 +211,7 @@ impl Tree {
         let child_run = self.change_run(child, std::mem::take);
         joined.absorb(&child_run, slot_count);
         self.change_run(kept_id, |run| *run = joined);
-        self.discard(freed_id);
+        self.free_run(freed_id);
         self.children[kept_id as usize] = children;
         kept_id
     }
@@ -242,7 +242,7 @@ impl Tree {
     fn drop_leaf(&mut self, run: RunId) {
         let parent = self[run].parent;
         self.lru.remove(run);
-        self.discard(run);
+        self.free_run(run);
         self.children[parent as usize].remove(run);
         if parent != ROOT && self.children[parent as usize].count == 0 {
             self.lru.push_newest(parent);
@@ -259,7 +259,7 @@ impl Tree {
         for (_, key, entry) in this.entries(run, len..this.blocks.len()) {
             table.remove(key, entry);
         }
-        self.blocks -= this.blocks.len() - len;
+        self.block_count -= this.blocks.len() - len;
         self.change_run(run, |run| {
             run.blocks.truncate(len);
             if run.blocks.capacity() > 2 * len {
@@ -288,8 +288,8 @@ impl Run {
         let host = self.host.as_deref_mut().map(|host| split_holds(host, head_len));
         let device = split_holds(&mut self.device, head_len);
         let to_box = |host: WorkerSet| (!host.is_empty()).then(|| Box::new(host));
-        let start = self.start + u32::from(to_prefix_len(head_len));
-        Self { blocks, device, host: host.and_then(to_box), start, parent: head_id }
+        let depth = self.depth + u32::from(to_prefix_len(head_len));
+        Self { blocks, device, host: host.and_then(to_box), depth, parent: head_id }
     }
 
     /// Appends the blocks of a child run. Each holder of the child must have all of this run.
