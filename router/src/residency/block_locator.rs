@@ -4,7 +4,8 @@
 //! worker is one rank of an engine. A resident block is one whose KV a worker has in its cache. If
 //! a worker's agent reports the resident blocks, the counts come from the KV index, which follows
 //! these reports. Otherwise they come from the learned prompts, which this router sent to the
-//! worker before. Placement turns the counts into costs.
+//! worker before. The tasks of turns call this module before they ask `placement`, which turns the
+//! counts into costs.
 
 use std::{collections::HashMap, sync::Arc};
 
@@ -46,10 +47,10 @@ impl TurnBlocks {
 /// Knows which worker has which blocks, as far as that is reported or learned.
 #[derive(Debug)]
 pub(crate) struct BlockLocator {
-    reported: Arc<KvIndex>,
+    kv_index: Arc<KvIndex>,
     models: Arc<Models>,
     /// Locked for microseconds. No other lock is taken meanwhile.
-    sent: Mutex<SentPrompts>,
+    sent_prompts: Mutex<SentPrompts>,
 }
 
 /// The prompts that this router sent to workers.
@@ -62,19 +63,19 @@ struct SentPrompts {
 }
 
 impl BlockLocator {
-    /// Creates a locator that reads the index `reported` and has no learned prompts yet.
+    /// Creates a locator that reads the index `kv_index` and has no learned prompts yet.
     /// `bytes_max` is the memory bound of that index, in bytes.
-    pub(crate) fn new(reported: Arc<KvIndex>, models: Arc<Models>, bytes_max: usize) -> Self {
-        let sent = SentPrompts {
+    pub(crate) fn new(kv_index: Arc<KvIndex>, models: Arc<Models>, bytes_max: usize) -> Self {
+        let sent_prompts = SentPrompts {
             learned: LearnedPrompts::new(bytes_max / LEARNED_BYTES_DIVISOR),
             engine_ids: HashMap::new(),
         };
-        Self { reported, models, sent: Mutex::new(sent) }
+        Self { kv_index, models, sent_prompts: Mutex::new(sent_prompts) }
     }
 
     /// Whether the worker's agent reports all resident blocks.
     pub(crate) fn reports_blocks(&self, worker: WorkerRef) -> bool {
-        worker.number().is_some_and(|number| self.reported.is_live(number))
+        worker.number().is_some_and(|number| self.kv_index.is_live(number))
     }
 
     /// Whether the turn's count for the worker can be trusted. A count of 0 can be trusted only if
@@ -82,7 +83,8 @@ impl BlockLocator {
     /// doesn't know of.
     pub(crate) fn can_trust_count(&self, turn_blocks: &TurnBlocks, worker: WorkerRef) -> bool {
         let Some(number) = worker.number() else { return false };
-        self.reports_same_blocks(turn_blocks, worker) || turn_blocks.overlap.device_blocks(number) > 0
+        self.reports_same_blocks(turn_blocks, worker)
+            || turn_blocks.overlap.device_blocks(number) > 0
     }
 
     /// Whether the worker's agent reports all resident blocks, with the hashes and the size of the
@@ -90,7 +92,7 @@ impl BlockLocator {
     fn reports_same_blocks(&self, turn_blocks: &TurnBlocks, worker: WorkerRef) -> bool {
         let block_tokens = turn_blocks.blocks.block_tokens.get();
         turn_blocks.blocks.has_agent_hashes
-            && self.reported.worker_kv(worker).phase == KvPhase::Live { block_tokens }
+            && self.kv_index.worker_kv(worker).phase == KvPhase::Live { block_tokens }
     }
 
     /// Returns the number of leading prompt tokens that the worker has on its device, as its agent
@@ -116,24 +118,24 @@ impl BlockLocator {
         prompt: &Prompt,
         path: &str,
         body: &Bytes,
-        blocks: &TurnBlocks,
+        turn_blocks: &TurnBlocks,
         description: &Description,
     ) -> Option<Vec<u32>> {
         let form = PromptForm::for_path(path)?;
         // The engine may tokenize the text in another way than this router does. If an agent has
         // reported the first block under this router's hash, both do it in the same way.
-        if prompt.is_text(form, body) && !self.is_first_block_reported(&blocks.blocks) {
+        if prompt.is_text(form, body) && !self.is_first_block_reported(&turn_blocks.blocks) {
             return None;
         }
         let token_ids = self.models.token_ids(prompt, form, body, description).await?;
-        let is_same_length = u64::try_from(token_ids.len()) == Ok(blocks.blocks.tokens);
+        let is_same_length = u64::try_from(token_ids.len()) == Ok(turn_blocks.blocks.tokens);
         is_same_length.then_some(token_ids)
     }
 
     /// Whether any agent has reported the first of these blocks.
     fn is_first_block_reported(&self, blocks: &Blocks) -> bool {
         let mut overlap = Overlap::default();
-        self.reported.look_up(&blocks.hashes[..blocks.hashes.len().min(1)], &mut overlap);
+        self.kv_index.look_up(&blocks.hashes[..blocks.hashes.len().min(1)], &mut overlap);
         overlap.is_first_block_on_a_device()
     }
 
@@ -149,31 +151,32 @@ impl BlockLocator {
     ) -> Option<TurnBlocks> {
         let form = PromptForm::for_path(path)?;
         let serves = |engine: &EngineFacts| model.is_none_or(|model| engine.serves(model));
-        let serving = || view.workers().filter(|(_, _, facts)| serves(&facts.description.engine));
+        let serving_workers =
+            || view.workers().filter(|(_, _, facts)| serves(&facts.description.engine));
         // All counts use the page size of one engine. The engines of a model should all have the
         // same page size. Blocks of another size have other hashes, so they don't match.
-        let (_, _, facts) = serving()
+        let (_, _, facts) = serving_workers()
             .find(|(_, agent, facts)| agent.is_up() && facts.description.model_files.is_some())
-            .or_else(|| serving().next())
+            .or_else(|| serving_workers().next())
             .or_else(|| view.workers().next())?;
-        let engine = &facts.description;
-        let blocks = self.models.blocks(prompt, form, body, engine).await?;
-        let overlap = self.overlap(&blocks, view);
+        let description = &facts.description;
+        let blocks = self.models.blocks(prompt, form, body, description).await?;
+        let overlap = self.count_overlap(&blocks, view);
         Some(TurnBlocks { blocks, overlap })
     }
 
-    fn overlap(&self, blocks: &Blocks, view: &Snapshot) -> Overlap {
+    fn count_overlap(&self, blocks: &Blocks, view: &Snapshot) -> Overlap {
         let mut overlap = Overlap::default();
         // Blocks without the agents' hashes have hashes that no agent reports.
-        let reports_blocks = |number| blocks.has_agent_hashes && self.reported.is_live(number);
+        let reports_blocks = |number| blocks.has_agent_hashes && self.kv_index.is_live(number);
         if blocks.has_agent_hashes {
-            self.reported.look_up(&blocks.hashes, &mut overlap);
+            self.kv_index.look_up(&blocks.hashes, &mut overlap);
         }
         let worker_numbers = || view.workers().filter_map(|(worker, ..)| worker.number());
         if !worker_numbers().all(reports_blocks) {
-            let mut sent = Overlap::default();
-            self.sent.lock().learned.look_up(&blocks.hashes, &mut sent);
-            overlap.replace_counts(&sent, |number| !reports_blocks(number));
+            let mut sent_overlap = Overlap::default();
+            self.sent_prompts.lock().learned.look_up(&blocks.hashes, &mut sent_overlap);
+            overlap.replace_counts(&sent_overlap, |number| !reports_blocks(number));
         }
         overlap
     }
@@ -181,7 +184,7 @@ impl BlockLocator {
     /// Records that a worker has accepted a turn, so that the worker will have the turn's blocks.
     pub(crate) fn record_sent(&self, turn_blocks: &TurnBlocks, worker: WorkerRef, view: &Snapshot) {
         let Some(number) = worker.number() else { return };
-        if turn_blocks.blocks.has_agent_hashes && self.reported.is_live(number) {
+        if turn_blocks.blocks.has_agent_hashes && self.kv_index.is_live(number) {
             // The worker's agent will report the blocks.
             return;
         }
@@ -189,12 +192,12 @@ impl BlockLocator {
         let description = &facts.description;
         let rank = description.ranks.get(worker.dp_rank as usize);
         let pool_tokens = rank.map_or(0, |rank| rank.pool_tokens);
-        let instance = &description.engine.instance;
-        let mut sent = self.sent.lock();
-        let SentPrompts { learned, engine_ids } = &mut *sent;
-        if engine_ids.get(&number) != Some(instance) {
+        let engine_id = &description.engine.instance;
+        let mut sent_prompts = self.sent_prompts.lock();
+        let SentPrompts { learned, engine_ids } = &mut *sent_prompts;
+        if engine_ids.get(&number) != Some(engine_id) {
             learned.clear(number);
-            engine_ids.insert(number, instance.clone());
+            engine_ids.insert(number, engine_id.clone());
         }
         learned.record(number, pool_tokens, &turn_blocks.blocks);
     }

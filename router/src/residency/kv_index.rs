@@ -2,7 +2,9 @@
 //!
 //! The overlap index finds how many leading blocks of a prompt each worker has. One task per agent
 //! reads the agent's stream. It has a connection of its own, so that blocks and load reports don't
-//! delay each other. This module makes no placement decisions.
+//! delay each other. `kv_stream` checks the order of each stream, and the changes go to the index.
+//! `block_locator` looks prompts up, and the HTTP API shows each worker's state. This module makes
+//! no placement decisions.
 
 use std::{
     collections::HashMap,
@@ -44,13 +46,13 @@ pub(crate) struct KvIndex {
     stream_states: Vec<Mutex<StreamState>>,
     /// By worker number: whether all of the worker's blocks are known. Atomic, because each
     /// placement reads it for every worker.
-    live: Vec<AtomicBool>,
+    live_flags: Vec<AtomicBool>,
 }
 
 /// The state of one agent's stream.
 #[derive(Debug, Default)]
 struct StreamState {
-    /// By rank: whether its blocks are known. Empty while there is no stream.
+    /// By rank: whether the rank's blocks are known. Empty while there is no stream.
     phases: HashMap<u32, KvPhase>,
     /// Why there is no stream. `None` before the first stream and after an event.
     loss_reason: Option<String>,
@@ -72,15 +74,15 @@ impl KvIndex {
         Self {
             index: SharedIndex::new(Index::new(bytes_max)),
             stream_states: std::iter::repeat_with(stream_state).take(agent_count).collect(),
-            live: std::iter::repeat_with(AtomicBool::default)
+            live_flags: std::iter::repeat_with(AtomicBool::default)
                 .take(WorkerRef { agent: agent_count, dp_rank: 0 }.number().unwrap_or(0))
                 .collect(),
         }
     }
 
     /// Whether all resident blocks of the worker with this number are known.
-    pub(crate) fn is_live(&self, number: usize) -> bool {
-        self.live.get(number).is_some_and(|live| live.load(Ordering::Relaxed))
+    pub(crate) fn is_live(&self, worker_number: usize) -> bool {
+        self.live_flags.get(worker_number).is_some_and(|is_live| is_live.load(Ordering::Relaxed))
     }
 
     /// Counts the leading blocks of a chain that are resident on each worker.
@@ -98,7 +100,8 @@ impl KvIndex {
             let phase = stream_state.phases.get(&worker.dp_rank).cloned();
             phase.unwrap_or_else(|| unknown(reason))
         };
-        let count_blocks = |number| self.index.read(|index| index.resident_blocks(number));
+        let count_blocks =
+            |worker_number| self.index.read(|index| index.resident_blocks(worker_number));
         WorkerKv { phase, resident_blocks: worker.number().map_or(0, count_blocks) }
     }
 
@@ -110,18 +113,20 @@ impl KvIndex {
     /// Applies one change of an agent's stream to the index.
     fn apply(&self, agent: usize, RankChange { dp_rank, change }: RankChange) {
         // A rank beyond the index's range has no number, so its turns are placed without overlap.
-        let Some(number) = (WorkerRef { agent, dp_rank }).number() else { return };
+        let Some(worker_number) = (WorkerRef { agent, dp_rank }).number() else { return };
         match change {
-            Change::Reset { .. } => self.index.change(|index| index.begin_snapshot(number)),
-            Change::Unknown { .. } => self.clear(number),
+            Change::Reset { .. } => self.index.change(|index| index.begin_snapshot(worker_number)),
+            Change::Unknown { .. } => self.clear(worker_number),
             Change::Complete => {
-                self.index.change(|index| index.finish_snapshot(number));
-                self.live[number].store(true, Ordering::Relaxed);
+                self.index.change(|index| index.finish_snapshot(worker_number));
+                self.live_flags[worker_number].store(true, Ordering::Relaxed);
             }
-            Change::Stored { tier, parent, blocks } => self.store(number, tier, parent, &blocks),
+            Change::Stored { tier, parent, blocks } => {
+                self.store(worker_number, tier, parent, &blocks);
+            }
             Change::Removed { tier, blocks } => {
-                for part in blocks.chunks(BLOCKS_PER_CHANGE_MAX) {
-                    self.index.change(|index| index.remove(number, tier, part));
+                for some_blocks in blocks.chunks(BLOCKS_PER_CHANGE_MAX) {
+                    self.index.change(|index| index.remove(worker_number, tier, some_blocks));
                 }
             }
         }
@@ -129,14 +134,14 @@ impl KvIndex {
 
     fn store(
         &self,
-        number: usize,
+        worker_number: usize,
         tier: Tier,
         mut parent: Option<BlockHash>,
         blocks: &[BlockHash],
     ) {
-        for part in blocks.chunks(BLOCKS_PER_CHANGE_MAX) {
-            self.index.change(|index| index.store(number, tier, parent, part));
-            parent = part.last().copied();
+        for some_blocks in blocks.chunks(BLOCKS_PER_CHANGE_MAX) {
+            self.index.change(|index| index.store(worker_number, tier, parent, some_blocks));
+            parent = some_blocks.last().copied();
         }
     }
 
@@ -148,15 +153,15 @@ impl KvIndex {
             stream_state.phases.drain().map(|(rank, _)| rank).collect()
         };
         for dp_rank in ranks {
-            if let Some(number) = (WorkerRef { agent, dp_rank }).number() {
-                self.clear(number);
+            if let Some(worker_number) = (WorkerRef { agent, dp_rank }).number() {
+                self.clear(worker_number);
             }
         }
     }
 
-    fn clear(&self, number: usize) {
-        self.live[number].store(false, Ordering::Relaxed);
-        self.index.change(|index| index.clear(number));
+    fn clear(&self, worker_number: usize) {
+        self.live_flags[worker_number].store(false, Ordering::Relaxed);
+        self.index.change(|index| index.clear(worker_number));
     }
 }
 

@@ -4,12 +4,12 @@
 //! stream must have the same epoch (one life of the agent's process) and consecutive sequence
 //! numbers from 0. The first change of each rank must be a reset, which begins a snapshot, or say
 //! that the rank's blocks are unknown. An event that breaks these rules ends the stream. The next
-//! stream begins with snapshots again. The module is pure.
+//! stream begins with snapshots again. `kv_index` reads the streams and applies the changes that
+//! this module returns. The module is pure.
 
 use std::collections::HashMap;
 
 use proto::{
-    block::BlockTokens,
     kv::{self, Change, RankChange},
     v1,
 };
@@ -94,8 +94,8 @@ impl KvStreamChecker {
         self.epoch = event.epoch;
         self.next_sequence += 1;
         let mut changes = Vec::with_capacity(event.changes.len());
-        for wire in event.changes {
-            let change = RankChange::try_from(wire)?;
+        for wire_change in event.changes {
+            let change = RankChange::try_from(wire_change)?;
             self.update_phase(&change)?;
             changes.push(change);
         }
@@ -111,10 +111,9 @@ impl KvStreamChecker {
     /// Changes the phase of a rank as `change` says, or returns why the change can't come now.
     fn update_phase(&mut self, RankChange { dp_rank, change }: &RankChange) -> Result<(), Error> {
         let old_phase = self.phases.get(dp_rank);
-        let tokens = |block_tokens: BlockTokens| block_tokens.get();
         let new_phase = match (change, old_phase) {
             (Change::Reset { block_tokens }, _) => {
-                KvPhase::Snapshot { block_tokens: tokens(*block_tokens) }
+                KvPhase::Snapshot { block_tokens: block_tokens.get() }
             }
             (Change::Unknown { why }, _) => KvPhase::Unknown { reason: why.clone() },
             (Change::Complete, Some(KvPhase::Snapshot { block_tokens })) => {
@@ -136,7 +135,7 @@ impl KvStreamChecker {
 
 #[cfg(test)]
 mod tests {
-    use proto::block::{BlockHash, Tier};
+    use proto::block::{BlockHash, BlockTokens, Tier};
 
     use super::*;
 

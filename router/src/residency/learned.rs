@@ -5,6 +5,9 @@
 //! blocks of each worker as an engine would: when they exceed the worker's pool of KV, the end of
 //! the prompt that was unused for longest goes first. The module is pure.
 //!
+//! `block_locator` records each prompt that was sent, and asks for the counts. Workers whose agent
+//! reports its blocks are in `kv_index` instead.
+//!
 //! The prompts of one worker form a tree of stretches. A stretch is a number of consecutive blocks
 //! without a branch. A new prompt adds one stretch with the blocks that weren't known before. So a
 //! conversation has one stretch per turn, and its next turn visits each of them once. An [`Index`]
@@ -23,7 +26,7 @@ pub struct LearnedPrompts {
     index: Index,
     workers: Vec<WorkerPrompts>,
     /// Number of prompts recorded so far. It serves as the clock for times of use.
-    now: u64,
+    prompts_recorded: u64,
 }
 
 /// The prompts that one worker was given, as a tree of stretches.
@@ -36,6 +39,7 @@ struct WorkerPrompts {
     leaves: BTreeSet<(u64, StretchId)>,
     /// Number of tokens in all stretches.
     tokens: u64,
+    /// The newest id; 0 if none was given.
     last_id: StretchId,
 }
 
@@ -51,8 +55,8 @@ struct Stretch {
     /// The stretch before this one. `None` if this one begins a prompt.
     parent: Option<StretchId>,
     /// Number of stretches that directly follow this one.
-    children: u32,
-    /// The value of [`LearnedPrompts::now`] at the last use.
+    child_count: u32,
+    /// The value of [`LearnedPrompts::prompts_recorded`] at the last use.
     used_at: u64,
 }
 
@@ -60,7 +64,7 @@ impl LearnedPrompts {
     /// Creates an empty memory whose index holds about `bytes_max` bytes at most.
     #[must_use]
     pub fn new(bytes_max: usize) -> Self {
-        Self { index: Index::new(bytes_max), workers: vec![], now: 0 }
+        Self { index: Index::new(bytes_max), workers: vec![], prompts_recorded: 0 }
     }
 
     /// Counts the leading blocks of a prompt that each worker was given.
@@ -76,19 +80,24 @@ impl LearnedPrompts {
         if self.workers.len() <= worker {
             self.workers.resize_with(worker + 1, WorkerPrompts::default);
         }
-        self.now += 1;
+        self.prompts_recorded += 1;
         let block_tokens = u64::from(prompt.block_tokens.get());
         let pool_blocks = usize::try_from(pool_tokens / block_tokens).unwrap_or(usize::MAX);
         let chain = &prompt.hashes[..prompt.hashes.len().min(pool_blocks)];
         let prompts = &mut self.workers[worker];
-        let (known_blocks, parent) = prompts.mark_used(chain, self.now);
+        let (known_blocks, parent) = prompts.mark_used(chain, self.prompts_recorded);
         if !chain.is_empty() {
             // Store the whole chain, because the index may have dropped known blocks when memory
             // was short.
             self.index.store(worker, Tier::Device, None, chain);
         }
         if known_blocks < chain.len() {
-            prompts.insert(&chain[known_blocks..], block_tokens, parent, self.now);
+            prompts.insert_stretch(
+                &chain[known_blocks..],
+                block_tokens,
+                parent,
+                self.prompts_recorded,
+            );
         }
         while prompts.tokens > pool_tokens {
             let Some(blocks) = prompts.remove_oldest_leaf() else { break };
@@ -125,24 +134,24 @@ impl LearnedPrompts {
 }
 
 impl WorkerPrompts {
-    /// Marks the known part of a chain as used now, and splits a stretch that the chain leaves
-    /// halfway. Returns the number of known blocks and the stretch that ends with them.
-    fn mark_used(&mut self, chain: &[BlockHash], now: u64) -> (usize, Option<StretchId>) {
+    /// Marks the known part of a chain as used at `used_at`, and splits a stretch that the chain
+    /// leaves halfway. Returns the number of known blocks and the stretch that ends with them.
+    fn mark_used(&mut self, chain: &[BlockHash], used_at: u64) -> (usize, Option<StretchId>) {
         let (mut known_blocks, mut last_stretch) = (0, None);
         while let Some(&id) =
             chain.get(known_blocks).and_then(|block| self.by_first_block.get(block))
         {
             let stretch = self.stretches.get_mut(&id).expect("by_first_block names stretches");
-            if stretch.children == 0 {
+            if stretch.child_count == 0 {
                 self.leaves.remove(&(stretch.used_at, id));
-                self.leaves.insert((now, id));
+                self.leaves.insert((used_at, id));
             }
-            let used_before = std::mem::replace(&mut stretch.used_at, now);
+            let last_used_at = std::mem::replace(&mut stretch.used_at, used_at);
             let pairs = stretch.blocks.iter().zip(&chain[known_blocks..]);
-            let matching = pairs.take_while(|(ours, theirs)| ours == theirs).count();
-            known_blocks += matching;
-            if matching < stretch.blocks.len() {
-                return (known_blocks, Some(self.split(id, matching, used_before)));
+            let matching_len = pairs.take_while(|(ours, theirs)| ours == theirs).count();
+            known_blocks += matching_len;
+            if matching_len < stretch.blocks.len() {
+                return (known_blocks, Some(self.split(id, matching_len, last_used_at)));
             }
             last_stretch = Some(id);
         }
@@ -154,7 +163,7 @@ impl WorkerPrompts {
     fn split(&mut self, id: StretchId, head_len: usize, tail_used_at: u64) -> StretchId {
         let head_id = self.new_id();
         let tail = self.stretches.get_mut(&id).expect("the stretch was just found");
-        if tail.children == 0 {
+        if tail.child_count == 0 {
             self.leaves.remove(&(tail.used_at, id));
             self.leaves.insert((tail_used_at, id));
         }
@@ -162,7 +171,7 @@ impl WorkerPrompts {
             blocks: tail.blocks[..head_len].into(),
             block_tokens: tail.block_tokens,
             parent: tail.parent.replace(head_id),
-            children: 1,
+            child_count: 1,
             used_at: std::mem::replace(&mut tail.used_at, tail_used_at),
         };
         tail.blocks = tail.blocks[head_len..].into();
@@ -173,26 +182,26 @@ impl WorkerPrompts {
     }
 
     /// Adds a stretch of new blocks after `parent`.
-    fn insert(
+    fn insert_stretch(
         &mut self,
         blocks: &[BlockHash],
         block_tokens: u64,
         parent: Option<StretchId>,
-        now: u64,
+        used_at: u64,
     ) {
         let id = self.new_id();
         if let Some(parent) = parent {
             let stretch = self.stretches.get_mut(&parent).expect("it was found just before");
-            if stretch.children == 0 {
+            if stretch.child_count == 0 {
                 self.leaves.remove(&(stretch.used_at, parent));
             }
-            stretch.children += 1;
+            stretch.child_count += 1;
         }
         self.tokens += blocks.len() as u64 * block_tokens;
-        self.leaves.insert((now, id));
+        self.leaves.insert((used_at, id));
         self.by_first_block.insert(blocks[0], id);
         let stretch =
-            Stretch { blocks: blocks.into(), block_tokens, parent, children: 0, used_at: now };
+            Stretch { blocks: blocks.into(), block_tokens, parent, child_count: 0, used_at };
         self.stretches.insert(id, stretch);
     }
 
@@ -200,13 +209,13 @@ impl WorkerPrompts {
     /// stretch.
     fn remove_oldest_leaf(&mut self) -> Option<Box<[BlockHash]>> {
         let (_, id) = self.leaves.pop_first()?;
-        let removed = self.stretches.remove(&id).expect("an end is a stretch");
+        let removed = self.stretches.remove(&id).expect("a leaf is a stretch");
         self.by_first_block.remove(&removed.blocks[0]);
         self.tokens -= removed.blocks.len() as u64 * removed.block_tokens;
         if let Some(parent) = removed.parent {
-            let stretch = self.stretches.get_mut(&parent).expect("followers are removed first");
-            stretch.children -= 1;
-            if stretch.children == 0 {
+            let stretch = self.stretches.get_mut(&parent).expect("children are removed first");
+            stretch.child_count -= 1;
+            if stretch.child_count == 0 {
                 self.leaves.insert((stretch.used_at, parent));
             }
         }
@@ -221,23 +230,24 @@ impl WorkerPrompts {
     fn check_invariants(&self) {
         let tokens = |stretch: &Stretch| stretch.blocks.len() as u64 * stretch.block_tokens;
         assert_eq!(self.tokens, self.stretches.values().map(tokens).sum::<u64>());
-        let mut children: HashMap<StretchId, u32> = HashMap::new();
+        let mut child_counts: HashMap<StretchId, u32> = HashMap::new();
         for (id, stretch) in &self.stretches {
             assert_eq!(self.by_first_block[&stretch.blocks[0]], *id);
             let is_leaf = self.leaves.contains(&(stretch.used_at, *id));
-            assert_eq!(is_leaf, stretch.children == 0, "ends are the stretches that none follows");
+            assert_eq!(
+                is_leaf,
+                stretch.child_count == 0,
+                "leaves are the stretches without children"
+            );
             if let Some(parent) = stretch.parent {
-                assert!(
-                    self.stretches[&parent].used_at >= stretch.used_at,
-                    "used before a follower"
-                );
-                *children.entry(parent).or_default() += 1;
+                assert!(self.stretches[&parent].used_at >= stretch.used_at, "used before a child");
+                *child_counts.entry(parent).or_default() += 1;
             }
         }
         for (id, stretch) in &self.stretches {
-            assert_eq!(stretch.children, children.get(id).copied().unwrap_or(0));
+            assert_eq!(stretch.child_count, child_counts.get(id).copied().unwrap_or(0));
         }
-        let leaves = self.stretches.values().filter(|stretch| stretch.children == 0).count();
+        let leaves = self.stretches.values().filter(|stretch| stretch.child_count == 0).count();
         assert_eq!((self.leaves.len(), self.by_first_block.len()), (leaves, self.stretches.len()));
     }
 }
@@ -286,8 +296,9 @@ mod tests {
             learned.record(0, 5 * BLOCK, &prompt(tokens));
         }
         learned.record(0, 5 * BLOCK, &prompt(&[6]));
-        let left = [&[1, 2][..], &[1, 3, 4], &[5], &[6]].map(|tokens| found(&learned, 0, tokens));
-        assert_eq!(left, [2, 1, 1, 1], "the end of the second prompt was forgotten");
+        let found_blocks =
+            [&[1, 2][..], &[1, 3, 4], &[5], &[6]].map(|tokens| found(&learned, 0, tokens));
+        assert_eq!(found_blocks, [2, 1, 1, 1], "the end of the second prompt was forgotten");
         learned.record(0, 5 * BLOCK, &prompt(&[7, 8, 9, 10, 11, 12, 13]));
         assert_eq!(found(&learned, 0, &[7, 8, 9, 10, 11, 12, 13]), 5, "what the pool holds");
         assert_eq!(learned.tokens(0), 5 * BLOCK);
