@@ -33,7 +33,7 @@ pub(super) async fn show(State(shared): SharedState, Path(turn_id): Path<String>
 }
 
 fn to_json(record: &PlacementRecord, view: &Snapshot) -> Value {
-    let PlacementRecord { at: placed_at, session, placement } = record;
+    let PlacementRecord { placed_at, session, placement } = record;
     let compared: Vec<Value> =
         placement.figures.iter().map(|figures| figures_to_json(figures, view)).collect();
     let age_ms = now().saturating_duration_since(*placed_at).as_millis();

@@ -4,7 +4,8 @@
 //! an *agent* runs beside each engine. A worker can take a turn if its agent is connected and its
 //! engine is healthy and not draining. The engine must also run both prefill and decode, serve the
 //! turn's model, and offer the turn's *retention*, that is, the way to keep the session's KV
-//! between turns.
+//! between turns. The parent module calls this one. `cost` then says which of the workers to
+//! prefer.
 
 use std::time::Instant;
 
@@ -32,10 +33,10 @@ pub enum NoWorker {
         offered: String,
     },
     /// No worker that serves the model offers the retention.
-    #[error("no worker offers retention {asked}; offered are: {offered}")]
+    #[error("no worker offers retention {requested}; offered are: {offered}")]
     Retention {
         /// The retention that was asked for.
-        asked: &'static str,
+        requested: &'static str,
         /// The retentions that workers serving the model offer.
         offered: String,
     },
@@ -81,7 +82,10 @@ pub(super) fn find_candidates<'a>(
     for worker in workers {
         let state = worker.state(now, view.report_age_max());
         let runs_whole_turns = state != WorkerState::Disaggregated;
-        if !runs_whole_turns || !serves(request, view, worker) || !offers(request, worker) {
+        if !runs_whole_turns
+            || !serves_model(request, view, worker)
+            || !offers_retention(request, worker)
+        {
             continue;
         }
         suitable_count += 1;
@@ -106,13 +110,13 @@ pub(super) fn find_candidates<'a>(
 }
 
 /// Whether the worker offers the turn's retention, if the turn asks for one.
-fn offers(request: &PlacementRequest<'_>, worker: WorkerStats<'_>) -> bool {
-    request.retention.is_none_or(|asked| worker.offers(asked))
+fn offers_retention(request: &PlacementRequest<'_>, worker: WorkerStats<'_>) -> bool {
+    request.retention.is_none_or(|retention| worker.offers(retention))
 }
 
 /// Whether the worker's engine serves the turn's model. If all agents serve the same models, any
 /// engine gets the turn, whatever model it names.
-fn serves(request: &PlacementRequest<'_>, view: &Snapshot, worker: WorkerStats<'_>) -> bool {
+fn serves_model(request: &PlacementRequest<'_>, view: &Snapshot, worker: WorkerStats<'_>) -> bool {
     let Some(model) = request.model.filter(|_| !view.serves_same_models()) else { return true };
     let facts = view.agent(worker.worker()).facts.as_ref();
     facts.is_some_and(|facts| facts.description.engine.serves(model))
@@ -126,20 +130,23 @@ fn explain_no_worker(request: &PlacementRequest<'_>, view: &Snapshot, now: Insta
         workers.map(|(_, _, facts)| &facts.description)
     };
     let model = request.model.filter(|_| !view.serves_same_models());
-    let serving =
+    let serving_agents =
         || descriptions().filter(|agent| model.is_none_or(|name| agent.engine.serves(name)));
     match (request.model, request.retention) {
         _ if view.workers().next().is_none() => NoWorker::Unusable,
         _ if descriptions().next().is_none() => NoWorker::Disaggregated,
-        (Some(model), _) if serving().next().is_none() => {
+        (Some(model), _) if serving_agents().next().is_none() => {
             let names =
                 descriptions().flat_map(|agent| agent.engine.models.iter().map(String::as_str));
             NoWorker::Model { model: model.to_owned(), offered: join_sorted(names.collect()) }
         }
-        (_, Some(asked)) => {
-            let names = serving()
-                .flat_map(|agent| agent.retentions.iter().map(|retention| retention.as_str()));
-            NoWorker::Retention { asked: asked.as_str(), offered: join_sorted(names.collect()) }
+        (_, Some(retention)) => {
+            let names = serving_agents()
+                .flat_map(|agent| agent.retentions.iter().map(|offered| offered.as_str()));
+            NoWorker::Retention {
+                requested: retention.as_str(),
+                offered: join_sorted(names.collect()),
+            }
         }
         (_, None) => NoWorker::Unusable,
     }

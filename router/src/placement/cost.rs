@@ -19,6 +19,9 @@
 //! - *interference*: the slowdown of the other turns in the batch.
 //! - *impatience*: a surcharge on the time to the first token beyond what people accept.
 //!
+//! The parent module calls this one and compares the costs. `candidates` has checked before that
+//! the worker can take the turn. This module reads only the snapshot and the request.
+//!
 //! An unknown value is absent in the figures. The cost then uses an assumption, which stands at its
 //! constant or function.
 
@@ -78,7 +81,7 @@ const PATIENCE_MS: u64 = 10_000;
 /// The factor 1 doesn't, and the factor 4 is no better than 3.
 const IMPATIENCE_FACTOR: u64 = 3;
 
-/// The whole of a capacity, in thousandths.
+/// A full pool, or 100 %, in thousandths.
 const WHOLE_MILLI: u64 = 1000;
 
 /// The figures of one worker that a placement compares. The API shows them for recent placements.
@@ -178,8 +181,9 @@ pub(super) fn compute_up_to(
     let prompt = request.prompt;
     let own_kv = own_kv(request, worker);
     let uncached_tokens = uncached_tokens(request, worker);
+    let new_tokens = uncached_tokens.unwrap_or(TURN_TOKENS_ASSUMED);
     let QueueAhead { tokens_per_s, backlog_tokens, turns, wait_ms } =
-        queue(request, own_kv, uncached_tokens.unwrap_or(TURN_TOKENS_ASSUMED), view, stats, now);
+        queue_ahead(request, own_kv, new_tokens, view, stats, now);
     let interference_ms = u64::from(turns) * INTERFERENCE_MS_PER_TURN;
     let prefill_ms = uncached_tokens.map(|tokens| compute_ms(tokens, tokens_per_s));
     let first_token_ms = wait_ms.saturating_add(prefill_ms.unwrap_or(0));
@@ -247,7 +251,7 @@ pub(super) fn queue_cost_ms(
     now: Instant,
 ) -> u64 {
     let own_kv = own_kv(request, stats.worker());
-    let QueueAhead { turns, wait_ms, .. } = queue(request, own_kv, 0, view, stats, now);
+    let QueueAhead { turns, wait_ms, .. } = queue_ahead(request, own_kv, 0, view, stats, now);
     let interference_ms = u64::from(turns) * INTERFERENCE_MS_PER_TURN;
     wait_ms.saturating_add(impatience_ms(wait_ms)).saturating_add(interference_ms)
 }
@@ -258,7 +262,7 @@ fn impatience_ms(first_token_ms: u64) -> u64 {
 }
 
 /// Computes what delays the turn on a worker that has to compute `uncached_tokens` of its prompt.
-fn queue(
+fn queue_ahead(
     request: &PlacementRequest<'_>,
     own_kv: OwnKv,
     uncached_tokens: u64,
@@ -280,18 +284,17 @@ fn queue(
     QueueAhead { tokens_per_s, backlog_tokens, turns, wait_ms }
 }
 
-/// Returns an upper bound of the tokens in staged prefill that are computed before this turn's
-/// prompt, of which `uncached_tokens` tokens must be computed.
+/// Returns an upper bound of the tokens of other prompts in staged prefill that are computed before
+/// this turn's prompt. `uncached_tokens` of this turn's prompt must be computed.
 ///
 /// A prompt that fits into one stage isn't staged and waits for no staged prompt. A longer prompt
 /// waits for all staged prompts that have fewer tokens left. Agents report only the number and the
 /// sum of the staged prompts. Each prompt ahead has fewer than `uncached_tokens` tokens left.
 fn staged_prefill_tokens(stats: WorkerStats<'_>, uncached_tokens: u64) -> u64 {
     let is_staged = stats.stage_tokens().is_some_and(|stage_tokens| uncached_tokens > stage_tokens);
-    let staged = if is_staged { stats.staged_prefill() } else { None };
-    staged.map_or(0, |staged| {
-        staged.tokens.min(uncached_tokens.saturating_mul(staged.prompts.into()))
-    })
+    let staged_prefill = if is_staged { stats.staged_prefill() } else { None };
+    staged_prefill
+        .map_or(0, |queue| queue.tokens.min(uncached_tokens.saturating_mul(queue.prompts.into())))
 }
 
 /// Returns the milliseconds until the prompt fits into the pool beside the running turns.
@@ -311,7 +314,9 @@ fn pool_wait_ms(
     stats: WorkerStats<'_>,
     backlog_tokens: u64,
 ) -> u64 {
-    let (Some(pool), Some(used)) = (stats.pool_tokens(), stats.used_tokens()) else { return 0 };
+    let (Some(pool_tokens), Some(used_tokens)) = (stats.pool_tokens(), stats.used_tokens()) else {
+        return 0;
+    };
     let context_after_turn =
         |sticky: Sticky| sticky.reported_tokens.saturating_add(TURN_TOKENS_ASSUMED);
     let context_tokens =
@@ -319,15 +324,17 @@ fn pool_wait_ms(
     let Some(context_tokens) = context_tokens else { return 0 };
     let needed_tokens =
         context_tokens.saturating_sub(own_kv.private_tokens).saturating_add(ANSWER_TOKENS_ASSUMED);
-    let missing_tokens =
-        used.saturating_add(needed_tokens).saturating_add(backlog_tokens).saturating_sub(pool);
-    if missing_tokens == 0 || used == 0 {
+    let missing_tokens = used_tokens
+        .saturating_add(needed_tokens)
+        .saturating_add(backlog_tokens)
+        .saturating_sub(pool_tokens);
+    if missing_tokens == 0 || used_tokens == 0 {
         return 0;
     }
     let worker = stats.worker();
     let load = view.agent(worker).rank_load(worker.dp_rank);
-    let pinned = load.and_then(|load| load.pinned_tokens).map_or(0, |figure| figure.value);
-    let unpinned_tokens = used.saturating_sub(pinned);
+    let pinned_tokens = load.and_then(|load| load.pinned_tokens).map_or(0, |figure| figure.value);
+    let unpinned_tokens = used_tokens.saturating_sub(pinned_tokens);
     if missing_tokens >= unpinned_tokens {
         TURN_MS_ASSUMED
     } else {
@@ -337,22 +344,23 @@ fn pool_wait_ms(
 
 /// Returns how full the worker's pool is without the session's own KV.
 fn pool_use(own_kv: OwnKv, stats: WorkerStats<'_>) -> PoolUse {
-    let opens = stats.opens_since_report();
-    let (pool_tokens, used) = (stats.pool_tokens(), stats.used_tokens());
-    let growth_max = pool_tokens.map_or(u64::MAX, |pool| pool / GROWTH_POOL_DIVISOR);
-    let growth_tokens = GROWTH_TOKENS_ASSUMED.min(growth_max);
+    let opened_sessions = stats.opens_since_report();
+    let (pool_tokens, used_tokens) = (stats.pool_tokens(), stats.used_tokens());
+    let growth_tokens_max =
+        pool_tokens.map_or(u64::MAX, |pool_tokens| pool_tokens / GROWTH_POOL_DIVISOR);
+    let growth_tokens = GROWTH_TOKENS_ASSUMED.min(growth_tokens_max);
     let wanted_tokens = stats
         .wanted_tokens()
         .saturating_add(stats.incoming_tokens())
-        .saturating_add(u64::from(opens) * growth_tokens)
+        .saturating_add(u64::from(opened_sessions) * growth_tokens)
         .saturating_sub(own_kv.tokens)
-        .max(used.unwrap_or(0).saturating_sub(own_kv.private_tokens));
-    let fullness_milli = match (pool_tokens, used) {
-        (Some(pool), Some(_)) => share_milli(wanted_tokens, pool),
+        .max(used_tokens.unwrap_or(0).saturating_sub(own_kv.private_tokens));
+    let fullness_milli = match (pool_tokens, used_tokens) {
+        (Some(pool_tokens), Some(_)) => share_milli(wanted_tokens, pool_tokens),
         // An unknown pool counts as full.
         _ => WHOLE_MILLI,
     };
-    let fullness_milli = fullness_milli.max(rows_used_milli(stats.request_rows(), opens));
+    let fullness_milli = fullness_milli.max(rows_used_milli(stats.request_rows(), opened_sessions));
     PoolUse { pool_tokens, growth_tokens, wanted_tokens, fullness_milli }
 }
 
@@ -382,12 +390,13 @@ fn requests_waiting(view: &Snapshot, worker: WorkerRef) -> Option<u64> {
 /// Returns the prompt tokens that the worker has to compute; `None` if the prompt is unknown.
 pub(super) fn uncached_tokens(request: &PlacementRequest<'_>, worker: WorkerRef) -> Option<u64> {
     let prompt = request.prompt?;
-    let blocks = worker.number().map_or(0, |number| prompt.overlap.device_blocks(number));
+    let resident_blocks = worker.number().map_or(0, |number| prompt.overlap.device_blocks(number));
     let private_tokens = own_kv(request, worker).private_tokens;
-    Some(prompt.tokens.saturating_sub(private_tokens.max(u64::from(blocks) * prompt.block_tokens)))
+    let resident_tokens = private_tokens.max(u64::from(resident_blocks) * prompt.block_tokens);
+    Some(prompt.tokens.saturating_sub(resident_tokens))
 }
 
-/// Returns the tokens that eviction takes from idle sessions to make room for `needed` new tokens.
+/// Returns the tokens that eviction takes from idle sessions to make room for `new_tokens`.
 /// Each token counts with the probability that its session returns. `None` if the pool's use is
 /// unknown.
 ///
@@ -395,36 +404,42 @@ pub(super) fn uncached_tokens(request: &PlacementRequest<'_>, worker: WorkerRef)
 /// then the KV of sessions, that of the longest idle session first. An agent reports the tokens
 /// that each session had when its last turn ended. If all sessions together have more tokens than
 /// can be evicted now, the excess was already evicted, from the longest idle sessions.
-fn displaced_tokens(load: &RankLoad, demand: &ReuseDemand, pool: u64, needed: u64) -> Option<u64> {
-    let used = load.pool_used_tokens?.value;
-    let evictable = match (load.pool_evictable_tokens, load.pool_available_tokens) {
+fn displaced_tokens(
+    load: &RankLoad,
+    demand: &ReuseDemand,
+    pool_tokens: u64,
+    new_tokens: u64,
+) -> Option<u64> {
+    let used_tokens = load.pool_used_tokens?.value;
+    let evictable_tokens = match (load.pool_evictable_tokens, load.pool_available_tokens) {
         (Some(evictable), _) => evictable.value,
         // Assumes that the pool is full, as it is after the first hour.
-        (None, available) => {
-            pool.saturating_sub(used).saturating_sub(available.map_or(0, |free| free.value))
-        }
+        (None, available) => pool_tokens
+            .saturating_sub(used_tokens)
+            .saturating_sub(available.map_or(0, |free| free.value)),
     };
-    let free = pool.saturating_sub(used).saturating_sub(evictable);
+    let free_tokens = pool_tokens.saturating_sub(used_tokens).saturating_sub(evictable_tokens);
     let session_tokens: u64 =
         demand.idle.iter().map(|idle| idle.tokens).fold(0, u64::saturating_add);
-    let sessionless_tokens = evictable.saturating_sub(session_tokens) / SESSIONLESS_DIVISOR;
-    let mut needed = needed.saturating_sub(free).saturating_sub(sessionless_tokens);
-    let mut already_evicted = session_tokens.saturating_sub(evictable);
-    let mut displaced = 0;
+    let sessionless_tokens = evictable_tokens.saturating_sub(session_tokens) / SESSIONLESS_DIVISOR;
+    let mut missing_tokens =
+        new_tokens.saturating_sub(free_tokens).saturating_sub(sessionless_tokens);
+    let mut evicted_tokens = session_tokens.saturating_sub(evictable_tokens);
+    let mut reused_sum = 0;
     for IdleClass { tokens, wanted_tokens } in demand.idle.iter().rev() {
-        if needed == 0 {
+        if missing_tokens == 0 {
             break;
         }
-        let taken = needed.min(tokens.saturating_sub(already_evicted));
-        already_evicted = already_evicted.saturating_sub(*tokens);
-        if taken > 0 {
+        let taken_tokens = missing_tokens.min(tokens.saturating_sub(evicted_tokens));
+        evicted_tokens = evicted_tokens.saturating_sub(*tokens);
+        if taken_tokens > 0 {
             let reused_tokens =
-                share_milli(*wanted_tokens, *tokens).saturating_mul(taken) / WHOLE_MILLI;
-            displaced = reused_tokens.saturating_add(displaced);
+                share_milli(*wanted_tokens, *tokens).saturating_mul(taken_tokens) / WHOLE_MILLI;
+            reused_sum = reused_tokens.saturating_add(reused_sum);
         }
-        needed -= taken;
+        missing_tokens -= taken_tokens;
     }
-    Some(displaced)
+    Some(reused_sum)
 }
 
 /// Returns the total wait of the turns that arrive during a prefill of `prefill_ms`. Each of them
@@ -443,10 +458,11 @@ fn batch_wait_ms(turns: u32, turns_max: u32) -> u64 {
 }
 
 /// Returns the share of the engine's request rows that is in use, in thousandths; 0 if unknown.
-/// `opens` is the number of sessions opened since the report. Each pinned session holds a row. An
-/// engine without free rows takes no more pinned sessions, even if its pool has free KV.
-fn rows_used_milli(rows: Option<(u64, u64)>, opens: u32) -> u64 {
-    rows.map_or(0, |(held, total)| share_milli(held.saturating_add(opens.into()), total))
+/// `opened_sessions` is the number of sessions opened since the report. Each pinned session holds a
+/// row. An engine without free rows takes no more pinned sessions, even if its pool has free KV.
+fn rows_used_milli(request_rows: Option<(u64, u64)>, opened_sessions: u32) -> u64 {
+    request_rows
+        .map_or(0, |(held, total)| share_milli(held.saturating_add(opened_sessions.into()), total))
 }
 
 /// Returns how large the part is, in thousandths of the whole.

@@ -1,9 +1,10 @@
 //! Keeps the last placements, so that the API can tell why a turn went to its worker. Pure.
 //!
-//! A placement chooses the worker for a turn (one request and its answer). The record
-//! of a placement has a set of figures for each compared worker. A placement that compares many
-//! workers takes more memory. So the number of sets is bounded, not the number of placements. The
-//! oldest placements are removed first.
+//! The tasks of turns add each placement, and the HTTP API reads them by the number of the turn. A
+//! placement chooses the worker for a turn (one request and its answer). The record of a placement
+//! has a set of figures for each compared worker. A placement that compares many workers takes more
+//! memory. So the number of sets is bounded, not the number of placements. The oldest placements
+//! are removed first.
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -22,8 +23,8 @@ pub(crate) const WEIGHT_MAX: usize = 1 << 16;
 #[derive(Debug, Clone)]
 pub(crate) struct PlacementRecord {
     /// When the turn was placed.
-    pub(crate) at: Instant,
-    /// The digest of the turn's session.
+    pub(crate) placed_at: Instant,
+    /// The digest of the turn's session. `None` if the turn has no session.
     pub(crate) session: Option<Digest>,
     /// The decision and the figures compared for it.
     pub(crate) placement: Placement,
@@ -60,11 +61,12 @@ impl RecentPlacements {
         self.by_turn.entry(turn).or_default().push(record);
         self.turn_order.push_back(turn);
         while self.weight_sum > self.weight_max {
-            let Some(oldest) = self.turn_order.pop_front() else { break };
-            let records = self.by_turn.get_mut(&oldest).expect("each turn in order has records");
+            let Some(oldest_turn) = self.turn_order.pop_front() else { break };
+            let records =
+                self.by_turn.get_mut(&oldest_turn).expect("each turn in order has records");
             self.weight_sum -= weight(&records.remove(0));
             if records.is_empty() {
-                self.by_turn.remove(&oldest);
+                self.by_turn.remove(&oldest_turn);
             }
         }
         #[cfg(debug_assertions)]
@@ -117,7 +119,7 @@ mod tests {
     }
 
     fn record(figures: usize) -> PlacementRecord {
-        PlacementRecord { at: start(), session: None, placement: placement(figures) }
+        PlacementRecord { placed_at: start(), session: None, placement: placement(figures) }
     }
 
     #[test]

@@ -411,7 +411,7 @@ impl Shared {
         let session = intent.map(|intent| intent.key.digest());
         self.recent_placements
             .lock()
-            .add(turn_id, PlacementRecord { at: now(), session, placement });
+            .add(turn_id, PlacementRecord { placed_at: now(), session, placement });
         PlacedTurn {
             worker,
             worker_name,
