@@ -1,9 +1,10 @@
 //! Chooses the worker for a turn. Pure.
 //!
 //! A turn is one request and its answer. A session is an ordered list of turns that share a growing
-//! prefix. A worker is one rank of an engine. A placement takes one snapshot of the fleet and
-//! returns a worker, the reason, and the figures that were compared. The same inputs give the same
-//! worker in every process.
+//! prefix. A worker is one rank of an engine. A placement takes a turn's request and one snapshot
+//! of the fleet. It returns a worker, the reason, and the figures that were compared. The same
+//! inputs give the same worker in every process. The folder `turn` calls this module, binds the
+//! session to the worker, and sends the turn. The fleet simulator calls this module too.
 //!
 //! `candidates` finds the workers that can take the turn. `cost` computes the turn's cost on each
 //! of them, in milliseconds. This module compares the costs and chooses:
@@ -55,7 +56,7 @@ pub const CACHE_KEY_SLACK_MS: u64 = 150;
 /// Time after a move in which a session needs twice the gain to move again. The session's own turn
 /// may have caused the load that it moved away from. Without this rule, the session could bounce
 /// between two workers.
-const MOVED_RECENTLY: Duration = Duration::from_secs(60);
+const MOVED_RECENTLY_MAX: Duration = Duration::from_secs(60);
 /// Number of compared workers that a placement reports. The session's own worker and the preferred
 /// worker are reported in addition. A list of a thousand workers would not explain the choice
 /// better.
@@ -70,7 +71,7 @@ const IDLE_WITHOUT_PROMPT_MAX: Duration = Duration::from_secs(60);
 /// Time for which the loss of an agent's control stream is ignored. The router usually connects
 /// again within this time, and turns still work meanwhile. If the worker is really gone, the turn
 /// fails to connect and is placed elsewhere.
-const RECONNECT_MAX: Duration = Duration::from_secs(1);
+const RECONNECT_TIME_MAX: Duration = Duration::from_secs(1);
 
 /// Why a worker was chosen.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
@@ -229,25 +230,26 @@ pub fn place_without_prompt(
     view: &Snapshot,
     now: Instant,
 ) -> Option<Placement> {
-    let home = match stay(request, view, now) {
+    let session_worker = match decide_stay(request, view, now) {
         Stay::Must(worker) => return Some(Placement::stay_on(worker)),
-        Stay::May(home) => home,
+        Stay::May(session_worker) => session_worker,
         Stay::No => return None,
     };
-    let gain_ms = gain_min(request, view, now).as_millis();
+    let required_gain_ms = required_gain(request, view, now).as_millis();
     let queue_cost_ms = |stats| u128::from(cost::queue_cost_ms(request, view, stats, now));
     let is_recent = |at: Instant| now.saturating_duration_since(at) < IDLE_WITHOUT_PROMPT_MAX;
     let Sticky { last_turn_ended, new_tokens, .. } = sticky(request)?;
     let is_long = |stage_tokens| new_tokens.is_none_or(|tokens| tokens > stage_tokens);
-    if !last_turn_ended.is_some_and(is_recent) || home.stage_tokens().is_some_and(is_long) {
+    if !last_turn_ended.is_some_and(is_recent) || session_worker.stage_tokens().is_some_and(is_long)
+    {
         return None;
     }
-    let home_ms = queue_cost_ms(home);
-    let stays = home_ms <= gain_ms || {
+    let session_worker_ms = queue_cost_ms(session_worker);
+    let stays = session_worker_ms <= required_gain_ms || {
         let others = candidates::find_candidates(request, view, now).ok()?.workers;
-        !others.into_iter().any(|other| queue_cost_ms(other) + gain_ms < home_ms)
+        !others.into_iter().any(|other| queue_cost_ms(other) + required_gain_ms < session_worker_ms)
     };
-    stays.then(|| Placement::stay_on(home.worker()))
+    stays.then(|| Placement::stay_on(session_worker.worker()))
 }
 
 /// Places a turn.
@@ -259,13 +261,13 @@ pub fn place(
     view: &Snapshot,
     now: Instant,
 ) -> Result<Placement, NoWorker> {
-    let session_worker = match stay(request, view, now) {
+    let session_worker = match decide_stay(request, view, now) {
         Stay::Must(worker) => return Ok(Placement::stay_on(worker)),
         // Without a prompt the costs of a move are unknown, so the session stays.
-        Stay::May(home) if request.prompt.is_none() => {
-            return Ok(Placement::stay_on(home.worker()));
+        Stay::May(session_worker) if request.prompt.is_none() => {
+            return Ok(Placement::stay_on(session_worker.worker()));
         }
-        Stay::May(home) => Some(home),
+        Stay::May(session_worker) => Some(session_worker),
         Stay::No => None,
     };
     let candidates = candidates::find_candidates(request, view, now)?;
@@ -274,8 +276,9 @@ pub fn place(
         let worker = stats.worker();
         // Leave out the other ranks of the session's agent. The agent runs a turn on the rank that
         // has its session, whichever rank the router chooses.
-        let is_other_rank = |home: WorkerRef| home.agent == worker.agent && home != worker;
-        if session_worker.is_some_and(|home| is_other_rank(home.worker())) {
+        let is_other_rank =
+            |session_rank: WorkerRef| session_rank.agent == worker.agent && session_rank != worker;
+        if session_worker.is_some_and(|stats| is_other_rank(stats.worker())) {
             continue;
         }
         let tie_break = || rendezvous_hash(request.digest, view, worker);
@@ -303,11 +306,11 @@ pub fn place(
     let (worker, reason) = match session_worker {
         // The session's worker may be stale, and so no candidate. Its cost is compared all the
         // same.
-        Some(home) => {
-            let gain = Duration::from_millis(cost_on(home).saturating_sub(best.cost_ms));
-            match gain > gain_min(request, view, now) {
+        Some(session_worker) => {
+            let gain = Duration::from_millis(cost_on(session_worker).saturating_sub(best.cost_ms));
+            match gain > required_gain(request, view, now) {
                 true => (best.worker, Reason::Moved),
-                false => (home.worker(), Reason::Sticky),
+                false => (session_worker.worker(), Reason::Sticky),
             }
         }
         None if request.sticky.is_some() => (best.worker, Reason::Rebound),
@@ -331,24 +334,25 @@ fn sticky(request: &PlacementRequest<'_>) -> Option<Sticky> {
 }
 
 /// Finds out whether a turn stays on its session's worker.
-fn stay<'a>(request: &PlacementRequest<'_>, view: &'a Snapshot, now: Instant) -> Stay<'a> {
+fn decide_stay<'a>(request: &PlacementRequest<'_>, view: &'a Snapshot, now: Instant) -> Stay<'a> {
     let Some(Sticky { worker, fixed, .. }) = sticky(request) else { return Stay::No };
-    let is_reconnecting = view.agent(worker).lost_for(now).is_some_and(|time| time < RECONNECT_MAX);
+    let is_reconnecting =
+        view.agent(worker).lost_for(now).is_some_and(|time| time < RECONNECT_TIME_MAX);
     if is_reconnecting {
         return Stay::Must(worker);
     }
-    let Some(home) = view.worker_table().get(worker) else { return Stay::No };
-    match home.state(now, view.report_age_max()) {
+    let Some(stats) = view.worker_table().get(worker) else { return Stay::No };
+    match stats.state(now, view.report_age_max()) {
         WorkerState::Lost | WorkerState::Disaggregated => Stay::No,
         _ if fixed => Stay::Must(worker),
-        WorkerState::Fresh | WorkerState::Stale => Stay::May(home),
+        WorkerState::Fresh | WorkerState::Stale => Stay::May(stats),
         WorkerState::Unhealthy | WorkerState::Draining => Stay::No,
     }
 }
 
 /// Returns how much faster a turn must be elsewhere, so that its session moves.
-fn gain_min(request: &PlacementRequest<'_>, view: &Snapshot, now: Instant) -> Duration {
-    let is_recent = |at: Instant| now.saturating_duration_since(at) < MOVED_RECENTLY;
+fn required_gain(request: &PlacementRequest<'_>, view: &Snapshot, now: Instant) -> Duration {
+    let is_recent = |at: Instant| now.saturating_duration_since(at) < MOVED_RECENTLY_MAX;
     let has_just_moved = request.sticky.and_then(|sticky| sticky.moved_at).is_some_and(is_recent);
     view.rebind_gain_min() * if has_just_moved { 2 } else { 1 }
 }
@@ -375,13 +379,14 @@ struct Compared {
 type SortKey = (u64, u32, Reverse<u64>);
 
 impl Compared {
+    /// Inserts a worker's figures at their place, if they are among the best so far.
     fn insert(&mut self, figures: Figures, tie_break: impl Fn() -> u64) {
         let is_full = self.sort_keys.len() == FIGURES_MAX;
-        if is_full && self.sort_keys.last().is_some_and(|last| figures.cost_ms > last.0) {
+        if is_full && self.sort_keys.last().is_some_and(|last_key| figures.cost_ms > last_key.0) {
             return;
         }
         let key = (figures.cost_ms, figures.sessions, Reverse(tie_break()));
-        let position = self.sort_keys.partition_point(|kept| *kept <= key);
+        let position = self.sort_keys.partition_point(|other_key| *other_key <= key);
         if is_full {
             if position == FIGURES_MAX {
                 return;
@@ -395,8 +400,8 @@ impl Compared {
 
     /// Returns the cost above which a worker is not kept.
     fn cost_ms_max(&self) -> u64 {
-        let last = self.sort_keys.last().filter(|_| self.sort_keys.len() == FIGURES_MAX);
-        last.map_or(u64::MAX, |last| last.0)
+        let last_key = self.sort_keys.last().filter(|_| self.sort_keys.len() == FIGURES_MAX);
+        last_key.map_or(u64::MAX, |last_key| last_key.0)
     }
 
     fn best(&self) -> Option<Figures> {
@@ -405,11 +410,11 @@ impl Compared {
 
     /// Returns the cost on a worker. Computes the figures if the worker isn't among those kept, and
     /// then keeps them, so that the placement reports them.
-    fn cost_on(&mut self, worker: WorkerRef, figures: impl FnOnce() -> Figures) -> u64 {
-        if let Some(kept) = self.figures.iter().find(|kept| kept.worker == worker) {
-            return kept.cost_ms;
+    fn cost_on(&mut self, worker: WorkerRef, compute: impl FnOnce() -> Figures) -> u64 {
+        if let Some(known) = self.figures.iter().find(|figures| figures.worker == worker) {
+            return known.cost_ms;
         }
-        let figures = figures();
+        let figures = compute();
         self.figures.push(figures);
         figures.cost_ms
     }

@@ -8,8 +8,12 @@
 //! - sessions that are only placed, without state in the engine;
 //! - what this router opened or closed within the last seconds.
 //!
-//! A binding stays while its turns run, and for an idle time after the last of them ends. The
-//! table's size is bounded. A full table drops the binding that has been idle for longest.
+//! The tasks of turns and the session API change the table. `session_status` combines a binding
+//! with the agents' tables. This module doesn't choose workers; the parent module does.
+//!
+//! A *binding* says to which worker a session's turns go. It stays while its turns run, and for an
+//! idle time after the last of them ends. The table's size is bounded. A full table drops the
+//! binding that has been idle for longest.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -23,7 +27,7 @@ use crate::fleet::worker::WorkerRef;
 
 /// How long an agent's session table may lag behind this router's own actions. Changes normally
 /// arrive within milliseconds. If the agent is silent for longer, its workers count as stale.
-pub const TABLE_LAG: Duration = Duration::from_secs(3);
+pub const TABLE_LAG_MAX: Duration = Duration::from_secs(3);
 
 /// A session's worker, as this router decided it, and what the agents' session tables may not show.
 #[derive(Debug)]
@@ -38,7 +42,7 @@ pub struct Binding {
     pub exclusive: bool,
     /// When the last turn through this router ended.
     pub last_turn_ended: Option<Instant>,
-    /// The agent's answer when this router opened the session. It is valid for [`TABLE_LAG`].
+    /// The agent's answer when this router opened the session. It is valid for [`TABLE_LAG_MAX`].
     pub open_answer: Option<OpenAnswer>,
     /// How far a close of the session through this router has come.
     pub close_progress: CloseProgress,
@@ -52,11 +56,11 @@ pub struct Binding {
     /// Size of the body of the session's last turn, in bytes.
     pub body_bytes: u64,
     /// The binding's key in the table's idle order. `None` while a turn runs.
-    idle_place: Option<IdlePlace>,
+    idle_order_key: Option<IdleOrderKey>,
 }
 
 /// When a binding became idle, and a unique number that orders bindings of the same time.
-type IdlePlace = (Instant, u64);
+type IdleOrderKey = (Instant, u64);
 
 /// An agent's positive answer to a request to open a session.
 #[derive(Debug)]
@@ -74,9 +78,9 @@ pub struct OpenAnswer {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CloseProgress {
     /// No close was requested.
-    NotAsked,
+    NotRequested,
     /// The agent was asked to close the session.
-    Asked,
+    Requested,
     /// The agent has agreed to close the session.
     Closed {
         /// When the agent agreed.
@@ -96,9 +100,10 @@ pub struct TableFull;
 pub struct Affinity {
     bindings: HashMap<SessionKey, Binding>,
     /// The bindings without a running turn, longest idle first.
-    idle_order: BTreeMap<IdlePlace, SessionKey>,
-    /// The number in the newest [`IdlePlace`].
-    last_idle_number: u64,
+    idle_order: BTreeMap<IdleOrderKey, SessionKey>,
+    /// The number in the newest [`IdleOrderKey`].
+    last_order_number: u64,
+    /// Idle time after which a binding expires.
     idle_max: Duration,
     bindings_max: usize,
 }
@@ -117,29 +122,30 @@ impl Binding {
     /// Whether a client has asked this router to close the session.
     #[must_use]
     pub fn is_close_asked(&self) -> bool {
-        self.close_progress != CloseProgress::NotAsked
+        self.close_progress != CloseProgress::NotRequested
     }
 
-    /// Whether a turn through this router runs, or ended less than [`TABLE_LAG`] ago.
+    /// Whether a turn through this router runs, or ended less than [`TABLE_LAG_MAX`] ago.
     #[must_use]
     pub fn is_recent(&self, now: Instant) -> bool {
-        let is_recent = |at: Instant| now.saturating_duration_since(at) <= TABLE_LAG;
+        let is_recent = |at: Instant| now.saturating_duration_since(at) <= TABLE_LAG_MAX;
         self.turns > 0 || self.last_turn_ended.is_some_and(is_recent)
     }
 
-    /// Whether the session was opened again after a close less than [`TABLE_LAG`] ago. If so, an
-    /// agent's table may still show the session as it was before the close.
+    /// Whether the session was opened again after a close less than [`TABLE_LAG_MAX`] ago. If so,
+    /// an agent's table may still show the session as it was before the close.
     #[must_use]
     pub fn was_just_reopened(&self, now: Instant) -> bool {
-        self.reopened_at.is_some_and(|at| now.saturating_duration_since(at) <= TABLE_LAG)
+        self.reopened_at.is_some_and(|at| now.saturating_duration_since(at) <= TABLE_LAG_MAX)
     }
 
-    /// Returns the session if this router opened it less than [`TABLE_LAG`] ago. `epoch` is the
+    /// Returns the session if this router opened it less than [`TABLE_LAG_MAX`] ago. `epoch` is the
     /// agent's current epoch. Returns `None` if another agent process opened the session.
     #[must_use]
     pub fn just_opened(&self, epoch: Option<u64>, now: Instant) -> Option<&Arc<Session>> {
         let answer = self.open_answer.as_ref().filter(|answer| answer.epoch == epoch)?;
-        (now.saturating_duration_since(answer.answered_at) <= TABLE_LAG).then_some(&answer.session)
+        (now.saturating_duration_since(answer.answered_at) <= TABLE_LAG_MAX)
+            .then_some(&answer.session)
     }
 }
 
@@ -150,7 +156,7 @@ impl Affinity {
         Self {
             bindings: HashMap::new(),
             idle_order: BTreeMap::new(),
-            last_idle_number: 0,
+            last_order_number: 0,
             idle_max,
             bindings_max,
         }
@@ -160,10 +166,10 @@ impl Affinity {
     #[must_use]
     pub fn get(&self, key: &SessionKey, now: Instant) -> Option<&Binding> {
         let binding = self.bindings.get(key)?;
-        let expired = binding
-            .idle_place
+        let is_expired = binding
+            .idle_order_key
             .is_some_and(|(since, _)| now.saturating_duration_since(since) > self.idle_max);
-        (!expired).then_some(binding)
+        (!is_expired).then_some(binding)
     }
 
     /// Counts a turn on the session and binds the session to the worker. If the session was closed
@@ -180,7 +186,7 @@ impl Affinity {
     ) -> Result<(), TableFull> {
         let binding = self.get_or_insert(key, worker, now)?;
         if binding.is_close_asked() {
-            binding.close_progress = CloseProgress::NotAsked;
+            binding.close_progress = CloseProgress::NotRequested;
             binding.exclusive = false;
             binding.reopened_at = Some(now);
         }
@@ -249,7 +255,7 @@ impl Affinity {
         binding.worker = worker;
         binding.exclusive = session.exclusive;
         if binding.is_close_asked() {
-            binding.close_progress = CloseProgress::NotAsked;
+            binding.close_progress = CloseProgress::NotRequested;
             binding.reopened_at = Some(now);
         }
         binding.placement_only = false;
@@ -269,7 +275,7 @@ impl Affinity {
         worker: WorkerRef,
         now: Instant,
     ) -> Result<(), TableFull> {
-        self.get_or_insert(key, worker, now)?.close_progress = CloseProgress::Asked;
+        self.get_or_insert(key, worker, now)?.close_progress = CloseProgress::Requested;
         self.update_idle_order(key, now);
         Ok(())
     }
@@ -287,7 +293,7 @@ impl Affinity {
     /// Records that a close failed because the agent could not be asked. The session stays open.
     pub fn record_close_failure(&mut self, key: &SessionKey) {
         if let Some(binding) = self.bindings.get_mut(key) {
-            binding.close_progress = CloseProgress::NotAsked;
+            binding.close_progress = CloseProgress::NotRequested;
         }
     }
 
@@ -295,14 +301,15 @@ impl Affinity {
     pub fn forget(&mut self, key: &SessionKey) {
         let Some(binding) = self.bindings.get(key) else { return };
         if binding.turns == 0 {
-            if let Some(idle_place) = binding.idle_place {
-                self.idle_order.remove(&idle_place);
+            if let Some(idle_order_key) = binding.idle_order_key {
+                self.idle_order.remove(&idle_order_key);
             }
             self.bindings.remove(key);
         }
     }
 
-    /// Iterates over the keys of one principal's bindings.
+    /// Iterates over the keys of one principal's bindings. A principal is the digest of a client's
+    /// credential.
     pub fn keys_of_principal<'a>(
         &'a self,
         principal: &'a str,
@@ -332,11 +339,11 @@ impl Affinity {
         worker: WorkerRef,
         now: Instant,
     ) -> Result<&mut Binding, TableFull> {
-        self.expire(now);
+        self.drop_expired(now);
         if !self.bindings.contains_key(key) {
             if self.bindings.len() >= self.bindings_max {
-                let (_, oldest) = self.idle_order.pop_first().ok_or(TableFull)?;
-                self.bindings.remove(&oldest);
+                let (_, oldest_key) = self.idle_order.pop_first().ok_or(TableFull)?;
+                self.bindings.remove(&oldest_key);
             }
             let binding = Binding {
                 worker,
@@ -345,12 +352,12 @@ impl Affinity {
                 exclusive: false,
                 last_turn_ended: None,
                 open_answer: None,
-                close_progress: CloseProgress::NotAsked,
+                close_progress: CloseProgress::NotRequested,
                 moved_at: None,
                 reopened_at: None,
                 placement_only: false,
                 body_bytes: 0,
-                idle_place: None,
+                idle_order_key: None,
             };
             self.bindings.insert(key.clone(), binding);
         }
@@ -358,7 +365,7 @@ impl Affinity {
     }
 
     /// Drops the bindings that were idle for too long.
-    fn expire(&mut self, now: Instant) {
+    fn drop_expired(&mut self, now: Instant) {
         while let Some((&(since, _), _)) = self.idle_order.first_key_value() {
             if now.saturating_duration_since(since) <= self.idle_max {
                 break;
@@ -371,14 +378,14 @@ impl Affinity {
     /// Moves the binding to the end of the idle order. If a turn runs, takes it out of the order.
     fn update_idle_order(&mut self, key: &SessionKey, now: Instant) {
         let Some(binding) = self.bindings.get_mut(key) else { return };
-        if let Some(idle_place) = binding.idle_place.take() {
-            self.idle_order.remove(&idle_place);
+        if let Some(idle_order_key) = binding.idle_order_key.take() {
+            self.idle_order.remove(&idle_order_key);
         }
         if binding.turns == 0 {
-            self.last_idle_number += 1;
-            let idle_place = (now, self.last_idle_number);
-            binding.idle_place = Some(idle_place);
-            self.idle_order.insert(idle_place, key.clone());
+            self.last_order_number += 1;
+            let idle_order_key = (now, self.last_order_number);
+            binding.idle_order_key = Some(idle_order_key);
+            self.idle_order.insert(idle_order_key, key.clone());
         }
         #[cfg(test)]
         self.check_invariants();
@@ -391,11 +398,11 @@ impl Affinity {
         for (key, binding) in &self.bindings {
             assert_eq!(
                 binding.turns == 0,
-                binding.idle_place.is_some(),
+                binding.idle_order_key.is_some(),
                 "held but in the idle order"
             );
-            if let Some(idle_place) = &binding.idle_place {
-                assert_eq!(self.idle_order.get(idle_place), Some(key), "another key's place");
+            if let Some(idle_order_key) = &binding.idle_order_key {
+                assert_eq!(self.idle_order.get(idle_order_key), Some(key), "another key's place");
                 idle_count += 1;
             }
         }
@@ -453,7 +460,10 @@ mod tests {
         affinity.record_close(&key(1), false, t0);
         affinity.begin_turn(&key(1), worker(2), false, t0).unwrap();
         let binding = affinity.get(&key(1), t0).unwrap();
-        assert_eq!((binding.close_progress, binding.exclusive), (CloseProgress::NotAsked, false));
+        assert_eq!(
+            (binding.close_progress, binding.exclusive),
+            (CloseProgress::NotRequested, false)
+        );
     }
 
     proptest! {

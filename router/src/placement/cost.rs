@@ -177,8 +177,7 @@ pub(super) fn compute_up_to(
     cost_ms_max: u64,
     now: Instant,
 ) -> Option<Figures> {
-    let worker = stats.worker();
-    let prompt = request.prompt;
+    let (worker, prompt) = (stats.worker(), request.prompt);
     let own_kv = own_kv(request, worker);
     let uncached_tokens = uncached_tokens(request, worker);
     let new_tokens = uncached_tokens.unwrap_or(TURN_TOKENS_ASSUMED);

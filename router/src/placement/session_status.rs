@@ -4,10 +4,13 @@
 //! prefix. Each agent keeps a *session table* for its engine. A *binding* says to which worker (one
 //! data-parallel rank of an engine) this router sends a session's turns.
 //!
+//! The folder `turn` calls this module before it places, opens or closes a session, and the session
+//! API shows the status. Nothing here changes a table or a binding.
+//!
 //! If a table has the session, the table decides, with two exceptions. While this router closes the
-//! session, and for [`TABLE_LAG`] after that, the binding decides. If the bound agent's table lacks
-//! the session, the binding decides too, but only while a turn through this router runs and for
-//! [`TABLE_LAG`] after a turn or an open. In both cases the tables may be behind.
+//! session, and for [`TABLE_LAG_MAX`] after that, the binding decides. If the bound agent's table
+//! lacks the session, the binding decides too, but only while a turn through this router runs and
+//! for [`TABLE_LAG_MAX`] after a turn or an open. In both cases the tables may be behind.
 
 use std::{cmp::Reverse, sync::Arc, time::Instant};
 
@@ -16,7 +19,7 @@ use proto::{
     load::{Retention, Session, SessionState},
 };
 
-use super::affinity::{Binding, CloseProgress, TABLE_LAG};
+use super::affinity::{Binding, CloseProgress, TABLE_LAG_MAX};
 use crate::fleet::{sessions::ReportedSession, snapshot::Snapshot, worker::WorkerRef};
 
 /// The status of a session, as a client or the next turn sees it.
@@ -28,8 +31,8 @@ pub enum SessionStatus {
     Bound {
         /// The worker that gets the session's turns.
         worker: WorkerRef,
-        /// Whether a turn runs or ended less than [`TABLE_LAG`] ago. If so, the agent's report of
-        /// the session may still be on its way.
+        /// Whether a turn runs or ended less than [`TABLE_LAG_MAX`] ago. If so, the agent's report
+        /// of the session may still be on its way.
         is_recent: bool,
         /// Whether the client wants the session only to be placed, without state in the engine.
         placement_only: bool,
@@ -66,10 +69,10 @@ pub fn determine_status(
     now: Instant,
 ) -> SessionStatus {
     let entries = view.sessions.locate(key);
-    match binding.map_or(CloseProgress::NotAsked, |binding| binding.close_progress) {
-        CloseProgress::Asked => return SessionStatus::Closing,
+    match binding.map_or(CloseProgress::NotRequested, |binding| binding.close_progress) {
+        CloseProgress::Requested => return SessionStatus::Closing,
         CloseProgress::Closed { at, is_deferred }
-            if now.saturating_duration_since(at) <= TABLE_LAG =>
+            if now.saturating_duration_since(at) <= TABLE_LAG_MAX =>
         {
             let still_runs = |entry: &ReportedSession| {
                 matches!(entry.session.state, SessionState::Running | SessionState::Closing)
@@ -86,7 +89,7 @@ pub fn determine_status(
         CloseProgress::Closed { .. } => {
             return status_from_table(preferred_entry(entries.iter(), view, None), view, None);
         }
-        CloseProgress::NotAsked => {}
+        CloseProgress::NotRequested => {}
     }
     let Some(binding) = binding else {
         return status_from_table(preferred_entry(entries.iter(), view, None), view, None);
@@ -114,7 +117,7 @@ pub fn determine_status(
 }
 
 /// Returns the status that the binding gives. `just_opened` is the session, if this router opened
-/// it less than [`TABLE_LAG`] ago.
+/// it less than [`TABLE_LAG_MAX`] ago.
 fn status_from_binding(
     binding: &Binding,
     just_opened: Option<&Arc<Session>>,
@@ -160,17 +163,17 @@ fn status_from_table(
 }
 
 /// Returns the entry to use, because several agents may have the session. Prefers, in this order:
-/// a connected agent, the agent of the `bound` worker, an entry that isn't lost, the entry with the
+/// a connected agent, the agent of `bound_worker`, an entry that isn't lost, the entry with the
 /// most recent turn, and the lowest worker.
 fn preferred_entry<'a>(
     entries: impl Iterator<Item = &'a ReportedSession>,
     view: &Snapshot,
-    bound: Option<WorkerRef>,
+    bound_worker: Option<WorkerRef>,
 ) -> Option<&'a ReportedSession> {
     entries.max_by_key(|entry| {
         (
             view.agent(entry.worker).is_up(),
-            bound.is_some_and(|bound| bound.agent == entry.worker.agent),
+            bound_worker.is_some_and(|worker| worker.agent == entry.worker.agent),
             entry.session.state != SessionState::Lost,
             Reverse(entry.session.idle),
             Reverse(entry.worker),
@@ -252,7 +255,7 @@ mod tests {
         state.apply(0, idle(Retention::Tagged), now);
         assert_eq!(worker(&status(&state, &affinity, now)), 1);
         affinity.end_turn(&key(), now);
-        let later = now + TABLE_LAG + Duration::from_secs(1);
+        let later = now + TABLE_LAG_MAX + Duration::from_secs(1);
         assert_eq!(worker(&status(&state, &affinity, later)), 0, "the tables count after the lag");
     }
 
@@ -261,7 +264,7 @@ mod tests {
         let (state, mut affinity, now) = setup();
         affinity.record_open(at(0), opened(&state, now), now).unwrap();
         assert!(matches!(status(&state, &affinity, now), SessionStatus::Open { .. }));
-        let later = now + TABLE_LAG + Duration::from_secs(1);
+        let later = now + TABLE_LAG_MAX + Duration::from_secs(1);
         assert!(matches!(
             status(&state, &affinity, later),
             SessionStatus::Bound { is_recent: false, placement_only: false, .. }
@@ -328,7 +331,7 @@ mod tests {
         assert!(matches!(status(&state, &affinity, now), SessionStatus::Open { .. }));
         // The session is lost again, after the table's lag.
         state.apply(0, Update::Upsert(lost), now);
-        let later = now + TABLE_LAG + Duration::from_secs(1);
+        let later = now + TABLE_LAG_MAX + Duration::from_secs(1);
         assert!(matches!(status(&state, &affinity, later), SessionStatus::Lost { .. }));
     }
 

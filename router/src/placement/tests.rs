@@ -246,7 +246,7 @@ fn a_session_moves_for_the_gain_and_not_for_less() {
     assert_eq!(placed(&state, &again, now), (0, Reason::Sticky));
     report_load(&mut state, 0, |rank| rank.prefill_backlog_tokens = figure(20_100), now);
     assert_eq!(placed(&state, &again, now), (1, Reason::Moved));
-    let later = now + MOVED_RECENTLY;
+    let later = now + MOVED_RECENTLY_MAX;
     report_load(&mut state, 1, |_| {}, later);
     report_load(&mut state, 0, |rank| rank.prefill_backlog_tokens = figure(10_100), later);
     assert_eq!(placed(&state, &again, later), (1, Reason::Moved));
