@@ -127,7 +127,7 @@ fn fleet(workers: usize, now: Instant) -> Snapshot {
     let mut state = State::new(&Config { workers: workers_named, ..Config::default() });
     for agent in 0..workers {
         let sessions = (0..SESSIONS_PER_WORKER).map(|number| session(agent, number)).collect();
-        let began = Update::Began { description: description(agent), sessions };
+        let began = Update::StreamBegan { description: description(agent), sessions };
         state.apply(agent, began, now);
         state.apply(agent, Update::Report(report(agent)), now);
     }

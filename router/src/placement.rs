@@ -276,8 +276,7 @@ pub fn place(
         let worker = stats.worker();
         // Leave out the other ranks of the session's agent. The agent runs a turn on the rank that
         // has its session, whichever rank the router chooses.
-        let is_other_rank =
-            |session_rank: WorkerRef| session_rank.agent == worker.agent && session_rank != worker;
+        let is_other_rank = |rank: WorkerRef| rank.agent == worker.agent && rank != worker;
         if session_worker.is_some_and(|stats| is_other_rank(stats.worker())) {
             continue;
         }

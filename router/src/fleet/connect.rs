@@ -80,7 +80,7 @@ impl LoadWatcher {
             let why = self.follow_once(&mut checker).await;
             debug!(agent = self.agent_index, why, "stream ended");
             let was_accepted = checker.is_live() && self.rejection().is_none();
-            if self.send(Update::Lost(why)).await.is_err() {
+            if self.send(Update::AgentLost(why)).await.is_err() {
                 return;
             }
             if was_accepted {
@@ -118,7 +118,7 @@ impl LoadWatcher {
                         // The agent waits for its engine before it sends its first event. Until
                         // then it counts as lost, so that no turn waits for it.
                         let why = "the agent has not reached its engine yet".to_owned();
-                        if self.send(Update::Lost(why)).await.is_err() {
+                        if self.send(Update::AgentLost(why)).await.is_err() {
                             return "the view ended".to_owned();
                         }
                     }

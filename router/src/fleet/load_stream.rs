@@ -128,7 +128,7 @@ impl LoadStreamChecker {
         let Phase::Table { description, sessions } = table else {
             unreachable!("the phase was a table a few lines above");
         };
-        Ok(Some(Update::Began { description: *description, sessions }))
+        Ok(Some(Update::StreamBegan { description: *description, sessions }))
     }
 
     /// Takes an event after the session table.
@@ -140,7 +140,7 @@ impl LoadStreamChecker {
             v1::load_event::Event::Description(wire) => {
                 let description = self.read_description(wire)?;
                 self.phase = Phase::Live { ranks: description.ranks.len() };
-                Ok(Update::Described(description))
+                Ok(Update::EngineRestarted(description))
             }
             v1::load_event::Event::Sessions(_) => Err(Error::Order("received two session tables")),
             v1::load_event::Event::Report(wire) => {
@@ -153,11 +153,11 @@ impl LoadStreamChecker {
             v1::load_event::Event::Change(change) => {
                 match change.change.ok_or(load::Error::Missing("change"))? {
                     v1::session_change::Change::Upsert(wire) => {
-                        Ok(Update::Upsert(read_session(wire, ranks)?))
+                        Ok(Update::SessionChanged(read_session(wire, ranks)?))
                     }
-                    v1::session_change::Change::Removed(key) => {
-                        Ok(Update::Removed(SessionKey::try_from(key).map_err(load::Error::from)?))
-                    }
+                    v1::session_change::Change::Removed(key) => Ok(Update::SessionRemoved(
+                        SessionKey::try_from(key).map_err(load::Error::from)?,
+                    )),
                 }
             }
         }
@@ -219,7 +219,7 @@ mod tests {
         assert!(stream.accept(event(5, 1, table(&["a"], 0, false))).unwrap().is_none());
         assert!(!stream.is_live());
         let began = stream.accept(event(5, 2, table(&["b"], 1, true))).unwrap();
-        let Some(Update::Began { sessions, .. }) = began else { panic!("{began:?}") };
+        let Some(Update::StreamBegan { sessions, .. }) = began else { panic!("{began:?}") };
         assert_eq!(sessions.len(), 2);
         assert!(stream.is_live());
         stream
@@ -234,7 +234,7 @@ mod tests {
         ));
         assert!(matches!(
             stream.accept(event(5, 4, described(5))).unwrap(),
-            Some(Update::Described(_))
+            Some(Update::EngineRestarted(_))
         ));
     }
 
@@ -268,7 +268,7 @@ mod tests {
         let mut stream = LoadStreamChecker::new(1);
         stream.accept(event(5, 0, described(5))).unwrap();
         let began = stream.accept(event(5, 1, table(&["a", "b", "c"], 0, true))).unwrap();
-        let Some(Update::Began { sessions, .. }) = began else { panic!("{began:?}") };
+        let Some(Update::StreamBegan { sessions, .. }) = began else { panic!("{began:?}") };
         assert_eq!(sessions.len(), 2, "one more than the bound");
     }
 }

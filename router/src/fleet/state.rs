@@ -2,7 +2,9 @@
 //!
 //! An *agent* runs beside each engine. A *worker* is one data-parallel rank of an engine. A *turn*
 //! is one request and its answer. A *load watcher* follows the messages of one agent and sends an
-//! [`Update`] for each. The view task owns the only [`State`] and applies the updates.
+//! [`Update`] for each. The *view task* in `view` owns the only [`State`], applies the updates, and
+//! publishes the snapshots. The fields of a snapshot are in `snapshot`, `agent`, `sessions` and
+//! `worker_table`. This module has no connections and chooses no workers.
 
 use std::{
     sync::Arc,
@@ -28,29 +30,29 @@ use crate::config::{Config, control_authority};
 #[derive(Debug)]
 pub enum Update {
     /// A load stream began. The description and the sessions replace what was known of the agent.
-    Began {
+    StreamBegan {
         /// The agent's description of itself.
         description: Description,
         /// All sessions of the agent.
         sessions: Vec<Session>,
     },
-    /// The engine restarted while the agent kept running.
-    Described(Description),
+    /// The engine restarted while the agent kept running, and the agent described it again.
+    EngineRestarted(Description),
     /// A load report arrived.
     Report(LoadReport),
     /// A session was opened or has changed.
-    Upsert(Session),
+    SessionChanged(Session),
     /// The agent forgot a session.
-    Removed(SessionKey),
+    SessionRemoved(SessionKey),
     /// The connection to the agent broke or could not be made. The text is the reason.
-    Lost(String),
+    AgentLost(String),
     /// A turn couldn't connect to the agent's data port. The text is the reason.
-    Unreachable(String),
+    DataPortUnreachable(String),
 }
 
 /// Number of load reports for which a data port counts as unreachable after a turn couldn't connect
 /// to it. They take about five seconds. After that, new sessions may try the port again.
-const UNREACHABLE_REPORTS: u32 = 10;
+const UNREACHABLE_REPORTS_MAX: u32 = 10;
 
 /// The fleet's current state.
 #[derive(Debug)]
@@ -99,8 +101,8 @@ impl State {
 
     /// Returns an agent's current state.
     #[must_use]
-    pub fn agent_at(&self, index: usize) -> &Agent {
-        &self.view.agents[index]
+    pub fn agent_at(&self, agent_index: usize) -> &Agent {
+        &self.view.agents[agent_index]
     }
 
     /// Returns when the next worker becomes stale if no further message arrives. `None` if no
@@ -120,20 +122,20 @@ impl State {
 
     /// Applies an update of the agent with this index. `now` is when the update arrived. Returns a
     /// warning for the log if the agent, or some of its sessions, had to be left out.
-    pub fn apply(&mut self, index: usize, update: Update, now: Instant) -> Option<String> {
+    pub fn apply(&mut self, agent_index: usize, update: Update, now: Instant) -> Option<String> {
         let warning = match update {
-            Update::Began { description, sessions } => {
-                self.begin(index, description, sessions, now)
+            Update::StreamBegan { description, sessions } => {
+                self.begin(agent_index, description, sessions, now)
             }
-            Update::Described(description) => self.describe(index, description, now),
+            Update::EngineRestarted(description) => self.describe(agent_index, description, now),
             // The agent was rejected, because another agent has the same id; see `describe`.
-            Update::Report(_) | Update::Upsert(_) | Update::Removed(_)
-                if !self.view.agents[index].is_up() =>
+            Update::Report(_) | Update::SessionChanged(_) | Update::SessionRemoved(_)
+                if !self.view.agents[agent_index].is_up() =>
             {
                 None
             }
             Update::Report(report) => {
-                let agent = self.agent_mut(index);
+                let agent = self.agent_mut(agent_index);
                 agent.in_flight_at_report =
                     agent.in_flight.iter().map(|count| count.counts()).collect();
                 agent.report = Some((Arc::new(report), now));
@@ -144,19 +146,19 @@ impl State {
                     });
                 None
             }
-            Update::Upsert(session) => {
-                let worker = WorkerRef { agent: index, dp_rank: session.dp_rank };
+            Update::SessionChanged(session) => {
+                let worker = WorkerRef { agent: agent_index, dp_rank: session.dp_rank };
                 self.forecast.upsert(worker, &session, now);
-                let has_room = self.view.sessions.upsert(index, session);
+                let has_room = self.view.sessions.upsert(agent_index, session);
                 (!has_room).then(|| "sessions_max is reached, a session is left out".to_owned())
             }
-            Update::Removed(key) => {
-                self.forecast.remove(index, &key, now);
-                self.view.sessions.remove(index, &key);
+            Update::SessionRemoved(key) => {
+                self.forecast.remove(agent_index, &key, now);
+                self.view.sessions.remove(agent_index, &key);
                 None
             }
-            Update::Lost(why) => {
-                let agent = self.agent_mut(index);
+            Update::AgentLost(why) => {
+                let agent = self.agent_mut(agent_index);
                 let since = match agent.link {
                     Link::Lost { since, .. } => since,
                     Link::Dialing | Link::Up => now,
@@ -165,25 +167,25 @@ impl State {
                 // The load report belongs to the stream that ended. A new stream brings a new one.
                 agent.report = None;
                 agent.data_port_failure = None;
-                self.update_rows(index);
+                self.update_rows(agent_index);
                 #[cfg(debug_assertions)]
                 self.check_invariants();
                 return None;
             }
-            Update::Unreachable(why) => {
-                let agent = self.agent_mut(index);
+            Update::DataPortUnreachable(why) => {
+                let agent = self.agent_mut(agent_index);
                 // If the agent isn't up, its workers take no turns anyway.
-                let failure = DataPortFailure { why, reports_left: UNREACHABLE_REPORTS };
+                let failure = DataPortFailure { why, reports_left: UNREACHABLE_REPORTS_MAX };
                 agent.data_port_failure = agent.is_up().then_some(failure);
-                self.update_rows(index);
+                self.update_rows(agent_index);
                 return None;
             }
         };
-        self.agent_mut(index).heard_at = Some(now);
-        self.update_rows(index);
+        self.agent_mut(agent_index).heard_at = Some(now);
+        self.update_rows(agent_index);
         if let Some(demands) = self.forecast.sum_if_due(self.view.agents.len(), now) {
             self.view.reuse_demands = Arc::new(demands);
-            (0..self.view.agents.len()).for_each(|index| self.update_rows(index));
+            (0..self.view.agents.len()).for_each(|agent_index| self.update_rows(agent_index));
         }
         #[cfg(debug_assertions)]
         self.check_invariants();
@@ -191,43 +193,49 @@ impl State {
     }
 
     /// Rewrites the agent's rows in the worker table.
-    fn update_rows(&mut self, index: usize) {
+    fn update_rows(&mut self, agent_index: usize) {
         let view = &mut self.view;
-        let demands = view.reuse_demands.get(index).map_or(&[][..], Vec::as_slice);
-        view.worker_table.update(index, &view.agents[index], demands);
+        let demands = view.reuse_demands.get(agent_index).map_or(&[][..], Vec::as_slice);
+        view.worker_table.update(agent_index, &view.agents[agent_index], demands);
     }
 
     /// Applies the begin of a load stream.
     fn begin(
         &mut self,
-        index: usize,
+        agent_index: usize,
         description: Description,
         sessions: Vec<Session>,
         now: Instant,
     ) -> Option<String> {
-        let warning = self.describe(index, description, now);
-        let agent = self.agent_mut(index);
+        let warning = self.describe(agent_index, description, now);
+        let agent = self.agent_mut(agent_index);
         if matches!(agent.link, Link::Lost { has_duplicate_id: true, .. }) {
             return warning;
         }
         agent.link = Link::Up;
         (agent.report, agent.data_port_failure) = (None, None);
-        self.forecast.clear(index);
+        self.forecast.clear(agent_index);
         for session in &sessions {
-            let worker = WorkerRef { agent: index, dp_rank: session.dp_rank };
+            let worker = WorkerRef { agent: agent_index, dp_rank: session.dp_rank };
             self.forecast.upsert(worker, session, now);
         }
-        let left_out = self.view.sessions.replace(index, sessions);
-        (left_out > 0).then(|| format!("sessions_max is reached, {left_out} sessions are left out"))
+        let left_out_count = self.view.sessions.replace(agent_index, sessions);
+        (left_out_count > 0)
+            .then(|| format!("sessions_max is reached, {left_out_count} sessions are left out"))
     }
 
     /// Applies an agent's description of itself.
     ///
     /// If another agent that is up has the same id, rejects this agent: its link becomes `Lost`
     /// with `has_duplicate_id`. Returns a warning at the first rejection.
-    fn describe(&mut self, index: usize, description: Description, now: Instant) -> Option<String> {
-        let duplicate = self.view.agents.iter().enumerate().find(|(other, agent)| {
-            *other != index
+    fn describe(
+        &mut self,
+        agent_index: usize,
+        description: Description,
+        now: Instant,
+    ) -> Option<String> {
+        let duplicate = self.view.agents.iter().enumerate().find(|(other_index, agent)| {
+            *other_index != agent_index
                 && agent.is_up()
                 && agent
                     .facts
@@ -240,19 +248,19 @@ impl State {
                 "{} has the same agent id, {}",
                 duplicate.control_url, description.agent_id
             );
-            let agent = self.agent_mut(index);
-            let link_before = std::mem::replace(&mut agent.link, Link::Up);
+            let agent = self.agent_mut(agent_index);
+            let old_link = std::mem::replace(&mut agent.link, Link::Up);
             // The rejected agent reconnects again and again while the other agent is there. Only
             // the first rejection is a warning.
-            let (since, is_new) = match link_before {
-                Link::Lost { since, why: before, .. } => (since, before != why),
+            let (since, is_first) = match old_link {
+                Link::Lost { since, why: old_why, .. } => (since, old_why != why),
                 Link::Dialing | Link::Up => (now, true),
             };
             agent.link = Link::Lost { since, why: why.clone(), has_duplicate_id: true };
             agent.report = None;
-            return is_new.then_some(why);
+            return is_first.then_some(why);
         }
-        let agent = self.agent_mut(index);
+        let agent = self.agent_mut(agent_index);
         while agent.in_flight.len() < description.ranks.len() {
             agent.in_flight.push(Arc::default());
         }
@@ -268,8 +276,8 @@ impl State {
     }
 
     /// Returns an agent's state for changes. Copies it first if a snapshot shares it.
-    fn agent_mut(&mut self, index: usize) -> &mut Agent {
-        Arc::make_mut(&mut self.view.agents[index])
+    fn agent_mut(&mut self, agent_index: usize) -> &mut Agent {
+        Arc::make_mut(&mut self.view.agents[agent_index])
     }
 
     /// Panics if parts of the view contradict each other.
@@ -333,12 +341,12 @@ mod tests {
     fn a_lost_agent_keeps_its_sessions_until_a_new_table_replaces_them() {
         let now = start();
         let mut state = fleet(&[(0, 0)], now);
-        state.apply(0, Update::Upsert(session("s")), now);
-        state.apply(0, Update::Lost("gone".to_owned()), now);
+        state.apply(0, Update::SessionChanged(session("s")), now);
+        state.apply(0, Update::AgentLost("gone".to_owned()), now);
         assert_eq!(state_of(&state, 0, now), WorkerState::Lost);
         assert_eq!(state.snapshot().sessions.len(), 1);
         let sessions = vec![session("t")];
-        let began = Update::Began { description: description("a0", 2, 1), sessions };
+        let began = Update::StreamBegan { description: description("a0", 2, 1), sessions };
         state.apply(0, began, now);
         let view = state.snapshot();
         assert_eq!(view.sessions.len(), 1);
@@ -352,8 +360,8 @@ mod tests {
         let mut state = fleet(&[(0, 0)], now);
         let lease =
             crate::fleet::lease::Lease::acquire(&state.snapshot().agents[0].in_flight[0], 0);
-        state.apply(0, Update::Lost("gone".to_owned()), now);
-        let began = Update::Began { description: description("a0", 2, 2), sessions: vec![] };
+        state.apply(0, Update::AgentLost("gone".to_owned()), now);
+        let began = Update::StreamBegan { description: description("a0", 2, 2), sessions: vec![] };
         state.apply(0, began, now);
         assert_eq!(turns(&state), 1);
         // The turn is both reported by the agent and in flight here, and counts once.
@@ -367,16 +375,18 @@ mod tests {
     fn two_addresses_of_one_agent_count_once() {
         let now = start();
         let mut state = fleet(&[(0, 0), (0, 0)], now);
-        let duplicate = Update::Began { description: description("a0", 1, 1), sessions: vec![] };
+        let duplicate =
+            Update::StreamBegan { description: description("a0", 1, 1), sessions: vec![] };
         assert!(state.apply(1, duplicate, now).is_some());
         assert_eq!(state_of(&state, 1, now), WorkerState::Lost);
         let turned_away = state.agent_at(1).link.clone();
-        let duplicate = Update::Began { description: description("a0", 1, 1), sessions: vec![] };
+        let duplicate =
+            Update::StreamBegan { description: description("a0", 1, 1), sessions: vec![] };
         let later = now + Duration::from_secs(1);
         assert_eq!(state.apply(1, duplicate, later), None, "the warning comes once");
         assert_eq!(state.agent_at(1).link, turned_away, "the first loss is kept");
         state.apply(1, Update::Report(report(&[(0, 0)])), now);
-        state.apply(1, Update::Upsert(session("s")), now);
+        state.apply(1, Update::SessionChanged(session("s")), now);
         assert!(state.snapshot().sessions.is_empty());
         assert_eq!(state_of(&state, 0, now), WorkerState::Fresh);
     }
@@ -385,18 +395,18 @@ mod tests {
     fn a_data_port_that_turns_do_not_reach_gets_no_newcomers_for_some_reports() {
         let now = start();
         let mut state = fleet(&[(0, 0)], now);
-        state.apply(0, Update::Unreachable("refused".to_owned()), now);
+        state.apply(0, Update::DataPortUnreachable("refused".to_owned()), now);
         let (shown, reason) = state.agent_at(0).state(now, Duration::from_secs(3));
         assert!(shown == WorkerState::Stale && reason.contains("refused"), "{reason}");
-        for _ in 0..UNREACHABLE_REPORTS {
+        for _ in 0..UNREACHABLE_REPORTS_MAX {
             assert_eq!(state_of(&state, 0, now), WorkerState::Stale);
             state.apply(0, Update::Report(report(&[(0, 0)])), now);
         }
         assert_eq!(state_of(&state, 0, now), WorkerState::Fresh);
         // A turn that fails while the agent is lost says nothing about the agent that comes back.
-        state.apply(0, Update::Lost("gone".to_owned()), now);
-        state.apply(0, Update::Unreachable("refused".to_owned()), now);
-        let began = Update::Began { description: description("a0", 2, 1), sessions: vec![] };
+        state.apply(0, Update::AgentLost("gone".to_owned()), now);
+        state.apply(0, Update::DataPortUnreachable("refused".to_owned()), now);
+        let began = Update::StreamBegan { description: description("a0", 2, 1), sessions: vec![] };
         state.apply(0, began, now);
         state.apply(0, Update::Report(report(&[(0, 0)])), now);
         assert_eq!(state_of(&state, 0, now), WorkerState::Fresh);
@@ -408,15 +418,15 @@ mod tests {
         let workers = vec!["http://a:1".to_owned(), "http://b:1".to_owned()];
         let mut state = State::new(&Config { workers, ..Config::default() });
         assert!(state.snapshot().check_ready(now).is_err());
-        let began = Update::Began { description: description("a", 1, 1), sessions: vec![] };
+        let began = Update::StreamBegan { description: description("a", 1, 1), sessions: vec![] };
         state.apply(0, began, now);
-        state.apply(1, Update::Lost("refused".to_owned()), now);
+        state.apply(1, Update::AgentLost("refused".to_owned()), now);
         assert!(!state.snapshot().is_settled(), "its first report is missing");
         state.apply(0, Update::Report(report(&[(0, 0)])), now);
         assert_eq!(state.snapshot().check_ready(now), Ok(()));
         let deadline = state.next_deadline(now).unwrap();
         assert_eq!(state_of(&state, 0, deadline), WorkerState::Stale);
-        state.apply(0, Update::Lost("gone".to_owned()), now);
+        state.apply(0, Update::AgentLost("gone".to_owned()), now);
         assert!(state.snapshot().check_ready(now).is_err());
     }
 
@@ -427,9 +437,9 @@ mod tests {
         let config = Config { workers, sessions_max: 1, ..Config::default() };
         let mut state = State::new(&config);
         let sessions = vec![session("s"), session("t")];
-        let began = Update::Began { description: description("a", 1, 1), sessions };
+        let began = Update::StreamBegan { description: description("a", 1, 1), sessions };
         assert!(state.apply(0, began, now).is_some());
-        assert!(state.apply(0, Update::Upsert(session("u")), now).is_some());
-        assert!(state.apply(0, Update::Upsert(session("s")), now).is_none());
+        assert!(state.apply(0, Update::SessionChanged(session("u")), now).is_some());
+        assert!(state.apply(0, Update::SessionChanged(session("s")), now).is_none());
     }
 }

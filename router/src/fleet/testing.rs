@@ -85,7 +85,7 @@ pub(crate) fn fleet(loads: &[(u32, u64)], now: Instant) -> State {
     let mut state = State::new(&Config { workers, ..Config::default() });
     for (agent, load) in loads.iter().enumerate() {
         let description = description(&format!("a{agent}"), 1, 1);
-        state.apply(agent, Update::Began { description, sessions: vec![] }, now);
+        state.apply(agent, Update::StreamBegan { description, sessions: vec![] }, now);
         state.apply(agent, Update::Report(report(&[*load])), now);
     }
     state

@@ -2,7 +2,8 @@
 //!
 //! An *agent* runs beside each engine. Its *load watcher*, one task per agent, sends an update for
 //! each of the agent's messages. The view task is the only writer of the fleet's state. It applies
-//! all updates that wait in its mailbox, then publishes one snapshot.
+//! all updates that wait in its mailbox, then publishes one snapshot. Tasks of requests load the
+//! newest snapshot from [`View`]. What an update changes is decided in `state`.
 
 use std::{sync::Arc, time::Instant};
 
@@ -27,19 +28,19 @@ pub(crate) const MAILBOX_UPDATES_MAX: usize = 1024;
 /// The newest snapshot of the fleet, and a signal for its changes.
 #[derive(Debug)]
 pub(crate) struct View {
-    current: ArcSwap<Snapshot>,
+    newest: ArcSwap<Snapshot>,
     /// Notifies waiting tasks after each new snapshot.
     changed: watch::Sender<()>,
 }
 
 impl View {
-    pub(crate) fn new(first: Snapshot) -> Self {
-        Self { current: ArcSwap::from_pointee(first), changed: watch::Sender::new(()) }
+    pub(crate) fn new(first_snapshot: Snapshot) -> Self {
+        Self { newest: ArcSwap::from_pointee(first_snapshot), changed: watch::Sender::new(()) }
     }
 
     /// Returns the newest snapshot.
     pub(crate) fn load(&self) -> Arc<Snapshot> {
-        self.current.load_full()
+        self.newest.load_full()
     }
 
     /// Waits until a snapshot satisfies the predicate, or until the time `deadline`. Returns the
@@ -66,7 +67,7 @@ impl View {
     }
 
     fn publish(&self, snapshot: Snapshot) {
-        self.current.store(Arc::new(snapshot));
+        self.newest.store(Arc::new(snapshot));
         self.changed.send_replace(());
     }
 }
@@ -88,21 +89,21 @@ pub(crate) async fn run(
         tokio::select! {
             biased;
             () = token.cancelled() => break,
-            count = mailbox.recv_many(&mut batch, MAILBOX_UPDATES_MAX) => {
-                if count == 0 {
+            update_count = mailbox.recv_many(&mut batch, MAILBOX_UPDATES_MAX) => {
+                if update_count == 0 {
                     break;
                 }
             }
             () = sleep_until(deadline) => {}
         }
-        for (index, update, arrived_at) in batch.drain(..) {
-            log_loss_or_restart(&state, index, &update);
-            let stream_began = matches!(update, Update::Began { .. });
-            if let Some(warning) = state.apply(index, update, arrived_at) {
-                warn!(agent = state.agent_at(index).name(), warning, "view incomplete");
+        for (agent_index, update, arrived_at) in batch.drain(..) {
+            log_loss_or_restart(&state, agent_index, &update);
+            let stream_began = matches!(update, Update::StreamBegan { .. });
+            if let Some(warning) = state.apply(agent_index, update, arrived_at) {
+                warn!(agent = state.agent_at(agent_index).name(), warning, "view incomplete");
             }
             if stream_began {
-                log_stream_begin(state.agent_at(index));
+                log_stream_begin(state.agent_at(agent_index));
             }
         }
         let snapshot = state.snapshot();
@@ -127,22 +128,27 @@ fn log_stream_begin(agent: &Agent) {
 
 /// Logs an engine's restart, and the loss of an agent or its data port. `state` is the state before
 /// the update, so that only the first of several losses is logged.
-fn log_loss_or_restart(state: &State, index: usize, update: &Update) {
+fn log_loss_or_restart(state: &State, agent_index: usize, update: &Update) {
     match update {
-        Update::Described(description) => info!(agent = description.agent_id, "engine restarted"),
-        Update::Lost(why) => {
-            let agent = state.agent_at(index);
+        Update::EngineRestarted(description) => {
+            info!(agent = description.agent_id, "engine restarted");
+        }
+        Update::AgentLost(why) => {
+            let agent = state.agent_at(agent_index);
             if agent.is_up() || agent.link == Link::Dialing {
                 warn!(agent = agent.name(), control = agent.control_url, why, "agent lost");
             }
         }
-        Update::Unreachable(why) => {
-            let agent = state.agent_at(index);
+        Update::DataPortUnreachable(why) => {
+            let agent = state.agent_at(agent_index);
             if agent.is_up() && agent.data_port_failure.is_none() {
                 warn!(agent = agent.name(), why, "data port unreachable");
             }
         }
-        Update::Began { .. } | Update::Report(_) | Update::Upsert(_) | Update::Removed(_) => {}
+        Update::StreamBegan { .. }
+        | Update::Report(_)
+        | Update::SessionChanged(_)
+        | Update::SessionRemoved(_) => {}
     }
 }
 

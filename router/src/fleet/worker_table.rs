@@ -380,7 +380,7 @@ mod tests {
         let _lease = Lease::acquire(&state.agent_at(2).in_flight[0], 70);
         for ranks in [3, 1, 2] {
             let sessions: Vec<Session> = vec![];
-            let began = Update::Began { description: description("a0", 2, ranks), sessions };
+            let began = Update::StreamBegan { description: description("a0", 2, ranks), sessions };
             state.apply(0, began, now);
             let loads: Vec<_> = (10..).take(ranks as usize).map(|turns| (turns, 0)).collect();
             state.apply(0, Update::Report(report(&loads)), now);

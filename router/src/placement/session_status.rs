@@ -219,7 +219,7 @@ mod tests {
     }
 
     fn idle(retention: Retention) -> Update {
-        Update::Upsert(session(retention, SessionState::Idle, 0))
+        Update::SessionChanged(session(retention, SessionState::Idle, 0))
     }
 
     fn opened(state: &State, now: Instant) -> OpenAnswer {
@@ -276,9 +276,9 @@ mod tests {
         let (mut state, affinity, now) = setup();
         let lost = session(Retention::Pinned, SessionState::Lost, 0);
         let whole = Session { full_history: true, exclusive: false, ..lost.clone() };
-        state.apply(0, Update::Upsert(lost), now);
+        state.apply(0, Update::SessionChanged(lost), now);
         assert!(matches!(status(&state, &affinity, now), SessionStatus::Lost { .. }));
-        state.apply(0, Update::Upsert(whole), now);
+        state.apply(0, Update::SessionChanged(whole), now);
         assert!(matches!(status(&state, &affinity, now), SessionStatus::Open { .. }));
     }
 
@@ -286,7 +286,7 @@ mod tests {
     fn what_the_agent_before_has_opened_is_not_open() {
         let (mut state, mut affinity, now) = setup();
         affinity.record_open(at(0), opened(&state, now), now).unwrap();
-        let began = Update::Began { description: description("a0", 2, 1), sessions: vec![] };
+        let began = Update::StreamBegan { description: description("a0", 2, 1), sessions: vec![] };
         state.apply(0, began, now);
         assert!(matches!(
             status(&state, &affinity, now),
@@ -305,10 +305,10 @@ mod tests {
         affinity.record_close(&key(), false, now);
         assert!(matches!(status(&state, &affinity, now), SessionStatus::Unknown));
         let running = session(Retention::Tagged, SessionState::Running, 1);
-        state.apply(0, Update::Upsert(running), now);
+        state.apply(0, Update::SessionChanged(running), now);
         affinity.record_close(&key(), true, now);
         assert!(matches!(status(&state, &affinity, now), SessionStatus::Closing));
-        state.apply(0, Update::Removed(key()), now);
+        state.apply(0, Update::SessionRemoved(key()), now);
         assert!(matches!(status(&state, &affinity, now), SessionStatus::Unknown));
     }
 
@@ -316,7 +316,7 @@ mod tests {
     fn a_session_opened_anew_is_not_judged_by_its_life_before() {
         let (mut state, mut affinity, now) = setup();
         let lost = session(Retention::Pinned, SessionState::Lost, 0);
-        state.apply(0, Update::Upsert(lost.clone()), now);
+        state.apply(0, Update::SessionChanged(lost.clone()), now);
         assert!(matches!(
             status(&state, &affinity, now),
             SessionStatus::Lost { is_agent_up: true, .. }
@@ -330,7 +330,7 @@ mod tests {
         state.apply(0, idle(Retention::Pinned), now);
         assert!(matches!(status(&state, &affinity, now), SessionStatus::Open { .. }));
         // The session is lost again, after the table's lag.
-        state.apply(0, Update::Upsert(lost), now);
+        state.apply(0, Update::SessionChanged(lost), now);
         let later = now + TABLE_LAG_MAX + Duration::from_secs(1);
         assert!(matches!(status(&state, &affinity, later), SessionStatus::Lost { .. }));
     }
@@ -339,7 +339,7 @@ mod tests {
     fn only_a_turn_whose_answer_has_not_begun_is_surely_running() {
         let (mut state, mut affinity, now) = setup();
         let running = session(Retention::Pinned, SessionState::Running, 1);
-        state.apply(0, Update::Upsert(running), now);
+        state.apply(0, Update::SessionChanged(running), now);
         let busy = |affinity: &Affinity| match status(&state, affinity, now) {
             SessionStatus::Open { is_busy, .. } => is_busy,
             other => panic!("{other:?}"),
@@ -357,20 +357,20 @@ mod tests {
     fn pinned_sessions_of_a_lost_agent_are_lost_and_tagged_ones_are_not() {
         let (mut state, affinity, now) = setup();
         state.apply(0, idle(Retention::Pinned), now);
-        state.apply(0, Update::Lost("gone".to_owned()), now);
+        state.apply(0, Update::AgentLost("gone".to_owned()), now);
         assert!(matches!(
             status(&state, &affinity, now),
             SessionStatus::Lost { is_agent_up: false, .. }
         ));
         state.apply(1, idle(Retention::Tagged), now);
         assert_eq!(worker(&status(&state, &affinity, now)), 1, "a connected agent's entry is used");
-        state.apply(1, Update::Lost("gone".to_owned()), now);
+        state.apply(1, Update::AgentLost("gone".to_owned()), now);
         // The agent comes back as the same process, and its table is relearned.
         let sessions = vec![session(Retention::Pinned, SessionState::Idle, 0)];
-        state.apply(0, Update::Began { description: description("a0", 1, 1), sessions }, now);
+        state.apply(0, Update::StreamBegan { description: description("a0", 1, 1), sessions }, now);
         assert_eq!(worker(&status(&state, &affinity, now)), 0);
         // The agent comes back as a new process, which knows no sessions.
-        let began = Update::Began { description: description("a0", 2, 1), sessions: vec![] };
+        let began = Update::StreamBegan { description: description("a0", 2, 1), sessions: vec![] };
         state.apply(0, began, now);
         assert_eq!(worker(&status(&state, &affinity, now)), 1);
     }

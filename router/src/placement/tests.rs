@@ -224,7 +224,7 @@ fn a_herd_spreads_after_its_prompts_are_computed_too() {
             report_load(&mut state, agent, |rank| rank.pool_evictable_tokens = figure(0), at);
         }
         let (agent, _) = placed(&state, &ask, at);
-        state.apply(agent, Update::Upsert(session(digest, 60_000, Duration::ZERO)), at);
+        state.apply(agent, Update::SessionChanged(session(digest, 60_000, Duration::ZERO)), at);
         counts[agent] += 1;
     }
     assert!(counts.iter().all(|&count| count >= 4), "{counts:?}");
@@ -302,7 +302,7 @@ fn a_session_whose_prompt_is_unknown_stays_while_its_worker_can_take_it() {
     state.apply(1, Update::Report(sick), stale);
     ask.sticky = stays(0);
     assert_eq!(placed(&state, &ask, stale), (0, Reason::Sticky), "no other worker is usable");
-    state.apply(0, Update::Lost("gone".to_owned()), stale);
+    state.apply(0, Update::AgentLost("gone".to_owned()), stale);
     assert_eq!(placed(&state, &ask, stale), (0, Reason::Sticky), "lost only just now");
     let later = stale + RECONNECT_MAX;
     assert_eq!(place(&ask, &state.snapshot(), later), Err(NoWorker::Unusable));
@@ -392,7 +392,7 @@ fn an_engine_that_does_half_of_a_turn_gets_none() {
     let halve = |state: &mut State, agent: usize, mode: &str| {
         let mut description = description(&format!("a{agent}"), 2, 1);
         description.engine.disaggregation = mode.to_owned();
-        state.apply(agent, Update::Began { description, sessions: vec![] }, now);
+        state.apply(agent, Update::StreamBegan { description, sessions: vec![] }, now);
         report_load(state, agent, |_| {}, now);
     };
     halve(&mut state, 0, "prefill");
@@ -426,7 +426,7 @@ fn a_newcomer_goes_where_less_is_kept() {
     let ask = PlacementRequest { prompt: prompt(20_000, &overlap), ..request(3) };
     let (first, _) = placed(&state, &ask, now);
     for id in 0..4 {
-        state.apply(first, Update::Upsert(session(id, 100_000, Duration::ZERO)), now);
+        state.apply(first, Update::SessionChanged(session(id, 100_000, Duration::ZERO)), now);
     }
     report_load(
         &mut state,
@@ -453,7 +453,7 @@ fn kv_of_sessions_that_will_return_is_not_evicted_for_nothing() {
     };
     report_load(&mut state, 0, full, now);
     for id in 0..5 {
-        state.apply(1, Update::Upsert(session(id, 190_000, 60 * SECOND)), now);
+        state.apply(1, Update::SessionChanged(session(id, 190_000, 60 * SECOND)), now);
     }
     let later = now + SECOND;
     report_load(&mut state, 1, full, later);
@@ -468,7 +468,7 @@ fn kv_of_sessions_that_will_return_is_not_evicted_for_nothing() {
     assert_eq!(placed(&state, &once, later).0, 0);
     // KV of sessions idle for hours exceeds the pool, so it was evicted long ago.
     for id in 5..10 {
-        state.apply(1, Update::Upsert(session(id, 190_000, 7_200 * SECOND)), later);
+        state.apply(1, Update::SessionChanged(session(id, 190_000, 7_200 * SECOND)), later);
     }
     let later = later + SECOND;
     report_load(&mut state, 1, full, later);
@@ -483,7 +483,7 @@ fn a_long_prompt_goes_where_fewer_turns_will_come_and_wait() {
     // Agent 0 has four sessions that return within seconds, agent 1 four that are idle for long.
     for id in 0..8 {
         let (agent, idle) = if id < 4 { (0, 2 * SECOND) } else { (1, 900 * SECOND) };
-        state.apply(agent, Update::Upsert(session(id, 0, idle)), now);
+        state.apply(agent, Update::SessionChanged(session(id, 0, idle)), now);
     }
     let later = now + SECOND;
     report_load(&mut state, 0, |_| {}, later);
@@ -601,7 +601,7 @@ fn a_session_is_not_crowded_out_by_its_own_kv() {
     let now = start();
     let mut state = engines(2, now);
     let overlap = resident(&[499_200, 19_200]);
-    state.apply(0, Update::Upsert(session(1, 500_000, Duration::ZERO)), now);
+    state.apply(0, Update::SessionChanged(session(1, 500_000, Duration::ZERO)), now);
     let later = now + SECOND;
     report_load(&mut state, 0, |rank| rank.pool_evictable_tokens = figure(500_000), later);
     let reported = Sticky { reported_tokens: 500_000, ..Sticky::new(at(0)) };
@@ -613,7 +613,7 @@ fn a_session_is_not_crowded_out_by_its_own_kv() {
     assert_eq!(figures(&state, &ask, later, 0).crowding_ms, 0, "the pool has only its own KV");
     let other = PlacementRequest { sticky: None, ..ask };
     assert!(figures(&state, &other, later, 0).crowding_ms > 5_000, "it is full for others");
-    state.apply(0, Update::Upsert(session(2, 200_000, Duration::ZERO)), later);
+    state.apply(0, Update::SessionChanged(session(2, 200_000, Duration::ZERO)), later);
     let later = later + SECOND;
     report_load(&mut state, 0, |_| {}, later);
     let crowding_ms = figures(&state, &ask, later, 0).crowding_ms;
@@ -644,7 +644,7 @@ fn what_lies_beyond_patience_counts_fourfold() {
     assert_eq!(of(&state, 0), (7_000, Some(5_000), 6_000));
     // Sparing other sessions' KV is worth some waiting, but no wait beyond the patience.
     for id in 0..10 {
-        state.apply(1, Update::Upsert(session(id, 100_000, 60 * SECOND)), now);
+        state.apply(1, Update::SessionChanged(session(id, 100_000, 60 * SECOND)), now);
     }
     let later = now + SECOND;
     report_load(&mut state, 0, |rank| rank.prefill_backlog_tokens = figure(40_000), later);
@@ -718,7 +718,7 @@ fn the_model_matters_only_where_models_differ() {
     let mut other = description("a1", 2, 1);
     other.engine.models = vec!["other".to_owned()];
     other.retentions = vec![Retention::None];
-    state.apply(1, Update::Began { description: other, sessions: vec![] }, now);
+    state.apply(1, Update::StreamBegan { description: other, sessions: vec![] }, now);
     state.apply(1, Update::Report(report(&[(0, 9_000)])), now);
     assert_eq!(placed(&state, &ask, now).0, 1);
     ask.model = Some("other:adapter");

@@ -56,7 +56,7 @@ proptest! {
         let mut state = engines(loads.len(), now);
         for (id, (agent, tokens, idle)) in (0..).zip(&sessions) {
             let one = session(id, *tokens, Duration::from_secs(*idle));
-            state.apply(agent % loads.len(), Update::Upsert(one), now);
+            state.apply(agent % loads.len(), Update::SessionChanged(one), now);
         }
         let later = now + SECOND;
         let mut leases = vec![];

@@ -73,7 +73,7 @@ impl Berth {
         let mut state = agents::state(fleet.workers.len());
         for (agent, worker) in fleet.workers.iter().enumerate() {
             let description = agents::description(agent, 1, worker, fleet);
-            state.apply(agent, Update::Began { description, sessions: vec![] }, start);
+            state.apply(agent, Update::StreamBegan { description, sessions: vec![] }, start);
             let report = Update::Report(agents::report(worker, fleet));
             state.apply(agent, report, start);
         }
@@ -126,7 +126,7 @@ impl Berth {
     /// Applies an agent's report of a session.
     fn report_session(&mut self, session: usize, worker: usize, state: SessionState, now: Instant) {
         if let Some(known) = self.known.get(&session) {
-            let update = Update::Upsert(known.session(self.retention, state));
+            let update = Update::SessionChanged(known.session(self.retention, state));
             self.state.apply(worker, update, now);
         }
     }
@@ -147,7 +147,7 @@ impl Berth {
         if let Some(known) = self.known.remove(&session) {
             self.idle.remove(&(known.idle_since, session));
             for agent in known.agents {
-                self.state.apply(agent, Update::Removed(known.key.clone()), at);
+                self.state.apply(agent, Update::SessionRemoved(known.key.clone()), at);
             }
             self.affinity.forget(&known.key);
         }
@@ -188,7 +188,7 @@ impl Berth {
             self.affinity.record_answer(&known.key);
             if let Some(left) = known.left_worker.take() {
                 known.agents.remove(&left);
-                let removed = Update::Removed(known.key.clone());
+                let removed = Update::SessionRemoved(known.key.clone());
                 self.state.apply(left, removed, self.start + now);
             }
         }
@@ -221,7 +221,7 @@ impl Berth {
         let facts = &fleet.workers[worker];
         match facts.condition {
             Condition::Down => {
-                self.state.apply(worker, Update::Lost("its host is gone".to_owned()), now);
+                self.state.apply(worker, Update::AgentLost("its host is gone".to_owned()), now);
                 let number = agents::worker_ref(worker).number().expect("workers have one rank");
                 self.index.clear(number);
             }
@@ -230,7 +230,7 @@ impl Berth {
                 // A new agent process knows no session.
                 let epoch = self.state.agent_at(worker).epoch().unwrap_or(0) + 1;
                 let description = agents::description(worker, epoch, facts, fleet);
-                let began = Update::Began { description, sessions: vec![] };
+                let began = Update::StreamBegan { description, sessions: vec![] };
                 self.state.apply(worker, began, now);
                 for known in self.known.values_mut() {
                     known.agents.remove(&worker);
