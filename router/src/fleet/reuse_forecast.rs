@@ -7,6 +7,9 @@
 //! A session *abandons* KV when it moves to another worker, or when its client rewrites its
 //! history. Abandoned KV counts until eviction has presumably taken it.
 //!
+//! `state` records the sessions here, and `placement` reads the forecasts in a snapshot. This
+//! module doesn't know prompts or blocks.
+//!
 //! The input is the sessions that the agents report. The output is one forecast per worker, summed
 //! at most four times a second. A session's *idle time* is the time since its last turn ended.
 //! The module `returns` estimates from it how likely the session sends another turn.
@@ -26,9 +29,9 @@ use proto::{
 use self::returns::ReturnEstimator;
 use super::worker::WorkerRef;
 
-/// Greatest age of the sums. Older sums are computed again. Within this time, new turns
+/// Greatest age of the forecasts. Older forecasts are computed again. Within this time, new turns
 /// change the sums by about one session in a hundred. Summing 100,000 sessions takes a millisecond.
-const SUM_AGE_MAX: Duration = Duration::from_millis(250);
+const FORECAST_AGE_MAX: Duration = Duration::from_millis(250);
 /// Time in which eviction is assumed to take half of the abandoned KV. The contents of a pool are
 /// replaced within minutes.
 const ABANDONED_HALF_LIFE: Duration = Duration::from_secs(150);
@@ -57,20 +60,20 @@ pub struct IdleClass {
 pub struct ReuseDemand {
     /// All tokens expected to be used again, plus abandoned tokens that are not evicted yet. The
     /// tokens of sessions with a running turn count in full.
-    pub tokens: u64,
+    pub wanted_tokens: u64,
     /// Rate at which the worker's sessions will send turns, in millionths per second.
     pub turns_micro_per_s: u64,
     /// KV of the sessions without a running turn, by class of idle time. The class of the shortest
     /// idle time comes first.
-    pub idle: [IdleClass; IDLE_CLASSES],
+    pub idle_classes: [IdleClass; IDLE_CLASSES],
 }
 
 impl ReuseDemand {
     /// The forecast of a worker without sessions.
     pub const NOTHING: Self = Self {
-        tokens: 0,
+        wanted_tokens: 0,
         turns_micro_per_s: 0,
-        idle: [IdleClass { tokens: 0, wanted_tokens: 0 }; IDLE_CLASSES],
+        idle_classes: [IdleClass { tokens: 0, wanted_tokens: 0 }; IDLE_CLASSES],
     };
 }
 
@@ -81,7 +84,7 @@ pub struct ReuseForecast {
     sessions: HashMap<Digest, SessionEntry>,
     abandoned: HashMap<WorkerRef, AbandonedKv>,
     return_estimator: ReturnEstimator,
-    summed_at: Option<Instant>,
+    forecast_at: Option<Instant>,
 }
 
 /// What is known of one session.
@@ -129,7 +132,7 @@ impl ReuseForecast {
             sessions: HashMap::new(),
             abandoned: HashMap::new(),
             return_estimator: ReturnEstimator::default(),
-            summed_at: None,
+            forecast_at: None,
         }
     }
 
@@ -141,27 +144,27 @@ impl ReuseForecast {
         if matches!(session.state, SessionState::Lost | SessionState::Closing) {
             return self.forget(worker.agent, digest, now);
         }
-        let before = self.sessions.get(&digest).copied();
-        if before.is_none() && self.sessions.len() >= self.sessions_max {
+        let old_entry = self.sessions.get(&digest).copied();
+        if old_entry.is_none() && self.sessions.len() >= self.sessions_max {
             return;
         }
         let mut entry = SessionEntry { worker, tokens: 0, idle_since, abandoned: None };
-        if let Some(before) = before {
-            let is_older = before
+        if let Some(old_entry) = old_entry {
+            let is_report_older = old_entry
                 .idle_since
                 .is_none_or(|since| idle_since.is_some_and(|reported| reported <= since));
-            if before.worker.agent != worker.agent && !is_running && is_older {
+            if old_entry.worker.agent != worker.agent && !is_running && is_report_older {
                 // The session has left this worker for another agent's, so its state here is old.
                 return;
             }
-            if let (Some(since), true) = (before.idle_since, is_running) {
+            if let (Some(since), true) = (old_entry.idle_since, is_running) {
                 self.return_estimator.record_return(now.saturating_duration_since(since));
             }
-            if before.worker == worker {
-                (entry.tokens, entry.abandoned) = (before.tokens, before.abandoned);
+            if old_entry.worker == worker {
+                (entry.tokens, entry.abandoned) = (old_entry.tokens, old_entry.abandoned);
             } else {
-                self.abandon(before.worker, before.tokens, now);
-                entry.abandoned = Some((before.worker, before.tokens));
+                self.abandon(old_entry.worker, old_entry.tokens, now);
+                entry.abandoned = Some((old_entry.worker, old_entry.tokens));
             }
         }
         if let Some(tokens) = session.resident_tokens.map(|figure| figure.value) {
@@ -183,10 +186,10 @@ impl ReuseForecast {
             .get_mut(&digest)
             .and_then(|entry| entry.abandoned.take_if(|(worker, _)| worker.agent == agent));
         if let Some((worker, tokens)) = abandoned
-            && let Some(on_worker) = self.abandoned.get_mut(&worker)
+            && let Some(abandoned_kv) = self.abandoned.get_mut(&worker)
         {
-            *on_worker = AbandonedKv {
-                tokens: on_worker.tokens_left(now).saturating_sub(tokens),
+            *abandoned_kv = AbandonedKv {
+                tokens: abandoned_kv.tokens_left(now).saturating_sub(tokens),
                 computed_at: now,
             };
         }
@@ -194,48 +197,48 @@ impl ReuseForecast {
 
     /// Discards everything known of an agent. The caller then records all sessions of the agent's
     /// new table.
-    pub fn clear(&mut self, agent: usize) {
+    pub fn clear_agent(&mut self, agent: usize) {
         self.sessions.retain(|_, entry| entry.worker.agent != agent);
         self.abandoned.retain(|worker, _| worker.agent != agent);
     }
 
-    /// Returns the forecasts by agent, then by rank, or `None` if the last sums are recent enough.
-    /// An agent's list ends with its last rank that has demand.
-    pub fn sum_if_due(
+    /// Returns the forecasts by agent, then by rank, or `None` if the last forecasts are recent
+    /// enough. An agent's list ends with its last rank that has demand.
+    pub fn forecast_if_due(
         &mut self,
         agent_count: usize,
         now: Instant,
     ) -> Option<Vec<Vec<ReuseDemand>>> {
-        let age = self.summed_at.map(|at| now.saturating_duration_since(at));
-        if age.is_some_and(|age| age < SUM_AGE_MAX) {
+        let age = self.forecast_at.map(|at| now.saturating_duration_since(at));
+        if age.is_some_and(|age| age < FORECAST_AGE_MAX) {
             return None;
         }
-        self.summed_at = Some(now);
-        let idle_time =
+        self.forecast_at = Some(now);
+        let idle_time_of =
             |entry: &SessionEntry| Some(now.saturating_duration_since(entry.idle_since?));
-        self.return_estimator.update_estimate(self.sessions.values().filter_map(idle_time), now);
-        let mut sums: Vec<Vec<ReuseDemand>> = vec![vec![]; agent_count];
+        self.return_estimator.update_estimate(self.sessions.values().filter_map(idle_time_of), now);
+        let mut demands: Vec<Vec<ReuseDemand>> = vec![vec![]; agent_count];
         for entry in self.sessions.values() {
-            let demand = demand_on(&mut sums, entry.worker);
-            let Some(idle) = idle_time(entry) else {
-                demand.tokens = demand.tokens.saturating_add(entry.tokens);
+            let demand = demand_on(&mut demands, entry.worker);
+            let Some(idle_time) = idle_time_of(entry) else {
+                demand.wanted_tokens = demand.wanted_tokens.saturating_add(entry.tokens);
                 demand.turns_micro_per_s += RUNNING_TURNS_MICRO_PER_S;
                 continue;
             };
-            let chance_milli = self.return_estimator.chance_milli(idle);
+            let chance_milli = self.return_estimator.chance_milli(idle_time);
             let wanted_tokens = entry.tokens.saturating_mul(chance_milli) / 1000;
-            demand.turns_micro_per_s += self.return_estimator.rate_micro(idle);
-            let class = &mut demand.idle[idle_class(idle)];
-            class.tokens = class.tokens.saturating_add(entry.tokens);
-            class.wanted_tokens = class.wanted_tokens.saturating_add(wanted_tokens);
-            demand.tokens = demand.tokens.saturating_add(wanted_tokens);
+            demand.turns_micro_per_s += self.return_estimator.rate_micro(idle_time);
+            let idle_class = &mut demand.idle_classes[idle_class_of(idle_time)];
+            idle_class.tokens = idle_class.tokens.saturating_add(entry.tokens);
+            idle_class.wanted_tokens = idle_class.wanted_tokens.saturating_add(wanted_tokens);
+            demand.wanted_tokens = demand.wanted_tokens.saturating_add(wanted_tokens);
         }
         self.abandoned.retain(|_, abandoned| abandoned.tokens_left(now) > 0);
         for (worker, abandoned) in &self.abandoned {
-            let demand = demand_on(&mut sums, *worker);
-            demand.tokens = demand.tokens.saturating_add(abandoned.tokens_left(now));
+            let demand = demand_on(&mut demands, *worker);
+            demand.wanted_tokens = demand.wanted_tokens.saturating_add(abandoned.tokens_left(now));
         }
-        Some(sums)
+        Some(demands)
     }
 
     /// Forgets a session if this agent's worker ran its last turn.
@@ -253,19 +256,19 @@ impl ReuseForecast {
     /// Adds tokens to those abandoned on the worker.
     fn abandon(&mut self, worker: WorkerRef, tokens: u64, now: Instant) {
         if tokens > 0 {
-            let before =
+            let old_tokens =
                 self.abandoned.get(&worker).map_or(0, |abandoned| abandoned.tokens_left(now));
             self.abandoned.insert(
                 worker,
-                AbandonedKv { tokens: before.saturating_add(tokens), computed_at: now },
+                AbandonedKv { tokens: old_tokens.saturating_add(tokens), computed_at: now },
             );
         }
     }
 }
 
-/// Returns the forecast of a worker in `sums`, and adds empty forecasts up to it if needed.
-fn demand_on(sums: &mut [Vec<ReuseDemand>], worker: WorkerRef) -> &mut ReuseDemand {
-    let ranks = &mut sums[worker.agent];
+/// Returns the forecast of a worker in `demands`, and adds empty forecasts up to it if needed.
+fn demand_on(demands: &mut [Vec<ReuseDemand>], worker: WorkerRef) -> &mut ReuseDemand {
+    let ranks = &mut demands[worker.agent];
     let rank = worker.dp_rank as usize;
     if ranks.len() <= rank {
         ranks.resize(rank + 1, ReuseDemand::default());
@@ -274,8 +277,8 @@ fn demand_on(sums: &mut [Vec<ReuseDemand>], worker: WorkerRef) -> &mut ReuseDema
 }
 
 /// Returns the number of the class that an idle time belongs to.
-fn idle_class(idle: Duration) -> usize {
-    IDLE_BOUNDS_S.partition_point(|&bound| bound <= idle.as_secs())
+fn idle_class_of(idle_time: Duration) -> usize {
+    IDLE_BOUNDS_S.partition_point(|&bound| bound <= idle_time.as_secs())
 }
 
 #[cfg(test)]
@@ -308,7 +311,7 @@ mod tests {
     }
 
     fn sums(forecast: &mut ReuseForecast, now: Instant) -> [ReuseDemand; 2] {
-        let sums = forecast.sum_if_due(2, now).expect("the previous sums are old");
+        let sums = forecast.forecast_if_due(2, now).expect("the previous sums are old");
         [0, 1].map(|agent| sums[agent].first().copied().unwrap_or_default())
     }
 
@@ -318,7 +321,7 @@ mod tests {
         for id in ["a", "b", "c", "a"] {
             forecast.upsert(at(0), &session(id, 100, None), now);
         }
-        assert_eq!(forecast.sum_if_due(1, now).unwrap()[0][0].tokens, 200);
+        assert_eq!(forecast.forecast_if_due(1, now).unwrap()[0][0].wanted_tokens, 200);
     }
 
     #[test]
@@ -331,8 +334,8 @@ mod tests {
         // The first worker sends its table again; there the session has been idle for longer.
         forecast.upsert(at(0), &session("s", 100, Some(2 * MINUTE)), later + MINUTE);
         forecast.remove(0, &SessionKey::new("p", "s").unwrap(), later + MINUTE);
-        let sums = forecast.sum_if_due(2, later + MINUTE).unwrap();
-        assert_eq!(sums[1][0].idle[0].tokens, 120);
+        let sums = forecast.forecast_if_due(2, later + MINUTE).unwrap();
+        assert_eq!(sums[1][0].idle_classes[0].tokens, 120);
     }
 
     #[test]
@@ -342,10 +345,16 @@ mod tests {
         forecast.upsert(at(0), &session("runs", 50_000, None), now);
         forecast.upsert(at(1), &session("idles", 50_000, Some(20 * MINUTE)), now);
         let [runs, idles] = sums(&mut forecast, now);
-        assert_eq!((runs.tokens, runs.idle), (50_000, [IdleClass::default(); IDLE_CLASSES]));
-        assert!(idles.tokens > 10_000 && idles.tokens < 45_000, "{idles:?}");
-        let twenty_minutes = idles.idle[IDLE_CLASSES - 2];
-        assert_eq!((twenty_minutes.tokens, twenty_minutes.wanted_tokens), (50_000, idles.tokens));
+        assert_eq!(
+            (runs.wanted_tokens, runs.idle_classes),
+            (50_000, [IdleClass::default(); IDLE_CLASSES])
+        );
+        assert!(idles.wanted_tokens > 10_000 && idles.wanted_tokens < 45_000, "{idles:?}");
+        let twenty_minutes = idles.idle_classes[IDLE_CLASSES - 2];
+        assert_eq!(
+            (twenty_minutes.tokens, twenty_minutes.wanted_tokens),
+            (50_000, idles.wanted_tokens)
+        );
     }
 
     #[test]
@@ -356,11 +365,15 @@ mod tests {
         forecast.upsert(at(1), &session("s", 0, None), now);
         // The worker that the session has left reports it again, though it is no longer there.
         forecast.upsert(at(0), &session("s", 80_000, Some(MINUTE)), now);
-        assert_eq!(sums(&mut forecast, now)[0].tokens, 80_000, "not evicted at first");
+        assert_eq!(sums(&mut forecast, now)[0].wanted_tokens, 80_000, "not evicted at first");
         let later = now + 2 * ABANDONED_HALF_LIFE;
-        assert_eq!(sums(&mut forecast, later)[0].tokens, 20_000);
+        assert_eq!(sums(&mut forecast, later)[0].wanted_tokens, 20_000);
         forecast.remove(0, &session("s", 0, None).key, later);
-        assert_eq!(sums(&mut forecast, later + MINUTE)[0].tokens, 0, "closed, so evicted first");
+        assert_eq!(
+            sums(&mut forecast, later + MINUTE)[0].wanted_tokens,
+            0,
+            "closed, so evicted first"
+        );
     }
 
     #[test]
@@ -369,10 +382,14 @@ mod tests {
         let mut forecast = ReuseForecast::new(1000);
         forecast.upsert(at(0), &session("s", 90_000, None), now);
         forecast.upsert(at(0), &session("s", 30_000, None), now);
-        assert_eq!(sums(&mut forecast, now)[0].tokens, 90_000, "60,000 of them are abandoned");
+        assert_eq!(
+            sums(&mut forecast, now)[0].wanted_tokens,
+            90_000,
+            "60,000 of them are abandoned"
+        );
         forecast.remove(0, &session("s", 0, None).key, now);
         let later = now + 30 * ABANDONED_HALF_LIFE;
-        assert_eq!(sums(&mut forecast, later)[0].tokens, 0);
+        assert_eq!(sums(&mut forecast, later)[0].wanted_tokens, 0);
     }
 
     #[test]
@@ -380,7 +397,7 @@ mod tests {
         let now = start();
         let mut forecast = ReuseForecast::new(1000);
         forecast.upsert(at(0), &session("s", 90_000, None), now);
-        forecast.clear(0);
+        forecast.clear_agent(0);
         assert_eq!(sums(&mut forecast, now)[0], ReuseDemand::default());
     }
 
@@ -388,8 +405,8 @@ mod tests {
     fn sums_are_not_made_for_every_word() {
         let now = start();
         let mut forecast = ReuseForecast::new(1000);
-        assert!(forecast.sum_if_due(1, now).is_some());
-        assert!(forecast.sum_if_due(1, now + SUM_AGE_MAX / 2).is_none());
-        assert!(forecast.sum_if_due(1, now + SUM_AGE_MAX).is_some());
+        assert!(forecast.forecast_if_due(1, now).is_some());
+        assert!(forecast.forecast_if_due(1, now + FORECAST_AGE_MAX / 2).is_none());
+        assert!(forecast.forecast_if_due(1, now + FORECAST_AGE_MAX).is_some());
     }
 }

@@ -183,7 +183,7 @@ impl State {
         };
         self.agent_mut(agent_index).heard_at = Some(now);
         self.update_rows(agent_index);
-        if let Some(demands) = self.forecast.sum_if_due(self.view.agents.len(), now) {
+        if let Some(demands) = self.forecast.forecast_if_due(self.view.agents.len(), now) {
             self.view.reuse_demands = Arc::new(demands);
             (0..self.view.agents.len()).for_each(|agent_index| self.update_rows(agent_index));
         }
@@ -214,7 +214,7 @@ impl State {
         }
         agent.link = Link::Up;
         (agent.report, agent.data_port_failure) = (None, None);
-        self.forecast.clear(agent_index);
+        self.forecast.clear_agent(agent_index);
         for session in &sessions {
             let worker = WorkerRef { agent: agent_index, dp_rank: session.dp_rank };
             self.forecast.upsert(worker, session, now);

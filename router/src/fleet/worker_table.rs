@@ -194,7 +194,7 @@ impl Row {
             pool_tokens: reported_value(|load| load.pool_total_tokens).and_then(NonZeroU64::new),
             used_tokens: reported_value(|load| load.pool_used_tokens)
                 .max(reported_value(|load| load.pinned_tokens)),
-            wanted_tokens: demand.tokens,
+            wanted_tokens: demand.wanted_tokens,
             request_rows: reported_value(|load| load.rows_held).zip(rows_total),
         }
     }

@@ -419,13 +419,13 @@ fn displaced_tokens(
     };
     let free_tokens = pool_tokens.saturating_sub(used_tokens).saturating_sub(evictable_tokens);
     let session_tokens: u64 =
-        demand.idle.iter().map(|idle| idle.tokens).fold(0, u64::saturating_add);
+        demand.idle_classes.iter().map(|class| class.tokens).fold(0, u64::saturating_add);
     let sessionless_tokens = evictable_tokens.saturating_sub(session_tokens) / SESSIONLESS_DIVISOR;
     let mut missing_tokens =
         new_tokens.saturating_sub(free_tokens).saturating_sub(sessionless_tokens);
     let mut evicted_tokens = session_tokens.saturating_sub(evictable_tokens);
     let mut reused_sum = 0;
-    for IdleClass { tokens, wanted_tokens } in demand.idle.iter().rev() {
+    for IdleClass { tokens, wanted_tokens } in demand.idle_classes.iter().rev() {
         if missing_tokens == 0 {
             break;
         }

@@ -6,6 +6,9 @@
 //! within the class and how many ended within it. A session that is still idle counts in the
 //! classes that its idle time has passed.
 //!
+//! The parent module records the observations, and multiplies the tokens of each session by the
+//! estimate. This module knows no sessions.
+//!
 //! While there are few observations, a *prior* decides: the probabilities assumed at the start. It
 //! comes from published *gaps* (idle times between two turns) of coding agents.
 
@@ -13,12 +16,12 @@ use std::time::{Duration, Instant};
 
 /// Lower bounds of the classes of idle time, in seconds. Most classes are narrower than a factor of
 /// two, because clients have timers, so many gaps have the same length.
-const BOUNDS_S: [u64; CLASSES] = [
+const CLASS_BOUNDS_S: [u64; CLASS_COUNT] = [
     0, 1, 2, 3, 4, 6, 8, 10, 15, 20, 30, 40, 60, 80, 120, 180, 240, 300, 420, 540, 600, 660, 780,
     900, 1200, 1800, 2700, 3600, 7200, 14_400,
 ];
 /// Number of classes.
-const CLASSES: usize = 30;
+const CLASS_COUNT: usize = 30;
 
 /// The prior weighs as much as this number of observed sessions in each class.
 const PRIOR_SESSIONS: f64 = 10.0;
@@ -41,34 +44,34 @@ const ESTIMATE_AGE_MAX: Duration = Duration::from_secs(5);
 #[derive(Debug, Clone)]
 pub(super) struct ReturnEstimator {
     /// By class: number of sessions that returned within it.
-    returned_counts: [f64; CLASSES],
+    returned_counts: [f64; CLASS_COUNT],
     /// By class: number of sessions that ended within it.
-    ended_counts: [f64; CLASSES],
+    ended_counts: [f64; CLASS_COUNT],
     /// By class: probability, in thousandths, that a session that reached the class returns.
-    chance_milli: [u64; CLASSES],
+    chance_milli: [u64; CLASS_COUNT],
     /// By class: rate at which a session in the class returns, in millionths per second.
-    rate_micro: [u64; CLASSES],
+    rate_micro: [u64; CLASS_COUNT],
     estimated_at: Option<Instant>,
 }
 
 impl Default for ReturnEstimator {
     fn default() -> Self {
         let mut estimator = Self {
-            returned_counts: [0.0; CLASSES],
-            ended_counts: [0.0; CLASSES],
-            chance_milli: [0; CLASSES],
-            rate_micro: [0; CLASSES],
+            returned_counts: [0.0; CLASS_COUNT],
+            ended_counts: [0.0; CLASS_COUNT],
+            chance_milli: [0; CLASS_COUNT],
+            rate_micro: [0; CLASS_COUNT],
             estimated_at: None,
         };
-        estimator.estimate(&[0.0; CLASSES]);
+        estimator.estimate(&[0.0; CLASS_COUNT]);
         estimator
     }
 }
 
 impl ReturnEstimator {
-    /// Records that a session returned after being idle for `idle`.
-    pub(super) fn record_return(&mut self, idle: Duration) {
-        self.returned_counts[class_of(idle)] += 1.0;
+    /// Records that a session returned after being idle for `idle_time`.
+    pub(super) fn record_return(&mut self, idle_time: Duration) {
+        self.returned_counts[class_of(idle_time)] += 1.0;
         if self.returned_counts.iter().sum::<f64>() > RETURNS_MAX {
             for count in self.returned_counts.iter_mut().chain(&mut self.ended_counts) {
                 *count /= 2.0;
@@ -76,9 +79,9 @@ impl ReturnEstimator {
         }
     }
 
-    /// Records that a session was closed or forgotten after being idle for `idle`.
-    pub(super) fn record_end(&mut self, idle: Duration) {
-        self.ended_counts[class_of(idle)] += 1.0;
+    /// Records that a session was closed or forgotten after being idle for `idle_time`.
+    pub(super) fn record_end(&mut self, idle_time: Duration) {
+        self.ended_counts[class_of(idle_time)] += 1.0;
     }
 
     /// Computes the estimate again if it is old. `idle_times` yields the idle times of the sessions
@@ -93,69 +96,70 @@ impl ReturnEstimator {
             return;
         }
         self.estimated_at = Some(now);
-        let mut still_idle = [0.0; CLASSES];
-        for idle in idle_times {
-            still_idle[class_of(idle)] += 1.0;
+        let mut idle_counts = [0.0; CLASS_COUNT];
+        for idle_time in idle_times {
+            idle_counts[class_of(idle_time)] += 1.0;
         }
-        self.estimate(&still_idle);
+        self.estimate(&idle_counts);
     }
 
-    /// Returns the probability, in thousandths, that a session idle for `idle` returns.
-    pub(super) fn chance_milli(&self, idle: Duration) -> u64 {
-        self.chance_milli[class_of(idle)]
+    /// Returns the probability, in thousandths, that a session idle for `idle_time` returns.
+    pub(super) fn chance_milli(&self, idle_time: Duration) -> u64 {
+        self.chance_milli[class_of(idle_time)]
     }
 
-    /// Returns the rate, in millionths per second, at which a session idle for `idle` returns.
-    pub(super) fn rate_micro(&self, idle: Duration) -> u64 {
-        self.rate_micro[class_of(idle)]
+    /// Returns the rate, in millionths per second, at which a session idle for `idle_time` returns.
+    pub(super) fn rate_micro(&self, idle_time: Duration) -> u64 {
+        self.rate_micro[class_of(idle_time)]
     }
 
-    /// Computes the estimate. `still_idle` is the number of sessions that are idle now, by class.
+    /// Computes the estimate. `idle_counts` is the number of sessions that are idle now, by class.
     #[expect(
         clippy::cast_possible_truncation,
         clippy::cast_sign_loss,
         reason = "a chance lies between 0 and 1"
     )]
-    fn estimate(&mut self, still_idle: &[f64; CLASSES]) {
+    fn estimate(&mut self, idle_counts: &[f64; CLASS_COUNT]) {
         // The loop runs from the last class to the first. `passed_count` is the number of sessions
         // whose idle time passed the whole current class.
         let mut passed_count = 0.0;
         let mut chance = 0.0;
-        for class in (0..CLASSES).rev() {
+        for class in (0..CLASS_COUNT).rev() {
             let reached_count =
                 passed_count + self.returned_counts[class] + self.ended_counts[class];
-            let prior = PRIOR_SESSIONS * prior_return_share(class);
+            let prior_returns = PRIOR_SESSIONS * prior_return_share(class);
             let return_share =
-                (self.returned_counts[class] + prior) / (reached_count + PRIOR_SESSIONS);
+                (self.returned_counts[class] + prior_returns) / (reached_count + PRIOR_SESSIONS);
             let end_share = self.ended_counts[class] / (reached_count + PRIOR_SESSIONS);
             chance = return_share + (1.0 - return_share - end_share) * chance;
             self.chance_milli[class] = (chance * 1e3).round() as u64;
-            self.rate_micro[class] = (return_share * 1e6 / width_s(class)).round() as u64;
+            self.rate_micro[class] = (return_share * 1e6 / class_width_s(class)).round() as u64;
             // A session that is still idle in this class has passed all shorter classes.
-            passed_count = reached_count + still_idle[class];
+            passed_count = reached_count + idle_counts[class];
         }
     }
 }
 
 /// Returns the width of a class in seconds. The last class has no upper bound. Its width is assumed
 /// to equal its lower bound.
-fn width_s(class: usize) -> f64 {
-    let from = BOUNDS_S[class];
-    BOUNDS_S.get(class + 1).map_or(from, |to| to - from) as f64
+fn class_width_s(class: usize) -> f64 {
+    let lower_s = CLASS_BOUNDS_S[class];
+    CLASS_BOUNDS_S.get(class + 1).map_or(lower_s, |upper_s| upper_s - lower_s) as f64
 }
 
 /// Returns the share of sessions that return within a class, of those whose idle time reaches the
 /// class. It comes from the published gaps.
 fn prior_return_share(class: usize) -> f64 {
-    let share_longer = |bound: u64| (1.0 + bound as f64 / GAP_SCALE_S).powf(GAP_POWER);
-    let from = share_longer(BOUNDS_S[class]);
-    let to = BOUNDS_S.get(class + 1).map_or(0.0, |&bound| share_longer(bound));
-    let will_return = (1.0 - LAST_TURN_RATIO) * from;
-    (1.0 - LAST_TURN_RATIO) * (from - to) / (will_return + LAST_TURN_RATIO)
+    let share_of_longer_gaps = |bound: u64| (1.0 + bound as f64 / GAP_SCALE_S).powf(GAP_POWER);
+    let reaching_share = share_of_longer_gaps(CLASS_BOUNDS_S[class]);
+    let passing_share =
+        CLASS_BOUNDS_S.get(class + 1).map_or(0.0, |&bound| share_of_longer_gaps(bound));
+    let will_return = (1.0 - LAST_TURN_RATIO) * reaching_share;
+    (1.0 - LAST_TURN_RATIO) * (reaching_share - passing_share) / (will_return + LAST_TURN_RATIO)
 }
 
-fn class_of(idle: Duration) -> usize {
-    BOUNDS_S.partition_point(|&bound| bound <= idle.as_secs()) - 1
+fn class_of(idle_time: Duration) -> usize {
+    CLASS_BOUNDS_S.partition_point(|&bound| bound <= idle_time.as_secs()) - 1
 }
 
 #[cfg(test)]
@@ -222,7 +226,7 @@ mod tests {
         }
         returns.update_estimate([Duration::from_secs(5000)].into_iter(), start());
         // All but the last class, which no session reached.
-        let reached = &BOUNDS_S[..CLASSES - 1];
+        let reached = &CLASS_BOUNDS_S[..CLASS_COUNT - 1];
         let all: Vec<u64> = reached.iter().map(|&bound| chance(&returns, bound)).collect();
         assert!(all.is_sorted_by(|a, b| a >= b), "{all:?}");
     }
