@@ -1,5 +1,8 @@
 //! Follows the fleet: the agents, their workers (ranks of their engines), and what they report.
 //!
+//! `lib` starts the tasks of `connect` and `view`. Each decision (`placement`, `turn`, the HTTP
+//! API) loads one snapshot from `view`. This folder chooses no workers and sends no turns.
+//!
 //! - `connect`: follows an agent's load stream, one task per agent.
 //! - [`load_stream`]: checks the order of that stream's events.
 //! - [`state`]: applies what the agents report.
@@ -9,7 +12,7 @@
 //! - [`reuse_forecast`]: estimates how much KV the sessions of a worker will use again.
 //! - [`lease`]: counts the turns that this router has in flight on each worker.
 //! - `control`: calls to an agent's control port.
-//! - [`tokenizer_files`]: a model's files, which `control` fetches.
+//! - [`tokenizer_files`]: a model's tokenizer and chat template, which `control` fetches.
 //! - `collector`: metrics of workers and sessions.
 
 pub mod agent;

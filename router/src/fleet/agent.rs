@@ -3,6 +3,9 @@
 //! An *agent* runs beside an engine and reports its state. A *worker* is one data-parallel rank of
 //! the engine. An agent has two ports: the *control port*, to which this router connects for load
 //! reports, and the *data port*, to which it sends turns (one request and its answer each).
+//!
+//! `state` changes an [`Agent`] when a message arrives, and each snapshot of the fleet has all
+//! agents. `worker_table` copies what placements read. Sessions are in `sessions`, not here.
 
 use std::{
     sync::Arc,
@@ -101,8 +104,10 @@ impl Agent {
     /// reason is empty for `Fresh`.
     #[must_use]
     pub fn state(&self, now: Instant, report_age_max: Duration) -> (WorkerState, String) {
-        let state = self.state_heard().aged(self.heard_at, now, report_age_max);
-        let age = self.heard_at.map_or(Duration::MAX, |at| now.saturating_duration_since(at));
+        let state =
+            self.state_ignoring_silence().stale_if_silent(self.heard_at, now, report_age_max);
+        let silence =
+            self.heard_at.map_or(Duration::MAX, |heard_at| now.saturating_duration_since(heard_at));
         let reason = match (state, &self.link, &self.report) {
             (WorkerState::Lost, Link::Lost { why, .. }, _) => why.clone(),
             (WorkerState::Lost, ..) => "not heard yet".to_owned(),
@@ -111,7 +116,7 @@ impl Agent {
                 Some(DataPortFailure { why, .. }) => {
                     format!("turns don't reach its data port: {why}; is it open to this host?")
                 }
-                None => format!("silent for {} ms", age.as_millis()),
+                None => format!("silent for {} ms", silence.as_millis()),
             },
             (WorkerState::Unhealthy, _, Some((report, _))) => {
                 report.unhealthy.clone().unwrap_or_default()
@@ -129,7 +134,7 @@ impl Agent {
 
     /// Returns the state of the agent's workers, without regard to how long the agent has been
     /// silent.
-    pub(super) fn state_heard(&self) -> WorkerState {
+    pub(super) fn state_ignoring_silence(&self) -> WorkerState {
         match (&self.link, &self.report) {
             (Link::Dialing | Link::Lost { .. }, _) => WorkerState::Lost,
             (Link::Up, _) if self.disaggregation().is_some() => WorkerState::Disaggregated,

@@ -2,7 +2,7 @@
 //!
 //! A *worker* is one data-parallel rank of an engine. The figures come from the newest snapshot of
 //! the fleet. They are computed at the scrape, because workers become stale and load reports grow
-//! older without any message from an agent.
+//! older without any message from an agent. The metrics of turns are in the router's `metrics`.
 
 use std::sync::Arc;
 

@@ -2,7 +2,8 @@
 //!
 //! An agent runs beside each engine. Its *load stream* on its control port carries its description,
 //! its sessions and its load reports. One task per configured agent connects, follows the stream to
-//! its end, pauses, and connects again. The *view task* applies the updates of all agents.
+//! its end, pauses, and connects again. The *view task* of `view` applies the updates of all
+//! agents. `load_stream` checks the order of the events. Calls to an agent are in `control`.
 
 use std::{
     sync::Arc,

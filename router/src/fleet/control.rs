@@ -2,7 +2,8 @@
 //!
 //! An *agent* runs beside each engine. A *session* is a sequence of turns that share a growing
 //! prefix. The client translates between the wire format and this program's types. A call to open
-//! or close a session has a time limit. A failed call isn't retried.
+//! or close a session has a time limit. A failed call isn't retried here. `turn` opens and closes
+//! sessions, and `prompt` fetches files. An agent's reports arrive through `connect`.
 
 use std::{collections::BTreeMap, time::Duration};
 
@@ -69,20 +70,21 @@ impl ControlClient {
         Ok(with_time_limit(client.close_session(request)).await?.into_inner().deferred)
     }
 
-    /// Fetches the files of the agent's model. `described` has their total size and their hash, as
-    /// the agent described them. Files with another size or hash are an error.
+    /// Fetches the files of the agent's model. `described_files` has their total size and their
+    /// hash, as the agent described them. Files with another size or hash are an error.
     pub(crate) async fn model_files(
         &self,
-        described: ModelFiles,
+        described_files: ModelFiles,
     ) -> Result<TokenizerFiles, Status> {
         let mismatch = || Status::internal("the files are not those that the agent described");
-        if described.bytes > model_files::BYTES_MAX {
+        if described_files.bytes > model_files::BYTES_MAX {
             return Err(Status::out_of_range("the files are larger than the router's limit"));
         }
-        let request = v1::FetchModelFilesRequest { hash: described.hash.to_vec() };
+        let request = v1::FetchModelFilesRequest { hash: described_files.hash.to_vec() };
         let mut client = self.0.clone();
         let mut parts = client.fetch_model_files(request).await?.into_inner();
-        let (mut files, mut bytes_left) = (BTreeMap::<String, Vec<u8>>::new(), described.bytes);
+        let (mut files, mut bytes_left) =
+            (BTreeMap::<String, Vec<u8>>::new(), described_files.bytes);
         while let Some(part) = parts.message().await? {
             if ![model_files::TOKENIZER, model_files::CONFIG, model_files::TEMPLATE]
                 .contains(&&*part.name)
@@ -97,7 +99,7 @@ impl ControlClient {
             hasher.begin_file(name, data.len() as u64);
             hasher.update(data);
         }
-        if hasher.finish() != described {
+        if hasher.finish() != described_files {
             return Err(mismatch());
         }
         let template = files.remove(model_files::TEMPLATE).map(String::from_utf8).transpose();

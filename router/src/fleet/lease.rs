@@ -1,9 +1,10 @@
 //! Counts what this router has in flight on each worker, by one lease per turn.
 //!
 //! A *turn* is one request and its answer. A *worker* is one data-parallel rank of an engine. The
-//! counts go up when a turn acquires its *lease* and down when the lease is dropped. The response
-//! body keeps the lease, so the counts go down however the turn ends. A lease can't be cloned, so
-//! no turn is counted twice.
+//! tasks of turns hold the leases, and the worker table reads the counts. A lease only counts;
+//! nothing is refused here. The counts go up when a turn acquires its *lease* and down when the
+//! lease is dropped. The response body keeps the lease, so the counts go down however the turn
+//! ends. A lease can't be cloned, so no turn is counted twice.
 
 use std::sync::{
     Arc,
@@ -16,7 +17,7 @@ use std::sync::{
 #[repr(align(64))]
 pub struct InFlight {
     turns: AtomicU32,
-    opens: AtomicU32,
+    open_requests: AtomicU32,
     unanswered_tokens: AtomicU64,
     incoming_tokens: AtomicU64,
     staged_prefill_tokens: AtomicU64,
@@ -30,7 +31,7 @@ pub struct InFlightCounts {
     pub turns: u32,
     /// Number of sessions that this router has asked the worker to open since the router started.
     /// Wraps around.
-    pub opens: u32,
+    pub open_requests: u32,
     /// Prompt tokens to be computed for turns whose answer has not begun.
     pub unanswered_tokens: u64,
     /// Tokens of KV that the turns in flight will add. The agents' session tables show them only
@@ -51,8 +52,8 @@ impl InFlight {
 
     /// Returns the number of sessions that this router has asked the worker to open since the
     /// router started. Wraps around.
-    pub fn opens(&self) -> u32 {
-        self.opens.load(Ordering::Relaxed)
+    pub fn open_requests(&self) -> u32 {
+        self.open_requests.load(Ordering::Relaxed)
     }
 
     /// Returns the prompt tokens to be computed for turns whose answer has not begun.
@@ -69,7 +70,7 @@ impl InFlight {
     pub fn counts(&self) -> InFlightCounts {
         InFlightCounts {
             turns: self.turns(),
-            opens: self.opens(),
+            open_requests: self.open_requests(),
             unanswered_tokens: self.unanswered_tokens(),
             incoming_tokens: self.incoming_tokens(),
             staged_prefill_tokens: self.staged_prefill_tokens.load(Ordering::Relaxed),
@@ -77,19 +78,19 @@ impl InFlight {
         }
     }
 
-    /// Counts one more open.
-    pub fn count_open(&self) {
-        self.opens.fetch_add(1, Ordering::Relaxed);
+    /// Counts one more request to open a session.
+    pub fn count_open_request(&self) {
+        self.open_requests.fetch_add(1, Ordering::Relaxed);
     }
 }
 
-/// One turn in flight on a worker. It counts until it is dropped.
+/// One turn in flight on a worker. The turn counts until the lease is dropped.
 #[derive(Debug)]
 pub struct Lease {
     in_flight: Arc<InFlight>,
     /// Prompt tokens that the worker was expected to compute when the turn was placed.
     tokens: u64,
-    prompt: PromptState,
+    prompt_state: PromptState,
 }
 
 /// The state of a turn's prompt.
@@ -111,7 +112,7 @@ impl Lease {
         in_flight.turns.fetch_add(1, Ordering::Relaxed);
         in_flight.unanswered_tokens.fetch_add(tokens, Ordering::Relaxed);
         in_flight.incoming_tokens.fetch_add(tokens, Ordering::Relaxed);
-        Self { in_flight: Arc::clone(in_flight), tokens, prompt: PromptState::Sent(tokens) }
+        Self { in_flight: Arc::clone(in_flight), tokens, prompt_state: PromptState::Sent(tokens) }
     }
 
     /// Returns the prompt tokens that the worker was expected to compute when the turn was placed.
@@ -122,24 +123,24 @@ impl Lease {
 
     /// Records that the prompt goes through staged prefill before the turn is sent.
     pub fn begin_staged_prefill(&mut self) {
-        self.set_prompt(PromptState::InStagedPrefill);
+        self.set_prompt_state(PromptState::InStagedPrefill);
     }
 
     /// Records that the turn is sent after staged prefill, and that at most `tokens_max` of its
     /// prompt tokens are left to compute.
     pub fn end_staged_prefill(&mut self, tokens_max: u64) {
-        self.set_prompt(PromptState::Sent(self.tokens.min(tokens_max)));
+        self.set_prompt_state(PromptState::Sent(self.tokens.min(tokens_max)));
     }
 
     /// Records that the answer has begun, so that the prompt is computed.
     pub fn record_answer(&mut self) {
-        self.set_prompt(PromptState::Answered);
+        self.set_prompt_state(PromptState::Answered);
     }
 
     /// Changes the prompt's state: counts it in the new state and stops counting it in the old one.
-    fn set_prompt(&mut self, prompt: PromptState) {
+    fn set_prompt_state(&mut self, new_state: PromptState) {
         let Self { in_flight, tokens, .. } = &*self;
-        match prompt {
+        match new_state {
             PromptState::InStagedPrefill => {
                 in_flight.staged_prefill_tokens.fetch_add(*tokens, Ordering::Relaxed);
                 in_flight.staged_prefill_prompts.fetch_add(1, Ordering::Relaxed);
@@ -149,7 +150,7 @@ impl Lease {
             }
             PromptState::Answered => {}
         }
-        match std::mem::replace(&mut self.prompt, prompt) {
+        match std::mem::replace(&mut self.prompt_state, new_state) {
             PromptState::InStagedPrefill => {
                 self.in_flight.staged_prefill_tokens.fetch_sub(self.tokens, Ordering::Relaxed);
                 self.in_flight.staged_prefill_prompts.fetch_sub(1, Ordering::Relaxed);

@@ -4,7 +4,8 @@
 //! more parts: the *session table*. After that come load reports, changes of single sessions, and a
 //! new description if the engine restarts. Events are numbered from 0 without gaps. All have the
 //! same *epoch*, which identifies the agent process. An event that breaks these rules is an error.
-//! The caller then connects again and gets a new, complete stream.
+//! The caller, a task of `connect`, then connects again and gets a new, complete stream. `state`
+//! applies the updates.
 
 use proto::{
     id::SessionKey,
@@ -49,7 +50,7 @@ enum Phase {
     /// The description and parts of the session table have arrived.
     Table { description: Box<Description>, sessions: Vec<Session> },
     /// The session table is complete. The engine has this many data-parallel ranks.
-    Live { ranks: usize },
+    Live { rank_count: usize },
 }
 
 /// Checks the events of one load stream.
@@ -113,9 +114,9 @@ impl LoadStreamChecker {
         let Phase::Table { description, sessions } = &mut self.phase else {
             return Err(Error::Order("received a session table out of order"));
         };
-        let ranks = description.ranks.len();
+        let rank_count = description.ranks.len();
         for wire in part.sessions {
-            let session = read_session(wire, ranks)?;
+            let session = read_session(wire, rank_count)?;
             // One session beyond the bound is kept; see `new`.
             if sessions.len() <= self.sessions_max {
                 sessions.push(session);
@@ -124,8 +125,8 @@ impl LoadStreamChecker {
         if !part.last {
             return Ok(None);
         }
-        let table = std::mem::replace(&mut self.phase, Phase::Live { ranks });
-        let Phase::Table { description, sessions } = table else {
+        let old_phase = std::mem::replace(&mut self.phase, Phase::Live { rank_count });
+        let Phase::Table { description, sessions } = old_phase else {
             unreachable!("the phase was a table a few lines above");
         };
         Ok(Some(Update::StreamBegan { description: *description, sessions }))
@@ -133,19 +134,19 @@ impl LoadStreamChecker {
 
     /// Takes an event after the session table.
     fn take_live_event(&mut self, event: v1::load_event::Event) -> Result<Update, Error> {
-        let Phase::Live { ranks } = self.phase else {
+        let Phase::Live { rank_count } = self.phase else {
             return Err(Error::Order("received an event before the session table"));
         };
         match event {
             v1::load_event::Event::Description(wire) => {
                 let description = self.read_description(wire)?;
-                self.phase = Phase::Live { ranks: description.ranks.len() };
+                self.phase = Phase::Live { rank_count: description.ranks.len() };
                 Ok(Update::EngineRestarted(description))
             }
             v1::load_event::Event::Sessions(_) => Err(Error::Order("received two session tables")),
             v1::load_event::Event::Report(wire) => {
                 let report = LoadReport::try_from(wire)?;
-                if report.ranks.len() != ranks {
+                if report.ranks.len() != rank_count {
                     return Err(Error::Order("received a report with other ranks than described"));
                 }
                 Ok(Update::Report(report))
@@ -153,7 +154,7 @@ impl LoadStreamChecker {
             v1::load_event::Event::Change(change) => {
                 match change.change.ok_or(load::Error::Missing("change"))? {
                     v1::session_change::Change::Upsert(wire) => {
-                        Ok(Update::SessionChanged(read_session(wire, ranks)?))
+                        Ok(Update::SessionChanged(read_session(wire, rank_count)?))
                     }
                     v1::session_change::Change::Removed(key) => Ok(Update::SessionRemoved(
                         SessionKey::try_from(key).map_err(load::Error::from)?,
@@ -174,9 +175,9 @@ impl LoadStreamChecker {
 }
 
 /// Decodes a session and checks that it is on one of the engine's ranks.
-fn read_session(wire: v1::Session, ranks: usize) -> Result<Session, Error> {
+fn read_session(wire: v1::Session, rank_count: usize) -> Result<Session, Error> {
     let session = Session::try_from(wire)?;
-    if session.dp_rank as usize >= ranks {
+    if session.dp_rank as usize >= rank_count {
         return Err(Error::Order("received a session on a rank that was not described"));
     }
     Ok(session)

@@ -4,6 +4,9 @@
 //! engine) reports its sessions. An *entry* is one session of one agent. The same key is in the
 //! tables of several agents only after a lost connection or a race between two routers.
 //!
+//! `state` writes the table, and `session_status` of the placement finds sessions in it. What only
+//! this router knows of a session is in `placement::affinity`.
+//!
 //! A table can be cloned cheaply for a snapshot. The entries are spread over 256 shards behind
 //! `Arc`s. A clone copies 256 pointers, and the next change copies one shard.
 
@@ -15,7 +18,7 @@ use super::worker::WorkerRef;
 
 /// Number of shards. With 100,000 sessions, a shard has 400 entries. The first change to a shard
 /// after a snapshot copies all of them.
-const SHARDS: usize = 256;
+const SHARD_COUNT: usize = 256;
 
 /// An entry: a session as one agent reported it.
 #[derive(Debug, Clone)]
@@ -45,7 +48,7 @@ impl Sessions {
     #[must_use]
     pub fn new(agent_count: usize, agent_sessions_max: usize) -> Self {
         Self {
-            shards: (0..SHARDS).map(|_| Arc::default()).collect(),
+            shards: (0..SHARD_COUNT).map(|_| Arc::default()).collect(),
             entry_counts: vec![0; agent_count],
             agent_sessions_max,
         }
@@ -54,7 +57,7 @@ impl Sessions {
     /// Returns the entries of all agents for the key.
     #[must_use]
     pub fn locate(&self, key: &SessionKey) -> &[ReportedSession] {
-        self.shards[shard_of(key)].get(key).map_or(&[], Vec::as_slice)
+        self.shards[shard_index_of(key)].get(key).map_or(&[], Vec::as_slice)
     }
 
     /// Iterates over all entries, in no particular order.
@@ -77,36 +80,36 @@ impl Sessions {
     /// Adds or replaces the agent's entry for the session. Returns false if the agent has as many
     /// entries as allowed and none for this session. The session is then left out.
     pub fn upsert(&mut self, agent: usize, session: Session) -> bool {
-        let shard_index = shard_of(&session.key);
+        let shard_index = shard_index_of(&session.key);
         let is_full = self.entry_counts[agent] >= self.agent_sessions_max;
         let worker = WorkerRef { agent, dp_rank: session.dp_rank };
-        let is_known = self.shards[shard_index]
+        let has_entry = self.shards[shard_index]
             .get(&session.key)
             .is_some_and(|entries| entries.iter().any(|entry| entry.worker.agent == agent));
-        if is_full && !is_known {
+        if is_full && !has_entry {
             return false;
         }
         let shard = Arc::make_mut(&mut self.shards[shard_index]);
-        let reported = ReportedSession { worker, session: Arc::new(session) };
-        match shard.get_mut(&reported.session.key) {
+        let new_entry = ReportedSession { worker, session: Arc::new(session) };
+        match shard.get_mut(&new_entry.session.key) {
             Some(entries) => match entries.iter_mut().find(|entry| entry.worker.agent == agent) {
-                Some(entry) => *entry = reported,
-                None => entries.push(reported),
+                Some(entry) => *entry = new_entry,
+                None => entries.push(new_entry),
             },
             None => {
-                let key = Arc::new(reported.session.key.clone());
-                shard.insert(key, vec![reported]);
+                let key = Arc::new(new_entry.session.key.clone());
+                shard.insert(key, vec![new_entry]);
             }
         }
-        self.entry_counts[agent] += usize::from(!is_known);
+        self.entry_counts[agent] += usize::from(!has_entry);
         true
     }
 
     /// Removes the agent's entry for the key.
     pub fn remove(&mut self, agent: usize, key: &SessionKey) {
-        let shard_index = shard_of(key);
-        let is_known = self.locate(key).iter().any(|entry| entry.worker.agent == agent);
-        if !is_known {
+        let shard_index = shard_index_of(key);
+        let has_entry = self.locate(key).iter().any(|entry| entry.worker.agent == agent);
+        if !has_entry {
             return;
         }
         let shard = Arc::make_mut(&mut self.shards[shard_index]);
@@ -131,28 +134,32 @@ impl Sessions {
             }
         }
         self.entry_counts[agent] = 0;
-        sessions.into_iter().map(|session| self.upsert(agent, session)).filter(|fit| !fit).count()
+        sessions
+            .into_iter()
+            .map(|session| self.upsert(agent, session))
+            .filter(|is_stored| !is_stored)
+            .count()
     }
 
     /// Panics if the counts and the shards disagree.
     pub fn check_invariants(&self) {
-        let mut counts = vec![0; self.entry_counts.len()];
+        let mut entry_counts = vec![0; self.entry_counts.len()];
         for (shard_index, shard) in self.shards.iter().enumerate() {
             for (key, entries) in &**shard {
-                assert_eq!(shard_of(key), shard_index, "a key in the wrong shard");
+                assert_eq!(shard_index_of(key), shard_index, "a key in the wrong shard");
                 assert!(!entries.is_empty(), "a key without entries");
                 for entry in entries {
                     assert_eq!(entry.session.key, **key, "an entry under the wrong key");
-                    counts[entry.worker.agent] += 1;
+                    entry_counts[entry.worker.agent] += 1;
                 }
             }
         }
-        assert_eq!(counts, self.entry_counts, "sessions miscounted");
+        assert_eq!(entry_counts, self.entry_counts, "sessions miscounted");
     }
 }
 
 /// Returns the index of the key's shard: one byte of its digest.
-fn shard_of(key: &SessionKey) -> usize {
+fn shard_index_of(key: &SessionKey) -> usize {
     usize::from(key.digest().0.to_le_bytes()[0])
 }
 

@@ -34,7 +34,7 @@ pub struct Snapshot {
     pub(super) reuse_demands: Arc<Vec<Vec<ReuseDemand>>>,
     /// Whether all agents serve the same models. If so, a turn (one request and its answer) may go
     /// to any of them, whatever model it names.
-    pub(super) same_models: bool,
+    pub(super) serves_same_models: bool,
     /// The setting: longest silence of an agent before its workers are stale.
     pub(super) report_age_max: Duration,
     /// The setting: least predicted gain for which a session moves to another worker.
@@ -84,7 +84,7 @@ impl Snapshot {
     /// Whether all agents serve the same models.
     #[must_use]
     pub fn serves_same_models(&self) -> bool {
-        self.same_models
+        self.serves_same_models
     }
 
     /// Returns the least predicted gain for which a session moves to another worker.

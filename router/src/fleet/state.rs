@@ -86,7 +86,7 @@ impl State {
             agents,
             sessions,
             reuse_demands: Arc::default(),
-            same_models: true,
+            serves_same_models: true,
             report_age_max: config.load_report_age_max(),
             rebind_gain_min: config.rebind_gain_min(),
         };
@@ -270,7 +270,7 @@ impl State {
         });
         let mut all_facts = self.view.agents.iter().filter_map(|agent| agent.facts.as_ref());
         let first_models = all_facts.next().map(|facts| &facts.description.engine.models);
-        self.view.same_models =
+        self.view.serves_same_models =
             all_facts.all(|facts| Some(&facts.description.engine.models) == first_models);
         None
     }

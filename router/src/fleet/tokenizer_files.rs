@@ -1,4 +1,6 @@
 //! The tokenizer and chat template that an agent sends, so that the router can tokenize prompts.
+//!
+//! `control` fetches the files from the agent, and `prompt` reads them. Nothing here parses a file.
 
 /// The files of one model. An agent, which runs beside an engine, reads them there.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

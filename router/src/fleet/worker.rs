@@ -1,7 +1,9 @@
 //! Defines a worker's identity and the states that decide what turns a worker may take. Pure.
 //!
 //! A *worker* is one data-parallel rank of an engine. An *agent* runs beside each engine and
-//! reports its state. A *turn* is one request and its answer.
+//! reports its state. A *turn* is one request and its answer. `agent` derives the state of an
+//! agent's workers from its reports, and `candidates` of the placement decides which turns each
+//! state allows.
 
 use std::time::{Duration, Instant};
 
@@ -11,9 +13,9 @@ use crate::config::WORKERS_MAX;
 
 /// Number of ranks per agent that have a number in the overlap index, which knows the KV on each
 /// worker. A node has eight GPUs.
-const RANKS_INDEXED: usize = 16;
+const RANKS_INDEXED_MAX: usize = 16;
 /// Upper bound of the workers' numbers in the overlap index. The numbers are below it.
-pub const WORKER_NUMBERS_MAX: usize = WORKERS_MAX * RANKS_INDEXED;
+pub const WORKER_NUMBERS_MAX: usize = WORKERS_MAX * RANKS_INDEXED_MAX;
 
 /// Identifies a worker by its agent's position in the configuration and its rank. The identity is
 /// the same in every snapshot, even if the agent changes its name.
@@ -27,11 +29,11 @@ pub struct WorkerRef {
 
 impl WorkerRef {
     /// Returns the worker's number in the overlap index, or `None` for a rank beyond
-    /// `RANKS_INDEXED`.
+    /// `RANKS_INDEXED_MAX`.
     #[must_use]
     pub fn number(self) -> Option<usize> {
         let rank = self.dp_rank as usize;
-        (rank < RANKS_INDEXED).then_some(self.agent * RANKS_INDEXED + rank)
+        (rank < RANKS_INDEXED_MAX).then_some(self.agent * RANKS_INDEXED_MAX + rank)
     }
 }
 
@@ -81,14 +83,14 @@ impl WorkerState {
     /// Returns `Stale` if the agent has been silent for longer than `report_age_max`, else the
     /// state itself. `Lost` and `Disaggregated` never become `Stale`. `heard_at` is when the agent
     /// was last heard.
-    pub(super) fn aged(
+    pub(super) fn stale_if_silent(
         self,
         heard_at: Option<Instant>,
         now: Instant,
         report_age_max: Duration,
     ) -> Self {
-        let age = heard_at.map(|heard_at| now.saturating_duration_since(heard_at));
-        let is_silent = age.is_none_or(|age| age > report_age_max);
+        let silence = heard_at.map(|heard_at| now.saturating_duration_since(heard_at));
+        let is_silent = silence.is_none_or(|silence| silence > report_age_max);
         let can_become_stale = !matches!(self, Self::Lost | Self::Disaggregated);
         if is_silent && can_become_stale { Self::Stale } else { self }
     }

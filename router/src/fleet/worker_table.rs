@@ -5,6 +5,9 @@
 //! Following pointers from each worker to its agent, report and counts would take longer than the
 //! arithmetic. So the table has copies of what a placement needs, in one row per worker.
 //!
+//! `state` updates the table; `candidates` and `cost` of the placement read it. The table computes
+//! no costs.
+//!
 //! An agent's rows are rewritten whenever a message from the agent arrives. All rows are rewritten
 //! whenever the reuse forecast (the KV that sessions are expected to use again) is summed.
 
@@ -46,7 +49,7 @@ struct Row {
     /// The worker's state without regard to how long its agent has been silent.
     state: WorkerState,
     /// Bit set of the retentions that the worker offers.
-    retentions: u8,
+    retention_bits: u8,
     /// When the last message of any kind arrived from the agent.
     heard_at: Option<Instant>,
     /// When the last load report arrived.
@@ -54,14 +57,14 @@ struct Row {
     prefill_tokens_per_s: Option<NonZeroU64>,
     /// Prompt tokens that are admitted and not yet computed, as reported.
     backlog_tokens: Option<Figure>,
-    staged_prefill: Option<StagedPrefillBase>,
+    staged_prefill: Option<StagedPrefillOfOthers>,
     /// See [`WorkerStats::waiting_without_tokens`].
     waiting_without_tokens: u64,
     turns: u32,
     turns_max: u32,
     sessions: u32,
     turns_at_report: u32,
-    opens_at_report: u32,
+    open_requests_at_report: u32,
     unanswered_tokens_at_report: u64,
     pool_tokens: Option<NonZeroU64>,
     used_tokens: Option<u64>,
@@ -77,13 +80,14 @@ struct Row {
 /// share gives the current queue. The part is negative if the report doesn't show all of this
 /// router's share yet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct StagedPrefillBase {
+struct StagedPrefillOfOthers {
     tokens: i64,
     prompts: i32,
     stage_tokens: NonZeroU32,
 }
 
-/// A worker's row, together with the current counts of what this router has in flight there.
+/// The figures of one worker: its row, together with the current counts of what this router has in
+/// flight there.
 #[derive(Debug, Clone, Copy)]
 pub struct WorkerStats<'a> {
     row: &'a Row,
@@ -98,22 +102,21 @@ impl WorkerTable {
 
     /// Rewrites an agent's rows. `demands` has the reuse forecasts of its ranks, in order. A rank
     /// without a forecast has no demand.
-    pub(super) fn update(&mut self, index: usize, agent: &Agent, demands: &[ReuseDemand]) {
-        let ranks = agent.facts.as_ref().map_or(0, |facts| facts.description.ranks.len());
-        let rows_of_agent = self.rows_of_agent(index);
-        if ranks != rows_of_agent.len() {
-            let counts = agent.in_flight.iter().take(ranks).cloned();
-            drop(Arc::make_mut(&mut self.in_flight).splice(rows_of_agent.clone(), counts));
-            for start in &mut self.row_starts[index + 1..] {
-                *start = *start + ranks - rows_of_agent.len();
+    pub(super) fn update(&mut self, agent_index: usize, agent: &Agent, demands: &[ReuseDemand]) {
+        let rank_count = agent.facts.as_ref().map_or(0, |facts| facts.description.ranks.len());
+        let agent_rows = self.rows_of_agent(agent_index);
+        if rank_count != agent_rows.len() {
+            let counts = agent.in_flight.iter().take(rank_count).cloned();
+            drop(Arc::make_mut(&mut self.in_flight).splice(agent_rows.clone(), counts));
+            for start in &mut self.row_starts[agent_index + 1..] {
+                *start = *start + rank_count - agent_rows.len();
             }
         }
         let demands = demands.iter().chain(iter::repeat(&ReuseDemand::NOTHING));
-        let rows = (0..)
-            .zip(demands)
-            .take(ranks)
-            .map(|(dp_rank, demand)| Row::new(WorkerRef { agent: index, dp_rank }, agent, demand));
-        drop(self.rows.splice(rows_of_agent, rows));
+        let rows = (0..).zip(demands).take(rank_count).map(|(dp_rank, demand)| {
+            Row::new(WorkerRef { agent: agent_index, dp_rank }, agent, demand)
+        });
+        drop(self.rows.splice(agent_rows, rows));
     }
 
     /// Iterates over all workers.
@@ -145,8 +148,8 @@ impl WorkerTable {
         assert_eq!(self.row_starts[agents.len()], self.rows.len());
         assert_eq!(self.in_flight.len(), self.rows.len());
         for (index, agent) in agents.iter().enumerate() {
-            let ranks = agent.facts.as_ref().map_or(0, |facts| facts.description.ranks.len());
-            assert_eq!(self.rows_of_agent(index).len(), ranks);
+            let rank_count = agent.facts.as_ref().map_or(0, |facts| facts.description.ranks.len());
+            assert_eq!(self.rows_of_agent(index).len(), rank_count);
             for (dp_rank, row_index) in (0..).zip(self.rows_of_agent(index)) {
                 let worker = WorkerRef { agent: index, dp_rank };
                 assert_eq!(self.rows[row_index], Row::new(worker, agent, &demand(worker)));
@@ -165,31 +168,35 @@ impl Row {
         let reported_value =
             |figure: fn(&RankLoad) -> Option<Figure>| Some(load.and_then(figure)?.value);
         let backlog_tokens = load.and_then(|load| load.prefill_backlog_tokens);
-        let waiting = |load: &RankLoad| {
-            let in_engine = load.requests_waiting.map_or(0, |figure| figure.value);
-            in_engine.saturating_add(load.turns_queued.into())
+        let count_waiting = |load: &RankLoad| {
+            let waiting_in_engine = load.requests_waiting.map_or(0, |figure| figure.value);
+            waiting_in_engine.saturating_add(load.turns_queued.into())
         };
         let rows_total = reported_value(|load| load.rows_total).and_then(NonZeroU64::new);
-        let offered = agent.facts.iter().flat_map(|facts| &facts.description.retentions);
+        let offered_retentions = agent.facts.iter().flat_map(|facts| &facts.description.retentions);
         let counts_at_report = agent.in_flight_at_report.get(worker.dp_rank as usize);
         let counts_at_report = counts_at_report.copied().unwrap_or_default();
         Self {
             worker,
-            state: agent.state_heard(),
-            retentions: offered.fold(0, |bits, retention| bits | retention_bit(*retention)),
+            state: agent.state_ignoring_silence(),
+            retention_bits: offered_retentions
+                .fold(0, |bits, retention| bits | retention_bit(*retention)),
             heard_at: agent.heard_at,
             reported_at: agent.report.as_ref().map(|(_, at)| *at),
             prefill_tokens_per_s: reported_value(|load| load.prefill_tokens_per_s)
                 .and_then(NonZeroU64::new),
             backlog_tokens,
-            staged_prefill: load
-                .and_then(|load| StagedPrefillBase::new(load.staged_prefill?, counts_at_report)),
-            waiting_without_tokens: load.filter(|_| backlog_tokens.is_none()).map_or(0, waiting),
+            staged_prefill: load.and_then(|load| {
+                StagedPrefillOfOthers::new(load.staged_prefill?, counts_at_report)
+            }),
+            waiting_without_tokens: load
+                .filter(|_| backlog_tokens.is_none())
+                .map_or(0, count_waiting),
             turns: load.map_or(0, |load| load.turns_running),
             turns_max: load.map_or(0, |load| load.turns_running_max),
             sessions: load.map_or(0, |load| load.sessions),
             turns_at_report: counts_at_report.turns,
-            opens_at_report: counts_at_report.opens,
+            open_requests_at_report: counts_at_report.open_requests,
             unanswered_tokens_at_report: counts_at_report.unanswered_tokens,
             pool_tokens: reported_value(|load| load.pool_total_tokens).and_then(NonZeroU64::new),
             used_tokens: reported_value(|load| load.pool_used_tokens)
@@ -200,7 +207,7 @@ impl Row {
     }
 }
 
-impl StagedPrefillBase {
+impl StagedPrefillOfOthers {
     fn new(reported: StagedPrefill, counts_at_report: InFlightCounts) -> Option<Self> {
         let signed_tokens = |tokens: u64| i64::try_from(tokens).unwrap_or(i64::MAX);
         let signed_prompts = |prompts: u32| i32::try_from(prompts).unwrap_or(i32::MAX);
@@ -226,13 +233,13 @@ impl<'a> WorkerStats<'a> {
     /// silent for longer than `report_age_max`.
     #[must_use]
     pub fn state(self, now: Instant, report_age_max: Duration) -> WorkerState {
-        self.row.state.aged(self.row.heard_at, now, report_age_max)
+        self.row.state.stale_if_silent(self.row.heard_at, now, report_age_max)
     }
 
     /// Whether the worker offers this retention, that is, this way to keep a session's KV.
     #[must_use]
     pub fn offers(self, retention: Retention) -> bool {
-        self.row.retentions & retention_bit(retention) != 0
+        self.row.retention_bits & retention_bit(retention) != 0
     }
 
     /// Returns the measured prefill rate in tokens per second, or `None` if it wasn't measured.
@@ -264,17 +271,18 @@ impl<'a> WorkerStats<'a> {
     /// backlog, the number is the prompt tokens of this router's turns whose answer has not begun.
     #[must_use]
     pub fn backlog_tokens(self, tokens_per_s: u64, now: Instant) -> u64 {
-        let unanswered = self.in_flight.unanswered_tokens();
+        let unanswered_tokens = self.in_flight.unanswered_tokens();
         let Row { backlog_tokens: Some(figure), reported_at: Some(reported_at), .. } = self.row
         else {
-            return unanswered;
+            return unanswered_tokens;
         };
         let age =
             now.saturating_duration_since(*reported_at).as_millis() + u128::from(figure.age_ms);
         let age_ms = u64::try_from(age).unwrap_or(u64::MAX);
-        let computed = tokens_per_s.saturating_mul(age_ms) / 1000;
-        let tokens_left = figure.value.saturating_sub(computed);
-        tokens_left.saturating_add(unanswered.saturating_sub(self.row.unanswered_tokens_at_report))
+        let computed_tokens = tokens_per_s.saturating_mul(age_ms) / 1000;
+        let tokens_left = figure.value.saturating_sub(computed_tokens);
+        tokens_left
+            .saturating_add(unanswered_tokens.saturating_sub(self.row.unanswered_tokens_at_report))
     }
 
     /// Returns the tokens of one prefill stage, or `None` if the worker doesn't stage prefills.
@@ -288,7 +296,7 @@ impl<'a> WorkerStats<'a> {
     /// doesn't stage prefills.
     #[must_use]
     pub fn staged_prefill(self) -> Option<StagedPrefill> {
-        let StagedPrefillBase { tokens, prompts, stage_tokens } = self.row.staged_prefill?;
+        let StagedPrefillOfOthers { tokens, prompts, stage_tokens } = self.row.staged_prefill?;
         let in_flight = self.in_flight.counts();
         Some(StagedPrefill {
             tokens: in_flight.staged_prefill_tokens.saturating_add_signed(tokens),
@@ -333,7 +341,7 @@ impl<'a> WorkerStats<'a> {
     /// report.
     #[must_use]
     pub fn sessions(self) -> u32 {
-        self.row.sessions.saturating_add(self.opens_since_report())
+        self.row.sessions.saturating_add(self.open_requests_since_report())
     }
 
     /// Returns the KV, in tokens, that this router's turns in flight will add. No session table
@@ -343,14 +351,15 @@ impl<'a> WorkerStats<'a> {
         self.in_flight.incoming_tokens()
     }
 
-    /// Returns the number of sessions that this router opened on the worker since the last report.
+    /// Returns the number of sessions that this router asked the worker to open since the last
+    /// report.
     #[must_use]
-    pub fn opens_since_report(self) -> u32 {
-        self.in_flight.opens().wrapping_sub(self.row.opens_at_report)
+    pub fn open_requests_since_report(self) -> u32 {
+        self.in_flight.open_requests().wrapping_sub(self.row.open_requests_at_report)
     }
 }
 
-/// Returns the bit of a retention in [`Row::retentions`].
+/// Returns the bit of a retention in [`Row::retention_bits`].
 fn retention_bit(retention: Retention) -> u8 {
     1 << retention as u8
 }

@@ -343,7 +343,7 @@ fn pool_wait_ms(
 
 /// Returns how full the worker's pool is without the session's own KV.
 fn pool_use(own_kv: OwnKv, stats: WorkerStats<'_>) -> PoolUse {
-    let opened_sessions = stats.opens_since_report();
+    let opened_sessions = stats.open_requests_since_report();
     let (pool_tokens, used_tokens) = (stats.pool_tokens(), stats.used_tokens());
     let growth_tokens_max =
         pool_tokens.map_or(u64::MAX, |pool_tokens| pool_tokens / GROWTH_POOL_DIVISOR);

@@ -674,7 +674,7 @@ fn sessions_opened_since_the_report_count() {
     let mut opened = [0; 3];
     for digest in 0..9 {
         let (agent, _) = placed(&state, &request(digest), now);
-        state.snapshot().agents[agent].in_flight[0].count_open();
+        state.snapshot().agents[agent].in_flight[0].count_open_request();
         opened[agent] += 1;
     }
     assert_eq!(opened, [3, 3, 3], "equal workers get equal shares");
