@@ -1,9 +1,9 @@
 //! Names the rules that keep sessions from blocking the engine, leaking its KV or corrupting it.
 //!
-//! Each rule is a [`Guard`]. The code that applies a rule asks [`Guards::hold`] first. A simulation
+//! Each rule is a [`Guard`]. The code that applies a rule asks [`Guards::is_on`] first. A simulation
 //! switches off one guard at a time, and its checks must then fail: this proves that the checks
 //! test every guard. Only builds with the feature `guard-switch` can switch a guard off. No
-//! released binary has this feature, and without it [`Guards::hold`] always returns `true`.
+//! released binary has this feature, and without it [`Guards::is_on`] always returns `true`.
 //!
 //! The words of the rules:
 //! - A *session* is a chain of turns that share a growing history. A *turn* is one request and its
@@ -146,7 +146,7 @@ impl Guards {
 
     /// Returns whether a guard is switched on.
     #[must_use]
-    pub fn hold(self, guard: Guard) -> bool {
+    pub fn is_on(self, guard: Guard) -> bool {
         #[cfg(feature = "guard-switch")]
         return self.switched_off != Some(guard);
         #[cfg(not(feature = "guard-switch"))]

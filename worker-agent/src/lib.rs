@@ -57,7 +57,7 @@ use crate::{
     ledger::Limits,
     metrics::Metrics,
     owner::{AgentHandle, engine_monitor::EngineMonitor},
-    session::{Rules, journal::Journal},
+    session::{TableSettings, journal::Journal},
     shim::ShimHandle,
     staged_prefill::Runner,
     staged_prefill_queue::Queues,
@@ -260,7 +260,7 @@ fn start_agent(
         "" => control.to_string(),
         id => id.to_owned(),
     };
-    let rules = Rules {
+    let table_settings = TableSettings {
         incarnation_prefix: incarnation::prefix(&agent_id, epoch),
         idle_max: ms(config.session_idle_ms_max),
         demote_idle: ms(config.demote_idle_ms),
@@ -289,7 +289,7 @@ fn start_agent(
         engine: engine.clone(),
         gpus: gpus.clone(),
         limits: limits(config),
-        rules,
+        table_settings,
         journal,
         queues: queues.clone(),
         metrics: metrics.clone(),

@@ -52,7 +52,7 @@ use crate::{
     gpu::Gpus,
     ledger::{AgentHealth, Ledger, Limits},
     metrics::Metrics,
-    session::{self, Effect, OpenResult, RouteTurns, Rules, Table, Turn, journal::Journal},
+    session::{self, Effect, OpenResult, RouteTurns, Table, TableSettings, Turn, journal::Journal},
     shim::{
         ShimEvent, ShimHandle,
         trim::{self as shim_trim, TrimHandle},
@@ -84,8 +84,8 @@ pub struct OwnerSetup {
     pub gpus: Gpus,
     /// The limits on admission.
     pub limits: Limits,
-    /// The rules of the session table.
-    pub rules: Rules,
+    /// The settings of the session table.
+    pub table_settings: TableSettings,
     /// The file that lists the open sessions, so that the next agent process can close them.
     pub journal: Journal,
     /// Sends commands to the shim inside the engine.
@@ -192,8 +192,8 @@ impl Owner {
             context_tokens: 0,
             retentions: vec![],
         };
-        let table = Table::new(setup.rules.clone(), engine);
-        let turns_max = setup.limits.turns_max_over_ranks() + setup.rules.turns_queued_max;
+        let table = Table::new(setup.table_settings.clone(), engine);
+        let turns_max = setup.limits.turns_max_over_ranks() + setup.table_settings.turns_queued_max;
         let (end_sender, end_receiver) = mpsc::channel(turns_max);
         let ledger = Ledger::new(setup.limits);
         let down_reason = Some("the engine has not answered yet".to_owned());

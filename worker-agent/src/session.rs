@@ -70,7 +70,7 @@ pub struct EngineCapacity {
 /// Settings of the table. The agent's settings describe the fields of the same names in more
 /// detail.
 #[derive(Debug, Clone)]
-pub struct Rules {
+pub struct TableSettings {
     /// The [`prefix`](crate::incarnation::prefix) of incarnation ids; different for every agent
     /// process that uses the engine.
     pub incarnation_prefix: String,

@@ -257,14 +257,14 @@ impl World {
             // that is.
             let half = facts.sessions.iter().any(|one| one.closing && !one.inflight);
             let half = half && rank.core.gauges().retracted > 0;
-            let until_restart = self.plan.rules.stuck_after * u32::from(half);
+            let until_restart = self.plan.table_settings.stuck_after * u32::from(half);
             let moved = rank.moved + STUCK + until_restart > now;
             assert!(!waits || moved, "the engine is wedged: {facts:?}");
         }
         for turn in self.turns.values().filter(|turn| turn.client) {
             let waited = self.waited_for(turn);
             assert!(waited < ANSWERED_WITHIN, "the client of {} gets no answer", turn.rid);
-            let queue_max = self.plan.rules.queue_wait_max + LATE;
+            let queue_max = self.plan.table_settings.queue_wait_max + LATE;
             let late = turn.stage == Stage::Queued && turn.queued + queue_max < now;
             assert!(!late, "{} waits in the queue for longer than the limit", turn.rid);
         }
@@ -285,7 +285,7 @@ impl World {
         if let Some(agent) = &self.agent {
             let queued = (0..self.plan.ranks).filter(|_| agent.instance.is_some());
             let queued: u32 = queued.map(|rank| agent.table.totals(rank).turns_queued).sum();
-            let max = self.plan.rules.turns_queued_max;
+            let max = self.plan.table_settings.turns_queued_max;
             assert!(queued as usize <= max, "{queued} turns wait, the limit is {max}");
         }
     }

@@ -6,7 +6,7 @@ use fastrand::Rng;
 use proto::load::Retention;
 use worker_agent::{
     guard::Guards,
-    session::{EngineCapacity, RankCapacity, Rules},
+    session::{EngineCapacity, RankCapacity, TableSettings},
 };
 
 use crate::engine_sim::core::CoreConfig;
@@ -18,7 +18,7 @@ pub(super) struct Plan {
     pub(super) rows_reserve: u32,
     pub(super) pin_tokens_max: u64,
     pub(super) turns_max: u32,
-    pub(super) rules: Rules,
+    pub(super) table_settings: TableSettings,
     /// Whether the shim reports which sessions the engine holds.
     pub(super) shim: bool,
     /// Whether the shim frees idle sessions' KV when asked.
@@ -111,7 +111,7 @@ impl Plan {
             seed: 0,
             kv_events: false,
         };
-        let rules = Rules {
+        let table_settings = TableSettings {
             incarnation_prefix: String::new(),
             idle_max: ms(rng.u64(4_000..20_000)),
             demote_idle: ms(rng.u64(0..3_000)),
@@ -140,7 +140,7 @@ impl Plan {
             turns_max: if overlong_answers { 16 } else { rng.u32(2..=14) },
             overlong_answers,
             core,
-            rules,
+            table_settings,
             shim: rng.bool(),
             users: rng.usize(3..=10),
             acts_for: ms(rng.u64(8_000..25_000)),

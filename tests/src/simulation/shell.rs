@@ -8,7 +8,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-use worker_agent::session::{self, Effect, Load, Rules, SessionReport, Table, journal::Record};
+use worker_agent::session::{
+    self, Effect, Load, SessionReport, Table, TableSettings, journal::Record,
+};
 
 use super::{
     calls::Task,
@@ -53,7 +55,8 @@ impl World {
     pub(super) fn agent_starts(&mut self) {
         self.epochs += 1;
         let epoch = self.epochs;
-        let rules = Rules { incarnation_prefix: prefix(epoch), ..self.plan.rules.clone() };
+        let table_settings =
+            TableSettings { incarnation_prefix: prefix(epoch), ..self.plan.table_settings.clone() };
         let nothing = session::EngineCapacity {
             ranks: vec![],
             page_tokens: 1,
@@ -63,7 +66,7 @@ impl World {
         self.note(|| format!("agent {epoch} starts"));
         self.agent = Some(AgentProcess {
             epoch,
-            table: Table::new(rules, nothing),
+            table: Table::new(table_settings, nothing),
             instance: None,
             down: true,
             draining: false,

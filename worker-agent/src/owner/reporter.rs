@@ -28,7 +28,7 @@ impl Owner {
             engine: info.facts.clone(),
             ranks: self.ledger.describe_ranks(now(), &self.setup.gpus.snapshot()),
             retentions: info.retentions(),
-            turns_queued_per_session_max: self.setup.rules.turns_queued_per_session_max,
+            turns_queued_per_session_max: self.setup.table_settings.turns_queued_per_session_max,
             model_files: info.model_files,
             trims: self.trimmer_version.iter().cloned().collect(),
         }

@@ -56,7 +56,7 @@ pub(super) fn check_turn(
     // A client that sends its full history loses nothing when the engine's history is gone. But
     // clients that send deltas rely on that history. They must hear that it is gone, unless a
     // client opens the session again.
-    let is_relied_on = session.deltas == Deltas::Taken && guards.hold(Guard::FullHistoryContinues);
+    let is_relied_on = session.deltas == Deltas::Taken && guards.is_on(Guard::FullHistoryContinues);
     let is_replaceable = claim.open || !is_relied_on;
     let starts_over =
         !claim.delta && (shim_trims || session.has_auto_retention()) && is_replaceable;
@@ -66,7 +66,7 @@ pub(super) fn check_turn(
         Phase::Closing => return Err(Error::UnknownSession),
         Phase::Gone(_) if starts_over => {}
         Phase::Gone(GoneReason::EngineRestarted)
-            if session.retention == Retention::Pinned && guards.hold(Guard::LostRefused) =>
+            if session.retention == Retention::Pinned && guards.is_on(Guard::LostRefused) =>
         {
             return Err(Error::Lost);
         }
@@ -87,18 +87,18 @@ pub(super) fn check_turn(
     }
     let is_opening = claim.open && session.is_fresh();
     let refuses_deltas = session.deltas == Deltas::Refused && !is_opening;
-    if claim.delta && refuses_deltas && guards.hold(Guard::DeltaNeedsOpen) {
+    if claim.delta && refuses_deltas && guards.is_on(Guard::DeltaNeedsOpen) {
         return Err(Error::DeltaNeedsOpen);
     }
     if claim.delta
         && session.full_history.client_may_be_ahead
-        && guards.hold(Guard::ClientAheadRefused)
+        && guards.is_on(Guard::ClientAheadRefused)
     {
         return Err(Error::HistoryUnknown);
     }
-    let had_turns = session.turns > 0 && guards.hold(Guard::DeltaOnly);
+    let had_turns = session.turns > 0 && guards.is_on(Guard::DeltaOnly);
     // The engine may have committed a turn of which the agent saw no successful end.
-    let has_history = had_turns || (session.history_tokens > 0 && guards.hold(Guard::DeltaOnly));
+    let has_history = had_turns || (session.history_tokens > 0 && guards.is_on(Guard::DeltaOnly));
     check_route(claim.delta, has_history, route_turns, shim_trims)?;
     // A delta that opens its session is wrong if there is a history, because its client believes
     // that there is none. A full history is right in both cases.

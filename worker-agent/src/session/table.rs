@@ -49,8 +49,8 @@ use self::{closing::PendingClose, rank_account::RankAccount, trim::TrimTurn};
 use super::{
     CloseRequest, CloseResult, Deltas, Effect, EngineCapacity, Error, ExpectedHistory, FullHistory,
     GoneReason, Guard, MeasuredHistory, Need, OpenResult, Outcome, Phase, PrefixTracker,
-    PromptStart, RankCapacity, RankTotals, Record, RouteTurns, Rules, RunMode, Session,
-    SessionEvent, TrimRequest, Turn, TurnSession, Usage, check_route, check_turn,
+    PromptStart, RankCapacity, RankTotals, Record, RouteTurns, RunMode, Session, SessionEvent,
+    TableSettings, TrimRequest, Turn, TurnSession, Usage, check_route, check_turn,
 };
 use crate::shim::trim::Plan;
 
@@ -66,7 +66,7 @@ const SESSIONS_MAX: usize = 16_384;
 /// All sessions and turns of one engine.
 #[derive(Debug)]
 pub struct Table {
-    rules: Rules,
+    settings: TableSettings,
     engine: EngineCapacity,
     /// The account of each rank. Includes ranks that no longer exist, as turns there may still have
     /// to end.
@@ -181,10 +181,10 @@ impl Ticket {
 impl Table {
     /// Returns an empty table.
     #[must_use]
-    pub fn new(rules: Rules, engine: EngineCapacity) -> Self {
+    pub fn new(settings: TableSettings, engine: EngineCapacity) -> Self {
         let accounts = engine.ranks.iter().map(|_| RankAccount::default()).collect();
         Self {
-            rules,
+            settings,
             engine,
             accounts,
             sessions: BTreeMap::new(),
@@ -263,15 +263,16 @@ impl Table {
         if let Phase::Suspect { until, .. } | Phase::Demoting { until } = session.phase {
             return Some(until);
         }
-        let demote_at =
-            self.is_idle_auto_pin(session).then(|| session.last_turn_end + self.rules.demote_idle);
+        let demote_at = self
+            .is_idle_auto_pin(session)
+            .then(|| session.last_turn_end + self.settings.demote_idle);
         let expires_at = session.can_expire().then(|| session.last_turn_end + session.idle_max);
         [demote_at, expires_at].into_iter().flatten().min()
     }
 
     /// Closes and demotes the sessions whose deadline has passed.
     fn run_session_deadlines(&mut self, now: Instant) {
-        let guards = self.rules.guards;
+        let guards = self.settings.guards;
         let is_due = |session: &Session| match session.phase {
             Phase::Suspect { until, .. } | Phase::Demoting { until } => until <= now,
             _ => session.can_expire() && session.last_turn_end + session.idle_max <= now,
@@ -288,7 +289,7 @@ impl Table {
                 self.retire(now, &key, GoneReason::HistoryUnknown);
             } else if matches!(phase, Phase::Demoting { .. }) {
                 self.retire(now, &key, GoneReason::Reclaimed);
-            } else if guards.hold(Guard::Expiry) {
+            } else if guards.is_on(Guard::Expiry) {
                 self.effects.push(Effect::SessionEvent(key.clone(), SessionEvent::Expired));
                 let _ = self.close_session(now, &key);
             }
@@ -298,7 +299,7 @@ impl Table {
         // A close above may have refused the turn that kept another session from expiring. That
         // session is overdue now, and its deadline counts, so that the following call closes it.
         // With the guard off, overdue sessions are never closed, so their deadlines don't count.
-        let counts = |due: &Instant| *due > now || guards.hold(Guard::Expiry);
+        let counts = |due: &Instant| *due > now || guards.is_on(Guard::Expiry);
         self.earliest_deadline = deadlines.filter(counts).min();
         self.pump(now);
     }
@@ -307,7 +308,7 @@ impl Table {
     #[must_use]
     pub fn next_deadline(&self) -> Option<Instant> {
         let oldest_since = self.queue.front().map(|rid| self.tickets[rid].since);
-        let queue_limit = oldest_since.map(|since| since + self.rules.queue_wait_max);
+        let queue_limit = oldest_since.map(|since| since + self.settings.queue_wait_max);
         let close_repeat =
             self.pending_closes.values().filter_map(|closing| closing.repeat_at).min();
         [self.earliest_deadline, queue_limit, close_repeat].into_iter().flatten().min()
@@ -347,11 +348,11 @@ impl Table {
 
     /// Returns a new incarnation id.
     fn next_incarnation(&mut self, key: &SessionKey) -> String {
-        if !self.rules.guards.hold(Guard::FreshIncarnation) {
-            return format!("{}-{}", self.rules.incarnation_prefix, key.digest());
+        if !self.settings.guards.is_on(Guard::FreshIncarnation) {
+            return format!("{}-{}", self.settings.incarnation_prefix, key.digest());
         }
         self.incarnation_count += 1;
-        format!("{}-{}", self.rules.incarnation_prefix, self.incarnation_count)
+        format!("{}-{}", self.settings.incarnation_prefix, self.incarnation_count)
     }
 
     /// Changes a session and updates the totals of its rank.

@@ -51,8 +51,8 @@ impl Table {
         self.account(dp_rank).totals.turns_queued += 1;
         self.queue.push_back(rid.to_owned());
         self.pump(now);
-        let max = self.rules.turns_queued_max;
-        let is_full = self.queue.len() > max && self.rules.guards.hold(Guard::QueueBound);
+        let max = self.settings.turns_queued_max;
+        let is_full = self.queue.len() > max && self.settings.guards.is_on(Guard::QueueBound);
         if is_full && self.queue.back().is_some_and(|newest| newest == rid) {
             let detail = format!("{max} wait already");
             self.refuse_ticket(now, rid, Error::OutOfRoom { resource: "queue_places", detail });
@@ -103,7 +103,7 @@ impl Table {
         let Some(key) = ticket.key.clone() else {
             return Ok(self.decide_plain(now, rid, need, must_line_up || at_turn_limit));
         };
-        let guards = self.rules.guards;
+        let guards = self.settings.guards;
         let session =
             self.sessions.get(&key).filter(|session| session.generation == ticket.generation);
         let session = session.ok_or(Error::UnknownSession)?;
@@ -112,7 +112,7 @@ impl Table {
         }
         let runs_beside = is_turn && self.must_run_beside(&key);
         let session = &self.sessions[&key];
-        if ticket.is_orphaned && guards.hold(Guard::LostEndSuspect) {
+        if ticket.is_orphaned && guards.is_on(Guard::LostEndSuspect) {
             return Err(Error::PredecessorFailed);
         }
         if session.turns_waiting > 1 && session.is_exclusive && self.has_earlier_claim(ticket) {
@@ -138,7 +138,7 @@ impl Table {
             _ if !is_turn => return Ok(Verdict::Admit),
             _ => {}
         }
-        if session.is_exclusive && session.turns_running > 0 && guards.hold(Guard::OneTurn) {
+        if session.is_exclusive && session.turns_running > 0 && guards.is_on(Guard::OneTurn) {
             return Ok(Verdict::Wait);
         }
         if session.retention != Retention::Pinned {
@@ -213,7 +213,7 @@ impl Table {
             return self.reclaim_or_refuse(now, key, shortage);
         }
         let (pinned_tokens, tokens_max) = self.pinned_and_budget(dp_rank)?;
-        if pinned_tokens >= tokens_max && self.rules.guards.hold(Guard::PinBudget) {
+        if pinned_tokens >= tokens_max && self.settings.guards.is_on(Guard::PinBudget) {
             let shortage = Shortage::Tokens {
                 missing: pinned_tokens - tokens_max + 1,
                 held: pinned_tokens,
@@ -235,7 +235,7 @@ impl Table {
         });
         let record = Record::Opening { incarnation: incarnation.clone(), dp_rank };
         let open = Effect::Open { incarnation, idle_max };
-        if self.rules.guards.hold(Guard::JournalFirst) {
+        if self.settings.guards.is_on(Guard::JournalFirst) {
             self.write_journal(record);
             self.effects.push(open);
         } else {
@@ -253,7 +253,7 @@ impl Table {
         need: Need,
         is_delta: bool,
     ) -> Result<Verdict, Error> {
-        let guards = self.rules.guards;
+        let guards = self.settings.guards;
         let session = &self.sessions[key];
         let dp_rank = session.dp_rank;
         let session_tokens_now =
@@ -265,12 +265,12 @@ impl Table {
             return self.reclaim_or_refuse(now, key, shortage);
         }
         let (held, max) = self.pinned_and_budget(dp_rank)?;
-        if target > max && guards.hold(Guard::PinBudget) {
+        if target > max && guards.is_on(Guard::PinBudget) {
             return Err(Error::TooLarge { need: target, max });
         }
         let tokens_after = held - session_tokens_now + target;
         let pool_room = self.room_to_pin(dp_rank, self.capacity(dp_rank)?.pool_tokens);
-        let max = if guards.hold(Guard::PinBudget) { max.min(pool_room) } else { u64::MAX };
+        let max = if guards.is_on(Guard::PinBudget) { max.min(pool_room) } else { u64::MAX };
         if tokens_after > max {
             let shortage = Shortage::Tokens { missing: tokens_after - max, held, max };
             return self.reclaim_or_refuse(now, key, shortage);
@@ -287,7 +287,7 @@ impl Table {
         let capacity = self.engine.ranks[dp_rank as usize];
         let tokens = self.tokens_engine_needs(need).min(capacity.pool_tokens);
         let is_large = tokens > capacity.pool_tokens - capacity.pin_tokens_max;
-        let is_large = is_large && self.rules.guards.hold(Guard::LargeTurnWaits);
+        let is_large = is_large && self.settings.guards.is_on(Guard::LargeTurnWaits);
         if is_large {
             let pinned_tokens = self.totals(dp_rank).pinned_tokens;
             let missing_tokens = (pinned_tokens + tokens).saturating_sub(capacity.pool_tokens);
@@ -372,7 +372,7 @@ impl Table {
                 });
             }
         }
-        if !self.rules.guards.hold(Guard::RankOfSession) {
+        if !self.settings.guards.is_on(Guard::RankOfSession) {
             turn.dp_rank = 0;
         }
         if is_open_request {
@@ -478,11 +478,11 @@ impl Table {
 
     /// Refuses tickets that have waited too long.
     pub(super) fn refuse_late(&mut self, now: Instant) {
-        let wait_max = self.rules.queue_wait_max;
+        let wait_max = self.settings.queue_wait_max;
         let mut has_refused = false;
         while let Some(rid) = self.queue.front().cloned() {
             let is_late = self.tickets[&rid].since + wait_max <= now;
-            if !is_late || !self.rules.guards.hold(Guard::QueueTime) {
+            if !is_late || !self.settings.guards.is_on(Guard::QueueTime) {
                 break;
             }
             has_refused = true;

@@ -22,11 +22,11 @@ impl Table {
         for dp_rank in (0_u32..).take(self.accounts.len()) {
             self.check_rank(dp_rank);
         }
-        let guards = self.rules.guards;
+        let guards = self.settings.guards;
         for (key, session) in &self.sessions {
             let is_exclusive_kept = !session.is_exclusive || session.turns_running <= 1;
             assert!(
-                is_exclusive_kept || !guards.hold(Guard::OneTurn),
+                is_exclusive_kept || !guards.is_on(Guard::OneTurn),
                 "two turns of one exclusive session are inside"
             );
             let is_nonexclusive_pin =
@@ -45,7 +45,7 @@ impl Table {
                 let of_session = tickets.filter(|ticket| ticket.generation == session.generation);
                 of_session.filter(|ticket| ticket.key.as_ref() == Some(key)).count()
             };
-            if guards.hold(Guard::EndAcknowledged) {
+            if guards.is_on(Guard::EndAcknowledged) {
                 let waiting = count_in(TicketState::Claimed) + count_in(TicketState::Queued);
                 assert_eq!(session.turns_waiting as usize, waiting, "a claim isn't counted");
                 assert_eq!(
@@ -59,7 +59,7 @@ impl Table {
                         && ticket.incarnation == session.incarnation
                 });
                 let is_single = inside.count() <= 1;
-                assert!(is_single || !guards.hold(Guard::OneTurn), "two turns run on one history");
+                assert!(is_single || !guards.is_on(Guard::OneTurn), "two turns run on one history");
             }
         }
     }
@@ -70,7 +70,7 @@ impl Table {
         let count = ids.len();
         ids.sort_unstable();
         ids.dedup();
-        let must_be_fresh = self.rules.guards.hold(Guard::FreshIncarnation);
+        let must_be_fresh = self.settings.guards.is_on(Guard::FreshIncarnation);
         assert!(ids.len() == count || !must_be_fresh, "an incarnation is used twice");
         for (incarnation, key) in &self.by_incarnation {
             assert_eq!(
@@ -93,7 +93,7 @@ impl Table {
         let kept_totals = self.totals(dp_rank);
         let mut inherited_rows = 0;
         for closing in self.pending_closes.values().filter(|closing| closing.dp_rank == dp_rank) {
-            if self.rules.guards.hold(Guard::CountedUntilClosed) {
+            if self.settings.guards.is_on(Guard::CountedUntilClosed) {
                 counted.totals.rows_held += u32::from(closing.holds_row);
                 counted.totals.pinned_tokens += closing.tokens;
             }
@@ -115,7 +115,7 @@ impl Table {
         assert!(kept_totals.turns_running <= capacity.turns_max, "too many turns inside");
         let rows_max = capacity.rows.saturating_sub(capacity.rows_reserve);
         let own_rows = kept_totals.rows_held - kept_totals.foreign_rows - inherited_rows;
-        let is_guarded = self.rules.guards.hold(Guard::RowsReserve);
+        let is_guarded = self.settings.guards.is_on(Guard::RowsReserve);
         assert!(own_rows <= rows_max || !is_guarded, "pinned sessions took the reserved rows");
         let runs_unopened = |session: &&super::Session| {
             session.phase == Phase::Planned && session.turns_running > 0

@@ -18,7 +18,7 @@ impl Table {
     /// largest plain turn that runs, or that waits for pinned sessions to give up room.
     pub(super) fn room_to_pin(&self, dp_rank: u32, pool_tokens: u64) -> u64 {
         let largest_turn = self.accounts[dp_rank as usize].largest_turn_tokens();
-        let is_guarded = self.rules.guards.hold(Guard::LargeTurnWaits);
+        let is_guarded = self.settings.guards.is_on(Guard::LargeTurnWaits);
         let room_beside_turn =
             if is_guarded { pool_tokens.saturating_sub(largest_turn) } else { pool_tokens };
         // The engine starts a turn only if more than one page is free beyond the turn's need.
@@ -27,15 +27,15 @@ impl Table {
 
     /// Returns the most KV tokens that a pinned session may hold after a turn that runs in it.
     pub(super) fn kv_target(&self, key: &SessionKey, need: Need, is_delta: bool) -> u64 {
-        let (session, guards) = (&self.sessions[key], self.rules.guards);
-        if !guards.hold(Guard::GrowthReserved) {
+        let (session, guards) = (&self.sessions[key], self.settings.guards);
+        if !guards.is_on(Guard::GrowthReserved) {
             return session.resident_tokens;
         }
         if !is_delta && self.shim_trims {
             return self.full_history_target(key, need).max(session.resident_tokens);
         }
         // A history whose KV is not resident is computed again and needs room.
-        let tokens_before = if guards.hold(Guard::HistoryReserved) {
+        let tokens_before = if guards.is_on(Guard::HistoryReserved) {
             session.history_tokens
         } else {
             session.resident_tokens
@@ -61,7 +61,7 @@ impl Table {
     pub(super) fn row_shortage(&self, dp_rank: u32) -> Result<Option<Shortage>, Error> {
         let capacity = self.capacity(dp_rank)?;
         let reserve =
-            if self.rules.guards.hold(Guard::RowsReserve) { capacity.rows_reserve } else { 0 };
+            if self.settings.guards.is_on(Guard::RowsReserve) { capacity.rows_reserve } else { 0 };
         let max = capacity.rows.saturating_sub(reserve);
         let held = self.totals(dp_rank).rows_held;
         Ok((held >= max).then_some(Shortage::Rows { held, max }))

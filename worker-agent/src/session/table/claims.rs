@@ -91,13 +91,13 @@ impl Table {
             self.sessions.get_mut(key).expect("just inserted").is_unused = true;
         }
         let (guards, turns_waiting_max) =
-            (self.rules.guards, self.rules.turns_queued_per_session_max);
+            (self.settings.guards, self.settings.turns_queued_per_session_max);
         let session = self.sessions.get_mut(key).expect("there is one now");
         check_turn(session, claim, route_turns, self.shim_trims, guards)?;
         let turns_before = session.turns_running + session.turns_waiting;
         let is_sequential = session.is_exclusive || session.is_opened_by_client;
         // One turn runs, and `turns_waiting_max` turns may wait behind it.
-        if is_sequential && turns_before > turns_waiting_max && guards.hold(Guard::OneTurn) {
+        if is_sequential && turns_before > turns_waiting_max && guards.is_on(Guard::OneTurn) {
             return Err(Error::Busy);
         }
         session.full_history.is_sent =
@@ -144,8 +144,8 @@ impl Table {
         idle_max: Option<Duration>,
         requested_rank: Option<u32>,
     ) -> Result<(), Error> {
-        let max = self.rules.turns_queued_max;
-        if self.queue.len() >= max && self.rules.guards.hold(Guard::QueueBound) {
+        let max = self.settings.turns_queued_max;
+        if self.queue.len() >= max && self.settings.guards.is_on(Guard::QueueBound) {
             let detail = format!("{max} wait already");
             return Err(Error::OutOfRoom { resource: "queue_places", detail });
         }
@@ -224,7 +224,7 @@ impl Table {
             // The open failed, or the session was closed meanwhile. If the incarnation may be open
             // at the engine, it must be closed there.
             let is_refused = matches!(result, OpenResult::NotOpened(_));
-            if !is_refused && self.rules.guards.hold(Guard::UnknownOpenClosed) {
+            if !is_refused && self.settings.guards.is_on(Guard::UnknownOpenClosed) {
                 self.start_close(incarnation.to_owned(), PendingClose::empty(now));
             } else {
                 self.write_journal(Record::Closed { incarnation: incarnation.to_owned() });
@@ -289,7 +289,7 @@ impl Table {
             prefix_tracker: PrefixTracker::default(),
             phase: if is_pinned { Phase::Planned } else { Phase::Open },
             last_turn_end: now,
-            idle_max: claim.idle_ms_max.map_or(self.rules.idle_max, bounded_idle_max),
+            idle_max: claim.idle_ms_max.map_or(self.settings.idle_max, bounded_idle_max),
         };
         self.schedule_deadline_at(now + session.idle_max);
         let page_tokens = self.engine.page_tokens;

@@ -68,7 +68,7 @@ impl Table {
         dp_rank: u32,
         rid: Option<String>,
     ) {
-        if !self.rules.guards.hold(Guard::TakeoverCloses) {
+        if !self.settings.guards.is_on(Guard::TakeoverCloses) {
             return;
         }
         let dp_rank = if (dp_rank as usize) < self.engine.ranks.len() { dp_rank } else { 0 };
@@ -93,7 +93,7 @@ impl Table {
     pub fn handle_close_result(&mut self, now: Instant, incarnation: &str, result: CloseResult) {
         let Some(closing) = self.pending_closes.get_mut(incarnation) else { return };
         closing.is_kept_by_engine |= result == CloseResult::Kept;
-        if result != CloseResult::Confirmed && self.rules.guards.hold(Guard::CloseRepeated) {
+        if result != CloseResult::Confirmed && self.settings.guards.is_on(Guard::CloseRepeated) {
             // The longer a close takes, the less often it is repeated.
             let waited = now.saturating_duration_since(closing.begun_at);
             closing.repeat_at = Some(now + (waited / 4).clamp(CLOSE_PAUSE_MIN, CLOSE_PAUSE_MAX));
@@ -122,7 +122,7 @@ impl Table {
     /// can't close it.
     pub(super) fn close_unused(&mut self, now: Instant, key: &SessionKey) {
         let has_no_use = self.sessions.get(key).is_some_and(Session::is_open_for_nothing);
-        if has_no_use && self.rules.guards.hold(Guard::UnusedClosed) {
+        if has_no_use && self.settings.guards.is_on(Guard::UnusedClosed) {
             let _ = self.begin_close(now, key);
         }
     }
@@ -225,7 +225,7 @@ impl Table {
         if self.pending_closes.contains_key(&incarnation) {
             return;
         }
-        if self.rules.guards.hold(Guard::CountedUntilClosed) {
+        if self.settings.guards.is_on(Guard::CountedUntilClosed) {
             let account = self.account(closing.dp_rank);
             account.totals.rows_held += u32::from(closing.holds_row);
             account.totals.pinned_tokens += closing.tokens;
@@ -242,7 +242,7 @@ impl Table {
     }
 
     fn uncount_close(&mut self, closing: &PendingClose) {
-        if self.rules.guards.hold(Guard::CountedUntilClosed) {
+        if self.settings.guards.is_on(Guard::CountedUntilClosed) {
             let account = self.account(closing.dp_rank);
             account.totals.rows_held -= u32::from(closing.holds_row);
             account.totals.pinned_tokens -= closing.tokens;
@@ -272,7 +272,7 @@ impl Table {
     /// closed, or doesn't end an aborted turn.
     #[must_use]
     pub fn restart_required(&self, now: Instant) -> Option<String> {
-        let is_overdue = |since: Instant| since + self.rules.stuck_after <= now;
+        let is_overdue = |since: Instant| since + self.settings.stuck_after <= now;
         // A close counts only if the engine has said that the session still exists. If the engine
         // can't be asked, it isn't at fault.
         let is_stuck =

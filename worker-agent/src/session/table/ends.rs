@@ -21,7 +21,7 @@ impl Table {
             return;
         }
         ticket.abandoned_since.get_or_insert(now);
-        if !self.rules.guards.hold(Guard::EndAcknowledged) {
+        if !self.settings.guards.is_on(Guard::EndAcknowledged) {
             self.end_turn(now, rid, Outcome::Aborted);
         }
     }
@@ -121,7 +121,7 @@ impl Table {
         ticket: &Ticket,
         outcome: Outcome,
     ) {
-        let guards = self.rules.guards;
+        let guards = self.settings.guards;
         let history_before = self.sessions[key].history_tokens;
         let is_open = self.sessions[key].phase == Phase::Open;
         match outcome {
@@ -140,7 +140,7 @@ impl Table {
                 if !is_open {
                     // A closing session needs no certain history.
                 } else if usage.is_none_or(|usage| !ticket.follows_history(history_before, usage))
-                    && guards.hold(Guard::HistoryChecked)
+                    && guards.is_on(Guard::HistoryChecked)
                 {
                     // If the shim has planned the turn, it has also compared the engine's own count
                     // with the plan. The usage that a route reports may be lower, because one route
@@ -148,7 +148,7 @@ impl Table {
                     let planned_tokens =
                         ticket.trim_turn.as_ref().and_then(|turn| turn.planned_prompt_tokens);
                     self.make_suspect(now, key, planned_tokens.map(ExpectedHistory::AtLeast));
-                } else if was_retracted && guards.hold(Guard::RetractionSuspect) {
+                } else if was_retracted && guards.is_on(Guard::RetractionSuspect) {
                     // The engine commits a partial answer when it retracts a turn from its batch,
                     // so only the engine knows the final history.
                     let history_tokens = self.sessions[key].history_tokens;
@@ -157,11 +157,11 @@ impl Table {
             }
             Outcome::Unheard(usage) => {
                 self.record_growth(key, usage);
-                if is_open && guards.hold(Guard::UnheardSuspect) {
+                if is_open && guards.is_on(Guard::UnheardSuspect) {
                     self.make_suspect(now, key, None);
                 }
             }
-            Outcome::Partial if guards.hold(Guard::RetractionSuspect) => {
+            Outcome::Partial if guards.is_on(Guard::RetractionSuspect) => {
                 // The reserved tokens stay counted until the shim's session table or a close makes
                 // the session certain.
                 if is_open {
@@ -170,10 +170,10 @@ impl Table {
             }
             Outcome::Partial => self.change_session(key, |session| session.reserved_tokens = 0),
             Outcome::Lost => {
-                if guards.hold(Guard::AbortBeforeClose) {
+                if guards.is_on(Guard::AbortBeforeClose) {
                     self.change_session(key, |session| session.lost_rid = Some(rid.to_owned()));
                 }
-                if is_open && guards.hold(Guard::LostEndSuspect) {
+                if is_open && guards.is_on(Guard::LostEndSuspect) {
                     // The session can continue only if the engine committed nothing of the turn.
                     // Then the history is the one that the client knows.
                     self.make_suspect(now, key, Some(ExpectedHistory::Exactly(history_before)));

@@ -58,14 +58,14 @@ impl Table {
     pub fn handle_load(&mut self, now: Instant, dp_rank: u32, load: Load) {
         let has_pending_close =
             self.pending_closes.values().any(|closing| closing.dp_rank == dp_rank);
-        let guards = self.rules.guards;
+        let guards = self.settings.guards;
         let Some(account) = self.accounts.get_mut(dp_rank as usize) else { return };
         account.engine_queue = Some(i64::try_from(load.waiting).unwrap_or(i64::MAX));
         let is_idle = account.totals.turns_running == 0 && !has_pending_close;
         let idle_since = is_idle.then(|| *account.idle_since.get_or_insert(now));
         account.idle_since = idle_since;
         let has_current_load = idle_since.is_some_and(|since| since + LOAD_LAG_MAX <= now);
-        if account.shim.is_none() && has_current_load && guards.hold(Guard::ForeignCounted) {
+        if account.shim.is_none() && has_current_load && guards.is_on(Guard::ForeignCounted) {
             // Tokens that can't be evicted and that none of the agent's sessions hold are foreign.
             let own_tokens = account.totals.pinned_tokens - account.totals.foreign_tokens;
             let pool_tokens =
@@ -193,7 +193,7 @@ impl Table {
     /// Whether this agent process made an incarnation id, even if the table has forgotten the
     /// session.
     fn is_own_incarnation(&self, id: &str) -> bool {
-        let suffix = id.strip_prefix(&self.rules.incarnation_prefix);
+        let suffix = id.strip_prefix(&self.settings.incarnation_prefix);
         suffix.is_some_and(|suffix| suffix.starts_with('-'))
     }
 
@@ -236,7 +236,7 @@ impl Table {
 
     /// Sets the totals of foreign sessions to what the shim has reported.
     fn recount_foreign(&mut self, dp_rank: u32) {
-        if !self.rules.guards.hold(Guard::ForeignCounted) {
+        if !self.settings.guards.is_on(Guard::ForeignCounted) {
             return;
         }
         let account = self.account(dp_rank);

@@ -147,10 +147,10 @@ impl Table {
     fn is_reclaimable(&self, now: Instant, session: &Session, requester: Requester) -> bool {
         let is_open_and_pinned =
             session.retention == Retention::Pinned && session.phase == Phase::Open;
-        if !self.rules.guards.hold(Guard::ReclaimIdleOnly) {
+        if !self.settings.guards.is_on(Guard::ReclaimIdleOnly) {
             return is_open_and_pinned;
         }
-        let is_idle = session.idle(now) >= self.rules.demote_idle;
+        let is_idle = session.idle(now) >= self.settings.demote_idle;
         let may_take = match requester {
             Requester::Client => is_idle || session.has_auto_retention(),
             Requester::AutoPin => is_idle && session.has_auto_retention(),
@@ -176,7 +176,7 @@ impl Table {
     /// Demotes sessions that the agent pinned on its own and that did not come back within
     /// `demote_idle`. From then on, the engine may evict their KV when it is used least.
     pub(super) fn demote_idle(&mut self, now: Instant) {
-        let is_due = |session: &Session| session.last_turn_end + self.rules.demote_idle <= now;
+        let is_due = |session: &Session| session.last_turn_end + self.settings.demote_idle <= now;
         let idle_sessions = self
             .sessions
             .iter()
@@ -216,7 +216,7 @@ impl Table {
         let demoting = demoting.map(|session| (1, self.round_to_pages(session.resident_tokens)));
         // A close that is stuck may never free anything.
         let closing = self.pending_closes.values().filter(|closing| {
-            closing.dp_rank == dp_rank && now < closing.begun_at + self.rules.stuck_after
+            closing.dp_rank == dp_rank && now < closing.begun_at + self.settings.stuck_after
         });
         let closing = closing.map(|closing| (u64::from(closing.holds_row), closing.tokens));
         demoting.chain(closing).fold((0, 0), |sum, freed| (sum.0 + freed.0, sum.1 + freed.1))

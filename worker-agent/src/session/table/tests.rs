@@ -41,8 +41,8 @@ fn engine(ranks: usize) -> EngineCapacity {
     }
 }
 
-fn rules() -> Rules {
-    Rules {
+fn settings() -> TableSettings {
+    TableSettings {
         incarnation_prefix: "berth-a-1".into(),
         idle_max: IDLE,
         demote_idle: DEMOTE,
@@ -95,7 +95,8 @@ fn a_pinned_session_runs_one_turn_and_counts_its_tokens() {
 
 #[test]
 fn a_second_turn_may_wait_where_the_settings_allow_it() {
-    let mut rig = Rig::with(Rules { turns_queued_per_session_max: 1, ..rules() }, engine(1));
+    let mut rig =
+        Rig::with(TableSettings { turns_queued_per_session_max: 1, ..settings() }, engine(1));
     rig.pin("s");
     let first = rig.turn(&delta("s")).inside();
     let second = rig.turn(&delta("s")).waits();
@@ -108,7 +109,8 @@ fn a_second_turn_may_wait_where_the_settings_allow_it() {
 
 #[test]
 fn a_turn_that_waited_is_not_appended_to_a_history_in_doubt() {
-    let mut rig = Rig::with(Rules { turns_queued_per_session_max: 1, ..rules() }, engine(1));
+    let mut rig =
+        Rig::with(TableSettings { turns_queued_per_session_max: 1, ..settings() }, engine(1));
     rig.pin("s");
     let first = rig.turn(&delta("s")).inside();
     let second = rig.turn(&delta("s")).waits();

@@ -225,7 +225,7 @@ impl Table {
     pub(super) fn mark_for_trimming(&mut self, rid: &str, key: &SessionKey) -> TrimRequest {
         let tokens_max = self.full_history_tokens(key, self.tickets[rid].need);
         let opens_session = self.tickets[rid].is_opening();
-        let is_guarded = self.rules.guards.hold(Guard::FullHistoryContinues);
+        let is_guarded = self.settings.guards.is_on(Guard::FullHistoryContinues);
         let session = self.sessions.get_mut(key).expect("the caller has seen it");
         let is_reopened = std::mem::take(&mut session.full_history.next_turn_reopens);
         let must_continue = session.deltas == Deltas::Taken && !opens_session && is_guarded;
@@ -477,7 +477,7 @@ impl Table {
             Outcome::Refused => !has_plan,
             Outcome::Unheard(_) | Outcome::Partial | Outcome::Lost => false,
         };
-        let is_guarded = has_plan || self.rules.guards.hold(Guard::PlanReported);
+        let is_guarded = has_plan || self.settings.guards.is_on(Guard::PlanReported);
         if ticket.trim_turn.is_none() || is_certain || !is_guarded {
             return false;
         }

@@ -245,8 +245,8 @@ fn a_late_plan_affects_only_its_own_turn() {
 
 #[test]
 fn a_waiting_full_history_starts_over_whatever_turn_follows() {
-    let rules = Rules { auto_pin: true, turns_queued_per_session_max: 2, ..rules() };
-    let mut rig = Rig::with(rules, engine(1));
+    let settings = TableSettings { auto_pin: true, turns_queued_per_session_max: 2, ..settings() };
+    let mut rig = Rig::with(settings, engine(1));
     rig.table.handle_shim_up(0, true);
     rig.table.set_trimming(rig.now, true);
     rig.pin("s");
@@ -344,7 +344,7 @@ fn a_session_with_long_answers_is_pinned_only_with_room_for_them() {
     roomy.context_tokens = 200_000;
     let rank = &mut roomy.ranks[0];
     (rank.rows, rank.pool_tokens, rank.pin_tokens_max) = (16, 100_000, 70_000);
-    let mut rig = Rig::with(Rules { auto_pin: true, ..rules() }, roomy);
+    let mut rig = Rig::with(TableSettings { auto_pin: true, ..settings() }, roomy);
     rig.table.handle_shim_up(0, true);
     rig.table.set_trimming(rig.now, true);
     let need = Need { prompt_tokens: 400, answer_tokens: None, ..Need::default() };

@@ -138,7 +138,7 @@ fn the_shim_names_sessions_of_others() {
 #[test]
 fn an_engine_without_the_mode_says_what_it_offers() {
     let retentions = vec![Retention::None];
-    let mut rig = Rig::with(rules(), EngineCapacity { retentions, ..engine(1) });
+    let mut rig = Rig::with(settings(), EngineCapacity { retentions, ..engine(1) });
     let refused = rig.open("s", Some(Retention::Pinned)).unwrap_err();
     assert!(refused.to_string().contains("offers none"), "{refused}");
     let turn = rig.turn(&Claim::for_session(&key("s"))).inside();
@@ -171,7 +171,7 @@ fn no_idle_time_is_too_long() {
 
 #[test]
 fn an_engine_that_comes_back_smaller_keeps_no_session_on_a_rank_it_lost() {
-    let mut rig = Rig::with(rules(), engine(2));
+    let mut rig = Rig::with(settings(), engine(2));
     let claim = Claim::for_session(&key("s"));
     let on_second = Some((&claim, &key("s")));
     let need = Need::default();

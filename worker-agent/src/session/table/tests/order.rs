@@ -21,7 +21,8 @@ fn claim(rig: &mut Rig, claim: &Claim) -> String {
 
 #[test]
 fn turns_of_one_session_run_in_the_order_they_were_claimed() {
-    let mut rig = Rig::with(Rules { turns_queued_per_session_max: 1, ..rules() }, engine(1));
+    let mut rig =
+        Rig::with(TableSettings { turns_queued_per_session_max: 1, ..settings() }, engine(1));
     rig.pin("s");
     let first = claim(&mut rig, &delta("s"));
     let second = claim(&mut rig, &delta("s"));
@@ -37,7 +38,8 @@ fn turns_of_one_session_run_in_the_order_they_were_claimed() {
 fn a_delta_that_waited_is_not_appended_where_the_one_before_left_nothing() {
     let mut bad = vec![];
     for outcome in [Outcome::Refused, Outcome::Aborted] {
-        let mut rig = Rig::with(Rules { turns_queued_per_session_max: 1, ..rules() }, engine(1));
+        let mut rig =
+            Rig::with(TableSettings { turns_queued_per_session_max: 1, ..settings() }, engine(1));
         rig.pin("s");
         let first = rig.turn(&delta("s")).inside();
         let second = rig.turn(&delta("s")).waits();
@@ -54,7 +56,7 @@ fn a_burst_is_not_held_back_while_the_engine_has_rows() {
     let mut wide = engine(1);
     wide.ranks[0] =
         RankCapacity { rows: 256, turns_max: 512, pool_tokens: 100_000, ..wide.ranks[0] };
-    let mut rig = Rig::with(Rules { turns_queued_max: 1024, ..rules() }, wide);
+    let mut rig = Rig::with(TableSettings { turns_queued_max: 1024, ..settings() }, wide);
     rig.table.handle_load(rig.now, 0, Load { waiting: 0, used_tokens: 0 });
     let held = (0..64).filter(|_| matches!(rig.plain(16), Answer::Waits(_))).count();
     assert_eq!(held, 0, "of 64 turns for an idle engine of 256 rows");
@@ -155,7 +157,7 @@ fn a_refused_turn_gives_the_row_back_that_it_would_have_taken() {
 
 #[test]
 fn claims_spread_over_ranks_before_their_bodies_are_there() {
-    let mut rig = Rig::with(rules(), engine(2));
+    let mut rig = Rig::with(settings(), engine(2));
     for n in 0..10 {
         let claim_ = Claim::for_session(&key(&format!("s{n}")));
         claim(&mut rig, &claim_);
@@ -197,7 +199,7 @@ fn a_chat_without_a_limit_goes_where_the_engine_would_run_it() {
         pin_tokens_max: 280_000,
         turns_max: 512,
     };
-    let mut rig = Rig::with(rules(), real);
+    let mut rig = Rig::with(settings(), real);
     rig.pin("a");
     for id in ["a", "b", "c"] {
         let need = Need { prompt_tokens: 92_000, ..SMALL };
@@ -236,7 +238,8 @@ fn what_fits_passes_a_large_turn_that_waits() {
 
 #[test]
 fn nothing_runs_on_kv_that_an_audit_found_corrupt() {
-    let mut rig = Rig::with(Rules { turns_queued_per_session_max: 1, ..rules() }, engine(1));
+    let mut rig =
+        Rig::with(TableSettings { turns_queued_per_session_max: 1, ..settings() }, engine(1));
     let (idle, busy) = (rig.pin_holding("idle", 20), rig.pin_holding("busy", 20));
     let turn = rig.turn(&delta("busy")).inside();
     let next = rig.turn(&delta("busy")).waits();

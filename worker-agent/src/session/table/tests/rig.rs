@@ -80,12 +80,12 @@ pub(super) struct Rig {
 
 impl Rig {
     pub(super) fn new() -> Self {
-        Self::with(rules(), engine(1))
+        Self::with(settings(), engine(1))
     }
 
-    pub(super) fn with(rules: Rules, engine: EngineCapacity) -> Self {
+    pub(super) fn with(settings: TableSettings, engine: EngineCapacity) -> Self {
         Self {
-            table: Table::new(rules, engine),
+            table: Table::new(settings, engine),
             now: service::clock::now(),
             rids: 0,
             closes: vec![],

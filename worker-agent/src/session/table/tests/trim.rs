@@ -4,7 +4,7 @@ use super::*;
 
 /// Returns a rig whose agent pins sessions on its own and whose shim trims and demotes.
 pub(super) fn trimming() -> Rig {
-    let mut rig = Rig::with(Rules { auto_pin: true, ..rules() }, engine(1));
+    let mut rig = Rig::with(TableSettings { auto_pin: true, ..settings() }, engine(1));
     rig.table.handle_shim_up(0, true);
     rig.table.set_trimming(rig.now, true);
     rig

@@ -35,7 +35,7 @@ impl Table {
     /// room from other sessions.
     pub(in super::super) fn should_pin(&self, now: Instant, key: &SessionKey, need: Need) -> bool {
         let session = &self.sessions[key];
-        let may_pin = self.rules.auto_pin
+        let may_pin = self.settings.auto_pin
             && self.shim_trims
             && session.has_auto_retention()
             && session.retention != Retention::Pinned
@@ -44,7 +44,7 @@ impl Table {
             && session.full_history.no_pin_before.is_none_or(|earliest| earliest <= now)
             && self.accounts[session.dp_rank as usize].can_demote()
             && self.engine.retentions.contains(&Retention::Pinned);
-        let came_back_soon = session.turns > 0 && session.idle(now) <= self.rules.demote_idle;
+        let came_back_soon = session.turns > 0 && session.idle(now) <= self.settings.demote_idle;
         let is_only_turn = session.turns_running == 0 && session.turns_waiting == 1;
         if !(may_pin && came_back_soon && is_only_turn) || self.is_taking_over() {
             return false;
