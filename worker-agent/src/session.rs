@@ -15,7 +15,7 @@
 mod deltas;
 mod error;
 pub mod journal;
-mod prefix;
+mod prefix_tracker;
 mod table;
 mod turn;
 
@@ -32,8 +32,8 @@ use self::{
 };
 pub use self::{
     error::Error,
-    prefix::{BLOCKS_MAX, PrefixTracker, PromptStart},
-    table::{Load, SessionReport, Table, TrimOutcome, TrimPlan},
+    prefix_tracker::{BLOCKS_MAX, PrefixTracker, PromptStart},
+    table::{EngineLoad, SessionReport, Table, TrimOutcome, TrimPlan},
     turn::{Need, Outcome, RouteTurns, RunMode, TrimRequest, Turn, TurnSession, Usage},
 };
 use crate::guard::{Guard, Guards};

@@ -2,12 +2,12 @@
 
 use std::collections::BTreeMap;
 
-use worker_agent::session::journal::{LeftOpen, Record};
+use worker_agent::session::journal::{OpenIncarnation, Record};
 
 #[derive(Debug, Default)]
 pub(super) struct Journal {
     instance: Option<String>,
-    open: BTreeMap<String, LeftOpen>,
+    open: BTreeMap<String, OpenIncarnation>,
 }
 
 impl Journal {
@@ -20,7 +20,7 @@ impl Journal {
                 }
             }
             Record::Opening { incarnation, dp_rank } => {
-                self.open.insert(incarnation, LeftOpen { dp_rank, rid: None });
+                self.open.insert(incarnation, OpenIncarnation { dp_rank, rid: None });
             }
             Record::Turn { incarnation, rid } => {
                 if let Some(left) = self.open.get_mut(&incarnation) {
@@ -32,7 +32,7 @@ impl Journal {
     }
 
     /// Returns what is open in this engine process.
-    pub(super) fn left(&self, instance: &str) -> BTreeMap<String, LeftOpen> {
+    pub(super) fn left(&self, instance: &str) -> BTreeMap<String, OpenIncarnation> {
         let same = self.instance.as_deref() == Some(instance);
         if same { self.open.clone() } else { BTreeMap::new() }
     }

@@ -9,7 +9,7 @@ use std::{
 };
 
 use worker_agent::session::{
-    self, Effect, Load, SessionReport, Table, TableSettings, journal::Record,
+    self, Effect, EngineLoad, SessionReport, Table, TableSettings, journal::Record,
 };
 
 use super::{
@@ -197,7 +197,7 @@ impl World {
         }
         for (rank, &(waiting, used_tokens)) in (0..).zip(loads) {
             self.call_table(|table, now| {
-                table.handle_load(now, rank, Load { waiting, used_tokens })
+                table.handle_load(now, rank, EngineLoad { waiting_requests: waiting, used_tokens })
             });
         }
     }
@@ -278,7 +278,7 @@ impl World {
                     allocated_tokens: session.alloc_tokens as u64,
                     history_tokens: session.history_tokens as u64,
                     in_flight: session.inflight,
-                    from_full_table: full,
+                    is_from_full_table: full,
                 };
                 (rank, told)
             }));

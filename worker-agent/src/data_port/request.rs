@@ -388,7 +388,7 @@ mod tests {
             retention,
             trim: None,
         });
-        Turn { session, dp_rank: 1, growth_tokens: None, run_mode: None }
+        Turn { session, dp_rank: 1, growth_tokens_max: None, run_mode: None }
     }
 
     fn sent(kind: Kind, retention: Option<Retention>, body: &str) -> Result<Value, &'static str> {

@@ -12,7 +12,7 @@ use tracing::{error, info, warn};
 use super::{EngineNews, Owner, handle::OwnerMessage};
 use crate::{
     engine::{Engine, Info, stall_detector::StallDetector},
-    session::{CloseRequest, CloseResult, Load, OpenResult, journal::Record},
+    session::{CloseRequest, CloseResult, EngineLoad, OpenResult, journal::Record},
 };
 
 /// How much longer the engine's idle limit for sessions is than the agent's. The engine's limit is
@@ -67,8 +67,10 @@ impl Owner {
                 }
                 self.stuck_reason = stuck_reason;
                 for rank in &sample.ranks {
-                    let load =
-                        Load { waiting: rank.num_waiting_reqs, used_tokens: rank.num_used_tokens };
+                    let load = EngineLoad {
+                        waiting_requests: rank.num_waiting_reqs,
+                        used_tokens: rank.num_used_tokens,
+                    };
                     self.table.handle_load(sample.at, rank.dp_rank, load);
                 }
                 self.ledger.record_sample(sample);
@@ -120,7 +122,7 @@ impl Owner {
 
     /// Closes the sessions that an earlier agent process left open in this engine process.
     fn close_leftover_sessions(&mut self, info: &Info) {
-        let leftover = self.setup.journal.left_open(&info.facts.instance);
+        let leftover = self.setup.journal.incarnations_left_open(&info.facts.instance);
         let record = Record::Engine { instance: info.facts.instance.clone() };
         if let Err(error) = self.setup.journal.write(&record) {
             error!(%error, "the journal can't be written");

@@ -13,7 +13,7 @@ use super::{Owner, handle::OwnerMessage};
 use crate::{
     gpu::process::Scheduler,
     ledger::PoolFacts,
-    session::{Load, SessionReport},
+    session::{EngineLoad, SessionReport},
     shim::{Hello, RankFacts, SessionFacts, Sessions, ShimEvent, codec::SESSIONS_MAX},
 };
 
@@ -105,7 +105,7 @@ impl Owner {
             .protected
             .saturating_add(pool_facts.held)
             .saturating_add(pool_facts.uncached);
-        let load = Load { waiting: pool_facts.waiting, used_tokens };
+        let load = EngineLoad { waiting_requests: pool_facts.waiting, used_tokens };
         self.table.handle_load(now(), facts.dp_rank, load);
     }
 
@@ -178,13 +178,13 @@ impl Owner {
     }
 }
 
-fn session_report(session: SessionFacts, from_full_table: bool) -> SessionReport {
+fn session_report(session: SessionFacts, is_from_full_table: bool) -> SessionReport {
     SessionReport {
         id: session.id,
         holds_row: session.holds_row,
         allocated_tokens: u64::from(session.allocated_tokens),
         history_tokens: u64::from(session.history_tokens),
         in_flight: session.in_flight,
-        from_full_table,
+        is_from_full_table,
     }
 }

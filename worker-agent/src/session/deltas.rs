@@ -56,10 +56,11 @@ pub(super) fn check_turn(
     // A client that sends its full history loses nothing when the engine's history is gone. But
     // clients that send deltas rely on that history. They must hear that it is gone, unless a
     // client opens the session again.
-    let is_relied_on = session.deltas == Deltas::Taken && guards.is_on(Guard::FullHistoryContinues);
-    let is_replaceable = claim.open || !is_relied_on;
+    let clients_rely_on_history =
+        session.deltas == Deltas::Taken && guards.is_on(Guard::FullHistoryContinues);
+    let may_replace_history = claim.open || !clients_rely_on_history;
     let starts_over =
-        !claim.delta && (shim_trims || session.has_auto_retention()) && is_replaceable;
+        !claim.delta && (shim_trims || session.has_auto_retention()) && may_replace_history;
     match session.phase {
         // This comes before the check for other turns (`Error::Busy`), because a closing session
         // exists only for its running turn.
@@ -79,14 +80,14 @@ pub(super) fn check_turn(
     if session.has_auto_retention() || session.retention != Retention::Pinned {
         // If the agent pinned the session on its own, its clients send full histories. Then the
         // error calls it tagged, as if it had no pin.
-        let named_retention = match session.retention {
+        let retention_in_error = match session.retention {
             Retention::Pinned => Retention::Tagged,
             other => other,
         };
-        return if claim.delta { Err(Error::DeltaNeedsPinned(named_retention)) } else { Ok(()) };
+        return if claim.delta { Err(Error::DeltaNeedsPinned(retention_in_error)) } else { Ok(()) };
     }
-    let is_opening = claim.open && session.is_fresh();
-    let refuses_deltas = session.deltas == Deltas::Refused && !is_opening;
+    let opens_fresh_session = claim.open && session.is_fresh();
+    let refuses_deltas = session.deltas == Deltas::Refused && !opens_fresh_session;
     if claim.delta && refuses_deltas && guards.is_on(Guard::DeltaNeedsOpen) {
         return Err(Error::DeltaNeedsOpen);
     }
@@ -96,13 +97,14 @@ pub(super) fn check_turn(
     {
         return Err(Error::HistoryUnknown);
     }
-    let had_turns = session.turns > 0 && guards.is_on(Guard::DeltaOnly);
+    let has_finished_turns = session.turns > 0 && guards.is_on(Guard::DeltaOnly);
     // The engine may have committed a turn of which the agent saw no successful end.
-    let has_history = had_turns || (session.history_tokens > 0 && guards.is_on(Guard::DeltaOnly));
+    let has_history =
+        has_finished_turns || (session.history_tokens > 0 && guards.is_on(Guard::DeltaOnly));
     check_route(claim.delta, has_history, route_turns, shim_trims)?;
     // A delta that opens its session is wrong if there is a history, because its client believes
     // that there is none. A full history is right in both cases.
-    if had_turns && claim.open && claim.delta {
+    if has_finished_turns && claim.open && claim.delta {
         return Err(Error::HasHistory);
     }
     Ok(())

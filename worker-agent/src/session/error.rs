@@ -97,14 +97,14 @@ pub enum Error {
     OpenFailed(String),
     /// The turn may need more tokens than all pinned sessions together may hold (the pin budget).
     #[error(
-        "this turn may need {need} tokens of KV, but all pinned sessions together may hold {max}; \
-         lower max_new_tokens, send less, or open the session tagged"
+        "this turn may need {tokens_needed} tokens of KV, but all pinned sessions together may \
+         hold {tokens_max}; lower max_new_tokens, send less, or open the session tagged"
     )]
     TooLarge {
         /// The most tokens that the session may hold after the turn, history included.
-        need: u64,
+        tokens_needed: u64,
         /// The pin budget, in tokens.
-        max: u64,
+        tokens_max: u64,
     },
     /// The engine was lost while the turn waited.
     #[error("the engine was lost while the turn waited; try again")]

@@ -55,7 +55,7 @@ pub enum Record {
 
 /// What the journal knows of an incarnation that is opened and not closed.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct LeftOpen {
+pub struct OpenIncarnation {
     /// The rank that holds the KV.
     pub dp_rank: u32,
     /// The request id of the newest turn, which may still run.
@@ -84,24 +84,24 @@ pub struct Journal {
     /// Held until the process ends in any way.
     _lock: File,
     /// What the records in the file say together.
-    state: State,
+    state: JournalState,
     /// The number of lines in the file.
     line_count: usize,
     /// Whether the file may end with an incomplete record. If so, it is rewritten before another
     /// record is written.
-    is_torn: bool,
+    may_end_incomplete: bool,
 }
 
 /// What all records together say: the engine process, and the incarnations open in it.
 #[derive(Debug, Default, PartialEq, Eq)]
-struct State {
+struct JournalState {
     /// The engine process that the incarnations belong to.
     instance: Option<String>,
     /// The incarnations that are opened and not closed, by id.
-    open_incarnations: BTreeMap<String, LeftOpen>,
+    open_incarnations: BTreeMap<String, OpenIncarnation>,
 }
 
-impl State {
+impl JournalState {
     fn apply(&mut self, record: &Record) {
         match record {
             Record::Engine { instance } => {
@@ -112,12 +112,12 @@ impl State {
                 }
             }
             Record::Opening { incarnation, dp_rank } => {
-                let left_open = LeftOpen { dp_rank: *dp_rank, rid: None };
-                self.open_incarnations.insert(incarnation.clone(), left_open);
+                let open_incarnation = OpenIncarnation { dp_rank: *dp_rank, rid: None };
+                self.open_incarnations.insert(incarnation.clone(), open_incarnation);
             }
             Record::Turn { incarnation, rid } => {
-                if let Some(left_open) = self.open_incarnations.get_mut(incarnation) {
-                    left_open.rid = Some(rid.clone());
+                if let Some(open_incarnation) = self.open_incarnations.get_mut(incarnation) {
+                    open_incarnation.rid = Some(rid.clone());
                 }
             }
             Record::Closed { incarnation } => drop(self.open_incarnations.remove(incarnation)),
@@ -128,13 +128,15 @@ impl State {
     fn records(&self) -> impl Iterator<Item = Record> {
         let engine =
             self.instance.iter().map(|instance| Record::Engine { instance: instance.clone() });
-        let open = self.open_incarnations.iter().flat_map(|(incarnation, left_open)| {
-            let turn = left_open
+        let open = self.open_incarnations.iter().flat_map(|(incarnation, open_incarnation)| {
+            let turn = open_incarnation
                 .rid
                 .iter()
                 .map(|rid| Record::Turn { incarnation: incarnation.clone(), rid: rid.clone() });
-            let opening =
-                Record::Opening { incarnation: incarnation.clone(), dp_rank: left_open.dp_rank };
+            let opening = Record::Opening {
+                incarnation: incarnation.clone(),
+                dp_rank: open_incarnation.dp_rank,
+            };
             std::iter::once(opening).chain(turn)
         });
         engine.chain(open)
@@ -166,8 +168,8 @@ impl Record {
 }
 
 /// Applies the records of all complete lines. Returns the resulting state and the number of lines.
-fn replay(text: &[u8]) -> (State, usize) {
-    let mut state = State::default();
+fn replay(text: &[u8]) -> (JournalState, usize) {
+    let mut state = JournalState::default();
     let mut lines = 0;
     for line in text.split_inclusive(|byte| *byte == b'\n') {
         let Some(line) = line.strip_suffix(b"\n") else { continue };
@@ -206,13 +208,13 @@ impl Journal {
         }
         let (state, _) = replay(&text);
         let (file, line_count) = rewrite(&path, &state).map_err(io_error(&path))?;
-        Ok(Self { path, file, _lock: lock, state, line_count, is_torn: false })
+        Ok(Self { path, file, _lock: lock, state, line_count, may_end_incomplete: false })
     }
 
     /// Returns the incarnations that are open in the engine process `instance`. Empty if the
     /// journal is about another process.
     #[must_use]
-    pub fn left_open(&self, instance: &str) -> BTreeMap<String, LeftOpen> {
+    pub fn incarnations_left_open(&self, instance: &str) -> BTreeMap<String, OpenIncarnation> {
         let is_same_process = self.state.instance.as_deref() == Some(instance);
         if is_same_process { self.state.open_incarnations.clone() } else { BTreeMap::new() }
     }
@@ -222,12 +224,12 @@ impl Journal {
     /// # Errors
     /// When the record could not be written. Nothing that relies on it may be done then.
     pub fn write(&mut self, record: &Record) -> io::Result<()> {
-        if self.is_torn {
+        if self.may_end_incomplete {
             (self.file, self.line_count) = rewrite(&self.path, &self.state)?;
         }
-        self.is_torn = true;
+        self.may_end_incomplete = true;
         self.file.write_all(record.to_line().as_bytes())?;
-        self.is_torn = false;
+        self.may_end_incomplete = false;
         self.state.apply(record);
         self.line_count += 1;
         if self.line_count
@@ -241,7 +243,7 @@ impl Journal {
 
 /// Atomically replaces the file by the shortest list of records that leads to `state`. Returns the
 /// new file and its number of lines.
-fn rewrite(path: &Path, state: &State) -> io::Result<(File, usize)> {
+fn rewrite(path: &Path, state: &JournalState) -> io::Result<(File, usize)> {
     let lines: Vec<String> = state.records().map(|record| record.to_line()).collect();
     let new_path = path.with_extension("new");
     std::fs::write(&new_path, lines.concat())?;
@@ -282,10 +284,13 @@ mod tests {
             journal.write(record).unwrap();
         }
         drop(journal);
-        let left = open(dir.path()).left_open("E");
-        let want = LeftOpen { dp_rank: 1, rid: Some("r2".into()) };
+        let left = open(dir.path()).incarnations_left_open("E");
+        let want = OpenIncarnation { dp_rank: 1, rid: Some("r2".into()) };
         assert_eq!(left, BTreeMap::from([("b".to_owned(), want)]));
-        assert!(open(dir.path()).left_open("F").is_empty(), "another process has none of them");
+        assert!(
+            open(dir.path()).incarnations_left_open("F").is_empty(),
+            "another process has none of them"
+        );
     }
 
     #[test]
@@ -295,7 +300,7 @@ mod tests {
         for record in [engine("E"), opening("a"), engine("F"), opening("b")] {
             journal.write(&record).unwrap();
         }
-        assert_eq!(journal.left_open("F").keys().collect::<Vec<_>>(), ["b"]);
+        assert_eq!(journal.incarnations_left_open("F").keys().collect::<Vec<_>>(), ["b"]);
     }
 
     #[test]
@@ -314,7 +319,7 @@ mod tests {
         let text: String = records.iter().map(Record::to_line).collect();
         for cut in 0..=text.len() {
             let whole = text[..cut].matches('\n').count();
-            let mut want = State::default();
+            let mut want = JournalState::default();
             records[..whole].iter().for_each(|record| want.apply(record));
             assert_eq!(replay(&text.as_bytes()[..cut]).0, want, "cut at {cut}");
         }
@@ -326,7 +331,10 @@ mod tests {
         let path = dir.path().join("engine.journal");
         std::fs::write(&path, "engine E\nopening a 0\nopeni").unwrap();
         open(dir.path()).write(&opening("b")).unwrap();
-        assert_eq!(open(dir.path()).left_open("E").keys().collect::<Vec<_>>(), ["a", "b"]);
+        assert_eq!(
+            open(dir.path()).incarnations_left_open("E").keys().collect::<Vec<_>>(),
+            ["a", "b"]
+        );
     }
 
     #[test]
@@ -342,7 +350,10 @@ mod tests {
         let lines = std::fs::read_to_string(dir.path().join("engine.journal")).unwrap();
         assert!(lines.lines().count() <= LINES_KEPT_MAX + 2, "{} lines", lines.lines().count());
         drop(journal);
-        assert_eq!(open(dir.path()).left_open("E").keys().collect::<Vec<_>>(), ["stays"]);
+        assert_eq!(
+            open(dir.path()).incarnations_left_open("E").keys().collect::<Vec<_>>(),
+            ["stays"]
+        );
     }
 
     #[test]
@@ -352,9 +363,9 @@ mod tests {
         journal.write(&engine("E")).unwrap();
         // The remains of a record after its write failed on a full disk.
         journal.file.write_all(b"opening a").unwrap();
-        journal.is_torn = true;
+        journal.may_end_incomplete = true;
         journal.write(&opening("b")).unwrap();
         drop(journal);
-        assert_eq!(open(dir.path()).left_open("E").keys().collect::<Vec<_>>(), ["b"]);
+        assert_eq!(open(dir.path()).incarnations_left_open("E").keys().collect::<Vec<_>>(), ["b"]);
     }
 }

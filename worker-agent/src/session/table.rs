@@ -26,17 +26,17 @@
 //!   history has replaced. A client allows both when it opens the session again.
 
 mod admission;
-mod audit;
 mod backlog;
 mod capacity;
 mod claims;
 mod closing;
 mod ends;
 mod engine;
-mod prefix;
+mod invariants;
 mod rank_account;
 mod reclaim;
 mod trim;
+mod volatile_prefix;
 
 use std::{
     collections::{BTreeMap, HashMap, VecDeque},
@@ -55,7 +55,7 @@ use super::{
 use crate::shim::trim::Plan;
 
 pub use self::{
-    engine::{Load, SessionReport},
+    engine::{EngineLoad, SessionReport},
     trim::{TrimOutcome, TrimPlan},
 };
 
@@ -73,7 +73,7 @@ pub struct Table {
     accounts: Vec<RankAccount>,
     /// Ordered by key, so that the same events always produce the same effects.
     sessions: BTreeMap<SessionKey, Session>,
-    by_incarnation: HashMap<String, SessionKey>,
+    keys_by_incarnation: HashMap<String, SessionKey>,
     /// Turns and open requests, by id.
     tickets: BTreeMap<String, Ticket>,
     /// Ids of the tickets that wait for room, oldest first.
@@ -107,7 +107,7 @@ struct Ticket {
     dp_rank: u32,
     state: TicketState,
     /// When the ticket entered its present `state`.
-    since: Instant,
+    state_since: Instant,
     need: Need,
     /// The beginning of the turn's prompt, until the turn is admitted.
     prompt_start: PromptStart,
@@ -162,7 +162,7 @@ impl Ticket {
             route_turns,
             dp_rank,
             state,
-            since: now,
+            state_since: now,
             need: Need::default(),
             prompt_start: PromptStart::default(),
             generation: 0,
@@ -188,7 +188,7 @@ impl Table {
             engine,
             accounts,
             sessions: BTreeMap::new(),
-            by_incarnation: HashMap::new(),
+            keys_by_incarnation: HashMap::new(),
             tickets: BTreeMap::new(),
             queue: VecDeque::new(),
             pending_closes: BTreeMap::new(),
@@ -209,7 +209,7 @@ impl Table {
     /// [`Error::UnknownSession`] if the session doesn't exist or is already closing.
     pub fn close_session(&mut self, now: Instant, key: &SessionKey) -> Result<bool, Error> {
         self.begin_close(now, key)?;
-        self.pump(now);
+        self.process_queue(now);
         self.debug_check();
         Ok(self.sessions.contains_key(key))
     }
@@ -228,7 +228,7 @@ impl Table {
             _ => {
                 // If the engine is still opening the session, its answer triggers the close.
                 let is_opening = session.phase == Phase::Opening;
-                self.answer_outside(key);
+                self.answer_run_outside(key);
                 self.change_session(key, |session| session.phase = Phase::Closing);
                 if !is_opening {
                     self.close_if_due(now, key);
@@ -254,7 +254,7 @@ impl Table {
             self.run_session_deadlines(now);
         }
         self.repeat_closes(now);
-        self.refuse_late(now);
+        self.refuse_overdue(now);
     }
 
     /// Returns when the session must be closed or demoted if nothing happens to it until then.
@@ -286,28 +286,28 @@ impl Table {
         for key in keys {
             let phase = self.sessions[&key].phase;
             if matches!(phase, Phase::Suspect { .. }) {
-                self.retire(now, &key, GoneReason::HistoryUnknown);
+                self.close_as_gone(now, &key, GoneReason::HistoryUnknown);
             } else if matches!(phase, Phase::Demoting { .. }) {
-                self.retire(now, &key, GoneReason::Reclaimed);
+                self.close_as_gone(now, &key, GoneReason::Reclaimed);
             } else if guards.is_on(Guard::Expiry) {
                 self.effects.push(Effect::SessionEvent(key.clone(), SessionEvent::Expired));
                 let _ = self.close_session(now, &key);
             }
         }
-        self.demote_idle(now);
+        self.demote_idle_sessions(now);
         let deadlines = self.sessions.values().filter_map(|session| self.session_deadline(session));
         // A close above may have refused the turn that kept another session from expiring. That
         // session is overdue now, and its deadline counts, so that the following call closes it.
         // With the guard off, overdue sessions are never closed, so their deadlines don't count.
         let counts = |due: &Instant| *due > now || guards.is_on(Guard::Expiry);
         self.earliest_deadline = deadlines.filter(counts).min();
-        self.pump(now);
+        self.process_queue(now);
     }
 
     /// Returns when [`Self::run_deadlines`] must be called next.
     #[must_use]
     pub fn next_deadline(&self) -> Option<Instant> {
-        let oldest_since = self.queue.front().map(|rid| self.tickets[rid].since);
+        let oldest_since = self.queue.front().map(|rid| self.tickets[rid].state_since);
         let queue_limit = oldest_since.map(|since| since + self.settings.queue_wait_max);
         let close_repeat =
             self.pending_closes.values().filter_map(|closing| closing.repeat_at).min();
@@ -372,7 +372,7 @@ impl Table {
     fn remove_session(&mut self, key: &SessionKey) {
         let session = self.sessions.remove(key).expect("the caller has seen it");
         self.accounts[session.dp_rank as usize].remove_session(&session, self.engine.page_tokens);
-        self.by_incarnation.remove(&session.incarnation);
+        self.keys_by_incarnation.remove(&session.incarnation);
         self.report_change(key);
     }
 
@@ -381,9 +381,9 @@ impl Table {
     fn reincarnate(&mut self, key: &SessionKey) {
         let new_id = self.next_incarnation(key);
         let session = self.sessions.get_mut(key).expect("the caller has seen it");
-        self.by_incarnation.remove(&session.incarnation);
+        self.keys_by_incarnation.remove(&session.incarnation);
         session.incarnation.clone_from(&new_id);
-        self.by_incarnation.insert(new_id, key.clone());
+        self.keys_by_incarnation.insert(new_id, key.clone());
     }
 
     /// Removes a session of which the engine holds nothing, or whose close has begun, and refuses

@@ -15,7 +15,7 @@ pub struct Turn {
     pub dp_rank: u32,
     /// The most KV tokens that the turn may add to its pinned session. `None` if the turn doesn't
     /// run in a pinned session.
-    pub growth_tokens: Option<u64>,
+    pub growth_tokens_max: Option<u64>,
     /// How the turn runs. `None` while that isn't known, because the shim (Berth's part in the
     /// engine's process) must first compare the prompt with the session's history.
     pub run_mode: Option<RunMode>,

@@ -22,7 +22,7 @@ use super::{
 
 /// The most plain turns that the engine gets beyond those it can run now: about one prefill batch.
 /// With these, the engine never waits for the agent.
-const TURNS_AHEAD: u64 = 8;
+const TURNS_AHEAD_MAX: u64 = 8;
 
 /// The decision on one ticket (a waiting turn or open request) when the queue is gone through.
 enum Verdict {
@@ -44,13 +44,13 @@ impl Table {
     pub fn admit(&mut self, now: Instant, rid: &str, need: Need) -> bool {
         let Some(ticket) = self.tickets.get_mut(rid) else { return false };
         ticket.state = TicketState::Queued;
-        ticket.since = now;
+        ticket.state_since = now;
         ticket.need = need;
         let dp_rank = ticket.dp_rank;
         self.account(dp_rank).turns_claimed -= 1;
         self.account(dp_rank).totals.turns_queued += 1;
         self.queue.push_back(rid.to_owned());
-        self.pump(now);
+        self.process_queue(now);
         let max = self.settings.turns_queued_max;
         let is_full = self.queue.len() > max && self.settings.guards.is_on(Guard::QueueBound);
         if is_full && self.queue.back().is_some_and(|newest| newest == rid) {
@@ -62,9 +62,9 @@ impl Table {
     }
 
     /// Decides on every waiting ticket, oldest first.
-    pub(super) fn pump(&mut self, now: Instant) {
+    pub(super) fn process_queue(&mut self, now: Instant) {
         let mut has_turn_in_line = vec![false; self.accounts.len()];
-        self.accounts.iter_mut().for_each(RankAccount::start_pass);
+        self.accounts.iter_mut().for_each(RankAccount::start_queue_pass);
         let mut position = 0;
         while let Some(rid) = self.queue.get(position).cloned() {
             let dp_rank = self.tickets[&rid].dp_rank as usize;
@@ -147,12 +147,13 @@ impl Table {
         if at_turn_limit {
             return Ok(Verdict::Wait);
         }
-        let (is_auto, is_delta) = (session.has_auto_retention(), self.tickets[rid].is_delta());
+        let (has_auto_retention, is_delta) =
+            (session.has_auto_retention(), self.tickets[rid].is_delta());
         match self.decide_pinned(now, &key, need, is_delta) {
             // If there is no room in a session that the agent pinned on its own, the session loses
             // its pin, and the turn runs on the radix tree.
-            Err(_) if is_auto && self.yield_pin(now, &key) => Ok(Verdict::Wait),
-            Err(_) if is_auto => Ok(self.decide_plain(now, rid, need, must_line_up)),
+            Err(_) if has_auto_retention && self.yield_pin(now, &key) => Ok(Verdict::Wait),
+            Err(_) if has_auto_retention => Ok(self.decide_plain(now, rid, need, must_line_up)),
             verdict => verdict,
         }
     }
@@ -258,7 +259,7 @@ impl Table {
         let dp_rank = session.dp_rank;
         let session_tokens_now =
             if session.holds_row { self.round_to_pages(session.resident_tokens) } else { 0 };
-        let target = self.round_to_pages(self.kv_target(key, need, is_delta));
+        let target = self.round_to_pages(self.kv_target_tokens(key, need, is_delta));
         if !session.holds_row
             && let Some(shortage) = self.row_shortage(dp_rank)?
         {
@@ -266,10 +267,10 @@ impl Table {
         }
         let (held, max) = self.pinned_and_budget(dp_rank)?;
         if target > max && guards.is_on(Guard::PinBudget) {
-            return Err(Error::TooLarge { need: target, max });
+            return Err(Error::TooLarge { tokens_needed: target, tokens_max: max });
         }
         let tokens_after = held - session_tokens_now + target;
-        let pool_room = self.room_to_pin(dp_rank, self.capacity(dp_rank)?.pool_tokens);
+        let pool_room = self.pinnable_tokens(dp_rank, self.capacity(dp_rank)?.pool_tokens);
         let max = if guards.is_on(Guard::PinBudget) { max.min(pool_room) } else { u64::MAX };
         if tokens_after > max {
             let shortage = Shortage::Tokens { missing: tokens_after - max, held, max };
@@ -285,10 +286,10 @@ impl Table {
         }
         let dp_rank = self.tickets[rid].dp_rank;
         let capacity = self.engine.ranks[dp_rank as usize];
-        let tokens = self.tokens_engine_needs(need).min(capacity.pool_tokens);
-        let is_large = tokens > capacity.pool_tokens - capacity.pin_tokens_max;
-        let is_large = is_large && self.settings.guards.is_on(Guard::LargeTurnWaits);
-        if is_large {
+        let tokens = self.free_tokens_needed(need).min(capacity.pool_tokens);
+        let is_large_turn = tokens > capacity.pool_tokens - capacity.pin_tokens_max;
+        let is_large_turn = is_large_turn && self.settings.guards.is_on(Guard::LargeTurnWaits);
+        if is_large_turn {
             let pinned_tokens = self.totals(dp_rank).pinned_tokens;
             let missing_tokens = (pinned_tokens + tokens).saturating_sub(capacity.pool_tokens);
             if missing_tokens > 0 {
@@ -306,11 +307,11 @@ impl Table {
                 return Verdict::Wait;
             }
         }
-        if !self.accounts[dp_rank as usize].has_engine_room(&capacity, TURNS_AHEAD) {
+        if !self.accounts[dp_rank as usize].has_engine_room(&capacity, TURNS_AHEAD_MAX) {
             return Verdict::WaitInLine;
         }
         let ticket = self.tickets.get_mut(rid).expect("the caller has it");
-        ticket.large_tokens = is_large.then_some(tokens);
+        ticket.large_tokens = is_large_turn.then_some(tokens);
         Verdict::Admit
     }
 
@@ -338,7 +339,7 @@ impl Table {
         let (dp_rank, key) = (ticket.dp_rank, ticket.key.clone());
         let (is_open_request, closes_session) =
             (ticket.state == TicketState::AwaitsOpen, ticket.closes_session());
-        let mut turn = Turn { session: None, dp_rank, growth_tokens: None, run_mode: None };
+        let mut turn = Turn { session: None, dp_rank, growth_tokens_max: None, run_mode: None };
         if let Some(key) = &key {
             let session = &self.sessions[key];
             let runs_beside = !is_open_request && self.must_run_beside(key);
@@ -387,9 +388,9 @@ impl Table {
     fn admit_pinned(&mut self, rid: &str, key: &SessionKey, turn: &mut Turn) {
         let ticket = &self.tickets[rid];
         let (need, is_delta) = (ticket.need, ticket.is_delta());
-        let target_tokens = self.kv_target(key, need, is_delta);
+        let target_tokens = self.kv_target_tokens(key, need, is_delta);
         let session = &self.sessions[key];
-        turn.growth_tokens = Some(target_tokens.saturating_sub(session.history_tokens));
+        turn.growth_tokens_max = Some(target_tokens.saturating_sub(session.history_tokens));
         let incarnation = session.incarnation.clone();
         let held_row_before = self.change_session(key, |session| {
             if is_delta {
@@ -418,7 +419,7 @@ impl Table {
     fn count_as_inside(&mut self, now: Instant, rid: &str, turn: &Turn) {
         let ticket = self.tickets.get_mut(rid).expect("the caller has it");
         ticket.state = TicketState::Inside;
-        ticket.since = now;
+        ticket.state_since = now;
         if let Some(session) = &turn.session {
             ticket.incarnation.clone_from(&session.incarnation);
         }
@@ -427,7 +428,7 @@ impl Table {
         let account = self.account(dp_rank);
         account.totals.turns_queued -= 1;
         account.totals.turns_running += 1;
-        account.count_start(turn.growth_tokens.is_some(), large_tokens, rows);
+        account.count_start(turn.growth_tokens_max.is_some(), large_tokens, rows);
     }
 
     /// Refuses a ticket that is not inside the engine, and forgets it.
@@ -477,12 +478,12 @@ impl Table {
     }
 
     /// Refuses tickets that have waited too long.
-    pub(super) fn refuse_late(&mut self, now: Instant) {
+    pub(super) fn refuse_overdue(&mut self, now: Instant) {
         let wait_max = self.settings.queue_wait_max;
         let mut has_refused = false;
         while let Some(rid) = self.queue.front().cloned() {
-            let is_late = self.tickets[&rid].since + wait_max <= now;
-            if !is_late || !self.settings.guards.is_on(Guard::QueueTime) {
+            let is_overdue = self.tickets[&rid].state_since + wait_max <= now;
+            if !is_overdue || !self.settings.guards.is_on(Guard::QueueTime) {
                 break;
             }
             has_refused = true;
@@ -490,7 +491,7 @@ impl Table {
             self.refuse_ticket(now, &rid, Error::OutOfRoom { resource: "queue_time", detail });
         }
         if has_refused {
-            self.pump(now);
+            self.process_queue(now);
         }
     }
 }

@@ -24,7 +24,7 @@ impl Table {
             ticket.dp_rank == dp_rank
                 && match ticket.state {
                     TicketState::Queued => true,
-                    TicketState::Inside => ticket.since > sampled_at,
+                    TicketState::Inside => ticket.state_since > sampled_at,
                     // The body of a claimed turn isn't known yet. An open request is not a turn.
                     TicketState::Claimed | TicketState::AwaitsOpen => false,
                 }
@@ -45,7 +45,7 @@ impl Table {
             // A trim turn: a full history from which the shim removes the tokens that its session
             // has.
             Some(session) if ticket.is_pinned && ticket.is_trim_turn() => {
-                let planned_tokens = ticket.tokens_to_compute(session.resident_tokens);
+                let planned_tokens = ticket.planned_tokens_to_compute(session.resident_tokens);
                 planned_tokens.unwrap_or(sent_tokens.saturating_sub(session.resident_tokens))
             }
             Some(session) if session.retention == Retention::Pinned && !ticket.is_delta() => {

@@ -16,23 +16,23 @@ const ANSWER_TOKENS_AHEAD: u64 = 4096;
 impl Table {
     /// Returns how many tokens of the pool pinned sessions may hold, so that room is left for the
     /// largest plain turn that runs, or that waits for pinned sessions to give up room.
-    pub(super) fn room_to_pin(&self, dp_rank: u32, pool_tokens: u64) -> u64 {
+    pub(super) fn pinnable_tokens(&self, dp_rank: u32, pool_tokens: u64) -> u64 {
         let largest_turn = self.accounts[dp_rank as usize].largest_turn_tokens();
-        let is_guarded = self.settings.guards.is_on(Guard::LargeTurnWaits);
+        let is_guard_on = self.settings.guards.is_on(Guard::LargeTurnWaits);
         let room_beside_turn =
-            if is_guarded { pool_tokens.saturating_sub(largest_turn) } else { pool_tokens };
+            if is_guard_on { pool_tokens.saturating_sub(largest_turn) } else { pool_tokens };
         // The engine starts a turn only if more than one page is free beyond the turn's need.
         room_beside_turn.min(pool_tokens.saturating_sub(self.engine.page_tokens + 1))
     }
 
     /// Returns the most KV tokens that a pinned session may hold after a turn that runs in it.
-    pub(super) fn kv_target(&self, key: &SessionKey, need: Need, is_delta: bool) -> u64 {
+    pub(super) fn kv_target_tokens(&self, key: &SessionKey, need: Need, is_delta: bool) -> u64 {
         let (session, guards) = (&self.sessions[key], self.settings.guards);
         if !guards.is_on(Guard::GrowthReserved) {
             return session.resident_tokens;
         }
         if !is_delta && self.shim_trims {
-            return self.full_history_target(key, need).max(session.resident_tokens);
+            return self.full_history_target_tokens(key, need).max(session.resident_tokens);
         }
         // A history whose KV is not resident is computed again and needs room.
         let tokens_before = if guards.is_on(Guard::HistoryReserved) {
@@ -48,7 +48,7 @@ impl Table {
     /// Returns the tokens that must be free before the engine starts a plain turn: the prompt in
     /// whole pages, the part of the answer that the engine reserves, and more than one page beyond
     /// them.
-    pub(super) fn tokens_engine_needs(&self, need: Need) -> u64 {
+    pub(super) fn free_tokens_needed(&self, need: Need) -> u64 {
         let (context, page_tokens) = (self.engine.context_tokens, self.engine.page_tokens);
         let prompt = need.prompt_tokens.min(context);
         let answer_max = if need.ignores_eos { context } else { ANSWER_TOKENS_AHEAD };

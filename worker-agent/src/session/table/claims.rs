@@ -196,7 +196,7 @@ impl Table {
             (Some(claim), Some(key.clone()), generation);
         self.tickets.insert(rid.to_owned(), ticket);
         self.queue.push_back(rid.to_owned());
-        self.pump(now);
+        self.process_queue(now);
         self.debug_check();
         Ok(())
     }
@@ -204,7 +204,7 @@ impl Table {
     /// Handles the engine's answer to an [`super::Effect::Open`].
     pub fn handle_open_result(&mut self, now: Instant, incarnation: &str, result: &OpenResult) {
         let key = self
-            .by_incarnation
+            .keys_by_incarnation
             .get(incarnation)
             .cloned()
             .filter(|key| matches!(self.sessions[key].phase, Phase::Opening | Phase::Closing));
@@ -236,7 +236,7 @@ impl Table {
                     // The agent pinned this session on its own, so its turns continue without the
                     // pin.
                     self.unpin_without_close(now, &key);
-                    self.pump(now);
+                    self.process_queue(now);
                     return self.debug_check();
                 }
                 let (OpenResult::NotOpened(reason) | OpenResult::Unknown(reason)) = result else {
@@ -246,7 +246,7 @@ impl Table {
                 self.drop_session(now, &key, &error);
             }
         }
-        self.pump(now);
+        self.process_queue(now);
         self.debug_check();
     }
 
@@ -294,7 +294,7 @@ impl Table {
         self.schedule_deadline_at(now + session.idle_max);
         let page_tokens = self.engine.page_tokens;
         self.account(dp_rank).add_session(&session, page_tokens);
-        self.by_incarnation.insert(session.incarnation.clone(), key.clone());
+        self.keys_by_incarnation.insert(session.incarnation.clone(), key.clone());
         self.sessions.insert(key.clone(), session);
         self.report_change(key);
         Ok(())

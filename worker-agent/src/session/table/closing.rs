@@ -103,7 +103,7 @@ impl Table {
         self.uncount_close(&closing);
         self.effects.push(Effect::Freed(now.saturating_duration_since(closing.begun_at)));
         self.write_journal(Record::Closed { incarnation: incarnation.to_owned() });
-        self.pump(now);
+        self.process_queue(now);
         self.debug_check();
     }
 
@@ -121,15 +121,15 @@ impl Table {
     /// its clients don't know that it was opened for them, and a router that hasn't heard of it
     /// can't close it.
     pub(super) fn close_unused(&mut self, now: Instant, key: &SessionKey) {
-        let has_no_use = self.sessions.get(key).is_some_and(Session::is_open_for_nothing);
-        if has_no_use && self.settings.guards.is_on(Guard::UnusedClosed) {
+        let is_open_for_nothing = self.sessions.get(key).is_some_and(Session::is_open_for_nothing);
+        if is_open_for_nothing && self.settings.guards.is_on(Guard::UnusedClosed) {
             let _ = self.begin_close(now, key);
         }
     }
 
     /// Closes a pinned session at the engine, but keeps it in the table, so that its client is told
     /// why with the client's next turn.
-    pub(super) fn retire(&mut self, now: Instant, key: &SessionKey, reason: GoneReason) {
+    pub(super) fn close_as_gone(&mut self, now: Instant, key: &SessionKey, reason: GoneReason) {
         let event = match reason {
             GoneReason::Reclaimed => SessionEvent::Reclaimed,
             GoneReason::HistoryUnknown => SessionEvent::Doubted,
@@ -137,7 +137,7 @@ impl Table {
             GoneReason::EngineRestarted => SessionEvent::EngineLost,
         };
         self.effects.push(Effect::SessionEvent(key.clone(), event));
-        self.answer_outside(key);
+        self.answer_run_outside(key);
         self.close_at_engine(now, key);
         self.reincarnate(key);
         self.change_session(key, |session| {
@@ -159,7 +159,7 @@ impl Table {
     ) {
         let can_verify = self.accounts[self.sessions[key].dp_rank as usize].can_verify();
         let (true, Some(expected)) = (can_verify, expected) else {
-            return self.retire(now, key, GoneReason::HistoryUnknown);
+            return self.close_as_gone(now, key, GoneReason::HistoryUnknown);
         };
         let until = now + VERIFY_TIME_MAX;
         let (dp_rank, rid) = self.change_session(key, |session| {
@@ -174,26 +174,26 @@ impl Table {
     /// that other sessions wrote to them. No further turn runs on these pages. A running turn ends
     /// first.
     pub fn handle_corruption(&mut self, now: Instant, incarnation: &str) {
-        let Some(key) = self.by_incarnation.get(incarnation).cloned() else { return };
+        let Some(key) = self.keys_by_incarnation.get(incarnation).cloned() else { return };
         self.change_session(&key, |session| session.is_corrupt = true);
-        self.retire_corrupt(now, &key);
-        self.pump(now);
+        self.close_corrupt(now, &key);
+        self.process_queue(now);
         self.debug_check();
     }
 
     /// Closes a corrupt session at the engine once no turn of it runs.
-    pub(super) fn retire_corrupt(&mut self, now: Instant, key: &SessionKey) {
+    pub(super) fn close_corrupt(&mut self, now: Instant, key: &SessionKey) {
         let Some(session) = self.sessions.get(key) else { return };
         let is_closed_anyway = matches!(session.phase, Phase::Closing | Phase::Gone(_));
         if session.is_corrupt && session.turns_running == 0 && !is_closed_anyway {
-            self.retire(now, key, GoneReason::KvCorrupt);
+            self.close_as_gone(now, key, GoneReason::KvCorrupt);
         }
     }
 
     /// Returns the key of the session that has this incarnation.
     #[must_use]
     pub fn session_key(&self, incarnation: &str) -> Option<&SessionKey> {
-        self.by_incarnation.get(incarnation)
+        self.keys_by_incarnation.get(incarnation)
     }
 
     /// Requests the close of a session's incarnation, as its retention needs.
@@ -277,17 +277,19 @@ impl Table {
         // can't be asked, it isn't at fault.
         let is_stuck =
             |closing: &&PendingClose| closing.is_kept_by_engine && is_overdue(closing.begun_at);
-        let closes = self.pending_closes.values().filter(is_stuck).count();
-        if closes > 0 {
+        let stuck_closes = self.pending_closes.values().filter(is_stuck).count();
+        if stuck_closes > 0 {
             return Some(format!(
-                "the engine keeps {closes} sessions half closed; their rows and KV come back only \
-                 when it restarts"
+                "the engine keeps {stuck_closes} sessions half closed; their rows and KV come back \
+                 only when it restarts"
             ));
         }
         let abandoned = self.tickets.values().filter_map(|ticket| ticket.abandoned_since);
-        let turns = abandoned.filter(|since| is_overdue(*since)).count();
-        (turns > 0).then(|| {
-            format!("the engine doesn't end {turns} aborted turns; restart it to free their rows")
+        let stuck_turns = abandoned.filter(|since| is_overdue(*since)).count();
+        (stuck_turns > 0).then(|| {
+            format!(
+                "the engine doesn't end {stuck_turns} aborted turns; restart it to free their rows"
+            )
         })
     }
 }

@@ -32,7 +32,7 @@ impl Table {
         let Some(ticket) = self.tickets.get(rid) else { return };
         if ticket.state != TicketState::Inside {
             self.forget_ticket(now, rid);
-            self.pump(now);
+            self.process_queue(now);
             return self.debug_check();
         }
         let ticket = self.tickets.remove(rid).expect("just seen");
@@ -53,13 +53,13 @@ impl Table {
             if is_current && !matches!(self.sessions[key].phase, Phase::Gone(_)) {
                 self.settle_end(now, key, rid, &ticket, outcome);
             }
-            self.retire_corrupt(now, key);
+            self.close_corrupt(now, key);
             if self.sessions.contains_key(key) {
                 self.schedule_deadline(key);
             }
             self.close_if_due(now, key);
         }
-        self.pump(now);
+        self.process_queue(now);
         self.debug_check();
     }
 
@@ -91,15 +91,15 @@ impl Table {
             return self.undo_admission(key, ticket.had_no_kv);
         }
         let outcome = self.measure_full_history(key, ticket, outcome);
-        let is_pinned = self.sessions[key].retention == Retention::Pinned;
-        if ticket.is_pinned && is_pinned {
+        let is_session_pinned = self.sessions[key].retention == Retention::Pinned;
+        if ticket.is_pinned && is_session_pinned {
             if !self.settle_uncertain_trim(now, key, (rid, ticket), outcome) {
                 self.settle_pinned(now, key, rid, ticket, outcome);
             }
             return;
         }
         // If the session is pinned, the turn ran beside it.
-        let ran_beside = is_pinned;
+        let ran_beside = is_session_pinned;
         if let Outcome::Finished(usage) | Outcome::Unheard(usage) = outcome {
             self.change_session(key, |session| {
                 session.turns += 1;

@@ -29,9 +29,9 @@ const LOAD_LAG_MAX: Duration = Duration::from_millis(500);
 
 /// One rank's load, as the engine reports it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Load {
+pub struct EngineLoad {
     /// The number of requests in the engine's queue.
-    pub waiting: u64,
+    pub waiting_requests: u64,
     /// KV tokens that the engine can't evict.
     pub used_tokens: u64,
 }
@@ -50,22 +50,23 @@ pub struct SessionReport {
     /// Whether a turn of the session is in the engine.
     pub in_flight: bool,
     /// Whether the report is part of a full session table, not a report of a change.
-    pub from_full_table: bool,
+    pub is_from_full_table: bool,
 }
 
 impl Table {
     /// Handles an engine's load sample for one rank.
-    pub fn handle_load(&mut self, now: Instant, dp_rank: u32, load: Load) {
+    pub fn handle_load(&mut self, now: Instant, dp_rank: u32, load: EngineLoad) {
         let has_pending_close =
             self.pending_closes.values().any(|closing| closing.dp_rank == dp_rank);
         let guards = self.settings.guards;
         let Some(account) = self.accounts.get_mut(dp_rank as usize) else { return };
-        account.engine_queue = Some(i64::try_from(load.waiting).unwrap_or(i64::MAX));
+        account.engine_queue_length =
+            Some(i64::try_from(load.waiting_requests).unwrap_or(i64::MAX));
         let is_idle = account.totals.turns_running == 0 && !has_pending_close;
         let idle_since = is_idle.then(|| *account.idle_since.get_or_insert(now));
         account.idle_since = idle_since;
-        let has_current_load = idle_since.is_some_and(|since| since + LOAD_LAG_MAX <= now);
-        if account.shim.is_none() && has_current_load && guards.is_on(Guard::ForeignCounted) {
+        let is_load_current = idle_since.is_some_and(|since| since + LOAD_LAG_MAX <= now);
+        if account.shim.is_none() && is_load_current && guards.is_on(Guard::ForeignCounted) {
             // Tokens that can't be evicted and that none of the agent's sessions hold are foreign.
             let own_tokens = account.totals.pinned_tokens - account.totals.foreign_tokens;
             let pool_tokens =
@@ -74,7 +75,7 @@ impl Table {
             account.totals.pinned_tokens = own_tokens + foreign_tokens;
             account.totals.foreign_tokens = foreign_tokens;
         }
-        self.pump(now);
+        self.process_queue(now);
         self.debug_check();
     }
 
@@ -119,15 +120,15 @@ impl Table {
             let was_demoting = matches!(self.sessions[&key].phase, Phase::Demoting { .. });
             let reason =
                 if was_demoting { GoneReason::Reclaimed } else { GoneReason::HistoryUnknown };
-            self.retire(now, &key, reason);
+            self.close_as_gone(now, &key, reason);
         }
-        self.pump(now);
+        self.process_queue(now);
         self.debug_check();
     }
 
     /// Handles the shim's report of one session.
     pub fn handle_session_report(&mut self, now: Instant, dp_rank: u32, report: &SessionReport) {
-        if let Some(key) = self.by_incarnation.get(&report.id).cloned() {
+        if let Some(key) = self.keys_by_incarnation.get(&report.id).cloned() {
             // The engine opens a session on every rank, but its history is on one rank only.
             if self.sessions[&key].dp_rank == dp_rank {
                 self.handle_own_session(now, &key, report);
@@ -155,7 +156,7 @@ impl Table {
         match &mut self.sessions.get_mut(key).expect("the caller has it").phase {
             // The uncertain turn has not ended yet, so the session table must be requested again.
             Phase::Suspect { is_table_requested, .. }
-                if *is_table_requested && report.from_full_table && report.in_flight =>
+                if *is_table_requested && report.is_from_full_table && report.in_flight =>
             {
                 *is_table_requested = false;
                 let dp_rank = self.sessions[key].dp_rank;
@@ -164,7 +165,7 @@ impl Table {
             // Only a table that was requested since the uncertain turn counts. A report from before
             // the request may describe the state before that turn.
             &mut Phase::Suspect { expected, is_table_requested: true, .. }
-                if report.from_full_table =>
+                if report.is_from_full_table =>
             {
                 if expected.matches(report.history_tokens) {
                     self.effects.push(Effect::SessionEvent(key.clone(), SessionEvent::Verified));
@@ -179,9 +180,9 @@ impl Table {
                     // The session has a deadline of its own again.
                     self.schedule_deadline(key);
                 } else {
-                    self.retire(now, key, GoneReason::HistoryUnknown);
+                    self.close_as_gone(now, key, GoneReason::HistoryUnknown);
                 }
-                self.pump(now);
+                self.process_queue(now);
             }
             Phase::Demoting { .. } if !report.holds_row && !report.in_flight => {
                 self.handle_demote_result(now, &report.id, true)
@@ -215,13 +216,13 @@ impl Table {
     /// Handles the shim's report that a session is closed in the engine.
     pub fn handle_session_gone(&mut self, now: Instant, dp_rank: u32, id: &str) {
         // The engine closes the session on every rank, but its row and KV were on one.
-        if let Some(key) = self.by_incarnation.get(id).cloned()
+        if let Some(key) = self.keys_by_incarnation.get(id).cloned()
             && self.sessions[&key].dp_rank == dp_rank
             && self.sessions[&key].turns_running == 0
             && matches!(self.sessions[&key].phase, Phase::Open | Phase::Demoted)
         {
             // Another client of the engine closed the session.
-            self.retire(now, &key, GoneReason::HistoryUnknown);
+            self.close_as_gone(now, &key, GoneReason::HistoryUnknown);
         }
         if self.pending_closes.get(id).is_some_and(|closing| closing.dp_rank == dp_rank) {
             self.handle_close_result(now, id, CloseResult::Confirmed);
@@ -229,7 +230,7 @@ impl Table {
         let Some(account) = self.accounts.get_mut(dp_rank as usize) else { return };
         if account.foreign_sessions.remove(id).is_some() {
             self.recount_foreign(dp_rank);
-            self.pump(now);
+            self.process_queue(now);
             self.debug_check();
         }
     }
@@ -259,7 +260,7 @@ impl Table {
         for dp_rank in 0..self.accounts.len() {
             let account = &mut self.accounts[dp_rank];
             account.foreign_sessions.clear();
-            (account.engine_queue, account.idle_since, account.shim) = (None, None, None);
+            (account.engine_queue_length, account.idle_since, account.shim) = (None, None, None);
             self.recount_foreign(u32::try_from(dp_rank).expect("few ranks"));
         }
         let keys: Vec<SessionKey> = self.sessions.keys().cloned().collect();

@@ -19,14 +19,14 @@ pub(super) struct RankAccount {
     pub(super) turns_claimed: u32,
     /// KV tokens needed by the largest plain turn that waits for pinned sessions to give up room; 0
     /// if none waits.
-    waiting_for_pins_tokens: u64,
+    largest_waiting_tokens: u64,
     /// The number of running plain turns.
-    plain_turns: u64,
+    plain_turns_running: u64,
     /// KV tokens that each running large turn may need.
-    large_turns: Vec<u64>,
+    large_turn_tokens: Vec<u64>,
     /// The estimated length of the engine's queue: the length that the engine reported last, plus
     /// the turns sent since then, minus the turns ended since then. `None` before its first report.
-    pub(super) engine_queue: Option<i64>,
+    pub(super) engine_queue_length: Option<i64>,
     /// Since when no turn is inside the engine and no close is unconfirmed.
     pub(super) idle_since: Option<Instant>,
     /// Foreign sessions (opened by other clients of the engine), by their ids in the engine. Empty
@@ -54,7 +54,7 @@ pub(super) struct ForeignSession {
 impl RankAccount {
     /// Adds a session's figures to the totals.
     pub(super) fn add_session(&mut self, session: &Session, page_tokens: u64) {
-        let (rows, pinned_tokens, tree_tokens) = session_weight(session, page_tokens);
+        let (rows, pinned_tokens, tree_tokens) = session_contribution(session, page_tokens);
         self.totals.sessions += 1;
         self.totals.rows_held += rows;
         self.totals.pinned_tokens += pinned_tokens;
@@ -63,7 +63,7 @@ impl RankAccount {
 
     /// Subtracts a session's figures from the totals.
     pub(super) fn remove_session(&mut self, session: &Session, page_tokens: u64) {
-        let (rows, pinned_tokens, tree_tokens) = session_weight(session, page_tokens);
+        let (rows, pinned_tokens, tree_tokens) = session_contribution(session, page_tokens);
         self.totals.sessions -= 1;
         self.totals.rows_held -= rows;
         self.totals.pinned_tokens -= pinned_tokens;
@@ -73,37 +73,39 @@ impl RankAccount {
     /// Counts a turn that was sent to the engine. `large_tokens`: the KV tokens that it may need,
     /// if it is large. `rows`: the rank's request rows.
     pub(super) fn count_start(&mut self, is_pinned: bool, large_tokens: Option<u64>, rows: u32) {
-        self.plain_turns += u64::from(!is_pinned);
-        self.large_turns.extend(large_tokens);
+        self.plain_turns_running += u64::from(!is_pinned);
+        self.large_turn_tokens.extend(large_tokens);
         self.idle_since = None;
         // A turn that finds a free row doesn't wait in the engine's queue.
         let free_rows = u64::from(rows.saturating_sub(self.totals.rows_held));
-        if let (Some(queue_length), true) = (&mut self.engine_queue, self.plain_turns > free_rows) {
+        if let (Some(queue_length), true) =
+            (&mut self.engine_queue_length, self.plain_turns_running > free_rows)
+        {
             *queue_length += 1;
         }
     }
 
     /// Counts a turn as plain that was admitted to its pinned session, but runs on the radix tree.
     pub(super) fn count_as_plain(&mut self) {
-        self.plain_turns += 1;
+        self.plain_turns_running += 1;
     }
 
     /// Counts a turn as large that was admitted to its pinned session, but runs on the radix tree.
     pub(super) fn count_as_large(&mut self, tokens: u64) {
-        self.large_turns.push(tokens);
+        self.large_turn_tokens.push(tokens);
     }
 
     /// Counts a turn that has ended.
     pub(super) fn count_end(&mut self, is_pinned: bool, large_tokens: Option<u64>) {
         self.totals.turns_running -= 1;
-        self.plain_turns -= u64::from(!is_pinned);
+        self.plain_turns_running -= u64::from(!is_pinned);
         let index = large_tokens.and_then(|ended_tokens| {
-            self.large_turns.iter().position(|tokens| *tokens == ended_tokens)
+            self.large_turn_tokens.iter().position(|tokens| *tokens == ended_tokens)
         });
         if let Some(index) = index {
-            self.large_turns.swap_remove(index);
+            self.large_turn_tokens.swap_remove(index);
         }
-        if let Some(queue_length) = &mut self.engine_queue {
+        if let Some(queue_length) = &mut self.engine_queue_length {
             *queue_length = (*queue_length - 1).max(0);
         }
     }
@@ -111,19 +113,19 @@ impl RankAccount {
     /// Returns the most KV tokens that a large running turn, or a plain turn that waits for pinned
     /// sessions to give up room, may need.
     pub(super) fn largest_turn_tokens(&self) -> u64 {
-        self.large_turns.iter().copied().max().unwrap_or(0).max(self.waiting_for_pins_tokens)
+        self.large_turn_tokens.iter().copied().max().unwrap_or(0).max(self.largest_waiting_tokens)
     }
 
     /// Starts a new pass over the agent's queue.
-    pub(super) fn start_pass(&mut self) {
-        self.waiting_for_pins_tokens = 0;
+    pub(super) fn start_queue_pass(&mut self) {
+        self.largest_waiting_tokens = 0;
     }
 
     /// Notes that a plain turn waits for pinned sessions to give up room for its `tokens`. Returns
     /// whether it is the first such turn of this pass over the agent's queue.
     pub(super) fn note_wait_for_pins(&mut self, tokens: u64) -> bool {
-        let is_first = self.waiting_for_pins_tokens == 0;
-        self.waiting_for_pins_tokens = self.waiting_for_pins_tokens.max(tokens);
+        let is_first = self.largest_waiting_tokens == 0;
+        self.largest_waiting_tokens = self.largest_waiting_tokens.max(tokens);
         is_first
     }
 
@@ -132,8 +134,8 @@ impl RankAccount {
     pub(super) fn has_engine_room(&self, capacity: &RankCapacity, turns_ahead: u64) -> bool {
         let free_rows = u64::from(capacity.rows.saturating_sub(self.totals.rows_held));
         let engine_waiting =
-            self.engine_queue.map_or(0, |length| u64::try_from(length).unwrap_or(0));
-        self.plain_turns < free_rows + turns_ahead && engine_waiting < turns_ahead
+            self.engine_queue_length.map_or(0, |length| u64::try_from(length).unwrap_or(0));
+        self.plain_turns_running < free_rows + turns_ahead && engine_waiting < turns_ahead
     }
 
     /// Whether a connected shim can demote sessions.
@@ -149,7 +151,7 @@ impl RankAccount {
 
 /// Returns what a session adds to its rank's totals: rows, pinned tokens, and an estimate of tokens
 /// in the radix tree.
-fn session_weight(session: &Session, page_tokens: u64) -> (u32, u64, u64) {
+fn session_contribution(session: &Session, page_tokens: u64) -> (u32, u64, u64) {
     if session.retention != proto::load::Retention::Pinned {
         return (0, 0, session.resident_tokens);
     }

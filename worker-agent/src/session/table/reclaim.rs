@@ -49,38 +49,39 @@ impl From<Shortage> for Error {
 /// How long a coding agent pauses between the turns of a session. Each pair holds a number of
 /// seconds, and the share of pauses that are longer, in thousandths. The figures are from 1,300
 /// recorded conversations; see the design notes on idle time.
-const PAUSES: [(u64, u64); 8] =
+const LONGER_PAUSE_SHARES: [(u64, u64); 8] =
     [(0, 1000), (10, 500), (30, 270), (60, 200), (120, 130), (300, 70), (600, 40), (3600, 5)];
 /// A session that resumes within this time resumes "soon". For a session that resumes later,
 /// keeping its KV doesn't pay.
-const SOON: Duration = Duration::from_secs(120);
+const RESUMES_SOON_MAX: Duration = Duration::from_secs(120);
 
 /// The longest time that a demotion may take. The shim demotes within two scheduler steps, and even
 /// a long prefill step is shorter than this.
 const DEMOTION_TIME_MAX: Duration = Duration::from_secs(5);
 
-/// Returns the chance, in thousandths, that a session idle for `idle` resumes within `SOON`.
-pub(super) fn resume_chance(idle: Duration) -> u64 {
-    let longer_share = share_of_longer_pauses(idle);
-    if longer_share == 0 {
+/// Returns the chance, in thousandths, that a session idle for `idle` resumes within
+/// [`RESUMES_SOON_MAX`].
+pub(super) fn resume_chance_milli(idle: Duration) -> u64 {
+    let longer_ppm = longer_pauses_ppm(idle);
+    if longer_ppm == 0 {
         return 0;
     }
-    1000 - share_of_longer_pauses(idle + SOON).saturating_mul(1000) / longer_share
+    1000 - longer_pauses_ppm(idle + RESUMES_SOON_MAX).saturating_mul(1000) / longer_ppm
 }
 
 /// Returns the share of pauses longer than `idle`, in millionths. Interpolates linearly between the
-/// points of `PAUSES`.
-fn share_of_longer_pauses(idle: Duration) -> u64 {
+/// points of `LONGER_PAUSE_SHARES`.
+fn longer_pauses_ppm(idle: Duration) -> u64 {
     let idle_ms = u64::try_from(idle.as_millis()).unwrap_or(u64::MAX);
-    for points in PAUSES.windows(2) {
-        let ((from_s, share_from), (to_s, share_to)) = (points[0], points[1]);
+    for segment in LONGER_PAUSE_SHARES.windows(2) {
+        let ((from_s, share_from), (to_s, share_to)) = (segment[0], segment[1]);
         if idle_ms < to_s * 1000 {
             return share_from * 1000
                 - (share_from - share_to) * 1000 * (idle_ms - from_s * 1000)
                     / ((to_s - from_s) * 1000);
         }
     }
-    let (longest_s, longest_share) = PAUSES[PAUSES.len() - 1];
+    let (longest_s, longest_share) = LONGER_PAUSE_SHARES[LONGER_PAUSE_SHARES.len() - 1];
     // After the last point, the share halves each time the duration doubles.
     longest_share * 1000 * longest_s * 1000 / idle_ms.max(1)
 }
@@ -114,16 +115,16 @@ impl Table {
             .map(|(key, session)| {
                 let held_tokens = self.round_to_pages(session.resident_tokens);
                 (
-                    (!session.has_auto_retention(), keep_value(session, now, shortage)),
+                    (!session.has_auto_retention(), value_of_kept_kv(session, now, shortage)),
                     key.clone(),
                     held_tokens,
                 )
             })
             .collect();
-        let can_help = idle_sessions.len() as u64 >= rows_missing
+        let hold_enough = idle_sessions.len() as u64 >= rows_missing
             && idle_sessions.iter().map(|(_, _, held_tokens)| held_tokens).sum::<u64>()
                 >= tokens_missing;
-        if !can_help {
+        if !hold_enough {
             return false;
         }
         idle_sessions.sort_unstable();
@@ -164,7 +165,7 @@ impl Table {
         let session = &self.sessions[key];
         let dp_rank = session.dp_rank;
         if !self.accounts[dp_rank as usize].can_demote() {
-            return self.retire(now, key, GoneReason::Reclaimed);
+            return self.close_as_gone(now, key, GoneReason::Reclaimed);
         }
         let incarnation = session.incarnation.clone();
         let until = now + DEMOTION_TIME_MAX;
@@ -175,7 +176,7 @@ impl Table {
 
     /// Demotes sessions that the agent pinned on its own and that did not come back within
     /// `demote_idle`. From then on, the engine may evict their KV when it is used least.
-    pub(super) fn demote_idle(&mut self, now: Instant) {
+    pub(super) fn demote_idle_sessions(&mut self, now: Instant) {
         let is_due = |session: &Session| session.last_turn_end + self.settings.demote_idle <= now;
         let idle_sessions = self
             .sessions
@@ -188,7 +189,7 @@ impl Table {
     /// Handles the shim's answer to an [`Effect::Demote`]. `is_demoted`: the session's KV is in the
     /// radix tree now.
     pub fn handle_demote_result(&mut self, now: Instant, incarnation: &str, is_demoted: bool) {
-        let Some(key) = self.by_incarnation.get(incarnation).cloned() else { return };
+        let Some(key) = self.keys_by_incarnation.get(incarnation).cloned() else { return };
         if !matches!(self.sessions[&key].phase, Phase::Demoting { .. }) {
             return;
         }
@@ -202,9 +203,9 @@ impl Table {
                 session.resident_tokens = 0;
             });
         } else {
-            self.retire(now, &key, GoneReason::Reclaimed);
+            self.close_as_gone(now, &key, GoneReason::Reclaimed);
         }
-        self.pump(now);
+        self.process_queue(now);
         self.debug_check();
     }
 
@@ -226,8 +227,8 @@ impl Table {
 /// Returns how much keeping an idle session's KV is worth: its history tokens times the chance that
 /// the session resumes soon. If tokens are short, divides this by the tokens that the session
 /// holds.
-fn keep_value(session: &Session, now: Instant, shortage: &Shortage) -> u64 {
-    let saved_tokens = resume_chance(session.idle(now)) * session.history_tokens;
+fn value_of_kept_kv(session: &Session, now: Instant, shortage: &Shortage) -> u64 {
+    let saved_tokens = resume_chance_milli(session.idle(now)) * session.history_tokens;
     match shortage {
         Shortage::Rows { .. } => saved_tokens,
         Shortage::Tokens { .. } => saved_tokens * 1000 / session.resident_tokens.max(1),

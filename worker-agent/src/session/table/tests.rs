@@ -7,9 +7,9 @@ mod auto_pin;
 mod engine;
 mod must_continue;
 mod order;
-mod prefix;
 mod rig;
 mod trim;
+mod volatile_prefix;
 
 use std::time::Duration;
 
@@ -220,7 +220,7 @@ fn growth_is_reserved_before_the_turn_and_given_back_after_it() {
     let large =
         Need { prompt_tokens: 500, answer_tokens: Some(300), is_exact: true, ..Need::default() };
     let turn = rig.turn_that_needs(&delta("a"), large).inside();
-    assert_eq!(turn.turn.growth_tokens, Some(800));
+    assert_eq!(turn.turn.growth_tokens_max, Some(800));
     assert_eq!(rig.table.totals(0).pinned_tokens, 800);
     let refused = rig.turn_that_needs(&delta("b"), large).error();
     assert!(is_short(&refused, "pin_tokens"), "{refused}");
@@ -449,7 +449,7 @@ fn the_shim_settles_what_only_the_engine_knows() {
         allocated_tokens: history_tokens,
         history_tokens,
         in_flight,
-        from_full_table: true,
+        is_from_full_table: true,
     };
     for (history_tokens, good) in [(25, true), (38, false)] {
         let mut rig = Rig::new();

@@ -39,18 +39,18 @@ use crate::shim::trim::Plan;
 const DIVERGENCE_STREAK_MAX: u32 = 2;
 /// The agent does not pin a session again for this long after the session lost its pin or found no
 /// room. Each pin costs the engine an open and a close.
-const PIN_AGAIN_AFTER: Duration = Duration::from_secs(30);
+const PIN_PAUSE: Duration = Duration::from_secs(30);
 
 /// The state of a trim turn: a full history in a pinned session, which the shim compares with the
 /// session's history.
 #[derive(Debug)]
 pub(super) struct TrimTurn {
     /// Prompt tokens for which room is reserved.
-    tokens_max: u64,
+    reserved_prompt_tokens: u64,
     /// Whether the turn may run only if its prompt continues the session's history.
     must_continue: bool,
     /// Whether the shim asked a question because the prompt has more tokens than are reserved.
-    is_too_large: bool,
+    exceeds_reserved: bool,
     /// Whether the turn replaced a history that clients append deltas to.
     has_replaced_deltas: bool,
     /// Whether the shim refused the turn. A refused turn does not run and changes no session.
@@ -60,7 +60,7 @@ pub(super) struct TrimTurn {
     /// Whether the shim has asked a question about the turn.
     shim_has_asked: bool,
     /// If a new incarnation is to be opened for the turn: the tokens to reserve in it.
-    reopen_tokens: Option<u64>,
+    reopen_target_tokens: Option<u64>,
     /// Whether the turn is the first of an incarnation that replaced another one.
     is_reopened: bool,
     /// The prompt tokens that the engine must report for the turn. `None` until the shim has
@@ -84,7 +84,7 @@ impl Ticket {
 
     /// Returns the prompt tokens that the engine computes for a turn that runs in its session, if
     /// `resident_tokens` are resident. `None` before the shim's plan.
-    pub(super) fn tokens_to_compute(&self, resident_tokens: u64) -> Option<u64> {
+    pub(super) fn planned_tokens_to_compute(&self, resident_tokens: u64) -> Option<u64> {
         let prompt_tokens = self.trim_turn.as_ref()?.planned_prompt_tokens?;
         Some(prompt_tokens.saturating_sub(resident_tokens))
     }
@@ -99,7 +99,7 @@ impl Table {
     /// Sets whether the shim trims full histories from now on.
     pub fn set_trimming(&mut self, now: Instant, shim_trims: bool) {
         self.shim_trims = shim_trims;
-        self.pump(now);
+        self.process_queue(now);
         self.debug_check();
     }
 
@@ -150,7 +150,7 @@ impl Table {
             session.retention = retention;
             session.phase = Phase::Open;
             session.clear_figures();
-            session.full_history.no_pin_before = Some(now + PIN_AGAIN_AFTER);
+            session.full_history.no_pin_before = Some(now + PIN_PAUSE);
         });
         self.schedule_deadline(key);
     }
@@ -223,21 +223,21 @@ impl Table {
 
     /// Marks an admitted turn for trimming. Returns the request that goes to the shim.
     pub(super) fn mark_for_trimming(&mut self, rid: &str, key: &SessionKey) -> TrimRequest {
-        let tokens_max = self.full_history_tokens(key, self.tickets[rid].need);
-        let opens_session = self.tickets[rid].is_opening();
-        let is_guarded = self.settings.guards.is_on(Guard::FullHistoryContinues);
+        let tokens_max = self.full_history_tokens_max(key, self.tickets[rid].need);
+        let opens_session = self.tickets[rid].opens_session();
+        let is_guard_on = self.settings.guards.is_on(Guard::FullHistoryContinues);
         let session = self.sessions.get_mut(key).expect("the caller has seen it");
         let is_reopened = std::mem::take(&mut session.full_history.next_turn_reopens);
-        let must_continue = session.deltas == Deltas::Taken && !opens_session && is_guarded;
+        let must_continue = session.deltas == Deltas::Taken && !opens_session && is_guard_on;
         let trim_turn = TrimTurn {
-            tokens_max,
+            reserved_prompt_tokens: tokens_max,
             must_continue,
-            is_too_large: false,
+            exceeds_reserved: false,
             has_replaced_deltas: false,
             is_refused: false,
             open_question: None,
             shim_has_asked: false,
-            reopen_tokens: None,
+            reopen_target_tokens: None,
             is_reopened,
             planned_prompt_tokens: None,
             committed_tokens: None,
@@ -284,7 +284,7 @@ impl Table {
             Plan::Diverged => self.handle_plan_beside(now, &key, plan, TrimOutcome::Diverged),
             Plan::Refused => self.handle_plan_beside(now, &key, plan, TrimOutcome::Refused),
         };
-        self.pump(now);
+        self.process_queue(now);
         self.debug_check();
         Some(outcome)
     }
@@ -358,7 +358,7 @@ impl Table {
     fn make_room_for_large_turn(&mut self, now: Instant, rid: &str, key: &SessionKey, need: Need) {
         let dp_rank = self.sessions[key].dp_rank;
         let Ok(&capacity) = self.capacity(dp_rank) else { return };
-        let tokens = self.tokens_engine_needs(need).min(capacity.pool_tokens);
+        let tokens = self.free_tokens_needed(need).min(capacity.pool_tokens);
         if tokens <= capacity.pool_tokens - capacity.pin_tokens_max {
             return;
         }
@@ -477,8 +477,8 @@ impl Table {
             Outcome::Refused => !has_plan,
             Outcome::Unheard(_) | Outcome::Partial | Outcome::Lost => false,
         };
-        let is_guarded = has_plan || self.settings.guards.is_on(Guard::PlanReported);
-        if ticket.trim_turn.is_none() || is_certain || !is_guarded {
+        let is_guard_on = has_plan || self.settings.guards.is_on(Guard::PlanReported);
+        if ticket.trim_turn.is_none() || is_certain || !is_guard_on {
             return false;
         }
         let is_open = self.sessions[key].phase == Phase::Open;

@@ -99,7 +99,7 @@ fn what_an_earlier_agent_left_is_closed_before_anything_is_pinned() {
 #[test]
 fn sessions_of_others_count_as_pinned() {
     let mut rig = Rig::new();
-    let load = Load { waiting: 0, used_tokens: 800 };
+    let load = EngineLoad { waiting_requests: 0, used_tokens: 800 };
     rig.table.handle_load(rig.now, 0, load);
     rig.wait(Duration::from_secs(1));
     rig.table.handle_load(rig.now, 0, load);
@@ -109,7 +109,7 @@ fn sessions_of_others_count_as_pinned() {
         Need { prompt_tokens: 300, answer_tokens: Some(1), is_exact: true, ..Need::default() };
     let refused = rig.turn_that_needs(&delta("s"), need).error();
     assert!(is_short(&refused, "pin_tokens"), "{refused}");
-    rig.table.handle_load(rig.now, 0, Load { waiting: 0, used_tokens: 0 });
+    rig.table.handle_load(rig.now, 0, EngineLoad { waiting_requests: 0, used_tokens: 0 });
     rig.turn_that_needs(&delta("s"), need).inside();
 }
 
@@ -123,7 +123,7 @@ fn the_shim_names_sessions_of_others() {
         allocated_tokens: 90,
         history_tokens: 91,
         in_flight: false,
-        from_full_table: false,
+        is_from_full_table: false,
     };
     rig.table.handle_session_report(rig.now, 0, &foreign);
     let totals = rig.table.totals(0);

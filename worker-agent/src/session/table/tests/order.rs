@@ -57,7 +57,7 @@ fn a_burst_is_not_held_back_while_the_engine_has_rows() {
     wide.ranks[0] =
         RankCapacity { rows: 256, turns_max: 512, pool_tokens: 100_000, ..wide.ranks[0] };
     let mut rig = Rig::with(TableSettings { turns_queued_max: 1024, ..settings() }, wide);
-    rig.table.handle_load(rig.now, 0, Load { waiting: 0, used_tokens: 0 });
+    rig.table.handle_load(rig.now, 0, EngineLoad { waiting_requests: 0, used_tokens: 0 });
     let held = (0..64).filter(|_| matches!(rig.plain(16), Answer::Waits(_))).count();
     assert_eq!(held, 0, "of 64 turns for an idle engine of 256 rows");
 }
@@ -65,21 +65,21 @@ fn a_burst_is_not_held_back_while_the_engine_has_rows() {
 #[test]
 fn what_was_estimated_of_others_is_over_when_a_shim_names_them() {
     let mut rig = Rig::new();
-    rig.table.handle_load(rig.now, 0, Load { waiting: 0, used_tokens: 500 });
+    rig.table.handle_load(rig.now, 0, EngineLoad { waiting_requests: 0, used_tokens: 500 });
     rig.now += Duration::from_secs(1);
-    rig.table.handle_load(rig.now, 0, Load { waiting: 0, used_tokens: 500 });
+    rig.table.handle_load(rig.now, 0, EngineLoad { waiting_requests: 0, used_tokens: 500 });
     assert_eq!(rig.table.totals(0).foreign_tokens, 500);
     rig.table.handle_shim_up(0, true);
     rig.table.handle_session_table(rig.now, 0, &[]);
     rig.now += Duration::from_secs(1);
-    rig.table.handle_load(rig.now, 0, Load { waiting: 0, used_tokens: 0 });
+    rig.table.handle_load(rig.now, 0, EngineLoad { waiting_requests: 0, used_tokens: 0 });
     assert_eq!(rig.table.totals(0).foreign_tokens, 0);
 }
 
 /// Returns the shim's report of a session whose KV is in the radix tree.
 fn without_kv(id: String, history_tokens: u64) -> SessionReport {
-    let (holds_row, allocated_tokens, in_flight, from_full_table) = (false, 0, false, true);
-    SessionReport { id, holds_row, allocated_tokens, history_tokens, in_flight, from_full_table }
+    let (holds_row, allocated_tokens, in_flight, is_from_full_table) = (false, 0, false, true);
+    SessionReport { id, holds_row, allocated_tokens, history_tokens, in_flight, is_from_full_table }
 }
 
 #[test]
@@ -95,7 +95,7 @@ fn a_demotion_whose_answer_was_lost_is_settled() {
     rig.carry_out();
 
     let id = rig.demotes[0].clone();
-    let who = rig.table.by_incarnation[&id].clone();
+    let who = rig.table.keys_by_incarnation[&id].clone();
     // The shim's report of the demotion was lost; its full session table arrives later.
     rig.table.handle_session_report(rig.now, 0, &without_kv(id, 21));
     assert_eq!(rig.table.get(&who).unwrap().phase, Phase::Demoted);

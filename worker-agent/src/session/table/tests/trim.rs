@@ -252,14 +252,14 @@ fn a_session_that_diverges_every_turn_is_left_to_the_tree() {
 pub(super) fn seen(rig: &mut Rig, id: &str, history_tokens: u64) {
     rig.table.mark_table_requested(0);
     let allocated_tokens = history_tokens - 1;
-    let (id, holds_row, in_flight, from_full_table) = (id.to_owned(), true, false, true);
+    let (id, holds_row, in_flight, is_from_full_table) = (id.to_owned(), true, false, true);
     let seen = SessionReport {
         id,
         holds_row,
         allocated_tokens,
         history_tokens,
         in_flight,
-        from_full_table,
+        is_from_full_table,
     };
     rig.table.handle_session_report(rig.now, 0, &seen);
     rig.carry_out();

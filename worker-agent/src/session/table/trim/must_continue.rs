@@ -17,7 +17,7 @@ impl Ticket {
     }
 
     /// Whether the client opens the session with this turn.
-    pub(super) fn is_opening(&self) -> bool {
+    pub(super) fn opens_session(&self) -> bool {
         self.claim.as_ref().is_some_and(|claim| claim.open)
     }
 }
@@ -32,13 +32,13 @@ impl Table {
     /// history, the session takes no deltas: the client that opened it doesn't know that history.
     pub(in super::super) fn update_deltas(&mut self, rid: &str, key: &SessionKey) {
         let ticket = &self.tickets[rid];
-        let (opens_session, trim_turn) = (ticket.is_opening(), ticket.trim_turn.as_ref());
+        let (opens_session, trim_turn) = (ticket.opens_session(), ticket.trim_turn.as_ref());
         let has_replaced_deltas = trim_turn.is_some_and(|turn| turn.has_replaced_deltas);
         let session = self.sessions.get_mut(key).expect("the caller has seen it");
-        let is_empty = session.history_tokens == 0;
+        let has_no_history = session.history_tokens == 0;
         session.deltas = match session.deltas {
             Deltas::Refused if opens_session && !has_replaced_deltas => Deltas::Allowed,
-            Deltas::Allowed if is_empty && !opens_session => Deltas::Refused,
+            Deltas::Allowed if has_no_history && !opens_session => Deltas::Refused,
             deltas => deltas,
         };
     }
@@ -55,8 +55,8 @@ impl Table {
         let trim_turn = self.trim_turn_mut(rid);
         trim_turn.is_refused = true;
         let exceeds_room =
-            plan.decision == Plan::Refused && plan.prompt_tokens > trim_turn.tokens_max;
-        let error = if trim_turn.is_too_large || exceeds_room {
+            plan.decision == Plan::Refused && plan.prompt_tokens > trim_turn.reserved_prompt_tokens;
+        let error = if trim_turn.exceeds_reserved || exceeds_room {
             let prompt_tokens_bound = self.tickets[rid].need.prompt_tokens;
             let session = self.sessions.get_mut(key).expect("the caller has seen it");
             // A retry of the turn then reserves this much room, or is refused because the pin
@@ -66,11 +66,12 @@ impl Table {
             let detail = format!("this full history has {} tokens", plan.prompt_tokens);
             Error::OutOfRoom { resource: "pin_tokens", detail }
         } else {
-            let (first_other, history_tokens) = (plan.shared_tokens, plan.committed_tokens);
+            let (first_difference, history_tokens) = (plan.shared_tokens, plan.committed_tokens);
             let detail = match plan.decision {
-                Plan::Diverged if first_other < history_tokens => {
+                Plan::Diverged if first_difference < history_tokens => {
                     format!(
-                        "differs from the session's {history_tokens} tokens at token {first_other}"
+                        "differs from the session's {history_tokens} tokens at token \
+                         {first_difference}"
                     )
                 }
                 Plan::Diverged => format!("adds nothing to the session's {history_tokens} tokens"),

@@ -57,38 +57,38 @@ impl Table {
         self.record_divergence(&key, plan);
         let need =
             Need { prompt_tokens: plan.prompt_tokens, is_exact: true, ..self.tickets[rid].need };
-        let target_tokens = self.full_history_target(&key, need);
+        let target_tokens = self.full_history_target_tokens(&key, need);
         let trim_turn = self.trim_turn_mut(rid);
         (trim_turn.open_question, trim_turn.shim_has_asked) = (Some(question), true);
-        let is_too_large =
-            plan.decision == Plan::Refused && plan.prompt_tokens > trim_turn.tokens_max;
+        let exceeds_reserved =
+            plan.decision == Plan::Refused && plan.prompt_tokens > trim_turn.reserved_prompt_tokens;
         let must_continue = trim_turn.must_continue;
-        trim_turn.tokens_max = trim_turn.tokens_max.max(plan.prompt_tokens);
+        trim_turn.reserved_prompt_tokens = trim_turn.reserved_prompt_tokens.max(plan.prompt_tokens);
         let can_fit = self.fits_pinned(&key, target_tokens);
-        self.trim_turn_mut(rid).is_too_large = is_too_large;
-        if !is_too_large && !self.has_hidden_end_tokens(&key, plan) {
+        self.trim_turn_mut(rid).exceeds_reserved = exceeds_reserved;
+        if !exceeds_reserved && !self.has_hidden_end_tokens(&key, plan) {
             self.change_session(&key, |session| session.full_history.divergence_streak += 1);
         }
         let session = &self.sessions[&key];
-        let is_auto = session.has_auto_retention();
+        let has_auto_retention = session.has_auto_retention();
         let streak = session.full_history.divergence_streak;
-        let is_aside = is_auto && plan.shares_little() && streak == 1;
-        let is_streak_too_long = is_auto && streak > DIVERGENCE_STREAK_MAX;
-        let keeps_history = must_continue && !is_too_large;
+        let is_aside = has_auto_retention && plan.shares_little() && streak == 1;
+        let is_streak_too_long = has_auto_retention && streak > DIVERGENCE_STREAK_MAX;
+        let must_keep_history = must_continue && !exceeds_reserved;
         // A closing session may still run its last turn in more room.
         let may_run_inside = session.phase == Phase::Open
-            || (session.phase == Phase::Closing && must_continue && is_too_large);
-        if !may_run_inside || is_aside || keeps_history || (!can_fit && !is_auto) {
-            self.answer_outside(&key);
-        } else if is_too_large && can_fit {
+            || (session.phase == Phase::Closing && must_continue && exceeds_reserved);
+        if !may_run_inside || is_aside || must_keep_history || (!can_fit && !has_auto_retention) {
+            self.answer_run_outside(&key);
+        } else if exceeds_reserved && can_fit {
             self.change_session(&key, |session| session.reserved_tokens = target_tokens);
-            self.answer_inside(rid, &key);
+            self.answer_run_inside(rid, &key);
         } else {
-            self.trim_turn_mut(rid).reopen_tokens =
+            self.trim_turn_mut(rid).reopen_target_tokens =
                 (can_fit && !is_streak_too_long).then_some(target_tokens);
             self.release_before_reopen(now, rid, &key);
         }
-        self.pump(now);
+        self.process_queue(now);
         self.debug_check();
     }
 
@@ -147,9 +147,9 @@ impl Table {
             matches!(self.row_shortage(dp_rank), Ok(None)) && self.fits_pinned(key, *target_tokens)
         };
         let wanted_tokens =
-            self.tickets[rid].trim_turn.as_ref().and_then(|turn| turn.reopen_tokens);
+            self.tickets[rid].trim_turn.as_ref().and_then(|turn| turn.reopen_target_tokens);
         let Some(target_tokens) = wanted_tokens.filter(has_room) else {
-            self.answer_outside(key);
+            self.answer_run_outside(key);
             return self.leave_without_incarnation(now, key);
         };
         self.trim_turn_mut(rid).is_reopened = true;
@@ -171,8 +171,10 @@ impl Table {
             return false;
         };
         match self.rid_with_question(key) {
-            Some(rid) if is_open && session.phase == Phase::Open => self.answer_inside(&rid, key),
-            _ => self.answer_outside(key),
+            Some(rid) if is_open && session.phase == Phase::Open => {
+                self.answer_run_inside(&rid, key)
+            }
+            _ => self.answer_run_outside(key),
         }
         if !is_open && self.sessions[key].phase == Phase::Closing {
             // The incarnation may be open at the engine all the same. It is being closed under its
@@ -217,10 +219,10 @@ impl Table {
     }
 
     /// Tells the shim to run the turn in its session, if the turn's question is still open.
-    fn answer_inside(&mut self, rid: &str, key: &SessionKey) {
+    fn answer_run_inside(&mut self, rid: &str, key: &SessionKey) {
         let incarnation = Some(self.sessions[key].incarnation.clone());
         let trim_turn = self.trim_turn_mut(rid);
-        let tokens_max = trim_turn.tokens_max;
+        let tokens_max = trim_turn.reserved_prompt_tokens;
         if let Some(question) = trim_turn.open_question.take() {
             self.effects.push(Effect::AnswerQuestion { question, incarnation, tokens_max });
         }
@@ -228,7 +230,7 @@ impl Table {
 
     /// Tells the shim not to run a turn in its session, if a question about a turn of the session
     /// is open.
-    pub(in super::super) fn answer_outside(&mut self, key: &SessionKey) {
+    pub(in super::super) fn answer_run_outside(&mut self, key: &SessionKey) {
         let Some(rid) = self.rid_with_question(key) else { return };
         if let Some(question) = self.trim_turn_mut(&rid).open_question.take() {
             self.effects.push(Effect::AnswerQuestion {

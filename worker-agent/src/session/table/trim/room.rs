@@ -52,7 +52,9 @@ impl Table {
         let has_free_row = matches!(self.row_shortage(session.dp_rank), Ok(None));
         let rows = self.capacity(session.dp_rank).map_or(0, |capacity| capacity.rows);
         let leaves_rows = self.totals(session.dp_rank).rows_held < rows / AUTO_PIN_ROWS_DIVISOR;
-        has_free_row && leaves_rows && self.fits_pinned(key, self.full_history_target(key, need))
+        has_free_row
+            && leaves_rows
+            && self.fits_pinned(key, self.full_history_target_tokens(key, need))
     }
 
     /// Whether the session fits into the pin budget and the pool if it holds `target_tokens`.
@@ -69,15 +71,15 @@ impl Table {
         else {
             return false;
         };
-        let pool_room = self.room_to_pin(session.dp_rank, capacity.pool_tokens);
+        let pool_room = self.pinnable_tokens(session.dp_rank, capacity.pool_tokens);
         pinned_tokens - session_tokens_now + self.round_to_pages(target_tokens)
             <= budget.min(pool_room)
     }
 
     /// Returns the most tokens that a full history and its answer may have.
-    pub(in super::super) fn full_history_target(&self, key: &SessionKey, need: Need) -> u64 {
+    pub(in super::super) fn full_history_target_tokens(&self, key: &SessionKey, need: Need) -> u64 {
         let context = self.engine.context_tokens;
-        let tokens = self.full_history_tokens(key, need);
+        let tokens = self.full_history_tokens_max(key, need);
         tokens.saturating_add(self.reserved_answer_tokens(key, need)).min(context)
     }
 
@@ -97,7 +99,7 @@ impl Table {
     /// Returns the most tokens that a full history may have to run in its session. The tokens of an
     /// earlier full history are known, the added tokens are estimated, and the shim enforces the
     /// result.
-    pub(super) fn full_history_tokens(&self, key: &SessionKey, need: Need) -> u64 {
+    pub(super) fn full_history_tokens_max(&self, key: &SessionKey, need: Need) -> u64 {
         let bound = need.prompt_tokens;
         let tokens = match self.sessions[key].full_history.last_measured {
             _ if need.is_exact => bound,

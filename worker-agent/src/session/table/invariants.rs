@@ -24,15 +24,14 @@ impl Table {
         }
         let guards = self.settings.guards;
         for (key, session) in &self.sessions {
-            let is_exclusive_kept = !session.is_exclusive || session.turns_running <= 1;
+            let respects_exclusivity = !session.is_exclusive || session.turns_running <= 1;
             assert!(
-                is_exclusive_kept || !guards.is_on(Guard::OneTurn),
+                respects_exclusivity || !guards.is_on(Guard::OneTurn),
                 "two turns of one exclusive session are inside"
             );
-            let is_nonexclusive_pin =
-                session.retention == Retention::Pinned && !session.is_exclusive;
+            let is_shared_pin = session.retention == Retention::Pinned && !session.is_exclusive;
             assert!(
-                !is_nonexclusive_pin || session.has_auto_retention(),
+                !is_shared_pin || session.has_auto_retention(),
                 "a session that its client pinned is shared"
             );
             let is_open_for_nothing = session.is_open_for_nothing();
@@ -47,11 +46,11 @@ impl Table {
             };
             if guards.is_on(Guard::EndAcknowledged) {
                 let waiting = count_in(TicketState::Claimed) + count_in(TicketState::Queued);
-                assert_eq!(session.turns_waiting as usize, waiting, "a claim isn't counted");
+                assert_eq!(session.turns_waiting as usize, waiting, "a claim isn't recounted");
                 assert_eq!(
                     session.turns_running as usize,
                     count_in(TicketState::Inside),
-                    "a turn isn't counted"
+                    "a turn isn't recounted"
                 );
                 let inside = self.tickets.values().filter(|ticket| {
                     ticket.state == TicketState::Inside
@@ -72,56 +71,60 @@ impl Table {
         ids.dedup();
         let must_be_fresh = self.settings.guards.is_on(Guard::FreshIncarnation);
         assert!(ids.len() == count || !must_be_fresh, "an incarnation is used twice");
-        for (incarnation, key) in &self.by_incarnation {
+        for (incarnation, key) in &self.keys_by_incarnation {
             assert_eq!(
                 &self.sessions[key].incarnation, incarnation,
-                "`by_incarnation` names another session"
+                "`keys_by_incarnation` names another session"
             );
         }
         assert_eq!(
-            self.by_incarnation.len(),
+            self.keys_by_incarnation.len(),
             self.sessions.len(),
-            "a session is not in `by_incarnation`"
+            "a session is not in `keys_by_incarnation`"
         );
     }
 
     /// Checks that a rank's totals match a fresh count and are within their bounds.
     fn check_rank(&self, dp_rank: u32) {
-        let mut counted = RankAccount::default();
+        let mut recounted = RankAccount::default();
         let of_rank = self.sessions.values().filter(|session| session.dp_rank == dp_rank);
-        of_rank.for_each(|session| counted.add_session(session, self.engine.page_tokens));
-        let kept_totals = self.totals(dp_rank);
-        let mut inherited_rows = 0;
+        of_rank.for_each(|session| recounted.add_session(session, self.engine.page_tokens));
+        let stored_totals = self.totals(dp_rank);
+        let mut rows_of_earlier_agent = 0;
         for closing in self.pending_closes.values().filter(|closing| closing.dp_rank == dp_rank) {
             if self.settings.guards.is_on(Guard::CountedUntilClosed) {
-                counted.totals.rows_held += u32::from(closing.holds_row);
-                counted.totals.pinned_tokens += closing.tokens;
+                recounted.totals.rows_held += u32::from(closing.holds_row);
+                recounted.totals.pinned_tokens += closing.tokens;
             }
-            inherited_rows += u32::from(closing.is_inherited);
+            rows_of_earlier_agent += u32::from(closing.is_inherited);
         }
-        counted.totals.foreign_rows = kept_totals.foreign_rows;
-        counted.totals.foreign_tokens = kept_totals.foreign_tokens;
-        counted.totals.rows_held += kept_totals.foreign_rows;
-        counted.totals.pinned_tokens += kept_totals.foreign_tokens;
+        recounted.totals.foreign_rows = stored_totals.foreign_rows;
+        recounted.totals.foreign_tokens = stored_totals.foreign_tokens;
+        recounted.totals.rows_held += stored_totals.foreign_rows;
+        recounted.totals.pinned_tokens += stored_totals.foreign_tokens;
         let count_in = |state| {
             let of_rank = self.tickets.values().filter(|ticket| ticket.dp_rank == dp_rank);
             let count = of_rank.filter(|ticket| ticket.state == state).count();
             u32::try_from(count).expect("bounded")
         };
-        counted.totals.turns_running = count_in(TicketState::Inside);
-        counted.totals.turns_queued = count_in(TicketState::Queued);
-        assert_eq!(counted.totals, kept_totals, "the totals differ from a fresh count");
+        recounted.totals.turns_running = count_in(TicketState::Inside);
+        recounted.totals.turns_queued = count_in(TicketState::Queued);
+        assert_eq!(recounted.totals, stored_totals, "the totals differ from a fresh count");
         let Some(capacity) = self.engine.ranks.get(dp_rank as usize) else { return };
-        assert!(kept_totals.turns_running <= capacity.turns_max, "too many turns inside");
+        assert!(stored_totals.turns_running <= capacity.turns_max, "too many turns inside");
         let rows_max = capacity.rows.saturating_sub(capacity.rows_reserve);
-        let own_rows = kept_totals.rows_held - kept_totals.foreign_rows - inherited_rows;
-        let is_guarded = self.settings.guards.is_on(Guard::RowsReserve);
-        assert!(own_rows <= rows_max || !is_guarded, "pinned sessions took the reserved rows");
-        let runs_unopened = |session: &&super::Session| {
+        let rows_of_this_agent =
+            stored_totals.rows_held - stored_totals.foreign_rows - rows_of_earlier_agent;
+        let is_guard_on = self.settings.guards.is_on(Guard::RowsReserve);
+        assert!(
+            rows_of_this_agent <= rows_max || !is_guard_on,
+            "pinned sessions took the reserved rows"
+        );
+        let runs_before_open = |session: &&super::Session| {
             session.phase == Phase::Planned && session.turns_running > 0
         };
         assert!(
-            !self.sessions.values().any(|session| runs_unopened(&session)),
+            !self.sessions.values().any(|session| runs_before_open(&session)),
             "a turn runs in a session that isn't open"
         );
     }

@@ -19,20 +19,21 @@ use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 pub const BLOCKS_MAX: usize = 16;
 /// The number of bytes at the beginning of a prompt's text in which a difference counts as early.
 /// This is about 4,096 tokens.
-const EARLY_BYTES: usize = 16 * 1024;
+const EARLY_BYTES_MAX: usize = 16 * 1024;
 /// The most bytes of `tools` that are compared. Coding agents send 20 to 100 KiB.
 const TOOLS_BYTES_MAX: usize = 64 * 1024;
 /// The most bytes that are compared of a late block, that is, of a block after the first
-/// [`EARLY_BYTES`]. Late blocks only show whether two prompts belong to the same conversation.
+/// [`EARLY_BYTES_MAX`] bytes. Late blocks only show whether two prompts belong to the same
+/// conversation.
 const LATE_BYTES_MAX: usize = 4 * 1024;
 /// The most late message blocks that are kept. One equal block is enough to recognize the
 /// conversation. The others are kept because a client may edit its newest message.
 const LATE_BLOCKS_MAX: usize = 3;
 /// In a prompt without blocks, a difference within this many tokens counts as early.
-const EARLY_TOKENS: u64 = 4096;
+const EARLY_TOKENS_MAX: u64 = 4096;
 /// Two token indices count as one place if they differ by at most this many tokens. Random texts at
 /// one place may begin with the same few tokens, so the index of the first difference varies.
-const NEAR_TOKENS: u64 = 16;
+const SAME_PLACE_TOKENS_MAX: u64 = 16;
 /// The number of turns in a row that must differ at one place before the agent reports the place.
 const STREAK_TURNS_MIN: u64 = 3;
 
@@ -49,7 +50,8 @@ struct Place {
 struct Block {
     hash: u64,
     place: Place,
-    /// Whether the block begins in the first [`EARLY_BYTES`] of the prompt's text, or is `tools`.
+    /// Whether the block begins in the first [`EARLY_BYTES_MAX`] bytes of the prompt's text, or is
+    /// `tools`.
     is_early: bool,
 }
 
@@ -59,7 +61,7 @@ const _: () = assert!(size_of::<Block>() == 16, "a session keeps up to 16 blocks
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct PromptStart {
     blocks: Vec<Block>,
-    /// Bytes of text in the blocks, at most [`EARLY_BYTES`]. Excludes `tools`.
+    /// Bytes of text in the blocks, at most [`EARLY_BYTES_MAX`]. Excludes `tools`.
     early_bytes: usize,
 }
 
@@ -124,7 +126,7 @@ impl PromptStart {
         if self.is_full() {
             return;
         }
-        let early_bytes_left = EARLY_BYTES - self.early_bytes;
+        let early_bytes_left = EARLY_BYTES_MAX - self.early_bytes;
         let bytes_max = match role {
             PromptRole::Tools => TOOLS_BYTES_MAX,
             _ if early_bytes_left > 0 => early_bytes_left,
@@ -166,7 +168,7 @@ impl PrefixTracker {
 
     /// Records the start of a full history that goes to the engine. Returns the volatile prefix if
     /// this turn is the first to reveal it.
-    pub fn record_start(&mut self, start: PromptStart) -> Option<VolatilePrefix> {
+    pub fn record_prompt_start(&mut self, start: PromptStart) -> Option<VolatilePrefix> {
         if start.blocks.is_empty() {
             self.relation = Relation::NoBlocks;
             return None;
@@ -206,18 +208,18 @@ impl PrefixTracker {
         is_longer: bool,
     ) -> Option<VolatilePrefix> {
         match self.relation {
-            Relation::NoBlocks if is_longer && shared_tokens < EARLY_TOKENS => {
+            Relation::NoBlocks if is_longer && shared_tokens < EARLY_TOKENS_MAX => {
                 self.extend_streak(None, Some(shared_tokens))
             }
             Relation::Changed(place) => {
                 let streak = self.streak.as_mut().filter(|streak| streak.place == Some(place))?;
-                streak.token_index = min_known(streak.token_index, Some(shared_tokens));
+                streak.token_index = min_token_index(streak.token_index, Some(shared_tokens));
                 let token_index = streak.token_index;
                 // Refine the token index that was reported for this place.
                 if let Some(prefix) = &mut self.volatile_prefix
                     && prefix.place == prompt_place(Some(place))
                 {
-                    prefix.token_index = min_known(prefix.token_index, token_index);
+                    prefix.token_index = min_token_index(prefix.token_index, token_index);
                 }
                 None
             }
@@ -239,14 +241,17 @@ impl PrefixTracker {
         place: Option<Place>,
         token_index: Option<u64>,
     ) -> Option<VolatilePrefix> {
-        let is_near = |streak: &Streak| match (streak.token_index, token_index) {
-            (Some(before), Some(now)) => before.abs_diff(now) <= NEAR_TOKENS,
+        let is_same_place = |streak: &Streak| match (streak.token_index, token_index) {
+            (Some(index_before), Some(index_now)) => {
+                index_before.abs_diff(index_now) <= SAME_PLACE_TOKENS_MAX
+            }
             _ => true,
         };
-        let streak_before = self.streak.filter(|streak| streak.place == place && is_near(streak));
+        let streak_before =
+            self.streak.filter(|streak| streak.place == place && is_same_place(streak));
         let streak = Streak {
             place,
-            token_index: min_known(
+            token_index: min_token_index(
                 streak_before.and_then(|streak| streak.token_index),
                 token_index,
             ),
@@ -254,9 +259,9 @@ impl PrefixTracker {
         };
         self.streak = Some(streak);
         match &mut self.volatile_prefix {
-            Some(known) if known.place == prompt_place(place) => {
-                known.turns += 1;
-                known.token_index = min_known(known.token_index, streak.token_index);
+            Some(reported) if reported.place == prompt_place(place) => {
+                reported.turns += 1;
+                reported.token_index = min_token_index(reported.token_index, streak.token_index);
                 None
             }
             newly_found if streak.turns >= STREAK_TURNS_MIN => {
@@ -282,27 +287,28 @@ impl PrefixTracker {
 
 /// Returns how the prompt of `now` relates to the prompt of `before`. If they differ early, they
 /// belong to one conversation if a later message of `now` is also in `before`, at the same place.
-fn compare(before: &[Block], now: &[Block]) -> Relation {
-    let mut pairs = before.iter().zip(now);
-    let Some(index) = pairs.position(|(old, new)| (old.place, old.hash) != (new.place, new.hash))
+fn compare(old_blocks: &[Block], new_blocks: &[Block]) -> Relation {
+    let mut block_pairs = old_blocks.iter().zip(new_blocks);
+    let Some(index) =
+        block_pairs.position(|(old, new)| (old.place, old.hash) != (new.place, new.hash))
     else {
         return Relation::Same;
     };
-    if !now[index].is_early {
+    if !new_blocks[index].is_early {
         return Relation::Same;
     }
-    let mut later_messages = now[index + 1..].iter().filter(|block| block.is_message());
+    let mut later_messages = new_blocks[index + 1..].iter().filter(|block| block.is_message());
     let is_same_conversation = later_messages
-        .any(|new| before.iter().any(|old| (old.place, old.hash) == (new.place, new.hash)));
+        .any(|new| old_blocks.iter().any(|old| (old.place, old.hash) == (new.place, new.hash)));
     if is_same_conversation {
-        Relation::Changed(now[index].place)
+        Relation::Changed(new_blocks[index].place)
     } else {
         Relation::OtherConversation
     }
 }
 
 /// Returns the lower of two token indices, or the one that is known.
-fn min_known(first: Option<u64>, second: Option<u64>) -> Option<u64> {
+fn min_token_index(first: Option<u64>, second: Option<u64>) -> Option<u64> {
     first.into_iter().chain(second).min()
 }
 
@@ -362,7 +368,7 @@ mod tests {
     fn a_changing_first_block_is_found_with_the_third_difference_and_told_once() {
         let mut tracker = PrefixTracker::default();
         let told: Vec<_> =
-            turns(changing, 6).into_iter().map(|one| tracker.record_start(one)).collect();
+            turns(changing, 6).into_iter().map(|one| tracker.record_prompt_start(one)).collect();
         let found =
             VolatilePrefix { token_index: None, place: place(PromptRole::System, 0, 0), turns: 3 };
         assert_eq!(told, [None, None, None, Some(found), None, None]);
@@ -375,12 +381,12 @@ mod tests {
         let mut all = turns(changing, 6).into_iter();
         for at in [35, 34] {
             let one = all.next().unwrap();
-            assert_eq!(tracker.record_start(one), None);
+            assert_eq!(tracker.record_prompt_start(one), None);
             assert_eq!(tracker.record_divergence(at, true), None, "the block is what counts");
         }
-        assert_eq!(tracker.record_start(all.next().unwrap()), None);
-        assert_eq!(tracker.record_start(all.next().unwrap()).unwrap().token_index, Some(34));
-        assert_eq!(tracker.record_start(all.next().unwrap()), None);
+        assert_eq!(tracker.record_prompt_start(all.next().unwrap()), None);
+        assert_eq!(tracker.record_prompt_start(all.next().unwrap()).unwrap().token_index, Some(34));
+        assert_eq!(tracker.record_prompt_start(all.next().unwrap()), None);
         tracker.record_divergence(33, true);
         assert_eq!(tracker.volatile_prefix().unwrap().token_index, Some(33));
     }
@@ -390,7 +396,7 @@ mod tests {
         let mut tracker = PrefixTracker::default();
         let mut all = turns(changing, 4);
         all.insert(2, all[1].clone());
-        assert!(all.into_iter().all(|one| tracker.record_start(one).is_none()));
+        assert!(all.into_iter().all(|one| tracker.record_prompt_start(one).is_none()));
         assert_eq!(tracker.volatile_prefix(), None);
     }
 
@@ -404,8 +410,8 @@ mod tests {
         {
             let mut tracker = PrefixTracker::default();
             for (number, one) in turns(system, 6).into_iter().enumerate() {
-                tracker.record_start(one);
-                tracker.record_start(aside(number));
+                tracker.record_prompt_start(one);
+                tracker.record_prompt_start(aside(number));
             }
             assert_eq!(tracker.volatile_prefix().is_some(), is_found);
         }
@@ -417,24 +423,24 @@ mod tests {
         for number in 0..9 {
             let text = format!("task {number}");
             let answer = format!("answer {number}");
-            tracker.record_start(prompt(
+            tracker.record_prompt_start(prompt(
                 ["You", "help."],
                 &[&text, &answer, "go on"][..1 + number % 2],
             ));
             let text = format!("other task {number}");
-            tracker.record_start(prompt(["You", &text], &[&text]));
+            tracker.record_prompt_start(prompt(["You", &text], &[&text]));
         }
         assert_eq!(tracker.volatile_prefix(), None);
     }
 
     #[test]
     fn a_difference_late_in_the_prompt_is_none() {
-        let long = "x".repeat(EARLY_BYTES);
+        let long = "x".repeat(EARLY_BYTES_MAX);
         let mut tracker = PrefixTracker::default();
         for number in 0..6 {
             let tail = format!("{long} {number}");
             let late = format!("late {number}");
-            tracker.record_start(prompt(["You help.", &tail], &["u0", &late, "u1"]));
+            tracker.record_prompt_start(prompt(["You help.", &tail], &["u0", &late, "u1"]));
         }
         assert_eq!(tracker.volatile_prefix(), None);
     }
@@ -443,14 +449,14 @@ mod tests {
     fn tools_that_change_are_found_and_take_no_room_of_the_text() {
         let turn = |number: usize| {
             let mut start = PromptStart::default();
-            let tools = format!("{}{number}", "t".repeat(2 * EARLY_BYTES));
+            let tools = format!("{}{number}", "t".repeat(2 * EARLY_BYTES_MAX));
             start.push(PromptRole::Tools, 0, 0, &[tools.as_bytes()]);
             start.push(PromptRole::User, 0, 0, &[b"hello"]);
             start
         };
         let mut tracker = PrefixTracker::default();
         for number in 0..4 {
-            tracker.record_start(turn(number));
+            tracker.record_prompt_start(turn(number));
         }
         assert_eq!(tracker.volatile_prefix().unwrap().place, place(PromptRole::Tools, 0, 0));
     }
@@ -460,7 +466,7 @@ mod tests {
         let found = |ats: &[(u64, bool)]| {
             let mut tracker = PrefixTracker::default();
             let told = ats.iter().filter_map(|(at, grew)| {
-                tracker.record_start(PromptStart::default());
+                tracker.record_prompt_start(PromptStart::default());
                 tracker.record_divergence(*at, *grew)
             });
             told.last()
@@ -473,7 +479,7 @@ mod tests {
         assert_eq!(found(&[(34, false); 4]), None, "short prompts that share a beginning");
         let mut tracker = PrefixTracker::default();
         for _ in 0..4 {
-            tracker.record_start(PromptStart::default());
+            tracker.record_prompt_start(PromptStart::default());
             tracker.record_divergence(34, true);
             tracker.record_continuation();
         }
@@ -495,7 +501,7 @@ mod tests {
                 // The last message may still be edited, as when a user interrupts an answer.
                 let mut messages: Vec<&str> = texts[..length].iter().map(String::as_str).collect();
                 messages.push(late);
-                prop_assert_eq!(tracker.record_start(prompt(["You", "help."], &messages)), None);
+                prop_assert_eq!(tracker.record_prompt_start(prompt(["You", "help."], &messages)), None);
             }
         }
 
@@ -515,7 +521,7 @@ mod tests {
                 let grown = (0..=turn).map(|number| format!("m{number}"));
                 let texts: Vec<String> = texts.into_iter().chain(grown).collect();
                 let texts: Vec<&str> = texts.iter().map(String::as_str).collect();
-                tracker.record_start(prompt([texts[0], texts[1]], &texts[2..]));
+                tracker.record_prompt_start(prompt([texts[0], texts[1]], &texts[2..]));
             }
             let found = tracker.volatile_prefix().expect("it changed three times in a row");
             let wanted = match at {

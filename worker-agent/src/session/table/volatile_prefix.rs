@@ -27,7 +27,7 @@ impl Table {
             return;
         }
         let session = self.sessions.get_mut(key).expect("the caller has seen it");
-        let newly_found = session.prefix_tracker.record_start(start);
+        let newly_found = session.prefix_tracker.record_prompt_start(start);
         self.report_prefix(key, newly_found);
     }
 
