@@ -1,18 +1,21 @@
 //! Names the rules that keep sessions from blocking the engine, leaking its KV or corrupting it.
 //!
-//! Each rule is a [`Guard`]. The code that applies a rule asks [`Guards::is_on`] first. A simulation
-//! switches off one guard at a time, and its checks must then fail: this proves that the checks
-//! test every guard. Only builds with the feature `guard-switch` can switch a guard off. No
-//! released binary has this feature, and without it [`Guards::is_on`] always returns `true`.
+//! Each rule is a [`Guard`]. This module only lists the rules. The session table (`crate::session`)
+//! applies them, and asks [`Guards::is_on`] first. A simulation switches off one guard at a time,
+//! and its checks must then fail: this proves that the checks test every guard. Only builds with
+//! the feature `guard-switch` can switch a guard off. No released binary has this feature, and
+//! without it [`Guards::is_on`] always returns `true`.
 //!
 //! The words of the rules:
 //! - A *session* is a chain of turns that share a growing history. A *turn* is one request and its
 //!   answer. An *incarnation* is one life of a session in the engine, from an open to a close.
-//! - A *pinned* session keeps its KV and a request row in the engine. A *plain* turn runs without a
-//!   pinned session. To *demote* a session is to free its KV but keep it open.
+//! - An *exclusive* session runs one turn at a time. A *pinned* session keeps its KV and a request
+//!   row in the engine. The *pin budget* is the most KV tokens that all pinned sessions may hold. A
+//!   *plain* turn runs without a pinned session. To *demote* a session is to free its KV but keep
+//!   it open.
 //! - A *full history* is a prompt with the whole conversation. A *delta* holds only what is new.
-//! - The *shim* is Berth's part inside the engine. It compares a full history with the session's
-//!   and reports a *plan*: how the turn runs.
+//! - The *shim* is Berth's part in the engine's process. It compares a full history with the
+//!   session's and reports a *plan*: how the turn runs.
 //! - A *suspect* session may have another history than the agent knows. The *journal* is the file
 //!   that lists the open incarnations. To *reclaim* a session is to demote or close it, because
 //!   others need its room.

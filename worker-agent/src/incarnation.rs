@@ -3,6 +3,9 @@
 //! A session (ordered turns that share a growing prefix) may be opened at the engine several times,
 //! for example again after its history diverged. Each such life in the engine is an *incarnation*,
 //! and each incarnation has an id of its own.
+//!
+//! The crate root calls [`prefix`] once. The session table adds a hyphen and a number for each
+//! incarnation. The shim's protocol relies on the ids' longest length. No state is kept here.
 
 use crate::config::WORKER_ID_BYTES_MAX;
 

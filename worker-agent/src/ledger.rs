@@ -1,10 +1,14 @@
-//! Keeps the account of each rank's KV pool, from which the load reports to routers are made.
+//! Keeps the figures of each rank's KV pool, and makes the load reports to routers from them.
 //!
-//! The account combines four sources: the engine's description, the engine's load samples, the
-//! figures of the *shim* (Berth's part inside the engine), and the session table. A session is a
-//! chain of turns (one request and its answer each); a *pinned* session keeps its KV and a request
-//! row of the engine between its turns. Each reported [`Figure`] names its source and its age. This
-//! module admits no turns, does no I/O and reads no clock.
+//! The figures come from four sources: the engine's description, the engine's load samples, the
+//! *shim* (Berth's part inside the engine), and the session table. A rank is one data-parallel (DP)
+//! rank of the engine, with a pool of its own. A session is a chain of turns (one request and its
+//! answer each); a *pinned* session keeps its KV and a request row of the engine between its turns.
+//! Each reported [`Figure`] names its source and its age.
+//!
+//! `owner` passes the samples and figures in, and sends the reports. The child `prefill` measures
+//! the prefill rate. This module admits no turns (`session::table` does), does no I/O and reads no
+//! clock.
 
 use std::{
     collections::HashMap,
@@ -45,7 +49,7 @@ impl Limits {
     }
 }
 
-/// The account of one engine's pools.
+/// The figures of one engine's pools, by rank.
 #[derive(Debug)]
 pub struct Ledger {
     limits: Limits,
@@ -73,24 +77,23 @@ struct RankSize {
     pool_tokens: u64,
 }
 
-/// A rank's pool as the shim reads it, exact at one scheduler step. The figures count tokens of the
-/// pool, except where a field says otherwise.
+/// A rank's pool and requests as the shim reads them, exact at one scheduler step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PoolFacts {
     /// Free tokens.
-    pub available: u64,
+    pub available_tokens: u64,
     /// Tokens in the radix tree that the engine may evict.
-    pub evictable: u64,
+    pub evictable_tokens: u64,
     /// Tokens in the radix tree that running requests or sessions lock.
-    pub protected: u64,
+    pub protected_tokens: u64,
     /// Tokens that sessions hold outside the radix tree.
-    pub held: u64,
+    pub held_tokens: u64,
     /// Tokens that running requests hold and that are not in the radix tree yet.
-    pub uncached: u64,
+    pub uncached_tokens: u64,
     /// The number of requests in the engine's running batch.
-    pub running: u64,
+    pub running_requests: u64,
     /// The number of requests in the engine's queue.
-    pub waiting: u64,
+    pub waiting_requests: u64,
     /// When the figures were read.
     pub read_at: Instant,
 }
@@ -107,7 +110,7 @@ pub struct AgentHealth {
 }
 
 impl Ledger {
-    /// Creates an account of an unknown engine.
+    /// Returns a ledger without figures, for an engine that is not known yet.
     #[must_use]
     pub fn new(limits: Limits) -> Self {
         Self {
@@ -180,7 +183,7 @@ impl Ledger {
     /// Returns the description of the ranks for routers, including device names.
     #[must_use]
     pub fn describe_ranks(&self, now: Instant, gpus: &Snapshot) -> Vec<Rank> {
-        let without_readings = |device: Device| Device {
+        let fixed_properties = |device: Device| Device {
             uuid: device.uuid,
             name: device.name,
             index: device.index,
@@ -199,7 +202,7 @@ impl Ledger {
                 devices: self
                     .devices(now, dp_rank, gpus)
                     .into_iter()
-                    .map(without_readings)
+                    .map(fixed_properties)
                     .collect(),
             })
             .collect()
@@ -256,12 +259,13 @@ impl Ledger {
         let from_sample = |value: fn(&RankSample) -> u64| {
             sample.map(|(rank, age)| figure(value(rank), Source::Loads, age))
         };
-        let fresh = |value, source| Some(figure(value, source, 0));
+        let current = |value, source| Some(figure(value, source, 0));
         let pinned = match facts {
             // While no request runs, only pinned sessions hold or lock KV. The shim counts a prefix
             // that several sessions share only once.
-            Some((facts, age_ms)) if totals.turns_running == 0 && facts.running == 0 => {
-                let value = facts.protected.saturating_add(facts.held).min(pool_tokens);
+            Some((facts, age_ms)) if totals.turns_running == 0 && facts.running_requests == 0 => {
+                let value =
+                    facts.protected_tokens.saturating_add(facts.held_tokens).min(pool_tokens);
                 Figure { value, source: Source::Shim, age_ms }
             }
             _ => figure(totals.pinned_tokens.min(pool_tokens), Source::Usage, 0),
@@ -274,25 +278,25 @@ impl Ledger {
             dp_rank,
             turns_running: totals.turns_running,
             turns_running_max: self.limits.turns_max,
-            requests_running: from_shim(|facts| facts.running)
+            requests_running: from_shim(|facts| facts.running_requests)
                 .or_else(|| from_sample(|rank| rank.num_running_reqs)),
-            requests_waiting: from_shim(|facts| facts.waiting)
+            requests_waiting: from_shim(|facts| facts.waiting_requests)
                 .or_else(|| from_sample(|rank| rank.num_waiting_reqs)),
             pool_used_tokens: from_shim(|facts| {
-                let locked = facts.protected.saturating_add(facts.held);
-                locked.saturating_add(facts.uncached)
+                let locked = facts.protected_tokens.saturating_add(facts.held_tokens);
+                locked.saturating_add(facts.uncached_tokens)
             })
             .or_else(|| from_sample(|rank| rank.num_used_tokens.min(rank.max_total_num_tokens))),
-            pool_total_tokens: fresh(pool_tokens, Source::ServerInfo),
+            pool_total_tokens: current(pool_tokens, Source::ServerInfo),
             pinned_tokens: Some(pinned),
-            resident_tokens_estimate: fresh(tree_tokens, Source::Estimate),
-            rows_held: fresh(u64::from(totals.rows_held.min(rows)), Source::Ledger),
-            rows_total: fresh(u64::from(rows), Source::ServerInfo),
+            resident_tokens_estimate: current(tree_tokens, Source::Estimate),
+            rows_held: current(u64::from(totals.rows_held.min(rows)), Source::Ledger),
+            rows_total: current(u64::from(rows), Source::ServerInfo),
             sessions: totals.sessions,
             devices: vec![],
             turns_queued: totals.turns_queued,
-            pool_available_tokens: from_shim(|facts| facts.available),
-            pool_evictable_tokens: from_shim(|facts| facts.evictable),
+            pool_available_tokens: from_shim(|facts| facts.available_tokens),
+            pool_evictable_tokens: from_shim(|facts| facts.evictable_tokens),
             foreign_tokens: (foreign_tokens > 0 || facts.is_some()).then_some(Figure {
                 value: foreign_tokens,
                 source: foreign_source,
@@ -320,9 +324,9 @@ impl Ledger {
         });
         let Some(sample) = &self.sample else { return };
         let rank = sample.ranks.iter().find(|rank| rank.dp_rank == load.dp_rank);
-        let waiting = rank.and_then(|rank| rank.num_waiting_uncached_tokens);
-        load.prefill_backlog_tokens = waiting.map(|waiting| Figure {
-            value: waiting.saturating_add(table.unsampled_prompt_tokens(load.dp_rank, sample.at)),
+        let engine_backlog = rank.and_then(|rank| rank.num_waiting_uncached_tokens);
+        load.prefill_backlog_tokens = engine_backlog.map(|tokens| Figure {
+            value: tokens.saturating_add(table.unsampled_prompt_tokens(load.dp_rank, sample.at)),
             source: Source::Loads,
             age_ms: age_ms(now, sample.at),
         });
@@ -367,8 +371,8 @@ pub fn resident_figure(session: &Session) -> Option<Figure> {
     Some(Figure { value: session.resident_tokens, source, age_ms: 0 })
 }
 
-fn age_ms(now: Instant, at: Instant) -> u32 {
-    u32::try_from(now.saturating_duration_since(at).as_millis()).unwrap_or(u32::MAX)
+fn age_ms(now: Instant, measured_at: Instant) -> u32 {
+    u32::try_from(now.saturating_duration_since(measured_at).as_millis()).unwrap_or(u32::MAX)
 }
 
 #[expect(

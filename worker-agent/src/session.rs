@@ -1,16 +1,17 @@
 //! Keeps the sessions of one engine: their state, and how turns change it.
 //!
-//! A session is a conversation: ordered turns that share a growing prefix. A turn is one request
-//! and its answer; its body is a full history (the whole conversation) or a delta (only new tokens,
-//! which the engine appends). An incarnation is one life of a session inside the engine.
+//! The owner task (`crate::owner`) tells [`Table`] what happened, and carries out the [`Effect`]s
+//! that it returns. This file holds the shared types. The child `table` decides which turns run,
+//! `deltas` which turns a session takes. `turn` and `error` describe turns and refusals,
+//! `prefix_tracker` compares prompts, and `journal` lists the open incarnations in a file. Only
+//! `journal` does I/O. None reads a clock.
 //!
-//! A pinned session keeps its KV and a request row to itself. A tagged session has its KV in the
-//! radix tree, marked with the incarnation id. The shim is Berth's part inside the engine's
-//! process. It can trim a full history, that is, remove the tokens that the session already holds.
-//! It can demote a session: give its KV to the radix tree and free its row.
-//!
-//! This module does no I/O and reads no clock: the time is an argument. [`Table`] holds all
-//! sessions of one engine.
+//! A session is a conversation of ordered turns. A turn is one request and its answer. It sends a
+//! full history (the whole conversation) or a delta (only new tokens, which the engine appends). An
+//! incarnation is one life of a session inside the engine. A pinned session keeps its KV and a
+//! request row to itself. A tagged session's KV is in the radix tree, marked with the incarnation
+//! id. The shim is Berth's part inside the engine's process. It can trim a full history (remove the
+//! tokens that the session already holds) and demote a session (give its KV to the radix tree).
 
 mod deltas;
 mod error;
@@ -95,7 +96,7 @@ pub struct TableSettings {
     pub guards: Guards,
 }
 
-/// One session: its state, its figures, and what the agent knows of its client's habits.
+/// One session: its state, its figures, and what the agent knows of its client's prompts.
 #[derive(Debug, Clone)]
 pub struct Session {
     /// How the engine keeps the session's KV.
@@ -109,7 +110,7 @@ pub struct Session {
     /// Whether the session runs one turn at a time.
     pub is_exclusive: bool,
     /// The number of finished turns.
-    pub turns: u64,
+    pub turns_finished: u64,
     /// The number of turns inside the engine.
     pub turns_running: u32,
     /// The number of turns that have claimed the session and are not inside the engine yet.
@@ -121,14 +122,13 @@ pub struct Session {
     pub resident_tokens: u64,
     /// KV tokens that the session may hold when its running turn ends, history included.
     reserved_tokens: u64,
-    /// Whether a client opened the session. If so, the session becomes exclusive, at the latest
-    /// with the first claim at which no turn of it runs or waits.
+    /// Whether a client opened the session. Such a session becomes exclusive as soon as a turn
+    /// claims it while no other turn of it runs or waits.
     is_opened_by_client: bool,
     /// Whether the session was created by a turn, but no turn has reached the engine and no client
     /// has opened the session.
     is_unused: bool,
-    /// Whether the session counts as holding a request row and KV, which only closing or demoting
-    /// it frees.
+    /// Whether the session holds a request row and KV. Only a close or a demotion frees them.
     holds_row: bool,
     /// Id of a turn whose end the agent did not see. That turn may still be inside the engine.
     lost_rid: Option<String>,
@@ -243,7 +243,7 @@ enum GoneReason {
     Reclaimed,
 }
 
-/// What the table asks its owner to do or to report, in order.
+/// One thing that the table asks the owner task to do or to report. Effects keep their order.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Effect {
     /// Sends a turn to the engine, or tells a client that the session it opened is open.
@@ -318,8 +318,8 @@ pub enum Effect {
     },
     /// Reports that a session has changed or was forgotten.
     SessionChanged(SessionKey),
-    /// Reports that the engine has freed what an incarnation held. Carries the time since the close
-    /// was first requested.
+    /// Reports that the engine has freed what an incarnation held, and how long after the first
+    /// request to close it.
     Freed(Duration),
     /// Reports a volatile prefix: a text early in the session's prompts that differs from turn to
     /// turn.

@@ -5,9 +5,9 @@
 //! tokens to one sum and the time to another. The rate is the tokens' sum divided by the time's
 //! sum. When the sums get large, both are scaled down, so old intervals lose weight.
 //!
-//! Load reports tell routers the rate. It is meant for long prompts: every forward pass has a fixed
-//! cost, so short prompts look slow. In the sums, an interval with more tokens has more weight.
-//! This module does no I/O and reads no clock.
+//! The parent module passes the samples in, and load reports tell routers the rate. The rate is
+//! meant for long prompts: every forward pass has a fixed cost, so short prompts look slow. In the
+//! sums, an interval with more tokens has more weight. This module does no I/O and reads no clock.
 
 use std::time::Instant;
 

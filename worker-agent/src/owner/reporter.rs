@@ -99,7 +99,7 @@ pub(super) fn session_view(key: &SessionKey, session: &session::Session, now: In
         retention: session.retention,
         state: session.state(),
         dp_rank: session.dp_rank,
-        turns: session.turns,
+        turns: session.turns_finished,
         turns_running: session.turns_running,
         exclusive: session.is_exclusive,
         full_history: session.sends_full_histories(),

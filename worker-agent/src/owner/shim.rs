@@ -91,21 +91,21 @@ impl Owner {
 
     fn record_facts(&mut self, facts: &RankFacts) {
         let pool_facts = PoolFacts {
-            available: facts.available_tokens,
-            evictable: facts.evictable_tokens,
-            protected: facts.protected_tokens,
-            held: facts.held_tokens,
-            uncached: facts.uncached_tokens,
-            running: u64::from(facts.running),
-            waiting: u64::from(facts.waiting),
+            available_tokens: facts.available_tokens,
+            evictable_tokens: facts.evictable_tokens,
+            protected_tokens: facts.protected_tokens,
+            held_tokens: facts.held_tokens,
+            uncached_tokens: facts.uncached_tokens,
+            running_requests: u64::from(facts.running),
+            waiting_requests: u64::from(facts.waiting),
             read_at: facts.read_at,
         };
         self.ledger.set_shim_facts(facts.dp_rank, Some(pool_facts));
         let used_tokens = pool_facts
-            .protected
-            .saturating_add(pool_facts.held)
-            .saturating_add(pool_facts.uncached);
-        let load = EngineLoad { waiting_requests: pool_facts.waiting, used_tokens };
+            .protected_tokens
+            .saturating_add(pool_facts.held_tokens)
+            .saturating_add(pool_facts.uncached_tokens);
+        let load = EngineLoad { waiting_requests: pool_facts.waiting_requests, used_tokens };
         self.table.handle_load(now(), facts.dp_rank, load);
     }
 

@@ -5,6 +5,9 @@
 //! that holds only new tokens, which the engine appends to the history that it has. The shim,
 //! Berth's part in the engine's process, may trim a full history: it removes the tokens that the
 //! session already has.
+//!
+//! The session table calls [`check_turn`] when a turn claims its session, and again before the turn
+//! is admitted. Whether there is room for the turn is not checked here, but in `table::admission`.
 
 use proto::{claim::Claim, load::Retention};
 
@@ -31,7 +34,7 @@ impl Session {
     /// Whether the session has no history, and no turn whose end could give it one.
     pub(super) fn is_fresh(&self) -> bool {
         let has_turns = self.turns_running > 0 || self.turns_waiting > 0;
-        self.turns == 0 && self.history_tokens == 0 && !has_turns
+        self.turns_finished == 0 && self.history_tokens == 0 && !has_turns
     }
 
     /// Lets a session take deltas when a client opens it, if it has no history yet. Otherwise the
@@ -97,7 +100,7 @@ pub(super) fn check_turn(
     {
         return Err(Error::HistoryUnknown);
     }
-    let has_finished_turns = session.turns > 0 && guards.is_on(Guard::DeltaOnly);
+    let has_finished_turns = session.turns_finished > 0 && guards.is_on(Guard::DeltaOnly);
     // The engine may have committed a turn of which the agent saw no successful end.
     let has_history =
         has_finished_turns || (session.history_tokens > 0 && guards.is_on(Guard::DeltaOnly));

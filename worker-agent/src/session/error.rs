@@ -3,6 +3,9 @@
 //! A turn is one request and its answer. A delta is a turn that holds only new tokens, which the
 //! engine appends to the session's history. A full history is a turn that holds the whole
 //! conversation. A pinned session keeps its KV to itself.
+//!
+//! The table returns these errors. `control_port` maps them to gRPC status codes, and
+//! `data_port::refusals` to HTTP status codes.
 
 use proto::load::Retention;
 

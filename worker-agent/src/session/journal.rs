@@ -2,8 +2,8 @@
 //!
 //! An incarnation is one life of a session in the engine, from its open to its close. The agent
 //! records an incarnation before it asks the engine to open it, so that the next agent can close
-//! what this agent leaves open. The journal has a lock, which also keeps a second agent away from
-//! the same engine.
+//! what this agent leaves open. The session table decides what is recorded, and `owner` writes the
+//! records. The journal has a lock, which also keeps a second agent away from the same engine.
 //!
 //! The file is append-only, with one line per record. It is not synced to disk. A killed process
 //! loses nothing that it has written, and when the machine goes down, the engine's sessions are

@@ -9,6 +9,9 @@
 //! block by block. A block here is one content block of a message or of the system prompt, or the
 //! whole list `tools`. It has nothing to do with KV blocks. The tracker keeps hashes and places of
 //! a prompt's first blocks, never text. It does no I/O.
+//!
+//! `data_port` fills a [`PromptStart`] from each request's body. `table::volatile_prefix` passes it
+//! to the session's [`PrefixTracker`] and reports what the tracker finds.
 
 use proto::load::{PromptPlace, PromptRole, VolatilePrefix};
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};

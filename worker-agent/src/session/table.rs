@@ -5,14 +5,20 @@
 //! keeps its KV and a request row to itself. The KV of other sessions is in the radix tree. A table
 //! holds the sessions of one engine.
 //!
-//! The owner task tells the table what happened and carries out the [`Effect`]s that the table
-//! returns. The table never waits, reads no clock, and doesn't talk to the engine.
+//! The owner task (`crate::owner`) tells the table what happened and carries out the [`Effect`]s
+//! that the table returns. The table never waits, reads no clock, and doesn't talk to the engine.
 //!
 //! Each turn goes through these steps:
-//! - [`Table::claim`] claims the turn's session before the turn's body is read.
-//! - [`Table::admit`] puts the turn into the queue, with the room that it needs.
+//! - [`Table::claim`] claims the turn's session before the turn's body is read (`claims`).
+//! - [`Table::admit`] puts the turn into the queue, with the room that it needs (`admission`).
 //! - [`Effect::Admitted`] or [`Effect::Refused`] follows, at once or when there is room.
-//! - [`Table::end_turn`] ends the turn.
+//! - [`Table::end_turn`] ends the turn (`ends`).
+//!
+//! The other child modules: `capacity` computes room, `rank_account` counts what is in use,
+//! `reclaim` frees room, `closing` closes incarnations, `engine` handles reports of the engine and
+//! the shim, `trim` runs full histories in pinned sessions, `backlog` estimates the prompt tokens that
+//! wait, `volatile_prefix` looks for texts that change from turn to turn, and `invariants` checks
+//! the promises.
 //!
 //! The table promises the following. `check_invariants` or the simulation asserts each promise:
 //! - At most one turn of an exclusive session is inside the engine.
@@ -73,6 +79,7 @@ pub struct Table {
     accounts: Vec<RankAccount>,
     /// Ordered by key, so that the same events always produce the same effects.
     sessions: BTreeMap<SessionKey, Session>,
+    /// The key of each session, by the id of its present incarnation.
     keys_by_incarnation: HashMap<String, SessionKey>,
     /// Turns and open requests, by id.
     tickets: BTreeMap<String, Ticket>,
@@ -80,6 +87,7 @@ pub struct Table {
     queue: VecDeque<String>,
     /// Incarnations whose close the engine has not confirmed, by incarnation id.
     pending_closes: BTreeMap<String, PendingClose>,
+    /// What the owner task must do next, in order.
     effects: Vec<Effect>,
     /// The number of incarnation ids made so far.
     incarnation_count: u64,
@@ -87,8 +95,9 @@ pub struct Table {
     generation_count: u64,
     /// The number of turns claimed so far.
     claim_count: u64,
+    /// The most sessions in the table: [`SESSIONS_MAX`], except in tests.
     sessions_max: usize,
-    /// A lower bound on the deadlines of all sessions. `None`: no session has a deadline.
+    /// No session has a deadline before this time. `None`: no session has a deadline.
     earliest_deadline: Option<Instant>,
     /// Whether the shim trims full histories, that is, removes the tokens that the turn's session
     /// already holds.
@@ -116,13 +125,13 @@ struct Ticket {
     generation: u64,
     /// Id of the incarnation that the turn was admitted to. Empty until then.
     incarnation: String,
-    /// KV tokens that the turn may need, if it runs outside pinned sessions and so many tokens
-    /// don't fit into the pool beside a full pin budget. `None` for any other turn.
+    /// KV tokens that the turn may need, if it is large: it runs outside pinned sessions, and its
+    /// tokens don't fit into the pool beside a full pin budget. `None` for any other turn.
     large_tokens: Option<u64>,
     /// When the client disconnected, if the turn's end at the engine is still awaited.
     abandoned_since: Option<Instant>,
-    /// Position among all claims. The turns of a session are admitted in this order, no matter how
-    /// long their bodies take to arrive.
+    /// The position among all claims. The turns of a session are admitted in this order, no matter
+    /// how long their bodies take to arrive.
     claim_order: u64,
     /// Whether the session held no row and no KV of its own when the turn was admitted.
     had_no_kv: bool,
@@ -202,8 +211,9 @@ impl Table {
         }
     }
 
-    /// Closes a session, now or when its running turns have ended. Returns whether the session
-    /// still waits for running turns or for the engine's answer to its open.
+    /// Closes a session, now or when its running turns have ended. Returns true if the session
+    /// is still in the table, because it waits for running turns or for the engine's answer to its
+    /// open.
     ///
     /// # Errors
     /// [`Error::UnknownSession`] if the session doesn't exist or is already closing.
@@ -214,7 +224,7 @@ impl Table {
         Ok(self.sessions.contains_key(key))
     }
 
-    /// Does what [`Self::close_session`] does, but leaves the queue as it is.
+    /// Does what [`Self::close_session`] does, but decides on no waiting ticket.
     fn begin_close(&mut self, now: Instant, key: &SessionKey) -> Result<(), Error> {
         let session = self.sessions.get(key).ok_or(Error::UnknownSession)?;
         match session.phase {
@@ -246,11 +256,12 @@ impl Table {
         keys.iter().for_each(|key| drop(self.close_session(now, key)));
     }
 
-    /// Does what is due now. Closes sessions whose idle limit has passed, or that waited too long
-    /// for the shim's session table or for a demotion. Demotes idle sessions that the agent pinned
-    /// on its own. Repeats unconfirmed closes, and refuses turns that waited too long.
+    /// Does everything whose deadline has passed. Closes sessions whose idle limit has passed, or
+    /// that waited too long for the shim's session table or for a demotion. Demotes idle sessions
+    /// that the agent pinned on its own. Repeats unconfirmed closes, and refuses turns that waited
+    /// too long.
     pub fn run_deadlines(&mut self, now: Instant) {
-        if self.earliest_deadline.is_some_and(|due| due <= now) {
+        if self.earliest_deadline.is_some_and(|deadline| deadline <= now) {
             self.run_session_deadlines(now);
         }
         self.repeat_closes(now);
@@ -258,7 +269,7 @@ impl Table {
     }
 
     /// Returns when the session must be closed or demoted if nothing happens to it until then.
-    /// `None` if it has no such time now.
+    /// `None` if the session needs neither, for example because a turn of it runs.
     fn session_deadline(&self, session: &Session) -> Option<Instant> {
         if let Phase::Suspect { until, .. } | Phase::Demoting { until } = session.phase {
             return Some(until);
@@ -299,8 +310,8 @@ impl Table {
         // A close above may have refused the turn that kept another session from expiring. That
         // session is overdue now, and its deadline counts, so that the following call closes it.
         // With the guard off, overdue sessions are never closed, so their deadlines don't count.
-        let counts = |due: &Instant| *due > now || guards.is_on(Guard::Expiry);
-        self.earliest_deadline = deadlines.filter(counts).min();
+        let is_counted = |deadline: &Instant| *deadline > now || guards.is_on(Guard::Expiry);
+        self.earliest_deadline = deadlines.filter(is_counted).min();
         self.process_queue(now);
     }
 
@@ -308,16 +319,22 @@ impl Table {
     #[must_use]
     pub fn next_deadline(&self) -> Option<Instant> {
         let oldest_since = self.queue.front().map(|rid| self.tickets[rid].state_since);
-        let queue_limit = oldest_since.map(|since| since + self.settings.queue_wait_max);
-        let close_repeat =
+        let queue_deadline = oldest_since.map(|since| since + self.settings.queue_wait_max);
+        let close_deadline =
             self.pending_closes.values().filter_map(|closing| closing.repeat_at).min();
-        [self.earliest_deadline, queue_limit, close_repeat].into_iter().flatten().min()
+        [self.earliest_deadline, queue_deadline, close_deadline].into_iter().flatten().min()
     }
 
-    /// Returns what must be done now, in order.
+    /// Returns the effects that the owner task must carry out now, in order.
     #[must_use]
     pub fn take_effects(&mut self) -> Vec<Effect> {
         std::mem::take(&mut self.effects)
+    }
+
+    /// Returns the totals of one rank.
+    #[must_use]
+    pub fn totals(&self, dp_rank: u32) -> RankTotals {
+        self.accounts[dp_rank as usize].totals
     }
 
     /// Returns a session.
@@ -376,8 +393,8 @@ impl Table {
         self.report_change(key);
     }
 
-    /// Gives a session a new incarnation id, so that a late close of the old incarnation can't hit
-    /// it.
+    /// Gives a session a new incarnation id, so that a late close of the old incarnation can't
+    /// close the session.
     fn reincarnate(&mut self, key: &SessionKey) {
         let new_id = self.next_incarnation(key);
         let session = self.sessions.get_mut(key).expect("the caller has seen it");
@@ -386,8 +403,8 @@ impl Table {
         self.keys_by_incarnation.insert(new_id, key.clone());
     }
 
-    /// Removes a session of which the engine holds nothing, or whose close has begun, and refuses
-    /// the turns that wait for it.
+    /// Removes a session, and refuses the turns that wait for it. The engine holds nothing of the
+    /// session, or its close has begun.
     fn drop_session(&mut self, now: Instant, key: &SessionKey, error: &Error) {
         self.remove_session(key);
         let waits_for_session = |rid: &&String| self.tickets[*rid].key.as_ref() == Some(key);
@@ -420,14 +437,15 @@ impl Table {
     /// its idle limit has passed, even if it has turns now.
     fn schedule_deadline(&mut self, key: &SessionKey) {
         let session = &self.sessions[key];
-        let due = session.last_turn_end + session.idle_max;
-        self.schedule_deadline_at(
-            self.session_deadline(session).map_or(due, |earlier| earlier.min(due)),
-        );
+        let expires_at = session.last_turn_end + session.idle_max;
+        let deadline = self.session_deadline(session);
+        self.schedule_deadline_at(deadline.map_or(expires_at, |earlier| earlier.min(expires_at)));
     }
 
-    fn schedule_deadline_at(&mut self, due: Instant) {
-        self.earliest_deadline = Some(self.earliest_deadline.map_or(due, |before| before.min(due)));
+    /// Makes sure that [`Self::run_deadlines`] looks at all sessions at `deadline`.
+    fn schedule_deadline_at(&mut self, deadline: Instant) {
+        let earliest = self.earliest_deadline.map_or(deadline, |before| before.min(deadline));
+        self.earliest_deadline = Some(earliest);
     }
 
     fn debug_check(&self) {

@@ -1,8 +1,9 @@
 //! Describes a turn to and from the session table: what it may need, how it runs, how it ended.
 //!
 //! A turn is one request of a session and its answer. A pinned session keeps its KV and a request
-//! row to itself. The owner of the table and its HTTP routes exchange these plain values with the
-//! table.
+//! row to itself. These types are plain values, without state or I/O. `data_port` takes a [`Need`]
+//! from a request's body and an [`Outcome`] from its answer, and `owner` passes them to the table.
+//! The table returns a [`Turn`] for each turn that may go to the engine.
 
 use proto::{id::SessionKey, load::Retention};
 

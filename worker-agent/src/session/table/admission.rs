@@ -4,10 +4,11 @@
 //! keeps to itself. A plain turn runs on the engine's radix tree. Its session isn't pinned, or the
 //! turn runs beside its pinned session, that is, outside the session's KV.
 //!
-//! A turn of a pinned session reserves the KV that it may grow to. If that doesn't fit and no room
-//! can be reclaimed, the turn is refused, or runs as a plain turn if the agent pinned the session
-//! on its own. A plain turn is never refused for what it might need. It waits in order while the
-//! engine couldn't run it anyway, and is refused only if it waited too long or the queue is full.
+//! The module `claims` comes before, and `ends` after. A turn of a pinned session reserves the KV
+//! that it may grow to (`capacity`). If that doesn't fit and no room can be reclaimed (`reclaim`),
+//! the turn is refused, or runs as a plain turn if the agent pinned the session on its own. A plain
+//! turn is never refused for what it might need. It waits in order while the engine couldn't run it
+//! anyway, and is refused only if it waited too long or the queue is full.
 
 use std::time::Instant;
 

@@ -1,8 +1,8 @@
 //! Estimates the prompt tokens of a rank that the engine's load figures don't show yet.
 //!
 //! Such tokens belong to turns (requests with their answers) that wait in the agent, or that were
-//! sent to the engine after its latest load sample. The agent adds them to the load that it reports
-//! to the routers.
+//! sent to the engine after its latest load sample. `crate::ledger` adds them to the load that the
+//! agent reports to the routers. This module only reads the table.
 
 use std::time::Instant;
 

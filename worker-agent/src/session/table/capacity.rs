@@ -2,8 +2,10 @@
 //!
 //! A turn is one request and its answer. A pinned session keeps its KV and a request row to itself.
 //! A plain turn runs outside pinned sessions, and its KV is in the radix tree. The pin budget is
-//! the most tokens that all pinned sessions of a rank may hold together. This module only computes.
-//! The module `admission` decides which turns run.
+//! the most tokens that all pinned sessions of a rank may hold together.
+//!
+//! This module only computes. The modules `admission` and `trim` ask it, and decide which turns
+//! run.
 
 use proto::id::SessionKey;
 

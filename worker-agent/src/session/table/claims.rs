@@ -5,7 +5,9 @@
 //! that holds only new tokens, which the engine appends to the session's history. A pinned session
 //! keeps its KV and a request row to itself. Only a pinned session takes deltas.
 //!
-//! This module also chooses a session's rank and retention, and handles the engine's answer to an
+//! The module `owner` calls [`Table::claim`] before a turn's body is read, and
+//! [`Table::open_session`] for a client. This module also chooses a session's rank and retention
+//! (how the engine keeps its KV: pinned, tagged or none), and handles the engine's answer to an
 //! open. The module `admission` decides when a claimed turn goes to the engine.
 
 use std::time::{Duration, Instant};
@@ -272,7 +274,7 @@ impl Table {
             dp_rank,
             incarnation: self.next_incarnation(key),
             is_exclusive: is_pinned || claim.open,
-            turns: 0,
+            turns_finished: 0,
             turns_running: 0,
             turns_waiting: 0,
             history_tokens: 0,

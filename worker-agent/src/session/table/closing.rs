@@ -3,6 +3,10 @@
 //! An incarnation is one life of a session in the engine. A pinned one holds a request row and KV,
 //! which stay counted until the engine has confirmed the close. If the engine keeps a session for
 //! too long after the close was requested, only a restart of the engine helps.
+//!
+//! The other modules of the table call this one. Each close leaves as an [`Effect::Close`], which
+//! `owner` sends. This module also makes sessions suspect: their history is uncertain until the
+//! shim, Berth's part in the engine's process, confirms it (see the module `engine`).
 
 use std::time::{Duration, Instant};
 

@@ -5,6 +5,9 @@
 //! sure, the session becomes suspect: it takes no turn before its history is confirmed, or it is
 //! closed. A pinned session keeps its KV to itself. A turn that runs beside its pinned session runs
 //! on the radix tree, and doesn't change the session's history.
+//!
+//! The module `owner` reports each end, with an [`Outcome`] that `data_port` read from the engine's
+//! answer. The module `closing` makes sessions suspect and closes them.
 
 use std::time::Instant;
 
@@ -102,7 +105,7 @@ impl Table {
         let ran_beside = is_session_pinned;
         if let Outcome::Finished(usage) | Outcome::Unheard(usage) = outcome {
             self.change_session(key, |session| {
-                session.turns += 1;
+                session.turns_finished += 1;
                 // A turn that ran beside a pinned session doesn't change the session's history.
                 session.full_history.client_may_be_ahead |= ran_beside;
                 if let Some(usage) = usage.filter(|_| !ran_beside) {
@@ -193,7 +196,7 @@ impl Table {
     /// Records that a turn became history of its session.
     fn record_growth(&mut self, key: &SessionKey, usage: Option<Usage>) {
         self.change_session(key, |session| {
-            session.turns += 1;
+            session.turns_finished += 1;
             session.reserved_tokens = 0;
             session.full_history.client_may_be_ahead = false;
             if let Some(usage) = usage {

@@ -5,7 +5,8 @@
 //! session's id there. A suspect session's history is uncertain until the shim's session table (a
 //! report of all sessions in the engine) confirms it.
 //!
-//! This module does no I/O: its callers receive the reports.
+//! This module does no I/O. The module `owner` receives the reports and calls these functions. The
+//! shim's plans for single turns are handled in the module `trim`.
 
 use std::{
     collections::HashMap,

@@ -1,20 +1,19 @@
-//! Returns the table's totals, and checks that the table keeps its promises.
+//! Checks that the session table keeps its promises.
 //!
-//! Debug builds and the simulation run the checks. The promises are listed in the doc of [`super`].
-//! This is not the audit of the engine's KV pages, which is in `crate::audit`.
+//! Debug builds call [`Table::check_invariants`] after each change, and the simulation after each
+//! event. The promises are listed in the doc of [`super`]. The check counts everything again and
+//! compares the result with the stored totals. It changes nothing, and panics if a promise is
+//! broken. The engine's own KV pages are checked elsewhere, in `crate::audit`.
+//!
+//! An incarnation is one life of a session in the engine. A foreign session is one that another
+//! client of the engine opened. A guard is a rule that the simulation can switch off; the promise
+//! that belongs to it is then not checked.
 
 use proto::load::Retention;
 
 use super::{Guard, Phase, Table, TicketState, rank_account::RankAccount};
-use crate::session::RankTotals;
 
 impl Table {
-    /// Returns the totals of one rank.
-    #[must_use]
-    pub fn totals(&self, dp_rank: u32) -> RankTotals {
-        self.accounts[dp_rank as usize].totals
-    }
-
     /// Checks the table's promises. Panics if one is broken.
     pub fn check_invariants(&self) {
         assert!(self.sessions.len() <= self.sessions_max, "too many sessions");
@@ -63,14 +62,16 @@ impl Table {
         }
     }
 
+    /// Checks that no incarnation id is used twice, and that `keys_by_incarnation` matches.
     fn check_ids(&self) {
-        let mut ids: Vec<&String> = self.sessions.values().map(|s| &s.incarnation).collect();
-        ids.extend(self.pending_closes.keys());
-        let count = ids.len();
-        ids.sort_unstable();
-        ids.dedup();
+        let mut incarnations: Vec<&String> =
+            self.sessions.values().map(|s| &s.incarnation).collect();
+        incarnations.extend(self.pending_closes.keys());
+        let count = incarnations.len();
+        incarnations.sort_unstable();
+        incarnations.dedup();
         let must_be_fresh = self.settings.guards.is_on(Guard::FreshIncarnation);
-        assert!(ids.len() == count || !must_be_fresh, "an incarnation is used twice");
+        assert!(incarnations.len() == count || !must_be_fresh, "an incarnation is used twice");
         for (incarnation, key) in &self.keys_by_incarnation {
             assert_eq!(
                 &self.sessions[key].incarnation, incarnation,
@@ -90,6 +91,7 @@ impl Table {
         let of_rank = self.sessions.values().filter(|session| session.dp_rank == dp_rank);
         of_rank.for_each(|session| recounted.add_session(session, self.engine.page_tokens));
         let stored_totals = self.totals(dp_rank);
+        // Rows that an earlier agent process left open. They may include the reserved rows.
         let mut rows_of_earlier_agent = 0;
         for closing in self.pending_closes.values().filter(|closing| closing.dp_rank == dp_rank) {
             if self.settings.guards.is_on(Guard::CountedUntilClosed) {
@@ -98,6 +100,7 @@ impl Table {
             }
             rows_of_earlier_agent += u32::from(closing.is_inherited);
         }
+        // Nothing else counts foreign sessions, so their stored figures are taken over.
         recounted.totals.foreign_rows = stored_totals.foreign_rows;
         recounted.totals.foreign_tokens = stored_totals.foreign_tokens;
         recounted.totals.rows_held += stored_totals.foreign_rows;

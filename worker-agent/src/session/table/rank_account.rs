@@ -1,11 +1,13 @@
 //! Keeps one rank's account: its totals, its large turns, and what the engine and the shim report.
 //!
-//! The account only counts. The session table decides by it which turns and sessions get room.
+//! A rank is one data-parallel (DP) rank of the engine, with a KV pool of its own. The other
+//! modules of the table update the account when a session or a turn changes. The account only
+//! counts. The module `admission` decides by it which turns and sessions get room.
 //!
 //! The shim is Berth's part in the engine's process. A pinned session keeps its KV and a request
 //! row to itself. A turn (one request and its answer) is plain if it runs on the radix tree,
 //! outside pinned sessions. A plain turn is large if its tokens don't fit into the pool beside a
-//! full pin budget.
+//! full pin budget, which is the most tokens that all pinned sessions may hold.
 
 use std::{collections::HashMap, time::Instant};
 

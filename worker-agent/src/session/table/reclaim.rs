@@ -4,6 +4,9 @@
 //! whose KV is least worth keeping gives way first. If the shim (Berth's part in the engine's
 //! process) can demote the session, its KV goes to the radix tree, and its history stays. Otherwise
 //! the session is closed. Sessions with a running turn are never touched.
+//!
+//! `admission` and `trim` ask for the room that they lack. They wait until it is free: this module
+//! only starts to free it. The module `closing` closes sessions at the engine.
 
 use std::time::{Duration, Instant};
 

@@ -104,7 +104,7 @@ fn a_second_turn_may_wait_where_the_settings_allow_it() {
     rig.end(&first, finished(20, 5));
     let second = rig.answer(second).inside();
     rig.end(&second, finished(40, 5));
-    assert_eq!(rig.table.get(&key("s")).unwrap().turns, 2);
+    assert_eq!(rig.table.get(&key("s")).unwrap().turns_finished, 2);
 }
 
 #[test]
@@ -250,7 +250,7 @@ fn an_aborted_turn_leaves_its_history_to_be_computed_again() {
     assert_eq!(rig.table.totals(0).pinned_tokens, 0, "the KV went to the tree");
     assert_eq!(rig.table.totals(0).rows_held, 0);
     let session = rig.table.get(&key("s")).unwrap();
-    assert_eq!((session.history_tokens, session.turns), (601, 1));
+    assert_eq!((session.history_tokens, session.turns_finished), (601, 1));
     assert_eq!(session.state(), proto::load::SessionState::Demoted);
     rig.pin_holding("other", 400);
     let refused = rig.turn(&delta("s")).error();

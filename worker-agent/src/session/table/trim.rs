@@ -2,18 +2,17 @@
 //!
 //! A full history is a turn that holds the whole conversation. The engine appends what a turn sends
 //! to a pinned session. So the shim, Berth's part in the engine's process, trims a full history: it
-//! removes the tokens that the session already has. This module decides which sessions the agent
-//! pins for that, how much room their turns get, and what happens to a turn whose prompt doesn't
-//! continue the session's history.
+//! removes the tokens that the session already has. A trim turn is a turn with a full history that
+//! was admitted to a pinned session (see [`super::TurnSession::trim`]). It counts as running there
+//! until the shim has reported its plan. Then it runs in the session, or beside it on the radix
+//! tree.
 //!
-//! A trim turn is a turn with a full history that was admitted to a pinned session (see
-//! [`super::TurnSession::trim`]). It counts as running there until the shim has reported its plan.
-//! Then it runs in the session, or beside it on the radix tree.
-//!
-//! If the prompt doesn't continue the history, or needs more room, the shim asks a question first
-//! and waits for an [`Effect::AnswerQuestion`]. The agent may then replace the session's
-//! incarnation (its life in the engine) for the turn. The old incarnation's KV goes to the radix
-//! tree first, where the turn finds what its prompt shares with it.
+//! This file pins and unpins sessions and handles the shim's plans, which `owner` passes on. The
+//! child `room` decides which sessions the agent pins and how much room their turns get. If the
+//! prompt doesn't continue the history, or needs more room, the shim first asks where the turn may
+//! run. The child `reopen` answers, and may replace the session's incarnation (its life in the
+//! engine) for the turn. The child `must_continue` refuses turns that would replace a history which
+//! deltas (turns with only new tokens) rely on. The child `trim_plan` describes plans and outcomes.
 
 mod must_continue;
 mod reopen;
@@ -202,8 +201,8 @@ impl Table {
         self.change_session(key, |session| {
             session.phase = Phase::Planned;
             session.deltas = Deltas::Refused;
-            session.full_history.next_turn_reopens = session.turns > 0;
-            session.full_history.client_may_be_ahead |= session.turns > 0;
+            session.full_history.next_turn_reopens = session.turns_finished > 0;
+            session.full_history.client_may_be_ahead |= session.turns_finished > 0;
         });
     }
 
@@ -485,7 +484,7 @@ impl Table {
         let may_still_run = matches!(outcome, Outcome::Refused | Outcome::Partial | Outcome::Lost);
         let has_run = matches!(outcome, Outcome::Finished(_) | Outcome::Unheard(_));
         self.change_session(key, |session| {
-            session.turns += u64::from(has_run);
+            session.turns_finished += u64::from(has_run);
             session.full_history.client_may_be_ahead = true;
             if may_still_run {
                 session.lost_rid = Some(rid.to_owned());

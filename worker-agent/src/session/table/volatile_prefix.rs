@@ -1,7 +1,11 @@
 //! Feeds each session's tracker of volatile prefixes, and reports what the tracker finds.
 //!
 //! A volatile prefix is a text early in a session's prompts that differs from turn to turn, such as
-//! a timestamp in the system prompt. See [`PrefixTracker`](super::PrefixTracker).
+//! a timestamp in the system prompt. The tracker itself is [`PrefixTracker`](super::PrefixTracker).
+//! A delta is a turn that holds only new tokens, and so no beginning of a prompt.
+//!
+//! The starts of prompts come from `owner`, and the shim's comparisons from `trim`. What is found
+//! leaves the table as [`Effect::VolatilePrefix`].
 
 use proto::{id::SessionKey, load::VolatilePrefix};
 

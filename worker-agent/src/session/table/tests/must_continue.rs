@@ -179,7 +179,7 @@ fn a_session_that_a_full_history_began_takes_no_delta() {
     // agent.
     let mut rig = trimming();
     let began = full_history(&mut rig, &pinned("s"), 90).inside();
-    assert_eq!(rig.table.get(&key("s")).unwrap().turns, 0);
+    assert_eq!(rig.table.get(&key("s")).unwrap().turns_finished, 0);
     rig.runs(&began, 0, 30);
     assert_eq!(rig.turn(&delta("s")).error(), Error::DeltaNeedsOpen);
     let on = full_history(&mut rig, &opening(), 120).inside();

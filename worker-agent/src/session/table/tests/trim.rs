@@ -139,7 +139,7 @@ fn a_session_that_comes_back_is_pinned_and_computes_only_what_is_new() {
     rig.end(&third, finished(148, 8));
     let session = rig.table.get(&key("s")).unwrap();
     assert_eq!((session.history_tokens, session.resident_tokens), (156, 155));
-    assert_eq!((session.retention, session.turns), (Retention::Pinned, 3));
+    assert_eq!((session.retention, session.turns_finished), (Retention::Pinned, 3));
     assert_eq!(rig.table.totals(0).pinned_tokens, 160, "what was kept for its bound is given back");
 }
 

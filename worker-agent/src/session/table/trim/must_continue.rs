@@ -4,6 +4,9 @@
 //! A full history holds the whole conversation. If it doesn't continue the session's history, it
 //! replaces that history only if the client opens the session with this turn. Otherwise the shim,
 //! Berth's part in the engine's process, refuses the turn.
+//!
+//! The shim compares the two histories. This module marks the turn that the shim refuses, with the
+//! reason for its client, and updates whether a session takes deltas. The parent module calls it.
 
 use proto::id::SessionKey;
 

@@ -3,6 +3,10 @@
 //! A full history is a turn that holds the whole conversation. A pinned session keeps its KV and a
 //! request row to itself. The shim, Berth's part in the engine's process, trims a full history: it
 //! removes the tokens that the session already has.
+//!
+//! The modules `admission` and `capacity` ask before a turn is admitted, and `reopen` asks while it
+//! runs. This module only computes. The parent module pins, and the shim enforces the reserved
+//! size.
 
 use std::time::Instant;
 
@@ -44,7 +48,8 @@ impl Table {
             && session.full_history.no_pin_before.is_none_or(|earliest| earliest <= now)
             && self.accounts[session.dp_rank as usize].can_demote()
             && self.engine.retentions.contains(&Retention::Pinned);
-        let came_back_soon = session.turns > 0 && session.idle(now) <= self.settings.demote_idle;
+        let came_back_soon =
+            session.turns_finished > 0 && session.idle(now) <= self.settings.demote_idle;
         let is_only_turn = session.turns_running == 0 && session.turns_waiting == 1;
         if !(may_pin && came_back_soon && is_only_turn) || self.is_taking_over() {
             return false;

@@ -2,7 +2,8 @@
 //!
 //! A trim turn is a turn with a full history (the whole conversation) that was admitted to a pinned
 //! session. The shim, Berth's part in the engine's process, compares the turn's prompt with the
-//! session's history, and plans how the turn runs. These types are plain values.
+//! session's history, and plans how the turn runs. These types are plain values. `owner` makes a
+//! [`TrimPlan`] from the shim's message, and counts each [`TrimOutcome`] in the metrics.
 
 use crate::shim::trim::Plan;
 
