@@ -259,7 +259,7 @@ impl Ledger {
         let from_sample = |value: fn(&RankSample) -> u64| {
             sample.map(|(rank, age)| figure(value(rank), Source::Loads, age))
         };
-        let current = |value, source| Some(figure(value, source, 0));
+        let figure_now = |value, source| Some(figure(value, source, 0));
         let pinned = match facts {
             // While no request runs, only pinned sessions hold or lock KV. The shim counts a prefix
             // that several sessions share only once.
@@ -287,11 +287,11 @@ impl Ledger {
                 locked.saturating_add(facts.uncached_tokens)
             })
             .or_else(|| from_sample(|rank| rank.num_used_tokens.min(rank.max_total_num_tokens))),
-            pool_total_tokens: current(pool_tokens, Source::ServerInfo),
+            pool_total_tokens: figure_now(pool_tokens, Source::ServerInfo),
             pinned_tokens: Some(pinned),
-            resident_tokens_estimate: current(tree_tokens, Source::Estimate),
-            rows_held: current(u64::from(totals.rows_held.min(rows)), Source::Ledger),
-            rows_total: current(u64::from(rows), Source::ServerInfo),
+            resident_tokens_estimate: figure_now(tree_tokens, Source::Estimate),
+            rows_held: figure_now(u64::from(totals.rows_held.min(rows)), Source::Ledger),
+            rows_total: figure_now(u64::from(rows), Source::ServerInfo),
             sessions: totals.sessions,
             devices: vec![],
             turns_queued: totals.turns_queued,

@@ -18,9 +18,9 @@ const INTERVAL_TOKENS_MIN: u64 = 256;
 /// doesn't determine the rate alone.
 const REPORTED_TOKENS_MIN: u64 = 1024;
 /// The largest sum of tokens that is kept. When the sum gets larger, both sums are scaled down, so
-/// that the tokens' sum is this again. An interval after which this many more tokens were measured
-/// has about a third of the weight of a new one. The sum is as large as a few long prompts, so a
-/// single prompt doesn't determine the rate.
+/// that the tokens' sum is this number again. An interval loses weight as more tokens are measured:
+/// after this many tokens, its weight is about a third. The sum is as large as a few long prompts,
+/// so a single prompt doesn't determine the rate.
 const TOKENS_SUM_MAX: u64 = 1 << 17;
 /// Femtoseconds per microsecond. The engine counts microseconds. The time's sum is kept in
 /// femtoseconds, because scaling rounds it. In this unit, the rounding changes the rate by less
@@ -44,7 +44,7 @@ pub struct PrefillRate {
 impl PrefillRate {
     /// Adds the interval from the previous sample to this one. If a counter has decreased, the
     /// engine was restarted, and the sums start again at 0.
-    pub fn record_sample(&mut self, at: Instant, tokens_total: u64, busy_us_total: u64) {
+    pub fn record_sample(&mut self, sampled_at: Instant, tokens_total: u64, busy_us_total: u64) {
         let counters = (tokens_total, busy_us_total);
         let last_counters = self.last_counters.replace(counters);
         let Some((tokens_before, busy_us_before)) = last_counters else { return };
@@ -57,10 +57,10 @@ impl PrefillRate {
         if tokens < INTERVAL_TOKENS_MIN || busy_us == 0 {
             return;
         }
-        // Sums are kept, because a mean of the intervals' rates would be wrong. The engine counts
-        // the time of a pass from the moment when its scheduler noticed the end of the pass before.
-        // If the scheduler notices an end late, that pass gets too much time, and the next pass
-        // gets almost none. In the sums, the two errors cancel out.
+        // A mean of the intervals' rates would be wrong. The engine measures a pass from the moment
+        // when its scheduler noticed the end of the previous pass. If the scheduler notices an end
+        // late, that pass gets too much time, and the next pass gets almost none. In the sums, the
+        // two errors cancel out.
         self.tokens_sum = self.tokens_sum.saturating_add(tokens);
         self.busy_fs_sum = self.busy_fs_sum.saturating_add(u128::from(busy_us) * FS_PER_US);
         if self.tokens_sum > TOKENS_SUM_MAX {
@@ -69,7 +69,7 @@ impl PrefillRate {
             self.busy_fs_sum = scaled_fs.div_ceil(u128::from(self.tokens_sum));
             self.tokens_sum = TOKENS_SUM_MAX;
         }
-        self.measured_at = Some(at);
+        self.measured_at = Some(sampled_at);
         debug_assert!(self.is_sound(), "{self:?}");
     }
 

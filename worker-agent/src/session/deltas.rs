@@ -15,9 +15,10 @@ use super::{Error, GoneReason, Guard, Guards, Phase, RouteTurns, Session};
 
 /// Whether a session takes deltas.
 ///
-/// A delta is computed on the right context only if its client knows the engine's history. So a
-/// session is of one of two kinds, until it is closed. Either its clients send deltas, and nothing
-/// replaces its history. Or its history may be replaced by full histories, and it takes no deltas.
+/// A delta is computed on the right context only if its client knows the engine's history. So there
+/// are two kinds of sessions: a session that takes deltas keeps its history, and a session whose
+/// history full histories may replace takes no deltas. A client that opens the session again may
+/// change the kind.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Deltas {
     /// The session takes no deltas, because no client has opened it or a full history has replaced
@@ -37,9 +38,9 @@ impl Session {
         self.turns_finished == 0 && self.history_tokens == 0 && !has_turns
     }
 
-    /// Lets a session take deltas when a client opens it, if it has no history yet. Otherwise the
-    /// history came from full histories, and may differ from what this client believes, so the
-    /// session keeps refusing deltas.
+    /// Lets a session take deltas when a client opens it, if the session has no history yet. If it
+    /// has one that full histories made, that history may differ from what this client believes.
+    /// Then the session keeps refusing deltas.
     pub(super) fn open_for_deltas(&mut self) {
         if self.deltas == Deltas::Refused && self.is_fresh() {
             self.deltas = Deltas::Allowed;
@@ -47,8 +48,10 @@ impl Session {
     }
 }
 
-/// Checks whether a session can take this turn now. `shim_trims`: whether the shim trims full
-/// histories.
+/// Checks whether a session can take this turn now.
+///
+/// `claim` is what the router says about the turn, `route_turns` which turns the turn's route can
+/// carry, and `shim_trims` whether the shim trims full histories.
 pub(super) fn check_turn(
     session: &Session,
     claim: &Claim,
@@ -56,9 +59,9 @@ pub(super) fn check_turn(
     shim_trims: bool,
     guards: Guards,
 ) -> Result<(), Error> {
-    // A client that sends its full history loses nothing when the engine's history is gone. But
-    // clients that send deltas rely on that history. They must hear that it is gone, unless a
-    // client opens the session again.
+    // A full history may start the session over if the engine's history is gone. But clients that
+    // send deltas rely on the engine's history, so they must hear that it is gone, unless this turn
+    // opens the session again.
     let clients_rely_on_history =
         session.deltas == Deltas::Taken && guards.is_on(Guard::FullHistoryContinues);
     let may_replace_history = claim.open || !clients_rely_on_history;
@@ -105,8 +108,8 @@ pub(super) fn check_turn(
     let has_history =
         has_finished_turns || (session.history_tokens > 0 && guards.is_on(Guard::DeltaOnly));
     check_route(claim.delta, has_history, route_turns, shim_trims)?;
-    // A delta that opens its session is wrong if there is a history, because its client believes
-    // that there is none. A full history is right in both cases.
+    // The client of a delta that opens its session believes that the session has no history. A full
+    // history holds the whole conversation, so it is right in both cases.
     if has_finished_turns && claim.open && claim.delta {
         return Err(Error::HasHistory);
     }

@@ -87,8 +87,8 @@ pub struct Journal {
     state: JournalState,
     /// The number of lines in the file.
     line_count: usize,
-    /// Whether the file may end with an incomplete record. If so, it is rewritten before another
-    /// record is written.
+    /// Whether the file may end with an incomplete record. Then the file is rewritten before the
+    /// next record is written.
     may_end_incomplete: bool,
 }
 
@@ -154,31 +154,31 @@ impl Record {
     }
 
     fn parse(line: &str) -> Option<Self> {
-        let mut words = line.split(' ');
-        let (kind, id) = (words.next()?, words.next()?.to_owned());
+        let mut fields = line.split(' ');
+        let (kind, id) = (fields.next()?, fields.next()?.to_owned());
         let record = match kind {
             "engine" => Self::Engine { instance: id },
-            "opening" => Self::Opening { incarnation: id, dp_rank: words.next()?.parse().ok()? },
-            "turn" => Self::Turn { incarnation: id, rid: words.next()?.to_owned() },
+            "opening" => Self::Opening { incarnation: id, dp_rank: fields.next()?.parse().ok()? },
+            "turn" => Self::Turn { incarnation: id, rid: fields.next()?.to_owned() },
             "closed" => Self::Closed { incarnation: id },
             _ => return None,
         };
-        words.next().is_none().then_some(record)
+        fields.next().is_none().then_some(record)
     }
 }
 
 /// Applies the records of all complete lines. Returns the resulting state and the number of lines.
 fn replay(text: &[u8]) -> (JournalState, usize) {
     let mut state = JournalState::default();
-    let mut lines = 0;
+    let mut line_count = 0;
     for line in text.split_inclusive(|byte| *byte == b'\n') {
         let Some(line) = line.strip_suffix(b"\n") else { continue };
-        lines += 1;
+        line_count += 1;
         if let Some(record) = std::str::from_utf8(line).ok().and_then(Record::parse) {
             state.apply(&record);
         }
     }
-    (state, lines)
+    (state, line_count)
 }
 
 impl Journal {

@@ -20,8 +20,8 @@ use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 /// blocks, which leaves about a dozen to messages. The reader of request bodies also visits at most
 /// this many messages, and at most this many content blocks of each message.
 pub const BLOCKS_MAX: usize = 16;
-/// The number of bytes at the beginning of a prompt's text in which a difference counts as early.
-/// This is about 4,096 tokens.
+/// A difference counts as early within this many bytes of the beginning of a prompt's text. These
+/// are about 4,096 tokens.
 const EARLY_BYTES_MAX: usize = 16 * 1024;
 /// The most bytes of `tools` that are compared. Coding agents send 20 to 100 KiB.
 const TOOLS_BYTES_MAX: usize = 64 * 1024;
@@ -73,7 +73,7 @@ pub struct PromptStart {
 pub struct PrefixTracker {
     /// The blocks of the latest prompt of the session's conversation.
     conversation_blocks: Vec<Block>,
-    /// Whether a prompt of another conversation has come since `conversation_blocks`.
+    /// Whether a prompt of another conversation has come since `conversation_blocks` were stored.
     other_conversation_has_come: bool,
     /// How the newest prompt relates to `conversation_blocks`.
     relation: Relation,
@@ -183,9 +183,9 @@ impl PrefixTracker {
                 None
             }
             Relation::Changed(place) => self.extend_streak(Some(place), None),
-            // The prompt may ask for a title, or belong to a subagent. The turn after it may
-            // continue `conversation_blocks`, so these stay. If the prompt after it also belongs to
-            // another conversation, its blocks replace them.
+            // The prompt may ask for a title, or belong to a subagent. The next turn may continue
+            // `conversation_blocks`, so these stay. If the next prompt also belongs to another
+            // conversation, its blocks replace `conversation_blocks`.
             Relation::OtherConversation if !self.other_conversation_has_come => {
                 self.other_conversation_has_come = true;
                 return None;
@@ -504,7 +504,8 @@ mod tests {
                 // The last message may still be edited, as when a user interrupts an answer.
                 let mut messages: Vec<&str> = texts[..length].iter().map(String::as_str).collect();
                 messages.push(late);
-                prop_assert_eq!(tracker.record_prompt_start(prompt(["You", "help."], &messages)), None);
+                let start = prompt(["You", "help."], &messages);
+                prop_assert_eq!(tracker.record_prompt_start(start), None);
             }
         }
 

@@ -88,8 +88,8 @@ pub struct Need {
     /// Whether the turn ignores the end of its answer (`ignore_eos`), so that the engine reserves
     /// room for the longest answer.
     pub ignores_eos: bool,
-    /// Leading prompt tokens that are in the engine's cache, as the sender of the turn says. The
-    /// engine doesn't compute them, but they need room too.
+    /// Leading prompt tokens that are in the engine's cache, as the turn's sender says (a router,
+    /// usually). The engine doesn't compute these tokens, but they need room too.
     pub resident_tokens: u64,
 }
 
@@ -102,7 +102,7 @@ pub struct Usage {
     pub completion_tokens: u64,
     /// Prompt tokens whose KV was resident, if the engine reports them.
     pub cached_tokens: Option<u64>,
-    /// How often the engine took the turn out of its batch and put it back.
+    /// How many times the engine took the turn out of its batch and put it back.
     pub retractions: u64,
 }
 
@@ -117,7 +117,8 @@ pub enum Outcome {
     Aborted,
     /// The engine refused the turn before it ran, or the turn never reached the engine.
     Refused,
-    /// The engine gave the turn up without an answer. It may have run and committed a part of it.
+    /// The engine gave the turn up without an answer. The engine may have run a part of the turn
+    /// and added that part to the session's history.
     Partial,
     /// The agent did not see the end of the turn.
     Lost,

@@ -25,7 +25,7 @@ use super::{
 /// With these, the engine never waits for the agent.
 const TURNS_AHEAD_MAX: u64 = 8;
 
-/// The decision on one ticket (a waiting turn or open request) when the queue is gone through.
+/// The decision on one ticket (a turn or an open request that waits in the queue).
 enum Verdict {
     /// The turn goes to the engine, or the client hears that its session is open.
     Admit,
@@ -214,21 +214,18 @@ impl Table {
         if let Some(shortage) = self.row_shortage(dp_rank)? {
             return self.reclaim_or_refuse(now, key, shortage);
         }
-        let (pinned_tokens, tokens_max) = self.pinned_and_budget(dp_rank)?;
-        if pinned_tokens >= tokens_max && self.settings.guards.is_on(Guard::PinBudget) {
-            let shortage = Shortage::Tokens {
-                missing: pinned_tokens - tokens_max + 1,
-                held: pinned_tokens,
-                max: tokens_max,
-            };
+        let (pinned_tokens, budget) = self.pinned_and_budget(dp_rank)?;
+        if pinned_tokens >= budget && self.settings.guards.is_on(Guard::PinBudget) {
+            let missing = pinned_tokens - budget + 1;
+            let shortage = Shortage::Tokens { missing, held: pinned_tokens, max: budget };
             return self.reclaim_or_refuse(now, key, shortage);
         }
         self.begin_open(key);
         Ok(Verdict::Wait)
     }
 
-    /// Journals the session's incarnation, then asks the engine to open it. The caller has checked
-    /// that a row is free.
+    /// Journals the session's incarnation, then asks the engine to open the incarnation. The caller
+    /// has checked that a row is free.
     pub(super) fn begin_open(&mut self, key: &SessionKey) {
         let (incarnation, idle_max, dp_rank) = self.change_session(key, |session| {
             session.phase = Phase::Opening;
@@ -260,21 +257,24 @@ impl Table {
         let dp_rank = session.dp_rank;
         let session_tokens_now =
             if session.holds_row { self.round_to_pages(session.resident_tokens) } else { 0 };
-        let target = self.round_to_pages(self.kv_target_tokens(key, need, is_delta));
+        let target_tokens = self.round_to_pages(self.kv_target_tokens(key, need, is_delta));
         if !session.holds_row
             && let Some(shortage) = self.row_shortage(dp_rank)?
         {
             return self.reclaim_or_refuse(now, key, shortage);
         }
-        let (held, max) = self.pinned_and_budget(dp_rank)?;
-        if target > max && guards.is_on(Guard::PinBudget) {
-            return Err(Error::TooLarge { tokens_needed: target, tokens_max: max });
+        let (pinned_tokens, budget) = self.pinned_and_budget(dp_rank)?;
+        if target_tokens > budget && guards.is_on(Guard::PinBudget) {
+            return Err(Error::TooLarge { tokens_needed: target_tokens, tokens_max: budget });
         }
-        let tokens_after = held - session_tokens_now + target;
+        let pinned_tokens_after = pinned_tokens - session_tokens_now + target_tokens;
         let pool_room = self.pinnable_tokens(dp_rank, self.capacity(dp_rank)?.pool_tokens);
-        let max = if guards.is_on(Guard::PinBudget) { max.min(pool_room) } else { u64::MAX };
-        if tokens_after > max {
-            let shortage = Shortage::Tokens { missing: tokens_after - max, held, max };
+        let pinned_tokens_max =
+            if guards.is_on(Guard::PinBudget) { budget.min(pool_room) } else { u64::MAX };
+        if pinned_tokens_after > pinned_tokens_max {
+            let missing = pinned_tokens_after - pinned_tokens_max;
+            let shortage =
+                Shortage::Tokens { missing, held: pinned_tokens, max: pinned_tokens_max };
             return self.reclaim_or_refuse(now, key, shortage);
         }
         Ok(Verdict::Admit)
@@ -316,8 +316,8 @@ impl Table {
         Verdict::Admit
     }
 
-    /// Starts to free room for a pinned session, so that its ticket can wait. Refuses the ticket if
-    /// that can't help.
+    /// Starts to free room for a pinned session, so that the session's ticket can wait. Refuses the
+    /// ticket if not enough room can be freed.
     fn reclaim_or_refuse(
         &mut self,
         now: Instant,
@@ -439,7 +439,7 @@ impl Table {
     }
 
     /// Removes a ticket that is not inside the engine from the table, the queue and all counts. If
-    /// it is a turn that also asked to close its session, the close still takes effect.
+    /// the ticket's turn also asked to close its session, the close still takes effect.
     pub(super) fn forget_ticket(&mut self, now: Instant, rid: &str) {
         let ticket = self.tickets.remove(rid).expect("the caller has it");
         self.queue.retain(|queued| queued != rid);
@@ -471,7 +471,7 @@ impl Table {
         }
     }
 
-    /// Refuses everything in the queue.
+    /// Refuses all tickets in the queue.
     pub(super) fn refuse_waiting(&mut self, now: Instant, error: &Error) {
         while let Some(rid) = self.queue.front().cloned() {
             self.refuse_ticket(now, &rid, error.clone());

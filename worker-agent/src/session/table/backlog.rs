@@ -10,9 +10,9 @@ use proto::load::Retention;
 
 use super::{Table, Ticket, TicketState};
 
-/// Bytes of text that are counted as one token, if a turn's need was taken from its text: about
-/// four in English, less in code. The need then counts bytes, as an upper bound on the tokens.
-/// Divided by this number, it is an estimate.
+/// Bytes of text that are counted as one token: about four in English, less in code. If a turn's
+/// need was taken from its text, [`Need::prompt_tokens`](super::Need) is the number of bytes, an
+/// upper bound on the tokens. That bound divided by this number is an estimate.
 const BYTES_PER_TOKEN: u64 = 4;
 
 impl Table {

@@ -42,20 +42,27 @@ impl Table {
         } else {
             session.resident_tokens
         };
-        let context = self.engine.context_tokens;
-        let answer = need.answer_tokens.unwrap_or(context);
-        tokens_before.saturating_add(need.prompt_tokens).saturating_add(answer).min(context)
+        let context_tokens = self.engine.context_tokens;
+        let answer_tokens = need.answer_tokens.unwrap_or(context_tokens);
+        tokens_before
+            .saturating_add(need.prompt_tokens)
+            .saturating_add(answer_tokens)
+            .min(context_tokens)
     }
 
     /// Returns the tokens that must be free before the engine starts a plain turn: the prompt in
     /// whole pages, the part of the answer that the engine reserves, and more than one page beyond
     /// them.
     pub(super) fn free_tokens_needed(&self, need: Need) -> u64 {
-        let (context, page_tokens) = (self.engine.context_tokens, self.engine.page_tokens);
-        let prompt = need.prompt_tokens.min(context);
-        let answer_max = if need.ignores_eos { context } else { ANSWER_TOKENS_AHEAD };
-        let answer = need.answer_tokens.unwrap_or(context).min(context - prompt).min(answer_max);
-        self.round_to_pages(prompt) + answer + page_tokens + 1
+        let (context_tokens, page_tokens) = (self.engine.context_tokens, self.engine.page_tokens);
+        let prompt_tokens = need.prompt_tokens.min(context_tokens);
+        let answer_tokens_max = if need.ignores_eos { context_tokens } else { ANSWER_TOKENS_AHEAD };
+        let answer_tokens = need
+            .answer_tokens
+            .unwrap_or(context_tokens)
+            .min(context_tokens - prompt_tokens)
+            .min(answer_tokens_max);
+        self.round_to_pages(prompt_tokens) + answer_tokens + page_tokens + 1
     }
 
     /// Returns the shortage of rows that one more pinned session would meet, because it would use a

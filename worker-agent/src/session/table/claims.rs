@@ -70,8 +70,8 @@ impl Table {
         requested_rank: Option<u32>,
         route_turns: RouteTurns,
     ) -> Result<(), Error> {
-        // A delta relies on the session's history. If that history is gone, the delta must not
-        // start an empty session.
+        // A delta relies on the session's history, so a delta must not replace a session that can't
+        // continue by an empty session.
         self.remove_if_unusable(key, claim.open && !claim.delta);
         if !self.sessions.contains_key(key) {
             if claim.delta && !claim.open {
@@ -118,13 +118,13 @@ impl Table {
         Ok(())
     }
 
-    /// Removes a session that has no turns, if its rank no longer exists, or if it can't continue
-    /// and a client opens it again.
+    /// Removes a session without turns if its rank no longer exists, or if the session can't
+    /// continue and a client opens it again.
     fn remove_if_unusable(&mut self, key: &SessionKey, is_opened_again: bool) {
-        let ranks = self.engine.ranks.len();
+        let rank_count = self.engine.ranks.len();
         let Some(session) = self.sessions.get(key) else { return };
         let is_at_rest = session.turns_running == 0 && session.turns_waiting == 0;
-        let has_lost_rank = session.dp_rank as usize >= ranks;
+        let has_lost_rank = session.dp_rank as usize >= rank_count;
         let is_gone = matches!(session.phase, Phase::Gone(_));
         if is_at_rest && (has_lost_rank || (is_opened_again && is_gone)) {
             self.remove_session(key);
@@ -303,8 +303,8 @@ impl Table {
     }
 
     /// Closes the longest idle session of those that aren't exclusive, to make room in the table.
-    /// Returns false if there is none. Such a session's client has not pinned it, and sends no
-    /// deltas to it. If the client comes back soon, it may find the session's KV in the radix tree.
+    /// Returns false if there is none. No client has pinned such a session or sends deltas to it,
+    /// so no client relies on it. A later turn may still find the session's KV in the radix tree.
     fn close_longest_idle(&mut self, now: Instant) -> bool {
         let closable = self
             .sessions
@@ -326,8 +326,8 @@ impl Table {
         if wanted == Retention::None || offered.contains(&wanted) {
             return Ok(wanted);
         }
-        let names: Vec<&str> = offered.iter().map(|retention| retention.as_str()).collect();
-        Err(Error::RetentionUnavailable { wanted, offered: names.join(", ") })
+        let offered_names: Vec<&str> = offered.iter().map(|retention| retention.as_str()).collect();
+        Err(Error::RetentionUnavailable { wanted, offered: offered_names.join(", ") })
     }
 
     /// Returns the requested rank. If none was requested, returns the least loaded rank. Load is

@@ -33,14 +33,14 @@ pub(super) struct PendingClose {
     pub(super) dp_rank: u32,
     pub(super) holds_row: bool,
     /// KV tokens of the incarnation, in whole pages.
-    pub(super) tokens: u64,
+    pub(super) held_tokens: u64,
     /// Id of a turn that may still be inside the engine.
     pub(super) rid: Option<String>,
     /// Whether an earlier agent process opened the session.
     pub(super) is_inherited: bool,
     /// When the close was first requested.
     pub(super) begun_at: Instant,
-    /// When to repeat the close. `None` while the engine's answer is awaited.
+    /// When to repeat the close. `None` while the engine's answer to it is awaited.
     pub(super) repeat_at: Option<Instant>,
     /// Whether the engine has reported that the session still exists.
     pub(super) is_kept_by_engine: bool,
@@ -52,7 +52,7 @@ impl PendingClose {
         Self {
             dp_rank: 0,
             holds_row: false,
-            tokens: 0,
+            held_tokens: 0,
             rid: None,
             is_inherited: false,
             begun_at: now,
@@ -121,9 +121,9 @@ impl Table {
         self.drop_session(now, key, &Error::UnknownSession);
     }
 
-    /// Closes a session whose only turns were refused or given up. Otherwise it would stay open:
-    /// its clients don't know that it was opened for them, and a router that hasn't heard of it
-    /// can't close it.
+    /// Closes a session whose only turns were refused or given up. Without this the session would
+    /// stay open: its clients don't know that it was opened for them, and a router that doesn't
+    /// know the session can't close it.
     pub(super) fn close_unused(&mut self, now: Instant, key: &SessionKey) {
         let is_open_for_nothing = self.sessions.get(key).is_some_and(Session::is_open_for_nothing);
         if is_open_for_nothing && self.settings.guards.is_on(Guard::UnusedClosed) {
@@ -131,8 +131,8 @@ impl Table {
         }
     }
 
-    /// Closes a pinned session at the engine, but keeps it in the table, so that its client is told
-    /// why with the client's next turn.
+    /// Closes a pinned session at the engine, but keeps it in the table as gone, so that the
+    /// client's next turn is told why.
     pub(super) fn close_as_gone(&mut self, now: Instant, key: &SessionKey, reason: GoneReason) {
         let event = match reason {
             GoneReason::Reclaimed => SessionEvent::Reclaimed,
@@ -200,18 +200,24 @@ impl Table {
         self.keys_by_incarnation.get(incarnation)
     }
 
-    /// Requests the close of a session's incarnation, as its retention needs.
+    /// Requests the close of a session's incarnation. Without retention, an incarnation is
+    /// not open at the engine and needs no close.
     pub(super) fn close_at_engine(&mut self, now: Instant, key: &SessionKey) {
         let session = &self.sessions[key];
         let incarnation = session.incarnation.clone();
         match session.retention {
             Retention::Pinned => {
-                let held_tokens = session.resident_tokens.max(session.reserved_tokens);
+                let tokens_max = session.resident_tokens.max(session.reserved_tokens);
                 let holds_row = session.holds_row;
-                let tokens = if holds_row { self.round_to_pages(held_tokens) } else { 0 };
+                let held_tokens = if holds_row { self.round_to_pages(tokens_max) } else { 0 };
                 let (dp_rank, rid) = (session.dp_rank, session.lost_rid.clone());
-                let closing =
-                    PendingClose { dp_rank, holds_row, tokens, rid, ..PendingClose::empty(now) };
+                let closing = PendingClose {
+                    dp_rank,
+                    holds_row,
+                    held_tokens,
+                    rid,
+                    ..PendingClose::empty(now)
+                };
                 self.start_close(incarnation, closing);
             }
             Retention::Tagged => {
@@ -232,7 +238,7 @@ impl Table {
         if self.settings.guards.is_on(Guard::CountedUntilClosed) {
             let account = self.account(closing.dp_rank);
             account.totals.rows_held += u32::from(closing.holds_row);
-            account.totals.pinned_tokens += closing.tokens;
+            account.totals.pinned_tokens += closing.held_tokens;
         }
         let rid = closing.rid.clone();
         let close = CloseRequest {
@@ -249,7 +255,7 @@ impl Table {
         if self.settings.guards.is_on(Guard::CountedUntilClosed) {
             let account = self.account(closing.dp_rank);
             account.totals.rows_held -= u32::from(closing.holds_row);
-            account.totals.pinned_tokens -= closing.tokens;
+            account.totals.pinned_tokens -= closing.held_tokens;
         }
     }
 
@@ -272,8 +278,8 @@ impl Table {
         }
     }
 
-    /// Returns why the engine must be restarted, if it must. It must if it keeps a session half
-    /// closed, or doesn't end an aborted turn.
+    /// Returns why the engine must be restarted: it keeps a session half closed, or doesn't end an
+    /// aborted turn. `None` if no restart is needed.
     #[must_use]
     pub fn restart_required(&self, now: Instant) -> Option<String> {
         let is_overdue = |since: Instant| since + self.settings.stuck_after <= now;

@@ -101,7 +101,7 @@ impl Table {
             }
             return;
         }
-        // If the session is pinned, the turn ran beside it.
+        // The turn did not run in a pinned session. If its session is pinned, it ran beside it.
         let ran_beside = is_session_pinned;
         if let Outcome::Finished(usage) | Outcome::Unheard(usage) = outcome {
             self.change_session(key, |session| {

@@ -25,7 +25,7 @@ use super::{
 /// counted.
 const FOREIGN_SESSIONS_MAX: usize = 4096;
 /// The longest time by which the engine's load figures lag behind. Once a rank has been idle for
-/// this long, they show it idle.
+/// this long, the figures show the rank as idle.
 const LOAD_LAG_MAX: Duration = Duration::from_millis(500);
 
 /// One rank's load, as the engine reports it.
@@ -163,8 +163,8 @@ impl Table {
                 let dp_rank = self.sessions[key].dp_rank;
                 self.effects.push(Effect::RequestShimTable { dp_rank, rid: None });
             }
-            // Only a table that was requested since the uncertain turn counts. A report from before
-            // the request may describe the state before that turn.
+            // Only a table that was requested after the uncertain turn counts. An earlier table may
+            // describe the state before that turn.
             &mut Phase::Suspect { expected, is_table_requested: true, .. }
                 if report.is_from_full_table =>
             {
@@ -286,17 +286,17 @@ impl Table {
         }
         // Sessions that were closing are closed now. Sessions of ranks that no longer exist can't
         // continue.
-        let ranks = engine.ranks.len();
+        let rank_count = engine.ranks.len();
         for key in keys {
             let session = &self.sessions[&key];
             let must_be_dropped =
-                session.phase == Phase::Closing || session.dp_rank as usize >= ranks;
+                session.phase == Phase::Closing || session.dp_rank as usize >= rank_count;
             if must_be_dropped && session.turns_running == 0 {
                 self.drop_session(now, &key, &Error::EngineLost);
             }
         }
         // Turns of a rank that no longer exists must still end, so the rank's account stays.
-        self.accounts.resize_with(ranks.max(self.accounts.len()), RankAccount::default);
+        self.accounts.resize_with(rank_count.max(self.accounts.len()), RankAccount::default);
         self.engine = engine;
         self.debug_check();
     }

@@ -96,7 +96,7 @@ impl Table {
         for closing in self.pending_closes.values().filter(|closing| closing.dp_rank == dp_rank) {
             if self.settings.guards.is_on(Guard::CountedUntilClosed) {
                 recounted.totals.rows_held += u32::from(closing.holds_row);
-                recounted.totals.pinned_tokens += closing.tokens;
+                recounted.totals.pinned_tokens += closing.held_tokens;
             }
             rows_of_earlier_agent += u32::from(closing.is_inherited);
         }

@@ -19,8 +19,8 @@ pub(super) struct RankAccount {
     pub(super) totals: RankTotals,
     /// The number of turns that have claimed a session or this rank, and whose body is being read.
     pub(super) turns_claimed: u32,
-    /// KV tokens needed by the largest plain turn that waits for pinned sessions to give up room; 0
-    /// if none waits.
+    /// KV tokens that the largest plain turn needs of those that wait for pinned sessions to give
+    /// up room; 0 if none waits.
     largest_waiting_tokens: u64,
     /// The number of running plain turns.
     plain_turns_running: u64,
@@ -29,7 +29,8 @@ pub(super) struct RankAccount {
     /// The estimated length of the engine's queue: the length that the engine reported last, plus
     /// the turns sent since then, minus the turns ended since then. `None` before its first report.
     pub(super) engine_queue_length: Option<i64>,
-    /// Since when no turn is inside the engine and no close is unconfirmed.
+    /// When a load sample first found the rank idle: no turn inside the engine and no close
+    /// unconfirmed. `None` if the newest sample found it busy, or a turn has started since.
     pub(super) idle_since: Option<Instant>,
     /// Foreign sessions (opened by other clients of the engine), by their ids in the engine. Empty
     /// without a shim, which reports them.
@@ -151,8 +152,8 @@ impl RankAccount {
     }
 }
 
-/// Returns what a session adds to its rank's totals: rows, pinned tokens, and an estimate of tokens
-/// in the radix tree.
+/// Returns what a session adds to its rank's totals: the request rows and the pinned tokens that it
+/// holds, and an estimate of its tokens in the radix tree.
 fn session_contribution(session: &Session, page_tokens: u64) -> (u32, u64, u64) {
     if session.retention != proto::load::Retention::Pinned {
         return (0, 0, session.resident_tokens);

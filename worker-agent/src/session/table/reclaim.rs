@@ -51,11 +51,11 @@ impl From<Shortage> for Error {
 
 /// How long a coding agent pauses between the turns of a session. Each pair holds a number of
 /// seconds, and the share of pauses that are longer, in thousandths. The figures are from 1,300
-/// recorded conversations; see the design notes on idle time.
+/// recorded conversations.
 const LONGER_PAUSE_SHARES: [(u64, u64); 8] =
     [(0, 1000), (10, 500), (30, 270), (60, 200), (120, 130), (300, 70), (600, 40), (3600, 5)];
-/// A session that resumes within this time resumes "soon". For a session that resumes later,
-/// keeping its KV doesn't pay.
+/// The longest time after which a session's next turn comes "soon". For a session that resumes
+/// later, keeping its KV doesn't pay.
 const RESUMES_SOON_MAX: Duration = Duration::from_secs(120);
 
 /// The longest time that a demotion may take. The shim demotes within two scheduler steps, and even
@@ -65,11 +65,11 @@ const DEMOTION_TIME_MAX: Duration = Duration::from_secs(5);
 /// Returns the chance, in thousandths, that a session idle for `idle` resumes within
 /// [`RESUMES_SOON_MAX`].
 pub(super) fn resume_chance_milli(idle: Duration) -> u64 {
-    let longer_ppm = longer_pauses_ppm(idle);
-    if longer_ppm == 0 {
+    let still_idle_ppm = longer_pauses_ppm(idle);
+    if still_idle_ppm == 0 {
         return 0;
     }
-    1000 - longer_pauses_ppm(idle + RESUMES_SOON_MAX).saturating_mul(1000) / longer_ppm
+    1000 - longer_pauses_ppm(idle + RESUMES_SOON_MAX).saturating_mul(1000) / still_idle_ppm
 }
 
 /// Returns the share of pauses longer than `idle`, in millionths. Interpolates linearly between the
@@ -142,12 +142,12 @@ impl Table {
         true
     }
 
-    /// Whether `requester` may have a session's KV. The session must be pinned and at rest.
+    /// Whether `requester` may take a session's KV. The session must be pinned and at rest.
     ///
-    /// A client's turn may take the KV of a session that the agent pinned on its own at any time.
-    /// It may take the KV of a session that a client pinned only after `demote_idle` without a
-    /// turn. A turn of a session that the agent pinned on its own may take only the KV of other
-    /// such sessions, after `demote_idle` without a turn.
+    /// A [`Requester::Client`] may take the KV of a session that the agent pinned on its own at any
+    /// time. The KV of a session that a client pinned may be taken only after `demote_idle` without
+    /// a turn. A [`Requester::AutoPin`] may take only the KV of a session that the agent pinned on
+    /// its own, and only after `demote_idle` without a turn.
     fn is_reclaimable(&self, now: Instant, session: &Session, requester: Requester) -> bool {
         let is_open_and_pinned =
             session.retention == Retention::Pinned && session.phase == Phase::Open;
@@ -212,7 +212,7 @@ impl Table {
         self.debug_check();
     }
 
-    /// Returns the rows and tokens that demotions and closes under way will free.
+    /// Returns the rows and tokens that the demotions and closes in progress will free.
     fn room_being_freed(&self, now: Instant, dp_rank: u32) -> (u64, u64) {
         let demoting = self.sessions.values().filter(|session| {
             session.dp_rank == dp_rank && matches!(session.phase, Phase::Demoting { .. })
@@ -222,8 +222,10 @@ impl Table {
         let closing = self.pending_closes.values().filter(|closing| {
             closing.dp_rank == dp_rank && now < closing.begun_at + self.settings.stuck_after
         });
-        let closing = closing.map(|closing| (u64::from(closing.holds_row), closing.tokens));
-        demoting.chain(closing).fold((0, 0), |sum, freed| (sum.0 + freed.0, sum.1 + freed.1))
+        let closing = closing.map(|closing| (u64::from(closing.holds_row), closing.held_tokens));
+        demoting.chain(closing).fold((0, 0), |(rows_sum, tokens_sum), (rows, tokens)| {
+            (rows_sum + rows, tokens_sum + tokens)
+        })
     }
 }
 

@@ -48,15 +48,15 @@ pub(super) struct TrimTurn {
     reserved_prompt_tokens: u64,
     /// Whether the turn may run only if its prompt continues the session's history.
     must_continue: bool,
-    /// Whether the shim asked a question because the prompt has more tokens than are reserved.
+    /// Whether the shim asked because the prompt has more tokens than are reserved.
     exceeds_reserved: bool,
     /// Whether the turn replaced a history that clients append deltas to.
     has_replaced_deltas: bool,
     /// Whether the shim refused the turn. A refused turn does not run and changes no session.
     is_refused: bool,
-    /// Number of the shim's question about the turn, until the question is answered.
+    /// The number of the shim's question about the turn, until that is answered.
     open_question: Option<u64>,
-    /// Whether the shim has asked a question about the turn.
+    /// Whether the shim has ever asked a question about the turn.
     shim_has_asked: bool,
     /// If a new incarnation is to be opened for the turn: the tokens to reserve in it.
     reopen_target_tokens: Option<u64>,
@@ -192,7 +192,7 @@ impl Table {
         is_at_rest && self.accounts[session.dp_rank as usize].can_demote()
     }
 
-    /// Prepares a session that has nothing at the engine any more for a turn with its full history.
+    /// Prepares a session, of which the engine holds nothing any more, for a full history.
     pub(super) fn start_over(&mut self, now: Instant, key: &SessionKey) {
         if self.sessions[key].has_auto_retention() {
             return self.unpin_without_close(now, key);
@@ -288,7 +288,7 @@ impl Table {
         Some(outcome)
     }
 
-    /// Handles a plan by which the turn runs in its session.
+    /// Handles a plan by which the turn runs in its session. Returns what `handle_plan` returns.
     fn handle_plan_inside(
         &mut self,
         rid: &str,

@@ -29,10 +29,11 @@ impl Table {
     /// Updates whether a session takes deltas, when a turn's full history becomes the session's
     /// history.
     ///
-    /// If the client opens the session with this turn, it may continue with deltas. It may not if
-    /// the full history replaced a history that other clients append to, because those clients must
-    /// hear of that. If the session was opened before this turn, and the full history is its first
-    /// history, the session takes no deltas: the client that opened it doesn't know that history.
+    /// - The client opens the session with this turn: the session takes deltas. But if the full
+    ///   history replaced a history that other clients append to, it takes none, so that those
+    ///   clients are told.
+    /// - The session was opened before this turn, and the full history is its first history: the
+    ///   session takes no deltas, because the client that opened it doesn't know that history.
     pub(in super::super) fn update_deltas(&mut self, rid: &str, key: &SessionKey) {
         let ticket = &self.tickets[rid];
         let (opens_session, trim_turn) = (ticket.opens_session(), ticket.trim_turn.as_ref());
@@ -46,9 +47,9 @@ impl Table {
         };
     }
 
-    /// Handles a turn that the shim refuses because it doesn't continue its session. The turn does
-    /// not run, and the session's history stays as it is. The tokens of the returned pair are 0:
-    /// none are spared.
+    /// Handles a turn that the shim refuses because the turn doesn't continue its session. The turn
+    /// does not run, and the session's history stays as it is. Returns what `handle_plan` returns;
+    /// the tokens are 0.
     pub(super) fn refuse_not_continued(
         &mut self,
         key: &SessionKey,

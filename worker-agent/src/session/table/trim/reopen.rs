@@ -16,10 +16,10 @@ use crate::session::table::{
     Deltas, Effect, GoneReason, Need, Phase, Record, Session, Table, Ticket, TicketState,
 };
 
-/// A prompt that diverges from its session's history may be an aside (a request for a title, say)
-/// if the two share less than one over this divisor of the history. An aside runs beside its
-/// session, which keeps its history. Only the first of several diverging turns counts as an aside.
-/// If the turn after it diverges too, the client has shortened its history.
+/// A prompt that diverges from its session's history counts as an aside (a request for a title,
+/// say) if it shares less than the history's tokens divided by this number with the history. An
+/// aside runs beside its session, which keeps its history. Only the first of several diverging
+/// turns counts as an aside. If the next turn diverges too, the client has shortened its history.
 const ASIDE_DIVISOR: u64 = 4;
 
 impl TrimPlan {
@@ -33,8 +33,8 @@ impl TrimPlan {
 
 impl Table {
     /// Whether the prompt differs only in or after the session's newest answer, and that answer may
-    /// hold end tokens that its text doesn't show. Such a session is opened again with the new
-    /// history, and keeps its pin.
+    /// hold end tokens that its text doesn't show. Then the client has changed nothing, so the
+    /// divergence streak doesn't grow.
     pub(super) fn has_hidden_end_tokens(&self, key: &SessionKey, plan: &TrimPlan) -> bool {
         let answer_start = self.sessions[key].full_history.hidden_end_tokens_from;
         plan.decision == Plan::Diverged

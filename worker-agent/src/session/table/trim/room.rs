@@ -24,13 +24,13 @@ const ANSWER_TOKENS_MIN: u64 = 4096;
 const LONGEST_ANSWER_FACTOR: u64 = 2;
 /// Tokens that a chat template may put around what a turn adds.
 const TEMPLATE_TOKENS: u64 = 32;
-/// The agent pins a session on its own only while pinned sessions hold less than one over this
-/// divisor of all rows. A pinned session holds its row while it is idle too. If such sessions held
-/// more rows, running turns would lack rows while the pool has room.
+/// The agent pins a session on its own only while pinned sessions hold fewer rows than all rows
+/// divided by this number. A pinned session holds its row while it is idle too. If pinned sessions
+/// held more rows, running turns would lack rows while the pool has room.
 const AUTO_PIN_ROWS_DIVISOR: u32 = 2;
 /// Bytes of text that are counted as one token, to estimate prompts. English and code have 3.5 to
-/// 4.5. If a text has fewer bytes per token, its prompt exceeds the estimate. The shim then doesn't
-/// run the turn in the reserved room, and reports the prompt's size.
+/// 4.5. If a text has fewer bytes per token, its prompt exceeds the estimate. The shim then reports
+/// the prompt's size, and doesn't run the turn in the reserved room.
 const BYTES_PER_TOKEN: u64 = 3;
 
 impl Table {
@@ -83,21 +83,21 @@ impl Table {
 
     /// Returns the most tokens that a full history and its answer may have.
     pub(in super::super) fn full_history_target_tokens(&self, key: &SessionKey, need: Need) -> u64 {
-        let context = self.engine.context_tokens;
+        let context_tokens = self.engine.context_tokens;
         let tokens = self.full_history_tokens_max(key, need);
-        tokens.saturating_add(self.reserved_answer_tokens(key, need)).min(context)
+        tokens.saturating_add(self.reserved_answer_tokens(key, need)).min(context_tokens)
     }
 
     /// Returns the tokens to reserve for an answer: its limit, if it has one. Without a limit, this
     /// is a likely length if the agent pinned the session on its own, and else the whole context.
     pub(super) fn reserved_answer_tokens(&self, key: &SessionKey, need: Need) -> u64 {
-        let context = self.engine.context_tokens;
+        let context_tokens = self.engine.context_tokens;
         let session = &self.sessions[key];
         let longest_multiple =
             session.full_history.longest_answer_tokens.saturating_mul(LONGEST_ANSWER_FACTOR);
-        let likely_tokens = longest_multiple.max(ANSWER_TOKENS_MIN).min(context);
+        let likely_tokens = longest_multiple.max(ANSWER_TOKENS_MIN).min(context_tokens);
         let tokens_without_limit =
-            if session.has_auto_retention() { likely_tokens } else { context };
+            if session.has_auto_retention() { likely_tokens } else { context_tokens };
         need.answer_tokens.unwrap_or(tokens_without_limit)
     }
 
@@ -105,16 +105,16 @@ impl Table {
     /// earlier full history are known, the added tokens are estimated, and the shim enforces the
     /// result.
     pub(super) fn full_history_tokens_max(&self, key: &SessionKey, need: Need) -> u64 {
-        let bound = need.prompt_tokens;
+        let prompt_tokens_max = need.prompt_tokens;
         let tokens = match self.sessions[key].full_history.last_measured {
-            _ if need.is_exact => bound,
+            _ if need.is_exact => prompt_tokens_max,
             Some(MeasuredHistory { prompt_tokens_bound, tokens }) => {
                 let added_tokens =
-                    bound.saturating_sub(prompt_tokens_bound).div_ceil(BYTES_PER_TOKEN);
+                    prompt_tokens_max.saturating_sub(prompt_tokens_bound).div_ceil(BYTES_PER_TOKEN);
                 tokens.saturating_add(added_tokens).saturating_add(TEMPLATE_TOKENS)
             }
-            None => bound.div_ceil(BYTES_PER_TOKEN),
+            None => prompt_tokens_max.div_ceil(BYTES_PER_TOKEN),
         };
-        tokens.min(bound).min(self.engine.context_tokens)
+        tokens.min(prompt_tokens_max).min(self.engine.context_tokens)
     }
 }
