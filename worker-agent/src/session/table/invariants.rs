@@ -45,11 +45,11 @@ impl Table {
             };
             if guards.is_on(Guard::EndAcknowledged) {
                 let waiting = count_in(TicketState::Claimed) + count_in(TicketState::Queued);
-                assert_eq!(session.turns_waiting as usize, waiting, "a claim isn't recounted");
+                assert_eq!(session.turns_waiting as usize, waiting, "a claim isn't counted");
                 assert_eq!(
                     session.turns_running as usize,
                     count_in(TicketState::Inside),
-                    "a turn isn't recounted"
+                    "a turn isn't counted"
                 );
                 let inside = self.tickets.values().filter(|ticket| {
                     ticket.state == TicketState::Inside
