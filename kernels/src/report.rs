@@ -1,93 +1,99 @@
-//! Defines the report of one audit of a KV pool.
+//! Defines the report of one audit of a KV pool: pages by owner, pages by session, and faults.
 //!
-//! A report counts the pages by owner, counts the pages of each session, and lists the faults.
-//! [`crate::account`] fills in the report. The module `bytes` encodes it for another process.
+//! [`crate::account`] fills in a [`Report`], from the engine's rows, free lists and radix tree. The
+//! module `bytes` encodes the report for the agent, which reads it in its own process. The types
+//! here hold results only: [`crate::audit`] finds the faults.
 //!
-//! An engine's snapshot may lack its free lists or its radix tree, and rows may change while they
-//! are copied. A figure that such a snapshot can't give is absent from the report, never zero: an
-//! `Option` is `None`, a kind of fault has no entry in `findings`, or a session has no entry in
-//! `sessions`.
+//! - A *page reference* is one page of one row. A page that two rows name has two references.
+//! - The *padding page* is page 0. The engine never gives it to a row.
+//! - A *sealed* page lies in a part of a row that the engine must not rewrite any more.
+//! - The *protected part* of a row is its beginning, whose pages the radix tree owns.
 //!
-//! A *page reference* is one page of one row. A page that two rows name has two references.
+//! A snapshot of an engine can be incomplete. A figure that it can't give is absent from the
+//! report, never zero: an `Option` is `None`, a kind of fault has no entry in `findings`, or a
+//! session has no entry in `sessions`.
 
 mod bytes;
 
-pub use bytes::{Error, REPORT_BYTES_HEAD_MAX, SESSION_BYTES, VERSION};
+pub use bytes::{Error, REPORT_BYTES_WITHOUT_SESSIONS_MAX, SESSION_BYTES, VERSION};
 
-/// Faults that a report names per kind, at most. The report counts all of them.
-pub const NAMED_MAX: usize = 16;
-/// Sessions that a report names per fault, at most. The report counts all of them.
-pub const NAMED_SESSIONS_MAX: usize = 8;
-/// Session entries in one report, at most.
+/// The maximum number of faults of one kind that a report lists. The report counts all of them.
+pub const FAULTS_PER_KIND_MAX: usize = 16;
+/// The maximum number of sessions that a report lists for one fault. The report counts all of them.
+pub const SESSIONS_PER_FAULT_MAX: usize = 8;
+/// The maximum number of session entries in one report.
 pub const SESSIONS_MAX: usize = 1 << 16;
 
 /// The report of one audit of one pool.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Report {
-    /// The number of audits that this accountant finished before.
-    pub number: u64,
+    /// The audit's number: 0 for an accountant's first finished audit, then 1, and so on.
+    pub audit_number: u64,
+    /// How complete the audited copy was, which decides what the report can say.
     pub scope: Scope,
+    /// Tokens per page.
     pub page_tokens: u32,
-    /// The pool's pages, including the padding page.
+    /// The number of pages in the pool, including the padding page.
     pub pages: u32,
     /// The number of rows in the audit: those that didn't change while they were copied.
     pub rows: u32,
     /// The number of rows that changed while they were copied, and are left out.
     pub rows_changed: u32,
-    /// The number of distinct pages that these `rows` hold.
+    /// The number of distinct pages that the rows in the audit reference.
     pub held_pages: u64,
-    /// Absent if the snapshot has no free list.
+    /// The free pages. Absent if the snapshot has no free list.
     pub free: Option<FreePages>,
     /// Absent unless the scope is [`Scope::Complete`], and the snapshot has free lists and the
     /// radix tree.
-    pub classes: Option<Classes>,
+    pub pages_by_owner: Option<PagesByOwner>,
     /// The sessions that have rows, by ascending number. A session is left out if one of its rows
     /// changed while it was copied.
     pub sessions: Vec<Session>,
-    pub digests: Digests,
-    /// By ascending kind. A kind that this snapshot can't show has no entry.
+    pub digests: DigestCounts,
+    /// By ascending kind. A kind of fault that this snapshot can't show has no entry.
     pub findings: Vec<KindFindings>,
 }
 
 impl Report {
-    /// Returns the findings of one kind, or `None` if the snapshot can't show that kind.
-    pub fn found(&self, kind: Kind) -> Option<&KindFindings> {
+    /// Returns the findings of one kind, or `None` if the snapshot can't show that kind of fault.
+    pub fn findings_of(&self, kind: FaultKind) -> Option<&KindFindings> {
         self.findings.iter().find(|findings| findings.kind == kind)
     }
 
-    /// Returns the number of all faults.
-    pub fn alarms(&self) -> u64 {
+    /// Returns the number of all faults, of every kind.
+    pub fn fault_count(&self) -> u64 {
         self.findings.iter().map(|findings| findings.count).fold(0, u64::saturating_add)
     }
 }
 
-/// How complete the audit's copy of the engine's rows and lists is.
+/// How complete the audit's copy of the engine's rows, free lists and radix tree is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scope {
-    /// All rows, free lists and the radix tree are from the same moment, and no row changed while
-    /// it was copied. All figures are exact.
+    /// All rows, the free lists and the radix tree are from the same moment, and no row changed
+    /// while it was copied. All figures are exact.
     Complete,
-    /// All is from the same moment, but some rows changed while they were copied, and are left out.
-    /// The findings are true. Pages without an owner can't be found, and [`Session::exclusive`] is
-    /// an upper bound.
+    /// Rows, free lists and radix tree are from the same moment, but some rows changed while they
+    /// were copied, and are left out. Every listed fault is real. Pages without an owner can't be
+    /// found, and [`Session::exclusive_pages`] is an upper bound.
     RowsChanged,
-    /// Rows and lists are not from the same moment, or not all of them are known. What the report
-    /// says of rows is exact. It says nothing that needs rows and lists together.
+    /// Rows, free lists and radix tree are not from the same moment, or some are missing. The
+    /// figures about rows are exact. Figures that compare rows with lists are absent.
     Partial,
 }
 
-/// The free pages.
+/// The number of free pages, and how fragmented they are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FreePages {
-    /// Number of distinct free pages.
+    /// The number of distinct free pages.
     pub pages: u64,
-    /// Number of contiguous runs of free pages.
+    /// The number of contiguous runs of free pages.
     pub runs: u64,
 }
 
-/// All pages but the padding page, counted by owner.
+/// All pages except the padding page, counted by owner. Each page is in exactly one count.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Classes {
+pub struct PagesByOwner {
+    /// In a free list only.
     pub free: u64,
     /// Referenced by rows and not in the radix tree.
     pub private: u64,
@@ -97,44 +103,47 @@ pub struct Classes {
     pub cached_in_use: u64,
     /// Without an owner: not free, not referenced, and not in the radix tree.
     pub leaked: u64,
-    /// Free and at the same time referenced or in the tree.
+    /// Free and at the same time referenced or in the radix tree.
     pub corrupt: u64,
 }
 
-/// The pages of one session, in pages unless a field says otherwise.
+/// The pages of one session. Counts are in pages unless a field says otherwise.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Session {
     /// The session's number in the snapshot.
     pub number: u32,
-    /// Page references of the session's rows.
+    /// The number of page references of the session's rows.
     pub refs: u64,
-    /// Distinct pages that no other session references.
-    pub exclusive: u64,
+    /// The number of distinct pages that no other session references.
+    pub exclusive_pages: u64,
     /// The session's proportional share of its pages, in units of 2^-32 page. Each of its
     /// references to a page adds one page divided by the number of all references to that page.
     pub share_q32: u64,
     /// The exact number of pages that closing the session frees. Absent unless the report has
-    /// `classes`.
-    pub freed: Option<u64>,
-    /// Contiguous runs of pages. A transfer of the session's KV needs one descriptor per run.
+    /// [`Report::pages_by_owner`].
+    pub freed_by_close: Option<u64>,
+    /// The number of contiguous runs of pages. A transfer of the session's KV needs one descriptor
+    /// per run.
     pub runs: u64,
-    /// Token slots of the rows' last pages that lie beyond the rows' ends.
+    /// The number of unused token slots in the last pages of the session's rows.
     pub tail_tokens: u64,
 }
 
 impl Session {
-    /// Returns `refs` less `exclusive`. For a session with one row, this is the number of its pages
-    /// that other sessions hold too. A session with several rows counts a page once more for each
-    /// further row that references it.
+    /// Returns the number of page references that don't count as exclusive pages.
+    ///
+    /// For a session with one row, this is the number of its pages that other sessions reference
+    /// too. A session with several rows counts a page again for each further row that references
+    /// the page.
     pub fn shared(&self) -> u64 {
-        self.refs.saturating_sub(self.exclusive)
+        self.refs.saturating_sub(self.exclusive_pages)
     }
 }
 
-/// Counts of digested pages. An audit digests sealed pages, whose contents must not change, to see
-/// whether they changed since an earlier audit.
+/// The numbers of sealed pages that an audit digested. A digest is a hash of a page's contents, and
+/// shows whether they changed since an earlier audit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Digests {
+pub struct DigestCounts {
     /// Pages compared with an earlier digest.
     pub compared: u64,
     /// Pages without an earlier digest, whose digest is now remembered.
@@ -143,51 +152,52 @@ pub struct Digests {
     pub remembered: u64,
 }
 
-/// The kind of a fault. Each variant says what [`Finding::at`] holds.
+/// The kind of a fault. [`Finding::page_or_entry`] is the page, unless a variant says otherwise.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 #[repr(u8)]
-pub enum Kind {
-    /// A page outside the radix tree is referenced by rows of several sessions. `at` is the page.
+pub enum FaultKind {
+    /// Rows of several sessions reference a page that is outside the radix tree.
     Aliased = 1,
-    /// A page has no owner. `at` is the page.
+    /// A page has no owner.
     Leaked = 2,
-    /// The free lists name a page more than once. `at` is the page.
+    /// The free lists name a page more than once.
     DoubleFree = 3,
-    /// A free page is referenced by rows. `at` is the page.
+    /// Rows reference a free page.
     FreeHeld = 4,
-    /// A free page is in the radix tree. `at` is the page.
+    /// A free page is in the radix tree.
     FreeCached = 5,
-    /// The radix tree owns one part of a row. A page of the tree is in another part of the row.
-    /// `at` is the page.
-    CachedPrivate = 6,
-    /// The radix tree names a page more than once. `at` is the page.
+    /// A row has a page of the radix tree outside its protected part.
+    CachedUnprotected = 6,
+    /// The radix tree names a page more than once.
     TreeTwice = 7,
-    /// An entry of a row is not a page of the pool. `at` is the page's index in the row.
-    RowEntry = 8,
-    /// An entry of the free lists is outside the pool, or the padding page. `at` is the entry's
-    /// value.
-    FreeEntry = 9,
-    /// An entry of the radix tree is outside the pool, or in the padding page. `at` is the entry's
-    /// value.
-    TreeEntry = 10,
-    /// The content of a sealed page changed, though the engine may not rewrite that page while the
-    /// session's key stays the same; see [`crate::digest`]. `at` is the page.
-    Changed = 11,
+    /// An entry of a row is not a page of the pool. The finding has the index of that page in the
+    /// row: 0 for the row's first page.
+    BadRowEntry = 8,
+    /// An entry of the free lists is outside the pool, or is the padding page. The finding has the
+    /// entry's value.
+    BadFreeEntry = 9,
+    /// An entry of the radix tree is outside the pool, or in the padding page. The finding has the
+    /// entry's value.
+    BadTreeEntry = 10,
+    /// The contents of a sealed page changed, though the session's key stayed the same; see
+    /// [`crate::digest`].
+    SealedPageChanged = 11,
 }
 
-impl Kind {
+impl FaultKind {
+    /// All kinds, in ascending order.
     pub const ALL: [Self; 11] = [
         Self::Aliased,
         Self::Leaked,
         Self::DoubleFree,
         Self::FreeHeld,
         Self::FreeCached,
-        Self::CachedPrivate,
+        Self::CachedUnprotected,
         Self::TreeTwice,
-        Self::RowEntry,
-        Self::FreeEntry,
-        Self::TreeEntry,
-        Self::Changed,
+        Self::BadRowEntry,
+        Self::BadFreeEntry,
+        Self::BadTreeEntry,
+        Self::SealedPageChanged,
     ];
 
     /// Returns the name used in logs and metrics.
@@ -198,33 +208,34 @@ impl Kind {
             Self::DoubleFree => "double_free",
             Self::FreeHeld => "free_held",
             Self::FreeCached => "free_cached",
-            Self::CachedPrivate => "cached_private",
+            Self::CachedUnprotected => "cached_private",
             Self::TreeTwice => "tree_twice",
-            Self::RowEntry => "row_entry",
-            Self::FreeEntry => "free_entry",
-            Self::TreeEntry => "tree_entry",
-            Self::Changed => "changed",
+            Self::BadRowEntry => "row_entry",
+            Self::BadFreeEntry => "free_entry",
+            Self::BadTreeEntry => "tree_entry",
+            Self::SealedPageChanged => "changed",
         }
     }
 }
 
-/// The findings of one kind: how many faults there are, and some of the faults.
+/// The findings of one kind: the number of faults, and the first of them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KindFindings {
-    pub kind: Kind,
+    pub kind: FaultKind,
+    /// The number of all faults of this kind.
     pub count: u64,
-    /// At most [`NAMED_MAX`] of the faults, in ascending order.
-    pub named: Vec<Finding>,
+    /// At most [`FAULTS_PER_KIND_MAX`] of the faults, in ascending order.
+    pub first_faults: Vec<Finding>,
 }
 
 /// One fault.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Finding {
-    /// The page, the index in the row, or the entry's value; see [`Kind`].
-    pub at: i64,
-    /// The sessions whose rows have the page or the entry, by ascending number. Only the first
-    /// [`NAMED_SESSIONS_MAX`] of these sessions are here.
+    /// The page, the index in the row, or the entry's value; see [`FaultKind`].
+    pub page_or_entry: i64,
+    /// The numbers of the sessions whose rows have the page or the entry, in ascending order. At
+    /// most [`SESSIONS_PER_FAULT_MAX`] of them are listed.
     pub sessions: Vec<u32>,
-    /// The number of all these sessions.
-    pub sessions_count: u32,
+    /// The number of all sessions whose rows have the page or the entry.
+    pub session_count: u32,
 }

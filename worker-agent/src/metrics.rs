@@ -5,7 +5,7 @@
 
 use std::time::Duration;
 
-use kernels::report::Kind;
+use kernels::report::FaultKind;
 use prometheus_client::{
     encoding::EncodeLabelSet,
     metrics::{counter::Counter, family::Family, gauge::Gauge, histogram::Histogram},
@@ -276,7 +276,7 @@ impl Metrics {
         ] {
             set_gauge(&self.pool_pages, &StateLabel { dp_rank, state }, pages);
         }
-        for kind in Kind::ALL.map(Kind::name) {
+        for kind in FaultKind::ALL.map(FaultKind::name) {
             let mut findings = audit.iter().flat_map(|audit| &audit.findings);
             let count = findings.find(|finding| finding.kind == kind).map(|finding| finding.count);
             set_gauge(&self.page_faults, &FaultLabel { dp_rank, kind }, count);

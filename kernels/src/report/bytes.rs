@@ -1,48 +1,64 @@
 //! Encodes the report of an audit as bytes for another process, and decodes such bytes.
 //!
-//! The fields are those of [`Report`]. The encoding is little-endian and has a version. Each report
-//! has exactly one encoding:
+//! In the engine's process, the C library (`capi`) calls [`Report::encode`]. In the agent's
+//! process, `audit/read.rs` calls [`Report::decode`]. [`super`] explains the fields. The encoding
+//! is little-endian and has a version. Each report has exactly one encoding:
 //!
 //! | part | bytes |
 //! |---|---|
 //! | magic, version | 4 (`BKVR`), u16 |
-//! | scope; flags | u8 (0 complete, 1 rows changed, 2 partial); u8 (1 free, 2 classes) |
-//! | number | u64 |
+//! | scope; flags | u8 (0 complete, 1 rows changed, 2 partial); u8 (1 free, 2 by owner) |
+//! | `audit_number` | u64 |
 //! | `page_tokens`, pages, rows, `rows_changed` | u32 each |
 //! | `held_pages` | u64 |
 //! | free: pages, runs | u64 each, if flagged |
-//! | classes: free, private, cached, `cached_in_use`, leaked, corrupt | u64 each, if flagged |
+//! | by owner: free, private, cached, `cached_in_use`, leaked, corrupt | u64 each, if flagged |
 //! | digests: compared, fresh, remembered | u64 each |
-//! | sessions | u32 count, then each: u32 number, u8 flags (1 freed), u64 refs, exclusive, |
-//! | | `share_q32`, freed (0 if its flag isn't set), runs, `tail_tokens` |
-//! | findings | u8 count, then each: u8 kind, u64 count, u8 named, then each of those: i64 at, |
-//! | | u32 `sessions_count`, u8 named sessions, u32 each |
+//! | sessions | u32 their number, then each session |
+//! | kinds of fault | u8 their number, then each kind |
+//!
+//! | one session | bytes |
+//! |---|---|
+//! | number; flags | u32; u8 (1 if `freed_by_close` is known) |
+//! | refs, `exclusive_pages`, `share_q32` | u64 each |
+//! | `freed_by_close` (0 if unknown), runs, `tail_tokens` | u64 each |
+//!
+//! | one kind of fault | bytes |
+//! |---|---|
+//! | kind, count | u8, u64 |
+//! | `first_faults` | u8 their number, then each fault |
+//! | one fault: `page_or_entry`, `session_count` | i64, u32 |
+//! | one fault: sessions | u8 their number, then u32 each |
 //!
 //! A field "if flagged" is there only if its flag is set. Sessions and kinds are in ascending
-//! order, and nothing follows the findings. Any other encoding is rejected.
+//! order, and nothing follows the last kind. The decoder rejects any other encoding.
 
 use super::{
-    Classes, Digests, Finding, FreePages, Kind, KindFindings, NAMED_MAX, NAMED_SESSIONS_MAX,
-    Report, SESSIONS_MAX, Scope, Session,
+    DigestCounts, FAULTS_PER_KIND_MAX, FaultKind, Finding, FreePages, KindFindings, PagesByOwner,
+    Report, SESSIONS_MAX, SESSIONS_PER_FAULT_MAX, Scope, Session,
 };
 
+/// The version of the encoding.
 pub const VERSION: u16 = 1;
+/// The first four bytes of every report.
 const MAGIC: [u8; 4] = *b"BKVR";
 
-// The report's flags, then the flag of a session.
-const FLAG_FREE: u8 = 1;
-const FLAG_CLASSES: u8 = 2;
+/// Flag of a report that has [`Report::free`].
+const FLAG_FREE_PAGES: u8 = 1;
+/// Flag of a report that has [`Report::pages_by_owner`].
+const FLAG_PAGES_BY_OWNER: u8 = 2;
+/// Flag of a session that has [`Session::freed_by_close`].
 const SESSION_FLAG_FREED: u8 = 1;
 
-/// Bytes of one session's entry.
+/// The number of bytes of one session's entry.
 pub const SESSION_BYTES: usize = 4 + 1 + 6 * 8;
-/// Bytes of one fault, at most.
-const FINDING_BYTES_MAX: usize = 8 + 4 + 1 + 4 * NAMED_SESSIONS_MAX;
-/// Bytes of all findings of one kind, at most.
-const KIND_FINDINGS_BYTES_MAX: usize = 1 + 8 + 1 + NAMED_MAX * FINDING_BYTES_MAX;
-/// Bytes of a report without its sessions' entries, at most: almost 8 KiB.
-pub const REPORT_BYTES_HEAD_MAX: usize =
-    8 + 8 + 16 + 8 + 16 + 48 + 24 + 4 + 1 + Kind::ALL.len() * KIND_FINDINGS_BYTES_MAX;
+/// The maximum number of bytes of one fault.
+const FINDING_BYTES_MAX: usize = 8 + 4 + 1 + 4 * SESSIONS_PER_FAULT_MAX;
+/// The maximum number of bytes of one kind of fault, with its first faults.
+const KIND_FINDINGS_BYTES_MAX: usize = 1 + 8 + 1 + FAULTS_PER_KIND_MAX * FINDING_BYTES_MAX;
+/// The maximum number of bytes of a report without its sessions' entries: almost 8 KiB.
+pub const REPORT_BYTES_WITHOUT_SESSIONS_MAX: usize =
+    8 + 8 + 16 + 8 + 16 + 48 + 24 + 4 + 1 + FaultKind::ALL.len() * KIND_FINDINGS_BYTES_MAX;
 
 /// Why bytes are not a report.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -60,10 +76,10 @@ pub enum Error {
 }
 
 impl Report {
-    /// Encodes the report in at most [`REPORT_BYTES_HEAD_MAX`] bytes plus [`SESSION_BYTES`] per
-    /// session.
+    /// Encodes the report. The length is at most [`REPORT_BYTES_WITHOUT_SESSIONS_MAX`] bytes plus
+    /// [`SESSION_BYTES`] per session.
     pub fn encode(&self) -> Vec<u8> {
-        let mut out = Writer(Vec::with_capacity(256 + self.sessions.len() * SESSION_BYTES));
+        let mut out = ByteWriter(Vec::with_capacity(256 + self.sessions.len() * SESSION_BYTES));
         out.0.extend(MAGIC);
         out.0.extend(VERSION.to_le_bytes());
         out.u8(match self.scope {
@@ -71,31 +87,29 @@ impl Report {
             Scope::RowsChanged => 1,
             Scope::Partial => 2,
         });
-        let free_flag = if self.free.is_some() { FLAG_FREE } else { 0 };
-        let classes_flag = if self.classes.is_some() { FLAG_CLASSES } else { 0 };
-        out.u8(free_flag | classes_flag);
-        out.u64(self.number);
-        for word in [self.page_tokens, self.pages, self.rows, self.rows_changed] {
-            out.u32(word);
+        let free_flag = if self.free.is_some() { FLAG_FREE_PAGES } else { 0 };
+        let owner_flag = if self.pages_by_owner.is_some() { FLAG_PAGES_BY_OWNER } else { 0 };
+        out.u8(free_flag | owner_flag);
+        out.u64(self.audit_number);
+        for size in [self.page_tokens, self.pages, self.rows, self.rows_changed] {
+            out.u32(size);
         }
         out.u64(self.held_pages);
         if let Some(free) = self.free {
             out.u64s([free.pages, free.runs]);
         }
-        if let Some(c) = self.classes {
-            out.u64s([c.free, c.private, c.cached, c.cached_in_use, c.leaked, c.corrupt]);
+        if let Some(pages) = self.pages_by_owner {
+            let PagesByOwner { free, private, cached, cached_in_use, leaked, corrupt } = pages;
+            out.u64s([free, private, cached, cached_in_use, leaked, corrupt]);
         }
         out.u64s([self.digests.compared, self.digests.fresh, self.digests.remembered]);
-        out.u32(session_count(self.sessions.len()));
-        for s in &self.sessions {
-            out.u32(s.number);
-            out.u8(if s.freed.is_some() { SESSION_FLAG_FREED } else { 0 });
-            let freed = s.freed.unwrap_or(0);
-            out.u64s([s.refs, s.exclusive, s.share_q32, freed, s.runs, s.tail_tokens]);
+        out.u32(count_as_u32(self.sessions.len()));
+        for session in &self.sessions {
+            out.session(session);
         }
-        out.u8(small_count(self.findings.len()));
+        out.u8(count_as_u8(self.findings.len()));
         for findings in &self.findings {
-            out.findings(findings);
+            out.kind_findings(findings);
         }
         out.0
     }
@@ -105,7 +119,7 @@ impl Report {
     /// # Errors
     /// When the bytes have another version, or [`Report::encode`] never returns these bytes.
     pub fn decode(bytes: &[u8]) -> Result<Self, Error> {
-        let mut from = Reader(bytes);
+        let mut from = ByteReader(bytes);
         if from.take::<4>()? != MAGIC {
             return Err(Error::Magic);
         }
@@ -120,34 +134,34 @@ impl Report {
             _ => return Err(Error::Field("scope")),
         };
         let flags = from.u8()?;
-        if flags & !(FLAG_FREE | FLAG_CLASSES) != 0 {
+        if flags & !(FLAG_FREE_PAGES | FLAG_PAGES_BY_OWNER) != 0 {
             return Err(Error::Field("flag"));
         }
-        let number = from.u64()?;
+        let audit_number = from.u64()?;
         let [page_tokens, pages, rows, rows_changed] =
             [from.u32()?, from.u32()?, from.u32()?, from.u32()?];
         let held_pages = from.u64()?;
-        let free = if flags & FLAG_FREE != 0 {
+        let free = if flags & FLAG_FREE_PAGES != 0 {
             let [pages, runs] = from.u64s()?;
             Some(FreePages { pages, runs })
         } else {
             None
         };
-        let classes = if flags & FLAG_CLASSES != 0 {
+        let pages_by_owner = if flags & FLAG_PAGES_BY_OWNER != 0 {
             let [free, private, cached, cached_in_use, leaked, corrupt] = from.u64s()?;
-            Some(Classes { free, private, cached, cached_in_use, leaked, corrupt })
+            Some(PagesByOwner { free, private, cached, cached_in_use, leaked, corrupt })
         } else {
             None
         };
         let [compared, fresh, remembered] = from.u64s()?;
-        let digests = Digests { compared, fresh, remembered };
+        let digests = DigestCounts { compared, fresh, remembered };
         let sessions = from.sessions()?;
         let findings = from.findings()?;
         if !from.0.is_empty() {
             return Err(Error::ExtraBytes(from.0.len()));
         }
         Ok(Self {
-            number,
+            audit_number,
             scope,
             page_tokens,
             pages,
@@ -155,7 +169,7 @@ impl Report {
             rows_changed,
             held_pages,
             free,
-            classes,
+            pages_by_owner,
             sessions,
             digests,
             findings,
@@ -163,18 +177,18 @@ impl Report {
     }
 }
 
-fn session_count(n: usize) -> u32 {
+fn count_as_u32(n: usize) -> u32 {
     u32::try_from(n).expect("a report has at most SESSIONS_MAX sessions")
 }
 
-fn small_count(n: usize) -> u8 {
+fn count_as_u8(n: usize) -> u8 {
     u8::try_from(n).expect("kinds, findings and their sessions are few")
 }
 
 /// Appends values to the encoding.
-struct Writer(Vec<u8>);
+struct ByteWriter(Vec<u8>);
 
-impl Writer {
+impl ByteWriter {
     fn u8(&mut self, value: u8) {
         self.0.push(value);
     }
@@ -193,14 +207,22 @@ impl Writer {
         }
     }
 
-    fn findings(&mut self, findings: &KindFindings) {
+    fn session(&mut self, session: &Session) {
+        let &Session { number, refs, exclusive_pages, share_q32, runs, tail_tokens, .. } = session;
+        self.u32(number);
+        self.u8(if session.freed_by_close.is_some() { SESSION_FLAG_FREED } else { 0 });
+        let freed_by_close = session.freed_by_close.unwrap_or(0);
+        self.u64s([refs, exclusive_pages, share_q32, freed_by_close, runs, tail_tokens]);
+    }
+
+    fn kind_findings(&mut self, findings: &KindFindings) {
         self.u8(findings.kind as u8);
         self.u64(findings.count);
-        self.u8(small_count(findings.named.len()));
-        for finding in &findings.named {
-            self.0.extend(finding.at.to_le_bytes());
-            self.u32(finding.sessions_count);
-            self.u8(small_count(finding.sessions.len()));
+        self.u8(count_as_u8(findings.first_faults.len()));
+        for finding in &findings.first_faults {
+            self.0.extend(finding.page_or_entry.to_le_bytes());
+            self.u32(finding.session_count);
+            self.u8(count_as_u8(finding.sessions.len()));
             for &session in &finding.sessions {
                 self.u32(session);
             }
@@ -208,10 +230,10 @@ impl Writer {
     }
 }
 
-/// Reads values from the encoding; holds the bytes that are not yet read.
-struct Reader<'a>(&'a [u8]);
+/// Reads values from the encoding. Holds the bytes that are not yet read.
+struct ByteReader<'a>(&'a [u8]);
 
-impl Reader<'_> {
+impl ByteReader<'_> {
     fn take<const N: usize>(&mut self) -> Result<[u8; N], Error> {
         let (taken, rest) = self.0.split_first_chunk().ok_or(Error::EndsEarly)?;
         self.0 = rest;
@@ -250,8 +272,8 @@ impl Reader<'_> {
         for _ in 0..n {
             let number = self.u32()?;
             let flags = self.u8()?;
-            let [refs, exclusive, share_q32, freed, runs, tail_tokens] = self.u64s()?;
-            let freed = match (flags, freed) {
+            let [refs, exclusive_pages, share_q32, freed, runs, tail_tokens] = self.u64s()?;
+            let freed_by_close = match (flags, freed) {
                 (SESSION_FLAG_FREED, freed) => Some(freed),
                 (0, 0) => None,
                 _ => return Err(Error::Field("session's flag")),
@@ -259,7 +281,15 @@ impl Reader<'_> {
             if sessions.last().is_some_and(|previous| previous.number >= number) {
                 return Err(Error::Field("order of sessions"));
             }
-            sessions.push(Session { number, refs, exclusive, share_q32, freed, runs, tail_tokens });
+            sessions.push(Session {
+                number,
+                refs,
+                exclusive_pages,
+                share_q32,
+                freed_by_close,
+                runs,
+                tail_tokens,
+            });
         }
         Ok(sessions)
     }
@@ -267,32 +297,32 @@ impl Reader<'_> {
     fn findings(&mut self) -> Result<Vec<KindFindings>, Error> {
         let mut findings: Vec<KindFindings> = Vec::new();
         for _ in 0..self.u8()? {
-            let number = self.u8()?;
-            let kind = Kind::ALL.into_iter().find(|kind| *kind as u8 == number);
+            let kind_number = self.u8()?;
+            let kind = FaultKind::ALL.into_iter().find(|kind| *kind as u8 == kind_number);
             let kind = kind.ok_or(Error::Field("kind"))?;
             if findings.last().is_some_and(|previous| previous.kind >= kind) {
                 return Err(Error::Field("order of kinds"));
             }
             let count = self.u64()?;
             let n = usize::from(self.u8()?);
-            if n > NAMED_MAX || n as u64 > count {
+            if n > FAULTS_PER_KIND_MAX || n as u64 > count {
                 return Err(Error::Field("number of findings"));
             }
-            let named = (0..n).map(|_| self.finding()).collect::<Result<_, _>>()?;
-            findings.push(KindFindings { kind, count, named });
+            let first_faults = (0..n).map(|_| self.finding()).collect::<Result<_, _>>()?;
+            findings.push(KindFindings { kind, count, first_faults });
         }
         Ok(findings)
     }
 
     fn finding(&mut self) -> Result<Finding, Error> {
-        let at = i64::from_le_bytes(self.take()?);
-        let sessions_count = self.u32()?;
+        let page_or_entry = i64::from_le_bytes(self.take()?);
+        let session_count = self.u32()?;
         let n = self.u8()?;
-        if usize::from(n) > NAMED_SESSIONS_MAX || u32::from(n) > sessions_count {
+        if usize::from(n) > SESSIONS_PER_FAULT_MAX || u32::from(n) > session_count {
             return Err(Error::Field("number of sessions in a finding"));
         }
         let sessions = (0..n).map(|_| self.u32()).collect::<Result<_, _>>()?;
-        Ok(Finding { at, sessions, sessions_count })
+        Ok(Finding { page_or_entry, sessions, session_count })
     }
 }
 
@@ -302,23 +332,25 @@ mod tests {
     use proptest::{collection::vec, option, prelude::*, sample::subsequence};
 
     fn finding() -> impl Strategy<Value = Finding> {
-        let sessions = vec(any::<u32>(), 0..=NAMED_SESSIONS_MAX);
-        (any::<i64>(), sessions, 0..u32::MAX - 8).prop_map(|(at, sessions, more)| Finding {
-            at,
-            sessions_count: u32::try_from(sessions.len()).unwrap() + more,
-            sessions,
+        let sessions = vec(any::<u32>(), 0..=SESSIONS_PER_FAULT_MAX);
+        (any::<i64>(), sessions, 0..u32::MAX - 8).prop_map(|(page_or_entry, sessions, more)| {
+            Finding {
+                page_or_entry,
+                session_count: u32::try_from(sessions.len()).unwrap() + more,
+                sessions,
+            }
         })
     }
 
     fn findings() -> impl Strategy<Value = Vec<KindFindings>> {
-        let kinds = subsequence(Kind::ALL.to_vec(), 0..=Kind::ALL.len());
+        let kinds = subsequence(FaultKind::ALL.to_vec(), 0..=FaultKind::ALL.len());
         kinds.prop_flat_map(|kinds| {
             let one = |kind| {
-                let parts = (vec(finding(), 0..=NAMED_MAX), 0..u64::MAX / 2);
-                parts.prop_map(move |(named, more)| KindFindings {
+                let parts = (vec(finding(), 0..=FAULTS_PER_KIND_MAX), 0..u64::MAX / 2);
+                parts.prop_map(move |(first_faults, more)| KindFindings {
                     kind,
-                    count: named.len() as u64 + more,
-                    named,
+                    count: first_faults.len() as u64 + more,
+                    first_faults,
                 })
             };
             kinds.into_iter().map(one).collect::<Vec<_>>()
@@ -330,9 +362,17 @@ mod tests {
         vec(line, 0..40).prop_map(|mut lines| {
             lines.sort_by_key(|line| line.0);
             lines.dedup_by_key(|line| line.0);
-            let line = |(number, words, freed)| {
-                let [refs, exclusive, share_q32, runs, tail_tokens] = words;
-                Session { number, refs, exclusive, share_q32, freed, runs, tail_tokens }
+            let line = |(number, counts, freed_by_close)| {
+                let [refs, exclusive_pages, share_q32, runs, tail_tokens] = counts;
+                Session {
+                    number,
+                    refs,
+                    exclusive_pages,
+                    share_q32,
+                    freed_by_close,
+                    runs,
+                    tail_tokens,
+                }
             };
             lines.into_iter().map(line).collect()
         })
@@ -346,13 +386,13 @@ mod tests {
         (head, sessions(), findings()).prop_map(
             |((scope, small, large, lists), sessions, findings)| {
                 let [page_tokens, pages, rows, rows_changed] = small;
-                let [number, held_pages, compared, fresh, remembered] = large;
-                let classes = |[free, private, cached, cached_in_use, leaked, corrupt]: [u64;
-                                   6]| {
-                    Classes { free, private, cached, cached_in_use, leaked, corrupt }
+                let [audit_number, held_pages, compared, fresh, remembered] = large;
+                let by_owner = |counts: [u64; 6]| {
+                    let [free, private, cached, cached_in_use, leaked, corrupt] = counts;
+                    PagesByOwner { free, private, cached, cached_in_use, leaked, corrupt }
                 };
                 Report {
-                    number,
+                    audit_number,
                     scope,
                     page_tokens,
                     pages,
@@ -360,9 +400,9 @@ mod tests {
                     rows_changed,
                     held_pages,
                     free: lists.0.map(|[pages, runs]| FreePages { pages, runs }),
-                    classes: lists.1.map(classes),
+                    pages_by_owner: lists.1.map(by_owner),
                     sessions,
-                    digests: Digests { compared, fresh, remembered },
+                    digests: DigestCounts { compared, fresh, remembered },
                     findings,
                 }
             },
@@ -373,7 +413,8 @@ mod tests {
         #[test]
         fn what_is_written_is_read(report in report()) {
             let bytes = report.encode();
-            let bytes_max = REPORT_BYTES_HEAD_MAX + report.sessions.len() * SESSION_BYTES;
+            let sessions_bytes = report.sessions.len() * SESSION_BYTES;
+            let bytes_max = REPORT_BYTES_WITHOUT_SESSIONS_MAX + sessions_bytes;
             prop_assert!(bytes.len() <= bytes_max);
             prop_assert_eq!(Report::decode(&bytes), Ok(report));
         }
