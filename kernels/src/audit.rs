@@ -2,20 +2,24 @@
 //!
 //! A fault is, for example, a page without an owner, or a free page that a row still references.
 //! An audit (see [`crate::account`]) first only counts pages. If the counts show a fault, the audit
-//! reads the copy into host memory and calls [`findings`], which looks for the faults with the
-//! functions of [`mod@crate::reference`]. Nothing here reads the engine's memory or a GPU.
+//! reads the copy into host memory and calls [`find_faults`], which returns the faults by kind.
+//! Nothing here reads the engine's memory or a GPU.
 //!
-//! Not every copy can show every fault. Two types are proofs that a copy can show a kind of fault:
-//! - [`SameMoment`]: rows and lists may be compared. A page that is free and in a row needs this.
-//! - [`CompleteCopy`]: also, no row is missing. A page without an owner needs this.
+//! Not every copy can show every fault. Two types are proofs of what a copy can show:
+//! - [`SameMoment`]: rows and lists may be compared. To find a page that is free and in a row, an
+//!   audit needs this proof.
+//! - [`CompleteCopy`]: also, no row is missing. To find a page without an owner, an audit needs
+//!   this proof.
 //!
-//! One kind is not found in the copy: [`Kind::Changed`], a page that was rewritten against the
-//! rules. [`crate::digest`] finds those pages, and [`changed`] only makes their findings.
+//! A copy never shows [`FaultKind::SealedPageChanged`]: an engine rewrote a page that it must not
+//! rewrite. [`crate::digest`] finds those pages, and [`changed_page_findings`] lists them.
 
 use crate::{
     digest::ChangedPage,
     reference::{self, LiveRow, Marks, OWNER_SHARED, PAGE_BAD, PageSet},
-    report::{Finding, Kind, KindFindings, NAMED_MAX, NAMED_SESSIONS_MAX, Scope},
+    report::{
+        FAULTS_PER_KIND_MAX, FaultKind, Finding, KindFindings, SESSIONS_PER_FAULT_MAX, Scope,
+    },
 };
 use std::collections::BTreeSet;
 
@@ -23,8 +27,8 @@ use std::collections::BTreeSet;
 #[derive(Clone, Copy, Debug)]
 pub struct SameMoment(());
 
-/// Proof that all is from the same moment, and that the copy has every row that holds pages. No row
-/// was left out, because no row changed while it was copied.
+/// Proof of [`SameMoment`], and that the copy has every row that holds pages. No row was left out,
+/// because no row changed while it was copied.
 #[derive(Clone, Copy, Debug)]
 pub struct CompleteCopy(());
 
@@ -55,17 +59,18 @@ impl Scope {
 
 /// The number of faults of one kind, and the pages or list entries of the first few faults.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Tally {
+pub struct FaultTally {
+    /// The number of all faults.
     pub count: u64,
-    /// At most [`NAMED_MAX`] values.
-    pub named: Vec<i64>,
+    /// At most [`FAULTS_PER_KIND_MAX`] values of [`Finding::page_or_entry`].
+    pub first_values: Vec<i64>,
 }
 
-impl Tally {
+impl FaultTally {
     fn add(&mut self, page_or_entry: i64) {
         self.count += 1;
-        if self.named.len() < NAMED_MAX {
-            self.named.push(page_or_entry);
+        if self.first_values.len() < FAULTS_PER_KIND_MAX {
+            self.first_values.push(page_or_entry);
         }
     }
 }
@@ -76,9 +81,9 @@ pub struct ListedPages {
     /// The same set as [`reference::slots_to_set`] returns.
     pub set: PageSet,
     /// Pages that the list names more than once. A page that is named three times counts twice.
-    pub repeated: Tally,
+    pub repeated: FaultTally,
     /// Ids that no list may contain: those outside the pool, and those of the padding page 0.
-    pub invalid: Tally,
+    pub invalid: FaultTally,
 }
 
 impl ListedPages {
@@ -86,7 +91,7 @@ impl ListedPages {
     /// 0, the ids are page ids, otherwise token slots.
     pub fn new(ids: impl IntoIterator<Item = i64>, shift: u32, pages: u32) -> Self {
         let mut has = vec![false; pages as usize];
-        let (mut repeated, mut invalid) = (Tally::default(), Tally::default());
+        let (mut repeated, mut invalid) = (FaultTally::default(), FaultTally::default());
         let mut outside_pool = 0;
         for id in ids {
             let page = id >> shift;
@@ -126,163 +131,185 @@ pub struct PoolCopy {
 #[derive(Clone, Debug, Default)]
 pub struct ValidRows {
     pub rows: Vec<LiveRow>,
-    /// The parts of these rows that the radix tree doesn't own, each as a row. The beginning of a
-    /// row that the tree owns is the row's protected part. A row whose protected part is unknown
+    /// The unprotected parts of these rows, each as a row: the part behind the protected part,
+    /// which is the row's beginning that the radix tree owns. A row whose protected part is unknown
     /// is not in this list.
     pub unprotected: Vec<LiveRow>,
 }
 
-/// Returns the kinds of fault that a copy can show. If such a kind has no fault, the report gives
-/// the count 0 for it. [`Kind::Changed`] is never among them, because a copy of rows and lists
-/// doesn't show the pages' contents.
-pub fn kinds(scope: Scope, has_free: bool, has_tree: bool, has_unprotected: bool) -> Vec<Kind> {
+/// Returns the kinds of fault that a copy can show. A report has an entry for each of these kinds,
+/// also if there is no such fault. [`FaultKind::SealedPageChanged`] is never among them, because a
+/// copy of rows and lists doesn't show the pages' contents.
+///
+/// The arguments say whether the copy has the free lists, the radix tree, and rows with a part that
+/// the radix tree doesn't own.
+pub fn detectable_kinds(
+    scope: Scope,
+    has_free: bool,
+    has_tree: bool,
+    has_unprotected: bool,
+) -> Vec<FaultKind> {
     let is_same_moment = scope.same_moment().is_some();
     let is_complete = scope.complete_copy().is_some();
-    let can_show = |kind: &Kind| match kind {
-        Kind::Aliased => is_same_moment && has_tree,
-        Kind::Leaked => is_complete && has_free && has_tree,
-        Kind::DoubleFree | Kind::FreeEntry => has_free,
-        Kind::FreeHeld => is_same_moment && has_free,
-        Kind::FreeCached => is_same_moment && has_free && has_tree,
-        Kind::CachedPrivate => is_same_moment && has_tree && has_unprotected,
-        Kind::TreeTwice | Kind::TreeEntry => has_tree,
-        Kind::RowEntry => true,
-        Kind::Changed => false,
+    let can_show = |kind: &FaultKind| match kind {
+        FaultKind::Aliased => is_same_moment && has_tree,
+        FaultKind::Leaked => is_complete && has_free && has_tree,
+        FaultKind::DoubleFree | FaultKind::BadFreeEntry => has_free,
+        FaultKind::FreeHeld => is_same_moment && has_free,
+        FaultKind::FreeCached => is_same_moment && has_free && has_tree,
+        FaultKind::CachedUnprotected => is_same_moment && has_tree && has_unprotected,
+        FaultKind::TreeTwice | FaultKind::BadTreeEntry => has_tree,
+        FaultKind::BadRowEntry => true,
+        FaultKind::SealedPageChanged => false,
     };
-    Kind::ALL.into_iter().filter(can_show).collect()
+    FaultKind::ALL.into_iter().filter(can_show).collect()
 }
 
-/// Returns the findings of every kind that the copy can show. The pool has `npages` pages of
-/// `1 << page_shift` tokens.
-pub fn findings(
+/// Returns the findings of every kind of fault that the copy can show. The pool has `npages` pages
+/// of `1 << page_shift` tokens.
+pub fn find_faults(
     copy: &PoolCopy,
-    kept: &ValidRows,
+    valid_rows: &ValidRows,
     npages: u32,
     page_shift: u32,
     scope: Scope,
 ) -> Vec<KindFindings> {
-    let marks = reference::mark(&kept.rows, &copy.row_page_ids, page_shift, npages);
-    let finder = FaultFinder { copy, kept, page_shift, marks };
+    let marks = reference::mark(&valid_rows.rows, &copy.row_page_ids, page_shift, npages);
+    let finder = FaultFinder { copy, valid_rows, page_shift, marks };
     let (has_free, has_tree) = (copy.free.is_some(), copy.tree.is_some());
-    let kinds = kinds(scope, has_free, has_tree, !kept.unprotected.is_empty());
+    let has_unprotected = !valid_rows.unprotected.is_empty();
+    let kinds = detectable_kinds(scope, has_free, has_tree, has_unprotected);
     kinds.into_iter().map(|kind| finder.find(kind, scope)).collect()
 }
 
 /// Returns the findings of a kind that has no fault.
-pub fn none_of(kind: Kind) -> KindFindings {
-    KindFindings { kind, count: 0, named: vec![] }
+pub fn no_faults(kind: FaultKind) -> KindFindings {
+    KindFindings { kind, count: 0, first_faults: vec![] }
 }
 
-/// Returns the findings of sealed pages whose contents changed. The engine must not rewrite a
-/// sealed page while its session's key stays the same. [`crate::digest`] has found the pages, by
-/// comparing hashes of their contents.
-pub fn changed(pages: &[ChangedPage]) -> KindFindings {
+/// Returns the findings of sealed pages whose contents changed; [`crate::digest`] has found the
+/// pages. The engine must not rewrite a sealed page while its session's key stays the same.
+pub fn changed_page_findings(pages: &[ChangedPage]) -> KindFindings {
     let mut pages = pages.to_vec();
     pages.sort_unstable();
-    let named = pages.iter().take(NAMED_MAX).map(|&ChangedPage { page, session }| Finding {
-        at: page.into(),
+    let finding = |&ChangedPage { page, session }: &ChangedPage| Finding {
+        page_or_entry: page.into(),
         sessions: vec![session],
-        sessions_count: 1,
-    });
-    KindFindings { kind: Kind::Changed, count: pages.len() as u64, named: named.collect() }
+        session_count: 1,
+    };
+    KindFindings {
+        kind: FaultKind::SealedPageChanged,
+        count: pages.len() as u64,
+        first_faults: pages.iter().take(FAULTS_PER_KIND_MAX).map(finding).collect(),
+    }
 }
 
 /// Looks for faults in one copy.
 struct FaultFinder<'a> {
     copy: &'a PoolCopy,
-    kept: &'a ValidRows,
+    valid_rows: &'a ValidRows,
     page_shift: u32,
-    /// The reference count and the owner of each page, by the kept rows.
+    /// The reference count and the owner of each page, counted over the valid rows.
     marks: Marks,
 }
 
 impl FaultFinder<'_> {
-    /// Returns the findings of one kind. They are empty if a copy with this scope can't show it.
-    fn find(&self, kind: Kind, scope: Scope) -> KindFindings {
-        let no_faults = Tally::default;
-        let in_list = |tally: Option<&Tally>| tally.cloned().unwrap_or_default();
+    /// Returns the findings of one kind of fault. They are empty if a copy with this scope can't
+    /// show that kind.
+    fn find(&self, kind: FaultKind, scope: Scope) -> KindFindings {
+        let empty_tally = FaultTally::default;
+        let list_tally = |tally: Option<&FaultTally>| tally.cloned().unwrap_or_default();
         let (free, tree) = (self.copy.free.as_ref(), self.copy.tree.as_ref());
-        let (moment, complete) = (scope.same_moment(), scope.complete_copy());
+        let (same_moment, complete) = (scope.same_moment(), scope.complete_copy());
         let tally = match kind {
-            Kind::Aliased => moment.map_or_else(no_faults, |proof| self.aliased(proof)),
-            Kind::Leaked => complete.map_or_else(no_faults, |proof| self.leaked(proof)),
-            Kind::FreeHeld => moment.map_or_else(no_faults, |proof| self.free_held(proof)),
-            Kind::FreeCached => moment.map_or_else(no_faults, |proof| self.free_cached(proof)),
-            Kind::CachedPrivate => {
-                moment.map_or_else(no_faults, |proof| self.cached_private(proof))
+            FaultKind::Aliased => {
+                same_moment.map_or_else(empty_tally, |proof| self.aliased_pages(proof))
             }
-            Kind::DoubleFree => in_list(free.map(|free| &free.repeated)),
-            Kind::FreeEntry => in_list(free.map(|free| &free.invalid)),
-            Kind::TreeTwice => in_list(tree.map(|tree| &tree.repeated)),
-            Kind::TreeEntry => in_list(tree.map(|tree| &tree.invalid)),
-            Kind::RowEntry => return self.row_entries(),
-            Kind::Changed => no_faults(),
+            FaultKind::Leaked => {
+                complete.map_or_else(empty_tally, |proof| self.leaked_pages(proof))
+            }
+            FaultKind::FreeHeld => {
+                same_moment.map_or_else(empty_tally, |proof| self.free_held_pages(proof))
+            }
+            FaultKind::FreeCached => {
+                same_moment.map_or_else(empty_tally, |proof| self.free_cached_pages(proof))
+            }
+            FaultKind::CachedUnprotected => {
+                same_moment.map_or_else(empty_tally, |proof| self.cached_unprotected_pages(proof))
+            }
+            FaultKind::DoubleFree => list_tally(free.map(|free| &free.repeated)),
+            FaultKind::BadFreeEntry => list_tally(free.map(|free| &free.invalid)),
+            FaultKind::TreeTwice => list_tally(tree.map(|tree| &tree.repeated)),
+            FaultKind::BadTreeEntry => list_tally(tree.map(|tree| &tree.invalid)),
+            FaultKind::BadRowEntry => return self.bad_row_entries(),
+            FaultKind::SealedPageChanged => empty_tally(),
         };
-        let holders = self.holders(kind, &tally.named);
-        let mut named: Vec<Finding> = (tally.named.iter().zip(holders))
-            .map(|(&at, sessions)| Finding {
-                at,
-                sessions_count: u32::try_from(sessions.len()).expect("a snapshot has few sessions"),
-                sessions: sessions.into_iter().take(NAMED_SESSIONS_MAX).collect(),
+        let holders = self.holding_sessions(kind, &tally.first_values);
+        let mut first_faults: Vec<Finding> = (tally.first_values.iter().zip(holders))
+            .map(|(&page_or_entry, sessions)| Finding {
+                page_or_entry,
+                session_count: u32::try_from(sessions.len()).expect("a snapshot has few sessions"),
+                sessions: sessions.into_iter().take(SESSIONS_PER_FAULT_MAX).collect(),
             })
             .collect();
-        named.sort();
-        KindFindings { kind, count: tally.count, named }
+        first_faults.sort();
+        KindFindings { kind, count: tally.count, first_faults }
     }
 
-    /// Returns, for each named page, the sessions whose rows hold the page. For
-    /// [`Kind::CachedPrivate`], only the rows' unprotected parts count.
-    fn holders(&self, kind: Kind, named: &[i64]) -> Vec<BTreeSet<u32>> {
-        let mut holders = vec![BTreeSet::new(); named.len()];
-        if named.is_empty() || matches!(kind, Kind::FreeEntry | Kind::TreeEntry) {
+    /// Returns, for each of `pages`, the sessions whose rows hold the page. For
+    /// [`FaultKind::CachedUnprotected`], only the rows' unprotected parts count.
+    fn holding_sessions(&self, kind: FaultKind, pages: &[i64]) -> Vec<BTreeSet<u32>> {
+        let mut holders = vec![BTreeSet::new(); pages.len()];
+        if pages.is_empty() || matches!(kind, FaultKind::BadFreeEntry | FaultKind::BadTreeEntry) {
             return holders;
         }
-        let is_private = kind == Kind::CachedPrivate;
-        let rows = if is_private { &self.kept.unprotected } else { &self.kept.rows };
+        let only_unprotected = kind == FaultKind::CachedUnprotected;
+        let rows =
+            if only_unprotected { &self.valid_rows.unprotected } else { &self.valid_rows.rows };
         for row in rows {
             for &page in row_pages(row, &self.copy.row_page_ids, self.page_shift) {
-                for (_, holders) in
-                    (named.iter().zip(&mut holders)).filter(|(named, _)| **named == i64::from(page))
-                {
-                    holders.insert(row.session);
+                for (&wanted_page, sessions) in pages.iter().zip(&mut holders) {
+                    if wanted_page == i64::from(page) {
+                        sessions.insert(row.session);
+                    }
                 }
             }
         }
         holders
     }
 
-    fn aliased(&self, _: SameMoment) -> Tally {
+    fn aliased_pages(&self, _: SameMoment) -> FaultTally {
         let is_shared = |page: usize| self.marks.owner[page] == OWNER_SHARED;
-        self.pages(|page| is_shared(page) && !lists_page(&self.copy.tree, page))
+        self.tally_pages(|page| is_shared(page) && !lists_page(&self.copy.tree, page))
     }
 
-    fn leaked(&self, _: CompleteCopy) -> Tally {
+    fn leaked_pages(&self, _: CompleteCopy) -> FaultTally {
         let (free, tree) = (&self.copy.free, &self.copy.tree);
         let is_listed = |page| lists_page(free, page) || lists_page(tree, page);
         let has_owner = |page| is_listed(page) || self.marks.refcnt[page] > 0;
         // Page 0 is the padding page. It never has an owner, so it is not a leak.
-        self.pages(|page| page > 0 && !has_owner(page))
+        self.tally_pages(|page| page > 0 && !has_owner(page))
     }
 
-    fn free_held(&self, _: SameMoment) -> Tally {
-        self.pages(|page| lists_page(&self.copy.free, page) && self.marks.refcnt[page] > 0)
+    fn free_held_pages(&self, _: SameMoment) -> FaultTally {
+        self.tally_pages(|page| lists_page(&self.copy.free, page) && self.marks.refcnt[page] > 0)
     }
 
-    fn free_cached(&self, _: SameMoment) -> Tally {
+    fn free_cached_pages(&self, _: SameMoment) -> FaultTally {
         let (free, tree) = (&self.copy.free, &self.copy.tree);
-        self.pages(|page| lists_page(free, page) && lists_page(tree, page))
+        self.tally_pages(|page| lists_page(free, page) && lists_page(tree, page))
     }
 
-    fn cached_private(&self, _: SameMoment) -> Tally {
+    fn cached_unprotected_pages(&self, _: SameMoment) -> FaultTally {
         let npages = u32::try_from(self.marks.refcnt.len()).expect("a pool's page count is a u32");
-        let rows = &self.kept.unprotected;
+        let rows = &self.valid_rows.unprotected;
         let unprotected = reference::mark(rows, &self.copy.row_page_ids, self.page_shift, npages);
-        self.pages(|page| lists_page(&self.copy.tree, page) && unprotected.refcnt[page] > 0)
+        self.tally_pages(|page| lists_page(&self.copy.tree, page) && unprotected.refcnt[page] > 0)
     }
 
-    /// Returns the pages of the pool for which `is_fault` returns true.
-    fn pages(&self, is_fault: impl Fn(usize) -> bool) -> Tally {
-        let mut tally = Tally::default();
+    /// Counts and lists the pages of the pool for which `is_fault` returns true.
+    fn tally_pages(&self, is_fault: impl Fn(usize) -> bool) -> FaultTally {
+        let mut tally = FaultTally::default();
         for page in (0..self.marks.refcnt.len()).filter(|&page| is_fault(page)) {
             tally.add(i64::try_from(page).expect("a pool's page count is a u32"));
         }
@@ -290,9 +317,9 @@ impl FaultFinder<'_> {
     }
 
     /// Returns the findings of row entries that are not a page of the pool.
-    fn row_entries(&self) -> KindFindings {
-        let mut findings = none_of(Kind::RowEntry);
-        for row in &self.kept.rows {
+    fn bad_row_entries(&self) -> KindFindings {
+        let mut findings = no_faults(FaultKind::BadRowEntry);
+        for row in &self.valid_rows.rows {
             for (index, &page) in
                 (0i64..).zip(row_pages(row, &self.copy.row_page_ids, self.page_shift))
             {
@@ -300,13 +327,16 @@ impl FaultFinder<'_> {
                     continue;
                 }
                 findings.count += 1;
-                if findings.named.len() < NAMED_MAX {
-                    let sessions = vec![row.session];
-                    findings.named.push(Finding { at: index, sessions, sessions_count: 1 });
+                if findings.first_faults.len() < FAULTS_PER_KIND_MAX {
+                    findings.first_faults.push(Finding {
+                        page_or_entry: index,
+                        sessions: vec![row.session],
+                        session_count: 1,
+                    });
                 }
             }
         }
-        findings.named.sort();
+        findings.first_faults.sort();
         findings
     }
 }

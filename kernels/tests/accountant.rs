@@ -12,7 +12,7 @@ use fastrand::Rng;
 use kernels::{
     account::{Accountant, Error, Snapshot, Stream},
     cuda::Device,
-    report::{Classes, Finding, Kind, Report, Scope},
+    report::{FaultKind, Finding, PagesByOwner, Report, Scope},
 };
 use std::collections::BTreeSet;
 
@@ -49,22 +49,22 @@ fn everywhere(test: impl Fn(&str, Place, &mut Engine, &mut Rng)) {
     }
 }
 
-fn finding(at: impl Into<i64>, sessions: &[u32]) -> Finding {
+fn finding(page_or_entry: impl Into<i64>, sessions: &[u32]) -> Finding {
     let mut sessions = sessions.to_vec();
     sessions.sort_unstable();
-    let sessions_count = u32::try_from(sessions.len()).expect("small");
-    Finding { at: at.into(), sessions, sessions_count }
+    let session_count = u32::try_from(sessions.len()).expect("small");
+    Finding { page_or_entry: page_or_entry.into(), sessions, session_count }
 }
 
 /// Asserts that the report has exactly the findings `want` of one kind, and none of other kinds.
-fn assert_only(name: &str, report: &Report, kind: Kind, want: &[Finding]) {
-    let found = report.found(kind).unwrap_or_else(|| panic!("{name}: {kind:?} is answered"));
+fn assert_only(name: &str, report: &Report, kind: FaultKind, want: &[Finding]) {
+    let found = report.findings_of(kind).unwrap_or_else(|| panic!("{name}: {kind:?} is answered"));
     assert_eq!(
-        (found.count, found.named.as_slice()),
+        (found.count, found.first_faults.as_slice()),
         (want.len() as u64, want),
         "{name}: {kind:?}"
     );
-    assert_eq!(report.alarms(), want.len() as u64, "{name}: {:?}", report.findings);
+    assert_eq!(report.fault_count(), want.len() as u64, "{name}: {:?}", report.findings);
 }
 
 #[test]
@@ -73,11 +73,15 @@ fn a_sound_pool_is_told_exactly() {
         let report = engine.audit(&mut place.open(engine));
         assert_eq!((report.scope, report.rows_changed), (Scope::Complete, 0), "{name}");
         assert_eq!(report.rows as usize, engine.rows.len(), "{name}");
-        assert_eq!((report.alarms(), report.findings.len()), (0, Kind::ALL.len()), "{name}");
+        assert_eq!(
+            (report.fault_count(), report.findings.len()),
+            (0, FaultKind::ALL.len()),
+            "{name}"
+        );
         let held: BTreeSet<u32> = engine.row_pages.iter().flatten().copied().collect();
         let used = engine.tree_pages.iter().filter(|page| held.contains(page)).count();
         let free = engine.free.iter().map(Vec::len).sum::<usize>();
-        let want = Classes {
+        let want = PagesByOwner {
             free: free as u64,
             private: (held.len() - used) as u64,
             cached: (engine.tree_pages.len() - used) as u64,
@@ -85,16 +89,20 @@ fn a_sound_pool_is_told_exactly() {
             leaked: 0,
             corrupt: 0,
         };
-        assert_eq!((report.classes, report.held_pages), (Some(want), held.len() as u64), "{name}");
+        assert_eq!(
+            (report.pages_by_owner, report.held_pages),
+            (Some(want), held.len() as u64),
+            "{name}"
+        );
         assert_eq!(report.free.map(|free| free.pages), Some(free as u64), "{name}");
         for (at, line) in report.sessions.iter().enumerate() {
             let (row, pages) = (&engine.rows[at], &engine.row_pages[at]);
             let private = engine.private(at).len() as u64;
             assert_eq!((line.number, line.refs), (row.session, pages.len() as u64), "{name}");
-            assert_eq!(line.freed, Some(private), "{name}");
+            assert_eq!(line.freed_by_close, Some(private), "{name}");
             let alone = |page: &&u32| engine.row_pages.iter().filter(|p| p.contains(page)).count();
             let exclusive = pages.iter().filter(|page| alone(page) == 1).count() as u64;
-            assert_eq!((line.exclusive, line.shared()), (exclusive, line.refs - exclusive));
+            assert_eq!((line.exclusive_pages, line.shared()), (exclusive, line.refs - exclusive));
             let runs = 1 + pages.windows(2).filter(|pair| pair[0] + 1 != pair[1]).count();
             let tail = (pages.len() << engine.shift) as u64 - u64::from(row.len);
             assert_eq!((line.runs, line.tail_tokens), (runs as u64, tail), "{name}");
@@ -126,7 +134,7 @@ fn a_page_of_two_sessions_outside_the_tree_is_named() {
         engine.write_rows();
         let report = engine.audit(&mut place.open(engine));
         let sessions = [engine.rows[one].session, engine.rows[two].session];
-        assert_only(name, &report, Kind::Aliased, &[finding(page, &sessions)]);
+        assert_only(name, &report, FaultKind::Aliased, &[finding(page, &sessions)]);
     });
 }
 
@@ -137,8 +145,8 @@ fn a_page_of_nobody_is_named() {
         let at = random.usize(0..engine.free[list].len());
         let page = engine.free[list].swap_remove(at);
         let report = engine.audit(&mut place.open(engine));
-        assert_only(name, &report, Kind::Leaked, &[finding(page, &[])]);
-        assert_eq!(report.classes.map(|classes| classes.leaked), Some(1), "{name}");
+        assert_only(name, &report, FaultKind::Leaked, &[finding(page, &[])]);
+        assert_eq!(report.pages_by_owner.map(|pages| pages.leaked), Some(1), "{name}");
     });
 }
 
@@ -149,7 +157,7 @@ fn a_double_free_is_named_also_across_lists() {
         let page = engine.free[list][random.usize(0..engine.free[list].len())];
         engine.free[random.usize(0..2)].push(page);
         let report = engine.audit(&mut place.open(engine));
-        assert_only(name, &report, Kind::DoubleFree, &[finding(page, &[])]);
+        assert_only(name, &report, FaultKind::DoubleFree, &[finding(page, &[])]);
     });
 }
 
@@ -161,8 +169,8 @@ fn a_page_freed_while_held_is_named_with_its_sessions() {
         engine.free[1].push(page.into());
         let report = engine.audit(&mut place.open(engine));
         let session = engine.rows[row].session;
-        assert_only(name, &report, Kind::FreeHeld, &[finding(page, &[session])]);
-        assert_eq!(report.classes.map(|classes| classes.corrupt), Some(1), "{name}");
+        assert_only(name, &report, FaultKind::FreeHeld, &[finding(page, &[session])]);
+        assert_eq!(report.pages_by_owner.map(|pages| pages.corrupt), Some(1), "{name}");
     });
 }
 
@@ -174,12 +182,12 @@ fn pages_of_the_tree_that_it_should_not_have_are_named() {
         let report = engine.audit(&mut place.open(engine));
         let held = engine.row_pages.iter().any(|pages| pages.contains(&cached));
         assert!(!held, "{name}: prefixes are shorter than the tree");
-        assert_only(name, &report, Kind::FreeCached, &[finding(cached, &[])]);
+        assert_only(name, &report, FaultKind::FreeCached, &[finding(cached, &[])]);
         engine.free[0].pop();
 
         engine.tree.extend(engine.slots(cached).collect::<Vec<_>>());
         let report = engine.audit(&mut place.open(engine));
-        assert_only(name, &report, Kind::TreeTwice, &[finding(cached, &[])]);
+        assert_only(name, &report, FaultKind::TreeTwice, &[finding(cached, &[])]);
         let slots = engine.tree.len() - (1 << engine.shift);
         engine.tree.truncate(slots);
 
@@ -188,7 +196,7 @@ fn pages_of_the_tree_that_it_should_not_have_are_named() {
         engine.tree.extend(engine.slots(page).collect::<Vec<_>>());
         let report = engine.audit(&mut place.open(engine));
         let session = engine.rows[row].session;
-        assert_only(name, &report, Kind::CachedPrivate, &[finding(page, &[session])]);
+        assert_only(name, &report, FaultKind::CachedUnprotected, &[finding(page, &[session])]);
     });
 }
 
@@ -199,7 +207,7 @@ fn entries_that_are_no_page_are_named() {
         engine.free[0].extend([0, -7, outside]);
         let report = engine.audit(&mut place.open(engine));
         let want = [-7, 0, outside].map(|at| finding(at, &[]));
-        assert_only(name, &report, Kind::FreeEntry, &want);
+        assert_only(name, &report, FaultKind::BadFreeEntry, &want);
         let free = engine.free.iter().map(Vec::len).sum::<usize>() - 3;
         assert_eq!(report.free.map(|free| free.pages), Some(free as u64), "{name}");
         engine.free[0].truncate(engine.free[0].len() - 3);
@@ -207,7 +215,7 @@ fn entries_that_are_no_page_are_named() {
         let slot = outside << engine.shift;
         engine.tree.push(slot);
         let report = engine.audit(&mut place.open(engine));
-        assert_only(name, &report, Kind::TreeEntry, &[finding(slot, &[])]);
+        assert_only(name, &report, FaultKind::BadTreeEntry, &[finding(slot, &[])]);
         engine.tree.pop();
 
         let [(row, at), _] = two_private(engine, random);
@@ -216,7 +224,7 @@ fn entries_that_are_no_page_are_named() {
         engine.free[0].push(page.into());
         let report = engine.audit(&mut place.open(engine));
         let want = finding(i64::try_from(at).expect("small"), &[engine.rows[row].session]);
-        assert_only(name, &report, Kind::RowEntry, &[want]);
+        assert_only(name, &report, FaultKind::BadRowEntry, &[want]);
     });
 }
 
@@ -229,11 +237,16 @@ fn all_are_counted_and_the_first_are_named() {
         let private = engine.private(row).to_vec();
         engine.free[1].extend(private.iter().map(|&page| i64::from(page)));
         let report = engine.audit(&mut place.open(engine));
-        let counted = |kind| report.found(kind).map(|found| (found.count, found.named.len()));
+        let counted =
+            |kind| report.findings_of(kind).map(|found| (found.count, found.first_faults.len()));
         let doubled = free.len().min(30);
         let held = private.len();
-        assert_eq!(counted(Kind::DoubleFree), Some((doubled as u64, doubled.min(16))), "{name}");
-        assert_eq!(counted(Kind::FreeHeld), Some((held as u64, held.min(16))), "{name}");
+        assert_eq!(
+            counted(FaultKind::DoubleFree),
+            Some((doubled as u64, doubled.min(16))),
+            "{name}"
+        );
+        assert_eq!(counted(FaultKind::FreeHeld), Some((held as u64, held.min(16))), "{name}");
     });
 }
 
@@ -256,10 +269,10 @@ fn a_sealed_page_that_changed_is_named_until_its_session_is_gone() {
         let holders = sealed.iter().filter(|&&(p, _)| p == page);
         let mut want: Vec<Finding> = holders.map(|&(p, s)| finding(p, &[s])).collect();
         want.sort();
-        assert_only(name, &second, Kind::Changed, &want);
-        assert_only(name, &engine.audit(&mut accountant), Kind::Changed, &want);
+        assert_only(name, &second, FaultKind::SealedPageChanged, &want);
+        assert_only(name, &engine.audit(&mut accountant), FaultKind::SealedPageChanged, &want);
         engine.keys.iter_mut().for_each(|key| *key = key.wrapping_add(1));
-        assert_eq!(engine.audit(&mut accountant).alarms(), 0, "{name}: it was made anew");
+        assert_eq!(engine.audit(&mut accountant).fault_count(), 0, "{name}: it was made anew");
     });
 }
 
@@ -277,7 +290,7 @@ fn what_was_made_anew_may_have_other_content() {
             engine.flip(random, page);
         }
         let report = engine.audit(&mut accountant);
-        assert_eq!((report.alarms(), report.digests.compared), (0, 0), "{name}");
+        assert_eq!((report.fault_count(), report.digests.compared), (0, 0), "{name}");
     });
 }
 
@@ -307,11 +320,17 @@ fn moved_rows_are_left_out_and_what_they_hide_is_absent() {
         }
         let report = accountant.finish(&now).expect("the device works");
         assert_eq!((report.scope, report.rows_changed), (Scope::RowsChanged, 1), "{name}");
-        assert_eq!((report.classes, report.found(Kind::Leaked)), (None, None), "{name}");
+        assert_eq!(
+            (report.pages_by_owner, report.findings_of(FaultKind::Leaked)),
+            (None, None),
+            "{name}"
+        );
         let session = engine.rows[kept].session;
-        assert_only(name, &report, Kind::FreeHeld, &[finding(page, &[session])]);
+        assert_only(name, &report, FaultKind::FreeHeld, &[finding(page, &[session])]);
         let gone = engine.rows[moved].session;
-        assert!(report.sessions.iter().all(|line| line.number != gone && line.freed.is_none()));
+        assert!(
+            report.sessions.iter().all(|line| line.number != gone && line.freed_by_close.is_none())
+        );
         assert_eq!(report.sessions.len(), engine.rows.len() - 1, "{name}");
     });
 }
@@ -323,11 +342,22 @@ fn without_one_moment_nothing_is_said_across_lists() {
         let [(row, at), _] = two_private(engine, random);
         engine.free[0].push(engine.row_pages[row][at].into());
         let report = engine.audit(&mut place.open(engine));
-        assert_eq!((report.scope, report.classes, report.alarms()), (Scope::Partial, None, 0));
-        let across =
-            [Kind::Aliased, Kind::Leaked, Kind::FreeHeld, Kind::FreeCached, Kind::CachedPrivate];
-        assert!(across.iter().all(|&kind| report.found(kind).is_none()), "{name}");
-        assert!(report.found(Kind::DoubleFree).is_some(), "{name}: a list speaks for itself");
+        assert_eq!(
+            (report.scope, report.pages_by_owner, report.fault_count()),
+            (Scope::Partial, None, 0)
+        );
+        let across = [
+            FaultKind::Aliased,
+            FaultKind::Leaked,
+            FaultKind::FreeHeld,
+            FaultKind::FreeCached,
+            FaultKind::CachedUnprotected,
+        ];
+        assert!(across.iter().all(|&kind| report.findings_of(kind).is_none()), "{name}");
+        assert!(
+            report.findings_of(FaultKind::DoubleFree).is_some(),
+            "{name}: a list speaks for itself"
+        );
         assert_eq!(report.sessions.len(), engine.rows.len(), "{name}");
     });
 }
@@ -376,8 +406,12 @@ fn the_order_of_calls_is_kept() {
         accountant.begin(&empty, Stream::DEFAULT).expect("an empty snapshot is one");
         while !accountant.is_ready().expect("the device works") {}
         let report = accountant.finish(&[]).expect("the device works");
-        assert_eq!((report.held_pages, report.free, report.classes), (0, None, None), "{name}");
-        assert_eq!(report.found(Kind::Aliased), None, "{name}: there was no tree");
+        assert_eq!(
+            (report.held_pages, report.free, report.pages_by_owner),
+            (0, None, None),
+            "{name}"
+        );
+        assert_eq!(report.findings_of(FaultKind::Aliased), None, "{name}: there was no tree");
     });
 }
 
@@ -403,12 +437,12 @@ fn a_row_that_moves_while_a_device_copies_is_never_believed() {
         fake.release(cuda_fake::ALL_STREAMS);
         assert!(accountant.is_ready().expect("the device works"), "seed {seed}");
         let report = accountant.finish(&now).expect("the device works");
-        assert_eq!((report.rows_changed, report.alarms()), (1, 0), "seed {seed}");
+        assert_eq!((report.rows_changed, report.fault_count()), (1, 0), "seed {seed}");
         // Without the version check, the changed row causes a finding.
         engine.begin(&mut accountant);
         while !accountant.is_ready().expect("the device works") {}
         let naive = accountant.finish(&engine.now()).expect("the device works");
-        assert!(naive.alarms() > 0, "seed {seed}");
+        assert!(naive.fault_count() > 0, "seed {seed}");
     }
 }
 
@@ -440,5 +474,5 @@ fn a_device_that_fails_ends_the_audit_with_its_reason() {
     let error = accountant.finish(&engine.now()).expect_err("no kernel can be launched");
     assert!(error.to_string().contains("cuLaunchKernelEx"), "{error}");
     fake.fail("cuLaunchKernelEx", 0);
-    assert_eq!(engine.audit(&mut accountant).alarms(), 0, "the next audit is as good as any");
+    assert_eq!(engine.audit(&mut accountant).fault_count(), 0, "the next audit is as good as any");
 }

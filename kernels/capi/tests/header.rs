@@ -3,8 +3,8 @@
 //! The program's pool is in host memory first, then on a device.
 
 use kernels::{
-    report::{Finding, Kind, Report, Scope},
-    table::Reader,
+    report::{FaultKind, Finding, Report, Scope},
+    table::TableReader,
 };
 use std::{
     fs,
@@ -87,47 +87,48 @@ fn reports(case: &str, place: Place) -> [Report; 2] {
     both
 }
 
-fn named(report: &Report, kind: Kind) -> (u64, &[Finding]) {
-    let found = report.found(kind).unwrap_or_else(|| panic!("{kind:?} can be answered"));
-    (found.count, &found.named)
+fn named(report: &Report, kind: FaultKind) -> (u64, &[Finding]) {
+    let found = report.findings_of(kind).unwrap_or_else(|| panic!("{kind:?} can be answered"));
+    (found.count, &found.first_faults)
 }
 
-fn finding(at: i64, sessions: &[u32]) -> Finding {
-    let sessions_count = u32::try_from(sessions.len()).expect("a few sessions");
-    Finding { at, sessions: sessions.to_vec(), sessions_count }
+fn finding(page_or_entry: i64, sessions: &[u32]) -> Finding {
+    let session_count = u32::try_from(sessions.len()).expect("a few sessions");
+    Finding { page_or_entry, sessions: sessions.to_vec(), session_count }
 }
 
 #[test]
 fn a_sound_pool_is_told_exactly() {
     let [first, second] = reports("", Place::Host);
     assert_eq!([&first, &second], reports("", Place::Device).each_ref());
-    assert_eq!((first.scope, first.alarms(), second.alarms()), (Scope::Complete, 0, 0));
-    let c = first.classes.expect("the snapshot was complete");
+    assert_eq!((first.scope, first.fault_count(), second.fault_count()), (Scope::Complete, 0, 0));
+    let c = first.pages_by_owner.expect("the snapshot was complete");
     assert_eq!((c.free, c.private, c.cached, c.cached_in_use, c.leaked), (7, 5, 1, 2, 0));
     assert_eq!((first.held_pages, first.rows, first.rows_changed), (7, 2, 0));
-    let lines: Vec<_> = first.sessions.iter().map(|s| (s.refs, s.exclusive, s.freed)).collect();
+    let lines: Vec<_> =
+        first.sessions.iter().map(|s| (s.refs, s.exclusive_pages, s.freed_by_close)).collect();
     assert_eq!(lines, [(5, 3, Some(3)), (4, 2, Some(2))]);
     assert_eq!((first.sessions[0].tail_tokens, first.sessions[1].runs), (2, 2));
     let shares: u64 = first.sessions.iter().map(|s| s.share_q32).sum();
     assert_eq!(shares, 7 << 32);
     assert_eq!((first.digests.fresh, first.digests.compared), (7, 0));
     assert_eq!((second.digests.fresh, second.digests.compared), (0, 7));
-    assert_eq!((first.number, second.number), (0, 1));
+    assert_eq!((first.audit_number, second.audit_number), (0, 1));
 }
 
 #[test]
 fn what_is_planted_is_named() {
-    let cases: [(&str, Kind, Finding); 5] = [
-        ("aliased", Kind::Aliased, finding(5, &[0, 1])),
-        ("leaked", Kind::Leaked, finding(15, &[])),
-        ("double_free", Kind::DoubleFree, finding(9, &[])),
-        ("free_held", Kind::FreeHeld, finding(4, &[0])),
-        ("free_entry", Kind::FreeEntry, finding(-3, &[])),
+    let cases: [(&str, FaultKind, Finding); 5] = [
+        ("aliased", FaultKind::Aliased, finding(5, &[0, 1])),
+        ("leaked", FaultKind::Leaked, finding(15, &[])),
+        ("double_free", FaultKind::DoubleFree, finding(9, &[])),
+        ("free_held", FaultKind::FreeHeld, finding(4, &[0])),
+        ("free_entry", FaultKind::BadFreeEntry, finding(-3, &[])),
     ];
     for (case, kind, want) in cases {
         for report in PLACES.iter().flat_map(|&place| reports(case, place)) {
             assert_eq!(named(&report, kind), (1, [want.clone()].as_slice()), "{case}");
-            assert_eq!(report.alarms(), 1, "{case}: {:?}", report.findings);
+            assert_eq!(report.fault_count(), 1, "{case}: {:?}", report.findings);
         }
     }
 }
@@ -136,8 +137,11 @@ fn what_is_planted_is_named() {
 fn a_page_that_changed_though_nothing_rewrote_it_is_named() {
     for place in PLACES {
         let [first, second] = reports("changed", place);
-        assert_eq!(first.alarms(), 0);
-        assert_eq!(named(&second, Kind::Changed), (1, [finding(6, &[1])].as_slice()));
+        assert_eq!(first.fault_count(), 0);
+        assert_eq!(
+            named(&second, FaultKind::SealedPageChanged),
+            (1, [finding(6, &[1])].as_slice())
+        );
     }
 }
 
@@ -146,9 +150,9 @@ fn a_row_that_moved_is_left_out_and_counted() {
     let [first, second] = reports("moved", Place::Device);
     assert_eq!([&first, &second], reports("moved", Place::Host).each_ref());
     assert_eq!((first.scope, first.rows, first.rows_changed), (Scope::RowsChanged, 1, 1));
-    assert_eq!((first.classes, first.found(Kind::Leaked)), (None, None));
+    assert_eq!((first.pages_by_owner, first.findings_of(FaultKind::Leaked)), (None, None));
     let numbers: Vec<u32> = first.sessions.iter().map(|s| s.number).collect();
-    assert_eq!((numbers, first.sessions[0].freed), (vec![0], None));
+    assert_eq!((numbers, first.sessions[0].freed_by_close), (vec![0], None));
     assert_eq!((second.scope, second.rows, second.rows_changed), (Scope::Complete, 2, 0));
 }
 
@@ -164,8 +168,8 @@ fn the_row_table_is_what_a_reader_reads() {
     let folder = TempDir::new().expect("there is room for temporary files");
     let path = folder.path().join("rows");
     fs::write(&path, run("table", Place::Host).stdout).expect("there is room for temporary files");
-    let reader = Reader::open(&path).expect("the library's bytes are a table");
-    assert_eq!((reader.begun(), reader.done(), reader.newest()), (7, 6, 6));
+    let reader = TableReader::open(&path).expect("the library's bytes are a table");
+    assert_eq!((reader.begun_epoch(), reader.done_epoch(), reader.newest_epoch()), (7, 6, 6));
     assert_eq!((reader.facts().r2t_stride, &reader.facts().export), (32, &None));
     let rows = reader.table(6).expect("the newest is there");
     let facts = |row: &kernels::table::TableRow| (row.row, row.len, row.session, row.key);
