@@ -6,16 +6,17 @@
 //! rank's *shim* (code in the engine's process) makes the audit, with the library of the crate
 //! `kernels`, between two steps of the engine's scheduler.
 //!
-//! [`Audits`] numbers the requests, and its caller sends them to the shim and hands in the answers.
-//! Every rank is audited at an interval, and on demand. An answer also serves all earlier requests
-//! of its rank. This file makes no audit itself, and closes no session.
+//! [`Audits`] numbers the requests. Its caller, the agent's owner task (`owner/audit_desk.rs`),
+//! sends them to the shim and hands in the answers. Every rank is audited at an interval, and on
+//! demand. An answer also serves all earlier requests of its rank. `read` decodes an answer, and
+//! `remote` makes audits in the agent's process. This file makes no audit, and closes no session.
 
 use std::{
     collections::BTreeMap,
     time::{Duration, Instant},
 };
 
-use kernels::report::Kind;
+use kernels::report::FaultKind;
 use proto::load::PageAudit;
 
 use crate::shim::AuditReply;
@@ -25,49 +26,56 @@ pub mod remote;
 
 pub use self::read::SessionPages;
 
-/// The faults that make the KV of a session wrong. A finding of such a fault names the sessions.
-const CORRUPTING_KINDS: [Kind; 5] =
-    [Kind::Aliased, Kind::FreeHeld, Kind::CachedPrivate, Kind::RowEntry, Kind::Changed];
-
-/// Faults of the engine's bookkeeping, which only a restart repairs. [`Kind::Changed`] (a page's
-/// content changed, though nothing may rewrite that page) is not among them. The agent then closes
-/// the sessions that use the page, and the engine goes on.
-const BOOKKEEPING_KINDS: [Kind; 9] = [
-    Kind::Aliased,
-    Kind::Leaked,
-    Kind::DoubleFree,
-    Kind::FreeHeld,
-    Kind::FreeCached,
-    Kind::CachedPrivate,
-    Kind::TreeTwice,
-    Kind::FreeEntry,
-    Kind::TreeEntry,
+/// Faults that make the KV of a session wrong. A finding of such a fault lists the sessions.
+const CORRUPTING_KINDS: [FaultKind; 5] = [
+    FaultKind::Aliased,
+    FaultKind::FreeHeld,
+    FaultKind::CachedUnprotected,
+    FaultKind::BadRowEntry,
+    FaultKind::SealedPageChanged,
 ];
 
-fn contains_name(kinds: &[Kind], name: &str) -> bool {
+/// Faults of the engine's bookkeeping, which only a restart of the engine repairs.
+///
+/// [`FaultKind::SealedPageChanged`] is not among them: the engine wrote to a page that it must not
+/// rewrite. The agent closes the sessions that use the page, and the engine goes on.
+const BOOKKEEPING_KINDS: [FaultKind; 9] = [
+    FaultKind::Aliased,
+    FaultKind::Leaked,
+    FaultKind::DoubleFree,
+    FaultKind::FreeHeld,
+    FaultKind::FreeCached,
+    FaultKind::CachedUnprotected,
+    FaultKind::TreeTwice,
+    FaultKind::BadFreeEntry,
+    FaultKind::BadTreeEntry,
+];
+
+/// Returns whether one of the kinds has this name.
+fn contains_name(kinds: &[FaultKind], name: &str) -> bool {
     kinds.iter().any(|kind| kind.name() == name)
 }
 
-/// The minimum number of audits in a row that must find a fault before the engine counts as in need
-/// of a restart. A fault that passes by itself needs no restart.
+/// The minimum number of audits in a row that must find a fault before the engine needs a restart.
+/// A fault that passes by itself needs no restart.
 const LASTING_AUDITS_MIN: u32 = 3;
 /// The minimum time that must have passed since the first of these audits.
 const LASTING_TIME_MIN: Duration = Duration::from_secs(20);
 
 /// The pause after an audit, as a multiple of the time that the audit took on the thread of the
 /// engine's scheduler. An audit of a large radix tree takes long, and the engine waits meanwhile.
-const REST_FACTOR: u32 = 1000;
+const PAUSE_FACTOR: u32 = 1000;
 
 /// The time limit for an answer. A step of the engine takes seconds at most, and the audit after
 /// the step takes milliseconds.
-const ANSWER_MAX: Duration = Duration::from_secs(30);
+const ANSWER_TIME_MAX: Duration = Duration::from_secs(30);
 
 /// The result of an audit: the state of one rank's KV pool at one moment.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Audit {
     /// When the agent received the audit, some milliseconds after it was made.
     pub arrived_at: Instant,
-    /// The totals, and the faults with the sessions that they concern. The age in it is 0.
+    /// The totals, and the faults with the sessions that they concern. The field `age_ms` is 0.
     pub pages: PageAudit,
     /// The sessions that hold pages, largest first.
     pub sessions: Vec<SessionPages>,
@@ -81,8 +89,8 @@ impl Audit {
         PageAudit { age_ms: u32::try_from(age).unwrap_or(u32::MAX), ..self.pages.clone() }
     }
 
-    /// Returns the sessions whose KV can't be trusted, by their ids inside the engine. For example,
-    /// a page of such a session was overwritten, or two sessions share a page by mistake.
+    /// Returns the ids, inside the engine, of the sessions whose KV can't be trusted. For example,
+    /// a page of the session was overwritten, or two sessions share a page by mistake.
     pub fn corrupt_sessions(&self) -> impl Iterator<Item = &str> {
         let corrupting =
             self.pages.faults().filter(|finding| contains_name(&CORRUPTING_KINDS, &finding.kind));
@@ -118,7 +126,7 @@ pub enum Error {
     #[error("too many requests wait for an audit; try again")]
     Busy,
     /// No answer came in time.
-    #[error("the engine didn't answer within {} s; check its step time", ANSWER_MAX.as_secs())]
+    #[error("the engine didn't answer within {} s; check its step time", ANSWER_TIME_MAX.as_secs())]
     Late,
 }
 
@@ -127,28 +135,30 @@ pub enum Error {
 pub struct Audits {
     /// The interval between audits. `None` if audits are made only on demand.
     interval: Option<Duration>,
-    ranks: BTreeMap<u32, Rank>,
+    /// By DP rank: the audits of each rank whose shim is connected.
+    ranks: BTreeMap<u32, RankState>,
     /// The number of the newest request, counted over all ranks.
     newest_number: u64,
 }
 
+/// The requests and results of one rank.
 #[derive(Debug)]
-struct Rank {
-    /// Why the rank can't be audited.
+struct RankState {
+    /// Why the rank can't be audited; `None` if it can.
     refusal: Option<String>,
-    /// When the interval requires the next audit.
+    /// When the next periodic audit is due; `None` if audits are made only on demand.
     next_audit: Option<Instant>,
     /// The unanswered requests, oldest first.
     requests: Vec<Request>,
     newest_audit: Option<Audit>,
     /// Why the latest audit failed. `None` after an audit that succeeded.
     failure: Option<Error>,
-    /// By kind of fault: the series of audits that have found it. An audit that could not check for
-    /// the kind leaves its entry as it is.
-    streaks: BTreeMap<String, Streak>,
+    /// For each kind of fault, by its name: the series of audits that have found the fault. An
+    /// audit that could not check for a kind leaves the kind's entry as it is.
+    fault_streaks: BTreeMap<String, FaultStreak>,
 }
 
-/// A request that no answer has come for.
+/// An unanswered request for an audit.
 #[derive(Debug)]
 struct Request {
     number: u64,
@@ -158,10 +168,11 @@ struct Request {
 
 /// Audits in a row that have found the same kind of fault.
 #[derive(Debug)]
-struct Streak {
+struct FaultStreak {
+    /// The number of these audits.
     audits: u32,
     /// When the first of these audits arrived.
-    since: Instant,
+    first_arrived_at: Instant,
 }
 
 impl Audits {
@@ -176,9 +187,10 @@ impl Audits {
     /// `None` if it can. In that case, the rank's first periodic audit is due at once.
     pub fn add_rank(&mut self, now: Instant, dp_rank: u32, refusal: Option<String>) {
         let next_audit = self.interval.filter(|_| refusal.is_none()).map(|_| now);
-        let (requests, streaks) = (vec![], BTreeMap::new());
+        let (requests, fault_streaks) = (vec![], BTreeMap::new());
         let (newest_audit, failure) = (None, None);
-        let rank = Rank { refusal, next_audit, requests, newest_audit, failure, streaks };
+        let rank =
+            RankState { refusal, next_audit, requests, newest_audit, failure, fault_streaks };
         self.ranks.insert(dp_rank, rank);
     }
 
@@ -216,7 +228,7 @@ impl Audits {
             return Err(Error::Refused(reason.clone()));
         }
         self.newest_number += 1;
-        let deadline = now + ANSWER_MAX;
+        let deadline = now + ANSWER_TIME_MAX;
         rank.requests.push(Request { number: self.newest_number, deadline });
         rank.next_audit = self.interval.map(|interval| now + interval);
         Ok(self.newest_number)
@@ -225,8 +237,8 @@ impl Audits {
     /// Registers a request for every rank whose periodic audit is due, and returns the ranks with
     /// the requests' numbers. Leaves out ranks with an unanswered request.
     pub fn request_due(&mut self, now: Instant) -> Vec<(u32, u64)> {
-        let is_due = |rank: &Rank| {
-            rank.requests.is_empty() && rank.next_audit.is_some_and(|due_at| due_at <= now)
+        let is_due = |rank: &RankState| {
+            rank.requests.is_empty() && rank.next_audit.is_some_and(|next_audit| next_audit <= now)
         };
         let due = self.ranks.iter().filter(|(_, rank)| is_due(rank));
         let due_ranks: Vec<u32> = due.map(|(&dp_rank, _)| dp_rank).collect();
@@ -239,7 +251,7 @@ impl Audits {
     /// Returns when [`Self::request_due`] or [`Self::take_late`] must be called next.
     #[must_use]
     pub fn next_due(&self) -> Option<Instant> {
-        let due_at = |rank: &Rank| {
+        let due_at = |rank: &RankState| {
             let oldest = rank.requests.first();
             oldest.map(|request| request.deadline).or(rank.next_audit)
         };
@@ -261,7 +273,7 @@ impl Audits {
             return Err(Error::Unreadable("its number was never requested".into()));
         }
         rank.requests.retain(|request| request.number > reply.number);
-        let pause_end = now + reply.spent.saturating_mul(REST_FACTOR);
+        let pause_end = now + reply.spent.saturating_mul(PAUSE_FACTOR);
         rank.next_audit = rank.next_audit.map(|next_audit| next_audit.max(pause_end));
         if let Some(reason) = &reply.refusal {
             return Err(Error::Refused(reason.clone()));
@@ -269,10 +281,10 @@ impl Audits {
         let audit = read::decode_audit(reply, now).map_err(Error::Unreadable)?;
         for finding in &audit.pages.findings {
             if finding.count > 0 {
-                let streak = rank.streaks.entry(finding.kind.clone());
-                streak.or_insert(Streak { audits: 0, since: now }).audits += 1;
+                let streak = rank.fault_streaks.entry(finding.kind.clone());
+                streak.or_insert(FaultStreak { audits: 0, first_arrived_at: now }).audits += 1;
             } else {
-                rank.streaks.remove(&finding.kind);
+                rank.fault_streaks.remove(&finding.kind);
             }
         }
         rank.failure = None;
@@ -284,11 +296,11 @@ impl Audits {
     #[must_use]
     pub fn restart_reason(&self, now: Instant) -> Option<String> {
         self.ranks.iter().find_map(|(dp_rank, rank)| {
-            let is_lasting = |streak: &Streak| {
+            let is_lasting = |streak: &FaultStreak| {
                 streak.audits >= LASTING_AUDITS_MIN
-                    && now.saturating_duration_since(streak.since) >= LASTING_TIME_MIN
+                    && now.saturating_duration_since(streak.first_arrived_at) >= LASTING_TIME_MIN
             };
-            let lasting = rank.streaks.iter().filter(|(_, streak)| is_lasting(streak));
+            let lasting = rank.fault_streaks.iter().filter(|(_, streak)| is_lasting(streak));
             let mut kinds = lasting.map(|(kind, _)| kind);
             let kind = kinds.find(|kind| contains_name(&BOOKKEEPING_KINDS, kind))?;
             Some(format!("the page audit of rank {dp_rank} keeps finding pages {kind} in the pool"))
@@ -314,7 +326,7 @@ impl Audits {
 #[cfg(test)]
 mod tests {
     use kernels::report::{
-        Classes, Digests, Finding, FreePages, KindFindings, Report, Scope, Session,
+        DigestCounts, Finding, FreePages, KindFindings, PagesByOwner, Report, Scope, Session,
     };
 
     use super::*;
@@ -326,23 +338,23 @@ mod tests {
     }
 
     /// A report of a pool of 100 pages, of which two sessions hold ten, with these findings.
-    fn report(findings: &[(Kind, i64, &[u32])]) -> Report {
+    fn report(findings: &[(FaultKind, i64, &[u32])]) -> Report {
         let session = |number, refs| Session {
             number,
             refs,
-            exclusive: refs,
+            exclusive_pages: refs,
             share_q32: refs << 32,
-            freed: Some(refs - 1),
+            freed_by_close: Some(refs - 1),
             runs: 1,
             tail_tokens: 3,
         };
-        let found = |&(kind, at, sessions): &(Kind, i64, &[u32])| {
-            let sessions_count = u32::try_from(sessions.len()).unwrap();
-            let named = vec![Finding { at, sessions: sessions.to_vec(), sessions_count }];
-            KindFindings { kind, count: 1, named }
+        let found = |&(kind, at, sessions): &(FaultKind, i64, &[u32])| {
+            let session_count = u32::try_from(sessions.len()).unwrap();
+            let fault = Finding { page_or_entry: at, sessions: sessions.to_vec(), session_count };
+            KindFindings { kind, count: 1, first_faults: vec![fault] }
         };
         Report {
-            number: 0,
+            audit_number: 0,
             scope: Scope::Complete,
             page_tokens: 16,
             pages: 101,
@@ -350,9 +362,9 @@ mod tests {
             rows_changed: 0,
             held_pages: 10,
             free: Some(FreePages { pages: 90, runs: 2 }),
-            classes: Some(Classes { free: 90, private: 10, ..Classes::default() }),
+            pages_by_owner: Some(PagesByOwner { free: 90, private: 10, ..PagesByOwner::default() }),
             sessions: vec![session(0, 4), session(1, 6)],
-            digests: Digests { compared: 5, ..Digests::default() },
+            digests: DigestCounts { compared: 5, ..DigestCounts::default() },
             findings: findings.iter().map(found).collect(),
         }
     }
@@ -410,9 +422,9 @@ mod tests {
         let now = start();
         let mut audits = audits(now);
         audits.request_due(now);
-        assert_eq!(audits.take_late(now + ANSWER_MAX - INTERVAL), []);
-        assert_eq!(audits.take_late(now + ANSWER_MAX), [(0, 1)]);
-        assert_eq!(audits.request_due(now + ANSWER_MAX), [(0, 2)]);
+        assert_eq!(audits.take_late(now + ANSWER_TIME_MAX - INTERVAL), []);
+        assert_eq!(audits.take_late(now + ANSWER_TIME_MAX), [(0, 1)]);
+        assert_eq!(audits.request_due(now + ANSWER_TIME_MAX), [(0, 2)]);
     }
 
     #[test]
@@ -448,14 +460,15 @@ mod tests {
     fn a_fault_names_its_sessions_and_only_some_of_them_are_worthless() {
         let now = start();
         let mut audits = audits(now);
-        let found = report(&[(Kind::Leaked, 9, &[]), (Kind::Changed, 17, &[0, 1])]);
+        let found =
+            report(&[(FaultKind::Leaked, 9, &[]), (FaultKind::SealedPageChanged, 17, &[0, 1])]);
         let audit = run_audit(&mut audits, now, &found);
         assert_eq!(audit.corrupt_sessions().collect::<Vec<_>>(), ["berth-a-1"]);
         let reported = audit.load_report_pages(now).findings;
         let kinds: Vec<&str> = reported.iter().map(|finding| finding.kind.as_str()).collect();
         assert_eq!(kinds, ["leaked", "changed"]);
         assert!(reported.iter().all(|finding| finding.named.is_empty()), "{reported:?}");
-        let leaked = report(&[(Kind::Leaked, 9, &[0])]);
+        let leaked = report(&[(FaultKind::Leaked, 9, &[0])]);
         let audit = run_audit(&mut audits, now, &leaked);
         assert_eq!(audit.corrupt_sessions().count(), 0);
     }
@@ -464,9 +477,10 @@ mod tests {
     fn a_restart_is_asked_for_when_a_fault_stays() {
         let mut now = start();
         let mut audits = audits(now);
-        let leaked = report(&[(Kind::Leaked, 9, &[])]);
-        let mut sound = report(&[(Kind::Leaked, 9, &[])]);
-        sound.findings[0] = KindFindings { kind: Kind::Leaked, count: 0, named: vec![] };
+        let leaked = report(&[(FaultKind::Leaked, 9, &[])]);
+        let mut sound = report(&[(FaultKind::Leaked, 9, &[])]);
+        sound.findings[0] =
+            KindFindings { kind: FaultKind::Leaked, count: 0, first_faults: vec![] };
         // As if rows had moved during the audit, so that the fault could not be checked.
         let unknown = report(&[]);
         for (found, wanted) in [
@@ -484,7 +498,7 @@ mod tests {
             run_audit(&mut audits, now, found);
             assert_eq!(audits.restart_reason(now).is_some(), wanted);
         }
-        let changed = report(&[(Kind::Changed, 9, &[0])]);
+        let changed = report(&[(FaultKind::SealedPageChanged, 9, &[0])]);
         for found in [&leaked, &leaked, &leaked, &changed, &changed, &changed] {
             run_audit(&mut audits, now, found);
             assert_eq!(audits.restart_reason(now), None, "three in a moment prove nothing");
@@ -507,7 +521,7 @@ mod tests {
         assert!(matches!(audits.take_answer(now, 0, &truncated), Err(Error::Unreadable(_))));
         let refused = AuditReply { refusal: Some("busy".into()), ..answer(3, &report(&[])) };
         assert_eq!(audits.take_answer(now, 0, &refused), Err(Error::Refused("busy".into())));
-        let foreign = answer(4, &report(&[(Kind::Leaked, 9, &[])]));
+        let foreign = answer(4, &report(&[(FaultKind::Leaked, 9, &[])]));
         assert!(matches!(audits.take_answer(now, 0, &foreign), Err(Error::Unreadable(_))));
         assert_eq!(audits.newest_audit(0), Some(&good));
     }

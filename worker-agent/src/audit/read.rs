@@ -1,8 +1,10 @@
 //! Decodes the report of an audit, and replaces the session numbers in it by session ids.
 //!
-//! An audit finds out who uses each page of the engine's KV pool. The shim in the engine's process
-//! makes the report with the library of the crate `kernels`. The report names sessions by numbers,
-//! and the shim's answer has the list of their ids. The result is an [`Audit`] with the age 0.
+//! An audit finds out who uses each page of the engine's KV pool. The *shim* (our code in the
+//! engine's process) makes the report with the library of the crate `kernels`. The report names
+//! sessions by numbers, and the shim's answer has the list of their ids. [`super::Audits`] calls
+//! [`decode_audit`] for each answer and gets an [`Audit`] with the age 0. This file only converts;
+//! [`super`] decides what a fault means for the engine.
 
 use std::time::Instant;
 
@@ -12,14 +14,15 @@ use proto::load::{NamedFinding, PageAudit, PageClasses, PageFinding};
 use super::Audit;
 use crate::shim::AuditReply;
 
-/// The maximum number of sessions kept of one audit. If there are more, those with the most pages
-/// are kept.
+/// The maximum number of sessions in an [`Audit`]. If a report has more sessions, those with the
+/// fewest pages are left out.
 const SESSIONS_MAX: usize = 1000;
 
 /// The pages of one session, or of one turn without a session.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SessionPages {
-    /// The session's id inside the engine. Empty for a turn (one request) without a session.
+    /// The id of the session's incarnation (one life of the session inside the engine). Empty for a
+    /// turn (one request) without a session.
     pub incarnation: String,
     /// The number of pages that the session references.
     pub pages: u64,
@@ -48,8 +51,8 @@ pub(super) fn decode_audit(reply: &AuditReply, arrived_at: Instant) -> Result<Au
         .map(|session| SessionPages {
             incarnation: session_id(session.number),
             pages: session.refs,
-            exclusive_pages: session.exclusive,
-            freed_by_close_pages: session.freed,
+            exclusive_pages: session.exclusive_pages,
+            freed_by_close_pages: session.freed_by_close,
             share_milli: to_thousandths(session.share_q32),
             runs: session.runs,
             tail_tokens: session.tail_tokens,
@@ -69,13 +72,13 @@ fn page_audit(report: &Report, session_id: impl Fn(u32) -> String) -> PageAudit 
         held_pages: report.held_pages,
         rows_moved: report.rows_changed,
         free_runs: report.free.map(|free| free.runs),
-        classes: report.classes.map(|classes| PageClasses {
-            free: classes.free,
-            private: classes.private,
-            cached: classes.cached,
-            cached_in_use: classes.cached_in_use,
-            leaked: classes.leaked,
-            corrupt: classes.corrupt,
+        classes: report.pages_by_owner.map(|pages| PageClasses {
+            free: pages.free,
+            private: pages.private,
+            cached: pages.cached,
+            cached_in_use: pages.cached_in_use,
+            leaked: pages.leaked,
+            corrupt: pages.corrupt,
         }),
         compared_pages: report.digests.compared,
         findings: report
@@ -91,14 +94,14 @@ fn page_finding(
     kind_findings: &report::KindFindings,
     session_id: &impl Fn(u32) -> String,
 ) -> PageFinding {
-    let named = kind_findings.named.iter().map(|finding| NamedFinding {
-        at: finding.at,
+    let first_faults = kind_findings.first_faults.iter().map(|finding| NamedFinding {
+        at: finding.page_or_entry,
         sessions: finding.sessions.iter().map(|&number| session_id(number)).collect(),
     });
     PageFinding {
         kind: kind_findings.kind.name().to_owned(),
         count: kind_findings.count,
-        named: named.collect(),
+        named: first_faults.collect(),
     }
 }
 

@@ -1,15 +1,15 @@
 //! Audits the engine's KV pages from the agent's process, so that the engine's Python isn't used.
 //!
-//! An audit finds out who uses each page of the engine's KV pool. Usually the shim makes it inside
-//! the engine's process. That is slow if the engine's Python interpreter is busy. Here, the agent
-//! maps the engine's request table (which lists the pages of each request) by CUDA IPC and runs the
-//! kernels itself. The shim publishes a file with the *row table*, which says which session each
-//! row of the request table belongs to.
+//! An audit finds out who uses each page of the engine's KV pool. Usually the *shim*, our code in
+//! the engine's process, makes the audit there. That is slow if the engine's Python interpreter is
+//! busy. Here, the agent maps the engine's request table (which lists the pages of each request) by
+//! CUDA IPC and runs the kernels itself. The shim publishes a file with the *row table*, which says
+//! which session each row of the request table belongs to.
 //!
-//! An audit of this kind sees only rows, not the free lists or the radix tree. It needs a CUDA
-//! context, so it is made only if the settings ask for it. If it fails, the owner asks the shim for
-//! an audit instead. Each rank has a thread, because CUDA's calls block. The thread ends when the
-//! handle [`RemoteAuditor`] is dropped.
+//! A remote audit sees only rows, not the free lists or the radix tree. It needs a CUDA context, so
+//! the agent makes remote audits only if the settings ask for them. If a remote audit fails, the
+//! agent's owner task asks the shim for an audit instead. Each rank has a thread, because CUDA's
+//! calls block. The thread ends when the handle [`RemoteAuditor`] is dropped.
 
 use std::{
     path::{Path, PathBuf},
@@ -35,35 +35,37 @@ pub struct RemoteReport {
     pub session_keys: Vec<u64>,
 }
 
-/// Handle to the thread of one rank.
+/// Handle to the thread that makes the remote audits of one rank.
 #[derive(Debug)]
 pub struct RemoteAuditor {
+    /// Sends the numbers of requests to the thread.
     requests: mpsc::SyncSender<u64>,
 }
 
 impl RemoteAuditor {
-    /// Starts the thread of a rank whose shim publishes the row table in a file of the name `table`
-    /// with the rank appended. The thread maps the engine's memory at the first request. It calls
-    /// `answer` for each request that it carries out, and drops `answer` when it ends.
+    /// Starts the thread of a rank. The shim publishes the rank's row table in a file whose name is
+    /// `table_prefix` with the rank appended. The thread maps the engine's memory at the first
+    /// request. The thread calls `on_answer` for each request that it carries out, and drops
+    /// `on_answer` when it ends.
     ///
     /// # Errors
     /// When the thread can't be created.
     pub fn start(
-        table: &Path,
+        table_prefix: &Path,
         dp_rank: u32,
-        answer: impl Fn(RemoteAnswer) + Send + 'static,
+        on_answer: impl Fn(RemoteAnswer) + Send + 'static,
     ) -> std::io::Result<Self> {
-        // One request may wait while another is carried out. `request` refuses any further one,
-        // and the owner sends it to the shim.
-        let (requests, numbers) = mpsc::sync_channel(1);
-        let path = rank_table_path(table, dp_rank);
+        // One request may wait while another is carried out. `request` refuses any further
+        // request, and the owner task sends that request to the shim.
+        let (requests, request_numbers) = mpsc::sync_channel(1);
+        let path = rank_table_path(table_prefix, dp_rank);
         let thread = std::thread::Builder::new().name("audit".into());
         thread.spawn(move || {
-            let answer = answer;
-            // Locals are dropped in reverse order. `numbers` must be dropped before `answer`, so
-            // that no request can be sent any more once `answer` is gone.
-            let numbers = numbers;
-            run_thread(&path, &numbers, &answer);
+            let on_answer = on_answer;
+            // Locals are dropped in reverse order. `request_numbers` must be dropped before
+            // `on_answer`, so that no request can be sent any more once `on_answer` is gone.
+            let request_numbers = request_numbers;
+            run_thread(&path, &request_numbers, &on_answer);
         })?;
         Ok(Self { requests })
     }
@@ -76,8 +78,8 @@ impl RemoteAuditor {
 }
 
 /// Returns the file of a rank's row table. The shim forms the name in the same way.
-fn rank_table_path(table: &Path, dp_rank: u32) -> PathBuf {
-    let mut name = table.as_os_str().to_owned();
+fn rank_table_path(table_prefix: &Path, dp_rank: u32) -> PathBuf {
+    let mut name = table_prefix.as_os_str().to_owned();
     name.push(format!("-{dp_rank}"));
     name.into()
 }
@@ -92,35 +94,39 @@ pub fn session_table_key(incarnation: &str) -> u64 {
 }
 
 #[cfg(not(feature = "cuda"))]
-fn run_thread(_: &Path, numbers: &mpsc::Receiver<u64>, answer: impl Fn(RemoteAnswer)) {
-    if let Ok(number) = numbers.recv() {
+fn run_thread(_: &Path, request_numbers: &mpsc::Receiver<u64>, on_answer: impl Fn(RemoteAnswer)) {
+    if let Ok(number) = request_numbers.recv() {
         let reason = "this agent was built without CUDA (cargo build --features cuda)";
-        answer(RemoteAnswer { number, result: Err(reason.into()) });
+        on_answer(RemoteAnswer { number, result: Err(reason.into()) });
     }
 }
 
 #[cfg(feature = "cuda")]
-fn run_thread(path: &Path, numbers: &mpsc::Receiver<u64>, answer: impl Fn(RemoteAnswer)) {
-    let Ok(mut number) = numbers.recv() else { return };
+fn run_thread(
+    path: &Path,
+    request_numbers: &mpsc::Receiver<u64>,
+    on_answer: impl Fn(RemoteAnswer),
+) {
+    let Ok(mut number) = request_numbers.recv() else { return };
     let mut remote = match mapped::open(path) {
         Ok(remote) => remote,
-        Err(reason) => return answer(RemoteAnswer { number, result: Err(reason) }),
+        Err(reason) => return on_answer(RemoteAnswer { number, result: Err(reason) }),
     };
     loop {
         let result = mapped::audit(&mut remote);
         let has_failed = result.is_err();
-        answer(RemoteAnswer { number, result });
+        on_answer(RemoteAnswer { number, result });
         if has_failed {
             return;
         }
-        let Ok(next_number) = numbers.recv() else { return };
+        let Ok(next_number) = request_numbers.recv() else { return };
         number = next_number;
     }
 }
 
 #[cfg(feature = "cuda")]
 mod mapped {
-    //! The part of this module that needs CUDA.
+    //! Opens the engine's tables and makes the audits: the part of this module that needs CUDA.
 
     use std::{path::Path, time::Duration};
 
@@ -131,7 +137,7 @@ mod mapped {
 
     use super::RemoteReport;
 
-    /// The number of GPUs that are tried. No machine has more.
+    /// The maximum number of GPUs that are tried. No machine has more.
     const GPUS_MAX: u32 = 64;
     /// The pause between two polls. A copy takes some microseconds, and a step of the engine, for
     /// which the copy may wait, some milliseconds.
@@ -164,10 +170,10 @@ mod mapped {
         remote.begin().map_err(|error| error.to_string())?;
         for _ in 0..POLLS_MAX {
             match remote.poll() {
-                Ok(Some(audited)) => {
+                Ok(Some(result)) => {
                     return Ok(RemoteReport {
-                        report: audited.report.encode(),
-                        session_keys: audited.keys,
+                        report: result.report.encode(),
+                        session_keys: result.keys,
                     });
                 }
                 Ok(None) => std::thread::sleep(POLL_PAUSE),
