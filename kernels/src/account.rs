@@ -1,16 +1,17 @@
 //! Audits the KV pool of a running engine: tells which pages each session holds, and finds faults.
 //!
-//! An audit works on a private copy of the rows of `req_to_token`, the free lists and the radix
-//! tree's slots, so the engine needn't stop. A row's *version* is a number that the engine changes
-//! whenever it may have rewritten the row. By the versions, an audit leaves out the rows that
-//! changed while they were copied.
+//! An audit copies the rows of `req_to_token`, the free lists and the radix tree's slots, and
+//! counts in the copy, so the engine needn't stop. The audit returns a [`Report`]. The engine's
+//! process makes audits through the C library (`capi`), the agent's process through `crate::ipc`.
 //!
-//! An audit also *digests* some pages, which makes a hash of their contents. The digests show
-//! whether the engine wrote to a page that it must not rewrite any more (a sealed page, see
-//! [`crate::digest`]).
+//! - A row's *version* is a number that the engine changes whenever it may have rewritten the row.
+//!   By the versions, an audit leaves out the rows that changed while they were copied.
+//! - A *sealed* page is a page that the engine must not rewrite any more. An audit *digests* some
+//!   sealed pages: it makes a hash of their contents, which shows whether they changed.
 //!
-//! [`Accountant`] knows the order of the steps. A backend copies and counts, [`crate::audit`] finds
-//! faults, and [`crate::digest`] compares digests.
+//! [`Accountant`] knows the order of the steps. `snapshot` defines the inputs. `backend` defines
+//! the trait of the code that copies and counts, and `host` and `device` implement that trait.
+//! [`crate::audit`] finds faults, and [`crate::digest`] compares digests.
 //!
 //! An audit has three steps:
 //! 1. [`Accountant::begin`] takes a snapshot. The caller is the scheduler's thread, between two
@@ -27,15 +28,15 @@ mod host;
 mod snapshot;
 
 pub use snapshot::{
-    BUFFERS_MAX, Error as SnapshotError, FREE_LISTS_MAX, List, Pool, PoolBuffer, REFS_MAX,
-    ROWS_MAX, RequestTable, Row, Snapshot, Stream,
+    BUFFERS_MAX, Error as SnapshotError, FREE_LISTS_MAX, IdList, Pool, PoolBuffer, REFS_MAX,
+    ROWS_MAX, RequestTable, Snapshot, SnapshotRow, Stream,
 };
 
 use crate::{
     audit::{self, ValidRows},
-    digest::{self, ChangedPage, DigestMemory, DigestRow, Digested},
+    digest::{self, ChangedPage, DigestMemory, DigestRow, DigestedPage},
     reference::{LiveRow, PAGE_BAD},
-    report::{Classes, FreePages, KindFindings, Report, Scope, Session},
+    report::{FreePages, KindFindings, Report, Scope, Session},
 };
 use backend::{Backend, CopyLayout, Counts, PageDigest};
 use std::collections::{BTreeMap, btree_map};
@@ -65,34 +66,33 @@ pub struct Accountant {
     pool: Pool,
     backend: Box<dyn Backend>,
     digest_memory: DigestMemory,
-    /// The audit in progress.
-    open: Option<OpenAudit>,
+    open_audit: Option<OpenAudit>,
     finished_count: u64,
 }
 
 impl std::fmt::Debug for Accountant {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self { pool, open, finished_count, .. } = self;
+        let Self { pool, open_audit, finished_count, .. } = self;
         f.debug_struct("Accountant")
             .field("pool", pool)
-            .field("open", open)
+            .field("open", open_audit)
             .field("finished", finished_count)
             .finish_non_exhaustive()
     }
 }
 
-/// An audit that has begun and not ended.
+/// The audit in progress: it has begun and not ended.
 #[derive(Debug)]
 struct OpenAudit {
-    /// The live rows, in the order of the copy.
+    /// The live rows of the snapshot, in the order of the copy.
     rows: Vec<PlannedRow>,
     /// The sessions' keys, indexed by session number.
     keys: Vec<u64>,
-    /// The page references whose pages are digested; see [`CopyLayout`].
+    /// The numbers of the page references whose pages are digested; see [`CopyLayout`].
     window: std::ops::Range<u32>,
     /// Whether the engine's snapshot is complete; see [`Snapshot::is_complete`].
     is_snapshot_complete: bool,
-    /// Whether the audit digests pages, so that its report tells which sealed pages changed.
+    /// Whether the audit digests pages, so that its report says which sealed pages changed.
     has_digests: bool,
     /// Whether the private copy has been made.
     is_ready: bool,
@@ -114,7 +114,7 @@ struct PlannedRow {
 impl Accountant {
     /// Makes an accountant for a pool in host memory. Counts with the scalar reference.
     pub fn host(pool: Pool) -> Self {
-        let backend = Box::new(host::Host::default());
+        let backend = Box::new(host::HostBackend::default());
         Self::with_backend(pool, backend)
     }
 
@@ -125,22 +125,22 @@ impl Accountant {
     /// per row of `req_to_token`.
     #[cfg(feature = "cuda")]
     pub fn device(pool: Pool, device: crate::cuda::Device) -> Result<Self, Error> {
-        let backend = Box::new(device::OnDevice::new(device, &pool)?);
+        let backend = Box::new(device::DeviceBackend::new(device, &pool)?);
         Ok(Self::with_backend(pool, backend))
     }
 
     fn with_backend(pool: Pool, backend: Box<dyn Backend>) -> Self {
-        let digest_memory = DigestMemory::new(digest::REMEMBERED_MAX);
-        Self { pool, backend, digest_memory, open: None, finished_count: 0 }
+        let digest_memory = DigestMemory::new(digest::REMEMBERED_PAGES_MAX);
+        Self { pool, backend, digest_memory, open_audit: None, finished_count: 0 }
     }
 
     pub fn pool(&self) -> &Pool {
         &self.pool
     }
 
-    /// Returns the number of sessions in the audit in progress. Returns `None` if there is none.
-    pub fn sessions(&self) -> Option<usize> {
-        self.open.as_ref().map(|open| open.keys.len())
+    /// Returns the number of sessions in the audit in progress, or `None` if there is no audit.
+    pub fn session_count(&self) -> Option<usize> {
+        self.open_audit.as_ref().map(|open| open.keys.len())
     }
 
     /// Begins an audit without waiting. On the host, this takes the private copy. On a device, this
@@ -149,7 +149,7 @@ impl Accountant {
     /// # Errors
     /// When the snapshot doesn't fit this pool, an audit is in progress, or the device fails.
     pub fn begin(&mut self, snapshot: &Snapshot<'_>, stream: Stream) -> Result<(), Error> {
-        if self.open.is_some() {
+        if self.open_audit.is_some() {
             return Err(Error::Busy);
         }
         snapshot.check(&self.pool)?;
@@ -163,7 +163,7 @@ impl Accountant {
             let _ = self.backend.wait();
             return Err(error);
         }
-        self.open = Some(open);
+        self.open_audit = Some(open);
         Ok(())
     }
 
@@ -173,7 +173,7 @@ impl Accountant {
     /// # Errors
     /// When there is no audit, or the device fails.
     pub fn is_ready(&mut self) -> Result<bool, Error> {
-        let open = self.open.as_mut().ok_or(Error::Idle)?;
+        let open = self.open_audit.as_mut().ok_or(Error::Idle)?;
         open.is_ready = open.is_ready || self.backend.is_copied()?;
         Ok(open.is_ready)
     }
@@ -186,33 +186,33 @@ impl Accountant {
     /// When there is no audit, the copy is not ready, or the device fails. If the copy is not
     /// ready, the audit continues. After any other error, the audit is over.
     pub fn finish(&mut self, current_versions: &[(u32, u64)]) -> Result<Report, Error> {
-        if !self.open.as_ref().ok_or(Error::Idle)?.is_ready {
+        if !self.open_audit.as_ref().ok_or(Error::Idle)?.is_ready {
             return Err(Error::NotReady);
         }
-        let open = self.open.take().expect("checked above");
+        let open = self.open_audit.take().expect("checked above");
         let has_changed = find_changed_rows(&open.rows, current_versions);
-        let kept = keep_unchanged(&open.rows, &has_changed, self.pool.page_shift());
+        let valid_rows = collect_valid_rows(&open.rows, &has_changed, self.pool.page_shift());
         let rows_changed = has_changed.iter().filter(|&&has_changed| has_changed).count();
         let scope = Scope::new(open.is_snapshot_complete, rows_changed);
-        let counts = self.backend.count(&self.pool, &kept)?;
-        let mut findings = self.findings(&counts, &kept, scope)?;
+        let counts = self.backend.count(&self.pool, &valid_rows)?;
+        let mut findings = self.findings(&counts, &valid_rows, scope)?;
         let (digests, changed_pages) = self.compare_digests(&open, &has_changed)?;
         if open.has_digests {
-            findings.push(audit::changed(&changed_pages));
+            findings.push(audit::changed_page_findings(&changed_pages));
         }
-        let classes = counts.classes(scope);
+        let pages_by_owner = counts.pages_by_owner(scope);
         let report = Report {
-            number: self.finished_count,
+            audit_number: self.finished_count,
             scope,
             page_tokens: self.pool.page_tokens(),
             pages: self.pool.pages(),
-            rows: row_count(kept.rows.len()),
+            rows: row_count(valid_rows.rows.len()),
             rows_changed: row_count(rows_changed),
             held_pages: counts.held_pages(),
             free: (counts.free.is_some())
                 .then(|| FreePages { pages: counts.free_pages(), runs: counts.free_runs }),
-            classes,
-            sessions: session_entries(&open.rows, &has_changed, &counts, classes),
+            pages_by_owner,
+            sessions: session_entries(&open.rows, &has_changed, &counts, pages_by_owner.is_some()),
             digests,
             findings,
         };
@@ -225,20 +225,20 @@ impl Accountant {
     /// # Errors
     /// When the device fails.
     pub fn abandon(&mut self) -> Result<(), Error> {
-        self.open = None;
+        self.open_audit = None;
         self.backend.wait()
     }
 
     /// Plans an audit: the order of the rows in the copy, and the pages to digest.
     fn plan_audit(&mut self, snapshot: &Snapshot<'_>) -> OpenAudit {
-        let shift = self.pool.page_shift();
-        let pages = |tokens: u32| tokens.div_ceil(1 << shift);
+        let page_shift = self.pool.page_shift();
+        let pages = |tokens: u32| tokens.div_ceil(1 << page_shift);
         let digest_rows: Vec<DigestRow> = (snapshot.rows.iter())
             .map(|row| DigestRow {
                 key: snapshot.keys[row.session as usize],
                 row: row.row,
                 pages: pages(row.len),
-                sealed_pages: row.sealed_tokens >> shift,
+                sealed_pages: row.sealed_tokens >> page_shift,
             })
             .collect();
         let can_digest = !self.pool.buffers().is_empty();
@@ -268,21 +268,22 @@ impl Accountant {
     fn findings(
         &mut self,
         counts: &Counts,
-        kept: &ValidRows,
+        valid_rows: &ValidRows,
         scope: Scope,
     ) -> Result<Vec<KindFindings>, Error> {
-        let shift = self.pool.page_shift();
-        let refs = kept.rows.iter().map(|row| u64::from(row.pages(shift))).sum();
+        let page_shift = self.pool.page_shift();
+        let refs = valid_rows.rows.iter().map(|row| u64::from(row.pages(page_shift))).sum();
         if !counts.has_fault(refs, scope) {
-            let (free, tree) = (counts.free.is_some(), counts.tree.is_some());
-            let kinds = audit::kinds(scope, free, tree, !kept.unprotected.is_empty());
-            return Ok(kinds.into_iter().map(audit::none_of).collect());
+            let (has_free, has_tree) = (counts.free.is_some(), counts.tree.is_some());
+            let has_unprotected = !valid_rows.unprotected.is_empty();
+            let kinds = audit::detectable_kinds(scope, has_free, has_tree, has_unprotected);
+            return Ok(kinds.into_iter().map(audit::no_faults).collect());
         }
         let copy = self.backend.read_copy(&self.pool)?;
-        if Counts::by_reference(&copy, kept, &self.pool) != *counts {
+        if Counts::count_by_reference(&copy, valid_rows, &self.pool) != *counts {
             return Err(Error::CountsDiffer);
         }
-        Ok(audit::findings(&copy, kept, self.pool.pages(), shift, scope))
+        Ok(audit::find_faults(&copy, valid_rows, self.pool.pages(), page_shift, scope))
     }
 
     /// Compares the digests of the sealed pages in the window with those of earlier audits, and
@@ -292,22 +293,22 @@ impl Accountant {
         &mut self,
         open: &OpenAudit,
         has_changed: &[bool],
-    ) -> Result<(crate::report::Digests, Vec<ChangedPage>), Error> {
+    ) -> Result<(crate::report::DigestCounts, Vec<ChangedPage>), Error> {
         let window_digests = self.backend.digests()?;
-        let shift = self.pool.page_shift();
+        let page_shift = self.pool.page_shift();
         let mut digested = Vec::with_capacity(window_digests.len());
         for row in unchanged(&open.rows, has_changed) {
             let start = row.live.list_start;
-            let sealed = start..start + row.sealed_pages.min(row.live.len >> shift);
-            let first = sealed.start.max(open.window.start);
-            let end = sealed.end.min(open.window.end);
-            for ref_number in first..end {
+            let sealed = start..start + row.sealed_pages.min(row.live.len >> page_shift);
+            let first_ref = sealed.start.max(open.window.start);
+            let refs_end = sealed.end.min(open.window.end);
+            for ref_number in first_ref..refs_end {
                 let window_index = (ref_number - open.window.start) as usize;
                 let PageDigest { page, digest } = window_digests[window_index];
                 if page != PAGE_BAD {
                     let session = row.live.session;
                     let key = open.keys[session as usize];
-                    digested.push(Digested { key, session, page, digest });
+                    digested.push(DigestedPage { key, session, page, digest });
                 }
             }
         }
@@ -340,35 +341,36 @@ fn unchanged<'a>(
     rows.iter().zip(has_changed).filter(|(_, has_changed)| !**has_changed).map(|(row, _)| row)
 }
 
-/// Returns the rows that didn't change, and of each row the part that the radix tree doesn't own.
-fn keep_unchanged(rows: &[PlannedRow], has_changed: &[bool], shift: u32) -> ValidRows {
-    let mut kept = ValidRows::default();
+/// Returns the rows that didn't change, and the part of each row that the radix tree doesn't own.
+fn collect_valid_rows(rows: &[PlannedRow], has_changed: &[bool], page_shift: u32) -> ValidRows {
+    let mut valid_rows = ValidRows::default();
     for row in unchanged(rows, has_changed) {
-        kept.rows.push(row.live);
+        valid_rows.rows.push(row.live);
         let Some(protected) = row.protected_pages else { continue };
-        let len = row.live.len.saturating_sub(protected << shift);
-        kept.unprotected.push(LiveRow {
+        let len = row.live.len.saturating_sub(protected << page_shift);
+        valid_rows.unprotected.push(LiveRow {
             len,
             list_start: row.live.list_start + protected,
             ..row.live
         });
     }
-    kept
+    valid_rows
 }
 
 /// Returns the report's entries of the sessions that have rows, and of which no row changed.
+/// `is_pool_known` says whether the report has [`Report::pages_by_owner`].
 fn session_entries(
     rows: &[PlannedRow],
     has_changed: &[bool],
     counts: &Counts,
-    classes: Option<Classes>,
+    is_pool_known: bool,
 ) -> Vec<Session> {
     let mut is_exact: BTreeMap<u32, bool> = BTreeMap::new();
     for (row, has_changed) in rows.iter().zip(has_changed) {
         *is_exact.entry(row.live.session).or_insert(true) &= !has_changed;
     }
     let exact_sessions = is_exact.into_iter().filter(|&(_, is_exact)| is_exact);
-    exact_sessions.map(|(number, _)| counts.session(number, classes.is_some())).collect()
+    exact_sessions.map(|(number, _)| counts.session_entry(number, is_pool_known)).collect()
 }
 
 fn row_count(n: usize) -> u32 {

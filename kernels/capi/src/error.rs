@@ -87,7 +87,7 @@ fn ipc_code(error: &ipc::Error) -> i32 {
     use ipc::Error;
     match error {
         Error::Table(_) => INVALID,
-        Error::NoBeginning | Error::NoStep | Error::Overrun => STATE,
+        Error::StepNotBegun | Error::NoStep | Error::Overrun => STATE,
         Error::Unshared(_) | Error::OtherGpu | Error::ExportTooSmall { .. } => UNSHARED,
         Error::Account(error) => account_code(error),
         Error::Device(_) => DEVICE,

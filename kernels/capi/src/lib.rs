@@ -1,11 +1,12 @@
 //! The library `libberth_kv`, with which an engine audits its KV pool in its own process.
 //!
-//! It offers [`kernels::account`] by a C ABI, which the engine's Python code calls. An accountant
-//! (an [`Accountant`]) audits one KV pool: it counts the pages by owner, and finds faults.
+//! The library offers [`kernels::account`] by a C ABI, which the engine's Python code (the shim)
+//! calls. An [`Accountant`] audits one KV pool: it counts the pages by owner, and finds faults.
 //! `berth_kv.h` describes each function. The functions here check pointers, catch panics, and turn
 //! errors into a number and a text. They count nothing themselves.
 //!
-//! The module `table` has the functions for audits by another process.
+//! `table` has the functions for audits by another process, `types` the C structures, `handles` the
+//! open objects, and `error` the error numbers.
 
 mod error;
 mod handles;
@@ -23,18 +24,18 @@ use handles::Handles;
 use kernels::{
     account::{self, Accountant, Stream},
     cuda::{self, Device},
-    report::{REPORT_BYTES_HEAD_MAX, SESSION_BYTES},
+    report::{REPORT_BYTES_WITHOUT_SESSIONS_MAX, SESSION_BYTES},
 };
 use std::{
     ffi::{CStr, OsStr, c_char},
     os::unix::ffi::OsStrExt,
 };
-use types::{array, c_str, out_pointer, read};
+use types::{c_str, output_at, read_array, read_struct};
 
 /// The version of the ABI.
 const ABI: u32 = 1;
-/// The value of [`RawPool`]'s `device` for a pool in host memory.
-const HOST: i32 = -1;
+/// The value of [`RawPool`]'s field `device` for a pool in host memory.
+const HOST_MEMORY: i32 = -1;
 
 static ACCOUNTANTS: Handles<Accountant> = Handles::new();
 
@@ -69,11 +70,11 @@ pub unsafe extern "C" fn berth_kv_open(
     call_status(0, || {
         // SAFETY: guaranteed by the caller.
         let (raw, fatbin, out) =
-            unsafe { (read("pool", pool)?, c_str(fatbin), out_pointer("handle", out)?) };
+            unsafe { (read_struct("pool", pool)?, c_str(fatbin), output_at("handle", out)?) };
         // SAFETY: guaranteed by the caller.
         let pool = unsafe { raw.convert()? };
         let accountant = match raw.device {
-            HOST => Accountant::host(pool),
+            HOST_MEMORY => Accountant::host(pool),
             ordinal => Accountant::device(pool, open_device(ordinal, fatbin)?)?,
         };
         out.write(ACCOUNTANTS.open(accountant)?);
@@ -101,7 +102,7 @@ fn open_device(ordinal: i32, fatbin: Option<&CStr>) -> Result<Device, Error> {
 pub unsafe extern "C" fn berth_kv_begin(handle: u64, snapshot: *const RawSnapshot) -> i32 {
     call_status(handle, || {
         // SAFETY: guaranteed by the caller.
-        let raw = unsafe { read("snapshot", snapshot)? };
+        let raw = unsafe { read_struct("snapshot", snapshot)? };
         // SAFETY: guaranteed by the caller.
         let (owned, stream) = unsafe { (raw.convert()?, Stream::new(raw.stream)) };
         ACCOUNTANTS.with(handle, |accountant| Ok(accountant.begin(&owned.as_snapshot(), stream)?))
@@ -135,16 +136,16 @@ pub unsafe extern "C" fn berth_kv_finish(
     let written = guard_call(&ACCOUNTANTS, handle, || {
         // SAFETY: guaranteed by the caller.
         let current_versions: Vec<(u32, u64)> = unsafe {
-            let rows = array("rows", rows, n)?.iter().copied();
-            let versions = array("versions", versions, n)?.iter().copied();
+            let rows = read_array("rows", rows, n)?.iter().copied();
+            let versions = read_array("versions", versions, n)?.iter().copied();
             rows.zip(versions).collect()
         };
         if buffer.is_null() {
             return Err(Error::BadPointer("buffer"));
         }
         ACCOUNTANTS.with(handle, |accountant| {
-            let sessions = accountant.sessions().ok_or(account::Error::Idle)?;
-            let needed = report_bytes_max(sessions);
+            let session_count = accountant.session_count().ok_or(account::Error::Idle)?;
+            let needed = report_bytes_max(session_count);
             if needed > capacity {
                 return Err(Error::BufferTooSmall { needed, capacity });
             }
@@ -163,8 +164,8 @@ pub extern "C" fn berth_kv_report_bytes_max(nsessions: u32) -> u64 {
     report_bytes_max(nsessions as usize)
 }
 
-fn report_bytes_max(sessions: usize) -> u64 {
-    (REPORT_BYTES_HEAD_MAX + sessions * SESSION_BYTES) as u64
+fn report_bytes_max(session_count: usize) -> u64 {
+    (REPORT_BYTES_WITHOUT_SESSIONS_MAX + session_count * SESSION_BYTES) as u64
 }
 
 /// Abandons the audit in progress.

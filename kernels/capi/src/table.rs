@@ -5,11 +5,11 @@
 //! [`Publisher`]. [`kernels::ipc`] describes such audits, and `berth_kv.h` describes the functions.
 
 use crate::{
-    HOST,
+    HOST_MEMORY,
     error::{Error, guard_call},
     handles::Handles,
     open_device,
-    types::{RawPool, RawTableRow, array, c_str, out_pointer, read},
+    types::{RawPool, RawTableRow, c_str, output_at, read_array, read_struct},
 };
 use kernels::ipc::Publisher;
 use std::{
@@ -41,14 +41,14 @@ pub unsafe extern "C" fn berth_kv_table_open(
     call_status(0, || {
         // SAFETY: guaranteed by the caller.
         let (raw, fatbin, path, out) = unsafe {
-            (read("pool", pool)?, c_str(fatbin), c_str(path), out_pointer("handle", out)?)
+            (read_struct("pool", pool)?, c_str(fatbin), c_str(path), output_at("handle", out)?)
         };
         let path = path.ok_or(Error::BadPointer("path of the table"))?;
         let path = Path::new(OsStr::from_bytes(path.to_bytes()));
         // SAFETY: guaranteed by the caller.
         let pool = unsafe { raw.convert()? };
         let publisher = match raw.device {
-            HOST => Publisher::host(&pool, path, tables, rows_max)?,
+            HOST_MEMORY => Publisher::host(&pool, path, tables, rows_max)?,
             ordinal => {
                 Publisher::device(&pool, open_device(ordinal, fatbin)?, path, tables, rows_max)?
             }
@@ -83,7 +83,7 @@ pub unsafe extern "C" fn berth_kv_table_done(
 ) -> i32 {
     call_status(table, || {
         // SAFETY: guaranteed by the caller.
-        let rows = unsafe { array("table's rows", rows, n)? };
+        let rows = unsafe { read_array("table's rows", rows, n)? };
         let rows: Vec<_> = rows.iter().map(RawTableRow::convert).collect();
         // SAFETY: guaranteed by the caller.
         PUBLISHERS.with(table, |publisher| Ok(unsafe { publisher.end_step(&rows, stream) }?))

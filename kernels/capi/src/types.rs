@@ -5,7 +5,7 @@
 
 use crate::error::Error;
 use kernels::{
-    account::{List, Pool, PoolBuffer, RequestTable, Row, Snapshot},
+    account::{IdList, Pool, PoolBuffer, RequestTable, Snapshot, SnapshotRow},
     table::TableRow,
 };
 use std::{
@@ -90,7 +90,7 @@ pub struct RawTableRow {
 ///
 /// # Safety
 /// The pointer must be null, or its target readable during the call.
-pub(crate) unsafe fn read<T: Copy>(what: &'static str, from: *const T) -> Result<T, Error> {
+pub(crate) unsafe fn read_struct<T: Copy>(what: &'static str, from: *const T) -> Result<T, Error> {
     if from.is_null() || !from.is_aligned() {
         return Err(Error::BadPointer(what));
     }
@@ -102,7 +102,7 @@ pub(crate) unsafe fn read<T: Copy>(what: &'static str, from: *const T) -> Result
 ///
 /// # Safety
 /// The pointer must be null, or its target exclusively writable for `'a`.
-pub(crate) unsafe fn out_pointer<'a>(
+pub(crate) unsafe fn output_at<'a>(
     what: &'static str,
     to: *mut u64,
 ) -> Result<&'a mut MaybeUninit<u64>, Error> {
@@ -126,7 +126,7 @@ pub(crate) unsafe fn c_str<'a>(from: *const c_char) -> Option<&'a CStr> {
 ///
 /// # Safety
 /// The pointer must be null, or point to `n` items readable for `'a`.
-pub(crate) unsafe fn array<'a, T>(
+pub(crate) unsafe fn read_array<'a, T>(
     what: &'static str,
     from: *const T,
     n: u32,
@@ -148,7 +148,7 @@ impl RawPool {
     /// The same as for `berth_kv_open`.
     pub(crate) unsafe fn convert(&self) -> Result<Pool, Error> {
         // SAFETY: guaranteed by the caller.
-        let buffers = unsafe { array("pool's buffers", self.buffers, self.nbuffers)? };
+        let buffers = unsafe { read_array("pool's buffers", self.buffers, self.nbuffers)? };
         let buffers =
             buffers.iter().map(|&RawBuffer { addr, page_bytes }| PoolBuffer { addr, page_bytes });
         let table = RequestTable { addr: self.r2t, rows: self.r2t_rows, stride: self.r2t_stride };
@@ -160,10 +160,10 @@ impl RawPool {
 /// A [`Snapshot`] that owns its arrays.
 #[derive(Debug)]
 pub(crate) struct OwnedSnapshot {
-    rows: Vec<Row>,
+    rows: Vec<SnapshotRow>,
     keys: Vec<u64>,
-    free: Vec<List>,
-    tree: Option<List>,
+    free: Vec<IdList>,
+    tree: Option<IdList>,
     is_complete: bool,
     digest_pages_max: u32,
 }
@@ -176,19 +176,19 @@ impl RawSnapshot {
     pub(crate) unsafe fn convert(&self) -> Result<OwnedSnapshot, Error> {
         let to_list = |&RawList { addr, n }: &RawList| {
             // SAFETY: guaranteed by the caller.
-            unsafe { List::new(addr, n) }
+            unsafe { IdList::new(addr, n) }
         };
         // SAFETY: guaranteed by the caller.
         let (rows, keys, free) = unsafe {
-            let rows = array("snapshot's rows", self.rows, self.nrows)?;
-            let keys = array("snapshot's keys", self.keys, self.nsessions)?;
-            (rows, keys, array("snapshot's free lists", self.free, self.nfree)?)
+            let rows = read_array("snapshot's rows", self.rows, self.nrows)?;
+            let keys = read_array("snapshot's keys", self.keys, self.nsessions)?;
+            (rows, keys, read_array("snapshot's free lists", self.free, self.nfree)?)
         };
         let tree = if self.tree.is_null() {
             None
         } else {
             // SAFETY: guaranteed by the caller.
-            Some(to_list(&unsafe { read("snapshot's tree", self.tree)? }))
+            Some(to_list(&unsafe { read_struct("snapshot's tree", self.tree)? }))
         };
         Ok(OwnedSnapshot {
             rows: rows.iter().map(RawRow::convert).collect(),
@@ -202,8 +202,8 @@ impl RawSnapshot {
 }
 
 impl RawRow {
-    fn convert(&self) -> Row {
-        Row {
+    fn convert(&self) -> SnapshotRow {
+        SnapshotRow {
             row: self.row,
             len: self.len,
             session: self.session,

@@ -1,26 +1,29 @@
 //! Defines the trait [`Backend`], by which an accountant audits a pool in host or device memory.
 //!
 //! An [`super::Accountant`] knows the order of an audit's steps, and a backend does the steps that
-//! read the pool. It makes a private copy of the engine's rows and lists, counts in that copy, and
-//! digests pages. All backends return the same [`Counts`]. The backend for host memory is in
-//! `host`, and the backend for CUDA devices in `device`.
+//! read the pool. A backend makes a private copy of the engine's rows and lists, counts in that
+//! copy, and digests pages. All backends return the same [`Counts`], from which the accountant
+//! makes its report. The backend for host memory is in `host`, and the backend for CUDA devices in
+//! `device`. A backend doesn't say which pages have faults; [`crate::audit`] does.
+//!
+//! A *page reference* is one page of one row. The *valid rows* are those that didn't change while
+//! they were copied.
 
 use super::{Error, Pool, Stream, snapshot::Snapshot};
 use crate::{
     audit::{ListedPages, PoolCopy, ValidRows},
     reference::{self, LiveRow, Marks, PageSet, SessionPages},
-    report::{Classes, Scope, Session},
+    report::{PagesByOwner, Scope, Session},
 };
 use std::ops::Range;
 
 /// The layout of the private copy.
 #[derive(Clone, Debug)]
 pub(super) struct CopyLayout {
-    /// The live rows, whose page references lie one row behind the other in the copy.
+    /// The live rows. In the copy, the page references of one row follow those of the row before.
     pub rows: Vec<LiveRow>,
-    /// The page references whose pages are digested. A page reference is one page of one row, and
-    /// has a number: the first page of the first row has number 0, and the count runs on through
-    /// all rows.
+    /// The numbers of the page references whose pages are digested. Number 0 is the first page of
+    /// the first row, and the count runs on through all rows.
     pub window: Range<u32>,
 }
 
@@ -44,11 +47,10 @@ pub(super) trait Backend: Send {
     /// Waits until all enqueued work is done, so that nothing reads the engine's lists any more.
     fn wait(&mut self) -> Result<(), Error>;
 
-    /// Counts in the private copy. Only the kept rows count: those that didn't change while they
-    /// were copied.
-    fn count(&mut self, pool: &Pool, kept: &ValidRows) -> Result<Counts, Error>;
+    /// Counts in the private copy, over the valid rows only.
+    fn count(&mut self, pool: &Pool, valid_rows: &ValidRows) -> Result<Counts, Error>;
 
-    /// Returns the private copy. The accountant needs the copy only if the counts show a fault.
+    /// Returns the private copy. Called only if the counts show a fault.
     fn read_copy(&mut self, pool: &Pool) -> Result<PoolCopy, Error>;
 
     /// Returns the digests of the window, one per page reference.
@@ -65,7 +67,7 @@ pub(super) struct PageDigest {
 
 /// Bit of a class number: the page is in a free list.
 const FREE_BIT: usize = 4;
-/// Bit of a class number: a kept row references the page.
+/// Bit of a class number: a valid row references the page.
 const HELD_BIT: usize = 2;
 /// Bit of a class number: the page is in the radix tree.
 const TREE_BIT: usize = 1;
@@ -79,29 +81,31 @@ pub(super) struct Counts {
     /// The number of pages in each class, indexed by class number: the sum of [`FREE_BIT`],
     /// [`HELD_BIT`] and [`TREE_BIT`] for the properties that the page has.
     pub classes: [u64; 8],
-    /// The same as `classes`, but [`HELD_BIT`] is set only for pages that a row holds outside its
-    /// protected part (the part that the radix tree owns).
+    /// The same as `classes`, but [`HELD_BIT`] is set only for pages that a row references outside
+    /// its protected part (the part that the radix tree owns).
     pub unprotected_classes: [u64; 8],
-    /// Pages outside the radix tree that several sessions hold.
-    pub aliased: u64,
-    /// Contiguous runs of free pages.
+    /// The number of pages outside the radix tree that several sessions reference.
+    pub aliased_pages: u64,
+    /// The number of contiguous runs of free pages.
     pub free_runs: u64,
-    pub free: Option<ListCount>,
-    pub tree: Option<ListCount>,
+    /// The faults in the free lists; `None` if the snapshot has no free list.
+    pub free: Option<ListFaults>,
+    /// The faults in the radix tree's list; `None` if the snapshot doesn't have the tree.
+    pub tree: Option<ListFaults>,
 }
 
 /// The numbers of faults in the free lists, or in the radix tree's list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct ListCount {
-    /// Entries that name a page again.
+pub(super) struct ListFaults {
+    /// The number of entries that name a page again.
     pub duplicates: u64,
-    /// Entries outside the pool.
+    /// The number of entries outside the pool.
     pub outside_pool: u64,
     /// Whether the list names page 0, the engine's padding page, which must be in no list.
     pub has_padding: bool,
 }
 
-impl ListCount {
+impl ListFaults {
     fn new(listed: &ListedPages) -> Self {
         let PageSet { has, duplicates, outside_pool } = &listed.set;
         Self { duplicates: *duplicates, outside_pool: *outside_pool, has_padding: has[0] }
@@ -114,29 +118,30 @@ impl ListCount {
 
 impl Counts {
     /// Counts with the scalar reference.
-    pub(super) fn by_reference(copy: &PoolCopy, kept: &ValidRows, pool: &Pool) -> Self {
-        let (npages, shift) = (pool.pages(), pool.page_shift());
-        let mark = |rows: &[LiveRow]| reference::mark(rows, &copy.row_page_ids, shift, npages);
-        let (marks, unprotected): (Marks, Marks) = (mark(&kept.rows), mark(&kept.unprotected));
+    pub(super) fn count_by_reference(copy: &PoolCopy, valid_rows: &ValidRows, pool: &Pool) -> Self {
+        let (npages, page_shift) = (pool.pages(), pool.page_shift());
+        let mark = |rows: &[LiveRow]| reference::mark(rows, &copy.row_page_ids, page_shift, npages);
+        let (marks, unprotected): (Marks, Marks) =
+            (mark(&valid_rows.rows), mark(&valid_rows.unprotected));
         let empty = PageSet { has: vec![false; npages as usize], duplicates: 0, outside_pool: 0 };
         let free = copy.free.as_ref().map_or(&empty, |listed| &listed.set);
         let tree = copy.tree.as_ref().map_or(&empty, |listed| &listed.set);
-        let by_number =
-            reference::session(&kept.rows, &copy.row_page_ids, &marks, Some(tree), shift);
+        let (rows, page_list) = (&valid_rows.rows, &copy.row_page_ids);
+        let by_number = reference::session_pages(rows, page_list, &marks, Some(tree), page_shift);
         let session_count = by_number.keys().next_back().map_or(0, |highest| highest + 1);
         let pages_of = |number: u32| by_number.get(&number).copied().unwrap_or_default();
         Self {
             sessions: (0..session_count).map(pages_of).collect(),
             classes: reference::class_counts(free, &marks, tree),
             unprotected_classes: reference::class_counts(free, &unprotected, tree),
-            aliased: marks.aliased_pages(tree),
+            aliased_pages: marks.aliased_pages(tree),
             free_runs: free.runs(),
-            free: copy.free.as_ref().map(ListCount::new),
-            tree: copy.tree.as_ref().map(ListCount::new),
+            free: copy.free.as_ref().map(ListFaults::new),
+            tree: copy.tree.as_ref().map(ListFaults::new),
         }
     }
 
-    /// Returns the number of distinct pages that the kept rows hold.
+    /// Returns the number of distinct pages that the valid rows reference.
     pub(super) fn held_pages(&self) -> u64 {
         self.sum_classes(|class| class & HELD_BIT != 0)
     }
@@ -152,7 +157,7 @@ impl Counts {
     }
 
     /// Returns whether the counts show a fault that this scope can prove. `refs` is the number of
-    /// page references of the kept rows, including references outside the pool.
+    /// page references of the valid rows, including references outside the pool.
     pub(super) fn has_fault(&self, refs: u64, scope: Scope) -> bool {
         let refs_in_pool: u64 = self.sessions.iter().map(|session| session.refs).sum();
         let cached_unprotected = self.unprotected_classes[HELD_BIT | TREE_BIT];
@@ -160,16 +165,16 @@ impl Counts {
         let corrupt: u64 = self.classes[FREE_BIT + 1..].iter().sum();
         // These faults show where rows and lists are compared, so they are real only if rows and
         // lists are from the same moment.
-        let comparison_faults = self.aliased + cached_unprotected + corrupt;
+        let comparison_faults = self.aliased_pages + cached_unprotected + corrupt;
         refs != refs_in_pool
             || (comparison_faults > 0 && scope.same_moment().is_some())
-            || self.classes(scope).is_some_and(|classes| classes.leaked > 0)
-            || self.free.iter().chain(&self.tree).any(ListCount::has_fault)
+            || self.pages_by_owner(scope).is_some_and(|pages| pages.leaked > 0)
+            || self.free.iter().chain(&self.tree).any(ListFaults::has_fault)
     }
 
-    /// Returns the pages by class, without the padding page. Returns `None` unless the copy is
+    /// Returns the pages by owner, without the padding page. Returns `None` unless the copy is
     /// complete and has the free lists and the radix tree.
-    pub(super) fn classes(&self, scope: Scope) -> Option<Classes> {
+    pub(super) fn pages_by_owner(&self, scope: Scope) -> Option<PagesByOwner> {
         scope.complete_copy()?;
         let (free, tree) = (self.free?, self.tree?);
         let mut classes = self.classes;
@@ -178,20 +183,21 @@ impl Counts {
         classes[padding_class] -= 1;
         let reference::ClassCounts { leaked, free, private, cached, cached_in_use, corrupt } =
             classes.into();
-        Some(Classes { free, private, cached, cached_in_use, leaked, corrupt })
+        Some(PagesByOwner { free, private, cached, cached_in_use, leaked, corrupt })
     }
 
-    /// Returns a session's entry in the report. The entry has the number of pages that closing the
-    /// session frees only if `is_pool_known`. Without the whole pool, that number isn't exact.
-    pub(super) fn session(&self, number: u32, is_pool_known: bool) -> Session {
+    /// Returns a session's entry in the report. [`Session::freed_by_close`] is absent unless
+    /// `is_pool_known`, because the number isn't exact without the whole pool.
+    pub(super) fn session_entry(&self, number: u32, is_pool_known: bool) -> Session {
         let pages = self.sessions.get(number as usize).copied().unwrap_or_default();
-        let SessionPages { refs, exclusive, share_q32, runs, tail_tokens, freed } = pages;
+        let SessionPages { refs, exclusive_pages, share_q32, runs, tail_tokens, freed_by_close } =
+            pages;
         Session {
             number,
             refs,
-            exclusive,
+            exclusive_pages,
             share_q32,
-            freed: is_pool_known.then_some(freed),
+            freed_by_close: is_pool_known.then_some(freed_by_close),
             runs,
             tail_tokens,
         }

@@ -1,8 +1,11 @@
-//! Copies and counts a pool on a CUDA device with the kernels, for an accountant: [`OnDevice`].
+//! Copies and counts a pool on a CUDA device with the kernels, for an accountant.
 //!
-//! The copy is made of the rows only. Of the free lists and the tree, the device makes bitmaps of
-//! pages. The lists themselves are read again if an audit must name a fault, so the engine keeps
-//! them until the audit is over.
+//! [`DeviceBackend`] calls the kernels of [`crate::cuda`] in the right order. `host` does the same
+//! for a pool in host memory.
+//!
+//! The device copies only the rows' page ids. From the free lists and the radix tree, the device
+//! makes bitmaps of pages. An audit that must name a fault reads the lists again, so the engine
+//! keeps the lists until the audit is over.
 //!
 //! A buffer that is too small is replaced by a buffer at least twice as large. The smaller buffer
 //! is freed only when the accountant is dropped, because freeing device memory waits for the whole
@@ -10,36 +13,36 @@
 
 use super::{
     Error, Pool, Stream,
-    backend::{Backend, CopyLayout, Counts, ListCount, PageDigest},
-    snapshot::{List, PoolBuffer, Snapshot},
+    backend::{Backend, CopyLayout, Counts, ListFaults, PageDigest},
+    snapshot::{IdList, PoolBuffer, Snapshot},
 };
 use crate::{
     audit::{ListedPages, PoolCopy, ValidRows},
     cuda::{
-        self, Classified, Device, DeviceBuffer, DeviceMarks, DevicePageSet, DeviceTable, KvBuffer,
-        KvBuffers, LiveRows, Plain, Slice, StreamPoint,
+        self, ClassifyResult, Device, DeviceBuffer, DeviceMarks, DevicePageSet, DeviceSlice,
+        DeviceTable, DeviceValue, KvBuffer, KvBuffers, LiveRows, StreamPoint,
     },
     reference::SessionPages,
 };
 use std::ops::Range;
 
 /// Initial room for digests, in pages: enough for 64 MiB of 16 KiB pages.
-const DIGESTS_INITIAL: usize = 1 << 12;
-/// Index of the classes in which a page counts as held if any part of a row references the page.
+const DIGEST_ROOM_INITIAL: usize = 1 << 12;
+/// Index of the class counts in which a page counts as held if any part of a row references it.
 const WHOLE_ROWS: usize = 0;
-/// Index of the classes for which only the rows' unprotected parts count.
+/// Index of the class counts for which only the rows' unprotected parts count.
 const UNPROTECTED_PARTS: usize = 1;
 
 /// The device, and all device memory that an audit needs.
 #[derive(Debug)]
-pub(super) struct OnDevice {
+pub(super) struct DeviceBackend {
     device: Device,
-    pool: cuda::PoolSize,
-    kv: KvBuffers,
-    /// All rows of the snapshot while the copy is made; after that, only the rows that the audit
-    /// keeps, because they didn't change while they were copied.
+    pool_size: cuda::PoolSize,
+    kv_buffers: KvBuffers,
+    /// All rows of the snapshot while the copy is made. After that, only the valid rows: those that
+    /// didn't change while they were copied.
     rows: LiveRows,
-    /// The parts of the kept rows that the radix tree doesn't own.
+    /// The parts of the valid rows that the radix tree doesn't own.
     unprotected: LiveRows,
     /// The page references of all rows of the snapshot.
     page_list: GrowableBuffer<u32>,
@@ -48,15 +51,15 @@ pub(super) struct OnDevice {
     free: DevicePageSet,
     tree: DevicePageSet,
     marks: DeviceMarks,
-    /// Scratch bitmap of `kv_session`: the pages already counted for their session.
+    /// Scratch bitmap of `kv_session`: the pages that are already counted as exclusive.
     claimed: DeviceBuffer<u32>,
     /// Bitmap of the pages that rows reference. Only the kernels use it.
     referenced: DeviceBuffer<u32>,
     /// Bitmap of the pages that rows of several sessions reference.
     shared: DeviceBuffer<u32>,
     sessions: GrowableBuffer<SessionPages>,
-    /// Indexed by [`WHOLE_ROWS`] and [`UNPROTECTED_PARTS`].
-    classified: [DeviceBuffer<Classified>; 2],
+    /// The pages by class, indexed by [`WHOLE_ROWS`] and [`UNPROTECTED_PARTS`].
+    classified: [DeviceBuffer<ClassifyResult>; 2],
     digests: GrowableBuffer<u64>,
     copy: CopyInProgress,
 }
@@ -64,30 +67,31 @@ pub(super) struct OnDevice {
 /// What the audit in progress copies.
 #[derive(Debug, Default)]
 struct CopyInProgress {
-    /// The number of page references.
+    /// The number of page references in the copy.
     refs: usize,
-    /// The page references whose pages are digested.
+    /// The numbers of the page references whose pages are digested; see [`CopyLayout`].
     window: Range<usize>,
     /// The free lists; `None` if the snapshot has none.
-    free: Option<Vec<List>>,
-    tree: Option<List>,
+    free: Option<Vec<IdList>>,
+    /// The radix tree's slots; `None` if the snapshot doesn't have them.
+    tree: Option<IdList>,
     /// The point in the device's stream behind the copy; `None` until all its work is enqueued.
     copy_end: Option<StreamPoint>,
 }
 
-impl OnDevice {
+impl DeviceBackend {
     /// Allocates everything that an audit of this pool needs.
     pub(super) fn new(device: Device, pool: &Pool) -> Result<Self, cuda::Error> {
         let npages = pool.pages();
         let pool_size = cuda::PoolSize { page_shift: pool.page_shift(), npages };
         let kv_buffer =
             |&PoolBuffer { addr, page_bytes }: &PoolBuffer| KvBuffer { address: addr, page_bytes };
-        let kv_buffers: Vec<KvBuffer> = pool.buffers().iter().map(kv_buffer).collect();
+        let kv_addresses: Vec<KvBuffer> = pool.buffers().iter().map(kv_buffer).collect();
         let rows_max = pool.rows_max();
         Ok(Self {
             // SAFETY: the caller of `Pool::new` guaranteed all pages of each buffer while `self`
             // lives.
-            kv: unsafe { device.kv_buffers(&kv_buffers, npages)? },
+            kv_buffers: unsafe { device.kv_buffers(&kv_addresses, npages)? },
             rows: device.live_rows(rows_max)?,
             unprotected: device.live_rows(rows_max)?,
             // One reference per page is enough, unless rows share pages.
@@ -96,14 +100,14 @@ impl OnDevice {
             free: device.page_set(pool_size)?,
             tree: device.page_set(pool_size)?,
             marks: device.marks(npages)?,
-            claimed: device.alloc(pool_size.words())?,
-            referenced: device.alloc(pool_size.words())?,
-            shared: device.alloc(pool_size.words())?,
+            claimed: device.alloc(pool_size.bitmap_words())?,
+            referenced: device.alloc(pool_size.bitmap_words())?,
+            shared: device.alloc(pool_size.bitmap_words())?,
             sessions: GrowableBuffer::new(&device, rows_max)?,
             classified: [device.alloc(1)?, device.alloc(1)?],
-            digests: GrowableBuffer::new(&device, DIGESTS_INITIAL)?,
+            digests: GrowableBuffer::new(&device, DIGEST_ROOM_INITIAL)?,
             copy: CopyInProgress::default(),
-            pool: pool_size,
+            pool_size,
             device,
         })
     }
@@ -113,7 +117,7 @@ impl OnDevice {
         let table = pool.table();
         let entry_count = table.rows as usize * table.stride as usize;
         // SAFETY: the caller of `Pool::new` guaranteed these entries while `self` lives.
-        let entries = unsafe { Slice::foreign(table.addr, entry_count)? };
+        let entries = unsafe { DeviceSlice::foreign(table.addr, entry_count)? };
         let table = DeviceTable { entries, stride: table.stride.into() };
         let device = &self.device;
         let page_list = self.page_list.with_room(device, self.copy.refs)?;
@@ -121,17 +125,17 @@ impl OnDevice {
             device.gather_pages(table, &self.rows, page_list, &mut self.bad_slots)?;
         }
         for list in self.copy.free.iter().flatten() {
-            device.list_to_set(ids(list)?, 0, self.pool, &mut self.free)?;
+            device.list_to_set(ids(list)?, 0, self.pool_size, &mut self.free)?;
         }
         if let Some(list) = &self.copy.tree {
-            let shift = self.pool.page_shift;
-            device.list_to_set(ids(list)?, shift, self.pool, &mut self.tree)?;
+            let shift = self.pool_size.page_shift;
+            device.list_to_set(ids(list)?, shift, self.pool_size, &mut self.tree)?;
         }
         let Range { start, end } = self.copy.window;
         if start < end {
             let pages = page_list.slice().part(start, end - start)?;
             let digests = self.digests.with_room(device, end - start)?;
-            device.page_digest(&self.kv, pages, digests)?;
+            device.page_digest(&self.kv_buffers, pages, digests)?;
         }
         self.copy.copy_end = Some(device.record()?);
         Ok(())
@@ -143,59 +147,70 @@ impl OnDevice {
         let rows = [&self.rows, &self.unprotected][row_parts];
         let device = &self.device;
         device.mark(rows, &self.page_list.buffer, &mut self.marks)?;
-        device.ref_bitmap(&self.marks, self.pool, &mut self.referenced, &mut self.shared)?;
+        device.ref_bitmap(&self.marks, self.pool_size, &mut self.referenced, &mut self.shared)?;
         device.classify(
             &self.free,
             &self.tree,
             &self.referenced,
             &self.shared,
-            self.pool,
+            self.pool_size,
             &mut self.classified[row_parts],
         )
     }
 
-    /// Counts in the private copy over the kept rows, and waits for the results.
-    fn count_pages(&mut self, kept: &ValidRows) -> Result<Counts, cuda::Error> {
-        self.device.set_live_rows(&mut self.rows, &kept.rows, self.pool)?;
-        self.device.set_live_rows(&mut self.unprotected, &kept.unprotected, self.pool)?;
+    /// Counts in the private copy over the valid rows, and waits for the results.
+    fn count_pages(&mut self, valid_rows: &ValidRows) -> Result<Counts, cuda::Error> {
+        self.device.set_live_rows(&mut self.rows, &valid_rows.rows, self.pool_size)?;
+        self.device.set_live_rows(
+            &mut self.unprotected,
+            &valid_rows.unprotected,
+            self.pool_size,
+        )?;
         self.classify(WHOLE_ROWS)?;
         let device = &self.device;
-        let session_count = self.rows.sessions();
+        let session_count = self.rows.session_numbers_end();
         let sessions = self.sessions.with_room(device, session_count)?;
         let (page_list, tree) = (&self.page_list.buffer, Some(&self.tree));
-        device.session(&self.rows, page_list, &self.marks, tree, &mut self.claimed, sessions)?;
+        device.session_pages(
+            &self.rows,
+            page_list,
+            &self.marks,
+            tree,
+            &mut self.claimed,
+            sessions,
+        )?;
         let sessions = device.download(sessions.slice().part(0, session_count)?)?;
         // The sessions' counts need the marks of the whole rows, which this call overwrites.
         self.classify(UNPROTECTED_PARTS)?;
-        let classified = |row_parts: usize| -> Result<Classified, cuda::Error> {
+        let classified = |row_parts: usize| -> Result<ClassifyResult, cuda::Error> {
             Ok(self.device.download(self.classified[row_parts].slice())?[0])
         };
         let whole = classified(WHOLE_ROWS)?;
         let unprotected = classified(UNPROTECTED_PARTS)?;
-        let list_count = |set: &DevicePageSet, is_given: bool| {
+        let list_faults = |set: &DevicePageSet, is_given: bool| {
             let counters = self.device.download(set.fault_counts.slice())?;
-            let first_word = self.device.download(set.words.slice().part(0, 1)?)?[0];
+            let first_word = self.device.download(set.bitmap.slice().part(0, 1)?)?[0];
             let (duplicates, outside_pool) = (counters[0], counters[1]);
             // The padding page is page 0, so its bit is the lowest bit of the first word.
             let has_padding = first_word & 1 != 0;
-            let list_count = ListCount { duplicates, outside_pool, has_padding };
-            Ok::<_, cuda::Error>(is_given.then_some(list_count))
+            let list_faults = ListFaults { duplicates, outside_pool, has_padding };
+            Ok::<_, cuda::Error>(is_given.then_some(list_faults))
         };
         Ok(Counts {
             sessions,
             classes: whole.classes,
             unprotected_classes: unprotected.classes,
-            aliased: whole.aliased,
+            aliased_pages: whole.aliased_pages,
             free_runs: whole.free_runs,
-            free: list_count(&self.free, self.copy.free.is_some())?,
-            tree: list_count(&self.tree, self.copy.tree.is_some())?,
+            free: list_faults(&self.free, self.copy.free.is_some())?,
+            tree: list_faults(&self.tree, self.copy.tree.is_some())?,
         })
     }
 
     /// Returns the private copy of the rows, and the engine's lists. Waits.
     fn download_copy(&self) -> Result<PoolCopy, cuda::Error> {
-        let npages = self.pool.npages;
-        let download = |list: &List| self.device.download(ids(list)?);
+        let npages = self.pool_size.npages;
+        let download = |list: &IdList| self.device.download(ids(list)?);
         let free = match &self.copy.free {
             None => None,
             Some(lists) => {
@@ -205,7 +220,9 @@ impl OnDevice {
         };
         let tree = match &self.copy.tree {
             None => None,
-            Some(tree) => Some(ListedPages::new(download(tree)?, self.pool.page_shift, npages)),
+            Some(tree) => {
+                Some(ListedPages::new(download(tree)?, self.pool_size.page_shift, npages))
+            }
         };
         let page_list = self.page_list.buffer.slice().part(0, self.copy.refs)?;
         let row_page_ids = self.device.download(page_list)?;
@@ -213,7 +230,7 @@ impl OnDevice {
     }
 }
 
-impl Backend for OnDevice {
+impl Backend for DeviceBackend {
     fn copy(
         &mut self,
         pool: &Pool,
@@ -232,7 +249,7 @@ impl Backend for OnDevice {
             copy_end: None,
         };
         // The device can do this work at once: it doesn't read the engine's memory.
-        self.device.set_live_rows(&mut self.rows, &layout.rows, self.pool)?;
+        self.device.set_live_rows(&mut self.rows, &layout.rows, self.pool_size)?;
         self.device.clear_set(&mut self.free)?;
         self.device.clear_set(&mut self.tree)?;
         // SAFETY: the caller of `Stream::new` guaranteed a stream of this device.
@@ -249,8 +266,8 @@ impl Backend for OnDevice {
         Ok(self.device.synchronize()?)
     }
 
-    fn count(&mut self, _pool: &Pool, kept: &ValidRows) -> Result<Counts, Error> {
-        Ok(self.count_pages(kept)?)
+    fn count(&mut self, _pool: &Pool, valid_rows: &ValidRows) -> Result<Counts, Error> {
+        Ok(self.count_pages(valid_rows)?)
     }
 
     fn read_copy(&mut self, _pool: &Pool) -> Result<PoolCopy, Error> {
@@ -268,22 +285,22 @@ impl Backend for OnDevice {
 }
 
 /// Returns a list's ids, which are in the engine's memory.
-fn ids<'a>(list: &List) -> Result<Slice<'a, i64>, cuda::Error> {
+fn ids<'a>(list: &IdList) -> Result<DeviceSlice<'a, i64>, cuda::Error> {
     let entries = usize::try_from(list.entries()).unwrap_or(usize::MAX);
-    // SAFETY: the caller of `List::new` guaranteed these entries until the audit is over.
-    unsafe { Slice::foreign(list.addr(), entries) }
+    // SAFETY: the caller of `IdList::new` guaranteed these entries until the audit is over.
+    unsafe { DeviceSlice::foreign(list.addr(), entries) }
 }
 
 /// A device buffer that is replaced by a larger buffer when more room is needed.
 #[derive(Debug)]
-struct GrowableBuffer<T: Plain> {
+struct GrowableBuffer<T: DeviceValue> {
     buffer: DeviceBuffer<T>,
-    /// The smaller buffers that were replaced. They are kept until the accountant is dropped, as
-    /// the module's description says. Together they are smaller than `buffer`.
+    /// The smaller buffers that were replaced. They are freed only when the accountant is dropped;
+    /// the module's description says why. Together they are smaller than `buffer`.
     replaced: Vec<DeviceBuffer<T>>,
 }
 
-impl<T: Plain> GrowableBuffer<T> {
+impl<T: DeviceValue> GrowableBuffer<T> {
     fn new(device: &Device, len: usize) -> Result<Self, cuda::Error> {
         Ok(Self { buffer: device.alloc(len)?, replaced: vec![] })
     }

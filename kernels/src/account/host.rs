@@ -1,12 +1,13 @@
-//! Copies and counts a pool in host memory, for an accountant of an engine on a CPU: [`Host`].
+//! Copies and counts a pool in host memory, for an accountant of an engine on a CPU.
 //!
-//! It counts with the plain functions of [`mod@crate::reference`]. Tests compare the results of the
-//! backend for CUDA devices with its results.
+//! [`HostBackend`] reads the engine's memory at the addresses in the snapshot. It counts with the
+//! plain functions of [`mod@crate::reference`]. For an engine on a GPU, `device` does the same with
+//! kernels, and must return the same results.
 
 use super::{
     Error, Pool, Stream,
     backend::{Backend, CopyLayout, Counts, PageDigest},
-    snapshot::{List, PoolBuffer, Snapshot},
+    snapshot::{IdList, PoolBuffer, Snapshot},
 };
 use crate::{
     audit::{ListedPages, PoolCopy, ValidRows},
@@ -14,16 +15,16 @@ use crate::{
 };
 use std::{ptr, slice};
 
-/// The backend, with the private copy of the audit in progress. [`Backend::copy`] makes the copy
-/// before it returns, so a caller never waits for the copy.
+/// The backend for host memory, with the private copy of the audit in progress. [`Backend::copy`]
+/// makes the copy before it returns, so a caller never waits for the copy.
 #[derive(Debug, Default)]
-pub(super) struct Host {
+pub(super) struct HostBackend {
     copy: PoolCopy,
-    /// The digests of the window.
+    /// The digests of the window, one per page reference.
     digests: Vec<PageDigest>,
 }
 
-impl Backend for Host {
+impl Backend for HostBackend {
     fn copy(
         &mut self,
         pool: &Pool,
@@ -31,7 +32,7 @@ impl Backend for Host {
         layout: &CopyLayout,
         _stream: Stream,
     ) -> Result<(), Error> {
-        let (npages, shift) = (pool.pages(), pool.page_shift());
+        let (npages, page_shift) = (pool.pages(), pool.page_shift());
         let table = pool.table();
         let stride = table.stride as usize;
         let entry_count = table.rows as usize * stride;
@@ -40,13 +41,13 @@ impl Backend for Host {
         // them, so they don't change during this call.
         let entries: &[i32] = unsafe { values_at(table.addr, entry_count) };
         let (row_page_ids, _) =
-            reference::gather_pages(entries, stride, &layout.rows, shift, npages);
+            reference::gather_pages(entries, stride, &layout.rows, page_shift, npages);
         let free = snapshot.free.iter().flat_map(|list| ids(list).iter().copied());
         let free = (!snapshot.free.is_empty()).then(|| ListedPages::new(free, 0, npages));
         let tree = snapshot
             .tree
             .as_ref()
-            .map(|list| ListedPages::new(ids(list).iter().copied(), shift, npages));
+            .map(|list| ListedPages::new(ids(list).iter().copied(), page_shift, npages));
         let pages = &row_page_ids[layout.window.start as usize..layout.window.end as usize];
         let digests = reference::page_digest(&buffers(pool), pages);
         let page_digest = |(page, digest)| PageDigest { page, digest };
@@ -63,8 +64,8 @@ impl Backend for Host {
         Ok(())
     }
 
-    fn count(&mut self, pool: &Pool, kept: &ValidRows) -> Result<Counts, Error> {
-        Ok(Counts::by_reference(&self.copy, kept, pool))
+    fn count(&mut self, pool: &Pool, valid_rows: &ValidRows) -> Result<Counts, Error> {
+        Ok(Counts::count_by_reference(&self.copy, valid_rows, pool))
     }
 
     fn read_copy(&mut self, _pool: &Pool) -> Result<PoolCopy, Error> {
@@ -77,9 +78,9 @@ impl Backend for Host {
 }
 
 /// Returns a list's ids, which are in the engine's memory.
-fn ids(list: &List) -> &[i64] {
-    // SAFETY: the caller of `List::new` guaranteed that these entries are readable until the audit
-    // is over.
+fn ids(list: &IdList) -> &[i64] {
+    // SAFETY: the caller of `IdList::new` guaranteed that these entries are readable until the
+    // audit is over.
     unsafe { values_at(list.addr(), to_usize(list.entries())) }
 }
 

@@ -1,27 +1,31 @@
 //! Defines what an engine gives to an accountant: its KV pool once, and a snapshot for each audit.
 //!
-//! The pool is described by its KV buffers and by `req_to_token`, a table with a row per request or
-//! session and, in the row, a token slot per token. A page is a group of consecutive token slots.
-//! A row is live if a request or session uses it.
+//! A [`Pool`] has KV buffers and the table `req_to_token`. The table has a row per request or
+//! session and, in the row, a token slot per token. A page is a group of consecutive token slots. A
+//! row is live if a request or session uses it.
 //!
-//! A snapshot has the live rows of `req_to_token`, and if possible the free lists and the radix
-//! tree's slots. Both inputs name the engine's memory by address, so `unsafe` functions make them.
-//! The addresses are trusted. All other facts are checked, here and when an audit begins.
+//! A [`Snapshot`] has the live rows of `req_to_token`, and if possible the free lists and the radix
+//! tree's slots. [`super::Accountant`] gets both, from the C library (`capi`) or from `crate::ipc`.
+//!
+//! Pool and snapshot name the engine's memory by address, so `unsafe` functions make them. The
+//! addresses are trusted. All other values are checked, here and when an audit begins. This file
+//! reads none of that memory.
 
 use crate::report::SESSIONS_MAX;
 
-/// Rows of one snapshot, at most.
+/// The maximum number of rows of one snapshot.
 pub const ROWS_MAX: usize = 1 << 16;
-/// Page references of one snapshot, at most: 256 MiB of copied page ids.
+/// The maximum number of page references of one snapshot, each one page of one row: 256 MiB of
+/// copied page ids.
 pub const REFS_MAX: u64 = 1 << 26;
-/// KV buffers of one pool, at most: two for each of 512 layers.
+/// The maximum number of KV buffers of one pool: two for each of 512 layers.
 pub const BUFFERS_MAX: usize = 1 << 10;
-/// Free lists of one snapshot, at most. SGLang has two: free and released pages.
+/// The maximum number of free lists of one snapshot. SGLang has two: free and released pages.
 pub const FREE_LISTS_MAX: usize = 16;
-/// Entries of one list per token slot of the pool, at most. A sound list has at most one entry per
-/// slot. A longer list has faults to report, and a list over this limit is refused unread.
+/// The maximum number of entries of one list per token slot of the pool. A list without faults has
+/// at most one entry per slot. A list over this limit is refused unread.
 const ENTRIES_PER_SLOT_MAX: u64 = 4;
-/// Tokens per page, at most; a power of two.
+/// The maximum number of tokens per page; a power of two.
 const PAGE_TOKENS_MAX: u32 = 1 << 12;
 
 /// Why a pool or a snapshot was refused.
@@ -65,7 +69,9 @@ pub struct PoolBuffer {
 /// The engine's KV pool.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Pool {
+    /// Base-2 logarithm of the tokens per page.
     page_shift: u32,
+    /// The number of pages, including the padding page.
     pages: u32,
     table: RequestTable,
     buffers: Vec<PoolBuffer>,
@@ -113,11 +119,12 @@ impl Pool {
         1 << self.page_shift
     }
 
-    /// Returns the base-2 logarithm of the page's tokens.
+    /// Returns the base-2 logarithm of the tokens per page.
     pub fn page_shift(&self) -> u32 {
         self.page_shift
     }
 
+    /// Returns the number of pages, including the padding page 0.
     pub fn pages(&self) -> u32 {
         self.pages
     }
@@ -136,11 +143,12 @@ impl Pool {
     }
 }
 
-/// One live row of the snapshot.
+/// One live row of the snapshot, of a request or a session.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Row {
+pub struct SnapshotRow {
+    /// The row's index in `req_to_token`.
     pub row: u32,
-    /// Tokens whose slots are allocated.
+    /// The number of tokens whose slots are allocated.
     pub len: u32,
     /// The session's number: an index into the snapshot's keys.
     pub session: u32,
@@ -154,14 +162,14 @@ pub struct Row {
     pub version: u64,
 }
 
-/// A list of `i64` ids in the engine's memory.
+/// A list of `i64` ids in the engine's memory: page ids, or token slots.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct List {
+pub struct IdList {
     addr: u64,
     entries: u64,
 }
 
-impl List {
+impl IdList {
     /// Makes a list of `entries` ids starting at `addr`.
     ///
     /// # Safety
@@ -207,15 +215,15 @@ impl Stream {
 /// A snapshot of the engine's rows and page lists between two steps of its scheduler.
 #[derive(Clone, Copy, Debug)]
 pub struct Snapshot<'a> {
-    pub rows: &'a [Row],
+    pub rows: &'a [SnapshotRow],
     /// The sessions' keys, indexed by session number. A session gets another key when its KV is
     /// computed anew, or when it may have given up a sealed page. As long as it has the same key,
     /// its sealed pages must not change.
     pub keys: &'a [u64],
     /// The free lists, as page ids. Empty if the snapshot has none.
-    pub free: &'a [List],
+    pub free: &'a [IdList],
     /// The radix tree's token slots: all slots of each page that the tree holds.
-    pub tree: Option<List>,
+    pub tree: Option<IdList>,
     /// Whether the snapshot is complete and consistent: every row that holds pages is in `rows`,
     /// and rows, free lists and tree are from one moment. Only then can an audit tell which pages
     /// have no owner or several.
@@ -233,7 +241,7 @@ impl Snapshot<'_> {
         at_most("free lists", self.free.len(), FREE_LISTS_MAX)?;
         let mut refs = 0;
         for row in self.rows {
-            let &Row { row: number, len, session, .. } = row;
+            let &SnapshotRow { row: number, len, session, .. } = row;
             let table = pool.table();
             if number >= table.rows || len > table.stride || session as usize >= self.keys.len() {
                 return Err(Error::Row { row: number, len, session });
@@ -249,7 +257,7 @@ impl Snapshot<'_> {
         let entries_max = ENTRIES_PER_SLOT_MAX * (u64::from(pool.pages()) << pool.page_shift());
         let free = self.free.iter().map(|list| ("free list", list));
         let tree = self.tree.iter().map(|list| ("tree", list));
-        for (what, &List { addr, entries: n }) in free.chain(tree) {
+        for (what, &IdList { addr, entries: n }) in free.chain(tree) {
             let is_placed = n == 0 || (addr != 0 && addr.is_multiple_of(8));
             if !is_placed || n > entries_max {
                 return Err(Error::List { what, addr, n });

@@ -2,7 +2,7 @@
 
 use fastrand::Rng;
 use kernels::{
-    account::{Accountant, List, Pool, PoolBuffer, RequestTable, Row, Snapshot, Stream},
+    account::{Accountant, IdList, Pool, PoolBuffer, RequestTable, Snapshot, SnapshotRow, Stream},
     report::Report,
 };
 
@@ -17,7 +17,7 @@ pub(crate) struct Engine {
     /// KV buffers as 16-byte words; buffer `b` has `words[b]` words per page.
     pub(crate) kv: Vec<Vec<u128>>,
     words: Vec<usize>,
-    pub(crate) rows: Vec<Row>,
+    pub(crate) rows: Vec<SnapshotRow>,
     /// The pages that each row references.
     pub(crate) row_pages: Vec<Vec<u32>>,
     pub(crate) keys: Vec<u64>,
@@ -50,7 +50,7 @@ impl Engine {
             let mut named = tree_pages[..protected as usize].to_vec();
             named.extend(take(&mut unused, (held - protected) as usize));
             let len = (held << shift) - random.u32(0..1 << shift);
-            rows.push(Row {
+            rows.push(SnapshotRow {
                 row: session + 1,
                 len,
                 session,
@@ -163,7 +163,7 @@ impl Engine {
     pub(crate) fn begin(&self, accountant: &mut Accountant) {
         let list = |ids: &Vec<i64>| {
             // SAFETY: no test changes a list during an audit.
-            unsafe { List::new(address(ids), ids.len() as u64) }
+            unsafe { IdList::new(address(ids), ids.len() as u64) }
         };
         let free = self.free.each_ref().map(list);
         let snapshot = Snapshot {
