@@ -2,13 +2,19 @@
 //!
 //! The kernels' source is in `kernels/cuda/`, and [`mod@crate::reference`] defines what they
 //! compute. Each kernel is a method of [`Device`] that only enqueues its work. The order of the
-//! calls that make an audit is in [`crate::account`].
+//! calls that make an audit is in [`crate::account`]. The modules:
+//! - `account` has the kernels' methods, `launch` starts a kernel.
+//! - `rows` checks the engine's live rows and puts them on the device.
+//! - `memory` manages device memory and page-locked host memory; `ipc` shares device memory with
+//!   another process.
+//! - `driver` calls the CUDA driver.
 //!
-//! A device uses its GPU's primary context, which in an engine's process is the engine's context
-//! too. It works on its own stream, which has the lowest priority, so that the engine's work comes
-//! first.
+//! A [`Device`] uses its GPU's primary context. In an engine's process, the engine uses that
+//! context too. The device has its own stream with the lowest priority, so that the engine's work
+//! comes first.
 //!
-//! [`missing`] says why this process can't use CUDA, if it can't. No function here panics then.
+//! [`missing`] says why this process can't use CUDA. In that case, the functions return errors and
+//! don't panic.
 
 mod account;
 mod driver;
@@ -17,31 +23,31 @@ mod launch;
 mod memory;
 mod rows;
 
-pub use account::{Classified, DeviceMarks, DevicePageSet, DeviceTable, KvBuffer, KvBuffers};
-pub use driver::{Missing, missing};
-pub use ipc::{Exported, Imported};
+pub use account::{ClassifyResult, DeviceMarks, DevicePageSet, DeviceTable, KvBuffer, KvBuffers};
+pub use driver::{MissingReason, missing};
+pub use ipc::{ExportedRange, ImportedRange};
 pub use launch::LaunchShape;
-pub use memory::{DeviceBuffer, Pinned, Plain, Registered, Slice};
+pub use memory::{DeviceBuffer, DeviceSlice, DeviceValue, PinnedBuffer, RegisteredMemory};
 pub use rows::{LiveRows, PoolSize};
 
 use cudarc::driver::sys::{
     CUcontext, CUdevice, CUevent, CUevent_flags_enum, CUfunction, CUmodule, CUresult, CUstream,
     CUstream_flags_enum, CUuuid,
 };
-use driver::Current;
+use driver::CurrentContext;
 use rows::PAGE_SHIFT_MAX;
 use std::{ffi::CStr, ptr, sync::Arc, time::Duration};
 
 /// Number of threads in a warp, which a GPU executes in lockstep; also the bits of a bitmap's word.
 const WARP: u32 = 32;
 /// Flag of a CUDA event without a timestamp. A timestamp costs device time.
-const UNTIMED: u32 = CUevent_flags_enum::CU_EVENT_DISABLE_TIMING as u32;
+const EVENT_WITHOUT_TIME: u32 = CUevent_flags_enum::CU_EVENT_DISABLE_TIMING as u32;
 
 /// Why an operation on a device failed.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error(transparent)]
-    Missing(#[from] Missing),
+    Missing(#[from] MissingReason),
     #[error("{call} failed with {name} ({code})")]
     Driver { call: &'static str, code: u32, name: &'static str },
     #[error("the kernel image is not a complete fatbin: build it with kernels/cuda/build")]
@@ -103,9 +109,9 @@ unsafe impl Sync for OpenGpu {}
 
 impl OpenGpu {
     /// Makes the context current on this thread until the result is dropped.
-    fn enter(&self) -> Result<Current, Error> {
+    fn enter(&self) -> Result<CurrentContext, Error> {
         // SAFETY: the context is retained until `self` is dropped, and no guard outlives `self`.
-        unsafe { Current::enter(self.context) }
+        unsafe { CurrentContext::enter(self.context) }
     }
 
     fn synchronize(&self) -> Result<(), Error> {
@@ -212,7 +218,7 @@ impl Device {
         // SAFETY: the caller's stream exists. The event is used for this wait only, so no other
         // thread records it again; the driver keeps it until the wait is over.
         unsafe {
-            let point = StreamPoint::record(&self.gpu, stream as CUstream, UNTIMED)?;
+            let point = StreamPoint::record(&self.gpu, stream as CUstream, EVENT_WITHOUT_TIME)?;
             driver::cuStreamWaitEvent(self.gpu.stream, point.event, 0)
         }
     }
@@ -220,7 +226,7 @@ impl Device {
     /// Records the point in the device's stream behind all work that is enqueued so far.
     pub fn record(&self) -> Result<StreamPoint, Error> {
         // SAFETY: the stream belongs to `self` and exists.
-        unsafe { StreamPoint::record(&self.gpu, self.gpu.stream, UNTIMED) }
+        unsafe { StreamPoint::record(&self.gpu, self.gpu.stream, EVENT_WITHOUT_TIME) }
     }
 
     /// Records a point like [`Device::record`]. The device also stores the time when it reaches the

@@ -7,7 +7,7 @@ mod pools;
 use cuda_fake::{ALL_STREAMS, Fake};
 use cudarc::driver::sys;
 use kernels::{
-    cuda::{Device, DeviceTable, Error, KvBuffer, LaunchShape, PoolSize, Slice},
+    cuda::{Device, DeviceSlice, DeviceTable, Error, KvBuffer, LaunchShape, PoolSize},
     reference::{self, LiveRow},
 };
 use pools::{Case, digests, filled};
@@ -215,8 +215,8 @@ fn what_a_kernel_would_trip_over_is_refused() {
     assert!(device.mark(&live, &staged, &mut marks).is_err(), "a page has no place");
     // SAFETY: neither memory is read.
     unsafe {
-        assert!(Slice::<i64>::foreign(12, 1).is_err(), "not aligned");
-        assert!(Slice::<i64>::foreign(0, 1).is_err(), "nothing is at null");
+        assert!(DeviceSlice::<i64>::foreign(12, 1).is_err(), "not aligned");
+        assert!(DeviceSlice::<i64>::foreign(0, 1).is_err(), "nothing is at null");
         let odd = KvBuffer { address: r2t.address(), page_bytes: 24 };
         assert!(device.kv_buffers(&[odd], 1).is_err(), "not whole vectors");
     }
@@ -274,7 +274,7 @@ fn host_memory_is_device_memory_where_there_is_no_gpu() {
     let r2t = table(7);
     let (mut staged, mut bad) = (device.alloc(3).unwrap(), device.alloc(1).unwrap());
     // SAFETY: the table is in host memory, where this device works, and outlives the wait below.
-    let entries = unsafe { Slice::foreign(r2t.as_ptr() as u64, r2t.len()).unwrap() };
+    let entries = unsafe { DeviceSlice::foreign(r2t.as_ptr() as u64, r2t.len()).unwrap() };
     let table = DeviceTable { entries, stride: LD as u64 };
     device.gather_pages(table, &live, &mut staged, &mut bad).unwrap();
     assert_eq!(device.download(staged.slice()).unwrap(), [7, 3, 4]);

@@ -3,8 +3,8 @@
 use fastrand::Rng;
 use kernels::{
     cuda::{
-        Classified, Device, DeviceBuffer, DevicePageSet, DeviceTable, Error, KvBuffer, Plain,
-        PoolSize,
+        ClassifyResult, Device, DeviceBuffer, DevicePageSet, DeviceTable, DeviceValue, Error,
+        KvBuffer, PoolSize,
     },
     reference::{self, KvBytes, LiveRow, OWNER_SHARED, SessionPages},
 };
@@ -51,7 +51,7 @@ pub(crate) struct Answers {
     pub(crate) tree: Set,
     pub(crate) referenced: Vec<u32>,
     pub(crate) shared: Vec<u32>,
-    pub(crate) classified: Classified,
+    pub(crate) classified: ClassifyResult,
     pub(crate) digests: Vec<u64>,
 }
 
@@ -108,7 +108,7 @@ impl Case {
         let free = reference::slots_to_set(self.free.iter().copied(), 0, npages);
         let tree = reference::slots_to_set(self.tree.iter().copied(), page_shift, npages);
         let seen = self.sees_tree.then_some(&tree);
-        let by = reference::session(&self.kept, &staged, &marks, seen, page_shift);
+        let by = reference::session_pages(&self.kept, &staged, &marks, seen, page_shift);
         let sessions = (0..narrow(self.sessions)).map(|s| by.get(&s).copied().unwrap_or_default());
         let kv: Vec<KvBytes<'_>> = self
             .kv
@@ -120,10 +120,10 @@ impl Case {
             sessions: sessions.collect(),
             referenced: words(marks.refcnt.iter().map(|&n| n > 0)),
             shared: words(marks.owner.iter().map(|&owner| owner == OWNER_SHARED)),
-            classified: Classified {
+            classified: ClassifyResult {
                 classes: reference::class_counts(&free, &marks, &tree),
                 free_runs: free.runs(),
-                aliased: marks.aliased_pages(&tree),
+                aliased_pages: marks.aliased_pages(&tree),
             },
             free: Set::from_reference(&free),
             tree: Set::from_reference(&tree),
@@ -141,7 +141,7 @@ impl Case {
         let table = DeviceTable { entries: r2t.slice(), stride: self.ld as u64 };
         let mut live = device.live_rows(self.rows.len())?;
         device.set_live_rows(&mut live, &self.rows, pool)?;
-        let mut staged = device.alloc(live.list_len())?;
+        let mut staged = device.alloc(live.page_list_len())?;
         let mut bad = device.alloc(1)?;
         device.gather_pages(table, &live, &mut staged, &mut bad)?;
         let mut kept = device.live_rows(self.kept.len())?;
@@ -151,11 +151,11 @@ impl Case {
         let free = self.set(device, &self.free, 0)?;
         let tree = self.set(device, &self.tree, pool.page_shift)?;
         let (mut claimed, mut sessions) =
-            (device.alloc(pool.words())?, device.alloc(self.sessions)?);
+            (device.alloc(pool.bitmap_words())?, device.alloc(self.sessions)?);
         let seen = self.sees_tree.then_some(&tree);
-        device.session(&kept, &staged, &marks, seen, &mut claimed, &mut sessions)?;
+        device.session_pages(&kept, &staged, &marks, seen, &mut claimed, &mut sessions)?;
         let (mut referenced, mut shared) =
-            (device.alloc(pool.words())?, device.alloc(pool.words())?);
+            (device.alloc(pool.bitmap_words())?, device.alloc(pool.bitmap_words())?);
         device.ref_bitmap(&marks, pool, &mut referenced, &mut shared)?;
         let mut classified = device.alloc(1)?;
         device.classify(&free, &tree, &referenced, &shared, pool, &mut classified)?;
@@ -217,12 +217,15 @@ impl Set {
     fn from_device(device: &Device, set: &DevicePageSet) -> Result<Set, Error> {
         let counters = device.download(set.fault_counts.slice())?;
         let fault_counts = counters.try_into().expect("a set has two counters");
-        Ok(Set { words: device.download(set.words.slice())?, fault_counts })
+        Ok(Set { words: device.download(set.bitmap.slice())?, fault_counts })
     }
 }
 
 /// Allocates device memory with these values.
-pub(crate) fn filled<T: Plain>(device: &Device, values: &[T]) -> Result<DeviceBuffer<T>, Error> {
+pub(crate) fn filled<T: DeviceValue>(
+    device: &Device,
+    values: &[T],
+) -> Result<DeviceBuffer<T>, Error> {
     let mut buffer = device.alloc(values.len())?;
     device.upload(&mut buffer, values)?;
     Ok(buffer)

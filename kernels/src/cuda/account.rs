@@ -2,22 +2,24 @@
 //!
 //! Each method checks its arguments, so that the kernel can trust them. The functions in
 //! [`mod@crate::reference`] define what the kernels compute, and explain the page list and the
-//! marks. `kv_ref_bitmap` has no such function: it only prepares the input of `kv_classify`.
+//! marks. Only `kv_ref_bitmap` has no such function: this kernel prepares the input of
+//! `kv_classify`.
 //!
-//! A method overwrites its output. Only [`Device::list_to_set`] adds to its output, because an
-//! engine can have several free lists.
+//! [`crate::account`] calls the methods in the right order. A method overwrites its output. Only
+//! [`Device::list_to_set`] adds to its output, because an engine can have several free lists.
 
 use super::launch::Kernel;
 use super::{
-    Device, DeviceBuffer, Error, LiveRows, PAGE_SHIFT_MAX, Plain, PoolSize, Slice, at_most,
+    Device, DeviceBuffer, DeviceSlice, DeviceValue, Error, LiveRows, PAGE_SHIFT_MAX, PoolSize,
+    at_most,
 };
 use crate::reference::SessionPages;
 
 /// The table `req_to_token` on the device.
 #[derive(Clone, Copy, Debug)]
 pub struct DeviceTable<'a> {
-    pub entries: Slice<'a, i32>,
-    /// Entries from one row to the next.
+    pub entries: DeviceSlice<'a, i32>,
+    /// The number of entries from one row to the next.
     pub stride: u64,
 }
 
@@ -32,7 +34,7 @@ pub struct DeviceMarks {
 #[derive(Debug)]
 pub struct DevicePageSet {
     /// A bitmap with one bit per page.
-    pub words: DeviceBuffer<u32>,
+    pub bitmap: DeviceBuffer<u32>,
     /// Two counters: entries that named a page again, and entries outside the pool.
     pub fault_counts: DeviceBuffer<u64>,
 }
@@ -40,17 +42,17 @@ pub struct DevicePageSet {
 /// The result of the kernel `kv_classify`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
-pub struct Classified {
-    /// Number of pages in each class; see [`crate::reference::class_counts`].
+pub struct ClassifyResult {
+    /// The number of pages in each class; see [`crate::reference::class_counts`].
     pub classes: [u64; 8],
-    /// Contiguous runs of free pages.
+    /// The number of contiguous runs of free pages.
     pub free_runs: u64,
-    /// Pages outside the radix tree that rows of several sessions reference.
-    pub aliased: u64,
+    /// The number of pages outside the radix tree that rows of several sessions reference.
+    pub aliased_pages: u64,
 }
 
 // SAFETY: `repr(C)`, integers only, no padding.
-unsafe impl Plain for Classified {}
+unsafe impl DeviceValue for ClassifyResult {}
 
 /// One of a pool's KV buffers on the device, for example the keys of a layer. It has `page_bytes`
 /// bytes for each of the pool's pages.
@@ -63,7 +65,7 @@ pub struct KvBuffer {
 }
 
 // SAFETY: `repr(C)`, integers only, no padding.
-unsafe impl Plain for KvBuffer {}
+unsafe impl DeviceValue for KvBuffer {}
 
 /// The addresses of the pool's KV buffers, on the device.
 #[derive(Debug)]
@@ -83,7 +85,7 @@ impl Device {
 
     /// Allocates an empty set of `pool`'s pages.
     pub fn page_set(&self, pool: PoolSize) -> Result<DevicePageSet, Error> {
-        Ok(DevicePageSet { words: self.alloc(pool.words())?, fault_counts: self.alloc(2)? })
+        Ok(DevicePageSet { bitmap: self.alloc(pool.bitmap_words())?, fault_counts: self.alloc(2)? })
     }
 
     /// Uploads the addresses of the pool's KV buffers. Waits.
@@ -109,11 +111,11 @@ impl Device {
         page_list: &mut DeviceBuffer<u32>,
         bad_slots: &mut DeviceBuffer<u64>,
     ) -> Result<(), Error> {
-        at_most("gathered pages", live.list_len.into(), page_list.len() as u64)?;
+        at_most("gathered pages", live.page_list_len.into(), page_list.len() as u64)?;
         at_most("counters", 1, bad_slots.len() as u64)?;
         self.fill(bad_slots, 0)?;
         let table_rows = (table.entries.len() as u64).checked_div(table.stride).unwrap_or(0);
-        let row_blocks = self.shape.blocks_per_row(live.refs_row_max);
+        let row_blocks = self.shape.blocks_per_row(live.refs_per_row_max);
         // SAFETY: the list has room for all references; the kernel gets the table's size.
         unsafe {
             self.launch(
@@ -143,10 +145,10 @@ impl Device {
         marks: &mut DeviceMarks,
     ) -> Result<(), Error> {
         check_marks(marks, live.pool.npages)?;
-        at_most("gathered pages", live.list_len.into(), page_list.len() as u64)?;
+        at_most("gathered pages", live.page_list_len.into(), page_list.len() as u64)?;
         self.fill(&mut marks.refcnt, 0)?;
         self.fill(&mut marks.owner, 0xFF)?;
-        let row_blocks = self.shape.blocks_per_row(live.refs_row_max);
+        let row_blocks = self.shape.blocks_per_row(live.refs_per_row_max);
         // SAFETY: both arrays have an element per page; the kernel skips pages outside the pool.
         unsafe {
             self.launch(
@@ -169,8 +171,8 @@ impl Device {
     /// `kv_session`: computes the pages of each session, by session number. `claimed` is a bitmap
     /// for the kernel's own use.
     ///
-    /// If `tree` is `None`, [`SessionPages::freed`] is an upper bound.
-    pub fn session(
+    /// If `tree` is `None`, [`SessionPages::freed_by_close`] is an upper bound.
+    pub fn session_pages(
         &self,
         live: &LiveRows,
         page_list: &DeviceBuffer<u32>,
@@ -180,12 +182,12 @@ impl Device {
         out: &mut DeviceBuffer<SessionPages>,
     ) -> Result<(), Error> {
         check_marks(marks, live.pool.npages)?;
-        at_most("gathered pages", live.list_len.into(), page_list.len() as u64)?;
-        at_most("sessions", live.sessions.into(), out.len() as u64)?;
-        check_bitmaps(live.pool, [Some(&*claimed), tree.map(|set| &set.words)])?;
+        at_most("gathered pages", live.page_list_len.into(), page_list.len() as u64)?;
+        at_most("sessions", live.session_numbers_end.into(), out.len() as u64)?;
+        check_bitmaps(live.pool, [Some(&*claimed), tree.map(|set| &set.bitmap)])?;
         self.fill(claimed, 0)?;
         self.fill(out, 0)?;
-        let row_blocks = self.shape.blocks_per_row(live.refs_row_max);
+        let row_blocks = self.shape.blocks_per_row(live.refs_per_row_max);
         // SAFETY: the arrays have an element per page and session; the kernel skips pages outside
         // the pool.
         unsafe {
@@ -201,7 +203,7 @@ impl Device {
                     page_list.address(),
                     marks.refcnt.address(),
                     marks.owner.address(),
-                    tree.map_or(0, |set| set.words.address()),
+                    tree.map_or(0, |set| set.bitmap.address()),
                     claimed.address(),
                     out.address(),
                 ],
@@ -211,7 +213,7 @@ impl Device {
 
     /// Empties a set and clears its counters.
     pub fn clear_set(&self, set: &mut DevicePageSet) -> Result<(), Error> {
-        self.fill(&mut set.words, 0)?;
+        self.fill(&mut set.bitmap, 0)?;
         self.fill(&mut set.fault_counts, 0)
     }
 
@@ -220,13 +222,13 @@ impl Device {
     /// token slots, in which only the first slot of a page names the page.
     pub fn list_to_set(
         &self,
-        ids: Slice<'_, i64>,
+        ids: DeviceSlice<'_, i64>,
         shift: u32,
         pool: PoolSize,
         set: &mut DevicePageSet,
     ) -> Result<(), Error> {
         at_most("shift", shift.into(), PAGE_SHIFT_MAX.into())?;
-        check_bitmaps(pool, [Some(&set.words)])?;
+        check_bitmaps(pool, [Some(&set.bitmap)])?;
         at_most("counters", 2, set.fault_counts.len() as u64)?;
         let count = ids.len() as u64;
         // SAFETY: the bitmap has a bit per page; the kernel only counts ids outside the pool.
@@ -239,7 +241,7 @@ impl Device {
                     count,
                     shift.into(),
                     pool.npages.into(),
-                    set.words.address(),
+                    set.bitmap.address(),
                     set.fault_counts.address(),
                 ],
             )
@@ -281,9 +283,9 @@ impl Device {
         referenced: &DeviceBuffer<u32>,
         shared: &DeviceBuffer<u32>,
         pool: PoolSize,
-        out: &mut DeviceBuffer<Classified>,
+        out: &mut DeviceBuffer<ClassifyResult>,
     ) -> Result<(), Error> {
-        let bitmaps = [&free.words, &tree.words, referenced, shared];
+        let bitmaps = [&free.bitmap, &tree.bitmap, referenced, shared];
         check_bitmaps(pool, bitmaps.map(Some))?;
         at_most("classifications", 1, out.len() as u64)?;
         self.fill(out, 0)?;
@@ -291,11 +293,11 @@ impl Device {
         unsafe {
             self.launch(
                 Kernel::Classify,
-                self.shape.blocks(pool.words() as u64).into(),
+                self.shape.blocks(pool.bitmap_words() as u64).into(),
                 &[
-                    free.words.address(),
+                    free.bitmap.address(),
                     referenced.address(),
-                    tree.words.address(),
+                    tree.bitmap.address(),
                     shared.address(),
                     pool.npages.into(),
                     out.address(),
@@ -309,7 +311,7 @@ impl Device {
     pub fn page_digest(
         &self,
         kv: &KvBuffers,
-        pages: Slice<'_, u32>,
+        pages: DeviceSlice<'_, u32>,
         out: &mut DeviceBuffer<u64>,
     ) -> Result<(), Error> {
         let count = u32::try_from(pages.len()).unwrap_or(u32::MAX);
@@ -347,7 +349,7 @@ fn check_bitmaps<const N: usize>(
     bitmaps: [Option<&DeviceBuffer<u32>>; N],
 ) -> Result<(), Error> {
     for bitmap in bitmaps.into_iter().flatten() {
-        at_most("words of a bitmap", pool.words() as u64, bitmap.len() as u64)?;
+        at_most("words of a bitmap", pool.bitmap_words() as u64, bitmap.len() as u64)?;
     }
     Ok(())
 }

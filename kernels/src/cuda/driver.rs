@@ -1,10 +1,11 @@
 //! Calls the CUDA driver for the rest of the crate, and finds out first whether that is possible.
 //!
-//! The functions have the driver's names, and return its errors as [`Error`]. They use the bindings
-//! of the crate `cudarc`, which loads the driver's library at run time. `cudarc` panics if the
-//! library or a symbol in it is absent. [`missing`] therefore looks up all symbols before the first
-//! call. The macro `driver_calls` makes both the functions and the list of their symbols. No other
-//! module of the crate calls the driver in another way.
+//! The functions have the driver's names, and return its errors as [`Error`]. The other modules of
+//! [`super`] call the driver only through these functions.
+//!
+//! The crate `cudarc` has the bindings, and loads the driver's library at run time. `cudarc` panics
+//! if the library or a symbol in it is absent. So [`missing`] looks up all symbols before the first
+//! call. The macro `driver_calls` makes both the functions and the list of their symbols.
 
 use super::Error;
 use cudarc::driver::sys::{
@@ -19,7 +20,7 @@ use std::{
 
 /// Why CUDA can't be used in this process.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Missing {
+pub enum MissingReason {
     #[error("no CUDA driver: there is no libcuda on the library path")]
     Library,
     #[error("the CUDA driver lacks {0}: a newer driver is needed")]
@@ -32,25 +33,25 @@ pub enum Missing {
     Refused(String),
 }
 
-/// Returns why CUDA can't be used in this process, or `None` if it can. Only the first call looks;
-/// later calls return the same answer.
-pub fn missing() -> Option<Missing> {
-    static ANSWER: OnceLock<Option<Missing>> = OnceLock::new();
+/// Returns why CUDA can't be used in this process, or `None` if CUDA can be used. Only the first
+/// call looks for the driver; later calls return the same answer.
+pub fn missing() -> Option<MissingReason> {
+    static ANSWER: OnceLock<Option<MissingReason>> = OnceLock::new();
     ANSWER.get_or_init(|| probe().err()).clone()
 }
 
 /// Looks for the driver, its symbols and a device.
-fn probe() -> Result<(), Missing> {
+fn probe() -> Result<(), MissingReason> {
     // SAFETY: opening the driver's library runs its constructors, as in any CUDA program.
     if !unsafe { sys::is_culib_present() } {
-        return Err(Missing::Library);
+        return Err(MissingReason::Library);
     }
     // SAFETY: the library was just opened, by the same names in the same order.
     let library = unsafe { sys::culib() };
     for &symbol in SYMBOLS {
         // SAFETY: the symbol is looked up, not called.
         if unsafe { library.get::<unsafe extern "C" fn()>(symbol.as_bytes()) }.is_err() {
-            return Err(Missing::Symbol(symbol));
+            return Err(MissingReason::Symbol(symbol));
         }
     }
     // SAFETY: all symbols are there, and cuInit may be called any number of times.
@@ -58,15 +59,15 @@ fn probe() -> Result<(), Missing> {
     let mut devices = 0;
     // SAFETY: the driver is initialised, and the pointer refers to a local.
     unsafe { cuDeviceGetCount(&raw mut devices) }.map_err(missing_from)?;
-    if devices > 0 { Ok(()) } else { Err(Missing::Device) }
+    if devices > 0 { Ok(()) } else { Err(MissingReason::Device) }
 }
 
 /// Converts the error of a driver call to the reason why CUDA can't be used.
-fn missing_from(error: Error) -> Missing {
+fn missing_from(error: Error) -> MissingReason {
     match error {
-        error if error.is_driver_error(CUresult::CUDA_ERROR_STUB_LIBRARY) => Missing::Stub,
-        error if error.is_driver_error(CUresult::CUDA_ERROR_NO_DEVICE) => Missing::Device,
-        error => Missing::Refused(error.to_string()),
+        error if error.is_driver_error(CUresult::CUDA_ERROR_STUB_LIBRARY) => MissingReason::Stub,
+        error if error.is_driver_error(CUresult::CUDA_ERROR_NO_DEVICE) => MissingReason::Device,
+        error => MissingReason::Refused(error.to_string()),
     }
 }
 
@@ -148,30 +149,30 @@ driver_calls! {
 /// On drop, it makes the thread's previous context current again. In an engine's process, the
 /// thread and its previous context belong to the engine.
 #[derive(Debug)]
-pub(super) struct Current {
+pub(super) struct CurrentContext {
     /// `None` if the context was already current.
     previous: Option<CUcontext>,
 }
 
-impl Current {
+impl CurrentContext {
     /// Makes `context` current.
     ///
     /// # Safety
     /// The context must exist as long as the returned value lives.
-    pub(super) unsafe fn enter(context: CUcontext) -> Result<Current, Error> {
+    pub(super) unsafe fn enter(context: CUcontext) -> Result<CurrentContext, Error> {
         let mut previous = ptr::null_mut();
         // SAFETY: the pointer refers to a local.
         unsafe { cuCtxGetCurrent(&raw mut previous)? };
         if previous == context {
-            return Ok(Current { previous: None });
+            return Ok(CurrentContext { previous: None });
         }
         // SAFETY: the caller guarantees that the context exists.
         unsafe { cuCtxSetCurrent(context)? };
-        Ok(Current { previous: Some(previous) })
+        Ok(CurrentContext { previous: Some(previous) })
     }
 }
 
-impl Drop for Current {
+impl Drop for CurrentContext {
     fn drop(&mut self) {
         let Some(previous) = self.previous else { return };
         // SAFETY: the thread had this context before, and this crate doesn't destroy the context.

@@ -1,17 +1,17 @@
 //! Shares device memory of one process with another process, by CUDA IPC, for [`crate::ipc`].
 //!
 //! The first process exports a range of its memory with [`Device::export`]. The caller brings the
-//! result, an [`Exported`], to the other process, which maps the range with [`Device::import`].
+//! result, an [`ExportedRange`], to the other process. [`Device::import`] maps the range there.
 //! CUDA IPC can't revoke a mapping. So the first process must free the memory only after the other
-//! process has dropped its [`Imported`].
+//! process has dropped its [`ImportedRange`]. This file copies and counts nothing.
 
-use super::{Device, Error, OpenGpu, Plain, Slice, at_most, driver};
+use super::{Device, DeviceSlice, DeviceValue, Error, OpenGpu, at_most, driver};
 use cudarc::driver::sys::{CUipcMem_flags_enum, CUipcMemHandle};
 use std::sync::Arc;
 
 /// A description of a range of device memory, with which another process can map the range.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Exported {
+pub struct ExportedRange {
     /// The driver's handle of the allocation that holds the range.
     pub handle: [u8; 64],
     /// Bytes from the beginning of the allocation to the range.
@@ -22,7 +22,7 @@ pub struct Exported {
 
 /// A mapped range of another process's device memory; closed on drop.
 #[derive(Debug)]
-pub struct Imported {
+pub struct ImportedRange {
     gpu: Arc<OpenGpu>,
     /// Address at which the whole allocation is mapped.
     base: u64,
@@ -36,7 +36,7 @@ impl Device {
     ///
     /// Memory mapped from handles (CUDA's virtual memory calls) has no IPC handle and gives
     /// [`Error::VmmBacked`]. The address is looked up, never dereferenced.
-    pub fn export(&self, address: u64, bytes: u64) -> Result<Exported, Error> {
+    pub fn export(&self, address: u64, bytes: u64) -> Result<ExportedRange, Error> {
         let _current = self.gpu.enter()?;
         let mut vmm_handle = 0;
         // SAFETY: the pointers refer to locals; the driver looks the address up in its own tables.
@@ -55,11 +55,11 @@ impl Device {
             driver::cuIpcGetMemHandle(&raw mut handle, base)?;
         }
         let handle = handle.reserved.map(i8::cast_unsigned);
-        Ok(Exported { handle, offset: address - base, bytes })
+        Ok(ExportedRange { handle, offset: address - base, bytes })
     }
 
     /// Maps a range that another process exported. A process can't open its own handle.
-    pub fn import(&self, exported: &Exported) -> Result<Imported, Error> {
+    pub fn import(&self, exported: &ExportedRange) -> Result<ImportedRange, Error> {
         let _current = self.gpu.enter()?;
         let handle = CUipcMemHandle { reserved: exported.handle.map(u8::cast_signed) };
         let flags = CUipcMem_flags_enum::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32;
@@ -67,7 +67,7 @@ impl Device {
         // SAFETY: the pointer refers to a local; the driver returns an error for an invalid handle.
         unsafe { driver::cuIpcOpenMemHandle_v2(&raw mut base, handle, flags)? };
         let (offset, bytes) = (exported.offset, exported.bytes);
-        let imported = Imported { gpu: Arc::clone(&self.gpu), base, offset, bytes };
+        let imported = ImportedRange { gpu: Arc::clone(&self.gpu), base, offset, bytes };
         let (mut start, mut mapped_bytes) = (0, 0);
         // SAFETY: the pointers refer to locals; the base was just mapped.
         unsafe { driver::cuMemGetAddressRange_v2(&raw mut start, &raw mut mapped_bytes, base)? };
@@ -76,22 +76,22 @@ impl Device {
     }
 }
 
-impl Imported {
+impl ImportedRange {
     /// Returns the range as values of type `T`.
     ///
     /// # Safety
     /// The exporter must free the memory only after `self` is dropped. The caller must not rely on
     /// values read while the exporter writes them.
-    pub unsafe fn slice<T: Plain>(&self) -> Result<Slice<'_, T>, Error> {
+    pub unsafe fn slice<T: DeviceValue>(&self) -> Result<DeviceSlice<'_, T>, Error> {
         let address = self.base + self.offset;
         let len = usize::try_from(self.bytes).unwrap_or(usize::MAX) / size_of::<T>();
         // SAFETY: mapped for that many bytes until `self` is dropped; the caller guarantees the
         // rest.
-        unsafe { Slice::foreign(address, len) }
+        unsafe { DeviceSlice::foreign(address, len) }
     }
 }
 
-impl Drop for Imported {
+impl Drop for ImportedRange {
     fn drop(&mut self) {
         // Wait first: a kernel may still be reading the mapping.
         let _ = self.gpu.synchronize();

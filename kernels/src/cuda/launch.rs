@@ -1,7 +1,8 @@
 //! Launches the page kernels on a GPU, for the methods of [`Device`] in `account.rs`.
 //!
 //! [`LaunchShape`] says how many blocks and threads a launch has. The shape changes the time that a
-//! kernel takes, not its result. The caller gives the kernel's parameters and answers for them.
+//! kernel takes, not its result. The callers in `account.rs` check the kernels' parameters; this
+//! file doesn't. A launch only enqueues the kernel.
 
 use super::{Device, Error, WARP, at_most, driver};
 use cudarc::driver::sys::CUlaunchConfig;
@@ -37,11 +38,11 @@ pub(super) enum Kernel {
 /// row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LaunchShape {
-    /// Threads per block.
+    /// The number of threads per block.
     threads: u32,
-    /// Page references of a row per thread, before the row gets another block.
+    /// The number of page references that a thread handles before the row gets another block.
     refs_per_thread: u32,
-    /// Blocks at most, per row or for work that isn't divided by rows.
+    /// The maximum number of blocks: per row, or in all for work that isn't divided by rows.
     pub(super) blocks_max: u32,
 }
 
@@ -71,15 +72,15 @@ impl LaunchShape {
 
     /// Returns the number of blocks for `items` items. A thread can work on several items.
     pub(super) fn blocks(self, items: u64) -> u32 {
-        let wanted = items.div_ceil(self.threads.into());
-        u32::try_from(wanted).unwrap_or(u32::MAX).min(self.blocks_max)
+        let blocks = items.div_ceil(self.threads.into());
+        u32::try_from(blocks).unwrap_or(u32::MAX).min(self.blocks_max)
     }
 
-    /// Returns the number of blocks per row if the longest row has `refs_row_max` page references.
-    /// All rows get the same number.
-    pub(super) fn blocks_per_row(self, refs_row_max: u32) -> u32 {
+    /// Returns the number of blocks per row. All rows get the same number. The longest row has
+    /// `refs_per_row_max` page references.
+    pub(super) fn blocks_per_row(self, refs_per_row_max: u32) -> u32 {
         let refs_per_block = self.threads.saturating_mul(self.refs_per_thread);
-        refs_row_max.div_ceil(refs_per_block).clamp(1, self.blocks_max)
+        refs_per_row_max.div_ceil(refs_per_block).clamp(1, self.blocks_max)
     }
 }
 

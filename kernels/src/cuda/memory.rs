@@ -1,13 +1,14 @@
 //! Manages the memory of the page kernels, on the device and on the host, and copies between both.
 //!
-//! - [`DeviceBuffer`] is memory on the device.
-//! - [`Slice`] is device memory for reading: a part of a buffer, or memory of an engine.
-//! - [`Pinned`] is page-locked host memory, which the device can copy while the host goes on.
-//! - [`Registered`] is page-locked host memory of another owner.
+//! - [`DeviceBuffer`] is memory on the device, owned by this crate.
+//! - [`DeviceSlice`] is device memory for reading: a part of a buffer, or memory of an engine.
+//! - [`PinnedBuffer`] is page-locked host memory, which the device can copy while the host goes on.
+//! - [`RegisteredMemory`] is page-locked host memory of another owner.
 //!
-//! Enqueued work runs later, on the device. The types here keep the host from memory that such work
-//! may still use. A [`Pinned`] can be read only after its copy is done. A drop waits for the work
-//! before it frees memory.
+//! Enqueued work runs later, on the device. The types here protect memory that enqueued work may
+//! still use: a [`PinnedBuffer`] can be read only after its copy is done, and a drop waits for the
+//! work before it frees the memory. `account.rs` and [`crate::account`] use these types. The
+//! kernels themselves are launched elsewhere.
 
 use super::{Device, Error, OpenGpu, StreamPoint, at_most, driver};
 use crate::reference::{LiveRow, SessionPages};
@@ -24,8 +25,8 @@ use std::{
 /// Bytes of a page of host memory. The driver locks whole pages, so two page-locked ranges must not
 /// share a page.
 const HOST_PAGE_BYTES: usize = 4096;
-/// Flags for page-locked memory: usable from every context, and mapped into the device's address
-/// space.
+/// Flags for page-locked memory: usable from every CUDA context (1), and mapped into the device's
+/// address space (2).
 const REGISTER_FLAGS: u32 = 0x1 | 0x2;
 
 /// A type whose values may be stored in device memory.
@@ -33,34 +34,37 @@ const REGISTER_FLAGS: u32 = 0x1 | 0x2;
 /// # Safety
 /// Every bit pattern must be a valid value. The layout must be that of the type in the kernels'
 /// C++.
-pub unsafe trait Plain: Copy + Default + std::fmt::Debug + Send + Sync + 'static {}
+pub unsafe trait DeviceValue:
+    Copy + Default + std::fmt::Debug + Send + Sync + 'static
+{
+}
 
 // SAFETY: integers.
-unsafe impl Plain for u8 {}
+unsafe impl DeviceValue for u8 {}
 // SAFETY: integers.
-unsafe impl Plain for u32 {}
+unsafe impl DeviceValue for u32 {}
 // SAFETY: integers.
-unsafe impl Plain for i32 {}
+unsafe impl DeviceValue for i32 {}
 // SAFETY: integers.
-unsafe impl Plain for u64 {}
+unsafe impl DeviceValue for u64 {}
 // SAFETY: integers.
-unsafe impl Plain for i64 {}
+unsafe impl DeviceValue for i64 {}
 // SAFETY: `repr(C)`, integers only, no padding.
-unsafe impl Plain for LiveRow {}
+unsafe impl DeviceValue for LiveRow {}
 // SAFETY: `repr(C)`, integers only, no padding.
-unsafe impl Plain for SessionPages {}
+unsafe impl DeviceValue for SessionPages {}
 
 /// A device allocation of `len` values; freed on drop, after the work that uses it.
 #[derive(Debug)]
-pub struct DeviceBuffer<T: Plain> {
+pub struct DeviceBuffer<T: DeviceValue> {
     gpu: Arc<OpenGpu>,
-    /// 0 if `len` is 0.
+    /// The device address; 0 if `len` is 0.
     address: CUdeviceptr,
     len: usize,
     item_type: PhantomData<T>,
 }
 
-impl<T: Plain> DeviceBuffer<T> {
+impl<T: DeviceValue> DeviceBuffer<T> {
     pub fn len(&self) -> usize {
         self.len
     }
@@ -75,8 +79,8 @@ impl<T: Plain> DeviceBuffer<T> {
     }
 
     /// Returns the whole buffer for reading.
-    pub fn slice(&self) -> Slice<'_, T> {
-        Slice { address: self.address, len: self.len, lifetime: PhantomData }
+    pub fn slice(&self) -> DeviceSlice<'_, T> {
+        DeviceSlice { address: self.address, len: self.len, lifetime: PhantomData }
     }
 
     fn bytes(&self) -> usize {
@@ -84,7 +88,7 @@ impl<T: Plain> DeviceBuffer<T> {
     }
 }
 
-impl<T: Plain> Drop for DeviceBuffer<T> {
+impl<T: DeviceValue> Drop for DeviceBuffer<T> {
     fn drop(&mut self) {
         if self.len == 0 {
             return;
@@ -100,13 +104,13 @@ impl<T: Plain> Drop for DeviceBuffer<T> {
 
 /// Device memory for reading: a part of a [`DeviceBuffer`], or memory of another owner.
 #[derive(Clone, Copy, Debug)]
-pub struct Slice<'a, T: Plain> {
+pub struct DeviceSlice<'a, T: DeviceValue> {
     address: CUdeviceptr,
     len: usize,
     lifetime: PhantomData<&'a [T]>,
 }
 
-impl<'a, T: Plain> Slice<'a, T> {
+impl<'a, T: DeviceValue> DeviceSlice<'a, T> {
     /// Makes a slice of device memory of another owner, such as an engine's tensor. If the address
     /// is null, `len` must be 0.
     ///
@@ -114,13 +118,13 @@ impl<'a, T: Plain> Slice<'a, T> {
     /// On the device that reads the slice, `len` values must lie at `address` and stay there for
     /// `'a`, and until all work enqueued during `'a` is done. The caller must cope with values that
     /// change meanwhile.
-    pub unsafe fn foreign(address: u64, len: usize) -> Result<Slice<'a, T>, Error> {
+    pub unsafe fn foreign(address: u64, len: usize) -> Result<DeviceSlice<'a, T>, Error> {
         if !address.is_multiple_of(align_of::<T>() as u64) {
             return Err(Error::Misaligned("foreign memory"));
         }
         let limit = if address == 0 { 0 } else { isize::MAX as u64 / size_of::<T>() as u64 };
         at_most("foreign values", len as u64, limit)?;
-        Ok(Slice { address, len, lifetime: PhantomData })
+        Ok(DeviceSlice { address, len, lifetime: PhantomData })
     }
 
     pub fn len(&self) -> usize {
@@ -136,16 +140,16 @@ impl<'a, T: Plain> Slice<'a, T> {
     }
 
     /// Returns the `len` values from `start`, or an error if the slice is shorter.
-    pub fn part(&self, start: usize, len: usize) -> Result<Slice<'a, T>, Error> {
+    pub fn part(&self, start: usize, len: usize) -> Result<DeviceSlice<'a, T>, Error> {
         at_most("a slice's end", start.saturating_add(len) as u64, self.len as u64)?;
         let address = self.address + (start * size_of::<T>()) as u64;
-        Ok(Slice { address, len, lifetime: PhantomData })
+        Ok(DeviceSlice { address, len, lifetime: PhantomData })
     }
 }
 
 /// Page-locked host memory; copies between it and the device never block the caller.
 #[derive(Debug)]
-pub struct Pinned<T: Plain> {
+pub struct PinnedBuffer<T: DeviceValue> {
     gpu: Arc<OpenGpu>,
     memory: NonNull<T>,
     len: usize,
@@ -153,12 +157,12 @@ pub struct Pinned<T: Plain> {
     copy_end: Option<StreamPoint>,
 }
 
-// SAFETY: `Pinned` owns its memory.
-unsafe impl<T: Plain> Send for Pinned<T> {}
-// SAFETY: `&Pinned` only allows reading.
-unsafe impl<T: Plain> Sync for Pinned<T> {}
+// SAFETY: `PinnedBuffer` owns its memory.
+unsafe impl<T: DeviceValue> Send for PinnedBuffer<T> {}
+// SAFETY: `&PinnedBuffer` only allows reading.
+unsafe impl<T: DeviceValue> Sync for PinnedBuffer<T> {}
 
-impl<T: Plain> Pinned<T> {
+impl<T: DeviceValue> PinnedBuffer<T> {
     /// Returns the layout of an allocation for `len` values, in whole pages of host memory.
     fn layout(len: usize) -> Layout {
         let bytes = (len * size_of::<T>()).next_multiple_of(HOST_PAGE_BYTES).max(HOST_PAGE_BYTES);
@@ -195,7 +199,7 @@ impl<T: Plain> Pinned<T> {
     }
 }
 
-impl<T: Plain> Drop for Pinned<T> {
+impl<T: DeviceValue> Drop for PinnedBuffer<T> {
     fn drop(&mut self) {
         if !self.is_idle().unwrap_or(false) {
             let _ = self.gpu.synchronize();
@@ -204,32 +208,32 @@ impl<T: Plain> Drop for Pinned<T> {
             // SAFETY: registered once, and no copy is in progress.
             let _ = unsafe { driver::cuMemHostUnregister(self.memory.as_ptr().cast()) };
         }
-        // SAFETY: allocated with the layout for the same length.
+        // SAFETY: allocated with the layout of the same length.
         unsafe { dealloc(self.memory.as_ptr().cast(), Self::layout(self.len)) };
     }
 }
 
 /// Host memory of the caller that is page-locked while this value lives.
 #[derive(Debug)]
-pub struct Registered {
+pub struct RegisteredMemory {
     gpu: Arc<OpenGpu>,
     host: *mut c_void,
     device_address: u64,
 }
 
 // SAFETY: the pointer is only passed to the driver, never dereferenced here.
-unsafe impl Send for Registered {}
+unsafe impl Send for RegisteredMemory {}
 // SAFETY: as above.
-unsafe impl Sync for Registered {}
+unsafe impl Sync for RegisteredMemory {}
 
-impl Registered {
+impl RegisteredMemory {
     /// Returns the address at which the device sees the first byte.
     pub fn device_address(&self) -> u64 {
         self.device_address
     }
 }
 
-impl Drop for Registered {
+impl Drop for RegisteredMemory {
     fn drop(&mut self) {
         let _ = self.gpu.synchronize();
         if let Ok(_current) = self.gpu.enter() {
@@ -242,7 +246,7 @@ impl Drop for Registered {
 impl Device {
     /// Allocates device memory for `len` values. Later work on the device's stream sees them as
     /// zero.
-    pub fn alloc<T: Plain>(&self, len: usize) -> Result<DeviceBuffer<T>, Error> {
+    pub fn alloc<T: DeviceValue>(&self, len: usize) -> Result<DeviceBuffer<T>, Error> {
         at_most("values to allocate", len as u64, isize::MAX as u64 / size_of::<T>() as u64)?;
         let gpu = Arc::clone(&self.gpu);
         let mut buffer = DeviceBuffer { gpu, address: 0, len: 0, item_type: PhantomData };
@@ -258,10 +262,10 @@ impl Device {
     }
 
     /// Allocates page-locked host memory for `len` values, all zero.
-    pub fn pinned<T: Plain>(&self, len: usize) -> Result<Pinned<T>, Error> {
+    pub fn pinned<T: DeviceValue>(&self, len: usize) -> Result<PinnedBuffer<T>, Error> {
         let bytes_max = isize::MAX as u64 / 2;
         at_most("page-locked values", len as u64, bytes_max / size_of::<T>() as u64)?;
-        let layout = Pinned::<T>::layout(len);
+        let layout = PinnedBuffer::<T>::layout(len);
         // SAFETY: the layout's size isn't zero.
         let memory = unsafe { alloc_zeroed(layout) };
         let Some(memory) = NonNull::new(memory.cast::<T>()) else { handle_alloc_error(layout) };
@@ -277,7 +281,7 @@ impl Device {
             unsafe { dealloc(memory.as_ptr().cast(), layout) };
             return Err(error);
         }
-        Ok(Pinned { gpu: Arc::clone(&self.gpu), memory, len, copy_end: None })
+        Ok(PinnedBuffer { gpu: Arc::clone(&self.gpu), memory, len, copy_end: None })
     }
 
     /// Page-locks host memory of the caller, so that streams can write to it.
@@ -285,13 +289,13 @@ impl Device {
     /// # Safety
     /// `bytes` bytes must lie at `host` and stay there until the result is dropped. None of their
     /// pages may be registered already.
-    pub unsafe fn register(&self, host: *mut u8, bytes: usize) -> Result<Registered, Error> {
+    pub unsafe fn register(&self, host: *mut u8, bytes: usize) -> Result<RegisteredMemory, Error> {
         let _current = self.gpu.enter()?;
         let host = host.cast::<c_void>();
         // SAFETY: guaranteed by the caller.
         unsafe { driver::cuMemHostRegister_v2(host, bytes, REGISTER_FLAGS)? };
         let gpu = Arc::clone(&self.gpu);
-        let mut registered = Registered { gpu, host, device_address: 0 };
+        let mut registered = RegisteredMemory { gpu, host, device_address: 0 };
         // SAFETY: the pointer refers to a local, and the memory was just registered.
         unsafe {
             driver::cuMemHostGetDevicePointer_v2(&raw mut registered.device_address, host, 0)?;
@@ -300,7 +304,11 @@ impl Device {
     }
 
     /// Sets every byte of `buffer` to `byte`. Only enqueues the work.
-    pub fn fill<T: Plain>(&self, buffer: &mut DeviceBuffer<T>, byte: u8) -> Result<(), Error> {
+    pub fn fill<T: DeviceValue>(
+        &self,
+        buffer: &mut DeviceBuffer<T>,
+        byte: u8,
+    ) -> Result<(), Error> {
         if buffer.is_empty() {
             return Ok(());
         }
@@ -309,10 +317,11 @@ impl Device {
         unsafe { driver::cuMemsetD8Async(buffer.address, byte, buffer.bytes(), self.gpu.stream) }
     }
 
-    /// Copies the first `count` values of `from` to the beginning of `to`. Only enqueues.
-    pub fn send<T: Plain>(
+    /// Copies the first `count` values of `from` to the beginning of `to`, from the host to the
+    /// device. Only enqueues.
+    pub fn send<T: DeviceValue>(
         &self,
-        from: &mut Pinned<T>,
+        from: &mut PinnedBuffer<T>,
         count: usize,
         to: &mut DeviceBuffer<T>,
     ) -> Result<(), Error> {
@@ -324,12 +333,13 @@ impl Device {
         })
     }
 
-    /// Copies the first `count` values of `from` to the beginning of `to`. Only enqueues.
-    pub fn fetch<T: Plain>(
+    /// Copies the first `count` values of `from` to the beginning of `to`, from the device to the
+    /// host. Only enqueues.
+    pub fn fetch<T: DeviceValue>(
         &self,
-        from: Slice<'_, T>,
+        from: DeviceSlice<'_, T>,
         count: usize,
-        to: &mut Pinned<T>,
+        to: &mut PinnedBuffer<T>,
     ) -> Result<(), Error> {
         at_most("values to fetch", count as u64, from.len.min(to.len) as u64)?;
         self.enqueue_copy(to, count, |host, bytes, stream| {
@@ -340,9 +350,9 @@ impl Device {
     }
 
     /// Copies all of `from` to the beginning of `to`, on the device. Only enqueues.
-    pub fn copy<T: Plain>(
+    pub fn copy<T: DeviceValue>(
         &self,
-        from: Slice<'_, T>,
+        from: DeviceSlice<'_, T>,
         to: &mut DeviceBuffer<T>,
     ) -> Result<(), Error> {
         at_most("values to copy", from.len as u64, to.len as u64)?;
@@ -358,9 +368,9 @@ impl Device {
 
     /// Calls `copy`, which enqueues a copy of `count` values from or to `host`, and records the
     /// point in the stream behind that copy.
-    fn enqueue_copy<T: Plain>(
+    fn enqueue_copy<T: DeviceValue>(
         &self,
-        host: &mut Pinned<T>,
+        host: &mut PinnedBuffer<T>,
         count: usize,
         copy: impl FnOnce(*mut c_void, usize, cudarc::driver::sys::CUstream) -> Result<(), Error>,
     ) -> Result<(), Error> {
@@ -376,7 +386,7 @@ impl Device {
     }
 
     /// Copies `values` to the beginning of `buffer`, and waits for the end of the copy.
-    pub fn upload<T: Plain>(
+    pub fn upload<T: DeviceValue>(
         &self,
         buffer: &mut DeviceBuffer<T>,
         values: &[T],
@@ -396,7 +406,7 @@ impl Device {
     }
 
     /// Waits for the work enqueued so far, and returns the values that `slice` then has.
-    pub fn download<T: Plain>(&self, slice: Slice<'_, T>) -> Result<Vec<T>, Error> {
+    pub fn download<T: DeviceValue>(&self, slice: DeviceSlice<'_, T>) -> Result<Vec<T>, Error> {
         let mut values = vec![T::default(); slice.len];
         if slice.is_empty() {
             return Ok(values);

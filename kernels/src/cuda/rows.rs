@@ -1,9 +1,11 @@
 //! Puts the live rows of a snapshot on the device, and checks them so that kernels can trust them.
 //!
 //! A live row is a row of the engine's table `req_to_token` that a request or session uses. The
-//! entries of the rows, which name the pages, are not read here.
+//! input is a list of [`LiveRow`]s, each with its row number, length and session. The output is a
+//! [`LiveRows`], which the kernels in `account.rs` get. This file doesn't read the rows' entries,
+//! which name the pages; the kernel `kv_gather_pages` does.
 
-use super::{Device, DeviceBuffer, Error, Pinned, WARP, at_most};
+use super::{Device, DeviceBuffer, Error, PinnedBuffer, WARP, at_most};
 use crate::reference::{LiveRow, OWNER_SHARED};
 
 /// Base-2 logarithm of the largest page size. A token slot is a positive `i32`.
@@ -20,7 +22,7 @@ pub struct PoolSize {
 
 impl PoolSize {
     /// Returns the number of `u32` words in a bitmap of the pool's pages.
-    pub fn words(self) -> usize {
+    pub fn bitmap_words(self) -> usize {
         self.npages.div_ceil(WARP) as usize
     }
 }
@@ -30,26 +32,26 @@ impl PoolSize {
 pub struct LiveRows {
     pub(super) rows: DeviceBuffer<LiveRow>,
     /// Host memory from which the rows are copied to the device.
-    staging: Pinned<LiveRow>,
+    staging: PinnedBuffer<LiveRow>,
     pub(super) count: u32,
-    /// The length of these rows' page list.
-    pub(super) list_len: u32,
-    /// The number of page references of the longest row.
-    pub(super) refs_row_max: u32,
+    /// The length of these rows' page list, which has an entry per page of each row.
+    pub(super) page_list_len: u32,
+    /// The number of pages of the longest row.
+    pub(super) refs_per_row_max: u32,
     /// The highest session number plus one.
-    pub(super) sessions: u32,
+    pub(super) session_numbers_end: u32,
     pub(super) pool: PoolSize,
 }
 
 impl LiveRows {
     /// Returns the length of these rows' page list; see [`crate::reference::gather_pages`].
-    pub fn list_len(&self) -> usize {
-        self.list_len as usize
+    pub fn page_list_len(&self) -> usize {
+        self.page_list_len as usize
     }
 
     /// Returns the highest session number plus one.
-    pub fn sessions(&self) -> usize {
-        self.sessions as usize
+    pub fn session_numbers_end(&self) -> usize {
+        self.session_numbers_end as usize
     }
 
     pub fn pool(&self) -> PoolSize {
@@ -65,9 +67,9 @@ impl Device {
             rows: self.alloc(rows_max)?,
             staging: self.pinned(rows_max)?,
             count: 0,
-            list_len: 0,
-            refs_row_max: 0,
-            sessions: 0,
+            page_list_len: 0,
+            refs_per_row_max: 0,
+            session_numbers_end: 0,
             pool: PoolSize { page_shift: 0, npages: 0 },
         })
     }
@@ -88,23 +90,23 @@ impl Device {
     ) -> Result<(), Error> {
         at_most("page shift", pool.page_shift.into(), PAGE_SHIFT_MAX.into())?;
         at_most("live rows", rows.len() as u64, live.rows.len() as u64)?;
-        let (mut list_len, mut refs_row_max, mut sessions) = (0, 0, 0);
+        let (mut page_list_len, mut refs_per_row_max, mut session_numbers_end) = (0, 0, 0);
         for row in rows {
             let pages = row.pages(pool.page_shift);
-            if row.list_start < list_len {
+            if row.list_start < page_list_len {
                 return Err(Error::OverlappingRows);
             }
-            list_len = row.list_start.checked_add(pages).ok_or(Error::OverlappingRows)?;
-            refs_row_max = pages.max(refs_row_max);
+            page_list_len = row.list_start.checked_add(pages).ok_or(Error::OverlappingRows)?;
+            refs_per_row_max = pages.max(refs_per_row_max);
             at_most("session number", row.session.into(), u64::from(OWNER_SHARED) - 1)?;
-            sessions = sessions.max(row.session + 1);
+            session_numbers_end = session_numbers_end.max(row.session + 1);
         }
         let staging = live.staging.get_mut()?.ok_or(Error::CopyInFlight)?;
         staging[..rows.len()].copy_from_slice(rows);
         self.send(&mut live.staging, rows.len(), &mut live.rows)?;
         live.count = u32::try_from(rows.len()).expect("`live_rows` bounds it");
-        (live.list_len, live.refs_row_max) = (list_len, refs_row_max);
-        (live.sessions, live.pool) = (sessions, pool);
+        (live.page_list_len, live.refs_per_row_max) = (page_list_len, refs_per_row_max);
+        (live.session_numbers_end, live.pool) = (session_numbers_end, pool);
         Ok(())
     }
 }

@@ -3,7 +3,7 @@
 use crate::{Options, device, say};
 use anyhow::Context;
 use kernels::{
-    cuda::{DeviceBuffer, Exported},
+    cuda::{DeviceBuffer, ExportedRange},
     ipc::{Error, RemoteAuditor},
 };
 use std::{
@@ -156,13 +156,13 @@ fn wait() {
     let _ = std::io::copy(&mut std::io::stdin().lock(), &mut std::io::sink());
 }
 
-fn written(exported: &Exported) -> String {
+fn written(exported: &ExportedRange) -> String {
     let handle: String = exported.handle.iter().map(|byte| format!("{byte:02x}")).collect();
     format!("{handle} {} {}", exported.offset, exported.bytes)
 }
 
 /// Parses the line that an exporter wrote: the handle in hex, offset, bytes.
-pub(crate) fn read(line: &str) -> anyhow::Result<Exported> {
+pub(crate) fn read(line: &str) -> anyhow::Result<ExportedRange> {
     let mut words = line.split(' ');
     let mut word = || words.next().context("an export has three words");
     let hex = word()?;
@@ -171,5 +171,5 @@ pub(crate) fn read(line: &str) -> anyhow::Result<Exported> {
     let bytes = (0..64).map(byte).collect::<Result<Vec<u8>, _>>()?;
     let mut handle = [0; 64];
     handle.copy_from_slice(&bytes);
-    Ok(Exported { handle, offset: word()?.parse()?, bytes: word()?.parse()? })
+    Ok(ExportedRange { handle, offset: word()?.parse()?, bytes: word()?.parse()? })
 }

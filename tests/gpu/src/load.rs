@@ -237,7 +237,7 @@ fn audit_inside(
             thread::sleep(Duration::from_millis(1));
         }
         let report = accountant.finish(&now)?;
-        anyhow::ensure!(report.alarms() == 0, "the pool is sound: {:?}", report.findings);
+        anyhow::ensure!(report.fault_count() == 0, "the pool is sound: {:?}", report.findings);
         audits += 1;
         next += Duration::from_secs_f64(1.0 / rate);
         while !stop.load(Ordering::Relaxed) && Instant::now() < next {

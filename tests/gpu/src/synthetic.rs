@@ -3,8 +3,8 @@
 use anyhow::Context;
 use fastrand::Rng;
 use kernels::{
-    account::{self, List, PoolBuffer, Row},
-    cuda::{Device, DeviceBuffer, KvBuffer, KvBuffers, PoolSize, Slice},
+    account::{self, IdList, PoolBuffer, SnapshotRow},
+    cuda::{Device, DeviceBuffer, DeviceSlice, KvBuffer, KvBuffers, PoolSize},
     reference::{LiveRow, lay_out},
     table::TableRow,
 };
@@ -138,16 +138,16 @@ impl Synthetic {
     }
 
     /// Returns the free list and the tree in the accountant's form.
-    pub(crate) fn lists(&self) -> [List; 2] {
-        [self.free.slice(), self.tree.slice()].map(|ids: Slice<'_, i64>| {
+    pub(crate) fn lists(&self) -> [IdList; 2] {
+        [self.free.slice(), self.tree.slice()].map(|ids: DeviceSlice<'_, i64>| {
             // SAFETY: the lists never change, and callers keep `self` longer than the audit.
-            unsafe { List::new(ids.address(), ids.len() as u64) }
+            unsafe { IdList::new(ids.address(), ids.len() as u64) }
         })
     }
 
     /// Returns the live rows for a snapshot.
-    pub(crate) fn snapshot_rows(&self) -> Vec<Row> {
-        let row = |live: &LiveRow| Row {
+    pub(crate) fn snapshot_rows(&self) -> Vec<SnapshotRow> {
+        let row = |live: &LiveRow| SnapshotRow {
             row: live.row,
             len: live.len,
             session: live.session,

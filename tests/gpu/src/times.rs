@@ -6,7 +6,7 @@ use crate::{
     device::{self, median},
     synthetic::{Held, Size, Synthetic},
 };
-use kernels::cuda::{Device, DeviceBuffer, DeviceTable, Slice};
+use kernels::cuda::{Device, DeviceBuffer, DeviceSlice, DeviceTable};
 use serde_json::json;
 use std::time::Duration;
 
@@ -71,9 +71,12 @@ fn kernels(device: &Device, on: &Synthetic, times: usize) -> anyhow::Result<Vec<
     let mut bad = device.alloc(1)?;
     let mut marks = device.marks(pool.npages)?;
     let (mut free, mut tree) = (device.page_set(pool)?, device.page_set(pool)?);
-    let [mut claimed, mut referenced, mut shared] =
-        [device.alloc(pool.words())?, device.alloc(pool.words())?, device.alloc(pool.words())?];
-    let mut sessions = device.alloc(live.sessions())?;
+    let [mut claimed, mut referenced, mut shared] = [
+        device.alloc(pool.bitmap_words())?,
+        device.alloc(pool.bitmap_words())?,
+        device.alloc(pool.bitmap_words())?,
+    ];
+    let mut sessions = device.alloc(live.session_numbers_end())?;
     let mut classified = device.alloc(1)?;
     let kv = on.kv_buffers(device)?;
     let mut digests = device.alloc(on.refs())?;
@@ -86,7 +89,7 @@ fn kernels(device: &Device, on: &Synthetic, times: usize) -> anyhow::Result<Vec<
     add("kv_gather_pages", (sector + 4) * refs, took);
     let took = median(device, times, || device.mark(&live, &staged, &mut marks))?;
     add("kv_mark", 8 * pages + 4 * refs, took);
-    let mut list = |ids: Slice<'_, i64>, shift| {
+    let mut list = |ids: DeviceSlice<'_, i64>, shift| {
         median(device, times, || {
             device.clear_set(&mut free)?;
             device.list_to_set(ids, shift, pool, &mut free)
@@ -97,7 +100,7 @@ fn kernels(device: &Device, on: &Synthetic, times: usize) -> anyhow::Result<Vec<
     add("kv_list_to_bitmap, tree", 8 * slots, list(on.tree.slice(), pool.page_shift)?);
     device.list_to_set(on.tree.slice(), pool.page_shift, pool, &mut tree)?;
     let took = median(device, times, || {
-        device.session(&live, &staged, &marks, Some(&tree), &mut claimed, &mut sessions)
+        device.session_pages(&live, &staged, &marks, Some(&tree), &mut claimed, &mut sessions)
     })?;
     add("kv_session", 12 * refs, took);
     let took =
