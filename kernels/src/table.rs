@@ -10,22 +10,23 @@
 //! - After the last change, the step's table is written into the ring, and then the word `done` is
 //!   set to the step's epoch.
 //!
-//! If a GPU makes the changes, its stream writes the two words, in the order of its work.
+//! If a GPU makes the changes, the GPU's stream writes the two words, in the order of its work.
 //!
 //! A reader takes the table of a step that is done, and copies the rows that this table lists. Then
 //! it reads `begun`. If no later step has begun, no row changed during the copy. Otherwise the
 //! reader waits for the table of the step that has begun, or for a newer table. A row whose version
 //! differs there may have changed, and all other rows did not.
 //!
-//! The table has no page ids. [`crate::ipc`] reads those from `req_to_token`.
+//! `layout` defines the file's bytes, `writer` writes the file and `reader` reads it. The table has
+//! no page ids. `crate::ipc` uses the table, and reads the page ids from `req_to_token`.
 
 mod layout;
 mod reader;
 mod writer;
 
 pub use layout::{Export, PoolFacts, ROWS_MAX, TableRow};
-pub use reader::Reader;
-pub use writer::{Step, Writer};
+pub use reader::TableReader;
+pub use writer::{Step, TableWriter};
 
 /// Why the file of tables can't be made, opened, written or read.
 #[derive(Debug, thiserror::Error)]

@@ -9,10 +9,10 @@
 use cuda_fake::{ALL_STREAMS, Fake};
 use fastrand::Rng;
 use kernels::{
-    account::{Accountant, Pool, RequestTable, Row, Snapshot, Stream},
-    cuda::{self, Device, DeviceBuffer, Exported, Imported},
+    account::{Accountant, Pool, RequestTable, Snapshot, SnapshotRow, Stream},
+    cuda::{self, Device, DeviceBuffer, ExportedRange, ImportedRange},
     ipc::{Error, Publisher, RemoteAuditor, RemoteReport},
-    table::{self, Reader, TableRow},
+    table::{self, TableReader, TableRow},
 };
 use std::{
     collections::BTreeMap,
@@ -267,18 +267,19 @@ enum Look {
 struct Lax {
     look: Look,
     accountant: Accountant,
-    _imported: Imported,
-    reader: Reader,
+    _imported: ImportedRange,
+    reader: TableReader,
     rows: Vec<TableRow>,
 }
 
 impl Lax {
     fn open(path: &Path, look: Look) -> Self {
-        let reader = Reader::open(path).expect("the engine has made it");
+        let reader = TableReader::open(path).expect("the engine has made it");
         let export = reader.facts().export.clone().expect("the memory is shared");
         let (handle, offset, bytes) = (export.handle, export.offset, export.bytes);
         let device = device();
-        let imported = device.import(&Exported { handle, offset, bytes }).expect("it is exported");
+        let imported =
+            device.import(&ExportedRange { handle, offset, bytes }).expect("it is exported");
         // SAFETY: only the address is taken.
         let addr = unsafe { imported.slice::<i32>() }.expect("it is aligned").address();
         let accountant = Accountant::device(pool(addr), device).expect("there is room");
@@ -286,8 +287,8 @@ impl Lax {
     }
 
     fn begin(&mut self) {
-        self.rows = self.reader.table(self.reader.done()).expect("the engine waits for us");
-        let row = |row: &TableRow| Row {
+        self.rows = self.reader.table(self.reader.done_epoch()).expect("the engine waits for us");
+        let row = |row: &TableRow| SnapshotRow {
             row: row.row,
             len: row.len,
             session: row.session,
@@ -295,7 +296,7 @@ impl Lax {
             protected_tokens: None,
             version: row.version,
         };
-        let rows: Vec<Row> = self.rows.iter().map(row).collect();
+        let rows: Vec<SnapshotRow> = self.rows.iter().map(row).collect();
         let keys: Vec<u64> = self.rows.iter().map(|row| row.key).collect();
         let snapshot = Snapshot {
             rows: &rows,
@@ -312,7 +313,9 @@ impl Lax {
         while !self.accountant.is_ready().expect("the driver works") {}
         let now = match self.look {
             Look::Never => self.rows.clone(),
-            Look::AtDone => self.reader.table(self.reader.done()).expect("the engine waits for us"),
+            Look::AtDone => {
+                self.reader.table(self.reader.done_epoch()).expect("the engine waits for us")
+            }
         };
         let now: Vec<(u32, u64)> = now.iter().map(|row| (row.row, row.version)).collect();
         let report = self.accountant.finish(&now).expect("the driver works");
@@ -330,7 +333,7 @@ fn idle() {
         remote.begin().expect("a step is done");
         let audited = finish(&mut remote);
         assert_eq!((audited.epoch, audited.report.rows, audited.report.rows_changed), (1, ROWS, 0));
-        assert_eq!((torn(&audited), audited.report.alarms()), (0, 0));
+        assert_eq!((torn(&audited), audited.report.fault_count()), (0, 0));
         let held: u64 = (0..ROWS).map(|row| account(row, 1).0).sum();
         assert_eq!(audited.report.held_pages, held);
     }

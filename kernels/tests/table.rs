@@ -1,6 +1,6 @@
 //! The row table in shared memory: a reader gets complete tables of the step it asks for.
 
-use kernels::table::{Error, Export, PoolFacts, Reader, TableRow, Writer};
+use kernels::table::{Error, Export, PoolFacts, TableReader, TableRow, TableWriter};
 use std::{fs, thread};
 use tempfile::TempDir;
 
@@ -28,17 +28,17 @@ fn what_the_engine_says_is_read() {
         uuid: std::array::from_fn(|i| 255 - u8::try_from(i).expect("small")),
     };
     for facts in [facts(None), facts(Some(export))] {
-        let mut writer = Writer::create(&path, &facts, 4, 40).expect("the folder is ours");
-        let reader = Reader::open(&path).expect("it was made a moment ago");
+        let mut writer = TableWriter::create(&path, &facts, 4, 40).expect("the folder is ours");
+        let reader = TableReader::open(&path).expect("it was made a moment ago");
         assert_eq!(reader.facts(), &facts);
-        assert_eq!((reader.begun(), reader.done(), reader.newest()), (0, 0, 0));
+        assert_eq!((reader.begun_epoch(), reader.done_epoch(), reader.newest_epoch()), (0, 0, 0));
         for epoch in 1..20 {
             let step = writer.begin_step();
             writer.set_begun(step);
-            assert_eq!((reader.begun(), reader.newest()), (epoch, epoch - 1));
+            assert_eq!((reader.begun_epoch(), reader.newest_epoch()), (epoch, epoch - 1));
             writer.publish(step, &rows(epoch)).expect("there is room");
             writer.set_done(step);
-            assert_eq!((reader.done(), reader.newest()), (epoch, epoch));
+            assert_eq!((reader.done_epoch(), reader.newest_epoch()), (epoch, epoch));
             let there: Vec<u64> = (0..30).filter(|&e| reader.table(e).is_some()).collect();
             let want: Vec<u64> = (epoch.saturating_sub(3).max(1)..=epoch).collect();
             assert_eq!(there, want, "the ring keeps the last four");
@@ -49,7 +49,7 @@ fn what_the_engine_says_is_read() {
         assert!(matches!(error, Err(Error::TooManyRows { rows: 41, rows_max: 40 })));
         drop(writer);
         assert!(matches!(reader.check(), Err(Error::Closed)));
-        assert!(matches!(Reader::open(&path), Err(Error::File(..))), "it is gone");
+        assert!(matches!(TableReader::open(&path), Err(Error::File(..))), "it is gone");
     }
 }
 
@@ -58,10 +58,10 @@ fn files_that_are_no_table_are_refused() {
     let folder = TempDir::new().expect("there is room for temporary files");
     let path = folder.path().join("rows");
     for shape in [(1, 10), (65, 10), (4, 0), (4, 1 << 17)] {
-        let made = Writer::create(&path, &facts(None), shape.0, shape.1);
+        let made = TableWriter::create(&path, &facts(None), shape.0, shape.1);
         assert!(matches!(made, Err(Error::RingSize { .. })), "{shape:?}");
     }
-    let writer = Writer::create(&path, &facts(None), 4, 100).expect("the folder is ours");
+    let writer = TableWriter::create(&path, &facts(None), 4, 100).expect("the folder is ours");
     let whole = fs::read(&path).expect("it is there");
     let other = folder.path().join("other");
     let mut damaged = vec![vec![], vec![0; 64], whole[..4095].to_vec(), vec![0; whole.len()]];
@@ -74,7 +74,7 @@ fn files_that_are_no_table_are_refused() {
     }
     for (case, bytes) in damaged.iter().enumerate() {
         fs::write(&other, bytes).expect("the folder is ours");
-        let error = Reader::open(&other).expect_err("it is no table");
+        let error = TableReader::open(&other).expect_err("it is no table");
         assert!(matches!(error, Error::UnknownFormat | Error::File(..)), "case {case}: {error}");
     }
     drop(writer);
@@ -84,14 +84,14 @@ fn files_that_are_no_table_are_refused() {
 fn no_table_is_half_old_and_half_new() {
     let folder = TempDir::new().expect("there is room for temporary files");
     let path = folder.path().join("rows");
-    let mut writer = Writer::create(&path, &facts(None), 2, 40).expect("the folder is ours");
-    let reader = Reader::open(&path).expect("it was made a moment ago");
+    let mut writer = TableWriter::create(&path, &facts(None), 2, 40).expect("the folder is ours");
+    let reader = TableReader::open(&path).expect("it was made a moment ago");
     thread::scope(|scope| {
         let read = scope.spawn(move || {
             let (mut seen, mut last) = (0, 0);
             // Reads until the writer is gone.
             while reader.check().is_ok() || seen == 0 {
-                let epoch = reader.newest();
+                let epoch = reader.newest_epoch();
                 assert!(epoch >= last, "time goes on");
                 last = epoch;
                 if let Some(table) = reader.table(epoch) {

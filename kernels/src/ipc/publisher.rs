@@ -1,15 +1,16 @@
 //! Publishes an engine's live rows and their table `req_to_token` for audits by the agent.
 //!
-//! [`Publisher`] runs in the engine's process. It exports `req_to_token` once by CUDA IPC. For each
-//! step of the scheduler it writes a table of the live rows into a shared file, and two words say
-//! which step has begun and which is done. [`crate::table`] explains the file, the words and a
-//! step's epoch.
+//! [`Publisher`] runs in the engine's process, called by the C library (`capi`). It exports
+//! `req_to_token` once by CUDA IPC. For each step of the scheduler, it writes a table of the live
+//! rows into a shared file. Two words in the file, `begun` and `done`, say which step has begun and
+//! which is done. [`crate::table`] explains the file, the words and a step's epoch (its number).
+//! The agent reads the file with [`super::RemoteAuditor`]. This file makes no audit.
 
 use super::Error;
 use crate::{
     account::Pool,
-    cuda::{Device, Registered},
-    table::{Export, PoolFacts, Step, TableRow, Writer},
+    cuda::{Device, RegisteredMemory},
+    table::{Export, PoolFacts, Step, TableRow, TableWriter},
 };
 use std::path::Path;
 
@@ -22,13 +23,13 @@ pub struct Publisher {
     // Fields are dropped in this order. `words` must be dropped before `writer`, which has the
     // mapping that `words` has registered.
     words: StepWords,
-    writer: Writer,
+    writer: TableWriter,
     /// The step that has begun and not ended.
     open_step: Option<Step>,
 }
 
-/// How `begun` and `done` are written. Whoever changes `req_to_token` must write them: this process
-/// or a CUDA stream. Only then are they in order with the changes.
+/// How the words `begun` and `done` are written. If a CUDA stream changes `req_to_token`, then the
+/// stream must also write the words, so that they are in order with the changes.
 #[derive(Debug)]
 enum StepWords {
     /// This process writes the words.
@@ -36,7 +37,7 @@ enum StepWords {
     /// A CUDA stream writes the words, in the order of its work.
     Stream {
         /// The memory page with the words, registered with the device.
-        registered: Registered,
+        registered: RegisteredMemory,
         device: Device,
         /// The newest stream that was told to write a word.
         newest_stream: Option<u64>,
@@ -51,7 +52,7 @@ impl Publisher {
     /// # Errors
     /// When the file can't be created, or a size is out of bounds.
     pub fn host(pool: &Pool, path: &Path, tables: u32, rows_max: u32) -> Result<Self, Error> {
-        let writer = Writer::create(path, &pool_facts(pool, None), tables, rows_max)?;
+        let writer = TableWriter::create(path, &pool_facts(pool, None), tables, rows_max)?;
         Ok(Self { words: StepWords::Host, writer, open_step: None })
     }
 
@@ -77,10 +78,11 @@ impl Publisher {
             bytes: exported.bytes,
             uuid: device.uuid()?,
         };
-        let writer = Writer::create(path, &pool_facts(pool, Some(export)), tables, rows_max)?;
+        let writer = TableWriter::create(path, &pool_facts(pool, Some(export)), tables, rows_max)?;
         // SAFETY: the page is the beginning of the writer's own mapping, and `Publisher` keeps the
         // writer longer than the registration.
-        let registered = unsafe { device.register(writer.head_page(), Writer::HEAD_BYTES)? };
+        let registered =
+            unsafe { device.register(writer.first_page(), TableWriter::FIRST_PAGE_BYTES)? };
         let words = StepWords::Stream { registered, device, newest_stream: None };
         Ok(Self { words, writer, open_step: None })
     }
@@ -100,7 +102,7 @@ impl Publisher {
             StepWords::Host => self.writer.set_begun(step),
             // SAFETY: guaranteed by the caller.
             words @ StepWords::Stream { .. } => unsafe {
-                words.write(stream, Writer::BEGUN_BYTE, step)?;
+                words.write(stream, TableWriter::BEGUN_BYTE, step)?;
             },
         }
         self.open_step = Some(step);
@@ -116,13 +118,13 @@ impl Publisher {
     /// # Safety
     /// The same as for [`Self::begin_step`].
     pub unsafe fn end_step(&mut self, rows: &[TableRow], stream: u64) -> Result<(), Error> {
-        let step = self.open_step.ok_or(Error::NoBeginning)?;
+        let step = self.open_step.ok_or(Error::StepNotBegun)?;
         self.writer.publish(step, rows)?;
         match &mut self.words {
             StepWords::Host => self.writer.set_done(step),
             // SAFETY: guaranteed by the caller.
             words @ StepWords::Stream { .. } => unsafe {
-                words.write(stream, Writer::DONE_BYTE, step)?;
+                words.write(stream, TableWriter::DONE_BYTE, step)?;
             },
         }
         self.open_step = None;

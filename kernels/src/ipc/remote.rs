@@ -1,20 +1,22 @@
-//! Audits an engine's rows from the agent's process: [`RemoteAuditor`].
+//! Audits an engine's rows from the agent's process.
 //!
-//! The auditor maps the engine's `req_to_token` by CUDA IPC. The live rows and their versions come
-//! from the row tables that the engine publishes, one per step of its scheduler. A step's number is
-//! its epoch; see [`crate::table`]. The module [`super`] says in which order an audit reads these.
+//! A [`RemoteAuditor`] maps the engine's `req_to_token` by CUDA IPC. The live rows and their
+//! versions come from the row tables that the engine publishes, one per step of its scheduler. A
+//! step's number is its epoch; see [`crate::table`]. [`super`] says in which order an audit reads
+//! the tables.
+//! The result is a [`RemoteReport`]. The agent's module `audit/remote.rs` calls the auditor.
 
 use super::Error;
 use crate::{
-    account::{Accountant, Pool, RequestTable, Row, Snapshot, Stream},
-    cuda::{Device, Exported, Imported},
+    account::{Accountant, Pool, RequestTable, Snapshot, SnapshotRow, Stream},
+    cuda::{Device, ExportedRange, ImportedRange},
     report::{Report, SESSIONS_MAX},
-    table::{PoolFacts, Reader, TableRow},
+    table::{PoolFacts, TableReader, TableRow},
 };
 use std::path::Path;
 
-/// Attempts to read the row table of the newest finished step, at most. An attempt fails if the
-/// engine overwrites the table meanwhile.
+/// The maximum number of attempts to read the row table of the newest finished step. An attempt
+/// fails if the engine overwrites the table meanwhile.
 const READ_ATTEMPTS_MAX: usize = 16;
 
 /// Audits one engine from outside its process.
@@ -23,20 +25,20 @@ pub struct RemoteAuditor {
     // Fields are dropped in this order. `accountant` reads `_imported`, so it must be dropped
     // first.
     accountant: Accountant,
-    _imported: Imported,
-    reader: Reader,
-    open: Option<OpenAudit>,
+    _imported: ImportedRange,
+    reader: TableReader,
+    open_audit: Option<OpenAudit>,
 }
 
 /// The audit in progress.
 #[derive(Debug)]
 struct OpenAudit {
-    /// The step whose table lists the copied rows.
+    /// The epoch of the step whose table lists the copied rows.
     epoch: u64,
     rows: Vec<TableRow>,
     /// The sessions' keys, indexed by session number.
     keys: Vec<u64>,
-    /// The newest step that had begun when the copy was ready; `None` before that.
+    /// The epoch of the newest step that had begun when the copy was ready; `None` before that.
     begun_epoch: Option<u64>,
 }
 
@@ -58,7 +60,7 @@ impl RemoteAuditor {
     /// When there is no file, the memory isn't shared ([`Error::Unshared`]), or it is on another
     /// GPU.
     pub fn open(path: &Path, device: Device) -> Result<Self, Error> {
-        let reader = Reader::open(path)?;
+        let reader = TableReader::open(path)?;
         let &PoolFacts { page_tokens, pages, r2t_rows, r2t_stride, ref export } = reader.facts();
         let export = export.as_ref().ok_or(Error::Unshared(None))?;
         if export.uuid != device.uuid()? {
@@ -68,7 +70,7 @@ impl RemoteAuditor {
         if export.bytes < bytes {
             return Err(Error::ExportTooSmall { bytes: export.bytes });
         }
-        let exported = Exported { handle: export.handle, offset: export.offset, bytes };
+        let exported = ExportedRange { handle: export.handle, offset: export.offset, bytes };
         let imported = device.import(&exported)?;
         // SAFETY: only the address is used here. The engine closes its row table before it frees
         // the memory. An audit drops the rows whose version shows that the engine wrote to them.
@@ -77,7 +79,7 @@ impl RemoteAuditor {
         // SAFETY: the memory is mapped for the requested bytes, and outlives the accountant.
         let pool = unsafe { Pool::new(page_tokens, pages, table, vec![])? };
         let accountant = Accountant::device(pool, device)?;
-        Ok(Self { accountant, _imported: imported, reader, open: None })
+        Ok(Self { accountant, _imported: imported, reader, open_audit: None })
     }
 
     /// Begins an audit of the rows of the newest finished step. Abandons an audit in progress.
@@ -98,7 +100,7 @@ impl RemoteAuditor {
                 *key = row.key;
             }
         }
-        let snapshot_rows: Vec<Row> = rows.iter().map(snapshot_row).collect();
+        let snapshot_rows: Vec<SnapshotRow> = rows.iter().map(snapshot_row).collect();
         let snapshot = Snapshot {
             rows: &snapshot_rows,
             keys: &keys,
@@ -108,7 +110,7 @@ impl RemoteAuditor {
             digest_pages_max: 0,
         };
         self.accountant.begin(&snapshot, Stream::DEFAULT)?;
-        self.open = Some(OpenAudit { epoch, rows, keys, begun_epoch: None });
+        self.open_audit = Some(OpenAudit { epoch, rows, keys, begun_epoch: None });
         Ok(())
     }
 
@@ -124,20 +126,20 @@ impl RemoteAuditor {
         if !self.accountant.is_ready()? {
             return Ok(None);
         }
-        let open = self.open.as_mut().expect("set together with the accountant's audit");
-        let begun_epoch = *open.begun_epoch.get_or_insert_with(|| self.reader.begun());
+        let open = self.open_audit.as_mut().expect("set together with the accountant's audit");
+        let begun_epoch = *open.begun_epoch.get_or_insert_with(|| self.reader.begun_epoch());
         let current_versions = if begun_epoch == open.epoch {
             versions(&open.rows)
         } else {
-            // A newer table than that step's serves too: a version never returns to an older value.
-            let newest = self.reader.newest();
-            match (newest >= begun_epoch).then(|| self.reader.table(newest)).flatten() {
+            // The table of a later step serves too: a version never returns to an older value.
+            let newest_epoch = self.reader.newest_epoch();
+            match (newest_epoch >= begun_epoch).then(|| self.reader.table(newest_epoch)).flatten() {
                 Some(rows) => versions(&rows),
                 None => return Ok(None),
             }
         };
         let report = self.accountant.finish(&current_versions)?;
-        let OpenAudit { epoch, keys, .. } = self.open.take().expect("checked above");
+        let OpenAudit { epoch, keys, .. } = self.open_audit.take().expect("checked above");
         Ok(Some(RemoteReport { report, keys, epoch }))
     }
 
@@ -146,7 +148,7 @@ impl RemoteAuditor {
     /// # Errors
     /// When the device fails.
     pub fn abandon(&mut self) -> Result<(), Error> {
-        if self.open.take().is_some() {
+        if self.open_audit.take().is_some() {
             self.accountant.abandon()?;
         }
         Ok(())
@@ -155,7 +157,7 @@ impl RemoteAuditor {
     /// Returns the epoch and the table of the newest finished step.
     fn read_newest_done(&self) -> Result<(u64, Vec<TableRow>), Error> {
         for _ in 0..READ_ATTEMPTS_MAX {
-            let epoch = self.reader.done();
+            let epoch = self.reader.done_epoch();
             if epoch == 0 {
                 return Err(Error::NoStep);
             }
@@ -169,8 +171,8 @@ impl RemoteAuditor {
 
 /// Returns the row for a snapshot. A row table doesn't tell which part of the row is sealed (not
 /// rewritten any more) or protected (owned by the radix tree).
-fn snapshot_row(row: &TableRow) -> Row {
-    Row {
+fn snapshot_row(row: &TableRow) -> SnapshotRow {
+    SnapshotRow {
         row: row.row,
         len: row.len,
         session: row.session,

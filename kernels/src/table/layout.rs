@@ -3,9 +3,9 @@
 //! [`super`] explains the file's tables, epochs and the words `begun` and `done`. The modules
 //! `writer` and `reader` define the order in which the words are written and read.
 //!
-//! The file consists of 64-bit words in the byte order of both processes' machine, little-endian. A
-//! word that holds two values has one in its low half and one in its high half. `r2t` stands for
-//! `req_to_token`. An export describes the r2t of a GPU so that another process can map it.
+//! The file consists of 64-bit words, little-endian. A word that holds two values has one value in
+//! its low half and the other in its high half. `r2t` stands for `req_to_token`. An export is a
+//! description of an r2t in GPU memory, with which another process can map it.
 //!
 //! | byte | word |
 //! |---|---|
@@ -31,22 +31,25 @@ use super::Error;
 use memmap2::MmapRaw;
 use std::sync::atomic::AtomicU64;
 
+/// The first word of every file.
 const MAGIC: u64 = u64::from_le_bytes(*b"BerthKVT");
 const VERSION: u32 = 1;
-/// Rows of one table, at most. An audit can take as many.
+/// The maximum number of rows of one table. An audit can take as many.
 pub const ROWS_MAX: u32 = 1 << 16;
-/// Bytes before the ring: one memory page. It has the head (the facts that don't change), and the
-/// words that a GPU may write.
-pub(crate) const HEAD_BYTES: usize = 4096;
-/// Words of the head: the constant facts in bytes 0 to 143.
+/// The byte of the file at which the ring of tables begins. Before it is one memory page, which has
+/// the head (the facts that don't change) and the words that a GPU may write.
+pub(crate) const RING_START_BYTE: usize = 4096;
+/// The number of words of the head: the constant facts in bytes 0 to 143.
 const HEAD_WORDS: usize = 18;
+/// The number of words of a table before its rows.
 const TABLE_HEAD_WORDS: usize = 8;
+/// The number of words of a row.
 const ROW_WORDS: usize = 4;
 
 // Offsets of the words that change. Each word has a cache line of its own.
 pub(crate) const BEGUN_BYTE: usize = 1024;
 pub(crate) const DONE_BYTE: usize = 1088;
-const NEWEST_BYTE: usize = 1152;
+const NEWEST_TABLE_BYTE: usize = 1152;
 const CLOSED_BYTE: usize = 1216;
 
 /// A description of `req_to_token` with which another process can open it by CUDA IPC.
@@ -69,7 +72,7 @@ pub struct PoolFacts {
     /// Pages of the pool, including the padding page.
     pub pages: u32,
     pub r2t_rows: u32,
-    /// Entries from one row to the next.
+    /// The number of entries from one row to the next.
     pub r2t_stride: u32,
     /// `None` if `req_to_token` is in the engine's own host memory.
     pub export: Option<Export>,
@@ -80,7 +83,7 @@ pub struct PoolFacts {
 pub struct TableRow {
     /// The row's index in `req_to_token`.
     pub row: u32,
-    /// Number of tokens whose slots are allocated.
+    /// The number of tokens whose slots are allocated.
     pub len: u32,
     /// The session's number: small, and the same for all rows of the session.
     pub session: u32,
@@ -94,8 +97,9 @@ pub struct TableRow {
 /// The size of the ring, and so of the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct RingSize {
+    /// The number of tables in the ring.
     pub(super) tables: u32,
-    /// Rows of one table, at most.
+    /// The maximum number of rows of one table.
     pub(super) rows_max: u32,
 }
 
@@ -106,13 +110,14 @@ impl RingSize {
         if is_allowed { Ok(Self { tables, rows_max }) } else { Err(error) }
     }
 
+    /// Returns the number of words of one table.
     fn table_words(self) -> usize {
         TABLE_HEAD_WORDS + self.rows_max as usize * ROW_WORDS
     }
 
     /// Returns the length of the file in bytes.
     pub(super) fn file_bytes(self) -> usize {
-        HEAD_BYTES + self.tables as usize * self.table_words() * 8
+        RING_START_BYTE + self.tables as usize * self.table_words() * 8
     }
 }
 
@@ -149,24 +154,24 @@ impl FileWords {
         unsafe { AtomicU64::from_ptr(self.map.as_mut_ptr().cast::<u64>().add(index)) }
     }
 
-    /// Returns the words of the head, which [`head`] computes and [`read_head`] reads.
-    pub(super) fn head(&self) -> [&AtomicU64; HEAD_WORDS] {
+    /// Returns the words of the head, which [`head_values`] computes and [`read_head`] reads.
+    pub(super) fn head_words(&self) -> [&AtomicU64; HEAD_WORDS] {
         std::array::from_fn(|index| self.word_at(index))
     }
 
-    pub(super) fn begun(&self) -> &AtomicU64 {
+    pub(super) fn begun_word(&self) -> &AtomicU64 {
         self.word_at(BEGUN_BYTE / 8)
     }
 
-    pub(super) fn done(&self) -> &AtomicU64 {
+    pub(super) fn done_word(&self) -> &AtomicU64 {
         self.word_at(DONE_BYTE / 8)
     }
 
-    pub(super) fn newest(&self) -> &AtomicU64 {
-        self.word_at(NEWEST_BYTE / 8)
+    pub(super) fn newest_word(&self) -> &AtomicU64 {
+        self.word_at(NEWEST_TABLE_BYTE / 8)
     }
 
-    pub(super) fn closed(&self) -> &AtomicU64 {
+    pub(super) fn closed_word(&self) -> &AtomicU64 {
         self.word_at(CLOSED_BYTE / 8)
     }
 
@@ -175,7 +180,7 @@ impl FileWords {
     pub(super) fn table_place(&self, epoch: u64) -> TablePlace<'_> {
         let ring_index = usize::try_from(epoch % u64::from(self.size.tables))
             .expect("a ring has at most 64 tables");
-        let start = HEAD_BYTES / 8 + ring_index * self.size.table_words();
+        let start = RING_START_BYTE / 8 + ring_index * self.size.table_words();
         TablePlace {
             epoch: self.word_at(start),
             row_count: self.word_at(start + 1),
@@ -202,7 +207,7 @@ pub(super) struct TablePlace<'a> {
 
 impl TableRow {
     pub(super) fn to_words(self) -> [u64; ROW_WORDS] {
-        [pair(self.row, self.len), pair(self.session, 0), self.version, self.key]
+        [join_halves(self.row, self.len), join_halves(self.session, 0), self.version, self.key]
     }
 
     pub(super) fn from_words(words: [u64; ROW_WORDS]) -> Self {
@@ -212,13 +217,13 @@ impl TableRow {
 }
 
 /// Returns the values of the head's words, in the order of the file.
-pub(super) fn head(facts: &PoolFacts, size: RingSize) -> [u64; HEAD_WORDS] {
+pub(super) fn head_values(facts: &PoolFacts, size: RingSize) -> [u64; HEAD_WORDS] {
     let mut words = [0; HEAD_WORDS];
     words[0] = MAGIC;
-    words[1] = pair(VERSION, size.tables);
-    words[2] = pair(size.rows_max, facts.page_tokens);
-    words[3] = pair(facts.pages, facts.r2t_rows);
-    words[4] = pair(facts.r2t_stride, u32::from(facts.export.is_some()));
+    words[1] = join_halves(VERSION, size.tables);
+    words[2] = join_halves(size.rows_max, facts.page_tokens);
+    words[3] = join_halves(facts.pages, facts.r2t_rows);
+    words[4] = join_halves(facts.r2t_stride, u32::from(facts.export.is_some()));
     if let Some(Export { handle, offset, bytes, uuid }) = &facts.export {
         (words[5], words[6]) = (*offset, *bytes);
         let handle_and_uuid = handle.as_chunks().0.iter().chain(uuid.as_chunks().0);
@@ -252,7 +257,7 @@ pub(super) fn read_head(words: &[u64; HEAD_WORDS]) -> Result<(PoolFacts, RingSiz
 }
 
 /// Returns a word with these two halves.
-fn pair(low: u32, high: u32) -> u64 {
+fn join_halves(low: u32, high: u32) -> u64 {
     u64::from(high) << 32 | u64::from(low)
 }
 

@@ -1,8 +1,9 @@
 //! Reads the tables of live rows that an engine in another process publishes, for the agent.
 //!
-//! [`super`] describes the tables, their ring, epochs, and the words `begun` and `done`. A table
-//! that the engine overwrites while it is read is not returned. Each function returns at once. The
-//! caller tries again, in the order that [`super`] describes.
+//! [`super`] describes the tables, their ring, epochs, and the words `begun` and `done`. The caller
+//! is `RemoteAuditor` in `crate::ipc`, which reads the tables and words in the order that [`super`]
+//! describes. A table that the engine overwrites during the read is not returned, and the caller
+//! tries again. No function waits.
 
 use super::{
     Error, PoolFacts, TableRow,
@@ -17,12 +18,12 @@ use std::{
 
 /// Reads the tables of one engine, for the agent.
 #[derive(Debug)]
-pub struct Reader {
+pub struct TableReader {
     words: FileWords,
     facts: PoolFacts,
 }
 
-impl Reader {
+impl TableReader {
     /// Opens the file at `path` and checks its contents. The file must not be truncated while it is
     /// mapped. The engine, which runs as the same user, guarantees that.
     ///
@@ -31,11 +32,11 @@ impl Reader {
     pub fn open(path: &Path) -> Result<Self, Error> {
         let failed = |error| Error::File(path.to_owned(), error);
         let map = || MmapOptions::new().map_raw_read_only(&File::open(path)?);
-        // First map it for the smallest ring, to read the head. Then map it for the ring that the
-        // head describes.
+        // First map the file for the smallest ring, to read the head. Then map the file for the
+        // ring that the head describes.
         let smallest = RingSize::new(2, 1)?;
         let words = FileWords::new(map().map_err(failed)?, smallest)?;
-        let head = words.head().map(|word| word.load(Ordering::Relaxed));
+        let head = words.head_words().map(|word| word.load(Ordering::Relaxed));
         let (facts, size) = layout::read_head(&head)?;
         let words = FileWords::new(map().map_err(failed)?, size)?;
         let reader = Self { words, facts };
@@ -52,25 +53,29 @@ impl Reader {
     /// # Errors
     /// [`Error::Closed`] when the engine has closed the table.
     pub fn check(&self) -> Result<(), Error> {
-        if self.words.closed().load(Ordering::Acquire) == 0 { Ok(()) } else { Err(Error::Closed) }
+        if self.words.closed_word().load(Ordering::Acquire) == 0 {
+            Ok(())
+        } else {
+            Err(Error::Closed)
+        }
     }
 
     /// Returns the epoch of the newest step whose changes are all made; 0 before the first step.
-    pub fn done(&self) -> u64 {
-        load(self.words.done())
+    pub fn done_epoch(&self) -> u64 {
+        load(self.words.done_word())
     }
 
     /// Returns the epoch of the newest step that has begun to make changes. Everything that the
     /// caller read before this call was read before any later step began.
-    pub fn begun(&self) -> u64 {
+    pub fn begun_epoch(&self) -> u64 {
         // Without this fence, the CPU could make the caller's earlier reads after this read.
         fence(Ordering::SeqCst);
-        load(self.words.begun())
+        load(self.words.begun_word())
     }
 
     /// Returns the epoch of the newest step whose table is in the ring; 0 before the first step.
-    pub fn newest(&self) -> u64 {
-        load(self.words.newest())
+    pub fn newest_epoch(&self) -> u64 {
+        load(self.words.newest_word())
     }
 
     /// Returns the table of the step with this epoch. Returns `None` if the ring doesn't hold that

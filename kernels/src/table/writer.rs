@@ -1,7 +1,8 @@
 //! Writes the engine's tables of live rows, one per scheduler step, for readers in other processes.
 //!
-//! [`super`] describes the tables, their ring, epochs, and the words `begun` and `done`. In host
-//! memory the writer also sets these two words. On a GPU, the caller has a stream set them.
+//! [`super`] describes the tables, their ring, epochs, and the words `begun` and `done`. The caller
+//! is `Publisher` in `crate::ipc`. If `req_to_token` is in host memory, the writer also sets the
+//! two words. On a GPU, the caller has a stream set them.
 
 use super::{
     Error, PoolFacts, TableRow,
@@ -17,7 +18,7 @@ use std::{
 
 /// Writes the tables of one engine. On drop, it tells the readers that the engine has closed them.
 #[derive(Debug)]
-pub struct Writer {
+pub struct TableWriter {
     words: FileWords,
     path: PathBuf,
     /// The epoch of the newest step; 0 before the first step.
@@ -30,10 +31,10 @@ pub struct Step {
     pub epoch: u64,
 }
 
-impl Writer {
-    /// Size in bytes of the memory page that a device writes into.
+impl TableWriter {
+    /// Size in bytes of the file's first memory page, into which a device writes.
     #[cfg(feature = "cuda")]
-    pub(crate) const HEAD_BYTES: usize = layout::HEAD_BYTES;
+    pub(crate) const FIRST_PAGE_BYTES: usize = layout::RING_START_BYTE;
     /// Offset in bytes of the word `begun` in that page.
     #[cfg(feature = "cuda")]
     pub(crate) const BEGUN_BYTE: usize = layout::BEGUN_BYTE;
@@ -67,7 +68,7 @@ impl Writer {
             MmapRaw::map_raw(&file)
         };
         let words = FileWords::new(map().map_err(failed)?, size)?;
-        for (word, value) in words.head().into_iter().zip(layout::head(facts, size)) {
+        for (word, value) in words.head_words().into_iter().zip(layout::head_values(facts, size)) {
             word.store(value, Ordering::Relaxed);
         }
         fence(Ordering::Release);
@@ -104,25 +105,25 @@ impl Writer {
             }
         }
         table.epoch.store(step.epoch, Ordering::Release);
-        self.words.newest().store(step.epoch, Ordering::Release);
+        self.words.newest_word().store(step.epoch, Ordering::Release);
         Ok(())
     }
 
     /// Marks a step as begun, if the host makes the changes.
     pub fn set_begun(&self, step: Step) {
-        store_epoch(self.words.begun(), step);
+        store_epoch(self.words.begun_word(), step);
         // No change of the step may become visible before `begun`.
         fence(Ordering::SeqCst);
     }
 
     /// Marks a step's changes as complete, if the host makes them.
     pub fn set_done(&self, step: Step) {
-        store_epoch(self.words.done(), step);
+        store_epoch(self.words.done_word(), step);
     }
 
     /// Returns the address of the memory page that has `begun` and `done`, for a device to write.
     #[cfg(feature = "cuda")]
-    pub(crate) fn head_page(&self) -> *mut u8 {
+    pub(crate) fn first_page(&self) -> *mut u8 {
         self.words.start()
     }
 }
@@ -131,9 +132,9 @@ fn store_epoch(word: &AtomicU64, step: Step) {
     word.store(step.epoch, Ordering::Release);
 }
 
-impl Drop for Writer {
+impl Drop for TableWriter {
     fn drop(&mut self) {
-        self.words.closed().store(1, Ordering::Release);
+        self.words.closed_word().store(1, Ordering::Release);
         // If another writer has replaced the file, this deletes the file of that writer. That
         // doesn't happen, because an engine has one writer.
         let _ = fs::remove_file(&self.path);
