@@ -1,5 +1,8 @@
-// Page accounting on a CUDA device. kernels/src/reference.rs defines what each kernel computes, and
-// kernels/src/cuda/account.rs checks what each kernel relies on.
+// Kernels that count the pages of an engine's KV pool on a CUDA device, by owner and by session.
+//
+// kernels/src/reference.rs defines what each kernel computes, and explains the page list, the marks
+// and the classes. kernels/src/cuda/account.rs checks what each kernel relies on, and launches it.
+// The kernels only read the engine's memory.
 //
 // All arithmetic is on integers and every sum commutes, so results depend neither on the order of
 // threads nor on the shape of a launch. Page ids and list entries are never trusted: values outside
@@ -18,15 +21,15 @@ constexpr u32 OWNER_NONE = 0xFFFFFFFFu;
 constexpr u32 OWNER_SHARED = 0xFFFFFFFEu;
 
 struct LiveRow {
-  u32 row, len, session, out_off;
+  u32 row, len, session, list_start;
 };
 
 struct SessionPages {
-  u64 refs, uss, pss_q32, runs, tail_tokens, freed;
+  u64 refs, exclusive_pages, share_q32, runs, tail_tokens, freed_by_close;
 };
 
-struct Classified {
-  u64 classes[8], free_runs, aliased;
+struct ClassifyResult {
+  u64 classes[8], free_runs, aliased_pages;
 };
 
 struct KvBuffer {
@@ -46,13 +49,13 @@ __device__ inline u64 warp_sum(u64 value) {
 // Adds the threads' values to `out`, with one atomic per counter and block, because the blocks of
 // one session all add to the same few words.
 template <u32 N>
-__device__ void block_add(const u64 (&mine)[N], u64* out) {
+__device__ void block_add(const u64 (&values)[N], u64* out) {
   static_assert(N <= WARP, "one thread per counter");
   __shared__ u64 total[N];
   if (threadIdx.x < N) total[threadIdx.x] = 0;
   __syncthreads();
   for (u32 i = 0; i < N; i++) {
-    const u64 sum = warp_sum(mine[i]);
+    const u64 sum = warp_sum(values[i]);
     if (threadIdx.x % WARP == 0) atomicAdd(&total[i], sum);
   }
   __syncthreads();
@@ -61,49 +64,52 @@ __device__ void block_add(const u64 (&mine)[N], u64* out) {
   }
 }
 
-// ---- Live rows: `chunks` blocks per row, neighbouring threads on neighbouring pages ----------
+// ---- Live rows: `row_blocks` blocks per row, neighbouring threads on neighbouring pages -------
 
+// The pages of a row that one thread handles: indexes in the row, from `begin` to `end`.
 struct Span {
   u64 begin, end, step;
 };
 
-__device__ inline Span pages_of(const LiveRow& row, u32 chunks, u32 shift) {
+__device__ inline Span pages_of(const LiveRow& row, u32 row_blocks, u32 shift) {
   const u64 page = 1ull << shift;
   return Span{
-      u64(blockIdx.x % chunks) * blockDim.x + threadIdx.x,
+      u64(blockIdx.x % row_blocks) * blockDim.x + threadIdx.x,
       (row.len + page - 1) >> shift,
-      u64(chunks) * blockDim.x,
+      u64(row_blocks) * blockDim.x,
   };
 }
 
-// The scheduler may change `r2t` during the read, so each entry is read once, as one load.
-extern "C" __global__ void kv_gather_pages(const volatile int* r2t, u64 ld, u64 table_rows,
-                                           const LiveRow* rows, u32 nrows, u32 chunks, u32 shift,
-                                           u32 npages, u32* staged, u64* bad) {
-  if (blockIdx.x / chunks >= nrows) return;
-  const LiveRow row = rows[blockIdx.x / chunks];
-  const Span span = pages_of(row, chunks, shift);
+// Writes the page list. `r2t` is req_to_token. The scheduler may change it during the read, so each
+// entry is read once, as one load.
+extern "C" __global__ void kv_gather_pages(const volatile int* r2t, u64 stride, u64 table_rows,
+                                           const LiveRow* rows, u32 nrows, u32 row_blocks,
+                                           u32 shift, u32 npages, u32* page_list, u64* bad_slots) {
+  if (blockIdx.x / row_blocks >= nrows) return;
+  const LiveRow row = rows[blockIdx.x / row_blocks];
+  const Span span = pages_of(row, row_blocks, shift);
   u64 sums[1] = {0};
   for (u64 i = span.begin; i < span.end; i += span.step) {
     const u64 column = i << shift;
-    const bool inside = row.row < table_rows && column < ld;
-    const int slot = inside ? r2t[row.row * ld + column] : 0;
+    const bool inside = row.row < table_rows && column < stride;
+    const int slot = inside ? r2t[row.row * stride + column] : 0;
     const u32 page = u32(slot) >> shift;
     const bool sound = slot > 0 && page < npages && page << shift == u32(slot);
-    staged[row.out_off + i] = sound ? page : PAGE_BAD;
+    page_list[row.list_start + i] = sound ? page : PAGE_BAD;
     sums[0] += !sound;
   }
-  block_add(sums, bad);
+  block_add(sums, bad_slots);
 }
 
-// An owner only rises, from none to a session to shared, so the order of threads doesn't matter.
-extern "C" __global__ void kv_mark(const LiveRow* rows, u32 nrows, u32 chunks, u32 shift,
-                                   u32 npages, const u32* staged, u32* refcnt, u32* owner) {
-  if (blockIdx.x / chunks >= nrows) return;
-  const LiveRow row = rows[blockIdx.x / chunks];
-  const Span span = pages_of(row, chunks, shift);
+// Counts each page's references and sets its owner. An owner only changes from none to a session to
+// shared, so the order of threads doesn't matter.
+extern "C" __global__ void kv_mark(const LiveRow* rows, u32 nrows, u32 row_blocks, u32 shift,
+                                   u32 npages, const u32* page_list, u32* refcnt, u32* owner) {
+  if (blockIdx.x / row_blocks >= nrows) return;
+  const LiveRow row = rows[blockIdx.x / row_blocks];
+  const Span span = pages_of(row, row_blocks, shift);
   for (u64 i = span.begin; i < span.end; i += span.step) {
-    const u32 page = staged[row.out_off + i];
+    const u32 page = page_list[row.list_start + i];
     if (page >= npages) continue;
     atomicAdd(&refcnt[page], 1u);
     const u32 before = atomicCAS(&owner[page], OWNER_NONE, row.session);
@@ -112,40 +118,42 @@ extern "C" __global__ void kv_mark(const LiveRow* rows, u32 nrows, u32 chunks, u
   }
 }
 
-// `claimed` makes only one of a session's references to a page count. `tree` may be null.
-extern "C" __global__ void kv_session(const LiveRow* rows, u32 nrows, u32 chunks, u32 shift,
-                                      u32 npages, const u32* staged, const u32* refcnt,
+// Counts the pages of each session. The bitmap `claimed` has the pages that are already counted as
+// exclusive, so that each page counts once. `tree` is a bitmap, or null.
+extern "C" __global__ void kv_session(const LiveRow* rows, u32 nrows, u32 row_blocks, u32 shift,
+                                      u32 npages, const u32* page_list, const u32* refcnt,
                                       const u32* owner, const u32* tree, u32* claimed,
                                       SessionPages* out) {
-  if (blockIdx.x / chunks >= nrows) return;
-  const LiveRow row = rows[blockIdx.x / chunks];
-  const Span span = pages_of(row, chunks, shift);
-  u64 refs = 0, uss = 0, pss = 0, runs = 0, tail = 0, freed = 0;
+  if (blockIdx.x / row_blocks >= nrows) return;
+  const LiveRow row = rows[blockIdx.x / row_blocks];
+  const Span span = pages_of(row, row_blocks, shift);
+  u64 refs = 0, exclusive = 0, share = 0, runs = 0, tail = 0, freed = 0;
   for (u64 i = span.begin; i < span.end; i += span.step) {
-    const u32* at = staged + row.out_off + i;
-    const u32 page = *at;
+    const u32* entry = page_list + row.list_start + i;
+    const u32 page = *entry;
     if (page >= npages) continue;
     refs += 1;
     const u32 sharers = refcnt[page];
-    pss += (1ull << 32) / (sharers > 1 ? sharers : 1);
-    runs += i == 0 || at[-1] + 1 != page;
+    share += (1ull << 32) / (sharers > 1 ? sharers : 1);
+    runs += i == 0 || entry[-1] + 1 != page;
     if (owner[page] != row.session) continue;
     const u32 word = page / WARP, bit = 1u << page % WARP;
     if (atomicOr(&claimed[word], bit) & bit) continue;
-    uss += 1;
+    exclusive += 1;
     freed += tree == nullptr || !(tree[word] & bit);
   }
   if (span.begin == 0) tail = (span.end << shift) - row.len;
-  const u64 sums[6] = {refs, uss, pss, runs, tail, freed};
+  const u64 sums[6] = {refs, exclusive, share, runs, tail, freed};
   static_assert(sizeof(sums) == sizeof(SessionPages), "one sum per field, in their order");
   block_add(sums, &out[row.session].refs);
 }
 
 // ---- Sets of pages ----------------------------------------------------------------------------
 
-// A page is named by its first slot; its other slots must only be inside the pool.
+// Adds the pages of a list to a bitmap. Only the first slot of a page names the page; the other
+// slots need only be inside the pool.
 extern "C" __global__ void kv_list_to_bitmap(const i64* ids, u64 n, u32 shift, u32 npages,
-                                             u32* bitmap, u64* duplicates_bad) {
+                                             u32* bitmap, u64* fault_counts) {
   u64 sums[2] = {0, 0};
   for (u64 i = u64(blockIdx.x) * blockDim.x + threadIdx.x; i < n;
        i += u64(gridDim.x) * blockDim.x) {
@@ -158,10 +166,11 @@ extern "C" __global__ void kv_list_to_bitmap(const i64* ids, u64 n, u32 shift, u
       sums[0] += (atomicOr(&bitmap[page / WARP], bit) & bit) != 0;
     }
   }
-  block_add(sums, duplicates_bad);
+  block_add(sums, fault_counts);
 }
 
-// A warp computes one word from 32 neighbouring pages, read together.
+// Makes bitmaps of the pages that rows reference, and of those that several sessions reference. A
+// warp computes one word from 32 neighbouring pages, read together.
 extern "C" __global__ void kv_ref_bitmap(const u32* refcnt, const u32* owner, u32 npages,
                                          u32* referenced, u32* shared) {
   const u32 lane = threadIdx.x % WARP;
@@ -179,24 +188,24 @@ extern "C" __global__ void kv_ref_bitmap(const u32* refcnt, const u32* owner, u3
   }
 }
 
-// A class number has three bits: free, referenced, in the tree.
+// Counts the pages in each class. A class number has three bits: free, referenced, in the tree.
 extern "C" __global__ void kv_classify(const u32* free, const u32* referenced, const u32* tree,
-                                       const u32* shared, u32 npages, Classified* out) {
+                                       const u32* shared, u32 npages, ClassifyResult* out) {
   u64 sums[10] = {};
   for (u64 word = u64(blockIdx.x) * blockDim.x + threadIdx.x; word * WARP < npages;
        word += u64(gridDim.x) * blockDim.x) {
     const u64 left = npages - word * WARP;
     const u32 pages = left < WARP ? (1u << left) - 1 : FULL_WARP;
     const u32 f = free[word], r = referenced[word], t = tree[word];
-    for (u32 c = 0; c < 8; c++) {
-      const u32 same = (c & 4 ? f : ~f) & (c & 2 ? r : ~r) & (c & 1 ? t : ~t);
-      sums[c] += __popc(same & pages);
+    for (u32 number = 0; number < 8; number++) {
+      const u32 same = (number & 4 ? f : ~f) & (number & 2 ? r : ~r) & (number & 1 ? t : ~t);
+      sums[number] += __popc(same & pages);
     }
     const u32 before = f << 1 | (word > 0 ? free[word - 1] >> 31 : 0);
     sums[8] += __popc(f & ~before);
     sums[9] += __popc(shared[word] & ~t);
   }
-  static_assert(sizeof(sums) == sizeof(Classified), "one sum per field, in their order");
+  static_assert(sizeof(sums) == sizeof(ClassifyResult), "one sum per field, in their order");
   block_add(sums, out->classes);
 }
 
@@ -209,12 +218,13 @@ __device__ inline u64 mix(u64 word) {
   return word ^ word >> 31;
 }
 
+// Mixes a word with the number of its buffer and its index in the page.
 __device__ inline u64 keyed(u64 word, u64 buffer, u64 place) {
   return mix(word ^ ((buffer + 1) << 32 | place) * 0x9E3779B97F4A7C15ull);
 }
 
-// One block per page, with 16-byte loads. Pages may change during the read; the caller knows which
-// pages are sealed.
+// Computes the digest of each page: one block per page, with 16-byte loads. The engine may write to
+// a page during the read. The caller compares only digests of sealed pages.
 extern "C" __global__ void kv_page_digest(const KvBuffer* buffers, u32 nbuf, u32 npages,
                                           const u32* pages, u32 n, u64* out) {
   for (u64 i = blockIdx.x; i < n; i += gridDim.x) {

@@ -1,33 +1,37 @@
-//! Chooses the sealed pages whose contents an audit digests, and reports the pages that changed.
+//! Chooses the sealed pages whose contents an audit digests, and finds the pages that changed.
 //!
-//! A page is *sealed* if all its tokens lie in the part of a row that the engine doesn't rewrite
-//! while the row's session has the same key. A session gets another key when its KV is computed
-//! anew, or when it may have given up a sealed page. A page's *digest* is a hash of its contents.
-//! So it is a fault if a sealed page's digest changes while the session has the same key.
+//! A page is *sealed* if all its tokens lie in the part of a row that the engine must not rewrite
+//! while the row's session has the same *key*, a number. A session gets another key when its KV is
+//! computed anew, or when the session may have given up a sealed page. A page's *digest* is a hash
+//! of its contents. A sealed page whose digest changes while the key stays the same is a fault.
 //!
 //! All pages are too many for one audit. So each audit digests one *window*: a limited number of
 //! page references, each of which is one page of one row. The next audit's window begins where this
-//! one ends, so every sealed page gets its turn. [`DigestMemory`] keeps the first digest of each
-//! pair of key and page, until the key is gone. A full memory drops a page that it has compared,
-//! and takes in a new page instead. In this way it covers a pool that is larger than itself, part
-//! by part.
+//! window ends, so every sealed page gets its turn.
 //!
-//! The functions only compute. A backend of [`crate::account`] reads the KV and makes the digests.
+//! [`DigestMemory`] keeps the first digest of each pair of key and page, until the key is gone. A
+//! full memory drops a page that it has compared, and takes in a new page instead. In this way the
+//! memory covers a pool that has more pages than the memory, part by part.
+//!
+//! [`crate::account`] calls this module, which only computes. A backend of [`crate::account`] reads
+//! the KV and makes the digests.
 
-use crate::report::Digests;
+use crate::report::DigestCounts;
 use std::{
     collections::{BTreeMap, BTreeSet, VecDeque},
     ops::Range,
 };
 
-/// Default number of remembered pages: 65,536 entries of about 60 bytes are 4 MiB.
-pub const REMEMBERED_MAX: usize = 1 << 16;
+/// The default for the maximum number of remembered pages: 65,536 entries of about 60 bytes are
+/// 4 MiB.
+pub const REMEMBERED_PAGES_MAX: usize = 1 << 16;
 
 /// One live row of `req_to_token`, with the facts that choose its pages for digests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DigestRow {
     /// The key of the row's session.
     pub key: u64,
+    /// The row's index in `req_to_token`.
     pub row: u32,
     /// Number of the row's pages.
     pub pages: u32,
@@ -42,15 +46,15 @@ pub struct DigestPlan {
     /// Indexes into the `rows` of [`DigestMemory::plan`]. The copy holds the rows in this order,
     /// so that the window is one contiguous range.
     pub order: Vec<usize>,
-    /// The page references to digest. Number 0 is the first page of the first row in `order`. The
-    /// count runs on through all pages of each row, so the window can hold pages that aren't
-    /// sealed. [`DigestMemory::compare`] must not get the digests of those.
+    /// The numbers of the page references to digest. Number 0 is the first page of the first row in
+    /// `order`, and the count runs on through all pages of each row. So the window can hold pages
+    /// that aren't sealed. The caller must not give their digests to [`DigestMemory::compare`].
     pub window: Range<u32>,
 }
 
 /// One digested page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Digested {
+pub struct DigestedPage {
     /// The key of the session.
     pub key: u64,
     /// The number of the session in the snapshot.
@@ -70,8 +74,9 @@ pub struct ChangedPage {
 /// A session's key and one of its pages.
 type KeyAndPage = (u64, u32);
 
+/// The first digest of a page, with the key that the page's session then had.
 #[derive(Clone, Copy, Debug)]
-struct Remembered {
+struct FirstDigest {
     digest: u64,
     /// Whether a later audit has digested the page again.
     was_compared: bool,
@@ -89,10 +94,11 @@ struct WindowStart {
 /// The digests of earlier audits.
 #[derive(Clone, Debug)]
 pub struct DigestMemory {
-    remembered: BTreeMap<KeyAndPage, Remembered>,
+    remembered: BTreeMap<KeyAndPage, FirstDigest>,
+    /// The maximum number of entries in `remembered`.
     remembered_max: usize,
     /// The remembered pages that were compared, in the order of their first comparison. To make
-    /// room, a full memory drops the front one.
+    /// room, a full memory drops the first of these pages.
     drop_order: VecDeque<KeyAndPage>,
     next_window: WindowStart,
 }
@@ -130,7 +136,7 @@ impl DigestMemory {
         // The previous audit's window may have ended inside this row.
         let continues_row = (first.key, first.row) == (key, row) && page_index < first.sealed_pages;
         let start = if continues_row { page_index } else { 0 };
-        let end = self.advance(order.iter().map(|&index| &rows[index]), start, pages_max);
+        let end = self.advance_window(order.iter().map(|&index| &rows[index]), start, pages_max);
         order.extend(unsealed);
         self.check_invariants();
         DigestPlan { order, window: start..end }
@@ -138,7 +144,7 @@ impl DigestMemory {
 
     /// Sets where the next window begins, and returns where this window ends. `start` is where
     /// this window begins, in pages from the beginning of the first of `rows`.
-    fn advance<'a>(
+    fn advance_window<'a>(
         &mut self,
         rows: impl Iterator<Item = &'a DigestRow>,
         start: u32,
@@ -162,35 +168,35 @@ impl DigestMemory {
     pub fn compare(
         &mut self,
         keys: &[u64],
-        digested: impl IntoIterator<Item = Digested>,
-    ) -> (Digests, Vec<ChangedPage>) {
+        digested: impl IntoIterator<Item = DigestedPage>,
+    ) -> (DigestCounts, Vec<ChangedPage>) {
         let live_keys: BTreeSet<u64> = keys.iter().copied().collect();
         self.remembered.retain(|(key, _), _| live_keys.contains(key));
         let remembered = &self.remembered;
         self.drop_order.retain(|key_and_page| remembered.contains_key(key_and_page));
-        let mut seen = BTreeSet::new();
-        let mut counts = Digests::default();
+        let mut handled_pairs = BTreeSet::new();
+        let mut counts = DigestCounts::default();
         let mut changed = Vec::new();
-        for Digested { key, session, page, digest } in digested {
+        for DigestedPage { key, session, page, digest } in digested {
             let key_and_page = (key, page);
-            if !seen.insert(key_and_page) {
+            if !handled_pairs.insert(key_and_page) {
                 continue;
             }
-            if let Some(known) = self.remembered.get_mut(&key_and_page) {
+            if let Some(first) = self.remembered.get_mut(&key_and_page) {
                 counts.compared += 1;
                 // Keep the first digest, so that later audits report the change again. One report
                 // names only some of the changed pages.
-                if known.digest != digest {
+                if first.digest != digest {
                     changed.push(ChangedPage { page, session });
                 }
-                let was_compared = std::mem::replace(&mut known.was_compared, true);
+                let was_compared = std::mem::replace(&mut first.was_compared, true);
                 if !was_compared {
                     self.drop_order.push_back(key_and_page);
                 }
             } else if self.make_room() {
                 counts.fresh += 1;
-                let new = Remembered { digest, was_compared: false };
-                self.remembered.insert(key_and_page, new);
+                let first = FirstDigest { digest, was_compared: false };
+                self.remembered.insert(key_and_page, first);
             }
         }
         counts.remembered = self.remembered.len() as u64;
@@ -214,7 +220,7 @@ impl DigestMemory {
     pub fn check_invariants(&self) {
         if cfg!(debug_assertions) {
             assert!(self.remembered.len() <= self.remembered_max);
-            let compared = self.remembered.values().filter(|known| known.was_compared).count();
+            let compared = self.remembered.values().filter(|first| first.was_compared).count();
             assert_eq!(self.drop_order.len(), compared);
         }
     }
@@ -234,7 +240,7 @@ mod tests {
         rows: &[DigestRow],
         pages_max: u32,
         content: impl Fn(u64, u32) -> u64,
-    ) -> (Digests, Vec<ChangedPage>) {
+    ) -> (DigestCounts, Vec<ChangedPage>) {
         let layout = memory.plan(rows, pages_max);
         assert!(layout.window.len() <= pages_max as usize);
         let refs = layout.order.iter().flat_map(|&at| (0..rows[at].pages).map(move |i| (at, i)));
@@ -245,7 +251,7 @@ mod tests {
             .filter(|&(at, i)| i < rows[at].sealed_pages)
             .map(|(at, i)| {
                 let (key, page) = (rows[at].key, rows[at].row * 1000 + i);
-                Digested { key, session: rows[at].row, page, digest: content(key, page) }
+                DigestedPage { key, session: rows[at].row, page, digest: content(key, page) }
             })
             .collect();
         let keys: Vec<u64> = rows.iter().map(|row| row.key).collect();

@@ -1,7 +1,8 @@
 //! Defines what each GPU kernel of page accounting computes: one plain Rust function per kernel.
 //!
-//! Engines on a CPU are audited with these functions, and tests compare the kernels with them. All
-//! arithmetic is on integers and independent of order, so all results must be bit-equal.
+//! [`crate::account`] audits engines on a CPU with these functions. Tests compare the GPU kernels
+//! with them. All arithmetic is on integers and independent of order, so all results must be
+//! bit-equal.
 //!
 //! The input is the engine's table `req_to_token`: a row per request or session, and in the row one
 //! token slot per token. A row is live if a request or session uses it. A page is a group of
@@ -10,25 +11,26 @@
 //!
 //! The first step is [`gather_pages`]. It makes the *page list*, in which each page of each live
 //! row has one entry, a *page reference*. From the list, [`mark`] makes the *marks*: how many
-//! references each page has, and which session owns the page. The engine's free lists and the slots
-//! of its radix tree become sets of pages. The other functions count with list, marks and sets.
+//! references each page has, and which session owns the page. [`slots_to_set`] makes sets of pages
+//! from the engine's free lists and its radix tree. The other functions count with list, marks and
+//! sets. No function here decides what is a fault; [`crate::audit`] does.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Entry of the page list for a token slot that is not the first slot of a page of the pool.
+/// Entry of the page list for a bad slot: a token slot that is not the first slot of a page.
 pub const PAGE_BAD: u32 = u32::MAX;
 /// Owner of a page that no live row references.
 pub const OWNER_NONE: u32 = u32::MAX;
 /// Owner of a page that rows of more than one session reference.
 pub const OWNER_SHARED: u32 = u32::MAX - 1;
 
-/// A live row of `req_to_token`, or a part of that row.
+/// A live row of `req_to_token`, or a part of a live row.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct LiveRow {
     /// The row's index in `req_to_token`.
     pub row: u32,
-    /// The number of tokens.
+    /// The number of tokens in the row, or in the part.
     pub len: u32,
     /// The number of the session to which the tokens belong.
     pub session: u32,
@@ -47,38 +49,39 @@ impl LiveRow {
 /// Places the rows one after another in the page list: sets [`LiveRow::list_start`] of each row.
 /// Returns the list's length.
 pub fn lay_out(rows: &mut [LiveRow], page_shift: u32) -> u64 {
-    let mut refs = 0;
+    let mut list_len = 0;
     for row in rows {
-        row.list_start = u32::try_from(refs).unwrap_or(u32::MAX);
-        refs += u64::from(row.pages(page_shift));
+        row.list_start = u32::try_from(list_len).unwrap_or(u32::MAX);
+        list_len += u64::from(row.pages(page_shift));
     }
-    refs
+    list_len
 }
 
-/// The result of [`session`] for one session, in pages unless a field says otherwise.
+/// The result of [`session_pages`] for one session, in pages unless a field says otherwise.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct SessionPages {
-    /// Page references of the session's rows.
+    /// The number of page references of the session's rows.
     pub refs: u64,
     /// The number of distinct pages that no other session references.
-    pub exclusive: u64,
+    pub exclusive_pages: u64,
     /// The session's proportional share of its pages, in units of 2^-32 page. Each of its
     /// references to a page adds one page divided by the number of all references to that page.
     pub share_q32: u64,
-    /// Contiguous runs of pages, counted in each row. A transfer of the session's KV needs one
-    /// descriptor per run.
+    /// The number of contiguous runs of pages, counted in each row. A transfer of the session's KV
+    /// needs one descriptor per run.
     pub runs: u64,
-    /// Token slots of the rows' last pages that lie beyond the rows' ends.
+    /// The number of unused token slots in the last pages of the session's rows.
     pub tail_tokens: u64,
-    /// Pages that closing the session would free: no other session references them, and they are
-    /// not in the radix tree.
-    pub freed: u64,
+    /// The number of pages that closing the session would free: no other session references them,
+    /// and they are not in the radix tree.
+    pub freed_by_close: u64,
 }
 
 /// The reference count and the owner of every page, indexed by page.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Marks {
+    /// The number of references to the page.
     pub refcnt: Vec<u32>,
     /// A session's number, [`OWNER_NONE`] or [`OWNER_SHARED`].
     pub owner: Vec<u32>,
@@ -108,9 +111,9 @@ impl Marks {
 pub struct PageSet {
     /// Whether the set has the page, indexed by page.
     pub has: Vec<bool>,
-    /// Entries that name a page again. In a free list, these are double frees.
+    /// The number of entries that name a page again. In a free list, these are double frees.
     pub duplicates: u64,
-    /// Entries outside the pool.
+    /// The number of entries outside the pool.
     pub outside_pool: u64,
 }
 
@@ -150,11 +153,11 @@ impl From<[u64; 8]> for ClassCounts {
 
 /// `kv_gather_pages`: returns the page list of live rows, and the number of bad slots in it.
 ///
-/// The function reads one token slot per page: the slot of the page's first token. `r2t` is
-/// `req_to_token` with `stride` entries per row. A slot is bad unless it is positive, a multiple of
+/// The function reads one token slot per page: the slot of the page's first token. The table
+/// `req_to_token` has `stride` entries per row. A slot is bad unless it is positive, a multiple of
 /// the page size and inside the pool. The list's entry for a bad slot is [`PAGE_BAD`].
 pub fn gather_pages(
-    r2t: &[i32],
+    req_to_token: &[i32],
     stride: usize,
     rows: &[LiveRow],
     page_shift: u32,
@@ -166,7 +169,8 @@ pub fn gather_pages(
     for row in rows {
         for page_index in 0..row.pages(page_shift) as usize {
             let column = page_index << page_shift;
-            let entry = r2t.get(row.row as usize * stride + column).filter(|_| column < stride);
+            let index = row.row as usize * stride + column;
+            let entry = req_to_token.get(index).filter(|_| column < stride);
             let slot = entry.and_then(|&slot| u32::try_from(slot).ok()).unwrap_or(0);
             let page = slot >> page_shift;
             let is_sound = slot > 0 && page < npages && page << page_shift == slot;
@@ -198,9 +202,11 @@ pub fn mark(rows: &[LiveRow], page_list: &[u32], page_shift: u32, npages: u32) -
     Marks { refcnt, owner }
 }
 
-/// `kv_session`: returns the pages of each session, by session number. If `tree` is `None`,
-/// [`SessionPages::freed`] is an upper bound: it counts all pages that no other session references.
-pub fn session(
+/// `kv_session`: returns the pages of each session, by session number.
+///
+/// Without `tree`, [`SessionPages::freed_by_close`] is an upper bound: all pages that no other
+/// session references.
+pub fn session_pages(
     rows: &[LiveRow],
     page_list: &[u32],
     marks: &Marks,
@@ -222,8 +228,9 @@ pub fn session(
             let is_run_start = previous.is_none_or(|previous| previous.wrapping_add(1) != page);
             session.runs += u64::from(is_run_start);
             if marks.owner[page as usize] == row.session && counted_exclusive.insert(page) {
-                session.exclusive += 1;
-                session.freed += u64::from(tree.is_none_or(|tree| !tree.has[page as usize]));
+                session.exclusive_pages += 1;
+                session.freed_by_close +=
+                    u64::from(tree.is_none_or(|tree| !tree.has[page as usize]));
             }
         }
         session.tail_tokens += ((pages.len() as u64) << page_shift) - u64::from(row.len);
@@ -266,7 +273,7 @@ pub fn class_counts(free: &PageSet, marks: &Marks, tree: &PageSet) -> [u64; 8] {
     counts
 }
 
-/// Does the same as [`class_counts`], with named classes.
+/// Returns the number of pages in each class, like [`class_counts`], with names for the classes.
 pub fn classify(free: &PageSet, marks: &Marks, tree: &PageSet) -> ClassCounts {
     class_counts(free, marks, tree).into()
 }
@@ -343,11 +350,11 @@ mod tests {
         assert_eq!((page_list.as_slice(), bad), ([1, 2, 3, 1, 5].as_slice(), 0));
         let marks = mark(&rows, &page_list, 2, 8);
         assert_eq!((marks.held_pages(), marks.shared_pages()), (4, 1));
-        let by = session(&rows, &page_list, &marks, None, 2);
+        let by = session_pages(&rows, &page_list, &marks, None, 2);
         let half = 1u64 << 31;
         let (one, two) = (by[&7], by[&8]);
-        assert_eq!((one.refs, one.exclusive, one.runs, one.tail_tokens), (3, 2, 1, 2));
-        assert_eq!((two.refs, two.exclusive, two.runs, two.tail_tokens), (2, 1, 2, 0));
+        assert_eq!((one.refs, one.exclusive_pages, one.runs, one.tail_tokens), (3, 2, 1, 2));
+        assert_eq!((two.refs, two.exclusive_pages, two.runs, two.tail_tokens), (2, 1, 2, 0));
         assert_eq!(one.share_q32 + two.share_q32, 4 << 32);
         assert_eq!(two.share_q32, (1 << 32) + half);
     }
@@ -379,10 +386,14 @@ mod tests {
         let (r2t, ld, rows) = pool(&[(7, 12, &[1, 2, 3]), (7, 8, &[3, 4]), (8, 4, &[2])]);
         let (page_list, _) = gather_pages(&r2t, ld, &rows, 2, 8);
         let marks = mark(&rows, &page_list, 2, 8);
-        let freed = |tree| session(&rows, &page_list, &marks, tree, 2)[&7].freed;
+        let freed = |tree| session_pages(&rows, &page_list, &marks, tree, 2)[&7].freed_by_close;
         assert_eq!(freed(None), 3, "1, 3 and 4; page 3 once, though two rows name it");
         assert_eq!(freed(Some(&list_to_set([1, 2, 6], 8))), 2, "the tree keeps page 1");
-        assert_eq!(session(&rows, &page_list, &marks, None, 2)[&8].freed, 0, "page 2 is shared");
+        assert_eq!(
+            session_pages(&rows, &page_list, &marks, None, 2)[&8].freed_by_close,
+            0,
+            "page 2 is shared"
+        );
     }
 
     #[test]
@@ -399,7 +410,7 @@ mod tests {
         let (mut r2t, ld, rows) = pool(&[(1, 20, &[1, 2, 3, 4, 4])]);
         let runs = |r2t: &[i32]| {
             let (page_list, _) = gather_pages(r2t, ld, &rows, 2, 8);
-            session(&rows, &page_list, &mark(&rows, &page_list, 2, 8), None, 2)[&1].runs
+            session_pages(&rows, &page_list, &mark(&rows, &page_list, 2, 8), None, 2)[&1].runs
         };
         assert_eq!(runs(&r2t), 2, "a page named twice in a row is no run");
         r2t[4] = -1;
@@ -466,9 +477,9 @@ mod tests {
             let mut reversed = rows.clone();
             reversed.reverse();
             assert_eq!(marks, mark(&reversed, &page_list, 2, npages), "seed {seed}: order matters");
-            let by = session(&rows, &page_list, &marks, None, 2);
+            let by = session_pages(&rows, &page_list, &marks, None, 2);
             let refs: u64 = by.values().map(|s| s.refs).sum();
-            let exclusive: u64 = by.values().map(|s| s.exclusive).sum();
+            let exclusive: u64 = by.values().map(|s| s.exclusive_pages).sum();
             let pss: u64 = by.values().map(|s| s.share_q32).sum();
             let named: u64 = marks.refcnt.iter().map(|&n| u64::from(n)).sum();
             assert_eq!(refs, named, "seed {seed}");

@@ -10,7 +10,7 @@ mod pools;
 
 use cuda_fake::Fake;
 use kernels::{
-    cuda::{Device, DeviceTable, Exported, LaunchShape, PoolSize, missing},
+    cuda::{Device, DeviceTable, ExportedRange, LaunchShape, PoolSize, missing},
     reference::{self, LiveRow},
 };
 use pools::Case;
@@ -42,7 +42,7 @@ const MISTAKES: &[Mistake] = &[
     ),
     ("slot 0 is a page", "slot > 0 &&", "slot >= 0 &&"),
     ("slots needn't be aligned", " && page << shift == u32(slot)", ""),
-    ("the entry behind a row", "column < ld;", "column <= ld;"),
+    ("the entry behind a row", "column < stride;", "column <= stride;"),
     ("rows needn't be in the table", "row.row < table_rows && ", ""),
     (
         "owners never become shared",
@@ -204,7 +204,7 @@ fn export() -> ExitCode {
     ExitCode::SUCCESS
 }
 
-fn exporter() -> (Child, Exported) {
+fn exporter() -> (Child, ExportedRange) {
     let mut role = in_role("exporter");
     let role = role.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn();
     let mut role = role.expect("this program starts");
@@ -216,7 +216,7 @@ fn exporter() -> (Child, Exported) {
     let byte = |i: usize| u8::from_str_radix(&hex[i * 2..i * 2 + 2], 16).expect("hex digits");
     let mut number = || words.next().and_then(|word| word.parse().ok()).expect("a number");
     let exported =
-        Exported { handle: std::array::from_fn(byte), offset: number(), bytes: number() };
+        ExportedRange { handle: std::array::from_fn(byte), offset: number(), bytes: number() };
     (role, exported)
 }
 
@@ -232,7 +232,7 @@ fn ipc() {
         let entries = unsafe { imported.slice() }.expect("the table is aligned");
         let mut live = device.live_rows(rows.len()).expect("there is room");
         device.set_live_rows(&mut live, &rows, SHARED_POOL).expect("the rows are sound");
-        let mut staged = device.alloc(live.list_len()).expect("there is room");
+        let mut staged = device.alloc(live.page_list_len()).expect("there is room");
         let mut bad = device.alloc(1).expect("there is room");
         let table = DeviceTable { entries, stride: SHARED_LD as u64 };
         device.gather_pages(table, &live, &mut staged, &mut bad).expect("it is launched");
@@ -242,7 +242,7 @@ fn ipc() {
         assert_eq!((staged, device.download(bad.slice()).expect("it ran")[0]), expected);
         assert_eq!(expected.0, [7, 8, 20, 7, 30, 31]);
     }
-    let beyond = Exported { bytes: exported.bytes + 100_000, ..exported.clone() };
+    let beyond = ExportedRange { bytes: exported.bytes + 100_000, ..exported.clone() };
     let error = device.import(&beyond).expect_err("it says more than there is");
     assert!(error.to_string().starts_with("exported bytes"), "{error}");
     drop(role.stdin.take());

@@ -1,5 +1,9 @@
 // Lets a C++ compiler build the kernels for the host, so that they run without a GPU.
 //
+// launch.cpp includes this file before the kernels' source. The file defines CUDA's keywords,
+// variables and functions, as far as the kernels use them. Tests and the fake CUDA driver run the
+// kernels in this way; a real GPU doesn't.
+//
 // The threads of a block are fibers on one host thread. A fiber runs until its next barrier, which
 // is one of its warp or of its block. A barrier that not all fibers reach ends the process; on a
 // device it would hang. Blocks run one after another. Every other launch runs blocks and threads in
@@ -28,18 +32,19 @@ namespace emulate {
 
 constexpr unsigned WARP = 32, THREADS_MAX = 1024, STACK_BYTES = 64 * 1024;
 
-// Where a fiber stopped. `run` means that the fiber may continue.
-enum class At { run, warp, block, end };
+// What a fiber does: it runs, waits at a barrier of its warp or block, or has ended.
+enum class FiberState { run, warp, block, end };
 
 struct Fiber {
-  jmp_buf place;
-  bool begun;
-  At at;
+  jmp_buf resume_point;
+  bool has_stack;
+  FiberState state;
   unsigned thread;
   // The value that the fiber shows to its warp. Two slots alternate, because a lane may show its
   // next value while other lanes still read this one.
   unsigned long long shown[2];
-  unsigned turn;
+  // The slot of `shown` that the fiber writes next.
+  unsigned next_slot;
 };
 
 struct Index {
@@ -47,11 +52,15 @@ struct Index {
 };
 
 inline Fiber fibers[THREADS_MAX];
-inline Fiber* now;
+// The fiber that runs now.
+inline Fiber* current;
+// Where a fiber jumps to when it stops.
 inline jmp_buf scheduler;
 inline Index block_index, block_dim, grid_dim;
+// The kernel of the running launch, and its arguments.
 inline void (*body)(void*);
 inline void* argument;
+// Whether the launch runs blocks and threads in reverse order.
 inline bool backwards;
 
 [[noreturn]] inline void stop(const char* why) {
@@ -61,73 +70,74 @@ inline bool backwards;
 
 // Switches without saving the signal mask, which would cost two system calls: `makecontext` starts
 // a fiber once, and every later switch is a jump.
-[[gnu::noinline]] inline void yield(At at) {
-  now->at = at;
-  if (_setjmp(now->place) == 0) _longjmp(scheduler, 1);
+[[gnu::noinline]] inline void yield(FiberState state) {
+  current->state = state;
+  if (_setjmp(current->resume_point) == 0) _longjmp(scheduler, 1);
 }
 
 // A fiber outlives the launch; the next launch resumes it at the end of this loop.
-inline void live() {
+inline void fiber_main() {
   for (;;) {
     body(argument);
-    yield(At::end);
+    yield(FiberState::end);
   }
 }
 
-inline void begin(Fiber& fiber) {
-  static ucontext_t nowhere;
+inline void start_fiber(Fiber& fiber) {
+  static ucontext_t unused;
   ucontext_t start;
   getcontext(&start);
   start.uc_stack.ss_sp = malloc(STACK_BYTES);
   start.uc_stack.ss_size = STACK_BYTES;
   start.uc_link = nullptr;
   if (!start.uc_stack.ss_sp) stop("no memory for a stack");
-  makecontext(&start, live, 0);
-  fiber.begun = true;
-  swapcontext(&nowhere, &start);
+  makecontext(&start, fiber_main, 0);
+  fiber.has_stack = true;
+  swapcontext(&unused, &start);
 }
 
 [[gnu::noinline]] inline void resume(Fiber& fiber) {
-  now = &fiber;
-  fiber.at = At::run;
+  current = &fiber;
+  fiber.state = FiberState::run;
   if (_setjmp(scheduler) != 0) return;
-  if (fiber.begun) _longjmp(fiber.place, 1);
-  begin(fiber);
+  if (fiber.has_stack) _longjmp(fiber.resume_point, 1);
+  start_fiber(fiber);
 }
 
-inline unsigned count(const Fiber* some, unsigned n, At at) {
-  unsigned found = 0;
-  for (unsigned i = 0; i < n; i++) found += some[i].at == at;
-  return found;
+// Returns how many of the `n` fibers are in this state.
+inline unsigned count(const Fiber* group, unsigned n, FiberState state) {
+  unsigned matching = 0;
+  for (unsigned i = 0; i < n; i++) matching += group[i].state == state;
+  return matching;
 }
 
 // Runs a warp until all its threads wait for the block or have ended.
 inline void run_warp(Fiber* warp) {
   do {
     for (unsigned i = 0; i < WARP; i++) resume(warp[backwards ? WARP - 1 - i : i]);
-  } while (count(warp, WARP, At::warp) == WARP);
-  if (count(warp, WARP, At::warp) != 0) {
+  } while (count(warp, WARP, FiberState::warp) == WARP);
+  if (count(warp, WARP, FiberState::warp) != 0) {
     stop("a part of a warp waits for the rest, which doesn't come");
   }
 }
 
 inline void run_block(unsigned threads) {
-  for (unsigned i = 0; i < threads; i++) fibers[i].thread = i, fibers[i].turn = 0;
+  for (unsigned i = 0; i < threads; i++) fibers[i].thread = i, fibers[i].next_slot = 0;
   do {
     for (unsigned i = 0; i < threads; i += WARP) {
       run_warp(fibers + (backwards ? threads - WARP - i : i));
     }
-  } while (count(fibers, threads, At::block) == threads);
-  if (count(fibers, threads, At::end) != threads) {
+  } while (count(fibers, threads, FiberState::block) == threads);
+  if (count(fibers, threads, FiberState::end) != threads) {
     stop("a part of a block waits for the rest, which doesn't come");
   }
 }
 
-// Runs `call(argument)` as every thread of `grid` blocks of `threads`.
-inline void launch(unsigned grid, unsigned threads, void (*call)(void*), void* with) {
+// Runs `kernel(params)` as every thread of `grid` blocks of `threads` threads.
+inline void launch(unsigned grid, unsigned threads, void (*kernel)(void*), void* params) {
   const bool whole_warps = threads > 0 && threads % WARP == 0 && threads <= THREADS_MAX;
   if (!whole_warps) stop("not a block of whole warps");
-  body = call, argument = with;
+  body = kernel, argument = params;
   block_dim.x = threads, grid_dim.x = grid;
   for (unsigned i = 0; i < grid; i++) {
     block_index.x = backwards ? grid - 1 - i : i;
@@ -136,24 +146,25 @@ inline void launch(unsigned grid, unsigned threads, void (*call)(void*), void* w
   backwards = !backwards;
 }
 
-inline Index thread_index() { return Index{now->thread}; }
+inline Index thread_index() { return Index{current->thread}; }
 
 inline const Fiber* warp_of(const Fiber* fiber) { return fiber - fiber->thread % WARP; }
 
 // The values shown to a warp, indexed by lane.
 struct Shown {
   const Fiber* warp;
-  unsigned turn;
-  unsigned long long operator[](unsigned lane) const { return warp[lane].shown[turn]; }
+  unsigned slot;
+  unsigned long long operator[](unsigned lane) const { return warp[lane].shown[slot]; }
 };
 
+// Shows a value to the warp, and returns the values of all lanes once all have shown theirs.
 inline Shown show(unsigned mask, unsigned long long value) {
   if (mask != 0xFFFFFFFFu) stop("only whole warps are emulated");
-  const unsigned turn = now->turn;
-  now->turn = 1 - turn;
-  now->shown[turn] = value;
-  yield(At::warp);
-  return Shown{warp_of(now), turn};
+  const unsigned slot = current->next_slot;
+  current->next_slot = 1 - slot;
+  current->shown[slot] = value;
+  yield(FiberState::warp);
+  return Shown{warp_of(current), slot};
 }
 
 }  // namespace emulate
@@ -163,11 +174,11 @@ inline Shown show(unsigned mask, unsigned long long value) {
 #define blockDim (emulate::block_dim)
 #define gridDim (emulate::grid_dim)
 
-inline void __syncthreads() { emulate::yield(emulate::At::block); }
+inline void __syncthreads() { emulate::yield(emulate::FiberState::block); }
 
 template <typename T>
 T __shfl_xor_sync(unsigned mask, T value, unsigned lanes) {
-  const unsigned lane = emulate::now->thread % emulate::WARP;
+  const unsigned lane = emulate::current->thread % emulate::WARP;
   return T(emulate::show(mask, value)[(lane ^ lanes) % emulate::WARP]);
 }
 
@@ -181,29 +192,29 @@ inline unsigned __ballot_sync(unsigned mask, bool value) {
 inline unsigned __popc(unsigned value) { return unsigned(__builtin_popcount(value)); }
 
 template <typename T>
-T atomicAdd(T* at, T value) {
-  const T before = *at;
-  *at = before + value;
+T atomicAdd(T* address, T value) {
+  const T before = *address;
+  *address = before + value;
   return before;
 }
 
 template <typename T>
-T atomicOr(T* at, T value) {
-  const T before = *at;
-  *at = before | value;
+T atomicOr(T* address, T value) {
+  const T before = *address;
+  *address = before | value;
   return before;
 }
 
 template <typename T>
-T atomicExch(T* at, T value) {
-  const T before = *at;
-  *at = value;
+T atomicExch(T* address, T value) {
+  const T before = *address;
+  *address = value;
   return before;
 }
 
 template <typename T>
-T atomicCAS(T* at, T expected, T value) {
-  const T before = *at;
-  if (before == expected) *at = value;
+T atomicCAS(T* address, T expected, T value) {
+  const T before = *address;
+  if (before == expected) *address = value;
   return before;
 }

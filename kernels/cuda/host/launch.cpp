@@ -1,9 +1,11 @@
-// The kernels as host code, found by name and launched through a small C interface. The macro
-// KV_SOURCE names the source to compile: the real source, or a copy with a planted mistake.
+// Offers the kernels, built as host code, through a small C interface that finds them by name.
+//
+// The fake CUDA driver of the tests calls this interface. The macro KV_SOURCE names the source to
+// compile: the real source, or a copy with a planted mistake. emulate.h runs blocks and threads.
 //
 //   int   kv_host_find(name)                    the kernel's number, or -1
 //   void* kv_host_bind(kernel, params)          copies the arguments, as a driver does at a launch
-//   void  kv_host_run(kernel, bound, grid, threads)   runs it, and frees the arguments
+//   void  kv_host_run(kernel, bound, grid, threads)   runs the kernel, and frees the arguments
 
 #include "emulate.h"
 
@@ -15,7 +17,7 @@
 namespace {
 
 template <auto kernel, typename... Args>
-struct Typed {
+struct TypedKernel {
   using Bound = std::tuple<Args...>;
 
   template <size_t... I>
@@ -38,7 +40,7 @@ struct Kernel {
 
 template <auto kernel, typename... Args>
 constexpr Kernel typed(const char* name, void (*)(Args...)) {
-  return Kernel{name, Typed<kernel, Args...>::bind, Typed<kernel, Args...>::run};
+  return Kernel{name, TypedKernel<kernel, Args...>::bind, TypedKernel<kernel, Args...>::run};
 }
 
 #define KERNEL(kernel) typed<kernel>(#kernel, kernel)

@@ -231,9 +231,9 @@ impl Core {
         for (page, &owner) in marks.owner.iter().enumerate() {
             assert!(owner != OWNER_SHARED || tree.has[page], "two rows own page {page}");
         }
-        let usage = reference::session(&rows, &staged, &marks, None, shift);
+        let usage = reference::session_pages(&rows, &staged, &marks, None, shift);
         for row in &rows {
-            let exclusive = usage[&row.session].exclusive;
+            let exclusive = usage[&row.session].exclusive_pages;
             let private = self.private_tokens(row.row as usize) / page_size;
             assert!(exclusive >= private as u64, "row {} shares private pages", row.row);
         }
