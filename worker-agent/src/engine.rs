@@ -1,10 +1,13 @@
 //! Gives the agent access to its engine, the SGLang server on the same host.
 //!
-//! [`Engine`] calls the engine's HTTP API, [`stall_detector`] finds out when the engine makes no
-//! progress, and [`model_files`] finds the tokenizer files of the engine's model.
+//! Parts: [`EngineClient`] (in `client`) calls the engine's HTTP API, [`stall_detector`] finds out
+//! when the engine makes no progress, and [`model_files`] finds the tokenizer files of the engine's
+//! model. The parts only read, send and report. [`crate::owner`] decides what to do.
 
 mod client;
 pub mod model_files;
 pub mod stall_detector;
 
-pub use self::client::{Engine, Error, Info, RankSample, Sample, is_connection_refused};
+pub use self::client::{
+    EngineClient, EngineInfo, Error, LoadSample, RankSample, is_connection_refused,
+};

@@ -19,7 +19,7 @@ use proto::load::{Device, Figure, LoadReport, Rank, RankLoad, Retention, Source}
 
 use self::prefill::PrefillRate;
 use crate::{
-    engine::{Info, RankSample, Sample},
+    engine::{EngineInfo, LoadSample, RankSample},
     gpu::{fleet::Snapshot, kv::Pool},
     session::{self, RankCapacity, RankTotals, Session, Table},
 };
@@ -64,7 +64,7 @@ pub struct Ledger {
     /// pool's buffers.
     page_bytes: HashMap<u32, u64>,
     /// The newest load sample of the engine; `None` until there is one.
-    sample: Option<Sample>,
+    sample: Option<LoadSample>,
     /// The prefill rate of each rank.
     prefill_rates: Vec<PrefillRate>,
     /// The shim's figures, by rank, for ranks that have a connected shim.
@@ -128,7 +128,7 @@ impl Ledger {
 
     /// Sets the description of an engine process, and forgets the figures of the process before.
     /// Returns the engine's capacity for the session table.
-    pub fn set_engine(&mut self, info: &Info) -> session::EngineCapacity {
+    pub fn set_engine(&mut self, info: &EngineInfo) -> session::EngineCapacity {
         let pool_tokens = info.pool_tokens;
         self.rank_sizes = info.rows.iter().map(|&rows| RankSize { rows, pool_tokens }).collect();
         self.rank_sizes.truncate(RANKS_MAX as usize);
@@ -154,7 +154,7 @@ impl Ledger {
     }
 
     /// Takes a load sample of the engine.
-    pub fn record_sample(&mut self, sample: Sample) {
+    pub fn record_sample(&mut self, sample: LoadSample) {
         for rank in &sample.ranks {
             let rate = self.prefill_rates.get_mut(rank.dp_rank as usize);
             if let (Some(rate), Some(busy_us)) = (rate, rank.total_prefill_busy_us) {

@@ -51,7 +51,7 @@ use tokio_util::sync::CancellationToken;
 use crate::{
     config::{Config, ms},
     data_port::TurnContext,
-    engine::Engine,
+    engine::EngineClient,
     gpu::Gpus,
     guard::Guards,
     ledger::Limits,
@@ -219,8 +219,8 @@ async fn drain(agent: &AgentHandle, limit: Duration) {
     }
 }
 
-fn engine_client(config: &Config) -> Engine {
-    Engine::new(
+fn engine_client(config: &Config) -> EngineClient {
+    EngineClient::new(
         config.engine_uri(),
         config::engine_api_key().expect("checked when the settings were loaded"),
         CONNECT_MAX,
@@ -251,7 +251,7 @@ fn start_agent(
     gpus: &Gpus,
     listeners: &Listeners,
     epoch: u64,
-    engine: &Engine,
+    engine: &EngineClient,
     metrics: &Metrics,
     tasks: &Tasks,
 ) -> Result<(AgentHandle, ShimHandle, Option<Arc<Queues>>), Error> {

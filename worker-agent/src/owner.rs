@@ -48,7 +48,7 @@ use self::{
 };
 use crate::{
     audit::{Audits, remote::RemoteAuditor},
-    engine::{Engine, Info, stall_detector::StallDetector},
+    engine::{EngineClient, EngineInfo, stall_detector::StallDetector},
     gpu::Gpus,
     ledger::{AgentHealth, Ledger, Limits},
     metrics::Metrics,
@@ -79,7 +79,7 @@ pub struct OwnerSetup {
     /// The port for turns. Routers read it in the description that the owner publishes.
     pub data_port: u16,
     /// The client of the engine.
-    pub engine: Engine,
+    pub engine: EngineClient,
     /// The GPUs that the engine runs on.
     pub gpus: Gpus,
     /// The limits on admission.
@@ -132,7 +132,7 @@ struct Owner {
     table: Table,
     ledger: Ledger,
     stall_detector: StallDetector,
-    engine_info: Option<Box<Info>>,
+    engine_info: Option<Box<EngineInfo>>,
     /// Why the engine can't take turns; `None` while it can.
     down_reason: Option<String>,
     /// Why the engine makes no progress; `None` while it does.

@@ -39,7 +39,7 @@ use super::{
     route_features::{actual_run_mode, route_turns},
 };
 use crate::{
-    engine::{self, Engine},
+    engine::{self, EngineClient},
     metrics::Metrics,
     owner::{AdmittedTurn, AgentHandle, EngineNews},
     session::{Need, Turn},
@@ -68,7 +68,7 @@ pub struct TurnContext {
     /// Admits turns.
     pub agent: AgentHandle,
     /// The engine that turns are sent to.
-    pub engine: Engine,
+    pub engine: EngineClient,
     /// Limits the bytes of all request bodies in memory together.
     pub body_budget: BodyBudget,
     /// The time limit of a turn, after which it is aborted.

@@ -1,12 +1,10 @@
-//! Calls the engine's HTTP API for the agent.
+//! Calls the HTTP API of the engine (SGLang) for the agent.
 //!
-//! A *turn* is one request with its answer. A *session* is a series of turns whose KV the engine
-//! can keep between them. An *incarnation* is one life of a session in the engine. Each incarnation
-//! has its own id, by which the engine knows the session.
-//!
-//! [`Engine`] sends turns and aborts them, opens and closes sessions, and reads the engine's
-//! description and load. It knows SGLang's HTTP API, but keeps no list of sessions: its callers
-//! decide what is sent, and when.
+//! [`EngineClient`] sends turns (requests with their answers) and aborts them, opens and closes
+//! sessions (series of turns whose KV the engine keeps), and reads the engine's description and
+//! load. The engine knows a session by the id of its *incarnation*: one life of the session inside
+//! the engine. `data_port` sends turns, the tasks of `owner` make all other calls. They decide what
+//! is sent and when; the client keeps no list of sessions and retries nothing.
 
 use std::{
     net::SocketAddr,
@@ -96,7 +94,7 @@ impl Error {
 
     /// Whether the engine's process is gone: see [`is_connection_refused`].
     #[must_use]
-    pub fn is_gone(&self) -> bool {
+    pub fn is_process_gone(&self) -> bool {
         matches!(self, Self::Connect(_, error) if is_connection_refused(error))
     }
 }
@@ -107,8 +105,8 @@ impl Error {
 pub fn is_connection_refused(error: &hyper_util::client::legacy::Error) -> bool {
     let mut source: Option<&(dyn std::error::Error + 'static)> = Some(error);
     while let Some(error) = source {
-        let io = error.downcast_ref::<std::io::Error>();
-        if io.is_some_and(|io| io.kind() == std::io::ErrorKind::ConnectionRefused) {
+        let io_error = error.downcast_ref::<std::io::Error>();
+        if io_error.is_some_and(|error| error.kind() == std::io::ErrorKind::ConnectionRefused) {
             return true;
         }
         source = error.source();
@@ -118,29 +116,29 @@ pub fn is_connection_refused(error: &hyper_util::client::legacy::Error) -> bool 
 
 /// A client of one engine. Clones share its connections.
 #[derive(Debug, Clone)]
-pub struct Engine {
-    base: Uri,
+pub struct EngineClient {
+    base_uri: Uri,
     api_key: Option<HeaderValue>,
     /// Sends turns. Their bodies are streamed, without a time limit.
-    turns: Client<HttpConnector, Body>,
+    turn_client: Client<HttpConnector, Body>,
     /// Sends control calls, on connections of their own, so that they never wait behind turns.
-    control: Client<HttpConnector, Full<Bytes>>,
-    /// Reads load samples, and nothing else. So if a sample comes over a new connection, the
-    /// engine may be another process.
-    samples: Client<HttpConnector, Full<Bytes>>,
+    control_client: Client<HttpConnector, Full<Bytes>>,
+    /// Reads load samples, and nothing else. This client keeps one connection open, so a sample
+    /// that comes over a new connection may come from a new engine process.
+    sample_client: Client<HttpConnector, Full<Bytes>>,
     /// The time limit of a call other than a turn.
     call_time_max: Duration,
 }
 
 /// The part of `/server_info` that the agent needs.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Info {
+pub struct EngineInfo {
     /// The facts that the agent tells routers.
     pub facts: EngineFacts,
     /// For each data parallel (DP) rank: the number of rows of its request table. A request that
     /// runs holds a row.
     pub rows: Vec<u32>,
-    /// The number of tokens for which each rank's KV pool has room.
+    /// The size of each rank's KV pool, in tokens.
     pub pool_tokens: u64,
     /// The engine's device type, for example `cuda` or `cpu`.
     pub device: String,
@@ -151,7 +149,7 @@ pub struct Info {
     pub model_files: Option<ModelFiles>,
 }
 
-impl Info {
+impl EngineInfo {
     /// Returns how the engine can keep the KV of sessions between turns, the best way first. The
     /// engine's flags decide this.
     #[must_use]
@@ -198,7 +196,7 @@ pub struct RankSample {
 
 /// The load of all ranks at one moment.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Sample {
+pub struct LoadSample {
     /// When the answer arrived.
     pub at: Instant,
     /// One entry per rank, in rank order.
@@ -207,12 +205,12 @@ pub struct Sample {
     pub connection: Option<SocketAddr>,
 }
 
-impl Engine {
-    /// Creates a client of the engine at `base` (`http://host:port`). `connect_max` is the time
+impl EngineClient {
+    /// Creates a client of the engine at `base_uri` (`http://host:port`). `connect_max` is the time
     /// limit for connecting, and `call_time_max` that for a call other than a turn.
     #[must_use]
     pub fn new(
-        base: Uri,
+        base_uri: Uri,
         api_key: Option<HeaderValue>,
         connect_max: Duration,
         call_time_max: Duration,
@@ -222,19 +220,19 @@ impl Engine {
         connector.set_connect_timeout(Some(connect_max));
         let mut builder = Client::builder(TokioExecutor::new());
         builder.pool_timer(TokioTimer::new()).pool_idle_timeout(POOL_IDLE_MAX);
-        let turns = builder.build(connector.clone());
-        let control = builder.build(connector.clone());
-        let samples = builder.build(connector);
-        Self { base, api_key, turns, control, samples, call_time_max }
+        let turn_client = builder.build(connector.clone());
+        let control_client = builder.build(connector.clone());
+        let sample_client = builder.build(connector);
+        Self { base_uri, api_key, turn_client, control_client, sample_client, call_time_max }
     }
 
-    /// Sends a turn. The future does nothing until it is polled. Dropping it closes the connection.
+    /// Sends a turn when the returned future is polled. Dropping the future closes the connection.
     pub fn send(&self, mut request: Request<Body>) -> ResponseFuture {
         *request.uri_mut() = self.uri(request.uri().path_and_query());
         if let Some(key) = &self.api_key {
             request.headers_mut().insert(header::AUTHORIZATION, key.clone());
         }
-        self.turns.request(request)
+        self.turn_client.request(request)
     }
 
     /// Reads `/server_info`. Returns the facts, the tokenizer's source if the engine states one,
@@ -244,14 +242,14 @@ impl Engine {
     /// When the engine can't be reached or its answer is invalid.
     pub async fn read_info(
         &self,
-    ) -> Result<(Info, Option<model_files::TokenizerSource>, PublisherInfo), Error> {
+    ) -> Result<(EngineInfo, Option<model_files::TokenizerSource>, PublisherInfo), Error> {
         let path = "/server_info";
         let body = self.call(Method::GET, path, None).await?;
         let value: Value = serde_json::from_slice(&body)
             .map_err(|error| Error::Answer { path, detail: error.to_string() })?;
-        let info = info_from(&value).map_err(|detail| Error::Answer { path, detail })?;
-        let publishers =
-            PublisherAddresses::from_server_info(&value, self.base.host().unwrap_or("127.0.0.1"));
+        let info = parse_info(&value).map_err(|detail| Error::Answer { path, detail })?;
+        let host = self.base_uri.host().unwrap_or("127.0.0.1");
+        let publishers = PublisherAddresses::from_server_info(&value, host);
         let event_page_tokens =
             publishers.as_ref().ok().and_then(|publishers| publishers.page_tokens);
         let page_tokens = event_page_tokens.unwrap_or(info.facts.page_tokens);
@@ -270,18 +268,18 @@ impl Engine {
     ///
     /// # Errors
     /// When the engine can't be reached or its answer is invalid.
-    pub async fn read_load(&self, now: impl Fn() -> Instant) -> Result<Sample, Error> {
+    pub async fn read_load(&self, now: impl Fn() -> Instant) -> Result<LoadSample, Error> {
         let path = "/v1/loads";
-        let request = self.request(Method::GET, "/v1/loads?include=core", None);
-        let (body, connection) = self.exchange(&self.samples, path, request).await?;
+        let request = self.build_request(Method::GET, "/v1/loads?include=core", None);
+        let (body, connection) = self.send_with_limit(&self.sample_client, path, request).await?;
         #[derive(Deserialize)]
-        struct Loads {
+        struct LoadsAnswer {
             loads: Vec<RankSample>,
         }
-        let mut loads: Loads = serde_json::from_slice(&body)
+        let mut answer: LoadsAnswer = serde_json::from_slice(&body)
             .map_err(|error| Error::Answer { path, detail: error.to_string() })?;
-        loads.loads.sort_by_key(|rank| rank.dp_rank);
-        Ok(Sample { at: now(), ranks: loads.loads, connection })
+        answer.loads.sort_by_key(|rank| rank.dp_rank);
+        Ok(LoadSample { at: now(), ranks: answer.loads, connection })
     }
 
     /// Opens a session whose KV the engine keeps (a "streaming session" of SGLang) under the id
@@ -300,12 +298,12 @@ impl Engine {
         self.call(Method::POST, "/open_session", Some(&body)).await.map(drop)
     }
 
-    /// Closes a session, and returns whether it is gone. If a turn may still run, the caller gives
-    /// its id `rid`. That turn is aborted first, because the engine defers a close while a turn
-    /// runs.
+    /// Closes a session, and returns whether the session is gone. `rid` is the id of a turn that
+    /// may still run. The method aborts that turn first, because the engine defers a close while a
+    /// turn runs.
     ///
-    /// The engine answers every close with 200, even when it defers the close. So this method then
-    /// opens the same id again. The engine refuses that while the session exists.
+    /// The engine answers every close with 200, even a deferred one. So this method then opens a
+    /// session with the same id, which the engine refuses while the old session exists.
     ///
     /// # Errors
     /// When the engine can't be reached.
@@ -314,7 +312,7 @@ impl Engine {
         incarnation: &str,
         rid: Option<&str>,
     ) -> Result<bool, Error> {
-        self.close(incarnation, rid).await?;
+        self.abort_and_close(incarnation, rid).await?;
         match self.open_session(incarnation, PROBE_IDLE_MAX).await {
             Ok(()) => self.close_session(incarnation).await.map(|()| true),
             Err(Error::Status { status, .. }) if status.is_client_error() => Ok(false),
@@ -327,15 +325,15 @@ impl Engine {
     ///
     /// # Errors
     /// When the engine can't be reached.
-    pub async fn close(&self, incarnation: &str, rid: Option<&str>) -> Result<(), Error> {
+    pub async fn abort_and_close(&self, incarnation: &str, rid: Option<&str>) -> Result<(), Error> {
         if let Some(rid) = rid {
             self.abort(rid).await?;
         }
         self.close_session(incarnation).await
     }
 
-    /// Requests that a session is closed, and aborts no turn. The engine answers 200 whether or not
-    /// it did anything.
+    /// Requests that a session is closed, and aborts no turn. The engine answers 200 even if it
+    /// has no such session.
     ///
     /// # Errors
     /// When the engine can't be reached.
@@ -360,11 +358,11 @@ impl Engine {
         path: &'static str,
         body: Option<&Value>,
     ) -> Result<Bytes, Error> {
-        let request = self.request(method, path, body);
-        self.exchange(&self.control, path, request).await.map(|(bytes, _)| bytes)
+        let request = self.build_request(method, path, body);
+        self.send_with_limit(&self.control_client, path, request).await.map(|(bytes, _)| bytes)
     }
 
-    fn request(
+    fn build_request(
         &self,
         method: Method,
         path: &'static str,
@@ -383,21 +381,21 @@ impl Engine {
 
     /// Sends a request within the time limit. Returns the body of the answer, and the local address
     /// of the connection. `path` is the route for error messages.
-    async fn exchange(
+    async fn send_with_limit(
         &self,
         client: &Client<HttpConnector, Full<Bytes>>,
         path: &'static str,
         request: Request<Full<Bytes>>,
     ) -> Result<(Bytes, Option<SocketAddr>), Error> {
-        let exchange = async {
+        let answer = async {
             let response =
                 client.request(request).await.map_err(|error| self.connection_error(error))?;
-            let info = response.extensions().get::<HttpInfo>();
-            let connection = info.map(HttpInfo::local_addr);
+            let http_info = response.extensions().get::<HttpInfo>();
+            let connection = http_info.map(HttpInfo::local_addr);
             Ok((self.read_body(path, response).await?, connection))
         };
         let limit = self.call_time_max;
-        tokio::time::timeout(limit, exchange).await.map_err(|_| Error::Timeout(path, limit))?
+        tokio::time::timeout(limit, answer).await.map_err(|_| Error::Timeout(path, limit))?
     }
 
     /// Reads the body of an answer. Any status other than success is an error.
@@ -408,7 +406,7 @@ impl Engine {
     ) -> Result<Bytes, Error> {
         let status = response.status();
         let body = Limited::new(response.into_body(), ANSWER_BYTES_MAX).collect().await;
-        let body = body.map_err(|error| Error::Broken(self.base.clone(), error))?.to_bytes();
+        let body = body.map_err(|error| Error::Broken(self.base_uri.clone(), error))?.to_bytes();
         if !status.is_success() {
             let body = String::from_utf8_lossy(&body[..body.len().min(300)]).into_owned();
             return Err(Error::Status { path, status, body });
@@ -416,24 +414,24 @@ impl Engine {
         Ok(body)
     }
 
-    /// Tells whether the connection could not be made, or broke.
+    /// Converts an error of the HTTP client: the connection could not be made, or it broke.
     fn connection_error(&self, error: hyper_util::client::legacy::Error) -> Error {
         if error.is_connect() {
-            Error::Connect(self.base.clone(), error)
+            Error::Connect(self.base_uri.clone(), error)
         } else {
-            Error::Broken(self.base.clone(), error.into())
+            Error::Broken(self.base_uri.clone(), error.into())
         }
     }
 
     fn uri(&self, path: Option<&PathAndQuery>) -> Uri {
-        let mut parts = self.base.clone().into_parts();
+        let mut parts = self.base_uri.clone().into_parts();
         parts.path_and_query = Some(path.cloned().unwrap_or(PathAndQuery::from_static("/")));
         Uri::from_parts(parts).expect("the base has scheme and authority, checked by the settings")
     }
 }
 
 /// Reads the values that the agent needs from the answer of `/server_info`.
-fn info_from(value: &Value) -> Result<Info, String> {
+fn parse_info(value: &Value) -> Result<EngineInfo, String> {
     let number = |key: &str| value.get(key).and_then(Value::as_u64);
     let flag = |key: &str| value.get(key).and_then(Value::as_bool).unwrap_or(false);
     let text = |key: &str| value.get(key).and_then(Value::as_str);
@@ -457,7 +455,7 @@ fn info_from(value: &Value) -> Result<Info, String> {
     let model = text("served_model_name").or_else(|| text("model_path"));
     let seed = number("random_seed").unwrap_or(0);
     let startup_times = value.get("startup_time").map(Value::to_string).unwrap_or_default();
-    Ok(Info {
+    Ok(EngineInfo {
         facts: EngineFacts {
             version: text("version").unwrap_or("unknown").to_owned(),
             models: vec![model.ok_or("served_model_name is missing")?.to_owned()],
@@ -466,9 +464,9 @@ fn info_from(value: &Value) -> Result<Info, String> {
             vocabulary: None,
             streaming_sessions: flag("enable_streaming_session"),
             radix_sessions: flag("enable_session_radix_cache"),
-            // The engine states no id of its process, so the agent derives one from two values
-            // that differ between processes. The seed is random at each launch unless the
-            // operator sets it. The startup times are measured at each launch.
+            // The engine reports no process id. The agent derives an id from two values that
+            // differ between processes: the seed, random at each launch unless the operator sets
+            // it, and the startup times, which are measured at each launch.
             instance: proto::id::principal_of(Some(format!("{seed} {startup_times}").as_bytes())),
             disaggregation: text("disaggregation_mode").unwrap_or("null").to_owned(),
         },
@@ -480,19 +478,19 @@ fn info_from(value: &Value) -> Result<Info, String> {
     })
 }
 
-/// Returns the bytes of a rank's KV pool. The engine reports them in GiB with three decimals.
-fn pool_bytes(state: &Value) -> Option<u64> {
-    let gib = state.get("memory_usage")?.get("kvcache")?.as_f64()?;
-    let thousandths = (gib * 1000.0).round();
+/// Returns the bytes of a rank's KV pool, which the engine reports in GiB with three decimals.
+fn pool_bytes(rank_state: &Value) -> Option<u64> {
+    let gib = rank_state.get("memory_usage")?.get("kvcache")?.as_f64()?;
+    let milli_gib = (gib * 1000.0).round();
     // A value of 0.000 GiB, or of a million GiB and more, can't be a pool's size.
-    let thousandths = (1.0..1e9).contains(&thousandths).then_some(thousandths)?;
+    let milli_gib = (1.0..1e9).contains(&milli_gib).then_some(milli_gib)?;
     #[expect(
         clippy::cast_possible_truncation,
         clippy::cast_sign_loss,
         reason = "a whole number between the bounds above"
     )]
-    let thousandths = thousandths as u64;
-    Some((thousandths << 30) / 1000)
+    let milli_gib = milli_gib as u64;
+    Some((milli_gib << 30) / 1000)
 }
 
 #[cfg(test)]
@@ -523,17 +521,17 @@ mod tests {
             value["enable_streaming_session"] = streaming.into();
             value["enable_session_radix_cache"] = radix.into();
             value["disaggregation_mode"] = mode.into();
-            assert_eq!(info_from(&value).unwrap().retentions(), want);
+            assert_eq!(parse_info(&value).unwrap().retentions(), want);
         }
     }
 
     #[test]
     fn a_restarted_engine_is_another_instance() {
-        let first = info_from(&server_info()).unwrap();
-        assert_eq!(first, info_from(&server_info()).unwrap());
+        let first = parse_info(&server_info()).unwrap();
+        assert_eq!(first, parse_info(&server_info()).unwrap());
         let mut value = server_info();
         value["startup_time"]["total"] = 12.6.into();
-        assert_ne!(first.facts.instance, info_from(&value).unwrap().facts.instance);
+        assert_ne!(first.facts.instance, parse_info(&value).unwrap().facts.instance);
     }
 
     #[test]
@@ -544,14 +542,14 @@ mod tests {
         };
         let mut value = server_info();
         value["internal_states"] = serde_json::json!([state(81.25), state(0.0), {}]);
-        assert_eq!(info_from(&value).unwrap().pool_bytes, [Some(325 << 28), None, None]);
+        assert_eq!(parse_info(&value).unwrap().pool_bytes, [Some(325 << 28), None, None]);
     }
 
     #[test]
     fn each_rank_has_its_rows_and_what_is_missing_is_named() {
-        assert_eq!(info_from(&server_info()).unwrap().rows, [8, 8]);
+        assert_eq!(parse_info(&server_info()).unwrap().rows, [8, 8]);
         let mut value = server_info();
         value.as_object_mut().unwrap().remove("max_total_num_tokens");
-        assert!(info_from(&value).unwrap_err().contains("max_total_num_tokens"));
+        assert!(parse_info(&value).unwrap_err().contains("max_total_num_tokens"));
     }
 }

@@ -1,18 +1,19 @@
-//! Detects an engine that is stalled: requests of a rank wait, and the rank runs none. Pure.
+//! Detects a stalled engine: requests of a data parallel rank wait, and the rank runs none.
 //!
-//! A *rank* is a data parallel rank of the engine. A stall happens for example when sessions that
-//! the agent doesn't know hold all of a rank's KV. [`StallDetector`] gets the load samples that the
-//! agent reads from the engine. It returns a text for an operator, and does nothing about a stall.
+//! A stall happens for example when sessions that the agent didn't open hold all of a rank's KV.
+//! The owner task gives [`StallDetector`] each load sample that the agent reads from the engine, and
+//! gets a text for the operator if a rank is stalled. The detector changes nothing at the engine. It
+//! does no I/O and reads no clock: a sample has its own time.
 
 use std::time::{Duration, Instant};
 
-use super::{RankSample, Sample};
+use super::{LoadSample, RankSample};
 
 /// Watches the load samples of one engine.
 #[derive(Debug, Default)]
 pub struct StallDetector {
-    /// For each data parallel rank: since when it has made no progress. `None` if it makes progress
-    /// or has nothing to do.
+    /// By data parallel rank: the standstill that the last sample showed; `None` for a rank that
+    /// makes progress or has nothing to do.
     standstills: Vec<Option<Standstill>>,
 }
 
@@ -20,31 +21,33 @@ pub struct StallDetector {
 #[derive(Debug, Clone, Copy)]
 struct Standstill {
     since: Instant,
-    /// The rank's count of prefilled tokens during this time.
-    prefilled: u64,
+    /// The rank's counter of prefilled tokens, which doesn't change during the standstill.
+    prefilled_tokens: u64,
 }
 
 impl StallDetector {
     /// Takes a load sample. If a rank has made no progress for `stall_max` or longer, returns a
     /// text about it for an operator.
-    pub fn check_sample(&mut self, sample: &Sample, stall_max: Duration) -> Option<String> {
+    pub fn check_sample(&mut self, sample: &LoadSample, stall_max: Duration) -> Option<String> {
         self.standstills.resize(sample.ranks.len(), None);
         let mut stall_text = None;
         for (rank, standstill) in sample.ranks.iter().zip(&mut self.standstills) {
-            let only_waits = rank.num_waiting_reqs > 0 && rank.num_running_reqs == 0;
-            let prefilled = rank.total_prefill_uncached_tokens;
-            let new_standstill = Standstill { since: sample.at, prefilled };
+            let waits_and_runs_none = rank.num_waiting_reqs > 0 && rank.num_running_reqs == 0;
+            let prefilled_tokens = rank.total_prefill_uncached_tokens;
+            let new_standstill = Standstill { since: sample.at, prefilled_tokens };
             *standstill = match *standstill {
-                _ if !only_waits => None,
+                _ if !waits_and_runs_none => None,
                 // The engine prefills a long prompt in chunks before it counts the request as
                 // running. A changed counter is therefore progress.
-                Some(known) if known.prefilled != prefilled => Some(new_standstill),
-                Some(known) => Some(known),
+                Some(ongoing) if ongoing.prefilled_tokens != prefilled_tokens => {
+                    Some(new_standstill)
+                }
+                Some(ongoing) => Some(ongoing),
                 None => Some(new_standstill),
             };
-            let stalled_for =
+            let standstill_time =
                 standstill.map(|standstill| sample.at.saturating_duration_since(standstill.since));
-            if stalled_for.is_some_and(|time| time >= stall_max) {
+            if standstill_time.is_some_and(|duration| duration >= stall_max) {
                 stall_text = Some(describe_stall(rank, stall_max));
             }
         }
@@ -52,13 +55,13 @@ impl StallDetector {
     }
 }
 
-fn describe_stall(rank: &RankSample, time: Duration) -> String {
+fn describe_stall(rank: &RankSample, stalled_for_min: Duration) -> String {
     format!(
         "rank {} of the engine has run nothing for {} s while {} requests wait, with {} of {} \
          tokens in use: sessions that aren't this agent's may hold its rows or its KV; close them, \
          or restart the engine",
         rank.dp_rank,
-        time.as_secs(),
+        stalled_for_min.as_secs(),
         rank.num_waiting_reqs,
         rank.num_used_tokens,
         rank.max_total_num_tokens,
@@ -71,7 +74,7 @@ mod tests {
 
     const STALL: Duration = Duration::from_secs(10);
 
-    fn sample(at: Instant, waiting: u64, running: u64, prefilled: u64) -> Sample {
+    fn sample(at: Instant, waiting: u64, running: u64, prefilled: u64) -> LoadSample {
         let rank = RankSample {
             dp_rank: 0,
             num_running_reqs: running,
@@ -82,7 +85,7 @@ mod tests {
             total_prefill_busy_us: None,
             num_waiting_uncached_tokens: None,
         };
-        Sample { at, ranks: vec![rank], connection: None }
+        LoadSample { at, ranks: vec![rank], connection: None }
     }
 
     #[test]

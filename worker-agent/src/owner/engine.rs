@@ -11,8 +11,8 @@ use tracing::{error, info, warn};
 
 use super::{EngineNews, Owner, handle::OwnerMessage};
 use crate::{
-    engine::{Engine, Info, stall_detector::StallDetector},
-    session::{CloseRequest, CloseResult, EngineLoad, OpenResult, journal::Record},
+    engine::{EngineClient, EngineInfo, stall_detector::StallDetector},
+    session::{CloseRequest, CloseResult, Load, OpenResult, journal::Record},
 };
 
 /// How much longer the engine's idle limit for sessions is than the agent's. The engine's limit is
@@ -102,7 +102,7 @@ impl Owner {
         self.stuck_reason = None;
     }
 
-    fn handle_engine_up(&mut self, info: Box<Info>) {
+    fn handle_engine_up(&mut self, info: Box<EngineInfo>) {
         let known_instance = self.engine_info.as_ref().map(|info| &info.facts.instance);
         if known_instance != Some(&info.facts.instance) {
             // This is another process than before, or the first one.
@@ -121,8 +121,8 @@ impl Owner {
     }
 
     /// Closes the sessions that an earlier agent process left open in this engine process.
-    fn close_leftover_sessions(&mut self, info: &Info) {
-        let leftover = self.setup.journal.incarnations_left_open(&info.facts.instance);
+    fn close_leftover_sessions(&mut self, info: &EngineInfo) {
+        let leftover = self.setup.journal.left_open(&info.facts.instance);
         let record = Record::Engine { instance: info.facts.instance.clone() };
         if let Err(error) = self.setup.journal.write(&record) {
             error!(%error, "the journal can't be written");
@@ -142,7 +142,7 @@ impl Owner {
 /// Tries once to close a session at the engine. With `all_shims_connected`, the shims report later
 /// when the session's KV is free.
 async fn close_once(
-    engine: &Engine,
+    engine: &EngineClient,
     close: &CloseRequest,
     all_shims_connected: bool,
 ) -> CloseResult {
@@ -156,7 +156,9 @@ async fn close_once(
             engine.close_session(&close.incarnation).await.map(|()| CloseResult::Confirmed)
         }
         // A shim reports later that the session's KV is free.
-        (true, true) => engine.close(&close.incarnation, rid).await.map(|()| CloseResult::NotYet),
+        (true, true) => {
+            engine.abort_and_close(&close.incarnation, rid).await.map(|()| CloseResult::NotYet)
+        }
         // No report will come, or the report after an earlier attempt did not come. So the engine
         // is asked whether the session is gone.
         (true, false) => engine.close_and_verify(&close.incarnation, rid).await.map(verified),

@@ -13,7 +13,7 @@ use tracing::{debug, info, warn};
 
 use super::{AgentHandle, EngineNews};
 use crate::{
-    engine::{self, Engine, Info, Sample, model_files},
+    engine::{self, EngineClient, EngineInfo, LoadSample, model_files},
     kv_events::KvHandle,
 };
 
@@ -27,7 +27,7 @@ const FAILED_SAMPLES_MAX: u32 = 3;
 #[derive(Debug, Clone)]
 pub struct EngineMonitor {
     /// The engine.
-    pub engine: Engine,
+    pub engine: EngineClient,
     /// Receives the engine's news.
     pub owner: AgentHandle,
     /// Receives the addresses at which the engine publishes its KV events.
@@ -75,7 +75,9 @@ async fn monitor_engine(monitor: &EngineMonitor) {
 /// The sample is required. If the description alone were enough, an engine whose load can't be read
 /// would go up and down again and again, and receive turns in between. The sample is read first, so
 /// that the description doesn't come from an older process than the sample.
-async fn read_engine(monitor: &EngineMonitor) -> Result<(Box<Info>, Sample), engine::Error> {
+async fn read_engine(
+    monitor: &EngineMonitor,
+) -> Result<(Box<EngineInfo>, LoadSample), engine::Error> {
     let first_sample = monitor.engine.read_load(now).await?;
     let (info, tokenizer_source, publishers) = monitor.engine.read_info().await?;
     monitor.kv.set_publishers(publishers);
@@ -84,12 +86,15 @@ async fn read_engine(monitor: &EngineMonitor) -> Result<(Box<Info>, Sample), eng
 }
 
 fn down_news(error: &engine::Error) -> EngineNews {
-    EngineNews::Down { reason: error.to_string(), is_gone: error.is_gone() }
+    EngineNews::Down { reason: error.to_string(), is_gone: error.is_process_gone() }
 }
 
 /// Samples the load until the engine fails to answer, and returns the news of that. Returns `None`
 /// when the description must be read again, because the engine may be another process now.
-async fn sample_until_down(monitor: &EngineMonitor, first_sample: Sample) -> Option<EngineNews> {
+async fn sample_until_down(
+    monitor: &EngineMonitor,
+    first_sample: LoadSample,
+) -> Option<EngineNews> {
     let mut ticks = tokio::time::interval(monitor.interval);
     ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     let mut failures = 0;
@@ -113,7 +118,7 @@ async fn sample_until_down(monitor: &EngineMonitor, first_sample: Sample) -> Opt
             Err(error) => {
                 failures += 1;
                 warn!(%error, failures, "can't sample the engine's load");
-                if failures >= FAILED_SAMPLES_MAX || error.is_gone() {
+                if failures >= FAILED_SAMPLES_MAX || error.is_process_gone() {
                     return Some(down_news(&error));
                 }
                 if error.is_broken() {
@@ -128,8 +133,8 @@ async fn sample_until_down(monitor: &EngineMonitor, first_sample: Sample) -> Opt
 
 /// Whether two samples in a row may come from different processes. This is so if a counter that
 /// only grows has decreased, or if the connection is a new one, as it is after a quick restart.
-fn may_be_another_process(before: &Sample, after: &Sample) -> bool {
-    let total = |sample: &Sample| -> u64 {
+fn may_be_another_process(before: &LoadSample, after: &LoadSample) -> bool {
+    let total = |sample: &LoadSample| -> u64 {
         sample.ranks.iter().map(|rank| rank.total_prefill_uncached_tokens).sum()
     };
     total(after) < total(before) || after.connection != before.connection
@@ -137,10 +142,10 @@ fn may_be_another_process(before: &Sample, after: &Sample) -> bool {
 
 /// Completes the engine's description with facts from its model's files.
 async fn add_model_facts(
-    mut info: Info,
+    mut info: EngineInfo,
     source: Option<model_files::TokenizerSource>,
     monitor: &EngineMonitor,
-) -> Info {
+) -> EngineInfo {
     // The files may be large or on a slow disk, so they are read on a blocking thread.
     let file_facts = tokio::task::spawn_blocking(move || {
         let (source, hub) = (source?, model_files::hub_folder());

@@ -15,7 +15,7 @@ use tokio::sync::{broadcast, mpsc, oneshot, watch};
 
 use crate::{
     audit::{self, SessionPages},
-    engine::{Info, Sample},
+    engine::{EngineInfo, LoadSample},
     session::{
         self, CloseResult, Need, OpenResult, Outcome, PromptStart, RouteTurns, RunMode, Turn,
     },
@@ -62,9 +62,9 @@ pub struct Watch {
 #[derive(Debug)]
 pub enum EngineNews {
     /// The engine answers. The description names the engine's process.
-    Up(Box<Info>),
+    Up(Box<EngineInfo>),
     /// A load sample.
-    Sample(Sample),
+    Sample(LoadSample),
     /// The engine doesn't answer.
     Down {
         /// The reason, as a text for operators.

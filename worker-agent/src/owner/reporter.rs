@@ -14,13 +14,13 @@ use tracing::error;
 
 use super::{Change, Owner};
 use crate::{
-    engine::Info,
+    engine::EngineInfo,
     ledger::{self, AgentHealth},
     session,
 };
 
 impl Owner {
-    pub(super) fn describe(&self, info: &Info) -> Description {
+    pub(super) fn describe(&self, info: &EngineInfo) -> Description {
         Description {
             agent_id: self.setup.agent_id.clone(),
             epoch: self.setup.epoch,
