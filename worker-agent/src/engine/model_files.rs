@@ -1,10 +1,13 @@
 //! Finds the model files by which the engine tokenizes, and reads them for routers.
 //!
-//! With these files, a router computes the same token ids as the engine. The files are the
-//! tokenizer, its config and the chat template, which turns messages into a prompt. This module
-//! finds them on this host, and identifies them by a hash of their contents. It keeps their paths
-//! in memory, but not their contents. If the engine makes prompts in a way that a chat template
-//! can't describe, the template is left out. Then routers can tokenize text, but not messages.
+//! The files are the tokenizer, its config and the chat template, which turns messages into a
+//! prompt. With them, a router computes the same token ids as the engine.
+//!
+//! `owner::engine_monitor` gives the engine's settings, and gets the files' paths and a hash of
+//! their contents. `control_port` reads the contents when a router fetches them; they aren't kept
+//! in memory. This module downloads nothing and tokenizes nothing. If the engine builds prompts in
+//! a way that no chat template describes, the template is left out. Then routers can tokenize text,
+//! but not messages.
 
 use std::{
     fs::File,
@@ -22,9 +25,9 @@ use serde_json::Value;
 /// The maximum bytes of a template, and of a file that may contain a template.
 const TEMPLATE_BYTES_MAX: u64 = 4 << 20;
 
-/// Paths of models for which SGLang builds prompts by its own rules instead of a template. An entry
+/// Paths of models whose prompts SGLang builds by its own code instead of a chat template. An entry
 /// matches a path that contains the first text and, anywhere after it, the second text.
-const OWN_RULES_PATHS: [(&str, &str); 13] = [
+const BUILTIN_PROMPT_PATHS: [(&str, &str); 13] = [
     ("moss", "vl"),
     ("internvl", ""),
     ("janus", ""),
@@ -39,11 +42,11 @@ const OWN_RULES_PATHS: [(&str, &str); 13] = [
     ("paddleocr", ""),
     ("whisper", ""),
 ];
-/// One more such path contains this as a whole word. It must be a whole word, because many paths
-/// contain `checkpoints`.
-const OWN_RULES_WORD: &str = "points";
-/// The `model_type` in the config of models for which SGLang builds prompts by its own rules.
-const OWN_RULES_TYPES: [&str; 14] = [
+/// A word that also marks the path of a model whose prompts SGLang builds by its own code. It must
+/// be a whole word in the path, because many paths contain `checkpoints`.
+const BUILTIN_PROMPT_PATH_WORD: &str = "points";
+/// The `model_type` in the config of models whose prompts SGLang builds by its own code.
+const BUILTIN_PROMPT_MODEL_TYPES: [&str; 14] = [
     "internvl_chat",
     "deepseek_vl_v2",
     "multi_modality",
@@ -86,7 +89,7 @@ pub enum Error {
     Changed,
 }
 
-/// The engine's settings that determine its tokens.
+/// The engine's settings that say where its tokenizer and chat template are.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct TokenizerSource {
     /// The model's folder, or its name in the Hugging Face hub.
@@ -98,7 +101,7 @@ pub struct TokenizerSource {
     /// The value of `--chat-template`: a file or a name.
     template_setting: Option<String>,
     /// Whether the engine runs without a tokenizer.
-    skips_tokenizer: bool,
+    runs_without_tokenizer: bool,
     /// Whether the engine passes default values of its own to the template.
     has_template_defaults: bool,
 }
@@ -115,21 +118,22 @@ impl TokenizerSource {
             model,
             revision: text("revision"),
             template_setting: text("chat_template").filter(|template| !template.is_empty()),
-            skips_tokenizer: info.get("skip_tokenizer_init").and_then(Value::as_bool) == Some(true),
+            runs_without_tokenizer: info.get("skip_tokenizer_init").and_then(Value::as_bool)
+                == Some(true),
             has_template_defaults: defaults.is_some_and(|defaults| !defaults.is_empty()),
         })
     }
 
-    /// Returns the model's folder on this host. `hub` is the folder of the hub's cache.
+    /// Returns the model's folder on this host. `hub_cache` is the folder of the hub's cache.
     #[must_use]
-    pub fn folder(&self, hub: Option<&Path>) -> Option<PathBuf> {
-        find_folder(&self.model, self.revision.as_deref(), hub)
+    pub fn model_folder(&self, hub_cache: Option<&Path>) -> Option<PathBuf> {
+        find_folder(&self.model, self.revision.as_deref(), hub_cache)
     }
 }
 
 /// Returns the folder of the Hugging Face hub's local cache, as the environment states it.
 #[must_use]
-pub fn hub_folder() -> Option<PathBuf> {
+pub fn hub_cache_folder() -> Option<PathBuf> {
     let path =
         |key: &str| std::env::var_os(key).filter(|value| !value.is_empty()).map(PathBuf::from);
     path("HF_HUB_CACHE")
@@ -139,7 +143,7 @@ pub fn hub_folder() -> Option<PathBuf> {
 }
 
 /// Returns `name` if it is a folder, or else the folder of the model `name` in the hub's cache.
-fn find_folder(name: &str, revision: Option<&str>, hub: Option<&Path>) -> Option<PathBuf> {
+fn find_folder(name: &str, revision: Option<&str>, hub_cache: Option<&Path>) -> Option<PathBuf> {
     let path = Path::new(name);
     if path.is_dir() {
         return Some(path.to_owned());
@@ -150,11 +154,11 @@ fn find_folder(name: &str, revision: Option<&str>, hub: Option<&Path>) -> Option
     if parts.len() > 2 || !parts.iter().all(|part| is_name_part(part)) {
         return None;
     }
-    let model_folder = hub?.join(format!("models--{}", parts.join("--")));
+    let model_folder = hub_cache?.join(format!("models--{}", parts.join("--")));
     let revision = revision.unwrap_or("main");
     // A branch or a tag has a file with its commit. Without such a file, the revision is a commit.
-    let commit = std::fs::read_to_string(model_folder.join("refs").join(revision));
-    let commit = commit.unwrap_or_else(|_| revision.to_owned());
+    let commit_text = std::fs::read_to_string(model_folder.join("refs").join(revision));
+    let commit = commit_text.unwrap_or_else(|_| revision.to_owned());
     Some(model_folder.join("snapshots").join(commit.trim())).filter(|snapshot| snapshot.is_dir())
 }
 
@@ -175,7 +179,7 @@ enum FileContent {
     Text(String),
 }
 
-/// How the engine makes a prompt of messages.
+/// How the engine builds a prompt from messages.
 #[derive(Debug, PartialEq, Eq)]
 enum Template {
     /// With this chat template.
@@ -185,19 +189,19 @@ enum Template {
 }
 
 impl FoundFiles {
-    /// Finds the files, and reads them all to compute their hash. May block for long. `hub` is the
-    /// folder of the hub's cache.
+    /// Finds the files, and reads them all to compute their hash. May block for long. `hub_cache`
+    /// is the folder of the hub's cache.
     ///
     /// # Errors
     /// When there is no readable tokenizer.
-    pub fn find(source: &TokenizerSource, hub: Option<&Path>) -> Result<Self, Error> {
-        if source.skips_tokenizer {
+    pub fn find(source: &TokenizerSource, hub_cache: Option<&Path>) -> Result<Self, Error> {
+        if source.runs_without_tokenizer {
             return Err(Error::NoTokenizer);
         }
-        let folder = find_folder(&source.tokenizer, source.revision.as_deref(), hub)
+        let folder = find_folder(&source.tokenizer, source.revision.as_deref(), hub_cache)
             .ok_or_else(|| Error::NoFolder(source.tokenizer.clone()))?;
         let mut files = vec![];
-        match find_template(source, &folder, hub) {
+        match find_template(source, &folder, hub_cache) {
             Template::Text(text) => files.push((TEMPLATE, FileContent::Text(text))),
             Template::Unsupported(why) => {
                 tracing::info!(why, "routers can't tokenize messages for this engine");
@@ -212,7 +216,7 @@ impl FoundFiles {
         Ok(Self { files, identity })
     }
 
-    /// Returns the hash and the size of the files.
+    /// Returns the hash and the size of the files, as they were when they were found.
     #[must_use]
     pub fn identity(&self) -> ModelFiles {
         self.identity
@@ -231,7 +235,7 @@ impl FoundFiles {
 }
 
 /// Reads the files in parts, and gives each part to `take_part`, until `take_part` returns false.
-/// Returns the hash and the size of the parts that were read.
+/// Returns the hash and the size of what was read.
 fn read_files(
     files: &[(&'static str, FileContent)],
     mut take_part: impl FnMut(ModelFilePart) -> bool,
@@ -268,16 +272,20 @@ fn read_error(path: &Path) -> impl FnOnce(std::io::Error) -> Error {
     move |source| Error::Read { path: path.to_owned(), source }
 }
 
-/// Finds the chat template as SGLang does: the one that the engine's settings give, or else the
-/// model's own.
-fn find_template(source: &TokenizerSource, folder: &Path, hub: Option<&Path>) -> Template {
+/// Finds the chat template as SGLang does: first in the engine's settings, then in the model's
+/// files.
+fn find_template(
+    source: &TokenizerSource,
+    tokenizer_folder: &Path,
+    hub_cache: Option<&Path>,
+) -> Template {
     if source.has_template_defaults {
         return Template::Unsupported("the engine has default_chat_template_kwargs");
     }
     if let Some(setting) = &source.template_setting {
         let path = Path::new(setting);
-        let is_jinja = path.extension().is_some_and(|extension| extension == "jinja");
-        let text = read_small_file(path).filter(|_| is_jinja);
+        let is_jinja_file = path.extension().is_some_and(|extension| extension == "jinja");
+        let text = read_small_file(path).filter(|_| is_jinja_file);
         // The engine turns the two characters `\n` in such a file into a line break.
         let text = text.map(|text| text.trim_matches('\n').replace("\\n", "\n"));
         return text.map_or(
@@ -285,31 +293,32 @@ fn find_template(source: &TokenizerSource, folder: &Path, hub: Option<&Path>) ->
             Template::Text,
         );
     }
-    let config = source.folder(hub).and_then(|folder| read_json(&folder.join("config.json")));
+    let config =
+        source.model_folder(hub_cache).and_then(|folder| read_json(&folder.join("config.json")));
     let model_type = config.as_ref().and_then(|config| config.get("model_type")?.as_str());
-    if has_own_rules(&source.model.to_lowercase())
-        || model_type.is_some_and(|model_type| OWN_RULES_TYPES.contains(&model_type))
+    if has_builtin_prompt(&source.model.to_lowercase())
+        || model_type.is_some_and(|model_type| BUILTIN_PROMPT_MODEL_TYPES.contains(&model_type))
     {
         return Template::Unsupported("SGLang builds this model's prompts by its own rules");
     }
-    let model_template = read_small_file(&folder.join(TEMPLATE))
-        .or_else(|| template_of_config(&read_json(&folder.join("chat_template.json"))?))
-        .or_else(|| template_of_config(&read_json(&folder.join(CONFIG))?));
+    let model_template = read_small_file(&tokenizer_folder.join(TEMPLATE))
+        .or_else(|| read_config_template(&read_json(&tokenizer_folder.join("chat_template.json"))?))
+        .or_else(|| read_config_template(&read_json(&tokenizer_folder.join(CONFIG))?));
     model_template.map_or(Template::Unsupported("the model has no chat template"), Template::Text)
 }
 
-/// Whether SGLang builds prompts by its own rules for the model with this lower-case path.
-fn has_own_rules(path: &str) -> bool {
-    let mut words = path.split(|sign: char| !sign.is_alphanumeric() && sign != '_');
-    words.any(|word| word == OWN_RULES_WORD)
-        || OWN_RULES_PATHS.iter().any(|(first, second)| {
+/// Whether SGLang builds prompts by its own code for the model with this lower-case path.
+fn has_builtin_prompt(path: &str) -> bool {
+    let mut words = path.split(|character: char| !character.is_alphanumeric() && character != '_');
+    words.any(|word| word == BUILTIN_PROMPT_PATH_WORD)
+        || BUILTIN_PROMPT_PATHS.iter().any(|(first, second)| {
             path.split_once(first).is_some_and(|(_, rest)| rest.contains(second))
         })
 }
 
-/// Returns the `chat_template` of a config. If the config has a list of templates, returns the one
-/// with the name `default`.
-fn template_of_config(config: &Value) -> Option<String> {
+/// Returns the `chat_template` of a config. If the config has a list of templates, returns the
+/// template with the name `default`.
+fn read_config_template(config: &Value) -> Option<String> {
     let text_or_list = config.get("chat_template")?;
     let default_of_list = || {
         let templates = text_or_list.as_array()?.iter();
@@ -427,9 +436,9 @@ mod tests {
             assert!(!place.files(&rest).is_empty(), "text needs no template");
         }
         for path in ["/points/a", "a/POINTS-1.5", "a/moss_2_vl", "llava"] {
-            assert!(has_own_rules(&path.to_lowercase()), "{path}");
+            assert!(has_builtin_prompt(&path.to_lowercase()), "{path}");
         }
-        assert!(!has_own_rules("/checkpoints/moss-qwen3"));
+        assert!(!has_builtin_prompt("/checkpoints/moss-qwen3"));
         place.write("config.json", r#"{"model_type": "internvl_chat"}"#);
         assert_eq!(place.template(&json!({})), None);
     }

@@ -1,9 +1,9 @@
 //! Detects a stalled engine: requests of a data parallel rank wait, and the rank runs none.
 //!
 //! A stall happens for example when sessions that the agent didn't open hold all of a rank's KV.
-//! The owner task gives [`StallDetector`] each load sample that the agent reads from the engine, and
-//! gets a text for the operator if a rank is stalled. The detector changes nothing at the engine. It
-//! does no I/O and reads no clock: a sample has its own time.
+//! The owner task gives [`StallDetector`] each load sample that the agent reads from the engine,
+//! and gets a text for the operator if a rank is stalled. The detector changes nothing at the
+//! engine. It does no I/O and reads no clock: a sample has its own time.
 
 use std::time::{Duration, Instant};
 

@@ -148,8 +148,11 @@ async fn add_model_facts(
 ) -> EngineInfo {
     // The files may be large or on a slow disk, so they are read on a blocking thread.
     let file_facts = tokio::task::spawn_blocking(move || {
-        let (source, hub) = (source?, model_files::hub_folder());
-        Some((read_vocabulary(&source), model_files::FoundFiles::find(&source, hub.as_deref())))
+        let (source, hub_cache) = (source?, model_files::hub_cache_folder());
+        Some((
+            read_vocabulary(&source),
+            model_files::FoundFiles::find(&source, hub_cache.as_deref()),
+        ))
     });
     let (vocabulary, files) = file_facts.await.ok().flatten().unzip();
     info.facts.vocabulary = monitor.vocabulary.or(vocabulary.flatten());
@@ -172,7 +175,7 @@ async fn add_model_facts(
 
 /// Reads the vocabulary's size from the model's config, because the engine doesn't report it.
 fn read_vocabulary(source: &model_files::TokenizerSource) -> Option<u32> {
-    let folder = source.folder(model_files::hub_folder().as_deref())?;
+    let folder = source.model_folder(model_files::hub_cache_folder().as_deref())?;
     let text = std::fs::read_to_string(folder.join("config.json")).ok()?;
     let config: Value = serde_json::from_str(&text).ok()?;
     // The config of a multimodal model has these values in the object `text_config`.
