@@ -59,8 +59,8 @@ use crate::{
     owner::{AgentHandle, engine_monitor::EngineMonitor},
     session::{TableSettings, journal::Journal},
     shim::ShimHandle,
-    staged_prefill::Runner,
-    staged_prefill_queue::Queues,
+    staged_prefill::StagedPrefillRunner,
+    staged_prefill_queue::StagedPrefillQueues,
 };
 
 /// The maximum number of connections to the data port. With the default settings, the turns that
@@ -200,7 +200,7 @@ pub async fn run(
     let turns_max = limits(&config).turns_max_over_ranks() + config.turns_queued_max;
     let turns_max = (turns_max + staged_prefill_queue::PROMPTS_MAX).min(CLIENT_CONNECTIONS_MAX);
     let runner = staged_prefill_runner(queues, &context).await;
-    let app = data_port::app(context, runner.map_or_else(Router::new, Runner::routes));
+    let app = data_port::app(context, runner.map_or_else(Router::new, StagedPrefillRunner::routes));
     tasks.spawn_essential("data port", server::serve(data, app, turns_max, tasks.clone()));
 
     tokio::select! {
@@ -254,7 +254,7 @@ fn start_agent(
     engine: &EngineClient,
     metrics: &Metrics,
     tasks: &Tasks,
-) -> Result<(AgentHandle, ShimHandle, Option<Arc<Queues>>), Error> {
+) -> Result<(AgentHandle, ShimHandle, Option<Arc<StagedPrefillQueues>>), Error> {
     let control = listeners.control.local_addr()?;
     let agent_id = match config.worker_id.as_str() {
         "" => control.to_string(),
@@ -278,8 +278,8 @@ fn start_agent(
     let shim = shim::listen(&config.shim_socket(), shim_sender, tasks)?;
     let (trim_sender, trim_news) = mpsc::channel(TRIM_NEWS_QUEUED_MAX);
     let trim = shim::trim::listen(&config.shim_socket(), trim_sender, tasks)?;
-    let queues =
-        (config.prefill_stage_ms > 0).then(|| Arc::new(Queues::new(config.prefill_stage_ms)));
+    let queues = (config.prefill_stage_ms > 0)
+        .then(|| Arc::new(StagedPrefillQueues::new(config.prefill_stage_ms)));
     let setup = owner::OwnerSetup {
         shim: shim.clone(),
         trim,
@@ -291,7 +291,7 @@ fn start_agent(
         limits: limits(config),
         table_settings,
         journal,
-        queues: queues.clone(),
+        staged_prefill_queues: queues.clone(),
         metrics: metrics.clone(),
         audit_table: config.audit_table.clone(),
         audit_interval: (config.audit_interval_s > 0)
@@ -303,11 +303,11 @@ fn start_agent(
 }
 
 async fn staged_prefill_runner(
-    queues: Option<Arc<Queues>>,
+    queues: Option<Arc<StagedPrefillQueues>>,
     context: &TurnContext,
-) -> Option<Runner> {
+) -> Option<StagedPrefillRunner> {
     let watch = context.agent.watch().await.ok()?;
-    Some(Runner {
+    Some(StagedPrefillRunner {
         queues: queues?,
         context: context.clone(),
         report: watch.report,

@@ -57,7 +57,7 @@ use crate::{
         ShimEvent, ShimHandle,
         trim::{self as shim_trim, TrimHandle},
     },
-    staged_prefill_queue::Queues,
+    staged_prefill_queue::StagedPrefillQueues,
 };
 
 /// The maximum number of messages that wait in the owner's mailbox. The owner handles each in
@@ -94,7 +94,7 @@ pub struct OwnerSetup {
     pub trim: TrimHandle,
     /// The queues of staged prefill, which computes long prompts ahead of their turns. `None` if
     /// staged prefill is off.
-    pub queues: Option<Arc<Queues>>,
+    pub staged_prefill_queues: Option<Arc<StagedPrefillQueues>>,
     /// The agent's metrics.
     pub metrics: Metrics,
     /// The interval between audits of each rank, which check who holds each page of the KV pool.

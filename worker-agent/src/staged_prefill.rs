@@ -1,14 +1,15 @@
 //! Serves staged prefill: computes a long prompt in stages, before a router sends its turn.
 //!
-//! Short prompts run between the stages, so they don't wait for the whole long prompt. See
-//! [`proto::staged_prefill`] for the protocol with the router.
+//! A turn is one request and its answer. Short prompts run between the stages, so they don't wait
+//! for the whole long prompt. A router sends the prompt's token ids to a route of the data port,
+//! and gets back how many tokens are left for the turn itself to compute. [`proto::staged_prefill`]
+//! has the protocol.
 //!
-//! A stage sends a beginning of the prompt to the engine as a turn (one request and its answer)
-//! without a session. The turn generates one token, and leaves its KV in the engine's cache. Like
-//! any other turn it is admitted, waits for room, is counted and can be aborted.
-//!
-//! At most one stage per rank is in the engine. [`Queues`] decides whose prompt computes the next
-//! stage. The router may disconnect at any time: computed stages stay cached.
+//! A stage sends a beginning of the prompt to the engine as a turn without a session. The engine
+//! generates one token, and keeps the prompt's KV in its radix tree. `data_port` admits, counts and
+//! aborts this turn like any other. At most one stage per rank is in the engine.
+//! [`StagedPrefillQueues`] decides which prompt computes the next stage. If the router disconnects,
+//! the computed stages stay cached.
 
 use std::{
     sync::Arc,
@@ -36,7 +37,7 @@ use tracing::debug;
 use crate::{
     data_port::{self, TurnContext},
     metrics::StageOutcome,
-    staged_prefill_queue::{Place, Queues, prefill_tokens_per_s},
+    staged_prefill_queue::{QueuePlace, StagedPrefillQueues, prefill_tokens_per_s},
 };
 
 /// The maximum bytes of the engine's answer to a stage: one token and its metadata.
@@ -44,13 +45,13 @@ const ANSWER_BYTES_MAX: usize = 1 << 20;
 /// The time limit of a stage, including its waits for room and in the engine's queue. Without the
 /// limit, a prompt without room would block prompts that have room. After the limit, the router
 /// sends the turn without further stages.
-const STAGE_MAX: Duration = Duration::from_secs(10);
+const STAGE_TIME_MAX: Duration = Duration::from_secs(10);
 
 /// Computes the prompts that routers send to be staged.
 #[derive(Debug, Clone)]
-pub struct Runner {
-    /// The queues, from which the owner task's load reports also read what waits.
-    pub queues: Arc<Queues>,
+pub struct StagedPrefillRunner {
+    /// The queues of all ranks. The owner task reads from them what its load reports say.
+    pub queues: Arc<StagedPrefillQueues>,
     /// Sends a stage to the engine on the same path as any other turn.
     pub context: TurnContext,
     /// The engine's load.
@@ -67,7 +68,7 @@ struct Prompt {
     /// The request's body: the prompt's token ids in the encoding of [`decode`].
     body: HeldBody,
     /// The number of tokens of the whole prompt.
-    tokens: usize,
+    prompt_tokens: usize,
     dp_rank: u32,
     /// The page size of the engine's KV pool, in tokens.
     page_tokens: usize,
@@ -75,7 +76,7 @@ struct Prompt {
     resident_tokens: usize,
 }
 
-/// The size of a stage, and the rank's prefill rate that determines it.
+/// The size of a stage, and the prefill rate of the rank, from which that size is computed.
 struct StageSize {
     stage_tokens: u64,
     tokens_per_s: u64,
@@ -84,7 +85,7 @@ struct StageSize {
 impl Prompt {
     /// Returns the number of tokens that are not in the engine's cache.
     fn left_tokens(&self) -> u64 {
-        (self.tokens - self.resident_tokens) as u64
+        (self.prompt_tokens - self.resident_tokens) as u64
     }
 
     /// Returns the first `count` token ids as a JSON array.
@@ -95,23 +96,22 @@ impl Prompt {
     }
 
     /// Returns the number of leading tokens that are computed after one more stage of
-    /// `stage_tokens`. Returns `None` if the rest of the prompt is no longer than a stage: the turn
-    /// itself computes that rest.
-    fn stage_end(&self, stage_tokens: u64) -> Option<usize> {
+    /// `stage_tokens`. Returns `None` if at most one stage is left, which the turn itself computes.
+    fn next_stage_end(&self, stage_tokens: u64) -> Option<usize> {
         if self.left_tokens() <= stage_tokens {
             return None;
         }
-        // The sum fits in a usize, because it is smaller than `self.tokens`.
+        // The sum fits in a usize, because it is smaller than `self.prompt_tokens`.
         let end = self.resident_tokens + usize::try_from(stage_tokens).ok()?;
         // The engine caches only full pages, so a stage ends at a page's end, and takes at least
         // one page.
         let page_end = end / self.page_tokens * self.page_tokens;
         let end = page_end.max(self.resident_tokens + self.page_tokens);
-        (end < self.tokens).then_some(end)
+        (end < self.prompt_tokens).then_some(end)
     }
 }
 
-impl Runner {
+impl StagedPrefillRunner {
     /// Returns the route of the data port on which routers request staged prefill.
     pub fn routes(self) -> Router<TurnContext> {
         let handler = move |request: Request| async move { self.respond(request).await };
@@ -121,7 +121,7 @@ impl Runner {
     /// Computes a prompt until at most one stage is left. The response's header [`LEFT_TOKENS`]
     /// says how many tokens are left.
     async fn respond(&self, request: Request) -> Response {
-        match self.serve(request).await {
+        match self.compute_prompt(request).await {
             Ok(left_tokens) => {
                 let mut response = StatusCode::NO_CONTENT.into_response();
                 response.headers_mut().insert(LEFT_TOKENS, HeaderValue::from(left_tokens));
@@ -136,12 +136,12 @@ impl Runner {
     }
 
     /// Computes a prompt until at most one stage is left. Returns how many tokens are left.
-    async fn serve(&self, request: Request) -> Result<u64, Refusal> {
+    async fn compute_prompt(&self, request: Request) -> Result<u64, Refusal> {
         let mut prompt = self.read_prompt(request).await?;
         let StageSize { stage_tokens, tokens_per_s } = self.stage_size(prompt.dp_rank)?;
-        if prompt.stage_end(stage_tokens).is_some() {
+        if prompt.next_stage_end(stage_tokens).is_some() {
             let place = self.enter_queue(&prompt, tokens_per_s)?;
-            self.compute(&mut prompt, &place).await?;
+            self.compute_stages(&mut prompt, &place).await?;
         }
         Ok(prompt.left_tokens())
     }
@@ -154,7 +154,7 @@ impl Runner {
         let resident_tokens = claim::resident_tokens(&parts.headers);
         let resident_tokens = resident_tokens.map_err(|error| bad_request(error.to_string()))?;
         let body = self.context.body_budget.read(body).await?;
-        let tokens = decode(&body.bytes).map(|ids| ids.len()).ok_or_else(|| {
+        let prompt_tokens = decode(&body.bytes).map(|ids| ids.len()).ok_or_else(|| {
             bad_request(
                 "the body holds no token ids; send four little-endian bytes each".to_owned(),
             )
@@ -163,22 +163,28 @@ impl Runner {
             Some(Description { engine, .. }) => (engine.page_tokens.max(1), engine.context_tokens),
             None => return Err(down_refusal("it has not answered yet")),
         };
-        if tokens > context_tokens as usize {
+        if prompt_tokens > context_tokens as usize {
             let text = "the prompt is longer than the model's context; send the turn itself";
             return Err(bad_request(text.to_owned()));
         }
         Ok(Prompt {
-            tokens,
+            prompt_tokens,
             dp_rank: dp_rank.unwrap_or(0),
             page_tokens: page_tokens as usize,
-            resident_tokens: usize::try_from(resident_tokens).unwrap_or(usize::MAX).min(tokens),
+            resident_tokens: usize::try_from(resident_tokens)
+                .unwrap_or(usize::MAX)
+                .min(prompt_tokens),
             body,
         })
     }
 
-    /// Computes the prompt's stages one after the other, until at most one stage is left or the
-    /// engine has evicted what earlier stages computed.
-    async fn compute(&self, prompt: &mut Prompt, place: &Place<'_>) -> Result<(), Refusal> {
+    /// Computes the prompt's stages one after the other, until at most one stage is left, or the
+    /// engine has evicted the KV of earlier stages.
+    async fn compute_stages(
+        &self,
+        prompt: &mut Prompt,
+        place: &QueuePlace<'_>,
+    ) -> Result<(), Refusal> {
         let mut is_first_stage = true;
         loop {
             // While other prompts were computed, the prefill rate may have changed, or the engine
@@ -187,20 +193,21 @@ impl Runner {
             self.queues.set_prefill_rate(prompt.dp_rank, tokens_per_s);
             let choose_stage = || {
                 let StageSize { stage_tokens, .. } = self.stage_size(prompt.dp_rank).ok()?;
-                let end = prompt.stage_end(stage_tokens)?;
+                let end = prompt.next_stage_end(stage_tokens)?;
                 Some(((end - prompt.resident_tokens) as u64, end))
             };
             let Some(end) = place.begin_stage(choose_stage).await else { return Ok(()) };
-            let computed = tokio::time::timeout(STAGE_MAX, self.compute_stage(prompt, end)).await;
-            let cached_tokens = computed.unwrap_or_else(|_| Err(late_refusal()));
+            let stage_result =
+                tokio::time::timeout(STAGE_TIME_MAX, self.compute_stage(prompt, end)).await;
+            let cached_tokens = stage_result.unwrap_or_else(|_| Err(late_refusal()));
             let cached_tokens = cached_tokens
                 .inspect_err(|_| self.context.metrics.count_stage(StageOutcome::Failed, 0))?;
-            // No session pins the KV of a stage, so the engine may evict it when the pool is full.
-            // In the first stage, missing KV only means that the router overestimated how much is
-            // resident.
-            let is_missing =
+            // No session pins the KV of a stage, so the engine may evict the KV when the pool is
+            // full. Before the first stage, missing KV has another cause: the router overestimated
+            // the resident tokens.
+            let lacks_resident_tokens =
                 cached_tokens.saturating_add(prompt.page_tokens) < prompt.resident_tokens;
-            let was_evicted = is_missing && !is_first_stage;
+            let was_evicted = lacks_resident_tokens && !is_first_stage;
             let outcome = if was_evicted { StageOutcome::Evicted } else { StageOutcome::Computed };
             self.context.metrics.count_stage(outcome, end.saturating_sub(cached_tokens) as u64);
             (prompt.resident_tokens, is_first_stage) = (end, false);
@@ -215,11 +222,11 @@ impl Runner {
     /// before.
     async fn compute_stage(&self, prompt: &Prompt, end: usize) -> Result<usize, Refusal> {
         #[derive(Deserialize)]
-        struct Answer {
-            meta_info: Meta,
+        struct StageAnswer {
+            meta_info: StageMeta,
         }
         #[derive(Deserialize)]
-        struct Meta {
+        struct StageMeta {
             cached_tokens: usize,
         }
         let ids = prompt.first_ids_json(end);
@@ -231,16 +238,17 @@ impl Runner {
         let response =
             data_port::send_own_turn(&self.context, prompt.dp_rank, resident_tokens, body).await?;
         let status = response.status();
-        let collected = Limited::new(response.into_body(), ANSWER_BYTES_MAX).collect().await;
-        let bytes = collected.map(http_body_util::Collected::to_bytes).unwrap_or_default();
-        let answer = serde_json::from_slice::<Answer>(&bytes).ok().filter(|_| status.is_success());
+        let answer_body = Limited::new(response.into_body(), ANSWER_BYTES_MAX).collect().await;
+        let bytes = answer_body.map(http_body_util::Collected::to_bytes).unwrap_or_default();
+        let answer =
+            serde_json::from_slice::<StageAnswer>(&bytes).ok().filter(|_| status.is_success());
         answer.map(|answer| answer.meta_info.cached_tokens).ok_or_else(|| {
             let text = format!("a prefill stage failed with {status}; send the turn itself");
             Refusal::new(StatusCode::BAD_GATEWAY, "staged_prefill_failed", text)
         })
     }
 
-    fn enter_queue(&self, prompt: &Prompt, tokens_per_s: u64) -> Result<Place<'_>, Refusal> {
+    fn enter_queue(&self, prompt: &Prompt, tokens_per_s: u64) -> Result<QueuePlace<'_>, Refusal> {
         let now = service::clock::now().saturating_duration_since(self.clock_start);
         let place = self.queues.enter(prompt.dp_rank, prompt.left_tokens(), tokens_per_s, now);
         place.ok_or_else(|| {

@@ -1,18 +1,20 @@
 //! Decides which long prompt of a rank computes its next stage.
 //!
-//! In staged prefill, a long prompt is computed in stages before its turn (the request it belongs
-//! to). At most one stage per rank is in the engine. This module does no I/O and reads no clock.
+//! In staged prefill, a long prompt is computed in stages before its turn (the request that the
+//! prompt belongs to). At most one stage per rank is in the engine. [`RankQueue`] holds the prompts
+//! of one rank, does no I/O and reads no clock. [`StagedPrefillQueues`] (in `shared`) holds the
+//! queues of all ranks, and lets tasks wait in them. `staged_prefill` sends the stages.
 //!
-//! To compute the shortest prompt first minimizes the sum of all waits, but starves long prompts.
-//! So the queue compares the remaining computing times, each less half of the time that the prompt
-//! has waited, and the smallest comes first. A new prompt then never passes a prompt that has
-//! waited for twice its own remaining computing time.
+//! If the shortest prompt always came first, the sum of all waits would be smallest, but long
+//! prompts could wait forever. So the queue computes for each prompt its remaining computing time
+//! minus half of its waiting time, and the smallest result comes first. A new prompt then never
+//! passes a prompt that has waited for twice its own remaining computing time.
 
 mod shared;
 
 use std::time::Duration;
 
-pub use self::shared::{Place, Queues, prefill_tokens_per_s};
+pub use self::shared::{QueuePlace, StagedPrefillQueues, prefill_tokens_per_s};
 
 /// The maximum number of prompts in one rank's queue. A router's request is open for each.
 pub const PROMPTS_MAX: usize = 256;
@@ -23,14 +25,14 @@ pub struct Ticket(u64);
 
 /// The prompts of one rank.
 #[derive(Debug, Clone, Default)]
-pub struct Queue {
-    /// The last measured prefill rate. All prompts are compared by this one rate. Different
-    /// rates could put each of two prompts before the other.
+pub struct RankQueue {
+    /// The last measured prefill rate. All prompts are compared by this same rate, because with
+    /// different rates the order could have cycles.
     tokens_per_s: u64,
     /// All prompts, in the order of their tickets.
     prompts: Vec<Prompt>,
-    /// The stage in the engine; `None` if the engine computes no stage.
-    running_stage: Option<Stage>,
+    /// The stage that the engine computes now, if any.
+    running_stage: Option<RunningStage>,
     /// The number of the next ticket.
     next_ticket: u64,
 }
@@ -40,24 +42,24 @@ struct Prompt {
     ticket: Ticket,
     /// When the prompt entered the queue.
     entered_at: Duration,
-    /// The tokens that were not computed when the prompt entered or its last stage ended.
+    /// The tokens that remained to be computed when the prompt entered or its last stage ended.
     left_tokens: u64,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Stage {
+struct RunningStage {
     ticket: Ticket,
-    tokens: u64,
+    stage_tokens: u64,
 }
 
-impl Queue {
+impl RankQueue {
     /// Sets the measured prefill rate, in tokens per second.
     pub fn set_prefill_rate(&mut self, tokens_per_s: u64) {
         self.tokens_per_s = tokens_per_s;
     }
 
-    /// Adds a prompt with `left_tokens` to compute. `now` is the time since a fixed moment, the
-    /// same for all calls. Returns `None` if the queue is full.
+    /// Adds a prompt of which `left_tokens` remain to be computed. `now` is the time since a fixed
+    /// moment, the same for all calls. Returns `None` if the queue is full.
     pub fn enter(&mut self, left_tokens: u64, now: Duration) -> Option<Ticket> {
         if self.prompts.len() == PROMPTS_MAX {
             return None;
@@ -70,20 +72,20 @@ impl Queue {
 
     /// Returns the prompt that computes the next stage; `None` while a stage is in the engine.
     #[must_use]
-    pub fn first(&self) -> Option<Ticket> {
+    pub fn next_prompt(&self) -> Option<Ticket> {
         if self.running_stage.is_some() {
             return None;
         }
         // The smallest `left_us - (now_us - entered_us) / 2` comes first. `now_us` is the same for
-        // all prompts, so it doesn't change the order. What remains is doubled to avoid fractions.
-        let order_us = |prompt: &Prompt| {
+        // all prompts, so the key leaves it out. The key is doubled to avoid fractions.
+        let sort_key_us = |prompt: &Prompt| {
             let left_us =
                 u128::from(prompt.left_tokens) * 1_000_000 / u128::from(self.tokens_per_s.max(1));
             2 * left_us + prompt.entered_at.as_micros()
         };
         self.prompts
             .iter()
-            .min_by_key(|prompt| (order_us(prompt), prompt.ticket))
+            .min_by_key(|prompt| (sort_key_us(prompt), prompt.ticket))
             .map(|prompt| prompt.ticket)
     }
 
@@ -93,11 +95,11 @@ impl Queue {
     /// When another stage is in the engine.
     pub fn begin_stage(&mut self, ticket: Ticket, stage_tokens: u64) {
         assert_eq!(self.running_stage, None, "one stage at a time");
-        self.running_stage = Some(Stage { ticket, tokens: stage_tokens });
+        self.running_stage = Some(RunningStage { ticket, stage_tokens });
     }
 
-    /// Ends this prompt's stage, which the engine has computed. `left_tokens` of the prompt are
-    /// left.
+    /// Ends this prompt's stage, which the engine has computed. `left_tokens` of the prompt remain
+    /// to be computed.
     pub fn end_stage(&mut self, ticket: Ticket, left_tokens: u64) {
         self.running_stage = self.running_stage.filter(|stage| stage.ticket != ticket);
         if let Some(prompt) = self.prompts.iter_mut().find(|prompt| prompt.ticket == ticket) {
@@ -117,15 +119,15 @@ impl Queue {
     pub fn load(&self) -> (u64, usize) {
         let left_tokens =
             self.prompts.iter().map(|prompt| prompt.left_tokens).fold(0, u64::saturating_add);
-        let running_tokens = self.running_stage.map_or(0, |stage| stage.tokens);
-        (left_tokens.saturating_sub(running_tokens), self.prompts.len())
+        let running_stage_tokens = self.running_stage.map_or(0, |stage| stage.stage_tokens);
+        (left_tokens.saturating_sub(running_stage_tokens), self.prompts.len())
     }
 
     /// Panics if an invariant is violated.
     pub fn check_invariants(&self) {
         assert!(self.prompts.len() <= PROMPTS_MAX);
-        assert!(self.prompts.is_sorted_by(|one, other| one.ticket < other.ticket));
-        if let Some(Stage { ticket, .. }) = self.running_stage {
+        assert!(self.prompts.is_sorted_by(|earlier, later| earlier.ticket < later.ticket));
+        if let Some(RunningStage { ticket, .. }) = self.running_stage {
             assert!(
                 self.prompts.iter().any(|prompt| prompt.ticket == ticket),
                 "the stage's prompt is in the queue"
@@ -145,36 +147,36 @@ mod tests {
 
     #[test]
     fn a_shorter_prompt_goes_first_between_two_stages_of_a_longer_one() {
-        let mut queue = Queue { tokens_per_s: RATE, ..Queue::default() };
+        let mut queue = RankQueue { tokens_per_s: RATE, ..RankQueue::default() };
         let long = queue.enter(10_000, MS).unwrap();
-        assert_eq!(queue.first(), Some(long));
+        assert_eq!(queue.next_prompt(), Some(long));
         queue.begin_stage(long, 400);
         let short = queue.enter(1_000, 2 * MS).unwrap();
-        assert_eq!(queue.first(), None, "a running stage is not disturbed");
+        assert_eq!(queue.next_prompt(), None, "a running stage is not disturbed");
         assert_eq!(queue.load(), (10_600, 2));
         queue.end_stage(long, 9_600);
-        assert_eq!(queue.first(), Some(short));
+        assert_eq!(queue.next_prompt(), Some(short));
         queue.begin_stage(short, 400);
         queue.leave(short);
-        assert_eq!((queue.first(), queue.load()), (Some(long), (9_600, 1)));
+        assert_eq!((queue.next_prompt(), queue.load()), (Some(long), (9_600, 1)));
     }
 
     #[test]
     fn who_has_waited_twice_its_own_time_goes_before_newcomers() {
-        let mut queue = Queue { tokens_per_s: RATE, ..Queue::default() };
+        let mut queue = RankQueue { tokens_per_s: RATE, ..RankQueue::default() };
         let long = queue.enter(1_000, Duration::ZERO).unwrap();
         let _newcomer = queue.enter(1, 2_000 * MS).unwrap();
-        assert_eq!(queue.first(), Some(long));
+        assert_eq!(queue.next_prompt(), Some(long));
         queue.leave(long);
         let long = queue.enter(1_000, Duration::ZERO).unwrap();
         queue.leave(long);
         let long = queue.enter(1_010, Duration::ZERO).unwrap();
-        assert_ne!(queue.first(), Some(long), "not before that");
+        assert_ne!(queue.next_prompt(), Some(long), "not before that");
     }
 
     #[test]
     fn a_full_queue_takes_no_more() {
-        let mut queue = Queue { tokens_per_s: RATE, ..Queue::default() };
+        let mut queue = RankQueue { tokens_per_s: RATE, ..RankQueue::default() };
         let tickets: Vec<_> = (0..PROMPTS_MAX).map(|_| queue.enter(1, MS).unwrap()).collect();
         assert_eq!(queue.enter(1, MS), None);
         queue.leave(tickets[7]);
@@ -186,20 +188,22 @@ mod tests {
         /// engine.
         #[test]
         fn somebody_is_next(does in prop::collection::vec((0..5_u8, 0..9_usize, 0..5_000_u64), 1..80)) {
-            let (mut queue, mut inside) = (Queue::default(), Vec::new());
+            let (mut queue, mut inside) = (RankQueue::default(), Vec::new());
             queue.set_prefill_rate(RATE);
             for (at, (what, which, tokens)) in does.into_iter().enumerate() {
                 let now = MS * u32::try_from(at).unwrap();
                 match what {
                     0 | 1 => inside.extend(queue.enter(tokens, now)),
-                    2 => if let Some(first) = queue.first() { queue.begin_stage(first, tokens) },
+                    2 => if let Some(next) = queue.next_prompt() {
+                        queue.begin_stage(next, tokens);
+                    },
                     3 if which < inside.len() => queue.end_stage(inside[which], tokens),
                     4 if which < inside.len() => queue.leave(inside.remove(which)),
                     _ => {}
                 }
                 queue.check_invariants();
                 let free = queue.running_stage.is_none() && !inside.is_empty();
-                prop_assert_eq!(queue.first().is_some(), free);
+                prop_assert_eq!(queue.next_prompt().is_some(), free);
                 prop_assert_eq!(queue.load().1, inside.len());
             }
         }

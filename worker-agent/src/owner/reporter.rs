@@ -64,7 +64,8 @@ impl Owner {
         for rank in &mut report.ranks {
             rank.pages =
                 self.audits.newest_audit(rank.dp_rank).map(|audit| audit.load_report_pages(now));
-            rank.staged_prefill = self.setup.queues.as_ref().map(|queues| queues.load(rank));
+            rank.staged_prefill =
+                self.setup.staged_prefill_queues.as_ref().map(|queues| queues.load(rank));
         }
         let was_required = self.report.borrow().restart_required.is_some();
         if let (false, Some(reason)) = (was_required, &report.restart_required) {

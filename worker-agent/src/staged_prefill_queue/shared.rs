@@ -1,8 +1,10 @@
 //! Shares the staged-prefill queues of all ranks between waiting prompts and load reports.
 //!
-//! Staged prefill computes a long prompt in stages before its turn (the request it belongs to).
-//! [`Queues`] holds one [`Queue`] per rank behind a lock, and wakes waiting prompts when a queue
-//! changes. The order of the prompts is decided in [`Queue`].
+//! Staged prefill computes a long prompt in stages before its turn (the request that the prompt
+//! belongs to). [`StagedPrefillQueues`] holds one [`RankQueue`] per rank behind a lock, and wakes
+//! the tasks of waiting prompts when a queue changes. `staged_prefill` waits here for each stage of
+//! a prompt, and the owner task reads the queues' load for its reports. [`RankQueue`] decides the
+//! order, and `staged_prefill` sends the stages.
 
 use std::{collections::BTreeMap, time::Duration};
 
@@ -13,31 +15,30 @@ use proto::{
 };
 use tokio::sync::Notify;
 
-use super::{Queue, Ticket};
+use super::{RankQueue, Ticket};
 
-/// The queues of all ranks. A task waits in them for each prompt, and load reports read them.
+/// The queues of all ranks. For each prompt, one task waits in its rank's queue.
 #[derive(Debug)]
-pub struct Queues {
+pub struct StagedPrefillQueues {
     prefill_stage_ms: u64,
     /// The queue of each rank, by DP rank.
-    queues_by_rank: Mutex<BTreeMap<u32, Queue>>,
+    queues_by_rank: Mutex<BTreeMap<u32, RankQueue>>,
     /// Notified after every change of a queue, because another prompt may now be first.
-    changed: Notify,
+    queue_changed: Notify,
 }
 
-impl Queues {
+impl StagedPrefillQueues {
     /// Creates empty queues. A stage takes the engine about `prefill_stage_ms` milliseconds.
     #[must_use]
     pub fn new(prefill_stage_ms: u64) -> Self {
-        Self { prefill_stage_ms, queues_by_rank: Mutex::default(), changed: Notify::new() }
+        Self { prefill_stage_ms, queues_by_rank: Mutex::default(), queue_changed: Notify::new() }
     }
 
-    /// Returns what waits on a rank: tokens and prompts. The rank's prefill rate determines the
-    /// size of a stage, which is returned too.
+    /// Returns the tokens and prompts that wait on a rank, and the size of the rank's stages.
     #[must_use]
     pub fn load(&self, rank: &RankLoad) -> StagedPrefill {
         let (tokens, prompts) =
-            self.queues_by_rank.lock().get(&rank.dp_rank).map_or((0, 0), Queue::load);
+            self.queues_by_rank.lock().get(&rank.dp_rank).map_or((0, 0), RankQueue::load);
         let stage_tokens = self.stage_tokens(prefill_tokens_per_s(rank));
         StagedPrefill { tokens, prompts: u32::try_from(prompts).unwrap_or(u32::MAX), stage_tokens }
     }
@@ -62,16 +63,16 @@ impl Queues {
         left_tokens: u64,
         tokens_per_s: u64,
         now: Duration,
-    ) -> Option<Place<'_>> {
+    ) -> Option<QueuePlace<'_>> {
         let ticket = self.change_queue(dp_rank, |queue| {
             queue.set_prefill_rate(tokens_per_s);
             queue.enter(left_tokens, now)
         })?;
-        Some(Place { queues: self, dp_rank, ticket })
+        Some(QueuePlace { queues: self, dp_rank, ticket })
     }
 
     /// Changes a rank's queue, and wakes the waiting prompts. Returns what `change` returns.
-    fn change_queue<T>(&self, dp_rank: u32, change: impl FnOnce(&mut Queue) -> T) -> T {
+    fn change_queue<T>(&self, dp_rank: u32, change: impl FnOnce(&mut RankQueue) -> T) -> T {
         let mut queues_by_rank = self.queues_by_rank.lock();
         let queue = queues_by_rank.entry(dp_rank).or_default();
         let result = change(queue);
@@ -79,33 +80,35 @@ impl Queues {
             queue.check_invariants();
         }
         drop(queues_by_rank);
-        self.changed.notify_waiters();
+        self.queue_changed.notify_waiters();
         result
     }
 }
 
 /// One prompt's place in its rank's queue. Dropping it leaves the queue.
 #[derive(Debug)]
-pub struct Place<'a> {
-    queues: &'a Queues,
+pub struct QueuePlace<'a> {
+    queues: &'a StagedPrefillQueues,
     dp_rank: u32,
     ticket: Ticket,
 }
 
-impl Place<'_> {
-    /// Waits until this prompt is the first, and begins the stage that `choose_stage` returns.
+impl QueuePlace<'_> {
+    /// Waits until this prompt is next in its queue, and begins the stage that `choose_stage`
+    /// chooses.
     ///
-    /// `choose_stage` returns the stage's tokens, and a value that this function returns. If
-    /// `choose_stage` returns `None`, no stage begins, and this function returns `None`.
+    /// `choose_stage` returns the stage's size in tokens, and a value that this function passes on
+    /// to its caller. If `choose_stage` returns `None`, no stage begins, and this function returns
+    /// `None`.
     pub async fn begin_stage<T>(&self, choose_stage: impl Fn() -> Option<(u64, T)>) -> Option<T> {
         loop {
-            let mut changed = std::pin::pin!(self.queues.changed.notified());
+            let mut changed = std::pin::pin!(self.queues.queue_changed.notified());
             // Without `enable`, a change between the check below and `await` would be missed.
             changed.as_mut().enable();
             {
                 let mut queues_by_rank = self.queues.queues_by_rank.lock();
                 let queue = queues_by_rank.entry(self.dp_rank).or_default();
-                if queue.first() == Some(self.ticket) {
+                if queue.next_prompt() == Some(self.ticket) {
                     let (stage_tokens, value) = choose_stage()?;
                     queue.begin_stage(self.ticket, stage_tokens);
                     return Some(value);
@@ -115,13 +118,13 @@ impl Place<'_> {
         }
     }
 
-    /// Ends this prompt's stage. `left_tokens` of the prompt are left.
+    /// Ends this prompt's stage. `left_tokens` of the prompt remain to be computed.
     pub fn end_stage(&self, left_tokens: u64) {
         self.queues.change_queue(self.dp_rank, |queue| queue.end_stage(self.ticket, left_tokens));
     }
 }
 
-impl Drop for Place<'_> {
+impl Drop for QueuePlace<'_> {
     fn drop(&mut self) {
         self.queues.change_queue(self.dp_rank, |queue| queue.leave(self.ticket));
     }

@@ -7,7 +7,7 @@ use std::time::Duration;
 use proto::{load, staged_prefill};
 use worker_agent::{
     config::Config,
-    staged_prefill_queue::{Queue, Ticket},
+    staged_prefill_queue::{RankQueue, Ticket},
 };
 
 use super::{Event, World};
@@ -23,7 +23,7 @@ const BETWEEN_STAGES: Duration = Duration::from_millis(10);
 /// The prompts whose prefill is staged before their turns.
 #[derive(Debug, Default)]
 pub(super) struct StagedPrefills {
-    queue: Queue,
+    queue: RankQueue,
     prompts: Vec<Prompt>,
     /// The turns that have left the staging queue and are on their way to the engine.
     leaving: Vec<Job>,
@@ -56,7 +56,7 @@ impl StagedPrefills {
 
     /// Returns the next stage for the engine, unless a stage is in the engine.
     fn next(&mut self, block_tokens: u64) -> Option<Job> {
-        let ticket = self.queue.first()?;
+        let ticket = self.queue.next_prompt()?;
         let prompt = self.prompts.iter().find(|prompt| prompt.ticket == ticket);
         let Prompt { turn, resident_tokens, .. } = prompt.expect("the first is in the queue");
         let blocks = stage_end(*resident_tokens, block_tokens) / block_tokens;
