@@ -1,13 +1,15 @@
 //! Follows one turn (a request and its answer) while it is inside the engine.
 //!
-//! An exchange reads the engine's answer and passes it to the client. The turn has a *lease*, its
-//! claim on its session and on room in the engine. When the engine ends the turn, the exchange ends
-//! the lease and reports the outcome. If the client disconnects, a task takes over the exchange,
-//! aborts the turn and waits for its end.
+//! `turn` creates an [`Exchange`] from a sent request. The exchange is the body of the client's
+//! response: it reads the engine's answer and passes its frames on unchanged. The turn has a
+//! *lease*, its claim on its session and on room in the engine. When the engine ends the turn, the
+//! exchange ends the lease with the outcome that `response_scanner` found. If the client
+//! disconnects, a task takes over the exchange, aborts the turn and waits for its end.
 //!
-//! A turn with a full history (the whole conversation) is first examined by Berth's *shim* inside
-//! the engine. The shim reports a *plan*: whether the turn runs in its session, outside of it, or
-//! is refused. It refuses a turn that must continue its session's history and doesn't.
+//! Berth's *shim* inside the engine first examines a turn with a full history (the whole
+//! conversation). The shim reports a *plan*: the turn runs in its session, runs outside of it, or
+//! is refused. It refuses a turn that must continue its session's history and doesn't. The exchange
+//! waits for the plan, and decides nothing about sessions.
 
 use std::{
     collections::VecDeque,
@@ -42,17 +44,17 @@ use crate::{
 const ABORT_INTERVAL: Duration = Duration::from_millis(500);
 /// The longest time the engine takes to notice a closed connection. While it makes an answer that
 /// isn't streamed, it checks the connection every 4 s.
-const DISCONNECT_NOTICED_MAX: Duration = Duration::from_secs(5);
+const DISCONNECT_NOTICE_TIME_MAX: Duration = Duration::from_secs(5);
 /// The time limit for the shim's plan once the answer has begun. Some routes send their first event
-/// before they tokenize the prompt. The shim reports its plan after tokenization. If it first asks
-/// the agent where the turn may run, the plan comes up to two seconds later.
+/// before they tokenize the prompt, but the shim reports its plan after that. If the shim first
+/// asks the agent where the turn may run, the plan comes up to two seconds later.
 const PLAN_WAIT_MAX: Duration = Duration::from_millis(2_500);
 /// The time limit for the shim's plan of a turn that must continue its session. The shim may need
 /// to tokenize a long prompt and then wait two seconds for the agent's answer.
 const MUST_CONTINUE_PLAN_WAIT_MAX: Duration = Duration::from_secs(10);
 /// The time limit for the plan of a turn that must continue its session, if the engine has already
-/// answered with an error. If the shim refused the turn, it reported that before the error, and the
-/// report arrives soon. Otherwise the error has another cause.
+/// answered with an error. If the shim caused the error, its report was sent before the error and
+/// arrives soon. Otherwise no report comes.
 const PLAN_WAIT_AFTER_ERROR_MAX: Duration = Duration::from_millis(500);
 /// The time limit for the engine's own answer to a turn that its shim has refused.
 const REFUSED_ANSWER_MAX: Duration = Duration::from_secs(1);
@@ -70,7 +72,7 @@ pub(super) struct Exchange {
     /// `None` once the turn has ended.
     lease: Option<Lease>,
     /// The engine's answer. `None` once it was read to its end or has failed.
-    upstream: Option<Upstream>,
+    engine_answer: Option<EngineAnswer>,
     /// Frames of the answer that were read before it was known how the turn runs.
     early_frames: VecDeque<BodyFrame>,
     scanner: Scanner,
@@ -78,13 +80,13 @@ pub(super) struct Exchange {
     /// Ends at the time limit of the turn.
     deadline: Pin<Box<Sleep>>,
     /// When the turn was sent to the engine.
-    started_at: tokio::time::Instant,
-    /// Whether an abort by `rid` ends this turn, so that its answer confirms the end.
+    sent_at: tokio::time::Instant,
+    /// Whether an abort by `rid` reaches this turn. The turn's answer then confirms its end.
     abort_confirms_end: bool,
     /// Whether the client has disconnected, so that a task reads the rest of the answer.
     is_abandoned: bool,
     /// Whether the engine's shim refuses the turn, so that the engine ran nothing of it.
-    is_refused: bool,
+    is_refused_by_shim: bool,
     context: TurnContext,
 }
 
@@ -92,7 +94,7 @@ pub(super) struct Exchange {
 type BodyFrame = Option<Result<Frame<Bytes>, hyper::Error>>;
 
 /// The engine's answer, as far as it has come.
-enum Upstream {
+enum EngineAnswer {
     /// The head has not arrived yet.
     Head(ResponseFuture),
     /// The head has arrived. The body is being read.
@@ -101,7 +103,7 @@ enum Upstream {
 
 impl Exchange {
     /// Creates the exchange of a turn that is being sent. `abort_confirms_end` says whether the
-    /// turn can be aborted by `rid`, and its answer then shows its end.
+    /// turn can be aborted by `rid`, after which its answer shows its end.
     pub(super) fn new(
         context: TurnContext,
         rid: String,
@@ -112,15 +114,15 @@ impl Exchange {
         Self {
             rid,
             lease: Some(lease),
-            upstream: Some(Upstream::Head(answer)),
+            engine_answer: Some(EngineAnswer::Head(answer)),
             early_frames: VecDeque::new(),
             scanner: Scanner::new(None),
             status: StatusCode::OK,
             deadline: Box::pin(tokio::time::sleep(context.turn_max)),
-            started_at: tokio::time::Instant::now(),
+            sent_at: tokio::time::Instant::now(),
             abort_confirms_end,
             is_abandoned: false,
-            is_refused: false,
+            is_refused_by_shim: false,
             context,
         }
     }
@@ -132,18 +134,18 @@ impl Exchange {
 
     /// Waits for the head of the answer. If no head comes, returns the turn's refusal.
     pub(super) async fn wait_for_head(&mut self) -> Result<http::response::Parts, Refusal> {
-        let Some(Upstream::Head(response)) = &mut self.upstream else {
+        let Some(EngineAnswer::Head(response)) = &mut self.engine_answer else {
             unreachable!("a new exchange waits for its head")
         };
-        let response = tokio::select! {
+        let head_result = tokio::select! {
             biased;
             response = response => response,
             () = &mut self.deadline => return Err(timeout_refusal()),
         };
-        match response {
+        match head_result {
             Ok(response) => Ok(self.begin_response(response)),
             Err(error) => {
-                self.upstream = None;
+                self.engine_answer = None;
                 self.finish(if error.is_connect() { Outcome::Refused } else { Outcome::Lost });
                 self.context.report_engine_failure(&error).await;
                 Err(connection_refusal(&error))
@@ -158,9 +160,10 @@ impl Exchange {
     /// keeps the first frames in `early_frames` until the shim reports its plan. The time and the
     /// number of frames are limited.
     ///
-    /// If the engine answers with an error, the turn has ended, and mostly no plan matters. Only a
-    /// turn that `must_continue` its session's history can be refused by the shim, and the engine
-    /// then answers with an error. For such a turn, this function waits for the shim's report.
+    /// If the engine answers with an error, the turn has ended, and the plan usually doesn't
+    /// matter. The exception is a turn that `must_continue` its session's history: the shim may
+    /// have refused it and so caused the error. For such a turn, this function waits for the shim's
+    /// report.
     pub(super) async fn wait_for_run_mode(
         &mut self,
         receiver: Option<oneshot::Receiver<RunModeResult>>,
@@ -168,14 +171,14 @@ impl Exchange {
         must_continue: bool,
     ) -> Option<RunModeResult> {
         let mut receiver = receiver?;
-        let Some(Upstream::Body(body)) = &mut self.upstream else {
+        let Some(EngineAnswer::Body(body)) = &mut self.engine_answer else {
             return receiver.try_recv().ok();
         };
-        let mut may_read_more = status.is_success();
-        if !may_read_more && !must_continue {
+        let mut may_read_frame = status.is_success();
+        if !may_read_frame && !must_continue {
             return receiver.try_recv().ok();
         }
-        let plan_deadline = tokio::time::sleep(match (may_read_more, must_continue) {
+        let plan_deadline = tokio::time::sleep(match (may_read_frame, must_continue) {
             (false, _) => PLAN_WAIT_AFTER_ERROR_MAX,
             (true, true) => MUST_CONTINUE_PLAN_WAIT_MAX,
             (true, false) => PLAN_WAIT_MAX,
@@ -185,15 +188,15 @@ impl Exchange {
             tokio::select! {
                 biased;
                 result = &mut receiver => return result.ok(),
-                frame = body.frame(), if may_read_more => {
-                    may_read_more = frame.is_some();
+                frame = body.frame(), if may_read_frame => {
+                    may_read_frame = frame.is_some();
                     self.early_frames.push_back(frame);
-                    may_read_more &= self.early_frames.len() < EARLY_FRAMES_MAX;
-                    if !may_read_more && !must_continue {
+                    may_read_frame &= self.early_frames.len() < EARLY_FRAMES_MAX;
+                    if !may_read_frame && !must_continue {
                         return receiver.try_recv().ok();
                     }
                 }
-                () = &mut plan_deadline, if !may_read_more || !self.early_frames.is_empty() => {
+                () = &mut plan_deadline, if !may_read_frame || !self.early_frames.is_empty() => {
                     return None;
                 }
                 () = &mut self.deadline => return None,
@@ -201,13 +204,13 @@ impl Exchange {
         }
     }
 
-    /// Reads the engine's own answer to a turn that the shim refuses, before the client gets the
-    /// refusal. The session is then free for the client's next turn. If the engine doesn't end the
-    /// turn in time, the turn is aborted like that of a disconnected client.
+    /// Reads the engine's own answer to a turn that the shim refuses. The caller then sends the
+    /// refusal to the client, and the session is free for the client's next turn. If the engine
+    /// doesn't end the turn in time, the turn is aborted like that of a disconnected client.
     pub(super) async fn finish_refused(mut self) {
-        self.is_refused = true;
+        self.is_refused_by_shim = true;
         let read_to_end = async {
-            while self.upstream.is_some() {
+            while self.engine_answer.is_some() {
                 self.read_next().await;
             }
         };
@@ -217,11 +220,11 @@ impl Exchange {
 
     fn begin_response(&mut self, response: http::Response<Incoming>) -> http::response::Parts {
         let (head, body) = response.into_parts();
-        self.context.metrics.record_first_byte(self.started_at.elapsed());
+        self.context.metrics.record_first_byte(self.sent_at.elapsed());
         self.status = head.status;
         let content_type = head.headers.get(header::CONTENT_TYPE);
         self.scanner = Scanner::new(content_type.map(HeaderValue::as_bytes));
-        self.upstream = Some(Upstream::Body(body));
+        self.engine_answer = Some(EngineAnswer::Body(body));
         head
     }
 
@@ -230,12 +233,12 @@ impl Exchange {
         let outcome = match outcome {
             // In a stream, the engine reports its error as an event after a head with status 200.
             // This looks like a lost turn, but the shim has refused it.
-            Outcome::Lost if self.is_refused => Outcome::Refused,
+            Outcome::Lost if self.is_refused_by_shim => Outcome::Refused,
             Outcome::Finished(usage) if self.is_abandoned => Outcome::Unheard(usage),
             outcome => outcome,
         };
         if let Some(lease) = self.lease.take() {
-            self.context.metrics.record_turn_end(outcome.as_str(), self.started_at.elapsed());
+            self.context.metrics.record_turn_end(outcome.as_str(), self.sent_at.elapsed());
             lease.finish(outcome);
             if outcome == Outcome::Lost && self.abort_confirms_end && !self.is_abandoned {
                 self.abort_in_background();
@@ -254,8 +257,8 @@ impl Exchange {
         });
     }
 
-    /// Handles the next frame of the answer, before the client gets it. If it is the last frame,
-    /// the lease ends here, so that the session is free when the client has the whole answer.
+    /// Scans the next frame of the answer, before the client gets the frame. The last frame ends
+    /// the lease here, so that the session is free when the client has the whole answer.
     fn scan_frame(&mut self, frame: Option<Result<&Frame<Bytes>, &hyper::Error>>) {
         match frame {
             Some(Ok(frame)) => {
@@ -266,23 +269,23 @@ impl Exchange {
             }
             Some(Err(error)) => {
                 debug!(rid = self.rid, %error, "the engine's answer broke off");
-                self.upstream = None;
+                self.engine_answer = None;
                 self.finish(Outcome::Lost);
             }
             None => {
-                self.upstream = None;
+                self.engine_answer = None;
                 // A stream that ends without its final event was cut off, even if the connection
                 // closed cleanly.
-                let is_whole = self.scanner.is_complete() || !self.status.is_success();
+                let is_complete = self.scanner.is_complete() || !self.status.is_success();
                 let outcome = self.scanner.outcome(self.status);
-                self.finish(if is_whole { outcome } else { Outcome::Lost });
+                self.finish(if is_complete { outcome } else { Outcome::Lost });
             }
         }
     }
 
     /// Aborts a turn whose client disconnected, and waits until the engine ends it. There is no
     /// time limit here: the session table notices turns that the engine doesn't end.
-    async fn wind_down(mut self) {
+    async fn abort_abandoned_turn(mut self) {
         if let Some(lease) = &self.lease {
             lease.report_abandoned().await;
         }
@@ -292,8 +295,8 @@ impl Exchange {
             // The engine knows no id by which this turn could be aborted. Dropping the answer
             // closes the connection, and the engine then aborts the turn. No answer confirms that,
             // so wait for the longest time the engine may take.
-            self.upstream = None;
-            tokio::time::sleep(DISCONNECT_NOTICED_MAX).await;
+            self.engine_answer = None;
+            tokio::time::sleep(DISCONNECT_NOTICE_TIME_MAX).await;
         }
         self.finish(Outcome::Lost);
     }
@@ -301,7 +304,7 @@ impl Exchange {
     async fn abort_and_read_to_end(&mut self) {
         let (engine, rid) = (self.context.engine.clone(), self.rid.clone());
         let mut abort_ticks = tokio::time::interval(ABORT_INTERVAL);
-        while self.upstream.is_some() {
+        while self.engine_answer.is_some() {
             tokio::select! {
                 biased;
                 () = self.read_next() => {}
@@ -316,16 +319,16 @@ impl Exchange {
 
     /// Reads and handles the next item of the answer: its head, or a frame of its body.
     async fn read_next(&mut self) {
-        match &mut self.upstream {
+        match &mut self.engine_answer {
             None => {}
-            Some(Upstream::Head(response)) => match response.await {
+            Some(EngineAnswer::Head(response)) => match response.await {
                 Ok(response) => drop(self.begin_response(response)),
                 Err(_) => {
-                    self.upstream = None;
+                    self.engine_answer = None;
                     self.finish(Outcome::Lost);
                 }
             },
-            Some(Upstream::Body(body)) => {
+            Some(EngineAnswer::Body(body)) => {
                 let frame = match self.early_frames.pop_front() {
                     Some(frame) => frame,
                     None => body.frame().await,
@@ -340,25 +343,25 @@ impl Drop for Exchange {
     fn drop(&mut self) {
         // If `is_abandoned` is set, the runtime is shutting down and drops its tasks; a new task
         // would not run.
-        if self.lease.is_none() || self.upstream.is_none() || self.is_abandoned {
+        if self.lease.is_none() || self.engine_answer.is_none() || self.is_abandoned {
             return;
         }
-        let abandoned = Exchange {
+        let abandoned_exchange = Exchange {
             rid: std::mem::take(&mut self.rid),
             lease: self.lease.take(),
-            upstream: self.upstream.take(),
+            engine_answer: self.engine_answer.take(),
             early_frames: std::mem::take(&mut self.early_frames),
             scanner: std::mem::replace(&mut self.scanner, Scanner::new(None)),
             status: self.status,
             deadline: Box::pin(tokio::time::sleep(Duration::ZERO)),
-            started_at: self.started_at,
+            sent_at: self.sent_at,
             abort_confirms_end: self.abort_confirms_end,
             is_abandoned: true,
-            is_refused: self.is_refused,
+            is_refused_by_shim: self.is_refused_by_shim,
             context: self.context.clone(),
         };
-        debug!(rid = abandoned.rid, "the client of a turn has disconnected");
-        self.context.tasks.spawn(abandoned.wind_down());
+        debug!(rid = abandoned_exchange.rid, "the client of a turn has disconnected");
+        self.context.tasks.spawn(abandoned_exchange.abort_abandoned_turn());
     }
 }
 
@@ -374,7 +377,9 @@ impl http_body::Body for Exchange {
         if this.lease.is_some() && this.deadline.as_mut().poll(context).is_ready() {
             return Poll::Ready(Some(Err(AnswerBroken("the turn took longer than turn_ms_max"))));
         }
-        let Some(Upstream::Body(body)) = &mut this.upstream else { return Poll::Ready(None) };
+        let Some(EngineAnswer::Body(body)) = &mut this.engine_answer else {
+            return Poll::Ready(None);
+        };
         let frame = match this.early_frames.pop_front() {
             Some(frame) => frame,
             None => ready!(Pin::new(body).poll_frame(context)),
@@ -385,16 +390,16 @@ impl http_body::Body for Exchange {
     }
 
     fn is_end_stream(&self) -> bool {
-        match &self.upstream {
-            Some(Upstream::Body(body)) => self.early_frames.is_empty() && body.is_end_stream(),
+        match &self.engine_answer {
+            Some(EngineAnswer::Body(body)) => self.early_frames.is_empty() && body.is_end_stream(),
             _ => true,
         }
     }
 
     fn size_hint(&self) -> SizeHint {
-        match &self.upstream {
+        match &self.engine_answer {
             // The body's own hint doesn't include frames that were already taken out of it.
-            Some(Upstream::Body(body)) if self.early_frames.is_empty() => body.size_hint(),
+            Some(EngineAnswer::Body(body)) if self.early_frames.is_empty() => body.size_hint(),
             _ => SizeHint::default(),
         }
     }

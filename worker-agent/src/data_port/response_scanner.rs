@@ -1,10 +1,10 @@
-//! Scans the engine's response while the agent passes it on: token counts, end and completeness.
+//! Scans an engine's response as it passes: finds token counts, and how and whether it ended.
 //!
-//! From them, the agent computes what the response's session (chain of turns, of which each is one
-//! request and its answer) now holds in the engine. The response comes in chunks that may be cut
-//! anywhere. The scanner keeps no text, changes nothing and does no I/O. One scanner serves all
-//! routes, because their fields don't conflict: `/generate` reports in `meta_info`, and the OpenAI
-//! and Anthropic routes report in `usage`.
+//! `exchange` gives [`Scanner`] the response's bytes, in chunks that may be cut anywhere, and gets
+//! the turn's [`Outcome`] at the end. A turn is one request and its answer. From the outcome, the
+//! owner task computes how many tokens the turn's session now holds in the engine. The scanner
+//! keeps no text, changes nothing and does no I/O. One scanner serves all routes: `/generate`
+//! reports in `meta_info`, and the OpenAI and Anthropic routes report in `usage`.
 //!
 //! [`Scanner`] splits server-sent events into lines, and gives each line's data to `JsonState`.
 //! `JsonState` follows the path of keys, and stores the values of the known paths in `Findings`.
@@ -14,8 +14,8 @@ use crate::session::{Outcome, Usage};
 /// The maximum nesting depth that is tracked. Deeper objects and arrays are skipped. The needed
 /// fields are at most four levels deep.
 const DEPTH_MAX: usize = 6;
-/// The maximum bytes of a key or string that is compared with the known ones. A longer one can't be
-/// known.
+/// The length in bytes up to which keys and strings are compared with the expected ones. All
+/// expected ones are shorter.
 const KNOWN_TEXT_BYTES_MAX: usize = 24;
 
 /// The scanner of one response.
@@ -35,7 +35,7 @@ enum Framing {
     /// Server-sent events.
     Events {
         /// The state inside the current line.
-        line: Line,
+        line: LineState,
         /// The number of data bytes in the current line so far.
         data_bytes: usize,
         /// The number of bytes of `[DONE]` that the line's data has matched so far.
@@ -45,7 +45,7 @@ enum Framing {
 
 /// The state inside a line of server-sent events.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Line {
+enum LineState {
     /// The line has begun with this many bytes of `data:`.
     Field(usize),
     /// The line has data, which has begun.
@@ -60,9 +60,9 @@ struct Findings {
     prompt_tokens: Option<u64>,
     completion_tokens: Option<u64>,
     cached_tokens: Option<u64>,
-    /// The prompt's tokens that were cached, in an API that doesn't count them as prompt tokens.
+    /// The cached tokens of the prompt, in an API that doesn't count them as prompt tokens.
     cached_tokens_beside_prompt: Option<u64>,
-    /// How often the engine took the turn out of its batch and put it back.
+    /// How often the engine took the turn out of its batch and put it back into its queue.
     retractions: u64,
     /// Whether the engine aborted the turn.
     is_aborted: bool,
@@ -73,7 +73,7 @@ struct Findings {
     /// Whether there is an error object.
     has_error: bool,
     /// Whether the API's closing event has come.
-    has_end: bool,
+    has_closing_event: bool,
 }
 
 impl Scanner {
@@ -82,7 +82,7 @@ impl Scanner {
     pub fn new(content_type: Option<&[u8]>) -> Self {
         let is_events = content_type.is_some_and(|kind| kind.starts_with(b"text/event-stream"));
         let framing = if is_events {
-            Framing::Events { line: Line::Field(0), data_bytes: 0, done_matched: 0 }
+            Framing::Events { line: LineState::Field(0), data_bytes: 0, done_matched: 0 }
         } else {
             Framing::SingleValue
         };
@@ -94,8 +94,8 @@ impl Scanner {
         }
     }
 
-    /// Scans the next bytes. Returns whether the response is now complete: the end of the JSON
-    /// value, `[DONE]`, or the API's closing event.
+    /// Scans the next bytes. Returns whether the response is now complete: its JSON value has
+    /// ended, or `[DONE]` or the API's closing event has come.
     pub fn push(&mut self, bytes: &[u8]) -> bool {
         match self.framing {
             Framing::SingleValue => {
@@ -114,20 +114,20 @@ impl Scanner {
         let mut rest = bytes;
         while let Some(&byte) = rest.first() {
             match *line {
-                Line::Field(matched) if matched == DATA.len() => {
-                    *line = Line::Data;
+                LineState::Field(matched) if matched == DATA.len() => {
+                    *line = LineState::Data;
                     (*data_bytes, *done_matched) = (0, 0);
                 }
-                Line::Field(matched) if byte == DATA[matched] => {
-                    *line = Line::Field(matched + 1);
+                LineState::Field(matched) if byte == DATA[matched] => {
+                    *line = LineState::Field(matched + 1);
                     rest = &rest[1..];
                 }
-                Line::Field(_) | Line::Other => {
+                LineState::Field(_) | LineState::Other => {
                     let line_end = rest.iter().position(|&byte| byte == b'\n');
-                    *line = if line_end.is_some() { Line::Field(0) } else { Line::Other };
+                    *line = if line_end.is_some() { LineState::Field(0) } else { LineState::Other };
                     rest = &rest[line_end.map_or(rest.len(), |line_end| line_end + 1)..];
                 }
-                Line::Data => {
+                LineState::Data => {
                     let line_end = rest.iter().position(|&byte| byte == b'\n');
                     let content = &rest[..line_end.unwrap_or(rest.len())];
                     // Besides `[DONE]`, the data may have a space at its start and `\r` at its end.
@@ -140,9 +140,9 @@ impl Scanner {
                     self.is_complete |=
                         *done_matched == DONE.len() && *data_bytes <= DONE.len() + 2;
                     self.json.push(content, &mut self.findings);
-                    self.is_complete |= self.findings.has_end && self.json.is_complete;
+                    self.is_complete |= self.findings.has_closing_event && self.json.is_complete;
                     if line_end.is_some() {
-                        *line = Line::Field(0);
+                        *line = LineState::Field(0);
                         self.json = JsonState::default();
                     }
                     rest = &rest[line_end.map_or(rest.len(), |line_end| line_end + 1)..];
@@ -218,7 +218,7 @@ enum Key {
     CompletionTokens,
     CachedTokens,
     CachedTokensBesidePrompt,
-    Details,
+    TokenDetails,
     Retractions,
     FinishReason,
     Type,
@@ -238,7 +238,7 @@ impl Key {
             b"completion_tokens" | b"output_tokens" => Self::CompletionTokens,
             b"cached_tokens" => Self::CachedTokens,
             b"cache_read_input_tokens" => Self::CachedTokensBesidePrompt,
-            b"prompt_tokens_details" | b"input_tokens_details" => Self::Details,
+            b"prompt_tokens_details" | b"input_tokens_details" => Self::TokenDetails,
             b"num_retractions" => Self::Retractions,
             b"finish_reason" => Self::FinishReason,
             b"type" => Self::Type,
@@ -260,7 +260,7 @@ struct JsonState {
     open_containers: Vec<Container>,
     /// The number of open containers beyond [`DEPTH_MAX`].
     skipped_depth: usize,
-    token: Token,
+    open_scalar: OpenScalar,
     /// Whether the root value has ended.
     is_complete: bool,
 }
@@ -275,15 +275,15 @@ struct Container {
     expects_key: bool,
 }
 
-/// The string or number that has begun and may continue in the next chunk.
+/// The JSON string or number that has begun and may continue in the next chunk.
 #[derive(Debug, Default)]
-enum Token {
+enum OpenScalar {
     #[default]
     None,
     String {
         /// Whether a backslash comes before the next byte.
         is_escaped: bool,
-        text: Text,
+        text: StringStart,
     },
     Number {
         /// `None` if the number is not an integer from 0 to `u64::MAX`.
@@ -293,22 +293,22 @@ enum Token {
 
 /// The first bytes of a string: enough of them to recognize the known strings.
 #[derive(Debug, Default)]
-struct Text {
+struct StringStart {
     bytes: [u8; KNOWN_TEXT_BYTES_MAX],
     /// The length of the whole string so far; it may be more than [`KNOWN_TEXT_BYTES_MAX`].
     len: usize,
 }
 
-impl Text {
+impl StringStart {
     fn push(&mut self, bytes: &[u8]) {
         let free = &mut self.bytes[self.len.min(KNOWN_TEXT_BYTES_MAX)..];
-        let take = bytes.len().min(free.len());
-        free[..take].copy_from_slice(&bytes[..take]);
+        let stored_bytes = bytes.len().min(free.len());
+        free[..stored_bytes].copy_from_slice(&bytes[..stored_bytes]);
         self.len = self.len.saturating_add(bytes.len());
     }
 
     /// Returns the string. Returns an empty one if the string is too long to be known.
-    fn get(&self) -> &[u8] {
+    fn known_text(&self) -> &[u8] {
         if self.len <= KNOWN_TEXT_BYTES_MAX { &self.bytes[..self.len] } else { b"" }
     }
 }
@@ -317,15 +317,15 @@ impl JsonState {
     fn push(&mut self, bytes: &[u8], findings: &mut Findings) {
         let mut rest = bytes;
         while !rest.is_empty() {
-            let used_bytes = match &mut self.token {
-                Token::String { is_escaped, text } => {
+            let used_bytes = match &mut self.open_scalar {
+                OpenScalar::String { is_escaped, text } => {
                     let (used_bytes, has_ended) = scan_string(rest, is_escaped, text);
                     if has_ended {
                         self.end_string(findings);
                     }
                     used_bytes
                 }
-                Token::Number { value } => {
+                OpenScalar::Number { value } => {
                     let digits_end = rest.iter().position(|byte| !byte.is_ascii_digit());
                     for digit in &rest[..digits_end.unwrap_or(rest.len())] {
                         *value = value.and_then(|number| {
@@ -339,10 +339,10 @@ impl JsonState {
                     }
                     // If the byte after the digits belongs to the number, such as a decimal point,
                     // it is used here. Otherwise it ends the number, and the next round reads it.
-                    let is_in_number = matches!(self.token, Token::Number { .. });
+                    let is_in_number = matches!(self.open_scalar, OpenScalar::Number { .. });
                     digits_end.map_or(rest.len(), |index| index + usize::from(is_in_number))
                 }
-                Token::None => {
+                OpenScalar::None => {
                     self.push_structural(rest[0], findings);
                     1
                 }
@@ -376,11 +376,14 @@ impl JsonState {
                     self.is_complete |= self.open_containers.is_empty();
                 }
             }
-            b'"' => self.token = Token::String { is_escaped: false, text: Text::default() },
-            b'0'..=b'9' => {
-                self.token = Token::Number { value: Some(u64::from(byte - b'0')) };
+            b'"' => {
+                self.open_scalar =
+                    OpenScalar::String { is_escaped: false, text: StringStart::default() }
             }
-            b'-' => self.token = Token::Number { value: None },
+            b'0'..=b'9' => {
+                self.open_scalar = OpenScalar::Number { value: Some(u64::from(byte - b'0')) };
+            }
+            b'-' => self.open_scalar = OpenScalar::Number { value: None },
             b',' if self.skipped_depth == 0 => {
                 if let Some(container) = self.open_containers.last_mut() {
                     container.expects_key = container.is_object;
@@ -391,17 +394,17 @@ impl JsonState {
     }
 
     fn end_string(&mut self, findings: &mut Findings) {
-        let Token::String { text, .. } = std::mem::take(&mut self.token) else { return };
+        let OpenScalar::String { text, .. } = std::mem::take(&mut self.open_scalar) else { return };
         if self.skipped_depth > 0 {
             return;
         }
         let Some(container) = self.open_containers.last_mut() else { return };
         if container.expects_key {
-            container.key = Key::from_text(text.get());
+            container.key = Key::from_text(text.known_text());
             container.expects_key = false;
             return;
         }
-        let text = text.get();
+        let text = text.known_text();
         if self.path_is(&[Key::MetaInfo, Key::FinishReason, Key::Type])
             || self.path_is(&[Key::Choices, Key::FinishReason])
         {
@@ -409,7 +412,7 @@ impl JsonState {
         } else if self.path_is(&[Key::MetaInfo, Key::FinishReason, Key::Message]) {
             findings.is_aborted_in_queue |= text == b"Abort in waiting queue";
         } else if self.path_is(&[Key::Type]) {
-            findings.has_end |= matches!(
+            findings.has_closing_event |= matches!(
                 text,
                 b"message_stop"
                     | b"response.completed"
@@ -420,7 +423,7 @@ impl JsonState {
     }
 
     fn end_number(&mut self, findings: &mut Findings) {
-        let Token::Number { value } = std::mem::take(&mut self.token) else { return };
+        let OpenScalar::Number { value } = std::mem::take(&mut self.open_scalar) else { return };
         let Some(value) = value.filter(|_| self.skipped_depth == 0) else { return };
         if self.path_is(&[Key::MetaInfo, Key::FinishReason, Key::StatusCode]) {
             findings.abort_status = Some(value);
@@ -442,7 +445,9 @@ impl JsonState {
                 findings.cached_tokens_beside_prompt = Some(value)
             }
             [Key::MetaInfo | Key::Usage, Key::CachedTokens]
-            | [Key::Usage, Key::Details, Key::CachedTokens] => findings.cached_tokens = Some(value),
+            | [Key::Usage, Key::TokenDetails, Key::CachedTokens] => {
+                findings.cached_tokens = Some(value)
+            }
             [Key::MetaInfo, Key::Retractions] => findings.retractions = value,
             _ => {}
         }
@@ -456,20 +461,20 @@ impl JsonState {
             .collect()
     }
 
-    fn path_is(&self, wanted: &[Key]) -> bool {
+    fn path_is(&self, expected: &[Key]) -> bool {
         self.skipped_depth == 0
             && self
                 .open_containers
                 .iter()
                 .filter(|container| container.is_object)
                 .map(|container| container.key)
-                .eq(wanted.iter().copied())
+                .eq(expected.iter().copied())
     }
 }
 
 /// Reads a string up to its next backslash or to its end, and adds what it reads to `text`. Returns
 /// the number of read bytes, and whether the string has ended.
-fn scan_string(bytes: &[u8], is_escaped: &mut bool, text: &mut Text) -> (usize, bool) {
+fn scan_string(bytes: &[u8], is_escaped: &mut bool, text: &mut StringStart) -> (usize, bool) {
     if *is_escaped {
         *is_escaped = false;
         // The known keys and words have no escapes. The backslash in the text makes sure that a
