@@ -1,8 +1,14 @@
 //! Serves the data port, the HTTP port on which routers send turns (one request and its answer).
 //!
-//! [`routes`] dispatches the requests, and [`turn`] takes a turn through the agent. On the way,
-//! [`request`] checks and rewrites the body, `exchange` follows the turn inside the engine, and
-//! [`response_scanner`] scans the answer. `refusals` maps the agent's errors to HTTP.
+//! Parts, in the order of a turn's way through the agent:
+//! - [`routes`] dispatches the HTTP requests, and [`turn`] takes a turn through the agent.
+//! - [`route_features`] tells which features of a session each route supports.
+//! - [`request`] checks and rewrites the body.
+//! - `exchange` follows the turn inside the engine, and [`response_scanner`] scans the answer.
+//! - `refusals` maps the agent's errors to HTTP.
+//!
+//! [`crate::owner`] decides which turns run. Load reports, and opening and closing sessions, are on
+//! the control port ([`crate::control_port`]).
 
 mod exchange;
 mod refusals;

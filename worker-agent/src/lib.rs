@@ -182,7 +182,7 @@ pub async fn run(
         kv,
         interval: ms(config.load_interval_ms),
         wake: Arc::clone(&wake_monitor),
-        vocabulary: (config.vocabulary > 0).then_some(config.vocabulary),
+        configured_vocabulary_size: (config.vocabulary > 0).then_some(config.vocabulary),
         files: files_sender,
     };
     tasks.spawn_essential("engine monitor", owner::engine_monitor::run(monitor, tasks.clone()));
@@ -192,7 +192,7 @@ pub async fn run(
         agent: agent.clone(),
         engine,
         body_budget: BodyBudget::new(config.body_bytes_max, config.body_bytes_in_flight_max),
-        turn_max: ms(config.turn_ms_max),
+        turn_time_max: ms(config.turn_ms_max),
         wake_monitor,
         tasks: tasks.clone(),
         metrics,

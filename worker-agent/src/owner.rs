@@ -366,10 +366,10 @@ impl Owner {
         };
         let rid = new_rid();
         self.table.claim(now(), &rid, claim, rank, route_turns)?;
-        let vocabulary = self.engine_info.as_ref().and_then(|info| info.facts.vocabulary);
+        let vocabulary_size = self.engine_info.as_ref().and_then(|info| info.facts.vocabulary);
         Ok(Lease {
             rid,
-            vocabulary,
+            vocabulary_size,
             agent: self.handle.clone(),
             is_sent: false,
             end_permit: Some(end_permit),

@@ -118,7 +118,7 @@ impl Exchange {
             early_frames: VecDeque::new(),
             scanner: Scanner::new(None),
             status: StatusCode::OK,
-            deadline: Box::pin(tokio::time::sleep(context.turn_max)),
+            deadline: Box::pin(tokio::time::sleep(context.turn_time_max)),
             sent_at: tokio::time::Instant::now(),
             abort_confirms_end,
             is_abandoned: false,

@@ -1,6 +1,8 @@
 //! Maps the errors of a turn (one request and its answer) to HTTP refusals for its client.
 //!
-//! A refusal has a status, a code for programs, and a text for people.
+//! A refusal has a status, a code for programs, and a text for people. `turn` and `exchange` map
+//! their errors here, and the control port uses the codes for its gRPC errors. The errors
+//! themselves come from [`crate::owner`] and from the HTTP client; this module decides nothing.
 
 use std::time::Duration;
 
@@ -16,8 +18,9 @@ use crate::{owner, session};
 pub fn refusal(error: &owner::Error) -> Refusal {
     use session::Error as E;
     let conflict = |code| Refusal::new(StatusCode::CONFLICT, code, error.to_string());
-    let busy = |code, pause| {
-        Refusal::new(StatusCode::TOO_MANY_REQUESTS, code, error.to_string()).retry_after(pause)
+    let busy = |code, retry_after| {
+        Refusal::new(StatusCode::TOO_MANY_REQUESTS, code, error.to_string())
+            .retry_after(retry_after)
     };
     let down = |code| {
         Refusal::new(StatusCode::SERVICE_UNAVAILABLE, code, error.to_string())

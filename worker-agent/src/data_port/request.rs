@@ -1,9 +1,12 @@
 //! Checks the body of a turn (one request and its answer) and rewrites it for the engine.
 //!
-//! A body is refused if the engine would crash on it or answer 500, or if it would harm another
-//! session (chain of turns). Otherwise the engine gets the client's bytes, in which only the keys
-//! that Berth decides are replaced. These name the turn, its session and its DP rank. This module
-//! also tells upper bounds of the room that the turn needs. It does no I/O, and doesn't decide
+//! `turn` gives the client's body, and gets a [`ParsedRequest`] or a refusal. A body is refused if
+//! the engine would crash on it or answer 500, or if it would harm another session (chain of
+//! turns). Otherwise the engine gets the client's bytes, in which only the keys that Berth decides
+//! are replaced: those that name the turn, its session and its DP rank.
+//!
+//! [`ParsedRequest`] also has upper bounds of the room that the turn needs, and hashes of the
+//! prompt's beginning (from `prompt_start`). This module does no I/O. The session table decides
 //! whether the turn may run.
 
 mod prompt_start;
@@ -29,9 +32,9 @@ use crate::session::{Need, PromptStart, Turn};
 #[derive(Debug)]
 pub struct ParsedRequest {
     kind: Kind,
-    /// The new body: ranges of the client's body that are kept, and the place of the JSON members
-    /// that Berth adds.
-    parts: Vec<Part>,
+    /// The engine's body: ranges of the client's body, and texts that hold the place of the JSON
+    /// members that Berth adds.
+    body_parts: Vec<Part>,
     /// Upper bounds of what the turn needs.
     pub need: Need,
     /// Hashes of the prompt's beginning. Empty for a turn without a session.
@@ -39,17 +42,17 @@ pub struct ParsedRequest {
     /// The request id that the client chose.
     pub client_rid: Option<String>,
     /// Whether there is one prompt and one answer, so that the turn's id names exactly one request.
-    pub is_single: bool,
+    pub has_single_answer: bool,
 }
 
 /// The engine's default limit of generated tokens on `/generate`.
-const GENERATE_ANSWER_TOKENS_DEFAULT: u64 = 128;
+const GENERATE_ANSWER_TOKENS_MAX_DEFAULT: u64 = 128;
 /// The engine's default limit of generated tokens on `/v1/completions`.
-const COMPLETIONS_ANSWER_TOKENS_DEFAULT: u64 = 16;
+const COMPLETIONS_ANSWER_TOKENS_MAX_DEFAULT: u64 = 16;
 /// The most tokens that a chat template adds to a prompt, beyond one token per byte of the body.
 const TEMPLATE_TOKENS_MAX: u64 = 256;
 /// Stands for the JSON members that Berth adds to the body, until their values are known.
-const MEMBERS_PLACEHOLDER: &str = "@";
+const ADDED_MEMBERS_PLACEHOLDER: &str = "@";
 
 /// Parses and checks the body of a turn.
 ///
@@ -59,13 +62,13 @@ pub fn parse(
     kind: Kind,
     bytes: &Bytes,
     in_session: bool,
-    vocabulary: Option<u32>,
+    vocabulary_size: Option<u32>,
 ) -> Result<ParsedRequest, Refusal> {
     let object = Object::parse(bytes).map_err(|error| malformed(&error))?;
     check_session_params(&object)?;
-    check_ids(kind, &object, vocabulary)?;
-    let is_single = is_single(kind, &object);
-    if in_session && !is_single {
+    check_token_ids(kind, &object, vocabulary_size)?;
+    let has_single_answer = has_single_answer(kind, &object);
+    if in_session && !has_single_answer {
         return Err(Refusal::bad_request(
             "batch_in_session",
             "a turn of a session has one prompt and one answer: send a single prompt with n = 1, \
@@ -80,28 +83,28 @@ pub fn parse(
         ));
     }
     let rid_key = kind.rid_key();
-    let client_rid = rid_key.and_then(|key| object.get(key)).map(|rid| clip(rid.get()));
+    let client_rid = rid_key.and_then(|key| object.get(key)).map(|rid| shorten(rid.get()));
     let mut owned_keys = OWNED_KEYS.to_vec();
     owned_keys.extend(rid_key);
-    let parts = object.rewrite(&owned_keys, MEMBERS_PLACEHOLDER);
+    let body_parts = object.rewrite(&owned_keys, ADDED_MEMBERS_PLACEHOLDER);
     let prompt_start = if in_session {
         prompt_start::read_prompt_start(kind, &object)
     } else {
         PromptStart::default()
     };
     let need = read_need(kind, &object, bytes.len());
-    Ok(ParsedRequest { kind, parts, need, prompt_start, client_rid, is_single })
+    Ok(ParsedRequest { kind, body_parts, need, prompt_start, client_rid, has_single_answer })
 }
 
 impl ParsedRequest {
-    /// Returns the body for the engine, in parts. `bytes` is the client's body, of which only the
+    /// Returns the body for the engine, in parts. `bytes` is the client's body, in which only the
     /// keys that Berth decides are replaced.
     #[must_use]
-    pub fn body(&self, bytes: &Bytes, turn: &Turn, rid: &str) -> Vec<Bytes> {
+    pub fn engine_body(&self, bytes: &Bytes, turn: &Turn, rid: &str) -> Vec<Bytes> {
         let members = added_members(self.kind, turn, rid);
-        let parts = self.parts.iter().map(|part| match part {
+        let parts = self.body_parts.iter().map(|part| match part {
             Part::Kept(range) => bytes.slice(range.clone()),
-            Part::New(text) => Bytes::from(text.replacen(MEMBERS_PLACEHOLDER, &members, 1)),
+            Part::New(text) => Bytes::from(text.replacen(ADDED_MEMBERS_PLACEHOLDER, &members, 1)),
         });
         parts.collect()
     }
@@ -114,12 +117,12 @@ impl ParsedRequest {
 fn read_need(kind: Kind, object: &Object<'_>, body_bytes: usize) -> Need {
     if kind != Kind::Generate {
         let limit_keys = ["max_completion_tokens", "max_tokens", "max_output_tokens"];
-        let default = (kind == Kind::Completions).then_some(COMPLETIONS_ANSWER_TOKENS_DEFAULT);
-        let parsed_number = |key: &&str| object.get(key).and_then(|value| value.get().parse().ok());
+        let default = (kind == Kind::Completions).then_some(COMPLETIONS_ANSWER_TOKENS_MAX_DEFAULT);
+        let parse_number = |key: &&str| object.get(key).and_then(|value| value.get().parse().ok());
         return Need {
             prompt_tokens: body_bytes as u64 + TEMPLATE_TOKENS_MAX,
             // Of these routes, only `/v1/completions` has a default limit in the engine.
-            answer_tokens: limit_keys.iter().find_map(parsed_number).or(default),
+            answer_tokens: limit_keys.iter().find_map(parse_number).or(default),
             is_exact: false,
             ignores_eos: object.get("ignore_eos").is_some_and(|value| value.get() == "true"),
             resident_tokens: 0,
@@ -128,12 +131,12 @@ fn read_need(kind: Kind, object: &Object<'_>, body_bytes: usize) -> Need {
     let sampling = object.get("sampling_params").filter(|params| params.get().starts_with('{'));
     let sampling = sampling.and_then(|params| Object::parse(params.get().as_bytes()).ok());
     let answer_tokens = match sampling.as_ref().and_then(|params| params.get("max_new_tokens")) {
-        None => Some(GENERATE_ANSWER_TOKENS_DEFAULT),
+        None => Some(GENERATE_ANSWER_TOKENS_MAX_DEFAULT),
         // `null` isn't a number, so it becomes `None`, which means as many tokens as fit.
         Some(limit) => limit.get().parse().ok(),
     };
     let ids = object.get("input_ids").filter(|ids| ids.get().starts_with('['));
-    let is_one_list = |ids: &&RawValue| first_byte_inside(ids) != Some(b'[');
+    let is_flat_list = |ids: &&RawValue| first_byte_inside(ids) != Some(b'[');
     let non_null = |key: &str| object.get(key).filter(|value| value.get() != "null");
     let ignores_eos = sampling.as_ref().and_then(|params| params.get("ignore_eos"));
     let ignores_eos = ignores_eos.is_some_and(|value| value.get() == "true");
@@ -149,11 +152,11 @@ fn read_need(kind: Kind, object: &Object<'_>, body_bytes: usize) -> Need {
             resident_tokens: 0,
         };
     }
-    match (ids.filter(is_one_list), non_null("text")) {
+    match (ids.filter(is_flat_list), non_null("text")) {
         (Some(ids), None) => {
-            let commas = ids.get().bytes().filter(|byte| *byte == b',').count() as u64;
+            let comma_count = ids.get().bytes().filter(|byte| *byte == b',').count() as u64;
             let is_nonempty = first_byte_inside(ids).is_some_and(|byte| byte != b']');
-            let prompt_tokens = commas + u64::from(is_nonempty);
+            let prompt_tokens = comma_count + u64::from(is_nonempty);
             Need { prompt_tokens, answer_tokens, is_exact: true, ignores_eos, resident_tokens: 0 }
         }
         (_, text) => {
@@ -180,7 +183,7 @@ fn added_members(kind: Kind, turn: &Turn, rid: &str) -> String {
     if let Some(session) = &turn.session {
         let id = &session.incarnation;
         // Berth's shim inside the engine may trim the turn, so that the engine gets only the part
-        // of the prompt that the session doesn't hold. If it doesn't, the turn runs as named here.
+        // of the prompt that the session doesn't hold. Otherwise the turn runs as named here.
         match session.retention {
             Retention::Pinned => members.push(format!(r#""session_params":{{"id":"{id}"}}"#)),
             Retention::Tagged if kind.is_taggable() => {
@@ -205,23 +208,23 @@ fn check_session_params(object: &Object<'_>) -> Result<(), Refusal> {
     let Some(params) = object.get("session_params").filter(|params| params.get() != "null") else {
         return Ok(());
     };
-    let refused = |detail: String| Err(Refusal::bad_request("session_params", detail));
+    let refuse = |detail: String| Err(Refusal::bad_request("session_params", detail));
     let Ok(params) = Object::parse(params.get().as_bytes()) else {
-        return refused("session_params must be an object with the key `id`".into());
+        return refuse("session_params must be an object with the key `id`".into());
     };
     for member in params.members() {
         let key = member.key.as_str();
-        let is_unset = matches!(member.value.get(), "null" | "false");
+        let is_null_or_false = matches!(member.value.get(), "null" | "false");
         let is_legal = match key {
             "id" | "rid" => true,
-            "offset" | "replace" | "drop_previous_output" => is_unset,
+            "offset" | "replace" | "drop_previous_output" => is_null_or_false,
             _ => false,
         };
         if !is_legal {
-            return refused(format!(
+            return refuse(format!(
                 "session_params.{} isn't possible here: sessions only append. Send `id` alone; to \
                  change history, open a new session",
-                clip(key)
+                shorten(key)
             ));
         }
     }
@@ -233,47 +236,51 @@ fn check_session_params(object: &Object<'_>) -> Result<(), Refusal> {
 /// A prompt is a text, a list of ids, or a list of texts or of lists of ids. A list that mixes
 /// texts, ids or other values is refused, because the engine's parser also takes `true` and `"1"`
 /// for ids.
-fn check_ids(kind: Kind, object: &Object<'_>, vocabulary: Option<u32>) -> Result<(), Refusal> {
+fn check_token_ids(
+    kind: Kind,
+    object: &Object<'_>,
+    vocabulary_size: Option<u32>,
+) -> Result<(), Refusal> {
     let Some(value) = kind.token_ids_key().and_then(|key| object.get(key)) else { return Ok(()) };
     if !value.get().starts_with('[') {
         return Ok(());
     }
-    let vocabulary = vocabulary.map_or(u64::from(u32::MAX), u64::from);
+    let vocabulary_size = vocabulary_size.map_or(u64::from(u32::MAX), u64::from);
     let allows_texts = kind != Kind::Generate;
     match serde_json::Deserializer::from_str(value.get())
-        .deserialize_any(IdsVisitor { vocabulary, allows_texts })
+        .deserialize_any(TokenIdsVisitor { vocabulary_size, allows_texts })
     {
         Ok(_) => Ok(()),
         Err(error) => {
             let text = error.to_string();
-            let is_outside = text.contains(OUTSIDE_VOCABULARY);
-            let code = if is_outside { "token_out_of_vocabulary" } else { "token_ids" };
+            let is_outside_vocabulary = text.contains(OUTSIDE_VOCABULARY);
+            let code = if is_outside_vocabulary { "token_out_of_vocabulary" } else { "token_ids" };
             Err(Refusal::bad_request(code, text))
         }
     }
 }
 
-/// The part of the message by which [`check_ids`] recognizes this error of [`IdsVisitor`].
+/// The part of an error's text by which [`check_token_ids`] knows that an id is too large.
 const OUTSIDE_VOCABULARY: &str = "is outside the vocabulary";
 
 /// A visitor that checks a list of ids, or of lists of ids, without storing it.
 #[derive(Clone, Copy)]
-struct IdsVisitor {
+struct TokenIdsVisitor {
     /// The number of ids in the vocabulary.
-    vocabulary: u64,
+    vocabulary_size: u64,
     allows_texts: bool,
 }
 
 /// The kind of one element of a prompt.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Element {
+enum PromptElement {
     Id,
     Text,
     List,
 }
 
-impl<'de> Visitor<'de> for IdsVisitor {
-    type Value = Element;
+impl<'de> Visitor<'de> for TokenIdsVisitor {
+    type Value = PromptElement;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(if self.allows_texts {
@@ -283,64 +290,64 @@ impl<'de> Visitor<'de> for IdsVisitor {
         })
     }
 
-    fn visit_u64<E: de::Error>(self, id: u64) -> Result<Element, E> {
-        if id < self.vocabulary {
-            return Ok(Element::Id);
+    fn visit_u64<E: de::Error>(self, id: u64) -> Result<PromptElement, E> {
+        if id < self.vocabulary_size {
+            return Ok(PromptElement::Id);
         }
-        let last_id = self.vocabulary - 1;
+        let last_id = self.vocabulary_size - 1;
         Err(E::custom(format_args!(
             "token id {id} {OUTSIDE_VOCABULARY}, whose ids are 0 to {last_id}"
         )))
     }
 
-    fn visit_i64<E: de::Error>(self, id: i64) -> Result<Element, E> {
+    fn visit_i64<E: de::Error>(self, id: i64) -> Result<PromptElement, E> {
         // The deserializer calls this only for negative numbers.
         self.visit_u64(u64::MAX).map_err(|_: E| {
-            let last_id = self.vocabulary - 1;
+            let last_id = self.vocabulary_size - 1;
             E::custom(format_args!(
                 "token id {id} {OUTSIDE_VOCABULARY}, whose ids are 0 to {last_id}"
             ))
         })
     }
 
-    fn visit_str<E: de::Error>(self, text: &str) -> Result<Element, E> {
+    fn visit_str<E: de::Error>(self, text: &str) -> Result<PromptElement, E> {
         if self.allows_texts {
-            return Ok(Element::Text);
+            return Ok(PromptElement::Text);
         }
-        Err(E::invalid_type(de::Unexpected::Str(&clip(text)), &self))
+        Err(E::invalid_type(de::Unexpected::Str(&shorten(text)), &self))
     }
 
-    fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Element, A::Error> {
+    fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<PromptElement, A::Error> {
         let mut first_element = None;
         while let Some(element) = list.next_element_seed(self)? {
             if *first_element.get_or_insert(element) != element {
                 return Err(de::Error::custom("texts, ids and lists don't mix in a prompt"));
             }
         }
-        Ok(Element::List)
+        Ok(PromptElement::List)
     }
 }
 
-impl<'de> DeserializeSeed<'de> for IdsVisitor {
-    type Value = Element;
+impl<'de> DeserializeSeed<'de> for TokenIdsVisitor {
+    type Value = PromptElement;
 
-    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Element, D::Error> {
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<PromptElement, D::Error> {
         deserializer.deserialize_any(self)
     }
 }
 
-/// Returns the first byte inside an array that isn't white space. It is `]` if the array is empty.
+/// Returns the first byte inside an array that isn't white space, which is `]` in an empty array.
 fn first_byte_inside(value: &RawValue) -> Option<u8> {
-    let inner = value.get().strip_prefix('[')?;
-    inner.bytes().find(|byte| !byte.is_ascii_whitespace())
+    let array_text = value.get().strip_prefix('[')?;
+    array_text.bytes().find(|byte| !byte.is_ascii_whitespace())
 }
 
 /// Whether the body asks for one answer to one prompt.
-fn is_single(kind: Kind, object: &Object<'_>) -> bool {
-    let is_several =
+fn has_single_answer(kind: Kind, object: &Object<'_>) -> bool {
+    let is_more_than_one =
         |value: Option<&RawValue>| value.is_some_and(|n| !matches!(n.get(), "1" | "null"));
-    let first_inside_is = |key, is_wanted: fn(u8) -> bool| {
-        object.get(key).and_then(first_byte_inside).is_some_and(is_wanted)
+    let first_byte_inside_is = |key, is_match: fn(u8) -> bool| {
+        object.get(key).and_then(first_byte_inside).is_some_and(is_match)
     };
     match kind {
         Kind::Generate => {
@@ -348,12 +355,12 @@ fn is_single(kind: Kind, object: &Object<'_>) -> bool {
             let has_sampling_list = sampling.is_some_and(|params| params.get().starts_with('['));
             let has_several_answers = sampling
                 .and_then(|params| Object::parse(params.get().as_bytes()).ok())
-                .is_some_and(|params| is_several(params.get("n")));
+                .is_some_and(|params| is_more_than_one(params.get("n")));
             let has_text_list = object.get("text").is_some_and(|text| text.get().starts_with('['));
             // Embeddings replace the prompt's tokens, so a session has nothing to append.
             let has_embeds =
                 object.get("input_embeds").is_some_and(|embeds| embeds.get() != "null");
-            let has_id_lists = first_inside_is("input_ids", |byte| byte == b'[');
+            let has_id_lists = first_byte_inside_is("input_ids", |byte| byte == b'[');
             !(has_sampling_list
                 || has_several_answers
                 || has_text_list
@@ -361,16 +368,18 @@ fn is_single(kind: Kind, object: &Object<'_>) -> bool {
                 || has_id_lists)
         }
         Kind::Completions => {
-            let is_batch = first_inside_is("prompt", |byte| matches!(byte, b'[' | b'"'));
-            !is_batch && !is_several(object.get("n")) && !is_several(object.get("best_of"))
+            let is_batch = first_byte_inside_is("prompt", |byte| matches!(byte, b'[' | b'"'));
+            !is_batch
+                && !is_more_than_one(object.get("n"))
+                && !is_more_than_one(object.get("best_of"))
         }
-        Kind::Embeddings => !first_inside_is("input", |byte| matches!(byte, b'[' | b'"')),
-        _ => !is_several(object.get("n")),
+        Kind::Embeddings => !first_byte_inside_is("input", |byte| matches!(byte, b'[' | b'"')),
+        _ => !is_more_than_one(object.get("n")),
     }
 }
 
 /// Shortens a client's text for use in a message or a log line.
-fn clip(text: &str) -> String {
+fn shorten(text: &str) -> String {
     text.chars().take(64).collect()
 }
 
@@ -394,7 +403,8 @@ mod tests {
     fn sent(kind: Kind, retention: Option<Retention>, body: &str) -> Result<Value, &'static str> {
         let bytes = Bytes::copy_from_slice(body.as_bytes());
         let parsed = parse(kind, &bytes, retention.is_some(), Some(320));
-        let body = parsed.map_err(|refusal| refusal.code)?.body(&bytes, &turn(retention), "R");
+        let body =
+            parsed.map_err(|refusal| refusal.code)?.engine_body(&bytes, &turn(retention), "R");
         Ok(serde_json::from_slice(&body.concat()).unwrap())
     }
 

@@ -2,7 +2,8 @@
 //!
 //! A session is a chain of turns (requests) that share a growing prefix. A *pinned* session keeps
 //! its KV in the engine between turns. A *tagged* session's KV is in the engine's radix tree,
-//! marked with the session's id.
+//! marked with the session's id. `turn` asks these functions before and after a turn. They are
+//! fixed facts about SGLang's routes; the session table plans how a turn runs.
 
 use proto::route::Kind;
 
@@ -24,9 +25,13 @@ pub fn route_turns(kind: Kind) -> RouteTurns {
     }
 }
 
-/// Returns how a turn on this route really ran, if the session table planned `run_mode`. A turn
-/// that was planned as tagged runs untagged if the route supports no tag.
+/// Returns how a turn really ran that the session table planned as `planned_run_mode`. A turn that
+/// was planned as tagged runs untagged on a route without tags.
 #[must_use]
-pub fn actual_run_mode(kind: Kind, run_mode: RunMode) -> RunMode {
-    if run_mode == RunMode::Tagged && !kind.is_taggable() { RunMode::Untagged } else { run_mode }
+pub fn actual_run_mode(kind: Kind, planned_run_mode: RunMode) -> RunMode {
+    if planned_run_mode == RunMode::Tagged && !kind.is_taggable() {
+        RunMode::Untagged
+    } else {
+        planned_run_mode
+    }
 }

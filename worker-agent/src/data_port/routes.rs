@@ -1,7 +1,8 @@
 //! Dispatches the HTTP requests of the data port to the code that serves turns.
 //!
 //! A turn is one request to a model and its answer. The routes are those of the engine that
-//! [`ROUTES`] lists.
+//! [`ROUTES`] lists, and the routes that the caller adds. `turn` serves each request. This module
+//! turns refusals into responses and counts them, and reads no bodies.
 
 use axum::{
     Router,

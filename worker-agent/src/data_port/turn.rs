@@ -1,12 +1,14 @@
 //! Takes one turn (a request and its answer) through the agent, from the client to the engine.
 //!
-//! The agent claims the turn's session (a chain of turns that share a growing prefix) and reads the
-//! body. It inserts Berth's keys into the body, sends the turn to the engine, and passes the
-//! answer's bytes through unchanged.
+//! `routes` calls [`serve_request`] with each request. It claims the turn's session (a chain of
+//! turns that share a growing prefix) at the owner task, lets `request` check and rewrite the body,
+//! waits until the owner task admits the turn, and sends the turn to the engine. The client gets
+//! the answer's bytes unchanged, through an `Exchange`. [`send_own_turn`] sends stages of
+//! `staged_prefill` on the same path.
 //!
-//! The agent holds the claim until the *engine* has ended the turn, because only then can the
-//! session take another turn. If the client disconnects, a task aborts the turn at the engine and
-//! waits for its end.
+//! The claim ends when the *engine* has ended the turn, even if the client disconnects before,
+//! because only then can the session take another turn. The owner task's session table decides
+//! which turns run; this module decides nothing about sessions.
 
 use std::{
     pin::Pin,
@@ -45,9 +47,9 @@ use crate::{
     session::{Need, Turn},
 };
 
-/// Response header of a turn in a pinned session, which keeps its KV in the engine between turns:
-/// the tokens of KV reserved for the turn beyond the session's history. For a turn without a token
-/// limit this is as much as the engine allows.
+/// Response header of a turn in a pinned session (which keeps its KV in the engine between turns).
+/// The value is the number of tokens of KV reserved for the turn beyond the session's history. For
+/// a turn without a token limit, this is as much as the engine allows.
 const GROWTH_HEADER: HeaderName = HeaderName::from_static("x-berth-growth-tokens");
 /// Response header of a session's turn: how the turn ran. The values are the names of
 /// [`RunMode`](crate::session::RunMode).
@@ -72,8 +74,8 @@ pub struct TurnContext {
     /// Limits the bytes of all request bodies in memory together.
     pub body_budget: BodyBudget,
     /// The time limit of a turn, after which it is aborted.
-    pub turn_max: Duration,
-    /// Wakes the task that follows the engine's state.
+    pub turn_time_max: Duration,
+    /// Wakes `owner::engine_monitor`, the task that follows the engine's state.
     pub wake_monitor: Arc<Notify>,
     /// Runs the tasks that wait for the turns of clients that have disconnected.
     pub tasks: Tasks,
@@ -122,47 +124,52 @@ pub(super) async fn serve_request(
     route: Route,
     request: Request,
 ) -> Result<Response, Refusal> {
-    let (parts, body) = request.into_parts();
+    let (request_head, body) = request.into_parts();
     if !route.kind.is_turn() {
-        return pass_through(context, &parts, body).await;
+        return pass_through(context, &request_head, body).await;
     }
-    check_encoding(&parts.headers)?;
+    check_encoding(&request_head.headers)?;
     let claim_refusal = |error: claim::Error| Refusal::bad_request("claim", error.to_string());
-    let claim = Claim::from_headers(&parts.headers).map_err(claim_refusal)?;
-    let rank = claim::rank(&parts.headers).map_err(claim_refusal)?;
-    let resident_tokens = claim::resident_tokens(&parts.headers).map_err(claim_refusal)?;
+    let claim = Claim::from_headers(&request_head.headers).map_err(claim_refusal)?;
+    let requested_dp_rank = claim::rank(&request_head.headers).map_err(claim_refusal)?;
+    let resident_tokens = claim::resident_tokens(&request_head.headers).map_err(claim_refusal)?;
     // The session is claimed before the body is read, so no other turn of the session can start
     // during a slow upload. A turn that its session can't queue is refused at once.
     let in_session = claim.is_some();
-    let claimed = context.agent.claim(claim, rank, route_turns(route.kind)).await;
+    let claim_result = context.agent.claim(claim, requested_dp_rank, route_turns(route.kind)).await;
     // The lease is the proof of the claim. Dropping it ends the turn and frees the session.
-    let mut lease = claimed.map_err(|error| refusal(&error))?;
+    let mut lease = claim_result.map_err(|error| refusal(&error))?;
     let held_body = context.body_budget.read(body).await?;
     // The body is checked before the turn waits for room or takes room from other sessions.
-    let mut parsed = parse_body(route.kind, &held_body.bytes, in_session, lease.vocabulary).await?;
+    let mut parsed =
+        parse_body(route.kind, &held_body.bytes, in_session, lease.vocabulary_size).await?;
     let need = Need { resident_tokens, ..parsed.need };
     let prompt_start = std::mem::take(&mut parsed.prompt_start);
     let admitted =
         lease.wait_for_admission(need, prompt_start).await.map_err(|error| refusal(&error))?;
-    let AdmittedTurn { turn, run_mode } = admitted;
-    let body = parsed.body(&held_body.bytes, &turn, &lease.rid);
+    let AdmittedTurn { turn, run_mode: run_mode_receiver } = admitted;
+    let engine_body = parsed.engine_body(&held_body.bytes, &turn, &lease.rid);
     debug!(
         rid = lease.rid,
         client_rid = parsed.client_rid,
-        turn = parts.headers.get(claim::TURN).and_then(|turn| turn.to_str().ok()),
+        turn = request_head.headers.get(claim::TURN).and_then(|turn| turn.to_str().ok()),
         route = route.path,
         "turn begins"
     );
-    let mut outgoing = engine_request(&parts, Body::new(BodyParts::new(body, Some(held_body))));
+    let mut outgoing =
+        engine_request(&request_head, Body::new(BodyParts::new(engine_body, Some(held_body))));
     add_shim_headers(outgoing.headers_mut(), &turn, &lease.rid);
     lease.mark_sent();
-    let abort_confirms_end = parsed.is_single && route.kind.rid_key().is_some();
+    let abort_confirms_end = parsed.has_single_answer && route.kind.rid_key().is_some();
     let rid = engine_rid(route.kind, &lease.rid);
     let answer = context.engine.send(outgoing);
     let mut exchange = Exchange::new(context.clone(), rid, lease, answer, abort_confirms_end);
-    let head = exchange.wait_for_head().await?;
+    let answer_head = exchange.wait_for_head().await?;
     let must_continue = requires_continuation(&turn);
-    let run_mode = match exchange.wait_for_run_mode(run_mode, head.status, must_continue).await {
+    let run_mode = match exchange
+        .wait_for_run_mode(run_mode_receiver, answer_head.status, must_continue)
+        .await
+    {
         Some(Err(error)) => {
             exchange.finish_refused().await;
             return Err(refusal(&error.into()));
@@ -170,12 +177,12 @@ pub(super) async fn serve_request(
         Some(Ok(run_mode)) => Some(run_mode),
         None => None,
     };
-    let mut response = client_response(head, exchange);
+    let mut response = client_response(answer_head, exchange);
     if let Some(run_mode) = run_mode.map(|mode| actual_run_mode(route.kind, mode)) {
         response.headers_mut().insert(RUN_MODE_HEADER, HeaderValue::from_static(run_mode.as_str()));
     }
-    if let Some(growth) = turn.growth_tokens_max {
-        response.headers_mut().insert(GROWTH_HEADER, growth.into());
+    if let Some(growth_tokens) = turn.growth_tokens {
+        response.headers_mut().insert(GROWTH_HEADER, growth_tokens.into());
     }
     Ok(response)
 }
@@ -200,22 +207,22 @@ fn requires_continuation(turn: &Turn) -> bool {
     trim.is_some_and(|trim| trim.must_continue)
 }
 
-/// The largest body that is parsed on the current thread, which takes under half a millisecond for
-/// the prompts of coding agents. Larger bodies are parsed on a blocking thread, because they would
-/// delay all other turns on the current thread.
-const PARSED_INLINE_BYTES_MAX: usize = 128 * 1024;
+/// The largest body that is parsed on the current thread, in bytes. This takes under half a
+/// millisecond for the prompts of coding agents. A larger body would delay all other turns on the
+/// thread, so it is parsed on a blocking thread.
+const PARSED_ON_THIS_THREAD_BYTES_MAX: usize = 128 * 1024;
 
 async fn parse_body(
     kind: Kind,
     bytes: &Bytes,
     in_session: bool,
-    vocabulary: Option<u32>,
+    vocabulary_size: Option<u32>,
 ) -> Result<ParsedRequest, Refusal> {
-    if bytes.len() <= PARSED_INLINE_BYTES_MAX {
-        return request::parse(kind, bytes, in_session, vocabulary);
+    if bytes.len() <= PARSED_ON_THIS_THREAD_BYTES_MAX {
+        return request::parse(kind, bytes, in_session, vocabulary_size);
     }
     let bytes = bytes.clone();
-    let parse = move || request::parse(kind, &bytes, in_session, vocabulary);
+    let parse = move || request::parse(kind, &bytes, in_session, vocabulary_size);
     let parsed = tokio::task::spawn_blocking(parse).await;
     parsed.unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()))
 }
@@ -240,25 +247,27 @@ fn engine_rid(kind: Kind, rid: &str) -> String {
 /// Passes on a request that is not a turn. Such a request needs no claim and isn't counted.
 async fn pass_through(
     context: &TurnContext,
-    parts: &http::request::Parts,
+    request_head: &http::request::Parts,
     body: Body,
 ) -> Result<Response, Refusal> {
     let held_body = context.body_budget.read(body).await?;
     let bytes = held_body.bytes.clone();
-    let outgoing = engine_request(parts, Body::new(BodyParts::new(vec![bytes], Some(held_body))));
-    let sent = tokio::time::timeout(context.turn_max, context.engine.send(outgoing)).await;
+    let outgoing =
+        engine_request(request_head, Body::new(BodyParts::new(vec![bytes], Some(held_body))));
+    let send_result =
+        tokio::time::timeout(context.turn_time_max, context.engine.send(outgoing)).await;
     let response =
-        sent.map_err(|_| timeout_refusal())?.map_err(|error| connection_refusal(&error))?;
+        send_result.map_err(|_| timeout_refusal())?.map_err(|error| connection_refusal(&error))?;
     let (head, body) = response.into_parts();
     Ok(Response::from_parts(response_head(head), Body::new(body)))
 }
 
-fn engine_request(parts: &http::request::Parts, body: Body) -> Request {
+fn engine_request(request_head: &http::request::Parts, body: Body) -> Request {
     let mut outgoing = Request::new(body);
-    *outgoing.method_mut() = parts.method.clone();
-    *outgoing.uri_mut() = parts.uri.clone();
+    *outgoing.method_mut() = request_head.method.clone();
+    *outgoing.uri_mut() = request_head.uri.clone();
     let headers = outgoing.headers_mut();
-    headers.clone_from(&parts.headers);
+    headers.clone_from(&request_head.headers);
     strip_request(headers);
     // The agent must see in the answer how the turn ended, so the answer must not be compressed.
     headers.remove(header::ACCEPT_ENCODING);
@@ -285,15 +294,15 @@ fn client_response(head: http::response::Parts, exchange: Exchange) -> Response 
 struct BodyParts<H> {
     parts: std::collections::VecDeque<Bytes>,
     /// The bytes that are not sent yet.
-    left_bytes: u64,
+    unsent_bytes: u64,
     /// A value that must live until the body is sent, such as its share of a memory budget.
     _kept_alive: Option<H>,
 }
 
 impl<H> BodyParts<H> {
     fn new(parts: Vec<Bytes>, kept_alive: Option<H>) -> Self {
-        let left_bytes = parts.iter().map(|part| part.len() as u64).sum();
-        Self { parts: parts.into(), left_bytes, _kept_alive: kept_alive }
+        let unsent_bytes = parts.iter().map(|part| part.len() as u64).sum();
+        Self { parts: parts.into(), unsent_bytes, _kept_alive: kept_alive }
     }
 }
 
@@ -306,7 +315,7 @@ impl<H: Unpin> http_body::Body for BodyParts<H> {
         _: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
         let part = self.parts.pop_front();
-        self.left_bytes -= part.as_ref().map_or(0, |part| part.len() as u64);
+        self.unsent_bytes -= part.as_ref().map_or(0, |part| part.len() as u64);
         Poll::Ready(part.map(|part| Ok(Frame::data(part))))
     }
 
@@ -315,6 +324,6 @@ impl<H: Unpin> http_body::Body for BodyParts<H> {
     }
 
     fn size_hint(&self) -> SizeHint {
-        SizeHint::with_exact(self.left_bytes)
+        SizeHint::with_exact(self.unsent_bytes)
     }
 }

@@ -37,7 +37,7 @@ pub struct EngineMonitor {
     /// Notified when a turn could not be sent because the connection to the engine failed.
     pub wake: Arc<Notify>,
     /// The size of the vocabulary, if the settings state it.
-    pub vocabulary: Option<u32>,
+    pub configured_vocabulary_size: Option<u32>,
     /// Receives the model's tokenizer files.
     pub files: watch::Sender<Option<Arc<model_files::FoundFiles>>>,
 }
@@ -154,12 +154,12 @@ async fn add_model_facts(
             model_files::FoundFiles::find(&source, hub_cache.as_deref()),
         ))
     });
-    let (vocabulary, files) = file_facts.await.ok().flatten().unzip();
-    info.facts.vocabulary = monitor.vocabulary.or(vocabulary.flatten());
+    let (vocabulary_size, found_files) = file_facts.await.ok().flatten().unzip();
+    info.facts.vocabulary = monitor.configured_vocabulary_size.or(vocabulary_size.flatten());
     if info.facts.vocabulary.is_none() {
         warn!("the model's vocabulary is unknown: set `vocabulary`, or token ids are not checked");
     }
-    let files = match files {
+    let files = match found_files {
         Some(Ok(files)) => Some(Arc::new(files)),
         Some(Err(error)) => {
             let source = std::error::Error::source(&error).map(ToString::to_string);

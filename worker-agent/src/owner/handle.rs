@@ -162,7 +162,7 @@ pub struct Lease {
     /// The turn's request id inside the engine.
     pub rid: String,
     /// The size of the model's vocabulary, if known.
-    pub vocabulary: Option<u32>,
+    pub vocabulary_size: Option<u32>,
     pub(super) agent: AgentHandle,
     pub(super) is_sent: bool,
     /// A reserved place in the owner's queue for the turn's end, so that ending the turn never

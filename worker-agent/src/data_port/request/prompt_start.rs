@@ -1,12 +1,13 @@
 //! Reads the beginning of a turn's prompt, as hashes of its first content blocks.
 //!
-//! The session table compares these hashes from turn to turn (a turn is one request and its
-//! answer). If an early text changes, the engine computes all that follows again. The agent then
-//! warns its operator.
-//!
 //! A *block* is a content block of a message or of the system prompt, not a block of KV. The blocks
 //! are read in this order: `tools`, then `system` or `instructions`, then the first messages. On
-//! routes without messages, the prompt has no blocks. This module does no I/O.
+//! routes without messages, the prompt has no blocks.
+//!
+//! `request` gives a parsed body, and gets a [`PromptStart`]. The session table compares it from
+//! turn to turn (a turn is one request and its answer). If an early text changes, the engine
+//! computes all that follows again, and the agent warns its operator. This module compares nothing
+//! and does no I/O.
 
 use std::fmt;
 
@@ -30,17 +31,17 @@ pub(super) fn read_prompt_start(kind: Kind, object: &Object<'_>) -> PromptStart 
             return start;
         }
     };
-    let non_null = |key| object.get(key).filter(|value| value.get() != "null");
-    if let Some(tools) = non_null("tools") {
+    let get_non_null = |key| object.get(key).filter(|value| value.get() != "null");
+    if let Some(tools) = get_non_null("tools") {
         start.push(PromptRole::Tools, 0, 0, &[tools.get().as_bytes()]);
     }
     if let Some((key, role)) = system_part
-        && let Some(content) = non_null(key)
+        && let Some(content) = get_non_null(key)
     {
         push_content(&mut start, role, 0, content);
     }
     let messages_key = if kind == Kind::Responses { "input" } else { "messages" };
-    match non_null(messages_key) {
+    match get_non_null(messages_key) {
         Some(list) if list.get().starts_with('[') => push_messages(&mut start, list),
         Some(input) => push_content(&mut start, PromptRole::User, 0, input),
         None => {}
@@ -80,8 +81,8 @@ fn push_content(
 
 /// Adds a block. Two forms of a block that give the engine the same prompt get the same hash.
 ///
-/// Clients move `cache_control` from block to block between turns, so that member is left out. They
-/// write the same text either as a string or as a block of text, so only the text is taken.
+/// Clients move the member `cache_control` from block to block between turns, so it isn't hashed.
+/// They write the same text as a string or as a block with that text, so only the text is hashed.
 fn push_block(
     start: &mut PromptStart,
     role: PromptRole,
@@ -93,8 +94,10 @@ fn push_block(
     let parts: Vec<&[u8]> = match (&object, text) {
         (Some(object), None) => {
             let members = object.members().iter();
-            let kept = members.filter(|member| member.key != "cache_control");
-            kept.flat_map(|member| [member.key.as_bytes(), member.value.get().as_bytes()]).collect()
+            let hashed_members = members.filter(|member| member.key != "cache_control");
+            hashed_members
+                .flat_map(|member| [member.key.as_bytes(), member.value.get().as_bytes()])
+                .collect()
         }
         (_, text) => vec![text.unwrap_or(block).get().as_bytes()],
     };
@@ -120,6 +123,7 @@ fn visit_elements<'a>(list: &'a RawValue, visit: impl FnMut(usize, &'a RawValue)
     let _ = serde_json::Deserializer::from_str(list.get()).deserialize_seq(ElementVisitor(visit));
 }
 
+/// Gives each element of a list to the function in it, together with the element's number.
 struct ElementVisitor<F>(F);
 
 impl<'de, F: FnMut(usize, &'de RawValue) -> bool> Visitor<'de> for ElementVisitor<F> {
