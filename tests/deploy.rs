@@ -3,7 +3,7 @@
 use std::{fs, path::PathBuf, time::Duration};
 
 use clap::Parser;
-use worker_agent::config::ABORT_MAX;
+use worker_agent::config::ABORT_WAIT_MAX;
 
 fn deploy(path: &str) -> PathBuf {
     let root = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
@@ -34,7 +34,7 @@ fn units_stop_no_sooner_than_the_drain() {
         let stop = text.lines().find_map(|line| line.strip_prefix("TimeoutStopSec="));
         let stop_ms = stop.unwrap().parse::<u64>().unwrap() * 1000;
         let config = worker_agent::config::Config::default();
-        let whole = worker_agent::config::ms(config.drain_ms_max) + ABORT_MAX;
+        let whole = worker_agent::config::ms(config.drain_ms_max) + ABORT_WAIT_MAX;
         assert!(Duration::from_millis(stop_ms) > whole, "{unit}: {stop_ms} ms");
         assert!(text.contains("RestartPreventExitStatus=64"), "{unit} restarts on wrong settings");
     }

@@ -21,7 +21,7 @@ use self::selector::Selector;
 
 /// How long the agent waits for the engine to end an aborted turn. The engine ends the turn after
 /// its current step, which takes seconds at most.
-pub const ABORT_MAX: Duration = Duration::from_secs(15);
+pub const ABORT_WAIT_MAX: Duration = Duration::from_secs(15);
 
 /// The longest name of an agent, in bytes. The name is part of session ids inside the engine.
 pub const WORKER_ID_BYTES_MAX: usize = 128;

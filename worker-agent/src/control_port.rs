@@ -27,7 +27,7 @@ use crate::{
     audit, data_port,
     engine::model_files,
     kv_events::KvHandle,
-    owner::{self, AgentHandle, Change, RankPages, Watch},
+    owner::{self, AgentHandle, RankPageAudit, SessionChange, Watch},
     session,
 };
 
@@ -285,7 +285,7 @@ impl server::WorkerAgent for Service {
     }
 }
 
-fn rank_audit(dp_rank: u32, audit: Result<RankPages, audit::Error>) -> v1::RankAudit {
+fn rank_audit(dp_rank: u32, audit: Result<RankPageAudit, audit::Error>) -> v1::RankAudit {
     let audit = match audit {
         Ok(audit) => audit,
         Err(error) => {
@@ -392,11 +392,11 @@ async fn send_table(
     }
 }
 
-fn to_wire(change: Change) -> v1::SessionChange {
+fn to_wire(change: SessionChange) -> v1::SessionChange {
     use v1::session_change::Change as Wire;
     let change = match change {
-        Change::Upsert(session) => Wire::Upsert((*session).into()),
-        Change::Removed(key) => Wire::Removed((&key).into()),
+        SessionChange::Upsert(session) => Wire::Upsert((*session).into()),
+        SessionChange::Removed(key) => Wire::Removed((&key).into()),
     };
     v1::SessionChange { change: Some(change) }
 }

@@ -1,8 +1,8 @@
 //! Runs Berth's worker agent: one process that keeps the sessions of one SGLang engine beside it.
 //!
 //! A *session* is a chain of turns that share a growing prefix, and a *turn* is one request and its
-//! answer. The agent passes turns to the engine, keeps sessions' KV in the engine, accounts for the
-//! KV pool, and reports to routers.
+//! answer. The agent gets turns from routers and passes them to the engine, keeps sessions' KV in
+//! the engine, accounts for the KV pool, and reports to routers. `main.rs` calls [`run`].
 //!
 //! A turn takes this path:
 //! 1. If its router asked for it, [`staged_prefill`] has computed most of the prompt before.
@@ -13,7 +13,9 @@
 //!
 //! Beside the turns, [`owner::engine_monitor`] polls the engine, [`ledger`] keeps the account of
 //! the pool, [`control_port`] reports to routers, and [`engine::model_files`] finds the model's
-//! tokenizer files. [`shim`] talks to the *shim*, Berth's Python part inside the engine.
+//! tokenizer files. [`shim`] talks to the *shim*, Berth's Python part inside the engine. [`audit`]
+//! checks which session holds each page of the pool, [`kv_events`] follows which blocks of KV are
+//! resident, [`gpu`] reads the GPUs, and [`guard`] limits automatic actions on sessions.
 //!
 //! The agent doesn't place turns on workers, doesn't know other workers, and stores no prompts.
 
@@ -63,21 +65,21 @@ use crate::{
     staged_prefill_queue::StagedPrefillQueues,
 };
 
-/// The maximum number of connections to the data port. With the default settings, the turns that
-/// eight GPUs run and queue are fewer. A process has enough file descriptors for these connections
-/// and for those to the engine.
+/// The maximum number of connections to the data port. With the default settings, eight GPUs run
+/// and queue fewer turns than this. A process has enough file descriptors for these connections and
+/// for those to the engine.
 const CLIENT_CONNECTIONS_MAX: usize = 8192;
 /// The time limit for connecting to the engine. The engine is on this host, so a connection takes
 /// microseconds or fails.
-const CONNECT_MAX: Duration = Duration::from_secs(1);
+const ENGINE_CONNECT_TIME_MAX: Duration = Duration::from_secs(1);
 /// The maximum number of queued shim reports. A small queue is enough: while it is full, the reader
 /// of the shim's messages keeps only the newest state of the pool and of each session.
-const SHIM_NEWS_QUEUED_MAX: usize = 64;
+const SHIM_EVENTS_QUEUED_MAX: usize = 64;
 /// The maximum number of queued messages from the trimmer, which compares full histories with their
 /// sessions inside the engine. The owner task takes microseconds for each.
-const TRIM_NEWS_QUEUED_MAX: usize = 64;
+const TRIMMER_EVENTS_QUEUED_MAX: usize = 64;
 /// The time limit for the tasks to end at shutdown.
-const STOP_MAX: Duration = Duration::from_secs(5);
+const SHUTDOWN_TIME_MAX: Duration = Duration::from_secs(5);
 
 /// The bound ports of one agent.
 #[derive(Debug)]
@@ -156,12 +158,12 @@ pub async fn run(
         start_agent(&config, &gpus, &listeners, epoch, &engine, &metrics, &tasks)?;
     let republish_interval = ms(config.republish_interval_ms);
     let kv_metrics = kv_events::metrics::Metrics::new(&mut registry);
-    let kv = kv_events::KvSetup { epoch, shim, republish_interval, metrics: kv_metrics };
-    let kv = kv_events::start(kv, tasks.token())?;
-    let (files_sender, found_files) = watch::channel(None);
+    let kv_setup = kv_events::KvSetup { epoch, shim, republish_interval, metrics: kv_metrics };
+    let kv_events = kv_events::start(kv_setup, tasks.token())?;
+    let (found_files_sender, found_files) = watch::channel(None);
     control_port::start(
         agent.clone(),
-        kv.clone(),
+        kv_events.clone(),
         epoch,
         found_files,
         listeners.control,
@@ -179,11 +181,11 @@ pub async fn run(
     let monitor = EngineMonitor {
         engine: engine.clone(),
         owner: agent.clone(),
-        kv,
-        interval: ms(config.load_interval_ms),
+        kv_events,
+        sample_interval: ms(config.load_interval_ms),
         wake: Arc::clone(&wake_monitor),
         configured_vocabulary_size: (config.vocabulary > 0).then_some(config.vocabulary),
-        files: files_sender,
+        found_files_sender,
     };
     tasks.spawn_essential("engine monitor", owner::engine_monitor::run(monitor, tasks.clone()));
     listeners.data.set_nonblocking(true)?;
@@ -198,23 +200,25 @@ pub async fn run(
         metrics,
     };
     let turns_max = limits(&config).turns_max_over_ranks() + config.turns_queued_max;
-    let turns_max = (turns_max + staged_prefill_queue::PROMPTS_MAX).min(CLIENT_CONNECTIONS_MAX);
+    let connections_max =
+        (turns_max + staged_prefill_queue::PROMPTS_MAX).min(CLIENT_CONNECTIONS_MAX);
     let runner = staged_prefill_runner(queues, &context).await;
     let app = data_port::app(context, runner.map_or_else(Router::new, StagedPrefillRunner::routes));
-    tasks.spawn_essential("data port", server::serve(data, app, turns_max, tasks.clone()));
+    tasks.spawn_essential("data port", server::serve(data, app, connections_max, tasks.clone()));
 
     tokio::select! {
         () = stop.cancelled() => drain(&agent, ms(config.drain_ms_max)).await,
         () = tasks.cancelled() => {}
     }
-    if tasks.stop(STOP_MAX).await { Ok(()) } else { Err(Error::TaskEnded) }
+    if tasks.stop(SHUTDOWN_TIME_MAX).await { Ok(()) } else { Err(Error::TaskEnded) }
 }
 
-/// Drains the agent: running turns may continue for `limit`.
-async fn drain(agent: &AgentHandle, limit: Duration) {
-    // After `limit`, the remaining turns are aborted and the sessions closed. That takes time too.
-    let total_limit = limit + config::ABORT_MAX;
-    if tokio::time::timeout(total_limit, agent.drain(limit)).await.is_err() {
+/// Drains the agent: running turns may continue for `grace_period`.
+async fn drain(agent: &AgentHandle, grace_period: Duration) {
+    // After `grace_period`, the remaining turns are aborted and the sessions closed. That takes
+    // time too.
+    let total_time_max = grace_period + config::ABORT_WAIT_MAX;
+    if tokio::time::timeout(total_time_max, agent.drain(grace_period)).await.is_err() {
         tracing::warn!("the drain timed out; some sessions may be left open at the engine");
     }
 }
@@ -223,7 +227,7 @@ fn engine_client(config: &Config) -> EngineClient {
     EngineClient::new(
         config.engine_uri(),
         config::engine_api_key().expect("checked when the settings were loaded"),
-        CONNECT_MAX,
+        ENGINE_CONNECT_TIME_MAX,
         ms(config.engine_call_ms_max),
     )
 }
@@ -255,10 +259,10 @@ fn start_agent(
     metrics: &Metrics,
     tasks: &Tasks,
 ) -> Result<(AgentHandle, ShimHandle, Option<Arc<StagedPrefillQueues>>), Error> {
-    let control = listeners.control.local_addr()?;
+    let control_addr = listeners.control.local_addr()?;
     let agent_id = match config.worker_id.as_str() {
-        "" => control.to_string(),
-        id => id.to_owned(),
+        "" => control_addr.to_string(),
+        worker_id => worker_id.to_owned(),
     };
     let table_settings = TableSettings {
         incarnation_prefix: incarnation::prefix(&agent_id, epoch),
@@ -267,22 +271,22 @@ fn start_agent(
         turns_queued_per_session_max: config.turns_queued_per_session_max,
         turns_queued_max: config.turns_queued_max,
         queue_wait_max: ms(config.queue_wait_ms_max),
-        stuck_after: config::ABORT_MAX * 2,
+        stuck_after: config::ABORT_WAIT_MAX * 2,
         auto_pin: config.auto_pin,
         guards: Guards::default(),
     };
     // The journal must be opened first, because it is a lock: only one agent at a time can hold it,
     // and only that agent may use the engine and its shim.
     let journal = Journal::open(&config.state_dir(), &format!("engine-{}", config.engine_port()))?;
-    let (shim_sender, shim_news) = mpsc::channel(SHIM_NEWS_QUEUED_MAX);
+    let (shim_sender, shim_events) = mpsc::channel(SHIM_EVENTS_QUEUED_MAX);
     let shim = shim::listen(&config.shim_socket(), shim_sender, tasks)?;
-    let (trim_sender, trim_news) = mpsc::channel(TRIM_NEWS_QUEUED_MAX);
-    let trim = shim::trim::listen(&config.shim_socket(), trim_sender, tasks)?;
+    let (trimmer_sender, trimmer_events) = mpsc::channel(TRIMMER_EVENTS_QUEUED_MAX);
+    let trimmer = shim::trim::listen(&config.shim_socket(), trimmer_sender, tasks)?;
     let queues = (config.prefill_stage_ms > 0)
         .then(|| Arc::new(StagedPrefillQueues::new(config.prefill_stage_ms)));
     let setup = owner::OwnerSetup {
         shim: shim.clone(),
-        trim,
+        trimmer,
         agent_id,
         epoch,
         data_port: listeners.data.local_addr()?.port(),
@@ -299,7 +303,7 @@ fn start_agent(
         stall_max: ms(config.stall_ms_max),
         report_interval: ms(config.report_interval_ms),
     };
-    Ok((owner::start(setup, shim_news, trim_news, tasks), shim, queues))
+    Ok((owner::start(setup, shim_events, trimmer_events, tasks), shim, queues))
 }
 
 async fn staged_prefill_runner(
@@ -331,7 +335,7 @@ async fn track_readiness(
     metrics: &Metrics,
     tasks: &Tasks,
 ) -> watch::Receiver<Result<(), String>> {
-    let (sender, ready) = watch::channel(Err("starting".to_owned()));
+    let (sender, readiness) = watch::channel(Err("starting".to_owned()));
     let (agent, metrics, token) = (agent.clone(), metrics.clone(), tasks.token());
     tasks.spawn_essential("readiness", async move {
         let Ok(mut watch) = agent.watch().await else { return };
@@ -343,9 +347,9 @@ async fn track_readiness(
                 (None, true) => Err("draining".to_owned()),
                 (None, false) => Ok(()),
             };
-            sender.send_if_modified(|ready| {
-                let has_changed = *ready != new_readiness;
-                *ready = new_readiness;
+            sender.send_if_modified(|readiness| {
+                let has_changed = *readiness != new_readiness;
+                *readiness = new_readiness;
                 has_changed
             });
             tokio::select! {
@@ -354,5 +358,5 @@ async fn track_readiness(
             }
         }
     });
-    ready
+    readiness
 }

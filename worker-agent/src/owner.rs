@@ -1,18 +1,21 @@
 //! Runs the owner task: the only task that changes sessions, and the one that admits turns.
 //!
 //! A session is a chain of turns (one request and its answer each) that share a growing prefix. The
-//! owner task holds the table of all sessions and the ledger (the account of the KV pool). It
-//! handles messages of other tasks one after the other.
+//! owner task holds the table of all sessions and the ledger (the account of the KV pool). Other
+//! tasks send it messages through [`AgentHandle`], and it handles them one after the other. Two
+//! parts of Berth inside the engine send it events: the *shim* reports the state of the pool and of
+//! its sessions, and the *trimmer* compares full histories with what their sessions hold.
 //!
 //! For each message, the task updates [`session::Table`], which decides but does no I/O. Then it
 //! carries out the effects that the table asks for, and publishes what changed. The task never
-//! waits for the engine: each engine call runs in a separate task, and its result comes back as a
-//! message.
+//! waits for the engine: each engine call runs in a separate task, whose result is a message too.
 //!
-//! Two parts of Berth inside the engine also send news: the *shim* reports the state of the pool
-//! and its sessions, and the *trimmer* compares full histories with what their sessions hold.
+//! Parts: `handle` has the messages, `engine`, `shim` and `trim` talk to the engine and to Berth's
+//! parts in it, [`engine_monitor`] polls the engine, `reporter` publishes the state,
+//! `audit_requests` runs page audits, `drain` shuts down, `volatile_prefix` warns of costly
+//! prompts.
 
-mod audit_desk;
+mod audit_requests;
 mod drain;
 mod engine;
 pub mod engine_monitor;
@@ -39,7 +42,8 @@ use tokio::sync::{broadcast, mpsc, oneshot, watch};
 use tracing::{debug, error, info};
 
 pub use self::handle::{
-    AdmittedTurn, AgentHandle, Change, EngineNews, Error, Lease, RankPages, RunModeResult, Watch,
+    AdmittedTurn, AgentHandle, EngineNews, Error, Lease, RankPageAudit, RunModeResult,
+    SessionChange, Watch,
 };
 use self::{
     drain::Drain,
@@ -65,7 +69,7 @@ use crate::{
 const MESSAGES_QUEUED_MAX: usize = 1024;
 /// The maximum number of session changes that a watcher may lag behind. A slower watcher must
 /// subscribe again.
-const CHANGES_BEHIND_MAX: usize = 8192;
+const SESSION_CHANGES_BEHIND_MAX: usize = 8192;
 /// The shortest time between two load reports. A burst of turns then produces one report.
 const REPORT_INTERVAL_MIN: Duration = Duration::from_millis(20);
 
@@ -90,8 +94,8 @@ pub struct OwnerSetup {
     pub journal: Journal,
     /// Sends commands to the shim inside the engine.
     pub shim: ShimHandle,
-    /// Answers questions of the trimmer inside the engine.
-    pub trim: TrimHandle,
+    /// Answers the questions of the trimmer inside the engine.
+    pub trimmer: TrimHandle,
     /// The queues of staged prefill, which computes long prompts ahead of their turns. `None` if
     /// staged prefill is off.
     pub staged_prefill_queues: Option<Arc<StagedPrefillQueues>>,
@@ -113,14 +117,14 @@ pub struct OwnerSetup {
 #[must_use]
 pub fn start(
     setup: OwnerSetup,
-    shim_news: mpsc::Receiver<ShimEvent>,
-    trim_news: mpsc::Receiver<shim_trim::TrimmerEvent>,
+    shim_events: mpsc::Receiver<ShimEvent>,
+    trimmer_events: mpsc::Receiver<shim_trim::TrimmerEvent>,
     tasks: &Tasks,
 ) -> AgentHandle {
     let (mailbox, messages) = mpsc::channel(MESSAGES_QUEUED_MAX);
     let handle = AgentHandle { mailbox };
     let owner = Owner::new(setup, tasks.clone(), handle.clone());
-    tasks.spawn_essential("owner", owner.run(messages, shim_news, trim_news));
+    tasks.spawn_essential("owner", owner.run(messages, shim_events, trimmer_events));
     handle
 }
 
@@ -128,10 +132,13 @@ pub fn start(
 struct Owner {
     setup: OwnerSetup,
     tasks: Tasks,
+    /// Sends messages to this task itself: the results of engine calls.
     handle: AgentHandle,
+    /// All sessions and turns.
     table: Table,
     ledger: Ledger,
     stall_detector: StallDetector,
+    /// The engine's description; `None` if no engine process is known.
     engine_info: Option<Box<EngineInfo>>,
     /// Why the engine can't take turns; `None` while it can.
     down_reason: Option<String>,
@@ -140,13 +147,14 @@ struct Owner {
     /// Callers that wait for a turn's admission or for a session's opening, by request id.
     waiters: HashMap<String, Waiter>,
     /// Sends the ends of turns to this task. Each claimed turn reserves a place in the queue.
-    end_sender: mpsc::Sender<TurnEnd>,
-    /// The other half of `end_sender`, until [`Owner::run`] takes it.
-    end_receiver: Option<mpsc::Receiver<TurnEnd>>,
+    turn_end_sender: mpsc::Sender<TurnEnd>,
+    /// The receiver of `turn_end_sender`, until [`Owner::run`] takes it.
+    turn_end_receiver: Option<mpsc::Receiver<TurnEnd>>,
     /// Sends changed sessions to the watchers.
-    changes: broadcast::Sender<Change>,
-    report: watch::Sender<Arc<LoadReport>>,
-    description: watch::Sender<Option<Arc<Description>>>,
+    session_changes: broadcast::Sender<SessionChange>,
+    report_sender: watch::Sender<Arc<LoadReport>>,
+    description_sender: watch::Sender<Option<Arc<Description>>>,
+    /// The agent's shutdown, once it has begun.
     drain: Option<Drain>,
     /// The ranks with a connected shim, and whether that shim can demote sessions. To demote a
     /// session is to free its KV but keep it open.
@@ -156,10 +164,11 @@ struct Owner {
     /// Tasks that pass on a turn's answer and wait to learn how the turn runs (in its session or
     /// outside, for example), by request id.
     run_mode_waiters: HashMap<String, oneshot::Sender<RunModeResult>>,
+    /// The page audits of all ranks: when they are due, and their newest results.
     audits: Audits,
-    audit_waiters: Vec<audit_desk::AuditWaiter>,
+    audit_waiters: Vec<audit_requests::AuditWaiter>,
     /// The threads of this process that audit a rank, by DP rank.
-    remote_audits: HashMap<u32, RemoteAuditor>,
+    remote_auditors: HashMap<u32, RemoteAuditor>,
     /// The places in prompts for which a warning of a volatile prefix (an early text that differs
     /// from turn to turn) was logged.
     warned_places: HashSet<Option<PromptPlace>>,
@@ -192,9 +201,9 @@ impl Owner {
             context_tokens: 0,
             retentions: vec![],
         };
-        let table = Table::new(setup.table_settings.clone(), engine);
-        let turns_max = setup.limits.turns_max_over_ranks() + setup.table_settings.turns_queued_max;
-        let (end_sender, end_receiver) = mpsc::channel(turns_max);
+        let table = Table::new(setup.rules.clone(), engine);
+        let turns_max = setup.limits.turns_max_over_ranks() + setup.rules.turns_queued_max;
+        let (turn_end_sender, turn_end_receiver) = mpsc::channel(turns_max);
         let ledger = Ledger::new(setup.limits);
         let down_reason = Some("the engine has not answered yet".to_owned());
         let health =
@@ -211,18 +220,18 @@ impl Owner {
             down_reason,
             stuck_reason: None,
             waiters: HashMap::new(),
-            end_sender,
-            end_receiver: Some(end_receiver),
-            changes: broadcast::Sender::new(CHANGES_BEHIND_MAX),
-            report: watch::Sender::new(Arc::new(report)),
-            description: watch::Sender::new(None),
+            turn_end_sender,
+            turn_end_receiver: Some(turn_end_receiver),
+            session_changes: broadcast::Sender::new(SESSION_CHANGES_BEHIND_MAX),
+            report_sender: watch::Sender::new(Arc::new(report)),
+            description_sender: watch::Sender::new(None),
             drain: None,
             connected_shims: HashMap::new(),
             trimmer_version: None,
             run_mode_waiters: HashMap::new(),
             audits: Audits::new(setup.audit_interval),
             audit_waiters: vec![],
-            remote_audits: HashMap::new(),
+            remote_auditors: HashMap::new(),
             warned_places: HashSet::new(),
             is_report_stale: true,
             last_report_at: now(),
@@ -233,10 +242,10 @@ impl Owner {
     async fn run(
         mut self,
         mut messages: mpsc::Receiver<OwnerMessage>,
-        mut shim_news: mpsc::Receiver<ShimEvent>,
-        mut trim_news: mpsc::Receiver<shim_trim::TrimmerEvent>,
+        mut shim_events: mpsc::Receiver<ShimEvent>,
+        mut trimmer_events: mpsc::Receiver<shim_trim::TrimmerEvent>,
     ) {
-        let mut turn_ends = self.end_receiver.take().expect("taken once, here");
+        let mut turn_ends = self.turn_end_receiver.take().expect("taken once, here");
         let mut gpus = self.setup.gpus.subscribe();
         let token = self.tasks.token();
         loop {
@@ -244,8 +253,8 @@ impl Owner {
             tokio::select! {
                 biased;
                 // The trimmer's plan for a turn must be handled before the turn's end, so the
-                // trimmer's news comes before all other messages.
-                Some(news) = trim_news.recv() => self.handle_trim_news(news),
+                // trimmer's messages come before all other messages.
+                Some(event) = trimmer_events.recv() => self.handle_trimmer_event(event),
                 // Ends of turns come before requests. A client may send its next turn as soon as
                 // it has its answer, and the session must be free by then.
                 Some(end) = turn_ends.recv() => {
@@ -259,7 +268,7 @@ impl Owner {
                     Some(message) => self.handle_message(message),
                     None => return,
                 },
-                Some(news) = shim_news.recv() => self.handle_shim_news(news),
+                Some(event) = shim_events.recv() => self.handle_shim_event(event),
                 Ok(()) = gpus.changed() => self.is_report_stale = true,
                 () = tokio::time::sleep_until(deadline.into()) => {}
                 () = token.cancelled() => return,
@@ -272,10 +281,10 @@ impl Owner {
     fn next_deadline(&self) -> Instant {
         let report_interval =
             if self.is_report_stale { REPORT_INTERVAL_MIN } else { self.setup.report_interval };
-        let drain = self.drain.as_ref().filter(|drain| drain.reply.is_some());
+        let active_drain = self.drain.as_ref().filter(|drain| drain.reply.is_some());
         let deadlines = [self.table.next_deadline(), self.audits.next_due()];
         let deadlines =
-            deadlines.into_iter().chain([drain.map(|drain| drain.next_abort_at)]).flatten();
+            deadlines.into_iter().chain([active_drain.map(|drain| drain.next_abort_at)]).flatten();
         deadlines.fold(self.last_report_at + report_interval, Instant::min)
     }
 
@@ -294,9 +303,9 @@ impl Owner {
     fn handle_message(&mut self, message: OwnerMessage) {
         self.is_report_stale = true;
         match message {
-            OwnerMessage::Claim { claim, rank, route_turns, reply } => {
+            OwnerMessage::Claim { claim, requested_dp_rank, route_turns, reply } => {
                 let claim = claim.as_ref().map(|(claim, key)| (claim, key));
-                drop(reply.send(self.claim(claim, rank, route_turns)));
+                drop(reply.send(self.claim(claim, requested_dp_rank, route_turns)));
             }
             OwnerMessage::Admit { rid, need, prompt_start, reply } => {
                 self.table.set_prompt_start(&rid, prompt_start);
@@ -311,8 +320,8 @@ impl Owner {
                 let _ = self.setup.shim.sample_now(dp_rank);
             }
             OwnerMessage::Abandon(rid) => self.table.abandon_turn(now(), &rid),
-            OwnerMessage::Open { key, retention, idle_max, rank, reply } => {
-                self.open(key, retention, idle_max, rank, reply);
+            OwnerMessage::Open { key, retention, idle_max, requested_dp_rank, reply } => {
+                self.open(key, retention, idle_max, requested_dp_rank, reply);
             }
             OwnerMessage::Close { key, reply } => {
                 let closed = self.table.close_session(now(), &key).map_err(Error::from);
@@ -325,9 +334,9 @@ impl Owner {
                     self.table.iter().map(|(key, session)| session_view(key, session, read_at));
                 let watch = Watch {
                     sessions: sessions.collect(),
-                    changes: self.changes.subscribe(),
-                    report: self.report.subscribe(),
-                    description: self.description.subscribe(),
+                    changes: self.session_changes.subscribe(),
+                    report: self.report_sender.subscribe(),
+                    description: self.description_sender.subscribe(),
                 };
                 let _ = reply.send(watch);
             }
@@ -341,9 +350,9 @@ impl Owner {
             OwnerMessage::RemoteAudit { dp_rank, answer } => {
                 self.handle_remote_audit(dp_rank, answer)
             }
-            OwnerMessage::Drain { limit, reply } => {
+            OwnerMessage::Drain { grace_period, reply } => {
                 info!(turns = self.table.rids_inside().count(), "draining");
-                let drain = Drain { next_abort_at: now() + limit, reply: Some(reply) };
+                let drain = Drain { next_abort_at: now() + grace_period, reply: Some(reply) };
                 self.drain = Some(drain);
                 self.table.drain(now());
             }
@@ -355,24 +364,24 @@ impl Owner {
     fn claim(
         &mut self,
         claim: Option<(&Claim, &SessionKey)>,
-        rank: Option<u32>,
+        requested_dp_rank: Option<u32>,
         route_turns: RouteTurns,
     ) -> Result<Lease, Error> {
         self.check_usable()?;
         // Reserve the place for the turn's end now, so that ending the turn never waits.
-        let Ok(end_permit) = self.end_sender.clone().try_reserve_owned() else {
+        let Ok(turn_end_permit) = self.turn_end_sender.clone().try_reserve_owned() else {
             let detail = "too many wait or run already".to_owned();
             return Err(session::Error::OutOfRoom { resource: "turns", detail }.into());
         };
         let rid = new_rid();
-        self.table.claim(now(), &rid, claim, rank, route_turns)?;
+        self.table.claim(now(), &rid, claim, requested_dp_rank, route_turns)?;
         let vocabulary_size = self.engine_info.as_ref().and_then(|info| info.facts.vocabulary);
         Ok(Lease {
             rid,
             vocabulary_size,
             agent: self.handle.clone(),
             is_sent: false,
-            end_permit: Some(end_permit),
+            turn_end_permit: Some(turn_end_permit),
         })
     }
 
@@ -382,12 +391,13 @@ impl Owner {
         key: SessionKey,
         retention: Option<Retention>,
         idle_max: Option<Duration>,
-        rank: Option<u32>,
+        requested_dp_rank: Option<u32>,
         reply: oneshot::Sender<Result<Session, Error>>,
     ) {
         let rid = new_rid();
         let opened = self.check_usable().and_then(|()| {
-            let opened = self.table.open_session(now(), &rid, &key, retention, idle_max, rank);
+            let opened =
+                self.table.open_session(now(), &rid, &key, retention, idle_max, requested_dp_rank);
             opened.map_err(Error::from)
         });
         match opened {

@@ -92,7 +92,7 @@ impl TurnContext {
     pub(super) async fn report_engine_failure(&self, error: &hyper_util::client::legacy::Error) {
         if engine::is_connection_refused(error) {
             let reason = "the engine accepts no connections".to_owned();
-            self.agent.report_engine(EngineNews::Down { reason, is_gone: true }).await;
+            self.agent.report_engine(EngineNews::Down { reason, has_process_ended: true }).await;
         }
         self.wake_monitor.notify_one();
     }

@@ -44,15 +44,15 @@ impl Owner {
     }
 
     /// Starts a task that closes an incarnation at the engine.
-    pub(super) fn close_at_engine(&self, close: CloseRequest) {
+    pub(super) fn close_at_engine(&self, close_request: CloseRequest) {
         let (engine, mailbox) = (self.setup.engine.clone(), self.handle.mailbox.clone());
         let all_shims_connected = self
             .engine_info
             .as_ref()
             .is_some_and(|info| self.connected_shims.len() == info.rows.len());
         self.tasks.spawn(async move {
-            let result = close_once(&engine, &close, all_shims_connected).await;
-            let incarnation = close.incarnation;
+            let result = close_once(&engine, &close_request, all_shims_connected).await;
+            let incarnation = close_request.incarnation;
             let _ = mailbox.send(OwnerMessage::CloseResult { incarnation, result }).await;
         });
     }
@@ -75,16 +75,18 @@ impl Owner {
                 }
                 self.ledger.record_sample(sample);
             }
-            EngineNews::Down { reason, is_gone } => {
+            EngineNews::Down { reason, has_process_ended } => {
                 match &self.down_reason {
-                    None => error!(reason, gone = is_gone, "engine down"),
+                    None => error!(reason, gone = has_process_ended, "engine down"),
                     // The engine is polled twice a second, and mostly fails for the same reason. So
                     // only a new reason is logged.
-                    Some(before) if *before != reason => warn!(reason, "the engine can't be used"),
+                    Some(last_reason) if *last_reason != reason => {
+                        warn!(reason, "the engine can't be used")
+                    }
                     Some(_) => {}
                 }
                 self.down_reason = Some(reason);
-                if is_gone {
+                if has_process_ended {
                     self.handle_engine_gone();
                 }
             }
@@ -103,8 +105,8 @@ impl Owner {
     }
 
     fn handle_engine_up(&mut self, info: Box<EngineInfo>) {
-        let known_instance = self.engine_info.as_ref().map(|info| &info.facts.instance);
-        if known_instance != Some(&info.facts.instance) {
+        let last_instance = self.engine_info.as_ref().map(|info| &info.facts.instance);
+        if last_instance != Some(&info.facts.instance) {
             // This is another process than before, or the first one.
             self.handle_engine_gone();
             // Gives the table the capacity of the new process.
@@ -114,7 +116,7 @@ impl Owner {
             info!(version = info.facts.version, ranks = info.rows.len(), "engine up");
             // A watcher that learns of the new ranks must find them in the newest report.
             self.publish_report(now());
-            self.description.send_replace(Some(Arc::new(self.describe(&info))));
+            self.description_sender.send_replace(Some(Arc::new(self.describe(&info))));
         }
         self.engine_info = Some(info);
         self.down_reason = None;
@@ -122,18 +124,18 @@ impl Owner {
 
     /// Closes the sessions that an earlier agent process left open in this engine process.
     fn close_leftover_sessions(&mut self, info: &EngineInfo) {
-        let leftover = self.setup.journal.left_open(&info.facts.instance);
+        let leftover_sessions = self.setup.journal.left_open(&info.facts.instance);
         let record = Record::Engine { instance: info.facts.instance.clone() };
         if let Err(error) = self.setup.journal.write(&record) {
             error!(%error, "the journal can't be written");
         }
-        if !leftover.is_empty() {
+        if !leftover_sessions.is_empty() {
             warn!(
-                sessions = leftover.len(),
+                sessions = leftover_sessions.len(),
                 "closing the sessions that an earlier agent left open"
             );
         }
-        for (incarnation, session) in leftover {
+        for (incarnation, session) in leftover_sessions {
             self.table.inherit_incarnation(now(), incarnation, session.dp_rank, session.rid);
         }
     }
@@ -143,28 +145,32 @@ impl Owner {
 /// when the session's KV is free.
 async fn close_once(
     engine: &EngineClient,
-    close: &CloseRequest,
+    close_request: &CloseRequest,
     all_shims_connected: bool,
 ) -> CloseResult {
-    let rid = close.rid.as_deref();
-    let verified = |is_gone| if is_gone { CloseResult::Confirmed } else { CloseResult::Kept };
-    let shim_will_report = all_shims_connected && !close.is_repeat;
-    let result = match (close.is_pinned, shim_will_report) {
+    let rid = close_request.rid.as_deref();
+    let close_result = |is_gone| if is_gone { CloseResult::Confirmed } else { CloseResult::Kept };
+    let shim_reports_end = all_shims_connected && !close_request.is_repeat;
+    let result = match (close_request.is_pinned, shim_reports_end) {
         // Only a pinned session keeps KV of its own between turns. For any other session, the
         // engine's answer is enough.
         (false, _) => {
-            engine.close_session(&close.incarnation).await.map(|()| CloseResult::Confirmed)
+            engine.close_session(&close_request.incarnation).await.map(|()| CloseResult::Confirmed)
         }
         // A shim reports later that the session's KV is free.
-        (true, true) => {
-            engine.abort_and_close(&close.incarnation, rid).await.map(|()| CloseResult::NotYet)
-        }
+        (true, true) => engine
+            .abort_and_close(&close_request.incarnation, rid)
+            .await
+            .map(|()| CloseResult::NotYet),
         // No report will come, or the report after an earlier attempt did not come. So the engine
         // is asked whether the session is gone.
-        (true, false) => engine.close_and_verify(&close.incarnation, rid).await.map(verified),
+        (true, false) => {
+            engine.close_and_verify(&close_request.incarnation, rid).await.map(close_result)
+        }
     };
     result.unwrap_or_else(|error| {
-        warn!(incarnation = close.incarnation, %error, "can't close a session at the engine");
+        let incarnation = &close_request.incarnation;
+        warn!(incarnation, %error, "can't close a session at the engine");
         CloseResult::NotYet
     })
 }

@@ -1,8 +1,10 @@
 //! Polls the engine's state over HTTP and reports it to the owner task, which admits turns.
 //!
-//! When the engine answers, the monitor reads its description, and then samples its load at a fixed
-//! interval. It notices when the engine no longer answers, and when another process has taken its
-//! place (a restart). The owner task decides what follows from the news.
+//! When the engine answers, the monitor reads its description, finds the model's tokenizer files,
+//! and then samples the engine's load at a fixed interval. It notices when the engine no longer
+//! answers, and when the engine has restarted as another process. It sends [`EngineNews`] to the
+//! owner task, the KV events' addresses to `kv_events`, and the files to `control_port`. The
+//! receivers decide what follows from the news.
 
 use std::{sync::Arc, time::Duration};
 
@@ -26,20 +28,20 @@ const FAILED_SAMPLES_MAX: u32 = 3;
 /// What the monitor needs.
 #[derive(Debug, Clone)]
 pub struct EngineMonitor {
-    /// The engine.
+    /// The client of the engine.
     pub engine: EngineClient,
     /// Receives the engine's news.
     pub owner: AgentHandle,
     /// Receives the addresses at which the engine publishes its KV events.
-    pub kv: KvHandle,
+    pub kv_events: KvHandle,
     /// The time between samples.
-    pub interval: Duration,
+    pub sample_interval: Duration,
     /// Notified when a turn could not be sent because the connection to the engine failed.
     pub wake: Arc<Notify>,
     /// The size of the vocabulary, if the settings state it.
     pub configured_vocabulary_size: Option<u32>,
     /// Receives the model's tokenizer files.
-    pub files: watch::Sender<Option<Arc<model_files::FoundFiles>>>,
+    pub found_files_sender: watch::Sender<Option<Arc<model_files::FoundFiles>>>,
 }
 
 /// Monitors the engine until the tasks are cancelled.
@@ -57,13 +59,13 @@ async fn monitor_engine(monitor: &EngineMonitor) {
             Ok((info, first_sample)) => {
                 monitor.owner.report_engine(EngineNews::Up(info)).await;
                 monitor.owner.report_engine(EngineNews::Sample(first_sample.clone())).await;
-                if let Some(down) = sample_until_down(monitor, first_sample).await {
-                    monitor.owner.report_engine(down).await;
+                if let Some(down_news) = sample_until_down(monitor, first_sample).await {
+                    monitor.owner.report_engine(down_news).await;
                 }
             }
             Err(error) => {
                 debug!(%error, "can't reach the engine");
-                monitor.owner.report_engine(down_news(&error)).await;
+                monitor.owner.report_engine(to_down_news(&error)).await;
                 let _ = tokio::time::timeout(RETRY_PAUSE, monitor.wake.notified()).await;
             }
         }
@@ -72,7 +74,7 @@ async fn monitor_engine(monitor: &EngineMonitor) {
 
 /// Reads the engine's first load sample, then its description.
 ///
-/// The sample is required. If the description alone were enough, an engine whose load can't be read
+/// An engine counts as up only if both can be read. Otherwise an engine whose load can't be read
 /// would go up and down again and again, and receive turns in between. The sample is read first, so
 /// that the description doesn't come from an older process than the sample.
 async fn read_engine(
@@ -80,35 +82,35 @@ async fn read_engine(
 ) -> Result<(Box<EngineInfo>, LoadSample), engine::Error> {
     let first_sample = monitor.engine.read_load(now).await?;
     let (info, tokenizer_source, publishers) = monitor.engine.read_info().await?;
-    monitor.kv.set_publishers(publishers);
+    monitor.kv_events.set_publishers(publishers);
     let info = add_model_facts(info, tokenizer_source, monitor).await;
     Ok((Box::new(info), first_sample))
 }
 
-fn down_news(error: &engine::Error) -> EngineNews {
-    EngineNews::Down { reason: error.to_string(), is_gone: error.is_process_gone() }
+fn to_down_news(error: &engine::Error) -> EngineNews {
+    EngineNews::Down { reason: error.to_string(), has_process_ended: error.is_process_gone() }
 }
 
-/// Samples the load until the engine fails to answer, and returns the news of that. Returns `None`
+/// Samples the load until the engine counts as down, and returns the news of that. Returns `None`
 /// when the description must be read again, because the engine may be another process now.
 async fn sample_until_down(
     monitor: &EngineMonitor,
     first_sample: LoadSample,
 ) -> Option<EngineNews> {
-    let mut ticks = tokio::time::interval(monitor.interval);
+    let mut ticks = tokio::time::interval(monitor.sample_interval);
     ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
-    let mut failures = 0;
+    let mut failed_samples = 0;
     let mut last_sample = first_sample;
     loop {
         tokio::select! {
             biased;
-            // A turn's connection failed. Reading the description again shows the reason.
+            // A turn's connection failed. The caller reads the description again, which shows why.
             () = monitor.wake.notified() => return None,
             _ = ticks.tick() => {}
         }
         match monitor.engine.read_load(now).await {
             Ok(sample) => {
-                failures = 0;
+                failed_samples = 0;
                 if may_be_another_process(&last_sample, &sample) {
                     return None;
                 }
@@ -116,10 +118,10 @@ async fn sample_until_down(
                 monitor.owner.report_engine(EngineNews::Sample(sample)).await;
             }
             Err(error) => {
-                failures += 1;
-                warn!(%error, failures, "can't sample the engine's load");
-                if failures >= FAILED_SAMPLES_MAX || error.is_process_gone() {
-                    return Some(down_news(&error));
+                failed_samples += 1;
+                warn!(%error, failures = failed_samples, "can't sample the engine's load");
+                if failed_samples >= FAILED_SAMPLES_MAX || error.is_process_gone() {
+                    return Some(to_down_news(&error));
                 }
                 if error.is_broken() {
                     // The connection broke, perhaps because its process has ended. The description
@@ -131,13 +133,13 @@ async fn sample_until_down(
     }
 }
 
-/// Whether two samples in a row may come from different processes. This is so if a counter that
-/// only grows has decreased, or if the connection is a new one, as it is after a quick restart.
+/// Whether two samples in a row may come from different processes: a counter that only grows has
+/// decreased, or the connection is a new one, as it is after a quick restart.
 fn may_be_another_process(before: &LoadSample, after: &LoadSample) -> bool {
-    let total = |sample: &LoadSample| -> u64 {
+    let prefilled_tokens = |sample: &LoadSample| -> u64 {
         sample.ranks.iter().map(|rank| rank.total_prefill_uncached_tokens).sum()
     };
-    total(after) < total(before) || after.connection != before.connection
+    prefilled_tokens(after) < prefilled_tokens(before) || after.connection != before.connection
 }
 
 /// Completes the engine's description with facts from its model's files.
@@ -162,14 +164,14 @@ async fn add_model_facts(
     let files = match found_files {
         Some(Ok(files)) => Some(Arc::new(files)),
         Some(Err(error)) => {
-            let source = std::error::Error::source(&error).map(ToString::to_string);
-            info!(%error, source, "no tokenizer files for routers");
+            let cause = std::error::Error::source(&error).map(ToString::to_string);
+            info!(%error, source = cause, "no tokenizer files for routers");
             None
         }
         None => None,
     };
     info.model_files = files.as_ref().map(|files| files.identity());
-    monitor.files.send_replace(files);
+    monitor.found_files_sender.send_replace(files);
     info
 }
 

@@ -1,8 +1,10 @@
 //! Defines the handle by which other tasks send requests to the owner task, and its messages.
 //!
 //! The owner task keeps the agent's sessions and admits turns. A session is a chain of turns (one
-//! request and its answer each) that share a growing prefix. [`AgentHandle`] sends the requests.
-//! [`Lease`] represents one turn from its claim to its end.
+//! request and its answer each) that share a growing prefix. [`AgentHandle`] sends the requests of
+//! the data port, the control port and the engine monitor, and returns the owner's answers.
+//! [`Lease`] represents one turn from its claim to its end. Both only send messages: the session
+//! table in the owner task decides.
 
 use std::{sync::Arc, time::Duration};
 
@@ -37,28 +39,28 @@ pub enum Error {
 
 /// A change to one session, sent to all watchers.
 #[derive(Debug, Clone)]
-pub enum Change {
+pub enum SessionChange {
     /// The session was opened, or something about it changed.
     Upsert(Box<Session>),
     /// The session was removed from the table.
     Removed(SessionKey),
 }
 
-/// All that a new watcher gets: the current sessions, and the sources of later changes. `changes`
-/// contains every change made after `sessions` was read.
+/// The owner's state for a new watcher: the current sessions, and receivers of later changes.
+/// `changes` contains every change made after `sessions` was read.
 #[derive(Debug)]
 pub struct Watch {
     /// All sessions.
     pub sessions: Vec<Session>,
     /// All later changes to sessions.
-    pub changes: broadcast::Receiver<Change>,
+    pub changes: broadcast::Receiver<SessionChange>,
     /// The newest load report.
     pub report: watch::Receiver<Arc<LoadReport>>,
     /// The newest description; `None` until the agent has reached the engine.
     pub description: watch::Receiver<Option<Arc<Description>>>,
 }
 
-/// A message from the task that follows the engine's state.
+/// A message from the engine monitor, the task that follows the engine's state.
 #[derive(Debug)]
 pub enum EngineNews {
     /// The engine answers. The description names the engine's process.
@@ -70,7 +72,7 @@ pub enum EngineNews {
         /// The reason, as a text for operators.
         reason: String,
         /// Whether the engine's process has ended. Otherwise it may only answer slowly.
-        is_gone: bool,
+        has_process_ended: bool,
     },
 }
 
@@ -78,11 +80,11 @@ pub enum EngineNews {
 #[derive(Debug)]
 pub(super) enum OwnerMessage {
     /// Claims a turn's session. The answer is the turn's lease. `claim` is `None` for a turn
-    /// without a session. `rank` is the DP rank that the turn's sender demands, if any.
-    /// `pinned_input` says which turns of a pinned session the turn's HTTP route supports.
+    /// without a session. `requested_dp_rank` is the DP rank that the turn's sender demands, if
+    /// any. `route_turns` says which turns of a pinned session the turn's HTTP route supports.
     Claim {
         claim: Option<(Claim, SessionKey)>,
-        rank: Option<u32>,
+        requested_dp_rank: Option<u32>,
         route_turns: RouteTurns,
         reply: oneshot::Sender<Result<Lease, Error>>,
     },
@@ -102,16 +104,16 @@ pub(super) enum OwnerMessage {
         key: SessionKey,
         retention: Option<Retention>,
         idle_max: Option<Duration>,
-        rank: Option<u32>,
+        requested_dp_rank: Option<u32>,
         reply: oneshot::Sender<Result<Session, Error>>,
     },
     /// Closes a session. The answer says whether the close waits for a running turn.
     Close { key: SessionKey, reply: oneshot::Sender<Result<bool, Error>> },
-    /// Checks who holds each page of the rank's KV pool.
-    Audit { dp_rank: u32, reply: oneshot::Sender<Result<RankPages, audit::Error>> },
+    /// Audits which session holds each page of the rank's KV pool.
+    Audit { dp_rank: u32, reply: oneshot::Sender<Result<RankPageAudit, audit::Error>> },
     /// Subscribes to the owner's state. The answer has the current state.
     Watch(oneshot::Sender<Watch>),
-    /// News from the task that follows the engine's state.
+    /// A message from the engine monitor.
     Engine(EngineNews),
     /// The engine's answer to a request to open an incarnation (one life of a session in the
     /// engine).
@@ -120,13 +122,13 @@ pub(super) enum OwnerMessage {
     CloseResult { incarnation: String, result: CloseResult },
     /// The result of an audit that was made in this process.
     RemoteAudit { dp_rank: u32, answer: audit::remote::RemoteAnswer },
-    /// The agent shuts down. Running turns may continue for `limit`.
-    Drain { limit: Duration, reply: oneshot::Sender<()> },
+    /// The agent shuts down. Running turns may continue for `grace_period`.
+    Drain { grace_period: Duration, reply: oneshot::Sender<()> },
 }
 
 /// The result of a requested audit of one rank's pages.
 #[derive(Debug)]
-pub struct RankPages {
+pub struct RankPageAudit {
     /// The totals and the findings.
     pub pages: PageAudit,
     /// The sessions that hold pages, largest first. The key is `None` for a session that isn't the
@@ -137,7 +139,7 @@ pub struct RankPages {
 /// A turn that may now be sent to the engine.
 #[derive(Debug)]
 pub struct AdmittedTurn {
-    /// What the engine is told about the turn: its session, its rank and its limits.
+    /// The turn's session, rank and limits, which are written into the request to the engine.
     pub turn: Turn,
     /// Receives how the turn runs; `None` for a turn without a session.
     pub run_mode: Option<oneshot::Receiver<RunModeResult>>,
@@ -155,7 +157,7 @@ pub(super) struct TurnEnd {
 
 /// A turn's claim on its session, and on room in the engine.
 ///
-/// The session is claimed before the turn's body is read. The room is claimed when the turn is
+/// The lease claims the session before the turn's body is read, and the room when the turn is
 /// admitted. Both claims end exactly once: in [`Lease::finish`], or when the lease is dropped.
 #[derive(Debug)]
 pub struct Lease {
@@ -164,10 +166,11 @@ pub struct Lease {
     /// The size of the model's vocabulary, if known.
     pub vocabulary_size: Option<u32>,
     pub(super) agent: AgentHandle,
+    /// Whether the turn was sent to the engine.
     pub(super) is_sent: bool,
     /// A reserved place in the owner's queue for the turn's end, so that ending the turn never
     /// waits. `None` once the turn has ended.
-    pub(super) end_permit: Option<mpsc::OwnedPermit<TurnEnd>>,
+    pub(super) turn_end_permit: Option<mpsc::OwnedPermit<TurnEnd>>,
 }
 
 impl Lease {
@@ -192,28 +195,28 @@ impl Lease {
         let _ = self.agent.mailbox.send(OwnerMessage::Abandon(self.rid.clone())).await;
     }
 
-    /// Marks the turn as sent to the engine. From now on, dropping the lease reports
-    /// [`Outcome::Lost`], because the engine may have run the turn.
+    /// Marks the turn as sent to the engine. Dropping the lease then reports [`Outcome::Lost`],
+    /// because the engine may have run the turn.
     pub fn mark_sent(&mut self) {
         self.is_sent = true;
     }
 
     /// Ends the turn with this outcome, and frees its session for the next turn.
     pub fn finish(mut self, outcome: Outcome) {
-        self.end_with(outcome);
+        self.end_turn_with(outcome);
     }
 
-    fn end_with(&mut self, outcome: Outcome) {
-        if let Some(end_permit) = self.end_permit.take() {
+    fn end_turn_with(&mut self, outcome: Outcome) {
+        if let Some(turn_end_permit) = self.turn_end_permit.take() {
             let rid = std::mem::take(&mut self.rid);
-            end_permit.send(TurnEnd { rid, outcome });
+            turn_end_permit.send(TurnEnd { rid, outcome });
         }
     }
 }
 
 impl Drop for Lease {
     fn drop(&mut self) {
-        self.end_with(if self.is_sent { Outcome::Lost } else { Outcome::Refused });
+        self.end_turn_with(if self.is_sent { Outcome::Lost } else { Outcome::Refused });
     }
 }
 
@@ -231,10 +234,11 @@ impl AgentHandle {
     pub async fn claim(
         &self,
         claim: Option<(Claim, SessionKey)>,
-        rank: Option<u32>,
+        requested_dp_rank: Option<u32>,
         route_turns: RouteTurns,
     ) -> Result<Lease, Error> {
-        self.request(|reply| OwnerMessage::Claim { claim, rank, route_turns, reply }).await?
+        self.request(|reply| OwnerMessage::Claim { claim, requested_dp_rank, route_turns, reply })
+            .await?
     }
 
     /// Opens a session, and returns it. Returns the existing session if it is already open.
@@ -246,9 +250,16 @@ impl AgentHandle {
         key: SessionKey,
         retention: Option<Retention>,
         idle_max: Option<Duration>,
-        rank: Option<u32>,
+        requested_dp_rank: Option<u32>,
     ) -> Result<Session, Error> {
-        self.request(|reply| OwnerMessage::Open { key, retention, idle_max, rank, reply }).await?
+        self.request(|reply| OwnerMessage::Open {
+            key,
+            retention,
+            idle_max,
+            requested_dp_rank,
+            reply,
+        })
+        .await?
     }
 
     /// Closes a session. Returns whether the close waits for a running turn.
@@ -263,7 +274,7 @@ impl AgentHandle {
     ///
     /// # Errors
     /// The outer error says that the agent is stopping. The inner error says why there is no audit.
-    pub async fn audit(&self, dp_rank: u32) -> Result<Result<RankPages, audit::Error>, Error> {
+    pub async fn audit(&self, dp_rank: u32) -> Result<Result<RankPageAudit, audit::Error>, Error> {
         self.request(|reply| OwnerMessage::Audit { dp_rank, reply }).await
     }
 
@@ -282,10 +293,11 @@ impl AgentHandle {
         let _ = self.mailbox.send(OwnerMessage::Engine(news)).await;
     }
 
-    /// Drains the agent: refuses new requests, lets running turns continue for up to `limit`, then
-    /// aborts them, and closes all sessions. Returns when no turn runs and no close is pending.
-    pub async fn drain(&self, limit: Duration) {
-        let _ = self.request(|reply| OwnerMessage::Drain { limit, reply }).await;
+    /// Drains the agent: refuses new requests, lets running turns continue for up to
+    /// `grace_period`, then aborts them, and closes all sessions. Returns when no turn runs and no
+    /// close is pending.
+    pub async fn drain(&self, grace_period: Duration) {
+        let _ = self.request(|reply| OwnerMessage::Drain { grace_period, reply }).await;
     }
 
     async fn request<T>(

@@ -12,7 +12,7 @@ use proto::{
 use service::clock::now;
 use tracing::error;
 
-use super::{Change, Owner};
+use super::{Owner, SessionChange};
 use crate::{
     engine::EngineInfo,
     ledger::{self, AgentHealth},
@@ -36,14 +36,14 @@ impl Owner {
 
     /// Sends the session's current state to the watchers.
     pub(super) fn publish_session(&self, key: &SessionKey) {
-        if self.changes.receiver_count() == 0 {
+        if self.session_changes.receiver_count() == 0 {
             return;
         }
         let change = match self.table.get(key) {
-            Some(session) => Change::Upsert(Box::new(session_view(key, session, now()))),
-            None => Change::Removed(key.clone()),
+            Some(session) => SessionChange::Upsert(Box::new(session_view(key, session, now()))),
+            None => SessionChange::Removed(key.clone()),
         };
-        let _ = self.changes.send(change);
+        let _ = self.session_changes.send(change);
     }
 
     pub(super) fn publish_report(&mut self, now: Instant) {
@@ -67,20 +67,21 @@ impl Owner {
             rank.staged_prefill =
                 self.setup.staged_prefill_queues.as_ref().map(|queues| queues.load(rank));
         }
-        let was_required = self.report.borrow().restart_required.is_some();
-        if let (false, Some(reason)) = (was_required, &report.restart_required) {
+        let was_restart_required = self.report_sender.borrow().restart_required.is_some();
+        if let (false, Some(reason)) = (was_restart_required, &report.restart_required) {
             error!(reason, "engine restart required");
         }
-        self.report.send_replace(Arc::new(report));
+        self.report_sender.send_replace(Arc::new(report));
         self.last_report_at = now;
         self.is_report_stale = false;
         // The GPUs of the engine may become known after its description was published. The
         // description is then published again.
         let ranks = self.ledger.describe_ranks(now, &gpus);
-        let published = self.description.borrow();
-        let is_current = published.as_ref().is_none_or(|description| description.ranks == ranks);
-        drop(published);
-        if !is_current {
+        let published_description = self.description_sender.borrow();
+        let is_description_current =
+            published_description.as_ref().is_none_or(|description| description.ranks == ranks);
+        drop(published_description);
+        if !is_description_current {
             self.publish_description();
         }
     }
@@ -88,7 +89,7 @@ impl Owner {
     /// Publishes the description again, if the engine was reached.
     pub(super) fn publish_description(&self) {
         if let Some(info) = &self.engine_info {
-            self.description.send_replace(Some(Arc::new(self.describe(info))));
+            self.description_sender.send_replace(Some(Arc::new(self.describe(info))));
         }
     }
 }

@@ -26,9 +26,9 @@ const DEMOTE_RETRY_PAUSE: Duration = Duration::from_millis(20);
 const TABLE_REQUEST_PAUSE: Duration = Duration::from_millis(20);
 
 impl Owner {
-    pub(super) fn handle_shim_news(&mut self, news: ShimEvent) {
+    pub(super) fn handle_shim_event(&mut self, event: ShimEvent) {
         self.is_report_stale = true;
-        match news {
+        match event {
             ShimEvent::Up(hello) => self.handle_shim_up(&hello),
             ShimEvent::Facts(facts) => self.record_facts(&facts),
             ShimEvent::Sessions(sessions) => self.record_sessions(sessions),

@@ -19,9 +19,9 @@ use crate::{
 };
 
 impl Owner {
-    pub(super) fn handle_trim_news(&mut self, news: trim::TrimmerEvent) {
+    pub(super) fn handle_trimmer_event(&mut self, event: trim::TrimmerEvent) {
         self.is_report_stale = true;
-        match news {
+        match event {
             trim::TrimmerEvent::Up(trim::Trimmer { sglang, shim, inert, .. }) => {
                 match &inert {
                     None => info!(sglang, shim, "the shim trims full histories"),
@@ -74,16 +74,16 @@ impl Owner {
     }
 
     /// Answers the trimmer's question: the turn may run in `incarnation` (one life of a session in
-    /// the engine) with at most `tokens_max` prompt tokens. `None`: the turn runs outside any
-    /// session. If the trimmer is gone or no longer waits, the answer has no effect.
+    /// the engine) with at most `prompt_tokens_max` prompt tokens. `None`: the turn runs outside
+    /// any session. If the trimmer is gone or no longer waits, the answer has no effect.
     pub(super) fn answer_question(
         &self,
         question: u64,
         incarnation: Option<&str>,
-        tokens_max: u64,
+        prompt_tokens_max: u64,
     ) {
-        let tokens_max = u32::try_from(tokens_max).unwrap_or(u32::MAX);
-        if let Err(error) = self.setup.trim.answer(question, incarnation, tokens_max) {
+        let prompt_tokens_max = u32::try_from(prompt_tokens_max).unwrap_or(u32::MAX);
+        if let Err(error) = self.setup.trimmer.answer(question, incarnation, prompt_tokens_max) {
             debug!(%error, "can't answer the trimmer's question");
         }
     }
