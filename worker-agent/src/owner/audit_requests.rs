@@ -3,7 +3,10 @@
 //! An audit checks which session (chain of requests) holds each page of a rank's KV pool, and finds
 //! pages that leak or belong to two owners. Audits are made periodically and on demand. Most run in
 //! the rank's *shim*, Berth's part inside the engine. Periodic audits may run on a thread of this
-//! process instead, by reading the engine's GPU memory.
+//! process instead (a [`RemoteAuditor`]), which reads the engine's GPU memory.
+//!
+//! The owner task calls these functions with requests, deadlines and results. They update metrics
+//! and log faults. [`crate::audit`] decides when audits are due, and checks their results.
 
 use std::{
     collections::HashMap,
@@ -29,7 +32,7 @@ const AUDIT_WAITERS_MAX: usize = 64;
 /// A caller that waits for an audit of a rank.
 pub(super) struct AuditWaiter {
     dp_rank: u32,
-    /// The number of the audit request. Audits with this number or a higher one answer it.
+    /// The number of the requested audit. An audit with this number or a higher one is the answer.
     audit_number: u64,
     reply: oneshot::Sender<Result<RankPageAudit, Error>>,
 }
@@ -70,7 +73,7 @@ impl Owner {
         }
     }
 
-    /// Starts the thread that audits the rank from this process, if the settings ask for it.
+    /// Starts the thread that audits the rank from this process, if the settings enable that.
     pub(super) fn start_remote_audits(&mut self, dp_rank: u32) {
         if self.setup.audit_table.as_os_str().is_empty() {
             return;
@@ -92,8 +95,8 @@ impl Owner {
         let RemoteAnswer { number: audit_number, result } = answer;
         match result {
             Ok(RemoteReport { report, session_keys: table_keys }) => {
-                // The engine's row table names a session by a number, its table key. That key is
-                // computed from the session's id in the engine.
+                // The engine's row table names a session by its table key, a hash of the session's
+                // id in the engine.
                 let mut ids_by_table_key: HashMap<u64, &str> = HashMap::new();
                 for (_, session) in self.table.iter() {
                     let table_key = session_table_key(&session.incarnation);
@@ -156,8 +159,8 @@ impl Owner {
         self.answer_waiters(dp_rank, audit_reply.number, &answer);
     }
 
-    /// Counts a failed audit, and removes the rank's gauges. The load report keeps showing the last
-    /// successful audit with its age. A gauge has no age, so it would look current.
+    /// Counts a failed audit, and removes the rank's gauges, because an old gauge looks current.
+    /// The load report keeps showing the last successful audit, with its age.
     fn record_failed_audit(&mut self, dp_rank: u32, outcome: &'static str, error: &Error) {
         if self.audits.note_failure(dp_rank, error) {
             warn!(dp_rank, %error, "can't audit the engine's pages");
@@ -190,7 +193,7 @@ impl Owner {
     }
 }
 
-/// Logs an error for each kind of fault. The caller does this only when the findings have changed,
+/// Logs an error for each kind of fault. The caller calls this only when the findings have changed,
 /// so a lasting fault is logged once.
 fn log_page_faults(dp_rank: u32, audit: &Audit) {
     for finding in audit.pages.faults() {

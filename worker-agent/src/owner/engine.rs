@@ -1,8 +1,10 @@
 //! Makes the owner task's calls to the engine, and handles news about the engine.
 //!
-//! The calls open and close sessions at the engine. Each call runs in a separate task, and its
-//! result comes back to the owner task as a message. The news says that the engine is up or down,
-//! or gives a sample of its load. When the engine's process ends, all its sessions are lost.
+//! The calls open and close sessions at the engine, as the session table asks. Each call runs in a
+//! separate task, and its result comes back to the owner task as a message. The news comes from
+//! `engine_monitor`: the engine is up or down, or a sample of its load. When the engine's process
+//! ends, all its sessions are lost. [`EngineClient`] makes the HTTP calls, and the session table
+//! decides what follows for each session.
 
 use std::{sync::Arc, time::Duration};
 
@@ -15,9 +17,9 @@ use crate::{
     session::{CloseRequest, CloseResult, Load, OpenResult, journal::Record},
 };
 
-/// How much longer the engine's idle limit for sessions is than the agent's. The engine's limit is
-/// only needed if no agent ever returns. The engine counts idle time from the start of a turn, so
-/// this time is longer than any turn.
+/// How much longer the engine's idle limit for sessions is than the agent's. The engine's limit
+/// only matters if no agent ever returns. The engine counts idle time from the start of a turn, so
+/// the margin is longer than any turn.
 const ENGINE_IDLE_MARGIN: Duration = Duration::from_secs(24 * 3600);
 
 impl Owner {
@@ -78,8 +80,8 @@ impl Owner {
             EngineNews::Down { reason, has_process_ended } => {
                 match &self.down_reason {
                     None => error!(reason, gone = has_process_ended, "engine down"),
-                    // The engine is polled twice a second, and mostly fails for the same reason. So
-                    // only a new reason is logged.
+                    // The engine is polled twice a second, mostly with the same failure. Only a new
+                    // reason is logged.
                     Some(last_reason) if *last_reason != reason => {
                         warn!(reason, "the engine can't be used")
                     }
@@ -107,7 +109,7 @@ impl Owner {
     fn handle_engine_up(&mut self, info: Box<EngineInfo>) {
         let last_instance = self.engine_info.as_ref().map(|info| &info.facts.instance);
         if last_instance != Some(&info.facts.instance) {
-            // This is another process than before, or the first one.
+            // The engine's process is a new one, or the first one.
             self.handle_engine_gone();
             // Gives the table the capacity of the new process.
             self.table.handle_engine_lost(now(), self.ledger.set_engine(&info));
@@ -141,8 +143,8 @@ impl Owner {
     }
 }
 
-/// Tries once to close a session at the engine. With `all_shims_connected`, the shims report later
-/// when the session's KV is free.
+/// Tries once to close a session at the engine. With `all_shims_connected`, a shim reports later
+/// that the session's KV is free, so the result isn't checked here.
 async fn close_once(
     engine: &EngineClient,
     close_request: &CloseRequest,
@@ -162,8 +164,8 @@ async fn close_once(
             .abort_and_close(&close_request.incarnation, rid)
             .await
             .map(|()| CloseResult::NotYet),
-        // No report will come, or the report after an earlier attempt did not come. So the engine
-        // is asked whether the session is gone.
+        // No report will come, or none came after an earlier attempt. So the engine is asked
+        // whether the session is gone.
         (true, false) => {
             engine.close_and_verify(&close_request.incarnation, rid).await.map(close_result)
         }

@@ -1,7 +1,9 @@
 //! Publishes the owner task's state to watchers, through which routers learn it.
 //!
 //! Three things are published: load reports (how full the engine is), the description (facts about
-//! the agent and its engine), and each session that has changed.
+//! the agent and its engine), and each session that has changed. Watchers are the control port,
+//! staged prefill and the readiness check. The ledger computes the load reports; this module adds
+//! the health, the page audits and the staged-prefill queues to them.
 
 use std::{sync::Arc, time::Instant};
 
@@ -20,6 +22,7 @@ use crate::{
 };
 
 impl Owner {
+    /// Returns the description of the agent and of the engine `info`.
     pub(super) fn describe(&self, info: &EngineInfo) -> Description {
         Description {
             agent_id: self.setup.agent_id.clone(),
@@ -46,6 +49,7 @@ impl Owner {
         let _ = self.session_changes.send(change);
     }
 
+    /// Publishes a new load report, and the description if the ranks' GPUs became known.
     pub(super) fn publish_report(&mut self, now: Instant) {
         let gpus = self.setup.gpus.snapshot();
         let interval = self.setup.report_interval;
@@ -74,8 +78,7 @@ impl Owner {
         self.report_sender.send_replace(Arc::new(report));
         self.last_report_at = now;
         self.is_report_stale = false;
-        // The GPUs of the engine may become known after its description was published. The
-        // description is then published again.
+        // The GPUs of the engine may become known after its description was published.
         let ranks = self.ledger.describe_ranks(now, &gpus);
         let published_description = self.description_sender.borrow();
         let is_description_current =

@@ -1,8 +1,12 @@
 //! Handles the owner task's messages from and to the shims, Berth's Python parts in the engine.
 //!
 //! Each DP rank has one shim. It reports exact figures of the KV pool for the ledger (the account
-//! of the pool), and the states of the engine's sessions for the session table. Without a shim, the
-//! agent gets this information from the engine's HTTP interface, later and less exactly.
+//! of the pool), and the states of the engine's sessions for the session table. It also demotes
+//! sessions (frees their KV but keeps them open) as the session table asks. Without a shim, the
+//! agent gets the figures from the engine's HTTP interface, later and less exactly.
+//!
+//! [`crate::shim`] has the connections and the messages. Page audits, which shims make too, are in
+//! `audit_requests`, and the trimmer's messages are in `trim`.
 
 use std::time::Duration;
 
@@ -17,12 +21,12 @@ use crate::{
     shim::{Hello, RankFacts, SessionFacts, Sessions, ShimEvent, codec::SESSIONS_MAX},
 };
 
-/// The pause before a demotion is requested again. To demote a session is to free its KV but keep
-/// it open. The shim refuses while the session's last turn is still in a queue of the engine.
+/// The pause before a demotion is requested again. The shim refuses a demotion while the session's
+/// last turn is still in a queue of the engine.
 const DEMOTE_RETRY_PAUSE: Duration = Duration::from_millis(20);
 
-/// The pause before the shim is asked for its session table. The engine needs one or two steps
-/// until the table shows what the agent wants to know.
+/// The pause before the shim is asked for its session table. After one or two steps of the engine,
+/// the table shows the effects of what has just happened.
 const TABLE_REQUEST_PAUSE: Duration = Duration::from_millis(20);
 
 impl Owner {
@@ -55,6 +59,8 @@ impl Owner {
         }
     }
 
+    /// Handles the greeting of a shim that has connected. In it, `inert`, `undemotable` and
+    /// `unauditable` are reasons why the shim can't work, demote sessions or audit pages, if any.
     fn handle_shim_up(&mut self, hello: &Hello) {
         let Hello { pid, dp_rank, sglang, shim, inert, undemotable, unauditable, .. } = hello;
         self.setup.gpus.set_scheduler(Scheduler {
@@ -89,6 +95,7 @@ impl Owner {
         }
     }
 
+    /// Records a shim's figures of its rank's pool and load.
     fn record_facts(&mut self, facts: &RankFacts) {
         let pool_facts = PoolFacts {
             available_tokens: facts.available_tokens,
@@ -109,13 +116,15 @@ impl Owner {
         self.table.handle_load(now(), facts.dp_rank, load);
     }
 
+    /// Records a shim's report of sessions: its whole session table, or only changes.
     fn record_sessions(&mut self, sessions: Sessions) {
         let Sessions { dp_rank, is_full_table, changed, gone } = sessions;
         // A full table lists all sessions, so a session that it lacks is gone. But one message with
         // `SESSIONS_MAX` sessions may be only the start of the table.
         if is_full_table && changed.len() < SESSIONS_MAX {
-            let ids: Vec<&str> = changed.iter().map(|session| session.id.as_str()).collect();
-            self.table.handle_session_table(now(), dp_rank, &ids);
+            let session_ids: Vec<&str> =
+                changed.iter().map(|session| session.id.as_str()).collect();
+            self.table.handle_session_table(now(), dp_rank, &session_ids);
         }
         for session in changed {
             self.table.handle_session_report(
@@ -132,8 +141,7 @@ impl Owner {
     fn handle_demote_result(&mut self, dp_rank: u32, id: String, refusal: Option<&str>) {
         match refusal {
             None => self.table.handle_demote_result(now(), &id, true),
-            // The session's last turn has ended for its client, but is still in a queue of the
-            // engine.
+            // The client has its last answer, but the turn is still in a queue of the engine.
             Some("busy" | "in_flight") => {
                 let shim = self.setup.shim.clone();
                 self.tasks.spawn(async move {
@@ -152,8 +160,8 @@ impl Owner {
     }
 
     /// Requests the session table of a rank's shim, in a separate task. `rid` is a turn that may
-    /// still be inside the engine, and that is aborted first. Without `rid`, the task makes a short
-    /// pause first.
+    /// still be inside the engine: the task aborts that turn first. Without `rid`, the task makes a
+    /// short pause first.
     pub(super) fn request_shim_table(&self, dp_rank: u32, rid: Option<String>) {
         let (engine, mailbox) = (self.setup.engine.clone(), self.handle.mailbox.clone());
         self.tasks.spawn(async move {
@@ -185,6 +193,6 @@ fn session_report(session: SessionFacts, is_from_full_table: bool) -> SessionRep
         allocated_tokens: u64::from(session.allocated_tokens),
         history_tokens: u64::from(session.history_tokens),
         in_flight: session.in_flight,
-        is_from_full_table,
+        from_full_table: is_from_full_table,
     }
 }

@@ -6,7 +6,10 @@
 //! turn can't run in its session as it is, the trimmer first asks the agent a question, and the
 //! session table answers where the turn may run.
 //!
-//! The exchange of a turn (the task that passes on its answer) waits to learn how the turn runs.
+//! The turn's run mode says how the turn runs in the end: in its session or outside, for example.
+//! The exchange of the turn (which passes on its answer) waits here for the run mode, or for the
+//! shim's refusal. [`crate::shim::trim`] has the connection to the trimmer, and the session table
+//! decides.
 
 use service::clock::now;
 use tokio::sync::oneshot;
@@ -65,8 +68,8 @@ impl Owner {
             }
             return;
         };
-        // A full history has diverged if it doesn't continue its session's history. This is counted
-        // here, because the final plan, which follows the answer, no longer shows it.
+        // A full history has diverged if it doesn't continue its session's history. Divergence is
+        // counted here, because the final plan, which follows the answer, no longer shows it.
         if decision == Plan::Diverged {
             self.setup.metrics.record_divergence(report.shared_tokens.into());
         }
@@ -78,12 +81,12 @@ impl Owner {
     /// any session. If the trimmer is gone or no longer waits, the answer has no effect.
     pub(super) fn answer_question(
         &self,
-        question: u64,
+        question_id: u64,
         incarnation: Option<&str>,
         prompt_tokens_max: u64,
     ) {
         let prompt_tokens_max = u32::try_from(prompt_tokens_max).unwrap_or(u32::MAX);
-        if let Err(error) = self.setup.trimmer.answer(question, incarnation, prompt_tokens_max) {
+        if let Err(error) = self.setup.trimmer.answer(question_id, incarnation, prompt_tokens_max) {
             debug!(%error, "can't answer the trimmer's question");
         }
     }
@@ -103,16 +106,16 @@ impl Owner {
         }
     }
 
-    /// Returns a receiver that gets how an admitted turn runs. If `known_mode` is set, the receiver
-    /// gets it at once.
+    /// Returns a receiver of an admitted turn's run mode. If `known_run_mode` is set, the receiver
+    /// gets that mode at once.
     pub(super) fn run_mode_receiver(
         &mut self,
         rid: &str,
-        known_mode: Option<RunMode>,
+        known_run_mode: Option<RunMode>,
     ) -> oneshot::Receiver<RunModeResult> {
         let (sender, receiver) = oneshot::channel();
         self.run_mode_waiters.insert(rid.to_owned(), sender);
-        if let Some(run_mode) = known_mode {
+        if let Some(run_mode) = known_run_mode {
             self.tell_run_mode(rid, run_mode);
         }
         receiver

@@ -1,7 +1,9 @@
 //! Logs and counts volatile prefixes: early prompt texts that differ from turn to turn.
 //!
 //! A timestamp in the system prompt is an example. Since the text changes with every turn (one
-//! request of a session), the engine can't reuse the KV of what follows, and computes it again.
+//! request of a session), the engine can't reuse the KV of the tokens after the text, and computes
+//! them again. The session table finds volatile prefixes by comparing the hashes of prompts, and
+//! the owner task calls this module once per session and place. Prompts are not changed.
 
 use proto::{id::SessionKey, load::VolatilePrefix};
 use tracing::{debug, warn};
