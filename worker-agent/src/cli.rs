@@ -1,8 +1,9 @@
 //! Holds the commands that query a running agent: `berth-agent audit` and `berth-agent kv`.
 //!
-//! Both call the agent's control port over gRPC. `audit` shows which session (chain of turns, of
-//! which each is one request and its answer) holds each page of the engine's KV pool. `kv` shows
-//! which blocks of KV are resident.
+//! Both call the agent's control port over gRPC, and return a text for `main` to print. [`audit`]
+//! shows which session holds each page of the engine's KV pool. A session is a chain of turns: one
+//! request and its answer each. [`kv`] shows which blocks of KV are resident. Neither changes
+//! anything. The running agent's own code is in the other modules.
 
 pub mod audit;
 pub mod kv;
@@ -33,5 +34,5 @@ pub struct CommandOutput {
     pub text: String,
     /// Whether every rank gave a result, and none of the results shows a fault. If false, the
     /// command's exit status is 1.
-    pub is_sound: bool,
+    pub is_fault_free: bool,
 }

@@ -1,7 +1,8 @@
 //! Defines the agent's settings, their defaults, and the reasons for the defaults.
 //!
 //! Settings come from a TOML file, the environment and flags. A flag takes precedence over the
-//! environment, and the environment over the file.
+//! environment, and the environment over the file. `main` loads and checks them once, as
+//! [`Config`]; they don't change while the agent runs. [`selector`] parses the setting `devices`.
 //!
 //! The settings use these words. A *session* is a chain of *turns* (one request and its answer
 //! each) that share a growing prefix. A *pinned* session keeps its KV and a request row in the
@@ -206,10 +207,10 @@ impl Default for Config {
             pin_budget_ratio: 0.7,
             // 87 % of a coding agent's turns follow the previous turn within this time.
             demote_idle_ms: 120_000,
-            // The radix tree makes it only likely that a session's KV is reused, and a pin makes it
-            // sure. The cost is low, because a pinned session yields its room after some idle time.
+            // A session's KV in the radix tree may be evicted before its next turn, and pinned KV
+            // isn't. The cost is low, because a pinned session yields its room after idle time.
             auto_pin: true,
-            // A user's attention doesn't wander in this time. In the simulation `berth-sim`, each
+            // A user hardly notices a wait of this length. In the simulation `berth-sim`, each
             // stage costs 10 ms more than its tokens. There, stages of 0.4 s are worse because of
             // that cost, and stages of 0.8 s are worse because short prompts wait longer.
             prefill_stage_ms: 600,
@@ -300,13 +301,14 @@ impl Config {
             uri.scheme_str() == Some("http") && uri.authority().is_some() && uri.path() == "/"
         });
         require(engine_uri.is_some(), "engine must be a URL like http://127.0.0.1:30000");
-        let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"._:-".contains(&byte);
+        let is_id_byte = |byte: u8| byte.is_ascii_alphanumeric() || b"._:-".contains(&byte);
         let is_valid_id =
-            self.worker_id.len() <= WORKER_ID_BYTES_MAX && self.worker_id.bytes().all(is_plain);
+            self.worker_id.len() <= WORKER_ID_BYTES_MAX && self.worker_id.bytes().all(is_id_byte);
         require(is_valid_id, "worker_id must have at most 128 letters, digits and . _ : -");
-        let is_named = !self.worker_id.is_empty() || !self.control_addr.ip().is_unspecified();
+        let has_unique_name =
+            !self.worker_id.is_empty() || !self.control_addr.ip().is_unspecified();
         require(
-            is_named,
+            has_unique_name,
             "worker_id is needed where control_addr names no host: it must be unique",
         );
         for (key, value) in [
@@ -320,11 +322,15 @@ impl Config {
         ] {
             require((1..=7 * 86_400_000).contains(&value), &format!("{key} must be 1 to 7 days"));
         }
-        let is_in_range = (100..=7 * 86_400_000).contains(&self.republish_interval_ms);
-        require(is_in_range, "republish_interval_ms must be 100 to 7 days");
+        let is_valid_interval = (100..=7 * 86_400_000).contains(&self.republish_interval_ms);
+        require(is_valid_interval, "republish_interval_ms must be 100 to 7 days");
         require(self.prefill_stage_ms <= 60_000, "prefill_stage_ms must be 0 to 60000");
-        let can_audit = self.audit_table.as_os_str().is_empty() || cfg!(feature = "cuda");
-        require(can_audit, "audit_table needs an agent with CUDA: cargo build --features cuda");
+        let is_audit_table_usable =
+            self.audit_table.as_os_str().is_empty() || cfg!(feature = "cuda");
+        require(
+            is_audit_table_usable,
+            "audit_table needs an agent with CUDA: cargo build --features cuda",
+        );
         require(self.audit_interval_s <= 86_400, "audit_interval_s must be 0 to 86400");
         require(
             self.rows_reserve >= 1,
@@ -336,11 +342,11 @@ impl Config {
             (1..=65_536).contains(&self.turns_queued_max),
             "turns_queued_max must be 1 to 65536",
         );
-        let is_in_range = (1..=65_536).contains(&self.turns_in_flight_max);
-        require(is_in_range, "turns_in_flight_max must be 1 to 65536");
+        let is_valid_count = (1..=65_536).contains(&self.turns_in_flight_max);
+        require(is_valid_count, "turns_in_flight_max must be 1 to 65536");
         require(self.body_bytes_max >= 1024, "body_bytes_max must be at least 1024");
-        let fits_a_body = self.body_bytes_in_flight_max >= self.body_bytes_max;
-        require(fits_a_body, "body_bytes_in_flight_max must be at least body_bytes_max");
+        let has_room_for_one_body = self.body_bytes_in_flight_max >= self.body_bytes_max;
+        require(has_room_for_one_body, "body_bytes_in_flight_max must be at least body_bytes_max");
         for device in &self.devices {
             if let Err(error) = device.parse::<Selector>() {
                 require(false, &format!("devices: {error}"));
@@ -357,8 +363,8 @@ impl Config {
 
 /// Converts a setting in milliseconds to a duration.
 #[must_use]
-pub fn ms(value: u64) -> Duration {
-    Duration::from_millis(value)
+pub fn ms(setting_ms: u64) -> Duration {
+    Duration::from_millis(setting_ms)
 }
 
 /// Returns the engine's API key as a header value, or `None` if the key is unset or empty.
@@ -369,14 +375,14 @@ pub fn ms(value: u64) -> Duration {
 /// # Errors
 /// If a header can't carry the key. Without the key, the engine would answer 401 to every request.
 pub fn engine_api_key() -> Result<Option<HeaderValue>, &'static str> {
-    let unusable = "BERTH_ENGINE_API_KEY has characters that a header can't carry: set it to what \
-                    the engine's --api-key is";
+    let error_text = "BERTH_ENGINE_API_KEY has characters that a header can't carry: set it to \
+                      what the engine's --api-key is";
     let Some(key) = std::env::var_os("BERTH_ENGINE_API_KEY") else { return Ok(None) };
-    let key = key.to_str().ok_or(unusable)?.trim();
+    let key = key.to_str().ok_or(error_text)?.trim();
     if key.is_empty() {
         return Ok(None);
     }
-    HeaderValue::from_str(&format!("Bearer {key}")).map(Some).map_err(|_| unusable)
+    HeaderValue::from_str(&format!("Bearer {key}")).map(Some).map_err(|_| error_text)
 }
 
 #[cfg(test)]

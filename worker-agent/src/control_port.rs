@@ -3,10 +3,11 @@
 //! Routers get load reports, all changes of sessions (chains of turns that share a prefix), all
 //! changes of resident KV blocks, and the model's tokenizer files. They can open and close sessions
 //! and request audits of the KV pool. Turns (requests and their answers) don't come here, but to
-//! the data port.
+//! [`crate::data_port`].
 //!
-//! The service has its own thread and runtime. So large bodies and busy streams on the data port
-//! don't delay a load report.
+//! The service only translates: requests go to the owner task through [`AgentHandle`], block
+//! changes come from [`crate::kv_events`], and files from [`model_files`]. It has its own thread
+//! and runtime, so large bodies and busy streams on the data port don't delay a load report.
 
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 
@@ -32,34 +33,34 @@ use crate::{
 };
 
 /// The number of sessions in one message of the session table, which is sent to each new watcher.
-const SESSIONS_PER_PART: usize = 1000;
+const SESSIONS_PER_MESSAGE: usize = 1000;
 /// The maximum number of queued events for one watcher. If a watcher reads too slowly, this queue
 /// is full, and changes of sessions wait in the owner task's queue. When that is full too, the
 /// watcher is disconnected.
 const EVENTS_QUEUED_MAX: usize = 64;
 /// The maximum number of queued file parts for one router. Together they have at most one MiB.
-const PARTS_QUEUED_MAX: usize = 4;
-/// The longest time that a router may take no part of a file. After it, the transfer ends.
-const PART_WAIT_MAX: Duration = Duration::from_secs(20);
+const FILE_PARTS_QUEUED_MAX: usize = 4;
+/// How long a transfer of files waits for a router that takes no part. Then the transfer ends.
+const FILE_PART_WAIT_MAX: Duration = Duration::from_secs(20);
 /// The maximum number of routers that fetch files at once. Each occupies a thread of the agent.
-const FETCHES_MAX: usize = 4;
+const FILE_FETCHES_MAX: usize = 4;
 /// The interval of keepalive pings, and the time limit for their answers. The pings detect that a
 /// watcher's host has died.
 const KEEPALIVE: Duration = Duration::from_secs(5);
 
 /// The gRPC service.
 #[derive(Debug, Clone)]
-struct Service {
+struct ControlService {
     agent: AgentHandle,
     /// Streams the changes of resident KV blocks.
-    kv: KvHandle,
+    kv_events: KvHandle,
     /// Identifies the agent process.
     epoch: u64,
     /// The model's tokenizer files; `None` until they are found.
-    files: watch::Receiver<Option<Arc<model_files::FoundFiles>>>,
-    /// Has a permit for each further transfer of files.
+    found_files: watch::Receiver<Option<Arc<model_files::FoundFiles>>>,
+    /// Limits the transfers of files at the same time to [`FILE_FETCHES_MAX`].
     fetch_permits: Arc<Semaphore>,
-    /// The tasks that send events to watchers.
+    /// The tasks that send events to watchers, one per watcher.
     tasks: Tasks,
 }
 
@@ -70,9 +71,9 @@ struct Service {
 /// When the thread or its runtime can't be created.
 pub fn start(
     agent: AgentHandle,
-    kv: KvHandle,
+    kv_events: KvHandle,
     epoch: u64,
-    files: watch::Receiver<Option<Arc<model_files::FoundFiles>>>,
+    found_files: watch::Receiver<Option<Arc<model_files::FoundFiles>>>,
     listener: std::net::TcpListener,
     token: CancellationToken,
 ) -> std::io::Result<SocketAddr> {
@@ -84,15 +85,15 @@ pub fn start(
             let listener =
                 tokio::net::TcpListener::from_std(listener).expect("it was made nonblocking");
             let tasks = Tasks::default();
-            let service = Service {
+            let service = ControlService {
                 agent,
-                kv,
+                kv_events,
                 epoch,
-                files,
-                fetch_permits: Arc::new(Semaphore::new(FETCHES_MAX)),
+                found_files,
+                fetch_permits: Arc::new(Semaphore::new(FILE_FETCHES_MAX)),
                 tasks: tasks.clone(),
             };
-            let served = tonic::transport::Server::builder()
+            let serve_result = tonic::transport::Server::builder()
                 .http2_keepalive_interval(Some(KEEPALIVE))
                 .http2_keepalive_timeout(Some(KEEPALIVE))
                 .tcp_nodelay(true)
@@ -106,7 +107,7 @@ pub fn start(
                         tasks.cancel();
                     },
                 );
-            if let Err(error) = served.await {
+            if let Err(error) = serve_result.await {
                 tracing::error!(%error, "control port failed");
             }
         });
@@ -114,8 +115,8 @@ pub fn start(
     Ok(addr)
 }
 
-/// Maps an error of the owner task to a gRPC status. As gRPC has few codes, the metadata also names
-/// the refusal code that the data port uses for the error.
+/// Maps an error of the owner task to a gRPC status. As gRPC has few codes, the status's metadata
+/// also has the refusal code that the data port uses for the error.
 fn to_status(error: &owner::Error) -> Status {
     use session::Error as E;
     let text = error.to_string();
@@ -148,13 +149,16 @@ fn to_status(error: &owner::Error) -> Status {
     status
 }
 
-fn parse_key(wire: Option<v1::SessionKey>) -> Result<SessionKey, Status> {
-    let wire = wire.ok_or_else(|| Status::invalid_argument("the session key is missing"))?;
-    wire.try_into().map_err(|error: proto::id::Error| Status::invalid_argument(error.to_string()))
+fn parse_key(wire_key: Option<v1::SessionKey>) -> Result<SessionKey, Status> {
+    let wire_key =
+        wire_key.ok_or_else(|| Status::invalid_argument("the session key is missing"))?;
+    wire_key
+        .try_into()
+        .map_err(|error: proto::id::Error| Status::invalid_argument(error.to_string()))
 }
 
 #[tonic::async_trait]
-impl server::WorkerAgent for Service {
+impl server::WorkerAgent for ControlService {
     async fn describe(
         &self,
         _: Request<v1::DescribeRequest>,
@@ -173,8 +177,8 @@ impl server::WorkerAgent for Service {
         let request = request.into_inner();
         let retention = match request.retention {
             0 => None,
-            wire => Some(
-                Retention::from_wire(wire)
+            wire_retention => Some(
+                Retention::from_wire(wire_retention)
                     .map_err(|error| Status::invalid_argument(error.to_string()))?,
             ),
         };
@@ -189,8 +193,8 @@ impl server::WorkerAgent for Service {
         &self,
         request: Request<v1::CloseSessionRequest>,
     ) -> Result<Response<v1::CloseSessionResponse>, Status> {
-        let closed = self.agent.close_session(parse_key(request.into_inner().key)?).await;
-        let is_deferred = closed.map_err(|error| to_status(&error))?;
+        let close_result = self.agent.close_session(parse_key(request.into_inner().key)?).await;
+        let is_deferred = close_result.map_err(|error| to_status(&error))?;
         Ok(Response::new(v1::CloseSessionResponse { deferred: is_deferred }))
     }
 
@@ -211,13 +215,13 @@ impl server::WorkerAgent for Service {
     ) -> Result<Response<Self::WatchLoadStream>, Status> {
         let watch = self.agent.watch().await.map_err(|error| to_status(&error))?;
         let (sender, receiver) = mpsc::channel(EVENTS_QUEUED_MAX);
-        let events = EventSender { sender, epoch: self.epoch, next_sequence: 0 };
+        let event_sender = EventSender { sender, epoch: self.epoch, next_sequence: 0 };
         let token = self.tasks.token();
         self.tasks.spawn(async move {
             tokio::select! {
                 biased;
                 () = token.cancelled() => {}
-                _ = stream_events(watch, events) => {}
+                _ = stream_events(watch, event_sender) => {}
             }
         });
         Ok(Response::new(ReceiverStream::new(receiver)))
@@ -249,7 +253,7 @@ impl server::WorkerAgent for Service {
     ) -> Result<Response<Self::WatchKvStream>, Status> {
         // Another thread makes the messages. This runtime only encodes them, when the watcher has
         // room. A message has at most 256 KiB, which takes a tenth of a millisecond.
-        Ok(Response::new(ReceiverStream::new(self.kv.watch()?)))
+        Ok(Response::new(ReceiverStream::new(self.kv_events.watch()?)))
     }
 
     type FetchModelFilesStream = ReceiverStream<Result<v1::ModelFilePart, Status>>;
@@ -258,7 +262,7 @@ impl server::WorkerAgent for Service {
         &self,
         request: Request<v1::FetchModelFilesRequest>,
     ) -> Result<Response<Self::FetchModelFilesStream>, Status> {
-        let files = self.files.borrow().clone();
+        let files = self.found_files.borrow().clone();
         let files = files.ok_or_else(|| Status::not_found("this agent has no tokenizer files"))?;
         if files.identity().hash[..] != request.into_inner().hash {
             return Err(Status::failed_precondition("the files have changed; call Describe again"));
@@ -266,14 +270,14 @@ impl server::WorkerAgent for Service {
         let permit = Arc::clone(&self.fetch_permits).try_acquire_owned();
         let permit =
             permit.map_err(|_| Status::resource_exhausted("too many transfers; try again"))?;
-        let (sender, receiver) = mpsc::channel(PARTS_QUEUED_MAX);
+        let (sender, receiver) = mpsc::channel(FILE_PARTS_QUEUED_MAX);
         // Reading waits for the disk and for the router, so it runs on a blocking thread.
         tokio::task::spawn_blocking(move || {
             let _permit = permit;
             let runtime = tokio::runtime::Handle::current();
             let send_part = |part| {
                 // The time limit frees the thread and the permit if the router takes nothing.
-                let sent = tokio::time::timeout(PART_WAIT_MAX, sender.send(Ok(part)));
+                let sent = tokio::time::timeout(FILE_PART_WAIT_MAX, sender.send(Ok(part)));
                 matches!(runtime.block_on(sent), Ok(Ok(())))
             };
             if let Err(error) = files.read(send_part) {
@@ -311,11 +315,12 @@ struct EventSender {
     sender: mpsc::Sender<Result<v1::LoadEvent, Status>>,
     /// Identifies the agent process, so that a watcher notices a restart.
     epoch: u64,
-    /// The number of the next event. The watcher notices by it that an event is missing.
+    /// The number of the next event. A gap in the numbers tells the watcher that an event is
+    /// missing.
     next_sequence: u64,
 }
 
-/// Says that the watcher has disconnected or that the agent stops.
+/// An error: the watcher has disconnected, or the agent stops.
 struct WatcherGone;
 
 impl EventSender {
@@ -329,22 +334,22 @@ impl EventSender {
 
 /// Sends the description and the session table to a watcher, and then all reports and changes.
 /// Returns when the watcher disconnects or falls behind.
-async fn stream_events(mut watch: Watch, mut events: EventSender) -> Result<(), WatcherGone> {
-    let described = tokio::select! {
+async fn stream_events(mut watch: Watch, mut event_sender: EventSender) -> Result<(), WatcherGone> {
+    let known_description = tokio::select! {
         biased;
-        () = events.sender.closed() => return Err(WatcherGone),
+        () = event_sender.sender.closed() => return Err(WatcherGone),
         described = watch.description.wait_for(Option::is_some) => {
             described.map_err(|_| WatcherGone)?.clone()
         }
     };
-    let description = described.expect("`wait_for` returned `Some`");
-    events.send(Event::Description((*description).clone().into())).await?;
-    send_table(std::mem::take(&mut watch.sessions), &mut events).await?;
+    let description = known_description.expect("`wait_for` returned `Some`");
+    event_sender.send(Event::Description((*description).clone().into())).await?;
+    send_session_table(std::mem::take(&mut watch.sessions), &mut event_sender).await?;
     watch.report.mark_changed();
     loop {
         let event = tokio::select! {
             biased;
-            () = events.sender.closed() => return Err(WatcherGone),
+            () = event_sender.sender.closed() => return Err(WatcherGone),
             changed = watch.description.changed() => {
                 changed.map_err(|_| WatcherGone)?;
                 let description = watch.description.borrow_and_update().clone();
@@ -359,12 +364,12 @@ async fn stream_events(mut watch: Watch, mut events: EventSender) -> Result<(), 
                 Err(RecvError::Closed) => return Err(WatcherGone),
                 Err(RecvError::Lagged(missed)) => {
                     let text = format!("the watcher missed {missed} session changes; watch again");
-                    let _ = events.sender.send(Err(Status::resource_exhausted(text))).await;
+                    let _ = event_sender.sender.send(Err(Status::resource_exhausted(text))).await;
                     return Err(WatcherGone);
                 }
             },
         };
-        events.send(event).await?;
+        event_sender.send(event).await?;
     }
 }
 
@@ -374,21 +379,22 @@ async fn next_value<T: Clone>(receiver: &mut watch::Receiver<T>) -> Option<T> {
     Some(receiver.borrow_and_update().clone())
 }
 
-/// Sends the session table in messages of at most [`SESSIONS_PER_PART`] sessions.
-async fn send_table(
+/// Sends the session table in messages of at most [`SESSIONS_PER_MESSAGE`] sessions.
+async fn send_session_table(
     sessions: Vec<proto::load::Session>,
-    events: &mut EventSender,
+    event_sender: &mut EventSender,
 ) -> Result<(), WatcherGone> {
-    let mut part: Vec<v1::Session> = sessions.into_iter().map(Into::into).collect();
+    let mut message_sessions: Vec<v1::Session> = sessions.into_iter().map(Into::into).collect();
     loop {
-        let rest = part.split_off(part.len().min(SESSIONS_PER_PART));
-        let is_last = rest.is_empty();
-        let table = v1::SessionTable { sessions: part, last: is_last };
-        events.send(Event::Sessions(table)).await?;
+        let remaining_sessions =
+            message_sessions.split_off(message_sessions.len().min(SESSIONS_PER_MESSAGE));
+        let is_last = remaining_sessions.is_empty();
+        let table = v1::SessionTable { sessions: message_sessions, last: is_last };
+        event_sender.send(Event::Sessions(table)).await?;
         if is_last {
             return Ok(());
         }
-        part = rest;
+        message_sessions = remaining_sessions;
     }
 }
 

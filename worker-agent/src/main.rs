@@ -1,7 +1,8 @@
 //! Starts `berth-agent`: reads settings, sets up logs and signals, and runs the agent or a command.
 //!
-//! The agent itself is in the library `worker_agent`. Two commands, `audit` and `kv`, query an
-//! agent that already runs, print the answer and exit.
+//! The agent itself is in the library `worker_agent`, as [`worker_agent::run`]. It serves one
+//! SGLang engine until a signal stops it. Two commands, `audit` and `kv`, query an agent that
+//! already runs, print the answer and exit (see [`worker_agent::cli`]).
 
 use std::process::ExitCode;
 
@@ -28,7 +29,7 @@ fn main() -> ExitCode {
         Some(CliCommand::Kv(args)) => return run_command(cli::kv::run(args)),
         None => {}
     }
-    let is_check = args.check_config;
+    let only_checks_settings = args.check_config;
     let config = match Config::load(args) {
         Ok(config) => config,
         Err(problems) => {
@@ -36,7 +37,7 @@ fn main() -> ExitCode {
             return ExitCode::from(settings::EXIT_USAGE);
         }
     };
-    if is_check {
+    if only_checks_settings {
         let config_text = settings::to_toml(&config);
         return if print(&config_text) { ExitCode::SUCCESS } else { ExitCode::FAILURE };
     }
@@ -54,21 +55,21 @@ fn main() -> ExitCode {
 async fn run(config: Config) -> anyhow::Result<()> {
     let listeners = Listeners::bind(&config)?;
     let stop = CancellationToken::new();
-    let signalled = service::signal::stop_signal()?;
+    let stop_signal = service::signal::stop_signal()?;
     let epoch = service::clock::unix_ns();
-    let running = worker_agent::run(config, listeners, epoch, stop.clone());
-    let mut running = std::pin::pin!(running);
+    let agent = worker_agent::run(config, listeners, epoch, stop.clone());
+    let mut agent = std::pin::pin!(agent);
     tokio::select! {
-        ended = &mut running => return Ok(ended?),
-        () = signalled => stop.cancel(),
+        result = &mut agent => return Ok(result?),
+        () = stop_signal => stop.cancel(),
     }
-    Ok(running.await?)
+    Ok(agent.await?)
 }
 
 #[tokio::main(flavor = "current_thread")]
 async fn run_command(command: impl Future<Output = Result<CommandOutput, cli::Error>>) -> ExitCode {
     match command.await {
-        Ok(output) if print(&output.text) && output.is_sound => ExitCode::SUCCESS,
+        Ok(output) if print(&output.text) && output.is_fault_free => ExitCode::SUCCESS,
         Ok(_) => ExitCode::FAILURE,
         Err(error) => {
             print_error(&format_args!("{:#}", anyhow::Error::from(error)));

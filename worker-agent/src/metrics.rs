@@ -1,11 +1,13 @@
 //! Defines the agent's Prometheus metrics and the functions that update them.
 //!
-//! They count turns (one request and its answer), sessions (chains of turns), audits of KV pages,
-//! and the figures of the load report. All use base units, and labels with few values.
+//! The metrics are about turns (one request and its answer), sessions (chains of turns), audits of
+//! KV pages, and the figures of the load report. All have base units, and labels with few values.
+//! The owner task, the data port and staged prefill call the functions; the admin port serves the
+//! values. Metrics of GPUs and of KV events are in `gpu::metrics` and `kv_events::metrics`.
 
 use std::time::Duration;
 
-use kernels::report::FaultKind;
+use kernels::report::Kind as FaultKind;
 use prometheus_client::{
     encoding::EncodeLabelSet,
     metrics::{counter::Counter, family::Family, gauge::Gauge, histogram::Histogram},
@@ -36,7 +38,9 @@ pub struct Metrics {
     audits: Family<OutcomeLabel, Counter>,
     audit_seconds: Histogram,
     trim_turns: Family<PlanLabel, Counter>,
+    /// Leading tokens that a diverged full history shares with its session.
     divergence_tokens: Histogram,
+    /// Tokens of full histories that the engine didn't compute, as their sessions held them.
     spared_tokens: Counter,
     session_turns: Family<KindLabel, Counter>,
     staged_prefill_stages: Family<OutcomeLabel, Counter>,
@@ -145,8 +149,8 @@ impl Metrics {
             self.refusals.clone(),
         );
         let help = "Time from sending a turn to the engine until the head of its answer";
-        let first_byte = self.first_byte_seconds.clone();
-        registry.register_with_unit("time_to_first_byte", help, Unit::Seconds, first_byte);
+        let first_byte_seconds = self.first_byte_seconds.clone();
+        registry.register_with_unit("time_to_first_byte", help, Unit::Seconds, first_byte_seconds);
         let help =
             "Time from the request to close a session until the engine has freed what it held";
         registry.register_with_unit("close", help, Unit::Seconds, self.close_seconds.clone());
@@ -169,8 +173,8 @@ impl Metrics {
         let help = "Page audits, by outcome";
         registry.register("audits", help, self.audits.clone());
         let help = "Time that a page audit took on the engine's scheduler thread";
-        let step = self.audit_seconds.clone();
-        registry.register_with_unit("audit_scheduler", help, Unit::Seconds, step);
+        let audit_seconds = self.audit_seconds.clone();
+        registry.register_with_unit("audit_scheduler", help, Unit::Seconds, audit_seconds);
         let help = "Turns with full histories on pinned sessions, each counted once, by outcome; \
                     gone: unknown, because the session was closed or lost meanwhile";
         registry.register("trim_turns", help, self.trim_turns.clone());
@@ -217,7 +221,7 @@ impl Metrics {
 
     /// Counts a turn whose full history was compared with its session's. `spared_tokens` are the
     /// history's tokens that the session already held, so the engine didn't compute them.
-    pub fn count_trim(&self, plan: &'static str, spared_tokens: u64) {
+    pub fn count_trimmed_turn(&self, plan: &'static str, spared_tokens: u64) {
         self.trim_turns.get_or_create(&PlanLabel { plan }).inc();
         self.spared_tokens.inc_by(spared_tokens);
     }
@@ -227,9 +231,9 @@ impl Metrics {
         self.divergence_tokens.observe(shared_tokens as f64);
     }
 
-    /// Counts how a session's turn runs.
-    pub fn count_run_mode(&self, kind: &'static str) {
-        self.session_turns.get_or_create(&KindLabel { kind }).inc();
+    /// Counts a session's turn by its run mode: in its session, tagged or untagged, for example.
+    pub fn count_run_mode(&self, run_mode: &'static str) {
+        self.session_turns.get_or_create(&KindLabel { kind: run_mode }).inc();
     }
 
     /// Counts a session whose prompts have a volatile prefix: an early text that differs from turn
@@ -256,23 +260,24 @@ impl Metrics {
     }
 
     /// Records how much time of the engine's scheduler thread an audit took.
-    pub fn record_audit_time(&self, spent: Duration) {
-        self.audit_seconds.observe(spent.as_secs_f64());
+    pub fn record_audit_time(&self, scheduler_time: Duration) {
+        self.audit_seconds.observe(scheduler_time.as_secs_f64());
     }
 
     /// Sets the gauges of a rank's newest audit; `None` removes them. A kind of fault that the
     /// audit could not check has no gauge.
     pub fn set_pages(&self, dp_rank: u32, audit: Option<&PageAudit>) {
-        let classes = audit.and_then(|audit| audit.classes);
-        let class = |value: fn(&PageClasses) -> u64| classes.as_ref().map(value);
+        let page_counts = audit.and_then(|audit| audit.classes);
+        let page_count =
+            |count_of_class: fn(&PageClasses) -> u64| page_counts.as_ref().map(count_of_class);
         for (state, pages) in [
             ("held", audit.map(|audit| audit.held_pages)),
-            ("free", class(|classes| classes.free)),
-            ("private", class(|classes| classes.private)),
-            ("cached", class(|classes| classes.cached)),
-            ("cached_in_use", class(|classes| classes.cached_in_use)),
-            ("leaked", class(|classes| classes.leaked)),
-            ("corrupt", class(|classes| classes.corrupt)),
+            ("free", page_count(|counts| counts.free)),
+            ("private", page_count(|counts| counts.private)),
+            ("cached", page_count(|counts| counts.cached)),
+            ("cached_in_use", page_count(|counts| counts.cached_in_use)),
+            ("leaked", page_count(|counts| counts.leaked)),
+            ("corrupt", page_count(|counts| counts.corrupt)),
         ] {
             set_gauge(&self.pool_pages, &StateLabel { dp_rank, state }, pages);
         }
@@ -306,17 +311,17 @@ impl Metrics {
             for (figure, value) in figures {
                 self.set_figure(rank.dp_rank, figure, value);
             }
-            let count = |value: u32| Some(u64::from(value));
-            self.set_value(rank.dp_rank, "sessions", count(rank.sessions));
-            self.set_value(rank.dp_rank, "turns_running", count(rank.turns_running));
-            self.set_value(rank.dp_rank, "turns_queued", count(rank.turns_queued));
-            let staged = rank.staged_prefill;
-            let tokens = staged.map(|staged| staged.tokens);
+            let to_gauge_value = |count: u32| Some(u64::from(count));
+            self.set_value(rank.dp_rank, "sessions", to_gauge_value(rank.sessions));
+            self.set_value(rank.dp_rank, "turns_running", to_gauge_value(rank.turns_running));
+            self.set_value(rank.dp_rank, "turns_queued", to_gauge_value(rank.turns_queued));
+            let staged_prefill = rank.staged_prefill;
+            let tokens = staged_prefill.map(|load| load.tokens);
             self.set_value(rank.dp_rank, "staged_prefill_tokens", tokens);
-            let prompts = staged.map(|staged| staged.prompts.into());
+            let prompts = staged_prefill.map(|load| load.prompts.into());
             self.set_value(rank.dp_rank, "staged_prefill_prompts", prompts);
-            let stage = staged.map(|staged| staged.stage_tokens);
-            self.set_value(rank.dp_rank, "staged_prefill_stage_tokens", stage);
+            let stage_tokens = staged_prefill.map(|load| load.stage_tokens);
+            self.set_value(rank.dp_rank, "staged_prefill_stage_tokens", stage_tokens);
         }
     }
 

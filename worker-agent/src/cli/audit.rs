@@ -1,7 +1,10 @@
 //! Runs `berth-agent audit`: lets a running agent audit its engine's KV pages, prints the result.
 //!
 //! An audit counts for each session (chain of turns) the pages that it holds. It also finds faults,
-//! for example pages that nobody owns. The output is a table for people or JSON for programs.
+//! for example pages that nobody owns. This command requests an audit at the agent's control port.
+//! The output is a table for people or JSON for programs. A foreign session, which the agent didn't
+//! open, is listed by its id in the engine. The agent and the engine make the audit; see
+//! [`crate::audit`].
 
 use std::{fmt::Write as _, time::Duration};
 
@@ -18,7 +21,7 @@ use crate::config::AuditArgs;
 
 /// The time limit for the answer. The engine makes the audit after its current step, which takes
 /// seconds at most.
-const ANSWER_MAX: Duration = Duration::from_secs(60);
+const ANSWER_WAIT_MAX: Duration = Duration::from_secs(60);
 
 /// The audit of one rank, or the reason why there is none.
 struct RankAudit {
@@ -33,7 +36,7 @@ struct RankAudit {
 pub async fn run(args: &AuditArgs) -> Result<CommandOutput, Error> {
     let addr = args.control_addr;
     let endpoint = Endpoint::from_shared(format!("http://{addr}")).expect("an address makes a URL");
-    let channel = endpoint.timeout(ANSWER_MAX).connect().await;
+    let channel = endpoint.timeout(ANSWER_WAIT_MAX).connect().await;
     let channel = channel.map_err(|error| Error::Unreachable(addr, error))?;
     let request = v1::AuditRequest { dp_rank: args.rank };
     let answer = WorkerAgentClient::new(channel).audit(request).await;
@@ -44,27 +47,30 @@ pub async fn run(args: &AuditArgs) -> Result<CommandOutput, Error> {
     if ranks.is_empty() {
         return Err(Error::Refused("the engine has not answered yet".into()));
     }
-    let is_sound =
-        |rank: &RankAudit| rank.audit.as_ref().is_ok_and(|(pages, _)| pages.faults().count() == 0);
+    let is_fault_free = |rank: &RankAudit| {
+        rank.audit.as_ref().is_ok_and(|(page_audit, _)| page_audit.faults().count() == 0)
+    };
     let text = if args.json { as_json(&ranks) } else { ranks.iter().map(rank_table).collect() };
-    Ok(CommandOutput { text, is_sound: ranks.iter().all(is_sound) })
+    Ok(CommandOutput { text, is_fault_free: ranks.iter().all(is_fault_free) })
 }
 
-fn parse_rank(wire: v1::RankAudit) -> Result<RankAudit, Error> {
-    let audit = match wire.pages {
-        Some(pages) if wire.refusal.is_empty() => Ok((pages.try_into()?, wire.sessions)),
-        _ => Err(wire.refusal),
+fn parse_rank(wire_audit: v1::RankAudit) -> Result<RankAudit, Error> {
+    let audit = match wire_audit.pages {
+        Some(pages) if wire_audit.refusal.is_empty() => {
+            Ok((pages.try_into()?, wire_audit.sessions))
+        }
+        _ => Err(wire_audit.refusal),
     };
-    Ok(RankAudit { dp_rank: wire.dp_rank, audit })
+    Ok(RankAudit { dp_rank: wire_audit.dp_rank, audit })
 }
 
 fn as_json(ranks: &[RankAudit]) -> String {
     let rank_values: Vec<Value> = ranks
         .iter()
         .map(|rank| match &rank.audit {
-            Ok((pages, sessions)) => {
+            Ok((page_audit, sessions)) => {
                 let sessions: Vec<Value> = sessions.iter().map(session_json).collect();
-                json!({ "dp_rank": rank.dp_rank, "pages": pages, "sessions": sessions })
+                json!({ "dp_rank": rank.dp_rank, "pages": page_audit, "sessions": sessions })
             }
             Err(refusal) => json!({ "dp_rank": rank.dp_rank, "refusal": refusal }),
         })
@@ -98,12 +104,12 @@ fn rank_table(rank: &RankAudit) -> String {
         Err(refusal) => {
             let _ = writeln!(text, "rank {}: no audit: {refusal}", rank.dp_rank);
         }
-        Ok((pages, sessions)) => {
-            add_totals(&mut text, rank.dp_rank, pages);
+        Ok((page_audit, sessions)) => {
+            add_totals(&mut text, rank.dp_rank, page_audit);
             if !sessions.is_empty() {
                 add_sessions(&mut text, sessions);
             }
-            add_faults(&mut text, pages);
+            add_faults(&mut text, page_audit);
         }
     }
     text
@@ -112,18 +118,18 @@ fn rank_table(rank: &RankAudit) -> String {
 fn add_totals(text: &mut String, dp_rank: u32, audit: &PageAudit) {
     let _ = writeln!(text, "rank {dp_rank}: {} pages, {} held", audit.pages, audit.held_pages);
     match &audit.classes {
-        Some(classes) => {
+        Some(page_counts) => {
             let _ = writeln!(
                 text,
                 "  free {} in {} runs, private {}, cached {}, cached in use {}, leaked {}, \
                  corrupt {}",
-                classes.free,
+                page_counts.free,
                 audit.free_runs.unwrap_or(0),
-                classes.private,
-                classes.cached,
-                classes.cached_in_use,
-                classes.leaked,
-                classes.corrupt,
+                page_counts.private,
+                page_counts.cached,
+                page_counts.cached_in_use,
+                page_counts.leaked,
+                page_counts.corrupt,
             );
         }
         None => {
@@ -141,16 +147,17 @@ fn add_sessions(text: &mut String, sessions: &[v1::SessionPages]) {
         "session", "pages", "exclusive", "freed by close", "share", "runs", "tail tokens"
     );
     for session in sessions {
-        let name = key_digest(session).unwrap_or_else(|| match session.incarnation.as_str() {
-            "" => "a turn".into(),
-            foreign_id => format!("not ours: {foreign_id}"),
-        });
+        let session_name =
+            key_digest(session).unwrap_or_else(|| match session.incarnation.as_str() {
+                "" => "a turn".into(),
+                foreign_id => format!("not ours: {foreign_id}"),
+            });
         let freed_by_close =
             session.freed_by_close_pages.map_or("?".into(), |pages| pages.to_string());
         let share = format!("{}.{:03}", session.share_milli / 1000, session.share_milli % 1000);
         let _ = writeln!(
             text,
-            "  {name:<16}  {:>8}  {:>9}  {freed_by_close:>13}  {share:>10}  {:>6}  {:>11}",
+            "  {session_name:<16}  {:>8}  {:>9}  {freed_by_close:>13}  {share:>10}  {:>6}  {:>11}",
             session.pages, session.exclusive_pages, session.runs, session.tail_tokens
         );
     }

@@ -1,8 +1,9 @@
 //! Runs `berth-agent kv`: prints the KV blocks that a running agent reports as resident.
 //!
 //! A block is a fixed number of consecutive tokens, named by a hash of all tokens up to its end.
-//! Routers get the same blocks from the agent, and place turns (requests) where their prompts'
-//! blocks are.
+//! The agent's control port first sends each rank's snapshot (all its resident blocks) and then
+//! changes. This command prints the snapshots as a table or as JSON, and ends. Routers get the same
+//! blocks, and place turns (requests) where their prompts' blocks are.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -21,7 +22,7 @@ use super::{CommandOutput, Error};
 use crate::config::KvArgs;
 
 /// The time limit for receiving all ranks' snapshots.
-const ANSWER_MAX: Duration = Duration::from_secs(60);
+const SNAPSHOTS_WAIT_MAX: Duration = Duration::from_secs(60);
 
 /// The blocks of one rank, as far as they were received.
 #[derive(Debug, Default)]
@@ -29,7 +30,7 @@ struct RankBlocks {
     block_tokens: u32,
     /// The resident blocks on the device and on the host, in this order.
     blocks: [BTreeSet<BlockHash>; 2],
-    /// Why the agent doesn't know the rank's blocks. Empty if it knows them, or hasn't answered.
+    /// Why the agent doesn't know the rank's blocks. Empty if it knows them or hasn't answered yet.
     unknown_reason: String,
     /// Whether the whole snapshot was received.
     is_complete: bool,
@@ -39,7 +40,7 @@ impl RankBlocks {
     fn apply(&mut self, change: Change) {
         let tier_index = |tier| usize::from(tier == Tier::Host);
         match change {
-            // A snapshot begins. The reason stays until the snapshot is complete.
+            // A snapshot begins. An earlier reason stays until the snapshot is complete.
             Change::Reset { block_tokens } => {
                 let unknown_reason = std::mem::take(&mut self.unknown_reason);
                 let block_tokens = block_tokens.get();
@@ -59,7 +60,7 @@ impl RankBlocks {
         }
     }
 
-    /// Whether the agent has sent the rank's whole snapshot, or why there is none.
+    /// Whether the agent has sent either the rank's whole snapshot, or the reason why it has none.
     fn is_answered(&self) -> bool {
         self.is_complete || !self.unknown_reason.is_empty()
     }
@@ -73,28 +74,29 @@ impl RankBlocks {
 pub async fn run(args: &KvArgs) -> Result<CommandOutput, Error> {
     let addr = args.control_addr;
     let endpoint = Endpoint::from_shared(format!("http://{addr}")).expect("an address makes a URL");
-    let channel = endpoint.connect_timeout(ANSWER_MAX).connect().await;
+    let channel = endpoint.connect_timeout(SNAPSHOTS_WAIT_MAX).connect().await;
     let channel = channel.map_err(|error| Error::Unreachable(addr, error))?;
-    let late_error =
-        || Error::Refused(format!("no complete snapshot within {} s", ANSWER_MAX.as_secs()));
-    let ranks = tokio::time::timeout(ANSWER_MAX, receive_ranks(channel))
+    let timeout_error = || {
+        Error::Refused(format!("no complete snapshot within {} s", SNAPSHOTS_WAIT_MAX.as_secs()))
+    };
+    let ranks = tokio::time::timeout(SNAPSHOTS_WAIT_MAX, receive_ranks(channel))
         .await
-        .map_err(|_| late_error())??;
-    let text = if args.json { as_json(&ranks) } else { table(&ranks) };
-    Ok(CommandOutput { text, is_sound: ranks.values().all(|rank| rank.is_complete) })
+        .map_err(|_| timeout_error())??;
+    let text = if args.json { as_json(&ranks) } else { as_table(&ranks) };
+    Ok(CommandOutput { text, is_fault_free: ranks.values().all(|rank| rank.is_complete) })
 }
 
 /// Receives changes until each rank has a snapshot or a reason why it has none.
 async fn receive_ranks(channel: Channel) -> Result<BTreeMap<u32, RankBlocks>, Error> {
-    let refused = |status: tonic::Status| Error::Refused(status.message().to_owned());
+    let to_error = |status: tonic::Status| Error::Refused(status.message().to_owned());
     let mut client = WorkerAgentClient::new(channel);
-    let description = client.describe(v1::DescribeRequest {}).await.map_err(refused)?.into_inner();
+    let description = client.describe(v1::DescribeRequest {}).await.map_err(to_error)?.into_inner();
     let empty_ranks = description.ranks.iter().map(|rank| (rank.dp_rank, RankBlocks::default()));
     let mut ranks: BTreeMap<u32, RankBlocks> = empty_ranks.collect();
-    let mut events = client.watch_kv(v1::WatchKvRequest {}).await.map_err(refused)?.into_inner();
+    let mut events = client.watch_kv(v1::WatchKvRequest {}).await.map_err(to_error)?.into_inner();
     while !ranks.values().all(RankBlocks::is_answered) {
-        let ended_early = || Error::Refused("the stream ended too early".to_owned());
-        let event = events.message().await.map_err(refused)?.ok_or_else(ended_early)?;
+        let early_end_error = || Error::Refused("the stream ended too early".to_owned());
+        let event = events.message().await.map_err(to_error)?.ok_or_else(early_end_error)?;
         for change in event.changes {
             let change: RankChange = change.try_into()?;
             ranks.entry(change.dp_rank).or_default().apply(change.change);
@@ -104,24 +106,24 @@ async fn receive_ranks(channel: Channel) -> Result<BTreeMap<u32, RankBlocks>, Er
 }
 
 fn as_json(ranks: &BTreeMap<u32, RankBlocks>) -> String {
-    let hashes = |blocks: &BTreeSet<BlockHash>| -> Vec<String> {
+    let hex_hashes = |blocks: &BTreeSet<BlockHash>| -> Vec<String> {
         blocks.iter().map(|block| format!("{:016x}", block.0)).collect()
     };
     let rank_values = ranks.iter().map(|(dp_rank, rank)| match &rank.unknown_reason {
-        why if !why.is_empty() => json!({ "dp_rank": dp_rank, "unknown": why }),
+        reason if !reason.is_empty() => json!({ "dp_rank": dp_rank, "unknown": reason }),
         _ => json!({
             "dp_rank": dp_rank,
             "block_tokens": rank.block_tokens,
-            "device": hashes(&rank.blocks[0]),
-            "host": hashes(&rank.blocks[1]),
+            "device": hex_hashes(&rank.blocks[0]),
+            "host": hex_hashes(&rank.blocks[1]),
         }),
     });
     format!("{}\n", json!({ "ranks": rank_values.collect::<Vec<Value>>() }))
 }
 
-fn table(ranks: &BTreeMap<u32, RankBlocks>) -> String {
-    let line = |(dp_rank, rank): (&u32, &RankBlocks)| match &rank.unknown_reason {
-        why if !why.is_empty() => format!("rank {dp_rank}: unknown: {why}\n"),
+fn as_table(ranks: &BTreeMap<u32, RankBlocks>) -> String {
+    let rank_line = |(dp_rank, rank): (&u32, &RankBlocks)| match &rank.unknown_reason {
+        reason if !reason.is_empty() => format!("rank {dp_rank}: unknown: {reason}\n"),
         _ => format!(
             "rank {dp_rank}: {} blocks of {} tokens on the device, {} on the host\n",
             rank.blocks[0].len(),
@@ -129,5 +131,5 @@ fn table(ranks: &BTreeMap<u32, RankBlocks>) -> String {
             rank.blocks[1].len(),
         ),
     };
-    ranks.iter().map(line).collect()
+    ranks.iter().map(rank_line).collect()
 }

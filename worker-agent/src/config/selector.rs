@@ -1,6 +1,7 @@
 //! Parses the entries of the setting `devices`: a GPU's UUID, NVML index or PCI address.
 //!
-//! Operators use the setting to say which GPUs the engine runs on.
+//! Operators say with the setting which GPUs the engine runs on. `config` parses the entries to
+//! check them, and `gpu` uses them. This module doesn't check that such a GPU exists.
 
 use std::{fmt, str::FromStr};
 
@@ -19,7 +20,7 @@ pub enum Selector {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PciAddress(u32, u8, u8, u8);
 
-/// Says that a text has none of the three forms of a [`Selector`].
+/// An error: a text has none of the three forms of a [`Selector`].
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0:?} is no GPU: give a UUID (GPU-… or MIG-…), an index, or a PCI address")]
 pub struct Error(String);
@@ -30,12 +31,12 @@ impl FromStr for PciAddress {
     /// Parses an address such as `0000:1b:00.0` or `1b:00.0`, where all numbers are hexadecimal.
     /// Without a domain, the domain is 0.
     fn from_str(text: &str) -> Result<Self, Error> {
-        let error = || Error(text.to_owned());
-        let parse_byte = |text: &str| u8::from_str_radix(text, 16).map_err(|_| error());
-        let (slot, function) = text.rsplit_once('.').ok_or_else(error)?;
-        let (domain_and_bus, device) = slot.rsplit_once(':').ok_or_else(error)?;
+        let to_error = || Error(text.to_owned());
+        let parse_byte = |text: &str| u8::from_str_radix(text, 16).map_err(|_| to_error());
+        let (slot, function) = text.rsplit_once('.').ok_or_else(to_error)?;
+        let (domain_and_bus, device) = slot.rsplit_once(':').ok_or_else(to_error)?;
         let (domain, bus) = domain_and_bus.rsplit_once(':').unwrap_or(("0", domain_and_bus));
-        let domain = u32::from_str_radix(domain, 16).map_err(|_| error())?;
+        let domain = u32::from_str_radix(domain, 16).map_err(|_| to_error())?;
         Ok(Self(domain, parse_byte(bus)?, parse_byte(device)?, parse_byte(function)?))
     }
 }

@@ -64,7 +64,7 @@ impl Owner {
         );
         let Some(question) = report.question else {
             if let Some((outcome, spared_tokens)) = self.table.handle_plan(now(), &plan) {
-                self.setup.metrics.count_trim(outcome.as_str(), spared_tokens);
+                self.setup.metrics.count_trimmed_turn(outcome.as_str(), spared_tokens);
             }
             return;
         };
