@@ -1,10 +1,10 @@
 //! Takes one turn (a request and its answer) through the agent, from the client to the engine.
 //!
-//! `routes` calls `serve_request` with each request. It claims the turn's session (a chain of
-//! turns that share a growing prefix) at the owner task, lets `request` check and rewrite the body,
-//! waits until the owner task admits the turn, and sends the turn to the engine. The client gets
-//! the answer's bytes unchanged, through an `Exchange`. [`send_own_turn`] sends stages of
-//! `staged_prefill` on the same path.
+//! `routes` calls `serve_request` with each request. This function claims the turn's session (a
+//! chain of turns that share a growing prefix) at the owner task, lets `request` check and rewrite
+//! the body, waits until the owner task admits the turn, and sends the turn to the engine. The
+//! client gets the answer's bytes unchanged, through an `Exchange`. [`send_own_turn`] sends stages
+//! of `staged_prefill` on the same path.
 //!
 //! The claim ends when the *engine* has ended the turn, even if the client disconnects before,
 //! because only then can the session take another turn. The owner task's session table decides

@@ -152,7 +152,7 @@ async fn add_model_facts(
     let file_facts = tokio::task::spawn_blocking(move || {
         let (source, hub_cache) = (source?, model_files::hub_cache_folder());
         Some((
-            read_vocabulary(&source),
+            read_vocabulary_size(&source),
             model_files::FoundFiles::find(&source, hub_cache.as_deref()),
         ))
     });
@@ -176,7 +176,7 @@ async fn add_model_facts(
 }
 
 /// Reads the vocabulary's size from the model's config, because the engine doesn't report it.
-fn read_vocabulary(source: &model_files::TokenizerSource) -> Option<u32> {
+fn read_vocabulary_size(source: &model_files::TokenizerSource) -> Option<u32> {
     let folder = source.model_folder(model_files::hub_cache_folder().as_deref())?;
     let text = std::fs::read_to_string(folder.join("config.json")).ok()?;
     let config: Value = serde_json::from_str(&text).ok()?;
