@@ -1,39 +1,47 @@
 """Starts the shim, Berth's plugin in SGLang, which reports to the agent what only the engine knows.
 
-SGLang calls `register` in each of its processes. In a scheduler process the shim installs hooks on
-the scheduler. They report the state of the KV pool and of the sessions over a unix socket; `wire`
-documents the protocol. A session is a series of turns whose KV the engine keeps from turn to turn,
-and a turn is one request with its answer. The agent is Berth's process beside the engine.
+SGLang calls `register` in each of its processes. The agent is Berth's process beside the engine. A
+session is a series of turns whose KV the engine keeps from turn to turn, and a turn is one request
+with its answer.
 
-In the engine's first process, which tokenizes, the module `trimmer` trims prompts if the agent asks
-for it. *Trimming* removes from a prompt the tokens that the turn's session already holds.
+In a scheduler process, this module installs hooks on the engine's scheduler. The hooks only call
+the `sampler`, which reads the state of the KV pool and of the sessions, and carries out the agent's
+commands. `link` is the connection to the agent, over a unix socket. `wire` documents the protocol.
+
+In the engine's first process, which tokenizes, this module starts the `trimmer`, which trims
+prompts if the agent asks for it. *Trimming* removes from a prompt the tokens that the turn's
+session already holds.
 
 The scheduler's hooks never raise an error into the engine. After the first error the shim is
-*inert*: it reports why, and does nothing else any more. On an unknown version of SGLang it hooks
-only the start of the two processes, to report that it is inert.
+*inert*: it reports why, and does nothing else any more. On an unsupported version of SGLang it
+hooks only the start of the two processes, to report that it is inert.
 """
 
 import multiprocessing
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import wire
 from .link import Link, socket_path
+
+if TYPE_CHECKING:
+    from .sampler import Sampler
 
 __version__ = "0.1.0"
 
 # The supported versions: every hook was checked and tested with each of them.
 SGLANG_VERSIONS = ("0.5.23",)
 
+# The engine's classes with hooks. A class and a method's name together name the hook's target.
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
 _SESSION = "sglang.srt.session.session_controller.Session."
 _CONTROLLER = "sglang.srt.session.session_controller.SessionController."
 _STREAMING_SESSIONS = "sglang.srt.session.streaming_session.StreamingSession."
-_TREE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache."
+_RADIX_CACHE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache."
 
-# Identifies the engine process, even where a pid is reused.
+# Identifies the engine process, even failed_part a pid is reused.
 _INSTANCE = os.urandom(16)
 
 
@@ -57,18 +65,19 @@ class _Shim:
     """The hooks of one scheduler process. Of all schedulers of a DP rank, only one reports."""
 
     def __init__(self) -> None:
-        # Exists only in a scheduler that reports, and only until the first error.
-        self._sampler: Any = None
+        # Reads the scheduler's state and reports it. None in a scheduler that doesn't report, and
+        # after the first error.
+        self._sampler: "Sampler | None" = None
         # The connection to the agent, and the first message of each connection. Both are None in a
         # scheduler that doesn't report.
         self._link: Link | None = None
         self._hello: wire.Hello | None = None
-        # Whether the engine is inside `process_batch_result`.
-        self._is_in_step = False
+        # Whether the engine is inside `process_batch_result`, which processes a step's results.
+        self._is_processing_step = False
         # Whether the engine is inside `try_cache_finished_req`, which ends a turn that was running.
         self._is_ending_turn = False
         self._end_step = self._contain_errors(
-            lambda _scheduler, batch, *a, **k: self._call("end_step", batch)
+            lambda _scheduler, batch, *a, **k: self._call_sampler("end_step", batch)
         )
 
     def install_hooks(self) -> None:
@@ -76,60 +85,64 @@ class _Shim:
         import sglang
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-        def after(target: str, hook: Callable[..., None]) -> None:
+        def hook_after(target: str, hook: Callable[..., None]) -> None:
             HookRegistry.register(target, self._contain_errors(hook), HookType.AFTER)
 
-        is_known = sglang.__version__ in SGLANG_VERSIONS
-        after(
+        is_supported = sglang.__version__ in SGLANG_VERSIONS
+        hook_after(
             _SCHEDULER + "__init__",
-            lambda _, scheduler, *a, **k: self._start(scheduler, is_known),
+            lambda _, scheduler, *a, **k: self._start(scheduler, is_supported),
         )
-        if not is_known:
+        if not is_supported:
             return
 
-        def around(target: str, hook: Callable[..., Any]) -> None:
+        def hook_around(target: str, hook: Callable[..., Any]) -> None:
             HookRegistry.register(target, hook, HookType.AROUND)
 
-        around(_SCHEDULER + "process_batch_result", self._around_step)
+        hook_around(_SCHEDULER + "process_batch_result", self._around_step)
         HookRegistry.register(
             _SCHEDULER + "process_input_requests",
             self._contain_errors(lambda *a, **k: self._before_requests()),
             HookType.BEFORE,
         )
-        after(_SCHEDULER + "publish_load_snapshot", lambda *a, **k: self._after_load_snapshot())
-        after(_CONTROLLER + "open", lambda result, _, request, *a, **k: self._call(
+        hook_after(_SCHEDULER + "publish_load_snapshot", lambda *a, **k: self._sample_idle())
+        hook_after(_CONTROLLER + "open", lambda result, _, request, *a, **k: self._call_sampler(
             "report_open", request.session_id, result.success) if request.streaming else None)
-        after(_CONTROLLER + "_close", lambda _, controller, id, *a, **k: self._call(
+        # A session with a running turn stays in the controller, and is closed when the turn ends.
+        hook_after(_CONTROLLER + "_close", lambda _, controller, id, *a, **k: self._call_sampler(
             "mark_touched" if id in controller.sessions else "report_close", id))
-        after(_SESSION + "create_req", lambda _, session, *a, **k: self._call_for(
+        hook_after(_SESSION + "create_req", lambda _, session, *a, **k: self._call_sampler_for(
             session, "mark_touched"))
-        after(_SESSION + "finish_req", lambda _, session, request, *a, **k: self._call_for(
-            session, "report_commit", request))
-        after(_SESSION + "abort_req", lambda _, session, *a, **k: self._call_for(
+        hook_after(
+            _SESSION + "finish_req",
+            lambda _, session, request, *a, **k: self._call_sampler_for(
+                session, "report_commit", request),
+        )
+        hook_after(_SESSION + "abort_req", lambda _, session, *a, **k: self._call_sampler_for(
             session, "report_abort", self._is_ending_turn))
-        around(_STREAMING_SESSIONS + "try_cache_finished_req", self._around_finish)
-        after(_TREE + "reset", lambda *a, **k: self._call("report_flush"))
+        hook_around(_STREAMING_SESSIONS + "try_cache_finished_req", self._around_finish)
+        hook_after(_RADIX_CACHE + "reset", lambda *a, **k: self._call_sampler("report_flush"))
 
     def _contain_errors(self, hook: Callable[..., Any]) -> Callable[..., None]:
-        """Wraps a hook so that it raises nothing and returns None. Any other value would replace
-        the result of the engine's function."""
+        """Wraps a hook so that it raises nothing and returns None. SGLang would use any other value
+        as the result of the hooked function."""
 
-        def contained(*values: Any, **named: Any) -> None:
+        def contained_hook(*args: Any, **kwargs: Any) -> None:
             try:
-                hook(*values, **named)
+                hook(*args, **kwargs)
             except Exception as error:
                 self._fail("hook", error)
 
-        return contained
+        return contained_hook
 
-    def _start(self, scheduler: Any, is_known: bool) -> None:
+    def _start(self, scheduler: Any, is_supported: bool) -> None:
         """Connects to the agent if this scheduler reports, and starts sampling if it can."""
         import sglang
 
         inert_reason = ""
-        if not is_known:
-            known = ", ".join(SGLANG_VERSIONS)
-            inert_reason = f"SGLang {sglang.__version__} is not known, only {known}"
+        if not is_supported:
+            supported = ", ".join(SGLANG_VERSIONS)
+            inert_reason = f"SGLang {sglang.__version__} is not known, only {supported}"
         hello = wire.Hello(
             os.getpid(), 0, 0, 0, 0, _INSTANCE, str(sglang.__version__), __version__, inert_reason,
             "", "", "", "", 0,
@@ -154,6 +167,7 @@ class _Shim:
             self._link.start()
 
     def _start_sampler(self, scheduler: Any) -> None:
+        """Creates the sampler, and completes the hello by what its parts can do on this engine."""
         from .audit import Auditor
         from .republish import Republisher
         from .sampler import Sampler
@@ -175,54 +189,58 @@ class _Shim:
         if poller := getattr(scheduler.idle_sleeper, "poller", None):
             poller.register(self._link.wake_receiver, 1)  # 1 is zmq's POLLIN.
 
-    def _around_step(self, original: Callable[..., Any], *values: Any, **named: Any) -> Any:
-        self._is_in_step = True
+    def _around_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls the engine's function that processes a step's results, then ends the step here."""
+        self._is_processing_step = True
         try:
-            result = original(*values, **named)
+            result = original(*args, **kwargs)
         finally:
-            self._is_in_step = False
-        self._end_step(*values, **named)
+            self._is_processing_step = False
+        self._end_step(*args, **kwargs)
         return result
 
-    def _around_finish(self, original: Callable[..., Any], *a: Any, **k: Any) -> Any:
+    def _around_finish(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # An abort inside this call ends a turn that was running, and frees its session's slot.
         self._is_ending_turn = True
         try:
-            return original(*a, **k)
+            return original(*args, **kwargs)
         finally:
             self._is_ending_turn = False
 
-    def _after_load_snapshot(self) -> None:
-        # Inside a step, this hook is called before the step's results are complete.
-        if not self._is_in_step:
-            self._call("sample_idle")
+    def _sample_idle(self) -> None:
+        # The engine also publishes a load snapshot while it processes a step's results. They are
+        # not complete then, and `end_step` samples afterwards.
+        if not self._is_processing_step:
+            self._call_sampler("sample_idle")
 
     def _before_requests(self) -> None:
+        """Runs before the engine handles the new requests of a step."""
         if self._sampler is not None and self._sampler.is_publishing_rows:
-            self._call("begin_step")
+            self._call_sampler("begin_step")
         if self._sampler is not None and self._sampler.has_work:
-            self._call("run_commands")
+            self._call_sampler("run_commands")
 
-    def _call_for(self, session: Any, method: str, *values: Any) -> None:
-        """Calls the sampler's method with the session's id and the values, if the session is a
-        streaming session."""
+    def _call_sampler_for(self, session: Any, method: str, *args: Any) -> None:
+        """Calls the sampler's method with the session's id and the other arguments. Does nothing
+        for a session that isn't a streaming session."""
         if self._sampler is not None and session.streaming:
-            self._call(method, session.session_id, *values)
+            self._call_sampler(method, session.session_id, *args)
 
-    def _call(self, method: str, *values: Any) -> None:
-        """Calls the sampler's method. After an error the shim is inert."""
+    def _call_sampler(self, method: str, *args: Any) -> None:
+        """Calls the sampler's method of this name, if there is a sampler. If the method raises an
+        error, the shim becomes inert."""
         if self._sampler is None:
             return
         try:
-            getattr(self._sampler, method)(*values)
+            getattr(self._sampler, method)(*args)
         except Exception as error:
             self._fail(method, error)
 
-    def _fail(self, where: str, error: Exception) -> None:
+    def _fail(self, failed_part: str, error: Exception) -> None:
         """Makes the shim inert for good, and reports why."""
         self._sampler = None
         if self._link is not None:
-            self._hello = self._hello._replace(inert_reason=_error_reason(where, error))
+            self._hello = self._hello._replace(inert_reason=_error_reason(failed_part, error))
             self._link.reconnect(wire.encode_hello(self._hello))
 
 
@@ -235,9 +253,10 @@ def _complete_hello(scheduler: Any, hello: wire.Hello) -> tuple[wire.Hello, bool
     parallel = get_parallel()
     is_reporter = (parallel.pp_rank, parallel.attn_tp_rank, parallel.attn_cp_rank) == (0, 0, 0)
     hello = hello._replace(dp_rank=parallel.dp_rank or 0)
-    tree = type(scheduler.tree_cache).__name__
-    if not hello.inert_reason and tree != "UnifiedRadixCache":
-        hello = hello._replace(inert_reason=f"the tree cache is {tree}, not UnifiedRadixCache")
+    cache_type = type(scheduler.tree_cache).__name__
+    if not hello.inert_reason and cache_type != "UnifiedRadixCache":
+        reason = f"the tree cache is {cache_type}, not UnifiedRadixCache"
+        hello = hello._replace(inert_reason=reason)
     if hello.inert_reason:
         return hello, is_reporter
     return hello._replace(
@@ -248,6 +267,6 @@ def _complete_hello(scheduler: Any, hello: wire.Hello) -> tuple[wire.Hello, bool
     ), is_reporter
 
 
-def _error_reason(where: str, error: Exception) -> str:
+def _error_reason(failed_part: str, error: Exception) -> str:
     """Returns the error as a reason why the shim is inert."""
-    return f"{where}: {type(error).__name__}: {error}"
+    return f"{failed_part}: {type(error).__name__}: {error}"
