@@ -41,7 +41,7 @@ _CONTROLLER = "sglang.srt.session.session_controller.SessionController."
 _STREAMING_SESSIONS = "sglang.srt.session.streaming_session.StreamingSession."
 _RADIX_CACHE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache."
 
-# Identifies the engine process, even failed_part a pid is reused.
+# Identifies the engine process, even where a pid is reused.
 _INSTANCE = os.urandom(16)
 
 

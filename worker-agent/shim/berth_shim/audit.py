@@ -1,14 +1,17 @@
 """Audits the KV pool's pages when the agent requests it, with the library `libberth_kv`.
 
 A page audit checks who holds each page of the pool: a row of the request table, the radix tree, or
-the free list. It also computes digests of pages that must not change any more. A later audit
-compares them, to see whether such a page has changed.
+the free list. An audit also computes digests of pages that must not change any more. A later audit
+compares its digests with them, to see whether such a page has changed.
 
-An audit does two things on the scheduler's thread. First it hands a snapshot to the library. The
-device then copies the rows and computes the digests in the background. When the copy is complete,
-the audit tells the library which rows have changed meanwhile. Then the library works out the report
-from the copy, on a thread of its own. One audit runs at a time. A request during an audit starts
-the next audit after it.
+An audit does two things on the scheduler's thread. First it hands a snapshot (see `snapshot`) to
+the library. The device then copies the rows and computes the digests in the background. When the
+copy is complete, the audit tells the library which rows have changed meanwhile. Then the library
+works out the report from the copy, on the audit's thread. One audit runs at a time. A request
+during an audit waits until that audit has ended.
+
+`sampler` calls the `Auditor` between the scheduler's steps, and sends its answers. The agent, not
+this module, reads the report.
 """
 
 import threading
@@ -22,7 +25,7 @@ from .library import AuditError, Library, PageAudits
 
 # The maximum bytes of KV that one audit digests on a GPU. Reading them takes about 0.1 ms of the
 # GPU's memory bandwidth. Each audit digests other sessions than the audit before it, in rotation.
-DIGEST_BYTES_MAX = 256 << 20
+GPU_DIGEST_BYTES_MAX = 256 << 20
 # The same for a pool in host memory, where it takes some milliseconds of the scheduler's processor.
 HOST_DIGEST_BYTES_MAX = 4 << 20
 
@@ -31,10 +34,10 @@ class Auditor:
     """Makes the audits of one scheduler. Its methods raise nothing: a failed audit is answered with
     a refusal. After an unforeseen error it makes no more audits."""
 
-    def __init__(self, scheduler: Any, wake: Callable[[], None]):
+    def __init__(self, scheduler: Any, wake_scheduler: Callable[[], None]):
         self._scheduler = scheduler
-        self._wake = wake
-        # The number of the request that no audit was begun for.
+        self._wake_scheduler = wake_scheduler
+        # The number of the request for which no audit has begun yet.
         self._requested_number: int | None = None
         self._running_audit: _Audit | None = None
         # The frame that answers the agent.
@@ -42,7 +45,7 @@ class Auditor:
         # The library's handle for this pool.
         self._page_audits: PageAudits | None = None
         # The CUDA ordinal of the pool's device; -1 if it is no CUDA device.
-        self.ordinal = -1
+        self.cuda_ordinal = -1
         # The device's name and the bytes of KV per page, for the hello.
         self.device, self.page_bytes = "", 0
         # Why no audit is possible; empty if audits are possible.
@@ -56,22 +59,22 @@ class Auditor:
 
     def _open_library(self) -> None:
         scheduler = self._scheduler
-        self.device, self.ordinal = device(scheduler)
+        self.device, self.cuda_ordinal = device(scheduler)
         kv_buffers = buffers(scheduler)
         self.page_bytes = sum(buffer.page_bytes for buffer in kv_buffers)
         if refusal := snapshot.audit_refusal(scheduler):
             raise AuditError(refusal)
         self._page_audits = Library().open_audits(
             page_tokens=scheduler.page_size,
-            pages=scheduler.max_total_num_tokens // scheduler.page_size,
-            rows=scheduler.req_to_token_pool.req_to_token,
+            pool_pages=scheduler.max_total_num_tokens // scheduler.page_size,
+            request_table=scheduler.req_to_token_pool.req_to_token,
             buffers=kv_buffers,
-            ordinal=self.ordinal,
+            cuda_ordinal=self.cuda_ordinal,
         )
 
     def request(self, number: int) -> None:
-        """Requests an audit. The number is part of the answer. Replaces an earlier request that no
-        audit was begun for."""
+        """Requests an audit. The number is part of the answer. Replaces an earlier request for
+        which no audit has begun yet."""
         self._requested_number = number
 
     def forget_request(self) -> None:
@@ -82,14 +85,14 @@ class Auditor:
             self._running_audit.number = None
 
     @property
-    def is_requested(self) -> bool:
-        """Whether a requested audit can begin: it has not begun, and none is running."""
+    def can_begin(self) -> bool:
+        """Whether an audit is requested and none is running."""
         return self._requested_number is not None and self._running_audit is None
 
     def begin(self) -> None:
         """Begins the requested audit. Must be called before a step's requests are handled, when no
         change of the pool is half done."""
-        if self.is_requested:
+        if self.can_begin:
             self._run_guarded(self._begin)
 
     def advance(self) -> None:
@@ -107,12 +110,12 @@ class Auditor:
         frame, self._answer = self._answer, None
         return frame
 
-    def _run_guarded(self, part: Callable[[], None]) -> None:
-        """Runs a part of an audit. Adds its time to the audit's time, and turns an error into a
-        refusal."""
+    def _run_guarded(self, audit_part: Callable[[], None]) -> None:
+        """Runs a part of an audit, and turns its error into a refusal. Adds the time of the part to
+        the time that the audit takes on the scheduler's thread."""
         begin_ns = time.perf_counter_ns()
         try:
-            part()
+            audit_part()
         except AuditError as error:
             self._refuse(str(error))
         except Exception as error:
@@ -137,30 +140,34 @@ class Auditor:
             self._answer = wire.encode_audit(number, 0, reason, [], b"")
 
     def _begin(self) -> None:
+        """Takes a snapshot, and lets the library copy the rows that the snapshot names."""
         if self.refusal:
             raise AuditError(self.refusal)
-        taken = snapshot.take_snapshot(self._scheduler)
-        self._running_audit = _Audit(self._requested_number, taken, self._page_audits)
+        pool_snapshot = snapshot.take_snapshot(self._scheduler)
+        self._running_audit = _Audit(self._requested_number, pool_snapshot, self._page_audits)
         self._requested_number = None
-        digest_bytes_max = DIGEST_BYTES_MAX if self.ordinal >= 0 else HOST_DIGEST_BYTES_MAX
-        self._page_audits.begin(taken, self.stream(), digest_bytes_max)
+        is_on_gpu = self.cuda_ordinal >= 0
+        digest_bytes_max = GPU_DIGEST_BYTES_MAX if is_on_gpu else HOST_DIGEST_BYTES_MAX
+        self._page_audits.begin(pool_snapshot, self.current_stream(), digest_bytes_max)
 
     def _advance(self) -> None:
+        """Starts the audit's thread once the copy is complete, and then waits for its report."""
         audit = self._running_audit
         if audit.thread is None:
             if self._page_audits.is_copied():
-                audit.start_accounting(snapshot.list_rows(self._scheduler)[1], self._wake)
+                _, rows_now = snapshot.list_rows(self._scheduler)
+                audit.start_accounting(rows_now, self._wake_scheduler)
         elif not audit.thread.is_alive():
-            names, spent_ns, report = audit.snapshot.names, audit.spent_ns, audit.report()
+            names, spent_ns, report = audit.snapshot.session_names, audit.spent_ns, audit.report()
             self._running_audit = None
             if audit.number is not None:
                 self._answer = wire.encode_audit(audit.number, spent_ns, "", names, report)
 
-    def stream(self) -> int:
+    def current_stream(self) -> int:
         """Returns the scheduler's current CUDA stream; 0 if the pool is not on a CUDA device. The
         device works on an audit after the work that is already queued on this stream, because the
         snapshot is valid only after that work."""
-        if self.ordinal < 0:
+        if self.cuda_ordinal < 0:
             return 0
         import torch
 
@@ -170,14 +177,16 @@ class Auditor:
 class _Audit:
     """One running audit."""
 
-    def __init__(self, number: int, taken: snapshot.Snapshot, page_audits: PageAudits):
-        # The request's number. None if no agent waits for the answer any more.
+    def __init__(self, number: int, pool_snapshot: snapshot.Snapshot, page_audits: PageAudits):
+        # The request's number. None if the agent that sent the request has disconnected.
         self.number: int | None = number
-        self.snapshot = taken
+        self.snapshot = pool_snapshot
         # The time that the audit has taken on the scheduler's thread.
         self.spent_ns = 0
+        # The thread that works out the report; None while the device still copies.
         self.thread: threading.Thread | None = None
         self._page_audits = page_audits
+        # The report, or the error that ended the audit.
         self._report: bytes | AuditError = AuditError(
             "the audit's thread has ended without a result"
         )
@@ -190,6 +199,7 @@ class _Audit:
         self.thread.start()
 
     def _account(self, rows_now: list[snapshot.Row], on_end: Callable[[], None]) -> None:
+        """Waits for the library's report, on the audit's thread."""
         try:
             self._report = self._page_audits.finish(rows_now)
         except AuditError as error:

@@ -1,8 +1,12 @@
 """Calls the library `libberth_kv` for page audits, through ctypes.
 
 A page audit checks who holds each page of the KV pool. The library reads the engine's request table
-and its KV buffers in place. `kernels/capi/berth_kv.h` documents the library's functions and
-structures. The structures below must have the same fields in the same order.
+and its KV buffers in place. `audit` passes snapshots of the pool to `PageAudits` and gets reports.
+`publish` writes the rows in use to a file with `RowTable`. This module decides nothing: it only
+converts arguments, and turns the library's errors into an `AuditError`.
+
+`kernels/capi/berth_kv.h` documents the library's functions and structures. The structures below
+must have the same fields in the same order.
 """
 
 import ctypes
@@ -107,38 +111,53 @@ class Library:
             function.restype, function.argtypes = result, arguments
 
     def open_audits(
-        self, page_tokens: int, pages: int, rows: Any, buffers: Sequence[Buffer], ordinal: int
+        self,
+        page_tokens: int,
+        pool_pages: int,
+        request_table: Any,
+        buffers: Sequence[Buffer],
+        cuda_ordinal: int,
     ) -> "PageAudits":
-        """Opens a pool of `pages` pages for audits. `rows` is the tensor of the engine's request
-        table, and `ordinal` the pool's CUDA device, or -1 if the pool is in host memory."""
+        """Opens a pool of `pool_pages` pages for audits. `request_table` is the tensor of the
+        engine's request table, and `cuda_ordinal` the pool's CUDA device, or -1 if the pool is in
+        host memory."""
+        row_count, row_stride = request_table.shape[0], request_table.stride(0)
         # The engine's pool has one page more than it offers.
         pool = _Pool(
-            page_tokens, pages + 1, rows.data_ptr(), rows.shape[0], rows.stride(0),
-            (_Buffer * len(buffers))(*buffers), len(buffers), ordinal,
+            page_tokens, pool_pages + 1, request_table.data_ptr(), row_count, row_stride,
+            (_Buffer * len(buffers))(*buffers), len(buffers), cuda_ordinal,
         )
         handle = c_uint64()
-        kernels = self._kernels_path.encode() if ordinal >= 0 else None
-        self.check(self._functions.berth_kv_open(pool, kernels, handle))
+        kernels = self._kernels_path.encode() if cuda_ordinal >= 0 else None
+        self.check_result(self._functions.berth_kv_open(pool, kernels, handle))
         page_bytes = sum(buffer.page_bytes for buffer in buffers)
         return PageAudits(self, self._functions, handle, page_bytes)
 
     def open_row_table(
-        self, page_tokens: int, pages: int, rows: Any, ordinal: int, path: str, versions: int
+        self,
+        page_tokens: int,
+        pool_pages: int,
+        request_table: Any,
+        cuda_ordinal: int,
+        path: str,
+        table_versions: int,
     ) -> "RowTable":
         """Opens a table in the file at `path`, to which the device writes the rows that are in use.
-        The file must be in memory (tmpfs), and holds `versions` versions of the table. The other
-        arguments are those of `open_audits`."""
+        The file must be in memory (tmpfs), and holds `table_versions` versions of the table. The
+        other arguments are those of `open_audits`."""
+        row_count, row_stride = request_table.shape[0], request_table.stride(0)
         pool = _Pool(
-            page_tokens, pages + 1, rows.data_ptr(), rows.shape[0], rows.stride(0), None, 0, ordinal
+            page_tokens, pool_pages + 1, request_table.data_ptr(), row_count, row_stride,
+            None, 0, cuda_ordinal,
         )
         handle = c_uint64()
-        kernels = self._kernels_path.encode() if ordinal >= 0 else None
-        self.check(self._functions.berth_kv_table_open(
-            pool, kernels, path.encode(), versions, rows.shape[0], handle
+        kernels = self._kernels_path.encode() if cuda_ordinal >= 0 else None
+        self.check_result(self._functions.berth_kv_table_open(
+            pool, kernels, path.encode(), table_versions, row_count, handle
         ))
         return RowTable(self, self._functions, handle)
 
-    def check(self, result: int) -> int:
+    def check_result(self, result: int) -> int:
         """Returns the result of a call. Raises the library's error if the result is negative."""
         if result < 0:
             raise AuditError(self._functions.berth_kv_error().decode(errors="replace"))
@@ -168,26 +187,26 @@ class PageAudits:
         keys = (c_uint64 * len(snapshot.rows))(*(row.key for row in snapshot.rows))
         digest_pages_max = digest_bytes_max // self._page_bytes if self._page_bytes else 0
         free, tree = _id_list(snapshot.free_pages), _id_list(snapshot.tree_slots)
-        self._library.check(self._functions.berth_kv_begin(self._handle, _Snapshot(
+        self._library.check_result(self._functions.berth_kv_begin(self._handle, _Snapshot(
             rows, keys, ctypes.pointer(free), ctypes.pointer(tree), len(rows),
             len(keys), 1, 1, digest_pages_max, 0, stream,
         )))
 
     def is_copied(self) -> bool:
         """Whether the copy is complete."""
-        return bool(self._library.check(self._functions.berth_kv_ready(self._handle)))
+        return bool(self._library.check_result(self._functions.berth_kv_ready(self._handle)))
 
     def finish(self, rows_now: "Sequence[Row]") -> bytes:
-        """Returns the report. `rows_now` are the rows at the time of the copy's end, whose versions
-        tell which rows have changed since the snapshot. Blocks until the device is done, but
-        releases Python's global lock meanwhile."""
+        """Returns the report. `rows_now` are the rows in use after the copy. Their versions tell
+        which rows have changed since the snapshot. Blocks until the device is done, but releases
+        Python's global lock meanwhile."""
         rows = (c_uint32 * len(rows_now))(*(row.row_index for row in rows_now))
         versions = (c_uint64 * len(rows_now))(*(row.version for row in rows_now))
-        size = self._library.check(self._functions.berth_kv_finish(
+        report_bytes = self._library.check_result(self._functions.berth_kv_finish(
             self._handle, rows, versions, len(rows_now),
             self._report_buffer, len(self._report_buffer),
         ))
-        return self._report_buffer.raw[:size]
+        return self._report_buffer.raw[:report_bytes]
 
     def abandon(self) -> None:
         """Ends the running audit without a report."""
@@ -206,7 +225,7 @@ class RowTable:
     def begin_step(self, stream: int) -> None:
         """Marks the rows as changing. Must be called before the step queues its first change on the
         stream."""
-        self._library.check(self._functions.berth_kv_table_begin(self._handle, stream))
+        self._library.check_result(self._functions.berth_kv_table_begin(self._handle, stream))
 
     def end_step(self, live_rows: "Sequence[Row]", keys: Sequence[int], stream: int) -> None:
         """Writes the rows in use. Must be called after the step has queued its last change on the
@@ -215,10 +234,11 @@ class RowTable:
             (row.row_index, row.tokens, row.holder_number, 0, row.version, keys[row.holder_number])
             for row in live_rows
         ))
-        self._library.check(
+        self._library.check_result(
             self._functions.berth_kv_table_done(self._handle, rows, len(rows), stream)
         )
 
 
 def _id_list(ids: Any) -> _List:
+    """Returns a tensor of ids as the library's list: its address and its length."""
     return _List(ids.data_ptr(), ids.numel())

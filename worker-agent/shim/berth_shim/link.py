@@ -1,12 +1,13 @@
 """Connects the shim to the agent's unix socket, sends frames to it, and reads its commands.
 
-The shim is Berth's plugin in the engine, and the agent is Berth's process beside the engine. `wire`
-documents the frames, which are the messages of both.
+The shim is Berth's plugin in the engine, and the agent is Berth's process beside the engine. A
+*frame* is one message of either side; `wire` encodes and decodes frames. `sampler` and `trimmer`
+have one link each. A link doesn't decide what to send, and doesn't carry out commands.
 
-A thread of its own connects, sends the hello (the first frame) and reads commands. The engine's
-thread, for example the scheduler's, sends all other frames and takes the commands. It never waits
-for the socket. If the socket takes only part of a frame, the link keeps the rest and sends it
-later. Until then `flush` returns false, and the sender must not send another frame.
+A thread of the link connects, sends the hello (the first frame) and reads commands. The engine's
+own thread sends all other frames and takes the commands. The engine's thread never waits for the
+socket. If the socket takes only part of a frame, the link keeps the rest and sends it later. Until
+then `flush` returns false, and the engine's thread must not send another frame.
 """
 
 import os
@@ -18,9 +19,9 @@ from typing import Any
 
 from . import wire
 
-# The pause before connecting again. It doubles with each failure. The maximum bounds how late the
-# link finds an agent that has started again. A failed attempt costs only some microseconds.
-PAUSE_SECONDS_MIN, PAUSE_SECONDS_MAX = 0.1, 1.0
+# The pause before connecting again. The pause doubles with each failure. The maximum bounds how
+# late the link finds an agent that has started again. A failed attempt costs only microseconds.
+RECONNECT_SECONDS_MIN, RECONNECT_SECONDS_MAX = 0.1, 1.0
 # The time limit for connecting and for sending the hello. The hello's few hundred bytes go into an
 # empty buffer, so only a stuck agent can cause a longer wait.
 HELLO_SECONDS_MAX = 5.0
@@ -30,22 +31,23 @@ COMMANDS_MAX = 1024
 
 
 class Link:
-    """The shim's end of the connection. `path` is where the agent listens, and `hello` the first
-    frame of each connection."""
+    """The shim's end of the connection. `path` is the agent's socket, `is_path_configured` whether
+    the operator set that path, and `hello` the first frame of each connection."""
 
-    def __init__(self, path: str, path_is_set: bool, hello: bytes):
+    def __init__(self, path: str, is_path_configured: bool, hello: bytes):
         self._path = path
-        # Whether the operator set the path. If not, it is the default path.
-        self._path_is_set = path_is_set
+        # False if the path is the default path. `_is_trusted` explains the difference.
+        self._is_path_configured = is_path_configured
         self._hello = hello
         self._socket: socket.socket | None = None
         # Guards the commands, and keeps the socket open during a send. No thread waits for anything
         # while it holds the lock.
         self._lock = threading.Lock()
-        # The rest of a frame that the socket hasn't taken.
+        # The bytes of the latest frame that the socket hasn't taken.
         self._unsent = b""
         # The number of connections so far. It identifies the current connection.
         self.connection_number = 0
+        # The commands that the engine's thread hasn't taken, each with its kind and its content.
         self._queued_commands: list[tuple[int, Any]] = []
         # A byte in this socket pair wakes an idle scheduler, which polls `wake_receiver`.
         self.wake_receiver, self._wake_sender = socket.socketpair()
@@ -53,6 +55,7 @@ class Link:
         self._wake_sender.setblocking(False)
 
     def start(self) -> None:
+        """Starts the thread that connects and reads commands."""
         threading.Thread(target=self._keep_connected, name="berth-shim", daemon=True).start()
 
     @property
@@ -65,17 +68,17 @@ class Link:
         return bool(self._queued_commands)
 
     def flush(self) -> bool:
-        """Tries to send the rest of the last frame. Returns whether an agent is connected and
-        everything was sent."""
+        """Tries to send the rest of the latest frame. Returns true if an agent is connected and
+        nothing is left to send."""
         if self._unsent:
             self._send()
         return self._socket is not None and not self._unsent
 
-    def send(self, frame: bytes, connection: int) -> None:
+    def send(self, frame: bytes, connection_number: int) -> None:
         """Sends a frame on the connection with this number. Drops the frame if a newer connection
         has replaced that connection. Call this only after `flush` has returned true."""
         with self._lock:
-            if connection != self.connection_number:
+            if connection_number != self.connection_number:
                 return
             self._unsent = frame
         self._send()
@@ -87,12 +90,13 @@ class Link:
                 self._unsent = b""
                 return
             try:
-                sent = self._socket.send(self._unsent, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-                self._unsent = self._unsent[sent:]
+                flags = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
+                sent_bytes = self._socket.send(self._unsent, flags)
+                self._unsent = self._unsent[sent_bytes:]
             except BlockingIOError:
                 pass
             except OSError:
-                # Then the reading thread sees the end of the connection, and connects again.
+                # After this, the link's thread sees the end of the connection and connects again.
                 self._shut_down()
 
     def set_hello(self, hello: bytes) -> None:
@@ -130,9 +134,9 @@ class Link:
         bytes."""
         with self._lock:
             self._drain_wake_bytes()
-            taken = list(self._queued_commands)
+            commands = list(self._queued_commands)
             self._queued_commands.clear()
-        return taken
+        return commands
 
     def _shut_down(self) -> None:
         """Ends the connection, if there is one. Must be called with the lock held."""
@@ -143,20 +147,22 @@ class Link:
                 pass
 
     def _keep_connected(self) -> None:
-        pause = PAUSE_SECONDS_MIN
+        """Connects, reads commands until the connection ends, and starts over. Never returns."""
+        pause_seconds = RECONNECT_SECONDS_MIN
         while True:
             try:
                 with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
                     self._connect(connection)
-                    pause = PAUSE_SECONDS_MIN
+                    pause_seconds = RECONNECT_SECONDS_MIN
                     self._read_commands(connection)
             except (OSError, wire.ProtocolError):
                 # There is no agent, it has disconnected, or it uses another protocol.
                 pass
-            time.sleep(pause)
-            pause = min(2 * pause, PAUSE_SECONDS_MAX)
+            time.sleep(pause_seconds)
+            pause_seconds = min(2 * pause_seconds, RECONNECT_SECONDS_MAX)
 
     def _connect(self, connection: socket.socket) -> None:
+        """Connects the socket to the agent and sends the hello."""
         connection.settimeout(HELLO_SECONDS_MAX)
         connection.connect(self._path)
         if not self._is_trusted(connection):
@@ -167,18 +173,20 @@ class Link:
     def _is_trusted(self, connection: socket.socket) -> bool:
         """Whether the agent runs as the engine's own user or as root. If the engine runs as root
         and the operator set the path, any user is trusted."""
-        size = struct.calcsize("iii")
-        raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-        _pid, uid, _gid = struct.unpack("iii", raw)
-        return uid in (0, os.getuid()) or (self._path_is_set and os.getuid() == 0)
+        credentials_bytes = struct.calcsize("iii")
+        credentials = connection.getsockopt(
+            socket.SOL_SOCKET, socket.SO_PEERCRED, credentials_bytes
+        )
+        _pid, uid, _gid = struct.unpack("iii", credentials)
+        return uid in (0, os.getuid()) or (self._is_path_configured and os.getuid() == 0)
 
     def _read_commands(self, connection: socket.socket) -> None:
-        """Lets the scheduler's thread send, and reads commands until the agent disconnects."""
+        """Lets the engine's thread send, and reads commands until the agent disconnects."""
         with self._lock:
             self._unsent = b""
             self._socket = connection
             self.connection_number += 1
-            # Nobody waits any more for the answers to an earlier connection's commands.
+            # The commands of an earlier connection need no answers any more.
             self._queued_commands.clear()
         try:
             # A new agent needs a full table of the sessions.
@@ -193,6 +201,7 @@ class Link:
                 self._socket = None
 
     def _queue_command(self, command: tuple[int, Any]) -> None:
+        """Queues a command for the engine's thread, and wakes an idle scheduler."""
         if len(self._queued_commands) >= COMMANDS_MAX:
             raise wire.ProtocolError("too many commands are waiting")
         # The lock covers both lines. Otherwise `take_commands` could take the command before its
@@ -205,6 +214,6 @@ class Link:
 def socket_path(port: int) -> tuple[str, bool]:
     """Returns the socket path of the agent for the engine at this HTTP port, and whether the
     operator set it."""
-    if named := os.environ.get("BERTH_SHIM_SOCKET"):
-        return named, True
+    if configured_path := os.environ.get("BERTH_SHIM_SOCKET"):
+        return configured_path, True
     return f"/tmp/berth-{os.getuid()}/engine-{port}.sock", False

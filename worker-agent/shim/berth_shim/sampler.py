@@ -115,7 +115,7 @@ class Sampler:
             try:
                 auditor = self._auditor
                 self._row_publisher = RowPublisher(
-                    self._scheduler, path, auditor.ordinal, auditor.stream
+                    self._scheduler, path, auditor.cuda_ordinal, auditor.current_stream
                 )
             except AuditError as error:
                 # The warning goes to the engine's log. An agent that finds no file requests its
@@ -136,7 +136,7 @@ class Sampler:
     @property
     def has_work(self) -> bool:
         """Whether a command, an audit or a chunk of the tree's publication waits to be done."""
-        return self._link.has_commands or self._auditor.is_requested or self._republisher.is_running
+        return self._link.has_commands or self._auditor.can_begin or self._republisher.is_running
 
     def run_commands(self) -> None:
         """Carries out the agent's commands. Called before a step's requests are handled."""

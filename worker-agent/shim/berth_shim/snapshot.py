@@ -2,11 +2,12 @@
 
 The page audit checks who holds each page of the pool. A snapshot has the rows of the engine's
 request table with their holders, the free pages, and the tokens in the radix tree. A session holds
-a row while it has KV; so does a running request without a session.
+a row while it has KV; so does a running request without a session. `audit` takes the snapshots, and
+the library `libberth_kv` compares them with the pages. `publish` uses only the list of rows.
 
 The snapshot only says which rows to read. The engine may change a row while the device still copies
-it. So each row has a version: as long as the version is the same, the entries of the row that the
-snapshot counts are the same.
+the row. So each row has a version: as long as the version is the same, the row's entries in use are
+the same.
 """
 
 from typing import Any, NamedTuple
@@ -30,7 +31,7 @@ class Row(NamedTuple):
     holder_number: int
     # While the version stays the same, so do the row's entries in use.
     version: int
-    # Identifies the KV's content: it changes whenever the holder's KV is computed anew.
+    # Identifies the KV's content. The key changes whenever the holder's KV is computed anew.
     key: int
     # The number of leading tokens that are *sealed*: their KV is written and doesn't change any
     # more. It is 0 while a turn of the session may still write.
@@ -43,7 +44,7 @@ class Snapshot(NamedTuple):
     """The holders of the pool's pages. The engine never writes to the snapshot's tensors."""
 
     # The names of the sessions that hold rows. A session's number is its index in this list.
-    names: list[str]
+    session_names: list[str]
     rows: list[Row]
     # The ids of the free pages, as an int64 tensor on the pool's device.
     free_pages: Any
@@ -84,11 +85,12 @@ def take_snapshot(scheduler: Any) -> Snapshot:
     Raises an `AuditError` while a beam search runs, because its rows belong to no request."""
     if any(request.beam_group is not None for request in live_requests(scheduler)):
         raise AuditError("a beam search is running; ask again later")
-    names, rows = list_rows(scheduler)
+    session_names, rows = list_rows(scheduler)
     allocator, tree = scheduler.token_to_kv_pool_allocator, scheduler.tree_cache
     try:
         # This walks the whole tree. A tree whose core is in Python can be too deep for that.
-        return Snapshot(names, rows, allocator.get_all_free_pages(), tree.all_values_flatten())
+        tree_slots = tree.all_values_flatten()
+        return Snapshot(session_names, rows, allocator.get_all_free_pages(), tree_slots)
     except RecursionError:
         raise AuditError("the radix tree is too deep to walk; ask again later") from None
 
@@ -97,41 +99,53 @@ def list_rows(scheduler: Any) -> tuple[list[str], list[Row]]:
     """Returns the names of the sessions that hold rows, and all rows held now.
 
     A session's number is the index of its name. At most AUDIT_NAMES_MAX sessions are named, and
-    none with an id that is too long to send. The rows of the others have numbers without a name."""
+    none with an id that is too long to send. Rows of other holders have numbers without a name."""
     generations = scheduler.req_to_token_pool.req_generation.tolist()
     slots = scheduler.tree_cache.session.slots
     sessions = scheduler.session_controller.sessions
-    live = live_requests(scheduler)
+    requests = live_requests(scheduler)
     # The sessions with a request in a batch or queue. The session's own flag `_inflight` is not
-    # enough. A finished turn clears it, but stays in the last batch while the device may still
-    # write for it. And refusing a second turn clears the flag while the first turn runs.
-    busy_sessions = {id(request.session) for request in live if request.session is not None}
+    # enough. A finished turn clears the flag, but stays in the last batch while the device may
+    # still write for the turn. And refusing a second turn clears the flag while the first runs.
+    busy_sessions = {id(request.session) for request in requests if request.session is not None}
     session_kv = [(name, slot.kv) for name, slot in slots.items() if slot.kv.holds_kv]
+    # Sessions whose names can be sent come first.
     session_kv.sort(key=lambda name_and_kv: not is_nameable(name_and_kv[0]))
-    names = [name for name, _ in session_kv[:AUDIT_NAMES_MAX] if is_nameable(name)]
+    session_names = [name for name, _ in session_kv[:AUDIT_NAMES_MAX] if is_nameable(name)]
     rows: list[Row] = []
-    seen_row_indexes = set()
+    listed_row_indexes = set()
     for name, kv in session_kv:
-        seen_row_indexes.add(kv.req_pool_idx)
+        listed_row_indexes.add(kv.req_pool_idx)
         session = sessions.get(name)
         may_write = session is None or session._inflight or id(session) in busy_sessions
         # The KV of the last token isn't written yet. The next turn writes it.
-        sealed = 0 if may_write else max(0, kv.kv_committed_len - 1)
-        rows.append(_make_row(len(rows), kv, generations, name, sealed))
-    for request in live:
+        sealed_tokens = 0 if may_write else max(0, kv.kv_committed_len - 1)
+        rows.append(_make_row(len(rows), kv, generations, name, sealed_tokens))
+    for request in requests:
         kv = request.kv
-        if kv.holds_kv and kv.req_pool_idx not in seen_row_indexes:
-            seen_row_indexes.add(kv.req_pool_idx)
+        if kv.holds_kv and kv.req_pool_idx not in listed_row_indexes:
+            listed_row_indexes.add(kv.req_pool_idx)
             rows.append(_make_row(len(rows), kv, generations, str(request.rid), 0))
-    return names, rows
+    return session_names, rows
 
 
-def _make_row(number: int, kv: Any, generations: list[int], holder: str, sealed: int) -> Row:
+def _make_row(
+    holder_number: int, kv: Any, generations: list[int], holder_name: str, sealed_tokens: int
+) -> Row:
+    """Returns the row that the KV record `kv` names. `generations` has a number for each row, which
+    the engine changes each time it assigns the row."""
     row_index, generation = kv.req_pool_idx, generations[kv.req_pool_idx]
-    # The version must change when the engine replaces the row's leading pages by the tree's pages,
-    # which changes the protected length. It must also change when a turn begins or ends, which may
-    # free the pages after the sealed tokens, and which changes `sealed`.
-    version = hash((generation, kv.cache_protected_len, sealed)) & _U64_MASK
-    key = hash((row_index, generation, holder)) & _U64_MASK
-    protected = kv.cache_protected_len
-    return Row(row_index, kv.kv_allocated_len, number, version, key, sealed, protected)
+    # The version must change when the engine replaces the row's leading pages by the tree's pages.
+    # That also changes the protected length. The version must also change when a turn begins or
+    # ends, because pages after the sealed tokens may be freed. That also changes `sealed_tokens`.
+    version = hash((generation, kv.cache_protected_len, sealed_tokens)) & _U64_MASK
+    key = hash((row_index, generation, holder_name)) & _U64_MASK
+    return Row(
+        row_index,
+        kv.kv_allocated_len,
+        holder_number,
+        version,
+        key,
+        sealed_tokens,
+        kv.cache_protected_len,
+    )

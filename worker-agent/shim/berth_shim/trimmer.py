@@ -171,10 +171,10 @@ class Trimmer:
         self._bos = getattr(tokenizer, "bos_token_id", None)
         self._inert_reason = ""
 
-    def connect(self, path: str, path_is_set: bool) -> None:
+    def connect(self, path: str, is_path_configured: bool) -> None:
         """Starts to connect to the agent. `path` is the path of the shim's socket, and
-        `path_is_set` tells whether the operator set it."""
-        self._link = Link(path + ".trim", path_is_set, self._hello())
+        `is_path_configured` tells whether the operator set it."""
+        self._link = Link(path + ".trim", is_path_configured, self._hello())
         self._link.start()
 
     def _hello(self) -> bytes:
