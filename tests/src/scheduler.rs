@@ -20,7 +20,7 @@ blank = lambda form: {name: kinds[kind] for name, kind in form.__annotations__.i
 hello = wire.Hello(**blank(wire.Hello))._replace(
     pid=os.getpid(), dp_rank=rank, page_size=16, pool_tokens=total, rows_total=8, sglang="0.5.23")
 held = total - available - evictable - protected
-head = wire.Head(**blank(wire.Head))._replace(
+head = wire.Figures(**blank(wire.Figures))._replace(
     pool_tokens=total, available_tokens=available, evictable_tokens=evictable,
     protected_tokens=protected, held_tokens=held, rows_total=8, rows_free=8, is_full_table=True)
 link = socket.socket(socket.AF_UNIX)

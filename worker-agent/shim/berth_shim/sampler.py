@@ -1,12 +1,14 @@
 """Samples one scheduler's state, reports it to the agent, and carries out the agent's commands.
 
-A *sample* is one reading of the KV pool's figures and of the sessions that a hook has *touched*,
-which means that they may have changed. A session is a series of turns whose KV the engine keeps
-from turn to turn. An *update* reports a sample if something has changed, together with the events
-that the hooks have seen since the update before.
+A session is a series of turns whose KV the engine keeps from turn to turn. A session is *touched*
+when a hook of the shim has seen it, so it may have changed. A *sample* is one reading of the KV
+pool's figures and of all touched sessions. If something has changed, an *update* reports the sample
+to the agent, together with the events that the hooks have seen since the update before.
 
-Everything here runs on the scheduler's thread, and nothing waits. While no agent is connected, each
-hook costs one comparison.
+The hooks that `__init__` installs call the `Sampler`. `table` reads the sessions, and `link` sends
+the frames. For the agent's commands, `audit`, `republish` and `demotion` do the work. Everything
+here runs on the scheduler's thread, and nothing waits. While no agent is connected, each hook costs
+one comparison.
 """
 
 import logging
@@ -25,8 +27,8 @@ from .table import SessionTable, answer_tokens
 # The shortest time between two samples of an idle scheduler in which no session was touched.
 # Without `--sleep-on-idle` an idle scheduler spins, and would sample all the time.
 IDLE_SECONDS = 0.05
-# A running turn's KV grows by a token in each step, but isn't read in each step. The sessions of
-# running turns are read again in the first step after this time, and at the end of their turn.
+# A running turn's KV grows by a token in each step, but its session isn't read in each step. The
+# sessions of running turns are read in the first step after this time, and when their turn ends.
 RUNNING_SECONDS = 0.05
 
 
@@ -51,19 +53,20 @@ class Sampler:
         # The connection for which the following state holds.
         self._connection_number = 0
         # The encoded events that are still to be sent.
-        self._events: list[bytes] = []
-        # Whether the next update must have the full table of sessions.
-        self._is_full_update_due = True
+        self._unsent_events: list[bytes] = []
+        # Whether the next update must begin a full table of the sessions.
+        self._is_full_table_due = True
         # The number of the next update on this connection.
-        self._seq = 0
-        # The latest figures that were sent on this connection.
-        self._head_sent: wire.Head | None = None
+        self._next_seq = 0
+        # The latest figures that were sent on this connection, without the shim's own counters.
+        self._figures_sent: wire.Figures | None = None
         # Counters since the start. A recount is a sample that reads all sessions again because the
         # sum of the held tokens was wrong.
         self._events_lost = self._samples = self._samples_ns = self._recounts = 0
-        # The uncached tokens after the latest recount on an idle engine. As long as there are so
-        # many, another recount wouldn't help.
+        # The uncached tokens after the latest recount on an idle engine. While this number stays
+        # the same, another recount wouldn't help.
         self._unexplained_tokens = 0
+        # When the latest sample was taken, and when the sessions of running turns were last read.
         self._sampled_at_seconds = self._running_read_at_seconds = 0.0
 
     # Called by the hooks on sessions. `id` is the session's id.
@@ -71,7 +74,7 @@ class Sampler:
     def mark_touched(self, id: str) -> None:
         """Marks a session as possibly changed, so that the next sample reads it."""
         if self._link.is_connected:
-            self._table.touched.add(id)
+            self._table.touched_ids.add(id)
 
     def report_open(self, id: str, ok: bool) -> None:
         """Reports that the engine has answered a request to open a session."""
@@ -96,18 +99,20 @@ class Sampler:
 
     def report_flush(self) -> None:
         """Reports that the engine has discarded the KV of all sessions."""
-        self._is_full_update_due = True
+        self._is_full_table_due = True
 
-    def _queue_event(self, id: str, encode: Callable[..., bytes], *values: Any) -> None:
+    def _queue_event(self, id: str, encode: Callable[..., bytes], *fields: Any) -> None:
+        """Queues an event of a session for the next update. `encode` is the function of `wire` for
+        this kind of event, and `fields` are its arguments after the id."""
         if not self._link.is_connected or not wire.is_nameable(id):
             return
         self._reset_if_reconnected()
-        self._table.touched.add(id)
-        if len(self._events) < wire.EVENTS_MAX:
-            self._events.append(encode(id, *values))
+        self._table.touched_ids.add(id)
+        if len(self._unsent_events) < wire.EVENTS_MAX:
+            self._unsent_events.append(encode(id, *fields))
         else:
             self._events_lost += 1
-            self._is_full_update_due = True
+            self._is_full_table_due = True
 
     def start_publishing_rows(self, dp_rank: int) -> None:
         """Starts to publish the request table's rows if a file for them is configured."""
@@ -135,7 +140,7 @@ class Sampler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a command, an audit or a chunk of the tree's publication waits to be done."""
+        """Whether a command, a requested audit, or a chunk of the tree to publish is waiting."""
         return self._link.has_commands or self._auditor.can_begin or self._republisher.is_running
 
     def run_commands(self) -> None:
@@ -143,7 +148,7 @@ class Sampler:
         self._reset_if_reconnected()
         for kind, argument in self._link.take_commands():
             if kind == wire.SAMPLE_NOW:
-                self._is_full_update_due = True
+                self._is_full_table_due = True
             elif kind == wire.AUDIT:
                 self._auditor.request(argument)
             elif kind == wire.REPUBLISH:
@@ -163,9 +168,9 @@ class Sampler:
         if not self._link.is_connected:
             return
         begin_ns = time.perf_counter_ns()
-        now = begin_ns / 1e9
-        has_news = self._is_full_update_due or self._table.touched or self._events
-        if has_news or now - self._sampled_at_seconds >= IDLE_SECONDS:
+        now_seconds = begin_ns / 1e9
+        has_changes = self._is_full_table_due or self._table.touched_ids or self._unsent_events
+        if has_changes or now_seconds - self._sampled_at_seconds >= IDLE_SECONDS:
             self._sample(begin_ns)
 
     def end_step(self, batch: Any) -> None:
@@ -175,15 +180,16 @@ class Sampler:
         if not self._link.is_connected:
             return
         begin_ns = time.perf_counter_ns()
-        now = begin_ns / 1e9
+        now_seconds = begin_ns / 1e9
         # A prefill changes the rows and the tree, so its sessions are always read. A decoding step
         # only adds a token to each turn.
-        if batch.forward_mode.is_extend() or now - self._running_read_at_seconds >= RUNNING_SECONDS:
-            self._running_read_at_seconds = now
+        is_read_due = now_seconds - self._running_read_at_seconds >= RUNNING_SECONDS
+        if batch.forward_mode.is_extend() or is_read_due:
+            self._running_read_at_seconds = now_seconds
             for request in batch.reqs:
                 session = request.session
                 if session is not None and session.streaming:
-                    self._table.touched.add(session.session_id)
+                    self._table.touched_ids.add(session.session_id)
         self._sample(begin_ns)
         self._advance_audit()
 
@@ -206,20 +212,20 @@ class Sampler:
             return
         self._sampled_at_seconds = begin_ns / 1e9
         self._reset_if_reconnected()
-        head = self._read_state()
-        is_explained = head.uncached_tokens in (0, self._unexplained_tokens)
+        figures = self._read_state()
+        is_explained = figures.uncached_tokens in (0, self._unexplained_tokens)
         if not is_explained and self._scheduler.is_fully_idle():
-            # Only running requests hold uncached tokens, and none runs. So a hook has missed a
-            # change, and the sum of the held tokens is wrong.
+            # Only running requests hold uncached tokens, and no request runs. So a hook has missed
+            # a change, and the sum of the held tokens is wrong.
             self._recounts += 1
-            self._is_full_update_due = True
-            head = self._read_state()
-            self._unexplained_tokens = head.uncached_tokens
-        if self._is_full_update_due or self._events or head != self._head_sent:
-            self._send_update(head)
+            self._is_full_table_due = True
+            figures = self._read_state()
+            self._unexplained_tokens = figures.uncached_tokens
+        if self._is_full_table_due or self._unsent_events or figures != self._figures_sent:
+            self._send_update(figures)
         # One update may not have room for all changed sessions.
         while self._table.has_changes() and self._link.flush():
-            self._send_update(head)
+            self._send_update(figures)
         self._samples += 1
         self._samples_ns += time.perf_counter_ns() - begin_ns
 
@@ -228,59 +234,64 @@ class Sampler:
         if self._connection_number != self._link.connection_number:
             self._connection_number = self._link.connection_number
             self._auditor.forget_request()
-            self._is_full_update_due, self._seq, self._head_sent = True, 0, None
-            self._events.clear()
+            self._is_full_table_due, self._next_seq, self._figures_sent = True, 0, None
+            self._unsent_events.clear()
 
-    def _read_state(self) -> wire.Head:
+    def _read_state(self) -> wire.Figures:
         """Reads the touched sessions (all of them for a full update) and the pool's figures."""
-        if self._is_full_update_due:
+        if self._is_full_table_due:
             self._table.rebuild()
         self._table.read_touched()
-        return self._read_head()
+        return self._read_figures()
 
-    def _send_update(self, head: wire.Head) -> None:
+    def _send_update(self, figures: wire.Figures) -> None:
         """Sends the figures, the events, and as many changed sessions as fit in one update."""
-        ended, changed = self._table.take_changes()
-        complete = head._replace(
-            seq=self._seq,
+        ended_ids, changed_sessions = self._table.take_changes()
+        complete_figures = figures._replace(
+            seq=self._next_seq,
             events_lost=self._events_lost,
             samples=self._samples,
             samples_ns=self._samples_ns,
             recounts=self._recounts,
-            uncached_tokens=max(0, head.uncached_tokens),
-            is_full_table=self._is_full_update_due,
+            uncached_tokens=max(0, figures.uncached_tokens),
+            is_full_table=self._is_full_table_due,
         )
-        frame = wire.encode_update(complete, self._events, ended, changed)
+        frame = wire.encode_update(
+            complete_figures, self._unsent_events, ended_ids, changed_sessions
+        )
         self._link.send(frame, self._connection_number)
-        self._seq += 1
-        self._head_sent = head
-        self._is_full_update_due = False
-        self._events.clear()
+        self._next_seq += 1
+        self._figures_sent = figures
+        self._is_full_table_due = False
+        self._unsent_events.clear()
 
-    def _read_head(self) -> wire.Head:
-        """Reads the figures of the pool and the queues. The shim's own counters stay 0, so that two
-        heads are equal if the engine's state is."""
+    def _read_figures(self) -> wire.Figures:
+        """Reads the figures of the pool and the queues. The shim's own counters stay 0, so that
+        the figures of two samples are equal if the engine's state is."""
         scheduler, tree = self._scheduler, self._scheduler.tree_cache
-        pool = scheduler.pool_stats_observer.get_pool_stats()
-        protected = (
+        pool_stats = scheduler.pool_stats_observer.get_pool_stats()
+        protected_tokens = (
             tree.full_protected_size()
-            if pool.is_hybrid_swa or pool.is_hybrid_ssm
+            if pool_stats.is_hybrid_swa or pool_stats.is_hybrid_ssm
             else tree.protected_size()
         )
-        free_or_cached = pool.full_available_size + pool.full_evictable_size + protected
+        available_tokens = pool_stats.full_available_size
+        evictable_tokens = pool_stats.full_evictable_size
+        held_tokens = self._table.held_tokens
+        accounted_tokens = available_tokens + evictable_tokens + protected_tokens + held_tokens
         row_pool = scheduler.req_to_token_pool
-        return wire.Head(
+        return wire.Figures(
             seq=0,
             events_lost=0,
             samples=0,
             samples_ns=0,
             recounts=0,
-            pool_tokens=pool.full_capacity,
-            available_tokens=pool.full_available_size,
-            evictable_tokens=pool.full_evictable_size,
-            protected_tokens=protected,
-            held_tokens=self._table.held_tokens,
-            uncached_tokens=pool.full_capacity - free_or_cached - self._table.held_tokens,
+            pool_tokens=pool_stats.full_capacity,
+            available_tokens=available_tokens,
+            evictable_tokens=evictable_tokens,
+            protected_tokens=protected_tokens,
+            held_tokens=held_tokens,
+            uncached_tokens=pool_stats.full_capacity - accounted_tokens,
             rows_total=row_pool.size,
             rows_free=row_pool.available_size(),
             running=len(scheduler.running_batch.reqs),

@@ -3,8 +3,10 @@
 A session is a series of turns whose KV the engine keeps from turn to turn, in the session's *slot*.
 A session is *touched* when a hook of the shim has seen it, so it may have changed. Only touched
 sessions are read, because the cost of reading all of them would grow with their number. The table
-also keeps the sum of the tokens that all sessions hold. `Sampler` checks this sum whenever the
-engine is idle.
+also keeps the sum of the tokens that all sessions hold.
+
+`sampler` marks sessions as touched, lets the table read them, and reports the changes to the agent.
+It also checks the sum whenever the engine is idle. The table itself sends nothing.
 """
 
 from typing import Any
@@ -19,58 +21,58 @@ class SessionTable:
         self._sessions = scheduler.session_controller.sessions
         self._slots = scheduler.tree_cache.session.slots
         self._page_size = scheduler.tree_cache.page_size
-        # What the agent knows of each session, once everything is reported.
+        # The latest facts of each session, as the agent knows them once all changes are reported.
         self._facts_by_id: dict[str, wire.SessionFacts] = {}
         # The part of `held_tokens` of each session that holds any.
-        self._held_by_id: dict[str, int] = {}
-        # The ids of the sessions to read.
-        self.touched: set[str] = set()
+        self._held_tokens_by_id: dict[str, int] = {}
+        # The ids of the sessions to read next.
+        self.touched_ids: set[str] = set()
         # The ids of changed sessions and of ended sessions that are still to be reported, in order.
-        self._changed: dict[str, None] = {}
-        self._ended: dict[str, None] = {}
+        self._changed_ids: dict[str, None] = {}
+        self._ended_ids: dict[str, None] = {}
         # The tokens that all sessions hold outside the radix tree, in whole pages.
         self.held_tokens = 0
 
     def rebuild(self) -> None:
         """Forgets all sessions and marks every streaming session of the engine as touched."""
         self._facts_by_id.clear()
-        self._held_by_id.clear()
-        self._changed.clear()
-        self._ended.clear()
+        self._held_tokens_by_id.clear()
+        self._changed_ids.clear()
+        self._ended_ids.clear()
         self.held_tokens = 0
-        self.touched = {id for id, session in self._sessions.items() if session.streaming}
+        self.touched_ids = {id for id, session in self._sessions.items() if session.streaming}
         # A slot without a session is a leak in the engine. It must count in the sum.
-        self.touched.update(self._slots)
+        self.touched_ids.update(self._slots)
 
     def read_touched(self) -> None:
         """Reads the touched sessions, and notes which have changed or ended."""
-        for id in self.touched:
+        for id in self.touched_ids:
             slot = self._slots.get(id)
             kv = slot.kv if slot is not None and slot.kv.holds_kv else None
-            self._set_held(id, self._private_tokens(kv))
+            self._set_held_tokens(id, self._private_tokens(kv))
             session = self._sessions.get(id)
             if session is None or not session.streaming:
                 if self._facts_by_id.pop(id, None) is not None:
-                    self._changed.pop(id, None)
-                    self._ended[id] = None
+                    self._changed_ids.pop(id, None)
+                    self._ended_ids[id] = None
                 continue
             facts = _read_facts(session, kv)
             if self._facts_by_id.get(id) != facts and wire.is_nameable(id):
                 self._facts_by_id[id] = facts
-                self._ended.pop(id, None)
-                self._changed[id] = None
-        self.touched.clear()
+                self._ended_ids.pop(id, None)
+                self._changed_ids[id] = None
+        self.touched_ids.clear()
 
     def has_changes(self) -> bool:
         """Whether sessions are still to be reported."""
-        return bool(self._changed or self._ended)
+        return bool(self._changed_ids or self._ended_ids)
 
     def take_changes(self) -> tuple[list[str], list[tuple[str, wire.SessionFacts]]]:
         """Takes the next sessions to report, at most SESSIONS_MAX of each kind: the ids of ended
         sessions, and changed sessions with their facts."""
-        ended = _take_first(self._ended)
-        changed = [(id, self._facts_by_id[id]) for id in _take_first(self._changed)]
-        return ended, changed
+        ended_ids = _take_first(self._ended_ids)
+        changed_sessions = [(id, self._facts_by_id[id]) for id in _take_first(self._changed_ids)]
+        return ended_ids, changed_sessions
 
     def _private_tokens(self, kv: Any) -> int:
         """Returns the tokens that a session's KV takes outside the radix tree, in whole pages."""
@@ -79,23 +81,25 @@ class SessionTable:
         pages = -(-kv.kv_allocated_len // self._page_size)
         return pages * self._page_size - kv.cache_protected_len
 
-    def _set_held(self, id: str, tokens: int) -> None:
-        self.held_tokens += tokens - self._held_by_id.pop(id, 0)
+    def _set_held_tokens(self, id: str, tokens: int) -> None:
+        """Sets the tokens that a session holds, and corrects the sum."""
+        self.held_tokens += tokens - self._held_tokens_by_id.pop(id, 0)
         if tokens:
-            self._held_by_id[id] = tokens
+            self._held_tokens_by_id[id] = tokens
 
 
 def _read_facts(session: Any, kv: Any) -> wire.SessionFacts:
+    """Reads a session's facts. `kv` is the record of the session's KV; None if it has no KV."""
     flags = (
         (wire.HOLDS_ROW if kv is not None else 0)
         | (wire.IN_FLIGHT if session._inflight else 0)
         | (wire.CLOSING if session.close_on_finish else 0)
     )
-    history = history_tokens(session)
+    history_len = history_tokens(session)
     if kv is None:
-        return wire.SessionFacts(flags, 0, 0, 0, history)
+        return wire.SessionFacts(flags, 0, 0, 0, history_len)
     return wire.SessionFacts(
-        flags, kv.kv_allocated_len, kv.kv_committed_len, kv.cache_protected_len, history
+        flags, kv.kv_allocated_len, kv.kv_committed_len, kv.cache_protected_len, history_len
     )
 
 
@@ -116,9 +120,9 @@ def answer_tokens(request: Any) -> int:
 
 def _take_first(ids: dict[str, None]) -> list[str]:
     """Removes and returns the first ids, at most SESSIONS_MAX."""
-    taken = []
-    while ids and len(taken) < wire.SESSIONS_MAX:
+    first_ids = []
+    while ids and len(first_ids) < wire.SESSIONS_MAX:
         id = next(iter(ids))
         del ids[id]
-        taken.append(id)
-    return taken
+        first_ids.append(id)
+    return first_ids

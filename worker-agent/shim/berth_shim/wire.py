@@ -5,7 +5,8 @@ engine, and the agent beside the engine. A *session* is a series of turns whose 
 from turn to turn; a *turn* is one request with its answer. One socket belongs to the shim in a
 scheduler process, and reports the state of the KV pool and its sessions. The other belongs to the
 *trimmer*, the shim's part in the process that tokenizes. The trimmer removes from a full prompt
-what the turn's session already has.
+what the turn's session already has. `sampler` and `trimmer` make and use the messages, and `link`
+sends and receives the frames. `worker-agent/src/shim/codec.rs` is the agent's end.
 
 A frame is a `u32` length of the rest (2 to FRAME_BYTES_MAX), a `u8` protocol version, a `u8` kind,
 and the body. Integers are unsigned and little-endian; `str` is a `u16` length and that many bytes
@@ -14,7 +15,7 @@ of UTF-8; `bool` is one byte, 0 or 1; a list is a `u16` count and its items.
 | kind | frame | direction | body |
 |---|---|---|---|
 | 1 | hello | to agent | the fields of the hello in the order below |
-| 2 | update | to agent | the fields of `Head`, then three lists: events, ids of sessions that |
+| 2 | update | to agent | the fields of `Figures`, then three lists: events, ids of sessions that |
 | | | | are gone, changed sessions |
 | 3 | audit | to agent | number u64, nanoseconds u64, refusal str, list of names str, report |
 | 4 | trimmer | to agent | pid u32, instance 16 bytes; sglang, shim, inert_reason str each |
@@ -118,12 +119,13 @@ HOLDS_ROW, IN_FLIGHT, CLOSING = 1, 2, 4
 # The values of `Planned.plan`.
 TRIMMED, RETOKENIZED, DIVERGED, REFUSED = 1, 2, 3, 4
 
-_PREFIX = struct.Struct("<IBB")
+# The struct formats of fixed-size parts. A frame's header is its length, version and kind.
+_FRAME_HEADER = struct.Struct("<IBB")
 _HELLO = struct.Struct("<IIIQI16s")
-_HEAD = struct.Struct("<QQQQQQQQQQQIIII?")
-_SESSION = struct.Struct("<BIIII")
-_COUNT = struct.Struct("<H")
-_NUMBER = struct.Struct("<Q")
+_FIGURES = struct.Struct("<QQQQQQQQQQQIIII?")
+_SESSION_FACTS = struct.Struct("<BIIII")
+_U16 = struct.Struct("<H")
+_U64 = struct.Struct("<Q")
 _TRIMMER = struct.Struct("<I16s")
 _PLANNED = struct.Struct("<QIIIIB")
 _RUN = struct.Struct("<QI")
@@ -134,8 +136,8 @@ class ProtocolError(Exception):
 
 
 class Hello(NamedTuple):
-    """The first frame: the shim's identity and abilities. The module's description explains the
-    fields."""
+    """The first frame: the shim's identity, and what it can do. The table of the hello's fields, in
+    the module's description, explains the fields."""
 
     pid: int
     dp_rank: int
@@ -153,7 +155,7 @@ class Hello(NamedTuple):
     page_bytes: int
 
 
-class Head(NamedTuple):
+class Figures(NamedTuple):
     """The figures of an update, in the order of the protocol."""
 
     # The number of the update on this connection, from 0.
@@ -191,7 +193,7 @@ class Head(NamedTuple):
 class SessionFacts(NamedTuple):
     """The state of a session, in the order of the protocol."""
 
-    # The sum of HOLDS_ROW, IN_FLIGHT and CLOSING, as far as they apply.
+    # The sum of those flags of HOLDS_ROW, IN_FLIGHT and CLOSING that apply.
     flags: int
     # Tokens for which KV is allocated.
     allocated_tokens: int
@@ -239,35 +241,35 @@ def is_nameable(id: Any) -> bool:
 
 def _encode_str(text: str) -> bytes:
     """Encodes at most the first NAME_BYTES_MAX bytes of the text."""
-    raw = text.encode(errors="replace")
-    if len(raw) > NAME_BYTES_MAX:
+    encoded = text.encode(errors="replace")
+    if len(encoded) > NAME_BYTES_MAX:
         # Cut between characters, so that the rest is valid UTF-8.
-        raw = raw[:NAME_BYTES_MAX].decode(errors="ignore").encode()
-    return _COUNT.pack(len(raw)) + raw
+        encoded = encoded[:NAME_BYTES_MAX].decode(errors="ignore").encode()
+    return _U16.pack(len(encoded)) + encoded
 
 
 def _encode_frame(kind: int, body: bytes) -> bytes:
-    return _PREFIX.pack(len(body) + 2, VERSION, kind) + body
+    return _FRAME_HEADER.pack(len(body) + 2, VERSION, kind) + body
 
 
 def encode_hello(hello: Hello) -> bytes:
     texts = b"".join(map(_encode_str, hello[6:13]))
-    return _encode_frame(HELLO, _HELLO.pack(*hello[:6]) + texts + _NUMBER.pack(hello.page_bytes))
+    return _encode_frame(HELLO, _HELLO.pack(*hello[:6]) + texts + _U64.pack(hello.page_bytes))
 
 
 def encode_update(
-    head: Head,
+    figures: Figures,
     events: Sequence[bytes],
-    gone: Sequence[str],
+    gone_ids: Sequence[str],
     sessions: Sequence[tuple[str, SessionFacts]],
 ) -> bytes:
-    """Encodes an update. `events` are encoded already and at most EVENTS_MAX. `gone` and `sessions`
-    have at most SESSIONS_MAX items each."""
-    parts = [_HEAD.pack(*head), _COUNT.pack(len(events)), *events, _COUNT.pack(len(gone))]
-    parts += map(_encode_str, gone)
-    parts.append(_COUNT.pack(len(sessions)))
+    """Encodes an update. `events` are encoded already and at most EVENTS_MAX. `gone_ids` and
+    `sessions` have at most SESSIONS_MAX items each."""
+    parts = [_FIGURES.pack(*figures), _U16.pack(len(events)), *events, _U16.pack(len(gone_ids))]
+    parts += map(_encode_str, gone_ids)
+    parts.append(_U16.pack(len(sessions)))
     for id, facts in sessions:
-        parts += (_encode_str(id), _SESSION.pack(*facts))
+        parts += (_encode_str(id), _SESSION_FACTS.pack(*facts))
     return _encode_frame(UPDATE, b"".join(parts))
 
 
@@ -275,8 +277,8 @@ def encode_audit(
     number: int, spent_ns: int, refusal: str, names: Sequence[str], report: bytes
 ) -> bytes:
     """Encodes an audit with at most AUDIT_NAMES_MAX names and AUDIT_BYTES_MAX bytes of report."""
-    parts = [_NUMBER.pack(number), _NUMBER.pack(spent_ns), _encode_str(refusal)]
-    parts += [_COUNT.pack(len(names)), *map(_encode_str, names), report]
+    parts = [_U64.pack(number), _U64.pack(spent_ns), _encode_str(refusal)]
+    parts += [_U16.pack(len(names)), *map(_encode_str, names), report]
     return _encode_frame(AUDITED, b"".join(parts))
 
 
@@ -340,8 +342,8 @@ def _decode_command(frame: bytes) -> tuple[int, Any]:
     if kind == RUN and _is_encoded_str(body[_RUN.size :]):
         session = body[_RUN.size + 2 :].decode(errors="replace")
         return kind, Run(*_RUN.unpack(body[: _RUN.size]), session)
-    if kind == AUDIT and len(body) == _NUMBER.size:
-        return kind, _NUMBER.unpack(body)[0]
+    if kind == AUDIT and len(body) == _U64.size:
+        return kind, _U64.unpack(body)[0]
     raise ProtocolError(f"kind {kind} with {len(body)} bytes")
 
 

@@ -11,7 +11,7 @@ use crate::{config::WORKER_ID_BYTES_MAX, incarnation::prefix};
 const ENCODE: &str = r#"
 from berth_shim import wire
 facts = wire.SessionFacts(wire.HOLDS_ROW | wire.CLOSING, 59, 58, 32, 60)
-head = wire.Head(*range(1, 16), True)
+head = wire.Figures(*range(1, 16), True)
 events = [
     wire.encode_opened("a", False), wire.encode_closed("b"),
     wire.encode_committed("c", "rid-1", 60, True), wire.encode_aborted("d", True),
