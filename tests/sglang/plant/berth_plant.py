@@ -137,7 +137,7 @@ def _slowly(_scheduler: Any, pages: str) -> None:
     """Makes the shim publish the tree in steps of this many pages."""
     from berth_shim import republish
 
-    republish.CHUNK_SECONDS, republish.PART_PAGES = 0.0, int(pages)
+    republish.CHUNK_SECONDS, republish.PART_PAGES_MAX = 0.0, int(pages)
 
 
 def _tree(scheduler: Any) -> None:

@@ -321,8 +321,8 @@ MUTATIONS = [
     ),
     (
         "idle sessions are forgotten first", "transcripts",
-        "for idle in (True, False)",
-        "for idle in (False, True)",
+        "for is_idle_pass in (True, False)",
+        "for is_idle_pass in (False, True)",
     ),
     (
         "a reopened session has no context", "transcripts",
@@ -331,8 +331,8 @@ MUTATIONS = [
     ),
     (
         "a long node is published in parts", "republish",
-        "PART_PAGES = 64",
-        "PART_PAGES = 1 << 30",
+        "PART_PAGES_MAX = 64",
+        "PART_PAGES_MAX = 1 << 30",
     ),
     (
         "a chunk may end inside a node", "republish",

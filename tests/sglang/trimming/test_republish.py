@@ -115,7 +115,7 @@ class TestRepublish(unittest.TestCase):
         harness = Harness(page_size, CHUNK_SECONDS / chunk_pages)
         with (
             patch.object(republish, "time", harness.clock),
-            patch.object(republish, "PART_PAGES", part_pages),
+            patch.object(republish, "PART_PAGES_MAX", part_pages),
         ):
             for step in before:
                 harness.step(*step)

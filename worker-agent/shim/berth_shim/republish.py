@@ -1,22 +1,25 @@
 """Publishes the radix tree again as KV events, for an agent that has missed some of the events.
 
-The first event clears all blocks at the subscribers. Then a store event follows for each node. The
-engine's own event queue takes these events, in order with the events of current changes. So every
-subscriber, not only the agent, knows the tree's content afterwards. The work is done in chunks
-between the steps of the scheduler. The tree may change between two chunks, and a chunk may end
-inside a long node.
+A KV event says that the engine's cache has stored or removed pages of KV. The first event of a
+publication clears all pages at the subscribers. Then store events follow for each node of the tree.
+The events pass through the engine's own event queue, in order with the events of current changes.
+So every subscriber, not only the agent, knows the tree's content afterwards.
+
+`sampler` begins a publication on the agent's command, and then calls `publish_chunk` between the
+scheduler's steps. The tree may change between two chunks, and a chunk may end inside a long node.
+The module changes neither the tree nor its KV.
 
 No event is false. A chunk reports only pages that are in the tree while the chunk runs, and the
 engine's own events report later changes.
 
 No page is missed. A node is *published* once all its pages are. Subscribers know the pages of
-published nodes, so they understand the engine's own events that store pages after them. They can't
-use an event that stores pages after an unpublished node. But the republisher publishes those pages
-later, after that node.
+published nodes, so they understand the engine's own events that store pages after those pages.
+Subscribers can't use an event that stores pages after an unpublished node. But the republisher
+publishes those pages later, after that node.
 
-A *pending* node is one that is still to be published. `_pages_done` counts the pages already
-published between the nearest published ancestor of the next pending node and the end of that node.
-Changes between two chunks leave this count valid:
+A *pending* node is a node that is still to be published. Its *path* has the unpublished nodes from
+the root down to the node. `_pages_done` counts the pages of the next pending node's path that are
+already published. Changes between two chunks leave this count valid:
 
 - A split inserts a new node above a node that keeps its id and its end. The path down to the
   pending node then has one node more, but the same pages.
@@ -32,12 +35,12 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-# After this time a chunk starts no further part. It is short beside a scheduler step: even a small
-# model's step takes several times as long.
+# After this time a chunk starts no further part. The time is short beside a scheduler step: even a
+# small model's step takes several times as long.
 CHUNK_SECONDS = 0.002
-# The most pages published between two checks of the clock. They take 0.3 ms with pages of one
-# token.
-PART_PAGES = 64
+# The maximum number of pages in a part. A chunk checks the clock after each part. A part of pages
+# of one token takes 0.3 ms.
+PART_PAGES_MAX = 64
 
 
 class Republisher:
@@ -53,8 +56,7 @@ class Republisher:
         self._pending_nodes: list[Any] = []
         # The ids of the nodes whose pages are all published.
         self._published_ids: set[int] = set()
-        # The number of pages already published below the nearest published ancestor of the next
-        # pending node.
+        # The number of pages already published on the path of the next pending node.
         self._pages_done = 0
         # Why the tree can't be published; empty if it can.
         self.refusal = _publishing_refusal(self._publisher, self._tree)
@@ -74,6 +76,7 @@ class Republisher:
             self._give_up(error)
 
     def _begin(self) -> None:
+        """Queues the event that clears all pages, and marks the root's children as pending."""
         # Publish the queued events before the cleared event. They belong to older changes, so the
         # cleared event must void them too.
         self._publisher.publish_kv_events()
@@ -92,6 +95,7 @@ class Republisher:
             self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
+        """Stops for good after an error, and logs the error."""
         self.refusal = f"{type(error).__name__}: {error}"
         self._pending_nodes = []
         logging.getLogger(__name__).warning("can't publish the radix tree again: %s", self.refusal)
@@ -133,7 +137,7 @@ class Republisher:
             pages = len(node.hash_value)
             while self._pages_done < pages:
                 begin = self._pages_done
-                self._pages_done = min(begin + PART_PAGES, pages)
+                self._pages_done = min(begin + PART_PAGES_MAX, pages)
                 self._record_part(node, begin, self._pages_done)
                 # The check comes after the part, so that each chunk publishes at least one part.
                 if time.perf_counter() >= deadline:

@@ -2,10 +2,11 @@
 
 The trimmer is the shim's part that removes from a full prompt what the turn's session already has.
 A session is a series of turns that the engine appends to one *context*, the session's tokens. A
-`Transcript` holds the token ids of that context. The trimmer compares a prompt with the transcript
-(see `trim`); this module only keeps the transcripts. At the bound on tokens, the session that has
-been idle longest loses its transcript's ids. The context of that session is then unknown, and its
-turns can't be trimmed any more.
+`Transcript` holds the token ids of that context. This module only keeps the transcripts: `trimmer`
+reads and changes them here, and `trim` compares prompts with them.
+
+At the bound on tokens, the session that has been idle longest loses its transcript's ids. The
+context of that session is then unknown, and its turns can't be trimmed any more.
 """
 
 from collections.abc import Callable
@@ -28,7 +29,8 @@ class Transcripts:
     def __init__(self, sessions_max: int = SESSIONS_MAX, tokens_max: int = TOKENS_MAX):
         self._sessions_max, self._tokens_max = sessions_max, tokens_max
         self._by_id: dict[str, Transcript] = {}
-        self._tokens = 0
+        # The number of token ids in all transcripts.
+        self._kept_tokens = 0
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -42,14 +44,15 @@ class Transcripts:
         the least recently used."""
         self.close(id)
         if len(self._by_id) >= self._sessions_max:
-            idle = (other for other, transcript in self._by_id.items() if transcript.turn is None)
-            self.close(next(idle, next(iter(self._by_id))))
+            by_id = self._by_id
+            idle_ids = (other for other, transcript in by_id.items() if transcript.turn is None)
+            self.close(next(idle_ids, next(iter(by_id))))
         self._by_id[id] = Transcript()
 
     def close(self, id: str) -> None:
         """Removes a session, if it is known."""
         if transcript := self._by_id.pop(id, None):
-            self._tokens -= len(transcript)
+            self._kept_tokens -= len(transcript)
 
     def get(self, id: str) -> Transcript | None:
         """Returns a session's transcript for reading, or None if the session is unknown. To change
@@ -65,26 +68,26 @@ class Transcripts:
         if (transcript := self._by_id.pop(id, None)) is None:
             return None
         self._by_id[id] = transcript
-        before = len(transcript)
+        tokens_before = len(transcript)
         result = apply(transcript)
-        self._tokens += len(transcript) - before
+        self._kept_tokens += len(transcript) - tokens_before
         self._make_room()
         return result
 
     def _make_room(self) -> None:
         """Discards contexts until the bound holds: first those of idle sessions, then those of
         sessions with a running turn, and of each the least recently used first."""
-        for idle in (True, False):
+        for is_idle_pass in (True, False):
             for transcript in self._by_id.values():
-                if self._tokens <= self._tokens_max:
+                if self._kept_tokens <= self._tokens_max:
                     return
-                if (transcript.turn is None) == idle:
-                    self._tokens -= len(transcript)
+                if (transcript.turn is None) == is_idle_pass:
+                    self._kept_tokens -= len(transcript)
                     transcript.discard_context()
 
     def check_invariants(self) -> None:
-        assert self._tokens == sum(map(len, self._by_id.values())), "not the transcripts' sum"
-        assert self._tokens <= self._tokens_max, "more tokens than the bound"
+        assert self._kept_tokens == sum(map(len, self._by_id.values())), "not the transcripts' sum"
+        assert self._kept_tokens <= self._tokens_max, "more tokens than the bound"
         assert len(self._by_id) <= self._sessions_max, "more sessions than the bound"
         for transcript in self._by_id.values():
             transcript.check_invariants()
