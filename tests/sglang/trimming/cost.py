@@ -98,7 +98,7 @@ def measure_long(trimmer: Trimmer, differs_at: int | None) -> list[float]:
         plan = trimmer._make_plan(manager, tokenized, Mark(2 * PROMPT, "s"))
         if differs_at is None:
             trimmer._begin_turn(manager, request, tokenized, "s", plan)
-            trimmer._commit(trimmer._running["s"], Finished(answer))
+            trimmer._commit(trimmer._running_turns["s"], Finished(answer))
         return (time.thread_time_ns() - start) / 1000
 
     return [run_once() for _ in range(TIMES)]

@@ -28,7 +28,7 @@ REPUBLISHING = ["trimming.test_republish"]
 MUTATIONS = [
     (
         "an answer computed on another context is broken off", "trimmer",
-        "is_right_count = meta_info.get(\"prompt_tokens\") == running.turn.prompt_tokens",
+        "is_right_count = meta_info.get(\"prompt_tokens\") == running_turn.turn.prompt_tokens",
         "is_right_count = True",
     ),
     (
@@ -43,8 +43,8 @@ MUTATIONS = [
     ),
     (
         "the agent's answer doesn't lift the obligation to continue the session", "trimmer",
-        "mark = other._replace(rid=mark.rid, must_continue=mark.must_continue)",
-        "mark = other._replace(rid=mark.rid)",
+        "mark = agent_mark._replace(rid=mark.rid, must_continue=mark.must_continue)",
+        "mark = agent_mark._replace(rid=mark.rid)",
     ),
     (
         "an abort changes nothing only if the turn was not retracted before", "trimmer",
@@ -83,13 +83,13 @@ MUTATIONS = [
     ),
     (
         "the prompt starts with the transcript's ids", "trim",
-        "prompt[:shared] == ids",
+        "prompt[:shared_tokens] == ids",
         "True",
     ),
     (
         "new tokens must follow the transcript", "trim",
-        "if len(prompt) > shared and",
-        "if len(prompt) >= shared and",
+        "if len(prompt) > shared_tokens and",
+        "if len(prompt) >= shared_tokens and",
     ),
     (
         "new tokens must follow a retokenized transcript", "trim",
@@ -98,8 +98,8 @@ MUTATIONS = [
     ),
     (
         "text is equal only if it encodes to the prompt's ids", "trim",
-        "part is None or list(prompt[cut : cut + len(part)]) != part",
-        "part is None",
+        "reencoded_ids is None or list(prompt[cut : cut + len(reencoded_ids)]) != reencoded_ids",
+        "reencoded_ids is None",
     ),
     (
         "a special token equals only itself", "trim",
@@ -113,17 +113,17 @@ MUTATIONS = [
     ),
     (
         "the texts on both sides of the cut encode independently", "trim",
-        "or _reencode(rest, tokenizer) != list(rest)",
-        "",
+        "return cut if _reencode(ids_after_cut, tokenizer) == list(ids_after_cut) else None",
+        "return cut",
     ),
     (
         "text is compared from a special token on", "trim",
-        "while start >= earliest and start > 0 and ids[start - 1] not in tokenizer.split_ids",
+        "while start >= earliest_start and start > 0 and ids[start - 1] not in tokenizer.split_ids",
         "while False",
     ),
     (
         "a long difference is another history", "trim",
-        "if start < earliest:",
+        "if start < earliest_start:",
         "if False:",
     ),
     (
@@ -133,7 +133,7 @@ MUTATIONS = [
     ),
     (
         "a session has one adapter and one salt", "trim",
-        "if self._committed and namespace != self._cache_namespace:",
+        "if self._committed_tokens and cache_namespace != self._cache_namespace:",
         "if False:",
     ),
     (
@@ -148,8 +148,8 @@ MUTATIONS = [
     ),
     (
         "the committed length is the engine's, not the prompt's", "trim",
-        "self._committed = turn.prompt_tokens + len(outcome.answer)",
-        "self._committed = len(self._ids)",
+        "self._committed_tokens = turn.prompt_tokens + len(outcome.answer)",
+        "self._committed_tokens = len(self._ids)",
     ),
     (
         "an aborted turn isn't committed", "trim",
@@ -169,42 +169,42 @@ MUTATIONS = [
     ),
     (
         "the engine removes a BOS token from what is appended", "trim",
-        "if committed and len(rest) and rest[0] == bos:",
+        "if committed_tokens and len(new_ids) and new_ids[0] == bos_id:",
         "if False:",
     ),
     (
         "the engine removes a BOS token from what other clients append", "trim",
-        "if self._committed and len(ids) and ids[0] == bos:",
+        "if self._committed_tokens and len(ids) and ids[0] == bos_id:",
         "if False:",
     ),
     (
         "the engine removes a BOS token only if the session has a context", "trim",
-        "if self._committed and len(ids) and ids[0] == bos:",
-        "if len(ids) and ids[0] == bos:",
+        "if self._committed_tokens and len(ids) and ids[0] == bos_id:",
+        "if len(ids) and ids[0] == bos_id:",
     ),
     (
         "an overlapping turn of another client makes the context unknown", "trim",
-        "if self._refusal(namespace):\n            self.discard_context()",
-        "if self._refusal(namespace):\n            pass",
+        "if self._refusal(cache_namespace):\n            self.discard_context()",
+        "if self._refusal(cache_namespace):\n            pass",
     ),
     (
         "a prompt longer than its room is refused", "trim",
-        "return plan if tokens <= tokens_max",
-        "return plan if True",
+        "if prompt_tokens <= tokens_max:",
+        "if True:",
     ),
     (
         "a prompt exactly as long as its room is accepted", "trim",
-        "return plan if tokens <= tokens_max",
-        "return plan if tokens < tokens_max",
+        "if prompt_tokens <= tokens_max:",
+        "if prompt_tokens < tokens_max:",
     ),
     (
         "the room must hold what the engine will count", "trim",
-        "tokens = plan.committed + len(plan.rest)",
-        "tokens = len(prompt)",
+        "prompt_tokens = plan.committed_tokens + len(plan.new_ids)",
+        "prompt_tokens = len(prompt)",
     ),
     (
         "a question asks for the room that the engine will need", "trimmer",
-        "prompt = max(prompt, plan.tokens)",
+        "prompt_tokens = max(prompt_tokens, plan.prompt_tokens)",
         "pass",
     ),
     (
@@ -249,20 +249,20 @@ MUTATIONS = [
     ),
     (
         "the final plan is sent after a question, too", "trimmer",
-        "            self._send_plan(_plan_message(plan, mark, body.rid, prompt, why))",
+        "            self._send_plan(_plan_message(plan, mark, body.rid, prompt_tokens, why))",
         "            if not why:\n"
-        "                self._send_plan(_plan_message(plan, mark, body.rid, prompt, why))",
+        "                self._send_plan(_plan_message(plan, mark, body.rid, prompt_tokens, why))",
     ),
     (
         "a final plan names its session", "trimmer",
-        "mark = other._replace(rid=mark.rid, must_continue=mark.must_continue)\n"
+        "mark = agent_mark._replace(rid=mark.rid, must_continue=mark.must_continue)\n"
         "                    plan = self._make_plan(manager, tokenized, mark)",
-        "plan = self._make_plan(manager, tokenized, other)",
+        "plan = self._make_plan(manager, tokenized, agent_mark)",
     ),
     (
         "a final plan names its turn", "trimmer",
-        "mark = other._replace(rid=mark.rid, must_continue=mark.must_continue)",
-        "mark = other",
+        "mark = agent_mark._replace(rid=mark.rid, must_continue=mark.must_continue)",
+        "mark = agent_mark",
     ),
     (
         "a plan carries the agent's id of the turn", "trimmer",
@@ -296,8 +296,8 @@ MUTATIONS = [
     ),
     (
         "a plan says how many tokens are appended", "trimmer",
-        "sent = len(getattr(plan, \"rest\", ()))",
-        "sent = 0",
+        "appended_tokens = len(getattr(plan, \"new_ids\", ()))",
+        "appended_tokens = 0",
     ),
     (
         "an answer to another engine process is ignored", "trimmer",

@@ -95,10 +95,10 @@ class Conversation(RuleBasedStateMachine):
         # No turn runs, so another session or more room could help any prompt that can't be trimmed.
         assert is_improvable(plan) != isinstance(plan, Trimmed | Retokenized)
         if isinstance(plan, TooLong):
-            assert plan.tokens > tokens_max
-            one_less = transcript.plan(prompt, tokenizer, adapter, plan.tokens - 1)
+            assert plan.prompt_tokens > tokens_max
+            one_less = transcript.plan(prompt, tokenizer, adapter, plan.prompt_tokens - 1)
             assert one_less == plan, "it asked for more room than needed"
-            tokens_max = plan.tokens
+            tokens_max = plan.prompt_tokens
             plan = transcript.plan(prompt, tokenizer, adapter, tokens_max)
             assert isinstance(plan, Trimmed | Retokenized), "the room asked for is too small"
         if isinstance(plan, Diverged):
@@ -109,17 +109,18 @@ class Conversation(RuleBasedStateMachine):
         if not isinstance(plan, Trimmed | Retokenized):
             return
         full = list(prompt)
-        sent = guard_bos(plan.rest, plan.committed, BOS)
-        assert plan.committed == len(self.engine.context), "the engine's count of its context"
-        assert len(plan.rest), "a turn that brings nothing"
+        sent = guard_bos(plan.new_ids, plan.committed_tokens, BOS)
+        context_tokens = len(self.engine.context)
+        assert plan.committed_tokens == context_tokens, "the engine's count of its context"
+        assert len(plan.new_ids), "a turn that brings nothing"
         reached = self.engine.accept(sent, adapter)
         assert raw(reached) == raw(full), f"another context than the client's: {plan}"
         assert len(reached) <= tokens_max, "more than there is room for"
-        if isinstance(plan, Retokenized) and "\ufffd" not in self.tokenizer.decode(plan.rest):
-            alone = self.tokenizer.encode(self.tokenizer.decode(plan.rest))
-            assert alone == list(plan.rest), "a cut where the sides depend on each other"
+        if isinstance(plan, Retokenized) and "\ufffd" not in self.tokenizer.decode(plan.new_ids):
+            alone = self.tokenizer.encode(self.tokenizer.decode(plan.new_ids))
+            assert alone == list(plan.new_ids), "a cut where the sides depend on each other"
         self.turn = self.transcripts.change(
-            SESSION, lambda it: it.begin(prompt, plan.rest, adapter)
+            SESSION, lambda it: it.begin(prompt, plan.new_ids, adapter)
         )
         assert self.turn.prompt_tokens == len(reached), "the count the engine will report"
         overlap = transcript.plan(array("q", full), self.tokenizer, adapter)
@@ -211,7 +212,7 @@ class Conversation(RuleBasedStateMachine):
         self.transcripts.check_invariants()
         transcript = self.transcripts.get(SESSION)
         if isinstance(transcript.plan(array("q"), None, self.engine.adapter), Diverged):
-            assert transcript.committed == len(self.engine.context), "the engine's count"
+            assert transcript.committed_tokens == len(self.engine.context), "the engine's count"
             assert raw(transcript._ids) == raw(self.engine.context), "not the engine's text"
 
 
@@ -237,7 +238,8 @@ class TestDrift(unittest.TestCase):
         resent = f"{first}{tokenizer.decode(ids)}{TURN_END}\n{TURN_BEGIN}{more}"
         plan = transcript.plan(ids_of(resent), tokenizer)
         self.assertIsInstance(plan, Trimmed | Retokenized)
-        self.assertEqual(raw(plan.rest), f"{'' if ends else TURN_END}\n{TURN_BEGIN}{more}".encode())
+        new_text = f"{'' if ends else TURN_END}\n{TURN_BEGIN}{more}"
+        self.assertEqual(raw(plan.new_ids), new_text.encode())
 
     def test_a_cut_in_plain_text_is_safe_only_if_the_rest_encodes_alone_to_the_same_ids(
         self,
@@ -288,9 +290,9 @@ class TestBos(unittest.TestCase):
         transcript, engine = Transcript(), EngineSession()
         for text in (f"{BEGIN}a", f"{BEGIN}a{BEGIN}b", f"{BEGIN}a{BEGIN}b{BEGIN}{BEGIN}a"):
             plan = transcript.plan(ids_of(text), ToyTokenizer())
-            reached = engine.accept(guard_bos(plan.rest, plan.committed, BOS), None)
+            reached = engine.accept(guard_bos(plan.new_ids, plan.committed_tokens, BOS), None)
             self.assertEqual(raw(reached), text.encode())
-            transcript.commit(transcript.begin(ids_of(text), plan.rest), Finished([]))
+            transcript.commit(transcript.begin(ids_of(text), plan.new_ids), Finished([]))
             engine.finish(0)
 
 

@@ -3,8 +3,10 @@
 A streaming session of SGLang is a series of turns; a turn is one request with its answer. The
 engine keeps the session's tokens, the *context*, and appends to it whatever a turn sends. Many
 clients send their full history with each turn, but should pay only for the new part. So a
-`Transcript` keeps a session's context on this side, as token ids. Comparing a full prompt with the
-transcript gives a *plan*. This module is pure: token ids go in, a plan comes out. The plans are:
+`Transcript` keeps a copy of a session's context, as token ids, in the process that tokenizes.
+Comparing a full prompt with the transcript gives a *plan*. `trimmer` carries out the plans, and
+`transcripts` keeps the transcripts of all sessions. This module is pure: token ids go in, a plan
+comes out. The plans are:
 
 - `Trimmed`: the prompt starts with exactly the transcript's ids. The rest is to be appended.
 - `Retokenized`: the prompt starts with other ids, but is proven to start with the same text. The
@@ -30,8 +32,8 @@ continues the context if three conditions hold. The *cut* is where the rest of t
 Only the prompt's own ids are ever appended.
 
 After such a proof the transcript keeps the prompt's ids instead of the engine's, so that the same
-drift needn't be proven again. The two may differ in length. `Transcript.committed` is the length
-that the engine counts.
+drift needn't be proven again. The two may differ in length. `Transcript.committed_tokens` is the
+length that the engine counts.
 
 # What the engine commits
 
@@ -69,7 +71,8 @@ TOKENS_MAX = (1 << 32) - 1
 
 
 class Tokenizer(Protocol):
-    """A tokenizer that encodes and decodes without adding or dropping anything."""
+    """A tokenizer that encodes and decodes without adding or dropping anything. `eligibility`
+    adapts the engine's tokenizer to this interface."""
 
     # The ids of the tokens at which the tokenizer splits every text before it encodes the parts
     # between them. This module calls them the special tokens.
@@ -82,45 +85,45 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True)
 class Trimmed:
-    """The first `shared_tokens` tokens of the prompt are the whole transcript. `rest` is to be
-    appended to the context, which has `committed` tokens.
+    """The first `shared_tokens` tokens of the prompt are the whole transcript. `new_ids` is to be
+    appended to the context, which has `committed_tokens` tokens.
     """
 
     shared_tokens: int
-    committed: int
-    rest: array
+    committed_tokens: int
+    new_ids: array
 
 
 @dataclass(frozen=True)
 class Retokenized:
     """The prompt starts with the transcript's text. Only the first `shared_tokens` ids are equal.
-    `rest` is to be appended to the context, which has `committed` tokens.
+    `new_ids` is to be appended to the context, which has `committed_tokens` tokens.
     """
 
     shared_tokens: int
-    committed: int
-    rest: array
+    committed_tokens: int
+    new_ids: array
 
 
 @dataclass(frozen=True)
 class Diverged:
     """The first `shared_tokens` tokens equal the transcript's. After them the text differs, or the
-    prompt has no more tokens. The context has `committed` tokens.
+    prompt has no more tokens. The context has `committed_tokens` tokens.
     """
 
     shared_tokens: int
-    committed: int
+    committed_tokens: int
 
 
 @dataclass(frozen=True)
 class TooLong:
-    """The plan would be `Trimmed` or `Retokenized`, but the engine would count `tokens` prompt
-    tokens, which is over the limit.
+    """The plan would be `Trimmed` or `Retokenized`, but the engine would count `prompt_tokens`
+    prompt tokens, which is over the limit.
     """
 
     shared_tokens: int
-    committed: int
-    tokens: int
+    committed_tokens: int
+    prompt_tokens: int
 
 
 @dataclass(frozen=True)
@@ -179,13 +182,15 @@ class Transcript:
     """
 
     def __init__(self) -> None:
+        # The token ids of the context. After drift, these are the ids of the client's prompt.
         self._ids = array("q")
         # The length of the context as the engine counts it.
-        self._committed = 0
+        self._committed_tokens = 0
         # Whether the context is unknown.
-        self._is_lost = False
+        self._is_unknown = False
         # What the KV depends on besides the tokens, such as the adapter. All turns have the same.
         self._cache_namespace: object = None
+        # The running turn, if there is one.
         self.turn: Turn | None = None
 
     def __len__(self) -> int:
@@ -193,58 +198,59 @@ class Transcript:
         return len(self._ids)
 
     @property
-    def committed(self) -> int:
+    def committed_tokens(self) -> int:
         """The number of tokens of the context, as the engine counts them."""
-        return self._committed
+        return self._committed_tokens
 
     def plan(
         self,
         prompt: array,
         tokenizer: Tokenizer | None,
-        namespace: object = None,
+        cache_namespace: object = None,
         tokens_max: int = TOKENS_MAX,
     ) -> Plan:
-        """Compares a full prompt with the context. `namespace` is what the prompt's KV depends on
-        besides its tokens. The engine may count at most `tokens_max` prompt tokens. Without a
-        tokenizer, a prompt with drift is planned as `Diverged`."""
-        if refusal := self._refusal(namespace):
+        """Compares a full prompt with the context. `cache_namespace` is what the prompt's KV
+        depends on besides its tokens. The engine may count at most `tokens_max` prompt tokens.
+        Without a tokenizer, a prompt with drift is planned as `Diverged`."""
+        if refusal := self._refusal(cache_namespace):
             return refusal
         plan = self._compare(prompt, tokenizer)
         if isinstance(plan, Diverged):
             return plan
-        tokens = plan.committed + len(plan.rest)
-        return plan if tokens <= tokens_max else TooLong(plan.shared_tokens, plan.committed, tokens)
+        prompt_tokens = plan.committed_tokens + len(plan.new_ids)
+        if prompt_tokens <= tokens_max:
+            return plan
+        return TooLong(plan.shared_tokens, plan.committed_tokens, prompt_tokens)
 
     def _compare(
         self, prompt: array, tokenizer: Tokenizer | None
     ) -> Trimmed | Retokenized | Diverged:
         ids = self._ids
-        shared = len(ids)
-        if len(prompt) > shared and prompt[:shared] == ids:
-            return Trimmed(shared, self._committed, prompt[shared:])
-        shared = common_prefix_len(ids, prompt)
-        if tokenizer is not None and (cut := _find_cut(ids, prompt, shared, tokenizer)):
-            return Retokenized(shared, self._committed, prompt[cut:])
-        return Diverged(shared, self._committed)
+        shared_tokens = len(ids)
+        if len(prompt) > shared_tokens and prompt[:shared_tokens] == ids:
+            return Trimmed(shared_tokens, self._committed_tokens, prompt[shared_tokens:])
+        shared_tokens = common_prefix_len(ids, prompt)
+        if tokenizer is not None and (cut := _find_cut(ids, prompt, shared_tokens, tokenizer)):
+            return Retokenized(shared_tokens, self._committed_tokens, prompt[cut:])
+        return Diverged(shared_tokens, self._committed_tokens)
 
-    def begin(self, prompt: array, rest: array, namespace: object = None) -> Turn:
-        """Starts a turn with this full prompt, of which the engine gets `rest`. The plan with this
-        rest must have been made since the last change of this transcript."""
+    def begin(self, prompt: array, new_ids: array, cache_namespace: object = None) -> Turn:
+        """Starts a turn with this full prompt, of which the engine gets `new_ids`. The plan with
+        these ids must have been made since the last change of this transcript."""
         assert self.turn is None, "a turn begins in a session that has one"
-        self._cache_namespace = namespace
-        self.turn = Turn(prompt, self._committed + len(rest))
+        self._cache_namespace = cache_namespace
+        self.turn = Turn(prompt, self._committed_tokens + len(new_ids))
         return self.turn
 
-    def append(self, ids: array, bos: int | None, namespace: object = None) -> Turn | None:
-        """Starts a turn whose client sends only new ids. Returns None if the context is unknown, if
-        another turn runs, or if the cache namespace differs. Then the context is unknown from now
-        on."""
-        if self._refusal(namespace):
+    def append(self, ids: array, bos_id: int | None, cache_namespace: object = None) -> Turn | None:
+        """Starts a turn whose client sends only new ids. If the context is unknown, if another turn
+        runs, or if the cache namespace differs, returns None and makes the context unknown."""
+        if self._refusal(cache_namespace):
             self.discard_context()
             return None
-        if self._committed and len(ids) and ids[0] == bos:
+        if self._committed_tokens and len(ids) and ids[0] == bos_id:
             ids = ids[1:]
-        return self.begin(self._ids + ids, ids, namespace)
+        return self.begin(self._ids + ids, ids, cache_namespace)
 
     def commit(self, turn: Turn, outcome: Outcome) -> None:
         """Applies the end of a turn. Does nothing if this is not the transcript's current turn,
@@ -255,40 +261,44 @@ class Transcript:
         if isinstance(outcome, Finished):
             self._ids = turn.prompt
             self._ids.extend(outcome.answer)
-            self._committed = turn.prompt_tokens + len(outcome.answer)
+            self._committed_tokens = turn.prompt_tokens + len(outcome.answer)
         elif isinstance(outcome, Lost):
             self.discard_context()
 
     def discard_context(self) -> None:
         """Makes the context unknown for good, even if a running turn finishes later."""
         self.turn = None
-        self._is_lost = True
+        self._is_unknown = True
         self._ids = array("q")
-        self._committed = 0
+        self._committed_tokens = 0
 
-    def _refusal(self, namespace: object) -> Refused | None:
+    def _refusal(self, cache_namespace: object) -> Refused | None:
         """Returns why no turn with this cache namespace can begin; None if one can."""
-        if self._is_lost:
+        if self._is_unknown:
             return Refused("the session's context isn't known", can_run_elsewhere=True)
         if self.turn is not None:
             return Refused("a turn of the session runs")
-        if self._committed and namespace != self._cache_namespace:
+        if self._committed_tokens and cache_namespace != self._cache_namespace:
             return Refused("another adapter or salt than the session's", can_run_elsewhere=True)
         return None
 
     def check_invariants(self) -> None:
-        assert bool(self._committed) == bool(self._ids), "a length without ids, or ids without one"
-        assert not (self._is_lost and (self._ids or self.turn)), "a lost context has ids or a turn"
+        is_empty = not self._ids
+        assert is_empty == (not self._committed_tokens), "a length without ids, or ids without one"
+        has_state = self._ids or self.turn
+        assert not (self._is_unknown and has_state), "a lost context has ids or a turn"
         if self.turn is not None:
-            assert self.turn.prompt_tokens >= self._committed, "a turn that takes tokens away"
+            is_growing = self.turn.prompt_tokens >= self._committed_tokens
+            assert is_growing, "a turn that takes tokens away"
 
 
-def guard_bos(rest: array, committed: int, bos: int | None) -> array:
-    """Returns the ids to send so that the engine appends all of `rest`. In a session with a context
-    the engine removes one leading BOS. So if `rest` begins with a BOS, this adds a second one."""
-    if committed and len(rest) and rest[0] == bos:
-        return array("q", [bos]) + rest
-    return rest
+def guard_bos(new_ids: array, committed_tokens: int, bos_id: int | None) -> array:
+    """Returns the ids to send so that the engine appends all of `new_ids`. In a session with a
+    context, the engine removes one leading BOS (beginning-of-sequence token). So if `new_ids`
+    begins with a BOS, this function adds a second BOS."""
+    if committed_tokens and len(new_ids) and new_ids[0] == bos_id:
+        return array("q", [bos_id]) + new_ids
+    return new_ids
 
 
 def common_prefix_len(a: array, b: array) -> int:
@@ -305,24 +315,25 @@ def common_prefix_len(a: array, b: array) -> int:
     return low
 
 
-def _find_cut(ids: array, prompt: array, shared: int, tokenizer: Tokenizer) -> int | None:
+def _find_cut(ids: array, prompt: array, shared_tokens: int, tokenizer: Tokenizer) -> int | None:
     """Finds the cut of a prompt with drift: the position after the part whose text is the text of
-    `ids`. Returns None if the texts can't be proven equal. The first `shared` ids must be equal."""
-    earliest = len(ids) - DRIFT_TOKENS_MAX
+    `ids`. Returns None if the texts can't be proven equal. The first `shared_tokens` ids must be
+    equal."""
+    earliest_start = len(ids) - DRIFT_TOKENS_MAX
     # Start the comparison after the last special token in the shared ids.
-    start = shared
-    while start >= earliest and start > 0 and ids[start - 1] not in tokenizer.split_ids:
+    start = shared_tokens
+    while start >= earliest_start and start > 0 and ids[start - 1] not in tokenizer.split_ids:
         start -= 1
-    if start < earliest:
+    if start < earliest_start:
         return None
     # The texts are equal up to the position `begin` in `ids` and the position `cut` in the prompt.
     begin = cut = start
     while True:
         end = _next_special(ids, begin, tokenizer)
-        part = _reencode(ids[begin:end], tokenizer)
-        if part is None or list(prompt[cut : cut + len(part)]) != part:
+        reencoded_ids = _reencode(ids[begin:end], tokenizer)
+        if reencoded_ids is None or list(prompt[cut : cut + len(reencoded_ids)]) != reencoded_ids:
             return None
-        cut += len(part)
+        cut += len(reencoded_ids)
         if end == len(ids):
             break
         if cut >= len(prompt) or prompt[cut] != ids[end]:
@@ -333,10 +344,10 @@ def _find_cut(ids: array, prompt: array, shared: int, tokenizer: Tokenizer) -> i
     # With a special token just before or just after the cut, the two sides encode independently.
     if begin == len(ids) or prompt[cut] in tokenizer.split_ids:
         return cut
-    rest = prompt[cut : _next_special(prompt, cut, tokenizer)]
-    if len(rest) > DRIFT_TOKENS_MAX or _reencode(rest, tokenizer) != list(rest):
+    ids_after_cut = prompt[cut : _next_special(prompt, cut, tokenizer)]
+    if len(ids_after_cut) > DRIFT_TOKENS_MAX:
         return None
-    return cut
+    return cut if _reencode(ids_after_cut, tokenizer) == list(ids_after_cut) else None
 
 
 def _next_special(ids: array, begin: int, tokenizer: Tokenizer) -> int:

@@ -17,10 +17,11 @@ A request without a mark runs unchanged. So does a request that can't be trimmed
 the header `x-override-berth-must-continue`. Then it is refused unless its prompt continues the
 session, because other clients append to this session and rely on its history.
 
-`trim` compares a prompt with a context and makes a *plan* for the turn. `transcripts` keeps the
-contexts. This module connects them to the engine, and reports each plan to the agent before the
-engine gets the turn. If another session or more room could help the turn, the trimmer first asks
-the agent a *question*: where may this turn run?
+`eligibility` decides which requests can be trimmed. `trim` compares a prompt with a context and
+makes a *plan* for the turn. `transcripts` keeps the contexts. This module connects them to the
+engine, and reports each plan to the agent before the engine gets the turn. If another session or
+more room could help the turn, the trimmer first asks the agent a *question*: where may this turn
+run? `__init__` creates the one `Trimmer` of an engine.
 
 The trimmer raises an error into the engine in two cases only. It refuses a request that must
 continue its session and doesn't. And it breaks off an answer that the engine computed on another
@@ -61,14 +62,14 @@ _MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager."
 _ROUTER = "sglang.srt.managers.multi_tokenizer_mixin.MultiTokenizerRouter."
 _CONTROL = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin."
 
-Original = Callable[..., Any]
+Method = Callable[..., Any]  # a method of the engine that a hook wraps
 _log = logging.getLogger(__name__)
 
 
 class Mark(NamedTuple):
     """Where a turn may run: a request's mark, or the agent's answer to a question."""
 
-    # The maximum number of tokens of the prompt in the session.
+    # The maximum number of tokens of the whole prompt.
     tokens_max: int
     # The session's name. It is empty if the request's header could not be read, or if the agent
     # answered that the turn is to run unchanged.
@@ -101,19 +102,19 @@ class _RunningTurn:
 class Trimmer:
     """The hooks in the engine process that tokenizes, and what they know of the sessions."""
 
-    def __init__(self, instance: bytes, shim: str) -> None:
+    def __init__(self, instance: bytes, shim_version: str) -> None:
         # A random number that identifies the engine process, and the shim's version.
-        self._instance, self._shim = instance, shim
+        self._instance, self._shim_version = instance, shim_version
         # Why nothing is trimmed; empty while the trimmer works. The initial reason is replaced when
         # the engine's tokenizer is available.
         self._inert_reason = "it hasn't started"
-        self._sglang = ""
+        self._sglang_version = ""
         self._session_params: Any = None
         self._tokenizer: Tokenizer | None = None
-        self._bos: int | None = None
+        self._bos_id: int | None = None
         self._transcripts = Transcripts()
-        # By session: its latest turn, until the turn's end is committed.
-        self._running: dict[str, _RunningTurn] = {}
+        # The latest turn of each session, until the turn's end is committed.
+        self._running_turns: dict[str, _RunningTurn] = {}
         self._link: Link | None = None
         self._connection_number = 0
         # The encoded plans that wait for room in the socket.
@@ -125,19 +126,19 @@ class Trimmer:
         # question of another engine process matches no question of this process.
         self._last_question = int.from_bytes(instance[:4], "little") << 32
 
-    def install_hooks(self, version: str, is_known: bool) -> None:
-        """Installs the hooks. `version` is SGLang's, and `is_known` whether the shim supports it.
-        If not, installs only the hooks that report why nothing is trimmed."""
+    def install_hooks(self, sglang_version: str, is_supported: bool) -> None:
+        """Installs the hooks. If the shim doesn't support this version of SGLang, installs only the
+        hooks that report why nothing is trimmed."""
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
         def after_init(_: None, manager: Any, *values: Any, **named: Any) -> None:
-            self._start(manager, version, is_known)
+            self._start(manager, sglang_version, is_supported)
 
         HookRegistry.register(_MANAGER + "__init__", after_init, HookType.AFTER)
         # With several tokenizer workers, the engine has this router instead of the manager. Then
         # the hook only reports why nothing is trimmed.
         HookRegistry.register(_ROUTER + "__init__", after_init, HookType.AFTER)
-        if not is_known:
+        if not is_supported:
             return
         for target, hook in {
             _MANAGER + "generate_request": self._hook_generate,
@@ -149,13 +150,14 @@ class Trimmer:
         }.items():
             HookRegistry.register(target, hook, HookType.AROUND)
 
-    def _start(self, manager: Any, version: str, is_known: bool) -> None:
+    def _start(self, manager: Any, sglang_version: str, is_supported: bool) -> None:
         """Enables trimming if the engine allows it, and connects to the agent."""
-        self._sglang = version
+        self._sglang_version = sglang_version
         try:
             if self._link is not None:
                 raise RuntimeError("two engines in one process")
-            self._inert_reason = engine_refusal() if is_known else f"SGLang {version} is not known"
+            version_refusal = f"SGLang {sglang_version} is not known"
+            self._inert_reason = engine_refusal() if is_supported else version_refusal
             if not self._inert_reason:
                 from sglang.srt.managers.io_struct import SessionParams
 
@@ -168,7 +170,7 @@ class Trimmer:
         """Enables trimming. `session_params` is the engine's class for a request's session."""
         self._session_params = session_params
         self._tokenizer = fast_tokenizer(tokenizer)
-        self._bos = getattr(tokenizer, "bos_token_id", None)
+        self._bos_id = getattr(tokenizer, "bos_token_id", None)
         self._inert_reason = ""
 
     def connect(self, path: str, is_path_configured: bool) -> None:
@@ -178,34 +180,31 @@ class Trimmer:
         self._link.start()
 
     def _hello(self) -> bytes:
-        return wire.encode_trimmer(
-            os.getpid(), self._instance, self._sglang, self._shim, self._inert_reason
-        )
+        versions = self._sglang_version, self._shim_version
+        return wire.encode_trimmer(os.getpid(), self._instance, *versions, self._inert_reason)
 
-    def _fail(self, where: str, error: Exception) -> None:
+    def _fail(self, failed_part: str, error: Exception) -> None:
         """Stops all trimming and reports why. Turns that already run continue."""
-        self._inert_reason = f"{where}: {type(error).__name__}: {error}"
+        self._inert_reason = f"{failed_part}: {type(error).__name__}: {error}"
         self._transcripts = Transcripts()
-        self._running.clear()
+        self._running_turns.clear()
         _log.warning("nothing is trimmed from now on: %s", self._inert_reason)
         if self._link is not None:
             self._link.reconnect(self._hello())
 
     # Opening and closing sessions.
 
-    async def _hook_open(
-        self, original: Original, manager: Any, body: Any, *a: Any, **k: Any
-    ) -> Any:
+    async def _hook_open(self, original: Method, manager: Any, body: Any, *a: Any, **k: Any) -> Any:
         id = await original(manager, body, *a, **k)
         if id is not None and body.streaming and not self._inert_reason:
-            self._running.pop(id, None)
+            self._running_turns.pop(id, None)
             self._transcripts.open(id)
         return id
 
     async def _hook_close(
-        self, original: Original, manager: Any, body: Any, *a: Any, **k: Any
+        self, original: Method, manager: Any, body: Any, *a: Any, **k: Any
     ) -> Any:
-        self._running.pop(body.session_id, None)
+        self._running_turns.pop(body.session_id, None)
         self._transcripts.close(body.session_id)
         return await original(manager, body, *a, **k)
 
@@ -215,7 +214,7 @@ class Trimmer:
     # `GenerateReqInput`.
 
     def _hook_generate(
-        self, original: Original, manager: Any, body: Any, request: Any = None, *a: Any, **k: Any
+        self, original: Method, manager: Any, body: Any, request: Any = None, *a: Any, **k: Any
     ) -> Any:
         # This parameter must be named `request`, because some callers in SGLang pass it by name.
         if request is not None and not self._inert_reason and hasattr(body, "session_params"):
@@ -226,7 +225,7 @@ class Trimmer:
                 setattr(body, _MARK_ATTRIBUTE, mark)
         return original(manager, body, request, *a, **k)
 
-    def _hook_batch(self, original: Original, manager: Any, body: Any, *a: Any, **k: Any) -> Any:
+    def _hook_batch(self, original: Method, manager: Any, body: Any, *a: Any, **k: Any) -> Any:
         if (mark := body.__dict__.get(_MARK_ATTRIBUTE)) and not self._inert_reason:
             try:
                 plan = Refused("it is a batch, or has n > 1")
@@ -235,7 +234,7 @@ class Trimmer:
                 self._fail("batch", error)
         return original(manager, body, *a, **k)
 
-    def _hook_tokenize(self, original: Original, manager: Any, body: Any) -> Any:
+    def _hook_tokenize(self, original: Method, manager: Any, body: Any) -> Any:
         if self._inert_reason:
             return original(manager, body)
         if mark := body.__dict__.get(_MARK_ATTRIBUTE):
@@ -245,25 +244,23 @@ class Trimmer:
             return self._tokenize_appended(original, manager, body, params["id"])
         return original(manager, body)
 
-    async def _tokenize_marked(
-        self, original: Original, manager: Any, body: Any, mark: Mark
-    ) -> Any:
+    async def _tokenize_marked(self, original: Method, manager: Any, body: Any, mark: Mark) -> Any:
         """Tokenizes a marked request. If its plan allows that, makes it a turn of the session that
         its mark names, or that the agent names in answer to a question."""
         tokenized = await original(manager, body)
         runs_in_session = False
         try:
             plan, why = self._make_plan(manager, tokenized, mark), ""
-            prompt = len(tokenized.input_ids or ())
+            prompt_tokens = len(tokenized.input_ids or ())
             # Another session doesn't help a prompt that must continue this session. More room does.
             if isinstance(plan, TooLong) or (is_improvable(plan) and not mark.must_continue):
-                question = _plan_message(plan, mark, body.rid, prompt)
-                other, why = await self._ask_agent(question)
+                question = _plan_message(plan, mark, body.rid, prompt_tokens)
+                agent_mark, why = await self._ask_agent(question)
                 _allow_another_abort(manager, body.rid)
-                if other is not None:
-                    mark = other._replace(rid=mark.rid, must_continue=mark.must_continue)
+                if agent_mark is not None:
+                    mark = agent_mark._replace(rid=mark.rid, must_continue=mark.must_continue)
                     plan = self._make_plan(manager, tokenized, mark)
-            self._send_plan(_plan_message(plan, mark, body.rid, prompt, why))
+            self._send_plan(_plan_message(plan, mark, body.rid, prompt_tokens, why))
             if isinstance(plan, Trimmed | Retokenized):
                 self._begin_turn(manager, body, tokenized, mark.session, plan)
                 runs_in_session = True
@@ -274,7 +271,7 @@ class Trimmer:
         return tokenized
 
     async def _tokenize_appended(
-        self, original: Original, manager: Any, body: Any, session: str
+        self, original: Method, manager: Any, body: Any, session: str
     ) -> Any:
         """Tokenizes a turn whose client sends only the new tokens. The turn runs unchanged, and is
         recorded in the session's transcript."""
@@ -287,7 +284,7 @@ class Trimmer:
 
             def record(transcript: Transcript) -> Turn | None:
                 if has_only_ids:
-                    return transcript.append(ids, self._bos, namespace)
+                    return transcript.append(ids, self._bos_id, namespace)
                 transcript.discard_context()
                 return None
 
@@ -315,10 +312,10 @@ class Trimmer:
     ) -> None:
         """Makes a tokenized request a turn of the session, as planned."""
         prompt, namespace = tokenized.input_ids, cache_namespace(tokenized)
-        sent_ids = guard_bos(plan.rest, plan.committed, self._bos)
+        sent_ids = guard_bos(plan.new_ids, plan.committed_tokens, self._bos_id)
         params = self._session_params(id=session)
         turn = self._transcripts.change(
-            session, lambda transcript: transcript.begin(prompt, plan.rest, namespace)
+            session, lambda transcript: transcript.begin(prompt, plan.new_ids, namespace)
         )
         self._record_turn(manager, body, session, turn)
         # The assignments come last and can't fail, so a request is changed completely or not at
@@ -327,73 +324,74 @@ class Trimmer:
         tokenized.session_params, tokenized.session_id = params, None
 
     def _record_turn(self, manager: Any, body: Any, session: str, turn: Turn) -> None:
-        running = _RunningTurn(session, turn, manager.rid_to_state[body.rid])
-        self._running[session] = running
-        setattr(body, _TURN_ATTRIBUTE, running)
+        running_turn = _RunningTurn(session, turn, manager.rid_to_state[body.rid])
+        self._running_turns[session] = running_turn
+        setattr(body, _TURN_ATTRIBUTE, running_turn)
 
-    def _hook_wait(self, original: Original, manager: Any, body: Any, *a: Any, **k: Any) -> Any:
-        running = body.__dict__.get(_TURN_ATTRIBUTE)
-        if running is None:
+    def _hook_wait(self, original: Method, manager: Any, body: Any, *a: Any, **k: Any) -> Any:
+        running_turn = body.__dict__.get(_TURN_ATTRIBUTE)
+        if running_turn is None:
             return original(manager, body, *a, **k)
         # The client must not see that the engine got only a part of its prompt.
         if body.return_prompt_token_ids:
-            running.request_state.prompt_token_ids = list(running.turn.prompt)
-        return self._watch_answer(original(manager, body, *a, **k), running)
+            running_turn.request_state.prompt_token_ids = list(running_turn.turn.prompt)
+        return self._watch_answer(original(manager, body, *a, **k), running_turn)
 
     async def _watch_answer(
-        self, answer: AsyncIterator[Any], running: _RunningTurn
+        self, answer: AsyncIterator[Any], running_turn: _RunningTurn
     ) -> AsyncIterator[Any]:
         """Passes on the items of a turn's answer. Checks each item before it yields the item. If an
         answer isn't streamed, the engine asks for no item after the last one."""
         try:
             async for item in answer:
-                self._check_answer(running, item["meta_info"])
+                self._check_answer(running_turn, item["meta_info"])
                 yield item
         finally:
             await answer.aclose()
 
-    def _check_answer(self, running: _RunningTurn, meta_info: dict[str, Any]) -> None:
+    def _check_answer(self, running_turn: _RunningTurn, meta_info: dict[str, Any]) -> None:
         """Commits the turn if this item ends its answer. Raises a `ContextMismatch` if the engine
         ran the turn on another context."""
         try:
             finish = meta_info["finish_reason"]
-            is_right_count = meta_info.get("prompt_tokens") == running.turn.prompt_tokens
+            is_right_count = meta_info.get("prompt_tokens") == running_turn.turn.prompt_tokens
             # The count of an aborted turn says nothing. The engine runs a request that it refuses
             # as a prompt of one token.
             if is_right_count or (finish and finish["type"] == "abort"):
                 if finish:
-                    self._commit(running, _read_outcome(running, meta_info))
+                    self._commit(running_turn, _read_outcome(running_turn, meta_info))
                 return
-            self._commit(running, Lost())
+            self._commit(running_turn, Lost())
         except Exception as error:
             self._fail("answer", error)
             return
         raise ContextMismatch(
             f"the engine counted {meta_info.get('prompt_tokens')} prompt tokens, but the session "
-            f"and this turn have {running.turn.prompt_tokens}: open the session again and send the "
-            f"full history"
+            f"and this turn have {running_turn.turn.prompt_tokens}: open the session again and "
+            f"send the full history"
         )
 
     def _settle_last_turn(self, manager: Any, session: str) -> None:
         """Commits the end of the session's latest turn if the hooks didn't see it, because the
         client disconnected before."""
-        running = self._running.get(session)
-        if running is None:
+        running_turn = self._running_turns.get(session)
+        if running_turn is None:
             return
-        state = running.request_state
+        state = running_turn.request_state
         if state.finished:
             meta_info = state.out_list[-1]["meta_info"] if state.out_list else None
-            self._commit(running, _read_outcome(running, meta_info) if meta_info else Lost())
+            outcome = _read_outcome(running_turn, meta_info) if meta_info else Lost()
+            self._commit(running_turn, outcome)
         # A turn that the engine has forgotten before sending it to the scheduler changed nothing.
         elif not state.dispatched and manager.rid_to_state.get(state.obj.rid) is not state:
-            self._commit(running, RolledBack())
+            self._commit(running_turn, RolledBack())
 
-    def _commit(self, running: _RunningTurn, outcome: Outcome) -> None:
+    def _commit(self, running_turn: _RunningTurn, outcome: Outcome) -> None:
         """Applies the end of a turn to its session's transcript."""
-        if self._running.get(running.session) is running:
-            del self._running[running.session]
+        if self._running_turns.get(running_turn.session) is running_turn:
+            del self._running_turns[running_turn.session]
         self._transcripts.change(
-            running.session, lambda transcript: transcript.commit(running.turn, outcome)
+            running_turn.session, lambda transcript: transcript.commit(running_turn.turn, outcome)
         )
 
     # Messages to and from the agent.
@@ -432,15 +430,15 @@ class Trimmer:
         # A repeated call replaces the reader that an earlier question has added.
         loop.add_reader(self._link.wake_receiver, self._read_answers)
         self._last_question += 1
-        number, answer = self._last_question, loop.create_future()
-        self._answers[number] = answer
+        question_number, answer = self._last_question, loop.create_future()
+        self._answers[question_number] = answer
         try:
-            self._send_plan(planned._replace(number=number))
+            self._send_plan(planned._replace(number=question_number))
             mark = await asyncio.wait_for(answer, ANSWER_SECONDS_MAX)
         except asyncio.TimeoutError:
             return None, "the agent didn't answer in time"
         finally:
-            del self._answers[number]
+            del self._answers[question_number]
         return (mark, "") if mark.session else (None, "the agent lets it run as it came")
 
     def _read_answers(self) -> None:
@@ -462,13 +460,13 @@ def _allow_another_abort(manager: Any, rid: str) -> None:
         state.abort_sent = False
 
 
-def _read_outcome(running: _RunningTurn, meta_info: dict[str, Any]) -> Outcome:
+def _read_outcome(running_turn: _RunningTurn, meta_info: dict[str, Any]) -> Outcome:
     """Returns how a turn ended, from the last item of the engine's answer."""
     if meta_info["finish_reason"]["type"] == "abort":
         # A turn that was aborted in the queue has no `num_retractions`. It may have run and been
         # retracted before.
         return RolledBack() if meta_info.get("num_retractions") == 0 else Lost()
-    answer = running.request_state.output_ids
+    answer = running_turn.request_state.output_ids
     return Finished(answer) if len(answer) == meta_info["completion_tokens"] else Lost()
 
 
@@ -480,20 +478,21 @@ def _parse_mark(header: bytes) -> Mark:
     return mark._replace(rid=rid) if is_readable else mark
 
 
-def _plan_message(plan: Plan, mark: Mark, rid: str, prompt: int = 0, why: str = "") -> wire.Planned:
-    """Returns the message to the agent about a plan. `prompt` is the length of the whole prompt,
-    and `why` the reason why a question didn't help. If the prompt is too long, the message says at
-    least as many tokens as the engine would count."""
+def _plan_message(
+    plan: Plan, mark: Mark, rid: str, prompt_tokens: int = 0, why: str = ""
+) -> wire.Planned:
+    """Returns the message to the agent about a plan. `prompt_tokens` is the length of the whole
+    prompt, and `why` the reason why a question didn't help. If the prompt is too long, the message
+    says at least as many tokens as the engine would count."""
     kinds = {Trimmed: wire.TRIMMED, Retokenized: wire.RETOKENIZED, Diverged: wire.DIVERGED}
     kind = kinds.get(type(plan), wire.REFUSED)
-    shared_tokens, committed = getattr(plan, "shared_tokens", 0), getattr(plan, "committed", 0)
+    shared_tokens = getattr(plan, "shared_tokens", 0)
+    committed_tokens = getattr(plan, "committed_tokens", 0)
     reasons = [getattr(plan, "why", ""), why]
     if isinstance(plan, TooLong):
-        prompt = max(prompt, plan.tokens)
-        reasons.insert(0, f"it has {plan.tokens} tokens, and {mark.tokens_max} have room")
-    sent = len(getattr(plan, "rest", ()))
-    reason = "; ".join(filter(None, reasons))
+        prompt_tokens = max(prompt_tokens, plan.prompt_tokens)
+        reasons.insert(0, f"it has {plan.prompt_tokens} tokens, and {mark.tokens_max} have room")
+    appended_tokens = len(getattr(plan, "new_ids", ()))
     rid = mark.rid or rid
-    return wire.Planned(
-        0, shared_tokens, committed, sent, prompt, kind, mark.session, rid, reason
-    )
+    lengths = shared_tokens, committed_tokens, appended_tokens, prompt_tokens
+    return wire.Planned(0, *lengths, kind, mark.session, rid, "; ".join(filter(None, reasons)))
