@@ -37,7 +37,7 @@ pub struct Hello {
     pub pid: u32,
     /// The pid of the same process in the agent's pid namespace, as the kernel reports it. `None`
     /// if the process isn't visible in that namespace.
-    pub seen_pid: Option<u32>,
+    pub pid_in_agent_namespace: Option<u32>,
     /// The data parallel rank; 0 without data parallelism.
     pub dp_rank: u32,
     /// Tokens in a page of the pool.
@@ -55,15 +55,15 @@ pub struct Hello {
     /// Why the shim does nothing, for example because it doesn't know the SGLang version or because
     /// one of its hooks failed. `None` if the shim works. A shim with a reason sends no reports
     /// after this one, and takes no commands.
-    pub inert: Option<String>,
+    pub inert_reason: Option<String>,
     /// Why no session of this engine can be demoted (see [`ShimHandle::demote`]); `None` if
     /// sessions can be.
-    pub undemotable: Option<String>,
+    pub undemotable_reason: Option<String>,
     /// Why the pool's pages can't be audited (see [`ShimHandle::audit`]); `None` if they can be.
-    pub unauditable: Option<String>,
+    pub unauditable_reason: Option<String>,
     /// Why the radix tree can't be published again (see [`ShimHandle::republish`]); `None` if it
     /// can be.
-    pub unpublishable: Option<String>,
+    pub unpublishable_reason: Option<String>,
     /// The device of the pool: a GPU's UUID as CUDA formats it (without NVML's `GPU-` prefix), or
     /// else torch's device type.
     pub device: String,
@@ -151,9 +151,9 @@ pub struct SessionFacts {
     pub history_tokens: u32,
 }
 
-/// A change of one rank's session table.
+/// Changes of one rank's session table.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Sessions {
+pub struct SessionChanges {
     /// The DP rank.
     pub dp_rank: u32,
     /// Whether this is the start of a full table, which voids all earlier facts. A large table
@@ -162,7 +162,7 @@ pub struct Sessions {
     /// Sessions with new facts.
     pub changed: Vec<SessionFacts>,
     /// Ids of sessions that the engine no longer has.
-    pub gone: Vec<String>,
+    pub gone_ids: Vec<String>,
 }
 
 /// A report from a shim. The reports of one rank keep their order, and an event comes before the
@@ -175,7 +175,7 @@ pub enum ShimEvent {
     Facts(RankFacts),
     /// Sessions changed. A full table comes after each `Up`, after [`ShimHandle::sample_now`], and
     /// after the shim has lost events. A table after lost events replaces them.
-    Sessions(Sessions),
+    Sessions(SessionChanges),
     /// The engine has answered a request to open a session.
     Opened {
         /// The DP rank.
@@ -231,7 +231,7 @@ pub enum ShimEvent {
         /// The DP rank.
         dp_rank: u32,
         /// The result.
-        audited: AuditReply,
+        reply: AuditReply,
     },
     /// The shim has disconnected, was replaced, or violated the protocol. Commands that it hasn't
     /// answered get no answer.
@@ -316,7 +316,7 @@ impl ShimHandle {
     /// As for [`Self::demote`], and when the engine's tree can't be published again.
     pub fn republish(&self, dp_rank: u32) -> Result<(), Error> {
         if let Some(reason) =
-            self.connections.peer_info(dp_rank).and_then(|peer| peer.unpublishable)
+            self.connections.peer_info(dp_rank).and_then(|peer| peer.unpublishable_reason)
         {
             return Err(Error::Unpublishable(reason));
         }

@@ -17,8 +17,8 @@ use super::{Owner, handle::OwnerMessage};
 use crate::{
     gpu::process::Scheduler,
     ledger::PoolFacts,
-    session::{EngineLoad, SessionReport},
-    shim::{Hello, RankFacts, SessionFacts, Sessions, ShimEvent, codec::SESSIONS_MAX},
+    session::{Load, SessionReport},
+    shim::{Hello, RankFacts, SessionChanges, SessionFacts, ShimEvent, codec::SESSIONS_MAX},
 };
 
 /// The pause before a demotion is requested again. The shim refuses a demotion while the session's
@@ -42,7 +42,7 @@ impl Owner {
             ShimEvent::Demoted { dp_rank, id, refusal } => {
                 self.handle_demote_result(dp_rank, id, refusal.as_deref());
             }
-            ShimEvent::Audited { dp_rank, audited } => self.handle_audit_result(dp_rank, &audited),
+            ShimEvent::Audited { dp_rank, reply } => self.handle_audit_result(dp_rank, &reply),
             ShimEvent::Down { dp_rank, reason } => {
                 warn!(dp_rank, reason, "the engine's shim has disconnected");
                 self.stop_audits(dp_rank);
@@ -62,25 +62,25 @@ impl Owner {
     /// Handles the greeting of a shim that has connected. In it, `inert`, `undemotable` and
     /// `unauditable` are reasons why the shim can't work, demote sessions or audit pages, if any.
     fn handle_shim_up(&mut self, hello: &Hello) {
-        let Hello { pid, dp_rank, sglang, shim, inert, undemotable, unauditable, .. } = hello;
+        let Hello { pid, dp_rank, sglang, shim, undemotable_reason: undemotable, .. } = hello;
         self.setup.gpus.set_scheduler(Scheduler {
             dp_rank: *dp_rank,
-            pid: hello.seen_pid,
+            pid: hello.pid_in_agent_namespace,
             own_pid: *pid,
         });
         // An inert shim does nothing after its greeting, for example because it doesn't know the
         // engine's SGLang version.
-        if let Some(reason) = inert {
+        if let Some(reason) = &hello.inert_reason {
             warn!(dp_rank, pid, sglang, reason, "the engine's shim is inert");
             return;
         }
         info!(dp_rank, pid, sglang, shim, undemotable, "the engine's shim is there");
         self.connected_shims.insert(*dp_rank, undemotable.is_none());
         self.table.handle_shim_up(*dp_rank, undemotable.is_none());
-        if let Some(reason) = unauditable {
+        if let Some(reason) = &hello.unauditable_reason {
             info!(dp_rank, reason, "the engine's pages can't be audited");
         }
-        self.audits.add_rank(now(), *dp_rank, unauditable.clone());
+        self.audits.add_rank(now(), *dp_rank, hello.unauditable_reason.clone());
         self.start_remote_audits(*dp_rank);
         self.ledger.set_page_bytes(*dp_rank, hello.page_bytes);
     }
@@ -116,9 +116,8 @@ impl Owner {
         self.table.handle_load(now(), facts.dp_rank, load);
     }
 
-    /// Records a shim's report of sessions: its whole session table, or only changes.
-    fn record_sessions(&mut self, sessions: Sessions) {
-        let Sessions { dp_rank, is_full_table, changed, gone } = sessions;
+    fn record_sessions(&mut self, sessions: SessionChanges) {
+        let SessionChanges { dp_rank, is_full_table, changed, gone_ids } = sessions;
         // A full table lists all sessions, so a session that it lacks is gone. But one message with
         // `SESSIONS_MAX` sessions may be only the start of the table.
         if is_full_table && changed.len() < SESSIONS_MAX {
@@ -133,7 +132,7 @@ impl Owner {
                 &session_report(session, is_full_table),
             );
         }
-        for id in gone {
+        for id in gone_ids {
             self.table.handle_session_gone(now(), dp_rank, &id);
         }
     }

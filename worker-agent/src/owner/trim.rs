@@ -24,13 +24,13 @@ use crate::{
 impl Owner {
     pub(super) fn handle_trimmer_event(&mut self, event: trim::TrimmerEvent) {
         self.is_report_stale = true;
-        match event {
-            trim::TrimmerEvent::Up(trim::Trimmer { sglang, shim, inert, .. }) => {
-                match &inert {
+        match news {
+            trim::TrimmerEvent::Up(trim::Trimmer { sglang, shim, inert_reason, .. }) => {
+                match &inert_reason {
                     None => info!(sglang, shim, "the shim trims full histories"),
                     Some(reason) => info!(sglang, reason, "the shim trims no full histories"),
                 }
-                self.trimmer_version = inert.is_none().then_some(sglang);
+                self.trimmer_version = inert_reason.is_none().then_some(sglang);
                 self.table.set_trimming(now(), self.trimmer_version.is_some());
             }
             trim::TrimmerEvent::Down { reason } => {

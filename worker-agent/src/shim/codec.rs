@@ -99,8 +99,8 @@ pub(super) enum ShimMessage {
     Audited(AuditReply),
 }
 
-/// An update of one rank. [`super::RankFacts`] explains the figures, and [`super::Sessions`]
-/// `is_full_table`, `gone` and `sessions`.
+/// An update of one rank. [`super::RankFacts`] explains the figures, and [`super::SessionChanges`]
+/// `is_full_table`, `gone_ids` and `sessions`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Update {
     /// The number of the update in its connection, from 0.
@@ -121,7 +121,7 @@ pub(super) struct Update {
     pub waiting: u32,
     pub is_full_table: bool,
     pub events: Vec<WireEvent>,
-    pub gone: Vec<String>,
+    pub gone_ids: Vec<String>,
     pub sessions: Vec<SessionFacts>,
 }
 
@@ -230,7 +230,7 @@ fn decode_hello(body: &mut Body<'_>) -> Result<Hello, Error> {
     let hello = Hello {
         pid: body.read_u32()?,
         // The caller sets it, from the socket's peer credentials.
-        seen_pid: None,
+        pid_in_agent_namespace: None,
         dp_rank: body.read_u32()?,
         page_size_tokens: body.read_u32()?,
         pool_tokens: body.read_u64()?,
@@ -238,10 +238,10 @@ fn decode_hello(body: &mut Body<'_>) -> Result<Hello, Error> {
         instance: u128::from_le_bytes(body.read_array()?),
         sglang: body.read_string()?,
         shim: body.read_string()?,
-        inert: body.read_reason()?,
-        undemotable: body.read_reason()?,
-        unauditable: body.read_reason()?,
-        unpublishable: body.read_reason()?,
+        inert_reason: body.read_reason()?,
+        undemotable_reason: body.read_reason()?,
+        unauditable_reason: body.read_reason()?,
+        unpublishable_reason: body.read_reason()?,
         device: body.read_string()?,
         page_bytes: Some(body.read_u64()?).filter(|bytes| *bytes > 0),
     };
@@ -267,7 +267,7 @@ fn decode_update(body: &mut Body<'_>) -> Result<Update, Error> {
         waiting: body.read_u32()?,
         is_full_table: body.read_bool()?,
         events: body.read_list(decode_event)?,
-        gone: body.read_list(Body::read_string)?,
+        gone_ids: body.read_list(Body::read_string)?,
         sessions: body.read_list(decode_session)?,
     })
 }

@@ -75,7 +75,7 @@ pub(super) struct PeerInfo {
     pub(super) takes_commands: bool,
     /// Why the peer can't publish the engine's radix tree again; `None` if it can. A trimmer has no
     /// reason, but never gets that command.
-    pub(super) unpublishable: Option<String>,
+    pub(super) unpublishable_reason: Option<String>,
 }
 
 /// A handle to a connected peer. It sends commands, ends the connection, and waits for its end.

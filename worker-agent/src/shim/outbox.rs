@@ -14,7 +14,7 @@ use std::{
 };
 
 use super::{
-    AuditReply, RankFacts, SessionFacts, Sessions, ShimEvent,
+    AuditReply, RankFacts, SessionChanges, SessionFacts, ShimEvent,
     codec::{self, Body, ShimMessage, Update, WireEvent, WireEventKind},
     connection::{EndReason, PeerInfo, Protocol},
 };
@@ -35,7 +35,7 @@ pub(super) struct Outbox {
     /// Whether `changed_sessions` begins a full table, which replaces all that the agent knows.
     is_full_table: bool,
     facts: Option<RankFacts>,
-    audited: Option<AuditReply>,
+    audit_reply: Option<AuditReply>,
 }
 
 impl Outbox {
@@ -47,7 +47,7 @@ impl Outbox {
             changed_sessions: BTreeMap::new(),
             is_full_table: false,
             facts: None,
-            audited: None,
+            audit_reply: None,
         }
     }
 
@@ -57,14 +57,14 @@ impl Outbox {
 
     /// Buffers an update, which the agent read at `read_at`.
     pub(super) fn push(&mut self, update: Update, read_at: Instant) {
-        self.facts = Some(rank_facts(self.dp_rank, &update, read_at));
+        self.facts = Some(to_rank_facts(self.dp_rank, &update, read_at));
         let dp_rank = self.dp_rank;
         self.events.extend(update.events.into_iter().map(|event| to_report(dp_rank, event)));
         if update.is_full_table {
             self.is_full_table = true;
             self.changed_sessions.clear();
         }
-        for id in update.gone {
+        for id in update.gone_ids {
             if self.is_full_table {
                 self.changed_sessions.remove(&id);
             } else {
@@ -98,11 +98,11 @@ impl Protocol for Outbox {
 
     fn begin(hello: ShimMessage, pid: Option<u32>) -> Option<(Self, PeerInfo, ShimEvent)> {
         let ShimMessage::Hello(mut hello) = hello else { return None };
-        hello.seen_pid = pid;
+        hello.pid_in_agent_namespace = pid;
         let info = PeerInfo {
             dp_rank: hello.dp_rank,
-            takes_commands: hello.inert.is_none(),
-            unpublishable: hello.unpublishable.clone(),
+            takes_commands: hello.inert_reason.is_none(),
+            unpublishable_reason: hello.unpublishable_reason.clone(),
         };
         Some((Self::new(hello.dp_rank), info, ShimEvent::Up(*hello)))
     }
@@ -121,7 +121,7 @@ impl Protocol for Outbox {
                 self.push(*update, read_at);
             }
             // A newer result replaces a result that the agent hasn't taken.
-            ShimMessage::Audited(audited) => self.audited = Some(audited),
+            ShimMessage::Audited(reply) => self.audit_reply = Some(reply),
         }
         Ok(())
     }
@@ -132,7 +132,7 @@ impl Protocol for Outbox {
 
     fn is_empty(&self) -> bool {
         let has_states =
-            self.has_session_changes() || self.facts.is_some() || self.audited.is_some();
+            self.has_session_changes() || self.facts.is_some() || self.audit_reply.is_some();
         self.events.is_empty() && !has_states
     }
 
@@ -142,16 +142,16 @@ impl Protocol for Outbox {
             return Some(event);
         }
         if self.has_session_changes() {
-            let mut sessions = Sessions {
+            let mut sessions = SessionChanges {
                 dp_rank: self.dp_rank,
                 is_full_table: self.is_full_table,
                 changed: vec![],
-                gone: vec![],
+                gone_ids: vec![],
             };
             for (id, facts) in std::mem::take(&mut self.changed_sessions) {
                 match facts {
                     Some(facts) => sessions.changed.push(facts),
-                    None => sessions.gone.push(id),
+                    None => sessions.gone_ids.push(id),
                 }
             }
             self.is_full_table = false;
@@ -161,7 +161,7 @@ impl Protocol for Outbox {
             return Some(ShimEvent::Facts(facts));
         }
         let dp_rank = self.dp_rank;
-        self.audited.take().map(|audited| ShimEvent::Audited { dp_rank, audited })
+        self.audit_reply.take().map(|reply| ShimEvent::Audited { dp_rank, reply })
     }
 
     fn end_report(&self, reason: String) -> ShimEvent {
@@ -185,7 +185,7 @@ fn to_report(dp_rank: u32, event: WireEvent) -> ShimEvent {
     }
 }
 
-fn rank_facts(dp_rank: u32, update: &Update, read_at: Instant) -> RankFacts {
+fn to_rank_facts(dp_rank: u32, update: &Update, read_at: Instant) -> RankFacts {
     RankFacts {
         dp_rank,
         read_at,
@@ -285,7 +285,7 @@ mod tests {
                     if sessions.is_full_table {
                         heard.clear();
                     }
-                    for id in sessions.gone {
+                    for id in sessions.gone_ids {
                         heard.remove(&id);
                     }
                     for facts in sessions.changed {
@@ -307,7 +307,7 @@ mod tests {
                         said.insert(id, history);
                     } else {
                         said.remove(&id);
-                        update.gone.push(id);
+                        update.gone_ids.push(id);
                     }
                 }
                 outbox.push(update, now());

@@ -71,7 +71,7 @@ pub(super) fn text(text: &str) -> Vec<u8> {
     [&u16::try_from(text.len()).unwrap().to_le_bytes(), text.as_bytes()].concat()
 }
 
-fn hello(dp_rank: u32, instance: u8, inert: &str) -> Vec<u8> {
+fn hello(dp_rank: u32, instance: u8, inert_reason: &str) -> Vec<u8> {
     let mut body = vec![];
     for number in [1_u32, dp_rank, 16] {
         body.extend(number.to_le_bytes());
@@ -79,7 +79,7 @@ fn hello(dp_rank: u32, instance: u8, inert: &str) -> Vec<u8> {
     body.extend(2048_u64.to_le_bytes());
     body.extend(8_u32.to_le_bytes());
     body.extend([instance; 16]);
-    for each in ["0.5.23", "0.1.0", inert, "", "", "", "cpu"] {
+    for each in ["0.5.23", "0.1.0", inert_reason, "", "", "", "cpu"] {
         body.extend(text(each));
     }
     body.extend(4096_u64.to_le_bytes());
@@ -118,7 +118,7 @@ impl Shim {
 fn is_up(news: &ShimEvent, rank: u32, instance: u8) -> bool {
     matches!(news, ShimEvent::Up(hello) if hello.dp_rank == rank
         && hello.instance == u128::from_le_bytes([instance; 16])
-        && (hello.pid, hello.seen_pid) == (1, Some(std::process::id())))
+        && (hello.pid, hello.pid_in_agent_namespace) == (1, Some(std::process::id())))
 }
 
 #[tokio::test]
@@ -153,9 +153,9 @@ async fn what_a_shim_says_arrives_and_commands_reach_it() {
         3,
         &[&9_u64.to_le_bytes()[..], &[0; 8], &text(""), &names, b"what was found"].concat(),
     );
-    let ShimEvent::Audited { dp_rank: 2, audited } = agent.next().await else { panic!("no audit") };
-    assert_eq!((audited.number, &audited.names[..]), (9, &["s#2".to_owned()][..]));
-    assert_eq!((audited.refusal, &audited.report[..]), (None, &b"what was found"[..]));
+    let ShimEvent::Audited { dp_rank: 2, reply } = agent.next().await else { panic!("no audit") };
+    assert_eq!((reply.number, &reply.names[..]), (9, &["s#2".to_owned()][..]));
+    assert_eq!((reply.refusal, &reply.report[..]), (None, &b"what was found"[..]));
     drop(shim);
     let down = agent.next().await;
     assert!(matches!(&down, ShimEvent::Down { dp_rank: 2, .. }), "{down:?}");
@@ -193,7 +193,7 @@ async fn an_inert_shim_says_why_and_takes_no_commands() {
     let mut agent = TestAgent::new("inert", 16);
     let _shim = agent.shim_saying(&hello(1, 1, "unknown version"));
     let ShimEvent::Up(hello) = agent.next().await else { panic!("not up") };
-    assert_eq!(hello.inert.as_deref(), Some("unknown version"));
+    assert_eq!(hello.inert_reason.as_deref(), Some("unknown version"));
     assert!(matches!(agent.handle.demote(1, "s"), Err(Error::NoShim(1))));
 }
 

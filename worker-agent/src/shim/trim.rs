@@ -30,7 +30,7 @@ pub struct Trimmer {
     pub pid: u32,
     /// The id of the same process in the agent's pid namespace, as the kernel reports it. `None` if
     /// the process isn't visible in that namespace.
-    pub seen_pid: Option<u32>,
+    pub pid_in_agent_namespace: Option<u32>,
     /// A random number that tells this engine process from every other.
     pub instance: u128,
     /// The version of SGLang.
@@ -38,7 +38,7 @@ pub struct Trimmer {
     /// The version of the shim.
     pub shim: String,
     /// Why the trimmer trims nothing; `None` while it works. With a reason, it sends no plans.
-    pub inert: Option<String>,
+    pub inert_reason: Option<String>,
 }
 
 /// The trimmer's decision about how a marked turn runs.

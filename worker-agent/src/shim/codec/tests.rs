@@ -72,7 +72,7 @@ pub(in crate::shim) fn unhex(text: &str) -> Vec<u8> {
 fn frames_of_the_shim() -> Vec<ShimMessage> {
     let hello = Hello {
         pid: 7,
-        seen_pid: None,
+        pid_in_agent_namespace: None,
         dp_rank: 3,
         page_size_tokens: 16,
         pool_tokens: 1 << 40,
@@ -80,10 +80,10 @@ fn frames_of_the_shim() -> Vec<ShimMessage> {
         instance: u128::from_le_bytes(std::array::from_fn(|place| u8::try_from(place).unwrap())),
         sglang: "0.5.23".into(),
         shim: "0.1.0".into(),
-        inert: None,
-        undemotable: Some("no".into()),
-        unauditable: None,
-        unpublishable: None,
+        inert_reason: None,
+        undemotable_reason: Some("no".into()),
+        unauditable_reason: None,
+        unpublishable_reason: None,
         device: "cpu".into(),
         page_bytes: Some(1 << 33),
     };
@@ -115,7 +115,7 @@ fn frames_of_the_shim() -> Vec<ShimMessage> {
             event("e", WireEventKind::Demoted { refusal: "busy".into() }),
             event("f", WireEventKind::Demoted { refusal: String::new() }),
         ],
-        gone: vec!["gone-é".into()],
+        gone_ids: vec!["gone-é".into()],
         sessions: vec![SessionFacts {
             // The shim truncates names of more than 512 bytes between characters; this one had 600.
             id: "é".repeat(256),
@@ -239,7 +239,7 @@ pub(in crate::shim) fn framed(body: &[u8]) -> Vec<u8> {
 fn a_hello_is_read_however_it_is_cut() {
     let bytes = hello_bytes();
     let [ShimMessage::Hello(hello)] = &all(&bytes).unwrap()[..] else { panic!("no hello") };
-    assert_eq!((hello.dp_rank, hello.inert.as_deref()), (3, Some("why")));
+    assert_eq!((hello.dp_rank, hello.inert_reason.as_deref()), (3, Some("why")));
     for cut in 0..bytes.len() {
         let mut frames = Frames::default();
         frames.push(&bytes[..cut]);

@@ -55,9 +55,9 @@ impl Protocol for TrimmerConnection {
 
     fn begin(hello: TrimmerMessage, pid: Option<u32>) -> Option<(Self, PeerInfo, TrimmerEvent)> {
         let TrimmerMessage::Trimmer(mut trimmer) = hello else { return None };
-        trimmer.seen_pid = pid;
-        let takes_commands = trimmer.inert.is_none();
-        let info = PeerInfo { dp_rank: DP_RANK, takes_commands, unpublishable: None };
+        trimmer.pid_in_agent_namespace = pid;
+        let takes_commands = trimmer.inert_reason.is_none();
+        let info = PeerInfo { dp_rank: DP_RANK, takes_commands, unpublishable_reason: None };
         Some((Self::default(), info, TrimmerEvent::Up(trimmer)))
     }
 
@@ -88,11 +88,11 @@ fn decode_trimmer(body: &mut Body<'_>) -> Result<Trimmer, codec::Error> {
     Ok(Trimmer {
         pid: body.read_u32()?,
         // `begin` sets it, from the socket's peer credentials.
-        seen_pid: None,
+        pid_in_agent_namespace: None,
         instance: u128::from_le_bytes(body.read_array()?),
         sglang: body.read_string()?,
         shim: body.read_string()?,
-        inert: body.read_reason()?,
+        inert_reason: body.read_reason()?,
     })
 }
 

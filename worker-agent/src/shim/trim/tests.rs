@@ -29,10 +29,10 @@ impl TestAgent {
         Self { folder, handle, events, _tasks: tasks }
     }
 
-    fn trimmer(&self, instance: u8, inert: &str) -> TrimmerEnd {
+    fn trimmer(&self, instance: u8, inert_reason: &str) -> TrimmerEnd {
         let path = format!("{}.trim", self.folder.socket().display());
         let mut trimmer = TrimmerEnd(UnixStream::connect(path).unwrap());
-        let texts = ["0.5.23", "0.1.0", inert].map(text).concat();
+        let texts = ["0.5.23", "0.1.0", inert_reason].map(text).concat();
         trimmer.send(4, &[&1_u32.to_le_bytes()[..], &[instance; 16], &texts].concat());
         trimmer
     }
@@ -44,7 +44,8 @@ impl TestAgent {
     /// Waits for a working trimmer to connect. Returns the first byte of its instance.
     async fn up(&mut self) -> u8 {
         let TrimmerEvent::Up(trimmer) = self.next().await else { panic!("not up") };
-        assert_eq!((trimmer.seen_pid, trimmer.inert), (Some(std::process::id()), None));
+        let own_pid = Some(std::process::id());
+        assert_eq!((trimmer.pid_in_agent_namespace, trimmer.inert_reason), (own_pid, None));
         trimmer.instance.to_le_bytes()[0]
     }
 
@@ -127,7 +128,7 @@ async fn an_inert_trimmer_says_why_and_is_asked_nothing() {
     let mut agent = TestAgent::new("trim-inert", 16);
     let _trimmer = agent.trimmer(1, "several DP ranks");
     let TrimmerEvent::Up(trimmer) = agent.next().await else { panic!("not up") };
-    assert_eq!(trimmer.inert.as_deref(), Some("several DP ranks"));
+    assert_eq!(trimmer.inert_reason.as_deref(), Some("several DP ranks"));
     assert!(matches!(agent.handle.answer(1, None, 0), Err(Error::NoShim(0))));
 }
 

@@ -21,14 +21,14 @@ for plan in (wire.TRIMMED, wire.RETOKENIZED, wire.DIVERGED, wire.REFUSED):
 fn frames_of_the_trimmer() -> Vec<TrimmerMessage> {
     let works = Trimmer {
         pid: 7,
-        seen_pid: None,
+        pid_in_agent_namespace: None,
         instance: u128::from_le_bytes(std::array::from_fn(|place| u8::try_from(place).unwrap())),
         sglang: "0.5.23".into(),
         shim: "0.1.0".into(),
-        inert: None,
+        inert_reason: None,
     };
-    let inert = Some("it is not known".into());
-    let inert = Trimmer { instance: 0, sglang: "0.6.0".into(), inert, ..works.clone() };
+    let inert_reason = Some("it is not known".into());
+    let inert = Trimmer { instance: 0, sglang: "0.6.0".into(), inert_reason, ..works.clone() };
     let planned = |plan, question| {
         TrimmerMessage::Planned(PlanReport {
             question,
