@@ -7,11 +7,15 @@
 //!
 //! [`listen`] creates the socket. The shim of each DP rank has one connection, and its reports
 //! arrive as [`ShimEvent`] in a bounded channel. If the receiver is slow, newer states replace
-//! older ones. If the shim loses events, it sends a full table of sessions afterwards. [`codec`]
-//! documents the protocol. [`trim`] handles the trimmer, a part of the shim that shortens prompts.
-//! It runs in the engine's first process, and has a socket of its own.
+//! older ones. If the shim loses events, it sends a full table of sessions afterwards.
 //!
-//! This module keeps no sessions. The owner of the sessions decides what the reports mean.
+//! `socket` creates a socket, `connections` accepts peers on it, `connection` serves one peer, and
+//! `outbox` buffers a shim's reports. [`codec`] documents the protocol. [`trim`] handles the
+//! trimmer, a part of the shim that shortens prompts. The trimmer runs in the engine's first
+//! process, and has a socket of its own.
+//!
+//! This module keeps no sessions. The task in `owner` receives the reports and decides what they
+//! mean.
 
 pub mod codec;
 mod connection;
@@ -156,7 +160,7 @@ pub struct SessionFacts {
 pub struct SessionChanges {
     /// The DP rank.
     pub dp_rank: u32,
-    /// Whether this is the start of a full table, which voids all earlier facts. A large table
+    /// Whether these changes begin a full table, which voids all earlier facts. A large table
     /// continues in the next messages. A session that the table doesn't list is closed.
     pub is_full_table: bool,
     /// Sessions with new facts.
@@ -174,7 +178,7 @@ pub enum ShimEvent {
     /// New figures of the rank.
     Facts(RankFacts),
     /// Sessions changed. A full table comes after each `Up`, after [`ShimHandle::sample_now`], and
-    /// after the shim has lost events. A table after lost events replaces them.
+    /// after the shim has lost events. The table then has what the lost events would have told.
     Sessions(SessionChanges),
     /// The engine has answered a request to open a session.
     Opened {
@@ -323,7 +327,7 @@ impl ShimHandle {
         self.connections.send_command(dp_rank, &ShimCommand::Republish)
     }
 
-    /// Waits until a shim connects or disconnects. Returns false if the listener has ended.
+    /// Waits until a shim connects or disconnects. Returns `false` if the listener has ended.
     pub async fn changed(&mut self) -> bool {
         self.connections.changed().await
     }

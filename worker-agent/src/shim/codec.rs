@@ -1,9 +1,10 @@
 //! Decodes the messages of the shim, the plugin in the engine, and encodes commands to it. Pure.
 //!
 //! The shim has a socket for its reports. Another socket belongs to the trimmer, the shim's part
-//! that shortens prompts. The frames of both sockets have the same form. The shim's
-//! `berth_shim/wire.py` is the other end of this protocol. It has the same table, and explains the
-//! fields. Tests run the two ends against each other.
+//! that shortens prompts. The frames of both sockets have the same form. `connection` reads and
+//! writes the frames, and `trim/protocol` decodes the trimmer's. The shim's `berth_shim/wire.py` is
+//! the other end of this protocol. That file has the same table, and explains the fields. Tests run
+//! the two ends against each other.
 //!
 //! A frame is a `u32` length of the rest (2 to [`FRAME_BYTES_MAX`]), a `u8` protocol version, a
 //! `u8` kind, and a body. Integers are unsigned and little-endian. A `str` is a `u16` length and as
@@ -99,8 +100,8 @@ pub(super) enum ShimMessage {
     Audited(AuditReply),
 }
 
-/// An update of one rank. [`super::RankFacts`] explains the figures, and [`super::SessionChanges`]
-/// `is_full_table`, `gone_ids` and `sessions`.
+/// An update of one rank. [`super::RankFacts`] explains the figures. [`super::SessionChanges`]
+/// explains `is_full_table`, `gone_ids` and `sessions`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Update {
     /// The number of the update in its connection, from 0.
@@ -158,13 +159,13 @@ impl ShimCommand {
     /// [`NAME_BYTES_MAX`].
     pub(super) fn encode(&self) -> Option<Vec<u8>> {
         let (kind, body) = match self {
-            Self::Demote(id) => (KIND_DEMOTE, encode_string(id)?),
+            Self::Demote(id) => (KIND_DEMOTE, encode_name(id)?),
             Self::SampleNow => (KIND_SAMPLE_NOW, vec![]),
             Self::Audit(number) => (KIND_AUDIT, number.to_le_bytes().to_vec()),
             Self::Republish => (KIND_REPUBLISH, vec![]),
             Self::Run { question, tokens_max, session } => {
                 let (question, tokens_max) = (question.to_le_bytes(), tokens_max.to_le_bytes());
-                (KIND_RUN, [&question[..], &tokens_max, &encode_string(session)?].concat())
+                (KIND_RUN, [&question[..], &tokens_max, &encode_name(session)?].concat())
             }
         };
         let length = u32::try_from(body.len() + 2).ok()?;
@@ -173,12 +174,12 @@ impl ShimCommand {
 }
 
 /// Encodes a name as a `str`. Returns `None` if it is longer than [`NAME_BYTES_MAX`].
-fn encode_string(text: &str) -> Option<Vec<u8>> {
+fn encode_name(text: &str) -> Option<Vec<u8>> {
     let length = u16::try_from(text.len()).ok().filter(|_| text.len() <= NAME_BYTES_MAX)?;
     Some([&length.to_le_bytes(), text.as_bytes()].concat())
 }
 
-/// The bytes that were read from a stream, as complete and incomplete frames.
+/// The bytes that were read from a stream and not decoded: complete frames, then an incomplete one.
 #[derive(Debug, Default)]
 pub(super) struct Frames {
     buffer: Vec<u8>,
@@ -191,7 +192,7 @@ impl Frames {
     }
 
     /// Takes the next message, decoded by `decode`. Returns `None` if the next frame is incomplete.
-    pub(super) fn next<M>(&mut self, decode: Decode<M>) -> Result<Option<M>, Error> {
+    pub(super) fn take_message<M>(&mut self, decode: DecodeFn<M>) -> Result<Option<M>, Error> {
         let Some(length_bytes) = self.buffer.first_chunk::<4>() else { return Ok(None) };
         let length = u32::from_le_bytes(*length_bytes);
         let size = usize::try_from(length).map_err(|_| Error::LengthOutOfBounds(length))?;
@@ -199,13 +200,13 @@ impl Frames {
             return Err(Error::LengthOutOfBounds(length));
         }
         let Some(frame) = self.buffer.get(4..4 + size) else { return Ok(None) };
-        let mut body = Body { rest: frame };
+        let mut body = Body { undecoded: frame };
         let version = body.read_u8()?;
         if version != VERSION {
             return Err(Error::OtherVersion(version));
         }
         let message = decode(body.read_u8()?, &mut body)?;
-        if !body.rest.is_empty() {
+        if !body.undecoded.is_empty() {
             return Err(Error::WrongBodyLength);
         }
         self.buffer.drain(..4 + size);
@@ -214,7 +215,7 @@ impl Frames {
 }
 
 /// A function that decodes a message from its kind and body.
-pub(super) type Decode<M> = fn(u8, &mut Body<'_>) -> Result<M, Error>;
+pub(super) type DecodeFn<M> = fn(u8, &mut Body<'_>) -> Result<M, Error>;
 
 /// Decodes a message from a shim.
 pub(super) fn decode_message(kind: u8, body: &mut Body<'_>) -> Result<ShimMessage, Error> {
@@ -275,7 +276,7 @@ fn decode_update(body: &mut Body<'_>) -> Result<Update, Error> {
 fn decode_audited(body: &mut Body<'_>) -> Result<AuditReply, Error> {
     let (number, spent) = (body.read_u64()?, Duration::from_nanos(body.read_u64()?));
     let (refusal, names) = (body.read_reason()?, body.read_list(Body::read_string)?);
-    let report = std::mem::take(&mut body.rest).to_vec();
+    let report = std::mem::take(&mut body.undecoded).to_vec();
     Ok(AuditReply { number, spent, refusal, names, report })
 }
 
@@ -317,13 +318,14 @@ fn decode_session(body: &mut Body<'_>) -> Result<SessionFacts, Error> {
 
 /// The part of a frame's body that isn't decoded yet.
 pub(super) struct Body<'a> {
-    rest: &'a [u8],
+    undecoded: &'a [u8],
 }
 
 impl<'a> Body<'a> {
     fn take(&mut self, size: usize) -> Result<&'a [u8], Error> {
-        let (taken, rest) = self.rest.split_at_checked(size).ok_or(Error::WrongBodyLength)?;
-        self.rest = rest;
+        let (taken, undecoded) =
+            self.undecoded.split_at_checked(size).ok_or(Error::WrongBodyLength)?;
+        self.undecoded = undecoded;
         Ok(taken)
     }
 

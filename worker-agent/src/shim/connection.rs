@@ -1,10 +1,13 @@
 //! Serves one connection of a peer in the engine: a shim, or the trimmer.
 //!
-//! The shim reports on one rank of the engine, and the trimmer shortens prompts; the two parent
-//! modules describe them. A connection begins with the peer's hello. Then it turns the peer's
-//! messages into reports for the agent, and writes the agent's commands to the peer. A [`Protocol`]
-//! decodes the messages and buffers the reports. While the buffer is full, the connection reads
-//! nothing.
+//! The shim reports on one rank of the engine, and the trimmer shortens prompts; `shim.rs` and
+//! `shim/trim.rs` describe them. `connections` accepts a connection and calls [`serve`] in a task
+//! of its own.
+//!
+//! The peer's first message is its hello. After that, the task turns the peer's messages into
+//! reports, which it sends to the agent, and writes the agent's encoded commands to the peer. The
+//! [`Protocol`] decodes the messages and buffers the reports: `outbox` does this for a shim,
+//! `trim/protocol` for the trimmer. While the buffer is full, the task reads nothing.
 
 use std::{
     collections::HashMap,
@@ -28,12 +31,12 @@ use super::codec::{self, Body, Frames};
 /// to demote a session, so this bounds how many sessions the agent demotes at once.
 const COMMANDS_MAX: usize = 256;
 /// How long a peer may take to send its hello after it connected.
-const HELLO_MAX: Duration = Duration::from_secs(5);
+const HELLO_WAIT_MAX: Duration = Duration::from_secs(5);
 /// The maximum bytes of one read. A shim's update has about 200 bytes, and more for each session.
-const READ_BYTES: usize = 64 << 10;
+const READ_BYTES_MAX: usize = 64 << 10;
 
-/// The protocol of one kind of peer. A value is the state of one connection: it buffers reports
-/// until the receiver takes them. Pure.
+/// The protocol of one kind of peer, and the state of one connection with such a peer. Buffers the
+/// reports until the receiver takes them. Pure.
 pub(super) trait Protocol: Sized + Send + 'static {
     /// The name of the task that listens for these peers, for logs.
     const NAME: &'static str;
@@ -57,7 +60,7 @@ pub(super) trait Protocol: Sized + Send + 'static {
     fn has_room(&self) -> bool;
 
     /// Whether the buffer has no report.
-    fn is_empty(&self) -> bool;
+    fn has_no_report(&self) -> bool;
 
     /// Takes the next report from the buffer.
     fn next_report(&mut self) -> Option<Self::Report>;
@@ -82,15 +85,16 @@ pub(super) struct PeerInfo {
 #[derive(Debug)]
 pub(super) struct ConnectionHandle {
     pub(super) info: PeerInfo,
-    pub(super) commands: mpsc::Sender<Vec<u8>>,
+    /// Queues encoded commands for the peer.
+    pub(super) command_sender: mpsc::Sender<Vec<u8>>,
     /// Ends the connection when it is dropped.
     end_on_drop: DropGuard,
     /// Resolves when the connection has ended and its last report was sent.
-    ended: oneshot::Receiver<()>,
+    end_receiver: oneshot::Receiver<()>,
 }
 
 /// The connections whose peers have sent their hello, by DP rank.
-pub(super) type ByRank = HashMap<u32, ConnectionHandle>;
+pub(super) type HandlesByRank = HashMap<u32, ConnectionHandle>;
 
 /// Why a connection has ended.
 #[derive(Debug, thiserror::Error)]
@@ -103,7 +107,7 @@ pub(super) enum EndReason {
     MisplacedHello,
     #[error("update {received_seq} came instead of update {due_seq}; some are missing")]
     UpdatesMissing { received_seq: u64, due_seq: u64 },
-    #[error("the shim sent no hello within {} s", HELLO_MAX.as_secs())]
+    #[error("the shim sent no hello within {} s", HELLO_WAIT_MAX.as_secs())]
     NoHello,
     #[error("the agent no longer takes its reports")]
     ReportsUnwanted,
@@ -117,50 +121,53 @@ pub(super) enum EndReason {
 pub(super) async fn serve<T: Protocol>(
     stream: UnixStream,
     pid: Option<u32>,
-    connections: &watch::Sender<ByRank>,
+    connections: &watch::Sender<HandlesByRank>,
     reports: &mpsc::Sender<T::Report>,
 ) {
     let mut connection = Connection::new(stream);
-    let hello = tokio::time::timeout(HELLO_MAX, connection.read_first::<T>()).await;
+    let hello = tokio::time::timeout(HELLO_WAIT_MAX, connection.read_hello::<T>()).await;
     let hello = hello.unwrap_or(Err(EndReason::NoHello));
-    let begun = hello.and_then(|hello| T::begin(hello, pid).ok_or(EndReason::MisplacedHello));
-    let (protocol, info, up_report) = match begun {
+    let begin_result =
+        hello.and_then(|hello| T::begin(hello, pid).ok_or(EndReason::MisplacedHello));
+    let (protocol, info, up_report) = match begin_result {
         Ok(begun) => begun,
         Err(error) => return warn!(%error, "a shim's connection was closed: invalid first message"),
     };
 
     let dp_rank = info.dp_rank;
-    let (sender, commands) = mpsc::channel(COMMANDS_MAX);
-    let (ended_sender, ended) = oneshot::channel();
+    let (command_sender, commands) = mpsc::channel(COMMANDS_MAX);
+    let (end_sender, end_receiver) = oneshot::channel();
     let replaced = CancellationToken::new();
     let end_on_drop = replaced.clone().drop_guard();
-    let peer = ConnectionHandle { info, commands: sender, end_on_drop, ended };
-    let mut earlier = None;
-    connections.send_modify(|connections| earlier = connections.insert(dp_rank, peer));
-    if let Some(ConnectionHandle { end_on_drop, ended, .. }) = earlier {
+    let handle = ConnectionHandle { info, command_sender, end_on_drop, end_receiver };
+    let mut earlier_handle = None;
+    connections.send_modify(|handles| earlier_handle = handles.insert(dp_rank, handle));
+    if let Some(ConnectionHandle { end_on_drop, end_receiver, .. }) = earlier_handle {
         // The earlier connection must send its `Down` before this connection sends its `Up`.
         drop(end_on_drop);
-        let _ = ended.await;
+        let _ = end_receiver.await;
     }
     if reports.send(up_report).await.is_err() {
         drop(commands);
     } else {
-        let (error, down_report) = connection.follow(protocol, &replaced, commands, reports).await;
+        let (error, down_report) =
+            connection.serve_after_hello(protocol, &replaced, commands, reports).await;
         info!(dp_rank, name = T::NAME, %error, "the connection to the engine's shim has ended");
         // Fails only if the agent no longer takes reports.
         let _ = reports.send(down_report).await;
     }
     // Remove this connection, unless a newer one has replaced it. This connection's command
     // receiver is dropped, so its sender is closed. The sender of a newer connection is open.
-    connections.send_if_modified(|connections| {
-        let is_this = connections.get(&dp_rank).is_some_and(|peer| peer.commands.is_closed());
-        is_this && connections.remove(&dp_rank).is_some()
+    connections.send_if_modified(|handles| {
+        let is_this =
+            handles.get(&dp_rank).is_some_and(|handle| handle.command_sender.is_closed());
+        is_this && handles.remove(&dp_rank).is_some()
     });
-    // A newer connection of this rank may be waiting for this.
-    let _ = ended_sender.send(());
+    // A newer connection of this rank may be waiting for the end of this connection.
+    let _ = end_sender.send(());
 }
 
-/// The two halves of a peer's socket.
+/// A peer's socket, and the bytes that were not decoded or not written yet.
 struct Connection {
     reader: Reader,
     write_half: OwnedWriteHalf,
@@ -176,18 +183,18 @@ impl Connection {
     }
 
     /// Reads the peer's first message.
-    async fn read_first<T: Protocol>(&mut self) -> Result<T::Message, EndReason> {
+    async fn read_hello<T: Protocol>(&mut self) -> Result<T::Message, EndReason> {
         loop {
-            match self.reader.frames.next(T::decode)? {
+            match self.reader.frames.take_message(T::decode)? {
                 Some(message) => return Ok(message),
                 None => self.reader.read().await?,
             }
         }
     }
 
-    /// Serves the connection after its hello. Returns why the connection ended, and the report of
-    /// its end.
-    async fn follow<T: Protocol>(
+    /// Serves the connection after its hello until it ends. Returns why it ended, and the report of
+    /// the end.
+    async fn serve_after_hello<T: Protocol>(
         mut self,
         mut protocol: T,
         replaced: &CancellationToken,
@@ -220,13 +227,13 @@ impl Connection {
     ) -> Result<(), EndReason> {
         let Self { reader, write_half, unsent } = self;
         while protocol.has_room() {
-            let Some(message) = reader.frames.next(T::decode)? else { break };
+            let Some(message) = reader.frames.take_message(T::decode)? else { break };
             protocol.receive(message, service::clock::now())?;
         }
         tokio::select! {
             biased;
             () = replaced.cancelled() => Err(EndReason::Replaced),
-            permit = reports.reserve(), if !protocol.is_empty() => {
+            permit = reports.reserve(), if !protocol.has_no_report() => {
                 match (permit, protocol.next_report()) {
                     (Ok(permit), Some(report)) => { permit.send(report); Ok(()) }
                     _ => Err(EndReason::ReportsUnwanted),
@@ -253,10 +260,10 @@ struct Reader {
 }
 
 impl Reader {
-    /// Waits for bytes and reads at most [`READ_BYTES`] of them. If the future is dropped, no bytes
-    /// are lost.
+    /// Waits for bytes and reads at most [`READ_BYTES_MAX`] of them. If the future is dropped, no
+    /// bytes are lost.
     async fn read(&mut self) -> Result<(), EndReason> {
-        let mut buffer = vec![0; READ_BYTES];
+        let mut buffer = vec![0; READ_BYTES_MAX];
         loop {
             self.read_half.readable().await?;
             match self.read_half.try_read(&mut buffer) {

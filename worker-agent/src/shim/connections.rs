@@ -1,7 +1,9 @@
 //! Accepts connections on one unix socket, and sends the agent's commands to the peer of a rank.
 //!
-//! A peer is a shim, which reports on one DP rank of the engine, or the engine's trimmer. Each has
-//! a socket of its own kind. The parent module describes both.
+//! A peer is a shim, which reports on one DP rank of the engine, or the engine's trimmer. `shim.rs`
+//! and `shim/trim.rs` describe them, and each has one [`Connections`] with a socket of its own.
+//! `socket` creates the socket, and `connection` serves each accepted connection. This module knows
+//! nothing of the messages.
 
 use std::{path::Path, sync::Arc};
 
@@ -12,7 +14,7 @@ use tracing::warn;
 use super::{
     Error,
     codec::ShimCommand,
-    connection::{self, ByRank, PeerInfo, Protocol},
+    connection::{self, HandlesByRank, PeerInfo, Protocol},
     socket::{self, Socket},
 };
 
@@ -20,9 +22,9 @@ use super::{
 /// engine has one shim per DP rank, and rarely more than eight ranks on a machine.
 const CONNECTIONS_MAX: usize = 64;
 
-/// The connections whose peers have sent their hello, by DP rank.
+/// The connections of one socket whose peers have sent their hello, by DP rank.
 #[derive(Debug, Clone)]
-pub(super) struct Connections(watch::Receiver<ByRank>);
+pub(super) struct Connections(watch::Receiver<HandlesByRank>);
 
 impl Connections {
     /// Listens until the tasks are cancelled, and serves each connection in a task of its own.
@@ -32,7 +34,7 @@ impl Connections {
         tasks: &Tasks,
     ) -> Result<Self, Error> {
         let socket = Socket::bind(path)?;
-        let (connections, receiver) = watch::channel(ByRank::new());
+        let (connections, receiver) = watch::channel(HandlesByRank::new());
         let accept = accept::<T>(socket, Arc::new(connections), reports, tasks.clone());
         tasks.spawn_essential(T::NAME, accept);
         Ok(Self(receiver))
@@ -45,7 +47,7 @@ impl Connections {
         let connections = self.0.borrow();
         let peer = connections.get(&dp_rank).filter(|peer| peer.info.takes_commands);
         let peer = peer.ok_or(Error::NoShim(dp_rank))?;
-        peer.commands.try_send(command).map_err(|error| match error {
+        peer.command_sender.try_send(command).map_err(|error| match error {
             mpsc::error::TrySendError::Full(_) => Error::QueueFull,
             mpsc::error::TrySendError::Closed(_) => Error::NoShim(dp_rank),
         })
@@ -65,7 +67,7 @@ impl Connections {
 /// Accepts connections until the tasks are cancelled.
 async fn accept<T: Protocol>(
     socket: Socket,
-    connections: Arc<watch::Sender<ByRank>>,
+    connections: Arc<watch::Sender<HandlesByRank>>,
     reports: mpsc::Sender<T::Report>,
     tasks: Tasks,
 ) {

@@ -1,10 +1,12 @@
 //! Buffers the reports of one engine rank's shim until the agent takes them. Pure.
 //!
-//! The shim is Berth's plugin inside the engine; the parent module describes its reports. *Facts*
-//! (the rank's figures) and the table of sessions are states, so a newer state replaces an older
-//! one. Events are all kept in order, and the agent gets them before the state that they led to.
+//! The shim is Berth's plugin inside the engine; the parent module describes its reports.
+//! `connection` puts the shim's decoded messages into an [`Outbox`] and takes the reports out. The
+//! rank's figures (*facts*) and the table of sessions are states, so a newer state replaces an
+//! older one. Events are all kept in order, and the agent gets them before the state that they led
+//! to.
 //!
-//! While it has [`EVENTS_MAX`] events or more, the buffer accepts no messages. If that lasts, the
+//! While the buffer has [`EVENTS_MAX`] events or more, it accepts no messages. If that lasts, the
 //! shim's socket fills up, and the shim loses events and counts them. Afterwards the shim sends its
 //! full table of sessions.
 
@@ -19,8 +21,8 @@ use super::{
     connection::{EndReason, PeerInfo, Protocol},
 };
 
-/// The number of buffered events from which on no message is accepted. An update has at most 256
-/// events, so the buffer holds at most 255 more than this.
+/// The number of buffered events at which the buffer accepts no further message. An update has at
+/// most 256 events, so the buffer holds at most 255 events more than this.
 pub(super) const EVENTS_MAX: usize = 1024;
 
 /// The reports of one rank that the agent hasn't taken. See the module documentation.
@@ -34,6 +36,7 @@ pub(super) struct Outbox {
     changed_sessions: BTreeMap<String, Option<SessionFacts>>,
     /// Whether `changed_sessions` begins a full table, which replaces all that the agent knows.
     is_full_table: bool,
+    /// The latest figures, unless the agent has taken them.
     facts: Option<RankFacts>,
     audit_reply: Option<AuditReply>,
 }
@@ -130,7 +133,7 @@ impl Protocol for Outbox {
         self.events.len() < EVENTS_MAX
     }
 
-    fn is_empty(&self) -> bool {
+    fn has_no_report(&self) -> bool {
         let has_states =
             self.has_session_changes() || self.facts.is_some() || self.audit_reply.is_some();
         self.events.is_empty() && !has_states
@@ -246,7 +249,7 @@ mod tests {
             matches!(facts, ShimEvent::Facts(RankFacts { available_tokens: 4, .. })),
             "{facts:?}"
         );
-        assert!(outbox.is_empty());
+        assert!(outbox.has_no_report());
     }
 
     #[test]

@@ -1,7 +1,8 @@
 //! Creates the unix socket for the plugin in the engine, and accepts only trusted users on it.
 //!
 //! The agent listens, and Berth's plugin in the engine (the shim) connects. Only the agent's own
-//! user and root may connect, or write to the socket's folder.
+//! user and root may connect, or write to the socket's folder. `connections` creates the socket and
+//! accepts connections here. This module reads and writes nothing on them.
 
 use std::{
     fs::{self, DirBuilder, Permissions},

@@ -9,9 +9,10 @@
 //! doesn't fit its session, another session or more room in this one could help. Then the trimmer
 //! first asks a *question*: it sends a plan with a number, and lets the turn wait for the answer.
 //!
-//! [`listen`] creates the socket, beside the shim's socket. If the receiver is slow, this module
-//! stops reading, and the trimmer drops its oldest plans. Plans that were read are neither lost nor
-//! reordered. The owner of the sessions decides on the answers.
+//! [`listen`] creates the socket, beside the shim's socket. `protocol` decodes the messages. If the
+//! receiver is slow, this module stops reading, and the trimmer drops its oldest plans. Plans that
+//! were read are neither lost nor reordered. The task in `owner` receives the plans and decides on
+//! the answers.
 
 mod protocol;
 
@@ -23,7 +24,7 @@ use tokio::sync::mpsc;
 use self::protocol::TrimmerConnection;
 use super::{Error, codec::ShimCommand, connections::Connections};
 
-/// The trimmer's first message: who it is, and whether it trims.
+/// The trimmer's first message: its process, its versions, and whether it trims.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Trimmer {
     /// The process id of the engine's first process, in that process's own pid namespace.

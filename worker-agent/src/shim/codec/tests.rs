@@ -54,11 +54,11 @@ fn all(bytes: &[u8]) -> Result<Vec<ShimMessage>, Error> {
     all_of(decode_message, bytes)
 }
 
-pub(in crate::shim) fn all_of<M>(decode: Decode<M>, bytes: &[u8]) -> Result<Vec<M>, Error> {
+pub(in crate::shim) fn all_of<M>(decode: DecodeFn<M>, bytes: &[u8]) -> Result<Vec<M>, Error> {
     let mut frames = Frames::default();
     frames.push(bytes);
     let mut messages = vec![];
-    while let Some(message) = frames.next(decode)? {
+    while let Some(message) = frames.take_message(decode)? {
         messages.push(message);
     }
     Ok(messages)

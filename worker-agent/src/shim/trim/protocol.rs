@@ -15,9 +15,9 @@ use super::{
 };
 
 /// The kind of the frame that carries the trimmer's first message.
-const KIND_TRIMMER: u8 = 4;
+const KIND_TRIMMER_HELLO: u8 = 4;
 /// The kind of the frame that carries a plan.
-const KIND_PLANNED: u8 = 5;
+const KIND_PLAN: u8 = 5;
 
 /// The DP rank of every trimmer: a trimmer works only if the engine has a single DP rank.
 pub(super) const DP_RANK: u32 = 0;
@@ -47,8 +47,8 @@ impl Protocol for TrimmerConnection {
 
     fn decode(kind: u8, body: &mut Body<'_>) -> Result<TrimmerMessage, codec::Error> {
         match kind {
-            KIND_TRIMMER => decode_trimmer(body).map(TrimmerMessage::Trimmer),
-            KIND_PLANNED => decode_planned(body).map(TrimmerMessage::Planned),
+            KIND_TRIMMER_HELLO => decode_trimmer_hello(body).map(TrimmerMessage::Trimmer),
+            KIND_PLAN => decode_plan_report(body).map(TrimmerMessage::Planned),
             kind => Err(codec::Error::UnknownKind(kind)),
         }
     }
@@ -71,7 +71,7 @@ impl Protocol for TrimmerConnection {
         self.waiting_plan.is_none()
     }
 
-    fn is_empty(&self) -> bool {
+    fn has_no_report(&self) -> bool {
         self.waiting_plan.is_none()
     }
 
@@ -84,7 +84,7 @@ impl Protocol for TrimmerConnection {
     }
 }
 
-fn decode_trimmer(body: &mut Body<'_>) -> Result<Trimmer, codec::Error> {
+fn decode_trimmer_hello(body: &mut Body<'_>) -> Result<Trimmer, codec::Error> {
     Ok(Trimmer {
         pid: body.read_u32()?,
         // `begin` sets it, from the socket's peer credentials.
@@ -96,7 +96,7 @@ fn decode_trimmer(body: &mut Body<'_>) -> Result<Trimmer, codec::Error> {
     })
 }
 
-fn decode_planned(body: &mut Body<'_>) -> Result<PlanReport, codec::Error> {
+fn decode_plan_report(body: &mut Body<'_>) -> Result<PlanReport, codec::Error> {
     let question = Some(body.read_u64()?).filter(|number| *number != 0);
     let (shared_tokens, committed_tokens, appended_tokens, prompt_tokens) =
         (body.read_u32()?, body.read_u32()?, body.read_u32()?, body.read_u32()?);

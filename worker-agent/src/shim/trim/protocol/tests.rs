@@ -81,7 +81,7 @@ fn no_socket_reads_what_belongs_to_the_other() {
 proptest! {
     #[test]
     fn random_bytes_never_panic(bytes in prop::collection::vec(any::<u8>(), 0..600)) {
-        for kind in [KIND_TRIMMER, KIND_PLANNED] {
+        for kind in [KIND_TRIMMER_HELLO, KIND_PLAN] {
             let frame = framed(&[&[codec::VERSION, kind], &bytes[..]].concat());
             let _ = all_of(TrimmerConnection::decode, &frame);
         }
