@@ -4,13 +4,16 @@
 //! holds it. A *block* is the unit in which routers count a prompt. It has at least as many tokens
 //! as a page, and may begin or end inside a page. A block is resident while all its pages are.
 //! [`Pages`] takes the engine's decoded KV events and returns the changes of resident blocks. Its
-//! caller passes these to routers. [`Pages`] stores hashes of pages and blocks but no tokens: about
-//! 30 bytes a page.
+//! caller, `rank_cache`, passes these to routers. [`Pages`] stores hashes of pages and blocks but
+//! no tokens: about 30 bytes a page. `hash_check`, not this module, compares hashes with tokens.
 //!
 //! A *branch* is a position after which known prompts have different pages. A *run* is a series of
 //! consecutive pages without a branch between them. The runs form a tree like the engine's radix
 //! tree. Prompts may branch inside a block. Then the run before the branch ends with the beginning
 //! of that block, and each child run completes the block with other tokens.
+//!
+//! `runs` changes the tree, `residency` marks pages and finds the blocks that change with them,
+//! `grid` converts page numbers to block numbers, and `check` checks the invariants.
 
 mod check;
 mod grid;
@@ -30,8 +33,8 @@ use super::decode::{CacheEvent, Medium, PageHash, Stored};
 /// The empty run at the root of the tree; all prompts begin here. In a link to a child or sibling,
 /// this id means that there is none.
 const ROOT: RunId = 0;
-/// The maximum number of pages in a run. The table stores a page's depth only modulo this number,
-/// so two pages of a longer run could have the same entry.
+/// The maximum number of pages in a run. The table stores a page's number in its prompt only modulo
+/// this maximum, so two pages of a longer run could have the same entry.
 const RUN_PAGES_MAX: usize = PLACES as usize;
 /// The bits of a stored page hash that say in which tiers (GPU or host memory) the page is
 /// resident. They replace the last two bits of the engine's hash.
@@ -40,7 +43,7 @@ const TIER_BITS: u64 = 0b11;
 /// Why pages were rejected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
-    /// The event's page size differs from the size that the engine's description states.
+    /// The event's page size differs from the size that the engine's `/server_info` states.
     #[error("a page has {found} tokens, not {expected}; the engine must be described again")]
     PageTokens {
         /// Tokens per page in the event.
@@ -66,7 +69,7 @@ pub enum Error {
 
 /// A change of resident blocks, to be passed to routers.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Delta {
+pub enum BlockChange {
     /// Blocks became resident. Each block follows the previous one in a prompt.
     Stored {
         /// The tier that holds the blocks.
@@ -101,7 +104,7 @@ pub struct Pages {
     /// Finds a page's run, and its index in the run, by the page's hash.
     table: Table,
     /// The number of distinct tracked pages.
-    count: usize,
+    page_count: usize,
     /// Bytes of memory held by the lists of all runs.
     lists_bytes: usize,
 }
@@ -122,8 +125,8 @@ struct Run {
     block_before: BlockHash,
     /// The token sum of the block that has begun but not ended before the run's first page.
     open_sum_before: u64,
-    /// The number of pages before this run in its prompt.
-    start: u32,
+    /// The number of pages before this run in its prompt, and so the number of its first page.
+    start_page: u32,
     parent: RunId,
     /// The head of the list of children, which are linked as siblings.
     first_child: RunId,
@@ -139,7 +142,7 @@ impl Default for Run {
             blocks: vec![],
             block_before: BlockHash(0),
             open_sum_before: 0,
-            start: 0,
+            start_page: 0,
             parent: ROOT,
             first_child: ROOT,
             previous_sibling: ROOT,
@@ -186,15 +189,15 @@ impl Pages {
         let block_tokens = BlockTokens::for_page(page_tokens)?;
         let grid = Grid::new(page_tokens, block_tokens);
         let (runs, free_ids, table) = (vec![Run::default()], vec![], Table::new());
-        let (count, lists_bytes) = (0, 0);
-        Ok(Self { grid, block_tokens, pages_max, runs, free_ids, table, count, lists_bytes })
+        let (page_count, lists_bytes) = (0, 0);
+        Ok(Self { grid, block_tokens, pages_max, runs, free_ids, table, page_count, lists_bytes })
     }
 
     /// Returns the number of distinct tracked pages. It includes pages that are no longer resident
     /// but come before a resident page.
     #[must_use]
     pub fn count(&self) -> usize {
-        self.count
+        self.page_count
     }
 
     /// Returns the bytes of memory held.
@@ -205,24 +208,28 @@ impl Pages {
         runs + free_ids + self.lists_bytes + self.table.bytes()
     }
 
-    /// Applies an event, and appends the resulting changes of blocks to `deltas`.
+    /// Applies an event, and appends the resulting changes of blocks to `changes`.
     ///
     /// # Errors
     /// When a stored page is rejected. The event's pages before the rejected page are kept, and
     /// those after it are ignored.
-    pub fn apply(&mut self, event: &CacheEvent, deltas: &mut Vec<Delta>) -> Result<(), Error> {
+    pub fn apply(
+        &mut self,
+        event: &CacheEvent,
+        changes: &mut Vec<BlockChange>,
+    ) -> Result<(), Error> {
         match event {
-            CacheEvent::Stored(stored) => self.apply_stored(stored, deltas),
+            CacheEvent::Stored(stored) => self.apply_stored(stored, changes),
             CacheEvent::Removed { pages, medium } => {
                 if let Some(tier) = medium_tier(*medium) {
-                    self.apply_removed(pages, tier, deltas);
+                    self.apply_removed(pages, tier, changes);
                 }
                 Ok(())
             }
             CacheEvent::Cleared => {
                 (self.runs, self.free_ids) = (vec![Run::default()], vec![]);
-                (self.table, self.count, self.lists_bytes) = (Table::new(), 0, 0);
-                deltas.push(Delta::Cleared);
+                (self.table, self.page_count, self.lists_bytes) = (Table::new(), 0, 0);
+                changes.push(BlockChange::Cleared);
                 Ok(())
             }
         }
@@ -230,7 +237,11 @@ impl Pages {
 
     /// Follows the event's pages through the tree. Marks known pages as resident, and appends
     /// unknown ones.
-    fn apply_stored(&mut self, stored: &Stored, deltas: &mut Vec<Delta>) -> Result<(), Error> {
+    fn apply_stored(
+        &mut self,
+        stored: &Stored,
+        changes: &mut Vec<BlockChange>,
+    ) -> Result<(), Error> {
         let Some(tier) = medium_tier(stored.medium) else { return Ok(()) };
         let (found, expected) = (stored.page_tokens, self.grid.page_tokens());
         if found != expected {
@@ -239,7 +250,7 @@ impl Pages {
         let mut position = match stored.parent {
             None => Position { run: ROOT, pages_before: 0 },
             Some(parent) => {
-                let (run, parent_index) = self.find(parent).ok_or(Error::UnknownParent)?;
+                let (run, parent_index) = self.find_page(parent).ok_or(Error::UnknownParent)?;
                 Position { run, pages_before: parent_index + 1 }
             }
         };
@@ -257,22 +268,22 @@ impl Pages {
                     let same_pages = position.pages_before..position.pages_before + same_count;
                     position.pages_before = same_pages.end;
                     applied += same_count;
-                    self.mark_resident(position.run, same_pages, tier, deltas);
+                    self.mark_resident(position.run, same_pages, tier, changes);
                 }
                 continue;
             }
-            match self.find(next_page) {
+            match self.find_page(next_page) {
                 // The event continues in a known child run.
                 Some((run, 0)) if self.run(run).parent == position.run => {
                     position = Position { run, pages_before: 0 };
                 }
                 Some(_) => return Err(Error::OtherParent),
                 None => {
-                    let count_before = self.count;
+                    let count_before = self.page_count;
                     let appended = self.append(position, stored, applied);
                     let Position { run, pages_before } = appended.end;
-                    let added = self.count - count_before;
-                    self.mark_resident(run, pages_before - added..pages_before, tier, deltas);
+                    let added = self.page_count - count_before;
+                    self.mark_resident(run, pages_before - added..pages_before, tier, changes);
                     (position, applied) = (appended.end, applied + added);
                     appended.rejection.map_or(Ok(()), Err)?;
                 }
@@ -281,12 +292,12 @@ impl Pages {
         Ok(())
     }
 
-    fn apply_removed(&mut self, pages: &[PageHash], tier: Tier, deltas: &mut Vec<Delta>) {
+    fn apply_removed(&mut self, pages: &[PageHash], tier: Tier, changes: &mut Vec<BlockChange>) {
         // The number of the event's pages that are handled.
         let mut handled = 0;
         while let Some(&first_page) = pages.get(handled) {
             handled += 1;
-            let Some((run, index)) = self.find(first_page) else { continue };
+            let Some((run, index)) = self.find_page(first_page) else { continue };
             // An engine removes all pages of a radix tree node at once, listed from the node's
             // first page on or from its last page back. Gather the pages that are neighbours in
             // the run, to mark them together.
@@ -303,7 +314,7 @@ impl Pages {
             while is_event_page(from.checked_sub(1), handled) {
                 (handled, from) = (handled + 1, from - 1);
             }
-            self.mark_gone(run, from..to, tier, deltas);
+            self.mark_gone(run, from..to, tier, changes);
         }
     }
 
@@ -316,10 +327,10 @@ impl Pages {
     }
 
     /// Returns the run that holds a page, and the page's index in it.
-    fn find(&self, page: PageHash) -> Option<(RunId, usize)> {
+    fn find_page(&self, page: PageHash) -> Option<(RunId, usize)> {
         self.table.find(table_key(page.0), |Entry { run, place }| {
             let content = self.run(run);
-            let index = (place.wrapping_sub(content.start) % PLACES) as usize;
+            let index = (place.wrapping_sub(content.start_page) % PLACES) as usize;
             let known = content.pages.get(index)?;
             is_page(*known, page).then_some((run, index))
         })
@@ -335,8 +346,8 @@ impl Pages {
             return Chain::new(&Scheme { lora, cache_salt, ..plain_scheme });
         }
         let run = self.run(position.run);
-        let depth = run.start as usize + position.pages_before;
-        let blocks_before_run = self.grid.blocks_ended_in(run.start as usize);
+        let depth = run.start_page as usize + position.pages_before;
+        let blocks_before_run = self.grid.blocks_ended_in(run.start_page as usize);
         let blocks = self.grid.blocks_ended_in(depth) - blocks_before_run;
         let last_block = blocks.checked_sub(1).map_or(run.block_before, |index| run.blocks[index]);
         let sum_after = |index: usize| run.open_sums.get(index).copied().unwrap_or(0);

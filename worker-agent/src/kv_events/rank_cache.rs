@@ -3,8 +3,11 @@
 //! A *block* is the unit in which routers count a prompt. It is resident while the engine holds its
 //! KV. A *watcher* is a router that receives all changes of resident blocks. A *snapshot* lists all
 //! resident blocks of the rank. [`RankCache`] takes the messages of the rank's publisher. It
-//! returns [`RankStep`]s: changes for the watchers, and requests to the publisher. The caller does
-//! the I/O.
+//! returns [`RankStep`]s: changes for the watchers, and requests to the publisher. The caller,
+//! `subscriber`, does the I/O.
+//!
+//! `sequencer` puts the messages in sequence, `decode` decodes them, `hash_check` checks the page
+//! hashes, and `pages` maps pages to blocks.
 //!
 //! If messages are lost for good, any known page may have been evicted. Then the rank forgets all
 //! its pages, and the caller asks the shim (code in the engine's process) to publish the engine's
@@ -19,7 +22,7 @@ use super::{
     TRACKED_PAGES_PER_POOL_PAGE,
     decode::{self, CacheEvent},
     hash_check::{Verdict, Verifier},
-    pages::{Delta, Error, Pages},
+    pages::{BlockChange, Error, Pages},
     sequencer::{self, Sequencer},
 };
 
@@ -64,6 +67,7 @@ pub(super) struct RankCache {
     page_tokens: u32,
     pages_max: usize,
     sequencer: Sequencer<Vec<u8>>,
+    /// Checks the page hashes of store events.
     verifier: Verifier,
     pages: Pages,
     /// The number of resident blocks on the device and on the host, in this order.
@@ -72,15 +76,15 @@ pub(super) struct RankCache {
     /// engine sent before the agent connected is either applied or known to be lost.
     is_first_replay_over: bool,
     /// Whether pages may be resident that the rank doesn't know, because messages were lost.
-    /// Becomes false when an event says that the engine's cache was emptied. A republished radix
-    /// tree begins with such an event. Becomes false also when as many pages were stored since the
-    /// loss as the pool holds, when the engine restarts, and with a new connection.
+    /// Becomes false when an event says that the engine's cache was emptied (a republished radix
+    /// tree begins with such an event), when as many pages were stored since the loss as the pool
+    /// holds, when the engine restarts, and with a new connection.
     has_unknown_pages: bool,
     /// The number of pages that the engine has stored since messages were lost.
-    pages_since_loss: usize,
+    pages_stored_since_loss: usize,
     counts: Counts,
-    /// The latest reason why pages were rejected, until [`RankCache::take_refusal`].
-    refusal: Option<String>,
+    /// The latest reason why pages were rejected, until [`RankCache::take_rejection`].
+    last_rejection: Option<String>,
 }
 
 impl RankCache {
@@ -96,9 +100,9 @@ impl RankCache {
             resident_blocks: [0; 2],
             is_first_replay_over: false,
             has_unknown_pages: false,
-            pages_since_loss: 0,
+            pages_stored_since_loss: 0,
             counts: Counts::default(),
-            refusal: None,
+            last_rejection: None,
         })
     }
 
@@ -109,13 +113,13 @@ impl RankCache {
         self.forget_pages();
         (self.is_first_replay_over, self.has_unknown_pages) = (false, false);
         let steps = self.sequencer.request_replay();
-        self.handle_steps(steps)
+        self.handle_sequencer_steps(steps)
     }
 
     /// Takes a message that came from the subscription.
     pub(super) fn take_live(&mut self, number: u64, message: Vec<u8>) -> Vec<RankStep> {
         let steps = self.sequencer.take_live(number, message);
-        let mut steps = self.handle_steps(steps);
+        let mut steps = self.handle_sequencer_steps(steps);
         if !self.is_first_replay_over && !self.sequencer.is_replaying() {
             // The replay was given up, because too many new messages came in the meantime.
             self.is_first_replay_over = true;
@@ -127,7 +131,7 @@ impl RankCache {
     /// Takes a message that came as part of a replay.
     pub(super) fn take_replayed(&mut self, number: u64, message: Vec<u8>) -> Vec<RankStep> {
         let steps = self.sequencer.take_replayed(number, message);
-        self.handle_steps(steps)
+        self.handle_sequencer_steps(steps)
     }
 
     /// Handles the end of a replay. If no replay socket exists, the caller calls this at once.
@@ -143,7 +147,7 @@ impl RankCache {
     }
 
     fn finish_replay(&mut self, steps: Vec<sequencer::SequencerStep<Vec<u8>>>) -> Vec<RankStep> {
-        let mut steps = self.handle_steps(steps);
+        let mut steps = self.handle_sequencer_steps(steps);
         if !self.is_first_replay_over && !self.sequencer.is_replaying() {
             self.is_first_replay_over = true;
             // An engine always publishes a message at its start. If no message at all came, that
@@ -158,7 +162,7 @@ impl RankCache {
     /// lost.
     pub(super) fn request_replay(&mut self) -> Vec<RankStep> {
         let steps = self.sequencer.request_replay();
-        self.handle_steps(steps)
+        self.handle_sequencer_steps(steps)
     }
 
     /// Whether a replay was requested and has not ended.
@@ -173,7 +177,7 @@ impl RankCache {
 
     /// Whether pages may be resident that the rank doesn't know. If so, the engine should publish
     /// its radix tree again.
-    pub(super) fn needs_tree(&self) -> bool {
+    pub(super) fn needs_republished_tree(&self) -> bool {
         self.is_first_replay_over && self.has_unknown_pages
     }
 
@@ -184,16 +188,16 @@ impl RankCache {
         if !self.is_first_replay_over {
             return None;
         }
-        let mut all = vec![];
+        let mut changes = vec![];
         if self.has_unknown_pages {
-            all.push(Change::Unknown { why: "KV events were missed".to_owned() });
+            changes.push(Change::Unknown { why: "KV events were missed".to_owned() });
         }
-        all.push(self.reset_change());
-        all.extend(self.pages.snapshot().map(to_change));
+        changes.push(self.reset_change());
+        changes.extend(self.pages.snapshot().map(to_change));
         if !self.has_unknown_pages {
-            all.push(Change::Complete);
+            changes.push(Change::Complete);
         }
-        Some(all)
+        Some(changes)
     }
 
     /// Returns the number of resident blocks by tier.
@@ -212,12 +216,15 @@ impl RankCache {
     }
 
     /// Returns why pages were rejected since the last call, if any were.
-    pub(super) fn take_refusal(&mut self) -> Option<String> {
-        self.refusal.take()
+    pub(super) fn take_rejection(&mut self) -> Option<String> {
+        self.last_rejection.take()
     }
 
     /// Carries out the sequencer's steps, and returns those that are left to the caller.
-    fn handle_steps(&mut self, steps: Vec<sequencer::SequencerStep<Vec<u8>>>) -> Vec<RankStep> {
+    fn handle_sequencer_steps(
+        &mut self,
+        steps: Vec<sequencer::SequencerStep<Vec<u8>>>,
+    ) -> Vec<RankStep> {
         let mut rank_steps = vec![];
         for step in steps {
             match step {
@@ -248,7 +255,7 @@ impl RankCache {
     /// them.
     fn handle_loss(&mut self, steps: &mut Vec<RankStep>) {
         self.forget_pages();
-        (self.has_unknown_pages, self.pages_since_loss) = (true, 0);
+        (self.has_unknown_pages, self.pages_stored_since_loss) = (true, 0);
         self.push_snapshot_step(steps);
     }
 
@@ -270,26 +277,26 @@ impl RankCache {
             Ok(batch) => batch,
             Err(error) => {
                 self.counts.malformed += 1;
-                self.refusal = Some(error.to_string());
+                self.last_rejection = Some(error.to_string());
                 return self.handle_loss(steps);
             }
         };
-        let mut deltas = vec![];
+        let mut block_changes = vec![];
         for event in &batch.events {
-            self.apply_event(event, &mut deltas);
+            self.apply_event(event, &mut block_changes);
         }
-        self.count_resident(&deltas);
+        self.count_resident(&block_changes);
         let pool_pages = self.pages_max / TRACKED_PAGES_PER_POOL_PAGE;
-        let has_relearned = self.has_unknown_pages && self.pages_since_loss >= pool_pages;
+        let has_relearned = self.has_unknown_pages && self.pages_stored_since_loss >= pool_pages;
         if has_relearned {
             // As many pages were stored since the loss as the pool holds. So every page that was
             // resident before the loss has been evicted.
             self.has_unknown_pages = false;
         }
-        if self.is_first_replay_over && !deltas.is_empty() {
-            let changes = deltas.into_iter().flat_map(|delta| match delta {
-                Delta::Cleared => vec![self.reset_change(), Change::Complete],
-                delta => vec![to_change(delta)],
+        if self.is_first_replay_over && !block_changes.is_empty() {
+            let changes = block_changes.into_iter().flat_map(|block_change| match block_change {
+                BlockChange::Cleared => vec![self.reset_change(), Change::Complete],
+                block_change => vec![to_change(block_change)],
             });
             steps.push(RankStep::Send(changes.collect()));
         }
@@ -298,14 +305,15 @@ impl RankCache {
         }
     }
 
-    fn apply_event(&mut self, event: &CacheEvent, deltas: &mut Vec<Delta>) {
+    fn apply_event(&mut self, event: &CacheEvent, block_changes: &mut Vec<BlockChange>) {
         match event {
             CacheEvent::Stored(stored) => {
                 self.counts.stored += 1;
-                self.pages_since_loss += stored.pages.len();
+                self.pages_stored_since_loss += stored.pages.len();
                 if self.verifier.check(stored) == Verdict::Wrong {
                     self.counts.mismatches += 1;
-                    self.refusal = Some("a page's hash does not match its tokens".to_owned());
+                    self.last_rejection =
+                        Some("a page's hash does not match its tokens".to_owned());
                     return;
                 }
             }
@@ -315,28 +323,28 @@ impl RankCache {
                 self.has_unknown_pages = false;
             }
         }
-        if let Err(error) = self.pages.apply(event, deltas) {
+        if let Err(error) = self.pages.apply(event, block_changes) {
             if error == Error::UnknownParent {
                 self.counts.orphans += 1;
             } else {
                 self.counts.refused += 1;
-                self.refusal = Some(error.to_string());
+                self.last_rejection = Some(error.to_string());
             }
         }
     }
 
     /// Updates the number of resident blocks.
-    fn count_resident(&mut self, deltas: &[Delta]) {
-        let index = |tier: &Tier| usize::from(*tier == Tier::Host);
-        for delta in deltas {
-            match delta {
-                Delta::Stored { tier, blocks, .. } => {
-                    self.resident_blocks[index(tier)] += blocks.len() as u64;
+    fn count_resident(&mut self, block_changes: &[BlockChange]) {
+        let tier_index = |tier: &Tier| usize::from(*tier == Tier::Host);
+        for block_change in block_changes {
+            match block_change {
+                BlockChange::Stored { tier, blocks, .. } => {
+                    self.resident_blocks[tier_index(tier)] += blocks.len() as u64;
                 }
-                Delta::Removed { tier, blocks } => {
-                    self.resident_blocks[index(tier)] -= blocks.len() as u64
+                BlockChange::Removed { tier, blocks } => {
+                    self.resident_blocks[tier_index(tier)] -= blocks.len() as u64
                 }
-                Delta::Cleared => self.resident_blocks = [0; 2],
+                BlockChange::Cleared => self.resident_blocks = [0; 2],
             }
         }
     }
@@ -347,11 +355,11 @@ impl RankCache {
     }
 }
 
-fn to_change(delta: Delta) -> Change {
-    match delta {
-        Delta::Stored { tier, parent, blocks } => Change::Stored { tier, parent, blocks },
-        Delta::Removed { tier, blocks } => Change::Removed { tier, blocks },
-        Delta::Cleared => unreachable!("absent in snapshots, and handled in `message`"),
+fn to_change(block_change: BlockChange) -> Change {
+    match block_change {
+        BlockChange::Stored { tier, parent, blocks } => Change::Stored { tier, parent, blocks },
+        BlockChange::Removed { tier, blocks } => Change::Removed { tier, blocks },
+        BlockChange::Cleared => unreachable!("absent in snapshots, and handled in `apply_message`"),
     }
 }
 

@@ -1,10 +1,11 @@
 //! Follows one engine rank's publisher of KV events, and writes the changes to the watchers' log.
 //!
 //! A *watcher* is a router that receives all changes of the blocks that the engine's cache holds.
-//! The task of a [`Subscriber`] connects to the publisher, receives messages, requests a *replay*
-//! (lost messages, sent again) and connects again after an error. [`RankCache`] makes all decisions
-//! about the messages. The task passes the messages to it and carries out the steps that it
-//! returns.
+//! `kv_events.rs` starts one task with a [`Subscriber`] for each rank. The task connects to the
+//! publisher over `zmtp`, receives messages, requests a *replay* (lost messages, sent again) and
+//! connects again after an error. It passes the messages to [`RankCache`], which makes all
+//! decisions about them, and carries out the steps that [`RankCache`] returns. The changes go to
+//! `event_log`, from which `watch` sends them to the watchers.
 
 use std::{ops::ControlFlow, sync::Arc, time::Duration};
 
@@ -32,8 +33,8 @@ const REPLAY_START_MAX: Duration = Duration::from_secs(5);
 /// The time limit for each further message of a replay. The publisher sends a replay without
 /// pauses, so a replay that pauses for longer has lost messages.
 const REPLAY_PAUSE_MAX: Duration = Duration::from_millis(500);
-/// A connection that lasted longer than this resets the pause to [`RETRY_MIN`].
-const LASTING_MIN: Duration = Duration::from_secs(30);
+/// After a connection that lasted longer than this, the pause is [`RETRY_MIN`] again.
+const LASTING_CONNECTION_MIN: Duration = Duration::from_secs(30);
 /// After this long without a message, the agent requests a replay, to learn whether the latest
 /// messages were lost.
 const QUIET_MAX: Duration = Duration::from_secs(2);
@@ -106,11 +107,11 @@ impl Subscriber {
         loop {
             let dp_rank = self.addresses.dp_rank;
             let error = match self.connect().await {
-                Ok((events, replay_socket)) => {
+                Ok((event_socket, replay_socket)) => {
                     info!(dp_rank, address = self.addresses.address, "following KV events");
                     let connected_at = Instant::now();
-                    let result = self.follow(events, replay_socket).await;
-                    if connected_at.elapsed() > LASTING_MIN {
+                    let result = self.follow(event_socket, replay_socket).await;
+                    if connected_at.elapsed() > LASTING_CONNECTION_MIN {
                         pause = RETRY_MIN;
                     }
                     result
@@ -136,9 +137,9 @@ impl Subscriber {
 
     /// Connects to the publisher and, if it has one, to its replay socket.
     async fn connect(&self) -> Result<(Connection, Option<Connection>), Error> {
-        let mut events = Connection::open(&self.addresses.address, SocketType::Sub).await?;
-        events.subscribe(self.addresses.topic.as_bytes()).await?;
-        let Some(address) = &self.addresses.replay_address else { return Ok((events, None)) };
+        let mut event_socket = Connection::open(&self.addresses.address, SocketType::Sub).await?;
+        event_socket.subscribe(self.addresses.topic.as_bytes()).await?;
+        let Some(address) = &self.addresses.replay_address else { return Ok((event_socket, None)) };
         // The engine states the replay socket's port but not its host, so connecting may fail. Then
         // the agent goes on without replays, and messages that it missed are lost.
         let replay_socket = Connection::open(address, SocketType::Dealer).await;
@@ -146,14 +147,14 @@ impl Subscriber {
             let dp_rank = self.addresses.dp_rank;
             warn!(dp_rank, %error, address, "can't connect for replays; missed KV events are lost");
         });
-        Ok((events, replay_socket.ok()))
+        Ok((event_socket, replay_socket.ok()))
     }
 
     /// Follows one connection. Returns `Continue` with the error that ended it, or `Break` when no
     /// further snapshot request can come.
     async fn follow(
         &mut self,
-        mut events: Connection,
+        mut event_socket: Connection,
         mut replay_socket: Option<Connection>,
     ) -> ControlFlow<(), Error> {
         let mut shim = self.shared.shim.clone();
@@ -161,12 +162,13 @@ impl Subscriber {
         if let Err(error) = self.carry_out(steps, &mut replay_socket).await {
             return ControlFlow::Continue(error);
         }
-        // When the latest message came. `None` from the request of a replay after a quiet period
-        // until the next message, so that silence leads to only one replay.
+        // When the latest message came. `None` after a quiet period has led to a replay request,
+        // until the next message comes. So one quiet period leads to only one replay.
         let mut last_message_at = Some(Instant::now());
         loop {
             let deadline = self.replay_deadline(last_message_at);
-            let tree_due = self.rank.needs_tree().then(|| self.tree_due());
+            let needs_tree = self.rank.needs_republished_tree();
+            let tree_request_at = needs_tree.then(|| self.next_tree_request_at());
             let steps = tokio::select! {
                 biased;
                 reply = self.snapshot_requests.recv() => match reply {
@@ -186,7 +188,7 @@ impl Subscriber {
                         None => self.rank.end_replay(),
                     }
                 }),
-                frames = events.receive() => {
+                frames = event_socket.receive() => {
                     frames.and_then(split_message).map(|(number, message)| {
                         last_message_at = Some(Instant::now());
                         self.rank.take_live(number, message)
@@ -199,12 +201,12 @@ impl Subscriber {
                     last_message_at = None;
                     self.rank.request_replay()
                 }),
-                () = wait_until(tree_due) => {
+                () = wait_until(tree_request_at) => {
                     self.request_tree();
                     continue;
                 }
                 // A shim may have connected since the last request. Request the tree at once.
-                true = shim.changed(), if tree_due.is_some() => {
+                true = shim.changed(), if tree_request_at.is_some() => {
                     self.tree_requested_at = None;
                     continue;
                 }
@@ -260,7 +262,7 @@ impl Subscriber {
                 },
             }
         }
-        if let Some(reason) = self.rank.take_refusal()
+        if let Some(reason) = self.rank.take_rejection()
             && !std::mem::replace(&mut self.has_warned, true)
         {
             warn!(dp_rank, reason, "KV events were rejected; further ones are only counted");
@@ -270,7 +272,7 @@ impl Subscriber {
     }
 
     /// Returns the time from which the radix tree may be requested again.
-    fn tree_due(&self) -> Instant {
+    fn next_tree_request_at(&self) -> Instant {
         let interval = self.shared.republish_interval;
         self.tree_requested_at.map_or_else(Instant::now, |requested_at| requested_at + interval)
     }

@@ -1,7 +1,8 @@
 //! Checks the invariants of [`Pages`], which tracks the resident pages of one rank, for its tests.
 //!
-//! [`Pages`] keeps the pages in a tree of runs, a table that finds a page's run by the page's hash,
-//! and some counts. The check compares the table and the counts with the tree.
+//! [`Pages`] keeps the pages in a tree of *runs* (consecutive pages without a branch), a table that
+//! finds a page's run by the page's hash, and some counts. The check compares the table and the
+//! counts with the tree. Only tests call it.
 
 use std::collections::HashSet;
 
@@ -24,44 +25,47 @@ impl Pages {
         assert!(used.is_disjoint(&free), "a free run is not in the tree");
         assert_eq!(used.len() + free.len() + 1, self.runs.len(), "every run is used or free");
         runs.iter().for_each(|&run| self.check_run(run));
-        let count: usize = runs.iter().map(|&run| self.run(run).pages.len()).sum();
-        assert_eq!((self.count, self.table.entries()), (count, count), "distinct pages");
-        assert!(self.count <= self.pages_max, "the bound holds");
+        let page_count: usize = runs.iter().map(|&run| self.run(run).pages.len()).sum();
+        assert_eq!(self.page_count, page_count, "distinct pages");
+        assert_eq!(self.table.entries(), page_count, "distinct pages");
+        assert!(self.page_count <= self.pages_max, "the bound holds");
         let bytes: usize = self.runs.iter().map(Run::bytes).sum();
         assert_eq!(self.lists_bytes, bytes, "bytes of all runs' lists, free runs included");
     }
 
     fn check_run(&self, run: RunId) {
-        let (content, grid) = (self.run(run), self.grid);
-        let len = content.pages.len();
+        let (checked_run, grid) = (self.run(run), self.grid);
+        let len = checked_run.pages.len();
         assert!((1..=RUN_PAGES_MAX).contains(&len), "run {run} has {len} pages");
-        let parent = self.run(content.parent);
-        assert!(self.children(content.parent).any(|child| child == run), "run {run} has a parent");
-        let start = parent.start as usize + parent.pages.len();
-        assert_eq!(content.start as usize, start, "run {run} begins where its parent ends");
-        if content.first_child == ROOT {
+        let parent = self.run(checked_run.parent);
+        let is_child = self.children(checked_run.parent).any(|child| child == run);
+        assert!(is_child, "run {run} has a parent");
+        let start = parent.start_page as usize + parent.pages.len();
+        let start_page = checked_run.start_page as usize;
+        assert_eq!(start_page, start, "run {run} begins where its parent ends");
+        if checked_run.first_child == ROOT {
             assert!(
-                content.pages[len - 1] & TIER_BITS != 0,
+                checked_run.pages[len - 1] & TIER_BITS != 0,
                 "leaf run {run} ends with a resident page"
             );
         }
         let sums_expected = if grid.page_is_block() { 0 } else { len };
         assert_eq!(
-            content.open_sums.len(),
+            checked_run.open_sums.len(),
             sums_expected,
             "a sum for each page, unless pages are blocks"
         );
         assert_eq!(
-            content.blocks.len(),
+            checked_run.blocks.len(),
             grid.blocks_ended_in(start + len) - grid.blocks_ended_in(start),
             "run {run}"
         );
-        if content.parent != ROOT {
+        if checked_run.parent != ROOT {
             let last_block = parent.blocks.last().copied().unwrap_or(parent.block_before);
-            assert_eq!(content.block_before, last_block);
-            assert_eq!(content.open_sum_before, parent.open_sums.last().copied().unwrap_or(0));
+            assert_eq!(checked_run.block_before, last_block);
+            assert_eq!(checked_run.open_sum_before, parent.open_sums.last().copied().unwrap_or(0));
         }
-        for (index, &page) in content.pages.iter().enumerate() {
+        for (index, &page) in checked_run.pages.iter().enumerate() {
             let entry = Entry::new(run, start + index);
             let is_entry = |found: Entry| (found == entry).then_some(());
             let found = self.table.find(table_key(page), is_entry);

@@ -1,8 +1,9 @@
 //! Converts between page numbers and block numbers of a prompt, for the index of resident pages.
 //!
-//! A page is the engine's unit of KV memory. A block is the unit that routers count in. The pages
-//! and the blocks of a prompt are both numbered from 0 and begin at token 0. A page is never larger
-//! than a block. If the page size doesn't divide the block size, some blocks end inside a page.
+//! A page is the engine's unit of KV memory. A block is the unit in which routers count a prompt.
+//! The pages and the blocks of a prompt are both numbered from 0 and begin at token 0. A page is
+//! never larger than a block. If the page size doesn't divide the block size, some blocks end
+//! inside a page. [`Grid`] knows only the two sizes: no prompt, no tokens and no hashes.
 
 use std::ops::Range;
 

@@ -1,48 +1,52 @@
 //! Marks pages of [`Pages`] as resident or gone, and finds the blocks that change with them.
 //!
 //! A page of the engine's KV cache can be resident in two *tiers*: GPU memory and host memory. A
-//! block, the unit that routers count in, is resident in a tier while all its pages are. The pages
-//! are in *runs*, unbranched parts of the tree of known prompts. A block may begin in one run and
-//! end in a descendant of that run. The run in which it ends stores its hash.
+//! *block*, the unit in which routers count a prompt, is resident in a tier while all its pages
+//! are. `pages.rs` calls these functions for each KV event, and passes the changed blocks on.
+//!
+//! The pages are in *runs*, unbranched parts of the tree of known prompts; `runs` changes that
+//! tree. A block may begin in one run and end in a descendant of that run. The run in which the
+//! block ends stores the block's hash. A *block number* counts the blocks of a prompt from 0. A
+//! *block index* counts the blocks that end in one run from 0.
 
 use std::ops::Range;
 
 use proto::{block::Tier, table::RunId};
 
-use super::{Delta, Pages, ROOT, tier_bit};
+use super::{BlockChange, Pages, ROOT, tier_bit};
 
 impl Pages {
-    /// Marks pages of a run as resident in `tier`. Appends the blocks that become resident by this
-    /// to `deltas`. `pages` are indexes in the run.
+    /// Marks pages of a run as resident in `tier`. Appends to `changes` the blocks that become
+    /// resident with these pages. `pages` are indexes in the run.
     pub(super) fn mark_resident(
         &mut self,
         run: RunId,
         pages: Range<usize>,
         tier: Tier,
-        deltas: &mut Vec<Delta>,
+        changes: &mut Vec<BlockChange>,
     ) {
-        for new_pages in self.ranges_where(run, pages, |page| page & tier_bit(tier) == 0) {
+        for new_pages in self.page_ranges_where(run, pages, |page| page & tier_bit(tier) == 0) {
             for page in &mut self.run_mut(run).pages[new_pages.clone()] {
                 *page |= tier_bit(tier);
             }
-            let new_blocks = self.resident_blocks(run, new_pages, tier).into_iter();
-            deltas.extend(new_blocks.map(|(run, blocks)| self.stored_delta(run, blocks, tier)));
+            let new_blocks = self.resident_block_ranges(run, new_pages, tier).into_iter();
+            changes.extend(new_blocks.map(|(run, blocks)| self.stored_change(run, blocks, tier)));
         }
     }
 
-    /// Marks pages of a run as no longer resident in `tier`. Appends the blocks that are no longer
-    /// resident by this to `deltas`. `pages` are indexes in the run.
+    /// Marks pages of a run as no longer resident in `tier`. Appends to `changes` the blocks that
+    /// are no longer resident without these pages. `pages` are indexes in the run.
     pub(super) fn mark_gone(
         &mut self,
         run: RunId,
         pages: Range<usize>,
         tier: Tier,
-        deltas: &mut Vec<Delta>,
+        changes: &mut Vec<BlockChange>,
     ) {
-        for gone_pages in self.ranges_where(run, pages, |page| page & tier_bit(tier) != 0) {
-            for (run, blocks) in self.resident_blocks(run, gone_pages.clone(), tier) {
+        for gone_pages in self.page_ranges_where(run, pages, |page| page & tier_bit(tier) != 0) {
+            for (run, blocks) in self.resident_block_ranges(run, gone_pages.clone(), tier) {
                 let blocks = self.run(run).blocks[blocks].to_vec();
-                deltas.push(Delta::Removed { tier, blocks });
+                changes.push(BlockChange::Removed { tier, blocks });
             }
             for page in &mut self.run_mut(run).pages[gone_pages] {
                 *page &= !tier_bit(tier);
@@ -51,35 +55,36 @@ impl Pages {
         self.prune(run);
     }
 
-    /// Returns the changes that report all resident blocks, to a router that knows none. The blocks
-    /// of a run come before those of its child runs.
-    pub fn snapshot(&self) -> impl Iterator<Item = Delta> {
+    /// Returns all resident blocks, as changes for a router that knows none of them. The blocks of
+    /// a run come before those of its child runs.
+    pub fn snapshot(&self) -> impl Iterator<Item = BlockChange> {
         let runs = std::iter::successors(self.next_run(ROOT), |&run| self.next_run(run));
         let runs_and_tiers = runs.flat_map(|run| [(run, Tier::Device), (run, Tier::Host)]);
         runs_and_tiers.flat_map(move |(run, tier)| {
-            let first_block = self.grid.blocks_ended_in(self.run(run).start as usize);
+            let first_block = self.grid.blocks_ended_in(self.run(run).start_page as usize);
             let run_blocks = first_block..first_block + self.run(run).blocks.len();
-            let mut resident = vec![];
-            self.collect_resident(run, run_blocks, tier, &mut resident);
-            resident.into_iter().map(move |(run, blocks)| self.stored_delta(run, blocks, tier))
+            let mut resident_ranges = vec![];
+            self.collect_resident_ranges(run, run_blocks, tier, &mut resident_ranges);
+            let to_change = move |(run, blocks)| self.stored_change(run, blocks, tier);
+            resident_ranges.into_iter().map(to_change)
         })
     }
 
-    /// Returns the change that reports blocks of a run as resident. `blocks` are indexes in
+    /// Returns the change that reports blocks of a run as resident. `blocks` are block indexes in
     /// [`Run::blocks`](super::Run::blocks).
-    fn stored_delta(&self, run: RunId, blocks: Range<usize>, tier: Tier) -> Delta {
+    fn stored_change(&self, run: RunId, blocks: Range<usize>, tier: Tier) -> BlockChange {
         let content = self.run(run);
-        let blocks_before_run = self.grid.blocks_ended_in(content.start as usize);
+        let blocks_before_run = self.grid.blocks_ended_in(content.start_page as usize);
         let parent = match blocks.start.checked_sub(1) {
             Some(index) => Some(content.blocks[index]),
             None => (blocks_before_run > 0).then_some(content.block_before),
         };
-        Delta::Stored { tier, parent, blocks: content.blocks[blocks].to_vec() }
+        BlockChange::Stored { tier, parent, blocks: content.blocks[blocks].to_vec() }
     }
 
-    /// Returns the page indexes of `pages` that satisfy `matches`, as ranges that are as long as
-    /// possible.
-    fn ranges_where(
+    /// Returns those indexes in `pages` whose page satisfies `matches`, joined into ranges.
+    /// `pages` are indexes in the run, and `matches` gets a page's hash with its tier bits.
+    fn page_ranges_where(
         &self,
         run: RunId,
         pages: Range<usize>,
@@ -95,61 +100,61 @@ impl Pages {
         ranges
     }
 
-    /// Returns the resident blocks that contain tokens of the pages with these indexes in `run`.
-    /// Each entry is a run and a range of indexes in its list of blocks.
-    fn resident_blocks(
+    /// Returns the resident blocks that contain tokens of some pages of `run`. `pages` are indexes
+    /// in the run. Each entry of the result is a run and a range of block indexes in that run.
+    fn resident_block_ranges(
         &self,
         run: RunId,
         pages: Range<usize>,
         tier: Tier,
     ) -> Vec<(RunId, Range<usize>)> {
-        let start = self.run(run).start as usize;
-        let touched = self.grid.blocks_touching(start + pages.start, start + pages.end);
-        let mut resident = vec![];
-        self.collect_resident(run, touched, tier, &mut resident);
-        resident
+        let start = self.run(run).start_page as usize;
+        let touched_blocks = self.grid.blocks_touching(start + pages.start, start + pages.end);
+        let mut resident_ranges = vec![];
+        self.collect_resident_ranges(run, touched_blocks, tier, &mut resident_ranges);
+        resident_ranges
     }
 
-    /// Appends the resident ones of `blocks` to `resident`, in the form of
-    /// [`Self::resident_blocks`]. `blocks` are block numbers counted from the root, and the blocks
-    /// end in `run` or in its descendants. Descendants on different branches have blocks with the
-    /// same number, and all of these are checked.
-    fn collect_resident(
+    /// Appends to `resident_ranges` those of `blocks` that are resident. The form is that of
+    /// [`Self::resident_block_ranges`]. `blocks` are block numbers, and the blocks end in `run` or
+    /// in its descendants. Descendants on different branches have blocks with the same number. All
+    /// of these blocks are checked.
+    fn collect_resident_ranges(
         &self,
         run: RunId,
         blocks: Range<usize>,
         tier: Tier,
-        resident: &mut Vec<(RunId, Range<usize>)>,
+        resident_ranges: &mut Vec<(RunId, Range<usize>)>,
     ) {
         let content = self.run(run);
-        let first_block = self.grid.blocks_ended_in(content.start as usize);
+        let first_block = self.grid.blocks_ended_in(content.start_page as usize);
         let end_block = first_block + content.blocks.len();
         for block in blocks.start..blocks.end.min(end_block) {
-            if !self.is_resident(run, block, tier) {
+            if !self.is_block_resident(run, block, tier) {
                 continue;
             }
             let index = block - first_block;
-            match resident.last_mut() {
+            match resident_ranges.last_mut() {
                 Some((last_run, range)) if *last_run == run && range.end == index => range.end += 1,
-                _ => resident.push((run, index..index + 1)),
+                _ => resident_ranges.push((run, index..index + 1)),
             }
         }
         if blocks.end > end_block {
             for child in self.children(run) {
-                self.collect_resident(child, end_block..blocks.end, tier, resident);
+                self.collect_resident_ranges(child, end_block..blocks.end, tier, resident_ranges);
             }
         }
     }
 
     /// Whether all pages of block number `block` are resident in `tier`. The block ends in `run`.
-    fn is_resident(&self, run: RunId, block: usize, tier: Tier) -> bool {
+    fn is_block_resident(&self, run: RunId, block: usize, tier: Tier) -> bool {
         let mut run = run;
         self.grid.pages_of(block).rev().all(|page| {
-            while page < self.run(run).start as usize {
+            while page < self.run(run).start_page as usize {
                 run = self.run(run).parent;
             }
             let content = self.run(run);
-            content.pages[page - content.start as usize] & tier_bit(tier) != 0
+            content.pages[page - content.start_page as usize] & tier_bit(tier) != 0
         })
     }
 }

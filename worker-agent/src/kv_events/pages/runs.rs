@@ -1,9 +1,10 @@
 //! Creates, grows, splits, joins and removes the runs of [`Pages`], which form a tree.
 //!
-//! [`Pages`] tracks which pages of the engine's KV cache are resident. A run holds consecutive
-//! pages of a prompt without a branch between them. Each change here keeps four things consistent:
-//! the runs' pages, their blocks, the links between runs, and the table that finds a page's run.
-//! The callers decide which pages are resident.
+//! [`Pages`] tracks which pages of the engine's KV cache are resident. A *run* holds consecutive
+//! pages of a prompt without a branch between them. A *block* is the unit in which routers count a
+//! prompt. Each change here keeps four things consistent: the runs' pages, their blocks, the links
+//! between runs, and the table that finds a page's run. `pages.rs` and `residency` call these
+//! functions, and decide which pages are resident.
 
 use std::ops::Range;
 
@@ -40,7 +41,7 @@ impl Pages {
         } else {
             self.add_child(position.run, chain.last_hash(), chain.sum())
         };
-        let run_start = self.run(run).start as usize;
+        let run_start = self.run(run).start_page as usize;
         let page_tokens = stored.page_tokens as usize;
         let (mut tokens, mut rejection) = (Vec::with_capacity(page_tokens), None);
         let room = RUN_PAGES_MAX - self.run(run).pages.len();
@@ -53,9 +54,9 @@ impl Pages {
             let index = self.run(run).pages.len();
             if tokens.len() < page_tokens {
                 rejection = Some(Error::WideToken);
-            } else if self.count == self.pages_max {
+            } else if self.page_count == self.pages_max {
                 rejection = Some(Error::TooManyPages(self.pages_max));
-            } else if self.find(page).is_some() {
+            } else if self.find_page(page).is_some() {
                 rejection = Some(Error::OtherParent);
             }
             if rejection.is_some() {
@@ -69,7 +70,7 @@ impl Pages {
                 content.open_sums.push(chain.sum());
             }
             self.table.insert(table_key(page.0), Entry::new(run, run_start + index), |_| false);
-            self.count += 1;
+            self.page_count += 1;
         }
         self.lists_bytes = self.lists_bytes + self.run(run).bytes() - bytes_before;
         let end = Position { run, pages_before: self.run(run).pages.len() };
@@ -79,9 +80,9 @@ impl Pages {
         Appended { end, rejection }
     }
 
-    /// Makes room in a run for `pages` more pages. Where a list must grow, also reserves a
-    /// sixteenth of its length, because the session's next turn appends pages too. `Vec` itself
-    /// would double the list and leave up to half of it unused.
+    /// Makes room in a run for `pages` more pages. A list that must grow also gets a sixteenth of
+    /// its length as reserve, because the next turn of the same session appends pages too. `Vec`
+    /// itself would double the list and leave up to half of it unused.
     fn reserve(&mut self, run: RunId, pages: usize) {
         fn reserve_in<T>(list: &mut Vec<T>, more: usize) {
             if list.capacity() < list.len() + more {
@@ -89,7 +90,7 @@ impl Pages {
             }
         }
         let (grid, content) = (self.grid, &mut self.runs[run as usize]);
-        let depth = content.start as usize + content.pages.len();
+        let depth = content.start_page as usize + content.pages.len();
         reserve_in(&mut content.pages, pages);
         reserve_in(
             &mut content.blocks,
@@ -103,9 +104,10 @@ impl Pages {
     /// Adds an empty run as a child of `parent`.
     fn add_child(&mut self, parent: RunId, block_before: BlockHash, open_sum_before: u64) -> RunId {
         let content = self.run(parent);
-        let start = content.start as usize + content.pages.len();
-        let start = u32::try_from(start).expect("no prompt has four billion pages");
-        let run = self.add_unlinked(Run { block_before, open_sum_before, start, ..Run::default() });
+        let start_page = content.start_page as usize + content.pages.len();
+        let start_page = u32::try_from(start_page).expect("no prompt has four billion pages");
+        let child = Run { block_before, open_sum_before, start_page, ..Run::default() };
+        let run = self.add_unlinked(child);
         self.link(parent, run);
         run
     }
@@ -177,14 +179,15 @@ impl Pages {
         for index in pages {
             table.set_run(
                 table_key(content.pages[index]),
-                Entry::new(from, content.start as usize + index),
+                Entry::new(from, content.start_page as usize + index),
                 to,
             );
         }
     }
 
-    /// Splits a run after its first `head_len` pages. Returns the ids of its head and its tail. The
-    /// longer part keeps the run's id, because each page of the other part needs a new table entry.
+    /// Splits a run after its first `head_len` pages. Returns the ids of the first part (the head)
+    /// and of the second (the tail). The longer part keeps the run's id, because each page of the
+    /// other part needs a new table entry.
     pub(super) fn split(&mut self, run: RunId, head_len: usize) -> (RunId, RunId) {
         let len = self.run(run).pages.len();
         debug_assert!(0 < head_len && head_len < len, "both parts have pages");
@@ -240,8 +243,8 @@ impl Pages {
 
     /// Removes the pages at the end of `run` that are resident in no tier. If no page of `run` is
     /// left, continues at the end of the parent run, and so on. Stops at a resident page, at a run
-    /// that has children, and at the root. A page that isn't resident is kept if a known page
-    /// follows it, because that page needs its position in the tree.
+    /// that has children, and at the root. A page that isn't resident is kept if a tracked page
+    /// follows it, because the position of the following page depends on it.
     pub(super) fn prune(&mut self, run: RunId) {
         let mut run = run;
         while run != ROOT && self.run(run).first_child == ROOT {
@@ -263,11 +266,11 @@ impl Pages {
     fn truncate_run(&mut self, run: RunId, len: usize) {
         let Self { runs, table, grid, .. } = self;
         let content = &mut runs[run as usize];
-        let (run_start, bytes_before) = (content.start as usize, content.bytes());
+        let (run_start, bytes_before) = (content.start_page as usize, content.bytes());
         for (index, &page) in content.pages.iter().enumerate().skip(len) {
             table.remove(table_key(page), Entry::new(run, run_start + index));
         }
-        self.count -= content.pages.len() - len;
+        self.page_count -= content.pages.len() - len;
         content.pages.truncate(len);
         content.open_sums.truncate(len);
         content
@@ -312,7 +315,7 @@ impl Run {
 
     /// Keeps the first `head_len` pages, and returns a run with the pages after them.
     fn split_off(&mut self, head_len: usize, grid: Grid) -> Self {
-        let run_start = self.start as usize;
+        let run_start = self.start_page as usize;
         let tail_start = run_start + head_len;
         let head_blocks = grid.blocks_ended_in(tail_start) - grid.blocks_ended_in(run_start);
         let open_sum_before = self.open_sums.get(head_len - 1).copied().unwrap_or(0);
@@ -325,7 +328,7 @@ impl Run {
             blocks: self.blocks.split_off(head_blocks),
             block_before,
             open_sum_before,
-            start: u32::try_from(tail_start).expect("a depth in the tree fits in a u32"),
+            start_page: u32::try_from(tail_start).expect("a depth in the tree fits in a u32"),
             ..Self::default()
         };
         self.pages.shrink_to_fit();

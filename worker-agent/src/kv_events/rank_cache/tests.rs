@@ -169,7 +169,7 @@ proptest! {
         for (page, comes, kind) in steps {
             let from = engine.sent.len();
             engine.change(page);
-            if kind == 0 && rank.needs_tree() {
+            if kind == 0 && rank.needs_republished_tree() {
                 engine.publish_tree();
             }
             for number in from..engine.sent.len() {
@@ -190,7 +190,7 @@ proptest! {
         let truth = truth(&engine);
         prop_assert!(watcher.blocks.is_subset(&truth), "{:?}", watcher.blocks);
         prop_assert!(!watcher.is_complete || watcher.blocks == truth);
-        prop_assert_eq!(watcher.is_complete, !rank.needs_tree());
+        prop_assert_eq!(watcher.is_complete, !rank.needs_republished_tree());
         let resident: u64 = rank.resident_blocks().iter().map(|(_, blocks)| blocks).sum();
         prop_assert_eq!(resident, watcher.blocks.len() as u64);
     }
@@ -210,17 +210,17 @@ fn a_wrong_hash_and_a_wrong_message_are_counted_and_not_told() {
     let steps = rank.take_live(0, message(&[plain, stored(4)]));
     watcher.hear(&rank, steps);
     assert_eq!(watcher.blocks.len(), 1);
-    assert!(rank.take_refusal().unwrap().contains("hash"));
+    assert!(rank.take_rejection().unwrap().contains("hash"));
     let counts = rank.take_counts();
     assert_eq!((counts.stored, counts.mismatches, counts.malformed), (2, 1, 0));
     // A truncated message can't be applied, so everything known so far may be outdated.
     let steps = rank.take_live(1, message(&[stored(5)])[..40].to_vec());
     watcher.hear(&rank, steps);
-    assert_eq!((watcher.blocks.len(), rank.needs_tree()), (0, true));
+    assert_eq!((watcher.blocks.len(), rank.needs_republished_tree()), (0, true));
     assert_eq!(rank.take_counts().malformed, 1);
     let steps = rank.take_live(2, message(&[cleared()]));
     watcher.hear(&rank, steps);
-    assert!(!rank.needs_tree());
+    assert!(!rank.needs_republished_tree());
 }
 
 #[test]
