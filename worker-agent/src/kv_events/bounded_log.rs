@@ -1,7 +1,8 @@
 //! A log of recent entries, bounded in bytes, for readers that read at different speeds. Pure.
 //!
 //! The entries are numbered from 0. If all entries together exceed the bound, the log drops the
-//! oldest ones. A reader that asks for a dropped entry gets [`Dropped`].
+//! oldest ones. A reader that asks for a dropped entry gets [`Dropped`]. `event_log` keeps the
+//! changes of resident blocks in such a log. The log itself has no lock and wakes no reader.
 
 use std::{collections::VecDeque, sync::Arc};
 

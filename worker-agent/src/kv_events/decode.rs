@@ -4,7 +4,8 @@
 //! memory. SGLang itself calls them blocks. A message is the array `[time, events, rank]`. Each
 //! event is a map with a `type` key. In older releases of SGLang, an event is an array whose first
 //! element is the type. This module skips unknown fields and event types. It doesn't check whether
-//! events fit together.
+//! events fit together. `rank_cache` calls [`decode`] for each message, and `pages` applies the
+//! events.
 //!
 //! A store event lists the tokens of its pages. Some engines list *token pairs* instead. A pair is
 //! a token and the token that follows it, so the pairs (1, 2) and (2, 3) stand for the tokens 1 and

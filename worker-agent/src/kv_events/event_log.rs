@@ -1,11 +1,13 @@
 //! Keeps the recent changes of resident blocks for all watchers, and passes on snapshot requests.
 //!
 //! A *watcher* is a router that receives all changes of the blocks that the engine's cache holds. A
-//! *rank* is a data parallel rank of the engine, each with its own cache. The ranks' tasks write to
-//! the log and never wait for watchers. A watcher that reads too slowly finds that entries it needs
-//! were dropped. Its stream then ends. A *snapshot* is the list of all blocks that are resident on
-//! a rank. A watcher requests one from the rank's task at the start, and after each
-//! [`EntryContent::Reset`].
+//! *rank* is a data parallel rank of the engine, each with its own cache. The ranks' tasks
+//! (`subscriber`) write to the log and never wait for watchers. The watchers' tasks (`watch`) read
+//! it. If a watcher reads too slowly, the log has already dropped entries that the watcher needs,
+//! and the watcher's stream ends.
+//!
+//! A *snapshot* is the list of all blocks that are resident on a rank. A watcher's task requests a
+//! snapshot from the rank's task at the start, and after each [`EntryContent::Reset`].
 
 use std::sync::Arc;
 
@@ -15,8 +17,8 @@ use tokio::sync::{mpsc, oneshot, watch};
 
 use super::bounded_log::{BoundedLog, Dropped};
 
-/// The maximum bytes of changes kept for watchers. These are a million blocks, or the changes of
-/// some minutes.
+/// The maximum bytes of changes kept for watchers. This is enough for a million blocks, or for the
+/// changes of some minutes.
 const LOG_BYTES_MAX: usize = 8 << 20;
 
 /// One entry of the log: something that happened on a rank.
@@ -26,8 +28,10 @@ pub(super) struct LogEntry {
     pub(super) content: EntryContent,
 }
 
+/// What happened on a rank.
 #[derive(Debug)]
 pub(super) enum EntryContent {
+    /// Blocks became resident, or are no longer resident.
     Changes(Vec<Change>),
     /// All earlier changes of the rank are void. A watcher must request a new snapshot.
     Reset,
@@ -61,6 +65,7 @@ impl EventLog {
         Self { log, next_number: watch::Sender::new(0), rank_requests: watch::Sender::default() }
     }
 
+    /// Appends an entry, and wakes the watchers that wait for one.
     pub(super) fn append(&self, dp_rank: u32, content: EntryContent) {
         let bytes = match &content {
             EntryContent::Changes(changes) => changes.iter().map(Change::wire_bytes).sum(),

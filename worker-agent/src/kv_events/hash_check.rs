@@ -3,7 +3,8 @@
 //! A page is the engine's unit of KV memory. SGLang computes a page's SHA-256 digest from the
 //! digest of the page before it and from the page's own tokens. The page hash in an event is the
 //! first 64 bits of that digest. So [`Verifier`] keeps the digests of recent pages, to check the
-//! pages that follow them. It rejects no event: the caller decides what a wrong hash means.
+//! pages that follow them. It rejects no event: the caller, `rank_cache`, decides what a wrong hash
+//! means.
 //!
 //! Some engines send and hash *token pairs*: each token together with the token that follows it.
 
@@ -76,6 +77,7 @@ impl Verifier {
         Verdict::Right
     }
 
+    /// Keeps a page's digest. If there are too many digests, drops the oldest one.
     fn remember(&mut self, page: PageHash, digest: PageDigest) {
         if self.digests.insert(page, digest).is_some() {
             return;

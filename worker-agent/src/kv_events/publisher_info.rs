@@ -2,7 +2,8 @@
 //!
 //! A KV event says that the engine's cache has stored or evicted *pages*, the engine's units of KV
 //! memory. Each data parallel (DP) rank publishes its own events. The agent tracks the cache by
-//! these events. This module only reads the addresses, and connects to nothing.
+//! these events. `engine` requests `/server_info`, and `subscriber` connects to the addresses. This
+//! module only reads the addresses from the JSON.
 
 use serde_json::Value;
 
@@ -26,9 +27,9 @@ pub struct PublisherInfo {
 pub struct PublisherAddresses {
     host: String,
     /// The port on which rank 0 publishes.
-    port: u16,
+    rank0_port: u16,
     /// The port on which rank 0 sends old messages again when asked.
-    replay_port: Option<u16>,
+    rank0_replay_port: Option<u16>,
     /// The topic to subscribe to.
     pub topic: String,
     /// Tokens in a page as the events count pages, if the engine states it. With context
@@ -63,9 +64,9 @@ impl PublisherAddresses {
         };
         Ok(Self {
             host: host.to_owned(),
-            port: port("endpoint_port_base")
+            rank0_port: port("endpoint_port_base")
                 .ok_or("the engine doesn't say on which port it publishes KV events")?,
-            replay_port: port("replay_endpoint_port_base"),
+            rank0_replay_port: port("replay_endpoint_port_base"),
             topic: text("topic").unwrap_or("").to_owned(),
             page_tokens: kv_events
                 .get("block_size")
@@ -80,11 +81,11 @@ impl PublisherAddresses {
     pub(super) fn addresses(&self, dp_rank: u32) -> Option<(String, Option<String>)> {
         let rank = u16::try_from(dp_rank).ok()?;
         let address = |port: u16| Some(format!("{}:{}", self.host, port.checked_add(rank)?));
-        let replay = match self.replay_port {
+        let replay = match self.rank0_replay_port {
             Some(port) => Some(address(port)?),
             None => None,
         };
-        Some((address(self.port)?, replay))
+        Some((address(self.rank0_port)?, replay))
     }
 }
 

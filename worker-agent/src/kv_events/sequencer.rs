@@ -1,18 +1,19 @@
 //! Puts the KV event messages of one engine rank in sequence, and detects lost messages. Pure.
 //!
 //! [`Sequencer`] takes numbered messages, and returns [`SequencerStep`]s: messages to apply, replay
-//! requests and losses. It neither receives messages itself nor looks at their content.
+//! requests and losses. Its caller, `rank_cache`, carries out the steps. The sequencer neither
+//! receives messages itself nor looks at their content.
 //!
 //! The engine numbers its messages from 0, and publishes them on a subscription socket. If a queue
 //! on the way is full, messages are lost. The engine keeps its latest messages. When the agent asks
 //! for a *replay*, the engine sends the kept messages again on a separate socket, from a given
-//! number on. Meanwhile new messages continue to come on the subscription. A message
-//! from the subscription is called *live* here.
+//! number on. Meanwhile new messages continue to come on the subscription. A message from the
+//! subscription is called *live* here.
 
 use std::collections::BTreeMap;
 
-/// The maximum number of messages held while an earlier one is missing. A busy engine takes at
-/// least a second to send as many. If more are held, the missing messages count as lost.
+/// The maximum number of messages held while an earlier message is missing. A busy engine takes at
+/// least a second to send that many. If more are held, the missing messages count as lost.
 const HELD_MESSAGES_MAX: usize = 256;
 
 /// An action for the caller.
@@ -42,9 +43,9 @@ pub struct Sequencer<T> {
     /// The number of the next message to apply.
     next_to_apply: u64,
     /// The lowest number that the next live message can have.
-    next_live: u64,
+    next_live_min: u64,
     /// Messages that can't be applied yet, because an earlier message is missing.
-    held: BTreeMap<u64, T>,
+    held_messages: BTreeMap<u64, T>,
     /// The replay that was requested and has not ended.
     replay: Option<PendingReplay>,
 }
@@ -53,21 +54,21 @@ pub struct Sequencer<T> {
 struct PendingReplay {
     /// The number from which the messages were requested.
     from: u64,
-    /// Whether a message was known to be missing at the time of the request, because a later one
-    /// was held. If so, the engine had sent the missing message before the request. Then the replay
-    /// contains that message, unless the engine no longer has it.
-    is_for_gap: bool,
+    /// Whether a message was known to be missing at the time of the request, because a later
+    /// message was held. If so, the engine had sent the missing message before the request. Then
+    /// the replay contains that message, unless the engine no longer has it.
+    is_for_known_gap: bool,
     /// Whether at least one message of the replay has come.
     has_begun: bool,
-    /// The number of the first message after a gap inside the replay. A publisher's socket that
-    /// can't keep up drops messages of the replay. The publisher still has these messages, so they
-    /// can be requested again.
-    after_gap: Option<u64>,
+    /// The number of the first message after a gap inside the replay; `None` if there is no gap. A
+    /// publisher's socket that can't keep up drops messages of the replay. The publisher still has
+    /// these messages, so they can be requested again.
+    first_after_gap: Option<u64>,
 }
 
 impl<T> Default for Sequencer<T> {
     fn default() -> Self {
-        Self { next_to_apply: 0, next_live: 0, held: BTreeMap::new(), replay: None }
+        Self { next_to_apply: 0, next_live_min: 0, held_messages: BTreeMap::new(), replay: None }
     }
 }
 
@@ -75,24 +76,24 @@ impl<T> Sequencer<T> {
     /// Takes a message that came from the subscription.
     pub fn take_live(&mut self, number: u64, message: T) -> Vec<SequencerStep<T>> {
         let mut steps = vec![];
-        if number < self.next_live {
+        if number < self.next_live_min {
             // A publisher's numbers only grow, so a lower number means that the engine counts from
             // 0 again.
             *self = Self::default();
             steps.push(SequencerStep::Restarted);
         }
-        self.next_live = number.saturating_add(1);
+        self.next_live_min = number.saturating_add(1);
         if number >= self.next_to_apply {
-            self.held.insert(number, message);
+            self.held_messages.insert(number, message);
         }
         self.apply_held(&mut steps);
-        if self.held.len() > HELD_MESSAGES_MAX {
-            while let Some(number) = self.first_held() {
-                self.give_up(number, &mut steps);
+        if self.held_messages.len() > HELD_MESSAGES_MAX {
+            while let Some(number) = self.first_held_number() {
+                self.skip_lost(number, &mut steps);
             }
             self.replay = None;
         }
-        if !self.held.is_empty() {
+        if !self.held_messages.is_empty() {
             self.begin_replay(&mut steps);
         }
         steps
@@ -127,16 +128,16 @@ impl<T> Sequencer<T> {
         let mut steps = vec![];
         let Some(replay) = &mut self.replay else { return steps };
         if replay.has_begun && number > self.next_to_apply {
-            replay.after_gap.get_or_insert(number);
+            replay.first_after_gap.get_or_insert(number);
             return steps;
         }
         replay.has_begun = true;
         while number > self.next_to_apply {
-            let lost_to = self.first_held().map_or(number, |held| held.min(number));
-            self.give_up(lost_to, &mut steps);
+            let lost_to = self.first_held_number().map_or(number, |held| held.min(number));
+            self.skip_lost(lost_to, &mut steps);
         }
         if number == self.next_to_apply {
-            self.held.insert(number, message);
+            self.held_messages.insert(number, message);
             self.apply_held(&mut steps);
         }
         steps
@@ -146,23 +147,24 @@ impl<T> Sequencer<T> {
     pub fn end_replay(&mut self) -> Vec<SequencerStep<T>> {
         let mut steps = vec![];
         let Some(replay) = self.replay.take() else { return steps };
-        if let Some(number) = replay.after_gap {
+        if let Some(number) = replay.first_after_gap {
             if replay.from == self.next_to_apply {
                 // This replay brought no message that could be applied, so the messages that it
                 // left out are lost.
-                self.give_up(self.first_held().map_or(number, |held| held.min(number)), &mut steps);
+                let lost_to = self.first_held_number().map_or(number, |held| held.min(number));
+                self.skip_lost(lost_to, &mut steps);
             }
             self.begin_replay(&mut steps);
             return steps;
         }
-        if let Some(number) = self.first_held() {
+        if let Some(number) = self.first_held_number() {
             // If the replay was not for a gap, the engine may have sent the missing message after
             // the request, so a further replay can still bring it.
-            if replay.is_for_gap && replay.from == self.next_to_apply {
-                self.give_up(number, &mut steps);
+            if replay.is_for_known_gap && replay.from == self.next_to_apply {
+                self.skip_lost(number, &mut steps);
             }
         }
-        if !self.held.is_empty() {
+        if !self.held_messages.is_empty() {
             self.begin_replay(&mut steps);
         }
         steps
@@ -180,13 +182,13 @@ impl<T> Sequencer<T> {
         steps
     }
 
-    fn first_held(&self) -> Option<u64> {
-        self.held.first_key_value().map(|(number, _)| *number)
+    fn first_held_number(&self) -> Option<u64> {
+        self.held_messages.first_key_value().map(|(number, _)| *number)
     }
 
     /// Reports the messages from the next one to apply up to `to` (excluded) as lost, and continues
     /// with message `to`.
-    fn give_up(&mut self, to: u64, steps: &mut Vec<SequencerStep<T>>) {
+    fn skip_lost(&mut self, to: u64, steps: &mut Vec<SequencerStep<T>>) {
         steps.push(SequencerStep::Lost { from: self.next_to_apply, to });
         self.next_to_apply = to;
         self.apply_held(steps);
@@ -194,7 +196,7 @@ impl<T> Sequencer<T> {
 
     /// Applies the held messages up to the next gap.
     fn apply_held(&mut self, steps: &mut Vec<SequencerStep<T>>) {
-        while let Some(message) = self.held.remove(&self.next_to_apply) {
+        while let Some(message) = self.held_messages.remove(&self.next_to_apply) {
             steps.push(SequencerStep::Apply(message));
             self.next_to_apply += 1;
         }
@@ -203,10 +205,14 @@ impl<T> Sequencer<T> {
     /// Requests a replay from the next message to apply, unless a replay is in progress.
     fn begin_replay(&mut self, steps: &mut Vec<SequencerStep<T>>) {
         if self.replay.is_none() {
-            let is_for_gap = !self.held.is_empty();
+            let is_for_known_gap = !self.held_messages.is_empty();
             let from = self.next_to_apply;
-            self.replay =
-                Some(PendingReplay { from, is_for_gap, has_begun: false, after_gap: None });
+            self.replay = Some(PendingReplay {
+                from,
+                is_for_known_gap,
+                has_begun: false,
+                first_after_gap: None,
+            });
             steps.push(SequencerStep::RequestReplay(self.next_to_apply));
         }
     }

@@ -1,8 +1,10 @@
 //! Streams the engine's resident blocks to one watcher: a snapshot, then all changes.
 //!
-//! A *watcher* is a router that wants to know which blocks of prompts the engine's KV cache holds.
-//! The changes come from the log that all watchers share. The messages have a bounded size. A
-//! watcher's task holds no data of its own except the snapshot that it is sending.
+//! A *watcher* is a router that receives all changes of the blocks that the engine's cache holds.
+//! `kv_events.rs` starts one task with [`serve_watcher`] for each watcher. The changes come from
+//! `event_log`, which all watchers share, and the snapshots from the ranks' tasks (`subscriber`).
+//! The messages have a bounded size. A watcher's task holds no data of its own except the snapshot
+//! that it is sending.
 
 use std::{collections::HashMap, time::Duration};
 
@@ -26,10 +28,10 @@ const CHANGES_BYTES_MAX: usize = MESSAGE_BYTES_MAX - 1024;
 /// occupies one of the few snapshot permits, for which other watchers wait.
 const SEND_TIME_MAX: Duration = Duration::from_secs(20);
 
-/// The stream is over, because the watcher has gone or was disconnected.
+/// The stream has ended, because the watcher has gone or was disconnected.
 struct StreamEnded;
 
-/// The sending half of one stream.
+/// The sending half of one watcher's stream.
 struct EventSender {
     sender: mpsc::Sender<Result<v1::KvEvent, Status>>,
     /// Identifies this process of the agent.
@@ -51,19 +53,20 @@ pub(super) async fn serve_watcher(
     shared.metrics.add_watchers(-1);
 }
 
+/// Sends the ranks' snapshots and then all changes of the log, until the stream ends.
 async fn stream_changes(
     shared: &Shared,
     events: &mut EventSender,
 ) -> Result<std::convert::Infallible, StreamEnded> {
-    let mut number = shared.log.next_number();
+    let mut entry_number = shared.log.next_number();
     let mut new_entries = shared.log.subscribe();
     // For each rank: the number of the first log entry that is newer than the latest snapshot sent.
-    let mut first_entries = HashMap::new();
+    let mut first_newer_entries = HashMap::new();
     for dp_rank in (0..).take(shared.log.rank_count()) {
-        send_snapshot(shared, events, dp_rank, &mut first_entries).await?;
+        send_snapshot(shared, events, dp_rank, &mut first_newer_entries).await?;
     }
     loop {
-        let Ok(entry) = shared.log.get(number) else {
+        let Ok(entry) = shared.log.get(entry_number) else {
             return Err(events
                 .end_with("the watcher is too many changes behind; watch again")
                 .await);
@@ -77,27 +80,29 @@ async fn stream_changes(
             continue;
         };
         let LogEntry { dp_rank, content } = &*entry;
-        if first_entries.get(dp_rank).is_none_or(|first_entry| *first_entry <= number) {
+        // The snapshot already contains the entries before its first newer entry.
+        if first_newer_entries.get(dp_rank).is_none_or(|first| *first <= entry_number) {
             match content {
                 EntryContent::Reset => {
-                    send_snapshot(shared, events, *dp_rank, &mut first_entries).await?;
+                    send_snapshot(shared, events, *dp_rank, &mut first_newer_entries).await?;
                 }
                 EntryContent::Changes(changes) => {
                     events.send_all(*dp_rank, changes.iter().cloned()).await?;
                 }
             }
         }
-        number += 1;
+        entry_number += 1;
     }
 }
 
-/// Sends a snapshot of one rank, and notes in `first_entries` the first newer log entry. Sends
-/// nothing if the rank is being replaced, because a reset of it then follows in the log.
+/// Sends a snapshot of one rank, and notes in `first_newer_entries` the first log entry that is
+/// newer than the snapshot. Sends nothing if the rank is being replaced, because a reset of the
+/// rank then follows in the log.
 async fn send_snapshot(
     shared: &Shared,
     events: &mut EventSender,
     dp_rank: u32,
-    first_entries: &mut HashMap<u32, u64>,
+    first_newer_entries: &mut HashMap<u32, u64>,
 ) -> Result<(), StreamEnded> {
     let _permit = tokio::select! {
         biased;
@@ -108,7 +113,7 @@ async fn send_snapshot(
     else {
         return Ok(());
     };
-    first_entries.insert(dp_rank, next_entry);
+    first_newer_entries.insert(dp_rank, next_entry);
     let changes = changes.unwrap_or_else(|why| vec![Change::Unknown { why }]);
     events.send_all(dp_rank, changes.into_iter()).await
 }
@@ -120,17 +125,17 @@ impl EventSender {
         dp_rank: u32,
         changes: impl Iterator<Item = Change>,
     ) -> Result<(), StreamEnded> {
-        let (mut message, mut bytes) = (vec![], 0);
+        let (mut message_changes, mut message_bytes) = (vec![], 0);
         for part in changes.flat_map(split_change) {
-            let size = part.wire_bytes();
-            if bytes + size > CHANGES_BYTES_MAX {
-                self.send(std::mem::take(&mut message)).await?;
-                bytes = 0;
+            let part_bytes = part.wire_bytes();
+            if message_bytes + part_bytes > CHANGES_BYTES_MAX {
+                self.send(std::mem::take(&mut message_changes)).await?;
+                message_bytes = 0;
             }
-            bytes += size;
-            message.push(v1::KvChange::from(RankChange { dp_rank, change: part }));
+            message_bytes += part_bytes;
+            message_changes.push(v1::KvChange::from(RankChange { dp_rank, change: part }));
         }
-        if message.is_empty() { Ok(()) } else { self.send(message).await }
+        if message_changes.is_empty() { Ok(()) } else { self.send(message_changes).await }
     }
 
     async fn send(&mut self, changes: Vec<v1::KvChange>) -> Result<(), StreamEnded> {

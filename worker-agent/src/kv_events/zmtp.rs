@@ -2,9 +2,10 @@
 //!
 //! It speaks ZeroMQ's wire protocol, ZMTP 3.0 without security, as far as the agent needs it. The
 //! agent subscribes to a PUB socket, on which the engine publishes its events. On a ROUTER socket,
-//! the agent asks the engine to send events again. A [`Connection`] neither queues messages nor
-//! reconnects by itself, because the caller must know when the connection breaks.
-//! Sizes that the peer announces are bounded.
+//! the agent asks the engine to send events again. `subscriber` is the only caller. A
+//! [`Connection`] neither queues messages nor reconnects by itself, because the caller must know
+//! when the connection breaks. It doesn't look into the messages. Sizes that the peer announces are
+//! bounded.
 
 use std::time::Duration;
 
@@ -75,15 +76,15 @@ pub(super) struct Connection {
 
 impl Connection {
     /// Connects to `address`, which is `host:port`, and exchanges greetings.
-    pub(super) async fn open(address: &str, kind: SocketType) -> Result<Self, Error> {
+    pub(super) async fn open(address: &str, socket_type: SocketType) -> Result<Self, Error> {
         let connect = async {
             let mut stream = TcpStream::connect(address).await?;
             stream.set_nodelay(true)?;
             stream.write_all(&greeting()).await?;
-            stream.write_all(&ready_command(kind)).await?;
+            stream.write_all(&ready_command(socket_type)).await?;
             let mut peer_greeting = [0; GREETING_BYTES];
             stream.read_exact(&mut peer_greeting).await?;
-            is_greeting(&peer_greeting).then_some(()).ok_or(Error::Greeting)?;
+            is_valid_greeting(&peer_greeting).then_some(()).ok_or(Error::Greeting)?;
             Ok(Self { stream, assembler: MessageAssembler::default() })
         };
         timeout(CONNECT_MAX, connect).await.map_err(|_| Error::Timeout)?
@@ -126,14 +127,14 @@ fn greeting() -> [u8; GREETING_BYTES] {
     bytes
 }
 
-fn is_greeting(bytes: &[u8; GREETING_BYTES]) -> bool {
+fn is_valid_greeting(bytes: &[u8; GREETING_BYTES]) -> bool {
     let mechanism = &bytes[12..32];
     (bytes[0], bytes[9] & 1) == (0xff, 1) && bytes[10] >= 3 && mechanism == &greeting()[12..32]
 }
 
 /// Returns the command that ends the handshake and announces the socket type.
-fn ready_command(kind: SocketType) -> Vec<u8> {
-    let name: &[u8] = match kind {
+fn ready_command(socket_type: SocketType) -> Vec<u8> {
+    let name: &[u8] = match socket_type {
         SocketType::Sub => b"SUB",
         SocketType::Dealer => b"DEALER",
     };

@@ -243,10 +243,10 @@ fn a_hello_is_read_however_it_is_cut() {
     for cut in 0..bytes.len() {
         let mut frames = Frames::default();
         frames.push(&bytes[..cut]);
-        assert_eq!(frames.next(decode_message), Ok(None), "cut at {cut}");
+        assert_eq!(frames.take_message(decode_message), Ok(None), "cut at {cut}");
         frames.push(&bytes[cut..]);
         assert!(
-            matches!(frames.next(decode_message), Ok(Some(ShimMessage::Hello(_)))),
+            matches!(frames.take_message(decode_message), Ok(Some(ShimMessage::Hello(_)))),
             "cut at {cut}"
         );
         // The body alone, cut or extended, must be rejected.
