@@ -13,8 +13,10 @@
 //! this runs on a thread of its own, so that a large snapshot delays neither requests nor load
 //! reports.
 //!
-//! The agent only listens to the engine, with one exception. After lost events, it asks the shim
-//! (code in the engine's process) to publish the engine's radix tree again: see `republish.py`.
+//! `lib.rs` calls [`start`], `owner` sets the engine's publishers through the [`KvHandle`], and
+//! `control_port` adds a watcher for each router that asks. The agent only listens to the engine,
+//! with one exception. After lost events, it asks the shim (Berth's plugin in the engine) to
+//! publish the engine's radix tree again: see `republish.py`.
 
 mod bounded_log;
 pub mod decode;
@@ -66,6 +68,7 @@ struct Shared {
     shim: ShimHandle,
     republish_interval: Duration,
     metrics: Metrics,
+    /// Bounds the snapshots that are made and sent at once.
     snapshot_permits: Semaphore,
 }
 
@@ -98,9 +101,9 @@ impl KvHandle {
     /// Sets where the engine publishes its KV events. If `info` differs from the present value, the
     /// agent connects again to all ranks.
     pub fn set_publishers(&self, info: PublisherInfo) {
-        self.publisher_info.send_if_modified(|known| {
-            let is_new = known.as_ref() != Some(&info);
-            *known = Some(info);
+        self.publisher_info.send_if_modified(|present_info| {
+            let is_new = present_info.as_ref() != Some(&info);
+            *present_info = Some(info);
             is_new
         });
     }
@@ -112,14 +115,14 @@ impl KvHandle {
     /// When too many watchers wait to be added, or when the agent is stopping. If too many routers
     /// watch already, the stream itself has that error as its only message.
     pub fn watch(&self) -> Result<KvEventStream, Status> {
-        let (sender, events) = mpsc::channel(QUEUED_EVENTS_MAX);
+        let (sender, stream) = mpsc::channel(QUEUED_EVENTS_MAX);
         self.new_watchers.try_send(sender).map_err(|error| match error {
             mpsc::error::TrySendError::Full(_) => {
                 Status::resource_exhausted("too many watch requests at once; try again")
             }
             mpsc::error::TrySendError::Closed(_) => Status::unavailable("the agent is stopping"),
         })?;
-        Ok(events)
+        Ok(stream)
     }
 }
 
@@ -169,16 +172,16 @@ async fn serve(
                     shared.log.replace_ranks(start_ranks(&info, shared, &tasks));
                 }
             }
-            Some(events) = watchers_to_add.recv() => {
+            Some(stream_sender) = watchers_to_add.recv() => {
                 let Ok(permit) = Arc::clone(&watcher_permits).try_acquire_owned() else {
-                    let _ = events.try_send(Err(Status::resource_exhausted(format!(
+                    let _ = stream_sender.try_send(Err(Status::resource_exhausted(format!(
                         "{WATCHERS_MAX} routers watch already"
                     ))));
                     continue;
                 };
                 let shared = Arc::clone(shared);
                 tasks.spawn(async move {
-                    watch::serve_watcher(epoch, &shared, events).await;
+                    watch::serve_watcher(epoch, &shared, stream_sender).await;
                     drop(permit);
                 });
             }
@@ -215,6 +218,7 @@ fn start_ranks(info: &PublisherInfo, shared: &Arc<Shared>, tasks: &Tasks) -> Vec
     request_channels.collect()
 }
 
+/// Returns the addresses of one rank's publisher, or the reason why there are none.
 fn rank_addresses(info: &PublisherInfo, dp_rank: u32) -> Result<RankAddresses, String> {
     let publishers = info.publishers.as_ref().map_err(Clone::clone)?;
     let addresses = publishers.addresses(dp_rank);

@@ -1,6 +1,7 @@
 """Finds where the engine keeps its KV, for the page audit: the device, and each layer's buffers.
 
-The page audit (`audit`) checks who holds each page of the KV pool, and reads the pages' bytes.
+The page audit checks who holds each page of the KV pool, and reads the pages' bytes. `audit` passes
+the device and the buffers to the library that reads them. This module reads no KV itself.
 """
 
 from typing import Any, NamedTuple
@@ -19,8 +20,8 @@ def buffers(scheduler: Any) -> list[Buffer]:
     tensors = _kv_tensors(scheduler.token_to_kv_pool_allocator.get_kvcache())
     page_tokens = scheduler.page_size
     # The engine's pools have one page more than they offer.
-    slots = scheduler.max_total_num_tokens + page_tokens
-    if not all(tensor.is_contiguous() and tensor.shape[0] >= slots for tensor in tensors):
+    slots_min = scheduler.max_total_num_tokens + page_tokens
+    if not all(tensor.is_contiguous() and tensor.shape[0] >= slots_min for tensor in tensors):
         return []
     return [
         Buffer(tensor.data_ptr(), tensor.stride(0) * tensor.element_size() * page_tokens)
@@ -37,8 +38,8 @@ def device(scheduler: Any) -> tuple[str, int]:
     if torch_device.type != "cuda":
         return torch_device.type, -1
     index = torch_device.index
-    ordinal = index if index is not None else torch.cuda.current_device()
-    return str(torch.cuda.get_device_properties(ordinal).uuid), ordinal
+    cuda_ordinal = index if index is not None else torch.cuda.current_device()
+    return str(torch.cuda.get_device_properties(cuda_ordinal).uuid), cuda_ordinal
 
 
 def _kv_tensors(cache: Any) -> list[Any]:
@@ -52,9 +53,10 @@ def _kv_tensors(cache: Any) -> list[Any]:
         return []
     info = pool_infos[0].buffer_info
     # With multi-head latent attention, keys and values share their buffers.
-    parts = (info.buffers.k, info.buffers.v) if hasattr(info.buffers, "k") else (info.buffers,)
+    has_keys = hasattr(info.buffers, "k")
+    layer_lists = (info.buffers.k, info.buffers.v) if has_keys else (info.buffers,)
     scales = getattr(info, "scales", None)
     if scales is not None:
-        parts += (scales.k, scales.v) if hasattr(scales, "k") else (scales,)
-    tensors = [tensor for part in parts for tensor in part]
+        layer_lists += (scales.k, scales.v) if hasattr(scales, "k") else (scales,)
+    tensors = [tensor for layers in layer_lists for tensor in layers]
     return tensors if all(hasattr(tensor, "data_ptr") for tensor in tensors) else []

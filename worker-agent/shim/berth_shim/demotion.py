@@ -4,10 +4,11 @@ A session is a series of turns. Between two turns its *slot* in the engine holds
 the request table. After a demotion the row is free, and the engine may evict the KV. The session's
 tokens stay in the engine. The next turn reuses whole pages of what is still in the tree.
 
-The engine itself does the same with the KV of an aborted turn. Here it is done for a turn that has
-finished. The slot hands its KV record and its lock back to the session's last request. Then
-`release_kv_cache` moves that request's KV into the tree. This runs where the engine also closes
-sessions: before the requests of a step are handled.
+The engine itself does the same with the KV of an aborted turn. This module does it for a turn that
+has finished. The slot hands its KV record and its lock back to the session's last request. Then the
+engine's `release_kv_cache` moves that request's KV into the tree. `sampler` calls `demote` where
+the engine also closes sessions: before the requests of a step are handled. The agent decides which
+session to demote.
 
 Ranks that share a session (tensor, pipeline or context parallelism) would have to demote it in the
 same step, but only one of them receives the agent's commands. `demotion_refusal` returns a reason
@@ -90,7 +91,7 @@ def _release(scheduler: Any, session: Any, slot: Any, request: Any) -> None:
     from sglang.srt.mem_cache.common import release_kv_cache
 
     # The request's token arrays may end with the prompt of a later turn that was aborted in the
-    # queue. This is harmless, because the tree's key ends at the committed length.
+    # queue. This does no harm, because the tree's key ends at the committed length.
     request.kv = slot.kv
     request.lock, slot.lock = slot.lock, None
     # If the request had a session, `release_kv_cache` would give the KV record back to the slot.

@@ -1,14 +1,15 @@
 """Decides whether an engine can trim prompts, and whether it can trim the prompt of a request.
 
-Trimming sends the engine only the part of a full history that the turn's session doesn't hold. The
-module `trim` compares a prompt with the session's history. It needs a tokenizer, so this module
-also adapts the engine's tokenizer to the interface `trim.Tokenizer`.
+Trimming sends the engine only the part of a full history that the turn's session doesn't hold.
+`trimmer` asks here why an engine or a request can't be trimmed, and gets a reason or an empty
+string. The module `trim` compares a prompt with the session's history. That needs a tokenizer, so
+this module also adapts the engine's tokenizer to the interface `trim.Tokenizer`.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
-# Fields of a tokenized request with which it can't be trimmed. A turn of a streaming session
+# A tokenized request with any of these fields can't be trimmed. A turn of a streaming session
 # ignores these fields, or gives them another meaning than a request with the whole prompt does.
 _UNSUPPORTED_FIELDS = (
     "mm_inputs", "input_embeds", "token_type_ids", "positional_embed_overrides", "kv_hints",

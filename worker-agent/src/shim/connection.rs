@@ -159,8 +159,7 @@ pub(super) async fn serve<T: Protocol>(
     // Remove this connection, unless a newer one has replaced it. This connection's command
     // receiver is dropped, so its sender is closed. The sender of a newer connection is open.
     connections.send_if_modified(|handles| {
-        let is_this =
-            handles.get(&dp_rank).is_some_and(|handle| handle.command_sender.is_closed());
+        let is_this = handles.get(&dp_rank).is_some_and(|handle| handle.command_sender.is_closed());
         is_this && handles.remove(&dp_rank).is_some()
     });
     // A newer connection of this rank may be waiting for the end of this connection.
