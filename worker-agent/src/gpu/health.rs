@@ -1,13 +1,15 @@
 //! Decides whether a board can be used, from its readings and its XIDs. Pure.
 //!
-//! A *board* is a whole GPU. An *XID* is the driver's number for a GPU error. A board can't be used
-//! while one of these causes lasts:
+//! A *board* is a whole GPU. An *XID* is the driver's number for a GPU error. The module `tracker`
+//! keeps one [`BoardHealth`] per board and passes it each reading and each XID of the board. The
+//! result is a sentence for operators ([`BoardHealth::reason`]). What follows for the engine is
+//! decided in `tracker`. A board can't be used while one of these causes lasts:
 //!
 //! | cause | lasts until |
 //! |---|---|
 //! | NVML calls report that the board is lost or needs a reset | the board answers again |
 //! | NVML calls fail, and the board answers no call | the board answers again |
-//! | the driver asks for a recovery action, or sets its older reset flag | the driver stops that |
+//! | the driver asks for a recovery action, or sets its older reset flag | it stops asking |
 //! | memory rows could not be replaced | the driver clears the flag |
 //! | an XID after which the board needs a reset | a reset is observed, or the agent restarts |
 //!
@@ -17,7 +19,7 @@
 use std::collections::BTreeSet;
 
 use super::{
-    reading::{Reading, Recovery, Trouble},
+    reading::{BoardFault, Reading, RecoveryAction},
     xid,
 };
 
@@ -25,55 +27,61 @@ use super::{
 #[derive(Debug, Default)]
 pub struct BoardHealth {
     /// Why calls to the board fail. `None` if they succeed.
-    trouble: Option<Trouble>,
+    board_fault: Option<BoardFault>,
     /// The recovery action that the driver asks for. `None` if the driver has never said whether it
     /// asks for one.
-    recovery: Option<Recovery>,
+    recovery_action: Option<RecoveryAction>,
     /// Whether the driver sets its older flag for a reset.
     needs_reset: bool,
     /// Whether memory rows could not be replaced.
     has_failed_rows: bool,
-    /// The fatal XIDs since the last reset. Bounded by the number of XIDs that [`xid::fatal`]
+    /// The fatal XIDs since the last reset. Bounded by the number of XIDs that [`xid::fatal_xid`]
     /// knows.
     fatal_xids: BTreeSet<u64>,
 }
 
 impl BoardHealth {
-    /// Takes a reading of the whole board. A value that the reading lacks keeps its last state.
+    /// Updates the health from a reading of the whole board. A value that the reading lacks keeps
+    /// its last state.
     pub fn take_reading(&mut self, reading: &Reading) {
-        let is_back_after_reset = self.update_trouble(reading);
-        self.has_failed_rows = reading.rows.has_failed.unwrap_or(self.has_failed_rows);
+        let is_back_after_reset = self.update_board_fault(reading);
+        self.has_failed_rows = reading.remapped_rows.has_failed.unwrap_or(self.has_failed_rows);
         self.needs_reset = reading.reset_needed.unwrap_or(self.needs_reset);
-        let had_asked_for_recovery = self.recovery.is_some_and(|before| before != Recovery::None);
-        self.recovery = reading.recovery.or(self.recovery);
-        if is_back_after_reset || had_asked_for_recovery && self.recovery == Some(Recovery::None) {
+        let had_asked_for_recovery =
+            self.recovery_action.is_some_and(|before| before != RecoveryAction::None);
+        self.recovery_action = reading.recovery_action.or(self.recovery_action);
+        if is_back_after_reset
+            || had_asked_for_recovery && self.recovery_action == Some(RecoveryAction::None)
+        {
             self.fatal_xids.clear();
         }
         self.check_in_debug();
     }
 
-    /// Updates `trouble`. Returns whether the board came back from a state that only a reset ends.
-    fn update_trouble(&mut self, reading: &Reading) -> bool {
-        let before = self.trouble;
+    /// Updates `board_fault`. Returns whether the board answers again after a fault that only a
+    /// reset ends.
+    fn update_board_fault(&mut self, reading: &Reading) -> bool {
+        let fault_before = self.board_fault;
         let is_silent = !reading.is_answered();
-        self.trouble = match reading.trouble {
-            // If there is an earlier trouble, it is more specific.
-            Some(Trouble::Unreachable) => before.or(reading.trouble),
-            Some(trouble) => Some(trouble),
+        self.board_fault = match reading.board_fault {
+            // An earlier fault is more specific.
+            Some(BoardFault::Unreachable) => fault_before.or(reading.board_fault),
+            Some(board_fault) => Some(board_fault),
             None if is_silent && !reading.failed_calls.is_empty() => {
-                before.or(Some(Trouble::Unreachable))
+                fault_before.or(Some(BoardFault::Unreachable))
             }
-            // The reading tells nothing, so the last state counts.
-            None if is_silent => before,
+            // No call succeeded or failed, so the last state counts.
+            None if is_silent => fault_before,
             None => None,
         };
-        let needed_reset = matches!(before, Some(Trouble::Lost | Trouble::ResetRequired));
-        needed_reset && self.trouble.is_none()
+        let needed_reset_before =
+            matches!(fault_before, Some(BoardFault::Lost | BoardFault::ResetRequired));
+        needed_reset_before && self.board_fault.is_none()
     }
 
-    /// Takes an XID of the board. Keeps it if it is fatal.
+    /// Records an XID of the board if the XID is fatal.
     pub fn add_xid(&mut self, number: u64) {
-        if xid::fatal(number).is_some() {
+        if xid::fatal_xid(number).is_some() {
             self.fatal_xids.insert(number);
         }
         self.check_in_debug();
@@ -82,7 +90,7 @@ impl BoardHealth {
     /// Whether calls to the board fail, so that NVML should be reloaded.
     #[must_use]
     pub fn is_lost(&self) -> bool {
-        self.trouble.is_some()
+        self.board_fault.is_some()
     }
 
     /// Returns the gravest reason why the board can't be used, and what to do. `None` if the board
@@ -90,43 +98,48 @@ impl BoardHealth {
     #[must_use]
     pub fn reason(&self) -> Option<String> {
         let text = |reason: &str| Some(reason.to_owned());
-        match self.trouble {
-            Some(Trouble::Lost) => return text("it fell off the bus: restart the machine"),
-            Some(Trouble::ResetRequired) => return text("it must be reset before it can be used"),
-            // This reason comes last below, because any other cause explains it too.
-            Some(Trouble::Unreachable) | None => {}
+        match self.board_fault {
+            Some(BoardFault::Lost) => return text("it fell off the bus: restart the machine"),
+            Some(BoardFault::ResetRequired) => {
+                return text("it must be reset before it can be used");
+            }
+            // `Unreachable` is the last reason below, because any other reason explains it too.
+            Some(BoardFault::Unreachable) | None => {}
         }
-        let driver_reports_recovery = self.recovery.is_some();
-        let fatal =
-            self.fatal_xids.iter().filter_map(|&number| Some((number, xid::fatal(number)?)));
-        let fatal =
-            fatal.filter(|(_, fatal)| !(fatal.is_left_to_driver && driver_reports_recovery));
+        let driver_reports_recovery = self.recovery_action.is_some();
+        let fatal_xids =
+            self.fatal_xids.iter().filter_map(|&number| Some((number, xid::fatal_xid(number)?)));
+        let reliable_xids =
+            fatal_xids.filter(|(_, fatal)| !(fatal.has_harmless_forms && driver_reports_recovery));
         // XID 79 is the gravest: the board fell off the bus.
-        if let Some((number, fatal)) = fatal.max_by_key(|(number, _)| *number == 79) {
-            return Some(format!("XID {number}, {}: {}", fatal.description, fatal.cure));
+        if let Some((number, fatal)) = reliable_xids.max_by_key(|(number, _)| *number == 79) {
+            return Some(format!("XID {number}, {}: {}", fatal.description, fatal.operator_action));
         }
-        match self.recovery {
-            Some(Recovery::Reset) => return text("the driver asks for a reset of the GPU"),
-            Some(Recovery::Reboot) => return text("the driver asks for a restart of the machine"),
-            Some(Recovery::DrainPeers) => {
+        match self.recovery_action {
+            Some(RecoveryAction::Reset) => return text("the driver asks for a reset of the GPU"),
+            Some(RecoveryAction::Reboot) => {
+                return text("the driver asks for a restart of the machine");
+            }
+            Some(RecoveryAction::DrainPeers) => {
                 return text("the driver asks that other GPUs stop using its memory");
             }
-            Some(Recovery::DrainAndReset) => {
+            Some(RecoveryAction::DrainAndReset) => {
                 return text("the driver asks to end its work, then for a reset");
             }
-            Some(Recovery::Other(number)) => {
+            Some(RecoveryAction::Other(number)) => {
                 return Some(format!("the driver asks for recovery action {number}"));
             }
-            Some(Recovery::None) | None => {}
+            Some(RecoveryAction::None) | None => {}
         }
         if self.has_failed_rows {
             return text("memory rows could not be replaced: replace the GPU");
         }
-        // A driver that reports a recovery action needs no older flag, which is less specific.
+        // A recovery action is more specific than the older flag. If the driver reports recovery
+        // actions, the flag doesn't count.
         if self.needs_reset && !driver_reports_recovery {
             return text("the driver asks for a reset of the GPU");
         }
-        self.trouble?;
+        self.board_fault?;
         text("NVML can't reach it: look for the cause in the kernel's log, and reset the GPU")
     }
 
@@ -136,7 +149,7 @@ impl BoardHealth {
     /// When a kept XID is not fatal.
     pub fn check_invariants(&self) {
         assert!(
-            self.fatal_xids.iter().all(|&number| xid::fatal(number).is_some()),
+            self.fatal_xids.iter().all(|&number| xid::fatal_xid(number).is_some()),
             "{:?}",
             self.fatal_xids
         );
@@ -151,14 +164,14 @@ impl BoardHealth {
 
 #[cfg(test)]
 mod tests {
-    use super::{super::reading::Rows, *};
+    use super::{super::reading::RemappedRows, *};
 
     fn answered() -> Reading {
         Reading { temperature_celsius: Some(40), ..Reading::default() }
     }
 
     fn unreachable() -> Reading {
-        Reading { trouble: Some(Trouble::Unreachable), ..Reading::default() }
+        Reading { board_fault: Some(BoardFault::Unreachable), ..Reading::default() }
     }
 
     fn all_failed() -> Reading {
@@ -172,8 +185,8 @@ mod tests {
         health.reason()
     }
 
-    fn asking(recovery: Recovery) -> Reading {
-        Reading { recovery: Some(recovery), ..Reading::default() }
+    fn asking(recovery: RecoveryAction) -> Reading {
+        Reading { recovery_action: Some(recovery), ..Reading::default() }
     }
 
     #[test]
@@ -185,7 +198,7 @@ mod tests {
 
     #[test]
     fn a_lost_board_is_back_when_it_answers_and_has_been_reset_then() {
-        let lost = Reading { trouble: Some(Trouble::Lost), ..Reading::default() };
+        let lost = Reading { board_fault: Some(BoardFault::Lost), ..Reading::default() };
         let reason = after(|health| {
             health.add_xid(79);
             health.take_reading(&lost);
@@ -201,7 +214,7 @@ mod tests {
 
     #[test]
     fn a_lost_board_of_which_calls_fail_otherwise_or_tell_nothing_is_not_back() {
-        let lost = Reading { trouble: Some(Trouble::Lost), ..Reading::default() };
+        let lost = Reading { board_fault: Some(BoardFault::Lost), ..Reading::default() };
         for since in [unreachable(), all_failed(), Reading::default()] {
             let mut health = BoardHealth::default();
             health.add_xid(79);
@@ -234,14 +247,14 @@ mod tests {
         let stays = |health: &mut BoardHealth| {
             health.add_xid(62);
             (0..100).for_each(|_| health.take_reading(&Reading::default()));
-            (0..100).for_each(|_| health.take_reading(&asking(Recovery::None)));
+            (0..100).for_each(|_| health.take_reading(&asking(RecoveryAction::None)));
         };
         let reason = after(stays).unwrap();
         assert!(reason.contains("XID 62") && reason.contains("reset"), "{reason}");
         let reset = after(|health| {
             stays(health);
-            health.take_reading(&asking(Recovery::Reset));
-            health.take_reading(&asking(Recovery::None));
+            health.take_reading(&asking(RecoveryAction::Reset));
+            health.take_reading(&asking(RecoveryAction::None));
         });
         assert_eq!(reset, None);
     }
@@ -256,21 +269,21 @@ mod tests {
                 health.add_xid(48);
             })
         };
-        assert_eq!(told(Recovery::None), None);
-        assert!(told(Recovery::Reset).unwrap().contains("asks for a reset"));
+        assert_eq!(told(RecoveryAction::None), None);
+        assert!(told(RecoveryAction::Reset).unwrap().contains("asks for a reset"));
     }
 
     #[test]
     fn a_recovery_that_the_driver_asks_for_ends_when_it_says_so() {
         for number in 1..=7 {
-            let recovery = Recovery::from_nvml(number);
+            let recovery = RecoveryAction::from_nvml(number);
             assert!(
                 after(|health| health.take_reading(&asking(recovery))).is_some(),
                 "{recovery:?}"
             );
             let over = after(|health| {
                 health.take_reading(&asking(recovery));
-                health.take_reading(&asking(Recovery::from_nvml(0)));
+                health.take_reading(&asking(RecoveryAction::from_nvml(0)));
             });
             assert_eq!(over, None, "{recovery:?}");
         }
@@ -278,8 +291,8 @@ mod tests {
 
     #[test]
     fn a_reading_that_is_missing_changes_nothing() {
-        let rows = Rows { has_failed: Some(true), ..Rows::default() };
-        let failed = Reading { rows, ..Reading::default() };
+        let rows = RemappedRows { has_failed: Some(true), ..RemappedRows::default() };
+        let failed = Reading { remapped_rows: rows, ..Reading::default() };
         let reason = after(|health| {
             health.take_reading(&failed);
             health.take_reading(&Reading::default());
@@ -287,7 +300,7 @@ mod tests {
         assert!(reason.unwrap().contains("rows"));
         let older = Reading { reset_needed: Some(true), ..Reading::default() };
         assert!(after(|health| health.take_reading(&older)).is_some());
-        let newer = Reading { recovery: Some(Recovery::None), ..older };
+        let newer = Reading { recovery_action: Some(RecoveryAction::None), ..older };
         assert_eq!(
             after(|health| health.take_reading(&newer)),
             None,

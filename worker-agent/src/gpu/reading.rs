@@ -3,6 +3,9 @@
 //! A *device* is a GPU, or one of the *slices* into which MIG has divided a GPU. A *board* is a
 //! whole GPU. A value is absent if the board or the driver doesn't support it, or if there is no
 //! value at the time.
+//!
+//! `nvml` fills these types, [`Identity`] when it lists the devices and [`Reading`] about once a
+//! second. `tracker`, `health`, `select` and `metrics` interpret them.
 
 /// The properties of a device that don't change while the agent runs.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -69,23 +72,22 @@ pub struct Reading {
     pub ecc_corrected: Option<u64>,
     /// Memory errors that ECC could not correct since the driver was loaded.
     pub ecc_uncorrected: Option<u64>,
-    /// The memory rows that were replaced, and whether some could not be replaced.
-    pub rows: Rows,
+    /// Defective memory rows: how many were replaced by spare rows, and whether some could not be.
+    pub remapped_rows: RemappedRows,
     /// The recovery action that the driver asks for.
-    pub recovery: Option<Recovery>,
+    pub recovery_action: Option<RecoveryAction>,
     /// Whether a reset is needed, as older drivers report it.
     pub reset_needed: Option<bool>,
     /// Performance counters, if the settings enable them.
     pub gpm: Option<Gpm>,
-    /// Why the board can't be used, if a call reported that.
-    pub trouble: Option<Trouble>,
+    /// Why the board can't be used; `None` if no call reported a fault.
+    pub board_fault: Option<BoardFault>,
     /// The names of the calls that failed, although the board supports them.
     pub failed_calls: Vec<&'static str>,
 }
 
 impl Reading {
-    /// Whether the chip answered a call. Values that the driver knows without asking the chip don't
-    /// count.
+    /// Whether the chip answered a call. Only values for which the driver must ask the chip count.
     #[must_use]
     pub fn is_answered(&self) -> bool {
         self.memory.is_some()
@@ -122,15 +124,15 @@ pub struct Process {
 pub struct NvlinkErrors {
     /// Checksum errors.
     pub crc: Option<u64>,
-    /// Retransmitted packets.
+    /// Replays: packets that were sent again.
     pub replay: Option<u64>,
-    /// Links that were brought up again.
+    /// Recoveries: how often a link was brought up again.
     pub recovery: Option<u64>,
 }
 
-/// Rows of memory that were replaced by spare rows.
+/// Defective rows of memory that the GPU replaces by spare rows.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Rows {
+pub struct RemappedRows {
     /// Rows replaced after corrected errors.
     pub corrected: Option<u64>,
     /// Rows replaced after uncorrected errors.
@@ -143,7 +145,7 @@ pub struct Rows {
 
 /// The recovery action that the driver asks for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Recovery {
+pub enum RecoveryAction {
     /// The driver asks for nothing.
     None,
     /// A reset of the GPU.
@@ -158,7 +160,7 @@ pub enum Recovery {
     Other(u64),
 }
 
-impl Recovery {
+impl RecoveryAction {
     /// Converts NVML's number.
     #[must_use]
     pub fn from_nvml(number: u64) -> Self {
@@ -175,7 +177,7 @@ impl Recovery {
 
 /// Why all calls to a board fail.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Trouble {
+pub enum BoardFault {
     /// The driver can't reach the board.
     Lost,
     /// The board must be reset first.
