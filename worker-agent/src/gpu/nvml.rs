@@ -3,12 +3,15 @@
 //! An *XID* is the driver's number for a GPU error. A *board* is a whole GPU, a *slice* is a part
 //! of a board that MIG has divided, and a *device* is either of them.
 //!
-//! Any call may be missing, be refused or fail. Its value is absent then. A call that a device
-//! doesn't support isn't made again until NVML is reloaded.
+//! `listing` finds the devices, and `board` reads one of them. Only the GPU thread in `gpu.rs`
+//! calls this module. What the values mean for the engine is decided in `tracker` and `health`.
+//!
+//! The library may lack a call, and a call may be refused or fail. Its value is then absent from
+//! the reading. A call that a device doesn't support isn't made again until NVML is reloaded.
 //!
 //! The wrapper has no safe calls for the following values, which are therefore absent:
 //!
-//! - NVLink's byte counters. [`Gpm`] has the rates.
+//! - NVLink's byte counters. [`Gpm`] has bytes per second instead.
 //! - Events other than XIDs. A changed recovery action, for example, appears in the next reading.
 //! - The slice that an XID belongs to, and the counters of a single slice.
 //! - Protected memory under confidential computing.
@@ -34,12 +37,12 @@ use nvml_wrapper::{
 };
 use tracing::debug;
 
-use super::reading::{Gpm, Identity, Reading, Trouble};
+use super::reading::{BoardFault, Gpm, Identity, Reading};
 
 pub(super) use self::{board::DeviceReader, listing::list_devices};
 
 /// The longest single wait for an event. After each wait, the thread checks whether it should stop.
-const EVENT_WAIT: Duration = Duration::from_millis(500);
+const EVENT_WAIT_MAX: Duration = Duration::from_millis(500);
 /// The number that NVML gives for an XID that it doesn't know.
 const XID_UNKNOWN: u64 = 999;
 
@@ -55,25 +58,26 @@ pub(super) fn load(path: &Path) -> Result<Nvml, NvmlError> {
     Nvml::builder().lib_path(path.as_os_str()).init()
 }
 
-/// Whether loading NVML may succeed later, because only the driver doesn't answer yet.
+/// Whether loading NVML may succeed later: the library is there, and only the driver doesn't
+/// answer yet.
 pub(super) fn may_load_later(error: &NvmlError) -> bool {
     !matches!(error, NvmlError::LibloadingError(_) | NvmlError::FailedToLoadSymbol(_))
 }
 
-/// Returns the trouble of a board for which NVML gives no handle. `None` if the agent has no right
+/// Returns the fault of a board for which NVML gives no handle. `None` if the agent has no right
 /// to use the board, as in a container that was given other GPUs.
-fn handle_trouble(error: &NvmlError) -> Option<Trouble> {
+fn fault_without_handle(error: &NvmlError) -> Option<BoardFault> {
     match error {
         NvmlError::NoPermission => None,
-        error => trouble(error).or(Some(Trouble::Unreachable)),
+        error => board_fault(error).or(Some(BoardFault::Unreachable)),
     }
 }
 
-/// Returns the trouble of the board that an error reports. `None` if only the call has failed.
-fn trouble(error: &NvmlError) -> Option<Trouble> {
+/// Returns the board fault that an error reports. `None` if only the call has failed.
+fn board_fault(error: &NvmlError) -> Option<BoardFault> {
     match error {
-        NvmlError::GpuLost => Some(Trouble::Lost),
-        NvmlError::ResetRequired => Some(Trouble::ResetRequired),
+        NvmlError::GpuLost => Some(BoardFault::Lost),
+        NvmlError::ResetRequired => Some(BoardFault::ResetRequired),
         _ => None,
     }
 }
@@ -88,7 +92,7 @@ pub(super) enum GpuEvent {
         /// The XID's number.
         number: u64,
     },
-    /// Something else has changed. The next reading shows it.
+    /// Something else has changed, so the thread takes a reading now.
     ReadNow,
 }
 
@@ -111,7 +115,8 @@ pub(super) fn follow_events(
         }
     };
     while !stop.load(Ordering::Relaxed) {
-        let wait_ms = u32::try_from(EVENT_WAIT.as_millis()).expect("half a second in milliseconds");
+        let wait_ms =
+            u32::try_from(EVENT_WAIT_MAX.as_millis()).expect("half a second in milliseconds");
         let number = match event_set.wait(wait_ms).map(|event| event.event_data) {
             Ok(Some(XidError::Value(number))) => number,
             Ok(Some(XidError::Unknown)) => XID_UNKNOWN,
@@ -144,7 +149,7 @@ fn send(events: &SyncSender<GpuEvent>, mut event: GpuEvent, stop: &AtomicBool) {
             return;
         }
         event = unsent;
-        std::thread::sleep(EVENT_WAIT / 50);
+        std::thread::sleep(EVENT_WAIT_MAX / 50);
     }
 }
 
@@ -152,7 +157,7 @@ fn send(events: &SyncSender<GpuEvent>, mut event: GpuEvent, stop: &AtomicBool) {
 fn pause_for_a_second(stop: &AtomicBool) {
     for _ in 0..10 {
         if !stop.load(Ordering::Relaxed) {
-            std::thread::sleep(EVENT_WAIT / 5);
+            std::thread::sleep(EVENT_WAIT_MAX / 5);
         }
     }
 }

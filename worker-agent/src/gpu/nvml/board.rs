@@ -1,7 +1,11 @@
 //! Reads all values of one device from NVML. Each call can fail without the others.
 //!
 //! A *device* is a GPU, or one of the slices into which MIG has divided a GPU. A *board* is a whole
-//! GPU.
+//! GPU. `listing` makes a [`DeviceReader`] for each device. The GPU thread in `gpu.rs` calls
+//! [`DeviceReader::read`] about once a second and gets a [`Reading`].
+//!
+//! A reader converts NVML's values to the types of the module `reading`. It doesn't judge them
+//! (`health` does), and it remembers only which calls the device doesn't support.
 
 use nvml_wrapper::{
     Device,
@@ -18,24 +22,24 @@ use nvml_wrapper::{
     sys_exports::field_id,
 };
 
-use super::{Gpm, Identity, Reading, Trouble, UnsupportedCalls, trouble};
-use crate::gpu::reading::{Memory, NvlinkErrors, Process, Recovery, Rows};
+use super::{BoardFault, Gpm, Identity, Reading, UnsupportedCalls, board_fault};
+use crate::gpu::reading::{Memory, NvlinkErrors, Process, RecoveryAction, RemappedRows};
 
 /// Reads one device through its NVML handle, which is valid while NVML stays loaded.
 #[derive(Debug)]
 pub(crate) struct DeviceReader<'n> {
     pub(crate) identity: Identity,
-    /// The device's handle. If there is none, the error is the board's trouble, or `None` if the
-    /// board isn't the cause.
-    device: Result<Device<'n>, Option<Trouble>>,
-    unsupported: UnsupportedCalls,
-    /// Whether to read performance counters.
+    /// The device's NVML handle. Without a handle: the fault of the board, or `None` if the board
+    /// isn't the cause.
+    handle: Result<Device<'n>, Option<BoardFault>>,
+    unsupported_calls: UnsupportedCalls,
+    /// Whether to read the performance counters (GPM).
     reads_gpm: bool,
-    /// The previous sample of the performance counters.
-    gpm_sample: Option<GpmSample<'n>>,
+    /// The performance counters at the previous reading. Rates are computed from two samples.
+    last_gpm_sample: Option<GpmSample<'n>>,
 }
 
-/// The fields that are read in one call, each with the name under which its failures are counted.
+/// NVML's ids of the values that one call reads, each with the name for counting its failures.
 const FIELDS: [(u32, &str); 12] = [
     (field_id::NVML_FI_DEV_MEMORY_TEMP, "memory_temperature"),
     (field_id::NVML_FI_DEV_REMAPPED_COR, "rows_corrected"),
@@ -51,67 +55,68 @@ const FIELDS: [(u32, &str); 12] = [
     (field_id::NVML_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL, "nvlink_recovery"),
 ];
 
-/// The consequence of a failed call for the next reading.
+/// The kinds of failed calls, by what follows for later readings.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Failure {
+pub(super) enum FailureKind {
     /// The board or the driver doesn't support the call, or the agent may not make it. The call
     /// isn't made again.
     Unsupported,
     /// There is no value at the moment.
     NoValue,
     /// The call should have worked. The failure is counted.
-    Failed,
+    Unexpected,
 }
 
-/// Returns the consequence of a call's error.
-pub(super) fn failure(error: &NvmlError) -> Failure {
+/// Returns the kind of failure that an error of a call means.
+pub(super) fn failure_kind(error: &NvmlError) -> FailureKind {
     match error {
         NvmlError::NotSupported
         | NvmlError::FailedToLoadSymbol(_)
         | NvmlError::FunctionNotFound
         | NvmlError::NoPermission
-        | NvmlError::InvalidArg => Failure::Unsupported,
-        NvmlError::NoData | NvmlError::NotFound => Failure::NoValue,
-        _ => Failure::Failed,
+        | NvmlError::InvalidArg => FailureKind::Unsupported,
+        NvmlError::NoData | NvmlError::NotFound => FailureKind::NoValue,
+        _ => FailureKind::Unexpected,
     }
 }
 
 impl<'n> DeviceReader<'n> {
     pub(super) fn new(
         identity: Identity,
-        device: Result<Device<'n>, Option<Trouble>>,
+        handle: Result<Device<'n>, Option<BoardFault>>,
         reads_gpm: bool,
     ) -> Self {
-        Self { identity, device, unsupported: UnsupportedCalls::new(), reads_gpm, gpm_sample: None }
+        let unsupported_calls = UnsupportedCalls::new();
+        Self { identity, handle, unsupported_calls, reads_gpm, last_gpm_sample: None }
     }
 
     /// Returns a GPU's index in NVML, which is valid while NVML stays loaded. `None` for a slice,
     /// or if the GPU can't be reached.
     pub(crate) fn nvml_index(&self) -> Option<u32> {
-        let device = self.device.as_ref().ok().filter(|_| self.identity.parent_uuid.is_none());
-        device?.index().ok()
+        let gpu = self.handle.as_ref().ok().filter(|_| self.identity.parent_uuid.is_none());
+        gpu?.index().ok()
     }
 
     /// Reads all values that the device provides.
     pub(crate) fn read(&mut self) -> Reading {
-        let device = match &self.device {
+        let device = match &self.handle {
             Ok(device) => device,
-            Err(trouble) => return Reading { trouble: *trouble, ..Reading::default() },
+            Err(board_fault) => return Reading { board_fault: *board_fault, ..Reading::default() },
         };
         let mut calls =
-            CallRunner { unsupported: &mut self.unsupported, reading: Reading::default() };
+            CallRunner { unsupported: &mut self.unsupported_calls, reading: Reading::default() };
         calls.read_memory(device);
         calls.read_activity(device);
         calls.read_errors(device);
         calls.read_fields(device);
         if self.reads_gpm {
-            calls.reading.gpm = calls.read_gpm(device, &mut self.gpm_sample);
+            calls.reading.gpm = calls.read_gpm(device, &mut self.last_gpm_sample);
         }
         calls.reading
     }
 }
 
-/// Makes the calls of one reading. After a call that reports trouble with the board, no further
+/// Makes the calls of one reading. After a call that reports a board fault, no further
 /// calls are made.
 struct CallRunner<'a> {
     unsupported: &'a mut UnsupportedCalls,
@@ -119,95 +124,100 @@ struct CallRunner<'a> {
 }
 
 impl CallRunner<'_> {
-    /// Makes a call of this name and returns its value. Returns `None` if the call fails or is left
-    /// out.
-    fn ask<T>(
+    /// Makes an NVML call and returns its value. Returns `None` if the call fails, if the device is
+    /// known not to support it, or if an earlier call of this reading reported a board fault.
+    fn call_nvml<T>(
         &mut self,
-        call: &'static str,
+        call_name: &'static str,
         make_call: impl FnOnce() -> Result<T, NvmlError>,
     ) -> Option<T> {
-        if self.reading.trouble.is_some() || self.unsupported.contains(call) {
+        if self.reading.board_fault.is_some() || self.unsupported.contains(call_name) {
             return None;
         }
-        make_call().map_err(|error| self.record_failure(call, &error)).ok()
+        make_call().map_err(|error| self.record_failure(call_name, &error)).ok()
     }
 
-    /// Records the failure of a call.
-    fn record_failure(&mut self, call: &'static str, error: &NvmlError) {
-        if let Some(trouble) = trouble(error) {
-            self.reading.trouble = Some(trouble);
+    /// Records the failure of a call in the reading or among the unsupported calls.
+    fn record_failure(&mut self, call_name: &'static str, error: &NvmlError) {
+        if let Some(board_fault) = board_fault(error) {
+            self.reading.board_fault = Some(board_fault);
             return;
         }
-        match failure(error) {
-            Failure::Unsupported => drop(self.unsupported.insert(call)),
-            Failure::NoValue => {}
-            Failure::Failed => self.reading.failed_calls.push(call),
+        match failure_kind(error) {
+            FailureKind::Unsupported => drop(self.unsupported.insert(call_name)),
+            FailureKind::NoValue => {}
+            FailureKind::Unexpected => self.reading.failed_calls.push(call_name),
         }
     }
 
-    /// Reads the memory and the processes that use it.
+    /// Reads the memory sizes, and the processes that use the memory directly or through MPS.
     fn read_memory(&mut self, device: &Device<'_>) {
-        self.reading.memory = self.ask("memory", || device.memory_info()).map(|memory| Memory {
-            total: memory.total,
-            used: memory.used,
-            reserved: memory.reserved,
-            free: memory.free,
-        });
-        let direct = self.ask("processes", || device.running_compute_processes());
-        let by_mps = self.ask("mps_processes", || device.mps_running_compute_processes());
-        let lists = [direct, by_mps].into_iter().flatten();
-        self.reading.processes = lists
+        self.reading.memory =
+            self.call_nvml("memory", || device.memory_info()).map(|memory| Memory {
+                total: memory.total,
+                used: memory.used,
+                reserved: memory.reserved,
+                free: memory.free,
+            });
+        let direct = self.call_nvml("processes", || device.running_compute_processes());
+        let by_mps = self.call_nvml("mps_processes", || device.mps_running_compute_processes());
+        let process_lists = [direct, by_mps].into_iter().flatten();
+        self.reading.processes = process_lists
             .map(|list| list.iter().map(convert_process).collect::<Vec<_>>())
             .reduce(|direct, by_mps| [direct, by_mps].concat());
     }
 
     /// Reads utilization, power, temperature and clocks.
     fn read_activity(&mut self, device: &Device<'_>) {
-        let rates = self.ask("utilization", || device.utilization_rates());
+        let rates = self.call_nvml("utilization", || device.utilization_rates());
         self.reading.utilization_percent = rates.as_ref().map(|rates| rates.gpu.min(100));
         self.reading.memory_utilization_percent = rates.map(|rates| rates.memory.min(100));
-        self.reading.power_milliwatts = self.ask("power", || device.power_usage());
-        self.reading.energy_millijoules = self.ask("energy", || device.total_energy_consumption());
+        self.reading.power_milliwatts = self.call_nvml("power", || device.power_usage());
+        self.reading.energy_millijoules =
+            self.call_nvml("energy", || device.total_energy_consumption());
         self.reading.temperature_celsius =
-            self.ask("temperature", || device.temperature(TemperatureSensor::Gpu));
-        self.reading.sm_clock_mhz = self.ask("sm_clock", || device.clock_info(Clock::SM));
+            self.call_nvml("temperature", || device.temperature(TemperatureSensor::Gpu));
+        self.reading.sm_clock_mhz = self.call_nvml("sm_clock", || device.clock_info(Clock::SM));
         self.reading.memory_clock_mhz =
-            self.ask("memory_clock", || device.clock_info(Clock::Memory));
+            self.call_nvml("memory_clock", || device.clock_info(Clock::Memory));
         self.reading.throttle_reasons = self
-            .ask("throttle_reasons", || device.current_throttle_reasons())
+            .call_nvml("throttle_reasons", || device.current_throttle_reasons())
             .map(throttle_reasons);
     }
 
     /// Reads the counts of PCIe and memory errors.
     fn read_errors(&mut self, device: &Device<'_>) {
-        self.reading.pcie_replays = self.ask("pcie_replays", || device.pcie_replay_counter());
+        self.reading.pcie_replays = self.call_nvml("pcie_replays", || device.pcie_replay_counter());
         let ecc = |kind| device.total_ecc_errors(kind, EccCounter::Volatile);
-        self.reading.ecc_corrected = self.ask("ecc_corrected", || ecc(MemoryError::Corrected));
+        self.reading.ecc_corrected =
+            self.call_nvml("ecc_corrected", || ecc(MemoryError::Corrected));
         self.reading.ecc_uncorrected =
-            self.ask("ecc_uncorrected", || ecc(MemoryError::Uncorrected));
+            self.call_nvml("ecc_uncorrected", || ecc(MemoryError::Uncorrected));
     }
 
-    /// Reads [`FIELDS`]. All come in one call, but each can fail separately.
+    /// Reads [`FIELDS`]. One call returns all of them, but each field can fail separately.
     fn read_fields(&mut self, device: &Device<'_>) {
-        let wanted: Vec<(u32, &'static str)> =
-            FIELDS.into_iter().filter(|(_, call)| !self.unsupported.contains(call)).collect();
-        let ids: Vec<FieldId> = wanted.iter().map(|&(id, _)| FieldId(id)).collect();
+        let supported_fields: Vec<(u32, &'static str)> =
+            FIELDS.into_iter().filter(|(_, name)| !self.unsupported.contains(name)).collect();
+        let ids: Vec<FieldId> = supported_fields.iter().map(|&(id, _)| FieldId(id)).collect();
         if ids.is_empty() {
             return;
         }
-        let Some(values) = self.ask("fields", || device.field_values_for(&ids)) else { return };
+        let Some(values) = self.call_nvml("fields", || device.field_values_for(&ids)) else {
+            return;
+        };
         let mut values_by_id = std::collections::BTreeMap::new();
-        for ((id, call), value) in wanted.into_iter().zip(values) {
+        for ((id, name), value) in supported_fields.into_iter().zip(values) {
             match value.and_then(|sample| sample.value) {
                 Ok(value) => drop(values_by_id.insert(id, whole_number(&value))),
-                Err(error) => self.record_failure(call, &error),
+                Err(error) => self.record_failure(name, &error),
             }
         }
         let field = |id: u32| values_by_id.get(&id).copied().flatten();
         let flag = |id: u32| field(id).map(|value| value != 0);
         let reading = &mut self.reading;
         reading.memory_temperature_celsius = field(field_id::NVML_FI_DEV_MEMORY_TEMP);
-        reading.rows = Rows {
+        reading.remapped_rows = RemappedRows {
             corrected: field(field_id::NVML_FI_DEV_REMAPPED_COR),
             uncorrected: field(field_id::NVML_FI_DEV_REMAPPED_UNC),
             has_pending: flag(field_id::NVML_FI_DEV_REMAPPED_PENDING),
@@ -217,7 +227,7 @@ impl CallRunner<'_> {
         reading.pcie_received_bytes = field(field_id::NVML_FI_DEV_PCIE_COUNT_RX_BYTES);
         reading.reset_needed = flag(field_id::NVML_FI_DEV_RESET_STATUS);
         let recovery = field(field_id::NVML_FI_DEV_GET_GPU_RECOVERY_ACTION);
-        reading.recovery = recovery.map(Recovery::from_nvml);
+        reading.recovery_action = recovery.map(RecoveryAction::from_nvml);
         reading.nvlink_errors = NvlinkErrors {
             crc: field(field_id::NVML_FI_DEV_NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL),
             replay: field(field_id::NVML_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL),
@@ -225,18 +235,19 @@ impl CallRunner<'_> {
         };
     }
 
-    /// Reads the performance counters over the time since the sample `before`, and replaces it.
+    /// Reads the performance counters over the time since `last_sample`, and replaces that sample.
+    /// Returns `None` at the first reading, which has no earlier sample.
     fn read_gpm<'n>(
         &mut self,
         device: &Device<'n>,
-        before: &mut Option<GpmSample<'n>>,
+        last_sample: &mut Option<GpmSample<'n>>,
     ) -> Option<Gpm> {
-        let supported = self.ask("gpm", || match device.gpm_support()? {
+        let support = self.call_nvml("gpm", || match device.gpm_support()? {
             true => Ok(()),
             false => Err(NvmlError::NotSupported),
         });
-        supported?;
-        let sample = self.ask("gpm", || device.gpm_sample())?;
+        support?;
+        let sample = self.call_nvml("gpm", || device.gpm_sample())?;
         let ids = [
             GpmMetricId::SmUtil,
             GpmMetricId::SmOccupancy,
@@ -245,28 +256,28 @@ impl CallRunner<'_> {
             GpmMetricId::NvlinkTotalTxPerSec,
             GpmMetricId::NvlinkTotalRxPerSec,
         ];
-        let metrics = before.as_ref().and_then(|before| {
-            self.ask("gpm", || gpm_metrics_get(device.nvml(), before, &sample, &ids))
+        let metrics = last_sample.as_ref().and_then(|last_sample| {
+            self.call_nvml("gpm", || gpm_metrics_get(device.nvml(), last_sample, &sample, &ids))
         });
-        *before = Some(sample);
+        *last_sample = Some(sample);
         let values = metrics?.into_iter().map(|metric| metric.ok().map(|metric| metric.value));
-        let [sm, occupancy, tensor, bandwidth, sent, received] =
+        let [sm, sm_occupancy, tensor, memory_bandwidth, nvlink_sent, nvlink_received] =
             values.collect::<Vec<_>>().try_into().ok()?;
         let ratio = |percent: Option<f64>| percent.map(|percent| (percent / 100.0).clamp(0.0, 1.0));
         let bytes = |mib: Option<f64>| mib.map(|mib| mib * f64::from(1 << 20));
         Some(Gpm {
             sm_ratio: ratio(sm),
-            sm_occupancy_ratio: ratio(occupancy),
+            sm_occupancy_ratio: ratio(sm_occupancy),
             tensor_ratio: ratio(tensor),
-            memory_bandwidth_ratio: ratio(bandwidth),
-            nvlink_sent_bytes_per_second: bytes(sent),
-            nvlink_received_bytes_per_second: bytes(received),
+            memory_bandwidth_ratio: ratio(memory_bandwidth),
+            nvlink_sent_bytes_per_second: bytes(nvlink_sent),
+            nvlink_received_bytes_per_second: bytes(nvlink_received),
         })
     }
 }
 
-/// Converts a process. 0 bytes means unknown, because a process with a context always uses memory.
-/// Drivers that translate pids between namespaces report 0.
+/// Converts a process. A size of 0 bytes becomes `None`, because a process with a context always
+/// uses memory: drivers that translate pids between namespaces report 0 instead of the size.
 fn convert_process(process: &ProcessInfo) -> Process {
     let bytes = match process.used_gpu_memory {
         UsedGpuMemory::Used(bytes) if bytes > 0 => Some(bytes),
@@ -286,7 +297,7 @@ fn whole_number(value: &SampleValue) -> Option<u64> {
     }
 }
 
-/// Returns the names of the reasons why clocks are reduced, without idleness.
+/// Returns the names of the reasons why clocks are reduced. Leaves out idleness, which is no fault.
 fn throttle_reasons(reasons: ThrottleReasons) -> Vec<&'static str> {
     let names = [
         (ThrottleReasons::APPLICATIONS_CLOCKS_SETTING, "applications_clocks"),
