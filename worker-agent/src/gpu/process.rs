@@ -1,13 +1,16 @@
 //! Finds the engine's processes in `/proc`, so that the agent can tell which GPUs they use.
 //!
-//! An engine has one *scheduler* process per GPU. All have the same parent, and SGLang puts the
-//! ranks of each into its process title. The *shim*, which is the agent's part inside the engine,
-//! runs in some of them and reports its process. The search starts from these processes and adds
-//! the schedulers with the same parent.
+//! An engine has one *scheduler* process per GPU. All of them have the same parent, and SGLang puts
+//! the ranks of each scheduler into its process title. The *shim*, which is the agent's part inside
+//! the engine, runs in some schedulers and reports their pids. The search starts from these
+//! processes and adds the schedulers with the same parent.
 //!
-//! The kernel may give a pid to a new process, so a process is known by its pid and its start time.
-//! A scheduler in another pid namespace (a container) is found by its pid there, if exactly one
-//! scheduler has that pid.
+//! The GPU thread in `gpu.rs` calls [`ProcessFinder::engine_processes`] at each reading. Which of
+//! the processes use which GPU is not known here; `tracker` compares the pids with NVML's.
+//!
+//! The kernel may give the pid of an ended process to a new process, so a process is identified by
+//! its pid and its start time. A scheduler in another pid namespace (a container) is found by its
+//! pid in that namespace, if exactly one scheduler has that pid.
 
 use std::{
     fs,
@@ -29,136 +32,151 @@ const SEARCH_INTERVAL: Duration = Duration::from_secs(30);
 pub struct Scheduler {
     /// The data parallel rank.
     pub dp_rank: u32,
-    /// The pid in the agent's namespace, from the kernel. `None` if the process isn't visible
-    /// there.
+    /// The pid in the agent's namespace, as the kernel reports it for the shim's connection. `None`
+    /// if the process isn't visible in that namespace.
     pub pid: Option<u32>,
-    /// The pid in the scheduler's own namespace, as it reports itself.
-    pub own_pid: u32,
+    /// The pid in the scheduler's own namespace, as its shim reports it.
+    pub pid_in_own_namespace: u32,
 }
 
 /// A process of the engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Member {
+pub struct EngineProcess {
     /// The pid in the agent's namespace.
     pub pid: u32,
-    /// The data parallel rank that it works for, if known.
+    /// The data parallel rank that the process works for, if known.
     pub dp_rank: Option<u32>,
     /// The process's start time, in clock ticks since the machine's start.
     pub start_ticks: u64,
 }
 
-/// The engine's known processes.
+/// Finds the engine's processes in `/proc`, and remembers the last result.
 #[derive(Debug)]
-pub struct Processes {
+pub struct ProcessFinder {
     /// The path of the process file system, `/proc`.
     proc_path: PathBuf,
-    /// The schedulers at the last call of [`Self::members`].
+    /// The schedulers at the last call of [`Self::engine_processes`].
     schedulers: Vec<Scheduler>,
-    members: Vec<Member>,
-    /// When `/proc` was last searched for these schedulers.
+    /// The result of the last search, without processes that have ended since.
+    found: Vec<EngineProcess>,
+    /// When `/proc` was last searched for `schedulers`. `None` if it wasn't.
     searched_at: Option<Instant>,
 }
 
-impl Processes {
-    /// Creates the state for the process file system at `proc_path`.
+impl ProcessFinder {
+    /// Creates a finder without a result, for the process file system at `proc_path`.
     #[must_use]
     pub fn new(proc_path: PathBuf) -> Self {
-        Self { proc_path, schedulers: vec![], members: vec![], searched_at: None }
+        Self { proc_path, schedulers: vec![], found: vec![], searched_at: None }
     }
 
-    /// Returns the engine's current processes, and whether the schedulers have changed since the
-    /// last call.
-    pub fn members(&mut self, now: Instant, schedulers: &[Scheduler]) -> (&[Member], bool) {
+    /// Returns the engine's current processes, and whether `schedulers` differ from those of the
+    /// last call. Searches `/proc` only if they differ, if a known process has ended, or if
+    /// `SEARCH_INTERVAL` has passed.
+    pub fn engine_processes(
+        &mut self,
+        now: Instant,
+        schedulers: &[Scheduler],
+    ) -> (&[EngineProcess], bool) {
         let has_new_schedulers = self.schedulers != schedulers;
         if has_new_schedulers {
             self.schedulers = schedulers.to_vec();
             self.searched_at = None;
         }
-        let count_before = self.members.len();
-        let members = std::mem::take(&mut self.members);
-        self.members = members.into_iter().filter(|member| self.is_alive(member)).collect();
-        let is_due = self.searched_at.is_none_or(|at| now >= at + SEARCH_INTERVAL);
-        if !schedulers.is_empty() && (is_due || self.members.len() < count_before) {
-            self.members = self.search();
+        let count_before = self.found.len();
+        let found_before = std::mem::take(&mut self.found);
+        self.found = found_before.into_iter().filter(|process| self.is_alive(process)).collect();
+        let is_search_due =
+            self.searched_at.is_none_or(|searched_at| now >= searched_at + SEARCH_INTERVAL);
+        if !schedulers.is_empty() && (is_search_due || self.found.len() < count_before) {
+            self.found = self.search();
             self.searched_at = Some(now);
         }
-        (&self.members, has_new_schedulers)
+        (&self.found, has_new_schedulers)
     }
 
-    /// Whether these pids from the driver are pids of the agent's pid namespace.
+    /// Whether the driver reports `pids` as pids of the agent's pid namespace.
     ///
-    /// In the machine's initial namespace, they always are. In another namespace, older drivers
-    /// report the pids of the initial namespace. Newer drivers translate them and list only
-    /// processes of the agent's namespace, so each pid exists in `/proc`.
+    /// If the agent runs in the machine's initial namespace, the driver always does. If the agent
+    /// runs in another namespace, older drivers still report pids of the initial namespace. Newer
+    /// drivers translate the pids and list only processes of the agent's namespace, so each pid
+    /// exists in `/proc`.
     pub fn are_in_agent_namespace(&self, mut pids: impl Iterator<Item = u32>) -> bool {
         let namespace = fs::read_link(self.proc_path.join("self/ns/pid"));
         let is_initial = namespace.is_ok_and(|name| name.as_os_str() == INITIAL_NAMESPACE);
         is_initial || pids.all(|pid| pid == 0 || self.proc_path.join(pid.to_string()).exists())
     }
 
-    /// Whether the member's pid still belongs to the same process.
-    fn is_alive(&self, member: &Member) -> bool {
-        self.stat(member.pid).is_some_and(|stat| stat.start_ticks == member.start_ticks)
+    /// Whether the process still runs: its pid exists and has not gone to another process.
+    fn is_alive(&self, process: &EngineProcess) -> bool {
+        self.read_stat(process.pid).is_some_and(|stat| stat.start_ticks == process.start_ticks)
     }
 
     /// Searches `/proc` for the engine's processes.
-    fn search(&self) -> Vec<Member> {
+    fn search(&self) -> Vec<EngineProcess> {
         let candidates: Vec<Candidate> =
-            self.pids().filter_map(|pid| self.read_candidate(pid)).collect();
-        find_members(&candidates, &self.schedulers)
+            self.all_pids().filter_map(|pid| self.read_candidate(pid)).collect();
+        find_engine_processes(&candidates, &self.schedulers)
     }
 
-    /// Iterates over the pids of all processes.
-    fn pids(&self) -> impl Iterator<Item = u32> {
+    /// Iterates over the pids of all processes of the machine that the agent can see.
+    fn all_pids(&self) -> impl Iterator<Item = u32> {
         let entries = fs::read_dir(&self.proc_path).into_iter().flatten();
         entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
     }
 
     /// Reads a process. `None` if it is gone, or if it can't belong to the engine.
     fn read_candidate(&self, pid: u32) -> Option<Candidate> {
-        let stat = self.stat(pid)?;
-        let title = self.read(pid, "cmdline").filter(|title| title.starts_with(SCHEDULER_TITLE));
+        let stat = self.read_stat(pid)?;
+        let title =
+            self.read_file(pid, "cmdline").filter(|title| title.starts_with(SCHEDULER_TITLE));
         let has_shim = self.schedulers.iter().any(|scheduler| scheduler.pid == Some(pid));
         if title.is_none() && !has_shim {
             return None;
         }
-        let status = self.read(pid, "status").unwrap_or_default();
-        Some(Candidate { pid, stat, title, own_pid: parse_own_pid(&status) })
+        let status = self.read_file(pid, "status").unwrap_or_default();
+        Some(Candidate {
+            pid,
+            stat,
+            title,
+            pid_in_own_namespace: parse_pid_in_own_namespace(&status),
+        })
     }
 
-    fn stat(&self, pid: u32) -> Option<Stat> {
-        parse_stat(&self.read(pid, "stat")?)
+    fn read_stat(&self, pid: u32) -> Option<ProcessStat> {
+        parse_stat(&self.read_file(pid, "stat")?)
     }
 
-    fn read(&self, pid: u32, file: &str) -> Option<String> {
-        let bytes = fs::read(self.proc_path.join(pid.to_string()).join(file)).ok()?;
+    fn read_file(&self, pid: u32, file_name: &str) -> Option<String> {
+        let bytes = fs::read(self.proc_path.join(pid.to_string()).join(file_name)).ok()?;
         Some(String::from_utf8_lossy(&bytes).into_owned())
     }
 }
 
-/// A process that may belong to the engine.
+/// A process that may belong to the engine, as read from `/proc`.
 #[derive(Debug, Clone)]
 struct Candidate {
+    /// The pid in the agent's namespace.
     pid: u32,
-    stat: Stat,
+    stat: ProcessStat,
     /// The process title, if it is that of a scheduler. A process with a shim may have another
     /// title.
     title: Option<String>,
-    /// The pid in its own namespace.
-    own_pid: Option<u32>,
+    /// The pid in the namespace of the process itself; `None` if unreadable.
+    pid_in_own_namespace: Option<u32>,
 }
 
-/// What is read from `/proc/<pid>/stat`.
+/// The two values that are read from `/proc/<pid>/stat`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Stat {
+struct ProcessStat {
     /// The parent's pid.
     parent_pid: u32,
-    /// See [`Member::start_ticks`].
+    /// See [`EngineProcess::start_ticks`].
     start_ticks: u64,
 }
 
-/// Returns the schedulers that have a shim, and all schedulers with the same parent as one of them.
-fn find_members(candidates: &[Candidate], schedulers: &[Scheduler]) -> Vec<Member> {
+/// Returns the processes of `schedulers`, and all schedulers with the same parent as one of them.
+fn find_engine_processes(candidates: &[Candidate], schedulers: &[Scheduler]) -> Vec<EngineProcess> {
     let with_shim: Vec<(&Candidate, u32)> = schedulers
         .iter()
         .filter_map(|scheduler| Some((find_scheduler(candidates, scheduler)?, scheduler.dp_rank)))
@@ -168,38 +186,39 @@ fn find_members(candidates: &[Candidate], schedulers: &[Scheduler]) -> Vec<Membe
         _ => None,
     };
     let is_sibling = |process: &Candidate| {
-        // If an engine's parent has died, its new parent is init (pid 1). Schedulers of other
-        // engines may have that parent too, so it says nothing.
+        // If the schedulers' parent has ended, their new parent is init (pid 1). Schedulers of
+        // other engines may have that parent too, so it doesn't show a common engine.
         let parent_pid = process.stat.parent_pid;
         process.title.is_some()
             && parent_pid > 1
             && with_shim.iter().any(|(scheduler, _)| scheduler.stat.parent_pid == parent_pid)
     };
-    let to_member = |process: &Candidate, dp_rank| Member {
+    let to_engine_process = |process: &Candidate, dp_rank| EngineProcess {
         pid: process.pid,
         dp_rank,
         start_ticks: process.stat.start_ticks,
     };
-    let mut members: Vec<Member> =
-        with_shim.iter().map(|(process, rank)| to_member(process, Some(*rank))).collect();
+    let mut found: Vec<EngineProcess> =
+        with_shim.iter().map(|(process, rank)| to_engine_process(process, Some(*rank))).collect();
     for process in candidates.iter().filter(|process| is_sibling(process)) {
-        if !members.iter().any(|known| known.pid == process.pid) {
+        if !found.iter().any(|earlier| earlier.pid == process.pid) {
             let titled_rank = process.title.as_deref().and_then(parse_rank);
-            members.push(to_member(process, titled_rank.or(only_rank)));
+            found.push(to_engine_process(process, titled_rank.or(only_rank)));
         }
     }
-    members
+    found
 }
 
-/// Finds a scheduler's process by its pid in the agent's namespace. If that is unknown, finds it by
-/// its pid in its own namespace, if exactly one scheduler has that pid.
+/// Finds a scheduler's process by its pid in the agent's namespace. If that pid is unknown, finds
+/// the process by its pid in its own namespace, provided that exactly one scheduler has that pid.
 fn find_scheduler<'a>(candidates: &'a [Candidate], scheduler: &Scheduler) -> Option<&'a Candidate> {
     if let Some(pid) = scheduler.pid {
         return candidates.iter().find(|process| process.pid == pid);
     }
     let mut matches = candidates.iter().filter(|process| {
-        let pid_elsewhere = process.own_pid.filter(|&own| own != process.pid);
-        process.title.is_some() && pid_elsewhere == Some(scheduler.own_pid)
+        // Equal pids mean that the process is in the agent's namespace, not in another.
+        let foreign_pid = process.pid_in_own_namespace.filter(|&pid| pid != process.pid);
+        process.title.is_some() && foreign_pid == Some(scheduler.pid_in_own_namespace)
     });
     matches.next().filter(|_| matches.next().is_none())
 }
@@ -208,28 +227,28 @@ fn find_scheduler<'a>(candidates: &'a [Candidate], scheduler: &Scheduler) -> Opt
 /// rank of experts and doesn't count.
 fn parse_rank(title: &str) -> Option<u32> {
     let title = title.split('\0').next()?;
-    let words: Vec<&str> = title.split('_').collect();
-    let index = (1..words.len())
-        .find(|&index| words[index].starts_with("DP") && words[index - 1] != "MOE")?;
-    words[index].trim_start_matches("DP").parse().ok()
+    let parts: Vec<&str> = title.split('_').collect();
+    let index = (1..parts.len())
+        .find(|&index| parts[index].starts_with("DP") && parts[index - 1] != "MOE")?;
+    parts[index].trim_start_matches("DP").parse().ok()
 }
 
 /// Parses `/proc/<pid>/stat`. The process's name is in parentheses and may contain any character,
-/// so the fields are counted from the last parenthesis.
-fn parse_stat(text: &str) -> Option<Stat> {
-    let (_, rest) = text.rsplit_once(')')?;
-    let fields: Vec<&str> = rest.split_whitespace().collect();
+/// so the fields are counted from the last closing parenthesis.
+fn parse_stat(text: &str) -> Option<ProcessStat> {
+    let (_, after_name) = text.rsplit_once(')')?;
+    let fields: Vec<&str> = after_name.split_whitespace().collect();
     // In the file, the parent is the 4th field and the start time the 22nd. The first two fields
     // are not in `fields`.
-    Some(Stat {
+    Some(ProcessStat {
         parent_pid: fields.get(1)?.parse().ok()?,
         start_ticks: fields.get(19)?.parse().ok()?,
     })
 }
 
-/// Parses `/proc/<pid>/status` and returns the process's pid in its own namespace. That is the last
-/// pid in the line `NSpid`. The first is the pid in the reader's namespace.
-fn parse_own_pid(status: &str) -> Option<u32> {
+/// Parses `/proc/<pid>/status` and returns the process's pid in its own namespace: the last pid in
+/// the line `NSpid`. The first pid of that line is the pid in the reader's namespace.
+fn parse_pid_in_own_namespace(status: &str) -> Option<u32> {
     let line = status.lines().find_map(|line| line.strip_prefix("NSpid:"))?;
     line.split_whitespace().last()?.parse().ok()
 }
@@ -263,19 +282,19 @@ mod tests {
             fs::remove_dir_all(self.0.path().join(pid.to_string())).unwrap();
         }
 
-        fn processes(&self) -> Processes {
-            Processes::new(self.0.path().to_owned())
+        fn processes(&self) -> ProcessFinder {
+            ProcessFinder::new(self.0.path().to_owned())
         }
     }
 
     fn scheduler(pid: u32) -> Scheduler {
-        Scheduler { dp_rank: 0, pid: Some(pid), own_pid: pid }
+        Scheduler { dp_rank: 0, pid: Some(pid), pid_in_own_namespace: pid }
     }
 
-    fn pids(processes: &mut Processes, schedulers: &[Scheduler]) -> Vec<(u32, Option<u32>)> {
+    fn pids(processes: &mut ProcessFinder, schedulers: &[Scheduler]) -> Vec<(u32, Option<u32>)> {
         let now = service::clock::now();
-        let (members, _) = processes.members(now, schedulers);
-        let mut pids: Vec<_> = members.iter().map(|one| (one.pid, one.dp_rank)).collect();
+        let (found, _) = processes.engine_processes(now, schedulers);
+        let mut pids: Vec<_> = found.iter().map(|process| (process.pid, process.dp_rank)).collect();
         pids.sort_unstable();
         pids
     }
@@ -330,7 +349,7 @@ mod tests {
 
     #[test]
     fn a_scheduler_of_another_namespace_is_known_by_its_number_there() {
-        let unseen = Scheduler { dp_rank: 0, pid: None, own_pid: 7 };
+        let unseen = Scheduler { dp_rank: 0, pid: None, pid_in_own_namespace: 7 };
         let proc = Proc::new();
         proc.process(11, 10, 6, "sglang::scheduler_TP0", 7);
         proc.process(12, 10, 6, "sglang::scheduler_TP1", 8);

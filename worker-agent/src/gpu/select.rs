@@ -3,13 +3,17 @@
 //! A *device* is a GPU, or one of the *slices* into which MIG has divided a GPU. The engine's
 //! devices are those that the setting `devices` names. Without the setting, they are those that the
 //! engine's processes run on. If these are unknown too, the machine's only device is the engine's.
+//! If there are several devices, any of them may be the engine's ([`Basis::Unknown`]).
+//!
+//! The module `tracker` calls [`Selection::pick`] with each reading, and tells it which devices the
+//! processes use. This module neither reads devices nor looks for processes.
 
 use super::reading::Identity;
 use crate::config::selector::Selector;
 
-/// Whether an entry of the setting `devices` matches a device. A slice's UUID matches the slice. An
-/// entry that names a GPU also matches all slices of the GPU.
-fn is_named(selector: &Selector, identity: &Identity) -> bool {
+/// Whether an entry of the setting `devices` matches a device. The UUID of a slice matches only the
+/// slice. An entry that names a GPU also matches all slices of the GPU.
+fn selector_matches(selector: &Selector, identity: &Identity) -> bool {
     match selector {
         Selector::Uuid(uuid) => *uuid == identity.uuid || *uuid == identity.board_uuid(),
         Selector::Index(index) => *index == identity.index,
@@ -20,10 +24,10 @@ fn is_named(selector: &Selector, identity: &Identity) -> bool {
     }
 }
 
-/// How the engine's devices were determined.
+/// The basis of a selection: how the engine's devices were determined.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Basis {
-    /// The settings name them.
+    /// The setting `devices` names them.
     Configured,
     /// Processes of the engine have contexts on them.
     Processes,
@@ -33,7 +37,7 @@ pub enum Basis {
     Unknown,
 }
 
-/// Remembers the engine's devices, because its processes can't always be seen.
+/// Picks the engine's devices, and remembers them for readings that show no processes.
 #[derive(Debug, Default)]
 pub struct Selection {
     /// The UUIDs of the devices on which the engine's processes were last seen.
@@ -43,23 +47,25 @@ pub struct Selection {
 impl Selection {
     /// Returns the engine's devices as indices into `devices`, and how they were determined.
     ///
-    /// `runs_on` returns whether a process of the engine has a context on the device with this
-    /// index. It returns `None` if the device reports no processes, as when it is lost. For such a
-    /// device the last known state counts. If no process is seen on any device, the last known
-    /// devices count.
+    /// `configured` is the setting `devices`. `runs_on` takes an index into `devices`, and returns
+    /// whether a process of the engine has a context on that device. It returns `None` if the
+    /// device reports no list of processes, as a lost device does. Then the device's last known
+    /// state counts. If no process is seen on any device, the last picked devices count.
     pub fn pick(
         &mut self,
         configured: &[Selector],
         devices: &[Identity],
         runs_on: impl Fn(usize) -> Option<bool>,
     ) -> (Basis, Vec<usize>) {
+        // A divided GPU runs no work itself; its slices are devices of their own.
         let is_usable = |&index: &usize| !devices[index].is_divided;
         let usable_where = |is_wanted: &dyn Fn(usize) -> bool| -> Vec<usize> {
             (0..devices.len()).filter(is_usable).filter(|&index| is_wanted(index)).collect()
         };
         if !configured.is_empty() {
-            let is_configured =
-                |index: usize| configured.iter().any(|entry| is_named(entry, &devices[index]));
+            let is_configured = |index: usize| {
+                configured.iter().any(|entry| selector_matches(entry, &devices[index]))
+            };
             return (Basis::Configured, usable_where(&is_configured));
         }
         let was_used = |index: usize| self.last_used_uuids.contains(&devices[index].uuid);
@@ -71,11 +77,11 @@ impl Selection {
             self.last_used_uuids = used.iter().map(|&index| devices[index].uuid.clone()).collect();
             return (Basis::Processes, used);
         }
-        let all = usable_where(&|_| true);
-        (if all.len() == 1 { Basis::Only } else { Basis::Unknown }, all)
+        let usable = usable_where(&|_| true);
+        (if usable.len() == 1 { Basis::Only } else { Basis::Unknown }, usable)
     }
 
-    /// Forgets the devices, because the engine's processes are new.
+    /// Forgets the devices of the engine's last processes. Call this when the engine has new ones.
     pub fn forget(&mut self) {
         self.last_used_uuids.clear();
     }
@@ -83,10 +89,13 @@ impl Selection {
 
 /// Returns the entries of the setting `devices` that match no device.
 #[must_use]
-pub fn unmatched<'a>(configured: &'a [Selector], devices: &[Identity]) -> Vec<&'a Selector> {
+pub fn unmatched_selectors<'a>(
+    configured: &'a [Selector],
+    devices: &[Identity],
+) -> Vec<&'a Selector> {
     configured
         .iter()
-        .filter(|entry| !devices.iter().any(|device| is_named(entry, device)))
+        .filter(|entry| !devices.iter().any(|device| selector_matches(entry, device)))
         .collect()
 }
 
@@ -136,7 +145,7 @@ mod tests {
             assert!(text.parse::<Selector>().is_err(), "{text:?} was taken");
         }
         let configured = ["GPU-9".parse().unwrap(), "0".parse().unwrap()];
-        assert_eq!(unmatched(&configured, &machine()), [&configured[0]]);
+        assert_eq!(unmatched_selectors(&configured, &machine()), [&configured[0]]);
     }
 
     #[test]

@@ -65,8 +65,8 @@ impl Owner {
         let Hello { pid, dp_rank, sglang, shim, undemotable_reason: undemotable, .. } = hello;
         self.setup.gpus.set_scheduler(Scheduler {
             dp_rank: *dp_rank,
-            pid: hello.pid_in_agent_namespace,
-            own_pid: *pid,
+            pid: hello.seen_pid,
+            pid_in_own_namespace: *pid,
         });
         // An inert shim does nothing after its greeting, for example because it doesn't know the
         // engine's SGLang version.
