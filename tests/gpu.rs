@@ -21,7 +21,7 @@ use tests::{
     scheduler::{PoolTokens, Scheduler},
     web::Web,
 };
-use worker_agent::gpu::{self, Gpus, Settings, fleet::Snapshot, reading, select::Basis};
+use worker_agent::gpu::{self, Gpus, Settings, reading, select::Basis, tracker::Snapshot};
 
 const GIB: u64 = 1 << 30;
 
@@ -149,7 +149,10 @@ async fn every_reading_arrives() {
         is_divided: false,
     };
     assert_eq!(device.identity, expected);
-    assert_eq!((seen.basis, device.is_ours, &device.unhealthy_reason), (Basis::Only, true, &None));
+    assert_eq!(
+        (seen.basis, device.is_engine_device, &device.unhealthy_reason),
+        (Basis::Only, true, &None)
+    );
     let process = |pid, bytes| reading::Process { pid, bytes };
     let expected = reading::Reading {
         memory: Some(reading::Memory {
@@ -174,13 +177,13 @@ async fn every_reading_arrives() {
         nvlink_errors: reading::NvlinkErrors { crc: Some(4), replay: Some(5), recovery: Some(6) },
         ecc_corrected: Some(5),
         ecc_uncorrected: Some(1),
-        rows: reading::Rows {
+        remapped_rows: reading::RemappedRows {
             corrected: Some(3),
             uncorrected: Some(1),
             has_pending: Some(true),
             has_failed: Some(false),
         },
-        recovery: Some(reading::Recovery::None),
+        recovery_action: Some(reading::RecoveryAction::None),
         reset_needed: None,
         gpm: Some(reading::Gpm {
             sm_ratio: Some(0.125),
@@ -190,7 +193,7 @@ async fn every_reading_arrives() {
             nvlink_sent_bytes_per_second: Some(1_048_576.0),
             nvlink_received_bytes_per_second: Some(2_097_152.0),
         }),
-        trouble: None,
+        board_fault: None,
         failed_calls: vec![],
     };
     assert_eq!(device.reading, expected);
@@ -212,7 +215,7 @@ async fn a_driver_that_lacks_calls_takes_only_their_readings_away() {
     let device = &gpus.snapshot().devices[0];
     let reading = &device.reading;
     assert_eq!(reading.power_milliwatts, None);
-    assert_eq!((reading.rows, reading.recovery, reading.gpm), Default::default());
+    assert_eq!((reading.remapped_rows, reading.recovery_action, reading.gpm), Default::default());
     assert_eq!(reading.memory.map(|memory| memory.used), Some(9 * GIB));
     assert_eq!(reading.processes.as_ref().map(Vec::len), Some(2), "those without MPS");
     assert_eq!((reading.temperature_celsius, reading.ecc_corrected), (Some(71), Some(5)));
@@ -283,7 +286,7 @@ async fn an_xid_that_needs_a_reset_is_reported_at_once_and_others_are_counted() 
     // The driver asks for a reset, then stops asking because the GPU was reset.
     control.gpu(1, &json!({"fields": {"230": 1}})).unwrap();
     let asked = |snapshot: &Snapshot| {
-        snapshot.devices[1].reading.recovery == Some(reading::Recovery::Reset)
+        snapshot.devices[1].reading.recovery_action == Some(reading::RecoveryAction::Reset)
     };
     snapshot(&gpus, "the driver's request for a reset", asked).await;
     control.gpu(1, &json!({"fields": {"230": 0}})).unwrap();
@@ -305,14 +308,16 @@ async fn slices_are_separate_devices_with_the_health_of_their_gpu() {
     let mut control = machine.wait_until_loaded().await.unwrap();
     let unknown = gpus.snapshot();
     let ours = |snapshot: &Snapshot| -> Vec<String> {
-        let ours = snapshot.devices.iter().filter(|device| device.is_ours);
+        let ours = snapshot.devices.iter().filter(|device| device.is_engine_device);
         ours.map(|device| device.identity.uuid.clone()).collect()
     };
     assert_eq!(
         (unknown.basis, ours(&unknown)),
         (Basis::Unknown, vec!["MIG-0".into(), "MIG-2".into()])
     );
-    gpus.set_scheduler(gpu::process::Scheduler { dp_rank: 0, pid: Some(own), own_pid: own });
+    let scheduler =
+        gpu::process::Scheduler { dp_rank: 0, pid: Some(own), pid_in_own_namespace: own };
+    gpus.set_scheduler(scheduler);
     let found = |snapshot: &Snapshot| snapshot.basis == Basis::Processes;
     let found = snapshot(&gpus, "the engine's slice", found).await;
     assert_eq!(ours(&found), ["MIG-2"]);
@@ -422,7 +427,7 @@ async fn a_gpu_lost_before_the_agent_started_is_matched_by_its_uuid_when_it_retu
     control.gpu(0, &json!({"lost": false})).unwrap();
     let back =
         snapshot(&gpus, "the GPU's return", |snapshot| snapshot.unhealthy_reason.is_none()).await;
-    assert_eq!((uuids(&back), back.devices[0].is_ours), (vec!["GPU-a"], true));
+    assert_eq!((uuids(&back), back.devices[0].is_engine_device), (vec!["GPU-a"], true));
 }
 
 #[tokio::test]
@@ -518,7 +523,7 @@ async fn a_setting_that_names_no_gpu_here_makes_the_worker_unhealthy_and_says_wh
     let gpus = gpu::start(Settings { devices, ..settings(&machine) }).unwrap();
     let seen = gpus.snapshot();
     assert!(reason(&seen).contains("no GPU here is GPU-elsewhere"), "{seen:?}");
-    let ours: Vec<bool> = seen.devices.iter().map(|device| device.is_ours).collect();
+    let ours: Vec<bool> = seen.devices.iter().map(|device| device.is_engine_device).collect();
     assert_eq!(ours, [true, false], "those that are there");
 }
 

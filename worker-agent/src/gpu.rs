@@ -1,16 +1,22 @@
 //! Reads the machine's GPUs through NVML, for the agent's load reports, metrics and health checks.
 //!
-//! The readings are taken on a thread of their own, because NVML's calls block: once a second, and
-//! soon after an event such as an XID (the driver's number for a GPU error). All other code uses
-//! the newest [`Snapshot`]. NVML may be missing, and any single value may be missing too. A missing
-//! value is absent, never zero. CUDA is not used here.
-//!
 //! A *board* is a whole GPU. A *slice* is a part of a board that MIG has divided. A *device* is a
-//! board or a slice.
+//! board or a slice. An *XID* is the driver's number for a GPU error.
 //!
-//! The modules [`health`], [`select`], [`fleet`] and [`kv`] interpret the readings and are pure.
+//! NVML's calls block, so a thread of its own reads the devices: once a second, and soon after an
+//! event such as an XID. The agent's `lib.rs` starts the thread, `owner` tells it the engine's
+//! processes, and `ledger` puts the newest [`Snapshot`] into load reports. NVML may be missing, and
+//! any single value may be missing too. A missing value is absent, never zero. This module doesn't
+//! use CUDA and changes nothing on a GPU.
+//!
+//! - [`tracker`]: the state of all devices, and the snapshots. Pure, like the next three.
+//! - [`health`] and [`xid`]: whether a board can be used, and which XIDs end that.
+//! - [`select`]: which devices are the engine's.
+//! - [`kv`]: a KV pool's figures in bytes on a device.
+//! - [`process`]: the engine's processes.
+//! - `nvml`: the calls of NVML; [`reading`]: the values that they return.
+//! - [`metrics`]: the Prometheus metrics.
 
-pub mod fleet;
 pub mod health;
 pub mod kv;
 pub mod metrics;
@@ -18,6 +24,7 @@ mod nvml;
 pub mod process;
 pub mod reading;
 pub mod select;
+pub mod tracker;
 pub mod xid;
 
 use std::{
@@ -36,11 +43,11 @@ use tokio::sync::watch;
 use tracing::{error, info, warn};
 
 use self::{
-    fleet::{EngineProcesses, Fleet, Snapshot},
     nvml::{DeviceReader, GpuEvent},
-    process::{Processes, Scheduler},
+    process::{ProcessFinder, Scheduler},
     reading::Identity,
     select::Basis,
+    tracker::{EngineProcesses, GpuTracker, Snapshot},
 };
 use crate::config::{Config, selector::Selector};
 
@@ -58,7 +65,7 @@ const LOAD_RETRY_INTERVAL: Duration = Duration::from_secs(5);
 /// seconds to answer.
 const FIRST_READING_WAIT_MAX: Duration = Duration::from_secs(10);
 /// The maximum number of queued events. The threads that report XIDs wait while the queue is full.
-const EVENTS_MAX: usize = 64;
+const QUEUED_EVENTS_MAX: usize = 64;
 
 /// Which devices to read, and how.
 #[derive(Debug, Clone)]
@@ -68,7 +75,7 @@ pub struct Settings {
     pub devices: Vec<Selector>,
     /// The path of the NVML library. If empty, the driver's library is used.
     pub library: PathBuf,
-    /// Whether to read performance counters too.
+    /// Whether to read NVML's performance counters (GPM) too.
     pub reads_gpm: bool,
     /// The time between two reloads of NVML while a device is missing. Only a reload finds a device
     /// that appears later.
@@ -86,7 +93,7 @@ impl Default for Settings {
     }
 }
 
-/// Handle to the GPU thread.
+/// Handle to the GPU thread, which ends when all handles are dropped.
 #[derive(Debug, Clone)]
 pub struct Gpus {
     snapshot: watch::Receiver<Arc<Snapshot>>,
@@ -109,15 +116,15 @@ impl Gpus {
         self.snapshot.clone()
     }
 
-    /// Sets the scheduler process of a DP rank, as the shim (the agent's part in that process)
-    /// reports it.
+    /// Sets the scheduler process of a DP rank. The shim, the agent's part inside that process,
+    /// reports it when it connects.
     pub fn set_scheduler(&self, scheduler: Scheduler) {
-        self.schedulers.send_if_modified(|all| {
-            let is_known = all.contains(&scheduler);
-            all.retain(|other| other.dp_rank != scheduler.dp_rank);
-            all.push(scheduler);
-            all.sort_unstable_by_key(|scheduler| scheduler.dp_rank);
-            !is_known
+        self.schedulers.send_if_modified(|schedulers| {
+            let is_unchanged = schedulers.contains(&scheduler);
+            schedulers.retain(|other| other.dp_rank != scheduler.dp_rank);
+            schedulers.push(scheduler);
+            schedulers.sort_unstable_by_key(|scheduler| scheduler.dp_rank);
+            !is_unchanged
         });
         // The event may be dropped: if the queue is full, a reading is due anyway, and without NVML
         // no thread takes events.
@@ -133,12 +140,12 @@ impl Gpus {
 pub fn start(settings: Settings) -> std::io::Result<Gpus> {
     let (snapshot_sender, snapshot) = watch::channel(Arc::new(Snapshot::without_devices(now())));
     let (schedulers, scheduler_updates) = watch::channel(vec![]);
-    let (event_sender, events) = mpsc::sync_channel(EVENTS_MAX);
+    let (event_sender, events) = mpsc::sync_channel(QUEUED_EVENTS_MAX);
     let (first_reading_sender, first_reading) = mpsc::sync_channel(1);
-    let thread = GpuThread {
-        fleet: Fleet::new(settings.devices.clone(), settings.reload_interval),
+    let gpu_thread = GpuThread {
+        tracker: GpuTracker::new(settings.devices.clone(), settings.reload_interval),
         settings,
-        processes: Processes::new("/proc".into()),
+        process_finder: ProcessFinder::new("/proc".into()),
         scheduler_updates,
         snapshot_sender,
         events,
@@ -146,9 +153,9 @@ pub fn start(settings: Settings) -> std::io::Result<Gpus> {
         first_reading_sender: Some(first_reading_sender),
         logged_devices: None,
     };
-    std::thread::Builder::new().name("gpu".into()).spawn(move || thread.run())?;
-    // The wait ends when the thread drops its sender: after the first reading, if the driver
-    // doesn't answer yet, or if there is no NVML.
+    std::thread::Builder::new().name("gpu".into()).spawn(move || gpu_thread.run())?;
+    // The wait ends when the thread drops its sender: after the first reading, or earlier if the
+    // driver doesn't answer yet or there is no NVML.
     let _ = first_reading.recv_timeout(FIRST_READING_WAIT_MAX);
     Ok(Gpus { snapshot, schedulers: Arc::new(schedulers), event_sender })
 }
@@ -156,8 +163,8 @@ pub fn start(settings: Settings) -> std::io::Result<Gpus> {
 /// The state of the GPU thread.
 struct GpuThread {
     settings: Settings,
-    fleet: Fleet,
-    processes: Processes,
+    tracker: GpuTracker,
+    process_finder: ProcessFinder,
     scheduler_updates: watch::Receiver<Vec<Scheduler>>,
     snapshot_sender: watch::Sender<Arc<Snapshot>>,
     events: mpsc::Receiver<GpuEvent>,
@@ -165,12 +172,12 @@ struct GpuThread {
     /// Dropped after the first reading, or if the driver doesn't answer yet. Dropping it ends the
     /// wait in [`start`].
     first_reading_sender: Option<mpsc::SyncSender<()>>,
-    /// The engine's devices as last logged.
+    /// The engine's devices as last logged: how they were determined, and their UUIDs.
     logged_devices: Option<(Basis, Vec<String>)>,
 }
 
 impl GpuThread {
-    /// Runs until all handles are dropped.
+    /// Runs until all handles are dropped, or ends at once if this machine has no NVML.
     fn run(mut self) {
         let mut known_devices = vec![];
         let mut is_waiting_for_driver = false;
@@ -202,26 +209,26 @@ impl GpuThread {
         let mut devices = nvml::list_devices(nvml, known_devices, self.settings.reads_gpm);
         let identities: Vec<Identity> =
             devices.iter().map(|device| device.identity.clone()).collect();
-        let uuids_and_indices: Vec<(&str, u32)> = identities
+        let boards: Vec<(&str, u32)> = identities
             .iter()
             .zip(&devices)
             .filter_map(|(identity, device)| Some((identity.uuid.as_str(), device.nvml_index()?)))
             .collect();
         let (stop, event_sender) = (AtomicBool::new(false), self.event_sender.clone());
         std::thread::scope(|scope| {
-            for (board_uuid, nvml_index) in uuids_and_indices {
+            for (board_uuid, nvml_index) in boards {
                 let (stop, event_sender) = (&stop, &event_sender);
-                let events =
+                let follow_events =
                     move || nvml::follow_events(nvml, board_uuid, nvml_index, stop, event_sender);
                 let thread = std::thread::Builder::new().name("gpu-events".into());
-                if let Err(error) = thread.spawn_scoped(scope, events) {
+                if let Err(error) = thread.spawn_scoped(scope, follow_events) {
                     warn!(board = board_uuid, %error, "can't follow the XIDs of this GPU");
                 }
             }
             while !self.snapshot_sender.is_closed() {
                 let read_at = now();
                 self.read_devices(read_at, &mut devices);
-                if self.fleet.needs_reload(read_at) {
+                if self.tracker.needs_reload(read_at) {
                     break;
                 }
                 self.wait_for_events(READING_INTERVAL);
@@ -240,11 +247,13 @@ impl GpuThread {
             .flat_map(|(_, reading)| reading.processes.iter().flatten())
             .map(|process| process.pid)
             .collect();
-        let are_pids_in_agent_namespace = self.processes.are_in_agent_namespace(pids.into_iter());
+        let are_pids_in_agent_namespace =
+            self.process_finder.are_in_agent_namespace(pids.into_iter());
         let schedulers = self.scheduler_updates.borrow_and_update().clone();
-        let (members, has_new_schedulers) = self.processes.members(read_at, &schedulers);
-        let engine = EngineProcesses { members, has_new_schedulers, are_pids_in_agent_namespace };
-        let snapshot = self.fleet.take_readings(read_at, readings, engine);
+        let (processes, has_new_schedulers) =
+            self.process_finder.engine_processes(read_at, &schedulers);
+        let engine = EngineProcesses { processes, has_new_schedulers, are_pids_in_agent_namespace };
+        let snapshot = self.tracker.take_readings(read_at, readings, engine);
         self.log_changes(&snapshot);
         self.snapshot_sender.send_replace(Arc::new(snapshot));
         self.first_reading_sender = None;
@@ -252,15 +261,15 @@ impl GpuThread {
 
     /// Waits for an event, at most `wait_max`, and handles all queued events.
     fn wait_for_events(&mut self, wait_max: Duration) {
-        let Ok(first) = self.events.recv_timeout(wait_max) else { return };
+        let Ok(first_event) = self.events.recv_timeout(wait_max) else { return };
         // Other events of the same incident usually arrive during this pause.
         std::thread::sleep(READING_GAP_MIN);
-        let others: Vec<GpuEvent> = self.events.try_iter().take(EVENTS_MAX).collect();
-        for event in [first].into_iter().chain(others) {
+        let later_events: Vec<GpuEvent> = self.events.try_iter().take(QUEUED_EVENTS_MAX).collect();
+        for event in [first_event].into_iter().chain(later_events) {
             if let GpuEvent::Xid { board_uuid, number } = event {
-                let what = xid::fatal(number).map(|fatal| fatal.description);
+                let what = xid::fatal_xid(number).map(|fatal| fatal.description);
                 warn!(board = board_uuid, number, what, "the driver reports an XID");
-                self.fleet.add_xid(&board_uuid, number);
+                self.tracker.add_xid(&board_uuid, number);
             }
         }
     }
@@ -275,9 +284,10 @@ impl GpuThread {
             }
             _ => {}
         }
-        let ours = snapshot.devices.iter().filter(|device| device.is_ours);
-        let ours: Vec<String> = ours.map(|device| device.identity.uuid.clone()).collect();
-        let devices = Some((snapshot.basis, ours));
+        let engine_devices = snapshot.devices.iter().filter(|device| device.is_engine_device);
+        let uuids: Vec<String> =
+            engine_devices.map(|device| device.identity.uuid.clone()).collect();
+        let devices = Some((snapshot.basis, uuids));
         if self.logged_devices == devices {
             return;
         }

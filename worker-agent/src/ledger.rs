@@ -19,8 +19,8 @@ use proto::load::{Device, Figure, LoadReport, Rank, RankLoad, Retention, Source}
 
 use self::prefill::PrefillRate;
 use crate::{
-    engine::{EngineInfo, LoadSample, RankSample},
-    gpu::{fleet::Snapshot, kv::Pool},
+    engine::{Info, RankSample, Sample},
+    gpu::{kv::Pool, tracker::Snapshot},
     session::{self, RankCapacity, RankTotals, Session, Table},
 };
 

@@ -1,11 +1,14 @@
 //! Keeps the state of the machine's GPUs and makes snapshots for reports and metrics. Pure.
 //!
 //! A *board* is a whole GPU, a *slice* is a part of a board that MIG has divided, and a *device* is
-//! either of them. An *XID* is the driver's number for a GPU error. The *worker* is here the engine
-//! beside this agent, with all its data-parallel (DP) ranks.
+//! either of them. An *XID* is the driver's number for a GPU error. The *engine* is the one beside
+//! this agent, with all its data-parallel (DP) ranks.
 //!
-//! The input is readings, XIDs and the engine's processes. A snapshot has the newest readings, the
-//! health and the error counts, and says which devices are the worker's.
+//! The GPU thread in `gpu.rs` passes readings, XIDs and the engine's processes to [`GpuTracker`]. A
+//! [`Snapshot`] has the newest readings, the health and the error counts, and says which devices
+//! are the engine's. The agent's `ledger` takes the devices of a load report from the snapshot, and
+//! `metrics` exports the snapshot. This module calls no NVML. It leaves the judgment of a board to
+//! `health`, and the choice of the engine's devices to `select`.
 
 use std::{
     collections::BTreeMap,
@@ -16,7 +19,7 @@ use proto::load::{Device, Figure, Source};
 
 use super::{
     health::BoardHealth,
-    process::Member,
+    process::EngineProcess,
     reading::{Identity, Reading},
     select::{self, Basis, Selection},
 };
@@ -32,9 +35,9 @@ pub struct Snapshot {
     pub read_at: Instant,
     /// Every device that NVML lists: each GPU, followed by its MIG slices.
     pub devices: Vec<DeviceState>,
-    /// How the worker's devices were determined.
+    /// How the engine's devices were determined.
     pub basis: Basis,
-    /// Why the worker can't work, if one of its devices is unhealthy or missing.
+    /// Why the engine can't work: one of its devices is unhealthy or missing. `None` if all work.
     pub unhealthy_reason: Option<String>,
 }
 
@@ -45,17 +48,18 @@ pub struct DeviceState {
     pub identity: Identity,
     /// The newest reading.
     pub reading: Reading,
-    /// Whether the device is the worker's. If the snapshot's basis is unknown, whether it may be.
-    pub is_ours: bool,
+    /// Whether the device is the engine's. If the snapshot's basis is unknown, whether the device
+    /// may be the engine's.
+    pub is_engine_device: bool,
     /// The DP ranks that run on the device. If empty, they are unknown, and any rank may run on it.
     pub dp_ranks: Vec<u32>,
     /// Device memory used by the engine's processes, in bytes.
     pub engine_bytes: Option<u64>,
     /// Why the device's board can't be used. `None` if it can.
     pub unhealthy_reason: Option<String>,
-    /// How often each XID of the device's board occurred since the agent started, by number.
+    /// How often each XID of the device's board occurred since the agent started, by XID.
     pub xid_counts: BTreeMap<u64, u64>,
-    /// How often each NVML call for the device failed since the agent started, by name.
+    /// How often each NVML call for the device failed since the agent started, by the call's name.
     pub failure_counts: BTreeMap<&'static str, u64>,
 }
 
@@ -63,41 +67,43 @@ pub struct DeviceState {
 #[derive(Debug, Default)]
 struct Board {
     health: BoardHealth,
+    /// See [`DeviceState::xid_counts`].
     xid_counts: BTreeMap<u64, u64>,
 }
 
 /// The engine's processes at the time of a reading.
 #[derive(Debug, Clone, Copy)]
 pub struct EngineProcesses<'a> {
-    /// The processes. Empty if they are unknown.
-    pub members: &'a [Member],
+    /// The processes; empty if they are unknown.
+    pub processes: &'a [EngineProcess],
     /// Whether the engine has other scheduler processes than at the last reading.
     pub has_new_schedulers: bool,
     /// Whether the pids that NVML reports are those of the agent's pid namespace.
     pub are_pids_in_agent_namespace: bool,
 }
 
-/// The machine's GPUs.
+/// The state of the machine's GPUs, which each reading updates.
 #[derive(Debug)]
-pub struct Fleet {
+pub struct GpuTracker {
     /// The setting `devices`.
     configured: Vec<Selector>,
+    /// The time between two reloads of NVML while a device is missing.
     reload_interval: Duration,
     /// The boards by UUID.
     boards: BTreeMap<String, Board>,
     /// The number of failed NVML calls, by the device's UUID, then by the call's name.
     failure_counts: BTreeMap<String, BTreeMap<&'static str, u64>>,
     selection: Selection,
-    /// The ranks last seen on each device, by the device's UUID.
-    dp_ranks: BTreeMap<String, Vec<u32>>,
+    /// The DP ranks last seen on each device, by the device's UUID.
+    dp_ranks_by_device: BTreeMap<String, Vec<u32>>,
     /// Entries of the setting `devices` that match no device.
-    unmatched: Vec<Selector>,
+    unmatched_selectors: Vec<Selector>,
     /// When the wait for the next reload of NVML began. `None` if no device is missing, that is, no
     /// board is lost and each entry of the setting `devices` matches a device.
     reload_wait_since: Option<Instant>,
 }
 
-impl Fleet {
+impl GpuTracker {
     /// Creates the state before the first reading. `configured` is the setting `devices`. While a
     /// device is missing, NVML should be reloaded once per `reload_interval`.
     #[must_use]
@@ -108,13 +114,13 @@ impl Fleet {
             boards: BTreeMap::new(),
             failure_counts: BTreeMap::new(),
             selection: Selection::default(),
-            dp_ranks: BTreeMap::new(),
-            unmatched: vec![],
+            dp_ranks_by_device: BTreeMap::new(),
+            unmatched_selectors: vec![],
             reload_wait_since: None,
         }
     }
 
-    /// Counts an XID of the board with this UUID.
+    /// Counts an XID of the board with this UUID. A board that isn't tracked is ignored.
     pub fn add_xid(&mut self, board_uuid: &str, number: u64) {
         let Some(board) = self.boards.get_mut(board_uuid) else { return };
         board.health.add_xid(number);
@@ -123,14 +129,14 @@ impl Fleet {
         }
     }
 
-    /// Takes one reading of all devices and returns the new snapshot.
+    /// Updates the state from one reading of all devices, and returns the new snapshot.
     pub fn take_readings(
         &mut self,
         now: Instant,
         readings: Vec<(Identity, Reading)>,
         engine: EngineProcesses<'_>,
     ) -> Snapshot {
-        // A board whose UUID could not be read at first may have one now. Drop its old entry.
+        // A board whose UUID could not be read at first may have a UUID now. Remove its old entry.
         self.boards.retain(|uuid, _| readings.iter().any(|(identity, _)| identity.uuid == *uuid));
         for (identity, reading) in &readings {
             // A slice has the health of its board.
@@ -144,56 +150,58 @@ impl Fleet {
         }
         if engine.has_new_schedulers {
             self.selection.forget();
-            self.dp_ranks.clear();
+            self.dp_ranks_by_device.clear();
         }
         let identities: Vec<Identity> =
             readings.iter().map(|(identity, _)| identity.clone()).collect();
-        let unmatched = select::unmatched(&self.configured, &identities);
-        self.unmatched = unmatched.into_iter().cloned().collect();
-        let uses: Vec<EngineUse> =
-            readings.iter().map(|(_, reading)| engine_use(reading, engine)).collect();
+        let unmatched = select::unmatched_selectors(&self.configured, &identities);
+        self.unmatched_selectors = unmatched.into_iter().cloned().collect();
+        let usages: Vec<EngineUsage> =
+            readings.iter().map(|(_, reading)| engine_usage(reading, engine)).collect();
         let runs_on = |index: usize| {
             let (_, reading) = &readings[index];
-            reading.processes.as_ref().map(|_| !uses[index].is_empty())
+            reading.processes.as_ref().map(|_| !usages[index].is_empty())
         };
         let (basis, picked) = self.selection.pick(&self.configured, &identities, runs_on);
-        for ((identity, _), used) in readings.iter().zip(&uses).filter(|(_, used)| !used.is_empty())
-        {
-            self.dp_ranks.insert(identity.uuid.clone(), used.dp_ranks.clone());
+        let used_devices = readings.iter().zip(&usages).filter(|(_, usage)| !usage.is_empty());
+        for ((identity, _), usage) in used_devices {
+            self.dp_ranks_by_device.insert(identity.uuid.clone(), usage.dp_ranks.clone());
         }
-        let devices = readings.into_iter().zip(uses).enumerate();
+        let devices = readings.into_iter().zip(usages).enumerate();
         let devices: Vec<DeviceState> = devices
-            .map(|(index, ((identity, reading), used))| {
-                self.device_state(identity, reading, used.bytes, picked.contains(&index))
+            .map(|(index, ((identity, reading), usage))| {
+                self.device_state(identity, reading, usage.memory_bytes, picked.contains(&index))
             })
             .collect();
         self.reload_wait_since =
-            self.is_incomplete().then(|| self.reload_wait_since.unwrap_or(now));
+            self.is_device_missing().then(|| self.reload_wait_since.unwrap_or(now));
         if cfg!(debug_assertions) {
             self.check_invariants();
         }
         Snapshot {
             read_at: now,
-            unhealthy_reason: unhealthy_reason(basis, &devices, &self.unmatched),
+            unhealthy_reason: unhealthy_reason(basis, &devices, &self.unmatched_selectors),
             devices,
             basis,
         }
     }
 
+    /// Combines a reading with what is known of the device from earlier readings.
     fn device_state(
         &self,
         identity: Identity,
         reading: Reading,
         engine_bytes: Option<u64>,
-        is_ours: bool,
+        is_engine_device: bool,
     ) -> DeviceState {
         let board = self.boards.get(identity.board_uuid());
-        let total = reading.memory.map(|memory| memory.total);
+        let total_bytes = reading.memory.map(|memory| memory.total);
         // A figure above the device's total memory is wrong and is left out.
-        let engine_bytes = engine_bytes.filter(|&bytes| total.is_none_or(|total| bytes <= total));
+        let engine_bytes =
+            engine_bytes.filter(|&bytes| total_bytes.is_none_or(|total| bytes <= total));
         DeviceState {
-            is_ours,
-            dp_ranks: self.dp_ranks.get(&identity.uuid).cloned().unwrap_or_default(),
+            is_engine_device,
+            dp_ranks: self.dp_ranks_by_device.get(&identity.uuid).cloned().unwrap_or_default(),
             engine_bytes,
             unhealthy_reason: board.and_then(|board| board.health.reason()),
             xid_counts: board.map(|board| board.xid_counts.clone()).unwrap_or_default(),
@@ -203,8 +211,8 @@ impl Fleet {
         }
     }
 
-    /// Whether NVML should be reloaded now, because a device has been missing for the interval. If
-    /// so, the interval starts again.
+    /// Whether NVML should be reloaded now, because a device has been missing for the reload
+    /// interval. If so, the interval starts again.
     pub fn needs_reload(&mut self, now: Instant) -> bool {
         let is_due =
             self.reload_wait_since.is_some_and(|since| now >= since + self.reload_interval);
@@ -215,8 +223,9 @@ impl Fleet {
     }
 
     /// Whether a device is missing: a board is lost, or an entry of the setting matches no device.
-    fn is_incomplete(&self) -> bool {
-        !self.unmatched.is_empty() || self.boards.values().any(|board| board.health.is_lost())
+    fn is_device_missing(&self) -> bool {
+        !self.unmatched_selectors.is_empty()
+            || self.boards.values().any(|board| board.health.is_lost())
     }
 
     /// Checks the invariants.
@@ -225,9 +234,9 @@ impl Fleet {
     /// When a board counts too many XIDs, or a device is missing and no reload is scheduled.
     pub fn check_invariants(&self) {
         assert_eq!(
-            self.is_incomplete(),
+            self.is_device_missing(),
             self.reload_wait_since.is_some(),
-            "a reload comes while one is lacking"
+            "a reload is scheduled while a device is missing"
         );
         for board in self.boards.values() {
             board.health.check_invariants();
@@ -236,73 +245,77 @@ impl Fleet {
     }
 }
 
-/// The engine's processes on one device.
+/// What the engine's processes use on one device.
 #[derive(Debug, Default)]
-struct EngineUse {
+struct EngineUsage {
     /// The number of processes.
     process_count: usize,
-    /// Their device memory. `None` if it is unknown for one of them.
-    bytes: Option<u64>,
-    /// Their DP ranks. Empty if the rank of one of them is unknown.
+    /// Device memory of all these processes. `None` if it is unknown for one of them.
+    memory_bytes: Option<u64>,
+    /// DP ranks of these processes. Empty if the rank of one process is unknown.
     dp_ranks: Vec<u32>,
 }
 
-impl EngineUse {
+impl EngineUsage {
     fn is_empty(&self) -> bool {
         self.process_count == 0
     }
 }
 
-/// Returns which of the engine's processes run on the device of this reading.
-fn engine_use(reading: &Reading, engine: EngineProcesses<'_>) -> EngineUse {
-    // NVML lists clients of MPS, which shares a GPU between processes, apart from other processes.
+/// Returns what the engine's processes use on the device of this reading.
+fn engine_usage(reading: &Reading, engine: EngineProcesses<'_>) -> EngineUsage {
+    // MPS shares a GPU between processes. NVML lists the clients of MPS apart from other processes.
     // A process may be in both lists, but counts once.
-    let mut bytes = BTreeMap::<u32, Option<u64>>::new();
+    let mut bytes_by_pid = BTreeMap::<u32, Option<u64>>::new();
     for process in reading.processes.iter().flatten().filter(|_| engine.are_pids_in_agent_namespace)
     {
-        let process_bytes = bytes.entry(process.pid).or_default();
+        let process_bytes = bytes_by_pid.entry(process.pid).or_default();
         *process_bytes = (*process_bytes).max(process.bytes);
     }
-    let members_here: Vec<(&Member, Option<u64>)> = engine
-        .members
+    let on_device: Vec<(&EngineProcess, Option<u64>)> = engine
+        .processes
         .iter()
-        .filter_map(|member| Some((member, *bytes.get(&member.pid)?)))
+        .filter_map(|process| Some((process, *bytes_by_pid.get(&process.pid)?)))
         .collect();
     let mut dp_ranks: Option<Vec<u32>> =
-        members_here.iter().map(|(member, _)| member.dp_rank).collect();
+        on_device.iter().map(|(process, _)| process.dp_rank).collect();
     if let Some(ranks) = &mut dp_ranks {
         ranks.sort_unstable();
         ranks.dedup();
     }
-    let sum =
-        members_here.iter().try_fold(0_u64, |sum, (_, bytes)| Some(sum.saturating_add((*bytes)?)));
-    EngineUse {
-        process_count: members_here.len(),
-        bytes: sum.filter(|_| !members_here.is_empty()),
+    let memory_bytes =
+        on_device.iter().try_fold(0_u64, |sum, (_, bytes)| Some(sum.saturating_add((*bytes)?)));
+    EngineUsage {
+        process_count: on_device.len(),
+        memory_bytes: memory_bytes.filter(|_| !on_device.is_empty()),
         dp_ranks: dp_ranks.unwrap_or_default(),
     }
 }
 
-/// Returns why the worker can't work, or `None` if it can. An entry of the setting that matches no
-/// device counts, because the device may have disappeared before the agent started. If the basis is
-/// unknown, the devices may be another engine's, so their health doesn't count.
+/// Returns why the engine can't work: which of its devices is unhealthy or missing. `None` if the
+/// engine can work.
+///
+/// An entry of the setting `devices` that matches no device counts as a missing device, because the
+/// device may have disappeared before the agent started. If the basis is unknown, the devices may
+/// be another engine's, so their health doesn't count.
 fn unhealthy_reason(
     basis: Basis,
     devices: &[DeviceState],
-    unmatched: &[Selector],
+    unmatched_selectors: &[Selector],
 ) -> Option<String> {
-    let ours = devices.iter().filter(|device| device.is_ours && basis != Basis::Unknown);
-    let unhealthy_devices = ours.filter_map(|device| {
+    let engine_devices =
+        devices.iter().filter(|device| device.is_engine_device && basis != Basis::Unknown);
+    let unhealthy_devices = engine_devices.filter_map(|device| {
         let reason = device.unhealthy_reason.as_deref()?;
         let Identity { index, uuid, .. } = &device.identity;
         Some(format!("GPU {index} ({uuid}): {reason}"))
     });
-    let missing = unmatched.iter().map(|entry| {
+    let missing_devices = unmatched_selectors.iter().map(|entry| {
         format!(
             "no GPU here is {entry}, which `devices` names: correct it, or see why it is missing"
         )
     });
-    let mut reasons = unhealthy_devices.chain(missing);
+    let mut reasons = unhealthy_devices.chain(missing_devices);
     let first_reason = reasons.next()?;
     match reasons.count() {
         0 => Some(first_reason),
@@ -317,38 +330,39 @@ impl Snapshot {
         Self { read_at: now, devices: vec![], basis: Basis::Unknown, unhealthy_reason: None }
     }
 
-    /// Returns a rank's devices for the load report.
+    /// Returns a rank's devices for the load report, without the figures of the KV pool.
     #[must_use]
     pub fn devices(&self, now: Instant, dp_rank: u32) -> Vec<Device> {
-        let age = now.saturating_duration_since(self.read_at).as_millis();
-        let age_ms = u32::try_from(age).unwrap_or(u32::MAX);
-        self.devices_of_rank(dp_rank).map(|device| device.report(age_ms)).collect()
+        let age = now.saturating_duration_since(self.read_at);
+        let age_ms = u32::try_from(age.as_millis()).unwrap_or(u32::MAX);
+        self.devices_of_rank(dp_rank).map(|device| device.to_load_report(age_ms)).collect()
     }
 
-    /// Whether all devices of a rank surely hold its KV pool and no other rank's. Only then can the
-    /// pool's figures be reported for each of the devices. `ranks` is the number of the engine's
-    /// ranks.
+    /// Whether each device of the rank surely holds this rank's KV pool and no other rank's. Only
+    /// then can the pool's figures be reported for each of the devices. `rank_count` is the number
+    /// of the engine's ranks.
     #[must_use]
-    pub fn holds_pool(&self, dp_rank: u32, ranks: usize) -> bool {
+    pub fn holds_pool(&self, dp_rank: u32, rank_count: usize) -> bool {
         let is_certain = |device: &DeviceState| match device.dp_ranks[..] {
-            [] => ranks == 1,
+            [] => rank_count == 1,
             ref dp_ranks => dp_ranks == [dp_rank],
         };
         self.basis != Basis::Unknown && self.devices_of_rank(dp_rank).all(is_certain)
     }
 
-    /// Iterates over the worker's devices that the rank runs on, or may run on.
+    /// Iterates over the engine's devices that the rank runs on, or may run on.
     fn devices_of_rank(&self, dp_rank: u32) -> impl Iterator<Item = &DeviceState> {
-        let runs = move |device: &&DeviceState| {
+        let may_run_on = move |device: &&DeviceState| {
             device.dp_ranks.is_empty() || device.dp_ranks.contains(&dp_rank)
         };
-        self.devices.iter().filter(|device| device.is_ours).filter(runs)
+        self.devices.iter().filter(|device| device.is_engine_device).filter(may_run_on)
     }
 }
 
 impl DeviceState {
-    /// Returns the device's part of a load report, without the figures of the KV pool.
-    fn report(&self, age_ms: u32) -> Device {
+    /// Converts the state to the device's part of a load report. The figures of the KV pool stay
+    /// absent; the module `kv` sets them.
+    fn to_load_report(&self, age_ms: u32) -> Device {
         let Self { identity, reading, .. } = self;
         let memory = reading.memory;
         let engine_bytes =
@@ -380,7 +394,7 @@ mod tests {
     use service::clock::now;
 
     use super::{
-        super::reading::{Memory, Process, Trouble},
+        super::reading::{BoardFault, Memory, Process},
         *,
     };
 
@@ -398,25 +412,29 @@ mod tests {
 
     const RELOAD_INTERVAL: Duration = Duration::from_secs(30);
 
-    fn naming(configured: Vec<Selector>) -> Fleet {
-        Fleet::new(configured, RELOAD_INTERVAL)
+    fn naming(configured: Vec<Selector>) -> GpuTracker {
+        GpuTracker::new(configured, RELOAD_INTERVAL)
     }
 
     fn lost() -> Reading {
-        Reading { trouble: Some(Trouble::Lost), ..Reading::default() }
+        Reading { board_fault: Some(BoardFault::Lost), ..Reading::default() }
     }
 
-    fn member(pid: u32, dp_rank: Option<u32>) -> Member {
-        Member { pid, dp_rank, start_ticks: 1 }
+    fn process(pid: u32, dp_rank: Option<u32>) -> EngineProcess {
+        EngineProcess { pid, dp_rank, start_ticks: 1 }
     }
 
-    fn take_reading(fleet: &mut Fleet, members: &[Member], readings: Vec<Reading>) -> Snapshot {
+    fn take_reading(
+        tracker: &mut GpuTracker,
+        processes: &[Member],
+        readings: Vec<Reading>,
+    ) -> Snapshot {
         let readings = (0..).map(gpu).zip(readings).collect();
-        fleet.take_readings(
+        tracker.take_readings(
             now(),
             readings,
             EngineProcesses {
-                members,
+                processes,
                 has_new_schedulers: false,
                 are_pids_in_agent_namespace: true,
             },
@@ -424,8 +442,8 @@ mod tests {
     }
 
     fn engine_bytes(processes: &[(u32, Option<u64>)]) -> Option<u64> {
-        let members = [member(7, Some(0)), member(8, Some(0))];
-        take_reading(&mut naming(vec![]), &members, vec![runs(processes)]).devices[0].engine_bytes
+        let processes = [process(7, Some(0)), process(8, Some(0))];
+        take_reading(&mut naming(vec![]), &processes, vec![runs(processes)]).devices[0].engine_bytes
     }
 
     #[test]
@@ -440,10 +458,10 @@ mod tests {
 
     #[test]
     fn each_rank_has_the_devices_that_it_runs_on_and_its_pool_is_there_if_no_other_s_is() {
-        let members = [member(7, Some(0)), member(8, Some(1)), member(9, Some(1))];
+        let processes = [process(7, Some(0)), process(8, Some(1)), process(9, Some(1))];
         let readings = || vec![runs(&[(7, None)]), runs(&[(8, None)]), runs(&[(9, None)])];
-        let mut fleet = naming(vec![]);
-        let snapshot = take_reading(&mut fleet, &members, readings());
+        let mut tracker = naming(vec![]);
+        let snapshot = take_reading(&mut tracker, &processes, readings());
         let indices = |snapshot: &Snapshot, rank| -> Vec<u32> {
             let devices = snapshot.devices(now(), rank);
             devices.iter().filter_map(|device| device.index).collect()
@@ -453,12 +471,12 @@ mod tests {
         // A lost board reports no processes; the last known ones count.
         let mut broken = readings();
         broken[2] = lost();
-        let snapshot = take_reading(&mut fleet, &members, broken);
+        let snapshot = take_reading(&mut tracker, &processes, broken);
         assert_eq!(indices(&snapshot, 1), [1, 2]);
         assert!(
             snapshot.unhealthy_reason.unwrap().starts_with("GPU 2 (GPU-2): it fell off the bus")
         );
-        let shared = [member(7, Some(0)), member(8, Some(1))];
+        let shared = [process(7, Some(0)), process(8, Some(1))];
         let both = vec![runs(&[(7, None), (8, None)])];
         let snapshot = take_reading(&mut naming(vec![]), &shared, both);
         assert!(!snapshot.holds_pool(0, 2), "two ranks' pools on one device");
@@ -478,52 +496,52 @@ mod tests {
 
     #[test]
     fn nvml_is_loaded_anew_while_a_board_is_lost_and_not_more_often_than_it_helps() {
-        let mut fleet = naming(vec![]);
-        take_reading(&mut fleet, &[], vec![lost(), Reading::default()]);
+        let mut tracker = naming(vec![]);
+        take_reading(&mut tracker, &[], vec![lost(), Reading::default()]);
         let start = now();
-        assert!(!fleet.needs_reload(start));
-        assert!(fleet.needs_reload(start + RELOAD_INTERVAL));
-        assert!(!fleet.needs_reload(start + RELOAD_INTERVAL + Duration::from_secs(1)));
-        assert!(fleet.needs_reload(start + RELOAD_INTERVAL * 2));
-        take_reading(&mut fleet, &[], vec![runs(&[]), Reading::default()]);
-        assert!(!fleet.needs_reload(start + RELOAD_INTERVAL * 9));
+        assert!(!tracker.needs_reload(start));
+        assert!(tracker.needs_reload(start + RELOAD_INTERVAL));
+        assert!(!tracker.needs_reload(start + RELOAD_INTERVAL + Duration::from_secs(1)));
+        assert!(tracker.needs_reload(start + RELOAD_INTERVAL * 2));
+        take_reading(&mut tracker, &[], vec![runs(&[]), Reading::default()]);
+        assert!(!tracker.needs_reload(start + RELOAD_INTERVAL * 9));
     }
 
     #[test]
     fn a_device_that_the_settings_name_and_nobody_finds_is_looked_for_until_it_is_there() {
-        let mut fleet = naming(vec![Selector::Index(0), Selector::Uuid("GPU-1".into())]);
-        let missing = take_reading(&mut fleet, &[], vec![runs(&[])]).unhealthy_reason.unwrap();
+        let mut tracker = naming(vec![Selector::Index(0), Selector::Uuid("GPU-1".into())]);
+        let missing = take_reading(&mut tracker, &[], vec![runs(&[])]).unhealthy_reason.unwrap();
         assert!(missing.contains("no GPU here is GPU-1"), "{missing}");
-        assert!(fleet.needs_reload(now() + RELOAD_INTERVAL));
+        assert!(tracker.needs_reload(now() + RELOAD_INTERVAL));
         assert_eq!(
-            take_reading(&mut fleet, &[], vec![runs(&[]), runs(&[])]).unhealthy_reason,
+            take_reading(&mut tracker, &[], vec![runs(&[]), runs(&[])]).unhealthy_reason,
             None
         );
-        assert!(!fleet.needs_reload(now() + RELOAD_INTERVAL * 9));
+        assert!(!tracker.needs_reload(now() + RELOAD_INTERVAL * 9));
     }
 
     #[test]
     fn a_board_that_has_a_name_now_is_not_looked_for_under_its_index() {
-        let mut fleet = naming(vec![]);
+        let mut tracker = naming(vec![]);
         let engine = EngineProcesses {
-            members: &[],
+            processes: &[],
             has_new_schedulers: false,
             are_pids_in_agent_namespace: true,
         };
         let nameless = Identity { uuid: "index-0".into(), ..Identity::default() };
-        fleet.take_readings(now(), vec![(nameless, lost())], engine);
-        take_reading(&mut fleet, &[], vec![runs(&[])]);
-        assert!(!fleet.needs_reload(now() + RELOAD_INTERVAL * 9));
+        tracker.take_readings(now(), vec![(nameless, lost())], engine);
+        take_reading(&mut tracker, &[], vec![runs(&[])]);
+        assert!(!tracker.needs_reload(now() + RELOAD_INTERVAL * 9));
     }
 
     #[test]
     fn xids_and_failed_calls_are_counted_and_bounded() {
-        let mut fleet = naming(vec![]);
+        let mut tracker = naming(vec![]);
         let failing = || Reading { failed_calls: vec!["power", "fields"], ..Reading::default() };
-        take_reading(&mut fleet, &[], vec![failing()]);
-        (0..1000).for_each(|number| fleet.add_xid("GPU-0", 1000 + number % 500));
-        fleet.add_xid("GPU-9", 79);
-        let device = &take_reading(&mut fleet, &[], vec![failing()]).devices[0];
+        take_reading(&mut tracker, &[], vec![failing()]);
+        (0..1000).for_each(|number| tracker.add_xid("GPU-0", 1000 + number % 500));
+        tracker.add_xid("GPU-9", 79);
+        let device = &take_reading(&mut tracker, &[], vec![failing()]).devices[0];
         assert_eq!((device.xid_counts.len(), device.xid_counts[&1000]), (XIDS_MAX, 2));
         assert_eq!(device.failure_counts, [("fields", 2), ("power", 2)].into());
     }
