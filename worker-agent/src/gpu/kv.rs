@@ -1,7 +1,9 @@
 //! Converts a rank's KV pool figures from tokens to bytes, for each device's load report. Pure.
 //!
 //! A *rank* is one data-parallel rank of the engine. It runs on one or more devices, which are GPUs
-//! or MIG slices of GPUs.
+//! or MIG slices of GPUs. The agent's `ledger` calls [`Pool::fill_device`] for each of them when it
+//! makes a load report. The ledger also finds out the pool's size and which devices hold the pool.
+//! This module reads no GPU.
 
 use proto::load::{Device, Figure, RankLoad, Source};
 
@@ -13,29 +15,29 @@ pub struct Pool {
     pub bytes: u64,
     /// Tokens of the whole pool.
     pub tokens: u64,
-    /// The source of `bytes`.
+    /// Where the figure `bytes` comes from.
     pub source: Source,
 }
 
 impl Pool {
-    /// Converts a figure in tokens to bytes on the device. Keeps its source and age. `None` if the
-    /// pool has no tokens.
+    /// Converts a figure in tokens to bytes on the device, with the same source and age. `None` if
+    /// the pool has no tokens.
     fn bytes_for(&self, tokens: Figure) -> Option<Figure> {
         let bytes = u128::from(self.bytes) * u128::from(tokens.value.min(self.tokens));
         let bytes = bytes.checked_div(u128::from(self.tokens))?;
         Some(Figure { value: u64::try_from(bytes).ok()?, ..tokens })
     }
 
-    /// Sets the KV figures of `device` from the rank's figures in tokens.
+    /// Sets the four KV figures of `device`, in bytes, from the rank's figures in tokens.
     pub fn fill_device(&self, load: &RankLoad, device: &mut Device) {
         let in_bytes = |tokens: Option<Figure>| tokens.and_then(|tokens| self.bytes_for(tokens));
-        let used = load.pool_available_tokens.map(|available| Figure {
+        let used_tokens = load.pool_available_tokens.map(|available| Figure {
             value: self.tokens.saturating_sub(available.value),
             ..available
         });
-        let pool = Figure { value: self.bytes, source: self.source, age_ms: 0 };
-        device.kv_pool_bytes = Some(pool);
-        device.kv_used_bytes = in_bytes(used);
+        let pool_bytes = Figure { value: self.bytes, source: self.source, age_ms: 0 };
+        device.kv_pool_bytes = Some(pool_bytes);
+        device.kv_used_bytes = in_bytes(used_tokens);
         device.kv_pinned_bytes = in_bytes(load.pinned_tokens);
         device.kv_reclaimable_bytes = in_bytes(load.pool_evictable_tokens);
     }

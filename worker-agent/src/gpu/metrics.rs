@@ -1,9 +1,12 @@
 //! Exports Prometheus metrics of the worker's GPUs and of the KV pools on them.
 //!
 //! A *device* is a GPU, or one of the *slices* into which MIG has divided a GPU. A *board* is a
-//! whole GPU. The metrics are made at each scrape from the newest snapshot of the devices and the
-//! newest load report. An absent value has no line, and neither has a device that is gone.
-//! `deploy/docs/operations.md` maps these metrics to those of NVIDIA's exporter.
+//! whole GPU. The start of the agent (`lib.rs`) calls [`register`]. From then on, each scrape of
+//! `/metrics` makes the metrics from the newest snapshot of the devices and the newest load report;
+//! it calls no NVML. An absent value has no line, and neither has a device that is gone.
+//!
+//! The child `table` lists the metrics of devices. `deploy/docs/operations.md` maps them to the
+//! metrics of NVIDIA's exporter.
 
 mod table;
 
@@ -18,8 +21,8 @@ use prometheus_client::{
 use proto::load::{Device, LoadReport};
 use tokio::sync::watch;
 
-use self::table::{Spec, TABLE, float};
-use super::fleet::{DeviceState, Snapshot};
+use self::table::{DEVICE_METRICS, MetricSpec, float};
+use super::tracker::{DeviceState, Snapshot};
 
 /// Makes the metrics from the newest snapshot and the newest load report.
 #[derive(Debug)]
@@ -28,7 +31,7 @@ struct DeviceCollector {
     report: watch::Receiver<Arc<LoadReport>>,
 }
 
-/// Registers the devices' metrics.
+/// Adds the metrics of devices and of their KV pools to `registry`.
 pub fn register(
     registry: &mut Registry,
     snapshot: watch::Receiver<Arc<Snapshot>>,
@@ -48,7 +51,7 @@ struct Metric {
     name: &'static str,
     help: &'static str,
     unit: Option<Unit>,
-    kind: MetricType,
+    metric_type: MetricType,
     lines: Vec<Line>,
 }
 
@@ -68,11 +71,11 @@ impl Metric {
         if self.lines.is_empty() {
             return Ok(());
         }
-        let Self { name, help, unit, kind, .. } = self;
-        let mut metric = encoder.encode_descriptor(name, help, unit.as_ref(), *kind)?;
+        let Self { name, help, unit, metric_type, .. } = self;
+        let mut metric = encoder.encode_descriptor(name, help, unit.as_ref(), *metric_type)?;
         for (labels, value) in &self.lines {
             let mut line = metric.encode_family(labels)?;
-            match kind {
+            match metric_type {
                 MetricType::Counter => line.encode_counter::<NoLabelSet, _, f64>(value, None)?,
                 _ => line.encode_gauge(value)?,
             }
@@ -81,7 +84,7 @@ impl Metric {
     }
 }
 
-/// Encodes the age of the readings. The age grows if an NVML call hangs. A
+/// Encodes the time since the devices were last read. The time grows while an NVML call hangs. A
 /// machine without devices gets no line.
 fn encode_age(
     snapshot: &Snapshot,
@@ -93,53 +96,55 @@ fn encode_age(
         name: "gpu_readings_age",
         help: "Time since the GPUs were last read",
         unit: Some(Unit::Seconds),
-        kind: MetricType::Gauge,
+        metric_type: MetricType::Gauge,
         lines: snapshot.devices.iter().take(1).map(|_| (vec![], age)).collect(),
     };
     metric.encode(encoder)
 }
 
-/// A device's values of one metric. Each has its labels, without the label for the device. A value
-/// of `None` is absent and gets no line.
+/// The values that one metric has for a device, each with its labels. The label for the device is
+/// not among them. A value of `None` is absent and gets no line.
 type DeviceValues = Vec<(Labels, Option<f64>)>;
 
-/// Returns the metrics of the worker's devices, and of the boards whose slices are the worker's.
+/// Returns the metrics of the engine's devices, and of the boards whose slices are the engine's.
 fn device_metrics(snapshot: &Snapshot) -> Vec<Metric> {
-    let ours: Vec<&DeviceState> = snapshot.devices.iter().filter(|device| device.is_ours).collect();
-    let has_our_slice = |board: &DeviceState| {
+    let engine_devices: Vec<&DeviceState> =
+        snapshot.devices.iter().filter(|device| device.is_engine_device).collect();
+    let has_engine_slice = |board: &DeviceState| {
         let uuid = Some(board.identity.uuid.as_str());
-        ours.iter().any(|device| device.identity.parent_uuid.as_deref() == uuid)
+        engine_devices.iter().any(|device| device.identity.parent_uuid.as_deref() == uuid)
     };
-    let shown: Vec<&DeviceState> =
-        snapshot.devices.iter().filter(|device| device.is_ours || has_our_slice(device)).collect();
-    let metric = |Spec { name, help, unit, kind, values_of }: Spec| {
-        let lines =
-            shown.iter().flat_map(|device| device_lines(&device.identity.uuid, values_of(device)));
+    let is_exported = |device: &&DeviceState| device.is_engine_device || has_engine_slice(device);
+    let exported: Vec<&DeviceState> = snapshot.devices.iter().filter(is_exported).collect();
+    let metric = |MetricSpec { name, help, unit, metric_type, device_values }: MetricSpec| {
+        let lines = exported
+            .iter()
+            .flat_map(|device| device_lines(&device.identity.uuid, device_values(device)));
         let unit = unit.map(|unit| Unit::Other(unit.to_owned()));
-        Metric { name, help, unit, kind, lines: lines.collect() }
+        Metric { name, help, unit, metric_type, lines: lines.collect() }
     };
-    TABLE.into_iter().map(metric).collect()
+    DEVICE_METRICS.into_iter().map(metric).collect()
 }
 
-/// Returns a device's lines of one metric.
+/// Returns the lines that one metric has for a device.
 fn device_lines(uuid: &str, values: DeviceValues) -> Vec<Line> {
     let line = |(labels, value): (Labels, Option<f64>)| {
-        let labels = [("gpu_uuid", uuid.to_owned())].into_iter().chain(labels);
-        Some((labels.collect(), value?))
+        let all_labels = [("gpu_uuid", uuid.to_owned())].into_iter().chain(labels);
+        Some((all_labels.collect(), value?))
     };
     values.into_iter().filter_map(line).collect()
 }
 
 /// Returns the metrics of the data-parallel ranks' KV pools on their devices.
 fn pool_metrics(report: &LoadReport) -> [Metric; 2] {
-    let devices = || {
+    let ranks_and_devices = || {
         let ranks = report.ranks.iter();
         ranks.flat_map(|rank| rank.devices.iter().map(move |device| (rank.dp_rank, device)))
     };
     let labels = |dp_rank: u32, device: &Device| -> Labels {
         vec![("gpu_uuid", device.uuid.clone()), ("dp_rank", dp_rank.to_string())]
     };
-    let state_lines = devices().flat_map(|(dp_rank, device)| {
+    let state_lines = ranks_and_devices().flat_map(|(dp_rank, device)| {
         let bytes_by_state = [
             ("pool", device.kv_pool_bytes),
             ("used", device.kv_used_bytes),
@@ -151,8 +156,8 @@ fn pool_metrics(report: &LoadReport) -> [Metric; 2] {
             Some(([labels(dp_rank, device), state_label.to_vec()].concat(), float(bytes?.value)))
         })
     });
-    // A pool is part of the engine's memory, so a pool that is larger shows a wrong value.
-    let pool_beyond_engine = devices().filter_map(|(dp_rank, device)| {
+    // A pool is part of the engine's memory. A larger pool means that one of the figures is wrong.
+    let excess_lines = ranks_and_devices().filter_map(|(dp_rank, device)| {
         let (pool, engine) = (device.kv_pool_bytes?, device.engine_bytes?);
         Some((labels(dp_rank, device), float(pool.value.saturating_sub(engine.value))))
     });
@@ -162,15 +167,15 @@ fn pool_metrics(report: &LoadReport) -> [Metric; 2] {
             name: "gpu_kv",
             help: "A rank's KV pool on the device, by state",
             unit: bytes.clone(),
-            kind: MetricType::Gauge,
+            metric_type: MetricType::Gauge,
             lines: state_lines.collect(),
         },
         Metric {
             name: "gpu_kv_excess",
             help: "Bytes of the pool beyond the engine's memory by NVML: one figure is wrong",
             unit: bytes,
-            kind: MetricType::Gauge,
-            lines: pool_beyond_engine.collect(),
+            metric_type: MetricType::Gauge,
+            lines: excess_lines.collect(),
         },
     ]
 }

@@ -1,44 +1,46 @@
 //! Lists all device metrics for the Prometheus export: name, help, unit and source of each.
 //!
-//! A *device* is a GPU, or one of the *slices* into which MIG has divided a GPU.
+//! A *device* is a GPU, or one of the *slices* into which MIG has divided a GPU. Each metric has a
+//! function that takes its values from a device's state. The parent module `metrics` calls these
+//! functions at each scrape and adds the label `gpu_uuid`. It also makes the metrics of KV pools.
 
 use prometheus_client::metrics::MetricType;
 
 use super::{
-    super::{fleet::DeviceState, reading::Identity},
+    super::{reading::Identity, tracker::DeviceState},
     DeviceValues,
 };
 
-/// The specification of one device metric.
-pub(super) struct Spec {
+/// One device metric: how Prometheus describes it, and where its values come from.
+pub(super) struct MetricSpec {
     pub(super) name: &'static str,
     pub(super) help: &'static str,
     pub(super) unit: Option<&'static str>,
-    pub(super) kind: MetricType,
-    /// Returns a device's values of the metric.
-    pub(super) values_of: fn(&DeviceState) -> DeviceValues,
+    pub(super) metric_type: MetricType,
+    /// Returns the values that the metric has for a device.
+    pub(super) device_values: fn(&DeviceState) -> DeviceValues,
 }
 
 const fn gauge(
     name: &'static str,
     help: &'static str,
     unit: Option<&'static str>,
-    values_of: fn(&DeviceState) -> DeviceValues,
-) -> Spec {
-    Spec { name, help, unit, kind: MetricType::Gauge, values_of }
+    device_values: fn(&DeviceState) -> DeviceValues,
+) -> MetricSpec {
+    MetricSpec { name, help, unit, metric_type: MetricType::Gauge, device_values }
 }
 
 const fn counter(
     name: &'static str,
     help: &'static str,
     unit: Option<&'static str>,
-    values_of: fn(&DeviceState) -> DeviceValues,
-) -> Spec {
-    Spec { name, help, unit, kind: MetricType::Counter, values_of }
+    device_values: fn(&DeviceState) -> DeviceValues,
+) -> MetricSpec {
+    MetricSpec { name, help, unit, metric_type: MetricType::Counter, device_values }
 }
 
 /// All device metrics.
-pub(super) const TABLE: [Spec; 18] = [
+pub(super) const DEVICE_METRICS: [MetricSpec; 18] = [
     gauge("gpu_info", "1 for each device; its names", None, info_values),
     gauge("gpu_healthy", "1 while work on the device can be trusted", None, |device| {
         unlabeled(Some(if device.unhealthy_reason.is_none() { 1.0 } else { 0.0 }))
@@ -65,8 +67,8 @@ pub(super) const TABLE: [Spec; 18] = [
         labeled(
             "part",
             [
-                ("sm", share(device.reading.utilization_percent)),
-                ("memory", share(device.reading.memory_utilization_percent)),
+                ("sm", ratio(device.reading.utilization_percent)),
+                ("memory", ratio(device.reading.memory_utilization_percent)),
             ],
         )
     }),
@@ -96,8 +98,8 @@ pub(super) const TABLE: [Spec; 18] = [
         let reasons = device.reading.throttle_reasons.iter().flatten();
         reasons.map(|&reason| (vec![("reason", reason.to_owned())], Some(1.0))).collect()
     }),
-    gauge("gpu_remapped_rows", "Rows of memory replaced by spare ones", None, |device| {
-        let rows = device.reading.rows;
+    gauge("gpu_remapped_rows", "RemappedRows of memory replaced by spare ones", None, |device| {
+        let rows = device.reading.remapped_rows;
         let flag = |flag: Option<bool>| flag.map(|flag| f64::from(u8::from(flag)));
         labeled(
             "state",
@@ -185,24 +187,26 @@ pub(super) const TABLE: [Spec; 18] = [
     }),
 ];
 
-/// Returns a metric's only value of a device.
+/// Returns the values of a metric that has one value per device and no label of its own.
 fn unlabeled(value: Option<f64>) -> DeviceValues {
     vec![(vec![], value)]
 }
 
-/// Returns values that differ in the label `label`. `values` has the label's value of each.
+/// Returns the values of a metric that has several values per device. They differ in the label
+/// `label`. `values` has pairs of a label value and the metric's value.
 fn labeled<const N: usize>(label: &'static str, values: [(&str, Option<f64>); N]) -> DeviceValues {
-    values.into_iter().map(|(name, value)| (vec![(label, name.to_owned())], value)).collect()
+    let values = values.into_iter();
+    values.map(|(label_value, value)| (vec![(label, label_value.to_owned())], value)).collect()
 }
 
-/// Converts a count.
+/// Converts a count to the number type of metrics.
 #[expect(clippy::cast_precision_loss, reason = "no device counts beyond 2^53")]
 pub(super) fn float(value: u64) -> f64 {
     value as f64
 }
 
 /// Converts a percentage to a ratio from 0 to 1.
-fn share(percent: Option<u32>) -> Option<f64> {
+fn ratio(percent: Option<u32>) -> Option<f64> {
     percent.map(|percent| f64::from(percent) / 100.0)
 }
 
