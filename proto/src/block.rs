@@ -1,38 +1,39 @@
 //! Cuts prompts into routing blocks, so that agents and routers name the same parts of a prompt.
 //!
 //! A routing block is 64 tokens of a prompt, or one page of the engine's KV pool if the engine has
-//! larger pages. Agents report which blocks have resident KV, and routers look up a prompt's blocks
-//! in these reports. This module defines a block's size, a block's identity (a hash), and how a
-//! growing prompt is hashed.
+//! larger pages. Agents report which blocks have resident KV (the agent's `kv_events`), and routers
+//! look up a prompt's blocks in these reports (the router's `prompt` and `residency`). This module
+//! only defines a block's size, a block's identity (a hash), and how a growing prompt is hashed. It
+//! knows no worker, and it stores neither tokens nor an index.
 //!
 //! A block's hash also covers all tokens before the block, so one hash identifies a whole prefix:
 //!
 //! ```text
-//! root     = xxh3(version ‖ tokens per block: u32 ‖ lora ‖ namespace ‖ cache salt)
-//! local(b) = Σ token i × K[i], modulo 2^64; K[i] is the i-th output of SplitMix64 with bit 0 set
-//! hash(b)  = xxh3(hash of the previous block, or root ‖ local(b)), then `group` and `place` set:
+//! root    = xxh3(version ‖ tokens per block: u32 ‖ lora ‖ namespace ‖ cache salt)
+//! sum(b)  = Σ token i × K[i], modulo 2^64; K[i] is the i-th output of SplitMix64 with bit 0 set
+//! hash(b) = xxh3(hash of the previous block, or root ‖ sum(b)), then `group` and `index` set:
 //!
 //! 63           40 39                        3 2       0
-//! | group        | own                       | place  |
+//! | group        | own                       | index  |
 //! ```
 //!
-//! - `place` is the block's number in its prompt, modulo 8. The blocks from one `place` 0 up to the
-//!   next form a group of eight.
+//! - `index` is the number of blocks before the block in its prompt, modulo 8. Eight consecutive
+//!   blocks with the indices 0 to 7 form a group.
 //! - `group` holds hash bits of the group's first block. All eight blocks have the same `group`, so
 //!   an index finds all of them by one entry.
 //! - `own` holds bits of the block's own hash.
 //!
-//! The root stands before the first block, and has `place` 7. Besides the
-//! block size, it covers what keeps the KV of equal tokens apart: the LoRA adapter, the request's
-//! extra key (`namespace`) and its cache salt. Each of these is `00` if absent, else
+//! The root stands before the first block, and has `index` 7. Besides the block size, the root
+//! covers what keeps the KV of equal tokens apart: the LoRA adapter, the request's extra key
+//! (`namespace`) and its cache salt. Each of these is `00` if absent, else
 //! `01 ‖ length: u64 ‖ bytes`. A [`Scheme`] holds what the root covers. All integers are
 //! little-endian.
 //!
 //! The engine's page size and page hashes are not part of the identity, so all engines with pages
-//! of 1 to 64 tokens have the same block hashes. The sum `local` can be continued from any token,
-//! so code that follows an engine's pages keeps eight bytes for a partial block instead of its
-//! tokens. The hash is fast and not cryptographic. A client that makes two prompts collide causes a
-//! wrong guess about where KV is, and can't read that KV.
+//! of 1 to 64 tokens have the same block hashes. The sum can be continued from any token. So code
+//! that follows an engine's pages keeps an eight-byte sum for a partial block, and not its tokens.
+//! The hash is fast and not cryptographic. A client that makes two prompts collide causes a wrong
+//! guess about where KV is, and can't read that KV.
 
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -49,8 +50,8 @@ pub const BLOCK_TOKENS_MIN: u32 = 64;
 /// tokens.
 pub const BLOCK_TOKENS_MAX: u32 = 256;
 
-/// The factors `K[i]` of the sum `local`, by a token's position in its block.
-const FACTORS: [u64; BLOCK_TOKENS_MAX as usize] = {
+/// The factors `K[i]` of a block's token sum, by a token's position in its block.
+const TOKEN_FACTORS: [u64; BLOCK_TOKENS_MAX as usize] = {
     let mut factors = [0; BLOCK_TOKENS_MAX as usize];
     // The seed is the ASCII bytes of "berth_kv".
     let mut state = 0x6265_7274_685f_6b76_u64;
@@ -85,42 +86,43 @@ pub enum Tier {
 
 /// Blocks per group.
 pub const GROUP_BLOCKS: usize = 8;
-/// Number of hash bits in `group`, which is a key in a [`crate::table::Table`]. In an index of a
+/// Number of hash bits in `group`, which is a key in a [`crate::table::RunTable`]. In an index of a
 /// hundred million blocks, less than one other group has the same key on average.
 const GROUP_BITS: u32 = KEY_BITS;
-const PLACE_BITS: u32 = 3;
-const OWN_BITS: u32 = 64 - GROUP_BITS - PLACE_BITS;
-const PLACE_MASK: u64 = (1 << PLACE_BITS) - 1;
+const INDEX_BITS: u32 = 3;
+const OWN_BITS: u32 = 64 - GROUP_BITS - INDEX_BITS;
+const INDEX_MASK: u64 = (1 << INDEX_BITS) - 1;
 const GROUP_MASK: u64 = u64::MAX << (64 - GROUP_BITS);
 
 impl BlockHash {
     /// Returns the block's position in its group, 0 to 7.
     #[must_use]
-    pub fn place(self) -> usize {
+    pub fn index_in_group(self) -> usize {
         usize::from(self.0.to_le_bytes()[0]) % GROUP_BLOCKS
     }
 
-    /// Returns the key of the block's group. All blocks of a group return the same key.
+    /// Returns the table key of the block's group. All blocks of a group return the same key.
     #[must_use]
     pub fn group_key(self) -> u64 {
         self.0 >> (64 - GROUP_BITS)
     }
 
-    /// Returns a key of this block alone: the upper bits of `own`.
+    /// Returns a table key of this block alone: the upper bits of `own`.
     #[must_use]
     pub fn own_key(self) -> u64 {
-        (self.0 & !GROUP_MASK) >> (PLACE_BITS + OWN_BITS - GROUP_BITS)
+        (self.0 & !GROUP_MASK) >> (INDEX_BITS + OWN_BITS - GROUP_BITS)
     }
 
     /// Returns whether this block can follow `parent`. Without a parent, returns whether this block
-    /// can be a prompt's first block. Compares only group and place, because the other bits can't
+    /// can be a prompt's first block. Compares only group and index, because the other bits can't
     /// be checked without the block's tokens.
     #[must_use]
     pub fn can_follow(self, parent: Option<Self>) -> bool {
-        let expected_place = parent.map_or(0, |parent| (parent.place() + 1) % GROUP_BLOCKS);
-        let same_group_parent = parent.filter(|_| expected_place > 0);
+        let expected_index =
+            parent.map_or(0, |parent| (parent.index_in_group() + 1) % GROUP_BLOCKS);
+        let same_group_parent = parent.filter(|_| expected_index > 0);
         let expected_group = same_group_parent.map_or(self.group_key(), Self::group_key);
-        self.place() == expected_place && self.group_key() == expected_group
+        self.index_in_group() == expected_index && self.group_key() == expected_group
     }
 }
 
@@ -182,29 +184,31 @@ impl Scheme<'_> {
             bytes.extend_from_slice(&(text.len() as u64).to_le_bytes());
             bytes.extend_from_slice(text.as_bytes());
         }
-        BlockHash(xxh3_64(&bytes) | PLACE_MASK)
+        BlockHash(xxh3_64(&bytes) | INDEX_MASK)
     }
 }
 
-/// Returns the hash of the block after `parent`, which is a block or a root. `local` is the
+/// Returns the hash of the block after `parent`, which is a block or a root. `token_sum` is the
 /// weighted sum of the new block's tokens, as the module's documentation defines it.
 #[must_use]
-pub fn hash_after(parent: BlockHash, local: u64) -> BlockHash {
+pub fn hash_after(parent: BlockHash, token_sum: u64) -> BlockHash {
     let mut bytes = [0; 16];
     bytes[..8].copy_from_slice(&parent.0.to_le_bytes());
-    bytes[8..].copy_from_slice(&local.to_le_bytes());
-    let hash = xxh3_64(&bytes) & !PLACE_MASK;
-    match parent.0.wrapping_add(1) & PLACE_MASK {
+    bytes[8..].copy_from_slice(&token_sum.to_le_bytes());
+    let hash = xxh3_64(&bytes) & !INDEX_MASK;
+    match parent.0.wrapping_add(1) & INDEX_MASK {
         0 => BlockHash(hash),
-        place => BlockHash(parent.0 & GROUP_MASK | hash & !GROUP_MASK | place),
+        index => BlockHash(parent.0 & GROUP_MASK | hash & !GROUP_MASK | index),
     }
 }
 
 /// Hashes the blocks of a growing prompt, without hashing a token twice.
 ///
-/// A chain stores no tokens. A copy of a chain continues from the point at which it was copied.
+/// A chain stores no tokens, only the last hash and a sum. A copy of a chain continues from the
+/// point at which it was copied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Chain {
+    /// Tokens per block.
     block_tokens: usize,
     /// The hash of the last full block, or the root.
     last_hash: BlockHash,
@@ -212,8 +216,8 @@ pub struct Chain {
     full_blocks: u64,
     /// Number of tokens after the last full block.
     partial_tokens: usize,
-    /// The weighted sum of the `partial_tokens`: `local` of a block that isn't full yet.
-    sum: u64,
+    /// The weighted sum of the tokens after the last full block.
+    partial_sum: u64,
 }
 
 impl Chain {
@@ -221,18 +225,24 @@ impl Chain {
     #[must_use]
     pub fn new(scheme: &Scheme<'_>) -> Self {
         let block_tokens = scheme.block_tokens.0 as usize;
-        Self { block_tokens, last_hash: scheme.root(), full_blocks: 0, partial_tokens: 0, sum: 0 }
+        let last_hash = scheme.root();
+        Self { block_tokens, last_hash, full_blocks: 0, partial_tokens: 0, partial_sum: 0 }
     }
 
-    /// Returns the chain of a prompt that was hashed before, up to `tokens` tokens. `last_hash`
-    /// and `sum` are the values that [`Self::last_hash`] and [`Self::sum`] had there.
+    /// Returns the chain of a prompt that was hashed before, up to `tokens` tokens. `last_hash` and
+    /// `partial_sum` are the values that the methods of these names returned at that point.
     #[must_use]
-    pub fn resume(block_tokens: BlockTokens, last_hash: BlockHash, tokens: u64, sum: u64) -> Self {
-        let block = u64::from(block_tokens.0);
-        let partial_tokens =
-            usize::try_from(tokens % block).expect("a block has at most 256 tokens");
+    pub fn resume(
+        block_tokens: BlockTokens,
+        last_hash: BlockHash,
+        tokens: u64,
+        partial_sum: u64,
+    ) -> Self {
+        let full_blocks = tokens / u64::from(block_tokens.0);
+        let partial_tokens = usize::try_from(tokens % u64::from(block_tokens.0))
+            .expect("a block has at most 256 tokens");
         let block_tokens = block_tokens.0 as usize;
-        Self { block_tokens, last_hash, full_blocks: tokens / block, partial_tokens, sum }
+        Self { block_tokens, last_hash, full_blocks, partial_tokens, partial_sum }
     }
 
     /// Returns the hash of the last full block, or the root.
@@ -243,33 +253,34 @@ impl Chain {
 
     /// Returns the weighted sum of the tokens after the last full block.
     #[must_use]
-    pub fn sum(&self) -> u64 {
-        self.sum
+    pub fn partial_sum(&self) -> u64 {
+        self.partial_sum
     }
 
-    /// Returns the number of tokens taken so far.
+    /// Returns the number of tokens hashed so far.
     #[must_use]
     pub fn tokens(&self) -> u64 {
         self.full_blocks * self.block_tokens as u64 + self.partial_tokens as u64
     }
 
-    /// Takes the prompt's next tokens. Appends the hash of each block that they fill to `hashes`.
+    /// Hashes the prompt's next tokens. Appends the hash of each block that they fill to `hashes`.
     pub fn push(&mut self, tokens: &[u32], hashes: &mut Vec<BlockHash>) {
         hashes.reserve((self.partial_tokens + tokens.len()) / self.block_tokens);
         let mut remaining = tokens;
         while !remaining.is_empty() {
             let missing_tokens = self.block_tokens - self.partial_tokens;
             let (in_block, after_block) = remaining.split_at(missing_tokens.min(remaining.len()));
-            let products = in_block.iter().zip(&FACTORS[self.partial_tokens..]);
-            self.sum = products.fold(self.sum, |sum, (&token, factor)| {
-                sum.wrapping_add(u64::from(token).wrapping_mul(*factor))
-            });
+            let tokens_and_factors = in_block.iter().zip(&TOKEN_FACTORS[self.partial_tokens..]);
+            self.partial_sum = tokens_and_factors
+                .fold(self.partial_sum, |sum, (&token, factor)| {
+                    sum.wrapping_add(u64::from(token).wrapping_mul(*factor))
+                });
             self.partial_tokens += in_block.len();
             if self.partial_tokens == self.block_tokens {
-                self.last_hash = hash_after(self.last_hash, self.sum);
+                self.last_hash = hash_after(self.last_hash, self.partial_sum);
                 hashes.push(self.last_hash);
                 self.full_blocks += 1;
-                (self.partial_tokens, self.sum) = (0, 0);
+                (self.partial_tokens, self.partial_sum) = (0, 0);
             }
             remaining = after_block;
         }
@@ -298,18 +309,18 @@ mod tests {
 
     /// The rule of the module's documentation, computed step by step.
     fn hashed_by_the_rule(scheme: &Scheme<'_>, tokens: &[u32]) -> Vec<BlockHash> {
-        let (mut last, mut group, mut place) = (scheme.root().0, 0, 0);
+        let (mut last, mut group, mut index) = (scheme.root().0, 0, 0);
         let blocks = tokens.chunks_exact(scheme.block_tokens.get() as usize);
         let hash = |block: &[u32]| {
-            let terms = block.iter().zip(FACTORS);
-            let local = terms.map(|(&token, factor)| u128::from(token) * u128::from(factor));
-            let local = u64::try_from(local.sum::<u128>() % (1 << 64)).unwrap();
-            last = xxh3_64(&[last.to_le_bytes(), local.to_le_bytes()].concat()) / 8 * 8 + place % 8;
-            if place % 8 > 0 {
+            let terms = block.iter().zip(TOKEN_FACTORS);
+            let terms = terms.map(|(&token, factor)| u128::from(token) * u128::from(factor));
+            let sum = u64::try_from(terms.sum::<u128>() % (1 << 64)).unwrap();
+            last = xxh3_64(&[last.to_le_bytes(), sum.to_le_bytes()].concat()) / 8 * 8 + index % 8;
+            if index % 8 > 0 {
                 last = group + last % (1 << 40);
             }
             group = last >> 40 << 40;
-            place += 1;
+            index += 1;
             BlockHash(last)
         };
         blocks.map(hash).collect()
@@ -379,7 +390,8 @@ mod tests {
             prop_assert_eq!(&hashes, &hashed_by_the_rule(&scheme, &tokens));
             let (mut resumed, mut chain) = (vec![], Chain::new(&scheme));
             for part in parts {
-                chain = Chain::resume(scheme.block_tokens, chain.last_hash(), chain.tokens(), chain.sum());
+                let (last_hash, sum) = (chain.last_hash(), chain.partial_sum());
+                chain = Chain::resume(scheme.block_tokens, last_hash, chain.tokens(), sum);
                 chain.push(part, &mut resumed);
             }
             prop_assert_eq!(&resumed, &hashes);

@@ -24,7 +24,7 @@ mod tests;
 
 use proto::{
     block::{BlockHash, BlockTokens, Chain, Scheme, Tier},
-    table::{Entry, KEY_BITS, PLACES, RunId, Table},
+    table::{Entry, KEY_BITS, PLACE_MODULUS, RunId, RunTable},
 };
 
 use self::grid::Grid;
@@ -33,9 +33,9 @@ use super::decode::{CacheEvent, Medium, PageHash, Stored};
 /// The empty run at the root of the tree; all prompts begin here. In a link to a child or sibling,
 /// this id means that there is none.
 const ROOT: RunId = 0;
-/// The maximum number of pages in a run. The table stores a page's number in its prompt only modulo
-/// this maximum, so two pages of a longer run could have the same entry.
-const RUN_PAGES_MAX: usize = PLACES as usize;
+/// The maximum number of pages in a run. The table stores a page's depth only modulo this number,
+/// so two pages of a longer run could have the same entry.
+const RUN_PAGES_MAX: usize = PLACE_MODULUS as usize;
 /// The bits of a stored page hash that say in which tiers (GPU or host memory) the page is
 /// resident. They replace the last two bits of the engine's hash.
 const TIER_BITS: u64 = 0b11;
@@ -102,7 +102,7 @@ pub struct Pages {
     /// The ids of runs that are in no use.
     free_ids: Vec<RunId>,
     /// Finds a page's run, and its index in the run, by the page's hash.
-    table: Table,
+    table: RunTable,
     /// The number of distinct tracked pages.
     page_count: usize,
     /// Bytes of memory held by the lists of all runs.
@@ -188,9 +188,9 @@ impl Pages {
     pub fn new(page_tokens: u32, pages_max: usize) -> Result<Self, proto::block::Error> {
         let block_tokens = BlockTokens::for_page(page_tokens)?;
         let grid = Grid::new(page_tokens, block_tokens);
-        let (runs, free_ids, table) = (vec![Run::default()], vec![], Table::new());
-        let (page_count, lists_bytes) = (0, 0);
-        Ok(Self { grid, block_tokens, pages_max, runs, free_ids, table, page_count, lists_bytes })
+        let (runs, free_ids, table) = (vec![Run::default()], vec![], RunTable::new());
+        let (count, lists_bytes) = (0, 0);
+        Ok(Self { grid, block_tokens, pages_max, runs, free_ids, table, count, lists_bytes })
     }
 
     /// Returns the number of distinct tracked pages. It includes pages that are no longer resident
@@ -228,8 +228,8 @@ impl Pages {
             }
             CacheEvent::Cleared => {
                 (self.runs, self.free_ids) = (vec![Run::default()], vec![]);
-                (self.table, self.page_count, self.lists_bytes) = (Table::new(), 0, 0);
-                changes.push(BlockChange::Cleared);
+                (self.table, self.count, self.lists_bytes) = (RunTable::new(), 0, 0);
+                deltas.push(Delta::Cleared);
                 Ok(())
             }
         }
@@ -330,7 +330,7 @@ impl Pages {
     fn find_page(&self, page: PageHash) -> Option<(RunId, usize)> {
         self.table.find(table_key(page.0), |Entry { run, place }| {
             let content = self.run(run);
-            let index = (place.wrapping_sub(content.start_page) % PLACES) as usize;
+            let index = (place.wrapping_sub(content.start) % PLACE_MODULUS) as usize;
             let known = content.pages.get(index)?;
             is_page(*known, page).then_some((run, index))
         })

@@ -21,7 +21,7 @@ use std::ops::{Index, IndexMut, Range};
 
 use proto::{
     block::{BlockHash, GROUP_BLOCKS, Tier},
-    table::{Entry, PLACES, RunId, Table},
+    table::{Entry, PLACE_MODULUS, RunId, RunTable},
 };
 
 use super::{lru::Lru, worker_set::WorkerSet};
@@ -29,8 +29,8 @@ use super::{lru::Lru, worker_set::WorkerSet};
 /// The empty run at which all chains begin.
 pub(super) const ROOT: RunId = 0;
 /// Maximum number of blocks in a run. A table entry has the number of blocks before its block only
-/// modulo [`PLACES`], so a longer run would be ambiguous. Moving half of a run takes at most 20 µs.
-const RUN_BLOCKS_MAX: usize = PLACES as usize;
+/// modulo [`PLACE_MODULUS`], so a longer run is ambiguous. Moving half a run takes at most 20 µs.
+const RUN_BLOCKS_MAX: usize = PLACE_MODULUS as usize;
 /// Number of parts into which [`common_len`] divides its range in each step of the search.
 const SEARCH_PARTS: usize = 8;
 /// Estimated bytes that the allocator itself needs for each allocation.
@@ -90,7 +90,7 @@ pub(super) struct Tree {
     children: Vec<Children>,
     /// All leaf runs, ordered by last use.
     lru: Lru,
-    table: Table,
+    table: RunTable,
     /// The ids in `runs` that are not in use.
     free_ids: Vec<RunId>,
     /// Number of distinct blocks.
@@ -141,7 +141,7 @@ impl Run {
     /// Returns the index of `block` in this run, if it stands `offset` blocks after the block that
     /// the table's `entry` points to. The table only proposes entries, so the hash is compared.
     fn index_of(&self, block: BlockHash, entry: Entry, offset: usize) -> Option<usize> {
-        let index = (entry.place.wrapping_sub(self.depth) % PLACES) as usize + offset;
+        let index = (entry.place.wrapping_sub(self.start) % PLACE_MODULUS) as usize + offset;
         (self.blocks.get(index) == Some(&block)).then_some(index)
     }
 
@@ -200,7 +200,7 @@ impl Run {
 /// Returns the key under which a block has its own table entry: the group key if the block is the
 /// first of its group, and otherwise a key made of other bits of its hash.
 fn entry_key(block: BlockHash) -> u64 {
-    if block.place() == 0 { block.group_key() } else { block.own_key() }
+    if block.index_in_group() == 0 { block.group_key() } else { block.own_key() }
 }
 
 fn to_prefix_len(blocks: usize) -> u16 {
@@ -234,7 +234,7 @@ impl Tree {
             runs: vec![Run::default()],
             children: vec![Children::default()],
             lru: Lru::new(),
-            table: Table::new(),
+            table: RunTable::new(),
             free_ids: vec![],
             block_count: 0,
             heap_bytes: 0,
@@ -427,9 +427,9 @@ impl Tree {
                 Some((run, self[run].index_of(block, Entry { run, place }, offset)?))
             })
         };
-        let by_group = find_by_key(block.group_key(), block.place());
+        let by_group = find_by_key(block.group_key(), block.index_in_group());
         let by_own_key = || find_by_key(block.own_key(), 0);
-        if block.place() == 0 { by_group } else { by_group.or_else(by_own_key) }
+        if block.index_in_group() == 0 { by_group } else { by_group.or_else(by_own_key) }
     }
 
     /// Changes a run and updates `heap_bytes`.

@@ -39,7 +39,7 @@ impl Pages {
         let run = if is_leaf_with_room {
             position.run
         } else {
-            self.add_child(position.run, chain.last_hash(), chain.sum())
+            self.add_child(position.run, chain.last_hash(), chain.partial_sum())
         };
         let run_start = self.run(run).start_page as usize;
         let page_tokens = stored.page_tokens as usize;
@@ -67,7 +67,7 @@ impl Pages {
             chain.push(&tokens, &mut content.blocks);
             content.pages.push(without_tier_bits(page));
             if !page_is_block {
-                content.open_sums.push(chain.sum());
+                content.open_sums.push(chain.partial_sum());
             }
             self.table.insert(table_key(page.0), Entry::new(run, run_start + index), |_| false);
             self.page_count += 1;
