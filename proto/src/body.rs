@@ -4,9 +4,13 @@
 //! knows the byte range of each top-level member, so a rewrite keeps every other byte: no number is
 //! reformatted, no key reordered, no whitespace lost.
 //!
+//! The agent's `data_port` reads each body here and rewrites it for the engine. The router reads
+//! bodies for placement (`turn/request.rs`, `prompt.rs`) and cuts out a preamble. This module
+//! doesn't choose the new values, and it doesn't know what a key means.
+//!
 //! JSON parsers take the *last* of duplicate keys and decode escapes in keys. So a rewrite removes
-//! every occurrence of an owned key from the top level, however it is written. Nested members
-//! belong to the client.
+//! every occurrence of an owned key from the top level, also one that is written with escapes.
+//! Nested members belong to the client.
 
 use std::{fmt, ops::Range};
 
@@ -91,15 +95,15 @@ impl<'a> Object<'a> {
         let members_start =
             bytes.iter().position(|&byte| byte == b'{').map_or(0, |brace| brace + 1);
         let mut parser = serde_json::Deserializer::from_slice(bytes);
-        let raw = parser.deserialize_map(MembersVisitor).map_err(Error::NotAnObject)?;
+        let keys_and_values = parser.deserialize_map(MembersVisitor).map_err(Error::NotAnObject)?;
         parser.end().map_err(Error::NotAnObject)?;
-        let origin = bytes.as_ptr() as usize;
-        let members = raw
+        let body_address = bytes.as_ptr() as usize;
+        let members = keys_and_values
             .into_iter()
             .map(|(key, value)| {
                 let text = value.get();
                 // The value borrows from `bytes`, so its address gives its offset.
-                let end = text.as_ptr() as usize - origin + text.len();
+                let end = text.as_ptr() as usize - body_address + text.len();
                 Member { key, value, end }
             })
             .collect();
@@ -138,28 +142,29 @@ impl<'a> Object<'a> {
         &self.members
     }
 
-    /// Returns the body without the members whose keys are in `owned`, and with the members in
-    /// `added` at its end. `added` is JSON text of members separated by commas, without braces. It
+    /// Returns the body without the members whose keys are in `removed_keys`, and with the members
+    /// in `added` at its end. `added` is JSON text: members separated by commas, without braces. It
     /// may be empty.
     #[must_use]
-    pub fn rewrite(&self, owned: &[&str], added: &str) -> Vec<Part> {
+    pub fn rewrite(&self, removed_keys: &[&str], added: &str) -> Vec<Part> {
         let mut parts = vec![Part::Kept(0..self.members_start)];
         let mut member_start = self.members_start;
-        let mut kept = 0_usize;
+        let mut kept_members = 0_usize;
         for member in &self.members {
             // A member's text begins where the member before it ends, with the comma between them.
             let member_text = member_start..member.end;
             member_start = member.end;
-            if owned.contains(&member.key.as_str()) {
+            if removed_keys.contains(&member.key.as_str()) {
                 continue;
             }
-            // No kept member precedes the first one, so that one loses the comma before it.
-            let comma_bytes = if kept == 0 { self.leading_comma_bytes(&member_text) } else { 0 };
+            // The comma before the first kept member is left out.
+            let comma_bytes =
+                if kept_members == 0 { self.leading_comma_bytes(&member_text) } else { 0 };
             push_kept(&mut parts, member_text.start + comma_bytes..member_text.end);
-            kept += 1;
+            kept_members += 1;
         }
         if !added.is_empty() {
-            let comma = if kept == 0 { "" } else { "," };
+            let comma = if kept_members == 0 { "" } else { "," };
             parts.push(Part::New(format!("{comma}{added}")));
         }
         push_kept(&mut parts, member_start..self.bytes.len());
@@ -180,8 +185,8 @@ impl<'a> Object<'a> {
 pub struct Element<'a> {
     /// The element as written.
     pub value: &'a RawValue,
-    /// The element and the comma after it, if there is one. Removing this text removes the element,
-    /// and the array stays valid.
+    /// The element and, if a comma follows, the text up to and with that comma. Without this text,
+    /// the array is valid and lacks the element.
     pub with_comma: &'a str,
     /// Whether the array has no other element.
     pub is_only: bool,
@@ -198,15 +203,15 @@ pub fn first_element(array: &RawValue) -> Option<Element<'_>> {
     // The value borrows from `inside`, so its address gives its offset.
     let start = text.as_ptr() as usize - inside.as_ptr() as usize;
     let end = start + text.len();
-    let after = inside[end..].trim_start_matches([' ', '\t', '\n', '\r']);
-    let is_only = !after.starts_with(',');
-    let comma_end = inside.len() - after.len() + 1;
+    let after_element = inside[end..].trim_start_matches([' ', '\t', '\n', '\r']);
+    let is_only = !after_element.starts_with(',');
+    let comma_end = inside.len() - after_element.len() + 1;
     let with_comma = if is_only { text } else { &inside[start..comma_end] };
     Some(Element { value, with_comma, is_only })
 }
 
-/// Appends a range of the original body. A range that begins where the last part ends extends that
-/// part.
+/// Appends a range of the original body to `parts`. If the range begins where the last part ends,
+/// extends that part instead.
 fn push_kept(parts: &mut Vec<Part>, range: Range<usize>) {
     match parts.last_mut() {
         Some(Part::Kept(last)) if last.end == range.start => last.end = range.end,

@@ -4,8 +4,10 @@
 //! prefix. The [`Claim`] names the session and what the client wants done with it. The agent claims
 //! the session (reserves it for this turn) before it reads the request's body.
 //!
-//! The agent trusts these headers: only the router checks the client's credential. The router
-//! removes them from its clients' requests, so that no client can write them.
+//! The router's `turn/proxy.rs` writes these headers, and the agent's `data_port/turn.rs` reads
+//! them. The agent trusts them: only the router checks the client's credential. The router removes
+//! the headers from its clients' requests (`service::headers`), so that no client can write them.
+//! This module only converts between headers and values. It knows no session's state.
 
 use http::{HeaderMap, HeaderName, HeaderValue};
 use serde::{Deserialize, Serialize};
@@ -38,7 +40,7 @@ pub struct Claim {
     /// The client's session id.
     pub id: String,
     /// How the engine should keep the session's KV, if this turn begins the session. `None`: tagged
-    /// if the engine offers it.
+    /// if the engine can tag KV.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub retention: Option<Retention>,
     /// Whether the body holds only new messages or tokens, which the engine appends to the
@@ -75,7 +77,8 @@ pub enum Error {
 }
 
 impl Claim {
-    /// Returns the claim of a plain turn of the session: no retention, delta, open or close.
+    /// Returns the claim of a plain turn of the session: a full history, and no wish to open or
+    /// close the session or to choose its retention.
     #[must_use]
     pub fn for_session(key: &SessionKey) -> Self {
         Self {

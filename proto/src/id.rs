@@ -1,7 +1,10 @@
 //! The identities of sessions, clients and workers, checked once where they enter a process.
 //!
-//! A principal is a digest of a client's credential. It stands for the client everywhere behind the
-//! router, so that the credential itself doesn't leave the router.
+//! A *principal* is a digest of a client's credential. It stands for the client everywhere behind
+//! the router, so that the credential itself doesn't leave the router. A *session* is named by the
+//! principal and by an id that the client chose. A *worker* is one data-parallel (DP) rank of one
+//! agent's engine. The router makes these values from requests and the agent from headers and
+//! messages. This module checks lengths; it doesn't check that a session or a worker exists.
 
 use std::fmt;
 
@@ -20,7 +23,7 @@ pub enum Error {
     /// A session id that is empty or longer than [`SESSION_ID_BYTES_MAX`].
     #[error("a session id has 1 to {SESSION_ID_BYTES_MAX} bytes, this one has {0}")]
     SessionIdLength(usize),
-    /// An agent id or principal that is empty or longer than 128 bytes.
+    /// A principal that is empty or longer than 128 bytes.
     #[error("an agent id or principal has 1 to 128 bytes, this one has {0}")]
     NameLength(usize),
 }
@@ -94,9 +97,9 @@ impl fmt::Debug for Digest {
 
 /// Returns the principal of a credential: 128 bits of its SHA-256, in hex.
 ///
-/// It is a digest, so that secrets don't leave the router. The hash is cryptographic, because a
-/// client that could make two credentials collide could take over another client's sessions.
-/// Without a credential, returns [`ANONYMOUS`].
+/// Without a credential, returns [`ANONYMOUS`]. A digest keeps secrets inside the router. The hash
+/// is cryptographic: a client that could make a credential with the digest of another client could
+/// take over that client's sessions.
 #[must_use]
 pub fn principal_of(credential: Option<&[u8]>) -> String {
     let Some(secret) = credential else { return ANONYMOUS.to_owned() };

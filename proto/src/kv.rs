@@ -1,8 +1,10 @@
 //! The messages by which an agent tells routers which blocks of KV are resident in its engine.
 //!
-//! A block is a routing block (see [`crate::block`]). The agent makes these messages from its
-//! engine's KV events, and the router's index applies them. Conversion from the wire rejects
-//! invalid messages.
+//! A *block* is a routing block: tokens of a prompt, named by a hash (see [`crate::block`]). A
+//! block is *resident* while its KV is in the engine's GPU or host memory. The agent's `kv_events`
+//! makes these messages from its engine's KV events, and the router's `residency` applies them to
+//! an index. For each rank, the agent first sends a snapshot and then changes. Conversion from the
+//! wire rejects invalid messages. It doesn't check that a change fits the changes before it.
 
 use crate::{
     block::{BlockHash, BlockTokens, Tier},
@@ -20,7 +22,7 @@ pub enum Error {
     BlockTokens(u32),
 }
 
-/// One change of the resident blocks of one rank.
+/// A change of the resident blocks of one data-parallel rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RankChange {
     /// The rank whose blocks changed.
@@ -29,7 +31,7 @@ pub struct RankChange {
     pub change: Change,
 }
 
-/// A change of resident blocks.
+/// A change of resident blocks, or a mark in the stream of changes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Change {
     /// Forget all earlier changes. A snapshot of all resident blocks follows as
@@ -46,7 +48,7 @@ pub enum Change {
     },
     /// Blocks became resident. In their prompt, each block follows the one before it in `blocks`.
     Stored {
-        /// The memory they are in.
+        /// The memory that holds the blocks.
         tier: Tier,
         /// The block before `blocks`; `None` at the beginning of a prompt.
         parent: Option<BlockHash>,
@@ -55,7 +57,7 @@ pub enum Change {
     },
     /// Blocks are no longer resident.
     Removed {
-        /// The memory they were in.
+        /// The memory that held the blocks.
         tier: Tier,
         /// The blocks, at least one.
         blocks: Vec<BlockHash>,
@@ -68,7 +70,7 @@ impl Change {
     /// Returns an upper bound of the change's size on the wire, in bytes.
     #[must_use]
     pub fn wire_bytes(&self) -> usize {
-        // The bytes of everything but the blocks or the text.
+        // An upper bound of all bytes besides the blocks or the text.
         const FRAME_BYTES: usize = 48;
         FRAME_BYTES
             + match self {

@@ -1,13 +1,15 @@
 //! The contract between a Berth router and a worker agent.
 //!
-//! It holds the gRPC schema and the types that both sides share. It depends on no other package of
-//! Berth and does no I/O. Code that both processes need to run is in the package `service`.
+//! An *agent* runs beside one engine (SGLang) and reports its load and its resident KV. A *router*
+//! places each turn (one request and its answer) on an agent. This package holds the gRPC schema
+//! and the types that both sides share. It depends on no other package of Berth and does no I/O.
+//! Code that both processes need to run is in the package `service`.
 //!
 //! - [`v1`]: the wire messages, generated from `schema/agent/v1/agent.proto`.
 //! - [`id`]: validated identifiers.
 //! - [`kv`]: an agent's messages about the blocks of KV that are resident in its engine.
 //! - [`staged_prefill`]: how a router asks an agent to compute a long prompt in stages.
-//! - [`load`]: an agent's load report, description and sessions.
+//! - [`load`]: an agent's load report, the description of its engine, and its sessions.
 //! - [`model_files`]: how tokenizer and chat template files are named and hashed.
 //! - [`route`]: the engine's routes that agent and router serve.
 //! - [`claim`]: the headers by which a router tells an agent to which session a turn belongs.

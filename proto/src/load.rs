@@ -1,9 +1,13 @@
 //! The types in which an agent reports its engine, its sessions and its load to routers.
 //!
-//! A worker is one data-parallel rank of the agent's engine. A session is an ordered list of turns
-//! that share a growing prefix; a turn is one request and its answer. The wire format permits any
-//! value. The conversion from the wire (`wire`) rejects impossible values, so the router doesn't
-//! check again.
+//! A *worker* is one data-parallel (DP) rank of the agent's engine. A *session* is an ordered list
+//! of turns that share a growing prefix; a *turn* is one request and its answer. A *request row* is
+//! a slot of the engine for one running request or one pinned session.
+//!
+//! The agent's `owner` and `ledger` fill these types, and `control_port` sends them. The router's
+//! `fleet` receives them for placement, and `http` shows them to operators as JSON. This module
+//! measures nothing. The child `pages` has the result of a page audit. The child `wire` converts
+//! from and to the wire format and rejects impossible values, so the router doesn't check again.
 
 mod pages;
 mod wire;
@@ -32,7 +36,7 @@ pub enum Retention {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum SessionState {
-    /// The engine was asked to open the session.
+    /// The agent has asked the engine to open the session.
     Opening,
     /// Open, no turn inside the engine.
     Idle,
@@ -113,11 +117,11 @@ pub struct Device {
     pub kv_pool_bytes: Option<Figure>,
     /// The part of the pool that is not free, bytes. Includes cached KV.
     pub kv_used_bytes: Option<Figure>,
-    /// The part of the pool held by pinned sessions, bytes. Only closing them frees it.
+    /// The part of the pool held by pinned sessions, bytes. Only closing or demoting them frees it.
     pub kv_pinned_bytes: Option<Figure>,
     /// The part of the pool that eviction can free, bytes.
     pub kv_reclaimable_bytes: Option<Figure>,
-    /// Why work on the device fails or can't be trusted; absent if healthy.
+    /// Why work on the device fails or can't be trusted; absent if the device is healthy.
     pub unhealthy: Option<String>,
     /// Milliseconds between NVML's readings and the sending of this message.
     pub age_ms: Option<u32>,
@@ -136,9 +140,9 @@ pub struct EngineFacts {
     pub context_tokens: u32,
     /// Largest token id plus one, if known.
     pub vocabulary: Option<u32>,
-    /// Whether pinned sessions are possible.
+    /// Whether the engine runs with streaming sessions, which pinned sessions need.
     pub streaming_sessions: bool,
-    /// Whether tagged sessions are possible.
+    /// Whether the engine runs with a session radix cache, which tagged sessions need.
     pub radix_sessions: bool,
     /// Identity of the engine process. It changes with every restart.
     pub instance: String,
@@ -177,12 +181,14 @@ pub struct Description {
     /// How many turns of one exclusive session may wait for its running turn. See
     /// [`Session::exclusive`].
     pub turns_queued_per_session_max: u32,
-    /// Tokenizer and chat template of the model; absent if the agent can't read the model's folder.
+    /// Hash and size of the model's tokenizer and chat template files; absent if the agent can't
+    /// read the model's folder.
     pub model_files: Option<ModelFiles>,
     /// SGLang versions on which the agent trims full histories of pinned sessions, including the
     /// engine's own version. Trimming means that the engine gets only the part of a history that
-    /// its session doesn't hold. Empty: the agent doesn't trim.
-    pub trims: Vec<String>,
+    /// its session doesn't hold. Empty: the agent doesn't trim. It is `trims` on the wire.
+    #[serde(rename = "trims")]
+    pub trim_sglang_versions: Vec<String>,
 }
 
 /// Hash and size of the files with which an engine turns text and messages into tokens.
@@ -286,7 +292,7 @@ pub struct RankLoad {
     pub pool_used_tokens: Option<Figure>,
     /// Size of the pool, tokens.
     pub pool_total_tokens: Option<Figure>,
-    /// KV held by pinned sessions, tokens. Only closing them frees it.
+    /// KV held by pinned sessions, tokens. Only closing or demoting the sessions frees it.
     pub pinned_tokens: Option<Figure>,
     /// Upper bound of the KV of tagged sessions, tokens.
     pub resident_tokens_estimate: Option<Figure>,
@@ -306,9 +312,9 @@ pub struct RankLoad {
     pub pool_evictable_tokens: Option<Figure>,
     /// The part of `pinned_tokens` held by engine sessions that this agent didn't open.
     pub foreign_tokens: Option<Figure>,
-    /// The newest page audit: which owner holds which pages.
+    /// The newest page audit: how many pages each kind of owner has, and the faults.
     pub pages: Option<PageAudit>,
-    /// Measured prompt tokens per second that the engine computes while it does nothing else.
+    /// Prompt tokens per second that the engine computes while it does nothing else, as measured.
     pub prefill_tokens_per_s: Option<Figure>,
     /// Prompt tokens of admitted turns that are not computed yet, without tokens known to be
     /// cached.
@@ -337,7 +343,7 @@ pub struct LoadReport {
     pub interval: Duration,
     /// Load of each DP rank, in order; never empty.
     pub ranks: Vec<RankLoad>,
-    /// Why the engine can't take turns, or which device fails; absent if healthy.
+    /// Why the engine can't take turns, or which device fails; absent if the engine is healthy.
     pub unhealthy: Option<String>,
     /// Whether the agent drains: it takes no new sessions and finishes running turns.
     pub draining: bool,

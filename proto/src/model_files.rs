@@ -1,32 +1,35 @@
 //! Names, size limits and the hash of a model's tokenizer and chat template files.
 //!
-//! Routers fetch these files from agents, so that they can make the same tokens as the engine. No
-//! I/O.
+//! Routers fetch these files from agents, so that they can make the same tokens as the engine. The
+//! agent's `engine/model_files.rs` finds and reads the files; the router's `fleet/control.rs`
+//! receives and checks them. This module does no I/O and parses no file.
 
 use sha2::{Digest as _, Sha256};
 
 use crate::load::ModelFiles;
 
-/// The most bytes of all files together. Agents don't send more. A tokenizer of 250,000 tokens has
-/// 35 MiB as JSON.
+/// The most bytes of all files together. Agents don't send more. The JSON of a tokenizer with
+/// 250,000 tokens has 35 MiB.
 pub const BYTES_MAX: u64 = 64 << 20;
 /// The most bytes of file data in one message.
 pub const PART_BYTES_MAX: usize = 256 << 10;
 
-/// The file with the chat template that the engine uses, whichever file of the model it comes from.
-/// Absent if the engine makes prompts from messages without a template.
-pub const TEMPLATE: &str = "chat_template.jinja";
-/// The file with vocabulary and rules, in the format of Hugging Face's `tokenizers`.
+/// The name under which the agent sends the chat template that the engine uses. The model may store
+/// the template in another file. Absent if the engine makes prompts from messages without a
+/// template.
+pub const CHAT_TEMPLATE: &str = "chat_template.jinja";
+/// The name of the file with vocabulary and rules, in the format of Hugging Face's `tokenizers`.
 pub const TOKENIZER: &str = "tokenizer.json";
-/// The file with the special tokens and their roles.
-pub const CONFIG: &str = "tokenizer_config.json";
+/// The name of the file with the special tokens and their roles.
+pub const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 
 /// Computes the identity of a set of files: one hash over their names, sizes and contents. The
 /// caller adds the files in the order of their names.
 #[derive(Debug, Clone, Default)]
 pub struct FilesHasher {
     hash: Sha256,
-    bytes: u64,
+    /// Size of all files begun so far.
+    total_bytes: u64,
 }
 
 impl FilesHasher {
@@ -34,7 +37,7 @@ impl FilesHasher {
     pub fn begin_file(&mut self, name: &str, bytes: u64) {
         self.hash.update(name.as_bytes());
         self.hash.update(bytes.to_le_bytes());
-        self.bytes += bytes;
+        self.total_bytes += bytes;
     }
 
     /// Adds the next bytes of the current file.
@@ -45,7 +48,7 @@ impl FilesHasher {
     /// Returns the hash and total size of all files.
     #[must_use]
     pub fn finish(self) -> ModelFiles {
-        ModelFiles { hash: self.hash.finalize().into(), bytes: self.bytes }
+        ModelFiles { hash: self.hash.finalize().into(), bytes: self.total_bytes }
     }
 }
 

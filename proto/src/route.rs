@@ -1,5 +1,9 @@
 //! The engine's routes that the agent and the router serve, with the properties of each.
 //!
+//! The agent's `data_port` and the router's `http` make their HTTP routes from [`ROUTES`]. They ask
+//! [`Kind`] how a request's body is formed: which key holds the prompt's token ids, which the
+//! request id. A *turn* is a request that runs in the engine's batch.
+//!
 //! The engine's other routes (weight updates, flushes, aborting other clients' turns) can't be
 //! reached through an agent. The router's own routes (sessions, workers, placements) are not here.
 
@@ -89,7 +93,7 @@ impl Kind {
         matches!(self, Self::Generate | Self::Chat | Self::Completions | Self::Responses)
     }
 
-    /// Returns the body key for the turn's request id, if the route has one.
+    /// Returns the body key of the turn's request id, if the route's requests have such a key.
     #[must_use]
     pub fn rid_key(self) -> Option<&'static str> {
         match self {

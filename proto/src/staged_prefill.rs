@@ -8,6 +8,10 @@
 //! agent's data port, before it sends the prompt's turn. The agent answers when all stages but the
 //! last are in the engine's cache, or when staging fails. The answer says how many tokens the
 //! engine still has to compute. In both cases the router then sends the turn as usual.
+//!
+//! The router's `turn/staged_prefill.rs` sends the request, and the agent's `staged_prefill`
+//! answers. This module has only the format of both and the size of a stage. It decides neither
+//! which prompts are long nor in what order they are computed.
 
 use bytes::Bytes;
 use http::{HeaderMap, HeaderName};
@@ -16,17 +20,17 @@ use http::{HeaderMap, HeaderName};
 pub const PATH: &str = "/berth/staged-prefill";
 
 /// Answer header: the number of the prompt's tokens that are not in the engine's cache.
-pub const LEFT_TOKENS: HeaderName = HeaderName::from_static("x-berth-left-tokens");
+pub const UNCACHED_TOKENS: HeaderName = HeaderName::from_static("x-berth-left-tokens");
 
-/// Prefill rate, in tokens per second, that is assumed until the engine's own rate is measured. It
-/// is a cautious figure for a 70B model on one node.
+/// Prefill rate, in tokens per second, that is assumed until the engine's own rate is measured: a
+/// cautious figure for a 70B model on one node.
 pub const PREFILL_TOKENS_PER_S_ASSUMED: u64 = 10_000;
 /// Smallest stage, in tokens. Each forward pass has a fixed cost, which would dominate smaller
 /// stages.
 const STAGE_TOKENS_MIN: u64 = 256;
 
 /// Bytes per token id.
-const ID_BYTES: usize = 4;
+const TOKEN_ID_BYTES: usize = 4;
 
 /// Returns the number of tokens in a stage that takes `prefill_stage_ms` milliseconds at
 /// `tokens_per_s` prefill tokens per second.
@@ -45,14 +49,14 @@ pub fn encode(ids: &[u32]) -> Bytes {
 /// four.
 #[must_use]
 pub fn decode(bytes: &[u8]) -> Option<impl ExactSizeIterator<Item = u32>> {
-    let (ids, rest) = bytes.as_chunks::<ID_BYTES>();
-    rest.is_empty().then(|| ids.iter().map(|id| u32::from_le_bytes(*id)))
+    let (ids, trailing_bytes) = bytes.as_chunks::<TOKEN_ID_BYTES>();
+    trailing_bytes.is_empty().then(|| ids.iter().map(|id| u32::from_le_bytes(*id)))
 }
 
-/// Reads the [`LEFT_TOKENS`] header of an answer. Returns `None` if it is absent or invalid.
+/// Reads the [`UNCACHED_TOKENS`] header of an answer. Returns `None` if it is absent or invalid.
 #[must_use]
-pub fn left_tokens(headers: &HeaderMap) -> Option<u64> {
-    headers.get(LEFT_TOKENS)?.to_str().ok()?.parse().ok()
+pub fn uncached_tokens(headers: &HeaderMap) -> Option<u64> {
+    headers.get(UNCACHED_TOKENS)?.to_str().ok()?.parse().ok()
 }
 
 #[cfg(test)]

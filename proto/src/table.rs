@@ -27,7 +27,7 @@
 pub const KEY_BITS: u32 = 24;
 const PLACE_BITS: u32 = 12;
 const RUN_BITS: u32 = 28;
-/// The number of distinct run ids, 268 million. Memory runs out before they do.
+/// The number of distinct run ids, 268 million. Memory runs out before the ids do.
 pub const RUNS_MAX: usize = 1 << RUN_BITS;
 /// The number of distinct values of [`Entry::place`].
 pub const PLACE_MODULUS: u32 = 1 << PLACE_BITS;

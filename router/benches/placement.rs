@@ -64,7 +64,7 @@ fn description(agent: usize) -> Description {
         retentions: vec![Retention::Pinned, Retention::Tagged, Retention::None],
         turns_queued_per_session_max: 0,
         model_files: None,
-        trims: vec![],
+        trim_sglang_versions: vec![],
     }
 }
 

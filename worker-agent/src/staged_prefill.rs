@@ -27,7 +27,7 @@ use http_body_util::{BodyExt, Limited};
 use proto::{
     claim,
     load::{Description, LoadReport},
-    staged_prefill::{LEFT_TOKENS, PATH, decode},
+    staged_prefill::{PATH, UNCACHED_TOKENS, decode},
 };
 use serde::Deserialize;
 use service::{budget::HeldBody, refusal::Refusal};
@@ -118,13 +118,13 @@ impl StagedPrefillRunner {
         Router::new().route(PATH, post(handler))
     }
 
-    /// Computes a prompt until at most one stage is left. The response's header [`LEFT_TOKENS`]
+    /// Computes a prompt until at most one stage is left. The response's header [`UNCACHED_TOKENS`]
     /// says how many tokens are left.
     async fn respond(&self, request: Request) -> Response {
         match self.compute_prompt(request).await {
             Ok(left_tokens) => {
                 let mut response = StatusCode::NO_CONTENT.into_response();
-                response.headers_mut().insert(LEFT_TOKENS, HeaderValue::from(left_tokens));
+                response.headers_mut().insert(UNCACHED_TOKENS, HeaderValue::from(left_tokens));
                 response
             }
             Err(refusal) => {

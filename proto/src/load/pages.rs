@@ -1,8 +1,10 @@
 //! The result of a page audit: how many pages of one rank's KV pool each kind of owner holds.
 //!
-//! An audit counts every page of the pool and looks for faults, such as a page with two owners. The
-//! shim in the engine makes the audit, and the agent reports the result to routers. Conversion from
-//! the wire rejects figures that contradict each other.
+//! An audit counts every page of the pool and looks for faults, such as a page with two owners. An
+//! owner is the free list, the radix tree, or a turn or session (which *holds* pages). The shim,
+//! the agent's part inside the engine, makes the audit. The agent's `audit` turns the shim's answer
+//! into a [`PageAudit`] and reports it to routers. Nothing is audited here. Conversion from the
+//! wire rejects figures that contradict each other.
 
 use serde::Serialize;
 
@@ -18,11 +20,13 @@ pub struct PageAudit {
     pub pages: u64,
     /// Distinct pages held by turns and sessions.
     pub held_pages: u64,
-    /// Number of request rows that changed while the audit read them. Their pages are not counted.
+    /// Number of request rows that changed while the audit read them. The audit doesn't count the
+    /// pages of these rows. A request row is the engine's list of the pages of one turn or session.
     pub rows_moved: u32,
-    /// Number of stretches of consecutive free pages.
+    /// Number of stretches of free pages with consecutive numbers; 1 if free pages aren't
+    /// fragmented.
     pub free_runs: Option<u64>,
-    /// All pages by owner; absent if rows changed during the audit.
+    /// The number of pages of each kind of owner; absent if rows changed during the audit.
     pub classes: Option<PageClasses>,
     /// Number of sealed pages whose contents were compared with their contents at an earlier audit.
     /// A sealed page is full, and its contents must not change.
@@ -39,20 +43,20 @@ impl PageAudit {
     }
 }
 
-/// All pages of the pool, counted by owner. The counts add up to the pool.
+/// All pages of the pool, counted by owner. The sum of the counts is the size of the pool.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct PageClasses {
-    /// Only in the free list.
+    /// Pages that are only in the free list.
     pub free: u64,
-    /// Held by turns or sessions and not in the radix tree.
+    /// Pages that turns or sessions hold and that are not in the radix tree.
     pub private: u64,
-    /// Only in the radix tree.
+    /// Pages that are only in the radix tree.
     pub cached: u64,
-    /// In the radix tree and held by a turn or session.
+    /// Pages that are in the radix tree and that a turn or session holds.
     pub cached_in_use: u64,
-    /// Not in the free list, not held and not in the radix tree. Always 0 in a sound engine.
+    /// Pages without an owner. Always 0 in a sound engine.
     pub leaked: u64,
-    /// In the free list, and also held or in the radix tree. Always 0 in a sound engine.
+    /// Pages that are in the free list and have another owner too. Always 0 in a sound engine.
     pub corrupt: u64,
 }
 
@@ -63,16 +67,16 @@ pub struct PageFinding {
     pub kind: String,
     /// Number of faults.
     pub count: u64,
-    /// Details of the first few faults; empty in a load report.
+    /// The first few faults in detail; empty in a load report.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub named: Vec<NamedFinding>,
 }
 
-/// One fault.
+/// One fault in detail.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct NamedFinding {
-    /// The page's number. For faults of an entry instead of a page: the entry's index in its row,
-    /// or its value in a list.
+    /// The number of the faulty page. If an entry of a list is faulty instead: the entry's index in
+    /// its request row, or the entry's value in the free list or the radix tree.
     pub at: i64,
     /// The engine's ids of the sessions concerned. An empty string is a turn without a session.
     pub sessions: Vec<String>,
@@ -88,7 +92,7 @@ impl TryFrom<v1::PageAudit> for PageAudit {
     fn try_from(wire: v1::PageAudit) -> Result<Self, Error> {
         check_at_most("held_pages", wire.held_pages, wire.pages)?;
         if let Some(classes) = &wire.classes {
-            let parts = [
+            let page_counts = [
                 classes.free,
                 classes.private,
                 classes.cached,
@@ -96,7 +100,7 @@ impl TryFrom<v1::PageAudit> for PageAudit {
                 classes.leaked,
                 classes.corrupt,
             ];
-            let sum = parts.into_iter().fold(0, u64::saturating_add);
+            let sum = page_counts.into_iter().fold(0, u64::saturating_add);
             if sum != wire.pages {
                 return Err(Error::Impossible { field: "sum of page classes", value: sum });
             }
@@ -122,9 +126,9 @@ impl TryFrom<v1::PageAudit> for PageAudit {
 }
 
 fn read_finding(wire: v1::PageFinding) -> PageFinding {
-    let named = wire.named.into_iter();
-    let named = named.map(|fault| NamedFinding { at: fault.at, sessions: fault.sessions });
-    PageFinding { kind: wire.kind, count: wire.count, named: named.collect() }
+    let faults = wire.named.into_iter();
+    let faults = faults.map(|fault| NamedFinding { at: fault.at, sessions: fault.sessions });
+    PageFinding { kind: wire.kind, count: wire.count, named: faults.collect() }
 }
 
 impl From<PageAudit> for v1::PageAudit {
@@ -151,9 +155,10 @@ impl From<PageAudit> for v1::PageAudit {
 
 impl From<PageFinding> for v1::PageFinding {
     fn from(finding: PageFinding) -> Self {
-        let named = finding.named.into_iter();
-        let named = named.map(|fault| v1::NamedFinding { at: fault.at, sessions: fault.sessions });
-        Self { kind: finding.kind, count: finding.count, named: named.collect() }
+        let faults = finding.named.into_iter();
+        let faults =
+            faults.map(|fault| v1::NamedFinding { at: fault.at, sessions: fault.sessions });
+        Self { kind: finding.kind, count: finding.count, named: faults.collect() }
     }
 }
 

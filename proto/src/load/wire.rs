@@ -1,6 +1,9 @@
 //! Converts an agent's reports between the domain types of `load` and the wire format.
 //!
-//! Reading the wire format rejects impossible values. Writing can't fail.
+//! `TryFrom` reads a message and rejects impossible values, such as a part that is larger than its
+//! whole. `From` writes a message and can't fail. The agent's `control_port` writes, and the
+//! router's `fleet` reads. The types and the meaning of their fields are in `load.rs`. The child
+//! `device` converts devices; page audits are converted in `load/pages.rs`.
 
 mod device;
 
@@ -154,8 +157,8 @@ impl From<Rank> for v1::Rank {
     }
 }
 
-/// Checks that there is at least one rank, and that ranks are numbered 0, 1, 2 and so on. Readers
-/// use a rank's number as its index in the list.
+/// Checks that there is at least one rank, and that the ranks are numbered 0, 1, 2 and so on. Code
+/// that reads a report uses a rank's number as the rank's index in the list.
 fn check_rank_order(ranks: impl Iterator<Item = u32>) -> Result<(), Error> {
     let mut count = 0_u32;
     for rank in ranks {
@@ -207,7 +210,7 @@ impl TryFrom<v1::Description> for Description {
                 .collect::<Result<_, _>>()?,
             turns_queued_per_session_max: wire.turns_queued_per_session_max,
             model_files: wire.model_files.map(ModelFiles::try_from).transpose()?,
-            trims: wire.trims,
+            trim_sglang_versions: wire.trims,
         })
     }
 }
@@ -223,7 +226,7 @@ impl From<Description> for v1::Description {
             retentions: description.retentions.into_iter().map(Retention::to_wire).collect(),
             turns_queued_per_session_max: description.turns_queued_per_session_max,
             model_files: description.model_files.map(Into::into),
-            trims: description.trims,
+            trims: description.trim_sglang_versions,
         }
     }
 }

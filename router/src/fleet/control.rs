@@ -86,7 +86,7 @@ impl ControlClient {
         let (mut files, mut bytes_left) =
             (BTreeMap::<String, Vec<u8>>::new(), described_files.bytes);
         while let Some(part) = parts.message().await? {
-            if ![model_files::TOKENIZER, model_files::CONFIG, model_files::TEMPLATE]
+            if ![model_files::TOKENIZER, model_files::TOKENIZER_CONFIG, model_files::CHAT_TEMPLATE]
                 .contains(&&*part.name)
             {
                 return Err(mismatch());
@@ -102,10 +102,10 @@ impl ControlClient {
         if hasher.finish() != described_files {
             return Err(mismatch());
         }
-        let template = files.remove(model_files::TEMPLATE).map(String::from_utf8).transpose();
+        let template = files.remove(model_files::CHAT_TEMPLATE).map(String::from_utf8).transpose();
         Ok(TokenizerFiles {
             tokenizer: files.remove(model_files::TOKENIZER).unwrap_or_default(),
-            config: files.remove(model_files::CONFIG).unwrap_or_default(),
+            config: files.remove(model_files::TOKENIZER_CONFIG).unwrap_or_default(),
             template: template.map_err(|_| mismatch())?,
         })
     }

@@ -38,7 +38,7 @@ pub(crate) fn description(agent_id: &str, epoch: u64, ranks: u32) -> Description
         retentions: vec![Retention::Pinned, Retention::Tagged, Retention::None],
         turns_queued_per_session_max: 0,
         model_files: None,
-        trims: vec![],
+        trim_sglang_versions: vec![],
     }
 }
 

@@ -79,7 +79,7 @@ fn to_json(
         "kv": kv,
         "engine": facts.description.engine,
         "retentions": facts.description.retentions,
-        "trims": facts.description.trims,
+        "trims": facts.description.trim_sglang_versions,
         "rank": facts.description.ranks.get(worker.dp_rank as usize).map(rank_to_json),
     })
 }

@@ -150,7 +150,7 @@ async fn compute_in_stages(
     let give_up_at = outbound.deadline.min(started_at + STAGED_PREFILL_MAX);
     let result = match tokio::time::timeout_at(give_up_at.into(), answer).await {
         Ok(Ok(response)) => {
-            staged_prefill::left_tokens(response.headers()).ok_or(StagedPrefillEnd::Refused)
+            staged_prefill::uncached_tokens(response.headers()).ok_or(StagedPrefillEnd::Refused)
         }
         Ok(Err(error)) => {
             debug!(

@@ -268,7 +268,7 @@ impl AgentState {
             retentions: self.retentions.iter().map(|retention| retention.to_wire()).collect(),
             turns_queued_per_session_max: 0,
             model_files: self.has_model.load(Ordering::Relaxed).then(|| described_files().into()),
-            trims: vec![],
+            trim_sglang_versions: vec![],
         }
     }
 
@@ -570,9 +570,12 @@ impl WorkerAgent for Service {
 
 /// The model's files, in the order of their names.
 const MODEL: [(&str, &[u8]); 3] = [
-    (model_files::TEMPLATE, include_bytes!("../../../tests/data/model/chat_template.jinja")),
+    (model_files::CHAT_TEMPLATE, include_bytes!("../../../tests/data/model/chat_template.jinja")),
     (model_files::TOKENIZER, include_bytes!("../../../tests/data/model/tokenizer.json")),
-    (model_files::CONFIG, include_bytes!("../../../tests/data/model/tokenizer_config.json")),
+    (
+        model_files::TOKENIZER_CONFIG,
+        include_bytes!("../../../tests/data/model/tokenizer_config.json"),
+    ),
 ];
 
 fn described_files() -> ModelFiles {

@@ -17,7 +17,9 @@ use std::{
 
 use proto::{
     load::ModelFiles,
-    model_files::{BYTES_MAX, CONFIG, FilesHasher, PART_BYTES_MAX, TEMPLATE, TOKENIZER},
+    model_files::{
+        BYTES_MAX, CHAT_TEMPLATE, FilesHasher, PART_BYTES_MAX, TOKENIZER, TOKENIZER_CONFIG,
+    },
     v1::ModelFilePart,
 };
 use serde_json::Value;
@@ -201,16 +203,16 @@ impl FoundFiles {
         let folder = find_folder(&source.tokenizer, source.revision.as_deref(), hub_cache)
             .ok_or_else(|| Error::NoFolder(source.tokenizer.clone()))?;
         let mut files = vec![];
-        match find_template(source, &folder, hub_cache) {
-            Template::Text(text) => files.push((TEMPLATE, FileContent::Text(text))),
+        match find_template(source, &folder, hub) {
+            Template::Text(text) => files.push((CHAT_TEMPLATE, FileContent::Text(text))),
             Template::Unsupported(why) => {
                 tracing::info!(why, "routers can't tokenize messages for this engine");
             }
         }
         files.push((TOKENIZER, FileContent::File(folder.join(TOKENIZER))));
-        let config = folder.join(CONFIG);
+        let config = folder.join(TOKENIZER_CONFIG);
         if config.is_file() {
-            files.push((CONFIG, FileContent::File(config)));
+            files.push((TOKENIZER_CONFIG, FileContent::File(config)));
         }
         let identity = read_files(&files, |_| true)?;
         Ok(Self { files, identity })
@@ -301,9 +303,9 @@ fn find_template(
     {
         return Template::Unsupported("SGLang builds this model's prompts by its own rules");
     }
-    let model_template = read_small_file(&tokenizer_folder.join(TEMPLATE))
-        .or_else(|| read_config_template(&read_json(&tokenizer_folder.join("chat_template.json"))?))
-        .or_else(|| read_config_template(&read_json(&tokenizer_folder.join(CONFIG))?));
+    let model_template = read_small_file(&folder.join(CHAT_TEMPLATE))
+        .or_else(|| template_of_config(&read_json(&folder.join("chat_template.json"))?))
+        .or_else(|| template_of_config(&read_json(&folder.join(TOKENIZER_CONFIG))?));
     model_template.map_or(Template::Unsupported("the model has no chat template"), Template::Text)
 }
 
@@ -376,7 +378,7 @@ mod tests {
 
         fn template(&self, rest: &Value) -> Option<String> {
             let files = self.files(rest);
-            files.into_iter().find(|(name, _)| name == TEMPLATE).map(|(_, text)| text)
+            files.into_iter().find(|(name, _)| name == CHAT_TEMPLATE).map(|(_, text)| text)
         }
     }
 
@@ -399,12 +401,12 @@ mod tests {
         let place = Place::new();
         let large = "x".repeat(2 * PART_BYTES_MAX + 7);
         let config = json!({"chat_template": "T"}).to_string();
-        place.write(TOKENIZER, &large).write(CONFIG, &config);
+        place.write(TOKENIZER, &large).write(TOKENIZER_CONFIG, &config);
         let files = FoundFiles::find(&place.source(&json!({})), None).unwrap();
         let pair = |name: &str, text: &str| (name.to_owned(), text.to_owned());
         assert_eq!(
             all(&files),
-            [pair(TEMPLATE, "T"), pair(TOKENIZER, &large), pair(CONFIG, &config)]
+            [pair(CHAT_TEMPLATE, "T"), pair(TOKENIZER, &large), pair(TOKENIZER_CONFIG, &config)]
         );
         assert_eq!(files.identity().bytes, (1 + large.len() + config.len()) as u64);
         assert_eq!(
@@ -423,9 +425,9 @@ mod tests {
         assert_eq!(place.template(&json!({})), None);
         let several =
             json!([{"name": "tool", "template": "t"}, {"name": "default", "template": "d"}]);
-        place.write(CONFIG, &json!({"chat_template": several}).to_string());
+        place.write(TOKENIZER_CONFIG, &json!({"chat_template": several}).to_string());
         assert_eq!(place.template(&json!({})).as_deref(), Some("d"));
-        place.write(TEMPLATE, "own\n");
+        place.write(CHAT_TEMPLATE, "own\n");
         assert_eq!(place.template(&json!({})).as_deref(), Some("own\n"));
         assert_eq!(place.template(&json!({"chat_template": given})).as_deref(), Some("a\nb"));
         for rest in [

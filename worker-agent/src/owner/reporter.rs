@@ -33,7 +33,7 @@ impl Owner {
             retentions: info.retentions(),
             turns_queued_per_session_max: self.setup.table_settings.turns_queued_per_session_max,
             model_files: info.model_files,
-            trims: self.trimmer_version.iter().cloned().collect(),
+            trim_sglang_versions: self.trimmer_version.iter().cloned().collect(),
         }
     }
 

@@ -1,6 +1,9 @@
 //! Converts a device and its readings between the domain type and the wire format.
 //!
-//! An absent text is an empty string on the wire.
+//! A device is a GPU, or a MIG slice of a GPU. Both directions are used by the parent module, for
+//! the devices of a load report and of a description. Reading rejects a device without a UUID, a
+//! part that is larger than its whole, and a percentage above 100. An absent text is an empty
+//! string on the wire.
 
 use super::{Device, Error, check_at_most, impossible, read_figure};
 use crate::v1;

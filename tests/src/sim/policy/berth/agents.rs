@@ -105,7 +105,7 @@ pub(super) fn description(agent: usize, epoch: u64, worker: &Worker, fleet: &Fle
         retentions: vec![Retention::Pinned, Retention::Tagged, Retention::None],
         turns_queued_per_session_max: 0,
         model_files: None,
-        trims: vec![],
+        trim_sglang_versions: vec![],
     }
 }
 
