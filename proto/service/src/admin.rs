@@ -1,6 +1,10 @@
 //! Serves the admin port for operators: `/metrics`, `/healthz`, `/readyz` and `/config`.
 //!
-//! The port has its own thread and runtime, so it answers while the rest of the process is busy.
+//! `/metrics` has the Prometheus metrics, `/healthz` always answers, `/readyz` says whether the
+//! process can do its work, and `/config` shows the effective settings. Router and agent call
+//! [`start`] once, from their `lib.rs`, and pass the data. The port has its own thread and runtime,
+//! so it answers while the rest of the process is busy. It changes nothing in the process and
+//! checks no credential.
 
 use std::{net::TcpListener, sync::Arc};
 
@@ -26,24 +30,25 @@ pub struct AdminData {
     pub config: String,
 }
 
-/// Starts the thread that serves `data` at `listener`. The thread ends when `token` is cancelled.
+/// Starts the thread that serves `data` at `listener`. The thread ends when `stop_token` is
+/// cancelled.
 ///
 /// # Errors
 /// When the thread or its runtime can't be created.
 pub fn start(
     data: AdminData,
     listener: TcpListener,
-    token: CancellationToken,
+    stop_token: CancellationToken,
 ) -> std::io::Result<()> {
     listener.set_nonblocking(true)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let app = app(data);
+    let routes = app(data);
     std::thread::Builder::new().name("admin".into()).spawn(move || {
         runtime.block_on(async move {
             let listener =
                 tokio::net::TcpListener::from_std(listener).expect("it was made nonblocking");
-            let result = axum::serve(listener, app)
-                .with_graceful_shutdown(async move { token.cancelled().await });
+            let result = axum::serve(listener, routes)
+                .with_graceful_shutdown(async move { stop_token.cancelled().await });
             if let Err(error) = result.await {
                 tracing::error!(%error, "admin port failed");
             }

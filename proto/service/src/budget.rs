@@ -1,6 +1,9 @@
 //! Limits the bytes of request bodies in memory, per body and in total.
 //!
-//! Each body in memory holds a share of one budget. The share returns when the body is dropped.
+//! Router and agent have one [`BodyBudget`] each, for the bodies of turns (requests to the model).
+//! [`BodyBudget::read`] takes a body from the connection and returns its bytes, or a [`Refusal`]
+//! for the client. The bytes hold a share of the budget. The share returns when the body is
+//! dropped. Answers are streamed, and take no budget. This module doesn't look into a body.
 
 use std::{sync::Arc, time::Duration};
 
@@ -16,10 +19,10 @@ use crate::refusal::Refusal;
 const UNIT_BYTES: usize = 1024;
 
 /// Time within which a body must arrive. It is enough for 64 MiB at 9 Mbit/s. The time is limited
-/// because a body that arrives holds budget. In an agent, it also keeps its session reserved, so
-/// that the session's other turns wait.
+/// because a body holds budget while it arrives. In an agent, the turn also keeps its session
+/// reserved, so that the session's other turns wait.
 pub const BODY_TIME_MAX: Duration = Duration::from_secs(60);
-/// Initial capacity of a body's buffer. It is enough for most turns of coding agents.
+/// Initial capacity of a body's buffer, in bytes. It is enough for most turns of coding agents.
 const BUFFER_BYTES_INITIAL: usize = 64 * 1024;
 
 /// The body budget of one process.
@@ -27,6 +30,7 @@ const BUFFER_BYTES_INITIAL: usize = 64 * 1024;
 pub struct BodyBudget {
     /// The free units of the budget.
     units: Arc<Semaphore>,
+    /// The limit of one body.
     body_bytes_max: usize,
 }
 
@@ -35,12 +39,13 @@ pub struct BodyBudget {
 pub struct HeldBody {
     /// The bytes as received.
     pub bytes: Bytes,
+    /// Returns to the budget on drop.
     _share: OwnedSemaphorePermit,
 }
 
 impl BodyBudget {
-    /// Makes a budget for bodies of at most `body_bytes_max` each and `in_flight_bytes_max` in
-    /// total.
+    /// Makes a budget for bodies of at most `body_bytes_max` bytes each and `in_flight_bytes_max`
+    /// bytes in total.
     #[must_use]
     pub fn new(body_bytes_max: usize, in_flight_bytes_max: usize) -> Self {
         let units = (in_flight_bytes_max / UNIT_BYTES).clamp(1, Semaphore::MAX_PERMITS);
@@ -50,8 +55,8 @@ impl BodyBudget {
     /// Reads a body to its end.
     ///
     /// # Errors
-    /// 413 over the limit per body, 503 over the total limit, 400 if the client aborts, 408 if the
-    /// body takes longer than [`BODY_TIME_MAX`].
+    /// Status 413 if the body is over the limit per body, 503 if all bodies together are over the
+    /// total limit, 400 if the client aborts, 408 if the body takes longer than [`BODY_TIME_MAX`].
     pub async fn read<B>(&self, body: B) -> Result<HeldBody, Refusal>
     where
         B: Body<Data = Bytes> + Unpin,
@@ -59,8 +64,8 @@ impl BodyBudget {
     {
         let result = tokio::time::timeout(BODY_TIME_MAX, self.read_all(body)).await;
         result.unwrap_or_else(|_| {
-            let text = format!("the body did not arrive within {BODY_TIME_MAX:?}");
-            Err(Refusal::new(StatusCode::REQUEST_TIMEOUT, "body_late", text))
+            let message = format!("the body did not arrive within {BODY_TIME_MAX:?}");
+            Err(Refusal::new(StatusCode::REQUEST_TIMEOUT, "body_late", message))
         })
     }
 
@@ -82,19 +87,20 @@ impl BodyBudget {
                 Refusal::bad_request("body_incomplete", format!("the body did not arrive: {error}"))
             })?;
             let Ok(data) = frame.into_data() else { continue };
-            let length = bytes.len() + data.len();
-            if length > self.body_bytes_max {
+            let received_bytes = bytes.len() + data.len();
+            if received_bytes > self.body_bytes_max {
                 return Err(self.too_large());
             }
             let share_bytes = share.num_permits() * UNIT_BYTES;
-            if length > share_bytes {
-                share.merge(self.reserve(length - share_bytes)?);
+            if received_bytes > share_bytes {
+                share.merge(self.reserve(received_bytes - share_bytes)?);
             }
             bytes.extend_from_slice(&data);
         }
         Ok(HeldBody { bytes: bytes.freeze(), _share: share })
     }
 
+    /// Takes `bytes`, rounded up to whole units, from the budget.
     fn reserve(&self, bytes: usize) -> Result<OwnedSemaphorePermit, Refusal> {
         let units = u32::try_from(bytes.div_ceil(UNIT_BYTES)).map_err(|_| self.too_large())?;
         Arc::clone(&self.units).try_acquire_many_owned(units).map_err(|_| {

@@ -1,10 +1,11 @@
 //! Reads the clocks of a process: monotonic time for decisions, and the wall clock.
+//!
+//! Only shells (tasks, threads, handlers) call these functions. Pure modules, which decide without
+//! I/O, take the time as an argument. There are no timers here: waits use Tokio.
 
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 /// Returns the current monotonic time by Tokio's clock, which tests can pause.
-///
-/// Modules that decide without I/O don't call this function. They take the time as an argument.
 #[must_use]
 pub fn now() -> Instant {
     tokio::time::Instant::now().into_std()
@@ -12,8 +13,8 @@ pub fn now() -> Instant {
 
 /// Returns unix time in nanoseconds by the wall clock.
 ///
-/// The value at a process's start serves as the identity of the process. A process that starts
-/// later gets a larger value.
+/// The value at an agent's start identifies the agent's process (its *epoch*). A process that
+/// starts later gets a larger value, unless the clock was set back.
 #[expect(clippy::disallowed_methods, reason = "process identities and dates need the wall clock")]
 #[must_use]
 pub fn unix_ns() -> u64 {

@@ -1,9 +1,13 @@
 //! Removes the headers that a router or an agent must not pass on from a request or an answer.
+//!
+//! The router strips a client's request before it sends the request to an agent, and the agent
+//! before it sends the request to the engine ([`strip_request`]). Both strip the answers on their
+//! way back ([`remove_hop_by_hop`]). This module adds no header.
 
 use http::{HeaderMap, HeaderName, header};
 use proto::claim;
 
-/// Headers that concern one connection (hop) only, and so not the next.
+/// Headers that concern one connection (hop) only. They must not reach the next connection.
 const HOP_BY_HOP: [HeaderName; 9] = [
     header::CONNECTION,
     HeaderName::from_static("keep-alive"),
@@ -17,21 +21,21 @@ const HOP_BY_HOP: [HeaderName; 9] = [
 ];
 /// The header by which a client can choose the engine's DP rank. On the OpenAI routes, it takes
 /// precedence over the rank in the body.
-const ENGINE_RANK: HeaderName = HeaderName::from_static("x-data-parallel-rank");
+const ENGINE_RANK_HEADER: HeaderName = HeaderName::from_static("x-data-parallel-rank");
 /// The beginning of the names of headers that override members of the body inside the engine.
 const ENGINE_OVERRIDE_PREFIX: &str = "x-override-";
 
 /// Removes the headers that concern one connection only: the known ones, and those that the header
 /// `Connection` names.
 pub fn remove_hop_by_hop(headers: &mut HeaderMap) {
-    let connection_named: Vec<HeaderName> = headers
+    let named_in_connection: Vec<HeaderName> = headers
         .get_all(header::CONNECTION)
         .iter()
         .filter_map(|value| value.to_str().ok())
         .flat_map(|value| value.split(','))
         .filter_map(|name| name.trim().parse().ok())
         .collect();
-    for name in connection_named.iter().chain(&HOP_BY_HOP) {
+    for name in named_in_connection.iter().chain(&HOP_BY_HOP) {
         headers.remove(name);
     }
 }
@@ -43,7 +47,7 @@ pub fn remove_hop_by_hop(headers: &mut HeaderMap) {
 /// - headers by which a client could choose the engine's rank or override members of the body.
 pub fn strip_request(headers: &mut HeaderMap) {
     remove_hop_by_hop(headers);
-    for name in [header::CONTENT_LENGTH, header::HOST, header::EXPECT, ENGINE_RANK] {
+    for name in [header::CONTENT_LENGTH, header::HOST, header::EXPECT, ENGINE_RANK_HEADER] {
         headers.remove(name);
     }
     for name in claim::TRUSTED {

@@ -1,7 +1,8 @@
 //! What both processes of Berth, router and agent, need to run: servers, limits, logs, settings.
 //!
-//! This package depends on `proto` and on no other package of Berth. It contains no decisions about
-//! sessions, turns or workers.
+//! The *router* places turns (requests to the model) on workers; an *agent* runs beside each
+//! engine. This package depends on `proto` and on no other package of Berth. It contains no
+//! decisions about sessions, turns or workers.
 //!
 //! - [`admin`]: the admin port with metrics, readiness and settings.
 //! - [`budget`]: the limit on request bodies in memory.

@@ -1,7 +1,10 @@
 //! The format of every HTTP answer by which Berth refuses a request.
 //!
-//! A refusal has a status, a stable code for programs, a message for people with the next step, and
-//! the time after which to retry.
+//! A [`Refusal`] has a status, a stable code for programs, a message for people with the next step,
+//! and the time after which to retry. Refusals are made by the router's `http`, by the agent's
+//! `data_port` and `staged_prefill`, and by `budget` here. These modules decide which fault gets
+//! which status. Axum sends a refusal as a JSON error in OpenAI's form, with the code also in the
+//! header `x-berth-refusal`. The engine's own errors pass unchanged and are no refusals.
 
 use std::time::Duration;
 
@@ -17,9 +20,10 @@ pub struct Refusal {
     pub status: StatusCode,
     /// Stable code for programs, in `snake_case`.
     pub code: &'static str,
-    /// The fault, and the next step for the client.
+    /// What is wrong, and the next step for the client.
     pub message: String,
-    /// Time after which to retry, rounded up to seconds in the header.
+    /// Time after which to retry; `None` if a retry is useless. The header `Retry-After` has the
+    /// time rounded up to whole seconds.
     pub retry_after: Option<Duration>,
 }
 
@@ -36,8 +40,8 @@ impl Refusal {
 
     /// Sets the time after which the same request may succeed, for overload or a temporary fault.
     #[must_use]
-    pub fn retry_after(mut self, after: Duration) -> Self {
-        self.retry_after = Some(after);
+    pub fn retry_after(mut self, wait: Duration) -> Self {
+        self.retry_after = Some(wait);
         self
     }
 }
@@ -55,8 +59,8 @@ impl IntoResponse for Refusal {
         let mut response = (self.status, axum::Json(body)).into_response();
         let headers = response.headers_mut();
         headers.insert(claim::REFUSAL, HeaderValue::from_static(self.code));
-        if let Some(after) = self.retry_after {
-            let seconds = after.as_millis().div_ceil(1000).max(1);
+        if let Some(wait) = self.retry_after {
+            let seconds = wait.as_millis().div_ceil(1000).max(1);
             let value =
                 HeaderValue::from_str(&seconds.to_string()).expect("digits are legal in a header");
             headers.insert(header::RETRY_AFTER, value);

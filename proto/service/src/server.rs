@@ -1,9 +1,10 @@
 //! Serves HTTP/1 with the limits that a port open to any client needs.
 //!
-//! Router and agent use it for the data port, which receives turns (requests to the model). The
-//! server limits the size of a request's header, the time to send it, the time without progress of
-//! an answer, and the number of connections. When the process stops, connections finish their
-//! running requests.
+//! Router and agent use [`serve`] for the data port, which receives turns (requests to the model).
+//! The server limits the size of a request's header, the time to send the header, the time without
+//! progress of an answer, and the number of connections. When the process stops, connections finish
+//! their running requests. The size of bodies is limited in `budget`, and the number of turns by
+//! the routes in `app`. The server has no TLS.
 
 use std::{sync::Arc, time::Duration};
 
@@ -22,29 +23,30 @@ use crate::tasks::Tasks;
 /// The most bytes of a request's line and headers. A request with more is answered with 431.
 pub const HEADER_BYTES_MAX: usize = 32 * 1024;
 /// Number of connections allowed beyond one for each turn. They are for probes, lists, idle
-/// clients, and clients whose turn is refused because there are too many.
-const CONNECTIONS_SPARE: usize = 512;
+/// clients, and clients whose turn is refused because too many turns run.
+const SPARE_CONNECTIONS: usize = 512;
 /// Time within which a client must send its header. Otherwise the connection is closed.
 const HEADER_TIME_MAX: Duration = Duration::from_secs(30);
-/// Time for which a client may read nothing of its answer before its connection is closed. Such a
-/// client occupies a turn that others need, and keeps its session's other turns waiting.
-const WRITE_STALL_MAX: Duration = Duration::from_secs(60);
+/// Time for which a client may read nothing of its answer before its connection is closed. Until
+/// then, the client occupies one of the turns that may run, and its session's other turns wait.
+const WRITE_STALL_TIME_MAX: Duration = Duration::from_secs(60);
 /// Pause after a failed accept, for example when file descriptors ran out.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// Serves until the tasks are cancelled. Then each connection finishes its running request.
+/// Serves the routes `app` until `tasks` are cancelled. Then each connection finishes its running
+/// request.
 ///
 /// A connection has at most one turn at a time, so the limit on connections is `turns_max` plus a
 /// fixed number. Further connections wait in the listen backlog. Each connection takes about 40 KiB
 /// while it reads.
 pub async fn serve(listener: TcpListener, app: Router, turns_max: usize, tasks: Tasks) {
-    let slots = Arc::new(Semaphore::new(turns_max.saturating_add(CONNECTIONS_SPARE)));
-    let token = tasks.token();
+    let connection_slots = Arc::new(Semaphore::new(turns_max.saturating_add(SPARE_CONNECTIONS)));
+    let stop_token = tasks.token();
     loop {
         let accepted = tokio::select! {
             biased;
-            () = token.cancelled() => return,
-            accepted = accept(&listener, &slots) => accepted,
+            () = stop_token.cancelled() => return,
+            accepted = accept(&listener, &connection_slots) => accepted,
         };
         let (stream, slot) = match accepted {
             Ok(accepted) => accepted,
@@ -55,11 +57,11 @@ pub async fn serve(listener: TcpListener, app: Router, turns_max: usize, tasks: 
             }
         };
         let service = TowerToHyperService::new(app.clone());
-        let connection_token = token.clone();
+        let connection_token = stop_token.clone();
         tasks.spawn(async move {
             let _slot = slot;
             let mut stream = TimeoutStream::new(stream);
-            stream.set_write_timeout(Some(WRITE_STALL_MAX));
+            stream.set_write_timeout(Some(WRITE_STALL_TIME_MAX));
             let stream = Box::pin(stream);
             let connection = http1::Builder::new()
                 .timer(TokioTimer::new())
@@ -85,12 +87,13 @@ pub async fn serve(listener: TcpListener, app: Router, turns_max: usize, tasks: 
 /// Waits for a free connection slot, and then accepts a connection.
 async fn accept(
     listener: &TcpListener,
-    slots: &Arc<Semaphore>,
+    connection_slots: &Arc<Semaphore>,
 ) -> std::io::Result<(tokio::net::TcpStream, tokio::sync::OwnedSemaphorePermit)> {
-    let slot = Arc::clone(slots).acquire_owned().await.expect("the semaphore is never closed");
+    let slot =
+        Arc::clone(connection_slots).acquire_owned().await.expect("the semaphore is never closed");
     let (stream, _peer) = listener.accept().await?;
-    // An answer is streamed in small writes, one per token. Without this, TCP would hold a write
-    // back until the client has acknowledged the one before.
+    // An answer is streamed in small writes, one per token. Without `nodelay`, TCP would hold each
+    // write back until the client has acknowledged the previous write.
     stream.set_nodelay(true)?;
     Ok((stream, slot))
 }
@@ -129,7 +132,7 @@ mod tests {
         client.write_all(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n").await.unwrap();
         let asked = tokio::time::Instant::now();
         dropped.cancelled().await;
-        assert!(asked.elapsed() >= WRITE_STALL_MAX);
+        assert!(asked.elapsed() >= WRITE_STALL_TIME_MAX);
         drop(client);
     }
 }

@@ -1,4 +1,9 @@
 //! Reads settings from a TOML file, and reports all problems at once.
+//!
+//! The `config.rs` of router and agent each define a flat struct of settings with defaults, and
+//! call [`load`]. They add the problems that only they can see, such as values that contradict each
+//! other. Their `main.rs` prints the [`Problems`] and exits with [`EXIT_USAGE`]. There are no
+//! environment variables for settings, and a running process doesn't read the file again.
 
 use std::{fmt, path::Path};
 
@@ -7,7 +12,7 @@ use serde::{Serialize, de::DeserializeOwned};
 /// Exit status of a process whose settings are invalid: `EX_USAGE` of `sysexits.h`.
 pub const EXIT_USAGE: u8 = 64;
 
-/// The problems of the settings, a sentence for each; never empty.
+/// The problems of the settings, one sentence each; never empty.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Problems(pub Vec<String>);
 
@@ -26,18 +31,17 @@ impl std::error::Error for Problems {}
 /// Reads a flat settings struct whose keys all have defaults.
 ///
 /// Returns the settings and their problems. An invalid key keeps its default and is reported, so
-/// one run shows every problem. The caller adds the problems that it finds itself, and decides
-/// whether to go on.
+/// one run shows every problem. Without a path, returns the defaults.
 ///
-/// `renamed` holds the old and the new name of each renamed key. A file with an old name has a
-/// problem, which names the new one.
+/// `renamed_keys` holds the old and the new name of each renamed key. An old name in the file
+/// is a problem, and the problem's text has the new name.
 pub fn load<T: DeserializeOwned + Default>(
     path: Option<&Path>,
-    renamed: &[(&str, &str)],
+    renamed_keys: &[(&str, &str)],
 ) -> (T, Vec<String>) {
     let Some(path) = path else { return (T::default(), vec![]) };
     match std::fs::read_to_string(path) {
-        Ok(text) => parse(&text, renamed),
+        Ok(text) => parse(&text, renamed_keys),
         Err(error) => (T::default(), vec![format!("{} can't be read: {error}", path.display())]),
     }
 }
@@ -45,7 +49,7 @@ pub fn load<T: DeserializeOwned + Default>(
 /// Reads settings as [`load`] does, from the text of a file.
 pub fn parse<T: DeserializeOwned + Default>(
     text: &str,
-    renamed: &[(&str, &str)],
+    renamed_keys: &[(&str, &str)],
 ) -> (T, Vec<String>) {
     let table: toml::Table = match text.parse() {
         Ok(table) => table,
@@ -54,7 +58,7 @@ pub fn parse<T: DeserializeOwned + Default>(
     let mut valid = toml::Table::new();
     let mut problems = vec![];
     for (key, value) in table {
-        if let Some((_, new)) = renamed.iter().find(|(old, _)| *old == key) {
+        if let Some((_, new)) = renamed_keys.iter().find(|(old, _)| *old == key) {
             problems.push(format!("{key}: renamed to {new}"));
             continue;
         }
@@ -105,8 +109,8 @@ mod tests {
 
     #[test]
     fn the_old_name_of_a_renamed_key_is_refused_with_the_new_name() {
-        let renamed = [("pause_ms", "interval_ms")];
-        let (settings, problems) = parse::<Example>("pause_ms = 9\n", &renamed);
+        let renamed_keys = [("pause_ms", "interval_ms")];
+        let (settings, problems) = parse::<Example>("pause_ms = 9\n", &renamed_keys);
         assert_eq!(settings.interval_ms, 7);
         assert_eq!(problems, ["pause_ms: renamed to interval_ms"]);
     }

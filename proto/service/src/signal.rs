@@ -1,4 +1,7 @@
 //! Waits for a signal that tells the process to stop: SIGTERM from a supervisor, or Ctrl-C.
+//!
+//! The `main.rs` of router and agent wait for the signal, and then drain or stop the process.
+//! This module stops nothing. Other signals, such as SIGHUP, keep their default effect.
 
 use std::future::Future;
 

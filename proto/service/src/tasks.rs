@@ -1,7 +1,9 @@
 //! Starts the tasks of a process, and stops them together.
 //!
-//! An *essential* task must run until the process stops. If it ends earlier, the process stops. The
-//! end of any other task has no further effect. All tasks share one cancellation token.
+//! Router and agent make one [`Tasks`] at their start, and start every task through a clone. An
+//! *essential* task must run until the process stops. If it ends earlier, the process stops. The
+//! end of any other task has no further effect. All tasks share one cancellation token. A cancelled
+//! task is not aborted: it sees the token and ends itself. No task is restarted.
 
 use std::{
     future::Future,
@@ -19,9 +21,10 @@ use tracing::{error, warn};
 #[derive(Debug, Clone, Default)]
 pub struct Tasks {
     tracker: TaskTracker,
-    cancel: CancellationToken,
+    /// Cancelled when all tasks must stop.
+    stop_token: CancellationToken,
     /// Whether an essential task ended before it was told to stop.
-    has_failed: Arc<AtomicBool>,
+    has_essential_ended_early: Arc<AtomicBool>,
 }
 
 impl Tasks {
@@ -53,34 +56,34 @@ impl Tasks {
     /// Returns a token that is cancelled when the process is told to stop.
     #[must_use]
     pub fn token(&self) -> CancellationToken {
-        self.cancel.clone()
+        self.stop_token.clone()
     }
 
     /// Waits until the process is told to stop.
     pub async fn cancelled(&self) {
-        self.cancel.cancelled().await;
+        self.stop_token.cancelled().await;
     }
 
     /// Tells all tasks to stop.
     pub fn cancel(&self) {
-        self.cancel.cancel();
+        self.stop_token.cancel();
     }
 
-    /// Stops all tasks and waits for their ends, but no longer than `limit`.
+    /// Tells all tasks to stop and waits for their ends, but no longer than `wait_max`.
     ///
     /// Returns whether every essential task ran until it was told to stop.
-    pub async fn stop(&self, limit: Duration) -> bool {
-        self.cancel.cancel();
+    pub async fn stop(&self, wait_max: Duration) -> bool {
+        self.stop_token.cancel();
         self.tracker.close();
-        if tokio::time::timeout(limit, self.tracker.wait()).await.is_err() {
+        if tokio::time::timeout(wait_max, self.tracker.wait()).await.is_err() {
             warn!(left = self.tracker.len(), "tasks left running at the end");
         }
-        !self.has_failed.load(Ordering::Relaxed)
+        !self.has_essential_ended_early.load(Ordering::Relaxed)
     }
 }
 
-/// Stops the process when it is dropped, unless the process is already stopping. An essential task
-/// holds it, so that it is dropped at the task's end, also by a panic.
+/// Stops the process on drop, unless the process is already stopping. An essential task holds this
+/// guard, so the drop comes at the task's end, also if the task panics.
 struct StopProcessOnDrop {
     tasks: Tasks,
     name: &'static str,
@@ -88,10 +91,10 @@ struct StopProcessOnDrop {
 
 impl Drop for StopProcessOnDrop {
     fn drop(&mut self) {
-        if !self.tasks.cancel.is_cancelled() {
+        if !self.tasks.stop_token.is_cancelled() {
             error!(task = self.name, "essential task ended, stopping");
-            self.tasks.has_failed.store(true, Ordering::Relaxed);
-            self.tasks.cancel.cancel();
+            self.tasks.has_essential_ended_early.store(true, Ordering::Relaxed);
+            self.tasks.stop_token.cancel();
         }
     }
 }

@@ -98,7 +98,7 @@ pub(super) const DEVICE_METRICS: [MetricSpec; 18] = [
         let reasons = device.reading.throttle_reasons.iter().flatten();
         reasons.map(|&reason| (vec![("reason", reason.to_owned())], Some(1.0))).collect()
     }),
-    gauge("gpu_remapped_rows", "RemappedRows of memory replaced by spare ones", None, |device| {
+    gauge("gpu_remapped_rows", "Rows of memory replaced by spare ones", None, |device| {
         let rows = device.reading.remapped_rows;
         let flag = |flag: Option<bool>| flag.map(|flag| f64::from(u8::from(flag)));
         labeled(
