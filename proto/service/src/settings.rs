@@ -1,9 +1,10 @@
 //! Reads settings from a TOML file, and reports all problems at once.
 //!
 //! The `config.rs` of router and agent each define a flat struct of settings with defaults, and
-//! call [`load`]. They add the problems that only they can see, such as values that contradict each
-//! other. Their `main.rs` prints the [`Problems`] and exits with [`EXIT_USAGE`]. There are no
-//! environment variables for settings, and a running process doesn't read the file again.
+//! call [`load`]. They apply command line arguments and environment variables themselves, and add
+//! the problems that only they can see, such as values that contradict each other. Their `main.rs`
+//! prints the [`Problems`] and exits with [`EXIT_USAGE`]. A running process doesn't read the file
+//! again.
 
 use std::{fmt, path::Path};
 

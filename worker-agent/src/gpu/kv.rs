@@ -2,8 +2,8 @@
 //!
 //! A *rank* is one data-parallel rank of the engine. It runs on one or more devices, which are GPUs
 //! or MIG slices of GPUs. The agent's `ledger` calls [`Pool::fill_device`] for each of them when it
-//! makes a load report. The ledger also finds out the pool's size and which devices hold the pool.
-//! This module reads no GPU.
+//! makes a load report. The ledger knows the pool's size, and asks `tracker` which devices hold the
+//! pool. This module reads no GPU.
 
 use proto::load::{Device, Figure, RankLoad, Source};
 

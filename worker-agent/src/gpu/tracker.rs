@@ -426,7 +426,7 @@ mod tests {
 
     fn take_reading(
         tracker: &mut GpuTracker,
-        processes: &[Member],
+        processes: &[EngineProcess],
         readings: Vec<Reading>,
     ) -> Snapshot {
         let readings = (0..).map(gpu).zip(readings).collect();
@@ -442,8 +442,9 @@ mod tests {
     }
 
     fn engine_bytes(processes: &[(u32, Option<u64>)]) -> Option<u64> {
-        let processes = [process(7, Some(0)), process(8, Some(0))];
-        take_reading(&mut naming(vec![]), &processes, vec![runs(processes)]).devices[0].engine_bytes
+        let of_engine = [process(7, Some(0)), process(8, Some(0))];
+        let readings = vec![runs(processes)];
+        take_reading(&mut naming(vec![]), &of_engine, readings).devices[0].engine_bytes
     }
 
     #[test]
