@@ -268,7 +268,7 @@ impl AgentState {
             retentions: self.retentions.iter().map(|retention| retention.to_wire()).collect(),
             turns_queued_per_session_max: 0,
             model_files: self.has_model.load(Ordering::Relaxed).then(|| described_files().into()),
-            trim_sglang_versions: vec![],
+            trims: vec![],
         }
     }
 
