@@ -304,7 +304,7 @@ fn a_session_whose_prompt_is_unknown_stays_while_its_worker_can_take_it() {
     assert_eq!(placed(&state, &ask, stale), (0, Reason::Sticky), "no other worker is usable");
     state.apply(0, Update::AgentLost("gone".to_owned()), stale);
     assert_eq!(placed(&state, &ask, stale), (0, Reason::Sticky), "lost only just now");
-    let later = stale + RECONNECT_MAX;
+    let later = stale + RECONNECT_TIME_MAX;
     assert_eq!(place(&ask, &state.snapshot(), later), Err(NoWorker::Unusable));
 }
 
