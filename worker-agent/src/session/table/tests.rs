@@ -238,7 +238,11 @@ fn what_no_budget_holds_is_refused_for_good() {
     let ignores_eos =
         Need { prompt_tokens: 8, answer_tokens: None, is_exact: true, ..Need::default() };
     let refused = rig.turn_that_needs(&delta("s"), ignores_eos).error();
-    assert_eq!(refused, Error::TooLarge { need: 1200, max: 1008 }, "as far as the context");
+    assert_eq!(
+        refused,
+        Error::TooLarge { tokens_needed: 1200, tokens_max: 1008 },
+        "as far as the context"
+    );
 }
 
 #[test]
