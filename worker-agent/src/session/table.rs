@@ -16,9 +16,9 @@
 //!
 //! The other child modules: `capacity` computes room, `rank_account` counts what is in use,
 //! `reclaim` frees room, `closing` closes incarnations, `engine` handles reports of the engine and
-//! the shim, `trim` runs full histories in pinned sessions, `backlog` estimates the prompt tokens that
-//! wait, `volatile_prefix` looks for texts that change from turn to turn, and `invariants` checks
-//! the promises.
+//! the shim, `trim` runs full histories in pinned sessions, `backlog` estimates the prompt tokens
+//! that wait, `volatile_prefix` looks for texts that change from turn to turn, and `invariants`
+//! checks the promises.
 //!
 //! The table promises the following. `check_invariants` or the simulation asserts each promise:
 //! - At most one turn of an exclusive session is inside the engine.
