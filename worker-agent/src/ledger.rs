@@ -19,7 +19,7 @@ use proto::load::{Device, Figure, LoadReport, Rank, RankLoad, Retention, Source}
 
 use self::prefill::PrefillRate;
 use crate::{
-    engine::{Info, RankSample, Sample},
+    engine::{EngineInfo, LoadSample, RankSample},
     gpu::{kv::Pool, tracker::Snapshot},
     session::{self, RankCapacity, RankTotals, Session, Table},
 };

@@ -7,7 +7,7 @@
 
 use std::time::Duration;
 
-use kernels::report::Kind as FaultKind;
+use kernels::report::FaultKind;
 use prometheus_client::{
     encoding::EncodeLabelSet,
     metrics::{counter::Counter, family::Family, gauge::Gauge, histogram::Histogram},

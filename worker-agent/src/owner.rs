@@ -201,8 +201,8 @@ impl Owner {
             context_tokens: 0,
             retentions: vec![],
         };
-        let table = Table::new(setup.rules.clone(), engine);
-        let turns_max = setup.limits.turns_max_over_ranks() + setup.rules.turns_queued_max;
+        let table = Table::new(setup.table_settings.clone(), engine);
+        let turns_max = setup.limits.turns_max_over_ranks() + setup.table_settings.turns_queued_max;
         let (turn_end_sender, turn_end_receiver) = mpsc::channel(turns_max);
         let ledger = Ledger::new(setup.limits);
         let down_reason = Some("the engine has not answered yet".to_owned());

@@ -56,8 +56,9 @@ impl HashedPrefix {
     /// Starts at the beginning of a prompt's text. `chain` and `hashes` may hold the tokens that
     /// precede the text.
     pub(super) fn new(chain: Chain, hashes: Vec<BlockHash>) -> Self {
-        let root = [chain.last_hash().0, chain.tokens(), chain.partial_sum()].map(u64::to_le_bytes);
-        Self { key: xxh3_128(root.as_flattened()), chain, hashes }
+        let start_parts =
+            [chain.last_hash().0, chain.tokens(), chain.partial_sum()].map(u64::to_le_bytes);
+        Self { key: xxh3_128(start_parts.as_flattened()), chain, hashes }
     }
 
     /// Returns the key of this prefix extended by a segment.

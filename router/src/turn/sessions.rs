@@ -272,8 +272,8 @@ impl Shared {
             exclude: failed_worker,
         };
         let placement = placement::place(&request, &view, now)?;
-        self.metrics.placed(placement.reason.as_str());
-        if bound.is_none() {
+        self.metrics.count_placement(placement.reason.as_str());
+        if bound_worker.is_none() {
             view.agent(placement.worker).in_flight[placement.worker.dp_rank as usize]
                 .count_open_request();
         }

@@ -92,7 +92,8 @@ impl Shared {
     /// Reports that a turn couldn't connect to a worker's data port.
     pub(crate) fn report_unreachable(&self, worker: WorkerRef, reason: String) {
         // If the channel is full, the report is dropped. The next turn that fails repeats it.
-        let _ = self.updates.try_send((worker.agent, Update::DataPortUnreachable(why), now()));
+        let update = (worker.agent, Update::DataPortUnreachable(reason), now());
+        let _ = self.update_sender.try_send(update);
     }
 
     /// Returns a snapshot of the fleet. Shortly after the router's start, waits for a snapshot in

@@ -181,7 +181,7 @@ pub(super) async fn serve_request(
     if let Some(run_mode) = run_mode.map(|mode| actual_run_mode(route.kind, mode)) {
         response.headers_mut().insert(RUN_MODE_HEADER, HeaderValue::from_static(run_mode.as_str()));
     }
-    if let Some(growth_tokens) = turn.growth_tokens {
+    if let Some(growth_tokens) = turn.growth_tokens_max {
         response.headers_mut().insert(GROWTH_HEADER, growth_tokens.into());
     }
     Ok(response)

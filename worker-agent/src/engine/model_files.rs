@@ -203,7 +203,7 @@ impl FoundFiles {
         let folder = find_folder(&source.tokenizer, source.revision.as_deref(), hub_cache)
             .ok_or_else(|| Error::NoFolder(source.tokenizer.clone()))?;
         let mut files = vec![];
-        match find_template(source, &folder, hub) {
+        match find_template(source, &folder, hub_cache) {
             Template::Text(text) => files.push((CHAT_TEMPLATE, FileContent::Text(text))),
             Template::Unsupported(why) => {
                 tracing::info!(why, "routers can't tokenize messages for this engine");
@@ -303,9 +303,9 @@ fn find_template(
     {
         return Template::Unsupported("SGLang builds this model's prompts by its own rules");
     }
-    let model_template = read_small_file(&folder.join(CHAT_TEMPLATE))
-        .or_else(|| template_of_config(&read_json(&folder.join("chat_template.json"))?))
-        .or_else(|| template_of_config(&read_json(&folder.join(TOKENIZER_CONFIG))?));
+    let model_template = read_small_file(&tokenizer_folder.join(CHAT_TEMPLATE))
+        .or_else(|| read_config_template(&read_json(&tokenizer_folder.join("chat_template.json"))?))
+        .or_else(|| read_config_template(&read_json(&tokenizer_folder.join(TOKENIZER_CONFIG))?));
     model_template.map_or(Template::Unsupported("the model has no chat template"), Template::Text)
 }
 

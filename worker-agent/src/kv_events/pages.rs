@@ -33,8 +33,8 @@ use super::decode::{CacheEvent, Medium, PageHash, Stored};
 /// The empty run at the root of the tree; all prompts begin here. In a link to a child or sibling,
 /// this id means that there is none.
 const ROOT: RunId = 0;
-/// The maximum number of pages in a run. The table stores a page's depth only modulo this number,
-/// so two pages of a longer run could have the same entry.
+/// The maximum number of pages in a run. The table stores a page's number in its prompt only modulo
+/// this maximum, so two pages of a longer run could have the same entry.
 const RUN_PAGES_MAX: usize = PLACE_MODULUS as usize;
 /// The bits of a stored page hash that say in which tiers (GPU or host memory) the page is
 /// resident. They replace the last two bits of the engine's hash.
@@ -189,8 +189,8 @@ impl Pages {
         let block_tokens = BlockTokens::for_page(page_tokens)?;
         let grid = Grid::new(page_tokens, block_tokens);
         let (runs, free_ids, table) = (vec![Run::default()], vec![], RunTable::new());
-        let (count, lists_bytes) = (0, 0);
-        Ok(Self { grid, block_tokens, pages_max, runs, free_ids, table, count, lists_bytes })
+        let (page_count, lists_bytes) = (0, 0);
+        Ok(Self { grid, block_tokens, pages_max, runs, free_ids, table, page_count, lists_bytes })
     }
 
     /// Returns the number of distinct tracked pages. It includes pages that are no longer resident
@@ -228,8 +228,8 @@ impl Pages {
             }
             CacheEvent::Cleared => {
                 (self.runs, self.free_ids) = (vec![Run::default()], vec![]);
-                (self.table, self.count, self.lists_bytes) = (RunTable::new(), 0, 0);
-                deltas.push(Delta::Cleared);
+                (self.table, self.page_count, self.lists_bytes) = (RunTable::new(), 0, 0);
+                changes.push(BlockChange::Cleared);
                 Ok(())
             }
         }
@@ -330,7 +330,7 @@ impl Pages {
     fn find_page(&self, page: PageHash) -> Option<(RunId, usize)> {
         self.table.find(table_key(page.0), |Entry { run, place }| {
             let content = self.run(run);
-            let index = (place.wrapping_sub(content.start) % PLACE_MODULUS) as usize;
+            let index = (place.wrapping_sub(content.start_page) % PLACE_MODULUS) as usize;
             let known = content.pages.get(index)?;
             is_page(*known, page).then_some((run, index))
         })

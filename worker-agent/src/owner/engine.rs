@@ -14,7 +14,7 @@ use tracing::{error, info, warn};
 use super::{EngineNews, Owner, handle::OwnerMessage};
 use crate::{
     engine::{EngineClient, EngineInfo, stall_detector::StallDetector},
-    session::{CloseRequest, CloseResult, Load, OpenResult, journal::Record},
+    session::{CloseRequest, CloseResult, EngineLoad, OpenResult, journal::Record},
 };
 
 /// How much longer the engine's idle limit for sessions is than the agent's. The engine's limit
@@ -126,7 +126,7 @@ impl Owner {
 
     /// Closes the sessions that an earlier agent process left open in this engine process.
     fn close_leftover_sessions(&mut self, info: &EngineInfo) {
-        let leftover_sessions = self.setup.journal.left_open(&info.facts.instance);
+        let leftover_sessions = self.setup.journal.incarnations_left_open(&info.facts.instance);
         let record = Record::Engine { instance: info.facts.instance.clone() };
         if let Err(error) = self.setup.journal.write(&record) {
             error!(%error, "the journal can't be written");

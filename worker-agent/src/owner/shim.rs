@@ -17,7 +17,7 @@ use super::{Owner, handle::OwnerMessage};
 use crate::{
     gpu::process::Scheduler,
     ledger::PoolFacts,
-    session::{Load, SessionReport},
+    session::{EngineLoad, SessionReport},
     shim::{Hello, RankFacts, SessionChanges, SessionFacts, ShimEvent, codec::SESSIONS_MAX},
 };
 
@@ -65,7 +65,7 @@ impl Owner {
         let Hello { pid, dp_rank, sglang, shim, undemotable_reason: undemotable, .. } = hello;
         self.setup.gpus.set_scheduler(Scheduler {
             dp_rank: *dp_rank,
-            pid: hello.seen_pid,
+            pid: hello.pid_in_agent_namespace,
             pid_in_own_namespace: *pid,
         });
         // An inert shim does nothing after its greeting, for example because it doesn't know the
@@ -116,6 +116,7 @@ impl Owner {
         self.table.handle_load(now(), facts.dp_rank, load);
     }
 
+    /// Records a shim's report of sessions: its whole session table, or only changes.
     fn record_sessions(&mut self, sessions: SessionChanges) {
         let SessionChanges { dp_rank, is_full_table, changed, gone_ids } = sessions;
         // A full table lists all sessions, so a session that it lacks is gone. But one message with
@@ -192,6 +193,6 @@ fn session_report(session: SessionFacts, is_from_full_table: bool) -> SessionRep
         allocated_tokens: u64::from(session.allocated_tokens),
         history_tokens: u64::from(session.history_tokens),
         in_flight: session.in_flight,
-        from_full_table: is_from_full_table,
+        is_from_full_table,
     }
 }

@@ -24,7 +24,7 @@ use crate::{
 impl Owner {
     pub(super) fn handle_trimmer_event(&mut self, event: trim::TrimmerEvent) {
         self.is_report_stale = true;
-        match news {
+        match event {
             trim::TrimmerEvent::Up(trim::Trimmer { sglang, shim, inert_reason, .. }) => {
                 match &inert_reason {
                     None => info!(sglang, shim, "the shim trims full histories"),

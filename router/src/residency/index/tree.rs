@@ -141,7 +141,7 @@ impl Run {
     /// Returns the index of `block` in this run, if it stands `offset` blocks after the block that
     /// the table's `entry` points to. The table only proposes entries, so the hash is compared.
     fn index_of(&self, block: BlockHash, entry: Entry, offset: usize) -> Option<usize> {
-        let index = (entry.place.wrapping_sub(self.start) % PLACE_MODULUS) as usize + offset;
+        let index = (entry.place.wrapping_sub(self.depth) % PLACE_MODULUS) as usize + offset;
         (self.blocks.get(index) == Some(&block)).then_some(index)
     }
 

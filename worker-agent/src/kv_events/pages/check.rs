@@ -25,9 +25,10 @@ impl Pages {
         assert!(used.is_disjoint(&free), "a free run is not in the tree");
         assert_eq!(used.len() + free.len() + 1, self.runs.len(), "every run is used or free");
         runs.iter().for_each(|&run| self.check_run(run));
-        let count: usize = runs.iter().map(|&run| self.run(run).pages.len()).sum();
-        assert_eq!((self.count, self.table.entry_count()), (count, count), "distinct pages");
-        assert!(self.count <= self.pages_max, "the bound holds");
+        let page_count: usize = runs.iter().map(|&run| self.run(run).pages.len()).sum();
+        assert_eq!(self.page_count, page_count, "distinct pages");
+        assert_eq!(self.table.entry_count(), page_count, "distinct pages");
+        assert!(self.page_count <= self.pages_max, "the bound holds");
         let bytes: usize = self.runs.iter().map(Run::bytes).sum();
         assert_eq!(self.lists_bytes, bytes, "bytes of all runs' lists, free runs included");
     }

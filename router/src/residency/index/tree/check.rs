@@ -54,9 +54,9 @@ impl Tree {
         assert_eq!(self.lru.iter().collect::<HashSet<_>>(), leaves, "the list has all leaves");
         assert_eq!(self.lru.iter().count(), leaves.len(), "the list has each leaf once");
         let entries =
-            used.iter().map(|&run| self[run].entries(run, 0..self[run].blocks.len()).count());
+            used_runs.iter().map(|&run| self[run].entries(run, 0..self[run].blocks.len()).count());
         assert_eq!(self.table.entry_count(), entries.sum::<usize>(), "number of table entries");
-        assert_eq!(self.blocks, blocks, "distinct blocks");
+        assert_eq!(self.block_count, block_count, "distinct blocks");
         assert_eq!(self.heap_bytes, heap_bytes, "memory of runs");
         assert_eq!(
             (&self.resident_blocks, self.host_blocks),
