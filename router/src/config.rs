@@ -21,7 +21,7 @@ use service::settings::{self, Problems};
 
 /// The most agents that one router follows. Each agent costs a connection and a few tasks, so a
 /// larger fleet needs several routers.
-pub const WORKERS_MAX: usize = 1024;
+pub const AGENTS_MAX: usize = 1024;
 
 /// The default address for clients. It is loopback, so that nothing is exposed by accident.
 pub const DATA_ADDR: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::LOCALHOST), 8080);
@@ -184,8 +184,8 @@ impl Config {
         if self.workers.is_empty() {
             problems.push("workers: none is named; give --worker http://host:port".to_owned());
         }
-        if self.workers.len() > WORKERS_MAX {
-            problems.push(format!("workers: more than {WORKERS_MAX} are named"));
+        if self.workers.len() > AGENTS_MAX {
+            problems.push(format!("workers: more than {AGENTS_MAX} are named"));
         }
         let mut named_workers = BTreeSet::new();
         for worker in &self.workers {

@@ -7,8 +7,9 @@
 //!
 //! If the shortest prompt always came first, the sum of all waits would be smallest, but long
 //! prompts could wait forever. So the queue computes for each prompt its remaining computing time
-//! minus half of its waiting time, and the smallest result comes first. A new prompt then never
-//! passes a prompt that has waited for twice its own remaining computing time.
+//! minus half of its waiting time, and the smallest result comes first. A prompt that has waited
+//! for twice its remaining computing time is therefore passed by no new prompt. `shared` removes
+//! the prompt of a client that has left.
 
 mod shared;
 

@@ -9,13 +9,13 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 
-use crate::config::WORKERS_MAX;
+use crate::config::AGENTS_MAX;
 
 /// Number of ranks per agent that have a number in the overlap index, which knows the KV on each
 /// worker. A node has eight GPUs.
 const RANKS_INDEXED_MAX: usize = 16;
 /// Upper bound of the workers' numbers in the overlap index. The numbers are below it.
-pub const WORKER_NUMBERS_MAX: usize = WORKERS_MAX * RANKS_INDEXED_MAX;
+pub const WORKER_NUMBERS_MAX: usize = AGENTS_MAX * RANKS_INDEXED_MAX;
 
 /// Identifies a worker by its agent's position in the configuration and its rank. The identity is
 /// the same in every snapshot, even if the agent changes its name.

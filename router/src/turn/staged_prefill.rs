@@ -11,7 +11,11 @@
 //!
 //! Staged prefill is used only if the ids are certainly those that the engine makes, and if the
 //! agent reports the worker's resident blocks. Ids made from text are certain once an agent has
-//! reported the text's first block.
+//! reported the text's first block: the engine then has the same block hash, so the same ids.
+//!
+//! A placed turn has a claim (a header that tells the agent what the turn does to its session), a
+//! hold (it keeps the session bound to the worker) and a lease (it counts the turn's tokens as load
+//! of the worker). See `decide`.
 
 use std::{
     sync::Arc,
@@ -63,6 +67,7 @@ pub(crate) async fn run(
             .await
         }
     };
+    // After a failure, the turn still has to compute all of its tokens.
     placed.lease.end_staged_prefill(remaining_result.unwrap_or(u64::MAX));
     if let (Ok(remaining_tokens), Some(blocks)) = (remaining_result, &placed.blocks) {
         placed.resident_tokens =
@@ -102,8 +107,8 @@ fn find_long_prompt(shared: &Shared, placed: &PlacedTurn) -> Option<LongPrompt> 
     let blocks = placed.blocks.as_ref()?;
     let resident_tokens = placed.resident_tokens?;
     let uncached_tokens = blocks.prompt_overlap().tokens - resident_tokens;
-    // If the session has KV of its own, placement expects fewer tokens than the reported blocks
-    // show: that KV is in no reported block, so the agent would compute it again.
+    // A session may have KV of its own, which is in no reported block. Placement then counts fewer
+    // tokens to compute than the reported blocks leave. Staged prefill would compute that KV again.
     let has_no_private_kv = placed.lease.tokens() == uncached_tokens;
     (has_no_private_kv && uncached_tokens > stage_tokens)
         .then_some(LongPrompt { resident_tokens, stage_tokens })

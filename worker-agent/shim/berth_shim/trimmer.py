@@ -482,8 +482,8 @@ def _plan_message(
     plan: Plan, mark: Mark, rid: str, prompt_tokens: int = 0, why: str = ""
 ) -> wire.Planned:
     """Returns the message to the agent about a plan. `prompt_tokens` is the length of the whole
-    prompt, and `why` the reason why a question didn't help. If the prompt is too long, the message
-    says at least as many tokens as the engine would count."""
+    prompt, and `why` the reason why a question didn't help. If the plan says that the prompt is too
+    long, the message has the number of tokens that the engine would count, if that is larger."""
     kinds = {Trimmed: wire.TRIMMED, Retokenized: wire.RETOKENIZED, Diverged: wire.DIVERGED}
     kind = kinds.get(type(plan), wire.REFUSED)
     shared_tokens = getattr(plan, "shared_tokens", 0)

@@ -10,8 +10,9 @@
 //! whole list `tools`. It has nothing to do with KV blocks. The tracker keeps hashes and places of
 //! a prompt's first blocks, never text. It does no I/O.
 //!
-//! `data_port` fills a [`PromptStart`] from each request's body. `table::volatile_prefix` passes it
-//! to the session's [`PrefixTracker`] and reports what the tracker finds.
+//! `data_port` fills a [`PromptStart`] from each request's body. When the turn is admitted,
+//! `table::volatile_prefix` passes it to the session's [`PrefixTracker`], and later how the shim
+//! compared the prompt. It reports what the tracker finds; load reports show that to operators.
 
 use proto::load::{PromptPlace, PromptRole, VolatilePrefix};
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
@@ -288,8 +289,8 @@ impl PrefixTracker {
     }
 }
 
-/// Returns how the prompt of `now` relates to the prompt of `before`. If they differ early, they
-/// belong to one conversation if a later message of `now` is also in `before`, at the same place.
+/// Returns how a new prompt relates to an earlier one. Prompts that differ early belong to the same
+/// conversation if a later message of the new prompt is also in the old one, at the same place.
 fn compare(old_blocks: &[Block], new_blocks: &[Block]) -> Relation {
     let mut block_pairs = old_blocks.iter().zip(new_blocks);
     let Some(index) =

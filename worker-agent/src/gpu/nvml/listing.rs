@@ -1,10 +1,12 @@
-//! Lists NVML's devices for the readings, and determines the identity of each.
+//! Lists NVML's devices for the GPU thread's readings, and determines the identity of each.
 //!
 //! A *device* is a GPU, or one of the *slices* into which MIG has divided a GPU. The GPU thread
 //! calls [`list_devices`] after each load of NVML. It reloads NVML while a device is missing, and
-//! passes the identities (UUID, index, name and so on) that were listed before the reload. A device
-//! keeps its identity when it can't be reached any more, or when NVML no longer lists it. It then
-//! gets a reader without a handle. [`DeviceReader`] reads all values besides the identity.
+//! passes the identities (UUID, index, name and so on) that were listed before the reload. A GPU
+//! that can't be reached any more, or that NVML no longer lists, keeps its identity, and so do its
+//! slices. They get readers without a handle, which report the board's fault, or no fault if the
+//! cause is unknown. A slice that is gone from a GPU that can be reached is forgotten.
+//! [`DeviceReader`] reads all values besides the identity.
 
 use std::{collections::BTreeMap, path::PathBuf};
 

@@ -1,8 +1,9 @@
 //! Keeps one rank's account: its totals, its large turns, and what the engine and the shim report.
 //!
-//! A rank is one data-parallel (DP) rank of the engine, with a KV pool of its own. The other
-//! modules of the table update the account when a session or a turn changes. The account only
-//! counts. The module `admission` decides by it which turns and sessions get room.
+//! A rank is one data-parallel (DP) rank of the engine, with a KV pool of its own. The account only
+//! counts, and `admission` decides by it which turns and sessions get room. The module `table`
+//! counts sessions here at each change, `admission` the turns that it sends, `ends` those that end,
+//! `trim` those that leave their session, and `engine` what the engine and the shim report.
 //!
 //! The shim is Berth's part in the engine's process. A pinned session keeps its KV and a request
 //! row to itself. A turn (one request and its answer) is plain if it runs on the radix tree,
@@ -19,8 +20,8 @@ pub(super) struct RankAccount {
     pub(super) totals: RankTotals,
     /// The number of turns that have claimed a session or this rank, and whose body is being read.
     pub(super) turns_claimed: u32,
-    /// KV tokens that the largest plain turn needs of those that wait for pinned sessions to give
-    /// up room; 0 if none waits.
+    /// Some plain turns wait for pinned sessions to give up room. This is the number of KV tokens
+    /// that the largest of them needs; 0 if none waits.
     largest_waiting_tokens: u64,
     /// The number of running plain turns.
     plain_turns_running: u64,
@@ -132,8 +133,8 @@ impl RankAccount {
         is_first
     }
 
-    /// Whether the engine can run one more plain turn now, or would have at most `turns_ahead`
-    /// turns waiting.
+    /// Whether the engine may get one more plain turn. It may have `turns_ahead` plain turns more
+    /// than it has free rows, and fewer than `turns_ahead` turns in its own queue.
     pub(super) fn has_engine_room(&self, capacity: &RankCapacity, turns_ahead: u64) -> bool {
         let free_rows = u64::from(capacity.rows.saturating_sub(self.totals.rows_held));
         let engine_waiting =
@@ -146,7 +147,8 @@ impl RankAccount {
         self.shim.is_some_and(|shim| shim.can_demote)
     }
 
-    /// Whether a connected shim can verify the histories of suspect sessions.
+    /// Whether a connected shim can verify the histories of suspect sessions, which are those whose
+    /// history is uncertain.
     pub(super) fn can_verify(&self) -> bool {
         self.shim.is_some()
     }
