@@ -2,7 +2,8 @@
 //!
 //! Parts: [`EngineClient`] (in `client`) calls the engine's HTTP API, [`stall_detector`] finds out
 //! when the engine makes no progress, and [`model_files`] finds the tokenizer files of the engine's
-//! model. The parts only read, send and report. [`crate::owner`] decides what to do.
+//! model. The parts only read, send and report. [`crate::owner`] decides what to do, and
+//! `data_port` sends turns through the client.
 
 mod client;
 pub mod model_files;

@@ -1,4 +1,4 @@
-//! Calls the CUDA driver for the rest of the crate, and finds out first whether that is possible.
+//! Calls the CUDA driver for the crate, and tells everyone whether that is possible ([`missing`]).
 //!
 //! The functions have the driver's names, and return its errors as [`Error`]. The other modules of
 //! [`super`] call the driver only through these functions.
@@ -46,7 +46,7 @@ fn probe() -> Result<(), MissingReason> {
     if !unsafe { sys::is_culib_present() } {
         return Err(MissingReason::Library);
     }
-    // SAFETY: the library was just opened, by the same names in the same order.
+    // SAFETY: the library was just opened. `culib` tries the same file names in the same order.
     let library = unsafe { sys::culib() };
     for &symbol in SYMBOLS {
         // SAFETY: the symbol is looked up, not called.

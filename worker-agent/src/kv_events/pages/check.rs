@@ -4,9 +4,9 @@
 //! finds a page's run by the page's hash, and some counts. The check compares the table and the
 //! counts with the tree. Only unit tests call it.
 //!
-//! A *block* is the unit in which routers count prompts. Where blocks and pages differ in length, a
-//! run also has the hashes of the blocks that end in it, and for each page the sum over the tokens
-//! of the block that the page leaves open (`open_sums`).
+//! A *block* is the unit in which routers count prompts. A run also has the hashes of the blocks
+//! that end in it. If blocks are longer than pages, it has for each page the sum over the tokens of
+//! the block that the page leaves unended (`open_sums`).
 
 use std::collections::HashSet;
 
