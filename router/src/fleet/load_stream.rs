@@ -125,11 +125,9 @@ impl LoadStreamChecker {
         if !part.last {
             return Ok(None);
         }
-        let old_phase = std::mem::replace(&mut self.phase, Phase::Live { rank_count });
-        let Phase::Table { description, sessions } = old_phase else {
-            unreachable!("the phase was a table a few lines above");
-        };
-        Ok(Some(Update::StreamBegan { description: *description, sessions }))
+        let (description, sessions) = (Description::clone(description), std::mem::take(sessions));
+        self.phase = Phase::Live { rank_count };
+        Ok(Some(Update::StreamBegan { description, sessions }))
     }
 
     /// Takes an event after the session table.
