@@ -3,12 +3,18 @@
 //! Only shells (tasks, threads, handlers) call these functions. Pure modules, which decide without
 //! I/O, take the time as an argument. There are no timers here: waits use Tokio.
 
-use std::time::{Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 /// Returns the current monotonic time by Tokio's clock, which tests can pause.
 #[must_use]
 pub fn now() -> Instant {
     tokio::time::Instant::now().into_std()
+}
+
+/// Returns a time in whole milliseconds.
+#[must_use]
+pub fn whole_millis(duration: Duration) -> u64 {
+    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
 }
 
 /// Returns unix time in nanoseconds by the wall clock.

@@ -87,6 +87,14 @@ impl Snapshot {
         self.serves_same_models
     }
 
+    /// Returns the model that a worker must serve to take a turn that names `model`. `None` if any
+    /// worker will do: the turn names no model, or all agents serve the same models. Then any
+    /// engine gets the turn, whatever model it names.
+    #[must_use]
+    pub fn required_model<'a>(&self, model: Option<&'a str>) -> Option<&'a str> {
+        model.filter(|_| !self.serves_same_models)
+    }
+
     /// Returns the least predicted gain for which a session moves to another worker.
     #[must_use]
     pub fn rebind_gain_min(&self) -> Duration {
@@ -125,9 +133,8 @@ impl Snapshot {
         if !self.is_settled() {
             return Err("waiting for the first load report of every agent".to_owned());
         }
-        let has_usable_worker = self.workers().any(|(worker, ..)| {
-            matches!(self.state(worker, now), WorkerState::Fresh | WorkerState::Stale)
-        });
+        let has_usable_worker =
+            self.workers().any(|(worker, ..)| self.state(worker, now).is_usable());
         if has_usable_worker {
             Ok(())
         } else {

@@ -80,6 +80,13 @@ impl WorkerState {
         }
     }
 
+    /// Whether the worker can take turns. A stale worker takes new sessions only if no worker is
+    /// fresh.
+    #[must_use]
+    pub fn is_usable(self) -> bool {
+        matches!(self, Self::Fresh | Self::Stale)
+    }
+
     /// Returns `Stale` if the agent has been silent for longer than `report_age_max`, else the
     /// state itself. `Lost` and `Disaggregated` never become `Stale`. `heard_at` is when the agent
     /// was last heard.

@@ -15,10 +15,7 @@ use serde_json::{Value, json};
 use service::clock::now;
 
 use super::{SharedState, errors, respond, serve_turn};
-use crate::{
-    fleet::{snapshot::Snapshot, worker::WorkerState},
-    placement::NoWorker,
-};
+use crate::{fleet::snapshot::Snapshot, placement::NoWorker};
 
 /// Answers with the models of the fleet.
 pub(super) async fn list(State(shared): SharedState, request: Request) -> Response {
@@ -36,10 +33,8 @@ pub(super) async fn list(State(shared): SharedState, request: Request) -> Respon
 /// Lists the models of all usable workers, in the form of an engine's own list.
 fn list_models_of_workers(view: &Snapshot) -> Vec<Value> {
     let now = now();
-    let is_usable =
-        |worker| matches!(view.state(worker, now), WorkerState::Fresh | WorkerState::Stale);
     let mut models = BTreeMap::new();
-    for (.., facts) in view.workers().filter(|(worker, ..)| is_usable(*worker)) {
+    for (.., facts) in view.workers().filter(|(worker, ..)| view.state(*worker, now).is_usable()) {
         let engine = &facts.description.engine;
         for name in &engine.models {
             let context_tokens = models.entry(name.as_str()).or_insert(engine.context_tokens);

@@ -11,7 +11,7 @@ use axum::{
     response::{IntoResponse as _, Response},
 };
 use serde_json::{Value, json};
-use service::clock::now;
+use service::clock::{now, whole_millis};
 
 use super::{SharedState, errors, respond};
 use crate::{
@@ -36,13 +36,12 @@ fn to_json(record: &PlacementRecord, view: &Snapshot) -> Value {
     let PlacementRecord { placed_at, session, placement } = record;
     let compared: Vec<Value> =
         placement.figures.iter().map(|figures| figures_to_json(figures, view)).collect();
-    let age_ms = now().saturating_duration_since(*placed_at).as_millis();
     json!({
         "worker": view.name(placement.worker),
         "reason": placement.reason,
         "session": session.map(|session| session.to_string()),
         "uncached_tokens": placement.uncached_tokens,
-        "age_ms": u64::try_from(age_ms).unwrap_or(u64::MAX),
+        "age_ms": whole_millis(now().saturating_duration_since(*placed_at)),
         "compared": compared,
     })
 }

@@ -16,7 +16,7 @@ use http::{HeaderMap, StatusCode};
 use proto::{id::SessionKey, load::Retention};
 use serde::Deserialize;
 use serde_json::{Value, json};
-use service::refusal::Refusal;
+use service::{clock::whole_millis, refusal::Refusal};
 
 use super::{SharedState, errors, respond};
 use crate::{
@@ -198,7 +198,6 @@ fn to_json(shared: &Shared, session_view: &SessionView) -> Value {
         return json!({ "session_id": id, "worker": worker, "state": "bound" });
     };
     let state = if session_view.is_lost { json!("lost") } else { json!(session.state) };
-    let idle_ms = u64::try_from(session.idle.as_millis()).unwrap_or(u64::MAX);
     let mut value = json!({
         "session_id": id,
         "worker": worker,
@@ -210,7 +209,7 @@ fn to_json(shared: &Shared, session_view: &SessionView) -> Value {
         "whole_history": session.full_history,
         "resident_tokens": session.resident_tokens.map(|figure| figure.value),
         "resident_tokens_source": session.resident_tokens.map(|figure| figure.source),
-        "idle_ms_at_report": idle_ms,
+        "idle_ms_at_report": whole_millis(session.idle),
     });
     if let Some(prefix) = &session.volatile_prefix {
         value["volatile_prefix"] = json!(prefix);

@@ -13,7 +13,7 @@ use axum::{
 };
 use proto::load::{Device, Figure, PageAudit, Rank, RankLoad};
 use serde_json::{Value, json};
-use service::clock::now;
+use service::clock::{now, whole_millis};
 
 use super::SharedState;
 use crate::{
@@ -153,9 +153,4 @@ fn device_to_json(device: &Device, report_age_ms: u64) -> Value {
 fn figure_to_json(figure: Figure, report_age_ms: u64) -> Value {
     let Figure { value, source, age_ms } = figure;
     json!({ "value": value, "source": source, "age_ms": u64::from(age_ms) + report_age_ms })
-}
-
-/// Returns a time in whole milliseconds.
-fn whole_millis(duration: Duration) -> u64 {
-    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
 }

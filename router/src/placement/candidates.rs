@@ -114,10 +114,9 @@ fn offers_retention(request: &PlacementRequest<'_>, worker: WorkerStats<'_>) -> 
     request.retention.is_none_or(|retention| worker.offers(retention))
 }
 
-/// Whether the worker's engine serves the turn's model. If all agents serve the same models, any
-/// engine gets the turn, whatever model it names.
+/// Whether the worker's engine may get the turn with the model that it names.
 fn serves_model(request: &PlacementRequest<'_>, view: &Snapshot, worker: WorkerStats<'_>) -> bool {
-    let Some(model) = request.model.filter(|_| !view.serves_same_models()) else { return true };
+    let Some(model) = view.required_model(request.model) else { return true };
     let facts = view.agent(worker.worker()).facts.as_ref();
     facts.is_some_and(|facts| facts.description.engine.serves(model))
 }
@@ -129,7 +128,7 @@ fn explain_no_worker(request: &PlacementRequest<'_>, view: &Snapshot, now: Insta
         let workers = view.workers().filter(move |(worker, ..)| runs_whole_turns(*worker));
         workers.map(|(_, _, facts)| &facts.description)
     };
-    let model = request.model.filter(|_| !view.serves_same_models());
+    let model = view.required_model(request.model);
     let serving_agents =
         || descriptions().filter(|agent| model.is_none_or(|name| agent.engine.serves(name)));
     match (request.model, request.retention) {

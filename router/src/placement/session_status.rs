@@ -55,9 +55,27 @@ pub enum SessionStatus {
     Lost {
         /// The worker that had the session.
         worker: WorkerRef,
+        /// The session as last reported.
+        session: Arc<Session>,
         /// True if the agent is connected and reports the loss. False if the agent is unreachable.
         is_agent_up: bool,
     },
+}
+
+impl SessionStatus {
+    /// Returns the worker of a session that its owner sees, and can close. `None` if there is no
+    /// such session: an old binding to a worker whose agent doesn't report the session is none.
+    #[must_use]
+    pub fn owned_worker(&self) -> Option<WorkerRef> {
+        match self {
+            Self::Unknown
+            | Self::Closing
+            | Self::Bound { is_recent: false, placement_only: false, .. } => None,
+            Self::Bound { worker, .. } | Self::Open { worker, .. } | Self::Lost { worker, .. } => {
+                Some(*worker)
+            }
+        }
+    }
 }
 
 /// Determines a session's status from the view and this router's binding.
@@ -143,7 +161,8 @@ fn status_from_table(
     binding: Option<&Binding>,
 ) -> SessionStatus {
     let Some(ReportedSession { worker, session }) = entry else { return SessionStatus::Unknown };
-    let is_agent_up = view.agent(*worker).is_up();
+    let (worker, session) = (*worker, Arc::clone(session));
+    let is_agent_up = view.agent(worker).is_up();
     // A client that sends its full history in each turn can continue on any worker. A client that
     // asked for a pinned session may send only the new part of its history in the next turn.
     let can_continue_anywhere = session.full_history && !session.exclusive;
@@ -153,13 +172,13 @@ fn status_from_table(
         SessionState::Closing => return SessionStatus::Closing,
         // Any other session has only lost cached KV. Any agent can take its next turn.
         SessionState::Lost if needs_its_worker => {
-            return SessionStatus::Lost { worker: *worker, is_agent_up };
+            return SessionStatus::Lost { worker, session, is_agent_up };
         }
-        _ if is_unreachable => return SessionStatus::Lost { worker: *worker, is_agent_up },
+        _ if is_unreachable => return SessionStatus::Lost { worker, session, is_agent_up },
         _ => {}
     }
     let is_busy = session.exclusive && binding.is_some_and(|binding| binding.unanswered_turns > 0);
-    SessionStatus::Open { worker: *worker, session: Arc::clone(session), is_busy }
+    SessionStatus::Open { worker, session, is_busy }
 }
 
 /// Returns the entry to use, because several agents may have the session. Prefers, in this order:

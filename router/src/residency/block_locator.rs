@@ -150,6 +150,7 @@ impl BlockLocator {
         view: &Snapshot,
     ) -> Option<TurnBlocks> {
         let form = PromptForm::for_path(path)?;
+        let model = view.required_model(model);
         let serves = |engine: &EngineFacts| model.is_none_or(|model| engine.serves(model));
         let serving_workers =
             || view.workers().filter(|(_, _, facts)| serves(&facts.description.engine));

@@ -459,7 +459,7 @@ fn check_session(
     let delta_needs_history = intent.is_delta && !intent.opens_session;
     match status {
         SessionStatus::Closing => Err(Error::TurnWhileClosing),
-        SessionStatus::Lost { worker, is_agent_up } => {
+        SessionStatus::Lost { worker, is_agent_up, .. } => {
             Err(Error::SessionLost { worker: view.name(*worker), agent_up: *is_agent_up })
         }
         _ if is_busy(status, view) => Err(Error::SessionBusy),

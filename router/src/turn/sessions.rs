@@ -42,6 +42,21 @@ pub(crate) struct SessionView {
     pub(crate) is_lost: bool,
 }
 
+impl SessionView {
+    /// Returns what the owner sees of a session with this status. `None` if it doesn't exist.
+    fn new(key: SessionKey, status: SessionStatus) -> Option<Self> {
+        let worker = status.owned_worker()?;
+        let is_lost = matches!(status, SessionStatus::Lost { .. });
+        let session = match status {
+            SessionStatus::Open { session, .. } | SessionStatus::Lost { session, .. } => {
+                Some(session)
+            }
+            SessionStatus::Unknown | SessionStatus::Closing | SessionStatus::Bound { .. } => None,
+        };
+        Some(Self { key, worker, session, is_lost })
+    }
+}
+
 /// The result of an open.
 #[derive(Debug)]
 pub(crate) struct OpenedSession {
@@ -81,18 +96,9 @@ impl Shared {
             let now = now();
             let binding = affinity.get(&key, now);
             let status = session_status::determine_status(&key, &view, binding, now);
-            let (worker, is_placement_only) = match status {
-                // An old binding to a worker whose agent doesn't report the session is no session.
-                SessionStatus::Unknown
-                | SessionStatus::Closing
-                | SessionStatus::Bound { is_recent: false, placement_only: false, .. } => {
-                    return Err(Error::SessionUnknown);
-                }
-                SessionStatus::Bound { worker, placement_only, .. } => (worker, placement_only),
-                SessionStatus::Open { worker, .. } | SessionStatus::Lost { worker, .. } => {
-                    (worker, false)
-                }
-            };
+            let worker = status.owned_worker().ok_or(Error::SessionUnknown)?;
+            let is_placement_only =
+                matches!(status, SessionStatus::Bound { placement_only: true, .. });
             affinity.record_close_request(&key, worker, now)?;
             (worker, is_placement_only)
         };
@@ -106,7 +112,7 @@ impl Shared {
     /// Returns a session to show it to its owner. `None` if there is no such session.
     pub(crate) async fn find_session(&self, key: &SessionKey) -> Option<SessionView> {
         let view = self.settled_view().await;
-        self.to_session_view(key, self.session_status(key, &view))
+        SessionView::new(key.clone(), self.session_status(key, &view))
     }
 
     /// Returns the sessions of `principal`, ordered by id, and whether there are more than
@@ -127,7 +133,7 @@ impl Shared {
         }
         let mut session_views = keys_by_id.into_values().filter_map(|key| {
             let status = self.session_status(&key, &view);
-            self.to_session_view(&key, status)
+            SessionView::new(key, status)
         });
         let listed = session_views.by_ref().take(SESSIONS_LISTED_MAX).collect();
         (listed, session_views.next().is_some())
@@ -152,29 +158,6 @@ impl Shared {
             affinity.record_close(key, false, now());
         }
         Ok(())
-    }
-
-    /// Returns what the owner sees of a session with this status. `None` if it doesn't exist.
-    fn to_session_view(&self, key: &SessionKey, status: SessionStatus) -> Option<SessionView> {
-        let key = key.clone();
-        match status {
-            SessionStatus::Unknown
-            | SessionStatus::Closing
-            | SessionStatus::Bound { is_recent: false, placement_only: false, .. } => None,
-            SessionStatus::Bound { worker, .. } => {
-                Some(SessionView { key, worker, session: None, is_lost: false })
-            }
-            SessionStatus::Open { worker, session, .. } => {
-                Some(SessionView { key, worker, session: Some(session), is_lost: false })
-            }
-            SessionStatus::Lost { worker, .. } => {
-                let view = self.view.load();
-                let located = view.sessions.locate(&key);
-                let session = located.iter().find(|located| located.worker == worker);
-                let session = session.map(|located| Arc::clone(&located.session));
-                Some(SessionView { key, worker, session, is_lost: true })
-            }
-        }
     }
 
     /// Opens a session at an agent. If that agent can't open it, tries another agent once.

@@ -119,7 +119,7 @@ impl Shared {
     pub(crate) async fn session_status_after_reconnect(&self, key: &SessionKey) -> SessionStatus {
         let view = self.settled_view().await;
         let status = self.session_status(key, &view);
-        let SessionStatus::Lost { worker, is_agent_up: false } = status else { return status };
+        let SessionStatus::Lost { worker, is_agent_up: false, .. } = status else { return status };
         let crate::fleet::agent::Link::Lost { since, .. } = view.agent(worker).link else {
             return status;
         };

@@ -17,16 +17,13 @@
 //! hold (it keeps the session bound to the worker) and a lease (it counts the turn's tokens as load
 //! of the worker). See `decide`.
 
-use std::{
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::{sync::Arc, time::Duration};
 
 use bytes::Bytes;
 use http::{HeaderValue, Method, Request, Uri};
 use http_body_util::Full;
 use proto::{claim, staged_prefill};
-use service::clock::now;
+use service::clock::{now, whole_millis};
 use tracing::debug;
 
 use super::{
@@ -172,12 +169,8 @@ async fn compute_in_stages(
         worker = placed.worker_name,
         resident_tokens,
         left = ?result,
-        took_ms = millis_since(started_at),
+        took_ms = whole_millis(now().saturating_duration_since(started_at)),
         "staged prefill ended"
     );
     result
-}
-
-fn millis_since(start: Instant) -> u64 {
-    u64::try_from(now().saturating_duration_since(start).as_millis()).unwrap_or(u64::MAX)
 }
