@@ -13,9 +13,7 @@ use bytes::Bytes;
 use parking_lot::Mutex;
 use proto::load::{Description, EngineFacts};
 
-use super::{
-    PromptOverlap, index::Overlap, kv_index::KvIndex, kv_stream::KvPhase, learned::LearnedPrompts,
-};
+use super::{PromptOverlap, index::Overlap, kv_index::KvIndex, learned::LearnedPrompts};
 use crate::{
     fleet::{snapshot::Snapshot, worker::WorkerRef},
     prompt::{Blocks, Prompt, PromptForm, models::Models},
@@ -91,8 +89,7 @@ impl BlockLocator {
     /// turn's blocks.
     fn reports_same_blocks(&self, turn_blocks: &TurnBlocks, worker: WorkerRef) -> bool {
         let block_tokens = turn_blocks.blocks.block_tokens.get();
-        turn_blocks.blocks.has_agent_hashes
-            && self.kv_index.worker_kv(worker).phase == KvPhase::Live { block_tokens }
+        turn_blocks.blocks.has_agent_hashes && self.kv_index.is_live_with(worker, block_tokens)
     }
 
     /// Returns the number of leading prompt tokens that the worker has on its device, as its agent

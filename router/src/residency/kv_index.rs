@@ -8,11 +8,15 @@
 
 use std::{
     collections::HashMap,
-    sync::atomic::{AtomicBool, Ordering},
+    iter,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
     time::Duration,
 };
 
-use parking_lot::Mutex;
+use arc_swap::ArcSwap;
 use proto::{
     block::{BlockHash, Tier},
     kv::{Change, RankChange},
@@ -42,8 +46,8 @@ const MESSAGE_BYTES_MAX: usize = 1 << 20;
 #[derive(Debug)]
 pub(crate) struct KvIndex {
     index: SharedIndex,
-    /// By agent. While one of these locks is held, no other lock is taken.
-    stream_states: Vec<Mutex<StreamState>>,
+    /// By agent. The agent's [`KvWatcher`] replaces the state, and readers take no lock.
+    stream_states: Vec<ArcSwap<StreamState>>,
     /// By worker number: whether all of the worker's blocks are known. Atomic, because each
     /// placement reads it for every worker.
     live_flags: Vec<AtomicBool>,
@@ -70,11 +74,10 @@ pub(crate) struct WorkerKv {
 impl KvIndex {
     /// Creates an empty index for `agent_count` agents, of about `bytes_max` bytes at most.
     pub(crate) fn new(agent_count: usize, bytes_max: usize) -> Self {
-        let stream_state = || Mutex::new(StreamState::default());
         Self {
             index: SharedIndex::new(Index::new(bytes_max)),
-            stream_states: std::iter::repeat_with(stream_state).take(agent_count).collect(),
-            live_flags: std::iter::repeat_with(AtomicBool::default)
+            stream_states: iter::repeat_with(ArcSwap::default).take(agent_count).collect(),
+            live_flags: iter::repeat_with(AtomicBool::default)
                 .take(WorkerRef { agent: agent_count, dp_rank: 0 }.number().unwrap_or(0))
                 .collect(),
         }
@@ -85,6 +88,12 @@ impl KvIndex {
         self.live_flags.get(worker_number).is_some_and(|is_live| is_live.load(Ordering::Relaxed))
     }
 
+    /// Whether all resident blocks of the worker are known, in blocks of `block_tokens` tokens.
+    pub(crate) fn is_live_with(&self, worker: WorkerRef, block_tokens: u32) -> bool {
+        let stream_state = self.stream_states[worker.agent].load();
+        stream_state.phases.get(&worker.dp_rank) == Some(&KvPhase::Live { block_tokens })
+    }
+
     /// Counts the leading blocks of a chain that are resident on each worker.
     pub(crate) fn look_up(&self, chain: &[BlockHash], overlap: &mut Overlap) {
         self.index.look_up(chain, overlap);
@@ -92,14 +101,11 @@ impl KvIndex {
 
     /// Returns what is known of a worker's resident blocks.
     pub(crate) fn worker_kv(&self, worker: WorkerRef) -> WorkerKv {
-        let unknown = |reason: &str| KvPhase::Unknown { reason: reason.to_owned() };
-        let phase = {
-            let stream_state = self.stream_states[worker.agent].lock();
-            let loss_reason = stream_state.loss_reason.as_deref();
-            let reason = loss_reason.unwrap_or("the agent has sent no block event yet");
-            let phase = stream_state.phases.get(&worker.dp_rank).cloned();
-            phase.unwrap_or_else(|| unknown(reason))
-        };
+        let stream_state = self.stream_states[worker.agent].load();
+        let loss_reason = stream_state.loss_reason.as_deref();
+        let reason = loss_reason.unwrap_or("the agent has sent no block event yet");
+        let phase = stream_state.phases.get(&worker.dp_rank).cloned();
+        let phase = phase.unwrap_or_else(|| KvPhase::Unknown { reason: reason.to_owned() });
         let count_blocks =
             |worker_number| self.index.read(|index| index.resident_blocks(worker_number));
         WorkerKv { phase, resident_blocks: worker.number().map_or(0, count_blocks) }
@@ -147,12 +153,9 @@ impl KvIndex {
 
     /// Discards all blocks of an agent whose stream is lost. Their changes are no longer reported.
     fn discard_agent(&self, agent: usize, why: String) {
-        let ranks: Vec<u32> = {
-            let mut stream_state = self.stream_states[agent].lock();
-            stream_state.loss_reason = Some(why);
-            stream_state.phases.drain().map(|(rank, _)| rank).collect()
-        };
-        for dp_rank in ranks {
+        let lost_state = StreamState { phases: HashMap::new(), loss_reason: Some(why) };
+        let old_state = self.stream_states[agent].swap(Arc::new(lost_state));
+        for &dp_rank in old_state.phases.keys() {
             if let Some(worker_number) = (WorkerRef { agent, dp_rank }).number() {
                 self.clear(worker_number);
             }
@@ -172,7 +175,7 @@ pub(crate) struct KvWatcher {
     pub(crate) endpoint: Endpoint,
     /// The longest time to connect and to begin a stream.
     pub(crate) connect_max: Duration,
-    pub(crate) kv_index: std::sync::Arc<KvIndex>,
+    pub(crate) kv_index: Arc<KvIndex>,
 }
 
 impl KvWatcher {
@@ -234,9 +237,12 @@ impl KvWatcher {
             for change in changes {
                 self.kv_index.apply(self.agent, change);
             }
-            let mut stream_state = self.kv_index.stream_states[self.agent].lock();
-            stream_state.loss_reason = None;
-            stream_state.phases.clone_from(checker.phases());
+            let stream_state = &self.kv_index.stream_states[self.agent];
+            let old_state = stream_state.load();
+            if old_state.loss_reason.is_some() || old_state.phases != *checker.phases() {
+                let phases = checker.phases().clone();
+                stream_state.store(Arc::new(StreamState { phases, loss_reason: None }));
+            }
         }
     }
 }
@@ -275,7 +281,8 @@ mod tests {
         assert_eq!(overlap(&kv_index, &chain, 1), 0);
         kv_index.apply(1, RankChange { dp_rank: 0, change: Change::Complete });
         assert_eq!((overlap(&kv_index, &chain, 1), overlap(&kv_index, &chain, 0)), (5, 0));
-        kv_index.stream_states[1].lock().phases.insert(0, KvPhase::Live { block_tokens: 64 });
+        let phases = HashMap::from([(0, KvPhase::Live { block_tokens: 64 })]);
+        kv_index.stream_states[1].store(Arc::new(StreamState { phases, loss_reason: None }));
         let worker = WorkerRef { agent: 1, dp_rank: 0 };
         let known = WorkerKv { phase: KvPhase::Live { block_tokens: 64 }, resident_blocks: 5 };
         assert_eq!(kv_index.worker_kv(worker), known);
