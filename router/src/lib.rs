@@ -31,13 +31,9 @@ pub mod turn;
 use std::{
     hash::RandomState,
     sync::{Arc, atomic::AtomicU64},
-    time::{Duration, Instant},
+    time::Instant,
 };
 
-use hyper_util::{
-    client::legacy::{Client, connect::HttpConnector},
-    rt::{TokioExecutor, TokioTimer},
-};
 use parking_lot::Mutex;
 use prometheus_client::registry::Registry;
 use service::{
@@ -71,21 +67,8 @@ use crate::{
         collector::KvIndexCollector,
         kv_index::{self, KvIndex},
     },
-    turn::shared::Shared,
+    turn::{shared::Shared, upstream::UpstreamClient},
 };
-
-/// Longest time that an idle connection to an agent is kept. Agents close idle connections after
-/// 30 s. The router's limit is lower, so that it sends no turn into a connection that is closing.
-const CONNECTION_IDLE_MAX: Duration = Duration::from_secs(10);
-/// Silence on a connection to an agent after which TCP sends a keepalive probe.
-const KEEPALIVE_AFTER: Duration = Duration::from_secs(5);
-/// Time between keepalive probes.
-const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(2);
-/// Time without any TCP acknowledgement after which a connection is given up. Even a busy host's
-/// kernel acknowledges at once.
-const UNACKNOWLEDGED_MAX: Duration = Duration::from_secs(20);
-/// Maximum number of idle connections kept per agent. A busy engine runs about as many turns.
-const IDLE_CONNECTIONS_PER_AGENT_MAX: usize = 256;
 
 /// The open ports of a router.
 #[derive(Debug)]
@@ -217,19 +200,6 @@ fn build_shared(
     endpoints: &[Endpoint],
     tasks: &Tasks,
 ) -> Arc<Shared> {
-    let mut connector = HttpConnector::new();
-    connector.set_connect_timeout(Some(config.connect_max()));
-    connector.set_nodelay(true);
-    // A host that loses power or network sends no reset. Without keepalive, its turns would wait
-    // for an answer until their time limit.
-    connector.set_keepalive(Some(KEEPALIVE_AFTER));
-    connector.set_keepalive_interval(Some(KEEPALIVE_INTERVAL));
-    connector.set_tcp_user_timeout(Some(UNACKNOWLEDGED_MAX));
-    let turn_client = Client::builder(TokioExecutor::new())
-        .pool_idle_timeout(CONNECTION_IDLE_MAX)
-        .pool_max_idle_per_host(IDLE_CONNECTIONS_PER_AGENT_MAX)
-        .pool_timer(TokioTimer::new())
-        .build(connector);
     let new_affinity_table =
         || Mutex::new(Affinity::new(config.sessions_max, config.affinity_idle_max()));
     let control_clients: Vec<ControlClient> = endpoints.iter().map(ControlClient::new).collect();
@@ -245,8 +215,7 @@ fn build_shared(
         affinity: new_affinity_table(),
         cache_keys: new_affinity_table(),
         recent_placements: Mutex::new(RecentPlacements::new(recent::WEIGHT_MAX)),
-        turn_client,
-        update_sender,
+        upstream: UpstreamClient::new(config.connect_max(), update_sender),
         control_clients,
         metrics,
         tasks: tasks.clone(),

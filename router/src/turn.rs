@@ -11,6 +11,7 @@
 //! - `decide`: chooses the worker, binds the session to it, and counts the turn's load there.
 //! - `staged_prefill`: has a long prompt computed before the turn.
 //! - `proxy`: sends the turn and passes on its answer.
+//! - `upstream`: the HTTP client for agents.
 //! - `sessions`: opens, closes and lists sessions.
 //! - `shared`: the state that all requests share.
 //! - `error`: why a turn is refused.
@@ -23,6 +24,7 @@ pub mod request;
 pub(crate) mod sessions;
 pub(crate) mod shared;
 mod staged_prefill;
+pub(crate) mod upstream;
 
 use std::sync::Arc;
 
@@ -30,7 +32,7 @@ use axum::response::Response;
 use http::{Method, request::Parts};
 use hyper::body::Incoming;
 use proto::{body::Object, id::SessionKey, route::Kind};
-use service::{budget::HeldBody, clock::now, headers::strip_request};
+use service::{budget::HeldBody, clock::now, headers::strip_request, refusal};
 use tokio::sync::OwnedSemaphorePermit;
 use tracing::{debug, info, warn};
 
@@ -181,9 +183,9 @@ async fn send(
 ) -> Result<Response, Error> {
     let mut unanswered = UnansweredTurn::new(shared, turn, placed.worker);
     staged_prefill::run(shared, turn, outbound, &mut placed).await;
-    let first_answer = outbound.send(shared, &placed).await;
+    let first_answer = outbound.send(&shared.upstream, &placed).await;
     let retry_reason = match &first_answer {
-        Ok(response) if proxy::is_refused_for_now(response) => Some("refused"),
+        Ok(response) if refusal::is_refusal_for_now(response) => Some("refused"),
         Err(error) if error.can_retry() => Some("connect"),
         Ok(_) | Err(_) => None,
     };
@@ -203,7 +205,7 @@ async fn send(
             unanswered.move_to(second.worker);
             // Dropping the first answer, if there is one, drops its connection.
             drop(first_answer);
-            let worker_answer = outbound.send(shared, &second).await;
+            let worker_answer = outbound.send(&shared.upstream, &second).await;
             (second, worker_answer)
         }
         None => (placed, first_answer),

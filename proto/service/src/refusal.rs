@@ -46,6 +46,16 @@ impl Refusal {
     }
 }
 
+/// Whether an answer is a refusal for now (status 429 or 503) that Berth itself made, not the
+/// engine. Then no part of the request has run, and it may be sent to another worker.
+pub fn is_refusal_for_now<B>(answer: &http::Response<B>) -> bool {
+    answer.headers().contains_key(claim::REFUSAL)
+        && matches!(
+            answer.status(),
+            StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE
+        )
+}
+
 impl IntoResponse for Refusal {
     fn into_response(self) -> Response {
         let error_type = match self.status.as_u16() {

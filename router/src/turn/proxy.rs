@@ -19,7 +19,9 @@ use std::{
 };
 
 use bytes::Bytes;
-use http::{HeaderMap, HeaderName, HeaderValue, Method, Response, StatusCode, Uri, header};
+use http::{
+    HeaderMap, HeaderName, HeaderValue, Method, Request, Response, Uri, header, uri::PathAndQuery,
+};
 use http_body::{Body, Frame, SizeHint};
 use http_body_util::Full;
 use hyper::body::Incoming;
@@ -31,6 +33,7 @@ use super::{
     decide::{BindingHold, PlacedTurn},
     error::NoAnswer,
     shared::Shared,
+    upstream::UpstreamClient,
 };
 use crate::{
     fleet::{connect, lease::Lease},
@@ -46,7 +49,7 @@ pub(crate) const PLACEMENT_HEADER: HeaderName = HeaderName::from_static("x-berth
 #[derive(Debug)]
 pub(crate) struct OutboundTurn {
     pub(crate) method: Method,
-    pub(crate) path_and_query: http::uri::PathAndQuery,
+    pub(crate) path_and_query: PathAndQuery,
     pub(crate) headers: HeaderMap,
     pub(crate) body: Bytes,
     pub(crate) turn_id: u64,
@@ -71,42 +74,50 @@ pub(crate) fn held_bytes(body: HeldBody) -> Bytes {
 }
 
 impl OutboundTurn {
-    /// Builds the request to the agent of the turn's worker.
-    fn build_request(&self, placed: &PlacedTurn) -> http::Request<Full<Bytes>> {
+    /// Builds a request to the agent of the turn's worker, with this turn's method and headers that
+    /// say for which turn it is.
+    pub(super) fn request_to_agent(
+        &self,
+        placed: &PlacedTurn,
+        path_and_query: PathAndQuery,
+        headers: HeaderMap,
+        body: Bytes,
+    ) -> Request<Full<Bytes>> {
         let uri = Uri::builder()
             .scheme("http")
             .authority(&*placed.data_authority)
-            .path_and_query(self.path_and_query.clone())
+            .path_and_query(path_and_query)
             .build()
             .expect("authority and path were parsed before");
-        let mut request = http::Request::new(Full::new(self.body.clone()));
+        let mut request = Request::new(Full::new(body));
         *request.method_mut() = self.method.clone();
         *request.uri_mut() = uri;
+        *request.headers_mut() = headers;
         let headers = request.headers_mut();
-        headers.clone_from(&self.headers);
         headers.insert(claim::TURN, turn_id_header(self.turn_id));
         headers.insert(claim::RANK, HeaderValue::from(placed.worker.dp_rank));
         if let Some(tokens) = placed.resident_tokens {
             headers.insert(claim::RESIDENT, HeaderValue::from(tokens));
         }
-        if let Some(claim) = &placed.claim {
-            headers.insert(claim::CLAIM, claim.to_header());
-        }
         request
     }
 
     /// Sends the turn and waits for the head of its answer.
-    pub(crate) async fn send(
+    pub(super) async fn send(
         &self,
-        shared: &Shared,
+        upstream: &UpstreamClient,
         placed: &PlacedTurn,
     ) -> Result<Response<Incoming>, NoAnswer> {
-        let answer = shared.turn_client.request(self.build_request(placed));
+        let (path_and_query, headers) = (self.path_and_query.clone(), self.headers.clone());
+        let mut request = self.request_to_agent(placed, path_and_query, headers, self.body.clone());
+        if let Some(claim) = &placed.claim {
+            request.headers_mut().insert(claim::CLAIM, claim.to_header());
+        }
         let worker_name = || placed.worker_name.clone();
-        match tokio::time::timeout_at(self.deadline.into(), answer).await {
+        match upstream.send(request, self.deadline).await {
             Ok(Ok(response)) => Ok(response),
             Ok(Err(source)) if source.is_connect() => {
-                shared.report_unreachable(placed.worker, connect::describe_error(&source));
+                upstream.report_unreachable(placed.worker, connect::describe_error(&source));
                 Err(NoAnswer::Connect { worker: worker_name(), source })
             }
             Ok(Err(source)) => Err(NoAnswer::BrokenOff { worker: worker_name(), source }),
@@ -116,18 +127,8 @@ impl OutboundTurn {
 }
 
 /// Returns the header value for a turn's id.
-pub(crate) fn turn_id_header(turn_id: u64) -> HeaderValue {
+fn turn_id_header(turn_id: u64) -> HeaderValue {
     HeaderValue::from_str(&format!("{turn_id:016x}")).expect("hex digits are legal")
-}
-
-/// Whether the agent itself (not its engine) refused the turn for now, with status 429 or 503. Then
-/// no part of the turn has run.
-pub(crate) fn is_refused_for_now(response: &Response<Incoming>) -> bool {
-    response.headers().contains_key(claim::REFUSAL)
-        && matches!(
-            response.status(),
-            StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE
-        )
 }
 
 /// Builds the client's answer: the agent's answer, with headers for the worker and the placement.

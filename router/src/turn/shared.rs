@@ -17,19 +17,15 @@ use std::{
     time::Instant,
 };
 
-use bytes::Bytes;
-use http_body_util::Full;
-use hyper_util::client::legacy::{Client, connect::HttpConnector};
 use parking_lot::Mutex;
 use proto::id::SessionKey;
 use service::{budget::BodyBudget, clock::now, tasks::Tasks};
-use tokio::sync::{Semaphore, mpsc};
+use tokio::sync::Semaphore;
 
+use super::upstream::UpstreamClient;
 use crate::{
     config::Config,
-    fleet::{
-        control::ControlClient, snapshot::Snapshot, state::Update, view::View, worker::WorkerRef,
-    },
+    fleet::{control::ControlClient, snapshot::Snapshot, view::View, worker::WorkerRef},
     metrics::Metrics,
     placement::{
         affinity::Affinity,
@@ -38,9 +34,6 @@ use crate::{
     },
     residency::{block_locator::BlockLocator, kv_index::KvIndex},
 };
-
-/// The HTTP client for turns, with one connection pool for all agents.
-pub(crate) type TurnClient = Client<HttpConnector, Full<Bytes>>;
 
 /// The state that all requests share.
 ///
@@ -62,10 +55,7 @@ pub(crate) struct Shared {
     pub(crate) cache_keys: Mutex<Affinity>,
     /// The last placements, for clients that ask for the reason.
     pub(crate) recent_placements: Mutex<RecentPlacements>,
-    pub(crate) turn_client: TurnClient,
-    /// Reports to the view task that a turn couldn't reach an agent. Sends the agent's index, the
-    /// update and its time.
-    pub(crate) update_sender: mpsc::Sender<(usize, Update, Instant)>,
+    pub(crate) upstream: UpstreamClient,
     /// One control client per configured agent.
     pub(crate) control_clients: Vec<ControlClient>,
     pub(crate) metrics: Metrics,
@@ -87,13 +77,6 @@ impl Shared {
     /// may ask why the turn went to its worker. So an id can't be guessed from other ids.
     pub(crate) fn new_turn_id(&self) -> u64 {
         self.turn_id_hasher.hash_one(self.next_turn_number.fetch_add(1, Ordering::Relaxed))
-    }
-
-    /// Reports that a turn couldn't connect to a worker's data port.
-    pub(crate) fn report_unreachable(&self, worker: WorkerRef, reason: String) {
-        // If the channel is full, the report is dropped. The next turn that fails repeats it.
-        let update = (worker.agent, Update::DataPortUnreachable(reason), now());
-        let _ = self.update_sender.try_send(update);
     }
 
     /// Returns a snapshot of the fleet. Shortly after the router's start, waits for a snapshot in

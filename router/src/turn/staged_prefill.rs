@@ -17,21 +17,15 @@
 //! hold (it keeps the session bound to the worker) and a lease (it counts the turn's tokens as load
 //! of the worker). See `decide`.
 
-use std::{sync::Arc, time::Duration};
+use std::time::Duration;
 
 use bytes::Bytes;
-use http::{HeaderValue, Method, Request, Uri};
-use http_body_util::Full;
-use proto::{claim, staged_prefill};
+use http::{HeaderMap, uri::PathAndQuery};
+use proto::staged_prefill;
 use service::clock::{now, whole_millis};
 use tracing::debug;
 
-use super::{
-    decide::PlacedTurn,
-    proxy::{self, OutboundTurn},
-    request::Turn,
-    shared::Shared,
-};
+use super::{decide::PlacedTurn, proxy::OutboundTurn, request::Turn, shared::Shared};
 use crate::{fleet::connect, metrics::StagedPrefillEnd};
 
 /// The longest time that a prompt is in staged prefill. After this time the turn is sent anyway, so
@@ -40,7 +34,7 @@ const STAGED_PREFILL_MAX: Duration = Duration::from_secs(60);
 
 /// Has the turn's prompt computed in stages if it is long. Returns when the turn may be sent.
 pub(crate) async fn run(
-    shared: &Arc<Shared>,
+    shared: &Shared,
     turn: &Turn,
     outbound: &OutboundTurn,
     placed: &mut PlacedTurn,
@@ -134,23 +128,12 @@ async fn compute_in_stages(
     encoded_token_ids: Bytes,
     resident_tokens: u64,
 ) -> Result<u64, StagedPrefillEnd> {
-    let uri = Uri::builder()
-        .scheme("http")
-        .authority(&*placed.data_authority)
-        .path_and_query(staged_prefill::PATH)
-        .build()
-        .expect("authority and path were parsed before");
-    let mut request = Request::new(Full::new(encoded_token_ids));
-    *request.method_mut() = Method::POST;
-    *request.uri_mut() = uri;
-    let headers = request.headers_mut();
-    headers.insert(claim::TURN, proxy::turn_id_header(outbound.turn_id));
-    headers.insert(claim::RANK, HeaderValue::from(placed.worker.dp_rank));
-    headers.insert(claim::RESIDENT, HeaderValue::from(resident_tokens));
+    let path_and_query = PathAndQuery::from_static(staged_prefill::PATH);
+    let request =
+        outbound.request_to_agent(placed, path_and_query, HeaderMap::new(), encoded_token_ids);
     let started_at = now();
-    let answer = shared.turn_client.request(request);
     let give_up_at = outbound.deadline.min(started_at + STAGED_PREFILL_MAX);
-    let result = match tokio::time::timeout_at(give_up_at.into(), answer).await {
+    let result = match shared.upstream.send(request, give_up_at).await {
         Ok(Ok(response)) => {
             staged_prefill::uncached_tokens(response.headers()).ok_or(StagedPrefillEnd::Refused)
         }
