@@ -60,7 +60,7 @@ pub(crate) fn build_routes(shared: Arc<Shared>) -> Router {
 async fn serve_turn(shared: Arc<Shared>, kind: Kind, request: Request) -> Response {
     let (parts, body) = request.into_parts();
     let answer = Box::pin(turn::run(Arc::clone(&shared), kind, parts, body)).await;
-    respond(&shared, answer.map_err(errors::turn_refusal))
+    respond(&shared, answer.map_err(Refusal::from))
 }
 
 /// Converts an answer or refusal to a response. Only this function counts and logs refusals.

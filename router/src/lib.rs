@@ -28,13 +28,8 @@ pub mod prompt;
 pub mod residency;
 pub mod turn;
 
-use std::{
-    hash::RandomState,
-    sync::{Arc, atomic::AtomicU64},
-    time::Instant,
-};
+use std::{sync::Arc, time::Instant};
 
-use parking_lot::Mutex;
 use prometheus_client::registry::Registry;
 use service::{
     admin::{self, AdminData},
@@ -57,17 +52,17 @@ use crate::{
         view::{self, View},
     },
     metrics::Metrics,
-    placement::{
-        affinity::Affinity,
-        recent::{self, RecentPlacements},
-    },
+    placement::affinity::Affinity,
     prompt::models::{self, Models},
     residency::{
         block_locator::BlockLocator,
         collector::KvIndexCollector,
         kv_index::{self, KvIndex},
     },
-    turn::{shared::Shared, upstream::UpstreamClient},
+    turn::{
+        directory::SessionDirectory, placer::Placer, sessions::SessionService, shared::Shared,
+        upstream::UpstreamClient,
+    },
 };
 
 /// The open ports of a router.
@@ -137,17 +132,16 @@ pub async fn run(config: Config, listeners: Listeners, tasks: Tasks) -> Result<(
         view::run(state, mailbox, Arc::clone(&view), ready_sender, tasks.token()),
     );
     watch_agents(&config, &endpoints, &update_sender, &view, &kv_index, &tasks);
-    let drain_max = config.drain_max();
-    let shared = build_shared(config, view, kv_index, metrics, update_sender, &endpoints, &tasks);
+    let shared = build_shared(&config, view, kv_index, metrics, update_sender, &endpoints, &tasks);
     let address = listeners.data.local_addr().map(|address| address.to_string());
     info!(address = address.unwrap_or_default(), agents = endpoints.len(), "router listens");
-    let turns_max = shared.config.turns_in_flight_max;
+    let turns_max = config.turns_in_flight_max;
     let data_server =
         server::serve(listeners.data, http::build_routes(shared), turns_max, tasks.clone());
     tasks.spawn_essential("data", data_server);
     tasks.cancelled().await;
-    info!(drain_ms_max = drain_max.as_millis(), "draining");
-    let ended_cleanly = tasks.stop(drain_max).await;
+    info!(drain_ms_max = config.drain_max().as_millis(), "draining");
+    let ended_cleanly = tasks.stop(config.drain_max()).await;
     info!("stopped");
     if ended_cleanly { Ok(()) } else { Err(Error::TaskEnded) }
 }
@@ -190,9 +184,9 @@ fn watch_agents(
     }
 }
 
-/// Builds the state that all requests share, and starts the task that fetches tokenizers.
+/// Builds the parts that all requests share, and starts the task that fetches tokenizers.
 fn build_shared(
-    config: Config,
+    config: &Config,
     view: Arc<View>,
     kv_index: Arc<KvIndex>,
     metrics: Metrics,
@@ -200,30 +194,41 @@ fn build_shared(
     endpoints: &[Endpoint],
     tasks: &Tasks,
 ) -> Arc<Shared> {
-    let new_affinity_table =
-        || Mutex::new(Affinity::new(config.sessions_max, config.affinity_idle_max()));
     let control_clients: Vec<ControlClient> = endpoints.iter().map(ControlClient::new).collect();
     let models = Arc::new(Models::new());
     if cfg!(feature = "text") {
         let (models, view) = (Arc::clone(&models), Arc::clone(&view));
         tasks.spawn(models::run(models, view, control_clients.clone(), tasks.token()));
     }
-    Arc::new(Shared {
-        view,
-        block_locator: BlockLocator::new(Arc::clone(&kv_index), models, config.overlap_bytes_max),
-        kv_index,
-        affinity: new_affinity_table(),
-        cache_keys: new_affinity_table(),
-        recent_placements: Mutex::new(RecentPlacements::new(recent::WEIGHT_MAX)),
-        upstream: UpstreamClient::new(config.connect_max(), update_sender),
+    let new_affinity_table = || Affinity::new(config.sessions_max, config.affinity_idle_max());
+    let metrics = Arc::new(metrics);
+    let block_locator = BlockLocator::new(Arc::clone(&kv_index), models, config.overlap_bytes_max);
+    let block_locator = Arc::new(block_locator);
+    let directory =
+        Arc::new(SessionDirectory::new(view, new_affinity_table(), config.connect_max()));
+    let placer = Placer::new(
+        Arc::clone(&directory),
+        Arc::clone(&block_locator),
+        new_affinity_table(),
+        Arc::clone(&metrics),
+    );
+    let sessions = SessionService::new(
+        Arc::clone(&directory),
         control_clients,
+        Arc::clone(&metrics),
+        tasks.clone(),
+    );
+    Arc::new(Shared {
+        directory,
+        kv_index,
+        block_locator,
+        placer,
+        sessions: Arc::new(sessions),
+        upstream: UpstreamClient::new(config.connect_max(), update_sender),
         metrics,
-        tasks: tasks.clone(),
         body_budget: BodyBudget::new(config.body_bytes_max, config.body_bytes_in_flight_max),
         turn_permits: Arc::new(Semaphore::new(config.turns_in_flight_max)),
-        settle_deadline: service::clock::now() + config.connect_max(),
-        turn_id_hasher: RandomState::new(),
-        next_turn_number: AtomicU64::new(0),
-        config,
+        turn_max: config.turn_max(),
+        preamble: config.preamble,
     })
 }

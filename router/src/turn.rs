@@ -8,16 +8,20 @@
 //!
 //! - [`request`]: reads what the request says about its session.
 //! - [`preamble`]: finds the volatile preamble in the request's body.
-//! - `decide`: chooses the worker, binds the session to it, and counts the turn's load there.
+//! - `placer`: chooses the worker, binds the session to it, and counts the turn's load there.
+//! - `decide`: the pure part of `placer` that looks at the session.
+//! - `directory`: the status and the worker of each session.
 //! - `staged_prefill`: has a long prompt computed before the turn.
 //! - `proxy`: sends the turn and passes on its answer.
 //! - `upstream`: the HTTP client for agents.
 //! - `sessions`: opens, closes and lists sessions.
-//! - `shared`: the state that all requests share.
+//! - `shared`: the parts that all requests share.
 //! - `error`: why a turn is refused.
 
-mod decide;
+pub(crate) mod decide;
+pub(crate) mod directory;
 pub(crate) mod error;
+pub(crate) mod placer;
 pub mod preamble;
 pub(crate) mod proxy;
 pub mod request;
@@ -37,16 +41,17 @@ use tokio::sync::OwnedSemaphorePermit;
 use tracing::{debug, info, warn};
 
 use self::{
-    decide::PlacedTurn,
     error::{Error, NoAnswer},
+    placer::PlacedTurn,
     proxy::{InFlightCount, OutboundTurn},
     request::{SessionIntent, Turn},
+    sessions::SessionService,
     shared::Shared,
 };
 use crate::{
     config::PreamblePolicy,
     fleet::{connect, worker::WorkerRef},
-    metrics::TurnOutcome,
+    metrics::{Metrics, TurnOutcome},
     placement::session_status::SessionStatus,
 };
 
@@ -58,7 +63,7 @@ pub(crate) async fn run(
     body: axum::body::Body,
 ) -> Result<Response, Error> {
     let arrived_at = now();
-    let deadline = arrived_at + shared.config.turn_max();
+    let deadline = arrived_at + shared.turn_max;
     let permit =
         Arc::clone(&shared.turn_permits).try_acquire_owned().map_err(|_| Error::TurnsFull)?;
     let principal = request::principal(&parts.headers);
@@ -79,10 +84,10 @@ pub(crate) async fn run(
         close_lost_session(&shared, intent).await?;
     } else {
         // Right after the router's start, wait for the agents' first session tables.
-        shared.settled_view().await;
+        shared.directory.settled_view().await;
     }
-    let turn_id = shared.new_turn_id();
-    let placed = shared.decide(&turn, turn_id, parts.uri.path(), &body).await?;
+    let turn_id = shared.placer.new_turn_id();
+    let placed = shared.placer.decide(&turn, turn_id, parts.uri.path(), &body).await?;
     let path_and_query = parts.uri.path_and_query().cloned();
     strip_request(&mut parts.headers);
     let outbound = OutboundTurn {
@@ -134,7 +139,7 @@ fn find_preamble(
     path: &str,
     body: &Object<'_>,
 ) -> Option<preamble::PreambleRange> {
-    if !kind.is_generation() || shared.config.preamble == PreamblePolicy::Keep {
+    if !kind.is_generation() || shared.preamble == PreamblePolicy::Keep {
         return None;
     }
     let range = preamble::find(path, body)?;
@@ -149,33 +154,32 @@ fn find_preamble(
 ///
 /// This check saves reading a body in vain, and changes no state. The agent decides later.
 async fn refuse_early(shared: &Shared, key: &SessionKey) -> Result<(), Error> {
-    let view = shared.settled_view().await;
-    match shared.session_status(key, &view) {
-        SessionStatus::Closing => Err(Error::TurnWhileClosing),
-        status if decide::is_busy(&status, &view) => Err(Error::SessionBusy),
+    let view = shared.directory.settled_view().await;
+    match shared.directory.status(key, &view) {
+        SessionStatus::Closing => Err(decide::Error::TurnWhileClosing.into()),
+        status if decide::is_busy(&status, &view) => Err(decide::Error::SessionBusy.into()),
         _ => Ok(()),
     }
 }
 
 /// Closes a session whose KV is lost, if this turn opens the session again with its full history.
 /// The turn then begins a new session under the same id.
-async fn close_lost_session(shared: &Arc<Shared>, intent: &SessionIntent) -> Result<(), Error> {
+async fn close_lost_session(shared: &Shared, intent: &SessionIntent) -> Result<(), Error> {
     let SessionStatus::Lost { worker, .. } =
-        shared.session_status_after_reconnect(&intent.key).await
+        shared.directory.status_after_reconnect(&intent.key).await
     else {
         return Ok(());
     };
     if intent.opens_session && !intent.is_delta {
-        shared.close_lost(&intent.key, worker).await
-    } else {
-        Ok(())
+        shared.sessions.close_lost(&intent.key, worker).await?;
     }
+    Ok(())
 }
 
 /// Sends a turn to its worker. If the worker refuses the turn or can't be reached, sends the turn
 /// to a second worker if there is one.
 async fn send(
-    shared: &Arc<Shared>,
+    shared: &Shared,
     turn: &Turn,
     outbound: &OutboundTurn,
     mut placed: PlacedTurn,
@@ -190,7 +194,7 @@ async fn send(
         Ok(_) | Err(_) => None,
     };
     let second_placed = retry_reason.and_then(|reason| {
-        let second = shared.decide_again(turn, outbound.turn_id, &mut placed)?;
+        let second = shared.placer.decide_again(turn, outbound.turn_id, &mut placed)?;
         shared.metrics.count_retry(reason);
         debug!(
             turn = format!("{:016x}", outbound.turn_id),
@@ -215,7 +219,7 @@ async fn send(
 
 /// Makes the client's answer from the worker's answer, or logs and counts why there is none.
 fn finish(
-    shared: &Arc<Shared>,
+    shared: &Shared,
     outbound: &OutboundTurn,
     placed: PlacedTurn,
     permit: OwnedSemaphorePermit,
@@ -249,7 +253,8 @@ fn finish(
 /// cause. If the turn also closes its session, the drop closes the session, because perhaps no
 /// agent received the turn. After an answer, the agent closes the session itself.
 struct UnansweredTurn {
-    shared: Arc<Shared>,
+    sessions: Arc<SessionService>,
+    metrics: Arc<Metrics>,
     /// The session to close if no answer comes, and its worker.
     session_to_close: Option<(SessionKey, WorkerRef)>,
     /// How the turn ended if no answer comes; `None` after an answer.
@@ -259,16 +264,17 @@ struct UnansweredTurn {
 }
 
 impl UnansweredTurn {
-    fn new(shared: &Arc<Shared>, turn: &Turn, worker: WorkerRef) -> Self {
+    fn new(shared: &Shared, turn: &Turn, worker: WorkerRef) -> Self {
         let intent = turn
             .session
             .as_ref()
             .filter(|intent| intent.closes_session && !intent.is_placement_only);
         Self {
-            shared: Arc::clone(shared),
+            sessions: Arc::clone(&shared.sessions),
+            metrics: Arc::clone(&shared.metrics),
             session_to_close: intent.map(|intent| (intent.key.clone(), worker)),
             outcome: Some(TurnOutcome::ClientGone),
-            in_flight_count: Some(InFlightCount::new(shared)),
+            in_flight_count: Some(InFlightCount::new(&shared.metrics)),
         }
     }
 
@@ -290,10 +296,10 @@ impl UnansweredTurn {
 impl Drop for UnansweredTurn {
     fn drop(&mut self) {
         if let Some(outcome) = self.outcome {
-            self.shared.metrics.count_turn_end(outcome);
+            self.metrics.count_turn_end(outcome);
         }
         if let Some((key, worker)) = self.session_to_close.take() {
-            self.shared.close_detached(key, worker);
+            self.sessions.close_detached(key, worker);
         }
     }
 }

@@ -10,92 +10,128 @@ use std::time::Duration;
 use http::StatusCode;
 use proto::claim;
 use service::refusal::Refusal;
+use tonic::{Code, Status};
 
 use crate::{
     placement::NoWorker,
-    turn::{
-        error::{Error, NoAnswer},
-        request,
-    },
+    turn::{self, decide, error::NoAnswer, request, sessions},
 };
 
 /// Retry delay for clients. A turn may end, or a worker may be back, in about this time.
 const RETRY_DELAY: Duration = Duration::from_secs(1);
 
-/// Returns the refusal for the error of a turn, or of opening or closing a session.
-pub(super) fn turn_refusal(error: Error) -> Refusal {
-    let message = error.to_string();
-    match error {
-        Error::Body(refusal) => refusal,
-        Error::Request(error) => request_refusal(&error),
-        Error::NoWorker(error) => no_worker_refusal(&error),
-        Error::Agent(status) => agent_refusal(&status),
-        Error::NoAnswer(error) => no_answer_refusal(&error),
-        Error::TurnsFull => Refusal::new(StatusCode::TOO_MANY_REQUESTS, "turns_in_flight", message)
-            .retry_after(RETRY_DELAY),
-        Error::SessionsFull(_) => {
-            Refusal::new(StatusCode::TOO_MANY_REQUESTS, "sessions_full", message)
-                .retry_after(RETRY_DELAY)
-        }
-        Error::BodyLate => Refusal::new(StatusCode::REQUEST_TIMEOUT, "body_late", message),
-        Error::SessionUnknown | Error::DeltaWithoutHistory => {
-            Refusal::new(StatusCode::NOT_FOUND, "session_unknown", message)
-        }
-        Error::SessionBusy => Refusal::new(StatusCode::CONFLICT, "session_busy", message),
-        Error::TurnWhileClosing => Refusal::new(StatusCode::NOT_FOUND, "session_closing", message),
-        Error::OpenWhileClosing => Refusal::new(StatusCode::CONFLICT, "session_closing", message),
-        Error::SessionLost { .. } => Refusal::new(StatusCode::CONFLICT, "session_lost", message),
-        Error::Internal => Refusal::new(StatusCode::INTERNAL_SERVER_ERROR, "internal", message),
+/// Returns a refusal. An overloaded router or worker may take the request after [`RETRY_DELAY`].
+fn refuse(status: StatusCode, code: &'static str, message: impl Into<String>) -> Refusal {
+    let refusal = Refusal::new(status, code, message);
+    if status == StatusCode::TOO_MANY_REQUESTS { refusal.retry_after(RETRY_DELAY) } else { refusal }
+}
+
+/// A turn that is refused.
+impl From<turn::error::Error> for Refusal {
+    fn from(error: turn::error::Error) -> Self {
+        use turn::error::Error;
+
+        let message = error.to_string();
+        let (status, code) = match error {
+            Error::Body(refusal) => return refusal,
+            Error::Request(error) => return error.into(),
+            Error::Decision(error) => return error.into(),
+            Error::Session(error) => return error.into(),
+            Error::NoAnswer(error) => return error.into(),
+            Error::TurnsFull => (StatusCode::TOO_MANY_REQUESTS, "turns_in_flight"),
+            Error::BodyLate => (StatusCode::REQUEST_TIMEOUT, "body_late"),
+        };
+        refuse(status, code, message)
     }
 }
 
-/// Returns the refusal of a request that can't be read.
-pub(super) fn request_refusal(error: &request::Error) -> Refusal {
-    let code = match error {
-        request::Error::Body(_) => "invalid_json",
-        request::Error::SessionId(_) => "invalid_session_id",
-        request::Error::Field { .. } => "invalid_field",
-        request::Error::DeltaWithoutSession => "delta_without_session",
-    };
-    Refusal::bad_request(code, error.to_string())
+/// A request that can't be read.
+impl From<request::Error> for Refusal {
+    fn from(error: request::Error) -> Self {
+        let code = match error {
+            request::Error::Body(_) => "invalid_json",
+            request::Error::SessionId(_) => "invalid_session_id",
+            request::Error::Field { .. } => "invalid_field",
+            request::Error::DeltaWithoutSession => "delta_without_session",
+        };
+        Self::bad_request(code, error.to_string())
+    }
 }
 
-/// Returns the refusal of a turn or session for which placement found no worker.
-pub(super) fn no_worker_refusal(error: &NoWorker) -> Refusal {
-    let message = error.to_string();
-    match error {
-        NoWorker::Unusable => Refusal::new(StatusCode::SERVICE_UNAVAILABLE, "no_worker", message)
-            .retry_after(RETRY_DELAY),
-        NoWorker::Disaggregated => {
-            Refusal::new(StatusCode::SERVICE_UNAVAILABLE, "no_worker", message)
-        }
-        NoWorker::Model { .. } => Refusal::new(StatusCode::NOT_FOUND, "model_not_found", message),
-        NoWorker::Retention { .. } => {
-            Refusal::new(StatusCode::CONFLICT, "retention_unavailable", message)
+/// A turn, or the open of a session, that gets no worker.
+impl From<decide::Error> for Refusal {
+    fn from(error: decide::Error) -> Self {
+        use decide::Error;
+
+        let message = error.to_string();
+        let (status, code) = match error {
+            Error::NoWorker(error) => return error.into(),
+            Error::SessionsFull(_) => (StatusCode::TOO_MANY_REQUESTS, "sessions_full"),
+            Error::DeltaWithoutHistory => (StatusCode::NOT_FOUND, "session_unknown"),
+            Error::SessionBusy => (StatusCode::CONFLICT, "session_busy"),
+            Error::TurnWhileClosing => (StatusCode::NOT_FOUND, "session_closing"),
+            Error::OpenWhileClosing => (StatusCode::CONFLICT, "session_closing"),
+            Error::SessionLost { .. } => (StatusCode::CONFLICT, "session_lost"),
+        };
+        refuse(status, code, message)
+    }
+}
+
+/// A session that can't be opened or closed.
+impl From<sessions::Error> for Refusal {
+    fn from(error: sessions::Error) -> Self {
+        use sessions::Error;
+
+        let message = error.to_string();
+        match error {
+            Error::Decision(error) => error.into(),
+            Error::Unknown => refuse(StatusCode::NOT_FOUND, "session_unknown", message),
+            Error::Agent(status) => agent_refusal(&status),
+            Error::Internal => refuse(StatusCode::INTERNAL_SERVER_ERROR, "internal", message),
         }
     }
 }
 
-/// Returns the refusal of a turn to which the worker gave no answer.
-fn no_answer_refusal(error: &NoAnswer) -> Refusal {
-    match error {
-        NoAnswer::Connect { .. } => {
-            let message = "the worker can't be reached; try again";
-            Refusal::new(StatusCode::SERVICE_UNAVAILABLE, "worker_unreachable", message)
-                .retry_after(RETRY_DELAY)
-        }
-        NoAnswer::BrokenOff { .. } => Refusal::new(
-            StatusCode::BAD_GATEWAY,
-            "worker_broke_off",
-            "the worker closed the connection before its answer began; the turn may have run, so \
-             check before you send it again",
-        ),
-        NoAnswer::TimedOut => Refusal::new(
-            StatusCode::GATEWAY_TIMEOUT,
-            "turn_timeout",
-            "the answer did not begin within turn_ms_max; send a shorter prompt or raise the limit",
-        ),
+/// A turn or session for which placement found no worker.
+impl From<NoWorker> for Refusal {
+    fn from(error: NoWorker) -> Self {
+        let (status, code) = match error {
+            NoWorker::Unusable | NoWorker::Disaggregated => {
+                (StatusCode::SERVICE_UNAVAILABLE, "no_worker")
+            }
+            NoWorker::Model { .. } => (StatusCode::NOT_FOUND, "model_not_found"),
+            NoWorker::Retention { .. } => (StatusCode::CONFLICT, "retention_unavailable"),
+        };
+        let refusal = refuse(status, code, error.to_string());
+        if error == NoWorker::Unusable { refusal.retry_after(RETRY_DELAY) } else { refusal }
     }
+}
+
+/// A turn to which the worker gave no answer.
+impl From<NoAnswer> for Refusal {
+    fn from(error: NoAnswer) -> Self {
+        match error {
+            NoAnswer::Connect { .. } => unreachable_refusal(),
+            NoAnswer::BrokenOff { .. } => refuse(
+                StatusCode::BAD_GATEWAY,
+                "worker_broke_off",
+                "the worker closed the connection before its answer began; the turn may have run, \
+                 so check before you send it again",
+            ),
+            NoAnswer::TimedOut => refuse(
+                StatusCode::GATEWAY_TIMEOUT,
+                "turn_timeout",
+                "the answer did not begin within turn_ms_max; send a shorter prompt or raise the \
+                 limit",
+            ),
+        }
+    }
+}
+
+/// Returns the refusal if the worker's data port or control port can't be reached.
+fn unreachable_refusal() -> Refusal {
+    let message = "the worker can't be reached; try again";
+    refuse(StatusCode::SERVICE_UNAVAILABLE, "worker_unreachable", message).retry_after(RETRY_DELAY)
 }
 
 /// The refusal codes of agents that are passed on to the client. If an agent's control port sends
@@ -123,35 +159,29 @@ const AGENT_REFUSAL_CODES: [&str; 19] = [
 ];
 
 /// Returns the refusal for a gRPC error of an agent's control port.
-fn agent_refusal(status: &tonic::Status) -> Refusal {
+fn agent_refusal(status: &Status) -> Refusal {
     let message = status.message().to_owned();
     let header_code = status.metadata().as_ref().get(claim::REFUSAL);
     let agent_code = header_code
         .and_then(|header_code| AGENT_REFUSAL_CODES.into_iter().find(|code| header_code == code));
     match status.code() {
-        tonic::Code::ResourceExhausted => {
-            let code = agent_code.unwrap_or("worker_full");
-            Refusal::new(StatusCode::TOO_MANY_REQUESTS, code, message).retry_after(RETRY_DELAY)
+        Code::ResourceExhausted => {
+            refuse(StatusCode::TOO_MANY_REQUESTS, agent_code.unwrap_or("worker_full"), message)
         }
-        tonic::Code::FailedPrecondition => {
+        Code::FailedPrecondition => {
             let code = agent_code.unwrap_or("retention_unavailable");
-            let refusal = Refusal::new(StatusCode::CONFLICT, code, message);
+            let refusal = refuse(StatusCode::CONFLICT, code, message);
             if code == "session_closing" { refusal.retry_after(RETRY_DELAY) } else { refusal }
         }
-        tonic::Code::NotFound => turn_refusal(Error::SessionUnknown),
-        tonic::Code::InvalidArgument => Refusal::bad_request("invalid_field", message),
-        tonic::Code::DeadlineExceeded => {
-            Refusal::new(StatusCode::GATEWAY_TIMEOUT, "worker_timeout", message)
-        }
-        tonic::Code::Unavailable => {
-            let unreachable_message = "the worker can't be reached; try again".to_owned();
-            let (code, message) = agent_code
-                .map_or(("worker_unreachable", unreachable_message), |code| (code, message));
-            Refusal::new(StatusCode::SERVICE_UNAVAILABLE, code, message).retry_after(RETRY_DELAY)
-        }
+        Code::NotFound => sessions::Error::Unknown.into(),
+        Code::InvalidArgument => Refusal::bad_request("invalid_field", message),
+        Code::DeadlineExceeded => refuse(StatusCode::GATEWAY_TIMEOUT, "worker_timeout", message),
+        Code::Unavailable => agent_code.map_or_else(unreachable_refusal, |code| {
+            refuse(StatusCode::SERVICE_UNAVAILABLE, code, message).retry_after(RETRY_DELAY)
+        }),
         _ => {
             let message = "the worker failed; see the router's log";
-            Refusal::new(StatusCode::BAD_GATEWAY, "worker_failed", message)
+            refuse(StatusCode::BAD_GATEWAY, "worker_failed", message)
         }
     }
 }
@@ -159,19 +189,19 @@ fn agent_refusal(status: &tonic::Status) -> Refusal {
 /// Returns the refusal of a path that the router doesn't serve.
 pub(super) fn route_unknown_refusal() -> Refusal {
     let message = "no such route; see the API reference";
-    Refusal::new(StatusCode::NOT_FOUND, "route_unknown", message)
+    refuse(StatusCode::NOT_FOUND, "route_unknown", message)
 }
 
 /// Returns the refusal of a method that the route doesn't have.
 pub(super) fn method_refusal() -> Refusal {
     let message = "this route doesn't support this method; see the API reference";
-    Refusal::new(StatusCode::METHOD_NOT_ALLOWED, "method_not_allowed", message)
+    refuse(StatusCode::METHOD_NOT_ALLOWED, "method_not_allowed", message)
 }
 
 /// Returns the refusal to explain a turn's placement that this router doesn't know, or has
 /// forgotten.
 pub(super) fn placement_unknown_refusal() -> Refusal {
-    Refusal::new(
+    refuse(
         StatusCode::NOT_FOUND,
         "placement_unknown",
         "this router keeps no placement of this turn; ask soon after the turn, with the id of its \

@@ -14,18 +14,18 @@ use proto::route::Kind;
 use serde_json::{Value, json};
 use service::clock::now;
 
-use super::{SharedState, errors, respond, serve_turn};
+use super::{SharedState, respond, serve_turn};
 use crate::{fleet::snapshot::Snapshot, placement::NoWorker};
 
 /// Answers with the models of the fleet.
 pub(super) async fn list(State(shared): SharedState, request: Request) -> Response {
-    let view = shared.settled_view().await;
+    let view = shared.directory.settled_view().await;
     if view.serves_same_models() {
         return serve_turn(shared, Kind::Models, request).await;
     }
     let models = list_models_of_workers(&view);
     if models.is_empty() {
-        return respond(&shared, Err(errors::no_worker_refusal(&NoWorker::Unusable)));
+        return respond(&shared, Err(NoWorker::Unusable.into()));
     }
     Json(json!({ "object": "list", "data": models })).into_response()
 }

@@ -22,12 +22,12 @@ use crate::{
 /// Answers with the placements of the turn whose id the path names.
 pub(super) async fn show(State(shared): SharedState, Path(turn_id): Path<String>) -> Response {
     let records = u64::from_str_radix(&turn_id, 16)
-        .map(|turn_id| shared.recent_placements.lock().placements(turn_id).to_vec())
+        .map(|turn_id| shared.placer.placements(turn_id))
         .unwrap_or_default();
     if records.is_empty() {
         return respond(&shared, Err(errors::placement_unknown_refusal()));
     }
-    let view = shared.view.load();
+    let view = shared.directory.view();
     let placements: Vec<Value> = records.iter().map(|record| to_json(record, &view)).collect();
     Json(json!({ "turn": turn_id, "placements": placements })).into_response()
 }

@@ -21,7 +21,7 @@ use service::{clock::whole_millis, refusal::Refusal};
 use super::{SharedState, errors, respond};
 use crate::{
     fleet::control::OpenRequest,
-    turn::{error::Error, request, sessions::SessionView, shared::Shared},
+    turn::{request, sessions::SessionView, shared::Shared},
 };
 
 /// The body of `POST /v1/sessions`.
@@ -49,8 +49,7 @@ struct SglangCloseBody {
 }
 
 pub(super) async fn open(State(shared): SharedState, request: Request) -> Response {
-    let answer = Box::pin(try_open(&shared, request)).await;
-    respond(&shared, answer)
+    respond(&shared, Box::pin(try_open(&shared, request)).await)
 }
 
 async fn try_open(shared: &Arc<Shared>, request: Request) -> Result<Response, Refusal> {
@@ -61,11 +60,11 @@ async fn try_open(shared: &Arc<Shared>, request: Request) -> Result<Response, Re
         request_body.session_id,
         match &request_body.retention {
             None => None,
-            Some(name) => request::parse_retention(name, "retention").map_err(refuse_request)?,
+            Some(name) => request::parse_retention(name, "retention")?,
         },
         &request_body.timeout,
     )?;
-    let opened = shared.open(open_request).await.map_err(errors::turn_refusal)?;
+    let opened = shared.sessions.open(open_request).await?;
     let status = if opened.is_new { StatusCode::CREATED } else { StatusCode::OK };
     let session_view = SessionView {
         key: opened.session.key.clone(),
@@ -77,7 +76,7 @@ async fn try_open(shared: &Arc<Shared>, request: Request) -> Result<Response, Re
 }
 
 pub(super) async fn list(State(shared): SharedState, headers: HeaderMap) -> Response {
-    let (session_views, has_more) = shared.list(&request::principal(&headers)).await;
+    let (session_views, has_more) = shared.sessions.list(&request::principal(&headers)).await;
     let sessions: Vec<Value> =
         session_views.iter().map(|session_view| to_json(&shared, session_view)).collect();
     Json(json!({ "sessions": sessions, "more": has_more })).into_response()
@@ -88,14 +87,11 @@ pub(super) async fn show(
     Path(id): Path<String>,
     headers: HeaderMap,
 ) -> Response {
-    let answer = match session_key(&headers, id) {
-        Ok(key) => match shared.find_session(&key).await {
-            Some(session_view) => Ok(Json(to_json(&shared, &session_view)).into_response()),
-            None => Err(errors::turn_refusal(Error::SessionUnknown)),
-        },
-        Err(refusal) => Err(refusal),
+    let answer = async {
+        let session_view = shared.sessions.find(session_key(&headers, id)?).await?;
+        Ok(Json(to_json(&shared, &session_view)).into_response())
     };
-    respond(&shared, answer)
+    respond(&shared, answer.await)
 }
 
 pub(super) async fn close(
@@ -103,16 +99,15 @@ pub(super) async fn close(
     Path(id): Path<String>,
     headers: HeaderMap,
 ) -> Response {
-    let answer = match session_key(&headers, id) {
-        Ok(key) => shared.close(key).await.map_err(errors::turn_refusal),
-        Err(refusal) => Err(refusal),
+    let answer = async {
+        shared.sessions.close(session_key(&headers, id)?).await?;
+        Ok(StatusCode::NO_CONTENT.into_response())
     };
-    respond(&shared, answer.map(|()| StatusCode::NO_CONTENT.into_response()))
+    respond(&shared, answer.await)
 }
 
 pub(super) async fn sglang_open(State(shared): SharedState, request: Request) -> Response {
-    let answer = Box::pin(try_sglang_open(&shared, request)).await;
-    respond(&shared, answer)
+    respond(&shared, Box::pin(try_sglang_open(&shared, request)).await)
 }
 
 async fn try_sglang_open(shared: &Arc<Shared>, request: Request) -> Result<Response, Refusal> {
@@ -125,7 +120,7 @@ async fn try_sglang_open(shared: &Arc<Shared>, request: Request) -> Result<Respo
         retention,
         &request_body.timeout,
     )?;
-    let opened = shared.open(open_request).await.map_err(errors::turn_refusal)?;
+    let opened = shared.sessions.open(open_request).await?;
     if !opened.is_new {
         // Clients of SGLang look for an error of this shape.
         let message = "Failed to open the session: one with this id is still open. Close it first.";
@@ -136,15 +131,14 @@ async fn try_sglang_open(shared: &Arc<Shared>, request: Request) -> Result<Respo
 }
 
 pub(super) async fn sglang_close(State(shared): SharedState, request: Request) -> Response {
-    let answer = Box::pin(try_sglang_close(&shared, request)).await;
-    respond(&shared, answer)
+    respond(&shared, Box::pin(try_sglang_close(&shared, request)).await)
 }
 
 async fn try_sglang_close(shared: &Arc<Shared>, request: Request) -> Result<Response, Refusal> {
     let (parts, body) = request.into_parts();
     let request_body: SglangCloseBody = read_body(shared, body, false).await?;
-    let close_result = shared.close(session_key(&parts.headers, request_body.session_id)?).await;
-    match close_result.map_err(errors::turn_refusal) {
+    let key = session_key(&parts.headers, request_body.session_id)?;
+    match shared.sessions.close(key).await.map_err(Refusal::from) {
         Err(refusal) if refusal.status != StatusCode::NOT_FOUND => Err(refusal),
         // SGLang also answers 200 if it doesn't know the session.
         Ok(()) | Err(_) => Ok(StatusCode::OK.into_response()),
@@ -162,14 +156,13 @@ fn build_open_request(
     Ok(OpenRequest {
         key: session_key(headers, id)?,
         retention,
-        idle_ms_max: request::parse_idle_ms(timeout, "timeout").map_err(refuse_request)?,
+        idle_ms_max: request::parse_idle_ms(timeout, "timeout")?,
     })
 }
 
 /// Returns the key of the client's session with this id.
 fn session_key(headers: &HeaderMap, id: String) -> Result<SessionKey, Refusal> {
-    SessionKey::new(request::principal(headers), id)
-        .map_err(|error| refuse_request(request::Error::from(error)))
+    Ok(SessionKey::new(request::principal(headers), id).map_err(request::Error::from)?)
 }
 
 /// Reads a JSON body. Returns the default for an empty body if `may_be_empty`.
@@ -185,14 +178,9 @@ async fn read_body<T: for<'de> Deserialize<'de> + Default>(
     serde_json::from_slice(&held_body.bytes).map_err(|error| errors::body_refusal(&error))
 }
 
-#[expect(clippy::needless_pass_by_value, reason = "it is the argument of map_err")]
-fn refuse_request(error: request::Error) -> Refusal {
-    errors::request_refusal(&error)
-}
-
 /// Returns a session as JSON for its client.
 fn to_json(shared: &Shared, session_view: &SessionView) -> Value {
-    let worker = shared.view.load().name(session_view.worker);
+    let worker = shared.directory.view().name(session_view.worker);
     let id = session_view.key.id();
     let Some(session) = &session_view.session else {
         return json!({ "session_id": id, "worker": worker, "state": "bound" });

@@ -28,7 +28,7 @@ use crate::{
 
 /// Answers with all workers, and with the agents whose workers are unknown.
 pub(super) async fn list(State(shared): SharedState) -> Response {
-    let view = shared.view.load();
+    let view = shared.directory.view();
     let now = now();
     let workers: Vec<Value> = view
         .workers()

@@ -47,7 +47,7 @@ impl TurnBlocks {
 pub(crate) struct BlockLocator {
     kv_index: Arc<KvIndex>,
     models: Arc<Models>,
-    /// Locked for microseconds. No other lock is taken meanwhile.
+    /// Locked for microseconds.
     sent_prompts: Mutex<SentPrompts>,
 }
 
@@ -71,14 +71,14 @@ impl BlockLocator {
         Self { kv_index, models, sent_prompts: Mutex::new(sent_prompts) }
     }
 
-    /// Whether the worker's agent reports all resident blocks.
+    /// Whether the worker's agent reports all resident blocks. Takes no lock.
     pub(crate) fn reports_blocks(&self, worker: WorkerRef) -> bool {
         worker.number().is_some_and(|number| self.kv_index.is_live(number))
     }
 
     /// Whether the turn's count for the worker can be trusted. A count of 0 can be trusted only if
     /// the worker's agent reports its blocks. Otherwise the worker may have blocks that this router
-    /// doesn't know of.
+    /// doesn't know of. Takes no lock.
     pub(crate) fn can_trust_count(&self, turn_blocks: &TurnBlocks, worker: WorkerRef) -> bool {
         let Some(number) = worker.number() else { return false };
         self.reports_same_blocks(turn_blocks, worker)

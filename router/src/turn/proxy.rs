@@ -30,14 +30,12 @@ use service::{budget::HeldBody, clock::now, headers::remove_hop_by_hop};
 use tokio::{sync::OwnedSemaphorePermit, time::Sleep};
 
 use super::{
-    decide::{BindingHold, PlacedTurn},
-    error::NoAnswer,
-    shared::Shared,
+    directory::BindingHold, error::NoAnswer, placer::PlacedTurn, shared::Shared,
     upstream::UpstreamClient,
 };
 use crate::{
     fleet::{connect, lease::Lease},
-    metrics::TurnOutcome,
+    metrics::{Metrics, TurnOutcome},
 };
 
 /// Answer header: the worker that answered, as `agent/rank`.
@@ -133,7 +131,7 @@ fn turn_id_header(turn_id: u64) -> HeaderValue {
 
 /// Builds the client's answer: the agent's answer, with headers for the worker and the placement.
 pub(crate) fn build_answer(
-    shared: &Arc<Shared>,
+    shared: &Shared,
     outbound: &OutboundTurn,
     mut placed: PlacedTurn,
     in_flight_count: InFlightCount,
@@ -141,14 +139,16 @@ pub(crate) fn build_answer(
     response: Response<Incoming>,
 ) -> axum::response::Response {
     if let Some(hold) = &mut placed.hold {
-        hold.record_answer(response.status().is_success());
+        if let Some((key, old_worker)) = hold.record_answer(response.status().is_success()) {
+            shared.sessions.close_detached(key, old_worker);
+        }
         let wants_close = matches!(placed.claim, Some(Claim { close: true, .. }));
         if wants_close && !response.headers().contains_key(claim::REFUSAL) {
             hold.close_at_end();
         }
     }
     if let Some(blocks) = placed.blocks.take().filter(|_| response.status().is_success()) {
-        shared.block_locator.record_sent(&blocks, placed.worker, &shared.view.load());
+        shared.block_locator.record_sent(&blocks, placed.worker, &shared.directory.view());
     }
     let (mut parts, agent_body) = response.into_parts();
     remove_hop_by_hop(&mut parts.headers);
@@ -181,18 +181,18 @@ pub(crate) fn build_answer(
 
 /// Counts a turn in the metric of turns in flight. Dropped when the turn ends.
 #[derive(Debug)]
-pub(crate) struct InFlightCount(Arc<Shared>);
+pub(crate) struct InFlightCount(Arc<Metrics>);
 
 impl InFlightCount {
-    pub(crate) fn new(shared: &Arc<Shared>) -> Self {
-        shared.metrics.turns_in_flight.inc();
-        Self(Arc::clone(shared))
+    pub(super) fn new(metrics: &Arc<Metrics>) -> Self {
+        metrics.turns_in_flight.inc();
+        Self(Arc::clone(metrics))
     }
 }
 
 impl Drop for InFlightCount {
     fn drop(&mut self) {
-        self.0.metrics.turns_in_flight.dec();
+        self.0.turns_in_flight.dec();
     }
 }
 
@@ -209,7 +209,7 @@ struct InFlightTurn {
 
 impl Drop for InFlightTurn {
     fn drop(&mut self) {
-        self.in_flight_count.0.metrics.count_turn_end(self.outcome);
+        self.in_flight_count.0.count_turn_end(self.outcome);
     }
 }
 
@@ -280,7 +280,7 @@ impl Body for AnswerBody {
             Some(Ok(frame)) => {
                 let (arrived_at, counts_first_byte) = (self.arrived_at, self.counts_first_byte);
                 if let (Some(in_flight), Some(data)) = (&mut self.in_flight, frame.data_ref()) {
-                    let metrics = &in_flight.in_flight_count.0.metrics;
+                    let metrics = &in_flight.in_flight_count.0;
                     metrics.response_bytes.inc_by(data.len() as u64);
                     if let Some(arrived_at) = arrived_at {
                         if counts_first_byte {

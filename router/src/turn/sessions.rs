@@ -11,22 +11,63 @@
 
 use std::{collections::BTreeMap, sync::Arc};
 
-use proto::{
-    id::SessionKey,
-    load::{Retention, Session},
-};
-use service::clock::now;
+use proto::{id::SessionKey, load::Session};
+use service::tasks::Tasks;
 use tokio::sync::oneshot;
-use tonic::Code;
+use tonic::{Code, Status};
+use tracing::warn;
 
-use super::{error::Error, shared::Shared};
+use super::{
+    decide::{self, OpenDecision},
+    directory::SessionDirectory,
+};
 use crate::{
-    fleet::{control::OpenRequest, worker::WorkerRef},
+    fleet::{
+        control::{ControlClient, OpenRequest},
+        worker::WorkerRef,
+    },
+    metrics::Metrics,
     placement::{
-        self, PlacementRequest, Sticky, affinity,
+        affinity::OpenAnswer,
         session_status::{self, SessionStatus},
     },
 };
+
+/// Why a session can't be opened or closed. Each message is for the client.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Error {
+    /// No worker can take the session, or its status doesn't allow the open or close.
+    #[error(transparent)]
+    Decision(#[from] decide::Error),
+    /// The session to close is not open.
+    #[error("no session is open under this id; open it with POST /v1/sessions")]
+    Unknown,
+    /// The agent refused or failed a call on its control port.
+    #[error("{}", .0.message())]
+    Agent(Status),
+    /// A task of the router panicked.
+    #[error("the router failed; see its log")]
+    Internal,
+}
+
+impl Error {
+    /// Converts an agent's gRPC error. Logs the error if no client can act on it.
+    fn from_agent(status: Status) -> Self {
+        let is_for_client = matches!(
+            status.code(),
+            Code::ResourceExhausted
+                | Code::FailedPrecondition
+                | Code::NotFound
+                | Code::InvalidArgument
+                | Code::DeadlineExceeded
+                | Code::Unavailable
+        );
+        if !is_for_client {
+            warn!(code = ?status.code(), message = status.message(), "agent failed");
+        }
+        Self::Agent(status)
+    }
+}
 
 /// Maximum number of sessions in a list. If there are more, the answer says so.
 pub(crate) const SESSIONS_LISTED_MAX: usize = 1000;
@@ -66,73 +107,103 @@ pub(crate) struct OpenedSession {
     pub(crate) is_new: bool,
 }
 
-/// The worker chosen to open a session.
-struct OpenPlacement {
-    worker: WorkerRef,
-    /// Whether the session was open already.
-    was_open: bool,
-    /// Whether another worker may open the session instead, because no worker has the session.
-    can_move: bool,
+/// Opens, closes and looks up sessions.
+#[derive(Debug)]
+pub(crate) struct SessionService {
+    directory: Arc<SessionDirectory>,
+    /// One control client per configured agent.
+    control_clients: Vec<ControlClient>,
+    metrics: Arc<Metrics>,
+    tasks: Tasks,
 }
 
-impl Shared {
+impl SessionService {
+    /// Creates the service. `control_clients` has one client per configured agent.
+    pub(crate) fn new(
+        directory: Arc<SessionDirectory>,
+        control_clients: Vec<ControlClient>,
+        metrics: Arc<Metrics>,
+        tasks: Tasks,
+    ) -> Self {
+        Self { directory, control_clients, metrics, tasks }
+    }
+
     /// Opens a session, or returns the one that is already open.
+    ///
+    /// # Errors
+    /// If the session is closing, or if no agent can open it.
     pub(crate) async fn open(
         self: &Arc<Self>,
         open_request: OpenRequest,
     ) -> Result<OpenedSession, Error> {
-        let shared = Arc::clone(self);
-        self.run_detached(async move { Box::pin(shared.open_at_agent(open_request)).await }).await
+        let service = Arc::clone(self);
+        self.run_detached(async move { Box::pin(service.open_at_agent(open_request)).await }).await
     }
 
     /// Closes a session. Returns once the agent has agreed. If a turn of the session is still
     /// running then, the agent closes the session after that turn.
+    ///
+    /// # Errors
+    /// If there is no such session, or if the agent fails.
     pub(crate) async fn close(self: &Arc<Self>, key: SessionKey) -> Result<(), Error> {
-        self.settled_view().await;
-        // One step under the lock, so that the second of two closes finds the session closing.
-        let (worker, is_placement_only) = {
-            let view = self.view.load();
-            let mut affinity = self.affinity.lock();
-            let now = now();
+        self.directory.settled_view().await;
+        let view = self.directory.view();
+        // One step, so that the second of two closes finds the session closing.
+        let (worker, is_placement_only) = self.directory.step(|affinity, now| {
             let binding = affinity.get(&key, now);
             let status = session_status::determine_status(&key, &view, binding, now);
-            let worker = status.owned_worker().ok_or(Error::SessionUnknown)?;
+            let worker = status.owned_worker().ok_or(Error::Unknown)?;
+            affinity.record_close_request(&key, worker, now).map_err(decide::Error::from)?;
             let is_placement_only =
                 matches!(status, SessionStatus::Bound { placement_only: true, .. });
-            affinity.record_close_request(&key, worker, now)?;
-            (worker, is_placement_only)
-        };
-        let shared = Arc::clone(self);
+            Ok::<_, Error>((worker, is_placement_only))
+        })?;
+        let service = Arc::clone(self);
         self.run_detached(
-            async move { shared.close_at_agent(&key, worker, is_placement_only).await },
+            async move { service.close_at_agent(&key, worker, is_placement_only).await },
         )
         .await
     }
 
-    /// Returns a session to show it to its owner. `None` if there is no such session.
-    pub(crate) async fn find_session(&self, key: &SessionKey) -> Option<SessionView> {
-        let view = self.settled_view().await;
-        SessionView::new(key.clone(), self.session_status(key, &view))
+    /// Starts a task that closes a session at an agent. The task goes on even if the turn or client
+    /// that wanted the close is gone.
+    pub(super) fn close_detached(&self, key: SessionKey, worker: WorkerRef) {
+        let control = self.control_clients[worker.agent].clone();
+        self.tasks.spawn(async move {
+            if let Err(status) = control.close(&key).await
+                && status.code() != Code::NotFound
+            {
+                // The agent will close the session anyway, after its idle limit.
+                warn!(session = %key.digest(), code = ?status.code(), "close failed");
+            }
+        });
+    }
+
+    /// Returns a session to show it to its owner.
+    ///
+    /// # Errors
+    /// If there is no such session.
+    pub(crate) async fn find(&self, key: SessionKey) -> Result<SessionView, Error> {
+        let view = self.directory.settled_view().await;
+        let status = self.directory.status(&key, &view);
+        SessionView::new(key, status).ok_or(Error::Unknown)
     }
 
     /// Returns the sessions of `principal`, ordered by id, and whether there are more than
     /// [`SESSIONS_LISTED_MAX`].
     pub(crate) async fn list(&self, principal: &str) -> (Vec<SessionView>, bool) {
-        let view = self.settled_view().await;
-        let mut keys_by_id: BTreeMap<String, SessionKey> = view
-            .sessions
-            .iter()
-            .map(|located| &located.session.key)
+        let view = self.directory.settled_view().await;
+        let reported_keys = view.sessions.iter().map(|located| &located.session.key);
+        let mut keys_by_id: BTreeMap<String, SessionKey> = reported_keys
             .filter(|key| key.principal() == principal)
             .map(|key| (key.id().to_owned(), key.clone()))
             .collect();
-        {
-            let affinity = self.affinity.lock();
-            let bound_keys = affinity.keys_of_principal(principal, now());
+        self.directory.step(|affinity, now| {
+            let bound_keys = affinity.keys_of_principal(principal, now);
             keys_by_id.extend(bound_keys.map(|key| (key.id().to_owned(), key.clone())));
-        }
+        });
         let mut session_views = keys_by_id.into_values().filter_map(|key| {
-            let status = self.session_status(&key, &view);
+            let status = self.directory.status(&key, &view);
             SessionView::new(key, status)
         });
         let listed = session_views.by_ref().take(SESSIONS_LISTED_MAX).collect();
@@ -140,23 +211,26 @@ impl Shared {
     }
 
     /// Closes a lost session at its agent, so that the session can be opened again.
-    pub(crate) async fn close_lost(
+    ///
+    /// # Errors
+    /// If the agent fails. An agent that can't be reached doesn't matter.
+    pub(super) async fn close_lost(
         &self,
         key: &SessionKey,
         worker: WorkerRef,
     ) -> Result<(), Error> {
-        let result = self.control_clients[worker.agent].close(key).await;
-        match result {
+        match self.control_clients[worker.agent].close(key).await {
             Err(status) if !matches!(status.code(), Code::NotFound | Code::Unavailable) => {
                 return Err(Error::from_agent(status));
             }
             Ok(_) | Err(_) => {}
         }
-        let mut affinity = self.affinity.lock();
-        // Hides the session as long as the agent's last table still shows it.
-        if affinity.record_close_request(key, worker, now()).is_ok() {
-            affinity.record_close(key, false, now());
-        }
+        self.directory.step(|affinity, now| {
+            // Hides the session as long as the agent's last table still shows it.
+            if affinity.record_close_request(key, worker, now).is_ok() {
+                affinity.record_close(key, false, now);
+            }
+        });
         Ok(())
     }
 
@@ -166,143 +240,95 @@ impl Shared {
         open_request: OpenRequest,
     ) -> Result<OpenedSession, Error> {
         let key = &open_request.key;
-        if let SessionStatus::Lost { worker, .. } = self.session_status_after_reconnect(key).await {
+        if let SessionStatus::Lost { worker, .. } = self.directory.status_after_reconnect(key).await
+        {
             self.close_lost(key, worker).await?;
         }
-        let OpenPlacement { worker: first_worker, was_open, can_move } =
-            self.place_for_open(&open_request, None)?;
-        let result = self.control_clients[first_worker.agent]
-            .open(&open_request, first_worker.dp_rank)
-            .await;
-        let (worker, result) = match result {
+        let OpenDecision { worker: first_worker, was_open, can_move, .. } =
+            self.place(&open_request, None)?;
+        let (worker, result) = match self.ask_to_open(&open_request, first_worker).await {
             // The agent is full or unreachable.
             Err(status)
                 if can_move
                     && matches!(status.code(), Code::ResourceExhausted | Code::Unavailable) =>
             {
-                match self.place_for_open(&open_request, Some(first_worker)) {
-                    Ok(OpenPlacement { worker: second_worker, .. }) => {
+                match self.place(&open_request, Some(first_worker)) {
+                    Ok(OpenDecision { worker: second_worker, .. }) => {
                         self.metrics.count_retry("open");
-                        let control = &self.control_clients[second_worker.agent];
-                        (second_worker, control.open(&open_request, second_worker.dp_rank).await)
+                        (second_worker, self.ask_to_open(&open_request, second_worker).await)
                     }
                     Err(_) => (first_worker, Err(status)),
                 }
             }
             result => (first_worker, result),
         };
-        let epoch = self.view.load().agent(worker).epoch();
-        let mut affinity = self.affinity.lock();
-        affinity.end_turn(key, now());
-        match result {
-            Ok(session) => {
-                let worker = WorkerRef { dp_rank: session.dp_rank, ..worker };
-                let is_new = !was_open && session.turns == 0;
-                let session = Arc::new(session);
-                let open_answer = affinity::OpenAnswer {
-                    session: Arc::clone(&session),
-                    epoch,
-                    answered_at: now(),
-                };
-                affinity.record_open(worker, open_answer, now())?;
-                Ok(OpenedSession { worker, session, is_new })
+        let result = result.map_err(Error::from_agent);
+        let epoch = self.directory.view().agent(worker).epoch();
+        self.directory.step(|affinity, now| {
+            affinity.end_turn(key, now);
+            if result.is_err() && !was_open {
+                affinity.forget(key);
             }
-            Err(status) => {
-                if !was_open {
-                    affinity.forget(key);
-                }
-                Err(Error::from_agent(status))
-            }
-        }
+            let session = Arc::new(result?);
+            let worker = WorkerRef { dp_rank: session.dp_rank, ..worker };
+            let open_answer = OpenAnswer { session: Arc::clone(&session), epoch, answered_at: now };
+            affinity.record_open(worker, open_answer, now).map_err(decide::Error::from)?;
+            Ok(OpenedSession { worker, is_new: !was_open && session.turns == 0, session })
+        })
     }
 
-    /// Chooses the worker that opens a session, and binds the session to it, so that turns sent
-    /// meanwhile go there too. The binding counts a running turn, which the caller must end.
-    ///
-    /// `failed_worker` is the worker that has just failed to open the session. If it is set, the
-    /// session is bound already, and the binding moves to another worker.
-    fn place_for_open(
+    /// Asks the agent of a worker to open a session.
+    async fn ask_to_open(
+        &self,
+        open_request: &OpenRequest,
+        worker: WorkerRef,
+    ) -> Result<Session, Status> {
+        self.control_clients[worker.agent].open(open_request, worker.dp_rank).await
+    }
+
+    /// Chooses the worker that opens a session, and binds the session to it; see
+    /// [`decide::decide_open`].
+    fn place(
         &self,
         open_request: &OpenRequest,
         failed_worker: Option<WorkerRef>,
-    ) -> Result<OpenPlacement, Error> {
-        let key = &open_request.key;
-        let view = self.view.load();
-        let now = now();
-        let mut affinity = self.affinity.lock();
-        let status = session_status::determine_status(key, &view, affinity.get(key, now), now);
-        let (bound_worker, was_open) = match status {
-            SessionStatus::Closing => {
-                return Err(Error::OpenWhileClosing);
-            }
-            SessionStatus::Unknown | SessionStatus::Lost { .. } => (None, false),
-            SessionStatus::Bound { worker, .. } => (Some(worker), false),
-            SessionStatus::Open { worker, .. } => (Some(worker), true),
-        };
-        let is_pinned = open_request.retention == Some(Retention::Pinned);
-        let sticky = bound_worker
-            .filter(|_| failed_worker.is_none())
-            .map(|worker| Sticky { fixed: was_open && is_pinned, ..Sticky::new(worker) });
-        let request = PlacementRequest {
-            digest: key.digest(),
-            expects_more_turns: true,
-            sticky,
-            prefer: None,
-            // An open has no prompt.
-            prompt: None,
-            retention: if was_open { None } else { open_request.retention },
-            model: None,
-            exclude: failed_worker,
-        };
-        let placement = placement::place(&request, &view, now)?;
-        self.metrics.count_placement(placement.reason.as_str());
-        if bound_worker.is_none() {
-            view.agent(placement.worker).in_flight[placement.worker.dp_rank as usize]
-                .count_open_request();
-        }
-        match failed_worker {
-            None => {
-                affinity.begin_turn(key, placement.worker, false, now)?;
-                // An unanswered turn can make the session busy, and an open must not.
-                affinity.record_answer(key);
-            }
-            Some(_) => affinity.rebind(key, placement.worker),
-        }
-        Ok(OpenPlacement { worker: placement.worker, was_open, can_move: bound_worker.is_none() })
+    ) -> Result<OpenDecision, Error> {
+        let view = self.directory.view();
+        let decision = self.directory.step(|affinity, now| {
+            decide::decide_open(affinity, open_request, failed_worker, &view, now)
+        })?;
+        self.metrics.count_placement(decision.reason.as_str());
+        Ok(decision)
     }
 
     /// Closes a session at its agent. `is_placement_only`: whether the client asked only that the
     /// session's turns go to one worker, so that no agent knows the session.
     async fn close_at_agent(
-        self: Arc<Self>,
+        &self,
         key: &SessionKey,
         worker: WorkerRef,
         is_placement_only: bool,
     ) -> Result<(), Error> {
         // After a move, other workers may still have the session. Close it there, too. Otherwise it
         // would seem to be open there.
-        let view = self.view.load();
+        let view = self.directory.view();
         let other_workers = view.sessions.locate(key).iter().map(|located| located.worker);
         other_workers
             .filter(|other| other.agent != worker.agent && view.agent(*other).is_up())
             .for_each(|other| self.close_detached(key.clone(), other));
-        let result = self.control_clients[worker.agent].close(key).await;
-        let mut affinity = self.affinity.lock();
-        match result {
-            Ok(is_deferred) => {
-                affinity.record_close(key, is_deferred, now());
-                Ok(())
-            }
-            Err(status) if status.code() == Code::NotFound => {
-                affinity.record_close(key, false, now());
-                // A placement is known only to the router, so the agent had nothing to close.
-                if is_placement_only { Ok(()) } else { Err(Error::SessionUnknown) }
-            }
-            Err(status) => {
-                affinity.record_close_failure(key);
-                Err(Error::from_agent(status))
-            }
-        }
+        let result = match self.control_clients[worker.agent].close(key).await {
+            Ok(is_deferred) => Ok(is_deferred),
+            // A placement is known only to the router, so the agent had nothing to close.
+            Err(status) if status.code() == Code::NotFound && is_placement_only => Ok(false),
+            Err(status) if status.code() == Code::NotFound => Err(Error::Unknown),
+            Err(status) => Err(Error::from_agent(status)),
+        };
+        self.directory.step(|affinity, now| match &result {
+            Ok(is_deferred) => affinity.record_close(key, *is_deferred, now),
+            Err(Error::Unknown) => affinity.record_close(key, false, now),
+            Err(_) => affinity.record_close_failure(key),
+        });
+        result.map(drop)
     }
 
     /// Runs `work` to its end in a task, even if the caller goes away.

@@ -25,7 +25,7 @@ use proto::staged_prefill;
 use service::clock::{now, whole_millis};
 use tracing::debug;
 
-use super::{decide::PlacedTurn, proxy::OutboundTurn, request::Turn, shared::Shared};
+use super::{placer::PlacedTurn, proxy::OutboundTurn, request::Turn, shared::Shared};
 use crate::{fleet::connect, metrics::StagedPrefillEnd};
 
 /// The longest time that a prompt is in staged prefill. After this time the turn is sent anyway, so
@@ -86,7 +86,7 @@ struct LongPrompt {
 
 /// Returns the placed turn's prompt if staged prefill can and should compute it.
 fn find_long_prompt(shared: &Shared, placed: &PlacedTurn) -> Option<LongPrompt> {
-    let view = shared.view.load();
+    let view = shared.directory.view();
     let stage_tokens = view.worker_table().get(placed.worker)?.stage_tokens()?;
     // If this turn opens its session, the session's next turns queue behind it at the agent. They
     // must not reach the agent before this turn, so this turn must be sent at once.
@@ -112,7 +112,7 @@ async fn prompt_token_ids(
     outbound: &OutboundTurn,
     placed: &PlacedTurn,
 ) -> Option<Vec<u32>> {
-    let view = shared.view.load();
+    let view = shared.directory.view();
     let facts = view.agent(placed.worker).facts.as_ref()?;
     let (path, body) = (outbound.path_and_query.path(), &outbound.body);
     let blocks = placed.blocks.as_ref()?;

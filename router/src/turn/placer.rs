@@ -1,0 +1,311 @@
+//! Places turns: decides the worker of each turn, binds its session, and counts its load there.
+//!
+//! A session is a sequence of turns that share a growing prefix, and a turn is one request and its
+//! answer. `turn` passes in a turn that it has read, and gets a [`PlacedTurn`] or the reason for a
+//! refusal. This module reads what a decision needs, has `decide` make it in one step on the table
+//! of bindings, and records the result. It sends nothing.
+//!
+//! A placed turn has a claim, a hold and a lease. The claim is a header that tells the agent what
+//! the turn does to its session. The hold keeps the binding while the turn runs. The lease counts
+//! the turn's tokens as load of the worker.
+
+use std::{
+    hash::{BuildHasher as _, RandomState},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Instant,
+};
+
+use bytes::Bytes;
+use parking_lot::Mutex;
+use proto::claim::Claim;
+use service::clock::now;
+use tracing::debug;
+
+use super::{
+    decide::{self, Error, SessionDecision, TurnFacts},
+    directory::{BindingHold, SessionDirectory},
+    request::Turn,
+};
+use crate::{
+    fleet::{lease::Lease, snapshot::Snapshot, worker::WorkerRef},
+    metrics::Metrics,
+    placement::{
+        self, Figures, Placement, PlacementRequest, Reason,
+        affinity::Affinity,
+        recent::{self, PlacementRecord, RecentPlacements},
+        session_status::SessionStatus,
+    },
+    residency::block_locator::{BlockLocator, TurnBlocks},
+};
+
+/// A turn with its worker, and what the turn holds while it runs.
+#[derive(Debug)]
+pub(crate) struct PlacedTurn {
+    pub(super) worker: WorkerRef,
+    pub(super) worker_name: String,
+    /// The address of the agent's data port.
+    pub(super) data_authority: Arc<str>,
+    pub(super) reason: Reason,
+    /// What the agent is told about the session, as a header. `None` without a session.
+    pub(super) claim: Option<Claim>,
+    /// Whether the turn may go to another worker if this one refuses it.
+    can_move: bool,
+    pub(super) lease: Lease,
+    pub(super) hold: Option<BindingHold>,
+    /// The blocks of the turn's prompt, if they were made. The worker has them after the turn.
+    pub(super) blocks: Option<TurnBlocks>,
+    /// Leading prompt tokens resident on the worker, if known.
+    pub(super) resident_tokens: Option<u64>,
+}
+
+/// Decides which worker gets a turn, and remembers its decisions.
+#[derive(Debug)]
+pub(crate) struct Placer {
+    directory: Arc<SessionDirectory>,
+    block_locator: Arc<BlockLocator>,
+    /// The worker of each `prompt_cache_key`.
+    cache_keys: Mutex<Affinity>,
+    /// The last placements, for clients that ask for the reason.
+    recent_placements: Mutex<RecentPlacements>,
+    /// Hashes turn numbers to turn ids, with a random key.
+    turn_id_hasher: RandomState,
+    /// The number of the next turn.
+    next_turn_number: AtomicU64,
+    metrics: Arc<Metrics>,
+}
+
+/// Why a turn isn't placed without its prompt.
+enum WithoutPrompt {
+    /// The worker can't be chosen without the prompt.
+    Undecided,
+    Refused(Error),
+}
+
+impl From<Error> for WithoutPrompt {
+    fn from(error: Error) -> Self {
+        Self::Refused(error)
+    }
+}
+
+impl Placer {
+    /// Creates a placer. `cache_keys` is the empty table for the workers of cache keys.
+    pub(crate) fn new(
+        directory: Arc<SessionDirectory>,
+        block_locator: Arc<BlockLocator>,
+        cache_keys: Affinity,
+        metrics: Arc<Metrics>,
+    ) -> Self {
+        Self {
+            directory,
+            block_locator,
+            cache_keys: Mutex::new(cache_keys),
+            recent_placements: Mutex::new(RecentPlacements::new(recent::WEIGHT_MAX)),
+            turn_id_hasher: RandomState::new(),
+            next_turn_number: AtomicU64::new(0),
+            metrics,
+        }
+    }
+
+    /// Returns a new turn id, which clients see as 16 hex digits. A client that knows a turn's id
+    /// may ask why the turn went to its worker. So an id can't be guessed from other ids.
+    pub(super) fn new_turn_id(&self) -> u64 {
+        self.turn_id_hasher.hash_one(self.next_turn_number.fetch_add(1, Ordering::Relaxed))
+    }
+
+    /// Returns a turn's last placements, oldest first. Empty if none are kept.
+    pub(crate) fn placements(&self, turn_id: u64) -> Vec<PlacementRecord> {
+        self.recent_placements.lock().placements(turn_id).to_vec()
+    }
+
+    /// Places a turn. Reads the prompt only if the worker can't be chosen without it.
+    ///
+    /// # Errors
+    /// If the status of the turn's session doesn't allow the turn, or if no worker can take it.
+    pub(super) async fn decide(
+        &self,
+        turn: &Turn,
+        turn_id: u64,
+        path: &str,
+        body: &Bytes,
+    ) -> Result<PlacedTurn, Error> {
+        let placed = match self.decide_without_prompt(turn, turn_id) {
+            Ok(placed) => placed,
+            Err(WithoutPrompt::Refused(error)) => return Err(error),
+            Err(WithoutPrompt::Undecided) => {
+                // Reading a long prompt takes milliseconds. The table of bindings isn't locked
+                // meanwhile, so that other sessions' turns can be placed.
+                let (model, view) = (turn.model.as_deref(), self.directory.view());
+                let prompt = &turn.prompt;
+                let blocks = self.block_locator.locate(prompt, model, path, body, &view).await;
+                self.decide_with_prompt(turn, turn_id, blocks)?
+            }
+        };
+        self.remember_cache_key(turn, placed.worker);
+        Ok(placed)
+    }
+
+    /// Places a turn if the prompt would hardly change the decision.
+    fn decide_without_prompt(
+        &self,
+        turn: &Turn,
+        turn_id: u64,
+    ) -> Result<PlacedTurn, WithoutPrompt> {
+        let view = self.directory.view();
+        self.place(&self.facts(turn, turn_id, &view, None), |request, now| {
+            placement::place_without_prompt(request, &view, now).ok_or(WithoutPrompt::Undecided)
+        })
+    }
+
+    /// Places a turn by the blocks of its prompt, if there are any.
+    fn decide_with_prompt(
+        &self,
+        turn: &Turn,
+        turn_id: u64,
+        blocks: Option<TurnBlocks>,
+    ) -> Result<PlacedTurn, Error> {
+        let view = self.directory.view();
+        let facts = self.facts(turn, turn_id, &view, blocks.as_ref());
+        let placed = self.place(&facts, |request, now| {
+            placement::place(request, &view, now).map_err(Error::from)
+        })?;
+        let count = |blocks| self.block_locator.reported_tokens(blocks, placed.worker);
+        let resident_tokens = blocks.as_ref().and_then(count);
+        Ok(PlacedTurn { blocks, resident_tokens, ..placed })
+    }
+
+    /// Places a turn on the worker that `choose` chooses, and binds its session.
+    fn place<E: From<Error>>(
+        &self,
+        facts: &TurnFacts<'_>,
+        choose: impl FnOnce(&PlacementRequest<'_>, Instant) -> Result<Placement, E>,
+    ) -> Result<PlacedTurn, E> {
+        let TurnFacts { turn, turn_id, view, .. } = *facts;
+        let Some(intent) = &turn.session else {
+            let placement = choose(&facts.placement_request(), now())?;
+            return Ok(self.commit(turn, turn_id, view, placement, None, true));
+        };
+        let SessionDecision { placement, can_move, old_worker, reopen_as } = self
+            .directory
+            .step(|affinity, now| decide::decide_session(affinity, facts, intent, now, choose))?;
+        let hold =
+            BindingHold::new(&self.directory, intent.key.clone(), old_worker, turn.body_bytes);
+        let mut placed = self.commit(turn, turn_id, view, placement, Some(hold), can_move);
+        if let (Some(retention), Some(claim)) = (reopen_as, &mut placed.claim) {
+            claim.open = true;
+            claim.retention = claim.retention.or(Some(retention));
+        }
+        Ok(placed)
+    }
+
+    /// Places a turn on another worker after its first worker could not take it. Returns `None` if
+    /// there is no other worker or the turn can't move.
+    pub(super) fn decide_again(
+        &self,
+        turn: &Turn,
+        turn_id: u64,
+        first_placed: &mut PlacedTurn,
+    ) -> Option<PlacedTurn> {
+        if !first_placed.can_move {
+            return None;
+        }
+        let view = self.directory.view();
+        let placement = self.directory.step(|affinity, now| {
+            decide::decide_again(affinity, turn, turn_id, first_placed.worker, &view, now)
+        })?;
+        // The hold stays with the turn. The lease counts on one worker, so the turn gets a new one.
+        let mut hold = first_placed.hold.take();
+        if let Some(hold) = &mut hold {
+            hold.forget_old_worker();
+        }
+        let second = self.commit(turn, turn_id, &view, placement, hold, true);
+        Some(PlacedTurn { blocks: first_placed.blocks.take(), ..second })
+    }
+
+    /// Returns what a decision about the turn reads.
+    fn facts<'a>(
+        &'a self,
+        turn: &'a Turn,
+        turn_id: u64,
+        view: &'a Snapshot,
+        blocks: Option<&'a TurnBlocks>,
+    ) -> TurnFacts<'a> {
+        let prefer = self.preferred_worker(turn, view);
+        TurnFacts { turn, turn_id, view, block_locator: &self.block_locator, prefer, blocks }
+    }
+
+    /// Acquires the lease of a placed turn, and counts, logs and records its placement.
+    fn commit(
+        &self,
+        turn: &Turn,
+        turn_id: u64,
+        view: &Snapshot,
+        placement: Placement,
+        hold: Option<BindingHold>,
+        can_move: bool,
+    ) -> PlacedTurn {
+        let tokens_expected = placement.tokens_expected();
+        let Placement { worker, reason, ref figures, .. } = placement;
+        let agent = view.agent(worker);
+        let facts = agent.facts.as_ref().expect("a placed worker was described");
+        let intent = turn.session.as_ref();
+        let claim = intent.filter(|intent| !intent.is_placement_only).map(|intent| Claim {
+            retention: intent.retention,
+            delta: intent.is_delta,
+            open: intent.opens_session,
+            close: intent.closes_session,
+            idle_ms_max: intent.idle_ms_max,
+            ..Claim::for_session(&intent.key)
+        });
+        self.metrics.count_placement(reason.as_str());
+        let worker_name = view.name(worker);
+        let with_worker_name = |figures: &Figures| (view.name(figures.worker), *figures);
+        debug!(
+            worker = worker_name,
+            reason = reason.as_str(),
+            session = intent.map(|intent| tracing::field::display(intent.key.digest())),
+            figures = ?figures.iter().map(with_worker_name).collect::<Vec<_>>(),
+            "turn placed"
+        );
+        let session = intent.map(|intent| intent.key.digest());
+        self.recent_placements
+            .lock()
+            .add(turn_id, PlacementRecord { placed_at: now(), session, placement });
+        PlacedTurn {
+            worker,
+            worker_name,
+            data_authority: Arc::clone(&facts.data_authority),
+            reason,
+            claim,
+            can_move: can_move && !intent.is_some_and(|intent| intent.is_delta),
+            lease: Lease::acquire(&agent.in_flight[worker.dp_rank as usize], tokens_expected),
+            hold,
+            blocks: None,
+            resident_tokens: None,
+        }
+    }
+
+    /// Returns the worker of the parent session, or else the last worker of the turn's cache key.
+    fn preferred_worker(&self, turn: &Turn, view: &Snapshot) -> Option<(WorkerRef, Reason)> {
+        if let Some(parent) = &turn.parent
+            && let SessionStatus::Open { worker, .. } | SessionStatus::Bound { worker, .. } =
+                self.directory.status(parent, view)
+        {
+            return Some((worker, Reason::Parent));
+        }
+        let cache_key = turn.cache_key.as_ref()?;
+        let cache_keys = self.cache_keys.lock();
+        Some((cache_keys.get(cache_key, now())?.worker, Reason::CacheKey))
+    }
+
+    fn remember_cache_key(&self, turn: &Turn, worker: WorkerRef) {
+        let Some(key) = &turn.cache_key else { return };
+        let mut cache_keys = self.cache_keys.lock();
+        // A turn that ends at once renews the key's binding. A full table doesn't store the key.
+        if cache_keys.begin_turn(key, worker, false, now()).is_ok() {
+            cache_keys.end_turn(key, now());
+        }
+    }
+}
