@@ -9,7 +9,7 @@
 //! - [`request`]: reads what the request says about its session.
 //! - [`preamble`]: finds the volatile preamble in the request's body.
 //! - `placer`: chooses the worker, binds the session to it, and counts the turn's load there.
-//! - `decide`: the pure part of `placer` that looks at the session.
+//! - `decide`: the pure decisions about a session, for `placer` and `sessions`.
 //! - `directory`: the status and the worker of each session.
 //! - `staged_prefill`: has a long prompt computed before the turn.
 //! - `proxy`: sends the turn and passes on its answer.
@@ -51,7 +51,7 @@ use self::{
 use crate::{
     config::PreamblePolicy,
     fleet::{connect, worker::WorkerRef},
-    metrics::{Metrics, TurnOutcome},
+    metrics::TurnOutcome,
     placement::session_status::SessionStatus,
 };
 
@@ -185,7 +185,8 @@ async fn send(
     mut placed: PlacedTurn,
     permit: OwnedSemaphorePermit,
 ) -> Result<Response, Error> {
-    let mut unanswered = UnansweredTurn::new(shared, turn, placed.worker);
+    let in_flight = InFlightCount::new(&shared.metrics);
+    let mut close_guard = CloseGuard::new(shared, turn, placed.worker);
     staged_prefill::run(shared, turn, outbound, &mut placed).await;
     let first_answer = outbound.send(&shared.upstream, &placed).await;
     let retry_reason = match &first_answer {
@@ -206,7 +207,7 @@ async fn send(
     });
     let (placed, worker_answer) = match second_placed {
         Some(second) => {
-            unanswered.move_to(second.worker);
+            close_guard.move_to(second.worker);
             // Dropping the first answer, if there is one, drops its connection.
             drop(first_answer);
             let worker_answer = outbound.send(&shared.upstream, &second).await;
@@ -214,7 +215,7 @@ async fn send(
         }
         None => (placed, first_answer),
     };
-    finish(shared, outbound, placed, permit, unanswered, worker_answer)
+    finish(shared, outbound, placed, in_flight, permit, close_guard, worker_answer)
 }
 
 /// Makes the client's answer from the worker's answer, or logs and counts why there is none.
@@ -222,20 +223,21 @@ fn finish(
     shared: &Shared,
     outbound: &OutboundTurn,
     placed: PlacedTurn,
+    mut in_flight: InFlightCount,
     permit: OwnedSemaphorePermit,
-    mut unanswered: UnansweredTurn,
+    close_guard: CloseGuard,
     worker_answer: Result<http::Response<Incoming>, NoAnswer>,
 ) -> Result<Response, Error> {
     match worker_answer {
         Ok(response) => {
-            let in_flight_count = unanswered.record_answer();
-            Ok(proxy::build_answer(shared, outbound, placed, in_flight_count, permit, response))
+            close_guard.disarm();
+            Ok(proxy::build_answer(shared, outbound, placed, in_flight, permit, response))
         }
         Err(error) => {
-            unanswered.outcome = Some(match error {
+            in_flight.outcome = match error {
                 NoAnswer::TimedOut => TurnOutcome::TimedOut,
                 NoAnswer::Connect { .. } | NoAnswer::BrokenOff { .. } => TurnOutcome::WorkerFailed,
-            });
+            };
             warn!(
                 turn = format!("{:016x}", outbound.turn_id),
                 worker = placed.worker_name,
@@ -247,23 +249,15 @@ fn finish(
     }
 }
 
-/// A placed turn that isn't answered yet.
-///
-/// If this value is dropped before an answer, the client has left, unless `outcome` names another
-/// cause. If the turn also closes its session, the drop closes the session, because perhaps no
-/// agent received the turn. After an answer, the agent closes the session itself.
-struct UnansweredTurn {
+/// Closes a session if the turn that would close it gets no answer, because perhaps no agent
+/// received the turn. After an answer, the agent closes the session itself.
+struct CloseGuard {
     sessions: Arc<SessionService>,
-    metrics: Arc<Metrics>,
-    /// The session to close if no answer comes, and its worker.
-    session_to_close: Option<(SessionKey, WorkerRef)>,
-    /// How the turn ended if no answer comes; `None` after an answer.
-    outcome: Option<TurnOutcome>,
-    /// Counts the turn as in flight; passed on to the answer.
-    in_flight_count: Option<InFlightCount>,
+    /// The session to close, and its worker. `None` if the turn doesn't close its session.
+    session: Option<(SessionKey, WorkerRef)>,
 }
 
-impl UnansweredTurn {
+impl CloseGuard {
     fn new(shared: &Shared, turn: &Turn, worker: WorkerRef) -> Self {
         let intent = turn
             .session
@@ -271,34 +265,26 @@ impl UnansweredTurn {
             .filter(|intent| intent.closes_session && !intent.is_placement_only);
         Self {
             sessions: Arc::clone(&shared.sessions),
-            metrics: Arc::clone(&shared.metrics),
-            session_to_close: intent.map(|intent| (intent.key.clone(), worker)),
-            outcome: Some(TurnOutcome::ClientGone),
-            in_flight_count: Some(InFlightCount::new(&shared.metrics)),
+            session: intent.map(|intent| (intent.key.clone(), worker)),
         }
     }
 
     /// Records that the turn is now sent to `worker`, which then also has its session.
     fn move_to(&mut self, worker: WorkerRef) {
-        if let Some((_, session_worker)) = &mut self.session_to_close {
+        if let Some((_, session_worker)) = &mut self.session {
             *session_worker = worker;
         }
     }
 
-    /// Records that the answer has come. Returns the count, which the answer's body holds from now.
-    fn record_answer(&mut self) -> InFlightCount {
-        self.session_to_close = None;
-        self.outcome = None;
-        self.in_flight_count.take().expect("a turn is answered once")
+    /// Records that the answer has come.
+    fn disarm(mut self) {
+        self.session = None;
     }
 }
 
-impl Drop for UnansweredTurn {
+impl Drop for CloseGuard {
     fn drop(&mut self) {
-        if let Some(outcome) = self.outcome {
-            self.metrics.count_turn_end(outcome);
-        }
-        if let Some((key, worker)) = self.session_to_close.take() {
+        if let Some((key, worker)) = self.session.take() {
             self.sessions.close_detached(key, worker);
         }
     }

@@ -134,7 +134,7 @@ pub(crate) fn build_answer(
     shared: &Shared,
     outbound: &OutboundTurn,
     mut placed: PlacedTurn,
-    in_flight_count: InFlightCount,
+    count: InFlightCount,
     permit: OwnedSemaphorePermit,
     response: Response<Incoming>,
 ) -> axum::response::Response {
@@ -167,8 +167,7 @@ pub(crate) fn build_answer(
         deadline: Box::pin(tokio::time::sleep_until(outbound.deadline.into())),
         arrived_at: Some(outbound.arrived_at),
         in_flight: Some(InFlightTurn {
-            in_flight_count,
-            outcome: TurnOutcome::ClientGone,
+            count,
             lease: placed.lease,
             _hold: placed.hold,
             _permit: permit,
@@ -179,38 +178,35 @@ pub(crate) fn build_answer(
     Response::from_parts(parts, axum::body::Body::new(body))
 }
 
-/// Counts a turn in the metric of turns in flight. Dropped when the turn ends.
+/// Counts a turn as in flight, and then its outcome. Dropped when the turn ends.
 #[derive(Debug)]
-pub(crate) struct InFlightCount(Arc<Metrics>);
+pub(crate) struct InFlightCount {
+    metrics: Arc<Metrics>,
+    /// `ClientGone` until the turn ends in another way.
+    pub(super) outcome: TurnOutcome,
+}
 
 impl InFlightCount {
     pub(super) fn new(metrics: &Arc<Metrics>) -> Self {
         metrics.turns_in_flight.inc();
-        Self(Arc::clone(metrics))
+        Self { metrics: Arc::clone(metrics), outcome: TurnOutcome::ClientGone }
     }
 }
 
 impl Drop for InFlightCount {
     fn drop(&mut self) {
-        self.0.turns_in_flight.dec();
+        self.metrics.count_turn_end(self.outcome);
+        self.metrics.turns_in_flight.dec();
     }
 }
 
-/// What a turn holds until its answer has ended. Counts the turn's outcome when dropped.
+/// What a turn holds until its answer has ended.
 #[derive(Debug)]
 struct InFlightTurn {
-    in_flight_count: InFlightCount,
-    /// `ClientGone` until the answer ends in another way.
-    outcome: TurnOutcome,
+    count: InFlightCount,
     lease: Lease,
     _hold: Option<BindingHold>,
     _permit: OwnedSemaphorePermit,
-}
-
-impl Drop for InFlightTurn {
-    fn drop(&mut self) {
-        self.in_flight_count.0.count_turn_end(self.outcome);
-    }
 }
 
 /// The body of an answer to a client: the agent's body, cut off at the turn's deadline.
@@ -234,7 +230,7 @@ impl AnswerBody {
     /// Releases what the turn holds, and counts its outcome.
     fn end_turn(&mut self, outcome: TurnOutcome) {
         if let Some(mut in_flight) = self.in_flight.take() {
-            in_flight.outcome = outcome;
+            in_flight.count.outcome = outcome;
         }
     }
 
@@ -280,7 +276,7 @@ impl Body for AnswerBody {
             Some(Ok(frame)) => {
                 let (arrived_at, counts_first_byte) = (self.arrived_at, self.counts_first_byte);
                 if let (Some(in_flight), Some(data)) = (&mut self.in_flight, frame.data_ref()) {
-                    let metrics = &in_flight.in_flight_count.0;
+                    let metrics = &in_flight.count.metrics;
                     metrics.response_bytes.inc_by(data.len() as u64);
                     if let Some(arrived_at) = arrived_at {
                         if counts_first_byte {
