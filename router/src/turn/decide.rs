@@ -331,3 +331,74 @@ pub(super) fn is_busy(status: &SessionStatus, view: &Snapshot) -> bool {
     let facts = view.agent(*worker).facts.as_ref();
     facts.is_none_or(|facts| facts.description.turns_queued_per_session_max == 0)
 }
+
+#[cfg(test)]
+mod tests {
+    use std::{sync::Arc, time::Duration};
+
+    use proto::id::SessionKey;
+
+    use super::*;
+    use crate::{
+        fleet::testing::{fleet, start},
+        prompt::models::Models,
+        residency::kv_index::KvIndex,
+    };
+
+    fn turn(is_delta: bool) -> Turn {
+        let intent = SessionIntent {
+            key: SessionKey::new("p", "s").unwrap(),
+            retention: None,
+            is_delta,
+            opens_session: false,
+            closes_session: false,
+            is_placement_only: false,
+            idle_ms_max: None,
+        };
+        Turn { session: Some(intent), ..Turn::default() }
+    }
+
+    /// Decides a turn of session `s` in a fleet of two idle workers.
+    fn decide(affinity: &mut Affinity, turn: &Turn) -> Result<SessionDecision, Error> {
+        let view = fleet(&[(0, 0), (0, 0)], start()).snapshot();
+        let kv_index = Arc::new(KvIndex::new(2, 1 << 20));
+        let block_locator = BlockLocator::new(kv_index, Arc::new(Models::new()), 1 << 20);
+        let facts = TurnFacts {
+            turn,
+            turn_id: 1,
+            view: &view,
+            block_locator: &block_locator,
+            prefer: None,
+            blocks: None,
+        };
+        let intent = turn.session.as_ref().unwrap();
+        decide_session(affinity, &facts, intent, start(), |request, now| {
+            placement::place(request, &view, now).map_err(Error::from)
+        })
+    }
+
+    #[test]
+    fn a_session_is_bound_by_the_step_that_places_its_first_turn() {
+        let mut affinity = Affinity::new(8, Duration::from_secs(60));
+        let first = decide(&mut affinity, &turn(false)).unwrap();
+        // The first turn still runs, and no agent has reported the session.
+        let second = decide(&mut affinity, &turn(true)).unwrap();
+        assert_eq!(second.placement.worker, first.placement.worker);
+        assert_eq!(second.placement.reason, Reason::Sticky);
+        assert!(second.old_worker.is_none() && second.reopen_as.is_none());
+    }
+
+    #[test]
+    fn a_refused_turn_binds_nothing() {
+        let mut affinity = Affinity::new(8, Duration::from_secs(60));
+        let refusal = decide(&mut affinity, &turn(true)).unwrap_err();
+        assert!(matches!(refusal, Error::DeltaWithoutHistory), "{refusal}");
+        assert!(affinity.is_empty());
+        let key = &turn(false).session.unwrap().key;
+        let worker = WorkerRef { agent: 0, dp_rank: 0 };
+        affinity.record_close_request(key, worker, start()).unwrap();
+        let refusal = decide(&mut affinity, &turn(false)).unwrap_err();
+        assert!(matches!(refusal, Error::TurnWhileClosing), "{refusal}");
+        assert_eq!(affinity.get(key, start()).unwrap().turns, 0);
+    }
+}
