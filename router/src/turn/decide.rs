@@ -143,8 +143,8 @@ impl<'a> TurnFacts<'a> {
     }
 }
 
-/// Places a turn of a session and binds the session, in one step on the affinity table.
-/// `choose` chooses the worker.
+/// Places a turn of a session and binds the session, in one step on the affinity table. `choose`
+/// chooses the worker.
 ///
 /// # Errors
 /// If the session's status doesn't allow the turn, if the table is full, or if `choose` fails.
@@ -230,8 +230,8 @@ pub(super) fn decide_again(
 /// Chooses the worker that opens a session, and binds the session to it, so that turns sent
 /// meanwhile go there too. The binding counts a running turn, which the caller must end.
 ///
-/// `failed_worker` is the worker that has just failed to open the session. If it is set, the session
-/// is bound already, and the binding moves to another worker.
+/// `failed_worker` is the worker that has just failed to open the session. If it is set, the
+/// session is bound already, and the binding moves to another worker.
 ///
 /// # Errors
 /// If the session is closing, if no worker can take it, or if the table is full.

@@ -63,8 +63,8 @@ impl SessionDirectory {
         step(&mut affinity, now())
     }
 
-    /// Like [`Self::view`], but shortly after the router's start, waits for a snapshot in which every
-    /// agent has reported or failed.
+    /// Like [`Self::view`], but shortly after the router's start, waits for a snapshot in which
+    /// every agent has reported or failed.
     pub(crate) async fn settled_view(&self) -> Arc<Snapshot> {
         let view = self.view();
         if view.is_settled() || now() >= self.settle_deadline {
@@ -137,8 +137,8 @@ impl BindingHold {
         self.closes_session = true;
     }
 
-    /// Records that the turn goes to another worker than the one to which it moved its session. The
-    /// session may still need its KV on the worker that it was on before.
+    /// Records that the turn's move of its session failed. The session may still need its KV on the
+    /// worker that it was on before.
     pub(super) fn forget_old_worker(&mut self) {
         self.old_worker = None;
     }
@@ -149,8 +149,8 @@ impl BindingHold {
             .step(|affinity, now| affinity.get(&self.key, now).is_some_and(Binding::is_close_asked))
     }
 
-    /// Records that the head of the answer has come. `is_success`: whether its status is 2xx. Called
-    /// at most once.
+    /// Records that the head of the answer has come. `is_success`: whether its status is 2xx.
+    /// Called at most once.
     ///
     /// Returns the session and the worker at which to close it, if this turn has moved the session
     /// away from there. The session's KV there is of no use. Closed, it is evicted first.
