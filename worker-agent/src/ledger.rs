@@ -9,6 +9,16 @@
 //! `owner` passes the samples and figures in, and sends the reports. The child `prefill` measures
 //! the prefill rate. This module admits no turns (`session::table` does), does no I/O and reads no
 //! clock.
+//!
+//! On their way from the engine to a placement, a rank's figures change their type five times:
+//!
+//! | from | to | where |
+//! |---|---|---|
+//! | the shim's message | [`RankFacts`], which the ledger keeps | `shim` |
+//! | [`RankFacts`], [`RankSample`], the table's [`RankTotals`] | [`RankLoad`] | here |
+//! | [`RankLoad`] | its wire form | `proto/src/load/wire.rs`, for `control_port` |
+//! | the wire form | [`RankLoad`], which the router keeps | `proto/src/load/wire.rs` |
+//! | [`RankLoad`] | a row of the worker table | `router/src/fleet/worker_table.rs` |
 
 use std::{
     collections::HashMap,
@@ -22,6 +32,7 @@ use crate::{
     engine::{EngineInfo, LoadSample, RankSample},
     gpu::{kv::Pool, tracker::Snapshot},
     session::{self, RankCapacity, RankTotals, Session, Table},
+    shim::RankFacts,
 };
 
 pub mod prefill;
@@ -53,49 +64,24 @@ impl Limits {
 #[derive(Debug)]
 pub struct Ledger {
     limits: Limits,
-    /// The request rows and the pool of each rank, from the engine's description.
-    rank_sizes: Vec<RankSize>,
-    /// The device name that the engine reports.
-    device_name: String,
-    /// For each rank: the bytes of its pool on each of its devices, as the engine reports.
-    pool_bytes: Vec<Option<u64>>,
-    page_tokens: u32,
-    /// By rank: the bytes of a page on each of the rank's devices. The shim reads them from the
-    /// pool's buffers.
-    page_bytes: HashMap<u32, u64>,
+    /// The engine's description; `None` until an engine process is known.
+    engine: Option<EngineInfo>,
     /// The newest load sample of the engine; `None` until there is one.
     sample: Option<LoadSample>,
     /// The prefill rate of each rank.
     prefill_rates: Vec<PrefillRate>,
-    /// The shim's figures, by rank, for ranks that have a connected shim.
-    shim_facts: HashMap<u32, PoolFacts>,
+    /// By rank: what its connected shim reports.
+    shims: HashMap<u32, ShimFigures>,
 }
 
-#[derive(Debug, Clone, Copy)]
-struct RankSize {
-    rows: u32,
-    pool_tokens: u64,
-}
-
-/// A rank's pool and requests as the shim reads them, exact at one scheduler step.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct PoolFacts {
-    /// Free tokens.
-    pub available_tokens: u64,
-    /// Tokens in the radix tree that the engine may evict.
-    pub evictable_tokens: u64,
-    /// Tokens in the radix tree that running requests or sessions lock.
-    pub protected_tokens: u64,
-    /// Tokens that sessions hold outside the radix tree.
-    pub held_tokens: u64,
-    /// Tokens that running requests hold and that are not in the radix tree yet.
-    pub uncached_tokens: u64,
-    /// The number of requests in the engine's running batch.
-    pub running_requests: u64,
-    /// The number of requests in the engine's queue.
-    pub waiting_requests: u64,
-    /// When the figures were read.
-    pub read_at: Instant,
+/// The figures from one rank's shim.
+#[derive(Debug, Default)]
+struct ShimFigures {
+    /// The bytes of a page on each of the rank's devices, which the shim reads from the pool's
+    /// buffers. `None` if the shim can't tell.
+    page_bytes: Option<u64>,
+    /// The newest figures of the pool and the queue; `None` until there are some.
+    facts: Option<RankFacts>,
 }
 
 /// Whether the agent and its engine work, as load reports say it.
@@ -113,44 +99,32 @@ impl Ledger {
     /// Returns a ledger without figures, for an engine that is not known yet.
     #[must_use]
     pub fn new(limits: Limits) -> Self {
-        Self {
-            limits,
-            rank_sizes: vec![],
-            device_name: String::new(),
-            pool_bytes: vec![],
-            page_tokens: 1,
-            page_bytes: HashMap::new(),
-            sample: None,
-            prefill_rates: vec![],
-            shim_facts: HashMap::new(),
-        }
+        Self { limits, engine: None, sample: None, prefill_rates: vec![], shims: HashMap::new() }
     }
 
     /// Sets the description of an engine process, and forgets the figures of the process before.
     /// Returns the engine's capacity for the session table.
     pub fn set_engine(&mut self, info: &EngineInfo) -> session::EngineCapacity {
-        let pool_tokens = info.pool_tokens;
-        self.rank_sizes = info.rows.iter().map(|&rows| RankSize { rows, pool_tokens }).collect();
-        self.rank_sizes.truncate(RANKS_MAX as usize);
-        self.device_name.clone_from(&info.device);
-        self.pool_bytes.clone_from(&info.pool_bytes);
-        self.page_tokens = info.facts.page_tokens.max(1);
+        let mut info = info.clone();
+        info.rows.truncate(RANKS_MAX as usize);
         self.sample = None;
-        self.prefill_rates = vec![PrefillRate::default(); self.rank_sizes.len()];
-        self.shim_facts.clear();
-        let ranks = self.rank_sizes.iter().map(|&RankSize { rows, pool_tokens }| RankCapacity {
+        self.prefill_rates = vec![PrefillRate::default(); info.rows.len()];
+        self.shims.values_mut().for_each(|shim| shim.facts = None);
+        let ranks = info.rows.iter().map(|&rows| RankCapacity {
             rows,
             rows_reserve: self.limits.rows_reserve,
-            pool_tokens,
-            pin_tokens_max: share_of(pool_tokens, self.limits.pin_budget_ratio),
+            pool_tokens: info.pool_tokens,
+            pin_tokens_max: share_of(info.pool_tokens, self.limits.pin_budget_ratio),
             turns_max: self.limits.turns_max,
         });
-        session::EngineCapacity {
+        let capacity = session::EngineCapacity {
             ranks: ranks.collect(),
             page_tokens: u64::from(info.facts.page_tokens),
             context_tokens: u64::from(info.facts.context_tokens),
             retentions: info.retentions(),
-        }
+        };
+        self.engine = Some(info);
+        capacity
     }
 
     /// Takes a load sample of the engine.
@@ -164,20 +138,20 @@ impl Ledger {
         self.sample = Some(sample);
     }
 
-    /// Sets a rank's figures from the shim; `None` when the shim has disconnected.
-    pub fn set_shim_facts(&mut self, dp_rank: u32, facts: Option<PoolFacts>) {
-        match facts {
-            Some(facts) => drop(self.shim_facts.insert(dp_rank, facts)),
-            None => drop(self.shim_facts.remove(&dp_rank)),
-        }
+    /// Adds the shim of a rank, which has connected. `page_bytes` is what the shim says of the size
+    /// of a page on each of the rank's devices.
+    pub fn add_shim(&mut self, dp_rank: u32, page_bytes: Option<u64>) {
+        self.shims.entry(dp_rank).or_default().page_bytes = page_bytes;
     }
 
-    /// Sets the bytes of a rank's page as its shim reports them; `None` if unknown.
-    pub fn set_page_bytes(&mut self, dp_rank: u32, bytes: Option<u64>) {
-        match bytes {
-            Some(bytes) => drop(self.page_bytes.insert(dp_rank, bytes)),
-            None => drop(self.page_bytes.remove(&dp_rank)),
-        }
+    /// Takes the figures that a rank's shim reports.
+    pub fn record_facts(&mut self, facts: RankFacts) {
+        self.shims.entry(facts.dp_rank).or_default().facts = Some(facts);
+    }
+
+    /// Forgets the figures of a rank's shim, which has disconnected.
+    pub fn remove_shim(&mut self, dp_rank: u32) {
+        self.shims.remove(&dp_rank);
     }
 
     /// Returns the description of the ranks for routers, including device names.
@@ -193,19 +167,12 @@ impl Ledger {
             memory_total_bytes: device.memory_total_bytes,
             ..Device::default()
         };
-        (0..)
-            .zip(&self.rank_sizes)
-            .map(|(dp_rank, &RankSize { rows, pool_tokens })| Rank {
-                dp_rank,
-                pool_tokens,
-                rows,
-                devices: self
-                    .devices(now, dp_rank, gpus)
-                    .into_iter()
-                    .map(fixed_properties)
-                    .collect(),
-            })
-            .collect()
+        let describe_rank = |(engine, dp_rank, rows): (&EngineInfo, u32, u32)| {
+            let devices = read_devices(now, engine, dp_rank, gpus).into_iter();
+            let devices = devices.map(fixed_properties).collect();
+            Rank { dp_rank, pool_tokens: engine.pool_tokens, rows, devices }
+        };
+        self.ranks().map(describe_rank).collect()
     }
 
     /// Returns the load report of all ranks.
@@ -218,18 +185,9 @@ impl Ledger {
         interval: Duration,
         health: AgentHealth,
     ) -> LoadReport {
-        let ranks = (0..).zip(&self.rank_sizes).map(|(dp_rank, &size)| {
-            let sample = self.sample.as_ref().and_then(|sample| {
-                let rank = sample.ranks.iter().find(|rank| rank.dp_rank == dp_rank)?;
-                Some((rank, age_ms(now, sample.at)))
-            });
-            let facts =
-                self.shim_facts.get(&dp_rank).map(|facts| (facts, age_ms(now, facts.read_at)));
-            let totals = table.totals(dp_rank);
-            let mut load = self.rank_load(dp_rank, size, sample, facts, &totals);
-            self.add_prefill_figures(now, table, &mut load);
-            load.devices = self.devices(now, dp_rank, gpus);
-            self.add_pool_bytes(&mut load, size.pool_tokens, gpus);
+        let ranks = self.ranks().map(|(engine, dp_rank, rows)| {
+            let mut load = self.rank_load(now, engine, dp_rank, rows, table);
+            load.devices = self.devices(now, engine, &load, gpus);
             load
         });
         LoadReport {
@@ -243,120 +201,169 @@ impl Ledger {
         }
     }
 
-    /// Returns the load of a rank. `sample` and `facts` come with their age in milliseconds.
+    /// Iterates over the ranks: the engine, the DP rank, and the number of its request rows.
+    fn ranks(&self) -> impl Iterator<Item = (&EngineInfo, u32, u32)> {
+        self.engine.iter().flat_map(|engine| {
+            (0..).zip(&engine.rows).map(move |(dp_rank, &rows)| (engine, dp_rank, rows))
+        })
+    }
+
+    /// Returns the newest figures from a rank's shim.
+    fn facts(&self, dp_rank: u32) -> Option<&RankFacts> {
+        self.shims.get(&dp_rank)?.facts.as_ref()
+    }
+
+    /// Returns a rank's entry in the newest load sample, and when the sample was made.
+    fn rank_sample(&self, dp_rank: u32) -> Option<(&RankSample, Instant)> {
+        let sample = self.sample.as_ref()?;
+        let rank = sample.ranks.iter().find(|rank| rank.dp_rank == dp_rank)?;
+        Some((rank, sample.at))
+    }
+
+    /// Returns the load of a rank, without its devices and without the figures that the owner
+    /// task's reporter adds.
     fn rank_load(
         &self,
+        now: Instant,
+        engine: &EngineInfo,
         dp_rank: u32,
-        RankSize { rows, pool_tokens }: RankSize,
-        sample: Option<(&RankSample, u32)>,
-        facts: Option<(&PoolFacts, u32)>,
-        totals: &RankTotals,
+        rows: u32,
+        table: &Table,
     ) -> RankLoad {
-        let figure = |value, source, age_ms| Figure { value, source, age_ms };
-        let from_shim = |value: fn(&PoolFacts) -> u64| {
-            facts.map(|(facts, age)| figure(value(facts).min(pool_tokens), Source::Shim, age))
+        let (facts, sample) = (self.facts(dp_rank), self.rank_sample(dp_rank));
+        let totals = table.totals(dp_rank);
+        let pool_tokens = engine.pool_tokens;
+        let from_shim = |value: fn(&RankFacts) -> u64| {
+            let to_figure =
+                |facts: &RankFacts| shim_figure(value(facts).min(pool_tokens), now, facts);
+            facts.map(to_figure)
         };
         let from_sample = |value: fn(&RankSample) -> u64| {
-            sample.map(|(rank, age)| figure(value(rank), Source::Loads, age))
+            let to_figure = |(rank, at): (&RankSample, Instant)| Figure {
+                value: value(rank),
+                source: Source::Loads,
+                age_ms: age_ms(now, at),
+            };
+            sample.map(to_figure)
         };
-        let figure_now = |value, source| Some(figure(value, source, 0));
-        let pinned = match facts {
-            // While no request runs, only pinned sessions hold or lock KV. The shim counts a prefix
-            // that several sessions share only once.
-            Some((facts, age_ms)) if totals.turns_running == 0 && facts.running_requests == 0 => {
-                let value =
-                    facts.protected_tokens.saturating_add(facts.held_tokens).min(pool_tokens);
-                Figure { value, source: Source::Shim, age_ms }
-            }
-            _ => figure(totals.pinned_tokens.min(pool_tokens), Source::Usage, 0),
-        };
+        let figure_now = |value, source| Some(Figure { value, source, age_ms: 0 });
+        let pinned = pinned_figure(now, facts, &totals, pool_tokens);
         // Foreign sessions are those in the engine that this agent did not open.
         let foreign_tokens = totals.foreign_tokens.min(pinned.value);
         let foreign_source = if facts.is_some() { Source::Shim } else { Source::Estimate };
+        let is_foreign_known = foreign_tokens > 0 || facts.is_some();
         let tree_tokens = totals.tree_tokens_estimate.min(pool_tokens - pinned.value);
         RankLoad {
             dp_rank,
             turns_running: totals.turns_running,
             turns_running_max: self.limits.turns_max,
-            requests_running: from_shim(|facts| facts.running_requests)
+            requests_running: from_shim(|facts| facts.running.into())
                 .or_else(|| from_sample(|rank| rank.num_running_reqs)),
-            requests_waiting: from_shim(|facts| facts.waiting_requests)
+            requests_waiting: from_shim(|facts| facts.waiting.into())
                 .or_else(|| from_sample(|rank| rank.num_waiting_reqs)),
-            pool_used_tokens: from_shim(|facts| {
-                let locked = facts.protected_tokens.saturating_add(facts.held_tokens);
-                locked.saturating_add(facts.uncached_tokens)
-            })
-            .or_else(|| from_sample(|rank| rank.num_used_tokens.min(rank.max_total_num_tokens))),
+            pool_used_tokens: from_shim(RankFacts::used_tokens).or_else(|| {
+                from_sample(|rank| rank.num_used_tokens.min(rank.max_total_num_tokens))
+            }),
             pool_total_tokens: figure_now(pool_tokens, Source::ServerInfo),
             pinned_tokens: Some(pinned),
             resident_tokens_estimate: figure_now(tree_tokens, Source::Estimate),
             rows_held: figure_now(u64::from(totals.rows_held.min(rows)), Source::Ledger),
             rows_total: figure_now(u64::from(rows), Source::ServerInfo),
             sessions: totals.sessions,
-            devices: vec![],
             turns_queued: totals.turns_queued,
             pool_available_tokens: from_shim(|facts| facts.available_tokens),
             pool_evictable_tokens: from_shim(|facts| facts.evictable_tokens),
-            foreign_tokens: (foreign_tokens > 0 || facts.is_some()).then_some(Figure {
-                value: foreign_tokens,
-                source: foreign_source,
-                age_ms: 0,
-            }),
-            // The owner task sets this from the newest page audit.
+            foreign_tokens: figure_now(foreign_tokens, foreign_source).filter(|_| is_foreign_known),
+            prefill_tokens_per_s: self.prefill_rate(now, dp_rank),
+            prefill_backlog_tokens: self.prefill_backlog(now, table, dp_rank),
+            // `report` adds the devices. The reporter adds the newest page audit and the queue of
+            // staged prefills.
+            devices: vec![],
             pages: None,
-            // `add_prefill_figures` sets these two.
-            prefill_tokens_per_s: None,
-            prefill_backlog_tokens: None,
-            // The owner task sets this from the queues of staged prefill.
             staged_prefill: None,
         }
     }
 
-    /// Adds the rank's prefill rate, and its backlog: the prompt tokens that wait to be computed.
-    /// The backlog also counts turns that the agent has admitted since the load sample.
-    fn add_prefill_figures(&self, now: Instant, table: &Table, load: &mut RankLoad) {
-        let rate =
-            self.prefill_rates.get(load.dp_rank as usize).and_then(PrefillRate::tokens_per_s);
-        load.prefill_tokens_per_s = rate.map(|(value, at)| Figure {
-            value,
-            source: Source::Loads,
-            age_ms: age_ms(now, at),
-        });
-        let Some(sample) = &self.sample else { return };
-        let rank = sample.ranks.iter().find(|rank| rank.dp_rank == load.dp_rank);
-        let engine_backlog = rank.and_then(|rank| rank.num_waiting_uncached_tokens);
-        load.prefill_backlog_tokens = engine_backlog.map(|tokens| Figure {
-            value: tokens.saturating_add(table.unsampled_prompt_tokens(load.dp_rank, sample.at)),
-            source: Source::Loads,
-            age_ms: age_ms(now, sample.at),
-        });
+    /// Returns a rank's prefill rate, in tokens per second.
+    fn prefill_rate(&self, now: Instant, dp_rank: u32) -> Option<Figure> {
+        let (value, at) = self.prefill_rates.get(dp_rank as usize)?.tokens_per_s()?;
+        Some(Figure { value, source: Source::Loads, age_ms: age_ms(now, at) })
     }
 
-    /// Returns the rank's devices. If no GPU was read for the rank, this is the device that the
-    /// engine names.
-    fn devices(&self, now: Instant, dp_rank: u32, gpus: &Snapshot) -> Vec<Device> {
-        let read_devices = gpus.devices(now, dp_rank);
-        if !read_devices.is_empty() {
-            return read_devices;
+    /// Returns a rank's backlog: the prompt tokens that wait to be computed. The backlog also
+    /// counts turns that the agent has admitted since the load sample.
+    fn prefill_backlog(&self, now: Instant, table: &Table, dp_rank: u32) -> Option<Figure> {
+        let (rank, at) = self.rank_sample(dp_rank)?;
+        let unsampled_tokens = table.unsampled_prompt_tokens(dp_rank, at);
+        let value = rank.num_waiting_uncached_tokens?.saturating_add(unsampled_tokens);
+        Some(Figure { value, source: Source::Loads, age_ms: age_ms(now, at) })
+    }
+
+    /// Returns the rank's devices, with the pool's bytes if the pool is known to be on them.
+    fn devices(
+        &self,
+        now: Instant,
+        engine: &EngineInfo,
+        load: &RankLoad,
+        gpus: &Snapshot,
+    ) -> Vec<Device> {
+        let mut devices = read_devices(now, engine, load.dp_rank, gpus);
+        if gpus.holds_pool(load.dp_rank, engine.rows.len())
+            && let Some(pool) = self.pool(engine, load.dp_rank)
+        {
+            devices.iter_mut().for_each(|device| pool.fill_device(load, device));
         }
-        vec![Device { uuid: self.device_name.clone(), ..Device::default() }]
+        devices
     }
 
-    /// Adds the pool's bytes to each of the rank's devices, if the pool is known to be on them.
-    fn add_pool_bytes(&self, load: &mut RankLoad, pool_tokens: u64, gpus: &Snapshot) {
-        let from_buffers = self.page_bytes.get(&load.dp_rank).map(|bytes| {
-            let pages = pool_tokens / u64::from(self.page_tokens);
+    /// Returns the size of a rank's pool on each of its devices, if it is known. The size that the
+    /// shim reads from the pool's buffers is more exact than the engine's description.
+    fn pool(&self, engine: &EngineInfo, dp_rank: u32) -> Option<Pool> {
+        let tokens = engine.pool_tokens;
+        let from_buffers = self.shims.get(&dp_rank).and_then(|shim| shim.page_bytes).map(|bytes| {
+            let pages = tokens / u64::from(engine.facts.page_tokens.max(1));
             (bytes.saturating_mul(pages), Source::Shim)
         });
-        let from_description = self.pool_bytes.get(load.dp_rank as usize).copied().flatten();
-        let pool_bytes = from_buffers.or(from_description.map(|bytes| (bytes, Source::ServerInfo)));
-        let is_on_gpus = gpus.holds_pool(load.dp_rank, self.rank_sizes.len());
-        let Some((bytes, source)) = pool_bytes.filter(|_| is_on_gpus) else { return };
-        let pool = Pool { bytes, tokens: pool_tokens, source };
-        let mut devices = std::mem::take(&mut load.devices);
-        devices.iter_mut().for_each(|device| pool.fill_device(load, device));
-        load.devices = devices;
+        let from_description = engine.pool_bytes.get(dp_rank as usize).copied().flatten();
+        let (bytes, source) =
+            from_buffers.or(from_description.map(|bytes| (bytes, Source::ServerInfo)))?;
+        Some(Pool { bytes, tokens, source })
     }
+}
+
+/// Returns the rank's devices. If no GPU was read for the rank, this is the device that the engine
+/// names.
+fn read_devices(now: Instant, engine: &EngineInfo, dp_rank: u32, gpus: &Snapshot) -> Vec<Device> {
+    let devices = gpus.devices(now, dp_rank);
+    if !devices.is_empty() {
+        return devices;
+    }
+    vec![Device { uuid: engine.device.clone(), ..Device::default() }]
+}
+
+/// Returns the tokens that pinned sessions hold on a rank.
+fn pinned_figure(
+    now: Instant,
+    facts: Option<&RankFacts>,
+    totals: &RankTotals,
+    pool_tokens: u64,
+) -> Figure {
+    match facts {
+        // While no request runs, only pinned sessions hold or lock KV. The shim counts a prefix
+        // that several sessions share only once.
+        Some(facts) if totals.turns_running == 0 && facts.running == 0 => {
+            shim_figure(facts.locked_tokens().min(pool_tokens), now, facts)
+        }
+        _ => Figure {
+            value: totals.pinned_tokens.min(pool_tokens),
+            source: Source::Usage,
+            age_ms: 0,
+        },
+    }
+}
+
+fn shim_figure(value: u64, now: Instant, facts: &RankFacts) -> Figure {
+    Figure { value, source: Source::Shim, age_ms: age_ms(now, facts.read_at) }
 }
 
 /// Returns the tokens that a session holds in the pool. For a pinned session the engine's usage

@@ -14,6 +14,8 @@
 //! trimmer, a part of the shim that shortens prompts. The trimmer runs in the engine's first
 //! process, and has a socket of its own.
 //!
+//! [`Hello`], [`RankFacts`] and [`SessionFacts`] mirror messages: they have all fields of these.
+//!
 //! This module keeps no sessions. The task in `owner` receives the reports and decides what they
 //! mean.
 
@@ -129,6 +131,21 @@ pub struct RankFacts {
     pub samples: u64,
     /// The time that all these samples took on the scheduler's thread, in nanoseconds.
     pub samples_ns: u64,
+}
+
+impl RankFacts {
+    /// Returns the tokens that turns or sessions lock in the radix tree, or that sessions hold
+    /// outside it.
+    #[must_use]
+    pub fn locked_tokens(&self) -> u64 {
+        self.protected_tokens.saturating_add(self.held_tokens)
+    }
+
+    /// Returns the tokens that the engine can't evict.
+    #[must_use]
+    pub fn used_tokens(&self) -> u64 {
+        self.locked_tokens().saturating_add(self.uncached_tokens)
+    }
 }
 
 /// One session's state in the engine.

@@ -16,7 +16,6 @@ use tracing::{info, warn};
 use super::{Owner, handle::OwnerMessage};
 use crate::{
     gpu::process::Scheduler,
-    ledger::PoolFacts,
     session::{EngineLoad, SessionReport},
     shim::{Hello, RankFacts, SessionChanges, SessionFacts, ShimEvent, codec::SESSIONS_MAX},
 };
@@ -34,7 +33,7 @@ impl Owner {
         self.is_report_stale = true;
         match event {
             ShimEvent::Up(hello) => self.handle_shim_up(&hello),
-            ShimEvent::Facts(facts) => self.record_facts(&facts),
+            ShimEvent::Facts(facts) => self.record_facts(facts),
             ShimEvent::Sessions(sessions) => self.record_sessions(sessions),
             ShimEvent::Closed { dp_rank, id } => {
                 self.table.handle_session_gone(now(), dp_rank, &id)
@@ -46,9 +45,8 @@ impl Owner {
             ShimEvent::Down { dp_rank, reason } => {
                 warn!(dp_rank, reason, "the engine's shim has disconnected");
                 self.stop_audits(dp_rank);
-                self.ledger.set_page_bytes(dp_rank, None);
                 self.connected_shims.remove(&dp_rank);
-                self.ledger.set_shim_facts(dp_rank, None);
+                self.ledger.remove_shim(dp_rank);
                 self.table.handle_shim_down(now(), dp_rank);
             }
             ShimEvent::Committed { id, history_tokens, is_retracted, .. } => {
@@ -82,7 +80,7 @@ impl Owner {
         }
         self.audits.add_rank(now(), *dp_rank, hello.unauditable_reason.clone());
         self.start_remote_audits(*dp_rank);
-        self.ledger.set_page_bytes(*dp_rank, hello.page_bytes);
+        self.ledger.add_shim(*dp_rank, hello.page_bytes);
     }
 
     /// Registers the connected shims at the session table again. The table forgets them when it
@@ -96,23 +94,10 @@ impl Owner {
     }
 
     /// Records a shim's figures of its rank's pool and load.
-    fn record_facts(&mut self, facts: &RankFacts) {
-        let pool_facts = PoolFacts {
-            available_tokens: facts.available_tokens,
-            evictable_tokens: facts.evictable_tokens,
-            protected_tokens: facts.protected_tokens,
-            held_tokens: facts.held_tokens,
-            uncached_tokens: facts.uncached_tokens,
-            running_requests: u64::from(facts.running),
-            waiting_requests: u64::from(facts.waiting),
-            read_at: facts.read_at,
-        };
-        self.ledger.set_shim_facts(facts.dp_rank, Some(pool_facts));
-        let used_tokens = pool_facts
-            .protected_tokens
-            .saturating_add(pool_facts.held_tokens)
-            .saturating_add(pool_facts.uncached_tokens);
-        let load = EngineLoad { waiting_requests: pool_facts.waiting_requests, used_tokens };
+    fn record_facts(&mut self, facts: RankFacts) {
+        self.ledger.record_facts(facts);
+        let (waiting_requests, used_tokens) = (facts.waiting.into(), facts.used_tokens());
+        let load = EngineLoad { waiting_requests, used_tokens };
         self.table.handle_load(now(), facts.dp_rank, load);
     }
 
