@@ -47,8 +47,8 @@ impl Cluster {
     fn seen(&self, path: &str) -> String {
         let body = self.engine.bodies_seen(path).pop().unwrap();
         let owned = [&OWNED_KEYS[..], &["request_id"]].concat();
-        let parts = Object::parse(&body).unwrap().rewrite(&owned, "");
-        String::from_utf8(assemble(&body, &parts)).unwrap()
+        let parts = Object::parse(&body).unwrap().rewrite(&owned);
+        String::from_utf8(assemble(&body, &parts, "")).unwrap()
     }
 }
 

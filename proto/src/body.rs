@@ -81,8 +81,11 @@ pub struct Object<'a> {
 pub enum Part {
     /// A range of bytes of the original body.
     Kept(Range<usize>),
-    /// New text, written by Berth.
-    New(String),
+    /// The place of the members that Berth adds, after all kept members. Each body has one.
+    Added {
+        /// Whether a comma must stand before the added members, because kept members precede them.
+        needs_comma: bool,
+    },
 }
 
 impl<'a> Object<'a> {
@@ -142,11 +145,10 @@ impl<'a> Object<'a> {
         &self.members
     }
 
-    /// Returns the body without the members whose keys are in `removed_keys`, and with the members
-    /// in `added` at its end. `added` is JSON text: members separated by commas, without braces. It
-    /// may be empty.
+    /// Returns the body without the members whose keys are in `removed_keys`, and with a place for
+    /// other members at its end.
     #[must_use]
-    pub fn rewrite(&self, removed_keys: &[&str], added: &str) -> Vec<Part> {
+    pub fn rewrite(&self, removed_keys: &[&str]) -> Vec<Part> {
         let mut parts = vec![Part::Kept(0..self.members_start)];
         let mut member_start = self.members_start;
         let mut kept_members = 0_usize;
@@ -163,10 +165,7 @@ impl<'a> Object<'a> {
             push_kept(&mut parts, member_text.start + comma_bytes..member_text.end);
             kept_members += 1;
         }
-        if !added.is_empty() {
-            let comma = if kept_members == 0 { "" } else { "," };
-            parts.push(Part::New(format!("{comma}{added}")));
-        }
+        parts.push(Part::Added { needs_comma: kept_members > 0 });
         push_kept(&mut parts, member_start..self.bytes.len());
         parts
     }
@@ -243,14 +242,19 @@ impl<'de> Visitor<'de> for MembersVisitor {
     }
 }
 
-/// Returns the rewritten body: the text of `parts` over the original `bytes`.
+/// Returns the rewritten body: the text of `parts` over the original `bytes`, with the members in
+/// `added`. `added` is JSON text: members separated by commas, without braces. It may be empty.
 #[must_use]
-pub fn assemble(bytes: &[u8], parts: &[Part]) -> Vec<u8> {
+pub fn assemble(bytes: &[u8], parts: &[Part], added: &str) -> Vec<u8> {
     let mut out = Vec::with_capacity(bytes.len() + 128);
     for part in parts {
         match part {
             Part::Kept(range) => out.extend_from_slice(&bytes[range.clone()]),
-            Part::New(text) => out.extend_from_slice(text.as_bytes()),
+            Part::Added { .. } if added.is_empty() => {}
+            Part::Added { needs_comma } => {
+                out.extend_from_slice(if *needs_comma { b"," } else { b"" });
+                out.extend_from_slice(added.as_bytes());
+            }
         }
     }
     out
@@ -265,7 +269,7 @@ mod tests {
 
     fn rewritten(body: &str, added: &str) -> String {
         let object = Object::parse(body.as_bytes()).unwrap();
-        let bytes = assemble(body.as_bytes(), &object.rewrite(&OWNED_KEYS, added));
+        let bytes = assemble(body.as_bytes(), &object.rewrite(&OWNED_KEYS), added);
         String::from_utf8(bytes).unwrap()
     }
 

@@ -1,9 +1,9 @@
 //! Checks the body of a turn (one request and its answer) and rewrites it for the engine.
 //!
-//! `turn` gives the client's body, and gets a [`ParsedRequest`] or a refusal. A body is refused if
-//! the engine would crash on it or answer 500, or if it would harm another session (chain of
-//! turns). Otherwise the engine gets the client's bytes, in which only the keys that Berth decides
-//! are replaced: those that name the turn, its session and its DP rank.
+//! `turn` gives the client's body and a [`BodyContext`], and gets a [`ParsedRequest`] or a refusal.
+//! A body is refused if the engine would crash on it or answer 500, or if it would harm another
+//! session (chain of turns). Otherwise the engine gets the client's bytes, in which only the keys
+//! that Berth decides are replaced: those that name the turn, its session and its DP rank.
 //!
 //! [`ParsedRequest`] also has upper bounds of the room that the turn needs, and hashes of the
 //! prompt's beginning (from `prompt_start`). This module does no I/O. The session table decides
@@ -28,12 +28,25 @@ use service::refusal::Refusal;
 
 use crate::session::{Need, PromptStart, Turn};
 
+/// What is known of a turn before its body is read.
+#[derive(Debug, Clone, Copy)]
+pub struct BodyContext {
+    /// The kind of the turn's route.
+    pub kind: Kind,
+    /// Whether the turn belongs to a session.
+    pub in_session: bool,
+    /// The size of the model's vocabulary, if known.
+    pub vocabulary_size: Option<u32>,
+    /// The number of the prompt's tokens that are in the engine's cache, as the router knows it.
+    pub resident_tokens: u64,
+}
+
 /// A body that passed all checks, and what its turn needs from the engine.
 #[derive(Debug)]
 pub struct ParsedRequest {
     kind: Kind,
-    /// The engine's body: ranges of the client's body, and texts that hold the place of the JSON
-    /// members that Berth adds.
+    /// The engine's body: ranges of the client's body, and the place of the JSON members that
+    /// Berth adds.
     body_parts: Vec<Part>,
     /// Upper bounds of what the turn needs.
     pub need: Need,
@@ -51,19 +64,13 @@ const GENERATE_ANSWER_TOKENS_MAX_DEFAULT: u64 = 128;
 const COMPLETIONS_ANSWER_TOKENS_MAX_DEFAULT: u64 = 16;
 /// The most tokens that a chat template adds to a prompt, beyond one token per byte of the body.
 const TEMPLATE_TOKENS_MAX: u64 = 256;
-/// Stands for the JSON members that Berth adds to the body, until their values are known.
-const ADDED_MEMBERS_PLACEHOLDER: &str = "@";
 
 /// Parses and checks the body of a turn.
 ///
 /// # Errors
 /// A refusal with status 400 that says what to change.
-pub fn parse(
-    kind: Kind,
-    bytes: &Bytes,
-    in_session: bool,
-    vocabulary_size: Option<u32>,
-) -> Result<ParsedRequest, Refusal> {
+pub fn parse(context: BodyContext, bytes: &Bytes) -> Result<ParsedRequest, Refusal> {
+    let BodyContext { kind, in_session, vocabulary_size, .. } = context;
     let object = Object::parse(bytes).map_err(|error| malformed(&error))?;
     check_session_params(&object)?;
     check_token_ids(kind, &object, vocabulary_size)?;
@@ -86,13 +93,13 @@ pub fn parse(
     let client_rid = rid_key.and_then(|key| object.get(key)).map(|rid| shorten(rid.get()));
     let mut owned_keys = OWNED_KEYS.to_vec();
     owned_keys.extend(rid_key);
-    let body_parts = object.rewrite(&owned_keys, ADDED_MEMBERS_PLACEHOLDER);
+    let body_parts = object.rewrite(&owned_keys);
     let prompt_start = if in_session {
         prompt_start::read_prompt_start(kind, &object)
     } else {
         PromptStart::default()
     };
-    let need = read_need(kind, &object, bytes.len());
+    let need = read_need(context, &object, bytes.len());
     Ok(ParsedRequest { kind, body_parts, need, prompt_start, client_rid, has_single_answer })
 }
 
@@ -104,17 +111,17 @@ impl ParsedRequest {
         let members = added_members(self.kind, turn, rid);
         let parts = self.body_parts.iter().map(|part| match part {
             Part::Kept(range) => bytes.slice(range.clone()),
-            Part::New(text) => Bytes::from(text.replacen(ADDED_MEMBERS_PLACEHOLDER, &members, 1)),
+            Part::Added { needs_comma: true } => Bytes::from(format!(",{members}")),
+            Part::Added { needs_comma: false } => Bytes::from(members.clone()),
         });
         parts.collect()
     }
 }
 
 /// Returns upper bounds of what a turn needs from the engine.
-///
-/// A text has at most one token per byte, plus one token that the tokenizer may put first. On all
-/// routes but `/generate`, the bound for the prompt is computed from the length of the whole body.
-fn read_need(kind: Kind, object: &Object<'_>, body_bytes: usize) -> Need {
+fn read_need(context: BodyContext, object: &Object<'_>, body_bytes: usize) -> Need {
+    let BodyContext { kind, resident_tokens, .. } = context;
+    let is_true = |value: &RawValue| value.get() == "true";
     if kind != Kind::Generate {
         let limit_keys = ["max_completion_tokens", "max_tokens", "max_output_tokens"];
         let default = (kind == Kind::Completions).then_some(COMPLETIONS_ANSWER_TOKENS_MAX_DEFAULT);
@@ -124,51 +131,43 @@ fn read_need(kind: Kind, object: &Object<'_>, body_bytes: usize) -> Need {
             // Of these routes, only `/v1/completions` has a default limit in the engine.
             answer_tokens: limit_keys.iter().find_map(parse_number).or(default),
             is_exact: false,
-            ignores_eos: object.get("ignore_eos").is_some_and(|value| value.get() == "true"),
-            resident_tokens: 0,
+            ignores_eos: object.get("ignore_eos").is_some_and(is_true),
+            resident_tokens,
         };
     }
     let sampling = object.get("sampling_params").filter(|params| params.get().starts_with('{'));
     let sampling = sampling.and_then(|params| Object::parse(params.get().as_bytes()).ok());
-    let answer_tokens = match sampling.as_ref().and_then(|params| params.get("max_new_tokens")) {
+    let sampling_param = |key: &str| sampling.as_ref().and_then(|params| params.get(key));
+    let answer_tokens = match sampling_param("max_new_tokens") {
         None => Some(GENERATE_ANSWER_TOKENS_MAX_DEFAULT),
         // `null` isn't a number, so it becomes `None`, which means as many tokens as fit.
         Some(limit) => limit.get().parse().ok(),
     };
-    let ids = object.get("input_ids").filter(|ids| ids.get().starts_with('['));
-    let is_flat_list = |ids: &&RawValue| first_byte_inside(ids) != Some(b'[');
+    let ignores_eos = sampling_param("ignore_eos").is_some_and(is_true);
+    let (prompt_tokens, is_exact) = count_generate_prompt(object);
+    Need { prompt_tokens, answer_tokens, is_exact, ignores_eos, resident_tokens }
+}
+
+/// Returns an upper bound of the tokens of a prompt of `/generate`, and whether it is exact.
+///
+/// A text has at most one token per byte, plus one token that the tokenizer may put first. On all
+/// other routes, the bound is computed from the length of the whole body.
+fn count_generate_prompt(object: &Object<'_>) -> (u64, bool) {
     let non_null = |key: &str| object.get(key).filter(|value| value.get() != "null");
-    let ignores_eos = sampling.as_ref().and_then(|params| params.get("ignore_eos"));
-    let ignores_eos = ignores_eos.is_some_and(|value| value.get() == "true");
     if ["image_data", "video_data", "audio_data"].iter().any(|key| non_null(key).is_some()) {
         // Only the engine knows how many tokens images, videos and sounds become. The prompt counts
         // as longer than any context, so the context length limits it.
-        let prompt_tokens = u64::from(u32::MAX);
-        return Need {
-            prompt_tokens,
-            answer_tokens,
-            is_exact: false,
-            ignores_eos,
-            resident_tokens: 0,
-        };
+        return (u64::from(u32::MAX), false);
     }
+    let ids = object.get("input_ids").filter(|ids| ids.get().starts_with('['));
+    let is_flat_list = |ids: &&RawValue| first_byte_inside(ids) != Some(b'[');
     match (ids.filter(is_flat_list), non_null("text")) {
         (Some(ids), None) => {
             let comma_count = ids.get().bytes().filter(|byte| *byte == b',').count() as u64;
             let is_nonempty = first_byte_inside(ids).is_some_and(|byte| byte != b']');
-            let prompt_tokens = comma_count + u64::from(is_nonempty);
-            Need { prompt_tokens, answer_tokens, is_exact: true, ignores_eos, resident_tokens: 0 }
+            (comma_count + u64::from(is_nonempty), true)
         }
-        (_, text) => {
-            let text_bytes = text.or(ids).map_or(0, |text| text.get().len() as u64);
-            Need {
-                prompt_tokens: text_bytes + 1,
-                answer_tokens,
-                is_exact: false,
-                ignores_eos,
-                resident_tokens: 0,
-            }
-        }
+        (_, text) => (text.or(ids).map_or(0, |text| text.get().len() as u64) + 1, false),
     }
 }
 
@@ -400,9 +399,13 @@ mod tests {
         Turn { session, dp_rank: 1, growth_tokens_max: None, run_mode: None }
     }
 
+    fn context(kind: Kind, in_session: bool, vocabulary_size: Option<u32>) -> BodyContext {
+        BodyContext { kind, in_session, vocabulary_size, resident_tokens: 0 }
+    }
+
     fn sent(kind: Kind, retention: Option<Retention>, body: &str) -> Result<Value, &'static str> {
         let bytes = Bytes::copy_from_slice(body.as_bytes());
-        let parsed = parse(kind, &bytes, retention.is_some(), Some(320));
+        let parsed = parse(context(kind, retention.is_some(), Some(320)), &bytes);
         let body =
             parsed.map_err(|refusal| refusal.code)?.engine_body(&bytes, &turn(retention), "R");
         Ok(serde_json::from_slice(&body.concat()).unwrap())
@@ -492,7 +495,8 @@ mod tests {
     #[test]
     fn what_a_turn_may_need_is_never_underestimated() {
         let of = |kind, body: &'static str| {
-            let need = parse(kind, &Bytes::from_static(body.as_bytes()), false, None).unwrap().need;
+            let bytes = Bytes::from_static(body.as_bytes());
+            let need = parse(context(kind, false, None), &bytes).unwrap().need;
             (need.prompt_tokens, need.answer_tokens, need.is_exact)
         };
         let generate = |body| of(Kind::Generate, body);
@@ -517,8 +521,8 @@ mod tests {
     #[test]
     fn an_unknown_vocabulary_still_refuses_what_no_model_has() {
         let bytes = Bytes::from_static(br#"{"input_ids":[5000]}"#);
-        assert!(parse(Kind::Generate, &bytes, false, None).is_ok());
+        assert!(parse(context(Kind::Generate, false, None), &bytes).is_ok());
         let bytes = Bytes::from_static(br#"{"input_ids":[-1]}"#);
-        assert!(parse(Kind::Generate, &bytes, false, None).is_err());
+        assert!(parse(context(Kind::Generate, false, None), &bytes).is_err());
     }
 }

@@ -37,14 +37,14 @@ use tracing::debug;
 use super::{
     exchange::Exchange,
     refusals::{connection_refusal, refusal, timeout_refusal},
-    request::{self, ParsedRequest},
+    request::{self, BodyContext, ParsedRequest},
     route_features::{actual_run_mode, route_turns},
 };
 use crate::{
     engine::{self, EngineClient},
     metrics::Metrics,
     owner::{AdmittedTurn, AgentHandle, EngineNews},
-    session::{Need, Turn},
+    session::Turn,
 };
 
 /// Response header of a turn in a pinned session (which keeps its KV in the engine between turns).
@@ -141,12 +141,13 @@ pub(super) async fn serve_request(
     let mut lease = claim_result.map_err(|error| refusal(&error))?;
     let held_body = context.body_budget.read(body).await?;
     // The body is checked before the turn waits for room or takes room from other sessions.
-    let mut parsed =
-        parse_body(route.kind, &held_body.bytes, in_session, lease.vocabulary_size).await?;
-    let need = Need { resident_tokens, ..parsed.need };
+    let vocabulary_size = lease.vocabulary_size;
+    let body_context =
+        BodyContext { kind: route.kind, in_session, vocabulary_size, resident_tokens };
+    let mut parsed = parse_body(body_context, &held_body.bytes).await?;
     let prompt_start = std::mem::take(&mut parsed.prompt_start);
-    let admitted =
-        lease.wait_for_admission(need, prompt_start).await.map_err(|error| refusal(&error))?;
+    let admission = lease.wait_for_admission(parsed.need, prompt_start).await;
+    let admitted = admission.map_err(|error| refusal(&error))?;
     let AdmittedTurn { turn, run_mode: run_mode_receiver } = admitted;
     let engine_body = parsed.engine_body(&held_body.bytes, &turn, &lease.rid);
     debug!(
@@ -212,17 +213,12 @@ fn requires_continuation(turn: &Turn) -> bool {
 /// thread, so it is parsed on a blocking thread.
 const PARSED_ON_THIS_THREAD_BYTES_MAX: usize = 128 * 1024;
 
-async fn parse_body(
-    kind: Kind,
-    bytes: &Bytes,
-    in_session: bool,
-    vocabulary_size: Option<u32>,
-) -> Result<ParsedRequest, Refusal> {
+async fn parse_body(context: BodyContext, bytes: &Bytes) -> Result<ParsedRequest, Refusal> {
     if bytes.len() <= PARSED_ON_THIS_THREAD_BYTES_MAX {
-        return request::parse(kind, bytes, in_session, vocabulary_size);
+        return request::parse(context, bytes);
     }
     let bytes = bytes.clone();
-    let parse = move || request::parse(kind, &bytes, in_session, vocabulary_size);
+    let parse = move || request::parse(context, &bytes);
     let parsed = tokio::task::spawn_blocking(parse).await;
     parsed.unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()))
 }
