@@ -92,7 +92,7 @@ fn busy() -> Value {
 }
 
 fn settings(machine: &Machine) -> Settings {
-    Settings { library: machine.library(), ..Settings::default() }
+    Settings { library: Some(machine.library()), ..Settings::default() }
 }
 
 /// Settings with which NVML is reloaded at each attempt while a device is missing.

@@ -11,7 +11,12 @@
 
 pub mod selector;
 
-use std::{net::SocketAddr, os::unix::fs::MetadataExt as _, path::PathBuf, time::Duration};
+use std::{
+    net::SocketAddr,
+    os::unix::fs::MetadataExt as _,
+    path::{Path, PathBuf},
+    time::Duration,
+};
 
 use clap::{Parser, Subcommand};
 use http::{HeaderValue, Uri};
@@ -99,7 +104,7 @@ pub struct KvArgs {
     pub json: bool,
 }
 
-/// The settings in effect.
+/// The settings in effect: one field for each setting of the file.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Config {
@@ -267,20 +272,17 @@ impl Config {
     /// Returns the state folder: `state_dir`, or its default.
     #[must_use]
     pub fn state_dir(&self) -> PathBuf {
-        if !self.state_dir.as_os_str().is_empty() {
-            return self.state_dir.clone();
-        }
-        let uid = std::fs::metadata("/proc/self").map_or(0, |process| process.uid());
-        PathBuf::from(format!("/tmp/berth-{uid}"))
+        path_if_set(&self.state_dir).unwrap_or_else(|| {
+            let uid = std::fs::metadata("/proc/self").map_or(0, |process| process.uid());
+            PathBuf::from(format!("/tmp/berth-{uid}"))
+        })
     }
 
     /// Returns the path of the shim's socket: `shim_socket`, or its default.
     #[must_use]
     pub fn shim_socket(&self) -> PathBuf {
-        if !self.shim_socket.as_os_str().is_empty() {
-            return self.shim_socket.clone();
-        }
-        self.state_dir().join(format!("engine-{}.sock", self.engine_port()))
+        let default_path = || self.state_dir().join(format!("engine-{}.sock", self.engine_port()));
+        path_if_set(&self.shim_socket).unwrap_or_else(default_path)
     }
 
     /// Returns the engine's port. The names of the agent's files for the engine contain the port,
@@ -326,7 +328,7 @@ impl Config {
         require(is_valid_interval, "republish_interval_ms must be 100 to 7 days");
         require(self.prefill_stage_ms <= 60_000, "prefill_stage_ms must be 0 to 60000");
         let is_audit_table_usable =
-            self.audit_table.as_os_str().is_empty() || cfg!(feature = "cuda");
+            path_if_set(&self.audit_table).is_none() || cfg!(feature = "cuda");
         require(
             is_audit_table_usable,
             "audit_table needs an agent with CUDA: cargo build --features cuda",
@@ -359,6 +361,12 @@ impl Config {
     pub fn engine_uri(&self) -> Uri {
         self.engine.parse().expect("checked when the settings were loaded")
     }
+}
+
+/// Returns the path in a setting, or `None` if the setting is empty.
+#[must_use]
+pub fn path_if_set(setting: &Path) -> Option<PathBuf> {
+    (!setting.as_os_str().is_empty()).then(|| setting.to_owned())
 }
 
 /// Converts a setting in milliseconds to a duration.

@@ -298,7 +298,7 @@ fn rank_audit(dp_rank: u32, audit: Result<RankPageAudit, audit::Error>) -> v1::R
     };
     let sessions = audit.sessions.into_iter().map(|(key, session)| v1::SessionPages {
         key: key.as_ref().map(Into::into),
-        incarnation: session.incarnation,
+        incarnation: session.incarnation.unwrap_or_default(),
         pages: session.pages,
         exclusive_pages: session.exclusive_pages,
         freed_by_close_pages: session.freed_by_close_pages,

@@ -49,7 +49,7 @@ use self::{
     select::Basis,
     tracker::{EngineProcesses, GpuTracker, Snapshot},
 };
-use crate::config::{Config, selector::Selector};
+use crate::config::{self, Config, selector::Selector};
 
 /// The time between two readings. Shorter intervals bring little, because the driver averages the
 /// utilization over up to a second.
@@ -73,8 +73,8 @@ pub struct Settings {
     /// The setting `devices`: the engine's devices. If empty, the devices that the engine's
     /// processes run on count as its devices.
     pub devices: Vec<Selector>,
-    /// The path of the NVML library. If empty, the driver's library is used.
-    pub library: PathBuf,
+    /// The path of the NVML library. `None`: the driver's library is used.
+    pub library: Option<PathBuf>,
     /// Whether to read NVML's performance counters (GPM) too.
     pub reads_gpm: bool,
     /// The time between two reloads of NVML while a device is missing. Only a reload finds a device
@@ -84,12 +84,7 @@ pub struct Settings {
 
 impl Default for Settings {
     fn default() -> Self {
-        Self {
-            devices: vec![],
-            library: PathBuf::new(),
-            reads_gpm: false,
-            reload_interval: RELOAD_INTERVAL,
-        }
+        Self { devices: vec![], library: None, reads_gpm: false, reload_interval: RELOAD_INTERVAL }
     }
 }
 
@@ -182,7 +177,7 @@ impl GpuThread {
         let mut known_devices = vec![];
         let mut is_waiting_for_driver = false;
         while !self.snapshot_sender.is_closed() {
-            match nvml::load(&self.settings.library) {
+            match nvml::load(self.settings.library.as_deref()) {
                 Ok(nvml) => {
                     is_waiting_for_driver = false;
                     known_devices = self.read_until_reload(&nvml, &known_devices);
@@ -310,7 +305,7 @@ impl From<&Config> for Settings {
         let devices = config.devices.iter();
         Self {
             devices: devices.filter_map(|device| device.parse().ok()).collect(),
-            library: config.nvml_library.clone(),
+            library: config::path_if_set(&config.nvml_library),
             reads_gpm: config.gpm,
             ..Self::default()
         }

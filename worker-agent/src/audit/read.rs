@@ -21,9 +21,9 @@ const SESSIONS_MAX: usize = 1000;
 /// The pages of one session, or of one turn without a session.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SessionPages {
-    /// The id of the session's incarnation (one life of the session inside the engine). Empty for a
-    /// turn (one request) without a session.
-    pub incarnation: String,
+    /// The id of the session's incarnation (one life of the session inside the engine). `None` for
+    /// a turn (one request) without a session.
+    pub incarnation: Option<String>,
     /// The number of pages that the session references.
     pub pages: u64,
     /// The number of pages that only this session references.
@@ -44,7 +44,10 @@ pub struct SessionPages {
 /// Decodes the report in the shim's answer, which arrived at `arrived_at`.
 pub(super) fn decode_audit(reply: &AuditReply, arrived_at: Instant) -> Result<Audit, String> {
     let report = Report::decode(&reply.report).map_err(|error| error.to_string())?;
-    let session_id = |number: u32| reply.names.get(number as usize).cloned().unwrap_or_default();
+    let session_id = |number: u32| {
+        // The list has an empty name for a turn without a session.
+        reply.names.get(number as usize).filter(|name| !name.is_empty()).cloned()
+    };
     let mut sessions: Vec<SessionPages> = report
         .sessions
         .iter()
@@ -64,7 +67,7 @@ pub(super) fn decode_audit(reply: &AuditReply, arrived_at: Instant) -> Result<Au
 }
 
 /// Converts the report's totals and findings.
-fn page_audit(report: &Report, session_id: impl Fn(u32) -> String) -> PageAudit {
+fn page_audit(report: &Report, session_id: impl Fn(u32) -> Option<String>) -> PageAudit {
     PageAudit {
         age_ms: 0,
         // The report's count includes one padding page, which the engine never hands out.
@@ -92,11 +95,15 @@ fn page_audit(report: &Report, session_id: impl Fn(u32) -> String) -> PageAudit 
 /// Converts the findings of one kind of fault.
 fn page_finding(
     kind_findings: &report::KindFindings,
-    session_id: &impl Fn(u32) -> String,
+    session_id: &impl Fn(u32) -> Option<String>,
 ) -> PageFinding {
     let first_faults = kind_findings.first_faults.iter().map(|finding| NamedFinding {
         at: finding.page_or_entry,
-        sessions: finding.sessions.iter().map(|&number| session_id(number)).collect(),
+        sessions: finding
+            .sessions
+            .iter()
+            .map(|&number| session_id(number).unwrap_or_default())
+            .collect(),
     });
     PageFinding {
         kind: kind_findings.kind.name().to_owned(),

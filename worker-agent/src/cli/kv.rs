@@ -30,8 +30,9 @@ struct RankBlocks {
     block_tokens: u32,
     /// The resident blocks on the device and on the host, in this order.
     blocks: [BTreeSet<BlockHash>; 2],
-    /// Why the agent doesn't know the rank's blocks. Empty if it knows them or hasn't answered yet.
-    unknown_reason: String,
+    /// Why the agent doesn't know the rank's blocks. `None` if it knows them or hasn't answered
+    /// yet.
+    unknown_reason: Option<String>,
     /// Whether the whole snapshot was received.
     is_complete: bool,
 }
@@ -42,11 +43,13 @@ impl RankBlocks {
         match change {
             // A snapshot begins. An earlier reason stays until the snapshot is complete.
             Change::Reset { block_tokens } => {
-                let unknown_reason = std::mem::take(&mut self.unknown_reason);
+                let unknown_reason = self.unknown_reason.take();
                 let block_tokens = block_tokens.get();
                 *self = Self { block_tokens, unknown_reason, ..Self::default() };
             }
-            Change::Unknown { why } => *self = Self { unknown_reason: why, ..Self::default() },
+            Change::Unknown { why } => {
+                *self = Self { unknown_reason: Some(why), ..Self::default() }
+            }
             Change::Stored { tier, blocks, .. } => self.blocks[tier_index(tier)].extend(blocks),
             Change::Removed { tier, blocks } => {
                 for block in blocks {
@@ -54,7 +57,7 @@ impl RankBlocks {
                 }
             }
             Change::Complete => {
-                self.unknown_reason.clear();
+                self.unknown_reason = None;
                 self.is_complete = true;
             }
         }
@@ -62,7 +65,7 @@ impl RankBlocks {
 
     /// Whether the agent has sent either the rank's whole snapshot, or the reason why it has none.
     fn is_answered(&self) -> bool {
-        self.is_complete || !self.unknown_reason.is_empty()
+        self.is_complete || self.unknown_reason.is_some()
     }
 }
 
@@ -110,8 +113,8 @@ fn as_json(ranks: &BTreeMap<u32, RankBlocks>) -> String {
         blocks.iter().map(|block| format!("{:016x}", block.0)).collect()
     };
     let rank_values = ranks.iter().map(|(dp_rank, rank)| match &rank.unknown_reason {
-        reason if !reason.is_empty() => json!({ "dp_rank": dp_rank, "unknown": reason }),
-        _ => json!({
+        Some(reason) => json!({ "dp_rank": dp_rank, "unknown": reason }),
+        None => json!({
             "dp_rank": dp_rank,
             "block_tokens": rank.block_tokens,
             "device": hex_hashes(&rank.blocks[0]),
@@ -123,8 +126,8 @@ fn as_json(ranks: &BTreeMap<u32, RankBlocks>) -> String {
 
 fn as_table(ranks: &BTreeMap<u32, RankBlocks>) -> String {
     let rank_line = |(dp_rank, rank): (&u32, &RankBlocks)| match &rank.unknown_reason {
-        reason if !reason.is_empty() => format!("rank {dp_rank}: unknown: {reason}\n"),
-        _ => format!(
+        Some(reason) => format!("rank {dp_rank}: unknown: {reason}\n"),
+        None => format!(
             "rank {dp_rank}: {} blocks of {} tokens on the device, {} on the host\n",
             rank.blocks[0].len(),
             rank.block_tokens,

@@ -50,11 +50,9 @@ const XID_UNKNOWN: u64 = 999;
 ///
 /// # Errors
 /// When there is no library, or the driver isn't running.
-pub(super) fn load(path: &Path) -> Result<Nvml, NvmlError> {
-    if path.as_os_str().is_empty() {
-        // The name without a version exists only if a development package is installed.
-        return Nvml::builder().lib_path("libnvidia-ml.so.1".as_ref()).init();
-    }
+pub(super) fn load(path: Option<&Path>) -> Result<Nvml, NvmlError> {
+    // The name without a version exists only if a development package is installed.
+    let path = path.unwrap_or(Path::new("libnvidia-ml.so.1"));
     Nvml::builder().lib_path(path.as_os_str()).init()
 }
 

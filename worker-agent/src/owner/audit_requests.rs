@@ -20,7 +20,7 @@ use tracing::{error, warn};
 use super::{Owner, RankPageAudit, handle::OwnerMessage};
 use crate::{
     audit::{
-        Audit, Error,
+        Audit, Error, SessionPages,
         remote::{RemoteAnswer, RemoteAuditor, RemoteReport, session_table_key},
     },
     shim::AuditReply,
@@ -183,12 +183,12 @@ impl Owner {
 
     fn with_session_keys(&self, audit: &Audit) -> RankPageAudit {
         let sessions = audit.sessions.iter();
-        let session_key = |incarnation: &str| self.table.session_key(incarnation).cloned();
+        let session_key = |session: &SessionPages| {
+            self.table.session_key(session.incarnation.as_deref()?).cloned()
+        };
         RankPageAudit {
             pages: audit.pages_with_age(now()),
-            sessions: sessions
-                .map(|session| (session_key(&session.incarnation), session.clone()))
-                .collect(),
+            sessions: sessions.map(|session| (session_key(session), session.clone())).collect(),
         }
     }
 }
