@@ -94,47 +94,43 @@ impl LoadStreamChecker {
         self.epoch = event.epoch;
         self.next_sequence += 1;
         let event = event.event.ok_or(load::Error::Missing("event"))?;
-        match (&mut self.phase, event) {
+        match (std::mem::replace(&mut self.phase, Phase::Start), event) {
             (Phase::Start, v1::load_event::Event::Description(wire)) => {
-                let description = self.read_description(wire)?;
-                self.phase = Phase::Table { description: Box::new(description), sessions: vec![] };
+                let description = Box::new(self.read_description(wire)?);
+                self.phase = Phase::Table { description, sessions: vec![] };
                 Ok(None)
             }
-            (Phase::Table { .. }, v1::load_event::Event::Sessions(part)) => {
-                self.take_table_part(part)
+            (Phase::Table { description, mut sessions }, v1::load_event::Event::Sessions(part)) => {
+                let rank_count = description.ranks.len();
+                for wire in part.sessions {
+                    let session = read_session(wire, rank_count)?;
+                    // One session beyond the bound is kept; see `new`.
+                    if sessions.len() <= self.sessions_max {
+                        sessions.push(session);
+                    }
+                }
+                if part.last {
+                    self.phase = Phase::Live { rank_count };
+                    return Ok(Some(Update::StreamBegan { description: *description, sessions }));
+                }
+                self.phase = Phase::Table { description, sessions };
+                Ok(None)
             }
-            (Phase::Live { .. }, event) => self.take_live_event(event).map(Some),
+            (Phase::Live { rank_count }, event) => {
+                self.phase = Phase::Live { rank_count };
+                self.take_live_event(rank_count, event).map(Some)
+            }
             (Phase::Start, _) => Err(Error::Order("the stream did not begin with a description")),
             (Phase::Table { .. }, _) => Err(Error::Order("the session table was interrupted")),
         }
     }
 
-    /// Takes a part of the session table. Returns the update when the table is complete.
-    fn take_table_part(&mut self, part: v1::SessionTable) -> Result<Option<Update>, Error> {
-        let Phase::Table { description, sessions } = &mut self.phase else {
-            return Err(Error::Order("received a session table out of order"));
-        };
-        let rank_count = description.ranks.len();
-        for wire in part.sessions {
-            let session = read_session(wire, rank_count)?;
-            // One session beyond the bound is kept; see `new`.
-            if sessions.len() <= self.sessions_max {
-                sessions.push(session);
-            }
-        }
-        if !part.last {
-            return Ok(None);
-        }
-        let (description, sessions) = (Description::clone(description), std::mem::take(sessions));
-        self.phase = Phase::Live { rank_count };
-        Ok(Some(Update::StreamBegan { description, sessions }))
-    }
-
-    /// Takes an event after the session table.
-    fn take_live_event(&mut self, event: v1::load_event::Event) -> Result<Update, Error> {
-        let Phase::Live { rank_count } = self.phase else {
-            return Err(Error::Order("received an event before the session table"));
-        };
+    /// Takes an event after the session table of an engine with `rank_count` ranks.
+    fn take_live_event(
+        &mut self,
+        rank_count: usize,
+        event: v1::load_event::Event,
+    ) -> Result<Update, Error> {
         match event {
             v1::load_event::Event::Description(wire) => {
                 let description = self.read_description(wire)?;

@@ -132,14 +132,18 @@ impl Exchange {
         &self.rid
     }
 
-    /// Waits for the head of the answer. If no head comes, returns the turn's refusal.
+    /// Waits for the head of the answer. If no head comes, returns the turn's refusal. The head
+    /// comes once.
     pub(super) async fn wait_for_head(&mut self) -> Result<http::response::Parts, Refusal> {
-        let Some(EngineAnswer::Head(response)) = &mut self.engine_answer else {
-            unreachable!("a new exchange waits for its head")
+        let head = async {
+            match &mut self.engine_answer {
+                Some(EngineAnswer::Head(response)) => response.await,
+                Some(EngineAnswer::Body(_)) | None => std::future::pending().await,
+            }
         };
         let head_result = tokio::select! {
             biased;
-            response = response => response,
+            head_result = head => head_result,
             () = &mut self.deadline => return Err(timeout_refusal()),
         };
         match head_result {
