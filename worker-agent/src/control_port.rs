@@ -28,7 +28,7 @@ use crate::{
     audit, data_port,
     engine::model_files,
     kv_events::KvHandle,
-    owner::{self, AgentHandle, RankPageAudit, SessionChange, Watch},
+    owner::{self, AgentHandle, RankPageAudit, SessionChange, SessionWatch},
     session,
 };
 
@@ -163,8 +163,7 @@ impl server::WorkerAgent for ControlService {
         &self,
         _: Request<v1::DescribeRequest>,
     ) -> Result<Response<v1::Description>, Status> {
-        let watch = self.agent.watch().await.map_err(|error| to_status(&error))?;
-        let description = watch.description.borrow().clone();
+        let description = self.agent.description.borrow().clone();
         let not_ready = || Status::unavailable("the engine has not answered yet");
         let description = description.ok_or_else(not_ready)?;
         Ok(Response::new((*description).clone().into()))
@@ -202,7 +201,7 @@ impl server::WorkerAgent for ControlService {
         &self,
         _: Request<v1::ListSessionsRequest>,
     ) -> Result<Response<v1::ListSessionsResponse>, Status> {
-        let watch = self.agent.watch().await.map_err(|error| to_status(&error))?;
+        let watch = self.agent.watch_sessions().await.map_err(|error| to_status(&error))?;
         let sessions = watch.sessions.into_iter().map(Into::into).collect();
         Ok(Response::new(v1::ListSessionsResponse { sessions }))
     }
@@ -213,7 +212,8 @@ impl server::WorkerAgent for ControlService {
         &self,
         _: Request<v1::WatchLoadRequest>,
     ) -> Result<Response<Self::WatchLoadStream>, Status> {
-        let watch = self.agent.watch().await.map_err(|error| to_status(&error))?;
+        let watch = self.agent.watch_sessions().await.map_err(|error| to_status(&error))?;
+        let agent = self.agent.clone();
         let (sender, receiver) = mpsc::channel(EVENTS_QUEUED_MAX);
         let event_sender = EventSender { sender, epoch: self.epoch, next_sequence: 0 };
         let token = self.tasks.token();
@@ -221,7 +221,7 @@ impl server::WorkerAgent for ControlService {
             tokio::select! {
                 biased;
                 () = token.cancelled() => {}
-                _ = stream_events(watch, event_sender) => {}
+                _ = stream_events(agent, watch, event_sender) => {}
             }
         });
         Ok(Response::new(ReceiverStream::new(receiver)))
@@ -231,8 +231,7 @@ impl server::WorkerAgent for ControlService {
         &self,
         request: Request<v1::AuditRequest>,
     ) -> Result<Response<v1::AuditResponse>, Status> {
-        let watch = self.agent.watch().await.map_err(|error| to_status(&error))?;
-        let rank_count = watch.report.borrow().ranks.len();
+        let rank_count = self.agent.report.borrow().ranks.len();
         let dp_ranks: Vec<u32> = match request.into_inner().dp_rank {
             Some(dp_rank) => vec![dp_rank],
             None => (0..).take(rank_count).collect(),
@@ -334,32 +333,36 @@ impl EventSender {
 
 /// Sends the description and the session table to a watcher, and then all reports and changes.
 /// Returns when the watcher disconnects or falls behind.
-async fn stream_events(mut watch: Watch, mut event_sender: EventSender) -> Result<(), WatcherGone> {
+async fn stream_events(
+    agent: AgentHandle,
+    watch: SessionWatch,
+    mut event_sender: EventSender,
+) -> Result<(), WatcherGone> {
+    let AgentHandle { mut report, mut description, .. } = agent;
+    let SessionWatch { sessions, mut changes } = watch;
     let known_description = tokio::select! {
         biased;
         () = event_sender.sender.closed() => return Err(WatcherGone),
-        described = watch.description.wait_for(Option::is_some) => {
+        described = description.wait_for(Option::is_some) => {
             described.map_err(|_| WatcherGone)?.clone()
         }
     };
-    let description = known_description.expect("`wait_for` returned `Some`");
-    event_sender.send(Event::Description((*description).clone().into())).await?;
-    send_session_table(std::mem::take(&mut watch.sessions), &mut event_sender).await?;
-    watch.report.mark_changed();
+    let known_description = known_description.expect("`wait_for` returned `Some`");
+    event_sender.send(Event::Description((*known_description).clone().into())).await?;
+    send_session_table(sessions, &mut event_sender).await?;
+    report.mark_changed();
     loop {
         let event = tokio::select! {
             biased;
             () = event_sender.sender.closed() => return Err(WatcherGone),
-            changed = watch.description.changed() => {
-                changed.map_err(|_| WatcherGone)?;
-                let description = watch.description.borrow_and_update().clone();
-                let Some(description) = description else { continue };
-                Event::Description((*description).clone().into())
+            new_description = next_value(&mut description) => {
+                let Some(new_description) = new_description.ok_or(WatcherGone)? else { continue };
+                Event::Description((*new_description).clone().into())
             }
-            report = next_value(&mut watch.report) => {
-                Event::Report((*report.ok_or(WatcherGone)?).clone().into())
+            new_report = next_value(&mut report) => {
+                Event::Report((*new_report.ok_or(WatcherGone)?).clone().into())
             }
-            change = watch.changes.recv() => match change {
+            change = changes.recv() => match change {
                 Ok(change) => Event::Change(to_wire(change)),
                 Err(RecvError::Closed) => return Err(WatcherGone),
                 Err(RecvError::Lagged(missed)) => {

@@ -41,6 +41,7 @@ use std::{sync::Arc, time::Duration};
 
 use axum::Router;
 use prometheus_client::registry::Registry;
+use proto::load::LoadReport;
 use service::{
     admin::{self, AdminData},
     budget::BodyBudget,
@@ -169,10 +170,8 @@ pub async fn run(
         listeners.control,
         tasks.token(),
     )?;
-    let ready = track_readiness(&agent, &metrics, &tasks).await;
-    if let Ok(watch) = agent.watch().await {
-        gpu::metrics::register(&mut registry, gpus.subscribe(), watch.report);
-    }
+    let ready = track_readiness(agent.report.clone(), &metrics, &tasks);
+    gpu::metrics::register(&mut registry, gpus.subscribe(), agent.report.clone());
     let admin_data =
         AdminData { registry: Arc::new(registry), ready, config: settings::to_toml(&config) };
     admin::start(admin_data, listeners.admin, tasks.token())?;
@@ -202,8 +201,10 @@ pub async fn run(
     let turns_max = limits(&config).turns_max_over_ranks() + config.turns_queued_max;
     let connections_max =
         (turns_max + staged_prefill_queue::PROMPTS_MAX).min(CLIENT_CONNECTIONS_MAX);
-    let runner = staged_prefill_runner(queues, &context).await;
-    let app = data_port::app(context, runner.map_or_else(Router::new, StagedPrefillRunner::routes));
+    let staged_prefill_routes = queues.map_or_else(Router::new, |queues| {
+        StagedPrefillRunner::new(queues, context.clone()).routes()
+    });
+    let app = data_port::app(context, staged_prefill_routes);
     tasks.spawn_essential("data port", server::serve(data, app, connections_max, tasks.clone()));
 
     tokio::select! {
@@ -284,40 +285,29 @@ fn start_agent(
     let trimmer = shim::trim::listen(&config.shim_socket(), trimmer_sender, tasks)?;
     let queues = (config.prefill_stage_ms > 0)
         .then(|| Arc::new(StagedPrefillQueues::new(config.prefill_stage_ms)));
-    let setup = owner::OwnerSetup {
-        shim: shim.clone(),
-        trimmer,
+    let reporter = owner::ReporterSetup {
         agent_id,
         epoch,
         data_port: listeners.data.local_addr()?.port(),
+        staged_prefill_queues: queues.clone(),
+        report_interval: ms(config.report_interval_ms),
+    };
+    let setup = owner::OwnerSetup {
+        reporter,
+        shim: shim.clone(),
+        trimmer,
         engine: engine.clone(),
         gpus: gpus.clone(),
         limits: limits(config),
         table_settings,
         journal,
-        staged_prefill_queues: queues.clone(),
         metrics: metrics.clone(),
-        audit_table: config.audit_table.clone(),
+        audit_table: config::path_if_set(&config.audit_table),
         audit_interval: (config.audit_interval_s > 0)
             .then(|| Duration::from_secs(config.audit_interval_s)),
         stall_max: ms(config.stall_ms_max),
-        report_interval: ms(config.report_interval_ms),
     };
     Ok((owner::start(setup, shim_events, trimmer_events, tasks), shim, queues))
-}
-
-async fn staged_prefill_runner(
-    queues: Option<Arc<StagedPrefillQueues>>,
-    context: &TurnContext,
-) -> Option<StagedPrefillRunner> {
-    let watch = context.agent.watch().await.ok()?;
-    Some(StagedPrefillRunner {
-        queues: queues?,
-        context: context.clone(),
-        report: watch.report,
-        description: watch.description,
-        clock_start: service::clock::now(),
-    })
 }
 
 fn limits(config: &Config) -> Limits {
@@ -330,17 +320,16 @@ fn limits(config: &Config) -> Limits {
 
 /// Starts a task that derives the agent's readiness and the load metrics from each load report. The
 /// agent is ready while it can take turns. Returns the readiness; an error is the reason.
-async fn track_readiness(
-    agent: &AgentHandle,
+fn track_readiness(
+    mut reports: watch::Receiver<Arc<LoadReport>>,
     metrics: &Metrics,
     tasks: &Tasks,
 ) -> watch::Receiver<Result<(), String>> {
     let (sender, readiness) = watch::channel(Err("starting".to_owned()));
-    let (agent, metrics, token) = (agent.clone(), metrics.clone(), tasks.token());
+    let (metrics, token) = (metrics.clone(), tasks.token());
     tasks.spawn_essential("readiness", async move {
-        let Ok(mut watch) = agent.watch().await else { return };
         loop {
-            let report = watch.report.borrow_and_update().clone();
+            let report = reports.borrow_and_update().clone();
             metrics.set_load(&report);
             let new_readiness = match (&report.unhealthy, report.draining) {
                 (Some(reason), _) => Err(reason.clone()),
@@ -354,7 +343,7 @@ async fn track_readiness(
             });
             tokio::select! {
                 () = token.cancelled() => return,
-                changed = watch.report.changed() => if changed.is_err() { return },
+                changed = reports.changed() => if changed.is_err() { return },
             }
         }
     });

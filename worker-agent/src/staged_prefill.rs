@@ -26,12 +26,11 @@ use http::{HeaderValue, StatusCode};
 use http_body_util::{BodyExt, Limited};
 use proto::{
     claim,
-    load::{Description, LoadReport},
+    load::Description,
     staged_prefill::{PATH, UNCACHED_TOKENS, decode},
 };
 use serde::Deserialize;
 use service::{budget::HeldBody, refusal::Refusal};
-use tokio::sync::watch;
 use tracing::debug;
 
 use crate::{
@@ -51,15 +50,11 @@ const STAGE_TIME_MAX: Duration = Duration::from_secs(10);
 #[derive(Debug, Clone)]
 pub struct StagedPrefillRunner {
     /// The queues of all ranks. The owner task reads from them what its load reports say.
-    pub queues: Arc<StagedPrefillQueues>,
+    queues: Arc<StagedPrefillQueues>,
     /// Sends a stage to the engine on the same path as any other turn.
-    pub context: TurnContext,
-    /// The engine's load.
-    pub report: watch::Receiver<Arc<LoadReport>>,
-    /// The engine's description; `None` until the engine was reached.
-    pub description: watch::Receiver<Option<Arc<Description>>>,
+    context: TurnContext,
     /// The zero of the queues' clock. Each prompt enters its queue with the time since then.
-    pub clock_start: Instant,
+    clock_start: Instant,
 }
 
 /// A prompt to compute in stages.
@@ -112,6 +107,12 @@ impl Prompt {
 }
 
 impl StagedPrefillRunner {
+    /// Returns a runner that sends the stages of the prompts in `queues`.
+    #[must_use]
+    pub fn new(queues: Arc<StagedPrefillQueues>, context: TurnContext) -> Self {
+        Self { queues, context, clock_start: service::clock::now() }
+    }
+
     /// Returns the route of the data port on which routers request staged prefill.
     pub fn routes(self) -> Router<TurnContext> {
         let handler = move |request: Request| async move { self.respond(request).await };
@@ -159,7 +160,8 @@ impl StagedPrefillRunner {
                 "the body holds no token ids; send four little-endian bytes each".to_owned(),
             )
         })?;
-        let (page_tokens, context_tokens) = match self.description.borrow().as_deref() {
+        let (page_tokens, context_tokens) = match self.context.agent.description.borrow().as_deref()
+        {
             Some(Description { engine, .. }) => (engine.page_tokens.max(1), engine.context_tokens),
             None => return Err(down_refusal("it has not answered yet")),
         };
@@ -260,7 +262,7 @@ impl StagedPrefillRunner {
 
     /// Returns the size of a stage at the rank's current prefill rate.
     fn stage_size(&self, dp_rank: u32) -> Result<StageSize, Refusal> {
-        let report = self.report.borrow();
+        let report = self.context.agent.report.borrow();
         if let Some(reason) = &report.unhealthy {
             return Err(down_refusal(reason));
         }

@@ -5,60 +5,107 @@
 //! the rank's *shim*, Berth's part inside the engine. Periodic audits may run on a thread of this
 //! process instead (a [`RemoteAuditor`]), which reads the engine's GPU memory.
 //!
-//! The owner task calls these functions with requests, deadlines and results. They update metrics
-//! and log faults. [`crate::audit`] decides when audits are due, and checks their results.
+//! The owner task calls [`AuditDesk`] with requests, deadlines and results. The desk updates
+//! metrics, logs faults and tells the session table which sessions are corrupt. [`crate::audit`]
+//! decides when audits are due, and checks their results.
 
 use std::{
     collections::HashMap,
+    ops::RangeBounds,
+    path::PathBuf,
     time::{Duration, Instant},
 };
 
 use service::clock::now;
-use tokio::sync::oneshot;
+use tokio::sync::{mpsc, oneshot};
 use tracing::{error, warn};
 
-use super::{Owner, RankPageAudit, handle::OwnerMessage};
+use super::{RankPageAudit, handle::OwnerMessage};
 use crate::{
     audit::{
-        Audit, Error, SessionPages,
+        Audit, Audits, Error, SessionPages,
         remote::{RemoteAnswer, RemoteAuditor, RemoteReport, session_table_key},
     },
-    shim::AuditReply,
+    metrics::Metrics,
+    session::Table,
+    shim::{AuditReply, ShimHandle},
 };
 
 /// The maximum number of callers that wait for audits at the same time.
 const AUDIT_WAITERS_MAX: usize = 64;
 
+/// The page audits of all ranks, and the callers that wait for them.
+pub(super) struct AuditDesk {
+    /// When audits are due, and their newest results.
+    audits: Audits,
+    waiters: Vec<AuditWaiter>,
+    /// The threads of this process that audit a rank, by DP rank.
+    remote_auditors: HashMap<u32, RemoteAuditor>,
+    /// The base path of the tables in which the engine publishes its request rows. `None`: all
+    /// audits are made inside the engine.
+    table_prefix: Option<PathBuf>,
+    shim: ShimHandle,
+    /// The owner task's mailbox, which gets the audits made in this process.
+    mailbox: mpsc::Sender<OwnerMessage>,
+    metrics: Metrics,
+}
+
 /// A caller that waits for an audit of a rank.
-pub(super) struct AuditWaiter {
+struct AuditWaiter {
     dp_rank: u32,
     /// The number of the requested audit. An audit with this number or a higher one is the answer.
     audit_number: u64,
     reply: oneshot::Sender<Result<RankPageAudit, Error>>,
 }
 
-impl Owner {
-    pub(super) fn request_audit(
+impl AuditDesk {
+    /// Returns a desk without ranks. `interval` and `table_prefix` are as in
+    /// [`OwnerSetup`](super::OwnerSetup).
+    pub(super) fn new(
+        interval: Option<Duration>,
+        table_prefix: Option<PathBuf>,
+        shim: ShimHandle,
+        mailbox: mpsc::Sender<OwnerMessage>,
+        metrics: Metrics,
+    ) -> Self {
+        Self {
+            audits: Audits::new(interval),
+            waiters: vec![],
+            remote_auditors: HashMap::new(),
+            table_prefix,
+            shim,
+            mailbox,
+            metrics,
+        }
+    }
+
+    /// Requests an audit of a rank now. `reply` gets the result.
+    pub(super) fn request(
         &mut self,
         dp_rank: u32,
         reply: oneshot::Sender<Result<RankPageAudit, Error>>,
     ) {
-        if self.audit_waiters.len() >= AUDIT_WAITERS_MAX {
+        if self.waiters.len() >= AUDIT_WAITERS_MAX {
             return drop(reply.send(Err(Error::Busy)));
         }
         match self.audits.request(now(), dp_rank) {
             Ok(audit_number) => {
-                self.audit_waiters.push(AuditWaiter { dp_rank, audit_number, reply });
-                self.send_audit_request(dp_rank, audit_number);
+                self.waiters.push(AuditWaiter { dp_rank, audit_number, reply });
+                self.send_request(dp_rank, audit_number);
             }
             Err(error) => drop(reply.send(Err(error))),
         }
     }
 
-    pub(super) fn run_audit_deadlines(&mut self, now: Instant) {
+    /// Returns when audits are due, and their newest results.
+    pub(super) fn audits(&self) -> &Audits {
+        &self.audits
+    }
+
+    /// Gives up audits that are late, and requests those that are due.
+    pub(super) fn run_deadlines(&mut self, now: Instant) {
         for (dp_rank, audit_number) in self.audits.take_late(now) {
-            self.record_failed_audit(dp_rank, "late", &Error::Late);
-            self.answer_waiters(dp_rank, audit_number, &Err(Error::Late));
+            self.handle_failure(dp_rank, audit_number, "late", &Error::Late);
         }
         for (dp_rank, audit_number) in self.audits.request_due(now) {
             // Periodic audits may run in this process, which sees only the pages of request rows.
@@ -68,22 +115,22 @@ impl Owner {
                 .get(&dp_rank)
                 .is_some_and(|auditor| auditor.request(audit_number));
             if !runs_in_this_process {
-                self.send_audit_request(dp_rank, audit_number);
+                self.send_request(dp_rank, audit_number);
             }
         }
     }
 
-    /// Starts the thread that audits the rank from this process, if the settings enable that.
-    pub(super) fn start_remote_audits(&mut self, dp_rank: u32) {
-        if self.setup.audit_table.as_os_str().is_empty() {
-            return;
-        }
-        let mailbox = self.handle.mailbox.clone();
+    /// Starts the audits of a rank whose shim has connected. `refusal` is the reason why the shim
+    /// can't audit, or `None` if it can.
+    pub(super) fn add_rank(&mut self, dp_rank: u32, refusal: Option<String>) {
+        self.audits.add_rank(now(), dp_rank, refusal);
+        let Some(table_prefix) = &self.table_prefix else { return };
+        let mailbox = self.mailbox.clone();
         let answer = move |answer| {
             // Sending fails only if the owner task has ended. Then nobody needs the answer.
             let _ = mailbox.blocking_send(OwnerMessage::RemoteAudit { dp_rank, answer });
         };
-        match RemoteAuditor::start(&self.setup.audit_table, dp_rank, answer) {
+        match RemoteAuditor::start(table_prefix, dp_rank, answer) {
             Ok(auditor) => drop(self.remote_auditors.insert(dp_rank, auditor)),
             Err(error) => {
                 warn!(dp_rank, %error, "can't start the thread for audits from this process")
@@ -91,27 +138,35 @@ impl Owner {
         }
     }
 
-    pub(super) fn handle_remote_audit(&mut self, dp_rank: u32, answer: RemoteAnswer) {
+    /// Stops the audits of a rank whose shim has disconnected, and refuses the waiting callers.
+    pub(super) fn remove_rank(&mut self, dp_rank: u32) {
+        self.audits.remove_rank(dp_rank);
+        self.remote_auditors.remove(&dp_rank);
+        self.metrics.set_pages(dp_rank, None);
+        self.refuse_waiters(dp_rank, .., &Error::NoShim(dp_rank));
+    }
+
+    /// Handles the result of an audit that was made in this process.
+    pub(super) fn handle_remote_answer(
+        &mut self,
+        table: &mut Table,
+        dp_rank: u32,
+        answer: RemoteAnswer,
+    ) {
         let RemoteAnswer { number: audit_number, result } = answer;
         match result {
             Ok(RemoteReport { report, session_keys: table_keys }) => {
                 // The engine's row table names a session by its table key, a hash of the session's
                 // id in the engine.
-                let mut ids_by_table_key: HashMap<u64, &str> = HashMap::new();
-                for (_, session) in self.table.iter() {
-                    let table_key = session_table_key(&session.incarnation);
-                    ids_by_table_key.insert(table_key, &session.incarnation);
-                }
-                let session_id = |table_key: &u64| {
-                    let id = ids_by_table_key.get(table_key).copied().unwrap_or_default();
-                    id.to_owned()
-                };
+                let ids = table.iter().map(|(_, session)| &session.incarnation);
+                let ids_by_table_key: HashMap<u64, &String> =
+                    ids.map(|id| (session_table_key(id), id)).collect();
+                let session_id =
+                    |key| ids_by_table_key.get(key).copied().cloned().unwrap_or_default();
                 let names = table_keys.iter().map(session_id).collect();
-                let spent = Duration::ZERO;
-                self.handle_audit_result(
-                    dp_rank,
-                    &AuditReply { number: audit_number, spent, refusal: None, names, report },
-                );
+                let (number, spent) = (audit_number, Duration::ZERO);
+                let reply = AuditReply { number, spent, refusal: None, names, report };
+                self.handle_answer(table, dp_rank, &reply);
             }
             Err(reason) => {
                 warn!(
@@ -119,77 +174,85 @@ impl Owner {
                     reason, "audits from this process failed; the engine's shim makes them instead"
                 );
                 self.remote_auditors.remove(&dp_rank);
-                self.send_audit_request(dp_rank, audit_number);
+                self.send_request(dp_rank, audit_number);
             }
+        }
+    }
+
+    /// Handles the answer to a request: tells the session table which sessions are corrupt, and
+    /// answers the waiting callers.
+    pub(super) fn handle_answer(&mut self, table: &mut Table, dp_rank: u32, reply: &AuditReply) {
+        let last_findings =
+            self.audits.newest_audit(dp_rank).map(|audit| audit.pages.findings.clone());
+        match self.audits.take_answer(now(), dp_rank, reply).cloned() {
+            Ok(audit) => {
+                self.metrics.count_audit("done");
+                self.metrics.record_audit_time(reply.spent);
+                self.metrics.set_pages(dp_rank, Some(&audit.pages));
+                if last_findings.as_ref() != Some(&audit.pages.findings) {
+                    log_page_faults(dp_rank, &audit);
+                }
+                for incarnation in audit.corrupt_sessions() {
+                    table.handle_corruption(now(), incarnation);
+                }
+                for waiter in self.take_waiters(dp_rank, ..=reply.number) {
+                    let _ = waiter.reply.send(Ok(with_session_keys(table, &audit)));
+                }
+            }
+            Err(error) => self.handle_failure(dp_rank, reply.number, "refused", &error),
         }
     }
 
     /// Requests an audit from the rank's shim. If the request can't be sent, the audit fails later:
     /// when the shim's connection closes, or when the time limit passes.
-    fn send_audit_request(&self, dp_rank: u32, audit_number: u64) {
-        let _ = self.setup.shim.audit(dp_rank, audit_number);
+    fn send_request(&self, dp_rank: u32, audit_number: u64) {
+        let _ = self.shim.audit(dp_rank, audit_number);
     }
 
-    /// Stops the audits of a rank whose shim has disconnected, and refuses the waiting callers.
-    pub(super) fn stop_audits(&mut self, dp_rank: u32) {
-        self.audits.remove_rank(dp_rank);
-        self.remote_auditors.remove(&dp_rank);
-        self.setup.metrics.set_pages(dp_rank, None);
-        self.answer_waiters(dp_rank, u64::MAX, &Err(Error::NoShim(dp_rank)));
-    }
-
-    pub(super) fn handle_audit_result(&mut self, dp_rank: u32, audit_reply: &AuditReply) {
-        let last_findings =
-            self.audits.newest_audit(dp_rank).map(|audit| audit.pages.findings.clone());
-        let answer = self.audits.take_answer(now(), dp_rank, audit_reply).cloned();
-        match &answer {
-            Ok(audit) => {
-                self.setup.metrics.count_audit("done");
-                self.setup.metrics.record_audit_time(audit_reply.spent);
-                self.setup.metrics.set_pages(dp_rank, Some(&audit.pages));
-                if last_findings.as_ref() != Some(&audit.pages.findings) {
-                    log_page_faults(dp_rank, audit);
-                }
-                for incarnation in audit.corrupt_sessions() {
-                    self.table.handle_corruption(now(), incarnation);
-                }
-            }
-            Err(error) => self.record_failed_audit(dp_rank, "refused", error),
-        }
-        self.answer_waiters(dp_rank, audit_reply.number, &answer);
-    }
-
-    /// Counts a failed audit, and removes the rank's gauges, because an old gauge looks current.
-    /// The load report keeps showing the last successful audit, with its age.
-    fn record_failed_audit(&mut self, dp_rank: u32, outcome: &'static str, error: &Error) {
+    /// Counts a failed audit and refuses its callers. Removes the rank's gauges, because an old
+    /// gauge looks current. The load report keeps showing the last successful audit, with its age.
+    fn handle_failure(
+        &mut self,
+        dp_rank: u32,
+        audit_number: u64,
+        outcome: &'static str,
+        error: &Error,
+    ) {
         if self.audits.note_failure(dp_rank, error) {
             warn!(dp_rank, %error, "can't audit the engine's pages");
         }
-        self.setup.metrics.count_audit(outcome);
-        self.setup.metrics.set_pages(dp_rank, None);
+        self.metrics.count_audit(outcome);
+        self.metrics.set_pages(dp_rank, None);
+        self.refuse_waiters(dp_rank, ..=audit_number, error);
     }
 
-    /// Answers all callers whose request has this number or a lower one.
-    fn answer_waiters(&mut self, dp_rank: u32, audit_number: u64, answer: &Result<Audit, Error>) {
-        let waiters = std::mem::take(&mut self.audit_waiters);
-        let (answered_waiters, other_waiters) = waiters
-            .into_iter()
-            .partition(|waiter| waiter.dp_rank == dp_rank && waiter.audit_number <= audit_number);
-        self.audit_waiters = other_waiters;
-        for waiter in answered_waiters {
-            let _ = waiter.reply.send(answer.clone().map(|audit| self.with_session_keys(&audit)));
+    fn refuse_waiters(&mut self, dp_rank: u32, numbers: impl RangeBounds<u64>, error: &Error) {
+        for waiter in self.take_waiters(dp_rank, numbers) {
+            let _ = waiter.reply.send(Err(error.clone()));
         }
     }
 
-    fn with_session_keys(&self, audit: &Audit) -> RankPageAudit {
-        let sessions = audit.sessions.iter();
-        let session_key = |session: &SessionPages| {
-            self.table.session_key(session.incarnation.as_deref()?).cloned()
+    /// Removes the callers whose request has one of these numbers, and returns them.
+    fn take_waiters(
+        &mut self,
+        dp_rank: u32,
+        numbers: impl RangeBounds<u64>,
+    ) -> impl Iterator<Item = AuditWaiter> {
+        let is_answered = move |waiter: &mut AuditWaiter| {
+            waiter.dp_rank == dp_rank && numbers.contains(&waiter.audit_number)
         };
-        RankPageAudit {
-            pages: audit.pages_with_age(now()),
-            sessions: sessions.map(|session| (session_key(session), session.clone())).collect(),
-        }
+        self.waiters.extract_if(.., is_answered)
+    }
+}
+
+/// Returns an audit with the keys of the sessions that hold pages.
+fn with_session_keys(table: &Table, audit: &Audit) -> RankPageAudit {
+    let session_key =
+        |session: &SessionPages| table.session_key(session.incarnation.as_deref()?).cloned();
+    let sessions = audit.sessions.iter();
+    RankPageAudit {
+        pages: audit.pages_with_age(now()),
+        sessions: sessions.map(|session| (session_key(session), session.clone())).collect(),
     }
 }
 

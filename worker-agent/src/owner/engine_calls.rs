@@ -1,20 +1,24 @@
-//! Makes the owner task's calls to the engine, and handles news about the engine.
+//! Makes the owner task's calls to the engine, which open and close sessions and abort turns.
 //!
-//! The calls open and close sessions at the engine, as the session table asks. Each call runs in a
-//! separate task, and its result comes back to the owner task as a message. The news comes from
-//! `engine_monitor`: the engine is up or down, or a sample of its load. When the engine's process
-//! ends, all its sessions are lost. [`EngineClient`] makes the HTTP calls, and the session table
-//! decides what follows for each session.
+//! Each call runs in a separate task, and its result comes back to the owner task as a message.
+//! Every incarnation (one life of a session in the engine) is in the journal before it is opened.
+//! After a crash, the next agent process reads there which sessions it must close.
+//! [`EngineClient`] makes the HTTP calls, and the session table decides what follows for each
+//! session.
 
-use std::{sync::Arc, time::Duration};
+use std::time::Duration;
 
-use service::clock::now;
-use tracing::{error, info, warn};
+use service::{clock::now, tasks::Tasks};
+use tokio::sync::mpsc;
+use tracing::{error, warn};
 
-use super::{EngineNews, Owner, handle::OwnerMessage};
+use super::handle::OwnerMessage;
 use crate::{
-    engine::{EngineClient, EngineInfo, stall_detector::StallDetector},
-    session::{CloseRequest, CloseResult, EngineLoad, OpenResult, journal::Record},
+    engine::EngineClient,
+    session::{
+        CloseRequest, CloseResult, OpenResult, Table,
+        journal::{Journal, Record},
+    },
 };
 
 /// How much longer the engine's idle limit for sessions is than the agent's. The engine's limit
@@ -22,115 +26,93 @@ use crate::{
 /// the margin is longer than any turn.
 const ENGINE_IDLE_MARGIN: Duration = Duration::from_secs(24 * 3600);
 
-impl Owner {
-    /// Starts a task that opens an incarnation (one life of a session) at the engine.
-    pub(super) fn open_at_engine(&self, incarnation: String, idle_max: Duration) {
-        let (engine, mailbox) = (self.setup.engine.clone(), self.handle.mailbox.clone());
-        self.tasks.spawn(async move {
+/// The pause before the shim is asked for its session table. After one or two steps of the engine,
+/// the table shows the effects of what has just happened.
+const TABLE_REQUEST_PAUSE: Duration = Duration::from_millis(20);
+
+/// The owner task's access to the engine.
+pub(super) struct EngineCalls {
+    pub(super) engine: EngineClient,
+    /// The file that lists the open sessions.
+    pub(super) journal: Journal,
+    /// The owner task's mailbox, which gets the results.
+    pub(super) mailbox: mpsc::Sender<OwnerMessage>,
+    pub(super) tasks: Tasks,
+}
+
+impl EngineCalls {
+    /// Writes a record to the journal. Returns the reason if that failed, which is logged.
+    pub(super) fn write_journal(&mut self, record: &Record) -> Result<(), String> {
+        self.journal.write(record).map_err(|error| {
+            error!(%error, "the journal can't be written");
+            error.to_string()
+        })
+    }
+
+    /// Starts a task that opens an incarnation at the engine.
+    pub(super) fn open(&self, incarnation: String, idle_max: Duration) {
+        let engine = self.engine.clone();
+        self.send_result(async move {
             let result =
                 match engine.open_session(&incarnation, idle_max + ENGINE_IDLE_MARGIN).await {
                     Ok(()) => OpenResult::Opened,
                     Err(error) if error.is_ambiguous() => OpenResult::Unknown(error.to_string()),
                     Err(error) => OpenResult::NotOpened(error.to_string()),
                 };
-            let _ = mailbox.send(OwnerMessage::OpenResult { incarnation, result }).await;
+            OwnerMessage::OpenResult { incarnation, result }
         });
     }
 
-    /// Reports the result of an open as a message, without calling the engine.
-    pub(super) fn report_open_result(&self, incarnation: String, result: OpenResult) {
-        let mailbox = self.handle.mailbox.clone();
-        self.tasks.spawn(async move {
-            let _ = mailbox.send(OwnerMessage::OpenResult { incarnation, result }).await;
-        });
+    /// Reports that an incarnation was not opened, without calling the engine.
+    pub(super) fn refuse_open(&self, incarnation: String, reason: String) {
+        let result = OpenResult::NotOpened(reason);
+        self.send_result(async { OwnerMessage::OpenResult { incarnation, result } });
     }
 
-    /// Starts a task that closes an incarnation at the engine.
-    pub(super) fn close_at_engine(&self, close_request: CloseRequest) {
-        let (engine, mailbox) = (self.setup.engine.clone(), self.handle.mailbox.clone());
-        let all_shims_connected = self
-            .engine_info
-            .as_ref()
-            .is_some_and(|info| self.connected_shims.len() == info.rows.len());
-        self.tasks.spawn(async move {
+    /// Starts a task that closes an incarnation at the engine. With `all_shims_connected`, a shim
+    /// reports later that the session's KV is free, so the task doesn't check that.
+    pub(super) fn close(&self, close_request: CloseRequest, all_shims_connected: bool) {
+        let engine = self.engine.clone();
+        self.send_result(async move {
             let result = close_once(&engine, &close_request, all_shims_connected).await;
-            let incarnation = close_request.incarnation;
-            let _ = mailbox.send(OwnerMessage::CloseResult { incarnation, result }).await;
+            OwnerMessage::CloseResult { incarnation: close_request.incarnation, result }
         });
     }
 
-    pub(super) fn handle_engine_news(&mut self, news: EngineNews) {
-        match news {
-            EngineNews::Up(info) => self.handle_engine_up(info),
-            EngineNews::Sample(sample) => {
-                let stuck_reason = self.stall_detector.check_sample(&sample, self.setup.stall_max);
-                if let (None, Some(reason)) = (&self.stuck_reason, &stuck_reason) {
-                    error!(reason, "engine stuck");
-                }
-                self.stuck_reason = stuck_reason;
-                for rank in &sample.ranks {
-                    let load = EngineLoad {
-                        waiting_requests: rank.num_waiting_reqs,
-                        used_tokens: rank.num_used_tokens,
-                    };
-                    self.table.handle_load(sample.at, rank.dp_rank, load);
-                }
-                self.ledger.record_sample(sample);
+    /// Starts a task that aborts turns at the engine.
+    pub(super) fn abort_turns(&self, rids: Vec<String>) {
+        let engine = self.engine.clone();
+        self.tasks.spawn(async move {
+            // In the engine, turns of the Responses API have ids with the prefix `resp_`. Which
+            // turns these are isn't known here, so both ids are aborted.
+            let engine_rids = rids.iter().flat_map(|rid| [rid.clone(), format!("resp_{rid}")]);
+            for rid in engine_rids {
+                abort(&engine, &rid).await;
             }
-            EngineNews::Down { reason, has_process_ended } => {
-                match &self.down_reason {
-                    None => error!(reason, gone = has_process_ended, "engine down"),
-                    // The engine is polled twice a second, mostly with the same failure. Only a new
-                    // reason is logged.
-                    Some(last_reason) if *last_reason != reason => {
-                        warn!(reason, "the engine can't be used")
-                    }
-                    Some(_) => {}
-                }
-                self.down_reason = Some(reason);
-                if has_process_ended {
-                    self.handle_engine_gone();
-                }
+        });
+    }
+
+    /// Starts a task that makes the owner task request the session table of a rank's shim. `rid` is
+    /// a turn that may still be inside the engine: the task aborts that turn first. Without `rid`,
+    /// the task makes a short pause first.
+    pub(super) fn request_shim_table(&self, dp_rank: u32, rid: Option<String>) {
+        let (engine, mailbox) = (self.engine.clone(), self.mailbox.clone());
+        self.tasks.spawn(async move {
+            match rid {
+                None => tokio::time::sleep(TABLE_REQUEST_PAUSE).await,
+                Some(rid) if abort(&engine, &rid).await => {}
+                Some(_) => return,
             }
-        }
+            let _ = mailbox.send(OwnerMessage::RequestShimTable { dp_rank }).await;
+        });
     }
 
-    /// Handles the end of the engine's process, which loses every session's KV and history. Does
-    /// nothing if no engine was up.
-    fn handle_engine_gone(&mut self) {
-        let Some(info) = self.engine_info.take() else { return };
-        let sessions = self.table.iter().count();
-        warn!(sessions, "the engine's process has ended; its sessions are lost");
-        self.table.handle_engine_lost(now(), self.ledger.set_engine(&info));
-        self.stall_detector = StallDetector::default();
-        self.stuck_reason = None;
-    }
-
-    fn handle_engine_up(&mut self, info: Box<EngineInfo>) {
-        let last_instance = self.engine_info.as_ref().map(|info| &info.facts.instance);
-        if last_instance != Some(&info.facts.instance) {
-            // The engine's process is a new one, or the first one.
-            self.handle_engine_gone();
-            // Gives the table the capacity of the new process.
-            self.table.handle_engine_lost(now(), self.ledger.set_engine(&info));
-            self.close_leftover_sessions(&info);
-            self.register_shims_again();
-            info!(version = info.facts.version, ranks = info.rows.len(), "engine up");
-            // A watcher that learns of the new ranks must find them in the newest report.
-            self.publish_report(now());
-            self.description_sender.send_replace(Some(Arc::new(self.describe(&info))));
-        }
-        self.engine_info = Some(info);
-        self.down_reason = None;
-    }
-
-    /// Closes the sessions that an earlier agent process left open in this engine process.
-    fn close_leftover_sessions(&mut self, info: &EngineInfo) {
-        let leftover_sessions = self.setup.journal.incarnations_left_open(&info.facts.instance);
-        let record = Record::Engine { instance: info.facts.instance.clone() };
-        if let Err(error) = self.setup.journal.write(&record) {
-            error!(%error, "the journal can't be written");
-        }
+    /// Closes the sessions that an earlier agent process left open in the engine process
+    /// `instance`, and begins the journal of this agent process.
+    pub(super) fn close_leftover_sessions(&mut self, table: &mut Table, instance: &str) {
+        let leftover_sessions = self.journal.incarnations_left_open(instance);
+        // A failure was logged. It is no reason to close nothing.
+        let _ = self.write_journal(&Record::Engine { instance: instance.to_owned() });
         if !leftover_sessions.is_empty() {
             warn!(
                 sessions = leftover_sessions.len(),
@@ -138,9 +120,27 @@ impl Owner {
             );
         }
         for (incarnation, session) in leftover_sessions {
-            self.table.inherit_incarnation(now(), incarnation, session.dp_rank, session.rid);
+            table.inherit_incarnation(now(), incarnation, session.dp_rank, session.rid);
         }
     }
+
+    /// Starts a task that sends the result of a call to the owner task.
+    fn send_result(&self, call: impl Future<Output = OwnerMessage> + Send + 'static) {
+        let mailbox = self.mailbox.clone();
+        self.tasks.spawn(async move {
+            // Sending fails only if the owner task has ended. Then nobody needs the result.
+            let _ = mailbox.send(call.await).await;
+        });
+    }
+}
+
+/// Aborts a turn at the engine. Returns whether the engine answered; a failure is logged.
+async fn abort(engine: &EngineClient, rid: &str) -> bool {
+    let result = engine.abort(rid).await;
+    if let Err(error) = &result {
+        warn!(rid, %error, "can't abort a turn at the engine");
+    }
+    result.is_ok()
 }
 
 /// Tries once to close a session at the engine. With `all_shims_connected`, a shim reports later

@@ -46,18 +46,14 @@ pub enum SessionChange {
     Removed(SessionKey),
 }
 
-/// The owner's state for a new watcher: the current sessions, and receivers of later changes.
-/// `changes` contains every change made after `sessions` was read.
+/// The sessions for a new watcher, and a receiver of their later changes. `changes` contains every
+/// change made after `sessions` was read.
 #[derive(Debug)]
-pub struct Watch {
+pub struct SessionWatch {
     /// All sessions.
     pub sessions: Vec<Session>,
     /// All later changes to sessions.
     pub changes: broadcast::Receiver<SessionChange>,
-    /// The newest load report.
-    pub report: watch::Receiver<Arc<LoadReport>>,
-    /// The newest description; `None` until the agent has reached the engine.
-    pub description: watch::Receiver<Option<Arc<Description>>>,
 }
 
 /// A message from the engine monitor, the task that follows the engine's state.
@@ -111,8 +107,8 @@ pub(super) enum OwnerMessage {
     Close { key: SessionKey, reply: oneshot::Sender<Result<bool, Error>> },
     /// Audits which session holds each page of the rank's KV pool.
     Audit { dp_rank: u32, reply: oneshot::Sender<Result<RankPageAudit, audit::Error>> },
-    /// Subscribes to the owner's state. The answer has the current state.
-    Watch(oneshot::Sender<Watch>),
+    /// Subscribes to the sessions. The answer has the current ones.
+    WatchSessions(oneshot::Sender<SessionWatch>),
     /// A message from the engine monitor.
     Engine(EngineNews),
     /// The engine's answer to a request to open an incarnation (one life of a session in the
@@ -220,10 +216,16 @@ impl Drop for Lease {
     }
 }
 
-/// The handle by which all other tasks send requests to the owner task.
+/// The handle by which all other tasks send requests to the owner task, and read what it publishes.
 #[derive(Debug, Clone)]
 pub struct AgentHandle {
     pub(super) mailbox: mpsc::Sender<OwnerMessage>,
+    /// Sends the ends of turns to the owner task. Each claimed turn reserves a place in the queue.
+    pub(super) turn_ends: mpsc::Sender<TurnEnd>,
+    /// The newest load report.
+    pub report: watch::Receiver<Arc<LoadReport>>,
+    /// The newest description; `None` until the agent has reached the engine.
+    pub description: watch::Receiver<Option<Arc<Description>>>,
 }
 
 impl AgentHandle {
@@ -278,12 +280,12 @@ impl AgentHandle {
         self.request(|reply| OwnerMessage::Audit { dp_rank, reply }).await
     }
 
-    /// Returns the current state and subscribes to changes.
+    /// Returns all sessions and subscribes to their changes.
     ///
     /// # Errors
     /// If the agent is stopping.
-    pub async fn watch(&self) -> Result<Watch, Error> {
-        self.request(OwnerMessage::Watch).await
+    pub async fn watch_sessions(&self) -> Result<SessionWatch, Error> {
+        self.request(OwnerMessage::WatchSessions).await
     }
 
     /// Sends the owner news of the engine.

@@ -3,97 +3,194 @@
 //! Three things are published: load reports (how full the engine is), the description (facts about
 //! the agent and its engine), and each session that has changed. Watchers are the control port,
 //! staged prefill and the readiness check. The ledger computes the load reports; this module adds
-//! the health, the page audits and the staged-prefill queues to them.
+//! the GPUs' health, the page audits and the staged-prefill queues to them.
 
-use std::{sync::Arc, time::Instant};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use proto::{
     id::SessionKey,
-    load::{Description, Session},
+    load::{Description, LoadReport, Session},
 };
 use service::clock::now;
+use tokio::sync::{broadcast, mpsc, watch};
 use tracing::error;
 
-use super::{Owner, SessionChange};
+use super::{
+    AgentHandle, SessionChange, SessionWatch,
+    handle::{OwnerMessage, TurnEnd},
+};
 use crate::{
+    audit::Audits,
     engine::EngineInfo,
-    ledger::{self, AgentHealth},
-    session,
+    gpu::Gpus,
+    ledger::{self, AgentHealth, Ledger},
+    session::{self, Table},
+    staged_prefill_queue::StagedPrefillQueues,
 };
 
-impl Owner {
-    /// Returns the description of the agent and of the engine `info`.
-    pub(super) fn describe(&self, info: &EngineInfo) -> Description {
-        Description {
+/// The maximum number of session changes that a watcher may lag behind. A slower watcher must
+/// subscribe again.
+const SESSION_CHANGES_BEHIND_MAX: usize = 8192;
+/// The shortest time between two load reports. A burst of turns then produces one report.
+const REPORT_INTERVAL_MIN: Duration = Duration::from_millis(20);
+
+/// What reports and descriptions say of the agent itself.
+#[derive(Debug)]
+pub struct ReporterSetup {
+    /// The name of the agent.
+    pub agent_id: String,
+    /// The epoch of this agent process: the time at which it started. It differs between processes.
+    pub epoch: u64,
+    /// The port for turns. Routers read it in the description that the owner publishes.
+    pub data_port: u16,
+    /// The queues of staged prefill, which computes long prompts ahead of their turns. `None` if
+    /// staged prefill is off.
+    pub staged_prefill_queues: Option<Arc<StagedPrefillQueues>>,
+    /// The longest time between two load reports.
+    pub report_interval: Duration,
+}
+
+/// The published state, and the figures from which it is made.
+pub(super) struct Reporter {
+    setup: ReporterSetup,
+    /// The setting of the session table that the description shows.
+    turns_queued_per_session_max: u32,
+    gpus: Gpus,
+    /// The figures of the engine's KV pools.
+    pub(super) ledger: Ledger,
+    reports: watch::Sender<Arc<LoadReport>>,
+    descriptions: watch::Sender<Option<Arc<Description>>>,
+    /// Sends changed sessions to the watchers.
+    session_changes: broadcast::Sender<SessionChange>,
+    /// Whether something may have changed since the last load report.
+    is_stale: bool,
+    last_report_at: Instant,
+}
+
+impl Reporter {
+    /// Returns a reporter without a description. The first load report says that the engine is
+    /// unhealthy for this reason.
+    pub(super) fn new(
+        setup: ReporterSetup,
+        turns_queued_per_session_max: u32,
+        gpus: Gpus,
+        ledger: Ledger,
+        unhealthy_reason: Option<String>,
+    ) -> Self {
+        let first_report = LoadReport {
+            interval: setup.report_interval,
+            // Until the engine is reached, no ranks are known.
+            ranks: vec![],
+            unhealthy: unhealthy_reason,
+            draining: false,
+            restart_required: None,
+        };
+        Self {
+            setup,
+            turns_queued_per_session_max,
+            gpus,
+            ledger,
+            reports: watch::Sender::new(Arc::new(first_report)),
+            descriptions: watch::Sender::new(None),
+            session_changes: broadcast::Sender::new(SESSION_CHANGES_BEHIND_MAX),
+            is_stale: true,
+            last_report_at: now(),
+        }
+    }
+
+    /// Returns the handle of the owner task, with receivers of what is published.
+    pub(super) fn agent_handle(
+        &self,
+        mailbox: mpsc::Sender<OwnerMessage>,
+        turn_ends: mpsc::Sender<TurnEnd>,
+    ) -> AgentHandle {
+        let (report, description) = (self.reports.subscribe(), self.descriptions.subscribe());
+        AgentHandle { mailbox, turn_ends, report, description }
+    }
+
+    /// Notes that something may have changed since the last load report.
+    pub(super) fn mark_stale(&mut self) {
+        self.is_stale = true;
+    }
+
+    /// Returns when the next load report is due.
+    pub(super) fn next_due(&self) -> Instant {
+        let interval = if self.is_stale { REPORT_INTERVAL_MIN } else { self.setup.report_interval };
+        self.last_report_at + interval
+    }
+
+    /// Publishes a new load report. `health` leaves out the health of the GPUs.
+    pub(super) fn publish_report(
+        &mut self,
+        now: Instant,
+        table: &Table,
+        audits: &Audits,
+        mut health: AgentHealth,
+    ) {
+        let gpus = self.gpus.snapshot();
+        // A failed GPU stops the engine too. So the GPU's reason comes first: it is the cause.
+        health.unhealthy_reason = gpus.unhealthy_reason.clone().or(health.unhealthy_reason);
+        let mut report = self.ledger.report(now, table, &gpus, self.setup.report_interval, health);
+        for rank in &mut report.ranks {
+            rank.pages =
+                audits.newest_audit(rank.dp_rank).map(|audit| audit.load_report_pages(now));
+            rank.staged_prefill =
+                self.setup.staged_prefill_queues.as_ref().map(|queues| queues.load(rank));
+        }
+        let was_restart_required = self.reports.borrow().restart_required.is_some();
+        if let (false, Some(reason)) = (was_restart_required, &report.restart_required) {
+            error!(reason, "engine restart required");
+        }
+        self.reports.send_replace(Arc::new(report));
+        self.last_report_at = now;
+        self.is_stale = false;
+    }
+
+    /// Whether the published description shows the ranks as they are. The GPUs of the engine may
+    /// become known after its description was published.
+    pub(super) fn is_description_current(&self, now: Instant) -> bool {
+        let ranks = self.ledger.describe_ranks(now, &self.gpus.snapshot());
+        let published_description = self.descriptions.borrow();
+        published_description.as_ref().is_none_or(|description| description.ranks == ranks)
+    }
+
+    /// Publishes the description of the agent and of the engine `info`. `trim_sglang_version` is
+    /// the SGLang version on which the agent trims full histories, if it does.
+    pub(super) fn publish_description(&self, info: &EngineInfo, trim_sglang_version: Option<&str>) {
+        let description = Description {
             agent_id: self.setup.agent_id.clone(),
             epoch: self.setup.epoch,
             data_port: self.setup.data_port,
             engine: info.facts.clone(),
-            ranks: self.ledger.describe_ranks(now(), &self.setup.gpus.snapshot()),
+            ranks: self.ledger.describe_ranks(now(), &self.gpus.snapshot()),
             retentions: info.retentions(),
-            turns_queued_per_session_max: self.setup.table_settings.turns_queued_per_session_max,
+            turns_queued_per_session_max: self.turns_queued_per_session_max,
             model_files: info.model_files,
-            trim_sglang_versions: self.trimmer_version.iter().cloned().collect(),
-        }
+            trim_sglang_versions: trim_sglang_version.into_iter().map(str::to_owned).collect(),
+        };
+        self.descriptions.send_replace(Some(Arc::new(description)));
     }
 
     /// Sends the session's current state to the watchers.
-    pub(super) fn publish_session(&self, key: &SessionKey) {
+    pub(super) fn publish_session(&self, table: &Table, key: &SessionKey) {
         if self.session_changes.receiver_count() == 0 {
             return;
         }
-        let change = match self.table.get(key) {
+        let change = match table.get(key) {
             Some(session) => SessionChange::Upsert(Box::new(session_view(key, session, now()))),
             None => SessionChange::Removed(key.clone()),
         };
         let _ = self.session_changes.send(change);
     }
 
-    /// Publishes a new load report, and the description if the ranks' GPUs became known.
-    pub(super) fn publish_report(&mut self, now: Instant) {
-        let gpus = self.setup.gpus.snapshot();
-        let interval = self.setup.report_interval;
-        let health = AgentHealth {
-            // A failed GPU stops the engine too. So the GPU's reason comes first: it is the cause.
-            unhealthy_reason: [&gpus.unhealthy_reason, &self.down_reason, &self.stuck_reason]
-                .into_iter()
-                .find_map(Clone::clone),
-            is_draining: self.drain.is_some(),
-            restart_reason: self
-                .table
-                .restart_required(now)
-                .or_else(|| self.audits.restart_reason(now)),
-        };
-        let mut report = self.ledger.report(now, &self.table, &gpus, interval, health);
-        for rank in &mut report.ranks {
-            rank.pages =
-                self.audits.newest_audit(rank.dp_rank).map(|audit| audit.load_report_pages(now));
-            rank.staged_prefill =
-                self.setup.staged_prefill_queues.as_ref().map(|queues| queues.load(rank));
-        }
-        let was_restart_required = self.report_sender.borrow().restart_required.is_some();
-        if let (false, Some(reason)) = (was_restart_required, &report.restart_required) {
-            error!(reason, "engine restart required");
-        }
-        self.report_sender.send_replace(Arc::new(report));
-        self.last_report_at = now;
-        self.is_report_stale = false;
-        // The GPUs of the engine may become known after its description was published.
-        let ranks = self.ledger.describe_ranks(now, &gpus);
-        let published_description = self.description_sender.borrow();
-        let is_description_current =
-            published_description.as_ref().is_none_or(|description| description.ranks == ranks);
-        drop(published_description);
-        if !is_description_current {
-            self.publish_description();
-        }
-    }
-
-    /// Publishes the description again, if the engine was reached.
-    pub(super) fn publish_description(&self) {
-        if let Some(info) = &self.engine_info {
-            self.description_sender.send_replace(Some(Arc::new(self.describe(info))));
-        }
+    /// Returns the current sessions, and a receiver of their later changes.
+    pub(super) fn watch_sessions(&self, table: &Table) -> SessionWatch {
+        let read_at = now();
+        let sessions = table.iter().map(|(key, session)| session_view(key, session, read_at));
+        SessionWatch { sessions: sessions.collect(), changes: self.session_changes.subscribe() }
     }
 }
 

@@ -6,44 +6,56 @@
 //! turn can't run in its session as it is, the trimmer first asks the agent a question, and the
 //! session table answers where the turn may run.
 //!
-//! The turn's run mode says how the turn runs in the end: in its session or outside, for example.
-//! The exchange of the turn (which passes on its answer) waits here for the run mode, or for the
-//! shim's refusal. [`crate::shim::trim`] has the connection to the trimmer, and the session table
-//! decides.
+//! [`crate::shim::trim`] has the connection to the trimmer, and the session table decides. The
+//! module `waiters` tells the turn's caller how the turn runs in the end.
 
 use service::clock::now;
-use tokio::sync::oneshot;
 use tracing::{debug, info, warn};
 
-use super::{Owner, RunModeResult};
 use crate::{
-    session::{self, RunMode, TrimPlan},
-    shim::trim::{self, Plan},
+    metrics::Metrics,
+    session::{Table, TrimPlan},
+    shim::trim::{self, Plan, TrimHandle},
 };
 
-impl Owner {
-    pub(super) fn handle_trimmer_event(&mut self, event: trim::TrimmerEvent) {
-        self.is_report_stale = true;
-        match event {
-            trim::TrimmerEvent::Up(trim::Trimmer { sglang, shim, inert_reason, .. }) => {
-                match &inert_reason {
-                    None => info!(sglang, shim, "the shim trims full histories"),
-                    Some(reason) => info!(sglang, reason, "the shim trims no full histories"),
-                }
-                self.trimmer_version = inert_reason.is_none().then_some(sglang);
-                self.table.set_trimming(now(), self.trimmer_version.is_some());
-            }
-            trim::TrimmerEvent::Down { reason } => {
-                warn!(reason, "the engine's trimmer has disconnected");
-                self.table.set_trimming(now(), false);
-                self.trimmer_version = None;
-            }
-            trim::TrimmerEvent::Planned(report) => return self.handle_plan(&report),
-        }
-        self.publish_description();
+/// The connection to the trimmer, and what is known of the trimmer.
+pub(super) struct TrimmerLink {
+    handle: TrimHandle,
+    /// The SGLang version reported by a connected trimmer that works; `None` without one.
+    sglang_version: Option<String>,
+    metrics: Metrics,
+}
+
+impl TrimmerLink {
+    pub(super) fn new(handle: TrimHandle, metrics: Metrics) -> Self {
+        Self { handle, sglang_version: None, metrics }
     }
 
-    fn handle_plan(&mut self, report: &trim::PlanReport) {
+    /// Returns the SGLang version on which the agent trims full histories, if the agent does.
+    pub(super) fn sglang_version(&self) -> Option<&str> {
+        self.sglang_version.as_deref()
+    }
+
+    /// Notes that a trimmer has connected. An inert one does nothing after its greeting.
+    pub(super) fn connect(&mut self, table: &mut Table, trimmer: trim::Trimmer) {
+        let trim::Trimmer { sglang, shim, inert_reason, .. } = trimmer;
+        match &inert_reason {
+            None => info!(sglang, shim, "the shim trims full histories"),
+            Some(reason) => info!(sglang, reason, "the shim trims no full histories"),
+        }
+        self.sglang_version = inert_reason.is_none().then_some(sglang);
+        table.set_trimming(now(), self.sglang_version.is_some());
+    }
+
+    /// Notes that the trimmer has disconnected.
+    pub(super) fn disconnect(&mut self, table: &mut Table, reason: &str) {
+        warn!(reason, "the engine's trimmer has disconnected");
+        table.set_trimming(now(), false);
+        self.sglang_version = None;
+    }
+
+    /// Passes the trimmer's plan for a turn, or its question, to the session table.
+    pub(super) fn handle_plan(&self, table: &mut Table, report: &trim::PlanReport) {
         let decision = report.plan;
         let plan = TrimPlan {
             rid: report.rid.clone(),
@@ -63,17 +75,17 @@ impl Owner {
             "the shim has compared a full history"
         );
         let Some(question) = report.question else {
-            if let Some((outcome, spared_tokens)) = self.table.handle_plan(now(), &plan) {
-                self.setup.metrics.count_trimmed_turn(outcome.as_str(), spared_tokens);
+            if let Some((outcome, spared_tokens)) = table.handle_plan(now(), &plan) {
+                self.metrics.count_trimmed_turn(outcome.as_str(), spared_tokens);
             }
             return;
         };
         // A full history has diverged if it doesn't continue its session's history. Divergence is
         // counted here, because the final plan, which follows the answer, no longer shows it.
         if decision == Plan::Diverged {
-            self.setup.metrics.record_divergence(report.shared_tokens.into());
+            self.metrics.record_divergence(report.shared_tokens.into());
         }
-        self.table.handle_question(now(), question, &plan);
+        table.handle_question(now(), question, &plan);
     }
 
     /// Answers the trimmer's question: the turn may run in `incarnation` (one life of a session in
@@ -86,38 +98,8 @@ impl Owner {
         prompt_tokens_max: u64,
     ) {
         let prompt_tokens_max = u32::try_from(prompt_tokens_max).unwrap_or(u32::MAX);
-        if let Err(error) = self.setup.trimmer.answer(question_id, incarnation, prompt_tokens_max) {
+        if let Err(error) = self.handle.answer(question_id, incarnation, prompt_tokens_max) {
             debug!(%error, "can't answer the trimmer's question");
         }
-    }
-
-    /// Counts how a turn runs, and tells the turn's exchange.
-    pub(super) fn tell_run_mode(&mut self, rid: &str, run_mode: RunMode) {
-        self.setup.metrics.count_run_mode(run_mode.as_str());
-        if let Some(waiter) = self.run_mode_waiters.remove(rid) {
-            let _ = waiter.send(Ok(run_mode));
-        }
-    }
-
-    /// Tells a turn's exchange that the shim refuses the turn.
-    pub(super) fn tell_refused_by_shim(&mut self, rid: &str, error: session::Error) {
-        if let Some(waiter) = self.run_mode_waiters.remove(rid) {
-            let _ = waiter.send(Err(error));
-        }
-    }
-
-    /// Returns a receiver of an admitted turn's run mode. If `known_run_mode` is set, the receiver
-    /// gets that mode at once.
-    pub(super) fn run_mode_receiver(
-        &mut self,
-        rid: &str,
-        known_run_mode: Option<RunMode>,
-    ) -> oneshot::Receiver<RunModeResult> {
-        let (sender, receiver) = oneshot::channel();
-        self.run_mode_waiters.insert(rid.to_owned(), sender);
-        if let Some(run_mode) = known_run_mode {
-            self.tell_run_mode(rid, run_mode);
-        }
-        receiver
     }
 }

@@ -1,0 +1,96 @@
+//! Keeps what the owner task knows of the engine: its description, and whether it can take turns.
+//!
+//! The news comes from `engine_monitor`: the engine is up or down, or a sample of its load. When
+//! the engine's process ends, all its sessions are lost. The owner task tells the session table and
+//! the ledger what follows from the news.
+
+use std::time::Duration;
+
+use tracing::{error, warn};
+
+use super::Error;
+use crate::engine::{EngineInfo, LoadSample, stall_detector::StallDetector};
+
+/// What is known of the engine.
+pub(super) struct EngineState {
+    /// The engine's description; `None` if no engine process is known.
+    info: Option<Box<EngineInfo>>,
+    /// Why the engine can't take turns; `None` while it can.
+    down_reason: Option<String>,
+    /// Why the engine makes no progress; `None` while it does.
+    stuck_reason: Option<String>,
+    stall_detector: StallDetector,
+    /// The engine counts as stuck if turns wait in it and it runs nothing for this long.
+    stall_max: Duration,
+}
+
+impl EngineState {
+    /// Returns the state of an engine that has not answered yet.
+    pub(super) fn new(stall_max: Duration) -> Self {
+        Self {
+            info: None,
+            down_reason: Some("the engine has not answered yet".to_owned()),
+            stuck_reason: None,
+            stall_detector: StallDetector::default(),
+            stall_max,
+        }
+    }
+
+    /// Returns the engine's description, if an engine process is known.
+    pub(super) fn info(&self) -> Option<&EngineInfo> {
+        self.info.as_deref()
+    }
+
+    /// Whether `info` describes another process than the one that is known.
+    pub(super) fn is_new_process(&self, info: &EngineInfo) -> bool {
+        self.info().is_none_or(|known_info| known_info.facts.instance != info.facts.instance)
+    }
+
+    /// Returns why the engine can't take turns, or why it makes no progress.
+    pub(super) fn unhealthy_reason(&self) -> Option<&String> {
+        self.down_reason.as_ref().or(self.stuck_reason.as_ref())
+    }
+
+    /// Refuses a request while the engine is down.
+    pub(super) fn check_up(&self) -> Result<(), Error> {
+        self.down_reason.clone().map_or(Ok(()), |reason| Err(Error::EngineDown(reason)))
+    }
+
+    /// Notes that the engine answers with this description.
+    pub(super) fn set_up(&mut self, info: Box<EngineInfo>) {
+        self.info = Some(info);
+        self.down_reason = None;
+    }
+
+    /// Notes that the engine can't take turns.
+    pub(super) fn set_down(&mut self, reason: String, has_process_ended: bool) {
+        match &self.down_reason {
+            None => error!(reason, gone = has_process_ended, "engine down"),
+            // The engine is polled twice a second, mostly with the same failure. Only a new reason
+            // is logged.
+            Some(last_reason) if *last_reason != reason => {
+                warn!(reason, "the engine can't be used")
+            }
+            Some(_) => {}
+        }
+        self.down_reason = Some(reason);
+    }
+
+    /// Forgets the engine's process, which has ended. Returns its description; `None` if no process
+    /// was known.
+    pub(super) fn remove_process(&mut self) -> Option<Box<EngineInfo>> {
+        let info = self.info.take()?;
+        self.stall_detector = StallDetector::default();
+        self.stuck_reason = None;
+        Some(info)
+    }
+
+    /// Looks in a load sample for signs that the engine makes no progress.
+    pub(super) fn check_sample(&mut self, sample: &LoadSample) {
+        let stuck_reason = self.stall_detector.check_sample(sample, self.stall_max);
+        if let (None, Some(reason)) = (&self.stuck_reason, &stuck_reason) {
+            error!(reason, "engine stuck");
+        }
+        self.stuck_reason = stuck_reason;
+    }
+}

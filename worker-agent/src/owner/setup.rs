@@ -1,0 +1,111 @@
+//! Defines what the owner task needs to start, and makes the parts of the task from that.
+//!
+//! The owner task keeps the agent's sessions (chains of requests that share a growing prefix), and
+//! admits turns (one request and its answer each). `lib.rs` fills [`OwnerSetup`] from the settings.
+
+use std::{path::PathBuf, time::Duration};
+
+use service::tasks::Tasks;
+use tokio::sync::mpsc;
+
+use super::{
+    Owner,
+    audit_desk::AuditDesk,
+    drain::Drain,
+    engine_calls::EngineCalls,
+    engine_state::EngineState,
+    handle::{OwnerMessage, TurnEnd},
+    reporter::{Reporter, ReporterSetup},
+    shims::Shims,
+    trim::TrimmerLink,
+    volatile_prefix::PrefixWarnings,
+    waiters::Waiters,
+};
+use crate::{
+    engine::EngineClient,
+    gpu::Gpus,
+    ledger::{Ledger, Limits},
+    metrics::Metrics,
+    session::{EngineCapacity, Table, TableSettings, journal::Journal},
+    shim::{ShimHandle, trim::TrimHandle},
+};
+
+/// What the owner task needs to start.
+#[derive(Debug)]
+pub struct OwnerSetup {
+    /// What reports and descriptions say of the agent itself.
+    pub reporter: ReporterSetup,
+    /// The client of the engine.
+    pub engine: EngineClient,
+    /// The GPUs that the engine runs on.
+    pub gpus: Gpus,
+    /// The limits on admission.
+    pub limits: Limits,
+    /// The settings of the session table.
+    pub table_settings: TableSettings,
+    /// The file that lists the open sessions, so that the next agent process can close them.
+    pub journal: Journal,
+    /// Sends commands to the shim inside the engine.
+    pub shim: ShimHandle,
+    /// Answers the questions of the trimmer inside the engine.
+    pub trimmer: TrimHandle,
+    /// The agent's metrics.
+    pub metrics: Metrics,
+    /// The interval between audits of each rank, which check who holds each page of the KV pool.
+    /// `None`: audits are made only on demand.
+    pub audit_interval: Option<Duration>,
+    /// The base path of the tables in which an engine publishes its request rows. With them this
+    /// process can make audits. `None`: all audits are made inside the engine.
+    pub audit_table: Option<PathBuf>,
+    /// The engine counts as stuck if turns wait in it and it runs nothing for this long.
+    pub stall_max: Duration,
+}
+
+impl OwnerSetup {
+    /// Returns the state of an owner task that has no sessions and knows no engine yet.
+    pub(super) fn into_owner(
+        self,
+        mailbox: mpsc::Sender<OwnerMessage>,
+        turn_ends: mpsc::Sender<TurnEnd>,
+        tasks: &Tasks,
+    ) -> Owner {
+        let Self { gpus, shim, metrics, table_settings, .. } = self;
+        let engine = EngineState::new(self.stall_max);
+        let reporter = Reporter::new(
+            self.reporter,
+            table_settings.turns_queued_per_session_max,
+            gpus.clone(),
+            Ledger::new(self.limits),
+            engine.unhealthy_reason().cloned(),
+        );
+        // Until the engine is reached no ranks are known, so no turn can be admitted.
+        let capacity =
+            EngineCapacity { ranks: vec![], page_tokens: 1, context_tokens: 0, retentions: vec![] };
+        let audit_desk = AuditDesk::new(
+            self.audit_interval,
+            self.audit_table,
+            shim.clone(),
+            mailbox.clone(),
+            metrics.clone(),
+        );
+        Owner {
+            table: Table::new(table_settings, capacity),
+            engine,
+            shims: Shims::new(shim, gpus, tasks.clone()),
+            engine_calls: EngineCalls {
+                engine: self.engine,
+                journal: self.journal,
+                mailbox: mailbox.clone(),
+                tasks: tasks.clone(),
+            },
+            trimmer: TrimmerLink::new(self.trimmer, metrics.clone()),
+            handle: reporter.agent_handle(mailbox, turn_ends),
+            waiters: Waiters::default(),
+            reporter,
+            audit_desk,
+            drain: Drain::NotBegun,
+            prefix_warnings: PrefixWarnings::default(),
+            metrics,
+        }
+    }
+}
