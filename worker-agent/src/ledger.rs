@@ -391,3 +391,102 @@ fn age_ms(now: Instant, measured_at: Instant) -> u32 {
 fn share_of(tokens: u64, ratio: f64) -> u64 {
     (tokens as f64 * ratio) as u64
 }
+
+#[cfg(test)]
+mod tests {
+    use proto::load::EngineFacts;
+
+    use super::*;
+    use crate::{guard::Guards, session::TableSettings};
+
+    const POOL_TOKENS: u64 = 1000;
+
+    fn engine() -> EngineInfo {
+        let facts = EngineFacts {
+            version: String::new(),
+            models: vec!["m".into()],
+            page_tokens: 10,
+            context_tokens: 100,
+            vocabulary: None,
+            streaming_sessions: true,
+            radix_sessions: false,
+            instance: "first".into(),
+            disaggregation: "null".into(),
+        };
+        let (pool_bytes, device) = (vec![Some(7)], "cpu".to_owned());
+        EngineInfo {
+            facts,
+            rows: vec![8],
+            pool_tokens: POOL_TOKENS,
+            device,
+            pool_bytes,
+            model_files: None,
+        }
+    }
+
+    fn table(capacity: session::EngineCapacity) -> Table {
+        let settings = TableSettings {
+            incarnation_prefix: "berth-".into(),
+            idle_max: Duration::MAX,
+            demote_idle: Duration::MAX,
+            turns_queued_per_session_max: 0,
+            turns_queued_max: 0,
+            queue_wait_max: Duration::MAX,
+            stuck_after: Duration::MAX,
+            auto_pin: false,
+            guards: Guards::default(),
+        };
+        Table::new(settings, capacity)
+    }
+
+    /// Returns what the ledger reports of rank 0: the source of the used tokens, and the pinned
+    /// tokens.
+    fn reported(ledger: &Ledger, table: &Table, now: Instant) -> (Option<Source>, Option<u64>) {
+        let gpus = Snapshot::without_devices(now);
+        let report = ledger.report(now, table, &gpus, Duration::ZERO, AgentHealth::default());
+        let load = &report.ranks[0];
+        let used_tokens = load.pool_used_tokens.map(|figure| figure.source);
+        (used_tokens, load.pinned_tokens.map(|figure| figure.value))
+    }
+
+    #[test]
+    fn a_shims_figures_are_preferred_and_a_new_engine_process_has_none_yet() {
+        let now = service::clock::now();
+        let mut ledger =
+            Ledger::new(Limits { rows_reserve: 1, pin_budget_ratio: 0.5, turns_max: 4 });
+        // A shim may connect before the agent reaches the engine.
+        ledger.add_shim(0, Some(3));
+        let table = table(ledger.set_engine(&engine()));
+        assert_eq!(reported(&ledger, &table, now), (None, Some(0)));
+        let facts = RankFacts {
+            dp_rank: 0,
+            read_at: now,
+            pool_tokens: POOL_TOKENS,
+            available_tokens: 500,
+            evictable_tokens: 200,
+            protected_tokens: 170,
+            held_tokens: 30,
+            uncached_tokens: 100,
+            rows_total: 8,
+            rows_free: 8,
+            running: 0,
+            waiting: 0,
+            events_lost: 0,
+            recounts: 0,
+            samples: 1,
+            samples_ns: 1,
+        };
+        ledger.record_facts(facts);
+        assert_eq!(reported(&ledger, &table, now), (Some(Source::Shim), Some(200)));
+        ledger.record_facts(RankFacts { running: 1, ..facts });
+        let own_account = Some(0);
+        assert_eq!(reported(&ledger, &table, now), (Some(Source::Shim), own_account));
+        let _ = ledger.set_engine(&engine());
+        assert_eq!(reported(&ledger, &table, now), (None, own_account));
+        let from_buffers = Pool { bytes: 300, tokens: POOL_TOKENS, source: Source::Shim };
+        assert_eq!(ledger.pool(&engine(), 0), Some(from_buffers), "the shim is still there");
+        ledger.remove_shim(0);
+        let described = Pool { bytes: 7, tokens: POOL_TOKENS, source: Source::ServerInfo };
+        assert_eq!(ledger.pool(&engine(), 0), Some(described));
+    }
+}
