@@ -7,79 +7,42 @@
 
 use http::{Method, StatusCode};
 use http_body_util::BodyExt;
+use hyper::body::Incoming;
 use serde_json::{Value, json};
 use tests::{
-    cluster::{Agent, PATIENCE, agent_config, eventually, own_addr, ready},
+    cluster::{
+        Agent, Cluster, ClusterSettings, PATIENCE, agent_config, eventually, own_addr, ready,
+        text_turn as turn,
+    },
     engine_sim::{Config, EngineSim},
     web::{Answer, Web},
 };
 
-/// An engine, its agent and a client.
-struct Cluster {
-    engine: EngineSim,
-    agent: Agent,
-    web: Web,
+async fn start(change: impl FnOnce(&mut ClusterSettings)) -> Cluster {
+    Cluster::start_worker(change).await.unwrap()
 }
 
-impl Cluster {
-    async fn new() -> Self {
-        Self::with(Config::default(), |_| {}).await
-    }
+/// Makes decode steps slow, so that a test can act while a turn runs.
+fn slow(settings: &mut ClusterSettings) {
+    settings.engine.core.decode_ms_per_step = 20.0;
+}
 
-    async fn with(
-        mut engine: Config,
-        settings: impl FnOnce(&mut worker_agent::config::Config),
-    ) -> Self {
-        engine.core.session_radix_cache = true;
-        let engine = EngineSim::start_local(engine).await.unwrap();
-        let mut config = agent_config(&engine.url(), "w0");
-        settings(&mut config);
-        let cluster = Self { engine, agent: Agent::start(config).unwrap(), web: Web::default() };
-        ready(&cluster.web, cluster.agent.admin).await;
-        cluster
-    }
+async fn generate(cluster: &Cluster, claim: Option<&Value>, body: &Value) -> Answer {
+    post(cluster, "/generate", claim, body).await
+}
 
-    async fn generate(&self, claim: Option<&Value>, body: &Value) -> Answer {
-        self.post("/generate", claim, body).await
-    }
+/// Sends a request with the claim that a router would send.
+async fn post(cluster: &Cluster, path: &str, claim: Option<&Value>, body: &Value) -> Answer {
+    let claim = claim.map(Value::to_string);
+    let headers: Vec<(&str, &str)> =
+        claim.iter().map(|claim| ("x-berth-session", claim.as_str())).collect();
+    cluster.post(path, &headers, body).await
+}
 
-    async fn post(&self, path: &str, claim: Option<&Value>, body: &Value) -> Answer {
-        let claim = claim.map(Value::to_string);
-        let headers: Vec<(&str, &str)> =
-            claim.iter().map(|claim| ("x-berth-session", claim.as_str())).collect();
-        self.web.post(&self.agent.url(path), &headers, body).await.unwrap()
-    }
-
-    /// Starts a streamed turn; returns the answer after its first event has arrived.
-    async fn start_stream(
-        &self,
-        claim: &Value,
-        body: &Value,
-    ) -> http::Response<hyper::body::Incoming> {
-        let claim = claim.to_string();
-        let headers = [("content-type", "application/json"), ("x-berth-session", claim.as_str())];
-        let url = self.agent.url("/generate");
-        let mut stream =
-            self.web.send(Method::POST, &url, &headers, body.to_string()).await.unwrap();
-        assert!(stream.body_mut().frame().await.unwrap().is_ok());
-        stream
-    }
-
-    /// Makes every pass of the engine `seconds` longer. With 0, running turns end soon.
-    async fn slow_down(&self, seconds: f64) {
-        let url = format!("{}/slow_down", self.engine.url());
-        let body = json!({"forward_sleep_time": seconds});
-        assert_eq!(self.web.post(&url, &[], &body).await.unwrap().status, StatusCode::OK);
-    }
-
-    /// Waits until the engine holds nothing for sessions or running turns.
-    async fn nothing_held(&self) {
-        eventually("an empty pool", || async {
-            let facts = self.engine.pool(0).await.expect("the engine lives");
-            (facts.used() == 0 && facts.held_rows == 0 && facts.sessions.is_empty()).then_some(())
-        })
-        .await;
-    }
+/// Starts a streamed turn; returns the answer after its first event has arrived.
+async fn start_stream(cluster: &Cluster, claim: &Value, body: Value) -> http::Response<Incoming> {
+    let claim = claim.to_string();
+    cluster.stream("/generate", &[("x-berth-session", &claim)], body).await
 }
 
 fn claim(id: &str) -> Value {
@@ -94,58 +57,46 @@ fn delta(id: &str) -> Value {
     json!({"principal": "p", "id": id, "delta": true})
 }
 
-/// Returns a greedy turn with an answer of exactly `tokens` tokens.
-fn turn(text: &str, tokens: u32) -> Value {
-    json!({"text": text, "sampling_params": {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": true}})
-}
-
 fn streamed(text: &str, tokens: u32) -> Value {
     let mut body = turn(text, tokens);
     body["stream"] = true.into();
     body
 }
 
-/// Returns the default engine with slow decode steps, so that a test can act while a turn runs.
-fn slow() -> Config {
-    let mut config = Config::default();
-    config.core.decode_ms_per_step = 20.0;
-    config
-}
-
 #[tokio::test]
 async fn pinned_turns_cost_only_their_new_tokens() {
-    let cluster = Cluster::new().await;
-    let first = cluster.generate(Some(&pinned("s")), &turn("The quick brown fox jumps", 6)).await;
+    let mut cluster = start(|_| {}).await;
+    let first = generate(&cluster, Some(&pinned("s")), &turn("The quick brown fox jumps", 6)).await;
     assert_eq!(first.meta("prompt_tokens"), Some(25), "{}", first.text());
-    let second = cluster.generate(Some(&delta("s")), &turn(" over the", 6)).await;
+    let second = generate(&cluster, Some(&delta("s")), &turn(" over the", 6)).await;
     assert_eq!((second.meta("prompt_tokens"), second.meta("cached_tokens")), (Some(40), Some(30)));
-    let third = cluster.generate(Some(&delta("s")), &streamed(" lazy", 4)).await;
+    let third = generate(&cluster, Some(&delta("s")), &streamed(" lazy", 4)).await;
     assert!(third.text().ends_with("data: [DONE]\n\n"), "{}", third.text());
     assert!(third.text().contains("\"cached_tokens\":45"), "{}", third.text());
-    cluster.agent.stop().await.unwrap();
-    let facts = cluster.engine.pool(0).await.unwrap();
+    cluster.agents.remove(0).stop().await.unwrap();
+    let facts = cluster.engine().pool(0).await.unwrap();
     assert_eq!((facts.used(), facts.sessions.len()), (0, 0), "the agent closed what it opened");
 }
 
 #[tokio::test]
 async fn the_next_turn_may_follow_the_last_byte_at_once() {
-    let cluster = Cluster::new().await;
+    let cluster = start(|_| {}).await;
     for number in 0..60 {
         let claim = if number == 0 { pinned("s") } else { delta("s") };
         let body = if number % 2 == 0 { streamed("ab", 2) } else { turn("ab", 2) };
-        let answer = cluster.generate(Some(&claim), &body).await;
+        let answer = generate(&cluster, Some(&claim), &body).await;
         assert_eq!(answer.status, StatusCode::OK, "turn {number}: {}", answer.text());
     }
 }
 
 #[tokio::test]
 async fn a_second_turn_is_refused_at_once_and_harms_nothing() {
-    let cluster = Cluster::new().await;
-    let alone = cluster.generate(None, &turn("hello there", 40)).await;
+    let cluster = start(|_| {}).await;
+    let alone = generate(&cluster, None, &turn("hello there", 40)).await;
     cluster.slow_down(1.0).await;
-    let first = cluster.start_stream(&pinned("s"), &streamed("hello there", 40)).await;
+    let first = start_stream(&cluster, &pinned("s"), turn("hello there", 40)).await;
     for _ in 0..3 {
-        let second = cluster.generate(Some(&delta("s")), &turn("x", 1)).await;
+        let second = generate(&cluster, Some(&delta("s")), &turn("x", 1)).await;
         assert_eq!((second.status, second.code().as_str()), (StatusCode::CONFLICT, "session_busy"));
     }
     cluster.slow_down(0.0).await;
@@ -154,7 +105,7 @@ async fn a_second_turn_is_refused_at_once_and_harms_nothing() {
     let ids = alone.json()["output_ids"].to_string();
     assert!(last.contains(&ids), "the first turn's tokens changed: {last}");
     assert_eq!(
-        cluster.engine.bodies_seen("/generate").len(),
+        cluster.engine().bodies_seen("/generate").len(),
         2,
         "no refused turn reached the engine"
     );
@@ -162,12 +113,12 @@ async fn a_second_turn_is_refused_at_once_and_harms_nothing() {
 
 #[tokio::test]
 async fn a_vanished_client_s_turn_blocks_its_session_until_the_engine_ends_it() {
-    let cluster = Cluster::with(slow(), |_| {}).await;
-    cluster.generate(Some(&pinned("s")), &turn("hello there", 2)).await;
-    drop(cluster.start_stream(&delta("s"), &streamed(" you", 500)).await);
+    let cluster = start(slow).await;
+    generate(&cluster, Some(&pinned("s")), &turn("hello there", 2)).await;
+    drop(start_stream(&cluster, &delta("s"), turn(" you", 500)).await);
     let next = eventually("the end of the aborted turn", || async {
-        let answer = cluster.generate(Some(&delta("s")), &turn(" me", 2)).await;
-        let running = cluster.engine.pool(0).await.unwrap().running;
+        let answer = generate(&cluster, Some(&delta("s")), &turn(" me", 2)).await;
+        let running = cluster.engine().pool(0).await.unwrap().running;
         match answer.status {
             StatusCode::OK => Some(answer),
             StatusCode::CONFLICT => None,
@@ -180,15 +131,15 @@ async fn a_vanished_client_s_turn_blocks_its_session_until_the_engine_ends_it() 
 
 #[tokio::test]
 async fn the_turn_of_a_vanished_client_without_streaming_is_aborted_too() {
-    let cluster = Cluster::with(slow(), |_| {}).await;
-    cluster.generate(Some(&pinned("s")), &turn("hello there", 2)).await;
-    let url = cluster.agent.url("/generate");
+    let cluster = start(slow).await;
+    generate(&cluster, Some(&pinned("s")), &turn("hello there", 2)).await;
+    let url = cluster.agent().url("/generate");
     let claim = delta("s").to_string();
     let headers = [("content-type", "application/json"), ("x-berth-session", claim.as_str())];
     let body = turn(" you", 500).to_string();
     let answer = cluster.web.send(Method::POST, &url, &headers, body);
     let running = eventually("the turn inside the engine", || async {
-        (cluster.engine.pool(0).await.unwrap().running == 1).then_some(())
+        (cluster.engine().pool(0).await.unwrap().running == 1).then_some(())
     });
     // The client disconnects as soon as the turn runs.
     tokio::select! {
@@ -197,11 +148,11 @@ async fn the_turn_of_a_vanished_client_without_streaming_is_aborted_too() {
         () = running => {}
     }
     eventually("a free engine", || async {
-        (cluster.engine.pool(0).await.unwrap().running == 0).then_some(())
+        (cluster.engine().pool(0).await.unwrap().running == 0).then_some(())
     })
     .await;
     let next = eventually("the gate", || async {
-        let answer = cluster.generate(Some(&delta("s")), &turn(" me", 2)).await;
+        let answer = generate(&cluster, Some(&delta("s")), &turn(" me", 2)).await;
         (answer.status == StatusCode::OK).then_some(answer)
     })
     .await;
@@ -210,11 +161,11 @@ async fn the_turn_of_a_vanished_client_without_streaming_is_aborted_too() {
 
 #[tokio::test]
 async fn a_close_with_a_turn_takes_effect_at_its_end() {
-    let cluster = Cluster::with(slow(), |_| {}).await;
+    let cluster = start(slow).await;
     let mut closing = pinned("s");
     closing["close"] = true.into();
-    let stream = cluster.start_stream(&closing, &streamed("hello there", 30)).await;
-    let other = cluster.generate(Some(&delta("s")), &turn("x", 1)).await;
+    let stream = start_stream(&cluster, &closing, turn("hello there", 30)).await;
+    let other = generate(&cluster, Some(&delta("s")), &turn("x", 1)).await;
     assert_eq!(other.status, StatusCode::NOT_FOUND, "closing beats busy");
     let rest = stream.into_body().collect().await.unwrap().to_bytes();
     assert!(rest.ends_with(b"data: [DONE]\n\n"));
@@ -223,39 +174,39 @@ async fn a_close_with_a_turn_takes_effect_at_its_end() {
 
 #[tokio::test]
 async fn a_close_with_a_turn_takes_effect_when_its_client_vanishes() {
-    let cluster = Cluster::with(slow(), |_| {}).await;
+    let cluster = start(slow).await;
     let mut closing = pinned("s");
     closing["close"] = true.into();
-    drop(cluster.start_stream(&closing, &streamed("hello there", 500)).await);
+    drop(start_stream(&cluster, &closing, turn("hello there", 500)).await);
     cluster.nothing_held().await;
 }
 
 #[tokio::test]
 async fn a_close_with_a_refused_turn_still_closes() {
-    let cluster = Cluster::new().await;
-    cluster.generate(Some(&pinned("s")), &turn("hello there", 2)).await;
+    let cluster = start(|_| {}).await;
+    generate(&cluster, Some(&pinned("s")), &turn("hello there", 2)).await;
     let mut closing = delta("s");
     closing["close"] = true.into();
-    let refused = cluster.generate(Some(&closing), &json!({"text": ["a", "b"]})).await;
+    let refused = generate(&cluster, Some(&closing), &json!({"text": ["a", "b"]})).await;
     assert_eq!(refused.code(), "batch_in_session");
     cluster.nothing_held().await;
 }
 
 #[tokio::test]
 async fn tagged_turns_are_tagged_by_incarnation_and_pass_untouched() {
-    let cluster = Cluster::new().await;
+    let cluster = start(|_| {}).await;
     let body = json!({"model": "tiny", "max_tokens": 4, "session_id": "evil", "rid": "evil",
         "messages": [{"role": "user", "content": "hello \u{e9}"}]});
-    let answer = cluster.post("/v1/chat/completions", Some(&claim("s")), &body).await;
+    let answer = post(&cluster, "/v1/chat/completions", Some(&claim("s")), &body).await;
     assert_eq!(answer.status, StatusCode::OK, "{}", answer.text());
-    let seen = cluster.engine.bodies_seen("/v1/chat/completions").pop().unwrap();
+    let seen = cluster.engine().bodies_seen("/v1/chat/completions").pop().unwrap();
     let seen: Value = serde_json::from_slice(&seen).unwrap();
     let tag = seen["session_id"].as_str().unwrap();
     assert!(tag.starts_with("berth-w0-"), "{tag}");
     assert_eq!(seen["messages"], body["messages"]);
     assert_eq!(seen["rid"].as_str().unwrap().len(), 32);
     assert_eq!(seen["routed_dp_rank"], 0);
-    let again = cluster.post("/v1/chat/completions", Some(&claim("s")), &body).await;
+    let again = post(&cluster, "/v1/chat/completions", Some(&claim("s")), &body).await;
     let usage = &again.json()["usage"];
     let cached = usage["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap();
     assert!(cached >= 16, "the same prompt again hits whole pages: {usage}");
@@ -263,7 +214,7 @@ async fn tagged_turns_are_tagged_by_incarnation_and_pass_untouched() {
 
 #[tokio::test]
 async fn refusals_come_from_the_agent_and_never_reach_the_engine() {
-    let cluster = Cluster::new().await;
+    let cluster = start(|_| {}).await;
     let cases = [
         (
             None,
@@ -288,44 +239,45 @@ async fn refusals_come_from_the_agent_and_never_reach_the_engine() {
         (Some(delta("unknown")), turn("a", 1), 404, "session_unknown"),
     ];
     for (claim, body, status, code) in cases {
-        let answer = cluster.generate(claim.as_ref(), &body).await;
-        assert_eq!((answer.status.as_u16(), answer.code().as_str()), (status, code), "{body}");
+        let answer = generate(&cluster, claim.as_ref(), &body).await;
+        assert_eq!(answer.refusal(), (status, code.to_owned()), "{body}");
         assert_eq!(answer.headers["x-berth-refusal"], code);
     }
     let chat = json!({"model": "tiny", "messages": [{"role": "user", "content": "a"}]});
-    cluster.generate(Some(&pinned("s")), &turn("hello", 1)).await;
-    let whole = cluster.post("/v1/chat/completions", Some(&pinned("s")), &chat).await;
-    assert_eq!((whole.status.as_u16(), whole.code().as_str()), (409, "whole_history"));
-    assert_eq!(cluster.engine.bodies_seen("/generate").len(), 1);
-    let weights = cluster.post("/update_weights_from_disk", None, &json!({})).await;
-    assert_eq!((weights.status.as_u16(), weights.code().as_str()), (404, "unknown_route"));
+    generate(&cluster, Some(&pinned("s")), &turn("hello", 1)).await;
+    let whole = post(&cluster, "/v1/chat/completions", Some(&pinned("s")), &chat).await;
+    assert_eq!(whole.refusal(), (409, "whole_history".to_owned()));
+    assert_eq!(cluster.engine().bodies_seen("/generate").len(), 1);
+    let weights = post(&cluster, "/update_weights_from_disk", None, &json!({})).await;
+    assert_eq!(weights.refusal(), (404, "unknown_route".to_owned()));
 }
 
 #[tokio::test]
 async fn bodies_have_a_limit() {
-    let cluster = Cluster::with(Config::default(), |config| config.body_bytes_max = 2000).await;
-    let fits = cluster.generate(None, &turn(&"a".repeat(500), 1)).await;
+    let cluster = start(|settings| settings.agent.body_bytes_max = 2000).await;
+    let fits = generate(&cluster, None, &turn(&"a".repeat(500), 1)).await;
     assert_eq!(fits.status, StatusCode::OK, "{}", fits.text());
-    let large = cluster.generate(None, &turn(&"a".repeat(3000), 1)).await;
-    assert_eq!((large.status.as_u16(), large.code().as_str()), (413, "body_too_large"));
+    let large = generate(&cluster, None, &turn(&"a".repeat(3000), 1)).await;
+    assert_eq!(large.refusal(), (413, "body_too_large".to_owned()));
 }
 
 /// Asserts a refusal with status 429 and a time to retry.
 fn assert_full(refused: &Answer, code: &str) {
-    assert_eq!((refused.status.as_u16(), refused.code().as_str()), (429, code));
+    assert_eq!(refused.refusal(), (429, code.to_owned()));
     assert_eq!(refused.headers["retry-after"], "1");
 }
 
 #[tokio::test]
 async fn a_full_worker_lets_a_turn_wait_for_room_and_refuses_the_next_at_once() {
-    let cluster = Cluster::with(slow(), |config| {
-        config.turns_in_flight_max = 1;
-        config.turns_queued_max = 1;
+    let cluster = start(|settings| {
+        slow(settings);
+        settings.agent.turns_in_flight_max = 1;
+        settings.agent.turns_queued_max = 1;
     })
     .await;
-    let running = cluster.start_stream(&claim("a"), &streamed("hello", 1000)).await;
+    let running = start_stream(&cluster, &claim("a"), turn("hello", 1000)).await;
     let bodies = [turn("x", 1), turn("y", 1)];
-    let [one, two] = bodies.each_ref().map(|body| Box::pin(cluster.generate(None, body)));
+    let [one, two] = bodies.each_ref().map(|body| Box::pin(generate(&cluster, None, body)));
     let (refused, waiting) = race(one, two).await;
     assert_full(&refused, "queue_places");
     drop(running);
@@ -342,26 +294,27 @@ async fn race<F: Future + Unpin>(mut one: F, mut two: F) -> (F::Output, F) {
 
 #[tokio::test]
 async fn a_turn_that_waited_too_long_for_room_is_refused_with_retry_after() {
-    let cluster = Cluster::with(slow(), |config| {
-        config.turns_in_flight_max = 1;
-        config.queue_wait_ms_max = 300;
+    let cluster = start(|settings| {
+        slow(settings);
+        settings.agent.turns_in_flight_max = 1;
+        settings.agent.queue_wait_ms_max = 300;
     })
     .await;
-    let _running = cluster.start_stream(&claim("a"), &streamed("hello", 1000)).await;
-    assert_full(&cluster.generate(None, &turn("x", 1)).await, "queue_time");
+    let _running = start_stream(&cluster, &claim("a"), turn("hello", 1000)).await;
+    assert_full(&generate(&cluster, None, &turn("x", 1)).await, "queue_time");
 }
 
 #[tokio::test]
 async fn pinned_sessions_never_take_the_last_row() {
-    let cluster = Cluster::new().await;
+    let cluster = start(|_| {}).await;
     for number in 0..7 {
         let answer =
-            cluster.generate(Some(&pinned(&format!("s{number}"))), &turn("hello", 1)).await;
+            generate(&cluster, Some(&pinned(&format!("s{number}"))), &turn("hello", 1)).await;
         assert_eq!(answer.status, StatusCode::OK, "{}", answer.text());
     }
-    let full = cluster.generate(Some(&pinned("s7")), &turn("hello", 1)).await;
-    assert_eq!((full.status.as_u16(), full.code().as_str()), (429, "rows"));
-    let plain = cluster.generate(None, &turn("hello", 1)).await;
+    let full = generate(&cluster, Some(&pinned("s7")), &turn("hello", 1)).await;
+    assert_eq!(full.refusal(), (429, "rows".to_owned()));
+    let plain = generate(&cluster, None, &turn("hello", 1)).await;
     assert_eq!(plain.status, StatusCode::OK, "the engine still runs");
 }
 
@@ -371,13 +324,14 @@ async fn an_engine_that_is_down_is_503_and_its_return_is_noticed() {
     let engine = EngineSim::start(Config::default(), listener).unwrap();
     let addr = engine.addr();
     let agent = Agent::start(agent_config(&engine.url(), "w0")).unwrap();
-    let cluster = Cluster { engine, agent, web: Web::default() };
-    ready(&cluster.web, cluster.agent.admin).await;
-    cluster.generate(Some(&pinned("s")), &turn("hello", 1)).await;
-    cluster.engine.kill();
-    cluster.engine.gone().await;
+    let (engines, agents, web) = (vec![engine], vec![agent], Web::default());
+    let cluster = Cluster { engines, agents, routers: vec![], web };
+    ready(&cluster.web, cluster.agent().admin).await;
+    generate(&cluster, Some(&pinned("s")), &turn("hello", 1)).await;
+    cluster.engine().kill();
+    cluster.engine().gone().await;
     let down = eventually("a refusal", || async {
-        let answer = cluster.generate(None, &turn("hello", 1)).await;
+        let answer = generate(&cluster, None, &turn("hello", 1)).await;
         (answer.status == StatusCode::SERVICE_UNAVAILABLE).then_some(answer)
     })
     .await;
@@ -386,11 +340,11 @@ async fn an_engine_that_is_down_is_503_and_its_return_is_noticed() {
         eventually("the port", || async { tokio::net::TcpListener::bind(addr).await.ok() }).await;
     let _engine = EngineSim::start(Config::default(), listener).unwrap();
     let lost = eventually("the new engine", || async {
-        let answer = cluster.generate(Some(&delta("s")), &turn("hello", 1)).await;
+        let answer = generate(&cluster, Some(&delta("s")), &turn("hello", 1)).await;
         (answer.status != StatusCode::SERVICE_UNAVAILABLE).then_some(answer)
     })
     .await;
-    assert_eq!((lost.status.as_u16(), lost.code().as_str()), (409, "session_lost"));
+    assert_eq!(lost.refusal(), (409, "session_lost".to_owned()));
 }
 
 #[tokio::test]
@@ -403,7 +357,7 @@ async fn an_agent_starts_before_its_engine() {
         web.post(&agent.url("/generate"), &[], &turn("a", 1)).await.ok()
     })
     .await;
-    assert_eq!((early.status.as_u16(), early.code().as_str()), (503, "engine_down"));
+    assert_eq!(early.refusal(), (503, "engine_down".to_owned()));
     let engine = EngineSim::start(Config::default(), free).unwrap();
     eventually("the engine", || async {
         let answer = web.post(&agent.url("/generate"), &[], &turn("a", 1)).await.unwrap();
@@ -415,20 +369,24 @@ async fn an_agent_starts_before_its_engine() {
 
 #[tokio::test]
 async fn idle_sessions_expire_and_leave_the_engine() {
-    let cluster = Cluster::with(Config::default(), |config| config.session_idle_ms_max = 50).await;
-    cluster.generate(Some(&pinned("s")), &turn("hello", 1)).await;
+    let cluster = start(|settings| settings.agent.session_idle_ms_max = 50).await;
+    generate(&cluster, Some(&pinned("s")), &turn("hello", 1)).await;
     cluster.nothing_held().await;
-    let late = cluster.generate(Some(&delta("s")), &turn("hello", 1)).await;
+    let late = generate(&cluster, Some(&delta("s")), &turn("hello", 1)).await;
     assert_eq!(late.code(), "session_unknown");
 }
 
 #[tokio::test]
 async fn a_turn_over_its_time_is_cut_off_and_its_session_goes_on() {
-    let cluster = Cluster::with(slow(), |config| config.turn_ms_max = 500).await;
+    let cluster = start(|settings| {
+        slow(settings);
+        settings.agent.turn_ms_max = 500;
+    })
+    .await;
     // On a stalled machine, the short turns time out as well; they leave no trace either.
     let in_time = async |claim: Value, body: Value| {
         eventually("a turn in time", || async {
-            let answer = cluster.generate(Some(&claim), &body).await;
+            let answer = generate(&cluster, Some(&claim), &body).await;
             match (answer.status, answer.code().as_str()) {
                 (StatusCode::OK, _) => Some(answer),
                 (StatusCode::CONFLICT, "session_busy")
@@ -439,30 +397,30 @@ async fn a_turn_over_its_time_is_cut_off_and_its_session_goes_on() {
         .await
     };
     in_time(pinned("s"), turn("hello there", 2)).await;
-    let late = cluster.generate(Some(&delta("s")), &turn(" you", 400)).await;
-    assert_eq!((late.status.as_u16(), late.code().as_str()), (504, "turn_timeout"));
+    let late = generate(&cluster, Some(&delta("s")), &turn(" you", 400)).await;
+    assert_eq!(late.refusal(), (504, "turn_timeout".to_owned()));
     let next = in_time(delta("s"), turn(" me", 2)).await;
     assert_eq!(next.meta("prompt_tokens"), Some(11 + 2 + 3), "{}", next.text());
 }
 
 #[tokio::test]
 async fn a_dp_rank_is_chosen_once_and_kept() {
-    let cluster = Cluster::with(Config { dp_size: 2, ..Config::default() }, |_| {}).await;
+    let cluster = start(|settings| settings.engine.dp_size = 2).await;
     for id in ["a", "b"] {
-        cluster.generate(Some(&pinned(id)), &turn("hello there", 2)).await;
-        let next = cluster.generate(Some(&delta(id)), &turn(" you", 2)).await;
+        generate(&cluster, Some(&pinned(id)), &turn("hello there", 2)).await;
+        let next = generate(&cluster, Some(&delta(id)), &turn(" you", 2)).await;
         assert_eq!(next.meta("prompt_tokens"), Some(11 + 2 + 4), "another rank has no history");
     }
-    let held = [cluster.engine.pool(0).await.unwrap(), cluster.engine.pool(1).await.unwrap()];
+    let held = [cluster.engine().pool(0).await.unwrap(), cluster.engine().pool(1).await.unwrap()];
     assert_eq!(held.map(|facts| facts.held_rows), [1, 1], "the second session took the free rank");
 }
 
 #[tokio::test]
 async fn the_control_stream_sends_the_table_then_reports_and_changes_in_order() {
     use proto::v1::{self, load_event::Event};
-    let cluster = Cluster::new().await;
-    cluster.generate(Some(&pinned("before")), &turn("hello", 1)).await;
-    let mut client = cluster.agent.control_client().await.unwrap();
+    let cluster = start(|_| {}).await;
+    generate(&cluster, Some(&pinned("before")), &turn("hello", 1)).await;
+    let mut client = cluster.agent().control_client().await.unwrap();
     let mut events = client.watch_load(v1::WatchLoadRequest {}).await.unwrap().into_inner();
     let mut sequence = 0;
     let mut next = async || {
@@ -479,7 +437,7 @@ async fn the_control_stream_sends_the_table_then_reports_and_changes_in_order() 
     let Event::Sessions(table) = next().await else { panic!("the table second") };
     assert!(table.last);
     assert_eq!(table.sessions[0].key.as_ref().unwrap().id, "before");
-    cluster.generate(Some(&pinned("after")), &turn("hello", 1)).await;
+    generate(&cluster, Some(&pinned("after")), &turn("hello", 1)).await;
     let (mut opened, mut counted) = (false, false);
     while !(opened && counted) {
         match next().await {
@@ -499,8 +457,8 @@ async fn the_control_stream_sends_the_table_then_reports_and_changes_in_order() 
 #[tokio::test]
 async fn grpc_opens_and_closes_name_the_missing_resource() {
     use proto::v1;
-    let cluster = Cluster::new().await;
-    let mut client = cluster.agent.control_client().await.unwrap();
+    let cluster = start(|_| {}).await;
+    let mut client = cluster.agent().control_client().await.unwrap();
     let key = |id: &str| Some(v1::SessionKey { principal: "p".into(), id: id.into() });
     let open = |id: &str| v1::OpenSessionRequest {
         key: key(id),
@@ -529,8 +487,8 @@ async fn grpc_opens_and_closes_name_the_missing_resource() {
 
 #[tokio::test]
 async fn a_wedge_caused_by_foreign_sessions_makes_the_worker_unhealthy_with_a_reason() {
-    let cluster = Cluster::with(Config::default(), |config| config.stall_ms_max = 300).await;
-    let engine = |path: &str| format!("{}{path}", cluster.engine.url());
+    let cluster = start(|settings| settings.agent.stall_ms_max = 300).await;
+    let engine = |path: &str| format!("{}{path}", cluster.engine().url());
     // Another client opens sessions directly on the engine, until they hold all of its rows.
     for number in 0..8 {
         let id = format!("someone-{number}");
@@ -542,10 +500,10 @@ async fn a_wedge_caused_by_foreign_sessions_makes_the_worker_unhealthy_with_a_re
         assert_eq!(answer.status, StatusCode::OK, "{}", answer.text());
     }
     let ready_now =
-        || async { cluster.web.get(&cluster.agent.admin_url("/readyz")).await.unwrap() };
+        || async { cluster.web.get(&cluster.agent().admin_url("/readyz")).await.unwrap() };
     assert_eq!(ready_now().await.status, StatusCode::OK, "nothing waits yet");
     let body = turn("hello", 1);
-    let stuck = cluster.generate(None, &body);
+    let stuck = generate(&cluster, None, &body);
     let unwedged = async {
         let reason = eventually("the worker's complaint", || async {
             let answer = ready_now().await;
@@ -563,27 +521,26 @@ async fn a_wedge_caused_by_foreign_sessions_makes_the_worker_unhealthy_with_a_re
 
 #[tokio::test]
 async fn tokens_of_foreign_sessions_count_as_pinned() {
-    let cluster = Cluster::new().await;
-    let engine = |path: &str| format!("{}{path}", cluster.engine.url());
+    let cluster = start(|_| {}).await;
+    let engine = |path: &str| format!("{}{path}", cluster.engine().url());
     let open = json!({"capacity_of_str_len": 1, "session_id": "someone", "streaming": true});
     cluster.web.post(&engine("/open_session"), &[], &open).await.unwrap();
     let mut first = turn(&"x".repeat(900), 1);
     first["session_params"] = json!({"id": "someone"});
     cluster.web.post(&engine("/generate"), &[], &first).await.unwrap();
-    let metrics =
-        || async { cluster.web.get(&cluster.agent.admin_url("/metrics")).await.unwrap().text() };
+    let metrics = || cluster.agent_metrics();
     eventually("the foreign tokens", || async {
         let line = "berth_agent_rank_load{dp_rank=\"0\",figure=\"foreign_tokens\"} 912";
         metrics().await.contains(line).then_some(())
     })
     .await;
-    let refused = cluster.generate(Some(&pinned("s")), &turn(&"y".repeat(500), 100)).await;
-    assert_eq!((refused.status.as_u16(), refused.code().as_str()), (429, "pin_tokens"));
+    let refused = generate(&cluster, Some(&pinned("s")), &turn(&"y".repeat(500), 100)).await;
+    assert_eq!(refused.refusal(), (429, "pin_tokens".to_owned()));
 }
 
 #[tokio::test]
 async fn the_prefill_speed_is_measured() {
-    let cluster = Cluster::new().await;
+    let cluster = start(|_| {}).await;
     let figure = |text: &str, name: &str| -> Option<u64> {
         let line = format!("berth_agent_rank_load{{dp_rank=\"0\",figure=\"{name}\"}} ");
         text.lines().find_map(|shown| shown.strip_prefix(&line))?.parse().ok()
@@ -591,8 +548,8 @@ async fn the_prefill_speed_is_measured() {
     let prompts = std::cell::Cell::new(b'a');
     let rate = eventually("a rate", || async {
         let byte = char::from(prompts.replace(prompts.get() % b'z' + 1));
-        cluster.generate(None, &turn(&byte.to_string().repeat(900), 1)).await;
-        let text = cluster.web.get(&cluster.agent.admin_url("/metrics")).await.unwrap().text();
+        generate(&cluster, None, &turn(&byte.to_string().repeat(900), 1)).await;
+        let text = cluster.agent_metrics().await;
         figure(&text, "prefill_tokens_per_s").zip(figure(&text, "prefill_backlog_tokens"))
     })
     .await;

@@ -2,115 +2,30 @@
 
 #![expect(clippy::unwrap_used, reason = "a test fails where it unwraps")]
 
-use std::{io::Write as _, net::SocketAddr, path::PathBuf, time::Duration};
+use std::{path::PathBuf, time::Duration};
 
 use axum::body::Body;
 use http::{Method, StatusCode};
 use http_body_util::BodyExt;
 use serde_json::{Value, json};
 use tests::{
-    cluster::{Agent, PATIENCE, Router, agent_config, eventually, ready, router_config},
+    cluster::{Cluster, ClusterSettings, PATIENCE, eventually, router_config, text_turn as turn},
     demo::WorkerLine,
     engine_sim::{Config, EngineSim},
     replay::{
         Api, ReplayControl, ReplayOptions, Report, SessionHeaders, Workload, drive, load,
         options::Pace, shape::Shape,
     },
-    web::{Answer, Web},
+    trace_path,
+    web::Answer,
 };
 
-struct Cluster {
-    engines: Vec<EngineSim>,
-    agents: Vec<Agent>,
-    router: Router,
-    web: Web,
+async fn start(workers: usize) -> Cluster {
+    start_with(workers, |_| {}).await
 }
 
-impl Cluster {
-    async fn new(count: usize) -> Self {
-        Self::with(count, Config::default()).await
-    }
-
-    async fn with(count: usize, config: Config) -> Self {
-        Self::with_agents(count, config, |_| {}).await
-    }
-
-    async fn with_agents(
-        count: usize,
-        mut config: Config,
-        settings: fn(&mut worker_agent::config::Config),
-    ) -> Self {
-        config.core.session_radix_cache = true;
-        let web = Web::default();
-        let (mut engines, mut agents) = (vec![], vec![]);
-        for number in 0..count {
-            let engine = EngineSim::start_local(config.clone()).await.unwrap();
-            let id = format!("w{number}");
-            let mut own = agent_config(&engine.url(), &id);
-            settings(&mut own);
-            let agent = Agent::start(own).unwrap();
-            ready(&web, agent.admin).await;
-            engines.push(engine);
-            agents.push(agent);
-        }
-        let router = Self::router(&agents, &web).await;
-        Self { engines, agents, router, web }
-    }
-
-    async fn router(agents: &[Agent], web: &Web) -> Router {
-        let config = router_config(&agents.iter().collect::<Vec<_>>());
-        let router = Router::start(config).await.unwrap();
-        ready(web, router.admin).await;
-        router
-    }
-
-    async fn post(&self, path: &str, headers: &[(&str, &str)], body: &Value) -> Answer {
-        self.web.post(&self.router.url(path), headers, body).await.unwrap()
-    }
-
-    async fn get(&self, path: &str) -> Answer {
-        self.web.get(&self.router.url(path)).await.unwrap()
-    }
-
-    async fn delete(&self, path: &str) -> Answer {
-        let url = self.router.url(path);
-        self.web.request(Method::DELETE, &url, &[], Body::empty()).await.unwrap()
-    }
-
-    /// Opens a pinned session.
-    async fn open_pinned(&self, id: &str) {
-        let body = json!({"session_id": id, "retention": "pinned"});
-        let opened = self.post("/v1/sessions", &[], &body).await;
-        assert_eq!(opened.status, StatusCode::CREATED, "{}", opened.text());
-        assert_eq!(opened.json()["retention"], "pinned");
-    }
-
-    /// Makes every pass of the engines `seconds` longer. With 0, running turns end soon.
-    async fn slow_down(&self, seconds: f64) {
-        for engine in &self.engines {
-            let url = format!("{}/slow_down", engine.url());
-            let body = json!({"forward_sleep_time": seconds});
-            assert_eq!(self.web.post(&url, &[], &body).await.unwrap().status, StatusCode::OK);
-        }
-    }
-
-    async fn nothing_held(&self) {
-        eventually("empty pools", || async {
-            for engine in &self.engines {
-                let facts = engine.pool(0).await?;
-                if facts.used() > 0 || !facts.sessions.is_empty() {
-                    return None;
-                }
-            }
-            Some(())
-        })
-        .await;
-    }
-}
-
-fn turn(text: &str, tokens: u32) -> Value {
-    json!({"text": text, "sampling_params":
-        {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": true}})
+async fn start_with(workers: usize, change: impl FnOnce(&mut ClusterSettings)) -> Cluster {
+    Cluster::start(workers, change).await.unwrap()
 }
 
 fn chat(messages: &[(&str, &str)]) -> Value {
@@ -123,7 +38,7 @@ const DELTA: (&str, &str) = ("x-berth-delta", "1");
 
 #[tokio::test]
 async fn a_pinned_session_lives_from_open_to_delete() {
-    let cluster = Cluster::new(3).await;
+    let cluster = start(3).await;
     cluster.open_pinned("s").await;
     let session = ("x-berth-session-id", "s");
     let first =
@@ -147,10 +62,10 @@ async fn a_pinned_session_lives_from_open_to_delete() {
 /// Clients disconnect or continue after the last event, without waiting for the connection's end.
 #[tokio::test]
 async fn the_next_turn_may_follow_the_last_event_at_once() {
-    let cluster = Cluster::new(1).await;
+    let cluster = start(1).await;
     cluster.open_pinned("s").await;
     let headers = [("content-type", "application/json"), ("x-berth-session-id", "s"), DELTA];
-    let url = cluster.router.url("/generate");
+    let url = cluster.url("/generate");
     let mut body = turn("ab", 2);
     body["stream"] = true.into();
     let mut kept = vec![];
@@ -170,15 +85,14 @@ async fn the_next_turn_may_follow_the_last_event_at_once() {
 
 #[tokio::test]
 async fn a_conversation_stays_where_its_kv_is() {
-    let cluster = Cluster::new(3).await;
+    let cluster = start(3).await;
     let mut messages = vec![("user".to_owned(), "hello there, how are you today?".to_owned())];
     let mut cached = vec![];
     for _ in 0..4 {
         let pairs: Vec<(&str, &str)> =
             messages.iter().map(|(role, text)| (role.as_str(), text.as_str())).collect();
         let headers = [("x-claude-code-session-id", "c1")];
-        let answer = cluster.post("/v1/chat/completions", &headers, &chat(&pairs)).await;
-        assert_eq!(answer.status, StatusCode::OK, "{}", answer.text());
+        let answer = cluster.turn("/v1/chat/completions", &headers, &chat(&pairs)).await;
         let usage = answer.json()["usage"].clone();
         cached.push(usage["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap_or(0));
         let said = answer.json()["choices"][0]["message"]["content"].as_str().unwrap().to_owned();
@@ -186,8 +100,7 @@ async fn a_conversation_stays_where_its_kv_is() {
         messages.push(("user".to_owned(), "and what do you think of that?".to_owned()));
     }
     assert!(cached.windows(2).all(|pair| pair[0] < pair[1]), "the prefix is resident: {cached:?}");
-    let seen = |engine: &EngineSim| engine.bodies_seen("/v1/chat/completions").len();
-    let turns: Vec<usize> = cluster.engines.iter().map(seen).collect();
+    let turns = cluster.turns_seen("/v1/chat/completions");
     assert_eq!(turns.iter().max(), Some(&4), "all on one worker: {turns:?}");
 }
 
@@ -200,8 +113,7 @@ async fn chat_of_turns(cluster: &Cluster, id: &str, edit: fn(&mut [(String, Stri
         let pairs: Vec<(&str, &str)> =
             messages.iter().map(|(role, text)| (role.as_str(), text.as_str())).collect();
         let headers = [("x-claude-code-session-id", id)];
-        let answer = cluster.post("/v1/chat/completions", &headers, &chat(&pairs)).await;
-        assert_eq!(answer.status, StatusCode::OK, "{}", answer.text());
+        cluster.turn("/v1/chat/completions", &headers, &chat(&pairs)).await;
         messages.push(message("assistant", &format!("answer {turn}")));
         messages.push(message("user", &format!("question {turn}")));
     }
@@ -209,7 +121,7 @@ async fn chat_of_turns(cluster: &Cluster, id: &str, edit: fn(&mut [(String, Stri
 
 #[tokio::test]
 async fn a_changing_system_block_is_reported_by_its_position() {
-    let cluster = Cluster::new(1).await;
+    let cluster = start(1).await;
     let mut messages = vec![json!({"role": "user", "content": "hello there"})];
     for turn in 0..4 {
         let moved = json!({"type": "ephemeral"});
@@ -223,9 +135,7 @@ async fn a_changing_system_block_is_reported_by_its_position() {
         ]);
         let body =
             json!({"model": "tiny", "max_tokens": 4, "system": system, "messages": messages});
-        let answer =
-            cluster.post("/v1/messages", &[("x-claude-code-session-id", "s")], &body).await;
-        assert_eq!(answer.status, StatusCode::OK, "{}", answer.text());
+        cluster.turn("/v1/messages", &[("x-claude-code-session-id", "s")], &body).await;
         // Clients send every message except the newest as a plain string.
         let last = messages.last_mut().unwrap();
         last["content"] = format!("question {turn}").into();
@@ -245,7 +155,7 @@ async fn a_changing_system_block_is_reported_by_its_position() {
 
 #[tokio::test]
 async fn a_volatile_prefix_is_reported_by_position_without_its_text() {
-    let cluster = Cluster::new(1).await;
+    let cluster = start(1).await;
     chat_of_turns(&cluster, "good", |_, _| {}).await;
     let late = |messages: &mut [(String, String)], turn: usize| {
         let last = messages.len() - 1;
@@ -272,9 +182,9 @@ async fn a_volatile_prefix_is_reported_by_position_without_its_text() {
         assert_eq!(shown["turns"], 7, "{shown}");
         assert_eq!(shown.get("volatile_prefix"), None, "{shown}");
     }
-    let metrics = cluster.web.get(&cluster.agents[0].admin_url("/metrics")).await.unwrap();
+    let metrics = cluster.agent_metrics().await;
     let counted = r#"berth_agent_volatile_prefixes_total{role="system"} 1"#;
-    assert!(metrics.text().contains(counted), "{}", metrics.text());
+    assert!(metrics.contains(counted), "{metrics}");
     let alerts = include_str!("../deploy/prometheus/sessions.yaml");
     assert!(alerts.contains("increase(berth_agent_volatile_prefixes_total["), "{alerts}");
 }
@@ -289,14 +199,11 @@ async fn a_chat_is_placed_by_its_engine_s_own_tokens() {
     let mut body = case["body"].clone();
     body["max_tokens"] = 2.into();
     let model_path = data.join("model").to_str().unwrap().to_owned();
-    let cluster = Cluster::with(2, Config { model_path, ..Config::default() }).await;
+    let cluster = start_with(2, |settings| settings.engine.model_path = model_path).await;
     // The router knows its agents before it has their model files.
     eventually("SGLang's own count of the chat's tokens", || async {
-        let answer = cluster.post("/v1/chat/completions", &[], &body).await;
-        assert_eq!(answer.status, StatusCode::OK, "{}", answer.text());
-        let turn = answer.headers["x-berth-turn"].to_str().unwrap();
-        let why = cluster.get(&format!("/v1/placements/{turn}")).await.json();
-        let tokens = why["placements"][0]["uncached_tokens"].as_u64();
+        let answer = cluster.turn("/v1/chat/completions", &[], &body).await;
+        let tokens = cluster.placement_record(&answer).await["uncached_tokens"].as_u64();
         (tokens == Some(case["ids"].as_array()?.len() as u64)).then_some(())
     })
     .await;
@@ -304,7 +211,7 @@ async fn a_chat_is_placed_by_its_engine_s_own_tokens() {
 
 #[tokio::test]
 async fn new_sessions_spread_over_the_workers() {
-    let cluster = Cluster::new(4).await;
+    let cluster = start(4).await;
     for number in 0..8 {
         cluster.open_pinned(&format!("s{number}")).await;
     }
@@ -319,12 +226,12 @@ async fn new_sessions_spread_over_the_workers() {
 
 #[tokio::test]
 async fn the_answer_s_bytes_are_the_engine_s() {
-    let cluster = Cluster::new(1).await;
+    let cluster = start(1).await;
     for stream in [false, true] {
         let mut body = chat(&[("user", "hello")]);
         body["stream"] = stream.into();
         let through = cluster.post("/v1/chat/completions", &[], &body).await;
-        let url = format!("{}/v1/chat/completions", cluster.engines[0].url());
+        let url = format!("{}/v1/chat/completions", cluster.engine().url());
         let direct = cluster.web.post(&url, &[], &body).await.unwrap();
         assert_eq!(through.headers["content-type"], direct.headers["content-type"]);
         assert_eq!(shape(&through), shape(&direct), "stream: {stream}");
@@ -347,7 +254,7 @@ fn shape(answer: &Answer) -> String {
 
 #[tokio::test]
 async fn owned_keys_are_the_agent_s_however_they_are_written() {
-    let cluster = Cluster::new(1).await;
+    let cluster = start(1).await;
     cluster.open_pinned("s").await;
     let body = concat!(
         r#"{ "rid":"evil", "text" : "a", "\u0072id":["evil"],"session_params":{"id":"evil"},"#,
@@ -355,7 +262,6 @@ async fn owned_keys_are_the_agent_s_however_they_are_written() {
         r#""\u0073ession_id":"evil2","data_parallel_rank":9,"bootstrap_room":3,"#,
         r#""sampling_params":{"max_new_tokens":1}  }"#
     );
-    let url = cluster.router.url("/generate");
     let headers = [
         ("content-type", "application/json"),
         ("x-berth-session-id", "s"),
@@ -363,9 +269,9 @@ async fn owned_keys_are_the_agent_s_however_they_are_written() {
         ("x-berth-rank", "7"),
         ("x-data-parallel-rank", "7"),
     ];
-    let answer = cluster.web.request(Method::POST, &url, &headers, body).await.unwrap();
+    let answer = cluster.request(Method::POST, "/generate", &headers, body).await;
     assert_eq!(answer.status, StatusCode::OK, "{}", answer.text());
-    let seen = cluster.engines[0].bodies_seen("/generate").pop().unwrap();
+    let seen = cluster.engine().bodies_seen("/generate").pop().unwrap();
     let seen = String::from_utf8(seen.to_vec()).unwrap();
     let kept = r#"{ "text" : "a","nested":{"rid":"kept","session_id":"kept"},"sampling_params":{"max_new_tokens":1},"rid":""#;
     assert!(seen.starts_with(kept), "{seen}");
@@ -376,49 +282,46 @@ async fn owned_keys_are_the_agent_s_however_they_are_written() {
 
 #[tokio::test]
 async fn bad_input_is_answered_with_what_to_do() {
-    let cluster = Cluster::new(1).await;
-    let url = cluster.router.url("/v1/chat/completions");
+    let cluster = start(1).await;
     let json = [("content-type", "application/json")];
-    let malformed = cluster.web.request(Method::POST, &url, &json, "{\"a\":").await.unwrap();
+    let path = "/v1/chat/completions";
+    let malformed = cluster.request(Method::POST, path, &json, "{\"a\":").await;
     assert_eq!(malformed.status, StatusCode::BAD_REQUEST, "{}", malformed.text());
     assert_eq!(cluster.get("/v1/sessions/nobody").await.status, StatusCode::NOT_FOUND);
     let long = "x".repeat(257);
     let headers = [("x-berth-session-id", long.as_str())];
     let refused = cluster.post("/v1/chat/completions", &headers, &chat(&[("user", "a")])).await;
-    assert_eq!((refused.status.as_u16(), refused.code().as_str()), (400, "invalid_session_id"));
+    assert_eq!(refused.refusal(), (400, "invalid_session_id".to_owned()));
     let unknown = json!({"session_params": {"id": "nobody"}, "text": "a"});
     let refused = cluster.post("/generate", &[], &unknown).await;
-    assert_eq!((refused.status.as_u16(), refused.code().as_str()), (404, "session_unknown"));
+    assert_eq!(refused.refusal(), (404, "session_unknown".to_owned()));
     cluster.open_pinned("s").await;
     let headers = [("x-berth-session-id", "s")];
     let refused = cluster.post("/v1/chat/completions", &headers, &chat(&[("user", "a")])).await;
-    assert_eq!((refused.status.as_u16(), refused.code().as_str()), (409, "whole_history"));
+    assert_eq!(refused.refusal(), (409, "whole_history".to_owned()));
 }
 
 #[tokio::test]
 async fn a_retention_the_engine_cannot_give_is_409_with_the_reason() {
-    let mut config = Config::default();
-    config.core.streaming_sessions = false;
-    let cluster = Cluster::with(1, config).await;
+    let cluster = start_with(1, |settings| settings.engine.core.streaming_sessions = false).await;
     let body = json!({"session_id": "s", "retention": "pinned"});
     let refused = cluster.post("/v1/sessions", &[], &body).await;
-    assert_eq!((refused.status.as_u16(), refused.code().as_str()), (409, "retention_unavailable"));
+    assert_eq!(refused.refusal(), (409, "retention_unavailable".to_owned()));
     assert!(refused.text().contains("tagged"), "it says what is offered: {}", refused.text());
 }
 
 #[tokio::test]
 async fn the_client_receives_the_agent_s_reason_for_a_refused_open() {
-    let cluster = Cluster::new(1).await;
+    let cluster = start(1).await;
     cluster.open_pinned("s").await;
     let body = json!({"session_id": "s", "retention": "tagged"});
     let refused = cluster.post("/v1/sessions", &[], &body).await;
-    let code = refused.code();
-    assert_eq!((refused.status.as_u16(), code.as_str()), (409, "session_open_otherwise"));
+    assert_eq!(refused.refusal(), (409, "session_open_otherwise".to_owned()));
 }
 
 #[tokio::test]
 async fn a_session_is_unknown_to_other_principals() {
-    let cluster = Cluster::new(1).await;
+    let cluster = start(1).await;
     let (alice, bob) = (("authorization", "Bearer alice"), ("authorization", "Bearer bob"));
     let body = json!({"session_id": "s", "retention": "pinned"});
     let opened = cluster.post("/v1/sessions", &[alice], &body).await;
@@ -426,26 +329,21 @@ async fn a_session_is_unknown_to_other_principals() {
     let session = ("x-berth-session-id", "s");
     let stolen = cluster.post("/generate", &[bob, session, DELTA], &turn("a", 1)).await;
     assert_eq!(stolen.status, StatusCode::NOT_FOUND, "{}", stolen.text());
-    let url = cluster.router.url("/v1/sessions/s");
-    let shown = cluster.web.request(Method::GET, &url, &[bob], Body::empty()).await.unwrap();
-    assert_eq!(shown.status, StatusCode::NOT_FOUND);
-    let closed = cluster.web.request(Method::DELETE, &url, &[bob], Body::empty()).await.unwrap();
-    assert_eq!(closed.status, StatusCode::NOT_FOUND);
-    let own = cluster.post("/generate", &[alice, session, DELTA], &turn("a", 1)).await;
-    assert_eq!(own.status, StatusCode::OK, "{}", own.text());
+    for method in [Method::GET, Method::DELETE] {
+        let answer = cluster.request(method, "/v1/sessions/s", &[bob], Body::empty()).await;
+        assert_eq!(answer.status, StatusCode::NOT_FOUND);
+    }
+    cluster.turn("/generate", &[alice, session, DELTA], &turn("a", 1)).await;
 }
 
 #[tokio::test]
 async fn a_second_turn_waits_if_the_agent_allows_it() {
-    let settings = |agent: &mut worker_agent::config::Config| {
-        agent.turns_queued_per_session_max = 1;
-    };
-    let cluster = Cluster::with_agents(1, Config::default(), settings).await;
+    let cluster = start_with(1, |settings| settings.agent.turns_queued_per_session_max = 1).await;
     cluster.open_pinned("s").await;
     cluster.slow_down(1.0).await;
     let mut turns = tokio::task::JoinSet::new();
     for text in ["a", "bc", "def"] {
-        let (web, url) = (cluster.web.clone(), cluster.router.url("/generate"));
+        let (web, url) = (cluster.web.clone(), cluster.url("/generate"));
         let headers = [("x-berth-session-id", "s"), DELTA];
         turns.spawn(async move { web.post(&url, &headers, &turn(text, 20)).await.unwrap() });
     }
@@ -463,45 +361,38 @@ async fn a_second_turn_waits_if_the_agent_allows_it() {
 
 #[tokio::test]
 async fn a_restarted_router_and_a_second_one_know_every_session() {
-    let mut cluster = Cluster::new(2).await;
+    let mut cluster = start(2).await;
     cluster.open_pinned("s").await;
     let session = ("x-berth-session-id", "s");
     cluster.post("/generate", &[session, DELTA], &turn("hello there", 2)).await;
-    let second = Cluster::router(&cluster.agents, &cluster.web).await;
+    cluster.start_router(router_config(&[])).await.unwrap();
+    let second = &cluster.routers[1];
     let shown = cluster.web.get(&second.url("/v1/sessions/s")).await.unwrap();
     assert_eq!(shown.status, StatusCode::OK, "the agents' tables told it");
-    let mut body = turn(" you", 60);
-    body["stream"] = true.into();
     cluster.slow_down(1.0).await;
-    let headers = [("content-type", "application/json"), session, DELTA];
-    let url = cluster.router.url("/generate");
-    let mut running =
-        cluster.web.send(Method::POST, &url, &headers, body.to_string()).await.unwrap();
-    assert!(running.body_mut().frame().await.unwrap().is_ok());
+    let running = cluster.stream("/generate", &[session, DELTA], turn(" you", 60)).await;
     let url = second.url("/generate");
     let overlap = cluster.web.post(&url, &[session, DELTA], &turn("x", 1)).await.unwrap();
     assert_eq!(overlap.status, StatusCode::CONFLICT, "the agent checks turns of all routers");
     cluster.slow_down(0.0).await;
     running.into_body().collect().await.unwrap();
-    cluster.router.stop().await.unwrap();
-    cluster.router = second;
+    cluster.routers.remove(0).stop().await.unwrap();
     let next = cluster.post("/generate", &[session, DELTA], &turn(" me", 2)).await;
     assert_eq!(next.meta("prompt_tokens"), Some(11 + 2 + 4 + 60 + 3), "{}", next.text());
 }
 
 #[tokio::test]
 async fn sessions_of_a_lost_worker_move_or_are_refused() {
-    let mut cluster = Cluster::new(2).await;
+    let mut cluster = start(2).await;
     let headers = [("x-session-id", "t")];
     cluster.post("/v1/chat/completions", &headers, &chat(&[("user", "hello")])).await;
     for id in ["p0", "p1"] {
         cluster.open_pinned(id).await;
         let session = ("x-berth-session-id", id);
-        let first = cluster.post("/generate", &[session, DELTA], &turn("a", 1)).await;
-        assert_eq!(first.status, StatusCode::OK, "{}", first.text());
+        cluster.turn("/generate", &[session, DELTA], &turn("a", 1)).await;
     }
-    let seen = |engine: &EngineSim| engine.bodies_seen("/v1/chat/completions").len();
-    let home = cluster.engines.iter().position(|engine| seen(engine) == 1).unwrap();
+    let turns = cluster.turns_seen("/v1/chat/completions");
+    let home = turns.iter().position(|turns| *turns == 1).unwrap();
     let homed = cluster.engines[home].pool(0).await.unwrap().sessions.len();
     cluster.agents.remove(home).stop().await.unwrap();
     cluster.engines.remove(home).shutdown().await;
@@ -533,7 +424,7 @@ async fn sessions_of_a_lost_worker_move_or_are_refused() {
 
 #[tokio::test]
 async fn after_an_engine_restart_tagged_sessions_continue_and_pinned_ones_are_refused() {
-    let mut cluster = Cluster::new(1).await;
+    let mut cluster = start(1).await;
     let headers = [("x-session-id", "t")];
     cluster.post("/v1/chat/completions", &headers, &chat(&[("user", "hello")])).await;
     cluster.open_pinned("p").await;
@@ -555,46 +446,14 @@ async fn after_an_engine_restart_tagged_sessions_continue_and_pinned_ones_are_re
         let lost = cluster.post("/generate", &[session, DELTA], &turn("a", 1)).await;
         // Until the agent notices the restart, the new engine itself refuses the unknown session.
         assert_ne!(lost.status, StatusCode::OK, "{}", lost.text());
-        ((lost.status.as_u16(), lost.code().as_str()) == (409, "session_lost")).then_some(())
+        (lost.refusal() == (409, "session_lost".to_owned())).then_some(())
     })
     .await;
-}
-
-#[tokio::test]
-async fn concurrent_first_turns_of_a_session_are_one_decision() {
-    let cluster = Cluster::new(4).await;
-    let headers = [("x-berth-session-id", "s")];
-    let body = chat(&[("user", "hello")]);
-    let turns = (0..20).map(|_| cluster.post("/v1/chat/completions", &headers, &body));
-    for answer in join_all(turns).await {
-        assert_eq!(answer.status, StatusCode::OK, "{}", answer.text());
-    }
-    let seen = |engine: &EngineSim| engine.bodies_seen("/v1/chat/completions").len();
-    let turns: Vec<usize> = cluster.engines.iter().map(seen).collect();
-    assert_eq!(turns.iter().max(), Some(&20), "all on one worker: {turns:?}");
-}
-
-/// Polls all futures concurrently until all have ended.
-async fn join_all<F: Future>(futures: impl IntoIterator<Item = F>) -> Vec<F::Output> {
-    let mut running: Vec<_> = futures.into_iter().map(|future| (Box::pin(future), None)).collect();
-    std::future::poll_fn(|context| {
-        for (future, output) in &mut running {
-            if output.is_none()
-                && let std::task::Poll::Ready(ready) = future.as_mut().poll(context)
-            {
-                *output = Some(ready);
-            }
-        }
-        let all = running.iter().all(|(_, output)| output.is_some());
-        if all { std::task::Poll::Ready(()) } else { std::task::Poll::Pending }
-    })
-    .await;
-    running.into_iter().map(|(_, output)| output.expect("all are ready")).collect()
 }
 
 #[tokio::test]
 async fn sglang_s_own_session_calls_work_unchanged() {
-    let cluster = Cluster::new(2).await;
+    let cluster = start(2).await;
     let open = json!({"capacity_of_str_len": 1000, "session_id": "s1", "streaming": true});
     let opened = cluster.post("/open_session", &[], &open).await;
     assert_eq!((opened.status.as_u16(), opened.text().as_str()), (200, "\"s1\""));
@@ -615,48 +474,21 @@ async fn sglang_s_own_session_calls_work_unchanged() {
 
 #[tokio::test]
 async fn a_final_turn_closes_however_it_ends() {
-    let mut config = Config::default();
-    config.core.decode_ms_per_step = 20.0;
-    let cluster = Cluster::with(1, config).await;
+    let cluster = start_with(1, |settings| settings.engine.core.decode_ms_per_step = 20.0).await;
     let last = [("x-berth-session-final", "true"), DELTA];
     cluster.open_pinned("ends").await;
     let headers = [("x-berth-session-id", "ends"), last[0], last[1]];
-    let answer = cluster.post("/generate", &headers, &turn("hello", 2)).await;
-    assert_eq!(answer.status, StatusCode::OK, "{}", answer.text());
+    cluster.turn("/generate", &headers, &turn("hello", 2)).await;
     cluster.nothing_held().await;
     cluster.open_pinned("refused").await;
     let headers = [("x-berth-session-id", "refused"), last[0], last[1]];
     let batch = json!({"text": ["a", "b"]});
     cluster.post("/generate", &headers, &batch).await;
     cluster.nothing_held().await;
-    let url = cluster.router.url("/generate");
     cluster.open_pinned("vanishes").await;
     let headers = [("x-berth-session-id", "vanishes"), last[0], last[1]];
-    let mut body = turn("hello", 500);
-    body["stream"] = true.into();
-    let mut stream =
-        cluster.web.send(Method::POST, &url, &headers, body.to_string()).await.unwrap();
-    assert!(stream.body_mut().frame().await.unwrap().is_ok());
-    drop(stream);
+    drop(cluster.stream("/generate", &headers, turn("hello", 500)).await);
     cluster.nothing_held().await;
-}
-
-#[tokio::test]
-async fn without_a_worker_the_answer_is_503_and_comes_soon() {
-    // A bound port that no other process can get and that never listens.
-    let held = tokio::net::TcpSocket::new_v4().unwrap();
-    held.bind(SocketAddr::from(([127, 0, 0, 1], 0))).unwrap();
-    let mut config = router_config(&[]);
-    config.workers = vec![format!("http://{}", held.local_addr().unwrap())];
-    let router = Router::start(config).await.unwrap();
-    let web = Web::default();
-    let url = router.url("/v1/chat/completions");
-    let body = chat(&[("user", "a")]);
-    let asked = web.post(&url, &[], &body);
-    // The limit allows for a machine that stalls for seconds.
-    let answer = tokio::time::timeout(Duration::from_secs(20), asked).await.unwrap().unwrap();
-    assert_eq!((answer.status.as_u16(), answer.code().as_str()), (503, "no_worker"));
-    assert!(answer.headers.contains_key("retry-after"));
 }
 
 #[tokio::test]
@@ -678,23 +510,17 @@ async fn the_demo_keeps_its_promises() {
 /// Replays real conversations, if a trace is available.
 #[tokio::test]
 async fn real_conversations_replay_without_an_error() {
-    let beside = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../shared/traces");
-    let folder = std::env::var_os("BERTH_TRACES").map_or(beside, PathBuf::from);
-    let path = folder.join("claude_code.jsonl.gz");
-    if !path.is_file() {
-        let why = format!("no trace at {}; set BERTH_TRACES to have it run", path.display());
-        let _ = writeln!(std::io::stderr(), "skipped: {why}");
-        return;
-    }
-    let mut config = Config::default();
-    config.core.max_total_tokens = 32_768;
-    config.core.context_len = 8192;
-    config.core.decode_ms_per_step = 0.2;
-    let cluster = Cluster::with(2, config).await;
+    let Some(path) = trace_path("claude_code.jsonl.gz") else { return };
+    let cluster = start_with(2, |settings| {
+        settings.engine.core.max_total_tokens = 32_768;
+        settings.engine.core.context_len = 8192;
+        settings.engine.core.decode_ms_per_step = 0.2;
+    })
+    .await;
     let trace =
         tokio::task::spawn_blocking(move || load::read_trace(&path)).await.unwrap().unwrap();
     let options = ReplayOptions {
-        url: cluster.router.url(""),
+        url: cluster.url(""),
         api: Api::Chat,
         model: "tiny".into(),
         shape: Shape { scale: 0.02, context_tokens_max: Some(8000), output_tokens_max: Some(8) },

@@ -2,51 +2,27 @@
 //!
 //! The tests use real sockets and bounded waits.
 
-use bytes::Bytes;
-use http_body_util::{BodyExt as _, Full};
-use hyper_util::{
-    client::legacy::{Client, connect::HttpConnector},
-    rt::TokioExecutor,
-};
 use serde_json::{Value, json};
 use std::time::Duration;
-use tests::engine_sim::{Config, EngineSim, core::CoreConfig, core::PoolFacts};
+use tests::{
+    cluster::{PATIENCE as WAIT, eventually},
+    engine_sim::{Config, EngineSim, core::CoreConfig, core::PoolFacts},
+    web::{Answer, Web},
+};
 use tokio::{net::TcpStream, time::timeout};
-
-/// The longest wait; far longer than any step takes, even on a slow machine.
-const WAIT: Duration = Duration::from_secs(120);
 
 struct Caller {
     sim: EngineSim,
-    http: Client<HttpConnector, Full<Bytes>>,
+    web: Web,
 }
 
-struct Answer {
-    status: u16,
-    body: Bytes,
-}
-
-impl Answer {
-    fn json(&self) -> Value {
-        serde_json::from_slice(&self.body).unwrap_or_else(|e| panic!("{e}: {:?}", self.body))
-    }
-
-    fn text(&self) -> &str {
-        std::str::from_utf8(&self.body).expect("a text answer")
-    }
-
-    fn meta(&self, key: &str) -> Value {
-        self.json()["meta_info"][key].clone()
-    }
-
-    /// Returns the JSON of each event, and whether the stream ended with `[DONE]`.
-    fn events(&self) -> (Vec<Value>, bool) {
-        let data: Vec<&str> =
-            self.text().lines().filter_map(|line| line.strip_prefix("data: ")).collect();
-        let done = data.last() == Some(&"[DONE]");
-        let json = data.iter().filter(|data| **data != "[DONE]");
-        (json.map(|data| serde_json::from_str(data).expect("a JSON event")).collect(), done)
-    }
+/// Returns the JSON of each event, and whether the stream ended with `[DONE]`.
+fn events_of(answer: &Answer) -> (Vec<Value>, bool) {
+    let text = answer.text();
+    let data: Vec<&str> = text.lines().filter_map(|line| line.strip_prefix("data: ")).collect();
+    let done = data.last() == Some(&"[DONE]");
+    let json = data.iter().filter(|data| **data != "[DONE]");
+    (json.map(|data| serde_json::from_str(data).expect("a JSON event")).collect(), done)
 }
 
 fn quick(core: CoreConfig) -> Config {
@@ -57,39 +33,27 @@ fn quick(core: CoreConfig) -> Config {
 impl Caller {
     async fn new(config: Config) -> Caller {
         let sim = EngineSim::start_local(config).await.expect("a free port");
-        Caller { sim, http: Client::builder(TokioExecutor::new()).build_http() }
-    }
-
-    async fn send(&self, method: &str, path: &str, body: String) -> Answer {
-        let request = http::Request::builder()
-            .method(method)
-            .uri(format!("{}{path}", self.sim.url()))
-            .header("content-type", "application/json")
-            .body(Full::new(Bytes::from(body)))
-            .expect("a valid request");
-        let response = timeout(WAIT, self.http.request(request)).await.expect(path).expect(path);
-        let status = response.status().as_u16();
-        let body = timeout(WAIT, response.into_body().collect()).await.expect(path).expect(path);
-        Answer { status, body: body.to_bytes() }
+        Caller { sim, web: Web::default() }
     }
 
     async fn post(&self, path: &str, body: Value) -> Answer {
-        self.send("POST", path, body.to_string()).await
+        let url = format!("{}{path}", self.sim.url());
+        timeout(WAIT, self.web.post(&url, &[], &body)).await.expect(path).expect(path)
     }
 
     async fn get(&self, path: &str) -> Answer {
-        self.send("GET", path, String::new()).await
+        self.web.get(&format!("{}{path}", self.sim.url())).await.expect(path)
     }
 
     async fn open(&self, id: &str) {
         let body = json!({ "capacity_of_str_len": 1000, "session_id": id, "streaming": true });
         let answer = self.post("/open_session", body).await;
-        assert_eq!((answer.status, answer.json()), (200, json!(id)));
+        assert_eq!((answer.status.as_u16(), answer.json()), (200, json!(id)));
     }
 
     async fn close(&self, id: &str) {
         let answer = self.post("/close_session", json!({ "session_id": id })).await;
-        assert_eq!((answer.status, answer.body.len()), (200, 0));
+        assert_eq!((answer.status.as_u16(), answer.body.len()), (200, 0));
     }
 
     async fn turn(&self, session: &str, text: &str, max_new: usize) -> Answer {
@@ -101,16 +65,7 @@ impl Caller {
     }
 
     async fn wait_until(&self, what: &str, reached: impl Fn(&PoolFacts) -> bool) -> PoolFacts {
-        let wait = async {
-            loop {
-                let facts = self.pool().await;
-                if reached(&facts) {
-                    return facts;
-                }
-                tokio::time::sleep(Duration::from_millis(5)).await;
-            }
-        };
-        timeout(WAIT, wait).await.expect(what)
+        eventually(what, || async { Some(self.pool().await).filter(|facts| reached(facts)) }).await
     }
 }
 
@@ -129,18 +84,21 @@ async fn three_pinned_turns() {
     let engine = Caller::new(quick(CoreConfig { page_size: 1, ..CoreConfig::default() })).await;
     engine.open("s1").await;
     let first = engine.turn("s1", "The quick brown fox jumps", 6).await;
-    assert_eq!((first.meta("prompt_tokens"), first.meta("cached_tokens")), (json!(25), json!(0)));
-    assert_eq!(first.meta("finish_reason"), json!({ "type": "length", "length": 6 }));
+    assert_eq!(
+        (first.meta_value("prompt_tokens"), first.meta_value("cached_tokens")),
+        (json!(25), json!(0))
+    );
+    assert_eq!(first.meta_value("finish_reason"), json!({ "type": "length", "length": 6 }));
     assert_eq!(first.json()["output_ids"].as_array().unwrap().len(), 6);
     let second = engine.turn("s1", " over the", 6).await;
     assert_eq!(
-        (second.meta("prompt_tokens"), second.meta("cached_tokens")),
+        (second.meta_value("prompt_tokens"), second.meta_value("cached_tokens")),
         (json!(40), json!(30))
     );
     let mut body = turn("s1", " lazy", 4);
     body["stream"] = json!(true);
     let third = engine.post("/generate", body).await;
-    let (events, done) = third.events();
+    let (events, done) = events_of(&third);
     assert!(done && !events.is_empty());
     let last = &events[events.len() - 1]["meta_info"];
     assert_eq!((&last["prompt_tokens"], &last["cached_tokens"]), (&json!(51), &json!(45)));
@@ -168,7 +126,7 @@ async fn tagged_turns_and_chat() {
             "text": "abcdefghij".repeat(20)[..length], "session_id": "t",
             "sampling_params": sampling(4)
         });
-        cached.push(engine.post("/generate", body).await.meta("cached_tokens"));
+        cached.push(engine.post("/generate", body).await.meta_value("cached_tokens"));
     }
     assert_eq!(cached, [json!(0), json!(96), json!(112)]);
 
@@ -177,7 +135,7 @@ async fn tagged_turns_and_chat() {
         "max_tokens": 9, "temperature": 0, "session_params": { "id": "nope", "bogus": 1 },
     });
     let answer = engine.post("/v1/chat/completions", chat.clone()).await;
-    assert_eq!(answer.status, 200, "session_params are dropped");
+    assert_eq!(answer.status.as_u16(), 200, "session_params are dropped");
     let whole = answer.json();
     let usage = &whole["usage"];
     assert_eq!(usage["completion_tokens"], json!(9));
@@ -186,7 +144,7 @@ async fn tagged_turns_and_chat() {
 
     chat["stream"] = json!(true);
     chat["stream_options"] = json!({ "include_usage": true });
-    let (events, done) = engine.post("/v1/chat/completions", chat).await.events();
+    let (events, done) = events_of(&engine.post("/v1/chat/completions", chat).await);
     assert!(done);
     let text: String = events
         .iter()
@@ -206,22 +164,22 @@ async fn errors_are_the_engines_own() {
     let body = json!({ "capacity_of_str_len": 1, "session_id": "s", "streaming": true });
     let twice = engine.post("/open_session", body).await;
     assert_eq!(
-        (twice.status, text(&twice).as_str()),
+        (twice.status.as_u16(), text(&twice).as_str()),
         (400, "Failed to open the session. Check if a session with the same id is still open.")
     );
     let lacking = engine.post("/open_session", json!({ "session_id": "s2" })).await;
-    assert_eq!((lacking.status, &lacking.json()["object"]), (400, &json!("error")));
-    assert_eq!(engine.post("/close_session", json!({})).await.status, 400);
+    assert_eq!((lacking.status.as_u16(), &lacking.json()["object"]), (400, &json!("error")));
+    assert_eq!(engine.post("/close_session", json!({})).await.status.as_u16(), 400);
     engine.close("never-opened").await;
 
     let unknown = engine.turn("nope", "hi", 4).await;
-    assert_eq!(unknown.status, 400);
+    assert_eq!(unknown.status.as_u16(), 400);
     assert_eq!(text(&unknown), "Invalid request: session id nope does not exist");
     let mut streamed = turn("nope", "hi", 4);
     streamed["stream"] = json!(true);
     let streamed = engine.post("/generate", streamed).await;
-    let (events, done) = streamed.events();
-    assert_eq!((streamed.status, events.len(), done), (200, 1, true));
+    let (events, done) = events_of(&streamed);
+    assert_eq!((streamed.status.as_u16(), events.len(), done), (200, 1, true));
     assert_eq!((&events[0]["output_ids"], &events[0]["text"]), (&json!([296]), &json!("!")));
     assert_eq!(
         events[0]["meta_info"]["finish_reason"],
@@ -234,7 +192,7 @@ async fn errors_are_the_engines_own() {
     let mut bogus = turn("s", "hi", 4);
     bogus["session_params"]["bogus"] = json!(1);
     let bogus = engine.post("/generate", bogus).await;
-    assert_eq!((bogus.status, bogus.text()), (500, "Internal Server Error"));
+    assert_eq!((bogus.status.as_u16(), bogus.text().as_str()), (500, "Internal Server Error"));
     let mut both = turn("s", "hi", 4);
     both["session_id"] = json!("t");
     let both = engine.post("/generate", both).await;
@@ -244,7 +202,7 @@ async fn errors_are_the_engines_own() {
     let replace = engine.post("/generate", replace).await;
     assert_eq!(text(&replace), "Streaming sessions do not support replace.");
 
-    assert_eq!(engine.turn("s", &"x".repeat(600), 4).await.status, 200);
+    assert_eq!(engine.turn("s", &"x".repeat(600), 4).await.status.as_u16(), 200);
     let long = engine.turn("s", &"x".repeat(609), 4).await;
     assert_eq!(
         text(&long),
@@ -258,10 +216,10 @@ async fn errors_are_the_engines_own() {
     );
     let after = engine.turn("s", "y", 4).await;
     assert_eq!(
-        (after.meta("prompt_tokens"), after.meta("cached_tokens")),
+        (after.meta_value("prompt_tokens"), after.meta_value("cached_tokens")),
         (json!(605), json!(603))
     );
-    assert_eq!(engine.post("/v1/embeddings", json!({ "input": "x" })).await.status, 400);
+    assert_eq!(engine.post("/v1/embeddings", json!({ "input": "x" })).await.status.as_u16(), 400);
 }
 
 #[tokio::test]
@@ -277,23 +235,23 @@ async fn idle_sessions_on_all_rows_wedge_the_engine() {
     let waiting = async { engine.post("/generate", own).await };
     let rescue = async {
         engine.wait_until("queued", |facts| facts.waiting == 1).await;
-        assert_eq!(engine.get("/health").await.status, 200);
-        assert_eq!(engine.get("/ready").await.status, 200);
+        assert_eq!(engine.get("/health").await.status.as_u16(), 200);
+        assert_eq!(engine.get("/ready").await.status.as_u16(), 200);
         let loads = engine.get("/v1/loads").await.json();
         let load = &loads["loads"][0];
         assert_eq!(
             (&load["num_running_reqs"], &load["num_waiting_reqs"], &load["num_used_tokens"]),
             (&json!(0), &json!(1), &json!(32))
         );
-        assert_eq!(engine.get("/flush_cache").await.status, 400);
+        assert_eq!(engine.get("/flush_cache").await.status.as_u16(), 400);
         engine.close("a").await;
         assert!(engine.pool().await.session("a").unwrap().closing);
         engine.close("b").await;
     };
     let (answer, ()) = tokio::join!(waiting, rescue);
-    assert_eq!((answer.status, answer.meta("cached_tokens")), (200, json!(8)));
+    assert_eq!((answer.status.as_u16(), answer.meta_value("cached_tokens")), (200, json!(8)));
     engine.wait_until("reaped", |facts| facts.sessions.is_empty()).await;
-    assert_eq!(engine.get("/flush_cache").await.status, 200);
+    assert_eq!(engine.get("/flush_cache").await.status.as_u16(), 200);
     let facts = engine.pool().await;
     assert_eq!(facts.available, facts.total);
 }
@@ -320,7 +278,7 @@ async fn aborts_of_running_and_queued_turns() {
         let abort = async {
             engine.wait_until("queued", |facts| facts.waiting == 1).await;
             let unknown = engine.post("/abort_request", json!({ "rid": "rid-q" })).await;
-            assert_eq!((unknown.status, unknown.body.len()), (200, 0));
+            assert_eq!((unknown.status.as_u16(), unknown.body.len()), (200, 0));
             for rid in ["rid-queue", "rid-running", "rid-fill"] {
                 engine.post("/abort_request", json!({ "rid": rid })).await;
             }
@@ -330,19 +288,19 @@ async fn aborts_of_running_and_queued_turns() {
     };
     let (running, queued) = tokio::join!(run, queued);
     assert_eq!(
-        (queued.status, queued.meta("finish_reason"), &queued.json()["output_ids"]),
+        (queued.status.as_u16(), queued.meta_value("finish_reason"), &queued.json()["output_ids"]),
         (200, json!({ "type": "abort", "message": "Abort in waiting queue" }), &json!([]))
     );
-    assert_eq!(running.status, 200);
+    assert_eq!(running.status.as_u16(), 200);
     assert_eq!(
-        running.meta("finish_reason"),
+        running.meta_value("finish_reason"),
         json!({ "type": "abort", "message": "Aborted", "status_code": null, "err_type": null })
     );
     let facts = engine.pool().await;
     assert_eq!((facts.used(), facts.free_rows), (0, 2));
     let next = engine.turn("s", "!", 4).await;
-    assert_eq!(next.meta("prompt_tokens"), json!(24 + 8 + 1));
-    assert_eq!(next.meta("cached_tokens"), json!(32));
+    assert_eq!(next.meta_value("prompt_tokens"), json!(24 + 8 + 1));
+    assert_eq!(next.meta_value("cached_tokens"), json!(32));
 }
 
 /// Sends a request on a new connection and returns the connection.
@@ -442,14 +400,17 @@ async fn ranks_have_sessions_of_their_own() {
     let mut body = turn("s", "hello there", 4);
     body["routed_dp_rank"] = json!(1);
     let first = engine.post("/generate", body.clone()).await;
-    assert_eq!((first.meta("dp_rank"), first.meta("prompt_tokens")), (json!(1), json!(11)));
+    assert_eq!(
+        (first.meta_value("dp_rank"), first.meta_value("prompt_tokens")),
+        (json!(1), json!(11))
+    );
     body["routed_dp_rank"] = json!(0);
     let other = engine.post("/generate", body.clone()).await;
-    assert_eq!(other.meta("prompt_tokens"), json!(11), "the other rank knows nothing");
+    assert_eq!(other.meta_value("prompt_tokens"), json!(11), "the other rank knows nothing");
     body["routed_dp_rank"] = json!(1);
-    assert_eq!(engine.post("/generate", body.clone()).await.meta("prompt_tokens"), json!(26));
+    assert_eq!(engine.post("/generate", body.clone()).await.meta_value("prompt_tokens"), json!(26));
     body["routed_dp_rank"] = json!(2);
-    assert_eq!(engine.post("/generate", body).await.status, 400);
+    assert_eq!(engine.post("/generate", body).await.status.as_u16(), 400);
     assert_eq!(engine.get("/v1/loads").await.json()["loads"].as_array().unwrap().len(), 2);
     engine.close("s").await;
     for rank in 0..2 {
@@ -463,7 +424,7 @@ async fn timeouts_close_sessions() {
     let body = json!({
         "capacity_of_str_len": 1, "session_id": "s", "streaming": true, "timeout": 0.2
     });
-    assert_eq!(engine.post("/open_session", body).await.status, 200);
+    assert_eq!(engine.post("/open_session", body).await.status.as_u16(), 200);
     engine.turn("s", "hello", 4).await;
     let facts = engine.wait_until("reaped", |facts| facts.sessions.is_empty()).await;
     assert_eq!((facts.session_held, facts.free_rows), (0, 8));
@@ -474,9 +435,9 @@ async fn gauges_are_late_and_loads_are_not() {
     let engine = Caller::new(quick(CoreConfig { page_size: 1, ..CoreConfig::default() })).await;
     engine.open("s").await;
     engine.turn("s", "0123456789", 5).await;
-    let metrics = engine.get("/metrics").await;
+    let metrics = engine.get("/metrics").await.text();
     let gauge = |name: &str| {
-        let line = metrics.text().lines().find(|l| l.starts_with(&format!("sglang:{name}{{")));
+        let line = metrics.lines().find(|l| l.starts_with(&format!("sglang:{name}{{")));
         line.and_then(|line| line.rsplit(' ').next()).map(str::to_owned)
     };
     assert_eq!(gauge("kv_used_tokens").as_deref(), Some("10.0"), "as of the prefill");
@@ -513,7 +474,7 @@ async fn stop_text_is_cut_off_and_bodies_keep_the_engines_order() {
     body["sampling_params"]["stop"] = json!([stop]);
     let cut = engine.post("/generate", body).await;
     assert_eq!(cut.json()["text"], json!(before));
-    assert_eq!(cut.meta("finish_reason"), json!({ "type": "stop", "matched": stop }));
+    assert_eq!(cut.meta_value("finish_reason"), json!({ "type": "stop", "matched": stop }));
     let batch = json!({ "text": ["a", "b"], "sampling_params": sampling(3) });
     assert_eq!(engine.post("/generate", batch).await.json().as_array().unwrap().len(), 2);
 }
@@ -541,7 +502,7 @@ async fn a_busy_engine_loses_nothing() {
             for round in 0..6usize {
                 let text = format!("{client}{round}").repeat(40 + round);
                 let answer = engine.turn(&id, &text, 12).await;
-                assert_eq!(answer.status, 200, "{}", answer.text());
+                assert_eq!(answer.status.as_u16(), 200, "{}", answer.text());
                 let leaver = json!({ "text": text, "sampling_params": sampling(400) });
                 drop(raw(&engine, &leaver).await);
             }
@@ -554,7 +515,7 @@ async fn a_busy_engine_loses_nothing() {
     engine
         .wait_until("quiet", |facts| facts.running + facts.waiting + facts.sessions.len() == 0)
         .await;
-    assert_eq!(engine.get("/flush_cache").await.status, 200);
+    assert_eq!(engine.get("/flush_cache").await.status.as_u16(), 200);
     let facts = engine.pool().await;
     assert_eq!((facts.available, facts.free_rows), (facts.total, facts.rows));
 }
@@ -570,7 +531,7 @@ async fn other_dialects_have_their_shape() {
     );
     let mut streamed = body;
     streamed["stream"] = json!(true);
-    let (events, _) = engine.post("/v1/responses", streamed).await.events();
+    let (events, _) = events_of(&engine.post("/v1/responses", streamed).await);
     assert_eq!(events[0]["type"], json!("response.created"));
     assert_eq!(events.last().unwrap()["type"], json!("response.completed"));
 
@@ -579,7 +540,7 @@ async fn other_dialects_have_their_shape() {
     let whole = engine.post("/v1/messages", body.clone()).await.json();
     assert_eq!((&whole["type"], &whole["stop_reason"]), (&json!("message"), &json!("max_tokens")));
     body["stream"] = json!(true);
-    let (events, _) = engine.post("/v1/messages", body).await.events();
+    let (events, _) = events_of(&engine.post("/v1/messages", body).await);
     assert_eq!(events[0]["type"], json!("message_start"));
     assert_eq!(events.last().unwrap()["type"], json!("message_stop"));
 }

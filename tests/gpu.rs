@@ -15,7 +15,7 @@ use std::{
 
 use serde_json::{Value, json};
 use tests::{
-    cluster::{Agent, PATIENCE, Router, agent_config, eventually, ready, router_config},
+    cluster::{Cluster, PATIENCE, Router, eventually, router_config},
     engine_sim::{Config, EngineSim},
     nvml::{Machine, NvmlControl},
     scheduler::{PoolTokens, Scheduler},
@@ -455,65 +455,23 @@ async fn a_driver_that_loads_after_the_agent_started_is_found() {
     snapshot(&gpus, "the GPU", |snapshot| !snapshot.devices.is_empty()).await;
 }
 
-/// Router, agent and engine on a machine with GPUs.
-struct Cluster {
-    _engine: EngineSim,
-    agent: Agent,
-    router: Router,
-    web: Web,
-    /// The folder of the shim's socket.
-    folder: tempfile::TempDir,
-}
-
-impl Cluster {
-    async fn new(settings: impl FnOnce(&mut worker_agent::config::Config)) -> Self {
-        let mut config = Config::default();
+/// Starts a router, an agent and an engine on a machine with GPUs.
+async fn start(change: impl FnOnce(&mut worker_agent::config::Config)) -> Cluster {
+    let started = Cluster::start(1, |settings| {
         // 1 GiB: the tiny model's KV has 512 bytes per token.
-        config.core.max_total_tokens = 1 << 21;
-        let engine = EngineSim::start_local(config).await.unwrap();
-        let folder = tempfile::tempdir().unwrap();
-        let mut config = agent_config(&engine.url(), "w0");
-        config.state_dir = folder.path().join("state");
-        config.shim_socket = folder.path().join("state/shim.sock");
-        settings(&mut config);
-        let agent = Agent::start(config).unwrap();
-        let web = Web::default();
-        ready(&web, agent.admin).await;
-        let router = Router::start(router_config(&[&agent])).await.unwrap();
-        ready(&web, router.admin).await;
-        Self { _engine: engine, agent, router, web, folder }
-    }
-
-    fn socket(&self) -> PathBuf {
-        self.folder.path().join("state/shim.sock")
-    }
-
-    /// Returns the only worker, as the router shows it, once it satisfies `fits`.
-    async fn worker(&self, what: &str, fits: impl Fn(&Value) -> bool) -> Value {
-        worker(&self.web, &self.router, what, fits).await
-    }
-
-    async fn metrics(&self) -> String {
-        self.web.get(&self.agent.admin_url("/metrics")).await.unwrap().text()
-    }
-}
-
-async fn worker(web: &Web, router: &Router, what: &str, fits: impl Fn(&Value) -> bool) -> Value {
-    eventually(what, || async {
-        let shown = web.get(&router.url("/v1/workers")).await.ok()?.json();
-        let worker = shown["workers"].get(0)?.clone();
-        fits(&worker).then_some(worker)
-    })
-    .await
+        settings.engine.core.max_total_tokens = 1 << 21;
+        change(&mut settings.agent);
+    });
+    started.await.unwrap()
 }
 
 #[tokio::test]
 async fn without_nvml_the_worker_has_the_device_that_its_engine_names() {
-    let cluster = Cluster::new(|_| {}).await;
-    let worker = cluster.worker("a report", |worker| !worker["load"].is_null()).await;
+    let cluster = start(|_| {}).await;
+    let worker = cluster.wait_for_worker(0, "a report", |worker| !worker["load"].is_null()).await;
     assert_eq!(worker["load"]["devices"], json!([{"uuid": "cpu", "name": ""}]), "{worker}");
     assert_eq!(worker["state"], "fresh", "{worker}");
-    assert!(!cluster.metrics().await.contains("berth_agent_gpu"));
+    assert!(!cluster.agent_metrics().await.contains("berth_agent_gpu"));
 }
 
 #[tokio::test]
@@ -532,7 +490,7 @@ const POOL: PoolTokens =
     PoolTokens { total: 1 << 21, available: 1 << 20, evictable: 3 << 18, protected: 0 };
 
 fn start_scheduler(wrapper: &[&str], cluster: &Cluster, dp_rank: u32) -> Option<Scheduler> {
-    Scheduler::start(wrapper, &cluster.socket(), dp_rank, POOL)
+    Scheduler::start(wrapper, &cluster.agent().shim_socket, dp_rank, POOL)
         .inspect_err(|error| eprintln!("skipped: {error}"))
         .ok()
 }
@@ -540,7 +498,7 @@ fn start_scheduler(wrapper: &[&str], cluster: &Cluster, dp_rank: u32) -> Option<
 #[tokio::test]
 async fn an_engine_on_two_gpus_is_known_by_its_processes_and_its_pool_by_both() {
     let machine = Machine::new(&json!({ "0": {}, "1": {}, "2": {} })).unwrap();
-    let cluster = Cluster::new(|config| config.nvml_library = machine.library()).await;
+    let cluster = start(|config| config.nvml_library = machine.library()).await;
     let mut control = machine.wait_until_loaded().await.unwrap();
     let Some(first) = start_scheduler(&[], &cluster, 0) else { return };
     let second = Scheduler::start_silent("sglang::scheduler_TP1").unwrap();
@@ -553,7 +511,7 @@ async fn an_engine_on_two_gpus_is_known_by_its_processes_and_its_pool_by_both() 
         let described = count(&worker["rank"]["devices"]) == Some(2);
         described && worker["load"]["devices"][1]["engine_bytes"].is_object()
     };
-    let worker = cluster.worker("both GPUs", both).await;
+    let worker = cluster.wait_for_worker(0, "both GPUs", both).await;
     let devices = &worker["load"]["devices"];
     assert_eq!(count(devices), Some(2), "{devices}");
     let index = |at: usize| devices[at]["index"].as_u64();
@@ -569,7 +527,7 @@ async fn an_engine_on_two_gpus_is_known_by_its_processes_and_its_pool_by_both() 
         assert_eq!(bytes("kv_pinned_bytes"), (GIB / 8, "shim".into()));
         assert_eq!(bytes("kv_reclaimable_bytes"), (3 * GIB / 8, "shim".into()));
     }
-    let metrics = cluster.metrics().await;
+    let metrics = cluster.agent_metrics().await;
     for line in [
         r#"berth_agent_gpu_kv_bytes{gpu_uuid="GPU-00000000-0000-0000-0000-000000000001",dp_rank="0",state="pinned"} 134217728.0"#,
         r#"berth_agent_gpu_kv_excess_bytes{gpu_uuid="GPU-00000000-0000-0000-0000-000000000001",dp_rank="0"} 0.0"#,
@@ -580,15 +538,16 @@ async fn an_engine_on_two_gpus_is_known_by_its_processes_and_its_pool_by_both() 
     }
     assert!(!metrics.contains("0000-000000000000\""), "a GPU that isn't the engine's\n{metrics}");
     drop(first);
-    let kept =
-        cluster.worker("its end", |worker| worker["load"]["devices"][0]["kv_used_bytes"].is_null());
+    let kept = cluster.wait_for_worker(0, "its end", |worker| {
+        worker["load"]["devices"][0]["kv_used_bytes"].is_null()
+    });
     assert_eq!(count(&kept.await["load"]["devices"]), Some(2), "where it was");
 }
 
 #[tokio::test]
 async fn an_engine_in_a_pid_namespace_of_its_own_is_found() {
     let machine = Machine::new(&json!({ "0": {}, "1": {} })).unwrap();
-    let cluster = Cluster::new(|config| config.nvml_library = machine.library()).await;
+    let cluster = start(|config| config.nvml_library = machine.library()).await;
     let mut control = machine.wait_until_loaded().await.unwrap();
     let Some(engine) = start_scheduler(&["unshare", "--pid", "--fork"], &cluster, 0) else {
         return;
@@ -597,14 +556,14 @@ async fn an_engine_in_a_pid_namespace_of_its_own_is_found() {
     assert_ne!(engine.pid, 1);
     control.gpu(1, &json!({"processes": [{"pid": engine.pid, "bytes": GIB}]})).unwrap();
     let found = |worker: &Value| worker["load"]["devices"][0]["engine_bytes"]["value"] == GIB;
-    let worker = cluster.worker("the engine's GPU", found).await;
+    let worker = cluster.wait_for_worker(0, "the engine's GPU", found).await;
     assert_eq!(worker["load"]["devices"][0]["index"], 1, "{worker}");
 }
 
 #[tokio::test]
 async fn pids_of_another_namespace_match_no_engine() {
     let machine = Machine::new(&json!({ "0": {} })).unwrap();
-    let cluster = Cluster::new(|config| config.nvml_library = machine.library()).await;
+    let cluster = start(|config| config.nvml_library = machine.library()).await;
     let mut control = machine.wait_until_loaded().await.unwrap();
     let Some(engine) = start_scheduler(&[], &cluster, 0) else { return };
     // The driver names a pid that doesn't exist here, so all its pids may be of another namespace.
@@ -616,7 +575,7 @@ async fn pids_of_another_namespace_match_no_engine() {
     }
     control.gpu(0, &json!({"processes": elsewhere, "memory_used": 3 * GIB})).unwrap();
     let read = |worker: &Value| worker["load"]["devices"][0]["memory_used_bytes"] == 3 * GIB;
-    let worker = cluster.worker("the reading", read).await;
+    let worker = cluster.wait_for_worker(0, "the reading", read).await;
     assert_eq!(worker["load"]["devices"][0]["engine_bytes"], Value::Null, "{worker}");
 }
 
@@ -631,7 +590,7 @@ fn metrics_in(text: &str) -> BTreeSet<String> {
 #[tokio::test]
 async fn every_metric_is_documented_and_alerts_and_dashboard_ask_for_no_other() {
     let machine = Machine::new(&json!({ "0": busy() })).unwrap();
-    let cluster = Cluster::new(|config| {
+    let cluster = start(|config| {
         config.nvml_library = machine.library();
         config.gpm = true;
     })
@@ -643,11 +602,11 @@ async fn every_metric_is_documented_and_alerts_and_dashboard_ask_for_no_other() 
     eventually("the XID", || {
         // The first event may come before the agent listens.
         control.xid(0, 31).unwrap();
-        let metrics = cluster.metrics();
+        let metrics = cluster.agent_metrics();
         async move { metrics.await.contains("gpu_xids_total").then_some(()) }
     })
     .await;
-    let mut all = metrics_in(&cluster.metrics().await);
+    let mut all = metrics_in(&cluster.agent_metrics().await);
     control.gpu(0, &json!({"processes": processes, "mps_processes": [], "fail": fail})).unwrap();
     let told = |metrics: &str| {
         ["kind=\"engine\"", "kv_excess", "reading_failures", "counters_ratio"]
@@ -655,7 +614,7 @@ async fn every_metric_is_documented_and_alerts_and_dashboard_ask_for_no_other() 
             .all(|part| metrics.contains(part))
     };
     let metrics = eventually("all figures", || async {
-        Some(cluster.metrics().await).filter(|metrics| told(metrics))
+        Some(cluster.agent_metrics().await).filter(|metrics| told(metrics))
     });
     all.extend(metrics_in(&metrics.await));
 
@@ -706,15 +665,16 @@ async fn a_gpu_that_falls_off_the_bus_makes_the_worker_unhealthy_at_once_and_say
 
     let mut config = router_config(&[]);
     config.workers = vec![format!("http://{}", starting["control"].as_str().unwrap())];
-    let router = Router::start(config).await.unwrap();
+    let routers = vec![Router::start(config).await.unwrap()];
     let web = Web::default();
+    let cluster = Cluster { engines: vec![engine], agents: vec![], routers, web };
     let fresh = |shown: &Value| shown["state"] == "fresh";
-    let shown = worker(&web, &router, "the worker", fresh).await;
+    let shown = cluster.wait_for_worker(0, "the worker", fresh).await;
     assert_eq!(shown["load"]["devices"][0]["index"], 0, "{shown}");
     assert!(shown["load"]["devices"][0].get("unhealthy").is_none(), "{shown}");
 
     control.gpu(0, &json!({"lost": true})).unwrap();
-    let shown = worker(&web, &router, "the loss", |shown| shown["state"] == "unhealthy").await;
+    let shown = cluster.wait_for_worker(0, "the loss", |shown| shown["state"] == "unhealthy").await;
     let words = ["GPU 0", "fell off the bus", "restart the machine"];
     let reason = shown["reason"].as_str().unwrap();
     assert!(words.iter().all(|word| reason.contains(word)), "{reason}");
@@ -722,7 +682,7 @@ async fn a_gpu_that_falls_off_the_bus_makes_the_worker_unhealthy_at_once_and_say
     assert!(told.contains("fell off the bus"), "{shown}");
 
     control.gpu(0, &json!({"lost": false})).unwrap();
-    worker(&web, &router, "the GPU's return", fresh).await;
+    cluster.wait_for_worker(0, "the GPU's return", fresh).await;
 }
 
 /// Returns the line of a JSON log with this message; later lines are read and dropped.

@@ -8,48 +8,29 @@ use http::{Method, StatusCode};
 use proto::body::{OWNED_KEYS, Object, assemble};
 use router::config::PreamblePolicy;
 use serde_json::json;
-use tests::{
-    cluster::{Agent, Router, agent_config, ready, router_config},
-    engine_sim::{Config, EngineSim},
-    web::Web,
-};
+use tests::cluster::Cluster;
 
-struct Cluster {
-    engine: EngineSim,
-    router: Router,
-    web: Web,
-    _agent: Agent,
+async fn start(preamble: PreamblePolicy) -> Cluster {
+    let started = Cluster::start(1, |settings| {
+        settings.router.as_mut().unwrap().preamble = preamble;
+    });
+    started.await.unwrap()
 }
 
-impl Cluster {
-    async fn new(preamble: PreamblePolicy) -> Self {
-        let web = Web::default();
-        let engine = EngineSim::start_local(Config::default()).await.unwrap();
-        let agent = Agent::start(agent_config(&engine.url(), "w0")).unwrap();
-        ready(&web, agent.admin).await;
-        let config = router::config::Config { preamble, ..router_config(&[&agent]) };
-        let router = Router::start(config).await.unwrap();
-        ready(&web, router.admin).await;
-        Self { engine, router, web, _agent: agent }
-    }
+/// Sends `body` byte for byte. Returns the cached tokens that the answer's usage reports.
+async fn send(cluster: &Cluster, path: &str, body: &str) -> u64 {
+    let headers = [("content-type", "application/json")];
+    let answer = cluster.request(Method::POST, path, &headers, body.to_owned()).await;
+    assert_eq!(answer.status, StatusCode::OK, "{}", answer.text());
+    answer.json()["usage"]["cache_read_input_tokens"].as_u64().unwrap_or_default()
+}
 
-    /// Sends `body` byte for byte. Returns the cached tokens that the answer's usage reports.
-    async fn send(&self, path: &str, body: &str) -> u64 {
-        let (url, body) = (self.router.url(path), body.to_owned());
-        let headers = [("content-type", "application/json")];
-        let answer = self.web.request(Method::POST, &url, &headers, body).await.unwrap();
-        assert_eq!(answer.status, StatusCode::OK, "{}", answer.text());
-        let usage = answer.json()["usage"].clone();
-        usage["cache_read_input_tokens"].as_u64().unwrap_or_default()
-    }
-
-    /// Returns the last body that the engine got at `path`, without the members that Berth sets.
-    fn seen(&self, path: &str) -> String {
-        let body = self.engine.bodies_seen(path).pop().unwrap();
-        let owned = [&OWNED_KEYS[..], &["request_id"]].concat();
-        let parts = Object::parse(&body).unwrap().rewrite(&owned);
-        String::from_utf8(assemble(&body, &parts, "")).unwrap()
-    }
+/// Returns the last body that the engine got at `path`, without the members that Berth sets.
+fn seen(cluster: &Cluster, path: &str) -> String {
+    let body = cluster.engine().bodies_seen(path).pop().unwrap();
+    let owned = [&OWNED_KEYS[..], &["request_id"]].concat();
+    let parts = Object::parse(&body).unwrap().rewrite(&owned, "");
+    String::from_utf8(assemble(&body, &parts)).unwrap()
 }
 
 /// Returns a preamble as Claude Code writes it, different for each request.
@@ -93,16 +74,15 @@ fn cases() -> Vec<(&'static str, String, String)> {
 
 #[tokio::test]
 async fn an_engine_gets_the_body_without_the_preamble_or_every_byte_if_it_is_kept() {
-    let (strips, keeps) =
-        (Cluster::new(PreamblePolicy::Strip).await, Cluster::new(PreamblePolicy::Keep).await);
+    let (strips, keeps) = (start(PreamblePolicy::Strip).await, start(PreamblePolicy::Keep).await);
     for (path, body, left) in cases() {
-        strips.send(path, &body).await;
-        assert_eq!(strips.seen(path), left, "{path}");
+        send(&strips, path, &body).await;
+        assert_eq!(seen(&strips, path), left, "{path}");
         // Without a preamble, no byte changes.
-        strips.send(path, &left).await;
-        assert_eq!(strips.seen(path), left, "{path}");
-        keeps.send(path, &body).await;
-        assert_eq!(keeps.seen(path), body, "{path}");
+        send(&strips, path, &left).await;
+        assert_eq!(seen(&strips, path), left, "{path}");
+        send(&keeps, path, &body).await;
+        assert_eq!(seen(&keeps, path), body, "{path}");
     }
 }
 
@@ -119,9 +99,9 @@ async fn a_system_prompt_behind_a_changing_preamble_is_found_in_the_cache() {
         .to_string()
     };
     for (setting, finds) in [(PreamblePolicy::Strip, true), (PreamblePolicy::Keep, false)] {
-        let cluster = Cluster::new(setting).await;
-        cluster.send("/v1/messages", &body(1)).await;
-        let cached = cluster.send("/v1/messages", &body(2)).await;
+        let cluster = start(setting).await;
+        send(&cluster, "/v1/messages", &body(1)).await;
+        let cached = send(&cluster, "/v1/messages", &body(2)).await;
         let all = u64::try_from(prompt.len()).unwrap();
         assert_eq!(cached > all * 9 / 10, finds, "{cached} cached of {all}, {setting:?}");
     }

@@ -15,7 +15,6 @@ use parking_lot::Mutex;
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, HashSet};
 use std::net::SocketAddr;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 use tests::replay::options::Pace;
@@ -25,6 +24,7 @@ use tests::replay::trace::{Blocks, Conversation, Form, Shared, Subagent, Trace, 
 use tests::replay::{
     Api, ReplayControl, ReplayOptions, Report, SessionHeaders, SessionOpen, Workload, drive, load,
 };
+use tests::trace_path;
 use tokio::sync::Notify;
 
 /// How the server fails on the n-th turn.
@@ -476,19 +476,11 @@ async fn the_binary_reports_json_on_its_last_line() {
     assert_eq!((&second["turns"], &second["cached_ratio"]), (&json!(4), &json!(0.0)));
 }
 
-fn traces() -> Option<PathBuf> {
-    let beside = || PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../shared/traces");
-    let folder = std::env::var_os("BERTH_TRACES").map_or_else(beside, PathBuf::from);
-    folder.join("claude_code.jsonl.gz").exists().then_some(folder)
-}
-
 #[test]
 fn prompts_of_real_traces_share_the_prefixes_that_their_ids_share() {
-    let Some(folder) = traces() else {
-        skip("no traces: neither BERTH_TRACES nor ../../shared/traces holds them");
-        return;
-    };
-    let agents = load::read_trace(&folder.join("claude_code.jsonl.gz")).unwrap();
+    let Some(path) = trace_path("claude_code.jsonl.gz") else { return };
+    let folder = path.parent().unwrap();
+    let agents = load::read_trace(&path).unwrap();
     assert_eq!(agents.form, Form::Conversations);
     assert_eq!(agents.conversations.len() as u64 + agents.duplicates, 337);
     assert!(agents.conversations.iter().map(|one| one.children.len()).sum::<usize>() > 0);
@@ -510,10 +502,4 @@ fn prompts_of_real_traces_share_the_prefixes_that_their_ids_share() {
     assert_eq!((agents.form, agents.conversations.len()), (Form::Prompts, 10));
     // In the files, every third line is out of order.
     assert_eq!((agents.turns(), agents.edits()), (266, 0));
-}
-
-/// Prints why a test is skipped.
-fn skip(reason: &str) {
-    use std::io::Write as _;
-    let _ = writeln!(std::io::stderr(), "skipped: {reason}");
 }

@@ -15,68 +15,53 @@ use proto::{
 use serde_json::json;
 use sha2::{Digest as _, Sha256};
 use tests::{
-    cluster::{Agent, PATIENCE, agent_config, eventually, ready},
+    cluster::{Agent, Cluster, PATIENCE, agent_config, eventually, ids_turn, ready},
     engine_sim::{
-        Config, EngineSim,
+        Config,
         kv::{Fault, KvEvent, KvEventsConfig, Stored},
         request::Space,
     },
-    web::Web,
 };
 use tonic::{
     Code, Status, Streaming,
     transport::{Channel, Endpoint},
 };
 
-/// An engine that publishes KV events, and its agent.
-struct Cluster {
-    engine: EngineSim,
-    agent: Agent,
-    web: Web,
+/// Starts an engine that publishes KV events, and its agent.
+async fn start(change: impl FnOnce(&mut Config)) -> Cluster {
+    let started = Cluster::start_worker(|settings| {
+        settings.engine.kv_events = Some(KvEventsConfig::local());
+        settings.engine.core.page_size = 16;
+        settings.engine.core.max_total_tokens = 4096;
+        change(&mut settings.engine);
+    });
+    started.await.unwrap()
 }
 
-impl Cluster {
-    async fn new(change: impl FnOnce(&mut Config)) -> Self {
-        let mut config = Config { kv_events: Some(KvEventsConfig::local()), ..Config::default() };
-        config.core.page_size = 16;
-        config.core.max_total_tokens = 4096;
-        change(&mut config);
-        let engine = EngineSim::start_local(config).await.unwrap();
-        let agent = Agent::start(agent_config(&engine.url(), "w0")).unwrap();
-        let cluster = Self { engine, agent, web: Web::default() };
-        ready(&cluster.web, cluster.agent.admin).await;
-        cluster
-    }
+/// Runs a turn whose answer is one token, which fills no page.
+async fn turn(cluster: &Cluster, prompt: &[u32]) {
+    cluster.turn("/generate", &[], &ids_turn(prompt, 1)).await;
+}
 
-    /// Runs a turn whose answer is one token, which fills no page.
-    async fn turn(&self, prompt: &[u32]) {
-        let sampling = json!({"max_new_tokens": 1, "temperature": 0, "ignore_eos": true});
-        let body = json!({"input_ids": prompt, "sampling_params": sampling});
-        let answer = self.web.post(&self.agent.url("/generate"), &[], &body).await.unwrap();
-        assert_eq!(answer.status, 200, "{}", answer.text());
-    }
+/// Empties the cache; retries, because a busy engine refuses a flush.
+async fn flush(cluster: &Cluster) {
+    let url = format!("{}/flush_cache", cluster.engine().url());
+    eventually("a flush", || async {
+        let answer = cluster.web.post(&url, &[], &json!({})).await.unwrap();
+        answer.status.is_success().then_some(())
+    })
+    .await;
+}
 
-    /// Empties the cache; retries, because a busy engine refuses a flush.
-    async fn flush(&self) {
-        let url = format!("{}/flush_cache", self.engine.url());
-        eventually("a flush", || async {
-            let answer = self.web.post(&url, &[], &json!({})).await.unwrap();
-            answer.status.is_success().then_some(())
-        })
-        .await;
-    }
+async fn watch(agent: &Agent) -> Watcher {
+    Watcher::new(agent.control_client().await.unwrap()).await
+}
 
-    async fn watcher(&self) -> Watcher {
-        Watcher::new(self.agent.control_client().await.unwrap()).await
-    }
-
-    /// Returns a watcher that receives at most `bytes` bytes before it reads.
-    async fn watcher_with_window(&self, bytes: u32) -> Watcher {
-        let control = format!("http://{}", self.agent.control);
-        let endpoint = Endpoint::from_shared(control).unwrap().initial_stream_window_size(bytes);
-        let client = WorkerAgentClient::new(endpoint.connect().await.unwrap());
-        Watcher::new(client).await
-    }
+/// Returns a watcher that receives at most `bytes` bytes before it reads.
+async fn watch_with_window(agent: &Agent, bytes: u32) -> Watcher {
+    let control = format!("http://{}", agent.control);
+    let endpoint = Endpoint::from_shared(control).unwrap().initial_stream_window_size(bytes);
+    Watcher::new(WorkerAgentClient::new(endpoint.connect().await.unwrap())).await
 }
 
 /// The state that a router would build from the agent's events.
@@ -170,19 +155,19 @@ fn blocks_of(prompts: impl IntoIterator<Item = u32>) -> BTreeSet<BlockHash> {
 
 #[tokio::test]
 async fn blocks_left_by_turns_and_removed_by_a_flush_are_reported() {
-    let cluster = Cluster::new(|_| {}).await;
-    cluster.turn(&prompt(0)).await;
-    let mut early = cluster.watcher().await;
+    let cluster = start(|_| {}).await;
+    turn(&cluster, &prompt(0)).await;
+    let mut early = watch(cluster.agent()).await;
     early.wait_for_blocks("the first turn", &blocks_of([0])).await;
     for number in 1..4 {
-        cluster.turn(&prompt(number)).await;
+        turn(&cluster, &prompt(number)).await;
     }
     early.wait_for_blocks("four turns", &blocks_of(0..4)).await;
-    let mut late = cluster.watcher().await;
+    let mut late = watch(cluster.agent()).await;
     late.wait_for_blocks("a snapshot", &blocks_of(0..4)).await;
-    cluster.flush().await;
+    flush(&cluster).await;
     early.wait_for_blocks("the flush", &BTreeSet::new()).await;
-    cluster.turn(&prompt(9)).await;
+    turn(&cluster, &prompt(9)).await;
     for watcher in [&mut early, &mut late] {
         watcher.wait_for_blocks("a turn after it", &blocks_of([9])).await;
     }
@@ -190,76 +175,77 @@ async fn blocks_left_by_turns_and_removed_by_a_flush_are_reported() {
 
 #[tokio::test]
 async fn evicted_blocks_are_reported() {
-    let cluster = Cluster::new(|config| config.core.max_total_tokens = 1024).await;
-    let mut watcher = cluster.watcher().await;
+    let cluster = start(|config| config.core.max_total_tokens = 1024).await;
+    let mut watcher = watch(cluster.agent()).await;
     for number in (0..20).step_by(2) {
-        cluster.turn(&prompt(number)).await;
+        turn(&cluster, &prompt(number)).await;
     }
     watcher.wait_until("the last turn", |known| known.blocks.is_superset(&blocks_of([18]))).await;
     assert!(watcher.blocks.len() * 64 <= 1024, "{} blocks in 1,024 tokens", watcher.blocks.len());
     // A second agent builds the same state from a replay of all messages.
-    let agent = Agent::start(agent_config(&cluster.engine.url(), "w1"));
-    assert!(agent.is_ok(), "both have state of their own");
-    let other = Cluster { agent: agent.unwrap(), ..cluster };
-    let mut third = other.watcher().await;
+    let agent = Agent::start(agent_config(&cluster.engine().url(), "w1"));
+    let agent = agent.expect("both have state of their own");
+    ready(&cluster.web, agent.admin).await;
+    let mut third = watch(&agent).await;
     third.wait_for_blocks("a replay", &watcher.blocks).await;
 }
 
 #[tokio::test]
 async fn lost_messages_are_requested_again_also_the_last_ones() {
-    let cluster = Cluster::new(|_| {}).await;
-    let mut watcher = cluster.watcher().await;
-    cluster.turn(&prompt(0)).await;
+    let cluster = start(|_| {}).await;
+    let mut watcher = watch(cluster.agent()).await;
+    turn(&cluster, &prompt(0)).await;
     watcher.wait_for_blocks("a turn", &blocks_of([0])).await;
-    cluster.engine.kv_fault(0, Fault::Drop(2)).await;
+    cluster.engine().kv_fault(0, Fault::Drop(2)).await;
     for number in 1..8 {
-        cluster.turn(&prompt(number)).await;
+        turn(&cluster, &prompt(number)).await;
     }
     watcher.wait_for_blocks("a gap to be filled", &blocks_of(0..8)).await;
-    cluster.engine.kv_fault(0, Fault::Drop(100)).await;
-    cluster.turn(&prompt(8)).await;
+    cluster.engine().kv_fault(0, Fault::Drop(100)).await;
+    turn(&cluster, &prompt(8)).await;
     watcher.wait_for_blocks("messages that nothing followed", &blocks_of(0..9)).await;
 }
 
 #[tokio::test]
 async fn blocks_of_messages_that_are_lost_for_good_are_not_reported() {
-    let cluster = Cluster::new(|_| {}).await;
-    let mut watcher = cluster.watcher().await;
-    cluster.turn(&prompt(0)).await;
+    let cluster = start(|_| {}).await;
+    let mut watcher = watch(cluster.agent()).await;
+    turn(&cluster, &prompt(0)).await;
     watcher.wait_for_blocks("a turn", &blocks_of([0])).await;
-    cluster.engine.kv_fault(0, Fault::Drop(1)).await;
-    cluster.turn(&prompt(2)).await;
-    cluster.engine.kv_fault(0, Fault::Forget).await;
-    cluster.turn(&prompt(4)).await;
-    cluster.turn(&prompt(6)).await;
+    cluster.engine().kv_fault(0, Fault::Drop(1)).await;
+    turn(&cluster, &prompt(2)).await;
+    cluster.engine().kv_fault(0, Fault::Forget).await;
+    turn(&cluster, &prompt(4)).await;
+    turn(&cluster, &prompt(6)).await;
     // At least the last turn's blocks are known, perhaps some of the first two turns', and no
     // others.
     watcher.wait_until("what came later", |known| known.blocks.is_superset(&blocks_of([6]))).await;
     assert!(watcher.blocks.is_subset(&blocks_of([0, 2, 4, 6])));
-    cluster.flush().await;
-    cluster.turn(&prompt(1)).await;
+    flush(&cluster).await;
+    turn(&cluster, &prompt(1)).await;
     watcher.wait_for_blocks("a flush and a turn", &blocks_of([1])).await;
 }
 
 #[tokio::test]
 async fn a_dead_engine_holds_nothing_and_its_successor_is_followed() {
-    let mut cluster = Cluster::new(|_| {}).await;
-    let mut watcher = cluster.watcher().await;
-    cluster.turn(&prompt(0)).await;
+    let mut cluster = start(|_| {}).await;
+    let mut watcher = watch(cluster.agent()).await;
+    turn(&cluster, &prompt(0)).await;
     watcher.wait_for_blocks("a turn", &blocks_of([0])).await;
-    cluster.engine.kill();
+    cluster.engine().kill();
     watcher.wait_until("the end", |known| known.unknown.contains("no KV events")).await;
-    cluster.engine = cluster.engine.restart().await.unwrap();
-    ready(&cluster.web, cluster.agent.admin).await;
+    let engine = cluster.engines.remove(0);
+    cluster.engines.push(engine.restart().await.unwrap());
+    ready(&cluster.web, cluster.agent().admin).await;
     watcher.wait_for_blocks("an empty engine", &BTreeSet::new()).await;
-    cluster.turn(&prompt(3)).await;
+    turn(&cluster, &prompt(3)).await;
     watcher.wait_for_blocks("a turn", &blocks_of([3])).await;
 }
 
 #[tokio::test]
 async fn an_engine_without_a_publisher_is_reported_with_a_remedy() {
-    let cluster = Cluster::new(|config| config.kv_events = None).await;
-    let mut watcher = cluster.watcher().await;
+    let cluster = start(|config| config.kv_events = None).await;
+    let mut watcher = watch(cluster.agent()).await;
     watcher.wait_until("the reason", |known| known.unknown.contains("--kv-events-config")).await;
 }
 
@@ -293,26 +279,26 @@ const BATCHES: usize = 800;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_slow_watcher_of_a_large_cache_delays_no_report_and_only_it_is_disconnected() {
-    let cluster = Cluster::new(|config| {
+    let cluster = start(|config| {
         config.core.page_size = 64;
         config.core.max_total_tokens = 64 * BLOCKS as usize;
     })
     .await;
     for number in 0..BLOCKS / CHAIN {
-        cluster.engine.kv_publish(0, vec![KvEvent::Stored(chain(number, CHAIN as usize))]);
+        cluster.engine().kv_publish(0, vec![KvEvent::Stored(chain(number, CHAIN as usize))]);
     }
-    let mut fast = cluster.watcher().await;
+    let mut fast = watch(cluster.agent()).await;
     let all = BLOCKS as usize;
     fast.wait_until("all blocks", |known| known.blocks.len() == all).await;
 
-    let mut slow = cluster.watcher_with_window(WINDOW_BYTES).await;
+    let mut slow = watch_with_window(cluster.agent(), WINDOW_BYTES).await;
     slow.wait_until("the beginning", |known| !known.blocks.is_empty()).await;
     assert!(slow.blocks.len() < all, "it came in one part");
     // While the slow watcher reads nothing, a third watcher receives everything and reports
     // continue.
-    let mut client = cluster.agent.control_client().await.unwrap();
+    let mut client = cluster.agent().control_client().await.unwrap();
     let mut reports = client.watch_load(v1::WatchLoadRequest {}).await.unwrap().into_inner();
-    let mut third = cluster.watcher().await;
+    let mut third = watch(cluster.agent()).await;
     let mut reports_received = 0;
     while third.blocks.len() < all || reports_received < 20 {
         tokio::select! {
@@ -332,7 +318,7 @@ async fn a_slow_watcher_of_a_large_cache_delays_no_report_and_only_it_is_disconn
     let pair = [removed, KvEvent::Stored(stored)];
     let batch: Vec<KvEvent> = std::iter::repeat_n(pair, CHANGES / 2).flatten().collect();
     for number in 0..BATCHES {
-        cluster.engine.kv_publish(0, batch.clone());
+        cluster.engine().kv_publish(0, batch.clone());
         if number % 8 == 7 {
             fast.wait_for_changes(CHANGES * (number + 1)).await;
         }

@@ -1,6 +1,6 @@
 //! Tests of the whole placement simulator: counts add up, and equal seeds give equal results.
 
-use std::{env, io::Write as _, path::PathBuf, sync::Arc, time::Duration};
+use std::{sync::Arc, time::Duration};
 
 use clap::ValueEnum as _;
 use tests::{
@@ -13,29 +13,13 @@ use tests::{
         stats::RunStats,
         synthetic::SyntheticWorkload,
     },
+    trace_path,
 };
 
 const ALL: ConversationFilter = ConversationFilter { context_tokens_max: None, half: None };
 
 fn build(workload: SyntheticWorkload, options: SimOptions) -> (Arc<Corpus>, SimOptions) {
     (Arc::new(Corpus::new(&workload.trace(options.workers), 512, ALL)), workload.options(options))
-}
-
-/// Returns the path of a trace, or prints why there is none and returns `None`.
-fn trace(name: &str) -> Option<PathBuf> {
-    let beside = || PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../shared/traces");
-    let folder = env::var_os("BERTH_TRACES").map_or_else(beside, PathBuf::from);
-    let path = folder.join(name);
-    if path.is_file() {
-        return Some(path);
-    }
-    skip(&format!("no {}; set BERTH_TRACES", path.display()));
-    None
-}
-
-/// Prints why a test is skipped.
-fn skip(reason: &str) {
-    let _ = writeln!(std::io::stderr(), "skipped: {reason}");
 }
 
 #[test]
@@ -139,7 +123,7 @@ fn a_herd_behind_one_system_prompt_spreads() {
 
 #[test]
 fn one_endless_pool_finds_what_the_trace_repeats() {
-    let Some(path) = trace("mooncake_conversation.jsonl.gz") else { return };
+    let Some(path) = trace_path("mooncake_conversation.jsonl.gz") else { return };
     let corpus = Arc::new(Corpus::new(&load::read_trace(&path).unwrap(), 512, ALL));
     // The rate is so low that no request comes before the request that it repeats is computed.
     let options = SimOptions { workers: 1, pool_tokens: None, rate: 0.05, ..SimOptions::default() };

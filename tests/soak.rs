@@ -9,11 +9,7 @@
 
 use std::{path::Path, process::Output};
 
-use tests::{
-    cluster::{Agent, Router, agent_config, ready, router_config},
-    engine_sim::{Config, EngineSim},
-    web::Web,
-};
+use tests::cluster::Cluster;
 use tokio::process::Command;
 
 /// The number of operations from which every kind of refusal occurs; `guarded.py` requires each.
@@ -47,25 +43,19 @@ fn passed(output: &Output) {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_soak_through_berth_breaks_nothing() {
-    let mut config = Config::default();
-    config.core.context_len = 2048;
-    config.core.session_radix_cache = true;
-    let engine = EngineSim::start_local(config).await.unwrap();
-    let mut settings = agent_config(&engine.url(), "w0");
-    // A short idle time, so that sessions are demoted for others during the run.
-    settings.demote_idle_ms = 300;
-    let agent = Agent::start(settings).unwrap();
-    let router = Router::start(router_config(&[&agent])).await.unwrap();
-    let web = Web::default();
-    ready(&web, agent.admin).await;
-    ready(&web, router.admin).await;
-    let (data, admin) = (agent.data.to_string(), agent.admin.to_string());
-    let (engine_url, router_url) = (engine.url(), router.url(""));
+    let started = Cluster::start(1, |settings| {
+        settings.engine.core.context_len = 2048;
+        // A short idle time, so that sessions are demoted for others during the run.
+        settings.agent.demote_idle_ms = 300;
+    });
+    let mut cluster = started.await.unwrap();
+    let (data, admin) = (cluster.agent().data.to_string(), cluster.agent().admin.to_string());
+    let (engine_url, router_url) = (cluster.engine().url(), cluster.url(""));
     let fleet = ["--guarded", "--at", &engine_url, &router_url, &data, &admin];
     let Some(output) = soak(&fleet).await else { return };
     passed(&output);
-    router.stop().await.unwrap();
-    agent.stop().await.unwrap();
+    cluster.routers.remove(0).stop().await.unwrap();
+    cluster.agents.remove(0).stop().await.unwrap();
 }
 
 #[tokio::test]

@@ -7,11 +7,11 @@
 use bytes::Bytes;
 use http::Method;
 use proto::staged_prefill::{PATH, encode};
-use serde_json::{Value, json};
+use serde_json::Value;
 use tests::{
-    cluster::{Agent, Router, agent_config, eventually, ready, router_config},
-    engine_sim::{Config, EngineSim, core::CoreConfig, kv::KvEventsConfig},
-    web::{Answer, Web},
+    cluster::{Cluster, eventually, ids_turn},
+    engine_sim::{core::CoreConfig, kv::KvEventsConfig},
+    web::{Answer, Headers},
 };
 use tokio::task::JoinSet;
 
@@ -20,68 +20,57 @@ use tokio::task::JoinSet;
 const TOKENS_PER_S: u32 = 2_000;
 const PAGE_TOKENS: usize = 16;
 
-struct Cluster {
-    engine: EngineSim,
-    agent: Agent,
-    router: Router,
-    web: Web,
+async fn start(prefill_stage_ms: u64, core: impl FnOnce(&mut CoreConfig)) -> Cluster {
+    let started = Cluster::start(1, |settings| {
+        settings.agent.prefill_stage_ms = prefill_stage_ms;
+        settings.engine.kv_events = Some(KvEventsConfig::local());
+        let config = &mut settings.engine.core;
+        config.page_size = PAGE_TOKENS;
+        config.max_total_tokens = 1 << 17;
+        config.context_len = 1 << 16;
+        config.prefill_tokens_per_s = TOKENS_PER_S.into();
+        core(config);
+    });
+    let cluster = started.await.unwrap();
+    let live = |worker: &Value| worker["kv"]["state"] == "live";
+    cluster.wait_for_worker(0, "the engine's blocks are told", live).await;
+    cluster
 }
 
-impl Cluster {
-    async fn new(prefill_stage_ms: u64, core: impl FnOnce(&mut CoreConfig)) -> Cluster {
-        let mut config = Config { kv_events: Some(KvEventsConfig::local()), ..Config::default() };
-        config.core.page_size = PAGE_TOKENS;
-        config.core.max_total_tokens = 1 << 17;
-        config.core.context_len = 1 << 16;
-        config.core.prefill_tokens_per_s = TOKENS_PER_S.into();
-        core(&mut config.core);
-        let web = Web::default();
-        let engine = EngineSim::start_local(config).await.unwrap();
-        let settings = agent_config(&engine.url(), "w0");
-        let agent =
-            Agent::start(worker_agent::config::Config { prefill_stage_ms, ..settings }).unwrap();
-        ready(&web, agent.admin).await;
-        let router = Router::start(router_config(&[&agent])).await.unwrap();
-        ready(&web, router.admin).await;
-        let cluster = Cluster { engine, agent, router, web };
-        eventually("the engine's blocks are told", || async {
-            let workers = cluster.web.get(&cluster.router.url("/v1/workers")).await.unwrap().json();
-            (workers["workers"][0]["kv"]["state"] == "live").then_some(())
-        })
+async fn turn(cluster: &Cluster, prompt: &[u32]) -> Answer {
+    cluster.turn("/generate", &[], &body(prompt)).await
+}
+
+/// Starts a turn whose prompt is staged, and returns when the engine has a stage of it.
+async fn start_long(
+    cluster: &Cluster,
+    headers: Headers<'static>,
+    prompt: &[u32],
+) -> JoinSet<Answer> {
+    let (web, url, sent) = (cluster.web.clone(), cluster.url("/generate"), body(prompt));
+    let mut waiting = JoinSet::new();
+    waiting.spawn(async move { web.post(&url, headers, &sent).await.unwrap() });
+    eventually("a stage of it", || async { (!prompts_seen(cluster).is_empty()).then_some(()) })
         .await;
-        cluster
-    }
-
-    async fn turn(&self, prompt: &[u32]) -> Answer {
-        let answer = turn(&self.web, &self.router.url("/generate"), prompt).await;
-        assert_eq!(answer.status, 200, "{}", answer.text());
-        answer
-    }
-
-    /// Returns the prompts sent to the engine, in order.
-    fn seen(&self) -> Vec<Vec<u32>> {
-        let bodies = self.engine.bodies_seen("/generate");
-        bodies.iter().map(prompt_of).collect()
-    }
-
-    /// Sends a staging request directly to the agent.
-    async fn stage(&self, headers: &[(&str, &str)], body: Bytes) -> Answer {
-        self.web.request(Method::POST, &self.agent.url(PATH), headers, body).await.unwrap()
-    }
-
-    async fn prompts_staged(&self) -> Value {
-        let workers = self.web.get(&self.router.url("/v1/workers")).await.unwrap().json();
-        workers["workers"][0]["load"]["staged_prefill"]["prompts"].clone()
-    }
+    waiting
 }
 
-async fn turn(web: &Web, url: &str, prompt: &[u32]) -> Answer {
-    web.post(url, &[], &body(prompt)).await.unwrap()
+/// Returns the prompts sent to the engine, in order.
+fn prompts_seen(cluster: &Cluster) -> Vec<Vec<u32>> {
+    cluster.engine().bodies_seen("/generate").iter().map(prompt_of).collect()
+}
+
+/// Sends a staging request directly to the agent.
+async fn stage(cluster: &Cluster, headers: Headers<'_>, body: Bytes) -> Answer {
+    cluster.web.request(Method::POST, &cluster.agent().url(PATH), headers, body).await.unwrap()
+}
+
+fn prompts_staged(worker: &Value) -> &Value {
+    &worker["load"]["staged_prefill"]["prompts"]
 }
 
 fn body(prompt: &[u32]) -> Value {
-    let sampling = json!({"max_new_tokens": 8, "temperature": 0, "ignore_eos": true});
-    json!({"input_ids": prompt, "sampling_params": sampling})
+    ids_turn(prompt, 8)
 }
 
 fn prompt_of(body: &Bytes) -> Vec<u32> {
@@ -95,13 +84,13 @@ fn prompt(kind: u32, tokens: u32) -> Vec<u32> {
 
 #[tokio::test]
 async fn a_long_prompt_is_computed_in_stages_and_answered_as_if_it_were_not() {
-    let (staged, whole) = (Cluster::new(600, |_| {}).await, Cluster::new(0, |_| {}).await);
+    let (staged, whole) = (start(600, |_| {}).await, start(0, |_| {}).await);
     let long = prompt(1, 10_000);
-    let (answer, plain) = tokio::join!(staged.turn(&long), whole.turn(&long));
+    let (answer, plain) = tokio::join!(turn(&staged, &long), turn(&whole, &long));
     assert_eq!(answer.json()["output_ids"], plain.json()["output_ids"]);
-    let seen = staged.seen();
+    let seen = prompts_seen(&staged);
     let (sent, stages) = seen.split_last().unwrap();
-    assert_eq!((sent, whole.seen()), (&long, vec![long.clone()]));
+    assert_eq!((sent, prompts_seen(&whole)), (&long, vec![long.clone()]));
     assert!(!stages.is_empty(), "nothing was computed before");
     assert!(stages.iter().all(|stage| long.starts_with(stage)));
     assert!(stages.is_sorted_by(|one, next| one.len() < next.len()));
@@ -114,26 +103,20 @@ async fn a_long_prompt_is_computed_in_stages_and_answered_as_if_it_were_not() {
     // long.
     let mut next = long.clone();
     next.extend(prompt(2, 100));
-    eventually("its blocks are told", || async {
-        let workers = staged.web.get(&staged.router.url("/v1/workers")).await.unwrap().json();
-        let blocks = workers["workers"][0]["kv"]["resident_blocks"].as_u64();
-        (blocks == Some(10_000 / 64)).then_some(())
-    })
-    .await;
-    staged.turn(&next).await;
-    assert_eq!(staged.seen().len(), seen.len() + 1);
+    let told = |worker: &Value| worker["kv"]["resident_blocks"] == 10_000 / 64;
+    staged.wait_for_worker(0, "its blocks are told", told).await;
+    turn(&staged, &next).await;
+    assert_eq!(prompts_seen(&staged).len(), seen.len() + 1);
 }
 
 #[tokio::test]
 async fn a_session_that_has_just_spoken_is_staged_when_its_prompt_is_long() {
-    let cluster = Cluster::new(600, |_| {}).await;
+    let cluster = start(600, |_| {}).await;
     let headers = [("x-berth-session-id", "grows")];
-    let url = cluster.router.url("/generate");
     let mut history = prompt(1, 200);
     let turn = async |history: &[u32]| {
-        let answer = cluster.web.post(&url, &headers, &body(history)).await.unwrap();
-        assert_eq!(answer.status, 200, "{}", answer.text());
-        let before = cluster.seen().len();
+        let answer = cluster.turn("/generate", &headers, &body(history)).await;
+        let before = prompts_seen(&cluster).len();
         (answer.headers["x-berth-placement"].clone(), before)
     };
     turn(&history).await;
@@ -147,102 +130,77 @@ async fn a_session_that_has_just_spoken_is_staged_when_its_prompt_is_long() {
 
 #[tokio::test]
 async fn a_session_closed_while_its_turn_is_staged_ends_with_the_turn() {
-    let cluster = Cluster::new(600, |_| {}).await;
-    let (web, url) = (cluster.web.clone(), cluster.router.url("/generate"));
-    let sent = body(&prompt(1, 14_000));
-    let mut waiting = JoinSet::new();
-    waiting.spawn(async move {
-        web.post(&url, &[("x-berth-session-id", "closed")], &sent).await.unwrap()
-    });
-    eventually("a stage of it", || async { (!cluster.seen().is_empty()).then_some(()) }).await;
-    let session = cluster.router.url("/v1/sessions/closed");
-    cluster.web.request(Method::DELETE, &session, &[], "").await.unwrap();
+    let cluster = start(600, |_| {}).await;
+    let headers = &[("x-berth-session-id", "closed")];
+    let mut waiting = start_long(&cluster, headers, &prompt(1, 14_000)).await;
+    cluster.delete("/v1/sessions/closed").await;
     let answer = waiting.join_next().await.unwrap().unwrap();
     assert_eq!(answer.status, 200, "{}", answer.text());
-    eventually("the session's end", || async {
-        let workers = cluster.web.get(&cluster.router.url("/v1/workers")).await.unwrap().json();
-        (workers["workers"][0]["load"]["sessions"] == 0).then_some(())
-    })
-    .await;
-    assert_eq!(cluster.web.get(&session).await.unwrap().status, 404);
+    let ended = |worker: &Value| worker["load"]["sessions"] == 0;
+    cluster.wait_for_worker(0, "the session's end", ended).await;
+    assert_eq!(cluster.get("/v1/sessions/closed").await.status, 404);
 }
 
 #[tokio::test]
 async fn a_short_prompt_passes_a_long_one_and_a_client_that_hangs_up_leaves_the_queue() {
-    let cluster = Cluster::new(600, |_| {}).await;
+    let cluster = start(600, |_| {}).await;
     // Half a minute of prefill.
     let long = prompt(1, 60_000);
-    let (web, url, sent) = (cluster.web.clone(), cluster.router.url("/generate"), long.clone());
-    let mut waiting = JoinSet::new();
-    waiting.spawn(async move { turn(&web, &url, &sent).await });
-    eventually("a stage of it", || async { (!cluster.seen().is_empty()).then_some(()) }).await;
-    let short = cluster.turn(&prompt(2, 100)).await;
+    let mut waiting = start_long(&cluster, &[], &long).await;
+    let short = turn(&cluster, &prompt(2, 100)).await;
     assert_eq!(short.meta("cached_tokens"), Some(0));
-    assert!(!cluster.seen().contains(&long), "the short one waited for the long one");
-    eventually("the router to hear of it", || async {
-        (cluster.prompts_staged().await == 1).then_some(())
-    })
-    .await;
+    assert!(!prompts_seen(&cluster).contains(&long), "the short one waited for the long one");
+    let heard = |worker: &Value| prompts_staged(worker) == 1;
+    cluster.wait_for_worker(0, "the router to hear of it", heard).await;
     waiting.abort_all();
-    eventually("no prompt in staged prefill", || async {
-        (cluster.prompts_staged().await == 0).then_some(())
-    })
-    .await;
+    let left = |worker: &Value| prompts_staged(worker) == 0;
+    cluster.wait_for_worker(0, "no prompt in staged prefill", left).await;
     // The client has disconnected, so the long prompt must not reach the engine.
-    cluster.turn(&prompt(3, 100)).await;
-    assert!(!cluster.seen().contains(&long));
+    turn(&cluster, &prompt(3, 100)).await;
+    assert!(!prompts_seen(&cluster).contains(&long));
 }
 
 #[tokio::test]
 async fn a_long_prompt_is_answered_once_where_others_fill_the_pool_meanwhile() {
-    let cluster = Cluster::new(600, |core| core.max_total_tokens = 12_288).await;
+    let cluster = start(600, |core| core.max_total_tokens = 12_288).await;
     let long = prompt(1, 10_000);
-    let (web, url, sent) = (cluster.web.clone(), cluster.router.url("/generate"), long.clone());
-    let mut waiting = JoinSet::new();
-    waiting.spawn(async move { turn(&web, &url, &sent).await });
-    eventually("a stage of it", || async { (!cluster.seen().is_empty()).then_some(()) }).await;
+    let mut waiting = start_long(&cluster, &[], &long).await;
     for kind in 2..8 {
-        cluster.turn(&prompt(kind, 2_000)).await;
+        turn(&cluster, &prompt(kind, 2_000)).await;
     }
     let answer = waiting.join_next().await.unwrap().unwrap();
     assert_eq!(answer.status, 200, "{}", answer.text());
-    assert_eq!(cluster.seen().iter().filter(|seen| **seen == long).count(), 1);
+    assert_eq!(prompts_seen(&cluster).iter().filter(|seen| **seen == long).count(), 1);
 }
 
 #[tokio::test]
 async fn an_agent_takes_prompts_that_its_engine_can_compute_and_no_others() {
-    let cluster = Cluster::new(600, |_| {}).await;
-    let refused = |answer: Answer| (answer.status.as_u16(), answer.code());
+    let cluster = start(600, |_| {}).await;
+    let refused = async |headers, ids| stage(&cluster, headers, ids).await.refusal();
+    let unusable = (400, "staged_prefill".to_owned());
     let ids = encode(&prompt(1, 9_000));
-    assert_eq!(
-        refused(cluster.stage(&[], ids.slice(1..)).await),
-        (400, "staged_prefill".to_owned())
-    );
-    let headers = [("x-berth-resident-tokens", "many")];
-    assert_eq!(
-        refused(cluster.stage(&headers, ids.clone()).await),
-        (400, "staged_prefill".to_owned())
-    );
-    let headers = [("x-berth-rank", "1")];
-    assert_eq!(refused(cluster.stage(&headers, ids.clone()).await), (400, "no_rank".to_owned()));
+    assert_eq!(refused(&[], ids.slice(1..)).await, unusable);
+    assert_eq!(refused(&[("x-berth-resident-tokens", "many")], ids.clone()).await, unusable);
+    let no_rank = (400, "no_rank".to_owned());
+    assert_eq!(refused(&[("x-berth-rank", "1")], ids.clone()).await, no_rank);
     let outside = encode(&[vec![320], vec![0; 9_000]].concat());
     let code = "token_out_of_vocabulary".to_owned();
-    assert_eq!(refused(cluster.stage(&[], outside).await), (400, code));
+    assert_eq!(refused(&[], outside).await, (400, code));
     let long = encode(&prompt(1, (1 << 16) + 1));
-    assert_eq!(refused(cluster.stage(&[], long).await), (400, "staged_prefill".to_owned()));
-    assert!(cluster.seen().is_empty(), "none of these reached the engine");
+    assert_eq!(refused(&[], long).await, unusable);
+    assert!(prompts_seen(&cluster).is_empty(), "none of these reached the engine");
 
     // Short prompts, and tokens that the router reports as resident, need no stage.
-    assert_eq!(cluster.stage(&[], encode(&prompt(1, 200))).await.status, 204);
+    assert_eq!(stage(&cluster, &[], encode(&prompt(1, 200))).await.status, 204);
     let headers = [("x-berth-resident-tokens", "8900")];
-    assert_eq!(cluster.stage(&headers, ids.clone()).await.status, 204);
-    assert!(cluster.seen().is_empty());
-    assert_eq!(cluster.stage(&[], ids.clone()).await.status, 204);
-    assert!(!cluster.seen().is_empty());
+    assert_eq!(stage(&cluster, &headers, ids.clone()).await.status, 204);
+    assert!(prompts_seen(&cluster).is_empty());
+    assert_eq!(stage(&cluster, &[], ids.clone()).await.status, 204);
+    assert!(!prompts_seen(&cluster).is_empty());
 
-    cluster.engine.kill();
+    cluster.engine().kill();
     eventually("the engine's end to be known", || async {
-        let answer = cluster.stage(&[], encode(&prompt(2, 9_000))).await;
+        let answer = stage(&cluster, &[], encode(&prompt(2, 9_000))).await;
         (answer.code() == "engine_down").then_some(())
     })
     .await;
@@ -250,8 +208,8 @@ async fn an_agent_takes_prompts_that_its_engine_can_compute_and_no_others() {
 
 #[tokio::test]
 async fn without_a_stage_time_nothing_is_staged() {
-    let cluster = Cluster::new(0, |_| {}).await;
-    assert_eq!(cluster.prompts_staged().await, Value::Null);
-    let answer = cluster.stage(&[], encode(&prompt(1, 6_000))).await;
-    assert_eq!((answer.status.as_u16(), answer.code()), (404, "unknown_route".to_owned()));
+    let cluster = start(0, |_| {}).await;
+    assert_eq!(prompts_staged(&cluster.worker(0).await), &Value::Null);
+    let answer = stage(&cluster, &[], encode(&prompt(1, 6_000))).await;
+    assert_eq!(answer.refusal(), (404, "unknown_route".to_owned()));
 }

@@ -11,6 +11,9 @@ use hyper_util::{
 };
 use serde_json::Value;
 
+/// The headers of a request.
+pub type Headers<'a> = &'a [(&'a str, &'a str)];
+
 /// A client with its own connection pool.
 #[derive(Debug, Clone)]
 pub struct Web {
@@ -44,6 +47,21 @@ impl Answer {
         self.json()["meta_info"][key].as_u64()
     }
 
+    /// Returns the status and the code of a refusal.
+    pub fn refusal(&self) -> (u16, String) {
+        (self.status.as_u16(), self.code())
+    }
+
+    /// Returns a header's value, or an empty string.
+    pub fn header(&self, name: &str) -> &str {
+        self.headers.get(name).map_or("", |value| value.to_str().unwrap_or_default())
+    }
+
+    /// Returns a value from the `meta_info` of `/generate`.
+    pub fn meta_value(&self, key: &str) -> Value {
+        self.json()["meta_info"][key].clone()
+    }
+
     /// Returns the body as text.
     pub fn text(&self) -> String {
         String::from_utf8_lossy(&self.body).into_owned()
@@ -65,7 +83,7 @@ impl Web {
         &self,
         method: Method,
         url: &str,
-        headers: &[(&str, &str)],
+        headers: Headers<'_>,
         body: impl Into<Body>,
     ) -> anyhow::Result<Response<Incoming>> {
         let mut request = Request::builder().method(method).uri(url);
@@ -83,7 +101,7 @@ impl Web {
         &self,
         method: Method,
         url: &str,
-        headers: &[(&str, &str)],
+        headers: Headers<'_>,
         body: impl Into<Body>,
     ) -> anyhow::Result<Answer> {
         let (head, body) = self.send(method, url, headers, body).await?.into_parts();
@@ -98,7 +116,7 @@ impl Web {
     pub async fn post(
         &self,
         url: &str,
-        headers: &[(&str, &str)],
+        headers: Headers<'_>,
         body: &Value,
     ) -> anyhow::Result<Answer> {
         let mut all = vec![("content-type", "application/json")];
