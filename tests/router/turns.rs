@@ -1,18 +1,23 @@
 //! Tests of turns: placement, bytes, headers, retry, cancellation, limits.
 
-use std::{collections::BTreeSet, net::SocketAddr, sync::atomic::Ordering};
+use std::{
+    collections::BTreeSet,
+    net::SocketAddr,
+    sync::{Arc, atomic::Ordering},
+};
 
 use http::{Method, StatusCode};
 use http_body_util::BodyExt as _;
 use router::config::Config;
+use tests::web::Headers;
+use tokio::task::JoinSet;
 
 use crate::{
     agent::Agent,
-    harness::{Router, collect, config, wait_until},
+    harness::{Answer, Router, collect, config, wait_until},
 };
 
 const BODY: &str = "{ \"messages\" : [ ] ,\"n\":1.50e0, \"u\":\"\\u00e9\" }\n";
-type Headers<'a> = &'a [(&'a str, &'a str)];
 
 #[tokio::test]
 async fn turns_of_a_session_stay_and_bytes_pass_untouched() {
@@ -77,40 +82,18 @@ async fn what_a_client_may_not_say_never_reaches_an_agent() {
 #[tokio::test]
 async fn concurrent_first_turns_of_a_session_get_one_worker() {
     let (a, b) = (Agent::start("a"), Agent::start("b"));
-    let router = Router::start(&[&a, &b]).await;
-    for round in 0..3 {
-        let id = format!("s{round}");
-        let headers = [("x-berth-session-id", id.as_str())];
-        let mut turns = vec![];
-        for _ in 0..20 {
-            turns.push(router.chat(&headers, "{}"));
-        }
+    let router = Arc::new(Router::start(&[&a, &b]).await);
+    for id in ["s0", "s1", "s2"] {
+        let turn =
+            async |router: Arc<Router>| router.chat(&[("x-berth-session-id", id)], "{}").await;
+        let turns: JoinSet<Answer> = (0..20).map(|_| turn(Arc::clone(&router))).collect();
         let mut workers = BTreeSet::new();
-        for answer in join_all(turns).await {
+        for answer in turns.join_all().await {
             assert_eq!(answer.status, StatusCode::OK);
             workers.insert(answer.header("x-berth-worker").to_owned());
         }
         assert_eq!(workers.len(), 1, "{workers:?}");
     }
-}
-
-async fn join_all<F: Future>(futures: Vec<F>) -> Vec<F::Output> {
-    let mut pinned: Vec<_> = futures.into_iter().map(Box::pin).collect();
-    let mut done: Vec<Option<F::Output>> = pinned.iter().map(|_| None).collect();
-    std::future::poll_fn(|context| {
-        let mut open = false;
-        for (future, slot) in pinned.iter_mut().zip(&mut done) {
-            if slot.is_none() {
-                match future.as_mut().poll(context) {
-                    std::task::Poll::Ready(output) => *slot = Some(output),
-                    std::task::Poll::Pending => open = true,
-                }
-            }
-        }
-        if open { std::task::Poll::Pending } else { std::task::Poll::Ready(()) }
-    })
-    .await;
-    done.into_iter().map(Option::unwrap).collect()
 }
 
 #[tokio::test]
@@ -347,7 +330,7 @@ async fn what_is_wrong_with_a_request_is_said() {
     }
     assert_eq!(a.turns().len(), 0);
     let unknown = router.call(Method::GET, "/nowhere", &[], "").await;
-    assert_eq!((unknown.status.as_u16(), unknown.code().as_str()), (404, "route_unknown"));
+    assert_eq!(unknown.refusal(), (404, "route_unknown".to_owned()));
     let models = router.call(Method::GET, "/v1/models", &[], "").await;
     assert_eq!(models.status, StatusCode::OK);
     assert_eq!(a.turns()[0].path, "/v1/models");

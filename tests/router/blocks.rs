@@ -170,7 +170,7 @@ fn sglang_case(name: &str) -> (String, Vec<u32>) {
         #[serde(borrow)]
         cases: Vec<Case<'a>>,
     }
-    let truth = include_str!("../../../tests/data/prompts.json");
+    let truth = include_str!("../data/prompts.json");
     let truth: Truth<'_> = serde_json::from_str(truth).expect("the recorded cases are JSON");
     let case = truth.cases.into_iter().find(|case| case.case == name);
     let case = case.expect("there is a case of that name");

@@ -1,13 +1,10 @@
 //! Tests of the router over real sockets, in front of minimal agents.
 
-#[cfg(test)]
+#![expect(clippy::unwrap_used, reason = "a test fails where it unwraps")]
+
 mod agent;
 mod blocks;
-#[cfg(test)]
 mod harness;
-#[cfg(test)]
 mod lifecycle;
-#[cfg(test)]
 mod preamble;
-#[cfg(test)]
 mod turns;

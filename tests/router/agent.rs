@@ -9,7 +9,7 @@ use std::{
     pin::Pin,
     sync::{
         Arc,
-        atomic::{AtomicBool, AtomicU16, AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicUsize, Ordering},
     },
     time::Duration,
 };
@@ -93,9 +93,6 @@ pub(crate) struct AgentState {
     stop_accepting: tokio_util::sync::CancellationToken,
 }
 
-/// Number of agents started so far.
-static ADDRESSES: AtomicU16 = AtomicU16::new(0);
-
 /// A running agent.
 #[derive(Debug)]
 pub(crate) struct Agent {
@@ -120,8 +117,7 @@ impl Agent {
 
     fn start_as(name: &str, retentions: Vec<Retention>, model: &'static str) -> Self {
         // Each agent has its own address, so that nothing else gets its ports when it is killed.
-        let [high, low] = ADDRESSES.fetch_add(1, Ordering::Relaxed).to_be_bytes();
-        let own = SocketAddr::from(([127, 251, high, low], 0));
+        let own = tests::cluster::own_addr();
         let bind = || std::net::TcpListener::bind(own).unwrap();
         let (control, data) = (bind(), bind());
         let inner = Arc::new(AgentState {
@@ -570,12 +566,9 @@ impl WorkerAgent for Service {
 
 /// The model's files, in the order of their names.
 const MODEL: [(&str, &[u8]); 3] = [
-    (model_files::CHAT_TEMPLATE, include_bytes!("../../../tests/data/model/chat_template.jinja")),
-    (model_files::TOKENIZER, include_bytes!("../../../tests/data/model/tokenizer.json")),
-    (
-        model_files::TOKENIZER_CONFIG,
-        include_bytes!("../../../tests/data/model/tokenizer_config.json"),
-    ),
+    (model_files::TEMPLATE, include_bytes!("../data/model/chat_template.jinja")),
+    (model_files::TOKENIZER, include_bytes!("../data/model/tokenizer.json")),
+    (model_files::CONFIG, include_bytes!("../data/model/tokenizer_config.json")),
 ];
 
 fn described_files() -> ModelFiles {
