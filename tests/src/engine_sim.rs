@@ -25,52 +25,78 @@ use self::{
     },
     owner::Owner,
 };
-use std::{io, net::SocketAddr, sync::Arc, time::Duration};
+use clap::{Args as _, FromArgMatches as _};
+use std::{io, net::SocketAddr, path::Path, sync::Arc, time::Duration};
 use tokio::net::TcpListener;
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
-
-pub use self::http::SeenRequest;
 
 /// The SGLang version that is simulated.
 pub const VERSION: &str = "0.5.23";
 
 /// The settings of the simulated server.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, clap::Args)]
 pub struct Config {
+    #[command(flatten)]
     pub core: CoreConfig,
+    #[arg(long, default_value_t = 1)]
     pub dp_size: usize,
-    pub served_model_name: String,
+    #[arg(long, default_value = "tiny")]
     pub model_path: String,
+    /// Default: the last part of the model path.
+    #[arg(long)]
+    pub served_model_name: Option<String>,
+    #[arg(long)]
     pub enable_metrics: bool,
+    #[arg(long)]
     pub enable_cache_report: bool,
     /// The interval, counted from a request's start, at which the server notices that the client of
-    /// a non-streaming request has gone.
+    /// a non-streaming request has gone, in milliseconds.
+    #[arg(long = "disconnect-poll-ms", default_value = "4000", value_parser = millis)]
     pub disconnect_poll: Duration,
-    /// How long the port of a crashed server still accepts connections without answering.
+    /// How long the port of a crashed server still accepts connections without answering, in
+    /// milliseconds.
+    #[arg(long = "crash-linger-ms", default_value = "5000", value_parser = millis)]
     pub crash_linger: Duration,
-    /// How long `/health` takes to answer; 0 answers at once.
+    /// How long `/health` takes to answer, in milliseconds; 0 answers at once.
+    #[arg(long = "health-ms", default_value = "1000", value_parser = millis)]
     pub health_wait: Duration,
-    /// The most requests kept for [`EngineSim::requests_seen`]; the oldest are dropped first.
+    /// The most requests kept for [`EngineSim::bodies_seen`]; the oldest are dropped first.
+    #[arg(skip)]
     pub requests_seen_max: usize,
+    /// The publisher of KV events, as JSON: publisher, endpoint, replay_endpoint, buffer_steps,
+    /// topic, bind; and `arrays` for the encoding of older releases.
+    #[arg(long = "kv-events-config", value_parser = kv_events)]
     pub kv_events: Option<KvEventsConfig>,
 }
 
 impl Default for Config {
+    /// Returns the defaults of the command line, with metrics, cache reports and recorded requests.
     fn default() -> Config {
-        Config {
-            core: CoreConfig::default(),
-            dp_size: 1,
-            served_model_name: "tiny".to_owned(),
-            model_path: "tiny".to_owned(),
-            enable_metrics: true,
-            enable_cache_report: true,
-            disconnect_poll: Duration::from_secs(4),
-            crash_linger: Duration::from_secs(5),
-            health_wait: Duration::from_secs(1),
-            requests_seen_max: 4096,
-            kv_events: None,
-        }
+        let command = Self::augment_args(clap::Command::new("engine-sim"));
+        let matches = command.get_matches_from(["engine-sim"]);
+        let config = Self::from_arg_matches(&matches).expect("all have defaults");
+        let core = CoreConfig::default();
+        let (enable_metrics, enable_cache_report, requests_seen_max) = (true, true, 4096);
+        Config { core, enable_metrics, enable_cache_report, requests_seen_max, ..config }
     }
+}
+
+impl Config {
+    /// Returns the model's name for clients.
+    pub fn model_name(&self) -> &str {
+        let path = Path::new(&self.model_path);
+        let last = path.file_name().and_then(|name| name.to_str()).unwrap_or(&self.model_path);
+        self.served_model_name.as_deref().unwrap_or(last)
+    }
+}
+
+fn millis(text: &str) -> Result<Duration, std::num::ParseIntError> {
+    text.parse().map(Duration::from_millis)
+}
+
+fn kv_events(json: &str) -> Result<KvEventsConfig, String> {
+    let config: KvEventsConfig = serde_json::from_str(json).map_err(|error| error.to_string())?;
+    config.problem().map_or(Ok(config), Err)
 }
 
 /// A running simulator. Dropping the value kills the server, as a crash would.
@@ -165,14 +191,9 @@ impl EngineSim {
         self.app.handle.cached(rank).await
     }
 
-    /// Returns the requests that reached the server, oldest first, with their exact bodies.
-    pub fn requests_seen(&self) -> Vec<SeenRequest> {
-        self.seen.entries()
-    }
-
-    /// Returns the bodies of those [`EngineSim::requests_seen`] that were sent to `path`.
+    /// Returns the bodies of the recorded requests to `path`, oldest first and byte for byte.
     pub fn bodies_seen(&self, path: &str) -> Vec<bytes::Bytes> {
-        self.seen.entries().into_iter().filter(|s| s.path == path).map(|s| s.body).collect()
+        self.seen.bodies(path)
     }
 }
 

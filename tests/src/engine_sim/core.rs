@@ -13,6 +13,7 @@ use super::{
     request::{EngineStep, Finish, Output, Req, ReqKey, RequestKind, SessionRef, Space, Submit},
     session::Session,
 };
+use clap::{Args as _, FromArgMatches as _};
 use std::{
     collections::{BTreeMap, VecDeque},
     time::Duration,
@@ -37,52 +38,67 @@ const REFUSED_PROMPT: u32 = 0;
 const REFUSED_OUTPUT: u32 = 296;
 
 /// The settings of one rank.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, clap::Args)]
 pub struct CoreConfig {
+    /// The tokens of a page; a power of two.
+    #[arg(long, default_value_t = 16)]
     pub page_size: usize,
+    #[arg(long, default_value_t = 2048)]
     pub max_total_tokens: usize,
+    #[arg(long = "context-length", default_value_t = 1024)]
     pub context_len: usize,
+    #[arg(long, default_value_t = 8)]
     pub max_running_requests: usize,
+    #[arg(long, default_value_t = 512)]
     pub chunked_prefill_size: usize,
+    #[arg(long = "enable-streaming-session")]
     pub streaming_sessions: bool,
+    #[arg(long = "enable-session-radix-cache")]
     pub session_radix_cache: bool,
     /// The number of decode steps between two pool reports to `/metrics`.
+    #[arg(long, default_value_t = 40, value_parser = clap::value_parser!(u32).range(1..))]
     pub decode_log_interval: u32,
-    /// The initial share, in thousandths, of a running request's remaining output that admission
-    /// reserves. With `ignore_eos` admission reserves all of the remaining output.
+    /// With 1, admission reserves 70 % of an unfinished answer; with less, less. Here in
+    /// thousandths of the answer. With `ignore_eos` admission reserves all of it.
+    #[arg(
+        long = "schedule-conservativeness",
+        default_value = "1",
+        value_parser = new_token_per_mille
+    )]
     pub new_token_per_mille: usize,
     /// Makes every third forward pass retract a request, if more than one runs.
+    #[arg(skip)]
     pub test_retract: bool,
+    #[arg(long, default_value_t = 100_000.0)]
     pub prefill_tokens_per_s: f64,
+    #[arg(long, default_value_t = 1.0)]
     pub decode_ms_per_step: f64,
     /// The chance, in thousandths, that a token ends an answer; ignored with `ignore_eos`.
+    #[arg(long, default_value_t = 0)]
     pub eos_per_mille: u32,
-    /// The seed of sampled answers; greedy answers (temperature 0) don't depend on it.
+    /// The seed of sampled answers and generated ids; greedy answers don't depend on it.
+    #[arg(long, alias = "random-seed", default_value_t = 0)]
     pub seed: u64,
     /// Records the radix tree's changes as KV events.
+    #[arg(skip)]
     pub kv_events: bool,
 }
 
 impl Default for CoreConfig {
+    /// Returns the defaults of the command line, with streaming sessions.
     fn default() -> CoreConfig {
-        CoreConfig {
-            page_size: 16,
-            max_total_tokens: 2048,
-            context_len: 1024,
-            max_running_requests: 8,
-            chunked_prefill_size: 512,
-            streaming_sessions: true,
-            session_radix_cache: false,
-            decode_log_interval: 40,
-            new_token_per_mille: 700,
-            test_retract: false,
-            prefill_tokens_per_s: 100_000.0,
-            decode_ms_per_step: 1.0,
-            eos_per_mille: 0,
-            seed: 0,
-            kv_events: false,
-        }
+        let matches = Self::augment_args(clap::Command::new("rank")).get_matches_from(["rank"]);
+        let config = Self::from_arg_matches(&matches).expect("all have defaults");
+        CoreConfig { streaming_sessions: true, ..config }
     }
+}
+
+/// Converts SGLang's factor to the share, in thousandths, that admission reserves: 70 % of the
+/// factor.
+#[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "clamped before")]
+fn new_token_per_mille(factor: &str) -> Result<usize, std::num::ParseFloatError> {
+    let factor: f64 = factor.parse()?;
+    Ok((700.0 * factor).round().clamp(0.0, 1000.0) as usize)
 }
 
 impl CoreConfig {

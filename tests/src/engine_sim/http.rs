@@ -11,7 +11,7 @@ use super::{
 use axum::{
     Router,
     body::Body,
-    extract::DefaultBodyLimit,
+    extract::{DefaultBodyLimit, FromRequest},
     handler::Handler as _,
     http::{Request, StatusCode, header},
     response::{IntoResponse, Response},
@@ -46,21 +46,11 @@ mod info;
 mod messages;
 mod openai;
 
-/// A request as it reached the server.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct SeenRequest {
-    pub method: String,
-    pub path: String,
-    pub query: String,
-    pub headers: Vec<(String, String)>,
-    pub body: Bytes,
-}
-
-/// A bounded log of the latest requests.
+/// A bounded log of the latest requests: path and body.
 #[derive(Debug)]
 pub(super) struct RequestLog {
     max: usize,
-    seen: Mutex<VecDeque<SeenRequest>>,
+    seen: Mutex<VecDeque<(String, Bytes)>>,
 }
 
 impl RequestLog {
@@ -68,17 +58,18 @@ impl RequestLog {
         RequestLog { max, seen: Mutex::new(VecDeque::new()) }
     }
 
-    pub(super) fn entries(&self) -> Vec<SeenRequest> {
-        self.seen.lock().iter().cloned().collect()
+    pub(super) fn bodies(&self, path: &str) -> Vec<Bytes> {
+        let seen = self.seen.lock();
+        seen.iter().filter(|(seen, _)| seen == path).map(|(_, body)| body.clone()).collect()
     }
 
-    fn push(&self, request: SeenRequest) {
+    fn push(&self, path: &str, body: &Bytes) {
         let mut log = self.seen.lock();
         if log.len() == self.max {
             log.pop_front();
         }
         if self.max > 0 {
-            log.push_back(request);
+            log.push_back((path.to_owned(), body.clone()));
         }
     }
 }
@@ -223,16 +214,7 @@ async fn record_and_route(
         return StatusCode::BAD_REQUEST.into_response();
     };
     let body = body.to_bytes();
-    let header = |(name, value): (&header::HeaderName, &header::HeaderValue)| {
-        (name.to_string(), String::from_utf8_lossy(value.as_bytes()).into_owned())
-    };
-    seen.push(SeenRequest {
-        method: parts.method.to_string(),
-        path: parts.uri.path().to_owned(),
-        query: parts.uri.query().unwrap_or_default().to_owned(),
-        headers: parts.headers.iter().map(header).collect(),
-        body: body.clone(),
-    });
+    seen.push(parts.uri.path(), &body);
     let request = Request::from_parts(parts, Body::from(body));
     any_service(router).call(request, ()).await
 }
@@ -311,14 +293,21 @@ fn json_response(status: StatusCode, body: &impl Display) -> Response {
     (status, [(header::CONTENT_TYPE, "application/json")], body.to_string()).into_response()
 }
 
-/// Parses a JSON object body. The error is the answer to an invalid body.
-fn parse_object(body: &[u8]) -> Result<serde_json::Map<String, Value>, Box<Response>> {
-    match serde_json::from_slice(body) {
-        Ok(Value::Object(map)) => Ok(map),
-        Ok(_) => Err(Box::new(validation_error(&["  body: expected an object".to_owned()]))),
-        Err(error) => {
-            Err(Box::new(validation_error(&[format!("  body: JSON decode error {error}")])))
-        }
+/// A body that is a JSON object; any other body is answered with a validation error.
+struct JsonObject(serde_json::Map<String, Value>);
+
+impl<S: Send + Sync> FromRequest<S> for JsonObject {
+    type Rejection = Response;
+
+    async fn from_request(request: Request<Body>, state: &S) -> Result<Self, Response> {
+        let body =
+            Bytes::from_request(request, state).await.map_err(IntoResponse::into_response)?;
+        let problem = match serde_json::from_slice(&body) {
+            Ok(Value::Object(map)) => return Ok(Self(map)),
+            Ok(_) => "expected an object".to_owned(),
+            Err(error) => format!("JSON decode error {error}"),
+        };
+        Err(validation_error(&[format!("  body: {problem}")]))
     }
 }
 

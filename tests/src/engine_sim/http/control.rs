@@ -6,16 +6,15 @@ use super::{
         request::{Sampling, Submit},
         tokenizer,
     },
-    AppState,
+    AppState, JsonObject,
     generate::token_ids,
-    json_response, parse_object, plain_error, validation_error,
+    json_response, plain_error, validation_error,
 };
 use axum::{
     extract::{Query, State},
     http::StatusCode,
     response::{IntoResponse, Response},
 };
-use bytes::Bytes;
 use serde_json::{Map, Value, json};
 use std::{collections::HashMap, time::Duration};
 
@@ -48,11 +47,7 @@ fn required<T>(key: &str, value: Option<T>, problems: &mut Vec<String>) -> Optio
     value
 }
 
-pub(super) async fn open_session(State(app): AppState, body: Bytes) -> Response {
-    let body = match parse_object(&body) {
-        Ok(body) => body,
-        Err(response) => return *response,
-    };
+pub(super) async fn open_session(State(app): AppState, JsonObject(body): JsonObject) -> Response {
     let mut bad = Vec::new();
     let text = |value: &Value| value.as_str().map(str::to_owned);
     let capacity = field(&body, "capacity_of_str_len", "int", &mut bad, Value::as_i64);
@@ -79,11 +74,7 @@ pub(super) async fn open_session(State(app): AppState, body: Bytes) -> Response 
     plain_error("Failed to open the session. Check if a session with the same id is still open.")
 }
 
-pub(super) async fn close_session(State(app): AppState, body: Bytes) -> Response {
-    let body = match parse_object(&body) {
-        Ok(body) => body,
-        Err(response) => return *response,
-    };
+pub(super) async fn close_session(State(app): AppState, JsonObject(body): JsonObject) -> Response {
     let mut bad = Vec::new();
     let id = field(&body, "session_id", "str", &mut bad, |v| v.as_str().map(str::to_owned));
     match required("session_id", id, &mut bad) {
@@ -95,11 +86,7 @@ pub(super) async fn close_session(State(app): AppState, body: Bytes) -> Response
     }
 }
 
-pub(super) async fn abort_request(State(app): AppState, body: Bytes) -> Response {
-    let body = match parse_object(&body) {
-        Ok(body) => body,
-        Err(response) => return *response,
-    };
+pub(super) async fn abort_request(State(app): AppState, JsonObject(body): JsonObject) -> Response {
     let rid = body.get("rid").and_then(Value::as_str).unwrap_or_default().to_owned();
     let all = body.get("abort_all").and_then(Value::as_bool).unwrap_or(false);
     if all || !rid.is_empty() {
@@ -126,11 +113,7 @@ pub(super) async fn flush_cache(
     }
 }
 
-pub(super) async fn slow_down(State(app): AppState, body: Bytes) -> Response {
-    let body = match parse_object(&body) {
-        Ok(body) => body,
-        Err(response) => return *response,
-    };
+pub(super) async fn slow_down(State(app): AppState, JsonObject(body): JsonObject) -> Response {
     let seconds = body.get("forward_sleep_time").and_then(Value::as_f64).unwrap_or(0.0);
     app.handle.slow_down(Duration::try_from_secs_f64(seconds).unwrap_or_default()).await;
     json_response(StatusCode::OK, &Value::Null)
@@ -158,11 +141,7 @@ pub(super) async fn ready() -> Response {
     StatusCode::OK.into_response()
 }
 
-pub(super) async fn tokenize(State(app): AppState, body: Bytes) -> Response {
-    let body = match parse_object(&body) {
-        Ok(body) => body,
-        Err(response) => return *response,
-    };
+pub(super) async fn tokenize(State(app): AppState, JsonObject(body): JsonObject) -> Response {
     let (tokens, count) = match body.get("prompt") {
         Some(Value::String(text)) => {
             let ids = tokenizer::encode(text);
@@ -180,11 +159,7 @@ pub(super) async fn tokenize(State(app): AppState, body: Bytes) -> Response {
     json_response(StatusCode::OK, &body)
 }
 
-pub(super) async fn detokenize(body: Bytes) -> Response {
-    let body = match parse_object(&body) {
-        Ok(body) => body,
-        Err(response) => return *response,
-    };
+pub(super) async fn detokenize(JsonObject(body): JsonObject) -> Response {
     let decode = |ids: &Value| token_ids(ids).map(|ids| tokenizer::decode(&ids, true));
     let text = match body.get("tokens") {
         Some(Value::Array(lists)) if lists.first().is_some_and(Value::is_array) => {

@@ -6,8 +6,8 @@ use super::{
         request::{Finish, Sampling, SessionParams, SessionRef, Space, Submit},
         tokenizer,
     },
-    App, AppState, Live, event_stream, internal_error, json_response, object, object_error,
-    parse_object, plain_error, sse, wall_seconds,
+    App, AppState, JsonObject, Live, event_stream, internal_error, json_response, object,
+    object_error, plain_error, sse, wall_seconds,
 };
 use axum::{body::Body, extract::State, http::StatusCode, response::Response};
 use bytes::Bytes;
@@ -40,11 +40,7 @@ struct Call {
     space: Space,
 }
 
-pub(super) async fn generate(State(app): AppState, body: Bytes) -> Response {
-    let body = match parse_object(&body) {
-        Ok(body) => body,
-        Err(response) => return *response,
-    };
+pub(super) async fn generate(State(app): AppState, JsonObject(body): JsonObject) -> Response {
     let stream = body.get("stream").and_then(Value::as_bool).unwrap_or(false);
     match read(&app, &body, stream) {
         Ok(call) if call.stream && !call.batch => stream_one(app, call).await,

@@ -123,7 +123,7 @@ pub(super) async fn server_info(State(app): AppState) -> Response {
     let args = json!({
         "model_path": app.config.model_path,
         "tokenizer_path": app.config.model_path,
-        "served_model_name": app.config.served_model_name,
+        "served_model_name": app.config.model_name(),
         "page_size": core.page_size,
         "max_total_tokens": core.max_total_tokens,
         "context_length": core.context_len,
@@ -227,7 +227,7 @@ pub(super) async fn model_info(State(app): AppState) -> Response {
 }
 
 pub(super) async fn models(State(app): AppState) -> Response {
-    let name = &app.config.served_model_name;
+    let name = app.config.model_name();
     let card = json!({
         "id": name, "object": "model", "created": whole_seconds(app.started_wall),
         "owned_by": "sglang", "root": name, "parent": null,
@@ -275,7 +275,7 @@ pub(super) async fn metrics(State(app): AppState) -> Response {
 }
 
 fn render_metrics(app: &App, families: &[(&str, &str, Vec<f64>)]) -> String {
-    let model = &app.config.served_model_name;
+    let model = app.config.model_name();
     let mut text = String::new();
     for (name, kind, values) in families {
         let _ = writeln!(text, "# TYPE sglang:{name} {kind}");

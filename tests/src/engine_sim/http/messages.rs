@@ -7,28 +7,27 @@ use super::{
         owner::Progress,
         request::{Finish, Sampling, Submit},
     },
-    App, AppState, Live,
+    App, AppState, JsonObject, Live,
     generate::{text, too_long},
     json_response,
     openai::{bad_request, chat_prompt, content_text, rank, refusal},
-    parse_object, sse, validation_error, whole_seconds,
+    sse, validation_error, whole_seconds,
 };
 use axum::{
     extract::State,
     http::{HeaderMap, StatusCode},
     response::Response,
 };
-use bytes::Bytes;
 use serde_json::{Map, Value, json};
 use std::sync::Arc;
 
 type Object = Map<String, Value>;
 
-pub(super) async fn responses(State(app): AppState, headers: HeaderMap, body: Bytes) -> Response {
-    let body = match parse_object(&body) {
-        Ok(body) => body,
-        Err(response) => return *response,
-    };
+pub(super) async fn responses(
+    State(app): AppState,
+    headers: HeaderMap,
+    JsonObject(body): JsonObject,
+) -> Response {
     let mut messages = Vec::new();
     if let Some(instructions) = body.get("instructions").filter(|v| v.is_string()) {
         messages.push(json!({ "role": "system", "content": instructions }));
@@ -49,11 +48,11 @@ pub(super) async fn responses(State(app): AppState, headers: HeaderMap, body: By
     stream_response(&app, live)
 }
 
-pub(super) async fn messages(State(app): AppState, headers: HeaderMap, body: Bytes) -> Response {
-    let body = match parse_object(&body) {
-        Ok(body) => body,
-        Err(response) => return *response,
-    };
+pub(super) async fn messages(
+    State(app): AppState,
+    headers: HeaderMap,
+    JsonObject(body): JsonObject,
+) -> Response {
     let mut messages = Vec::new();
     if let Some(system) = body.get("system").filter(|v| !v.is_null()) {
         messages.push(json!({ "role": "system", "content": content_text(Some(system)) }));
@@ -138,7 +137,7 @@ fn response_body(app: &App, live: &Live, progress: &Progress) -> Value {
     let output = progress.finish.as_ref().map(|_| output_item(live, progress));
     json!({
         "id": live.rid, "object": "response", "created_at": whole_seconds(live.received_wall),
-        "model": app.config.served_model_name, "status": status,
+        "model": app.config.model_name(), "status": status,
         "output": output.into_iter().collect::<Vec<_>>(),
         "parallel_tool_calls": true, "tool_choice": "auto", "tools": [],
         "usage": progress.finish.as_ref().map(|_| json!({
@@ -229,7 +228,7 @@ fn message_body(app: &App, live: &Live, progress: &Progress) -> Value {
     json!({
         "id": live.rid, "type": "message", "role": "assistant",
         "content": content.into_iter().collect::<Vec<_>>(),
-        "model": app.config.served_model_name,
+        "model": app.config.model_name(),
         "stop_reason": stop_reason(progress), "stop_sequence": null,
         "usage": message_usage(app, progress),
     })

@@ -6,17 +6,15 @@ use super::{
         request::{Finish, Sampling, SessionRef, Submit},
         tokenizer,
     },
-    App, AppState, Live,
+    App, AppState, JsonObject, Live,
     generate::{routed_rank, space, stops, text, token_ids, too_long},
-    json_response, object as fields, object_error, parse_object, sse, validation_error,
-    whole_seconds,
+    json_response, object as fields, object_error, sse, validation_error, whole_seconds,
 };
 use axum::{
     extract::State,
     http::{HeaderMap, StatusCode},
     response::Response,
 };
-use bytes::Bytes;
 use serde_json::{Map, Value, json};
 use std::sync::Arc;
 
@@ -36,11 +34,11 @@ pub(super) fn bad_request(message: &str) -> Response {
     object_error(StatusCode::BAD_REQUEST, "BadRequest", message)
 }
 
-pub(super) async fn chat(State(app): AppState, headers: HeaderMap, body: Bytes) -> Response {
-    let body = match parse_object(&body) {
-        Ok(body) => body,
-        Err(response) => return *response,
-    };
+pub(super) async fn chat(
+    State(app): AppState,
+    headers: HeaderMap,
+    JsonObject(body): JsonObject,
+) -> Response {
     let Some(messages) = body.get("messages").and_then(Value::as_array) else {
         return validation_error(&["  messages: Field required".to_owned()]);
     };
@@ -51,11 +49,11 @@ pub(super) async fn chat(State(app): AppState, headers: HeaderMap, body: Bytes) 
     run(app, &headers, &body, Route::Chat, prompt, sampling).await
 }
 
-pub(super) async fn completions(State(app): AppState, headers: HeaderMap, body: Bytes) -> Response {
-    let body = match parse_object(&body) {
-        Ok(body) => body,
-        Err(response) => return *response,
-    };
+pub(super) async fn completions(
+    State(app): AppState,
+    headers: HeaderMap,
+    JsonObject(body): JsonObject,
+) -> Response {
     let prompt = match body.get("prompt") {
         Some(Value::String(text)) => tokenizer::encode(text),
         Some(Value::Array(list)) if list.len() == 1 && list[0].is_string() => {
@@ -199,7 +197,7 @@ fn complete_body(app: &App, live: &Live, route: Route, progress: &Progress) -> S
         ("id", &json!(live.rid)),
         ("object", &json!(object)),
         ("created", &whole_seconds(live.received_wall)),
-        ("model", &json!(app.config.served_model_name)),
+        ("model", &json!(app.config.model_name())),
         ("choices", &json!([choice])),
         ("usage", &usage(app, progress)),
         ("metadata", &json!({ "weight_version": "default" })),
@@ -247,7 +245,7 @@ fn stream_chunks(app: &Arc<App>, live: Live, route: Route, include_usage: bool) 
                 ("id", &json!(live.rid)),
                 ("object", &json!(object)),
                 ("created", &whole_seconds(live.received_wall)),
-                ("model", &json!(renderer.config.served_model_name)),
+                ("model", &json!(renderer.config.model_name())),
                 ("choices", &choices),
                 ("usage", &usage),
             ]);

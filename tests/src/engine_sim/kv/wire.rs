@@ -1,161 +1,73 @@
 //! The MessagePack encoding of event batches, byte for byte as the engine's encoder makes it.
 
-use super::event::{KvEvent, Stored};
+use rmp_serde::Serializer;
+use serde::Serialize;
 
-const MEDIUM: &str = "GPU";
+use super::event::{KvEvent, Stored};
 
 /// Encodes `[time, events, rank]`. Each event is a map, or an array as in older releases.
 pub(super) fn batch(time: f64, events: &[KvEvent], rank: usize, arrays: bool) -> Vec<u8> {
-    let mut out = Writer(Vec::new());
-    out.array(3);
-    out.float(time);
-    out.array(events.len());
-    for event in events {
-        if arrays { out.array_event(event) } else { out.map_event(event) }
-    }
-    out.int(i64::try_from(rank).expect("ranks are few"));
-    out.0
+    let events: Vec<_> = events.iter().map(|event| WireEvent::new(event, arrays)).collect();
+    let (mut bytes, batch) = (Vec::new(), (time, events, rank));
+    let encoded = if arrays {
+        batch.serialize(&mut Serializer::new(&mut bytes))
+    } else {
+        batch.serialize(&mut Serializer::new(&mut bytes).with_struct_map())
+    };
+    encoded.expect("all of it can be encoded, and a vector has room");
+    bytes
 }
 
-struct Writer(Vec<u8>);
+/// An event with the engine's keys in the engine's order.
+#[derive(Serialize)]
+#[serde(untagged)]
+enum WireEvent<'a> {
+    Stored {
+        r#type: &'static str,
+        block_hashes: &'a [i64],
+        parent_block_hash: Option<i64>,
+        token_ids: &'a [u32],
+        block_size: usize,
+        lora_id: (),
+        medium: &'static str,
+        #[serde(skip_serializing_if = "Option::is_none")]
+        cache_salt: Option<&'a str>,
+        #[serde(skip_serializing_if = "Option::is_none")]
+        session_id: Option<&'a str>,
+    },
+    Removed {
+        r#type: &'static str,
+        block_hashes: &'a [i64],
+        medium: &'static str,
+    },
+    Cleared {
+        r#type: &'static str,
+    },
+}
 
-impl Writer {
-    fn map_event(&mut self, event: &KvEvent) {
+impl<'a> WireEvent<'a> {
+    /// Older releases, which encode arrays, have neither salts nor sessions.
+    fn new(event: &'a KvEvent, is_old: bool) -> Self {
+        let medium = "GPU";
         match event {
-            KvEvent::Stored(stored) => self.map_stored(stored),
-            KvEvent::Removed { hashes, .. } => {
-                self.map(3);
-                self.pair("type", "BlockRemoved");
-                self.text("block_hashes");
-                self.ints(hashes);
-                self.pair("medium", MEDIUM);
-            }
-            KvEvent::Cleared => {
-                self.map(1);
-                self.pair("type", "AllBlocksCleared");
-            }
-        }
-    }
-
-    fn map_stored(&mut self, stored: &Stored) {
-        let optional = [
-            ("cache_salt", stored.space.cache_salt.as_deref()),
-            ("session_id", stored.session_id.as_deref()),
-        ];
-        let optional = optional.into_iter().filter_map(|(key, text)| Some((key, text?)));
-        self.map(7 + optional.clone().count());
-        self.pair("type", "BlockStored");
-        self.text("block_hashes");
-        self.ints(&stored.hashes);
-        self.text("parent_block_hash");
-        self.maybe_int(stored.parent);
-        self.text("token_ids");
-        self.ints(&stored.tokens);
-        self.text("block_size");
-        self.int(i64::try_from(stored.block_size).expect("pages are small"));
-        self.text("lora_id");
-        self.nil();
-        self.pair("medium", MEDIUM);
-        for (key, text) in optional {
-            self.pair(key, text);
-        }
-    }
-
-    fn array_event(&mut self, event: &KvEvent) {
-        match event {
-            KvEvent::Stored(stored) => {
-                self.array(7);
-                self.text("BlockStored");
-                self.ints(&stored.hashes);
-                self.maybe_int(stored.parent);
-                self.ints(&stored.tokens);
-                self.int(i64::try_from(stored.block_size).expect("pages are small"));
-                self.nil();
-                self.text(MEDIUM);
+            KvEvent::Stored(Stored { hashes, parent, tokens, block_size, space, session_id }) => {
+                WireEvent::Stored {
+                    r#type: "BlockStored",
+                    block_hashes: hashes,
+                    parent_block_hash: *parent,
+                    token_ids: tokens,
+                    block_size: *block_size,
+                    lora_id: (),
+                    medium,
+                    cache_salt: space.cache_salt.as_deref().filter(|_| !is_old),
+                    session_id: session_id.as_deref().filter(|_| !is_old),
+                }
             }
             KvEvent::Removed { hashes, .. } => {
-                self.array(3);
-                self.text("BlockRemoved");
-                self.ints(hashes);
-                self.text(MEDIUM);
+                WireEvent::Removed { r#type: "BlockRemoved", block_hashes: hashes, medium }
             }
-            KvEvent::Cleared => {
-                self.array(1);
-                self.text("AllBlocksCleared");
-            }
+            KvEvent::Cleared => WireEvent::Cleared { r#type: "AllBlocksCleared" },
         }
-    }
-
-    fn pair(&mut self, key: &str, text: &str) {
-        self.text(key);
-        self.text(text);
-    }
-
-    fn ints<T: Copy + Into<i64>>(&mut self, ints: &[T]) {
-        self.array(ints.len());
-        ints.iter().for_each(|&int| self.int(int.into()));
-    }
-
-    fn maybe_int(&mut self, int: Option<i64>) {
-        match int {
-            Some(int) => self.int(int),
-            None => self.nil(),
-        }
-    }
-
-    fn nil(&mut self) {
-        self.0.push(0xc0);
-    }
-
-    fn float(&mut self, value: f64) {
-        self.0.push(0xcb);
-        self.0.extend(value.to_be_bytes());
-    }
-
-    /// Writes an integer in its shortest form, unsigned if it isn't negative.
-    fn int(&mut self, value: i64) {
-        let bytes = value.to_be_bytes();
-        let (kind, size) = match value {
-            -32..=0x7f => (None, 1),
-            0x80..=0xff => (Some(0xcc), 1),
-            0x100..=0xffff => (Some(0xcd), 2),
-            0x1_0000..=0xffff_ffff => (Some(0xce), 4),
-            0x1_0000_0000.. => (Some(0xcf), 8),
-            -0x80..=-33 => (Some(0xd0), 1),
-            -0x8000..=-0x81 => (Some(0xd1), 2),
-            -0x8000_0000..=-0x8001 => (Some(0xd2), 4),
-            i64::MIN..=-0x8000_0001 => (Some(0xd3), 8),
-        };
-        self.0.extend(kind);
-        self.0.extend_from_slice(&bytes[8 - size..]);
-    }
-
-    fn text(&mut self, text: &str) {
-        self.length(text.len(), (0xa0, 32), &[0xd9, 0xda, 0xdb]);
-        self.0.extend_from_slice(text.as_bytes());
-    }
-
-    fn array(&mut self, count: usize) {
-        self.length(count, (0x90, 16), &[0xdc, 0xdd]);
-    }
-
-    fn map(&mut self, count: usize) {
-        self.length(count, (0x80, 16), &[0xde, 0xdf]);
-    }
-
-    /// Writes a type and length. A length below the short form's limit is part of the type byte.
-    /// For larger lengths `kinds` has the type bytes of the one-, two- and four-byte forms; a type
-    /// without the one-byte form leaves it out.
-    fn length(&mut self, length: usize, short: (u8, usize), kinds: &[u8]) {
-        let bytes = u32::try_from(length).expect("a batch is below 4 GiB").to_be_bytes();
-        if length < short.1 {
-            return self.0.push(short.0 | bytes[3]);
-        }
-        let size = [1, 2, 4].into_iter().skip(3 - kinds.len());
-        let fits = |size: &usize| *size == 4 || length >> (8 * size) == 0;
-        let (kind, size) = kinds.iter().zip(size).find(|(_, size)| fits(size)).expect("4 fits");
-        self.0.push(*kind);
-        self.0.extend_from_slice(&bytes[4 - size..]);
     }
 }
 
@@ -203,37 +115,5 @@ mod tests {
             "505591b0416c6c426c6f636b73436c656172656403",
         );
         assert_eq!(hex(&batch(1.5, &events(), 3, true)), arrays);
-    }
-
-    #[test]
-    fn numbers_and_lengths_take_their_shortest_form() {
-        let table = [
-            (0, "00"),
-            (127, "7f"),
-            (128, "cc80"),
-            (256, "cd0100"),
-            (65_536, "ce00010000"),
-            (1 << 32, "cf0000000100000000"),
-            (-1, "ff"),
-            (-32, "e0"),
-            (-33, "d0df"),
-            (-129, "d1ff7f"),
-            (-32_769, "d2ffff7fff"),
-            (-(1 << 31) - 1, "d3ffffffff7fffffff"),
-        ];
-        for (value, expected) in table {
-            let mut out = Writer(vec![]);
-            out.int(value);
-            assert_eq!(hex(&out.0), expected, "{value}");
-        }
-        let lengths = [(15, "9f"), (16, "dc0010"), (65_536, "dd00010000")];
-        for (length, expected) in lengths {
-            let mut out = Writer(vec![]);
-            out.array(length);
-            assert_eq!(hex(&out.0), expected, "{length}");
-        }
-        let mut out = Writer(vec![]);
-        out.text(&"x".repeat(32));
-        assert!(hex(&out.0).starts_with("d92078"));
     }
 }
