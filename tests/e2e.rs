@@ -2,7 +2,7 @@
 
 #![expect(clippy::unwrap_used, reason = "a test fails where it unwraps")]
 
-use std::{path::PathBuf, time::Duration};
+use std::path::PathBuf;
 
 use axum::body::Body;
 use http::{Method, StatusCode};
@@ -14,7 +14,7 @@ use tests::{
     engine_sim::{Config, EngineSim},
     replay::{
         Api, ReplayControl, ReplayOptions, Report, SessionHeaders, Workload, drive, load,
-        options::Pace, shape::Shape,
+        shape::Shape,
     },
     trace_path,
     web::Answer,
@@ -525,12 +525,7 @@ async fn real_conversations_replay_without_an_error() {
         model: "tiny".into(),
         shape: Shape { scale: 0.02, context_tokens_max: Some(8000), output_tokens_max: Some(8) },
         sessions: SessionHeaders::Final,
-        pace: Pace::Closed {
-            users: 8,
-            time_scale: 0.0,
-            think_max: Duration::ZERO,
-            ramp: Duration::ZERO,
-        },
+        time_scale: Some(0.0),
         turns_max: Some(200),
         ..ReplayOptions::default()
     };

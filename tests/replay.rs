@@ -17,7 +17,6 @@ use std::collections::{BTreeMap, HashSet};
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
-use tests::replay::options::Pace;
 use tests::replay::shape::Shape;
 use tests::replay::synth::{self, Salt};
 use tests::replay::trace::{Blocks, Conversation, Form, Shared, Subagent, Trace, TraceTurn};
@@ -70,7 +69,7 @@ async fn serve(faults: &[(usize, Fault)]) -> (Arc<Server>, String) {
     let app = Router::new()
         .route("/generate", post(generate))
         .route("/v1/chat/completions", post(chat))
-        .route("/v1/sessions", post(open))
+        .route("/v1/sessions", post(open_session))
         .route("/v1/sessions/{id}", delete(close))
         .with_state(Arc::clone(&server));
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -82,7 +81,7 @@ async fn serve(faults: &[(usize, Fault)]) -> (Arc<Server>, String) {
     (server, url)
 }
 
-async fn open(State(server): State<Arc<Server>>, body: Bytes) -> StatusCode {
+async fn open_session(State(server): State<Arc<Server>>, body: Bytes) -> StatusCode {
     let body: Value = serde_json::from_slice(&body).unwrap();
     let text = |key: &str| body[key].as_str().unwrap().to_owned();
     server.seen.lock().opened.push((text("session_id"), text("retention")));
@@ -192,19 +191,19 @@ fn workload(conversations: Vec<Conversation>) -> Workload {
 }
 
 fn options(url: &str, api: Api) -> ReplayOptions {
-    let pace = Pace::Closed {
-        users: 2,
-        time_scale: 0.0,
-        think_max: Duration::from_secs(1),
-        ramp: Duration::ZERO,
-    };
     ReplayOptions {
         url: url.to_owned(),
         api,
-        pace,
+        users: Some(2),
+        time_scale: Some(0.0),
         run_id: "t".to_owned(),
         ..ReplayOptions::default()
     }
+}
+
+/// Returns the options of an open loop.
+fn open(rate: f64, options: ReplayOptions) -> ReplayOptions {
+    ReplayOptions { rate: Some(rate), users: None, time_scale: None, ..options }
 }
 
 async fn run(options: ReplayOptions, conversations: Vec<Conversation>) -> Report {
@@ -345,7 +344,7 @@ async fn a_turn_budget_is_kept_and_sessions_are_closed() {
 async fn a_stop_abandons_a_hanging_turn_and_closes_its_session() {
     let (server, url) = serve(&[(1, Fault::Hang)]).await;
     let options = ReplayOptions {
-        grace: Duration::from_millis(50),
+        grace_s: 0.05,
         sessions: SessionHeaders::Header,
         session_open: Some(SessionOpen::Auto),
         ..options(&url, Api::Chat)
@@ -365,8 +364,7 @@ async fn a_stop_abandons_a_hanging_turn_and_closes_its_session() {
 #[tokio::test]
 async fn a_replay_ends_at_its_time() {
     let (_server, url) = serve(&[]).await;
-    let duration_max = Some(Duration::from_millis(100));
-    let options = ReplayOptions { duration_max, recycle: true, ..options(&url, Api::Chat) };
+    let options = ReplayOptions { seconds: Some(0.1), recycle: true, ..options(&url, Api::Chat) };
     let report = run(options, vec![conversation(0, 2)]).await;
     assert_eq!((report.errors, report.unfinished), (0, 0));
 }
@@ -375,9 +373,8 @@ async fn a_replay_ends_at_its_time() {
 async fn a_request_that_takes_too_long_is_a_timeout() {
     let (_server, url) = serve(&[(0, Fault::Hang)]).await;
     // Long enough for the second turn, which must be answered in time.
-    let timeout = Duration::from_secs(4);
-    let report =
-        run(ReplayOptions { timeout, ..options(&url, Api::Chat) }, vec![conversation(0, 2)]).await;
+    let options = ReplayOptions { timeout_s: 4.0, ..options(&url, Api::Chat) };
+    let report = run(options, vec![conversation(0, 2)]).await;
     assert_eq!((report.turns, kinds(&report)), (1, vec![("timeout", 1)]));
 }
 
@@ -400,9 +397,12 @@ async fn subagents_have_sessions_of_their_own_and_their_parents_wait() {
 #[tokio::test]
 async fn an_open_loop_drops_what_exceeds_its_bound() {
     let (server, url) = serve(&[(0, Fault::Hang)]).await;
-    let pace = Pace::Open { rate: 1.0, arrival_gap: Duration::ZERO, outstanding_max: 1 };
-    let grace = Duration::from_millis(50);
-    let options = ReplayOptions { pace, grace, ..options(&url, Api::Chat) };
+    let options = ReplayOptions {
+        arrival_gap_s: Some(0.0),
+        outstanding_max: Some(1),
+        grace_s: 0.05,
+        ..open(1.0, options(&url, Api::Chat))
+    };
     let conversations = (0..4).map(|scope| conversation(scope, 1)).collect();
     let control = ReplayControl::default();
     let stop = control.stop.clone();
@@ -420,10 +420,12 @@ async fn an_open_loop_drops_what_exceeds_its_bound() {
 #[tokio::test]
 async fn an_open_loop_keeps_the_order_of_a_conversation() {
     let (server, url) = serve(&[]).await;
-    let pace =
-        Pace::Open { rate: 10.0, arrival_gap: Duration::from_millis(10), outstanding_max: 64 };
-    let options =
-        ReplayOptions { pace, sessions: SessionHeaders::Final, ..options(&url, Api::Generate) };
+    let options = ReplayOptions {
+        arrival_gap_s: Some(0.01),
+        outstanding_max: Some(64),
+        sessions: SessionHeaders::Final,
+        ..open(10.0, options(&url, Api::Generate))
+    };
     let report = run(options, (0..4).map(|scope| conversation(scope, 4)).collect()).await;
     assert_eq!((report.turns, report.dropped, report.errors), (16, 0, 0));
     let mut lengths: BTreeMap<String, Vec<usize>> = BTreeMap::new();

@@ -8,13 +8,12 @@ use serde::Serialize;
 use tokio_util::sync::CancellationToken;
 
 use crate::{
-    cluster::{Agent, Router, agent_config, ready, router_config},
+    cluster::Cluster,
     engine_sim::{Config, EngineSim, core::PoolFacts},
     replay::{
         self, Api, ReplayControl, ReplayOptions, Report, SessionHeaders, SessionOpen, Workload,
-        options::Pace, shape::Shape,
+        shape::Shape,
     },
-    web::Web,
 };
 
 /// The number of engines, agents and workers.
@@ -86,12 +85,7 @@ pub struct WorkerLine {
 
 /// A fleet that is ready for traffic.
 #[derive(Debug)]
-pub struct Demo {
-    engines: Vec<EngineSim>,
-    agents: Vec<Agent>,
-    router: Router,
-    web: Web,
-}
+pub struct Demo(Cluster);
 
 impl Demo {
     /// Starts everything and waits until the router knows all workers.
@@ -99,25 +93,7 @@ impl Demo {
     /// # Errors
     /// Fails if a port can't be bound.
     pub async fn start() -> anyhow::Result<Self> {
-        let web = Web::default();
-        let mut engines = vec![];
-        let mut agents = vec![];
-        for number in 0..ENGINES {
-            let engine = EngineSim::start_local(engine_config(number)).await?;
-            let agent = Agent::start(agent_config(&engine.url(), &format!("worker-{number}")))?;
-            ready(&web, agent.admin).await;
-            engines.push(engine);
-            agents.push(agent);
-        }
-        let router = Router::start(router_config(&agents.iter().collect::<Vec<_>>())).await?;
-        ready(&web, router.admin).await;
-        Ok(Self { engines, agents, router, web })
-    }
-
-    /// Returns the URL to which a client sends its turns.
-    #[must_use]
-    pub fn url(&self) -> String {
-        self.router.url("")
+        Ok(Self(Cluster::start(ENGINES, |settings| settings.engine = engine_config()).await?))
     }
 
     /// Runs conversations for `time`; `control.live` can be read meanwhile.
@@ -130,8 +106,9 @@ impl Demo {
         control: ReplayControl,
     ) -> Result<Report, replay::Error> {
         let workload = || Workload::Synthetic { conversations: u64::MAX };
-        let pinned = options(self.url(), time, Api::Generate, SessionOpen::Pinned, PINNED_USERS);
-        let tagged = options(self.url(), time, Api::Chat, SessionOpen::Tagged, TAGGED_USERS);
+        let pinned =
+            options(self.0.url(""), time, Api::Generate, SessionOpen::Pinned, PINNED_USERS);
+        let tagged = options(self.0.url(""), time, Api::Chat, SessionOpen::Tagged, TAGGED_USERS);
         let started = tokio::time::Instant::now();
         let both = tokio::join!(
             replay::drive(pinned, workload(), control.clone(), |_| {}),
@@ -144,20 +121,11 @@ impl Demo {
 
     /// Returns the current state of the workers.
     pub async fn workers(&self) -> Vec<WorkerLine> {
-        let ledger = match self.web.get(&self.router.url("/v1/workers")).await {
-            Ok(answer) => answer.json(),
-            Err(_) => serde_json::Value::Null,
-        };
         let mut lines = vec![];
-        for (number, engine) in self.engines.iter().enumerate() {
-            let name = format!("worker-{number}");
-            let is_this = |worker: &&serde_json::Value| {
-                worker["worker"].as_str().is_some_and(|id| id.starts_with(&name))
-            };
-            let workers = ledger["workers"].as_array();
-            let ledger = workers.and_then(|workers| workers.iter().find(is_this)).cloned();
+        for (number, engine) in self.0.engines.iter().enumerate() {
             if let Some(pool) = engine.pool(0).await {
-                lines.push(WorkerLine { name, pool, ledger: ledger.unwrap_or_default() });
+                let ledger = self.0.worker(number).await;
+                lines.push(WorkerLine { name: format!("worker-{number}"), pool, ledger });
             }
         }
         lines
@@ -168,14 +136,17 @@ impl Demo {
     /// # Errors
     /// Fails if the router or an agent ended with an error.
     pub async fn finish(self, report: &Report) -> anyhow::Result<DemoSummary> {
-        self.router.stop().await?;
+        let Cluster { engines, agents, routers, .. } = self.0;
+        for router in routers {
+            router.stop().await?;
+        }
         // Checks before the agents close the remaining sessions: a leak is what the clients' closes
         // did not free.
-        let (sessions_leaked, held_tokens_end) = held_at_end(&self.engines).await;
-        for agent in self.agents {
+        let (sessions_leaked, held_tokens_end) = held_at_end(&engines).await;
+        for agent in agents {
             agent.stop().await?;
         }
-        for engine in self.engines {
+        for engine in engines {
             engine.shutdown().await;
         }
         Ok(DemoSummary {
@@ -210,7 +181,7 @@ async fn held_at_end(engines: &[EngineSim]) -> (u64, u64) {
     }
 }
 
-fn engine_config(number: usize) -> Config {
+fn engine_config() -> Config {
     let mut config = Config::default();
     config.core.max_total_tokens = POOL_TOKENS;
     config.core.context_len = ENGINE_CONTEXT_TOKENS;
@@ -219,7 +190,6 @@ fn engine_config(number: usize) -> Config {
     // A mid-sized model on one GPU, with the orders of magnitude that placement studies use.
     config.core.prefill_tokens_per_s = 20_000.0;
     config.core.decode_ms_per_step = 10.0;
-    config.core.seed = number as u64;
     config
 }
 
@@ -244,13 +214,11 @@ fn options(
         sessions: SessionHeaders::Header,
         session_open: Some(open),
         run_id: format!("demo-{}", open.retention()),
-        pace: Pace::Closed {
-            users,
-            time_scale: 0.01,
-            think_max: Duration::from_secs(1),
-            ramp: Duration::from_secs(1),
-        },
-        duration_max: Some(time),
+        users: Some(users),
+        time_scale: Some(0.01),
+        think_cap_s: Some(1.0),
+        ramp_s: Some(1.0),
+        seconds: Some(time.as_secs_f64()),
         ..ReplayOptions::default()
     }
 }

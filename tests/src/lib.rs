@@ -8,7 +8,6 @@ pub mod demo;
 pub mod engine_sim;
 pub mod nvml;
 pub mod replay;
-pub mod saturation;
 pub mod scheduler;
 pub mod sim;
 pub mod simulation;

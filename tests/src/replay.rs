@@ -1,7 +1,7 @@
 //! The library behind `berth-replay`: replays a trace against an OpenAI- or SGLang-compatible URL.
 //!
 //! Pure modules: `trace` (the model), `wire` (JSON to model), `generate`, `shape` (scaling and
-//! limits), `synth` (block ids to tokens and text), `dialog` (turn to request body), `sse`,
+//! limits), `synth` (block ids to tokens and text), `dialog` (turn to request body),
 //! `answer`, `pace`. Shell: `load` reads files, `client` speaks HTTP, `user` runs one conversation,
 //! `drive` runs them all. The replay uses nothing of Berth's internals and sends only requests that
 //! any client could send, so it measures Berth and its peers in the same way.
@@ -16,7 +16,6 @@ pub mod options;
 pub mod pace;
 pub mod report;
 pub mod shape;
-pub mod sse;
 pub mod synth;
 pub mod texts;
 pub mod trace;

@@ -4,8 +4,7 @@
 //! that disconnects does.
 
 use crate::replay::answer::{AnswerFailure, AnswerStep, FinishedAnswer, ReplayAnswer};
-use crate::replay::options::{Api, ReplayOptions};
-use crate::replay::sse::Reader;
+use crate::replay::options::{Api, ReplayOptions, seconds};
 use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, Method, Request, Response, header};
 use http_body_util::{BodyExt, Full, Limited};
@@ -16,6 +15,9 @@ use hyper_util::rt::{TokioExecutor, TokioTimer};
 use std::fmt;
 use std::time::Duration;
 use tokio::time::Instant;
+use tokio_stream::StreamExt as _;
+use tokio_util::codec::{FramedRead, LinesCodec, LinesCodecError};
+use tokio_util::io::StreamReader;
 
 /// The longest idle time of a pooled connection. Python engines close connections after 5 s of
 /// idleness; the client closes them first, so that no turn meets a closing connection.
@@ -25,6 +27,8 @@ const CONNECT_MAX: Duration = Duration::from_secs(10);
 /// The longest time of a session call. A working server answers at once, and closing sessions must
 /// not prolong the end of a replay by much.
 const SESSION_CALL_MAX: Duration = Duration::from_secs(15);
+/// The longest event: SGLang repeats all output ids in each; 16 MiB are about two million ids.
+const EVENT_BYTES_MAX: usize = 16 << 20;
 /// The longest answer that isn't streamed: 64 MiB are more text than any context holds.
 const BODY_BYTES_MAX: usize = 64 << 20;
 
@@ -161,7 +165,7 @@ impl Client {
             base: options.url.trim_end_matches('/').to_owned(),
             api: options.api,
             stream: options.stream,
-            timeout: options.timeout,
+            timeout: seconds(options.timeout_s),
             authorization,
         }
     }
@@ -245,32 +249,35 @@ impl Client {
         Err(CallFailure::Status { status: response.status().as_u16(), retry_after })
     }
 
+    /// Reads server-sent events, each with its data on one line, as engines send them.
     async fn read_stream(
         &self,
-        mut body: Incoming,
+        body: Incoming,
         since: Instant,
     ) -> Result<MeasuredTurn, AnswerFailure> {
-        let mut reader = Reader::default();
+        let chunks = body.into_data_stream().map(|chunk| chunk.map_err(std::io::Error::other));
+        let codec = LinesCodec::new_with_max_length(EVENT_BYTES_MAX);
+        let mut lines = FramedRead::new(StreamReader::new(chunks), codec);
         let mut answer = ReplayAnswer::new(self.api);
         let mut first_token = None;
         let mut gaps = Vec::new();
         let mut last = since;
-        while let Some(frame) = body.frame().await {
-            let frame = frame.map_err(|_| AnswerFailure::Truncated)?;
-            let Some(chunk) = frame.data_ref() else { continue };
-            let now = Instant::now();
-            reader.push(chunk).map_err(|_| AnswerFailure::Unreadable)?;
-            while let Some(data) = reader.next_event() {
-                if answer.read_event(&data)? != AnswerStep::Content {
-                    continue;
-                }
-                if first_token.is_none() {
-                    first_token = Some(now - since);
-                } else {
-                    gaps.push(now - last);
-                }
-                last = now;
+        while let Some(line) = lines.next().await {
+            let line = line.map_err(|error| match error {
+                LinesCodecError::MaxLineLengthExceeded => AnswerFailure::Unreadable,
+                LinesCodecError::Io(_) => AnswerFailure::Truncated,
+            })?;
+            let Some(data) = line.strip_prefix("data:") else { continue };
+            if answer.read_event(data.trim_start().as_bytes())? != AnswerStep::Content {
+                continue;
             }
+            let now = Instant::now();
+            if first_token.is_none() {
+                first_token = Some(now - since);
+            } else {
+                gaps.push(now - last);
+            }
+            last = now;
         }
         let finished = answer.finish()?;
         Ok(MeasuredTurn { finished, kind: None, first_token, gaps, total: since.elapsed() })

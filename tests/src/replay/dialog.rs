@@ -8,35 +8,11 @@
 //! tokens. If the trace has words, chat messages use them; scaling keeps the beginning of each
 //! message.
 
-use crate::replay::options::Api;
-use crate::replay::shape::Shape;
+use crate::replay::options::{Api, ReplayOptions};
 use crate::replay::synth::{self, Salt};
 use crate::replay::trace::{Conversation, HistoryChange, TraceTurn, TurnWords};
 use std::fmt::Write as _;
 use std::sync::Arc;
-
-/// The format of requests, common to all conversations.
-#[derive(Debug, Clone)]
-pub struct RequestStyle {
-    /// The API that the requests are for.
-    pub api: Api,
-    /// The scaling and limits of sizes.
-    pub shape: Shape,
-    /// The vocabulary size; token ids are below this.
-    pub vocab: u32,
-    /// The bytes of text that stand for one token.
-    pub bytes_per_token: usize,
-    /// Whether the engine's real answers go into later prompts.
-    pub echo: bool,
-    /// Whether an answer may end before its length, at the model's end-of-sequence token.
-    pub stop_at_eos: bool,
-    /// Whether answers are streamed.
-    pub stream: bool,
-    /// The model's name, for the chat API.
-    pub model: String,
-    /// Whether turns carry only tokens that the session doesn't have yet.
-    pub delta: bool,
-}
 
 /// A request to send.
 #[derive(Debug, Clone, PartialEq)]
@@ -87,7 +63,7 @@ struct Patch {
 #[derive(Debug)]
 pub struct Dialog {
     conversation: Arc<Conversation>,
-    style: Arc<RequestStyle>,
+    style: Arc<ReplayOptions>,
     salt: Salt,
     /// The index of the last turn sent, and its answer.
     last: Option<(usize, Option<AnswerContent>)>,
@@ -99,7 +75,7 @@ pub struct Dialog {
 
 impl Dialog {
     /// Creates the state before the first turn.
-    pub fn new(conversation: Arc<Conversation>, style: Arc<RequestStyle>, salt: Salt) -> Self {
+    pub fn new(conversation: Arc<Conversation>, style: Arc<ReplayOptions>, salt: Salt) -> Self {
         let (messages, patches) = (Vec::new(), Vec::new());
         Self { conversation, style, salt, last: None, messages, patches, committed: 0 }
     }
@@ -169,7 +145,7 @@ impl Dialog {
         let vocab = self.style.vocab;
         let first = append.is_none();
         // After a turn without an answer the session's history is unknown.
-        let mut reopen = self.style.delta && !first;
+        let mut reopen = self.style.delta() && !first;
         if let Some((before, shared, reply)) = append {
             let before_tokens = self.style.shape.prompt_tokens(before);
             reopen &= reply.is_none() || shared * 2 < before_tokens || self.overflows(turn);
@@ -182,7 +158,7 @@ impl Dialog {
             ids[start..start + fitting].copy_from_slice(&patch.ids[..fitting]);
         }
         let mut sent = ids.as_slice();
-        if self.style.delta && !first && !reopen {
+        if self.style.delta() && !first && !reopen {
             let committed = usize::try_from(self.committed).unwrap_or(usize::MAX);
             // Sends at least one token, because an engine refuses a turn that adds nothing.
             sent = &ids[committed.min(ids.len() - 1)..];
@@ -336,6 +312,8 @@ fn json_string(text: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::replay::options::SessionOpen;
+    use crate::replay::shape::Shape;
     use crate::replay::trace::{Blocks, Shared};
     use serde_json::Value;
     use std::time::Duration;
@@ -362,16 +340,11 @@ mod tests {
     }
 
     fn dialog(api: Api, delta: bool, prompts: &[(&[u64], u64)]) -> Dialog {
-        let style = RequestStyle {
+        let style = ReplayOptions {
             api,
             shape: Shape { context_tokens_max: Some(100), ..Shape::default() },
-            vocab: 256,
-            bytes_per_token: 1,
-            echo: true,
-            stop_at_eos: false,
-            stream: true,
-            model: "m".to_owned(),
-            delta,
+            session_open: delta.then_some(SessionOpen::Pinned),
+            ..ReplayOptions::default()
         };
         Dialog::new(conversation(prompts), Arc::new(style), Salt::default())
     }

@@ -1,7 +1,7 @@
 //! Replays a workload against a server: users or a schedule, stops, progress, the report.
 
 use crate::replay::client::Client;
-use crate::replay::options::{Pace, ReplayOptions};
+use crate::replay::options::{Pace, ReplayOptions, seconds};
 use crate::replay::pace;
 use crate::replay::report::{LiveCounters, Report};
 use crate::replay::user::{self, Context, ConversationTask, TurnSchedule};
@@ -55,14 +55,13 @@ pub async fn drive(
     if !problems.is_empty() {
         return Err(Error::Options(problems));
     }
-    let timed = matches!(options.pace, Pace::Open { .. });
+    let timed = options.rate.is_some();
     let (seed, recycle) = (options.seed, options.recycle);
     let source = Source::new(workload, options.shape, seed, recycle, timed);
     control.live.set_losses(source.losses());
     let source = Arc::new(Mutex::new(source));
     let hurry = control.stop.child_token();
     let context = Arc::new(Context {
-        style: Arc::new(options.style()),
         client: Client::new(&options),
         live: Arc::clone(&control.live),
         started: Instant::now(),
@@ -70,10 +69,10 @@ pub async fn drive(
         hurry,
         kill: CancellationToken::new(),
         turns_left: AtomicU64::new(options.turns_max.unwrap_or(u64::MAX)),
-        options,
+        options: Arc::new(options),
     });
     let mut tasks = JoinSet::new();
-    match context.options.pace {
+    match context.options.pace() {
         Pace::Closed { users, time_scale, think_max, ramp } => {
             for index in 0..users {
                 let start = context.started + pace::user_start(index, users, ramp);
@@ -106,8 +105,8 @@ async fn supervise(
     mut on_progress: impl FnMut(&Report),
 ) {
     let far = context.started + Duration::from_secs(86_400 * 365);
-    let end = context.options.duration_max.map_or(far, |max| context.started + max);
-    let mut grace_end = None;
+    let end = context.options.seconds.map_or(far, |max| context.started + seconds(max));
+    let (grace, mut grace_end) = (seconds(context.options.grace_s), None);
     let mut progress = tokio::time::interval_at(context.started + PROGRESS_EVERY, PROGRESS_EVERY);
     progress.set_missed_tick_behavior(MissedTickBehavior::Skip);
     loop {
@@ -120,11 +119,11 @@ async fn supervise(
                 None => break,
             },
             () = control.stop.cancelled(), if !hurried => {
-                grace_end = Some(Instant::now() + context.options.grace);
+                grace_end = Some(Instant::now() + grace);
             }
             () = tokio::time::sleep_until(end), if !hurried => {
                 context.hurry.cancel();
-                grace_end = Some(Instant::now() + context.options.grace);
+                grace_end = Some(Instant::now() + grace);
             }
             () = tokio::time::sleep_until(grace_end.unwrap_or(far)),
                 if !context.kill.is_cancelled() => context.kill.cancel(),

@@ -108,27 +108,6 @@ struct Stats {
     last_end: Option<Duration>,
 }
 
-/// Events that are counted one by one.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum ReplayEvent {
-    /// A retry.
-    Retry,
-    /// A turn that was not sent.
-    Dropped,
-    /// A turn that was sent late.
-    Late,
-    /// A turn given up at the stop.
-    Unfinished,
-    /// A conversation that started.
-    Begun,
-    /// A conversation in which every turn was attempted.
-    Finished,
-    /// A session opened explicitly.
-    Opened,
-    /// A session closed explicitly.
-    Closed,
-}
-
 impl Default for LiveCounters {
     fn default() -> Self {
         let histogram = || {
@@ -192,11 +171,6 @@ impl LiveCounters {
         }
     }
 
-    /// Counts the tokens that a conversation holds at its end.
-    pub(crate) fn count_context(&self, tokens: u64) {
-        self.stats.lock().counts.context_tokens += tokens;
-    }
-
     pub(crate) fn count_failure(&self, call: &str, failure: &CallFailure, now: Duration) {
         let mut stats = self.stats.lock();
         stats.last_end = Some(now);
@@ -204,26 +178,17 @@ impl LiveCounters {
         *stats.counts.errors_by_kind.entry(format!("{call}{failure}")).or_default() += 1;
     }
 
-    pub(crate) fn count_event(&self, event: ReplayEvent) {
-        let counts = &mut self.stats.lock().counts;
-        let count = match event {
-            ReplayEvent::Retry => &mut counts.retries,
-            ReplayEvent::Dropped => &mut counts.dropped,
-            ReplayEvent::Late => &mut counts.late,
-            ReplayEvent::Unfinished => &mut counts.unfinished,
-            ReplayEvent::Begun => &mut counts.conversations,
-            ReplayEvent::Finished => &mut counts.conversations_finished,
-            ReplayEvent::Opened => &mut counts.sessions_opened,
-            ReplayEvent::Closed => &mut counts.sessions_closed,
-        };
-        *count += 1;
+    /// Changes a figure that is counted directly.
+    pub(crate) fn count(&self, change: impl FnOnce(&mut Report)) {
+        change(&mut self.stats.lock().counts);
     }
 
     pub(crate) fn set_losses(&self, losses: Losses) {
-        let counts = &mut self.stats.lock().counts;
-        counts.conversations_cut = losses.shortened;
-        counts.turns_cut = losses.turns;
-        counts.conversations_dropped = losses.dropped;
+        self.count(|report| {
+            report.conversations_cut = losses.shortened;
+            report.turns_cut = losses.turns;
+            report.conversations_dropped = losses.dropped;
+        });
     }
 }
 

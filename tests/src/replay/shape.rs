@@ -7,13 +7,16 @@
 use crate::replay::trace::{Conversation, TraceTurn};
 
 /// The conversion from a trace's sizes to the replay's.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, clap::Args)]
 pub struct Shape {
-    /// The factor on prompt and output tokens; above 0.
+    /// The factor on prompt and answer tokens
+    #[arg(long = "scale-tokens", default_value_t = 1.0)]
     pub scale: f64,
-    /// The most tokens of a prompt and its answer together.
+    /// Cut conversations where prompt and answer exceed this many tokens
+    #[arg(long = "max-context")]
     pub context_tokens_max: Option<u64>,
-    /// The most tokens of an answer.
+    /// The most tokens of an answer
+    #[arg(long = "max-output")]
     pub output_tokens_max: Option<u64>,
 }
 

@@ -3,10 +3,10 @@
 //! The module `pace` makes all decisions about time, and `dialog` all decisions about contents.
 
 use crate::replay::client::{CallFailure, Client, TurnHeaders};
-use crate::replay::dialog::{Dialog, Request, RequestStyle};
+use crate::replay::dialog::{Dialog, Request};
 use crate::replay::options::{ReplayOptions, SessionHeaders};
 use crate::replay::pace;
-use crate::replay::report::{LiveCounters, ReplayEvent};
+use crate::replay::report::LiveCounters;
 use crate::replay::synth::Salt;
 use crate::replay::trace::{Conversation, Subagent};
 use bytes::Bytes;
@@ -31,8 +31,7 @@ const LATE: Duration = Duration::from_millis(100);
 /// The state that all conversations of a replay share.
 #[derive(Debug)]
 pub(crate) struct Context {
-    pub(crate) options: ReplayOptions,
-    pub(crate) style: Arc<RequestStyle>,
+    pub(crate) options: Arc<ReplayOptions>,
     pub(crate) client: Client,
     pub(crate) live: Arc<LiveCounters>,
     pub(crate) started: Instant,
@@ -101,7 +100,7 @@ pub(crate) fn run(
     Box::pin(async move {
         let mut awaited = JoinSet::new();
         let mut unawaited = JoinSet::new();
-        context.live.count_event(ReplayEvent::Begun);
+        context.live.count(|report| report.conversations += 1);
         let mut conversation_run = ConversationRun::new(Arc::clone(&context), &task);
         let mut pause = Duration::ZERO;
         let mut complete = true;
@@ -130,10 +129,10 @@ pub(crate) fn run(
         }
         join(&mut awaited).await;
         join(&mut unawaited).await;
-        context.live.count_context(conversation_run.context_tokens);
+        context.live.count(|report| report.context_tokens += conversation_run.context_tokens);
         conversation_run.close().await;
         if complete {
-            context.live.count_event(ReplayEvent::Finished);
+            context.live.count(|report| report.conversations_finished += 1);
         }
         if !pause.is_zero() {
             context.sleep_until(Instant::now() + pause).await;
@@ -212,7 +211,7 @@ struct ConversationRun {
 impl ConversationRun {
     fn new(context: Arc<Context>, task: &ConversationTask) -> Self {
         let conversation = Arc::clone(&task.conversation);
-        let style = Arc::clone(&context.style);
+        let style = Arc::clone(&context.options);
         let dialog = Some(Dialog::new(Arc::clone(&conversation), style, task.salt));
         let (session, parent) = (task.session.clone(), task.parent.clone());
         Self {
@@ -242,7 +241,7 @@ impl ConversationRun {
             TurnSchedule::Open { start, rate, .. } => *start + pace::scheduled_time(turn.at, *rate),
         };
         if index > 0 && now.saturating_duration_since(deadline) > LATE {
-            self.context.live.count_event(ReplayEvent::Late);
+            self.context.live.count(|report| report.late += 1);
         }
         self.context.sleep_until(deadline).await
     }
@@ -253,7 +252,7 @@ impl ConversationRun {
             TurnSchedule::Closed { .. } => None,
             TurnSchedule::Open { outstanding, .. } => {
                 let Ok(permit) = Arc::clone(outstanding).try_acquire_owned() else {
-                    self.context.live.count_event(ReplayEvent::Dropped);
+                    self.context.live.count(|report| report.dropped += 1);
                     return TurnOutcome::Skipped;
                 };
                 Some(permit)
@@ -281,7 +280,7 @@ impl ConversationRun {
         };
         drop(begun);
         passed.unwrap_or_else(|| {
-            context.live.count_event(ReplayEvent::Unfinished);
+            context.live.count(|report| report.unfinished += 1);
             TurnOutcome::Stopped
         })
     }
@@ -323,10 +322,10 @@ impl ConversationRun {
                 context.live.count_failure(call, &failure, context.started.elapsed());
                 return TurnOutcome::Failed;
             };
-            context.live.count_event(ReplayEvent::Retry);
+            context.live.count(|report| report.retries += 1);
             tried += 1;
             if !sleep_unless(&context.hurry, Instant::now() + wait).await {
-                context.live.count_event(ReplayEvent::Unfinished);
+                context.live.count(|report| report.unfinished += 1);
                 return TurnOutcome::Stopped;
             }
         }
@@ -347,10 +346,10 @@ impl ConversationRun {
             id: &id,
             parent: self.parent.as_deref(),
             last: closing,
-            delta: context.style.delta,
+            delta: options.delta(),
         });
         let measured = context.client.send_turn(body, session_headers, since).await?;
-        let sent = context.style.shape.prompt_tokens(&self.conversation.turns[index]);
+        let sent = options.shape.prompt_tokens(&self.conversation.turns[index]);
         context.live.count_turn(&measured, sent, context.started.elapsed());
         let reply = &measured.finished.reply;
         self.context_tokens = reply.prompt_tokens + reply.output_tokens;
@@ -359,7 +358,7 @@ impl ConversationRun {
         }
         if closing && std::mem::take(&mut self.open) {
             self.may_be_open = false;
-            context.live.count_event(ReplayEvent::Closed);
+            context.live.count(|report| report.sessions_closed += 1);
         }
         Ok(())
     }
@@ -376,7 +375,7 @@ impl ConversationRun {
         }
         opened?;
         self.open = true;
-        self.context.live.count_event(ReplayEvent::Opened);
+        self.context.live.count(|report| report.sessions_opened += 1);
         Ok(())
     }
 
@@ -391,7 +390,7 @@ impl ConversationRun {
             // closed.
             Ok(()) | Err(CallFailure::Status { status: 404, .. }) => {
                 if counted {
-                    self.context.live.count_event(ReplayEvent::Closed);
+                    self.context.live.count(|report| report.sessions_closed += 1);
                 }
             }
             Err(failure) => {
