@@ -2,7 +2,7 @@
 //!
 //! Exit status: 0 if all runs ended, 1 if the trace can't be read, 64 if the flags are invalid.
 
-use std::{io::Write as _, path::PathBuf, process::ExitCode, sync::Arc, time::Duration};
+use std::{io::Write as _, path::PathBuf, process::ExitCode, sync::Arc};
 
 use anyhow::Context as _;
 use clap::{Parser, ValueEnum as _};
@@ -12,7 +12,7 @@ use tests::{
     sim::{
         azure, compare,
         corpus::{ConversationFilter, Corpus, Half},
-        options::{Churn, Close, DeliveryFaults, Mode, SimOptions},
+        options::SimOptions,
         plot,
         policy::PolicyKind,
         report::{self, PolicySummary},
@@ -36,15 +36,6 @@ struct Flags {
     /// The policies to compare [default: all]
     #[arg(long, value_enum, value_delimiter = ',')]
     policies: Vec<PolicyKind>,
-    /// The number of concurrent users, if the trace has no arrival times
-    #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=100_000))]
-    users: u32,
-    /// The number of engines
-    #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=1024))]
-    workers: u32,
-    /// The tokens of each engine's pool
-    #[arg(long, default_value_t = 1_000_000)]
-    pool_tokens: u64,
     /// The number of runs of each policy, with seeds from 0
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..=1000))]
     seeds: u64,
@@ -57,42 +48,8 @@ struct Flags {
     /// Use only one half of the conversations
     #[arg(long, value_enum)]
     half: Option<Half>,
-    /// What happens on the engine when a session ends, under every policy
-    #[arg(long, value_enum, default_value = "none")]
-    close: Close,
-    /// How engines keep the KV of open sessions, under every policy
-    #[arg(long, value_enum, default_value = "none")]
-    mode: Mode,
-    /// The share of a pool that pinned sessions may hold; 1 means all of it
-    #[arg(long, default_value_t = 0.5)]
-    pin_budget_ratio: f64,
-    /// The factor on the arrival rate of a trace with times
-    #[arg(long, default_value_t = 1.0)]
-    rate: f64,
-    /// The seconds of virtual time after which a run with users ends
-    #[arg(long, default_value_t = 7_200)]
-    horizon_s: u64,
-    /// The longest pause between two turns, in seconds
-    #[arg(long, default_value_t = 600)]
-    think_s_max: u64,
-    /// Prefill in chunks of this many tokens, alternating between waiting prompts
-    #[arg(long)]
-    chunk_tokens: Option<u64>,
-    /// The delay until the router hears of a change of blocks, in milliseconds
-    #[arg(long, default_value_t = 0)]
-    event_lag_ms: u64,
-    /// The share of block changes that the router never hears of
-    #[arg(long, default_value_t = 0.0)]
-    event_loss_ratio: f64,
-    /// The share of closes that are lost
-    #[arg(long, default_value_t = 0.0)]
-    close_loss_ratio: f64,
-    /// The share of closes that are delivered twice
-    #[arg(long, default_value_t = 0.0)]
-    close_twice_ratio: f64,
-    /// What happens to workers
-    #[arg(long, value_enum, default_value = "none")]
-    churn: Churn,
+    #[command(flatten)]
+    options: SimOptions,
     /// Write the first table as an SVG picture to this path
     #[arg(long)]
     plot: Option<PathBuf>,
@@ -117,8 +74,7 @@ struct Output {
 
 /// Separates bounds from policies.
 fn split_bounds(summaries: Vec<PolicySummary>) -> (Vec<PolicySummary>, Vec<PolicySummary>) {
-    let is_bound =
-        |one: &PolicySummary| PolicyKind::BOUNDS.iter().any(|kind| kind.as_str() == one.name);
+    let is_bound = |one: &PolicySummary| PolicyKind::BOUNDS.contains(&one.name);
     let (bounds, policies) = summaries.into_iter().partition(is_bound);
     (policies, bounds)
 }
@@ -148,7 +104,7 @@ fn is_closed_pipe(error: &anyhow::Error) -> bool {
 }
 
 fn run(flags: &Flags) -> anyhow::Result<()> {
-    let options = options(flags);
+    let options = flags.synthetic.map_or(flags.options, |workload| workload.options(flags.options));
     let trace = trace(flags)?;
     let kinds =
         if flags.policies.is_empty() { PolicyKind::value_variants() } else { &flags.policies };
@@ -167,7 +123,7 @@ fn run(flags: &Flags) -> anyhow::Result<()> {
     let bound = Some(flags.max_context).filter(|&max| max > 0);
     let (played, policies) = table(bound)?;
     if let Some(path) = &flags.plot {
-        let title = format!("mean time to first token, {} users", flags.users);
+        let title = format!("mean time to first token, {} users", flags.options.users);
         std::fs::write(path, plot::svg(&title, &policies)).context("the plot can't be written")?;
     }
     let all = Corpus::root_count(&trace, flags.half);
@@ -184,7 +140,7 @@ fn run(flags: &Flags) -> anyhow::Result<()> {
 fn trace(flags: &Flags) -> anyhow::Result<Trace> {
     let Some(path) = &flags.trace else {
         let workload = flags.synthetic.expect("the parser wants one of both");
-        return Ok(workload.trace(flags.workers as usize));
+        return Ok(workload.trace(flags.options.workers));
     };
     let name = path.to_string_lossy();
     if name.ends_with(".csv.gz") {
@@ -192,30 +148,6 @@ fn trace(flags: &Flags) -> anyhow::Result<Trace> {
     } else {
         Ok(load::read_trace(path)?)
     }
-}
-
-fn options(flags: &Flags) -> SimOptions {
-    let options = SimOptions {
-        workers: flags.workers as usize,
-        pool_tokens: Some(flags.pool_tokens),
-        users: flags.users as usize,
-        rate: flags.rate,
-        horizon: Duration::from_secs(flags.horizon_s),
-        think_max: Duration::from_secs(flags.think_s_max),
-        close: flags.close,
-        mode: flags.mode,
-        pin_budget_ratio: flags.pin_budget_ratio,
-        chunk_tokens: flags.chunk_tokens,
-        delivery_faults: DeliveryFaults {
-            lag: Duration::from_millis(flags.event_lag_ms),
-            loss_ratio: flags.event_loss_ratio,
-            close_loss_ratio: flags.close_loss_ratio,
-            close_twice_ratio: flags.close_twice_ratio,
-        },
-        churn: flags.churn,
-        ..SimOptions::default()
-    };
-    flags.synthetic.map_or(options, |workload| workload.options(options))
 }
 
 /// Parses a block size; blocks of a trace are joined or split to this size.

@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use clap::{Args, FromArgMatches as _, builder::RangedU64ValueParser};
+
 /// What happens on the engine when a session ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum Close {
@@ -32,15 +34,19 @@ pub enum Churn {
 }
 
 /// The faults in the delivery of block changes and session ends.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Args)]
 pub struct DeliveryFaults {
-    /// The delay between a change of blocks and its report to the router.
+    /// The delay until the router hears of a change of blocks, in milliseconds
+    #[arg(long = "event-lag-ms", default_value = "0", value_parser = millis)]
     pub lag: Duration,
-    /// The share of block changes that are lost.
+    /// The share of block changes that the router never hears of
+    #[arg(long = "event-loss-ratio", default_value_t = 0.0)]
     pub loss_ratio: f64,
-    /// The share of closes that are lost.
+    /// The share of closes that are lost
+    #[arg(long, default_value_t = 0.0)]
     pub close_loss_ratio: f64,
-    /// The share of closes that are delivered twice.
+    /// The share of closes that are delivered twice
+    #[arg(long, default_value_t = 0.0)]
     pub close_twice_ratio: f64,
 }
 
@@ -55,52 +61,61 @@ impl DeliveryFaults {
 }
 
 /// The options of a run except its policy and seed.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Args)]
 pub struct SimOptions {
-    /// The number of engines.
+    /// The number of engines
+    #[arg(long, default_value = "8", value_parser = RangedU64ValueParser::<usize>::new().range(1..=1024))]
     pub workers: usize,
-    /// The tokens of each pool; `None` for unlimited pools.
+    /// The tokens of each engine's pool; a run of a test may have unlimited pools.
+    #[arg(long, default_value = "1000000")]
     pub pool_tokens: Option<u64>,
-    /// The number of concurrent users, unless the trace times its sessions.
+    /// The number of concurrent users, if the trace has no arrival times
+    #[arg(long, default_value = "64", value_parser = RangedU64ValueParser::<usize>::new().range(1..=100_000))]
     pub users: usize,
-    /// The factor on the speed of a timed trace.
+    /// The factor on the arrival rate of a trace with times
+    #[arg(long, default_value_t = 1.0)]
     pub rate: f64,
-    /// The end of the run, because users would continue forever.
+    /// The seconds of virtual time after which a run with users ends
+    #[arg(long = "horizon-s", default_value = "7200", value_parser = seconds)]
     pub horizon: Duration,
-    /// The longest pause between two turns.
+    /// The longest pause between two turns, in seconds
+    #[arg(long = "think-s-max", default_value = "600", value_parser = seconds)]
     pub think_max: Duration,
     /// The period over which users start.
+    #[arg(skip = Duration::from_secs(600))]
     pub ramp: Duration,
-    /// What happens at a session's end, under every policy.
+    /// What happens on the engine when a session ends, under every policy
+    #[arg(long, value_enum, default_value = "none")]
     pub close: Close,
-    /// How engines keep KV, under every policy.
+    /// How engines keep the KV of open sessions, under every policy
+    #[arg(long, value_enum, default_value = "none")]
     pub mode: Mode,
-    /// The share of the pool that pins may hold.
+    /// The share of a pool that pinned sessions may hold; 1 means all of it
+    #[arg(long, default_value_t = 0.5)]
     pub pin_budget_ratio: f64,
-    /// The tokens of a prefill chunk, if prompts alternate; `None` for whole prompts.
+    /// Prefill in chunks of this many tokens, alternating between waiting prompts
+    #[arg(long)]
     pub chunk_tokens: Option<u64>,
     /// The faults in what the router hears.
+    #[command(flatten)]
     pub delivery_faults: DeliveryFaults,
-    /// What happens to workers.
+    /// What happens to workers
+    #[arg(long, value_enum, default_value = "none")]
     pub churn: Churn,
 }
 
 impl Default for SimOptions {
+    /// Returns the defaults of the command line.
     fn default() -> Self {
-        Self {
-            workers: 8,
-            pool_tokens: Some(1_000_000),
-            users: 64,
-            rate: 1.0,
-            horizon: Duration::from_secs(2 * 3600),
-            think_max: Duration::from_secs(600),
-            ramp: Duration::from_secs(600),
-            close: Close::None,
-            mode: Mode::None,
-            pin_budget_ratio: 0.5,
-            chunk_tokens: None,
-            delivery_faults: DeliveryFaults::NONE,
-            churn: Churn::None,
-        }
+        let matches = Self::augment_args(clap::Command::new("sim")).get_matches_from(["sim"]);
+        Self::from_arg_matches(&matches).expect("all have defaults")
     }
+}
+
+fn seconds(text: &str) -> Result<Duration, std::num::ParseIntError> {
+    text.parse().map(Duration::from_secs)
+}
+
+fn millis(text: &str) -> Result<Duration, std::num::ParseIntError> {
+    text.parse().map(Duration::from_millis)
 }

@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-use super::report::PolicySummary;
+use super::{policy::PolicyKind, report::PolicySummary};
 
 const BAR_HEIGHT: usize = 18;
 const ROW_HEIGHT: usize = 26;
@@ -36,8 +36,8 @@ pub fn svg(title: &str, summaries: &[PolicySummary]) -> String {
         let top = TOP + row * ROW_HEIGHT;
         let (line, middle) = (top + 14, top + BAR_HEIGHT / 2);
         let colour = match one.name {
-            "berth" => "#1f77b4",
-            "ideal" => "#9ecae1",
+            PolicyKind::Berth => "#1f77b4",
+            PolicyKind::Ideal => "#9ecae1",
             _ => "#bbbbbb",
         };
         let (start, end) = (x(floor), x(one.ttft_ms_mean));
@@ -51,7 +51,7 @@ pub fn svg(title: &str, summaries: &[PolicySummary]) -> String {
              stroke=\"black\"/>\n\
              <text x=\"{:.1}\" y=\"{line}\">{:.0} ms, hit {:.3}</text>\n",
             LABEL_WIDTH - 8,
-            one.name,
+            one.name.name(),
             end - start,
             to + 6.0,
             one.ttft_ms_mean,

@@ -11,6 +11,8 @@ mod published;
 
 use std::time::Duration;
 
+use clap::ValueEnum as _;
+
 use super::{
     engine::PREFILL_TOKENS_PER_S,
     fleet::{Fleet, TurnToPlace},
@@ -112,7 +114,8 @@ pub enum PolicyEvent<'a> {
 }
 
 /// The policies and bounds.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum, serde::Serialize)]
+#[serde(rename_all = "snake_case")]
 pub enum PolicyKind {
     /// Berth's policy.
     Berth,
@@ -130,18 +133,12 @@ pub enum PolicyKind {
     PooledClairvoyant,
     /// The workers in turn.
     RoundRobin,
-    /// A random worker.
-    Random,
-    /// The less loaded of two random workers.
-    PowerOfTwo,
     /// The worker with the fewest outstanding turns.
     LeastLoaded,
     /// The worker with the least predicted time to first token.
     LeastTtft,
     /// The session's position on a hash ring.
     ConsistentHash,
-    /// The session's position on a hash ring, skipping workers with more than their share.
-    BoundedHash,
     /// SGLang's rule: the longest match unless loads differ much.
     CacheAware,
     /// Dynamo's published cost.
@@ -160,28 +157,11 @@ impl PolicyKind {
     pub const BOUNDS: [Self; 4] =
         [Self::BerthWhole, Self::Told, Self::Pooled, Self::PooledClairvoyant];
 
-    /// Returns the name in tables and JSON.
+    /// Returns the name in tables, which is the name in JSON.
     #[must_use]
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Berth => "berth",
-            Self::Ideal => "ideal",
-            Self::BerthWhole => "berth_whole",
-            Self::Told => "told",
-            Self::Pooled => "pooled",
-            Self::PooledClairvoyant => "pooled_clairvoyant",
-            Self::RoundRobin => "round_robin",
-            Self::Random => "random",
-            Self::PowerOfTwo => "power_of_two",
-            Self::LeastLoaded => "least_loaded",
-            Self::LeastTtft => "least_ttft",
-            Self::ConsistentHash => "consistent_hash",
-            Self::BoundedHash => "bounded_hash",
-            Self::CacheAware => "cache_aware",
-            Self::Dynamo => "dynamo",
-            Self::Sticky => "sticky",
-            Self::StickyTtft => "sticky_ttft",
-        }
+    pub fn name(self) -> String {
+        let value = self.to_possible_value().expect("no kind is hidden");
+        value.get_name().replace('-', "_")
     }
 
     /// Whether agents stage the prefill of long prompts: with Berth, and with the bounds that it is
@@ -203,12 +183,9 @@ impl PolicyKind {
                 Box::new(berth::Berth::new(mode, fleet))
             }
             Self::RoundRobin => Box::new(plain::RoundRobin::default()),
-            Self::Random => Box::new(plain::Random::new(seed)),
-            Self::PowerOfTwo => Box::new(plain::PowerOfTwo::new(seed)),
             Self::LeastLoaded => Box::new(plain::LeastLoaded::new(seed)),
             Self::LeastTtft | Self::Pooled | Self::PooledClairvoyant => Box::new(plain::LeastTtft),
-            Self::ConsistentHash => Box::new(hash::Ring::new(workers, None)),
-            Self::BoundedHash => Box::new(hash::Ring::new(workers, Some(hash::SHARE_MAX))),
+            Self::ConsistentHash => Box::new(hash::Ring::new(workers)),
             Self::CacheAware => Box::new(published::CacheAware::new(workers)),
             Self::Dynamo => Box::new(published::Dynamo::new(seed, workers)),
             Self::Sticky => Box::new(affinity::Sticky::new(seed)),

@@ -4,13 +4,13 @@ use std::fmt::Write as _;
 
 use serde::Serialize;
 
-use super::stats::RunStats;
+use super::{policy::PolicyKind, stats::RunStats};
 
 /// The results of one policy over all seeds; means over the seeds, unless the name says otherwise.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct PolicySummary {
     /// The policy.
-    pub name: &'static str,
+    pub name: PolicyKind,
     /// Mean milliseconds to the first token.
     pub ttft_ms_mean: f64,
     /// The least mean of a seed.
@@ -44,7 +44,7 @@ pub struct PolicySummary {
 impl PolicySummary {
     /// Summarizes the runs of one policy, one per seed.
     #[must_use]
-    pub fn new(name: &'static str, stats: &[RunStats]) -> Self {
+    pub fn new(name: PolicyKind, stats: &[RunStats]) -> Self {
         let mean = |figure: &dyn Fn(&RunStats) -> f64| {
             stats.iter().map(figure).sum::<f64>() / stats.len().max(1) as f64
         };
@@ -97,7 +97,7 @@ pub fn table(summaries: &[PolicySummary]) -> String {
             text,
             "{:<16} {:>9.1} {:>19} {:>8.1} {:>9.1} {:>9.1} {:>7.4} {:>6.2} {:>8.1} {:>7.1} {:>7.1} \
              {:>7.0}",
-            one.name,
+            one.name.name(),
             one.ttft_ms_mean,
             range,
             one.ttft_ms_p50,

@@ -15,46 +15,6 @@ impl Policy for RoundRobin {
     }
 }
 
-/// Chooses a random worker.
-#[derive(Debug)]
-pub(super) struct Random(fastrand::Rng);
-
-impl Random {
-    pub(super) fn new(seed: u64) -> Self {
-        Self(fastrand::Rng::with_seed(seed))
-    }
-}
-
-impl Policy for Random {
-    fn place(&mut self, _request: &TurnToPlace<'_>, fleet: &Fleet) -> PolicyChoice {
-        let usable = fleet.usable();
-        usable[self.0.usize(..usable.len())].into()
-    }
-}
-
-/// Chooses the less loaded of two random workers.
-#[derive(Debug)]
-pub(super) struct PowerOfTwo(fastrand::Rng);
-
-impl PowerOfTwo {
-    pub(super) fn new(seed: u64) -> Self {
-        Self(fastrand::Rng::with_seed(seed))
-    }
-}
-
-impl Policy for PowerOfTwo {
-    fn place(&mut self, _request: &TurnToPlace<'_>, fleet: &Fleet) -> PolicyChoice {
-        let mut usable = fleet.usable();
-        let one = usable.swap_remove(self.0.usize(..usable.len()));
-        if usable.is_empty() {
-            return one.into();
-        }
-        let other = usable[self.0.usize(..usable.len())];
-        let load = |worker: usize| fleet.workers[worker].outstanding;
-        if load(other) < load(one) { other.into() } else { one.into() }
-    }
-}
-
 /// Chooses the worker with the fewest outstanding turns; a random one of equals.
 #[derive(Debug)]
 pub(super) struct LeastLoaded(fastrand::Rng);
