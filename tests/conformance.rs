@@ -2,21 +2,13 @@
 //!
 //! `tests/sglang/run` runs the same cases against the real engine.
 
-use std::{io::Write as _, path::Path, process::Command};
+use std::{path::Path, process::Command};
 
-/// The suite needs `tomllib`, which Python has since 3.11.
-const PYTHON_MIN: &str = "import sys; sys.exit(sys.version_info < (3, 11))";
-
-fn has_python() -> bool {
-    let check = Command::new("python3").args(["-c", PYTHON_MIN]).status();
-    check.is_ok_and(|status| status.success())
-}
+use tests::has_python;
 
 #[test]
 fn the_simulator_does_what_the_engine_does() {
     if !has_python() {
-        let reason = "skipped: the suite needs python3 3.11 or later on the PATH";
-        writeln!(std::io::stdout(), "{reason}").expect("a test has an output");
         return;
     }
     let suite = Path::new(env!("CARGO_MANIFEST_DIR")).join("sglang");

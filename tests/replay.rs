@@ -181,8 +181,7 @@ fn conversation(scope: u64, turns: u64) -> Conversation {
         scope: Some(scope),
         shared: Shared { stream: 0, tokens: 32 },
         turns: (0..turns).map(turn).collect(),
-        words: Vec::new(),
-        children: Vec::new(),
+        ..Conversation::default()
     }
 }
 

@@ -4,15 +4,10 @@
 
 #![expect(clippy::print_stdout, reason = "a test without the harness reports by itself")]
 
-use std::{
-    collections::BTreeMap,
-    process::ExitCode,
-    sync::atomic::{AtomicU64, Ordering},
-    thread,
-    time::Instant,
-};
+use std::{collections::BTreeMap, process::ExitCode, time::Instant};
 
 use clap::Parser;
+use rayon::prelude::*;
 use tests::simulation::{Broken, Clean, play};
 use worker_agent::guard::{Guard, Guards};
 
@@ -147,33 +142,14 @@ fn summary(cleans: &BTreeMap<u64, Clean>) {
 /// Runs all seeds from 0 on, on all processors. Of the seeds that break a promise, the lowest is
 /// reported.
 fn play_seeds(seeds: u64, guards: Guards) -> Result<BTreeMap<u64, Clean>, Box<Broken>> {
-    let next = AtomicU64::new(0);
-    let end = AtomicU64::new(seeds);
     let base = base();
-    let play_some = || {
-        let mut played = Vec::new();
-        loop {
-            let seed = next.fetch_add(1, Ordering::Relaxed);
-            if seed >= end.load(Ordering::Relaxed) {
-                return played;
-            }
-            let result = play(seed, guards, base, None);
-            if result.is_err() {
-                end.fetch_min(seed, Ordering::Relaxed);
-            }
-            played.push((seed, result));
-        }
-    };
-    let threads = thread::available_parallelism().map_or(1, std::num::NonZero::get);
-    let played: BTreeMap<u64, Result<Clean, Box<Broken>>> = thread::scope(|scope| {
-        let workers: Vec<_> = (0..threads).map(|_| scope.spawn(play_some)).collect();
-        let joined =
-            workers.into_iter().flat_map(|worker| worker.join().expect("plays are caught"));
-        joined.collect()
-    });
-    played.into_iter().map(|(seed, result)| Ok((seed, result?))).collect()
+    let seeds: Vec<u64> = (0..seeds).collect();
+    let played: Vec<_> = seeds.par_iter().map(|seed| play(*seed, guards, base, None)).collect();
+    seeds.into_iter().zip(played).map(|(seed, result)| Ok((seed, result?))).collect()
 }
 
 fn find_break(guard: Guard, seeds: u64) -> Option<Broken> {
-    play_seeds(seeds, Guards::without(guard)).err().map(|broken| *broken)
+    let (guards, base) = (Guards::without(guard), base());
+    let broken = |seed| play(seed, guards, base, None).err();
+    (0..seeds).into_par_iter().find_map_first(broken).map(|broken| *broken)
 }

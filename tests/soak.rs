@@ -5,11 +5,10 @@
 //! against the real engine.
 
 #![expect(clippy::unwrap_used, reason = "a test fails where it unwraps")]
-#![expect(clippy::print_stderr, reason = "a test that is skipped says so")]
 
 use std::{path::Path, process::Output};
 
-use tests::cluster::Cluster;
+use tests::{cluster::Cluster, has_python};
 use tokio::process::Command;
 
 /// The number of operations from which every kind of refusal occurs; `guarded.py` requires each.
@@ -17,10 +16,7 @@ const OPERATIONS: &str = "300";
 
 /// Runs the soak with these arguments; returns `None` if there is no suitable Python.
 async fn soak(arguments: &[&str]) -> Option<Output> {
-    let recent = "import sys; sys.exit(sys.version_info < (3, 11))";
-    let python = Command::new("python3").args(["-c", recent]).status().await;
-    if !python.is_ok_and(|status| status.success()) {
-        eprintln!("skipped: the soak needs a python3 of version 3.11 or later on the PATH");
+    if !has_python() {
         return None;
     }
     let binaries = Path::new(env!("CARGO_BIN_EXE_engine-sim")).parent().unwrap();

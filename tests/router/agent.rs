@@ -3,10 +3,11 @@
 //! It has a control port with sessions and a load stream, and a data port with a gate per exclusive
 //! session. It has a runtime of its own, so that killing it is as abrupt as the death of a host.
 
+mod control_port;
+
 use std::{
     collections::HashMap,
     net::SocketAddr,
-    pin::Pin,
     sync::{
         Arc,
         atomic::{AtomicBool, AtomicUsize, Ordering},
@@ -27,18 +28,12 @@ use proto::{
     claim::Claim,
     id::SessionKey,
     kv::{self, RankChange},
-    load::{ModelFiles, Retention, Session, SessionState},
-    model_files,
-    v1::{
-        self,
-        load_event::Event,
-        session_change::Change,
-        worker_agent_server::{WorkerAgent, WorkerAgentServer},
-    },
+    load::{Retention, Session, SessionState},
+    v1::{self, load_event::Event, session_change::Change, worker_agent_server::WorkerAgentServer},
 };
 use service::{refusal::Refusal, tasks::Tasks};
 use tokio::sync::{Semaphore, mpsc};
-use tokio_stream::{Stream, wrappers::ReceiverStream, wrappers::TcpListenerStream};
+use tokio_stream::wrappers::{ReceiverStream, TcpListenerStream};
 use tonic::Status;
 
 /// One request as the data port received it.
@@ -151,7 +146,8 @@ impl Agent {
         }
         let control = tokio::net::TcpListener::from_std(control).unwrap();
         let data = tokio::net::TcpListener::from_std(data).unwrap();
-        let service = WorkerAgentServer::from_arc(Arc::new(Service(Arc::clone(&inner))));
+        let service =
+            WorkerAgentServer::from_arc(Arc::new(control_port::Service(Arc::clone(&inner))));
         inner.tasks.spawn(async move {
             let server = tonic::transport::Server::builder().add_service(service);
             drop(server.serve_with_incoming(TcpListenerStream::new(control)).await);
@@ -263,7 +259,10 @@ impl AgentState {
             ranks: vec![v1::Rank { dp_rank: 0, pool_tokens: 10_000, rows: 64, devices: vec![] }],
             retentions: self.retentions.iter().map(|retention| retention.to_wire()).collect(),
             turns_queued_per_session_max: 0,
-            model_files: self.has_model.load(Ordering::Relaxed).then(|| described_files().into()),
+            model_files: self
+                .has_model
+                .load(Ordering::Relaxed)
+                .then(|| control_port::described_files().into()),
             trims: vec![],
         }
     }
@@ -435,147 +434,4 @@ async fn turn(State(inner): State<Arc<AgentState>>, request: Request) -> Respons
         .header("x-secret", "hop")
         .body(Body::from_stream(ReceiverStream::new(answer)))
         .unwrap()
-}
-
-struct Service(Arc<AgentState>);
-
-#[tonic::async_trait]
-impl WorkerAgent for Service {
-    type WatchLoadStream = Pin<Box<dyn Stream<Item = Result<v1::LoadEvent, Status>> + Send>>;
-    type WatchKvStream = Pin<Box<dyn Stream<Item = Result<v1::KvEvent, Status>> + Send>>;
-    type FetchModelFilesStream =
-        Pin<Box<dyn Stream<Item = Result<v1::ModelFilePart, Status>> + Send>>;
-
-    async fn describe(
-        &self,
-        _: tonic::Request<v1::DescribeRequest>,
-    ) -> Result<tonic::Response<v1::Description>, Status> {
-        Ok(tonic::Response::new(self.0.description()))
-    }
-
-    async fn open_session(
-        &self,
-        request: tonic::Request<v1::OpenSessionRequest>,
-    ) -> Result<tonic::Response<v1::Session>, Status> {
-        let request = request.into_inner();
-        if self.0.full.load(Ordering::Relaxed) {
-            return Err(Status::resource_exhausted("rows are short"));
-        }
-        let key = SessionKey::try_from(request.key.unwrap()).unwrap();
-        let retention = Retention::from_wire(request.retention).ok();
-        let session = self
-            .0
-            .sessions
-            .lock()
-            .entry(key.clone())
-            .or_insert_with(|| self.0.fresh(&key, retention, true))
-            .clone();
-        self.0.changed(session.clone());
-        Ok(tonic::Response::new(session.into()))
-    }
-
-    async fn close_session(
-        &self,
-        request: tonic::Request<v1::CloseSessionRequest>,
-    ) -> Result<tonic::Response<v1::CloseSessionResponse>, Status> {
-        let key = SessionKey::try_from(request.into_inner().key.unwrap()).unwrap();
-        let mut sessions = self.0.sessions.lock();
-        let Some(session) = sessions.get_mut(&key) else { return Err(Status::not_found("none")) };
-        let deferred = session.turns_running > 0;
-        if deferred {
-            session.state = SessionState::Closing;
-            let session = session.clone();
-            drop(sessions);
-            self.0.changed(session);
-        } else {
-            sessions.remove(&key);
-            drop(sessions);
-            self.0.removed(&key);
-        }
-        Ok(tonic::Response::new(v1::CloseSessionResponse { deferred }))
-    }
-
-    async fn audit(
-        &self,
-        _: tonic::Request<v1::AuditRequest>,
-    ) -> Result<tonic::Response<v1::AuditResponse>, Status> {
-        Err(Status::unimplemented("not used by the router"))
-    }
-
-    async fn list_sessions(
-        &self,
-        _: tonic::Request<v1::ListSessionsRequest>,
-    ) -> Result<tonic::Response<v1::ListSessionsResponse>, Status> {
-        Err(Status::unimplemented("not used by the router"))
-    }
-
-    async fn watch_load(
-        &self,
-        _: tonic::Request<v1::WatchLoadRequest>,
-    ) -> Result<tonic::Response<Self::WatchLoadStream>, Status> {
-        let (send, events) = mpsc::channel(1024);
-        let mut watchers = self.0.watchers.lock();
-        let sessions: Vec<v1::Session> =
-            self.0.sessions.lock().values().cloned().map(Into::into).collect();
-        let first = [
-            Event::Description(self.0.description()),
-            Event::Sessions(v1::SessionTable { sessions, last: true }),
-            Event::Report(self.0.report()),
-        ];
-        for (sequence, event) in (0..).zip(first) {
-            send.try_send(AgentState::event(sequence, event)).unwrap();
-        }
-        watchers.push((3, send));
-        Ok(tonic::Response::new(Box::pin(ReceiverStream::new(events))))
-    }
-
-    async fn watch_kv(
-        &self,
-        _: tonic::Request<v1::WatchKvRequest>,
-    ) -> Result<tonic::Response<Self::WatchKvStream>, Status> {
-        let mut kv = self.0.kv.lock();
-        if kv.batches.is_empty() {
-            return Err(Status::failed_precondition("the engine publishes no KV events"));
-        }
-        let (send, events) = mpsc::channel(1000);
-        for at in 0..kv.batches.len() {
-            send.try_send(Ok(kv.event(at))).unwrap();
-        }
-        kv.watchers.push(send);
-        Ok(tonic::Response::new(Box::pin(ReceiverStream::new(events))))
-    }
-
-    async fn fetch_model_files(
-        &self,
-        request: tonic::Request<v1::FetchModelFilesRequest>,
-    ) -> Result<tonic::Response<Self::FetchModelFilesStream>, Status> {
-        assert_eq!(request.into_inner().hash, described_files().hash);
-        if self.0.fetches.fetch_add(1, Ordering::Relaxed) == 0 {
-            return Err(Status::resource_exhausted("others fetch"));
-        }
-        let (send, parts) = mpsc::channel(1000);
-        for (name, data) in MODEL {
-            for data in data.chunks(1000) {
-                let part = v1::ModelFilePart { name: name.to_owned(), data: data.to_vec() };
-                send.try_send(Ok(part)).unwrap();
-            }
-        }
-        Ok(tonic::Response::new(Box::pin(ReceiverStream::new(parts))))
-    }
-}
-
-/// The model's files, in the order of their names.
-const MODEL: [(&str, &[u8]); 3] = [
-    (model_files::TEMPLATE, include_bytes!("../data/model/chat_template.jinja")),
-    (model_files::TOKENIZER, include_bytes!("../data/model/tokenizer.json")),
-    (model_files::CONFIG, include_bytes!("../data/model/tokenizer_config.json")),
-];
-
-fn described_files() -> ModelFiles {
-    let mut hasher = model_files::FilesHasher::default();
-    for (name, data) in MODEL {
-        hasher.begin_file(name, data.len() as u64);
-        hasher.update(data);
-    }
-    hasher.finish()
 }

@@ -13,7 +13,39 @@ pub mod sim;
 pub mod simulation;
 pub mod web;
 
-use std::{env, io::Write as _, path::PathBuf};
+use std::{
+    env,
+    io::Write as _,
+    path::PathBuf,
+    process::{Command, ExitCode},
+};
+
+/// BSD's exit status for an invalid command line.
+pub const EX_USAGE: u8 = 64;
+
+/// Parses the command line, or prints what is wrong with it and returns the exit status.
+///
+/// # Errors
+/// Returns 64 if the command line is invalid, and 0 if it asks for help.
+pub fn parse_flags<T: clap::Parser>() -> Result<T, ExitCode> {
+    T::try_parse().map_err(|error| {
+        let _ = error.print();
+        ExitCode::from(if error.use_stderr() { EX_USAGE } else { 0 })
+    })
+}
+
+/// Whether there is a Python for the suites of `tests/sglang`; says so if a test is skipped.
+#[must_use]
+pub fn has_python() -> bool {
+    let recent = "import sys; sys.exit(sys.version_info < (3, 11))";
+    let found = Command::new("python3").args(["-c", recent]).status();
+    let found = found.is_ok_and(|status| status.success());
+    if !found {
+        let reason = "skipped: the suite needs a python3 of version 3.11 or later on the PATH";
+        let _ = writeln!(std::io::stderr(), "{reason}");
+    }
+    found
+}
 
 /// Returns the path of a real trace, or says why a test without it is skipped and returns `None`.
 #[must_use]

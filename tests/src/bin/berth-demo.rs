@@ -34,12 +34,9 @@ struct Args {
 }
 
 fn main() -> ExitCode {
-    let args = match Args::try_parse() {
+    let args: Args = match tests::parse_flags() {
         Ok(args) => args,
-        Err(error) => {
-            let _ = error.print();
-            return ExitCode::from(if error.use_stderr() { 64 } else { 0 });
-        }
+        Err(status) => return status,
     };
     match run(&args) {
         Ok(summary) => {

@@ -18,8 +18,6 @@ use tests::replay::options::Pace;
 use tests::replay::trace::Form;
 use tests::replay::{ReplayControl, ReplayOptions, Report, Workload, drive, load};
 
-/// BSD's exit status for an invalid command line.
-const EX_USAGE: u8 = 64;
 /// Whether each of a round's periods is at the URL of `--beside`.
 const IS_BESIDE: [bool; 4] = [true, false, false, true];
 /// The seconds between status lines on an output without a progress bar.
@@ -54,12 +52,9 @@ struct Flags {
 }
 
 fn main() -> ExitCode {
-    let flags = match Flags::try_parse() {
+    let flags: Flags = match tests::parse_flags() {
         Ok(flags) => flags,
-        Err(error) => {
-            let _ = error.print();
-            return if error.use_stderr() { ExitCode::from(EX_USAGE) } else { ExitCode::SUCCESS };
-        }
+        Err(status) => return status,
     };
     let beside = flags.beside.iter().map(|url| with_url(&flags.options, url));
     let problems: Vec<String> =
@@ -68,7 +63,7 @@ fn main() -> ExitCode {
         for problem in problems {
             print_status(&format!("berth-replay: {problem}"));
         }
-        return ExitCode::from(EX_USAGE);
+        return ExitCode::from(tests::EX_USAGE);
     }
     match replay(&flags) {
         Ok(good) if good || flags.allow_errors => ExitCode::SUCCESS,

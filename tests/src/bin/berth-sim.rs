@@ -20,9 +20,6 @@ use tests::{
     },
 };
 
-/// BSD's exit status for an invalid command line.
-const EX_USAGE: u8 = 64;
-
 /// Plays a workload under each placement policy and compares the times to the first token.
 #[derive(Debug, Parser)]
 #[command(name = "berth-sim", version)]
@@ -80,12 +77,9 @@ fn split_bounds(summaries: Vec<PolicySummary>) -> (Vec<PolicySummary>, Vec<Polic
 }
 
 fn main() -> ExitCode {
-    let flags = match Flags::try_parse() {
+    let flags: Flags = match tests::parse_flags() {
         Ok(flags) => flags,
-        Err(error) => {
-            let _ = error.print();
-            return if error.use_stderr() { ExitCode::from(EX_USAGE) } else { ExitCode::SUCCESS };
-        }
+        Err(status) => return status,
     };
     match run(&flags) {
         Ok(()) => ExitCode::SUCCESS,

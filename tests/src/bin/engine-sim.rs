@@ -43,7 +43,7 @@ fn main() -> ExitCode {
     let problems = args.problems();
     if !problems.is_empty() {
         let _ = writeln!(io::stderr(), "{}", problems.join("\n"));
-        return ExitCode::from(64);
+        return ExitCode::from(tests::EX_USAGE);
     }
     tracing_subscriber::fmt().with_writer(io::stderr).init();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();

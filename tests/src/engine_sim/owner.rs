@@ -130,9 +130,7 @@ impl EngineHandle {
     }
 
     pub(super) async fn open(&self, open: OpenSession) -> bool {
-        let (reply, answer) = oneshot::channel();
-        self.send(Command::Open(open, reply)).await;
-        or_never(answer).await
+        or_never(self.ask(|reply| Command::Open(open, reply)).await).await
     }
 
     pub(super) async fn close(&self, id: String) {
@@ -161,20 +159,21 @@ impl EngineHandle {
     }
 
     pub(super) async fn report(&self) -> Vec<RankReport> {
-        let (reply, answer) = oneshot::channel();
-        self.send(Command::Report(reply)).await;
-        or_never(answer).await
+        or_never(self.ask(Command::Report).await).await
     }
 
     pub(super) async fn facts(&self, rank: usize) -> Option<PoolFacts> {
-        let (reply, answer) = oneshot::channel();
-        self.commands.send(Command::Facts(rank, reply)).await.ok()?;
-        answer.await.ok()
+        self.ask(|reply| Command::Facts(rank, reply)).await
     }
 
     pub(super) async fn cached(&self, rank: usize) -> Option<Vec<(Space, Vec<u32>)>> {
+        self.ask(|reply| Command::Cached(rank, reply)).await
+    }
+
+    /// Sends a command with a reply; returns `None` if the engine has ended.
+    async fn ask<T>(&self, command: impl FnOnce(oneshot::Sender<T>) -> Command) -> Option<T> {
         let (reply, answer) = oneshot::channel();
-        self.commands.send(Command::Cached(rank, reply)).await.ok()?;
+        self.commands.send(command(reply)).await.ok()?;
         answer.await.ok()
     }
 
@@ -185,10 +184,10 @@ impl EngineHandle {
     }
 }
 
-async fn or_never<T>(answer: oneshot::Receiver<T>) -> T {
-    match answer.await {
-        Ok(answer) => answer,
-        Err(_) => std::future::pending().await,
+async fn or_never<T>(answer: Option<T>) -> T {
+    match answer {
+        Some(answer) => answer,
+        None => std::future::pending().await,
     }
 }
 

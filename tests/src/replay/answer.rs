@@ -53,13 +53,15 @@ pub struct FinishedAnswer {
     pub cached_tokens: Option<u64>,
 }
 
+/// The fields of both APIs' events.
 #[derive(Deserialize)]
-struct GenerateEvent {
-    #[serde(default)]
+struct Event {
     text: Option<String>,
-    #[serde(default)]
     output_ids: Option<Vec<u32>>,
     meta_info: Option<MetaInfo>,
+    #[serde(default)]
+    choices: Vec<Choice>,
+    usage: Option<Usage>,
     error: Option<serde::de::IgnoredAny>,
 }
 
@@ -75,14 +77,6 @@ struct MetaInfo {
 struct FinishReason {
     #[serde(rename = "type")]
     kind: String,
-}
-
-#[derive(Deserialize)]
-struct ChatEvent {
-    #[serde(default)]
-    choices: Vec<Choice>,
-    usage: Option<Usage>,
-    error: Option<serde::de::IgnoredAny>,
 }
 
 #[derive(Deserialize)]
@@ -131,10 +125,16 @@ impl ReplayAnswer {
             self.done = true;
             return Ok(AnswerStep::Done);
         }
-        match self.api {
-            Api::Generate => self.read_generate(data),
-            Api::Chat => self.read_chat(data),
+        let event: Event = serde_json::from_slice(data).map_err(|_| AnswerFailure::Unreadable)?;
+        if event.error.is_some() {
+            return Err(AnswerFailure::ErrorEvent);
         }
+        let before = self.contents;
+        match self.api {
+            Api::Generate => self.read_generate(event)?,
+            Api::Chat => self.read_chat(event)?,
+        }
+        Ok(if self.contents > before { AnswerStep::Content } else { AnswerStep::Nothing })
     }
 
     /// Reads the complete body of an answer that isn't streamed.
@@ -159,12 +159,7 @@ impl ReplayAnswer {
         Ok(FinishedAnswer { reply, cached_tokens: self.cached_tokens })
     }
 
-    fn read_generate(&mut self, data: &[u8]) -> Result<AnswerStep, AnswerFailure> {
-        let event: GenerateEvent =
-            serde_json::from_slice(data).map_err(|_| AnswerFailure::Unreadable)?;
-        if event.error.is_some() {
-            return Err(AnswerFailure::ErrorEvent);
-        }
+    fn read_generate(&mut self, event: Event) -> Result<(), AnswerFailure> {
         let meta = event.meta_info.ok_or(AnswerFailure::Unreadable)?;
         if meta.finish_reason.is_some_and(|reason| reason.kind == "abort") {
             return Err(AnswerFailure::Aborted);
@@ -185,34 +180,27 @@ impl ReplayAnswer {
         if let Some(text) = event.text {
             self.text = text;
         }
-        let grew = total > before;
-        self.contents += u64::from(grew);
-        Ok(if grew { AnswerStep::Content } else { AnswerStep::Nothing })
+        self.contents += u64::from(total > before);
+        Ok(())
     }
 
-    fn read_chat(&mut self, data: &[u8]) -> Result<AnswerStep, AnswerFailure> {
-        let event: ChatEvent =
-            serde_json::from_slice(data).map_err(|_| AnswerFailure::Unreadable)?;
-        if event.error.is_some() {
-            return Err(AnswerFailure::ErrorEvent);
-        }
+    fn read_chat(&mut self, event: Event) -> Result<(), AnswerFailure> {
         if let Some(usage) = event.usage {
             self.prompt_tokens = usage.prompt_tokens.or(self.prompt_tokens);
             self.output_tokens = usage.completion_tokens.or(self.output_tokens);
             let cached = usage.prompt_tokens_details.and_then(|details| details.cached_tokens);
             self.cached_tokens = cached.or(self.cached_tokens);
         }
-        let Some(choice) = event.choices.into_iter().next() else { return Ok(AnswerStep::Nothing) };
+        let Some(choice) = event.choices.into_iter().next() else { return Ok(()) };
         if choice.finish_reason.as_deref() == Some("abort") {
             return Err(AnswerFailure::Aborted);
         }
-        let Some(message) = choice.delta else { return Ok(AnswerStep::Nothing) };
+        let Some(message) = choice.delta else { return Ok(()) };
         let content = message.content.unwrap_or_default();
         let reasoning = message.reasoning_content.unwrap_or_default();
         self.text.push_str(&content);
-        let grew = !content.is_empty() || !reasoning.is_empty();
-        self.contents += u64::from(grew);
-        Ok(if grew { AnswerStep::Content } else { AnswerStep::Nothing })
+        self.contents += u64::from(!content.is_empty() || !reasoning.is_empty());
+        Ok(())
     }
 }
 

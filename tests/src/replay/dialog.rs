@@ -316,17 +316,15 @@ mod tests {
     use crate::replay::shape::Shape;
     use crate::replay::trace::{Blocks, Shared};
     use serde_json::Value;
-    use std::time::Duration;
 
     /// Returns a conversation with blocks of 10 tokens, 5 tokens of shared prefix, and answers of 4
     /// tokens.
     fn conversation(prompts: &[(&[u64], u64)]) -> Arc<Conversation> {
         let turn = |(ids, tokens): &(&[u64], u64)| TraceTurn {
-            at: Duration::ZERO,
-            think: Duration::ZERO,
             prompt_tokens: *tokens,
             output_tokens: 4,
             blocks: Blocks::from_ids(ids),
+            ..TraceTurn::default()
         };
         Arc::new(Conversation {
             id: "c".to_owned(),
@@ -334,8 +332,7 @@ mod tests {
             scope: Some(0),
             shared: Shared { stream: 0, tokens: 5 },
             turns: prompts.iter().map(turn).collect(),
-            words: Vec::new(),
-            children: Vec::new(),
+            ..Conversation::default()
         })
     }
 

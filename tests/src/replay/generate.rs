@@ -86,8 +86,7 @@ pub fn conversation(seed: u64, index: u64) -> Conversation {
         scope: Some(index),
         shared: Shared { stream: 0, tokens: SHARED_TOKENS },
         turns: made,
-        words: Vec::new(),
-        children: Vec::new(),
+        ..Conversation::default()
     }
 }
 

@@ -90,25 +90,21 @@ impl Shape {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::replay::trace::{Blocks, Shared};
-    use std::time::Duration;
+    use crate::replay::trace::Blocks;
 
     fn conversation(prompts: &[u64]) -> Conversation {
         let turn = |&tokens: &u64| TraceTurn {
-            at: Duration::ZERO,
-            think: Duration::ZERO,
             prompt_tokens: tokens,
             output_tokens: 10,
             blocks: Blocks::from_ids(&[1]),
+            ..TraceTurn::default()
         };
         Conversation {
             id: "c".to_owned(),
             block_tokens: 64,
             scope: Some(0),
-            shared: Shared::default(),
             turns: prompts.iter().map(turn).collect(),
-            words: Vec::new(),
-            children: Vec::new(),
+            ..Conversation::default()
         }
     }
 

@@ -113,15 +113,13 @@ mod tests {
     use super::*;
     use crate::replay::trace::{Blocks, Shared};
     use proptest::prelude::*;
-    use std::time::Duration;
 
     fn turn(ids: &[u64], tokens: u64) -> TraceTurn {
         TraceTurn {
-            at: Duration::ZERO,
-            think: Duration::ZERO,
             prompt_tokens: tokens,
             output_tokens: 1,
             blocks: Blocks::from_ids(ids),
+            ..TraceTurn::default()
         }
     }
 
@@ -132,8 +130,7 @@ mod tests {
             scope,
             shared: Shared { stream: 0, tokens: shared_tokens },
             turns: Vec::new(),
-            words: Vec::new(),
-            children: Vec::new(),
+            ..Conversation::default()
         }
     }
 

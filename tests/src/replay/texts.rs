@@ -4,9 +4,7 @@
 //! message. The answers are kept apart, so that a replay can insert real ones. Sizes count
 //! characters.
 
-use crate::replay::trace::{
-    Blocks, Conversation, HistoryChange, Run, Shared, TraceTurn, TurnWords,
-};
+use crate::replay::trace::{Blocks, Conversation, HistoryChange, Run, TraceTurn, TurnWords};
 use crate::replay::wire::Error;
 use serde::Deserialize;
 use std::time::Duration;
@@ -89,10 +87,9 @@ fn conversation(mut prompts: Vec<Prompt>, index: u64) -> Conversation {
         id: prompts[0].session_id.clone(),
         block_tokens: BLOCK_TOKENS,
         scope: Some(index),
-        shared: Shared::default(),
         turns,
         words,
-        children: Vec::new(),
+        ..Conversation::default()
     }
 }
 

@@ -123,7 +123,7 @@ fn remaining_run(run: Run, taken: u64) -> Option<Run> {
 }
 
 /// One request of the trace.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq)]
 pub struct TraceTurn {
     /// The sending time since the conversation's start; for single requests, since the trace's
     /// start.
@@ -170,7 +170,7 @@ pub struct Shared {
 }
 
 /// A list of turns that share a growing prefix.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq)]
 pub struct Conversation {
     /// The name in the trace; conversations are told apart by position, not by name.
     pub id: String,

@@ -142,11 +142,8 @@ pub fn parse_request(text: &str, index: u64) -> Result<Conversation, Error> {
     Ok(Conversation {
         id: format!("request-{index}"),
         block_tokens: MOONCAKE_BLOCK_TOKENS,
-        scope: None,
-        shared: Shared::default(),
         turns,
-        words: Vec::new(),
-        children: Vec::new(),
+        ..Conversation::default()
     })
 }
 
@@ -161,8 +158,7 @@ fn convert_conversation(raw: RawConversation, index: u64) -> Result<Conversation
         scope: Some(index),
         shared: Shared { stream: 0, tokens: shared_tokens(raw.tool_tokens, raw.system_tokens) },
         turns: Vec::new(),
-        words: Vec::new(),
-        children: Vec::new(),
+        ..Conversation::default()
     };
     let mut api_end = None;
     let mut subagents = Vec::new();
@@ -223,8 +219,7 @@ fn parse_subagent(
         scope: parent.scope,
         shared,
         turns,
-        words: Vec::new(),
-        children: Vec::new(),
+        ..Conversation::default()
     };
     let awaited = entry.status.as_deref().is_none_or(|status| status == "completed");
     Ok(Some(Subagent { beside_turn, awaited, conversation }))

@@ -53,8 +53,7 @@ pub fn read_trace(path: &Path) -> Result<Trace, Error> {
                 output_tokens: output_tokens.max(1),
                 blocks: named,
             }],
-            words: Vec::new(),
-            children: Vec::new(),
+            ..Conversation::default()
         });
     }
     conversations.sort_by_key(|one| one.turns[0].at);

@@ -338,11 +338,10 @@ mod tests {
 
     fn conversation(scope: u64, shared_tokens: u64, turns: &[(u64, &[u64])]) -> Conversation {
         let turn = |&(tokens, ids): &(u64, &[u64])| trace::TraceTurn {
-            at: Duration::ZERO,
-            think: Duration::ZERO,
             prompt_tokens: tokens,
             output_tokens: 1,
             blocks: Blocks::from_ids(ids),
+            ..trace::TraceTurn::default()
         };
         Conversation {
             id: String::new(),
@@ -350,8 +349,7 @@ mod tests {
             scope: Some(scope),
             shared: Shared { stream: 0, tokens: shared_tokens },
             turns: turns.iter().map(turn).collect(),
-            words: Vec::new(),
-            children: Vec::new(),
+            ..Conversation::default()
         }
     }
 

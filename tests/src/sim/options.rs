@@ -64,13 +64,13 @@ impl DeliveryFaults {
 #[derive(Debug, Clone, Copy, PartialEq, Args)]
 pub struct SimOptions {
     /// The number of engines
-    #[arg(long, default_value = "8", value_parser = RangedU64ValueParser::<usize>::new().range(1..=1024))]
+    #[arg(long, default_value = "8", value_parser = up_to(1024))]
     pub workers: usize,
     /// The tokens of each engine's pool; a run of a test may have unlimited pools.
     #[arg(long, default_value = "1000000")]
     pub pool_tokens: Option<u64>,
     /// The number of concurrent users, if the trace has no arrival times
-    #[arg(long, default_value = "64", value_parser = RangedU64ValueParser::<usize>::new().range(1..=100_000))]
+    #[arg(long, default_value = "64", value_parser = up_to(100_000))]
     pub users: usize,
     /// The factor on the arrival rate of a trace with times
     #[arg(long, default_value_t = 1.0)]
@@ -110,6 +110,10 @@ impl Default for SimOptions {
         let matches = Self::augment_args(clap::Command::new("sim")).get_matches_from(["sim"]);
         Self::from_arg_matches(&matches).expect("all have defaults")
     }
+}
+
+fn up_to(most: u64) -> RangedU64ValueParser<usize> {
+    RangedU64ValueParser::new().range(1..=most)
 }
 
 fn seconds(text: &str) -> Result<Duration, std::num::ParseIntError> {

@@ -100,7 +100,6 @@ fn conversation(session: u64, shared_tokens: u64, sizes: &[u64]) -> Conversation
         scope: Some(session),
         shared: Shared { stream: 0, tokens: shared_tokens },
         turns: (0..).zip(sizes).map(turn).collect(),
-        words: Vec::new(),
-        children: Vec::new(),
+        ..Conversation::default()
     }
 }

@@ -16,6 +16,10 @@ use axum::{
 };
 use serde_json::{Value, json};
 use std::{collections::HashMap, fmt::Write as _};
+use tracing_subscriber::fmt::{
+    format::Writer,
+    time::{FormatTime as _, SystemTime},
+};
 
 const LOAD_SECTIONS: [&str; 7] = ["core", "memory", "spec", "lora", "disagg", "queues", "all"];
 
@@ -38,7 +42,7 @@ pub(super) async fn loads(
         return prometheus_loads(&loads);
     }
     let body = json!({
-        "timestamp": rfc3339(wall_seconds()), "version": VERSION, "accelerator": null,
+        "timestamp": timestamp(), "version": VERSION, "accelerator": null,
         "num_accelerators": app.config.dp_size, "loads": loads,
     });
     json_response(StatusCode::OK, &body)
@@ -298,40 +302,19 @@ fn text_response(text: String) -> Response {
     ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], text).into_response()
 }
 
-/// Formats seconds since the epoch as `2026-11-21T01:10:02.556995+00:00`.
-fn rfc3339(seconds: f64) -> String {
-    let since = std::time::Duration::try_from_secs_f64(seconds).unwrap_or_default();
-    let (days, rest) = (since.as_secs() / 86_400, since.as_secs() % 86_400);
-    let (mut year, mut left) = (1970, days);
-    let leap = |year: u64| {
-        year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400))
-    };
-    while left >= 365 + u64::from(leap(year)) {
-        left -= 365 + u64::from(leap(year));
-        year += 1;
-    }
-    let february = 28 + u64::from(leap(year));
-    let mut month = 1;
-    for length in [31, february, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31] {
-        if left < length {
-            break;
-        }
-        left -= length;
-        month += 1;
-    }
-    let (hour, minute, second) = (rest / 3600, rest / 60 % 60, rest % 60);
-    let micros = since.subsec_micros();
-    let day = left + 1;
-    format!("{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}.{micros:06}+00:00")
+/// Returns the current time as `2026-11-21T01:10:02.556995+00:00`.
+fn timestamp() -> String {
+    let mut text = String::new();
+    let written = SystemTime.format_time(&mut Writer::new(&mut text));
+    written.expect("a string has room");
+    text.replace('Z', "+00:00")
 }
 
 #[cfg(test)]
 mod tests {
-    use super::*;
-
     #[test]
-    fn timestamps_are_calendar_dates() {
-        assert_eq!(rfc3339(1_795_223_402.5), "2026-11-21T01:10:02.500000+00:00");
-        assert_eq!(rfc3339(951_782_400.0), "2000-02-29T00:00:00.000000+00:00");
+    fn timestamps_are_python_s() {
+        let text = super::timestamp();
+        assert_eq!((text.len(), &text[10..11], &text[26..]), (32, "T", "+00:00"), "{text}");
     }
 }
