@@ -174,6 +174,28 @@ async fn blocks_left_by_turns_and_removed_by_a_flush_are_reported() {
 }
 
 #[tokio::test]
+async fn blocks_are_reported_with_their_rank() {
+    let cluster = start(|config| config.dp_size = 2).await;
+    let mut client = cluster.agent().control_client().await.unwrap();
+    let mut events = client.watch_kv(v1::WatchKvRequest {}).await.unwrap().into_inner();
+    for rank in [1, 0] {
+        let headers = [("x-berth-rank", ["0", "1"][rank])];
+        cluster.turn("/generate", &headers, &ids_turn(&prompt(0), 1)).await;
+        let stored = async {
+            loop {
+                for change in events.message().await.unwrap().expect("it goes on").changes {
+                    let RankChange { dp_rank, change } = RankChange::try_from(change).unwrap();
+                    if matches!(change, Change::Stored { .. }) {
+                        return dp_rank as usize;
+                    }
+                }
+            }
+        };
+        assert_eq!(tokio::time::timeout(PATIENCE, stored).await.unwrap(), rank);
+    }
+}
+
+#[tokio::test]
 async fn evicted_blocks_are_reported() {
     let cluster = start(|config| config.core.max_total_tokens = 1024).await;
     let mut watcher = watch(cluster.agent()).await;
@@ -238,7 +260,12 @@ async fn a_dead_engine_holds_nothing_and_its_successor_is_followed() {
     cluster.engines.push(engine.restart().await.unwrap());
     ready(&cluster.web, cluster.agent().admin).await;
     watcher.wait_for_blocks("an empty engine", &BTreeSet::new()).await;
-    turn(&cluster, &prompt(3)).await;
+    // The agent may still learn of the death that lies behind it, and refuse a turn or two.
+    eventually("a turn", || async {
+        let answer = cluster.post("/generate", &[], &ids_turn(&prompt(3), 1)).await;
+        (answer.status == 200).then_some(())
+    })
+    .await;
     watcher.wait_for_blocks("a turn", &blocks_of([3])).await;
 }
 

@@ -6,11 +6,8 @@
 use super::{super::http::wall_seconds, Endpoint, KvEventsConfig, event::KvEvent, wire, zmtp};
 use bytes::Bytes;
 use parking_lot::Mutex;
-use std::{collections::VecDeque, io, net::TcpListener, sync::Arc, time::Duration};
-use tokio::{
-    sync::{broadcast, mpsc},
-    time::Instant,
-};
+use std::{collections::VecDeque, io, net::TcpListener, sync::Arc};
+use tokio::sync::{broadcast, mpsc};
 use tokio_util::sync::CancellationToken;
 
 /// The most batches that wait for the publisher. The engine's scheduler blocks at this number; the
@@ -30,8 +27,6 @@ pub enum Fault {
     Lose(u32),
     /// Discards the batches kept for replays.
     Forget,
-    /// Sends each batch this long after it was made.
-    Delay(Duration),
 }
 
 /// The bound sockets of all ranks, before they are served.
@@ -122,11 +117,8 @@ pub(in super::super) struct Publisher {
     arrays: bool,
     kept_max: usize,
     items: mpsc::Receiver<Item>,
-    /// The items to do, in order, each with the earliest time at which it may be done.
-    waiting: VecDeque<(Instant, Item)>,
     sequence: u64,
     kept: Kept,
-    delay: Duration,
     to_drop: u32,
     to_lose: u32,
 }
@@ -143,10 +135,8 @@ impl Publisher {
             arrays: config.arrays,
             kept_max: config.buffer_steps,
             items,
-            waiting: VecDeque::new(),
             sequence: 0,
             kept: Kept::default(),
-            delay: Duration::ZERO,
             to_drop: 0,
             to_lose: 0,
         };
@@ -177,28 +167,18 @@ impl Publisher {
     }
 
     async fn send_all(mut self, sender: broadcast::Sender<Bytes>) {
-        loop {
-            let due = self.waiting.front().map(|(due, _)| *due);
-            tokio::select! {
-                biased;
-                Some(item) = self.items.recv(), if self.waiting.len() < QUEUE_MAX => {
-                    if let Item::Fault(Fault::Delay(delay)) = item {
-                        self.delay = delay;
+        while let Some(item) = self.items.recv().await {
+            match item {
+                Item::Fault(fault) => self.suffer(fault),
+                Item::Batch(events) => {
+                    if let Some(message) = self.number(&events) {
+                        // Without a subscriber the batch is lost.
+                        let _ = sender.send(message);
                     }
-                    self.waiting.push_back((Instant::now() + self.delay, item));
-                }
-                () = sleep_until(due) => match self.waiting.pop_front() {
-                    Some((_, Item::Fault(fault))) => self.suffer(fault),
-                    Some((_, Item::Batch(events))) => {
-                        if let Some(message) = self.number(&events) {
-                            // Without a subscriber the batch is lost.
-                            let _ = sender.send(message);
-                        }
-                    }
-                    None => {}
                 }
             }
         }
+        std::future::pending().await
     }
 
     fn suffer(&mut self, fault: Fault) {
@@ -206,8 +186,6 @@ impl Publisher {
             Fault::Drop(count) => self.to_drop += count,
             Fault::Lose(count) => self.to_lose += count,
             Fault::Forget => self.kept.lock().clear(),
-            // The delay already began when the fault was received.
-            Fault::Delay(_) => {}
         }
     }
 
@@ -233,12 +211,5 @@ impl Publisher {
             return None;
         }
         Some(zmtp::message(&[&self.topic, &sequence.to_be_bytes(), &payload]))
-    }
-}
-
-async fn sleep_until(due: Option<Instant>) {
-    match due {
-        Some(due) => tokio::time::sleep_until(due).await,
-        None => std::future::pending().await,
     }
 }
