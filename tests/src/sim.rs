@@ -3,7 +3,7 @@
 //! Workloads: `corpus` (a trace with numbered blocks), `synthetic`, `azure`. Schedule:
 //! `schedule`. Engines: `engine` with its `pool`. Policies: `policy`, which see only the facts in
 //! `fleet`. `run` joins all of these, `stats` counts, `compare` runs many policies and seeds, and
-//! `report` and `plot` show the results. Everything except `compare` and the trace readers is pure,
+//! `report` shows the results. Everything except `compare` and the trace readers is pure,
 //! and deterministic for a given seed.
 
 pub mod azure;
@@ -12,7 +12,6 @@ pub mod corpus;
 pub mod engine;
 pub mod fleet;
 pub mod options;
-pub mod plot;
 pub mod policy;
 pub mod pool;
 pub mod report;

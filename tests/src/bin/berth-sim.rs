@@ -13,7 +13,6 @@ use tests::{
         azure, compare,
         corpus::{ConversationFilter, Corpus, Half},
         options::SimOptions,
-        plot,
         policy::PolicyKind,
         report::{self, PolicySummary},
         synthetic::SyntheticWorkload,
@@ -47,9 +46,6 @@ struct Flags {
     half: Option<Half>,
     #[command(flatten)]
     options: SimOptions,
-    /// Write the first table as an SVG picture to this path
-    #[arg(long)]
-    plot: Option<PathBuf>,
     /// Print one JSON object on the last line of standard output
     #[arg(long)]
     json: bool,
@@ -116,10 +112,6 @@ fn run(flags: &Flags) -> anyhow::Result<()> {
     };
     let bound = Some(flags.max_context).filter(|&max| max > 0);
     let (played, policies) = table(bound)?;
-    if let Some(path) = &flags.plot {
-        let title = format!("mean time to first token, {} users", flags.options.users);
-        std::fs::write(path, plot::svg(&title, &policies)).context("the plot can't be written")?;
-    }
     let all = Corpus::root_count(&trace, flags.half);
     let all_contexts = if played < all { Some(table(None)?.1) } else { None };
     if flags.json {
