@@ -30,7 +30,7 @@ mod rank_cache;
 pub mod sequencer;
 mod subscriber;
 mod watch;
-mod zmtp;
+pub mod zmtp;
 
 use std::{sync::Arc, time::Duration};
 

@@ -1,11 +1,10 @@
-//! Connects to the engine's ZeroMQ sockets, from which the agent reads KV events.
+//! Speaks ZeroMQ's wire protocol, over which the engine publishes KV events.
 //!
-//! It speaks ZeroMQ's wire protocol, ZMTP 3.0 without security, as far as the agent needs it. The
-//! agent subscribes to a PUB socket, on which the engine publishes its events. On a ROUTER socket,
-//! the agent asks the engine to send events again. `subscriber` is the only caller. A
-//! [`Connection`] neither queues messages nor reconnects by itself, because the caller must know
-//! when the connection breaks. It doesn't look into the messages. Sizes that the peer announces are
-//! bounded.
+//! This is the part of ZMTP 3.0 without security that both ends need. The agent subscribes to a PUB
+//! socket, on which the engine publishes its events. On a ROUTER socket, the agent asks the engine
+//! to send events again. The engine simulator of `tests` is the other end. A [`Connection`] neither
+//! queues messages nor reconnects by itself, because the caller must know when the connection
+//! breaks. Sizes that the peer announces are bounded.
 
 use std::time::Duration;
 
@@ -18,9 +17,11 @@ use tokio::{
 
 /// The time limit for connecting and exchanging greetings.
 const CONNECT_MAX: Duration = Duration::from_secs(5);
-/// The maximum bytes of a message. An engine that evicts a million pages of one token at once sends
-/// nine million bytes.
-const MESSAGE_BYTES_MAX: u64 = 64 << 20;
+/// The maximum bytes of a published message. An engine that evicts a million pages of one token at
+/// once sends nine million bytes.
+const EVENTS_BYTES_MAX: u64 = 64 << 20;
+/// The maximum bytes of a subscription or a request, which have a few dozen bytes.
+const REQUEST_BYTES_MAX: u64 = 64 << 10;
 /// The maximum frames of a message. A published message has three frames, and a message that the
 /// engine sends again on request has four.
 const FRAMES_MAX: usize = 8;
@@ -37,16 +38,39 @@ const FLAG_COMMAND: u8 = 4;
 
 /// The socket type that this end announces.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum SocketType {
+pub enum SocketType {
     /// Subscribes to a PUB socket.
     Sub,
     /// Sends requests to a ROUTER socket, and receives the answers.
     Dealer,
+    /// Sends messages to its subscribers.
+    Pub,
+    /// Answers requests.
+    Router,
+}
+
+impl SocketType {
+    fn name(self) -> &'static [u8] {
+        match self {
+            Self::Sub => b"SUB",
+            Self::Dealer => b"DEALER",
+            Self::Pub => b"PUB",
+            Self::Router => b"ROUTER",
+        }
+    }
+
+    /// Returns the maximum bytes of a message that this type of socket receives.
+    fn received_bytes_max(self) -> u64 {
+        match self {
+            Self::Sub | Self::Dealer => EVENTS_BYTES_MAX,
+            Self::Pub | Self::Router => REQUEST_BYTES_MAX,
+        }
+    }
 }
 
 /// Why a connection could not be made, or why it ended.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum Error {
+pub enum Error {
     /// The operating system reported an error.
     #[error(transparent)]
     Io(#[from] std::io::Error),
@@ -63,40 +87,63 @@ pub(super) enum Error {
     #[error("the peer sent an invalid frame")]
     Frame,
     /// The message exceeds a bound.
-    #[error("the message has more than {FRAMES_MAX} frames or {MESSAGE_BYTES_MAX} bytes")]
-    Bound,
+    #[error("the message has more than {FRAMES_MAX} frames or {0} bytes")]
+    Bound(u64),
+}
+
+/// What a peer sends after the greetings.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Incoming {
+    /// The frames of a message.
+    Message(Vec<Bytes>),
+    /// A command of the protocol: its name's length, its name, and its data.
+    Command(Bytes),
 }
 
 /// One connection after its greetings.
 #[derive(Debug)]
-pub(super) struct Connection {
+pub struct Connection {
     stream: TcpStream,
     assembler: MessageAssembler,
 }
 
 impl Connection {
     /// Connects to `address`, which is `host:port`, and exchanges greetings.
-    pub(super) async fn open(address: &str, socket_type: SocketType) -> Result<Self, Error> {
-        let connect = async {
-            let mut stream = TcpStream::connect(address).await?;
-            stream.set_nodelay(true)?;
-            stream.write_all(&greeting()).await?;
-            stream.write_all(&ready_command(socket_type)).await?;
-            let mut peer_greeting = [0; GREETING_BYTES];
-            stream.read_exact(&mut peer_greeting).await?;
-            is_valid_greeting(&peer_greeting).then_some(()).ok_or(Error::Greeting)?;
-            Ok(Self { stream, assembler: MessageAssembler::default() })
-        };
+    ///
+    /// # Errors
+    /// When the peer can't be reached, is too slow, or does not speak ZMTP 3.
+    pub async fn open(address: &str, kind: SocketType) -> Result<Self, Error> {
+        let connect = async { Self::greet(TcpStream::connect(address).await?, kind).await };
         timeout(CONNECT_MAX, connect).await.map_err(|_| Error::Timeout)?
     }
 
+    /// Exchanges greetings over a connection that either end has opened.
+    ///
+    /// # Errors
+    /// When the connection breaks, or the peer does not speak ZMTP 3.
+    pub async fn greet(mut stream: TcpStream, kind: SocketType) -> Result<Self, Error> {
+        stream.set_nodelay(true)?;
+        stream.write_all(&greeting()).await?;
+        stream.write_all(&ready_command(kind)).await?;
+        let mut peer_greeting = [0; GREETING_BYTES];
+        stream.read_exact(&mut peer_greeting).await?;
+        is_greeting(&peer_greeting).then_some(()).ok_or(Error::Greeting)?;
+        Ok(Self { stream, assembler: MessageAssembler::new(kind.received_bytes_max()) })
+    }
+
     /// Subscribes to all messages with a first frame that begins with `topic`.
-    pub(super) async fn subscribe(&mut self, topic: &[u8]) -> Result<(), Error> {
+    ///
+    /// # Errors
+    /// When the connection breaks.
+    pub async fn subscribe(&mut self, topic: &[u8]) -> Result<(), Error> {
         self.send(&[&[&[1], topic].concat()]).await
     }
 
     /// Sends one message.
-    pub(super) async fn send(&mut self, frames: &[&[u8]]) -> Result<(), Error> {
+    ///
+    /// # Errors
+    /// When the connection breaks.
+    pub async fn send(&mut self, frames: &[&[u8]]) -> Result<(), Error> {
         let mut bytes = vec![];
         for (index, frame) in frames.iter().enumerate() {
             let is_last = index + 1 == frames.len();
@@ -105,11 +152,37 @@ impl Connection {
         Ok(self.stream.write_all(&bytes).await?)
     }
 
-    /// Returns the frames of the next message. Cancel-safe: dropping the future loses no bytes.
-    pub(super) async fn receive(&mut self) -> Result<Vec<Bytes>, Error> {
+    /// Sends a command of the protocol: its name's length, its name, and its data.
+    ///
+    /// # Errors
+    /// When the connection breaks.
+    pub async fn send_command(&mut self, command: &[u8]) -> Result<(), Error> {
+        let mut bytes = vec![];
+        append_frame(FLAG_COMMAND, command, &mut bytes);
+        Ok(self.stream.write_all(&bytes).await?)
+    }
+
+    /// Returns the frames of the next message. Skips commands, because none of them matters to a
+    /// subscriber or a requester. Cancel-safe: dropping the future loses no bytes.
+    ///
+    /// # Errors
+    /// When the connection breaks, or the peer sends what the protocol or a bound forbids.
+    pub async fn receive(&mut self) -> Result<Vec<Bytes>, Error> {
         loop {
-            if let Some(message) = self.assembler.next_message()? {
-                return Ok(message);
+            if let Incoming::Message(frames) = self.receive_any().await? {
+                return Ok(frames);
+            }
+        }
+    }
+
+    /// Returns the next message or command. Cancel-safe: dropping the future loses no bytes.
+    ///
+    /// # Errors
+    /// When the connection breaks, or the peer sends what the protocol or a bound forbids.
+    pub async fn receive_any(&mut self) -> Result<Incoming, Error> {
+        loop {
+            if let Some(incoming) = self.assembler.next()? {
+                return Ok(incoming);
             }
             self.assembler.unread.reserve(READ_BYTES);
             if self.stream.read_buf(&mut self.assembler.unread).await? == 0 {
@@ -133,11 +206,8 @@ fn is_valid_greeting(bytes: &[u8; GREETING_BYTES]) -> bool {
 }
 
 /// Returns the command that ends the handshake and announces the socket type.
-fn ready_command(socket_type: SocketType) -> Vec<u8> {
-    let name: &[u8] = match socket_type {
-        SocketType::Sub => b"SUB",
-        SocketType::Dealer => b"DEALER",
-    };
+fn ready_command(kind: SocketType) -> Vec<u8> {
+    let name = kind.name();
     let length = u32::try_from(name.len()).expect("socket type names are short").to_be_bytes();
     let command = [b"\x05READY\x0bSocket-Type", &length[..], name].concat();
     let mut bytes = vec![];
@@ -164,8 +234,10 @@ struct Header {
 }
 
 /// Assembles messages from bytes as they arrive. Pure.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct MessageAssembler {
+    /// The maximum bytes of a message.
+    bytes_max: u64,
     /// Bytes that were received and not yet parsed.
     unread: BytesMut,
     /// The frames that have arrived of a message that is not complete.
@@ -173,9 +245,12 @@ struct MessageAssembler {
 }
 
 impl MessageAssembler {
-    /// Returns the next complete message, if there is one. Skips the protocol's commands, because
-    /// none of them matters to a subscriber or a requester.
-    fn next_message(&mut self) -> Result<Option<Vec<Bytes>>, Error> {
+    fn new(bytes_max: u64) -> Self {
+        Self { bytes_max, unread: BytesMut::new(), frames: vec![] }
+    }
+
+    /// Returns the next complete message or command, if there is one.
+    fn next(&mut self) -> Result<Option<Incoming>, Error> {
         while let Some(Header { flags, header_bytes, body_bytes }) = self.read_header()? {
             let frame_bytes = header_bytes.checked_add(body_bytes);
             let Some(frame_bytes) = frame_bytes.filter(|bytes| *bytes <= self.unread.len()) else {
@@ -184,11 +259,11 @@ impl MessageAssembler {
             let mut frame = self.unread.split_to(frame_bytes).freeze();
             frame.advance(header_bytes);
             if flags & FLAG_COMMAND != 0 {
-                continue;
+                return Ok(Some(Incoming::Command(frame)));
             }
             self.frames.push(frame);
             if flags & FLAG_MORE == 0 {
-                return Ok(Some(std::mem::take(&mut self.frames)));
+                return Ok(Some(Incoming::Message(std::mem::take(&mut self.frames))));
             }
         }
         Ok(None)
@@ -210,11 +285,11 @@ impl MessageAssembler {
             (9, u64::from_be_bytes(*length))
         };
         let bytes_before: usize = self.frames.iter().map(Bytes::len).sum();
-        let bytes_left = MESSAGE_BYTES_MAX - bytes_before as u64;
+        let bytes_left = self.bytes_max - bytes_before as u64;
         if self.frames.len() >= FRAMES_MAX || body_bytes > bytes_left {
-            return Err(Error::Bound);
+            return Err(Error::Bound(self.bytes_max));
         }
-        let body_bytes = usize::try_from(body_bytes).map_err(|_| Error::Bound)?;
+        let body_bytes = usize::try_from(body_bytes).map_err(|_| Error::Bound(self.bytes_max))?;
         Ok(Some(Header { flags, header_bytes, body_bytes }))
     }
 }

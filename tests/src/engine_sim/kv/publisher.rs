@@ -106,8 +106,10 @@ impl PublisherHandle {
     }
 }
 
-/// The last batches with their sequence numbers, oldest first.
-pub(super) type Kept = Arc<Mutex<VecDeque<(u64, Bytes)>>>;
+/// A batch's sequence number and payload.
+pub(super) type Batch = (u64, Bytes);
+/// The last batches, oldest first.
+pub(super) type Kept = Arc<Mutex<VecDeque<Batch>>>;
 
 /// One rank's publisher.
 #[derive(Debug)]
@@ -166,15 +168,26 @@ impl Publisher {
         }
     }
 
-    async fn send_all(mut self, sender: broadcast::Sender<Bytes>) {
-        while let Some(item) = self.items.recv().await {
-            match item {
-                Item::Fault(fault) => self.suffer(fault),
-                Item::Batch(events) => {
-                    if let Some(message) = self.number(&events) {
-                        // Without a subscriber the batch is lost.
-                        let _ = sender.send(message);
+    async fn send_all(mut self, sender: broadcast::Sender<Batch>) {
+        loop {
+            let due = self.waiting.front().map(|(due, _)| *due);
+            tokio::select! {
+                biased;
+                Some(item) = self.items.recv(), if self.waiting.len() < QUEUE_MAX => {
+                    if let Item::Fault(Fault::Delay(delay)) = item {
+                        self.delay = delay;
                     }
+                    self.waiting.push_back((Instant::now() + self.delay, item));
+                }
+                () = sleep_until(due) => match self.waiting.pop_front() {
+                    Some((_, Item::Fault(fault))) => self.suffer(fault),
+                    Some((_, Item::Batch(events))) => {
+                        if let Some(batch) = self.number(&events) {
+                            // Without a subscriber the batch is lost.
+                            let _ = sender.send(batch);
+                        }
+                    }
+                    None => {}
                 }
             }
         }
@@ -189,9 +202,8 @@ impl Publisher {
         }
     }
 
-    /// Numbers and keeps a batch. Returns the message to send, or `None` if a fault drops the
-    /// batch.
-    fn number(&mut self, events: &[KvEvent]) -> Option<Bytes> {
+    /// Numbers and keeps a batch. Returns the batch to send, or `None` if a fault drops it.
+    fn number(&mut self, events: &[KvEvent]) -> Option<Batch> {
         let sequence = self.sequence;
         self.sequence += 1;
         if self.to_lose > 0 {
@@ -210,6 +222,6 @@ impl Publisher {
             self.to_drop -= 1;
             return None;
         }
-        Some(zmtp::message(&[&self.topic, &sequence.to_be_bytes(), &payload]))
+        Some((sequence, payload))
     }
 }

@@ -36,7 +36,13 @@ fn expected() -> [Vec<Bytes>; 2] {
 
 fn take(messages: &mut MessageAssembler, bytes: &[u8]) -> Result<Vec<Vec<Bytes>>, Error> {
     messages.unread.extend_from_slice(bytes);
-    std::iter::from_fn(|| messages.next_message().transpose()).collect()
+    let all = std::iter::from_fn(|| messages.next().transpose());
+    let frames = all.filter_map(|incoming| match incoming {
+        Ok(Incoming::Message(frames)) => Some(Ok(frames)),
+        Ok(Incoming::Command(_)) => None,
+        Err(error) => Some(Err(error)),
+    });
+    frames.collect()
 }
 
 proptest! {
@@ -48,7 +54,7 @@ proptest! {
         let mut cuts: Vec<usize> = cuts.into_iter().map(|cut| cut.min(bytes.len())).collect();
         cuts.extend([0, bytes.len()]);
         cuts.sort_unstable();
-        let (mut messages, mut found) = (MessageAssembler::default(), vec![]);
+        let (mut messages, mut found) = (MessageAssembler::new(EVENTS_BYTES_MAX), vec![]);
         for pair in cuts.windows(2) {
             found.extend(take(&mut messages, &bytes[pair[0]..pair[1]]).unwrap());
         }
@@ -57,16 +63,22 @@ proptest! {
 
     #[test]
     fn no_bytes_break_it(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
-        let _ = take(&mut MessageAssembler::default(), &bytes);
+        let _ = take(&mut MessageAssembler::new(EVENTS_BYTES_MAX), &bytes);
     }
 }
 
 #[test]
 fn what_has_no_bound_is_refused_before_it_comes() {
-    let taken = |bytes: &[u8]| take(&mut MessageAssembler::default(), bytes);
-    assert!(matches!(taken(&[FLAG_LONG, 0, 0, 0, 0, 0xff, 0, 0, 0]), Err(Error::Bound)));
-    assert!(matches!(taken(&[FLAG_LONG, 0xff, 0xff, 0xff, 0xff, 0, 0, 0, 0]), Err(Error::Bound)));
-    assert!(matches!(taken(&[FLAG_MORE, 0].repeat(FRAMES_MAX + 1)), Err(Error::Bound)));
+    let taken = |bytes: &[u8]| take(&mut MessageAssembler::new(EVENTS_BYTES_MAX), bytes);
+    assert!(matches!(taken(&[FLAG_LONG, 0, 0, 0, 0, 0xff, 0, 0, 0]), Err(Error::Bound(_))));
+    assert!(matches!(
+        taken(&[FLAG_LONG, 0xff, 0xff, 0xff, 0xff, 0, 0, 0, 0]),
+        Err(Error::Bound(_))
+    ));
+    assert!(matches!(taken(&[FLAG_MORE, 0].repeat(FRAMES_MAX + 1)), Err(Error::Bound(_))));
+    let mut requests = MessageAssembler::new(SocketType::Router.received_bytes_max());
+    let too_long = take(&mut requests, &[FLAG_LONG, 0, 0, 0, 0, 0, 1, 0, 1]);
+    assert!(matches!(too_long, Err(Error::Bound(REQUEST_BYTES_MAX))));
     assert!(matches!(taken(&[0x40, 0]), Err(Error::Frame)));
     assert!(matches!(taken(&[FLAG_MORE | FLAG_COMMAND, 0]), Err(Error::Frame)));
 }
