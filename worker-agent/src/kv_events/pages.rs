@@ -24,7 +24,8 @@ mod tests;
 
 use proto::{
     block::{BlockHash, BlockTokens, Chain, Scheme, Tier},
-    table::{Entry, KEY_BITS, PLACE_MODULUS, RunId, RunTable},
+    kv::Change,
+    table::{Entry, KEY_BITS, PLACES, RunId, Table},
 };
 
 use self::grid::Grid;
@@ -65,29 +66,6 @@ pub enum Error {
     /// The maximum number of pages, which the caller of [`Pages::new`] gave, is already tracked.
     #[error("more than {0} pages are resident; earlier events were lost")]
     TooManyPages(usize),
-}
-
-/// A change of resident blocks, to be passed to routers.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum BlockChange {
-    /// Blocks became resident. Each block follows the previous one in a prompt.
-    Stored {
-        /// The tier that holds the blocks.
-        tier: Tier,
-        /// The block before the first of `blocks`. `None` if `blocks` begin a prompt.
-        parent: Option<BlockHash>,
-        /// The blocks' hashes; at least one.
-        blocks: Vec<BlockHash>,
-    },
-    /// Blocks are no longer resident in one tier.
-    Removed {
-        /// The tier that held the blocks.
-        tier: Tier,
-        /// The blocks' hashes; at least one.
-        blocks: Vec<BlockHash>,
-    },
-    /// All blocks are gone.
-    Cleared,
 }
 
 /// The tracked pages of one rank: all resident pages, and the pages before them in their prompts.
@@ -208,16 +186,18 @@ impl Pages {
         runs + free_ids + self.lists_bytes + self.table.bytes()
     }
 
+    /// Returns the change that makes routers forget all blocks of the rank.
+    #[must_use]
+    pub fn reset_change(&self) -> Change {
+        Change::Reset { block_tokens: self.block_tokens }
+    }
+
     /// Applies an event, and appends the resulting changes of blocks to `changes`.
     ///
     /// # Errors
     /// When a stored page is rejected. The event's pages before the rejected page are kept, and
     /// those after it are ignored.
-    pub fn apply(
-        &mut self,
-        event: &CacheEvent,
-        changes: &mut Vec<BlockChange>,
-    ) -> Result<(), Error> {
+    pub fn apply(&mut self, event: &CacheEvent, changes: &mut Vec<Change>) -> Result<(), Error> {
         match event {
             CacheEvent::Stored(stored) => self.apply_stored(stored, changes),
             CacheEvent::Removed { pages, medium } => {
@@ -228,8 +208,8 @@ impl Pages {
             }
             CacheEvent::Cleared => {
                 (self.runs, self.free_ids) = (vec![Run::default()], vec![]);
-                (self.table, self.page_count, self.lists_bytes) = (RunTable::new(), 0, 0);
-                changes.push(BlockChange::Cleared);
+                (self.table, self.count, self.lists_bytes) = (Table::new(), 0, 0);
+                changes.extend([self.reset_change(), Change::Complete]);
                 Ok(())
             }
         }
@@ -237,11 +217,7 @@ impl Pages {
 
     /// Follows the event's pages through the tree. Marks known pages as resident, and appends
     /// unknown ones.
-    fn apply_stored(
-        &mut self,
-        stored: &Stored,
-        changes: &mut Vec<BlockChange>,
-    ) -> Result<(), Error> {
+    fn apply_stored(&mut self, stored: &Stored, changes: &mut Vec<Change>) -> Result<(), Error> {
         let Some(tier) = medium_tier(stored.medium) else { return Ok(()) };
         let (found, expected) = (stored.page_tokens, self.grid.page_tokens());
         if found != expected {
@@ -282,7 +258,7 @@ impl Pages {
                     let count_before = self.page_count;
                     let appended = self.append(position, stored, applied);
                     let Position { run, pages_before } = appended.end;
-                    let added = self.page_count - count_before;
+                    let added = self.count - count_before;
                     self.mark_resident(run, pages_before - added..pages_before, tier, changes);
                     (position, applied) = (appended.end, applied + added);
                     appended.rejection.map_or(Ok(()), Err)?;
@@ -292,7 +268,7 @@ impl Pages {
         Ok(())
     }
 
-    fn apply_removed(&mut self, pages: &[PageHash], tier: Tier, changes: &mut Vec<BlockChange>) {
+    fn apply_removed(&mut self, pages: &[PageHash], tier: Tier, changes: &mut Vec<Change>) {
         // The number of the event's pages that are handled.
         let mut handled = 0;
         while let Some(&first_page) = pages.get(handled) {

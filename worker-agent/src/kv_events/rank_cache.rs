@@ -13,16 +13,13 @@
 //! its pages, and the caller asks the shim (code in the engine's process) to publish the engine's
 //! radix tree again.
 
-use proto::{
-    block::{BlockTokens, Tier},
-    kv::Change,
-};
+use proto::{block::Tier, kv::Change};
 
 use super::{
     TRACKED_PAGES_PER_POOL_PAGE,
     decode::{self, CacheEvent},
     hash_check::{Verdict, Verifier},
-    pages::{BlockChange, Error, Pages},
+    pages::{Error, Pages},
     sequencer::{self, Sequencer},
 };
 
@@ -192,8 +189,8 @@ impl RankCache {
         if self.has_unknown_pages {
             changes.push(Change::Unknown { why: "KV events were missed".to_owned() });
         }
-        changes.push(self.reset_change());
-        changes.extend(self.pages.snapshot().map(to_change));
+        all.push(self.pages.reset_change());
+        all.extend(self.pages.snapshot());
         if !self.has_unknown_pages {
             changes.push(Change::Complete);
         }
@@ -281,11 +278,11 @@ impl RankCache {
                 return self.handle_loss(steps);
             }
         };
-        let mut block_changes = vec![];
+        let mut changes = vec![];
         for event in &batch.events {
-            self.apply_event(event, &mut block_changes);
+            self.apply_event(event, &mut changes);
         }
-        self.count_resident(&block_changes);
+        self.count_resident(&changes);
         let pool_pages = self.pages_max / TRACKED_PAGES_PER_POOL_PAGE;
         let has_relearned = self.has_unknown_pages && self.pages_stored_since_loss >= pool_pages;
         if has_relearned {
@@ -293,19 +290,15 @@ impl RankCache {
             // resident before the loss has been evicted.
             self.has_unknown_pages = false;
         }
-        if self.is_first_replay_over && !block_changes.is_empty() {
-            let changes = block_changes.into_iter().flat_map(|block_change| match block_change {
-                BlockChange::Cleared => vec![self.reset_change(), Change::Complete],
-                block_change => vec![to_change(block_change)],
-            });
-            steps.push(RankStep::Send(changes.collect()));
+        if self.is_first_replay_over && !changes.is_empty() {
+            steps.push(RankStep::Send(changes));
         }
         if has_relearned {
             self.push_snapshot_step(steps);
         }
     }
 
-    fn apply_event(&mut self, event: &CacheEvent, block_changes: &mut Vec<BlockChange>) {
+    fn apply_event(&mut self, event: &CacheEvent, changes: &mut Vec<Change>) {
         match event {
             CacheEvent::Stored(stored) => {
                 self.counts.stored += 1;
@@ -323,7 +316,7 @@ impl RankCache {
                 self.has_unknown_pages = false;
             }
         }
-        if let Err(error) = self.pages.apply(event, block_changes) {
+        if let Err(error) = self.pages.apply(event, changes) {
             if error == Error::UnknownParent {
                 self.counts.orphans += 1;
             } else {
@@ -334,32 +327,20 @@ impl RankCache {
     }
 
     /// Updates the number of resident blocks.
-    fn count_resident(&mut self, block_changes: &[BlockChange]) {
-        let tier_index = |tier: &Tier| usize::from(*tier == Tier::Host);
-        for block_change in block_changes {
-            match block_change {
-                BlockChange::Stored { tier, blocks, .. } => {
-                    self.resident_blocks[tier_index(tier)] += blocks.len() as u64;
+    fn count_resident(&mut self, changes: &[Change]) {
+        let index = |tier: &Tier| usize::from(*tier == Tier::Host);
+        for change in changes {
+            match change {
+                Change::Stored { tier, blocks, .. } => {
+                    self.resident_blocks[index(tier)] += blocks.len() as u64;
                 }
-                BlockChange::Removed { tier, blocks } => {
-                    self.resident_blocks[tier_index(tier)] -= blocks.len() as u64
+                Change::Removed { tier, blocks } => {
+                    self.resident_blocks[index(tier)] -= blocks.len() as u64
                 }
-                BlockChange::Cleared => self.resident_blocks = [0; 2],
+                Change::Reset { .. } => self.resident_blocks = [0; 2],
+                Change::Complete | Change::Unknown { .. } => {}
             }
         }
-    }
-
-    fn reset_change(&self) -> Change {
-        let block_tokens = BlockTokens::for_page(self.page_tokens).expect("checked in `new`");
-        Change::Reset { block_tokens }
-    }
-}
-
-fn to_change(block_change: BlockChange) -> Change {
-    match block_change {
-        BlockChange::Stored { tier, parent, blocks } => Change::Stored { tier, parent, blocks },
-        BlockChange::Removed { tier, blocks } => Change::Removed { tier, blocks },
-        BlockChange::Cleared => unreachable!("absent in snapshots, and handled in `apply_message`"),
     }
 }
 

@@ -11,42 +11,42 @@
 
 use std::ops::Range;
 
-use proto::{block::Tier, table::RunId};
+use proto::{block::Tier, kv::Change, table::RunId};
 
-use super::{BlockChange, Pages, ROOT, tier_bit};
+use super::{Pages, ROOT, tier_bit};
 
 impl Pages {
-    /// Marks pages of a run as resident in `tier`. Appends to `changes` the blocks that become
-    /// resident with these pages. `pages` are indexes in the run.
+    /// Marks pages of a run as resident in `tier`. Appends the blocks that become resident by this
+    /// to `changes`. `pages` are indexes in the run.
     pub(super) fn mark_resident(
         &mut self,
         run: RunId,
         pages: Range<usize>,
         tier: Tier,
-        changes: &mut Vec<BlockChange>,
+        changes: &mut Vec<Change>,
     ) {
         for new_pages in self.page_ranges_where(run, pages, |page| page & tier_bit(tier) == 0) {
             for page in &mut self.run_mut(run).pages[new_pages.clone()] {
                 *page |= tier_bit(tier);
             }
-            let new_blocks = self.resident_block_ranges(run, new_pages, tier).into_iter();
+            let new_blocks = self.resident_blocks(run, new_pages, tier).into_iter();
             changes.extend(new_blocks.map(|(run, blocks)| self.stored_change(run, blocks, tier)));
         }
     }
 
-    /// Marks pages of a run as no longer resident in `tier`. Appends to `changes` the blocks that
-    /// are no longer resident without these pages. `pages` are indexes in the run.
+    /// Marks pages of a run as no longer resident in `tier`. Appends the blocks that are no longer
+    /// resident by this to `changes`. `pages` are indexes in the run.
     pub(super) fn mark_gone(
         &mut self,
         run: RunId,
         pages: Range<usize>,
         tier: Tier,
-        changes: &mut Vec<BlockChange>,
+        changes: &mut Vec<Change>,
     ) {
         for gone_pages in self.page_ranges_where(run, pages, |page| page & tier_bit(tier) != 0) {
             for (run, blocks) in self.resident_block_ranges(run, gone_pages.clone(), tier) {
                 let blocks = self.run(run).blocks[blocks].to_vec();
-                changes.push(BlockChange::Removed { tier, blocks });
+                changes.push(Change::Removed { tier, blocks });
             }
             for page in &mut self.run_mut(run).pages[gone_pages] {
                 *page &= !tier_bit(tier);
@@ -55,31 +55,30 @@ impl Pages {
         self.prune(run);
     }
 
-    /// Returns all resident blocks, as changes for a router that knows none of them. The blocks of
-    /// a run come before those of its child runs.
-    pub fn snapshot(&self) -> impl Iterator<Item = BlockChange> {
+    /// Returns the changes that report all resident blocks, to a router that knows none. The blocks
+    /// of a run come before those of its child runs.
+    pub fn snapshot(&self) -> impl Iterator<Item = Change> {
         let runs = std::iter::successors(self.next_run(ROOT), |&run| self.next_run(run));
         let runs_and_tiers = runs.flat_map(|run| [(run, Tier::Device), (run, Tier::Host)]);
         runs_and_tiers.flat_map(move |(run, tier)| {
             let first_block = self.grid.blocks_ended_in(self.run(run).start_page as usize);
             let run_blocks = first_block..first_block + self.run(run).blocks.len();
-            let mut resident_ranges = vec![];
-            self.collect_resident_ranges(run, run_blocks, tier, &mut resident_ranges);
-            let to_change = move |(run, blocks)| self.stored_change(run, blocks, tier);
-            resident_ranges.into_iter().map(to_change)
+            let mut resident = vec![];
+            self.collect_resident(run, run_blocks, tier, &mut resident);
+            resident.into_iter().map(move |(run, blocks)| self.stored_change(run, blocks, tier))
         })
     }
 
     /// Returns the change that reports blocks of a run as resident. `blocks` are block indexes in
     /// [`Run::blocks`](super::Run::blocks).
-    fn stored_change(&self, run: RunId, blocks: Range<usize>, tier: Tier) -> BlockChange {
+    fn stored_change(&self, run: RunId, blocks: Range<usize>, tier: Tier) -> Change {
         let content = self.run(run);
         let blocks_before_run = self.grid.blocks_ended_in(content.start_page as usize);
         let parent = match blocks.start.checked_sub(1) {
             Some(index) => Some(content.blocks[index]),
             None => (blocks_before_run > 0).then_some(content.block_before),
         };
-        BlockChange::Stored { tier, parent, blocks: content.blocks[blocks].to_vec() }
+        Change::Stored { tier, parent, blocks: content.blocks[blocks].to_vec() }
     }
 
     /// Returns those indexes in `pages` whose page satisfies `matches`, joined into ranges.

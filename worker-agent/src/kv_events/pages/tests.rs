@@ -101,13 +101,13 @@ impl Oracle {
     }
 
     fn step(&mut self, pages: &mut Pages, step: &Step, page_tokens: u32) {
-        let mut block_changes = vec![];
+        let mut changes = vec![];
         match step {
             Step::Store { tier, letters, from } => {
                 let prompt = prompt(letters, page_tokens);
                 let from = from % prompt.pages.len();
                 let event = CacheEvent::Stored(stored(&prompt, from, page_tokens, medium(*tier)));
-                let taken = pages.apply(&event, &mut block_changes);
+                let taken = pages.apply(&event, &mut changes);
                 let is_orphan = from > 0 && !self.knows(prompt.pages[from - 1]);
                 assert_eq!(taken, if is_orphan { Err(Error::UnknownParent) } else { Ok(()) });
                 if !is_orphan {
@@ -127,15 +127,15 @@ impl Oracle {
                     self.resident.remove(&(*tier, *page));
                 }
                 let event = CacheEvent::Removed { pages: gone, medium: medium(*tier) };
-                pages.apply(&event, &mut block_changes).unwrap();
+                pages.apply(&event, &mut changes).unwrap();
             }
             Step::Clear => {
                 self.resident.clear();
-                pages.apply(&CacheEvent::Cleared, &mut block_changes).unwrap();
+                pages.apply(&CacheEvent::Cleared, &mut changes).unwrap();
             }
         }
-        for block_change in block_changes {
-            publish(&mut self.published, block_change);
+        for change in changes {
+            publish(&mut self.published, change);
         }
     }
 
@@ -170,9 +170,9 @@ impl Oracle {
 }
 
 /// Applies a change to what a router would know. Each block must be reported only once.
-fn publish(published: &mut HashSet<(Tier, BlockHash)>, block_change: BlockChange) {
-    match block_change {
-        BlockChange::Stored { tier, parent, blocks } => {
+fn publish(published: &mut HashSet<(Tier, BlockHash)>, change: Change) {
+    match change {
+        Change::Stored { tier, parent, blocks } => {
             let mut parent = parent;
             for block in blocks {
                 assert!(block.can_follow(parent), "{block:?} after {parent:?}");
@@ -180,12 +180,14 @@ fn publish(published: &mut HashSet<(Tier, BlockHash)>, block_change: BlockChange
                 parent = Some(block);
             }
         }
-        BlockChange::Removed { tier, blocks } => {
+        Change::Removed { tier, blocks } => {
             for block in blocks {
                 assert!(published.remove(&(tier, block)), "{block:?} was not resident");
             }
         }
-        BlockChange::Cleared => published.clear(),
+        Change::Reset { .. } => published.clear(),
+        Change::Complete => assert!(published.is_empty(), "only a reset is complete at once"),
+        Change::Unknown { .. } => panic!("pages are known"),
     }
 }
 
@@ -203,7 +205,7 @@ proptest! {
             prop_assert_eq!(&oracle.published, &oracle.expected(), "after {:?}", step);
         }
         let mut snapshot = HashSet::new();
-        pages.snapshot().for_each(|block_change| publish(&mut snapshot, block_change));
+        pages.snapshot().for_each(|change| publish(&mut snapshot, change));
         prop_assert_eq!(snapshot, oracle.published);
     }
 
@@ -234,11 +236,11 @@ proptest! {
     }
 }
 
-fn apply(pages: &mut Pages, event: Stored) -> (Result<(), Error>, Vec<BlockChange>) {
-    let mut block_changes = vec![];
-    let taken = pages.apply(&CacheEvent::Stored(event), &mut block_changes);
+fn apply(pages: &mut Pages, event: Stored) -> (Result<(), Error>, Vec<Change>) {
+    let mut changes = vec![];
+    let taken = pages.apply(&CacheEvent::Stored(event), &mut changes);
     pages.check_invariants();
-    (taken, block_changes)
+    (taken, changes)
 }
 
 #[test]
@@ -251,14 +253,14 @@ fn what_cannot_be_taken_is_refused_and_what_came_before_is_kept() {
     assert_eq!(apply(&mut pages, other), (Err(wrong), vec![]));
     let mut image = stored(&all, 0, 16, Medium::Gpu);
     image.tokens[70] = 1 << 40;
-    let (taken, block_changes) = apply(&mut pages, image);
-    assert_eq!((taken, pages.count(), block_changes.len()), (Err(Error::WideToken), 4, 1));
-    let (taken, block_changes) = apply(&mut pages, stored(&all, 4, 16, Medium::Gpu));
-    assert_eq!((taken, pages.count(), block_changes.len()), (Err(Error::TooManyPages(8)), 8, 1));
-    let (taken, block_changes) = apply(&mut pages, stored(&all, 9, 16, Medium::Gpu));
-    assert_eq!((taken, block_changes), (Err(Error::UnknownParent), vec![]));
-    let (taken, block_changes) = apply(&mut pages, stored(&all, 0, 16, Medium::Other));
-    assert_eq!((taken, block_changes), (Ok(()), vec![]));
+    let (taken, changes) = apply(&mut pages, image);
+    assert_eq!((taken, pages.count(), changes.len()), (Err(Error::WideToken), 4, 1));
+    let (taken, changes) = apply(&mut pages, stored(&all, 4, 16, Medium::Gpu));
+    assert_eq!((taken, pages.count(), changes.len()), (Err(Error::TooManyPages(8)), 8, 1));
+    let (taken, changes) = apply(&mut pages, stored(&all, 9, 16, Medium::Gpu));
+    assert_eq!((taken, changes), (Err(Error::UnknownParent), vec![]));
+    let (taken, changes) = apply(&mut pages, stored(&all, 0, 16, Medium::Other));
+    assert_eq!((taken, changes), (Ok(()), vec![]));
 }
 
 #[test]
