@@ -7,6 +7,10 @@
 //! `tokens` compiles a model's template once, and renders each [`Chat`] with it. `chat` brings the
 //! messages into SGLang's form first. This module doesn't tokenize the text.
 
+use chrono::{
+    DateTime,
+    format::{Fixed, Item, Numeric, Pad, StrftimeItems},
+};
 use minijinja::{
     Environment, Error, ErrorKind, State, UndefinedBehavior, Value, syntax::SyntaxConfig,
     value::Kwargs,
@@ -22,24 +26,6 @@ use super::{
 const STEPS_MAX: u64 = 2_000_000;
 /// The template's name in its environment.
 const TEMPLATE_NAME: &str = "chat";
-/// The end of the year 9999, in Unix seconds.
-const UNIX_S_MAX: u64 = 253_402_300_799;
-const SECONDS_PER_DAY: u64 = 86_400;
-const MONTHS: [&str; 12] = [
-    "January",
-    "February",
-    "March",
-    "April",
-    "May",
-    "June",
-    "July",
-    "August",
-    "September",
-    "October",
-    "November",
-    "December",
-];
-
 /// The chat template of one model.
 #[derive(Debug)]
 pub(super) struct Template {
@@ -170,56 +156,25 @@ fn raise_exception(message: &Value) -> Result<Value, Error> {
 
 /// Returns the date and time in UTC. They are what the engine prints if its clock is set to UTC.
 fn strftime_now(state: &State<'_, '_>, format: &str) -> Result<String, Error> {
-    let unix_s =
-        state.lookup(UNIX_S_VARIABLE).and_then(|now| u64::try_from(now).ok()).unwrap_or_default();
-    // The template may have changed the variable. The bound keeps the loop over the years short.
-    let unix_s = unix_s.min(UNIX_S_MAX);
-    let (days, seconds) = (unix_s / SECONDS_PER_DAY, unix_s % SECONDS_PER_DAY);
-    let (year, month, day) = date_after_1970(days);
-    let month_name = MONTHS[month];
-    let mut out = String::new();
-    let mut characters = format.chars();
-    while let Some(character) = characters.next() {
-        if character != '%' {
-            out.push(character);
-            continue;
-        }
-        out.push_str(&match characters.next() {
-            Some('Y') => year.to_string(),
-            Some('m') => format!("{:02}", month + 1),
-            Some('d') => format!("{day:02}"),
-            Some('B') => month_name.to_owned(),
-            Some('b') => month_name[..3].to_owned(),
-            Some('H') => format!("{:02}", seconds / 3600),
-            Some('M') => format!("{:02}", seconds / 60 % 60),
-            Some('S') => format!("{:02}", seconds % 60),
-            Some('%') => "%".to_owned(),
-            _ => return Err(Error::new(ErrorKind::InvalidOperation, "unsupported date format")),
-        });
+    let unsupported = || Error::new(ErrorKind::InvalidOperation, "unsupported date format");
+    let unix_s = state.lookup(UNIX_S_VARIABLE).and_then(|now| i64::try_from(now).ok());
+    let now = DateTime::from_timestamp(unix_s.unwrap_or_default(), 0).ok_or_else(unsupported)?;
+    let items = StrftimeItems::new(format).parse().map_err(|_| unsupported())?;
+    if !items.iter().all(is_same_in_python) {
+        return Err(unsupported());
     }
-    Ok(out)
+    Ok(now.format_with_items(items.iter()).to_string())
 }
 
-/// Returns the date that is `days` days after 1970-01-01: year, month from 0, and day from 1.
-fn date_after_1970(mut days: u64) -> (u64, usize, u64) {
-    let is_leap = |year: u64| {
-        year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400))
-    };
-    let mut year = 1970;
-    loop {
-        let length = 365 + u64::from(is_leap(year));
-        if days < length {
-            break;
-        }
-        days -= length;
-        year += 1;
-    }
-    let february = 28 + u64::from(is_leap(year));
-    let lengths = [31, february, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31];
-    let mut month = 0;
-    while days >= lengths[month] {
-        days -= lengths[month];
-        month += 1;
-    }
-    (year, month, days + 1)
+/// Whether Python surely writes this part of a date as chrono does. It depends on Python's locale,
+/// time zone or C library how Python writes some of the other parts.
+fn is_same_in_python(item: &Item<'_>) -> bool {
+    use Numeric::{Day, Hour, Minute, Month, Second, Year};
+    matches!(
+        item,
+        Item::Literal(_)
+            | Item::Space(_)
+            | Item::Numeric(Year | Month | Day | Hour | Minute | Second, Pad::Zero)
+            | Item::Fixed(Fixed::ShortMonthName | Fixed::LongMonthName)
+    )
 }

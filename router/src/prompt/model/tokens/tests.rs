@@ -137,8 +137,10 @@ fn the_date_is_the_one_it_is_asked_at() {
     assert_eq!(shown(0), "01 Jan 1970, January 01 00:00:00 %");
     assert_eq!(shown(951_782_400 + 3661), "29 Feb 2000, February 02 01:01:01 %");
     assert_eq!(shown(1_795_219_199), "20 Nov 2026, November 11 23:59:59 %");
-    let odd = self::model(Some("{{ strftime_now('%c') }}"));
-    assert_eq!(odd.render(&chat_members, 0), None);
+    for odd in ["%c", "%A", "%-d", "%f", "%Z", "%Q", "%"] {
+        let odd = self::model(Some(&format!("{{{{ strftime_now('{odd}') }}}}")));
+        assert_eq!(odd.render(&chat_members, 0), None);
+    }
 }
 
 #[test]
