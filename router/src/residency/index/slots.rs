@@ -69,7 +69,8 @@ impl Slots {
 
     /// Begins a snapshot of a worker. Returns whether the number of slots grew.
     pub(super) fn begin_snapshot(&mut self, worker: usize) -> bool {
-        self.end_snapshot(worker);
+        let discarded_slot = take_slot(&mut self.snapshot_slots, worker);
+        self.end_slot(discarded_slot);
         let (slot, is_added) = self.allocate_slot();
         set_slot(&mut self.snapshot_slots, worker, slot);
         is_added
@@ -77,19 +78,18 @@ impl Slots {
 
     /// Completes the worker's snapshot, if one was begun.
     pub(super) fn finish_snapshot(&mut self, worker: usize) {
-        let Some(slot) = self.snapshot_slots.get(worker).copied().filter(|&slot| slot != NO_SLOT)
-        else {
-            return;
-        };
-        self.snapshot_slots[worker] = NO_SLOT;
-        self.end_current(worker);
+        let Some(slot) = take_slot(&mut self.snapshot_slots, worker) else { return };
+        let replaced_slot = take_slot(&mut self.current_slots, worker);
+        self.end_slot(replaced_slot);
         set_slot(&mut self.current_slots, worker, slot);
     }
 
     /// Ends the slots of a worker: the current one and the one of a snapshot in progress.
     pub(super) fn end_slots(&mut self, worker: usize) {
-        self.end_snapshot(worker);
-        self.end_current(worker);
+        let snapshot_slot = take_slot(&mut self.snapshot_slots, worker);
+        let current_slot = take_slot(&mut self.current_slots, worker);
+        self.end_slot(snapshot_slot);
+        self.end_slot(current_slot);
     }
 
     /// Whether any slot has ended and isn't free yet, so that the tree has to be swept.
@@ -122,32 +122,19 @@ impl Slots {
         (slot.expect("three slots per worker are fewer than NO_SLOT"), true)
     }
 
-    fn end_snapshot(&mut self, worker: usize) {
-        if let Some(slot) = self.snapshot_slots.get_mut(worker) {
-            end_slot(
-                &mut self.ended_flags,
-                &mut self.ended_count,
-                std::mem::replace(slot, NO_SLOT),
-            );
-        }
-    }
-
-    fn end_current(&mut self, worker: usize) {
-        if let Some(slot) = self.current_slots.get_mut(worker) {
-            end_slot(
-                &mut self.ended_flags,
-                &mut self.ended_count,
-                std::mem::replace(slot, NO_SLOT),
-            );
+    /// Marks a slot that was taken from its worker as ended.
+    fn end_slot(&mut self, slot: Option<u16>) {
+        if let Some(slot) = slot {
+            self.ended_flags[usize::from(slot)] = true;
+            self.ended_count += 1;
         }
     }
 }
 
-fn end_slot(ended_flags: &mut [bool], ended_count: &mut usize, slot: u16) {
-    if slot != NO_SLOT {
-        ended_flags[usize::from(slot)] = true;
-        *ended_count += 1;
-    }
+/// Takes a worker's slot from it, if it has one.
+fn take_slot(slots_by_worker: &mut [u16], worker: usize) -> Option<u16> {
+    let slot = std::mem::replace(slots_by_worker.get_mut(worker)?, NO_SLOT);
+    (slot != NO_SLOT).then_some(slot)
 }
 
 fn set_slot(slots_by_worker: &mut Vec<u16>, worker: usize, slot: u16) {
