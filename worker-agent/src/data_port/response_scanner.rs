@@ -8,6 +8,16 @@
 //!
 //! [`Scanner`] splits server-sent events into lines, and gives each line's data to `JsonState`.
 //! `JsonState` follows the path of keys, and stores the values of the known paths in `Findings`.
+//!
+//! The scanner is our own code, because serde_json needs a whole value in memory: an answer with log
+//! probabilities has tens of megabytes, and the agent reads thousands of answers at once. With
+//! serde_json for the lines of a stream alone, single values would still need all of this.
+//! Best of seven runs on two busy cores, 2026-11-23: 6.1 GiB/s where each event repeats the text so
+//! far (serde_json for each line: 0.7), and 0.26 GiB/s for short deltas (serde_json: 0.34). An engine
+//! that sends 10,000 deltas a second sends 0.003 GiB/s. `benches/response_scanner.rs` has such
+//! streams.
+
+use memchr::{memchr, memchr2};
 
 use crate::session::{Outcome, Usage};
 
@@ -122,13 +132,13 @@ impl Scanner {
                     *line = LineState::Field(matched + 1);
                     rest = &rest[1..];
                 }
-                LineState::Field(_) | LineState::Other => {
-                    let line_end = rest.iter().position(|&byte| byte == b'\n');
-                    *line = if line_end.is_some() { LineState::Field(0) } else { LineState::Other };
+                Line::Field(_) | Line::Other => {
+                    let line_end = memchr(b'\n', rest);
+                    *line = if line_end.is_some() { Line::Field(0) } else { Line::Other };
                     rest = &rest[line_end.map_or(rest.len(), |line_end| line_end + 1)..];
                 }
-                LineState::Data => {
-                    let line_end = rest.iter().position(|&byte| byte == b'\n');
+                Line::Data => {
+                    let line_end = memchr(b'\n', rest);
                     let content = &rest[..line_end.unwrap_or(rest.len())];
                     // Besides `[DONE]`, the data may have a space at its start and `\r` at its end.
                     for &byte in content.iter().take(DONE.len() + 2) {
@@ -482,7 +492,7 @@ fn scan_string(bytes: &[u8], is_escaped: &mut bool, text: &mut StringStart) -> (
         text.push(b"\\");
         return (1, false);
     }
-    let content_end = bytes.iter().position(|byte| matches!(byte, b'"' | b'\\'));
+    let content_end = memchr2(b'"', b'\\', bytes);
     let content = &bytes[..content_end.unwrap_or(bytes.len())];
     text.push(content);
     match content_end {
