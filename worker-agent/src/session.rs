@@ -470,14 +470,19 @@ impl Session {
         self.is_unused && self.holds_row && self.phase == Phase::Open && self.turns_waiting == 0
     }
 
+    /// Resets what belongs to the row and the KV that the session no longer holds.
+    fn drop_row(&mut self) {
+        self.holds_row = false;
+        self.resident_tokens = 0;
+        self.reserved_tokens = 0;
+        self.lost_rid = None;
+    }
+
     /// Resets the figures of a session that has nothing at the engine, or gets a new incarnation.
     fn clear_figures(&mut self) {
         self.history_tokens = 0;
-        self.resident_tokens = 0;
-        self.reserved_tokens = 0;
-        self.holds_row = false;
         self.is_corrupt = false;
-        self.lost_rid = None;
+        self.drop_row();
     }
 
     /// Updates the session's figures after a finished turn.

@@ -131,9 +131,7 @@ impl Table {
             Outcome::Refused => self.undo_admission(key, ticket.had_no_kv),
             // The engine rolls the history back and gives the session's KV to its radix tree.
             Outcome::Aborted => self.change_session(key, |session| {
-                session.holds_row = false;
-                session.reserved_tokens = 0;
-                session.resident_tokens = 0;
+                session.drop_row();
                 session.phase = if is_open { Phase::Demoted } else { session.phase };
             }),
             Outcome::Finished(usage) => {

@@ -171,12 +171,16 @@ impl Table {
                 if expected.matches(report.history_tokens) {
                     self.effects.push(Effect::SessionEvent(key.clone(), SessionEvent::Verified));
                     self.change_session(key, |session| {
-                        session.phase = if report.holds_row { Phase::Open } else { Phase::Demoted };
-                        session.holds_row = report.holds_row;
                         session.history_tokens = report.history_tokens;
-                        session.resident_tokens = report.allocated_tokens;
-                        session.reserved_tokens = 0;
-                        session.lost_rid = None;
+                        if report.holds_row {
+                            session.phase = Phase::Open;
+                            session.resident_tokens = report.allocated_tokens;
+                            session.reserved_tokens = 0;
+                            session.lost_rid = None;
+                        } else {
+                            session.phase = Phase::Demoted;
+                            session.drop_row();
+                        }
                     });
                     // The session has a deadline of its own again.
                     self.schedule_deadline(key);
@@ -278,10 +282,7 @@ impl Table {
                 if session.phase != Phase::Closing {
                     session.phase = Phase::Gone(GoneReason::EngineRestarted);
                 }
-                session.holds_row = false;
-                session.resident_tokens = 0;
-                session.reserved_tokens = 0;
-                session.history_tokens = 0;
+                session.clear_figures();
             });
         }
         // Sessions that were closing are closed now. Sessions of ranks that no longer exist can't

@@ -202,8 +202,7 @@ impl Table {
             self.effects.push(Effect::SessionEvent(key.clone(), SessionEvent::Demoted));
             self.change_session(&key, |session| {
                 session.phase = Phase::Demoted;
-                session.holds_row = false;
-                session.resident_tokens = 0;
+                session.drop_row();
             });
         } else {
             self.close_as_gone(now, &key, GoneReason::Reclaimed);

@@ -394,7 +394,7 @@ impl Table {
             session.reserved_tokens = 0;
             if had_no_kv && session.history_tokens > 0 {
                 // The KV that was in the radix tree before the turn is still there.
-                session.holds_row = false;
+                session.drop_row();
                 if session.phase == Phase::Open {
                     session.phase = Phase::Demoted;
                 }

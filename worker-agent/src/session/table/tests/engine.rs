@@ -79,6 +79,30 @@ fn an_engine_that_seems_gone_leaves_its_closes_in_the_journal() {
 }
 
 #[test]
+fn a_lost_turn_and_corrupt_pages_are_forgotten_with_their_engine() {
+    let mut rig = trim::trimming();
+    let lost = rig.pin("lost");
+    let turn = trim::full_history(&mut rig, &pinned("lost"), 400).inside();
+    rig.end(&turn, Outcome::Lost);
+    assert_eq!(rig.table_requests, [Some(turn.rid)], "the turn may still run");
+    let corrupt = rig.pin("corrupt");
+    let turn = trim::full_history(&mut rig, &pinned("corrupt"), 400).inside();
+    rig.table.handle_corruption(rig.now, &corrupt);
+    rig.engine_restarts(engine(1));
+    rig.end(&turn, Outcome::Lost);
+    rig.table.handle_shim_up(0, true);
+    rig.table.set_trimming(rig.now, true);
+    for id in ["lost", "corrupt"] {
+        let turn = trim::full_history(&mut rig, &pinned(id), 400).inside();
+        assert_ne!(turn.incarnation(), lost);
+        rig.runs(&turn, 0, 100);
+        rig.close(id).unwrap();
+        let close = rig.closes.pop().expect("the new incarnation is closed");
+        assert_eq!((close.incarnation.as_str(), close.rid), (turn.incarnation(), None));
+    }
+}
+
+#[test]
 fn what_an_earlier_agent_left_is_closed_before_anything_is_pinned() {
     let mut rig = Rig::new();
     rig.table.inherit_incarnation(rig.now, "berth-a-0-7".into(), 0, Some("r".into()));

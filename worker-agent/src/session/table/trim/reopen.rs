@@ -98,7 +98,9 @@ impl Table {
         let had_no_kv = self.tickets[rid].had_no_kv;
         let (holds_kv, dp_rank) = self.change_session(key, |session| {
             session.reserved_tokens = 0;
-            session.holds_row &= session.history_tokens > 0 && !had_no_kv;
+            if session.history_tokens == 0 || had_no_kv {
+                session.drop_row();
+            }
             (session.holds_row, session.dp_rank as usize)
         });
         if holds_kv && self.accounts[dp_rank].can_demote() {
@@ -119,8 +121,7 @@ impl Table {
         let Some(rid) = self.rid_with_question(key) else { return false };
         if is_demoted {
             self.change_session(key, |session| {
-                session.holds_row = false;
-                session.resident_tokens = 0;
+                session.drop_row();
             });
         }
         self.reopen(now, &rid, key);
