@@ -371,11 +371,11 @@ fn shim_figure(value: u64, now: Instant, facts: &RankFacts) -> Figure {
 /// tree, where the engine may evict it.
 #[must_use]
 pub fn resident_figure(session: &Session) -> Option<Figure> {
-    let source = match session.retention {
+    let source = match session.retention() {
         Retention::Pinned => Source::Usage,
         Retention::Tagged | Retention::None => Source::Estimate,
     };
-    Some(Figure { value: session.resident_tokens, source, age_ms: 0 })
+    Some(Figure { value: session.resident_tokens(), source, age_ms: 0 })
 }
 
 fn age_ms(now: Instant, measured_at: Instant) -> u32 {

@@ -1,10 +1,10 @@
 //! Keeps the sessions of one engine: their state, and how turns change it.
 //!
 //! The owner task (`crate::owner`) tells [`Table`] what happened, and carries out the [`Effect`]s
-//! that it returns. This file holds the shared types. The child `table` decides which turns run,
-//! `deltas` which turns a session takes. `turn` and `error` describe turns and refusals,
-//! `prefix_tracker` compares prompts, and `journal` lists the open incarnations in a file. Only
-//! `journal` does I/O. None reads a clock.
+//! that it returns. This file holds the types of settings, calls and effects. The child `state`
+//! holds one session. The child `table` decides which turns run, `deltas` which turns a session
+//! takes. `turn` and `error` describe turns and refusals, `prefix_tracker` compares prompts, and
+//! `journal` lists the open incarnations in a file. Only `journal` does I/O. None reads a clock.
 //!
 //! A session is a conversation of ordered turns. A turn is one request and its answer. It sends a
 //! full history (the whole conversation) or a delta (only new tokens, which the engine appends). An
@@ -17,27 +17,26 @@ mod deltas;
 mod error;
 pub mod journal;
 mod prefix_tracker;
+mod state;
 mod table;
 mod turn;
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use proto::{
     id::SessionKey,
-    load::{Retention, SessionState, VolatilePrefix},
+    load::{Retention, VolatilePrefix},
 };
 
-use self::{
-    deltas::{Deltas, check_route, check_turn},
-    journal::Record,
-};
+use self::journal::Record;
 pub use self::{
     error::Error,
     prefix_tracker::{BLOCKS_MAX, PrefixTracker, PromptStart},
+    state::Session,
     table::{EngineLoad, SessionReport, Table, TrimOutcome, TrimPlan},
     turn::{Need, Outcome, RouteTurns, RunMode, TrimRequest, Turn, TurnSession, Usage},
 };
-use crate::guard::{Guard, Guards};
+use crate::guard::Guards;
 
 /// The capacity of one rank.
 #[derive(Debug, Clone, Copy)]
@@ -94,153 +93,6 @@ pub struct TableSettings {
     pub auto_pin: bool,
     /// The guards (protective rules) that are on. Only simulations switch any off.
     pub guards: Guards,
-}
-
-/// One session: its state, its figures, and what the agent knows of its client's prompts.
-#[derive(Debug, Clone)]
-pub struct Session {
-    /// How the engine keeps the session's KV.
-    pub retention: Retention,
-    /// The retention that the client asked for. `None`: the agent decides.
-    requested_retention: Option<Retention>,
-    /// The rank that holds the session's KV.
-    pub dp_rank: u32,
-    /// Id of the session's present incarnation inside the engine.
-    pub incarnation: String,
-    /// Whether the session runs one turn at a time.
-    pub is_exclusive: bool,
-    /// The number of finished turns.
-    pub turns_finished: u64,
-    /// The number of turns inside the engine.
-    pub turns_running: u32,
-    /// The number of turns that have claimed the session and are not inside the engine yet.
-    pub turns_waiting: u32,
-    /// Tokens of the history that the engine has committed: prompts and answers of finished turns.
-    pub history_tokens: u64,
-    /// For a pinned session: KV tokens that it holds. For any other session: an estimate of the KV
-    /// tokens that it still has in the radix tree.
-    pub resident_tokens: u64,
-    /// KV tokens that the session may hold when its running turn ends, history included.
-    reserved_tokens: u64,
-    /// Whether a client opened the session. Such a session becomes exclusive as soon as a turn
-    /// claims it while no other turn of it runs or waits.
-    is_opened_by_client: bool,
-    /// Whether the session was created by a turn, but no turn has reached the engine and no client
-    /// has opened the session.
-    is_unused: bool,
-    /// Whether the session holds a request row and KV. Only a close or a demotion frees them.
-    holds_row: bool,
-    /// Id of a turn whose end the agent did not see. That turn may still be inside the engine.
-    lost_rid: Option<String>,
-    /// Whether an audit found the session's KV corrupt.
-    is_corrupt: bool,
-    /// A number that tells this session from earlier sessions with the same key.
-    generation: u64,
-    /// What the agent knows of the full histories that the client sends.
-    full_history: FullHistory,
-    /// Whether the session takes delta turns.
-    deltas: Deltas,
-    /// Compares the beginnings of the session's prompts from turn to turn.
-    prefix_tracker: PrefixTracker,
-    phase: Phase,
-    last_turn_end: Instant,
-    idle_max: Duration,
-}
-
-/// Lifecycle state of a session, independent of its running turns.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Phase {
-    /// The engine has not been asked to open the session.
-    Planned,
-    /// The engine was asked to open the session and has not answered.
-    Opening,
-    Open,
-    /// The shim was asked to demote the session. If it has not answered at `until`, the session is
-    /// closed at the engine.
-    Demoting {
-        until: Instant,
-    },
-    /// The engine has the session's history, but the KV is in the radix tree, where it can be
-    /// evicted. The session holds no row.
-    Demoted,
-    /// After a turn's end, the agent isn't sure what history the engine has. A session table that
-    /// the shim was asked for since then (`is_table_requested`) must report the `expected` history.
-    /// If none arrives before `until`, the session is closed at the engine.
-    Suspect {
-        expected: ExpectedHistory,
-        until: Instant,
-        is_table_requested: bool,
-    },
-    /// The session closes when its last running turn has ended.
-    Closing,
-    /// The engine has nothing of the session any more. The agent keeps it to tell its client why.
-    Gone(GoneReason),
-}
-
-/// The history, in tokens, that the shim must report to clear a suspect session.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum ExpectedHistory {
-    Exactly(u64),
-    /// The engine ran the right prompt, but the length of its answer is unknown.
-    AtLeast(u64),
-}
-
-impl ExpectedHistory {
-    fn matches(self, history_tokens: u64) -> bool {
-        match self {
-            Self::Exactly(tokens) => history_tokens == tokens,
-            Self::AtLeast(tokens) => history_tokens >= tokens,
-        }
-    }
-}
-
-/// What the agent knows of the full histories that a session's client sends.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-struct FullHistory {
-    /// Whether the newest turn held a full history. If so, the client loses nothing when the engine
-    /// loses its history.
-    is_sent: bool,
-    /// The size of the latest full history whose tokens the engine or the shim has counted.
-    last_measured: Option<MeasuredHistory>,
-    /// Tokens of the longest answer so far.
-    longest_answer_tokens: u64,
-    /// The divergence streak: how many full histories in a row did not continue the engine's
-    /// history.
-    divergence_streak: u32,
-    /// Token index in the history where the newest answer begins, if its turn ignored the end of
-    /// its answer (`ignore_eos`). Such an answer may hold end tokens that its text doesn't show.
-    /// The next full history then differs from the engine's after this index, although the client
-    /// has changed nothing.
-    hidden_end_tokens_from: Option<u64>,
-    /// The agent does not pin the session again before this time, because the session lost its pin
-    /// or found no room for it.
-    no_pin_before: Option<Instant>,
-    /// Whether the session's next full history starts an incarnation that replaces an earlier one.
-    next_turn_reopens: bool,
-    /// Whether the client's history may have turns that the engine's history lacks, because a turn
-    /// ran outside the session's KV, or a new incarnation has not had its first turn. If so, the
-    /// session refuses deltas.
-    client_may_be_ahead: bool,
-}
-
-/// The size of one full history, as a bound and as a count.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct MeasuredHistory {
-    /// The upper bound on the prompt's tokens that was taken from the turn's body.
-    prompt_tokens_bound: u64,
-    /// The counted tokens, with the answer if the turn ran.
-    tokens: u64,
-}
-
-/// Why a session can't continue.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum GoneReason {
-    EngineRestarted,
-    /// The agent isn't sure of the engine's history.
-    HistoryUnknown,
-    /// Pages of the session's KV also belong to other sessions, or other sessions wrote to them.
-    KvCorrupt,
-    Reclaimed,
 }
 
 /// One thing that the table asks the owner task to do or to report. Effects keep their order.
@@ -420,86 +272,4 @@ pub struct RankTotals {
     pub foreign_rows: u32,
     /// The part of `pinned_tokens` that belongs to foreign sessions.
     pub foreign_tokens: u64,
-}
-
-impl Session {
-    /// Whether the agent chooses the session's retention, because the client asked for none.
-    fn has_auto_retention(&self) -> bool {
-        self.requested_retention.is_none()
-    }
-
-    /// Whether the session can continue at any engine, because its clients send their full history
-    /// with each turn. After a delta that is impossible: only the session's engine has its history.
-    #[must_use]
-    pub fn sends_full_histories(&self) -> bool {
-        self.full_history.is_sent && self.deltas != Deltas::Taken
-    }
-
-    /// Returns the volatile prefix of the session's prompts, if one was found: a text early in them
-    /// that differs from turn to turn.
-    #[must_use]
-    pub fn volatile_prefix(&self) -> Option<VolatilePrefix> {
-        self.prefix_tracker.volatile_prefix()
-    }
-
-    /// Returns the state that the agent reports to routers and clients.
-    #[must_use]
-    pub fn state(&self) -> SessionState {
-        match self.phase {
-            Phase::Planned | Phase::Opening => SessionState::Opening,
-            Phase::Closing => SessionState::Closing,
-            Phase::Gone(GoneReason::EngineRestarted) => SessionState::Lost,
-            _ if self.turns_running > 0 => SessionState::Running,
-            Phase::Demoted => SessionState::Demoted,
-            // The client learns with its next turn if the session can't continue.
-            Phase::Open | Phase::Demoting { .. } | Phase::Suspect { .. } | Phase::Gone(_) => {
-                SessionState::Idle
-            }
-        }
-    }
-
-    /// Whether the session's idle time counts towards its idle limit.
-    fn can_expire(&self) -> bool {
-        let is_at_rest = matches!(self.phase, Phase::Open | Phase::Demoted | Phase::Gone(_));
-        self.turns_running == 0 && self.turns_waiting == 0 && is_at_rest
-    }
-
-    /// Whether the session is open at the engine although every turn that it was opened for was
-    /// refused or given up.
-    fn is_open_for_nothing(&self) -> bool {
-        self.is_unused && self.holds_row && self.phase == Phase::Open && self.turns_waiting == 0
-    }
-
-    /// Resets what belongs to the row and the KV that the session no longer holds.
-    fn drop_row(&mut self) {
-        self.holds_row = false;
-        self.resident_tokens = 0;
-        self.reserved_tokens = 0;
-        self.lost_rid = None;
-    }
-
-    /// Resets the figures of a session that has nothing at the engine, or gets a new incarnation.
-    fn clear_figures(&mut self) {
-        self.history_tokens = 0;
-        self.is_corrupt = false;
-        self.drop_row();
-    }
-
-    /// Updates the session's figures after a finished turn.
-    fn record_usage(&mut self, usage: Usage) {
-        let tokens = usage.prompt_tokens.saturating_add(usage.completion_tokens);
-        self.history_tokens = tokens;
-        // The engine computes the KV of an answer's last token only in the following turn.
-        self.resident_tokens = tokens.saturating_sub(1);
-    }
-
-    /// Returns the time since the end of the last turn; zero while a turn runs.
-    #[must_use]
-    pub fn idle(&self, now: Instant) -> Duration {
-        if self.turns_running > 0 {
-            Duration::ZERO
-        } else {
-            now.saturating_duration_since(self.last_turn_end)
-        }
-    }
 }

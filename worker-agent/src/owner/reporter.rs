@@ -198,12 +198,12 @@ impl Reporter {
 pub(super) fn session_view(key: &SessionKey, session: &session::Session, now: Instant) -> Session {
     Session {
         key: key.clone(),
-        retention: session.retention,
+        retention: session.retention(),
         state: session.state(),
         dp_rank: session.dp_rank,
-        turns: session.turns_finished,
-        turns_running: session.turns_running,
-        exclusive: session.is_exclusive,
+        turns: session.turns_finished(),
+        turns_running: session.turns_running(),
+        exclusive: session.is_exclusive(),
         full_history: session.sends_full_histories(),
         volatile_prefix: session.volatile_prefix(),
         resident_tokens: ledger::resident_figure(session),

@@ -11,7 +11,11 @@
 
 use proto::{claim::Claim, load::Retention};
 
-use super::{Error, GoneReason, Guard, Guards, Phase, RouteTurns, Session};
+use super::{
+    Error, RouteTurns, Session,
+    state::{GoneReason, State},
+};
+use crate::guard::{Guard, Guards};
 
 /// Whether a session takes deltas.
 ///
@@ -24,6 +28,9 @@ pub(super) enum Deltas {
     /// The session takes no deltas, because no client has opened it or a full history has replaced
     /// its history. It takes none before a client opens it again.
     Refused,
+    /// The session takes no deltas. Its history is gone, and the next full history starts an
+    /// incarnation that replaces the earlier one.
+    RefusedAnew,
     /// A client opened the session, and it has taken no delta yet.
     Allowed,
     /// The session has taken a delta. A full history must continue the session's history, unless
@@ -34,16 +41,15 @@ pub(super) enum Deltas {
 impl Session {
     /// Whether the session has no history, and no turn whose end could give it one.
     pub(super) fn is_fresh(&self) -> bool {
-        let has_turns = self.turns_running > 0 || self.turns_waiting > 0;
-        self.turns_finished == 0 && self.history_tokens == 0 && !has_turns
+        self.turns.finished == 0 && self.history.tokens == 0 && self.turns.in_progress() == 0
     }
 
     /// Lets a session take deltas when a client opens it, if the session has no history yet. If it
     /// has one that full histories made, that history may differ from what this client believes.
     /// Then the session keeps refusing deltas.
     pub(super) fn open_for_deltas(&mut self) {
-        if self.deltas == Deltas::Refused && self.is_fresh() {
-            self.deltas = Deltas::Allowed;
+        if self.client.deltas == Deltas::Refused && self.is_fresh() {
+            self.client.deltas = Deltas::Allowed;
         }
     }
 }
@@ -63,50 +69,51 @@ pub(super) fn check_turn(
     // send deltas rely on the engine's history, so they must hear that it is gone, unless this turn
     // opens the session again.
     let clients_rely_on_history =
-        session.deltas == Deltas::Taken && guards.is_on(Guard::FullHistoryContinues);
+        session.client.deltas == Deltas::Taken && guards.is_on(Guard::FullHistoryContinues);
     let may_replace_history = claim.open || !clients_rely_on_history;
     let starts_over =
         !claim.delta && (shim_trims || session.has_auto_retention()) && may_replace_history;
-    match session.phase {
+    match &session.state {
         // This comes before the check for other turns (`Error::Busy`), because a closing session
         // exists only for its running turn.
-        Phase::Closing => return Err(Error::UnknownSession),
-        Phase::Gone(_) if starts_over => {}
-        Phase::Gone(GoneReason::EngineRestarted)
-            if session.retention == Retention::Pinned && guards.is_on(Guard::LostRefused) =>
+        State::Closing(_) => return Err(Error::UnknownSession),
+        _ if starts_over => {}
+        State::Gone { reason: GoneReason::EngineRestarted, tree: None }
+            if guards.is_on(Guard::LostRefused) =>
         {
             return Err(Error::Lost);
         }
-        Phase::Gone(GoneReason::HistoryUnknown) => return Err(Error::HistoryUnknown),
-        Phase::Gone(GoneReason::Reclaimed) => return Err(Error::Reclaimed),
-        Phase::Gone(GoneReason::KvCorrupt) => return Err(Error::KvCorrupt),
-        _ if session.is_corrupt && !starts_over => return Err(Error::KvCorrupt),
+        State::Gone { reason: GoneReason::EngineRestarted, .. } => {}
+        State::Gone { reason: GoneReason::HistoryUnknown, .. } => {
+            return Err(Error::HistoryUnknown);
+        }
+        State::Gone { reason: GoneReason::Reclaimed, .. } => return Err(Error::Reclaimed),
+        State::Gone { reason: GoneReason::KvCorrupt, .. } => return Err(Error::KvCorrupt),
+        _ if session.history.is_corrupt => return Err(Error::KvCorrupt),
         _ => {}
     }
-    if session.has_auto_retention() || session.retention != Retention::Pinned {
+    if session.has_auto_retention() || !session.is_pinned() {
         // If the agent pinned the session on its own, its clients send full histories. Then the
         // error calls it tagged, as if it had no pin.
-        let retention_in_error = match session.retention {
+        let retention_in_error = match session.retention() {
             Retention::Pinned => Retention::Tagged,
             other => other,
         };
         return if claim.delta { Err(Error::DeltaNeedsPinned(retention_in_error)) } else { Ok(()) };
     }
     let opens_fresh_session = claim.open && session.is_fresh();
-    let refuses_deltas = session.deltas == Deltas::Refused && !opens_fresh_session;
+    let refuses_deltas = matches!(session.client.deltas, Deltas::Refused | Deltas::RefusedAnew);
+    let refuses_deltas = refuses_deltas && !opens_fresh_session;
     if claim.delta && refuses_deltas && guards.is_on(Guard::DeltaNeedsOpen) {
         return Err(Error::DeltaNeedsOpen);
     }
-    if claim.delta
-        && session.full_history.client_may_be_ahead
-        && guards.is_on(Guard::ClientAheadRefused)
-    {
+    if claim.delta && session.client.may_be_ahead && guards.is_on(Guard::ClientAheadRefused) {
         return Err(Error::HistoryUnknown);
     }
-    let has_finished_turns = session.turns_finished > 0 && guards.is_on(Guard::DeltaOnly);
+    let has_finished_turns = session.turns.finished > 0 && guards.is_on(Guard::DeltaOnly);
     // The engine may have committed a turn of which the agent saw no successful end.
     let has_history =
-        has_finished_turns || (session.history_tokens > 0 && guards.is_on(Guard::DeltaOnly));
+        has_finished_turns || (session.history.tokens > 0 && guards.is_on(Guard::DeltaOnly));
     check_route(claim.delta, has_history, route_turns, shim_trims)?;
     // The client of a delta that opens its session believes that the session has no history. A full
     // history holds the whole conversation, so it is right in both cases.

@@ -53,12 +53,16 @@ use proto::{claim::Claim, id::SessionKey};
 
 use self::{closing::PendingClose, rank_account::RankAccount, trim::TrimTurn};
 use super::{
-    CloseRequest, CloseResult, Deltas, Effect, EngineCapacity, Error, ExpectedHistory, FullHistory,
-    GoneReason, Guard, MeasuredHistory, Need, OpenResult, Outcome, Phase, PrefixTracker,
-    PromptStart, RankCapacity, RankTotals, Record, RouteTurns, RunMode, Session, SessionEvent,
-    TableSettings, TrimRequest, Turn, TurnSession, Usage, check_route, check_turn,
+    CloseRequest, CloseResult, Effect, EngineCapacity, Error, Need, OpenResult, Outcome,
+    PrefixTracker, PromptStart, RankCapacity, RankTotals, Record, RouteTurns, RunMode, Session,
+    SessionEvent, TableSettings, TrimRequest, Turn, TurnSession, Usage,
+    deltas::{Deltas, check_route, check_turn},
+    state::{
+        Chooser, ClientHistory, Doubt, EngineHistory, ExpectedHistory, GoneReason, MeasuredHistory,
+        Row, Sharing, State, Tree, TurnCounts,
+    },
 };
-use crate::shim::trim::Plan;
+use crate::{guard::Guard, shim::trim::Plan};
 
 pub use self::{
     engine::{EngineLoad, SessionReport},
@@ -227,19 +231,16 @@ impl Table {
     /// Does what [`Self::close_session`] does, but decides on no waiting ticket.
     fn begin_close(&mut self, now: Instant, key: &SessionKey) -> Result<(), Error> {
         let session = self.sessions.get(key).ok_or(Error::UnknownSession)?;
-        match session.phase {
-            Phase::Closing => return Err(Error::UnknownSession),
-            Phase::Planned if session.turns_running == 0 => {
-                self.drop_session(now, key, &Error::UnknownSession)
-            }
-            Phase::Gone(_) if session.turns_running == 0 => {
+        match session.state {
+            State::Closing(_) => return Err(Error::UnknownSession),
+            State::Planned | State::Gone { .. } if session.turns.running == 0 => {
                 self.drop_session(now, key, &Error::UnknownSession)
             }
             _ => {
                 // If the engine is still opening the session, its answer triggers the close.
-                let is_opening = session.phase == Phase::Opening;
+                let is_opening = matches!(session.state, State::Opening(_));
                 self.answer_run_outside(key);
-                self.change_session(key, |session| session.phase = Phase::Closing);
+                self.change_session(key, Session::begin_closing);
                 if !is_opening {
                     self.close_if_due(now, key);
                 }
@@ -271,22 +272,22 @@ impl Table {
     /// Returns when the session must be closed or demoted if nothing happens to it until then.
     /// `None` if the session needs neither, for example because a turn of it runs.
     fn session_deadline(&self, session: &Session) -> Option<Instant> {
-        if let Phase::Suspect { until, .. } | Phase::Demoting { until } = session.phase {
+        if let Some(until) = session.awaits_shim_until() {
             return Some(until);
         }
         let demote_at = self
             .is_idle_auto_pin(session)
-            .then(|| session.last_turn_end + self.settings.demote_idle);
-        let expires_at = session.can_expire().then(|| session.last_turn_end + session.idle_max);
+            .then(|| session.turns.last_end + self.settings.demote_idle);
+        let expires_at = session.can_expire().then(|| session.expires_at());
         [demote_at, expires_at].into_iter().flatten().min()
     }
 
     /// Closes and demotes the sessions whose deadline has passed.
     fn run_session_deadlines(&mut self, now: Instant) {
         let guards = self.settings.guards;
-        let is_due = |session: &Session| match session.phase {
-            Phase::Suspect { until, .. } | Phase::Demoting { until } => until <= now,
-            _ => session.can_expire() && session.last_turn_end + session.idle_max <= now,
+        let is_due = |session: &Session| match session.awaits_shim_until() {
+            Some(until) => until <= now,
+            None => session.can_expire() && session.expires_at() <= now,
         };
         let keys: Vec<SessionKey> = self
             .sessions
@@ -295,11 +296,8 @@ impl Table {
             .map(|(key, _)| key.clone())
             .collect();
         for key in keys {
-            let phase = self.sessions[&key].phase;
-            if matches!(phase, Phase::Suspect { .. }) {
-                self.close_as_gone(now, &key, GoneReason::HistoryUnknown);
-            } else if matches!(phase, Phase::Demoting { .. }) {
-                self.close_as_gone(now, &key, GoneReason::Reclaimed);
+            if self.sessions[&key].awaits_shim_until().is_some() {
+                self.close_without_answer(now, &key);
             } else if guards.is_on(Guard::Expiry) {
                 self.effects.push(Effect::SessionEvent(key.clone(), SessionEvent::Expired));
                 let _ = self.close_session(now, &key);
@@ -359,7 +357,7 @@ impl Table {
     #[must_use]
     pub fn pending_count(&self) -> usize {
         let is_pending =
-            |session: &&Session| matches!(session.phase, Phase::Opening | Phase::Closing);
+            |session: &&Session| matches!(session.state, State::Opening(_) | State::Closing(_));
         self.pending_closes.len() + self.sessions.values().filter(is_pending).count()
     }
 
@@ -437,9 +435,9 @@ impl Table {
     /// its idle limit has passed, even if it has turns now.
     fn schedule_deadline(&mut self, key: &SessionKey) {
         let session = &self.sessions[key];
-        let expires_at = session.last_turn_end + session.idle_max;
-        let deadline = self.session_deadline(session);
-        self.schedule_deadline_at(deadline.map_or(expires_at, |earlier| earlier.min(expires_at)));
+        let expires_at = session.expires_at();
+        let deadline = self.session_deadline(session).unwrap_or(expires_at);
+        self.schedule_deadline_at(deadline.min(expires_at));
     }
 
     /// Makes sure that [`Self::run_deadlines`] looks at all sessions at `deadline`.

@@ -15,7 +15,7 @@ use std::time::Instant;
 use proto::{id::SessionKey, load::Retention};
 
 use super::{
-    Deltas, Effect, Error, Guard, Need, Phase, Record, RunMode, Table, Ticket, TicketState,
+    Deltas, Effect, Error, Guard, Need, Record, Row, RunMode, State, Table, Ticket, TicketState,
     TrimRequest, Turn, TurnSession, check_turn,
     rank_account::RankAccount,
     reclaim::{Requester, Shortage},
@@ -116,33 +116,35 @@ impl Table {
         if ticket.is_orphaned && guards.is_on(Guard::LostEndSuspect) {
             return Err(Error::PredecessorFailed);
         }
-        if session.turns_waiting > 1 && session.is_exclusive && self.has_earlier_claim(ticket) {
+        if session.turns.waiting > 1 && session.is_exclusive() && self.has_earlier_claim(ticket) {
             return Ok(Verdict::Wait);
         }
-        if runs_beside && session.phase != Phase::Closing {
+        if runs_beside && !session.state.is_closing() {
             return Ok(self.decide_plain(now, rid, need, must_line_up || at_turn_limit));
         }
         let is_full_history = is_turn && !self.tickets[rid].is_delta();
         if is_full_history
-            && session.turns_running == 0
+            && session.turns.running == 0
             && self.prepare_for_full_history(now, &key, need)
         {
             return Ok(Verdict::Wait);
         }
         let session = &self.sessions[&key];
-        match session.phase {
-            Phase::Planned => return self.open_planned(now, &key),
-            Phase::Opening | Phase::Demoting { .. } | Phase::Suspect { .. } => {
+        match session.state {
+            State::Planned => return self.open_planned(now, &key),
+            State::Opening(_) | State::Demoting { .. } | State::Suspect { .. } => {
                 return Ok(Verdict::Wait);
             }
-            Phase::Closing | Phase::Gone(_) if !is_turn => return Err(Error::UnknownSession),
+            State::Closing(_) | State::Gone { .. } if !is_turn => {
+                return Err(Error::UnknownSession);
+            }
             _ if !is_turn => return Ok(Verdict::Admit),
             _ => {}
         }
-        if session.is_exclusive && session.turns_running > 0 && guards.is_on(Guard::OneTurn) {
+        if session.is_exclusive() && session.turns.running > 0 && guards.is_on(Guard::OneTurn) {
             return Ok(Verdict::Wait);
         }
-        if session.retention != Retention::Pinned {
+        if !session.is_pinned() {
             return Ok(self.decide_plain(now, rid, need, must_line_up || at_turn_limit));
         }
         if at_turn_limit {
@@ -163,12 +165,9 @@ impl Table {
     /// pinned the session on its own, and another turn is inside or left the history uncertain.
     fn must_run_beside(&self, key: &SessionKey) -> bool {
         let session = &self.sessions[key];
-        let is_parallel_pin = session.has_auto_retention()
-            && !session.is_exclusive
-            && session.retention == Retention::Pinned;
         let is_history_in_use =
-            session.turns_running > 0 || matches!(session.phase, Phase::Suspect { .. });
-        is_parallel_pin && is_history_in_use
+            session.turns.running > 0 || matches!(session.state, State::Suspect { .. });
+        session.is_pinned_by_agent() && !session.is_exclusive() && is_history_in_use
     }
 
     /// Prepares a session without running turns for a full history (a turn with the whole
@@ -176,18 +175,16 @@ impl Table {
     /// true if the turn must wait until the session's KV has gone to the radix tree.
     fn prepare_for_full_history(&mut self, now: Instant, key: &SessionKey, need: Need) -> bool {
         let session = &self.sessions[key];
-        let is_pinned_by_agent =
-            session.has_auto_retention() && session.retention == Retention::Pinned;
-        match session.phase {
-            Phase::Gone(_) => self.start_over(now, key),
-            Phase::Planned | Phase::Open | Phase::Demoted
-                if is_pinned_by_agent && self.is_pin_useless(key) =>
+        match session.state {
+            State::Gone { .. } => self.start_over(now, key),
+            State::Planned | State::Open(_) | State::Demoted
+                if session.has_auto_retention() && self.is_pin_useless(key) =>
             {
                 return self.yield_pin(now, key);
             }
             _ => {}
         }
-        if self.sessions[key].phase == Phase::Open && self.should_pin(now, key, need) {
+        if matches!(self.sessions[key].state, State::InTree(_)) && self.should_pin(now, key, need) {
             self.pin(now, key);
         }
         false
@@ -220,16 +217,15 @@ impl Table {
             let shortage = Shortage::Tokens { missing, held: pinned_tokens, max: budget };
             return self.reclaim_or_refuse(now, key, shortage);
         }
-        self.begin_open(key);
+        self.begin_open(key, 0);
         Ok(Verdict::Wait)
     }
 
     /// Journals the session's incarnation, then asks the engine to open the incarnation. The caller
     /// has checked that a row is free.
-    pub(super) fn begin_open(&mut self, key: &SessionKey) {
+    pub(super) fn begin_open(&mut self, key: &SessionKey, reserved_tokens: u64) {
         let (incarnation, idle_max, dp_rank) = self.change_session(key, |session| {
-            session.phase = Phase::Opening;
-            session.holds_row = true;
+            session.state = State::Opening(Row { reserved_tokens, ..Row::default() });
             (session.incarnation.clone(), session.idle_max, session.dp_rank)
         });
         let record = Record::Opening { incarnation: incarnation.clone(), dp_rank };
@@ -255,12 +251,11 @@ impl Table {
         let guards = self.settings.guards;
         let session = &self.sessions[key];
         let dp_rank = session.dp_rank;
+        let holds_row = session.state.row().is_some();
         let session_tokens_now =
-            if session.holds_row { self.round_to_pages(session.resident_tokens) } else { 0 };
+            if holds_row { self.round_to_pages(session.resident_tokens()) } else { 0 };
         let target_tokens = self.round_to_pages(self.kv_target_tokens(key, need, is_delta));
-        if !session.holds_row
-            && let Some(shortage) = self.row_shortage(dp_rank)?
-        {
+        if !holds_row && let Some(shortage) = self.row_shortage(dp_rank)? {
             return self.reclaim_or_refuse(now, key, shortage);
         }
         let (pinned_tokens, budget) = self.pinned_and_budget(dp_rank)?;
@@ -344,12 +339,12 @@ impl Table {
         if let Some(key) = &key {
             let session = &self.sessions[key];
             let runs_beside = !is_open_request && self.must_run_beside(key);
-            let runs_pinned = session.retention == Retention::Pinned && !runs_beside;
+            let runs_pinned = session.is_pinned() && !runs_beside;
             turn.session = Some(TurnSession {
                 key: key.clone(),
                 incarnation: session.incarnation.clone(),
                 retention: if runs_pinned {
-                    session.retention
+                    Retention::Pinned
                 } else {
                     self.unpinned_retention(session)
                 },
@@ -363,13 +358,12 @@ impl Table {
             if !is_open_request {
                 self.compare_prompt_start(rid, key, runs_beside);
                 self.change_session(key, |session| {
-                    session.turns_waiting -= 1;
-                    session.turns_running += 1;
-                    session.is_unused = false;
+                    session.turns.waiting -= 1;
+                    session.turns.running += 1;
+                    session.turns.is_unused = false;
+                    session.continue_in_tree();
                     if closes_session {
-                        session.phase = Phase::Closing;
-                    } else if !runs_beside {
-                        session.phase = Phase::Open;
+                        session.begin_closing();
                     }
                 });
             }
@@ -391,17 +385,16 @@ impl Table {
         let (need, is_delta) = (ticket.need, ticket.is_delta());
         let target_tokens = self.kv_target_tokens(key, need, is_delta);
         let session = &self.sessions[key];
-        turn.growth_tokens_max = Some(target_tokens.saturating_sub(session.history_tokens));
+        turn.growth_tokens_max = Some(target_tokens.saturating_sub(session.history.tokens));
         let incarnation = session.incarnation.clone();
-        let held_row_before = self.change_session(key, |session| {
+        let had_no_kv = self.change_session(key, |session| {
             if is_delta {
-                session.deltas = Deltas::Taken;
+                session.client.deltas = Deltas::Taken;
             }
-            session.reserved_tokens = target_tokens;
-            std::mem::replace(&mut session.holds_row, true)
+            session.reserve(target_tokens)
         });
         let ticket = self.tickets.get_mut(rid).expect("the caller has it");
-        (ticket.is_pinned, ticket.had_no_kv) = (true, !held_row_before);
+        (ticket.is_pinned, ticket.had_no_kv) = (true, had_no_kv);
         self.write_journal(Record::Turn { incarnation, rid: rid.to_owned() });
         if is_delta || !self.shim_trims {
             // Without a shim that trims, a full history is admitted only if the session has no
@@ -454,13 +447,13 @@ impl Table {
             return;
         }
         if ticket.state != TicketState::AwaitsOpen {
-            self.change_session(&key, |session| session.turns_waiting -= 1);
+            self.change_session(&key, |session| session.turns.waiting -= 1);
         }
         // A session with waiting turns doesn't expire, so its idle limit may have passed meanwhile.
         self.schedule_deadline(&key);
         let needs_session =
             |other: &Ticket| other.generation == ticket.generation && other.key.is_some();
-        let is_planned = self.sessions[&key].phase == Phase::Planned;
+        let is_planned = self.sessions[&key].state == State::Planned;
         if is_planned && !self.tickets.values().any(needs_session) {
             self.remove_session(&key);
         } else if ticket.closes_session() {

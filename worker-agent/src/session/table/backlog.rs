@@ -6,8 +6,6 @@
 
 use std::time::Instant;
 
-use proto::load::Retention;
-
 use super::{Table, Ticket, TicketState};
 
 /// Bytes of text that are counted as one token: about four in English, less in code. If a turn's
@@ -45,17 +43,17 @@ impl Table {
             // A trim turn: a full history from which the shim removes the tokens that its session
             // has.
             Some(session) if ticket.is_pinned && ticket.is_trim_turn() => {
-                let planned_tokens = ticket.planned_tokens_to_compute(session.resident_tokens);
-                planned_tokens.unwrap_or(sent_tokens.saturating_sub(session.resident_tokens))
+                let planned_tokens = ticket.planned_tokens_to_compute(session.resident_tokens());
+                planned_tokens.unwrap_or(sent_tokens.saturating_sub(session.resident_tokens()))
             }
-            Some(session) if session.retention == Retention::Pinned && !ticket.is_delta() => {
-                sent_tokens.saturating_sub(session.resident_tokens)
+            Some(session) if session.is_pinned() && !ticket.is_delta() => {
+                sent_tokens.saturating_sub(session.resident_tokens())
             }
             // A delta. If its session lost its KV, the engine computes the history again.
-            Some(session) if session.retention == Retention::Pinned => sent_tokens
-                .saturating_add(session.history_tokens.saturating_sub(session.resident_tokens)),
+            Some(session) if session.is_pinned() => sent_tokens
+                .saturating_add(session.history.tokens.saturating_sub(session.resident_tokens())),
             Some(session) => {
-                sent_tokens.saturating_sub(session.resident_tokens.max(need.resident_tokens))
+                sent_tokens.saturating_sub(session.resident_tokens().max(need.resident_tokens))
             }
         };
         tokens.min(self.engine.context_tokens)

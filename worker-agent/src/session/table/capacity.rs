@@ -31,16 +31,16 @@ impl Table {
     pub(super) fn kv_target_tokens(&self, key: &SessionKey, need: Need, is_delta: bool) -> u64 {
         let (session, guards) = (&self.sessions[key], self.settings.guards);
         if !guards.is_on(Guard::GrowthReserved) {
-            return session.resident_tokens;
+            return session.resident_tokens();
         }
         if !is_delta && self.shim_trims {
-            return self.full_history_target_tokens(key, need).max(session.resident_tokens);
+            return self.full_history_target_tokens(key, need).max(session.resident_tokens());
         }
         // A history whose KV is not resident is computed again and needs room.
         let tokens_before = if guards.is_on(Guard::HistoryReserved) {
-            session.history_tokens
+            session.history.tokens
         } else {
-            session.resident_tokens
+            session.resident_tokens()
         };
         let context_tokens = self.engine.context_tokens;
         let answer_tokens = need.answer_tokens.unwrap_or(context_tokens);

@@ -15,8 +15,9 @@ use std::time::{Duration, Instant};
 use proto::{claim::Claim, id::SessionKey, load::Retention};
 
 use super::{
-    Deltas, Error, FullHistory, Guard, OpenResult, Phase, PrefixTracker, Record, RouteTurns,
-    Session, Table, Ticket, TicketState, check_route, check_turn, closing::PendingClose,
+    Chooser, ClientHistory, Deltas, EngineHistory, Error, Guard, OpenResult, PrefixTracker, Record,
+    RouteTurns, Session, Sharing, State, Table, Ticket, TicketState, Tree, TurnCounts, check_route,
+    check_turn, closing::PendingClose,
 };
 
 /// The longest idle limit that a client can ask for. A longer limit is a mistake. Added to an
@@ -45,7 +46,7 @@ impl Table {
             Some((claim, key)) => {
                 self.claim_session(now, claim, key, requested_rank, route_turns)?;
                 let session = self.sessions.get_mut(key).expect("just claimed");
-                session.turns_waiting += 1;
+                session.turns.waiting += 1;
                 session.idle_max = claim.idle_ms_max.map_or(session.idle_max, bounded_idle_max);
                 (Some(claim.clone()), Some(key.clone()), session.dp_rank, session.generation)
             }
@@ -90,31 +91,27 @@ impl Table {
             }
             let dp_rank = self.choose_rank(requested_rank, Some(retention))?;
             self.insert_session(now, key, requested, retention, dp_rank, claim)?;
-            self.sessions.get_mut(key).expect("just inserted").is_unused = true;
+            self.sessions.get_mut(key).expect("just inserted").turns.is_unused = true;
         }
         let (guards, turns_waiting_max) =
             (self.settings.guards, self.settings.turns_queued_per_session_max);
         let session = self.sessions.get_mut(key).expect("there is one now");
         check_turn(session, claim, route_turns, self.shim_trims, guards)?;
-        let turns_before = session.turns_running + session.turns_waiting;
-        let is_sequential = session.is_exclusive || session.is_opened_by_client;
+        let turns_before = session.turns.in_progress();
+        let is_sequential = session.sharing != Sharing::Shared;
         // One turn runs, and `turns_waiting_max` turns may wait behind it.
         if is_sequential && turns_before > turns_waiting_max && guards.is_on(Guard::OneTurn) {
             return Err(Error::Busy);
         }
-        session.full_history.is_sent =
+        session.client.sends_full =
             !claim.delta && (self.shim_trims || session.has_auto_retention());
-        if matches!(session.phase, Phase::Gone(_)) && session.retention != Retention::Pinned {
-            // Only evictable KV was lost, so the session continues and recomputes it.
-            session.phase = Phase::Open;
-        }
+        session.continue_in_tree();
         if claim.open {
             session.open_for_deltas();
         }
         // If a client opens a session whose turns run at the same time, these turns continue. The
         // first turn that is claimed while no other turn runs or waits makes the session exclusive.
-        session.is_opened_by_client |= claim.open;
-        session.is_exclusive |= session.is_opened_by_client && turns_before == 0;
+        session.sharing.update(claim.open, turns_before == 0);
         Ok(())
     }
 
@@ -123,9 +120,9 @@ impl Table {
     fn remove_if_unusable(&mut self, key: &SessionKey, is_opened_again: bool) {
         let rank_count = self.engine.ranks.len();
         let Some(session) = self.sessions.get(key) else { return };
-        let is_at_rest = session.turns_running == 0 && session.turns_waiting == 0;
+        let is_at_rest = session.turns.in_progress() == 0;
         let has_lost_rank = session.dp_rank as usize >= rank_count;
-        let is_gone = matches!(session.phase, Phase::Gone(_));
+        let is_gone = session.state.is_gone();
         if is_at_rest && (has_lost_rank || (is_opened_again && is_gone)) {
             self.remove_session(key);
         }
@@ -155,10 +152,10 @@ impl Table {
         let idle_ms_max = idle_max.map(|idle| u64::try_from(idle.as_millis()).unwrap_or(u64::MAX));
         let claim = Claim { open: true, idle_ms_max, ..Claim::for_session(key) };
         match self.sessions.get_mut(key) {
-            Some(session) if session.phase == Phase::Closing => return Err(Error::Closing),
-            Some(session) if matches!(session.phase, Phase::Gone(_)) => return Err(Error::Busy),
+            Some(session) if session.state.is_closing() => return Err(Error::Closing),
+            Some(session) if session.state.is_gone() => return Err(Error::Busy),
             Some(session) => {
-                let has_no_turns = session.turns_running + session.turns_waiting == 0;
+                let has_no_turns = session.turns.in_progress() == 0;
                 if let Some(wanted) =
                     requested.filter(|_| session.has_auto_retention() && has_no_turns)
                 {
@@ -166,16 +163,14 @@ impl Table {
                     self.apply_requested_retention(now, key, wanted);
                 }
                 let session = self.sessions.get_mut(key).expect("just seen");
-                let is_pinned_by_agent =
-                    session.has_auto_retention() && session.retention == Retention::Pinned;
-                if requested.is_some_and(|wanted| wanted != session.retention || is_pinned_by_agent)
-                {
-                    return Err(Error::OpenWithOtherRetention(session.retention));
+                let retention = session.retention();
+                let is_pinned_by_agent = session.is_pinned_by_agent();
+                if requested.is_some_and(|wanted| wanted != retention || is_pinned_by_agent) {
+                    return Err(Error::OpenWithOtherRetention(retention));
                 }
-                session.is_opened_by_client = true;
-                session.is_unused = false;
+                session.turns.is_unused = false;
                 session.open_for_deltas();
-                session.is_exclusive |= session.turns_running + session.turns_waiting <= 1;
+                session.sharing.update(true, session.turns.in_progress() <= 1);
                 session.idle_max =
                     idle_max.map_or(session.idle_max, |idle| idle.min(IDLE_LIMIT_MAX));
                 self.schedule_deadline(key);
@@ -205,19 +200,13 @@ impl Table {
 
     /// Handles the engine's answer to an [`super::Effect::Open`].
     pub fn handle_open_result(&mut self, now: Instant, incarnation: &str, result: &OpenResult) {
-        let key = self
-            .keys_by_incarnation
-            .get(incarnation)
-            .cloned()
-            .filter(|key| matches!(self.sessions[key].phase, Phase::Opening | Phase::Closing));
+        let key = self.keys_by_incarnation.get(incarnation).cloned().filter(|key| {
+            matches!(self.sessions[key].state, State::Opening(_) | State::Closing(_))
+        });
         if *result == OpenResult::Opened
             && let Some(key) = &key
         {
-            self.change_session(key, |session| {
-                if session.phase == Phase::Opening {
-                    session.phase = Phase::Open;
-                }
-            });
+            self.change_session(key, |session| session.move_row(State::Open));
             self.schedule_deadline(key);
             self.close_if_due(now, key);
             self.close_unused(now, key);
@@ -227,13 +216,13 @@ impl Table {
             // at the engine, it must be closed there.
             let is_refused = matches!(result, OpenResult::NotOpened(_));
             if !is_refused && self.settings.guards.is_on(Guard::UnknownOpenClosed) {
-                self.start_close(incarnation.to_owned(), PendingClose::empty(now));
+                self.start_close(incarnation.to_owned(), PendingClose::new(now, 0, None));
             } else {
                 self.write_journal(Record::Closed { incarnation: incarnation.to_owned() });
             }
             if let Some(key) = key.filter(|key| !self.finish_reopen(now, key, false)) {
                 if self.sessions[&key].has_auto_retention()
-                    && self.sessions[&key].phase == Phase::Opening
+                    && matches!(self.sessions[&key].state, State::Opening(_))
                 {
                     // The agent pinned this session on its own, so its turns continue without the
                     // pin.
@@ -257,7 +246,7 @@ impl Table {
         &mut self,
         now: Instant,
         key: &SessionKey,
-        requested_retention: Option<Retention>,
+        requested: Option<Retention>,
         retention: Retention,
         dp_rank: u32,
         claim: &Claim,
@@ -267,30 +256,23 @@ impl Table {
             return Err(Error::OutOfRoom { resource: "sessions", detail });
         }
         let is_pinned = retention == Retention::Pinned;
+        let is_tagged = retention == Retention::Tagged;
         self.generation_count += 1;
         let session = Session {
-            retention,
-            requested_retention,
             dp_rank,
             incarnation: self.next_incarnation(key),
-            is_exclusive: is_pinned || claim.open,
-            turns_finished: 0,
-            turns_running: 0,
-            turns_waiting: 0,
-            history_tokens: 0,
-            resident_tokens: 0,
-            reserved_tokens: 0,
-            is_opened_by_client: claim.open,
-            is_unused: false,
-            holds_row: false,
-            is_corrupt: false,
-            lost_rid: None,
             generation: self.generation_count,
-            full_history: FullHistory::default(),
-            deltas: if claim.open { Deltas::Allowed } else { Deltas::Refused },
+            state: if is_pinned {
+                State::Planned
+            } else {
+                State::InTree(Tree { is_tagged, ..Tree::default() })
+            },
+            chooser: if requested.is_some() { Chooser::Client } else { Chooser::Agent },
+            sharing: if is_pinned || claim.open { Sharing::Exclusive } else { Sharing::Shared },
+            turns: TurnCounts::new(now),
+            history: EngineHistory::default(),
+            client: ClientHistory::new(if claim.open { Deltas::Allowed } else { Deltas::Refused }),
             prefix_tracker: PrefixTracker::default(),
-            phase: if is_pinned { Phase::Planned } else { Phase::Open },
-            last_turn_end: now,
             idle_max: claim.idle_ms_max.map_or(self.settings.idle_max, bounded_idle_max),
         };
         self.schedule_deadline_at(now + session.idle_max);
@@ -309,9 +291,9 @@ impl Table {
         let closable = self
             .sessions
             .iter()
-            .filter(|(_, session)| !session.is_exclusive && session.can_expire());
+            .filter(|(_, session)| !session.is_exclusive() && session.can_expire());
         let longest_idle =
-            closable.min_by_key(|(_, session)| session.last_turn_end).map(|(key, _)| key.clone());
+            closable.min_by_key(|(_, session)| session.turns.last_end).map(|(key, _)| key.clone());
         longest_idle.is_some_and(|key| self.close_session(now, &key).is_ok())
     }
 

@@ -10,11 +10,11 @@
 
 use std::time::{Duration, Instant};
 
-use proto::{id::SessionKey, load::Retention};
+use proto::id::SessionKey;
 
 use super::{
-    CloseRequest, CloseResult, Effect, Error, ExpectedHistory, GoneReason, Guard, Phase, Record,
-    Session, SessionEvent, Table,
+    CloseRequest, CloseResult, Doubt, Effect, Error, ExpectedHistory, GoneReason, Guard, Record,
+    Row, Session, SessionEvent, State, Table, Tree,
 };
 
 /// The shortest pause before an unconfirmed close is repeated. A shorter one would gain little, as
@@ -31,11 +31,8 @@ const VERIFY_TIME_MAX: Duration = Duration::from_secs(5);
 #[derive(Debug)]
 pub(super) struct PendingClose {
     pub(super) dp_rank: u32,
-    pub(super) holds_row: bool,
-    /// KV tokens of the incarnation, in whole pages.
-    pub(super) held_tokens: u64,
-    /// Id of a turn that may still be inside the engine.
-    pub(super) rid: Option<String>,
+    /// The row and the KV that the incarnation holds until then.
+    pub(super) row: Option<Row>,
     /// Whether an earlier agent process opened the session.
     pub(super) is_inherited: bool,
     /// When the close was first requested.
@@ -47,18 +44,26 @@ pub(super) struct PendingClose {
 }
 
 impl PendingClose {
-    /// Returns the close of an incarnation that holds no row and no KV.
-    pub(super) fn empty(now: Instant) -> Self {
+    /// Returns the close of an incarnation that this agent process opened.
+    pub(super) fn new(now: Instant, dp_rank: u32, row: Option<Row>) -> Self {
         Self {
-            dp_rank: 0,
-            holds_row: false,
-            held_tokens: 0,
-            rid: None,
+            dp_rank,
+            row,
             is_inherited: false,
             begun_at: now,
             repeat_at: None,
             is_kept_by_engine: false,
         }
+    }
+
+    /// Returns the rows and the KV tokens, in whole pages, that the incarnation holds.
+    pub(super) fn held(&self, page_tokens: u64) -> (u32, u64) {
+        self.row.as_ref().map_or((0, 0), |row| (1, row.tokens_max().next_multiple_of(page_tokens)))
+    }
+
+    fn request(&self, incarnation: String, is_repeat: bool) -> Effect {
+        let rid = self.row.as_ref().and_then(|row| row.lost_rid.clone());
+        Effect::Close(CloseRequest { incarnation, rid, is_pinned: true, is_repeat })
     }
 }
 
@@ -76,13 +81,9 @@ impl Table {
             return;
         }
         let dp_rank = if (dp_rank as usize) < self.engine.ranks.len() { dp_rank } else { 0 };
-        let pending = PendingClose {
-            dp_rank,
-            holds_row: true,
-            rid,
-            is_inherited: true,
-            ..PendingClose::empty(now)
-        };
+        let row = Row { lost_rid: rid, ..Row::default() };
+        let pending =
+            PendingClose { is_inherited: true, ..PendingClose::new(now, dp_rank, Some(row)) };
         self.start_close(incarnation, pending);
         self.debug_check();
     }
@@ -114,7 +115,7 @@ impl Table {
     /// Closes and removes a closing session when no turn of it is inside the engine any more.
     pub(super) fn close_if_due(&mut self, now: Instant, key: &SessionKey) {
         let Some(session) = self.sessions.get(key) else { return };
-        if session.phase != Phase::Closing || session.turns_running > 0 {
+        if !session.state.is_closing() || session.turns.running > 0 {
             return;
         }
         self.close_at_engine(now, key);
@@ -144,12 +145,17 @@ impl Table {
         self.answer_run_outside(key);
         self.close_at_engine(now, key);
         self.reincarnate(key);
-        self.change_session(key, |session| {
-            session.phase = Phase::Gone(reason);
-            session.clear_figures();
-        });
+        self.change_session(key, |session| session.lose(reason));
         let session = &self.sessions[key];
-        self.schedule_deadline_at(session.last_turn_end + session.idle_max);
+        self.schedule_deadline_at(session.expires_at());
+    }
+
+    /// Closes a session at the engine whose shim did not answer the agent's request to demote the
+    /// session or to report its history.
+    pub(super) fn close_without_answer(&mut self, now: Instant, key: &SessionKey) {
+        let is_demoting = matches!(self.sessions[key].state, State::Demoting { .. });
+        let reason = if is_demoting { GoneReason::Reclaimed } else { GoneReason::HistoryUnknown };
+        self.close_as_gone(now, key, reason);
     }
 
     /// Makes a session suspect, because a turn's end left its history uncertain. The shim's session
@@ -166,9 +172,10 @@ impl Table {
             return self.close_as_gone(now, key, GoneReason::HistoryUnknown);
         };
         let until = now + VERIFY_TIME_MAX;
+        let doubt = Doubt { expected, until, is_table_requested: false };
         let (dp_rank, rid) = self.change_session(key, |session| {
-            session.phase = Phase::Suspect { expected, until, is_table_requested: false };
-            (session.dp_rank, session.lost_rid.clone())
+            session.move_row(|row| State::Suspect { row, doubt });
+            (session.dp_rank, session.lost_rid())
         });
         self.effects.push(Effect::RequestShimTable { dp_rank, rid });
         self.schedule_deadline_at(until);
@@ -179,7 +186,10 @@ impl Table {
     /// first.
     pub fn handle_corruption(&mut self, now: Instant, incarnation: &str) {
         let Some(key) = self.keys_by_incarnation.get(incarnation).cloned() else { return };
-        self.change_session(&key, |session| session.is_corrupt = true);
+        // Corrupt pages are lost with their engine.
+        self.change_session(&key, |session| {
+            session.history.is_corrupt = !session.state.is_gone();
+        });
         self.close_corrupt(now, &key);
         self.process_queue(now);
         self.debug_check();
@@ -188,8 +198,8 @@ impl Table {
     /// Closes a corrupt session at the engine once no turn of it runs.
     pub(super) fn close_corrupt(&mut self, now: Instant, key: &SessionKey) {
         let Some(session) = self.sessions.get(key) else { return };
-        let is_closed_anyway = matches!(session.phase, Phase::Closing | Phase::Gone(_));
-        if session.is_corrupt && session.turns_running == 0 && !is_closed_anyway {
+        let is_closed_anyway = session.state.is_closing() || session.state.is_gone();
+        if session.history.is_corrupt && session.turns.running == 0 && !is_closed_anyway {
             self.close_as_gone(now, key, GoneReason::KvCorrupt);
         }
     }
@@ -205,27 +215,18 @@ impl Table {
     pub(super) fn close_at_engine(&mut self, now: Instant, key: &SessionKey) {
         let session = &self.sessions[key];
         let incarnation = session.incarnation.clone();
-        match session.retention {
-            Retention::Pinned => {
-                let tokens_max = session.resident_tokens.max(session.reserved_tokens);
-                let holds_row = session.holds_row;
-                let held_tokens = if holds_row { self.round_to_pages(tokens_max) } else { 0 };
-                let (dp_rank, rid) = (session.dp_rank, session.lost_rid.clone());
-                let closing = PendingClose {
-                    dp_rank,
-                    holds_row,
-                    held_tokens,
-                    rid,
-                    ..PendingClose::empty(now)
-                };
+        match session.state.tree() {
+            None => {
+                let row = session.state.row().cloned();
+                let closing = PendingClose::new(now, session.dp_rank, row);
                 self.start_close(incarnation, closing);
             }
-            Retention::Tagged => {
+            Some(Tree { is_tagged: true, .. }) => {
                 let close =
                     CloseRequest { incarnation, rid: None, is_pinned: false, is_repeat: false };
                 self.effects.push(Effect::Close(close));
             }
-            Retention::None => {}
+            Some(_) => {}
         }
     }
 
@@ -236,26 +237,21 @@ impl Table {
             return;
         }
         if self.settings.guards.is_on(Guard::CountedUntilClosed) {
+            let (rows, tokens) = closing.held(self.engine.page_tokens);
             let account = self.account(closing.dp_rank);
-            account.totals.rows_held += u32::from(closing.holds_row);
-            account.totals.pinned_tokens += closing.held_tokens;
+            account.totals.rows_held += rows;
+            account.totals.pinned_tokens += tokens;
         }
-        let rid = closing.rid.clone();
-        let close = CloseRequest {
-            incarnation: incarnation.clone(),
-            rid,
-            is_pinned: true,
-            is_repeat: false,
-        };
-        self.effects.push(Effect::Close(close));
+        self.effects.push(closing.request(incarnation.clone(), false));
         self.pending_closes.insert(incarnation, closing);
     }
 
     fn uncount_close(&mut self, closing: &PendingClose) {
         if self.settings.guards.is_on(Guard::CountedUntilClosed) {
+            let (rows, tokens) = closing.held(self.engine.page_tokens);
             let account = self.account(closing.dp_rank);
-            account.totals.rows_held -= u32::from(closing.holds_row);
-            account.totals.pinned_tokens -= closing.held_tokens;
+            account.totals.rows_held -= rows;
+            account.totals.pinned_tokens -= tokens;
         }
     }
 
@@ -263,9 +259,7 @@ impl Table {
     pub(super) fn repeat_closes(&mut self, now: Instant) {
         for (incarnation, closing) in &mut self.pending_closes {
             if closing.repeat_at.take_if(|due| *due <= now).is_some() {
-                let (incarnation, rid) = (incarnation.clone(), closing.rid.clone());
-                let close = CloseRequest { incarnation, rid, is_pinned: true, is_repeat: true };
-                self.effects.push(Effect::Close(close));
+                self.effects.push(closing.request(incarnation.clone(), true));
             }
         }
     }

@@ -11,9 +11,9 @@
 
 use std::time::Instant;
 
-use proto::{id::SessionKey, load::Retention};
+use proto::id::SessionKey;
 
-use super::{ExpectedHistory, Guard, Outcome, Phase, Table, Ticket, TicketState, Usage};
+use super::{ExpectedHistory, Guard, Outcome, Session, Table, Ticket, TicketState, Usage};
 
 impl Table {
     /// Handles a client's disconnect during its turn. The caller aborts the turn at the engine. The
@@ -47,13 +47,13 @@ impl Table {
             && self.sessions.get(key).is_some_and(|session| session.generation == ticket.generation)
         {
             self.change_session(key, |session| {
-                session.turns_running -= 1;
-                session.last_turn_end = now;
+                session.turns.running -= 1;
+                session.turns.last_end = now;
             });
             self.schedule_deadline(key);
             // If the engine restarted during the turn, the session has nothing left to update.
             let is_current = self.sessions[key].incarnation == ticket.incarnation;
-            if is_current && !matches!(self.sessions[key].phase, Phase::Gone(_)) {
+            if is_current && !self.sessions[key].state.is_gone() {
                 self.settle_end(now, key, rid, &ticket, outcome);
             }
             self.close_corrupt(now, key);
@@ -94,7 +94,7 @@ impl Table {
             return self.undo_admission(key, ticket.had_no_kv);
         }
         let outcome = self.measure_full_history(key, ticket, outcome);
-        let is_session_pinned = self.sessions[key].retention == Retention::Pinned;
+        let is_session_pinned = self.sessions[key].is_pinned();
         if ticket.is_pinned && is_session_pinned {
             if !self.settle_uncertain_trim(now, key, (rid, ticket), outcome) {
                 self.settle_pinned(now, key, rid, ticket, outcome);
@@ -105,9 +105,9 @@ impl Table {
         let ran_beside = is_session_pinned;
         if let Outcome::Finished(usage) | Outcome::Unheard(usage) = outcome {
             self.change_session(key, |session| {
-                session.turns_finished += 1;
+                session.turns.finished += 1;
                 // A turn that ran beside a pinned session doesn't change the session's history.
-                session.full_history.client_may_be_ahead |= ran_beside;
+                session.client.may_be_ahead |= ran_beside;
                 if let Some(usage) = usage.filter(|_| !ran_beside) {
                     session.record_usage(usage);
                 }
@@ -125,15 +125,12 @@ impl Table {
         outcome: Outcome,
     ) {
         let guards = self.settings.guards;
-        let history_before = self.sessions[key].history_tokens;
-        let is_open = self.sessions[key].phase == Phase::Open;
+        let history_before = self.sessions[key].history.tokens;
+        let is_open = self.sessions[key].state.is_open();
         match outcome {
             Outcome::Refused => self.undo_admission(key, ticket.had_no_kv),
             // The engine rolls the history back and gives the session's KV to its radix tree.
-            Outcome::Aborted => self.change_session(key, |session| {
-                session.drop_row();
-                session.phase = if is_open { Phase::Demoted } else { session.phase };
-            }),
+            Outcome::Aborted => self.change_session(key, Session::drop_row),
             Outcome::Finished(usage) => {
                 self.record_growth(key, usage);
                 self.note_hidden_end_tokens(key, ticket, usage);
@@ -152,7 +149,7 @@ impl Table {
                 } else if was_retracted && guards.is_on(Guard::RetractionSuspect) {
                     // The engine commits a partial answer when it retracts a turn from its batch,
                     // so only the engine knows the final history.
-                    let history_tokens = self.sessions[key].history_tokens;
+                    let history_tokens = self.sessions[key].history.tokens;
                     self.make_suspect(now, key, Some(ExpectedHistory::Exactly(history_tokens)));
                 }
             }
@@ -169,10 +166,10 @@ impl Table {
                     self.make_suspect(now, key, Some(ExpectedHistory::Exactly(history_before)));
                 }
             }
-            Outcome::Partial => self.change_session(key, |session| session.reserved_tokens = 0),
+            Outcome::Partial => self.change_session(key, Session::release_reserved),
             Outcome::Lost => {
                 if guards.is_on(Guard::AbortBeforeClose) {
-                    self.change_session(key, |session| session.lost_rid = Some(rid.to_owned()));
+                    self.change_session(key, |session| session.note_lost_turn(rid));
                 }
                 if is_open && guards.is_on(Guard::LostEndSuspect) {
                     // The session can continue only if the engine committed nothing of the turn.
@@ -187,16 +184,15 @@ impl Table {
     fn note_hidden_end_tokens(&mut self, key: &SessionKey, ticket: &Ticket, usage: Option<Usage>) {
         let measured_usage = usage.filter(|_| ticket.need.ignores_eos);
         let session = self.sessions.get_mut(key).expect("the caller has seen it");
-        session.full_history.hidden_end_tokens_from =
-            measured_usage.map(|usage| usage.prompt_tokens);
+        session.client.hidden_end_tokens_from = measured_usage.map(|usage| usage.prompt_tokens);
     }
 
     /// Records that a turn became history of its session.
     fn record_growth(&mut self, key: &SessionKey, usage: Option<Usage>) {
         self.change_session(key, |session| {
-            session.turns_finished += 1;
-            session.reserved_tokens = 0;
-            session.full_history.client_may_be_ahead = false;
+            session.turns.finished += 1;
+            session.release_reserved();
+            session.client.may_be_ahead = false;
             if let Some(usage) = usage {
                 session.record_usage(usage);
             }

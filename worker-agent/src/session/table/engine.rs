@@ -16,8 +16,8 @@ use std::{
 use proto::id::SessionKey;
 
 use super::{
-    CloseResult, Effect, EngineCapacity, Error, GoneReason, Guard, Phase, Session, SessionEvent,
-    Table,
+    CloseResult, Doubt, Effect, EngineCapacity, Error, GoneReason, Guard, Row, Session,
+    SessionEvent, State, Table,
     rank_account::{ConnectedShim, ForeignSession, RankAccount},
 };
 
@@ -94,8 +94,8 @@ impl Table {
     /// show whether the histories of suspect sessions are the expected ones.
     pub fn mark_table_requested(&mut self, dp_rank: u32) {
         for session in self.sessions.values_mut().filter(|session| session.dp_rank == dp_rank) {
-            if let Phase::Suspect { is_table_requested, .. } = &mut session.phase {
-                *is_table_requested = true;
+            if let State::Suspect { doubt, .. } = &mut session.state {
+                doubt.is_table_requested = true;
             }
         }
     }
@@ -107,22 +107,15 @@ impl Table {
         account.shim = None;
         account.foreign_sessions.clear();
         self.recount_foreign(dp_rank);
-        let waits_for_shim = |session: &Session| {
-            session.dp_rank == dp_rank
-                && matches!(session.phase, Phase::Demoting { .. } | Phase::Suspect { .. })
-        };
+        let waits_for_shim =
+            |session: &Session| session.dp_rank == dp_rank && session.awaits_shim_until().is_some();
         let keys: Vec<SessionKey> = self
             .sessions
             .iter()
             .filter(|(_, session)| waits_for_shim(session))
             .map(|(key, _)| key.clone())
             .collect();
-        for key in keys {
-            let was_demoting = matches!(self.sessions[&key].phase, Phase::Demoting { .. });
-            let reason =
-                if was_demoting { GoneReason::Reclaimed } else { GoneReason::HistoryUnknown };
-            self.close_as_gone(now, &key, reason);
-        }
+        keys.iter().for_each(|key| self.close_without_answer(now, key));
         self.process_queue(now);
         self.debug_check();
     }
@@ -154,33 +147,31 @@ impl Table {
 
     /// Handles the shim's report of a session that is in the table.
     fn handle_own_session(&mut self, now: Instant, key: &SessionKey, report: &SessionReport) {
-        match &mut self.sessions.get_mut(key).expect("the caller has it").phase {
+        let session = self.sessions.get_mut(key).expect("the caller has it");
+        match &mut session.state {
             // The uncertain turn has not ended yet, so the session table must be requested again.
-            Phase::Suspect { is_table_requested, .. }
-                if *is_table_requested && report.is_from_full_table && report.in_flight =>
+            State::Suspect { doubt, .. }
+                if doubt.is_table_requested && report.is_from_full_table && report.in_flight =>
             {
-                *is_table_requested = false;
-                let dp_rank = self.sessions[key].dp_rank;
+                doubt.is_table_requested = false;
+                let dp_rank = session.dp_rank;
                 self.effects.push(Effect::RequestShimTable { dp_rank, rid: None });
             }
             // Only a table that was requested after the uncertain turn counts. An earlier table may
             // describe the state before that turn.
-            &mut Phase::Suspect { expected, is_table_requested: true, .. }
-                if report.is_from_full_table =>
-            {
+            &mut State::Suspect {
+                doubt: Doubt { expected, is_table_requested: true, .. }, ..
+            } if report.is_from_full_table => {
                 if expected.matches(report.history_tokens) {
                     self.effects.push(Effect::SessionEvent(key.clone(), SessionEvent::Verified));
+                    let resident_tokens = report.allocated_tokens;
                     self.change_session(key, |session| {
-                        session.history_tokens = report.history_tokens;
-                        if report.holds_row {
-                            session.phase = Phase::Open;
-                            session.resident_tokens = report.allocated_tokens;
-                            session.reserved_tokens = 0;
-                            session.lost_rid = None;
+                        session.history.tokens = report.history_tokens;
+                        session.state = if report.holds_row {
+                            State::Open(Row { resident_tokens, ..Row::default() })
                         } else {
-                            session.phase = Phase::Demoted;
-                            session.drop_row();
-                        }
+                            State::Demoted
+                        };
                     });
                     // The session has a deadline of its own again.
                     self.schedule_deadline(key);
@@ -189,7 +180,7 @@ impl Table {
                 }
                 self.process_queue(now);
             }
-            Phase::Demoting { .. } if !report.holds_row && !report.in_flight => {
+            State::Demoting { .. } if !report.holds_row && !report.in_flight => {
                 self.handle_demote_result(now, &report.id, true)
             }
             _ => {}
@@ -223,8 +214,11 @@ impl Table {
         // The engine closes the session on every rank, but its row and KV were on one.
         if let Some(key) = self.keys_by_incarnation.get(id).cloned()
             && self.sessions[&key].dp_rank == dp_rank
-            && self.sessions[&key].turns_running == 0
-            && matches!(self.sessions[&key].phase, Phase::Open | Phase::Demoted)
+            && self.sessions[&key].turns.running == 0
+            && matches!(
+                self.sessions[&key].state,
+                State::Open(_) | State::InTree(_) | State::Demoted
+            )
         {
             // Another client of the engine closed the session.
             self.close_as_gone(now, &key, GoneReason::HistoryUnknown);
@@ -270,20 +264,19 @@ impl Table {
         }
         let keys: Vec<SessionKey> = self.sessions.keys().cloned().collect();
         for key in &keys {
-            if self.sessions[key].phase != Phase::Gone(GoneReason::EngineRestarted) {
+            let is_lost_already = matches!(
+                self.sessions[key].state,
+                State::Gone { reason: GoneReason::EngineRestarted, .. }
+            );
+            if !is_lost_already {
                 self.effects.push(Effect::SessionEvent(key.clone(), SessionEvent::EngineLost));
             }
             // A running turn still ends under its old incarnation id. A session without running
             // turns gets a new id.
-            if self.sessions[key].turns_running == 0 {
+            if self.sessions[key].turns.running == 0 {
                 self.reincarnate(key);
             }
-            self.change_session(key, |session| {
-                if session.phase != Phase::Closing {
-                    session.phase = Phase::Gone(GoneReason::EngineRestarted);
-                }
-                session.clear_figures();
-            });
+            self.change_session(key, |session| session.lose(GoneReason::EngineRestarted));
         }
         // Sessions that were closing are closed now. Sessions of ranks that no longer exist can't
         // continue.
@@ -291,8 +284,8 @@ impl Table {
         for key in keys {
             let session = &self.sessions[&key];
             let must_be_dropped =
-                session.phase == Phase::Closing || session.dp_rank as usize >= rank_count;
-            if must_be_dropped && session.turns_running == 0 {
+                session.state.is_closing() || session.dp_rank as usize >= rank_count;
+            if must_be_dropped && session.turns.running == 0 {
                 self.drop_session(now, &key, &Error::EngineLost);
             }
         }

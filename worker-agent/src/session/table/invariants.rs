@@ -9,9 +9,7 @@
 //! client of the engine opened. A guard is a rule that the simulation can switch off; the promise
 //! that belongs to it is then not checked.
 
-use proto::load::Retention;
-
-use super::{Guard, Phase, Table, TicketState, rank_account::RankAccount};
+use super::{Guard, State, Table, TicketState, rank_account::RankAccount};
 
 impl Table {
     /// Checks the table's promises. Panics if one is broken.
@@ -23,12 +21,12 @@ impl Table {
         }
         let guards = self.settings.guards;
         for (key, session) in &self.sessions {
-            let respects_exclusivity = !session.is_exclusive || session.turns_running <= 1;
+            let respects_exclusivity = !session.is_exclusive() || session.turns.running <= 1;
             assert!(
                 respects_exclusivity || !guards.is_on(Guard::OneTurn),
                 "two turns of one exclusive session are inside"
             );
-            let is_shared_pin = session.retention == Retention::Pinned && !session.is_exclusive;
+            let is_shared_pin = session.is_pinned() && !session.is_exclusive();
             assert!(
                 !is_shared_pin || session.has_auto_retention(),
                 "a session that its client pinned is shared"
@@ -45,9 +43,9 @@ impl Table {
             };
             if guards.is_on(Guard::EndAcknowledged) {
                 let waiting = count_in(TicketState::Claimed) + count_in(TicketState::Queued);
-                assert_eq!(session.turns_waiting as usize, waiting, "a claim isn't counted");
+                assert_eq!(session.turns.waiting as usize, waiting, "a claim isn't counted");
                 assert_eq!(
-                    session.turns_running as usize,
+                    session.turns.running as usize,
                     count_in(TicketState::Inside),
                     "a turn isn't counted"
                 );
@@ -95,8 +93,9 @@ impl Table {
         let mut rows_of_earlier_agent = 0;
         for closing in self.pending_closes.values().filter(|closing| closing.dp_rank == dp_rank) {
             if self.settings.guards.is_on(Guard::CountedUntilClosed) {
-                recounted.totals.rows_held += u32::from(closing.holds_row);
-                recounted.totals.pinned_tokens += closing.held_tokens;
+                let (rows, tokens) = closing.held(self.engine.page_tokens);
+                recounted.totals.rows_held += rows;
+                recounted.totals.pinned_tokens += tokens;
             }
             rows_of_earlier_agent += u32::from(closing.is_inherited);
         }
@@ -124,7 +123,7 @@ impl Table {
             "pinned sessions took the reserved rows"
         );
         let runs_before_open = |session: &&super::Session| {
-            session.phase == Phase::Planned && session.turns_running > 0
+            session.state == State::Planned && session.turns.running > 0
         };
         assert!(
             !self.sessions.values().any(|session| runs_before_open(&session)),

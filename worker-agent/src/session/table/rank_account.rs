@@ -157,12 +157,8 @@ impl RankAccount {
 /// Returns what a session adds to its rank's totals: the request rows and the pinned tokens that it
 /// holds, and an estimate of its tokens in the radix tree.
 fn session_contribution(session: &Session, page_tokens: u64) -> (u32, u64, u64) {
-    if session.retention != proto::load::Retention::Pinned {
-        return (0, 0, session.resident_tokens);
-    }
-    if !session.holds_row {
-        return (0, 0, 0);
-    }
-    let tokens = session.resident_tokens.max(session.reserved_tokens);
-    (1, tokens.next_multiple_of(page_tokens), 0)
+    let tree_tokens = session.state.tree().map_or(0, |tree| tree.resident_tokens);
+    let row = session.state.row();
+    let pinned_tokens = row.map_or(0, |row| row.tokens_max().next_multiple_of(page_tokens));
+    (u32::from(row.is_some()), pinned_tokens, tree_tokens)
 }

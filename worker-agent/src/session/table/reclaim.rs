@@ -10,9 +10,9 @@
 
 use std::time::{Duration, Instant};
 
-use proto::{id::SessionKey, load::Retention};
+use proto::id::SessionKey;
 
-use super::{Effect, Error, GoneReason, Guard, Phase, Session, SessionEvent, Table};
+use super::{Effect, Error, GoneReason, Guard, Session, SessionEvent, State, Table};
 
 /// The resource that a turn or session lacks, with the figures for its error message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -116,7 +116,7 @@ impl Table {
                 session.dp_rank == dp_rank && self.is_reclaimable(now, session, requester)
             })
             .map(|(key, session)| {
-                let held_tokens = self.round_to_pages(session.resident_tokens);
+                let held_tokens = self.round_to_pages(session.resident_tokens());
                 (
                     (!session.has_auto_retention(), value_of_kept_kv(session, now, shortage)),
                     key.clone(),
@@ -149,17 +149,15 @@ impl Table {
     /// a turn. A [`Requester::AutoPin`] may take only the KV of a session that the agent pinned on
     /// its own, and only after `demote_idle` without a turn.
     fn is_reclaimable(&self, now: Instant, session: &Session, requester: Requester) -> bool {
-        let is_open_and_pinned =
-            session.retention == Retention::Pinned && session.phase == Phase::Open;
         if !self.settings.guards.is_on(Guard::ReclaimIdleOnly) {
-            return is_open_and_pinned;
+            return session.state.is_open();
         }
         let is_idle = session.idle(now) >= self.settings.demote_idle;
         let may_take = match requester {
             Requester::Client => is_idle || session.has_auto_retention(),
             Requester::AutoPin => is_idle && session.has_auto_retention(),
         };
-        is_open_and_pinned && session.can_expire() && may_take
+        session.state.is_open() && session.can_expire() && may_take
     }
 
     /// Asks the shim to give a session's KV to the radix tree. Closes the session if the shim can't
@@ -172,7 +170,9 @@ impl Table {
         }
         let incarnation = session.incarnation.clone();
         let until = now + DEMOTION_TIME_MAX;
-        self.change_session(key, |session| session.phase = Phase::Demoting { until });
+        self.change_session(key, |session| {
+            session.move_row(|row| State::Demoting { row, until });
+        });
         self.effects.push(Effect::Demote { dp_rank, incarnation });
         self.schedule_deadline_at(until);
     }
@@ -180,7 +180,7 @@ impl Table {
     /// Demotes sessions that the agent pinned on its own and that did not come back within
     /// `demote_idle`. From then on, the engine may evict their KV when it is used least.
     pub(super) fn demote_idle_sessions(&mut self, now: Instant) {
-        let is_due = |session: &Session| session.last_turn_end + self.settings.demote_idle <= now;
+        let is_due = |session: &Session| session.turns.last_end + self.settings.demote_idle <= now;
         let idle_sessions = self
             .sessions
             .iter()
@@ -193,17 +193,14 @@ impl Table {
     /// radix tree now.
     pub fn handle_demote_result(&mut self, now: Instant, incarnation: &str, is_demoted: bool) {
         let Some(key) = self.keys_by_incarnation.get(incarnation).cloned() else { return };
-        if !matches!(self.sessions[&key].phase, Phase::Demoting { .. }) {
+        if !matches!(self.sessions[&key].state, State::Demoting { .. }) {
             return;
         }
         if self.continue_reopen(now, &key, is_demoted) {
             // The demotion was the first step of replacing the incarnation, which has continued.
         } else if is_demoted {
             self.effects.push(Effect::SessionEvent(key.clone(), SessionEvent::Demoted));
-            self.change_session(&key, |session| {
-                session.phase = Phase::Demoted;
-                session.drop_row();
-            });
+            self.change_session(&key, Session::drop_row);
         } else {
             self.close_as_gone(now, &key, GoneReason::Reclaimed);
         }
@@ -214,14 +211,15 @@ impl Table {
     /// Returns the rows and tokens that the demotions and closes in progress will free.
     fn room_being_freed(&self, now: Instant, dp_rank: u32) -> (u64, u64) {
         let demoting = self.sessions.values().filter(|session| {
-            session.dp_rank == dp_rank && matches!(session.phase, Phase::Demoting { .. })
+            session.dp_rank == dp_rank && matches!(session.state, State::Demoting { .. })
         });
-        let demoting = demoting.map(|session| (1, self.round_to_pages(session.resident_tokens)));
+        let demoting = demoting.map(|session| (1, self.round_to_pages(session.resident_tokens())));
         // A close that is stuck may never free anything.
         let closing = self.pending_closes.values().filter(|closing| {
             closing.dp_rank == dp_rank && now < closing.begun_at + self.settings.stuck_after
         });
-        let closing = closing.map(|closing| (u64::from(closing.holds_row), closing.held_tokens));
+        let closing = closing.map(|closing| closing.held(self.engine.page_tokens));
+        let closing = closing.map(|(rows, tokens)| (u64::from(rows), tokens));
         demoting.chain(closing).fold((0, 0), |(rows_sum, tokens_sum), (rows, tokens)| {
             (rows_sum + rows, tokens_sum + tokens)
         })
@@ -232,9 +230,9 @@ impl Table {
 /// the session resumes soon. If tokens are short, divides this by the tokens that the session
 /// holds.
 fn value_of_kept_kv(session: &Session, now: Instant, shortage: &Shortage) -> u64 {
-    let saved_tokens = resume_chance_milli(session.idle(now)) * session.history_tokens;
+    let saved_tokens = resume_chance_milli(session.idle(now)) * session.history.tokens;
     match shortage {
         Shortage::Rows { .. } => saved_tokens,
-        Shortage::Tokens { .. } => saved_tokens * 1000 / session.resident_tokens.max(1),
+        Shortage::Tokens { .. } => saved_tokens * 1000 / session.resident_tokens().max(1),
     }
 }

@@ -87,7 +87,7 @@ fn a_pinned_session_runs_one_turn_and_counts_its_tokens() {
     assert_eq!(rig.turn(&delta("s")).error(), Error::Busy);
     rig.end(&turn, finished(25, 6));
     let session = rig.table.get(&key("s")).unwrap();
-    assert_eq!(session.resident_tokens, 30, "the last token's KV isn't computed yet");
+    assert_eq!(session.resident_tokens(), 30, "the last token's KV isn't computed yet");
     assert_eq!(rig.table.totals(0).pinned_tokens, 32, "a page is held whole");
     assert_eq!(rig.table.totals(0).rows_held, 1);
     rig.turn(&delta("s")).inside();
@@ -104,7 +104,7 @@ fn a_second_turn_may_wait_where_the_settings_allow_it() {
     rig.end(&first, finished(20, 5));
     let second = rig.answer(second).inside();
     rig.end(&second, finished(40, 5));
-    assert_eq!(rig.table.get(&key("s")).unwrap().turns_finished, 2);
+    assert_eq!(rig.table.get(&key("s")).unwrap().turns_finished(), 2);
 }
 
 #[test]
@@ -254,7 +254,7 @@ fn an_aborted_turn_leaves_its_history_to_be_computed_again() {
     assert_eq!(rig.table.totals(0).pinned_tokens, 0, "the KV went to the tree");
     assert_eq!(rig.table.totals(0).rows_held, 0);
     let session = rig.table.get(&key("s")).unwrap();
-    assert_eq!((session.history_tokens, session.turns_finished), (601, 1));
+    assert_eq!((session.history.tokens, session.turns.finished), (601, 1));
     assert_eq!(session.state(), proto::load::SessionState::Demoted);
     rig.pin_holding("other", 400);
     let refused = rig.turn(&delta("s")).error();
@@ -312,7 +312,7 @@ fn with_the_shim_a_session_gives_up_its_kv_and_keeps_its_history() {
     rig.carry_out();
     let turn = rig.answer(waiting).inside();
     rig.end(&turn, finished(500, 1));
-    assert_eq!(rig.table.get(&key("idle")).unwrap().history_tokens, 601);
+    assert_eq!(rig.table.get(&key("idle")).unwrap().history_tokens(), 601);
     assert!(is_short(&rig.turn(&delta("idle")).error(), "pin_tokens"), "its KV comes back too");
     rig.wait(DEMOTE);
     let waiting = rig.turn(&delta("idle")).waits();
@@ -416,7 +416,7 @@ fn a_turn_given_up_while_it_waits_leaves_nothing() {
     rig.table.end_turn(rig.now, &waits, Outcome::Refused);
     inside.iter().for_each(|turn| rig.end(turn, Outcome::Finished(None)));
     assert_eq!(rig.table.totals(0), RankTotals { sessions: 1, ..RankTotals::default() });
-    assert_eq!(rig.table.get(&key("s")).unwrap().turns_waiting, 0);
+    assert_eq!(rig.table.get(&key("s")).unwrap().turns.waiting, 0);
 }
 
 #[test]
@@ -499,7 +499,7 @@ fn a_refused_turn_changes_nothing() {
     rig.pin_holding("s", 24);
     let turn = rig.turn(&delta("s")).inside();
     rig.end(&turn, Outcome::Refused);
-    assert_eq!(rig.table.get(&key("s")).unwrap().resident_tokens, 24);
+    assert_eq!(rig.table.get(&key("s")).unwrap().resident_tokens(), 24);
     assert_eq!(rig.table.totals(0).pinned_tokens, 32);
     rig.turn(&delta("s")).inside();
 }

@@ -25,8 +25,8 @@ use proto::{id::SessionKey, load::Retention};
 
 pub use self::trim_plan::{TrimOutcome, TrimPlan};
 use super::{
-    Deltas, Effect, ExpectedHistory, Guard, MeasuredHistory, Need, Outcome, Phase, RunMode,
-    Session, Table, Ticket, TicketState, TrimRequest, Usage,
+    Chooser, Deltas, Effect, ExpectedHistory, Guard, MeasuredHistory, Need, Outcome, RunMode,
+    Session, Sharing, State, Table, Ticket, TicketState, Tree, TrimRequest, Usage,
     reclaim::{Requester, Shortage},
 };
 use crate::shim::trim::Plan;
@@ -104,7 +104,7 @@ impl Table {
 
     /// Returns the retention under which the session's turns run while it is not pinned.
     pub(super) fn unpinned_retention(&self, session: &Session) -> Retention {
-        match session.retention {
+        match session.retention() {
             Retention::Pinned if self.engine.retentions.contains(&Retention::Tagged) => {
                 Retention::Tagged
             }
@@ -125,16 +125,12 @@ impl Table {
     pub(super) fn pin(&mut self, now: Instant, key: &SessionKey) {
         self.close_at_engine(now, key);
         self.reincarnate(key);
-        self.change_session(key, |session| {
-            session.retention = Retention::Pinned;
-            session.phase = Phase::Planned;
-            session.clear_figures();
-        });
+        self.change_session(key, |session| session.begin_anew(State::Planned));
     }
 
     /// Takes the pin from a session that the agent pinned on its own, and closes it at the engine.
     pub(super) fn unpin(&mut self, now: Instant, key: &SessionKey) {
-        if self.sessions[key].phase != Phase::Planned {
+        if self.sessions[key].state != State::Planned {
             self.close_at_engine(now, key);
         }
         self.unpin_without_close(now, key);
@@ -144,12 +140,11 @@ impl Table {
     /// begun.
     pub(super) fn unpin_without_close(&mut self, now: Instant, key: &SessionKey) {
         self.reincarnate(key);
-        let retention = self.unpinned_retention(&self.sessions[key]);
+        let is_tagged = self.unpinned_retention(&self.sessions[key]) == Retention::Tagged;
+        let no_pin_before = Some(now + PIN_PAUSE);
         self.change_session(key, |session| {
-            session.retention = retention;
-            session.phase = Phase::Open;
-            session.clear_figures();
-            session.full_history.no_pin_before = Some(now + PIN_PAUSE);
+            let tree = Tree { is_tagged, no_pin_before, ..Tree::default() };
+            session.begin_anew(State::InTree(tree));
         });
         self.schedule_deadline(key);
     }
@@ -163,46 +158,47 @@ impl Table {
         wanted: Retention,
     ) {
         let session = &self.sessions[key];
-        let is_pinned = session.retention == Retention::Pinned;
-        let is_at_rest = matches!(session.phase, Phase::Open | Phase::Demoted);
+        let is_pinned = session.is_pinned();
+        let is_at_rest = matches!(session.state, State::Open(_) | State::Demoted);
         if is_pinned && wanted != Retention::Pinned && is_at_rest {
             self.unpin(now, key);
         } else if is_pinned != (wanted == Retention::Pinned) {
             return;
         }
         self.change_session(key, |session| {
-            session.requested_retention = Some(wanted);
-            session.is_exclusive |= session.retention == Retention::Pinned;
+            session.chooser = Chooser::Client;
+            if session.is_pinned() {
+                session.sharing = Sharing::Exclusive;
+            }
         });
     }
 
     /// Whether a pin is useless: the shim doesn't trim, or the divergence streak is too long.
     pub(super) fn is_pin_useless(&self, key: &SessionKey) -> bool {
-        !self.shim_trims
-            || self.sessions[key].full_history.divergence_streak > DIVERGENCE_STREAK_MAX
+        !self.shim_trims || self.sessions[key].client.divergence_streak > DIVERGENCE_STREAK_MAX
     }
 
     /// Whether the agent pinned the session on its own, no turn of it runs or waits, and the shim
     /// can demote it.
     pub(super) fn is_idle_auto_pin(&self, session: &Session) -> bool {
-        let holds_pinned_kv = session.has_auto_retention()
-            && session.retention == Retention::Pinned
-            && session.holds_row;
-        let is_at_rest = holds_pinned_kv && session.phase == Phase::Open && session.can_expire();
-        is_at_rest && self.accounts[session.dp_rank as usize].can_demote()
+        let is_at_rest = session.state.is_open() && session.can_expire();
+        is_at_rest
+            && session.has_auto_retention()
+            && self.accounts[session.dp_rank as usize].can_demote()
     }
 
     /// Prepares a session, of which the engine holds nothing any more, for a full history.
     pub(super) fn start_over(&mut self, now: Instant, key: &SessionKey) {
-        if self.sessions[key].has_auto_retention() {
+        let session = &self.sessions[key];
+        if session.has_auto_retention() || !session.is_pinned() {
             return self.unpin_without_close(now, key);
         }
         self.reincarnate(key);
         self.change_session(key, |session| {
-            session.phase = Phase::Planned;
-            session.deltas = Deltas::Refused;
-            session.full_history.next_turn_reopens = session.turns_finished > 0;
-            session.full_history.client_may_be_ahead |= session.turns_finished > 0;
+            let has_run = session.turns.finished > 0;
+            session.state = State::Planned;
+            session.client.deltas = if has_run { Deltas::RefusedAnew } else { Deltas::Refused };
+            session.client.may_be_ahead |= has_run;
         });
     }
 
@@ -212,7 +208,7 @@ impl Table {
     pub(super) fn yield_pin(&mut self, now: Instant, key: &SessionKey) -> bool {
         let session = &self.sessions[key];
         let can_demote = self.accounts[session.dp_rank as usize].can_demote();
-        if session.holds_row && session.history_tokens > 0 && can_demote {
+        if session.state.row().is_some() && session.history.tokens > 0 && can_demote {
             self.release_kv(now, key);
             return true;
         }
@@ -226,8 +222,11 @@ impl Table {
         let opens_session = self.tickets[rid].opens_session();
         let is_guard_on = self.settings.guards.is_on(Guard::FullHistoryContinues);
         let session = self.sessions.get_mut(key).expect("the caller has seen it");
-        let is_reopened = std::mem::take(&mut session.full_history.next_turn_reopens);
-        let must_continue = session.deltas == Deltas::Taken && !opens_session && is_guard_on;
+        let is_reopened = session.client.deltas == Deltas::RefusedAnew;
+        if is_reopened {
+            session.client.deltas = Deltas::Refused;
+        }
+        let must_continue = session.client.deltas == Deltas::Taken && !opens_session && is_guard_on;
         let trim_turn = TrimTurn {
             reserved_prompt_tokens: tokens_max,
             must_continue,
@@ -311,9 +310,11 @@ impl Table {
             prompt_tokens.saturating_add(answer_tokens).min(self.engine.context_tokens);
         self.change_session(key, |session| {
             // The prompt's exact size is known now, so the rest of the reservation is released.
-            session.reserved_tokens = session.reserved_tokens.min(target_tokens);
+            if let Some(row) = session.state.row_mut() {
+                row.reserved_tokens = row.reserved_tokens.min(target_tokens);
+            }
             if plan.committed_tokens > 0 {
-                session.full_history.divergence_streak = 0;
+                session.client.divergence_streak = 0;
                 session.prefix_tracker.record_continuation();
             }
         });
@@ -339,12 +340,12 @@ impl Table {
         self.account(dp_rank).count_as_plain();
         let run_mode = self.unpinned_run_mode(key);
         self.effects.push(Effect::RunModeKnown { rid: rid.clone(), run_mode });
-        if self.sessions[key].retention == Retention::Pinned {
+        if self.sessions[key].is_pinned() {
             self.undo_admission(key, had_no_kv);
             // `handle_question` has decided this for a turn that the shim asked about.
             let extends_streak = !shim_has_asked && !self.has_hidden_end_tokens(key, plan);
             self.change_session(key, |session| {
-                session.full_history.divergence_streak += u32::from(extends_streak)
+                session.client.divergence_streak += u32::from(extends_streak)
             });
         }
         self.make_room_for_large_turn(now, rid, key, need);
@@ -366,10 +367,9 @@ impl Table {
         self.account(dp_rank).count_as_large(tokens);
         let mut missing_tokens = self.excess_tokens(dp_rank, tokens, capacity.pool_tokens);
         let session = &self.sessions[key];
-        let holds_kv = session.retention == Retention::Pinned && session.holds_row;
-        if missing_tokens > 0 && holds_kv && session.phase == Phase::Open {
+        if missing_tokens > 0 && session.state.is_open() {
             missing_tokens =
-                missing_tokens.saturating_sub(self.round_to_pages(session.resident_tokens));
+                missing_tokens.saturating_sub(self.round_to_pages(session.resident_tokens()));
             self.release_kv(now, key);
         }
         if missing_tokens > 0 {
@@ -391,13 +391,10 @@ impl Table {
     /// Undoes the admission of a turn that changed nothing in its session.
     pub(super) fn undo_admission(&mut self, key: &SessionKey, had_no_kv: bool) {
         self.change_session(key, |session| {
-            session.reserved_tokens = 0;
-            if had_no_kv && session.history_tokens > 0 {
+            session.release_reserved();
+            if had_no_kv && session.history.tokens > 0 {
                 // The KV that was in the radix tree before the turn is still there.
                 session.drop_row();
-                if session.phase == Phase::Open {
-                    session.phase = Phase::Demoted;
-                }
             }
         });
     }
@@ -433,7 +430,7 @@ impl Table {
             outcome => outcome,
         };
         // The prompt of a turn beside a pinned session says little about the session's next prompt.
-        let ran_beside = self.sessions[key].retention == Retention::Pinned && !ticket.is_pinned;
+        let ran_beside = self.sessions[key].is_pinned() && !ticket.is_pinned;
         let is_full_history =
             ticket.claim.as_ref().is_some_and(|claim| !claim.delta) && !ran_beside;
         if let (true, Outcome::Finished(Some(usage)) | Outcome::Unheard(Some(usage))) =
@@ -443,10 +440,10 @@ impl Table {
             let prompt_tokens_bound = ticket.need.prompt_tokens;
             let measured = Some(MeasuredHistory { prompt_tokens_bound, tokens });
             self.change_session(key, |session| {
-                session.full_history.last_measured = measured;
+                session.client.last_measured = measured;
                 let longest_tokens =
-                    session.full_history.longest_answer_tokens.max(usage.completion_tokens);
-                session.full_history.longest_answer_tokens = longest_tokens;
+                    session.client.longest_answer_tokens.max(usage.completion_tokens);
+                session.client.longest_answer_tokens = longest_tokens;
             });
         }
         outcome
@@ -480,14 +477,14 @@ impl Table {
         if ticket.trim_turn.is_none() || is_certain || !is_guard_on {
             return false;
         }
-        let is_open = self.sessions[key].phase == Phase::Open;
+        let is_open = self.sessions[key].state.is_open();
         let may_still_run = matches!(outcome, Outcome::Refused | Outcome::Partial | Outcome::Lost);
         let has_run = matches!(outcome, Outcome::Finished(_) | Outcome::Unheard(_));
         self.change_session(key, |session| {
-            session.turns_finished += u64::from(has_run);
-            session.full_history.client_may_be_ahead = true;
+            session.turns.finished += u64::from(has_run);
+            session.client.may_be_ahead = true;
             if may_still_run {
-                session.lost_rid = Some(rid.to_owned());
+                session.note_lost_turn(rid);
             }
         });
         if is_open {

@@ -240,7 +240,7 @@ fn a_late_plan_affects_only_its_own_turn() {
     rig.plan(&refused, Plan::Refused, 0, 110);
     rig.runs(&next, 108, 118);
     assert_eq!(rig.run_modes[&next.rid], RunMode::Pinned);
-    assert_eq!(rig.table.get(&key("s")).unwrap().history_tokens, 126);
+    assert_eq!(rig.table.get(&key("s")).unwrap().history_tokens(), 126);
 }
 
 #[test]

@@ -103,6 +103,22 @@ fn a_lost_turn_and_corrupt_pages_are_forgotten_with_their_engine() {
 }
 
 #[test]
+fn a_tagged_session_whose_engine_is_lost_while_its_turn_arrives_is_not_pinned() {
+    let mut rig = Rig::new();
+    rig.open("s", Some(Retention::Tagged)).unwrap();
+    let claim = Claim::for_session(&key("s"));
+    let claimed = Some((&claim, &key("s")));
+    rig.table.claim(rig.now, "r", claimed, None, RouteTurns::DeltasAndHistories).unwrap();
+    rig.engine_restarts(engine(1));
+    rig.table.set_trimming(rig.now, true);
+    rig.table.admit(rig.now, "r", Need { prompt_tokens: 8, ..Need::default() });
+    rig.carry_out();
+    let turn = rig.answer("r".into()).inside();
+    assert_eq!(turn.turn.session.unwrap().retention, Retention::Tagged);
+    assert_eq!(rig.journal, [], "the engine opens nothing for it");
+}
+
+#[test]
 fn what_an_earlier_agent_left_is_closed_before_anything_is_pinned() {
     let mut rig = Rig::new();
     rig.table.inherit_incarnation(rig.now, "berth-a-0-7".into(), 0, Some("r".into()));

@@ -55,11 +55,11 @@ fn a_full_history_that_differs_is_refused_where_deltas_are_taken_and_changes_not
         assert!(matches!(error, Error::NotContinued { .. }), "{error}");
         let after = rig.table.get(&key("s")).unwrap();
         assert_eq!(after.incarnation, before.incarnation);
-        assert_eq!(after.history_tokens, before.history_tokens);
+        assert_eq!(after.history_tokens(), before.history_tokens());
         assert_eq!((rig.demotes.len(), rig.table_requests.len(), rig.closes.len()), (0, 0, 0));
         let next = rig.turn(&delta("s")).inside();
         rig.end(&next, finished(40, 8));
-        assert_eq!(rig.table.get(&key("s")).unwrap().history_tokens, 48, "it goes on");
+        assert_eq!(rig.table.get(&key("s")).unwrap().history_tokens(), 48, "it goes on");
     }
 }
 
@@ -124,7 +124,7 @@ fn a_client_that_reopens_a_session_with_a_full_history_may_append_to_it() {
     rig.reopens(&opening());
     let next = rig.turn(&delta("s")).inside();
     rig.end(&next, finished(46, 8));
-    assert_eq!(rig.table.get(&key("s")).unwrap().history_tokens, 54);
+    assert_eq!(rig.table.get(&key("s")).unwrap().history_tokens(), 54);
     assert_eq!(rig.turn(&Claim { open: true, ..delta("s") }).error(), Error::HasHistory);
 }
 
@@ -179,7 +179,7 @@ fn a_session_that_a_full_history_began_takes_no_delta() {
     // agent.
     let mut rig = trimming();
     let began = full_history(&mut rig, &pinned("s"), 90).inside();
-    assert_eq!(rig.table.get(&key("s")).unwrap().turns_finished, 0);
+    assert_eq!(rig.table.get(&key("s")).unwrap().turns_finished(), 0);
     rig.runs(&began, 0, 30);
     assert_eq!(rig.turn(&delta("s")).error(), Error::DeltaNeedsOpen);
     let on = full_history(&mut rig, &opening(), 120).inside();

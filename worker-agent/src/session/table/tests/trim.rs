@@ -90,7 +90,7 @@ impl Rig {
     }
 
     pub(super) fn retention(&self, id: &str) -> Retention {
-        self.table.get(&key(id)).unwrap().retention
+        self.table.get(&key(id)).unwrap().retention()
     }
 
     /// Runs two turns of a session, of which the second pins it. Its history then has 148 tokens.
@@ -138,8 +138,8 @@ fn a_session_that_comes_back_is_pinned_and_computes_only_what_is_new() {
     assert_eq!(rig.plan(&third, Plan::Trimmed, 128, 20), (TrimOutcome::Trimmed, spared));
     rig.end(&third, finished(148, 8));
     let session = rig.table.get(&key("s")).unwrap();
-    assert_eq!((session.history_tokens, session.resident_tokens), (156, 155));
-    assert_eq!((session.retention, session.turns_finished), (Retention::Pinned, 3));
+    assert_eq!((session.history_tokens(), session.resident_tokens()), (156, 155));
+    assert_eq!((session.retention(), session.turns_finished()), (Retention::Pinned, 3));
     assert_eq!(rig.table.totals(0).pinned_tokens, 160, "what was kept for its bound is given back");
 }
 
@@ -173,7 +173,7 @@ fn a_turn_beside_another_runs_on_the_tree_and_is_not_history() {
     rig.plan(&inside, Plan::Trimmed, 148, 10);
     rig.end(&beside, finished(170, 8));
     rig.end(&inside, finished(158, 8));
-    assert_eq!(rig.table.get(&key("s")).unwrap().history_tokens, 166);
+    assert_eq!(rig.table.get(&key("s")).unwrap().history_tokens(), 166);
 }
 
 #[test]
@@ -214,7 +214,7 @@ fn a_plan_for_an_unknown_turn_or_a_repeated_plan_changes_nothing() {
     rig.carry_out();
     assert_eq!(rig.run_modes[&turn.rid], RunMode::Pinned);
     rig.end(&turn, finished(160, 8));
-    assert_eq!(rig.table.get(&key("s")).unwrap().history_tokens, 168);
+    assert_eq!(rig.table.get(&key("s")).unwrap().history_tokens(), 168);
 }
 
 #[test]
@@ -245,7 +245,7 @@ fn a_session_that_diverges_every_turn_is_left_to_the_tree() {
     assert_eq!(rig.retention("s"), Retention::Tagged);
     let totals = rig.table.totals(0);
     assert_eq!((totals.rows_held, totals.pinned_tokens), (0, 0));
-    assert_eq!(rig.table.get(&key("s")).unwrap().history_tokens, history);
+    assert_eq!(rig.table.get(&key("s")).unwrap().history_tokens(), history);
 }
 
 /// Reports the shim's full session table, which was requested, with one session.
@@ -274,7 +274,7 @@ fn a_turn_without_a_reported_plan_makes_its_session_suspect_until_the_shim_repor
         rig.end(&turn, finished(160, 8));
         assert_eq!(rig.table_requests.len(), 1, "was it trimmed or not");
         seen(&mut rig, &incarnation, history_tokens);
-        assert_eq!(rig.table.get(&key("s")).unwrap().history_tokens, history_tokens);
+        assert_eq!(rig.table.get(&key("s")).unwrap().history_tokens(), history_tokens);
         let next = full_history(&mut rig, &auto("s"), 480).inside();
         assert_eq!(next.incarnation(), incarnation);
         assert!(tokens_max(&next).is_some());
@@ -289,7 +289,7 @@ fn an_answer_without_usage_is_measured_by_the_shim() {
     assert_eq!(rig.plan(&turn, Plan::Retokenized, 148, 12), (TrimOutcome::Retokenized, 148));
     rig.table.handle_commit(&incarnation, 165, false);
     rig.end(&turn, Outcome::Finished(None));
-    assert_eq!(rig.table.get(&key("s")).unwrap().history_tokens, 165);
+    assert_eq!(rig.table.get(&key("s")).unwrap().history_tokens(), 165);
     assert!(rig.table_requests.is_empty());
     let untold = full_history(&mut rig, &auto("s"), 480).inside();
     rig.plan(&untold, Plan::Trimmed, 165, 12);

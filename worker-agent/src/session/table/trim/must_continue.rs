@@ -39,9 +39,11 @@ impl Table {
         let (opens_session, trim_turn) = (ticket.opens_session(), ticket.trim_turn.as_ref());
         let has_replaced_deltas = trim_turn.is_some_and(|turn| turn.has_replaced_deltas);
         let session = self.sessions.get_mut(key).expect("the caller has seen it");
-        let has_no_history = session.history_tokens == 0;
-        session.deltas = match session.deltas {
-            Deltas::Refused if opens_session && !has_replaced_deltas => Deltas::Allowed,
+        let has_no_history = session.history.tokens == 0;
+        session.client.deltas = match session.client.deltas {
+            Deltas::Refused | Deltas::RefusedAnew if opens_session && !has_replaced_deltas => {
+                Deltas::Allowed
+            }
             Deltas::Allowed if has_no_history && !opens_session => Deltas::Refused,
             deltas => deltas,
         };
@@ -65,7 +67,7 @@ impl Table {
             let session = self.sessions.get_mut(key).expect("the caller has seen it");
             // A retry of the turn then reserves this much room, or is refused because the pin
             // budget can never hold it.
-            session.full_history.last_measured =
+            session.client.last_measured =
                 Some(MeasuredHistory { prompt_tokens_bound, tokens: plan.prompt_tokens });
             let detail = format!("this full history has {} tokens", plan.prompt_tokens);
             Error::OutOfRoom { resource: "pin_tokens", detail }

@@ -13,7 +13,7 @@ use proto::id::SessionKey;
 
 use super::{DIVERGENCE_STREAK_MAX, Plan, TrimPlan};
 use crate::session::table::{
-    Deltas, Effect, GoneReason, Need, Phase, Record, Session, Table, Ticket, TicketState,
+    Deltas, Effect, GoneReason, Need, Record, Session, State, Table, Ticket, TicketState,
 };
 
 /// A prompt that diverges from its session's history counts as an aside (a request for a title,
@@ -36,7 +36,7 @@ impl Table {
     /// hold end tokens that its text doesn't show. Then the client has changed nothing, so the
     /// divergence streak doesn't grow.
     pub(super) fn has_hidden_end_tokens(&self, key: &SessionKey, plan: &TrimPlan) -> bool {
-        let answer_start = self.sessions[key].full_history.hidden_end_tokens_from;
+        let answer_start = self.sessions[key].client.hidden_end_tokens_from;
         plan.decision == Plan::Diverged
             && answer_start.is_some_and(|answer_start| plan.shared_tokens >= answer_start)
     }
@@ -67,21 +67,21 @@ impl Table {
         let can_fit = self.fits_pinned(&key, target_tokens);
         self.trim_turn_mut(rid).exceeds_reserved = exceeds_reserved;
         if !exceeds_reserved && !self.has_hidden_end_tokens(&key, plan) {
-            self.change_session(&key, |session| session.full_history.divergence_streak += 1);
+            self.change_session(&key, |session| session.client.divergence_streak += 1);
         }
         let session = &self.sessions[&key];
         let has_auto_retention = session.has_auto_retention();
-        let streak = session.full_history.divergence_streak;
+        let streak = session.client.divergence_streak;
         let is_aside = has_auto_retention && plan.shares_little() && streak == 1;
         let is_streak_too_long = has_auto_retention && streak > DIVERGENCE_STREAK_MAX;
         let must_keep_history = must_continue && !exceeds_reserved;
         // A closing session may still run its last turn in more room.
-        let may_run_inside = session.phase == Phase::Open
-            || (session.phase == Phase::Closing && must_continue && exceeds_reserved);
+        let may_run_inside = session.state.is_open()
+            || (session.state.is_closing() && must_continue && exceeds_reserved);
         if !may_run_inside || is_aside || must_keep_history || (!can_fit && !has_auto_retention) {
             self.answer_run_outside(&key);
         } else if exceeds_reserved && can_fit {
-            self.change_session(&key, |session| session.reserved_tokens = target_tokens);
+            self.change_session(&key, |session| session.reserve(target_tokens));
             self.answer_run_inside(rid, &key);
         } else {
             self.trim_turn_mut(rid).reopen_target_tokens =
@@ -97,11 +97,11 @@ impl Table {
     fn release_before_reopen(&mut self, now: Instant, rid: &str, key: &SessionKey) {
         let had_no_kv = self.tickets[rid].had_no_kv;
         let (holds_kv, dp_rank) = self.change_session(key, |session| {
-            session.reserved_tokens = 0;
-            if session.history_tokens == 0 || had_no_kv {
+            session.release_reserved();
+            if session.history.tokens == 0 || had_no_kv {
                 session.drop_row();
             }
-            (session.holds_row, session.dp_rank as usize)
+            (session.state.row().is_some(), session.dp_rank as usize)
         });
         if holds_kv && self.accounts[dp_rank].can_demote() {
             return self.release_kv(now, key);
@@ -120,9 +120,7 @@ impl Table {
     ) -> bool {
         let Some(rid) = self.rid_with_question(key) else { return false };
         if is_demoted {
-            self.change_session(key, |session| {
-                session.drop_row();
-            });
+            self.change_session(key, Session::drop_row);
         }
         self.reopen(now, &rid, key);
         true
@@ -134,9 +132,9 @@ impl Table {
         self.close_at_engine(now, key);
         self.reincarnate(key);
         let deltas_before = self.change_session(key, |session| {
-            session.clear_figures();
-            session.full_history.client_may_be_ahead = true;
-            std::mem::replace(&mut session.deltas, Deltas::Refused)
+            session.begin_anew(State::Planned);
+            session.client.may_be_ahead = true;
+            std::mem::replace(&mut session.client.deltas, Deltas::Refused)
         });
         let incarnation = self.sessions[key].incarnation.clone();
         let dp_rank = self.sessions[key].dp_rank;
@@ -154,8 +152,7 @@ impl Table {
             return self.leave_without_incarnation(now, key);
         };
         self.trim_turn_mut(rid).is_reopened = true;
-        self.change_session(key, |session| session.reserved_tokens = target_tokens);
-        self.begin_open(key);
+        self.begin_open(key, target_tokens);
         self.write_journal(Record::Turn { incarnation, rid: rid.to_owned() });
     }
 
@@ -167,21 +164,19 @@ impl Table {
         key: &SessionKey,
         is_open: bool,
     ) -> bool {
-        let Some(session) = self.sessions.get(key).filter(|session| session.turns_running > 0)
+        let Some(session) = self.sessions.get(key).filter(|session| session.turns.running > 0)
         else {
             return false;
         };
         match self.rid_with_question(key) {
-            Some(rid) if is_open && session.phase == Phase::Open => {
-                self.answer_run_inside(&rid, key)
-            }
+            Some(rid) if is_open && session.state.is_open() => self.answer_run_inside(&rid, key),
             _ => self.answer_run_outside(key),
         }
-        if !is_open && self.sessions[key].phase == Phase::Closing {
+        if !is_open && self.sessions[key].state.is_closing() {
             // The incarnation may be open at the engine all the same. It is being closed under its
             // old id.
             self.reincarnate(key);
-            self.change_session(key, Session::clear_figures);
+            self.change_session(key, |session| session.lose(GoneReason::HistoryUnknown));
         } else if !is_open {
             self.leave_without_incarnation(now, key);
         }
@@ -196,8 +191,7 @@ impl Table {
         } else {
             self.reincarnate(key);
             self.change_session(key, |session| {
-                session.clear_figures();
-                session.phase = Phase::Gone(GoneReason::HistoryUnknown);
+                session.lose(GoneReason::HistoryUnknown);
             });
             self.schedule_deadline(key);
         }

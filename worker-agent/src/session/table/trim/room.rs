@@ -13,7 +13,7 @@ use std::time::Instant;
 use proto::{id::SessionKey, load::Retention};
 
 use super::DIVERGENCE_STREAK_MAX;
-use crate::session::table::{MeasuredHistory, Need, Table};
+use crate::session::table::{MeasuredHistory, Need, State, Table};
 
 /// The least tokens reserved for an answer without a limit, in a session that the agent pinned on
 /// its own. SGLang itself reserves no more than this for such an answer. A longer answer grows into
@@ -39,18 +39,18 @@ impl Table {
     /// room from other sessions.
     pub(in super::super) fn should_pin(&self, now: Instant, key: &SessionKey, need: Need) -> bool {
         let session = &self.sessions[key];
+        let State::InTree(tree) = &session.state else { return false };
         let may_pin = self.settings.auto_pin
             && self.shim_trims
             && session.has_auto_retention()
-            && session.retention != Retention::Pinned
-            && session.full_history.is_sent
-            && session.full_history.divergence_streak <= DIVERGENCE_STREAK_MAX
-            && session.full_history.no_pin_before.is_none_or(|earliest| earliest <= now)
+            && session.client.sends_full
+            && session.client.divergence_streak <= DIVERGENCE_STREAK_MAX
+            && tree.no_pin_before.is_none_or(|earliest| earliest <= now)
             && self.accounts[session.dp_rank as usize].can_demote()
             && self.engine.retentions.contains(&Retention::Pinned);
         let came_back_soon =
-            session.turns_finished > 0 && session.idle(now) <= self.settings.demote_idle;
-        let is_only_turn = session.turns_running == 0 && session.turns_waiting == 1;
+            session.turns.finished > 0 && session.idle(now) <= self.settings.demote_idle;
+        let is_only_turn = session.turns.running == 0 && session.turns.waiting == 1;
         if !(may_pin && came_back_soon && is_only_turn) || self.is_taking_over() {
             return false;
         }
@@ -65,12 +65,8 @@ impl Table {
     /// Whether the session fits into the pin budget and the pool if it holds `target_tokens`.
     pub(super) fn fits_pinned(&self, key: &SessionKey, target_tokens: u64) -> bool {
         let session = &self.sessions[key];
-        let session_tokens_now = match session.retention {
-            Retention::Pinned if session.holds_row => {
-                self.round_to_pages(session.resident_tokens.max(session.reserved_tokens))
-            }
-            _ => 0,
-        };
+        let row = session.state.row();
+        let session_tokens_now = row.map_or(0, |row| self.round_to_pages(row.tokens_max()));
         let (Ok((pinned_tokens, budget)), Ok(capacity)) =
             (self.pinned_and_budget(session.dp_rank), self.capacity(session.dp_rank))
         else {
@@ -94,7 +90,7 @@ impl Table {
         let context_tokens = self.engine.context_tokens;
         let session = &self.sessions[key];
         let longest_multiple =
-            session.full_history.longest_answer_tokens.saturating_mul(LONGEST_ANSWER_FACTOR);
+            session.client.longest_answer_tokens.saturating_mul(LONGEST_ANSWER_FACTOR);
         let likely_tokens = longest_multiple.max(ANSWER_TOKENS_MIN).min(context_tokens);
         let tokens_without_limit =
             if session.has_auto_retention() { likely_tokens } else { context_tokens };
@@ -106,7 +102,7 @@ impl Table {
     /// result.
     pub(super) fn full_history_tokens_max(&self, key: &SessionKey, need: Need) -> u64 {
         let prompt_tokens_max = need.prompt_tokens;
-        let tokens = match self.sessions[key].full_history.last_measured {
+        let tokens = match self.sessions[key].client.last_measured {
             _ if need.is_exact => prompt_tokens_max,
             Some(MeasuredHistory { prompt_tokens_bound, tokens }) => {
                 let added_tokens =

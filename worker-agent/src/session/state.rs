@@ -1,0 +1,548 @@
+//! Holds one session's state: its life at the engine, its KV, its turns and its history.
+//!
+//! A session is a conversation of ordered turns. A pinned session keeps its KV and a request row to
+//! itself. The KV of any other session is in the radix tree. [`State`] says which of the two holds,
+//! and has the figures that only that state has. The session table (`super::table`) changes
+//! sessions, and counts what they hold. This module does no I/O and reads no clock.
+
+use std::{
+    mem,
+    time::{Duration, Instant},
+};
+
+use proto::load::{Retention, SessionState, VolatilePrefix};
+
+use super::{PrefixTracker, Usage, deltas::Deltas};
+
+/// One session: its state, its figures, and what the agent knows of its client's prompts.
+#[derive(Debug, Clone)]
+pub struct Session {
+    /// The rank that holds the session's KV.
+    pub dp_rank: u32,
+    /// Id of the session's present incarnation inside the engine.
+    pub incarnation: String,
+    /// A number that tells this session from earlier sessions with the same key.
+    pub(super) generation: u64,
+    pub(super) state: State,
+    /// Who chooses the session's retention.
+    pub(super) chooser: Chooser,
+    pub(super) sharing: Sharing,
+    pub(super) turns: TurnCounts,
+    /// The history that the engine has committed.
+    pub(super) history: EngineHistory,
+    /// What the agent knows of the turns that the session's clients send.
+    pub(super) client: ClientHistory,
+    /// Compares the beginnings of the session's prompts from turn to turn.
+    pub(super) prefix_tracker: PrefixTracker,
+    pub(super) idle_max: Duration,
+}
+
+/// A session's life at the engine, independent of its running turns. Only an unpinned session has
+/// a [`Tree`].
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(super) enum State {
+    /// Pinned. The engine has not been asked to open the session.
+    #[default]
+    Planned,
+    /// Pinned. The engine was asked to open the session and has not answered.
+    Opening(Row),
+    /// Pinned and open.
+    Open(Row),
+    /// Pinned. The shim was asked to demote the session. If it has not answered at `until`, the
+    /// session is closed at the engine.
+    Demoting { row: Row, until: Instant },
+    /// Pinned. The engine has the session's history, but the KV is in the radix tree, where it can
+    /// be evicted.
+    Demoted,
+    /// Pinned. After a turn's end, the agent isn't sure what history the engine has.
+    Suspect { row: Row, doubt: Doubt },
+    /// Not pinned. Turns run on the radix tree.
+    InTree(Tree),
+    /// The session closes when its last running turn has ended.
+    Closing(Kv),
+    /// The engine has nothing of the session any more. The agent keeps it to tell its client why.
+    /// `tree` is set if the session is not pinned.
+    Gone { reason: GoneReason, tree: Option<Tree> },
+}
+
+/// The KV of a closing session.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Kv {
+    /// The session is pinned, but holds no row.
+    Nothing,
+    Row(Row),
+    Tree(Tree),
+}
+
+/// The request row and the KV of a pinned session. Only a close or a demotion frees them.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(super) struct Row {
+    /// KV tokens that the session holds.
+    pub(super) resident_tokens: u64,
+    /// KV tokens that the session may hold when its running turn ends, history included.
+    pub(super) reserved_tokens: u64,
+    /// Id of a turn whose end the agent did not see. That turn may still be inside the engine.
+    pub(super) lost_rid: Option<String>,
+}
+
+/// The KV of a session that is not pinned.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(super) struct Tree {
+    /// Whether the engine tags the KV with the session.
+    pub(super) is_tagged: bool,
+    /// An estimate of the KV tokens that the session still has in the radix tree.
+    pub(super) resident_tokens: u64,
+    /// The agent does not pin the session again before this time, because the session lost its pin
+    /// or found no room for it.
+    pub(super) no_pin_before: Option<Instant>,
+}
+
+/// What would clear a suspect session. A session table that the shim was asked for since the doubt
+/// arose must report the `expected` history.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Doubt {
+    pub(super) expected: ExpectedHistory,
+    /// If no such table arrives before this time, the session is closed at the engine.
+    pub(super) until: Instant,
+    pub(super) is_table_requested: bool,
+}
+
+/// The history, in tokens, that the shim must report to clear a suspect session.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum ExpectedHistory {
+    Exactly(u64),
+    /// The engine ran the right prompt, but the length of its answer is unknown.
+    AtLeast(u64),
+}
+
+/// Why a session can't continue.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum GoneReason {
+    EngineRestarted,
+    /// The agent isn't sure of the engine's history.
+    HistoryUnknown,
+    /// Pages of the session's KV also belong to other sessions, or other sessions wrote to them.
+    KvCorrupt,
+    Reclaimed,
+}
+
+/// Who chooses how the engine keeps a session's KV.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Chooser {
+    /// The client asked for a retention.
+    Client,
+    /// The client asked for none. The agent may pin and unpin the session.
+    Agent,
+}
+
+/// Whether turns of a session run at the same time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Sharing {
+    /// Turns may run at the same time.
+    Shared,
+    /// A client opened the session while its turns ran at the same time. It becomes exclusive when a
+    /// turn claims it while no other turn of it runs or waits.
+    ExclusiveAtRest,
+    /// One turn runs at a time.
+    Exclusive,
+}
+
+/// Counts of a session's turns.
+#[derive(Debug, Clone)]
+pub(super) struct TurnCounts {
+    /// The number of finished turns.
+    pub(super) finished: u64,
+    /// The number of turns inside the engine.
+    pub(super) running: u32,
+    /// The number of turns that have claimed the session and are not inside the engine yet.
+    pub(super) waiting: u32,
+    /// When the last turn ended, or the session began.
+    pub(super) last_end: Instant,
+    /// Whether the session was created by a turn, but no turn has reached the engine and no client
+    /// has opened the session.
+    pub(super) is_unused: bool,
+}
+
+/// The history of a session that the engine has committed: prompts and answers of finished turns.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct EngineHistory {
+    pub(super) tokens: u64,
+    /// Whether an audit found the KV corrupt while a turn of the session ran.
+    pub(super) is_corrupt: bool,
+}
+
+/// What the agent knows of the turns that a session's clients send.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct ClientHistory {
+    /// Whether the session takes delta turns.
+    pub(super) deltas: Deltas,
+    /// Whether the newest turn held a full history. If so, the client loses nothing when the engine
+    /// loses its history.
+    pub(super) sends_full: bool,
+    /// Whether the client's history may have turns that the engine's history lacks, because a turn
+    /// ran outside the session's KV, or a new incarnation has not had its first turn. If so, the
+    /// session refuses deltas.
+    pub(super) may_be_ahead: bool,
+    /// The size of the latest full history whose tokens the engine or the shim has counted.
+    pub(super) last_measured: Option<MeasuredHistory>,
+    /// Tokens of the longest answer so far.
+    pub(super) longest_answer_tokens: u64,
+    /// The divergence streak: how many full histories in a row did not continue the engine's
+    /// history.
+    pub(super) divergence_streak: u32,
+    /// Token index in the history where the newest answer begins, if its turn ignored the end of
+    /// its answer (`ignore_eos`). Such an answer may hold end tokens that its text doesn't show.
+    /// The next full history then differs from the engine's after this index, although the client
+    /// has changed nothing.
+    pub(super) hidden_end_tokens_from: Option<u64>,
+}
+
+/// The size of one full history, as a bound and as a count.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct MeasuredHistory {
+    /// The upper bound on the prompt's tokens that was taken from the turn's body.
+    pub(super) prompt_tokens_bound: u64,
+    /// The counted tokens, with the answer if the turn ran.
+    pub(super) tokens: u64,
+}
+
+impl Row {
+    /// Returns the KV tokens that the session holds or may hold when its running turn ends.
+    pub(super) fn tokens_max(&self) -> u64 {
+        self.resident_tokens.max(self.reserved_tokens)
+    }
+}
+
+impl ExpectedHistory {
+    pub(super) fn matches(self, history_tokens: u64) -> bool {
+        match self {
+            Self::Exactly(tokens) => history_tokens == tokens,
+            Self::AtLeast(tokens) => history_tokens >= tokens,
+        }
+    }
+}
+
+impl Sharing {
+    /// Takes note of a turn or an open request. `is_opened`: a client opens the session with it.
+    /// `is_at_rest`: no other turn runs or waits.
+    pub(super) fn update(&mut self, is_opened: bool, is_at_rest: bool) {
+        if is_opened && *self == Self::Shared {
+            *self = Self::ExclusiveAtRest;
+        }
+        if is_at_rest && *self == Self::ExclusiveAtRest {
+            *self = Self::Exclusive;
+        }
+    }
+}
+
+impl ClientHistory {
+    pub(super) fn new(deltas: Deltas) -> Self {
+        Self {
+            deltas,
+            sends_full: false,
+            may_be_ahead: false,
+            last_measured: None,
+            longest_answer_tokens: 0,
+            divergence_streak: 0,
+            hidden_end_tokens_from: None,
+        }
+    }
+}
+
+impl TurnCounts {
+    pub(super) fn new(now: Instant) -> Self {
+        Self { finished: 0, running: 0, waiting: 0, last_end: now, is_unused: false }
+    }
+
+    /// Returns the number of turns that run or wait.
+    pub(super) fn in_progress(&self) -> u32 {
+        self.running + self.waiting
+    }
+}
+
+impl State {
+    pub(super) fn row(&self) -> Option<&Row> {
+        match self {
+            Self::Opening(row)
+            | Self::Open(row)
+            | Self::Demoting { row, .. }
+            | Self::Suspect { row, .. }
+            | Self::Closing(Kv::Row(row)) => Some(row),
+            _ => None,
+        }
+    }
+
+    pub(super) fn row_mut(&mut self) -> Option<&mut Row> {
+        match self {
+            Self::Opening(row)
+            | Self::Open(row)
+            | Self::Demoting { row, .. }
+            | Self::Suspect { row, .. }
+            | Self::Closing(Kv::Row(row)) => Some(row),
+            _ => None,
+        }
+    }
+
+    /// Returns the KV in the radix tree of a session that is not pinned.
+    pub(super) fn tree(&self) -> Option<&Tree> {
+        match self {
+            Self::InTree(tree)
+            | Self::Closing(Kv::Tree(tree))
+            | Self::Gone { tree: Some(tree), .. } => Some(tree),
+            _ => None,
+        }
+    }
+
+    fn into_kv(self) -> Kv {
+        match self {
+            Self::Opening(row)
+            | Self::Open(row)
+            | Self::Demoting { row, .. }
+            | Self::Suspect { row, .. } => Kv::Row(row),
+            Self::InTree(tree) | Self::Gone { tree: Some(tree), .. } => Kv::Tree(tree),
+            Self::Closing(kv) => kv,
+            Self::Planned | Self::Demoted | Self::Gone { tree: None, .. } => Kv::Nothing,
+        }
+    }
+
+    pub(super) fn is_open(&self) -> bool {
+        matches!(self, Self::Open(_))
+    }
+
+    pub(super) fn is_closing(&self) -> bool {
+        matches!(self, Self::Closing(_))
+    }
+
+    pub(super) fn is_gone(&self) -> bool {
+        matches!(self, Self::Gone { .. })
+    }
+}
+
+impl Session {
+    /// Returns how the engine keeps the session's KV.
+    #[must_use]
+    pub fn retention(&self) -> Retention {
+        match self.state.tree() {
+            None => Retention::Pinned,
+            Some(tree) if tree.is_tagged => Retention::Tagged,
+            Some(_) => Retention::None,
+        }
+    }
+
+    /// Whether the session runs one turn at a time.
+    #[must_use]
+    pub fn is_exclusive(&self) -> bool {
+        self.sharing == Sharing::Exclusive
+    }
+
+    /// Returns the number of finished turns.
+    #[must_use]
+    pub fn turns_finished(&self) -> u64 {
+        self.turns.finished
+    }
+
+    /// Returns the number of turns inside the engine.
+    #[must_use]
+    pub fn turns_running(&self) -> u32 {
+        self.turns.running
+    }
+
+    /// Returns the tokens of the history that the engine has committed.
+    #[must_use]
+    pub fn history_tokens(&self) -> u64 {
+        self.history.tokens
+    }
+
+    /// Returns the KV tokens that a pinned session holds. For any other session, estimates the KV
+    /// tokens that it still has in the radix tree.
+    #[must_use]
+    pub fn resident_tokens(&self) -> u64 {
+        let tree_tokens = self.state.tree().map_or(0, |tree| tree.resident_tokens);
+        self.state.row().map_or(tree_tokens, |row| row.resident_tokens)
+    }
+
+    /// Whether the session can continue at any engine, because its clients send their full history
+    /// with each turn. After a delta that is impossible: only the session's engine has its history.
+    #[must_use]
+    pub fn sends_full_histories(&self) -> bool {
+        self.client.sends_full && self.client.deltas != Deltas::Taken
+    }
+
+    /// Returns the volatile prefix of the session's prompts, if one was found: a text early in them
+    /// that differs from turn to turn.
+    #[must_use]
+    pub fn volatile_prefix(&self) -> Option<VolatilePrefix> {
+        self.prefix_tracker.volatile_prefix()
+    }
+
+    /// Returns the state that the agent reports to routers and clients.
+    #[must_use]
+    pub fn state(&self) -> SessionState {
+        match &self.state {
+            State::Planned | State::Opening(_) => SessionState::Opening,
+            State::Closing(_) => SessionState::Closing,
+            State::Gone { reason: GoneReason::EngineRestarted, .. } => SessionState::Lost,
+            _ if self.turns.running > 0 => SessionState::Running,
+            State::Demoted => SessionState::Demoted,
+            // The client learns with its next turn if the session can't continue.
+            State::Open(_)
+            | State::InTree(_)
+            | State::Demoting { .. }
+            | State::Suspect { .. }
+            | State::Gone { .. } => SessionState::Idle,
+        }
+    }
+
+    /// Returns the time since the end of the last turn; zero while a turn runs.
+    #[must_use]
+    pub fn idle(&self, now: Instant) -> Duration {
+        if self.turns.running > 0 {
+            Duration::ZERO
+        } else {
+            now.saturating_duration_since(self.turns.last_end)
+        }
+    }
+
+    pub(super) fn is_pinned(&self) -> bool {
+        self.state.tree().is_none()
+    }
+
+    /// Whether the agent chooses the session's retention, because the client asked for none.
+    pub(super) fn has_auto_retention(&self) -> bool {
+        self.chooser == Chooser::Agent
+    }
+
+    pub(super) fn is_pinned_by_agent(&self) -> bool {
+        self.is_pinned() && self.has_auto_retention()
+    }
+
+    /// Whether the session's idle time counts towards its idle limit.
+    pub(super) fn can_expire(&self) -> bool {
+        let is_at_rest = matches!(
+            self.state,
+            State::Open(_) | State::InTree(_) | State::Demoted | State::Gone { .. }
+        );
+        self.turns.in_progress() == 0 && is_at_rest
+    }
+
+    /// Returns when the session is closed if the shim has not answered a request about it.
+    pub(super) fn awaits_shim_until(&self) -> Option<Instant> {
+        match self.state {
+            State::Demoting { until, .. } | State::Suspect { doubt: Doubt { until, .. }, .. } => {
+                Some(until)
+            }
+            _ => None,
+        }
+    }
+
+    /// Returns the id of a turn that may still be inside the engine.
+    pub(super) fn lost_rid(&self) -> Option<String> {
+        self.state.row().and_then(|row| row.lost_rid.clone())
+    }
+
+    /// Returns when the session expires if no turn comes before.
+    pub(super) fn expires_at(&self) -> Instant {
+        self.turns.last_end + self.idle_max
+    }
+
+    /// Whether the session is open at the engine although every turn that it was opened for was
+    /// refused or given up.
+    pub(super) fn is_open_for_nothing(&self) -> bool {
+        self.turns.is_unused && self.state.is_open() && self.turns.waiting == 0
+    }
+
+    /// Reserves KV for a turn that runs in the session, and takes a row if the session holds none.
+    /// Returns whether it held none.
+    pub(super) fn reserve(&mut self, reserved_tokens: u64) -> bool {
+        if let Some(row) = self.state.row_mut() {
+            row.reserved_tokens = reserved_tokens;
+            return false;
+        }
+        self.state = State::Open(Row { reserved_tokens, ..Row::default() });
+        true
+    }
+
+    /// Gives back the KV that was reserved for a turn's growth.
+    pub(super) fn release_reserved(&mut self) {
+        if let Some(row) = self.state.row_mut() {
+            row.reserved_tokens = 0;
+        }
+    }
+
+    /// Notes that the agent did not see the end of a turn, which may still run in the session.
+    pub(super) fn note_lost_turn(&mut self, rid: &str) {
+        if let Some(row) = self.state.row_mut() {
+            row.lost_rid = Some(rid.to_owned());
+        }
+    }
+
+    /// Moves the row of a session that holds one to another state.
+    pub(super) fn move_row(&mut self, to: impl FnOnce(Row) -> State) {
+        self.state = match mem::take(&mut self.state) {
+            State::Opening(row)
+            | State::Open(row)
+            | State::Demoting { row, .. }
+            | State::Suspect { row, .. } => to(row),
+            other => other,
+        };
+    }
+
+    /// Takes the row from a session whose KV has gone to the radix tree.
+    pub(super) fn drop_row(&mut self) {
+        self.move_row(|_| State::Demoted);
+        if let State::Closing(kv @ Kv::Row(_)) = &mut self.state {
+            *kv = Kv::Nothing;
+        }
+    }
+
+    /// Lets a session go on that lost its KV and is not pinned. Only evictable KV was lost, which
+    /// the next turn computes again.
+    pub(super) fn continue_in_tree(&mut self) {
+        if let State::Gone { tree: Some(tree), .. } = &mut self.state {
+            self.state = State::InTree(mem::take(tree));
+        }
+    }
+
+    /// Lets the session close when its last running turn has ended.
+    pub(super) fn begin_closing(&mut self) {
+        self.state = State::Closing(mem::take(&mut self.state).into_kv());
+    }
+
+    /// Takes from the session all that it had at the engine. A closing session stays closing. Any
+    /// other is gone for `reason`.
+    pub(super) fn lose(&mut self, reason: GoneReason) {
+        self.history = EngineHistory::default();
+        let is_closing = self.state.is_closing();
+        let tree = match mem::take(&mut self.state).into_kv() {
+            Kv::Tree(tree) => Some(Tree { resident_tokens: 0, ..tree }),
+            Kv::Row(_) | Kv::Nothing => None,
+        };
+        self.state = match tree {
+            Some(tree) if is_closing => State::Closing(Kv::Tree(tree)),
+            None if is_closing => State::Closing(Kv::Nothing),
+            tree => State::Gone { reason, tree },
+        };
+    }
+
+    /// Begins the session anew in `state`, without a history.
+    pub(super) fn begin_anew(&mut self, state: State) {
+        self.history = EngineHistory::default();
+        self.state = state;
+    }
+
+    /// Records the size of the history after a finished turn.
+    pub(super) fn record_usage(&mut self, usage: Usage) {
+        let tokens = usage.prompt_tokens.saturating_add(usage.completion_tokens);
+        self.history.tokens = tokens;
+        // The engine computes the KV of an answer's last token only in the following turn.
+        let resident = tokens.saturating_sub(1);
+        match &mut self.state {
+            State::InTree(tree) | State::Closing(Kv::Tree(tree)) => tree.resident_tokens = resident,
+            state => {
+                if let Some(row) = state.row_mut() {
+                    row.resident_tokens = resident;
+                }
+            }
+        }
+    }
+}
