@@ -41,17 +41,18 @@ mod engine;
 mod invariants;
 mod rank_account;
 mod reclaim;
+mod tickets;
 mod trim;
 mod volatile_prefix;
 
 use std::{
-    collections::{BTreeMap, HashMap, VecDeque},
+    collections::{BTreeMap, HashMap},
     time::Instant,
 };
 
-use proto::{claim::Claim, id::SessionKey};
+use proto::id::SessionKey;
 
-use self::{closing::PendingClose, rank_account::RankAccount, trim::TrimTurn};
+use self::{closing::PendingClose, rank_account::RankAccount, tickets::Tickets};
 use super::{
     CloseRequest, CloseResult, Effect, EngineCapacity, Error, Need, OpenResult, Outcome,
     PrefixTracker, PromptStart, RankCapacity, RankTotals, Record, RouteTurns, RunMode, Session,
@@ -85,10 +86,8 @@ pub struct Table {
     sessions: BTreeMap<SessionKey, Session>,
     /// The key of each session, by the id of its present incarnation.
     keys_by_incarnation: HashMap<String, SessionKey>,
-    /// Turns and open requests, by id.
-    tickets: BTreeMap<String, Ticket>,
-    /// Ids of the tickets that wait for room, oldest first.
-    queue: VecDeque<String>,
+    /// Turns and open requests.
+    tickets: Tickets,
     /// Incarnations whose close the engine has not confirmed, by incarnation id.
     pending_closes: BTreeMap<String, PendingClose>,
     /// What the owner task must do next, in order.
@@ -97,8 +96,6 @@ pub struct Table {
     incarnation_count: u64,
     /// The number of sessions inserted so far.
     generation_count: u64,
-    /// The number of turns claimed so far.
-    claim_count: u64,
     /// The most sessions in the table: [`SESSIONS_MAX`], except in tests.
     sessions_max: usize,
     /// No session has a deadline before this time. `None`: no session has a deadline.
@@ -108,111 +105,27 @@ pub struct Table {
     shim_trims: bool,
 }
 
-/// A turn between its claim and its end, or the request of a client that waits for its session to
-/// open.
-#[derive(Debug)]
-struct Ticket {
-    /// The claim on a session. `None` for a turn without a session.
-    claim: Option<Claim>,
-    /// The key of the turn's session: the digest of the client's credential, and the session's id.
-    key: Option<SessionKey>,
-    route_turns: RouteTurns,
-    dp_rank: u32,
-    state: TicketState,
-    /// When the ticket entered its present `state`.
-    state_since: Instant,
-    need: Need,
-    /// The beginning of the turn's prompt, until the turn is admitted.
-    prompt_start: PromptStart,
-    /// The `Session::generation` of the claimed session. It differs if that session has been closed
-    /// and another session has the same key.
-    generation: u64,
-    /// Id of the incarnation that the turn was admitted to. Empty until then.
-    incarnation: String,
-    /// KV tokens that the turn may need, if it is large: it runs outside pinned sessions, and its
-    /// tokens don't fit into the pool beside a full pin budget. `None` for any other turn.
-    large_tokens: Option<u64>,
-    /// When the client disconnected, if the turn's end at the engine is still awaited.
-    abandoned_since: Option<Instant>,
-    /// The position among all claims. The turns of a session are admitted in this order, no matter
-    /// how long their bodies take to arrive.
-    claim_order: u64,
-    /// Whether the session held no row and no KV of its own when the turn was admitted.
-    had_no_kv: bool,
-    /// Whether this is a delta that was to follow an earlier turn, and that turn did not become
-    /// history.
-    is_orphaned: bool,
-    /// Whether the turn counts as running in its pinned session. False before it is admitted.
-    is_pinned: bool,
-    /// Set if the turn was admitted with a full history that the shim trims.
-    trim_turn: Option<TrimTurn>,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum TicketState {
-    /// The turn's body is being read.
-    Claimed,
-    /// The turn waits for room.
-    Queued,
-    /// The ticket is not a turn. A client waits until its session is open.
-    AwaitsOpen,
-    /// The turn is inside the engine.
-    Inside,
-}
-
-impl Ticket {
-    /// Returns a ticket without a session.
-    fn new(
-        now: Instant,
-        state: TicketState,
-        route_turns: RouteTurns,
-        dp_rank: u32,
-        claim_order: u64,
-    ) -> Self {
-        Self {
-            claim: None,
-            key: None,
-            route_turns,
-            dp_rank,
-            state,
-            state_since: now,
-            need: Need::default(),
-            prompt_start: PromptStart::default(),
-            generation: 0,
-            incarnation: String::new(),
-            large_tokens: None,
-            abandoned_since: None,
-            claim_order,
-            had_no_kv: false,
-            is_orphaned: false,
-            is_pinned: false,
-            trim_turn: None,
-        }
-    }
-}
-
 impl Table {
     /// Returns an empty table.
     #[must_use]
     pub fn new(settings: TableSettings, engine: EngineCapacity) -> Self {
-        let accounts = engine.ranks.iter().map(|_| RankAccount::default()).collect();
-        Self {
+        let mut table = Self {
             settings,
             engine,
-            accounts,
+            accounts: vec![],
             sessions: BTreeMap::new(),
             keys_by_incarnation: HashMap::new(),
-            tickets: BTreeMap::new(),
-            queue: VecDeque::new(),
+            tickets: Tickets::default(),
             pending_closes: BTreeMap::new(),
             effects: vec![],
             incarnation_count: 0,
             generation_count: 0,
-            claim_count: 0,
             sessions_max: SESSIONS_MAX,
             earliest_deadline: None,
             shim_trims: false,
-        }
+        };
+        table.add_ranks();
+        table
     }
 
     /// Closes a session, now or when its running turns have ended. Returns true if the session
@@ -316,7 +229,7 @@ impl Table {
     /// Returns when [`Self::run_deadlines`] must be called next.
     #[must_use]
     pub fn next_deadline(&self) -> Option<Instant> {
-        let oldest_since = self.queue.front().map(|rid| self.tickets[rid].state_since);
+        let oldest_since = self.tickets.oldest_since();
         let queue_deadline = oldest_since.map(|since| since + self.settings.queue_wait_max);
         let close_deadline =
             self.pending_closes.values().filter_map(|closing| closing.repeat_at).min();
@@ -332,7 +245,12 @@ impl Table {
     /// Returns the totals of one rank.
     #[must_use]
     pub fn totals(&self, dp_rank: u32) -> RankTotals {
-        self.accounts[dp_rank as usize].totals
+        let load = self.tickets.load(dp_rank);
+        RankTotals {
+            turns_running: load.running,
+            turns_queued: load.queued,
+            ..self.accounts[dp_rank as usize].totals
+        }
     }
 
     /// Returns a session.
@@ -348,8 +266,7 @@ impl Table {
 
     /// Returns the ids of the turns inside the engine.
     pub fn rids_inside(&self) -> impl Iterator<Item = &str> {
-        let inside = self.tickets.iter().filter(|(_, ticket)| ticket.state == TicketState::Inside);
-        inside.map(|(rid, _)| rid.as_str())
+        self.tickets.inside().map(|(rid, ..)| rid)
     }
 
     /// Returns the number of closes that the engine has not confirmed, plus sessions that are
@@ -405,9 +322,18 @@ impl Table {
     /// session, or its close has begun.
     fn drop_session(&mut self, now: Instant, key: &SessionKey, error: &Error) {
         self.remove_session(key);
-        let waits_for_session = |rid: &&String| self.tickets[*rid].key.as_ref() == Some(key);
-        let rids: Vec<String> = self.queue.iter().filter(waits_for_session).cloned().collect();
+        let queue = self.tickets.queue().iter();
+        let rids: Vec<String> =
+            queue.filter(|rid| self.tickets[rid].key() == Some(key)).cloned().collect();
         rids.iter().for_each(|rid| self.refuse_ticket(now, rid, error.clone()));
+    }
+
+    /// Makes sure that each rank of the engine has an account. The accounts of ranks that no longer
+    /// exist stay, because turns there must still end.
+    fn add_ranks(&mut self) {
+        let rank_count = self.engine.ranks.len().max(self.accounts.len());
+        self.accounts.resize_with(rank_count, RankAccount::default);
+        self.tickets.add_ranks(rank_count);
     }
 
     fn capacity(&self, dp_rank: u32) -> Result<&RankCapacity, Error> {

@@ -10,15 +10,16 @@
 //! turn is never refused for what it might need. It waits in order while the engine couldn't run it
 //! anyway, and is refused only if it waited too long or the queue is full.
 
-use std::time::Instant;
+use std::{collections::BTreeSet, time::Instant};
 
 use proto::{id::SessionKey, load::Retention};
 
 use super::{
-    Deltas, Effect, Error, Guard, Need, Record, Row, RunMode, State, Table, Ticket, TicketState,
-    TrimRequest, Turn, TurnSession, check_turn,
-    rank_account::RankAccount,
+    Deltas, Effect, Error, Guard, Need, Record, Row, RunMode, State, Table, Turn, TurnSession,
+    check_turn,
     reclaim::{Requester, Shortage},
+    tickets::{Run, Ticket},
+    trim::Trim,
 };
 
 /// The most plain turns that the engine gets beyond those it can run now: about one prefill batch.
@@ -27,34 +28,32 @@ const TURNS_AHEAD_MAX: u64 = 8;
 
 /// The decision on one ticket (a turn or an open request that waits in the queue).
 enum Verdict {
-    /// The turn goes to the engine, or the client hears that its session is open.
-    Admit,
+    /// The client hears that its session is open.
+    ReportOpen,
+    /// The turn goes to the engine, and runs in its pinned session.
+    AdmitPinned { key: SessionKey, need: Need },
+    /// The turn goes to the engine, and runs on the radix tree. `large_tokens`: the KV tokens that
+    /// it may need, if it is large.
+    AdmitPlain { large_tokens: Option<u64> },
     /// The ticket waits for something that only concerns itself or its session. Later tickets may
     /// pass it.
     Wait,
     /// The ticket waits for room that running turns will free. Later plain turns on this rank wait
     /// too, so that none passes it.
     WaitInLine,
-    /// The ticket is refused and forgotten.
-    Refuse(Error),
 }
 
 impl Table {
     /// Queues a claimed turn whose needs are now known. [`Effect::Admitted`] or [`Effect::Refused`]
     /// follows, at once or when there is room. Returns false if the turn has ended meanwhile.
     pub fn admit(&mut self, now: Instant, rid: &str, need: Need) -> bool {
-        let Some(ticket) = self.tickets.get_mut(rid) else { return false };
-        ticket.state = TicketState::Queued;
-        ticket.state_since = now;
-        ticket.need = need;
-        let dp_rank = ticket.dp_rank;
-        self.account(dp_rank).turns_claimed -= 1;
-        self.account(dp_rank).totals.turns_queued += 1;
-        self.queue.push_back(rid.to_owned());
+        if !self.tickets.queue_turn(now, rid, need) {
+            return false;
+        }
         self.process_queue(now);
-        let max = self.settings.turns_queued_max;
-        let is_full = self.queue.len() > max && self.settings.guards.is_on(Guard::QueueBound);
-        if is_full && self.queue.back().is_some_and(|newest| newest == rid) {
+        let (queue, max) = (self.tickets.queue(), self.settings.turns_queued_max);
+        let is_full = queue.len() > max && self.settings.guards.is_on(Guard::QueueBound);
+        if is_full && queue.back().is_some_and(|newest| newest == rid) {
             let detail = format!("{max} wait already");
             self.refuse_ticket(now, rid, Error::OutOfRoom { resource: "queue_places", detail });
         }
@@ -64,26 +63,23 @@ impl Table {
 
     /// Decides on every waiting ticket, oldest first.
     pub(super) fn process_queue(&mut self, now: Instant) {
-        let mut has_turn_in_line = vec![false; self.accounts.len()];
-        self.accounts.iter_mut().for_each(RankAccount::start_queue_pass);
+        let mut ranks_with_line = BTreeSet::new();
+        self.tickets.start_queue_pass();
         let mut position = 0;
-        while let Some(rid) = self.queue.get(position).cloned() {
-            let dp_rank = self.tickets[&rid].dp_rank as usize;
-            let verdict = match self.decide_ticket(now, &rid, has_turn_in_line[dp_rank]) {
-                Ok(verdict) => verdict,
-                Err(error) => Verdict::Refuse(error),
-            };
-            match verdict {
-                Verdict::Admit => {
-                    self.queue.remove(position);
-                    self.admit_ticket(now, &rid);
+        while let Some(rid) = self.tickets.queue().get(position).cloned() {
+            let dp_rank = self.tickets[&rid].dp_rank;
+            match self.decide_ticket(now, &rid, ranks_with_line.contains(&dp_rank)) {
+                Ok(Verdict::ReportOpen) => self.report_open(&rid),
+                Ok(Verdict::AdmitPinned { key, need }) => self.admit_pinned(now, &rid, &key, need),
+                Ok(Verdict::AdmitPlain { large_tokens }) => {
+                    self.admit_plain(now, &rid, large_tokens)
                 }
-                Verdict::Refuse(error) => self.refuse_ticket(now, &rid, error),
-                Verdict::Wait => position += 1,
-                Verdict::WaitInLine => {
-                    has_turn_in_line[dp_rank] = true;
+                Ok(Verdict::Wait) => position += 1,
+                Ok(Verdict::WaitInLine) => {
+                    ranks_with_line.insert(dp_rank);
                     position += 1;
                 }
+                Err(error) => self.refuse_ticket(now, &rid, error),
             }
         }
     }
@@ -97,35 +93,28 @@ impl Table {
         must_line_up: bool,
     ) -> Result<Verdict, Error> {
         let ticket = &self.tickets[rid];
-        let (dp_rank, need) = (ticket.dp_rank, ticket.need);
-        let is_turn = ticket.state != TicketState::AwaitsOpen;
-        let capacity = *self.capacity(dp_rank)?;
-        let at_turn_limit = self.totals(dp_rank).turns_running >= capacity.turns_max;
-        let Some(key) = ticket.key.clone() else {
-            return Ok(self.decide_plain(now, rid, need, must_line_up || at_turn_limit));
+        let (dp_rank, guards) = (ticket.dp_rank, self.settings.guards);
+        let turns_max = self.capacity(dp_rank)?.turns_max;
+        let at_turn_limit = self.tickets.load(dp_rank).running >= turns_max;
+        let Some(need) = ticket.need() else { return self.decide_open(now, rid) };
+        let Some(claimed) = &ticket.session else {
+            return Ok(self.decide_plain(now, dp_rank, need, must_line_up || at_turn_limit));
         };
-        let guards = self.settings.guards;
-        let session =
-            self.sessions.get(&key).filter(|session| session.generation == ticket.generation);
-        let session = session.ok_or(Error::UnknownSession)?;
-        if let (Some(claim), true) = (&ticket.claim, is_turn) {
-            check_turn(session, claim, ticket.route_turns, self.shim_trims, guards)?;
-        }
-        let runs_beside = is_turn && self.must_run_beside(&key);
+        let key = self.session_of(ticket).ok_or(Error::UnknownSession)?;
         let session = &self.sessions[&key];
-        if ticket.is_orphaned && guards.is_on(Guard::LostEndSuspect) {
+        check_turn(session, &claimed.claim, claimed.route_turns, self.shim_trims, guards)?;
+        if claimed.is_orphaned && guards.is_on(Guard::LostEndSuspect) {
             return Err(Error::PredecessorFailed);
         }
-        if session.turns.waiting > 1 && session.is_exclusive() && self.has_earlier_claim(ticket) {
+        let may_be_early = session.turns.waiting > 1 && session.is_exclusive();
+        if may_be_early && self.tickets.has_earlier_claim(claimed) {
             return Ok(Verdict::Wait);
         }
-        if runs_beside && !session.state.is_closing() {
-            return Ok(self.decide_plain(now, rid, need, must_line_up || at_turn_limit));
+        if self.must_run_beside(&key) {
+            return Ok(self.decide_plain(now, dp_rank, need, must_line_up || at_turn_limit));
         }
-        let is_full_history = is_turn && !self.tickets[rid].is_delta();
-        if is_full_history
-            && session.turns.running == 0
-            && self.prepare_for_full_history(now, &key, need)
+        let is_delta = ticket.is_delta();
+        if !is_delta && session.turns.running == 0 && self.prepare_for_full_history(now, &key, need)
         {
             return Ok(Verdict::Wait);
         }
@@ -135,29 +124,35 @@ impl Table {
             State::Opening(_) | State::Demoting { .. } | State::Suspect { .. } => {
                 return Ok(Verdict::Wait);
             }
-            State::Closing(_) | State::Gone { .. } if !is_turn => {
-                return Err(Error::UnknownSession);
-            }
-            _ if !is_turn => return Ok(Verdict::Admit),
             _ => {}
         }
         if session.is_exclusive() && session.turns.running > 0 && guards.is_on(Guard::OneTurn) {
             return Ok(Verdict::Wait);
         }
         if !session.is_pinned() {
-            return Ok(self.decide_plain(now, rid, need, must_line_up || at_turn_limit));
+            return Ok(self.decide_plain(now, dp_rank, need, must_line_up || at_turn_limit));
         }
         if at_turn_limit {
             return Ok(Verdict::Wait);
         }
-        let (has_auto_retention, is_delta) =
-            (session.has_auto_retention(), self.tickets[rid].is_delta());
+        let has_auto_retention = session.has_auto_retention();
         match self.decide_pinned(now, &key, need, is_delta) {
             // If there is no room in a session that the agent pinned on its own, the session loses
             // its pin, and the turn runs on the radix tree.
             Err(_) if has_auto_retention && self.yield_pin(now, &key) => Ok(Verdict::Wait),
-            Err(_) if has_auto_retention => Ok(self.decide_plain(now, rid, need, must_line_up)),
+            Err(_) if has_auto_retention => Ok(self.decide_plain(now, dp_rank, need, must_line_up)),
             verdict => verdict,
+        }
+    }
+
+    /// Decides on a client's open request.
+    fn decide_open(&mut self, now: Instant, rid: &str) -> Result<Verdict, Error> {
+        let key = self.session_of(&self.tickets[rid]).ok_or(Error::UnknownSession)?;
+        match self.sessions[&key].state {
+            State::Planned => self.open_planned(now, &key),
+            State::Opening(_) | State::Demoting { .. } | State::Suspect { .. } => Ok(Verdict::Wait),
+            State::Closing(_) | State::Gone { .. } => Err(Error::UnknownSession),
+            State::Open(_) | State::Demoted | State::InTree(_) => Ok(Verdict::ReportOpen),
         }
     }
 
@@ -188,16 +183,6 @@ impl Table {
             self.pin(now, key);
         }
         false
-    }
-
-    /// Whether an earlier claimed turn of the same session is not inside yet.
-    fn has_earlier_claim(&self, ticket: &Ticket) -> bool {
-        let is_earlier = |other: &Ticket| {
-            other.generation == ticket.generation
-                && other.claim_order < ticket.claim_order
-                && matches!(other.state, TicketState::Claimed | TicketState::Queued)
-        };
-        ticket.state != TicketState::AwaitsOpen && self.tickets.values().any(is_earlier)
     }
 
     /// Opens a pinned session that the engine doesn't know yet, if a row is free and the pin budget
@@ -272,15 +257,20 @@ impl Table {
                 Shortage::Tokens { missing, held: pinned_tokens, max: pinned_tokens_max };
             return self.reclaim_or_refuse(now, key, shortage);
         }
-        Ok(Verdict::Admit)
+        Ok(Verdict::AdmitPinned { key: key.clone(), need })
     }
 
     /// Decides on a plain turn. `must_line_up`: see [`Self::decide_ticket`].
-    fn decide_plain(&mut self, now: Instant, rid: &str, need: Need, must_line_up: bool) -> Verdict {
+    fn decide_plain(
+        &mut self,
+        now: Instant,
+        dp_rank: u32,
+        need: Need,
+        must_line_up: bool,
+    ) -> Verdict {
         if must_line_up {
             return Verdict::WaitInLine;
         }
-        let dp_rank = self.tickets[rid].dp_rank;
         let capacity = self.engine.ranks[dp_rank as usize];
         let tokens = self.free_tokens_needed(need).min(capacity.pool_tokens);
         let is_large_turn = tokens > capacity.pool_tokens - capacity.pin_tokens_max;
@@ -292,7 +282,7 @@ impl Table {
                 // Reclaim only for the first large turn of each pass over the queue. If nothing can
                 // be reclaimed, the turn waits until sessions close. Meanwhile, turns that fit may
                 // pass it, but turns that would pin more tokens may not.
-                if self.account(dp_rank).note_wait_for_pins(tokens) {
+                if self.tickets.load_mut(dp_rank).note_wait_for_pins(tokens) {
                     let shortage = Shortage::Tokens {
                         missing: missing_tokens,
                         held: pinned_tokens,
@@ -303,12 +293,11 @@ impl Table {
                 return Verdict::Wait;
             }
         }
-        if !self.accounts[dp_rank as usize].has_engine_room(&capacity, TURNS_AHEAD_MAX) {
+        let free_rows = self.free_rows(dp_rank);
+        if !self.tickets.load(dp_rank).has_engine_room(free_rows, TURNS_AHEAD_MAX) {
             return Verdict::WaitInLine;
         }
-        let ticket = self.tickets.get_mut(rid).expect("the caller has it");
-        ticket.large_tokens = is_large_turn.then_some(tokens);
-        Verdict::Admit
+        Verdict::AdmitPlain { large_tokens: is_large_turn.then_some(tokens) }
     }
 
     /// Starts to free room for a pinned session, so that the session's ticket can wait. Refuses the
@@ -328,62 +317,27 @@ impl Table {
         Err(shortage.into())
     }
 
-    /// Admits a ticket. If it is a turn, the turn goes to the engine. If it is a client's open
-    /// request, the client hears that the session is open.
-    fn admit_ticket(&mut self, now: Instant, rid: &str) {
-        let ticket = &self.tickets[rid];
-        let (dp_rank, key) = (ticket.dp_rank, ticket.key.clone());
-        let (is_open_request, closes_session) =
-            (ticket.state == TicketState::AwaitsOpen, ticket.closes_session());
-        let mut turn = Turn { session: None, dp_rank, growth_tokens_max: None, run_mode: None };
-        if let Some(key) = &key {
-            let session = &self.sessions[key];
-            let runs_beside = !is_open_request && self.must_run_beside(key);
-            let runs_pinned = session.is_pinned() && !runs_beside;
-            turn.session = Some(TurnSession {
-                key: key.clone(),
-                incarnation: session.incarnation.clone(),
-                retention: if runs_pinned {
-                    Retention::Pinned
-                } else {
-                    self.unpinned_retention(session)
-                },
-                trim: None,
-            });
-            if runs_pinned && !is_open_request {
-                self.admit_pinned(rid, key, &mut turn);
-            } else {
-                turn.run_mode = Some(self.unpinned_run_mode(key));
-            }
-            if !is_open_request {
-                self.compare_prompt_start(rid, key, runs_beside);
-                self.change_session(key, |session| {
-                    session.turns.waiting -= 1;
-                    session.turns.running += 1;
-                    session.turns.is_unused = false;
-                    session.continue_in_tree();
-                    if closes_session {
-                        session.begin_closing();
-                    }
-                });
-            }
-        }
-        if !self.settings.guards.is_on(Guard::RankOfSession) {
-            turn.dp_rank = 0;
-        }
-        if is_open_request {
-            self.tickets.remove(rid);
-        } else {
-            self.count_as_inside(now, rid, &turn);
-        }
+    /// Tells a client that the session it opened is open.
+    fn report_open(&mut self, rid: &str) {
+        let Some(ticket) = self.tickets.remove(rid) else { return };
+        let turn = self.describe_turn(&ticket, true);
         self.effects.push(Effect::Admitted { rid: rid.to_owned(), turn });
     }
 
-    /// Reserves the KV that a turn of a pinned session may grow to, and completes `turn`.
-    fn admit_pinned(&mut self, rid: &str, key: &SessionKey, turn: &mut Turn) {
+    /// Sends a turn to the engine that runs on the radix tree.
+    fn admit_plain(&mut self, now: Instant, rid: &str, large_tokens: Option<u64>) {
+        let turn = self.describe_turn(&self.tickets[rid], false);
+        self.send_turn(now, rid, turn, Run::Plain { large_tokens });
+    }
+
+    /// Sends a turn to the engine that runs in its pinned session. Reserves the KV that the session
+    /// may grow to.
+    fn admit_pinned(&mut self, now: Instant, rid: &str, key: &SessionKey, need: Need) {
         let ticket = &self.tickets[rid];
-        let (need, is_delta) = (ticket.need, ticket.is_delta());
+        let (is_delta, opens_session) = (ticket.is_delta(), ticket.opens_session());
+        let is_trimmed = !is_delta && self.shim_trims;
         let target_tokens = self.kv_target_tokens(key, need, is_delta);
+        let mut turn = self.describe_turn(ticket, !is_trimmed);
         let session = &self.sessions[key];
         turn.growth_tokens_max = Some(target_tokens.saturating_sub(session.history.tokens));
         let incarnation = session.incarnation.clone();
@@ -393,36 +347,72 @@ impl Table {
             }
             session.reserve(target_tokens)
         });
-        let ticket = self.tickets.get_mut(rid).expect("the caller has it");
-        (ticket.is_pinned, ticket.had_no_kv) = (true, had_no_kv);
         self.write_journal(Record::Turn { incarnation, rid: rid.to_owned() });
-        if is_delta || !self.shim_trims {
+        let trim = if is_trimmed {
+            let awaited = self.request_trim(key, need, opens_session);
+            turn.run_mode = None;
+            turn.session = turn
+                .session
+                .map(|session| TurnSession { trim: Some(awaited.request()), ..session });
+            Trim::Awaited(awaited)
+        } else {
             // Without a shim that trims, a full history is admitted only if the session has no
             // history.
-            self.update_deltas(rid, key);
+            self.update_deltas(key, opens_session, None);
             turn.run_mode = Some(RunMode::Pinned);
-            return;
-        }
-        let retention = self.unpinned_retention(&self.sessions[key]);
-        let trim: TrimRequest = self.mark_for_trimming(rid, key);
-        let turn_session = turn.session.as_mut().expect("a pinned turn has one");
-        (turn_session.retention, turn_session.trim) = (retention, Some(trim));
+            Trim::NotNeeded
+        };
+        self.send_turn(now, rid, turn, Run::Pinned { had_no_kv, trim });
     }
 
-    /// Counts a turn as inside the engine.
-    fn count_as_inside(&mut self, now: Instant, rid: &str, turn: &Turn) {
-        let ticket = self.tickets.get_mut(rid).expect("the caller has it");
-        ticket.state = TicketState::Inside;
-        ticket.state_since = now;
-        if let Some(session) = &turn.session {
-            ticket.incarnation.clone_from(&session.incarnation);
+    /// Describes a turn to the engine, or an open session to its client. `in_session`: the turn runs
+    /// in the session if that is pinned.
+    fn describe_turn(&self, ticket: &Ticket, in_session: bool) -> Turn {
+        let session = ticket.key().map(|key| (key, &self.sessions[key]));
+        let turn_session = session.map(|(key, session)| TurnSession {
+            key: key.clone(),
+            incarnation: session.incarnation.clone(),
+            retention: if in_session && session.is_pinned() {
+                Retention::Pinned
+            } else {
+                self.unpinned_retention(session)
+            },
+            trim: None,
+        });
+        let is_rank_kept = self.settings.guards.is_on(Guard::RankOfSession);
+        Turn {
+            session: turn_session,
+            dp_rank: if is_rank_kept { ticket.dp_rank } else { 0 },
+            growth_tokens_max: None,
+            run_mode: session.map(|(_, session)| self.unpinned_run_mode(session)),
         }
-        let (dp_rank, large_tokens) = (ticket.dp_rank, ticket.large_tokens);
-        let rows = self.engine.ranks[dp_rank as usize].rows;
-        let account = self.account(dp_rank);
-        account.totals.turns_queued -= 1;
-        account.totals.turns_running += 1;
-        account.count_start(turn.growth_tokens_max.is_some(), large_tokens, rows);
+    }
+
+    /// Sends a turn to the engine.
+    fn send_turn(&mut self, now: Instant, rid: &str, turn: Turn, run: Run) {
+        let ticket = &self.tickets[rid];
+        let (is_delta, closes_session) = (ticket.is_delta(), ticket.closes_session());
+        let free_rows = self.free_rows(ticket.dp_rank);
+        let is_plain = matches!(run, Run::Plain { .. });
+        let incarnation = turn.session.as_ref().map(|session| session.incarnation.clone());
+        let start = self.tickets.enter_engine(now, rid, incarnation, run, free_rows);
+        if let Some(TurnSession { key, .. }) = &turn.session {
+            // A turn beside its pinned session usually belongs to another conversation.
+            let runs_beside = is_plain && self.sessions[key].is_pinned();
+            if !is_delta && !runs_beside {
+                self.compare_prompt_start(key, start);
+            }
+            self.change_session(key, |session| {
+                session.turns.waiting -= 1;
+                session.turns.running += 1;
+                session.turns.is_unused = false;
+                session.continue_in_tree();
+                if closes_session {
+                    session.begin_closing();
+                }
+            });
+        }
+        self.effects.push(Effect::Admitted { rid: rid.to_owned(), turn });
     }
 
     /// Refuses a ticket that is not inside the engine, and forgets it.
@@ -431,30 +421,20 @@ impl Table {
         self.effects.push(Effect::Refused { rid: rid.to_owned(), error });
     }
 
-    /// Removes a ticket that is not inside the engine from the table, the queue and all counts. If
-    /// the ticket's turn also asked to close its session, the close still takes effect.
+    /// Forgets a ticket that is not inside the engine. If the ticket's turn also asked to close its
+    /// session, the close still takes effect.
     pub(super) fn forget_ticket(&mut self, now: Instant, rid: &str) {
-        let ticket = self.tickets.remove(rid).expect("the caller has it");
-        self.queue.retain(|queued| queued != rid);
-        match ticket.state {
-            TicketState::Queued => self.account(ticket.dp_rank).totals.turns_queued -= 1,
-            TicketState::Claimed => self.account(ticket.dp_rank).turns_claimed -= 1,
-            TicketState::AwaitsOpen | TicketState::Inside => {}
-        }
-        self.orphan_followers(&ticket);
-        let Some(key) = ticket.key.clone() else { return };
-        if self.sessions.get(&key).is_none_or(|session| session.generation != ticket.generation) {
-            return;
-        }
-        if ticket.state != TicketState::AwaitsOpen {
+        let Some(ticket) = self.tickets.remove(rid) else { return };
+        self.tickets.orphan_followers(&ticket);
+        let Some(key) = self.session_of(&ticket) else { return };
+        if ticket.is_waiting_turn() {
             self.change_session(&key, |session| session.turns.waiting -= 1);
         }
         // A session with waiting turns doesn't expire, so its idle limit may have passed meanwhile.
         self.schedule_deadline(&key);
-        let needs_session =
-            |other: &Ticket| other.generation == ticket.generation && other.key.is_some();
-        let is_planned = self.sessions[&key].state == State::Planned;
-        if is_planned && !self.tickets.values().any(needs_session) {
+        let session = &self.sessions[&key];
+        let is_needed = self.tickets.iter().any(|(_, other)| other.is_of(session.generation));
+        if session.state == State::Planned && !is_needed {
             self.remove_session(&key);
         } else if ticket.closes_session() {
             // `begin_close` fails only for a session that is already closing.
@@ -464,9 +444,15 @@ impl Table {
         }
     }
 
+    /// Returns the key of the session that a ticket has claimed, if the session still exists.
+    pub(super) fn session_of(&self, ticket: &Ticket) -> Option<SessionKey> {
+        let session = self.sessions.get(ticket.key()?)?;
+        ticket.is_of(session.generation).then(|| ticket.key().cloned())?
+    }
+
     /// Refuses all tickets in the queue.
     pub(super) fn refuse_waiting(&mut self, now: Instant, error: &Error) {
-        while let Some(rid) = self.queue.front().cloned() {
+        while let Some(rid) = self.tickets.queue().front().cloned() {
             self.refuse_ticket(now, &rid, error.clone());
         }
     }
@@ -475,8 +461,8 @@ impl Table {
     pub(super) fn refuse_overdue(&mut self, now: Instant) {
         let wait_max = self.settings.queue_wait_max;
         let mut has_refused = false;
-        while let Some(rid) = self.queue.front().cloned() {
-            let is_overdue = self.tickets[&rid].state_since + wait_max <= now;
+        while let Some(rid) = self.tickets.queue().front().cloned() {
+            let is_overdue = self.tickets[&rid].since + wait_max <= now;
             if !is_overdue || !self.settings.guards.is_on(Guard::QueueTime) {
                 break;
             }

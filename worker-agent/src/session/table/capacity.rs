@@ -19,7 +19,7 @@ impl Table {
     /// Returns how many tokens of the pool pinned sessions may hold, so that room is left for the
     /// largest plain turn that runs, or that waits for pinned sessions to give up room.
     pub(super) fn pinnable_tokens(&self, dp_rank: u32, pool_tokens: u64) -> u64 {
-        let largest_turn = self.accounts[dp_rank as usize].largest_turn_tokens();
+        let largest_turn = self.tickets.load(dp_rank).largest_turn_tokens();
         let is_guard_on = self.settings.guards.is_on(Guard::LargeTurnWaits);
         let room_beside_turn =
             if is_guard_on { pool_tokens.saturating_sub(largest_turn) } else { pool_tokens };
@@ -74,6 +74,12 @@ impl Table {
         let max = capacity.rows.saturating_sub(reserve);
         let held = self.totals(dp_rank).rows_held;
         Ok((held >= max).then_some(Shortage::Rows { held, max }))
+    }
+
+    /// Returns the rows that pinned sessions leave free.
+    pub(super) fn free_rows(&self, dp_rank: u32) -> u64 {
+        let rows = self.engine.ranks.get(dp_rank as usize).map_or(0, |rank| rank.rows);
+        u64::from(rows.saturating_sub(self.totals(dp_rank).rows_held))
     }
 
     /// Returns the tokens that pinned sessions hold or have reserved, and the pin budget.

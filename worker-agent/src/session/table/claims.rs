@@ -15,9 +15,11 @@ use std::time::{Duration, Instant};
 use proto::{claim::Claim, id::SessionKey, load::Retention};
 
 use super::{
-    Chooser, ClientHistory, Deltas, EngineHistory, Error, Guard, OpenResult, PrefixTracker, Record,
-    RouteTurns, Session, Sharing, State, Table, Ticket, TicketState, Tree, TurnCounts, check_route,
-    check_turn, closing::PendingClose,
+    Chooser, ClientHistory, Deltas, EngineHistory, Error, Guard, OpenResult, PrefixTracker,
+    PromptStart, Record, RouteTurns, Session, Sharing, State, Table, Tree, TurnCounts, check_route,
+    check_turn,
+    closing::PendingClose,
+    tickets::{ClaimedSession, Stage, Ticket},
 };
 
 /// The longest idle limit that a client can ask for. A longer limit is a mistake. Added to an
@@ -41,25 +43,38 @@ impl Table {
         requested_rank: Option<u32>,
         route_turns: RouteTurns,
     ) -> Result<(), Error> {
-        let (claim, key, dp_rank, generation) = match session_claim {
-            None => (None, None, self.choose_rank(requested_rank, None)?, 0),
+        let dp_rank = match session_claim {
+            None => self.choose_rank(requested_rank, None)?,
             Some((claim, key)) => {
                 self.claim_session(now, claim, key, requested_rank, route_turns)?;
                 let session = self.sessions.get_mut(key).expect("just claimed");
                 session.turns.waiting += 1;
                 session.idle_max = claim.idle_ms_max.map_or(session.idle_max, bounded_idle_max);
-                (Some(claim.clone()), Some(key.clone()), session.dp_rank, session.generation)
+                session.dp_rank
             }
         };
-        self.claim_count += 1;
-        self.account(dp_rank).turns_claimed += 1;
-        let mut ticket =
-            Ticket::new(now, TicketState::Claimed, route_turns, dp_rank, self.claim_count);
-        (ticket.claim, ticket.key, ticket.generation) = (claim, key, generation);
-        let previous = self.tickets.insert(rid.to_owned(), ticket);
-        assert!(previous.is_none(), "a turn's id is used twice");
+        let session =
+            session_claim.map(|(claim, key)| self.claimed_session(claim, key, route_turns));
+        let stage = Stage::Claimed(PromptStart::default());
+        self.tickets.insert(rid, Ticket { dp_rank, session, since: now, stage });
         self.debug_check();
         Ok(())
+    }
+
+    fn claimed_session(
+        &mut self,
+        claim: &Claim,
+        key: &SessionKey,
+        route_turns: RouteTurns,
+    ) -> ClaimedSession {
+        ClaimedSession {
+            key: key.clone(),
+            generation: self.sessions[key].generation,
+            claim: claim.clone(),
+            route_turns,
+            order: self.tickets.next_order(),
+            is_orphaned: false,
+        }
     }
 
     /// Finds or creates the session of a turn, and checks whether it takes the turn.
@@ -144,7 +159,7 @@ impl Table {
         requested_rank: Option<u32>,
     ) -> Result<(), Error> {
         let max = self.settings.turns_queued_max;
-        if self.queue.len() >= max && self.settings.guards.is_on(Guard::QueueBound) {
+        if self.tickets.queue().len() >= max && self.settings.guards.is_on(Guard::QueueBound) {
             let detail = format!("{max} wait already");
             return Err(Error::OutOfRoom { resource: "queue_places", detail });
         }
@@ -181,18 +196,9 @@ impl Table {
                 self.insert_session(now, key, requested, retention, dp_rank, &claim)?;
             }
         }
-        let (dp_rank, generation) = (self.sessions[key].dp_rank, self.sessions[key].generation);
-        let mut ticket = Ticket::new(
-            now,
-            TicketState::AwaitsOpen,
-            RouteTurns::DeltasAndHistories,
-            dp_rank,
-            self.claim_count,
-        );
-        (ticket.claim, ticket.key, ticket.generation) =
-            (Some(claim), Some(key.clone()), generation);
-        self.tickets.insert(rid.to_owned(), ticket);
-        self.queue.push_back(rid.to_owned());
+        let dp_rank = self.sessions[key].dp_rank;
+        let session = Some(self.claimed_session(&claim, key, RouteTurns::Nothing));
+        self.tickets.insert(rid, Ticket { dp_rank, session, since: now, stage: Stage::AwaitsOpen });
         self.process_queue(now);
         self.debug_check();
         Ok(())
@@ -203,42 +209,50 @@ impl Table {
         let key = self.keys_by_incarnation.get(incarnation).cloned().filter(|key| {
             matches!(self.sessions[key].state, State::Opening(_) | State::Closing(_))
         });
-        if *result == OpenResult::Opened
-            && let Some(key) = &key
-        {
-            self.change_session(key, |session| session.move_row(State::Open));
-            self.schedule_deadline(key);
-            self.close_if_due(now, key);
-            self.close_unused(now, key);
-            self.finish_reopen(now, key, true);
-        } else {
-            // The open failed, or the session was closed meanwhile. If the incarnation may be open
-            // at the engine, it must be closed there.
-            let is_refused = matches!(result, OpenResult::NotOpened(_));
-            if !is_refused && self.settings.guards.is_on(Guard::UnknownOpenClosed) {
-                self.start_close(incarnation.to_owned(), PendingClose::new(now, 0, None));
-            } else {
-                self.write_journal(Record::Closed { incarnation: incarnation.to_owned() });
+        match (result, key) {
+            (OpenResult::Opened, Some(key)) => {
+                self.change_session(&key, |session| session.move_row(State::Open));
+                self.schedule_deadline(&key);
+                self.close_if_due(now, &key);
+                self.close_unused(now, &key);
+                self.finish_reopen(now, &key, true);
             }
-            if let Some(key) = key.filter(|key| !self.finish_reopen(now, key, false)) {
-                if self.sessions[&key].has_auto_retention()
-                    && matches!(self.sessions[&key].state, State::Opening(_))
-                {
-                    // The agent pinned this session on its own, so its turns continue without the
-                    // pin.
-                    self.unpin_without_close(now, &key);
-                    self.process_queue(now);
-                    return self.debug_check();
+            (OpenResult::Opened, None) => self.forget_open(now, incarnation, true),
+            (OpenResult::NotOpened(reason) | OpenResult::Unknown(reason), key) => {
+                let may_be_open = matches!(result, OpenResult::Unknown(_));
+                self.forget_open(now, incarnation, may_be_open);
+                if let Some(key) = key {
+                    self.handle_failed_open(now, &key, reason);
                 }
-                let (OpenResult::NotOpened(reason) | OpenResult::Unknown(reason)) = result else {
-                    unreachable!()
-                };
-                let error = Error::OpenFailed(reason.clone());
-                self.drop_session(now, &key, &error);
             }
         }
         self.process_queue(now);
         self.debug_check();
+    }
+
+    /// Takes note that no session has this incarnation any more, because its open failed or because
+    /// the session was closed meanwhile. If the incarnation may be open at the engine, it must be
+    /// closed there.
+    fn forget_open(&mut self, now: Instant, incarnation: &str, may_be_open: bool) {
+        if may_be_open && self.settings.guards.is_on(Guard::UnknownOpenClosed) {
+            self.start_close(incarnation.to_owned(), PendingClose::new(now, 0, None));
+        } else {
+            self.write_journal(Record::Closed { incarnation: incarnation.to_owned() });
+        }
+    }
+
+    /// Handles the failed open of a session's incarnation.
+    fn handle_failed_open(&mut self, now: Instant, key: &SessionKey, reason: &str) {
+        if self.finish_reopen(now, key, false) {
+            return;
+        }
+        let session = &self.sessions[key];
+        if session.has_auto_retention() && matches!(session.state, State::Opening(_)) {
+            // The agent pinned this session on its own, so its turns continue without the pin.
+            self.unpin_without_close(now, key);
+        } else {
+            self.drop_session(now, key, &Error::OpenFailed(reason.to_owned()));
+        }
     }
 
     /// Inserts a session without history. Closes another session if the table is full.
@@ -330,7 +344,7 @@ impl Table {
         let load = |dp_rank: &u32| {
             let totals = self.totals(*dp_rank);
             let rows_held = if retention == Some(Retention::Pinned) { totals.rows_held } else { 0 };
-            let turns_claimed = self.accounts[*dp_rank as usize].turns_claimed;
+            let turns_claimed = self.tickets.load(*dp_rank).claimed;
             let turns = totals.turns_running + totals.turns_queued + turns_claimed;
             (rows_held, turns, totals.pinned_tokens + totals.tree_tokens_estimate)
         };

@@ -288,7 +288,7 @@ impl Table {
                  only when it restarts"
             ));
         }
-        let abandoned = self.tickets.values().filter_map(|ticket| ticket.abandoned_since);
+        let abandoned = self.tickets.inside().filter_map(|(_, _, inside)| inside.abandoned_since);
         let stuck_turns = abandoned.filter(|since| is_overdue(*since)).count();
         (stuck_turns > 0).then(|| {
             format!(

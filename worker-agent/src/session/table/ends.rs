@@ -13,17 +13,18 @@ use std::time::Instant;
 
 use proto::id::SessionKey;
 
-use super::{ExpectedHistory, Guard, Outcome, Session, Table, Ticket, TicketState, Usage};
+use super::{
+    ExpectedHistory, Guard, Outcome, Session, Table, Usage,
+    tickets::{Inside, Ticket},
+    trim::Trim,
+};
 
 impl Table {
     /// Handles a client's disconnect during its turn. The caller aborts the turn at the engine. The
     /// turn counts as inside until the engine acknowledges its end.
     pub fn abandon_turn(&mut self, now: Instant, rid: &str) {
-        let Some(ticket) = self.tickets.get_mut(rid) else { return };
-        if ticket.state != TicketState::Inside {
-            return;
-        }
-        ticket.abandoned_since.get_or_insert(now);
+        let Some(inside) = self.tickets.inside_mut(rid) else { return };
+        inside.abandoned_since.get_or_insert(now);
         if !self.settings.guards.is_on(Guard::EndAcknowledged) {
             self.end_turn(now, rid, Outcome::Aborted);
         }
@@ -32,53 +33,37 @@ impl Table {
     /// Ends a claimed turn at any stage, and closes its session if the claim asked for that. Does
     /// nothing if the turn has already ended.
     pub fn end_turn(&mut self, now: Instant, rid: &str, outcome: Outcome) {
-        let Some(ticket) = self.tickets.get(rid) else { return };
-        if ticket.state != TicketState::Inside {
+        if self.tickets.inside_mut(rid).is_none() {
             self.forget_ticket(now, rid);
-            self.process_queue(now);
-            return self.debug_check();
-        }
-        let ticket = self.tickets.remove(rid).expect("just seen");
-        self.account(ticket.dp_rank).count_end(ticket.is_pinned, ticket.large_tokens);
-        if !matches!(outcome, Outcome::Finished(_)) {
-            self.orphan_followers(&ticket);
-        }
-        if let Some(key) = &ticket.key
-            && self.sessions.get(key).is_some_and(|session| session.generation == ticket.generation)
-        {
-            self.change_session(key, |session| {
-                session.turns.running -= 1;
-                session.turns.last_end = now;
-            });
-            self.schedule_deadline(key);
-            // If the engine restarted during the turn, the session has nothing left to update.
-            let is_current = self.sessions[key].incarnation == ticket.incarnation;
-            if is_current && !self.sessions[key].state.is_gone() {
-                self.settle_end(now, key, rid, &ticket, outcome);
-            }
-            self.close_corrupt(now, key);
-            if self.sessions.contains_key(key) {
-                self.schedule_deadline(key);
-            }
-            self.close_if_due(now, key);
+        } else if let Some(ticket) = self.tickets.remove(rid) {
+            self.end_turn_inside(now, rid, &ticket, outcome);
         }
         self.process_queue(now);
         self.debug_check();
     }
 
-    /// Marks waiting deltas (turns with only new tokens) that were claimed after this turn as
-    /// orphaned, because the history that they were to append to will not exist.
-    pub(super) fn orphan_followers(&mut self, ticket: &Ticket) {
-        if ticket.key.is_none() {
-            return;
+    /// Ends a turn that was inside the engine and whose ticket is removed.
+    fn end_turn_inside(&mut self, now: Instant, rid: &str, ticket: &Ticket, outcome: Outcome) {
+        if !matches!(outcome, Outcome::Finished(_)) {
+            self.tickets.orphan_followers(ticket);
         }
-        for other in self.tickets.values_mut() {
-            let is_delta = other.claim.as_ref().is_some_and(|claim| claim.delta && !claim.open);
-            other.is_orphaned |= is_delta
-                && other.generation == ticket.generation
-                && other.claim_order > ticket.claim_order
-                && other.state != TicketState::Inside;
+        let (Some(key), Some(inside)) = (self.session_of(ticket), ticket.inside()) else { return };
+        self.change_session(&key, |session| {
+            session.turns.running -= 1;
+            session.turns.last_end = now;
+        });
+        self.schedule_deadline(&key);
+        let session = &self.sessions[&key];
+        // If the engine restarted during the turn, the session has nothing left to update.
+        let is_current = inside.incarnation.as_ref() == Some(&session.incarnation);
+        if is_current && !session.state.is_gone() {
+            self.settle_end(now, &key, rid, (ticket, inside), outcome);
         }
+        self.close_corrupt(now, &key);
+        if self.sessions.contains_key(&key) {
+            self.schedule_deadline(&key);
+        }
+        self.close_if_due(now, &key);
     }
 
     /// Updates a session after a turn that ran in the session, or beside it on the radix tree.
@@ -87,17 +72,17 @@ impl Table {
         now: Instant,
         key: &SessionKey,
         rid: &str,
-        ticket: &Ticket,
+        (ticket, inside): (&Ticket, &Inside),
         outcome: Outcome,
     ) {
-        if ticket.is_refused_by_shim() {
-            return self.undo_admission(key, ticket.had_no_kv);
+        if matches!(inside.trim(), Some(Trim::Refused)) {
+            return self.undo_admission(key, inside.had_no_kv());
         }
-        let outcome = self.measure_full_history(key, ticket, outcome);
+        let outcome = self.measure_full_history(key, ticket, inside, outcome);
         let is_session_pinned = self.sessions[key].is_pinned();
-        if ticket.is_pinned && is_session_pinned {
-            if !self.settle_uncertain_trim(now, key, (rid, ticket), outcome) {
-                self.settle_pinned(now, key, rid, ticket, outcome);
+        if inside.runs_pinned() && is_session_pinned {
+            if !self.settle_uncertain_trim(now, key, (rid, inside), outcome) {
+                self.settle_pinned(now, key, rid, inside, outcome);
             }
             return;
         }
@@ -121,30 +106,29 @@ impl Table {
         now: Instant,
         key: &SessionKey,
         rid: &str,
-        ticket: &Ticket,
+        inside: &Inside,
         outcome: Outcome,
     ) {
         let guards = self.settings.guards;
         let history_before = self.sessions[key].history.tokens;
         let is_open = self.sessions[key].state.is_open();
         match outcome {
-            Outcome::Refused => self.undo_admission(key, ticket.had_no_kv),
+            Outcome::Refused => self.undo_admission(key, inside.had_no_kv()),
             // The engine rolls the history back and gives the session's KV to its radix tree.
             Outcome::Aborted => self.change_session(key, Session::drop_row),
             Outcome::Finished(usage) => {
                 self.record_growth(key, usage);
-                self.note_hidden_end_tokens(key, ticket, usage);
+                self.note_hidden_end_tokens(key, inside, usage);
                 let was_retracted = usage.is_some_and(|usage| usage.retractions > 0);
                 if !is_open {
                     // A closing session needs no certain history.
-                } else if usage.is_none_or(|usage| !ticket.follows_history(history_before, usage))
+                } else if usage.is_none_or(|usage| !inside.follows_history(history_before, usage))
                     && guards.is_on(Guard::HistoryChecked)
                 {
                     // If the shim has planned the turn, it has also compared the engine's own count
                     // with the plan. The usage that a route reports may be lower, because one route
                     // subtracts its template's tokens.
-                    let planned_tokens =
-                        ticket.trim_turn.as_ref().and_then(|turn| turn.planned_prompt_tokens);
+                    let planned_tokens = inside.planned_prompt_tokens();
                     self.make_suspect(now, key, planned_tokens.map(ExpectedHistory::AtLeast));
                 } else if was_retracted && guards.is_on(Guard::RetractionSuspect) {
                     // The engine commits a partial answer when it retracts a turn from its batch,
@@ -181,8 +165,8 @@ impl Table {
     }
 
     /// Records where the turn's answer begins, if its text may hide end tokens (`ignore_eos`).
-    fn note_hidden_end_tokens(&mut self, key: &SessionKey, ticket: &Ticket, usage: Option<Usage>) {
-        let measured_usage = usage.filter(|_| ticket.need.ignores_eos);
+    fn note_hidden_end_tokens(&mut self, key: &SessionKey, inside: &Inside, usage: Option<Usage>) {
+        let measured_usage = usage.filter(|_| inside.need.ignores_eos);
         let session = self.sessions.get_mut(key).expect("the caller has seen it");
         session.client.hidden_end_tokens_from = measured_usage.map(|usage| usage.prompt_tokens);
     }
@@ -200,18 +184,19 @@ impl Table {
     }
 }
 
-impl Ticket {
-    /// Whether the turn's claim asks to close the session after the turn.
-    pub(super) fn closes_session(&self) -> bool {
-        self.claim.as_ref().is_some_and(|claim| claim.close)
+impl Inside {
+    /// Returns the prompt tokens that the engine must report for the turn, as the shim planned.
+    fn planned_prompt_tokens(&self) -> Option<u64> {
+        match self.trim() {
+            Some(Trim::Planned { prompt_tokens, .. }) => Some(*prompt_tokens),
+            _ => None,
+        }
     }
 
     /// Whether the engine ran the prompt that the agent expected: the session's `history_tokens`
     /// plus what the turn sent.
     fn follows_history(&self, history_tokens: u64, usage: Usage) -> bool {
-        if let Some(planned_tokens) =
-            self.trim_turn.as_ref().and_then(|turn| turn.planned_prompt_tokens)
-        {
+        if let Some(planned_tokens) = self.planned_prompt_tokens() {
             return usage.prompt_tokens == planned_tokens;
         }
         let Some(sent_tokens) = usage.prompt_tokens.checked_sub(history_tokens) else {

@@ -18,7 +18,7 @@ use proto::id::SessionKey;
 use super::{
     CloseResult, Doubt, Effect, EngineCapacity, Error, GoneReason, Guard, Row, Session,
     SessionEvent, State, Table,
-    rank_account::{ConnectedShim, ForeignSession, RankAccount},
+    rank_account::{ConnectedShim, ForeignSession},
 };
 
 /// The most foreign sessions that are tracked per rank. Sessions beyond this number are not
@@ -61,11 +61,9 @@ impl Table {
             self.pending_closes.values().any(|closing| closing.dp_rank == dp_rank);
         let guards = self.settings.guards;
         let Some(account) = self.accounts.get_mut(dp_rank as usize) else { return };
-        account.engine_queue_length =
-            Some(i64::try_from(load.waiting_requests).unwrap_or(i64::MAX));
-        let is_idle = account.totals.turns_running == 0 && !has_pending_close;
-        let idle_since = is_idle.then(|| *account.idle_since.get_or_insert(now));
-        account.idle_since = idle_since;
+        let queue_length = i64::try_from(load.waiting_requests).unwrap_or(i64::MAX);
+        let idle_since =
+            self.tickets.load_mut(dp_rank).sample(now, queue_length, has_pending_close);
         let is_load_current = idle_since.is_some_and(|since| since + LOAD_LAG_MAX <= now);
         if account.shim.is_none() && is_load_current && guards.is_on(Guard::ForeignCounted) {
             // Tokens that can't be evicted and that none of the agent's sessions hold are foreign.
@@ -256,10 +254,11 @@ impl Table {
     pub fn handle_engine_lost(&mut self, now: Instant, engine: EngineCapacity) {
         self.refuse_waiting(now, &Error::EngineLost);
         self.forget_closes();
+        self.tickets.forget_samples();
         for dp_rank in 0..self.accounts.len() {
             let account = &mut self.accounts[dp_rank];
             account.foreign_sessions.clear();
-            (account.engine_queue_length, account.idle_since, account.shim) = (None, None, None);
+            account.shim = None;
             self.recount_foreign(u32::try_from(dp_rank).expect("few ranks"));
         }
         let keys: Vec<SessionKey> = self.sessions.keys().cloned().collect();
@@ -289,9 +288,8 @@ impl Table {
                 self.drop_session(now, &key, &Error::EngineLost);
             }
         }
-        // Turns of a rank that no longer exists must still end, so the rank's account stays.
-        self.accounts.resize_with(rank_count.max(self.accounts.len()), RankAccount::default);
         self.engine = engine;
+        self.add_ranks();
         self.debug_check();
     }
 }

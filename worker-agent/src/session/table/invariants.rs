@@ -9,13 +9,14 @@
 //! client of the engine opened. A guard is a rule that the simulation can switch off; the promise
 //! that belongs to it is then not checked.
 
-use super::{Guard, State, Table, TicketState, rank_account::RankAccount};
+use super::{Guard, State, Table, rank_account::RankAccount, tickets::Ticket};
 
 impl Table {
     /// Checks the table's promises. Panics if one is broken.
     pub fn check_invariants(&self) {
         assert!(self.sessions.len() <= self.sessions_max, "too many sessions");
         self.check_ids();
+        self.tickets.check_invariants();
         for dp_rank in (0_u32..).take(self.accounts.len()) {
             self.check_rank(dp_rank);
         }
@@ -36,23 +37,17 @@ impl Table {
                 !is_open_for_nothing,
                 "{key:?} was opened for a turn that never reached the engine, and is still open"
             );
-            let count_in = |state| {
-                let tickets = self.tickets.values().filter(move |ticket| ticket.state == state);
-                let of_session = tickets.filter(|ticket| ticket.generation == session.generation);
-                of_session.filter(|ticket| ticket.key.as_ref() == Some(key)).count()
-            };
+            let tickets = self.tickets.iter().map(|(_, ticket)| ticket);
+            let mine = tickets.filter(|ticket| ticket.is_of(session.generation));
+            let (waiting, others): (Vec<&Ticket>, Vec<&Ticket>) =
+                mine.partition(|ticket| ticket.is_waiting_turn());
+            let running = others.iter().filter(|ticket| ticket.inside().is_some()).count();
             if guards.is_on(Guard::EndAcknowledged) {
-                let waiting = count_in(TicketState::Claimed) + count_in(TicketState::Queued);
-                assert_eq!(session.turns.waiting as usize, waiting, "a claim isn't counted");
-                assert_eq!(
-                    session.turns.running as usize,
-                    count_in(TicketState::Inside),
-                    "a turn isn't counted"
-                );
-                let inside = self.tickets.values().filter(|ticket| {
-                    ticket.state == TicketState::Inside
-                        && ticket.is_pinned
-                        && ticket.incarnation == session.incarnation
+                assert_eq!(session.turns.waiting as usize, waiting.len(), "a claim isn't counted");
+                assert_eq!(session.turns.running as usize, running, "a turn isn't counted");
+                let inside = self.tickets.inside().filter(|(_, _, inside)| {
+                    inside.runs_pinned()
+                        && inside.incarnation.as_ref() == Some(&session.incarnation)
                 });
                 let is_single = inside.count() <= 1;
                 assert!(is_single || !guards.is_on(Guard::OneTurn), "two turns run on one history");
@@ -104,13 +99,8 @@ impl Table {
         recounted.totals.foreign_tokens = stored_totals.foreign_tokens;
         recounted.totals.rows_held += stored_totals.foreign_rows;
         recounted.totals.pinned_tokens += stored_totals.foreign_tokens;
-        let count_in = |state| {
-            let of_rank = self.tickets.values().filter(|ticket| ticket.dp_rank == dp_rank);
-            let count = of_rank.filter(|ticket| ticket.state == state).count();
-            u32::try_from(count).expect("bounded")
-        };
-        recounted.totals.turns_running = count_in(TicketState::Inside);
-        recounted.totals.turns_queued = count_in(TicketState::Queued);
+        recounted.totals.turns_running = stored_totals.turns_running;
+        recounted.totals.turns_queued = stored_totals.turns_queued;
         assert_eq!(recounted.totals, stored_totals, "the totals differ from a fresh count");
         let Some(capacity) = self.engine.ranks.get(dp_rank as usize) else { return };
         assert!(stored_totals.turns_running <= capacity.turns_max, "too many turns inside");

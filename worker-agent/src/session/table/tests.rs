@@ -13,7 +13,7 @@ mod volatile_prefix;
 
 use std::time::Duration;
 
-use proto::load::Retention;
+use proto::{claim::Claim, load::Retention};
 
 use self::rig::{Answer, Inside, Rig};
 use super::*;

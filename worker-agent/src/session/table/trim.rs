@@ -18,16 +18,20 @@ mod must_continue;
 mod reopen;
 mod room;
 mod trim_plan;
+mod trim_turn;
 
 use std::time::{Duration, Instant};
 
 use proto::{id::SessionKey, load::Retention};
 
 pub use self::trim_plan::{TrimOutcome, TrimPlan};
+pub(super) use self::trim_turn::{AwaitedPlan, Trim};
+use self::trim_turn::{Question, Replaced};
 use super::{
     Chooser, Deltas, Effect, ExpectedHistory, Guard, MeasuredHistory, Need, Outcome, RunMode,
-    Session, Sharing, State, Table, Ticket, TicketState, Tree, TrimRequest, Usage,
+    Session, Sharing, State, Table, Tree, TrimRequest, Usage,
     reclaim::{Requester, Shortage},
+    tickets::{Inside, Run, Ticket},
 };
 use crate::shim::trim::Plan;
 
@@ -40,58 +44,13 @@ const DIVERGENCE_STREAK_MAX: u32 = 2;
 /// room. Each pin costs the engine an open and a close.
 const PIN_PAUSE: Duration = Duration::from_secs(30);
 
-/// The state of a trim turn: a full history in a pinned session, which the shim compares with the
-/// session's history.
-#[derive(Debug)]
-pub(super) struct TrimTurn {
-    /// Prompt tokens for which room is reserved.
-    reserved_prompt_tokens: u64,
-    /// Whether the turn may run only if its prompt continues the session's history.
-    must_continue: bool,
-    /// Whether the shim asked because the prompt has more tokens than are reserved.
-    exceeds_reserved: bool,
-    /// Whether the turn replaced a history that clients append deltas to.
-    has_replaced_deltas: bool,
-    /// Whether the shim refused the turn. A refused turn does not run and changes no session.
-    is_refused: bool,
-    /// The number of the shim's question about the turn, until that is answered.
-    open_question: Option<u64>,
-    /// Whether the shim has ever asked a question about the turn.
-    shim_has_asked: bool,
-    /// If a new incarnation is to be opened for the turn: the tokens to reserve in it.
-    reopen_target_tokens: Option<u64>,
-    /// Whether the turn is the first of an incarnation that replaced another one.
-    is_reopened: bool,
-    /// The prompt tokens that the engine must report for the turn. `None` until the shim has
-    /// reported that the turn runs in the session.
-    pub(super) planned_prompt_tokens: Option<u64>,
-    /// Tokens of the session's history after the turn, as the shim reported them when the turn
-    /// ended.
-    committed_tokens: Option<u64>,
-}
-
-impl Ticket {
-    /// Whether the turn holds a full history that the shim compares with the session's.
-    pub(super) fn is_trim_turn(&self) -> bool {
-        self.trim_turn.is_some()
-    }
-
-    fn awaits_plan(&self) -> bool {
-        self.is_pinned
-            && self.trim_turn.as_ref().is_some_and(|turn| turn.planned_prompt_tokens.is_none())
-    }
-
-    /// Returns the prompt tokens that the engine computes for a turn that runs in its session, if
-    /// `resident_tokens` are resident. `None` before the shim's plan.
-    pub(super) fn planned_tokens_to_compute(&self, resident_tokens: u64) -> Option<u64> {
-        let prompt_tokens = self.trim_turn.as_ref()?.planned_prompt_tokens?;
-        Some(prompt_tokens.saturating_sub(resident_tokens))
-    }
-
-    /// Whether the turn is a delta: it holds only new tokens.
-    pub(super) fn is_delta(&self) -> bool {
-        self.claim.as_ref().is_some_and(|claim| claim.delta)
-    }
+/// A turn inside the engine whose full history the shim compares with the session's.
+struct TurnAwaitingPlan {
+    key: SessionKey,
+    opens_session: bool,
+    need: Need,
+    had_no_kv: bool,
+    awaited: AwaitedPlan,
 }
 
 impl Table {
@@ -114,8 +73,8 @@ impl Table {
     }
 
     /// Returns how the session's turns run outside its pinned KV.
-    pub(super) fn unpinned_run_mode(&self, key: &SessionKey) -> RunMode {
-        match self.unpinned_retention(&self.sessions[key]) {
+    pub(super) fn unpinned_run_mode(&self, session: &Session) -> RunMode {
+        match self.unpinned_retention(session) {
             Retention::Tagged => RunMode::Tagged,
             _ => RunMode::Untagged,
         }
@@ -216,47 +175,56 @@ impl Table {
         false
     }
 
-    /// Marks an admitted turn for trimming. Returns the request that goes to the shim.
-    pub(super) fn mark_for_trimming(&mut self, rid: &str, key: &SessionKey) -> TrimRequest {
-        let tokens_max = self.full_history_tokens_max(key, self.tickets[rid].need);
-        let opens_session = self.tickets[rid].opens_session();
+    /// Returns what the shim is asked to do with the full history of a turn that is being admitted.
+    pub(super) fn request_trim(
+        &mut self,
+        key: &SessionKey,
+        need: Need,
+        opens_session: bool,
+    ) -> AwaitedPlan {
+        let tokens_max = self.full_history_tokens_max(key, need);
         let is_guard_on = self.settings.guards.is_on(Guard::FullHistoryContinues);
         let session = self.sessions.get_mut(key).expect("the caller has seen it");
-        let is_reopened = session.client.deltas == Deltas::RefusedAnew;
-        if is_reopened {
+        let replaces_incarnation = session.client.deltas == Deltas::RefusedAnew;
+        if replaces_incarnation {
             session.client.deltas = Deltas::Refused;
         }
         let must_continue = session.client.deltas == Deltas::Taken && !opens_session && is_guard_on;
-        let trim_turn = TrimTurn {
-            reserved_prompt_tokens: tokens_max,
-            must_continue,
-            exceeds_reserved: false,
-            has_replaced_deltas: false,
-            is_refused: false,
-            open_question: None,
-            shim_has_asked: false,
-            reopen_target_tokens: None,
-            is_reopened,
-            planned_prompt_tokens: None,
-            committed_tokens: None,
-        };
-        self.tickets.get_mut(rid).expect("the caller has it").trim_turn = Some(trim_turn);
-        TrimRequest { tokens_max, must_continue }
+        AwaitedPlan {
+            request: TrimRequest { tokens_max, must_continue },
+            question: Question::NotAsked,
+            replaced: replaces_incarnation.then_some(Replaced::FullHistories),
+        }
     }
 
-    /// Returns the session of a trim turn that is inside the engine and has no plan yet.
-    fn session_awaiting_plan(&self, rid: &str) -> Option<SessionKey> {
+    /// Returns a turn inside the engine that awaits the shim's plan, if its session still exists.
+    fn turn_awaiting_plan(&self, rid: &str) -> Option<TurnAwaitingPlan> {
         let ticket = self.tickets.get(rid)?;
-        let is_waiting = ticket.state == TicketState::Inside && ticket.awaits_plan();
-        let key = ticket.key.clone().filter(|_| is_waiting)?;
-        let is_same_session =
-            self.sessions.get(&key).is_some_and(|session| session.generation == ticket.generation);
-        is_same_session.then_some(key)
+        let Inside { need, run: Run::Pinned { had_no_kv, trim: Trim::Awaited(awaited) }, .. } =
+            ticket.inside()?
+        else {
+            return None;
+        };
+        Some(TurnAwaitingPlan {
+            key: self.session_of(ticket)?,
+            opens_session: ticket.opens_session(),
+            need: *need,
+            had_no_kv: *had_no_kv,
+            awaited: *awaited,
+        })
     }
 
-    fn trim_turn_mut(&mut self, rid: &str) -> &mut TrimTurn {
-        let ticket = self.tickets.get_mut(rid).expect("the caller has it");
-        ticket.trim_turn.as_mut().expect("the caller has seen it")
+    fn awaited_plan_mut(&mut self, rid: &str) -> Option<&mut AwaitedPlan> {
+        match &mut self.tickets.inside_mut(rid)?.run {
+            Run::Pinned { trim: Trim::Awaited(awaited), .. } => Some(awaited),
+            _ => None,
+        }
+    }
+
+    fn set_trim(&mut self, rid: &str, to: Trim) {
+        if let Some(Inside { run: Run::Pinned { trim, .. }, .. }) = self.tickets.inside_mut(rid) {
+            *trim = to;
+        }
     }
 
     /// Handles the shim's final plan for a trim turn, reported before the engine gets the turn.
@@ -264,23 +232,22 @@ impl Table {
     /// Returns what became of the turn, and how many tokens the engine need not compute again
     /// because its session holds them. Returns `None` if the turn has a plan already.
     pub fn handle_plan(&mut self, now: Instant, plan: &TrimPlan) -> Option<(TrimOutcome, u64)> {
-        let Some(key) = self.session_awaiting_plan(&plan.rid) else {
-            let has_plan = self.tickets.get(&plan.rid).is_some_and(|ticket| !ticket.awaits_plan());
-            return (!has_plan).then_some((TrimOutcome::Gone, 0));
+        let Some(turn) = self.turn_awaiting_plan(&plan.rid) else {
+            let is_gone = self.tickets.get(&plan.rid).is_none_or(Ticket::awaits_plan);
+            return is_gone.then_some((TrimOutcome::Gone, 0));
         };
-        let rid = &plan.rid;
-        self.trim_turn_mut(rid).open_question = None;
-        let is_current = self.sessions[&key].incarnation == plan.incarnation;
+        self.awaited_plan_mut(&plan.rid).and_then(AwaitedPlan::close_question);
+        let is_current = self.sessions[&turn.key].incarnation == plan.incarnation;
         let outcome = match plan.decision {
             // The incarnation was closed or lost meanwhile. The turn's end updates the session.
             Plan::Trimmed | Plan::Retokenized if !is_current => (TrimOutcome::Gone, 0),
-            Plan::Trimmed => self.handle_plan_inside(rid, &key, plan, TrimOutcome::Trimmed),
-            Plan::Retokenized => self.handle_plan_inside(rid, &key, plan, TrimOutcome::Retokenized),
-            Plan::Diverged | Plan::Refused if self.trim_turn_mut(rid).must_continue => {
-                self.refuse_not_continued(&key, rid, plan)
+            Plan::Trimmed => self.handle_plan_inside(&turn, plan, TrimOutcome::Trimmed),
+            Plan::Retokenized => self.handle_plan_inside(&turn, plan, TrimOutcome::Retokenized),
+            Plan::Diverged | Plan::Refused if turn.awaited.request.must_continue => {
+                self.refuse_not_continued(&turn, plan)
             }
-            Plan::Diverged => self.handle_plan_beside(now, &key, plan, TrimOutcome::Diverged),
-            Plan::Refused => self.handle_plan_beside(now, &key, plan, TrimOutcome::Refused),
+            Plan::Diverged => self.handle_plan_beside(now, &turn, plan, TrimOutcome::Diverged),
+            Plan::Refused => self.handle_plan_beside(now, &turn, plan, TrimOutcome::Refused),
         };
         self.process_queue(now);
         self.debug_check();
@@ -290,22 +257,20 @@ impl Table {
     /// Handles a plan by which the turn runs in its session. Returns what `handle_plan` returns.
     fn handle_plan_inside(
         &mut self,
-        rid: &str,
-        key: &SessionKey,
+        turn: &TurnAwaitingPlan,
         plan: &TrimPlan,
         outcome: TrimOutcome,
     ) -> (TrimOutcome, u64) {
+        let TurnAwaitingPlan { key, opens_session, need, had_no_kv, awaited } = turn;
+        let rid = &plan.rid;
         let prompt_tokens = plan.committed_tokens.saturating_add(plan.appended_tokens);
-        let trim_turn = self.trim_turn_mut(rid);
-        trim_turn.planned_prompt_tokens = Some(prompt_tokens);
-        let (run_mode, outcome) = if trim_turn.is_reopened {
+        self.set_trim(rid, Trim::Planned { prompt_tokens, committed_tokens: None });
+        let (run_mode, outcome) = if awaited.replaced.is_some() {
             (RunMode::Reopened, TrimOutcome::Reopened)
         } else {
             (RunMode::Pinned, outcome)
         };
-        let ticket = &self.tickets[rid];
-        let (need, had_no_kv) = (ticket.need, ticket.had_no_kv);
-        let answer_tokens = self.reserved_answer_tokens(key, need);
+        let answer_tokens = self.reserved_answer_tokens(key, *need);
         let target_tokens =
             prompt_tokens.saturating_add(answer_tokens).min(self.engine.context_tokens);
         self.change_session(key, |session| {
@@ -318,32 +283,29 @@ impl Table {
                 session.prefix_tracker.record_continuation();
             }
         });
-        self.update_deltas(rid, key);
-        self.effects.push(Effect::RunModeKnown { rid: rid.to_owned(), run_mode });
-        (outcome, if had_no_kv { 0 } else { plan.committed_tokens })
+        self.update_deltas(key, *opens_session, awaited.replaced);
+        self.effects.push(Effect::RunModeKnown { rid: rid.clone(), run_mode });
+        (outcome, if *had_no_kv { 0 } else { plan.committed_tokens })
     }
 
     /// Handles a plan by which the turn runs beside its session, on the radix tree.
     fn handle_plan_beside(
         &mut self,
         now: Instant,
-        key: &SessionKey,
+        turn: &TurnAwaitingPlan,
         plan: &TrimPlan,
         outcome: TrimOutcome,
     ) -> (TrimOutcome, u64) {
-        let rid = &plan.rid;
-        let ticket = self.tickets.get_mut(rid).expect("the caller has it");
-        ticket.is_pinned = false;
-        let shim_has_asked = ticket.trim_turn.as_ref().is_some_and(|turn| turn.shim_has_asked);
-        let (dp_rank, had_no_kv) = (ticket.dp_rank, ticket.had_no_kv);
-        let need = Need { prompt_tokens: plan.prompt_tokens, is_exact: true, ..ticket.need };
-        self.account(dp_rank).count_as_plain();
-        let run_mode = self.unpinned_run_mode(key);
+        let (rid, key) = (&plan.rid, &turn.key);
+        let need = Need { prompt_tokens: plan.prompt_tokens, is_exact: true, ..turn.need };
+        self.tickets.run_beside(rid);
+        let run_mode = self.unpinned_run_mode(&self.sessions[key]);
         self.effects.push(Effect::RunModeKnown { rid: rid.clone(), run_mode });
         if self.sessions[key].is_pinned() {
-            self.undo_admission(key, had_no_kv);
+            self.undo_admission(key, turn.had_no_kv);
             // `handle_question` has decided this for a turn that the shim asked about.
-            let extends_streak = !shim_has_asked && !self.has_hidden_end_tokens(key, plan);
+            let extends_streak = turn.awaited.question == Question::NotAsked
+                && !self.has_hidden_end_tokens(key, plan);
             self.change_session(key, |session| {
                 session.client.divergence_streak += u32::from(extends_streak)
             });
@@ -362,9 +324,7 @@ impl Table {
         if tokens <= capacity.pool_tokens - capacity.pin_tokens_max {
             return;
         }
-        let ticket = self.tickets.get_mut(rid).expect("the caller has it");
-        ticket.large_tokens = Some(tokens);
-        self.account(dp_rank).count_as_large(tokens);
+        self.tickets.mark_large(rid, tokens);
         let mut missing_tokens = self.excess_tokens(dp_rank, tokens, capacity.pool_tokens);
         let session = &self.sessions[key];
         if missing_tokens > 0 && session.state.is_open() {
@@ -403,12 +363,17 @@ impl Table {
     /// `history_tokens`. `was_retracted`: the engine took the turn out of its batch and will
     /// resume it, so the figure isn't final.
     pub fn handle_commit(&mut self, incarnation: &str, history_tokens: u64, was_retracted: bool) {
-        let mut tickets = self.tickets.values_mut();
-        let ended_ticket =
-            tickets.find(|ticket| ticket.is_pinned && ticket.incarnation == incarnation);
-        if let Some(trim_turn) = ended_ticket.and_then(|ticket| ticket.trim_turn.as_mut()) {
-            trim_turn.committed_tokens = Some(history_tokens).filter(|_| !was_retracted);
-        }
+        let turn = self.tickets.inside().find(|(_, _, inside)| {
+            inside.runs_pinned() && inside.incarnation.as_deref() == Some(incarnation)
+        });
+        let Some((rid, Some(Trim::Planned { prompt_tokens, .. }))) =
+            turn.map(|(rid, _, inside)| (rid.to_owned(), inside.trim()))
+        else {
+            return;
+        };
+        let committed_tokens = Some(history_tokens).filter(|_| !was_retracted);
+        let prompt_tokens = *prompt_tokens;
+        self.set_trim(&rid, Trim::Planned { prompt_tokens, committed_tokens });
     }
 
     /// Records the token counts of a finished full history. Returns the outcome, with the figures
@@ -417,27 +382,33 @@ impl Table {
         &mut self,
         key: &SessionKey,
         ticket: &Ticket,
+        inside: &Inside,
         outcome: Outcome,
     ) -> Outcome {
-        let usage_from_shim = ticket.trim_turn.as_ref().and_then(|turn| {
-            let prompt_tokens = turn.planned_prompt_tokens?;
-            let completion_tokens = turn.committed_tokens?.checked_sub(prompt_tokens)?;
-            Some(Usage { prompt_tokens, completion_tokens, ..Usage::default() })
-        });
+        let usage_from_shim = match inside.trim() {
+            Some(&Trim::Planned { prompt_tokens, committed_tokens: Some(committed_tokens) }) => {
+                let completion_tokens = committed_tokens.checked_sub(prompt_tokens);
+                completion_tokens.map(|completion_tokens| Usage {
+                    prompt_tokens,
+                    completion_tokens,
+                    ..Usage::default()
+                })
+            }
+            _ => None,
+        };
         let outcome = match outcome {
             Outcome::Finished(None) => Outcome::Finished(usage_from_shim),
             Outcome::Unheard(None) => Outcome::Unheard(usage_from_shim),
             outcome => outcome,
         };
         // The prompt of a turn beside a pinned session says little about the session's next prompt.
-        let ran_beside = self.sessions[key].is_pinned() && !ticket.is_pinned;
-        let is_full_history =
-            ticket.claim.as_ref().is_some_and(|claim| !claim.delta) && !ran_beside;
+        let ran_beside = self.sessions[key].is_pinned() && !inside.runs_pinned();
+        let is_full_history = !ticket.is_delta() && !ran_beside;
         if let (true, Outcome::Finished(Some(usage)) | Outcome::Unheard(Some(usage))) =
             (is_full_history, outcome)
         {
             let tokens = usage.prompt_tokens.saturating_add(usage.completion_tokens);
-            let prompt_tokens_bound = ticket.need.prompt_tokens;
+            let prompt_tokens_bound = inside.need.prompt_tokens;
             let measured = Some(MeasuredHistory { prompt_tokens_bound, tokens });
             self.change_session(key, |session| {
                 session.client.last_measured = measured;
@@ -459,11 +430,14 @@ impl Table {
         &mut self,
         now: Instant,
         key: &SessionKey,
-        (rid, ticket): (&str, &Ticket),
+        (rid, inside): (&str, &Inside),
         outcome: Outcome,
     ) -> bool {
-        let has_plan =
-            ticket.trim_turn.as_ref().is_some_and(|turn| turn.planned_prompt_tokens.is_some());
+        let has_plan = match inside.trim() {
+            Some(Trim::Planned { .. }) => true,
+            Some(Trim::Awaited(_)) => false,
+            None | Some(Trim::NotNeeded | Trim::Refused) => return false,
+        };
         let is_certain = match outcome {
             Outcome::Finished(usage) => has_plan && usage.is_some(),
             // On most routes an abort looks the same for a running turn and for a turn in the
@@ -474,7 +448,7 @@ impl Table {
             Outcome::Unheard(_) | Outcome::Partial | Outcome::Lost => false,
         };
         let is_guard_on = has_plan || self.settings.guards.is_on(Guard::PlanReported);
-        if ticket.trim_turn.is_none() || is_certain || !is_guard_on {
+        if is_certain || !is_guard_on {
             return false;
         }
         let is_open = self.sessions[key].state.is_open();

@@ -15,21 +15,12 @@ impl Table {
     /// Records how the prompt of a claimed turn begins. The owner calls this before
     /// [`Table::admit`].
     pub fn set_prompt_start(&mut self, rid: &str, start: PromptStart) {
-        if let Some(ticket) = self.tickets.get_mut(rid) {
-            ticket.prompt_start = start;
-        }
+        self.tickets.set_prompt_start(rid, start);
     }
 
-    /// Compares the prompt of an admitted turn with those of the session's earlier turns. Ignores
-    /// deltas, which don't hold the beginning of the prompt. Ignores a turn that runs beside its
-    /// session (`runs_beside`), that is, outside the session's KV, because such a turn usually
-    /// belongs to another conversation.
-    pub(super) fn compare_prompt_start(&mut self, rid: &str, key: &SessionKey, runs_beside: bool) {
-        let ticket = self.tickets.get_mut(rid).expect("the caller has it");
-        let start = std::mem::take(&mut ticket.prompt_start);
-        if runs_beside || ticket.is_delta() {
-            return;
-        }
+    /// Compares the beginning of an admitted full history with those of the session's earlier turns.
+    /// The caller leaves out deltas, which don't hold the beginning of the prompt.
+    pub(super) fn compare_prompt_start(&mut self, key: &SessionKey, start: PromptStart) {
         let session = self.sessions.get_mut(key).expect("the caller has seen it");
         let newly_found = session.prefix_tracker.record_prompt_start(start);
         self.report_prefix(key, newly_found);

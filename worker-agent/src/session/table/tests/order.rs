@@ -106,7 +106,7 @@ fn opens_are_bounded_too() {
     let mut rig = Rig::new();
     rig.opens = Some(vec![]);
     let refused = (0..100).filter(|_| rig.open("s", Some(Retention::Pinned)).is_err()).count();
-    assert!(refused > 0, "{} wait, 4 may", rig.table.queue.len());
+    assert!(refused > 0, "{} wait, 4 may", rig.table.tickets.queue().len());
 }
 
 #[test]

@@ -10,20 +10,8 @@
 
 use proto::id::SessionKey;
 
-use super::{Plan, TrimOutcome, TrimPlan};
-use crate::session::table::{Deltas, Effect, Error, MeasuredHistory, Table, Ticket};
-
-impl Ticket {
-    /// Whether the shim has refused the turn, so that it does not run.
-    pub(in super::super) fn is_refused_by_shim(&self) -> bool {
-        self.trim_turn.as_ref().is_some_and(|turn| turn.is_refused)
-    }
-
-    /// Whether the client opens the session with this turn.
-    pub(super) fn opens_session(&self) -> bool {
-        self.claim.as_ref().is_some_and(|claim| claim.open)
-    }
-}
+use super::{Plan, Replaced, Trim, TrimOutcome, TrimPlan, TurnAwaitingPlan};
+use crate::session::table::{Deltas, Effect, Error, MeasuredHistory, Table};
 
 impl Table {
     /// Updates whether a session takes deltas, when a turn's full history becomes the session's
@@ -34,10 +22,13 @@ impl Table {
     ///   clients are told.
     /// - The session was opened before this turn, and the full history is its first history: the
     ///   session takes no deltas, because the client that opened it doesn't know that history.
-    pub(in super::super) fn update_deltas(&mut self, rid: &str, key: &SessionKey) {
-        let ticket = &self.tickets[rid];
-        let (opens_session, trim_turn) = (ticket.opens_session(), ticket.trim_turn.as_ref());
-        let has_replaced_deltas = trim_turn.is_some_and(|turn| turn.has_replaced_deltas);
+    pub(in super::super) fn update_deltas(
+        &mut self,
+        key: &SessionKey,
+        opens_session: bool,
+        replaced: Option<Replaced>,
+    ) {
+        let has_replaced_deltas = replaced == Some(Replaced::Deltas);
         let session = self.sessions.get_mut(key).expect("the caller has seen it");
         let has_no_history = session.history.tokens == 0;
         session.client.deltas = match session.client.deltas {
@@ -54,17 +45,16 @@ impl Table {
     /// the tokens are 0.
     pub(super) fn refuse_not_continued(
         &mut self,
-        key: &SessionKey,
-        rid: &str,
+        turn: &TurnAwaitingPlan,
         plan: &TrimPlan,
     ) -> (TrimOutcome, u64) {
-        let trim_turn = self.trim_turn_mut(rid);
-        trim_turn.is_refused = true;
+        let (rid, awaited) = (&plan.rid, &turn.awaited);
+        self.set_trim(rid, Trim::Refused);
         let exceeds_room =
-            plan.decision == Plan::Refused && plan.prompt_tokens > trim_turn.reserved_prompt_tokens;
-        let error = if trim_turn.exceeds_reserved || exceeds_room {
-            let prompt_tokens_bound = self.tickets[rid].need.prompt_tokens;
-            let session = self.sessions.get_mut(key).expect("the caller has seen it");
+            plan.decision == Plan::Refused && plan.prompt_tokens > awaited.request.tokens_max;
+        let error = if awaited.exceeds_reserved() || exceeds_room {
+            let prompt_tokens_bound = turn.need.prompt_tokens;
+            let session = self.sessions.get_mut(&turn.key).expect("the caller has seen it");
             // A retry of the turn then reserves this much room, or is refused because the pin
             // budget can never hold it.
             session.client.last_measured =
@@ -85,7 +75,7 @@ impl Table {
             };
             Error::NotContinued { detail }
         };
-        self.effects.push(Effect::RefusedByShim { rid: rid.to_owned(), error });
+        self.effects.push(Effect::RefusedByShim { rid: rid.clone(), error });
         (TrimOutcome::NotContinued, 0)
     }
 }

@@ -11,9 +11,12 @@ use std::time::Instant;
 
 use proto::id::SessionKey;
 
-use super::{DIVERGENCE_STREAK_MAX, Plan, TrimPlan};
+use super::{
+    AwaitedPlan, DIVERGENCE_STREAK_MAX, Plan, Question, Replaced, Trim, TrimPlan, TurnAwaitingPlan,
+};
 use crate::session::table::{
-    Deltas, Effect, GoneReason, Need, Record, Session, State, Table, Ticket, TicketState,
+    Deltas, Effect, GoneReason, Need, Record, Session, State, Table, TrimRequest,
+    tickets::{Inside, Run},
 };
 
 /// A prompt that diverges from its session's history counts as an aside (a request for a title,
@@ -46,26 +49,16 @@ impl Table {
     /// itself after two seconds.
     pub fn handle_question(&mut self, now: Instant, question: u64, plan: &TrimPlan) {
         let rid = &plan.rid;
-        let Some(key) = self.session_awaiting_plan(rid) else {
-            self.effects.push(Effect::AnswerQuestion {
-                question,
-                incarnation: None,
-                tokens_max: 0,
-            });
-            return;
+        let Some(turn) = self.turn_awaiting_plan(rid) else {
+            return self.answer_question(question, None);
         };
+        let TurnAwaitingPlan { key, need, awaited, .. } = turn;
         self.record_divergence(&key, plan);
-        let need =
-            Need { prompt_tokens: plan.prompt_tokens, is_exact: true, ..self.tickets[rid].need };
+        let need = Need { prompt_tokens: plan.prompt_tokens, is_exact: true, ..need };
         let target_tokens = self.full_history_target_tokens(&key, need);
-        let trim_turn = self.trim_turn_mut(rid);
-        (trim_turn.open_question, trim_turn.shim_has_asked) = (Some(question), true);
-        let exceeds_reserved =
-            plan.decision == Plan::Refused && plan.prompt_tokens > trim_turn.reserved_prompt_tokens;
-        let must_continue = trim_turn.must_continue;
-        trim_turn.reserved_prompt_tokens = trim_turn.reserved_prompt_tokens.max(plan.prompt_tokens);
+        let TrimRequest { tokens_max, must_continue } = awaited.request;
+        let exceeds_reserved = plan.decision == Plan::Refused && plan.prompt_tokens > tokens_max;
         let can_fit = self.fits_pinned(&key, target_tokens);
-        self.trim_turn_mut(rid).exceeds_reserved = exceeds_reserved;
         if !exceeds_reserved && !self.has_hidden_end_tokens(&key, plan) {
             self.change_session(&key, |session| session.client.divergence_streak += 1);
         }
@@ -75,6 +68,13 @@ impl Table {
         let is_aside = has_auto_retention && plan.shares_little() && streak == 1;
         let is_streak_too_long = has_auto_retention && streak > DIVERGENCE_STREAK_MAX;
         let must_keep_history = must_continue && !exceeds_reserved;
+        let may_reopen = can_fit && !is_streak_too_long;
+        if let Some(awaited) = self.awaited_plan_mut(rid) {
+            awaited.request.tokens_max = tokens_max.max(plan.prompt_tokens);
+            let reopen_tokens = may_reopen.then_some(target_tokens);
+            awaited.question = Question::Open { number: question, exceeds_reserved, reopen_tokens };
+        }
+        let session = &self.sessions[&key];
         // A closing session may still run its last turn in more room.
         let may_run_inside = session.state.is_open()
             || (session.state.is_closing() && must_continue && exceeds_reserved);
@@ -84,8 +84,6 @@ impl Table {
             self.change_session(&key, |session| session.reserve(target_tokens));
             self.answer_run_inside(rid, &key);
         } else {
-            self.trim_turn_mut(rid).reopen_target_tokens =
-                (can_fit && !is_streak_too_long).then_some(target_tokens);
             self.release_before_reopen(now, rid, &key);
         }
         self.process_queue(now);
@@ -95,7 +93,7 @@ impl Table {
     /// Gives the KV of the old incarnation to the radix tree if possible, then replaces the
     /// incarnation.
     fn release_before_reopen(&mut self, now: Instant, rid: &str, key: &SessionKey) {
-        let had_no_kv = self.tickets[rid].had_no_kv;
+        let had_no_kv = self.tickets[rid].had_no_kv();
         let (holds_kv, dp_rank) = self.change_session(key, |session| {
             session.release_reserved();
             if session.history.tokens == 0 || had_no_kv {
@@ -138,20 +136,21 @@ impl Table {
         });
         let incarnation = self.sessions[key].incarnation.clone();
         let dp_rank = self.sessions[key].dp_rank;
-        let ticket = self.tickets.get_mut(rid).expect("the caller has it");
-        (ticket.had_no_kv, ticket.incarnation) = (false, incarnation.clone());
-        self.trim_turn_mut(rid).has_replaced_deltas = deltas_before == Deltas::Taken;
+        let wanted_tokens =
+            self.tickets.inside_mut(rid).and_then(|inside| inside.move_to(&incarnation));
         // The room that was free when the shim asked may be taken by now.
         let has_room = |target_tokens: &u64| {
             matches!(self.row_shortage(dp_rank), Ok(None)) && self.fits_pinned(key, *target_tokens)
         };
-        let wanted_tokens =
-            self.tickets[rid].trim_turn.as_ref().and_then(|turn| turn.reopen_target_tokens);
         let Some(target_tokens) = wanted_tokens.filter(has_room) else {
             self.answer_run_outside(key);
             return self.leave_without_incarnation(now, key);
         };
-        self.trim_turn_mut(rid).is_reopened = true;
+        if let Some(awaited) = self.awaited_plan_mut(rid) {
+            let has_deltas = deltas_before == Deltas::Taken;
+            awaited.replaced =
+                Some(if has_deltas { Replaced::Deltas } else { Replaced::FullHistories });
+        }
         self.begin_open(key, target_tokens);
         self.write_journal(Record::Turn { incarnation, rid: rid.to_owned() });
     }
@@ -195,31 +194,33 @@ impl Table {
             });
             self.schedule_deadline(key);
         }
-        let (session, generation) = (&self.sessions[key], self.sessions[key].generation);
-        let is_inside = |ticket: &&mut Ticket| {
-            ticket.generation == generation && ticket.state == TicketState::Inside
-        };
-        for ticket in self.tickets.values_mut().filter(is_inside) {
-            ticket.incarnation.clone_from(&session.incarnation);
+        let session = &self.sessions[key];
+        for inside in self.tickets.inside_of_mut(session.generation) {
+            inside.incarnation = Some(session.incarnation.clone());
         }
     }
 
     /// Returns the id of the session's turn whose question is not answered yet.
     fn rid_with_question(&self, key: &SessionKey) -> Option<String> {
-        let has_question = |ticket: &Ticket| {
-            ticket.key.as_ref() == Some(key)
-                && ticket.trim_turn.as_ref().is_some_and(|turn| turn.open_question.is_some())
+        let has_question = |inside: &Inside| {
+            matches!(
+                inside.trim(),
+                Some(Trim::Awaited(AwaitedPlan { question: Question::Open { .. }, .. }))
+            )
         };
-        self.tickets.iter().find(|(_, ticket)| has_question(ticket)).map(|(rid, _)| rid.clone())
+        let mut turns = self.tickets.inside();
+        let asked =
+            turns.find(|(_, ticket, inside)| ticket.key() == Some(key) && has_question(inside));
+        asked.map(|(rid, ..)| rid.to_owned())
     }
 
     /// Tells the shim to run the turn in its session, if the turn's question is still open.
     fn answer_run_inside(&mut self, rid: &str, key: &SessionKey) {
-        let incarnation = Some(self.sessions[key].incarnation.clone());
-        let trim_turn = self.trim_turn_mut(rid);
-        let tokens_max = trim_turn.reserved_prompt_tokens;
-        if let Some(question) = trim_turn.open_question.take() {
-            self.effects.push(Effect::AnswerQuestion { question, incarnation, tokens_max });
+        let Some(awaited) = self.awaited_plan_mut(rid) else { return };
+        let tokens_max = awaited.request.tokens_max;
+        if let Some(question) = awaited.close_question() {
+            let incarnation = self.sessions[key].incarnation.clone();
+            self.answer_question(question, Some((incarnation, tokens_max)));
         }
     }
 
@@ -227,12 +228,32 @@ impl Table {
     /// is open.
     pub(in super::super) fn answer_run_outside(&mut self, key: &SessionKey) {
         let Some(rid) = self.rid_with_question(key) else { return };
-        if let Some(question) = self.trim_turn_mut(&rid).open_question.take() {
-            self.effects.push(Effect::AnswerQuestion {
-                question,
-                incarnation: None,
-                tokens_max: 0,
-            });
+        let question = self.awaited_plan_mut(&rid).and_then(AwaitedPlan::close_question);
+        if let Some(question) = question {
+            self.answer_question(question, None);
+        }
+    }
+
+    /// Answers a question: where a turn may run, with how many prompt tokens at most.
+    fn answer_question(&mut self, question: u64, run_in: Option<(String, u64)>) {
+        let (incarnation, tokens_max) = run_in.unzip();
+        let tokens_max = tokens_max.unwrap_or(0);
+        self.effects.push(Effect::AnswerQuestion { question, incarnation, tokens_max });
+    }
+}
+
+impl Inside {
+    /// Moves a turn to the new `incarnation` of its session. Returns the tokens to reserve if the
+    /// turn is to run there.
+    fn move_to(&mut self, incarnation: &str) -> Option<u64> {
+        self.incarnation = Some(incarnation.to_owned());
+        let Run::Pinned { had_no_kv, trim: Trim::Awaited(awaited) } = &mut self.run else {
+            return None;
+        };
+        *had_no_kv = false;
+        match awaited.question {
+            Question::Open { reopen_tokens, .. } => reopen_tokens,
+            Question::NotAsked | Question::Answered { .. } => None,
         }
     }
 }

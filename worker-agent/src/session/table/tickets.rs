@@ -1,0 +1,490 @@
+//! Keeps the turns and open requests of the table, their queue, and each rank's load of turns.
+//!
+//! A ticket is a turn (one request and its answer) between its claim and its end, or the request of
+//! a client that waits for its session to open. Each stage of a ticket has the data that only that
+//! stage has. A plain turn runs on the radix tree, outside pinned sessions. A plain turn is large
+//! if its tokens don't fit into the pool beside a full pin budget, which is the most tokens that
+//! all pinned sessions may hold.
+//!
+//! This module decides nothing and knows no sessions. The rules are in `claims`, `admission`,
+//! `ends` and `trim`.
+
+use std::{
+    collections::{BTreeMap, VecDeque},
+    mem,
+    ops::Index,
+    time::Instant,
+};
+
+use proto::{claim::Claim, id::SessionKey};
+
+use super::{Need, PromptStart, RouteTurns, trim::Trim};
+
+/// All tickets of the table.
+#[derive(Debug, Default)]
+pub(super) struct Tickets {
+    /// By the id of the turn or open request.
+    tickets: BTreeMap<String, Ticket>,
+    /// Ids of the tickets that wait for room, oldest first.
+    queue: VecDeque<String>,
+    /// The number of turns claimed so far.
+    claim_count: u64,
+    /// By rank. Includes ranks that no longer exist, as turns there may still have to end.
+    loads: Vec<RankLoad>,
+}
+
+/// A turn between its claim and its end, or the request of a client that waits for its session to
+/// open.
+#[derive(Debug)]
+pub(super) struct Ticket {
+    pub(super) dp_rank: u32,
+    /// `None` for a turn without a session.
+    pub(super) session: Option<ClaimedSession>,
+    /// When the ticket entered its present stage.
+    pub(super) since: Instant,
+    pub(super) stage: Stage,
+}
+
+/// The session of a ticket, and what the ticket asks of it.
+#[derive(Debug)]
+pub(super) struct ClaimedSession {
+    pub(super) key: SessionKey,
+    /// The `Session::generation` of the claimed session. It differs if that session has been closed
+    /// and another session has the same key.
+    pub(super) generation: u64,
+    pub(super) claim: Claim,
+    pub(super) route_turns: RouteTurns,
+    /// The position among all claims. The turns of a session are admitted in this order, no matter
+    /// how long their bodies take to arrive.
+    pub(super) order: u64,
+    /// Whether this is a delta that was to follow an earlier turn, and that turn did not become
+    /// history.
+    pub(super) is_orphaned: bool,
+}
+
+#[derive(Debug)]
+pub(super) enum Stage {
+    /// The ticket is not a turn. A client waits until its session is open.
+    AwaitsOpen,
+    /// The turn's body is being read. Holds the beginning of its prompt, once that is known.
+    Claimed(PromptStart),
+    /// The turn waits for room.
+    Queued { need: Need, prompt_start: PromptStart },
+    /// The turn is inside the engine.
+    Inside(Inside),
+}
+
+/// A turn inside the engine.
+#[derive(Debug)]
+pub(super) struct Inside {
+    pub(super) need: Need,
+    /// Id of the incarnation that the turn was admitted to. `None` for a turn without a session.
+    pub(super) incarnation: Option<String>,
+    /// When the client disconnected, if the turn's end at the engine is still awaited.
+    pub(super) abandoned_since: Option<Instant>,
+    pub(super) run: Run,
+}
+
+/// How a turn runs inside the engine.
+#[derive(Debug)]
+pub(super) enum Run {
+    /// On the radix tree. `large_tokens`: the KV tokens that the turn may need, if it is large.
+    Plain { large_tokens: Option<u64> },
+    /// In its pinned session. `had_no_kv`: the session held no row and no KV of its own when the
+    /// turn was admitted.
+    Pinned { had_no_kv: bool, trim: Trim },
+}
+
+/// What turns do to one rank, and the engine's queue there.
+#[derive(Debug, Default)]
+pub(super) struct RankLoad {
+    /// The number of turns whose body is being read.
+    pub(super) claimed: u32,
+    /// The number of turns that wait for room.
+    pub(super) queued: u32,
+    /// The number of turns inside the engine.
+    pub(super) running: u32,
+    /// The number of running plain turns.
+    plain_running: u64,
+    /// KV tokens that each running large turn may need.
+    large_tokens: Vec<u64>,
+    /// KV tokens that the largest plain turn needs of those that wait for pinned sessions to give
+    /// up room; 0 if none waits.
+    largest_waiting_tokens: u64,
+    /// The estimated length of the engine's queue: the length that the engine reported last, plus
+    /// the turns sent since then, minus the turns ended since then. `None` before its first report.
+    engine_queue_length: Option<i64>,
+    /// When a load sample first found the rank idle: no turn inside the engine and no close
+    /// unconfirmed. `None` if the newest sample found it busy, or a turn has started since.
+    idle_since: Option<Instant>,
+}
+
+impl Ticket {
+    pub(super) fn key(&self) -> Option<&SessionKey> {
+        self.session.as_ref().map(|session| &session.key)
+    }
+
+    /// Whether the ticket has claimed the session of this generation.
+    pub(super) fn is_of(&self, generation: u64) -> bool {
+        self.session.as_ref().is_some_and(|session| session.generation == generation)
+    }
+
+    /// Whether the ticket is a turn that has claimed its session and is not inside the engine.
+    pub(super) fn is_waiting_turn(&self) -> bool {
+        matches!(self.stage, Stage::Claimed(_) | Stage::Queued { .. })
+    }
+
+    pub(super) fn inside(&self) -> Option<&Inside> {
+        match &self.stage {
+            Stage::Inside(inside) => Some(inside),
+            _ => None,
+        }
+    }
+
+    /// Returns what the turn may need, once its body was read.
+    pub(super) fn need(&self) -> Option<Need> {
+        match &self.stage {
+            Stage::Queued { need, .. } | Stage::Inside(Inside { need, .. }) => Some(*need),
+            Stage::AwaitsOpen | Stage::Claimed(_) => None,
+        }
+    }
+
+    /// Whether the turn awaits the shim's plan.
+    pub(super) fn awaits_plan(&self) -> bool {
+        matches!(self.inside().and_then(Inside::trim), Some(Trim::Awaited(_)))
+    }
+
+    /// Whether the turn is a delta: it holds only new tokens.
+    pub(super) fn is_delta(&self) -> bool {
+        self.session.as_ref().is_some_and(|session| session.claim.delta)
+    }
+
+    /// Whether the client opens the session with this turn.
+    pub(super) fn opens_session(&self) -> bool {
+        self.session.as_ref().is_some_and(|session| session.claim.open)
+    }
+
+    /// Whether the turn was admitted to a session that held no row and no KV of its own.
+    pub(super) fn had_no_kv(&self) -> bool {
+        self.inside().is_some_and(Inside::had_no_kv)
+    }
+
+    /// Whether the turn's claim asks to close the session after the turn.
+    pub(super) fn closes_session(&self) -> bool {
+        self.session.as_ref().is_some_and(|session| session.claim.close)
+    }
+}
+
+impl Inside {
+    pub(super) fn runs_pinned(&self) -> bool {
+        matches!(self.run, Run::Pinned { .. })
+    }
+
+    pub(super) fn had_no_kv(&self) -> bool {
+        matches!(self.run, Run::Pinned { had_no_kv: true, .. })
+    }
+
+    /// Returns what became of the turn's full history. `None` if the turn doesn't run in its
+    /// pinned session.
+    pub(super) fn trim(&self) -> Option<&Trim> {
+        match &self.run {
+            Run::Pinned { trim, .. } => Some(trim),
+            Run::Plain { .. } => None,
+        }
+    }
+}
+
+impl Tickets {
+    /// Adds a ticket at its first stage. A ticket that awaits the open of its session is queued.
+    pub(super) fn insert(&mut self, rid: &str, ticket: Ticket) {
+        if matches!(ticket.stage, Stage::AwaitsOpen) {
+            self.queue.push_back(rid.to_owned());
+        }
+        self.loads[ticket.dp_rank as usize].add(&ticket);
+        let previous = self.tickets.insert(rid.to_owned(), ticket);
+        assert!(previous.is_none(), "the id of a turn is used twice");
+    }
+
+    /// Returns the next position among all claims.
+    pub(super) fn next_order(&mut self) -> u64 {
+        self.claim_count += 1;
+        self.claim_count
+    }
+
+    pub(super) fn get(&self, rid: &str) -> Option<&Ticket> {
+        self.tickets.get(rid)
+    }
+
+    pub(super) fn iter(&self) -> impl Iterator<Item = (&str, &Ticket)> {
+        self.tickets.iter().map(|(rid, ticket)| (rid.as_str(), ticket))
+    }
+
+    /// Returns the turns inside the engine, by id.
+    pub(super) fn inside(&self) -> impl Iterator<Item = (&str, &Ticket, &Inside)> {
+        self.iter().filter_map(|(rid, ticket)| Some((rid, ticket, ticket.inside()?)))
+    }
+
+    pub(super) fn inside_mut(&mut self, rid: &str) -> Option<&mut Inside> {
+        match &mut self.tickets.get_mut(rid)?.stage {
+            Stage::Inside(inside) => Some(inside),
+            _ => None,
+        }
+    }
+
+    /// Returns the turns inside the engine that have claimed the session of this generation.
+    pub(super) fn inside_of_mut(&mut self, generation: u64) -> impl Iterator<Item = &mut Inside> {
+        let of_session = self.tickets.values_mut().filter(move |ticket| ticket.is_of(generation));
+        of_session.filter_map(|ticket| match &mut ticket.stage {
+            Stage::Inside(inside) => Some(inside),
+            _ => None,
+        })
+    }
+
+    /// Sets how the prompt of a claimed turn begins.
+    pub(super) fn set_prompt_start(&mut self, rid: &str, start: PromptStart) {
+        if let Some(Ticket { stage: Stage::Claimed(prompt_start), .. }) = self.tickets.get_mut(rid)
+        {
+            *prompt_start = start;
+        }
+    }
+
+    /// Queues a claimed turn whose needs are now known. Returns false if there is no such turn.
+    pub(super) fn queue_turn(&mut self, now: Instant, rid: &str, need: Need) -> bool {
+        let is_queued = self.change(rid, |ticket| {
+            let Stage::Claimed(start) = &mut ticket.stage else { return false };
+            ticket.stage = Stage::Queued { need, prompt_start: mem::take(start) };
+            ticket.since = now;
+            true
+        });
+        if is_queued == Some(true) {
+            self.queue.push_back(rid.to_owned());
+        }
+        is_queued == Some(true)
+    }
+
+    /// Moves a queued turn into the engine, where `free_rows` are free. Returns the beginning of the
+    /// turn's prompt.
+    pub(super) fn enter_engine(
+        &mut self,
+        now: Instant,
+        rid: &str,
+        incarnation: Option<String>,
+        run: Run,
+        free_rows: u64,
+    ) -> PromptStart {
+        self.queue.retain(|queued| queued != rid);
+        let entered = self.change(rid, |ticket| {
+            ticket.since = now;
+            let Stage::Queued { need, prompt_start } = &mut ticket.stage else { return None };
+            let (need, prompt_start) = (*need, mem::take(prompt_start));
+            ticket.stage = Stage::Inside(Inside { need, incarnation, abandoned_since: None, run });
+            Some((ticket.dp_rank, prompt_start))
+        });
+        let (dp_rank, prompt_start) = entered.flatten().expect("the caller has seen it queued");
+        let load = &mut self.loads[dp_rank as usize];
+        load.idle_since = None;
+        // A turn that finds a free row doesn't wait in the engine's queue.
+        if let (Some(length), true) =
+            (&mut load.engine_queue_length, load.plain_running > free_rows)
+        {
+            *length += 1;
+        }
+        prompt_start
+    }
+
+    /// Lets a turn run on the radix tree that was admitted to its pinned session.
+    pub(super) fn run_beside(&mut self, rid: &str) {
+        self.change_inside(rid, |inside| inside.run = Run::Plain { large_tokens: None });
+    }
+
+    /// Notes how many tokens a running plain turn needs that is large.
+    pub(super) fn mark_large(&mut self, rid: &str, tokens: u64) {
+        self.change_inside(rid, |inside| inside.run = Run::Plain { large_tokens: Some(tokens) });
+    }
+
+    /// Removes a ticket at any stage.
+    pub(super) fn remove(&mut self, rid: &str) -> Option<Ticket> {
+        let ticket = self.tickets.remove(rid)?;
+        self.queue.retain(|queued| queued != rid);
+        let load = &mut self.loads[ticket.dp_rank as usize];
+        load.remove(&ticket);
+        if ticket.inside().is_some()
+            && let Some(length) = &mut load.engine_queue_length
+        {
+            *length = (*length - 1).max(0);
+        }
+        Some(ticket)
+    }
+
+    /// Marks waiting deltas (turns with only new tokens) that were claimed after a turn as orphaned,
+    /// because the history that they were to append to will not exist.
+    pub(super) fn orphan_followers(&mut self, of: &Ticket) {
+        let Some(of) = &of.session else { return };
+        for ticket in self.tickets.values_mut().filter(|ticket| ticket.inside().is_none()) {
+            let Some(session) = &mut ticket.session else { continue };
+            session.is_orphaned |= session.claim.delta
+                && !session.claim.open
+                && session.generation == of.generation
+                && session.order > of.order;
+        }
+    }
+
+    /// Whether an earlier claimed turn of the same session is not inside the engine yet.
+    pub(super) fn has_earlier_claim(&self, than: &ClaimedSession) -> bool {
+        let is_earlier = |session: &ClaimedSession| {
+            session.generation == than.generation && session.order < than.order
+        };
+        let waiting = self.tickets.values().filter(|ticket| ticket.is_waiting_turn());
+        waiting.filter_map(|ticket| ticket.session.as_ref()).any(is_earlier)
+    }
+
+    /// Returns the queued ids, oldest first.
+    pub(super) fn queue(&self) -> &VecDeque<String> {
+        &self.queue
+    }
+
+    /// Returns since when the oldest queued ticket waits.
+    pub(super) fn oldest_since(&self) -> Option<Instant> {
+        self.queue.front().map(|rid| self[rid.as_str()].since)
+    }
+
+    pub(super) fn load(&self, dp_rank: u32) -> &RankLoad {
+        &self.loads[dp_rank as usize]
+    }
+
+    pub(super) fn load_mut(&mut self, dp_rank: u32) -> &mut RankLoad {
+        &mut self.loads[dp_rank as usize]
+    }
+
+    /// Starts a new pass over the queue.
+    pub(super) fn start_queue_pass(&mut self) {
+        self.loads.iter_mut().for_each(|load| load.largest_waiting_tokens = 0);
+    }
+
+    /// Forgets the load samples of an engine that was lost.
+    pub(super) fn forget_samples(&mut self) {
+        let forget =
+            |load: &mut RankLoad| (load.engine_queue_length, load.idle_since) = (None, None);
+        self.loads.iter_mut().for_each(forget);
+    }
+
+    /// Makes room for the loads of `rank_count` ranks.
+    pub(super) fn add_ranks(&mut self, rank_count: usize) {
+        let rank_count = rank_count.max(self.loads.len());
+        self.loads.resize_with(rank_count, RankLoad::default);
+    }
+
+    /// Checks that the loads match a fresh count, and that the queue holds the waiting tickets.
+    pub(super) fn check_invariants(&self) {
+        let mut loads = Vec::new();
+        loads.resize_with(self.loads.len(), RankLoad::default);
+        self.tickets.values().for_each(|ticket| loads[ticket.dp_rank as usize].add(ticket));
+        for (stored, counted) in self.loads.iter().zip(&loads) {
+            assert_eq!(stored.counts(), counted.counts(), "the loads differ from a fresh count");
+        }
+        let waits =
+            |ticket: &&Ticket| matches!(ticket.stage, Stage::AwaitsOpen | Stage::Queued { .. });
+        let waiting = self.tickets.values().filter(waits).count();
+        assert_eq!(self.queue.len(), waiting, "the queue differs from the waiting tickets");
+    }
+
+    /// Changes a ticket, and keeps the load of its rank right.
+    fn change<T>(&mut self, rid: &str, change: impl FnOnce(&mut Ticket) -> T) -> Option<T> {
+        let ticket = self.tickets.get_mut(rid)?;
+        let load = &mut self.loads[ticket.dp_rank as usize];
+        load.remove(ticket);
+        let result = change(ticket);
+        load.add(ticket);
+        Some(result)
+    }
+
+    fn change_inside(&mut self, rid: &str, change: impl FnOnce(&mut Inside)) {
+        self.change(rid, |ticket| {
+            if let Stage::Inside(inside) = &mut ticket.stage {
+                change(inside);
+            }
+        });
+    }
+}
+
+impl Index<&str> for Tickets {
+    type Output = Ticket;
+
+    fn index(&self, rid: &str) -> &Ticket {
+        &self.tickets[rid]
+    }
+}
+
+impl RankLoad {
+    fn add(&mut self, ticket: &Ticket) {
+        match &ticket.stage {
+            Stage::AwaitsOpen => {}
+            Stage::Claimed(_) => self.claimed += 1,
+            Stage::Queued { .. } => self.queued += 1,
+            Stage::Inside(inside) => {
+                self.running += 1;
+                if let Run::Plain { large_tokens } = inside.run {
+                    self.plain_running += 1;
+                    self.large_tokens.extend(large_tokens);
+                }
+            }
+        }
+    }
+
+    fn remove(&mut self, ticket: &Ticket) {
+        match &ticket.stage {
+            Stage::AwaitsOpen => {}
+            Stage::Claimed(_) => self.claimed -= 1,
+            Stage::Queued { .. } => self.queued -= 1,
+            Stage::Inside(inside) => {
+                self.running -= 1;
+                if let Run::Plain { large_tokens } = inside.run {
+                    self.plain_running -= 1;
+                    let index = self.large_tokens.iter().position(|t| Some(*t) == large_tokens);
+                    index.map(|index| self.large_tokens.swap_remove(index));
+                }
+            }
+        }
+    }
+
+    fn counts(&self) -> (u32, u32, u32, u64, u64) {
+        let large_tokens = self.large_tokens.iter().sum();
+        (self.claimed, self.queued, self.running, self.plain_running, large_tokens)
+    }
+
+    /// Returns the most KV tokens that a large running turn, or a plain turn that waits for pinned
+    /// sessions to give up room, may need.
+    pub(super) fn largest_turn_tokens(&self) -> u64 {
+        self.large_tokens.iter().copied().max().unwrap_or(0).max(self.largest_waiting_tokens)
+    }
+
+    /// Takes note of the engine's load sample. Returns since when the rank is idle, that is, without
+    /// a turn inside the engine and a close under way.
+    pub(super) fn sample(
+        &mut self,
+        now: Instant,
+        engine_queue_length: i64,
+        has_pending_close: bool,
+    ) -> Option<Instant> {
+        self.engine_queue_length = Some(engine_queue_length);
+        let is_idle = self.running == 0 && !has_pending_close;
+        self.idle_since = is_idle.then(|| self.idle_since.unwrap_or(now));
+        self.idle_since
+    }
+
+    /// Notes that a plain turn waits for pinned sessions to give up room for its `tokens`. Returns
+    /// whether it is the first such turn of this pass over the queue.
+    pub(super) fn note_wait_for_pins(&mut self, tokens: u64) -> bool {
+        let is_first = self.largest_waiting_tokens == 0;
+        self.largest_waiting_tokens = self.largest_waiting_tokens.max(tokens);
+        is_first
+    }
+
+    /// Whether the engine can run one more plain turn now in its `free_rows`, or would have at most
+    /// `turns_ahead` turns waiting.
+    pub(super) fn has_engine_room(&self, free_rows: u64, turns_ahead: u64) -> bool {
+        let engine_waiting =
+            self.engine_queue_length.map_or(0, |length| u64::try_from(length).unwrap_or(0));
+        self.plain_running < free_rows + turns_ahead && engine_waiting < turns_ahead
+    }
+}
