@@ -1,34 +1,30 @@
 //! An engine's scheduler as the agent sees it: a process that speaks the shim's protocol.
 //!
-//! The process uses the shim's own code and reports the pool figures that the test gives it.
+//! The process reports the pool figures that the test gives it, in the shim's messages.
 
 use std::{
     io::{BufRead as _, BufReader},
     os::unix::process::CommandExt as _,
-    path::{Path, PathBuf},
+    path::Path,
     process::{Child, Command, Stdio},
 };
 
-/// The process: sends its reports, prints its pid, and ends with its standard input.
+use serde::Serialize;
+use worker_agent::shim::codec::VERSION;
+
+/// The process: sends the frames of its last argument, with its own pid for [`PID_PLACEHOLDER`],
+/// prints its pid, and ends with its standard input.
 const PROGRAM: &str = r#"
 import os, socket, sys
-sys.path.insert(0, sys.argv[1])
-import wire
-socket_path, rank, total, available, evictable, protected = sys.argv[2], *map(int, sys.argv[3:])
-kinds = {int: 0, str: "", bytes: os.urandom(16), bool: False}
-blank = lambda form: {name: kinds[kind] for name, kind in form.__annotations__.items()}
-hello = wire.Hello(**blank(wire.Hello))._replace(
-    pid=os.getpid(), dp_rank=rank, page_size=16, pool_tokens=total, rows_total=8, sglang="0.5.23")
-held = total - available - evictable - protected
-head = wire.Figures(**blank(wire.Figures))._replace(
-    pool_tokens=total, available_tokens=available, evictable_tokens=evictable,
-    protected_tokens=protected, held_tokens=held, rows_total=8, rows_free=8, is_full_table=True)
+pid = b"\xce" + os.getpid().to_bytes(4, "big")
 link = socket.socket(socket.AF_UNIX)
-link.connect(socket_path)
-link.sendall(wire.encode_hello(hello) + wire.encode_update(head, [], [], []))
+link.connect(sys.argv[1])
+link.sendall(bytes.fromhex(sys.argv[2]).replace(b"\xce\xff\xff\xff\xff", pid))
 print(os.readlink("/proc/self"), os.getpid(), flush=True)
 sys.stdin.read()
 "#;
+/// A number that MessagePack encodes in as many bytes as the program encodes its pid.
+const PID_PLACEHOLDER: u32 = u32::MAX;
 
 /// The tokens of a rank's pool by state; sessions hold the rest.
 #[derive(Debug, Clone, Copy)]
@@ -65,14 +61,11 @@ impl Scheduler {
         dp_rank: u32,
         pool: PoolTokens,
     ) -> anyhow::Result<Self> {
-        let shim =
-            PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../worker-agent/shim/berth_shim");
-        let numbers = [pool.total, pool.available, pool.evictable, pool.protected];
+        let frames = [hello(dp_rank, pool.total), update(pool)].concat();
+        let hex: String = frames.iter().map(|byte| format!("{byte:02x}")).collect();
         let mut line: Vec<String> = wrapper.iter().map(|word| (*word).to_owned()).collect();
         line.extend(["python3", "-B", "-c", PROGRAM].map(str::to_owned));
-        line.extend([shim, socket.to_owned()].map(|path| path.display().to_string()));
-        line.push(dp_rank.to_string());
-        line.extend(numbers.map(|number| number.to_string()));
+        line.extend([socket.display().to_string(), hex]);
         let mut command = Command::new(&line[0]);
         command.args(&line[1..]);
         Self::spawn(&mut command)
@@ -110,4 +103,44 @@ impl Drop for Scheduler {
         drop(self.child.stdin.take());
         let _ = self.child.wait();
     }
+}
+
+/// Returns the shim's hello for a rank whose pool has this many tokens.
+fn hello(dp_rank: u32, pool_tokens: u64) -> Vec<u8> {
+    let (page_size_tokens, rows_total, page_bytes) = (16, 8, None::<u64>);
+    let (sglang, shim, device) = ("0.5.23", "", "");
+    let no_reason = None::<&str>;
+    frame(&(
+        "Hello",
+        PID_PLACEHOLDER,
+        dp_rank,
+        page_size_tokens,
+        pool_tokens,
+        rows_total,
+        [0_u8; 16],
+        sglang,
+        shim,
+        no_reason,
+        no_reason,
+        no_reason,
+        no_reason,
+        device,
+        page_bytes,
+    ))
+}
+
+/// Returns an update with these figures and no session.
+fn update(pool: PoolTokens) -> Vec<u8> {
+    let PoolTokens { total, available, evictable, protected } = pool;
+    let held = total - available - evictable - protected;
+    let facts = [total, available, evictable, protected, held, 0, 8, 8, 0, 0, 0, 0, 0, 0];
+    let (seq, is_full_table, empty) = (0, true, [0; 0]);
+    frame(&("Update", seq, facts, is_full_table, empty, empty, empty))
+}
+
+/// Encodes a message of the shim as a frame.
+fn frame(message: &impl Serialize) -> Vec<u8> {
+    let message = rmp_serde::to_vec(message).expect("it has numbers and texts");
+    let length = u32::try_from(1 + message.len()).expect("it is short").to_le_bytes();
+    [&length, &[VERSION][..], &message].concat()
 }

@@ -31,20 +31,23 @@ use std::{
     time::{Duration, Instant},
 };
 
+use serde::Deserialize;
 use service::tasks::Tasks;
 use tokio::sync::mpsc;
 
 use self::{codec::ShimCommand, connections::Connections, outbox::Outbox};
 
 /// The first message of a shim: its process, the engine's pool, and whether the shim works.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 pub struct Hello {
     /// The pid of the engine's scheduler process, in that process's own pid namespace.
     pub pid: u32,
     /// The pid of the same process in the agent's pid namespace, as the kernel reports it. `None`
     /// if the process isn't visible in that namespace.
+    #[serde(skip)]
     pub pid_in_agent_namespace: Option<u32>,
     /// The data parallel rank; 0 without data parallelism.
+    #[serde(deserialize_with = "codec::decode_dp_rank")]
     pub dp_rank: u32,
     /// Tokens in a page of the pool.
     pub page_size_tokens: u32,
@@ -52,8 +55,9 @@ pub struct Hello {
     pub pool_tokens: u64,
     /// Rows in the engine's request table. A running turn takes one row; so does a session with KV.
     pub rows_total: u32,
-    /// A random number that identifies the engine process, even where a pid is reused.
-    pub instance: u128,
+    /// Random bytes that identify the engine process, even where a pid is reused.
+    #[serde(with = "serde_bytes")]
+    pub instance: [u8; 16],
     /// SGLang's version.
     pub sglang: String,
     /// The shim's version.
@@ -79,7 +83,7 @@ pub struct Hello {
 }
 
 /// The result of auditing one rank's pages, or the reason why there is none.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 pub struct AuditReply {
     /// The number of the request, as given to [`ShimHandle::audit`].
     pub number: u64,
@@ -88,18 +92,24 @@ pub struct AuditReply {
     /// Why no audit was made; `None` if one was. With a reason, `names` and `report` are empty.
     pub refusal: Option<String>,
     /// The engine's ids of the sessions. The report names a session by its index in this list.
+    /// Numbers without a name are requests without a session, and sessions that aren't listed.
+    #[serde(deserialize_with = "codec::decode_list::<{ codec::AUDIT_NAMES_MAX }, _, _>")]
     pub names: Vec<String>,
     /// The report as `kernels` encodes it.
+    #[serde(with = "serde_bytes")]
     pub report: Vec<u8>,
 }
 
 /// Pool and queue figures of one rank after its scheduler's last step, from the engine's own
 /// counters. `available + evictable + protected + held + uncached == total`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 pub struct RankFacts {
     /// The DP rank.
+    #[serde(skip)]
     pub dp_rank: u32,
-    /// When the agent read the figures, usually less than a millisecond after the shim took them.
+    /// When the agent decoded the figures, usually less than a millisecond after the shim took
+    /// them.
+    #[serde(skip, default = "service::clock::now")]
     pub read_at: Instant,
     /// Tokens in the pool.
     pub pool_tokens: u64,
@@ -149,7 +159,7 @@ impl RankFacts {
 }
 
 /// One session's state in the engine.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 pub struct SessionFacts {
     /// The session's id in the engine. It is the id of an incarnation, which is one life of a Berth
     /// session in the engine.
@@ -309,7 +319,7 @@ impl ShimHandle {
     /// # Errors
     /// When no working shim of this rank is connected, or its command queue is full.
     pub fn demote(&self, dp_rank: u32, session: &str) -> Result<(), Error> {
-        self.connections.send_command(dp_rank, &ShimCommand::Demote(session.to_owned()))
+        self.connections.send_command(dp_rank, &ShimCommand::Demote { session: session.to_owned() })
     }
 
     /// Requests the current facts and the full session table.
@@ -326,7 +336,7 @@ impl ShimHandle {
     /// # Errors
     /// As for [`Self::demote`].
     pub fn audit(&self, dp_rank: u32, number: u64) -> Result<(), Error> {
-        self.connections.send_command(dp_rank, &ShimCommand::Audit(number))
+        self.connections.send_command(dp_rank, &ShimCommand::Audit { number })
     }
 
     /// Requests that the engine publishes its radix tree again as KV events. The first event voids

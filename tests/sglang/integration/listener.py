@@ -1,7 +1,7 @@
 """Takes the agent's place: accepts the connection of the engine's shim and decodes its frames.
 
-It is written from the protocol's table in `worker-agent/shim/berth_shim/wire.py`, and shares no
-code with the shim.
+It is written from the protocol's table in `worker-agent/src/shim/codec.rs`, and shares no code with
+the shim.
 """
 
 import socket
@@ -14,41 +14,20 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-VERSION = 4
+import msgspec
+
+VERSION = 5
 # Messages come at once, or after some seconds on a loaded machine.
 REPORTED_SECONDS_MAX = 60
-HEAD_NAMES = (
-    "seq events_lost samples samples_ns recounts total available evictable protected held uncached"
+HELLO_NAMES = (
+    "pid dp_rank page_size total rows_total instance sglang shim inert undemotable unauditable "
+    "unpublishable device page_bytes"
 ).split()
-ROW_NAMES = "rows_total rows_free running waiting".split()
-
-
-class _Reader:
-    def __init__(self, frame: bytes):
-        self.frame = frame
-        self.at = 0
-
-    def take(self, size: int) -> bytes:
-        assert self.at + size <= len(self.frame), "a frame of the shim is too short"
-        self.at += size
-        return self.frame[self.at - size : self.at]
-
-    def number(self, size: int) -> int:
-        return int.from_bytes(self.take(size), "little")
-
-    def text(self) -> str:
-        return self.take(self.number(2)).decode()
-
-    def flag(self) -> bool:
-        value = self.number(1)
-        assert value in (0, 1), f"a bool of the shim is {value}"
-        return bool(value)
-
-    def rest(self) -> bytes:
-        return self.take(len(self.frame) - self.at)
-
-    def end(self) -> None:
-        assert self.at == len(self.frame), "a frame of the shim is too long"
+HEAD_NAMES = (
+    "total available evictable protected held uncached rows_total rows_free running waiting "
+    "events_lost recounts samples samples_ns"
+).split()
+EVENTS = ("Opened", "Closed", "Committed", "Aborted", "Demoted")
 
 
 @dataclass(frozen=True)
@@ -159,25 +138,25 @@ class Listener:
 
     def demote(self, id: str) -> str:
         """Asks the shim to demote the session. Returns its refusal, which is empty if it did."""
-        raw = id.encode()
-        self._command(16, struct.pack("<H", len(raw)) + raw)
+        self._command("Demote", id)
         return self.event("demoted", id)[0]
 
     def audit(self) -> SimpleNamespace:
         """Asks the shim for an audit of the pages. Returns its refusal, names and report."""
         number = len(self.state.audits) + 1
-        self._command(18, struct.pack("<Q", number))
+        self._command("Audit", number)
         return self.wait("an audit", lambda state: state.audits.get(number))
 
     def resync(self) -> ShimState:
         """Asks the shim for a full session table, and waits for it."""
         before = self.state.full_tables
-        self._command(17, b"")
+        self._command("SampleNow")
         self.wait("a full table", lambda state: state.full_tables > before)
         return self.state
 
-    def _command(self, kind: int, body: bytes) -> None:
-        self._connection.sendall(struct.pack("<IBB", 2 + len(body), VERSION, kind) + body)
+    def _command(self, *message: Any) -> None:
+        body = msgspec.msgpack.encode(message)
+        self._connection.sendall(struct.pack("<IB", 1 + len(body), VERSION) + body)
 
     def _accept(self) -> None:
         while True:
@@ -198,7 +177,7 @@ class Listener:
                 while len(prefix := stream.read(4)) == 4:
                     frame = stream.read(int.from_bytes(prefix, "little"))
                     with self._changed:
-                        _apply(state, _Reader(frame))
+                        _apply(state, frame)
                         self._changed.notify_all()
         except AssertionError as error:
             state.broken = error
@@ -209,64 +188,46 @@ class Listener:
             self._changed.notify_all()
 
 
-def _apply(state: ShimState, frame: _Reader) -> None:
-    version, kind = frame.number(1), frame.number(1)
-    assert version == VERSION, f"the shim speaks version {version}"
-    assert (kind == 1) == (state.hello is None), f"frame {kind} and hello: {state.hello}"
-    if kind == 1:
-        state.hello = SimpleNamespace(
-            pid=frame.number(4), dp_rank=frame.number(4), page_size=frame.number(4),
-            total=frame.number(8), rows_total=frame.number(4), instance=frame.take(16),
-            sglang=frame.text(), shim=frame.text(), inert=frame.text(), undemotable=frame.text(),
-            unauditable=frame.text(), unpublishable=frame.text(), device=frame.text(),
-            page_bytes=frame.number(8),
-        )
-    elif kind == 3:
-        number, spent_ns, refusal = frame.number(8), frame.number(8), frame.text()
-        names = [frame.text() for _ in range(frame.number(2))]
+def _apply(state: ShimState, frame: bytes) -> None:
+    assert frame[0] == VERSION, f"the shim speaks version {frame[0]}"
+    name, *fields = msgspec.msgpack.decode(frame[1:])
+    assert (name == "Hello") == (state.hello is None), f"{name}, and hello: {state.hello}"
+    if name == "Hello":
+        state.hello = _named(HELLO_NAMES, fields)
+    elif name == "Audited":
+        number, (seconds, nanoseconds), refusal, names, report = fields
+        spent_ns = seconds * 10**9 + nanoseconds
         state.audits[number] = SimpleNamespace(
-            refusal=refusal, names=names, report=frame.rest(), spent_ns=spent_ns
+            refusal=refusal or "", names=names, report=report, spent_ns=spent_ns
         )
     else:
-        assert kind == 2, f"the shim sends a frame of kind {kind}"
-        _update(state, frame)
-    frame.end()
+        assert name == "Update", f"the shim sends the message {name}"
+        _update(state, *fields)
 
 
-def _update(state: ShimState, frame: _Reader) -> None:
-    values = {name: frame.number(8) for name in HEAD_NAMES}
-    values |= {name: frame.number(4) for name in ROW_NAMES}
-    head = SimpleNamespace(**values, full=frame.flag())
+def _named(names: list[str], fields: list[Any]) -> SimpleNamespace:
+    """Returns the fields with their names. A missing reason is an empty text."""
+    values = ("" if value is None else value for value in fields)
+    return SimpleNamespace(**dict(zip(names, values, strict=True)))
+
+
+def _update(
+    state: ShimState, seq: int, facts: list, is_full: bool, events: list, gone: list, sessions: list
+) -> None:
+    head = _named([*HEAD_NAMES, "seq", "full"], [*facts, seq, is_full])
     expected = state.head.seq + 1 if state.head else 0
     assert head.seq == expected, f"update {head.seq} of the shim came where {expected} was due"
     pool = head.available + head.evictable + head.protected + head.held + head.uncached
     assert pool == head.total, f"the pool's parts don't sum to it: {head}"
-    state.events += [_event(frame) for _ in range(frame.number(2))]
+    for name, *values in events:
+        assert name in EVENTS, f"the shim sends the event {name}"
+        state.events.append((name.lower(), *("" if value is None else value for value in values)))
     if head.full:
         state.full_tables += 1
         state.sessions.clear()
-    for _ in range(frame.number(2)):
-        state.sessions.pop(frame.text(), None)
-    for _ in range(frame.number(2)):
-        id, flags = frame.text(), frame.number(1)
-        assert flags < 8, f"unknown flags {flags}"
-        state.sessions[id] = Session(
-            bool(flags & 1), bool(flags & 2), bool(flags & 4),
-            *(frame.number(4) for _ in range(4)),
-        )
+    for id in gone:
+        state.sessions.pop(id, None)
+    for id, *values in sessions:
+        state.sessions[id] = Session(*values)
     state.head = head
     state.heads.append(head)
-
-
-def _event(frame: _Reader) -> tuple:
-    number, id = frame.number(1), frame.text()
-    if number == 1:
-        return ("opened", id, frame.flag())
-    if number == 2:
-        return ("closed", id)
-    if number == 3:
-        return ("committed", id, frame.text(), frame.number(4), frame.flag())
-    if number == 4:
-        return ("aborted", id, frame.flag())
-    assert number == 5, f"the shim sends an event of number {number}"
-    return ("demoted", id, frame.text())

@@ -1,7 +1,7 @@
 """Takes the agent's place for the process that tokenizes: hears its plans, answers its questions.
 
 The process reports each plan before the engine gets the turn. The listener is written from the
-protocol's table in `worker-agent/shim/berth_shim/wire.py`, and shares no code with the shim.
+protocol's table in `worker-agent/src/shim/codec.rs`, and shares no code with the shim.
 """
 
 import socket
@@ -12,8 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-VERSION = 4
-PLANS = {1: "trimmed", 2: "retokenized", 3: "diverged", 4: "refused"}
+import msgspec
+
+VERSION = 5
 # The `tokens_max` of a prompt that isn't bounded.
 ROOM = 1 << 20
 
@@ -22,8 +23,8 @@ ROOM = 1 << 20
 class Plan:
     """The plan for one full prompt. A question is followed by the final plan."""
 
-    # The question's number; 0 in a final plan.
-    question: int
+    # The question's number; None in a final plan.
+    question: int | None
     plan: str
     at: int
     committed: int
@@ -80,7 +81,7 @@ class TrimListener:
 
     def _matching(self, name: str, questions: bool) -> list[Plan]:
         named = [plan for plan in self._plans if name in (plan.session, plan.rid)]
-        return [plan for plan in named if (plan.question > 0) == questions]
+        return [plan for plan in named if (plan.question is not None) == questions]
 
     def _run(self) -> None:
         try:
@@ -95,29 +96,19 @@ class TrimListener:
         while head := stream.read(4):
             frame = stream.read(struct.unpack("<I", head)[0])
             assert frame[0] == VERSION, f"the trimmer speaks version {frame[0]}"
-            kind, body = frame[1], frame[2:]
-            if kind == 4:
+            name, *fields = msgspec.msgpack.decode(frame[1:])
+            if name == "Trimmer":
                 with self._changed:
-                    self.inert = _texts(body[20:])[2]
+                    self.inert = fields[-1] or ""
                     self._changed.notify_all()
                 continue
-            assert kind == 5, f"the trimmer sends a frame of kind {kind}"
-            number, *counts, kind_of_plan = struct.unpack("<QIIIIB", body[:25])
-            plan = Plan(number, PLANS[kind_of_plan], *counts, *_texts(body[25:]))
+            assert name == "Planned", f"the trimmer sends the message {name}"
+            plan = Plan(*fields)
             with self._changed:
                 self._plans.append(plan)
                 self._changed.notify_all()
-            if number and (session := self.answer(plan)) is not None:
-                raw = session.encode()
-                head = struct.pack("<BBQIH", VERSION, 20, number, self.tokens_max, len(raw))
-                message = head + raw
-                connection.sendall(struct.pack("<I", len(message)) + message)
-
-
-def _texts(body: bytes) -> list[str]:
-    texts = []
-    while body:
-        [length] = struct.unpack("<H", body[:2])
-        texts.append(body[2 : 2 + length].decode())
-        body = body[2 + length :]
-    return texts
+            if plan.question is not None and (session := self.answer(plan)) is not None:
+                run = msgspec.msgpack.encode(
+                    ["Run", plan.question, self.tokens_max, session or None]
+                )
+                connection.sendall(struct.pack("<IB", 1 + len(run), VERSION) + run)

@@ -23,6 +23,8 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
 from . import wire
 from .link import Link, socket_path
 
@@ -139,13 +141,14 @@ class _Shim:
         """Connects to the agent if this scheduler reports, and starts sampling if it can."""
         import sglang
 
-        inert_reason = ""
+        inert_reason = None
         if not is_supported:
             supported = ", ".join(SGLANG_VERSIONS)
             inert_reason = f"SGLang {sglang.__version__} is not known, only {supported}"
         hello = wire.Hello(
-            os.getpid(), 0, 0, 0, 0, _INSTANCE, str(sglang.__version__), __version__, inert_reason,
-            "", "", "", "", 0,
+            pid=os.getpid(), dp_rank=0, page_size_tokens=0, pool_tokens=0, rows_total=0,
+            instance=_INSTANCE, sglang=str(sglang.__version__), shim=__version__,
+            inert_reason=inert_reason,
         )
         try:
             hello, is_reporter = _complete_hello(scheduler, hello)
@@ -153,12 +156,12 @@ class _Shim:
             # It is unknown whether this scheduler is the one that reports. Two reports of the error
             # are better than none.
             inert_reason = hello.inert_reason or _error_reason("start", error)
-            hello, is_reporter = hello._replace(inert_reason=inert_reason), True
+            hello, is_reporter = replace(hello, inert_reason=inert_reason), True
         if not is_reporter:
             return
         try:
             self._hello = hello
-            self._link = Link(*socket_path(scheduler.server_args.port), wire.encode_hello(hello))
+            self._link = Link(*socket_path(scheduler.server_args.port), wire.encode(hello))
             if not hello.inert_reason:
                 self._start_sampler(scheduler)
         except Exception as error:
@@ -174,13 +177,14 @@ class _Shim:
 
         auditor = Auditor(scheduler, self._link.wake)
         republisher = Republisher(scheduler, self._link.wake)
-        self._hello = self._hello._replace(
-            unauditable_reason=auditor.refusal,
-            unpublishable_reason=republisher.refusal,
+        self._hello = replace(
+            self._hello,
+            unauditable_reason=auditor.refusal or None,
+            unpublishable_reason=republisher.refusal or None,
             device=auditor.device,
-            page_bytes=auditor.page_bytes,
+            page_bytes=auditor.page_bytes or None,
         )
-        self._link.set_hello(wire.encode_hello(self._hello))
+        self._link.set_hello(wire.encode(self._hello))
         refusal = self._hello.undemotable_reason
         self._sampler = Sampler(scheduler, self._link, refusal, auditor, republisher)
         self._sampler.start_publishing_rows(self._hello.dp_rank)
@@ -240,8 +244,8 @@ class _Shim:
         """Makes the shim inert for good, and reports why."""
         self._sampler = None
         if self._link is not None:
-            self._hello = self._hello._replace(inert_reason=_error_reason(failed_part, error))
-            self._link.reconnect(wire.encode_hello(self._hello))
+            self._hello = replace(self._hello, inert_reason=_error_reason(failed_part, error))
+            self._link.reconnect(wire.encode(self._hello))
 
 
 def _complete_hello(scheduler: Any, hello: wire.Hello) -> tuple[wire.Hello, bool]:
@@ -252,18 +256,19 @@ def _complete_hello(scheduler: Any, hello: wire.Hello) -> tuple[wire.Hello, bool
 
     parallel = get_parallel()
     is_reporter = (parallel.pp_rank, parallel.attn_tp_rank, parallel.attn_cp_rank) == (0, 0, 0)
-    hello = hello._replace(dp_rank=parallel.dp_rank or 0)
+    hello = replace(hello, dp_rank=parallel.dp_rank or 0)
     cache_type = type(scheduler.tree_cache).__name__
     if not hello.inert_reason and cache_type != "UnifiedRadixCache":
         reason = f"the tree cache is {cache_type}, not UnifiedRadixCache"
-        hello = hello._replace(inert_reason=reason)
+        hello = replace(hello, inert_reason=reason)
     if hello.inert_reason:
         return hello, is_reporter
-    return hello._replace(
-        page_size=scheduler.page_size,
+    return replace(
+        hello,
+        page_size_tokens=scheduler.page_size,
         pool_tokens=scheduler.max_total_num_tokens,
         rows_total=scheduler.req_to_token_pool.size,
-        undemotable_reason=demotion_refusal(scheduler),
+        undemotable_reason=demotion_refusal(scheduler) or None,
     ), is_reporter
 
 

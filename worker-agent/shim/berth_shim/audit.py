@@ -137,7 +137,7 @@ class Auditor:
             self._requested_number = None
         self._running_audit = None
         if number is not None:
-            self._answer = wire.encode_audit(number, 0, reason, [], b"")
+            self._answer = wire.encode(wire.Audited(number, (0, 0), reason, [], b""))
 
     def _begin(self) -> None:
         """Takes a snapshot, and lets the library copy the rows that the snapshot names."""
@@ -158,10 +158,12 @@ class Auditor:
                 _, rows_now = snapshot.list_rows(self._scheduler)
                 audit.start_accounting(rows_now, self._wake_scheduler)
         elif not audit.thread.is_alive():
-            names, spent_ns, report = audit.snapshot.session_names, audit.spent_ns, audit.report()
+            names, report = audit.snapshot.session_names, audit.report()
+            spent = divmod(audit.spent_ns, 1_000_000_000)
             self._running_audit = None
             if audit.number is not None:
-                self._answer = wire.encode_audit(audit.number, spent_ns, "", names, report)
+                answer = wire.Audited(audit.number, spent, None, names, report)
+                self._answer = wire.encode(answer)
 
     def current_stream(self) -> int:
         """Returns the scheduler's current CUDA stream; 0 if the pool is not on a CUDA device. The

@@ -15,7 +15,6 @@ import socket
 import struct
 import threading
 import time
-from typing import Any
 
 from . import wire
 
@@ -47,8 +46,8 @@ class Link:
         self._unsent = b""
         # The number of connections so far. It identifies the current connection.
         self.connection_number = 0
-        # The commands that the engine's thread hasn't taken, each with its kind and its content.
-        self._queued_commands: list[tuple[int, Any]] = []
+        # The commands that the engine's thread hasn't taken.
+        self._queued_commands: list[wire.Command] = []
         # A byte in this socket pair wakes an idle scheduler, which polls `wake_receiver`.
         self.wake_receiver, self._wake_sender = socket.socketpair()
         self.wake_receiver.setblocking(False)
@@ -129,9 +128,8 @@ class Link:
         except BlockingIOError:
             pass
 
-    def take_commands(self) -> list[tuple[int, Any]]:
-        """Takes the waiting commands, each with its kind and content, and removes the wake-up
-        bytes."""
+    def take_commands(self) -> list[wire.Command]:
+        """Takes the waiting commands, and removes the wake-up bytes."""
         with self._lock:
             self._drain_wake_bytes()
             commands = list(self._queued_commands)
@@ -190,7 +188,7 @@ class Link:
             self._queued_commands.clear()
         try:
             # A new agent needs a full table of the sessions.
-            self._queue_command((wire.SAMPLE_NOW, ""))
+            self._queue_command(wire.SampleNow())
             buffer = bytearray()
             while received := connection.recv(65536):
                 buffer += received
@@ -200,7 +198,7 @@ class Link:
             with self._lock:
                 self._socket = None
 
-    def _queue_command(self, command: tuple[int, Any]) -> None:
+    def _queue_command(self, command: wire.Command) -> None:
         """Queues a command for the engine's thread, and wakes an idle scheduler."""
         if len(self._queued_commands) >= COMMANDS_MAX:
             raise wire.ProtocolError("too many commands are waiting")

@@ -13,8 +13,9 @@ one comparison.
 
 import logging
 import time
-from collections.abc import Callable
 from typing import Any
+
+from msgspec.structs import replace
 
 from . import demotion, wire
 from .audit import Auditor
@@ -39,7 +40,7 @@ class Sampler:
         self,
         scheduler: Any,
         link: Link,
-        demotion_refusal: str,
+        demotion_refusal: str | None,
         auditor: Auditor,
         republisher: Republisher,
     ):
@@ -52,14 +53,14 @@ class Sampler:
         self._table = SessionTable(scheduler)
         # The connection for which the following state holds.
         self._connection_number = 0
-        # The encoded events that are still to be sent.
-        self._unsent_events: list[bytes] = []
+        # The events that are still to be sent.
+        self._unsent_events: list[wire.Event] = []
         # Whether the next update must begin a full table of the sessions.
         self._is_full_table_due = True
         # The number of the next update on this connection.
         self._next_seq = 0
         # The latest figures that were sent on this connection, without the shim's own counters.
-        self._figures_sent: wire.Figures | None = None
+        self._figures_sent: wire.RankFacts | None = None
         # Counters since the start. A recount is a sample that reads all sessions again because the
         # sum of the held tokens was wrong.
         self._events_lost = self._samples = self._samples_ns = self._recounts = 0
@@ -78,38 +79,36 @@ class Sampler:
 
     def report_open(self, id: str, ok: bool) -> None:
         """Reports that the engine has answered a request to open a session."""
-        self._queue_event(id, wire.encode_opened, ok)
+        self._queue_event(wire.Opened, id, ok)
 
     def report_close(self, id: str) -> None:
         """Reports that the engine has closed a session."""
-        self._queue_event(id, wire.encode_closed)
+        self._queue_event(wire.Closed, id)
 
     def report_commit(self, id: str, request: Any) -> None:
         """Reports that a turn became part of the session's history, because it has ended or was put
         back into the queue (retracted)."""
         history_tokens = len(request.origin_input_ids) + answer_tokens(request)
         is_retracted = not request.finished()
-        self._queue_event(
-            id, wire.encode_committed, str(request.rid), history_tokens, is_retracted
-        )
+        self._queue_event(wire.Committed, id, str(request.rid), history_tokens, is_retracted)
 
     def report_abort(self, id: str, was_running: bool) -> None:
         """Reports that a turn was aborted. If it was running, the session's row is free now."""
-        self._queue_event(id, wire.encode_aborted, was_running)
+        self._queue_event(wire.Aborted, id, was_running)
 
     def report_flush(self) -> None:
         """Reports that the engine has discarded the KV of all sessions."""
         self._is_full_table_due = True
 
-    def _queue_event(self, id: str, encode: Callable[..., bytes], *fields: Any) -> None:
-        """Queues an event of a session for the next update. `encode` is the function of `wire` for
-        this kind of event, and `fields` are its arguments after the id."""
+    def _queue_event(self, kind: type[wire.Event], id: str, *fields: Any) -> None:
+        """Queues an event of a session for the next update. `kind` is the class of the event, and
+        `fields` are its fields after the id."""
         if not self._link.is_connected or not wire.is_nameable(id):
             return
         self._reset_if_reconnected()
         self._table.touched_ids.add(id)
         if len(self._unsent_events) < wire.EVENTS_MAX:
-            self._unsent_events.append(encode(id, *fields))
+            self._unsent_events.append(kind(id, *fields))
         else:
             self._events_lost += 1
             self._is_full_table_due = True
@@ -146,16 +145,17 @@ class Sampler:
     def run_commands(self) -> None:
         """Carries out the agent's commands. Called before a step's requests are handled."""
         self._reset_if_reconnected()
-        for kind, argument in self._link.take_commands():
-            if kind == wire.SAMPLE_NOW:
-                self._is_full_table_due = True
-            elif kind == wire.AUDIT:
-                self._auditor.request(argument)
-            elif kind == wire.REPUBLISH:
-                self._republisher.begin()
-            else:
-                refusal = self._demotion_refusal or demotion.demote(self._scheduler, argument)
-                self._queue_event(argument, wire.encode_demoted, refusal)
+        for command in self._link.take_commands():
+            match command:
+                case wire.SampleNow():
+                    self._is_full_table_due = True
+                case wire.Audit(number):
+                    self._auditor.request(number)
+                case wire.Republish():
+                    self._republisher.begin()
+                case wire.Demote(id):
+                    refusal = self._demotion_refusal or demotion.demote(self._scheduler, id)
+                    self._queue_event(wire.Demoted, id, refusal or None)
         self._auditor.begin()
         self._republisher.publish_chunk()
 
@@ -237,35 +237,35 @@ class Sampler:
             self._is_full_table_due, self._next_seq, self._figures_sent = True, 0, None
             self._unsent_events.clear()
 
-    def _read_state(self) -> wire.Figures:
+    def _read_state(self) -> wire.RankFacts:
         """Reads the touched sessions (all of them for a full update) and the pool's figures."""
         if self._is_full_table_due:
             self._table.rebuild()
         self._table.read_touched()
         return self._read_figures()
 
-    def _send_update(self, figures: wire.Figures) -> None:
+    def _send_update(self, figures: wire.RankFacts) -> None:
         """Sends the figures, the events, and as many changed sessions as fit in one update."""
         ended_ids, changed_sessions = self._table.take_changes()
-        complete_figures = figures._replace(
-            seq=self._next_seq,
+        complete_figures = replace(
+            figures,
+            uncached_tokens=max(0, figures.uncached_tokens),
             events_lost=self._events_lost,
+            recounts=self._recounts,
             samples=self._samples,
             samples_ns=self._samples_ns,
-            recounts=self._recounts,
-            uncached_tokens=max(0, figures.uncached_tokens),
-            is_full_table=self._is_full_table_due,
         )
-        frame = wire.encode_update(
-            complete_figures, self._unsent_events, ended_ids, changed_sessions
+        update = wire.Update(
+            self._next_seq, complete_figures, self._is_full_table_due, self._unsent_events,
+            ended_ids, changed_sessions,
         )
-        self._link.send(frame, self._connection_number)
+        self._link.send(wire.encode(update), self._connection_number)
         self._next_seq += 1
         self._figures_sent = figures
         self._is_full_table_due = False
         self._unsent_events.clear()
 
-    def _read_figures(self) -> wire.Figures:
+    def _read_figures(self) -> wire.RankFacts:
         """Reads the figures of the pool and the queues. The shim's own counters stay 0, so that
         the figures of two samples are equal if the engine's state is."""
         scheduler, tree = self._scheduler, self._scheduler.tree_cache
@@ -280,12 +280,7 @@ class Sampler:
         held_tokens = self._table.held_tokens
         accounted_tokens = available_tokens + evictable_tokens + protected_tokens + held_tokens
         row_pool = scheduler.req_to_token_pool
-        return wire.Figures(
-            seq=0,
-            events_lost=0,
-            samples=0,
-            samples_ns=0,
-            recounts=0,
+        return wire.RankFacts(
             pool_tokens=pool_stats.full_capacity,
             available_tokens=available_tokens,
             evictable_tokens=evictable_tokens,
@@ -296,5 +291,4 @@ class Sampler:
             rows_free=row_pool.available_size(),
             running=len(scheduler.running_batch.reqs),
             waiting=len(scheduler.waiting_queue),
-            is_full_table=False,
         )

@@ -56,7 +56,7 @@ class SessionTable:
                     self._changed_ids.pop(id, None)
                     self._ended_ids[id] = None
                 continue
-            facts = _read_facts(session, kv)
+            facts = _read_facts(id, session, kv)
             if self._facts_by_id.get(id) != facts and wire.is_nameable(id):
                 self._facts_by_id[id] = facts
                 self._ended_ids.pop(id, None)
@@ -67,11 +67,11 @@ class SessionTable:
         """Whether sessions are still to be reported."""
         return bool(self._changed_ids or self._ended_ids)
 
-    def take_changes(self) -> tuple[list[str], list[tuple[str, wire.SessionFacts]]]:
+    def take_changes(self) -> tuple[list[str], list[wire.SessionFacts]]:
         """Takes the next sessions to report, at most SESSIONS_MAX of each kind: the ids of ended
-        sessions, and changed sessions with their facts."""
+        sessions, and the facts of changed sessions."""
         ended_ids = _take_first(self._ended_ids)
-        changed_sessions = [(id, self._facts_by_id[id]) for id in _take_first(self._changed_ids)]
+        changed_sessions = [self._facts_by_id[id] for id in _take_first(self._changed_ids)]
         return ended_ids, changed_sessions
 
     def _private_tokens(self, kv: Any) -> int:
@@ -88,18 +88,18 @@ class SessionTable:
             self._held_tokens_by_id[id] = tokens
 
 
-def _read_facts(session: Any, kv: Any) -> wire.SessionFacts:
+def _read_facts(id: str, session: Any, kv: Any) -> wire.SessionFacts:
     """Reads a session's facts. `kv` is the record of the session's KV; None if it has no KV."""
-    flags = (
-        (wire.HOLDS_ROW if kv is not None else 0)
-        | (wire.IN_FLIGHT if session._inflight else 0)
-        | (wire.CLOSING if session.close_on_finish else 0)
-    )
-    history_len = history_tokens(session)
-    if kv is None:
-        return wire.SessionFacts(flags, 0, 0, 0, history_len)
+    holds_row = kv is not None
     return wire.SessionFacts(
-        flags, kv.kv_allocated_len, kv.kv_committed_len, kv.cache_protected_len, history_len
+        id=id,
+        holds_row=holds_row,
+        in_flight=bool(session._inflight),
+        closing=bool(session.close_on_finish),
+        allocated_tokens=kv.kv_allocated_len if holds_row else 0,
+        committed_tokens=kv.kv_committed_len if holds_row else 0,
+        protected_tokens=kv.cache_protected_len if holds_row else 0,
+        history_tokens=history_tokens(session),
     )
 
 

@@ -36,6 +36,8 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from msgspec.structs import replace
+
 from . import wire
 from .eligibility import cache_namespace, engine_refusal, fast_tokenizer, request_refusal
 from .link import Link, socket_path
@@ -180,8 +182,10 @@ class Trimmer:
         self._link.start()
 
     def _hello(self) -> bytes:
-        versions = self._sglang_version, self._shim_version
-        return wire.encode_trimmer(os.getpid(), self._instance, *versions, self._inert_reason)
+        return wire.encode(wire.Trimmer(
+            os.getpid(), self._instance, self._sglang_version, self._shim_version,
+            self._inert_reason or None,
+        ))
 
     def _fail(self, failed_part: str, error: Exception) -> None:
         """Stops all trimming and reports why. Turns that already run continue."""
@@ -403,7 +407,7 @@ class Trimmer:
             # Plans that waited for an earlier connection have no reader any more.
             self._connection_number = self._link.connection_number
             self._waiting_plans.clear()
-        self._waiting_plans.append(wire.encode_planned(planned))
+        self._waiting_plans.append(wire.encode(planned))
         self._send_waiting_plans()
 
     def _send_waiting_plans(self) -> None:
@@ -433,7 +437,7 @@ class Trimmer:
         question_number, answer = self._last_question, loop.create_future()
         self._answers[question_number] = answer
         try:
-            self._send_plan(planned._replace(number=question_number))
+            self._send_plan(replace(planned, question=question_number))
             mark = await asyncio.wait_for(answer, ANSWER_SECONDS_MAX)
         except asyncio.TimeoutError:
             return None, "the agent didn't answer in time"
@@ -442,11 +446,11 @@ class Trimmer:
         return (mark, "") if mark.session else (None, "the agent lets it run as it came")
 
     def _read_answers(self) -> None:
-        for kind, run in self._link.take_commands():
-            if kind == wire.RUN:
-                answer = self._answers.get(run.number)
+        for command in self._link.take_commands():
+            if isinstance(command, wire.Run):
+                answer = self._answers.get(command.question)
                 if answer is not None and not answer.done():
-                    answer.set_result(Mark(run.tokens_max, run.session))
+                    answer.set_result(Mark(command.tokens_max, command.session or ""))
 
 
 def _allow_another_abort(manager: Any, rid: str) -> None:
@@ -482,17 +486,21 @@ def _plan_message(
     plan: Plan, mark: Mark, rid: str, prompt_tokens: int = 0, why: str = ""
 ) -> wire.Planned:
     """Returns the message to the agent about a plan. `prompt_tokens` is the length of the whole
-    prompt, and `why` the reason why a question didn't help. If the plan says that the prompt is too
-    long, the message has the number of tokens that the engine would count, if that is larger."""
-    kinds = {Trimmed: wire.TRIMMED, Retokenized: wire.RETOKENIZED, Diverged: wire.DIVERGED}
-    kind = kinds.get(type(plan), wire.REFUSED)
-    shared_tokens = getattr(plan, "shared_tokens", 0)
-    committed_tokens = getattr(plan, "committed_tokens", 0)
+    prompt, and `why` the reason why a question didn't help. If the prompt is too long, the message
+    says at least as many tokens as the engine would count."""
+    kinds = {Trimmed: "trimmed", Retokenized: "retokenized", Diverged: "diverged"}
     reasons = [getattr(plan, "why", ""), why]
     if isinstance(plan, TooLong):
         prompt_tokens = max(prompt_tokens, plan.prompt_tokens)
         reasons.insert(0, f"it has {plan.prompt_tokens} tokens, and {mark.tokens_max} have room")
-    appended_tokens = len(getattr(plan, "new_ids", ()))
-    rid = mark.rid or rid
-    lengths = shared_tokens, committed_tokens, appended_tokens, prompt_tokens
-    return wire.Planned(0, *lengths, kind, mark.session, rid, "; ".join(filter(None, reasons)))
+    return wire.Planned(
+        question=None,
+        plan=kinds.get(type(plan), "refused"),
+        shared_tokens=getattr(plan, "shared_tokens", 0),
+        committed_tokens=getattr(plan, "committed_tokens", 0),
+        appended_tokens=len(getattr(plan, "new_ids", ())),
+        prompt_tokens=prompt_tokens,
+        session=mark.session,
+        rid=mark.rid or rid,
+        why="; ".join(filter(None, reasons)),
+    )

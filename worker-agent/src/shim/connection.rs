@@ -6,15 +6,12 @@
 //!
 //! The peer's first message is its hello. After that, the task turns the peer's messages into
 //! reports, which it sends to the agent, and writes the agent's encoded commands to the peer. The
-//! [`Protocol`] decodes the messages and buffers the reports: `outbox` does this for a shim,
+//! [`Protocol`] names the messages and buffers the reports: `outbox` does this for a shim,
 //! `trim/protocol` for the trimmer. While the buffer is full, the task reads nothing.
 
-use std::{
-    collections::HashMap,
-    io,
-    time::{Duration, Instant},
-};
+use std::{collections::HashMap, io, time::Duration};
 
+use serde::de::DeserializeOwned;
 use tokio::{
     net::{
         UnixStream,
@@ -25,7 +22,7 @@ use tokio::{
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tracing::{info, warn};
 
-use super::codec::{self, Body, Frames};
+use super::codec::{self, Frames};
 
 /// The maximum number of commands that wait to be written to one peer. A command can ask the shim
 /// to demote a session, so this bounds how many sessions the agent demotes at once.
@@ -41,20 +38,17 @@ pub(super) trait Protocol: Sized + Send + 'static {
     /// The name of the task that listens for these peers, for logs.
     const NAME: &'static str;
     /// A message from the peer.
-    type Message: Send;
+    type Message: DeserializeOwned + Send;
     /// A report to the agent.
     type Report: Send + 'static;
-
-    /// Decodes a frame's body by its kind.
-    fn decode(kind: u8, body: &mut Body<'_>) -> Result<Self::Message, codec::Error>;
 
     /// Begins a connection with the peer's first message. Returns the connection's state, the
     /// peer's description and the report that the peer is up, or `None` if the message isn't a
     /// hello. `pid` is the peer's process as the kernel reports it.
     fn begin(hello: Self::Message, pid: Option<u32>) -> Option<(Self, PeerInfo, Self::Report)>;
 
-    /// Buffers the reports of a later message, which the agent read at `read_at`.
-    fn receive(&mut self, message: Self::Message, read_at: Instant) -> Result<(), EndReason>;
+    /// Buffers the reports of a later message.
+    fn receive(&mut self, message: Self::Message) -> Result<(), EndReason>;
 
     /// Whether the buffer has room for another message.
     fn has_room(&self) -> bool;
@@ -184,7 +178,7 @@ impl Connection {
     /// Reads the peer's first message.
     async fn read_hello<T: Protocol>(&mut self) -> Result<T::Message, EndReason> {
         loop {
-            match self.reader.frames.take_message(T::decode)? {
+            match self.reader.frames.take_message()? {
                 Some(message) => return Ok(message),
                 None => self.reader.read().await?,
             }
@@ -226,8 +220,8 @@ impl Connection {
     ) -> Result<(), EndReason> {
         let Self { reader, write_half, unsent } = self;
         while protocol.has_room() {
-            let Some(message) = reader.frames.take_message(T::decode)? else { break };
-            protocol.receive(message, service::clock::now())?;
+            let Some(message) = reader.frames.take_message()? else { break };
+            protocol.receive(message)?;
         }
         tokio::select! {
             biased;

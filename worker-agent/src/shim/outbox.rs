@@ -10,14 +10,11 @@
 //! shim's socket fills up, and the shim loses events and counts them. Afterwards the shim sends its
 //! full table of sessions.
 
-use std::{
-    collections::{BTreeMap, VecDeque},
-    time::Instant,
-};
+use std::collections::{BTreeMap, VecDeque};
 
 use super::{
     AuditReply, RankFacts, SessionChanges, SessionFacts, ShimEvent,
-    codec::{self, Body, ShimMessage, Update, WireEvent, WireEventKind},
+    codec::{ShimMessage, Update, WireEvent},
     connection::{EndReason, PeerInfo, Protocol},
 };
 
@@ -58,10 +55,10 @@ impl Outbox {
         self.is_full_table || !self.changed_sessions.is_empty()
     }
 
-    /// Buffers an update, which the agent read at `read_at`.
-    pub(super) fn push(&mut self, update: Update, read_at: Instant) {
-        self.facts = Some(to_rank_facts(self.dp_rank, &update, read_at));
+    /// Buffers an update.
+    pub(super) fn push(&mut self, update: Update) {
         let dp_rank = self.dp_rank;
+        self.facts = Some(RankFacts { dp_rank, ..update.facts });
         self.events.extend(update.events.into_iter().map(|event| to_report(dp_rank, event)));
         if update.is_full_table {
             self.is_full_table = true;
@@ -95,10 +92,6 @@ impl Protocol for Outbox {
     type Message = ShimMessage;
     type Report = ShimEvent;
 
-    fn decode(kind: u8, body: &mut Body<'_>) -> Result<ShimMessage, codec::Error> {
-        codec::decode_message(kind, body)
-    }
-
     fn begin(hello: ShimMessage, pid: Option<u32>) -> Option<(Self, PeerInfo, ShimEvent)> {
         let ShimMessage::Hello(mut hello) = hello else { return None };
         hello.pid_in_agent_namespace = pid;
@@ -110,7 +103,7 @@ impl Protocol for Outbox {
         Some((Self::new(hello.dp_rank), info, ShimEvent::Up(*hello)))
     }
 
-    fn receive(&mut self, message: ShimMessage, read_at: Instant) -> Result<(), EndReason> {
+    fn receive(&mut self, message: ShimMessage) -> Result<(), EndReason> {
         match message {
             ShimMessage::Hello(_) => return Err(EndReason::MisplacedHello),
             ShimMessage::Update(update) if update.seq != self.next_seq => {
@@ -121,7 +114,7 @@ impl Protocol for Outbox {
             }
             ShimMessage::Update(update) => {
                 self.next_seq += 1;
-                self.push(*update, read_at);
+                self.push(*update);
             }
             // A newer result replaces a result that the agent hasn't taken.
             ShimMessage::Audited(reply) => self.audit_reply = Some(reply),
@@ -173,39 +166,14 @@ impl Protocol for Outbox {
 }
 
 fn to_report(dp_rank: u32, event: WireEvent) -> ShimEvent {
-    let id = event.id;
-    match event.kind {
-        WireEventKind::Opened { ok } => ShimEvent::Opened { dp_rank, id, ok },
-        WireEventKind::Closed => ShimEvent::Closed { dp_rank, id },
-        WireEventKind::Committed { rid, history_tokens, is_retracted } => {
+    match event {
+        WireEvent::Opened { id, ok } => ShimEvent::Opened { dp_rank, id, ok },
+        WireEvent::Closed { id } => ShimEvent::Closed { dp_rank, id },
+        WireEvent::Committed { id, rid, history_tokens, is_retracted } => {
             ShimEvent::Committed { dp_rank, id, rid, history_tokens, is_retracted }
         }
-        WireEventKind::Aborted { was_running } => ShimEvent::Aborted { dp_rank, id, was_running },
-        WireEventKind::Demoted { refusal } => {
-            let refusal = Some(refusal).filter(|reason| !reason.is_empty());
-            ShimEvent::Demoted { dp_rank, id, refusal }
-        }
-    }
-}
-
-fn to_rank_facts(dp_rank: u32, update: &Update, read_at: Instant) -> RankFacts {
-    RankFacts {
-        dp_rank,
-        read_at,
-        pool_tokens: update.pool_tokens,
-        available_tokens: update.available_tokens,
-        evictable_tokens: update.evictable_tokens,
-        protected_tokens: update.protected_tokens,
-        held_tokens: update.held_tokens,
-        uncached_tokens: update.uncached_tokens,
-        rows_total: update.rows_total,
-        rows_free: update.rows_free,
-        running: update.running,
-        waiting: update.waiting,
-        events_lost: update.events_lost,
-        recounts: update.recounts,
-        samples: update.samples,
-        samples_ns: update.samples_ns,
+        WireEvent::Aborted { id, was_running } => ShimEvent::Aborted { dp_rank, id, was_running },
+        WireEvent::Demoted { id, refusal } => ShimEvent::Demoted { dp_rank, id, refusal },
     }
 }
 
@@ -221,7 +189,31 @@ mod tests {
     }
 
     fn closed(id: &str) -> WireEvent {
-        WireEvent { id: id.into(), kind: WireEventKind::Closed }
+        WireEvent::Closed { id: id.into() }
+    }
+
+    /// Returns an update without any event or session.
+    fn update(available_tokens: u64, is_full_table: bool) -> Update {
+        let facts = RankFacts {
+            dp_rank: 0,
+            read_at: now(),
+            pool_tokens: 0,
+            available_tokens,
+            evictable_tokens: 0,
+            protected_tokens: 0,
+            held_tokens: 0,
+            uncached_tokens: 0,
+            rows_total: 0,
+            rows_free: 0,
+            running: 0,
+            waiting: 0,
+            events_lost: 0,
+            recounts: 0,
+            samples: 0,
+            samples_ns: 0,
+        };
+        let (events, gone_ids, sessions) = (vec![], vec![], vec![]);
+        Update { seq: 0, facts, is_full_table, events, gone_ids, sessions }
     }
 
     fn drain(outbox: &mut Outbox) -> Vec<ShimEvent> {
@@ -234,7 +226,7 @@ mod tests {
         for (available_tokens, history) in [(5, 10), (4, 20)] {
             let sessions = vec![session("a", history)];
             let events = vec![closed("b")];
-            outbox.push(Update { available_tokens, sessions, events, ..Update::default() }, now());
+            outbox.push(Update { sessions, events, ..update(available_tokens, false) });
         }
         let news = drain(&mut outbox);
         let [ShimEvent::Closed { dp_rank: 3, id }, ShimEvent::Closed { .. }, sessions, facts] =
@@ -255,7 +247,7 @@ mod tests {
     #[test]
     fn an_empty_full_table_is_told() {
         let mut outbox = Outbox::new(0);
-        outbox.push(Update { is_full_table: true, ..Update::default() }, now());
+        outbox.push(update(0, true));
         let Some(ShimEvent::Sessions(sessions)) = outbox.next_report() else { panic!("no table") };
         assert!(sessions.is_full_table && sessions.changed.is_empty());
     }
@@ -265,7 +257,7 @@ mod tests {
         let mut outbox = Outbox::new(0);
         while outbox.has_room() {
             let events = (0..256).map(|_| closed("a")).collect();
-            outbox.push(Update { events, ..Update::default() }, now());
+            outbox.push(Update { events, ..update(0, false) });
         }
         let events = drain(&mut outbox).len();
         assert!((EVENTS_MAX..EVENTS_MAX + 257).contains(&events), "{events}");
@@ -298,7 +290,7 @@ mod tests {
                 heard.clone()
             };
             for (is_full_table, changes, take) in steps {
-                let mut update = Update { is_full_table, ..Update::default() };
+                let mut update = update(0, is_full_table);
                 if is_full_table {
                     said.clear();
                 }
@@ -313,7 +305,7 @@ mod tests {
                         update.gone_ids.push(id);
                     }
                 }
-                outbox.push(update, now());
+                outbox.push(update);
                 if take {
                     prop_assert_eq!(hear(&mut outbox), said.clone());
                 }

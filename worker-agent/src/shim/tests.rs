@@ -1,4 +1,4 @@
-//! Tests of the socket, with shims that write the protocol's bytes by hand.
+//! Tests of the socket, with shims that write messages field by field.
 
 use std::{
     io::{ErrorKind, Read as _, Write as _},
@@ -10,7 +10,10 @@ use std::{
     time::Duration,
 };
 
-use super::*;
+use serde::Serialize;
+use serde_bytes::Bytes;
+
+use super::{codec::tests::framed, *};
 
 /// A generous limit for operations that take milliseconds, also on a slow machine.
 pub(super) const SOON: Duration = Duration::from_secs(60);
@@ -52,13 +55,30 @@ impl TestAgent {
     }
 
     fn shim(&self, dp_rank: u32, instance: u8) -> Shim {
-        self.shim_saying(&hello(dp_rank, instance, ""))
+        self.shim_saying(dp_rank, instance, None)
     }
 
-    fn shim_saying(&self, hello: &[u8]) -> Shim {
+    fn shim_saying(&self, dp_rank: u32, instance: u8, inert_reason: Option<&str>) -> Shim {
         let stream = UnixStream::connect(self.folder.socket()).unwrap();
         let mut shim = Shim { stream, seq: 0 };
-        shim.send(1, hello);
+        let no_reason = None::<&str>;
+        shim.send(&(
+            "Hello",
+            1,
+            dp_rank,
+            16,
+            2048,
+            8,
+            [instance; 16],
+            "0.5.23",
+            "0.1.0",
+            inert_reason,
+            no_reason,
+            no_reason,
+            no_reason,
+            "cpu",
+            4096,
+        ));
         shim
     }
 
@@ -67,57 +87,34 @@ impl TestAgent {
     }
 }
 
-pub(super) fn text(text: &str) -> Vec<u8> {
-    [&u16::try_from(text.len()).unwrap().to_le_bytes(), text.as_bytes()].concat()
-}
-
-fn hello(dp_rank: u32, instance: u8, inert_reason: &str) -> Vec<u8> {
-    let mut body = vec![];
-    for number in [1_u32, dp_rank, 16] {
-        body.extend(number.to_le_bytes());
-    }
-    body.extend(2048_u64.to_le_bytes());
-    body.extend(8_u32.to_le_bytes());
-    body.extend([instance; 16]);
-    for each in ["0.5.23", "0.1.0", inert_reason, "", "", "", "cpu"] {
-        body.extend(text(each));
-    }
-    body.extend(4096_u64.to_le_bytes());
-    body
-}
-
 struct Shim {
     stream: UnixStream,
     seq: u64,
 }
 
 impl Shim {
-    fn send(&mut self, kind: u8, body: &[u8]) {
-        let length = u32::try_from(body.len() + 2).unwrap().to_le_bytes();
-        self.stream.write_all(&[&length, &[codec::VERSION, kind][..], body].concat()).unwrap();
+    fn send(&mut self, message: &impl Serialize) {
+        self.stream.write_all(&framed(message)).unwrap();
     }
 
     /// Sends an update with a number of free tokens and some closed sessions.
     fn update(&mut self, available: u64, closed: &[&str]) {
-        let mut body = vec![];
-        for number in [self.seq, 0, 0, 0, 0, 2048, available, 0, 0, 0, 2048 - available] {
-            body.extend(number.to_le_bytes());
-        }
-        body.extend([0; 17]);
-        body.extend(u16::try_from(closed.len()).unwrap().to_le_bytes());
-        for id in closed {
-            body.push(2);
-            body.extend(text(id));
-        }
-        body.extend([0; 4]);
+        let update = update(self.seq, available, closed);
+        self.send(&update);
         self.seq += 1;
-        self.send(2, &body);
     }
+}
+
+fn update(seq: u64, available: u64, closed: &[&str]) -> impl Serialize {
+    let mut facts = [0; 14];
+    (facts[0], facts[1], facts[5]) = (2048, available, 2048 - available);
+    let events: Vec<_> = closed.iter().map(|id| ("Closed", (*id).to_owned())).collect();
+    ("Update", seq, facts, false, events, [(); 0], [(); 0])
 }
 
 fn is_up(news: &ShimEvent, rank: u32, instance: u8) -> bool {
     matches!(news, ShimEvent::Up(hello) if hello.dp_rank == rank
-        && hello.instance == u128::from_le_bytes([instance; 16])
+        && hello.instance == [instance; 16]
         && (hello.pid, hello.pid_in_agent_namespace) == (1, Some(std::process::id())))
 }
 
@@ -136,23 +133,17 @@ async fn what_a_shim_says_arrives_and_commands_reach_it() {
     agent.handle.sample_now(2).unwrap();
     agent.handle.audit(2, 9).unwrap();
     assert!(matches!(agent.handle.demote(0, "s#2"), Err(Error::NoShim(0))));
+    let wanted = [framed(&("Demote", "s#2")), framed(&("SampleNow",)), framed(&("Audit", 9))];
+    let wanted = wanted.concat();
     let read = tokio::task::spawn_blocking(move || {
         shim.stream.set_read_timeout(Some(SOON)).unwrap();
-        let mut bytes = [0; 31];
+        let mut bytes = vec![0; wanted.len()];
         shim.stream.read_exact(&mut bytes).unwrap();
-        (bytes, shim)
+        assert_eq!(bytes, wanted);
+        shim
     });
-    let wanted = [
-        &b"\x07\0\0\0\x04\x10\x03\0s#2\x02\0\0\0\x04\x11"[..],
-        b"\x0a\0\0\0\x04\x12\x09\0\0\0\0\0\0\0",
-    ];
-    let (bytes, mut shim) = read.await.unwrap();
-    assert_eq!(bytes[..], wanted.concat());
-    let names = [1_u16.to_le_bytes().to_vec(), text("s#2")].concat();
-    shim.send(
-        3,
-        &[&9_u64.to_le_bytes()[..], &[0; 8], &text(""), &names, b"what was found"].concat(),
-    );
+    let mut shim = read.await.unwrap();
+    shim.send(&("Audited", 9, (0, 0), (), ["s#2"], Bytes::new(b"what was found")));
     let ShimEvent::Audited { dp_rank: 2, reply } = agent.next().await else { panic!("no audit") };
     assert_eq!((reply.number, &reply.names[..]), (9, &["s#2".to_owned()][..]));
     assert_eq!((reply.refusal, &reply.report[..]), (None, &b"what was found"[..]));
@@ -181,17 +172,18 @@ async fn a_restarted_engine_replaces_the_one_before() {
     // Commands go to the new connection.
     agent.handle.sample_now(0).unwrap();
     second.stream.set_read_timeout(Some(SOON)).unwrap();
+    let wanted = framed(&("SampleNow",));
     let read = tokio::task::spawn_blocking(move || {
-        let mut bytes = [0; 6];
-        second.stream.read_exact(&mut bytes).map(|()| bytes[5])
+        let mut bytes = vec![0; wanted.len()];
+        second.stream.read_exact(&mut bytes).map(|()| bytes == wanted)
     });
-    assert_eq!(read.await.unwrap().unwrap(), 17);
+    assert!(read.await.unwrap().unwrap());
 }
 
 #[tokio::test]
 async fn an_inert_shim_says_why_and_takes_no_commands() {
     let mut agent = TestAgent::new("inert", 16);
-    let _shim = agent.shim_saying(&hello(1, 1, "unknown version"));
+    let _shim = agent.shim_saying(1, 1, Some("unknown version"));
     let ShimEvent::Up(hello) = agent.next().await else { panic!("not up") };
     assert_eq!(hello.inert_reason.as_deref(), Some("unknown version"));
     assert!(matches!(agent.handle.demote(1, "s"), Err(Error::NoShim(1))));
@@ -201,14 +193,14 @@ async fn an_inert_shim_says_why_and_takes_no_commands() {
 async fn nonsense_ends_the_connection_and_says_why() {
     let mut agent = TestAgent::new("nonsense", 16);
     for (number, (spoil, said)) in
-        [(0, "kind 77"), (1, "instead of update 1")].into_iter().enumerate()
+        [(0, "no valid message"), (1, "instead of update 1")].into_iter().enumerate()
     {
         let mut shim = agent.shim(0, u8::try_from(number).unwrap());
         agent.next().await;
         shim.update(1, &[]);
         assert!(matches!(agent.next().await, ShimEvent::Facts(_)));
         if spoil == 0 {
-            shim.send(77, &[]);
+            shim.send(&("Goodbye",));
         } else {
             shim.seq = 9;
             shim.update(1, &[]);
@@ -232,16 +224,7 @@ async fn a_slow_receiver_stops_the_shim_and_misses_no_event() {
                 // Up to here a slow agent must still read; from here on it may stop reading.
                 shim.stream.set_write_timeout(Some(Duration::from_millis(300))).unwrap();
             }
-            let mut body = vec![];
-            for number in [shim.seq, 0, 0, 0, 0, 2048, 0, 0, 0, 0, 2048] {
-                body.extend(number.to_le_bytes());
-            }
-            body.extend([0; 17]);
-            body.extend([1, 0, 2]);
-            body.extend(text(id));
-            body.extend([0; 4]);
-            let length = u32::try_from(body.len() + 2).unwrap().to_le_bytes();
-            match shim.stream.write_all(&[&length, &[codec::VERSION, 2][..], &body].concat()) {
+            match shim.stream.write_all(&framed(&update(shim.seq, 0, &[id]))) {
                 Ok(()) => sent += 1,
                 Err(error) => {
                     assert_eq!(error.kind(), ErrorKind::WouldBlock);

@@ -18,6 +18,7 @@ mod protocol;
 
 use std::path::Path;
 
+use serde::Deserialize;
 use service::tasks::Tasks;
 use tokio::sync::mpsc;
 
@@ -25,15 +26,17 @@ use self::protocol::TrimmerConnection;
 use super::{Error, codec::ShimCommand, connections::Connections};
 
 /// The trimmer's first message: its process, its versions, and whether it trims.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 pub struct Trimmer {
     /// The process id of the engine's first process, in that process's own pid namespace.
     pub pid: u32,
     /// The id of the same process in the agent's pid namespace, as the kernel reports it. `None` if
     /// the process isn't visible in that namespace.
+    #[serde(skip)]
     pub pid_in_agent_namespace: Option<u32>,
-    /// A random number that tells this engine process from every other.
-    pub instance: u128,
+    /// Random bytes that tell this engine process from every other.
+    #[serde(with = "serde_bytes")]
+    pub instance: [u8; 16],
     /// The version of SGLang.
     pub sglang: String,
     /// The version of the shim.
@@ -43,7 +46,8 @@ pub struct Trimmer {
 }
 
 /// The trimmer's decision about how a marked turn runs.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Plan {
     /// The prompt continues the session's history, token id for token id.
     Trimmed,
@@ -56,7 +60,7 @@ pub enum Plan {
 }
 
 /// The trimmer's plan for a marked turn.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 pub struct PlanReport {
     /// The number of the trimmer's question. The turn waits until [`TrimHandle::answer`] gets this
     /// number. `None` if the plan is final and the engine gets the turn now.
@@ -119,7 +123,7 @@ impl TrimHandle {
         session: Option<&str>,
         tokens_max: u32,
     ) -> Result<(), Error> {
-        let session = session.unwrap_or_default().to_owned();
+        let session = session.map(str::to_owned);
         self.connections
             .send_command(protocol::DP_RANK, &ShimCommand::Run { question, tokens_max, session })
     }

@@ -1,4 +1,4 @@
-//! Tests of the trimmer's socket, with trimmers that send the protocol's bytes directly.
+//! Tests of the trimmer's socket, with trimmers that write messages field by field.
 
 use std::{
     io::{Read as _, Write as _},
@@ -6,10 +6,12 @@ use std::{
     time::Duration,
 };
 
+use serde::Serialize;
+
 use super::{
     super::{
-        codec,
-        tests::{Folder, SOON, text},
+        codec::tests::framed,
+        tests::{Folder, SOON},
     },
     *,
 };
@@ -29,11 +31,10 @@ impl TestAgent {
         Self { folder, handle, events, _tasks: tasks }
     }
 
-    fn trimmer(&self, instance: u8, inert_reason: &str) -> TrimmerEnd {
+    fn trimmer(&self, instance: u8, inert_reason: Option<&str>) -> TrimmerEnd {
         let path = format!("{}.trim", self.folder.socket().display());
         let mut trimmer = TrimmerEnd(UnixStream::connect(path).unwrap());
-        let texts = ["0.5.23", "0.1.0", inert_reason].map(text).concat();
-        trimmer.send(4, &[&1_u32.to_le_bytes()[..], &[instance; 16], &texts].concat());
+        trimmer.send(&("Trimmer", 1, [instance; 16], "0.5.23", "0.1.0", inert_reason));
         trimmer
     }
 
@@ -46,7 +47,7 @@ impl TestAgent {
         let TrimmerEvent::Up(trimmer) = self.next().await else { panic!("not up") };
         let own_pid = Some(std::process::id());
         assert_eq!((trimmer.pid_in_agent_namespace, trimmer.inert_reason), (own_pid, None));
-        trimmer.instance.to_le_bytes()[0]
+        trimmer.instance[0]
     }
 
     /// Waits for the trimmer's connection to end. Returns the reason.
@@ -61,32 +62,26 @@ impl TestAgent {
 struct TrimmerEnd(UnixStream);
 
 impl TrimmerEnd {
-    fn send(&mut self, kind: u8, body: &[u8]) {
-        self.0.write_all(&framed(kind, body)).unwrap();
+    fn send(&mut self, message: &impl Serialize) {
+        self.0.write_all(&framed(message)).unwrap();
     }
 
-    /// Reads the next `N` bytes.
-    async fn reads<const N: usize>(&self) -> [u8; N] {
+    /// Reads the next `count` bytes.
+    async fn reads(&self, count: usize) -> Vec<u8> {
         let mut stream = self.0.try_clone().unwrap();
         stream.set_read_timeout(Some(SOON)).unwrap();
         let read = tokio::task::spawn_blocking(move || {
-            let mut bytes = [0; N];
+            let mut bytes = vec![0; count];
             stream.read_exact(&mut bytes).map(|()| bytes)
         });
         read.await.unwrap().unwrap()
     }
 }
 
-fn framed(kind: u8, body: &[u8]) -> Vec<u8> {
-    let length = u32::try_from(body.len() + 2).unwrap().to_le_bytes();
-    [&length, &[codec::VERSION, kind][..], body].concat()
-}
-
-/// The body of a plan for the session `s`, with half of the prompt trimmed.
-fn planned(number: u64, prompt: u32) -> Vec<u8> {
-    let numbers = [prompt / 2, prompt / 2, prompt - prompt / 2, prompt].map(u32::to_le_bytes);
-    let texts = ["s", "rid", ""].map(text).concat();
-    [&number.to_le_bytes()[..], &numbers.concat(), &[1], &texts].concat()
+/// Returns a plan for the session `s`, with half of the prompt trimmed.
+fn planned(question: Option<u64>, prompt: u32) -> impl Serialize {
+    let half = prompt / 2;
+    ("Planned", question, "trimmed", half, half, prompt - half, prompt, "s", "rid", "")
 }
 
 fn prompt_of(news: &TrimmerEvent) -> u32 {
@@ -98,9 +93,9 @@ fn prompt_of(news: &TrimmerEvent) -> u32 {
 async fn plans_arrive_and_questions_are_answered() {
     let mut agent = TestAgent::new("plans", 16);
     assert!(matches!(agent.handle.answer(7, None, 0), Err(Error::NoShim(0))));
-    let mut trimmer = agent.trimmer(1, "");
+    let mut trimmer = agent.trimmer(1, None);
     assert_eq!(agent.up().await, 1);
-    trimmer.send(5, &planned(0, 11));
+    trimmer.send(&planned(None, 11));
     let TrimmerEvent::Planned(told) = agent.next().await else { panic!("no plan") };
     assert_eq!((told.question, told.plan), (None, Plan::Trimmed));
     assert_eq!(
@@ -109,16 +104,13 @@ async fn plans_arrive_and_questions_are_answered() {
     );
     assert_eq!((&*told.session, &*told.rid, &*told.why), ("s", "rid", ""));
 
-    trimmer.send(5, &planned(7, 11));
+    trimmer.send(&planned(Some(7), 11));
     let TrimmerEvent::Planned(told) = agent.next().await else { panic!("no question") };
     assert_eq!(told.question, Some(7));
     agent.handle.answer(7, Some("s#2"), 512).unwrap();
     agent.handle.answer(8, None, 0).unwrap();
-    let wanted = [
-        &b"\x13\0\0\0\x04\x14\x07\0\0\0\0\0\0\0\0\x02\0\0\x03\0s#2"[..],
-        b"\x10\0\0\0\x04\x14\x08\0\0\0\0\0\0\0\0\0\0\0\0\0",
-    ];
-    assert_eq!(trimmer.reads::<43>().await[..], wanted.concat());
+    let wanted = [framed(&("Run", 7, 512, "s#2")), framed(&("Run", 8, 0, ()))].concat();
+    assert_eq!(trimmer.reads(wanted.len()).await, wanted);
     drop(trimmer);
     assert!(agent.down().await.contains("disconnected"));
 }
@@ -126,7 +118,7 @@ async fn plans_arrive_and_questions_are_answered() {
 #[tokio::test]
 async fn an_inert_trimmer_says_why_and_is_asked_nothing() {
     let mut agent = TestAgent::new("trim-inert", 16);
-    let _trimmer = agent.trimmer(1, "several DP ranks");
+    let _trimmer = agent.trimmer(1, Some("several DP ranks"));
     let TrimmerEvent::Up(trimmer) = agent.next().await else { panic!("not up") };
     assert_eq!(trimmer.inert_reason.as_deref(), Some("several DP ranks"));
     assert!(matches!(agent.handle.answer(1, None, 0), Err(Error::NoShim(0))));
@@ -135,7 +127,7 @@ async fn an_inert_trimmer_says_why_and_is_asked_nothing() {
 #[tokio::test]
 async fn a_newer_trimmer_replaces_even_one_that_is_deaf() {
     let mut agent = TestAgent::new("trim-again", 16);
-    let _deaf = agent.trimmer(1, "");
+    let _deaf = agent.trimmer(1, None);
     assert_eq!(agent.up().await, 1);
     // Send until the socket and the queue of commands are full.
     let long = "s".repeat(512);
@@ -148,33 +140,36 @@ async fn a_newer_trimmer_replaces_even_one_that_is_deaf() {
     assert!(matches!(busy, Error::QueueFull), "{busy}");
     let unnamed = agent.handle.answer(1, Some(&"s".repeat(513)), 1);
     assert!(matches!(unnamed, Err(Error::NameTooLong)), "who says it hears so");
-    let second = agent.trimmer(2, "");
+    let second = agent.trimmer(2, None);
     assert!(agent.down().await.contains("another"));
     assert_eq!(agent.up().await, 2);
     agent.handle.answer(9, Some("s"), 1).unwrap();
-    assert_eq!(second.reads::<7>().await, *b"\x11\0\0\0\x04\x14\x09");
+    let wanted = framed(&("Run", 9, 1, "s"));
+    assert_eq!(second.reads(wanted.len()).await, wanted);
 }
 
 #[tokio::test]
 async fn nonsense_ends_the_connection_and_says_why() {
     let mut agent = TestAgent::new("trim-nonsense", 16);
-    let unknown = [&planned(0, 4)[..24], &[9; 7]].concat();
-    let hello = [&[0; 20][..], &["", "", ""].map(text).concat()].concat();
-    for (kind, body, said) in [
-        (2, planned(0, 4), "kind 2"),
-        (5, unknown, "invalid value"),
-        (5, planned(0, 4)[1..].to_vec(), "wrong length"),
-        (4, hello, "hello"),
+    let hello = ("Trimmer", 1, [0; 16], "", "", ());
+    let unplanned = ("Planned", (), "shortened", 2, 2, 2, 4, "s", "rid", "");
+    let short = ("Planned", (), "trimmed", 2, 2, 2, 4, "s", "rid");
+    let update = ("Update", 0, [0; 14], false, [(); 0], [(); 0], [(); 0]);
+    for (message, said) in [
+        (framed(&update), "no valid message"),
+        (framed(&unplanned), "no valid message"),
+        (framed(&short), "no valid message"),
+        (framed(&hello), "hello"),
     ] {
-        let mut trimmer = agent.trimmer(1, "");
+        let mut trimmer = agent.trimmer(1, None);
         assert_eq!(agent.up().await, 1);
-        trimmer.send(5, &planned(0, 3));
+        trimmer.send(&planned(None, 3));
         assert_eq!(prompt_of(&agent.next().await), 3);
-        trimmer.send(kind, &body);
+        trimmer.0.write_all(&message).unwrap();
         let reason = agent.down().await;
         assert!(reason.contains(said), "{reason}");
     }
-    let mut huge = agent.trimmer(1, "");
+    let mut huge = agent.trimmer(1, None);
     assert_eq!(agent.up().await, 1);
     huge.0.write_all(&u32::MAX.to_le_bytes()).unwrap();
     assert!(agent.down().await.contains("a frame of"));
@@ -183,11 +178,11 @@ async fn nonsense_ends_the_connection_and_says_why() {
 #[tokio::test]
 async fn a_slow_receiver_stops_the_reading_and_misses_no_plan() {
     let mut agent = TestAgent::new("trim-slow", 1);
-    let mut trimmer = agent.trimmer(1, "");
+    let mut trimmer = agent.trimmer(1, None);
     trimmer.0.set_write_timeout(Some(Duration::from_millis(300))).unwrap();
     // Ends when the socket is full: the receiver takes no news, so the agent stops reading.
     let sent = tokio::task::spawn_blocking(move || {
-        let whole = |prompt: &u32| trimmer.0.write_all(&framed(5, &planned(0, *prompt))).is_ok();
+        let whole = |prompt: &u32| trimmer.0.write_all(&framed(&planned(None, *prompt))).is_ok();
         (0..100_000).take_while(whole).count()
     });
     let sent = sent.await.unwrap();

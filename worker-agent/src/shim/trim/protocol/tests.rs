@@ -1,34 +1,31 @@
-//! Tests of decoding the trimmer's frames: the shim encoder's own, and invalid ones.
+//! Tests of the trimmer's messages: the examples of both ends, and invalid ones.
 
 use proptest::prelude::*;
 
 use super::{
-    super::super::codec::tests::{all_of, framed, python, unhex},
+    super::{
+        super::codec::{
+            ShimMessage,
+            tests::{assert_invalid, decoded, example, framed, framed_bytes},
+        },
+        Plan,
+    },
     *,
 };
 
-/// A script that prints, as hex, the shim's encoding of the frames that [`frames_of_the_trimmer`]
-/// returns.
-const ENCODE: &str = r#"
-from berth_shim import wire
-print(wire.encode_trimmer(7, bytes(range(16)), "0.5.23", "0.1.0", "").hex())
-print(wire.encode_trimmer(7, bytes(16), "0.6.0", "0.1.0", "it is not known").hex())
-for plan in (wire.TRIMMED, wire.RETOKENIZED, wire.DIVERGED, wire.REFUSED):
-    number = (1 << 40) * (plan > wire.RETOKENIZED)
-    print(wire.encode_planned(wire.Planned(number, 1, 2, 3, 4, plan, "s-é", "rid-1", "why")).hex())
-"#;
-
-fn frames_of_the_trimmer() -> Vec<TrimmerMessage> {
+#[test]
+fn what_the_trimmer_writes_is_what_it_means() {
     let works = Trimmer {
         pid: 7,
         pid_in_agent_namespace: None,
-        instance: u128::from_le_bytes(std::array::from_fn(|place| u8::try_from(place).unwrap())),
+        instance: std::array::from_fn(|place| u8::try_from(place).unwrap()),
         sglang: "0.5.23".into(),
         shim: "0.1.0".into(),
         inert_reason: None,
     };
     let inert_reason = Some("it is not known".into());
-    let inert = Trimmer { instance: 0, sglang: "0.6.0".into(), inert_reason, ..works.clone() };
+    let inert =
+        Trimmer { instance: [0; 16], sglang: "0.6.0".into(), inert_reason, ..works.clone() };
     let planned = |plan, question| {
         TrimmerMessage::Planned(PlanReport {
             question,
@@ -42,48 +39,47 @@ fn frames_of_the_trimmer() -> Vec<TrimmerMessage> {
             why: "why".into(),
         })
     };
-    vec![
-        TrimmerMessage::Trimmer(works),
-        TrimmerMessage::Trimmer(inert),
-        planned(Plan::Trimmed, None),
-        planned(Plan::Retokenized, None),
-        planned(Plan::Diverged, Some(1 << 40)),
-        planned(Plan::Refused, Some(1 << 40)),
-    ]
-}
-
-#[test]
-fn what_the_trimmer_writes_is_what_it_means() {
-    let Some(printed) = python(ENCODE, &[]) else { return };
-    assert_eq!(
-        all_of(TrimmerConnection::decode, &unhex(&printed)).unwrap(),
-        frames_of_the_trimmer()
-    );
+    let messages = [
+        ("trimmer", TrimmerMessage::Trimmer(works)),
+        ("inert", TrimmerMessage::Trimmer(inert)),
+        ("trimmed", planned(Plan::Trimmed, None)),
+        ("retokenized", planned(Plan::Retokenized, None)),
+        ("diverged", planned(Plan::Diverged, Some(1 << 40))),
+        ("planned-refused", planned(Plan::Refused, Some(1 << 40))),
+    ];
+    for (name, message) in messages {
+        assert_eq!(decoded(&example(name)), Ok(message), "{name}");
+    }
 }
 
 #[test]
 fn no_socket_reads_what_belongs_to_the_other() {
-    for kind in [1, 2, 3, 4, 5, 16, 17, 18, 19, 20] {
-        let frame = framed(&[codec::VERSION, kind]);
-        let unknown = Some(codec::Error::UnknownKind(kind));
-        let shims = all_of(codec::decode_message, &frame).err() != unknown;
-        let trimmers = all_of(TrimmerConnection::decode, &frame).err() != unknown;
-        assert_eq!((shims, trimmers), ((1..=3).contains(&kind), (4..=5).contains(&kind)));
+    for (name, is_the_shims, is_the_trimmers) in [
+        ("hello", true, false),
+        ("update", true, false),
+        ("audited", true, false),
+        ("trimmer", false, true),
+        ("trimmed", false, true),
+        ("demote", false, false),
+        ("sample-now", false, false),
+        ("audit", false, false),
+        ("republish", false, false),
+        ("run", false, false),
+    ] {
+        let frame = example(name);
+        assert_eq!(decoded::<ShimMessage>(&frame).is_ok(), is_the_shims, "{name}");
+        assert_eq!(decoded::<TrimmerMessage>(&frame).is_ok(), is_the_trimmers, "{name}");
     }
-    // A plan number that the protocol doesn't define.
-    let planned = [&[codec::VERSION, 5][..], &[0; 24], &[5], &[0; 6]].concat();
-    assert_eq!(
-        all_of(TrimmerConnection::decode, &framed(&planned)),
-        Err(codec::Error::InvalidValue)
-    );
+    let planned = |plan| ("Planned", 1, plan, 0, 0, 0, 0, "s", "rid", "");
+    assert!(decoded::<TrimmerMessage>(&framed(&planned("trimmed"))).is_ok());
+    assert_invalid::<TrimmerMessage>(&planned("shortened"));
 }
 
 proptest! {
     #[test]
     fn random_bytes_never_panic(bytes in prop::collection::vec(any::<u8>(), 0..600)) {
-        for kind in [KIND_TRIMMER_HELLO, KIND_PLAN] {
-            let frame = framed(&[&[codec::VERSION, kind], &bytes[..]].concat());
-            let _ = all_of(TrimmerConnection::decode, &frame);
+        for name in [&b"\x96\xa7Trimmer"[..], b"\x9a\xa7Planned"] {
+            let _ = decoded::<TrimmerMessage>(&framed_bytes(&[name, &bytes].concat()));
         }
     }
 }
