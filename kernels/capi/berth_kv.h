@@ -9,7 +9,7 @@
  *           the live rows have now.
  *   finish  Call with those versions, on any thread. Rows whose version has changed are left out and
  *           counted. Python's ctypes releases the GIL during the call. Writes the report; its bytes
- *           are described in kernels/src/report/bytes.rs.
+ *           are described in kernels/src/report/bytes.rs, and its fields in kernels/src/report.rs.
  *
  * Calls on one handle never wait for each other: while a call runs, others return BERTH_KV_BUSY.
  * No call lets a panic out. Handles are numbers: a closed or unknown handle is an error.

@@ -15,7 +15,9 @@
 
 mod bytes;
 
-pub use bytes::{Error, REPORT_BYTES_WITHOUT_SESSIONS_MAX, SESSION_BYTES, VERSION};
+use serde::{Deserialize, Serialize};
+
+pub use bytes::{Error, REPORT_BYTES_WITHOUT_SESSIONS_MAX, SESSION_BYTES_MAX, VERSION};
 
 /// The maximum number of faults of one kind that a report lists. The report counts all of them.
 pub const FAULTS_PER_KIND_MAX: usize = 16;
@@ -25,7 +27,7 @@ pub const SESSIONS_PER_FAULT_MAX: usize = 8;
 pub const SESSIONS_MAX: usize = 1 << 16;
 
 /// The report of one audit of one pool.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Report {
     /// The audit's number: 0 for an accountant's first finished audit, then 1, and so on.
     pub audit_number: u64,
@@ -67,7 +69,7 @@ impl Report {
 }
 
 /// How complete the audit's copy of the engine's rows, free lists and radix tree is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Scope {
     /// All rows, the free lists and the radix tree are from the same moment, and no row changed
     /// while it was copied. All figures are exact.
@@ -82,7 +84,7 @@ pub enum Scope {
 }
 
 /// The number of free pages, and how fragmented they are.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FreePages {
     /// The number of distinct free pages.
     pub pages: u64,
@@ -91,7 +93,7 @@ pub struct FreePages {
 }
 
 /// All pages except the padding page, counted by owner. Each page is in exactly one count.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PagesByOwner {
     /// In a free list only.
     pub free: u64,
@@ -108,7 +110,7 @@ pub struct PagesByOwner {
 }
 
 /// The pages of one session. Counts are in pages unless a field says otherwise.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Session {
     /// The session's number in the snapshot.
     pub number: u32,
@@ -142,7 +144,7 @@ impl Session {
 
 /// The numbers of sealed pages that an audit digested. A digest is a hash of a page's contents, and
 /// shows whether they changed since an earlier audit.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DigestCounts {
     /// Pages compared with an earlier digest.
     pub compared: u64,
@@ -153,35 +155,34 @@ pub struct DigestCounts {
 }
 
 /// The kind of a fault. [`Finding::page_or_entry`] is the page, unless a variant says otherwise.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-#[repr(u8)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum FaultKind {
     /// Rows of several sessions reference a page that is outside the radix tree.
-    Aliased = 1,
+    Aliased,
     /// A page has no owner.
-    Leaked = 2,
+    Leaked,
     /// The free lists name a page more than once.
-    DoubleFree = 3,
+    DoubleFree,
     /// Rows reference a free page.
-    FreeHeld = 4,
+    FreeHeld,
     /// A free page is in the radix tree.
-    FreeCached = 5,
+    FreeCached,
     /// A row has a page of the radix tree outside its protected part.
-    CachedUnprotected = 6,
+    CachedUnprotected,
     /// The radix tree names a page more than once.
-    TreeTwice = 7,
+    TreeTwice,
     /// An entry of a row is not a page of the pool. The finding has the index of that page in the
     /// row: 0 for the row's first page.
-    BadRowEntry = 8,
+    BadRowEntry,
     /// An entry of the free lists is outside the pool, or is the padding page. The finding has the
     /// entry's value.
-    BadFreeEntry = 9,
+    BadFreeEntry,
     /// An entry of the radix tree is outside the pool, or in the padding page. The finding has the
     /// entry's value.
-    BadTreeEntry = 10,
+    BadTreeEntry,
     /// The contents of a sealed page changed, though the session's key stayed the same; see
     /// [`crate::digest`].
-    SealedPageChanged = 11,
+    SealedPageChanged,
 }
 
 impl FaultKind {
@@ -219,7 +220,7 @@ impl FaultKind {
 }
 
 /// The findings of one kind: the number of faults, and the first of them.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KindFindings {
     pub kind: FaultKind,
     /// The number of all faults of this kind.
@@ -229,7 +230,7 @@ pub struct KindFindings {
 }
 
 /// One fault.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Finding {
     /// The page, the index in the row, or the entry's value; see [`FaultKind`].
     pub page_or_entry: i64,

@@ -24,7 +24,7 @@ use handles::Handles;
 use kernels::{
     account::{self, Accountant, Stream},
     cuda::{self, Device},
-    report::{REPORT_BYTES_WITHOUT_SESSIONS_MAX, SESSION_BYTES},
+    report::{REPORT_BYTES_WITHOUT_SESSIONS_MAX, SESSION_BYTES_MAX},
 };
 use std::{
     ffi::{CStr, OsStr, c_char},
@@ -150,6 +150,7 @@ pub unsafe extern "C" fn berth_kv_finish(
                 return Err(Error::BufferTooSmall { needed, capacity });
             }
             let bytes = accountant.finish(&current_versions)?.encode();
+            assert!(bytes.len() as u64 <= needed, "a report is within its bound");
             // SAFETY: the bytes are at most `needed`, and the caller guarantees `capacity` bytes.
             unsafe { buffer.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
             Ok(bytes.len())
@@ -165,7 +166,7 @@ pub extern "C" fn berth_kv_report_bytes_max(nsessions: u32) -> u64 {
 }
 
 fn report_bytes_max(session_count: usize) -> u64 {
-    (REPORT_BYTES_WITHOUT_SESSIONS_MAX + session_count * SESSION_BYTES) as u64
+    (REPORT_BYTES_WITHOUT_SESSIONS_MAX + session_count * SESSION_BYTES_MAX) as u64
 }
 
 /// Abandons the audit in progress.
