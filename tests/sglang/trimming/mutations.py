@@ -266,13 +266,13 @@ MUTATIONS = [
     ),
     (
         "a plan carries the agent's id of the turn", "trimmer",
-        "rid = mark.rid or rid\n",
-        "rid = rid\n",
+        "rid=mark.rid or rid,\n",
+        "rid=rid,\n",
     ),
     (
         "after an answer, a prompt has the answer's room", "trimmer",
-        "answer.set_result(Mark(run.tokens_max, run.session))",
-        "answer.set_result(Mark(1 << 31, run.session))",
+        "answer.set_result(Mark(command.tokens_max,",
+        "answer.set_result(Mark(1 << 31,",
     ),
     (
         "a prompt has the room that its mark says", "trimmer",
@@ -296,8 +296,8 @@ MUTATIONS = [
     ),
     (
         "a plan says how many tokens are appended", "trimmer",
-        "appended_tokens = len(getattr(plan, \"new_ids\", ()))",
-        "appended_tokens = 0",
+        "appended_tokens=len(getattr(plan, \"new_ids\", ())),",
+        "appended_tokens=0,",
     ),
     (
         "an answer to another engine process is ignored", "trimmer",
