@@ -82,8 +82,8 @@ pub struct Figure {
     pub age_ms: u32,
 }
 
-/// A device of a worker: a GPU, or a MIG slice of a GPU. Unknown values are absent, never zero. It
-/// has a field for each field of the wire format.
+/// A device of a worker: a GPU, or a MIG slice of a GPU. Unknown values are absent, never zero.
+/// Its many fields: one for each field of the wire format.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct Device {
     /// The UUID that NVML reports. Without NVML, the engine's name of the device, such as `cpu`.
@@ -276,7 +276,7 @@ pub enum PromptRole {
     Other,
 }
 
-/// The load of one rank, with a field for each field of the wire format.
+/// The load of one rank. Its many fields: one for each field of the wire format.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct RankLoad {
     /// The data-parallel rank.

@@ -3,6 +3,7 @@
 mod imports;
 mod names;
 mod source;
+mod types;
 
 use std::{
     fs,

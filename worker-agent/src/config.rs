@@ -104,7 +104,7 @@ pub struct KvArgs {
     pub json: bool,
 }
 
-/// The settings in effect: one field for each setting of the file.
+/// The settings in effect. Its many fields: one for each setting of the file, a flat table.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Config {

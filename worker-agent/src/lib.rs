@@ -198,11 +198,11 @@ pub async fn run(
         tasks: tasks.clone(),
         metrics,
     };
-    let turns_max = limits(&config).turns_max_over_ranks() + config.turns_queued_max;
-    let connections_max =
-        (turns_max + staged_prefill_queue::PROMPTS_MAX).min(CLIENT_CONNECTIONS_MAX);
-    let staged_prefill_routes = queues.map_or_else(Router::new, |queues| {
-        StagedPrefillRunner::new(queues, context.clone()).routes()
+    let connections_max = connections_max(&config);
+    let runner = queues.map(|queues| StagedPrefillRunner {
+        queues,
+        context: context.clone(),
+        clock_start: service::clock::now(),
     });
     let app = data_port::app(context, staged_prefill_routes);
     tasks.spawn_essential("data port", server::serve(data, app, connections_max, tasks.clone()));
@@ -212,6 +212,12 @@ pub async fn run(
         () = tasks.cancelled() => {}
     }
     if tasks.stop(SHUTDOWN_TIME_MAX).await { Ok(()) } else { Err(Error::TaskEnded) }
+}
+
+/// Returns the most connections to the data port: one for each turn and each staged prompt.
+fn connections_max(config: &Config) -> usize {
+    let turns_max = limits(config).turns_max_over_ranks() + config.turns_queued_max;
+    (turns_max + staged_prefill_queue::PROMPTS_MAX).min(CLIENT_CONNECTIONS_MAX)
 }
 
 /// Drains the agent: running turns may continue for `grace_period`.

@@ -21,7 +21,7 @@ fn seconds_histogram() -> Histogram {
     Histogram::new((0..17).map(|step| 0.001 * f64::from(1 << step)))
 }
 
-/// All metrics of the agent, with a field for each. Clones share the same values.
+/// All metrics of the agent. Clones share the same values. Its many fields: one for each metric.
 #[derive(Debug, Clone)]
 pub struct Metrics {
     turns_ended: Family<OutcomeLabel, Counter>,

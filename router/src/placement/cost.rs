@@ -84,8 +84,8 @@ const IMPATIENCE_FACTOR: u64 = 3;
 /// A full pool, or 100 %, in thousandths.
 const WHOLE_MILLI: u64 = 1000;
 
-/// The figures of one worker that a placement compares. The API shows them for recent placements,
-/// as one flat JSON object; so they are one flat struct.
+/// The figures of one worker that a placement compares. Its many fields: the API shows all of them
+/// for recent placements, as one flat JSON object.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Figures {
     /// The worker.

@@ -30,8 +30,8 @@ struct RankBlocks {
     block_tokens: u32,
     /// The resident blocks on the device and on the host, in this order.
     blocks: [BTreeSet<BlockHash>; 2],
-    /// Why the agent doesn't know the rank's blocks. `None` if it knows them or hasn't answered
-    /// yet.
+    /// Why the agent doesn't know the rank's blocks. `None` if it knows them, or if it hasn't
+    /// answered yet.
     unknown_reason: Option<String>,
     /// Whether the whole snapshot was received.
     is_complete: bool,

@@ -34,7 +34,7 @@ impl Identity {
     }
 }
 
-/// One reading of a device, with a field for each value that NVML reports.
+/// One reading of a device. Its many fields: one for each value that NVML reports.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Reading {
     /// The device memory.
