@@ -73,8 +73,8 @@ pub enum PreamblePolicy {
     Keep,
 }
 
-/// All settings as they take effect. [`Config::problems`] checks them. Its many fields: the settings
-/// file is one flat table.
+/// All settings as they take effect. [`Config::problems`] checks them. Its many fields: the file of
+/// settings is one flat table.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Config {
