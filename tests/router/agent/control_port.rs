@@ -147,9 +147,9 @@ impl WorkerAgent for Service {
 
 /// The model's files, in the order of their names.
 const MODEL: [(&str, &[u8]); 3] = [
-    (model_files::TEMPLATE, include_bytes!("../../data/model/chat_template.jinja")),
+    (model_files::CHAT_TEMPLATE, include_bytes!("../../data/model/chat_template.jinja")),
     (model_files::TOKENIZER, include_bytes!("../../data/model/tokenizer.json")),
-    (model_files::CONFIG, include_bytes!("../../data/model/tokenizer_config.json")),
+    (model_files::TOKENIZER_CONFIG, include_bytes!("../../data/model/tokenizer_config.json")),
 ];
 
 pub(super) fn described_files() -> ModelFiles {
