@@ -16,11 +16,11 @@
 //! that grows alone, so a large index never pauses to move all of its entries. An entry contains
 //! its whole key, so the table moves an entry without asking the caller.
 //!
-//! The table is our own code, because hashbrown's takes more memory. In tables of 0.3 to 10 million
-//! entries, an entry takes 11.5 to 14.2 bytes, 12.8 on average. In a `hashbrown::HashTable` for each
-//! shard, which always doubles, the same entry takes 10.4 to 20.5 bytes, 15.0 on average. A look-up
-//! that finds its entry takes a fifth less time than in hashbrown's table, and one that doesn't twice
-//! the time (2026-11-23, two busy cores).
+//! The table is our own code, because hashbrown's takes more memory. In tables of 0.3 to 10
+//! million entries, an entry takes 11.5 to 14.2 bytes, 12.8 on average. In a
+//! `hashbrown::HashTable` for each shard, which always doubles, the same entry takes 10.4 to 20.5
+//! bytes, 15.0 on average. A look-up that finds its entry takes a fifth less time than in
+//! hashbrown's table, and one that doesn't twice the time (2026-11-23, two busy cores).
 //!
 //! An entry is packed into one word. The word 0 is a free slot, because there is no run 0:
 //!

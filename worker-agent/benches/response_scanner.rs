@@ -13,9 +13,10 @@ const CHUNK_BYTES: usize = 16 << 10;
 fn short_deltas() -> String {
     let event = |token: usize| {
         format!(
-            "data: {{\"id\":\"0123456789abcdef\",\"object\":\"chat.completion.chunk\",\"created\":1795219199,\
-             \"model\":\"model\",\"choices\":[{{\"index\":0,\"delta\":{{\"role\":null,\"content\":\" {token}\",\
-             \"tool_calls\":null}},\"logprobs\":null,\"finish_reason\":null}}],\"usage\":null}}\n\n"
+            "data: {{\"id\":\"0123456789abcdef\",\"object\":\"chat.completion.chunk\",\
+             \"created\":1795219199,\"model\":\"model\",\"choices\":[{{\"index\":0,\"delta\":\
+             {{\"role\":null,\"content\":\" {token}\",\"tool_calls\":null}},\
+             \"logprobs\":null,\"finish_reason\":null}}],\"usage\":null}}\n\n"
         )
     };
     (0..4000).map(event).collect()
@@ -26,8 +27,9 @@ fn repeated_text() -> String {
     let event = |words: usize| {
         let text = " word".repeat(words);
         format!(
-            "data: {{\"text\":\"{text}\",\"output_ids\":[1,2,3],\"meta_info\":{{\"finish_reason\":null,\
-             \"prompt_tokens\":51,\"completion_tokens\":{words},\"cached_tokens\":45}}}}\n\n"
+            "data: {{\"text\":\"{text}\",\"output_ids\":[1,2,3],\"meta_info\":{{\
+             \"finish_reason\":null,\"prompt_tokens\":51,\"completion_tokens\":{words},\
+             \"cached_tokens\":45}}}}\n\n"
         )
     };
     (0..1000).map(event).collect()

@@ -38,6 +38,7 @@ use tokio::sync::mpsc;
 use self::{codec::ShimCommand, connections::Connections, outbox::Outbox};
 
 /// The first message of a shim: its process, the engine's pool, and whether the shim works.
+/// Its many fields: one for each field of the message.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 pub struct Hello {
     /// The pid of the engine's scheduler process, in that process's own pid namespace.
@@ -101,7 +102,8 @@ pub struct AuditReply {
 }
 
 /// Pool and queue figures of one rank after its scheduler's last step, from the engine's own
-/// counters. `available + evictable + protected + held + uncached == total`.
+/// counters. The five figures in tokens after `pool_tokens` add up to the pool.
+/// Its many fields: one for each field of the message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 pub struct RankFacts {
     /// The DP rank.

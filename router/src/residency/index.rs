@@ -12,8 +12,8 @@
 //! doesn't check the order of reports (`kv_stream` does) and doesn't choose workers (`placement`).
 //!
 //! - `tree`: stores the chains as a tree of runs (a run is an unbranched part of a chain), and how
-//!   much of each run every worker has. A [`proto::table`] finds the run of a block, and says why it
-//!   is our own code.
+//!   much of each run every worker has. A [`proto::table`] finds the run of a block; its doc says
+//!   why it is our own code.
 //! - `worker_set`: how much of one run each worker has.
 //! - `slots`: the numbers that stand for workers in the tree. If a worker loses all its blocks, its
 //!   slot ends, and the worker's next blocks get another slot. A sweep removes the blocks of ended
