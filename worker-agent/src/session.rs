@@ -16,6 +16,7 @@
 mod deltas;
 mod error;
 pub mod journal;
+mod lifecycle;
 mod prefix_tracker;
 mod state;
 mod table;

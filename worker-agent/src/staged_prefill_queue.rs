@@ -22,7 +22,7 @@ pub const PROMPTS_MAX: usize = 256;
 
 /// Identifies a prompt in the queue. A prompt that entered earlier has a smaller ticket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Ticket(u64);
+pub struct PromptTicket(u64);
 
 /// The prompts of one rank.
 #[derive(Debug, Clone, Default)]
@@ -40,7 +40,7 @@ pub struct RankQueue {
 
 #[derive(Debug, Clone, Copy)]
 struct Prompt {
-    ticket: Ticket,
+    ticket: PromptTicket,
     /// When the prompt entered the queue.
     entered_at: Duration,
     /// The tokens that remained to be computed when the prompt entered or its last stage ended.
@@ -49,7 +49,7 @@ struct Prompt {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct RunningStage {
-    ticket: Ticket,
+    ticket: PromptTicket,
     stage_tokens: u64,
 }
 
@@ -61,11 +61,11 @@ impl RankQueue {
 
     /// Adds a prompt of which `left_tokens` remain to be computed. `now` is the time since a fixed
     /// moment, the same for all calls. Returns `None` if the queue is full.
-    pub fn enter(&mut self, left_tokens: u64, now: Duration) -> Option<Ticket> {
+    pub fn enter(&mut self, left_tokens: u64, now: Duration) -> Option<PromptTicket> {
         if self.prompts.len() == PROMPTS_MAX {
             return None;
         }
-        let ticket = Ticket(self.next_ticket);
+        let ticket = PromptTicket(self.next_ticket);
         self.next_ticket += 1;
         self.prompts.push(Prompt { ticket, entered_at: now, left_tokens });
         Some(ticket)
@@ -73,7 +73,7 @@ impl RankQueue {
 
     /// Returns the prompt that computes the next stage; `None` while a stage is in the engine.
     #[must_use]
-    pub fn next_prompt(&self) -> Option<Ticket> {
+    pub fn next_prompt(&self) -> Option<PromptTicket> {
         if self.running_stage.is_some() {
             return None;
         }
@@ -94,14 +94,14 @@ impl RankQueue {
     ///
     /// # Panics
     /// When another stage is in the engine.
-    pub fn begin_stage(&mut self, ticket: Ticket, stage_tokens: u64) {
+    pub fn begin_stage(&mut self, ticket: PromptTicket, stage_tokens: u64) {
         assert_eq!(self.running_stage, None, "one stage at a time");
         self.running_stage = Some(RunningStage { ticket, stage_tokens });
     }
 
     /// Ends this prompt's stage, which the engine has computed. `left_tokens` of the prompt remain
     /// to be computed.
-    pub fn end_stage(&mut self, ticket: Ticket, left_tokens: u64) {
+    pub fn end_stage(&mut self, ticket: PromptTicket, left_tokens: u64) {
         self.running_stage = self.running_stage.filter(|stage| stage.ticket != ticket);
         if let Some(prompt) = self.prompts.iter_mut().find(|prompt| prompt.ticket == ticket) {
             prompt.left_tokens = left_tokens;
@@ -109,7 +109,7 @@ impl RankQueue {
     }
 
     /// Removes a prompt that is finished or given up.
-    pub fn leave(&mut self, ticket: Ticket) {
+    pub fn leave(&mut self, ticket: PromptTicket) {
         self.running_stage = self.running_stage.filter(|stage| stage.ticket != ticket);
         self.prompts.retain(|prompt| prompt.ticket != ticket);
     }

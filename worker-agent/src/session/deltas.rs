@@ -13,7 +13,7 @@ use proto::{claim::Claim, load::Retention};
 
 use super::{
     Error, RouteTurns, Session,
-    state::{GoneReason, State},
+    lifecycle::{GoneReason, State},
 };
 use crate::guard::{Guard, Guards};
 

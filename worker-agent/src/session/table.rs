@@ -43,6 +43,7 @@ mod rank_account;
 mod reclaim;
 mod tickets;
 mod trim;
+mod trim_turn;
 mod volatile_prefix;
 
 use std::{
@@ -92,10 +93,8 @@ pub struct Table {
     pending_closes: BTreeMap<String, PendingClose>,
     /// What the owner task must do next, in order.
     effects: Vec<Effect>,
-    /// The number of incarnation ids made so far.
-    incarnation_count: u64,
-    /// The number of sessions inserted so far.
-    generation_count: u64,
+    /// How many incarnation ids and sessions were made so far.
+    made: MadeCounts,
     /// The most sessions in the table: [`SESSIONS_MAX`], except in tests.
     sessions_max: usize,
     /// No session has a deadline before this time. `None`: no session has a deadline.
@@ -103,6 +102,13 @@ pub struct Table {
     /// Whether the shim trims full histories, that is, removes the tokens that the turn's session
     /// already holds.
     shim_trims: bool,
+}
+
+/// How many incarnation ids and sessions a table has made so far.
+#[derive(Debug, Default)]
+struct MadeCounts {
+    incarnations: u64,
+    sessions: u64,
 }
 
 impl Table {
@@ -118,8 +124,7 @@ impl Table {
             tickets: Tickets::default(),
             pending_closes: BTreeMap::new(),
             effects: vec![],
-            incarnation_count: 0,
-            generation_count: 0,
+            made: MadeCounts::default(),
             sessions_max: SESSIONS_MAX,
             earliest_deadline: None,
             shim_trims: false,
@@ -283,8 +288,8 @@ impl Table {
         if !self.settings.guards.is_on(Guard::FreshIncarnation) {
             return format!("{}-{}", self.settings.incarnation_prefix, key.digest());
         }
-        self.incarnation_count += 1;
-        format!("{}-{}", self.settings.incarnation_prefix, self.incarnation_count)
+        self.made.incarnations += 1;
+        format!("{}-{}", self.settings.incarnation_prefix, self.made.incarnations)
     }
 
     /// Changes a session and updates the totals of its rank.

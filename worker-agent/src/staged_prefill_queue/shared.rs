@@ -15,7 +15,7 @@ use proto::{
 };
 use tokio::sync::Notify;
 
-use super::{RankQueue, Ticket};
+use super::{PromptTicket, RankQueue};
 
 /// The queues of all ranks. For each prompt, one task waits in its rank's queue.
 #[derive(Debug)]
@@ -90,7 +90,7 @@ impl StagedPrefillQueues {
 pub struct QueuePlace<'a> {
     queues: &'a StagedPrefillQueues,
     dp_rank: u32,
-    ticket: Ticket,
+    ticket: PromptTicket,
 }
 
 impl QueuePlace<'_> {

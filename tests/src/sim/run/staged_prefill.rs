@@ -7,7 +7,7 @@ use std::time::Duration;
 use proto::{load, staged_prefill};
 use worker_agent::{
     config::Config,
-    staged_prefill_queue::{RankQueue, Ticket},
+    staged_prefill_queue::{PromptTicket, RankQueue},
 };
 
 use super::{Event, World};
@@ -31,7 +31,7 @@ pub(super) struct StagedPrefills {
 
 #[derive(Debug)]
 struct Prompt {
-    ticket: Ticket,
+    ticket: PromptTicket,
     turn: Job,
     resident_tokens: u64,
 }

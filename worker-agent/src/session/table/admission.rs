@@ -19,7 +19,7 @@ use super::{
     check_turn,
     reclaim::{Requester, Shortage},
     tickets::{Run, Ticket},
-    trim::Trim,
+    trim_turn::Trim,
 };
 
 /// The most plain turns that the engine gets beyond those it can run now: about one prefill batch.
@@ -365,8 +365,8 @@ impl Table {
         self.send_turn(now, rid, turn, Run::Pinned { had_no_kv, trim });
     }
 
-    /// Describes a turn to the engine, or an open session to its client. `in_session`: the turn runs
-    /// in the session if that is pinned.
+    /// Describes a turn to the engine, or an open session to its client. `in_session`: the turn
+    /// runs in the session if that is pinned.
     fn describe_turn(&self, ticket: &Ticket, in_session: bool) -> Turn {
         let session = ticket.key().map(|key| (key, &self.sessions[key]));
         let turn_session = session.map(|(key, session)| TurnSession {

@@ -9,7 +9,7 @@ use std::time::Instant;
 use super::{
     Need, Table,
     tickets::{Inside, Stage, Ticket},
-    trim::Trim,
+    trim_turn::Trim,
 };
 
 /// Bytes of text that are counted as one token: about four in English, less in code. If a turn's

@@ -271,11 +271,11 @@ impl Table {
         }
         let is_pinned = retention == Retention::Pinned;
         let is_tagged = retention == Retention::Tagged;
-        self.generation_count += 1;
+        self.made.sessions += 1;
         let session = Session {
             dp_rank,
             incarnation: self.next_incarnation(key),
-            generation: self.generation_count,
+            generation: self.made.sessions,
             state: if is_pinned {
                 State::Planned
             } else {

@@ -16,7 +16,7 @@ use proto::id::SessionKey;
 use super::{
     ExpectedHistory, Guard, Outcome, Session, Table, Usage,
     tickets::{Inside, Ticket},
-    trim::Trim,
+    trim_turn::Trim,
 };
 
 impl Table {

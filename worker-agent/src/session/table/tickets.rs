@@ -18,7 +18,7 @@ use std::{
 
 use proto::{claim::Claim, id::SessionKey};
 
-use super::{Need, PromptStart, RouteTurns, trim::Trim};
+use super::{Need, PromptStart, RouteTurns, trim_turn::Trim};
 
 /// All tickets of the table.
 #[derive(Debug, Default)]
@@ -108,8 +108,8 @@ pub(super) struct RankLoad {
     plain_running: u64,
     /// KV tokens that each running large turn may need.
     large_tokens: Vec<u64>,
-    /// KV tokens that the largest plain turn needs of those that wait for pinned sessions to give
-    /// up room; 0 if none waits.
+    /// Some plain turns wait for pinned sessions to give up room. This is the number of KV tokens
+    /// that the largest of them needs; 0 if none waits.
     largest_waiting_tokens: u64,
     /// The estimated length of the engine's queue: the length that the engine reported last, plus
     /// the turns sent since then, minus the turns ended since then. `None` before its first report.
@@ -262,8 +262,8 @@ impl Tickets {
         is_queued == Some(true)
     }
 
-    /// Moves a queued turn into the engine, where `free_rows` are free. Returns the beginning of the
-    /// turn's prompt.
+    /// Moves a queued turn into the engine, where `free_rows` are free. Returns the beginning of
+    /// the turn's prompt.
     pub(super) fn enter_engine(
         &mut self,
         now: Instant,
@@ -316,8 +316,8 @@ impl Tickets {
         Some(ticket)
     }
 
-    /// Marks waiting deltas (turns with only new tokens) that were claimed after a turn as orphaned,
-    /// because the history that they were to append to will not exist.
+    /// Marks waiting deltas (turns with only new tokens) that were claimed after a turn as
+    /// orphaned, because the history that they were to append to will not exist.
     pub(super) fn orphan_followers(&mut self, of: &Ticket) {
         let Some(of) = &of.session else { return };
         for ticket in self.tickets.values_mut().filter(|ticket| ticket.inside().is_none()) {
@@ -458,8 +458,8 @@ impl RankLoad {
         self.large_tokens.iter().copied().max().unwrap_or(0).max(self.largest_waiting_tokens)
     }
 
-    /// Takes note of the engine's load sample. Returns since when the rank is idle, that is, without
-    /// a turn inside the engine and a close under way.
+    /// Takes note of the engine's load sample. Returns since when the rank is idle, that is,
+    /// without a turn inside the engine and a close under way.
     pub(super) fn sample(
         &mut self,
         now: Instant,
@@ -480,8 +480,8 @@ impl RankLoad {
         is_first
     }
 
-    /// Whether the engine can run one more plain turn now in its `free_rows`, or would have at most
-    /// `turns_ahead` turns waiting.
+    /// Whether the engine may get one more plain turn. It may have `turns_ahead` plain turns more
+    /// than `free_rows`, and fewer than `turns_ahead` turns in its own queue.
     pub(super) fn has_engine_room(&self, free_rows: u64, turns_ahead: u64) -> bool {
         let engine_waiting =
             self.engine_queue_length.map_or(0, |length| u64::try_from(length).unwrap_or(0));

@@ -18,20 +18,18 @@ mod must_continue;
 mod reopen;
 mod room;
 mod trim_plan;
-mod trim_turn;
 
 use std::time::{Duration, Instant};
 
 use proto::{id::SessionKey, load::Retention};
 
 pub use self::trim_plan::{TrimOutcome, TrimPlan};
-pub(super) use self::trim_turn::{AwaitedPlan, Trim};
-use self::trim_turn::{Question, Replaced};
 use super::{
     Chooser, Deltas, Effect, ExpectedHistory, Guard, MeasuredHistory, Need, Outcome, RunMode,
     Session, Sharing, State, Table, Tree, TrimRequest, Usage,
     reclaim::{Requester, Shortage},
     tickets::{Inside, Run, Ticket},
+    trim_turn::{AwaitedPlan, Question, Replaced, Trim},
 };
 use crate::shim::trim::Plan;
 

@@ -18,8 +18,8 @@ impl Table {
         self.tickets.set_prompt_start(rid, start);
     }
 
-    /// Compares the beginning of an admitted full history with those of the session's earlier turns.
-    /// The caller leaves out deltas, which don't hold the beginning of the prompt.
+    /// Compares the beginning of an admitted full history with those of the session's earlier
+    /// turns. The caller leaves out deltas, which don't hold the beginning of the prompt.
     pub(super) fn compare_prompt_start(&mut self, key: &SessionKey, start: PromptStart) {
         let session = self.sessions.get_mut(key).expect("the caller has seen it");
         let newly_found = session.prefix_tracker.record_prompt_start(start);

@@ -5,11 +5,11 @@
 //! that, the shim may ask where the turn may run. These types are plain values. The tickets of the
 //! table hold them, and the modules `trim`, `reopen` and `must_continue` change them.
 
-use crate::session::table::TrimRequest;
+use super::TrimRequest;
 
 /// How a turn that was admitted to its pinned session runs there.
 #[derive(Debug)]
-pub(in super::super) enum Trim {
+pub(super) enum Trim {
     /// The engine appends what the turn sends.
     NotNeeded,
     /// The shim compares the turn with the session's history and has reported no plan.
@@ -28,7 +28,7 @@ pub(in super::super) enum Trim {
 
 /// What is known of a turn before the shim's plan.
 #[derive(Debug, Clone, Copy)]
-pub(in super::super) struct AwaitedPlan {
+pub(super) struct AwaitedPlan {
     /// What the shim may do with the turn. Room is reserved for the `tokens_max`.
     pub(super) request: TrimRequest,
     pub(super) question: Question,
@@ -54,7 +54,7 @@ pub(super) enum Question {
 
 /// The history that a new incarnation replaced.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(in super::super) enum Replaced {
+pub(super) enum Replaced {
     /// Only full histories made it.
     FullHistories,
     /// Clients append deltas to it.
@@ -62,7 +62,7 @@ pub(in super::super) enum Replaced {
 }
 
 impl AwaitedPlan {
-    pub(in super::super) fn request(&self) -> TrimRequest {
+    pub(super) fn request(&self) -> TrimRequest {
         self.request
     }
 
