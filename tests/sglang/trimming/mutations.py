@@ -1,6 +1,6 @@
 """Removes each rule of trimming and of publishing the tree in turn; the tests must notice each.
 
-    python -m trimming.mutations      from tests/sglang, with hypothesis installed
+    python -m trimming.mutations      from tests/sglang, with requirements-tests.txt installed
 """
 
 import os
@@ -13,17 +13,9 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parents[1]
 SHIM = HERE.parents[1] / "worker-agent/shim"
 
-# Failing examples needn't be shrunk.
-RUN = """
-import sys, unittest
-from hypothesis import Phase, settings
-settings.register_profile("found", phases=[Phase.generate])
-settings.load_profile("found")
-suite = unittest.defaultTestLoader.loadTestsFromNames(sys.argv[1:])
-raise SystemExit(not unittest.TextTestRunner(failfast=True).run(suite).wasSuccessful())
-"""
-TRIMMING = ["trimming.test_trimmer", "trimming.test_questions", "trimming.test_trim"]
-REPUBLISHING = ["trimming.test_republish"]
+TRIMMING = [f"trimming/test_{name}.py" for name in ("trimmer", "questions", "trim")]
+REPUBLISHING = ["trimming/test_republish.py"]
+OPTIONS = ["-p", "_hypothesis_pytestplugin", "--hypothesis-profile=mutations", "--exitfirst"]
 # For each rule: its name, the file, the text of the rule, and the text that replaces it.
 MUTATIONS = [
     (
@@ -417,7 +409,7 @@ MUTATIONS = [
 ]
 
 
-def tests_pass_without(file: str, old: str, new: str) -> bool:
+def tests_pass_without(rule: str, file: str, old: str, new: str) -> bool:
     """Returns whether the tests pass without the rule."""
     with tempfile.TemporaryDirectory() as folder:
         shim = Path(folder) / "berth_shim"
@@ -426,17 +418,18 @@ def tests_pass_without(file: str, old: str, new: str) -> bool:
         text = path.read_text()
         assert text.count(old) == 1, f"{text.count(old)} times in {file}.py: {old}"
         path.write_text(text.replace(old, new))
-        env = os.environ | {"PYTHONPATH": f"{folder}:{HERE}"}
-        modules = REPUBLISHING if file == "republish" else TRIMMING
-        command = [sys.executable, "-B", "-c", RUN, *modules]
+        env = os.environ | {"PYTHONPATH": folder}
+        files = REPUBLISHING if file == "republish" else TRIMMING
+        command = [sys.executable, "-B", "-m", "pytest", *OPTIONS, *files]
         run = subprocess.run(command, env=env, cwd=HERE, capture_output=True, text=True)
+        assert run.returncode in (0, 1), f"{rule}: no test ran\n{run.stdout}\n{run.stderr}"
         return run.returncode == 0
 
 
 def main() -> int:
     unnoticed = 0
     for rule, file, old, new in MUTATIONS:
-        is_unnoticed = tests_pass_without(file, old, new)
+        is_unnoticed = tests_pass_without(rule, file, old, new)
         unnoticed += is_unnoticed
         print(f"{'NOT NOTICED' if is_unnoticed else 'noticed':12} {rule}", flush=True)
     print(f"{len(MUTATIONS) - unnoticed} of {len(MUTATIONS)} noticed")

@@ -9,13 +9,14 @@ import asyncio
 import itertools
 import tempfile
 import threading
-import unittest
-from collections.abc import Callable, Coroutine
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 from berth_shim import trimmer
 from berth_shim.trimmer import NotContinued, Trimmer
 from hypothesis import event, given, settings
@@ -43,11 +44,10 @@ class AgentHarness(Harness):
         self.trimmer.enable(Tokenizer(), SimpleNamespace)
         self.agent = TrimListener(Path(folder) / "shim.sock.trim")
         self.trimmer.connect(f"{folder}/shim.sock", True)
-
-    async def wait_for_hello(self) -> None:
         self.agent.connected()
         while not self.trimmer._link.is_connected:
-            await asyncio.sleep(0)
+            time.sleep(0.001)
+
 
     async def send(self, request: Request) -> Any:
         """Runs a request until it would go to the scheduler. Returns the items of the answer, or
@@ -69,230 +69,220 @@ class AgentHarness(Harness):
         return plan
 
 
-Test = Callable[[Any, AgentHarness], Coroutine[Any, Any, None]]
+@pytest.fixture
+def harness() -> Iterator[AgentHarness]:
+    with tempfile.TemporaryDirectory() as folder, PATIENT:
+        harness = AgentHarness(folder)
+        yield harness
+        harness.agent.close()
 
 
-def with_agent(test: Test) -> Callable[[Any], None]:
-    def run(self: Any) -> None:
-        async def steps() -> None:
-            await harness.wait_for_hello()
-            await test(self, harness)
-
-        with tempfile.TemporaryDirectory() as folder, PATIENT:
-            harness = AgentHarness(folder)
-            asyncio.run(steps())
-            harness.agent.close()
-
-    return run
+# A session that takes delta turns: a full prompt must continue it, or is refused.
 
 
-class TestMustContinue(unittest.TestCase):
-    """A session that takes delta turns: a full prompt must continue it, or is refused."""
+async def test_a_prompt_that_continues_runs_in_the_session(harness: AgentHarness) -> None:
+    await harness.open("s")
+    await harness.run_turn("<s>a<e>", "s", rid="first")
+    on = Request("<s>a<e>ab<s>b", "s", "on", must_continue=True)
+    assert (await harness.run_for_plan(on)).plan == "trimmed"
+    assert harness.agent.questions("on") == []
 
-    @with_agent
-    async def test_a_prompt_that_continues_runs_in_the_session(self, harness: AgentHarness) -> None:
-        await harness.open("s")
-        await harness.run_turn("<s>a<e>", "s", rid="first")
-        on = Request("<s>a<e>ab<s>b", "s", "on", must_continue=True)
-        self.assertEqual((await harness.run_for_plan(on)).plan, "trimmed")
-        self.assertEqual(harness.agent.questions("on"), [])
 
-    @with_agent
-    async def test_every_other_prompt_is_refused_and_reported(self, harness: AgentHarness) -> None:
-        harness.agent.answer = lambda _: "elsewhere"
-        await harness.open("elsewhere")
-        for id in ("s", "lost"):
-            await harness.open(id)
-            await harness.run_turn("<s>a<e>", id, rid=f"first of {id}")
-        retracted = await harness.begin(Request("<s>a<e>ab<s>", "lost", "retracted"))
-        harness.manager.generate("retracted", ANSWER, "abort", num_retractions=1)
-        await anext(retracted)
-        sent = harness.manager.sent
-        for what, text, session, plan in (
-            ("it diverged", "<s>b<e>", "s", "diverged"),
-            ("it adds nothing", "<s>a<e>ab", "s", "diverged"),
-            ("its context isn't known", "<s>a<e>ab<s>b", "lost", "refused"),
-            ("no such session", "<s>a<e>ab<s>b", "closed", "refused"),
-        ):
-            with self.assertRaises(NotContinued, msg=what):
-                await harness.send(Request(text, session, what, must_continue=True))
-            self.assertIs(harness.manager.sent, sent, f"the scheduler got the turn: {what}")
-            [final] = await asyncio.to_thread(harness.agent.plans, what)
-            self.assertEqual((final.plan, harness.agent.questions(what)), (plan, []), what)
+@pytest.mark.parametrize(("text", "session", "plan"), [
+    pytest.param("<s>b<e>", "s", "diverged", id="it diverged"),
+    pytest.param("<s>a<e>ab", "s", "diverged", id="it adds nothing"),
+    pytest.param("<s>a<e>ab<s>b", "lost", "refused", id="its context isn't known"),
+    pytest.param("<s>a<e>ab<s>b", "closed", "refused", id="no such session"),
+])
+async def test_every_other_prompt_is_refused_and_reported(
+    harness: AgentHarness, text: str, session: str, plan: str
+) -> None:
+    harness.agent.answer = lambda _: "elsewhere"
+    await harness.open("elsewhere")
+    for id in ("s", "lost"):
+        await harness.open(id)
+        await harness.run_turn("<s>a<e>", id, rid=f"first of {id}")
+    retracted = await harness.begin(Request("<s>a<e>ab<s>", "lost", "retracted"))
+    harness.manager.generate("retracted", ANSWER, "abort", num_retractions=1)
+    await anext(retracted)
+    sent = harness.manager.sent
+    with pytest.raises(NotContinued):
+        await harness.send(Request(text, session, "refused", must_continue=True))
+    assert harness.manager.sent is sent, "the scheduler got the turn"
+    [final] = await asyncio.to_thread(harness.agent.plans, "refused")
+    assert (final.plan, harness.agent.questions("refused")) == (plan, [])
 
-    @with_agent
-    async def test_more_room_is_asked_for(self, harness: AgentHarness) -> None:
-        await harness.open("s")
-        await harness.run_turn("<s>a<e>", "s", rid="first")
-        text = "<s>a<e>ab<s>b"
-        answers = (("there is room", "s"), ("there is none", ""), ("it has closed", "closed"))
-        for what, answer in answers:
-            harness.agent.answer = lambda _, answer=answer: answer
-            tokens_max = len(ids_of(text)) - 1
-            request = Request(text, "s", what, tokens_max=tokens_max, must_continue=True)
-            if answer == "s":
-                self.assertEqual((await harness.run_for_plan(request)).plan, "trimmed")
-                text += "ab<s>b"
-            else:
-                with self.assertRaises(NotContinued):
-                    await harness.send(request)
-            self.assertEqual(len(harness.agent.questions(what)), 1, what)
 
-    @with_agent
-    async def test_an_error_of_the_trimmer_lets_nothing_run(self, harness: AgentHarness) -> None:
-        await harness.open("s")
-        request = Request("<s>a<e>", "s", "fails", must_continue=True)
-        with patch.object(trimmer, "request_refusal", side_effect=KeyError("something")):
-            with self.assertRaises(NotContinued):
+async def test_more_room_is_asked_for(harness: AgentHarness) -> None:
+    await harness.open("s")
+    await harness.run_turn("<s>a<e>", "s", rid="first")
+    text = "<s>a<e>ab<s>b"
+    answers = (("there is room", "s"), ("there is none", ""), ("it has closed", "closed"))
+    for what, answer in answers:
+        harness.agent.answer = lambda _, answer=answer: answer
+        tokens_max = len(ids_of(text)) - 1
+        request = Request(text, "s", what, tokens_max=tokens_max, must_continue=True)
+        if answer == "s":
+            assert (await harness.run_for_plan(request)).plan == "trimmed"
+            text += "ab<s>b"
+        else:
+            with pytest.raises(NotContinued):
                 await harness.send(request)
-        self.assertIsNone(harness.manager.sent)
+        assert len(harness.agent.questions(what)) == 1, what
 
 
-class TestQuestions(unittest.TestCase):
-    @with_agent
-    async def test_which_turns_ask_the_agent(self, harness: AgentHarness) -> None:
-        harness.agent.answer = lambda _: ""
-        for id in ("s", "lost", "runs"):
-            await harness.open(id)
-            await harness.run_turn("<s>a<e>", id, rid=f"first of {id}")
-        retracted = await harness.begin(Request("<s>a<e>ab<s>", "lost", "retracted"))
-        harness.manager.generate("retracted", ANSWER, "abort", num_retractions=1)
-        await anext(retracted)
-        await harness.begin(Request("<s>a<e>ab<s>", "runs", "running"))
+async def test_an_error_of_the_trimmer_lets_nothing_run(harness: AgentHarness) -> None:
+    await harness.open("s")
+    request = Request("<s>a<e>", "s", "fails", must_continue=True)
+    with patch.object(trimmer, "request_refusal", side_effect=KeyError("something")):
+        with pytest.raises(NotContinued):
+            await harness.send(request)
+    assert harness.manager.sent is None
 
-        on, refused = "<s>a<e>ab<s>b", "refused"
-        for what, request, plan in (
-            ("it diverged", Request("<s>b<e>", "s"), "diverged"),
-            ("its context isn't known", Request(on, "lost"), refused),
-            ("another adapter", Request(on, "s", lora_id="other"), refused),
-            ("no such session", Request(on, "closed"), refused),
-            ("too long", Request(on, "s", tokens_max=len(ids_of(on)) - 1), refused),
-        ):
-            request.rid = what
-            final = await harness.run_for_plan(request)
-            [question] = harness.agent.questions(what)
-            self.assertEqual((question.plan, final.plan), (plan, plan), what)
-            self.assertEqual(final.why, "; ".join(filter(None, (question.why, LEFT_UNCHANGED))))
-            self.assertEqual(harness.sent, request.text, "the request must run unchanged")
-        for what, request, plan in (
-            ("it has room", Request(on, "s", tokens_max=len(ids_of(on))), "trimmed"),
-            ("a turn runs", Request(on, "runs"), refused),
-            ("an image", Request(on, "s", mm_inputs="an image"), refused),
-            ("its mark can't be read", Request(on, mark="s"), refused),
-            ("a batch", Request(on, "s", batch=True), refused),
-        ):
-            request.rid = what
-            final = await harness.run_for_plan(request)
-            self.assertEqual(final.plan, plan, what)
-            self.assertEqual(harness.agent.questions(what), [], what)
 
-    @with_agent
-    async def test_unreadable_marks_are_refused(self, harness: AgentHarness) -> None:
-        await harness.open("1-2")
-        marks = ("", "s", "s 1", "-1 s", "1", "1 ", " 1 s", "12345678901 s", "² s")
-        for n, mark in enumerate(marks):
-            final = await harness.run_for_plan(Request("<s>a", mark=mark, rid=f"{n}"))
-            self.assertEqual((final.plan, final.why), ("refused", "its mark can't be read"), mark)
-            self.assertIsNone(harness.manager.sent.session_params)
-        final = await harness.run_for_plan(Request("<s>a", "1-2", "last"))
-        self.assertEqual(final.plan, "trimmed")
+async def test_which_turns_ask_the_agent(harness: AgentHarness) -> None:
+    harness.agent.answer = lambda _: ""
+    for id in ("s", "lost", "runs"):
+        await harness.open(id)
+        await harness.run_turn("<s>a<e>", id, rid=f"first of {id}")
+    retracted = await harness.begin(Request("<s>a<e>ab<s>", "lost", "retracted"))
+    harness.manager.generate("retracted", ANSWER, "abort", num_retractions=1)
+    await anext(retracted)
+    await harness.begin(Request("<s>a<e>ab<s>", "runs", "running"))
 
-    @with_agent
-    async def test_a_plan_carries_the_agents_id_of_the_turn(
-        self, harness: AgentHarness
-    ) -> None:
-        await harness.open("s")
-        await harness.open("fresh")
-        harness.agent.answer = lambda _: "fresh"
-        for named, to in (("s", "s"), ("gone", "fresh")):
-            await harness.send(Request("<s>a", mark=f"100 {named} turn to {to}", rid=named))
-            [plan] = await asyncio.to_thread(harness.agent.plans, f"turn to {to}")
-            self.assertEqual((plan.plan, plan.session), ("trimmed", to))
+    on, refused = "<s>a<e>ab<s>b", "refused"
+    for what, request, plan in (
+        ("it diverged", Request("<s>b<e>", "s"), "diverged"),
+        ("its context isn't known", Request(on, "lost"), refused),
+        ("another adapter", Request(on, "s", lora_id="other"), refused),
+        ("no such session", Request(on, "closed"), refused),
+        ("too long", Request(on, "s", tokens_max=len(ids_of(on)) - 1), refused),
+    ):
+        request.rid = what
+        final = await harness.run_for_plan(request)
+        [question] = harness.agent.questions(what)
+        assert (question.plan, final.plan) == (plan, plan), what
+        assert final.why == "; ".join(filter(None, (question.why, LEFT_UNCHANGED)))
+        assert harness.sent == request.text, "the request must run unchanged"
+    for what, request, plan in (
+        ("it has room", Request(on, "s", tokens_max=len(ids_of(on))), "trimmed"),
+        ("a turn runs", Request(on, "runs"), refused),
+        ("an image", Request(on, "s", mm_inputs="an image"), refused),
+        ("its mark can't be read", Request(on, mark="s"), refused),
+        ("a batch", Request(on, "s", batch=True), refused),
+    ):
+        request.rid = what
+        final = await harness.run_for_plan(request)
+        assert final.plan == plan, what
+        assert harness.agent.questions(what) == [], what
 
-    @with_agent
-    async def test_the_room_asked_for_is_enough(self, harness: AgentHarness) -> None:
-        await harness.open()
-        stream = await harness.begin(Request("<s>a<e>", "s", "first"))
-        # The client's prompt has these two tokens' text in one token.
-        harness.manager.generate("first", LETTERS[:2], "length")
-        await anext(stream)
 
-        def more(plan: Plan) -> str:
-            harness.agent.tokens_max = plan.prompt
-            return "s"
+async def test_unreadable_marks_are_refused(harness: AgentHarness) -> None:
+    await harness.open("1-2")
+    marks = ("", "s", "s 1", "-1 s", "1", "1 ", " 1 s", "12345678901 s", "² s")
+    for n, mark in enumerate(marks):
+        final = await harness.run_for_plan(Request("<s>a", mark=mark, rid=f"{n}"))
+        assert (final.plan, final.why) == ("refused", "its mark can't be read"), mark
+        assert harness.manager.sent.session_params is None
+    final = await harness.run_for_plan(Request("<s>a", "1-2", "last"))
+    assert final.plan == "trimmed"
 
-        harness.agent.answer = more
-        text = "<s>a<e>ab<s>b"
-        second = Request(text, "s", "second", tokens_max=len(ids_of(text)))
-        final = await harness.run_for_plan(second)
-        [question] = harness.agent.questions("second")
-        self.assertEqual((final.plan, question.prompt), ("retokenized", len(ids_of(text)) + 1))
-        self.assertEqual(len(harness.manager.prompt), question.prompt)
-        self.assertEqual(final.committed + final.sent, question.prompt)
 
-    @with_agent
-    async def test_a_late_answer_is_ignored(self, harness: AgentHarness) -> None:
-        await harness.open("fresh")
-        late = threading.Event()
+async def test_a_plan_carries_the_agents_id_of_the_turn(
+    harness: AgentHarness,
+) -> None:
+    await harness.open("s")
+    await harness.open("fresh")
+    harness.agent.answer = lambda _: "fresh"
+    for named, to in (("s", "s"), ("gone", "fresh")):
+        await harness.send(Request("<s>a", mark=f"100 {named} turn to {to}", rid=named))
+        [plan] = await asyncio.to_thread(harness.agent.plans, f"turn to {to}")
+        assert (plan.plan, plan.session) == ("trimmed", to)
 
-        def answer(_: Plan) -> str:
-            late.wait()
-            return "fresh"
 
-        harness.agent.answer = answer
-        with IMPATIENT:
-            stream = await harness.begin(Request("<s>a", "closed", "first"))
-        self.assertIsNone(harness.manager.sent.session_params)
-        late.set()
-        harness.manager.generate("first", ANSWER, "length")
-        await anext(stream)
-        [final] = await asyncio.to_thread(harness.agent.plans, "first")
-        self.assertEqual(final.why, f"no such session is open; {NOT_ANSWERED}")
+async def test_the_room_asked_for_is_enough(harness: AgentHarness) -> None:
+    await harness.open()
+    stream = await harness.begin(Request("<s>a<e>", "s", "first"))
+    # The client's prompt has these two tokens' text in one token.
+    harness.manager.generate("first", LETTERS[:2], "length")
+    await anext(stream)
 
-    @with_agent
-    async def test_an_abort_during_a_question_can_be_repeated(
-        self, harness: AgentHarness
-    ) -> None:
-        await harness.open("fresh")
+    def more(plan: Plan) -> str:
+        harness.agent.tokens_max = plan.prompt
+        return "s"
 
-        def aborted(_: Plan) -> str:
-            harness.manager.rid_to_state["first"].abort_sent = True
-            return "fresh"
+    harness.agent.answer = more
+    text = "<s>a<e>ab<s>b"
+    second = Request(text, "s", "second", tokens_max=len(ids_of(text)))
+    final = await harness.run_for_plan(second)
+    [question] = harness.agent.questions("second")
+    assert (final.plan, question.prompt) == ("retokenized", len(ids_of(text)) + 1)
+    assert len(harness.manager.prompt) == question.prompt
+    assert final.committed + final.sent == question.prompt
 
-        harness.agent.answer = aborted
-        await harness.begin(Request("<s>a", "closed", "first"))
-        self.assertFalse(harness.manager.rid_to_state["first"].abort_sent)
 
-    @with_agent
-    async def test_an_agent_that_reads_again_gets_the_waiting_plans(
-        self, harness: AgentHarness
-    ) -> None:
-        reads, wrong = threading.Event(), Request("<s>a", mark="wrong")
-        harness.agent.answer = lambda _: "" if reads.wait() else None
-        with IMPATIENT:
-            await harness.begin(Request("<s>a", "closed", "asks"))
-            while harness.trimmer._link.flush():
-                await harness.tokenize(wrong)
-            for wrong.rid in ("one more", "the last"):
-                await harness.tokenize(wrong)
-        reads.set()
-        for rid in ("one more", "the last"):
-            await asyncio.to_thread(harness.agent.plans, rid)
+async def test_a_late_answer_is_ignored(harness: AgentHarness) -> None:
+    await harness.open("fresh")
+    late = threading.Event()
 
-    def test_questions_of_different_engines_have_different_numbers(self) -> None:
-        async def number(harness: AgentHarness) -> int:
-            await harness.wait_for_hello()
-            await harness.run_for_plan(Request("<s>a", "closed", "asks"))
-            [question] = harness.agent.questions("asks")
-            return question.question
+    def answer(_: Plan) -> str:
+        late.wait()
+        return "fresh"
 
-        numbers = set()
-        for engine in range(3):
-            with tempfile.TemporaryDirectory() as folder:
-                harness = AgentHarness(folder, bytes([engine] * 16))
-                numbers.add(asyncio.run(number(harness)))
-                harness.agent.close()
-        self.assertEqual(len(numbers), 3)
+    harness.agent.answer = answer
+    with IMPATIENT:
+        stream = await harness.begin(Request("<s>a", "closed", "first"))
+    assert harness.manager.sent.session_params is None
+    late.set()
+    harness.manager.generate("first", ANSWER, "length")
+    await anext(stream)
+    [final] = await asyncio.to_thread(harness.agent.plans, "first")
+    assert final.why == f"no such session is open; {NOT_ANSWERED}"
+
+
+async def test_an_abort_during_a_question_can_be_repeated(
+    harness: AgentHarness,
+) -> None:
+    await harness.open("fresh")
+
+    def aborted(_: Plan) -> str:
+        harness.manager.rid_to_state["first"].abort_sent = True
+        return "fresh"
+
+    harness.agent.answer = aborted
+    await harness.begin(Request("<s>a", "closed", "first"))
+    assert not harness.manager.rid_to_state["first"].abort_sent
+
+
+async def test_an_agent_that_reads_again_gets_the_waiting_plans(
+    harness: AgentHarness,
+) -> None:
+    reads, wrong = threading.Event(), Request("<s>a", mark="wrong")
+    harness.agent.answer = lambda _: "" if reads.wait() else None
+    with IMPATIENT:
+        await harness.begin(Request("<s>a", "closed", "asks"))
+        while harness.trimmer._link.flush():
+            await harness.tokenize(wrong)
+        for wrong.rid in ("one more", "the last"):
+            await harness.tokenize(wrong)
+    reads.set()
+    for rid in ("one more", "the last"):
+        await asyncio.to_thread(harness.agent.plans, rid)
+
+
+def test_questions_of_different_engines_have_different_numbers() -> None:
+    async def number(harness: AgentHarness) -> int:
+        await harness.run_for_plan(Request("<s>a", "closed", "asks"))
+        [question] = harness.agent.questions("asks")
+        return question.question
+
+    numbers = set()
+    for engine in range(3):
+        with tempfile.TemporaryDirectory() as folder:
+            harness = AgentHarness(folder, bytes([engine] * 16))
+            numbers.add(asyncio.run(number(harness)))
+            harness.agent.close()
+    assert len(numbers) == 3
 
 
 # What a client sends next, how the turn is marked, and what the agent answers.
@@ -306,24 +296,21 @@ TURNS = st.fixed_dictionaries({
 })
 
 
-class TestFinalPlans(unittest.TestCase):
+def test_each_marked_turn_gets_exactly_one_final_plan() -> None:
     """For any sequence of turns: the plan is sent before the engine gets the turn, and the engine
     gets what the plan says."""
+    names = map(str, itertools.count())
+    runner = asyncio.Runner()
 
-    def test_each_marked_turn_gets_exactly_one_final_plan(self) -> None:
-        names = map(str, itertools.count())
-        runner = asyncio.Runner()
+    @settings(max_examples=150)
+    @given(turns=st.lists(TURNS, min_size=1, max_size=8))
+    def check(turns: list[dict[str, Any]]) -> None:
+        runner.run(conversation(harness, turns, names))
 
-        @settings(max_examples=150, deadline=None, database=None, print_blob=True)
-        @given(turns=st.lists(TURNS, min_size=1, max_size=8))
-        def check(turns: list[dict[str, Any]]) -> None:
-            runner.run(conversation(harness, turns, names))
-
-        with tempfile.TemporaryDirectory() as folder, IMPATIENT, runner:
-            harness = AgentHarness(folder)
-            runner.run(harness.wait_for_hello())
-            check()
-            harness.agent.close()
+    with tempfile.TemporaryDirectory() as folder, IMPATIENT, runner:
+        harness = AgentHarness(folder)
+        check()
+        harness.agent.close()
 
 
 async def conversation(harness: AgentHarness, turns: list[dict[str, Any]], names: Any) -> None:
@@ -382,7 +369,3 @@ async def conversation(harness: AgentHarness, turns: list[dict[str, Any]], names
     await harness.run_for_plan(Request("<s>", mark="wrong", rid=f"r{next(names)}"))
     for rid in told:
         assert len(agent.plans(rid)) == 1, "exactly one plan is final"
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -7,7 +7,6 @@ A client sends chats or plain text, resends everything each time, and edits as c
 engine is `model.EngineSession`; the `trim` tests of the integration suite use SGLang.
 """
 
-import unittest
 from array import array
 
 from berth_shim.transcripts import Transcripts
@@ -216,120 +215,109 @@ class Conversation(RuleBasedStateMachine):
             assert raw(transcript._ids) == raw(self.engine.context), "not the engine's text"
 
 
-Conversation.TestCase.settings = settings(
-    max_examples=500, stateful_step_count=40, deadline=None, database=None, print_blob=True
-)
-TestConversation = Conversation.TestCase
+# Answers whose text gets other tokens when the client sends it back.
 
 
-class TestDrift(unittest.TestCase):
-    """Answers whose text gets other tokens when the client sends it back."""
+@settings(max_examples=500)
+@given(asked=TEXTS, ids=WORDS, ends=st.booleans(), more=TEXTS)
+def test_a_chat_goes_on_however_its_answers_were_tokenized(
+    asked: str, ids: list[int], ends: bool, more: str
+) -> None:
+    tokenizer, transcript = ToyTokenizer(), Transcript()
+    first = f"{TURN_BEGIN}{asked}{TURN_END}\n{TURN_BEGIN}"
+    prompt = ids_of(first)
+    turn = transcript.begin(prompt, prompt)
+    transcript.commit(turn, Finished([*ids, TURN_END_ID] if ends else ids))
+    resent = f"{first}{tokenizer.decode(ids)}{TURN_END}\n{TURN_BEGIN}{more}"
+    plan = transcript.plan(ids_of(resent), tokenizer)
+    assert isinstance(plan, Trimmed | Retokenized)
+    assert raw(plan.new_ids) == f"{'' if ends else TURN_END}\n{TURN_BEGIN}{more}".encode()
 
-    @settings(max_examples=500, deadline=None, database=None, print_blob=True)
-    @given(asked=TEXTS, ids=WORDS, ends=st.booleans(), more=TEXTS)
-    def test_a_chat_goes_on_however_its_answers_were_tokenized(
-        self, asked: str, ids: list[int], ends: bool, more: str
-    ) -> None:
-        tokenizer, transcript = ToyTokenizer(), Transcript()
-        first = f"{TURN_BEGIN}{asked}{TURN_END}\n{TURN_BEGIN}"
-        prompt = ids_of(first)
+
+def test_a_cut_in_plain_text_is_safe_only_if_the_rest_encodes_alone_to_the_same_ids() -> None:
+    transcript, prompt = Transcript(), ids_of("a")
+    transcript.commit(transcript.begin(prompt, prompt), Finished(LETTERS[:2]))
+    assert isinstance(transcript.plan(ids_of("aab a"), ToyTokenizer()), Retokenized)
+    assert isinstance(transcript.plan(ids_of("aabba"), ToyTokenizer()), Diverged)
+
+
+def test_texts_with_different_special_tokens_differ() -> None:
+    transcript, prompt = Transcript(), ids_of("a")
+    answer = Finished([*LETTERS[:2], TURN_END_ID])
+    transcript.commit(transcript.begin(prompt, prompt), answer)
+    for mark, plan in ((TURN_END, Retokenized), (TURN_BEGIN, Diverged)):
+        assert isinstance(transcript.plan(ids_of(f"aab{mark}\n"), ToyTokenizer()), plan)
+
+
+def test_a_prompt_that_adds_nothing_diverges() -> None:
+    for end in ([], [TURN_END_ID]):
+        transcript, prompt = Transcript(), ids_of("a")
         turn = transcript.begin(prompt, prompt)
-        transcript.commit(turn, Finished([*ids, TURN_END_ID] if ends else ids))
-        resent = f"{first}{tokenizer.decode(ids)}{TURN_END}\n{TURN_BEGIN}{more}"
-        plan = transcript.plan(ids_of(resent), tokenizer)
-        self.assertIsInstance(plan, Trimmed | Retokenized)
-        new_text = f"{'' if ends else TURN_END}\n{TURN_BEGIN}{more}"
-        self.assertEqual(raw(plan.new_ids), new_text.encode())
-
-    def test_a_cut_in_plain_text_is_safe_only_if_the_rest_encodes_alone_to_the_same_ids(
-        self,
-    ) -> None:
-        transcript, prompt = Transcript(), ids_of("a")
-        transcript.commit(transcript.begin(prompt, prompt), Finished(LETTERS[:2]))
-        self.assertIsInstance(transcript.plan(ids_of("aab a"), ToyTokenizer()), Retokenized)
-        self.assertIsInstance(transcript.plan(ids_of("aabba"), ToyTokenizer()), Diverged)
-
-    def test_texts_with_different_special_tokens_differ(self) -> None:
-        transcript, prompt = Transcript(), ids_of("a")
-        answer = Finished([*LETTERS[:2], TURN_END_ID])
-        transcript.commit(transcript.begin(prompt, prompt), answer)
-        for mark, plan in ((TURN_END, Retokenized), (TURN_BEGIN, Diverged)):
-            self.assertIsInstance(transcript.plan(ids_of(f"aab{mark}\n"), ToyTokenizer()), plan)
-
-    def test_a_prompt_that_adds_nothing_diverges(self) -> None:
-        for end in ([], [TURN_END_ID]):
-            transcript, prompt = Transcript(), ids_of("a")
-            turn = transcript.begin(prompt, prompt)
-            transcript.commit(turn, Finished([*LETTERS[:2], *end]))
-            again = ids_of("aab" + TURN_END * len(end))
-            self.assertIsInstance(transcript.plan(again, ToyTokenizer()), Diverged)
-
-    def test_a_long_difference_is_not_decoded(self) -> None:
-        class Costly(ToyTokenizer):
-            def decode(self, ids: object) -> str:
-                raise AssertionError("decoded")
-
-        transcript, long = Transcript(), array("q", LETTERS * DRIFT_TOKENS_MAX)
-        prompt = ids_of(f"{TURN_BEGIN}a") + long
-        transcript.commit(transcript.begin(prompt, prompt), Finished([]))
-        other = ids_of(f"{TURN_BEGIN}b") + long + long
-        self.assertEqual(transcript.plan(other, Costly()), Diverged(1, len(prompt)))
-
-    def test_without_a_tokenizer_ids_must_be_equal(self) -> None:
-        transcript, prompt = Transcript(), ids_of("a")
-        transcript.commit(transcript.begin(prompt, prompt), Finished([LETTERS[0], LETTERS[1]]))
-        again = ids_of("aab" + TURN_END)
-        self.assertIsInstance(transcript.plan(again, ToyTokenizer()), Retokenized)
-        self.assertIsInstance(transcript.plan(again, None), Diverged)
+        transcript.commit(turn, Finished([*LETTERS[:2], *end]))
+        again = ids_of("aab" + TURN_END * len(end))
+        assert isinstance(transcript.plan(again, ToyTokenizer()), Diverged)
 
 
-class TestBos(unittest.TestCase):
+def test_a_long_difference_is_not_decoded() -> None:
+    class Costly(ToyTokenizer):
+        def decode(self, ids: object) -> str:
+            raise AssertionError("decoded")
+
+    transcript, long = Transcript(), array("q", LETTERS * DRIFT_TOKENS_MAX)
+    prompt = ids_of(f"{TURN_BEGIN}a") + long
+    transcript.commit(transcript.begin(prompt, prompt), Finished([]))
+    other = ids_of(f"{TURN_BEGIN}b") + long + long
+    assert transcript.plan(other, Costly()) == Diverged(1, len(prompt))
+
+
+def test_without_a_tokenizer_ids_must_be_equal() -> None:
+    transcript, prompt = Transcript(), ids_of("a")
+    transcript.commit(transcript.begin(prompt, prompt), Finished([LETTERS[0], LETTERS[1]]))
+    again = ids_of("aab" + TURN_END)
+    assert isinstance(transcript.plan(again, ToyTokenizer()), Retokenized)
+    assert isinstance(transcript.plan(again, None), Diverged)
+
+
+def test_a_begin_token_after_the_context_is_kept() -> None:
     """The engine drops a BOS token at the beginning of what is appended to a context."""
-
-    def test_a_begin_token_after_the_context_is_kept(self) -> None:
-        transcript, engine = Transcript(), EngineSession()
-        for text in (f"{BEGIN}a", f"{BEGIN}a{BEGIN}b", f"{BEGIN}a{BEGIN}b{BEGIN}{BEGIN}a"):
-            plan = transcript.plan(ids_of(text), ToyTokenizer())
-            reached = engine.accept(guard_bos(plan.new_ids, plan.committed_tokens, BOS), None)
-            self.assertEqual(raw(reached), text.encode())
-            transcript.commit(transcript.begin(ids_of(text), plan.new_ids), Finished([]))
-            engine.finish(0)
+    transcript, engine = Transcript(), EngineSession()
+    for text in (f"{BEGIN}a", f"{BEGIN}a{BEGIN}b", f"{BEGIN}a{BEGIN}b{BEGIN}{BEGIN}a"):
+        plan = transcript.plan(ids_of(text), ToyTokenizer())
+        reached = engine.accept(guard_bos(plan.new_ids, plan.committed_tokens, BOS), None)
+        assert raw(reached) == text.encode()
+        transcript.commit(transcript.begin(ids_of(text), plan.new_ids), Finished([]))
+        engine.finish(0)
 
 
-class TestOthers(unittest.TestCase):
-    """Turns that the trimmer didn't plan."""
-
-    def test_an_overlapping_turn_makes_the_context_unknown(self) -> None:
-        transcript, prompt = Transcript(), ids_of("a")
-        turn = transcript.begin(prompt, prompt)
-        self.assertIsNone(transcript.append(ids_of("b"), BOS))
-        transcript.commit(turn, Finished(LETTERS))
-        self.assertIsInstance(transcript.plan(ids_of("a"), ToyTokenizer()), Refused)
-        transcript.check_invariants()
+def test_an_overlapping_turn_that_was_not_planned_makes_the_context_unknown() -> None:
+    transcript, prompt = Transcript(), ids_of("a")
+    turn = transcript.begin(prompt, prompt)
+    assert transcript.append(ids_of("b"), BOS) is None
+    transcript.commit(turn, Finished(LETTERS))
+    assert isinstance(transcript.plan(ids_of("a"), ToyTokenizer()), Refused)
+    transcript.check_invariants()
 
 
-class TestBounds(unittest.TestCase):
-    """At the bound, the session that was idle longest is dropped, and its turns are refused
-    afterwards."""
-
-    def test_the_session_idle_longest_is_dropped(self) -> None:
-        transcripts = Transcripts(sessions_max=3, tokens_max=10)
-        prompt = ids_of("a b")
-        for id in ("runs", "old", "new"):
-            transcripts.open(id)
-            turn = transcripts.change(id, lambda it: it.begin(prompt[:], prompt))
-            transcripts.change(id, lambda it: it.commit(turn, Finished(LETTERS[:2])))
-            if id == "runs":
-                transcripts.change(id, lambda it: it.begin(prompt[:], prompt))
-            transcripts.check_invariants()
-        self.assertIsInstance(transcripts.get("old").plan(prompt, None), Refused)
-        self.assertIsInstance(transcripts.get("new").plan(prompt, None), Diverged)
-        self.assertTrue(len(transcripts.get("runs")))
-        transcripts.open("fourth")
-        self.assertNotIn("old", transcripts)
-        self.assertIn("runs", transcripts)
+def test_at_the_bound_the_session_idle_longest_is_dropped() -> None:
+    """Afterwards its turns are refused."""
+    transcripts = Transcripts(sessions_max=3, tokens_max=10)
+    prompt = ids_of("a b")
+    for id in ("runs", "old", "new"):
+        transcripts.open(id)
+        turn = transcripts.change(id, lambda it: it.begin(prompt[:], prompt))
+        transcripts.change(id, lambda it: it.commit(turn, Finished(LETTERS[:2])))
+        if id == "runs":
+            transcripts.change(id, lambda it: it.begin(prompt[:], prompt))
         transcripts.check_invariants()
+    assert isinstance(transcripts.get("old").plan(prompt, None), Refused)
+    assert isinstance(transcripts.get("new").plan(prompt, None), Diverged)
+    assert len(transcripts.get("runs"))
+    transcripts.open("fourth")
+    assert "old" not in transcripts
+    assert "runs" in transcripts
+    transcripts.check_invariants()
 
 
-if __name__ == "__main__":
-    unittest.main()
+# Last, because it takes longest.
+Conversation.TestCase.settings = settings(max_examples=500, stateful_step_count=40)
+TestConversation = Conversation.TestCase

@@ -3,12 +3,10 @@
 A request that the hooks aren't meant for, or can't help, runs unchanged. No answer is computed
 from another context than the client's."""
 
-import asyncio
-import unittest
-from collections.abc import Callable, Coroutine
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from berth_shim.trimmer import ContextMismatch, Trimmer
 
 from .engine import Manager, Request, Tokenizer
@@ -59,155 +57,146 @@ class Harness:
         return raw(self.manager.sent.input_ids).decode()
 
 
-Test = Callable[[Any, Harness], Coroutine[Any, Any, None]]
+@pytest.fixture
+def harness() -> Harness:
+    return Harness()
 
 
-def with_harness(test: Test) -> Callable[[Any], None]:
-    def run(self: Any) -> None:
-        asyncio.run(test(self, Harness()))
+async def test_a_full_history_sends_only_new_tokens(harness: Harness) -> None:
+    await harness.open()
+    assert await harness.run_turn("<s>a<e>") == "<s>a<e>"
+    assert await harness.run_turn("<s>a<e>ab<s>b") == "<s>a<e>ab<s>b"
+    assert harness.sent == "<s>b"
+    assert harness.manager.sent.session_id is None
 
-    return run
+
+async def test_a_client_that_wants_the_prompts_ids_gets_all(harness: Harness) -> None:
+    await harness.open()
+    await harness.run_turn("<s>a<e>")
+    request = Request("<s>a<e>ab<s>b", "s")
+    request.return_prompt_token_ids = True
+    await harness.begin(request)
+    prompt_ids = harness.manager.rid_to_state["r"].prompt_token_ids
+    assert raw(prompt_ids).decode() == "<s>a<e>ab<s>b"
 
 
-class TestTrimmer(unittest.TestCase):
-    @with_harness
-    async def test_a_full_history_sends_only_new_tokens(self, harness: Harness) -> None:
-        await harness.open()
-        self.assertEqual(await harness.run_turn("<s>a<e>"), "<s>a<e>")
-        self.assertEqual(await harness.run_turn("<s>a<e>ab<s>b"), "<s>a<e>ab<s>b")
-        self.assertEqual(harness.sent, "<s>b")
-        self.assertIsNone(harness.manager.sent.session_id)
+async def test_an_unmarked_request_runs_unchanged(harness: Harness) -> None:
+    await harness.open()
+    await harness.run_turn("<s>a<e>")
+    await harness.run_turn("<s>a<e>ab<s>b", session=None)
+    assert harness.sent == "<s>a<e>ab<s>b"
+    assert harness.manager.sent.session_params is None
 
-    @with_harness
-    async def test_a_client_that_wants_the_prompts_ids_gets_all(self, harness: Harness) -> None:
-        await harness.open()
-        await harness.run_turn("<s>a<e>")
-        request = Request("<s>a<e>ab<s>b", "s")
-        request.return_prompt_token_ids = True
-        await harness.begin(request)
-        prompt_ids = harness.manager.rid_to_state["r"].prompt_token_ids
-        self.assertEqual(raw(prompt_ids).decode(), "<s>a<e>ab<s>b")
 
-    @with_harness
-    async def test_an_unmarked_request_runs_unchanged(self, harness: Harness) -> None:
-        await harness.open()
-        await harness.run_turn("<s>a<e>")
-        await harness.run_turn("<s>a<e>ab<s>b", session=None)
-        self.assertEqual(harness.sent, "<s>a<e>ab<s>b")
-        self.assertIsNone(harness.manager.sent.session_params)
+async def test_another_history_runs_unchanged(harness: Harness) -> None:
+    await harness.open()
+    await harness.run_turn("<s>a<e>")
+    for text in ("<s>b<e>ab<s>b", "<s>a<e>", "<s>a<e>ab"):
+        await harness.run_turn(text)
+        assert harness.sent == text
+        assert harness.manager.sent.session_params is None
+    assert await harness.run_turn("<s>a<e>ab<s>") == "<s>a<e>ab<s>"
+    assert harness.sent == "<s>"
 
-    @with_harness
-    async def test_another_history_runs_unchanged(self, harness: Harness) -> None:
-        await harness.open()
-        await harness.run_turn("<s>a<e>")
-        for text in ("<s>b<e>ab<s>b", "<s>a<e>", "<s>a<e>ab"):
-            await harness.run_turn(text)
-            self.assertEqual(harness.sent, text)
-            self.assertIsNone(harness.manager.sent.session_params)
-        self.assertEqual(await harness.run_turn("<s>a<e>ab<s>"), "<s>a<e>ab<s>")
-        self.assertEqual(harness.sent, "<s>")
 
-    @with_harness
-    async def test_an_unsupported_request_runs_unchanged(self, harness: Harness) -> None:
-        await harness.open()
-        for field in ({"mm_inputs": "an image"}, {"return_logprob": True, "logprob_start_len": 0}):
-            await harness.run_turn("<s>a", **field)
-            self.assertIsNone(harness.manager.sent.session_params, field)
+async def test_an_unsupported_request_runs_unchanged(harness: Harness) -> None:
+    await harness.open()
+    for field in ({"mm_inputs": "an image"}, {"return_logprob": True, "logprob_start_len": 0}):
+        await harness.run_turn("<s>a", **field)
+        assert harness.manager.sent.session_params is None, field
 
-    @with_harness
-    async def test_an_overlapping_turn_runs_unchanged(self, harness: Harness) -> None:
-        await harness.open()
-        await harness.begin(Request("<s>a", "s", "one"))
-        await harness.begin(Request("<s>a", "s", "two"))
-        self.assertIsNone(harness.manager.sent.session_params)
 
-    @with_harness
-    async def test_a_turn_whose_client_left_is_committed(self, harness: Harness) -> None:
-        await harness.open()
-        request = Request("<s>a<e>", "s")
-        await (await harness.begin(request)).aclose()
-        harness.manager.generate(request.rid, ANSWER, "stop")
-        self.assertEqual(await harness.run_turn("<s>a<e>ab<s>b"), "<s>a<e>ab<s>b")
-        self.assertEqual(harness.sent, "<s>b")
+async def test_an_overlapping_turn_runs_unchanged(harness: Harness) -> None:
+    await harness.open()
+    await harness.begin(Request("<s>a", "s", "one"))
+    await harness.begin(Request("<s>a", "s", "two"))
+    assert harness.manager.sent.session_params is None
 
-    @with_harness
-    async def test_a_turn_that_was_never_sent_changes_nothing(self, harness: Harness) -> None:
-        await harness.open()
-        await harness.run_turn("<s>a<e>")
-        request = Request("<s>a<e>ab<s>b", "s")
-        await harness.tokenize(request)
-        del harness.manager.rid_to_state[request.rid]
-        await harness.run_turn("<s>a<e>ab<s>")
-        self.assertEqual(harness.sent, "<s>")
 
-    @with_harness
-    async def test_an_abort_changes_nothing_unless_it_was_retracted(self, harness: Harness) -> None:
-        await harness.open()
-        await harness.run_turn("<s>a<e>")
-        for rid, meta_info, trimmed in (
-            ("one", {}, True), ("two", {"num_retractions": 1}, False),
-        ):
-            request = Request("<s>a<e>ab<s>b", "s", rid)
-            answer = await harness.begin(request)
-            harness.manager.generate(rid, ANSWER, "abort", **meta_info)
-            await anext(answer)
-            request = Request("<s>a<e>ab<s>", "s", "after")
-            tokenized = await harness.tokenize(request)
-            del harness.manager.rid_to_state["after"]
-            self.assertEqual(tokenized.session_params is not None, trimmed)
+async def test_a_turn_whose_client_left_is_committed(harness: Harness) -> None:
+    await harness.open()
+    request = Request("<s>a<e>", "s")
+    await (await harness.begin(request)).aclose()
+    harness.manager.generate(request.rid, ANSWER, "stop")
+    assert await harness.run_turn("<s>a<e>ab<s>b") == "<s>a<e>ab<s>b"
+    assert harness.sent == "<s>b"
 
-    @with_harness
-    async def test_an_answer_on_another_context_is_broken_off(self, harness: Harness) -> None:
-        await harness.open()
-        await harness.run_turn("<s>a<e>")
-        # Change the session without the trimmer's knowledge.
-        harness.manager.sessions["s"].context += [4, 4]
-        request = Request("<s>a<e>ab<s>b", "s", "wrong")
+
+async def test_a_turn_that_was_never_sent_changes_nothing(harness: Harness) -> None:
+    await harness.open()
+    await harness.run_turn("<s>a<e>")
+    request = Request("<s>a<e>ab<s>b", "s")
+    await harness.tokenize(request)
+    del harness.manager.rid_to_state[request.rid]
+    await harness.run_turn("<s>a<e>ab<s>")
+    assert harness.sent == "<s>"
+
+
+async def test_an_abort_changes_nothing_unless_it_was_retracted(harness: Harness) -> None:
+    await harness.open()
+    await harness.run_turn("<s>a<e>")
+    for rid, meta_info, trimmed in (
+        ("one", {}, True), ("two", {"num_retractions": 1}, False),
+    ):
+        request = Request("<s>a<e>ab<s>b", "s", rid)
         answer = await harness.begin(request)
-        harness.manager.generate("wrong", ANSWER)
-        with self.assertRaises(ContextMismatch):
-            await anext(answer)
-        harness.manager.generate("wrong", ANSWER, "length")
-        await harness.run_turn("<s>a<e>ab<s>b")
-        self.assertIsNone(harness.manager.sent.session_params, "the session's context is unknown")
-
-    @with_harness
-    async def test_turns_that_send_only_new_tokens_are_recorded(self, harness: Harness) -> None:
-        await harness.open()
-        params = {"session_params": {"id": "s"}}
-        await harness.run_turn("<s>a<e>", session=None, **params)
-        await harness.run_turn("<b><s>b", session=None, **params)
-        self.assertEqual(await harness.run_turn("<s>a<e>ab<s>bab<e>"), "<s>a<e>ab<s>bab<e>")
-        self.assertEqual(harness.sent, "<e>")
-
-    @with_harness
-    async def test_a_closed_session_is_forgotten(self, harness: Harness) -> None:
-        await harness.open()
-        await harness.run_turn("<s>a<e>")
-        await harness.close()
-        await harness.run_turn("<s>a<e>ab<s>")
-        self.assertIsNone(harness.manager.sent.session_params)
-        await harness.open()
-        await harness.run_turn("<s>a<e>ab<s>")
-        self.assertEqual(harness.sent, "<s>a<e>ab<s>")
-        self.assertEqual(harness.manager.sent.session_params.id, "s")
-
-    @with_harness
-    async def test_a_hook_that_fails_leaves_the_request_unchanged(self, harness: Harness) -> None:
-        await harness.open()
-        await harness.run_turn("<s>a<e>")
-
-        def fail(*_: Any, **__: Any) -> None:
-            raise KeyError("gone in this version")
-
-        harness.trimmer._session_params = fail
-        with self.assertLogs("berth_shim.trimmer", "WARNING"):
-            await harness.run_turn("<s>a<e>ab<s>b")
-        self.assertEqual(harness.sent, "<s>a<e>ab<s>b")
-        self.assertIsNone(harness.manager.sent.session_params)
-        await harness.run_turn("<s>a<e>ab<s>b")
-        self.assertIsNone(harness.manager.sent.session_params)
+        harness.manager.generate(rid, ANSWER, "abort", **meta_info)
+        await anext(answer)
+        request = Request("<s>a<e>ab<s>", "s", "after")
+        tokenized = await harness.tokenize(request)
+        del harness.manager.rid_to_state["after"]
+        assert (tokenized.session_params is not None) == trimmed
 
 
-if __name__ == "__main__":
-    unittest.main()
+async def test_an_answer_on_another_context_is_broken_off(harness: Harness) -> None:
+    await harness.open()
+    await harness.run_turn("<s>a<e>")
+    # Change the session without the trimmer's knowledge.
+    harness.manager.sessions["s"].context += [4, 4]
+    request = Request("<s>a<e>ab<s>b", "s", "wrong")
+    answer = await harness.begin(request)
+    harness.manager.generate("wrong", ANSWER)
+    with pytest.raises(ContextMismatch):
+        await anext(answer)
+    harness.manager.generate("wrong", ANSWER, "length")
+    await harness.run_turn("<s>a<e>ab<s>b")
+    assert harness.manager.sent.session_params is None, "the session's context is unknown"
+
+
+async def test_turns_that_send_only_new_tokens_are_recorded(harness: Harness) -> None:
+    await harness.open()
+    params = {"session_params": {"id": "s"}}
+    await harness.run_turn("<s>a<e>", session=None, **params)
+    await harness.run_turn("<b><s>b", session=None, **params)
+    assert await harness.run_turn("<s>a<e>ab<s>bab<e>") == "<s>a<e>ab<s>bab<e>"
+    assert harness.sent == "<e>"
+
+
+async def test_a_closed_session_is_forgotten(harness: Harness) -> None:
+    await harness.open()
+    await harness.run_turn("<s>a<e>")
+    await harness.close()
+    await harness.run_turn("<s>a<e>ab<s>")
+    assert harness.manager.sent.session_params is None
+    await harness.open()
+    await harness.run_turn("<s>a<e>ab<s>")
+    assert harness.sent == "<s>a<e>ab<s>"
+    assert harness.manager.sent.session_params.id == "s"
+
+
+async def test_a_hook_that_fails_leaves_the_request_unchanged(
+    harness: Harness, caplog: pytest.LogCaptureFixture
+) -> None:
+    await harness.open()
+    await harness.run_turn("<s>a<e>")
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise KeyError("gone in this version")
+
+    harness.trimmer._session_params = fail
+    await harness.run_turn("<s>a<e>ab<s>b")
+    assert [each.levelname for each in caplog.records] == ["WARNING"]
+    assert harness.sent == "<s>a<e>ab<s>b"
+    assert harness.manager.sent.session_params is None
+    await harness.run_turn("<s>a<e>ab<s>b")
+    assert harness.manager.sent.session_params is None
