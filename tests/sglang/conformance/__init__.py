@@ -1,4 +1,4 @@
-"""The conformance suite: one set of cases for the simulator and for the real SGLang.
+"""The conformance suite: one set of tests for the simulator and for the real SGLang.
 
 The simulator must do what the real engine does.
 """

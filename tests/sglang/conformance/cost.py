@@ -4,12 +4,16 @@ The same requests go to one engine with the flag and to one without, in rounds o
 (ABBA). The run prints figures and asserts nothing.
 """
 
+import argparse
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 
-from conformance.engine import Engine, ids
+from conformance.engine import PORTS, Engine, ids
 from conformance.groups import TAGS, Group
+from integration.processes import free_ports
 from integration.turns import new_id, run_together
 
 ROUNDS = 6
@@ -78,3 +82,26 @@ def measure(off: Engine, on: Engine) -> None:
             f"{statistics.median(ratios):.3f} (rounds {min(ratios):.3f} to {max(ratios):.3f})",
             flush=True,
         )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="tests/sglang/run --conformance", description=__doc__)
+    parser.add_argument("--cost", action="store_true")
+    parser.add_argument("--engine-sim", type=Path, metavar="PATH")
+    program = parser.parse_args().engine_sim
+    with tempfile.TemporaryDirectory(prefix="berth-conformance-") as folder:
+        engines = [
+            Engine(group, Path(folder), free_ports(PORTS)[0], program, []) for group in (OFF, ON)
+        ]
+        try:
+            for engine in engines:
+                seconds = engine.launch()
+                print(f"{engine.group.name} the flag: ready after {seconds:.1f} s", flush=True)
+            measure(*engines)
+        finally:
+            for engine in engines:
+                engine.stop()
+
+
+if __name__ == "__main__":
+    main()

@@ -4,11 +4,11 @@ import contextlib
 import socket
 import time
 
-from conformance.cases import case
+import pytest
+
 from conformance.engine import Engine, Flow, body, ids
-from conformance.groups import ROWS
+from conformance.groups import ROWS, in_groups
 from conformance.refusals import in_session
-from integration.runner import equal
 
 # Seconds for which the engine collects diagnostics before it exits.
 DYING_SECONDS = 5
@@ -43,16 +43,17 @@ def dies(engine: Engine, flow: Flow | None) -> None:
         refused = False
     except OSError:
         refused = True
-    equal(refused, True, "connections are refused afterwards")
+    assert refused, "connections are accepted afterwards"
     if flow:
         events = flow.rest()
-        equal("[DONE]" in events, False, "the running stream ended properly")
+        assert "[DONE]" not in events, "the running stream ended properly"
         finished = [event for event in events if '"finish_reason":null' not in event]
-        equal(finished, [], "events with a finish_reason")
+        assert finished == [], "events with a finish_reason"
 
 
-@case("page16", kills=True)
-def two_first_turns_in_one_batch(engine: Engine) -> None:
+@in_groups("page16")
+@pytest.mark.kills
+def test_two_first_turns_in_one_batch(engine: Engine) -> None:
     session = engine.open()
     engine.sleep_in_forward(0.03)
     # Equal lengths free all rows in the same pass, so the next batch holds both turns.
@@ -73,22 +74,24 @@ def two_first_turns_in_one_batch(engine: Engine) -> None:
         raise AssertionError(f"a turn was answered: {reply}")
 
 
-@case("page1", kills=True)
-def a_refused_overlap_and_then_a_close(engine: Engine) -> None:
+@in_groups("page1")
+@pytest.mark.kills
+def test_a_refused_overlap_and_then_a_close(engine: Engine) -> None:
     session = engine.open()
     engine.turn(session, ids(40, 1), 20).good()
     engine.sleep_in_forward(0.02)
     flow = engine.flow(session, ids(40, 2), 200)
     flow.first()
-    equal(engine.generate(in_session(session)).status, 400, "the status of the overlap")
+    assert engine.generate(in_session(session)).status == 400, "the status of the overlap"
     engine.close(session)
     # The refused overlap cleared the flag of the running turn, so the close frees its KV. The turn
     # runs on without it, and the engine dies when the turn ends.
     dies(engine, flow)
 
 
-@case("page256", kills=True)
-def a_token_outside_the_vocabulary(engine: Engine) -> None:
+@in_groups("page256")
+@pytest.mark.kills
+def test_a_token_outside_the_vocabulary(engine: Engine) -> None:
     engine.sleep_in_forward(0.03)
     flow = engine.flow(None, ids(10, 1), 300)
     flow.first()

@@ -13,9 +13,9 @@ LIST = Path(__file__).with_name("differences.toml")
 
 @dataclass(frozen=True)
 class Difference:
-    """The simulator's value for one expectation of one case."""
+    """The simulator's value for one expectation of one test."""
 
-    case: str
+    test: str
     what: str
     simulator: Any
     why: str
@@ -24,3 +24,7 @@ class Difference:
 def listed() -> list[Difference]:
     entries = tomllib.loads(LIST.read_text()).get("difference", [])
     return [Difference(**entry) for entry in entries]
+
+
+def test_each_listed_difference_names_a_test(all_names: set[str]) -> None:
+    assert [each.test for each in listed() if each.test not in all_names] == []

@@ -1,4 +1,4 @@
-"""The engine under test, real or simulated, as the cases see it.
+"""The engine under test, real or simulated, as the tests see it.
 
 All requests go over HTTP. Only `launch` and the listed differences depend on which of the two
 engines it is.
@@ -18,7 +18,6 @@ from conformance.groups import Group
 from integration import wire
 from integration.fleet import ENGINE_START_SECONDS_MAX, ENGINE_STOP_SECONDS_MAX, launch_engine
 from integration.processes import Process, answers_200, wait_until
-from integration.runner import equal
 from integration.turns import new_id
 
 WAIT_SECONDS_MAX = 60
@@ -90,7 +89,7 @@ class Reply:
         return self.body["error"]["message"]
 
     def good(self) -> "Reply":
-        equal(self.status, 200, f"the status of {self}")
+        assert self.status == 200, f"the status of {self}"
         assert self.finish["type"] != "abort", f"aborted: {self}"
         return self
 
@@ -102,7 +101,7 @@ class Flow:
     """A streamed turn whose answer is still arriving."""
 
     def __init__(self, stream: wire.Stream):
-        equal(stream.status, 200, "the stream's status")
+        assert stream.status == 200, "the stream's status"
         self._stream = stream
         self._events = stream.events()
 
@@ -170,8 +169,9 @@ class Engine:
     program: Path | None
     differences: list[Difference]
     process: Process | None = None
-    case: str = ""
-    seen: set[tuple[str, str]] = field(default_factory=set)
+    # The test that runs, and the listed differences that it has checked.
+    test: str = ""
+    checked: set[str] = field(default_factory=set)
     _opened: list[str] = field(default_factory=list)
 
     @property
@@ -219,15 +219,25 @@ class Engine:
 
     def expect(self, what: str, found: Any, expected: Any) -> None:
         """Checks that `found`, the figure named `what`, is `expected`: what the real engine
-        does. The simulator must do the same, unless a difference is listed for this case and
+        does. The simulator must do the same, unless a difference is listed for this test and
         `what`; then it must give the value listed there."""
         for difference in self.differences:
-            if (difference.case, difference.what) == (self.case, what):
-                self.seen.add((self.case, what))
+            if (difference.test, difference.what) == (self.test, what):
+                self.checked.add(what)
                 if self.program:
                     assert found != expected, f"{what}: listed as a difference, but it is none"
                     expected = difference.simulator
-        equal(found, expected, what)
+        assert found == expected, what
+
+    def begin(self, test: str) -> None:
+        """Begins a test, with an engine at rest."""
+        self.test, self.checked = test, set()
+        self.clean()
+
+    def check_differences(self) -> None:
+        """Checks that the test has asked for each difference that is listed for it."""
+        listed = {each.what for each in self.differences if each.test == self.test}
+        assert listed == self.checked, "differences that are listed, and those that were checked"
 
     # Requests.
 
@@ -260,17 +270,17 @@ class Engine:
         session = session or new_id("s")
         request = {"capacity_of_str_len": 1000, "session_id": session, "streaming": True, **more}
         answer = self.post("/open_session", request)
-        equal(answer.status, 200, f"the status of an open ({answer})")
+        assert answer.status == 200, f"the status of an open ({answer})"
         self._opened.append(session)
         return session
 
     def close(self, session: str) -> None:
         answer = self.post("/close_session", {"session_id": session})
-        equal((answer.status, answer.body), (200, b""), f"the close of {session}")
+        assert (answer.status, answer.body) == (200, b""), f"the close of {session}"
 
     def abort(self, rid: str = "", all: bool = False) -> None:
         answer = self.post("/abort_request", {"rid": rid, "abort_all": all})
-        equal((answer.status, answer.body), (200, b""), f"the abort of {rid!r}")
+        assert (answer.status, answer.body) == (200, b""), f"the abort of {rid!r}"
 
     def flush(self) -> wire.Answer:
         return self.post("/flush_cache")
@@ -289,7 +299,7 @@ class Engine:
 
     def sleep_in_forward(self, seconds: float) -> None:
         answer = self.post("/slow_down", {"forward_sleep_time": seconds})
-        equal((answer.status, answer.json()), (200, None), "slow_down")
+        assert (answer.status, answer.json()) == (200, None), "slow_down"
 
     @contextmanager
     def slow(self, seconds: float = 0.03) -> Iterator[None]:
@@ -354,7 +364,7 @@ class Engine:
         self.until_gone(self.open(timeout=0))
 
     def clean(self) -> None:
-        """Restores the state that every case begins with: nothing runs, waits, is open or is
+        """Restores the state that every test begins with: nothing runs, waits, is open or is
         cached."""
         self.sleep_in_forward(0)
         self.abort(all=True)

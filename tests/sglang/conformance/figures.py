@@ -2,9 +2,8 @@
 
 import time
 
-from conformance.cases import case
 from conformance.engine import Engine, ids
-from integration.runner import equal
+from conformance.groups import in_groups
 
 
 REPORT_SECONDS_MAX = 20
@@ -27,8 +26,8 @@ def gauge_soon(engine: Engine, name: str, wanted: float) -> float:
     return found
 
 
-@case("page16", "page1")
-def metrics_lag_and_loads_do_not(engine: Engine) -> None:
+@in_groups("page16", "page1")
+def test_metrics_lag_and_loads_do_not(engine: Engine) -> None:
     session = engine.open()
     # The prefill makes the only token, so there is no decode step and no second report is due.
     engine.turn(session, ids(64, 1), 1).good()
@@ -45,8 +44,8 @@ def metrics_lag_and_loads_do_not(engine: Engine) -> None:
     engine.expect("evictable by /metrics", gauge(engine, "kv_evictable_tokens"), 16)
 
 
-@case("page16", "page1")
-def session_gauges_move_every_forty_decode_steps(engine: Engine) -> None:
+@in_groups("page16", "page1")
+def test_session_gauges_move_every_forty_decode_steps(engine: Engine) -> None:
     session = engine.open()
     engine.turn(session, ids(64, 1), 100).good()
     sessions = gauge_soon(engine, "num_streaming_sessions", 1)
@@ -62,18 +61,18 @@ def session_gauges_move_every_forty_decode_steps(engine: Engine) -> None:
     engine.expect("with two open, and no report since one was", late, 1)
 
 
-@case("page16", "page1")
-def loads_add_up(engine: Engine) -> None:
+@in_groups("page16", "page1")
+def test_loads_add_up(engine: Engine) -> None:
     session = engine.open()
     engine.turn(session, ids(64, 1), 20).good()
     page = engine.group.page_size
     engine.until_used(-(-83 // page) * page)
     load = engine.load()
     total = load["max_total_num_tokens"]
-    equal(total, engine.group.pool_tokens, "the pool's size")
-    equal(load["max_running_requests"], engine.group.rows, "the rows")
-    equal(load["num_total_tokens"], load["num_used_tokens"], "tokens with nothing queued")
-    equal(load["token_usage"], round(load["num_used_tokens"] / total, 4), "the usage")
+    assert total == engine.group.pool_tokens, "the pool's size"
+    assert load["max_running_requests"] == engine.group.rows, "the rows"
+    assert load["num_total_tokens"] == load["num_used_tokens"], "tokens with nothing queued"
+    assert load["token_usage"] == round(load["num_used_tokens"] / total, 4), "the usage"
     bad = engine.get("/v1/loads?include=nonsense")
     engine.expect("the status of an unknown section", bad.status, 500)
 
@@ -84,8 +83,8 @@ def prefilled(engine: Engine) -> tuple[int, int]:
     return load["total_prefill_uncached_tokens"], load["total_prefill_busy_us"]
 
 
-@case("page16", "page1")
-def what_was_prefilled_is_counted_with_its_time(engine: Engine) -> None:
+@in_groups("page16", "page1")
+def test_what_was_prefilled_is_counted_with_its_time(engine: Engine) -> None:
     tokens, busy = prefilled(engine)
     # The second request finds the whole pages of all but its last token in the cache.
     page = engine.group.page_size
@@ -99,8 +98,8 @@ def what_was_prefilled_is_counted_with_its_time(engine: Engine) -> None:
         busy = took
 
 
-@case("page16", "page1")
-def prompts_that_wait_are_estimated(engine: Engine) -> None:
+@in_groups("page16", "page1")
+def test_prompts_that_wait_are_estimated(engine: Engine) -> None:
     with engine.slow():
         running = [engine.flow(None, ids(20, salt), 150) for salt in range(engine.group.rows)]
         for flow in running:
@@ -117,8 +116,8 @@ def prompts_that_wait_are_estimated(engine: Engine) -> None:
     engine.expect("when none wait", engine.load()["num_waiting_uncached_tokens"], 0)
 
 
-@case("page16", "page1")
-def server_info_names_the_sizes(engine: Engine) -> None:
+@in_groups("page16", "page1")
+def test_server_info_names_the_sizes(engine: Engine) -> None:
     info = engine.get("/server_info").json()
     group = engine.group
     found = {
@@ -133,7 +132,7 @@ def server_info_names_the_sizes(engine: Engine) -> None:
         "max_req_input_len": group.context_tokens - 6, "enable_streaming_session": True,
         "enable_session_radix_cache": False, "version": "0.5.23", "status": "ready",
     }
-    equal(found, expected, "/server_info")
+    assert found == expected, "/server_info"
     rows = info["internal_states"][0]["effective_max_running_requests_per_dp"]
-    equal(rows, group.rows, "the rows")
-    equal(engine.get("/get_load").status, 404, "the status of /get_load")
+    assert rows == group.rows, "the rows"
+    assert engine.get("/get_load").status == 404, "the status of /get_load"

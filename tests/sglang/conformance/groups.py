@@ -1,10 +1,12 @@
-"""How the engines are launched: cases that can share flags share a launch.
+"""How the engines are launched: tests that can share flags share a launch.
 
 The flags are SGLang's own; the simulator takes them with the same meaning.
 """
 
 from dataclasses import dataclass, field
 from typing import Any
+
+import pytest
 
 ROWS = 8
 POOL_TOKENS = 2048
@@ -68,3 +70,8 @@ GROUPS = {
         ),
     )
 }
+
+
+def in_groups(*names: str) -> pytest.MarkDecorator:
+    """Returns a decorator: the test runs at the engine of each of these groups."""
+    return pytest.mark.parametrize("engine", names, indirect=True)

@@ -1,16 +1,15 @@
 """What KV sessions hold, to the token at both page sizes, and what a flush frees."""
 
-from conformance.cases import case
 from conformance.engine import Engine, ids
-from integration.runner import equal
+from conformance.groups import in_groups
 
 
 def ceil(tokens: int, page: int) -> int:
     return -(-tokens // page) * page
 
 
-@case("page16", "page1")
-def the_numbers_of_one_session(engine: Engine) -> None:
+@in_groups("page16", "page1")
+def test_the_numbers_of_one_session(engine: Engine) -> None:
     page = engine.group.page_size
     session = engine.open()
     engine.turn(session, ids(40, 1), 20).good()
@@ -25,7 +24,7 @@ def the_numbers_of_one_session(engine: Engine) -> None:
         made = len(flow.end().output)
     engine.until_used(0, "used after the abort")
     reply = engine.turn(session, ids(2, 4), 4).good()
-    equal(reply.prompt, 122, "prompt tokens after the abort")
+    assert reply.prompt == 122, "prompt tokens after the abort"
     # The abort left all computed KV in the tree, in whole pages, so the 120 tokens of the history
     # are cached. The two new tokens aren't: other tokens followed the history in the aborted turn.
     engine.expect("cached after the abort", reply.cached, 120 // page * page)
@@ -36,8 +35,8 @@ def the_numbers_of_one_session(engine: Engine) -> None:
     engine.until_used(0, "used after the close")
 
 
-@case("page16", "page1")
-def later_turns_and_outputs_stay_private(engine: Engine) -> None:
+@in_groups("page16", "page1")
+def test_later_turns_and_outputs_stay_private(engine: Engine) -> None:
     session = engine.open()
     first = engine.turn(session, ids(64, 1), 20).good()
     engine.turn(session, ids(64, 2), 20).good()
@@ -45,11 +44,11 @@ def later_turns_and_outputs_stay_private(engine: Engine) -> None:
     page = engine.group.page_size
     beside = engine.turn(None, whole, 1).good()
     engine.expect("cached of a plain request beside the session", beside.cached, 64)
-    equal(64 % page, 0, "the first prompt is whole pages")
+    assert 64 % page == 0, "the first prompt is whole pages"
 
 
-@case("page16", "page1")
-def a_first_turn_of_one_token_publishes_nothing(engine: Engine) -> None:
+@in_groups("page16", "page1")
+def test_a_first_turn_of_one_token_publishes_nothing(engine: Engine) -> None:
     session = engine.open()
     engine.turn(session, ids(64, 1), 1).good()
     engine.expect("cached of its prompt", engine.turn(None, ids(80, 1), 1).good().cached, 0)
@@ -59,8 +58,8 @@ def a_first_turn_of_one_token_publishes_nothing(engine: Engine) -> None:
     engine.until_used(0)
 
 
-@case("page16", "page1")
-def a_session_starts_from_what_the_tree_has(engine: Engine) -> None:
+@in_groups("page16", "page1")
+def test_a_session_starts_from_what_the_tree_has(engine: Engine) -> None:
     page = engine.group.page_size
     plain = engine.turn(None, ids(60, 1), 20).good()
     session = engine.open()
@@ -74,26 +73,26 @@ def a_session_starts_from_what_the_tree_has(engine: Engine) -> None:
     engine.until_used(used, "used by two sessions on one prefix")
 
 
-@case("page16", "page1")
-def a_flush_takes_the_kv_and_leaves_the_history(engine: Engine) -> None:
+@in_groups("page16", "page1")
+def test_a_flush_takes_the_kv_and_leaves_the_history(engine: Engine) -> None:
     session = engine.open()
     engine.turn(session, ids(40, 1), 20).good()
     answer = engine.flushed()
     assert answer.body.startswith(b"Cache flushed."), answer.body
     engine.until_used(0, "used after the flush")
     reply = engine.turn(session, ids(3, 2), 4).good()
-    equal((reply.prompt, reply.cached), (63, 0), "prompt and cached tokens after the flush")
+    assert (reply.prompt, reply.cached) == (63, 0), "prompt and cached tokens after the flush"
 
 
-@case("page16")
-def a_flush_while_something_runs_is_refused(engine: Engine) -> None:
+@in_groups("page16")
+def test_a_flush_while_something_runs_is_refused(engine: Engine) -> None:
     with engine.slow():
         flow = engine.flow(None, ids(40, 1), 100)
         flow.first()
         answer = engine.flush()
-        equal(answer.status, 400, "the status of the flush")
+        assert answer.status == 400, "the status of the flush"
         assert answer.body.startswith(b"Flush cache failed."), answer.body
         waited = engine.post("/flush_cache?timeout=20")
-        equal(waited.status, 200, "the status of a flush that waits")
-        equal(flow.end().good().completion, 100, "tokens of what ran")
+        assert waited.status == 200, "the status of a flush that waits"
+        assert flow.end().good().completion == 100, "tokens of what ran"
 

@@ -4,18 +4,16 @@ import json
 import socket
 import time
 
-from conformance.cases import case
 from conformance.engine import Engine, Reply, body, ids
-from conformance.groups import ROWS
+from conformance.groups import ROWS, in_groups
 from conformance.refusals import in_session
-from integration.runner import equal
 
 # Seconds between the engine's checks whether the client of an unstreamed turn is still connected.
 POLL_SECONDS = 4
 
 
-@case("page16", "page1")
-def an_abort_puts_the_whole_session_into_the_tree(engine: Engine) -> None:
+@in_groups("page16", "page1")
+def test_an_abort_puts_the_whole_session_into_the_tree(engine: Engine) -> None:
     page = engine.group.page_size
     session = engine.open()
     first = engine.turn(session, ids(40, 1), 20).good()
@@ -25,32 +23,34 @@ def an_abort_puts_the_whole_session_into_the_tree(engine: Engine) -> None:
         engine.abort("runs-now")
         ended = flow.end()
     finish = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
-    equal(ended.finish, finish, "how the turn ended")
+    assert ended.finish == finish, "how the turn ended"
     engine.until_used(0, "used after the abort")
     # Every request can use this KV now, including the first turn's output and the aborted prompt.
     chain = ids(40, 1) + first.output + ids(40, 2) + [7]
     plain = engine.turn(None, chain, 1).good()
     engine.expect("cached of a plain request on the chain", plain.cached, 100 // page * page)
     again = engine.turn(session, ids(40, 3), 4).good()
-    equal(again.prompt, 100, "prompt tokens: the aborted turn left no trace")
+    assert again.prompt == 100, "prompt tokens: the aborted turn left no trace"
     engine.expect("cached of the next turn", again.cached, 60 // page * page)
 
 
-@case("page16")
-def an_abort_of_the_first_turn(engine: Engine) -> None:
+@in_groups("page16")
+def test_an_abort_of_the_first_turn(engine: Engine) -> None:
     session = engine.open()
     with engine.slow():
         flow = engine.flow(session, ids(40, 1), 200, rid="first-turn")
         flow.first()
         engine.abort("first-turn")
-        equal(flow.end().finish["type"], "abort", "how the turn ended")
+        assert flow.end().finish["type"] == "abort", "how the turn ended"
     engine.until_used(0, "used after the abort")
     reply = engine.turn(session, ids(10, 2), 4).good()
-    equal((reply.prompt, reply.cached), (10, 0), "prompt and cached tokens: it starts from nothing")
+    assert (reply.prompt, reply.cached) == (10, 0), (
+        "prompt and cached tokens: it starts from nothing"
+    )
 
 
-@case("page16", "page1")
-def an_abort_in_the_queue_keeps_the_slot(engine: Engine) -> None:
+@in_groups("page16", "page1")
+def test_an_abort_in_the_queue_keeps_the_slot(engine: Engine) -> None:
     session = engine.open()
     engine.turn(session, ids(40, 1), 20).good()
     with engine.slow():
@@ -64,13 +64,13 @@ def an_abort_in_the_queue_keeps_the_slot(engine: Engine) -> None:
         engine.abort(all=True)
         for flow in flows:
             flow.end()
-    equal(reply.finish["message"], "Abort in waiting queue", "how the queued turn ended")
+    assert reply.finish["message"] == "Abort in waiting queue", "how the queued turn ended"
     after = engine.turn(session, ids(5, 3), 4).good()
-    equal((after.prompt, after.cached), (65, 59), "prompt and cached tokens: the slot is kept")
+    assert (after.prompt, after.cached) == (65, 59), "prompt and cached tokens: the slot is kept"
 
 
-@case("page16")
-def an_abort_finds_ids_by_their_beginning(engine: Engine) -> None:
+@in_groups("page16")
+def test_an_abort_finds_ids_by_their_beginning(engine: Engine) -> None:
     with engine.slow():
         flows = [engine.flow(None, ids(10, n), 300, rid=rid) for n, rid in enumerate(("a1", "a12"))]
         for flow in flows:
@@ -79,14 +79,14 @@ def an_abort_finds_ids_by_their_beginning(engine: Engine) -> None:
         engine.abort("a")
         engine.abort("")
         running = engine.flow(None, ids(10, 3), 2).end()
-        equal(running.completion, 2, "tokens of a request made meanwhile")
+        assert running.completion == 2, "tokens of a request made meanwhile"
         engine.abort("a1")
         ends = [flow.end().finish["type"] for flow in flows]
     engine.expect("how a1 and a12 ended", ends, ["abort", "abort"])
 
 
-@case("page16")
-def a_streaming_client_that_goes_away(engine: Engine) -> None:
+@in_groups("page16")
+def test_a_streaming_client_that_goes_away(engine: Engine) -> None:
     def noticed_before_a_poll() -> bool:
         """Returns whether the turn ended sooner than the engine's poll could have ended it. On a
         stalled machine it may end later, so the test tries again."""
@@ -100,7 +100,7 @@ def a_streaming_client_that_goes_away(engine: Engine) -> None:
             engine.until("the turn is gone", lambda: engine.load()["num_running_reqs"] == 0)
             gone = time.monotonic() - begin
         engine.until_used(0, "used after the disconnect")
-        equal(next_turn(engine, session).prompt, 65, "prompt tokens: the turn left no trace")
+        assert next_turn(engine, session).prompt == 65, "prompt tokens: the turn left no trace"
         engine.close(session)
         engine.until_gone(session)
         return gone < POLL_SECONDS - 1
@@ -132,8 +132,8 @@ def leave_unread(engine: Engine, session: str, tokens: int) -> socket.socket:
     return sock
 
 
-@case("page16")
-def an_unstreamed_turn_that_ends_before_the_poll_counts(engine: Engine) -> None:
+@in_groups("page16")
+def test_an_unstreamed_turn_that_ends_before_the_poll_counts(engine: Engine) -> None:
     def ended_in_time() -> str | None:
         """Returns the session, or None if the machine stalled and the poll may have come first."""
         session = engine.open()
@@ -149,11 +149,11 @@ def an_unstreamed_turn_that_ends_before_the_poll_counts(engine: Engine) -> None:
 
     session = engine.until("a turn ends before the poll", ended_in_time, seconds=60)
     # 40 + 20 + 40 + 60 tokens of history and 5 new ones. The client never read those 60.
-    equal(next_turn(engine, session).prompt, 165, "prompt tokens: the turn is in the history")
+    assert next_turn(engine, session).prompt == 165, "prompt tokens: the turn is in the history"
 
 
-@case("page16")
-def an_unstreamed_turn_is_aborted_at_the_poll(engine: Engine) -> None:
+@in_groups("page16")
+def test_an_unstreamed_turn_is_aborted_at_the_poll(engine: Engine) -> None:
     session = engine.open()
     engine.turn(session, ids(40, 1), 20).good()
     with engine.slow(0.05):
@@ -164,4 +164,4 @@ def an_unstreamed_turn_is_aborted_at_the_poll(engine: Engine) -> None:
     # Without the abort the turn takes 20 s.
     assert POLL_SECONDS - 1 < gone < 4 * POLL_SECONDS, f"noticed after {gone:.1f} s"
     engine.until_used(0, "used after the disconnect")
-    equal(next_turn(engine, session).prompt, 65, "prompt tokens: the turn left no trace")
+    assert next_turn(engine, session).prompt == 65, "prompt tokens: the turn left no trace"

@@ -3,11 +3,9 @@
 import hashlib
 from typing import Any
 
-from conformance.cases import case
 from conformance.engine import Engine, ids
-from conformance.groups import EVENTS_KEPT, TOPIC
+from conformance.groups import EVENTS_KEPT, TOPIC, in_groups
 from conformance.kv_wire import Batch, Socket, replay
-from integration.runner import equal
 from integration.turns import new_id
 
 # Tokens of a prompt of which four fill the pool; a fifth evicts one of them.
@@ -91,7 +89,7 @@ class Tape:
         assert number is not None, "more batches than are kept"
         for batch in replay(self._engine.replay_port, number + 1):
             if CLEARED in batch.events:
-                equal(batch.events, [CLEARED], "the batch of a flush")
+                assert batch.events == [CLEARED], "the batch of a flush"
                 return batch.sequence + 1
         return None
 
@@ -100,8 +98,8 @@ def _is_mark(event: dict, mark: str) -> bool:
     return event.get("cache_salt") == mark
 
 
-@case("page16", "page1")
-def a_prompt_is_stored_first_and_then_its_output(engine: Engine) -> None:
+@in_groups("page16", "page1")
+def test_a_prompt_is_stored_first_and_then_its_output(engine: Engine) -> None:
     page, tape = engine.group.page_size, Tape(engine)
     reply = engine.turn(None, ids(40, 1), 20).good()
     # The last token has no KV, because no token was computed after it.
@@ -109,8 +107,8 @@ def a_prompt_is_stored_first_and_then_its_output(engine: Engine) -> None:
     engine.expect("the events", tape.end(), [stored(whole, page, 0, 40), stored(whole, page, 40)])
 
 
-@case("page16", "page1")
-def a_growing_conversation_stores_what_is_new(engine: Engine) -> None:
+@in_groups("page16", "page1")
+def test_a_growing_conversation_stores_what_is_new(engine: Engine) -> None:
     page, tape = engine.group.page_size, Tape(engine)
     prompt, known, expected = ids(40, 1), 0, []
     for salt in (2, 3, 4):
@@ -121,8 +119,8 @@ def a_growing_conversation_stores_what_is_new(engine: Engine) -> None:
     engine.expect("the events", tape.end(), expected)
 
 
-@case("page16", "page1")
-def a_prompt_that_is_known_stores_nothing(engine: Engine) -> None:
+@in_groups("page16", "page1")
+def test_a_prompt_that_is_known_stores_nothing(engine: Engine) -> None:
     page, tape = engine.group.page_size, Tape(engine)
     engine.turn(None, ids(64, 1), 1).good()
     engine.turn(None, ids(64, 1), 1).good()
@@ -130,8 +128,8 @@ def a_prompt_that_is_known_stores_nothing(engine: Engine) -> None:
     engine.expect("the events", tape.end(), [stored(ids(64, 1), page)])
 
 
-@case("page16", "page1")
-def a_long_prompt_is_stored_in_its_chunks(engine: Engine) -> None:
+@in_groups("page16", "page1")
+def test_a_long_prompt_is_stored_in_its_chunks(engine: Engine) -> None:
     page, tape = engine.group.page_size, Tape(engine)
     engine.turn(None, ids(800, 1), 1).good()
     chunk = engine.group.chunk_tokens
@@ -139,8 +137,8 @@ def a_long_prompt_is_stored_in_its_chunks(engine: Engine) -> None:
     engine.expect("the events", tape.end(), expected)
 
 
-@case("page16", "page1")
-def a_branch_is_stored_after_what_it_shares(engine: Engine) -> None:
+@in_groups("page16", "page1")
+def test_a_branch_is_stored_after_what_it_shares(engine: Engine) -> None:
     page, tape = engine.group.page_size, Tape(engine)
     other = ids(32, 1) + ids(32, 2)
     engine.turn(None, ids(64, 1), 1).good()
@@ -149,8 +147,8 @@ def a_branch_is_stored_after_what_it_shares(engine: Engine) -> None:
     engine.expect("the events", tape.end(), expected)
 
 
-@case("page16", "page1")
-def the_oldest_chain_is_removed_for_a_new_one(engine: Engine) -> None:
+@in_groups("page16", "page1")
+def test_the_oldest_chain_is_removed_for_a_new_one(engine: Engine) -> None:
     page, tape = engine.group.page_size, Tape(engine)
     for salt in range(1, 6):
         engine.turn(None, ids(CHAIN, salt), 1).good()
@@ -159,8 +157,8 @@ def the_oldest_chain_is_removed_for_a_new_one(engine: Engine) -> None:
     engine.expect("the events", tape.end(), expected)
 
 
-@case("page16", "page1")
-def an_output_is_removed_before_its_prompt(engine: Engine) -> None:
+@in_groups("page16", "page1")
+def test_an_output_is_removed_before_its_prompt(engine: Engine) -> None:
     page, tape = engine.group.page_size, Tape(engine)
     reply = engine.turn(None, ids(320, 1), 161).good()
     whole = ids(320, 1) + reply.output[:-1]
@@ -173,8 +171,8 @@ def an_output_is_removed_before_its_prompt(engine: Engine) -> None:
     engine.expect("the events", tape.end(), expected)
 
 
-@case("page16", "page1")
-def decode_makes_room_too(engine: Engine) -> None:
+@in_groups("page16", "page1")
+def test_decode_makes_room_too(engine: Engine) -> None:
     page, tape = engine.group.page_size, Tape(engine)
     for salt in (1, 2, 3, 4):
         engine.turn(None, ids(CHAIN, salt), 1).good()
@@ -187,8 +185,8 @@ def decode_makes_room_too(engine: Engine) -> None:
     engine.expect("the events", tape.end(), expected)
 
 
-@case("page16", "page1")
-def a_flush_clears_all_at_once(engine: Engine) -> None:
+@in_groups("page16", "page1")
+def test_a_flush_clears_all_at_once(engine: Engine) -> None:
     page, tape = engine.group.page_size, Tape(engine)
     engine.turn(None, ids(64, 1), 1).good()
     # The second flush finds nothing to clear, and is published all the same.
@@ -199,8 +197,8 @@ def a_flush_clears_all_at_once(engine: Engine) -> None:
     engine.expect("the events", tape.end(), [chain, CLEARED, CLEARED, chain])
 
 
-@case("page16", "page1")
-def a_streaming_session_shows_its_first_prompt_alone(engine: Engine) -> None:
+@in_groups("page16", "page1")
+def test_a_streaming_session_shows_its_first_prompt_alone(engine: Engine) -> None:
     page, tape = engine.group.page_size, Tape(engine)
     session = engine.open()
     for salt in (1, 2, 3):
@@ -210,8 +208,8 @@ def a_streaming_session_shows_its_first_prompt_alone(engine: Engine) -> None:
     engine.expect("the events", tape.end(), [stored(ids(40, 1), page)])
 
 
-@case("page16", "page1")
-def an_aborted_session_turn_shows_the_whole_chain(engine: Engine) -> None:
+@in_groups("page16", "page1")
+def test_an_aborted_session_turn_shows_the_whole_chain(engine: Engine) -> None:
     page, tape = engine.group.page_size, Tape(engine)
     session = engine.open()
     one = engine.turn(session, ids(40, 1), 20).good()
@@ -220,7 +218,7 @@ def an_aborted_session_turn_shows_the_whole_chain(engine: Engine) -> None:
         flow.first()
         engine.abort("aborted-kv")
         two = flow.end()
-    equal(two.finish["type"], "abort", "how it ended")
+    assert two.finish["type"] == "abort", "how it ended"
     first, second = tape.end()
     engine.expect("the first event", first, stored(ids(40, 1), page))
     # How much of the aborted output is stored depends on when the abort came.
@@ -230,8 +228,8 @@ def an_aborted_session_turn_shows_the_whole_chain(engine: Engine) -> None:
     engine.close(session)
 
 
-@case("page16", "page1")
-def a_session_that_lost_its_kv_shows_its_history(engine: Engine) -> None:
+@in_groups("page16", "page1")
+def test_a_session_that_lost_its_kv_shows_its_history(engine: Engine) -> None:
     page, tape = engine.group.page_size, Tape(engine)
     session = engine.open()
     reply = engine.turn(session, ids(40, 1), 20).good()
@@ -243,10 +241,10 @@ def a_session_that_lost_its_kv_shows_its_history(engine: Engine) -> None:
     engine.close(session)
 
 
-@case("page16", "page1")
-def a_refused_request_stores_nothing_of_its_prompt(engine: Engine) -> None:
+@in_groups("page16", "page1")
+def test_a_refused_request_stores_nothing_of_its_prompt(engine: Engine) -> None:
     tape = Tape(engine)
-    equal(engine.turn("nobody", ids(64, 1), 4).status, 400, "the status")
+    assert engine.turn("nobody", ids(64, 1), 4).status == 400, "the status"
     tokens = [token for event in tape.end() for token in event["token_ids"]]
     # Instead of the refused request the engine runs one token of padding, which is a whole page
     # only at page size 1. The real engine may have computed one more token by then.
@@ -254,8 +252,8 @@ def a_refused_request_stores_nothing_of_its_prompt(engine: Engine) -> None:
     engine.expect("the tokens stored", tokens[:1], padding)
 
 
-@case("page16", "both")
-def events_name_the_session_of_a_request(engine: Engine) -> None:
+@in_groups("page16", "both")
+def test_events_name_the_session_of_a_request(engine: Engine) -> None:
     page, tape, id = engine.group.page_size, Tape(engine), new_id("t")
     reply = engine.turn(None, ids(40, 1), 20, session_id=id).good()
     whole = ids(40, 1) + reply.output[:-1]
@@ -270,8 +268,8 @@ def events_name_the_session_of_a_request(engine: Engine) -> None:
     engine.expect("the events", tape.end(), expected)
 
 
-@case("page16", "page1")
-def a_salt_changes_the_hashes_and_an_extra_key_does_not(engine: Engine) -> None:
+@in_groups("page16", "page1")
+def test_a_salt_changes_the_hashes_and_an_extra_key_does_not(engine: Engine) -> None:
     page, tape, prompt = engine.group.page_size, Tape(engine), ids(48, 1)
     more = [{}, {"cache_salt": "one"}, {"cache_salt": "other"}, {"extra_key": "one"}]
     replies = [engine.turn(None, prompt, 1, **some).good() for some in more]
@@ -287,16 +285,16 @@ def a_salt_changes_the_hashes_and_an_extra_key_does_not(engine: Engine) -> None:
     engine.expect("the events", tape.end(), expected)
 
 
-@case("page16", "page1")
-def a_session_s_salt_is_its_turn_s(engine: Engine) -> None:
+@in_groups("page16", "page1")
+def test_a_session_s_salt_is_its_turn_s(engine: Engine) -> None:
     page, tape, session = engine.group.page_size, Tape(engine), engine.open()
     engine.turn(session, ids(40, 1), 4, cache_salt="one").good()
     engine.expect("the events", tape.end(), [stored(ids(40, 1), page, cache_salt="one")])
     engine.close(session)
 
 
-@case("page16", "page1")
-def live_and_replayed_batches_are_the_same(engine: Engine) -> None:
+@in_groups("page16", "page1")
+def test_live_and_replayed_batches_are_the_same(engine: Engine) -> None:
     tape = Tape(engine)
     live, deaf = (Socket(engine.events_port, b"SUB", 30) for _ in range(2))
     try:
@@ -321,8 +319,10 @@ def live_and_replayed_batches_are_the_same(engine: Engine) -> None:
         kept = replay(engine.replay_port, heard[0].sequence)
         while heard[-1].sequence < kept[-1].sequence:
             heard.append(Batch.from_frames(live.receive(30)))
-        equal(heard, kept[: len(heard)], "what came, beside what is kept")
-        equal({(batch.topic, batch.rank) for batch in heard}, {(TOPIC.encode(), 0)}, "whose it is")
+        assert heard == kept[: len(heard)], "what came, beside what is kept"
+        assert {(batch.topic, batch.rank) for batch in heard} == {(TOPIC.encode(), 0)}, (
+            "whose it is"
+        )
         try:
             raise AssertionError(f"another topic's subscriber hears {deaf.receive(0.1)}")
         except TimeoutError:
@@ -332,21 +332,21 @@ def live_and_replayed_batches_are_the_same(engine: Engine) -> None:
         deaf.close()
 
 
-@case("page16", "page1")
-def replays_begin_where_asked_and_reach_back_as_far_as_configured(engine: Engine) -> None:
+@in_groups("page16", "page1")
+def test_replays_begin_where_asked_and_reach_back_as_far_as_configured(engine: Engine) -> None:
     while replay(engine.replay_port, 0)[-1].sequence <= EVENTS_KEPT:
         engine.until("flushed", lambda: engine.flush().status == 200)
     Tape(engine).end()
     everything = [batch.sequence for batch in replay(engine.replay_port, 0)]
-    equal(len(everything), EVENTS_KEPT, "batches kept")
-    equal(everything, list(range(everything[0], everything[0] + EVENTS_KEPT)), "their numbers")
+    assert len(everything) == EVENTS_KEPT, "batches kept"
+    assert everything == list(range(everything[0], everything[0] + EVENTS_KEPT)), "their numbers"
     some = [batch.sequence for batch in replay(engine.replay_port, everything[-3])]
-    equal(some, everything[-3:], "a replay of the last three")
-    equal(replay(engine.replay_port, everything[-1] + 1), [], "a replay of what is to come")
+    assert some == everything[-3:], "a replay of the last three"
+    assert replay(engine.replay_port, everything[-1] + 1) == [], "a replay of what is to come"
 
 
-@case("page16", "page1")
-def server_info_says_where_events_are(engine: Engine) -> None:
+@in_groups("page16", "page1")
+def test_server_info_says_where_events_are(engine: Engine) -> None:
     found = engine.get("/server_info").json()["kv_events"]
     expected = {
         "publisher": "zmq", "endpoint_host": "*", "endpoint_port_base": engine.events_port,
@@ -356,6 +356,6 @@ def server_info_says_where_events_are(engine: Engine) -> None:
     engine.expect("where events are", found, expected)
 
 
-@case("tagged")
-def without_the_flag_there_are_no_events(engine: Engine) -> None:
+@in_groups("tagged")
+def test_without_the_flag_there_are_no_events(engine: Engine) -> None:
     engine.expect("where events are", engine.get("/server_info").json()["kv_events"], None)

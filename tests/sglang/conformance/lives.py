@@ -2,10 +2,9 @@
 
 import time
 
-from conformance.cases import case
 from conformance.engine import Engine, ids
+from conformance.groups import in_groups
 from conformance.refusals import in_session
-from integration.runner import equal
 
 # The reaper pauses for one second; a loaded machine takes several times that.
 REAP_SECONDS_MAX = 30
@@ -15,8 +14,8 @@ def gone(session: str) -> str:
     return f"Invalid request: session id {session} does not exist"
 
 
-@case("page16", "page1")
-def a_close_gives_back_all_but_the_first_prompt(engine: Engine) -> None:
+@in_groups("page16", "page1")
+def test_a_close_gives_back_all_but_the_first_prompt(engine: Engine) -> None:
     session = engine.open()
     engine.turn(session, ids(64, 1), 20).good()
     engine.turn(session, ids(64, 2), 20).good()
@@ -26,14 +25,14 @@ def a_close_gives_back_all_but_the_first_prompt(engine: Engine) -> None:
     engine.expect("cached of the first prompt", first.cached, 64)
 
 
-@case("page16")
-def a_close_while_a_turn_runs_waits_for_its_end(engine: Engine) -> None:
+@in_groups("page16")
+def test_a_close_while_a_turn_runs_waits_for_its_end(engine: Engine) -> None:
     session = engine.open()
     with engine.slow():
         flow = engine.flow(session, ids(40, 1), 60)
         flow.first()
         engine.close(session)
-        equal(len(flow.end().output), 60, "the turn runs to its end: tokens")
+        assert len(flow.end().output) == 60, "the turn runs to its end: tokens"
     refused = engine.generate(in_session(session))
     closing = f"Invalid request: close was requested for session {session}"
     engine.expect("straight after the turn", refused.status, 400)
@@ -42,30 +41,30 @@ def a_close_while_a_turn_runs_waits_for_its_end(engine: Engine) -> None:
     engine.until_gone(session)
 
 
-@case("page16")
-def a_reopened_id_starts_empty(engine: Engine) -> None:
+@in_groups("page16")
+def test_a_reopened_id_starts_empty(engine: Engine) -> None:
     session = engine.open()
     engine.turn(session, ids(40, 1), 8).good()
     engine.close(session)
     engine.open(session)
     reply = engine.turn(session, ids(40, 2), 8).good()
-    equal((reply.prompt, reply.cached), (40, 0), "prompt and cached tokens of the first turn")
+    assert (reply.prompt, reply.cached) == (40, 0), "prompt and cached tokens of the first turn"
 
 
-@case("page16")
-def a_timeout_counts_from_the_start_of_the_turn(engine: Engine) -> None:
+@in_groups("page16")
+def test_a_timeout_counts_from_the_start_of_the_turn(engine: Engine) -> None:
     session = engine.open(timeout=2)
     with engine.slow(0.05):
         begin = time.monotonic()
         reply = engine.turn(session, ids(40, 1), 70).good()
         assert time.monotonic() - begin > 3, "the turn was too short to show anything"
-    equal(reply.completion, 70, "a turn longer than the timeout ends well: tokens")
+    assert reply.completion == 70, "a turn longer than the timeout ends well: tokens"
     engine.until("the timeout has closed it", lambda: _is_gone(engine, session), REAP_SECONDS_MAX)
     engine.until_used(0)
 
 
-@case("page16")
-def an_idle_session_times_out(engine: Engine) -> None:
+@in_groups("page16")
+def test_an_idle_session_times_out(engine: Engine) -> None:
     session = engine.open(timeout=2.5)
     begin = time.monotonic()
     engine.turn(session, ids(40, 1), 4).good()
@@ -74,8 +73,8 @@ def an_idle_session_times_out(engine: Engine) -> None:
     assert _is_gone(engine, session)
 
 
-@case("page16")
-def a_timeout_of_zero_closes_at_once(engine: Engine) -> None:
+@in_groups("page16")
+def test_a_timeout_of_zero_closes_at_once(engine: Engine) -> None:
     for timeout in (0, -1):
         session = engine.open(timeout=timeout)
         engine.until("it is closed", lambda: _is_gone(engine, session), REAP_SECONDS_MAX)

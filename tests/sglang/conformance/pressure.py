@@ -1,10 +1,9 @@
 """What happens when a decode runs out of KV: retractions, a lost turn, sessions never closed."""
 
-from conformance.cases import case
 from conformance.engine import Engine, Flow, body, ids
+from conformance.groups import in_groups
 from conformance.refusals import in_session
 from integration import wire
-from integration.runner import equal
 from integration.turns import run_together
 
 # Tokens of an answer. Four such turns don't fit in the pool together; each one alone does.
@@ -36,8 +35,8 @@ def run_out(engine: Engine) -> tuple[list[str], list[Flow]]:
     return sessions, flows
 
 
-@case("page1")
-def sessions_that_run_out_of_kv_stay_half_closed(engine: Engine) -> None:
+@in_groups("page1")
+def test_sessions_that_run_out_of_kv_stay_half_closed(engine: Engine) -> None:
     sessions, flows = run_out(engine)
     ended = flows[0].end()
     finish = {
@@ -46,15 +45,15 @@ def sessions_that_run_out_of_kv_stay_half_closed(engine: Engine) -> None:
     engine.expect("how the first one ended", ended.finish, finish)
     engine.until_queued(3)
     load = engine.load()
-    equal(load["num_running_reqs"], 0, "running requests")
+    assert load["num_running_reqs"] == 0, "running requests"
     engine.expect("the whole pool is held", load["num_used_tokens"] > 2040, True)
-    equal(engine.get("/health").status, 200, "the status of /health")
+    assert engine.get("/health").status == 200, "the status of /health"
     aborted = []
     for session, flow in zip(sessions[1:], flows[1:]):
         engine.abort(f"{session}-turn")
         aborted.append(flow.end())
     messages = [reply.finish["message"] for reply in aborted]
-    equal(messages, ["Abort in waiting queue"] * 3, "how the others ended")
+    assert messages == ["Abort in waiting queue"] * 3, "how the others ended"
     for session in sessions[1:]:
         engine.close(session)
     engine.until_idle()
@@ -74,8 +73,8 @@ def sessions_that_run_out_of_kv_stay_half_closed(engine: Engine) -> None:
     engine.expect("the retracted sessions never close", again, closing)
 
 
-@case("page1")
-def a_retracted_turn_has_committed_its_partial_answer(engine: Engine) -> None:
+@in_groups("page1")
+def test_a_retracted_turn_has_committed_its_partial_answer(engine: Engine) -> None:
     sessions, flows = run_out(engine)
     flows[0].end()
     engine.until_queued(3)
@@ -91,35 +90,35 @@ def a_retracted_turn_has_committed_its_partial_answer(engine: Engine) -> None:
     engine.expect("the aborted answer is history", told > 300 and made - told in (0, 1), True)
 
 
-@case("page1")
-def retracted_plain_requests_end_well(engine: Engine) -> None:
+@in_groups("page1")
+def test_retracted_plain_requests_end_well(engine: Engine) -> None:
     flows = [hopeful(engine, None, ids(100, n), 700, f"plain-{n}") for n in range(4)]
     ends = [flow.end().good() for flow in flows]
-    equal([reply.completion for reply in ends], [700] * 4, "tokens")
+    assert [reply.completion for reply in ends] == [700] * 4, "tokens"
     retractions = sum(reply.meta["num_retractions"] for reply in ends)
     engine.expect("there were retractions", retractions > 0, True)
     engine.until_used(0)
 
 
-@case("page16")
-def answers_of_a_fixed_length_are_reserved_in_full(engine: Engine) -> None:
+@in_groups("page16")
+def test_answers_of_a_fixed_length_are_reserved_in_full(engine: Engine) -> None:
     sessions = [engine.open() for _ in range(4)]
     for salt, session in enumerate(sessions):
         engine.turn(session, ids(100, 1 + salt), 4).good()
     first = engine.flow(sessions[0], ids(20, 10), TOKENS)
     first.first()
     others = [engine.pending(s, ids(20, 11 + n), TOKENS) for n, s in enumerate(sessions[1:])]
-    equal(first.end().good().completion, TOKENS, "tokens of the first")
+    assert first.end().good().completion == TOKENS, "tokens of the first"
     engine.abort(all=True)
     for turn in others:
-        equal(turn.end().status, 200, "the status of one that had to wait")
+        assert turn.end().status == 200, "the status of one that had to wait"
     for session in sessions:
         engine.close(session)
     engine.until_used(0)
 
 
-@case("retract")
-def forced_retractions_change_no_answer(engine: Engine) -> None:
+@in_groups("retract")
+def test_forced_retractions_change_no_answer(engine: Engine) -> None:
     """The engine's test setting retracts a request in every third pass when more than one runs."""
     alone = []
     for n in range(2):
@@ -137,8 +136,8 @@ def forced_retractions_change_no_answer(engine: Engine) -> None:
     )
     retractions = sum(reply.good().meta["num_retractions"] for reply in first + second)
     engine.expect("there were retractions", retractions > 0, True)
-    equal([reply.prompt for reply in second], [110, 110], "prompt tokens of the second turns")
-    equal([[a.output, b.output] for a, b in zip(first, second)], alone, "the answers")
+    assert [reply.prompt for reply in second] == [110, 110], "prompt tokens of the second turns"
+    assert [[a.output, b.output] for a, b in zip(first, second)] == alone, "the answers"
     for session in sessions:
         engine.close(session)
     engine.until_used(0)

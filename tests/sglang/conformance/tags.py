@@ -1,8 +1,7 @@
 """Tagged sessions: requests name a `session_id`, and their KV is evicted after untagged KV."""
 
-from conformance.cases import case
 from conformance.engine import Engine, Reply, ids
-from integration.runner import equal
+from conformance.groups import in_groups
 from integration.turns import new_id, run_together
 
 # Tokens of a prompt of which four fill the pool; a fifth evicts one of them.
@@ -30,20 +29,20 @@ def is_cached(engine: Engine, salt: int) -> bool:
     return reply.cached > 0
 
 
-@case("tagged", "both")
-def a_growing_prompt_hits_whole_pages(engine: Engine) -> None:
+@in_groups("tagged", "both")
+def test_a_growing_prompt_hits_whole_pages(engine: Engine) -> None:
     id, prompt, cached = new_id("t"), ids(100, 1), 0
     for place in range(3):
         reply = tagged(engine, id, prompt, 20)
         engine.expect(f"turn {place}: cached", reply.cached, cached)
-        equal(reply.prompt, len(prompt), f"turn {place}: prompt tokens")
+        assert reply.prompt == len(prompt), f"turn {place}: prompt tokens"
         cached = (len(prompt) + 19) // 16 * 16
         prompt = prompt + reply.output + ids(4, 2 + place)
     engine.until_used(0, "used by an idle tagged session")
 
 
-@case("tagged", "both")
-def turns_of_one_id_run_side_by_side(engine: Engine) -> None:
+@in_groups("tagged", "both")
+def test_turns_of_one_id_run_side_by_side(engine: Engine) -> None:
     id = new_id("t")
     with engine.slow():
         flows = [
@@ -51,13 +50,13 @@ def turns_of_one_id_run_side_by_side(engine: Engine) -> None:
         ]
         engine.until("all three run", lambda: engine.load()["num_running_reqs"] == 3)
         ends = [flow.end().good() for flow in flows]
-    equal([reply.completion for reply in ends], [100, 100, 100], "tokens")
+    assert [reply.completion for reply in ends] == [100, 100, 100], "tokens"
     alone = run_together(*[lambda n=n: engine.turn(None, ids(40, 1 + n), 100) for n in range(3)])
-    equal([r.output for r in ends], [r.output for r in alone], "the answers")
+    assert [r.output for r in ends] == [r.output for r in alone], "the answers"
 
 
-@case("tagged", "both")
-def untagged_kv_goes_before_tagged(engine: Engine) -> None:
+@in_groups("tagged", "both")
+def test_untagged_kv_goes_before_tagged(engine: Engine) -> None:
     id = new_id("t")
     fill(engine, 1, id)
     for salt in (2, 3, 4):
@@ -70,15 +69,15 @@ def untagged_kv_goes_before_tagged(engine: Engine) -> None:
     engine.close(id)
 
 
-@case("tagged")
-def without_a_tag_the_oldest_goes(engine: Engine) -> None:
+@in_groups("tagged")
+def test_without_a_tag_the_oldest_goes(engine: Engine) -> None:
     for salt in range(1, 6):
         fill(engine, salt)
-    equal([is_cached(engine, salt) for salt in (5, 4, 1)], [True, True, False], "what is cached")
+    assert [is_cached(engine, salt) for salt in (5, 4, 1)] == [True, True, False], "what is cached"
 
 
-@case("tagged", "both")
-def a_closed_tag_protects_no_longer(engine: Engine) -> None:
+@in_groups("tagged", "both")
+def test_a_closed_tag_protects_no_longer(engine: Engine) -> None:
     kept, closed = new_id("t"), new_id("t")
     fill(engine, 1, kept)
     fill(engine, 2, closed)
@@ -93,8 +92,8 @@ def a_closed_tag_protects_no_longer(engine: Engine) -> None:
     engine.close(kept)
 
 
-@case("tagged", "both")
-def a_close_frees_nothing(engine: Engine) -> None:
+@in_groups("tagged", "both")
+def test_a_close_frees_nothing(engine: Engine) -> None:
     id = new_id("t")
     first = tagged(engine, id, ids(160, 1), 20)
     engine.close(id)
@@ -103,8 +102,8 @@ def a_close_frees_nothing(engine: Engine) -> None:
     engine.expect("cached of a plain request", reply.cached, 176)
 
 
-@case("tagged", "both")
-def a_new_request_under_a_closed_id_tags_again(engine: Engine) -> None:
+@in_groups("tagged", "both")
+def test_a_new_request_under_a_closed_id_tags_again(engine: Engine) -> None:
     id = new_id("t")
     tagged(engine, id, ids(40, 9))
     engine.close(id)
@@ -116,14 +115,14 @@ def a_new_request_under_a_closed_id_tags_again(engine: Engine) -> None:
     engine.close(id)
 
 
-@case("tagged", "both")
-def a_turn_that_outlives_the_close_does_not_tag(engine: Engine) -> None:
+@in_groups("tagged", "both")
+def test_a_turn_that_outlives_the_close_does_not_tag(engine: Engine) -> None:
     id = new_id("t")
     with engine.slow(0.2):
         flow = engine.flow(None, ids(CHAIN, 1), 10, session_id=id)
         flow.first()
         engine.close(id)
-        equal(flow.end().good().completion, 10, "tokens: the close stops nothing")
+        assert flow.end().good().completion == 10, "tokens: the close stops nothing"
     for salt in (2, 3, 4):
         fill(engine, salt)
     fill(engine, 5)
@@ -131,14 +130,14 @@ def a_turn_that_outlives_the_close_does_not_tag(engine: Engine) -> None:
     engine.expect("the chain is gone", is_cached(engine, 1), False)
 
 
-@case("tagged", "both")
-def an_aborted_turn_does_not_tag(engine: Engine) -> None:
+@in_groups("tagged", "both")
+def test_an_aborted_turn_does_not_tag(engine: Engine) -> None:
     id = new_id("t")
     with engine.slow(0.1):
         flow = engine.flow(None, ids(CHAIN, 1), 60, session_id=id, rid="tagged-one")
         flow.first()
         engine.abort("tagged-one")
-        equal(flow.end().finish["type"], "abort", "how it ended")
+        assert flow.end().finish["type"] == "abort", "how it ended"
     for salt in (2, 3, 4):
         fill(engine, salt)
     fill(engine, 5)
@@ -146,8 +145,8 @@ def an_aborted_turn_does_not_tag(engine: Engine) -> None:
     engine.close(id)
 
 
-@case("tagged", "both")
-def what_more_tags_hold_goes_later(engine: Engine) -> None:
+@in_groups("tagged", "both")
+def test_what_more_tags_hold_goes_later(engine: Engine) -> None:
     one, other = new_id("t"), new_id("t")
     fill(engine, 1, one)
     fill(engine, 1, other)
@@ -160,19 +159,19 @@ def what_more_tags_hold_goes_later(engine: Engine) -> None:
     engine.close(other)
 
 
-@case("tagged")
-def tags_hold_nothing_back(engine: Engine) -> None:
+@in_groups("tagged")
+def test_tags_hold_nothing_back(engine: Engine) -> None:
     """Checks that tagged KV is evicted too when all that is cached is tagged."""
     id = new_id("t")
     for salt in range(1, 9):
         fill(engine, salt, id)
     reply = engine.turn(None, ids(900, 20), 100).good()
-    equal(reply.completion, 100, "tokens of a large plain request")
+    assert reply.completion == 100, "tokens of a large plain request"
     engine.close(id)
 
 
-@case("tagged")
-def a_chat_is_tagged_by_its_session_id(engine: Engine) -> None:
+@in_groups("tagged")
+def test_a_chat_is_tagged_by_its_session_id(engine: Engine) -> None:
     id = new_id("t")
     request = {
         "model": "tiny", "max_tokens": 20, "temperature": 0, "ignore_eos": True, "session_id": id,
@@ -181,7 +180,7 @@ def a_chat_is_tagged_by_its_session_id(engine: Engine) -> None:
     usage = []
     for _ in range(2):
         answer = engine.post("/v1/chat/completions", request)
-        equal(answer.status, 200, "the status of a chat")
+        assert answer.status == 200, "the status of a chat"
         usage.append(answer.json()["usage"])
     prompt = usage[1]["prompt_tokens"]
     cached = usage[1]["prompt_tokens_details"]["cached_tokens"]
@@ -189,8 +188,8 @@ def a_chat_is_tagged_by_its_session_id(engine: Engine) -> None:
     engine.close(id)
 
 
-@case("page16")
-def without_the_flag_a_session_id_is_nothing(engine: Engine) -> None:
+@in_groups("page16")
+def test_without_the_flag_a_session_id_is_nothing(engine: Engine) -> None:
     id = new_id("t")
     fill(engine, 1, id)
     for salt in (2, 3, 4):
@@ -200,8 +199,8 @@ def without_the_flag_a_session_id_is_nothing(engine: Engine) -> None:
     engine.close(id)
 
 
-@case("both")
-def pinned_and_tagged_sessions_beside_each_other(engine: Engine) -> None:
+@in_groups("both")
+def test_pinned_and_tagged_sessions_beside_each_other(engine: Engine) -> None:
     id = new_id("t")
     first = tagged(engine, id, ids(100, 1), 20)
     pinned = engine.open()

@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from conformance.cases import case
 from conformance.engine import Engine, Reply, body, ids
-from integration.runner import equal
+from conformance.groups import in_groups
 from integration.turns import run_together
 
 BOS = 256
@@ -16,16 +15,16 @@ LOGPROB_MODES: tuple[dict, ...] = (
 
 
 def healthy(engine: Engine) -> None:
-    equal(engine.get("/health").status, 200, "the status of /health")
+    assert engine.get("/health").status == 200, "the status of /health"
 
 
-@case("page16")
-def k1_an_open_answers_with_the_id(engine: Engine) -> None:
+@in_groups("page16")
+def test_k1_an_open_answers_with_the_id(engine: Engine) -> None:
     request = {"capacity_of_str_len": 1000, "streaming": True}
     named = engine.post("/open_session", {**request, "session_id": "k1"})
-    equal((named.status, named.json()), (200, "k1"), "an open under a given id")
+    assert (named.status, named.json()) == (200, "k1"), "an open under a given id"
     made = engine.post("/open_session", request)
-    equal(made.status, 200, "the status of an open without an id")
+    assert made.status == 200, "the status of an open without an id"
     id = made.json()
     assert isinstance(id, str) and len(id) == 32, f"not an id: {id!r}"
     engine.turn(id, ids(8, 1), 2).good()
@@ -33,30 +32,30 @@ def k1_an_open_answers_with_the_id(engine: Engine) -> None:
     engine.close("k1")
 
 
-@case("page16")
-def k2_a_close_answers_with_nothing(engine: Engine) -> None:
+@in_groups("page16")
+def test_k2_a_close_answers_with_nothing(engine: Engine) -> None:
     engine.close(engine.open())
 
 
-@case("page16", "page1")
-def k3_k4_k5_each_turn_inherits_the_kv_of_the_last(engine: Engine) -> None:
+@in_groups("page16", "page1")
+def test_k3_k4_k5_each_turn_inherits_the_kv_of_the_last(engine: Engine) -> None:
     session = engine.open()
     prompt, history, rid = ids(40, 1), 0, None
     for place in range(3):
         reply = engine.generate({
             **body(prompt, 12), "session_params": {"id": session, "rid": rid},
         }).good()
-        equal(reply.prompt, history + len(prompt), f"turn {place}: prompt tokens")
-        equal(reply.completion, 12, f"turn {place}: completion tokens")
-        equal(reply.finish, {"type": "length", "length": 12}, f"turn {place}: the end")
+        assert reply.prompt == history + len(prompt), f"turn {place}: prompt tokens"
+        assert reply.completion == 12, f"turn {place}: completion tokens"
+        assert reply.finish == {"type": "length", "length": 12}, f"turn {place}: the end"
         # The KV of the last token is never computed in a turn that ends by its length limit.
         engine.expect(f"turn {place}: cached", reply.cached, max(history - 1, 0))
         history += len(prompt) + 12
         prompt, rid = ids(10, 2 + place), reply.meta["id"]
 
 
-@case("page16")
-def k6_concurrent_sessions_leak_nothing(engine: Engine) -> None:
+@in_groups("page16")
+def test_k6_concurrent_sessions_leak_nothing(engine: Engine) -> None:
     for round in range(9):
         more = LOGPROB_MODES[round % 3]
         sessions = [engine.open() for _ in range(6)]
@@ -66,15 +65,15 @@ def k6_concurrent_sessions_leak_nothing(engine: Engine) -> None:
                 for place, session in enumerate(sessions)
             ]
             for reply in run_together(*calls):
-                equal(reply.good().prompt, turn * 16 + 10, "prompt tokens")
+                assert reply.good().prompt == turn * 16 + 10, "prompt tokens"
         for session in sessions:
             engine.close(session)
     engine.until_used(0)
     healthy(engine)
 
 
-@case("retract")
-def k7_sessions_and_plain_requests_under_stress(engine: Engine) -> None:
+@in_groups("retract")
+def test_k7_sessions_and_plain_requests_under_stress(engine: Engine) -> None:
     sessions = [engine.open() for _ in range(8)]
     for turn in range(6):
         calls = [
@@ -99,51 +98,51 @@ def abort_all_of(engine: Engine, session: str, prompt: list[int]) -> Reply:
     event."""
     with engine.slow():
         flow = engine.flow(session, prompt, 900)
-        equal(flow.first().finish, None, "the end of a turn that runs")
+        assert flow.first().finish is None, "the end of a turn that runs"
         engine.abort(all=True)
         reply = flow.end()
-    equal(reply.finish["type"], "abort", "how the aborted turn ended")
+    assert reply.finish["type"] == "abort", "how the aborted turn ended"
     return reply
 
 
-@case("page16", "page1")
-def k8_k9_an_aborted_turn_leaves_no_trace(engine: Engine) -> None:
+@in_groups("page16", "page1")
+def test_k8_k9_an_aborted_turn_leaves_no_trace(engine: Engine) -> None:
     session = engine.open()
     first = engine.turn(session, ids(40, 1), 20).good()
     abort_all_of(engine, session, ids(30, 2))
     third = engine.turn(session, [BOS, *ids(11, 3)], 4).good()
     # The engine removes the begin token of a later turn.
-    equal(third.prompt, first.prompt + first.completion + 11, "prompt tokens after the abort")
+    assert third.prompt == first.prompt + first.completion + 11, "prompt tokens after the abort"
     healthy(engine)
 
 
-@case("page16", "page1")
-def k10_an_aborted_first_turn_leaves_an_empty_session(engine: Engine) -> None:
+@in_groups("page16", "page1")
+def test_k10_an_aborted_first_turn_leaves_an_empty_session(engine: Engine) -> None:
     session = engine.open()
     abort_all_of(engine, session, ids(40, 1))
     second = engine.turn(session, [BOS, *ids(11, 2)], 4).good()
-    equal(second.prompt, 12, "prompt tokens: nothing inherited, the begin token kept")
+    assert second.prompt == 12, "prompt tokens: nothing inherited, the begin token kept"
     third = engine.turn(session, ids(5, 3), 4).good()
-    equal(third.prompt, 12 + 4 + 5, "prompt tokens of the turn after")
+    assert third.prompt == 12 + 4 + 5, "prompt tokens of the turn after"
     healthy(engine)
 
 
-@case("page16")
-def k11_a_refused_turn_keeps_the_slot(engine: Engine) -> None:
+@in_groups("page16")
+def test_k11_a_refused_turn_keeps_the_slot(engine: Engine) -> None:
     session = engine.open()
     first = engine.turn(session, ids(40, 1), 20).good()
     refused = engine.generate({
         **body(ids(5, 2), 4), "session_params": {"id": session, "offset": 1},
     })
-    equal(refused.status, 400, "the status of a turn with an offset")
+    assert refused.status == 400, "the status of a turn with an offset"
     third = engine.turn(session, ids(7, 3), 4).good()
-    equal(third.prompt, first.prompt + first.completion + 7, "prompt tokens")
+    assert third.prompt == first.prompt + first.completion + 7, "prompt tokens"
     engine.expect("cached", third.cached, first.prompt + first.completion - 1)
     healthy(engine)
 
 
-@case("page256")
-def k13_to_k16_aborts_under_chunked_prefill(engine: Engine) -> None:
+@in_groups("page256")
+def test_k13_to_k16_aborts_under_chunked_prefill(engine: Engine) -> None:
     sessions = [engine.open() for _ in range(4)]
     for session in sessions:
         engine.turn(session, ids(8, 1), 4).good()

@@ -1,10 +1,8 @@
 """How the engine gets stuck: rows run out, KV runs out, or one request blocks all behind it."""
 
-from conformance.cases import case
 from conformance.engine import Engine, ids
-from conformance.groups import ROWS
+from conformance.groups import ROWS, in_groups
 from conformance.refusals import in_session
-from integration.runner import equal
 
 
 def fill_rows(engine: Engine, count: int) -> list[str]:
@@ -17,24 +15,24 @@ def fill_rows(engine: Engine, count: int) -> list[str]:
 def stuck(engine: Engine, waiting: int) -> None:
     """Checks the signs of a wedge: `waiting` requests wait, none runs, and all looks healthy."""
     engine.until_queued(waiting)
-    equal(engine.load()["num_running_reqs"], 0, "running requests")
-    equal(engine.get("/health").status, 200, "the status of /health")
-    equal(engine.get("/ready").status, 200, "the status of /ready")
+    assert engine.load()["num_running_reqs"] == 0, "running requests"
+    assert engine.get("/health").status == 200, "the status of /health"
+    assert engine.get("/ready").status == 200, "the status of /ready"
     # The probe of `/health` has taken a second; a turn of four tokens would have ended long ago.
     engine.until_queued(waiting)
-    equal(engine.load()["num_running_reqs"], 0, "running requests a second later")
+    assert engine.load()["num_running_reqs"] == 0, "running requests a second later"
 
 
-@case("page16")
-def one_free_row_is_enough(engine: Engine) -> None:
+@in_groups("page16")
+def test_one_free_row_is_enough(engine: Engine) -> None:
     sessions = fill_rows(engine, ROWS - 1)
     for session in sessions:
         engine.turn(session, ids(5, 30), 4).good()
     engine.turn(None, ids(5, 31), 4).good()
 
 
-@case("page16", "page1")
-def sessions_on_every_row_wedge_even_themselves(engine: Engine) -> None:
+@in_groups("page16", "page1")
+def test_sessions_on_every_row_wedge_even_themselves(engine: Engine) -> None:
     sessions = fill_rows(engine, ROWS)
     # The turns enter the queue one by one: the first in the queue gets the first free row.
     own = engine.pending(sessions[0], ids(5, 30), 4)
@@ -50,15 +48,15 @@ def sessions_on_every_row_wedge_even_themselves(engine: Engine) -> None:
     assert not any(turn.done() for turn in (own, plain, first, refused)), "something was answered"
     # The way out: each close frees a row, and the queue moves on until the rows are full again.
     engine.close(sessions[1])
-    equal(own.end().good().prompt, 29, "prompt tokens of the session's own turn")
+    assert own.end().good().prompt == 29, "prompt tokens of the session's own turn"
     plain.end().good()
     first.end().good()
     engine.close(sessions[2])
-    equal(refused.end().status, 400, "the status of the refused turn")
+    assert refused.end().status == 400, "the status of the refused turn"
 
 
-@case("page16", "page1")
-def a_full_pool_wedges_and_a_close_while_queued_frees_nothing(engine: Engine) -> None:
+@in_groups("page16", "page1")
+def test_a_full_pool_wedges_and_a_close_while_queued_frees_nothing(engine: Engine) -> None:
     sessions = [engine.open() for _ in range(4)]
     for salt, session in enumerate(sessions):
         engine.turn(session, ids(450, 1 + salt), 20).good()
@@ -74,19 +72,19 @@ def a_full_pool_wedges_and_a_close_while_queued_frees_nothing(engine: Engine) ->
     engine.close(sessions[0])
     refused = engine.pending(sessions[0], ids(5, 20), 4)
     stuck(engine, 5)
-    equal(engine.used(), held, "used after the close of a session whose turn waits")
+    assert engine.used() == held, "used after the close of a session whose turn waits"
     # To abort the queued turn and then close the session works.
     engine.abort("queued-0")
     message = turns[0].end().finish["message"]
-    equal(message, "Abort in waiting queue", "how the queued turn ended")
+    assert message == "Abort in waiting queue", "how the queued turn ended"
     for turn in turns[1:]:
         turn.end().good()
-    equal(refused.end().status, 400, "the status of the turn in the closing session")
+    assert refused.end().status == 400, "the status of the turn in the closing session"
     engine.until_gone(sessions[0])
 
 
-@case("page16", "page1")
-def one_request_that_does_not_fit_blocks_all_behind_it(engine: Engine) -> None:
+@in_groups("page16", "page1")
+def test_one_request_that_does_not_fit_blocks_all_behind_it(engine: Engine) -> None:
     sessions = [engine.open() for _ in range(3)]
     for salt, session in enumerate(sessions):
         engine.turn(session, ids(450, 1 + salt), 20).good()
@@ -96,29 +94,29 @@ def one_request_that_does_not_fit_blocks_all_behind_it(engine: Engine) -> None:
     stuck(engine, 2)
     assert not small.done(), "the small turn went past the big one"
     engine.abort("too-big")
-    equal(big.end().finish["message"], "Abort in waiting queue", "how the big one ended")
-    equal(small.end().good().prompt, 475, "prompt tokens of the small turn")
+    assert big.end().finish["message"] == "Abort in waiting queue", "how the big one ended"
+    assert small.end().good().prompt == 475, "prompt tokens of the small turn"
 
 
-@case("page16", "page1")
-def admission_needs_more_than_the_exact_room(engine: Engine) -> None:
+@in_groups("page16", "page1")
+def test_admission_needs_more_than_the_exact_room(engine: Engine) -> None:
     """Checks that a request is admitted only if its input, its output and a page leave room
     over."""
     page, pool = engine.group.page_size, engine.group.pool_tokens
     for salt, (prompt, tokens) in enumerate(((1000, 9), (500, 13))):
         engine.turn(engine.open(), ids(prompt, salt), tokens).good()
     held = engine.used()
-    equal(held, 1008 + 512, "used by the sessions, in whole pages")
+    assert held == 1008 + 512, "used by the sessions, in whole pages"
     exact = pool - held - page - 100
     over = engine.pending(None, ids(100, 2), exact, rid="just-too-much")
     stuck(engine, 1)
     engine.abort("just-too-much")
     over.end()
-    equal(engine.turn(None, ids(100, 3), exact - 1).good().completion, exact - 1, "tokens")
+    assert engine.turn(None, ids(100, 3), exact - 1).good().completion == exact - 1, "tokens"
 
 
-@case("page16")
-def a_refused_turn_waits_like_any_other(engine: Engine) -> None:
+@in_groups("page16")
+def test_a_refused_turn_waits_like_any_other(engine: Engine) -> None:
     session = engine.open()
     engine.turn(session, ids(40, 1), 4).good()
     with engine.slow():
@@ -137,8 +135,8 @@ def a_refused_turn_waits_like_any_other(engine: Engine) -> None:
     engine.expect("the refused turn is aborted with the queue", reply.status, 200)
 
 
-@case("page16")
-def a_request_that_does_not_fit_shuts_the_queue_until_one_has_left(engine: Engine) -> None:
+@in_groups("page16")
+def test_a_request_that_does_not_fit_shuts_the_queue_until_one_has_left(engine: Engine) -> None:
     session = engine.open()
     engine.turn(session, ids(900, 1), 100).good()
     with engine.slow():
