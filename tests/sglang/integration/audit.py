@@ -12,7 +12,6 @@ from integration.fleet import SETTLE_SECONDS_MAX, Fleet
 from integration.ledger import figures, wait_figures
 from integration.pages import audit, differences, faults, run_audit_command, whole_pages
 from integration.processes import wait_until
-from integration.runner import equal, test
 from integration.shim import Direct, text_of
 from integration.turns import Pinned, finished_turn
 from integration.with_shim import with_shim
@@ -30,11 +29,10 @@ def check(fleet: Fleet) -> None:
     """Checks that the audit of an idle engine equals the engine's account, to the page: the
     classes of pages and the sessions."""
     wait_until(fleet.agent, "saying what the engine says", lambda: _same(fleet), SETTLE_SECONDS_MAX)
-    equal(differences(fleet), [], "where the audit isn't the engine's account")
+    assert differences(fleet) == [], "where the audit isn't the engine's account"
 
 
-@test
-def it_equals_the_engines_account(fleet: Fleet) -> None:
+def test_it_equals_the_engines_account(fleet: Fleet) -> None:
     with with_shim(fleet):
         check(fleet)
         sessions = []
@@ -63,15 +61,16 @@ def it_equals_the_engines_account(fleet: Fleet) -> None:
             left = {one["incarnation"] for one in after["sessions"]}
             [gone] = before.keys() - left
             now = after["pages"]["classes"]["free"]
-            equal(now - free, before.pop(gone)["freed_by_close_pages"], "pages that the close freed")
+            assert now - free == before.pop(gone)["freed_by_close_pages"], (
+                "pages that the close freed"
+            )
             # A page that the closed session shared may belong to a single session now.
             before = {one["incarnation"]: one for one in after["sessions"]}
             free = now
         check(fleet)
 
 
-@test
-def it_is_sound_while_turns_run(fleet: Fleet) -> None:
+def test_it_is_sound_while_turns_run(fleet: Fleet) -> None:
     with with_shim(fleet, "audit_interval_s = 1\n"), ThreadPoolExecutor() as clients:
         sessions = [Pinned(fleet) for _ in range(3)]
 
@@ -89,7 +88,7 @@ def it_is_sound_while_turns_run(fleet: Fleet) -> None:
         try:
             while not all(each.done() for each in talks):
                 found = audit(fleet)["pages"]
-                equal(faults(found), [], "what is wrong while turns run")
+                assert faults(found) == [], "what is wrong while turns run"
                 audits += found["held_pages"] > 0
                 if audits >= AUDITS_MIN:
                     seen.set()
@@ -103,15 +102,16 @@ def it_is_sound_while_turns_run(fleet: Fleet) -> None:
             session.close()
 
 
-@test
-def sealed_pages_are_compared(fleet: Fleet) -> None:
+def test_sealed_pages_are_compared(fleet: Fleet) -> None:
     # The agent makes no audits of its own between those that the test asks for.
     with with_shim(fleet, "audit_interval_s = 0\n"):
         session = Pinned(fleet)
         session.turn(text_of(60), 10)
         sealed = 69 // fleet.page_size
         audit(fleet)
-        equal(audit(fleet)["pages"]["compared_pages"], sealed, "pages compared with the first audit")
+        assert audit(fleet)["pages"]["compared_pages"] == sealed, (
+            "pages compared with the first audit"
+        )
         session.turn(" More of it.", 10)
         # An audit may compare only the pages that are new to it; the audit after it compares the
         # others.
@@ -125,15 +125,14 @@ def _reported_pages(fleet: Fleet) -> int:
     return worker["load"]["pages"]["held_pages"]
 
 
-@test
-def it_is_shown_to_people_and_in_the_metrics(fleet: Fleet) -> None:
+def test_it_is_shown_to_people_and_in_the_metrics(fleet: Fleet) -> None:
     with with_shim(fleet):
         session = Pinned(fleet)
         session.turn(text_of(40), 10)
         with Direct(fleet) as foreign:
             foreign.turn(text_of(30), 5)
             done = run_audit_command(fleet)
-            equal(done.returncode, 0, "the exit status")
+            assert done.returncode == 0, "the exit status"
             assert f"not ours: {foreign.id}" in done.stdout, done.stdout
         wait_figures(fleet, {"rows_held": 1, "foreign_tokens": 0})
         pages = whole_pages(fleet, 49)

@@ -10,7 +10,6 @@ from typing import Any
 
 from integration import wire
 from integration.fleet import MODEL, Fleet
-from integration.runner import equal, test
 from integration.turns import body, chat_body
 
 TIMES = (
@@ -35,23 +34,22 @@ def same_bytes(found: bytes, expected: bytes, what: str) -> None:
         pairs = zip(found, expected)
         place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(found), len(expected)))
         around = slice(max(0, place - 60), place + 60)
-        equal(found[around], expected[around], f"{what}: the first difference is at byte {place}")
-        equal(len(found), len(expected), f"{what}: the length")
+        assert found[around] == expected[around], f"{what}: the first difference is at byte {place}"
+        assert len(found) == len(expected), f"{what}: the length"
 
 
 def same(fleet: Fleet, path: str, request: Any, status: int = 200) -> None:
     wire.post(fleet.engine_url + path, request)
     direct = wire.post(fleet.engine_url + path, request)
     routed = wire.post(fleet.router_url + path, request)
-    equal(direct.status, status, f"the engine's own status for {path} ({direct})")
-    equal(routed.status, status, f"the status of {path} ({routed})")
+    assert direct.status == status, f"the engine's own status for {path} ({direct})"
+    assert routed.status == status, f"the status of {path} ({routed})"
     kinds = [answer.headers.get("content-type") for answer in (routed, direct)]
-    equal(kinds[0], kinds[1], f"{path}: the content type")
+    assert kinds[0] == kinds[1], f"{path}: the content type"
     same_bytes(mask_ids_and_times(routed.body), mask_ids_and_times(direct.body), path)
 
 
-@test
-def unstreamed_answers(fleet: Fleet) -> None:
+def test_unstreamed_answers(fleet: Fleet) -> None:
     completion = {"model": MODEL, "prompt": TEXT, "max_tokens": 10, "temperature": 0}
     same(fleet, "/generate", body(TEXT, 10))
     same(fleet, "/v1/chat/completions", chat_body(TEXT, 10))
@@ -59,20 +57,17 @@ def unstreamed_answers(fleet: Fleet) -> None:
     same(fleet, "/v1/messages", chat_body(TEXT, 10))
 
 
-@test
-def non_ascii_prompts_and_logprobs(fleet: Fleet) -> None:
+def test_non_ascii_prompts_and_logprobs(fleet: Fleet) -> None:
     same(fleet, "/generate", body("Grüße, 世界 \u2028 \"quoted\" \\", 6, return_logprob=True))
 
 
-@test
-def the_engines_own_refusals(fleet: Fleet) -> None:
+def test_the_engines_own_refusals(fleet: Fleet) -> None:
     same(fleet, "/generate", body("x", 4) | {"sampling_params": {"temperature": -1}}, status=400)
     # This refusal doesn't quote the request. A quoted request would show the keys that Berth adds.
     same(fleet, "/v1/chat/completions", chat_body("x", 4) | {"temperature": -1}, status=400)
 
 
-@test
-def the_models(fleet: Fleet) -> None:
+def test_the_models(fleet: Fleet) -> None:
     direct = wire.get(f"{fleet.engine_url}/v1/models")
     routed = wire.get(f"{fleet.router_url}/v1/models")
     same_bytes(mask_ids_and_times(routed.body), mask_ids_and_times(direct.body), "/v1/models")

@@ -11,7 +11,6 @@ from make_chat_model import WORDS
 from tokenizers import Tokenizer
 
 from integration.client_apis import ClientAnswer, TurnOptions
-from integration.runner import equal, one_of
 
 TURNS = 10
 TOKENS = 16
@@ -136,13 +135,13 @@ def tools(client: ScriptedClient) -> Iterator[Step]:
     yield Step(client.options(tools=TOOLS))
     client.add_question()
     yield Step(client.options(100, tools=TOOLS, forced=True, bias=client.words.compact))
-    equal(len(client.answers[-1].calls), 1, f"calls in {client.answers[-1]}")
+    assert len(client.answers[-1].calls) == 1, f"calls in {client.answers[-1]}"
     client.add_tool_results("rain")
     yield Step(client.options(tools=TOOLS), edited=spaced)
     client.add_question()
     if client.api == "chat":
         yield Step(client.options(200, tools=TOOLS, regex=TWO_CALLS))
-        equal(len(client.answers[-1].calls), 2, f"calls in {client.answers[-1]}")
+        assert len(client.answers[-1].calls) == 2, f"calls in {client.answers[-1]}"
     else:
         # The other APIs have no regular expressions, so the client replaces the answer by two
         # calls.
@@ -194,7 +193,7 @@ def stops_and_thoughts(client: ScriptedClient) -> Iterator[Step]:
     yield Step(client.options(stop=STOPS, bias=client.words.never_end))
     # The messages API reports a stop string as the end of the turn.
     ends = ("stop", "end_turn")
-    one_of(client.answers[-1].finish, ends, f"the end of {client.answers[-1]}")
+    assert client.answers[-1].finish in ends, f"the end of {client.answers[-1]}"
     client.add_question()
     yield Step(client.options(), edited=True)
     for tokens in (TOKENS, 1, 3):

@@ -15,12 +15,13 @@ reasoning.
 
 import json
 import re
-import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tokenizers import Tokenizer
 
 from integration import wire
@@ -31,7 +32,6 @@ from integration.client_scripts import (
 from integration.fleet import Fleet, engine_home
 from integration.planted import PLUGIN
 from integration.processes import shim_env
-from integration.runner import equal, one_of, problem_of, test
 from integration.turns import delete_session, new_id
 
 RETENTIONS = ("tagged", "pinned", "auto")
@@ -154,18 +154,18 @@ class HeldConversation:
         clients.close()
         if self.retention:
             closed = delete_session(self.cluster.fleet, session, CREDENTIAL)
-            equal(closed.status, 204, "the status of the close")
-        equal(len(self.turns), TURNS, "turns")
+            assert closed.status == 204, "the status of the close"
+        assert len(self.turns) == TURNS, "turns"
         return self.turns
 
     def _check_turn(self, said: ClientAnswer, kind: str, step: Step) -> Turn:
         where = f"turn {len(self.turns)}, {said}"
         whole, context = self.cluster.last_written()
-        equal(kind, self._expected_kind(step), f"the turn's kind, {where}")
-        equal(context is None, kind not in ("pinned", "reopened"), f"it ran beside, {where}")
+        assert kind == self._expected_kind(step), f"the turn's kind, {where}"
+        assert (context is None) == (kind not in ("pinned", "reopened")), f"it ran beside, {where}"
         if context is None:
             if said.prompt_tokens:
-                equal(said.prompt_tokens, len(whole), f"prompt tokens, {where}")
+                assert said.prompt_tokens == len(whole), f"prompt tokens, {where}"
             return Turn(said, kind)
         return self._check_session_turn(said, kind, step, whole, context)
 
@@ -186,14 +186,14 @@ class HeldConversation:
         tokens = said.prompt_tokens or len(ids) - 1
         prompt, answer = ids[:tokens], ids[tokens:]
         begins = step.edited or len(self.committed) == 0
-        equal(committed is None, begins, f"an incarnation begins, {where}")
+        assert (committed is None) == begins, f"an incarnation begins, {where}"
         if committed is not None and said.prompt_tokens:
             allowed = (committed - 1, committed)
-            one_of(said.cached_tokens, allowed, f"cached tokens, {where}")
+            assert said.cached_tokens in allowed, f"cached tokens, {where}"
         self.committed[context["session"]] = len(ids)
         if prompt == whole:
             return Turn(said, kind)
-        equal(self.cluster.text(prompt), self.cluster.text(whole), f"the context's text, {where}")
+        assert self.cluster.text(prompt) == self.cluster.text(whole), f"the context's text, {where}"
         if not (step.options.regex or step.options.forced or step.options.stop):
             self._check_answer_alone(prompt, answer, step.options, where)
         return Turn(said, kind, retokenized=True)
@@ -206,7 +206,7 @@ class HeldConversation:
         request = {"input_ids": prompt, "sampling_params": params}
         alone = wire.post(f"{self.cluster.fleet.engine_url}/generate", request).json()
         self.cluster.last_written()
-        equal(alone["output_ids"], answer, f"the answer to the retokenized context, {where}")
+        assert alone["output_ids"] == answer, f"the answer to the retokenized context, {where}"
 
 
 def differing(turns: list[Turn], plain: list[Turn]) -> list[str]:
@@ -221,14 +221,35 @@ def differing(turns: list[Turn], plain: list[Turn]) -> list[str]:
     return found
 
 
-def hold_conversation(
-    cluster: Cluster, script: Script, api: str, stream: bool, seen: Counter[str]
+@pytest.fixture(scope="module")
+def cluster(fleet: Fleet) -> Iterator[Cluster]:
+    cluster = Cluster(fleet)
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+@pytest.fixture(scope="module")
+def seen() -> Counter[str]:
+    """Counts how the turns of all conversations ran, as their clients were told."""
+    return Counter()
+
+
+@pytest.mark.parametrize(
+    ("script", "api", "stream"), CONVERSATIONS,
+    ids=[f"{each.__name__}-{api}{'-streamed' * stream}" for each, api, stream in CONVERSATIONS],
+)
+def test_full_histories_of_unchanged_clients_are_pinned_turns(
+    cluster: Cluster, seen: Counter[str], script: Script, api: str, stream: bool
 ) -> None:
     """Holds a conversation with each retention, and checks that the answers are the same."""
 
     def run_with(retention: str) -> list[Turn]:
         return HeldConversation(cluster, api, stream, script, retention).run()
 
+    cluster.skip_written()
     plain = run_with("")
     noise = len(differing(run_with(""), plain))
     seen["noise"] += noise
@@ -241,35 +262,16 @@ def hold_conversation(
         seen["retokenized"] += sum(turn.retokenized for turn in turns)
 
 
-def check_counters(cluster: Cluster, seen: Counter[str]) -> None:
-    """Checks that the agent's counters equal what the clients were told."""
+def test_the_agents_counters_equal_what_clients_were_told(
+    cluster: Cluster, seen: Counter[str]
+) -> None:
+    print(f"    {dict(seen)}", flush=True)
     counts = cluster.agent_counts()
     ran = {kind: counts.get(("session_turns_total", kind), 0) for kind in ("pinned", "reopened")}
-    equal(ran, {kind: seen[kind] for kind in ran}, "turns by kind")
+    assert ran == {kind: seen[kind] for kind in ran}, "turns by kind"
     names = ("trimmed", "retokenized", "reopened", "diverged", "refused", "gone")
     plans = {plan: counts.get(("trim_turns_total", plan), 0) for plan in names}
-    equal(plans["trimmed"] + plans["retokenized"], ran["pinned"], f"pinned turns, of {plans}")
-    equal(plans["reopened"], ran["reopened"], f"turns of fresh incarnations, of {plans}")
-    equal(plans["gone"], 0, f"turns gone before their plans, of {plans}")
+    assert plans["trimmed"] + plans["retokenized"] == ran["pinned"], f"pinned turns, of {plans}"
+    assert plans["reopened"] == ran["reopened"], f"turns of fresh incarnations, of {plans}"
+    assert plans["gone"] == 0, f"turns gone before their plans, of {plans}"
     assert plans["retokenized"] > 0, f"both kinds of plans: {plans}"
-
-
-@test
-def full_histories_of_unchanged_clients_are_pinned_turns(fleet: Fleet) -> None:
-    cluster = Cluster(fleet)
-    try:
-        cluster.start()
-        problems, seen = [], Counter()
-        for script, api, stream in CONVERSATIONS:
-            begin = time.monotonic()
-            problem = problem_of(lambda: hold_conversation(cluster, script, api, stream, seen))
-            name = f"{script.__name__} by {api}{', streamed' if stream else ''}"
-            mark = "FAILED" if problem else "ok"
-            print(f"    {name}  {mark}  ({time.monotonic() - begin:.1f} s)", flush=True)
-            problems += [f"{name}: {problem}"] if problem else []
-            cluster.skip_written()
-        print(f"    {dict(seen)}", flush=True)
-        assert not problems, "\n".join(problems)
-        check_counters(cluster, seen)
-    finally:
-        cluster.stop()

@@ -2,9 +2,10 @@
 
 import time
 
+import pytest
+
 from integration import wire
 from integration.fleet import AGENT_STOP_SECONDS_MAX, Fleet
-from integration.runner import equal, last_test, one_of, test
 from integration.turns import Pinned, body, chat_body, generate, refusal_code
 
 # A connection to a dead engine on this machine is refused at once. The bound is less than the 10 s
@@ -12,8 +13,7 @@ from integration.turns import Pinned, body, chat_body, generate, refusal_code
 ANSWER_SECONDS_MAX = 9
 
 
-@test
-def an_agent_that_shuts_down_closes_its_sessions(fleet: Fleet) -> None:
+def test_an_agent_that_shuts_down_closes_its_sessions(fleet: Fleet) -> None:
     before = fleet.baseline()
     sessions = [Pinned(fleet) for _ in range(3)]
     for session in sessions:
@@ -22,10 +22,10 @@ def an_agent_that_shuts_down_closes_its_sessions(fleet: Fleet) -> None:
     assert fleet.pool_used_tokens() > before, "the sessions hold nothing"
 
     status = fleet.stop_agent()
-    equal(status, 0, f"the agent's exit status within {AGENT_STOP_SECONDS_MAX} s of TERM")
-    equal(fleet.wait_pool(before), before, "the pool's use without the agent")
+    assert status == 0, f"the agent's exit status within {AGENT_STOP_SECONDS_MAX} s of TERM"
+    assert fleet.wait_pool(before) == before, "the pool's use without the agent"
     answer = wire.post(f"{fleet.router_url}/generate", body("Anyone?", 4), seconds=30)
-    equal(answer.status, 503, f"the status of a turn that no worker can take ({answer})")
+    assert answer.status == 503, f"the status of a turn that no worker can take ({answer})"
 
     fleet.restart_agent()
     session = Pinned(fleet)
@@ -34,8 +34,8 @@ def an_agent_that_shuts_down_closes_its_sessions(fleet: Fleet) -> None:
     session.close()
 
 
-@last_test
-def a_dead_engine_is_answered_for_at_once(fleet: Fleet) -> None:
+@pytest.mark.kills
+def test_a_dead_engine_is_answered_for_at_once(fleet: Fleet) -> None:
     session = Pinned(fleet)
     session.turn("Something is wrong.", 10)
     with_engine = session.send(" Quick!", 10)
@@ -60,13 +60,13 @@ def a_dead_engine_is_answered_for_at_once(fleet: Fleet) -> None:
         begin = time.monotonic()
         answer = wire.post(fleet.router_url + path, request, seconds=30)
         _in_time(begin, what)
-        equal(answer.status, 503, f"the status of {what} ({answer})")
+        assert answer.status == 503, f"the status of {what} ({answer})"
     # The session is lost with the engine, so its client can't be helped by a later retry.
     begin = time.monotonic()
     request = body("Hello?", 4, session_params={"id": session.id})
     answer = wire.post(f"{fleet.router_url}/generate", request, seconds=30)
     _in_time(begin, "a turn of the session")
-    one_of(answer.status, (409, 503), f"the status of a turn of the session ({answer})")
+    assert answer.status in (409, 503), f"the status of a turn of the session ({answer})"
     refusal_code(answer, answer.status, "a turn of the session")
 
 

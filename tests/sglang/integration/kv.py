@@ -17,7 +17,6 @@ from integration.fleet import Fleet
 from integration.pages import AUDIT_SECONDS_MAX
 from integration.planted import Planted, planted
 from integration.processes import wait_until
-from integration.runner import test
 from integration.shim import text_of
 from integration.turns import Pinned, generate, run_together
 
@@ -105,8 +104,7 @@ def metric(fleet: Fleet, line: str) -> float:
     return float(found[0].split()[-1]) if found else 0.0
 
 
-@test
-def reported_blocks_are_the_blocks_of_the_tree(fleet: Fleet) -> None:
+def test_reported_blocks_are_the_blocks_of_the_tree(fleet: Fleet) -> None:
     with planted(fleet, "kv", SETTINGS) as own:
         _check(own)
 

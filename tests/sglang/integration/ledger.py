@@ -4,7 +4,6 @@ import time
 
 from integration import wire
 from integration.fleet import WORKER, Fleet
-from integration.runner import equal, test
 from integration.turns import Pinned, wait_session
 
 # The figures follow a turn by an engine sample and a load report, each about once a second, or
@@ -23,16 +22,15 @@ def wait_figures(fleet: Fleet, expected: dict[str, int]) -> None:
     deadline = time.monotonic() + REPORT_SECONDS_MAX
     while (found := _only(figures(fleet), expected)) != expected and time.monotonic() < deadline:
         time.sleep(0.2)
-    equal(found, expected, f"the figures {REPORT_SECONDS_MAX} s later")
+    assert found == expected, f"the figures {REPORT_SECONDS_MAX} s later"
 
 
 def _only(found: dict[str, int], expected: dict[str, int]) -> dict[str, int]:
     return {name: found.get(name) for name in expected}
 
 
-@test
-def pinned_sessions_to_the_page(fleet: Fleet) -> None:
-    equal(fleet.wait_pool(0), 0, "what the tests before have left in the pool")
+def test_pinned_sessions_to_the_page(fleet: Fleet) -> None:
+    assert fleet.wait_pool(0) == 0, "what the tests before have left in the pool"
     # The sessions share no prefix, and their lengths end in the middle of a page.
     sessions = [Pinned(fleet) for _ in range(3)]
     for number, session in enumerate(sessions):
@@ -41,16 +39,15 @@ def pinned_sessions_to_the_page(fleet: Fleet) -> None:
         wait_session(fleet, session.id, "resident_tokens", len(session.history) - 1)
     pages = [-(-(len(s.history) - 1) // fleet.page_size) for s in sessions]
     held = sum(pages) * fleet.page_size
-    equal(fleet.wait_pool(held), held, "the engine's own figure")
+    assert fleet.wait_pool(held) == held, "the engine's own figure"
     wait_figures(fleet, {"pinned_tokens": held, "pool_used_tokens": held, "rows_held": 3})
     for session in sessions:
         session.close()
     wait_figures(fleet, {"pinned_tokens": 0, "pool_used_tokens": 0, "rows_held": 0})
 
 
-@test
-def a_shared_prefix_is_never_counted_too_low(fleet: Fleet) -> None:
-    equal(fleet.wait_pool(0), 0, "what the tests before have left in the pool")
+def test_a_shared_prefix_is_never_counted_too_low(fleet: Fleet) -> None:
+    assert fleet.wait_pool(0) == 0, "what the tests before have left in the pool"
     sessions = [Pinned(fleet) for _ in range(3)]
     for number, session in enumerate(sessions):
         session.turn("The same beginning of all of them. " * 3 + str(number), 10)

@@ -16,7 +16,6 @@ from integration import wire
 from integration.clients import Cluster
 from integration.fleet import MODEL, Fleet
 from integration.processes import wait_until
-from integration.runner import equal, test
 from integration.turns import delete_session, new_id
 
 ANSWER_TOKENS = 12
@@ -42,11 +41,11 @@ class Client:
     def open(self, **more: Any) -> None:
         request = {"capacity_of_str_len": 1, "session_id": self.id, "streaming": True, **more}
         answer = self.post("/open_session", request)
-        equal(answer.status, 200, f"the status of the open, {answer}")
+        assert answer.status == 200, f"the status of the open, {answer}"
         self.held = 0
 
     def close(self) -> None:
-        equal(delete_session(self.cluster.fleet, self.id).status, 204, "the status of the close")
+        assert delete_session(self.cluster.fleet, self.id).status == 204, "the status of the close"
 
     def send_delta(self, text: str) -> None:
         """Sends a delta, which must be answered on this client's transcript."""
@@ -66,22 +65,22 @@ class Client:
         request = self._body(self.ids("Another story"), session_id=self.id)
         url = f"{self.cluster.fleet.router_url}/generate"
         answer = wire.post(url, request, {"x-berth-retention": "pinned"})
-        equal(answer.status, 200, f"the status of {answer}")
+        assert answer.status == 200, f"the status of {answer}"
 
     def _check_answer(self, answer: wire.Answer) -> None:
-        equal(answer.status, 200, f"the status of {answer}")
+        assert answer.status == 200, f"the status of {answer}"
         said = answer.json()
         own = len(self.transcript)
-        equal(said["meta_info"]["prompt_tokens"], own, "prompt tokens: the client's transcript")
+        assert said["meta_info"]["prompt_tokens"] == own, "prompt tokens: the client's transcript"
         engine_url = self.cluster.fleet.engine_url
         alone = wire.post(f"{engine_url}/generate", self._body(self.transcript)).json()
-        equal(said["output_ids"], alone["output_ids"], "the answer to the client's transcript")
+        assert said["output_ids"] == alone["output_ids"], "the answer to the client's transcript"
         self.transcript += said["output_ids"]
         self.held = len(self.transcript)
 
     def check_refused(self, code: str, answer: wire.Answer) -> None:
-        equal(answer.status, 409, f"the status of {answer}")
-        equal(answer.json()["error"]["code"], code, "the code")
+        assert answer.status == 409, f"the status of {answer}"
+        assert answer.json()["error"]["code"] == code, "the code"
 
     def check_delta_refused(self, code: str) -> None:
         sent = self.ids(" and then?")
@@ -121,8 +120,7 @@ def client_with_deltas(cluster: Cluster) -> Client:
     return first
 
 
-@test
-def no_full_history_replaces_a_session_with_deltas(fleet: Fleet) -> None:
+def test_no_full_history_replaces_a_session_with_deltas(fleet: Fleet) -> None:
     with cluster_of(fleet) as cluster:
         a_history_that_differs_is_refused(cluster)
         every_route_refuses_a_different_history(cluster)
@@ -167,9 +165,9 @@ def every_route_refuses_a_different_history(cluster: Cluster) -> None:
 
 def a_history_that_continues_is_appended(cluster: Cluster) -> None:
     first = client_with_deltas(cluster)
-    equal(first.send_full_history(" except the gulls."), "pinned", "how the full history ran")
+    assert first.send_full_history(" except the gulls.") == "pinned", "how the full history ran"
     first.send_delta(" They read it twice.")
-    equal(first.send_full_history(" And again."), "pinned", "how the full history ran")
+    assert first.send_full_history(" And again.") == "pinned", "how the full history ran"
     first.close()
 
 
@@ -178,14 +176,14 @@ def a_client_may_reopen_its_session(cluster: Cluster) -> None:
     second = client(cluster, first)
     opening = {"session_control": {"session_id": first.id, "action": "open"}}
     ran = second.send_full_history("Another story", nvext=opening)
-    equal(ran, "reopened", "how the full history ran")
+    assert ran == "reopened", "how the full history ran"
     first.check_delta_refused("delta_needs_open")
-    equal(second.send_full_history(" goes on."), "pinned", "how the full history ran")
+    assert second.send_full_history(" goes on.") == "pinned", "how the full history ran"
     second.close()
     third = client(cluster, first)
     pinned = {"session_id": first.id, "retention": "pinned"}
     wire.post(f"{cluster.fleet.router_url}/v1/sessions", pinned)
-    equal(third.send_full_history("A story", nvext=opening), "pinned", "how the first turn ran")
+    assert third.send_full_history("A story", nvext=opening) == "pinned", "how the first turn ran"
     third.send_delta(" goes on.")
     third.close()
 
@@ -200,7 +198,7 @@ def a_replaced_history_takes_no_delta(cluster: Cluster) -> None:
     first.close()
     first.open()
     other = client(cluster, first)
-    equal(other.send_full_history("Another story"), "pinned", "how the other history ran")
+    assert other.send_full_history("Another story") == "pinned", "how the other history ran"
     first.check_delta_refused("delta_needs_open")
     other.close()
     first.open()
@@ -243,11 +241,11 @@ def answers_with_ignore_eos_cost_no_pin(cluster: Cluster) -> None:
         endless = {"ignore_eos": True} if number < 6 else {}
         body = {"model": MODEL, "max_tokens": 40, "temperature": 0, "messages": messages, **endless}
         answer = wire.post(url, body, {"x-berth-session-id": session})
-        equal(answer.status, 200, f"the status of {answer}")
+        assert answer.status == 200, f"the status of {answer}"
         ran.append(answer.headers["x-berth-session-turn"])
         said = answer.json()["choices"][0]["message"]["content"]
         messages.append({"role": "assistant", "content": said or ""})
     print(f"    eight turns, six of them with ignore_eos: {' '.join(ran)}", flush=True)
     assert "reopened" in ran, "no answer held an end token"
-    equal(ran[-1], "pinned", "how the last turn ran")
-    equal(set(ran[1:]) - {"pinned", "reopened"}, set(), "how later turns ran")
+    assert ran[-1] == "pinned", "how the last turn ran"
+    assert set(ran[1:]) - {"pinned", "reopened"} == set(), "how later turns ran"

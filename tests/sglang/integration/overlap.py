@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from integration import wire
 from integration.fleet import BERTH_START_SECONDS_MAX, Fleet
 from integration.processes import wait_until
-from integration.runner import equal, test
 from integration.turns import Turn, chat_body, delete_session, finished_turn, new_id, sampling
 
 BLOCK_TOKENS = 64
@@ -33,7 +32,7 @@ class Pair:
         """The number of blocks that the router knows to be resident on this fleet's worker."""
         workers = wire.get(f"{self.router.router_url}/v1/workers").json()["workers"]
         [kv] = [worker["kv"] for worker in workers if worker["agent"] == fleet.worker]
-        equal(kv["state"], "live", f"what is known of {fleet.worker}'s blocks, {kv}")
+        assert kv["state"] == "live", f"what is known of {fleet.worker}'s blocks, {kv}"
         return kv["resident_blocks"]
 
     def turn(self, ids: list[int], headers: dict | None = None) -> tuple[str, Turn]:
@@ -82,8 +81,7 @@ def prompt(number: int) -> list[int]:
     return list(words.encode()[:SYSTEM_TOKENS])
 
 
-@test
-def turns_go_where_their_system_prompt_is(fleet: Fleet) -> None:
+def test_turns_go_where_their_system_prompt_is(fleet: Fleet) -> None:
     with pair(fleet) as both:
         for number, there in enumerate(both.fleets * 2):
             conversation_by_ids(both, there, prompt(number))
@@ -100,10 +98,11 @@ def conversation_by_ids(both: Pair, there: Fleet, system: list[int]) -> None:
         assert cached < BLOCK_TOKENS, f"{cached} tokens of a prompt never seen were cached"
     session = new_id("second")
     worker, second = both.turn(system + list(b"Who is out?"), {"x-berth-session-id": session})
-    equal(worker, there.worker, "the worker of the second conversation")
+    assert worker == there.worker, "the worker of the second conversation"
     common = len(system) + len(b"Who is ")
-    equal(second.cached_tokens, common // there.page_size * there.page_size,
-          f"cached tokens at a page size of {there.page_size}")
+    assert second.cached_tokens == common // there.page_size * there.page_size, (
+        f"cached tokens at a page size of {there.page_size}"
+    )
     delete_session(both.router, session)
 
 
@@ -114,13 +113,13 @@ def chat(both: Pair, there: Fleet, system: str) -> None:
     def ask(url: str, question: str) -> wire.Answer:
         messages = [{"role": "system", "content": system}, {"role": "user", "content": question}]
         answer = wire.post(f"{url}/v1/chat/completions", chat_body(messages, 8))
-        equal(answer.status, 200, f"the status of {answer}")
+        assert answer.status == 200, f"the status of {answer}"
         return answer
 
     with wait_for_blocks(both, there):
         ask(f"http://{there.agent_data}", "Who is in?")
     second = ask(both.router.router_url, "Who is out?")
-    equal(second.headers["x-berth-worker"].split("/")[0], there.worker, "the worker of the chat")
+    assert second.headers["x-berth-worker"].split("/")[0] == there.worker, "the worker of the chat"
     cached = second.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert cached >= SYSTEM_TOKENS, f"of the system prompt only {cached} tokens were cached"
 

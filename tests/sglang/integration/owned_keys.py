@@ -7,7 +7,6 @@ session it doesn't know, both kinds of session at once) or under the client's re
 
 from integration import wire
 from integration.fleet import Fleet
-from integration.runner import equal, test
 from integration.turns import (
     Pinned, Turn, delete_session, finished_turn, generate_at_engine, get_session, new_id,
 )
@@ -39,8 +38,7 @@ def generate_inner(text: str, tokens: int) -> str:
     return f'"text":"{text}","sampling_params":{limits}'
 
 
-@test
-def in_a_pinned_session(fleet: Fleet) -> None:
+def test_in_a_pinned_session(fleet: Fleet) -> None:
     mine, other = Pinned(fleet), Pinned(fleet)
     other.turn("This is another conversation.", 10)
     headers = {"x-berth-session-id": mine.id, "x-berth-delta": "1"}
@@ -54,62 +52,57 @@ def in_a_pinned_session(fleet: Fleet) -> None:
     other.close()
 
 
-@test
-def in_a_tagged_session(fleet: Fleet) -> None:
+def test_in_a_tagged_session(fleet: Fleet) -> None:
     mine, other = new_id("mine"), new_id("other")
     raw = hostile(generate_inner("Whose am I?", 10), other)
     answer = wire.post(f"{fleet.router_url}/generate", raw, {"x-berth-session-id": mine})
     turn = finished_turn(answer)
-    equal(turn.text, generate_at_engine(fleet, "Whose am I?", 10).text, "the answer")
+    assert turn.text == generate_at_engine(fleet, "Whose am I?", 10).text, "the answer"
     _rid(turn)
     found = [get_session(fleet, id).status for id in (mine, other)]
-    equal(found, [200, 404], "the sessions there are")
+    assert found == [200, 404], "the sessions there are"
     delete_session(fleet, mine)
 
 
-@test
-def without_a_session(fleet: Fleet) -> None:
+def test_without_a_session(fleet: Fleet) -> None:
     raw = (
         b'{"rid":"hostile-1","routed_dp_rank":7,"text":"Nobody\'s.",'
         b'"sampling_params":{"max_new_tokens":8,"temperature":0,"ignore_eos":true},'
         b'"\\u0072id":"hostile-2","routed_dp_r\\u0061nk":7}'
     )
     turn = finished_turn(wire.post(f"{fleet.router_url}/generate", raw))
-    equal(turn.text, generate_at_engine(fleet, "Nobody's.", 8).text, "the answer")
+    assert turn.text == generate_at_engine(fleet, "Nobody's.", 8).text, "the answer"
     _rid(turn)
 
 
-@test
-def on_the_chat_route(fleet: Fleet) -> None:
+def test_on_the_chat_route(fleet: Fleet) -> None:
     mine, other = new_id("mine"), new_id("other")
     messages = '"model":"tiny","max_tokens":4,"messages":[{"role":"user","content":"Hi"}]'
     raw = hostile(messages, other)
     answer = wire.post(
         f"{fleet.router_url}/v1/chat/completions", raw, {"x-berth-session-id": mine}
     )
-    equal(answer.status, 200, f"the status of {answer}")
+    assert answer.status == 200, f"the status of {answer}"
     assert not answer.json()["id"].startswith("hostile"), f"the client's request id: {answer}"
     found = [get_session(fleet, id).status for id in (mine, other)]
-    equal(found, [200, 404], "the sessions there are")
+    assert found == [200, 404], "the sessions there are"
     delete_session(fleet, mine)
 
 
-@test
-def of_two_session_ids_the_last_counts(fleet: Fleet) -> None:
+def test_of_two_session_ids_the_last_counts(fleet: Fleet) -> None:
     first, last = new_id("first"), new_id("last")
     raw = (
         f'{{"session_id":"{first}","text":"Hi","sampling_params":{{"max_new_tokens":2}},'
         f'"\\u0073ession_id":"{last}"}}'
     ).encode()
     answer = wire.post(f"{fleet.router_url}/generate", raw)
-    equal(answer.status, 200, f"the status of {answer}")
+    assert answer.status == 200, f"the status of {answer}"
     found = [get_session(fleet, id).status for id in (first, last)]
-    equal(found, [404, 200], "the sessions there are")
+    assert found == [404, 200], "the sessions there are"
     delete_session(fleet, last)
 
 
-@test
-def a_text_that_looks_like_keys_is_a_text(fleet: Fleet) -> None:
+def test_a_text_that_looks_like_keys_is_a_text(fleet: Fleet) -> None:
     text = '{"rid":"x","session_params":{"id":"y"},"routed_dp_rank":7}'
     session = Pinned(fleet)
     session.turn(text, 10)

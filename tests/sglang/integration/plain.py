@@ -5,7 +5,6 @@ import openai
 
 from integration import wire
 from integration.fleet import MODEL, WORKER, Fleet
-from integration.runner import equal, test
 from integration.turns import chat_tokens, generate, generate_at_engine
 
 QUESTION = [{"role": "user", "content": "What is a berth?"}]
@@ -23,26 +22,23 @@ def anthropic_client(fleet: Fleet) -> anthropic.Anthropic:
     return anthropic.Anthropic(base_url=base, api_key="integration", max_retries=0, timeout=60)
 
 
-@test
-def a_generate_turn(fleet: Fleet) -> None:
+def test_a_generate_turn(fleet: Fleet) -> None:
     turn = generate(fleet, "Ships lie here.", 12)
-    equal(turn.prompt_tokens, 15, "prompt tokens")
+    assert turn.prompt_tokens == 15, "prompt tokens"
     direct = generate_at_engine(fleet, "Ships lie here.", 12)
-    equal(turn.output_ids, direct.output_ids, "the answer")
+    assert turn.output_ids == direct.output_ids, "the answer"
 
 
-@test
-def a_chat_turn_by_the_openai_client(fleet: Fleet) -> None:
+def test_a_chat_turn_by_the_openai_client(fleet: Fleet) -> None:
     answer = openai_client(fleet).chat.completions.create(
         model=MODEL, messages=QUESTION, max_tokens=9, temperature=0, extra_body={"ignore_eos": True}
     )
-    equal(answer.usage.prompt_tokens, chat_tokens(QUESTION), "prompt tokens")
-    equal(answer.usage.completion_tokens, 9, "completion tokens")
-    equal(len(answer.choices[0].message.content), 9, "the answer's length")
+    assert answer.usage.prompt_tokens == chat_tokens(QUESTION), "prompt tokens"
+    assert answer.usage.completion_tokens == 9, "completion tokens"
+    assert len(answer.choices[0].message.content) == 9, "the answer's length"
 
 
-@test
-def a_streamed_chat_turn_by_the_openai_client(fleet: Fleet) -> None:
+def test_a_streamed_chat_turn_by_the_openai_client(fleet: Fleet) -> None:
     client = openai_client(fleet)
     call = dict(model=MODEL, messages=QUESTION, max_tokens=9, temperature=0)
     whole = client.chat.completions.create(**call).choices[0].message.content
@@ -53,44 +49,39 @@ def a_streamed_chat_turn_by_the_openai_client(fleet: Fleet) -> None:
     for chunk in stream:
         usage = chunk.usage or usage
         parts += [choice.delta.content or "" for choice in chunk.choices]
-    equal("".join(parts), whole, "the streamed answer")
-    equal(usage.prompt_tokens, chat_tokens(QUESTION), "prompt tokens")
+    assert "".join(parts) == whole, "the streamed answer"
+    assert usage.prompt_tokens == chat_tokens(QUESTION), "prompt tokens"
 
 
-@test
-def a_completion_by_the_openai_client(fleet: Fleet) -> None:
+def test_a_completion_by_the_openai_client(fleet: Fleet) -> None:
     answer = openai_client(fleet).completions.create(
         model=MODEL, prompt="Ships lie here.", max_tokens=12, temperature=0
     )
-    equal(answer.usage.prompt_tokens, 15, "prompt tokens")
+    assert answer.usage.prompt_tokens == 15, "prompt tokens"
     direct = generate_at_engine(fleet, "Ships lie here.", 12)
-    equal(answer.choices[0].text, direct.text, "the answer")
+    assert answer.choices[0].text == direct.text, "the answer"
 
 
-@test
-def a_message_by_the_anthropic_client(fleet: Fleet) -> None:
+def test_a_message_by_the_anthropic_client(fleet: Fleet) -> None:
     answer = anthropic_client(fleet).messages.create(**MESSAGE)
     usage = answer.usage
     read = usage.input_tokens + (usage.cache_read_input_tokens or 0)
-    equal(read, chat_tokens(QUESTION), "prompt tokens")
-    equal(usage.output_tokens, 9, "completion tokens")
+    assert read == chat_tokens(QUESTION), "prompt tokens"
+    assert usage.output_tokens == 9, "completion tokens"
 
 
-@test
-def a_streamed_message_by_the_anthropic_client(fleet: Fleet) -> None:
+def test_a_streamed_message_by_the_anthropic_client(fleet: Fleet) -> None:
     client = anthropic_client(fleet)
     whole = client.messages.create(**MESSAGE).content[0].text
     with client.messages.stream(**MESSAGE) as stream:
-        equal("".join(stream.text_stream), whole, "the streamed answer")
+        assert "".join(stream.text_stream) == whole, "the streamed answer"
 
 
-@test
-def the_models(fleet: Fleet) -> None:
-    equal([model.id for model in openai_client(fleet).models.list()], [MODEL], "the models")
+def test_the_models(fleet: Fleet) -> None:
+    assert [model.id for model in openai_client(fleet).models.list()] == [MODEL], "the models"
 
 
-@test
-def the_workers(fleet: Fleet) -> None:
+def test_the_workers(fleet: Fleet) -> None:
     answer = wire.get(f"{fleet.router_url}/v1/workers")
-    equal(answer.status, 200, f"the status of {answer}")
+    assert answer.status == 200, f"the status of {answer}"
     assert f'"{WORKER}' in answer.body.decode(), f"no worker {WORKER!r} in {answer}"

@@ -14,7 +14,6 @@ from integration import wire
 from integration.fleet import Fleet, start_engine
 from integration.pages import audit, faults
 from integration.processes import shim_env, wait_until
-from integration.runner import equal, test
 from integration.shim import text_of
 from integration.turns import Pinned, body, refusal_code
 from integration.with_shim import by_shim
@@ -93,8 +92,7 @@ def _turn(fleet: Fleet, session: Pinned) -> wire.Answer:
     return wire.post(f"{fleet.router_url}/generate", asked)
 
 
-@test
-def planted_faults_are_found_and_their_sessions_take_no_turn(fleet: Fleet) -> None:
+def test_planted_faults_are_found_and_their_sessions_take_no_turn(fleet: Fleet) -> None:
     with planted(fleet, "planted") as with_faults:
         _check(with_faults)
 
@@ -108,24 +106,24 @@ def _check(fleet: Planted) -> None:
         session.turn(letter * 40 + text_of(10), 50)
         sessions.append((session, _incarnation(fleet, known)))
     (written, first), (sound, _), (one, third), (other, fourth) = sessions
-    equal(_findings(fleet), {}, "what is wrong before")
+    assert _findings(fleet) == {}, "what is wrong before"
     before = published(fleet).read_bytes()
     sound.turn(" So?", 5)
     assert published(fleet).read_bytes() != before, "no step of the turn was published"
 
     fleet.plant("written", first)
     found = _findings(fleet)
-    equal(list(found), ["changed"], "what is found after a write")
+    assert list(found) == ["changed"], "what is found after a write"
     [named] = found["changed"]["named"]
-    equal(named["sessions"], [first], "whose page it was")
-    equal(refusal_code(_turn(fleet, written), 409, "a turn on it"), "kv_corrupt", "the code")
+    assert named["sessions"] == [first], "whose page it was"
+    assert refusal_code(_turn(fleet, written), 409, "a turn on it") == "kv_corrupt", "the code"
     sound.turn(" And you?", 10)
 
     fleet.plant("aliased", third, fourth)
     found = _findings(fleet)
-    equal(found["aliased"]["count"], 1, "pages that two sessions have")
+    assert found["aliased"]["count"] == 1, "pages that two sessions have"
     [named] = found["aliased"]["named"]
-    equal(sorted(named["sessions"]), sorted([third, fourth]), "whose they are")
+    assert sorted(named["sessions"]) == sorted([third, fourth]), "whose they are"
     for session in (one, other):
-        equal(refusal_code(_turn(fleet, session), 409, "a turn on it"), "kv_corrupt", "the code")
+        assert refusal_code(_turn(fleet, session), 409, "a turn on it") == "kv_corrupt", "the code"
     sound.turn(" And still?", 10)

@@ -23,7 +23,6 @@ from integration import wire
 from integration.client_apis import Clients
 from integration.clients import Cluster
 from integration.fleet import BERTH_START_SECONDS_MAX, MODEL, Fleet
-from integration.runner import equal, test
 from integration.turns import new_id
 from integration.waits import LONGER
 
@@ -58,7 +57,7 @@ def system_prompt(cluster: Cluster) -> str:
     encode = cluster.tokenizer.encode
     words = [word for word in WORDS if len(encode(f" {word}").ids) == 1]
     text = "".join(f" {word}" for word in random.Random(1).choices(words, k=SYSTEM_TOKENS))
-    equal(len(encode(text).ids), SYSTEM_TOKENS, "tokens of the system prompt")
+    assert len(encode(text).ids) == SYSTEM_TOKENS, "tokens of the system prompt"
     return text
 
 
@@ -121,7 +120,7 @@ class ClaudeCode:
         tokens = (answer.usage.input_tokens or 0) + cached
         whole, context = self.cluster.last_written()
         if not context:
-            equal(tokens, len(whole), "prompt tokens")
+            assert tokens == len(whole), "prompt tokens"
         return Turn(
             json.loads(sent), text, self.cluster.kind(self.clients), tokens, cached, seconds, whole,
             context["context"] if context else None,
@@ -146,8 +145,7 @@ class ClaudeCode:
         self.clients.close()
 
 
-@test
-def a_changing_preamble_costs_neither_the_cache_nor_the_pin(fleet: Fleet) -> None:
+def test_a_changing_preamble_costs_neither_the_cache_nor_the_pin(fleet: Fleet) -> None:
     cluster = Cluster(fleet, "preamble")
     try:
         cluster.start(env=LONGER, flags=FLAGS, pool_tokens=4 * CONTEXT_TOKENS)
@@ -168,14 +166,14 @@ def _stripped(cluster: Cluster) -> None:
     turns = first.ten_turns("stripped")
     for number, turn in enumerate(turns[1:], 2):
         where = f"turn {number}: {turn.kind}, {turn.cached_tokens} of {turn.prompt_tokens} cached"
-        equal(turn.kind, "pinned", f"how it ran, {where}")
+        assert turn.kind == "pinned", f"how it ran, {where}"
         assert turn.share >= 0.97, where
     _shared(cluster)
     retokenized = sum(_check_answer_alone(cluster, turn) for turn in turns)
     print(
         f"    answers are the engine's own, {retokenized} of them to a retokenized prompt", flush=True
     )
-    equal(_removed(cluster), TURNS + 2, "preambles that the router has counted")
+    assert _removed(cluster) == TURNS + 2, "preambles that the router has counted"
     first.close()
 
 
@@ -210,21 +208,21 @@ def _check_answer_alone(cluster: Cluster, turn: Turn) -> bool:
     on other tokens of the same text."""
     prompt = turn.context[: turn.prompt_tokens] if turn.context else turn.whole
     if prompt != turn.whole:
-        equal(cluster.text(prompt), cluster.text(turn.whole), "the context's text")
+        assert cluster.text(prompt) == cluster.text(turn.whole), "the context's text"
         answer = turn.context[turn.prompt_tokens:]
         params = {"max_new_tokens": len(answer), "temperature": 0}
         request = {"input_ids": prompt, "sampling_params": params}
         alone = wire.post(f"{cluster.fleet.engine_url}/generate", request).json()
         cluster.last_written()
-        equal(alone["output_ids"], answer, "the answer to the retokenized context")
+        assert alone["output_ids"] == answer, "the answer to the retokenized context"
         return True
     without = turn.sent | {"system": turn.sent["system"][1:], "stream": False}
     alone = wire.post(f"{cluster.fleet.engine_url}/v1/messages", without)
-    equal(alone.status, 200, f"the status of {alone}")
+    assert alone.status == 200, f"the status of {alone}"
     whole, _ = cluster.last_written()
-    equal(whole, turn.whole, "the prompt without the preamble")
+    assert whole == turn.whole, "the prompt without the preamble"
     text = "".join(block["text"] for block in alone.json()["content"])
-    equal(turn.text, text, "the answer to the body without the preamble")
+    assert turn.text == text, "the answer to the body without the preamble"
     return False
 
 
@@ -243,4 +241,4 @@ def _kept(cluster: Cluster) -> None:
     for number, turn in enumerate(turns[1:], 2):
         assert turn.share <= 0.05, f"turn {number}: {turn.cached_tokens} tokens cached"
     kinds = [turn.kind for turn in turns]
-    equal(set(kinds[TURNS // 2:]), {"none"}, f"how the later turns ran, of {kinds}")
+    assert set(kinds[TURNS // 2:]) == {"none"}, f"how the later turns ran, of {kinds}"

@@ -8,7 +8,6 @@ from typing import Any
 
 from integration import wire
 from integration.fleet import Fleet
-from integration.runner import equal, test
 from integration.turns import (
     Pinned,
     Turn,
@@ -43,8 +42,7 @@ def refuse_in_session(fleet: Fleet, cases: dict[str, dict], status: int = 400) -
     session.close()
 
 
-@test
-def batches_in_a_session(fleet: Fleet) -> None:
+def test_batches_in_a_session(fleet: Fleet) -> None:
     limits = {"sampling_params": sampling(4)}
     refuse_in_session(fleet, {
         "a list of texts": {"text": ["one", "two"], **limits},
@@ -54,16 +52,14 @@ def batches_in_a_session(fleet: Fleet) -> None:
     })
 
 
-@test
-def several_answers_in_a_session(fleet: Fleet) -> None:
+def test_several_answers_in_a_session(fleet: Fleet) -> None:
     refuse_in_session(fleet, {
         "n = 2": {"text": "one", "sampling_params": sampling(4, n=2)},
         "a list of parameters": {"text": "one", "sampling_params": [sampling(4), sampling(4)]},
     })
 
 
-@test
-def other_keys_of_session_params(fleet: Fleet) -> None:
+def test_other_keys_of_session_params(fleet: Fleet) -> None:
     def params(**more: Any) -> dict:
         return body("one", 4, session_params=more)
 
@@ -79,22 +75,19 @@ def other_keys_of_session_params(fleet: Fleet) -> None:
 OUTSIDE = ([320], [5000], [-1], [5, 6, 320], [2**31], [2**63], [1.5])
 
 
-@test
-def token_ids_outside_the_vocabulary(fleet: Fleet) -> None:
+def test_token_ids_outside_the_vocabulary(fleet: Fleet) -> None:
     for ids in OUTSIDE:
         request = {"input_ids": ids, "sampling_params": sampling(4)}
         refusal_code(wire.post(f"{fleet.router_url}/generate", request), 400, f"input_ids {ids}")
-    equal(generate(fleet, "Still here?", 4).prompt_tokens, 11, "prompt tokens")
+    assert generate(fleet, "Still here?", 4).prompt_tokens == 11, "prompt tokens"
 
 
-@test
-def token_ids_outside_the_vocabulary_in_a_session(fleet: Fleet) -> None:
+def test_token_ids_outside_the_vocabulary_in_a_session(fleet: Fleet) -> None:
     limits = {"sampling_params": sampling(4)}
     refuse_in_session(fleet, {f"input_ids {ids}": {"input_ids": ids, **limits} for ids in OUTSIDE})
 
 
-@test
-def token_ids_that_are_no_numbers(fleet: Fleet) -> None:
+def test_token_ids_that_are_no_numbers(fleet: Fleet) -> None:
     # Either Berth or the engine refuses these.
     session = Pinned(fleet)
     session.turn("Who goes there?", 10)
@@ -103,13 +96,12 @@ def token_ids_that_are_no_numbers(fleet: Fleet) -> None:
         request = {"input_ids": ids, "sampling_params": sampling(4)}
         for what in (request, request | params):
             answer = wire.post(f"{fleet.router_url}/generate", what)
-            equal(answer.status, 400, f"input_ids {ids!r}: the status of {answer}")
+            assert answer.status == 400, f"input_ids {ids!r}: the status of {answer}"
     session.turn(" A friend.", 10)
     session.close()
 
 
-@test
-def token_ids_outside_the_vocabulary_in_disguise(fleet: Fleet) -> None:
+def test_token_ids_outside_the_vocabulary_in_disguise(fleet: Fleet) -> None:
     hidden = (
         b'{"input_ids":[5],"input_ids":[5000],"sampling_params":{"max_new_tokens":2}}',
         b'{"input_ids":[5],"input\\u005fids":[5000],"sampling_params":{"max_new_tokens":2}}',
@@ -122,33 +114,30 @@ def token_ids_outside_the_vocabulary_in_disguise(fleet: Fleet) -> None:
         request = {"model": "tiny", "prompt": prompt, "max_tokens": 2}
         answer = wire.post(f"{fleet.router_url}/v1/completions", request)
         refusal_code(answer, 400, f"prompt {prompt}")
-    equal(generate(fleet, "Still here?", 4).prompt_tokens, 11, "prompt tokens")
+    assert generate(fleet, "Still here?", 4).prompt_tokens == 11, "prompt tokens"
 
 
-@test
-def malformed_json(fleet: Fleet) -> None:
+def test_malformed_json(fleet: Fleet) -> None:
     session = Pinned(fleet)
     session.turn("Who goes there?", 10)
     headers = {"x-berth-session-id": session.id, "x-berth-delta": "1"}
     for raw in (b"", b"{", b'{"text": "abc', b"nonsense", b'{"text":"a",}', b"\xff\xfe"):
         for path in ("/generate", "/v1/chat/completions"):
             answer = wire.post(fleet.router_url + path, raw)
-            equal(answer.status, 400, f"{path} {raw!r}: the status of {answer}")
+            assert answer.status == 400, f"{path} {raw!r}: the status of {answer}"
         answer = wire.post(f"{fleet.router_url}/generate", raw, headers)
         refusal_code(answer, 400, f"{raw!r} in a session")
     session.turn(" A friend.", 10)
     session.close()
 
 
-@test
-def sessions_that_are_not_there(fleet: Fleet) -> None:
+def test_sessions_that_are_not_there(fleet: Fleet) -> None:
     id = new_id("never")
     refusal_code(get_session(fleet, id), 404, "GET")
     refusal_code(delete_session(fleet, id), 404, "DELETE")
 
 
-@test
-def a_session_id_of_more_than_256_bytes(fleet: Fleet) -> None:
+def test_a_session_id_of_more_than_256_bytes(fleet: Fleet) -> None:
     router = fleet.router_url
     for id in ("x" * 257, "ä" * 129):
         opened = wire.post(f"{router}/v1/sessions", {"session_id": id, "retention": "pinned"})
@@ -165,8 +154,7 @@ def a_session_id_of_more_than_256_bytes(fleet: Fleet) -> None:
     session.close()
 
 
-@test
-def a_full_history_on_a_pinned_session(fleet: Fleet) -> None:
+def test_a_full_history_on_a_pinned_session(fleet: Fleet) -> None:
     session = Pinned(fleet)
     session.turn("Who goes there?", 10)
     headers = {"x-berth-session-id": session.id}
@@ -181,8 +169,7 @@ def a_full_history_on_a_pinned_session(fleet: Fleet) -> None:
     session.close()
 
 
-@test
-def a_second_turn_while_one_runs(fleet: Fleet) -> None:
+def test_a_second_turn_while_one_runs(fleet: Fleet) -> None:
     session = Pinned(fleet)
     session.turn("Who goes there?", 10)
     request = body(" Me too!", 4, session_params={"id": session.id})
@@ -203,14 +190,13 @@ def a_second_turn_while_one_runs(fleet: Fleet) -> None:
     session.close()
 
 
-@test
-def a_second_turn_while_one_runs_unstreamed(fleet: Fleet) -> None:
+def test_a_second_turn_while_one_runs_unstreamed(fleet: Fleet) -> None:
     # Two first turns of a session that reach the engine at once would end it.
     session = Pinned(fleet)
     request = body("Hello.", 40, session_params={"id": session.id})
     with slow_engine(fleet, 0.1):
         answers = run_together(*[lambda: wire.post(f"{fleet.router_url}/generate", request)] * 3)
-    equal(sorted(answer.status for answer in answers), [200, 409, 409], "the statuses")
+    assert sorted(answer.status for answer in answers) == [200, 409, 409], "the statuses"
     for answer in answers:
         if answer.status == 200:
             session.check("Hello.", 40, Turn.from_answer(answer.json()))

@@ -7,7 +7,6 @@ from typing import Any
 
 from integration import wire
 from integration.fleet import MODEL
-from integration.runner import equal
 from integration.trim_listener import ROOM
 
 HEADER = "x-override-berth-trim"
@@ -42,10 +41,10 @@ def send(
         fixed["stream_options"] = {"include_usage": True}
     if not stream:
         answer = wire.post(f"{url}{path}", fixed | body, headers)
-        equal(answer.status, 200, f"the status of {answer}")
+        assert answer.status == 200, f"the status of {answer}"
         return read([answer.json()])
     streamed = wire.stream(f"{url}{path}", fixed | body, headers)
-    equal(streamed.status, 200, "the stream's status")
+    assert streamed.status == 200, "the stream's status"
     events = [json.loads(event) for event in streamed.events() if event != "[DONE]"]
     for event in events:
         assert "error" not in event, f"an error in the stream: {event}"

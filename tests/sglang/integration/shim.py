@@ -19,7 +19,6 @@ from integration import wire
 from integration.fleet import POOL_TOKENS, ROWS, Fleet, start_engine, wait_engine
 from integration.listener import Listener, Session, ShimState
 from integration.processes import shim_env
-from integration.runner import equal, test
 from integration.turns import (
     Turn, body, finished_turn, new_id, restore_speed, run_together, slow_engine,
 )
@@ -39,7 +38,9 @@ class Direct:
         self.history = ""
         self.turns: list[tuple[str, Turn]] = []
         request = {"capacity_of_str_len": 100_000, "session_id": self.id, "streaming": True}
-        equal(wire.post(f"{self.url}/open_session", request).json(), self.id, "the session opened")
+        assert wire.post(f"{self.url}/open_session", request).json() == self.id, (
+            "the session opened"
+        )
         fleet.opened.append(self.id)
 
     def __enter__(self) -> "Direct":
@@ -55,7 +56,9 @@ class Direct:
     def turn(self, text: str, tokens: int, rid: str | None = None) -> Turn:
         turn = finished_turn(self.send(text, tokens, rid))
         self.history += text
-        equal(turn.prompt_tokens, len(self.history), "prompt tokens: the history and the new text")
+        assert turn.prompt_tokens == len(self.history), (
+            "prompt tokens: the history and the new text"
+        )
         self.turns.append((self.history, turn))
         self.history += turn.text
         return turn
@@ -69,7 +72,7 @@ class Direct:
         for text, turn in self.turns:
             request = body(text, turn.completion_tokens)
             alone = finished_turn(wire.post(f"{self.url}/generate", request))
-            equal(turn.output_ids, alone.output_ids, f"the answer to {text[-40:]!r}")
+            assert turn.output_ids == alone.output_ids, f"the answer to {text[-40:]!r}"
 
 
 def text_of(tokens: int) -> str:
@@ -88,7 +91,7 @@ def pages_up(fleet: Fleet, tokens: int) -> int:
 @contextmanager
 def listening(fleet: Fleet, deaf: bool = False) -> Iterator[Listener]:
     """Listens for the shim until it has connected, with nothing held in the pool."""
-    equal(fleet.baseline(), 0, "tokens held before the test")
+    assert fleet.baseline() == 0, "tokens held before the test"
     with Listener(fleet.shim_socket, deaf) as listener:
         listener.connected()
         if not deaf:
@@ -105,76 +108,72 @@ def is_quiet(state: ShimState) -> bool:
     return state.head.running == state.head.waiting == state.head.uncached == 0
 
 
-@test
-def the_hello_describes_the_engine(fleet: Fleet) -> None:
+def test_the_hello_describes_the_engine(fleet: Fleet) -> None:
     with listening(fleet) as listener:
         hello = listener.state.hello
         reasons = (hello.inert, hello.undemotable, hello.unauditable)
-        equal(reasons, ("", "", ""), "why it doesn't work, or not wholly")
+        assert reasons == ("", "", ""), "why it doesn't work, or not wholly"
         assert hello.device == "cpu" and hello.page_bytes > 0, f"where the pool lies: {hello}"
-        equal((hello.sglang, hello.dp_rank), (KNOWN_VERSION, 0), "version and rank")
-        equal(
-            (hello.page_size, hello.total, hello.rows_total), (fleet.page_size, POOL_TOKENS, ROWS),
-            "page size, pool and rows",
-        )
+        assert (hello.sglang, hello.dp_rank) == (KNOWN_VERSION, 0), "version and rank"
+        sizes = (fleet.page_size, POOL_TOKENS, ROWS)
+        assert (hello.page_size, hello.total, hello.rows_total) == sizes
         group = os.getpgid(hello.pid)
-        equal(group, fleet.engine.pid, "the process group of the pid it names")
+        assert group == fleet.engine.pid, "the process group of the pid it names"
         [shim, *_] = shim_env(fleet.shim_socket, fleet.bin_dir)["PYTHONPATH"].split(":")
         [folder] = Path(shim).glob("*.dist-info")
-        equal(hello.shim, Distribution.at(folder).version, "its version, as its metadata has it")
+        assert hello.shim == Distribution.at(folder).version, "its version, as its metadata has it"
 
 
-@test
-def sessions_and_pool_are_reported_to_the_token(fleet: Fleet) -> None:
+def test_sessions_and_pool_are_reported_to_the_token(fleet: Fleet) -> None:
     with listening(fleet) as listener, Direct(fleet) as session:
-        equal(listener.event("opened", session.id), (True,), "opened")
+        assert listener.event("opened", session.id) == (True,), "opened"
         protected = whole_pages(fleet, 40)
         for turn, (history, rid) in enumerate([(60, "first"), (120, "second")]):
             rid = new_id(rid)
             session.turn(text_of(40), 20, rid)
-            equal(listener.event("committed", session.id), (rid, history, False), "committed")
+            assert listener.event("committed", session.id) == (rid, history, False), "committed"
             told = listener.session(session.id, "the end of the turn", lambda s: not s.in_flight)
             # The last token of an answer never goes through the model.
             kv = history - 1
             expected = Session(True, False, False, kv, kv, protected, history)
-            equal(told, expected, f"the session after turn {turn + 1}")
+            assert told == expected, f"the session after turn {turn + 1}"
             listener.wait("quiet", is_quiet)
             head = listener.state.head
-            equal(head.held, pages_up(fleet, kv) - protected, "what sessions hold beside the tree")
-            equal((head.protected, head.rows_free), (protected, ROWS - 1), "protected, free rows")
+            assert head.held == pages_up(fleet, kv) - protected, (
+                "what sessions hold beside the tree"
+            )
+            assert (head.protected, head.rows_free) == (protected, ROWS - 1), "protected, free rows"
             used = head.total - head.available - head.evictable
-            equal(used, fleet.pool_used_tokens(), "used, as the engine's own /v1/loads has it")
+            assert used == fleet.pool_used_tokens(), "used, as the engine's own /v1/loads has it"
         session.close()
-        equal(listener.event("closed", session.id), (), "closed")
+        assert listener.event("closed", session.id) == (), "closed"
         listener.wait("free rows", lambda state: state.head.rows_free == ROWS)
-        equal(listener.state.sessions, {}, "the sessions left")
-        equal(listener.state.head.held + listener.state.head.protected, 0, "tokens left")
-        equal(listener.state.head.recounts, 0, "sums that were found wrong")
+        assert listener.state.sessions == {}, "the sessions left"
+        assert listener.state.head.held + listener.state.head.protected == 0, "tokens left"
+        assert listener.state.head.recounts == 0, "sums that were found wrong"
 
 
-@test
-def a_turn_is_in_flight_and_a_close_waits_for_it(fleet: Fleet) -> None:
+def test_a_turn_is_in_flight_and_a_close_waits_for_it(fleet: Fleet) -> None:
     with listening(fleet) as listener, Direct(fleet) as session, slow_engine(fleet, 0.1):
         def close_while_it_runs() -> None:
             told = listener.session(
                 session.id, "a running turn", lambda s: s.in_flight and s.holds_row
             )
-            equal(told.closing, False, "closing before the close")
+            assert not told.closing, "closing before the close"
             listener.session(session.id, "growth", lambda s: s.allocated > told.allocated)
-            equal(listener.state.head.running, 1, "running requests")
+            assert listener.state.head.running == 1, "running requests"
             session.close()
             listener.session(session.id, "the close that waits", lambda s: s.closing)
             assert ("closed", session.id) not in listener.state.events, "closed during its turn"
             restore_speed(fleet)
 
         run_together(lambda: session.turn(text_of(40), 60), close_while_it_runs)
-        equal(listener.event("committed", session.id)[1:], (100, False), "committed")
-        equal(listener.event("closed", session.id), (), "closed after its turn")
+        assert listener.event("committed", session.id)[1:] == (100, False), "committed"
+        assert listener.event("closed", session.id) == (), "closed after its turn"
         listener.wait("gone", lambda state: session.id not in state.sessions)
 
 
-@test
-def an_abort_releases_the_turn(fleet: Fleet) -> None:
+def test_an_abort_releases_the_turn(fleet: Fleet) -> None:
     with listening(fleet) as listener, Direct(fleet) as session:
         session.turn(text_of(40), 20)
         with slow_engine(fleet):
@@ -185,48 +184,45 @@ def an_abort_releases_the_turn(fleet: Fleet) -> None:
                 abort(fleet, rid)
 
             answer, _ = run_together(lambda: session.send(text_of(20), 400, rid), abort_it)
-            equal(answer.json()["meta_info"]["finish_reason"]["type"], "abort", "the turn's end")
-        equal(listener.event("aborted", session.id), (True,), "aborted, its KV released")
+            assert answer.json()["meta_info"]["finish_reason"]["type"] == "abort", "the turn's end"
+        assert listener.event("aborted", session.id) == (True,), "aborted, its KV released"
         told = listener.session(session.id, "the end", lambda s: not s.holds_row)
-        equal(told, Session(False, False, False, 0, 0, 0, 60), "the session, without the turn")
+        assert told == Session(False, False, False, 0, 0, 0, 60), "the session, without the turn"
         listener.wait("quiet", lambda state: is_quiet(state) and state.head.rows_free == ROWS)
         # The abort put the session's KV into the radix tree, so the history is cached.
         turn = session.turn("!?", 4)
-        equal(turn.cached_tokens, whole_pages(fleet, 60), "cached of the good history")
+        assert turn.cached_tokens == whole_pages(fleet, 60), "cached of the good history"
 
 
-@test
-def a_flush_takes_the_kv_and_leaves_the_history(fleet: Fleet) -> None:
+def test_a_flush_takes_the_kv_and_leaves_the_history(fleet: Fleet) -> None:
     with listening(fleet) as listener, Direct(fleet) as session:
         session.turn(text_of(40), 20)
         listener.wait("quiet", is_quiet)
         fleet.flush()
         told = listener.session(session.id, "the flush", lambda s: not s.holds_row)
-        equal(told, Session(False, False, False, 0, 0, 0, 60), "the session")
-        equal(listener.state.head.available, POOL_TOKENS, "free tokens")
-        equal(listener.state.head.recounts, 0, "sums that were found wrong")
+        assert told == Session(False, False, False, 0, 0, 0, 60), "the session"
+        assert listener.state.head.available == POOL_TOKENS, "free tokens"
+        assert listener.state.head.recounts == 0, "sums that were found wrong"
 
 
-@test
-def an_agent_may_come_and_go(fleet: Fleet) -> None:
-    equal(fleet.baseline(), 0, "tokens held before the test")
+def test_an_agent_may_come_and_go(fleet: Fleet) -> None:
+    assert fleet.baseline() == 0, "tokens held before the test"
     with Direct(fleet) as session:
         session.turn(text_of(40), 20)
         instances = []
         for round in range(2):
             with Listener(fleet.shim_socket) as listener:
                 told = listener.session(session.id, "all there is", lambda s: s.holds_row)
-                equal(told.history, 60 + 20 * round, "its history")
+                assert told.history == 60 + 20 * round, "its history"
                 instances.append(listener.state.hello.instance)
                 # Events are reported as they happen, too.
                 session.turn(text_of(5), 5)
-                equal(listener.event("committed", session.id)[1], 70 + 20 * round, "committed")
+                assert listener.event("committed", session.id)[1] == 70 + 20 * round, "committed"
             session.turn(text_of(5), 5)
-        equal(instances[0], instances[1], "the engine's instance")
+        assert instances[0] == instances[1], "the engine's instance"
 
 
-@test
-def an_agent_that_stops_reading_blocks_nothing_and_catches_up(fleet: Fleet) -> None:
+def test_an_agent_that_stops_reading_blocks_nothing_and_catches_up(fleet: Fleet) -> None:
     with listening(fleet, deaf=True) as listener, Direct(fleet) as session:
         # More than the socket's buffer takes, and then more events than the shim keeps.
         for _ in range(3):
@@ -245,50 +241,47 @@ def an_agent_that_stops_reading_blocks_nothing_and_catches_up(fleet: Fleet) -> N
         listener.session(session.id, "one more turn", lambda s: s.history == 3 * 155 + 10)
 
 
-@test
-def a_demoted_session_keeps_its_history(fleet: Fleet) -> None:
+def test_a_demoted_session_keeps_its_history(fleet: Fleet) -> None:
     with listening(fleet) as listener, Direct(fleet) as session:
-        equal(listener.demote("nobody"), "unknown", "the refusal of an unknown session")
-        equal(listener.demote(session.id), "no_kv", "the refusal of a session without KV")
+        assert listener.demote("nobody") == "unknown", "the refusal of an unknown session"
+        assert listener.demote(session.id) == "no_kv", "the refusal of a session without KV"
         session.turn(text_of(40), 20)
-        equal(listener.demote(session.id), "", "the refusal")
+        assert listener.demote(session.id) == "", "the refusal"
         told = listener.session(session.id, "the demotion", lambda s: not s.holds_row)
-        equal(told, Session(False, False, False, 0, 0, 0, 60), "the demoted session")
+        assert told == Session(False, False, False, 0, 0, 0, 60), "the demoted session"
         listener.wait("quiet", lambda state: is_quiet(state) and state.head.rows_free == ROWS)
-        equal(fleet.pool_used_tokens(), 0, "tokens held")
-        equal(listener.demote(session.id), "no_kv", "the refusal of the second")
+        assert fleet.pool_used_tokens() == 0, "tokens held"
+        assert listener.demote(session.id) == "no_kv", "the refusal of the second"
         turn = session.turn(text_of(30), 20)
-        equal(turn.cached_tokens, whole_pages(fleet, 59), "cached: the history's whole pages")
+        assert turn.cached_tokens == whole_pages(fleet, 59), "cached: the history's whole pages"
         turn = session.turn(text_of(30), 20)
-        equal(turn.cached_tokens, 109, "cached of a turn that was not demoted before")
+        assert turn.cached_tokens == 109, "cached of a turn that was not demoted before"
         session.check_answers()
 
 
-@test
-def only_an_idle_session_is_demoted(fleet: Fleet) -> None:
+def test_only_an_idle_session_is_demoted(fleet: Fleet) -> None:
     with listening(fleet) as listener, Direct(fleet) as session:
         def demote_while_it_runs() -> None:
             running = 45 + 40 + 3
             listener.session(
                 session.id, "a running turn", lambda s: s.in_flight and s.allocated > running
             )
-            equal(listener.demote(session.id), "in_flight", "the refusal during a turn")
+            assert listener.demote(session.id) == "in_flight", "the refusal during a turn"
             # A refused overlapping turn clears the flag of the turn that runs: a flaw of SGLang.
-            equal(session.send("overlap", 1).status, 400, "the status of an overlapping turn")
+            assert session.send("overlap", 1).status == 400, "the status of an overlapping turn"
             listener.session(session.id, "the flag cleared", lambda s: not s.in_flight)
-            equal(listener.demote(session.id), "busy", "the refusal without the flag")
+            assert listener.demote(session.id) == "busy", "the refusal without the flag"
             restore_speed(fleet)
 
         session.turn(text_of(40), 5)
         with slow_engine(fleet, 0.1):
             run_together(lambda: session.turn(text_of(40), 60), demote_while_it_runs)
         listener.wait("quiet", is_quiet)
-        equal(listener.demote(session.id), "", "the refusal afterwards")
+        assert listener.demote(session.id) == "", "the refusal afterwards"
         session.check_answers()
 
 
-@test
-def a_turn_aborted_in_the_queue_leaves_nothing_to_demote(fleet: Fleet) -> None:
+def test_a_turn_aborted_in_the_queue_leaves_nothing_to_demote(fleet: Fleet) -> None:
     with listening(fleet) as listener, Direct(fleet) as session:
         session.turn(text_of(40), 20)
         rids = [new_id("plain") for _ in range(ROWS - 1)]
@@ -296,14 +289,14 @@ def a_turn_aborted_in_the_queue_leaves_nothing_to_demote(fleet: Fleet) -> None:
         def abort_all() -> None:
             listener.wait("a queued turn", lambda state: state.head.waiting)
             abort(fleet, "queued-turn")
-            equal(listener.event("aborted", session.id), (False,), "aborted, its KV kept")
+            assert listener.event("aborted", session.id) == (False,), "aborted, its KV kept"
             for rid in rids:
                 abort(fleet, rid)
 
         def queue_it() -> None:
             listener.wait("no free row", lambda state: state.head.rows_free == 0)
-            equal(session.send(text_of(30), 5, "queued-turn").json()["meta_info"]["finish_reason"]
-                  ["type"], "abort", "the turn's end")
+            answer = session.send(text_of(30), 5, "queued-turn")
+            assert answer.json()["meta_info"]["finish_reason"]["type"] == "abort", "the turn's end"
 
         def plain(rid: str) -> wire.Answer:
             return wire.post(f"{fleet.engine_url}/generate", body(text_of(5), 400, rid=rid))
@@ -311,14 +304,13 @@ def a_turn_aborted_in_the_queue_leaves_nothing_to_demote(fleet: Fleet) -> None:
         with slow_engine(fleet):
             run_together(queue_it, abort_all, *(lambda rid=rid: plain(rid) for rid in rids))
         listener.wait("quiet", is_quiet)
-        equal(listener.demote(session.id), "", "the refusal")
+        assert listener.demote(session.id) == "", "the refusal"
         turn = session.turn(text_of(30), 20)
-        equal(turn.cached_tokens, whole_pages(fleet, 59), "cached: the history's whole pages")
+        assert turn.cached_tokens == whole_pages(fleet, 59), "cached: the history's whole pages"
         session.check_answers()
 
 
-@test
-def fifty_demotions_keep_the_account(fleet: Fleet) -> None:
+def test_fifty_demotions_keep_the_account(fleet: Fleet) -> None:
     with listening(fleet) as listener:
         sessions = [Direct(fleet) for _ in range(5)]
         for round in range(10):
@@ -326,22 +318,21 @@ def fifty_demotions_keep_the_account(fleet: Fleet) -> None:
                 before = max(0, len(session.history) - 1)
                 turn = session.turn(text_of(7 + place + round), 6)
                 if before:
-                    equal(turn.cached_tokens, whole_pages(fleet, before), "cached")
+                    assert turn.cached_tokens == whole_pages(fleet, before), "cached"
             for session in sessions[round % 5:] + sessions[: round % 5]:
-                equal(listener.demote(session.id), "", "the refusal")
+                assert listener.demote(session.id) == "", "the refusal"
             listener.wait(
                 "free rows", lambda state: state.head.rows_free == ROWS and is_quiet(state)
             )
-            equal(fleet.pool_used_tokens(), 0, f"tokens held after round {round}")
-        equal(listener.state.head.recounts, 0, "sums that were found wrong")
+            assert fleet.pool_used_tokens() == 0, f"tokens held after round {round}"
+        assert listener.state.head.recounts == 0, "sums that were found wrong"
         for session in sessions:
             session.check_answers()
             session.close()
         listener.wait("all closed", lambda state: not state.sessions)
 
 
-@test
-def a_sample_costs_the_same_with_200_sessions(fleet: Fleet) -> None:
+def test_a_sample_costs_the_same_with_200_sessions(fleet: Fleet) -> None:
     with listening(fleet) as listener:
         for others in (0, 200):
             idle = [Direct(fleet, "idle") for _ in range(others)]
@@ -364,13 +355,12 @@ def a_sample_costs_the_same_with_200_sessions(fleet: Fleet) -> None:
                 f"    {others} other sessions: median {statistics.median(cost):.0f} us, "
                 f"p99 {cost[len(cost) * 99 // 100]:.0f} us a sample", flush=True,
             )
-            equal(len(listener.state.sessions), others, "sessions told of")
+            assert len(listener.state.sessions) == others, "sessions told of"
             for other in idle:
                 other.close()
 
 
-@test
-def a_hook_that_fails_silences_the_shim_and_not_the_engine(fleet: Fleet) -> None:
+def test_a_hook_that_fails_silences_the_shim_and_not_the_engine(fleet: Fleet) -> None:
     """Runs the shim in a process of its own, because no known request makes a hook fail."""
     path = fleet.folder / "failing.sock"
     env = shim_env(path, fleet.bin_dir)
@@ -392,17 +382,16 @@ def a_hook_that_fails_silences_the_shim_and_not_the_engine(fleet: Fleet) -> None
         command = [sys.executable, "-B", "-c", code, str(path)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         with subprocess.Popen(command, env={**os.environ, **env}, **pipes) as process:
-            equal(listener.wait("hello", lambda state: state.hello).inert, "", "inert at first")
+            assert listener.wait("hello", lambda state: state.hello).inert == "", "inert at first"
             process.stdin.write("\n")
             process.stdin.flush()
             inert = listener.wait("inert", lambda state: state.hello and state.hello.inert)
-            equal(inert, "end_step: KeyError: 'gone in this version'", "why it is inert")
+            assert inert == "end_step: KeyError: 'gone in this version'", "why it is inert"
             output, _ = process.communicate("\n", timeout=60)
-        equal(output.split(), ["result", "result"], "what the engine gets from its own function")
+        assert output.split() == ["result", "result"], "what the engine gets from its own function"
 
 
-@test
-def an_unknown_version_is_left_alone(fleet: Fleet) -> None:
+def test_an_unknown_version_is_left_alone(fleet: Fleet) -> None:
     folder = fleet.folder / "unknown"
     folder.mkdir(exist_ok=True)
     # Python runs this file first, so SGLang finds its version module loaded, with another version.
@@ -421,9 +410,9 @@ def an_unknown_version_is_left_alone(fleet: Fleet) -> None:
         try:
             wait_engine(engine, url)
             hello = listener.wait("hello", lambda state: state.hello)
-            equal(hello.sglang, "0.5.99", "the version")
+            assert hello.sglang == "0.5.99", "the version"
             assert "0.5.99" in hello.inert and KNOWN_VERSION in hello.inert, hello.inert
             finished_turn(wire.post(f"{url}/generate", body("Hello", 5)))
-            equal(listener.state.heads, [], "updates of an inert shim")
+            assert listener.state.heads == [], "updates of an inert shim"
         finally:
             engine.stop(0)

@@ -9,8 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from integration.fleet import Fleet
-from integration.runner import equal, test
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "worker-agent/shim"))
 
@@ -51,13 +49,12 @@ def _one(inflight: bool = False, **queues: Any) -> tuple[Any, Any, Any]:
     return _scheduler({"s": session}, slots, **queues), session, kv
 
 
-@test
-def only_what_no_turn_may_still_write_is_sealed(_fleet: Fleet) -> None:
+def test_only_what_no_turn_may_still_write_is_sealed() -> None:
     idle, _, _ = _one()
     [row] = snapshot.list_rows(idle)[1]
-    equal(row.sealed_tokens, COMMITTED - 1, "sealed of an idle session")
+    assert row.sealed_tokens == COMMITTED - 1, "sealed of an idle session"
     running, _, _ = _one(inflight=True)
-    equal(snapshot.list_rows(running)[1][0].sealed_tokens, 0, "sealed while a turn is in flight")
+    assert snapshot.list_rows(running)[1][0].sealed_tokens == 0, "sealed while a turn is in flight"
     # In all three cases the session's flag says idle, but a turn may still write: a turn has ended
     # and is in the batch that the device still works on, a turn was put back into the queue, or
     # another turn was refused beside a running one.
@@ -66,12 +63,13 @@ def only_what_no_turn_may_still_write_is_sealed(_fleet: Fleet) -> None:
         queued = [_request(kv, session)]
         scheduler = _scheduler({"s": session}, scheduler.tree_cache.session.slots, **{queue: queued})
         names, rows = snapshot.list_rows(scheduler)
-        equal([row.sealed_tokens for row in rows], [0], f"sealed, with a turn in {queue}")
-        equal((names, rows[0].version == row.version), (["s"], False), "its name; the same version")
+        assert [row.sealed_tokens for row in rows] == [0], f"sealed, with a turn in {queue}"
+        assert (names, rows[0].version == row.version) == (["s"], False), (
+            "its name; the same version"
+        )
 
 
-@test
-def every_row_is_held_by_someone_once(_fleet: Fleet) -> None:
+def test_every_row_is_held_by_someone_once() -> None:
     session, kv = SimpleNamespace(_inflight=True), _kv(1)
     turn, plain, chunked = _request(kv, session), _request(_kv(2)), _request(_kv(3))
     waiting = _request(_kv(None))
@@ -80,13 +78,12 @@ def every_row_is_held_by_someone_once(_fleet: Fleet) -> None:
         running=[turn, plain], launched=[plain], waiting=[waiting], chunked=chunked,
     )
     names, rows = snapshot.list_rows(scheduler)
-    equal(names, ["s"], "the named sessions")
-    equal([row.row_index for row in rows], [1, 2, 3], "rows")
-    equal([row.holder_number for row in rows], [0, 1, 2], "who holds them")
+    assert names == ["s"], "the named sessions"
+    assert [row.row_index for row in rows] == [1, 2, 3], "rows"
+    assert [row.holder_number for row in rows] == [0, 1, 2], "who holds them"
 
 
-@test
-def there_is_no_snapshot_while_a_beam_search_runs(_fleet: Fleet) -> None:
+def test_there_is_no_snapshot_while_a_beam_search_runs() -> None:
     scheduler = _scheduler({}, {}, running=[_request(_kv(1), beam=object())])
     try:
         snapshot.take_snapshot(scheduler)

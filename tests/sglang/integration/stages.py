@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from integration import wire
 from integration.fleet import BERTH_START_SECONDS_MAX, CONTEXT_TOKENS, Fleet
 from integration.processes import wait_until
-from integration.runner import equal, test
 from integration.turns import Turn, chat_body, chat_tokens, finished_turn, sampling
 
 # The smallest stage that the agent uses; a prompt in the suite's small context has several.
@@ -38,9 +37,9 @@ class Cluster:
     def chat(self, url: str, messages: list[dict]) -> tuple[str, int]:
         """Sends a chat. Returns its answer, and how many tokens of its prompt were in the cache."""
         answer = wire.post(f"{url}/v1/chat/completions", chat_body(messages, 8))
-        equal(answer.status, 200, f"the status of {answer}")
+        assert answer.status == 200, f"the status of {answer}"
         said = answer.json()
-        equal(said["usage"]["prompt_tokens"], chat_tokens(messages), "tokens of the prompt")
+        assert said["usage"]["prompt_tokens"] == chat_tokens(messages), "tokens of the prompt"
         cached = said["usage"]["prompt_tokens_details"]["cached_tokens"]
         return said["choices"][0]["message"]["content"], cached
 
@@ -86,22 +85,22 @@ def letters(topic: str, tokens: int) -> str:
     return (f"{topic}, and the tide goes out again at four. " * 60)[:tokens]
 
 
-@test
-def a_long_prompt_is_computed_before_its_turn_and_answered_the_same(fleet: Fleet) -> None:
+def test_a_long_prompt_is_computed_before_its_turn_and_answered_the_same(fleet: Fleet) -> None:
     with cluster(fleet) as one:
         ids = list(letters("A harbour by its ids", LONG_TOKENS).encode())
         alone = one.generate(fleet.engine_url, ids)
         one.empty_cache()
         before = one.stages()
         turn = one.generate(fleet.router_url, ids)
-        equal(turn.output_ids, alone.output_ids, "the answer")
+        assert turn.output_ids == alone.output_ids, "the answer"
         one.check_cached(turn.cached_tokens, LONG_TOKENS)
         stages = one.stages() - before
         assert stages >= LONG_TOKENS // (STAGE_TOKENS + 16) - 1, f"only {stages} stages"
 
 
-@test
-def a_chat_is_computed_before_its_turn_once_an_engine_has_told_its_beginning(fleet: Fleet) -> None:
+def test_a_chat_is_computed_before_its_turn_once_an_engine_has_told_its_beginning(
+    fleet: Fleet,
+) -> None:
     with cluster(fleet) as one:
         system = {"role": "system", "content": letters("A harbour by its words", 300)}
         long = [system, {"role": "user", "content": letters("The pilot", LONG_TOKENS - 400)}]
@@ -111,14 +110,16 @@ def a_chat_is_computed_before_its_turn_once_an_engine_has_told_its_beginning(fle
         # ids.
         before, stages = one.staged_prefills("no_ids"), one.stages()
         alone, _ = one.chat(fleet.router_url, long)
-        equal((one.staged_prefills("no_ids"), one.stages()), (before + 1, stages), "no ids, and stages")
+        assert (one.staged_prefills("no_ids"), one.stages()) == (before + 1, stages), (
+            "no ids, and stages"
+        )
         one.empty_cache()
         one.chat(fleet.router_url, [system, {"role": "user", "content": "Who is in?"}])
         wait_until(fleet.router, "hearing of the system prompt",
                    lambda: one.kv()[1] >= 300 // 64, BERTH_START_SECONDS_MAX)
         before, stages = one.staged_prefills("computed"), one.stages()
         answer, cached = one.chat(fleet.router_url, long)
-        equal(answer, alone, "the answer")
+        assert answer == alone, "the answer"
         one.check_cached(cached, tokens)
-        equal(one.staged_prefills("computed"), before + 1, "prompts computed before")
+        assert one.staged_prefills("computed") == before + 1, "prompts computed before"
         assert one.stages() > stages, "no stage was computed"

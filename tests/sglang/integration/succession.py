@@ -14,7 +14,6 @@ from integration.fleet import ROWS, WORKER, Fleet
 from integration.ledger import wait_figures
 from integration.listener import Listener, Session
 from integration.processes import wait_until
-from integration.runner import equal
 from integration.tap import Hold, Tap
 from integration.turns import Pinned, refusal_code
 
@@ -72,8 +71,8 @@ class Succession:
         self.fleet.kill_agent()
         if hold:
             hold.drop()
-        equal(len(self.left_open()), journalled, "sessions that the journal has as open")
-        equal(len(self.engine_sessions()), inside, "sessions inside the engine")
+        assert len(self.left_open()) == journalled, "sessions that the journal has as open"
+        assert len(self.engine_sessions()) == inside, "sessions inside the engine"
 
     def start(self) -> None:
         """Starts the next agent."""
@@ -84,7 +83,7 @@ class Succession:
         agrees."""
         agent = self.fleet.agent
         wait_until(agent, "done", lambda: not self.left_open(), TAKEOVER_SECONDS_MAX)
-        equal(self.engine_sessions(), {}, "sessions left inside the engine")
+        assert self.engine_sessions() == {}, "sessions left inside the engine"
 
     def check_all_free(self) -> None:
         """Checks that engine and agent agree that nothing is held, and that sessions work."""
@@ -93,7 +92,7 @@ class Succession:
         session = Pinned(self.fleet)
         session.turn("Is anybody here?", 10)
         session.turn(" Again?", 10)
-        equal(len(self.engine_sessions()), 1, "sessions inside the engine while one is open")
+        assert len(self.engine_sessions()) == 1, "sessions inside the engine while one is open"
         session.close()
         self._check_nothing_held()
 
@@ -103,7 +102,7 @@ class Succession:
         self.check_all_free()
 
     def _check_nothing_held(self) -> None:
-        equal(self.fleet.wait_pool(0), 0, "tokens held, by the engine's /v1/loads")
+        assert self.fleet.wait_pool(0) == 0, "tokens held, by the engine's /v1/loads"
         self.listener.wait("free rows", lambda state: state.head.rows_free == ROWS)
         self.fleet.wait_placing()
         wait_figures(self.fleet, {"pinned_tokens": 0, "rows_held": 0, "pool_used_tokens": 0})
@@ -112,14 +111,14 @@ class Succession:
 @contextmanager
 def succession(fleet: Fleet) -> Iterator[Succession]:
     """Puts the agent behind a tap, with no session in the engine."""
-    equal(fleet.wait_pool(0), 0, "what the tests before have left in the pool")
+    assert fleet.wait_pool(0) == 0, "what the tests before have left in the pool"
     tap = Tap(fleet.engine_url)
     try:
         with Listener(fleet.shim_socket) as listener, ThreadPoolExecutor() as clients:
             fleet.restart_agent(tap.url)
             listener.connected()
             agents = Succession(fleet, tap, listener, clients)
-            equal(agents.engine_sessions(), {}, "sessions inside the engine before the test")
+            assert agents.engine_sessions() == {}, "sessions inside the engine before the test"
             try:
                 yield agents
             finally:

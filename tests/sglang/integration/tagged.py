@@ -6,7 +6,6 @@ A client needs only a header, which coding agents send by themselves.
 from integration import wire
 from integration.fleet import MODEL, Fleet
 from integration.plain import openai_client
-from integration.runner import equal, test
 from integration.turns import chat_body, chat_tokens, delete_session, get_session, new_id
 
 TOKENS = 20
@@ -23,13 +22,11 @@ NATIVE_HEADERS = (
 )
 
 
-@test
-def turns_of_a_growing_chat(fleet: Fleet) -> None:
+def test_turns_of_a_growing_chat(fleet: Fleet) -> None:
     _grow(fleet, stream=False)
 
 
-@test
-def streamed_turns_of_a_growing_chat(fleet: Fleet) -> None:
+def test_streamed_turns_of_a_growing_chat(fleet: Fleet) -> None:
     _grow(fleet, stream=True)
 
 
@@ -39,22 +36,22 @@ def _grow(fleet: Fleet, stream: bool) -> None:
     resident = 0
     for place in range(4):
         text, prompt, cached = _chat(fleet, id, messages, stream)
-        equal(prompt, chat_tokens(messages), f"turn {place}: prompt tokens")
-        equal(len(text), TOKENS, f"turn {place}: the answer's length")
+        assert prompt == chat_tokens(messages), f"turn {place}: prompt tokens"
+        assert len(text) == TOKENS, f"turn {place}: the answer's length"
         if place:
             # Cached are the whole pages of what the engine computed in the previous turn. The last
             # token of an answer never went through the model.
             pages = (resident - 1) // fleet.page_size * fleet.page_size
-            equal(cached, pages, f"turn {place}: cached tokens of {resident} resident")
+            assert cached == pages, f"turn {place}: cached tokens of {resident} resident"
         resident = prompt + TOKENS
         messages += [
             {"role": "assistant", "content": text},
             {"role": "user", "content": f"And berth number {place}?"},
         ]
     shown = get_session(fleet, id, CREDENTIAL)
-    equal(shown.status, 200, f"the status of {shown}")
-    equal(shown.json()["retention"], "tagged", "the retention")
-    equal(delete_session(fleet, id, CREDENTIAL).status, 204, "the status of the close")
+    assert shown.status == 200, f"the status of {shown}"
+    assert shown.json()["retention"] == "tagged", "the retention"
+    assert delete_session(fleet, id, CREDENTIAL).status == 204, "the status of the close"
 
 
 def _chat(fleet: Fleet, id: str, messages: list[dict], stream: bool) -> tuple[str, int, int]:
@@ -78,8 +75,7 @@ def _chat(fleet: Fleet, id: str, messages: list[dict], stream: bool) -> tuple[st
     return text, usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens
 
 
-@test
-def every_way_to_name_a_session(fleet: Fleet) -> None:
+def test_every_way_to_name_a_session(fleet: Fleet) -> None:
     for header in NATIVE_HEADERS:
         id = new_id("named")
         _named(fleet, id, chat_body("hello", 4), {header: id}, header)
@@ -92,20 +88,19 @@ def every_way_to_name_a_session(fleet: Fleet) -> None:
 
 def _named(fleet: Fleet, id: str, request: dict, headers: dict, how: str) -> None:
     answer = wire.post(f"{fleet.router_url}/v1/chat/completions", request, headers)
-    equal(answer.status, 200, f"{how}: the status of {answer}")
+    assert answer.status == 200, f"{how}: the status of {answer}"
     shown = get_session(fleet, id)
-    equal(shown.status, 200, f"{how}: the status of the session ({shown})")
-    equal(delete_session(fleet, id).status, 204, f"{how}: the status of the close")
+    assert shown.status == 200, f"{how}: the status of the session ({shown})"
+    assert delete_session(fleet, id).status == 204, f"{how}: the status of the close"
 
 
-@test
-def the_first_way_that_applies_wins(fleet: Fleet) -> None:
+def test_the_first_way_that_applies_wins(fleet: Fleet) -> None:
     first, second, third = new_id("first"), new_id("second"), new_id("third")
     control = {"session_control": {"session_id": first}}
     request = chat_body("hello", 4, nvext=control, session_id=third)
     headers = {"x-berth-session-id": second}
     answer = wire.post(f"{fleet.router_url}/v1/chat/completions", request, headers)
-    equal(answer.status, 200, f"the status of {answer}")
+    assert answer.status == 200, f"the status of {answer}"
     found = [get_session(fleet, id).status for id in (first, second, third)]
-    equal(found, [200, 404, 404], "the sessions there are")
+    assert found == [200, 404, 404], "the sessions there are"
     delete_session(fleet, first)

@@ -10,7 +10,6 @@ import time
 from integration import wire
 from integration.fleet import ROWS, SETTLE_SECONDS_MAX, Fleet, free_addresses
 from integration.processes import answers_200, wait_until
-from integration.runner import equal, one_of, test
 from integration.succession import Succession, agent_figure, check_cut_off, succession
 from integration.turns import Pinned, body, generate, refusal_code, slow_engine
 
@@ -34,8 +33,7 @@ def running(agents: Succession) -> None:
     )
 
 
-@test
-def an_open_was_not_yet_at_the_engine(fleet: Fleet) -> None:
+def test_an_open_was_not_yet_at_the_engine(fleet: Fleet) -> None:
     with succession(fleet) as agents:
         hold = agents.tap.hold_request("/open_session")
         opened = agents.open()
@@ -44,8 +42,7 @@ def an_open_was_not_yet_at_the_engine(fleet: Fleet) -> None:
         agents.take_over()
 
 
-@test
-def an_open_was_not_yet_answered(fleet: Fleet) -> None:
+def test_an_open_was_not_yet_answered(fleet: Fleet) -> None:
     with succession(fleet) as agents:
         hold = agents.tap.hold_answer("/open_session")
         opened = agents.open()
@@ -54,16 +51,14 @@ def an_open_was_not_yet_answered(fleet: Fleet) -> None:
         agents.take_over()
 
 
-@test
-def a_session_was_open_without_a_turn(fleet: Fleet) -> None:
+def test_a_session_was_open_without_a_turn(fleet: Fleet) -> None:
     with succession(fleet) as agents:
         Pinned(fleet)
         agents.kill_agent()
         agents.take_over()
 
 
-@test
-def a_session_was_idle_with_its_kv(fleet: Fleet) -> None:
+def test_a_session_was_idle_with_its_kv(fleet: Fleet) -> None:
     with succession(fleet) as agents:
         session = idle_session(fleet)
         agents.kill_agent()
@@ -72,8 +67,7 @@ def a_session_was_idle_with_its_kv(fleet: Fleet) -> None:
         agents.take_over()
 
 
-@test
-def a_turn_was_not_yet_at_the_engine(fleet: Fleet) -> None:
+def test_a_turn_was_not_yet_at_the_engine(fleet: Fleet) -> None:
     with succession(fleet) as agents:
         session = idle_session(fleet)
         hold = agents.tap.hold_request("/generate")
@@ -83,8 +77,7 @@ def a_turn_was_not_yet_at_the_engine(fleet: Fleet) -> None:
         agents.take_over()
 
 
-@test
-def a_streamed_turn_ran(fleet: Fleet) -> None:
+def test_a_streamed_turn_ran(fleet: Fleet) -> None:
     with succession(fleet) as agents:
         session = idle_session(fleet)
         with slow_engine(fleet):
@@ -97,8 +90,7 @@ def a_streamed_turn_ran(fleet: Fleet) -> None:
         agents.check_all_free()
 
 
-@test
-def a_streamed_turn_runs_on(fleet: Fleet) -> None:
+def test_a_streamed_turn_runs_on(fleet: Fleet) -> None:
     with succession(fleet) as agents:
         agents.tap.hides_ends = True
         session = idle_session(fleet)
@@ -107,14 +99,13 @@ def a_streamed_turn_runs_on(fleet: Fleet) -> None:
             next(stream.events())
             running(agents)
             agents.kill_agent()
-            equal(agents.listener.state.head.running, 1, "turns that run without an agent")
+            assert agents.listener.state.head.running == 1, "turns that run without an agent"
             agents.start()
             agents.finish()
         agents.check_all_free()
 
 
-@test
-def an_unstreamed_turn_ran(fleet: Fleet) -> None:
+def test_an_unstreamed_turn_ran(fleet: Fleet) -> None:
     with succession(fleet) as agents:
         session = idle_session(fleet)
         with slow_engine(fleet):
@@ -127,8 +118,7 @@ def an_unstreamed_turn_ran(fleet: Fleet) -> None:
         agents.check_all_free()
 
 
-@test
-def a_turn_was_in_the_engines_queue(fleet: Fleet) -> None:
+def test_a_turn_was_in_the_engines_queue(fleet: Fleet) -> None:
     with succession(fleet) as agents, slow_engine(fleet, 0.08):
         agents.tap.hides_ends = True
         session = Pinned(fleet)
@@ -149,14 +139,13 @@ def a_turn_was_in_the_engines_queue(fleet: Fleet) -> None:
         agents.start()
         agents.finish()
         head = agents.listener.state.head
-        equal((head.running, head.rows_free), (ROWS, 0), "the others' turns, and free rows")
+        assert (head.running, head.rows_free) == (ROWS, 0), "the others' turns, and free rows"
         for other in others:
             other.vanish()
         agents.check_all_free()
 
 
-@test
-def a_close_was_not_yet_at_the_engine(fleet: Fleet) -> None:
+def test_a_close_was_not_yet_at_the_engine(fleet: Fleet) -> None:
     with succession(fleet) as agents:
         session = idle_session(fleet)
         hold = agents.tap.hold_request("/close_session")
@@ -165,8 +154,7 @@ def a_close_was_not_yet_at_the_engine(fleet: Fleet) -> None:
         agents.take_over()
 
 
-@test
-def a_close_was_not_yet_answered(fleet: Fleet) -> None:
+def test_a_close_was_not_yet_answered(fleet: Fleet) -> None:
     with succession(fleet) as agents:
         session = idle_session(fleet)
         hold = agents.tap.hold_answer("/close_session")
@@ -175,8 +163,7 @@ def a_close_was_not_yet_answered(fleet: Fleet) -> None:
         agents.take_over()
 
 
-@test
-def a_close_was_not_yet_confirmed(fleet: Fleet) -> None:
+def test_a_close_was_not_yet_confirmed(fleet: Fleet) -> None:
     """The agent confirms a close by opening the session's id again, so the id is open once more."""
     with succession(fleet) as agents:
         session = idle_session(fleet)
@@ -184,12 +171,11 @@ def a_close_was_not_yet_confirmed(fleet: Fleet) -> None:
         session.close()
         agents.kill_agent(hold)
         [left] = agents.engine_sessions().values()
-        equal((left.holds_row, left.history), (False, 0), "what the session's successor holds")
+        assert (left.holds_row, left.history) == (False, 0), "what the session's successor holds"
         agents.take_over()
 
 
-@test
-def two_sessions_were_at_different_steps(fleet: Fleet) -> None:
+def test_two_sessions_were_at_different_steps(fleet: Fleet) -> None:
     with succession(fleet) as agents:
         agents.tap.hides_ends = True
         session = idle_session(fleet)
@@ -206,8 +192,7 @@ def two_sessions_were_at_different_steps(fleet: Fleet) -> None:
         agents.check_all_free()
 
 
-@test
-def the_next_agents_were_killed_too(fleet: Fleet) -> None:
+def test_the_next_agents_were_killed_too(fleet: Fleet) -> None:
     with succession(fleet) as agents:
         agents.tap.hides_ends = True
         session = idle_session(fleet)
@@ -219,7 +204,7 @@ def the_next_agents_were_killed_too(fleet: Fleet) -> None:
             hold = agents.tap.hold_request("/abort_request")
             agents.start()
             agents.kill_agent(hold)
-            equal(agents.listener.state.head.running, 1, "turns, before anyone has aborted one")
+            assert agents.listener.state.head.running == 1, "turns, before anyone has aborted one"
             for hold, inside in (
                 (agents.tap.hold_request("/close_session"), 1),
                 (agents.tap.hold_answer("/close_session"), 0),
@@ -231,8 +216,7 @@ def the_next_agents_were_killed_too(fleet: Fleet) -> None:
         agents.take_over()
 
 
-@test
-def the_last_line_was_cut(fleet: Fleet) -> None:
+def test_the_last_line_was_cut(fleet: Fleet) -> None:
     """An incomplete line of the journal was never acted on. It spoils neither the lines before
     it nor the lines that the next agent writes."""
     with succession(fleet) as agents:
@@ -245,7 +229,7 @@ def the_last_line_was_cut(fleet: Fleet) -> None:
             check_cut_off(asked)
             text = agents.journal.read_text()
             last = text.splitlines()[-1]
-            equal(last.split(" ")[0], kind, f"the kind of the journal's last line, {last!r}")
+            assert last.split(" ")[0] == kind, f"the kind of the journal's last line, {last!r}"
             agents.journal.write_text(text[: -len(last) // 2])
             agents.start()
             agents.finish()
@@ -254,8 +238,7 @@ def the_last_line_was_cut(fleet: Fleet) -> None:
         session.close()
 
 
-@test
-def the_engine_was_restarted_too(fleet: Fleet) -> None:
+def test_the_engine_was_restarted_too(fleet: Fleet) -> None:
     with succession(fleet) as agents:
         idle_session(fleet)
         agents.kill_agent()
@@ -268,12 +251,11 @@ def the_engine_was_restarted_too(fleet: Fleet) -> None:
         agents.finish()
         fleet.wait_placing()
         after = len(agents.tap.exchanges("/close_session"))
-        equal(after, before, "closes of sessions that another engine had")
+        assert after == before, "closes of sessions that another engine had"
         agents.check_all_free()
 
 
-@test
-def the_engine_was_out_of_reach_for_a_moment(fleet: Fleet) -> None:
+def test_the_engine_was_out_of_reach_for_a_moment(fleet: Fleet) -> None:
     """The agent takes its unreachable engine for ended; then the engine is back with all its
     sessions. No agent dies here, and the journal is used all the same."""
     with succession(fleet) as agents:
@@ -285,34 +267,34 @@ def the_engine_was_out_of_reach_for_a_moment(fleet: Fleet) -> None:
         url = f"http://{fleet.agent_admin}/readyz"
         wait_until(fleet.agent, "without its engine", lambda: not answers_200(url), SETTLE_SECONDS_MAX)
         hold.drop()
-        equal(len(agents.engine_sessions()), 2, "sessions inside the engine")
+        assert len(agents.engine_sessions()) == 2, "sessions inside the engine"
         agents.tap.take_again()
         wait_until(fleet.agent, "back at its engine", lambda: answers_200(url), SETTLE_SECONDS_MAX)
         agents.finish()
         answer = wire.post(f"{fleet.router_url}/generate", _another(left))
         code = refusal_code(answer, 409, "a turn of the other session")
-        equal(code, "session_lost", "the code")
+        assert code == "session_lost", "the code"
         left.close()
         agents.check_all_free()
 
 
-@test
-def a_second_agent_is_kept_off_until_the_first_has_gone(fleet: Fleet) -> None:
+def test_a_second_agent_is_kept_off_until_the_first_has_gone(fleet: Fleet) -> None:
     with succession(fleet) as agents:
         session = idle_session(fleet)
         written = agents.journal.read_text()
         second = fleet.launch_agent("second", free_addresses(3), agents.tap.url)
-        equal(second.wait(SETTLE_SECONDS_MAX), 1, f"the second agent's exit status\n{second.log_tail()}")
+        assert second.wait(SETTLE_SECONDS_MAX) == 1, (
+            f"the second agent's exit status\n{second.log_tail()}"
+        )
         said = second.log_tail(1)
         assert "another agent is in charge of this engine" in said, f"it said: {said}"
-        equal(agents.journal.read_text(), written, "the first one's journal")
+        assert agents.journal.read_text() == written, "the first one's journal"
         session.turn(" Still there?", 10)
         agents.kill_agent()
         agents.take_over()
 
 
-@test
-def an_open_during_the_takeover_waits_and_plain_turns_dont(fleet: Fleet) -> None:
+def test_an_open_during_the_takeover_waits_and_plain_turns_dont(fleet: Fleet) -> None:
     with succession(fleet) as agents:
         idle_session(fleet)
         agents.kill_agent()
@@ -326,8 +308,8 @@ def an_open_during_the_takeover_waits_and_plain_turns_dont(fleet: Fleet) -> None
             SETTLE_SECONDS_MAX,
         )
         generate(fleet, "Meanwhile?", 6)
-        equal(agent_figure(fleet, "rows_held"), 1, "rows counted until the close")
-        equal(len(agents.left_open()), 1, "sessions that were opened or are yet to be closed")
+        assert agent_figure(fleet, "rows_held") == 1, "rows counted until the close"
+        assert len(agents.left_open()) == 1, "sessions that were opened or are yet to be closed"
         assert not early.done(), f"the open didn't wait: {early.exception()}"
         hold.let_go()
         session = early.result()
@@ -337,8 +319,7 @@ def an_open_during_the_takeover_waits_and_plain_turns_dont(fleet: Fleet) -> None
         agents.check_all_free()
 
 
-@test
-def the_old_sessions_are_unknown_and_their_ids_can_be_opened_again(fleet: Fleet) -> None:
+def test_the_old_sessions_are_unknown_and_their_ids_can_be_opened_again(fleet: Fleet) -> None:
     with succession(fleet) as agents:
         sessions = [idle_session(fleet), Pinned(fleet)]
         agents.kill_agent(journalled=2, inside=2)
@@ -349,7 +330,7 @@ def the_old_sessions_are_unknown_and_their_ids_can_be_opened_again(fleet: Fleet)
             while (answer := wire.post(url, _another(session))).status == 503:
                 refusal_code(answer, 503, "a turn before the router has heard of the new agent")
                 assert time.monotonic() < begin + REPORTED_SECONDS_MAX, f"still {answer}"
-            one_of(answer.status, (404, 409), f"the status of a turn of an old session ({answer})")
+            assert answer.status in (404, 409), f"the status of a turn of an old session ({answer})"
             refusal_code(answer, answer.status, "a turn of an old session")
         seconds = time.monotonic() - begin
         print(f"    heard {seconds:.2f} s after the new agent was ready", flush=True)

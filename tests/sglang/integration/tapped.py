@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from integration import wire
 from integration.bytes_untouched import TEXT, same_bytes
 from integration.fleet import MODEL, Fleet
-from integration.runner import equal, test
 from integration.tap import Exchange, Tap
 from integration.turns import Pinned, body, chat_body, last_turn
 
@@ -38,9 +37,9 @@ def _post(
     side."""
     before = len(tap.exchanges(path))
     answer = wire.post(fleet.router_url + path, request, headers)
-    equal(answer.status, 200, f"{path}: the status of {answer}")
+    assert answer.status == 200, f"{path}: the status of {answer}"
     seen = tap.exchanges(path)
-    equal(len(seen), before + 1, f"{path}: exchanges with the engine for one turn")
+    assert len(seen) == before + 1, f"{path}: exchanges with the engine for one turn"
     new = [exchange for exchange in seen if exchange.answer_body == answer.body]
     if not new:
         # The newest exchange is most likely the one to compare with.
@@ -48,8 +47,7 @@ def _post(
     return new[-1]
 
 
-@test
-def answers_and_streams(fleet: Fleet) -> None:
+def test_answers_and_streams(fleet: Fleet) -> None:
     completion = {"model": MODEL, "prompt": TEXT, "max_tokens": 10, "temperature": 0}
     usage = {"stream_options": {"include_usage": True}}
     with tapped(fleet) as tap:
@@ -62,8 +60,7 @@ def answers_and_streams(fleet: Fleet) -> None:
             _post(fleet, tap, "/v1/completions", {**completion, **more})
 
 
-@test
-def a_request_but_for_the_owned_keys(fleet: Fleet) -> None:
+def test_a_request_but_for_the_owned_keys(fleet: Fleet) -> None:
     # No serializer would write these spaces, escapes and numbers, in this order.
     odd = (
         b'{ "text" :\t"caf\\u00e9 \\/ \\"rid\\": \\u007b",\n  "unknown":[1.0,1e2,-0,{"rid":"x"}],'
@@ -74,12 +71,11 @@ def a_request_but_for_the_owned_keys(fleet: Fleet) -> None:
         tagged = _post(fleet, tap, "/generate", odd, {"x-berth-session-id": "tapped"})
     for what, exchange in (("plain", plain), ("tagged", tagged)):
         same_bytes(_without_owned(exchange.request_body), _without_owned(odd), f"{what} request")
-    equal("session_id" in json.loads(plain.request_body), False, "a plain turn names a session")
+    assert "session_id" not in json.loads(plain.request_body), "a plain turn names a session"
     assert "session_id" in json.loads(tagged.request_body), "a tagged turn names no session"
 
 
-@test
-def pinned_turns(fleet: Fleet) -> None:
+def test_pinned_turns(fleet: Fleet) -> None:
     with tapped(fleet) as tap:
         session = Pinned(fleet)
         for text in ("Listen.", " And again."):
@@ -87,11 +83,11 @@ def pinned_turns(fleet: Fleet) -> None:
             answer = session.send(text, 12, stream=True)
             turn = last_turn(answer)
             seen = tap.exchanges("/generate")
-            equal(len(seen), before + 1, "exchanges with the engine for one turn")
+            assert len(seen) == before + 1, "exchanges with the engine for one turn"
             mine = [exchange for exchange in seen if exchange.answer_body == answer.raw]
-            equal(len(mine), 1, "exchanges in which the engine sent this stream")
+            assert len(mine) == 1, "exchanges in which the engine sent this stream"
             inner = json.loads(mine[0].request_body)["session_params"]
-            equal(list(inner), ["id"], "the keys of session_params")
+            assert list(inner) == ["id"], "the keys of session_params"
             assert inner["id"] != session.id, "the engine's session has the client's id"
             session.check(text, 12, turn)
         session.close()

@@ -2,7 +2,6 @@
 
 from integration import wire
 from integration.fleet import Fleet
-from integration.runner import equal, test
 from integration.turns import Pinned, chat_body, delete_session, new_id, run_together, slow_engine
 
 TALKS = (
@@ -11,8 +10,7 @@ TALKS = (
 )
 
 
-@test
-def two_pinned_sessions_in_turns(fleet: Fleet) -> None:
+def test_two_pinned_sessions_in_turns(fleet: Fleet) -> None:
     first, second = Pinned(fleet), Pinned(fleet)
     for one, other in zip(*TALKS):
         first.turn(one, 20)
@@ -21,8 +19,7 @@ def two_pinned_sessions_in_turns(fleet: Fleet) -> None:
     second.close()
 
 
-@test
-def two_pinned_sessions_at_once(fleet: Fleet) -> None:
+def test_two_pinned_sessions_at_once(fleet: Fleet) -> None:
     # `Pinned.turn` compares with the engine's own answer; here all these requests overlap.
     def talk(texts: tuple[str, ...], stream: bool) -> None:
         session = Pinned(fleet)
@@ -33,8 +30,7 @@ def two_pinned_sessions_at_once(fleet: Fleet) -> None:
     run_together(lambda: talk(TALKS[0], True), lambda: talk(TALKS[1], False))
 
 
-@test
-def six_sessions_at_once(fleet: Fleet) -> None:
+def test_six_sessions_at_once(fleet: Fleet) -> None:
     def talk(number: int) -> None:
         session = Pinned(fleet)
         for place in range(3):
@@ -44,8 +40,7 @@ def six_sessions_at_once(fleet: Fleet) -> None:
     run_together(*[lambda number=number: talk(number) for number in range(6)])
 
 
-@test
-def a_tagged_session_runs_turns_side_by_side(fleet: Fleet) -> None:
+def test_a_tagged_session_runs_turns_side_by_side(fleet: Fleet) -> None:
     id = new_id("tagged")
     url = f"{fleet.router_url}/v1/chat/completions"
 
@@ -55,8 +50,8 @@ def a_tagged_session_runs_turns_side_by_side(fleet: Fleet) -> None:
     alone = [ask(question) for question in ("Who is in?", "Who is out?")]
     with slow_engine(fleet, 0.02):
         both = run_together(lambda: ask("Who is in?"), lambda: ask("Who is out?"))
-    equal([answer.status for answer in both], [200, 200], "the statuses")
-    equal([_said(answer) for answer in both], [_said(answer) for answer in alone], "the answers")
+    assert [answer.status for answer in both] == [200, 200], "the statuses"
+    assert [_said(answer) for answer in both] == [_said(answer) for answer in alone], "the answers"
     delete_session(fleet, id)
 
 

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 from tokenizers import Tokenizer
 
 from integration import wire
 from integration.fleet import MODEL, Fleet, engine_home, start_engine, wait_engine
 from integration.planted import PLUGIN
 from integration.processes import Process, shim_env
-from integration.runner import equal, one_of, problem_of, test
 from integration.routes import HEADER, Reply, mark, send
 from integration.trim_listener import Plan, TrimListener
 from integration.turns import new_id, run_together
@@ -128,9 +128,9 @@ class Conversation:
         reply = send(self.engine.url, self.api, body, session or self.session, self.stream)
         plan = self.plan
         if plan.plan in ("diverged", "refused"):
-            equal(self.engine.last_written(plan.rid, "context"), None, f"a context after {plan}")
+            assert self.engine.last_written(plan.rid, "context") is None, f"a context after {plan}"
             plain = send(self.engine.url, self.api, body, None, self.stream)
-            equal(reply.text, plain.text, f"the answer as it came, {plan}")
+            assert reply.text == plain.text, f"the answer as it came, {plan}"
         else:
             self._check(plan, reply, body)
         self.count += 1
@@ -150,38 +150,51 @@ class Conversation:
         tokens = reply.prompt_tokens or len(context) - 1
         prompt, answer = context[:tokens], context[tokens:]
         if self.retokenized:
-            equal(engine.text(prompt), engine.text(whole), f"turn {self.count}: the context's text")
+            assert engine.text(prompt) == engine.text(whole), (
+                f"turn {self.count}: the context's text"
+            )
         else:
-            equal(prompt, whole, f"turn {self.count}: the context's ids")
+            assert prompt == whole, f"turn {self.count}: the context's ids"
         if self.in_tree:
             self.in_tree = False
-            equal(reply.cached_tokens % engine.page_size, 0, "cached tokens: whole pages")
+            assert reply.cached_tokens % engine.page_size == 0, "cached tokens: whole pages"
         elif plan.committed and reply.prompt_tokens and not self.crowded:
             allowed = (plan.committed - 1, plan.committed)
-            one_of(reply.cached_tokens, allowed, f"turn {self.count}: cached tokens, {plan}")
+            assert reply.cached_tokens in allowed, f"turn {self.count}: cached tokens, {plan}"
         # The same ids, sent as one prompt without a session.
         params = {"max_new_tokens": len(answer), "temperature": 0}
         if not self.chats:
             params["logit_bias"] = {str(engine.turn_end): -100}
         request = {"input_ids": prompt, "sampling_params": params}
         alone = wire.post(f"{engine.url}/generate", request).json()
-        equal(answer, alone["output_ids"], f"turn {self.count}: the answer, {plan}")
+        assert answer == alone["output_ids"], f"turn {self.count}: the answer, {plan}"
         if not self.retokenized:
             plain = send(engine.url, self.api, body, None, self.stream)
-            equal(reply.text, plain.text, f"turn {self.count}: the text without a session")
-            equal(reply.prompt_tokens, plain.prompt_tokens, f"turn {self.count}: prompt tokens")
+            assert reply.text == plain.text, f"turn {self.count}: the text without a session"
+            assert reply.prompt_tokens == plain.prompt_tokens, f"turn {self.count}: prompt tokens"
 
     def send_next_turn(self, *plans: str) -> Reply:
         """Sends a turn with a new question, whose plan must be one of `plans`."""
         self.add_question(QUESTIONS[self.count % len(QUESTIONS)])
         reply = self.send_turn()
         allowed = plans or ("trimmed", "retokenized")
-        one_of(self.plan.plan, allowed, f"turn {self.count}: {self.plan}")
+        assert self.plan.plan in allowed, f"turn {self.count}: {self.plan}"
         self.add_answer(reply)
         return reply
 
 
-def ten_turns(engine: Engine) -> None:
+@pytest.fixture(scope="module")
+def engine(fleet: Fleet) -> Iterator[Engine]:
+    engine = Engine(fleet)
+    try:
+        wait_engine(engine.process, engine.url)
+        assert engine.listener.connected() == "", "why nothing is trimmed"
+        yield engine
+    finally:
+        engine.stop()
+
+
+def test_ten_turns(engine: Engine) -> None:
     """Holds ten turns by every route, with and without streaming."""
     seen = {"trimmed": 0, "retokenized": 0}
     for api in ("generate", "completions", "chat", "messages", "responses"):
@@ -195,24 +208,24 @@ def ten_turns(engine: Engine) -> None:
     assert min(seen.values()) > 0, f"both kinds of turns: {seen}"
 
 
-def answers_cut_off_by_their_limit(engine: Engine) -> None:
+def test_answers_cut_off_by_their_limit(engine: Engine) -> None:
     for api in ("chat", "completions"):
         conversation = Conversation(engine, api, stream=False)
         for tokens in (1, 3, 2, 1):
             conversation.add_question("Again, please.")
             conversation.add_answer(conversation.send_turn(tokens))
-            one_of(conversation.plan.plan, ("trimmed", "retokenized"), "after a cut")
+            assert conversation.plan.plan in ("trimmed", "retokenized"), "after a cut"
         engine.close(conversation.session)
 
 
-def a_stop_string_is_in_the_context_and_not_in_the_text(engine: Engine) -> None:
+def test_a_stop_string_is_in_the_context_and_not_in_the_text(engine: Engine) -> None:
     for stream in (False, True):
         conversation = Conversation(engine, "completions", stream)
         conversation.add_question("Tell me.")
         free = send(engine.url, "completions", conversation.body(TOKENS))
         stop = free.text.split(" ")[4]
         reply = conversation.send_turn(stop=[f" {stop}"])
-        equal((reply.finish, conversation.plan.plan), ("stop", "trimmed"), "how it ended")
+        assert (reply.finish, conversation.plan.plan) == ("stop", "trimmed"), "how it ended"
         conversation.add_answer(reply)
         conversation.send_next_turn("diverged")
         left = conversation.plan.prompt - conversation.plan.at
@@ -220,7 +233,7 @@ def a_stop_string_is_in_the_context_and_not_in_the_text(engine: Engine) -> None:
         engine.close(conversation.session)
 
 
-def edits_append_nothing(engine: Engine) -> None:
+def test_edits_append_nothing(engine: Engine) -> None:
     """Edits: regenerates the last answer, changes the system prompt, summarizes the history."""
     for api in ("chat", "messages", "completions"):
         conversation = Conversation(engine, api, stream=False)
@@ -233,7 +246,7 @@ def edits_append_nothing(engine: Engine) -> None:
         before_answer = conversation.text_so_far.rindex("\n") + 1
         conversation.text_so_far = conversation.text_so_far[:before_answer]
         conversation.send_turn()
-        equal(conversation.plan.plan, "diverged", "the last answer again")
+        assert conversation.plan.plan == "diverged", "the last answer again"
 
         conversation.messages, conversation.text_so_far = list(kept[0]), f"Now {kept[1]}"
         conversation.system = f"Now {kept[2]}"
@@ -253,7 +266,7 @@ def edits_append_nothing(engine: Engine) -> None:
         engine.close(conversation.session)
 
 
-def tools_and_empty_contents(engine: Engine) -> None:
+def test_tools_and_empty_contents(engine: Engine) -> None:
     conversation = Conversation(engine, "chat", stream=False)
     parameters = {"type": "object", "properties": {"place": {"type": "string"}}}
     function = {"name": "weather", "description": "How it is there", "parameters": parameters}
@@ -279,7 +292,7 @@ def tools_and_empty_contents(engine: Engine) -> None:
         engine.close(one.session)
 
 
-def an_aborted_turn_leaves_no_trace(engine: Engine) -> None:
+def test_an_aborted_turn_leaves_no_trace(engine: Engine) -> None:
     conversation = Conversation(engine, "chat", stream=True)
     conversation.send_next_turn()
     conversation.send_next_turn()
@@ -289,13 +302,13 @@ def an_aborted_turn_leaves_no_trace(engine: Engine) -> None:
     running = conversation.plan
     conversation.in_tree = True
     reply = _ask_until_it_is_over(conversation)
-    equal(conversation.plan.committed, running.committed, f"the context after it: {reply}")
+    assert conversation.plan.committed == running.committed, f"the context after it: {reply}"
     conversation.add_answer(reply)
     conversation.send_next_turn()
     engine.close(conversation.session)
 
 
-def retracted_turns_are_committed_once(engine: Engine) -> None:
+def test_retracted_turns_are_committed_once(engine: Engine) -> None:
     def converse(api: str, stream: bool) -> Callable[[], None]:
         def run() -> None:
             conversation = Conversation(engine, api, stream)
@@ -310,7 +323,7 @@ def retracted_turns_are_committed_once(engine: Engine) -> None:
     run_together(*(converse(api, stream) for api, stream in ways))
 
 
-def an_abort_after_a_retraction_leaves_an_unknown_context(engine: Engine) -> None:
+def test_an_abort_after_a_retraction_leaves_an_unknown_context(engine: Engine) -> None:
     noise = {"text": "Noise", "sampling_params": {"max_new_tokens": 60, "ignore_eos": True}}
     for _ in range(5):
         conversation = Conversation(engine, "chat", stream=True)
@@ -325,7 +338,7 @@ def an_abort_after_a_retraction_leaves_an_unknown_context(engine: Engine) -> Non
         if conversation.plan.plan == "refused":
             break
         engine.close(conversation.session)
-    equal(conversation.plan.why, f"the session's context isn't known; {LET}", "why it is refused")
+    assert conversation.plan.why == f"the session's context isn't known; {LET}", "why it is refused"
     delta = {"text": "So", "session_params": {"id": conversation.session}}
     params = {"max_new_tokens": 1, "temperature": 0}
     answer = wire.post(f"{engine.url}/generate", delta | {"sampling_params": params}).json()
@@ -337,11 +350,11 @@ def an_abort_after_a_retraction_leaves_an_unknown_context(engine: Engine) -> Non
 @contextmanager
 def slowly(engine: Engine) -> Iterator[None]:
     url = f"{engine.url}/slow_down"
-    equal(wire.post(url, {"forward_sleep_time": 0.05}).status, 200, "slow_down")
+    assert wire.post(url, {"forward_sleep_time": 0.05}).status == 200, "slow_down"
     try:
         yield
     finally:
-        equal(wire.post(url, {"forward_sleep_time": 0}).status, 200, "slow_down off")
+        assert wire.post(url, {"forward_sleep_time": 0}).status == 200, "slow_down off"
 
 
 def _vanish(engine: Engine, conversation: Conversation, chunks: int) -> None:
@@ -365,7 +378,7 @@ def _ask_until_it_is_over(conversation: Conversation) -> Reply:
         time.sleep(0.05)
 
 
-def deltas_beside_full_prompts(engine: Engine) -> None:
+def test_deltas_beside_full_prompts(engine: Engine) -> None:
     """Two clients share a session: one sends new tokens only (SGLang's way), one full histories."""
     conversation = Conversation(engine, "generate", stream=False)
     conversation.send_next_turn()
@@ -375,27 +388,25 @@ def deltas_beside_full_prompts(engine: Engine) -> None:
     conversation.text_so_far += "\nMore." + answer["text"]
     conversation.retokenized = True
     conversation.send_next_turn()
-    equal(
-        conversation.plan.committed,
-        answer["meta_info"]["prompt_tokens"] + answer["meta_info"]["completion_tokens"],
-        "what the turn before has left",
-    )
+    meta = answer["meta_info"]
+    left = meta["prompt_tokens"] + meta["completion_tokens"]
+    assert conversation.plan.committed == left, "what the turn before has left"
     engine.close(conversation.session)
 
 
-def begin_tokens_stay(engine: Engine) -> None:
+def test_begin_tokens_stay(engine: Engine) -> None:
     """The engine drops a BOS token at the beginning of what is appended."""
     conversation = Conversation(engine, "generate", stream=False)
     conversation.text_so_far = f"<|bos|>{conversation.text_so_far}"
     conversation.send_next_turn()
     conversation.text_so_far += "<|bos|>"
     conversation.add_answer(conversation.send_turn())
-    one_of(conversation.plan.plan, ("trimmed", "retokenized"), "with a begin token first")
+    assert conversation.plan.plan in ("trimmed", "retokenized"), "with a begin token first"
     conversation.send_next_turn()
     engine.close(conversation.session)
 
 
-def untrimmable_prompts_are_reported(engine: Engine) -> None:
+def test_untrimmable_prompts_are_reported(engine: Engine) -> None:
     session = engine.open()
     params = {"max_new_tokens": 3, "temperature": 0}
     for body, why in (
@@ -406,10 +417,10 @@ def untrimmable_prompts_are_reported(engine: Engine) -> None:
     ):
         asked = {"sampling_params": params} | body
         answer = wire.post(f"{engine.url}/generate", asked, mark(session))
-        equal(answer.status, 200, f"the status of {answer}")
+        assert answer.status == 200, f"the status of {answer}"
         plan = engine.listener.plans(session)[-1]
-        equal((plan.plan, plan.why), ("refused", why), f"of {body}")
-    equal(engine.listener.questions(session), [], "no session could help")
+        assert (plan.plan, plan.why) == ("refused", why), f"of {body}"
+    assert engine.listener.questions(session) == [], "no session could help"
     engine.close(session)
     one = {"text": "One", "sampling_params": params}
     for header, why in (
@@ -418,12 +429,12 @@ def untrimmable_prompts_are_reported(engine: Engine) -> None:
     ):
         one["rid"] = new_id("mark")
         answer = wire.post(f"{engine.url}/generate", one, header)
-        equal(answer.status, 200, f"the status of {answer}")
+        assert answer.status == 200, f"the status of {answer}"
         [plan] = engine.listener.plans(one["rid"])
-        equal((plan.plan, plan.why), ("refused", why), f"of {header}")
+        assert (plan.plan, plan.why) == ("refused", why), f"of {header}"
 
 
-def the_agent_names_another_session(engine: Engine) -> None:
+def test_the_agent_names_another_session(engine: Engine) -> None:
     conversation = Conversation(engine, "chat", stream=False)
     conversation.send_next_turn()
     conversation.system = "Another one now."
@@ -437,7 +448,7 @@ def the_agent_names_another_session(engine: Engine) -> None:
         engine.listener.answer = lambda plan: ""
     asked = engine.listener.questions(conversation.session)[-1]
     moved = engine.listener.plans(fresh)[-1]
-    equal((asked.plan, moved.plan, moved.committed), ("diverged", "trimmed", 0), "the plans")
+    assert (asked.plan, moved.plan, moved.committed) == ("diverged", "trimmed", 0), "the plans"
     engine.close(conversation.session)
     conversation.session, conversation.retokenized = fresh, False
     conversation._check(moved, reply, body)
@@ -446,7 +457,7 @@ def the_agent_names_another_session(engine: Engine) -> None:
     engine.close(fresh)
 
 
-def more_room_is_requested(engine: Engine) -> None:
+def test_more_room_is_requested(engine: Engine) -> None:
     """The engine tokenizes the prompt, so only the engine can tell that it is too long."""
     conversation = Conversation(engine, "chat", stream=False)
     conversation.send_next_turn()
@@ -458,49 +469,14 @@ def more_room_is_requested(engine: Engine) -> None:
         reply = send(engine.url, "chat", body, conversation.session, tokens_max=room)
         engine.listener.answer = lambda _: ""
         asked, held = engine.listener.questions(conversation.session)[-1], conversation.plan
-        equal((asked.plan, asked.sent), ("refused", 0), f"it asks: {asked}")
+        assert (asked.plan, asked.sent) == ("refused", 0), f"it asks: {asked}"
         # `retokenized` if the previous answer was retokenized.
         runs = ("trimmed", "retokenized") if answer else ("refused",)
-        one_of(held.plan, runs, f"of {answer}: {held}")
+        assert held.plan in runs, f"of {answer}: {held}"
         assert asked.prompt > room >= before.prompt, f"too long: {asked}"
         if answer:
             conversation._check(held, reply, body)
         else:
-            equal(engine.last_written(held.rid, "context"), None, f"a context after {held}")
+            assert engine.last_written(held.rid, "context") is None, f"a context after {held}"
             conversation.messages.pop()
     engine.close(conversation.session)
-
-
-CHECKS: list[Callable[[Engine], None]] = [
-    ten_turns,
-    answers_cut_off_by_their_limit,
-    a_stop_string_is_in_the_context_and_not_in_the_text,
-    edits_append_nothing,
-    tools_and_empty_contents,
-    an_aborted_turn_leaves_no_trace,
-    retracted_turns_are_committed_once,
-    an_abort_after_a_retraction_leaves_an_unknown_context,
-    deltas_beside_full_prompts,
-    begin_tokens_stay,
-    untrimmable_prompts_are_reported,
-    the_agent_names_another_session,
-    more_room_is_requested,
-]
-
-
-@test
-def full_histories_run_as_turns(fleet: Fleet) -> None:
-    engine = Engine(fleet)
-    try:
-        wait_engine(engine.process, engine.url)
-        equal(engine.listener.connected(), "", "why nothing is trimmed")
-        problems = []
-        for check in CHECKS:
-            begin = time.monotonic()
-            problem = problem_of(lambda check=check: check(engine))
-            mark = "FAILED" if problem else "ok"
-            print(f"    {check.__name__}  {mark}  ({time.monotonic() - begin:.1f} s)", flush=True)
-            problems += [f"{check.__name__}: {problem}"] if problem else []
-        assert not problems, "\n".join(problems)
-    finally:
-        engine.stop()

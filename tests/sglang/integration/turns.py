@@ -16,7 +16,6 @@ from typing import Any
 
 from integration import wire
 from integration.fleet import MODEL, Fleet
-from integration.runner import equal, one_of
 
 REPORTED_SECONDS_MAX = 30
 
@@ -76,13 +75,13 @@ def chat_tokens(messages: list[dict]) -> int:
 
 
 def finished_turn(answer: wire.Answer) -> Turn:
-    equal(answer.status, 200, f"the status of {answer}")
+    assert answer.status == 200, f"the status of {answer}"
     return Turn.from_answer(answer.json())
 
 
 def last_turn(stream: wire.Stream) -> Turn:
     """Reads the stream to its end, which must be `[DONE]`. Returns the last event before it."""
-    equal(stream.status, 200, "the stream's status")
+    assert stream.status == 200, "the stream's status"
     events = list(stream.events())
     assert events and events[-1] == "[DONE]", f"the stream ended without [DONE]: {events[-1:]}"
     return Turn.from_answer(json.loads(events[-2]))
@@ -111,7 +110,7 @@ class Pinned:
         self.id = id or new_id("pinned")
         self.history = ""
         opened = open_session(fleet, session_id=self.id, retention="pinned", **more)
-        equal(opened["session_id"], self.id, "the id of the session opened")
+        assert opened["session_id"] == self.id, "the id of the session opened"
 
     def send(
         self, text: str, tokens: int, stream: bool = False, by_header: bool = False
@@ -130,7 +129,7 @@ class Pinned:
             turn = last_turn(answer)
         else:
             raw = answer.rest()
-            equal(answer.status, 200, f"the status of {raw[:500]!r}")
+            assert answer.status == 200, f"the status of {raw[:500]!r}"
             turn = Turn.from_answer(json.loads(raw))
         self.check(text, tokens, turn)
         return turn
@@ -138,22 +137,24 @@ class Pinned:
     def check(self, text: str, tokens: int, turn: Turn) -> None:
         """Checks the turn and adds it to the history."""
         before = len(self.history)
-        equal(turn.prompt_tokens, before + len(text), "prompt tokens: the history and the new text")
-        equal(turn.completion_tokens, tokens, "completion tokens")
+        assert turn.prompt_tokens == before + len(text), (
+            "prompt tokens: the history and the new text"
+        )
+        assert turn.completion_tokens == tokens, "completion tokens"
         if before:
             # The last token of an answer never went through the model itself.
-            one_of(turn.cached_tokens, (before - 1, before), "cached tokens: the full history")
+            assert turn.cached_tokens in (before - 1, before), "cached tokens: the full history"
         self.history += text
-        equal(turn.text, generate_at_engine(self.fleet, self.history, tokens).text, "the answer")
+        assert turn.text == generate_at_engine(self.fleet, self.history, tokens).text, "the answer"
         self.history += turn.text
 
     def close(self) -> None:
-        equal(delete_session(self.fleet, self.id).status, 204, "the status of the close")
+        assert delete_session(self.fleet, self.id).status == 204, "the status of the close"
 
 
 def open_session(fleet: Fleet, **request: Any) -> dict:
     answer = wire.post(f"{fleet.router_url}/v1/sessions", request)
-    equal(answer.status, 201, f"the status of {answer}")
+    assert answer.status == 201, f"the status of {answer}"
     opened = answer.json()
     for key in ("session_id", "worker", "retention", "state"):
         assert key in opened, f"the answer to an open lacks {key!r}: {opened}"
@@ -173,7 +174,7 @@ def wait_session(fleet: Fleet, id: str, name: str, expected: Any) -> None:
         if time.monotonic() > deadline:
             break
         time.sleep(0.05)
-    equal(found, expected, f"{name} of {id} {REPORTED_SECONDS_MAX} s later")
+    assert found == expected, f"{name} of {id} {REPORTED_SECONDS_MAX} s later"
 
 
 def delete_session(fleet: Fleet, id: str, headers: dict | None = None) -> wire.Answer:
@@ -195,7 +196,7 @@ def clean_up(fleet: Fleet) -> None:
 
 def refusal_code(answer: wire.Answer, status: int, what: str) -> str:
     """Checks that the refusal is Berth's own, by its form. Returns its code."""
-    equal(answer.status, status, f"the status of {what} ({answer})")
+    assert answer.status == status, f"the status of {what} ({answer})"
     error = answer.json().get("error")
     assert isinstance(error, dict), f"{what}: no error object in {answer}"
     for key in ("message", "type", "code"):
@@ -210,7 +211,7 @@ def slow_engine(fleet: Fleet, seconds: float = 0.03) -> Iterator[None]:
     """Makes every step of the engine `seconds` longer, so that a turn lasts long enough to act
     during it."""
     url = f"{fleet.engine_url}/slow_down"
-    equal(wire.post(url, {"forward_sleep_time": seconds}).status, 200, "slow_down")
+    assert wire.post(url, {"forward_sleep_time": seconds}).status == 200, "slow_down"
     try:
         yield
     finally:
@@ -220,7 +221,7 @@ def slow_engine(fleet: Fleet, seconds: float = 0.03) -> Iterator[None]:
 def restore_speed(fleet: Fleet) -> None:
     """Makes the engine fast again, once the test has done what needed a running turn."""
     url = f"{fleet.engine_url}/slow_down"
-    equal(wire.post(url, {"forward_sleep_time": 0}).status, 200, "slow_down off")
+    assert wire.post(url, {"forward_sleep_time": 0}).status == 200, "slow_down off"
 
 
 def is_running(fleet: Fleet) -> bool:

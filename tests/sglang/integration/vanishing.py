@@ -10,7 +10,6 @@ import time
 
 from integration import wire
 from integration.fleet import Fleet
-from integration.runner import equal, one_of, test
 from integration.turns import Pinned, Turn, body, generate_at_engine, slow_engine
 
 LOST_TEXT = " Say much."
@@ -29,22 +28,21 @@ def next_turn(fleet: Fleet, session: Pinned, text: str = " What was I saying?") 
         if answer.status != 409 or time.monotonic() > deadline:
             break
         time.sleep(0.1)
-    equal(answer.status, 200, f"the status of the next turn ({answer})")
+    assert answer.status == 200, f"the status of the next turn ({answer})"
     turn = Turn.from_answer(answer.json())
 
     kept = session.history + LOST_TEXT
     kept += generate_at_engine(fleet, kept, LOST_TOKENS).text
     legal = {len(history + text): history for history in (session.history, kept)}
-    one_of(turn.prompt_tokens, legal, "prompt tokens")
+    assert turn.prompt_tokens in legal, "prompt tokens"
     whole = legal[turn.prompt_tokens] + text
-    equal(turn.text, generate_at_engine(fleet, whole, 10).text, "the answer")
+    assert turn.text == generate_at_engine(fleet, whole, 10).text, "the answer"
     session.history = whole + turn.text
     session.turn(" Go on.", 10)
     session.close()
 
 
-@test
-def in_a_stream(fleet: Fleet) -> None:
+def test_in_a_stream(fleet: Fleet) -> None:
     before = fleet.baseline()
     session = Pinned(fleet)
     session.turn("Listen to me.", 10)
@@ -55,11 +53,10 @@ def in_a_stream(fleet: Fleet) -> None:
         stream.vanish()
         next_turn(fleet, session)
     assert seen[0]["output_ids"], "the stream had begun"
-    equal(fleet.wait_pool(before), before, "the pool's use")
+    assert fleet.wait_pool(before) == before, "the pool's use"
 
 
-@test
-def in_the_first_turns_stream(fleet: Fleet) -> None:
+def test_in_the_first_turns_stream(fleet: Fleet) -> None:
     session = Pinned(fleet)
     with slow_engine(fleet):
         stream = session.send(LOST_TEXT, LOST_TOKENS, stream=True)
@@ -68,8 +65,7 @@ def in_the_first_turns_stream(fleet: Fleet) -> None:
         next_turn(fleet, session, "Am I new here?")
 
 
-@test
-def again_and_again(fleet: Fleet) -> None:
+def test_again_and_again(fleet: Fleet) -> None:
     session = Pinned(fleet)
     session.turn("Listen to me.", 10)
     with slow_engine(fleet, 0.02):
@@ -79,14 +75,13 @@ def again_and_again(fleet: Fleet) -> None:
                 assert time.monotonic() < deadline, "the session stays busy"
                 stream.close()
                 time.sleep(0.05)
-            equal(stream.status, 200, "the stream's status")
+            assert stream.status == 200, "the stream's status"
             next(stream.events())
             stream.vanish()
         next_turn(fleet, session)
 
 
-@test
-def while_waiting_for_an_unstreamed_answer(fleet: Fleet) -> None:
+def test_while_waiting_for_an_unstreamed_answer(fleet: Fleet) -> None:
     session = Pinned(fleet)
     session.turn("Listen to me.", 10)
     with slow_engine(fleet):
@@ -99,8 +94,7 @@ def while_waiting_for_an_unstreamed_answer(fleet: Fleet) -> None:
         next_turn(fleet, session)
 
 
-@test
-def before_anything_was_answered(fleet: Fleet) -> None:
+def test_before_anything_was_answered(fleet: Fleet) -> None:
     session = Pinned(fleet)
     session.turn("Listen to me.", 10)
     request = body(LOST_TEXT, LOST_TOKENS, session_params={"id": session.id}, stream=True)

@@ -14,7 +14,6 @@ from integration import wire
 from integration.fleet import POOL_TOKENS, SETTLE_SECONDS_MAX, Fleet
 from integration.ledger import wait_figures
 from integration.processes import wait_until
-from integration.runner import equal, test
 from integration.shim import Direct, text_of
 from integration.turns import Pinned, Turn, finished_turn, generate_at_engine, wait_session
 
@@ -24,7 +23,7 @@ CLOSES = 200
 @contextmanager
 def with_shim(fleet: Fleet, settings: str = "") -> Iterator[None]:
     """Connects the agent to the shim, with nothing in the pool."""
-    equal(fleet.wait_pool(0), 0, "what the tests before have left in the pool")
+    assert fleet.wait_pool(0) == 0, "what the tests before have left in the pool"
     fleet.restart_agent(settings=f'shim_socket = "{fleet.shim_socket}"\n{settings}')
     try:
         wait_until(fleet.agent, "hearing from the shim", lambda: by_shim(fleet), SETTLE_SECONDS_MAX)
@@ -38,8 +37,7 @@ def by_shim(fleet: Fleet) -> bool:
     return load["pool_used_tokens"]["source"] == "shim"
 
 
-@test
-def shared_prefixes_count_once(fleet: Fleet) -> None:
+def test_shared_prefixes_count_once(fleet: Fleet) -> None:
     with with_shim(fleet):
         sessions = [Pinned(fleet) for _ in range(3)]
         for number, session in enumerate(sessions):
@@ -53,8 +51,7 @@ def shared_prefixes_count_once(fleet: Fleet) -> None:
         wait_figures(fleet, {"pinned_tokens": 0, "pool_used_tokens": 0, "rows_held": 0})
 
 
-@test
-def sessions_of_others_are_seen(fleet: Fleet) -> None:
+def test_sessions_of_others_are_seen(fleet: Fleet) -> None:
     with with_shim(fleet):
         with Direct(fleet) as foreign:
             foreign.turn(text_of(40), 20)
@@ -63,8 +60,7 @@ def sessions_of_others_are_seen(fleet: Fleet) -> None:
         wait_figures(fleet, {"foreign_tokens": 0, "pinned_tokens": 0, "rows_held": 0})
 
 
-@test
-def an_idle_session_gives_its_kv_up_and_keeps_its_history(fleet: Fleet) -> None:
+def test_an_idle_session_gives_its_kv_up_and_keeps_its_history(fleet: Fleet) -> None:
     budget = 800 / POOL_TOKENS
     with with_shim(fleet, f"demote_idle_ms = 1\npin_budget_ratio = {budget}\n"):
         idle, other = Pinned(fleet), Pinned(fleet)
@@ -80,9 +76,11 @@ def an_idle_session_gives_its_kv_up_and_keeps_its_history(fleet: Fleet) -> None:
             "sampling_params": {"max_new_tokens": 10, "temperature": 0, "ignore_eos": True},
         }))
         whole = idle.history + text
-        equal(turn.prompt_tokens, len(whole), "prompt tokens: the full history")
+        assert turn.prompt_tokens == len(whole), "prompt tokens: the full history"
         pages = (len(idle.history) - 1) // fleet.page_size * fleet.page_size
-        equal(turn.cached_tokens, pages, "cached tokens: the history's whole pages, from the tree")
+        assert turn.cached_tokens == pages, (
+            "cached tokens: the history's whole pages, from the tree"
+        )
         _same_answer(fleet, whole, turn)
         wait_session(fleet, other.id, "state", "demoted")
         for session in (idle, other):
@@ -91,18 +89,17 @@ def an_idle_session_gives_its_kv_up_and_keeps_its_history(fleet: Fleet) -> None:
 
 def _same_answer(fleet: Fleet, whole: str, turn: Turn) -> None:
     alone = generate_at_engine(fleet, whole, turn.completion_tokens)
-    equal(turn.output_ids, alone.output_ids, "the answer to the full history")
+    assert turn.output_ids == alone.output_ids, "the answer to the full history"
 
 
-@test
-def what_is_closed_is_free_at_once(fleet: Fleet) -> None:
+def test_what_is_closed_is_free_at_once(fleet: Fleet) -> None:
     with with_shim(fleet):
         before = _closes(fleet)
         for _ in range(CLOSES):
             session = Pinned(fleet)
             session.turn("Short.", 4)
             session.close()
-        equal(fleet.wait_pool(0), 0, "tokens held by closed sessions")
+        assert fleet.wait_pool(0) == 0, "tokens held by closed sessions"
 
         def confirmed() -> int:
             after = _closes(fleet)
@@ -114,7 +111,7 @@ def what_is_closed_is_free_at_once(fleet: Fleet) -> None:
         wait_until(
             fleet.agent, "told of its closes", lambda: confirmed() >= CLOSES, SETTLE_SECONDS_MAX
         )
-        equal(counts[float("inf")], CLOSES, "closes that were confirmed")
+        assert counts[float("inf")] == CLOSES, "closes that were confirmed"
         shown = ", ".join(f"p{share} within {_within(counts, share) * 1000:.1f} ms" for share in (50, 99))
         print(f"    {CLOSES} closes: {shown}", flush=True)
 
