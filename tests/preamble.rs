@@ -29,8 +29,8 @@ async fn send(cluster: &Cluster, path: &str, body: &str) -> u64 {
 fn seen(cluster: &Cluster, path: &str) -> String {
     let body = cluster.engine().bodies_seen(path).pop().unwrap();
     let owned = [&OWNED_KEYS[..], &["request_id"]].concat();
-    let parts = Object::parse(&body).unwrap().rewrite(&owned, "");
-    String::from_utf8(assemble(&body, &parts)).unwrap()
+    let parts = Object::parse(&body).unwrap().rewrite(&owned);
+    String::from_utf8(assemble(&body, &parts, "")).unwrap()
 }
 
 /// Returns a preamble as Claude Code writes it, different for each request.

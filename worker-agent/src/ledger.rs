@@ -14,7 +14,7 @@
 //!
 //! | from | to | where |
 //! |---|---|---|
-//! | the shim's message | [`RankFacts`], which the ledger keeps | `shim` |
+//! | the shim's message | [`RankFacts`], which the ledger keeps | `shim/outbox.rs` |
 //! | [`RankFacts`], [`RankSample`], the table's [`RankTotals`] | [`RankLoad`] | here |
 //! | [`RankLoad`] | its wire form | `proto/src/load/wire.rs`, for `control_port` |
 //! | the wire form | [`RankLoad`], which the router keeps | `proto/src/load/wire.rs` |
@@ -461,20 +461,20 @@ mod tests {
         let facts = RankFacts {
             dp_rank: 0,
             read_at: now,
-            pool_tokens: POOL_TOKENS,
             available_tokens: 500,
             evictable_tokens: 200,
             protected_tokens: 170,
             held_tokens: 30,
             uncached_tokens: 100,
-            rows_total: 8,
-            rows_free: 8,
             running: 0,
             waiting: 0,
+            pool_tokens: POOL_TOKENS,
+            rows_total: 0,
+            rows_free: 0,
             events_lost: 0,
             recounts: 0,
-            samples: 1,
-            samples_ns: 1,
+            samples: 0,
+            samples_ns: 0,
         };
         ledger.record_facts(facts);
         assert_eq!(reported(&ledger, &table, now), (Some(Source::Shim), Some(200)));

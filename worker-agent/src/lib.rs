@@ -199,10 +199,8 @@ pub async fn run(
         metrics,
     };
     let connections_max = connections_max(&config);
-    let runner = queues.map(|queues| StagedPrefillRunner {
-        queues,
-        context: context.clone(),
-        clock_start: service::clock::now(),
+    let staged_prefill_routes = queues.map_or_else(Router::new, |queues| {
+        StagedPrefillRunner::new(queues, context.clone()).routes()
     });
     let app = data_port::app(context, staged_prefill_routes);
     tasks.spawn_essential("data port", server::serve(data, app, connections_max, tasks.clone()));

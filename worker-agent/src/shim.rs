@@ -14,8 +14,6 @@
 //! trimmer, a part of the shim that shortens prompts. The trimmer runs in the engine's first
 //! process, and has a socket of its own.
 //!
-//! [`Hello`], [`RankFacts`] and [`SessionFacts`] mirror messages: they have all fields of these.
-//!
 //! This module keeps no sessions. The task in `owner` receives the reports and decides what they
 //! mean.
 

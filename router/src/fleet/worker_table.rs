@@ -39,8 +39,9 @@ pub struct WorkerTable {
     row_starts: Vec<usize>,
 }
 
-/// What an agent reported about one worker, as far as placements need it. All in one flat row of
-/// three cache lines, because a placement reads the rows of a thousand workers in order.
+/// What an agent reported about one worker, as far as placements need it. Three cache lines long.
+/// Its many fields: a placement reads the rows of a thousand workers one after the other, so a row
+/// is flat.
 ///
 /// A field that ends in `_at_report` is this router's own in-flight count when the load report
 /// arrived. Subtracting it from the current count gives what this router has added since.

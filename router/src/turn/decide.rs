@@ -35,7 +35,7 @@ pub(crate) enum Error {
     /// A delta turn (its body has only the new tokens) names a session that is not open.
     #[error(
         "this turn is a delta, but no session is open under its id; open the session first with \
-         POST /v1/sessions, or send the full history without delta meaning"
+         POST /v1/sessions, or send the full history not marked as a delta"
     )]
     DeltaWithoutHistory,
     /// The session takes one turn at a time, and a turn is running.

@@ -486,8 +486,8 @@ def _plan_message(
     plan: Plan, mark: Mark, rid: str, prompt_tokens: int = 0, why: str = ""
 ) -> wire.Planned:
     """Returns the message to the agent about a plan. `prompt_tokens` is the length of the whole
-    prompt, and `why` the reason why a question didn't help. If the prompt is too long, the message
-    says at least as many tokens as the engine would count."""
+    prompt, and `why` the reason why a question didn't help. If the plan says that the prompt is too
+    long, the message has the number of tokens that the engine would count, if that is larger."""
     kinds = {Trimmed: "trimmed", Retokenized: "retokenized", Diverged: "diverged"}
     reasons = [getattr(plan, "why", ""), why]
     if isinstance(plan, TooLong):

@@ -127,12 +127,12 @@ impl Scanner {
                     *line = LineState::Field(matched + 1);
                     rest = &rest[1..];
                 }
-                Line::Field(_) | Line::Other => {
+                LineState::Field(_) | LineState::Other => {
                     let line_end = memchr(b'\n', rest);
-                    *line = if line_end.is_some() { Line::Field(0) } else { Line::Other };
+                    *line = if line_end.is_some() { LineState::Field(0) } else { LineState::Other };
                     rest = &rest[line_end.map_or(rest.len(), |line_end| line_end + 1)..];
                 }
-                Line::Data => {
+                LineState::Data => {
                     let line_end = memchr(b'\n', rest);
                     let content = &rest[..line_end.unwrap_or(rest.len())];
                     // Besides `[DONE]`, the data may have a space at its start and `\r` at its end.

@@ -25,7 +25,7 @@ mod tests;
 use proto::{
     block::{BlockHash, BlockTokens, Chain, Scheme, Tier},
     kv::Change,
-    table::{Entry, KEY_BITS, PLACES, RunId, Table},
+    table::{Entry, KEY_BITS, PLACE_MODULUS, RunId, RunTable},
 };
 
 use self::grid::Grid;
@@ -208,7 +208,7 @@ impl Pages {
             }
             CacheEvent::Cleared => {
                 (self.runs, self.free_ids) = (vec![Run::default()], vec![]);
-                (self.table, self.count, self.lists_bytes) = (Table::new(), 0, 0);
+                (self.table, self.page_count, self.lists_bytes) = (RunTable::new(), 0, 0);
                 changes.extend([self.reset_change(), Change::Complete]);
                 Ok(())
             }
@@ -258,7 +258,7 @@ impl Pages {
                     let count_before = self.page_count;
                     let appended = self.append(position, stored, applied);
                     let Position { run, pages_before } = appended.end;
-                    let added = self.count - count_before;
+                    let added = self.page_count - count_before;
                     self.mark_resident(run, pages_before - added..pages_before, tier, changes);
                     (position, applied) = (appended.end, applied + added);
                     appended.rejection.map_or(Ok(()), Err)?;

@@ -189,8 +189,8 @@ impl RankCache {
         if self.has_unknown_pages {
             changes.push(Change::Unknown { why: "KV events were missed".to_owned() });
         }
-        all.push(self.pages.reset_change());
-        all.extend(self.pages.snapshot());
+        changes.push(self.pages.reset_change());
+        changes.extend(self.pages.snapshot());
         if !self.has_unknown_pages {
             changes.push(Change::Complete);
         }
@@ -328,14 +328,14 @@ impl RankCache {
 
     /// Updates the number of resident blocks.
     fn count_resident(&mut self, changes: &[Change]) {
-        let index = |tier: &Tier| usize::from(*tier == Tier::Host);
+        let tier_index = |tier: &Tier| usize::from(*tier == Tier::Host);
         for change in changes {
             match change {
                 Change::Stored { tier, blocks, .. } => {
-                    self.resident_blocks[index(tier)] += blocks.len() as u64;
+                    self.resident_blocks[tier_index(tier)] += blocks.len() as u64;
                 }
                 Change::Removed { tier, blocks } => {
-                    self.resident_blocks[index(tier)] -= blocks.len() as u64
+                    self.resident_blocks[tier_index(tier)] -= blocks.len() as u64
                 }
                 Change::Reset { .. } => self.resident_blocks = [0; 2],
                 Change::Complete | Change::Unknown { .. } => {}

@@ -127,7 +127,7 @@ impl Connection {
         stream.write_all(&ready_command(kind)).await?;
         let mut peer_greeting = [0; GREETING_BYTES];
         stream.read_exact(&mut peer_greeting).await?;
-        is_greeting(&peer_greeting).then_some(()).ok_or(Error::Greeting)?;
+        is_valid_greeting(&peer_greeting).then_some(()).ok_or(Error::Greeting)?;
         Ok(Self { stream, assembler: MessageAssembler::new(kind.received_bytes_max()) })
     }
 

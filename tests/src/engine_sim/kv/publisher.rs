@@ -169,25 +169,14 @@ impl Publisher {
     }
 
     async fn send_all(mut self, sender: broadcast::Sender<Batch>) {
-        loop {
-            let due = self.waiting.front().map(|(due, _)| *due);
-            tokio::select! {
-                biased;
-                Some(item) = self.items.recv(), if self.waiting.len() < QUEUE_MAX => {
-                    if let Item::Fault(Fault::Delay(delay)) = item {
-                        self.delay = delay;
+        while let Some(item) = self.items.recv().await {
+            match item {
+                Item::Fault(fault) => self.suffer(fault),
+                Item::Batch(events) => {
+                    if let Some(batch) = self.number(&events) {
+                        // Without a subscriber the batch is lost.
+                        let _ = sender.send(batch);
                     }
-                    self.waiting.push_back((Instant::now() + self.delay, item));
-                }
-                () = sleep_until(due) => match self.waiting.pop_front() {
-                    Some((_, Item::Fault(fault))) => self.suffer(fault),
-                    Some((_, Item::Batch(events))) => {
-                        if let Some(batch) = self.number(&events) {
-                            // Without a subscriber the batch is lost.
-                            let _ = sender.send(batch);
-                        }
-                    }
-                    None => {}
                 }
             }
         }

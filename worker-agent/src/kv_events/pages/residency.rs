@@ -16,8 +16,8 @@ use proto::{block::Tier, kv::Change, table::RunId};
 use super::{Pages, ROOT, tier_bit};
 
 impl Pages {
-    /// Marks pages of a run as resident in `tier`. Appends the blocks that become resident by this
-    /// to `changes`. `pages` are indexes in the run.
+    /// Marks pages of a run as resident in `tier`. Appends to `changes` the blocks that become
+    /// resident with these pages. `pages` are indexes in the run.
     pub(super) fn mark_resident(
         &mut self,
         run: RunId,
@@ -29,13 +29,13 @@ impl Pages {
             for page in &mut self.run_mut(run).pages[new_pages.clone()] {
                 *page |= tier_bit(tier);
             }
-            let new_blocks = self.resident_blocks(run, new_pages, tier).into_iter();
+            let new_blocks = self.resident_block_ranges(run, new_pages, tier).into_iter();
             changes.extend(new_blocks.map(|(run, blocks)| self.stored_change(run, blocks, tier)));
         }
     }
 
-    /// Marks pages of a run as no longer resident in `tier`. Appends the blocks that are no longer
-    /// resident by this to `changes`. `pages` are indexes in the run.
+    /// Marks pages of a run as no longer resident in `tier`. Appends to `changes` the blocks that
+    /// are no longer resident without these pages. `pages` are indexes in the run.
     pub(super) fn mark_gone(
         &mut self,
         run: RunId,
@@ -55,8 +55,8 @@ impl Pages {
         self.prune(run);
     }
 
-    /// Returns the changes that report all resident blocks, to a router that knows none. The blocks
-    /// of a run come before those of its child runs.
+    /// Returns all resident blocks, as changes for a router that knows none of them. The blocks of
+    /// a run come before those of its child runs.
     pub fn snapshot(&self) -> impl Iterator<Item = Change> {
         let runs = std::iter::successors(self.next_run(ROOT), |&run| self.next_run(run));
         let runs_and_tiers = runs.flat_map(|run| [(run, Tier::Device), (run, Tier::Host)]);
@@ -64,7 +64,7 @@ impl Pages {
             let first_block = self.grid.blocks_ended_in(self.run(run).start_page as usize);
             let run_blocks = first_block..first_block + self.run(run).blocks.len();
             let mut resident = vec![];
-            self.collect_resident(run, run_blocks, tier, &mut resident);
+            self.collect_resident_ranges(run, run_blocks, tier, &mut resident);
             resident.into_iter().map(move |(run, blocks)| self.stored_change(run, blocks, tier))
         })
     }
