@@ -1,19 +1,27 @@
 """Measures how far this engine's greedy answers depend on batches, chunks and cached prefixes.
 
 The same prompt is answered alone from an empty cache, then again with its prefix cached at several
-lengths, and in batches of two to eight, which also moves the borders of its prefill chunks. On a
-CPU, float32 sums run in another order for another shape, so log probabilities differ a little.
-Where the two best ids are closer than that, the answer may differ too.
+lengths, and in batches of two to eight, which also moves the borders of its prefill chunks. Some
+prompts get an answer as long as the workload's longest. Its end is answered again, with what comes
+before it as the prompt: then that part's KV comes from a prefill, not from decoding. On a CPU,
+float32 sums run in another order for another shape, so log probabilities differ a little. Where
+the two best ids are closer than that, the answer may differ too.
 """
 
 import random
 from dataclasses import dataclass, field
 
-from soak import tokens
+from soak import operations, tokens
 from soak.engine import Engine, GreedyAnswer
 
 PROMPT_TOKENS = (20, 33, 64, 100, 127, 200, 260, 333, 400, 480, 520, 600, 700, 777, 850, 900)
 ANSWER_TOKENS = 24
+# The longest answer of the workload, and how many of its tokens are decoded before the part that is
+# answered again.
+LONG_ANSWER_TOKENS = operations.LONG_ANSWER[1]
+DECODED_TOKENS = (8, 32, 64, 96)
+# Only every third prompt gets the long answer: all of them would take a minute.
+LONG_ANSWER_STRIDE = 3
 BATCHES = range(2, 9)
 # How many times the largest measured difference still counts as noise.
 MARGIN = 10.0
@@ -81,4 +89,17 @@ def measure(engine: Engine, seed: int) -> Noise:
             together = engine.batch(prompts[some], ANSWER_TOKENS)
             for own, other in zip(alone[some], together):
                 noise.compare(f"batch of {size}", own, other)
+    for prompt in prompts[::LONG_ANSWER_STRIDE]:
+        _compare_decoded(engine, noise, prompt)
     return noise
+
+
+def _compare_decoded(engine: Engine, noise: Noise, prompt: list[int]) -> None:
+    """Compares the end of a long answer with the answer to all that comes before that end."""
+    engine.flush()
+    whole = engine.greedy(prompt, LONG_ANSWER_TOKENS)
+    for decoded in DECODED_TOKENS:
+        end = GreedyAnswer(whole.output[decoded:], whole.logprobs[decoded:], whole.top[decoded:])
+        engine.flush()
+        again = engine.greedy(prompt + whole.output[:decoded], LONG_ANSWER_TOKENS - decoded)
+        noise.compare(f"{decoded} tokens decoded before", end, again)
