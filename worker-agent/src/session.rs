@@ -2,7 +2,7 @@
 //!
 //! The owner task (`crate::owner`) tells [`Table`] what happened, and carries out the [`Effect`]s
 //! that it returns. This file holds the types of settings, calls and effects. The child `state`
-//! holds one session. The child `table` decides which turns run, `deltas` which turns a session
+//! holds one session, and `lifecycle` its life at the engine. The child `table` decides which turns run, `deltas` which turns a session
 //! takes. `turn` and `error` describe turns and refusals, `prefix_tracker` compares prompts, and
 //! `journal` lists the open incarnations in a file. Only `journal` does I/O. None reads a clock.
 //!

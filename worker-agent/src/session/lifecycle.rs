@@ -1,11 +1,11 @@
-//! Holds the states of a session's life at the engine, and the KV that each state has.
+//! Holds the life of one session at the engine: its states, and how they follow each other.
 //!
 //! A pinned session keeps its KV and a request row to itself. The KV of any other session is in the
 //! radix tree. [`State`] says which of the two holds, and has the figures that only that state has.
-//! `state` changes the state of a session; the session table decides when. This module does no I/O
-//! and reads no clock.
+//! The shim is Berth's part in the engine's process. The session table (`super::table`) decides
+//! which change comes next. This module does no I/O and reads no clock.
 
-use std::time::Instant;
+use std::{mem, time::Instant};
 
 /// A session's life at the engine, independent of its running turns. Only an unpinned session has
 /// a [`Tree`].
@@ -145,8 +145,7 @@ impl State {
         }
     }
 
-    /// Takes the KV out of the state.
-    pub(super) fn into_kv(self) -> Kv {
+    fn into_kv(self) -> Kv {
         match self {
             Self::Opening(row)
             | Self::Open(row)
@@ -168,5 +167,99 @@ impl State {
 
     pub(super) fn is_gone(&self) -> bool {
         matches!(self, Self::Gone { .. })
+    }
+
+    /// Returns when the session is closed if the shim has not answered a request about it.
+    pub(super) fn awaits_shim_until(&self) -> Option<Instant> {
+        match *self {
+            Self::Demoting { until, .. } | Self::Suspect { doubt: Doubt { until, .. }, .. } => {
+                Some(until)
+            }
+            _ => None,
+        }
+    }
+
+    /// Returns the id of a turn that may still be inside the engine.
+    pub(super) fn lost_rid(&self) -> Option<String> {
+        self.row().and_then(|row| row.lost_rid.clone())
+    }
+
+    /// Reserves KV for a turn that runs in the session, and takes a row if the session holds none.
+    /// Returns whether it held none.
+    pub(super) fn reserve(&mut self, reserved_tokens: u64) -> bool {
+        if let Some(row) = self.row_mut() {
+            row.reserved_tokens = reserved_tokens;
+            return false;
+        }
+        *self = Self::Open(Row { reserved_tokens, ..Row::default() });
+        true
+    }
+
+    /// Gives back the KV that was reserved for a turn's growth.
+    pub(super) fn release_reserved(&mut self) {
+        if let Some(row) = self.row_mut() {
+            row.reserved_tokens = 0;
+        }
+    }
+
+    /// Notes that the agent did not see the end of a turn, which may still run in the session.
+    pub(super) fn note_lost_turn(&mut self, rid: &str) {
+        if let Some(row) = self.row_mut() {
+            row.lost_rid = Some(rid.to_owned());
+        }
+    }
+
+    /// Notes that the shim was asked for its session table, which shows a suspect session's history.
+    pub(super) fn expect_table(&mut self) {
+        if let Self::Suspect { doubt, .. } = self {
+            doubt.is_table_requested = true;
+        }
+    }
+
+    /// Moves the row of a session that holds one to another state.
+    pub(super) fn move_row(&mut self, to: impl FnOnce(Row) -> State) {
+        *self = match mem::take(self) {
+            Self::Opening(row)
+            | Self::Open(row)
+            | Self::Demoting { row, .. }
+            | Self::Suspect { row, .. } => to(row),
+            other => other,
+        };
+    }
+
+    /// Takes the row from a session whose KV has gone to the radix tree.
+    pub(super) fn drop_row(&mut self) {
+        self.move_row(|_| Self::Demoted);
+        if let Self::Closing(kv @ Kv::Row(_)) = self {
+            *kv = Kv::Nothing;
+        }
+    }
+
+    /// Lets a session go on that lost its KV and is not pinned. Only evictable KV was lost, which
+    /// the next turn computes again.
+    pub(super) fn continue_in_tree(&mut self) {
+        if let Self::Gone { tree: Some(tree), .. } = self {
+            *self = Self::InTree(mem::take(tree));
+        }
+    }
+
+    /// Lets the session close when its last running turn has ended.
+    pub(super) fn begin_closing(&mut self) {
+        *self = Self::Closing(mem::take(self).into_kv());
+    }
+
+    /// Takes from the session all that it had at the engine. A closing session stays closing. Any
+    /// other is gone for `reason`.
+    pub(super) fn lose(&mut self, reason: GoneReason) {
+        let is_closing = self.is_closing();
+        let tree = match mem::take(self).into_kv() {
+            Kv::Tree(tree) => Some(Tree { resident_tokens: 0, ..tree }),
+            Kv::Row(_) | Kv::Nothing => None,
+        };
+        *self = match tree {
+            tree if !is_closing => Self::Gone { reason, tree },
+            Some(tree) => Self::Closing(Kv::Tree(tree)),
+            None => Self::Closing(Kv::Nothing),
+        };
     }
 }

@@ -1,19 +1,18 @@
-//! Holds one session's state: its life at the engine, its KV, its turns and its history.
+//! Holds one session: its state, its turns, its history, and what is known of its clients.
 //!
-//! A session is a conversation of ordered turns. A pinned session keeps its KV and a request row to
-//! itself. The KV of any other session is in the radix tree. The states of a session's life at the
-//! engine are in `lifecycle`. The session table (`super::table`) changes sessions, and counts what
-//! they hold. This module does no I/O and reads no clock.
+//! A session is a conversation of ordered turns. Its life at the engine is in `super::lifecycle`.
+//! The session table (`super::table`) changes sessions, and counts what they hold. This module does
+//! no I/O and reads no clock.
 
-use std::{
-    mem,
-    time::{Duration, Instant},
-};
+use std::time::{Duration, Instant};
 
 use proto::load::{Retention, SessionState, VolatilePrefix};
 
-pub(super) use super::lifecycle::{Doubt, ExpectedHistory, GoneReason, Kv, Row, State, Tree};
-use super::{PrefixTracker, Usage, deltas::Deltas};
+use super::{
+    PrefixTracker, Usage,
+    deltas::Deltas,
+    lifecycle::{GoneReason, Kv, State},
+};
 
 /// One session: its state, its figures, and what the agent knows of its client's prompts.
 #[derive(Debug, Clone)]
@@ -263,21 +262,6 @@ impl Session {
         self.turns.in_progress() == 0 && is_at_rest
     }
 
-    /// Returns when the session is closed if the shim has not answered a request about it.
-    pub(super) fn awaits_shim_until(&self) -> Option<Instant> {
-        match self.state {
-            State::Demoting { until, .. } | State::Suspect { doubt: Doubt { until, .. }, .. } => {
-                Some(until)
-            }
-            _ => None,
-        }
-    }
-
-    /// Returns the id of a turn that may still be inside the engine.
-    pub(super) fn lost_rid(&self) -> Option<String> {
-        self.state.row().and_then(|row| row.lost_rid.clone())
-    }
-
     /// Returns when the session expires if no turn comes before.
     pub(super) fn expires_at(&self) -> Instant {
         self.turns.last_end + self.idle_max
@@ -289,77 +273,11 @@ impl Session {
         self.turns.is_unused && self.state.is_open() && self.turns.waiting == 0
     }
 
-    /// Reserves KV for a turn that runs in the session, and takes a row if the session holds none.
-    /// Returns whether it held none.
-    pub(super) fn reserve(&mut self, reserved_tokens: u64) -> bool {
-        if let Some(row) = self.state.row_mut() {
-            row.reserved_tokens = reserved_tokens;
-            return false;
-        }
-        self.state = State::Open(Row { reserved_tokens, ..Row::default() });
-        true
-    }
-
-    /// Gives back the KV that was reserved for a turn's growth.
-    pub(super) fn release_reserved(&mut self) {
-        if let Some(row) = self.state.row_mut() {
-            row.reserved_tokens = 0;
-        }
-    }
-
-    /// Notes that the agent did not see the end of a turn, which may still run in the session.
-    pub(super) fn note_lost_turn(&mut self, rid: &str) {
-        if let Some(row) = self.state.row_mut() {
-            row.lost_rid = Some(rid.to_owned());
-        }
-    }
-
-    /// Moves the row of a session that holds one to another state.
-    pub(super) fn move_row(&mut self, to: impl FnOnce(Row) -> State) {
-        self.state = match mem::take(&mut self.state) {
-            State::Opening(row)
-            | State::Open(row)
-            | State::Demoting { row, .. }
-            | State::Suspect { row, .. } => to(row),
-            other => other,
-        };
-    }
-
-    /// Takes the row from a session whose KV has gone to the radix tree.
-    pub(super) fn drop_row(&mut self) {
-        self.move_row(|_| State::Demoted);
-        if let State::Closing(kv @ Kv::Row(_)) = &mut self.state {
-            *kv = Kv::Nothing;
-        }
-    }
-
-    /// Lets a session go on that lost its KV and is not pinned. Only evictable KV was lost, which
-    /// the next turn computes again.
-    pub(super) fn continue_in_tree(&mut self) {
-        if let State::Gone { tree: Some(tree), .. } = &mut self.state {
-            self.state = State::InTree(mem::take(tree));
-        }
-    }
-
-    /// Lets the session close when its last running turn has ended.
-    pub(super) fn begin_closing(&mut self) {
-        self.state = State::Closing(mem::take(&mut self.state).into_kv());
-    }
-
     /// Takes from the session all that it had at the engine. A closing session stays closing. Any
     /// other is gone for `reason`.
     pub(super) fn lose(&mut self, reason: GoneReason) {
         self.history = EngineHistory::default();
-        let is_closing = self.state.is_closing();
-        let tree = match mem::take(&mut self.state).into_kv() {
-            Kv::Tree(tree) => Some(Tree { resident_tokens: 0, ..tree }),
-            Kv::Row(_) | Kv::Nothing => None,
-        };
-        self.state = match tree {
-            Some(tree) if is_closing => State::Closing(Kv::Tree(tree)),
-            None if is_closing => State::Closing(Kv::Nothing),
-            tree => State::Gone { reason, tree },
-        };
+        self.state.lose(reason);
     }
 
     /// Begins the session anew in `state`, without a history.

@@ -14,11 +14,19 @@
 //! - [`Effect::Admitted`] or [`Effect::Refused`] follows, at once or when there is room.
 //! - [`Table::end_turn`] ends the turn (`ends`).
 //!
-//! The other child modules: `capacity` computes room, `rank_account` counts what is in use,
-//! `reclaim` frees room, `closing` closes incarnations, `engine` handles reports of the engine and
-//! the shim, `trim` runs full histories in pinned sessions, `backlog` estimates the prompt tokens
-//! that wait, `volatile_prefix` looks for texts that change from turn to turn, and `invariants`
-//! checks the promises.
+//! The table consists of parts. Each part has its own figures, and keeps and checks them by itself:
+//! - [`Sessions`]: the sessions, their incarnation ids, and what they hold on each rank.
+//! - [`Tickets`]: turns and open requests, their queue, and each rank's load of turns.
+//! - [`Closes`]: the closes that the engine has not confirmed, with what they hold.
+//! - [`Shims`]: each rank's shim, and what the sessions of other clients hold.
+//! - [`Effects`]: what the owner task must do next.
+//!
+//! A part never calls the table or another part, except that parts add [`Effects`]. The rules need
+//! several parts, so they are functions of [`Table`], by topic: `claims`, `admission` and `ends` as
+//! above; `capacity` computes room, `reclaim` frees room, `closing` closes incarnations, `engine`
+//! handles reports of the engine and the shim, `trim` runs full histories in pinned sessions,
+//! `backlog` estimates the prompt tokens that wait, and `volatile_prefix` looks for texts that change
+//! from turn to turn. `invariants` checks the promises.
 //!
 //! The table promises the following. `check_invariants` or the simulation asserts each promise:
 //! - At most one turn of an exclusive session is inside the engine.
@@ -35,34 +43,36 @@ mod admission;
 mod backlog;
 mod capacity;
 mod claims;
+mod closes;
 mod closing;
 mod ends;
 mod engine;
 mod invariants;
-mod rank_account;
 mod reclaim;
+mod sessions;
+mod shims;
 mod tickets;
 mod trim;
 mod trim_turn;
 mod volatile_prefix;
 
-use std::{
-    collections::{BTreeMap, HashMap},
-    time::Instant,
-};
+use std::time::Instant;
 
 use proto::id::SessionKey;
 
-use self::{closing::PendingClose, rank_account::RankAccount, tickets::Tickets};
+use self::{
+    closes::Closes,
+    sessions::{Held, Sessions},
+    shims::Shims,
+    tickets::Tickets,
+};
 use super::{
     CloseRequest, CloseResult, Effect, EngineCapacity, Error, Need, OpenResult, Outcome,
     PrefixTracker, PromptStart, RankCapacity, RankTotals, Record, RouteTurns, RunMode, Session,
     SessionEvent, TableSettings, TrimRequest, Turn, TurnSession, Usage,
     deltas::{Deltas, check_route, check_turn},
-    state::{
-        Chooser, ClientHistory, Doubt, EngineHistory, ExpectedHistory, GoneReason, MeasuredHistory,
-        Row, Sharing, State, Tree, TurnCounts,
-    },
+    lifecycle::{Doubt, ExpectedHistory, GoneReason, Row, State, Tree},
+    state::{Chooser, ClientHistory, EngineHistory, MeasuredHistory, Sharing, TurnCounts},
 };
 use crate::{guard::Guard, shim::trim::Plan};
 
@@ -80,28 +90,39 @@ const SESSIONS_MAX: usize = 16_384;
 pub struct Table {
     settings: TableSettings,
     engine: EngineCapacity,
-    /// The account of each rank. Includes ranks that no longer exist, as turns there may still have
-    /// to end.
-    accounts: Vec<RankAccount>,
-    /// Ordered by key, so that the same events always produce the same effects.
-    sessions: BTreeMap<SessionKey, Session>,
-    /// The key of each session, by the id of its present incarnation.
-    keys_by_incarnation: HashMap<String, SessionKey>,
-    /// Turns and open requests.
+    sessions: Sessions,
     tickets: Tickets,
-    /// Incarnations whose close the engine has not confirmed, by incarnation id.
-    pending_closes: BTreeMap<String, PendingClose>,
-    /// What the owner task must do next, in order.
-    effects: Vec<Effect>,
-    /// How many incarnation ids and sessions were made so far.
-    made: MadeCounts,
+    closes: Closes,
+    shims: Shims,
+    /// What the owner task must do next.
+    effects: Effects,
     /// The most sessions in the table: [`SESSIONS_MAX`], except in tests.
     sessions_max: usize,
-    /// No session has a deadline before this time. `None`: no session has a deadline.
-    earliest_deadline: Option<Instant>,
-    /// Whether the shim trims full histories, that is, removes the tokens that the turn's session
-    /// already holds.
-    shim_trims: bool,
+}
+
+/// What the owner task must do next, in order.
+#[derive(Debug, Default)]
+struct Effects(Vec<Effect>);
+
+impl Effects {
+    fn push(&mut self, effect: Effect) {
+        self.0.push(effect);
+    }
+
+    fn write_journal(&mut self, record: Record) {
+        self.push(Effect::Journal(record));
+    }
+
+    fn report_event(&mut self, key: &SessionKey, event: SessionEvent) {
+        self.push(Effect::SessionEvent(key.clone(), event));
+    }
+
+    /// Reports that a session has changed. Consecutive changes of one session are reported once.
+    fn report_change(&mut self, key: &SessionKey) {
+        if !matches!(self.0.last(), Some(Effect::SessionChanged(changed)) if changed == key) {
+            self.push(Effect::SessionChanged(key.clone()));
+        }
+    }
 }
 
 /// How many incarnation ids and sessions a table has made so far.
@@ -116,18 +137,14 @@ impl Table {
     #[must_use]
     pub fn new(settings: TableSettings, engine: EngineCapacity) -> Self {
         let mut table = Self {
+            sessions: Sessions::new(&settings),
             settings,
             engine,
-            accounts: vec![],
-            sessions: BTreeMap::new(),
-            keys_by_incarnation: HashMap::new(),
             tickets: Tickets::default(),
-            pending_closes: BTreeMap::new(),
-            effects: vec![],
-            made: MadeCounts::default(),
+            closes: Closes::default(),
+            shims: Shims::default(),
+            effects: Effects::default(),
             sessions_max: SESSIONS_MAX,
-            earliest_deadline: None,
-            shim_trims: false,
         };
         table.add_ranks();
         table
@@ -143,7 +160,7 @@ impl Table {
         self.begin_close(now, key)?;
         self.process_queue(now);
         self.debug_check();
-        Ok(self.sessions.contains_key(key))
+        Ok(self.sessions.has(key))
     }
 
     /// Does what [`Self::close_session`] does, but decides on no waiting ticket.
@@ -158,7 +175,7 @@ impl Table {
                 // If the engine is still opening the session, its answer triggers the close.
                 let is_opening = matches!(session.state, State::Opening(_));
                 self.answer_run_outside(key);
-                self.change_session(key, Session::begin_closing);
+                self.change_session(key, |session| session.state.begin_closing());
                 if !is_opening {
                     self.close_if_due(now, key);
                 }
@@ -170,7 +187,7 @@ impl Table {
     /// Closes every session. Running turns end first; waiting turns are refused.
     pub fn drain(&mut self, now: Instant) {
         self.refuse_waiting(now, &Error::Stopping);
-        let keys: Vec<SessionKey> = self.sessions.keys().cloned().collect();
+        let keys = self.sessions.keys(|_| true);
         // `close_session` fails only for a session that is already closing.
         keys.iter().for_each(|key| drop(self.close_session(now, key)));
     }
@@ -180,17 +197,17 @@ impl Table {
     /// that the agent pinned on its own. Repeats unconfirmed closes, and refuses turns that waited
     /// too long.
     pub fn run_deadlines(&mut self, now: Instant) {
-        if self.earliest_deadline.is_some_and(|deadline| deadline <= now) {
+        if self.sessions.earliest_deadline().is_some_and(|deadline| deadline <= now) {
             self.run_session_deadlines(now);
         }
-        self.repeat_closes(now);
+        self.closes.repeat_due(now, &mut self.effects);
         self.refuse_overdue(now);
     }
 
     /// Returns when the session must be closed or demoted if nothing happens to it until then.
     /// `None` if the session needs neither, for example because a turn of it runs.
     fn session_deadline(&self, session: &Session) -> Option<Instant> {
-        if let Some(until) = session.awaits_shim_until() {
+        if let Some(until) = session.state.awaits_shim_until() {
             return Some(until);
         }
         let demote_at = self
@@ -203,31 +220,28 @@ impl Table {
     /// Closes and demotes the sessions whose deadline has passed.
     fn run_session_deadlines(&mut self, now: Instant) {
         let guards = self.settings.guards;
-        let is_due = |session: &Session| match session.awaits_shim_until() {
+        let is_due = |session: &Session| match session.state.awaits_shim_until() {
             Some(until) => until <= now,
             None => session.can_expire() && session.expires_at() <= now,
         };
-        let keys: Vec<SessionKey> = self
-            .sessions
-            .iter()
-            .filter(|(_, session)| is_due(session))
-            .map(|(key, _)| key.clone())
-            .collect();
+        let keys = self.sessions.keys(is_due);
         for key in keys {
-            if self.sessions[&key].awaits_shim_until().is_some() {
+            if self.sessions[&key].state.awaits_shim_until().is_some() {
                 self.close_without_answer(now, &key);
             } else if guards.is_on(Guard::Expiry) {
-                self.effects.push(Effect::SessionEvent(key.clone(), SessionEvent::Expired));
+                self.effects.report_event(&key, SessionEvent::Expired);
                 let _ = self.close_session(now, &key);
             }
         }
         self.demote_idle_sessions(now);
-        let deadlines = self.sessions.values().filter_map(|session| self.session_deadline(session));
+        let deadlines =
+            self.sessions.iter().filter_map(|(_, session)| self.session_deadline(session));
         // A close above may have refused the turn that kept another session from expiring. That
         // session is overdue now, and its deadline counts, so that the following call closes it.
         // With the guard off, overdue sessions are never closed, so their deadlines don't count.
         let is_counted = |deadline: &Instant| *deadline > now || guards.is_on(Guard::Expiry);
-        self.earliest_deadline = deadlines.filter(is_counted).min();
+        let earliest = deadlines.filter(is_counted).min();
+        self.sessions.set_earliest_deadline(earliest);
         self.process_queue(now);
     }
 
@@ -236,25 +250,36 @@ impl Table {
     pub fn next_deadline(&self) -> Option<Instant> {
         let oldest_since = self.tickets.oldest_since();
         let queue_deadline = oldest_since.map(|since| since + self.settings.queue_wait_max);
-        let close_deadline =
-            self.pending_closes.values().filter_map(|closing| closing.repeat_at).min();
-        [self.earliest_deadline, queue_deadline, close_deadline].into_iter().flatten().min()
+        let deadlines =
+            [self.sessions.earliest_deadline(), queue_deadline, self.closes.next_repeat()];
+        deadlines.into_iter().flatten().min()
     }
 
     /// Returns the effects that the owner task must carry out now, in order.
     #[must_use]
     pub fn take_effects(&mut self) -> Vec<Effect> {
-        std::mem::take(&mut self.effects)
+        std::mem::take(&mut self.effects.0)
     }
 
     /// Returns the totals of one rank.
     #[must_use]
     pub fn totals(&self, dp_rank: u32) -> RankTotals {
+        let guards = self.settings.guards;
+        let counted = |held: Held, guard| if guards.is_on(guard) { held } else { Held::default() };
+        let sessions = self.sessions.rank(dp_rank);
+        let closing = self.closes.held(dp_rank, self.engine.page_tokens);
+        let foreign = counted(self.shims.foreign(dp_rank), Guard::ForeignCounted);
+        let held = sessions.held + counted(closing, Guard::CountedUntilClosed) + foreign;
         let load = self.tickets.load(dp_rank);
         RankTotals {
+            sessions: sessions.sessions,
+            rows_held: held.rows,
+            pinned_tokens: held.tokens,
+            tree_tokens_estimate: sessions.tree_tokens,
             turns_running: load.running,
             turns_queued: load.queued,
-            ..self.accounts[dp_rank as usize].totals
+            foreign_rows: foreign.rows,
+            foreign_tokens: foreign.tokens,
         }
     }
 
@@ -279,87 +304,36 @@ impl Table {
     #[must_use]
     pub fn pending_count(&self) -> usize {
         let is_pending =
-            |session: &&Session| matches!(session.state, State::Opening(_) | State::Closing(_));
-        self.pending_closes.len() + self.sessions.values().filter(is_pending).count()
+            |session: &Session| matches!(session.state, State::Opening(_) | State::Closing(_));
+        self.closes.len() + self.sessions.keys(is_pending).len()
     }
 
-    /// Returns a new incarnation id.
-    fn next_incarnation(&mut self, key: &SessionKey) -> String {
-        if !self.settings.guards.is_on(Guard::FreshIncarnation) {
-            return format!("{}-{}", self.settings.incarnation_prefix, key.digest());
-        }
-        self.made.incarnations += 1;
-        format!("{}-{}", self.settings.incarnation_prefix, self.made.incarnations)
-    }
-
-    /// Changes a session and updates the totals of its rank.
+    /// Changes a session, and reports that.
     fn change_session<T>(&mut self, key: &SessionKey, change: impl FnOnce(&mut Session) -> T) -> T {
-        let page = self.engine.page_tokens;
-        let session = self.sessions.get_mut(key).expect("the caller has seen it");
-        let account = &mut self.accounts[session.dp_rank as usize];
-        account.remove_session(session, page);
-        let result = change(session);
-        account.add_session(session, page);
-        self.report_change(key);
-        result
-    }
-
-    /// Removes a session from the table. The caller has made sure that the engine holds nothing of
-    /// the session, or has begun the close.
-    fn remove_session(&mut self, key: &SessionKey) {
-        let session = self.sessions.remove(key).expect("the caller has seen it");
-        self.accounts[session.dp_rank as usize].remove_session(&session, self.engine.page_tokens);
-        self.keys_by_incarnation.remove(&session.incarnation);
-        self.report_change(key);
-    }
-
-    /// Gives a session a new incarnation id, so that a late close of the old incarnation can't
-    /// close the session.
-    fn reincarnate(&mut self, key: &SessionKey) {
-        let new_id = self.next_incarnation(key);
-        let session = self.sessions.get_mut(key).expect("the caller has seen it");
-        self.keys_by_incarnation.remove(&session.incarnation);
-        session.incarnation.clone_from(&new_id);
-        self.keys_by_incarnation.insert(new_id, key.clone());
+        self.sessions.change(&mut self.effects, key, change)
     }
 
     /// Removes a session, and refuses the turns that wait for it. The engine holds nothing of the
     /// session, or its close has begun.
     fn drop_session(&mut self, now: Instant, key: &SessionKey, error: &Error) {
-        self.remove_session(key);
+        self.sessions.remove(&mut self.effects, key);
         let queue = self.tickets.queue().iter();
         let rids: Vec<String> =
             queue.filter(|rid| self.tickets[rid].key() == Some(key)).cloned().collect();
         rids.iter().for_each(|rid| self.refuse_ticket(now, rid, error.clone()));
     }
 
-    /// Makes sure that each rank of the engine has an account. The accounts of ranks that no longer
-    /// exist stay, because turns there must still end.
+    /// Makes room for each rank of the engine in the parts of the table. Figures of ranks that no
+    /// longer exist stay, because turns there must still end.
     fn add_ranks(&mut self) {
-        let rank_count = self.engine.ranks.len().max(self.accounts.len());
-        self.accounts.resize_with(rank_count, RankAccount::default);
+        let rank_count = self.engine.ranks.len();
+        self.sessions.set_engine(rank_count, self.engine.page_tokens);
         self.tickets.add_ranks(rank_count);
+        self.shims.add_ranks(rank_count);
     }
 
     fn capacity(&self, dp_rank: u32) -> Result<&RankCapacity, Error> {
         self.engine.ranks.get(dp_rank as usize).ok_or(Error::NoRank(dp_rank))
-    }
-
-    fn account(&mut self, dp_rank: u32) -> &mut RankAccount {
-        &mut self.accounts[dp_rank as usize]
-    }
-
-    fn report_change(&mut self, key: &SessionKey) {
-        // Consecutive changes of one session are reported once.
-        let is_repeated =
-            matches!(self.effects.last(), Some(Effect::SessionChanged(changed)) if changed == key);
-        if !is_repeated {
-            self.effects.push(Effect::SessionChanged(key.clone()));
-        }
-    }
-
-    fn write_journal(&mut self, record: Record) {
-        self.effects.push(Effect::Journal(record));
     }
 
     /// Makes sure that [`Self::run_deadlines`] looks at the session at its deadline, and also when
@@ -368,13 +342,7 @@ impl Table {
         let session = &self.sessions[key];
         let expires_at = session.expires_at();
         let deadline = self.session_deadline(session).unwrap_or(expires_at);
-        self.schedule_deadline_at(deadline.min(expires_at));
-    }
-
-    /// Makes sure that [`Self::run_deadlines`] looks at all sessions at `deadline`.
-    fn schedule_deadline_at(&mut self, deadline: Instant) {
-        let earliest = self.earliest_deadline.map_or(deadline, |before| before.min(deadline));
-        self.earliest_deadline = Some(earliest);
+        self.sessions.schedule(deadline.min(expires_at));
     }
 
     fn debug_check(&self) {

@@ -102,7 +102,7 @@ impl Table {
         };
         let key = self.session_of(ticket).ok_or(Error::UnknownSession)?;
         let session = &self.sessions[&key];
-        check_turn(session, &claimed.claim, claimed.route_turns, self.shim_trims, guards)?;
+        check_turn(session, &claimed.claim, claimed.route_turns, self.shims.trims(), guards)?;
         if claimed.is_orphaned && guards.is_on(Guard::LostEndSuspect) {
             return Err(Error::PredecessorFailed);
         }
@@ -189,7 +189,7 @@ impl Table {
     /// isn't used up. Otherwise reclaims room or refuses.
     fn open_planned(&mut self, now: Instant, key: &SessionKey) -> Result<Verdict, Error> {
         let dp_rank = self.sessions[key].dp_rank;
-        if self.is_taking_over() {
+        if self.closes.has_inherited() {
             // What the engine holds is unknown until the previous agent's sessions are closed.
             return Ok(Verdict::Wait);
         }
@@ -216,11 +216,11 @@ impl Table {
         let record = Record::Opening { incarnation: incarnation.clone(), dp_rank };
         let open = Effect::Open { incarnation, idle_max };
         if self.settings.guards.is_on(Guard::JournalFirst) {
-            self.write_journal(record);
+            self.effects.write_journal(record);
             self.effects.push(open);
         } else {
             self.effects.push(open);
-            self.write_journal(record);
+            self.effects.write_journal(record);
         }
     }
 
@@ -335,7 +335,7 @@ impl Table {
     fn admit_pinned(&mut self, now: Instant, rid: &str, key: &SessionKey, need: Need) {
         let ticket = &self.tickets[rid];
         let (is_delta, opens_session) = (ticket.is_delta(), ticket.opens_session());
-        let is_trimmed = !is_delta && self.shim_trims;
+        let is_trimmed = !is_delta && self.shims.trims();
         let target_tokens = self.kv_target_tokens(key, need, is_delta);
         let mut turn = self.describe_turn(ticket, !is_trimmed);
         let session = &self.sessions[key];
@@ -345,9 +345,9 @@ impl Table {
             if is_delta {
                 session.client.deltas = Deltas::Taken;
             }
-            session.reserve(target_tokens)
+            session.state.reserve(target_tokens)
         });
-        self.write_journal(Record::Turn { incarnation, rid: rid.to_owned() });
+        self.effects.write_journal(Record::Turn { incarnation, rid: rid.to_owned() });
         let trim = if is_trimmed {
             let awaited = self.request_trim(key, need, opens_session);
             turn.run_mode = None;
@@ -406,9 +406,9 @@ impl Table {
                 session.turns.waiting -= 1;
                 session.turns.running += 1;
                 session.turns.is_unused = false;
-                session.continue_in_tree();
+                session.state.continue_in_tree();
                 if closes_session {
-                    session.begin_closing();
+                    session.state.begin_closing();
                 }
             });
         }
@@ -435,7 +435,7 @@ impl Table {
         let session = &self.sessions[&key];
         let is_needed = self.tickets.iter().any(|(_, other)| other.is_of(session.generation));
         if session.state == State::Planned && !is_needed {
-            self.remove_session(&key);
+            self.sessions.remove(&mut self.effects, &key);
         } else if ticket.closes_session() {
             // `begin_close` fails only for a session that is already closing.
             let _ = self.begin_close(now, &key);

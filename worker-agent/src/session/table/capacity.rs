@@ -33,7 +33,7 @@ impl Table {
         if !guards.is_on(Guard::GrowthReserved) {
             return session.resident_tokens();
         }
-        if !is_delta && self.shim_trims {
+        if !is_delta && self.shims.trims() {
             return self.full_history_target_tokens(key, need).max(session.resident_tokens());
         }
         // A history whose KV is not resident is computed again and needs room.

@@ -18,7 +18,7 @@ use super::{
     Chooser, ClientHistory, Deltas, EngineHistory, Error, Guard, OpenResult, PrefixTracker,
     PromptStart, Record, RouteTurns, Session, Sharing, State, Table, Tree, TurnCounts, check_route,
     check_turn,
-    closing::PendingClose,
+    closes::Close,
     tickets::{ClaimedSession, Stage, Ticket},
 };
 
@@ -47,10 +47,11 @@ impl Table {
             None => self.choose_rank(requested_rank, None)?,
             Some((claim, key)) => {
                 self.claim_session(now, claim, key, requested_rank, route_turns)?;
-                let session = self.sessions.get_mut(key).expect("just claimed");
-                session.turns.waiting += 1;
-                session.idle_max = claim.idle_ms_max.map_or(session.idle_max, bounded_idle_max);
-                session.dp_rank
+                self.sessions.update(key, |session| {
+                    session.turns.waiting += 1;
+                    session.idle_max = claim.idle_ms_max.map_or(session.idle_max, bounded_idle_max);
+                    session.dp_rank
+                })
             }
         };
         let session =
@@ -89,7 +90,7 @@ impl Table {
         // A delta relies on the session's history, so a delta must not replace a session that can't
         // continue by an empty session.
         self.remove_if_unusable(key, claim.open && !claim.delta);
-        if !self.sessions.contains_key(key) {
+        if !self.sessions.has(key) {
             if claim.delta && !claim.open {
                 return Err(Error::UnknownSession);
             }
@@ -98,7 +99,9 @@ impl Table {
             let requested = claim.retention.or(claim.delta.then_some(Retention::Pinned));
             let retention = self.choose_retention(requested)?;
             match retention {
-                Retention::Pinned => check_route(claim.delta, false, route_turns, self.shim_trims)?,
+                Retention::Pinned => {
+                    check_route(claim.delta, false, route_turns, self.shims.trims())?
+                }
                 Retention::Tagged | Retention::None if claim.delta => {
                     return Err(Error::DeltaNeedsPinned(retention));
                 }
@@ -106,27 +109,29 @@ impl Table {
             }
             let dp_rank = self.choose_rank(requested_rank, Some(retention))?;
             self.insert_session(now, key, requested, retention, dp_rank, claim)?;
-            self.sessions.get_mut(key).expect("just inserted").turns.is_unused = true;
+            self.sessions.update(key, |session| session.turns.is_unused = true);
         }
-        let (guards, turns_waiting_max) =
-            (self.settings.guards, self.settings.turns_queued_per_session_max);
-        let session = self.sessions.get_mut(key).expect("there is one now");
-        check_turn(session, claim, route_turns, self.shim_trims, guards)?;
+        let (guards, shim_trims) = (self.settings.guards, self.shims.trims());
+        let session = &self.sessions[key];
+        check_turn(session, claim, route_turns, shim_trims, guards)?;
         let turns_before = session.turns.in_progress();
-        let is_sequential = session.sharing != Sharing::Shared;
-        // One turn runs, and `turns_waiting_max` turns may wait behind it.
-        if is_sequential && turns_before > turns_waiting_max && guards.is_on(Guard::OneTurn) {
+        // One turn of a sequential session runs, and this many turns may wait behind it.
+        let is_full = turns_before > self.settings.turns_queued_per_session_max;
+        if session.sharing != Sharing::Shared && is_full && guards.is_on(Guard::OneTurn) {
             return Err(Error::Busy);
         }
-        session.client.sends_full =
-            !claim.delta && (self.shim_trims || session.has_auto_retention());
-        session.continue_in_tree();
-        if claim.open {
-            session.open_for_deltas();
-        }
-        // If a client opens a session whose turns run at the same time, these turns continue. The
-        // first turn that is claimed while no other turn runs or waits makes the session exclusive.
-        session.sharing.update(claim.open, turns_before == 0);
+        self.sessions.update(key, |session| {
+            session.client.sends_full =
+                !claim.delta && (shim_trims || session.has_auto_retention());
+            session.state.continue_in_tree();
+            if claim.open {
+                session.open_for_deltas();
+            }
+            // If a client opens a session whose turns run at the same time, these turns continue.
+            // The first turn that is claimed while no other turn runs or waits makes the session
+            // exclusive.
+            session.sharing.update(claim.open, turns_before == 0);
+        });
         Ok(())
     }
 
@@ -139,7 +144,7 @@ impl Table {
         let has_lost_rank = session.dp_rank as usize >= rank_count;
         let is_gone = session.state.is_gone();
         if is_at_rest && (has_lost_rank || (is_opened_again && is_gone)) {
-            self.remove_session(key);
+            self.sessions.remove(&mut self.effects, key);
         }
     }
 
@@ -166,7 +171,7 @@ impl Table {
         self.remove_if_unusable(key, true);
         let idle_ms_max = idle_max.map(|idle| u64::try_from(idle.as_millis()).unwrap_or(u64::MAX));
         let claim = Claim { open: true, idle_ms_max, ..Claim::for_session(key) };
-        match self.sessions.get_mut(key) {
+        match self.sessions.get(key) {
             Some(session) if session.state.is_closing() => return Err(Error::Closing),
             Some(session) if session.state.is_gone() => return Err(Error::Busy),
             Some(session) => {
@@ -177,17 +182,19 @@ impl Table {
                     // The client's choice replaces the agent's.
                     self.apply_requested_retention(now, key, wanted);
                 }
-                let session = self.sessions.get_mut(key).expect("just seen");
+                let session = &self.sessions[key];
                 let retention = session.retention();
                 let is_pinned_by_agent = session.is_pinned_by_agent();
                 if requested.is_some_and(|wanted| wanted != retention || is_pinned_by_agent) {
                     return Err(Error::OpenWithOtherRetention(retention));
                 }
-                session.turns.is_unused = false;
-                session.open_for_deltas();
-                session.sharing.update(true, session.turns.in_progress() <= 1);
-                session.idle_max =
-                    idle_max.map_or(session.idle_max, |idle| idle.min(IDLE_LIMIT_MAX));
+                self.sessions.update(key, |session| {
+                    session.turns.is_unused = false;
+                    session.open_for_deltas();
+                    session.sharing.update(true, session.turns.in_progress() <= 1);
+                    session.idle_max =
+                        idle_max.map_or(session.idle_max, |idle| idle.min(IDLE_LIMIT_MAX));
+                });
                 self.schedule_deadline(key);
             }
             None => {
@@ -206,12 +213,12 @@ impl Table {
 
     /// Handles the engine's answer to an [`super::Effect::Open`].
     pub fn handle_open_result(&mut self, now: Instant, incarnation: &str, result: &OpenResult) {
-        let key = self.keys_by_incarnation.get(incarnation).cloned().filter(|key| {
+        let key = self.sessions.key_of(incarnation).cloned().filter(|key| {
             matches!(self.sessions[key].state, State::Opening(_) | State::Closing(_))
         });
         match (result, key) {
             (OpenResult::Opened, Some(key)) => {
-                self.change_session(&key, |session| session.move_row(State::Open));
+                self.change_session(&key, |session| session.state.move_row(State::Open));
                 self.schedule_deadline(&key);
                 self.close_if_due(now, &key);
                 self.close_unused(now, &key);
@@ -235,9 +242,10 @@ impl Table {
     /// closed there.
     fn forget_open(&mut self, now: Instant, incarnation: &str, may_be_open: bool) {
         if may_be_open && self.settings.guards.is_on(Guard::UnknownOpenClosed) {
-            self.start_close(incarnation.to_owned(), PendingClose::new(now, 0, None));
+            let close = Close::new(now, 0, None);
+            self.closes.start(&mut self.effects, incarnation.to_owned(), close);
         } else {
-            self.write_journal(Record::Closed { incarnation: incarnation.to_owned() });
+            self.effects.write_journal(Record::Closed { incarnation: incarnation.to_owned() });
         }
     }
 
@@ -271,30 +279,25 @@ impl Table {
         }
         let is_pinned = retention == Retention::Pinned;
         let is_tagged = retention == Retention::Tagged;
-        self.made.sessions += 1;
-        let session = Session {
+        let state = if is_pinned {
+            State::Planned
+        } else {
+            State::InTree(Tree { is_tagged, ..Tree::default() })
+        };
+        let idle_max = claim.idle_ms_max.map_or(self.settings.idle_max, bounded_idle_max);
+        self.sessions.insert(&mut self.effects, key, |incarnation, generation| Session {
             dp_rank,
-            incarnation: self.next_incarnation(key),
-            generation: self.made.sessions,
-            state: if is_pinned {
-                State::Planned
-            } else {
-                State::InTree(Tree { is_tagged, ..Tree::default() })
-            },
+            incarnation,
+            generation,
+            state,
             chooser: if requested.is_some() { Chooser::Client } else { Chooser::Agent },
             sharing: if is_pinned || claim.open { Sharing::Exclusive } else { Sharing::Shared },
             turns: TurnCounts::new(now),
             history: EngineHistory::default(),
             client: ClientHistory::new(if claim.open { Deltas::Allowed } else { Deltas::Refused }),
             prefix_tracker: PrefixTracker::default(),
-            idle_max: claim.idle_ms_max.map_or(self.settings.idle_max, bounded_idle_max),
-        };
-        self.schedule_deadline_at(now + session.idle_max);
-        let page_tokens = self.engine.page_tokens;
-        self.account(dp_rank).add_session(&session, page_tokens);
-        self.keys_by_incarnation.insert(session.incarnation.clone(), key.clone());
-        self.sessions.insert(key.clone(), session);
-        self.report_change(key);
+            idle_max,
+        });
         Ok(())
     }
 

@@ -14,7 +14,7 @@ use std::time::Instant;
 use proto::id::SessionKey;
 
 use super::{
-    ExpectedHistory, Guard, Outcome, Session, Table, Usage,
+    ExpectedHistory, Guard, Outcome, Table, Usage,
     tickets::{Inside, Ticket},
     trim_turn::Trim,
 };
@@ -60,7 +60,7 @@ impl Table {
             self.settle_end(now, &key, rid, (ticket, inside), outcome);
         }
         self.close_corrupt(now, &key);
-        if self.sessions.contains_key(&key) {
+        if self.sessions.has(&key) {
             self.schedule_deadline(&key);
         }
         self.close_if_due(now, &key);
@@ -115,7 +115,7 @@ impl Table {
         match outcome {
             Outcome::Refused => self.undo_admission(key, inside.had_no_kv()),
             // The engine rolls the history back and gives the session's KV to its radix tree.
-            Outcome::Aborted => self.change_session(key, Session::drop_row),
+            Outcome::Aborted => self.change_session(key, |session| session.state.drop_row()),
             Outcome::Finished(usage) => {
                 self.record_growth(key, usage);
                 self.note_hidden_end_tokens(key, inside, usage);
@@ -150,10 +150,12 @@ impl Table {
                     self.make_suspect(now, key, Some(ExpectedHistory::Exactly(history_before)));
                 }
             }
-            Outcome::Partial => self.change_session(key, Session::release_reserved),
+            Outcome::Partial => {
+                self.change_session(key, |session| session.state.release_reserved())
+            }
             Outcome::Lost => {
                 if guards.is_on(Guard::AbortBeforeClose) {
-                    self.change_session(key, |session| session.note_lost_turn(rid));
+                    self.change_session(key, |session| session.state.note_lost_turn(rid));
                 }
                 if is_open && guards.is_on(Guard::LostEndSuspect) {
                     // The session can continue only if the engine committed nothing of the turn.
@@ -167,15 +169,15 @@ impl Table {
     /// Records where the turn's answer begins, if its text may hide end tokens (`ignore_eos`).
     fn note_hidden_end_tokens(&mut self, key: &SessionKey, inside: &Inside, usage: Option<Usage>) {
         let measured_usage = usage.filter(|_| inside.need.ignores_eos);
-        let session = self.sessions.get_mut(key).expect("the caller has seen it");
-        session.client.hidden_end_tokens_from = measured_usage.map(|usage| usage.prompt_tokens);
+        let answer_start = measured_usage.map(|usage| usage.prompt_tokens);
+        self.sessions.update(key, |session| session.client.hidden_end_tokens_from = answer_start);
     }
 
     /// Records that a turn became history of its session.
     fn record_growth(&mut self, key: &SessionKey, usage: Option<Usage>) {
         self.change_session(key, |session| {
             session.turns.finished += 1;
-            session.release_reserved();
+            session.state.release_reserved();
             session.client.may_be_ahead = false;
             if let Some(usage) = usage {
                 session.record_usage(usage);

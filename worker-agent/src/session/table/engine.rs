@@ -8,22 +8,14 @@
 //! This module does no I/O. The module `owner` receives the reports and calls these functions. The
 //! shim's plans for single turns are handled in the module `trim`.
 
-use std::{
-    collections::HashMap,
-    time::{Duration, Instant},
-};
+use std::time::{Duration, Instant};
 
 use proto::id::SessionKey;
 
 use super::{
-    CloseResult, Doubt, Effect, EngineCapacity, Error, GoneReason, Guard, Row, Session,
-    SessionEvent, State, Table,
-    rank_account::{ConnectedShim, ForeignSession},
+    CloseResult, Doubt, Effect, EngineCapacity, Error, GoneReason, Row, SessionEvent, State, Table,
 };
 
-/// The most foreign sessions that are tracked per rank. Sessions beyond this number are not
-/// counted.
-const FOREIGN_SESSIONS_MAX: usize = 4096;
 /// The longest time by which the engine's load figures lag behind. Once a rank has been idle for
 /// this long, the figures show the rank as idle.
 const LOAD_LAG_MAX: Duration = Duration::from_millis(500);
@@ -57,22 +49,22 @@ pub struct SessionReport {
 impl Table {
     /// Handles an engine's load sample for one rank.
     pub fn handle_load(&mut self, now: Instant, dp_rank: u32, load: EngineLoad) {
-        let has_pending_close =
-            self.pending_closes.values().any(|closing| closing.dp_rank == dp_rank);
-        let guards = self.settings.guards;
-        let Some(account) = self.accounts.get_mut(dp_rank as usize) else { return };
+        if !self.shims.has_rank(dp_rank) {
+            return;
+        }
+        let has_pending_close = self.closes.on_rank(dp_rank).next().is_some();
         let queue_length = i64::try_from(load.waiting_requests).unwrap_or(i64::MAX);
         let idle_since =
             self.tickets.load_mut(dp_rank).sample(now, queue_length, has_pending_close);
         let is_load_current = idle_since.is_some_and(|since| since + LOAD_LAG_MAX <= now);
-        if account.shim.is_none() && is_load_current && guards.is_on(Guard::ForeignCounted) {
+        if !self.shims.can_verify(dp_rank) && is_load_current {
             // Tokens that can't be evicted and that none of the agent's sessions hold are foreign.
-            let own_tokens = account.totals.pinned_tokens - account.totals.foreign_tokens;
+            let totals = self.totals(dp_rank);
+            let own_tokens = totals.pinned_tokens - totals.foreign_tokens;
             let pool_tokens =
                 self.engine.ranks.get(dp_rank as usize).map_or(0, |rank| rank.pool_tokens);
             let foreign_tokens = load.used_tokens.min(pool_tokens).saturating_sub(own_tokens);
-            account.totals.pinned_tokens = own_tokens + foreign_tokens;
-            account.totals.foreign_tokens = foreign_tokens;
+            self.shims.estimate_foreign(dp_rank, foreign_tokens);
         }
         self.process_queue(now);
         self.debug_check();
@@ -81,38 +73,30 @@ impl Table {
     /// Marks that the shim of `dp_rank` is connected. `can_demote`: whether the shim can give a
     /// session's KV to the radix tree.
     pub fn handle_shim_up(&mut self, dp_rank: u32, can_demote: bool) {
-        if let Some(account) = self.accounts.get_mut(dp_rank as usize) {
-            account.shim = Some(ConnectedShim { can_demote });
-            // The shim reports each foreign session, which replaces the estimate from load samples.
-            self.recount_foreign(dp_rank);
+        if self.shims.has_rank(dp_rank) {
+            self.shims.connect(dp_rank, can_demote);
         }
     }
 
     /// Marks that a full session table was requested from the shim of `dp_rank`. That table will
     /// show whether the histories of suspect sessions are the expected ones.
     pub fn mark_table_requested(&mut self, dp_rank: u32) {
-        for session in self.sessions.values_mut().filter(|session| session.dp_rank == dp_rank) {
-            if let State::Suspect { doubt, .. } = &mut session.state {
-                doubt.is_table_requested = true;
-            }
-        }
+        let of_rank = self.sessions.keys(|session| session.dp_rank == dp_rank);
+        of_rank
+            .iter()
+            .for_each(|key| self.sessions.update(key, |session| session.state.expect_table()));
     }
 
     /// Handles the loss of the shim's connection for `dp_rank`. Discards what the shim reported,
     /// and closes every session that was waiting for the shim's answer.
     pub fn handle_shim_down(&mut self, now: Instant, dp_rank: u32) {
-        let Some(account) = self.accounts.get_mut(dp_rank as usize) else { return };
-        account.shim = None;
-        account.foreign_sessions.clear();
-        self.recount_foreign(dp_rank);
-        let waits_for_shim =
-            |session: &Session| session.dp_rank == dp_rank && session.awaits_shim_until().is_some();
-        let keys: Vec<SessionKey> = self
-            .sessions
-            .iter()
-            .filter(|(_, session)| waits_for_shim(session))
-            .map(|(key, _)| key.clone())
-            .collect();
+        if !self.shims.has_rank(dp_rank) {
+            return;
+        }
+        self.shims.disconnect(dp_rank);
+        let keys = self.sessions.keys(|session| {
+            session.dp_rank == dp_rank && session.state.awaits_shim_until().is_some()
+        });
         keys.iter().for_each(|key| self.close_without_answer(now, key));
         self.process_queue(now);
         self.debug_check();
@@ -120,63 +104,30 @@ impl Table {
 
     /// Handles the shim's report of one session.
     pub fn handle_session_report(&mut self, now: Instant, dp_rank: u32, report: &SessionReport) {
-        if let Some(key) = self.keys_by_incarnation.get(&report.id).cloned() {
+        if let Some(key) = self.sessions.key_of(&report.id).cloned() {
             // The engine opens a session on every rank, but its history is on one rank only.
             if self.sessions[&key].dp_rank == dp_rank {
                 self.handle_own_session(now, &key, report);
             }
             return self.debug_check();
         }
-        if self.pending_closes.contains_key(&report.id) || self.is_own_incarnation(&report.id) {
+        if self.closes.contains(&report.id) || self.sessions.has_made(&report.id) {
             return;
         }
-        let page_tokens = self.engine.page_tokens;
-        let Some(account) = self.accounts.get_mut(dp_rank as usize) else { return };
-        if account.foreign_sessions.len() < FOREIGN_SESSIONS_MAX
-            || account.foreign_sessions.contains_key(&report.id)
-        {
-            let tokens = report.allocated_tokens.next_multiple_of(page_tokens);
-            let session = ForeignSession { holds_row: report.holds_row, tokens };
-            account.foreign_sessions.insert(report.id.clone(), session);
-        }
-        self.recount_foreign(dp_rank);
+        self.shims.report_foreign(dp_rank, report, self.engine.page_tokens);
         self.debug_check();
     }
 
     /// Handles the shim's report of a session that is in the table.
     fn handle_own_session(&mut self, now: Instant, key: &SessionKey, report: &SessionReport) {
-        let session = self.sessions.get_mut(key).expect("the caller has it");
-        match &mut session.state {
-            // The uncertain turn has not ended yet, so the session table must be requested again.
-            State::Suspect { doubt, .. }
-                if doubt.is_table_requested && report.is_from_full_table && report.in_flight =>
-            {
-                doubt.is_table_requested = false;
-                let dp_rank = session.dp_rank;
-                self.effects.push(Effect::RequestShimTable { dp_rank, rid: None });
-            }
+        let session = &self.sessions[key];
+        match session.state {
             // Only a table that was requested after the uncertain turn counts. An earlier table may
             // describe the state before that turn.
-            &mut State::Suspect {
-                doubt: Doubt { expected, is_table_requested: true, .. }, ..
-            } if report.is_from_full_table => {
-                if expected.matches(report.history_tokens) {
-                    self.effects.push(Effect::SessionEvent(key.clone(), SessionEvent::Verified));
-                    let resident_tokens = report.allocated_tokens;
-                    self.change_session(key, |session| {
-                        session.history.tokens = report.history_tokens;
-                        session.state = if report.holds_row {
-                            State::Open(Row { resident_tokens, ..Row::default() })
-                        } else {
-                            State::Demoted
-                        };
-                    });
-                    // The session has a deadline of its own again.
-                    self.schedule_deadline(key);
-                } else {
-                    self.close_as_gone(now, key, GoneReason::HistoryUnknown);
-                }
-                self.process_queue(now);
+            State::Suspect { doubt, .. }
+                if doubt.is_table_requested && report.is_from_full_table =>
+            {
+                self.settle_doubt(now, key, doubt, report);
             }
             State::Demoting { .. } if !report.holds_row && !report.in_flight => {
                 self.handle_demote_result(now, &report.id, true)
@@ -185,23 +136,48 @@ impl Table {
         }
     }
 
-    /// Whether this agent process made an incarnation id, even if the table has forgotten the
-    /// session.
-    fn is_own_incarnation(&self, id: &str) -> bool {
-        let suffix = id.strip_prefix(&self.settings.incarnation_prefix);
-        suffix.is_some_and(|suffix| suffix.starts_with('-'))
+    /// Handles the report of a suspect session in a table that was requested for it.
+    fn settle_doubt(
+        &mut self,
+        now: Instant,
+        key: &SessionKey,
+        doubt: Doubt,
+        report: &SessionReport,
+    ) {
+        if report.in_flight {
+            // The uncertain turn has not ended yet, so the session table must be requested again.
+            let doubt = Doubt { is_table_requested: false, ..doubt };
+            let dp_rank = self.sessions.update(key, |session| {
+                session.state.move_row(|row| State::Suspect { row, doubt });
+                session.dp_rank
+            });
+            return self.effects.push(Effect::RequestShimTable { dp_rank, rid: None });
+        }
+        if doubt.expected.matches(report.history_tokens) {
+            self.effects.report_event(key, SessionEvent::Verified);
+            let resident_tokens = report.allocated_tokens;
+            self.change_session(key, |session| {
+                session.history.tokens = report.history_tokens;
+                session.state.move_row(|_| {
+                    if report.holds_row {
+                        State::Open(Row { resident_tokens, ..Row::default() })
+                    } else {
+                        State::Demoted
+                    }
+                });
+            });
+            // The session has a deadline of its own again.
+            self.schedule_deadline(key);
+        } else {
+            self.close_as_gone(now, key, GoneReason::HistoryUnknown);
+        }
+        self.process_queue(now);
     }
 
     /// Handles the end of a full session table. `reported_ids` are the ids of all sessions that the
     /// shim sees.
     pub fn handle_session_table(&mut self, now: Instant, dp_rank: u32, reported_ids: &[&str]) {
-        let closing_ids =
-            self.pending_closes.iter().filter(|(_, closing)| closing.dp_rank == dp_rank);
-        let foreign_sessions =
-            self.accounts.get(dp_rank as usize).map(|account| &account.foreign_sessions);
-        let known_ids = closing_ids
-            .map(|(id, _)| id)
-            .chain(foreign_sessions.into_iter().flat_map(HashMap::keys));
+        let known_ids = self.closes.on_rank(dp_rank).chain(self.shims.foreign_ids(dp_rank));
         let gone_ids: Vec<String> =
             known_ids.filter(|id| !reported_ids.contains(&id.as_str())).cloned().collect();
         gone_ids.iter().for_each(|id| self.handle_session_gone(now, dp_rank, id));
@@ -210,7 +186,7 @@ impl Table {
     /// Handles the shim's report that a session is closed in the engine.
     pub fn handle_session_gone(&mut self, now: Instant, dp_rank: u32, id: &str) {
         // The engine closes the session on every rank, but its row and KV were on one.
-        if let Some(key) = self.keys_by_incarnation.get(id).cloned()
+        if let Some(key) = self.sessions.key_of(id).cloned()
             && self.sessions[&key].dp_rank == dp_rank
             && self.sessions[&key].turns.running == 0
             && matches!(
@@ -221,59 +197,37 @@ impl Table {
             // Another client of the engine closed the session.
             self.close_as_gone(now, &key, GoneReason::HistoryUnknown);
         }
-        if self.pending_closes.get(id).is_some_and(|closing| closing.dp_rank == dp_rank) {
+        if self.closes.on_rank(dp_rank).any(|closing| closing == id) {
             self.handle_close_result(now, id, CloseResult::Confirmed);
         }
-        let Some(account) = self.accounts.get_mut(dp_rank as usize) else { return };
-        if account.foreign_sessions.remove(id).is_some() {
-            self.recount_foreign(dp_rank);
+        if self.shims.forget_foreign(dp_rank, id) {
             self.process_queue(now);
             self.debug_check();
         }
-    }
-
-    /// Sets the totals of foreign sessions to what the shim has reported.
-    fn recount_foreign(&mut self, dp_rank: u32) {
-        if !self.settings.guards.is_on(Guard::ForeignCounted) {
-            return;
-        }
-        let account = self.account(dp_rank);
-        let totals = &mut account.totals;
-        totals.rows_held -= totals.foreign_rows;
-        totals.pinned_tokens -= totals.foreign_tokens;
-        totals.foreign_rows =
-            account.foreign_sessions.values().map(|session| u32::from(session.holds_row)).sum();
-        totals.foreign_tokens =
-            account.foreign_sessions.values().map(|session| session.tokens).sum();
-        totals.rows_held += totals.foreign_rows;
-        totals.pinned_tokens += totals.foreign_tokens;
     }
 
     /// Handles the loss of the engine process, and with it of all rows, KV and histories. `engine`
     /// describes the engine from now on.
     pub fn handle_engine_lost(&mut self, now: Instant, engine: EngineCapacity) {
         self.refuse_waiting(now, &Error::EngineLost);
-        self.forget_closes();
+        // In case the same process answers again, the journal keeps the closes until it names another
+        // engine process.
+        self.closes.clear();
         self.tickets.forget_samples();
-        for dp_rank in 0..self.accounts.len() {
-            let account = &mut self.accounts[dp_rank];
-            account.foreign_sessions.clear();
-            account.shim = None;
-            self.recount_foreign(u32::try_from(dp_rank).expect("few ranks"));
-        }
-        let keys: Vec<SessionKey> = self.sessions.keys().cloned().collect();
+        self.shims.disconnect_all();
+        let keys = self.sessions.keys(|_| true);
         for key in &keys {
             let is_lost_already = matches!(
                 self.sessions[key].state,
                 State::Gone { reason: GoneReason::EngineRestarted, .. }
             );
             if !is_lost_already {
-                self.effects.push(Effect::SessionEvent(key.clone(), SessionEvent::EngineLost));
+                self.effects.report_event(key, SessionEvent::EngineLost);
             }
             // A running turn still ends under its old incarnation id. A session without running
             // turns gets a new id.
             if self.sessions[key].turns.running == 0 {
-                self.reincarnate(key);
+                self.sessions.reincarnate(key);
             }
             self.change_session(key, |session| session.lose(GoneReason::EngineRestarted));
         }

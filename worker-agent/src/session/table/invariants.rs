@@ -1,27 +1,33 @@
 //! Checks that the session table keeps its promises.
 //!
 //! Debug builds call [`Table::check_invariants`] after each change, and the simulation after each
-//! event. The promises are listed in the doc of [`super`]. The check counts everything again and
-//! compares the result with the stored totals. It changes nothing, and panics if a promise is
-//! broken. The engine's own KV pages are checked elsewhere, in `crate::audit`.
+//! event. The promises are listed in the doc of [`super`]. Each part of the table counts its own
+//! figures again; this module checks what needs several parts. It changes nothing, and panics if a
+//! promise is broken. The engine's own KV pages are checked elsewhere, in `crate::audit`.
 //!
-//! An incarnation is one life of a session in the engine. A foreign session is one that another
-//! client of the engine opened. A guard is a rule that the simulation can switch off; the promise
-//! that belongs to it is then not checked.
+//! An incarnation is one life of a session in the engine. A guard is a rule that the simulation can
+//! switch off; the promise that belongs to it is then not checked.
 
-use super::{Guard, State, Table, rank_account::RankAccount, tickets::Ticket};
+use super::{Guard, RankCapacity, State, Table, tickets::Ticket};
 
 impl Table {
     /// Checks the table's promises. Panics if one is broken.
     pub fn check_invariants(&self) {
         assert!(self.sessions.len() <= self.sessions_max, "too many sessions");
-        self.check_ids();
+        self.sessions.check_invariants();
         self.tickets.check_invariants();
-        for dp_rank in (0_u32..).take(self.accounts.len()) {
-            self.check_rank(dp_rank);
+        for (dp_rank, capacity) in (0..).zip(&self.engine.ranks) {
+            self.check_rank(dp_rank, capacity);
         }
         let guards = self.settings.guards;
-        for (key, session) in &self.sessions {
+        for (key, session) in self.sessions.iter() {
+            let is_reused = self.closes.contains(&session.incarnation);
+            assert!(
+                !is_reused || !guards.is_on(Guard::FreshIncarnation),
+                "an incarnation is used twice"
+            );
+            let runs_before_open = session.state == State::Planned && session.turns.running > 0;
+            assert!(!runs_before_open, "a turn runs in a session that isn't open");
             let respects_exclusivity = !session.is_exclusive() || session.turns.running <= 1;
             assert!(
                 respects_exclusivity || !guards.is_on(Guard::OneTurn),
@@ -55,54 +61,11 @@ impl Table {
         }
     }
 
-    /// Checks that no incarnation id is used twice, and that `keys_by_incarnation` matches.
-    fn check_ids(&self) {
-        let mut incarnations: Vec<&String> =
-            self.sessions.values().map(|s| &s.incarnation).collect();
-        incarnations.extend(self.pending_closes.keys());
-        let count = incarnations.len();
-        incarnations.sort_unstable();
-        incarnations.dedup();
-        let must_be_fresh = self.settings.guards.is_on(Guard::FreshIncarnation);
-        assert!(incarnations.len() == count || !must_be_fresh, "an incarnation is used twice");
-        for (incarnation, key) in &self.keys_by_incarnation {
-            assert_eq!(
-                &self.sessions[key].incarnation, incarnation,
-                "`keys_by_incarnation` names another session"
-            );
-        }
-        assert_eq!(
-            self.keys_by_incarnation.len(),
-            self.sessions.len(),
-            "a session is not in `keys_by_incarnation`"
-        );
-    }
-
-    /// Checks that a rank's totals match a fresh count and are within their bounds.
-    fn check_rank(&self, dp_rank: u32) {
-        let mut recounted = RankAccount::default();
-        let of_rank = self.sessions.values().filter(|session| session.dp_rank == dp_rank);
-        of_rank.for_each(|session| recounted.add_session(session, self.engine.page_tokens));
+    /// Checks that a rank's totals are within their bounds.
+    fn check_rank(&self, dp_rank: u32, capacity: &RankCapacity) {
         let stored_totals = self.totals(dp_rank);
-        // Rows that an earlier agent process left open. They may include the reserved rows.
-        let mut rows_of_earlier_agent = 0;
-        for closing in self.pending_closes.values().filter(|closing| closing.dp_rank == dp_rank) {
-            if self.settings.guards.is_on(Guard::CountedUntilClosed) {
-                let (rows, tokens) = closing.held(self.engine.page_tokens);
-                recounted.totals.rows_held += rows;
-                recounted.totals.pinned_tokens += tokens;
-            }
-            rows_of_earlier_agent += u32::from(closing.is_inherited);
-        }
-        // Nothing else counts foreign sessions, so their stored figures are taken over.
-        recounted.totals.foreign_rows = stored_totals.foreign_rows;
-        recounted.totals.foreign_tokens = stored_totals.foreign_tokens;
-        recounted.totals.rows_held += stored_totals.foreign_rows;
-        recounted.totals.pinned_tokens += stored_totals.foreign_tokens;
-        recounted.totals.turns_running = stored_totals.turns_running;
-        recounted.totals.turns_queued = stored_totals.turns_queued;
-        assert_eq!(recounted.totals, stored_totals, "the totals differ from a fresh count");
-        let Some(capacity) = self.engine.ranks.get(dp_rank as usize) else { return };
+        // Rows that an earlier agent process left open may include the reserved rows.
+        let rows_of_earlier_agent = self.closes.inherited(dp_rank, self.engine.page_tokens).rows;
         assert!(stored_totals.turns_running <= capacity.turns_max, "too many turns inside");
         let rows_max = capacity.rows.saturating_sub(capacity.rows_reserve);
         let rows_of_this_agent =
@@ -111,13 +74,6 @@ impl Table {
         assert!(
             rows_of_this_agent <= rows_max || !is_guard_on,
             "pinned sessions took the reserved rows"
-        );
-        let runs_before_open = |session: &&super::Session| {
-            session.state == State::Planned && session.turns.running > 0
-        };
-        assert!(
-            !self.sessions.values().any(|session| runs_before_open(&session)),
-            "a turn runs in a session that isn't open"
         );
     }
 }

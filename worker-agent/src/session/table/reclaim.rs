@@ -12,7 +12,9 @@ use std::time::{Duration, Instant};
 
 use proto::id::SessionKey;
 
-use super::{Effect, Error, GoneReason, Guard, Session, SessionEvent, State, Table};
+use super::{
+    Effect, Error, GoneReason, Guard, Session, SessionEvent, State, Table, sessions::Held,
+};
 
 /// The resource that a turn or session lacks, with the figures for its error message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -104,9 +106,9 @@ impl Table {
             Shortage::Tokens { missing, .. } => (0, missing),
         };
         // Room that is already being freed counts first.
-        let (rows_being_freed, tokens_being_freed) = self.room_being_freed(now, dp_rank);
-        rows_missing = rows_missing.saturating_sub(rows_being_freed);
-        tokens_missing = tokens_missing.saturating_sub(tokens_being_freed);
+        let being_freed = self.room_being_freed(now, dp_rank);
+        rows_missing = rows_missing.saturating_sub(u64::from(being_freed.rows));
+        tokens_missing = tokens_missing.saturating_sub(being_freed.tokens);
         // Sort key (least worth keeping first), session key and tokens of each session. Sessions
         // that the agent pinned on its own come before those that clients pinned.
         let mut idle_sessions: Vec<((bool, u64), SessionKey, u64)> = self
@@ -165,42 +167,40 @@ impl Table {
     pub(super) fn release_kv(&mut self, now: Instant, key: &SessionKey) {
         let session = &self.sessions[key];
         let dp_rank = session.dp_rank;
-        if !self.accounts[dp_rank as usize].can_demote() {
+        if !self.shims.can_demote(dp_rank) {
             return self.close_as_gone(now, key, GoneReason::Reclaimed);
         }
         let incarnation = session.incarnation.clone();
         let until = now + DEMOTION_TIME_MAX;
         self.change_session(key, |session| {
-            session.move_row(|row| State::Demoting { row, until });
+            session.state.move_row(|row| State::Demoting { row, until });
         });
         self.effects.push(Effect::Demote { dp_rank, incarnation });
-        self.schedule_deadline_at(until);
+        self.sessions.schedule(until);
     }
 
     /// Demotes sessions that the agent pinned on its own and that did not come back within
     /// `demote_idle`. From then on, the engine may evict their KV when it is used least.
     pub(super) fn demote_idle_sessions(&mut self, now: Instant) {
-        let is_due = |session: &Session| session.turns.last_end + self.settings.demote_idle <= now;
-        let idle_sessions = self
-            .sessions
-            .iter()
-            .filter(|(_, session)| self.is_idle_auto_pin(session) && is_due(session));
-        let keys: Vec<SessionKey> = idle_sessions.map(|(key, _)| key.clone()).collect();
+        let keys = self.sessions.keys(|session| {
+            self.is_idle_auto_pin(session)
+                && session.turns.last_end + self.settings.demote_idle <= now
+        });
         keys.iter().for_each(|key| self.release_kv(now, key));
     }
 
     /// Handles the shim's answer to an [`Effect::Demote`]. `is_demoted`: the session's KV is in the
     /// radix tree now.
     pub fn handle_demote_result(&mut self, now: Instant, incarnation: &str, is_demoted: bool) {
-        let Some(key) = self.keys_by_incarnation.get(incarnation).cloned() else { return };
+        let Some(key) = self.sessions.key_of(incarnation).cloned() else { return };
         if !matches!(self.sessions[&key].state, State::Demoting { .. }) {
             return;
         }
         if self.continue_reopen(now, &key, is_demoted) {
             // The demotion was the first step of replacing the incarnation, which has continued.
         } else if is_demoted {
-            self.effects.push(Effect::SessionEvent(key.clone(), SessionEvent::Demoted));
-            self.change_session(&key, Session::drop_row);
+            self.effects.report_event(&key, SessionEvent::Demoted);
+            self.change_session(&key, |session| session.state.drop_row());
         } else {
             self.close_as_gone(now, &key, GoneReason::Reclaimed);
         }
@@ -208,21 +208,17 @@ impl Table {
         self.debug_check();
     }
 
-    /// Returns the rows and tokens that the demotions and closes in progress will free.
-    fn room_being_freed(&self, now: Instant, dp_rank: u32) -> (u64, u64) {
-        let demoting = self.sessions.values().filter(|session| {
-            session.dp_rank == dp_rank && matches!(session.state, State::Demoting { .. })
+    /// Returns what the demotions and closes in progress will free.
+    fn room_being_freed(&self, now: Instant, dp_rank: u32) -> Held {
+        let page_tokens = self.engine.page_tokens;
+        let demoting = self.sessions.iter().filter_map(|(_, session)| match session.state {
+            State::Demoting { .. } if session.dp_rank == dp_rank => {
+                Some(Held { rows: 1, tokens: self.round_to_pages(session.resident_tokens()) })
+            }
+            _ => None,
         });
-        let demoting = demoting.map(|session| (1, self.round_to_pages(session.resident_tokens())));
-        // A close that is stuck may never free anything.
-        let closing = self.pending_closes.values().filter(|closing| {
-            closing.dp_rank == dp_rank && now < closing.begun_at + self.settings.stuck_after
-        });
-        let closing = closing.map(|closing| closing.held(self.engine.page_tokens));
-        let closing = closing.map(|(rows, tokens)| (u64::from(rows), tokens));
-        demoting.chain(closing).fold((0, 0), |(rows_sum, tokens_sum), (rows, tokens)| {
-            (rows_sum + rows, tokens_sum + tokens)
-        })
+        let closing = self.closes.being_freed(now, dp_rank, page_tokens, self.settings.stuck_after);
+        demoting.fold(closing, |sum, held| sum + held)
     }
 }
 

@@ -54,7 +54,7 @@ struct TurnAwaitingPlan {
 impl Table {
     /// Sets whether the shim trims full histories from now on.
     pub fn set_trimming(&mut self, now: Instant, shim_trims: bool) {
-        self.shim_trims = shim_trims;
+        self.shims.set_trims(shim_trims);
         self.process_queue(now);
         self.debug_check();
     }
@@ -81,7 +81,7 @@ impl Table {
     /// Pins an unpinned session. The session's next turn opens it at the engine.
     pub(super) fn pin(&mut self, now: Instant, key: &SessionKey) {
         self.close_at_engine(now, key);
-        self.reincarnate(key);
+        self.sessions.reincarnate(key);
         self.change_session(key, |session| session.begin_anew(State::Planned));
     }
 
@@ -96,7 +96,7 @@ impl Table {
     /// Takes the pin from a session of which nothing is open at the engine, or whose close has
     /// begun.
     pub(super) fn unpin_without_close(&mut self, now: Instant, key: &SessionKey) {
-        self.reincarnate(key);
+        self.sessions.reincarnate(key);
         let is_tagged = self.unpinned_retention(&self.sessions[key]) == Retention::Tagged;
         let no_pin_before = Some(now + PIN_PAUSE);
         self.change_session(key, |session| {
@@ -132,16 +132,14 @@ impl Table {
 
     /// Whether a pin is useless: the shim doesn't trim, or the divergence streak is too long.
     pub(super) fn is_pin_useless(&self, key: &SessionKey) -> bool {
-        !self.shim_trims || self.sessions[key].client.divergence_streak > DIVERGENCE_STREAK_MAX
+        !self.shims.trims() || self.sessions[key].client.divergence_streak > DIVERGENCE_STREAK_MAX
     }
 
     /// Whether the agent pinned the session on its own, no turn of it runs or waits, and the shim
     /// can demote it.
     pub(super) fn is_idle_auto_pin(&self, session: &Session) -> bool {
         let is_at_rest = session.state.is_open() && session.can_expire();
-        is_at_rest
-            && session.has_auto_retention()
-            && self.accounts[session.dp_rank as usize].can_demote()
+        is_at_rest && session.has_auto_retention() && self.shims.can_demote(session.dp_rank)
     }
 
     /// Prepares a session, of which the engine holds nothing any more, for a full history.
@@ -150,7 +148,7 @@ impl Table {
         if session.has_auto_retention() || !session.is_pinned() {
             return self.unpin_without_close(now, key);
         }
-        self.reincarnate(key);
+        self.sessions.reincarnate(key);
         self.change_session(key, |session| {
             let has_run = session.turns.finished > 0;
             session.state = State::Planned;
@@ -164,7 +162,7 @@ impl Table {
     /// the turn must wait.
     pub(super) fn yield_pin(&mut self, now: Instant, key: &SessionKey) -> bool {
         let session = &self.sessions[key];
-        let can_demote = self.accounts[session.dp_rank as usize].can_demote();
+        let can_demote = self.shims.can_demote(session.dp_rank);
         if session.state.row().is_some() && session.history.tokens > 0 && can_demote {
             self.release_kv(now, key);
             return true;
@@ -182,12 +180,12 @@ impl Table {
     ) -> AwaitedPlan {
         let tokens_max = self.full_history_tokens_max(key, need);
         let is_guard_on = self.settings.guards.is_on(Guard::FullHistoryContinues);
-        let session = self.sessions.get_mut(key).expect("the caller has seen it");
+        let session = &self.sessions[key];
         let replaces_incarnation = session.client.deltas == Deltas::RefusedAnew;
-        if replaces_incarnation {
-            session.client.deltas = Deltas::Refused;
-        }
         let must_continue = session.client.deltas == Deltas::Taken && !opens_session && is_guard_on;
+        if replaces_incarnation {
+            self.sessions.update(key, |session| session.client.deltas = Deltas::Refused);
+        }
         AwaitedPlan {
             request: TrimRequest { tokens_max, must_continue },
             question: Question::NotAsked,
@@ -349,10 +347,10 @@ impl Table {
     /// Undoes the admission of a turn that changed nothing in its session.
     pub(super) fn undo_admission(&mut self, key: &SessionKey, had_no_kv: bool) {
         self.change_session(key, |session| {
-            session.release_reserved();
+            session.state.release_reserved();
             if had_no_kv && session.history.tokens > 0 {
                 // The KV that was in the radix tree before the turn is still there.
-                session.drop_row();
+                session.state.drop_row();
             }
         });
     }
@@ -456,7 +454,7 @@ impl Table {
             session.turns.finished += u64::from(has_run);
             session.client.may_be_ahead = true;
             if may_still_run {
-                session.note_lost_turn(rid);
+                session.state.note_lost_turn(rid);
             }
         });
         if is_open {

@@ -21,8 +21,8 @@ impl Table {
     /// Compares the beginning of an admitted full history with those of the session's earlier
     /// turns. The caller leaves out deltas, which don't hold the beginning of the prompt.
     pub(super) fn compare_prompt_start(&mut self, key: &SessionKey, start: PromptStart) {
-        let session = self.sessions.get_mut(key).expect("the caller has seen it");
-        let newly_found = session.prefix_tracker.record_prompt_start(start);
+        let newly_found =
+            self.sessions.update(key, |session| session.prefix_tracker.record_prompt_start(start));
         self.report_prefix(key, newly_found);
     }
 
@@ -33,9 +33,9 @@ impl Table {
             return;
         }
         let is_longer = plan.prompt_tokens > plan.committed_tokens;
-        let session = self.sessions.get_mut(key).expect("the caller has seen it");
-        let newly_found = session.prefix_tracker.record_divergence(plan.shared_tokens, is_longer);
-        self.report_change(key);
+        let newly_found = self.change_session(key, |session| {
+            session.prefix_tracker.record_divergence(plan.shared_tokens, is_longer)
+        });
         self.report_prefix(key, newly_found);
     }
 

@@ -95,7 +95,7 @@ fn a_demotion_whose_answer_was_lost_is_settled() {
     rig.carry_out();
 
     let id = rig.demotes[0].clone();
-    let who = rig.table.keys_by_incarnation[&id].clone();
+    let who = rig.table.session_key(&id).unwrap().clone();
     // The shim's report of the demotion was lost; its full session table arrives later.
     rig.table.handle_session_report(rig.now, 0, &without_kv(id, 21));
     assert_eq!(rig.table.get(&who).unwrap().state, State::Demoted);
@@ -224,7 +224,7 @@ fn a_verified_session_has_no_lost_turn() {
     rig.table.mark_table_requested(0);
     rig.table.handle_session_report(rig.now, 0, &without_kv(id, 21));
     rig.carry_out();
-    assert_eq!(rig.table.get(&key("s")).unwrap().lost_rid(), None);
+    assert_eq!(rig.table.get(&key("s")).unwrap().state.lost_rid(), None);
     assert_eq!(rig.table.totals(0).rows_held, 0);
 }
 

@@ -1,6 +1,6 @@
 //! A test rig: a session table, an obedient engine, and short methods for what clients do.
 
-use std::time::Duration;
+use std::{collections::HashMap, time::Duration};
 
 use proto::load::{Retention, VolatilePrefix};
 

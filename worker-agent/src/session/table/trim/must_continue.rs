@@ -29,15 +29,16 @@ impl Table {
         replaced: Option<Replaced>,
     ) {
         let has_replaced_deltas = replaced == Some(Replaced::Deltas);
-        let session = self.sessions.get_mut(key).expect("the caller has seen it");
-        let has_no_history = session.history.tokens == 0;
-        session.client.deltas = match session.client.deltas {
-            Deltas::Refused | Deltas::RefusedAnew if opens_session && !has_replaced_deltas => {
-                Deltas::Allowed
-            }
-            Deltas::Allowed if has_no_history && !opens_session => Deltas::Refused,
-            deltas => deltas,
-        };
+        self.sessions.update(key, |session| {
+            let has_no_history = session.history.tokens == 0;
+            session.client.deltas = match session.client.deltas {
+                Deltas::Refused | Deltas::RefusedAnew if opens_session && !has_replaced_deltas => {
+                    Deltas::Allowed
+                }
+                Deltas::Allowed if has_no_history && !opens_session => Deltas::Refused,
+                deltas => deltas,
+            };
+        });
     }
 
     /// Handles a turn that the shim refuses because the turn doesn't continue its session. The turn
@@ -54,11 +55,12 @@ impl Table {
             plan.decision == Plan::Refused && plan.prompt_tokens > awaited.request.tokens_max;
         let error = if awaited.exceeds_reserved() || exceeds_room {
             let prompt_tokens_bound = turn.need.prompt_tokens;
-            let session = self.sessions.get_mut(&turn.key).expect("the caller has seen it");
             // A retry of the turn then reserves this much room, or is refused because the pin
             // budget can never hold it.
-            session.client.last_measured =
-                Some(MeasuredHistory { prompt_tokens_bound, tokens: plan.prompt_tokens });
+            let measured = MeasuredHistory { prompt_tokens_bound, tokens: plan.prompt_tokens };
+            self.sessions.update(&turn.key, |session| {
+                session.client.last_measured = Some(measured);
+            });
             let detail = format!("this full history has {} tokens", plan.prompt_tokens);
             Error::OutOfRoom { resource: "pin_tokens", detail }
         } else {

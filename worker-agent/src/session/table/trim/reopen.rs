@@ -15,7 +15,7 @@ use super::{
     AwaitedPlan, DIVERGENCE_STREAK_MAX, Plan, Question, Replaced, Trim, TrimPlan, TurnAwaitingPlan,
 };
 use crate::session::table::{
-    Deltas, Effect, GoneReason, Need, Record, Session, State, Table, TrimRequest,
+    Deltas, Effect, GoneReason, Need, Record, State, Table, TrimRequest,
     tickets::{Inside, Run},
 };
 
@@ -81,7 +81,7 @@ impl Table {
         if !may_run_inside || is_aside || must_keep_history || (!can_fit && !has_auto_retention) {
             self.answer_run_outside(&key);
         } else if exceeds_reserved && can_fit {
-            self.change_session(&key, |session| session.reserve(target_tokens));
+            self.change_session(&key, |session| session.state.reserve(target_tokens));
             self.answer_run_inside(rid, &key);
         } else {
             self.release_before_reopen(now, rid, &key);
@@ -95,13 +95,13 @@ impl Table {
     fn release_before_reopen(&mut self, now: Instant, rid: &str, key: &SessionKey) {
         let had_no_kv = self.tickets[rid].had_no_kv();
         let (holds_kv, dp_rank) = self.change_session(key, |session| {
-            session.release_reserved();
+            session.state.release_reserved();
             if session.history.tokens == 0 || had_no_kv {
-                session.drop_row();
+                session.state.drop_row();
             }
-            (session.state.row().is_some(), session.dp_rank as usize)
+            (session.state.row().is_some(), session.dp_rank)
         });
-        if holds_kv && self.accounts[dp_rank].can_demote() {
+        if holds_kv && self.shims.can_demote(dp_rank) {
             return self.release_kv(now, key);
         }
         self.reopen(now, rid, key);
@@ -118,7 +118,7 @@ impl Table {
     ) -> bool {
         let Some(rid) = self.rid_with_question(key) else { return false };
         if is_demoted {
-            self.change_session(key, Session::drop_row);
+            self.change_session(key, |session| session.state.drop_row());
         }
         self.reopen(now, &rid, key);
         true
@@ -128,7 +128,7 @@ impl Table {
     /// room. Otherwise the turn runs beside its session.
     fn reopen(&mut self, now: Instant, rid: &str, key: &SessionKey) {
         self.close_at_engine(now, key);
-        self.reincarnate(key);
+        self.sessions.reincarnate(key);
         let deltas_before = self.change_session(key, |session| {
             session.begin_anew(State::Planned);
             session.client.may_be_ahead = true;
@@ -152,7 +152,7 @@ impl Table {
                 Some(if has_deltas { Replaced::Deltas } else { Replaced::FullHistories });
         }
         self.begin_open(key, target_tokens);
-        self.write_journal(Record::Turn { incarnation, rid: rid.to_owned() });
+        self.effects.write_journal(Record::Turn { incarnation, rid: rid.to_owned() });
     }
 
     /// Handles the answer to an open that was requested for a turn inside the engine. `is_open`:
@@ -174,7 +174,7 @@ impl Table {
         if !is_open && self.sessions[key].state.is_closing() {
             // The incarnation may be open at the engine all the same. It is being closed under its
             // old id.
-            self.reincarnate(key);
+            self.sessions.reincarnate(key);
             self.change_session(key, |session| session.lose(GoneReason::HistoryUnknown));
         } else if !is_open {
             self.leave_without_incarnation(now, key);
@@ -188,7 +188,7 @@ impl Table {
         if self.sessions[key].has_auto_retention() {
             self.unpin_without_close(now, key);
         } else {
-            self.reincarnate(key);
+            self.sessions.reincarnate(key);
             self.change_session(key, |session| {
                 session.lose(GoneReason::HistoryUnknown);
             });

@@ -41,17 +41,17 @@ impl Table {
         let session = &self.sessions[key];
         let State::InTree(tree) = &session.state else { return false };
         let may_pin = self.settings.auto_pin
-            && self.shim_trims
+            && self.shims.trims()
             && session.has_auto_retention()
             && session.client.sends_full
             && session.client.divergence_streak <= DIVERGENCE_STREAK_MAX
             && tree.no_pin_before.is_none_or(|earliest| earliest <= now)
-            && self.accounts[session.dp_rank as usize].can_demote()
+            && self.shims.can_demote(session.dp_rank)
             && self.engine.retentions.contains(&Retention::Pinned);
         let came_back_soon =
             session.turns.finished > 0 && session.idle(now) <= self.settings.demote_idle;
         let is_only_turn = session.turns.running == 0 && session.turns.waiting == 1;
-        if !(may_pin && came_back_soon && is_only_turn) || self.is_taking_over() {
+        if !(may_pin && came_back_soon && is_only_turn) || self.closes.has_inherited() {
             return false;
         }
         let has_free_row = matches!(self.row_shortage(session.dp_rank), Ok(None));
