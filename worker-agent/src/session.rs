@@ -2,9 +2,10 @@
 //!
 //! The owner task (`crate::owner`) tells [`Table`] what happened, and carries out the [`Effect`]s
 //! that it returns. This file holds the types of settings, calls and effects. The child `state`
-//! holds one session, and `lifecycle` its life at the engine. The child `table` decides which turns run, `deltas` which turns a session
-//! takes. `turn` and `error` describe turns and refusals, `prefix_tracker` compares prompts, and
-//! `journal` lists the open incarnations in a file. Only `journal` does I/O. None reads a clock.
+//! holds one session, and `lifecycle` its life at the engine. The child `table` decides which turns
+//! run, `deltas` which turns a session takes. `turn` and `error` describe turns and refusals,
+//! `prefix_tracker` compares prompts, and `journal` lists the open incarnations in a file. Only
+//! `journal` does I/O. None reads a clock.
 //!
 //! A session is a conversation of ordered turns. A turn is one request and its answer. It sends a
 //! full history (the whole conversation) or a delta (only new tokens, which the engine appends). An

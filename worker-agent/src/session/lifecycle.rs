@@ -4,6 +4,62 @@
 //! radix tree. [`State`] says which of the two holds, and has the figures that only that state has.
 //! The shim is Berth's part in the engine's process. The session table (`super::table`) decides
 //! which change comes next. This module does no I/O and reads no clock.
+//!
+//! The tables below say where each event leads a session that a client opened as pinned, or as
+//! tagged for the two states in the tree. They also say what follows: a turn or an open request is
+//! admitted or refused, the session is opened, closed or demoted at the engine, or the shim is
+//! asked for its session table. An empty cell changes nothing, and a turn then waits. `running` is
+//! an open session with a turn inside the engine. A test compares every cell with the code.
+//!
+//! A turn arrives with a full history (which may open the session) or a delta:
+//!
+//! | state        | full history        | opening turn        | delta          |
+//! |--------------|---------------------|---------------------|----------------|
+//! | open         | running, admit      | running, admit      | running, admit |
+//! | running      | refuse              | refuse              | refuse         |
+//! | demoted      | running, admit      | running, admit      | running, admit |
+//! | tree         | tree running, admit | tree running, admit | refuse         |
+//! | tree running | refuse              | refuse              | refuse         |
+//! | closing      | refuse              | refuse              | refuse         |
+//! | gone         | refuse              | tree running, admit | refuse         |
+//!
+//! The running turn ends:
+//!
+//! | state        | finished       | aborted        | lost           |
+//! |--------------|----------------|----------------|----------------|
+//! | running      | open           | demoted        | suspect, ask   |
+//! | tree running | tree           | tree           | tree           |
+//! | closing      | removed, close | removed, close | removed, close |
+//!
+//! The engine answers the open:
+//!
+//! | state   | opened      | not opened      |
+//! |---------|-------------|-----------------|
+//! | opening | open, admit | removed, refuse |
+//!
+//! The shim answers or doesn't. It demotes the session or not, or its session table shows the
+//! expected history or an unexpected one:
+//!
+//! | state    | demoted | not demoted | expected | unexpected  | shim silent | shim down   |
+//! |----------|---------|-------------|----------|-------------|-------------|-------------|
+//! | demoting | demoted | gone, close |          |             | gone, close | gone, close |
+//! | suspect  |         |             | open     | gone, close | gone, close | gone, close |
+//!
+//! The client closes the session, all deadlines pass, the engine ends, or an audit finds the KV
+//! corrupt (if a turn runs, the session is gone when it ends):
+//!
+//! | state        | close           | idle limit          | engine lost     | corrupt             |
+//! |--------------|-----------------|---------------------|-----------------|---------------------|
+//! | planned      | removed, refuse | removed, refuse     | removed, refuse | gone, close, refuse |
+//! | opening      | closing, refuse | refuse              | gone, refuse    | gone, close, refuse |
+//! | open         | removed, close  | removed, close      | gone            | gone, close         |
+//! | running      | closing         |                     | gone            |                     |
+//! | demoting     | removed, close  | gone, close, refuse | gone, refuse    | gone, close         |
+//! | demoted      | removed, close  | removed, close      | gone            | gone, close         |
+//! | suspect      | removed, close  | gone, close         | gone            | gone, close         |
+//! | tree         | removed, close  | removed, close      | gone            | gone, close         |
+//! | tree running | closing         |                     | gone            |                     |
+//! | gone         | removed         | removed             |                 |                     |
 
 use std::{mem, time::Instant};
 
@@ -209,7 +265,8 @@ impl State {
         }
     }
 
-    /// Notes that the shim was asked for its session table, which shows a suspect session's history.
+    /// Notes that the shim was asked for its session table, which shows a suspect session's
+    /// history.
     pub(super) fn expect_table(&mut self) {
         if let Self::Suspect { doubt, .. } = self {
             doubt.is_table_requested = true;

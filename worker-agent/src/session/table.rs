@@ -25,8 +25,8 @@
 //! several parts, so they are functions of [`Table`], by topic: `claims`, `admission` and `ends` as
 //! above; `capacity` computes room, `reclaim` frees room, `closing` closes incarnations, `engine`
 //! handles reports of the engine and the shim, `trim` runs full histories in pinned sessions,
-//! `backlog` estimates the prompt tokens that wait, and `volatile_prefix` looks for texts that change
-//! from turn to turn. `invariants` checks the promises.
+//! `backlog` estimates the prompt tokens that wait, and `volatile_prefix` looks for texts that
+//! change from turn to turn. `invariants` checks the promises.
 //!
 //! The table promises the following. `check_invariants` or the simulation asserts each promise:
 //! - At most one turn of an exclusive session is inside the engine.

@@ -158,8 +158,8 @@ impl Closes {
         })
     }
 
-    /// Returns how many closes are stuck. A close counts only if the engine has said that the session
-    /// still exists. If the engine can't be asked, it isn't at fault.
+    /// Returns how many closes are stuck. A close counts only if the engine has said that the
+    /// session still exists. If the engine can't be asked, it isn't at fault.
     pub(super) fn stuck_count(&self, now: Instant, stuck_after: Duration) -> usize {
         let is_stuck =
             |close: &&Close| close.is_kept_by_engine && close.begun_at + stuck_after <= now;

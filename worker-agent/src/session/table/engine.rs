@@ -210,8 +210,8 @@ impl Table {
     /// describes the engine from now on.
     pub fn handle_engine_lost(&mut self, now: Instant, engine: EngineCapacity) {
         self.refuse_waiting(now, &Error::EngineLost);
-        // In case the same process answers again, the journal keeps the closes until it names another
-        // engine process.
+        // In case the same process answers again, the journal keeps the closes until it names
+        // another engine process.
         self.closes.clear();
         self.tickets.forget_samples();
         self.shims.disconnect_all();
