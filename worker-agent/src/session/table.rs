@@ -18,7 +18,7 @@
 //! - [`Sessions`]: the sessions, their incarnation ids, and what they hold on each rank.
 //! - [`Tickets`]: turns and open requests, their queue, and each rank's load of turns.
 //! - [`Closes`]: the closes that the engine has not confirmed, with what they hold.
-//! - [`Shims`]: each rank's shim, and what the sessions of other clients hold.
+//! - [`RankShims`]: each rank's shim, and what the sessions of other clients hold.
 //! - [`Effects`]: what the owner task must do next.
 //!
 //! A part never calls the table or another part, except that parts add [`Effects`]. The rules need
@@ -63,7 +63,7 @@ use proto::id::SessionKey;
 use self::{
     closes::Closes,
     sessions::{Held, Sessions},
-    shims::Shims,
+    shims::RankShims,
     tickets::Tickets,
 };
 use super::{
@@ -93,7 +93,7 @@ pub struct Table {
     sessions: Sessions,
     tickets: Tickets,
     closes: Closes,
-    shims: Shims,
+    shims: RankShims,
     /// What the owner task must do next.
     effects: Effects,
     /// The most sessions in the table: [`SESSIONS_MAX`], except in tests.
@@ -125,13 +125,6 @@ impl Effects {
     }
 }
 
-/// How many incarnation ids and sessions a table has made so far.
-#[derive(Debug, Default)]
-struct MadeCounts {
-    incarnations: u64,
-    sessions: u64,
-}
-
 impl Table {
     /// Returns an empty table.
     #[must_use]
@@ -142,7 +135,7 @@ impl Table {
             engine,
             tickets: Tickets::default(),
             closes: Closes::default(),
-            shims: Shims::default(),
+            shims: RankShims::default(),
             effects: Effects::default(),
             sessions_max: SESSIONS_MAX,
         };

@@ -154,7 +154,7 @@ impl Closes {
     fn held_by(&self, dp_rank: u32, page_tokens: u64, counts: impl Fn(&Close) -> bool) -> Held {
         let counted = self.of_rank(dp_rank).filter(|(_, close)| counts(close));
         counted.fold(Held::default(), |sum, (_, close)| {
-            sum + Held::of(close.row.as_ref(), page_tokens)
+            sum + Held::from_row(close.row.as_ref(), page_tokens)
         })
     }
 

@@ -115,7 +115,8 @@ impl Sessions {
         self.generation_count += 1;
         let session = make(self.next_incarnation(key), self.generation_count);
         self.schedule(session.expires_at());
-        self.ranks[session.dp_rank as usize] += RankSessions::of(&session, self.page_tokens);
+        self.ranks[session.dp_rank as usize] +=
+            RankSessions::from_session(&session, self.page_tokens);
         self.keys_by_incarnation.insert(session.incarnation.clone(), key.clone());
         self.sessions.insert(key.clone(), session);
         effects.report_change(key);
@@ -124,7 +125,8 @@ impl Sessions {
     /// Removes a session.
     pub(super) fn remove(&mut self, effects: &mut Effects, key: &SessionKey) {
         if let Some(session) = self.sessions.remove(key) {
-            self.ranks[session.dp_rank as usize] -= RankSessions::of(&session, self.page_tokens);
+            self.ranks[session.dp_rank as usize] -=
+                RankSessions::from_session(&session, self.page_tokens);
             self.keys_by_incarnation.remove(&session.incarnation);
             effects.report_change(key);
         }
@@ -150,9 +152,9 @@ impl Sessions {
     ) -> T {
         let session = self.sessions.get_mut(key).expect("the caller has seen it");
         let rank = &mut self.ranks[session.dp_rank as usize];
-        *rank -= RankSessions::of(session, self.page_tokens);
+        *rank -= RankSessions::from_session(session, self.page_tokens);
         let result = change(session);
-        *rank += RankSessions::of(session, self.page_tokens);
+        *rank += RankSessions::from_session(session, self.page_tokens);
         result
     }
 
@@ -201,7 +203,8 @@ impl Sessions {
     pub(super) fn check_invariants(&self) {
         let mut counted = vec![RankSessions::default(); self.ranks.len()];
         for (key, session) in &self.sessions {
-            counted[session.dp_rank as usize] += RankSessions::of(session, self.page_tokens);
+            counted[session.dp_rank as usize] +=
+                RankSessions::from_session(session, self.page_tokens);
             let known_key = self.keys_by_incarnation.get(&session.incarnation);
             assert_eq!(known_key, Some(key), "`keys_by_incarnation` names another session");
         }
@@ -221,7 +224,7 @@ impl Index<&SessionKey> for Sessions {
 
 impl Held {
     /// Returns what a pinned session with this row holds or has reserved.
-    pub(super) fn of(row: Option<&Row>, page_tokens: u64) -> Self {
+    pub(super) fn from_row(row: Option<&Row>, page_tokens: u64) -> Self {
         let tokens = row.map_or(0, |row| row.tokens_max().next_multiple_of(page_tokens));
         Self { rows: u32::from(row.is_some()), tokens }
     }
@@ -236,9 +239,9 @@ impl Add for Held {
 }
 
 impl RankSessions {
-    fn of(session: &Session, page_tokens: u64) -> Self {
+    fn from_session(session: &Session, page_tokens: u64) -> Self {
         let tree_tokens = session.state.tree().map_or(0, |tree| tree.resident_tokens);
-        Self { sessions: 1, held: Held::of(session.state.row(), page_tokens), tree_tokens }
+        Self { sessions: 1, held: Held::from_row(session.state.row(), page_tokens), tree_tokens }
     }
 }
 

@@ -14,7 +14,7 @@ const FOREIGN_SESSIONS_MAX: usize = 4096;
 
 /// The shims of all ranks.
 #[derive(Debug, Default)]
-pub(super) struct Shims {
+pub(super) struct RankShims {
     ranks: Vec<RankShim>,
     /// Whether the shim trims full histories, that is, removes the tokens that the turn's session
     /// already holds.
@@ -33,7 +33,7 @@ struct RankShim {
     foreign: Held,
 }
 
-impl Shims {
+impl RankShims {
     /// Makes room for the shims of `rank_count` ranks.
     pub(super) fn add_ranks(&mut self, rank_count: usize) {
         let rank_count = rank_count.max(self.ranks.len());
