@@ -254,7 +254,7 @@ async fn refusals_come_from_the_agent_and_never_reach_the_engine() {
 
 #[tokio::test]
 async fn bodies_have_a_limit() {
-    let cluster = start(|settings| settings.agent.body_bytes_max = 2000).await;
+    let cluster = start(|settings| settings.agent.limits.body_bytes_max = 2000).await;
     let fits = generate(&cluster, None, &turn(&"a".repeat(500), 1)).await;
     assert_eq!(fits.status, StatusCode::OK, "{}", fits.text());
     let large = generate(&cluster, None, &turn(&"a".repeat(3000), 1)).await;
@@ -271,8 +271,8 @@ fn assert_full(refused: &Answer, code: &str) {
 async fn a_full_worker_lets_a_turn_wait_for_room_and_refuses_the_next_at_once() {
     let cluster = start(|settings| {
         slow(settings);
-        settings.agent.turns_in_flight_max = 1;
-        settings.agent.turns_queued_max = 1;
+        settings.agent.limits.turns_in_flight_max = 1;
+        settings.agent.limits.turns_queued_max = 1;
     })
     .await;
     let running = start_stream(&cluster, &claim("a"), turn("hello", 1000)).await;
@@ -296,8 +296,8 @@ async fn race<F: Future + Unpin>(mut one: F, mut two: F) -> (F::Output, F) {
 async fn a_turn_that_waited_too_long_for_room_is_refused_with_retry_after() {
     let cluster = start(|settings| {
         slow(settings);
-        settings.agent.turns_in_flight_max = 1;
-        settings.agent.queue_wait_ms_max = 300;
+        settings.agent.limits.turns_in_flight_max = 1;
+        settings.agent.limits.queue_wait_ms_max = 300;
     })
     .await;
     let _running = start_stream(&cluster, &claim("a"), turn("hello", 1000)).await;
@@ -369,7 +369,7 @@ async fn an_agent_starts_before_its_engine() {
 
 #[tokio::test]
 async fn idle_sessions_expire_and_leave_the_engine() {
-    let cluster = start(|settings| settings.agent.session_idle_ms_max = 50).await;
+    let cluster = start(|settings| settings.agent.sessions.idle_ms_max = 50).await;
     generate(&cluster, Some(&pinned("s")), &turn("hello", 1)).await;
     cluster.nothing_held().await;
     let late = generate(&cluster, Some(&delta("s")), &turn("hello", 1)).await;
@@ -380,7 +380,7 @@ async fn idle_sessions_expire_and_leave_the_engine() {
 async fn a_turn_over_its_time_is_cut_off_and_its_session_goes_on() {
     let cluster = start(|settings| {
         slow(settings);
-        settings.agent.turn_ms_max = 500;
+        settings.agent.limits.turn_ms_max = 500;
     })
     .await;
     // On a stalled machine, the short turns time out as well; they leave no trace either.
@@ -487,7 +487,7 @@ async fn grpc_opens_and_closes_name_the_missing_resource() {
 
 #[tokio::test]
 async fn a_wedge_caused_by_foreign_sessions_makes_the_worker_unhealthy_with_a_reason() {
-    let cluster = start(|settings| settings.agent.stall_ms_max = 300).await;
+    let cluster = start(|settings| settings.agent.engine.stall_ms_max = 300).await;
     let engine = |path: &str| format!("{}{path}", cluster.engine().url());
     // Another client opens sessions directly on the engine, until they hold all of its rows.
     for number in 0..8 {
@@ -564,7 +564,7 @@ async fn the_next_agent_closes_the_sessions_of_a_killed_one() {
     let engine = EngineSim::start_local(Config::default()).await.unwrap();
     let settings = || {
         let mut config = agent_config(&engine.url(), "w0");
-        config.state_dir = state.path().to_owned();
+        config.files.state_dir = state.path().to_owned();
         config
     };
     let web = Web::default();

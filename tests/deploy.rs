@@ -16,7 +16,7 @@ fn the_agent_takes_its_example() {
     let args =
         worker_agent::config::Args::parse_from(["berth-agent", "--config", path.to_str().unwrap()]);
     let config = worker_agent::config::Config::load(args).unwrap();
-    assert_eq!(config.rows_reserve, 2, "the example's own value is in force");
+    assert_eq!(config.sessions.rows_reserve, 2, "the example's own value is in force");
 }
 
 #[test]
@@ -34,7 +34,7 @@ fn units_stop_no_sooner_than_the_drain() {
         let stop = text.lines().find_map(|line| line.strip_prefix("TimeoutStopSec="));
         let stop_ms = stop.unwrap().parse::<u64>().unwrap() * 1000;
         let config = worker_agent::config::Config::default();
-        let whole = worker_agent::config::ms(config.drain_ms_max) + ABORT_WAIT_MAX;
+        let whole = worker_agent::config::ms(config.shutdown.drain_ms_max) + ABORT_WAIT_MAX;
         assert!(Duration::from_millis(stop_ms) > whole, "{unit}: {stop_ms} ms");
         assert!(text.contains("RestartPreventExitStatus=64"), "{unit} restarts on wrong settings");
     }

@@ -338,7 +338,8 @@ async fn a_session_is_unknown_to_other_principals() {
 
 #[tokio::test]
 async fn a_second_turn_waits_if_the_agent_allows_it() {
-    let cluster = start_with(1, |settings| settings.agent.turns_queued_per_session_max = 1).await;
+    let cluster =
+        start_with(1, |settings| settings.agent.sessions.turns_queued_per_session_max = 1).await;
     cluster.open_pinned("s").await;
     cluster.slow_down(1.0).await;
     let mut turns = tokio::task::JoinSet::new();

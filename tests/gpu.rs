@@ -498,7 +498,7 @@ fn start_scheduler(wrapper: &[&str], cluster: &Cluster, dp_rank: u32) -> Option<
 #[tokio::test]
 async fn an_engine_on_two_gpus_is_known_by_its_processes_and_its_pool_by_both() {
     let machine = Machine::new(&json!({ "0": {}, "1": {}, "2": {} })).unwrap();
-    let cluster = start(|config| config.nvml_library = machine.library()).await;
+    let cluster = start(|config| config.gpu.nvml_library = machine.library()).await;
     let mut control = machine.wait_until_loaded().await.unwrap();
     let Some(first) = start_scheduler(&[], &cluster, 0) else { return };
     let second = Scheduler::start_silent("sglang::scheduler_TP1").unwrap();
@@ -547,7 +547,7 @@ async fn an_engine_on_two_gpus_is_known_by_its_processes_and_its_pool_by_both() 
 #[tokio::test]
 async fn an_engine_in_a_pid_namespace_of_its_own_is_found() {
     let machine = Machine::new(&json!({ "0": {}, "1": {} })).unwrap();
-    let cluster = start(|config| config.nvml_library = machine.library()).await;
+    let cluster = start(|config| config.gpu.nvml_library = machine.library()).await;
     let mut control = machine.wait_until_loaded().await.unwrap();
     let Some(engine) = start_scheduler(&["unshare", "--pid", "--fork"], &cluster, 0) else {
         return;
@@ -563,7 +563,7 @@ async fn an_engine_in_a_pid_namespace_of_its_own_is_found() {
 #[tokio::test]
 async fn pids_of_another_namespace_match_no_engine() {
     let machine = Machine::new(&json!({ "0": {} })).unwrap();
-    let cluster = start(|config| config.nvml_library = machine.library()).await;
+    let cluster = start(|config| config.gpu.nvml_library = machine.library()).await;
     let mut control = machine.wait_until_loaded().await.unwrap();
     let Some(engine) = start_scheduler(&[], &cluster, 0) else { return };
     // The driver names a pid that doesn't exist here, so all its pids may be of another namespace.
@@ -591,8 +591,8 @@ fn metrics_in(text: &str) -> BTreeSet<String> {
 async fn every_metric_is_documented_and_alerts_and_dashboard_ask_for_no_other() {
     let machine = Machine::new(&json!({ "0": busy() })).unwrap();
     let cluster = start(|config| {
-        config.nvml_library = machine.library();
-        config.gpm = true;
+        config.gpu.nvml_library = machine.library();
+        config.gpu.gpm = true;
     })
     .await;
     let mut control = machine.wait_until_loaded().await.unwrap();
@@ -646,7 +646,7 @@ async fn a_gpu_that_falls_off_the_bus_makes_the_worker_unhealthy_at_once_and_say
     let folder = tempfile::tempdir().unwrap();
     // One minute between reports, so that an earlier report is one sent for a change.
     let settings = format!(
-        "report_interval_ms = 60000\ndevices = [\"0\"]\nworker_id = \"w0\"\nstate_dir = {:?}\n",
+        "worker_id = \"w0\"\nreports.interval_ms = 60000\ngpu.devices = [\"0\"]\nfiles.state_dir = {:?}\n",
         folder.path().join("state"),
     );
     std::fs::write(folder.path().join("agent.toml"), settings).unwrap();

@@ -6,13 +6,13 @@
 
 use http::{Method, StatusCode};
 use proto::body::{OWNED_KEYS, Object, assemble};
-use router::config::PreamblePolicy;
+use router::config::tables::PreamblePolicy;
 use serde_json::json;
 use tests::cluster::Cluster;
 
 async fn start(preamble: PreamblePolicy) -> Cluster {
     let started = Cluster::start(1, |settings| {
-        settings.router.as_mut().unwrap().preamble = preamble;
+        settings.router.as_mut().unwrap().placement.preamble = preamble;
     });
     started.await.unwrap()
 }

@@ -42,7 +42,7 @@ async fn a_soak_through_berth_breaks_nothing() {
     let started = Cluster::start(1, |settings| {
         settings.engine.core.context_len = 2048;
         // A short idle time, so that sessions are demoted for others during the run.
-        settings.agent.demote_idle_ms = 300;
+        settings.agent.sessions.demote_idle_ms = 300;
     });
     let mut cluster = started.await.unwrap();
     let (data, admin) = (cluster.agent().data.to_string(), cluster.agent().admin.to_string());

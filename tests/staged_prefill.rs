@@ -22,7 +22,7 @@ const PAGE_TOKENS: usize = 16;
 
 async fn start(prefill_stage_ms: u64, core: impl FnOnce(&mut CoreConfig)) -> Cluster {
     let started = Cluster::start(1, |settings| {
-        settings.agent.prefill_stage_ms = prefill_stage_ms;
+        settings.agent.engine.prefill_stage_ms = prefill_stage_ms;
         settings.engine.kv_events = Some(KvEventsConfig::local());
         let config = &mut settings.engine.core;
         config.page_size = PAGE_TOKENS;

@@ -113,7 +113,7 @@ pub async fn run(config: Config, listeners: Listeners, tasks: Tasks) -> Result<(
     let mut registry = Registry::with_prefix("berth_router");
     let metrics = Metrics::new(&mut registry);
     registry.register_collector(Box::new(FleetCollector(Arc::clone(&view))));
-    let kv_index = Arc::new(KvIndex::new(endpoints.len(), config.overlap_bytes_max));
+    let kv_index = Arc::new(KvIndex::new(endpoints.len(), config.limits.overlap_bytes_max));
     registry.register_collector(Box::new(KvIndexCollector {
         view: Arc::clone(&view),
         kv_index: Arc::clone(&kv_index),
@@ -135,7 +135,7 @@ pub async fn run(config: Config, listeners: Listeners, tasks: Tasks) -> Result<(
     let shared = build_shared(&config, view, kv_index, metrics, update_sender, &endpoints, &tasks);
     let address = listeners.data.local_addr().map(|address| address.to_string());
     info!(address = address.unwrap_or_default(), agents = endpoints.len(), "router listens");
-    let turns_max = config.turns_in_flight_max;
+    let turns_max = config.limits.turns_in_flight_max;
     let data_server =
         server::serve(listeners.data, http::build_routes(shared), turns_max, tasks.clone());
     tasks.spawn_essential("data", data_server);
@@ -169,7 +169,7 @@ fn watch_agents(
             agent_index: agent,
             endpoint: endpoint.clone(),
             connect_max: config.connect_max(),
-            sessions_max: config.sessions_max,
+            sessions_max: config.limits.sessions_max,
             updates: update_sender.clone(),
             view: Arc::clone(view),
         };
@@ -200,9 +200,11 @@ fn build_shared(
         let (models, view) = (Arc::clone(&models), Arc::clone(&view));
         tasks.spawn(models::run(models, view, control_clients.clone(), tasks.token()));
     }
-    let new_affinity_table = || Affinity::new(config.sessions_max, config.affinity_idle_max());
+    let new_affinity_table =
+        || Affinity::new(config.limits.sessions_max, config.affinity_idle_max());
     let metrics = Arc::new(metrics);
-    let block_locator = BlockLocator::new(Arc::clone(&kv_index), models, config.overlap_bytes_max);
+    let block_locator =
+        BlockLocator::new(Arc::clone(&kv_index), models, config.limits.overlap_bytes_max);
     let block_locator = Arc::new(block_locator);
     let directory =
         Arc::new(SessionDirectory::new(view, new_affinity_table(), config.connect_max()));
@@ -226,9 +228,12 @@ fn build_shared(
         sessions: Arc::new(sessions),
         upstream: UpstreamClient::new(config.connect_max(), update_sender),
         metrics,
-        body_budget: BodyBudget::new(config.body_bytes_max, config.body_bytes_in_flight_max),
-        turn_permits: Arc::new(Semaphore::new(config.turns_in_flight_max)),
+        body_budget: BodyBudget::new(
+            config.limits.body_bytes_max,
+            config.limits.body_bytes_in_flight_max,
+        ),
+        turn_permits: Arc::new(Semaphore::new(config.limits.turns_in_flight_max)),
         turn_max: config.turn_max(),
-        preamble: config.preamble,
+        preamble: config.placement.preamble,
     })
 }

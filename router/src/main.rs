@@ -49,11 +49,11 @@ fn main() -> ExitCode {
 fn serve(config: Config) -> anyhow::Result<()> {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let result = runtime.block_on(async {
-        let data = tokio::net::TcpListener::bind(config.data_addr)
+        let data = tokio::net::TcpListener::bind(config.listen.data_addr)
             .await
-            .with_context(|| format!("data_addr {} can't be bound", config.data_addr))?;
-        let admin = std::net::TcpListener::bind(config.admin_addr)
-            .with_context(|| format!("admin_addr {} can't be bound", config.admin_addr))?;
+            .with_context(|| format!("data_addr {} can't be bound", config.listen.data_addr))?;
+        let admin = std::net::TcpListener::bind(config.listen.admin_addr)
+            .with_context(|| format!("admin_addr {} can't be bound", config.listen.admin_addr))?;
         let tasks = Tasks::default();
         stop_on_signal(&tasks)?;
         Ok(router::run(config, Listeners { data, admin }, tasks).await?)

@@ -49,7 +49,7 @@ use self::{
     shared::Shared,
 };
 use crate::{
-    config::PreamblePolicy,
+    config::tables::PreamblePolicy,
     fleet::{connect, worker::WorkerRef},
     metrics::TurnOutcome,
     placement::session_status::SessionStatus,

@@ -3,7 +3,10 @@
 use std::sync::atomic::Ordering;
 
 use http::{Method, StatusCode};
-use router::config::{Config, PreamblePolicy};
+use router::config::{
+    Config,
+    tables::{PlacementTable, PreamblePolicy},
+};
 
 use crate::{
     agent::Agent,
@@ -42,7 +45,10 @@ async fn an_agent_is_sent_the_body_without_its_preamble_and_so_is_the_next_one()
 #[tokio::test]
 async fn a_router_that_keeps_preambles_sends_every_byte() {
     let a = Agent::start("a");
-    let settings = Config { preamble: PreamblePolicy::Keep, ..config(&[&a]) };
+    let settings = Config {
+        placement: PlacementTable { preamble: PreamblePolicy::Keep, ..PlacementTable::default() },
+        ..config(&[&a])
+    };
     let router = Router::start_with(settings).await;
     wait_until("the router is ready", async || router.is_ready().await).await;
     send(&router, "s").await;

@@ -231,7 +231,8 @@ async fn load_decides_where_new_sessions_go() {
 async fn a_silent_worker_keeps_its_sessions_and_gets_none() {
     let (a, b) = (Agent::start("a"), Agent::start("b"));
     a.inner.used_tokens.store(9_000, Ordering::Relaxed);
-    let settings = Config { load_report_age_ms_max: 400, ..config(&[&a, &b]) };
+    let mut settings = config(&[&a, &b]);
+    settings.timeouts.load_report_age_ms_max = 400;
     let router = Router::start_with(settings).await;
     let mut sessions = 0;
     let mut newcomer = async || {
@@ -287,7 +288,8 @@ async fn without_a_worker_the_answer_is_503_within_the_time_to_connect() {
     let held = tokio::net::TcpSocket::new_v4().unwrap();
     held.bind(SocketAddr::from(([127, 0, 0, 1], 0))).unwrap();
     let workers = vec![format!("http://{}", held.local_addr().unwrap())];
-    let settings = Config { workers, connect_ms_max: 300, ..config(&[]) };
+    let mut settings = Config { workers, ..config(&[]) };
+    settings.timeouts.connect_ms_max = 300;
     let router = Router::start_with(settings).await;
     // The limit leaves some seconds for a machine that stalls.
     let soon =
@@ -306,7 +308,7 @@ async fn without_a_worker_the_answer_is_503_within_the_time_to_connect() {
 async fn what_is_wrong_with_a_request_is_said() {
     let a = Agent::start("a");
     let mut settings = config(&[&a]);
-    settings.body_bytes_max = 1000;
+    settings.limits.body_bytes_max = 1000;
     let router = Router::start_with(settings).await;
     let cases: [(Headers<'_>, &str, u16, &str); 9] = [
         (&[], "{\"a\":", 400, "invalid_json"),
@@ -379,7 +381,9 @@ async fn a_refused_connection_is_tried_elsewhere_unless_the_session_is_bound() {
 #[tokio::test]
 async fn a_turn_has_one_deadline() {
     let a = Agent::start("a");
-    let router = Router::start_with(Config { turn_ms_max: 300, ..config(&[&a]) }).await;
+    let mut settings = config(&[&a]);
+    settings.timeouts.turn_ms_max = 300;
+    let router = Router::start_with(settings).await;
     let aborted_answers = || a.inner.aborted_answers.load(Ordering::Relaxed);
     // If the machine stalls, the turn may time out before the agent has it. Then send another.
     wait_until("a turn is cut off at the agent", async || {
@@ -423,7 +427,9 @@ async fn a_draining_router_lets_its_turns_end() {
 #[tokio::test]
 async fn turns_beyond_the_bound_are_refused_at_once() {
     let a = Agent::start("a");
-    let router = Router::start_with(Config { turns_in_flight_max: 1, ..config(&[&a]) }).await;
+    let mut settings = config(&[&a]);
+    settings.limits.turns_in_flight_max = 1;
+    let router = Router::start_with(settings).await;
     let waiting: Headers<'_> = &[("x-test-wait", "tail")];
     let turn = router.begin(Method::POST, "/v1/messages", waiting, "{\"a\":1}").await;
     let refused = router.chat(&[], "{}").await;

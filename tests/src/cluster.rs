@@ -20,7 +20,10 @@ use service::tasks::Tasks;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 use tonic::transport::{Channel, Endpoint};
-use worker_agent::{Listeners, config::Config};
+use worker_agent::{
+    Listeners,
+    config::{Config, tables::ListenTable},
+};
 
 use crate::{
     engine_sim::{self, EngineSim},
@@ -63,18 +66,14 @@ pub fn own_addr() -> SocketAddr {
 #[must_use]
 pub fn agent_config(engine: &str, worker_id: &str) -> Config {
     let free = own_addr();
-    Config {
-        engine: engine.to_owned(),
-        worker_id: worker_id.to_owned(),
-        data_addr: free,
-        control_addr: free,
-        admin_addr: free,
-        report_interval_ms: 100,
-        load_interval_ms: 50,
-        vocabulary: 320,
-        nvml_library: "no-nvml".into(),
-        ..Config::default()
-    }
+    let mut config = Config { worker_id: worker_id.to_owned(), ..Config::default() };
+    config.engine.url = engine.to_owned();
+    config.engine.load_interval_ms = 50;
+    config.engine.vocabulary = 320;
+    config.listen = ListenTable { data_addr: free, control_addr: free, admin_addr: free };
+    config.reports.interval_ms = 100;
+    config.gpu.nvml_library = "no-nvml".into();
+    config
 }
 
 impl Agent {
@@ -84,10 +83,10 @@ impl Agent {
     /// Fails if a port can't be bound.
     #[expect(clippy::disallowed_methods, reason = "a process of its own, here as a task")]
     pub fn start(mut config: Config) -> anyhow::Result<Self> {
-        let named = !config.state_dir.as_os_str().is_empty();
+        let named = !config.files.state_dir.as_os_str().is_empty();
         let state = if named { None } else { Some(tempfile::tempdir()?) };
         if let Some(state) = &state {
-            config.state_dir = state.path().to_owned();
+            config.files.state_dir = state.path().to_owned();
         }
         let listeners = Listeners::bind(&config)?;
         let (data, control, admin) = (
@@ -148,15 +147,15 @@ pub struct Router {
 #[must_use]
 pub fn router_config(agents: &[&Agent]) -> router::config::Config {
     let free = SocketAddr::from(([127, 0, 0, 1], 0));
-    router::config::Config {
+    let mut config = router::config::Config {
         workers: agents.iter().map(|agent| format!("http://{}", agent.control)).collect(),
-        data_addr: free,
-        admin_addr: free,
-        load_report_age_ms_max: 60_000,
-        // A pinned session of an agent that is gone waits this long for the agent's return.
-        connect_ms_max: 5_000,
         ..router::config::Config::default()
-    }
+    };
+    config.listen = router::config::tables::ListenTable { data_addr: free, admin_addr: free };
+    config.timeouts.load_report_age_ms_max = 60_000;
+    // A pinned session of an agent that is gone waits this long for the agent's return.
+    config.timeouts.connect_ms_max = 5_000;
+    config
 }
 
 impl Router {
@@ -166,8 +165,8 @@ impl Router {
     /// Fails if a port can't be bound.
     #[expect(clippy::disallowed_methods, reason = "a process of its own, here as a task")]
     pub async fn start(config: router::config::Config) -> anyhow::Result<Self> {
-        let data = tokio::net::TcpListener::bind(config.data_addr).await?;
-        let admin = std::net::TcpListener::bind(config.admin_addr)?;
+        let data = tokio::net::TcpListener::bind(config.listen.data_addr).await?;
+        let admin = std::net::TcpListener::bind(config.listen.admin_addr)?;
         let addrs = (data.local_addr()?, admin.local_addr()?);
         let tasks = Tasks::default();
         let listeners = router::Listeners { data, admin };
@@ -243,15 +242,11 @@ impl Cluster {
             let mut config = settings.engine.clone();
             config.core.seed += number as u64;
             let engine = EngineSim::start_local(config).await?;
-            let Config { data_addr, control_addr, admin_addr, .. } = agent_config("", "");
-            let agent = Agent::start(Config {
-                engine: engine.url(),
-                worker_id: format!("w{number}"),
-                data_addr,
-                control_addr,
-                admin_addr,
-                ..settings.agent.clone()
-            })?;
+            let mut config = settings.agent.clone();
+            config.engine.url = engine.url();
+            config.worker_id = format!("w{number}");
+            config.listen = agent_config("", "").listen;
+            let agent = Agent::start(config)?;
             ready(&cluster.web, agent.admin).await;
             cluster.engines.push(engine);
             cluster.agents.push(agent);

@@ -302,11 +302,11 @@ impl GpuThread {
 
 impl From<&Config> for Settings {
     fn from(config: &Config) -> Self {
-        let devices = config.devices.iter();
+        let devices = config.gpu.devices.iter();
         Self {
             devices: devices.filter_map(|device| device.parse().ok()).collect(),
-            library: config::path_if_set(&config.nvml_library),
-            reads_gpm: config.gpm,
+            library: config::path_if_set(&config.gpu.nvml_library),
+            reads_gpm: config.gpu.gpm,
             ..Self::default()
         }
     }

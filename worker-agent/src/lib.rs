@@ -103,9 +103,9 @@ impl Listeners {
             std::net::TcpListener::bind(addr).map_err(|error| Error::Bind { addr, source: error })
         };
         Ok(Self {
-            data: bind(config.data_addr)?,
-            control: bind(config.control_addr)?,
-            admin: bind(config.admin_addr)?,
+            data: bind(config.listen.data_addr)?,
+            control: bind(config.listen.control_addr)?,
+            admin: bind(config.listen.admin_addr)?,
         })
     }
 }
@@ -157,7 +157,7 @@ pub async fn run(
     let gpus = gpu::start((&config).into())?;
     let (agent, shim, queues) =
         start_agent(&config, &gpus, &listeners, epoch, &engine, &metrics, &tasks)?;
-    let republish_interval = ms(config.republish_interval_ms);
+    let republish_interval = ms(config.engine.republish_interval_ms);
     let kv_metrics = kv_events::metrics::Metrics::new(&mut registry);
     let kv_setup = kv_events::KvSetup { epoch, shim, republish_interval, metrics: kv_metrics };
     let kv_events = kv_events::start(kv_setup, tasks.token())?;
@@ -181,9 +181,10 @@ pub async fn run(
         engine: engine.clone(),
         owner: agent.clone(),
         kv_events,
-        sample_interval: ms(config.load_interval_ms),
+        sample_interval: ms(config.engine.load_interval_ms),
         wake: Arc::clone(&wake_monitor),
-        configured_vocabulary_size: (config.vocabulary > 0).then_some(config.vocabulary),
+        configured_vocabulary_size: (config.engine.vocabulary > 0)
+            .then_some(config.engine.vocabulary),
         found_files_sender,
     };
     tasks.spawn_essential("engine monitor", owner::engine_monitor::run(monitor, tasks.clone()));
@@ -192,8 +193,11 @@ pub async fn run(
     let context = TurnContext {
         agent: agent.clone(),
         engine,
-        body_budget: BodyBudget::new(config.body_bytes_max, config.body_bytes_in_flight_max),
-        turn_time_max: ms(config.turn_ms_max),
+        body_budget: BodyBudget::new(
+            config.limits.body_bytes_max,
+            config.limits.body_bytes_in_flight_max,
+        ),
+        turn_time_max: ms(config.limits.turn_ms_max),
         wake_monitor,
         tasks: tasks.clone(),
         metrics,
@@ -206,7 +210,7 @@ pub async fn run(
     tasks.spawn_essential("data port", server::serve(data, app, connections_max, tasks.clone()));
 
     tokio::select! {
-        () = stop.cancelled() => drain(&agent, ms(config.drain_ms_max)).await,
+        () = stop.cancelled() => drain(&agent, ms(config.shutdown.drain_ms_max)).await,
         () = tasks.cancelled() => {}
     }
     if tasks.stop(SHUTDOWN_TIME_MAX).await { Ok(()) } else { Err(Error::TaskEnded) }
@@ -214,7 +218,7 @@ pub async fn run(
 
 /// Returns the most connections to the data port: one for each turn and each staged prompt.
 fn connections_max(config: &Config) -> usize {
-    let turns_max = limits(config).turns_max_over_ranks() + config.turns_queued_max;
+    let turns_max = limits(config).turns_max_over_ranks() + config.limits.turns_queued_max;
     (turns_max + staged_prefill_queue::PROMPTS_MAX).min(CLIENT_CONNECTIONS_MAX)
 }
 
@@ -233,7 +237,7 @@ fn engine_client(config: &Config) -> EngineClient {
         config.engine_uri(),
         config::engine_api_key().expect("checked when the settings were loaded"),
         ENGINE_CONNECT_TIME_MAX,
-        ms(config.engine_call_ms_max),
+        ms(config.engine.call_ms_max),
     )
 }
 
@@ -241,7 +245,7 @@ fn log_start(config: &Config, listeners: &Listeners) -> Result<(), Error> {
     let (data, control) = (listeners.data.local_addr()?, listeners.control.local_addr()?);
     tracing::info!(
         version = env!("CARGO_PKG_VERSION"),
-        engine = config.engine,
+        engine = config.engine.url,
         %data,
         %control,
         admin = %listeners.admin.local_addr()?,
@@ -271,13 +275,13 @@ fn start_agent(
     };
     let table_settings = TableSettings {
         incarnation_prefix: incarnation::prefix(&agent_id, epoch),
-        idle_max: ms(config.session_idle_ms_max),
-        demote_idle: ms(config.demote_idle_ms),
-        turns_queued_per_session_max: config.turns_queued_per_session_max,
-        turns_queued_max: config.turns_queued_max,
-        queue_wait_max: ms(config.queue_wait_ms_max),
+        idle_max: ms(config.sessions.idle_ms_max),
+        demote_idle: ms(config.sessions.demote_idle_ms),
+        turns_queued_per_session_max: config.sessions.turns_queued_per_session_max,
+        turns_queued_max: config.limits.turns_queued_max,
+        queue_wait_max: ms(config.limits.queue_wait_ms_max),
         stuck_after: config::ABORT_WAIT_MAX * 2,
-        auto_pin: config.auto_pin,
+        auto_pin: config.sessions.auto_pin,
         guards: Guards::default(),
     };
     // The journal must be opened first, because it is a lock: only one agent at a time can hold it,
@@ -287,14 +291,14 @@ fn start_agent(
     let shim = shim::listen(&config.shim_socket(), shim_sender, tasks)?;
     let (trimmer_sender, trimmer_events) = mpsc::channel(TRIMMER_EVENTS_QUEUED_MAX);
     let trimmer = shim::trim::listen(&config.shim_socket(), trimmer_sender, tasks)?;
-    let queues = (config.prefill_stage_ms > 0)
-        .then(|| Arc::new(StagedPrefillQueues::new(config.prefill_stage_ms)));
+    let queues = (config.engine.prefill_stage_ms > 0)
+        .then(|| Arc::new(StagedPrefillQueues::new(config.engine.prefill_stage_ms)));
     let reporter = owner::ReporterSetup {
         agent_id,
         epoch,
         data_port: listeners.data.local_addr()?.port(),
         staged_prefill_queues: queues.clone(),
-        report_interval: ms(config.report_interval_ms),
+        report_interval: ms(config.reports.interval_ms),
     };
     let setup = owner::OwnerSetup {
         reporter,
@@ -306,19 +310,19 @@ fn start_agent(
         table_settings,
         journal,
         metrics: metrics.clone(),
-        audit_table: config::path_if_set(&config.audit_table),
-        audit_interval: (config.audit_interval_s > 0)
-            .then(|| Duration::from_secs(config.audit_interval_s)),
-        stall_max: ms(config.stall_ms_max),
+        audit_table: config::path_if_set(&config.audit.table),
+        audit_interval: (config.audit.interval_s > 0)
+            .then(|| Duration::from_secs(config.audit.interval_s)),
+        stall_max: ms(config.engine.stall_ms_max),
     };
     Ok((owner::start(setup, shim_events, trimmer_events, tasks), shim, queues))
 }
 
 fn limits(config: &Config) -> Limits {
     Limits {
-        rows_reserve: config.rows_reserve,
-        pin_budget_ratio: config.pin_budget_ratio,
-        turns_max: config.turns_in_flight_max,
+        rows_reserve: config.sessions.rows_reserve,
+        pin_budget_ratio: config.sessions.pin_budget_ratio,
+        turns_max: config.limits.turns_in_flight_max,
     }
 }
 

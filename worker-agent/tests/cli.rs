@@ -14,7 +14,11 @@ fn agent(args: &[&str]) -> Output {
 #[test]
 fn wrong_settings_are_all_listed_and_the_status_is_64() {
     let path = std::env::temp_dir().join(format!("berth-cli-{}.toml", std::process::id()));
-    std::fs::write(&path, "rows_reserve = 0\nturn_ms = 5\npin_budget_ratio = 2.0\n").unwrap();
+    std::fs::write(
+        &path,
+        "turn_ms = 5\nsessions.rows_reserve = 0\nsessions.pin_budget_ratio = 2.0\n",
+    )
+    .unwrap();
     let output = agent(&["--config", path.to_str().unwrap(), "--engine", "nonsense"]);
     std::fs::remove_file(&path).unwrap();
     assert_eq!(output.status.code(), Some(64));
@@ -68,7 +72,7 @@ fn a_signal_ends_it_well_also_without_an_engine() {
     let folder = tempfile::tempdir().unwrap();
     let settings = folder.path().join("agent.toml");
     let state = folder.path().join("state");
-    std::fs::write(&settings, format!("state_dir = {state:?}\n")).unwrap();
+    std::fs::write(&settings, format!("files.state_dir = {state:?}\n")).unwrap();
     let mut child = Command::new(env!("CARGO_BIN_EXE_berth-agent"))
         .args(["--config", settings.to_str().unwrap()])
         .args(["--engine", "http://127.0.0.1:9", "--data-addr", "127.0.0.1:0"])

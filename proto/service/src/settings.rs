@@ -1,14 +1,15 @@
 //! Reads settings from a TOML file, and reports all problems at once.
 //!
-//! The `config.rs` of router and agent each define a flat struct of settings with defaults, and
-//! call [`load`]. They apply command line arguments and environment variables themselves, and add
-//! the problems that only they can see, such as values that contradict each other. Their `main.rs`
-//! prints the [`Problems`] and exits with [`EXIT_USAGE`]. A running process doesn't read the file
-//! again.
+//! The `config.rs` of router and agent each define a struct with a field for each table of the
+//! file, and call [`load`]. They apply command line arguments and environment variables themselves,
+//! and add the problems that only they can see, such as values that contradict each other. Their
+//! `main.rs` prints the [`Problems`] and exits with [`EXIT_USAGE`]. A running process doesn't read
+//! the file again.
 
 use std::{fmt, path::Path};
 
 use serde::{Serialize, de::DeserializeOwned};
+use toml::{Table, Value};
 
 /// Exit status of a process whose settings are invalid: `EX_USAGE` of `sysexits.h`.
 pub const EXIT_USAGE: u8 = 64;
@@ -29,13 +30,13 @@ impl fmt::Display for Problems {
 
 impl std::error::Error for Problems {}
 
-/// Reads a flat settings struct whose keys all have defaults.
+/// Reads a settings struct whose keys and tables all have defaults.
 ///
 /// Returns the settings and their problems. An invalid key keeps its default and is reported, so
 /// one run shows every problem. Without a path, returns the defaults.
 ///
-/// `renamed_keys` holds the old and the new name of each renamed key. An old name in the file
-/// is a problem, and the problem's text has the new name.
+/// `renamed_keys` holds the old name of each renamed key, and its new name, as `table.key`. An old
+/// name in the file is a problem, and the problem's text has the new name.
 pub fn load<T: DeserializeOwned + Default>(
     path: Option<&Path>,
     renamed_keys: &[(&str, &str)],
@@ -52,21 +53,25 @@ pub fn parse<T: DeserializeOwned + Default>(
     text: &str,
     renamed_keys: &[(&str, &str)],
 ) -> (T, Vec<String>) {
-    let table: toml::Table = match text.parse() {
-        Ok(table) => table,
+    let file: Table = match text.parse() {
+        Ok(file) => file,
         Err(error) => return (T::default(), vec![format!("not TOML: {error}")]),
     };
-    let mut valid = toml::Table::new();
+    let mut valid = Table::new();
     let mut problems = vec![];
-    for (key, value) in table {
-        if let Some((_, new)) = renamed_keys.iter().find(|(old, _)| *old == key) {
-            problems.push(format!("{key}: renamed to {new}"));
-            continue;
-        }
-        let single_key = toml::Table::from_iter([(key.clone(), value.clone())]);
-        match T::deserialize(single_key) {
-            Ok(_) => drop(valid.insert(key, value)),
-            Err(error) => problems.push(format!("{key}: {}", error.to_string().trim_end())),
+    for (key, value) in file {
+        match value {
+            Value::Table(table) => {
+                if let Some(table) = check_table::<T>(&key, table, renamed_keys, &mut problems) {
+                    valid.insert(key, Value::Table(table));
+                }
+            }
+            value => {
+                let file = Table::from_iter([(key.clone(), value.clone())]);
+                if is_valid::<T>(&key, file, renamed_keys, &mut problems) {
+                    valid.insert(key, value);
+                }
+            }
         }
     }
     let settings =
@@ -74,9 +79,53 @@ pub fn parse<T: DeserializeOwned + Default>(
     (settings, problems)
 }
 
+/// Returns the valid keys of one table of the file, and adds the problems of the others. Returns
+/// `None` for a table that the settings don't have.
+fn check_table<T: DeserializeOwned>(
+    table_name: &str,
+    table: Table,
+    renamed_keys: &[(&str, &str)],
+    problems: &mut Vec<String>,
+) -> Option<Table> {
+    let file_with = |table| Table::from_iter([(table_name.to_owned(), Value::Table(table))]);
+    if let Err(error) = T::deserialize(file_with(Table::new())) {
+        problems.push(format!("{table_name}: {}", error.to_string().trim_end()));
+        return None;
+    }
+    let mut valid = Table::new();
+    for (key, value) in table {
+        let file = file_with(Table::from_iter([(key.clone(), value.clone())]));
+        if is_valid::<T>(&format!("{table_name}.{key}"), file, renamed_keys, problems) {
+            valid.insert(key, value);
+        }
+    }
+    Some(valid)
+}
+
+/// Whether `file`, which has only the key `name`, is valid. Otherwise adds the problem.
+fn is_valid<T: DeserializeOwned>(
+    name: &str,
+    file: Table,
+    renamed_keys: &[(&str, &str)],
+    problems: &mut Vec<String>,
+) -> bool {
+    if let Some((_, new)) = renamed_keys.iter().find(|(old, _)| *old == name) {
+        problems.push(match new.split_once('.') {
+            Some((table, key)) => format!("{name}: renamed to {key} in the table [{table}]"),
+            None => format!("{name}: renamed to {new}"),
+        });
+        return false;
+    }
+    let result = T::deserialize(file);
+    problems.extend(
+        result.as_ref().err().map(|error| format!("{name}: {}", error.to_string().trim_end())),
+    );
+    result.is_ok()
+}
+
 /// Returns the effective settings as TOML, as `/config` shows them.
 pub fn to_toml<T: Serialize>(settings: &T) -> String {
-    toml::to_string(settings).expect("settings are flat: strings, numbers and lists")
+    toml::to_string(settings).expect("settings are tables of strings, numbers and lists")
 }
 
 #[cfg(test)]
@@ -85,35 +134,58 @@ mod tests {
 
     use super::*;
 
-    #[derive(Debug, Deserialize, Serialize)]
+    #[derive(Debug, Default, Deserialize, Serialize)]
     #[serde(default, deny_unknown_fields)]
     struct Example {
         name: String,
-        interval_ms: u32,
+        reports: Reports,
     }
 
-    impl Default for Example {
+    #[derive(Debug, Deserialize, Serialize)]
+    #[serde(default, deny_unknown_fields)]
+    struct Reports {
+        interval_ms: u32,
+        count: u32,
+    }
+
+    impl Default for Reports {
         fn default() -> Self {
-            Self { name: "x".into(), interval_ms: 7 }
+            Self { interval_ms: 7, count: 1 }
         }
     }
 
     #[test]
     fn every_wrong_key_is_reported_and_good_ones_are_kept() {
-        let text = "name = \"y\"\ninterval_ms = -1\nintervall_ms = 5\nother = true\n";
+        let text = "name = \"y\"\nother = true\n[reports]\ninterval_ms = -1\nintervall_ms = 5\n\
+                    count = 3\n[report]\ncount = 4\n";
         let (settings, problems) = parse::<Example>(text, &[]);
         assert_eq!(settings.name, "y");
-        assert_eq!(settings.interval_ms, 7);
-        assert_eq!(problems.len(), 3, "{problems:?}");
-        assert!(problems.iter().any(|problem| problem.contains("intervall_ms")));
+        assert_eq!((settings.reports.interval_ms, settings.reports.count), (7, 3));
+        assert_eq!(problems.len(), 4, "{problems:?}");
+        for name in ["other: ", "reports.interval_ms: ", "reports.intervall_ms: ", "report: "] {
+            assert!(problems.iter().any(|problem| problem.starts_with(name)), "{problems:?}");
+        }
+    }
+
+    #[test]
+    fn a_table_that_is_no_table_is_reported() {
+        let (settings, problems) = parse::<Example>("reports = 5\n", &[]);
+        assert_eq!((settings.reports.interval_ms, problems.len()), (7, 1), "{problems:?}");
     }
 
     #[test]
     fn the_old_name_of_a_renamed_key_is_refused_with_the_new_name() {
-        let renamed_keys = [("pause_ms", "interval_ms")];
-        let (settings, problems) = parse::<Example>("pause_ms = 9\n", &renamed_keys);
-        assert_eq!(settings.interval_ms, 7);
-        assert_eq!(problems, ["pause_ms: renamed to interval_ms"]);
+        let renamed_keys = [("pause_ms", "reports.interval_ms"), ("reports.n", "reports.count")];
+        let text = "pause_ms = 9\n[reports]\nn = 2\n";
+        let (settings, problems) = parse::<Example>(text, &renamed_keys);
+        assert_eq!((settings.reports.interval_ms, settings.reports.count), (7, 1));
+        assert_eq!(
+            problems,
+            [
+                "pause_ms: renamed to interval_ms in the table [reports]",
+                "reports.n: renamed to count in the table [reports]",
+            ]
+        );
     }
 
     #[test]

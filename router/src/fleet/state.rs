@@ -80,7 +80,7 @@ impl State {
             })
         };
         let agents: Vec<_> = config.workers.iter().map(agent).collect();
-        let sessions = Sessions::new(agents.len(), config.sessions_max);
+        let sessions = Sessions::new(agents.len(), config.limits.sessions_max);
         let view = Snapshot {
             worker_table: WorkerTable::new(agents.len()),
             agents,
@@ -90,7 +90,7 @@ impl State {
             report_age_max: config.load_report_age_max(),
             rebind_gain_min: config.rebind_gain_min(),
         };
-        Self { view, forecast: ReuseForecast::new(config.sessions_max) }
+        Self { view, forecast: ReuseForecast::new(config.limits.sessions_max) }
     }
 
     /// Returns a snapshot for readers.
@@ -434,7 +434,8 @@ mod tests {
     fn the_bound_on_sessions_is_told() {
         let now = start();
         let workers = vec!["http://a:1".to_owned()];
-        let config = Config { workers, sessions_max: 1, ..Config::default() };
+        let mut config = Config { workers, ..Config::default() };
+        config.limits.sessions_max = 1;
         let mut state = State::new(&config);
         let sessions = vec![session("s"), session("t")];
         let began = Update::StreamBegan { description: description("a", 1, 1), sessions };

@@ -13,7 +13,7 @@ use super::{
     directory::SessionDirectory, placer::Placer, sessions::SessionService, upstream::UpstreamClient,
 };
 use crate::{
-    config::PreamblePolicy,
+    config::tables::PreamblePolicy,
     metrics::Metrics,
     residency::{block_locator::BlockLocator, kv_index::KvIndex},
 };

@@ -35,7 +35,7 @@ MEASURED_TOKENS = 1 << 17
 # The trace's users think for a second; here they think for a tenth of that. A session that is idle
 # for twice as long may be demoted.
 TIME_SCALE = 0.1
-AGENT = "demote_idle_ms = 200\n"
+AGENT = "sessions.demote_idle_ms = 200\n"
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Bench:
         print_line(f"starting an engine with a pool of {pool_tokens} tokens")
         more = ["--context-length", "4096"]
         self.fleet.start_engine(model="chat-model", pool_tokens=pool_tokens, more=more)
-        self.fleet.start_agent(settings=f'shim_socket = "{self.fleet.shim_socket}"\n{AGENT}')
+        self.fleet.start_agent(settings=f'files.shim_socket = "{self.fleet.shim_socket}"\n{AGENT}')
         self.fleet.start_router()
         self.fleet.wait_placing()
         self.fleet.wait_trimming()

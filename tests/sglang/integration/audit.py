@@ -71,7 +71,7 @@ def test_it_equals_the_engines_account(fleet: Fleet) -> None:
 
 
 def test_it_is_sound_while_turns_run(fleet: Fleet) -> None:
-    with with_shim(fleet, "audit_interval_s = 1\n"), ThreadPoolExecutor() as clients:
+    with with_shim(fleet, "audit.interval_s = 1\n"), ThreadPoolExecutor() as clients:
         sessions = [Pinned(fleet) for _ in range(3)]
 
         seen = threading.Event()
@@ -104,7 +104,7 @@ def test_it_is_sound_while_turns_run(fleet: Fleet) -> None:
 
 def test_sealed_pages_are_compared(fleet: Fleet) -> None:
     # The agent makes no audits of its own between those that the test asks for.
-    with with_shim(fleet, "audit_interval_s = 0\n"):
+    with with_shim(fleet, "audit.interval_s = 0\n"):
         session = Pinned(fleet)
         session.turn(text_of(60), 10)
         sealed = 69 // fleet.page_size

@@ -87,7 +87,7 @@ class Cluster:
             *flags,
         ]
         self.fleet.start_engine(env, model="chat-model", more=all_flags, **more)
-        self.fleet.start_agent(settings=f'shim_socket = "{self.fleet.shim_socket}"\n')
+        self.fleet.start_agent(settings=f'files.shim_socket = "{self.fleet.shim_socket}"\n')
         self.fleet.start_router()
         self.fleet.wait_placing()
         self.fleet.wait_trimming()

@@ -185,7 +185,7 @@ class Fleet:
         """Starts the agent at the addresses it had before, with these lines in its settings
         file. `engine_url` is the engine, or a relay before it."""
         config = self.folder / "agent.toml"
-        config.write_text(f'state_dir = "{self.folder}"\n{settings}')
+        config.write_text(f'files.state_dir = "{self.folder}"\n{settings}')
         if not self.agent_data:
             self.agent_data, self.agent_control, self.agent_admin = free_addresses(3)
         addresses = [self.agent_data, self.agent_control, self.agent_admin]

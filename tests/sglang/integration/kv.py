@@ -23,7 +23,7 @@ from integration.turns import Pinned, generate, run_together
 EQUAL_SECONDS_MAX = 60
 ASK_SECONDS_MAX = 30
 # The shortest interval allowed, so that no gap has to wait long after the previous gap.
-SETTINGS = "republish_interval_ms = 100\n"
+SETTINGS = "engine.republish_interval_ms = 100\n"
 # The conversation of each round. Another round follows if the tree was published before anything
 # could change.
 ROUNDS = "JKLMN"
@@ -183,7 +183,7 @@ def _check(fleet: Planted) -> None:
     _change_while_published(fleet)
 
     fleet.plant("forgotten")
-    fleet.restart_agent(settings=f'shim_socket = "{fleet.shim_socket}"\n{SETTINGS}')
+    fleet.restart_agent(settings=f'files.shim_socket = "{fleet.shim_socket}"\n{SETTINGS}')
     assert len(wait_equal(fleet, "beside an engine that ran before")) > 6
     assert metric(fleet, ASKED) >= 1, "the tree was not requested"
     _converse(fleet, "H")

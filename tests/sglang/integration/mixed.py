@@ -222,7 +222,7 @@ def an_expired_session_takes_no_delta(cluster: Cluster) -> None:
 def a_session_begun_under_the_next_agent_takes_no_delta(cluster: Cluster) -> None:
     first = client_with_deltas(cluster)
     cluster.fleet.stop_agent()
-    cluster.fleet.start_agent(settings=f'shim_socket = "{cluster.fleet.shim_socket}"\n')
+    cluster.fleet.start_agent(settings=f'files.shim_socket = "{cluster.fleet.shim_socket}"\n')
     cluster.fleet.wait_placing()
     cluster.fleet.wait_trimming()
     other = client(cluster, first)

@@ -63,7 +63,7 @@ def planted(fleet: Fleet, name: str, settings: str = "") -> Iterator[Planted]:
     own = Planted(folder, fleet.bin_dir, fleet.page_size)
     try:
         own.start_engine()
-        own.start_agent(settings=f'shim_socket = "{own.shim_socket}"\n{settings}')
+        own.start_agent(settings=f'files.shim_socket = "{own.shim_socket}"\n{settings}')
         own.start_router()
         wait_until(own.agent, "hearing from the shim", lambda: by_shim(own), MEET_SECONDS_MAX)
         yield own

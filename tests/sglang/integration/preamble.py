@@ -152,7 +152,7 @@ def test_a_changing_preamble_costs_neither_the_cache_nor_the_pin(fleet: Fleet) -
         _stripped(cluster)
         # The next session starts with an empty cache.
         cluster.fleet.router.stop(BERTH_START_SECONDS_MAX)
-        cluster.fleet.start_router(settings='preamble = "keep"\n')
+        cluster.fleet.start_router(settings='placement.preamble = "keep"\n')
         cluster.fleet.wait_placing()
         cluster.fleet.wait_trimming()
         cluster.skip_written()

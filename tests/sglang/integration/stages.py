@@ -64,9 +64,9 @@ class Cluster:
 
 @contextmanager
 def cluster(fleet: Fleet) -> Iterator[Cluster]:
-    shim = f'shim_socket = "{fleet.shim_socket}"\n'
+    shim = f'files.shim_socket = "{fleet.shim_socket}"\n'
     try:
-        fleet.restart_agent(settings=f"{shim}prefill_stage_ms = 1\n")
+        fleet.restart_agent(settings=f"{shim}engine.prefill_stage_ms = 1\n")
         one = Cluster(fleet)
         wait_until(fleet.router, "hearing of the engine's blocks",
                    lambda: one.kv()[0] == "live", BERTH_START_SECONDS_MAX)

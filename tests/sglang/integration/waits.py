@@ -102,8 +102,8 @@ def measure(fleet: Fleet, options: argparse.Namespace) -> dict[int, list[tuple]]
     for number in range(options.rounds):
         order = (0, STAGE_MS) if number % 2 == 0 else (STAGE_MS, 0)
         for prefill_stage_ms in order:
-            shim = f'shim_socket = "{fleet.shim_socket}"\n'
-            fleet.restart_agent(settings=f"{shim}prefill_stage_ms = {prefill_stage_ms}\n")
+            shim = f'files.shim_socket = "{fleet.shim_socket}"\n'
+            fleet.restart_agent(settings=f"{shim}engine.prefill_stage_ms = {prefill_stage_ms}\n")
             wait_until(fleet.router, "hearing of the engine's blocks",
                        lambda: known(fleet) == "live", BERTH_START_SECONDS_MAX)
             # The agent measures the engine's rate with this prompt, before anything counts.

@@ -24,7 +24,7 @@ CLOSES = 200
 def with_shim(fleet: Fleet, settings: str = "") -> Iterator[None]:
     """Connects the agent to the shim, with nothing in the pool."""
     assert fleet.wait_pool(0) == 0, "what the tests before have left in the pool"
-    fleet.restart_agent(settings=f'shim_socket = "{fleet.shim_socket}"\n{settings}')
+    fleet.restart_agent(settings=f'files.shim_socket = "{fleet.shim_socket}"\n{settings}')
     try:
         wait_until(fleet.agent, "hearing from the shim", lambda: by_shim(fleet), SETTLE_SECONDS_MAX)
         yield
@@ -62,7 +62,7 @@ def test_sessions_of_others_are_seen(fleet: Fleet) -> None:
 
 def test_an_idle_session_gives_its_kv_up_and_keeps_its_history(fleet: Fleet) -> None:
     budget = 800 / POOL_TOKENS
-    with with_shim(fleet, f"demote_idle_ms = 1\npin_budget_ratio = {budget}\n"):
+    with with_shim(fleet, f"sessions.demote_idle_ms = 1\nsessions.pin_budget_ratio = {budget}\n"):
         idle, other = Pinned(fleet), Pinned(fleet)
         idle.turn(text_of(400), 20)
         other.turn(text_of(500), 20)

@@ -67,7 +67,7 @@ def _started(options: argparse.Namespace, folder: Path, stack: ExitStack) -> clu
     stack.callback(fleet.stop)
     fleet.start_engine()
     # Sessions are demoted early, so that they give way to others within the run.
-    settings = f'demote_idle_ms = 300\nshim_socket = "{fleet.shim_socket}"\n'
+    settings = f'sessions.demote_idle_ms = 300\nfiles.shim_socket = "{fleet.shim_socket}"\n'
     fleet.start_agent(settings=settings)
     fleet.start_router()
     return fleet

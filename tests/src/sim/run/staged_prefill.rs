@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use proto::{load, staged_prefill};
 use worker_agent::{
-    config::Config,
+    config::tables::EngineTable,
     staged_prefill_queue::{PromptTicket, RankQueue},
 };
 
@@ -76,7 +76,7 @@ impl StagedPrefills {
 
 /// Returns the tokens of a stage, by the agents' default settings.
 fn stage_tokens() -> u64 {
-    staged_prefill::stage_tokens(Config::default().prefill_stage_ms, PREFILL_TOKENS_PER_S)
+    staged_prefill::stage_tokens(EngineTable::default().prefill_stage_ms, PREFILL_TOKENS_PER_S)
 }
 
 /// Returns the token position at which a stage ends.

@@ -1,0 +1,153 @@
+//! Defines the tables of the router's settings file, with the default of each key and its reason.
+//!
+//! [`super::Config`] has one field for each table, under the table's name in the file. A key is
+//! named `table.key` in messages. `super` loads and checks the settings.
+
+use std::net::{Ipv4Addr, SocketAddr};
+
+use serde::{Deserialize, Serialize};
+
+/// The default address for clients. It is loopback, so that nothing is exposed by accident.
+pub const DATA_ADDR: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::LOCALHOST), 8080);
+/// The default address for operators (metrics and health).
+pub const ADMIN_ADDR: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::LOCALHOST), 8081);
+/// The default largest request body, in bytes. A transcript of 1M tokens is about 5 MiB of JSON,
+/// and ten times as much with images.
+pub const BODY_BYTES_MAX: usize = 64 << 20;
+/// The default bound on the bytes of all request bodies in memory. It is enough for eight of the
+/// largest bodies, or for a thousand usual ones.
+pub const BODY_BYTES_IN_FLIGHT_MAX: usize = 512 << 20;
+/// The default age of a worker's last load report at which the worker is stale. Agents report every
+/// 500 ms by default, so a stale worker has missed six reports. With a shorter time, the workers of
+/// a busy agent would be stale. With a longer time, the router would trust a dead agent.
+pub const LOAD_REPORT_AGE_MS_MAX: u64 = 3_000;
+/// The default time limit of a turn. Some reasoning turns take half an hour. Longer turns are
+/// stuck.
+pub const TURN_MS_MAX: u64 = 30 * 60 * 1000;
+/// The default time limit of connecting to an agent. Inside one data centre a connection takes less
+/// than 1 ms. If the first SYN is lost, TCP would need a second to send another.
+pub const CONNECT_MS_MAX: u64 = 1_000;
+/// The default time limit of draining. Most turns end within 30 s. Longer turns are cut off when
+/// the process ends.
+pub const DRAIN_MS_MAX: u64 = 30_000;
+/// The default time for which the router remembers an idle session. It is an agent's default, too.
+pub const AFFINITY_IDLE_MS_MAX: u64 = 60 * 60 * 1000;
+/// The default least gain for which a session moves to another worker. Users don't notice less. A
+/// move also has a cost: the KV that it leaves behind occupies the old worker for minutes.
+pub const REBIND_GAIN_MS_MIN: u64 = 500;
+/// The default bound on remembered sessions. A session takes about 600 bytes, so this many take 60
+/// MiB.
+pub const SESSIONS_MAX: usize = 100_000;
+/// The default memory of the index of resident blocks. A block on a worker takes about 8 bytes, so
+/// the index holds 60 million blocks. They fill 480 KV pools of 8 million tokens.
+pub const OVERLAP_BYTES_MAX: usize = 512 << 20;
+/// The default bound on turns in flight. Each turn has a client's connection, which takes about 40
+/// KiB, and a connection to an agent. The clients' connections of this many turns take 160 MiB.
+pub const TURNS_IN_FLIGHT_MAX: usize = 4_096;
+
+/// What the router does with a volatile preamble: text at the beginning of a prompt that the client
+/// changes with each request (see [`crate::turn::preamble`]).
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum PreamblePolicy {
+    /// Removes the preamble from the body, because an engine's cache misses everything after it.
+    #[default]
+    Strip,
+    /// Leaves the body as it is, for engines or models that need the preamble.
+    Keep,
+}
+
+/// `[listen]`: the addresses of the router's ports.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct ListenTable {
+    /// Address for clients.
+    pub data_addr: SocketAddr,
+    /// Address for `/metrics`, `/healthz`, `/readyz`, `/config`.
+    pub admin_addr: SocketAddr,
+}
+
+impl Default for ListenTable {
+    fn default() -> Self {
+        Self { data_addr: DATA_ADDR, admin_addr: ADMIN_ADDR }
+    }
+}
+
+/// `[limits]`: the bounds on turns, bodies, sessions and memory.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct LimitsTable {
+    /// Most turns at once; a turn beyond that is answered with 429.
+    pub turns_in_flight_max: usize,
+    /// Largest request body in bytes; a larger body is answered with 413.
+    pub body_bytes_max: usize,
+    /// Most bytes of all request bodies in memory; a body beyond that is answered with 503.
+    pub body_bytes_in_flight_max: usize,
+    /// Most sessions that the router binds to workers. Also the most sessions that it takes over
+    /// from each agent's session table.
+    pub sessions_max: usize,
+    /// Most bytes of the index of resident blocks; beyond that the oldest blocks are forgotten.
+    pub overlap_bytes_max: usize,
+}
+
+impl Default for LimitsTable {
+    fn default() -> Self {
+        Self {
+            turns_in_flight_max: TURNS_IN_FLIGHT_MAX,
+            body_bytes_max: BODY_BYTES_MAX,
+            body_bytes_in_flight_max: BODY_BYTES_IN_FLIGHT_MAX,
+            sessions_max: SESSIONS_MAX,
+            overlap_bytes_max: OVERLAP_BYTES_MAX,
+        }
+    }
+}
+
+/// `[timeouts]`: the time limits.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct TimeoutsTable {
+    /// Time limit of a turn, from its arrival to the end of its answer, retry included.
+    pub turn_ms_max: u64,
+    /// Time limit of connecting to an agent, and of waiting at the start for the agents' first
+    /// session tables.
+    pub connect_ms_max: u64,
+    /// A worker whose last load report is older than this gets no new sessions, unless every
+    /// worker's report is older.
+    pub load_report_age_ms_max: u64,
+    /// Time for running turns to end after the process was told to stop.
+    pub drain_ms_max: u64,
+}
+
+impl Default for TimeoutsTable {
+    fn default() -> Self {
+        Self {
+            turn_ms_max: TURN_MS_MAX,
+            connect_ms_max: CONNECT_MS_MAX,
+            load_report_age_ms_max: LOAD_REPORT_AGE_MS_MAX,
+            drain_ms_max: DRAIN_MS_MAX,
+        }
+    }
+}
+
+/// `[placement]`: how turns and sessions are placed.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct PlacementTable {
+    /// A session without a turn for longer than this is placed again, unless its agent remembers
+    /// it.
+    pub affinity_idle_ms_max: u64,
+    /// A session moves to another worker if its turn is faster there by at least this time.
+    pub rebind_gain_ms_min: u64,
+    /// Whether the router removes a preamble that a coding agent changes with each request.
+    pub preamble: PreamblePolicy,
+}
+
+impl Default for PlacementTable {
+    fn default() -> Self {
+        Self {
+            affinity_idle_ms_max: AFFINITY_IDLE_MS_MAX,
+            rebind_gain_ms_min: REBIND_GAIN_MS_MIN,
+            preamble: PreamblePolicy::default(),
+        }
+    }
+}

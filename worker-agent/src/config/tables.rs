@@ -1,0 +1,251 @@
+//! Defines the tables of the agent's settings file, with the default of each key and its reason.
+//!
+//! [`super::Config`] has one field for each table, under the table's name in the file. A key is
+//! named `table.key` in messages. `super` loads and checks the settings.
+
+use std::{net::SocketAddr, path::PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+/// `[engine]`: the engine beside the agent, and how the agent calls and watches it.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct EngineTable {
+    /// The engine's base URL.
+    pub url: String,
+    /// The time limit for the engine's answer to a control call.
+    pub call_ms_max: u64,
+    /// The interval at which the engine's `/v1/loads` is read.
+    pub load_interval_ms: u64,
+    /// The engine counts as stuck if turns wait in it and it runs nothing for this long.
+    pub stall_ms_max: u64,
+    /// The size of the model's vocabulary. 0: the agent reads it from the model's config.json.
+    pub vocabulary: u32,
+    /// The time the engine takes for one stage of staged prefill. A long prompt is computed in
+    /// stages before its turn, so that a short prompt waits for at most one stage. With 0, there
+    /// are no stages, and every prompt is sent to the engine at once.
+    pub prefill_stage_ms: u64,
+    /// The shortest time between two requests to the shim to publish the engine's radix tree again.
+    /// The agent requests that after it has missed KV events.
+    pub republish_interval_ms: u64,
+}
+
+impl Default for EngineTable {
+    fn default() -> Self {
+        Self {
+            url: "http://127.0.0.1:30000".into(),
+            // `/server_info` asks the scheduler, which may be in a long prefill step.
+            call_ms_max: 10_000,
+            // The engine answers from a snapshot in under a millisecond.
+            load_interval_ms: 200,
+            // This is longer than any prefill step.
+            stall_ms_max: 10_000,
+            vocabulary: 0,
+            // A user hardly notices a wait of this length. In the simulation `berth-sim`, each
+            // stage costs 10 ms more than its tokens. There, stages of 0.4 s are worse because of
+            // that cost, and stages of 0.8 s are worse because short prompts wait longer.
+            prefill_stage_ms: 600,
+            // With one token per page, publishing a tree of a million tokens takes 1.4 s of the
+            // engine's scheduler, which is 5 % of this interval. With 16 tokens per page it takes
+            // 0.1 s.
+            republish_interval_ms: 30_000,
+        }
+    }
+}
+
+/// `[listen]`: the addresses of the agent's ports.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct ListenTable {
+    /// The address for turns (HTTP).
+    pub data_addr: SocketAddr,
+    /// The address for routers (gRPC).
+    pub control_addr: SocketAddr,
+    /// The address for metrics and health (HTTP).
+    pub admin_addr: SocketAddr,
+}
+
+impl Default for ListenTable {
+    fn default() -> Self {
+        Self {
+            data_addr: SocketAddr::from(([127, 0, 0, 1], 31000)),
+            control_addr: SocketAddr::from(([127, 0, 0, 1], 31001)),
+            admin_addr: SocketAddr::from(([127, 0, 0, 1], 31002)),
+        }
+    }
+}
+
+/// `[sessions]`: how long sessions are kept, and how much of the engine pinned sessions may hold.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct SessionsTable {
+    /// A session without a turn for this long is closed.
+    pub idle_ms_max: u64,
+    /// After this idle time, a pinned session's KV is freed if other sessions need the room.
+    pub demote_idle_ms: u64,
+    /// Whether to pin sessions automatically. A session is pinned if its next turns usually come
+    /// soon, and if the shim can trim the full histories that its client sends. The session's KV
+    /// may be freed after `demote_idle_ms` of idle time.
+    pub auto_pin: bool,
+    /// The share of each rank's pool that pinned sessions may hold, from 0 to 1.
+    pub pin_budget_ratio: f64,
+    /// The number of request rows of each rank that pinned sessions never take.
+    pub rows_reserve: u32,
+    /// The maximum number of turns of one session that wait behind its running turn. Further turns
+    /// get status 409.
+    pub turns_queued_per_session_max: u32,
+}
+
+impl Default for SessionsTable {
+    fn default() -> Self {
+        Self {
+            // 99.5 % of a coding agent's turns follow within an hour of the previous turn.
+            idle_ms_max: 3_600_000,
+            // 87 % of a coding agent's turns follow the previous turn within this time.
+            demote_idle_ms: 120_000,
+            // A session's KV in the radix tree may be evicted before its next turn, and pinned KV
+            // isn't. The cost is low, because a pinned session yields its room after idle time.
+            auto_pin: true,
+            // The rest of the pool is for running turns.
+            pin_budget_ratio: 0.7,
+            // If pinned sessions hold all rows, the engine can never run a request again. One free
+            // row is enough to prevent that.
+            rows_reserve: 1,
+            turns_queued_per_session_max: 0,
+        }
+    }
+}
+
+/// `[limits]`: the bounds on turns and their bodies.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct LimitsTable {
+    /// The maximum number of turns inside the engine, per rank. Further turns wait.
+    pub turns_in_flight_max: u32,
+    /// The maximum number of turns that wait for room in the engine. Further turns get status 429.
+    pub turns_queued_max: usize,
+    /// The longest time that a turn waits for room. Then the turn gets status 429.
+    pub queue_wait_ms_max: u64,
+    /// The time limit of a turn, after which it is aborted.
+    pub turn_ms_max: u64,
+    /// The longest request body, in bytes.
+    pub body_bytes_max: usize,
+    /// The maximum bytes of all request bodies in memory together.
+    pub body_bytes_in_flight_max: usize,
+}
+
+impl Default for LimitsTable {
+    fn default() -> Self {
+        Self {
+            // This is more than any engine's useful batch size, and less than its number of rows.
+            turns_in_flight_max: 512,
+            // This is ten seconds of work for an engine that ends 100 turns per second.
+            turns_queued_max: 1024,
+            // Clients of coding agents give up after a minute or two.
+            queue_wait_ms_max: 60_000,
+            // The longest generations of coding agents take tens of minutes.
+            turn_ms_max: 3_600_000,
+            body_bytes_max: 64 << 20,
+            body_bytes_in_flight_max: 512 << 20,
+        }
+    }
+}
+
+/// `[reports]`: the load reports to routers.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct ReportsTable {
+    /// The longest time between two load reports. Routers use the reports as heartbeats.
+    pub interval_ms: u64,
+}
+
+impl Default for ReportsTable {
+    fn default() -> Self {
+        Self {
+            // Routers consider a worker stale after 3 s, which is six missed reports.
+            interval_ms: 500,
+        }
+    }
+}
+
+/// `[shutdown]`: the end of the agent.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct ShutdownTable {
+    /// How long running turns may continue at shutdown.
+    pub drain_ms_max: u64,
+}
+
+impl Default for ShutdownTable {
+    fn default() -> Self {
+        Self { drain_ms_max: 30_000 }
+    }
+}
+
+/// `[audit]`: the audits of the KV pool's pages.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct AuditTable {
+    /// The interval at which every page of the KV pool is audited. 0: only on demand.
+    pub interval_s: u64,
+    /// The path at which the engine publishes its row table, which is BERTH_KV_TABLE in the
+    /// engine's environment. With it, the agent's process makes the periodic audits, and reads the
+    /// engine's GPU memory by CUDA IPC. Empty: all audits are made inside the engine.
+    pub table: PathBuf,
+}
+
+impl Default for AuditTable {
+    fn default() -> Self {
+        Self {
+            // An audit takes well under a millisecond of the scheduler's thread.
+            interval_s: 10,
+            // It is off by default, because it needs a CUDA context in the agent's process. The
+            // context takes about 0.5 GiB of GPU memory.
+            table: PathBuf::new(),
+        }
+    }
+}
+
+/// `[files]`: the agent's files and sockets.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct FilesTable {
+    /// The folder for the journal (the file that lists the open sessions) and for the shim's
+    /// socket. It must be the same for every agent of an engine. Empty: `/tmp/berth-<uid>`.
+    pub state_dir: PathBuf,
+    /// The path of the socket on which the agent listens for the engine's shim. Empty:
+    /// `engine-<port>.sock` in `state_dir`. The shim finds that path without configuration if
+    /// `state_dir` is empty too.
+    pub shim_socket: PathBuf,
+}
+
+impl Default for FilesTable {
+    fn default() -> Self {
+        Self { state_dir: PathBuf::new(), shim_socket: PathBuf::new() }
+    }
+}
+
+/// `[gpu]`: the GPUs that the agent reads.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct GpuTable {
+    /// The engine's GPUs or MIG slices, by UUID, NVML index or PCI address. Empty: the devices that
+    /// the engine's processes run on, if the shim reports those processes.
+    pub devices: Vec<String>,
+    /// The path of the NVML library. Empty: the loader finds the driver's own library.
+    pub nvml_library: PathBuf,
+    /// Whether to read the GPUs' performance counters too.
+    pub gpm: bool,
+}
+
+impl Default for GpuTable {
+    fn default() -> Self {
+        Self {
+            devices: vec![],
+            nvml_library: PathBuf::new(),
+            // Most fleets run DCGM, which reads these counters too. A second reader can disturb the
+            // readings of the first.
+            gpm: false,
+        }
+    }
+}
