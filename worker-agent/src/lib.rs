@@ -188,8 +188,6 @@ pub async fn run(
         found_files_sender,
     };
     tasks.spawn_essential("engine monitor", owner::engine_monitor::run(monitor, tasks.clone()));
-    listeners.data.set_nonblocking(true)?;
-    let data = tokio::net::TcpListener::from_std(listeners.data)?;
     let context = TurnContext {
         agent: agent.clone(),
         engine,
@@ -202,18 +200,32 @@ pub async fn run(
         tasks: tasks.clone(),
         metrics,
     };
-    let connections_max = connections_max(&config);
-    let staged_prefill_routes = queues.map_or_else(Router::new, |queues| {
-        StagedPrefillRunner::new(queues, context.clone()).routes()
-    });
-    let app = data_port::app(context, staged_prefill_routes);
-    tasks.spawn_essential("data port", server::serve(data, app, connections_max, tasks.clone()));
+    start_data_port(listeners.data, context, queues, connections_max(&config))?;
 
     tokio::select! {
         () = stop.cancelled() => drain(&agent, ms(config.shutdown.drain_ms_max)).await,
         () = tasks.cancelled() => {}
     }
     if tasks.stop(SHUTDOWN_TIME_MAX).await { Ok(()) } else { Err(Error::TaskEnded) }
+}
+
+/// Starts the task that serves turns and staged prompts.
+fn start_data_port(
+    listener: std::net::TcpListener,
+    context: TurnContext,
+    queues: Option<Arc<StagedPrefillQueues>>,
+    connections_max: usize,
+) -> Result<(), Error> {
+    listener.set_nonblocking(true)?;
+    let listener = tokio::net::TcpListener::from_std(listener)?;
+    let staged_prefill_routes = queues.map_or_else(Router::new, |queues| {
+        StagedPrefillRunner::new(queues, context.clone()).routes()
+    });
+    let tasks = context.tasks.clone();
+    let app = data_port::app(context, staged_prefill_routes);
+    let data_server = server::serve(listener, app, connections_max, tasks.clone());
+    tasks.spawn_essential("data port", data_server);
+    Ok(())
 }
 
 /// Returns the most connections to the data port: one for each turn and each staged prompt.
