@@ -5,6 +5,7 @@
 //! decisions about sessions, turns or workers.
 //!
 //! - [`admin`]: the admin port with metrics, readiness and settings.
+//! - [`auth`]: API keys, and who may use the admin port.
 //! - [`budget`]: the limit on request bodies in memory.
 //! - [`clock`]: monotonic time and the wall clock.
 //! - [`headers`]: removes the headers that a router or an agent must not pass on.
@@ -14,8 +15,10 @@
 //! - [`settings`]: settings from a TOML file.
 //! - [`signal`]: the signals that stop a process.
 //! - [`tasks`]: starts and stops the tasks of a process.
+//! - [`watched_file`]: follows the content of a small file.
 
 pub mod admin;
+pub mod auth;
 pub mod budget;
 pub mod clock;
 pub mod headers;
@@ -25,3 +28,4 @@ pub mod server;
 pub mod settings;
 pub mod signal;
 pub mod tasks;
+pub mod watched_file;

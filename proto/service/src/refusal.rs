@@ -59,6 +59,8 @@ pub fn is_refusal_for_now<B>(answer: &http::Response<B>) -> bool {
 impl IntoResponse for Refusal {
     fn into_response(self) -> Response {
         let error_type = match self.status.as_u16() {
+            401 => "authentication_error",
+            403 => "permission_error",
             429 => "overloaded",
             500.. => "unavailable",
             _ => "invalid_request_error",
@@ -69,6 +71,9 @@ impl IntoResponse for Refusal {
         let mut response = (self.status, axum::Json(body)).into_response();
         let headers = response.headers_mut();
         headers.insert(claim::REFUSAL, HeaderValue::from_static(self.code));
+        if self.status == StatusCode::UNAUTHORIZED {
+            headers.insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+        }
         if let Some(wait) = self.retry_after {
             let seconds = wait.as_millis().div_ceil(1000).max(1);
             let value =

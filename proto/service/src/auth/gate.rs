@@ -1,0 +1,158 @@
+//! Decides which requests an admin port lets pass.
+//!
+//! `/healthz` and `/readyz` need no credential, because supervisors and load balancers ask them.
+//! `/metrics` and `/config` need a scrape key or an admin key. Everything else needs an admin key,
+//! so that a new route is guarded unless somebody opens it here. Without a key file, a port that
+//! only this host can reach is open, and any other port shows only what needs no credential.
+
+use std::{net::IpAddr, sync::Arc};
+
+use http::{HeaderMap, Method};
+
+use super::{MetricsAuth, admin_only_refusal, credential, key_file::KeyFile, unauthorized_refusal};
+use crate::refusal::Refusal;
+
+/// The guard of one admin port.
+#[derive(Debug, Clone)]
+pub struct Gate {
+    keys: Option<Arc<KeyFile>>,
+    metrics_auth: MetricsAuth,
+    /// Whether only processes of this host reach the port.
+    is_local: bool,
+}
+
+/// The right that a request needs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Need {
+    Nothing,
+    Read,
+    Admin,
+}
+
+impl Gate {
+    /// Makes the guard of a port that is bound to `address`.
+    #[must_use]
+    pub fn new(keys: Option<Arc<KeyFile>>, metrics_auth: MetricsAuth, address: IpAddr) -> Self {
+        Self { keys, metrics_auth, is_local: is_local(address) }
+    }
+
+    /// Checks a request to the admin port.
+    ///
+    /// # Errors
+    /// The refusal, if the request lacks a credential or a right.
+    pub fn check(&self, method: &Method, path: &str, headers: &HeaderMap) -> Result<(), Refusal> {
+        let need = self.need(method, path);
+        if need == Need::Nothing {
+            return Ok(());
+        }
+        let Some(keys) = &self.keys else {
+            let message = "this port has no keys; set keys_file, or ask on the host itself";
+            return if self.is_local { Ok(()) } else { Err(admin_only_refusal(message)) };
+        };
+        let credential = credential::find(headers)
+            .map_err(|error| unauthorized_refusal(&error.to_string()))?
+            .ok_or_else(|| unauthorized_refusal("this route needs a key"))?;
+        let keys = keys.keys();
+        let key =
+            keys.find(credential).ok_or_else(|| unauthorized_refusal("the key is unknown"))?;
+        match need {
+            Need::Read if key.is_scrape || key.is_admin => Ok(()),
+            Need::Read => {
+                Err(admin_only_refusal("this route needs a key with scrape = true or admin = true"))
+            }
+            _ if key.is_admin => Ok(()),
+            _ => Err(admin_only_refusal("this route needs a key with admin = true")),
+        }
+    }
+
+    fn need(&self, method: &Method, path: &str) -> Need {
+        match path {
+            _ if !matches!(*method, Method::GET | Method::HEAD) => Need::Admin,
+            "/healthz" | "/readyz" => Need::Nothing,
+            "/metrics" if self.metrics_auth == MetricsAuth::None => Need::Nothing,
+            "/metrics" | "/config" => Need::Read,
+            _ => Need::Admin,
+        }
+    }
+}
+
+/// Whether only processes of this host reach a port that is bound to `address`.
+#[must_use]
+pub fn is_local(address: IpAddr) -> bool {
+    address.to_canonical().is_loopback()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::Ipv4Addr;
+
+    use http::{HeaderValue, StatusCode};
+    use prometheus_client::registry::Registry;
+    use sha2::{Digest as _, Sha256};
+
+    use super::*;
+
+    const OPEN: IpAddr = IpAddr::V4(Ipv4Addr::UNSPECIFIED);
+    const LOCAL: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
+
+    fn key_file() -> Arc<KeyFile> {
+        let entry = |name: &str, rest: &str| {
+            let sha256: String =
+                Sha256::digest(name).iter().map(|byte| format!("{byte:02x}")).collect();
+            format!("[[key]]\nname = \"{name}\"\nsha256 = \"{sha256}\"\n{rest}\n")
+        };
+        let text =
+            entry("ops", "admin = true") + &entry("mon", "scrape = true") + &entry("user", "");
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("keys.toml");
+        std::fs::write(&path, text).unwrap();
+        KeyFile::open(&path, &mut Registry::default()).unwrap().0
+    }
+
+    /// Returns the status for a request with this key, or 200.
+    fn status(gate: &Gate, method: &Method, path: &str, key: &'static str) -> StatusCode {
+        let mut headers = HeaderMap::new();
+        if !key.is_empty() {
+            headers.insert("x-api-key", HeaderValue::from_static(key));
+        }
+        gate.check(method, path, &headers)
+            .map_or_else(|refusal| refusal.status, |()| StatusCode::OK)
+    }
+
+    fn statuses(gate: &Gate, method: &Method, path: &str) -> [u16; 5] {
+        ["", "wrong", "user", "mon", "ops"].map(|key| status(gate, method, path, key).as_u16())
+    }
+
+    #[test]
+    fn each_route_needs_its_right_where_there_are_keys() {
+        for address in [OPEN, LOCAL] {
+            let gate = Gate::new(Some(key_file()), MetricsAuth::Key, address);
+            for path in ["/healthz", "/readyz"] {
+                assert_eq!(statuses(&gate, &Method::GET, path), [200; 5]);
+            }
+            for path in ["/metrics", "/config"] {
+                assert_eq!(statuses(&gate, &Method::GET, path), [401, 401, 403, 200, 200]);
+            }
+            assert_eq!(statuses(&gate, &Method::GET, "/new"), [401, 401, 403, 403, 200]);
+            for path in ["/metrics", "/healthz"] {
+                assert_eq!(statuses(&gate, &Method::POST, path), [401, 401, 403, 403, 200]);
+            }
+            let gate = Gate::new(Some(key_file()), MetricsAuth::None, address);
+            assert_eq!(statuses(&gate, &Method::GET, "/metrics"), [200; 5]);
+            assert_eq!(statuses(&gate, &Method::GET, "/config"), [401, 401, 403, 200, 200]);
+        }
+    }
+
+    #[test]
+    fn without_keys_only_the_host_itself_sees_everything() {
+        let gate = Gate::new(None, MetricsAuth::Key, LOCAL);
+        assert_eq!(statuses(&gate, &Method::GET, "/config"), [200; 5]);
+        let gate = Gate::new(None, MetricsAuth::Key, OPEN);
+        assert_eq!(statuses(&gate, &Method::GET, "/config"), [403; 5]);
+        assert_eq!(statuses(&gate, &Method::GET, "/metrics"), [403; 5]);
+        assert_eq!(statuses(&gate, &Method::GET, "/healthz"), [200; 5]);
+        let gate = Gate::new(None, MetricsAuth::None, OPEN);
+        assert_eq!(statuses(&gate, &Method::GET, "/metrics"), [200; 5]);
+        assert_eq!(statuses(&gate, &Method::GET, "/config"), [403; 5]);
+    }
+}
