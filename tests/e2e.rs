@@ -320,23 +320,6 @@ async fn the_client_receives_the_agent_s_reason_for_a_refused_open() {
 }
 
 #[tokio::test]
-async fn a_session_is_unknown_to_other_principals() {
-    let cluster = start(1).await;
-    let (alice, bob) = (("authorization", "Bearer alice"), ("authorization", "Bearer bob"));
-    let body = json!({"session_id": "s", "retention": "pinned"});
-    let opened = cluster.post("/v1/sessions", &[alice], &body).await;
-    assert_eq!(opened.status, StatusCode::CREATED, "{}", opened.text());
-    let session = ("x-berth-session-id", "s");
-    let stolen = cluster.post("/generate", &[bob, session, DELTA], &turn("a", 1)).await;
-    assert_eq!(stolen.status, StatusCode::NOT_FOUND, "{}", stolen.text());
-    for method in [Method::GET, Method::DELETE] {
-        let answer = cluster.request(method, "/v1/sessions/s", &[bob], Body::empty()).await;
-        assert_eq!(answer.status, StatusCode::NOT_FOUND);
-    }
-    cluster.turn("/generate", &[alice, session, DELTA], &turn("a", 1)).await;
-}
-
-#[tokio::test]
 async fn a_second_turn_waits_if_the_agent_allows_it() {
     let cluster =
         start_with(1, |settings| settings.agent.sessions.turns_queued_per_session_max = 1).await;

@@ -35,7 +35,7 @@ pub const TRUSTED: [HeaderName; 4] = [CLAIM, TURN, RANK, RESIDENT];
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Claim {
-    /// Digest of the client's credential. See [`id::principal_of`].
+    /// The client's principal, as its router authenticated it.
     pub principal: String,
     /// The client's session id.
     pub id: String,

@@ -1,7 +1,7 @@
 //! The identities of sessions, clients and workers, checked once where they enter a process.
 //!
-//! A *principal* is a digest of a client's credential. It stands for the client everywhere behind
-//! the router, so that the credential itself doesn't leave the router. A *session* is named by the
+//! A *principal* is the name of a client, which the router derives from the client's credential. It
+//! stands for the client everywhere behind the router; the credential doesn't leave the router. A *session* is named by the
 //! principal and by an id that the client chose. A *worker* is one data-parallel (DP) rank of one
 //! agent's engine. The router makes these values from requests and the agent from headers and
 //! messages. This module checks lengths; it doesn't check that a session or a worker exists.
@@ -14,7 +14,7 @@ use xxhash_rust::xxh3::xxh3_64;
 /// Longest session id a client may choose, in bytes.
 pub const SESSION_ID_BYTES_MAX: usize = 256;
 
-/// The principal of a request that carries no credential.
+/// The principal of every request, if the router needs no credential.
 pub const ANONYMOUS: &str = "anonymous";
 
 /// Why an identifier was refused.
@@ -95,15 +95,10 @@ impl fmt::Debug for Digest {
     }
 }
 
-/// Returns the principal of a credential: 128 bits of its SHA-256, in hex.
-///
-/// Without a credential, returns [`ANONYMOUS`]. A digest keeps secrets inside the router. The hash
-/// is cryptographic: a client that could make a credential with the digest of another client could
-/// take over that client's sessions.
+/// Returns 128 bits of the SHA-256 of `bytes`, in hex. The bytes can't be found from it.
 #[must_use]
-pub fn principal_of(credential: Option<&[u8]>) -> String {
-    let Some(secret) = credential else { return ANONYMOUS.to_owned() };
-    let digest = Sha256::digest(secret);
+pub fn short_sha256(bytes: &[u8]) -> String {
+    let digest = Sha256::digest(bytes);
     digest[..16].iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
@@ -159,14 +154,5 @@ mod tests {
         assert_ne!(a.digest(), b.digest());
         let joined = SessionKey::new("ps", "x").unwrap().digest();
         assert_ne!(SessionKey::new("p", "sx").unwrap().digest(), joined);
-    }
-
-    #[test]
-    fn a_principal_never_shows_its_credential() {
-        let principal = principal_of(Some(b"Bearer sk-secret"));
-        assert!(!principal.contains("secret"));
-        assert_eq!(principal, principal_of(Some(b"Bearer sk-secret")));
-        assert_ne!(principal, principal_of(Some(b"Bearer sk-other")));
-        assert_eq!(principal_of(None), ANONYMOUS);
     }
 }

@@ -8,6 +8,7 @@
 //! This module opens no socket. It reads the file and lists problems with the help of
 //! `service::settings`, which the agent uses, too.
 
+pub mod auth;
 pub mod tables;
 
 use std::{collections::BTreeSet, net::SocketAddr, path::PathBuf, time::Duration};
@@ -17,7 +18,10 @@ use http::Uri;
 use serde::{Deserialize, Serialize};
 use service::settings::{self, Problems};
 
-use self::tables::{LimitsTable, ListenTable, PlacementTable, TimeoutsTable};
+use self::{
+    auth::{AuthMode, AuthTable},
+    tables::{LimitsTable, ListenTable, PlacementTable, TimeoutsTable},
+};
 
 /// The most agents that one router follows. Each agent costs a connection and a few tasks, so a
 /// larger fleet needs several routers.
@@ -56,6 +60,8 @@ pub struct Config {
     pub timeouts: TimeoutsTable,
     /// How turns and sessions are placed.
     pub placement: PlacementTable,
+    /// Who may send requests.
+    pub auth: AuthTable,
 }
 
 /// The command line. Settings that it leaves out come from the file, then from the defaults.
@@ -74,6 +80,12 @@ pub struct Args {
     /// Address for metrics and health.
     #[arg(long, env = "BERTH_ROUTER_ADMIN_ADDR")]
     pub admin_addr: Option<String>,
+    /// Path of the file of API keys (TOML).
+    #[arg(long, env = "BERTH_ROUTER_KEYS_FILE")]
+    pub keys_file: Option<PathBuf>,
+    /// Serve everybody who reaches the router, without keys.
+    #[arg(long, env = "BERTH_ROUTER_NO_AUTH")]
+    pub no_auth: bool,
     /// Check the settings, print the effective settings and exit.
     #[arg(long)]
     pub check_config: bool,
@@ -102,7 +114,14 @@ impl Config {
             &mut config.listen.admin_addr,
             &mut problems,
         );
+        if let Some(path) = &args.keys_file {
+            config.auth.keys_file.clone_from(path);
+        }
+        if args.no_auth {
+            config.auth.mode = AuthMode::None;
+        }
         problems.extend(config.problems());
+        problems.extend(config.auth.file_problem());
         if problems.is_empty() { Ok(config) } else { Err(Problems(problems)) }
     }
 
@@ -159,6 +178,7 @@ impl Config {
             problems
                 .push("limits.body_bytes_in_flight_max: is below limits.body_bytes_max".to_owned());
         }
+        problems.extend(self.auth.problems(self.listen.data_addr, self.listen.admin_addr));
         problems
     }
 

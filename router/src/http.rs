@@ -8,6 +8,8 @@
 //! - `sessions`: opens, closes and shows sessions. `workers`: the state of each worker.
 //! - `errors`: maps errors to HTTP status codes. No other module of the router knows these.
 //!
+//! Every request but `/health` first passes a layer that finds out its caller.
+//!
 //! Metrics, health and readiness are on the admin port, which `service::admin` serves.
 
 mod errors;
@@ -20,26 +22,38 @@ use std::sync::Arc;
 
 use axum::{
     Router,
-    extract::{Request, State},
+    extract::{Extension, Request, State},
+    middleware::{self, Next},
     response::{IntoResponse as _, Response},
     routing::{get, post},
 };
 use http::StatusCode;
 use proto::route::{Kind, ROUTES, Route};
-use service::refusal::Refusal;
+use service::{
+    auth::{admin_only_refusal, credential},
+    refusal::Refusal,
+};
 
-use crate::turn::{self, shared::Shared};
+use crate::{
+    auth::Caller,
+    turn::{self, shared::Shared},
+};
 
 /// The argument through which a handler gets the state that all requests share.
 type SharedState = State<Arc<Shared>>;
+
+/// The one route that needs no credential. Load balancers ask it.
+const HEALTH_PATH: &str = "/health";
 
 /// Builds the HTTP service with all routes.
 pub(crate) fn build_routes(shared: Arc<Shared>) -> Router {
     let mut routes = Router::new();
     for Route { path, kind } in ROUTES {
-        let turn_handler = post(move |State(shared): SharedState, request: Request| {
-            serve_turn(shared, kind, request)
-        });
+        let turn_handler = post(
+            move |State(shared): SharedState,
+                  Extension(caller): Extension<Caller>,
+                  request: Request| { serve_turn(shared, caller, kind, request) },
+        );
         routes =
             routes.route(path, if kind == Kind::Models { get(models::list) } else { turn_handler });
     }
@@ -48,18 +62,55 @@ pub(crate) fn build_routes(shared: Arc<Shared>) -> Router {
         .route("/v1/sessions/{id}", get(sessions::show).delete(sessions::close))
         .route("/open_session", get(sessions::sglang_open).post(sessions::sglang_open))
         .route("/close_session", get(sessions::sglang_close).post(sessions::sglang_close))
-        .route("/v1/workers", get(workers::list))
-        .route("/v1/placements/{turn}", get(placements::show))
-        .route("/health", get(|| async { StatusCode::OK }))
+        .merge(build_admin_routes(&shared))
+        .route(HEALTH_PATH, get(|| async { StatusCode::OK }))
         .fallback(unknown_route)
         .method_not_allowed_fallback(wrong_method)
+        .layer(middleware::from_fn_with_state(Arc::clone(&shared), identify_caller))
         .with_state(shared)
 }
 
+/// Builds the routes that show the fleet and the turns of all callers, for admins alone.
+fn build_admin_routes(shared: &Arc<Shared>) -> Router<Arc<Shared>> {
+    Router::new()
+        .route("/v1/workers", get(workers::list))
+        .route("/v1/placements/{turn}", get(placements::show))
+        .route_layer(middleware::from_fn_with_state(Arc::clone(shared), require_admin))
+}
+
+/// Finds out who sends a request, and removes the credential from it. So neither a later step nor
+/// an agent can see the credential.
+async fn identify_caller(State(shared): SharedState, mut request: Request, next: Next) -> Response {
+    if request.uri().path() == HEALTH_PATH {
+        return next.run(request).await;
+    }
+    match shared.auth.resolve(request.headers()) {
+        Ok(caller) => {
+            credential::remove(request.headers_mut());
+            request.extensions_mut().insert(caller);
+            next.run(request).await
+        }
+        Err(error) => respond(&shared, Err(error.into())),
+    }
+}
+
+/// Refuses the request of a caller that isn't an admin.
+async fn require_admin(
+    State(shared): SharedState,
+    Extension(caller): Extension<Caller>,
+    request: Request,
+    next: Next,
+) -> Response {
+    if caller.is_admin {
+        return next.run(request).await;
+    }
+    respond(&shared, Err(admin_only_refusal("this route needs a key with admin = true")))
+}
+
 /// Serves a request to one of the engine's routes.
-async fn serve_turn(shared: Arc<Shared>, kind: Kind, request: Request) -> Response {
+async fn serve_turn(shared: Arc<Shared>, caller: Caller, kind: Kind, request: Request) -> Response {
     let (parts, body) = request.into_parts();
-    let answer = Box::pin(turn::run(Arc::clone(&shared), kind, parts, body)).await;
+    let answer = Box::pin(turn::run(Arc::clone(&shared), kind, &caller, parts, body)).await;
     respond(&shared, answer.map_err(Refusal::from))
 }
 

@@ -16,8 +16,10 @@
 //! - [`prompt`]: makes the blocks of a prompt, with the tokenizers of the engines' models.
 //! - [`fleet`]: the agents' streams and control ports, and the published snapshot of the fleet.
 //!
-//! Every module may use [`config`] (settings), `metrics`, and `backoff` (pauses between retries).
+//! Every module may use [`config`] (settings), `metrics`, `backoff` (pauses between retries), and
+//! [`auth`] (who sends a request).
 
+pub mod auth;
 mod backoff;
 pub mod config;
 pub mod fleet;
@@ -28,11 +30,15 @@ pub mod prompt;
 pub mod residency;
 pub mod turn;
 
-use std::{sync::Arc, time::Instant};
+use std::{net::IpAddr, sync::Arc, time::Instant};
 
 use prometheus_client::registry::Registry;
 use service::{
     admin::{self, AdminData},
+    auth::{
+        gate::{self, Gate},
+        key_file::{self, KeyFile},
+    },
     budget::BodyBudget,
     server,
     settings::{self, Problems},
@@ -40,9 +46,10 @@ use service::{
 };
 use tokio::sync::{Semaphore, mpsc, watch};
 use tonic::transport::Endpoint;
-use tracing::info;
+use tracing::{info, warn};
 
 use crate::{
+    auth::Authenticator,
     config::Config,
     fleet::{
         collector::FleetCollector,
@@ -89,9 +96,12 @@ pub enum Error {
         /// What is wrong with the address.
         source: tonic::transport::Error,
     },
-    /// The admin port can't be served.
+    /// The admin port can't be served, or the address of a port can't be read.
     #[error("the admin port can't be served")]
     Admin(#[source] std::io::Error),
+    /// The key file can't be used.
+    #[error(transparent)]
+    Keys(#[from] key_file::Error),
     /// An essential task ended before the router was stopped.
     #[error("an essential task ended; see the log entries before this")]
     TaskEnded,
@@ -118,9 +128,20 @@ pub async fn run(config: Config, listeners: Listeners, tasks: Tasks) -> Result<(
         view: Arc::clone(&view),
         kv_index: Arc::clone(&kv_index),
     }));
+    let (data_ip, admin_ip) = port_ips(&listeners).map_err(Error::Admin)?;
+    let keys = open_keys(&config, &mut registry, &tasks)?;
+    let auth = match &keys {
+        Some(keys) => Authenticator::with_keys(Arc::clone(keys)),
+        None => Authenticator::without_keys(data_ip),
+    };
+    log_auth(&config, data_ip);
     let (ready_sender, ready) = watch::channel(Err("starting".to_owned()));
-    let admin_data =
-        AdminData { registry: Arc::new(registry), ready, config: settings::to_toml(&config) };
+    let admin_data = AdminData {
+        registry: Arc::new(registry),
+        ready,
+        config: settings::to_toml(&config),
+        gate: Gate::new(keys, config.auth.metrics_auth, admin_ip),
+    };
     // The admin port stays open during the drain, so that the drain can be watched.
     let admin_token = tokio_util::sync::CancellationToken::new();
     let _admin_stop_guard = admin_token.clone().drop_guard();
@@ -132,7 +153,8 @@ pub async fn run(config: Config, listeners: Listeners, tasks: Tasks) -> Result<(
         view::run(state, mailbox, Arc::clone(&view), ready_sender, tasks.token()),
     );
     watch_agents(&config, &endpoints, &update_sender, &view, &kv_index, &tasks);
-    let shared = build_shared(&config, view, kv_index, metrics, update_sender, &endpoints, &tasks);
+    let parts = FleetParts { view, kv_index, metrics, update_sender };
+    let shared = build_shared(&config, parts, auth, &endpoints, &tasks);
     let address = listeners.data.local_addr().map(|address| address.to_string());
     info!(address = address.unwrap_or_default(), agents = endpoints.len(), "router listens");
     let turns_max = config.limits.turns_in_flight_max;
@@ -144,6 +166,35 @@ pub async fn run(config: Config, listeners: Listeners, tasks: Tasks) -> Result<(
     let ended_cleanly = tasks.stop(config.drain_max()).await;
     info!("stopped");
     if ended_cleanly { Ok(()) } else { Err(Error::TaskEnded) }
+}
+
+/// Returns the addresses to which the data port and the admin port are bound.
+fn port_ips(listeners: &Listeners) -> std::io::Result<(IpAddr, IpAddr)> {
+    Ok((listeners.data.local_addr()?.ip(), listeners.admin.local_addr()?.ip()))
+}
+
+/// Opens the key file, and starts the task that follows it. Returns `None` without a key file.
+fn open_keys(
+    config: &Config,
+    registry: &mut Registry,
+    tasks: &Tasks,
+) -> Result<Option<Arc<KeyFile>>, key_file::Error> {
+    let Some(path) = config.auth.keys_path() else { return Ok(None) };
+    let (keys, watched) = KeyFile::open(path, registry)?;
+    tasks.spawn_essential("keys", Arc::clone(&keys).follow(watched, tasks.token()));
+    Ok(Some(keys))
+}
+
+/// Logs who may use the data port, if nobody needs a key.
+fn log_auth(config: &Config, data_ip: IpAddr) {
+    if config.auth.needs_credential() {
+        return;
+    }
+    if gate::is_local(data_ip) {
+        info!("no keys are set: the router serves this host only, and everybody on it");
+    } else {
+        warn!("no keys are set: the router serves everybody who reaches it");
+    }
 }
 
 /// Returns the control port of each configured agent, in the order of the settings.
@@ -184,16 +235,23 @@ fn watch_agents(
     }
 }
 
-/// Builds the parts that all requests share, and starts the task that fetches tokenizers.
-fn build_shared(
-    config: &Config,
+/// What `run` has made of the fleet when it builds the shared parts.
+struct FleetParts {
     view: Arc<View>,
     kv_index: Arc<KvIndex>,
     metrics: Metrics,
     update_sender: mpsc::Sender<(usize, Update, Instant)>,
+}
+
+/// Builds the parts that all requests share, and starts the task that fetches tokenizers.
+fn build_shared(
+    config: &Config,
+    parts: FleetParts,
+    auth: Authenticator,
     endpoints: &[Endpoint],
     tasks: &Tasks,
 ) -> Arc<Shared> {
+    let FleetParts { view, kv_index, metrics, update_sender } = parts;
     let control_clients: Vec<ControlClient> = endpoints.iter().map(ControlClient::new).collect();
     let models = Arc::new(Models::new());
     if cfg!(feature = "text") {
@@ -221,6 +279,7 @@ fn build_shared(
         tasks.clone(),
     );
     Arc::new(Shared {
+        auth,
         directory,
         kv_index,
         block_locator,

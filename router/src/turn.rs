@@ -49,16 +49,18 @@ use self::{
     shared::Shared,
 };
 use crate::{
+    auth::Caller,
     config::tables::PreamblePolicy,
     fleet::{connect, worker::WorkerRef},
     metrics::TurnOutcome,
     placement::session_status::SessionStatus,
 };
 
-/// Runs one turn and returns its answer.
+/// Runs one turn of `caller` and returns its answer.
 pub(crate) async fn run(
     shared: Arc<Shared>,
     kind: Kind,
+    caller: &Caller,
     mut parts: Parts,
     body: axum::body::Body,
 ) -> Result<Response, Error> {
@@ -66,9 +68,9 @@ pub(crate) async fn run(
     let deadline = arrived_at + shared.turn_max;
     let permit =
         Arc::clone(&shared.turn_permits).try_acquire_owned().map_err(|_| Error::TurnsFull)?;
-    let principal = request::principal(&parts.headers);
+    let principal = &*caller.principal;
     if kind.is_generation()
-        && let Some(key) = request::header_session(&parts.headers, &principal)?
+        && let Some(key) = request::header_session(&parts.headers, principal)?
     {
         refuse_early(&shared, &key).await?;
     }
@@ -78,7 +80,7 @@ pub(crate) async fn run(
             Err(_) => return Err(Error::BodyLate),
         };
     shared.metrics.request_bytes.inc_by(held_body.bytes.len() as u64);
-    let turn = read_turn(&shared, kind, &parts, &mut held_body, &principal)?;
+    let turn = read_turn(&shared, kind, &parts, &mut held_body, principal)?;
     let body = proxy::held_bytes(held_body);
     if let Some(intent) = &turn.session {
         close_lost_session(&shared, intent).await?;

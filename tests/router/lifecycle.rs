@@ -2,10 +2,11 @@
 
 use http::{Method, StatusCode};
 use proto::load::Retention;
+use tests::keys::KeyFixture;
 
 use crate::{
     agent::Agent,
-    harness::{Router, collect, wait_until},
+    harness::{Router, collect, config, wait_until},
 };
 
 const OPEN: &str = "/v1/sessions";
@@ -13,8 +14,12 @@ const OPEN: &str = "/v1/sessions";
 #[tokio::test]
 async fn a_session_is_opened_used_listed_and_closed_by_its_owner_alone() {
     let (a, b) = (Agent::start("a"), Agent::start("b"));
-    let router = Router::start(&[&a, &b]).await;
-    let me = ("authorization", "Bearer me");
+    let keys = KeyFixture::new(&[("me", "mine", ""), ("you", "yours", "")]).unwrap();
+    let mut settings = config(&[&a, &b]);
+    settings.auth.keys_file = keys.path();
+    let router = Router::start_with(settings).await;
+    wait_until("the router is ready", async || router.is_ready().await).await;
+    let (me, you) = (("authorization", "Bearer mine"), ("authorization", "Bearer yours"));
     for round in 0..20 {
         let id = format!("s{round}");
         let body = format!(r#"{{"session_id":"{id}","retention":"pinned","timeout":60}}"#);
@@ -30,9 +35,9 @@ async fn a_session_is_opened_used_listed_and_closed_by_its_owner_alone() {
         let path = format!("/v1/sessions/{id}");
         let shown = router.call(Method::GET, &path, &[me], "").await;
         assert_eq!(shown.status, StatusCode::OK);
-        let theirs = router.call(Method::GET, &path, &[("authorization", "Bearer you")], "").await;
+        let theirs = router.call(Method::GET, &path, &[you], "").await;
         assert_eq!(theirs.status, StatusCode::NOT_FOUND);
-        let theirs = router.call(Method::DELETE, &path, &[], "").await;
+        let theirs = router.call(Method::DELETE, &path, &[you], "").await;
         assert_eq!(theirs.status, StatusCode::NOT_FOUND);
         let listed = router.call(Method::GET, OPEN, &[me], "").await.json();
         assert_eq!(listed["sessions"].as_array().unwrap().len(), 1, "{listed}");

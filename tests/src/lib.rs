@@ -1,11 +1,12 @@
 //! Real implementations of what surrounds Berth, for tests and measurements.
 //!
-//! The crate has an engine simulator, a trace replay, fleets in one process, a placement simulator,
+//! The crate has an engine simulator, a trace replay, key files, fleets in one process, a placement simulator,
 //! and stand-ins for NVML and SGLang's scheduler.
 
 pub mod cluster;
 pub mod demo;
 pub mod engine_sim;
+pub mod keys;
 pub mod nvml;
 pub mod replay;
 pub mod scheduler;

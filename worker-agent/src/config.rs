@@ -9,6 +9,7 @@
 //! engine between turns. The *shim* is Berth's part inside the engine. It can *trim* a full
 //! history: the engine then gets only the part that the session doesn't hold.
 
+pub mod auth;
 pub mod selector;
 pub mod tables;
 
@@ -25,6 +26,7 @@ use serde::{Deserialize, Serialize};
 use service::settings::{self, Problems};
 
 use self::{
+    auth::AuthTable,
     selector::Selector,
     tables::{
         AuditTable, EngineTable, FilesTable, GpuTable, LimitsTable, ListenTable, ReportsTable,
@@ -168,6 +170,8 @@ pub struct Config {
     pub files: FilesTable,
     /// The GPUs that the agent reads.
     pub gpu: GpuTable,
+    /// Who may use the admin port.
+    pub auth: AuthTable,
 }
 
 impl Config {
@@ -185,6 +189,7 @@ impl Config {
         config.listen.admin_addr = args.admin_addr.unwrap_or(config.listen.admin_addr);
         config.check(&mut problems);
         problems.extend(engine_api_key().err().map(str::to_owned));
+        problems.extend(config.auth.file_problem());
         if problems.is_empty() { Ok(config) } else { Err(Problems(problems)) }
     }
 
@@ -275,6 +280,9 @@ impl Config {
             has_room_for_one_body,
             "limits.body_bytes_in_flight_max must be at least body_bytes_max",
         );
+        if let Some(problem) = self.auth.problem(self.listen.admin_addr) {
+            require(false, &problem);
+        }
         for device in &self.gpu.devices {
             if let Err(error) = device.parse::<Selector>() {
                 require(false, &format!("gpu.devices: {error}"));

@@ -44,6 +44,10 @@ use prometheus_client::registry::Registry;
 use proto::load::LoadReport;
 use service::{
     admin::{self, AdminData},
+    auth::{
+        gate::Gate,
+        key_file::{self, KeyFile},
+    },
     budget::BodyBudget,
     server, settings,
     tasks::Tasks,
@@ -127,6 +131,9 @@ pub enum Error {
     /// The shim's socket can't be created.
     #[error(transparent)]
     Shim(#[from] shim::Error),
+    /// The key file can't be used.
+    #[error(transparent)]
+    Keys(#[from] key_file::Error),
     /// A thread or a runtime could not be created.
     #[error("can't start")]
     Start(#[from] std::io::Error),
@@ -172,8 +179,9 @@ pub async fn run(
     )?;
     let ready = track_readiness(agent.report.clone(), &metrics, &tasks);
     gpu::metrics::register(&mut registry, gpus.subscribe(), agent.report.clone());
-    let admin_data =
-        AdminData { registry: Arc::new(registry), ready, config: settings::to_toml(&config) };
+    let gate = admin_gate(&config, &listeners.admin, &mut registry, &tasks)?;
+    let registry = Arc::new(registry);
+    let admin_data = AdminData { registry, ready, config: settings::to_toml(&config), gate };
     admin::start(admin_data, listeners.admin, tasks.token())?;
 
     let wake_monitor = Arc::new(Notify::new());
@@ -226,6 +234,25 @@ fn start_data_port(
     let data_server = server::serve(listener, app, connections_max, tasks.clone());
     tasks.spawn_essential("data port", data_server);
     Ok(())
+}
+
+/// Makes the guard of the admin port, and starts the task that follows the key file.
+fn admin_gate(
+    config: &Config,
+    listener: &std::net::TcpListener,
+    registry: &mut Registry,
+    tasks: &Tasks,
+) -> Result<Gate, Error> {
+    let keys = match config.auth.keys_path() {
+        None => None,
+        Some(path) => {
+            let (keys, watched) = KeyFile::open(path, registry)?;
+            tasks.spawn_essential("keys", Arc::clone(&keys).follow(watched, tasks.token()));
+            Some(keys)
+        }
+    };
+    let address = listener.local_addr()?.ip();
+    Ok(Gate::new(keys, config.auth.metrics_auth, address))
 }
 
 /// Returns the most connections to the data port: one for each turn and each staged prompt.

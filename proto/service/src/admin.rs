@@ -3,14 +3,15 @@
 //! `/metrics` has the Prometheus metrics, `/healthz` always answers, `/readyz` says whether the
 //! process can do its work, and `/config` shows the effective settings. Router and agent call
 //! [`start`] once, from their `lib.rs`, and pass the data. The port has its own thread and runtime,
-//! so it answers while the rest of the process is busy. It changes nothing in the process and
-//! checks no credential.
+//! so it answers while the rest of the process is busy. It changes nothing in the process. Its
+//! [`Gate`] decides which requests need a key.
 
 use std::{net::TcpListener, sync::Arc};
 
 use axum::{
     Router,
-    extract::State,
+    extract::{Request, State},
+    middleware::{self, Next},
     response::{IntoResponse, Response},
     routing::get,
 };
@@ -19,6 +20,8 @@ use prometheus_client::registry::Registry;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
+use crate::auth::gate::Gate;
+
 /// The data that the admin port shows.
 #[derive(Debug, Clone)]
 pub struct AdminData {
@@ -26,8 +29,10 @@ pub struct AdminData {
     pub registry: Arc<Registry>,
     /// `Ok` while the process can do its work, otherwise the reason why it can't.
     pub ready: watch::Receiver<Result<(), String>>,
-    /// The effective settings, as TOML.
+    /// The effective settings, as TOML. They hold paths of secrets, never a secret.
     pub config: String,
+    /// Who may read what.
+    pub gate: Gate,
 }
 
 /// Starts the thread that serves `data` at `listener`. The thread ends when `stop_token` is
@@ -64,7 +69,19 @@ pub fn app(data: AdminData) -> Router {
         .route("/readyz", get(readyz))
         .route("/metrics", get(metrics))
         .route("/config", get(|State(data): State<AdminData>| async move { data.config }))
+        .layer(middleware::from_fn_with_state(data.gate.clone(), guard))
         .with_state(data)
+}
+
+/// Lets a request pass if the gate does.
+async fn guard(State(gate): State<Gate>, request: Request, next: Next) -> Response {
+    match gate.check(request.method(), request.uri().path(), request.headers()) {
+        Ok(()) => next.run(request).await,
+        Err(refusal) => {
+            tracing::debug!(code = refusal.code, "refused on the admin port");
+            refusal.into_response()
+        }
+    }
 }
 
 async fn readyz(State(data): State<AdminData>) -> Response {

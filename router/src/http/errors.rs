@@ -9,10 +9,11 @@ use std::time::Duration;
 
 use http::StatusCode;
 use proto::claim;
-use service::refusal::Refusal;
+use service::{auth::unauthorized_refusal, refusal::Refusal};
 use tonic::{Code, Status};
 
 use crate::{
+    auth,
     placement::NoWorker,
     turn::{self, decide, error::NoAnswer, request, sessions},
 };
@@ -24,6 +25,18 @@ const RETRY_DELAY: Duration = Duration::from_secs(1);
 fn refuse(status: StatusCode, code: &'static str, message: impl Into<String>) -> Refusal {
     let refusal = Refusal::new(status, code, message);
     if status == StatusCode::TOO_MANY_REQUESTS { refusal.retry_after(RETRY_DELAY) } else { refusal }
+}
+
+/// A request whose caller isn't known.
+impl From<auth::Error> for Refusal {
+    fn from(error: auth::Error) -> Self {
+        match error {
+            auth::Error::ScrapeKey => {
+                refuse(StatusCode::FORBIDDEN, "scrape_key", error.to_string())
+            }
+            _ => unauthorized_refusal(&error.to_string()),
+        }
+    }
 }
 
 /// A turn that is refused.

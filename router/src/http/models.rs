@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 
 use axum::{
     Json,
-    extract::{Request, State},
+    extract::{Extension, Request, State},
     response::{IntoResponse as _, Response},
 };
 use proto::route::Kind;
@@ -15,13 +15,17 @@ use serde_json::{Value, json};
 use service::clock::now;
 
 use super::{SharedState, respond, serve_turn};
-use crate::{fleet::snapshot::Snapshot, placement::NoWorker};
+use crate::{auth::Caller, fleet::snapshot::Snapshot, placement::NoWorker};
 
 /// Answers with the models of the fleet.
-pub(super) async fn list(State(shared): SharedState, request: Request) -> Response {
+pub(super) async fn list(
+    State(shared): SharedState,
+    Extension(caller): Extension<Caller>,
+    request: Request,
+) -> Response {
     let view = shared.directory.settled_view().await;
     if view.serves_same_models() {
-        return serve_turn(shared, Kind::Models, request).await;
+        return serve_turn(shared, caller, Kind::Models, request).await;
     }
     let models = list_models_of_workers(&view);
     if models.is_empty() {

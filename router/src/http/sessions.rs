@@ -1,18 +1,18 @@
 //! Serves the session routes: `/v1/sessions`, and SGLang's `/open_session` and `/close_session`.
 //!
 //! A session is a sequence of turns (requests and their answers) that share a growing prefix. A
-//! client sees only the sessions of its principal (a digest of its credential). This module reads
-//! the requests and writes JSON. `turn::sessions` opens, closes and looks up the sessions.
+//! client sees only the sessions of its principal (the name of its key). This module reads the
+//! requests and writes JSON. `turn::sessions` opens, closes and looks up the sessions.
 
 use std::sync::Arc;
 
 use axum::{
     Json,
     body::Body,
-    extract::{Path, Request, State},
+    extract::{Extension, Path, Request, State},
     response::{IntoResponse as _, Response},
 };
-use http::{HeaderMap, StatusCode};
+use http::StatusCode;
 use proto::{id::SessionKey, load::Retention};
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -20,6 +20,7 @@ use service::{clock::whole_millis, refusal::Refusal};
 
 use super::{SharedState, errors, respond};
 use crate::{
+    auth::Caller,
     fleet::control::OpenRequest,
     turn::{request, sessions::SessionView, shared::Shared},
 };
@@ -48,15 +49,22 @@ struct SglangCloseBody {
     session_id: String,
 }
 
-pub(super) async fn open(State(shared): SharedState, request: Request) -> Response {
-    respond(&shared, Box::pin(try_open(&shared, request)).await)
+pub(super) async fn open(
+    State(shared): SharedState,
+    Extension(caller): Extension<Caller>,
+    request: Request,
+) -> Response {
+    respond(&shared, Box::pin(try_open(&shared, &caller, request)).await)
 }
 
-async fn try_open(shared: &Arc<Shared>, request: Request) -> Result<Response, Refusal> {
-    let (parts, body) = request.into_parts();
-    let request_body: OpenBody = read_body(shared, body, true).await?;
+async fn try_open(
+    shared: &Arc<Shared>,
+    caller: &Caller,
+    request: Request,
+) -> Result<Response, Refusal> {
+    let request_body: OpenBody = read_body(shared, request.into_body(), true).await?;
     let open_request = build_open_request(
-        &parts.headers,
+        caller,
         request_body.session_id,
         match &request_body.retention {
             None => None,
@@ -75,8 +83,11 @@ async fn try_open(shared: &Arc<Shared>, request: Request) -> Result<Response, Re
     Ok((status, Json(to_json(shared, &session_view))).into_response())
 }
 
-pub(super) async fn list(State(shared): SharedState, headers: HeaderMap) -> Response {
-    let (session_views, has_more) = shared.sessions.list(&request::principal(&headers)).await;
+pub(super) async fn list(
+    State(shared): SharedState,
+    Extension(caller): Extension<Caller>,
+) -> Response {
+    let (session_views, has_more) = shared.sessions.list(&caller.principal).await;
     let sessions: Vec<Value> =
         session_views.iter().map(|session_view| to_json(&shared, session_view)).collect();
     Json(json!({ "sessions": sessions, "more": has_more })).into_response()
@@ -84,11 +95,11 @@ pub(super) async fn list(State(shared): SharedState, headers: HeaderMap) -> Resp
 
 pub(super) async fn show(
     State(shared): SharedState,
+    Extension(caller): Extension<Caller>,
     Path(id): Path<String>,
-    headers: HeaderMap,
 ) -> Response {
     let answer = async {
-        let session_view = shared.sessions.find(session_key(&headers, id)?).await?;
+        let session_view = shared.sessions.find(session_key(&caller, id)?).await?;
         Ok(Json(to_json(&shared, &session_view)).into_response())
     };
     respond(&shared, answer.await)
@@ -96,30 +107,33 @@ pub(super) async fn show(
 
 pub(super) async fn close(
     State(shared): SharedState,
+    Extension(caller): Extension<Caller>,
     Path(id): Path<String>,
-    headers: HeaderMap,
 ) -> Response {
     let answer = async {
-        shared.sessions.close(session_key(&headers, id)?).await?;
+        shared.sessions.close(session_key(&caller, id)?).await?;
         Ok(StatusCode::NO_CONTENT.into_response())
     };
     respond(&shared, answer.await)
 }
 
-pub(super) async fn sglang_open(State(shared): SharedState, request: Request) -> Response {
-    respond(&shared, Box::pin(try_sglang_open(&shared, request)).await)
+pub(super) async fn sglang_open(
+    State(shared): SharedState,
+    Extension(caller): Extension<Caller>,
+    request: Request,
+) -> Response {
+    respond(&shared, Box::pin(try_sglang_open(&shared, &caller, request)).await)
 }
 
-async fn try_sglang_open(shared: &Arc<Shared>, request: Request) -> Result<Response, Refusal> {
-    let (parts, body) = request.into_parts();
-    let request_body: SglangOpenBody = read_body(shared, body, true).await?;
+async fn try_sglang_open(
+    shared: &Arc<Shared>,
+    caller: &Caller,
+    request: Request,
+) -> Result<Response, Refusal> {
+    let request_body: SglangOpenBody = read_body(shared, request.into_body(), true).await?;
     let retention = request_body.streaming.unwrap_or(false).then_some(Retention::Pinned);
-    let open_request = build_open_request(
-        &parts.headers,
-        request_body.session_id,
-        retention,
-        &request_body.timeout,
-    )?;
+    let open_request =
+        build_open_request(caller, request_body.session_id, retention, &request_body.timeout)?;
     let opened = shared.sessions.open(open_request).await?;
     if !opened.is_new {
         // Clients of SGLang look for an error of this shape.
@@ -130,14 +144,21 @@ async fn try_sglang_open(shared: &Arc<Shared>, request: Request) -> Result<Respo
     Ok(Json(Value::from(opened.session.key.id())).into_response())
 }
 
-pub(super) async fn sglang_close(State(shared): SharedState, request: Request) -> Response {
-    respond(&shared, Box::pin(try_sglang_close(&shared, request)).await)
+pub(super) async fn sglang_close(
+    State(shared): SharedState,
+    Extension(caller): Extension<Caller>,
+    request: Request,
+) -> Response {
+    respond(&shared, Box::pin(try_sglang_close(&shared, &caller, request)).await)
 }
 
-async fn try_sglang_close(shared: &Arc<Shared>, request: Request) -> Result<Response, Refusal> {
-    let (parts, body) = request.into_parts();
-    let request_body: SglangCloseBody = read_body(shared, body, false).await?;
-    let key = session_key(&parts.headers, request_body.session_id)?;
+async fn try_sglang_close(
+    shared: &Arc<Shared>,
+    caller: &Caller,
+    request: Request,
+) -> Result<Response, Refusal> {
+    let request_body: SglangCloseBody = read_body(shared, request.into_body(), false).await?;
+    let key = session_key(caller, request_body.session_id)?;
     match shared.sessions.close(key).await.map_err(Refusal::from) {
         Err(refusal) if refusal.status != StatusCode::NOT_FOUND => Err(refusal),
         // SGLang also answers 200 if it doesn't know the session.
@@ -147,22 +168,22 @@ async fn try_sglang_close(shared: &Arc<Shared>, request: Request) -> Result<Resp
 
 /// Makes the request to open a session. Without an `id`, makes a random one.
 fn build_open_request(
-    headers: &HeaderMap,
+    caller: &Caller,
     id: Option<String>,
     retention: Option<Retention>,
     timeout: &Value,
 ) -> Result<OpenRequest, Refusal> {
     let id = id.unwrap_or_else(|| format!("{:032x}", fastrand::u128(..)));
     Ok(OpenRequest {
-        key: session_key(headers, id)?,
+        key: session_key(caller, id)?,
         retention,
         idle_ms_max: request::parse_idle_ms(timeout, "timeout")?,
     })
 }
 
 /// Returns the key of the client's session with this id.
-fn session_key(headers: &HeaderMap, id: String) -> Result<SessionKey, Refusal> {
-    Ok(SessionKey::new(request::principal(headers), id).map_err(request::Error::from)?)
+fn session_key(caller: &Caller, id: String) -> Result<SessionKey, Refusal> {
+    Ok(SessionKey::new(&*caller.principal, id).map_err(request::Error::from)?)
 }
 
 /// Reads a JSON body. Returns the default for an empty body if `may_be_empty`.

@@ -308,8 +308,7 @@ impl Affinity {
         }
     }
 
-    /// Iterates over the keys of one principal's bindings. A principal is the digest of a client's
-    /// credential.
+    /// Iterates over the keys of one principal's bindings. A principal is a client's name.
     pub fn keys_of_principal<'a>(
         &'a self,
         principal: &'a str,

@@ -15,7 +15,7 @@
 //! body (a field of the Dynamo API), the header `x-berth-session-id`, the native headers of coding
 //! agents, `session_id` in the body, `session_params.id` in the body.
 
-use http::{HeaderMap, HeaderName, header};
+use http::{HeaderMap, HeaderName};
 use proto::{
     body::{self, Object},
     id::{self, SessionKey},
@@ -54,9 +54,6 @@ const PARENT_SESSION_HEADERS: [HeaderName; 3] = [
     HeaderName::from_static("x-claude-code-parent-session-id"),
     HeaderName::from_static("x-dynamo-parent-session-id"),
 ];
-/// The header with the client's credential, if the request has no `authorization` header.
-const API_KEY_HEADER: HeaderName = HeaderName::from_static("x-api-key");
-
 /// The longest idle time that a client may set, in seconds: ten years. A longer time is a mistake,
 /// and could overflow the agent's clock.
 const IDLE_SECONDS_MAX: f64 = 315_360_000.0;
@@ -119,14 +116,6 @@ pub struct Turn {
     pub prompt: Prompt,
     /// The length of the body in bytes.
     pub body_bytes: u64,
-}
-
-/// Returns the principal that sent the request: a digest of the credential, or `anonymous` without
-/// a credential.
-#[must_use]
-pub fn principal(headers: &HeaderMap) -> String {
-    let credential = headers.get(header::AUTHORIZATION).or_else(|| headers.get(API_KEY_HEADER));
-    id::principal_of(credential.map(http::HeaderValue::as_bytes))
 }
 
 /// Returns the session named in the headers. The router can check it before it reads the body.
@@ -516,14 +505,6 @@ mod tests {
                 assert_eq!(message.is_empty(), taken, "{header} {bytes}: {message}");
             }
         }
-    }
-
-    #[test]
-    fn principals_are_digests_of_either_credential() {
-        assert_eq!(principal(&HeaderMap::new()), "anonymous");
-        let bearer = principal(&headers(&[("authorization", "Bearer a")]));
-        assert_ne!(bearer, principal(&headers(&[("x-api-key", "a")])));
-        assert_eq!(bearer.len(), 32);
     }
 
     proptest! {

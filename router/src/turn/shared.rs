@@ -13,6 +13,7 @@ use super::{
     directory::SessionDirectory, placer::Placer, sessions::SessionService, upstream::UpstreamClient,
 };
 use crate::{
+    auth::Authenticator,
     config::tables::PreamblePolicy,
     metrics::Metrics,
     residency::{block_locator::BlockLocator, kv_index::KvIndex},
@@ -21,6 +22,8 @@ use crate::{
 /// The parts that all requests share, and the limits of a request.
 #[derive(Debug)]
 pub(crate) struct Shared {
+    /// Finds out who sends a request.
+    pub(crate) auth: Authenticator,
     /// The resident blocks of KV that the agents report.
     pub(crate) kv_index: Arc<KvIndex>,
     /// Counts how many blocks of a turn's prompt each worker has.

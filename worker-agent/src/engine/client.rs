@@ -467,7 +467,7 @@ fn parse_info(value: &Value) -> Result<EngineInfo, String> {
             // The engine reports no process id. The agent derives an id from two values that
             // differ between processes: the seed, random at each launch unless the operator sets
             // it, and the startup times, which are measured at each launch.
-            instance: proto::id::principal_of(Some(format!("{seed} {startup_times}").as_bytes())),
+            instance: proto::id::short_sha256(format!("{seed} {startup_times}").as_bytes()),
             disaggregation: text("disaggregation_mode").unwrap_or("null").to_owned(),
         },
         rows: vec![to_u32("rows", rows)?; usize::try_from(ranks).map_err(|e| e.to_string())?],

@@ -1,0 +1,85 @@
+//! The settings of `[auth]`: who may send requests to the router.
+//!
+//! Clients need a credential as soon as a source of credentials is set. Without one, the router
+//! serves only its own host, unless `mode = "none"` says that everybody may use it.
+
+use std::{
+    net::SocketAddr,
+    path::{Path, PathBuf},
+};
+
+use serde::{Deserialize, Serialize};
+use service::auth::{MetricsAuth, gate, key_file::KeyFile};
+
+/// What the router does without a source of credentials.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum AuthMode {
+    /// Serves only its own host. This is safe, and enough for a laptop.
+    #[default]
+    Auto,
+    /// Serves everybody who reaches it. Something before the router must check the clients.
+    None,
+}
+
+/// The table `[auth]`.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct AuthTable {
+    /// Whether the router serves other hosts without checking credentials.
+    pub mode: AuthMode,
+    /// The file of API keys. Empty: there are no keys.
+    pub keys_file: PathBuf,
+    /// Who may read `/metrics` on the admin port. The default needs a key, because figures show
+    /// what others do. "none" is for scrapers that can't send a header.
+    pub metrics_auth: MetricsAuth,
+}
+
+impl AuthTable {
+    /// Returns the path of the key file, if there is one.
+    #[must_use]
+    pub fn keys_path(&self) -> Option<&Path> {
+        (!self.keys_file.as_os_str().is_empty()).then_some(&self.keys_file)
+    }
+
+    /// Whether clients need a credential.
+    #[must_use]
+    pub fn needs_credential(&self) -> bool {
+        self.keys_path().is_some()
+    }
+
+    /// Returns what is wrong with the files that these settings name.
+    pub(super) fn file_problem(&self) -> Option<String> {
+        let error = KeyFile::check(self.keys_path()?).err()?;
+        Some(format!("auth.keys_file: {error}"))
+    }
+
+    /// Returns the problems of these settings with the addresses of the data and the admin port.
+    pub(super) fn problems(&self, data_addr: SocketAddr, admin_addr: SocketAddr) -> Vec<String> {
+        let mut problems = vec![];
+        if self.needs_credential() && self.mode == AuthMode::None {
+            problems
+                .push("auth.mode: is \"none\", but keys are set; remove one of them".to_owned());
+        }
+        if !self.needs_credential()
+            && self.mode == AuthMode::Auto
+            && !gate::is_local(data_addr.ip())
+        {
+            problems.push(format!(
+                "listen.data_addr: {data_addr} is open to other hosts and nobody needs a key; set \
+                 auth.keys_file, or a loopback address, or auth.mode = \"none\" to serve everybody"
+            ));
+        }
+        if self.keys_path().is_none()
+            && self.metrics_auth == MetricsAuth::Key
+            && !gate::is_local(admin_addr.ip())
+        {
+            problems.push(format!(
+                "listen.admin_addr: {admin_addr} is open to other hosts and there are no keys for it; set \
+                 auth.keys_file, or a loopback address, or auth.metrics_auth = \"none\" to show \
+                 /metrics to everybody"
+            ));
+        }
+        problems
+    }
+}

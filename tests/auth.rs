@@ -1,0 +1,299 @@
+//! Tests of who may use which port: keys, principals, admin routes, and a changing key file.
+
+#![expect(clippy::unwrap_used, reason = "a test fails where it unwraps")]
+
+use std::{fs, os::unix::fs::symlink};
+
+use axum::body::Body;
+use http::{Method, StatusCode};
+use serde_json::json;
+use tests::{
+    cluster::{Cluster, ClusterSettings, agent_config, eventually, text_turn as turn},
+    keys::{KeyFixture, TestKey, key_text},
+    web::Headers,
+};
+
+const KEYS: [TestKey<'_>; 4] = [
+    ("alice", "sk-alice", ""),
+    ("bob", "sk-bob", ""),
+    ("ops", "sk-ops", "admin = true"),
+    ("monitor", "sk-monitor", "scrape = true"),
+];
+const ALICE: (&str, &str) = ("authorization", "Bearer sk-alice");
+const BOB: (&str, &str) = ("authorization", "Bearer sk-bob");
+const OPS: (&str, &str) = ("authorization", "Bearer sk-ops");
+const MONITOR: (&str, &str) = ("authorization", "Bearer sk-monitor");
+const WRONG: (&str, &str) = ("authorization", "Bearer sk-eve");
+
+async fn start(keys: &KeyFixture) -> Cluster {
+    start_with(keys, |_| {}).await
+}
+
+/// Starts a worker and a router that both have the keys.
+async fn start_with(keys: &KeyFixture, change: impl FnOnce(&mut ClusterSettings)) -> Cluster {
+    let set = |settings: &mut ClusterSettings| {
+        settings.agent.auth.keys_file = keys.path();
+        if let Some(router) = &mut settings.router {
+            router.auth.keys_file = keys.path();
+        }
+        change(settings);
+    };
+    Cluster::start(1, set).await.unwrap()
+}
+
+/// Returns the status and the refusal code of a request to the router's data port.
+async fn ask(cluster: &Cluster, method: Method, path: &str, headers: Headers<'_>) -> (u16, String) {
+    let answer = cluster.request(method, path, headers, Body::empty()).await;
+    (answer.status.as_u16(), answer.header("x-berth-refusal").to_owned())
+}
+
+async fn opens(cluster: &Cluster, headers: Headers<'_>, id: &str) {
+    let opened = cluster.post("/v1/sessions", headers, &json!({ "session_id": id })).await;
+    assert_eq!(opened.status, StatusCode::CREATED, "{}", opened.text());
+}
+
+#[tokio::test]
+async fn nobody_gets_in_without_a_key() {
+    let keys = KeyFixture::new(&KEYS).unwrap();
+    let cluster = start(&keys).await;
+    let unauthorized = (401, "unauthorized".to_owned());
+    let digest = key_text(&KEYS).split('"').nth(3).unwrap().to_owned();
+    let digest = format!("Bearer {digest}");
+    let basic = ("authorization", "Basic c2stYWxpY2U6");
+    let two = [ALICE, ("x-api-key", "sk-bob")];
+    for headers in [
+        &[][..],
+        &[WRONG],
+        &[("authorization", "Bearer alice")],
+        &[("authorization", digest.as_str())],
+        &[("authorization", "Bearer ")],
+        &[basic],
+        &two,
+    ] {
+        for (method, path) in [
+            (Method::POST, "/generate"),
+            (Method::POST, "/v1/chat/completions"),
+            (Method::GET, "/v1/models"),
+            (Method::GET, "/v1/sessions"),
+            (Method::POST, "/v1/sessions"),
+            (Method::DELETE, "/v1/sessions/s"),
+            (Method::POST, "/close_session"),
+            (Method::GET, "/v1/workers"),
+            (Method::GET, "/no/such/route"),
+        ] {
+            let refused = ask(&cluster, method, path, headers).await;
+            assert_eq!(refused, unauthorized, "{path} {headers:?}");
+        }
+        assert_eq!(ask(&cluster, Method::GET, "/health", headers).await.0, 200);
+    }
+    let refused = cluster.post("/generate", &[WRONG], &turn("a", 1)).await;
+    assert_eq!(refused.header("www-authenticate"), "Bearer");
+    assert_eq!(refused.json()["error"]["type"], "authentication_error");
+    assert!(refused.text().contains("x-api-key"), "it says what to do: {}", refused.text());
+    assert_eq!(cluster.turns_seen("/generate"), [0], "nothing reached the engine");
+    cluster.turn("/generate", &[ALICE], &turn("a", 1)).await;
+}
+
+#[tokio::test]
+async fn a_session_is_unknown_to_other_keys() {
+    let keys = KeyFixture::new(&KEYS).unwrap();
+    let cluster = start(&keys).await;
+    opens(&cluster, &[ALICE], "s").await;
+    let (session, delta) = (("x-berth-session-id", "s"), ("x-berth-delta", "1"));
+    let stolen = cluster.post("/generate", &[BOB, session, delta], &turn("a", 1)).await;
+    assert_eq!(stolen.status, StatusCode::NOT_FOUND, "{}", stolen.text());
+    for (other, method) in [(BOB, Method::GET), (OPS, Method::DELETE), (BOB, Method::DELETE)] {
+        let path = "/v1/sessions/s";
+        assert_eq!(ask(&cluster, method, path, &[other]).await.0, 404, "{other:?}");
+    }
+    // The same key in any form is the same owner.
+    for mine in
+        [("x-api-key", "sk-alice"), ("authorization", "bEaReR sk-alice"), ("X-Api-Key", "sk-alice")]
+    {
+        assert_eq!(ask(&cluster, Method::GET, "/v1/sessions/s", &[mine]).await.0, 200, "{mine:?}");
+    }
+}
+
+#[tokio::test]
+async fn a_new_secret_keeps_the_sessions_and_a_removed_one_is_shut_out() {
+    let keys = KeyFixture::new(&KEYS).unwrap();
+    let cluster = start(&keys).await;
+    opens(&cluster, &[ALICE], "s").await;
+    let new = ("x-api-key", "sk-alice-2");
+    let path = "/v1/sessions/s";
+    assert_eq!(ask(&cluster, Method::GET, path, &[new]).await.0, 401);
+    keys.replace(&key_text(&[KEYS[0], ("alice", "sk-alice-2", "")])).unwrap();
+    eventually("both secrets work", || async {
+        (ask(&cluster, Method::GET, path, &[new]).await.0 == 200).then_some(())
+    })
+    .await;
+    assert_eq!(ask(&cluster, Method::GET, path, &[ALICE]).await.0, 200);
+    keys.replace(&key_text(&[("alice", "sk-alice-2", "")])).unwrap();
+    eventually("the old secret is shut out", || async {
+        (ask(&cluster, Method::GET, path, &[ALICE]).await.0 == 401).then_some(())
+    })
+    .await;
+    assert_eq!(ask(&cluster, Method::GET, path, &[new]).await.0, 200, "the session has stayed");
+}
+
+#[tokio::test]
+async fn a_broken_key_file_keeps_the_old_keys_and_says_so() {
+    let keys = KeyFixture::new(&KEYS).unwrap();
+    let cluster = start(&keys).await;
+    let failures = |count: usize| {
+        let metric = format!("berth_router_auth_key_reloads_total{{result=\"failed\"}} {count}");
+        let url = cluster.routers[0].admin_url("/metrics");
+        let (web, keys) = (cluster.web.clone(), [MONITOR]);
+        eventually("the failed reload is counted", move || {
+            let (web, url, metric) = (web.clone(), url.clone(), metric.clone());
+            async move {
+                let page = web.request(Method::GET, &url, &keys, Body::empty()).await.unwrap();
+                page.text().contains(&metric).then_some(())
+            }
+        })
+    };
+    for (broken, count) in [("", 1), ("[[key]]\nname = \"alice\"\n", 2)] {
+        keys.replace(broken).unwrap();
+        failures(count).await;
+        assert_eq!(ask(&cluster, Method::GET, "/v1/sessions", &[ALICE]).await.0, 200);
+    }
+    fs::remove_file(keys.path()).unwrap();
+    failures(3).await;
+    assert_eq!(ask(&cluster, Method::GET, "/v1/sessions", &[ALICE]).await.0, 200);
+    keys.replace(&key_text(&[KEYS[1], KEYS[3]])).unwrap();
+    eventually("the good file counts", || async {
+        (ask(&cluster, Method::GET, "/v1/sessions", &[ALICE]).await.0 == 401).then_some(())
+    })
+    .await;
+}
+
+/// Kubernetes mounts a secret as a link to a folder, and swaps the link.
+#[tokio::test]
+async fn a_key_file_behind_swapped_links_is_followed() {
+    let keys = KeyFixture::new(&[]).unwrap();
+    let folder = keys.folder();
+    for (version, key) in [("v1", KEYS[0]), ("v2", KEYS[1])] {
+        fs::create_dir(folder.join(version)).unwrap();
+        fs::write(folder.join(version).join("keys.toml"), key_text(&[key])).unwrap();
+    }
+    symlink("v1", folder.join("data")).unwrap();
+    fs::remove_file(keys.path()).unwrap();
+    symlink("data/keys.toml", keys.path()).unwrap();
+    let cluster = start(&keys).await;
+    assert_eq!(ask(&cluster, Method::GET, "/v1/sessions", &[ALICE]).await.0, 200);
+    symlink("v2", folder.join("data-new")).unwrap();
+    fs::rename(folder.join("data-new"), folder.join("data")).unwrap();
+    eventually("the new keys count", || async {
+        (ask(&cluster, Method::GET, "/v1/sessions", &[BOB]).await.0 == 200).then_some(())
+    })
+    .await;
+    assert_eq!(ask(&cluster, Method::GET, "/v1/sessions", &[ALICE]).await.0, 401);
+}
+
+#[tokio::test]
+async fn only_admins_see_the_fleet_and_why_turns_went_where() {
+    let keys = KeyFixture::new(&KEYS).unwrap();
+    let cluster = start(&keys).await;
+    let answer = cluster.turn("/generate", &[ALICE], &turn("a", 1)).await;
+    let placement = format!("/v1/placements/{}", answer.header("x-berth-turn"));
+    for path in ["/v1/workers", &placement] {
+        let refused = ask(&cluster, Method::GET, path, &[ALICE]).await;
+        assert_eq!(refused, (403, "admin_only".to_owned()), "{path}");
+        assert_eq!(ask(&cluster, Method::GET, path, &[OPS]).await.0, 200, "{path}");
+    }
+    // A monitoring key is not a client.
+    let refused = ask(&cluster, Method::GET, "/v1/sessions", &[MONITOR]).await;
+    assert_eq!(refused, (403, "scrape_key".to_owned()));
+}
+
+#[tokio::test]
+async fn admin_ports_show_figures_to_monitoring_and_no_secret_to_anybody() {
+    let keys = KeyFixture::new(&KEYS).unwrap();
+    let cluster = start(&keys).await;
+    let text = key_text(&KEYS);
+    let digest = text.split('"').nth(3).unwrap();
+    for admin in [cluster.routers[0].admin, cluster.agent().admin] {
+        let get = async |path: &str, headers: Headers<'_>| {
+            let url = format!("http://{admin}{path}");
+            cluster.web.request(Method::GET, &url, headers, Body::empty()).await.unwrap()
+        };
+        for path in ["/healthz", "/readyz"] {
+            assert_eq!(get(path, &[]).await.status, StatusCode::OK);
+        }
+        for path in ["/metrics", "/config"] {
+            for (headers, status) in
+                [(&[][..], 401), (&[WRONG], 401), (&[ALICE], 403), (&[MONITOR], 200), (&[OPS], 200)]
+            {
+                let answer = get(path, headers).await;
+                assert_eq!(answer.status.as_u16(), status, "{path} {headers:?}");
+                for secret in ["sk-", digest] {
+                    assert!(!answer.text().contains(secret), "{path} shows {secret}");
+                }
+            }
+        }
+        assert_eq!(get("/other", &[MONITOR]).await.status, StatusCode::FORBIDDEN);
+        assert_eq!(get("/other", &[OPS]).await.status, StatusCode::NOT_FOUND);
+    }
+}
+
+#[tokio::test]
+async fn a_router_that_serves_everybody_makes_nobody_an_admin() {
+    let open = |settings: &mut ClusterSettings| {
+        let router = settings.router.as_mut().unwrap();
+        router.listen.data_addr = "0.0.0.0:0".parse().unwrap();
+        router.auth.mode = router::config::auth::AuthMode::None;
+    };
+    let cluster = Cluster::start(1, open).await.unwrap();
+    let port = cluster.routers[0].data.port();
+    let url = |path: &str| format!("http://127.0.0.1:{port}{path}");
+    let answer = cluster.web.post(&url("/generate"), &[], &turn("a", 1)).await.unwrap();
+    assert_eq!(answer.status, StatusCode::OK, "{}", answer.text());
+    let refused = cluster.web.get(&url("/v1/workers")).await.unwrap();
+    assert_eq!(refused.refusal(), (403, "admin_only".to_owned()));
+    // A credential that nobody checks gives no sessions of one's own.
+    let body = json!({"session_id": "s"});
+    let opened = cluster.web.post(&url("/v1/sessions"), &[ALICE], &body).await.unwrap();
+    assert_eq!(opened.status, StatusCode::CREATED);
+    assert_eq!(cluster.web.get(&url("/v1/sessions/s")).await.unwrap().status, StatusCode::OK);
+}
+
+#[tokio::test]
+async fn a_router_without_keys_refuses_to_serve_other_hosts() {
+    let mut config = tests::cluster::router_config(&[]);
+    config.workers = vec!["http://127.0.0.1:1".into()];
+    assert_eq!(config.problems(), Vec::<String>::new());
+    config.listen.data_addr = "0.0.0.0:0".parse().unwrap();
+    config.listen.admin_addr = "[::]:0".parse().unwrap();
+    let refused = tests::cluster::Router::start(config.clone()).await.unwrap().stop().await;
+    let problems = config.problems();
+    assert!(refused.is_err(), "the router started");
+    assert_eq!(problems.len(), 2, "{problems:?}");
+    for (problem, address) in problems.iter().zip(["data_addr", "admin_addr"]) {
+        assert!(problem.contains(address) && problem.contains("auth.keys_file"), "{problem}");
+    }
+    let keys = KeyFixture::new(&KEYS).unwrap();
+    config.auth.keys_file = keys.path();
+    assert_eq!(config.problems(), Vec::<String>::new());
+    config.auth.mode = router::config::auth::AuthMode::None;
+    assert_eq!(config.problems().len(), 1, "keys that nobody needs are a mistake");
+}
+
+#[test]
+fn an_agent_without_keys_shows_its_admin_port_to_its_host_alone() {
+    use clap::Parser as _;
+    let load = |args: &[&str]| {
+        let args =
+            [&["berth-agent", "--worker-id", "w", "--admin-addr", "0.0.0.0:1"], args].concat();
+        worker_agent::config::Config::load(worker_agent::config::Args::parse_from(args))
+    };
+    let problems = load(&[]).unwrap_err().to_string();
+    assert!(problems.contains("auth.keys_file"), "{problems}");
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("agent.toml");
+    fs::write(&path, "[auth]\nmetrics_auth = \"none\"\n").unwrap();
+    assert!(load(&["--config", path.to_str().unwrap()]).is_ok());
+    fs::write(&path, "[auth]\nkeys_file = \"/nonexistent/keys.toml\"\n").unwrap();
+    let problems = load(&["--config", path.to_str().unwrap()]).unwrap_err().to_string();
+    assert!(problems.contains("/nonexistent/keys.toml"), "{problems}");
+    assert!(agent_config("", "").auth.keys_path().is_none());
+}

@@ -1,0 +1,49 @@
+//! The settings of `[auth]`: who may use the agent's admin port.
+
+use std::{
+    net::SocketAddr,
+    path::{Path, PathBuf},
+};
+
+use serde::{Deserialize, Serialize};
+use service::auth::{MetricsAuth, gate, key_file::KeyFile};
+
+/// The table `[auth]`.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct AuthTable {
+    /// The file of API keys for the admin port. Empty: there are no keys, and the port must be a
+    /// loopback address.
+    pub keys_file: PathBuf,
+    /// Who may read `/metrics` on the admin port. The default needs a key, because figures show
+    /// what users do. "none" is for scrapers that can't send a header.
+    pub metrics_auth: MetricsAuth,
+}
+
+impl AuthTable {
+    /// Returns the path of the key file, if there is one.
+    #[must_use]
+    pub fn keys_path(&self) -> Option<&Path> {
+        (!self.keys_file.as_os_str().is_empty()).then_some(&self.keys_file)
+    }
+
+    /// Returns what is wrong with the key file.
+    pub(super) fn file_problem(&self) -> Option<String> {
+        let error = KeyFile::check(self.keys_path()?).err()?;
+        Some(format!("auth.keys_file: {error}"))
+    }
+
+    /// Returns the problem of these settings with the address of the admin port.
+    pub(super) fn problem(&self, admin_addr: SocketAddr) -> Option<String> {
+        let is_guarded = self.keys_path().is_some()
+            || self.metrics_auth == MetricsAuth::None
+            || gate::is_local(admin_addr.ip());
+        (!is_guarded).then(|| {
+            format!(
+                "listen.admin_addr {admin_addr} is open to other hosts and there are no keys for it: set \
+                 auth.keys_file, or a loopback address, or auth.metrics_auth = \"none\" to show \
+                 /metrics to everybody"
+            )
+        })
+    }
+}
