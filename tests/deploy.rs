@@ -10,9 +10,21 @@ fn deploy(path: &str) -> PathBuf {
     root.parent().expect("tests/ lies in the root").join("deploy").join(path)
 }
 
+/// Copies an example, and names the example of a key file in it. Returns the copy with its folder.
+fn with_keys(example: &str) -> (tempfile::TempDir, PathBuf) {
+    let text = fs::read_to_string(deploy(example)).unwrap();
+    let keys = deploy("config/keys.toml");
+    assert!(text.contains("\"/etc/berth/keys.toml\""), "{example} names no key file");
+    let text = text.replace("/etc/berth/keys.toml", keys.to_str().unwrap());
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("settings.toml");
+    fs::write(&path, text).unwrap();
+    (folder, path)
+}
+
 #[test]
 fn the_agent_takes_its_example() {
-    let path = deploy("config/agent.toml");
+    let (_folder, path) = with_keys("config/agent.toml");
     let args =
         worker_agent::config::Args::parse_from(["berth-agent", "--config", path.to_str().unwrap()]);
     let config = worker_agent::config::Config::load(args).unwrap();
@@ -21,7 +33,7 @@ fn the_agent_takes_its_example() {
 
 #[test]
 fn the_router_takes_its_example() {
-    let path = deploy("config/router.toml");
+    let (_folder, path) = with_keys("config/router.toml");
     let args = ["berth-router", "--config", path.to_str().unwrap()];
     let config = router::config::Config::load(&router::config::Args::parse_from(args)).unwrap();
     assert_eq!(config.workers.len(), 2, "the example's own value is in force");
