@@ -4,7 +4,6 @@
 
 use std::path::PathBuf;
 
-use axum::body::Body;
 use http::{Method, StatusCode};
 use http_body_util::BodyExt;
 use serde_json::{Value, json};

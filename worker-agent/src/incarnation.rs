@@ -4,6 +4,9 @@
 //! for example again after its history diverged. Each such life in the engine is an *incarnation*,
 //! and each incarnation has an id of its own.
 //!
+//! An id is no secret: a client can't name an incarnation, because the agent replaces the members
+//! of the body that could. Whoever reaches the engine itself could also end it.
+//!
 //! The crate root calls [`prefix`] once. The session table adds a hyphen and a number for each
 //! incarnation. The shim's protocol relies on the ids' longest length. No state is kept here.
 

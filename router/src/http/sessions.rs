@@ -173,12 +173,19 @@ fn build_open_request(
     retention: Option<Retention>,
     timeout: &Value,
 ) -> Result<OpenRequest, Refusal> {
-    let id = id.unwrap_or_else(|| format!("{:032x}", fastrand::u128(..)));
+    let id = id.unwrap_or_else(new_session_id);
     Ok(OpenRequest {
         key: session_key(caller, id)?,
         retention,
         idle_ms_max: request::parse_idle_ms(timeout, "timeout")?,
     })
+}
+
+/// Returns a new session id that nobody can guess.
+fn new_session_id() -> String {
+    let mut bytes = [0; 16];
+    getrandom::fill(&mut bytes).expect("the operating system has random numbers");
+    format!("{:032x}", u128::from_be_bytes(bytes))
 }
 
 /// Returns the key of the client's session with this id.

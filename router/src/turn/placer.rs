@@ -109,8 +109,9 @@ impl Placer {
         }
     }
 
-    /// Returns a new turn id, which clients see as 16 hex digits. A client that knows a turn's id
-    /// may ask why the turn went to its worker. So an id can't be guessed from other ids.
+    /// Returns a new turn id, which clients see as 16 hex digits. The id is a number hashed with a
+    /// secret key of the process (SipHash), so it can't be guessed from other ids. It gives no
+    /// right: only admins may ask why a turn went to its worker.
     pub(super) fn new_turn_id(&self) -> u64 {
         self.turn_id_hasher.hash_one(self.next_turn_number.fetch_add(1, Ordering::Relaxed))
     }
