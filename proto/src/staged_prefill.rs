@@ -14,13 +14,19 @@
 //! which prompts are long nor in what order they are computed.
 
 use bytes::Bytes;
-use http::{HeaderMap, HeaderName};
+use http::{HeaderMap, HeaderName, HeaderValue};
 
 /// The path for prompts to stage, on the agent's data port.
 pub const PATH: &str = "/berth/staged-prefill";
 
 /// Answer header: the number of the prompt's tokens that are not in the engine's cache.
 pub const UNCACHED_TOKENS: HeaderName = HeaderName::from_static("x-berth-left-tokens");
+
+/// Request header: the cache salt of the turn, with which its stages must be computed. The engine
+/// shares KV only among requests with the same salt.
+pub const CACHE_SALT: HeaderName = HeaderName::from_static("x-berth-cache-salt");
+/// The longest salt in the header, in bytes. The router's own salts have 32.
+const CACHE_SALT_BYTES_MAX: usize = 256;
 
 /// Prefill rate, in tokens per second, that is assumed until the engine's own rate is measured: a
 /// cautious figure for a 70B model on one node.
@@ -53,6 +59,31 @@ pub fn decode(bytes: &[u8]) -> Option<impl ExactSizeIterator<Item = u32>> {
     trailing_bytes.is_empty().then(|| ids.iter().map(|id| u32::from_le_bytes(*id)))
 }
 
+/// Returns the header value for a salt; `None` if the salt is too long, or has other characters
+/// than letters, digits and `- _`. Prompts with such a salt are not staged.
+#[must_use]
+pub fn salt_header(salt: &str) -> Option<HeaderValue> {
+    let is_legal = !salt.is_empty()
+        && salt.len() <= CACHE_SALT_BYTES_MAX
+        && salt.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-_".contains(&byte));
+    if is_legal { HeaderValue::from_str(salt).ok() } else { None }
+}
+
+/// Reads the [`CACHE_SALT`] header of a request; `None` if it is absent.
+///
+/// # Errors
+/// When [`salt_header`] doesn't make such a header.
+pub fn cache_salt(headers: &HeaderMap) -> Result<Option<String>, InvalidSalt> {
+    let Some(value) = headers.get(CACHE_SALT) else { return Ok(None) };
+    let salt = value.to_str().map_err(|_| InvalidSalt)?;
+    salt_header(salt).map(|_| Some(salt.to_owned())).ok_or(InvalidSalt)
+}
+
+/// A salt in a header that isn't one of [`salt_header`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("the {CACHE_SALT} header is no salt; only a router may send it")]
+pub struct InvalidSalt;
+
 /// Reads the [`UNCACHED_TOKENS`] header of an answer. Returns `None` if it is absent or invalid.
 #[must_use]
 pub fn uncached_tokens(headers: &HeaderMap) -> Option<u64> {
@@ -69,6 +100,20 @@ mod tests {
     fn a_stage_has_the_tokens_that_the_engine_computes_in_its_time() {
         assert_eq!(stage_tokens(600, 20_000), 12_000);
         assert_eq!(stage_tokens(600, 1), STAGE_TOKENS_MIN);
+    }
+
+    #[test]
+    fn only_salts_that_can_stand_in_a_header_and_in_json_are_sent() {
+        let salt = "0aZ-_".repeat(51);
+        let mut headers = HeaderMap::new();
+        assert_eq!(cache_salt(&headers), Ok(None));
+        headers.insert(CACHE_SALT, salt_header(&salt).unwrap());
+        assert_eq!(cache_salt(&headers), Ok(Some(salt)));
+        for bad in ["", "a\"", "a\\", "é", "a b", "a\n", &"a".repeat(257)] {
+            assert_eq!(salt_header(bad), None, "{bad:?}");
+        }
+        headers.insert(CACHE_SALT, HeaderValue::from_static("a\",\"x\":\""));
+        assert_eq!(cache_salt(&headers), Err(InvalidSalt));
     }
 
     proptest! {

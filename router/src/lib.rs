@@ -294,5 +294,6 @@ fn build_shared(
         turn_permits: Arc::new(Semaphore::new(config.limits.turns_in_flight_max)),
         turn_max: config.turn_max(),
         preamble: config.placement.preamble,
+        cache_isolation: config.auth.cache_isolation,
     })
 }

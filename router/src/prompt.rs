@@ -222,7 +222,8 @@ impl Prompt {
     /// turn (staged prefill).
     ///
     /// Returns `None` if the ids can't be known, or if the turn would not find the computed KV: it
-    /// has an adapter, an extra key or a cache salt, or the engine recomputes its prompt anyway.
+    /// has an adapter or an extra key, or the engine recomputes its prompt anyway. The KV must be
+    /// computed with the turn's [`Self::cache_salt`].
     ///
     /// # Panics
     /// If `body` is not the body in which the prompt was found.
@@ -236,7 +237,8 @@ impl Prompt {
         let text = std::str::from_utf8(body).expect("the body was read as JSON");
         let cache_scope = self.cache_scope(form, text, engine)?;
         if self.member_json(text, "session_params").is_some()
-            || cache_scope != CacheScope::default()
+            || cache_scope.lora.is_some()
+            || cache_scope.extra_key.is_some()
         {
             return None;
         }
@@ -255,6 +257,16 @@ impl Prompt {
             return None;
         }
         serde_json::from_str(self.member_json(text, ids_key(form))?).ok()
+    }
+
+    /// Returns the body's cache salt. Empty salts count as absent, as for the engine.
+    ///
+    /// # Panics
+    /// If `body` is not the body in which the prompt was found.
+    #[must_use]
+    pub fn cache_salt(&self, body: &[u8]) -> Option<String> {
+        let text = std::str::from_utf8(body).expect("the body was read as JSON");
+        serde_json::from_str(self.member_json(text, "cache_salt")?).ok().and_then(non_empty)
     }
 
     /// Makes blocks of the engine's tokens, with the engine's model.
@@ -481,13 +493,15 @@ mod tests {
         };
         let with =
             |rest: &str| made(PromptForm::Generate, &format!(r#"{{"input_ids":[7,8]{rest}}}"#));
-        for rest in ["", r#","cache_salt":"","lora_path":null"#, r#","echo":false"#] {
+        for rest in
+            ["", r#","cache_salt":"","lora_path":null"#, r#","cache_salt":"a""#, r#","echo":false"#]
+        {
             assert_eq!(with(rest), Some(vec![7, 8]), "{rest}");
         }
         for rest in [
             r#","lora_path":"a""#,
             r#","extra_key":"a""#,
-            r#","cache_salt":"a""#,
+            r#","cache_salt":["a"]"#,
             r#","session_params":{"id":"a"}"#,
             r#","image_data":"a""#,
             r#","logprob_start_len":0"#,

@@ -8,6 +8,7 @@
 //!
 //! - [`request`]: reads what the request says about its session.
 //! - [`preamble`]: finds the volatile preamble in the request's body.
+//! - `cache_isolation`: keeps the KV of different principals apart in the engines' caches.
 //! - `placer`: chooses the worker, binds the session to it, and counts the turn's load there.
 //! - `decide`: the pure decisions about a session, for `placer` and `sessions`.
 //! - `directory`: the status and the worker of each session.
@@ -18,6 +19,7 @@
 //! - `shared`: the parts that all requests share.
 //! - `error`: why a turn is refused.
 
+mod cache_isolation;
 pub(crate) mod decide;
 pub(crate) mod directory;
 pub(crate) mod error;
@@ -50,7 +52,7 @@ use self::{
 };
 use crate::{
     auth::Caller,
-    config::tables::PreamblePolicy,
+    config::{auth::CacheIsolation, tables::PreamblePolicy},
     fleet::{connect, worker::WorkerRef},
     metrics::TurnOutcome,
     placement::session_status::SessionStatus,
@@ -69,6 +71,9 @@ pub(crate) async fn run(
     let permit =
         Arc::clone(&shared.turn_permits).try_acquire_owned().map_err(|_| Error::TurnsFull)?;
     let principal = &*caller.principal;
+    if shared.cache_isolation == CacheIsolation::Principal {
+        cache_isolation::check_kind(kind)?;
+    }
     if kind.is_generation()
         && let Some(key) = request::header_session(&parts.headers, principal)?
     {
@@ -105,8 +110,9 @@ pub(crate) async fn run(
     Box::pin(send(&shared, &turn, &outbound, placed, permit)).await
 }
 
-/// Reads a turn from its request, and removes a volatile preamble from the body. All later steps
-/// use the body without the preamble. `principal` identifies the sender of the request.
+/// Reads a turn from its request, after changing the body: removes a volatile preamble, and adds a
+/// salt where caches are isolated. All later steps use the changed body. `principal` identifies the
+/// sender of the request.
 fn read_turn(
     shared: &Shared,
     kind: Kind,
@@ -119,12 +125,19 @@ fn read_turn(
     }
     let object = Object::parse(&held_body.bytes).map_err(request::Error::from)?;
     let headers = &parts.headers;
-    let turn = match find_preamble(shared, kind, parts.uri.path(), &object) {
-        None => request::read_object(headers, &object, principal),
-        Some(range) => {
+    let preamble = find_preamble(shared, kind, parts.uri.path(), &object);
+    let is_isolated = shared.cache_isolation == CacheIsolation::Principal && kind.is_generation();
+    let turn = if preamble.is_none() && !is_isolated {
+        request::read_object(headers, &object, principal)
+    } else {
+        if let Some(range) = preamble {
             held_body.bytes = range.apply(std::mem::take(&mut held_body.bytes));
-            request::read(headers, &held_body.bytes, principal)
         }
+        if is_isolated {
+            let object = Object::parse(&held_body.bytes).map_err(request::Error::from)?;
+            held_body.bytes = cache_isolation::add_salt(&object, principal)?.into();
+        }
+        request::read(headers, &held_body.bytes, principal)
     };
     let turn = turn?;
     if kind.is_generation() {

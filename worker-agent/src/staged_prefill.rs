@@ -27,7 +27,7 @@ use http_body_util::{BodyExt, Limited};
 use proto::{
     claim,
     load::Description,
-    staged_prefill::{PATH, UNCACHED_TOKENS, decode},
+    staged_prefill::{PATH, UNCACHED_TOKENS, cache_salt, decode},
 };
 use serde::Deserialize;
 use service::{budget::HeldBody, refusal::Refusal};
@@ -69,6 +69,9 @@ struct Prompt {
     page_tokens: usize,
     /// The number of leading tokens that are in the engine's cache.
     resident_tokens: usize,
+    /// The salt of the turn: the engine shares KV only among requests with the same salt. It has
+    /// only characters that JSON doesn't escape.
+    cache_salt: Option<String>,
 }
 
 /// The size of a stage, and the prefill rate of the rank, from which that size is computed.
@@ -154,6 +157,8 @@ impl StagedPrefillRunner {
             claim::rank(&parts.headers).map_err(|error| bad_request(error.to_string()))?;
         let resident_tokens = claim::resident_tokens(&parts.headers);
         let resident_tokens = resident_tokens.map_err(|error| bad_request(error.to_string()))?;
+        let cache_salt =
+            cache_salt(&parts.headers).map_err(|error| bad_request(error.to_string()))?;
         let body = self.context.body_budget.read(body).await?;
         let prompt_tokens = decode(&body.bytes).map(|ids| ids.len()).ok_or_else(|| {
             bad_request(
@@ -176,6 +181,7 @@ impl StagedPrefillRunner {
             resident_tokens: usize::try_from(resident_tokens)
                 .unwrap_or(usize::MAX)
                 .min(prompt_tokens),
+            cache_salt,
             body,
         })
     }
@@ -235,7 +241,9 @@ impl StagedPrefillRunner {
         // The stage generates one token, because some modes of the engine refuse
         // `max_new_tokens: 0`.
         let sampling = r#"{"max_new_tokens":1,"temperature":0}"#;
-        let body = format!(r#"{{"input_ids":{ids},"sampling_params":{sampling}}}"#);
+        let salt = prompt.cache_salt.as_ref();
+        let salt = salt.map_or_else(String::new, |salt| format!(r#","cache_salt":"{salt}""#));
+        let body = format!(r#"{{"input_ids":{ids},"sampling_params":{sampling}{salt}}}"#);
         let resident_tokens = prompt.resident_tokens as u64;
         let response =
             data_port::send_own_turn(&self.context, prompt.dp_rank, resident_tokens, body).await?;

@@ -22,6 +22,17 @@ pub enum AuthMode {
     None,
 }
 
+/// Which clients may share KV in the engines' caches.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum CacheIsolation {
+    /// All: equal prompts of different clients are computed once.
+    #[default]
+    None,
+    /// Those of one principal.
+    Principal,
+}
+
 /// The table `[auth]`.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -33,6 +44,10 @@ pub struct AuthTable {
     /// Who may read `/metrics` on the admin port. The default needs a key, because figures show
     /// what others do. "none" is for scrapers that can't send a header.
     pub metrics_auth: MetricsAuth,
+    /// Which clients may share KV. The default shares all, because most fleets serve one
+    /// organization, and a shared system prompt is computed once. "principal" is for clients that
+    /// must not find out each other's prompts by guessing.
+    pub cache_isolation: CacheIsolation,
 }
 
 impl AuthTable {
@@ -60,6 +75,13 @@ impl AuthTable {
         if self.needs_credential() && self.mode == AuthMode::None {
             problems
                 .push("auth.mode: is \"none\", but keys are set; remove one of them".to_owned());
+        }
+        if !self.needs_credential() && self.cache_isolation == CacheIsolation::Principal {
+            problems.push(
+                "auth.cache_isolation: without keys all clients are one principal; set \
+                 auth.keys_file"
+                    .to_owned(),
+            );
         }
         if !self.needs_credential()
             && self.mode == AuthMode::Auto

@@ -65,6 +65,7 @@ impl From<request::Error> for Refusal {
             request::Error::Body(_) => "invalid_json",
             request::Error::SessionId(_) => "invalid_session_id",
             request::Error::Field { .. } => "invalid_field",
+            request::Error::NotIsolated => "not_isolated",
             request::Error::DeltaWithoutSession => "delta_without_session",
         };
         Self::bad_request(code, error.to_string())

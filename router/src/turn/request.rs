@@ -75,6 +75,9 @@ pub enum Error {
         /// The values that are allowed.
         allowed: &'static str,
     },
+    /// The engine can't keep apart by client what it caches of the route's requests.
+    #[error("this route's prompts would share a cache with other clients; use another route")]
+    NotIsolated,
     /// The request is a delta turn but names no session.
     #[error("{DELTA_HEADER} is set but no session is named; add {SESSION_ID_HEADER}")]
     DeltaWithoutSession,

@@ -14,7 +14,7 @@ use super::{
 };
 use crate::{
     auth::Authenticator,
-    config::tables::PreamblePolicy,
+    config::{auth::CacheIsolation, tables::PreamblePolicy},
     metrics::Metrics,
     residency::{block_locator::BlockLocator, kv_index::KvIndex},
 };
@@ -40,4 +40,6 @@ pub(crate) struct Shared {
     /// Time limit of a turn.
     pub(crate) turn_max: Duration,
     pub(crate) preamble: PreamblePolicy,
+    /// Who may share KV in the engines' caches.
+    pub(crate) cache_isolation: CacheIsolation,
 }

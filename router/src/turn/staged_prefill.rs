@@ -47,15 +47,9 @@ pub(crate) async fn run(
     // The number of tokens that the turn itself has to compute, or why staged prefill failed.
     let remaining_result = match prompt_token_ids(shared, turn, outbound, placed).await {
         None => Err(StagedPrefillEnd::NoIds),
-        Some(token_ids) => {
-            compute_in_stages(
-                shared,
-                outbound,
-                placed,
-                staged_prefill::encode(&token_ids),
-                resident_tokens,
-            )
-            .await
+        Some(StagedPrompt { token_ids, headers }) => {
+            let body = staged_prefill::encode(&token_ids);
+            compute_in_stages(shared, outbound, placed, headers, body, resident_tokens).await
         }
     };
     // After a failure, the turn still has to compute all of its tokens.
@@ -105,18 +99,31 @@ fn find_long_prompt(shared: &Shared, placed: &PlacedTurn) -> Option<LongPrompt> 
         .then_some(LongPrompt { resident_tokens, stage_tokens })
 }
 
-/// Returns the token ids of the turn's prompt, if they are certainly those that the engine makes.
+/// What the agent needs to compute a prompt.
+struct StagedPrompt {
+    token_ids: Vec<u32>,
+    /// The headers of the request to the agent.
+    headers: HeaderMap,
+}
+
+/// Returns the turn's prompt, if its token ids are certainly those that the engine makes.
 async fn prompt_token_ids(
     shared: &Shared,
     turn: &Turn,
     outbound: &OutboundTurn,
     placed: &PlacedTurn,
-) -> Option<Vec<u32>> {
+) -> Option<StagedPrompt> {
     let view = shared.directory.view();
     let facts = view.agent(placed.worker).facts.as_ref()?;
     let (path, body) = (outbound.path_and_query.path(), &outbound.body);
     let blocks = placed.blocks.as_ref()?;
-    shared.block_locator.token_ids(&turn.prompt, path, body, blocks, &facts.description).await
+    let mut headers = HeaderMap::new();
+    if let Some(salt) = turn.prompt.cache_salt(body) {
+        headers.insert(staged_prefill::CACHE_SALT, staged_prefill::salt_header(&salt)?);
+    }
+    let locator = &shared.block_locator;
+    let token_ids = locator.token_ids(&turn.prompt, path, body, blocks, &facts.description).await?;
+    Some(StagedPrompt { token_ids, headers })
 }
 
 /// Sends the encoded ids to the agent, and waits until it has computed all stages but the last.
@@ -125,12 +132,12 @@ async fn compute_in_stages(
     shared: &Shared,
     outbound: &OutboundTurn,
     placed: &PlacedTurn,
+    headers: HeaderMap,
     encoded_token_ids: Bytes,
     resident_tokens: u64,
 ) -> Result<u64, StagedPrefillEnd> {
     let path_and_query = PathAndQuery::from_static(staged_prefill::PATH);
-    let request =
-        outbound.request_to_agent(placed, path_and_query, HeaderMap::new(), encoded_token_ids);
+    let request = outbound.request_to_agent(placed, path_and_query, headers, encoded_token_ids);
     let started_at = now();
     let give_up_at = outbound.deadline.min(started_at + STAGED_PREFILL_MAX);
     let result = match shared.upstream.send(request, give_up_at).await {

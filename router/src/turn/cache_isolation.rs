@@ -1,0 +1,136 @@
+//! Keeps the KV of different principals apart in the engines' caches, where the settings ask for it.
+//!
+//! An engine shares the KV of equal prefixes among all requests, and says how many tokens were
+//! cached. So a client could find out by guessing what others have sent. With a *salt*, an engine
+//! shares KV only among requests with the same salt. This module puts a salt of the principal into
+//! each body, by byte range. `prompt` reads the salted body, so the router's block ids have the
+//! salt, too.
+//!
+//! This module is pure. It doesn't decide whether caches are isolated.
+
+use std::fmt::Write as _;
+
+use proto::{
+    body::{self, Object},
+    route::Kind,
+};
+use sha2::{Digest as _, Sha256};
+
+use super::request::Error;
+
+/// The member of a body by which the engine keeps KV apart.
+const SALT_KEY: &str = "cache_salt";
+/// Makes the salts of this module differ from other hashes of the same texts.
+const DOMAIN: &[u8] = b"berth cache isolation v1\0";
+
+/// Checks that the engine can keep apart what it caches of requests of this kind.
+///
+/// # Errors
+/// If the route's requests have no salt, but leave KV in the engine's cache.
+pub(crate) fn check_kind(kind: Kind) -> Result<(), Error> {
+    match kind {
+        Kind::Generate | Kind::Chat | Kind::Completions | Kind::Responses => Ok(()),
+        Kind::Tokenizer | Kind::Models => Ok(()),
+        Kind::Messages | Kind::Embeddings => Err(Error::NotIsolated),
+    }
+}
+
+/// Returns the body with the salt of `principal` in it. A salt of the client becomes part of the
+/// new one, so the client can still keep its own requests apart.
+///
+/// # Errors
+/// If the client's salt isn't a string.
+pub(crate) fn add_salt(object: &Object<'_>, principal: &str) -> Result<Vec<u8>, Error> {
+    let client_salt: Option<String> = match object.get(SALT_KEY) {
+        None => None,
+        Some(raw) => serde_json::from_str(raw.get()).map_err(|_| Error::Field {
+            field: SALT_KEY,
+            allowed: "a string, because the router isolates caches",
+        })?,
+    };
+    let salt = make_salt(principal, client_salt.as_deref().unwrap_or_default());
+    let member = format!(r#""{SALT_KEY}":"{salt}""#);
+    Ok(body::assemble(object.bytes(), &object.rewrite(&[SALT_KEY]), &member))
+}
+
+/// Returns the salt of a principal and of the client's own salt, which may be empty: 32 hex digits.
+/// Every router makes the same salt.
+fn make_salt(principal: &str, client_salt: &str) -> String {
+    let mut hasher = Sha256::new();
+    hasher.update(DOMAIN);
+    // The length keeps `("a", "bc")` and `("ab", "c")` apart.
+    hasher.update((principal.len() as u64).to_le_bytes());
+    hasher.update(principal);
+    hasher.update(client_salt);
+    hasher.finalize()[..16].iter().fold(String::new(), |mut salt, byte| {
+        write!(salt, "{byte:02x}").expect("writing to a string can't fail");
+        salt
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use serde_json::Value;
+
+    use super::*;
+
+    fn salted(body: &str, principal: &str) -> String {
+        let object = Object::parse(body.as_bytes()).unwrap();
+        String::from_utf8(add_salt(&object, principal).unwrap()).unwrap()
+    }
+
+    fn salt(body: &str, principal: &str) -> String {
+        let body: Value = serde_json::from_str(&salted(body, principal)).unwrap();
+        body["cache_salt"].as_str().unwrap().to_owned()
+    }
+
+    #[test]
+    fn each_principal_and_each_salt_of_a_client_has_a_salt_of_its_own() {
+        let own = salt("{}", "alice");
+        assert_eq!(own.len(), 32);
+        let same = [r#"{"cache_salt":null}"#, r#"{"cache_salt":""}"#, r#"{"text":"a"}"#];
+        assert!(same.iter().all(|body| salt(body, "alice") == own));
+        let bobs = format!(r#"{{"cache_salt":"{own}"}}"#);
+        let all: BTreeSet<String> = [
+            own.clone(),
+            salt("{}", "bob"),
+            salt(r#"{"cache_salt":"x"}"#, "alice"),
+            salt(r#"{"cache_salt":"ex"}"#, "alic"),
+            salt(r#"{"cache_salt":"x"}"#, "bob"),
+            // Who knows the salt of another can't take it.
+            salt(&bobs, "bob"),
+        ]
+        .into();
+        assert_eq!(all.len(), 6);
+    }
+
+    #[test]
+    fn no_way_to_write_a_salt_survives_and_every_other_byte_does() {
+        let body =
+            r#"{ "a":1.50,"cache_salt":"x","b":{"cache_salt":"kept"}, "cache_s\u0061lt":"y" }"#;
+        let out = salted(body, "alice");
+        let salt = salt(r#"{"cache_salt":"y"}"#, "alice");
+        let want = format!(r#"{{ "a":1.50,"b":{{"cache_salt":"kept"}},"cache_salt":"{salt}" }}"#);
+        assert_eq!(out, want);
+    }
+
+    #[test]
+    fn salts_for_several_prompts_are_refused() {
+        for body in [r#"{"cache_salt":["a"]}"#, r#"{"cache_salt":1}"#, r#"{"cache_salt":{}}"#] {
+            let object = Object::parse(body.as_bytes()).unwrap();
+            assert!(add_salt(&object, "alice").is_err(), "{body}");
+        }
+    }
+
+    #[test]
+    fn routes_without_a_salt_are_refused() {
+        for kind in [Kind::Generate, Kind::Chat, Kind::Completions, Kind::Responses] {
+            assert!(check_kind(kind).is_ok(), "{kind:?}");
+        }
+        for kind in [Kind::Messages, Kind::Embeddings] {
+            assert!(check_kind(kind).is_err(), "{kind:?}");
+        }
+    }
+}
