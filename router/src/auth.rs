@@ -5,7 +5,13 @@
 //! [`Caller`]. A caller's *principal* names its sessions and its share of the fleet. It is the name
 //! of the caller's key, so a new secret for the same name keeps the sessions.
 //!
+//! - [`jwt`]: checks tokens of an identity provider. Pure.
+//! - [`jwks`]: gets the identity provider's public keys.
+//!
 //! This module doesn't know which route needs which right: `http` does.
+
+pub mod jwks;
+pub mod jwt;
 
 use std::{net::IpAddr, sync::Arc};
 
@@ -16,6 +22,9 @@ use service::auth::{
     key_file::KeyFile,
     keys::{Key, KeyLimits},
 };
+
+use self::{jwks::JwksStore, jwt::TokenChecker};
+use crate::config::jwt::JwtTable;
 
 /// Who sends a request, and what the sender may do.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -40,6 +49,12 @@ pub enum Error {
     /// No key has this credential.
     #[error("the key is unknown")]
     Unknown,
+    /// The credential is a token that isn't valid.
+    #[error(transparent)]
+    Token(#[from] jwt::Error),
+    /// The identity provider's keys are not there yet.
+    #[error("tokens can't be checked yet; try again")]
+    TokenKeysAbsent,
     /// The key is for monitoring only.
     #[error("the key is for monitoring, on the admin port alone; send the key of a client")]
     ScrapeKey,
@@ -49,44 +64,78 @@ pub enum Error {
 #[derive(Debug)]
 pub struct Authenticator {
     keys: Option<Arc<KeyFile>>,
+    tokens: Option<(TokenChecker, Arc<JwksStore>)>,
     /// The caller of every request, if no credential is needed.
     anonymous: Option<Caller>,
 }
 
 impl Authenticator {
-    /// Makes an authenticator that needs one of `keys`.
-    #[must_use]
-    pub fn with_keys(keys: Arc<KeyFile>) -> Self {
-        Self { keys: Some(keys), anonymous: None }
-    }
-
-    /// Makes an authenticator that checks nothing, for a data port that is bound to `address`.
+    /// Makes an authenticator that needs one of `keys`, or a token by the settings `jwt`. The
+    /// store has the keys of tokens.
     ///
-    /// All requests have the same caller. It may use the admin routes only if nobody but this host
-    /// reaches the port: on a laptop, there is no other operator to protect.
+    /// Without both it checks nothing, for a data port that is bound to `address`. All requests
+    /// have the same caller. It may use the admin routes only if nobody but this host reaches the
+    /// port: on a laptop, there is no other operator to protect.
     #[must_use]
-    pub fn without_keys(address: IpAddr) -> Self {
-        let anonymous = Caller {
+    pub fn new(
+        keys: Option<Arc<KeyFile>>,
+        tokens: Option<(JwtTable, Arc<JwksStore>)>,
+        address: IpAddr,
+    ) -> Self {
+        let anonymous = (keys.is_none() && tokens.is_none()).then(|| Caller {
             principal: id::ANONYMOUS.into(),
             is_admin: gate::is_local(address),
             limits: Arc::default(),
-        };
-        Self { keys: None, anonymous: Some(anonymous) }
+        });
+        let tokens = tokens.map(|(settings, store)| (TokenChecker::new(settings), store));
+        Self { keys, tokens, anonymous }
     }
 
     /// Returns the caller of a request with these headers.
     ///
     /// # Errors
     /// When a credential is needed, and the request has none that is valid.
-    pub fn resolve(&self, headers: &HeaderMap) -> Result<Caller, Error> {
+    pub async fn resolve(&self, headers: &HeaderMap) -> Result<Caller, Error> {
         if let Some(anonymous) = &self.anonymous {
             return Ok(anonymous.clone());
         }
         let credential = credential::find(headers)?.ok_or(Error::NoCredential)?;
-        let keys = self.keys.as_ref().map(|keys| keys.keys());
-        let key = keys.as_ref().and_then(|keys| keys.find(credential)).ok_or(Error::Unknown)?;
-        if key.is_scrape { Err(Error::ScrapeKey) } else { Ok(key.as_ref().into()) }
+        if let Some(caller) = self.find_key(credential)? {
+            return Ok(caller);
+        }
+        let Some((checker, store)) = &self.tokens else { return Err(Error::Unknown) };
+        if !TokenChecker::is_token(credential) {
+            return Err(Error::Unknown);
+        }
+        match check_token(checker, store, credential) {
+            // The provider may have a new key.
+            Err(Error::Token(jwt::Error::UnknownKey) | Error::TokenKeysAbsent)
+                if store.refresh().await =>
+            {
+                check_token(checker, store, credential)
+            }
+            result => result,
+        }
     }
+
+    /// Returns the caller whose key the credential is.
+    fn find_key(&self, credential: &[u8]) -> Result<Option<Caller>, Error> {
+        let Some(keys) = &self.keys else { return Ok(None) };
+        let keys = keys.keys();
+        match keys.find(credential) {
+            Some(key) if key.is_scrape => Err(Error::ScrapeKey),
+            key => Ok(key.map(|key| key.as_ref().into())),
+        }
+    }
+}
+
+fn check_token(
+    checker: &TokenChecker,
+    store: &JwksStore,
+    credential: &[u8],
+) -> Result<Caller, Error> {
+    let issuer_keys = store.keys().ok_or(Error::TokenKeysAbsent)?;
+    Ok(checker.check(credential, &issuer_keys)?)
 }
 
 impl From<&Key> for Caller {

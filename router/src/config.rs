@@ -9,6 +9,7 @@
 //! `service::settings`, which the agent uses, too.
 
 pub mod auth;
+pub mod jwt;
 pub mod tables;
 
 use std::{collections::BTreeSet, net::SocketAddr, path::PathBuf, time::Duration};
@@ -22,6 +23,7 @@ use self::{
     auth::{AuthMode, AuthTable},
     tables::{LimitsTable, ListenTable, PlacementTable, TimeoutsTable},
 };
+use crate::auth::jwks::JwksStore;
 
 /// The most agents that one router follows. Each agent costs a connection and a few tasks, so a
 /// larger fleet needs several routers.
@@ -122,6 +124,10 @@ impl Config {
         }
         problems.extend(config.problems());
         problems.extend(config.auth.file_problem());
+        if config.auth.jwt.is_on() {
+            problems
+                .extend(JwksStore::check(&config.auth.jwt).err().map(|error| error.to_string()));
+        }
         if problems.is_empty() { Ok(config) } else { Err(Problems(problems)) }
     }
 

@@ -84,7 +84,7 @@ async fn identify_caller(State(shared): SharedState, mut request: Request, next:
     if request.uri().path() == HEALTH_PATH {
         return next.run(request).await;
     }
-    match shared.auth.resolve(request.headers()) {
+    match shared.auth.resolve(request.headers()).await {
         Ok(caller) => {
             credential::remove(request.headers_mut());
             request.extensions_mut().insert(caller);

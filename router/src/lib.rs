@@ -49,8 +49,11 @@ use tonic::transport::Endpoint;
 use tracing::{info, warn};
 
 use crate::{
-    auth::Authenticator,
-    config::Config,
+    auth::{
+        Authenticator,
+        jwks::{self, JwksStore},
+    },
+    config::{Config, jwt::JwtTable},
     fleet::{
         collector::FleetCollector,
         connect::{self, LoadWatcher},
@@ -102,6 +105,9 @@ pub enum Error {
     /// The key file can't be used.
     #[error(transparent)]
     Keys(#[from] key_file::Error),
+    /// The keys of tokens can't be followed.
+    #[error(transparent)]
+    Tokens(#[from] jwks::Error),
     /// An essential task ended before the router was stopped.
     #[error("an essential task ended; see the log entries before this")]
     TaskEnded,
@@ -130,10 +136,8 @@ pub async fn run(config: Config, listeners: Listeners, tasks: Tasks) -> Result<(
     }));
     let (data_ip, admin_ip) = port_ips(&listeners).map_err(Error::Admin)?;
     let keys = open_keys(&config, &mut registry, &tasks)?;
-    let auth = match &keys {
-        Some(keys) => Authenticator::with_keys(Arc::clone(keys)),
-        None => Authenticator::without_keys(data_ip),
-    };
+    let tokens = follow_tokens(&config, &mut registry, &tasks)?;
+    let auth = Authenticator::new(keys.clone(), tokens, data_ip);
     log_auth(&config, data_ip);
     let (ready_sender, ready) = watch::channel(Err("starting".to_owned()));
     let admin_data = AdminData {
@@ -183,6 +187,20 @@ fn open_keys(
     let (keys, watched) = KeyFile::open(path, registry)?;
     tasks.spawn_essential("keys", Arc::clone(&keys).follow(watched, tasks.token()));
     Ok(Some(keys))
+}
+
+/// Starts the task that follows the keys of tokens. Returns `None` if no tokens are accepted.
+fn follow_tokens(
+    config: &Config,
+    registry: &mut Registry,
+    tasks: &Tasks,
+) -> Result<Option<(JwtTable, Arc<JwksStore>)>, jwks::Error> {
+    let settings = &config.auth.jwt;
+    if !settings.is_on() {
+        return Ok(None);
+    }
+    let store = JwksStore::start(settings, registry, tasks)?;
+    Ok(Some((settings.clone(), store)))
 }
 
 /// Logs who may use the data port, if nobody needs a key.

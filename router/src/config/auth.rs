@@ -11,6 +11,8 @@ use std::{
 use serde::{Deserialize, Serialize};
 use service::auth::{MetricsAuth, gate, key_file::KeyFile};
 
+use super::jwt::JwtTable;
+
 /// What the router does without a source of credentials.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -48,6 +50,8 @@ pub struct AuthTable {
     /// organization, and a shared system prompt is computed once. "principal" is for clients that
     /// must not find out each other's prompts by guessing.
     pub cache_isolation: CacheIsolation,
+    /// Which tokens of an identity provider are accepted, besides keys.
+    pub jwt: JwtTable,
 }
 
 impl AuthTable {
@@ -60,7 +64,7 @@ impl AuthTable {
     /// Whether clients need a credential.
     #[must_use]
     pub fn needs_credential(&self) -> bool {
-        self.keys_path().is_some()
+        self.keys_path().is_some() || self.jwt.is_on()
     }
 
     /// Returns what is wrong with the files that these settings name.
@@ -71,10 +75,11 @@ impl AuthTable {
 
     /// Returns the problems of these settings with the addresses of the data and the admin port.
     pub(super) fn problems(&self, data_addr: SocketAddr, admin_addr: SocketAddr) -> Vec<String> {
-        let mut problems = vec![];
+        let mut problems = self.jwt.problems();
         if self.needs_credential() && self.mode == AuthMode::None {
-            problems
-                .push("auth.mode: is \"none\", but keys are set; remove one of them".to_owned());
+            problems.push(
+                "auth.mode: is \"none\", but keys or tokens are set; remove one of them".to_owned(),
+            );
         }
         if !self.needs_credential() && self.cache_isolation == CacheIsolation::Principal {
             problems.push(

@@ -34,6 +34,10 @@ impl From<auth::Error> for Refusal {
             auth::Error::ScrapeKey => {
                 refuse(StatusCode::FORBIDDEN, "scrape_key", error.to_string())
             }
+            auth::Error::TokenKeysAbsent => {
+                let (status, message) = (StatusCode::SERVICE_UNAVAILABLE, error.to_string());
+                refuse(status, "auth_unavailable", message).retry_after(RETRY_DELAY)
+            }
             _ => unauthorized_refusal(&error.to_string()),
         }
     }
