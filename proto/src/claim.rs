@@ -25,11 +25,14 @@ pub const TURN: HeaderName = HeaderName::from_static("x-berth-turn");
 pub const RANK: HeaderName = HeaderName::from_static("x-berth-rank");
 /// Carries the number of leading prompt tokens that are resident, as far as the router knows.
 pub const RESIDENT: HeaderName = HeaderName::from_static("x-berth-resident-tokens");
+/// Carries the token that proves to an agent that a request is a router's. See the agent's setting
+/// `auth.token_file`.
+pub const TOKEN: HeaderName = HeaderName::from_static("x-berth-router-token");
 /// On an answer: the code of the agent's own refusal. Absent when the engine answered.
 pub const REFUSAL: HeaderName = HeaderName::from_static("x-berth-refusal");
 
 /// The headers that only a router may send to an agent.
-pub const TRUSTED: [HeaderName; 4] = [CLAIM, TURN, RANK, RESIDENT];
+pub const TRUSTED: [HeaderName; 5] = [CLAIM, TURN, RANK, RESIDENT, TOKEN];
 
 /// A turn's session, and what the client wants done with it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

@@ -11,6 +11,8 @@
 //! - [`headers`]: removes the headers that a router or an agent must not pass on.
 //! - [`log`]: logs on standard error.
 //! - [`refusal`]: the format of every HTTP answer by which Berth refuses a request.
+//! - [`reload`]: values that follow the content of their files.
+//! - [`router_token`]: the shared token by which agents recognize routers.
 //! - [`server`]: an HTTP server with limits.
 //! - [`settings`]: settings from a TOML file.
 //! - [`signal`]: the signals that stop a process.
@@ -24,6 +26,8 @@ pub mod clock;
 pub mod headers;
 pub mod log;
 pub mod refusal;
+pub mod reload;
+pub mod router_token;
 pub mod server;
 pub mod settings;
 pub mod signal;
