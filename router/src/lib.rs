@@ -163,7 +163,7 @@ pub async fn run(config: Config, listeners: Listeners, tasks: Tasks) -> Result<(
     info!(address = address.unwrap_or_default(), agents = endpoints.len(), "router listens");
     let turns_max = config.limits.turns_in_flight_max;
     let data_server =
-        server::serve(listeners.data, http::build_routes(shared), turns_max, tasks.clone());
+        server::serve(listeners.data, http::build_routes(shared), turns_max, None, tasks.clone());
     tasks.spawn_essential("data", data_server);
     tasks.cancelled().await;
     info!(drain_ms_max = config.drain_max().as_millis(), "draining");

@@ -231,7 +231,7 @@ fn start_data_port(
     });
     let tasks = context.tasks.clone();
     let app = data_port::app(context, staged_prefill_routes);
-    let data_server = server::serve(listener, app, connections_max, tasks.clone());
+    let data_server = server::serve(listener, app, connections_max, None, tasks.clone());
     tasks.spawn_essential("data port", data_server);
     Ok(())
 }

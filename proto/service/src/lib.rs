@@ -17,6 +17,7 @@
 //! - [`settings`]: settings from a TOML file.
 //! - [`signal`]: the signals that stop a process.
 //! - [`tasks`]: starts and stops the tasks of a process.
+//! - [`tls`]: TLS for servers and clients.
 //! - [`watched_file`]: follows the content of a small file.
 
 pub mod admin;
@@ -32,4 +33,5 @@ pub mod server;
 pub mod settings;
 pub mod signal;
 pub mod tasks;
+pub mod tls;
 pub mod watched_file;

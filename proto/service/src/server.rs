@@ -4,7 +4,7 @@
 //! The server limits the size of a request's header, the time to send the header, the time without
 //! progress of an answer, and the number of connections. When the process stops, connections finish
 //! their running requests. The size of bodies is limited in `budget`, and the number of turns by
-//! the routes in `app`. The server has no TLS.
+//! the routes in `app`. With certificates, the port speaks TLS and nothing else.
 
 use std::{sync::Arc, time::Duration};
 
@@ -18,7 +18,10 @@ use tokio::{net::TcpListener, sync::Semaphore};
 use tokio_io_timeout::TimeoutStream;
 use tracing::{debug, warn};
 
-use crate::tasks::Tasks;
+use crate::{
+    tasks::Tasks,
+    tls::server::{self as tls, ServerTls},
+};
 
 /// The most bytes of a request's line and headers. A request with more is answered with 431.
 pub const HEADER_BYTES_MAX: usize = 32 * 1024;
@@ -38,8 +41,14 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 ///
 /// A connection has at most one turn at a time, so the limit on connections is `turns_max` plus a
 /// fixed number. Further connections wait in the listen backlog. Each connection takes about 40 KiB
-/// while it reads.
-pub async fn serve(listener: TcpListener, app: Router, turns_max: usize, tasks: Tasks) {
+/// while it reads, and with `tls` 40 KiB more.
+pub async fn serve(
+    listener: TcpListener,
+    app: Router,
+    turns_max: usize,
+    tls: Option<ServerTls>,
+    tasks: Tasks,
+) {
     let connection_slots = Arc::new(Semaphore::new(turns_max.saturating_add(SPARE_CONNECTIONS)));
     let stop_token = tasks.token();
     loop {
@@ -57,12 +66,20 @@ pub async fn serve(listener: TcpListener, app: Router, turns_max: usize, tasks: 
             }
         };
         let service = TowerToHyperService::new(app.clone());
-        let connection_token = stop_token.clone();
+        let (connection_token, tls) = (stop_token.clone(), tls.clone());
         tasks.spawn(async move {
             let _slot = slot;
             let mut stream = TimeoutStream::new(stream);
             stream.set_write_timeout(Some(WRITE_STALL_TIME_MAX));
-            let stream = Box::pin(stream);
+            let accepted = tokio::select! {
+                biased;
+                () = connection_token.cancelled() => return,
+                accepted = tls::accept(tls.as_ref(), Box::pin(stream)) => accepted,
+            };
+            let stream = match accepted {
+                Ok(stream) => stream,
+                Err(error) => return debug!(%error, "TLS handshake failed"),
+            };
             let connection = http1::Builder::new()
                 .timer(TokioTimer::new())
                 .header_read_timeout(HEADER_TIME_MAX)
@@ -127,7 +144,13 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let addr = listener.local_addr().unwrap();
         let tasks = Tasks::default();
-        tasks.spawn(serve(listener, Router::new().route("/", get(endless)), 1, tasks.clone()));
+        tasks.spawn(serve(
+            listener,
+            Router::new().route("/", get(endless)),
+            1,
+            None,
+            tasks.clone(),
+        ));
         let mut client = tokio::net::TcpStream::connect(addr).await.unwrap();
         client.write_all(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n").await.unwrap();
         let asked = tokio::time::Instant::now();
