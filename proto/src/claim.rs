@@ -31,6 +31,9 @@ pub const TOKEN: HeaderName = HeaderName::from_static("x-berth-router-token");
 /// On an answer: the code of the agent's own refusal. Absent when the engine answered.
 pub const REFUSAL: HeaderName = HeaderName::from_static("x-berth-refusal");
 
+/// The code of the refusal of a request that doesn't come from a router.
+pub const NOT_A_ROUTER: &str = "not_a_router";
+
 /// The headers that only a router may send to an agent.
 pub const TRUSTED: [HeaderName; 5] = [CLAIM, TURN, RANK, RESIDENT, TOKEN];
 

@@ -173,6 +173,8 @@ pub struct Description {
     pub epoch: u64,
     /// TCP port that takes turns.
     pub data_port: u16,
+    /// Whether that port speaks TLS.
+    pub data_tls: bool,
     /// The engine next to the agent.
     pub engine: EngineFacts,
     /// The DP ranks in order; never empty.

@@ -49,6 +49,7 @@ fn description(agent: usize) -> Description {
         agent_id: format!("worker-{agent}"),
         epoch: 1,
         data_port: 9,
+        data_tls: false,
         engine: EngineFacts {
             version: String::new(),
             models: vec!["m".to_owned()],

@@ -245,6 +245,7 @@ impl AgentState {
             agent_id: self.name.clone(),
             epoch: 7,
             data_port: u32::from(self.data_port),
+            data_tls: false,
             engine: Some(v1::EngineFacts {
                 version: "0".into(),
                 models: vec![self.model.into()],

@@ -6,6 +6,7 @@
 //! anything. The running agent's own code is in the other modules.
 
 pub mod audit;
+mod connect;
 pub mod kv;
 
 use std::net::SocketAddr;
@@ -16,6 +17,12 @@ pub enum Error {
     /// No agent answers at the address.
     #[error("no agent answers at {0}; give its control address with --control-addr")]
     Unreachable(SocketAddr, #[source] tonic::transport::Error),
+    /// A certificate or token can't be used.
+    #[error("can't use a file that an argument names")]
+    File(#[from] service::reload::Error),
+    /// The name for the agent's certificate is none.
+    #[error("--server-name is no DNS name or IP address")]
+    ServerName,
     /// The agent refused the request. The text is the reason.
     #[error("the agent refused: {0}")]
     Refused(String),

@@ -9,6 +9,7 @@
 //! engine between turns. The *shim* is Berth's part inside the engine. It can *trim* a full
 //! history: the engine then gets only the part that the session doesn't hold.
 
+pub mod access;
 pub mod auth;
 pub mod selector;
 pub mod tables;
@@ -26,6 +27,7 @@ use serde::{Deserialize, Serialize};
 use service::settings::{self, Problems};
 
 use self::{
+    access::TlsTable,
     auth::AuthTable,
     selector::Selector,
     tables::{
@@ -121,12 +123,35 @@ pub enum CliCommand {
     Kv(KvArgs),
 }
 
-/// The arguments of `berth-agent audit`.
+/// How a command reaches a running agent, as a router does.
 #[derive(Debug, clap::Args)]
-pub struct AuditArgs {
+pub struct AgentArgs {
     /// The control address of the agent.
     #[arg(long, default_value = "127.0.0.1:31001")]
     pub control_addr: SocketAddr,
+    /// CA of the agent's certificate (PEM); the connection then uses TLS.
+    #[arg(long)]
+    pub ca: Option<PathBuf>,
+    /// Certificate to show, as a router does (PEM).
+    #[arg(long, requires_all = ["key", "ca"])]
+    pub cert: Option<PathBuf>,
+    /// Private key of that certificate (PEM).
+    #[arg(long, requires = "cert")]
+    pub key: Option<PathBuf>,
+    /// Name in the agent's certificate, if it is not the address.
+    #[arg(long, requires = "ca")]
+    pub server_name: Option<String>,
+    /// File with the token that routers send to this agent.
+    #[arg(long)]
+    pub token_file: Option<PathBuf>,
+}
+
+/// The arguments of `berth-agent audit`.
+#[derive(Debug, clap::Args)]
+pub struct AuditArgs {
+    /// How to reach the agent.
+    #[command(flatten)]
+    pub agent: AgentArgs,
     /// DP rank; all ranks if not given.
     #[arg(long)]
     pub rank: Option<u32>,
@@ -138,9 +163,9 @@ pub struct AuditArgs {
 /// The arguments of `berth-agent kv`.
 #[derive(Debug, clap::Args)]
 pub struct KvArgs {
-    /// The control address of the agent.
-    #[arg(long, default_value = "127.0.0.1:31001")]
-    pub control_addr: SocketAddr,
+    /// How to reach the agent.
+    #[command(flatten)]
+    pub agent: AgentArgs,
     /// Prints JSON, with the hash of every block.
     #[arg(long)]
     pub json: bool,
@@ -170,7 +195,9 @@ pub struct Config {
     pub files: FilesTable,
     /// The GPUs that the agent reads.
     pub gpu: GpuTable,
-    /// Who may use the admin port.
+    /// The certificates of the data and control port.
+    pub tls: TlsTable,
+    /// How the agent recognizes routers, and who may use the admin port.
     pub auth: AuthTable,
 }
 
@@ -216,7 +243,16 @@ impl Config {
         self.engine_uri().port_u16().unwrap_or(80)
     }
 
+    /// Reads the certificates and tokens once. Returns what is wrong with them.
+    #[must_use]
+    pub fn file_problems(&self) -> Vec<String> {
+        access::file_problems(&self.tls, &self.auth)
+    }
+
     fn check(&self, problems: &mut Vec<String>) {
+        let ListenTable { data_addr, control_addr, .. } = self.listen;
+        let addresses = [("listen.data_addr", data_addr), ("listen.control_addr", control_addr)];
+        access::check(&self.tls, &self.auth, addresses, problems);
         let mut require = |is_valid: bool, problem: &str| {
             if !is_valid {
                 problems.push(problem.to_owned());

@@ -9,6 +9,8 @@
 //! changes come from [`crate::kv_events`], and files from [`model_files`]. It has its own thread
 //! and runtime, so large bodies and busy streams on the data port don't delay a load report.
 
+mod connections;
+
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 
 use http::HeaderValue;
@@ -18,14 +20,18 @@ use proto::{
     load::Retention,
     v1::{self, load_event::Event, worker_agent_server as server},
 };
-use service::tasks::Tasks;
+use service::{
+    tasks::Tasks,
+    tls::{Protocol, server::ServerTls},
+};
 use tokio::sync::{Semaphore, broadcast::error::RecvError, mpsc, watch};
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
-use tonic::{Request, Response, Status};
+use tonic::{Request, Response, Status, service::Interceptor};
 
 use crate::{
-    audit, data_port,
+    audit,
+    data_port::{self, RouterAuth},
     engine::model_files,
     kv_events::KvHandle,
     owner::{self, AgentHandle, RankPageAudit, SessionChange, SessionWatch},
@@ -64,6 +70,15 @@ struct ControlService {
     tasks: Tasks,
 }
 
+/// Who may use the data and control port, and how their connections are encrypted.
+#[derive(Debug, Clone)]
+pub struct PortAccess {
+    /// Recognizes the routers among the callers.
+    pub router_auth: RouterAuth,
+    /// The certificates; `None` without TLS.
+    pub tls: Option<ServerTls>,
+}
+
 /// Starts the control port's thread, and returns its address. The thread ends when `token` is
 /// cancelled.
 ///
@@ -75,6 +90,7 @@ pub fn start(
     epoch: u64,
     found_files: watch::Receiver<Option<Arc<model_files::FoundFiles>>>,
     listener: std::net::TcpListener,
+    access: PortAccess,
     token: CancellationToken,
 ) -> std::io::Result<SocketAddr> {
     listener.set_nonblocking(true)?;
@@ -93,20 +109,18 @@ pub fn start(
                 fetch_permits: Arc::new(Semaphore::new(FILE_FETCHES_MAX)),
                 tasks: tasks.clone(),
             };
+            let tls = access.tls.map(|tls| tls.for_protocol(Protocol::Http2));
+            let check = RouterCheck(access.router_auth);
             let serve_result = tonic::transport::Server::builder()
                 .http2_keepalive_interval(Some(KEEPALIVE))
                 .http2_keepalive_timeout(Some(KEEPALIVE))
-                .tcp_nodelay(true)
-                .add_service(server::WorkerAgentServer::new(service))
-                .serve_with_incoming_shutdown(
-                    tokio_stream::wrappers::TcpListenerStream::new(listener),
-                    async {
-                        token.cancelled().await;
-                        // The streams of watchers don't end by themselves, and the server waits for
-                        // them.
-                        tasks.cancel();
-                    },
-                );
+                .add_service(server::WorkerAgentServer::with_interceptor(service, check))
+                .serve_with_incoming_shutdown(connections::accept(listener, tls, &tasks), async {
+                    token.cancelled().await;
+                    // The streams of watchers don't end by themselves, and the server waits for
+                    // them.
+                    tasks.cancel();
+                });
             if let Err(error) = serve_result.await {
                 tracing::error!(%error, "control port failed");
             }
@@ -147,6 +161,21 @@ fn to_status(error: &owner::Error) -> Status {
     let code = HeaderValue::from_static(data_port::refusal(error).code);
     status.metadata_mut().as_mut().insert(claim::REFUSAL, code);
     status
+}
+
+/// Answers each call that doesn't come from a router with `UNAUTHENTICATED`.
+#[derive(Clone)]
+struct RouterCheck(RouterAuth);
+
+impl Interceptor for RouterCheck {
+    fn call(&mut self, request: Request<()>) -> Result<Request<()>, Status> {
+        let text = "this port serves routers only: set agents.token_file of the router to a token \
+                    of this agent's auth.token_file";
+        match self.0.identify(request.metadata().as_ref()) {
+            Some(_) => Ok(request),
+            None => Err(Status::unauthenticated(text)),
+        }
+    }
 }
 
 fn parse_key(wire_key: Option<v1::SessionKey>) -> Result<SessionKey, Status> {

@@ -1,7 +1,7 @@
 //! Serves the data port, the HTTP port on which routers send turns (one request and its answer).
 //!
 //! Parts, in the order of a turn's way through the agent:
-//! - [`routes`] dispatches the HTTP requests, and [`turn`] takes a turn through the agent.
+//! - [`router_auth`] lets only routers pass. [`routes`] dispatches the HTTP requests, and [`turn`] takes a turn through the agent.
 //! - [`route_features`] tells which features of a session each route supports.
 //! - [`request`] checks and rewrites the body.
 //! - `exchange` follows the turn inside the engine, and [`response_scanner`] scans the answer.
@@ -15,11 +15,13 @@ mod refusals;
 pub mod request;
 pub mod response_scanner;
 pub mod route_features;
+pub mod router_auth;
 pub mod routes;
 pub mod turn;
 
 pub use self::{
     refusals::refusal,
+    router_auth::{Caller, RouterAuth},
     routes::app,
     turn::{TurnContext, send_own_turn},
 };

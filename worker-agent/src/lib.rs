@@ -49,15 +49,19 @@ use service::{
         key_file::{self, KeyFile},
     },
     budget::BodyBudget,
+    reload,
+    router_token::Tokens,
     server, settings,
     tasks::Tasks,
+    tls::server::ServerTls,
 };
 use tokio::sync::{Notify, mpsc, watch};
 use tokio_util::sync::CancellationToken;
 
 use crate::{
     config::{Config, ms},
-    data_port::TurnContext,
+    control_port::PortAccess,
+    data_port::{RouterAuth, TurnContext},
     engine::EngineClient,
     gpu::Gpus,
     guard::Guards,
@@ -137,6 +141,9 @@ pub enum Error {
     /// A thread or a runtime could not be created.
     #[error("can't start")]
     Start(#[from] std::io::Error),
+    /// A certificate, key or token can't be used.
+    #[error("can't use a file named in [tls] or [auth]")]
+    File(#[from] reload::Error),
     /// A task that the agent needs has ended.
     #[error("an essential task ended; the log says which and why")]
     TaskEnded,
@@ -162,6 +169,7 @@ pub async fn run(
     let engine = engine_client(&config);
     log_start(&config, &listeners)?;
     let gpus = gpu::start((&config).into())?;
+    let access = start_access(&config, &mut registry, &tasks)?;
     let (agent, shim, queues) =
         start_agent(&config, &gpus, &listeners, epoch, &engine, &metrics, &tasks)?;
     let republish_interval = ms(config.engine.republish_interval_ms);
@@ -175,6 +183,7 @@ pub async fn run(
         epoch,
         found_files,
         listeners.control,
+        access.clone(),
         tasks.token(),
     )?;
     let ready = track_readiness(agent.report.clone(), &metrics, &tasks);
@@ -198,6 +207,7 @@ pub async fn run(
     tasks.spawn_essential("engine monitor", owner::engine_monitor::run(monitor, tasks.clone()));
     let context = TurnContext {
         agent: agent.clone(),
+        router_auth: access.router_auth,
         engine,
         body_budget: BodyBudget::new(
             config.limits.body_bytes_max,
@@ -208,7 +218,7 @@ pub async fn run(
         tasks: tasks.clone(),
         metrics,
     };
-    start_data_port(listeners.data, context, queues, connections_max(&config))?;
+    start_data_port(listeners.data, context, queues, access.tls, connections_max(&config))?;
 
     tokio::select! {
         () = stop.cancelled() => drain(&agent, ms(config.shutdown.drain_ms_max)).await,
@@ -222,6 +232,7 @@ fn start_data_port(
     listener: std::net::TcpListener,
     context: TurnContext,
     queues: Option<Arc<StagedPrefillQueues>>,
+    tls: Option<ServerTls>,
     connections_max: usize,
 ) -> Result<(), Error> {
     listener.set_nonblocking(true)?;
@@ -231,7 +242,7 @@ fn start_data_port(
     });
     let tasks = context.tasks.clone();
     let app = data_port::app(context, staged_prefill_routes);
-    let data_server = server::serve(listener, app, connections_max, None, tasks.clone());
+    let data_server = server::serve(listener, app, connections_max, tls, tasks.clone());
     tasks.spawn_essential("data port", data_server);
     Ok(())
 }
@@ -278,6 +289,31 @@ fn engine_client(config: &Config) -> EngineClient {
         ENGINE_CONNECT_TIME_MAX,
         ms(config.engine.call_ms_max),
     )
+}
+
+/// Reads the certificates and tokens of both ports, and follows their files.
+fn start_access(
+    config: &Config,
+    registry: &mut Registry,
+    tasks: &Tasks,
+) -> Result<PortAccess, Error> {
+    let metrics = reload::Metrics::new(registry);
+    let server_files = config.tls.server_files();
+    let tls = server_files.map(|files| files.start(&metrics, tasks)).transpose()?;
+    let token_file = config::path_if_set(&config.auth.token_file);
+    let tokens =
+        token_file.map(|path| reload::start(Tokens::source(path), &metrics, tasks)).transpose()?;
+    let router_auth = RouterAuth { tokens, has_mutual_tls: config.tls.demands_certificates() };
+    if !router_auth.is_demanded() {
+        tracing::info!("routers aren't authenticated: every process of this host may act as one");
+        if config::engine_api_key().is_ok_and(|key| key.is_some()) {
+            tracing::warn!(
+                "turns don't get the engine's API key, because their router isn't authenticated; \
+                 set auth.token_file or tls.client_ca"
+            );
+        }
+    }
+    Ok(PortAccess { router_auth, tls })
 }
 
 fn log_start(config: &Config, listeners: &Listeners) -> Result<(), Error> {
@@ -336,6 +372,7 @@ fn start_agent(
         agent_id,
         epoch,
         data_port: listeners.data.local_addr()?.port(),
+        data_tls: config.tls.server_files().is_some(),
         staged_prefill_queues: queues.clone(),
         report_interval: ms(config.reports.interval_ms),
     };

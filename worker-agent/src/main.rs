@@ -38,6 +38,11 @@ fn main() -> ExitCode {
         }
     };
     if only_checks_settings {
+        let problems = config.file_problems();
+        if !problems.is_empty() {
+            print_error(&settings::Problems(problems));
+            return ExitCode::from(settings::EXIT_USAGE);
+        }
         let config_text = settings::to_toml(&config);
         return if print(&config_text) { ExitCode::SUCCESS } else { ExitCode::FAILURE };
     }

@@ -34,7 +34,7 @@ use service::{budget::HeldBody, refusal::Refusal};
 use tracing::debug;
 
 use crate::{
-    data_port::{self, TurnContext},
+    data_port::{self, Caller, TurnContext},
     metrics::StageOutcome,
     staged_prefill_queue::{QueuePlace, StagedPrefillQueues, prefill_tokens_per_s},
 };
@@ -62,6 +62,8 @@ pub struct StagedPrefillRunner {
 struct Prompt {
     /// The request's body: the prompt's token ids in the encoding of [`decode`].
     body: HeldBody,
+    /// Who sent the prompt. Its stages have the caller's rights at the engine.
+    caller: Caller,
     /// The number of tokens of the whole prompt.
     prompt_tokens: usize,
     dp_rank: u32,
@@ -152,6 +154,7 @@ impl StagedPrefillRunner {
 
     async fn read_prompt(&self, request: Request) -> Result<Prompt, Refusal> {
         let (parts, body) = request.into_parts();
+        let caller = parts.extensions.get().copied().unwrap_or(Caller::Local);
         let bad_request = |text: String| Refusal::bad_request("staged_prefill", text);
         let dp_rank =
             claim::rank(&parts.headers).map_err(|error| bad_request(error.to_string()))?;
@@ -175,6 +178,7 @@ impl StagedPrefillRunner {
             return Err(bad_request(text.to_owned()));
         }
         Ok(Prompt {
+            caller,
             prompt_tokens,
             dp_rank: dp_rank.unwrap_or(0),
             page_tokens: page_tokens as usize,
@@ -245,8 +249,9 @@ impl StagedPrefillRunner {
         let salt = salt.map_or_else(String::new, |salt| format!(r#","cache_salt":"{salt}""#));
         let body = format!(r#"{{"input_ids":{ids},"sampling_params":{sampling}{salt}}}"#);
         let resident_tokens = prompt.resident_tokens as u64;
+        let (context, rank) = (&self.context, prompt.dp_rank);
         let response =
-            data_port::send_own_turn(&self.context, prompt.dp_rank, resident_tokens, body).await?;
+            data_port::send_own_turn(context, prompt.caller, rank, resident_tokens, body).await?;
         let status = response.status();
         let answer_body = Limited::new(response.into_body(), ANSWER_BYTES_MAX).collect().await;
         let bytes = answer_body.map(http_body_util::Collected::to_bytes).unwrap_or_default();

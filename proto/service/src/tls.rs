@@ -15,6 +15,7 @@ mod tests;
 use std::sync::Arc;
 
 use rustls::crypto::CryptoProvider;
+pub use rustls::pki_types::ServerName;
 
 /// The protocol inside of TLS, which both sides agree on in the handshake (ALPN).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -201,6 +201,7 @@ impl TryFrom<v1::Description> for Description {
             agent_id: wire.agent_id,
             epoch: wire.epoch,
             data_port,
+            data_tls: wire.data_tls,
             engine: wire.engine.ok_or(Error::Missing("engine"))?.try_into()?,
             ranks: wire.ranks.into_iter().map(Rank::try_from).collect::<Result<_, _>>()?,
             retentions: wire
@@ -221,6 +222,7 @@ impl From<Description> for v1::Description {
             agent_id: description.agent_id,
             epoch: description.epoch,
             data_port: u32::from(description.data_port),
+            data_tls: description.data_tls,
             engine: Some(description.engine.into()),
             ranks: description.ranks.into_iter().map(Into::into).collect(),
             retentions: description.retentions.into_iter().map(Retention::to_wire).collect(),

@@ -23,6 +23,7 @@ pub(crate) fn description(agent_id: &str, epoch: u64, ranks: u32) -> Description
         agent_id: agent_id.to_owned(),
         epoch,
         data_port: 9,
+        data_tls: false,
         engine: EngineFacts {
             version: String::new(),
             models: vec!["m".to_owned()],

@@ -8,15 +8,10 @@
 
 use std::{fmt::Write as _, time::Duration};
 
-use proto::{
-    id::SessionKey,
-    load::PageAudit,
-    v1::{self, worker_agent_client::WorkerAgentClient},
-};
+use proto::{id::SessionKey, load::PageAudit, v1};
 use serde_json::{Value, json};
-use tonic::transport::Endpoint;
 
-use super::{CommandOutput, Error};
+use super::{CommandOutput, Error, connect};
 use crate::config::AuditArgs;
 
 /// The time limit for the answer. The engine makes the audit after its current step, which takes
@@ -34,12 +29,9 @@ struct RankAudit {
 /// # Errors
 /// See [`Error`].
 pub async fn run(args: &AuditArgs) -> Result<CommandOutput, Error> {
-    let addr = args.control_addr;
-    let endpoint = Endpoint::from_shared(format!("http://{addr}")).expect("an address makes a URL");
-    let channel = endpoint.timeout(ANSWER_WAIT_MAX).connect().await;
-    let channel = channel.map_err(|error| Error::Unreachable(addr, error))?;
+    let mut client = connect::connect(&args.agent, ANSWER_WAIT_MAX).await?;
     let request = v1::AuditRequest { dp_rank: args.rank };
-    let answer = WorkerAgentClient::new(channel).audit(request).await;
+    let answer = client.audit(request).await;
     let answer = answer.map_err(|status| Error::Refused(status.message().to_owned()))?;
     let ranks: Result<Vec<RankAudit>, Error> =
         answer.into_inner().ranks.into_iter().map(parse_rank).collect();

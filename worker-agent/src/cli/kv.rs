@@ -13,12 +13,14 @@ use std::{
 use proto::{
     block::{BlockHash, Tier},
     kv::{Change, RankChange},
-    v1::{self, worker_agent_client::WorkerAgentClient},
+    v1,
 };
 use serde_json::{Value, json};
-use tonic::transport::{Channel, Endpoint};
 
-use super::{CommandOutput, Error};
+use super::{
+    CommandOutput, Error,
+    connect::{self, ControlClient},
+};
 use crate::config::KvArgs;
 
 /// The time limit for receiving all ranks' snapshots.
@@ -75,14 +77,11 @@ impl RankBlocks {
 /// # Errors
 /// See [`Error`].
 pub async fn run(args: &KvArgs) -> Result<CommandOutput, Error> {
-    let addr = args.control_addr;
-    let endpoint = Endpoint::from_shared(format!("http://{addr}")).expect("an address makes a URL");
-    let channel = endpoint.connect_timeout(SNAPSHOTS_WAIT_MAX).connect().await;
-    let channel = channel.map_err(|error| Error::Unreachable(addr, error))?;
+    let client = connect::connect(&args.agent, SNAPSHOTS_WAIT_MAX).await?;
     let timeout_error = || {
         Error::Refused(format!("no complete snapshot within {} s", SNAPSHOTS_WAIT_MAX.as_secs()))
     };
-    let ranks = tokio::time::timeout(SNAPSHOTS_WAIT_MAX, receive_ranks(channel))
+    let ranks = tokio::time::timeout(SNAPSHOTS_WAIT_MAX, receive_ranks(client))
         .await
         .map_err(|_| timeout_error())??;
     let text = if args.json { as_json(&ranks) } else { as_table(&ranks) };
@@ -90,9 +89,8 @@ pub async fn run(args: &KvArgs) -> Result<CommandOutput, Error> {
 }
 
 /// Receives changes until each rank has a snapshot or a reason why it has none.
-async fn receive_ranks(channel: Channel) -> Result<BTreeMap<u32, RankBlocks>, Error> {
+async fn receive_ranks(mut client: ControlClient) -> Result<BTreeMap<u32, RankBlocks>, Error> {
     let to_error = |status: tonic::Status| Error::Refused(status.message().to_owned());
-    let mut client = WorkerAgentClient::new(channel);
     let description = client.describe(v1::DescribeRequest {}).await.map_err(to_error)?.into_inner();
     let empty_ranks = description.ranks.iter().map(|rank| (rank.dp_rank, RankBlocks::default()));
     let mut ranks: BTreeMap<u32, RankBlocks> = empty_ranks.collect();

@@ -1,4 +1,4 @@
-//! The settings of `[auth]`: who may use the agent's admin port.
+//! The settings of `[auth]`: how the agent recognizes routers, and who may use its admin port.
 
 use std::{
     net::SocketAddr,
@@ -12,6 +12,9 @@ use service::auth::{MetricsAuth, gate, key_file::KeyFile};
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct AuthTable {
+    /// The file of the tokens of which routers must send one. Empty, as by default: routers need
+    /// no token, because `tls.client_ca` demands a certificate or no other host reaches the ports.
+    pub token_file: PathBuf,
     /// The file of API keys for the admin port. Empty: there are no keys, and the port must be a
     /// loopback address.
     pub keys_file: PathBuf,

@@ -7,6 +7,7 @@
 use axum::{
     Router,
     extract::{DefaultBodyLimit, Request, State},
+    middleware,
     response::{IntoResponse, Response},
     routing::{MethodFilter, on},
 };
@@ -15,7 +16,10 @@ use proto::route::{ROUTES, Route};
 use service::refusal::Refusal;
 use tracing::debug;
 
-use super::turn::{self, TurnContext};
+use super::{
+    router_auth::demand_router,
+    turn::{self, TurnContext},
+};
 
 /// Returns the HTTP router of the data port. It has the engine's routes and `other_routes`.
 pub fn app(context: TurnContext, other_routes: Router<TurnContext>) -> Router {
@@ -27,7 +31,12 @@ pub fn app(context: TurnContext, other_routes: Router<TurnContext>) -> Router {
         };
         app = app.route(route.path, on(method, handler));
     }
-    app.fallback(unknown_route).layer(DefaultBodyLimit::disable()).with_state(context)
+    let router_auth = middleware::from_fn_with_state(context.clone(), demand_router);
+    // The layers are around all routes before them, the fallback too.
+    app.fallback(unknown_route)
+        .layer(DefaultBodyLimit::disable())
+        .layer(router_auth)
+        .with_state(context)
 }
 
 async fn unknown_route() -> Refusal {

@@ -39,6 +39,7 @@ use super::{
     refusals::{connection_refusal, refusal, timeout_refusal},
     request::{self, BodyContext, ParsedRequest},
     route_features::{actual_run_mode, route_turns},
+    router_auth::{Caller, RouterAuth},
 };
 use crate::{
     engine::{self, EngineClient},
@@ -64,11 +65,16 @@ const TRIM_HEADER: HeaderName = HeaderName::from_static("x-override-berth-trim")
 /// turn outside the session. The agent then aborts the turn.
 const MUST_CONTINUE_HEADER: HeaderName = HeaderName::from_static("x-override-berth-must-continue");
 
+/// The header by which some clients send their API key.
+const API_KEY_HEADER: HeaderName = HeaderName::from_static("x-api-key");
+
 /// What each turn needs of the agent. Clones share the same state.
 #[derive(Debug, Clone)]
 pub struct TurnContext {
     /// Admits turns.
     pub agent: AgentHandle,
+    /// Recognizes the routers among the callers.
+    pub router_auth: RouterAuth,
     /// The engine that turns are sent to.
     pub engine: EngineClient,
     /// Limits the bytes of all request bodies in memory together.
@@ -98,13 +104,14 @@ impl TurnContext {
     }
 }
 
-/// Sends a turn of the agent itself, without a session. It takes the same path as turns from
-/// routers.
+/// Sends a turn of the agent itself, without a session, on behalf of `caller`. It takes the same
+/// path as turns from routers.
 ///
 /// # Errors
 /// Why the turn was refused, or could not be sent.
 pub async fn send_own_turn(
     context: &TurnContext,
+    caller: Caller,
     dp_rank: u32,
     resident_tokens: u64,
     body: String,
@@ -113,6 +120,7 @@ pub async fn send_own_turn(
         .header(header::CONTENT_TYPE, "application/json")
         .header(claim::RANK, dp_rank)
         .header(claim::RESIDENT, resident_tokens)
+        .extension(caller)
         .body(Body::from(body))
         .expect("a route's path and a number are legal");
     serve_request(context, GENERATE, request).await
@@ -125,8 +133,10 @@ pub(super) async fn serve_request(
     request: Request,
 ) -> Result<Response, Refusal> {
     let (request_head, body) = request.into_parts();
+    // Without a note of `router_auth`, the caller is trusted with nothing.
+    let caller = request_head.extensions.get().copied().unwrap_or(Caller::Local);
     if !route.kind.is_turn() {
-        return pass_through(context, &request_head, body).await;
+        return pass_through(context, caller, &request_head, body).await;
     }
     check_encoding(&request_head.headers)?;
     let claim_refusal = |error: claim::Error| Refusal::bad_request("claim", error.to_string());
@@ -159,6 +169,7 @@ pub(super) async fn serve_request(
     );
     let mut outgoing =
         engine_request(&request_head, Body::new(BodyParts::new(engine_body, Some(held_body))));
+    set_credential(context, caller, outgoing.headers_mut());
     add_shim_headers(outgoing.headers_mut(), &turn, &lease.rid);
     lease.mark_sent();
     let abort_confirms_end = parsed.has_single_answer && route.kind.rid_key().is_some();
@@ -243,13 +254,15 @@ fn engine_rid(kind: Kind, rid: &str) -> String {
 /// Passes on a request that is not a turn. Such a request needs no claim and isn't counted.
 async fn pass_through(
     context: &TurnContext,
+    caller: Caller,
     request_head: &http::request::Parts,
     body: Body,
 ) -> Result<Response, Refusal> {
     let held_body = context.body_budget.read(body).await?;
     let bytes = held_body.bytes.clone();
-    let outgoing =
+    let mut outgoing =
         engine_request(request_head, Body::new(BodyParts::new(vec![bytes], Some(held_body))));
+    set_credential(context, caller, outgoing.headers_mut());
     let send_result =
         tokio::time::timeout(context.turn_time_max, context.engine.send(outgoing)).await;
     let response =
@@ -268,6 +281,18 @@ fn engine_request(request_head: &http::request::Parts, body: Body) -> Request {
     // The agent must see in the answer how the turn ended, so the answer must not be compressed.
     headers.remove(header::ACCEPT_ENCODING);
     outgoing
+}
+
+/// Sets the credential with which the engine gets a request. A router has checked its client, so
+/// the engine gets the agent's key. Anyone else is for the engine itself to check.
+fn set_credential(context: &TurnContext, caller: Caller, headers: &mut HeaderMap) {
+    if caller == Caller::Router {
+        headers.remove(header::AUTHORIZATION);
+        headers.remove(API_KEY_HEADER);
+        if let Some(key) = context.engine.api_key() {
+            headers.insert(header::AUTHORIZATION, key.clone());
+        }
+    }
 }
 
 /// Returns the head of the engine's answer without the headers of the connection to the engine.

@@ -226,12 +226,16 @@ impl EngineClient {
         Self { base_uri, api_key, turn_client, control_client, sample_client, call_time_max }
     }
 
+    /// Returns the engine's API key as the value of `Authorization`; `None` if there is none.
+    #[must_use]
+    pub fn api_key(&self) -> Option<&HeaderValue> {
+        self.api_key.as_ref()
+    }
+
     /// Sends a turn when the returned future is polled. Dropping the future closes the connection.
+    /// The caller has set the credential.
     pub fn send(&self, mut request: Request<Body>) -> ResponseFuture {
         *request.uri_mut() = self.uri(request.uri().path_and_query());
-        if let Some(key) = &self.api_key {
-            request.headers_mut().insert(header::AUTHORIZATION, key.clone());
-        }
         self.turn_client.request(request)
     }
 

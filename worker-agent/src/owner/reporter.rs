@@ -46,6 +46,8 @@ pub struct ReporterSetup {
     pub epoch: u64,
     /// The port for turns. Routers read it in the description that the owner publishes.
     pub data_port: u16,
+    /// Whether that port speaks TLS.
+    pub data_tls: bool,
     /// The queues of staged prefill, which computes long prompts ahead of their turns. `None` if
     /// staged prefill is off.
     pub staged_prefill_queues: Option<Arc<StagedPrefillQueues>>,
@@ -164,6 +166,7 @@ impl Reporter {
             agent_id: self.setup.agent_id.clone(),
             epoch: self.setup.epoch,
             data_port: self.setup.data_port,
+            data_tls: self.setup.data_tls,
             engine: info.facts.clone(),
             ranks: self.ledger.describe_ranks(now(), &self.gpus.snapshot()),
             retentions: info.retentions(),

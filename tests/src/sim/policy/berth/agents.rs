@@ -90,6 +90,7 @@ pub(super) fn description(agent: usize, epoch: u64, worker: &Worker, fleet: &Fle
         agent_id: format!("worker-{agent}"),
         epoch,
         data_port: 1,
+        data_tls: false,
         engine: EngineFacts {
             version: String::new(),
             models: vec!["model".to_owned()],
