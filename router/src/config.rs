@@ -8,6 +8,7 @@
 //! This module opens no socket. It reads the file and lists problems with the help of
 //! `service::settings`, which the agent uses, too.
 
+pub mod access;
 pub mod auth;
 pub mod jwt;
 pub mod tables;
@@ -20,6 +21,7 @@ use serde::{Deserialize, Serialize};
 use service::settings::{self, Problems};
 
 use self::{
+    access::{AgentsTable, TlsTable},
     auth::{AuthMode, AuthTable},
     tables::{LimitsTable, ListenTable, PlacementTable, TimeoutsTable},
 };
@@ -52,7 +54,7 @@ const RENAMED_SETTINGS: [(&str, &str); 14] = [
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Config {
-    /// Control ports of the worker agents, as `http://host:port`.
+    /// Control ports of the worker agents, as `http://host:port` or `https://host:port`.
     pub workers: Vec<String>,
     /// The addresses of the router's ports.
     pub listen: ListenTable,
@@ -64,6 +66,10 @@ pub struct Config {
     pub placement: PlacementTable,
     /// Who may send requests.
     pub auth: AuthTable,
+    /// The certificate that clients see.
+    pub tls: TlsTable,
+    /// How the router proves itself to agents, and recognizes them.
+    pub agents: AgentsTable,
 }
 
 /// The command line. Settings that it leaves out come from the file, then from the defaults.
@@ -149,6 +155,7 @@ impl Config {
                 problems.push(format!("workers: {worker:?} is named twice"));
             }
         }
+        access::check(&self.tls, &self.agents, &self.workers, &mut problems);
         let times_ms = [
             ("timeouts.load_report_age_ms_max", self.timeouts.load_report_age_ms_max),
             ("timeouts.turn_ms_max", self.timeouts.turn_ms_max),
@@ -188,6 +195,12 @@ impl Config {
         problems
     }
 
+    /// Reads the certificates and tokens once. Returns what is wrong with them.
+    #[must_use]
+    pub fn file_problems(&self) -> Vec<String> {
+        access::file_problems(&self.tls, &self.agents)
+    }
+
     pub(crate) fn load_report_age_max(&self) -> Duration {
         Duration::from_millis(self.timeouts.load_report_age_ms_max)
     }
@@ -216,12 +229,12 @@ impl Config {
 /// Returns host and port of an agent's control address.
 ///
 /// # Errors
-/// When the address isn't `http://host:port`. The error text completes a sentence that begins with
+/// When the address is neither `http://host:port` nor `https://host:port`. The error text completes a sentence that begins with
 /// the address.
 pub(crate) fn control_authority(worker: &str) -> Result<http::uri::Authority, &'static str> {
     let uri: Uri = worker.parse().map_err(|_| "is no address")?;
-    if uri.scheme_str() != Some("http") {
-        return Err("is not http");
+    if !matches!(uri.scheme_str(), Some("http" | "https")) {
+        return Err("is neither http nor https");
     }
     if !matches!(uri.path(), "" | "/") || uri.query().is_some() {
         return Err("has a path");
@@ -254,7 +267,7 @@ mod tests {
     #[test]
     fn every_problem_is_told_at_once() {
         let args = Args {
-            workers: vec!["http://a:1".into(), "http://a:1/".into(), "https://b:2".into()],
+            workers: vec!["http://a:1".into(), "http://a:1/".into(), "ftp://b:2".into()],
             data_addr: Some("nowhere".into()),
             ..Args::default()
         };

@@ -11,6 +11,7 @@
 //! - [`worker_table`]: the figures of each worker that every placement reads.
 //! - [`reuse_forecast`]: estimates how much KV the sessions of a worker will use again.
 //! - [`lease`]: counts the turns that this router has in flight on each worker.
+//! - `dial`: connections to the agents' control ports.
 //! - `control`: calls to an agent's control port.
 //! - [`tokenizer_files`]: a model's tokenizer and chat template, which `control` fetches.
 //! - `collector`: metrics of workers and sessions.
@@ -19,6 +20,7 @@ pub mod agent;
 pub(crate) mod collector;
 pub(crate) mod connect;
 pub(crate) mod control;
+pub(crate) mod dial;
 pub mod lease;
 pub mod load_stream;
 pub mod reuse_forecast;

@@ -40,12 +40,14 @@ use service::{
         key_file::{self, KeyFile},
     },
     budget::BodyBudget,
+    reload,
+    router_token::Tokens,
     server,
     settings::{self, Problems},
     tasks::Tasks,
+    tls::server::ServerTls,
 };
 use tokio::sync::{Semaphore, mpsc, watch};
-use tonic::transport::Endpoint;
 use tracing::{info, warn};
 
 use crate::{
@@ -56,8 +58,9 @@ use crate::{
     config::{Config, jwt::JwtTable},
     fleet::{
         collector::FleetCollector,
-        connect::{self, LoadWatcher},
+        connect::LoadWatcher,
         control::ControlClient,
+        dial::{AgentCredentials, AgentDialer},
         state::{State, Update},
         view::{self, View},
     },
@@ -99,6 +102,9 @@ pub enum Error {
         /// What is wrong with the address.
         source: tonic::transport::Error,
     },
+    /// A certificate, key or token can't be used.
+    #[error("can't use a file named in [tls] or [agents]")]
+    File(#[from] reload::Error),
     /// The admin port can't be served, or the address of a port can't be read.
     #[error("the admin port can't be served")]
     Admin(#[source] std::io::Error),
@@ -123,13 +129,14 @@ pub async fn run(config: Config, listeners: Listeners, tasks: Tasks) -> Result<(
     if !problems.is_empty() {
         return Err(Error::Settings(Problems(problems)));
     }
-    let endpoints = agent_endpoints(&config)?;
+    let mut registry = Registry::with_prefix("berth_router");
+    let (tls, credentials) = start_access(&config, &mut registry, &tasks)?;
+    let dialers = agent_dialers(&config, &credentials)?;
     let state = State::new(&config);
     let view = Arc::new(View::new(state.snapshot()));
-    let mut registry = Registry::with_prefix("berth_router");
     let metrics = Metrics::new(&mut registry);
     registry.register_collector(Box::new(FleetCollector(Arc::clone(&view))));
-    let kv_index = Arc::new(KvIndex::new(endpoints.len(), config.limits.overlap_bytes_max));
+    let kv_index = Arc::new(KvIndex::new(dialers.len(), config.limits.overlap_bytes_max));
     registry.register_collector(Box::new(KvIndexCollector {
         view: Arc::clone(&view),
         kv_index: Arc::clone(&kv_index),
@@ -156,14 +163,15 @@ pub async fn run(config: Config, listeners: Listeners, tasks: Tasks) -> Result<(
         "view",
         view::run(state, mailbox, Arc::clone(&view), ready_sender, tasks.token()),
     );
-    watch_agents(&config, &endpoints, &update_sender, &view, &kv_index, &tasks);
-    let parts = FleetParts { view, kv_index, metrics, update_sender };
-    let shared = build_shared(&config, parts, auth, &endpoints, &tasks);
+    watch_agents(&config, &dialers, &update_sender, &view, &kv_index, &tasks);
+    let upstream = UpstreamClient::new(config.connect_max(), credentials, update_sender);
+    let parts = FleetParts { view, kv_index, metrics, upstream };
+    let shared = build_shared(&config, parts, auth, &dialers, &tasks);
     let address = listeners.data.local_addr().map(|address| address.to_string());
-    info!(address = address.unwrap_or_default(), agents = endpoints.len(), "router listens");
+    info!(address = address.unwrap_or_default(), agents = dialers.len(), "router listens");
     let turns_max = config.limits.turns_in_flight_max;
     let data_server =
-        server::serve(listeners.data, http::build_routes(shared), turns_max, None, tasks.clone());
+        server::serve(listeners.data, http::build_routes(shared), turns_max, tls, tasks.clone());
     tasks.spawn_essential("data", data_server);
     tasks.cancelled().await;
     info!(drain_ms_max = config.drain_max().as_millis(), "draining");
@@ -215,28 +223,49 @@ fn log_auth(config: &Config, data_ip: IpAddr) {
     }
 }
 
+/// Reads the certificates and tokens, and follows their files. Returns the certificate for clients,
+/// if there is one, and the credentials for agents.
+fn start_access(
+    config: &Config,
+    registry: &mut Registry,
+    tasks: &Tasks,
+) -> Result<(Option<ServerTls>, AgentCredentials), Error> {
+    let metrics = reload::Metrics::new(registry);
+    let server_files = config.tls.server_files();
+    let server = server_files.map(|files| files.start(&metrics, tasks)).transpose()?;
+    let client_files = config.agents.client_files();
+    let tls = client_files.map(|files| files.start(&metrics, tasks)).transpose()?;
+    let token_file = config.agents.token_file();
+    let tokens =
+        token_file.map(|path| reload::start(Tokens::source(path), &metrics, tasks)).transpose()?;
+    Ok((server, AgentCredentials { tls, tokens }))
+}
+
 /// Returns the control port of each configured agent, in the order of the settings.
-fn agent_endpoints(config: &Config) -> Result<Vec<Endpoint>, Error> {
-    let endpoint = |control: &String| {
-        connect::endpoint(control, config.connect_max())
+fn agent_dialers(
+    config: &Config,
+    credentials: &AgentCredentials,
+) -> Result<Vec<AgentDialer>, Error> {
+    let dialer = |control: &String| {
+        AgentDialer::new(control, credentials, config.connect_max())
             .map_err(|source| Error::Control { control: control.clone(), source })
     };
-    config.workers.iter().map(endpoint).collect()
+    config.workers.iter().map(dialer).collect()
 }
 
 /// Starts the two tasks that follow each agent: one for its load stream, one for its KV stream.
 fn watch_agents(
     config: &Config,
-    endpoints: &[Endpoint],
+    dialers: &[AgentDialer],
     update_sender: &mpsc::Sender<(usize, Update, Instant)>,
     view: &Arc<View>,
     kv_index: &Arc<KvIndex>,
     tasks: &Tasks,
 ) {
-    for (agent, endpoint) in endpoints.iter().enumerate() {
+    for (agent, dialer) in dialers.iter().enumerate() {
         let load_watcher = LoadWatcher {
             agent_index: agent,
-            endpoint: endpoint.clone(),
+            dialer: dialer.clone(),
             connect_max: config.connect_max(),
             sessions_max: config.limits.sessions_max,
             updates: update_sender.clone(),
@@ -245,7 +274,7 @@ fn watch_agents(
         tasks.spawn(load_watcher.run(tasks.token()));
         let kv_watcher = kv_index::KvWatcher {
             agent,
-            endpoint: endpoint.clone(),
+            dialer: dialer.clone(),
             connect_max: config.connect_max(),
             kv_index: Arc::clone(kv_index),
         };
@@ -258,7 +287,7 @@ struct FleetParts {
     view: Arc<View>,
     kv_index: Arc<KvIndex>,
     metrics: Metrics,
-    update_sender: mpsc::Sender<(usize, Update, Instant)>,
+    upstream: UpstreamClient,
 }
 
 /// Builds the parts that all requests share, and starts the task that fetches tokenizers.
@@ -266,11 +295,11 @@ fn build_shared(
     config: &Config,
     parts: FleetParts,
     auth: Authenticator,
-    endpoints: &[Endpoint],
+    dialers: &[AgentDialer],
     tasks: &Tasks,
 ) -> Arc<Shared> {
-    let FleetParts { view, kv_index, metrics, update_sender } = parts;
-    let control_clients: Vec<ControlClient> = endpoints.iter().map(ControlClient::new).collect();
+    let FleetParts { view, kv_index, metrics, upstream } = parts;
+    let control_clients: Vec<ControlClient> = dialers.iter().map(ControlClient::new).collect();
     let models = Arc::new(Models::new());
     if cfg!(feature = "text") {
         let (models, view) = (Arc::clone(&models), Arc::clone(&view));
@@ -303,7 +332,7 @@ fn build_shared(
         block_locator,
         placer,
         sessions: Arc::new(sessions),
-        upstream: UpstreamClient::new(config.connect_max(), update_sender),
+        upstream,
         metrics,
         body_budget: BodyBudget::new(
             config.limits.body_bytes_max,

@@ -32,6 +32,11 @@ fn main() -> ExitCode {
         }
     };
     if args.check_config {
+        let problems = config.file_problems();
+        if !problems.is_empty() {
+            drop(writeln!(std::io::stderr(), "{}", settings::Problems(problems)));
+            return ExitCode::from(settings::EXIT_USAGE);
+        }
         drop(write!(std::io::stdout(), "{}", settings::to_toml(&config)));
         return ExitCode::SUCCESS;
     }

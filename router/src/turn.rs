@@ -251,7 +251,9 @@ fn finish(
         Err(error) => {
             in_flight.outcome = match error {
                 NoAnswer::TimedOut => TurnOutcome::TimedOut,
-                NoAnswer::Connect { .. } | NoAnswer::BrokenOff { .. } => TurnOutcome::WorkerFailed,
+                NoAnswer::Connect { .. }
+                | NoAnswer::NotARouter { .. }
+                | NoAnswer::BrokenOff { .. } => TurnOutcome::WorkerFailed,
             };
             warn!(
                 turn = format!("{:016x}", outbound.turn_id),

@@ -49,6 +49,8 @@ pub struct Facts {
     pub description: Arc<Description>,
     /// Host and port of the data port, which takes turns.
     pub data_authority: Arc<str>,
+    /// Whether the data port speaks TLS. If the control port does, the data port must.
+    pub data_tls: bool,
 }
 
 /// The failure of a turn to connect to an agent's data port.

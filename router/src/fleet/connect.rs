@@ -10,13 +10,14 @@ use std::{
     time::{Duration, Instant},
 };
 
-use proto::v1::{WatchLoadRequest, worker_agent_client::WorkerAgentClient};
+use proto::v1::WatchLoadRequest;
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
-use tonic::transport::Endpoint;
 use tracing::debug;
 
-use super::{agent::Link, load_stream::LoadStreamChecker, state::Update, view::View};
+use super::{
+    agent::Link, dial::AgentDialer, load_stream::LoadStreamChecker, state::Update, view::View,
+};
 use crate::backoff::Backoff;
 
 /// Number of load reports after which the stream of a rejected agent is closed; about ten seconds.
@@ -24,19 +25,13 @@ use crate::backoff::Backoff;
 /// at once, because each new stream begins with the whole session table.
 const REJECTED_REPORTS_MAX: u32 = 20;
 
-/// Time between two HTTP/2 pings. A host that dies silently is noticed after this time plus
-/// [`KEEPALIVE_TIMEOUT`]. At about that time its silence makes its workers stale.
-const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(2);
-/// Time for the answer to a ping. Without an answer the connection is closed.
-const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(2);
-
 /// The task that follows one agent.
 #[derive(Debug)]
 pub(crate) struct LoadWatcher {
     /// Index of the agent in the configured list.
     pub(crate) agent_index: usize,
     /// The agent's control port.
-    pub(crate) endpoint: Endpoint,
+    pub(crate) dialer: AgentDialer,
     /// Longest time to open a stream. Also the longest wait for the stream's first event. If the
     /// event comes later, the agent counts as lost until then.
     pub(crate) connect_max: Duration,
@@ -46,22 +41,6 @@ pub(crate) struct LoadWatcher {
     pub(crate) updates: mpsc::Sender<(usize, Update, Instant)>,
     /// The view, which says whether it rejects the agent.
     pub(crate) view: Arc<View>,
-}
-
-/// Returns the endpoint of a control port, with keepalive so that a dead host is noticed.
-///
-/// # Errors
-/// If the address is invalid. The check of the settings rejects such an address earlier.
-pub(crate) fn endpoint(
-    control: &str,
-    connect_max: Duration,
-) -> Result<Endpoint, tonic::transport::Error> {
-    Ok(Endpoint::from_shared(control.to_owned())?
-        .connect_timeout(connect_max)
-        .http2_keep_alive_interval(KEEPALIVE_INTERVAL)
-        .keep_alive_timeout(KEEPALIVE_TIMEOUT)
-        .keep_alive_while_idle(true)
-        .tcp_nodelay(true))
 }
 
 impl LoadWatcher {
@@ -96,8 +75,7 @@ impl LoadWatcher {
         // The endpoint's own time limit doesn't include name resolution and the HTTP/2 handshake.
         // So the whole attempt has a limit too.
         let open_stream = async {
-            let channel = self.endpoint.connect().await.map_err(|error| describe_error(&error))?;
-            let mut client = WorkerAgentClient::new(channel);
+            let mut client = self.dialer.connect().await.map_err(|error| describe_error(&error))?;
             let stream = client.watch_load(WatchLoadRequest {}).await;
             stream.map_err(|status| format!("{:?}: {}", status.code(), status.message()))
         };

@@ -11,14 +11,14 @@ use proto::{
     id::SessionKey,
     load::{ModelFiles, Retention, Session},
     model_files::{self, FilesHasher},
-    v1::{self, worker_agent_client::WorkerAgentClient},
+    v1,
 };
-use tonic::{
-    Status,
-    transport::{Channel, Endpoint},
-};
+use tonic::Status;
 
-use super::tokenizer_files::TokenizerFiles;
+use super::{
+    dial::{AgentClient, AgentDialer},
+    tokenizer_files::TokenizerFiles,
+};
 
 /// Longest time to open or close a session. The engine opens a session in under 1 ms, but it reads
 /// its queue only between two steps. A long prefill can delay that for seconds.
@@ -27,7 +27,7 @@ const CALL_TIME_MAX: Duration = Duration::from_secs(10);
 /// The client of one agent's control port. It connects at the first call, and again after a
 /// failure.
 #[derive(Debug, Clone)]
-pub(crate) struct ControlClient(WorkerAgentClient<Channel>);
+pub(crate) struct ControlClient(AgentClient);
 
 /// A request to open a session.
 #[derive(Debug, Clone)]
@@ -41,8 +41,8 @@ pub(crate) struct OpenRequest {
 }
 
 impl ControlClient {
-    pub(crate) fn new(endpoint: &Endpoint) -> Self {
-        Self(WorkerAgentClient::new(endpoint.connect_lazy()))
+    pub(crate) fn new(dialer: &AgentDialer) -> Self {
+        Self(dialer.connect_lazily())
     }
 
     /// Opens the session on the data-parallel rank. If the session is already open, returns it.

@@ -266,6 +266,8 @@ impl State {
         }
         agent.facts = Some(Facts {
             data_authority: data_authority(&agent.control_url, description.data_port),
+            // A plain data port beside an encrypted control port is refused: turns fail there.
+            data_tls: description.data_tls || agent.control_url.starts_with("https:"),
             description: Arc::new(description),
         });
         let mut all_facts = self.view.agents.iter().filter_map(|agent| agent.facts.as_ref());

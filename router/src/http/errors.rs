@@ -129,7 +129,7 @@ impl From<NoWorker> for Refusal {
 impl From<NoAnswer> for Refusal {
     fn from(error: NoAnswer) -> Self {
         match error {
-            NoAnswer::Connect { .. } => unreachable_refusal(),
+            NoAnswer::Connect { .. } | NoAnswer::NotARouter { .. } => unreachable_refusal(),
             NoAnswer::BrokenOff { .. } => refuse(
                 StatusCode::BAD_GATEWAY,
                 "worker_broke_off",
@@ -194,6 +194,8 @@ fn agent_refusal(status: &Status) -> Refusal {
         Code::NotFound => sessions::Error::Unknown.into(),
         Code::InvalidArgument => Refusal::bad_request("invalid_field", message),
         Code::DeadlineExceeded => refuse(StatusCode::GATEWAY_TIMEOUT, "worker_timeout", message),
+        // The agent doesn't recognize this router, which its operator has to mend.
+        Code::Unauthenticated => unreachable_refusal(),
         Code::Unavailable => agent_code.map_or_else(unreachable_refusal, |code| {
             refuse(StatusCode::SERVICE_UNAVAILABLE, code, message).retry_after(RETRY_DELAY)
         }),

@@ -20,11 +20,10 @@ use arc_swap::ArcSwap;
 use proto::{
     block::{BlockHash, Tier},
     kv::{Change, RankChange},
-    v1::{WatchKvRequest, worker_agent_client::WorkerAgentClient},
+    v1::WatchKvRequest,
 };
 use serde::Serialize;
 use tokio_util::sync::CancellationToken;
-use tonic::transport::Endpoint;
 use tracing::{debug, info};
 
 use super::{
@@ -33,7 +32,7 @@ use super::{
 };
 use crate::{
     backoff::Backoff,
-    fleet::{connect::describe_error, worker::WorkerRef},
+    fleet::{connect::describe_error, dial::AgentDialer, worker::WorkerRef},
 };
 
 /// Maximum number of blocks in one change to the index. Look-ups have to wait meanwhile, about
@@ -172,7 +171,7 @@ impl KvIndex {
 #[derive(Debug)]
 pub(crate) struct KvWatcher {
     pub(crate) agent: usize,
-    pub(crate) endpoint: Endpoint,
+    pub(crate) dialer: AgentDialer,
     /// The longest time to connect and to begin a stream.
     pub(crate) connect_max: Duration,
     pub(crate) kv_index: Arc<KvIndex>,
@@ -213,8 +212,7 @@ impl KvWatcher {
     /// Follows one stream to its end. Returns why it ended.
     async fn follow_once(&self, checker: &mut KvStreamChecker) -> String {
         let open_stream = async {
-            let channel = self.endpoint.connect().await.map_err(|error| describe_error(&error))?;
-            let client = WorkerAgentClient::new(channel);
+            let client = self.dialer.connect().await.map_err(|error| describe_error(&error))?;
             let mut client = client.max_decoding_message_size(MESSAGE_BYTES_MAX);
             let stream = client.watch_kv(WatchKvRequest {}).await;
             stream.map_err(|status| format!("{:?}: {}", status.code(), status.message()))

@@ -43,6 +43,9 @@ pub(crate) enum NoAnswer {
         #[source]
         source: hyper_util::client::legacy::Error,
     },
+    /// The agent doesn't recognize this router, so it has run nothing.
+    #[error("worker {worker} doesn't accept this router's token; see agents.token_file")]
+    NotARouter { worker: String },
     /// The request may have reached the worker, but no answer came.
     #[error("worker {worker} broke off before its answer began")]
     BrokenOff {
@@ -56,8 +59,8 @@ pub(crate) enum NoAnswer {
 }
 
 impl NoAnswer {
-    /// Whether the turn can safely be sent again: only if no part of it was sent.
+    /// Whether the turn can safely be sent again: only if the agent can't have run it.
     pub(crate) fn can_retry(&self) -> bool {
-        matches!(self, Self::Connect { .. })
+        matches!(self, Self::Connect { .. } | Self::NotARouter { .. })
     }
 }

@@ -48,6 +48,8 @@ pub(crate) struct PlacedTurn {
     pub(super) worker_name: String,
     /// The address of the agent's data port.
     pub(super) data_authority: Arc<str>,
+    /// Whether that port speaks TLS.
+    pub(super) data_tls: bool,
     pub(super) reason: Reason,
     /// What the agent is told about the session, as a header. `None` without a session.
     pub(super) claim: Option<Claim>,
@@ -278,6 +280,7 @@ impl Placer {
             worker,
             worker_name,
             data_authority: Arc::clone(&facts.data_authority),
+            data_tls: facts.data_tls,
             reason,
             claim,
             can_move: can_move && !intent.is_some_and(|intent| intent.is_delta),

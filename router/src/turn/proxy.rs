@@ -20,13 +20,16 @@ use std::{
 
 use bytes::Bytes;
 use http::{
-    HeaderMap, HeaderName, HeaderValue, Method, Request, Response, Uri, header, uri::PathAndQuery,
+    HeaderMap, HeaderName, HeaderValue, Method, Request, Response, StatusCode, Uri, header,
+    uri::{PathAndQuery, Scheme},
 };
 use http_body::{Body, Frame, SizeHint};
 use http_body_util::Full;
 use hyper::body::Incoming;
 use proto::claim::{self, Claim};
-use service::{budget::HeldBody, clock::now, headers::remove_hop_by_hop};
+use service::{
+    budget::HeldBody, clock::now, headers::remove_hop_by_hop, tls::client::is_certificate_refused,
+};
 use tokio::{sync::OwnedSemaphorePermit, time::Sleep};
 
 use super::{
@@ -82,7 +85,7 @@ impl OutboundTurn {
         body: Bytes,
     ) -> Request<Full<Bytes>> {
         let uri = Uri::builder()
-            .scheme("http")
+            .scheme(if placed.data_tls { Scheme::HTTPS } else { Scheme::HTTP })
             .authority(&*placed.data_authority)
             .path_and_query(path_and_query)
             .build()
@@ -113,8 +116,13 @@ impl OutboundTurn {
         }
         let worker_name = || placed.worker_name.clone();
         match upstream.send(request, self.deadline).await {
+            Ok(Ok(response)) if is_refused_as_stranger(&response) => {
+                let reason = "the agent doesn't accept this router's token".to_owned();
+                upstream.report_unreachable(placed.worker, reason);
+                Err(NoAnswer::NotARouter { worker: worker_name() })
+            }
             Ok(Ok(response)) => Ok(response),
-            Ok(Err(source)) if source.is_connect() => {
+            Ok(Err(source)) if source.is_connect() || is_certificate_refused(&source) => {
                 upstream.report_unreachable(placed.worker, connect::describe_error(&source));
                 Err(NoAnswer::Connect { worker: worker_name(), source })
             }
@@ -122,6 +130,13 @@ impl OutboundTurn {
             Err(_) => Err(NoAnswer::TimedOut),
         }
     }
+}
+
+/// Whether the agent has refused a request because it doesn't recognize this router.
+fn is_refused_as_stranger(response: &Response<Incoming>) -> bool {
+    let code = response.headers().get(claim::REFUSAL);
+    response.status() == StatusCode::UNAUTHORIZED
+        && code.is_some_and(|code| code == claim::NOT_A_ROUTER)
 }
 
 /// Returns the header value for a turn's id.
