@@ -12,6 +12,10 @@ use hyper::body::Incoming;
 use hyper_util::client::legacy::Client as ConnectionPool;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::{TokioExecutor, TokioTimer};
+use service::reload;
+use service::tasks::Tasks;
+use service::tls::Protocol;
+use service::tls::client::{ClientFiles, Connector};
 use std::fmt;
 use std::time::Duration;
 use tokio::time::Instant;
@@ -35,7 +39,7 @@ const BODY_BYTES_MAX: usize = 64 << 20;
 /// A client of one server.
 #[derive(Debug)]
 pub struct Client {
-    pool: ConnectionPool<HttpConnector, Full<Bytes>>,
+    pool: ConnectionPool<Connector, Full<Bytes>>,
     base: String,
     api: Api,
     stream: bool,
@@ -146,10 +150,17 @@ impl fmt::Display for CallFailure {
 
 impl Client {
     /// Creates a client of the server in `options`, which must be free of problems.
+    ///
+    /// # Panics
+    /// Panics if the CA's file can't be used.
     pub fn new(options: &ReplayOptions) -> Self {
         let mut connector = HttpConnector::new();
-        connector.set_nodelay(true);
         connector.set_connect_timeout(Some(CONNECT_MAX));
+        let tls = options.ca.clone().map(|ca| {
+            let files = ClientFiles { ca, identity: None, server_name: None };
+            files.start(&reload::Metrics::default(), &Tasks::default()).expect("a usable --ca")
+        });
+        let connector = Connector::new(connector, tls, Protocol::Http1, CONNECT_MAX);
         let pool = ConnectionPool::builder(TokioExecutor::new())
             .pool_idle_timeout(IDLE_MAX)
             .pool_timer(TokioTimer::new())

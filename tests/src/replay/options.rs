@@ -2,7 +2,7 @@
 
 use crate::replay::shape::Shape;
 use clap::{ArgAction, Args, FromArgMatches as _};
-use std::time::Duration;
+use std::{path::PathBuf, time::Duration};
 
 /// The bound of a time, about 68 years.
 const SECONDS_MAX: f64 = 2_147_483_648.0;
@@ -77,9 +77,12 @@ pub enum Pace {
 /// All options of a replay except its workload.
 #[derive(Debug, Clone, Args)]
 pub struct ReplayOptions {
-    /// The server's URL: http://host:port[/path]
+    /// The server's URL: http://host:port[/path], or https:// with --ca
     #[arg(long)]
     pub url: String,
+    /// The CA of the server's certificate (PEM)
+    #[arg(long)]
+    pub ca: Option<PathBuf>,
     /// The API of the requests
     #[arg(long, value_enum, default_value = "chat")]
     pub api: Api,
@@ -188,8 +191,12 @@ impl ReplayOptions {
             }
         };
         let uri = self.url.parse::<http::Uri>();
-        let plain = uri.is_ok_and(|uri| uri.scheme_str() == Some("http") && uri.host().is_some());
-        must(plain, "--url must be http://host[:port][/path]");
+        let is_legal = uri.is_ok_and(|uri| match uri.scheme_str() {
+            Some("http") => uri.host().is_some(),
+            Some("https") => uri.host().is_some() && self.ca.is_some(),
+            _ => false,
+        });
+        must(is_legal, "--url must be http://host[:port][/path], or https:// with --ca");
         let scale = self.shape.scale;
         must(scale > 0.0 && scale <= 1e3, "--scale-tokens must be above 0 and at most 1000");
         must(self.shape.context_tokens_max != Some(0), "--max-context must be at least 1");
