@@ -45,6 +45,7 @@ pub struct Agent {
     pub admin: SocketAddr,
     /// The socket on which the agent listens for the engine's shim.
     pub shim_socket: PathBuf,
+    has_tls: bool,
     stop: CancellationToken,
     ended: JoinHandle<Result<(), worker_agent::Error>>,
     /// The state folder, removed with the agent; `None` if the settings name one.
@@ -59,6 +60,10 @@ pub fn own_addr() -> SocketAddr {
     let [high, low] = NEXT.fetch_add(1, Ordering::Relaxed).to_be_bytes();
     let net = u8::try_from(1 + std::process::id() % 250).expect("at most 250");
     SocketAddr::from(([127, net, high, low], 0))
+}
+
+fn scheme(has_tls: bool) -> &'static str {
+    if has_tls { "https" } else { "http" }
 }
 
 /// Returns settings for tests: free ports of an own address, frequent reports, the toy model's
@@ -95,15 +100,22 @@ impl Agent {
             listeners.admin.local_addr()?,
         );
         let (shim_socket, stop) = (config.shim_socket(), CancellationToken::new());
+        let has_tls = config.tls.server_files().is_some();
         let epoch = service::clock::unix_ns();
         let ended = tokio::spawn(worker_agent::run(config, listeners, epoch, stop.clone()));
-        Ok(Self { data, control, admin, shim_socket, stop, ended, _state: state })
+        Ok(Self { data, control, admin, shim_socket, has_tls, stop, ended, _state: state })
     }
 
     /// Returns the URL of a data route.
     #[must_use]
     pub fn url(&self, path: &str) -> String {
-        format!("http://{}{path}", self.data)
+        format!("{}://{}{path}", scheme(self.has_tls), self.data)
+    }
+
+    /// Returns the URL of the control port, as in a router's settings.
+    #[must_use]
+    pub fn control_url(&self) -> String {
+        format!("{}://{}", scheme(self.has_tls), self.control)
     }
 
     /// Returns the URL of an admin route.
@@ -138,6 +150,7 @@ pub struct Router {
     pub data: SocketAddr,
     /// The address of metrics and health.
     pub admin: SocketAddr,
+    has_tls: bool,
     tasks: Tasks,
     ended: JoinHandle<Result<(), router::Error>>,
 }
@@ -148,7 +161,7 @@ pub struct Router {
 pub fn router_config(agents: &[&Agent]) -> router::config::Config {
     let free = SocketAddr::from(([127, 0, 0, 1], 0));
     let mut config = router::config::Config {
-        workers: agents.iter().map(|agent| format!("http://{}", agent.control)).collect(),
+        workers: agents.iter().map(|agent| agent.control_url()).collect(),
         ..router::config::Config::default()
     };
     config.listen = router::config::tables::ListenTable { data_addr: free, admin_addr: free };
@@ -168,16 +181,16 @@ impl Router {
         let data = tokio::net::TcpListener::bind(config.listen.data_addr).await?;
         let admin = std::net::TcpListener::bind(config.listen.admin_addr)?;
         let addrs = (data.local_addr()?, admin.local_addr()?);
-        let tasks = Tasks::default();
+        let (tasks, has_tls) = (Tasks::default(), config.tls.server_files().is_some());
         let listeners = router::Listeners { data, admin };
         let ended = tokio::spawn(router::run(config, listeners, tasks.clone()));
-        Ok(Self { data: addrs.0, admin: addrs.1, tasks, ended })
+        Ok(Self { data: addrs.0, admin: addrs.1, has_tls, tasks, ended })
     }
 
     /// Returns the URL of a data route.
     #[must_use]
     pub fn url(&self, path: &str) -> String {
-        format!("http://{}{path}", self.data)
+        format!("{}://{}{path}", scheme(self.has_tls), self.data)
     }
 
     /// Returns the URL of an admin route.

@@ -45,6 +45,9 @@ pub struct Config {
     /// Default: the last part of the model path.
     #[arg(long)]
     pub served_model_name: Option<String>,
+    /// The key that requests must have as `Authorization: Bearer`. Not given: any request passes.
+    #[arg(long)]
+    pub api_key: Option<String>,
     #[arg(long)]
     pub enable_metrics: bool,
     #[arg(long)]

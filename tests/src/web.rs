@@ -10,6 +10,12 @@ use hyper_util::{
     rt::TokioExecutor,
 };
 use serde_json::Value;
+use service::tls::{
+    Protocol,
+    client::{ClientTls, Connector},
+};
+
+use crate::cluster::PATIENCE;
 
 /// The headers of a request.
 pub type Headers<'a> = &'a [(&'a str, &'a str)];
@@ -17,7 +23,7 @@ pub type Headers<'a> = &'a [(&'a str, &'a str)];
 /// A client with its own connection pool.
 #[derive(Debug, Clone)]
 pub struct Web {
-    client: Client<HttpConnector, Body>,
+    client: Client<Connector, Body>,
 }
 
 /// A complete answer.
@@ -70,7 +76,19 @@ impl Answer {
 
 impl Default for Web {
     fn default() -> Self {
-        Self { client: Client::builder(TokioExecutor::new()).build_http() }
+        Self::new(None)
+    }
+}
+
+impl Web {
+    /// Returns a client that also sends to `https` URLs.
+    pub fn with_tls(tls: ClientTls) -> Self {
+        Self::new(Some(tls))
+    }
+
+    fn new(tls: Option<ClientTls>) -> Self {
+        let connector = Connector::new(HttpConnector::new(), tls, Protocol::Http1, PATIENCE);
+        Self { client: Client::builder(TokioExecutor::new()).build(connector) }
     }
 }
 

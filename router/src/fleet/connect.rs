@@ -77,7 +77,7 @@ impl LoadWatcher {
         let open_stream = async {
             let mut client = self.dialer.connect().await.map_err(|error| describe_error(&error))?;
             let stream = client.watch_load(WatchLoadRequest {}).await;
-            stream.map_err(|status| format!("{:?}: {}", status.code(), status.message()))
+            stream.map_err(|status| describe_status(&status))
         };
         let mut stream = match tokio::time::timeout(self.connect_max, open_stream).await {
             Ok(Ok(response)) => response.into_inner(),
@@ -108,7 +108,7 @@ impl LoadWatcher {
             let event = match message {
                 Ok(Some(event)) => event,
                 Ok(None) => return "the agent ended the stream".to_owned(),
-                Err(status) => return format!("{:?}: {}", status.code(), status.message()),
+                Err(status) => return describe_status(&status),
             };
             match checker.accept(event) {
                 Ok(None) => {}
@@ -157,4 +157,13 @@ pub(crate) fn describe_error(error: &dyn std::error::Error) -> String {
         source = cause.source();
     }
     text
+}
+
+/// Formats the status of a failed call, and what it comes from, on one line.
+pub(crate) fn describe_status(status: &tonic::Status) -> String {
+    let text = format!("{:?}: {}", status.code(), status.message());
+    match std::error::Error::source(status) {
+        Some(source) => format!("{text}: {}", describe_error(source)),
+        None => text,
+    }
 }

@@ -32,7 +32,11 @@ use super::{
 };
 use crate::{
     backoff::Backoff,
-    fleet::{connect::describe_error, dial::AgentDialer, worker::WorkerRef},
+    fleet::{
+        connect::{describe_error, describe_status},
+        dial::AgentDialer,
+        worker::WorkerRef,
+    },
 };
 
 /// Maximum number of blocks in one change to the index. Look-ups have to wait meanwhile, about
@@ -215,7 +219,7 @@ impl KvWatcher {
             let client = self.dialer.connect().await.map_err(|error| describe_error(&error))?;
             let mut client = client.max_decoding_message_size(MESSAGE_BYTES_MAX);
             let stream = client.watch_kv(WatchKvRequest {}).await;
-            stream.map_err(|status| format!("{:?}: {}", status.code(), status.message()))
+            stream.map_err(|status| describe_status(&status))
         };
         let mut stream = match tokio::time::timeout(self.connect_max, open_stream).await {
             Ok(Ok(response)) => response.into_inner(),
@@ -226,7 +230,7 @@ impl KvWatcher {
             let event = match stream.message().await {
                 Ok(Some(event)) => event,
                 Ok(None) => return "the agent ended the stream".to_owned(),
-                Err(status) => return format!("{:?}: {}", status.code(), status.message()),
+                Err(status) => return describe_status(&status),
             };
             let changes = match checker.accept(event) {
                 Ok(changes) => changes,

@@ -11,9 +11,10 @@ use super::{
 use axum::{
     Router,
     body::Body,
-    extract::{DefaultBodyLimit, FromRequest},
+    extract::{DefaultBodyLimit, FromRequest, State},
     handler::Handler as _,
     http::{Request, StatusCode, header},
+    middleware::{self, Next},
     response::{IntoResponse, Response},
     routing::{any, any_service, get, post},
 };
@@ -169,7 +170,20 @@ pub(super) fn router(app: Arc<App>) -> Router {
         .route("/get_model_info", get(info::model_info))
         .route("/metrics", get(info::metrics))
         .layer(DefaultBodyLimit::disable())
+        .layer(middleware::from_fn_with_state(Arc::clone(&app), check_api_key))
         .with_state(app)
+}
+
+/// Answers a request without the API key as the engine does. Health and metrics need no key.
+async fn check_api_key(State(app): AppState, request: Request<Body>, next: Next) -> Response {
+    let Some(key) = &app.config.api_key else { return next.run(request).await };
+    let is_open =
+        ["/health", "/ready", "/metrics"].iter().any(|path| request.uri().path().starts_with(path));
+    let credential = request.headers().get(header::AUTHORIZATION);
+    if is_open || credential.is_some_and(|credential| credential == &format!("Bearer {key}")) {
+        return next.run(request).await;
+    }
+    json_response(StatusCode::UNAUTHORIZED, &json!({ "error": "Unauthorized" }))
 }
 
 /// Accepts connections until the engine has ended, and then drops them all.

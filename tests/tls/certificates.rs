@@ -1,0 +1,165 @@
+//! Certificates and tokens of a test, in a folder that is removed with its [`Files`].
+
+use std::path::PathBuf;
+
+use hyper_util::client::legacy::connect::HttpConnector;
+use prometheus_client::registry::Registry;
+use proto::v1::worker_agent_client::WorkerAgentClient;
+use rcgen::{
+    BasicConstraints, CertificateParams, CertifiedIssuer, DnType, IsCa, KeyPair, date_time_ymd,
+};
+use service::{
+    reload,
+    tasks::Tasks,
+    tls::{
+        Protocol,
+        client::{ClientFiles, ClientTls, Connector},
+    },
+};
+use tests::{
+    cluster::{ClusterSettings, PATIENCE},
+    web::Web,
+};
+use tonic::transport::{Channel, Endpoint};
+
+/// The name in the certificates of agents.
+pub(crate) const AGENT: &str = "agent.test";
+/// The name in the certificates of routers.
+pub(crate) const ROUTER: &str = "router.test";
+
+/// A certificate authority.
+pub(crate) struct Authority(CertifiedIssuer<'static, KeyPair>);
+
+impl Authority {
+    pub(crate) fn new(name: &str) -> Self {
+        let mut params = CertificateParams::default();
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        params.distinguished_name.push(DnType::CommonName, name);
+        Self(CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap())
+    }
+}
+
+pub(crate) struct Files(tempfile::TempDir);
+
+impl Files {
+    /// Writes what a fleet needs: `ca.pem`, `agent`, `router`, `front` (for clients) and `tokens`.
+    pub(crate) fn of_fleet(authority: &Authority) -> Self {
+        let files = Self(tempfile::tempdir().unwrap());
+        files.write_authorities("ca.pem", &[authority]);
+        files.issue("agent", authority, AGENT);
+        files.issue("router", authority, ROUTER);
+        files.issue("front", authority, "127.0.0.1");
+        files.write("tokens", &token('a'));
+        files
+    }
+
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    /// Replaces a file at once, as tools that rotate secrets do.
+    pub(crate) fn write(&self, name: &str, content: &str) {
+        let new = self.path(&format!("{name}.new"));
+        std::fs::write(&new, content).unwrap();
+        std::fs::rename(new, self.path(name)).unwrap();
+    }
+
+    pub(crate) fn write_authorities(&self, name: &str, authorities: &[&Authority]) {
+        let pem: String = authorities.iter().map(|authority| authority.0.pem()).collect();
+        self.write(name, &pem);
+    }
+
+    /// Writes `name.pem` and `name.key`, for a host of this name.
+    pub(crate) fn issue(&self, name: &str, authority: &Authority, host: &str) {
+        self.issue_with(name, authority, host, |_| {});
+    }
+
+    /// Writes a certificate that has expired.
+    pub(crate) fn issue_expired(&self, name: &str, authority: &Authority, host: &str) {
+        self.issue_with(name, authority, host, |params| {
+            params.not_after = date_time_ymd(2020, 1, 1);
+        });
+    }
+
+    fn issue_with(
+        &self,
+        name: &str,
+        authority: &Authority,
+        host: &str,
+        change: impl FnOnce(&mut CertificateParams),
+    ) {
+        let key = KeyPair::generate().unwrap();
+        let mut params = CertificateParams::new(vec![host.to_owned()]).unwrap();
+        change(&mut params);
+        let certificate = params.signed_by(&key, &authority.0).unwrap();
+        self.write(&format!("{name}.pem"), &certificate.pem());
+        self.write(&format!("{name}.key"), &key.serialize_pem());
+    }
+
+    /// Sets certificates and tokens for every port.
+    pub(crate) fn secure(&self, settings: &mut ClusterSettings) {
+        self.secure_agent(&mut settings.agent);
+        if let Some(router) = &mut settings.router {
+            self.secure_router(router, Some("router"), Some("tokens"));
+            (router.tls.cert, router.tls.key) = (self.path("front.pem"), self.path("front.key"));
+        }
+    }
+
+    pub(crate) fn secure_agent(&self, agent: &mut worker_agent::config::Config) {
+        let tls = &mut agent.tls;
+        (tls.cert, tls.key) = (self.path("agent.pem"), self.path("agent.key"));
+        tls.client_ca = self.path("ca.pem");
+        tls.client_names = vec![ROUTER.to_owned()];
+        agent.auth.token_file = self.path("tokens");
+    }
+
+    /// Sets the router's certificate and token for agents, where they are named.
+    pub(crate) fn secure_router(
+        &self,
+        router: &mut router::config::Config,
+        certificate: Option<&str>,
+        tokens: Option<&str>,
+    ) {
+        let agents = &mut router.agents;
+        agents.ca = self.path("ca.pem");
+        agents.server_name = AGENT.to_owned();
+        if let Some(name) = certificate {
+            agents.cert = self.path(&format!("{name}.pem"));
+            agents.key = self.path(&format!("{name}.key"));
+        }
+        agents.token_file = tokens.map(|name| self.path(name)).unwrap_or_default();
+    }
+
+    /// Connects to the control port of an agent with the router's certificate, but no token.
+    pub(crate) async fn control_client(&self, url: String) -> WorkerAgentClient<Channel> {
+        let tls = Some(self.client_tls(Some("router"), Some(AGENT)));
+        let connector = Connector::new(HttpConnector::new(), tls, Protocol::Http2, PATIENCE);
+        let endpoint = Endpoint::from_shared(url).unwrap();
+        WorkerAgentClient::new(endpoint.connect_with_connector(connector).await.unwrap())
+    }
+
+    /// Returns a client that trusts `ca.pem`, and shows the named certificate.
+    pub(crate) fn web(&self, certificate: Option<&str>, server_name: Option<&str>) -> Web {
+        Web::with_tls(self.client_tls(certificate, server_name))
+    }
+
+    fn client_tls(&self, certificate: Option<&str>, server_name: Option<&str>) -> ClientTls {
+        let path = |name: &str, ending| self.path(&format!("{name}.{ending}"));
+        let files = ClientFiles {
+            ca: self.path("ca.pem"),
+            identity: certificate.map(|name| (path(name, "pem"), path(name, "key"))),
+            server_name: server_name.map(|name| name.to_owned().try_into().unwrap()),
+        };
+        start(&files)
+    }
+}
+
+fn start(files: &ClientFiles) -> ClientTls {
+    let metrics = reload::Metrics::new(&mut Registry::default());
+    files.start(&metrics, &Tasks::default()).unwrap()
+}
+
+/// Returns a token of one letter.
+pub(crate) fn token(letter: char) -> String {
+    letter.to_string().repeat(40)
+}
