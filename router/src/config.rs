@@ -229,8 +229,8 @@ impl Config {
 /// Returns host and port of an agent's control address.
 ///
 /// # Errors
-/// When the address is neither `http://host:port` nor `https://host:port`. The error text completes a sentence that begins with
-/// the address.
+/// When the address is neither `http://host:port` nor `https://host:port`. The error text completes
+/// a sentence that begins with the address.
 pub(crate) fn control_authority(worker: &str) -> Result<http::uri::Authority, &'static str> {
     let uri: Uri = worker.parse().map_err(|_| "is no address")?;
     if !matches!(uri.scheme_str(), Some("http" | "https")) {

@@ -5,7 +5,8 @@ use std::sync::{
     atomic::{AtomicBool, AtomicUsize, Ordering},
 };
 
-use http::StatusCode;
+use axum::body::Body;
+use http::{Method, StatusCode};
 use tests::{
     cluster::{Cluster, eventually, text_turn},
     web::Web,
@@ -123,7 +124,7 @@ async fn certificates_and_their_authority_rotate_under_load() {
     let headers = [("x-berth-router-token", token.as_str())];
     let get = |web: Web| {
         let (url, headers) = (url.clone(), headers);
-        async move { web.request(http::Method::GET, &url, &headers, axum::body::Body::empty()).await }
+        async move { web.request(Method::GET, &url, &headers, Body::empty()).await }
     };
     get(old_web).await.unwrap_err();
     assert_eq!(get(router_web(&files)).await.unwrap().status, StatusCode::OK);

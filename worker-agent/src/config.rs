@@ -215,6 +215,7 @@ impl Config {
         config.listen.control_addr = args.control_addr.unwrap_or(config.listen.control_addr);
         config.listen.admin_addr = args.admin_addr.unwrap_or(config.listen.admin_addr);
         config.check(&mut problems);
+        config.check_access(&mut problems);
         problems.extend(engine_api_key().err().map(str::to_owned));
         problems.extend(config.auth.file_problem());
         if problems.is_empty() { Ok(config) } else { Err(Problems(problems)) }
@@ -249,10 +250,15 @@ impl Config {
         access::file_problems(&self.tls, &self.auth)
     }
 
-    fn check(&self, problems: &mut Vec<String>) {
-        let ListenTable { data_addr, control_addr, .. } = self.listen;
+    /// Adds the problems of ports that other hosts reach.
+    fn check_access(&self, problems: &mut Vec<String>) {
+        let ListenTable { data_addr, control_addr, admin_addr } = self.listen;
         let addresses = [("listen.data_addr", data_addr), ("listen.control_addr", control_addr)];
         access::check(&self.tls, &self.auth, addresses, problems);
+        problems.extend(self.auth.problem(admin_addr));
+    }
+
+    fn check(&self, problems: &mut Vec<String>) {
         let mut require = |is_valid: bool, problem: &str| {
             if !is_valid {
                 problems.push(problem.to_owned());
@@ -316,9 +322,6 @@ impl Config {
             has_room_for_one_body,
             "limits.body_bytes_in_flight_max must be at least body_bytes_max",
         );
-        if let Some(problem) = self.auth.problem(self.listen.admin_addr) {
-            require(false, &problem);
-        }
         for device in &self.gpu.devices {
             if let Err(error) = device.parse::<Selector>() {
                 require(false, &format!("gpu.devices: {error}"));

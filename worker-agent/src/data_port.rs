@@ -1,7 +1,8 @@
 //! Serves the data port, the HTTP port on which routers send turns (one request and its answer).
 //!
 //! Parts, in the order of a turn's way through the agent:
-//! - [`router_auth`] lets only routers pass. [`routes`] dispatches the HTTP requests, and [`turn`] takes a turn through the agent.
+//! - [`router_auth`] lets only routers pass.
+//! - [`routes`] dispatches the HTTP requests, and [`turn`] takes a turn through the agent.
 //! - [`route_features`] tells which features of a session each route supports.
 //! - [`request`] checks and rewrites the body.
 //! - `exchange` follows the turn inside the engine, and [`response_scanner`] scans the answer.

@@ -46,6 +46,28 @@ fn a_key_that_no_header_carries_is_a_wrong_setting_and_a_line_s_end_is_no_part_o
 }
 
 #[test]
+fn a_port_that_other_hosts_reach_needs_routers_that_prove_themselves() {
+    let folder = tempfile::tempdir().unwrap();
+    let tokens = folder.path().join("tokens");
+    std::fs::write(&tokens, "t".repeat(40)).unwrap();
+    let settings = folder.path().join("agent.toml");
+    std::fs::write(&settings, format!("auth.token_file = {tokens:?}\n")).unwrap();
+    let (open, with_token) = ("0.0.0.0:0", ["--config", settings.to_str().unwrap()]);
+    for port in ["--data-addr", "--control-addr"] {
+        let check = ["--check-config", "--worker-id", "w", port, open];
+        let output = agent(&check);
+        assert_eq!(output.status.code(), Some(64), "{port}");
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert!(said.contains("auth.token_file") && said.contains("tls.client_ca"), "{said}");
+        assert_eq!(agent(&[&check[..], &with_token].concat()).status.code(), Some(0), "{port}");
+    }
+    std::fs::write(&tokens, "short").unwrap();
+    let output = agent(&[&["--check-config"], &with_token[..]].concat());
+    assert_eq!(output.status.code(), Some(64));
+    assert!(String::from_utf8(output.stderr).unwrap().contains("openssl rand -hex 32"));
+}
+
+#[test]
 fn shown_settings_are_settings_again() {
     let shown = agent(&["--check-config", "--worker-id", "gpu-7"]);
     assert!(shown.status.success());

@@ -2,8 +2,9 @@
 //!
 //! A file has one token per line. An agent accepts each of them, and a router sends the first. So
 //! a token is rotated without a failed turn: agents accept the new one beside the old, then routers
-//! send the new one, then agents forget the old one. The token is in the header [`TOKEN`](proto::claim::TOKEN) of
-//! each request to the data port and each call of the control port.
+//! send the new one, then agents forget the old one. The token is in the header
+//! [`TOKEN`](proto::claim::TOKEN) of each request to the data port and each call of the control
+//! port.
 
 use std::path::PathBuf;
 

@@ -26,6 +26,7 @@ use proto::{
     route::{GENERATE, Kind, Route},
 };
 use service::{
+    auth::credential,
     budget::BodyBudget,
     headers::{remove_hop_by_hop, strip_request},
     refusal::Refusal,
@@ -64,9 +65,6 @@ const TRIM_HEADER: HeaderName = HeaderName::from_static("x-override-berth-trim")
 /// doesn't continue its session's history. An old shim doesn't know the header, and runs such a
 /// turn outside the session. The agent then aborts the turn.
 const MUST_CONTINUE_HEADER: HeaderName = HeaderName::from_static("x-override-berth-must-continue");
-
-/// The header by which some clients send their API key.
-const API_KEY_HEADER: HeaderName = HeaderName::from_static("x-api-key");
 
 /// What each turn needs of the agent. Clones share the same state.
 #[derive(Debug, Clone)]
@@ -133,10 +131,8 @@ pub(super) async fn serve_request(
     request: Request,
 ) -> Result<Response, Refusal> {
     let (request_head, body) = request.into_parts();
-    // Without a note of `router_auth`, the caller is trusted with nothing.
-    let caller = request_head.extensions.get().copied().unwrap_or(Caller::Local);
     if !route.kind.is_turn() {
-        return pass_through(context, caller, &request_head, body).await;
+        return pass_through(context, &request_head, body).await;
     }
     check_encoding(&request_head.headers)?;
     let claim_refusal = |error: claim::Error| Refusal::bad_request("claim", error.to_string());
@@ -167,9 +163,8 @@ pub(super) async fn serve_request(
         route = route.path,
         "turn begins"
     );
-    let mut outgoing =
-        engine_request(&request_head, Body::new(BodyParts::new(engine_body, Some(held_body))));
-    set_credential(context, caller, outgoing.headers_mut());
+    let body = Body::new(BodyParts::new(engine_body, Some(held_body)));
+    let mut outgoing = engine_request(context, &request_head, body);
     add_shim_headers(outgoing.headers_mut(), &turn, &lease.rid);
     lease.mark_sent();
     let abort_confirms_end = parsed.has_single_answer && route.kind.rid_key().is_some();
@@ -254,15 +249,13 @@ fn engine_rid(kind: Kind, rid: &str) -> String {
 /// Passes on a request that is not a turn. Such a request needs no claim and isn't counted.
 async fn pass_through(
     context: &TurnContext,
-    caller: Caller,
     request_head: &http::request::Parts,
     body: Body,
 ) -> Result<Response, Refusal> {
     let held_body = context.body_budget.read(body).await?;
     let bytes = held_body.bytes.clone();
-    let mut outgoing =
-        engine_request(request_head, Body::new(BodyParts::new(vec![bytes], Some(held_body))));
-    set_credential(context, caller, outgoing.headers_mut());
+    let body = Body::new(BodyParts::new(vec![bytes], Some(held_body)));
+    let outgoing = engine_request(context, request_head, body);
     let send_result =
         tokio::time::timeout(context.turn_time_max, context.engine.send(outgoing)).await;
     let response =
@@ -271,7 +264,11 @@ async fn pass_through(
     Ok(Response::from_parts(response_head(head), Body::new(body)))
 }
 
-fn engine_request(request_head: &http::request::Parts, body: Body) -> Request {
+fn engine_request(
+    context: &TurnContext,
+    request_head: &http::request::Parts,
+    body: Body,
+) -> Request {
     let mut outgoing = Request::new(body);
     *outgoing.method_mut() = request_head.method.clone();
     *outgoing.uri_mut() = request_head.uri.clone();
@@ -280,6 +277,9 @@ fn engine_request(request_head: &http::request::Parts, body: Body) -> Request {
     strip_request(headers);
     // The agent must see in the answer how the turn ended, so the answer must not be compressed.
     headers.remove(header::ACCEPT_ENCODING);
+    // Without a note of `router_auth`, the caller is trusted with nothing.
+    let caller = request_head.extensions.get().copied().unwrap_or(Caller::Local);
+    set_credential(context, caller, headers);
     outgoing
 }
 
@@ -287,8 +287,7 @@ fn engine_request(request_head: &http::request::Parts, body: Body) -> Request {
 /// the engine gets the agent's key. Anyone else is for the engine itself to check.
 fn set_credential(context: &TurnContext, caller: Caller, headers: &mut HeaderMap) {
     if caller == Caller::Router {
-        headers.remove(header::AUTHORIZATION);
-        headers.remove(API_KEY_HEADER);
+        credential::remove(headers);
         if let Some(key) = context.engine.api_key() {
             headers.insert(header::AUTHORIZATION, key.clone());
         }
