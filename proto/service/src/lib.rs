@@ -8,6 +8,7 @@
 //! - [`auth`]: API keys, and who may use the admin port.
 //! - [`budget`]: the limit on request bodies in memory.
 //! - [`clock`]: monotonic time and the wall clock.
+//! - [`descriptors`]: the limit on file descriptors.
 //! - [`headers`]: removes the headers that a router or an agent must not pass on.
 //! - [`log`]: logs on standard error.
 //! - [`refusal`]: the format of every HTTP answer by which Berth refuses a request.
@@ -24,6 +25,7 @@ pub mod admin;
 pub mod auth;
 pub mod budget;
 pub mod clock;
+pub mod descriptors;
 pub mod headers;
 pub mod log;
 pub mod refusal;

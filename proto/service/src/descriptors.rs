@@ -1,0 +1,93 @@
+//! The process's file descriptors: raises their limit, and divides them among their uses.
+//!
+//! Every connection takes a descriptor. A process that has none left can accept no connection, open
+//! no file, and reach neither engine nor agent. So the limits on connections are derived from the
+//! limit on descriptors, and a part is kept for everything else.
+
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use tracing::{info, warn};
+
+/// Descriptors for everything that is no connection of a port: listeners, runtimes, files, the
+/// shim's sockets and the loaded libraries. A process has about 40 of them.
+const OTHER_USES: usize = 96;
+/// One part in this many is for connections between routers and agents that carry no turn: control
+/// ports, and a router's idle connections.
+const FLEET_PART: usize = 8;
+
+/// How many descriptors each use may take.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DescriptorPlan {
+    /// Turns whose client's connection and onward connection both have a descriptor.
+    pub turns: usize,
+    /// Connections of the fleet that carry no turn.
+    pub fleet: usize,
+}
+
+impl DescriptorPlan {
+    /// Divides `descriptors` among their uses. `reserved` are for ports that the caller limits by
+    /// itself.
+    #[must_use]
+    pub fn new(descriptors: usize, reserved: usize) -> Self {
+        let fleet = descriptors / FLEET_PART;
+        let rest = descriptors.saturating_sub(fleet + reserved + OTHER_USES);
+        // A process with very few descriptors takes some turns all the same: it works while few
+        // clients come.
+        Self { turns: (rest / 2).max(4), fleet: fleet.max(4) }
+    }
+}
+
+/// Raises the process's limit on file descriptors to the highest that the system allows it, and
+/// returns the limit in effect.
+pub fn raise_limit() -> usize {
+    let before = getrlimit(Resource::Nofile);
+    if before.current != before.maximum {
+        let raised = Rlimit { current: before.maximum, maximum: before.maximum };
+        if let Err(error) = setrlimit(Resource::Nofile, raised) {
+            warn!(%error, "can't raise the limit on file descriptors");
+        }
+    }
+    let limit = getrlimit(Resource::Nofile).current;
+    info!(limit, before = before.current, "limit on file descriptors");
+    limit.map_or(usize::MAX, |limit| usize::try_from(limit).unwrap_or(usize::MAX))
+}
+
+/// Whether an error, or a cause of it, says that this process or this host has no descriptor or
+/// port left for a connection. Then the fault isn't at the other end.
+#[must_use]
+pub fn is_shortage(error: &(dyn std::error::Error + 'static)) -> bool {
+    let mut next = Some(error);
+    while let Some(error) = next {
+        if let Some(io) = error.downcast_ref::<std::io::Error>()
+            && let Some(code) = io.raw_os_error()
+        {
+            use rustix::io::Errno;
+            let shortages = [Errno::MFILE, Errno::NFILE, Errno::ADDRNOTAVAIL, Errno::NOBUFS];
+            return shortages.iter().any(|errno| errno.raw_os_error() == code);
+        }
+        next = error.source();
+    }
+    false
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_parts_never_exceed_the_whole() {
+        for descriptors in [256, 512, 1024, 4096, 65_536, 1 << 20] {
+            let plan = DescriptorPlan::new(descriptors, 96);
+            assert!(2 * plan.turns + plan.fleet + 96 + OTHER_USES <= descriptors.max(264));
+            assert!(plan.turns >= 4, "{plan:?}");
+        }
+        assert_eq!(DescriptorPlan::new(1024, 96).turns, 352);
+    }
+
+    #[test]
+    fn an_own_shortage_is_told_apart_from_a_refused_connection() {
+        let of = |code| std::io::Error::from_raw_os_error(code);
+        assert!(is_shortage(&of(24)), "EMFILE");
+        assert!(!is_shortage(&of(111)), "ECONNREFUSED");
+        assert!(!is_shortage(&std::io::Error::other("no code")));
+    }
+}
