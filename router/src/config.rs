@@ -18,7 +18,10 @@ use std::{collections::BTreeSet, net::SocketAddr, path::PathBuf, time::Duration}
 use clap::Parser;
 use http::Uri;
 use serde::{Deserialize, Serialize};
-use service::settings::{self, Problems};
+use service::{
+    server::ConnectionSettings,
+    settings::{self, Problems},
+};
 
 use self::{
     access::{AgentsTable, TlsTable},
@@ -62,6 +65,8 @@ pub struct Config {
     pub limits: LimitsTable,
     /// The time limits.
     pub timeouts: TimeoutsTable,
+    /// The clients' connections.
+    pub connections: ConnectionSettings,
     /// How turns and sessions are placed.
     pub placement: PlacementTable,
     /// Who may send requests.
@@ -173,6 +178,7 @@ impl Config {
                 problems.push(format!("{key}: must be 1 to {year_ms} ms"));
             }
         }
+        problems.extend(self.connections.problems());
         let sizes = [
             ("limits.body_bytes_max", self.limits.body_bytes_max),
             ("limits.sessions_max", self.limits.sessions_max),

@@ -40,9 +40,10 @@ use service::{
         key_file::{self, KeyFile},
     },
     budget::BodyBudget,
+    descriptors::{self, DescriptorPlan},
     reload,
     router_token::Tokens,
-    server,
+    server::{self, PortLimits},
     settings::{self, Problems},
     tasks::Tasks,
     tls::server::ServerTls,
@@ -135,6 +136,8 @@ pub async fn run(config: Config, listeners: Listeners, tasks: Tasks) -> Result<(
     let state = State::new(&config);
     let view = Arc::new(View::new(state.snapshot()));
     let metrics = Metrics::new(&mut registry);
+    let connection_metrics = server::Metrics::new(&mut registry);
+    let descriptors = DescriptorPlan::new(descriptors::raise_limit(), server::DESCRIPTORS_RESERVED);
     registry.register_collector(Box::new(FleetCollector(Arc::clone(&view))));
     let kv_index = Arc::new(KvIndex::new(dialers.len(), config.limits.overlap_bytes_max));
     registry.register_collector(Box::new(KvIndexCollector {
@@ -156,7 +159,8 @@ pub async fn run(config: Config, listeners: Listeners, tasks: Tasks) -> Result<(
     // The admin port stays open during the drain, so that the drain can be watched.
     let admin_token = tokio_util::sync::CancellationToken::new();
     let _admin_stop_guard = admin_token.clone().drop_guard();
-    admin::start(admin_data, listeners.admin, admin_token).map_err(Error::Admin)?;
+    let admin_limits = PortLimits::admin(&connection_metrics);
+    admin::start(admin_data, listeners.admin, admin_limits, admin_token).map_err(Error::Admin)?;
 
     let (update_sender, mailbox) = mpsc::channel(view::MAILBOX_UPDATES_MAX);
     tasks.spawn_essential(
@@ -169,9 +173,14 @@ pub async fn run(config: Config, listeners: Listeners, tasks: Tasks) -> Result<(
     let shared = build_shared(&config, parts, auth, &dialers, &tasks);
     let address = listeners.data.local_addr().map(|address| address.to_string());
     info!(address = address.unwrap_or_default(), agents = dialers.len(), "router listens");
-    let turns_max = config.limits.turns_in_flight_max;
+    let data_limits = PortLimits::data(
+        &config.connections,
+        config.limits.turns_in_flight_max,
+        descriptors.turns,
+        &connection_metrics,
+    );
     let data_server =
-        server::serve(listeners.data, http::build_routes(shared), turns_max, tls, tasks.clone());
+        server::serve(listeners.data, http::build_routes(shared), data_limits, tls, tasks.clone());
     tasks.spawn_essential("data", data_server);
     tasks.cancelled().await;
     info!(drain_ms_max = config.drain_max().as_millis(), "draining");

@@ -12,7 +12,12 @@ use router::{
     Listeners,
     config::{Args, Config},
 };
-use service::{log, settings, signal, tasks::Tasks};
+use service::{log, server, settings, signal, tasks::Tasks};
+
+/// Gives freed memory back to the system. The system's allocator keeps what a burst of turns or a
+/// large prompt leaves behind.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 fn main() -> ExitCode {
     let args = match Args::try_parse() {
@@ -54,10 +59,13 @@ fn main() -> ExitCode {
 fn serve(config: Config) -> anyhow::Result<()> {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let result = runtime.block_on(async {
-        let data = tokio::net::TcpListener::bind(config.listen.data_addr)
-            .await
-            .with_context(|| format!("data_addr {} can't be bound", config.listen.data_addr))?;
-        let admin = std::net::TcpListener::bind(config.listen.admin_addr)
+        let data = server::bind(config.listen.data_addr).and_then(|listener| {
+            listener.set_nonblocking(true)?;
+            tokio::net::TcpListener::from_std(listener)
+        });
+        let data =
+            data.with_context(|| format!("data_addr {} can't be bound", config.listen.data_addr))?;
+        let admin = server::bind(config.listen.admin_addr)
             .with_context(|| format!("admin_addr {} can't be bound", config.listen.admin_addr))?;
         let tasks = Tasks::default();
         stop_on_signal(&tasks)?;

@@ -24,7 +24,10 @@ use std::{
 use clap::{Parser, Subcommand};
 use http::{HeaderValue, Uri};
 use serde::{Deserialize, Serialize};
-use service::settings::{self, Problems};
+use service::{
+    server::ConnectionSettings,
+    settings::{self, Problems},
+};
 
 use self::{
     access::TlsTable,
@@ -185,6 +188,8 @@ pub struct Config {
     pub sessions: SessionsTable,
     /// The bounds on turns and their bodies.
     pub limits: LimitsTable,
+    /// The clients' connections.
+    pub connections: ConnectionSettings,
     /// The load reports to routers.
     pub reports: ReportsTable,
     /// The end of the agent.
@@ -216,6 +221,7 @@ impl Config {
         config.listen.admin_addr = args.admin_addr.unwrap_or(config.listen.admin_addr);
         config.check(&mut problems);
         config.check_access(&mut problems);
+        problems.extend(config.connections.problems());
         problems.extend(engine_api_key().err().map(str::to_owned));
         problems.extend(config.auth.file_problem());
         if problems.is_empty() { Ok(config) } else { Err(Problems(problems)) }

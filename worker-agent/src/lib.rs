@@ -49,9 +49,11 @@ use service::{
         key_file::{self, KeyFile},
     },
     budget::BodyBudget,
+    descriptors::{self, DescriptorPlan},
     reload,
     router_token::Tokens,
-    server, settings,
+    server::{self, PortLimits},
+    settings,
     tasks::Tasks,
     tls::server::ServerTls,
 };
@@ -74,9 +76,8 @@ use crate::{
     staged_prefill_queue::StagedPrefillQueues,
 };
 
-/// The maximum number of connections to the data port. With the default settings, eight GPUs run
-/// and queue fewer turns than this. A process has enough file descriptors for these connections and
-/// for those to the engine.
+/// The maximum number of connections to the data port, however many turns may run and wait. With
+/// the default settings, eight GPUs run and queue fewer turns than this.
 const CLIENT_CONNECTIONS_MAX: usize = 8192;
 /// The time limit for connecting to the engine. The engine is on this host, so a connection takes
 /// microseconds or fails.
@@ -107,9 +108,7 @@ impl Listeners {
     /// # Errors
     /// When an address can't be bound; the error names it.
     pub fn bind(config: &Config) -> Result<Self, Error> {
-        let bind = |addr| {
-            std::net::TcpListener::bind(addr).map_err(|error| Error::Bind { addr, source: error })
-        };
+        let bind = |addr| server::bind(addr).map_err(|error| Error::Bind { addr, source: error });
         Ok(Self {
             data: bind(config.listen.data_addr)?,
             control: bind(config.listen.control_addr)?,
@@ -166,6 +165,8 @@ pub async fn run(
     let tasks = Tasks::default();
     let mut registry = Registry::with_prefix("berth_agent");
     let metrics = Metrics::new(&mut registry);
+    let connection_metrics = server::Metrics::new(&mut registry);
+    let descriptors = DescriptorPlan::new(descriptors::raise_limit(), server::DESCRIPTORS_RESERVED);
     let engine = engine_client(&config);
     log_start(&config, &listeners)?;
     let gpus = gpu::start((&config).into())?;
@@ -191,7 +192,8 @@ pub async fn run(
     let gate = admin_gate(&config, &listeners.admin, &mut registry, &tasks)?;
     let registry = Arc::new(registry);
     let admin_data = AdminData { registry, ready, config: settings::to_toml(&config), gate };
-    admin::start(admin_data, listeners.admin, tasks.token())?;
+    let admin_limits = PortLimits::admin(&connection_metrics);
+    admin::start(admin_data, listeners.admin, admin_limits, tasks.token())?;
 
     let wake_monitor = Arc::new(Notify::new());
     let monitor = EngineMonitor {
@@ -218,7 +220,13 @@ pub async fn run(
         tasks: tasks.clone(),
         metrics,
     };
-    start_data_port(listeners.data, context, queues, access.tls, connections_max(&config))?;
+    let data_limits = PortLimits::data(
+        &config.connections,
+        turns_max(&config),
+        descriptors.turns.min(CLIENT_CONNECTIONS_MAX),
+        &connection_metrics,
+    );
+    start_data_port(listeners.data, context, queues, access.tls, data_limits)?;
 
     tokio::select! {
         () = stop.cancelled() => drain(&agent, ms(config.shutdown.drain_ms_max)).await,
@@ -233,7 +241,7 @@ fn start_data_port(
     context: TurnContext,
     queues: Option<Arc<StagedPrefillQueues>>,
     tls: Option<ServerTls>,
-    connections_max: usize,
+    port_limits: PortLimits,
 ) -> Result<(), Error> {
     listener.set_nonblocking(true)?;
     let listener = tokio::net::TcpListener::from_std(listener)?;
@@ -242,7 +250,7 @@ fn start_data_port(
     });
     let tasks = context.tasks.clone();
     let app = data_port::app(context, staged_prefill_routes);
-    let data_server = server::serve(listener, app, connections_max, tls, tasks.clone());
+    let data_server = server::serve(listener, app, port_limits, tls, tasks.clone());
     tasks.spawn_essential("data port", data_server);
     Ok(())
 }
@@ -266,10 +274,10 @@ fn admin_gate(
     Ok(Gate::new(keys, config.auth.metrics_auth, address))
 }
 
-/// Returns the most connections to the data port: one for each turn and each staged prompt.
-fn connections_max(config: &Config) -> usize {
+/// Returns the most turns and staged prompts that may run and wait. Each has a connection.
+fn turns_max(config: &Config) -> usize {
     let turns_max = limits(config).turns_max_over_ranks() + config.limits.turns_queued_max;
-    (turns_max + staged_prefill_queue::PROMPTS_MAX).min(CLIENT_CONNECTIONS_MAX)
+    turns_max + staged_prefill_queue::PROMPTS_MAX
 }
 
 /// Drains the agent: running turns may continue for `grace_period`.

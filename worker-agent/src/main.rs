@@ -15,6 +15,11 @@ use worker_agent::{
     config::{Args, CliCommand, Config},
 };
 
+/// Gives freed memory back to the system. The system's allocator keeps what many short bursts of
+/// turns and watchers leave behind.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
 fn main() -> ExitCode {
     let args = match Args::try_parse() {
         Ok(args) => args,

@@ -3,10 +3,11 @@
 //! `/metrics` has the Prometheus metrics, `/healthz` always answers, `/readyz` says whether the
 //! process can do its work, and `/config` shows the effective settings. Router and agent call
 //! [`start`] once, from their `lib.rs`, and pass the data. The port has its own thread and runtime,
-//! so it answers while the rest of the process is busy. It changes nothing in the process. Its
-//! [`Gate`] decides which requests need a key.
+//! so it answers while the rest of the process is busy. Its connections have limits and time limits
+//! like those of the data port. It changes nothing in the process. Its [`Gate`] decides which
+//! requests need a key.
 
-use std::{net::TcpListener, sync::Arc};
+use std::{net::TcpListener, sync::Arc, time::Duration};
 
 use axum::{
     Router,
@@ -20,7 +21,14 @@ use prometheus_client::registry::Registry;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
-use crate::auth::gate::Gate;
+use crate::{
+    auth::gate::Gate,
+    server::{self, PortLimits},
+    tasks::Tasks,
+};
+
+/// Time for running requests to end when the port stops. Each takes milliseconds.
+const STOP_TIME_MAX: Duration = Duration::from_secs(1);
 
 /// The data that the admin port shows.
 #[derive(Debug, Clone)]
@@ -35,7 +43,7 @@ pub struct AdminData {
     pub gate: Gate,
 }
 
-/// Starts the thread that serves `data` at `listener`. The thread ends when `stop_token` is
+/// Starts the thread that serves `data` at `listener` within `limits`. The thread ends when `stop_token` is
 /// cancelled.
 ///
 /// # Errors
@@ -43,6 +51,7 @@ pub struct AdminData {
 pub fn start(
     data: AdminData,
     listener: TcpListener,
+    limits: PortLimits,
     stop_token: CancellationToken,
 ) -> std::io::Result<()> {
     listener.set_nonblocking(true)?;
@@ -52,11 +61,13 @@ pub fn start(
         runtime.block_on(async move {
             let listener =
                 tokio::net::TcpListener::from_std(listener).expect("it was made nonblocking");
-            let result = axum::serve(listener, routes)
-                .with_graceful_shutdown(async move { stop_token.cancelled().await });
-            if let Err(error) = result.await {
-                tracing::error!(%error, "admin port failed");
+            let tasks = Tasks::default();
+            tokio::select! {
+                biased;
+                () = stop_token.cancelled() => {}
+                () = server::serve(listener, routes, limits, None, tasks.clone()) => {}
             }
+            tasks.stop(STOP_TIME_MAX).await;
         });
     })?;
     Ok(())

@@ -1,26 +1,64 @@
 //! Serves HTTP/1 with the limits that a port open to any client needs.
 //!
-//! Router and agent use [`serve`] for the data port, which receives turns (requests to the model).
-//! The server limits the size of a request's header, the time to send the header, the time without
-//! progress of an answer, and the number of connections. When the process stops, connections finish
-//! their running requests. The size of bodies is limited in `budget`, and the number of turns by
-//! the routes in `app`. With certificates, the port speaks TLS and nothing else.
+//! Router and agent use [`serve`] for the data port, which receives turns (requests to the model),
+//! and for the admin port. The server limits:
+//!
+//! - the connections, in total and of one peer. An idle connection gives way to a new one. While
+//!   all connections work, a reserve answers health checks; see `connections`.
+//! - the size of a request's header, and the time until it has arrived.
+//! - the memory of answers that wait for slow clients, and how slow a client may be; see
+//!   `read_ahead` and `drain`.
+//!
+//! When the process stops, connections finish their running requests. The size of bodies is limited
+//! in `budget`, and the number of turns by the routes in `app`. With certificates, the port speaks
+//! TLS and nothing else.
 
-use std::{sync::Arc, time::Duration};
+mod connections;
+mod drain;
+mod metrics;
+mod read_ahead;
+mod settings;
 
-use axum::Router;
-use hyper::server::conn::http1;
+use std::{
+    convert::Infallible,
+    future::Future,
+    net::{SocketAddr, TcpListener as StdListener},
+    pin::Pin,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    task::{Poll, ready},
+    time::Duration,
+};
+
+use axum::{Router, response::IntoResponse as _};
+use http::{HeaderValue, StatusCode, header};
+use hyper::{body::Incoming, server::conn::http1, service::Service as _};
 use hyper_util::{
     rt::{TokioIo, TokioTimer},
     service::TowerToHyperService,
 };
-use tokio::{net::TcpListener, sync::Semaphore};
+use parking_lot::Mutex;
+use tokio::{
+    net::{TcpListener, TcpStream},
+    sync::oneshot,
+    time::Sleep,
+};
 use tokio_io_timeout::TimeoutStream;
 use tracing::{debug, warn};
 
+use self::{
+    connections::{ConnectionId, ConnectionTable, Place},
+    drain::DrainRate,
+    metrics::CloseReason,
+    read_ahead::{CurrentAnswer, ReadAheadBody},
+};
+pub use self::{metrics::Metrics, read_ahead::AnswerBuffers, settings::ConnectionSettings};
 use crate::{
+    refusal::Refusal,
     tasks::Tasks,
-    tls::server::{self as tls, ServerTls},
+    tls::server::{self as tls, ServerStream, ServerTls},
 };
 
 /// The most bytes of a request's line and headers. A request with more is answered with 431.
@@ -28,134 +66,429 @@ pub const HEADER_BYTES_MAX: usize = 32 * 1024;
 /// Number of connections allowed beyond one for each turn. They are for probes, lists, idle
 /// clients, and clients whose turn is refused because too many turns run.
 const SPARE_CONNECTIONS: usize = 512;
-/// Time within which a client must send its header. Otherwise the connection is closed.
-const HEADER_TIME_MAX: Duration = Duration::from_secs(30);
+/// Number of connections to the admin port. Some scrapers, probes and people use it at once.
+const ADMIN_CONNECTIONS_MAX: usize = 64;
+/// Number of descriptors to keep for the admin port and for the reserves of both ports.
+pub const DESCRIPTORS_RESERVED: usize = ADMIN_CONNECTIONS_MAX + 2 * connections::RESERVE_PLACES;
+/// Time within which a new client must send its first request's header. On later requests of the
+/// connection, the header must arrive within the time that the connection may be idle.
+const HEADER_TIME_MAX: Duration = Duration::from_secs(10);
 /// Time for which a client may read nothing of its answer before its connection is closed. Until
-/// then, the client occupies one of the turns that may run, and its session's other turns wait.
+/// then, the client occupies memory, and perhaps one of the turns that may run.
 const WRITE_STALL_TIME_MAX: Duration = Duration::from_secs(60);
 /// Pause after a failed accept, for example when file descriptors ran out.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+/// Number of connections that the system accepts for a listener ahead of the process.
+const LISTEN_BACKLOG: i32 = 1024;
+/// Time for an evicted connection to send the rest of its last answer.
+const EVICTED_TIME_MAX: Duration = Duration::from_secs(1);
+/// Interval at which the speed of a slow client is checked.
+const DRAIN_CHECK_INTERVAL: Duration = Duration::from_secs(1);
+/// Retry delay of a client whose request was refused because all connections work.
+const RETRY_DELAY: Duration = Duration::from_secs(1);
+
+/// The limits of one port.
+#[derive(Debug, Clone)]
+pub struct PortLimits {
+    /// The port's name in metrics and logs.
+    pub name: &'static str,
+    /// The paths that the reserve serves: health checks.
+    pub health_paths: &'static [&'static str],
+    connections_max: usize,
+    per_peer_max: usize,
+    keep_alive: Duration,
+    drain_rate: DrainRate,
+    buffers: AnswerBuffers,
+    metrics: Metrics,
+}
+
+impl PortLimits {
+    /// Returns the limits of a data port. `turns_max` turns may run and wait. The process has file
+    /// descriptors for `described_turns` connections of clients.
+    #[must_use]
+    pub fn data(
+        settings: &ConnectionSettings,
+        turns_max: usize,
+        described_turns: usize,
+        metrics: &Metrics,
+    ) -> Self {
+        let connections_max = turns_max.saturating_add(SPARE_CONNECTIONS).min(described_turns);
+        let buffers = AnswerBuffers::new(
+            settings.answer_buffer_bytes_max,
+            settings.answer_buffers_bytes_max,
+            metrics.answer_buffer_bytes.clone(),
+        );
+        let kept_for_others = (connections_max / 8).min(SPARE_CONNECTIONS / 2);
+        let share = connections_max - kept_for_others;
+        Self {
+            name: "data",
+            health_paths: &["/health"],
+            connections_max,
+            per_peer_max: if settings.per_peer_max > 0 { settings.per_peer_max } else { share },
+            keep_alive: settings.keep_alive(),
+            drain_rate: DrainRate {
+                bytes_per_s_min: settings.drain_bytes_per_s_min,
+                grace: Duration::from_millis(settings.drain_grace_ms),
+            },
+            buffers,
+            metrics: metrics.clone(),
+        }
+    }
+
+    /// Returns the limits of an admin port.
+    #[must_use]
+    pub fn admin(metrics: &Metrics) -> Self {
+        let settings = ConnectionSettings::default();
+        let limits = Self::data(&settings, ADMIN_CONNECTIONS_MAX, ADMIN_CONNECTIONS_MAX, metrics);
+        Self {
+            name: "admin",
+            health_paths: &["/healthz", "/readyz"],
+            // A peer leaves a quarter to others.
+            per_peer_max: ADMIN_CONNECTIONS_MAX - ADMIN_CONNECTIONS_MAX / 4,
+            ..limits
+        }
+    }
+}
+
+/// Binds an address, with a listen backlog that takes a burst of new connections.
+///
+/// # Errors
+/// When the address can't be bound.
+pub fn bind(addr: SocketAddr) -> std::io::Result<StdListener> {
+    let domain = socket2::Domain::for_address(addr);
+    let socket = socket2::Socket::new(domain, socket2::Type::STREAM, None)?;
+    // A restarted process must not wait until old connections have left the system's tables.
+    socket.set_reuse_address(true)?;
+    socket.bind(&addr.into())?;
+    socket.listen(LISTEN_BACKLOG)?;
+    Ok(socket.into())
+}
 
 /// Serves the routes `app` until `tasks` are cancelled. Then each connection finishes its running
-/// request.
-///
-/// A connection has at most one turn at a time, so the limit on connections is `turns_max` plus a
-/// fixed number. Further connections wait in the listen backlog. Each connection takes about 40 KiB
-/// while it reads, and with `tls` 40 KiB more.
+/// request. A connection takes about 40 KiB while it reads, and with `tls` 40 KiB more.
 pub async fn serve(
     listener: TcpListener,
     app: Router,
-    turns_max: usize,
+    limits: PortLimits,
     tls: Option<ServerTls>,
     tasks: Tasks,
 ) {
-    let connection_slots = Arc::new(Semaphore::new(turns_max.saturating_add(SPARE_CONNECTIONS)));
+    let table = ConnectionTable::new(limits.connections_max, limits.per_peer_max);
+    let port = Arc::new(Port { limits, table: Mutex::new(table) });
     let stop_token = tasks.token();
     loop {
         let accepted = tokio::select! {
             biased;
             () = stop_token.cancelled() => return,
-            accepted = accept(&listener, &connection_slots) => accepted,
+            accepted = listener.accept() => accepted,
         };
-        let (stream, slot) = match accepted {
+        let (stream, peer_addr) = match accepted {
             Ok(accepted) => accepted,
             Err(error) => {
-                warn!(%error, "accept failed");
+                warn!(%error, port = port.limits.name, "accept failed");
+                // If descriptors ran out, an idle connection has one to give.
+                port.evict_longest_idle();
                 tokio::time::sleep(ACCEPT_PAUSE).await;
                 continue;
             }
         };
-        let service = TowerToHyperService::new(app.clone());
-        let (connection_token, tls) = (stop_token.clone(), tls.clone());
+        // Without a place, dropping the stream closes the connection.
+        let Some(mut connection) = port.open(peer_addr) else { continue };
+        let (app, tls, stop_token) = (app.clone(), tls.clone(), stop_token.clone());
         tasks.spawn(async move {
-            let _slot = slot;
+            // An answer is streamed in small writes, one per token. Without `nodelay`, TCP would
+            // hold each write back until the client has acknowledged the previous write.
+            let Ok(()) = stream.set_nodelay(true) else { return };
             let mut stream = TimeoutStream::new(stream);
             stream.set_write_timeout(Some(WRITE_STALL_TIME_MAX));
             let accepted = tokio::select! {
                 biased;
-                () = connection_token.cancelled() => return,
+                Ok(()) = &mut connection.evicted => return,
+                () = stop_token.cancelled() => return,
                 accepted = tls::accept(tls.as_ref(), Box::pin(stream)) => accepted,
             };
             let stream = match accepted {
                 Ok(stream) => stream,
                 Err(error) => return debug!(%error, "TLS handshake failed"),
             };
-            let connection = http1::Builder::new()
-                .timer(TokioTimer::new())
-                .header_read_timeout(HEADER_TIME_MAX)
-                .max_buf_size(HEADER_BYTES_MAX)
-                .serve_connection(TokioIo::new(stream), service);
-            let mut connection = std::pin::pin!(connection);
-            let ended = tokio::select! {
-                biased;
-                ended = connection.as_mut() => ended,
-                () = connection_token.cancelled() => {
-                    connection.as_mut().graceful_shutdown();
-                    connection.await
-                }
-            };
-            if let Err(error) = ended {
-                debug!(%error, "connection ended early");
-            }
+            serve_stream(stream, app, connection, stop_token.cancelled_owned()).await;
         });
     }
 }
 
-/// Waits for a free connection slot, and then accepts a connection.
-async fn accept(
-    listener: &TcpListener,
-    connection_slots: &Arc<Semaphore>,
-) -> std::io::Result<(tokio::net::TcpStream, tokio::sync::OwnedSemaphorePermit)> {
-    let slot =
-        Arc::clone(connection_slots).acquire_owned().await.expect("the semaphore is never closed");
-    let (stream, _peer) = listener.accept().await?;
-    // An answer is streamed in small writes, one per token. Without `nodelay`, TCP would hold each
-    // write back until the client has acknowledged the previous write.
-    stream.set_nodelay(true)?;
-    Ok((stream, slot))
+/// A port and its connections.
+#[derive(Debug)]
+struct Port {
+    limits: PortLimits,
+    /// With each connection, the sender that tells its task to close it.
+    table: Mutex<ConnectionTable<oneshot::Sender<()>>>,
+}
+
+impl Port {
+    /// Takes a place for a new connection. Returns `None` if there is no place.
+    fn open(self: &Arc<Self>, peer_addr: SocketAddr) -> Option<OpenConnection> {
+        let (evict_sender, evicted) = oneshot::channel();
+        let (opened, count) = {
+            let mut table = self.table.lock();
+            (table.open(peer_addr.ip().into(), evict_sender), table.len())
+        };
+        let (name, metrics) = (self.limits.name, &self.limits.metrics);
+        metrics.set_open(name, count);
+        let Some(opened) = opened else {
+            metrics.count_closed(name, CloseReason::Full);
+            return None;
+        };
+        if let Some(evicted) = opened.evicted {
+            self.evict(evicted);
+        }
+        let shared = ConnectionRef { port: Arc::clone(self), id: opened.id };
+        Some(OpenConnection { shared: Arc::new(shared), place: opened.place, evicted })
+    }
+
+    fn evict_longest_idle(&self) {
+        let evicted = self.table.lock().evict_longest_idle();
+        if let Some(evicted) = evicted {
+            self.evict(evicted);
+        }
+    }
+
+    fn evict(&self, evicted: oneshot::Sender<()>) {
+        self.limits.metrics.count_closed(self.limits.name, CloseReason::Evicted);
+        // Sending fails if the connection's task has just ended.
+        let _ = evicted.send(());
+    }
+}
+
+/// A connection that has a place, as its task holds it.
+struct OpenConnection {
+    shared: Arc<ConnectionRef>,
+    place: Place,
+    /// Receives the order to make room for another connection.
+    evicted: oneshot::Receiver<()>,
+}
+
+/// A connection in its port's table. It leaves the table on drop.
+#[derive(Debug)]
+struct ConnectionRef {
+    port: Arc<Port>,
+    id: ConnectionId,
+}
+
+impl Drop for ConnectionRef {
+    fn drop(&mut self) {
+        let mut table = self.port.table.lock();
+        table.close(self.id);
+        let count = table.len();
+        drop(table);
+        self.port.limits.metrics.set_open(self.port.limits.name, count);
+    }
+}
+
+/// A request on a connection. The connection is idle again on drop.
+#[derive(Debug)]
+struct RequestGuard(Arc<ConnectionRef>);
+
+impl RequestGuard {
+    /// Returns `None` if the connection was evicted.
+    fn new(connection: &Arc<ConnectionRef>) -> Option<Self> {
+        let is_open = connection.port.table.lock().begin_request(connection.id);
+        is_open.then(|| Self(Arc::clone(connection)))
+    }
+}
+
+impl Drop for RequestGuard {
+    fn drop(&mut self) {
+        self.0.port.table.lock().end_request(self.0.id);
+    }
+}
+
+/// Why the server stops serving a connection before the connection's own end.
+enum Interruption {
+    Stop,
+    Evicted,
+    HeaderLate,
+}
+
+/// Serves the requests of one connection, until it ends or `stop` does.
+async fn serve_stream(
+    stream: ServerStream<Pin<Box<TimeoutStream<TcpStream>>>>,
+    app: Router,
+    connection: OpenConnection,
+    stop: impl Future<Output = ()>,
+) {
+    let OpenConnection { shared, place, evicted } = connection;
+    let limits = &shared.port.limits;
+    let current_answer = Arc::new(CurrentAnswer::default());
+    let has_request = Arc::new(AtomicBool::new(false));
+    let requests = RequestHandler {
+        app: TowerToHyperService::new(app),
+        place,
+        connection: Arc::clone(&shared),
+        current_answer: Arc::clone(&current_answer),
+        has_request: Arc::clone(&has_request),
+    };
+    let http = http1::Builder::new()
+        .timer(TokioTimer::new())
+        // Hyper counts the time from the end of the previous answer.
+        .header_read_timeout(limits.keep_alive)
+        .max_buf_size(HEADER_BYTES_MAX)
+        .serve_connection(
+            TokioIo::new(stream),
+            hyper::service::service_fn(move |request| requests.serve(request)),
+        );
+    let mut http = std::pin::pin!(http);
+    let mut driver = Driver { current_answer, drain_rate: limits.drain_rate, check: None };
+    let interruption = {
+        let header_late = tokio::time::sleep(HEADER_TIME_MAX);
+        let (mut header_late, mut stop) = (std::pin::pin!(header_late), std::pin::pin!(stop));
+        let mut ended = std::pin::pin!(driver.run(http.as_mut()));
+        let mut evicted = std::pin::pin!(evicted);
+        loop {
+            let has_first_request = has_request.load(Ordering::Relaxed);
+            tokio::select! {
+                biased;
+                ended = &mut ended => return report_end(limits, ended),
+                Ok(()) = &mut evicted => break Interruption::Evicted,
+                () = &mut stop => break Interruption::Stop,
+                () = &mut header_late, if !has_first_request => {
+                    // The request may have come after the flag was read.
+                    if !has_request.load(Ordering::Relaxed) {
+                        break Interruption::HeaderLate;
+                    }
+                }
+            }
+        }
+    };
+    match interruption {
+        Interruption::HeaderLate => {
+            limits.metrics.count_closed(limits.name, CloseReason::HeaderLate);
+        }
+        Interruption::Evicted => {
+            http.as_mut().graceful_shutdown();
+            // On timeout, the rest of the last answer is lost: its client doesn't read it.
+            let _ = tokio::time::timeout(EVICTED_TIME_MAX, driver.run(http)).await;
+        }
+        Interruption::Stop => {
+            http.as_mut().graceful_shutdown();
+            report_end(limits, driver.run(http).await);
+        }
+    }
+}
+
+fn report_end(limits: &PortLimits, ended: Result<(), ConnectionEnd>) {
+    match ended {
+        Ok(()) => {}
+        Err(ConnectionEnd::Http(error)) => debug!(%error, "connection ended early"),
+        Err(ConnectionEnd::SlowReader) => {
+            limits.metrics.count_closed(limits.name, CloseReason::SlowReader);
+            debug!(port = limits.name, "a client read its answer too slowly");
+        }
+    }
+}
+
+/// Why a connection ended before its client closed it.
+enum ConnectionEnd {
+    Http(hyper::Error),
+    SlowReader,
+}
+
+/// Runs the HTTP of a connection, and reads answers ahead of its client.
+struct Driver {
+    current_answer: Arc<CurrentAnswer>,
+    drain_rate: DrainRate,
+    /// When the client's speed is checked next. `None` while the client keeps up.
+    check: Option<Pin<Box<Sleep>>>,
+}
+
+impl Driver {
+    async fn run<F>(&mut self, mut http: Pin<&mut F>) -> Result<(), ConnectionEnd>
+    where
+        F: Future<Output = Result<(), hyper::Error>>,
+    {
+        std::future::poll_fn(|context| {
+            if let Some(answer) = self.current_answer.get() {
+                answer.clear_awaited();
+            }
+            if let Poll::Ready(ended) = http.as_mut().poll(context) {
+                return Poll::Ready(ended.map_err(ConnectionEnd::Http));
+            }
+            let Some(answer) = self.current_answer.get() else {
+                self.check = None;
+                return Poll::Pending;
+            };
+            if !answer.read_ahead(context) {
+                self.check = None;
+                return Poll::Pending;
+            }
+            loop {
+                let new_check = || Box::pin(tokio::time::sleep(DRAIN_CHECK_INTERVAL));
+                let check = self.check.get_or_insert_with(new_check);
+                ready!(check.as_mut().poll(context));
+                self.check = None;
+                if answer.is_too_slow(self.drain_rate) {
+                    return Poll::Ready(Err(ConnectionEnd::SlowReader));
+                }
+            }
+        })
+        .await
+    }
+}
+
+/// Serves the requests of one connection.
+struct RequestHandler {
+    app: TowerToHyperService<Router>,
+    place: Place,
+    connection: Arc<ConnectionRef>,
+    current_answer: Arc<CurrentAnswer>,
+    /// Whether the connection has sent a request's header.
+    has_request: Arc<AtomicBool>,
+}
+
+impl RequestHandler {
+    /// Serves a request. In the reserve, refuses all but health checks, and closes the connection
+    /// after the answer. On a connection that has just given way to another one, refuses all.
+    fn serve(
+        &self,
+        request: http::Request<Incoming>,
+    ) -> impl Future<Output = Result<http::Response<ReadAheadBody>, Infallible>> + use<> {
+        self.has_request.store(true, Ordering::Relaxed);
+        let guard = RequestGuard::new(&self.connection);
+        let limits = &self.connection.port.limits;
+        let is_usual = self.place == Place::Usual;
+        let is_served = is_usual || limits.health_paths.contains(&request.uri().path());
+        let answer = if guard.is_some() && is_served {
+            Ok(self.app.call(request))
+        } else {
+            limits.metrics.count_closed(limits.name, CloseReason::Full);
+            Err(full_refusal())
+        };
+        let (buffers, current_answer) = (limits.buffers.clone(), Arc::clone(&self.current_answer));
+        async move {
+            let is_last = guard.is_none() || !is_usual;
+            let mut response = match answer {
+                Ok(answer) => answer.await?,
+                Err(refusal) => refusal.into_response(),
+            };
+            if is_last {
+                response
+                    .headers_mut()
+                    .insert(header::CONNECTION, HeaderValue::from_static("close"));
+            }
+            Ok(response.map(|body| ReadAheadBody::new(body, buffers, &current_answer, guard)))
+        }
+    }
+}
+
+/// Returns the refusal of a request while all connections work.
+fn full_refusal() -> Refusal {
+    Refusal::new(
+        StatusCode::SERVICE_UNAVAILABLE,
+        "connections_full",
+        "this server has as many connections as it may have, or your address has; close some, or \
+         try again",
+    )
+    .retry_after(RETRY_DELAY)
 }
 
 #[cfg(test)]
-mod tests {
-    use std::convert::Infallible;
-
-    use axum::{body::Body, routing::get};
-    use bytes::Bytes;
-    use http_body_util::StreamBody;
-    use tokio::io::AsyncWriteExt as _;
-    use tokio_util::sync::CancellationToken;
-
-    use super::*;
-
-    // Tokio's paused clock jumps to the next timer when no task can run.
-    #[tokio::test(start_paused = true)]
-    async fn a_client_that_stops_reading_loses_its_answer() {
-        let dropped = CancellationToken::new();
-        let guard = dropped.clone();
-        let endless = move || {
-            let held = guard.clone().drop_guard();
-            let frame = move || {
-                let _held = &held;
-                Ok::<_, Infallible>(http_body::Frame::data(Bytes::from(vec![b'x'; 65_536])))
-            };
-            let frames = tokio_stream::iter(std::iter::repeat_with(frame));
-            std::future::ready(Body::new(StreamBody::new(frames)))
-        };
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let addr = listener.local_addr().unwrap();
-        let tasks = Tasks::default();
-        tasks.spawn(serve(
-            listener,
-            Router::new().route("/", get(endless)),
-            1,
-            None,
-            tasks.clone(),
-        ));
-        let mut client = tokio::net::TcpStream::connect(addr).await.unwrap();
-        client.write_all(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n").await.unwrap();
-        let asked = tokio::time::Instant::now();
-        dropped.cancelled().await;
-        assert!(asked.elapsed() >= WRITE_STALL_TIME_MAX);
-        drop(client);
-    }
-}
+mod tests;

@@ -9,7 +9,7 @@ use axum::{
     extract::{DefaultBodyLimit, Request, State},
     middleware,
     response::{IntoResponse, Response},
-    routing::{MethodFilter, on},
+    routing::{MethodFilter, get, on},
 };
 use http::StatusCode;
 use proto::route::{ROUTES, Route};
@@ -21,7 +21,8 @@ use super::{
     turn::{self, TurnContext},
 };
 
-/// Returns the HTTP router of the data port. It has the engine's routes and `other_routes`.
+/// Returns the HTTP router of the data port. It has the engine's routes, `other_routes`, and
+/// `/health`, by which routers see that the agent's process answers.
 pub fn app(context: TurnContext, other_routes: Router<TurnContext>) -> Router {
     let mut app = other_routes;
     for route in ROUTES {
@@ -31,6 +32,7 @@ pub fn app(context: TurnContext, other_routes: Router<TurnContext>) -> Router {
         };
         app = app.route(route.path, on(method, handler));
     }
+    app = app.route("/health", get(|| async { StatusCode::OK }));
     let router_auth = middleware::from_fn_with_state(context.clone(), demand_router);
     // The layers are around all routes before them, the fallback too.
     app.fallback(unknown_route)

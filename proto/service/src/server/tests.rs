@@ -1,0 +1,211 @@
+//! Tests of the server with connections over loopback.
+
+use axum::{body::Body, routing::get};
+use bytes::Bytes;
+use http_body::Frame;
+use http_body_util::StreamBody;
+use prometheus_client::registry::Registry;
+use tokio::{
+    io::{AsyncReadExt as _, AsyncWriteExt as _},
+    sync::mpsc,
+};
+use tokio_stream::wrappers::ReceiverStream;
+use tokio_util::sync::CancellationToken;
+
+use super::*;
+
+/// A server on a free port, whose limits a test has changed.
+struct Server {
+    addr: SocketAddr,
+    registry: Registry,
+    _tasks: Tasks,
+}
+
+impl Server {
+    async fn start(app: Router, change: impl FnOnce(&mut PortLimits)) -> Self {
+        let mut registry = Registry::default();
+        let metrics = Metrics::new(&mut registry);
+        let mut limits = PortLimits::data(&ConnectionSettings::default(), 1, 1000, &metrics);
+        change(&mut limits);
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let (addr, tasks) = (listener.local_addr().unwrap(), Tasks::default());
+        let app = app.route("/health", get(|| async { "ok" }));
+        tasks.spawn(serve(listener, app, limits, None, tasks.clone()));
+        Self { addr, registry, _tasks: tasks }
+    }
+
+    async fn connect(&self) -> TcpStream {
+        TcpStream::connect(self.addr).await.unwrap()
+    }
+
+    /// Sends a request on a new connection.
+    async fn send(&self, path: &str) -> TcpStream {
+        let mut client = self.connect().await;
+        client
+            .write_all(format!("GET {path} HTTP/1.1\r\nhost: x\r\n\r\n").as_bytes())
+            .await
+            .unwrap();
+        client
+    }
+
+    /// Returns the status of a request on a new connection.
+    async fn status(&self, path: &str) -> u16 {
+        let mut head = [0; 12];
+        self.send(path).await.read_exact(&mut head).await.unwrap();
+        std::str::from_utf8(&head[9..]).unwrap().parse().unwrap()
+    }
+
+    fn metric(&self, line: &str) -> i64 {
+        let mut text = String::new();
+        prometheus_client::encoding::text::encode(&mut text, &self.registry).unwrap();
+        let found = text.lines().find_map(|found| found.strip_prefix(line));
+        found.map_or(0, |value| value.trim().parse().unwrap())
+    }
+}
+
+/// Returns routes with one answer, `/answer`, whose frames the test sends. The token is cancelled
+/// when the answer's body is dropped.
+fn answer_from(frames: mpsc::Receiver<Bytes>) -> (Router, CancellationToken) {
+    let dropped = CancellationToken::new();
+    let guard = dropped.clone().drop_guard();
+    let answer = Arc::new(Mutex::new(Some((frames, guard))));
+    let handler = move || {
+        let (frames, guard) = answer.lock().take().expect("one request");
+        let frames = tokio_stream::StreamExt::map(ReceiverStream::new(frames), move |bytes| {
+            let _held = &guard;
+            Ok::<_, Infallible>(Frame::data(bytes))
+        });
+        std::future::ready(Body::new(StreamBody::new(frames)))
+    };
+    (Router::new().route("/answer", get(handler)), dropped)
+}
+
+/// A frame that is larger than what the system buffers for a client that reads nothing.
+fn large_frame() -> Bytes {
+    Bytes::from(vec![b'x'; 16 << 20])
+}
+
+// Tokio's paused clock jumps to the next timer when no task can run.
+#[tokio::test(start_paused = true)]
+async fn a_client_that_stops_reading_loses_its_answer() {
+    let (frames, receiver) = mpsc::channel(1);
+    let (app, dropped) = answer_from(receiver);
+    let server = Server::start(app, |_| {}).await;
+    let client = server.send("/answer").await;
+    let asked = tokio::time::Instant::now();
+    frames.send(large_frame()).await.unwrap();
+    dropped.cancelled().await;
+    assert!(asked.elapsed() >= WRITE_STALL_TIME_MAX);
+    drop(client);
+}
+
+#[tokio::test]
+async fn an_answer_ends_with_its_source_although_its_client_reads_nothing() {
+    let (frames, receiver) = mpsc::channel(1);
+    let (app, dropped) = answer_from(receiver);
+    let server = Server::start(app, |_| {}).await;
+    let mut client = server.send("/answer").await;
+    frames.send(large_frame()).await.unwrap();
+    for _ in 0..100 {
+        frames.send(Bytes::from_static(b"event")).await.unwrap();
+    }
+    drop(frames);
+    dropped.cancelled().await;
+    assert!(server.metric("answer_buffer_bytes ") > 100 * 5);
+    // The client gets every byte all the same, and the memory is free again.
+    let (mut answer, mut end) = (vec![0; large_frame().len()], vec![]);
+    client.read_exact(&mut answer).await.unwrap();
+    while !end.ends_with(b"\r\n0\r\n\r\n") {
+        assert!(client.read_buf(&mut end).await.unwrap() > 0);
+    }
+    assert!(end.len() > 100 * 5);
+    assert_eq!(server.metric("answer_buffer_bytes "), 0);
+}
+
+#[tokio::test]
+async fn a_full_buffer_stops_the_source() {
+    let (frames, receiver) = mpsc::channel(1);
+    let (app, _dropped) = answer_from(receiver);
+    let small = |limits: &mut PortLimits| {
+        limits.buffers =
+            AnswerBuffers::new(1000, 10_000, limits.metrics.answer_buffer_bytes.clone());
+    };
+    let server = Server::start(app, small).await;
+    let _client = server.send("/answer").await;
+    frames.send(large_frame()).await.unwrap();
+    let mut sent = 0;
+    while let Ok(result) =
+        tokio::time::timeout(Duration::from_millis(300), frames.send(vec![b'x'; 100].into())).await
+    {
+        result.unwrap();
+        sent += 1;
+    }
+    assert!((4..20).contains(&sent), "{sent} frames of 100 bytes in a buffer of 1,000");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_client_that_reads_too_slowly_is_cut_off() {
+    let (frames, receiver) = mpsc::channel(1);
+    let (app, dropped) = answer_from(receiver);
+    let tight = |limits: &mut PortLimits| {
+        limits.buffers = AnswerBuffers::new(1, 1, limits.metrics.answer_buffer_bytes.clone());
+        limits.drain_rate = DrainRate { bytes_per_s_min: 1, grace: Duration::from_secs(5) };
+    };
+    let server = Server::start(app, tight).await;
+    let _client = server.send("/answer").await;
+    let asked = tokio::time::Instant::now();
+    frames.send(large_frame()).await.unwrap();
+    while frames.send(Bytes::from_static(b"event")).await.is_ok() {}
+    dropped.cancelled().await;
+    assert!(asked.elapsed() < WRITE_STALL_TIME_MAX);
+    let line = "connections_closed_total{port=\"data\",reason=\"slow_reader\"} ";
+    assert_eq!(server.metric(line), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_silent_client_is_closed_after_the_header_time_and_an_idle_one_after_keep_alive() {
+    let server = Server::start(Router::new(), |_| {}).await;
+    let begin = tokio::time::Instant::now();
+    let mut silent = server.connect().await;
+    assert_eq!(silent.read(&mut [0; 1]).await.unwrap_or(0), 0);
+    let silent_for = begin.elapsed();
+    assert!((10..20).contains(&silent_for.as_secs()), "{silent_for:?}");
+    let mut idle = server.send("/health").await;
+    let mut answer = vec![];
+    idle.read_to_end(&mut answer).await.unwrap();
+    let idle_for = begin.elapsed() - silent_for;
+    assert!((70..90).contains(&idle_for.as_secs()), "{idle_for:?}");
+}
+
+#[tokio::test]
+async fn health_is_answered_while_every_place_is_taken_by_silent_clients() {
+    let server = Server::start(Router::new(), |limits| limits.connections_max = 20).await;
+    let mut silent = vec![];
+    for _ in 0..200 {
+        silent.push(server.connect().await);
+    }
+    assert_eq!(server.status("/health").await, 200);
+}
+
+#[tokio::test]
+async fn health_is_answered_and_turns_are_refused_while_every_place_works() {
+    let (enter, mut entered) = mpsc::channel(3);
+    let held = get(move || async move {
+        enter.send(()).await.unwrap();
+        std::future::pending::<&'static str>().await
+    });
+    let few = |limits: &mut PortLimits| (limits.connections_max, limits.per_peer_max) = (3, 3);
+    let server = Server::start(Router::new().route("/held", held), few).await;
+    let mut working = vec![];
+    for _ in 0..3 {
+        working.push(server.send("/held").await);
+        entered.recv().await.unwrap();
+    }
+    assert_eq!(server.status("/health").await, 200);
+    assert_eq!(server.status("/held").await, 503);
+    let mut reserve = vec![];
+    for _ in 0..100 {
+        reserve.push(server.connect().await);
+    }
+    assert_eq!(server.status("/health").await, 200);
+}
