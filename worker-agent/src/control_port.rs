@@ -9,7 +9,7 @@
 //! changes come from [`crate::kv_events`], and files from [`model_files`]. It has its own thread
 //! and runtime, so large bodies and busy streams on the data port don't delay a load report.
 
-mod connections;
+mod incoming;
 
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 
@@ -79,8 +79,8 @@ pub struct PortAccess {
     pub tls: Option<ServerTls>,
 }
 
-/// Starts the control port's thread, and returns its address. The thread ends when `token` is
-/// cancelled.
+/// Starts the control port's thread, and returns its address. At most `connections_max` connections
+/// are open at a time. The thread ends when `token` is cancelled.
 ///
 /// # Errors
 /// When the thread or its runtime can't be created.
@@ -91,6 +91,7 @@ pub fn start(
     found_files: watch::Receiver<Option<Arc<model_files::FoundFiles>>>,
     listener: std::net::TcpListener,
     access: PortAccess,
+    connections_max: usize,
     token: CancellationToken,
 ) -> std::io::Result<SocketAddr> {
     listener.set_nonblocking(true)?;
@@ -110,12 +111,13 @@ pub fn start(
                 tasks: tasks.clone(),
             };
             let tls = access.tls.map(|tls| tls.for_protocol(Protocol::Http2));
+            let connections = incoming::accept(listener, connections_max, tls, &tasks);
             let check = RouterCheck(access.router_auth);
             let serve_result = tonic::transport::Server::builder()
                 .http2_keepalive_interval(Some(KEEPALIVE))
                 .http2_keepalive_timeout(Some(KEEPALIVE))
                 .add_service(server::WorkerAgentServer::with_interceptor(service, check))
-                .serve_with_incoming_shutdown(connections::accept(listener, tls, &tasks), async {
+                .serve_with_incoming_shutdown(connections, async {
                     token.cancelled().await;
                     // The streams of watchers don't end by themselves, and the server waits for
                     // them.

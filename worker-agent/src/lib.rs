@@ -79,6 +79,8 @@ use crate::{
 /// The maximum number of connections to the data port, however many turns may run and wait. With
 /// the default settings, eight GPUs run and queue fewer turns than this.
 const CLIENT_CONNECTIONS_MAX: usize = 8192;
+/// The maximum number of connections to the control port. Each router has two or three.
+const CONTROL_CONNECTIONS_MAX: usize = 1024;
 /// The time limit for connecting to the engine. The engine is on this host, so a connection takes
 /// microseconds or fails.
 const ENGINE_CONNECT_TIME_MAX: Duration = Duration::from_secs(1);
@@ -185,6 +187,7 @@ pub async fn run(
         found_files,
         listeners.control,
         access.clone(),
+        descriptors.fleet.min(CONTROL_CONNECTIONS_MAX),
         tasks.token(),
     )?;
     let ready = track_readiness(agent.report.clone(), &metrics, &tasks);

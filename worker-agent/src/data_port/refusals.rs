@@ -7,7 +7,7 @@
 use std::time::Duration;
 
 use http::StatusCode;
-use service::refusal::Refusal;
+use service::{descriptors, refusal::Refusal};
 use tracing::warn;
 
 use crate::{owner, session};
@@ -65,7 +65,13 @@ pub fn refusal(error: &owner::Error) -> Refusal {
 /// engine accepted no connection, or it closed the connection before its answer was complete.
 pub(super) fn connection_refusal(error: &hyper_util::client::legacy::Error) -> Refusal {
     warn!(error = error as &dyn std::error::Error, "engine unreachable");
-    let (status, code, text) = if error.is_connect() {
+    let (status, code, text) = if error.is_connect() && descriptors::is_shortage(error) {
+        (
+            StatusCode::SERVICE_UNAVAILABLE,
+            "agent_descriptors",
+            "this agent has no file descriptor left for a connection to its engine; try again",
+        )
+    } else if error.is_connect() {
         (StatusCode::SERVICE_UNAVAILABLE, "engine_down", "the engine accepts no connections")
     } else {
         (

@@ -28,6 +28,7 @@ use proto::{
 use service::{
     auth::credential,
     budget::BodyBudget,
+    descriptors,
     headers::{remove_hop_by_hop, strip_request},
     refusal::Refusal,
     tasks::Tasks,
@@ -93,7 +94,12 @@ impl TurnContext {
     /// If the engine refuses connections, its process has ended. This function then waits until the
     /// owner task's mailbox has the news. Otherwise a turn could reach a restarted engine while the
     /// owner still believes that the old process runs.
+    ///
+    /// If the agent itself has no descriptor for a connection, there is nothing to report.
     pub(super) async fn report_engine_failure(&self, error: &hyper_util::client::legacy::Error) {
+        if descriptors::is_shortage(error) {
+            return;
+        }
         if engine::is_connection_refused(error) {
             let reason = "the engine accepts no connections".to_owned();
             self.agent.report_engine(EngineNews::Down { reason, has_process_ended: true }).await;

@@ -26,6 +26,7 @@ use hyper_util::{
 use proto::load::{EngineFacts, ModelFiles, Retention};
 use serde::Deserialize;
 use serde_json::Value;
+use service::descriptors;
 
 use super::model_files;
 use crate::kv_events::publisher_info::{PublisherAddresses, PublisherInfo};
@@ -90,6 +91,13 @@ impl Error {
             Self::Status { status, .. } => !status.is_client_error(),
             Self::Broken(..) | Self::Timeout(..) | Self::Answer { .. } => true,
         }
+    }
+
+    /// Whether this agent had no file descriptor or port for a connection. Then the call says
+    /// nothing about the engine.
+    #[must_use]
+    pub fn is_own_shortage(&self) -> bool {
+        matches!(self, Self::Connect(_, error) if descriptors::is_shortage(error))
     }
 
     /// Whether the engine's process is gone: see [`is_connection_refused`].

@@ -63,6 +63,10 @@ async fn monitor_engine(monitor: &EngineMonitor) {
                     monitor.owner.report_engine(down_news).await;
                 }
             }
+            Err(error) if error.is_own_shortage() => {
+                warn!(%error, "no file descriptor left to ask the engine");
+                tokio::time::sleep(RETRY_PAUSE).await;
+            }
             Err(error) => {
                 debug!(%error, "can't reach the engine");
                 monitor.owner.report_engine(to_down_news(&error)).await;
@@ -116,6 +120,10 @@ async fn sample_until_down(
                 }
                 last_sample = sample.clone();
                 monitor.owner.report_engine(EngineNews::Sample(sample)).await;
+            }
+            // The agent's own lack of descriptors says nothing about the engine.
+            Err(error) if error.is_own_shortage() => {
+                warn!(%error, "no file descriptor left to sample the engine's load");
             }
             Err(error) => {
                 failed_samples += 1;
