@@ -74,8 +74,12 @@ use crate::{
         kv_index::{self, KvIndex},
     },
     turn::{
-        directory::SessionDirectory, placer::Placer, sessions::SessionService, shared::Shared,
-        upstream::UpstreamClient,
+        directory::SessionDirectory,
+        liveness::{self, Pulses},
+        placer::Placer,
+        sessions::SessionService,
+        shared::Shared,
+        upstream::{UpstreamClient, UpstreamConnections},
     },
 };
 
@@ -168,7 +172,13 @@ pub async fn run(config: Config, listeners: Listeners, tasks: Tasks) -> Result<(
         view::run(state, mailbox, Arc::clone(&view), ready_sender, tasks.token()),
     );
     watch_agents(&config, &dialers, &update_sender, &view, &kv_index, &tasks);
-    let upstream = UpstreamClient::new(config.connect_max(), credentials, update_sender);
+    let connections = UpstreamConnections {
+        connect_max: config.connect_max(),
+        idle_max: descriptors.fleet,
+        credentials,
+    };
+    let pulses = Arc::new(Pulses::new(dialers.len()));
+    let upstream = UpstreamClient::new(connections, pulses, update_sender);
     let parts = FleetParts { view, kv_index, metrics, upstream };
     let shared = build_shared(&config, parts, auth, &dialers, &tasks);
     let address = listeners.data.local_addr().map(|address| address.to_string());
@@ -299,7 +309,8 @@ struct FleetParts {
     upstream: UpstreamClient,
 }
 
-/// Builds the parts that all requests share, and starts the task that fetches tokenizers.
+/// Builds the parts that all requests share, and starts the tasks that fetch tokenizers and that
+/// notice silent agents.
 fn build_shared(
     config: &Config,
     parts: FleetParts,
@@ -334,6 +345,11 @@ fn build_shared(
         Arc::clone(&metrics),
         tasks.clone(),
     );
+    let upstream = Arc::new(upstream);
+    for agent in 0..endpoints.len() {
+        let (directory, upstream) = (Arc::clone(&directory), Arc::clone(&upstream));
+        tasks.spawn(liveness::run(agent, directory, upstream, tasks.token()));
+    }
     Arc::new(Shared {
         auth,
         directory,

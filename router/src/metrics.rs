@@ -48,6 +48,8 @@ pub(crate) enum TurnOutcome {
     ErrorAnswer,
     /// The worker gave no answer, or the answer broke off.
     WorkerFailed,
+    /// This router had no file descriptor for a connection to the worker.
+    NotSent,
     /// The turn's time limit was reached.
     TimedOut,
     /// The client left before the answer's end.
@@ -60,6 +62,7 @@ impl TurnOutcome {
             Self::Ok => "ok",
             Self::ErrorAnswer => "error_answer",
             Self::WorkerFailed => "worker_failed",
+            Self::NotSent => "not_sent",
             Self::TimedOut => "timed_out",
             Self::ClientGone => "client_gone",
         }

@@ -15,6 +15,7 @@
 //! - `staged_prefill`: has a long prompt computed before the turn.
 //! - `proxy`: sends the turn and passes on its answer.
 //! - `upstream`: the HTTP client for agents.
+//! - `liveness`: notices agents that have stopped answering.
 //! - `sessions`: opens, closes and lists sessions.
 //! - `shared`: the parts that all requests share.
 //! - `error`: why a turn is refused.
@@ -23,6 +24,7 @@ mod cache_isolation;
 pub(crate) mod decide;
 pub(crate) mod directory;
 pub(crate) mod error;
+pub(crate) mod liveness;
 pub(crate) mod placer;
 pub mod preamble;
 pub(crate) mod proxy;
@@ -251,9 +253,11 @@ fn finish(
         Err(error) => {
             in_flight.outcome = match error {
                 NoAnswer::TimedOut => TurnOutcome::TimedOut,
+                NoAnswer::NoDescriptors { .. } => TurnOutcome::NotSent,
                 NoAnswer::Connect { .. }
                 | NoAnswer::NotARouter { .. }
-                | NoAnswer::BrokenOff { .. } => TurnOutcome::WorkerFailed,
+                | NoAnswer::BrokenOff { .. }
+                | NoAnswer::Silent { .. } => TurnOutcome::WorkerFailed,
             };
             warn!(
                 turn = format!("{:016x}", outbound.turn_id),

@@ -136,6 +136,18 @@ impl From<NoAnswer> for Refusal {
                 "the worker closed the connection before its answer began; the turn may have run, \
                  so check before you send it again",
             ),
+            NoAnswer::NoDescriptors { .. } => refuse(
+                StatusCode::SERVICE_UNAVAILABLE,
+                "router_descriptors",
+                "this router has no file descriptor left for a connection to the worker; try again",
+            )
+            .retry_after(RETRY_DELAY),
+            NoAnswer::Silent { .. } => refuse(
+                StatusCode::SERVICE_UNAVAILABLE,
+                "worker_silent",
+                "the worker has stopped answering, and the turn is given up; try again",
+            )
+            .retry_after(RETRY_DELAY),
             NoAnswer::TimedOut => refuse(
                 StatusCode::GATEWAY_TIMEOUT,
                 "turn_timeout",
@@ -232,4 +244,9 @@ pub(super) fn placement_unknown_refusal() -> Refusal {
 /// Returns the refusal of a body that isn't the JSON expected by a session route.
 pub(super) fn body_refusal(error: &serde_json::Error) -> Refusal {
     Refusal::bad_request("invalid_json", format!("the body is wrong: {error}"))
+}
+
+/// Returns the refusal of a query string that the route doesn't take.
+pub(super) fn query_refusal(error: &axum::extract::rejection::QueryRejection) -> Refusal {
+    Refusal::bad_request("invalid_field", format!("the query is wrong: {error}"))
 }

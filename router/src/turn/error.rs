@@ -53,6 +53,21 @@ pub(crate) enum NoAnswer {
         #[source]
         source: hyper_util::client::legacy::Error,
     },
+    /// This router has no file descriptor or port for a connection, so nothing was sent. The worker
+    /// is not at fault.
+    #[error("this router can't open a connection to worker {worker}")]
+    NoDescriptors {
+        worker: String,
+        #[source]
+        source: hyper_util::client::legacy::Error,
+    },
+    /// The worker's agent has stopped answering.
+    #[error("worker {worker} has stopped answering")]
+    Silent {
+        worker: String,
+        /// Whether the request may have reached the agent.
+        was_sent: bool,
+    },
     /// The turn's time limit was reached.
     #[error("the turn took longer than turn_ms_max before its answer began")]
     TimedOut,
@@ -61,6 +76,9 @@ pub(crate) enum NoAnswer {
 impl NoAnswer {
     /// Whether the turn can safely be sent again: only if the agent can't have run it.
     pub(crate) fn can_retry(&self) -> bool {
-        matches!(self, Self::Connect { .. } | Self::NotARouter { .. })
+        matches!(
+            self,
+            Self::Connect { .. } | Self::NotARouter { .. } | Self::Silent { was_sent: false, .. }
+        )
     }
 }

@@ -33,8 +33,12 @@ use service::{
 use tokio::{sync::OwnedSemaphorePermit, time::Sleep};
 
 use super::{
-    directory::BindingHold, error::NoAnswer, placer::PlacedTurn, shared::Shared,
-    upstream::UpstreamClient,
+    directory::BindingHold,
+    error::NoAnswer,
+    liveness::{CHECK_INTERVAL, Pulses},
+    placer::PlacedTurn,
+    shared::Shared,
+    upstream::{SendError, UpstreamClient},
 };
 use crate::{
     fleet::{connect, lease::Lease},
@@ -115,20 +119,24 @@ impl OutboundTurn {
             request.headers_mut().insert(claim::CLAIM, claim.to_header());
         }
         let worker_name = || placed.worker_name.clone();
-        match upstream.send(request, self.deadline).await {
-            Ok(Ok(response)) if is_refused_as_stranger(&response) => {
-                let reason = "the agent doesn't accept this router's token".to_owned();
-                upstream.report_unreachable(placed.worker, reason);
-                Err(NoAnswer::NotARouter { worker: worker_name() })
-            }
-            Ok(Ok(response)) => Ok(response),
-            Ok(Err(source)) if source.is_connect() || is_certificate_refused(&source) => {
-                upstream.report_unreachable(placed.worker, connect::describe_error(&source));
-                Err(NoAnswer::Connect { worker: worker_name(), source })
-            }
-            Ok(Err(source)) => Err(NoAnswer::BrokenOff { worker: worker_name(), source }),
-            Err(_) => Err(NoAnswer::TimedOut),
+        let answer = upstream.send(placed.worker.agent, request, self.deadline).await;
+        if answer.as_ref().is_ok_and(is_refused_as_stranger) {
+            let reason = "the agent doesn't accept this router's token".to_owned();
+            upstream.report_unreachable(placed.worker, reason);
+            return Err(NoAnswer::NotARouter { worker: worker_name() });
         }
+        answer.map_err(|error| match error {
+            SendError::Http(source) if source.is_connect() || is_certificate_refused(&source) => {
+                upstream.report_unreachable(placed.worker, connect::describe_error(&source));
+                NoAnswer::Connect { worker: worker_name(), source }
+            }
+            SendError::Http(source) => NoAnswer::BrokenOff { worker: worker_name(), source },
+            SendError::NoDescriptors(source) => {
+                NoAnswer::NoDescriptors { worker: worker_name(), source }
+            }
+            SendError::Silent { was_sent } => NoAnswer::Silent { worker: worker_name(), was_sent },
+            SendError::Late => NoAnswer::TimedOut,
+        })
     }
 }
 
@@ -179,7 +187,7 @@ pub(crate) fn build_answer(
     let is_success = parts.status.is_success();
     let body = AnswerBody {
         agent_body,
-        deadline: Box::pin(tokio::time::sleep_until(outbound.deadline.into())),
+        timer: AnswerTimer::new(outbound.deadline, placed.worker.agent, shared.upstream.pulses()),
         arrived_at: Some(outbound.arrived_at),
         in_flight: Some(InFlightTurn {
             count,
@@ -224,12 +232,54 @@ struct InFlightTurn {
     _permit: OwnedSemaphorePermit,
 }
 
+/// Ends an answer at the turn's deadline, or when the agent has stopped answering.
+#[derive(Debug)]
+struct AnswerTimer {
+    deadline: Instant,
+    /// Ends at the deadline or at the next check of the agent, whichever comes first.
+    sleep: Pin<Box<Sleep>>,
+    /// Whether a part of the answer has come since the last check.
+    has_come: bool,
+    agent: usize,
+    pulses: Arc<Pulses>,
+}
+
+impl AnswerTimer {
+    fn new(deadline: Instant, agent: usize, pulses: &Arc<Pulses>) -> Self {
+        let first_check = deadline.min(now() + CHECK_INTERVAL);
+        Self {
+            deadline,
+            sleep: Box::pin(tokio::time::sleep_until(first_check.into())),
+            has_come: true,
+            agent,
+            pulses: Arc::clone(pulses),
+        }
+    }
+
+    /// Waits until the answer must end, and returns why.
+    fn poll_end(&mut self, context: &mut Context<'_>) -> Poll<(TurnOutcome, StreamError)> {
+        loop {
+            ready!(self.sleep.as_mut().poll(context));
+            let now = now();
+            if now >= self.deadline {
+                return Poll::Ready((TurnOutcome::TimedOut, StreamError::TimedOut));
+            }
+            // The agent may have been found silent a moment before it answered again.
+            if !std::mem::take(&mut self.has_come) && self.pulses.is_silent(self.agent) {
+                return Poll::Ready((TurnOutcome::WorkerFailed, StreamError::Silent));
+            }
+            let next_check = self.deadline.min(now + CHECK_INTERVAL);
+            self.sleep.as_mut().reset(next_check.into());
+        }
+    }
+}
+
 /// The body of an answer to a client: the agent's body, cut off at the turn's deadline.
 #[derive(Debug)]
 struct AnswerBody {
     /// The body from the agent.
     agent_body: Incoming,
-    deadline: Pin<Box<Sleep>>,
+    timer: AnswerTimer,
     /// When the turn arrived at the router. `None` after the answer's first byte.
     arrived_at: Option<Instant>,
     /// What the turn holds; `None` after the last frame. The client may then send the session's
@@ -260,6 +310,8 @@ impl AnswerBody {
 enum StreamError {
     #[error("the turn took longer than turn_ms_max")]
     TimedOut,
+    #[error("the worker has stopped answering")]
+    Silent,
     #[error("the worker broke off its answer")]
     BrokenOff(#[source] hyper::Error),
 }
@@ -274,10 +326,11 @@ impl Body for AnswerBody {
     ) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
         let polled = Pin::new(&mut self.agent_body).poll_frame(context);
         if polled.is_pending() {
-            ready!(self.deadline.as_mut().poll(context));
-            self.end_turn(TurnOutcome::TimedOut);
-            return Poll::Ready(Some(Err(StreamError::TimedOut.into())));
+            let (outcome, error) = ready!(self.timer.poll_end(context));
+            self.end_turn(outcome);
+            return Poll::Ready(Some(Err(error.into())));
         }
+        self.timer.has_come = true;
         let complete_outcome = self.complete_outcome();
         match ready!(polled) {
             None => {

@@ -31,7 +31,7 @@ pub(crate) struct Shared {
     pub(crate) directory: Arc<SessionDirectory>,
     pub(crate) placer: Placer,
     pub(crate) sessions: Arc<SessionService>,
-    pub(crate) upstream: UpstreamClient,
+    pub(crate) upstream: Arc<UpstreamClient>,
     pub(crate) metrics: Arc<Metrics>,
     /// Bounds the memory of all request bodies together.
     pub(crate) body_budget: BodyBudget,

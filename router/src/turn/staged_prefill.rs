@@ -25,7 +25,9 @@ use proto::staged_prefill;
 use service::clock::{now, whole_millis};
 use tracing::debug;
 
-use super::{placer::PlacedTurn, proxy::OutboundTurn, request::Turn, shared::Shared};
+use super::{
+    placer::PlacedTurn, proxy::OutboundTurn, request::Turn, shared::Shared, upstream::SendError,
+};
 use crate::{fleet::connect, metrics::StagedPrefillEnd};
 
 /// The longest time that a prompt is in staged prefill. After this time the turn is sent anyway, so
@@ -140,11 +142,11 @@ async fn compute_in_stages(
     let request = outbound.request_to_agent(placed, path_and_query, headers, encoded_token_ids);
     let started_at = now();
     let give_up_at = outbound.deadline.min(started_at + STAGED_PREFILL_MAX);
-    let result = match shared.upstream.send(request, give_up_at).await {
-        Ok(Ok(response)) => {
+    let result = match shared.upstream.send(placed.worker.agent, request, give_up_at).await {
+        Ok(response) => {
             staged_prefill::uncached_tokens(response.headers()).ok_or(StagedPrefillEnd::Refused)
         }
-        Ok(Err(error)) => {
+        Err(SendError::Http(error) | SendError::NoDescriptors(error)) => {
             debug!(
                 worker = placed.worker_name,
                 error = connect::describe_error(&error),
@@ -152,7 +154,8 @@ async fn compute_in_stages(
             );
             Err(StagedPrefillEnd::Failed)
         }
-        Err(_) => Err(StagedPrefillEnd::Late),
+        Err(SendError::Silent { .. }) => Err(StagedPrefillEnd::Failed),
+        Err(SendError::Late) => Err(StagedPrefillEnd::Late),
     };
     debug!(
         turn = format!("{:016x}", outbound.turn_id),

@@ -1,31 +1,38 @@
 //! The HTTP client for the agents' data ports, with one connection pool for all agents.
 //!
 //! `proxy` and `staged_prefill` send their requests through [`UpstreamClient`]. It retries nothing.
-//! The view task learns from it that an agent can't be reached.
+//! The view task learns from it that an agent can't be reached. `liveness` probes the agents through
+//! it, and it gives up requests to agents that `liveness` found silent.
 
-use std::time::{Duration, Instant};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use bytes::Bytes;
-use http::{Request, Response};
+use http::{Request, Response, Uri, uri::Scheme};
 use http_body_util::Full;
 use hyper::body::Incoming;
 use hyper_util::{
-    client::legacy::{Client, Error, connect::HttpConnector},
+    client::legacy::{Client, Error, ResponseFuture, connect::HttpConnector},
     rt::{TokioExecutor, TokioTimer},
 };
 use proto::claim;
 use service::{
     clock::now,
+    descriptors,
     reload::Reloaded,
     router_token::Tokens,
     tls::{Protocol, client::Connector},
 };
-use tokio::{sync::mpsc, time::error::Elapsed};
+use tokio::sync::mpsc;
 
-use crate::fleet::{dial::AgentCredentials, state::Update, worker::WorkerRef};
+use super::liveness::Pulses;
+use crate::fleet::{agent::Facts, dial::AgentCredentials, state::Update, worker::WorkerRef};
 
 /// Longest time that an idle connection to an agent is kept. Agents close idle connections after
-/// 30 s. The router's limit is lower, so that it sends no turn into a connection that is closing.
+/// 75 s by default, and never before 15 s. The router's limit is lower, so that it sends no turn
+/// into a connection that is closing.
 const CONNECTION_IDLE_MAX: Duration = Duration::from_secs(10);
 /// Silence on a connection to an agent after which TCP sends a keepalive probe.
 const KEEPALIVE_AFTER: Duration = Duration::from_secs(5);
@@ -37,6 +44,31 @@ const UNACKNOWLEDGED_MAX: Duration = Duration::from_secs(20);
 /// Maximum number of idle connections kept per agent. A busy engine runs about as many turns.
 const IDLE_CONNECTIONS_PER_AGENT_MAX: usize = 256;
 
+/// Why a request got no answer from an agent.
+#[derive(Debug)]
+pub(super) enum SendError {
+    /// The deadline has passed.
+    Late,
+    /// The agent's process or host has stopped answering. `was_sent`: whether it may have received
+    /// the request.
+    Silent { was_sent: bool },
+    /// This router had no file descriptor or port for a connection. Nothing was sent.
+    NoDescriptors(Error),
+    /// The connection could not be made, or broke.
+    Http(Error),
+}
+
+/// How connections to agents are made.
+#[derive(Debug)]
+pub(crate) struct UpstreamConnections {
+    /// The time limit of connecting to an agent.
+    pub(crate) connect_max: Duration,
+    /// The number of file descriptors for idle connections to all agents.
+    pub(crate) idle_max: usize,
+    /// What the router proves itself with.
+    pub(crate) credentials: AgentCredentials,
+}
+
 /// Sends requests to the agents' data ports.
 #[derive(Debug)]
 pub(crate) struct UpstreamClient {
@@ -46,43 +78,93 @@ pub(crate) struct UpstreamClient {
     /// Reports to the view task that a turn couldn't reach an agent. Sends the agent's index, the
     /// update and its time.
     update_sender: mpsc::Sender<(usize, Update, Instant)>,
+    /// Which agents are silent.
+    pulses: Arc<Pulses>,
 }
 
 impl UpstreamClient {
-    /// Creates the client. Nothing is connected until the first request. `connect_max` is the time
-    /// limit of connecting to an agent.
+    /// Creates the client. Nothing is connected until the first request. `pulses` has one entry for
+    /// each agent.
     pub(crate) fn new(
-        connect_max: Duration,
-        credentials: AgentCredentials,
+        connections: UpstreamConnections,
+        pulses: Arc<Pulses>,
         update_sender: mpsc::Sender<(usize, Update, Instant)>,
     ) -> Self {
         let mut connector = HttpConnector::new();
-        connector.set_connect_timeout(Some(connect_max));
+        connector.set_connect_timeout(Some(connections.connect_max));
         // A host that loses power or network sends no reset. Without keepalive, its turns would
         // wait for an answer until their time limit.
         connector.set_keepalive(Some(KEEPALIVE_AFTER));
         connector.set_keepalive_interval(Some(KEEPALIVE_INTERVAL));
         connector.set_tcp_user_timeout(Some(UNACKNOWLEDGED_MAX));
-        let AgentCredentials { tls, tokens } = credentials;
-        let connector = Connector::new(connector, tls, Protocol::Http1, connect_max);
+        let AgentCredentials { tls, tokens } = connections.credentials;
+        let connector = Connector::new(connector, tls, Protocol::Http1, connections.connect_max);
+        let idle_per_agent = connections.idle_max / pulses.agent_count().max(1);
         let client = Client::builder(TokioExecutor::new())
             .pool_idle_timeout(CONNECTION_IDLE_MAX)
-            .pool_max_idle_per_host(IDLE_CONNECTIONS_PER_AGENT_MAX)
+            .pool_max_idle_per_host(idle_per_agent.clamp(1, IDLE_CONNECTIONS_PER_AGENT_MAX))
             .pool_timer(TokioTimer::new())
             .build(connector);
-        Self { client, tokens, update_sender }
+        Self { client, tokens, update_sender, pulses }
     }
 
-    /// Sends a request and waits for the head of its answer, until `deadline`.
+    /// Sends a request to an agent and waits for the head of its answer, until `deadline` or until
+    /// the agent is found silent.
     pub(super) async fn send(
         &self,
-        mut request: Request<Full<Bytes>>,
+        agent: usize,
+        request: Request<Full<Bytes>>,
         deadline: Instant,
-    ) -> Result<Result<Response<Incoming>, Error>, Elapsed> {
+    ) -> Result<Response<Incoming>, SendError> {
+        if self.pulses.is_silent(agent) {
+            return Err(SendError::Silent { was_sent: false });
+        }
+        let answer = tokio::time::timeout_at(deadline.into(), self.request(request));
+        tokio::select! {
+            biased;
+            answer = answer => match answer {
+                Ok(Ok(response)) => Ok(response),
+                Ok(Err(error)) if error.is_connect() && descriptors::is_shortage(&error) => {
+                    Err(SendError::NoDescriptors(error))
+                }
+                Ok(Err(error)) => Err(SendError::Http(error)),
+                Err(_) => Err(SendError::Late),
+            },
+            () = self.pulses.wait_until_silent(agent) => {
+                Err(SendError::Silent { was_sent: true })
+            }
+        }
+    }
+
+    /// Asks a data port for its health. Returns false if neither an answer nor a refusal came before
+    /// `deadline`. A system that refuses the connection has ended the agent's connections, so
+    /// nothing waits for them. If this router can't connect for a reason of its own, the agent is
+    /// given the benefit of the doubt.
+    pub(super) async fn probe(&self, facts: &Facts, deadline: Instant) -> bool {
+        let scheme = if facts.data_tls { Scheme::HTTPS } else { Scheme::HTTP };
+        let uri = Uri::builder().scheme(scheme).authority(&*facts.data_authority);
+        let uri = uri.path_and_query("/health").build().expect("the authority was parsed before");
+        let mut request = Request::new(Full::default());
+        *request.uri_mut() = uri;
+        match tokio::time::timeout_at(deadline.into(), self.request(request)).await {
+            Ok(Ok(_)) => true,
+            // The time limit of connecting is shorter than the deadline.
+            Ok(Err(error)) => !is_connect_timeout(&error),
+            Err(_) => false,
+        }
+    }
+
+    /// Sends a request with the token that shows the agent who this router is.
+    fn request(&self, mut request: Request<Full<Bytes>>) -> ResponseFuture {
         if let Some(tokens) = &self.tokens {
             request.headers_mut().insert(claim::TOKEN, tokens.load().to_header());
         }
-        tokio::time::timeout_at(deadline.into(), self.client.request(request)).await
+        self.client.request(request)
+    }
+
+    /// Returns which agents are silent.
+    pub(super) fn pulses(&self) -> &Arc<Pulses> {
+        &self.pulses
     }
 
     /// Reports that a turn couldn't connect to a worker's data port.
@@ -91,4 +173,16 @@ impl UpstreamClient {
         let update = (worker.agent, Update::DataPortUnreachable(reason), now());
         let _ = self.update_sender.try_send(update);
     }
+}
+
+/// Whether no answer came to the attempt to connect.
+fn is_connect_timeout(error: &Error) -> bool {
+    let mut next: Option<&(dyn std::error::Error + 'static)> = Some(error);
+    while let Some(error) = next {
+        if let Some(io) = error.downcast_ref::<std::io::Error>() {
+            return io.kind() == std::io::ErrorKind::TimedOut;
+        }
+        next = error.source();
+    }
+    false
 }

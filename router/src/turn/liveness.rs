@@ -1,0 +1,106 @@
+//! Notices agents whose process or host has stopped answering, so that their turns end soon.
+//!
+//! A stopped process (by SIGSTOP, or in a host that hangs) keeps its connections: its kernel
+//! acknowledges everything, so TCP's keepalive sees no fault. A turn there would wait until its
+//! time limit. An agent that works sends load reports twice a second. If they stop, one task for
+//! each agent asks the agent's *data port* for its health. No report and no answer together mean
+//! that the agent is *silent*. A lost control connection alone does not: turns may well run on.
+//!
+//! `upstream` gives up requests to a silent agent that have no answer yet. `proxy` ends answers of
+//! which no byte has come lately. Placement doesn't use this module: the missing reports make the
+//! agent's workers stale.
+
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
+};
+
+use service::clock::now;
+use tokio_util::sync::CancellationToken;
+use tracing::{info, warn};
+
+use super::{directory::SessionDirectory, upstream::UpstreamClient};
+
+/// Time without a message on the control connection after which the data port is probed. Agents
+/// report every 500 ms by default, so eight reports are missing.
+const QUIET_MAX: Duration = Duration::from_secs(4);
+/// Time for the answer to a probe. An agent answers in milliseconds. With [`QUIET_MAX`] and
+/// [`CHECK_INTERVAL`], the turns of a silent agent end within 9 s.
+const PROBE_TIME_MAX: Duration = Duration::from_secs(3);
+/// Interval of the probes of a quiet agent, and at which turns check whether their agent is silent.
+pub(super) const CHECK_INTERVAL: Duration = Duration::from_secs(1);
+
+/// Which agents are silent, by their index in the settings.
+#[derive(Debug)]
+pub(crate) struct Pulses(Vec<AtomicBool>);
+
+impl Pulses {
+    /// Creates the pulses of agents none of which is silent.
+    pub(crate) fn new(agent_count: usize) -> Self {
+        Self((0..agent_count).map(|_| AtomicBool::new(false)).collect())
+    }
+
+    pub(super) fn agent_count(&self) -> usize {
+        self.0.len()
+    }
+
+    pub(super) fn is_silent(&self, agent: usize) -> bool {
+        self.0[agent].load(Ordering::Relaxed)
+    }
+
+    /// Waits until the agent is silent.
+    pub(super) async fn wait_until_silent(&self, agent: usize) {
+        loop {
+            tokio::time::sleep(CHECK_INTERVAL).await;
+            if self.is_silent(agent) {
+                return;
+            }
+        }
+    }
+
+    /// Returns whether the agent was silent before.
+    fn set_silent(&self, agent: usize, is_silent: bool) -> bool {
+        self.0[agent].swap(is_silent, Ordering::Relaxed)
+    }
+}
+
+/// Follows one agent until the token is cancelled.
+pub(crate) async fn run(
+    agent: usize,
+    directory: Arc<SessionDirectory>,
+    upstream: Arc<UpstreamClient>,
+    token: CancellationToken,
+) {
+    tokio::select! {
+        biased;
+        () = token.cancelled() => {}
+        () = watch(agent, &directory, &upstream) => {}
+    }
+}
+
+async fn watch(agent: usize, directory: &SessionDirectory, upstream: &UpstreamClient) {
+    loop {
+        let view = directory.view();
+        let state = &view.agents[agent];
+        let (Some(heard_at), Some(facts)) = (state.heard_at, &state.facts) else {
+            // Never heard, so it has no turns.
+            tokio::time::sleep(QUIET_MAX).await;
+            continue;
+        };
+        let quiet_time = now().saturating_duration_since(heard_at);
+        let is_silent =
+            quiet_time >= QUIET_MAX && !upstream.probe(facts, now() + PROBE_TIME_MAX).await;
+        let name = state.name();
+        match (upstream.pulses().set_silent(agent, is_silent), is_silent) {
+            (false, true) => warn!(agent = name, "agent silent, its turns end"),
+            (true, false) => info!(agent = name, "agent answers again"),
+            _ => {}
+        }
+        let pause = QUIET_MAX.checked_sub(quiet_time).unwrap_or_default().max(CHECK_INTERVAL);
+        drop(view);
+        tokio::time::sleep(pause).await;
+    }
+}
