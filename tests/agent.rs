@@ -471,7 +471,8 @@ async fn grpc_opens_and_closes_name_the_missing_resource() {
     let full = client.open_session(open("s7")).await.unwrap_err();
     assert_eq!(full.code(), tonic::Code::ResourceExhausted);
     assert!(full.message().contains("rows"), "{}", full.message());
-    let listed = client.list_sessions(v1::ListSessionsRequest {}).await.unwrap().into_inner();
+    let listed =
+        client.list_sessions(v1::ListSessionsRequest::default()).await.unwrap().into_inner();
     assert_eq!(listed.sessions.len(), 7);
     let close = v1::CloseSessionRequest { key: key("s0") };
     let mut other = client.clone();

@@ -10,6 +10,7 @@
 //! and runtime, so large bodies and busy streams on the data port don't delay a load report.
 
 mod incoming;
+mod load_watch;
 
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 
@@ -18,32 +19,30 @@ use proto::{
     claim,
     id::SessionKey,
     load::Retention,
-    v1::{self, load_event::Event, worker_agent_server as server},
+    v1::{self, worker_agent_server as server},
 };
 use service::{
+    clock::now,
     tasks::Tasks,
     tls::{Protocol, server::ServerTls},
 };
-use tokio::sync::{Semaphore, broadcast::error::RecvError, mpsc, watch};
+use tokio::sync::{Semaphore, mpsc, watch};
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status, service::Interceptor};
 
+use self::{incoming::ControlConnectInfo, load_watch::LoadStream};
 use crate::{
     audit,
     data_port::{self, RouterAuth},
     engine::model_files,
     kv_events::KvHandle,
-    owner::{self, AgentHandle, RankPageAudit, SessionChange, SessionWatch},
+    owner::{self, AgentHandle, PageEnd, RankPageAudit},
     session,
 };
 
-/// The number of sessions in one message of the session table, which is sent to each new watcher.
-const SESSIONS_PER_MESSAGE: usize = 1000;
-/// The maximum number of queued events for one watcher. If a watcher reads too slowly, this queue
-/// is full, and changes of sessions wait in the owner task's queue. When that is full too, the
-/// watcher is disconnected.
-const EVENTS_QUEUED_MAX: usize = 64;
+/// The maximum number of sessions in one answer to a request to list them. They have about 300 KiB.
+const SESSIONS_PER_PAGE_MAX: usize = 1000;
 /// The maximum number of queued file parts for one router. Together they have at most one MiB.
 const FILE_PARTS_QUEUED_MAX: usize = 4;
 /// How long a transfer of files waits for a router that takes no part. Then the transfer ends.
@@ -66,6 +65,8 @@ struct ControlService {
     found_files: watch::Receiver<Option<Arc<model_files::FoundFiles>>>,
     /// Limits the transfers of files at the same time to [`FILE_FETCHES_MAX`].
     fetch_permits: Arc<Semaphore>,
+    /// Limits the watchers to [`load_watch::WATCHERS_MAX`].
+    watch_permits: Arc<Semaphore>,
     /// The tasks that send events to watchers, one per watcher.
     tasks: Tasks,
 }
@@ -108,6 +109,7 @@ pub fn start(
                 epoch,
                 found_files,
                 fetch_permits: Arc::new(Semaphore::new(FILE_FETCHES_MAX)),
+                watch_permits: Arc::new(Semaphore::new(load_watch::WATCHERS_MAX)),
                 tasks: tasks.clone(),
             };
             let tls = access.tls.map(|tls| tls.for_protocol(Protocol::Http2));
@@ -230,32 +232,52 @@ impl server::WorkerAgent for ControlService {
 
     async fn list_sessions(
         &self,
-        _: Request<v1::ListSessionsRequest>,
+        request: Request<v1::ListSessionsRequest>,
     ) -> Result<Response<v1::ListSessionsResponse>, Status> {
+        let v1::ListSessionsRequest { page_size, page_token } = request.into_inner();
+        let page_size = match usize::try_from(page_size) {
+            Ok(0) | Err(_) => SESSIONS_PER_PAGE_MAX,
+            Ok(page_size) => page_size.min(SESSIONS_PER_PAGE_MAX),
+        };
+        let after = match page_token.as_str() {
+            "" => None,
+            token => Some(u64::from_str_radix(token, 16).map(PageEnd).map_err(|_| {
+                Status::invalid_argument("page_token is not the next_page_token of an answer")
+            })?),
+        };
         let watch = self.agent.watch_sessions().await.map_err(|error| to_status(&error))?;
-        let sessions = watch.sessions.into_iter().map(Into::into).collect();
-        Ok(Response::new(v1::ListSessionsResponse { sessions }))
+        let (page, end) = watch.sessions.page(after, page_size);
+        let now = now();
+        Ok(Response::new(v1::ListSessionsResponse {
+            sessions: page.iter().map(|session| session.at(now).into()).collect(),
+            next_page_token: end
+                .map(|PageEnd(digest)| format!("{digest:016x}"))
+                .unwrap_or_default(),
+        }))
     }
 
-    type WatchLoadStream = ReceiverStream<Result<v1::LoadEvent, Status>>;
+    type WatchLoadStream = LoadStream;
 
     async fn watch_load(
         &self,
-        _: Request<v1::WatchLoadRequest>,
+        request: Request<v1::WatchLoadRequest>,
     ) -> Result<Response<Self::WatchLoadStream>, Status> {
+        let permit = Arc::clone(&self.watch_permits).try_acquire_owned();
+        let permit = permit.map_err(|_| {
+            Status::resource_exhausted("this agent has as many watchers as it may have")
+        })?;
         let watch = self.agent.watch_sessions().await.map_err(|error| to_status(&error))?;
-        let agent = self.agent.clone();
-        let (sender, receiver) = mpsc::channel(EVENTS_QUEUED_MAX);
-        let event_sender = EventSender { sender, epoch: self.epoch, next_sequence: 0 };
-        let token = self.tasks.token();
+        let connection = request.extensions().get::<ControlConnectInfo>().cloned();
+        let (stream, sending) = LoadStream::new(permit, self.epoch, connection);
+        let (agent, token) = (self.agent.clone(), self.tasks.token());
         self.tasks.spawn(async move {
             tokio::select! {
                 biased;
                 () = token.cancelled() => {}
-                _ = stream_events(agent, watch, event_sender) => {}
+                () = sending.run(agent, watch) => {}
             }
         });
-        Ok(Response::new(ReceiverStream::new(receiver)))
+        Ok(Response::new(stream))
     }
 
     async fn audit(
@@ -338,105 +360,4 @@ fn rank_audit(dp_rank: u32, audit: Result<RankPageAudit, audit::Error>) -> v1::R
     });
     let sessions = sessions.collect();
     v1::RankAudit { dp_rank, pages: Some(audit.pages.into()), sessions, ..Default::default() }
-}
-
-/// Sends events to one watcher.
-struct EventSender {
-    sender: mpsc::Sender<Result<v1::LoadEvent, Status>>,
-    /// Identifies the agent process, so that a watcher notices a restart.
-    epoch: u64,
-    /// The number of the next event. A gap in the numbers tells the watcher that an event is
-    /// missing.
-    next_sequence: u64,
-}
-
-/// An error: the watcher has disconnected, or the agent stops.
-struct WatcherGone;
-
-impl EventSender {
-    async fn send(&mut self, event: Event) -> Result<(), WatcherGone> {
-        let event =
-            v1::LoadEvent { epoch: self.epoch, sequence: self.next_sequence, event: Some(event) };
-        self.next_sequence += 1;
-        self.sender.send(Ok(event)).await.map_err(|_| WatcherGone)
-    }
-}
-
-/// Sends the description and the session table to a watcher, and then all reports and changes.
-/// Returns when the watcher disconnects or falls behind.
-async fn stream_events(
-    agent: AgentHandle,
-    watch: SessionWatch,
-    mut event_sender: EventSender,
-) -> Result<(), WatcherGone> {
-    let AgentHandle { mut report, mut description, .. } = agent;
-    let SessionWatch { sessions, mut changes } = watch;
-    let known_description = tokio::select! {
-        biased;
-        () = event_sender.sender.closed() => return Err(WatcherGone),
-        described = description.wait_for(Option::is_some) => {
-            described.map_err(|_| WatcherGone)?.clone()
-        }
-    };
-    let known_description = known_description.expect("`wait_for` returned `Some`");
-    event_sender.send(Event::Description((*known_description).clone().into())).await?;
-    send_session_table(sessions, &mut event_sender).await?;
-    report.mark_changed();
-    loop {
-        let event = tokio::select! {
-            biased;
-            () = event_sender.sender.closed() => return Err(WatcherGone),
-            new_description = next_value(&mut description) => {
-                let Some(new_description) = new_description.ok_or(WatcherGone)? else { continue };
-                Event::Description((*new_description).clone().into())
-            }
-            new_report = next_value(&mut report) => {
-                Event::Report((*new_report.ok_or(WatcherGone)?).clone().into())
-            }
-            change = changes.recv() => match change {
-                Ok(change) => Event::Change(to_wire(change)),
-                Err(RecvError::Closed) => return Err(WatcherGone),
-                Err(RecvError::Lagged(missed)) => {
-                    let text = format!("the watcher missed {missed} session changes; watch again");
-                    let _ = event_sender.sender.send(Err(Status::resource_exhausted(text))).await;
-                    return Err(WatcherGone);
-                }
-            },
-        };
-        event_sender.send(event).await?;
-    }
-}
-
-/// Waits for the next value. Returns `None` if no value can come any more.
-async fn next_value<T: Clone>(receiver: &mut watch::Receiver<T>) -> Option<T> {
-    receiver.changed().await.ok()?;
-    Some(receiver.borrow_and_update().clone())
-}
-
-/// Sends the session table in messages of at most [`SESSIONS_PER_MESSAGE`] sessions.
-async fn send_session_table(
-    sessions: Vec<proto::load::Session>,
-    event_sender: &mut EventSender,
-) -> Result<(), WatcherGone> {
-    let mut message_sessions: Vec<v1::Session> = sessions.into_iter().map(Into::into).collect();
-    loop {
-        let remaining_sessions =
-            message_sessions.split_off(message_sessions.len().min(SESSIONS_PER_MESSAGE));
-        let is_last = remaining_sessions.is_empty();
-        let table = v1::SessionTable { sessions: message_sessions, last: is_last };
-        event_sender.send(Event::Sessions(table)).await?;
-        if is_last {
-            return Ok(());
-        }
-        message_sessions = remaining_sessions;
-    }
-}
-
-fn to_wire(change: SessionChange) -> v1::SessionChange {
-    use v1::session_change::Change as Wire;
-    let change = match change {
-        SessionChange::Upsert(session) => Wire::Upsert((*session).into()),
-        SessionChange::Removed(key) => Wire::Removed((&key).into()),
-    };
-    v1::SessionChange { change: Some(change) }
 }

@@ -22,6 +22,7 @@ mod engine_calls;
 pub mod engine_monitor;
 mod engine_state;
 mod handle;
+mod published;
 mod reporter;
 mod setup;
 mod shims;
@@ -61,6 +62,7 @@ pub use self::{
         AdmittedTurn, AgentHandle, EngineNews, Error, Lease, RankPageAudit, RunModeResult,
         SessionChange, SessionWatch,
     },
+    published::{PageEnd, PublishedSession, SessionSnapshot},
     reporter::ReporterSetup,
     setup::OwnerSetup,
 };
@@ -230,7 +232,7 @@ impl Owner {
             }
             OwnerMessage::Audit { dp_rank, reply } => self.audit_desk.request(dp_rank, reply),
             OwnerMessage::WatchSessions(reply) => {
-                let _ = reply.send(self.reporter.watch_sessions(&self.table));
+                let _ = reply.send(self.reporter.watch_sessions());
             }
             OwnerMessage::Engine(news) => self.handle_engine_news(news),
             OwnerMessage::OpenResult { incarnation, result } => {

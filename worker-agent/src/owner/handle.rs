@@ -15,6 +15,7 @@ use proto::{
 };
 use tokio::sync::{broadcast, mpsc, oneshot, watch};
 
+use super::published::{PublishedSession, SessionSnapshot};
 use crate::{
     audit::{self, SessionPages},
     engine::{EngineInfo, LoadSample},
@@ -41,7 +42,7 @@ pub enum Error {
 #[derive(Debug, Clone)]
 pub enum SessionChange {
     /// The session was opened, or something about it changed.
-    Upsert(Box<Session>),
+    Upsert(Arc<PublishedSession>),
     /// The session was removed from the table.
     Removed(SessionKey),
 }
@@ -51,7 +52,7 @@ pub enum SessionChange {
 #[derive(Debug)]
 pub struct SessionWatch {
     /// All sessions.
-    pub sessions: Vec<Session>,
+    pub sessions: SessionSnapshot,
     /// All later changes to sessions.
     pub changes: broadcast::Receiver<SessionChange>,
 }

@@ -21,6 +21,7 @@ use tracing::error;
 use super::{
     AgentHandle, SessionChange, SessionWatch,
     handle::{OwnerMessage, TurnEnd},
+    published::{PublishedSession, SessionSnapshot},
 };
 use crate::{
     audit::Audits,
@@ -67,6 +68,8 @@ pub(super) struct Reporter {
     descriptions: watch::Sender<Option<Arc<Description>>>,
     /// Sends changed sessions to the watchers.
     session_changes: broadcast::Sender<SessionChange>,
+    /// All sessions as they were last published.
+    sessions: SessionSnapshot,
     /// Whether something may have changed since the last load report.
     is_stale: bool,
     last_report_at: Instant,
@@ -98,6 +101,7 @@ impl Reporter {
             reports: watch::Sender::new(Arc::new(first_report)),
             descriptions: watch::Sender::new(None),
             session_changes: broadcast::Sender::new(SESSION_CHANGES_BEHIND_MAX),
+            sessions: SessionSnapshot::default(),
             is_stale: true,
             last_report_at: now(),
         }
@@ -177,23 +181,29 @@ impl Reporter {
         self.descriptions.send_replace(Some(Arc::new(description)));
     }
 
-    /// Sends the session's current state to the watchers.
-    pub(super) fn publish_session(&self, table: &Table, key: &SessionKey) {
-        if self.session_changes.receiver_count() == 0 {
-            return;
-        }
+    /// Publishes the session's current state, and sends it to the watchers.
+    pub(super) fn publish_session(&mut self, table: &Table, key: &SessionKey) {
+        let now = now();
         let change = match table.get(key) {
-            Some(session) => SessionChange::Upsert(Box::new(session_view(key, session, now()))),
-            None => SessionChange::Removed(key.clone()),
+            Some(session) => {
+                let session = session_view(key, session, now);
+                let published = Arc::new(PublishedSession::new(session, now));
+                self.sessions.insert(Arc::clone(&published));
+                SessionChange::Upsert(published)
+            }
+            None => {
+                self.sessions.remove(key);
+                SessionChange::Removed(key.clone())
+            }
         };
+        // Sending fails if there is no watcher.
         let _ = self.session_changes.send(change);
     }
 
     /// Returns the current sessions, and a receiver of their later changes.
-    pub(super) fn watch_sessions(&self, table: &Table) -> SessionWatch {
-        let read_at = now();
-        let sessions = table.iter().map(|(key, session)| session_view(key, session, read_at));
-        SessionWatch { sessions: sessions.collect(), changes: self.session_changes.subscribe() }
+    pub(super) fn watch_sessions(&self) -> SessionWatch {
+        let sessions = self.sessions.clone();
+        SessionWatch { sessions, changes: self.session_changes.subscribe() }
     }
 }
 

@@ -1,0 +1,191 @@
+//! Streams an agent's description, sessions and load reports to one watcher.
+//!
+//! A *watcher* is a router that follows the agent. The parent module makes a [`LoadStream`] for
+//! each. The memory of a watcher is bounded, also of one that reads nothing: the session table is
+//! shared with the owner task and is converted a small part at a time, few events are queued, and
+//! changes wait in a queue that all watchers share. A watcher that is too far behind, or that takes
+//! no event for too long, is disconnected. It may watch again, and then gets the newest table.
+
+use std::{
+    pin::Pin,
+    task::{Context, Poll},
+    time::Duration,
+};
+
+use proto::v1::{self, load_event::Event};
+use service::clock::now;
+use tokio::{
+    sync::{OwnedSemaphorePermit, broadcast::error::RecvError, mpsc, watch},
+    time::timeout,
+};
+use tokio_stream::Stream;
+use tonic::Status;
+use tracing::warn;
+
+use super::incoming::ControlConnectInfo;
+use crate::owner::{AgentHandle, SessionChange, SessionSnapshot, SessionWatch};
+
+/// The maximum number of watchers. A fleet has tens of routers, and a router that reconnects may be
+/// counted twice for a moment. With 160 KiB each, they take 20 MiB at most.
+pub(super) const WATCHERS_MAX: usize = 128;
+/// The number of sessions in one message of the session table, which is sent to each new watcher.
+/// They have about 40 KiB.
+const SESSIONS_PER_MESSAGE: usize = 128;
+/// The maximum number of queued events for one watcher. If a watcher reads too slowly, this queue
+/// is full, and changes of sessions wait in the owner task's queue. When that is full too, the
+/// watcher is disconnected.
+const EVENTS_QUEUED_MAX: usize = 2;
+/// How long a watcher may take no event before it is disconnected. A router takes each at once.
+const SEND_TIME_MAX: Duration = Duration::from_secs(20);
+
+/// The stream of one watcher.
+#[derive(Debug)]
+pub(super) struct LoadStream {
+    events: mpsc::Receiver<Result<v1::LoadEvent, Status>>,
+    /// The watcher's share of the limit on watchers.
+    _permit: OwnedSemaphorePermit,
+}
+
+/// The sending half of a [`LoadStream`].
+#[derive(Debug)]
+pub(super) struct EventSender {
+    sender: mpsc::Sender<Result<v1::LoadEvent, Status>>,
+    /// Identifies the agent process, so that a watcher notices a restart.
+    epoch: u64,
+    /// The number of the next event. A gap in the numbers tells the watcher that an event is
+    /// missing.
+    next_sequence: u64,
+    /// The watcher's connection, if it can be closed.
+    connection: Option<ControlConnectInfo>,
+}
+
+/// An error: the watcher was disconnected, or the agent stops.
+struct WatcherGone;
+
+impl LoadStream {
+    /// Creates the stream of one watcher, and its sending half.
+    pub(super) fn new(
+        permit: OwnedSemaphorePermit,
+        epoch: u64,
+        connection: Option<ControlConnectInfo>,
+    ) -> (Self, EventSender) {
+        let (sender, events) = mpsc::channel(EVENTS_QUEUED_MAX);
+        let sending = EventSender { sender, epoch, next_sequence: 0, connection };
+        (Self { events, _permit: permit }, sending)
+    }
+}
+
+impl Stream for LoadStream {
+    type Item = Result<v1::LoadEvent, Status>;
+
+    fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        self.events.poll_recv(context)
+    }
+}
+
+impl EventSender {
+    /// Sends all events. Returns when the watcher disconnects or falls behind.
+    pub(super) async fn run(mut self, agent: AgentHandle, watch: SessionWatch) {
+        let Err(WatcherGone) = self.stream_events(agent, watch).await;
+    }
+
+    /// Sends the description and the session table, and then all reports and changes.
+    async fn stream_events(
+        &mut self,
+        agent: AgentHandle,
+        watch: SessionWatch,
+    ) -> Result<std::convert::Infallible, WatcherGone> {
+        let AgentHandle { mut report, mut description, .. } = agent;
+        let SessionWatch { sessions, mut changes } = watch;
+        let known_description = tokio::select! {
+            biased;
+            () = self.sender.closed() => return Err(WatcherGone),
+            described = description.wait_for(Option::is_some) => {
+                described.map_err(|_| WatcherGone)?.clone()
+            }
+        };
+        let known_description = known_description.expect("`wait_for` returned `Some`");
+        self.send(Event::Description((*known_description).clone().into())).await?;
+        self.send_session_table(sessions).await?;
+        report.mark_changed();
+        loop {
+            let event = tokio::select! {
+                biased;
+                () = self.sender.closed() => return Err(WatcherGone),
+                new_description = next_value(&mut description) => {
+                    let Some(new_description) = new_description.ok_or(WatcherGone)? else {
+                        continue;
+                    };
+                    Event::Description((*new_description).clone().into())
+                }
+                new_report = next_value(&mut report) => {
+                    Event::Report((*new_report.ok_or(WatcherGone)?).clone().into())
+                }
+                change = changes.recv() => match change {
+                    Ok(change) => Event::Change(to_wire(change)),
+                    Err(RecvError::Closed) => return Err(WatcherGone),
+                    Err(RecvError::Lagged(missed)) => {
+                        let text =
+                            format!("the watcher missed {missed} session changes; watch again");
+                        self.send_item(Err(Status::resource_exhausted(text))).await?;
+                        return Err(WatcherGone);
+                    }
+                },
+            };
+            self.send(event).await?;
+        }
+    }
+
+    /// Sends the session table in messages of about [`SESSIONS_PER_MESSAGE`] sessions.
+    async fn send_session_table(&mut self, table: SessionSnapshot) -> Result<(), WatcherGone> {
+        let mut after = None;
+        loop {
+            let (page, end) = table.page(after, SESSIONS_PER_MESSAGE);
+            let now = now();
+            let sessions = page.iter().map(|session| session.at(now).into()).collect();
+            let part = v1::SessionTable { sessions, last: end.is_none() };
+            self.send(Event::Sessions(part)).await?;
+            if end.is_none() {
+                return Ok(());
+            }
+            after = end;
+        }
+    }
+
+    async fn send(&mut self, event: Event) -> Result<(), WatcherGone> {
+        let event =
+            v1::LoadEvent { epoch: self.epoch, sequence: self.next_sequence, event: Some(event) };
+        self.next_sequence += 1;
+        self.send_item(Ok(event)).await
+    }
+
+    /// Sends an item of the stream. Closes the watcher's connection if the watcher takes nothing.
+    async fn send_item(&self, item: Result<v1::LoadEvent, Status>) -> Result<(), WatcherGone> {
+        match timeout(SEND_TIME_MAX, self.sender.send(item)).await {
+            Ok(sent) => sent.map_err(|_| WatcherGone),
+            Err(_) => {
+                warn!("a watcher took no event for too long, its connection is closed");
+                // The stream can't end by itself: what is queued waits for the watcher.
+                if let Some(connection) = &self.connection {
+                    connection.close();
+                }
+                Err(WatcherGone)
+            }
+        }
+    }
+}
+
+/// Waits for the next value. Returns `None` if no value can come any more.
+async fn next_value<T: Clone>(receiver: &mut watch::Receiver<T>) -> Option<T> {
+    receiver.changed().await.ok()?;
+    Some(receiver.borrow_and_update().clone())
+}
+
+fn to_wire(change: SessionChange) -> v1::SessionChange {
+    use v1::session_change::Change as Wire;
+    let change = match change {
+        SessionChange::Upsert(session) => Wire::Upsert(session.at(now()).into()),
+        SessionChange::Removed(key) => Wire::Removed((&key).into()),
+    };
+    v1::SessionChange { change: Some(change) }
+}
