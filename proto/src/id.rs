@@ -6,7 +6,7 @@
 //! agent's engine. The router makes these values from requests and the agent from headers and
 //! messages. This module checks lengths; it doesn't check that a session or a worker exists.
 
-use std::fmt;
+use std::{fmt, sync::Arc};
 
 use sha2::{Digest as _, Sha256};
 use xxhash_rust::xxh3::xxh3_64;
@@ -30,11 +30,12 @@ pub enum Error {
 
 /// The identity of a session: the principal of its client, and the id that the client chose.
 ///
-/// Equal ids under different principals are different sessions.
+/// Equal ids under different principals are different sessions. Clones share their text, because
+/// several tables of a process have the same keys.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct SessionKey {
-    principal: String,
-    id: String,
+    principal: Arc<str>,
+    id: Arc<str>,
 }
 
 impl SessionKey {
@@ -42,7 +43,7 @@ impl SessionKey {
     ///
     /// # Errors
     /// When either length is out of bounds.
-    pub fn new(principal: impl Into<String>, id: impl Into<String>) -> Result<Self, Error> {
+    pub fn new(principal: impl Into<Arc<str>>, id: impl Into<Arc<str>>) -> Result<Self, Error> {
         let (principal, id) = (principal.into(), id.into());
         if principal.is_empty() || principal.len() > 128 {
             return Err(Error::NameLength(principal.len()));
@@ -127,7 +128,7 @@ impl TryFrom<crate::v1::SessionKey> for SessionKey {
 
 impl From<&SessionKey> for crate::v1::SessionKey {
     fn from(key: &SessionKey) -> Self {
-        Self { principal: key.principal.clone(), id: key.id.clone() }
+        Self { principal: key.principal().to_owned(), id: key.id().to_owned() }
     }
 }
 

@@ -9,10 +9,10 @@ use std::sync::Arc;
 use axum::{
     Json,
     body::Body,
-    extract::{Extension, Path, Request, State},
+    extract::{Extension, Path, Query, Request, State},
     response::{IntoResponse as _, Response},
 };
-use http::StatusCode;
+use http::{StatusCode, Uri};
 use proto::{id::SessionKey, load::Retention};
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -22,7 +22,11 @@ use super::{SharedState, errors, respond};
 use crate::{
     auth::Caller,
     fleet::control::OpenRequest,
-    turn::{request, sessions::SessionView, shared::Shared},
+    turn::{
+        request,
+        sessions::{SESSIONS_LISTED_MAX, SessionView},
+        shared::Shared,
+    },
 };
 
 /// The body of `POST /v1/sessions`.
@@ -47,6 +51,16 @@ struct SglangOpenBody {
 #[derive(Debug, Default, Deserialize)]
 struct SglangCloseBody {
     session_id: String,
+}
+
+/// The query of `GET /v1/sessions`.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+struct ListQuery {
+    /// The most sessions in the answer.
+    limit: Option<usize>,
+    /// The answer begins with the first session after this id.
+    after: Option<String>,
 }
 
 pub(super) async fn open(
@@ -86,11 +100,24 @@ async fn try_open(
 pub(super) async fn list(
     State(shared): SharedState,
     Extension(caller): Extension<Caller>,
+    uri: Uri,
 ) -> Response {
-    let (session_views, has_more) = shared.sessions.list(&caller.principal).await;
-    let sessions: Vec<Value> =
-        session_views.iter().map(|session_view| to_json(&shared, session_view)).collect();
-    Json(json!({ "sessions": sessions, "more": has_more })).into_response()
+    let answer = async {
+        let query = Query::<ListQuery>::try_from_uri(&uri)
+            .map_err(|error| errors::query_refusal(&error))?;
+        let Query(ListQuery { limit, after }) = query;
+        let limit = limit.unwrap_or(SESSIONS_LISTED_MAX).clamp(1, SESSIONS_LISTED_MAX);
+        let principal = caller.principal.to_string();
+        let (session_views, has_more) = shared.sessions.list(principal, after, limit).await;
+        let sessions: Vec<Value> =
+            session_views.iter().map(|session_view| to_json(&shared, session_view)).collect();
+        let mut list = json!({ "sessions": sessions, "more": has_more });
+        if has_more && let Some(last) = session_views.last() {
+            list["next"] = last.key.id().into();
+        }
+        Ok(Json(list).into_response())
+    };
+    respond(&shared, answer.await)
 }
 
 pub(super) async fn show(

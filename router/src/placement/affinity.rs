@@ -165,11 +165,14 @@ impl Affinity {
     /// Returns the binding, unless it was idle for too long.
     #[must_use]
     pub fn get(&self, key: &SessionKey, now: Instant) -> Option<&Binding> {
-        let binding = self.bindings.get(key)?;
-        let is_expired = binding
+        self.bindings.get(key).filter(|binding| !self.is_expired(binding, now))
+    }
+
+    /// Whether the binding was idle for too long.
+    fn is_expired(&self, binding: &Binding, now: Instant) -> bool {
+        binding
             .idle_order_key
-            .is_some_and(|(since, _)| now.saturating_duration_since(since) > self.idle_max);
-        (!is_expired).then_some(binding)
+            .is_some_and(|(since, _)| now.saturating_duration_since(since) > self.idle_max)
     }
 
     /// Counts a turn on the session and binds the session to the worker. If the session was closed
@@ -308,15 +311,19 @@ impl Affinity {
         }
     }
 
-    /// Iterates over the keys of one principal's bindings. A principal is a client's name.
+    /// Iterates over the keys of one principal's bindings, in no particular order. A principal is a
+    /// client's name.
     pub fn keys_of_principal<'a>(
         &'a self,
         principal: &'a str,
         now: Instant,
     ) -> impl Iterator<Item = &'a SessionKey> {
         self.bindings
-            .keys()
-            .filter(move |key| key.principal() == principal && self.get(key, now).is_some())
+            .iter()
+            .filter(move |(key, binding)| {
+                key.principal() == principal && !self.is_expired(binding, now)
+            })
+            .map(|(key, _)| key)
     }
 
     /// Returns the number of bindings.

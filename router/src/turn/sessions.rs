@@ -9,7 +9,7 @@
 //! not handled here: the turn's claim tells the agent. Opens and closes run in tasks of their own,
 //! so that they are completed even if the client leaves before that.
 
-use std::{collections::BTreeMap, sync::Arc};
+use std::{collections::BTreeSet, sync::Arc};
 
 use proto::{id::SessionKey, load::Session};
 use service::tasks::Tasks;
@@ -24,6 +24,7 @@ use super::{
 use crate::{
     fleet::{
         control::{ControlClient, OpenRequest},
+        snapshot::Snapshot,
         worker::WorkerRef,
     },
     metrics::Metrics,
@@ -69,7 +70,8 @@ impl Error {
     }
 }
 
-/// Maximum number of sessions in a list. If there are more, the answer says so.
+/// Maximum number of sessions in a list, also if the request names no limit. If there are more, the
+/// answer says so.
 pub(crate) const SESSIONS_LISTED_MAX: usize = 1000;
 
 /// A session as shown to its owner.
@@ -189,25 +191,75 @@ impl SessionService {
         SessionView::new(key, status).ok_or(Error::Unknown)
     }
 
-    /// Returns the sessions of `principal`, ordered by id, and whether there are more than
-    /// [`SESSIONS_LISTED_MAX`].
-    pub(crate) async fn list(&self, principal: &str) -> (Vec<SessionView>, bool) {
+    /// Returns sessions of `principal` in the order of their ids, from the first one after the id
+    /// `after`, at most `limit`, and whether there are more.
+    ///
+    /// This reads the tables of all sessions, which takes milliseconds. So it runs on a thread for
+    /// blocking work.
+    pub(crate) async fn list(
+        self: &Arc<Self>,
+        principal: String,
+        after: Option<String>,
+        limit: usize,
+    ) -> (Vec<SessionView>, bool) {
         let view = self.directory.settled_view().await;
-        let reported_keys = view.sessions.iter().map(|located| &located.session.key);
-        let mut keys_by_id: BTreeMap<String, SessionKey> = reported_keys
-            .filter(|key| key.principal() == principal)
-            .map(|key| (key.id().to_owned(), key.clone()))
-            .collect();
-        self.directory.step(|affinity, now| {
-            let bound_keys = affinity.keys_of_principal(principal, now);
-            keys_by_id.extend(bound_keys.map(|key| (key.id().to_owned(), key.clone())));
-        });
-        let mut session_views = keys_by_id.into_values().filter_map(|key| {
-            let status = self.directory.status(&key, &view);
-            SessionView::new(key, status)
-        });
-        let listed = session_views.by_ref().take(SESSIONS_LISTED_MAX).collect();
-        (listed, session_views.next().is_some())
+        let service = Arc::clone(self);
+        let list = move || service.list_in(&view, &principal, after, limit);
+        let listed = tokio::task::spawn_blocking(list).await;
+        listed.unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()))
+    }
+
+    fn list_in(
+        &self,
+        view: &Snapshot,
+        principal: &str,
+        mut after: Option<String>,
+        limit: usize,
+    ) -> (Vec<SessionView>, bool) {
+        let mut listed = vec![];
+        loop {
+            let keys = self.keys_after(view, principal, after.as_deref(), limit + 1);
+            let is_last_batch = keys.len() <= limit;
+            after = keys.last().map(|key| key.id().to_owned());
+            // A key may belong to a session that has just been closed.
+            listed.extend(keys.into_iter().filter_map(|key| {
+                let status = self.directory.status(&key, view);
+                SessionView::new(key, status)
+            }));
+            let has_more = listed.len() > limit;
+            if has_more || is_last_batch {
+                listed.truncate(limit);
+                return (listed, has_more);
+            }
+        }
+    }
+
+    /// Returns the keys of `principal` with the smallest ids above `after`, in their order, at most
+    /// `count_max`.
+    fn keys_after(
+        &self,
+        view: &Snapshot,
+        principal: &str,
+        after: Option<&str>,
+        count_max: usize,
+    ) -> BTreeSet<SessionKey> {
+        let mut smallest = BTreeSet::new();
+        let mut offer = |key: &SessionKey| {
+            let is_too_small = after.is_some_and(|after| key.id() <= after);
+            let is_too_large = smallest.len() == count_max
+                && smallest.last().is_some_and(|largest: &SessionKey| key >= largest);
+            if is_too_small || is_too_large || key.principal() != principal {
+                return;
+            }
+            smallest.insert(key.clone());
+            if smallest.len() > count_max {
+                smallest.pop_last();
+            }
+        };
+        view.sessions.iter().for_each(|located| offer(&located.session.key));
+        self.directory
+            .step(|affinity, now| affinity.keys_of_principal(principal, now).for_each(&mut offer));
+        smallest
     }
 
     /// Closes a lost session at its agent, so that the session can be opened again.
