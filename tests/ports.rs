@@ -131,7 +131,7 @@ fn long_answers(config: &mut Config) {
     config.core.session_radix_cache = true;
     config.core.context_len = 4096;
     config.core.max_total_tokens = 1 << 16;
-    config.core.decode_ms_per_step = 0.1;
+    config.core.decode_ms_per_step = 1.0;
 }
 
 /// Sends a streamed turn from a client that has little room for the answer and reads nothing.
@@ -160,10 +160,11 @@ async fn clients_that_read_nothing_do_not_hold_the_engine() {
     let cluster = cluster.await.unwrap();
     let mut silent = vec![];
     for _ in 0..4 {
-        silent.push(send_without_reading(cluster.routers[0].data, 2000).await);
+        silent.push(send_without_reading(cluster.routers[0].data, 1500).await);
     }
     let sent = || async { (cluster.turns_seen("/generate")[0] == 4).then_some(()) };
     eventually("the engine has all of their turns", sent).await;
+    // The engine takes a fifth turn when one of the four has ended.
     cluster.turn("/generate", &[], &text_turn("hi", 2)).await;
     let metrics = cluster.web.get(&cluster.routers[0].admin_url("/metrics")).await.unwrap().text();
     let buffered = metrics.lines().find_map(|line| {
@@ -227,10 +228,11 @@ async fn idle_connections_take_no_agent_with_few_descriptors_down() {
     assert!(metrics.contains("berth_agent_engine_up 1"), "{metrics}");
 }
 
-/// Number of sessions that an agent keeps at most.
-const SESSIONS: usize = 16_384;
-/// The most memory of an agent with that many sessions and a hundred watchers.
-const RSS_BYTES_MAX: u64 = 64 << 20;
+/// Number of sessions. An agent keeps four times as many, but a debug build checks its whole table
+/// after each change.
+const SESSIONS: usize = 4096;
+/// The most memory that a hundred watchers take.
+const WATCHERS_BYTES_MAX: u64 = 24 << 20;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn watchers_that_do_not_read_cost_an_agent_little_memory() {
@@ -274,5 +276,6 @@ async fn watchers_that_do_not_read_cost_an_agent_little_memory() {
     assert_eq!(listed, SESSIONS);
     let watched_bytes = agent.rss_bytes();
     println!("{} MiB alone, {} MiB watched", alone_bytes >> 20, watched_bytes >> 20);
-    assert!(watched_bytes <= RSS_BYTES_MAX, "{watched_bytes} bytes, {alone_bytes} before");
+    let watchers_bytes = watched_bytes.saturating_sub(alone_bytes);
+    assert!(watchers_bytes <= WATCHERS_BYTES_MAX, "{watchers_bytes} bytes for the watchers");
 }

@@ -75,8 +75,9 @@ use crate::{
     },
     turn::{
         directory::SessionDirectory,
-        liveness::{self, Pulses},
+        liveness,
         placer::Placer,
+        pulses::Pulses,
         sessions::SessionService,
         shared::Shared,
         upstream::{UpstreamClient, UpstreamConnections},

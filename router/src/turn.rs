@@ -15,7 +15,7 @@
 //! - `staged_prefill`: has a long prompt computed before the turn.
 //! - `proxy`: sends the turn and passes on its answer.
 //! - `upstream`: the HTTP client for agents.
-//! - `liveness`: notices agents that have stopped answering.
+//! - `liveness`, `pulses`: notice agents that have stopped answering.
 //! - `sessions`: opens, closes and lists sessions.
 //! - `shared`: the parts that all requests share.
 //! - `error`: why a turn is refused.
@@ -28,6 +28,7 @@ pub(crate) mod liveness;
 pub(crate) mod placer;
 pub mod preamble;
 pub(crate) mod proxy;
+pub(crate) mod pulses;
 pub mod request;
 pub(crate) mod sessions;
 pub(crate) mod shared;

@@ -167,8 +167,7 @@ pub async fn run(
     let tasks = Tasks::default();
     let mut registry = Registry::with_prefix("berth_agent");
     let metrics = Metrics::new(&mut registry);
-    let connection_metrics = server::Metrics::new(&mut registry);
-    let descriptors = DescriptorPlan::new(descriptors::raise_limit(), server::DESCRIPTORS_RESERVED);
+    let port_limits = limit_ports(&config, &mut registry);
     let engine = engine_client(&config);
     log_start(&config, &listeners)?;
     let gpus = gpu::start((&config).into())?;
@@ -187,7 +186,7 @@ pub async fn run(
         found_files,
         listeners.control,
         access.clone(),
-        descriptors.fleet.min(CONTROL_CONNECTIONS_MAX),
+        port_limits.control_connections_max,
         tasks.token(),
     )?;
     let ready = track_readiness(agent.report.clone(), &metrics, &tasks);
@@ -195,8 +194,7 @@ pub async fn run(
     let gate = admin_gate(&config, &listeners.admin, &mut registry, &tasks)?;
     let registry = Arc::new(registry);
     let admin_data = AdminData { registry, ready, config: settings::to_toml(&config), gate };
-    let admin_limits = PortLimits::admin(&connection_metrics);
-    admin::start(admin_data, listeners.admin, admin_limits, tasks.token())?;
+    admin::start(admin_data, listeners.admin, port_limits.admin, tasks.token())?;
 
     let wake_monitor = Arc::new(Notify::new());
     let monitor = EngineMonitor {
@@ -223,19 +221,32 @@ pub async fn run(
         tasks: tasks.clone(),
         metrics,
     };
-    let data_limits = PortLimits::data(
-        &config.connections,
-        turns_max(&config),
-        descriptors.turns.min(CLIENT_CONNECTIONS_MAX),
-        &connection_metrics,
-    );
-    start_data_port(listeners.data, context, queues, access.tls, data_limits)?;
+    start_data_port(listeners.data, context, queues, access.tls, port_limits.data)?;
 
     tokio::select! {
         () = stop.cancelled() => drain(&agent, ms(config.shutdown.drain_ms_max)).await,
         () = tasks.cancelled() => {}
     }
     if tasks.stop(SHUTDOWN_TIME_MAX).await { Ok(()) } else { Err(Error::TaskEnded) }
+}
+
+/// The limits of the agent's ports.
+struct AgentPortLimits {
+    data: PortLimits,
+    admin: PortLimits,
+    control_connections_max: usize,
+}
+
+/// Raises the limit on file descriptors, and derives the limits of the ports from it.
+fn limit_ports(config: &Config, registry: &mut Registry) -> AgentPortLimits {
+    let plan = DescriptorPlan::new(descriptors::raise_limit(), server::DESCRIPTORS_RESERVED);
+    let metrics = server::Metrics::new(registry);
+    let described_turns = plan.turns.min(CLIENT_CONNECTIONS_MAX);
+    AgentPortLimits {
+        data: PortLimits::data(&config.connections, turns_max(config), described_turns, &metrics),
+        admin: PortLimits::admin(&metrics),
+        control_connections_max: plan.fleet.min(CONTROL_CONNECTIONS_MAX),
+    }
 }
 
 /// Starts the task that serves turns and staged prompts.

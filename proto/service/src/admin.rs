@@ -43,8 +43,8 @@ pub struct AdminData {
     pub gate: Gate,
 }
 
-/// Starts the thread that serves `data` at `listener` within `limits`. The thread ends when `stop_token` is
-/// cancelled.
+/// Starts the thread that serves `data` at `listener` within `limits`. The thread ends when
+/// `stop_token` is cancelled.
 ///
 /// # Errors
 /// When the thread or its runtime can't be created.

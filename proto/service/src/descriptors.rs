@@ -4,7 +4,12 @@
 //! no file, and reach neither engine nor agent. So the limits on connections are derived from the
 //! limit on descriptors, and a part is kept for everything else.
 
-use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use std::error::Error;
+
+use rustix::{
+    io::Errno,
+    process::{Resource, Rlimit, getrlimit, setrlimit},
+};
 use tracing::{info, warn};
 
 /// Descriptors for everything that is no connection of a port: listeners, runtimes, files, the
@@ -54,19 +59,17 @@ pub fn raise_limit() -> usize {
 /// Whether an error, or a cause of it, says that this process or this host has no descriptor or
 /// port left for a connection. Then the fault isn't at the other end.
 #[must_use]
-pub fn is_shortage(error: &(dyn std::error::Error + 'static)) -> bool {
-    let mut next = Some(error);
-    while let Some(error) = next {
-        if let Some(io) = error.downcast_ref::<std::io::Error>()
-            && let Some(code) = io.raw_os_error()
-        {
-            use rustix::io::Errno;
-            let shortages = [Errno::MFILE, Errno::NFILE, Errno::ADDRNOTAVAIL, Errno::NOBUFS];
-            return shortages.iter().any(|errno| errno.raw_os_error() == code);
-        }
-        next = error.source();
-    }
-    false
+pub fn is_shortage(error: &(dyn Error + 'static)) -> bool {
+    let shortages = [Errno::MFILE, Errno::NFILE, Errno::ADDRNOTAVAIL, Errno::NOBUFS];
+    let code = system_error(error).and_then(std::io::Error::raw_os_error);
+    code.is_some_and(|code| shortages.iter().any(|errno| errno.raw_os_error() == code))
+}
+
+/// Returns the system's error among an error and its causes.
+#[must_use]
+pub fn system_error<'a>(error: &'a (dyn Error + 'static)) -> Option<&'a std::io::Error> {
+    let mut causes = std::iter::successors(Some(error), |&error| error.source());
+    causes.find_map(|error| error.downcast_ref())
 }
 
 #[cfg(test)]

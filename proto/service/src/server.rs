@@ -470,9 +470,8 @@ impl RequestHandler {
                 Err(refusal) => refusal.into_response(),
             };
             if is_last {
-                response
-                    .headers_mut()
-                    .insert(header::CONNECTION, HeaderValue::from_static("close"));
+                let close = HeaderValue::from_static("close");
+                response.headers_mut().insert(header::CONNECTION, close);
             }
             Ok(response.map(|body| ReadAheadBody::new(body, buffers, &current_answer, guard)))
         }

@@ -10,19 +10,13 @@
 //! which no byte has come lately. Placement doesn't use this module: the missing reports make the
 //! agent's workers stale.
 
-use std::{
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
-    time::Duration,
-};
+use std::{sync::Arc, time::Duration};
 
 use service::clock::now;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
-use super::{directory::SessionDirectory, upstream::UpstreamClient};
+use super::{directory::SessionDirectory, pulses::CHECK_INTERVAL, upstream::UpstreamClient};
 
 /// Time without a message on the control connection after which the data port is probed. Agents
 /// report every 500 ms by default, so eight reports are missing.
@@ -30,42 +24,6 @@ const QUIET_MAX: Duration = Duration::from_secs(4);
 /// Time for the answer to a probe. An agent answers in milliseconds. With [`QUIET_MAX`] and
 /// [`CHECK_INTERVAL`], the turns of a silent agent end within 9 s.
 const PROBE_TIME_MAX: Duration = Duration::from_secs(3);
-/// Interval of the probes of a quiet agent, and at which turns check whether their agent is silent.
-pub(super) const CHECK_INTERVAL: Duration = Duration::from_secs(1);
-
-/// Which agents are silent, by their index in the settings.
-#[derive(Debug)]
-pub(crate) struct Pulses(Vec<AtomicBool>);
-
-impl Pulses {
-    /// Creates the pulses of agents none of which is silent.
-    pub(crate) fn new(agent_count: usize) -> Self {
-        Self((0..agent_count).map(|_| AtomicBool::new(false)).collect())
-    }
-
-    pub(super) fn agent_count(&self) -> usize {
-        self.0.len()
-    }
-
-    pub(super) fn is_silent(&self, agent: usize) -> bool {
-        self.0[agent].load(Ordering::Relaxed)
-    }
-
-    /// Waits until the agent is silent.
-    pub(super) async fn wait_until_silent(&self, agent: usize) {
-        loop {
-            tokio::time::sleep(CHECK_INTERVAL).await;
-            if self.is_silent(agent) {
-                return;
-            }
-        }
-    }
-
-    /// Returns whether the agent was silent before.
-    fn set_silent(&self, agent: usize, is_silent: bool) -> bool {
-        self.0[agent].swap(is_silent, Ordering::Relaxed)
-    }
-}
 
 /// Follows one agent until the token is cancelled.
 pub(crate) async fn run(

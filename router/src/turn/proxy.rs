@@ -35,8 +35,8 @@ use tokio::{sync::OwnedSemaphorePermit, time::Sleep};
 use super::{
     directory::BindingHold,
     error::NoAnswer,
-    liveness::{CHECK_INTERVAL, Pulses},
     placer::PlacedTurn,
+    pulses::{CHECK_INTERVAL, Pulses},
     shared::Shared,
     upstream::{SendError, UpstreamClient},
 };

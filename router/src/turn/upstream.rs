@@ -1,8 +1,8 @@
 //! The HTTP client for the agents' data ports, with one connection pool for all agents.
 //!
 //! `proxy` and `staged_prefill` send their requests through [`UpstreamClient`]. It retries nothing.
-//! The view task learns from it that an agent can't be reached. `liveness` probes the agents through
-//! it, and it gives up requests to agents that `liveness` found silent.
+//! The view task learns from it that an agent can't be reached. `liveness` probes the agents
+//! through it. It gives up requests to agents whose pulse `liveness` has found missing.
 
 use std::{
     sync::Arc,
@@ -27,7 +27,7 @@ use service::{
 };
 use tokio::sync::mpsc;
 
-use super::liveness::Pulses;
+use super::pulses::Pulses;
 use crate::fleet::{agent::Facts, dial::AgentCredentials, state::Update, worker::WorkerRef};
 
 /// Longest time that an idle connection to an agent is kept. Agents close idle connections after
@@ -136,7 +136,7 @@ impl UpstreamClient {
         }
     }
 
-    /// Asks a data port for its health. Returns false if neither an answer nor a refusal came before
+    /// Asks a data port for its health. Returns false if neither answer nor refusal came before
     /// `deadline`. A system that refuses the connection has ended the agent's connections, so
     /// nothing waits for them. If this router can't connect for a reason of its own, the agent is
     /// given the benefit of the doubt.
@@ -149,7 +149,10 @@ impl UpstreamClient {
         match tokio::time::timeout_at(deadline.into(), self.request(request)).await {
             Ok(Ok(_)) => true,
             // The time limit of connecting is shorter than the deadline.
-            Ok(Err(error)) => !is_connect_timeout(&error),
+            Ok(Err(error)) => {
+                let kind = descriptors::system_error(&error).map(std::io::Error::kind);
+                kind != Some(std::io::ErrorKind::TimedOut)
+            }
             Err(_) => false,
         }
     }
@@ -173,16 +176,4 @@ impl UpstreamClient {
         let update = (worker.agent, Update::DataPortUnreachable(reason), now());
         let _ = self.update_sender.try_send(update);
     }
-}
-
-/// Whether no answer came to the attempt to connect.
-fn is_connect_timeout(error: &Error) -> bool {
-    let mut next: Option<&(dyn std::error::Error + 'static)> = Some(error);
-    while let Some(error) = next {
-        if let Some(io) = error.downcast_ref::<std::io::Error>() {
-            return io.kind() == std::io::ErrorKind::TimedOut;
-        }
-        next = error.source();
-    }
-    false
 }

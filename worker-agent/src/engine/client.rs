@@ -111,15 +111,8 @@ impl Error {
 /// all its KV.
 #[must_use]
 pub fn is_connection_refused(error: &hyper_util::client::legacy::Error) -> bool {
-    let mut source: Option<&(dyn std::error::Error + 'static)> = Some(error);
-    while let Some(error) = source {
-        let io_error = error.downcast_ref::<std::io::Error>();
-        if io_error.is_some_and(|error| error.kind() == std::io::ErrorKind::ConnectionRefused) {
-            return true;
-        }
-        source = error.source();
-    }
-    false
+    let kind = descriptors::system_error(error).map(std::io::Error::kind);
+    kind == Some(std::io::ErrorKind::ConnectionRefused)
 }
 
 /// A client of one engine. Clones share its connections.

@@ -7,8 +7,8 @@
 //! the connection then calls [`Answer::read_ahead`], which moves frames into a buffer. No other
 //! task is involved, and no byte is copied.
 //!
-//! When the buffer of the answer or the budget of the process is full, nothing more is read, so the
-//! source feels the client's speed. [`Answer::is_too_slow`] then cuts off a client that is too slow.
+//! When the buffer of the answer or the budget of the process is full, nothing more is read, so
+//! the source feels the client's speed. [`Answer::is_too_slow`] then finds clients to cut off.
 
 use std::{
     collections::VecDeque,
@@ -152,12 +152,16 @@ impl Answer {
     }
 
     /// Reads ahead unless hyper waits for the body itself. If it doesn't, its client reads too
-    /// slowly, or hyper has paused to let other connections run. Returns whether the client's speed matters, so that the caller must
-    /// call [`Self::is_too_slow`] from time to time.
+    /// slowly, or hyper has paused to let other connections run. Returns whether a part waits for
+    /// the client, so that the caller must call [`Self::is_too_slow`] from time to time.
     pub(super) fn read_ahead(&self, context: &mut Context<'_>) -> bool {
         let mut state = self.state.lock();
         if !self.is_awaited.load(Ordering::Relaxed) {
             state.read_ahead(context);
+        }
+        if state.buffered_bytes == 0 {
+            // The client has read everything, so what it owed before no longer counts.
+            state.debt = DrainDebt::default();
         }
         state.buffered_bytes > 0
     }
