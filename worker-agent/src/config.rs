@@ -12,11 +12,11 @@
 pub mod access;
 pub mod auth;
 pub mod selector;
+mod state_folder;
 pub mod tables;
 
 use std::{
     net::SocketAddr,
-    os::unix::fs::MetadataExt as _,
     path::{Path, PathBuf},
     time::Duration,
 };
@@ -33,6 +33,7 @@ use self::{
     access::TlsTable,
     auth::AuthTable,
     selector::Selector,
+    state_folder::default_state_folder,
     tables::{
         AuditTable, EngineTable, FilesTable, GpuTable, LimitsTable, ListenTable, ReportsTable,
         SessionsTable, ShutdownTable,
@@ -230,10 +231,7 @@ impl Config {
     /// Returns the state folder: `state_dir`, or its default.
     #[must_use]
     pub fn state_dir(&self) -> PathBuf {
-        path_if_set(&self.files.state_dir).unwrap_or_else(|| {
-            let uid = std::fs::metadata("/proc/self").map_or(0, |process| process.uid());
-            PathBuf::from(format!("/tmp/berth-{uid}"))
-        })
+        path_if_set(&self.files.state_dir).unwrap_or_else(default_state_folder)
     }
 
     /// Returns the path of the shim's socket: `shim_socket`, or its default.

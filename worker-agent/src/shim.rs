@@ -30,7 +30,7 @@ use std::{
 };
 
 use serde::Deserialize;
-use service::tasks::Tasks;
+use service::{private_folder, tasks::Tasks};
 use tokio::sync::mpsc;
 
 use self::{codec::ShimCommand, connections::Connections, outbox::Outbox};
@@ -289,9 +289,9 @@ pub enum Error {
     /// The queue of commands is full.
     #[error("the shim hasn't taken earlier commands; try again")]
     QueueFull,
-    /// Other users may write to the socket's folder.
-    #[error("{0} must be a folder that only this user may write to")]
-    UnsafeFolder(String),
+    /// The socket's folder can't be used, or other users could change it.
+    #[error("can't keep the shim's socket in its folder; `shim_socket` names the socket")]
+    Folder(#[from] private_folder::Error),
     /// Another process listens on the socket, or the file is not a socket.
     #[error("{0} is another agent's socket, or not a socket")]
     PathTaken(String),

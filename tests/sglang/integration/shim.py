@@ -370,7 +370,7 @@ def test_a_hook_that_fails_silences_the_shim_and_not_the_engine(fleet: Fleet) ->
         "from berth_shim.link import Link\n"
         "shim, batch = berth_shim._Shim(), object()\n"
         "shim._hello = wire.Hello(1, 0, 1, 1, 1, bytes(16), '0.5.23', '0')\n"
-        "shim._link = Link(sys.argv[1], True, wire.encode(shim._hello))\n"
+        "shim._link = Link([sys.argv[1]], True, wire.encode(shim._hello))\n"
         "shim._link.start()\n"
         "sys.stdin.readline()\n"
         "def fail(batch): raise KeyError('gone in this version')\n"

@@ -43,7 +43,7 @@ class AgentHarness(Harness):
         self.manager, self.trimmer = Manager(), Trimmer(instance, "0")
         self.trimmer.enable(Tokenizer(), SimpleNamespace)
         self.agent = TrimListener(Path(folder) / "shim.sock.trim")
-        self.trimmer.connect(f"{folder}/shim.sock", True)
+        self.trimmer.connect([f"{folder}/shim.sock"], True)
         self.agent.connected()
         while not self.trimmer._link.is_connected:
             time.sleep(0.001)

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from . import wire
-from .link import Link, socket_path
+from .link import Link, socket_paths
 
 if TYPE_CHECKING:
     from .sampler import Sampler
@@ -161,7 +161,7 @@ class _Shim:
             return
         try:
             self._hello = hello
-            self._link = Link(*socket_path(scheduler.server_args.port), wire.encode(hello))
+            self._link = Link(*socket_paths(scheduler.server_args.port), wire.encode(hello))
             if not hello.inert_reason:
                 self._start_sampler(scheduler)
         except Exception as error:

@@ -27,15 +27,18 @@ HELLO_SECONDS_MAX = 5.0
 # The maximum number of commands that wait until the engine's thread takes them. The agent may send
 # a command for each session that it demotes.
 COMMANDS_MAX = 1024
+# The folder that root, or a service manager, makes for the agent's user. Only root can make it.
+SYSTEM_FOLDER = "/run/berth"
 
 
 class Link:
-    """The shim's end of the connection. `path` is the agent's socket, `is_path_configured` whether
-    the operator set that path, and `hello` the first frame of each connection."""
+    """The shim's end of the connection. `paths` are the places where the agent's socket may be,
+    `is_path_configured` says whether the operator set the path, and `hello` is the first frame of
+    each connection."""
 
-    def __init__(self, path: str, is_path_configured: bool, hello: bytes):
-        self._path = path
-        # False if the path is the default path. `_is_trusted` explains the difference.
+    def __init__(self, paths: list[str], is_path_configured: bool, hello: bytes):
+        self._paths = paths
+        # False if the paths are the default paths. `_is_trusted` explains the difference.
         self._is_path_configured = is_path_configured
         self._hello = hello
         self._socket: socket.socket | None = None
@@ -148,35 +151,44 @@ class Link:
         """Connects, reads commands until the connection ends, and starts over. Never returns."""
         pause_seconds = RECONNECT_SECONDS_MIN
         while True:
-            try:
-                with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-                    self._connect(connection)
-                    pause_seconds = RECONNECT_SECONDS_MIN
-                    self._read_commands(connection)
-            except (OSError, wire.ProtocolError):
-                # There is no agent, it has disconnected, or it uses another protocol.
-                pass
+            for path in self._paths:
+                try:
+                    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+                        self._connect(connection, path)
+                        pause_seconds = RECONNECT_SECONDS_MIN
+                        self._read_commands(connection)
+                except (OSError, wire.ProtocolError):
+                    # There is no agent, it has disconnected, or it uses another protocol.
+                    pass
             time.sleep(pause_seconds)
             pause_seconds = min(2 * pause_seconds, RECONNECT_SECONDS_MAX)
 
-    def _connect(self, connection: socket.socket) -> None:
-        """Connects the socket to the agent and sends the hello."""
+    def _connect(self, connection: socket.socket, path: str) -> None:
+        """Connects the socket to the agent at `path` and sends the hello."""
         connection.settimeout(HELLO_SECONDS_MAX)
-        connection.connect(self._path)
-        if not self._is_trusted(connection):
-            raise PermissionError(f"{self._path} belongs to another user")
+        connection.connect(path)
+        if not self._is_trusted(connection, path):
+            raise PermissionError(f"{path} belongs to another user")
         connection.sendall(self._hello)
         connection.settimeout(None)
 
-    def _is_trusted(self, connection: socket.socket) -> bool:
-        """Whether the agent runs as the engine's own user or as root. If the engine runs as root
-        and the operator set the path, any user is trusted."""
+    def _is_trusted(self, connection: socket.socket, path: str) -> bool:
+        """Whether the agent runs as the engine's own user or as root. An engine that runs as root
+        also trusts any user at the path that the operator set, and the user to whom root gave
+        SYSTEM_FOLDER."""
         credentials_bytes = struct.calcsize("iii")
         credentials = connection.getsockopt(
             socket.SOL_SOCKET, socket.SO_PEERCRED, credentials_bytes
         )
         _pid, uid, _gid = struct.unpack("iii", credentials)
-        return uid in (0, os.getuid()) or (self._is_path_configured and os.getuid() == 0)
+        if uid in (0, os.getuid()):
+            return True
+        if os.getuid() != 0:
+            return False
+        folder = os.path.dirname(path)
+        return self._is_path_configured or (
+            folder == SYSTEM_FOLDER and os.lstat(folder).st_uid == uid
+        )
 
     def _read_commands(self, connection: socket.socket) -> None:
         """Lets the engine's thread send, and reads commands until the agent disconnects."""
@@ -209,9 +221,17 @@ class Link:
             self.wake()
 
 
-def socket_path(port: int) -> tuple[str, bool]:
-    """Returns the socket path of the agent for the engine at this HTTP port, and whether the
-    operator set it."""
+def socket_paths(port: int) -> tuple[list[str], bool]:
+    """Returns the places where the socket of the agent for the engine at this HTTP port may be, and
+    whether the operator set the only one. The agent's default is the first of them that it can use:
+    `config/state_folder.rs`. Its environment may differ from the engine's, so the shim tries each.
+    """
     if configured_path := os.environ.get("BERTH_SHIM_SOCKET"):
-        return configured_path, True
-    return f"/tmp/berth-{os.getuid()}/engine-{port}.sock", False
+        return [configured_path], True
+    state_home = os.environ.get("XDG_STATE_HOME", "")
+    if not os.path.isabs(state_home):
+        state_home = os.path.expanduser("~/.local/state")
+    runtimes = [os.environ.get("XDG_RUNTIME_DIR", ""), f"/run/user/{os.getuid()}"]
+    folders = [os.path.join(path, "berth") for path in runtimes if os.path.isabs(path)]
+    folders += [SYSTEM_FOLDER, os.path.join(state_home, "berth")]
+    return [f"{folder}/engine-{port}.sock" for folder in dict.fromkeys(folders)], False

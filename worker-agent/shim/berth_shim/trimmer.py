@@ -40,7 +40,7 @@ from msgspec.structs import replace
 
 from . import wire
 from .eligibility import cache_namespace, engine_refusal, fast_tokenizer, request_refusal
-from .link import Link, socket_path
+from .link import Link, socket_paths
 from .transcripts import Transcripts
 from .trim import (
     Diverged, Finished, Lost, Outcome, Plan, Refused, Retokenized, RolledBack, Tokenizer, TooLong,
@@ -164,7 +164,7 @@ class Trimmer:
                 from sglang.srt.managers.io_struct import SessionParams
 
                 self.enable(manager.tokenizer, SessionParams)
-            self.connect(*socket_path(manager.server_args.port))
+            self.connect(*socket_paths(manager.server_args.port))
         except Exception as error:
             self._fail("start", error)
 
@@ -175,10 +175,11 @@ class Trimmer:
         self._bos_id = getattr(tokenizer, "bos_token_id", None)
         self._inert_reason = ""
 
-    def connect(self, path: str, is_path_configured: bool) -> None:
-        """Starts to connect to the agent. `path` is the path of the shim's socket, and
-        `is_path_configured` tells whether the operator set it."""
-        self._link = Link(path + ".trim", is_path_configured, self._hello())
+    def connect(self, paths: list[str], is_path_configured: bool) -> None:
+        """Starts to connect to the agent. `paths` are the places where the shim's socket may be,
+        and `is_path_configured` tells whether the operator set it."""
+        paths = [path + ".trim" for path in paths]
+        self._link = Link(paths, is_path_configured, self._hello())
         self._link.start()
 
     def _hello(self) -> bytes:

@@ -211,7 +211,9 @@ impl Default for AuditTable {
 #[serde(default, deny_unknown_fields)]
 pub struct FilesTable {
     /// The folder for the journal (the file that lists the open sessions) and for the shim's
-    /// socket. It must be the same for every agent of an engine. Empty: `/tmp/berth-<uid>`.
+    /// socket. It must be the same for every agent of an engine, and belong to the agent's user.
+    /// Empty: `berth` in `XDG_RUNTIME_DIR`, else `/run/berth`, if they belong to the user; else
+    /// `berth` in `XDG_STATE_HOME` or `~/.local/state`.
     pub state_dir: PathBuf,
     /// The path of the socket on which the agent listens for the engine's shim. Empty:
     /// `engine-<port>.sock` in `state_dir`. The shim finds that path without configuration if

@@ -5,13 +5,14 @@
 //! accepts connections here. This module reads and writes nothing on them.
 
 use std::{
-    fs::{self, DirBuilder, Permissions},
+    fs::{self, Permissions},
     io::{self, ErrorKind},
-    os::unix::fs::{DirBuilderExt as _, FileTypeExt as _, MetadataExt as _, PermissionsExt as _},
+    os::unix::fs::{FileTypeExt as _, PermissionsExt as _},
     path::{Path, PathBuf},
     time::Duration,
 };
 
+use service::private_folder::{PrivateFolder, own_uid};
 use tokio::net::{UnixListener, UnixStream};
 
 use super::Error;
@@ -32,17 +33,14 @@ impl Socket {
     /// Listens at `path`. Replaces the socket file of an agent that no longer runs.
     pub(super) fn bind(path: &Path) -> Result<Self, Error> {
         let to_bind_error = |source| Error::Bind { path: path.display().to_string(), source };
-        let uid = fs::metadata("/proc/self").map_err(to_bind_error)?.uid();
-        let folder = path.parent().unwrap_or(Path::new("."));
         // A user with write access to the folder could replace this socket with another one.
-        if !ensure_private_folder(folder, uid).map_err(to_bind_error)? {
-            return Err(Error::UnsafeFolder(folder.display().to_string()));
-        }
+        let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+        PrivateFolder::open(folder.unwrap_or(Path::new(".")))?;
         if !remove_stale_socket(path).map_err(to_bind_error)? {
             return Err(Error::PathTaken(path.display().to_string()));
         }
         let listener = UnixListener::bind(path).map_err(to_bind_error)?;
-        let socket = Self { listener, path: path.to_owned(), uid };
+        let socket = Self { listener, path: path.to_owned(), uid: own_uid() };
         fs::set_permissions(path, Permissions::from_mode(0o600)).map_err(to_bind_error)?;
         Ok(socket)
     }
@@ -68,15 +66,6 @@ impl Drop for Socket {
         // This fails if the file is already gone, which does no harm.
         let _ = fs::remove_file(&self.path);
     }
-}
-
-/// Creates the folder for this user alone if it is missing. Returns whether only this user and root
-/// can write to the folder.
-fn ensure_private_folder(folder: &Path, uid: u32) -> io::Result<bool> {
-    DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
-    let metadata = fs::symlink_metadata(folder)?;
-    let is_writable_by_others = metadata.mode() & 0o022 != 0;
-    Ok(metadata.is_dir() && [0, uid].contains(&metadata.uid()) && !is_writable_by_others)
 }
 
 /// Removes the socket file that a crashed agent has left. Returns whether the path is free now. It

@@ -286,5 +286,5 @@ async fn a_crashed_agents_socket_is_replaced_and_nothing_else_is() {
     let open = folder.0.join("open");
     std::fs::create_dir(&open).unwrap();
     std::fs::set_permissions(&open, std::fs::Permissions::from_mode(0o777)).unwrap();
-    assert!(matches!(listen(&open.join("s"), sender, &tasks), Err(Error::UnsafeFolder(_))));
+    assert!(matches!(listen(&open.join("s"), sender, &tasks), Err(Error::Folder(_))));
 }
