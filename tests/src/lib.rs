@@ -8,6 +8,7 @@ pub mod demo;
 pub mod engine_sim;
 pub mod keys;
 pub mod nvml;
+pub mod process;
 pub mod replay;
 pub mod scheduler;
 pub mod sim;

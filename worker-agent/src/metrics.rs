@@ -46,6 +46,8 @@ pub struct Metrics {
     staged_prefill_stages: Family<OutcomeLabel, Counter>,
     staged_prefill_tokens: Counter,
     volatile_prefixes: Family<RoleLabel, Counter>,
+    journal_failures: Counter,
+    journal_behind: Gauge,
 }
 
 /// The result of one stage of staged prefill.
@@ -136,6 +138,8 @@ impl Metrics {
             staged_prefill_stages: Family::default(),
             staged_prefill_tokens: Counter::default(),
             volatile_prefixes: Family::default(),
+            journal_failures: Counter::default(),
+            journal_behind: Gauge::default(),
         };
         metrics.register(registry);
         metrics
@@ -191,11 +195,25 @@ impl Metrics {
         let help = "Sessions with a volatile prefix: an early text in their prompts that differs \
                     from turn to turn. Counted once per session and place, by the text's role";
         registry.register("volatile_prefixes", help, self.volatile_prefixes.clone());
+        let help = "Attempts to write the journal of open sessions that failed";
+        registry.register("journal_failures", help, self.journal_failures.clone());
+        let help = "1 while the journal lacks a record and no session is pinned for that; else 0";
+        registry.register("journal_behind", help, self.journal_behind.clone());
     }
 
     /// Counts a turn that the agent refused.
     pub fn count_refusal(&self, code: &'static str) {
         self.refusals.get_or_create(&CodeLabel { code }).inc();
+    }
+
+    /// Counts a failed attempt to write the journal.
+    pub fn count_journal_failure(&self) {
+        self.journal_failures.inc();
+    }
+
+    /// Sets whether the journal lacks a record.
+    pub fn set_journal_behind(&self, is_behind: bool) {
+        self.journal_behind.set(i64::from(is_behind));
     }
 
     /// Counts an event of a session.

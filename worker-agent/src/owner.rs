@@ -156,11 +156,13 @@ impl Owner {
             self.table.next_deadline(),
             self.audit_desk.audits().next_due(),
             self.drain.next_deadline(),
+            self.engine_calls.next_journal_retry(),
         ];
         deadlines.into_iter().flatten().fold(self.reporter.next_due(), Instant::min)
     }
 
     fn run_deadlines(&mut self, now: Instant) {
+        self.engine_calls.retry_journal(now);
         self.table.run_deadlines(now);
         self.audit_desk.run_deadlines(now);
         self.carry_out_effects();
@@ -413,7 +415,6 @@ impl Owner {
         if !effects.is_empty() {
             self.reporter.mark_stale();
         }
-        let mut journal_error = None;
         for effect in effects {
             match effect {
                 Effect::Admitted { rid, turn } => {
@@ -422,16 +423,14 @@ impl Owner {
                     }
                 }
                 Effect::Refused { rid, error } => self.waiters.refuse(&rid, error.into()),
-                Effect::Journal(record) => {
-                    if let Err(reason) = self.engine_calls.write_journal(&record) {
-                        journal_error = Some(reason);
+                Effect::Journal(record) => self.engine_calls.write_journal(&record),
+                // A session must not be opened if it isn't in the journal.
+                Effect::Open { incarnation, idle_max } => {
+                    match self.engine_calls.journal_problem().map(str::to_owned) {
+                        Some(reason) => self.engine_calls.refuse_open(incarnation, reason),
+                        None => self.engine_calls.open(incarnation, idle_max),
                     }
                 }
-                // A session must not be opened if it isn't in the journal.
-                Effect::Open { incarnation, idle_max } => match &journal_error {
-                    Some(reason) => self.engine_calls.refuse_open(incarnation, reason.clone()),
-                    None => self.engine_calls.open(incarnation, idle_max),
-                },
                 Effect::Close(close_request) => {
                     let rank_count = self.engine.info().map(|info| info.rows.len());
                     let all_shims_connected = rank_count == Some(self.shims.count());

@@ -239,6 +239,8 @@ pub enum OpenResult {
     Opened,
     /// The engine refused to open it, or was not asked. Carries the reason.
     NotOpened(String),
+    /// The engine was not asked, because the journal could not be written. Carries the reason.
+    NotJournaled(String),
     /// The answer was lost, so the session may be open. Carries the reason.
     Unknown(String),
 }

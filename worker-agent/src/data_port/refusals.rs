@@ -50,6 +50,7 @@ pub fn refusal(error: &owner::Error) -> Refusal {
                 Refusal::new(StatusCode::PAYLOAD_TOO_LARGE, "turn_too_large", error.to_string())
             }
             E::OpenFailed(_) => down("open_failed"),
+            E::JournalFailed(_) => down("journal_failed"),
             E::EngineLost => down("engine_lost"),
             E::Stopping => down("stopping"),
             // The name of the missing resource is the code.

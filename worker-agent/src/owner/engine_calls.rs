@@ -6,15 +6,16 @@
 //! [`EngineClient`] makes the HTTP calls, and the session table decides what follows for each
 //! session.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use service::{clock::now, tasks::Tasks};
+use service::{clock::now, private_folder, tasks::Tasks};
 use tokio::sync::mpsc;
-use tracing::{error, warn};
+use tracing::{error, info, warn};
 
 use super::handle::OwnerMessage;
 use crate::{
     engine::EngineClient,
+    metrics::Metrics,
     session::{
         CloseRequest, CloseResult, OpenResult, Table,
         journal::{Journal, Record},
@@ -30,23 +31,80 @@ const ENGINE_IDLE_MARGIN: Duration = Duration::from_secs(24 * 3600);
 /// the table shows the effects of what has just happened.
 const TABLE_REQUEST_PAUSE: Duration = Duration::from_millis(20);
 
+/// The pause before the journal is written again, where its disk was full for example. A write takes
+/// less than a millisecond.
+const JOURNAL_RETRY_PAUSE: Duration = Duration::from_secs(1);
+
 /// The owner task's access to the engine.
 pub(super) struct EngineCalls {
     pub(super) engine: EngineClient,
     /// The file that lists the open sessions.
-    pub(super) journal: Journal,
+    journal: Journal,
+    /// When the journal is written again, and why it could not be written; `None` if it is complete.
+    journal_retry: Option<(Instant, String)>,
+    metrics: Metrics,
     /// The owner task's mailbox, which gets the results.
-    pub(super) mailbox: mpsc::Sender<OwnerMessage>,
-    pub(super) tasks: Tasks,
+    mailbox: mpsc::Sender<OwnerMessage>,
+    tasks: Tasks,
 }
 
 impl EngineCalls {
-    /// Writes a record to the journal. Returns the reason if that failed, which is logged.
-    pub(super) fn write_journal(&mut self, record: &Record) -> Result<(), String> {
-        self.journal.write(record).map_err(|error| {
-            error!(%error, "the journal can't be written");
-            error.to_string()
-        })
+    pub(super) fn new(
+        engine: EngineClient,
+        journal: Journal,
+        metrics: Metrics,
+        mailbox: mpsc::Sender<OwnerMessage>,
+        tasks: Tasks,
+    ) -> Self {
+        Self { engine, journal, journal_retry: None, metrics, mailbox, tasks }
+    }
+
+    /// Writes a record to the journal. What can't be written is written again later.
+    pub(super) fn write_journal(&mut self, record: &Record) {
+        let result = self.journal.write(record);
+        self.note_journal(result);
+    }
+
+    /// Returns why the journal lacks a record; `None` if it is complete.
+    pub(super) fn journal_problem(&self) -> Option<&str> {
+        self.journal_retry.as_ref().map(|(_, reason)| reason.as_str())
+    }
+
+    /// Returns when [`Self::retry_journal`] must be called next.
+    pub(super) fn next_journal_retry(&self) -> Option<Instant> {
+        self.journal_retry.as_ref().map(|(at, _)| *at)
+    }
+
+    /// Writes what the journal lacks, if the pause since the last attempt has passed.
+    pub(super) fn retry_journal(&mut self, now: Instant) {
+        if self.next_journal_retry().is_some_and(|at| at <= now) {
+            let result = self.journal.retry();
+            self.note_journal(result);
+        }
+    }
+
+    fn note_journal(&mut self, result: Result<(), private_folder::Error>) {
+        match result {
+            Ok(()) if self.journal_retry.take().is_some() => {
+                info!("the journal is complete again");
+                self.metrics.set_journal_behind(false);
+            }
+            Ok(()) => {}
+            Err(error) => {
+                let cause = std::error::Error::source(&error).map(ToString::to_string);
+                let reason = [Some(error.to_string()), cause].into_iter().flatten();
+                let reason = reason.collect::<Vec<_>>().join(": ");
+                if self.journal_retry.is_none() {
+                    error!(
+                        reason,
+                        "the journal can't be written; no session is pinned until it can"
+                    );
+                }
+                self.journal_retry = Some((now() + JOURNAL_RETRY_PAUSE, reason));
+                self.metrics.count_journal_failure();
+                self.metrics.set_journal_behind(true);
+            }
+        }
     }
 
     /// Starts a task that opens an incarnation at the engine.
@@ -63,9 +121,9 @@ impl EngineCalls {
         });
     }
 
-    /// Reports that an incarnation was not opened, without calling the engine.
+    /// Reports that an incarnation was not opened, because the journal lacks a record for `reason`.
     pub(super) fn refuse_open(&self, incarnation: String, reason: String) {
-        let result = OpenResult::NotOpened(reason);
+        let result = OpenResult::NotJournaled(reason);
         self.send_result(async { OwnerMessage::OpenResult { incarnation, result } });
     }
 
@@ -111,8 +169,8 @@ impl EngineCalls {
     /// `instance`, and begins the journal of this agent process.
     pub(super) fn close_leftover_sessions(&mut self, table: &mut Table, instance: &str) {
         let leftover_sessions = self.journal.incarnations_left_open(instance);
-        // A failure was logged. It is no reason to close nothing.
-        let _ = self.write_journal(&Record::Engine { instance: instance.to_owned() });
+        // If this fails, nothing is pinned until it succeeds.
+        self.write_journal(&Record::Engine { instance: instance.to_owned() });
         if !leftover_sessions.is_empty() {
             warn!(
                 sessions = leftover_sessions.len(),

@@ -98,6 +98,12 @@ pub enum Error {
     /// The engine did not open the session. Carries the reason.
     #[error("the engine did not open the session: {0}")]
     OpenFailed(String),
+    /// The session was not opened, because the journal could not be written. Carries the reason.
+    #[error(
+        "this agent can't keep its journal of open sessions, so it pins none: {0}; use another \
+         worker, or open the session tagged"
+    )]
+    JournalFailed(String),
     /// The turn may need more tokens than all pinned sessions together may hold (the pin budget).
     #[error(
         "this turn may need {tokens_needed} tokens of KV, but all pinned sessions together may \

@@ -9,13 +9,18 @@
 //! loses nothing that it has written, and when the machine goes down, the engine's sessions are
 //! lost too. An incomplete last line is skipped, because the agent acts on a record only after its
 //! write has succeeded. The file is rewritten when most of its lines are obsolete.
+//!
+//! A record that can't be written, because the disk is full for example, is not forgotten: the file
+//! is *behind*, and the next write or [`Journal::retry`] writes the whole file anew.
 
 use std::{
     collections::BTreeMap,
-    fs::{File, OpenOptions},
-    io::{self, Read as _, Write as _},
+    fs::File,
+    io::{Read as _, Write as _},
     path::{Path, PathBuf},
 };
+
+use service::private_folder::{self, PrivateFolder};
 
 /// The file is rewritten when it has more than this many lines per open incarnation, and more than
 /// [`LINES_KEPT_MAX`] lines.
@@ -71,25 +76,29 @@ pub enum Error {
          another engine"
     )]
     Locked(PathBuf),
-    /// A file can't be read or written.
-    #[error("can't use {0}: set `state_dir` to a folder that this agent may write to")]
-    Io(PathBuf, #[source] io::Error),
+    /// The folder isn't safe to use, or a file in it can't be read or written.
+    #[error(
+        "can't keep the journal of open sessions: set `state_dir` to a folder of this agent's own \
+         user (where it is not set, earlier versions used /tmp/berth-<uid>)"
+    )]
+    Folder(#[from] private_folder::Error),
 }
 
 /// The journal of one engine, locked for this process.
 #[derive(Debug)]
 pub struct Journal {
-    path: PathBuf,
+    folder: PrivateFolder,
+    name: String,
     file: File,
     /// Held until the process ends in any way.
     _lock: File,
-    /// What the records in the file say together.
+    /// What the records say together, written or not.
     state: JournalState,
-    /// The number of lines in the file.
+    /// The number of lines in the file since it was last rewritten, or since that was last tried.
     line_count: usize,
-    /// Whether the file may end with an incomplete record. Then the file is rewritten before the
-    /// next record is written.
-    may_end_incomplete: bool,
+    /// Whether the file lacks a record, or ends with an incomplete one. Then the file is rewritten
+    /// before the next record is written.
+    is_behind: bool,
 }
 
 /// What all records together say: the engine process, and the incarnations open in it.
@@ -185,30 +194,30 @@ impl Journal {
     /// Opens and locks the journal of the engine called `name` in the folder `dir`.
     ///
     /// # Errors
-    /// When another process holds the lock, or a file can't be used.
+    /// When another process holds the lock, another user could change the folder, or a file can't
+    /// be used.
     pub fn open(dir: &Path, name: &str) -> Result<Self, Error> {
-        let io_error = |path: &Path| {
-            let path = path.to_owned();
-            move |error| Error::Io(path, error)
-        };
-        std::fs::create_dir_all(dir).map_err(io_error(dir))?;
-        let (path, lock_path) =
-            (dir.join(format!("{name}.journal")), dir.join(format!("{name}.lock")));
-        let lock = File::create(&lock_path).map_err(io_error(&lock_path))?;
+        let folder = PrivateFolder::open(dir)?;
+        let (lock_name, name) = (format!("{name}.lock"), format!("{name}.journal"));
+        let lock = folder.open_file(&lock_name)?;
+        let io_error = |name: &str, error| private_folder::Error::Io(dir.join(name), error);
         match lock.try_lock() {
             Ok(()) => {}
-            Err(std::fs::TryLockError::WouldBlock) => return Err(Error::Locked(lock_path)),
-            Err(std::fs::TryLockError::Error(error)) => return Err(io_error(&lock_path)(error)),
+            Err(std::fs::TryLockError::WouldBlock) => {
+                return Err(Error::Locked(dir.join(lock_name)));
+            }
+            Err(std::fs::TryLockError::Error(error)) => {
+                return Err(io_error(&lock_name, error).into());
+            }
         }
         let mut text = vec![];
-        match File::open(&path) {
-            Ok(mut file) => drop(file.read_to_end(&mut text).map_err(io_error(&path))?),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-            Err(error) => return Err(io_error(&path)(error)),
-        }
-        let (state, _) = replay(&text);
-        let (file, line_count) = rewrite(&path, &state).map_err(io_error(&path))?;
-        Ok(Self { path, file, _lock: lock, state, line_count, may_end_incomplete: false })
+        let mut file = folder.open_file(&name)?;
+        file.read_to_end(&mut text).map_err(|error| io_error(&name, error))?;
+        let (state, line_count) = replay(&text);
+        let mut journal =
+            Self { folder, name, file, _lock: lock, state, line_count, is_behind: true };
+        journal.rewrite()?;
+        Ok(journal)
     }
 
     /// Returns the incarnations that are open in the engine process `instance`. Empty if the
@@ -219,36 +228,60 @@ impl Journal {
         if is_same_process { self.state.open_incarnations.clone() } else { BTreeMap::new() }
     }
 
-    /// Writes a record. When this returns, the next agent will find it.
+    /// Writes a record, and those that could not be written before. When this succeeds, the next
+    /// agent will find them all.
     ///
     /// # Errors
-    /// When the record could not be written. Nothing that relies on it may be done then.
-    pub fn write(&mut self, record: &Record) -> io::Result<()> {
-        if self.may_end_incomplete {
-            (self.file, self.line_count) = rewrite(&self.path, &self.state)?;
-        }
-        self.may_end_incomplete = true;
-        self.file.write_all(record.to_line().as_bytes())?;
-        self.may_end_incomplete = false;
+    /// When a record could not be written. Then nothing that relies on it may be done, and the
+    /// journal is behind until a later write or [`Self::retry`] succeeds.
+    pub fn write(&mut self, record: &Record) -> Result<(), private_folder::Error> {
         self.state.apply(record);
+        if self.is_behind {
+            return self.rewrite();
+        }
+        self.is_behind = true;
+        self.file
+            .write_all(record.to_line().as_bytes())
+            .map_err(|error| private_folder::Error::Io(self.path(), error))?;
+        self.is_behind = false;
         self.line_count += 1;
         if self.line_count
             > LINES_KEPT_MAX.max(self.state.open_incarnations.len() * LINES_PER_INCARNATION_MAX)
         {
-            (self.file, self.line_count) = rewrite(&self.path, &self.state)?;
+            // The file is complete, only long. If it can't be shortened now, it may be later.
+            self.line_count = 0;
+            let _ = self.rewrite();
+            self.is_behind = false;
         }
         Ok(())
     }
-}
 
-/// Atomically replaces the file by the shortest list of records that leads to `state`. Returns the
-/// new file and its number of lines.
-fn rewrite(path: &Path, state: &JournalState) -> io::Result<(File, usize)> {
-    let lines: Vec<String> = state.records().map(|record| record.to_line()).collect();
-    let new_path = path.with_extension("new");
-    std::fs::write(&new_path, lines.concat())?;
-    std::fs::rename(&new_path, path)?;
-    Ok((OpenOptions::new().append(true).open(path)?, lines.len()))
+    /// Whether the file lacks a record that could not be written.
+    #[must_use]
+    pub fn is_behind(&self) -> bool {
+        self.is_behind
+    }
+
+    /// Writes what could not be written before.
+    ///
+    /// # Errors
+    /// When that can't be written either.
+    pub fn retry(&mut self) -> Result<(), private_folder::Error> {
+        if self.is_behind { self.rewrite() } else { Ok(()) }
+    }
+
+    fn path(&self) -> PathBuf {
+        self.folder.path().join(&self.name)
+    }
+
+    /// Atomically replaces the file by the shortest list of records that leads to the state.
+    fn rewrite(&mut self) -> Result<(), private_folder::Error> {
+        let lines: Vec<String> = self.state.records().map(|record| record.to_line()).collect();
+        self.file = self.folder.replace_file(&self.name, lines.concat().as_bytes())?;
+        self.line_count = lines.len();
+        self.is_behind = false;
+        Ok(())
+    }
 }
 
 #[cfg(test)]
@@ -363,9 +396,53 @@ mod tests {
         journal.write(&engine("E")).unwrap();
         // The remains of a record after its write failed on a full disk.
         journal.file.write_all(b"opening a").unwrap();
-        journal.may_end_incomplete = true;
+        journal.is_behind = true;
         journal.write(&opening("b")).unwrap();
         drop(journal);
         assert_eq!(open(dir.path()).incarnations_left_open("E").keys().collect::<Vec<_>>(), ["b"]);
+    }
+
+    /// Makes every write fail as on a full disk, until the returned folder is removed.
+    fn fill_disk(journal: &mut Journal, dir: &Path) -> PathBuf {
+        journal.file = File::options().append(true).open("/dev/full").unwrap();
+        let in_the_way = dir.join("engine.journal.new");
+        std::fs::create_dir(&in_the_way).unwrap();
+        in_the_way
+    }
+
+    #[test]
+    fn what_a_full_disk_refused_is_written_later() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut journal = open(dir.path());
+        for record in [engine("E"), opening("a"), turn("a", "r")] {
+            journal.write(&record).unwrap();
+        }
+        let full = fill_disk(&mut journal, dir.path());
+        for record in [engine("F"), opening("b")] {
+            assert!(journal.write(&record).is_err(), "{record:?} on a full disk");
+        }
+        assert!(journal.retry().is_err() && journal.is_behind());
+        std::fs::remove_dir(full).unwrap();
+        journal.retry().unwrap();
+        assert!(!journal.is_behind());
+        drop(journal);
+        let left = open(dir.path()).incarnations_left_open("F");
+        assert_eq!(left.keys().collect::<Vec<_>>(), ["b"], "of the engine that is there now");
+    }
+
+    #[test]
+    fn a_file_that_is_not_this_user_s_own_is_not_touched() {
+        let dir = tempfile::tempdir().unwrap();
+        let victim = dir.path().join("victim");
+        std::fs::write(&victim, "precious").unwrap();
+        for name in ["engine.lock", "engine.journal"] {
+            let state = dir.path().join(name.replace('.', "-"));
+            drop(Journal::open(&state, "engine").unwrap());
+            std::fs::remove_file(state.join(name)).unwrap();
+            std::os::unix::fs::symlink(&victim, state.join(name)).unwrap();
+            let opened = Journal::open(&state, "engine");
+            assert!(matches!(opened, Err(Error::Folder(_))), "{name}: {opened:?}");
+        }
+        assert_eq!(std::fs::read_to_string(&victim).unwrap(), "precious");
     }
 }

@@ -225,12 +225,17 @@ impl Table {
                 self.finish_reopen(now, &key, true);
             }
             (OpenResult::Opened, None) => self.forget_open(now, incarnation, true),
-            (OpenResult::NotOpened(reason) | OpenResult::Unknown(reason), key) => {
-                let may_be_open = matches!(result, OpenResult::Unknown(_));
-                self.forget_open(now, incarnation, may_be_open);
-                if let Some(key) = key {
-                    self.handle_failed_open(now, &key, reason);
-                }
+            (OpenResult::NotOpened(reason), key) => {
+                let error = Error::OpenFailed(reason.clone());
+                self.handle_failed_open(now, incarnation, key, false, error);
+            }
+            (OpenResult::NotJournaled(reason), key) => {
+                let error = Error::JournalFailed(reason.clone());
+                self.handle_failed_open(now, incarnation, key, false, error);
+            }
+            (OpenResult::Unknown(reason), key) => {
+                let error = Error::OpenFailed(reason.clone());
+                self.handle_failed_open(now, incarnation, key, true, error);
             }
         }
         self.process_queue(now);
@@ -249,8 +254,17 @@ impl Table {
         }
     }
 
-    /// Handles the failed open of a session's incarnation.
-    fn handle_failed_open(&mut self, now: Instant, key: &SessionKey, reason: &str) {
+    /// Handles the failed open of an incarnation. `key` is its session, if that still waits for it.
+    fn handle_failed_open(
+        &mut self,
+        now: Instant,
+        incarnation: &str,
+        key: Option<SessionKey>,
+        may_be_open: bool,
+        error: Error,
+    ) {
+        self.forget_open(now, incarnation, may_be_open);
+        let Some(key) = &key else { return };
         if self.finish_reopen(now, key, false) {
             return;
         }
@@ -259,7 +273,7 @@ impl Table {
             // The agent pinned this session on its own, so its turns continue without the pin.
             self.unpin_without_close(now, key);
         } else {
-            self.drop_session(now, key, &Error::OpenFailed(reason.to_owned()));
+            self.drop_session(now, key, &error);
         }
     }
 
