@@ -174,6 +174,21 @@ async fn blocks_left_by_turns_and_removed_by_a_flush_are_reported() {
 }
 
 #[tokio::test]
+async fn events_on_a_unix_socket_are_followed_and_its_replays_too() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| format!("ipc://{}", folder.path().join(name).display());
+    let (endpoint, replay_endpoint) = (path("events"), Some(path("replay")));
+    let config = KvEventsConfig { endpoint, replay_endpoint, ..KvEventsConfig::local() };
+    let cluster = start(|engine| engine.kv_events = Some(config)).await;
+    turn(&cluster, &prompt(0)).await;
+    let mut early = watch(cluster.agent()).await;
+    early.wait_for_blocks("the first turn", &blocks_of([0])).await;
+    cluster.engine().kv_fault(0, Fault::Drop(1)).await;
+    turn(&cluster, &prompt(1)).await;
+    early.wait_for_blocks("a message that was sent again", &blocks_of(0..2)).await;
+}
+
+#[tokio::test]
 async fn blocks_are_reported_with_their_rank() {
     let cluster = start(|config| config.dp_size = 2).await;
     let mut client = cluster.agent().control_client().await.unwrap();

@@ -43,7 +43,7 @@ use tonic::Status;
 use self::{
     event_log::{EventLog, SnapshotRequests},
     metrics::Metrics,
-    publisher_info::PublisherInfo,
+    publisher_info::{PublisherAddresses, PublisherInfo},
     rank_cache::RankCache,
     subscriber::{RankAddresses, Subscriber},
 };
@@ -196,6 +196,12 @@ fn start_ranks(info: &PublisherInfo, shared: &Arc<Shared>, tasks: &Tasks) -> Vec
     if let Err(why) = &info.publishers {
         tracing::info!(why, "no KV events; resident blocks are not published");
     }
+    if info.publishers.as_ref().is_ok_and(PublisherAddresses::are_exposed) {
+        tracing::warn!(
+            "other hosts can read the engine's KV events, which have the token ids of prompts: \
+             publish them on 127.0.0.1 or ipc://"
+        );
+    }
     let request_channels = (0..info.ranks).map(|dp_rank| {
         let (requests_sender, mut requests) = mpsc::channel(SNAPSHOT_REQUESTS_MAX);
         let subscriber_parts = rank_addresses(info, dp_rank).and_then(|addresses| {
@@ -222,7 +228,7 @@ fn start_ranks(info: &PublisherInfo, shared: &Arc<Shared>, tasks: &Tasks) -> Vec
 fn rank_addresses(info: &PublisherInfo, dp_rank: u32) -> Result<RankAddresses, String> {
     let publishers = info.publishers.as_ref().map_err(Clone::clone)?;
     let addresses = publishers.addresses(dp_rank);
-    let (address, replay_address) =
-        addresses.ok_or("there is no port for this rank's KV events")?;
+    let (address, replay_address) = addresses
+        .ok_or("there is no socket for this rank's KV events: ipc:// serves one rank only")?;
     Ok(RankAddresses { dp_rank, address, replay_address, topic: publishers.topic.clone() })
 }

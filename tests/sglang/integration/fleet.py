@@ -45,8 +45,8 @@ def start_engine(
     # The load feed takes the port after those of the KV events and of their replay.
     port, events, replay, _load = free_ports(4)
     kv_events = (
-        f'{{"publisher":"zmq","topic":"kv-events","endpoint":"tcp://*:{events}",'
-        f'"replay_endpoint":"tcp://*:{replay}"}}'
+        f'{{"publisher":"zmq","topic":"kv-events","endpoint":"tcp://127.0.0.1:{events}",'
+        f'"bind":true,"replay_endpoint":"tcp://127.0.0.1:{replay}"}}'
     )
     flags = [
         "--page-size", str(page_size),

@@ -69,14 +69,14 @@ impl KvEventsConfig {
         let endpoints = [Some(&self.endpoint), self.replay_endpoint.as_ref()];
         let malformed = endpoints.into_iter().flatten().find(|e| Endpoint::parse(e).is_none());
         if let Some(endpoint) = malformed {
-            return Some(format!("{endpoint:?} is not of the form tcp://host:port"));
+            return Some(format!("{endpoint:?} is not of the form tcp://host:port or ipc:///path"));
         }
         let endpoint = Endpoint::parse(&self.endpoint).expect("looked at above");
         let checks = [
             (["zmq", "null"].contains(&self.publisher.as_str()), "set publisher to zmq or null"),
             (self.format == "default", "only the default format is simulated"),
             (
-                self.bind.unwrap_or_else(|| endpoint.is_wildcard()),
+                self.bind.unwrap_or_else(|| endpoint.is_bound_by_default()),
                 "a publisher that connects is not simulated: set bind",
             ),
         ];
@@ -94,25 +94,28 @@ impl KvEventsConfig {
     }
 }
 
-/// An address of the form `tcp://host:port`.
+/// An address of the form `tcp://host:port` or `ipc:///path`.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Endpoint {
-    pub(super) host: String,
-    pub(super) port: u16,
+pub(super) enum Endpoint {
+    Tcp { host: String, port: u16 },
+    Ipc { path: String },
 }
 
 impl Endpoint {
     fn parse(text: &str) -> Option<Endpoint> {
+        if let Some(path) = text.strip_prefix("ipc://") {
+            return Some(Endpoint::Ipc { path: path.to_owned() });
+        }
         let (host, port) = text.strip_prefix("tcp://")?.rsplit_once(':')?;
         let host = Some(host).filter(|host| !host.is_empty())?;
-        Some(Endpoint { host: host.to_owned(), port: port.parse().ok()? })
+        Some(Endpoint::Tcp { host: host.to_owned(), port: port.parse().ok()? })
     }
 
-    fn is_wildcard(&self) -> bool {
-        ["*", "0.0.0.0", "[::]"].contains(&self.host.as_str())
-    }
-
-    fn bind_host(&self) -> &str {
-        if self.host == "*" { "0.0.0.0" } else { &self.host }
+    /// Whether the engine binds the address if `bind` isn't set.
+    fn is_bound_by_default(&self) -> bool {
+        match self {
+            Endpoint::Tcp { host, .. } => ["*", "0.0.0.0", "[::]"].contains(&host.as_str()),
+            Endpoint::Ipc { .. } => true,
+        }
     }
 }

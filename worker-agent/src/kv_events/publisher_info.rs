@@ -5,7 +5,11 @@
 //! these events. `engine` requests `/server_info`, and `subscriber` connects to the addresses. This
 //! module only reads the addresses from the JSON.
 
+use std::net::IpAddr;
+
 use serde_json::Value;
+
+use super::zmtp::Endpoint;
 
 /// The engine facts that are needed to follow its KV events.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -22,19 +26,32 @@ pub struct PublisherInfo {
     pub publishers: Result<PublisherAddresses, String>,
 }
 
-/// The addresses of the publishers. Each rank's ports are rank 0's ports plus the rank's number.
+/// The addresses of the publishers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PublisherAddresses {
-    host: String,
-    /// The port on which rank 0 publishes.
-    rank0_port: u16,
-    /// The port on which rank 0 sends old messages again when asked.
-    rank0_replay_port: Option<u16>,
+    sockets: Sockets,
     /// The topic to subscribe to.
     pub topic: String,
     /// Tokens in a page as the events count pages, if the engine states it. With context
     /// parallelism, one such page is several pages of the engine's pool.
     pub page_tokens: Option<u32>,
+}
+
+/// The sockets of all ranks.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Sockets {
+    /// Each rank's ports are rank 0's ports plus the rank's number.
+    Tcp {
+        host: String,
+        /// The port on which rank 0 publishes.
+        rank0_port: u16,
+        /// The port on which rank 0 sends old messages again when asked.
+        rank0_replay_port: Option<u16>,
+        /// Whether other hosts reach the ports.
+        is_exposed: bool,
+    },
+    /// The paths of unix sockets. The engine offers them only without data parallelism.
+    Ipc { path: String, replay: Option<Endpoint> },
 }
 
 impl PublisherAddresses {
@@ -46,27 +63,21 @@ impl PublisherAddresses {
     pub fn from_server_info(info: &Value, engine_host: &str) -> Result<Self, String> {
         let Some(kv_events) = info.get("kv_events").filter(|kv_events| kv_events.is_object())
         else {
-            return Err("the engine publishes no KV events; start it with \
-                        --kv-events-config '{\"publisher\": \"zmq\", …}'"
-                .to_owned());
+            return Self::from_engine_flag(info, engine_host);
         };
         let text = |key: &str| kv_events.get(key).and_then(Value::as_str);
         let port =
             |key: &str| kv_events.get(key)?.as_u64().and_then(|port| u16::try_from(port).ok());
-        if text("publisher") != Some("zmq") {
-            let publisher = text("publisher").unwrap_or("none");
-            return Err(format!("the engine's publisher of KV events is {publisher}, not zmq"));
-        }
-        let host = match text("endpoint_host").unwrap_or("*") {
-            // With a wildcard address, the publisher listens on every address of the engine's host.
-            "*" | "0.0.0.0" | "::" | "[::]" | "" => engine_host,
-            host => host,
-        };
+        check_publisher(text("publisher"))?;
+        let announced_host = text("endpoint_host").unwrap_or("*");
         Ok(Self {
-            host: host.to_owned(),
-            rank0_port: port("endpoint_port_base")
-                .ok_or("the engine doesn't say on which port it publishes KV events")?,
-            rank0_replay_port: port("replay_endpoint_port_base"),
+            sockets: Sockets::Tcp {
+                host: reachable_host(announced_host, engine_host).to_owned(),
+                rank0_port: port("endpoint_port_base")
+                    .ok_or("the engine doesn't say on which port it publishes KV events")?,
+                rank0_replay_port: port("replay_endpoint_port_base"),
+                is_exposed: !is_loopback(announced_host),
+            },
             topic: text("topic").unwrap_or("").to_owned(),
             page_tokens: kv_events
                 .get("block_size")
@@ -76,17 +87,85 @@ impl PublisherAddresses {
         })
     }
 
-    /// Returns the addresses of a rank's publisher and of its replay socket, each as `host:port`.
-    /// Returns `None` if there is no such port.
-    pub(super) fn addresses(&self, dp_rank: u32) -> Option<(String, Option<String>)> {
-        let rank = u16::try_from(dp_rank).ok()?;
-        let address = |port: u16| Some(format!("{}:{}", self.host, port.checked_add(rank)?));
-        let replay = match self.rank0_replay_port {
-            Some(port) => Some(address(port)?),
-            None => None,
-        };
-        Some((address(self.rank0_port)?, replay))
+    /// Reads the addresses from the engine's flag `--kv-events-config`. The engine describes only
+    /// TCP endpoints in `kv_events`; a unix socket is known from the flag alone.
+    fn from_engine_flag(info: &Value, engine_host: &str) -> Result<Self, String> {
+        let none = "the engine publishes no KV events; start it with \
+                    --kv-events-config '{\"publisher\": \"zmq\", …}'";
+        let flag = info.get("kv_events_config").and_then(Value::as_str).ok_or(none)?;
+        let config: Value = serde_json::from_str(flag).map_err(|_| none)?;
+        let text = |key: &str| config.get(key).and_then(Value::as_str);
+        check_publisher(text("publisher"))?;
+        let path = text("endpoint").and_then(|endpoint| endpoint.strip_prefix("ipc://"));
+        let path = path.ok_or(none)?;
+        if !path.starts_with(['/', '@']) {
+            return Err(format!(
+                "the engine publishes KV events at ipc://{path}, which depends on its working \
+                 folder; give it the whole path, like ipc:///run/berth/kv-events"
+            ));
+        }
+        let replay = text("replay_endpoint").and_then(|endpoint| {
+            if let Some(path) = endpoint.strip_prefix("ipc://") {
+                return Some(Endpoint::Ipc(path.to_owned()));
+            }
+            let (host, port) = endpoint.strip_prefix("tcp://")?.rsplit_once(':')?;
+            Some(Endpoint::Tcp(format!("{}:{port}", reachable_host(host, engine_host))))
+        });
+        Ok(Self {
+            sockets: Sockets::Ipc { path: path.to_owned(), replay },
+            topic: text("topic").unwrap_or("").to_owned(),
+            page_tokens: None,
+        })
     }
+
+    /// Returns the addresses of a rank's publisher and of its replay socket. Returns `None` if the
+    /// rank has none.
+    pub(super) fn addresses(&self, dp_rank: u32) -> Option<(Endpoint, Option<Endpoint>)> {
+        match &self.sockets {
+            Sockets::Tcp { host, rank0_port, rank0_replay_port, .. } => {
+                let rank = u16::try_from(dp_rank).ok()?;
+                let address =
+                    |port: u16| Some(Endpoint::Tcp(format!("{host}:{}", port.checked_add(rank)?)));
+                let replay = match rank0_replay_port {
+                    Some(port) => Some(address(*port)?),
+                    None => None,
+                };
+                Some((address(*rank0_port)?, replay))
+            }
+            Sockets::Ipc { path, replay } => {
+                (dp_rank == 0).then(|| (Endpoint::Ipc(path.clone()), replay.clone()))
+            }
+        }
+    }
+
+    /// Whether other hosts reach the publishers. What these publish has the token ids of prompts,
+    /// and they ask nobody for a credential.
+    #[must_use]
+    pub(super) fn are_exposed(&self) -> bool {
+        matches!(self.sockets, Sockets::Tcp { is_exposed: true, .. })
+    }
+}
+
+fn check_publisher(publisher: Option<&str>) -> Result<(), String> {
+    if publisher == Some("zmq") {
+        return Ok(());
+    }
+    let publisher = publisher.unwrap_or("none");
+    Err(format!("the engine's publisher of KV events is {publisher}, not zmq"))
+}
+
+/// Returns the host to connect to. With a wildcard address, the publisher listens on every address
+/// of the engine's host.
+fn reachable_host<'a>(announced_host: &'a str, engine_host: &'a str) -> &'a str {
+    match announced_host {
+        "*" | "0.0.0.0" | "::" | "[::]" | "" => engine_host,
+        host => host,
+    }
+}
+
+fn is_loopback(host: &str) -> bool {
+    let address = host.trim_start_matches('[').trim_end_matches(']').parse::<IpAddr>();
+    host == "localhost" || address.is_ok_and(|address| address.is_loopback())
 }
 
 #[cfg(test)]
@@ -110,13 +189,56 @@ mod tests {
         }))
         .unwrap();
         assert_eq!(publishers.topic, "kv-events");
-        let both = ("10.0.0.7:5559".to_owned(), Some("10.0.0.7:5560".to_owned()));
+        let tcp = |address: &str| Endpoint::Tcp(address.to_owned());
+        let both = (tcp("10.0.0.7:5559"), Some(tcp("10.0.0.7:5560")));
         assert_eq!(publishers.addresses(2), Some(both));
         assert_eq!(publishers.addresses(65_000), None);
         let named = json!({
             "publisher": "zmq", "endpoint_host": "node-1", "endpoint_port_base": 1, "topic": "",
         });
-        assert_eq!(parse(&named).unwrap().addresses(0), Some(("node-1:1".to_owned(), None)));
+        assert_eq!(parse(&named).unwrap().addresses(0), Some((tcp("node-1:1"), None)));
+    }
+
+    #[test]
+    fn an_endpoint_that_other_hosts_reach_is_noticed() {
+        for (host, is_exposed) in [
+            ("*", true),
+            ("0.0.0.0", true),
+            ("10.0.0.7", true),
+            ("node-1", true),
+            ("::", true),
+            ("127.0.0.1", false),
+            ("127.8.0.1", false),
+            ("[::1]", false),
+            ("localhost", false),
+        ] {
+            let publishers =
+                parse(&json!({"publisher": "zmq", "endpoint_host": host, "endpoint_port_base": 1}));
+            assert_eq!(publishers.unwrap().are_exposed(), is_exposed, "{host}");
+        }
+    }
+
+    #[test]
+    fn a_unix_socket_is_known_from_the_engine_s_flag() {
+        // SGLang 0.5.23 describes no publisher that isn't TCP, but shows its flags.
+        let from_flag = |flag: &str| {
+            let info = json!({ "kv_events": null, "kv_events_config": flag });
+            PublisherAddresses::from_server_info(&info, "10.0.0.7")
+        };
+        let publishers = from_flag(
+            r#"{"publisher":"zmq","endpoint":"ipc:///run/a","replay_endpoint":"ipc:///run/b","topic":"t"}"#,
+        )
+        .unwrap();
+        let ipc = |path: &str| Endpoint::Ipc(path.to_owned());
+        assert_eq!(publishers.addresses(0), Some((ipc("/run/a"), Some(ipc("/run/b")))));
+        assert_eq!(publishers.addresses(1), None, "only rank 0 can have one");
+        assert_eq!((publishers.topic.as_str(), publishers.are_exposed()), ("t", false));
+        let mixed = r#"{"publisher":"zmq","endpoint":"ipc://@name","replay_endpoint":"tcp://*:5"}"#;
+        let replay = Endpoint::Tcp("10.0.0.7:5".to_owned());
+        assert_eq!(from_flag(mixed).unwrap().addresses(0), Some((ipc("@name"), Some(replay))));
+        let why = from_flag(r#"{"publisher":"zmq","endpoint":"ipc://relative"}"#).unwrap_err();
+        assert!(why.contains("whole path"), "{why}");
+        assert!(from_flag(r#"{"publisher":"null","endpoint":"ipc:///run/a"}"#).is_err());
     }
 
     #[test]

@@ -20,7 +20,7 @@ use super::{
     Shared,
     event_log::{EntryContent, RankSnapshot},
     rank_cache::{RankCache, RankStep},
-    zmtp::{Connection, Error, SocketType},
+    zmtp::{Connection, Endpoint, Error, SocketType},
 };
 
 /// The first pause before connecting again. The pause doubles after each failure.
@@ -45,10 +45,10 @@ const REPLAY_END: [u8; 8] = [0xff; 8];
 #[derive(Debug)]
 pub(super) struct RankAddresses {
     pub(super) dp_rank: u32,
-    /// The publisher's address, as `host:port`.
-    pub(super) address: String,
-    /// The address of the socket that answers replay requests, as `host:port`.
-    pub(super) replay_address: Option<String>,
+    /// The publisher's address.
+    pub(super) address: Endpoint,
+    /// The address of the socket that answers replay requests.
+    pub(super) replay_address: Option<Endpoint>,
     /// The topic to subscribe to.
     pub(super) topic: String,
 }
@@ -108,7 +108,7 @@ impl Subscriber {
             let dp_rank = self.addresses.dp_rank;
             let error = match self.connect().await {
                 Ok((event_socket, replay_socket)) => {
-                    info!(dp_rank, address = self.addresses.address, "following KV events");
+                    info!(dp_rank, address = %self.addresses.address, "following KV events");
                     let connected_at = Instant::now();
                     let result = self.follow(event_socket, replay_socket).await;
                     if connected_at.elapsed() > LASTING_CONNECTION_MIN {
@@ -120,7 +120,7 @@ impl Subscriber {
             };
             let ControlFlow::Continue(error) = error else { return };
             if pause == RETRY_MIN {
-                warn!(dp_rank, %error, address = self.addresses.address, "can't follow KV events");
+                warn!(dp_rank, %error, address = %self.addresses.address, "can't follow KV events");
             }
             let why = format!("no KV events from {}: {error}", self.addresses.address);
             self.shared.metrics.remove_rank(dp_rank);
@@ -145,7 +145,7 @@ impl Subscriber {
         let replay_socket = Connection::open(address, SocketType::Dealer).await;
         let replay_socket = replay_socket.inspect_err(|error| {
             let dp_rank = self.addresses.dp_rank;
-            warn!(dp_rank, %error, address, "can't connect for replays; missed KV events are lost");
+            warn!(dp_rank, %error, %address, "can't connect for replays; missed KV events are lost");
         });
         Ok((event_socket, replay_socket.ok()))
     }

@@ -6,12 +6,15 @@
 //! queues messages nor reconnects by itself, because the caller must know when the connection
 //! breaks. Sizes that the peer announces are bounded.
 
-use std::time::Duration;
+use std::{
+    fmt::{self, Debug},
+    time::Duration,
+};
 
 use bytes::{Buf, Bytes, BytesMut};
 use tokio::{
-    io::{AsyncReadExt as _, AsyncWriteExt as _},
-    net::TcpStream,
+    io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _},
+    net::{TcpStream, UnixStream},
     time::timeout,
 };
 
@@ -100,20 +103,58 @@ pub enum Incoming {
     Command(Bytes),
 }
 
+/// Where a socket listens.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Endpoint {
+    /// `host:port`.
+    Tcp(String),
+    /// The path of a unix socket. In ZeroMQ's notation, a name that begins with `@` is in the
+    /// abstract namespace.
+    Ipc(String),
+}
+
+impl fmt::Display for Endpoint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Tcp(address) => write!(f, "{address}"),
+            Self::Ipc(path) => write!(f, "ipc://{path}"),
+        }
+    }
+}
+
+/// A stream of bytes in both directions.
+pub trait Transport: AsyncRead + AsyncWrite + Debug + Send + Unpin + 'static {}
+
+impl<T: AsyncRead + AsyncWrite + Debug + Send + Unpin + 'static> Transport for T {}
+
 /// One connection after its greetings.
 #[derive(Debug)]
 pub struct Connection {
-    stream: TcpStream,
+    stream: Box<dyn Transport>,
     assembler: MessageAssembler,
 }
 
 impl Connection {
-    /// Connects to `address`, which is `host:port`, and exchanges greetings.
+    /// Connects to `endpoint`, and exchanges greetings.
     ///
     /// # Errors
     /// When the peer can't be reached, is too slow, or does not speak ZMTP 3.
-    pub async fn open(address: &str, kind: SocketType) -> Result<Self, Error> {
-        let connect = async { Self::greet(TcpStream::connect(address).await?, kind).await };
+    pub async fn open(endpoint: &Endpoint, kind: SocketType) -> Result<Self, Error> {
+        let connect = async {
+            match endpoint {
+                Endpoint::Tcp(address) => {
+                    let stream = TcpStream::connect(address).await?;
+                    stream.set_nodelay(true)?;
+                    Self::greet(stream, kind).await
+                }
+                Endpoint::Ipc(path) => {
+                    // The system marks the abstract namespace by a zero byte.
+                    let path =
+                        path.strip_prefix('@').map_or(path.clone(), |name| format!("\0{name}"));
+                    Self::greet(UnixStream::connect(path).await?, kind).await
+                }
+            }
+        };
         timeout(CONNECT_MAX, connect).await.map_err(|_| Error::Timeout)?
     }
 
@@ -121,8 +162,8 @@ impl Connection {
     ///
     /// # Errors
     /// When the connection breaks, or the peer does not speak ZMTP 3.
-    pub async fn greet(mut stream: TcpStream, kind: SocketType) -> Result<Self, Error> {
-        stream.set_nodelay(true)?;
+    pub async fn greet(stream: impl Transport, kind: SocketType) -> Result<Self, Error> {
+        let mut stream: Box<dyn Transport> = Box::new(stream);
         stream.write_all(&greeting()).await?;
         stream.write_all(&ready_command(kind)).await?;
         let mut peer_greeting = [0; GREETING_BYTES];

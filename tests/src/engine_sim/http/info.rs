@@ -3,7 +3,7 @@
 use super::{
     super::{
         Config, VERSION,
-        kv::KvEventsConfig,
+        kv::{Endpoint, KvEventsConfig},
         owner::RankReport,
         tokenizer::{EOS, VOCAB_SIZE},
     },
@@ -196,19 +196,20 @@ fn kv_events_config(config: &KvEventsConfig) -> String {
     .to_string()
 }
 
-/// Returns the description by which subscribers find the publishers.
+/// Returns the description by which subscribers find the publishers. Like the engine, describes
+/// only TCP endpoints.
 fn kv_events(config: &KvEventsConfig, all: &Config) -> Option<Value> {
-    let endpoint = config.events_at()?;
+    let Endpoint::Tcp { host, port } = config.events_at()? else { return None };
     let mut described = json!({
         "publisher": config.publisher,
-        "endpoint_host": endpoint.host,
-        "endpoint_port_base": endpoint.port,
+        "endpoint_host": host,
+        "endpoint_port_base": port,
         "topic": config.topic,
         "block_size": all.core.page_size,
         "dp_size": all.dp_size,
     });
-    if let Some(replay) = config.replays_at() {
-        described["replay_endpoint_port_base"] = json!(replay.port);
+    if let Some(Endpoint::Tcp { port, .. }) = config.replays_at() {
+        described["replay_endpoint_port_base"] = json!(port);
     }
     Some(described)
 }

@@ -6,7 +6,7 @@
 use super::{super::http::wall_seconds, Endpoint, KvEventsConfig, event::KvEvent, wire, zmtp};
 use bytes::Bytes;
 use parking_lot::Mutex;
-use std::{collections::VecDeque, io, net::TcpListener, sync::Arc};
+use std::{collections::VecDeque, io, net::TcpListener, os::unix::net::UnixListener, sync::Arc};
 use tokio::sync::{broadcast, mpsc};
 use tokio_util::sync::CancellationToken;
 
@@ -29,11 +29,18 @@ pub enum Fault {
     Forget,
 }
 
+/// A bound socket.
+#[derive(Debug)]
+pub(in super::super) enum Listener {
+    Tcp(TcpListener),
+    Unix(UnixListener),
+}
+
 /// The bound sockets of all ranks, before they are served.
 #[derive(Debug)]
 pub(in super::super) struct Listeners {
-    events: Vec<TcpListener>,
-    replays: Vec<TcpListener>,
+    events: Vec<Listener>,
+    replays: Vec<Listener>,
 }
 
 impl Listeners {
@@ -53,30 +60,42 @@ impl Listeners {
     }
 
     /// Returns each rank's event and replay sockets, in rank order.
-    pub(in super::super) fn each(self) -> impl Iterator<Item = (TcpListener, Option<TcpListener>)> {
+    pub(in super::super) fn each(self) -> impl Iterator<Item = (Listener, Option<Listener>)> {
         let mut replays = self.replays.into_iter();
         self.events.into_iter().map(move |events| (events, replays.next()))
     }
 }
 
-/// Binds one port per rank, in a row. Returns the address of the first port and all listeners.
-fn bind_all(endpoint: &str, ranks: usize) -> io::Result<(String, Vec<TcpListener>)> {
-    let parsed = Endpoint::parse(endpoint).ok_or(io::ErrorKind::InvalidInput)?;
-    let host = parsed.bind_host();
+/// Binds one port per rank, in a row, or the only rank's unix socket. Returns the address of the
+/// first and all listeners.
+fn bind_all(endpoint: &str, ranks: usize) -> io::Result<(String, Vec<Listener>)> {
+    let (host, port) = match Endpoint::parse(endpoint).ok_or(io::ErrorKind::InvalidInput)? {
+        Endpoint::Tcp { host, port } => (host, port),
+        // Like the engine, whose further ranks find no port to count up.
+        Endpoint::Ipc { .. } if ranks > 1 => return Err(io::ErrorKind::InvalidInput.into()),
+        Endpoint::Ipc { path } => {
+            let listener = Listener::Unix(UnixListener::bind(path)?);
+            return Ok((endpoint.to_owned(), vec![listener]));
+        }
+    };
+    let bind_host = if host == "*" { "0.0.0.0" } else { &host };
     let mut tries = 0;
     loop {
-        let first = TcpListener::bind((host, parsed.port))?;
-        let port = first.local_addr()?.port();
+        let first = TcpListener::bind((bind_host, port))?;
+        let first_port = first.local_addr()?.port();
         let rest = (1..ranks).map(|rank| {
             let rank = u16::try_from(rank).map_err(io::Error::other)?;
-            let port = port.checked_add(rank).ok_or(io::ErrorKind::AddrNotAvailable)?;
-            TcpListener::bind((host, port))
+            let port = first_port.checked_add(rank).ok_or(io::ErrorKind::AddrNotAvailable)?;
+            TcpListener::bind((bind_host, port))
         });
         let all = std::iter::once(Ok(first)).chain(rest).collect::<io::Result<Vec<_>>>();
         tries += 1;
         match all {
-            Ok(all) => return Ok((format!("tcp://{}:{port}", parsed.host), all)),
-            Err(_) if parsed.port == 0 && tries < PORT_TRIES => {}
+            Ok(all) => {
+                let all = all.into_iter().map(Listener::Tcp).collect();
+                return Ok((format!("tcp://{host}:{first_port}"), all));
+            }
+            Err(_) if port == 0 && tries < PORT_TRIES => {}
             Err(error) => return Err(error),
         }
     }
@@ -148,7 +167,7 @@ impl Publisher {
     /// Serves until the engine ends, then drops the listeners and connections.
     pub(in super::super) async fn run(
         self,
-        (events, replays): (TcpListener, Option<TcpListener>),
+        (events, replays): (Listener, Option<Listener>),
         killed: CancellationToken,
     ) {
         let served = killed.run_until_cancelled(self.serve(events, replays)).await;
@@ -158,7 +177,7 @@ impl Publisher {
         }
     }
 
-    async fn serve(self, events: TcpListener, replays: Option<TcpListener>) -> io::Result<()> {
+    async fn serve(self, events: Listener, replays: Option<Listener>) -> io::Result<()> {
         let (sender, _) = broadcast::channel(BEHIND_MAX);
         let (topic, kept) = (self.topic.clone(), Arc::clone(&self.kept));
         tokio::select! {

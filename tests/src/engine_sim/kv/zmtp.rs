@@ -4,11 +4,11 @@
 //! connection. The wire protocol is that of [`worker_agent::kv_events::zmtp`]. This module handles
 //! topics and sequence numbers, never payloads.
 
-use super::publisher::{Batch, Kept};
+use super::publisher::{Batch, Kept, Listener};
 use bytes::Bytes;
 use std::io;
 use tokio::{
-    net::TcpListener,
+    net::{TcpStream, UnixStream},
     sync::broadcast::{self, error::RecvError},
     task::JoinSet,
 };
@@ -20,7 +20,7 @@ const END: [u8; 8] = [0xff; 8];
 
 /// Sends batches to all subscribers that have subscribed to a prefix of `topic`.
 pub(super) async fn publish(
-    listener: std::net::TcpListener,
+    listener: Listener,
     topic: Bytes,
     batches: broadcast::Sender<Batch>,
 ) -> io::Result<()> {
@@ -29,11 +29,7 @@ pub(super) async fn publish(
 }
 
 /// Answers replay requests from the kept batches. Without a listener it never returns.
-pub(super) async fn replay(
-    listener: Option<std::net::TcpListener>,
-    topic: Bytes,
-    kept: Kept,
-) -> io::Result<()> {
+pub(super) async fn replay(listener: Option<Listener>, topic: Bytes, kept: Kept) -> io::Result<()> {
     let Some(listener) = listener else { return std::future::pending().await };
     let serve = move |peer| dealer(peer, topic.clone(), Kept::clone(&kept));
     accept(listener, SocketType::Router, serve).await
@@ -41,25 +37,71 @@ pub(super) async fn replay(
 
 /// Accepts connections, and serves each in a task of its own after the greetings.
 async fn accept<F>(
-    listener: std::net::TcpListener,
+    listener: Listener,
     kind: SocketType,
     serve: impl FnOnce(Connection) -> F + Clone + Send + 'static,
 ) -> io::Result<()>
 where
     F: Future<Output = Result<(), Error>> + Send,
 {
-    listener.set_nonblocking(true)?;
-    let listener = TcpListener::from_std(listener)?;
+    let listener = BoundSocket::new(listener)?;
     let mut peers = JoinSet::new();
     loop {
         tokio::select! {
             biased;
             // The way a connection ended doesn't matter to the publisher.
             Some(_) = peers.join_next() => {}
-            Ok((stream, _)) = listener.accept() => {
+            Ok(stream) = listener.accept() => {
                 let serve = serve.clone();
-                peers.spawn(async move { serve(Connection::greet(stream, kind).await?).await });
+                peers.spawn(async move { serve(stream.greet(kind).await?).await });
             }
+        }
+    }
+}
+
+/// A socket that this runtime serves.
+enum BoundSocket {
+    Tcp(tokio::net::TcpListener),
+    Unix(tokio::net::UnixListener),
+}
+
+/// An accepted connection before its greetings.
+enum Accepted {
+    Tcp(TcpStream),
+    Unix(UnixStream),
+}
+
+impl BoundSocket {
+    fn new(listener: Listener) -> io::Result<BoundSocket> {
+        match listener {
+            Listener::Tcp(listener) => {
+                listener.set_nonblocking(true)?;
+                Ok(BoundSocket::Tcp(tokio::net::TcpListener::from_std(listener)?))
+            }
+            Listener::Unix(listener) => {
+                listener.set_nonblocking(true)?;
+                Ok(BoundSocket::Unix(tokio::net::UnixListener::from_std(listener)?))
+            }
+        }
+    }
+
+    async fn accept(&self) -> io::Result<Accepted> {
+        match self {
+            BoundSocket::Tcp(listener) => {
+                let (stream, _) = listener.accept().await?;
+                stream.set_nodelay(true)?;
+                Ok(Accepted::Tcp(stream))
+            }
+            BoundSocket::Unix(listener) => Ok(Accepted::Unix(listener.accept().await?.0)),
+        }
+    }
+}
+
+impl Accepted {
+    async fn greet(self, kind: SocketType) -> Result<Connection, Error> {
+        match self {
+            Accepted::Tcp(stream) => Connection::greet(stream, kind).await,
+            Accepted::Unix(stream) => Connection::greet(stream, kind).await,
         }
     }
 }

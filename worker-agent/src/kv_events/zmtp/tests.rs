@@ -86,7 +86,7 @@ fn what_has_no_bound_is_refused_before_it_comes() {
 #[tokio::test]
 async fn what_it_says_is_what_was_agreed_and_a_stranger_is_not_listened_to() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let address = listener.local_addr().unwrap().to_string();
+    let address = Endpoint::Tcp(listener.local_addr().unwrap().to_string());
     let peer = async {
         let (mut stream, _) = listener.accept().await.unwrap();
         let mut said = [0; GREETING_BYTES + 27 + 4];
@@ -123,11 +123,12 @@ impl Drop for Python {
 
 /// Waits for a subscription, publishes three messages, and answers one replay request.
 const LIBZMQ: &str = r#"
-import zmq
+import sys, zmq
 context = zmq.Context()
 publisher, replay = context.socket(zmq.XPUB), context.socket(zmq.ROUTER)
-ports = [s.bind_to_random_port("tcp://127.0.0.1", 22000, 22999) for s in (publisher, replay)]
-print(*ports, flush=True)
+for socket, endpoint in zip((publisher, replay), sys.argv[1:]):
+    socket.bind(endpoint)
+print(*(s.getsockopt_string(zmq.LAST_ENDPOINT) for s in (publisher, replay)), flush=True)
 assert publisher.recv() == b"\x01kv"
 for number in range(3):
     publisher.send_multipart([b"kv-events", number.to_bytes(8, "big"), b"x" * 100_000 * number])
@@ -151,20 +152,41 @@ fn report_skip() {
 }
 
 #[tokio::test]
-async fn libzmq_is_understood_and_understands() {
+async fn libzmq_is_understood_and_understands_over_every_transport() {
     let Some(python) = python() else {
         return report_skip();
     };
-    let mut child = Command::new(python);
-    let child = child.args(["-c", LIBZMQ]).stdout(Stdio::piped()).spawn().unwrap();
-    let mut python = Python(child);
-    let mut ports = String::new();
-    BufReader::new(python.0.stdout.take().unwrap()).read_line(&mut ports).unwrap();
-    let ports: Vec<&str> = ports.split_whitespace().collect();
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| format!("ipc://{}", folder.path().join(name).display());
+    let name = |name: &str| format!("ipc://@berth-{}-{name}", std::process::id());
+    for endpoints in [
+        ["tcp://127.0.0.1:*".to_owned(), "tcp://127.0.0.1:*".to_owned()],
+        [path("events"), path("replay")],
+        [name("events"), name("replay")],
+    ] {
+        let mut child = Command::new(&python);
+        let child = child.args(["-c", LIBZMQ]).args(&endpoints).stdout(Stdio::piped());
+        let mut python = Python(child.spawn().unwrap());
+        let mut bound = String::new();
+        BufReader::new(python.0.stdout.take().unwrap()).read_line(&mut bound).unwrap();
+        let bound: Vec<Endpoint> = bound.split_whitespace().map(endpoint).collect();
+        let [events, replay] = &bound[..] else { panic!("{bound:?}") };
+        exchange(events, replay).await;
+    }
+}
 
-    let address = |at: usize| format!("127.0.0.1:{}", ports[at]);
-    let mut sub = Connection::open(&address(0), SocketType::Sub).await.unwrap();
-    let mut dealer = Connection::open(&address(1), SocketType::Dealer).await.unwrap();
+/// Returns what libzmq calls this endpoint.
+fn endpoint(text: &str) -> Endpoint {
+    match text.split_once("://") {
+        Some(("tcp", address)) => Endpoint::Tcp(address.to_owned()),
+        Some(("ipc", path)) => Endpoint::Ipc(path.to_owned()),
+        _ => panic!("{text}"),
+    }
+}
+
+async fn exchange(events: &Endpoint, replay: &Endpoint) {
+    let mut sub = Connection::open(events, SocketType::Sub).await.unwrap();
+    let mut dealer = Connection::open(replay, SocketType::Dealer).await.unwrap();
     sub.subscribe(b"kv").await.unwrap();
     for number in 0..3 {
         let message = sub.receive().await.unwrap();
