@@ -84,7 +84,7 @@ fn stop_on_signal(tasks: &Tasks) -> std::io::Result<()> {
         tokio::select! {
             biased;
             () = stopping.cancelled() => {}
-            () = signalled => stopping.cancel(),
+            _ = signalled => stopping.cancel(),
         }
     });
     Ok(())

@@ -103,6 +103,9 @@ pub struct Args {
     /// Name of this agent, unique in the fleet. Default: the control address.
     #[arg(long, env = "WORKER_ID")]
     pub worker_id: Option<String>,
+    /// At SIGTERM, leave the sessions open at the engine for the next agent to take up.
+    #[arg(long)]
+    pub handover: bool,
     /// Address to serve turns on.
     #[arg(long)]
     pub data_addr: Option<SocketAddr>,
@@ -216,6 +219,7 @@ impl Config {
         let (mut config, mut problems) =
             settings::load::<Self>(args.config.as_deref(), &RENAMED_SETTINGS);
         config.engine.url = args.engine.unwrap_or(config.engine.url);
+        config.shutdown.handover |= args.handover;
         config.worker_id = args.worker_id.unwrap_or(config.worker_id);
         config.listen.data_addr = args.data_addr.unwrap_or(config.listen.data_addr);
         config.listen.control_addr = args.control_addr.unwrap_or(config.listen.control_addr);

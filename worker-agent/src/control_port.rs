@@ -154,6 +154,7 @@ fn to_status(error: &owner::Error) -> Status {
             | E::NotContinued { .. }
             | E::DeltaNeedsOpen
             | E::Lost
+            | E::NotTakenOver
             | E::Reclaimed
             | E::KvCorrupt
             | E::TooLarge { .. }

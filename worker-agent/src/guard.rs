@@ -87,6 +87,9 @@ pub enum Guard {
     JournalFirst,
     /// Incarnations that an earlier agent process left open are closed.
     TakeoverCloses,
+    /// A pinned session that the last agent process handed over takes no turn before the shim has
+    /// confirmed its history.
+    HandoverVerified,
     /// A turn runs on the rank that holds its session's KV.
     RankOfSession,
     /// The queue has a maximum length.
@@ -97,7 +100,7 @@ pub enum Guard {
 
 impl Guard {
     /// All guards.
-    pub const ALL: [Self; 31] = [
+    pub const ALL: [Self; 32] = [
         Self::OneTurn,
         Self::EndAcknowledged,
         Self::RowsReserve,
@@ -126,6 +129,7 @@ impl Guard {
         Self::ForeignCounted,
         Self::JournalFirst,
         Self::TakeoverCloses,
+        Self::HandoverVerified,
         Self::RankOfSession,
         Self::QueueBound,
         Self::QueueTime,

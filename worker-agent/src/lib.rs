@@ -58,7 +58,6 @@ use service::{
     tls::server::ServerTls,
 };
 use tokio::sync::{Notify, mpsc, watch};
-use tokio_util::sync::CancellationToken;
 
 use crate::{
     config::{Config, ms},
@@ -69,7 +68,7 @@ use crate::{
     guard::Guards,
     ledger::Limits,
     metrics::Metrics,
-    owner::{AgentHandle, engine_monitor::EngineMonitor},
+    owner::{AgentHandle, Ending, engine_monitor::EngineMonitor},
     session::{TableSettings, journal::Journal},
     shim::ShimHandle,
     staged_prefill::StagedPrefillRunner,
@@ -150,8 +149,8 @@ pub enum Error {
     TaskEnded,
 }
 
-/// Runs one agent until `stop` is cancelled, then drains it: takes no new turns, lets running turns
-/// end, and closes every session at the engine.
+/// Runs one agent until `stop` ends, then drains it: takes no new turns, lets running turns end, and
+/// closes every session at the engine or hands them over to the next agent, as `stop` says.
 ///
 /// `epoch` identifies this run of the agent, and must differ from every earlier run of the same
 /// agent. The listeners may have any free port, and several agents may run in one process.
@@ -162,7 +161,7 @@ pub async fn run(
     config: Config,
     listeners: Listeners,
     epoch: u64,
-    stop: CancellationToken,
+    stop: impl Future<Output = Ending>,
 ) -> Result<(), Error> {
     let tasks = Tasks::default();
     let mut registry = Registry::with_prefix("berth_agent");
@@ -224,7 +223,7 @@ pub async fn run(
     start_data_port(listeners.data, context, queues, access.tls, port_limits.data)?;
 
     tokio::select! {
-        () = stop.cancelled() => drain(&agent, ms(config.shutdown.drain_ms_max)).await,
+        ending = stop => drain(&agent, ms(config.shutdown.drain_ms_max), ending).await,
         () = tasks.cancelled() => {}
     }
     if tasks.stop(SHUTDOWN_TIME_MAX).await { Ok(()) } else { Err(Error::TaskEnded) }
@@ -295,11 +294,11 @@ fn turns_max(config: &Config) -> usize {
 }
 
 /// Drains the agent: running turns may continue for `grace_period`.
-async fn drain(agent: &AgentHandle, grace_period: Duration) {
+async fn drain(agent: &AgentHandle, grace_period: Duration, ending: Ending) {
     // After `grace_period`, the remaining turns are aborted and the sessions closed. That takes
     // time too.
     let total_time_max = grace_period + config::ABORT_WAIT_MAX;
-    if tokio::time::timeout(total_time_max, agent.drain(grace_period)).await.is_err() {
+    if tokio::time::timeout(total_time_max, agent.drain(grace_period, ending)).await.is_err() {
         tracing::warn!("the drain timed out; some sessions may be left open at the engine");
     }
 }

@@ -7,12 +7,12 @@
 use std::process::ExitCode;
 
 use clap::Parser;
-use service::{log, settings};
-use tokio_util::sync::CancellationToken;
+use service::{log, settings, signal::StopSignal};
 use worker_agent::{
     Listeners,
     cli::{self, CommandOutput},
     config::{Args, CliCommand, Config},
+    owner::Ending,
 };
 
 /// Gives freed memory back to the system. The system's allocator keeps what many short bursts of
@@ -64,16 +64,17 @@ fn main() -> ExitCode {
 #[tokio::main]
 async fn run(config: Config) -> anyhow::Result<()> {
     let listeners = Listeners::bind(&config)?;
-    let stop = CancellationToken::new();
     let stop_signal = service::signal::stop_signal()?;
+    // A person who stops the agent wants its sessions closed. A supervisor may start the next one.
+    let leaves_sessions = config.shutdown.handover;
+    let stop = async move {
+        match stop_signal.await {
+            StopSignal::Terminate if leaves_sessions => Ending::HandOver,
+            StopSignal::Terminate | StopSignal::Interrupt => Ending::Close,
+        }
+    };
     let epoch = service::clock::unix_ns();
-    let agent = worker_agent::run(config, listeners, epoch, stop.clone());
-    let mut agent = std::pin::pin!(agent);
-    tokio::select! {
-        result = &mut agent => return Ok(result?),
-        () = stop_signal => stop.cancel(),
-    }
-    Ok(agent.await?)
+    Ok(worker_agent::run(config, listeners, epoch, stop).await?)
 }
 
 #[tokio::main(flavor = "current_thread")]

@@ -47,7 +47,7 @@ use tracing::{debug, info, warn};
 
 use self::{
     audit_desk::AuditDesk,
-    drain::Drain,
+    drain::{Drain, DrainStep},
     engine_calls::EngineCalls,
     engine_state::EngineState,
     handle::{OwnerMessage, TurnEnd},
@@ -58,6 +58,7 @@ use self::{
     waiters::{Waiter, Waiters},
 };
 pub use self::{
+    drain::Ending,
     handle::{
         AdmittedTurn, AgentHandle, EngineNews, Error, Lease, RankPageAudit, RunModeResult,
         SessionChange, SessionWatch,
@@ -121,6 +122,8 @@ struct Owner {
     reporter: Reporter,
     audit_desk: AuditDesk,
     drain: Drain,
+    /// Whether the sessions were handed over to the next agent process.
+    has_handed_over: bool,
     prefix_warnings: PrefixWarnings,
     metrics: Metrics,
 }
@@ -147,6 +150,11 @@ impl Owner {
                 () = token.cancelled() => return,
             }
             self.run_deadlines(now());
+            if self.has_handed_over {
+                // From now on, the sessions are the next process's. What this process still learns
+                // must change nothing.
+                return token.cancelled().await;
+            }
         }
     }
 
@@ -167,10 +175,23 @@ impl Owner {
         self.audit_desk.run_deadlines(now);
         self.carry_out_effects();
         let turns_running = self.table.rids_inside().count();
-        let (closes_pending, has_engine) =
-            (self.table.pending_count(), self.engine.info().is_some());
-        if self.drain.advance(now, turns_running, closes_pending, has_engine) {
-            self.engine_calls.abort_turns(self.table.rids_inside().map(str::to_owned).collect());
+        let pending = match self.drain.ending() {
+            Some(Ending::HandOver) => self.table.unsettled_count(),
+            Some(Ending::Close) | None => self.table.pending_count(),
+        };
+        match self.drain.advance(now, turns_running, pending, self.engine.info().is_some()) {
+            DrainStep::Wait => {}
+            DrainStep::AbortTurns => {
+                let rids = self.table.rids_inside().map(str::to_owned).collect();
+                self.engine_calls.abort_turns(rids);
+            }
+            DrainStep::Complete(ending) => {
+                if ending == Ending::HandOver {
+                    self.engine_calls.hand_over(self.table.hand_over(now));
+                    self.has_handed_over = true;
+                }
+                self.drain.complete();
+            }
         }
         if now >= self.reporter.next_due() {
             self.publish_report(now);
@@ -215,6 +236,13 @@ impl Owner {
                 let claim = claim.as_ref().map(|(claim, key)| (claim, key));
                 drop(reply.send(self.claim(claim, requested_dp_rank, route_turns)));
             }
+            // A turn that is not inside when the sessions are handed over never gets there.
+            OwnerMessage::Admit { rid, reply, .. }
+                if self.drain.ending() == Some(Ending::HandOver) =>
+            {
+                self.table.end_turn(now(), &rid, session::Outcome::Refused);
+                drop(reply.send(Err(Error::Stopping)));
+            }
             OwnerMessage::Admit { rid, need, prompt_start, reply } => {
                 self.table.set_prompt_start(&rid, prompt_start);
                 if self.table.admit(now(), &rid, need) {
@@ -246,10 +274,14 @@ impl Owner {
             OwnerMessage::RemoteAudit { dp_rank, answer } => {
                 self.audit_desk.handle_remote_answer(&mut self.table, dp_rank, answer);
             }
-            OwnerMessage::Drain { grace_period, reply } => {
-                info!(turns = self.table.rids_inside().count(), "draining");
-                self.drain = Drain::Active { next_abort_at: now() + grace_period, reply };
-                self.table.drain(now());
+            OwnerMessage::Drain { grace_period, ending, reply } => {
+                info!(turns = self.table.rids_inside().count(), ?ending, "draining");
+                let next_abort_at = now() + grace_period;
+                self.drain = Drain::Active { next_abort_at, ending, reply };
+                match ending {
+                    Ending::Close => self.table.drain(now()),
+                    Ending::HandOver => self.table.begin_handover(now()),
+                }
             }
         }
     }
@@ -378,7 +410,7 @@ impl Owner {
             self.handle_engine_gone();
             // Gives the table the capacity of the new process.
             self.table.handle_engine_lost(now(), self.reporter.ledger.set_engine(&info));
-            self.engine_calls.close_leftover_sessions(&mut self.table, &info.facts.instance);
+            self.engine_calls.take_over(&mut self.table, &info.facts.instance);
             self.shims.register_again(&mut self.table);
             info!(version = info.facts.version, ranks = info.rows.len(), "engine up");
             // A watcher that learns of the new ranks must find them in the newest report.

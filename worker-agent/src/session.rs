@@ -16,6 +16,7 @@
 
 mod deltas;
 mod error;
+pub mod handover;
 pub mod journal;
 mod lifecycle;
 mod prefix_tracker;
@@ -30,14 +31,14 @@ use proto::{
     load::{Retention, VolatilePrefix},
 };
 
-use self::journal::Record;
 pub use self::{
     error::Error,
     prefix_tracker::{BLOCKS_MAX, PrefixTracker, PromptStart},
     state::Session,
-    table::{EngineLoad, SessionReport, Table, TrimOutcome, TrimPlan},
+    table::{EngineLoad, Legacy, SessionReport, Table, TrimOutcome, TrimPlan},
     turn::{Need, Outcome, RouteTurns, RunMode, TrimRequest, Turn, TurnSession, Usage},
 };
+use self::{journal::Record, state::EngineHistory};
 use crate::guard::Guards;
 
 /// The capacity of one rank.
@@ -195,6 +196,11 @@ pub enum SessionEvent {
     Doubted,
     /// The shim's session table confirmed the history of a suspect session.
     Verified,
+    /// The agent restarted, and the shim's session table confirmed what the last agent process
+    /// handed over.
+    TakenOver,
+    /// The agent restarted, and what the last agent process handed over was not confirmed.
+    NotTakenOver,
     /// An audit found that pages of the session's KV also belong to other sessions, or that other
     /// sessions wrote to them.
     Corrupt,
@@ -212,6 +218,8 @@ impl SessionEvent {
             Self::Reclaimed => "reclaimed",
             Self::Doubted => "doubted",
             Self::Verified => "verified",
+            Self::TakenOver => "taken_over",
+            Self::NotTakenOver => "not_taken_over",
             Self::Corrupt => "corrupt",
             Self::EngineLost => "engine_lost",
         }

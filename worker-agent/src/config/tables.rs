@@ -174,11 +174,19 @@ impl Default for ReportsTable {
 pub struct ShutdownTable {
     /// How long running turns may continue at shutdown.
     pub drain_ms_max: u64,
+    /// Whether sessions stay open at the engine at SIGTERM, for the next agent process to take up.
+    /// SIGINT closes them in any case.
+    pub handover: bool,
 }
 
 impl Default for ShutdownTable {
     fn default() -> Self {
-        Self { drain_ms_max: 30_000 }
+        Self {
+            drain_ms_max: 30_000,
+            // Without a supervisor that starts the next agent, the sessions would stay open. The
+            // systemd unit sets `--handover`.
+            handover: false,
+        }
     }
 }
 

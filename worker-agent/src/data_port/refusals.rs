@@ -42,7 +42,7 @@ pub fn refusal(error: &owner::Error) -> Refusal {
             E::DeltaNeedsPinned(_) => conflict("delta_needs_pinned"),
             E::PinnedRouteRefused | E::NotContinued { .. } => conflict("whole_history"),
             E::DeltaNeedsOpen => conflict("delta_needs_open"),
-            E::Lost => conflict("session_lost"),
+            E::Lost | E::NotTakenOver => conflict("session_lost"),
             E::HistoryUnknown => conflict("history_unknown"),
             E::Reclaimed => conflict("session_reclaimed"),
             E::KvCorrupt => conflict("kv_corrupt"),

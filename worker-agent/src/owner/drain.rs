@@ -1,10 +1,10 @@
-//! Keeps the state of a drain, in which the agent finishes its turns and closes all sessions.
+//! Keeps the state of a drain, in which the agent finishes its turns and leaves its sessions.
 //!
 //! A turn is one request and its answer. The owner task begins a drain when the agent stops, and
-//! calls [`Drain::advance`] after each message. The session table refuses new turns, and closes
-//! each session when its last turn has ended. This module decides when the turns that still run
-//! are aborted, and tells the caller when no turn and no close is left. The owner task makes the
-//! aborts.
+//! calls [`Drain::advance`] after each message. The session table refuses new turns. It closes each
+//! session when its last turn has ended, or leaves all open for the next agent process. This module
+//! decides when the turns that still run are aborted, and when nothing is left to wait for. The
+//! owner task makes the aborts, and hands over.
 
 use std::time::{Duration, Instant};
 
@@ -23,17 +23,48 @@ pub(super) enum Drain {
     Active {
         /// When the running turns are aborted next. The first time is the end of the grace period.
         next_abort_at: Instant,
+        /// What becomes of the sessions.
+        ending: Ending,
         /// Tells the caller that the drain is complete.
         reply: oneshot::Sender<()>,
     },
-    /// The caller was told that the drain is complete.
+    /// Nothing is left to do. After a hand-over, nothing may be done.
     Complete,
+}
+
+/// What becomes of the sessions when the agent ends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Ending {
+    /// They are closed at the engine.
+    Close,
+    /// They stay open at the engine, and the next agent process takes them up.
+    HandOver,
+}
+
+/// What the owner task must do for its drain.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum DrainStep {
+    /// Nothing yet.
+    Wait,
+    /// Abort the running turns, because the grace period has passed.
+    AbortTurns,
+    /// Call [`Drain::complete`], because nothing is left. Before, hand over the sessions if the
+    /// ending is that.
+    Complete(Ending),
 }
 
 impl Drain {
     /// Whether a drain has begun, so that the agent takes nothing new.
     pub(super) fn has_begun(&self) -> bool {
         !matches!(self, Self::NotBegun)
+    }
+
+    /// Returns what becomes of the sessions; `None` before a drain, and when it is complete.
+    pub(super) fn ending(&self) -> Option<Ending> {
+        match self {
+            Self::Active { ending, .. } => Some(*ending),
+            Self::NotBegun | Self::Complete => None,
+        }
     }
 
     /// Returns when [`Self::advance`] must be called next, if no turn or close ends before.
@@ -44,29 +75,33 @@ impl Drain {
         }
     }
 
-    /// Completes the drain when nothing is left. Returns whether the running turns must be aborted,
-    /// because the grace period has passed.
+    /// Returns what must be done. `pending` is the number of closes that the engine has not
+    /// confirmed, or of sessions that can't be handed over yet.
     pub(super) fn advance(
         &mut self,
         now: Instant,
         turns_running: usize,
-        closes_pending: usize,
+        pending: usize,
         has_engine: bool,
-    ) -> bool {
-        let Self::Active { next_abort_at, .. } = self else { return false };
-        // Without an engine, no close can be confirmed, so the drain doesn't wait for closes.
-        if turns_running == 0 && (closes_pending == 0 || !has_engine) {
-            if let Self::Active { reply, .. } = std::mem::replace(self, Self::Complete) {
-                let _ = reply.send(());
-            }
-            return false;
+    ) -> DrainStep {
+        let Self::Active { next_abort_at, ending, .. } = self else { return DrainStep::Wait };
+        // Without an engine, nothing that is pending can end, so the drain doesn't wait for it.
+        if turns_running == 0 && (pending == 0 || !has_engine) {
+            return DrainStep::Complete(*ending);
         }
         if now < *next_abort_at {
-            return false;
+            return DrainStep::Wait;
         }
         *next_abort_at = now + ABORT_INTERVAL;
         warn!(turns = turns_running, "the drain's time limit has passed; aborting turns");
-        true
+        DrainStep::AbortTurns
+    }
+
+    /// Tells the caller that nothing is left.
+    pub(super) fn complete(&mut self) {
+        if let Self::Active { reply, .. } = std::mem::replace(self, Self::Complete) {
+            let _ = reply.send(());
+        }
     }
 }
 
@@ -74,21 +109,26 @@ impl Drain {
 mod tests {
     use super::*;
 
+    fn drain(next_abort_at: Instant) -> (Drain, oneshot::Receiver<()>) {
+        let (reply, answer) = oneshot::channel();
+        (Drain::Active { next_abort_at, ending: Ending::Close, reply }, answer)
+    }
+
     #[test]
     fn turns_are_aborted_again_and_again_after_the_grace_period() {
         let start = service::clock::now();
-        let (reply, mut answer) = oneshot::channel();
-        let mut drain = Drain::Active { next_abort_at: start + 4 * ABORT_INTERVAL, reply };
-        assert!(!drain.advance(start, 1, 1, true));
+        let (mut drain, mut answer) = drain(start + 4 * ABORT_INTERVAL);
+        assert_eq!(drain.advance(start, 1, 1, true), DrainStep::Wait);
         for repeats in [4, 5] {
             let now = start + repeats * ABORT_INTERVAL;
             assert_eq!(drain.next_deadline(), Some(now));
-            assert!(drain.advance(now, 1, 1, true));
-            assert!(!drain.advance(now, 1, 1, true), "not twice");
+            assert_eq!(drain.advance(now, 1, 1, true), DrainStep::AbortTurns);
+            assert_eq!(drain.advance(now, 1, 1, true), DrainStep::Wait, "not twice");
         }
-        assert!(!drain.advance(start, 0, 1, true));
-        assert!(answer.try_recv().is_err(), "a close is pending");
-        assert!(!drain.advance(start, 0, 0, true));
+        assert_eq!(drain.advance(start, 0, 1, true), DrainStep::Wait, "a close is pending");
+        assert_eq!(drain.advance(start, 0, 0, true), DrainStep::Complete(Ending::Close));
+        assert!(answer.try_recv().is_err());
+        drain.complete();
         assert!(answer.try_recv().is_ok());
         assert!(drain.has_begun() && drain.next_deadline().is_none());
     }
@@ -96,9 +136,7 @@ mod tests {
     #[test]
     fn without_an_engine_it_waits_for_no_close() {
         let start = service::clock::now();
-        let (reply, mut answer) = oneshot::channel();
-        let mut drain = Drain::Active { next_abort_at: start, reply };
-        drain.advance(start, 0, 3, false);
-        assert!(answer.try_recv().is_ok());
+        let (mut drain, _answer) = drain(start);
+        assert_eq!(drain.advance(start, 0, 3, false), DrainStep::Complete(Ending::Close));
     }
 }

@@ -8,7 +8,11 @@
 
 use std::time::{Duration, Instant};
 
-use service::{clock::now, private_folder, tasks::Tasks};
+use service::{
+    clock::{now, unix_ns},
+    private_folder,
+    tasks::Tasks,
+};
 use tokio::sync::mpsc;
 use tracing::{error, info, warn};
 
@@ -17,7 +21,8 @@ use crate::{
     engine::EngineClient,
     metrics::Metrics,
     session::{
-        CloseRequest, CloseResult, OpenResult, Table,
+        CloseRequest, CloseResult, Legacy, OpenResult, Table,
+        handover::{HandedSession, Handover},
         journal::{Journal, Record},
     },
 };
@@ -165,21 +170,46 @@ impl EngineCalls {
         });
     }
 
-    /// Closes the sessions that an earlier agent process left open in the engine process
-    /// `instance`, and begins the journal of this agent process.
-    pub(super) fn close_leftover_sessions(&mut self, table: &mut Table, instance: &str) {
-        let leftover_sessions = self.journal.incarnations_left_open(instance);
+    /// Writes the state of the sessions for the next agent process. Returns whether that succeeded;
+    /// a failure is logged.
+    pub(super) fn hand_over(&mut self, sessions: Vec<HandedSession>) -> bool {
+        let count = sessions.len();
+        let handover = Handover { unix_ms: unix_ms(), sessions };
+        match self.journal.hand_over(handover) {
+            Ok(()) => info!(sessions = count, "handed the sessions over to the next agent"),
+            Err(error) => {
+                let cause = std::error::Error::source(&error).map(ToString::to_string);
+                error!(%error, cause, "can't hand over; the next agent closes all sessions");
+                return false;
+            }
+        }
+        true
+    }
+
+    /// Takes up the sessions that the last agent process handed over, closes the others that it
+    /// left open in the engine process `instance`, and begins the journal of this agent process.
+    pub(super) fn take_over(&mut self, table: &mut Table, instance: &str) {
+        let is_same_engine = self.journal.is_about(instance);
+        let open_incarnations = self.journal.incarnations_left_open(instance);
+        let handover = self.journal.take_handover();
         // If this fails, nothing is pinned until it succeeds.
         self.write_journal(&Record::Engine { instance: instance.to_owned() });
-        if !leftover_sessions.is_empty() {
-            warn!(
-                sessions = leftover_sessions.len(),
-                "closing the sessions that an earlier agent left open"
-            );
-        }
-        for (incarnation, session) in leftover_sessions {
-            table.inherit_incarnation(now(), incarnation, session.dp_rank, session.rid);
-        }
+        let Some(Handover { unix_ms: handed_at_ms, sessions }) = handover else {
+            if !open_incarnations.is_empty() {
+                let sessions = open_incarnations.len();
+                warn!(sessions, "closing the sessions that an earlier agent left open");
+            }
+            return table.take_over(now(), Legacy { open_incarnations, ..Legacy::default() });
+        };
+        let age = Duration::from_millis(unix_ms().saturating_sub(handed_at_ms));
+        info!(
+            sessions = sessions.len(),
+            open = open_incarnations.len(),
+            age_ms = age.as_millis(),
+            is_same_engine,
+            "taking up the sessions of the last agent"
+        );
+        table.take_over(now(), Legacy { open_incarnations, sessions, age, is_same_engine });
     }
 
     /// Starts a task that sends the result of a call to the owner task.
@@ -190,6 +220,11 @@ impl EngineCalls {
             let _ = mailbox.send(call.await).await;
         });
     }
+}
+
+/// Returns the wall clock in milliseconds since 1970.
+fn unix_ms() -> u64 {
+    unix_ns() / 1_000_000
 }
 
 /// Aborts a turn at the engine. Returns whether the engine answered; a failure is logged.

@@ -16,6 +16,7 @@ use proto::{
 use tokio::sync::{broadcast, mpsc, oneshot, watch};
 
 use super::published::{PublishedSession, SessionSnapshot};
+use super::drain::Ending;
 use crate::{
     audit::{self, SessionPages},
     engine::{EngineInfo, LoadSample},
@@ -120,7 +121,7 @@ pub(super) enum OwnerMessage {
     /// The result of an audit that was made in this process.
     RemoteAudit { dp_rank: u32, answer: audit::remote::RemoteAnswer },
     /// The agent shuts down. Running turns may continue for `grace_period`.
-    Drain { grace_period: Duration, reply: oneshot::Sender<()> },
+    Drain { grace_period: Duration, ending: Ending, reply: oneshot::Sender<()> },
 }
 
 /// The result of a requested audit of one rank's pages.
@@ -297,10 +298,10 @@ impl AgentHandle {
     }
 
     /// Drains the agent: refuses new requests, lets running turns continue for up to
-    /// `grace_period`, then aborts them, and closes all sessions. Returns when no turn runs and no
-    /// close is pending.
-    pub async fn drain(&self, grace_period: Duration) {
-        let _ = self.request(|reply| OwnerMessage::Drain { grace_period, reply }).await;
+    /// `grace_period`, then aborts them, and closes all sessions or hands them over. Returns when no
+    /// turn runs, and no close is pending or everything is handed over.
+    pub async fn drain(&self, grace_period: Duration, ending: Ending) {
+        let _ = self.request(|reply| OwnerMessage::Drain { grace_period, ending, reply }).await;
     }
 
     async fn request<T>(

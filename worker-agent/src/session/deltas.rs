@@ -10,6 +10,7 @@
 //! is admitted. Whether there is room for the turn is not checked here, but in `table::admission`.
 
 use proto::{claim::Claim, load::Retention};
+use serde::{Deserialize, Serialize};
 
 use super::{
     Error, RouteTurns, Session,
@@ -23,7 +24,8 @@ use crate::guard::{Guard, Guards};
 /// are two kinds of sessions: a session that takes deltas keeps its history, and a session whose
 /// history full histories may replace takes no deltas. A client that opens the session again may
 /// change the kind.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub(super) enum Deltas {
     /// The session takes no deltas, because no client has opened it or a full history has replaced
     /// its history. It takes none before a client opens it again.
@@ -87,6 +89,7 @@ pub(super) fn check_turn(
         State::Gone { reason: GoneReason::HistoryUnknown, .. } => {
             return Err(Error::HistoryUnknown);
         }
+        State::Gone { reason: GoneReason::NotTakenOver, .. } => return Err(Error::NotTakenOver),
         State::Gone { reason: GoneReason::Reclaimed, .. } => return Err(Error::Reclaimed),
         State::Gone { reason: GoneReason::KvCorrupt, .. } => return Err(Error::KvCorrupt),
         _ if session.history.is_corrupt => return Err(Error::KvCorrupt),

@@ -76,6 +76,12 @@ pub enum Error {
     /// The engine restarted and lost the session's history.
     #[error("the engine restarted and lost this session; open it again and send the full history")]
     Lost,
+    /// The agent restarted, and could not prove that the engine still has the session's history.
+    #[error(
+        "the agent restarted and could not prove that the engine still has this session's history; \
+         open the session again and send the full history"
+    )]
+    NotTakenOver,
     /// The agent isn't sure of the engine's history, because it did not see how an earlier turn
     /// ended.
     #[error(

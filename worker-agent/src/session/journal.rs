@@ -10,6 +10,10 @@
 //! lost too. An incomplete last line is skipped, because the agent acts on a record only after its
 //! write has succeeded. The file is rewritten when most of its lines are obsolete.
 //!
+//! At a planned end, the agent writes the state of its sessions too, for its successor
+//! ([`Journal::hand_over`]). Any later record makes that state void: [`Journal::take_handover`]
+//! removes it from the file before anyone acts on it, so nobody takes up a state twice.
+//!
 //! A record that can't be written, because the disk is full for example, is not forgotten: the file
 //! is *behind*, and the next write or [`Journal::retry`] writes the whole file anew.
 
@@ -21,6 +25,8 @@ use std::{
 };
 
 use service::private_folder::{self, PrivateFolder};
+
+use super::handover::{HANDOVER_VERSION, HandedSession, Handover};
 
 /// The file is rewritten when it has more than this many lines per open incarnation, and more than
 /// [`LINES_KEPT_MAX`] lines.
@@ -78,7 +84,7 @@ pub enum Error {
     Locked(PathBuf),
     /// The folder isn't safe to use, or a file in it can't be read or written.
     #[error(
-        "can't keep the journal of open sessions: set `state_dir` to a folder of this agent's own \
+        "can't keep the journal of open sessions: set `files.state_dir` to a folder of this agent's own \
          user (where it is not set, earlier versions used /tmp/berth-<uid>)"
     )]
     Folder(#[from] private_folder::Error),
@@ -108,10 +114,19 @@ struct JournalState {
     instance: Option<String>,
     /// The incarnations that are opened and not closed, by id.
     open_incarnations: BTreeMap<String, OpenIncarnation>,
+    /// What the agent hands over, if these are its last words.
+    handover: Option<Handover>,
+}
+
+/// A hand-over of which not all lines were read.
+struct PartialHandover {
+    handover: Handover,
+    sessions_left: usize,
 }
 
 impl JournalState {
     fn apply(&mut self, record: &Record) {
+        self.handover = None;
         match record {
             Record::Engine { instance } => {
                 if self.instance.as_ref() != Some(instance) {
@@ -131,6 +146,20 @@ impl JournalState {
             }
             Record::Closed { incarnation } => drop(self.open_incarnations.remove(incarnation)),
         }
+    }
+
+    /// Returns the shortest list of lines that leads to this state.
+    fn lines(&self) -> Vec<String> {
+        let mut lines: Vec<String> = self.records().map(|record| record.to_line()).collect();
+        if let Some(Handover { unix_ms, sessions }) = &self.handover {
+            let count = sessions.len();
+            lines.push(format!("handover {HANDOVER_VERSION} {unix_ms} {count}\n"));
+            let json = |session| {
+                serde_json::to_string(session).expect("it has numbers, flags and short texts")
+            };
+            lines.extend(sessions.iter().map(|session| format!("session {}\n", json(session))));
+        }
+        lines
     }
 
     /// Returns the shortest list of records that leads to this state.
@@ -176,16 +205,45 @@ impl Record {
     }
 }
 
+impl PartialHandover {
+    /// Parses the first line of a hand-over; `None` if it is none of a known version.
+    fn parse(line: &str) -> Option<Self> {
+        let mut fields = line.strip_prefix("handover ")?.split(' ');
+        let mut number = || fields.next()?.parse::<u64>().ok();
+        let is_known = number()? == u64::from(HANDOVER_VERSION);
+        let handover = Handover { unix_ms: number()?, sessions: vec![] };
+        let sessions_left = usize::try_from(number()?).ok()?;
+        is_known.then_some(Self { handover, sessions_left })
+    }
+
+    /// Adds the session of a further line; `None` if the line has none.
+    fn add(mut self, line: &str) -> Option<Self> {
+        let session = serde_json::from_str::<HandedSession>(line.strip_prefix("session ")?).ok()?;
+        self.sessions_left = self.sessions_left.checked_sub(1)?;
+        self.handover.sessions.push(session);
+        Some(self)
+    }
+}
+
 /// Applies the records of all complete lines. Returns the resulting state and the number of lines.
 fn replay(text: &[u8]) -> (JournalState, usize) {
     let mut state = JournalState::default();
     let mut line_count = 0;
+    let mut partial: Option<PartialHandover> = None;
     for line in text.split_inclusive(|byte| *byte == b'\n') {
         let Some(line) = line.strip_suffix(b"\n") else { continue };
         line_count += 1;
-        if let Some(record) = std::str::from_utf8(line).ok().and_then(Record::parse) {
+        let Ok(line) = std::str::from_utf8(line) else { continue };
+        if let Some(record) = Record::parse(line) {
             state.apply(&record);
         }
+        // A hand-over counts if it is whole and nothing follows it.
+        partial = match partial {
+            Some(partial) => partial.add(line),
+            None => PartialHandover::parse(line),
+        };
+        let is_whole = partial.as_ref().is_some_and(|partial| partial.sessions_left == 0);
+        state.handover = partial.take_if(|_| is_whole).map(|partial| partial.handover);
     }
     (state, line_count)
 }
@@ -220,12 +278,34 @@ impl Journal {
         Ok(journal)
     }
 
+    /// Whether the journal is about the engine process `instance`.
+    #[must_use]
+    pub fn is_about(&self, instance: &str) -> bool {
+        self.state.instance.as_deref() == Some(instance)
+    }
+
     /// Returns the incarnations that are open in the engine process `instance`. Empty if the
     /// journal is about another process.
     #[must_use]
     pub fn incarnations_left_open(&self, instance: &str) -> BTreeMap<String, OpenIncarnation> {
-        let is_same_process = self.state.instance.as_deref() == Some(instance);
-        if is_same_process { self.state.open_incarnations.clone() } else { BTreeMap::new() }
+        if self.is_about(instance) { self.state.open_incarnations.clone() } else { BTreeMap::new() }
+    }
+
+    /// Writes the state of the sessions for the next agent. This agent must change nothing more.
+    ///
+    /// # Errors
+    /// When it could not be written. Then the next agent closes the sessions.
+    pub fn hand_over(&mut self, handover: Handover) -> Result<(), private_folder::Error> {
+        self.state.handover = Some(handover);
+        self.rewrite()
+    }
+
+    /// Removes from the file what the last agent has handed over, and returns it. Returns `None` if
+    /// that is nothing, or if it can't be removed: then a later agent could take it up again.
+    pub fn take_handover(&mut self) -> Option<Handover> {
+        let handover = self.state.handover.take()?;
+        self.is_behind = true;
+        self.rewrite().is_ok().then_some(handover)
     }
 
     /// Writes a record, and those that could not be written before. When this succeeds, the next
@@ -276,7 +356,7 @@ impl Journal {
 
     /// Atomically replaces the file by the shortest list of records that leads to the state.
     fn rewrite(&mut self) -> Result<(), private_folder::Error> {
-        let lines: Vec<String> = self.state.records().map(|record| record.to_line()).collect();
+        let lines = self.state.lines();
         self.file = self.folder.replace_file(&self.name, lines.concat().as_bytes())?;
         self.line_count = lines.len();
         self.is_behind = false;
@@ -428,6 +508,71 @@ mod tests {
         drop(journal);
         let left = open(dir.path()).incarnations_left_open("F");
         assert_eq!(left.keys().collect::<Vec<_>>(), ["b"], "of the engine that is there now");
+    }
+
+    fn handed(id: &str) -> HandedSession {
+        serde_json::from_value(serde_json::json!({
+            "principal": "p \n", "id": id, "dp_rank": 0, "incarnation": "a",
+            "state": {"open": {"resident_tokens": 7}}, "chooser": "client", "sharing": "exclusive",
+            "turns_finished": 1, "idle_ms": 2, "idle_ms_max": 3, "history_tokens": 8,
+            "client": {
+                "deltas": "taken", "sends_full": false, "may_be_ahead": false,
+                "last_measured": {"prompt_tokens_bound": 1, "tokens": 2},
+                "longest_answer_tokens": 4, "divergence_streak": 0, "hidden_end_tokens_from": null,
+            },
+        }))
+        .unwrap()
+    }
+
+    fn handover(ids: &[&str]) -> Handover {
+        Handover { unix_ms: 5, sessions: ids.iter().map(|id| handed(id)).collect() }
+    }
+
+    #[test]
+    fn what_is_handed_over_is_taken_once_and_not_after_a_change() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut journal = open(dir.path());
+        journal.write(&engine("E")).unwrap();
+        journal.write(&opening("a")).unwrap();
+        journal.hand_over(handover(&["one", "two"])).unwrap();
+        drop(journal);
+        drop(open(dir.path()));
+        // A successor that ended before it acted has not used it up.
+        let mut journal = open(dir.path());
+        assert_eq!(journal.take_handover(), Some(handover(&["one", "two"])));
+        drop(journal);
+        let mut journal = open(dir.path());
+        assert_eq!(journal.take_handover(), None, "taken once");
+        assert_eq!(journal.incarnations_left_open("E").len(), 1, "and the incarnation is known");
+        journal.hand_over(handover(&[])).unwrap();
+        journal.write(&engine("E")).unwrap();
+        drop(journal);
+        assert_eq!(open(dir.path()).take_handover(), None, "a later record voids it");
+    }
+
+    #[test]
+    fn what_can_t_be_removed_is_not_taken() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut journal = open(dir.path());
+        journal.hand_over(handover(&["one"])).unwrap();
+        fill_disk(&mut journal, dir.path());
+        assert_eq!(journal.take_handover(), None);
+        assert!(journal.is_behind(), "and it is removed before the next record");
+    }
+
+    #[test]
+    fn a_hand_over_that_is_cut_or_of_another_version_is_none() {
+        let mut state =
+            JournalState { handover: Some(handover(&["a", "b"])), ..Default::default() };
+        let text = state.lines().concat();
+        assert_eq!(replay(text.as_bytes()).0.handover, state.handover.take());
+        for cut in 0..text.len() {
+            assert_eq!(replay(&text.as_bytes()[..cut]).0.handover, None, "cut at {cut}");
+        }
+        let next_version = text.replace("handover 1 ", "handover 2 ");
+        assert_eq!(replay(next_version.as_bytes()).0.handover, None);
+        let with_more = text.replace("\"dp_rank\"", "\"unknown\":0,\"dp_rank\"");
+        assert_eq!(replay(with_more.as_bytes()).0.handover, None, "what it means isn't known");
     }
 
     #[test]

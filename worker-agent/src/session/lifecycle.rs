@@ -63,6 +63,8 @@
 
 use std::{mem, time::Instant};
 
+use serde::{Deserialize, Serialize};
+
 /// A session's life at the engine, independent of its running turns. Only an unpinned session has
 /// a [`Tree`].
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -80,8 +82,9 @@ pub(super) enum State {
     /// Pinned. The engine has the session's history, but the KV is in the radix tree, where it can
     /// be evicted.
     Demoted,
-    /// Pinned. After a turn's end, the agent isn't sure what history the engine has.
-    Suspect { row: Row, doubt: Doubt },
+    /// Pinned. After a turn's end, or after a hand-over by the last agent process, the agent isn't
+    /// sure what history the engine has. `row` is `None` if the session was demoted before.
+    Suspect { row: Option<Row>, doubt: Doubt },
     /// Not pinned. Turns run on the radix tree.
     InTree(Tree),
     /// The session closes when its last running turn has ended.
@@ -131,6 +134,8 @@ pub(super) struct Doubt {
     /// If no such table arrives before this time, the session is closed at the engine.
     pub(super) until: Instant,
     pub(super) is_table_requested: bool,
+    /// Why the session can't continue if the doubt isn't cleared.
+    pub(super) otherwise: GoneReason,
 }
 
 /// The history, in tokens, that the shim must report to clear a suspect session.
@@ -142,7 +147,8 @@ pub(super) enum ExpectedHistory {
 }
 
 /// Why a session can't continue.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub(super) enum GoneReason {
     EngineRestarted,
     /// The agent isn't sure of the engine's history.
@@ -150,6 +156,8 @@ pub(super) enum GoneReason {
     /// Pages of the session's KV also belong to other sessions, or other sessions wrote to them.
     KvCorrupt,
     Reclaimed,
+    /// The agent restarted, and the new process could not prove what the engine has of the session.
+    NotTakenOver,
 }
 
 impl Row {
@@ -174,7 +182,7 @@ impl State {
             Self::Opening(row)
             | Self::Open(row)
             | Self::Demoting { row, .. }
-            | Self::Suspect { row, .. }
+            | Self::Suspect { row: Some(row), .. }
             | Self::Closing(Kv::Row(row)) => Some(row),
             _ => None,
         }
@@ -185,7 +193,7 @@ impl State {
             Self::Opening(row)
             | Self::Open(row)
             | Self::Demoting { row, .. }
-            | Self::Suspect { row, .. }
+            | Self::Suspect { row: Some(row), .. }
             | Self::Closing(Kv::Row(row)) => Some(row),
             _ => None,
         }
@@ -206,10 +214,13 @@ impl State {
             Self::Opening(row)
             | Self::Open(row)
             | Self::Demoting { row, .. }
-            | Self::Suspect { row, .. } => Kv::Row(row),
+            | Self::Suspect { row: Some(row), .. } => Kv::Row(row),
             Self::InTree(tree) | Self::Gone { tree: Some(tree), .. } => Kv::Tree(tree),
             Self::Closing(kv) => kv,
-            Self::Planned | Self::Demoted | Self::Gone { tree: None, .. } => Kv::Nothing,
+            Self::Planned
+            | Self::Demoted
+            | Self::Suspect { row: None, .. }
+            | Self::Gone { tree: None, .. } => Kv::Nothing,
         }
     }
 
@@ -233,6 +244,11 @@ impl State {
             }
             _ => None,
         }
+    }
+
+    /// Whether the shim's next full session table shows a suspect session's history.
+    pub(super) fn awaits_table(&self) -> bool {
+        matches!(self, Self::Suspect { doubt: Doubt { is_table_requested: true, .. }, .. })
     }
 
     /// Returns the id of a turn that may still be inside the engine.
@@ -273,13 +289,27 @@ impl State {
         }
     }
 
+    /// Notes that the shim's session table must be requested again for a suspect session.
+    pub(super) fn expect_no_table(&mut self) {
+        if let Self::Suspect { doubt, .. } = self {
+            doubt.is_table_requested = false;
+        }
+    }
+
+    /// Clears a suspect session. `row`: what it holds, as the shim reports.
+    pub(super) fn clear_doubt(&mut self, row: Option<Row>) {
+        if matches!(self, Self::Suspect { .. }) {
+            *self = row.map_or(Self::Demoted, Self::Open);
+        }
+    }
+
     /// Moves the row of a session that holds one to another state.
     pub(super) fn move_row(&mut self, to: impl FnOnce(Row) -> State) {
         *self = match mem::take(self) {
             Self::Opening(row)
             | Self::Open(row)
             | Self::Demoting { row, .. }
-            | Self::Suspect { row, .. } => to(row),
+            | Self::Suspect { row: Some(row), .. } => to(row),
             other => other,
         };
     }

@@ -7,6 +7,7 @@
 use std::time::{Duration, Instant};
 
 use proto::load::{Retention, SessionState, VolatilePrefix};
+use serde::{Deserialize, Serialize};
 
 use super::{
     PrefixTracker, Usage,
@@ -38,7 +39,8 @@ pub struct Session {
 }
 
 /// Who chooses how the engine keeps a session's KV.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub(super) enum Chooser {
     /// The client asked for a retention.
     Client,
@@ -47,7 +49,8 @@ pub(super) enum Chooser {
 }
 
 /// Whether turns of a session run at the same time.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub(super) enum Sharing {
     /// Turns may run at the same time.
     Shared,
@@ -83,7 +86,8 @@ pub(super) struct EngineHistory {
 }
 
 /// What the agent knows of the turns that a session's clients send.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub(super) struct ClientHistory {
     /// Whether the session takes delta turns.
     pub(super) deltas: Deltas,
@@ -109,7 +113,8 @@ pub(super) struct ClientHistory {
 }
 
 /// The size of one full history, as a bound and as a count.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub(super) struct MeasuredHistory {
     /// The upper bound on the prompt's tokens that was taken from the turn's body.
     pub(super) prompt_tokens_bound: u64,
@@ -218,7 +223,9 @@ impl Session {
         match &self.state {
             State::Planned | State::Opening(_) => SessionState::Opening,
             State::Closing(_) => SessionState::Closing,
-            State::Gone { reason: GoneReason::EngineRestarted, .. } => SessionState::Lost,
+            State::Gone {
+                reason: GoneReason::EngineRestarted | GoneReason::NotTakenOver, ..
+            } => SessionState::Lost,
             _ if self.turns.running > 0 => SessionState::Running,
             State::Demoted => SessionState::Demoted,
             // The client learns with its next turn if the session can't continue.

@@ -25,6 +25,7 @@
 //! several parts, so they are functions of [`Table`], by topic: `claims`, `admission` and `ends` as
 //! above; `capacity` computes room, `reclaim` frees room, `closing` closes incarnations, `engine`
 //! handles reports of the engine and the shim, `trim` runs full histories in pinned sessions,
+//! `handover` hands the sessions over to the next agent process,
 //! `backlog` estimates the prompt tokens that wait, and `volatile_prefix` looks for texts that
 //! change from turn to turn. `invariants` checks the promises.
 //!
@@ -47,6 +48,7 @@ mod closes;
 mod closing;
 mod ends;
 mod engine;
+mod handover;
 mod invariants;
 mod reclaim;
 mod sessions;
@@ -78,6 +80,7 @@ use crate::{guard::Guard, shim::trim::Plan};
 
 pub use self::{
     engine::{EngineLoad, SessionReport},
+    handover::Legacy,
     trim::{TrimOutcome, TrimPlan},
 };
 

@@ -82,6 +82,7 @@ impl Table {
             GoneReason::HistoryUnknown => SessionEvent::Doubted,
             GoneReason::KvCorrupt => SessionEvent::Corrupt,
             GoneReason::EngineRestarted => SessionEvent::EngineLost,
+            GoneReason::NotTakenOver => SessionEvent::NotTakenOver,
         };
         self.effects.report_event(key, event);
         self.answer_run_outside(key);
@@ -95,8 +96,10 @@ impl Table {
     /// Closes a session at the engine whose shim did not answer the agent's request to demote the
     /// session or to report its history.
     pub(super) fn close_without_answer(&mut self, now: Instant, key: &SessionKey) {
-        let is_demoting = matches!(self.sessions[key].state, State::Demoting { .. });
-        let reason = if is_demoting { GoneReason::Reclaimed } else { GoneReason::HistoryUnknown };
+        let reason = match self.sessions[key].state {
+            State::Suspect { doubt, .. } => doubt.otherwise,
+            _ => GoneReason::Reclaimed,
+        };
         self.close_as_gone(now, key, reason);
     }
 
@@ -114,9 +117,10 @@ impl Table {
             return self.close_as_gone(now, key, GoneReason::HistoryUnknown);
         };
         let until = now + VERIFY_TIME_MAX;
-        let doubt = Doubt { expected, until, is_table_requested: false };
+        let otherwise = GoneReason::HistoryUnknown;
+        let doubt = Doubt { expected, until, is_table_requested: false, otherwise };
         let (dp_rank, rid) = self.change_session(key, |session| {
-            session.state.move_row(|row| State::Suspect { row, doubt });
+            session.state.move_row(|row| State::Suspect { row: Some(row), doubt });
             (session.dp_rank, session.state.lost_rid())
         });
         self.effects.push(Effect::RequestShimTable { dp_rank, rid });

@@ -75,6 +75,9 @@ impl Table {
     pub fn handle_shim_up(&mut self, dp_rank: u32, can_demote: bool) {
         if self.shims.has_rank(dp_rank) {
             self.shims.connect(dp_rank, can_demote);
+            // A full table follows each connection. It shows the sessions that the last agent
+            // process handed over; no other session is suspect without a shim.
+            self.mark_table_requested(dp_rank);
         }
     }
 
@@ -146,30 +149,28 @@ impl Table {
     ) {
         if report.in_flight {
             // The uncertain turn has not ended yet, so the session table must be requested again.
-            let doubt = Doubt { is_table_requested: false, ..doubt };
             let dp_rank = self.sessions.update(key, |session| {
-                session.state.move_row(|row| State::Suspect { row, doubt });
+                session.state.expect_no_table();
                 session.dp_rank
             });
             return self.effects.push(Effect::RequestShimTable { dp_rank, rid: None });
         }
-        if doubt.expected.matches(report.history_tokens) {
-            self.effects.report_event(key, SessionEvent::Verified);
+        // A demoted session takes a row only for a turn, and this process has run none.
+        let may_hold_row = self.sessions[key].state.row().is_some();
+        if doubt.expected.matches(report.history_tokens) && (may_hold_row || !report.holds_row) {
+            let is_handed = doubt.otherwise == GoneReason::NotTakenOver;
+            let event = if is_handed { SessionEvent::TakenOver } else { SessionEvent::Verified };
+            self.effects.report_event(key, event);
             let resident_tokens = report.allocated_tokens;
             self.change_session(key, |session| {
                 session.history.tokens = report.history_tokens;
-                session.state.move_row(|_| {
-                    if report.holds_row {
-                        State::Open(Row { resident_tokens, ..Row::default() })
-                    } else {
-                        State::Demoted
-                    }
-                });
+                let row = Row { resident_tokens, ..Row::default() };
+                session.state.clear_doubt(report.holds_row.then_some(row));
             });
             // The session has a deadline of its own again.
             self.schedule_deadline(key);
         } else {
-            self.close_as_gone(now, key, GoneReason::HistoryUnknown);
+            self.close_as_gone(now, key, doubt.otherwise);
         }
         self.process_queue(now);
     }
@@ -181,6 +182,16 @@ impl Table {
         let gone_ids: Vec<String> =
             known_ids.filter(|id| !reported_ids.contains(&id.as_str())).cloned().collect();
         gone_ids.iter().for_each(|id| self.handle_session_gone(now, dp_rank, id));
+        // A suspect session that is not in the table which was requested for it is closed.
+        let missing = self.sessions.keys(|session| {
+            let is_listed = || reported_ids.contains(&session.incarnation.as_str());
+            session.dp_rank == dp_rank && session.state.awaits_table() && !is_listed()
+        });
+        if !missing.is_empty() {
+            missing.iter().for_each(|key| self.close_without_answer(now, key));
+            self.process_queue(now);
+            self.debug_check();
+        }
     }
 
     /// Handles the shim's report that a session is closed in the engine.

@@ -6,7 +6,7 @@
 //! for the counts that a session keeps of its turns.
 
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::{BTreeMap, BTreeSet, HashMap},
     ops::{Add, AddAssign, Index, SubAssign},
     time::Instant,
 };
@@ -26,6 +26,8 @@ pub(super) struct Sessions {
     ranks: Vec<RankSessions>,
     page_tokens: u64,
     incarnation_prefix: String,
+    /// The prefixes of earlier agent processes that handed over sessions.
+    adopted_prefixes: BTreeSet<String>,
     is_incarnation_fresh: bool,
     /// The number of incarnation ids made so far.
     incarnation_count: u64,
@@ -60,6 +62,7 @@ impl Sessions {
             ranks: vec![],
             page_tokens: 1,
             incarnation_prefix: settings.incarnation_prefix.clone(),
+            adopted_prefixes: BTreeSet::new(),
             is_incarnation_fresh: settings.guards.is_on(Guard::FreshIncarnation),
             incarnation_count: 0,
             generation_count: 0,
@@ -177,10 +180,18 @@ impl Sessions {
         format!("{}-{}", self.incarnation_prefix, self.incarnation_count)
     }
 
-    /// Whether this agent process made an incarnation id, even if its session was removed.
+    /// Whether this agent process, or one that handed over to it, made an incarnation id, even if
+    /// its session was removed.
     pub(super) fn has_made(&self, incarnation: &str) -> bool {
-        let suffix = incarnation.strip_prefix(&self.incarnation_prefix);
-        suffix.is_some_and(|suffix| suffix.starts_with('-'))
+        let Some((prefix, _)) = incarnation.rsplit_once('-') else { return false };
+        prefix == self.incarnation_prefix || self.adopted_prefixes.contains(prefix)
+    }
+
+    /// Counts the ids of the process that made `incarnation` among the agent's own.
+    pub(super) fn adopt_prefix(&mut self, incarnation: &str) {
+        if let Some((prefix, _)) = incarnation.rsplit_once('-') {
+            self.adopted_prefixes.insert(prefix.to_owned());
+        }
     }
 
     /// Makes sure that the sessions are looked at when `deadline` passes.

@@ -1,0 +1,76 @@
+//! Defines what an agent process hands over to its successor: the state of its sessions.
+//!
+//! A planned restart of the agent leaves the sessions open at the engine. The old process writes
+//! their state into the journal, and the next one takes them up. The state has counts, flags and
+//! ids, and no text. This module does no I/O: `journal` writes the values as JSON, and
+//! `table::handover` makes them and takes them up.
+//!
+//! A change of these types that an older or newer agent would misread needs another
+//! [`HANDOVER_VERSION`]. An agent that doesn't know the version closes the sessions instead, as
+//! after a crash.
+
+use proto::id::SessionKey;
+use serde::{Deserialize, Serialize};
+
+use super::{
+    lifecycle::GoneReason,
+    state::{Chooser, ClientHistory, Sharing},
+};
+
+/// The version of the types below.
+pub const HANDOVER_VERSION: u32 = 1;
+
+/// What one agent process hands over to the next.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Handover {
+    /// The wall clock at the hand-over, in milliseconds since 1970.
+    pub unix_ms: u64,
+    /// The sessions.
+    pub sessions: Vec<HandedSession>,
+}
+
+/// One session.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct HandedSession {
+    pub(super) principal: String,
+    pub(super) id: String,
+    pub(super) dp_rank: u32,
+    pub(super) incarnation: String,
+    pub(super) state: HandedState,
+    pub(super) chooser: Chooser,
+    pub(super) sharing: Sharing,
+    pub(super) turns_finished: u64,
+    /// The time without a turn up to the hand-over.
+    pub(super) idle_ms: u64,
+    pub(super) idle_ms_max: u64,
+    /// Tokens of the history that the engine has committed.
+    pub(super) history_tokens: u64,
+    pub(super) client: ClientHistory,
+}
+
+/// How the engine keeps a session, as far as a state without turns tells.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", deny_unknown_fields)]
+pub(super) enum HandedState {
+    /// Pinned, with a request row and KV of its own.
+    Open { resident_tokens: u64 },
+    /// Pinned. The engine has the history, but no KV of the session's own.
+    Demoted {},
+    /// Not pinned. `no_pin_ms`: the agent doesn't pin the session before this time has passed.
+    InTree { is_tagged: bool, resident_tokens: u64, no_pin_ms: u64 },
+    /// The engine has nothing of the session. `is_tagged`: `None` if the session is pinned.
+    Gone { reason: GoneReason, is_tagged: Option<bool> },
+}
+
+impl HandedSession {
+    /// Returns the session's key, if it is valid.
+    pub(super) fn key(&self) -> Option<SessionKey> {
+        SessionKey::new(self.principal.clone(), self.id.clone()).ok()
+    }
+
+    /// Whether the session is open at the engine as a pinned one.
+    pub(super) fn is_open(&self) -> bool {
+        matches!(self.state, HandedState::Open { .. } | HandedState::Demoted {})
+    }
+}

@@ -1,0 +1,244 @@
+//! Hands the sessions over to the next agent process, and takes them up from the last one.
+//!
+//! An incarnation is one life of a session in the engine. A planned restart leaves the incarnations
+//! open there. The next process takes a pinned session up as suspect: its turns wait until the shim
+//! (Berth's part in the engine's process) reports the history that the last process knew. What can't
+//! be proven is closed at the engine, and the session's next turn is told that it is lost. Sessions
+//! on the radix tree need no proof, because their turns send the whole conversation.
+//!
+//! The owner task begins a hand-over with [`Table::begin_handover`], and calls [`Table::hand_over`]
+//! once nothing is unsettled. It then makes no more changes. The next process calls
+//! [`Table::take_over`] when it has found the engine.
+
+use std::{
+    cmp::Reverse,
+    collections::BTreeMap,
+    time::{Duration, Instant},
+};
+
+use proto::id::SessionKey;
+
+use super::{
+    Doubt, Error, ExpectedHistory, GoneReason, Guard, PrefixTracker, Row, Session, SessionEvent,
+    State, Table, Tree, TurnCounts,
+};
+use crate::session::{
+    EngineHistory,
+    handover::{HandedSession, HandedState},
+    journal::OpenIncarnation,
+};
+
+/// How long a session that was handed over waits for the shim's session table. The shim tries to
+/// connect to the new process once a second, and reports within a scheduler step.
+const TAKE_OVER_TIME_MAX: Duration = Duration::from_secs(10);
+
+/// What the journal and the last agent process have left to this one.
+#[derive(Debug, Clone, Default)]
+pub struct Legacy {
+    /// The incarnations that are open in the engine, by id.
+    pub open_incarnations: BTreeMap<String, OpenIncarnation>,
+    /// The sessions that were handed over; none after a crash.
+    pub sessions: Vec<HandedSession>,
+    /// The time since the hand-over.
+    pub age: Duration,
+    /// Whether the engine's process is still the one of the hand-over.
+    pub is_same_engine: bool,
+}
+
+impl Table {
+    /// Refuses all turns that wait. The caller admits no others.
+    pub fn begin_handover(&mut self, now: Instant) {
+        self.refuse_waiting(now, &Error::Stopping);
+        self.debug_check();
+    }
+
+    /// Returns the number of turns inside the engine, and of sessions whose state an answer of the
+    /// engine or of the shim is about to settle.
+    #[must_use]
+    pub fn unsettled_count(&self) -> usize {
+        let is_unsettled = |session: &Session| {
+            matches!(session.state, State::Opening(_))
+                || session.state.awaits_shim_until().is_some()
+        };
+        self.tickets.inside().count() + self.sessions.keys(is_unsettled).len()
+    }
+
+    /// Returns what the next agent process needs to go on with the sessions.
+    #[must_use]
+    pub fn hand_over(&self, now: Instant) -> Vec<HandedSession> {
+        let sessions = self.sessions.iter();
+        sessions.filter_map(|(key, session)| hand_over_session(key, session, now)).collect()
+    }
+
+    /// Takes up the sessions that the last agent process has handed over, and closes the other
+    /// incarnations that it left open.
+    pub fn take_over(&mut self, now: Instant, legacy: Legacy) {
+        let Legacy { mut open_incarnations, mut sessions, age, is_same_engine } = legacy;
+        // If there is no room for all, those stay that came last.
+        sessions.sort_by_key(|session| Reverse(session.idle_ms));
+        while let Some(session) = sessions.pop() {
+            let Some(key) = session.key().filter(|key| !self.sessions.has(key)) else { continue };
+            if self.sessions.len() >= self.sessions_max {
+                break;
+            }
+            let state = self.state_to_take_over(now, &session, &open_incarnations, is_same_engine);
+            let keeps_incarnation = !matches!(state, State::Gone { .. });
+            if keeps_incarnation {
+                open_incarnations.remove(&session.incarnation);
+            }
+            self.insert_handed(now, &key, session, state, age);
+        }
+        for (incarnation, left) in open_incarnations {
+            self.inherit_incarnation(now, incarnation, left.dp_rank, left.rid);
+        }
+        self.debug_check();
+    }
+
+    /// Returns the state in which a session is taken up.
+    fn state_to_take_over(
+        &self,
+        now: Instant,
+        handed: &HandedSession,
+        open_incarnations: &BTreeMap<String, OpenIncarnation>,
+        is_same_engine: bool,
+    ) -> State {
+        let lost = |reason| State::Gone { reason, tree: None };
+        let is_in_journal = open_incarnations
+            .get(&handed.incarnation)
+            .is_some_and(|open| open.dp_rank == handed.dp_rank);
+        let is_known = self.sessions.key_of(&handed.incarnation).is_some();
+        match handed.state {
+            HandedState::Gone { reason, is_tagged } => State::Gone {
+                reason,
+                tree: is_tagged.map(|is_tagged| Tree { is_tagged, ..Tree::default() }),
+            },
+            HandedState::InTree { is_tagged, .. } if !is_same_engine || is_known => {
+                let tree = Some(Tree { is_tagged, ..Tree::default() });
+                State::Gone { reason: GoneReason::EngineRestarted, tree }
+            }
+            HandedState::InTree { is_tagged, resident_tokens, no_pin_ms } => {
+                let no_pin_before = (no_pin_ms > 0).then(|| now + Duration::from_millis(no_pin_ms));
+                let resident_tokens = resident_tokens.min(self.engine.context_tokens);
+                State::InTree(Tree { is_tagged, resident_tokens, no_pin_before })
+            }
+            _ if !is_same_engine => lost(GoneReason::EngineRestarted),
+            _ if !is_in_journal || is_known => lost(GoneReason::NotTakenOver),
+            HandedState::Demoted {} => self.unproven(now, handed, None),
+            HandedState::Open { resident_tokens } => {
+                let row = Row { resident_tokens, ..Row::default() };
+                match self.has_room_for(handed.dp_rank, resident_tokens) {
+                    Some(true) => self.unproven(now, handed, Some(row)),
+                    // This process may hold fewer rows or tokens than the last one.
+                    Some(false) => lost(GoneReason::Reclaimed),
+                    None => lost(GoneReason::NotTakenOver),
+                }
+            }
+        }
+    }
+
+    /// Returns the state of a pinned session before the shim has reported it.
+    fn unproven(&self, now: Instant, handed: &HandedSession, row: Option<Row>) -> State {
+        if !self.settings.guards.is_on(Guard::HandoverVerified) {
+            return row.map_or(State::Demoted, State::Open);
+        }
+        let doubt = Doubt {
+            expected: ExpectedHistory::Exactly(handed.history_tokens),
+            until: now + TAKE_OVER_TIME_MAX,
+            is_table_requested: false,
+            otherwise: GoneReason::NotTakenOver,
+        };
+        State::Suspect { row, doubt }
+    }
+
+    /// Whether one more pinned session with this many tokens fits. `None` if that can't be.
+    fn has_room_for(&self, dp_rank: u32, tokens: u64) -> Option<bool> {
+        let capacity = self.capacity(dp_rank).ok().filter(|rank| tokens <= rank.pool_tokens)?;
+        let held = self.totals(dp_rank);
+        let has_row = self.row_shortage(dp_rank).ok()?.is_none();
+        let pinned_tokens = held.pinned_tokens + self.round_to_pages(tokens);
+        Some(has_row && pinned_tokens <= capacity.pin_tokens_max)
+    }
+
+    fn insert_handed(
+        &mut self,
+        now: Instant,
+        key: &SessionKey,
+        handed: HandedSession,
+        state: State,
+        age: Duration,
+    ) {
+        let (is_gone, was_open) = (state.is_gone(), handed.is_open());
+        let deadline = state.awaits_shim_until();
+        let rank_count = u32::try_from(self.engine.ranks.len()).expect("few ranks");
+        let idle = Duration::from_millis(handed.idle_ms).saturating_add(age);
+        let turns = TurnCounts {
+            finished: handed.turns_finished,
+            last_end: now.checked_sub(idle).unwrap_or(now),
+            ..TurnCounts::new(now)
+        };
+        if !is_gone {
+            self.sessions.adopt_prefix(&handed.incarnation);
+        }
+        self.sessions.insert(&mut self.effects, key, |fresh_incarnation, generation| Session {
+            dp_rank: handed.dp_rank.min(rank_count.saturating_sub(1)),
+            incarnation: if is_gone { fresh_incarnation } else { handed.incarnation },
+            generation,
+            state,
+            chooser: handed.chooser,
+            sharing: handed.sharing,
+            turns,
+            history: EngineHistory {
+                tokens: if is_gone { 0 } else { handed.history_tokens },
+                is_corrupt: false,
+            },
+            client: handed.client,
+            prefix_tracker: PrefixTracker::default(),
+            idle_max: Duration::from_millis(handed.idle_ms_max),
+        });
+        match deadline {
+            Some(until) => self.sessions.schedule(until),
+            None => self.schedule_deadline(key),
+        }
+        if is_gone && was_open {
+            self.effects.report_event(key, SessionEvent::NotTakenOver);
+        }
+    }
+}
+
+/// Returns what the next process must know of a session; `None` if that is nothing.
+fn hand_over_session(key: &SessionKey, session: &Session, now: Instant) -> Option<HandedSession> {
+    let to_ms = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
+    let gone = |reason| HandedState::Gone { reason, is_tagged: None };
+    let state = match &session.state {
+        // A closing session is closed by the next process, as the journal has it.
+        State::Planned | State::Opening(_) | State::Closing(_) => return None,
+        _ if session.turns.running > 0 => gone(GoneReason::NotTakenOver),
+        State::Open(_) if session.history.is_corrupt => gone(GoneReason::KvCorrupt),
+        State::Open(row) => HandedState::Open { resident_tokens: row.resident_tokens },
+        State::Demoted => HandedState::Demoted {},
+        State::Demoting { .. } | State::Suspect { .. } => gone(GoneReason::NotTakenOver),
+        State::InTree(tree) => HandedState::InTree {
+            is_tagged: tree.is_tagged,
+            resident_tokens: tree.resident_tokens,
+            no_pin_ms: tree.no_pin_before.map_or(0, |at| to_ms(at.saturating_duration_since(now))),
+        },
+        State::Gone { reason, tree } => HandedState::Gone {
+            reason: *reason,
+            is_tagged: tree.as_ref().map(|tree| tree.is_tagged),
+        },
+    };
+    Some(HandedSession {
+        principal: key.principal().to_owned(),
+        id: key.id().to_owned(),
+        dp_rank: session.dp_rank,
+        incarnation: session.incarnation.clone(),
+        state,
+        chooser: session.chooser,
+        sharing: session.sharing,
+        turns_finished: session.turns.finished,
+        idle_ms: to_ms(session.idle(now)),
+        idle_ms_max: to_ms(session.idle_max),
+        history_tokens: session.history.tokens,
+        client: session.client,
+    })
+}
