@@ -4,14 +4,15 @@
 
 #![expect(clippy::unwrap_used, reason = "a test fails where it unwraps")]
 
-use std::net::SocketAddr;
+use std::{net::SocketAddr, sync::Arc};
 
 use http::StatusCode;
 use serde_json::{Value, json};
 use tests::{
-    cluster::{eventually, own_addr, ready, text_turn as turn},
+    cluster::{Cluster, Router, eventually, own_addr, ready, router_config, text_turn as turn},
     engine_sim::{Config, EngineSim},
-    process::AgentPlace,
+    process::{AgentPlace, AgentProcess},
+    shim::SimShim,
     web::{Answer, Web},
 };
 
@@ -108,4 +109,152 @@ async fn a_folder_that_others_may_write_to_is_refused_and_its_files_stay_whole()
     let said = place.start_in_vain().unwrap();
     assert!(said.contains("not a plain file of this user"), "{said}");
     assert_eq!(std::fs::read_to_string(&victim).unwrap(), "precious");
+}
+
+/// An engine with its shim, and the place of its agents.
+struct Upgrade {
+    web: Web,
+    engine: Arc<EngineSim>,
+    place: AgentPlace,
+    _shim: SimShim,
+}
+
+impl Upgrade {
+    async fn new() -> Self {
+        let (web, engine) = (Web::default(), Arc::new(start_engine(own_addr()).await));
+        let place = AgentPlace::new(AGENT, &engine.url()).unwrap();
+        let shim = SimShim::start(Arc::clone(&engine), place.shim_socket());
+        Self { web, engine, place, _shim: shim }
+    }
+
+    async fn start(&self) -> AgentProcess {
+        let agent = self.place.start("", &["--handover"]).unwrap();
+        ready(&self.web, self.place.admin).await;
+        agent
+    }
+
+    async fn turn(&self, claim: &Value, text: &str) -> Answer {
+        generate(&self.web, &self.place, Some(claim), &turn(text, 6)).await
+    }
+}
+
+fn delta(id: &str) -> Value {
+    json!({"principal": "p", "id": id, "delta": true})
+}
+
+#[tokio::test]
+async fn a_planned_restart_keeps_pinned_sessions_and_their_kv() {
+    let upgrade = Upgrade::new().await;
+    let agent = upgrade.start().await;
+    let first = upgrade.turn(&pinned("s"), "The quick brown fox jumps").await;
+    assert_eq!(first.meta("prompt_tokens"), Some(25), "{}", first.text());
+    let held = upgrade.engine.pool(0).await.unwrap();
+    assert!(agent.terminate().unwrap().success());
+    let left = upgrade.engine.pool(0).await.unwrap();
+    assert_eq!(left.sessions, held.sessions, "the engine keeps the session");
+
+    let agent = upgrade.start().await;
+    let second = upgrade.turn(&delta("s"), " over the").await;
+    assert_eq!(
+        (second.meta("prompt_tokens"), second.meta("cached_tokens")),
+        (Some(40), Some(30)),
+        "{}",
+        second.text()
+    );
+    assert!(agent.terminate().unwrap().success());
+    let agent = upgrade.start().await;
+    let third = upgrade.turn(&delta("s"), " lazy").await;
+    assert_eq!(third.meta("cached_tokens"), Some(45), "a second restart: {}", third.text());
+    let taken_up = r#"berth_agent_session_events_total{event="taken_over"}"#;
+    assert_eq!(metric(&upgrade.web, &upgrade.place, taken_up).await, Some(1.0));
+    let closing = json!({"principal": "p", "id": "s", "delta": true, "close": true});
+    assert_eq!(upgrade.turn(&closing, " dog").await.status, StatusCode::OK);
+    nothing_held(&upgrade.engine).await;
+    drop(agent);
+}
+
+#[tokio::test]
+async fn a_session_that_the_shim_contradicts_is_closed_and_its_client_told() {
+    let upgrade = Upgrade::new().await;
+    let agent = upgrade.start().await;
+    for id in ["changed", "same"] {
+        assert_eq!(upgrade.turn(&pinned(id), "The quick brown fox").await.status, StatusCode::OK);
+    }
+    assert!(agent.terminate().unwrap().success());
+    // Somebody else runs a turn in the session while no agent is there.
+    let sessions = upgrade.engine.pool(0).await.unwrap().sessions;
+    let mut body = turn("!", 1);
+    body["session_params"] = json!({"id": sessions[0].id});
+    let url = format!("{}/generate", upgrade.engine.url());
+    assert_eq!(upgrade.web.post(&url, &[], &body).await.unwrap().status, StatusCode::OK);
+
+    let _agent = upgrade.start().await;
+    let lost = upgrade.turn(&delta("changed"), " jumps").await;
+    assert_eq!(lost.refusal(), (409, "session_lost".to_owned()), "{}", lost.text());
+    let kept = upgrade.turn(&delta("same"), " jumps").await;
+    assert_eq!(kept.status, StatusCode::OK, "{}", kept.text());
+    eventually("the close", || async {
+        (upgrade.engine.pool(0).await?.sessions.len() == 1).then_some(())
+    })
+    .await;
+    let again = upgrade.turn(&pinned("changed"), "From the start").await;
+    assert_eq!(again.status, StatusCode::OK, "{}", again.text());
+}
+
+#[tokio::test]
+async fn after_a_kill_nothing_is_taken_up() {
+    let upgrade = Upgrade::new().await;
+    let agent = upgrade.start().await;
+    assert_eq!(upgrade.turn(&pinned("s"), "The quick brown fox").await.status, StatusCode::OK);
+    assert!(agent.terminate().unwrap().success());
+    let agent = upgrade.start().await;
+    assert_eq!(upgrade.turn(&delta("s"), " jumps").await.status, StatusCode::OK);
+    agent.kill().unwrap();
+    let _agent = upgrade.start().await;
+    let unknown = upgrade.turn(&delta("s"), " over").await;
+    assert_eq!(unknown.refusal(), (404, "session_unknown".to_owned()), "not from the old state");
+    nothing_held(&upgrade.engine).await;
+}
+
+#[tokio::test]
+async fn through_a_router_a_restart_costs_only_answers_to_try_again() {
+    let upgrade = Upgrade::new().await;
+    let agent = upgrade.start().await;
+    let mut config = router_config(&[]);
+    config.workers = vec![format!("http://{}", upgrade.place.control)];
+    // Shorter than the restart, so that turns meet the missing agent.
+    config.timeouts.connect_ms_max = 50;
+    let routers = vec![Router::start(config).await.unwrap()];
+    let web = upgrade.web.clone();
+    let cluster = Cluster { engines: vec![], agents: vec![], routers, web };
+    cluster.wait_for_worker(0, "the worker", |shown| shown["state"] == "fresh").await;
+    cluster.open_pinned("s").await;
+    let headers = [("x-berth-session-id", "s"), ("x-berth-delta", "1")];
+    let first = cluster.turn("/generate", &headers, &turn("The quick brown fox jumps", 6)).await;
+    assert_eq!(first.meta("prompt_tokens"), Some(25), "{}", first.text());
+
+    let next = async {
+        eventually("the session's next turn", || async {
+            let answer = cluster.post("/generate", &headers, &turn(" over the", 6)).await;
+            if answer.status == StatusCode::OK {
+                return Some(answer);
+            }
+            assert_eq!(answer.status, StatusCode::SERVICE_UNAVAILABLE, "{}", answer.text());
+            let retry_s: u64 = answer.header("retry-after").parse().unwrap();
+            assert!(retry_s <= 3, "{retry_s}");
+            None
+        })
+        .await
+    };
+    let restart = async {
+        let ended = tokio::task::spawn_blocking(move || agent.terminate().unwrap());
+        assert!(ended.await.unwrap().success());
+        let refused = cluster.post("/generate", &headers, &turn("x", 1)).await;
+        assert_eq!(refused.status, StatusCode::SERVICE_UNAVAILABLE, "{}", refused.text());
+        upgrade.start().await
+    };
+    let agent = restart.await;
+    let next = next.await;
+    assert_eq!((next.meta("prompt_tokens"), next.meta("cached_tokens")), (Some(40), Some(30)));
+    drop(agent);
 }

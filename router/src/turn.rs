@@ -188,7 +188,8 @@ async fn close_lost_session(shared: &Shared, intent: &SessionIntent) -> Result<(
     else {
         return Ok(());
     };
-    if intent.opens_session && !intent.is_delta {
+    let may_return = shared.directory.view().agent(worker).may_hand_over(service::clock::now());
+    if intent.opens_session && !intent.is_delta && !may_return {
         shared.sessions.close_lost(&intent.key, worker).await?;
     }
     Ok(())

@@ -17,12 +17,12 @@ use hyper::body::Incoming;
 use proto::v1::worker_agent_client::WorkerAgentClient;
 use serde_json::{Value, json};
 use service::tasks::Tasks;
-use tokio::task::JoinHandle;
-use tokio_util::sync::CancellationToken;
+use tokio::{sync::oneshot, task::JoinHandle};
 use tonic::transport::{Channel, Endpoint};
 use worker_agent::{
     Listeners,
     config::{Config, tables::ListenTable},
+    owner::Ending,
 };
 
 use crate::{
@@ -46,7 +46,7 @@ pub struct Agent {
     /// The socket on which the agent listens for the engine's shim.
     pub shim_socket: PathBuf,
     has_tls: bool,
-    stop: CancellationToken,
+    stop: oneshot::Sender<Ending>,
     ended: JoinHandle<Result<(), worker_agent::Error>>,
     /// The state folder, removed with the agent; `None` if the settings name one.
     _state: Option<tempfile::TempDir>,
@@ -99,10 +99,18 @@ impl Agent {
             listeners.control.local_addr()?,
             listeners.admin.local_addr()?,
         );
-        let (shim_socket, stop) = (config.shim_socket(), CancellationToken::new());
+        let shim_socket = config.shim_socket();
         let has_tls = config.tls.server_files().is_some();
+        let (stop, stopped) = oneshot::channel();
+        let stopped = async {
+            match stopped.await {
+                Ok(ending) => ending,
+                // Nobody stops the agent any more.
+                Err(_) => std::future::pending().await,
+            }
+        };
         let epoch = service::clock::unix_ns();
-        let ended = tokio::spawn(worker_agent::run(config, listeners, epoch, stop.clone()));
+        let ended = tokio::spawn(worker_agent::run(config, listeners, epoch, stopped));
         Ok(Self { data, control, admin, shim_socket, has_tls, stop, ended, _state: state })
     }
 
@@ -138,7 +146,7 @@ impl Agent {
     /// # Errors
     /// Returns the error of `run`.
     pub async fn stop(self) -> anyhow::Result<()> {
-        self.stop.cancel();
+        let _ = self.stop.send(Ending::Close);
         Ok(tokio::time::timeout(PATIENCE, self.ended).await???)
     }
 }

@@ -11,6 +11,7 @@ pub mod nvml;
 pub mod process;
 pub mod replay;
 pub mod scheduler;
+pub mod shim;
 pub mod sim;
 pub mod simulation;
 pub mod web;

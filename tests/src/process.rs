@@ -81,8 +81,8 @@ impl AgentPlace {
     fn spawn(&self, settings: &str, flags: &[&str]) -> anyhow::Result<AgentProcess> {
         let file = self.folder.path().join("agent.toml");
         let common = format!(
-            "state_dir = {:?}\nvocabulary = 320\nnvml_library = \"no-nvml\"\n\
-             report_interval_ms = 100\nload_interval_ms = 50\n",
+            "[files]\nstate_dir = {:?}\n[gpu]\nnvml_library = \"no-nvml\"\n[reports]\n\
+             interval_ms = 100\n[engine]\nvocabulary = 320\nload_interval_ms = 50\n",
             self.state
         );
         std::fs::write(&file, format!("{common}{settings}"))?;

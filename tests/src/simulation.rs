@@ -64,6 +64,8 @@ pub struct RunCounts {
     pub opened: u64,
     /// Times an agent was killed.
     pub agents_killed: u64,
+    /// Sessions that agents handed over to their successors.
+    pub taken_up: u64,
     /// Times the engine was killed.
     pub engines_killed: u64,
 }

@@ -276,12 +276,12 @@ impl Owner {
             }
             OwnerMessage::Drain { grace_period, ending, reply } => {
                 info!(turns = self.table.rids_inside().count(), ?ending, "draining");
-                let next_abort_at = now() + grace_period;
-                self.drain = Drain::Active { next_abort_at, ending, reply };
+                self.drain = Drain::begin(now(), grace_period, ending, reply);
                 match ending {
                     Ending::Close => self.table.drain(now()),
                     Ending::HandOver => self.table.begin_handover(now()),
                 }
+                self.publish_report(now());
             }
         }
     }

@@ -19,6 +19,10 @@ use super::{
     worker::WorkerState,
 };
 
+/// How long after a planned end of an agent its successor may still take up its sessions. A restart
+/// takes about a second; an engine that is slow to answer its new agent takes longer.
+const HANDOVER_MAX: Duration = Duration::from_secs(30);
+
 /// What the router knows about one agent.
 #[derive(Debug, Clone)]
 pub struct Agent {
@@ -164,6 +168,14 @@ impl Agent {
             }
             Link::Lost { .. } | Link::Dialing | Link::Up => None,
         }
+    }
+
+    /// Whether the agent ended as planned, so recently that its successor may take up its sessions.
+    /// An agent that closes its sessions at its end has reported that each was closed.
+    #[must_use]
+    pub fn may_hand_over(&self, now: Instant) -> bool {
+        let was_draining = self.report.as_ref().is_some_and(|(report, _)| report.draining);
+        was_draining && self.lost_for(now).is_some_and(|lost_for| lost_for < HANDOVER_MAX)
     }
 
     /// Returns the last reported load of a rank.

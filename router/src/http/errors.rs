@@ -90,6 +90,10 @@ impl From<decide::Error> for Refusal {
             Error::TurnWhileClosing => (StatusCode::NOT_FOUND, "session_closing"),
             Error::OpenWhileClosing => (StatusCode::CONFLICT, "session_closing"),
             Error::SessionLost { .. } => (StatusCode::CONFLICT, "session_lost"),
+            Error::AgentRestarts { .. } => {
+                return refuse(StatusCode::SERVICE_UNAVAILABLE, "worker_unreachable", message)
+                    .retry_after(RETRY_DELAY);
+            }
         };
         refuse(status, code, message)
     }
@@ -166,10 +170,11 @@ fn unreachable_refusal() -> Refusal {
 
 /// The refusal codes of agents that are passed on to the client. If an agent's control port sends
 /// another code or none, the client gets a general code for the gRPC status.
-const AGENT_REFUSAL_CODES: [&str; 19] = [
+const AGENT_REFUSAL_CODES: [&str; 20] = [
     "engine_down",
     "engine_lost",
     "history_unknown",
+    "journal_failed",
     "kv_corrupt",
     "open_failed",
     "pin_tokens",

@@ -50,11 +50,17 @@ pub(crate) enum Error {
     /// The session to open is still closing.
     #[error("this session is closing; wait until its last turn has ended, then open it again")]
     OpenWhileClosing,
+    /// The session's agent restarts, and its successor may take up the session.
+    #[error("the agent of worker {worker} restarts and may keep this session; try again")]
+    AgentRestarts {
+        /// Name of the worker that has the session.
+        worker: String,
+    },
     /// The session's KV and history were on a worker that has lost them or can't be reached.
     #[error(
         "the session's KV and history were on worker {worker}, {}; open the session again and send \
          the full history",
-        if *.agent_up { "whose engine restarted" } else { "which can't be reached" }
+        if *.agent_up { "whose engine or agent restarted" } else { "which can't be reached" }
     )]
     SessionLost {
         /// Name of the worker that had the session.
@@ -158,7 +164,7 @@ pub(super) fn decide_session<E: From<Error>>(
     let view = facts.view;
     let binding = affinity.get(&intent.key, now);
     let status = session_status::determine_status(&intent.key, view, binding, now);
-    let (mut sticky, reopen_as) = check_session(intent, &status, view)?;
+    let (mut sticky, reopen_as) = check_session(intent, &status, view, now)?;
     let can_move = !sticky.is_some_and(|sticky| sticky.fixed);
     if let (Some(sticky), Some(binding)) = (&mut sticky, binding) {
         facts.add_binding(sticky, binding, now);
@@ -292,10 +298,16 @@ fn check_session(
     intent: &SessionIntent,
     status: &SessionStatus,
     view: &Snapshot,
+    now: Instant,
 ) -> Result<(Option<Sticky>, Option<Retention>), Error> {
     let delta_needs_history = intent.is_delta && !intent.opens_session;
     match status {
         SessionStatus::Closing => Err(Error::TurnWhileClosing),
+        SessionStatus::Lost { worker, is_agent_up: false, .. }
+            if view.agent(*worker).may_hand_over(now) =>
+        {
+            Err(Error::AgentRestarts { worker: view.name(*worker) })
+        }
         SessionStatus::Lost { worker, is_agent_up, .. } => {
             Err(Error::SessionLost { worker: view.name(*worker), agent_up: *is_agent_up })
         }

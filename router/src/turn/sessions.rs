@@ -294,6 +294,11 @@ impl SessionService {
         let key = &open_request.key;
         if let SessionStatus::Lost { worker, .. } = self.directory.status_after_reconnect(key).await
         {
+            let view = self.directory.view();
+            if view.agent(worker).may_hand_over(service::clock::now()) {
+                let worker = view.name(worker);
+                return Err(decide::Error::AgentRestarts { worker }.into());
+            }
             self.close_lost(key, worker).await?;
         }
         let OpenDecision { worker: first_worker, was_open, can_move, .. } =

@@ -60,7 +60,7 @@ async fn run(args: &Args) -> anyhow::Result<DemoSummary> {
     let mut running = std::pin::pin!(running);
     tokio::select! {
         ended = &mut running => return ended,
-        () = signalled => stop.cancel(),
+        _ = signalled => stop.cancel(),
     }
     running.await
 }

@@ -51,7 +51,7 @@ impl World {
         let pause = self.between(200, 1_500);
         self.schedule(pause, Event::Fault);
         let faults = self.plan.faults.clone();
-        match self.rng.u32(..12) {
+        match self.rng.u32(..14) {
             0 if faults.agent_killed => self.kill_agent("by its host"),
             1 if faults.engine_killed && self.rng.bool() => self.kill_engine(),
             2 | 3 if faults.engine_slow => {
@@ -60,6 +60,7 @@ impl World {
             }
             4..=6 if faults.strangers => self.stranger_comes(),
             7..=9 if faults.meddler => self.meddle(),
+            12 | 13 if faults.agent_restarted => self.begin_handover(),
             _ => {}
         }
     }
@@ -95,7 +96,9 @@ impl World {
         let own = self.agent.as_ref().map(|agent| prefix(agent.epoch));
         let (Some(own), Some(engine)) = (own, &self.engine) else { return false };
         let facts = engine.ranks[rank].core.facts();
-        let known = |id: &str| id.starts_with(&own) || !id.starts_with("berth-");
+        let table = self.agent.iter().map(|agent| &agent.table);
+        let taken_up = |id: &str| table.clone().any(|table| table.session_key(id).is_some());
+        let known = |id: &str| id.starts_with(&own) || !id.starts_with("berth-") || taken_up(id);
         facts.sessions.iter().all(|session| known(&session.id))
     }
 
@@ -142,7 +145,7 @@ impl World {
     }
 
     /// Runs a foreign turn ("meddler") in one of the agent's sessions.
-    fn meddle(&mut self) {
+    pub(super) fn meddle(&mut self) {
         let Some(rank) = self.quiet_rank() else { return };
         let Some(engine) = &self.engine else { return };
         let facts = engine.ranks[rank].core.facts();
@@ -160,7 +163,10 @@ impl World {
         self.note(|| format!("a meddler runs a turn in {id}"));
         self.run_at_once(rank, &id, vec![3, 4, 5]);
         self.trimmer.lose(&id);
-        self.meddled.insert(id, 0);
+        // An agent that finds the engine after this has to notice before it sends a turn.
+        let instance = self.engine.as_ref().map(|engine| engine.instance);
+        let is_watched = self.agent.as_ref().is_some_and(|agent| agent.instance == instance);
+        self.meddled.insert(id, u32::from(!is_watched));
     }
 
     /// Runs a turn of one token in a session, on a rank where nothing else runs.

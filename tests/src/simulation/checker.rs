@@ -81,7 +81,7 @@ impl World {
         // Sessions of an earlier agent and sessions with a meddler's turn hold an unknown amount.
         let counted = facts.sessions.iter().filter(|session| {
             let ours = !self.is_confirmed(&session.id)
-                && session.id.starts_with(&own)
+                && (session.id.starts_with(&own) || agent.table.session_key(&session.id).is_some())
                 && !self.meddled.contains_key(&session.id);
             ours || self.strangers.contains(&session.id)
         });

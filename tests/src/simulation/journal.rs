@@ -2,16 +2,22 @@
 
 use std::collections::BTreeMap;
 
-use worker_agent::session::journal::{OpenIncarnation, Record};
+use worker_agent::session::{
+    handover::{HandedSession, Handover},
+    journal::{OpenIncarnation, Record},
+};
 
 #[derive(Debug, Default)]
 pub(super) struct Journal {
     instance: Option<String>,
     open: BTreeMap<String, OpenIncarnation>,
+    /// What an agent handed over, as the lines of its file.
+    handover: Option<(u64, Vec<String>)>,
 }
 
 impl Journal {
     pub(super) fn write(&mut self, record: Record) {
+        self.handover = None;
         match record {
             Record::Engine { instance } => {
                 if self.instance.as_ref() != Some(&instance) {
@@ -29,6 +35,25 @@ impl Journal {
             }
             Record::Closed { incarnation } => drop(self.open.remove(&incarnation)),
         }
+    }
+
+    pub(super) fn hand_over(&mut self, handover: &Handover) {
+        let line = |session| serde_json::to_string(session).expect("it can be written");
+        let lines = handover.sessions.iter().map(line);
+        self.handover = Some((handover.unix_ms, lines.collect()));
+    }
+
+    pub(super) fn take_handover(&mut self) -> Option<Handover> {
+        let (unix_ms, lines) = self.handover.take()?;
+        let session = |line: String| -> HandedSession {
+            serde_json::from_str(&line).expect("what was written can be read")
+        };
+        Some(Handover { unix_ms, sessions: lines.into_iter().map(session).collect() })
+    }
+
+    /// Whether the journal is about this engine process.
+    pub(super) fn is_about(&self, instance: &str) -> bool {
+        self.instance.as_deref() == Some(instance)
     }
 
     /// Returns what is open in this engine process.

@@ -48,6 +48,8 @@ pub(super) struct Faults {
     /// The engine never notices a broken connection; otherwise it notices late.
     pub(super) break_unnoticed: u32,
     pub(super) agent_killed: bool,
+    /// The agent is restarted as planned, and hands over.
+    pub(super) agent_restarted: bool,
     /// An agent is killed before it carries out an effect.
     pub(super) killed_at_effect: u32,
     pub(super) engine_killed: bool,
@@ -74,6 +76,7 @@ impl Faults {
             connection_breaks: odds(rng, 250),
             break_unnoticed: odds(rng, 800),
             agent_killed: rng.u32(..3) == 0,
+            agent_restarted: rng.u32(..3) == 0,
             killed_at_effect: if rng.u32(..3) == 0 { rng.u32(1..10) } else { 0 },
             engine_killed: rng.u32(..4) == 0,
             engine_slow: rng.u32(..3) == 0,

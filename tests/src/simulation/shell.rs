@@ -9,7 +9,8 @@ use std::{
 };
 
 use worker_agent::session::{
-    self, Effect, EngineLoad, SessionReport, Table, TableSettings, journal::Record,
+    self, Effect, EngineLoad, Legacy, SessionReport, Table, TableSettings, handover::Handover,
+    journal::Record,
 };
 
 use super::{
@@ -22,6 +23,8 @@ use super::{
 const LOOK: Duration = Duration::from_secs(1);
 const RETRY: Duration = Duration::from_millis(500);
 const SHIM_TELLS: Duration = Duration::from_millis(200);
+/// How long an agent waits for running turns before it hands over without them.
+const HANDOVER_WAITS: Duration = Duration::from_secs(5);
 
 #[derive(Debug)]
 pub(super) struct AgentProcess {
@@ -33,6 +36,8 @@ pub(super) struct AgentProcess {
     /// Whether the engine takes no turns, as far as the agent knows.
     pub(super) down: bool,
     pub(super) draining: bool,
+    /// Until when the agent waits before it hands its sessions over; `None` if it doesn't end.
+    pub(super) hands_over_by: Option<Duration>,
     /// The ids of turns and opens that wait for their admission.
     pub(super) waiters: BTreeSet<String>,
     /// The sessions that the shim reported last, by rank.
@@ -70,6 +75,7 @@ impl World {
             instance: None,
             down: true,
             draining: false,
+            hands_over_by: None,
             waiters: BTreeSet::new(),
             seen: BTreeSet::new(),
             wake: None,
@@ -223,7 +229,17 @@ impl World {
         self.note(|| format!("agent finds engine {instance}"));
         let (engine, name) = (self.plan.engine(), instance.to_string());
         let demotes = self.plan.demotes;
-        let (left, shim, trims) = (self.journal.left(&name), self.plan.shim, self.plan.trims);
+        let (shim, trims) = (self.plan.shim, self.plan.trims);
+        let mut legacy = Legacy {
+            open_incarnations: self.journal.left(&name),
+            is_same_engine: self.journal.is_about(&name),
+            ..Legacy::default()
+        };
+        if let Some(Handover { unix_ms, sessions }) = self.journal.take_handover() {
+            let handed_at = Duration::from_millis(unix_ms);
+            (legacy.age, legacy.sessions) = (self.now.saturating_sub(handed_at), sessions);
+        }
+        self.counts.taken_up += legacy.sessions.len() as u64;
         self.journal.write(Record::Engine { instance: name });
         if let Some(agent) = &mut self.agent {
             agent.instance = Some(instance);
@@ -232,9 +248,7 @@ impl World {
         self.call_table(|table, now| {
             let ranks = engine.ranks.len();
             table.handle_engine_lost(now, engine);
-            for (incarnation, left) in left {
-                table.inherit_incarnation(now, incarnation, left.dp_rank, left.rid);
-            }
+            table.take_over(now, legacy);
             for rank in (0..).take(if shim { ranks } else { 0 }) {
                 table.handle_shim_up(rank, demotes);
             }
@@ -296,11 +310,51 @@ impl World {
         }
     }
 
+    /// Begins a planned restart of the agent: it takes nothing new, and waits until nothing runs.
+    pub(super) fn begin_handover(&mut self) {
+        let by = self.now + HANDOVER_WAITS;
+        let Some(agent) = self.agent.as_mut().filter(|agent| agent.hands_over_by.is_none()) else {
+            return;
+        };
+        (agent.hands_over_by, agent.draining) = (Some(by), true);
+        let epoch = agent.epoch;
+        self.note(|| format!("agent {epoch} is to hand over"));
+        self.call_table(|table, now| table.begin_handover(now));
+        self.schedule(Duration::ZERO, Event::HandsOver(epoch));
+    }
+
+    /// Hands over if nothing is unsettled, and ends the agent's process.
+    pub(super) fn hands_over(&mut self, epoch: u64) {
+        if !self.is_epoch(epoch) {
+            return;
+        }
+        let now = self.instant();
+        let Some(agent) = &self.agent else { return };
+        let waits = agent.table.unsettled_count() > 0;
+        if waits && agent.hands_over_by.is_some_and(|by| self.now < by) {
+            return self.schedule(Duration::from_millis(20), Event::HandsOver(epoch));
+        }
+        if !waits {
+            let unix_ms = u64::try_from(self.now.as_millis()).expect("a short run");
+            let handover = Handover { unix_ms, sessions: agent.table.hand_over(now) };
+            self.note(|| format!("handed over: {handover:?}"));
+            self.journal.hand_over(&handover);
+        }
+        self.agent_ends("hands over");
+        if self.plan.faults.meddler && !self.calm {
+            self.meddle();
+        }
+    }
+
     /// Ends the agent's process at once, as kill -9 does.
     pub(super) fn kill_agent(&mut self, why: &str) {
+        self.counts.agents_killed += u64::from(self.agent.is_some());
+        self.agent_ends(why);
+    }
+
+    fn agent_ends(&mut self, why: &str) {
         let Some(agent) = self.agent.take() else { return };
-        self.counts.agents_killed += 1;
-        self.note(|| format!("agent {} is killed {why}", agent.epoch));
+        self.note(|| format!("agent {} ends {why}", agent.epoch));
         self.closing.clear();
         let turns: Vec<u64> = self.turns.keys().copied().collect();
         for turn in turns {

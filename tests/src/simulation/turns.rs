@@ -198,8 +198,13 @@ impl World {
             is_exact: turn.exact,
             ..Need::default()
         };
-        turn.stage = Stage::Queued;
         let rid = turn.rid.clone();
+        if self.agent.as_ref().is_some_and(|agent| agent.hands_over_by.is_some()) {
+            self.turn(id).stage = Stage::Over;
+            self.call_table(|table, now| table.end_turn(now, &rid, Outcome::Refused));
+            return self.reply(id, Reply::Unusable);
+        }
+        self.turn(id).stage = Stage::Queued;
         self.turn(id).queued = self.now;
         if let Some(agent) = &mut self.agent {
             agent.waiters.insert(rid.clone());

@@ -12,6 +12,7 @@ use worker_agent::session::Error;
 use super::{
     engine::TurnId,
     plan::Plan,
+    shell::AgentProcess,
     turns::{Reply, Stage, Turn},
     world::{Event, World},
 };
@@ -190,7 +191,8 @@ impl World {
 
     fn user_opens(&mut self, number: usize) {
         let user = &self.users[number];
-        if !user.must_open || self.agent.as_ref().is_none_or(|agent| agent.down) {
+        let takes_none = |agent: &AgentProcess| agent.down || agent.hands_over_by.is_some();
+        if !user.must_open || self.agent.as_ref().is_none_or(takes_none) {
             return;
         }
         let (key, rid) = (user.key(), self.rid());
@@ -421,7 +423,11 @@ impl World {
         }
         match reply {
             Reply::Refused(error) => match error {
-                Error::UnknownSession | Error::Lost | Error::HistoryUnknown | Error::Reclaimed => {
+                Error::UnknownSession
+                | Error::Lost
+                | Error::NotTakenOver
+                | Error::HistoryUnknown
+                | Error::Reclaimed => {
                     user.session_gone();
                     let open = matches!(error, Error::HistoryUnknown) && user.habit == Habit::Mixed;
                     user.must_close |= open;

@@ -51,6 +51,7 @@ pub(super) enum Event {
     },
     EngineStarts,
     AgentStarts,
+    HandsOver(u64),
     AgentWakes(u64),
     /// The agent's follower checks the engine.
     CheckEngine(u64),
@@ -247,6 +248,7 @@ impl World {
             }
             Event::EngineStarts => self.engine_starts(),
             Event::AgentStarts => self.agent_starts(),
+            Event::HandsOver(epoch) => self.hands_over(epoch),
             Event::AgentWakes(epoch) => self.agent_wakes(epoch),
             Event::CheckEngine(epoch) => self.check_engine(epoch),
             Event::Sampled { epoch, instance, loads } => self.sampled(epoch, instance, &loads),

@@ -14,6 +14,9 @@ use tracing::warn;
 /// The interval between aborts of the remaining turns after a drain's grace period. Aborts are
 /// repeated because the engine forgets an abort that arrives before its turn.
 const ABORT_INTERVAL: Duration = Duration::from_millis(500);
+/// How long routers have to hear that the agent ends, before its connections do. They must tell a
+/// planned end from a crash: only after the former may a successor take up the sessions.
+const NOTICE: Duration = Duration::from_millis(200);
 
 /// The agent's drain.
 pub(super) enum Drain {
@@ -25,6 +28,8 @@ pub(super) enum Drain {
         next_abort_at: Instant,
         /// What becomes of the sessions.
         ending: Ending,
+        /// The drain is not complete before this time, so that routers hear of it.
+        notice_until: Option<Instant>,
         /// Tells the caller that the drain is complete.
         reply: oneshot::Sender<()>,
     },
@@ -54,6 +59,17 @@ pub(super) enum DrainStep {
 }
 
 impl Drain {
+    /// Begins a drain. Turns may run for `grace_period`.
+    pub(super) fn begin(
+        now: Instant,
+        grace_period: Duration,
+        ending: Ending,
+        reply: oneshot::Sender<()>,
+    ) -> Self {
+        let notice_until = (ending == Ending::HandOver).then_some(now + NOTICE);
+        Self::Active { next_abort_at: now + grace_period, ending, notice_until, reply }
+    }
+
     /// Whether a drain has begun, so that the agent takes nothing new.
     pub(super) fn has_begun(&self) -> bool {
         !matches!(self, Self::NotBegun)
@@ -70,7 +86,9 @@ impl Drain {
     /// Returns when [`Self::advance`] must be called next, if no turn or close ends before.
     pub(super) fn next_deadline(&self) -> Option<Instant> {
         match self {
-            Self::Active { next_abort_at, .. } => Some(*next_abort_at),
+            Self::Active { next_abort_at, notice_until, .. } => {
+                Some(notice_until.map_or(*next_abort_at, |until| until.min(*next_abort_at)))
+            }
             Self::NotBegun | Self::Complete => None,
         }
     }
@@ -84,7 +102,13 @@ impl Drain {
         pending: usize,
         has_engine: bool,
     ) -> DrainStep {
-        let Self::Active { next_abort_at, ending, .. } = self else { return DrainStep::Wait };
+        let Self::Active { next_abort_at, ending, notice_until, .. } = self else {
+            return DrainStep::Wait;
+        };
+        if notice_until.is_some_and(|until| now < until) {
+            return DrainStep::Wait;
+        }
+        *notice_until = None;
         // Without an engine, nothing that is pending can end, so the drain doesn't wait for it.
         if turns_running == 0 && (pending == 0 || !has_engine) {
             return DrainStep::Complete(*ending);
@@ -109,15 +133,28 @@ impl Drain {
 mod tests {
     use super::*;
 
-    fn drain(next_abort_at: Instant) -> (Drain, oneshot::Receiver<()>) {
+    fn drain(start: Instant, grace_period: Duration) -> (Drain, oneshot::Receiver<()>) {
         let (reply, answer) = oneshot::channel();
-        (Drain::Active { next_abort_at, ending: Ending::Close, reply }, answer)
+        (Drain::begin(start, grace_period, Ending::Close, reply), answer)
+    }
+
+    #[test]
+    fn routers_have_time_to_hear_of_a_hand_over() {
+        let start = service::clock::now();
+        let (reply, _answer) = oneshot::channel();
+        let mut drain = Drain::begin(start, 4 * ABORT_INTERVAL, Ending::HandOver, reply);
+        assert_eq!(drain.advance(start, 0, 0, true), DrainStep::Wait);
+        assert_eq!(drain.next_deadline(), Some(start + NOTICE));
+        let done = DrainStep::Complete(Ending::HandOver);
+        assert_eq!(drain.advance(start + NOTICE, 1, 0, true), DrainStep::Wait, "a turn runs");
+        assert_eq!(drain.next_deadline(), Some(start + 4 * ABORT_INTERVAL));
+        assert_eq!(drain.advance(start + NOTICE, 0, 0, true), done);
     }
 
     #[test]
     fn turns_are_aborted_again_and_again_after_the_grace_period() {
         let start = service::clock::now();
-        let (mut drain, mut answer) = drain(start + 4 * ABORT_INTERVAL);
+        let (mut drain, mut answer) = drain(start, 4 * ABORT_INTERVAL);
         assert_eq!(drain.advance(start, 1, 1, true), DrainStep::Wait);
         for repeats in [4, 5] {
             let now = start + repeats * ABORT_INTERVAL;
@@ -136,7 +173,7 @@ mod tests {
     #[test]
     fn without_an_engine_it_waits_for_no_close() {
         let start = service::clock::now();
-        let (mut drain, _answer) = drain(start);
+        let (mut drain, _answer) = drain(start, Duration::ZERO);
         assert_eq!(drain.advance(start, 0, 3, false), DrainStep::Complete(Ending::Close));
     }
 }

@@ -15,8 +15,8 @@ use proto::{
 };
 use tokio::sync::{broadcast, mpsc, oneshot, watch};
 
-use super::published::{PublishedSession, SessionSnapshot};
 use super::drain::Ending;
+use super::published::{PublishedSession, SessionSnapshot};
 use crate::{
     audit::{self, SessionPages},
     engine::{EngineInfo, LoadSample},

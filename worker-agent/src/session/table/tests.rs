@@ -5,6 +5,7 @@
 
 mod auto_pin;
 mod engine;
+mod handover;
 mod lifecycle;
 mod must_continue;
 mod order;

@@ -1,0 +1,199 @@
+//! Tests of hand-overs from one agent process to the next.
+
+use super::*;
+use crate::session::{Legacy, handover::HandedSession, journal::OpenIncarnation};
+
+/// Returns what the old table hands over, as the next process reads it from the file.
+fn handed(rig: &Rig) -> Vec<HandedSession> {
+    let line = |session| serde_json::to_string(session).unwrap();
+    let lines: Vec<String> = rig.table.hand_over(rig.now).iter().map(line).collect();
+    lines.iter().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+/// Returns what the journal says of the old table's sessions.
+fn left_open(rig: &Rig) -> std::collections::BTreeMap<String, OpenIncarnation> {
+    let mut open = std::collections::BTreeMap::new();
+    for record in &rig.journal {
+        match record {
+            Record::Opening { incarnation, dp_rank } => {
+                let left = OpenIncarnation { dp_rank: *dp_rank, rid: None };
+                drop(open.insert(incarnation.clone(), left));
+            }
+            Record::Closed { incarnation } => drop(open.remove(incarnation)),
+            Record::Engine { .. } | Record::Turn { .. } => {}
+        }
+    }
+    open
+}
+
+/// Returns the next process's rig, beside the same engine unless `is_same_engine` is false.
+fn successor(old: &Rig, engine: EngineCapacity, is_same_engine: bool) -> Rig {
+    let settings = TableSettings { incarnation_prefix: "berth-a-2".into(), ..settings() };
+    let mut rig = Rig::with(settings, engine);
+    rig.now = old.now;
+    let legacy = Legacy {
+        open_incarnations: if is_same_engine { left_open(old) } else { Default::default() },
+        sessions: handed(old),
+        age: Duration::ZERO,
+        is_same_engine,
+    };
+    rig.table.take_over(rig.now, legacy);
+    rig.carry_out();
+    rig
+}
+
+/// Lets a shim connect and report every session that `old` holds, as the engine has it.
+fn shim_reports(rig: &mut Rig, old: &Rig) {
+    rig.table.handle_shim_up(0, true);
+    let ids: Vec<String> = left_open(old).into_keys().collect();
+    let ids: Vec<&str> = ids.iter().map(String::as_str).collect();
+    rig.table.handle_session_table(rig.now, 0, &ids);
+    for (_, session) in old.table.iter() {
+        let report = SessionReport {
+            id: session.incarnation.clone(),
+            holds_row: session.state.row().is_some_and(|row| row.resident_tokens > 0),
+            allocated_tokens: session.resident_tokens(),
+            history_tokens: session.history_tokens(),
+            in_flight: false,
+            is_from_full_table: true,
+        };
+        rig.table.handle_session_report(rig.now, 0, &report);
+    }
+    rig.carry_out();
+}
+
+#[test]
+fn a_confirmed_session_goes_on_and_a_turn_waits_for_that() {
+    let mut old = Rig::new();
+    let incarnation = old.pin_holding("s", 24);
+    let mut rig = successor(&old, engine(1), true);
+    assert_eq!(rig.table.totals(0).rows_held, 1, "its row is counted at once");
+    let rid = rig.turn(&delta("s")).waits();
+    shim_reports(&mut rig, &old);
+    let turn = rig.answer(rid).inside();
+    assert_eq!(turn.incarnation(), incarnation);
+    assert!(rig.closes.is_empty());
+    rig.end(&turn, finished(33, 1));
+    assert_eq!(rig.table.get(&key("s")).unwrap().turns_finished(), 2);
+}
+
+#[test]
+fn what_is_not_confirmed_is_closed_and_its_client_told() {
+    for case in ["no shim", "other history", "not there", "not in the journal", "other engine"] {
+        let mut old = Rig::new();
+        let incarnation = old.pin_holding("s", 24);
+        if case == "not in the journal" {
+            old.journal.clear();
+        }
+        let mut rig = successor(&old, engine(1), case != "other engine");
+        match case {
+            "no shim" => rig.wait(Duration::from_secs(10)),
+            "not there" => {
+                rig.table.handle_shim_up(0, true);
+                rig.table.handle_session_table(rig.now, 0, &[]);
+                rig.carry_out();
+            }
+            "other history" => {
+                rig.table.handle_shim_up(0, true);
+                let report = SessionReport {
+                    id: incarnation.clone(),
+                    holds_row: true,
+                    allocated_tokens: 26,
+                    history_tokens: 26,
+                    in_flight: false,
+                    is_from_full_table: true,
+                };
+                rig.table.handle_session_report(rig.now, 0, &report);
+                rig.carry_out();
+            }
+            _ => {}
+        }
+        let error = rig.turn(&delta("s")).error();
+        let code = crate::data_port::refusal(&error.into()).code;
+        assert_eq!(code, "session_lost", "{case}");
+        let closed: Vec<&str> = rig.closes.iter().map(|close| &*close.incarnation).collect();
+        let is_closed = !["other engine", "not in the journal"].contains(&case);
+        assert_eq!(closed, if is_closed { vec![&*incarnation] } else { vec![] }, "{case}");
+    }
+}
+
+#[test]
+fn a_process_with_less_room_keeps_what_fits_and_closes_the_rest() {
+    let mut old = Rig::new();
+    for id in ["old", "new"] {
+        old.pin_holding(id, 24);
+        old.wait(Duration::from_millis(10));
+    }
+    let mut small = engine(1);
+    small.ranks[0].rows_reserve = small.ranks[0].rows - 1;
+    let mut rig = successor(&old, small, true);
+    shim_reports(&mut rig, &old);
+    assert_eq!(rig.closes.len(), 1);
+    assert!(rig.table.get(&key("new")).unwrap().state.is_open(), "the one used last");
+    assert_eq!(rig.turn(&delta("old")).error(), Error::Reclaimed);
+}
+
+#[test]
+fn a_second_hand_over_says_what_the_first_one_said() {
+    for seed in 0..200 {
+        let mut random = fastrand::Rng::with_seed(seed);
+        let mut old = Rig::new();
+        old.table.handle_shim_up(0, true);
+        for _ in 0..random.usize(1..40) {
+            act(&mut old, &mut random);
+        }
+        old.table.begin_handover(old.now);
+        old.carry_out();
+        let inside: Vec<String> = old.table.rids_inside().map(str::to_owned).collect();
+        for rid in inside {
+            old.table.end_turn(old.now, &rid, Outcome::Aborted);
+        }
+        old.carry_out();
+        let mut rig = successor(&old, engine(1), true);
+        shim_reports(&mut rig, &old);
+        rig.table.check_invariants();
+        let told = |rig: &Rig| {
+            let mut sessions = rig.table.hand_over(rig.now);
+            // A session that is gone has a new id, and one without KV of its own is demoted.
+            for session in &mut sessions {
+                if !session.is_open() {
+                    session.incarnation.clear();
+                }
+            }
+            let text = serde_json::to_string(&sessions).unwrap();
+            text.replace(r#"{"open":{"resident_tokens":0}}"#, r#"{"demoted":{}}"#)
+        };
+        assert_eq!(told(&rig), told(&old), "seed {seed}");
+        let open = |rig: &Rig| rig.table.iter().map(|(key, _)| key.clone()).collect::<Vec<_>>();
+        assert_eq!(open(&rig), open(&old), "seed {seed}");
+        for (_, session) in rig.table.iter() {
+            let is_closing = rig.closes.iter().any(|c| c.incarnation == session.incarnation);
+            assert!(!is_closing, "seed {seed}: an open session is being closed");
+        }
+    }
+}
+
+/// Does something at random, as clients and the engine do.
+fn act(rig: &mut Rig, random: &mut fastrand::Rng) {
+    let id = ["a", "b", "c", "d"][random.usize(..4)];
+    match random.u32(..8) {
+        0 => drop(rig.open(id, Some(Retention::Pinned))),
+        1 => drop(rig.open(id, Some(Retention::Tagged))),
+        2 => drop(rig.close(id)),
+        3 => rig.wait(Duration::from_millis(random.u64(..2_000))),
+        4 => rig.engine_closes(),
+        _ => {
+            let history = rig.table.get(&key(id)).map_or(0, |session| session.history_tokens());
+            let claim = if random.bool() { delta(id) } else { Claim::for_session(&key(id)) };
+            let Answer::In(turn) = rig.turn(&claim) else { return };
+            let runs_pinned = rig.table.get(&key(id)).is_some_and(|session| session.is_pinned());
+            let before = if runs_pinned { history } else { 0 };
+            let outcome = match random.u32(..4) {
+                0 => Outcome::Aborted,
+                1 => Outcome::Refused,
+                _ => finished(before + 8, 3),
+            };
+            rig.end(&turn, outcome);
+        }
+    }
+}
