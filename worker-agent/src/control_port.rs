@@ -269,7 +269,6 @@ impl server::WorkerAgent for ControlService {
         let permit = permit.map_err(|_| {
             Status::resource_exhausted("this agent has as many watchers as it may have")
         })?;
-        let watch = self.agent.watch_sessions().await.map_err(|error| to_status(&error))?;
         let connection = request.extensions().get::<ControlConnectInfo>().cloned();
         let (stream, sending) = LoadStream::new(permit, self.epoch, connection);
         let (agent, token) = (self.agent.clone(), self.tasks.token());
@@ -277,7 +276,7 @@ impl server::WorkerAgent for ControlService {
             tokio::select! {
                 biased;
                 () = token.cancelled() => {}
-                () = sending.run(agent, watch) => {}
+                () = sending.run(agent) => {}
             }
         });
         Ok(Response::new(stream))

@@ -35,6 +35,8 @@ pub struct Agent {
     pub facts: Option<Facts>,
     /// The agent's last load report, and when it arrived by this process's clock.
     pub report: Option<(Arc<LoadReport>, Instant)>,
+    /// Whether the newest load report said that the agent drains. Kept when the connection is lost.
+    pub was_draining: bool,
     /// When the last message of any kind arrived from the agent.
     pub heard_at: Option<Instant>,
     /// The failure of a turn to connect to the agent's data port. `None` if there was none, or if
@@ -174,8 +176,7 @@ impl Agent {
     /// An agent that closes its sessions at its end has reported that each was closed.
     #[must_use]
     pub fn may_hand_over(&self, now: Instant) -> bool {
-        let was_draining = self.report.as_ref().is_some_and(|(report, _)| report.draining);
-        was_draining && self.lost_for(now).is_some_and(|lost_for| lost_for < HANDOVER_MAX)
+        self.was_draining && self.lost_for(now).is_some_and(|lost_for| lost_for < HANDOVER_MAX)
     }
 
     /// Returns the last reported load of a rank.

@@ -74,6 +74,7 @@ impl State {
                 facts: None,
                 report: None,
                 heard_at: None,
+                was_draining: false,
                 data_port_failure: None,
                 in_flight: vec![],
                 in_flight_at_report: vec![],
@@ -138,6 +139,7 @@ impl State {
                 let agent = self.agent_mut(agent_index);
                 agent.in_flight_at_report =
                     agent.in_flight.iter().map(|count| count.counts()).collect();
+                agent.was_draining = report.draining;
                 agent.report = Some((Arc::new(report), now));
                 let failure = agent.data_port_failure.take();
                 agent.data_port_failure =

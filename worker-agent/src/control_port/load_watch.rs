@@ -85,18 +85,16 @@ impl Stream for LoadStream {
 
 impl EventSender {
     /// Sends all events. Returns when the watcher disconnects or falls behind.
-    pub(super) async fn run(mut self, agent: AgentHandle, watch: SessionWatch) {
-        let Err(WatcherGone) = self.stream_events(agent, watch).await;
+    pub(super) async fn run(mut self, agent: AgentHandle) {
+        let Err(WatcherGone) = self.stream_events(agent).await;
     }
 
     /// Sends the description and the session table, and then all reports and changes.
     async fn stream_events(
         &mut self,
         agent: AgentHandle,
-        watch: SessionWatch,
     ) -> Result<std::convert::Infallible, WatcherGone> {
-        let AgentHandle { mut report, mut description, .. } = agent;
-        let SessionWatch { sessions, mut changes } = watch;
+        let AgentHandle { mut report, mut description, .. } = agent.clone();
         let known_description = tokio::select! {
             biased;
             () = self.sender.closed() => return Err(WatcherGone),
@@ -106,6 +104,10 @@ impl EventSender {
         };
         let known_description = known_description.expect("`wait_for` returned `Some`");
         self.send(Event::Description((*known_description).clone().into())).await?;
+        // The sessions are read only now: before the engine was found, the table lacks those that
+        // the last agent process handed over, and a watcher would take them for unknown.
+        let watch = agent.watch_sessions().await.map_err(|_| WatcherGone)?;
+        let SessionWatch { sessions, mut changes } = watch;
         self.send_session_table(sessions).await?;
         report.mark_changed();
         loop {
