@@ -23,6 +23,9 @@ pub const CLAIM: HeaderName = HeaderName::from_static("x-berth-session");
 pub const TURN: HeaderName = HeaderName::from_static("x-berth-turn");
 /// Carries the DP rank on which the turn was placed.
 pub const RANK: HeaderName = HeaderName::from_static("x-berth-rank");
+/// Carries the principal of a turn's client: the name by which agents share their engines fairly.
+/// A turn without a session has it too.
+pub const PRINCIPAL: HeaderName = HeaderName::from_static("x-berth-principal");
 /// Carries the number of leading prompt tokens that are resident, as far as the router knows.
 pub const RESIDENT: HeaderName = HeaderName::from_static("x-berth-resident-tokens");
 /// Carries the token that proves to an agent that a request is a router's. See the agent's setting
@@ -35,7 +38,7 @@ pub const REFUSAL: HeaderName = HeaderName::from_static("x-berth-refusal");
 pub const NOT_A_ROUTER: &str = "not_a_router";
 
 /// The headers that only a router may send to an agent.
-pub const TRUSTED: [HeaderName; 5] = [CLAIM, TURN, RANK, RESIDENT, TOKEN];
+pub const TRUSTED: [HeaderName; 6] = [CLAIM, TURN, RANK, PRINCIPAL, RESIDENT, TOKEN];
 
 /// A turn's session, and what the client wants done with it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -77,6 +80,9 @@ pub enum Error {
     /// The rank header isn't a number.
     #[error("the {RANK} header is not a DP rank")]
     Rank,
+    /// The principal header isn't a text of 1 to 128 bytes.
+    #[error("the {PRINCIPAL} header is not a principal")]
+    Principal,
     /// The token count header isn't a number.
     #[error("the {RESIDENT} header is not a number of tokens")]
     Resident,
@@ -138,6 +144,17 @@ impl Claim {
 pub fn rank(headers: &HeaderMap) -> Result<Option<u32>, Error> {
     let Some(value) = headers.get(RANK) else { return Ok(None) };
     value.to_str().ok().and_then(|text| text.parse().ok()).map(Some).ok_or(Error::Rank)
+}
+
+/// Returns the principal of the turn's client; [`id::ANONYMOUS`] if the router named none.
+///
+/// # Errors
+/// When the header isn't a principal.
+pub fn principal(headers: &HeaderMap) -> Result<String, Error> {
+    let Some(value) = headers.get(PRINCIPAL) else { return Ok(id::ANONYMOUS.to_owned()) };
+    let text = std::str::from_utf8(value.as_bytes()).map_err(|_| Error::Principal)?;
+    let is_valid = (1..=id::PRINCIPAL_BYTES_MAX).contains(&text.len());
+    if is_valid { Ok(text.to_owned()) } else { Err(Error::Principal) }
 }
 
 /// Returns how many tokens of the prompt the router knows to be resident; 0 if it sent no count.

@@ -14,6 +14,9 @@ use xxhash_rust::xxh3::xxh3_64;
 /// Longest session id a client may choose, in bytes.
 pub const SESSION_ID_BYTES_MAX: usize = 256;
 
+/// Longest principal, in bytes.
+pub const PRINCIPAL_BYTES_MAX: usize = 128;
+
 /// The principal of every request, if the router needs no credential.
 pub const ANONYMOUS: &str = "anonymous";
 
@@ -45,7 +48,7 @@ impl SessionKey {
     /// When either length is out of bounds.
     pub fn new(principal: impl Into<Arc<str>>, id: impl Into<Arc<str>>) -> Result<Self, Error> {
         let (principal, id) = (principal.into(), id.into());
-        if principal.is_empty() || principal.len() > 128 {
+        if principal.is_empty() || principal.len() > PRINCIPAL_BYTES_MAX {
             return Err(Error::NameLength(principal.len()));
         }
         if id.is_empty() || id.len() > SESSION_ID_BYTES_MAX {

@@ -106,6 +106,7 @@ pub(crate) async fn run(
         headers: parts.headers,
         body,
         turn_id,
+        principal: Arc::clone(&caller.principal),
         counts_first_byte: kind.is_generation(),
         arrived_at,
         deadline,

@@ -75,6 +75,8 @@ pub fn agent_config(engine: &str, worker_id: &str) -> Config {
     config.engine.url = engine.to_owned();
     config.engine.load_interval_ms = 50;
     config.engine.vocabulary = 320;
+    // Tests fill an engine of few rows with pinned sessions.
+    config.sessions.pin_rows_ratio = 1.0;
     config.listen = ListenTable { data_addr: free, control_addr: free, admin_addr: free };
     config.reports.interval_ms = 100;
     config.gpu.nvml_library = "no-nvml".into();

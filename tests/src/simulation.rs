@@ -14,6 +14,7 @@ mod checker;
 mod engine;
 mod journal;
 mod plan;
+mod shares;
 mod shell;
 mod trace;
 mod trimmer;

@@ -293,6 +293,7 @@ impl Config {
             ("engine.call_ms_max", self.engine.call_ms_max),
             ("limits.turn_ms_max", self.limits.turn_ms_max),
             ("sessions.idle_ms_max", self.sessions.idle_ms_max),
+            ("sessions.idle_ms_cap", self.sessions.idle_ms_cap),
             ("limits.queue_wait_ms_max", self.limits.queue_wait_ms_max),
             ("engine.stall_ms_max", self.engine.stall_ms_max),
         ] {
@@ -315,8 +316,25 @@ impl Config {
             self.sessions.rows_reserve >= 1,
             "sessions.rows_reserve must be at least 1: a full engine never recovers",
         );
-        let is_ratio = (0.0..=1.0).contains(&self.sessions.pin_budget_ratio);
-        require(is_ratio, "sessions.pin_budget_ratio must be between 0 and 1");
+        require(
+            self.sessions.idle_ms_cap >= self.sessions.idle_ms_max,
+            "sessions.idle_ms_cap must be at least idle_ms_max",
+        );
+        for (key, ratio) in [
+            ("sessions.pin_budget_ratio", self.sessions.pin_budget_ratio),
+            ("sessions.pin_rows_ratio", self.sessions.pin_rows_ratio),
+            ("limits.principal_turns_ratio", self.limits.principal_turns_ratio),
+        ] {
+            require((0.0..=1.0).contains(&ratio), &format!("{key} must be between 0 and 1"));
+        }
+        require(
+            (1..=1 << 20).contains(&self.limits.sessions_max),
+            "limits.sessions_max must be 1 to 1048576",
+        );
+        require(
+            (1..=self.limits.sessions_max).contains(&self.limits.principal_sessions_max),
+            "limits.principal_sessions_max must be 1 to sessions_max",
+        );
         require(
             (1..=65_536).contains(&self.limits.turns_queued_max),
             "limits.turns_queued_max must be 1 to 65536",
@@ -348,6 +366,17 @@ impl Config {
 #[must_use]
 pub fn path_if_set(setting: &Path) -> Option<PathBuf> {
     (!setting.as_os_str().is_empty()).then(|| setting.to_owned())
+}
+
+/// Converts a checked ratio to thousandths.
+#[must_use]
+#[expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "a ratio is between 0 and 1"
+)]
+pub fn to_milli(ratio: f64) -> u32 {
+    (ratio * 1000.0).round() as u32
 }
 
 /// Converts a setting in milliseconds to a duration.

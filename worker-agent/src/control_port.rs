@@ -159,9 +159,11 @@ fn to_status(error: &owner::Error) -> Status {
             | E::KvCorrupt
             | E::TooLarge { .. }
             | E::HistoryUnknown => Status::failed_precondition(text),
-            E::OpenFailed(_) | E::JournalFailed(_) | E::EngineLost | E::Stopping => {
-                Status::unavailable(text)
-            }
+            E::OpenFailed(_)
+            | E::JournalFailed(_)
+            | E::EngineSilent(_)
+            | E::EngineLost
+            | E::Stopping => Status::unavailable(text),
         },
         owner::Error::EngineDown(_) | owner::Error::Stopping => Status::unavailable(text),
     };

@@ -96,11 +96,27 @@ pub enum Guard {
     QueueBound,
     /// A turn waits in the queue for a limited time only.
     QueueTime,
+    /// Pinned sessions leave a part of the rows to plain turns.
+    PinRowsRatio,
+    /// A plain turn that finds no row takes one from a pinned session that may give way.
+    PlainTakesRows,
+    /// A principal that holds more pinned rows or tokens gives way to one that holds less.
+    PinShare,
+    /// A principal has a limited number of sessions.
+    SessionShare,
+    /// A principal has a limited number of turns inside the engine while another is active.
+    TurnShare,
+    /// Waiting turns of the principal with the fewest turns inside the engine come first.
+    FairOrder,
+    /// In a full queue, the principal with the most waiting turns makes room for others.
+    QueueShare,
+    /// A client can't ask for a longer idle limit than the operator allows.
+    IdleCapped,
 }
 
 impl Guard {
     /// All guards.
-    pub const ALL: [Self; 32] = [
+    pub const ALL: [Self; 40] = [
         Self::OneTurn,
         Self::EndAcknowledged,
         Self::RowsReserve,
@@ -133,6 +149,14 @@ impl Guard {
         Self::RankOfSession,
         Self::QueueBound,
         Self::QueueTime,
+        Self::PinRowsRatio,
+        Self::PlainTakesRows,
+        Self::PinShare,
+        Self::SessionShare,
+        Self::TurnShare,
+        Self::FairOrder,
+        Self::QueueShare,
+        Self::IdleCapped,
     ];
 }
 

@@ -46,6 +46,8 @@ const RANKS_MAX: u32 = 256;
 pub struct Limits {
     /// The number of request rows of each rank that pinned sessions leave free.
     pub rows_reserve: u32,
+    /// The share of a rank's request rows that pinned sessions may hold, 0 to 1.
+    pub pin_rows_ratio: f64,
     /// The share of a rank's pool that pinned sessions may hold, 0 to 1.
     pub pin_budget_ratio: f64,
     /// The maximum number of turns inside the engine, per rank.
@@ -113,6 +115,7 @@ impl Ledger {
         let ranks = info.rows.iter().map(|&rows| RankCapacity {
             rows,
             rows_reserve: self.limits.rows_reserve,
+            pin_rows_max: rows_share(rows, self.limits.pin_rows_ratio),
             pool_tokens: info.pool_tokens,
             pin_tokens_max: share_of(info.pool_tokens, self.limits.pin_budget_ratio),
             turns_max: self.limits.turns_max,
@@ -392,12 +395,21 @@ fn share_of(tokens: u64, ratio: f64) -> u64 {
     (tokens as f64 * ratio) as u64
 }
 
+/// Returns the share of `rows`, but at least one row if the share isn't 0.
+fn rows_share(rows: u32, ratio: f64) -> u32 {
+    let share = u32::try_from(share_of(rows.into(), ratio)).unwrap_or(rows);
+    if ratio > 0.0 { share.max(1) } else { 0 }
+}
+
 #[cfg(test)]
 mod tests {
     use proto::load::EngineFacts;
 
     use super::*;
-    use crate::{guard::Guards, session::TableSettings};
+    use crate::{
+        guard::Guards,
+        session::{ShareSettings, TableSettings},
+    };
 
     const POOL_TOKENS: u64 = 1000;
 
@@ -434,6 +446,12 @@ mod tests {
             queue_wait_max: Duration::MAX,
             stuck_after: Duration::MAX,
             auto_pin: false,
+            shares: ShareSettings {
+                sessions_max: 1,
+                principal_sessions_max: 1,
+                idle_cap: Duration::MAX,
+                turns_milli: 1000,
+            },
             guards: Guards::default(),
         };
         Table::new(settings, capacity)
@@ -452,8 +470,12 @@ mod tests {
     #[test]
     fn a_shims_figures_are_preferred_and_a_new_engine_process_has_none_yet() {
         let now = service::clock::now();
-        let mut ledger =
-            Ledger::new(Limits { rows_reserve: 1, pin_budget_ratio: 0.5, turns_max: 4 });
+        let mut ledger = Ledger::new(Limits {
+            rows_reserve: 1,
+            pin_rows_ratio: 0.5,
+            pin_budget_ratio: 0.5,
+            turns_max: 4,
+        });
         // A shim may connect before the agent reaches the engine.
         ledger.add_shim(0, Some(3));
         let table = table(ledger.set_engine(&engine()));

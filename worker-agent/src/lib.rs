@@ -69,7 +69,7 @@ use crate::{
     ledger::Limits,
     metrics::Metrics,
     owner::{AgentHandle, Ending, engine_monitor::EngineMonitor},
-    session::{TableSettings, journal::Journal},
+    session::{ShareSettings, TableSettings, journal::Journal},
     shim::ShimHandle,
     staged_prefill::StagedPrefillRunner,
     staged_prefill_queue::StagedPrefillQueues,
@@ -378,6 +378,12 @@ fn start_agent(
         queue_wait_max: ms(config.limits.queue_wait_ms_max),
         stuck_after: config::ABORT_WAIT_MAX * 2,
         auto_pin: config.sessions.auto_pin,
+        shares: ShareSettings {
+            sessions_max: config.limits.sessions_max,
+            principal_sessions_max: config.limits.principal_sessions_max,
+            idle_cap: ms(config.sessions.idle_ms_cap),
+            turns_milli: config::to_milli(config.limits.principal_turns_ratio),
+        },
         guards: Guards::default(),
     };
     // The journal must be opened first, because it is a lock: only one agent at a time can hold it,
@@ -418,6 +424,7 @@ fn start_agent(
 fn limits(config: &Config) -> Limits {
     Limits {
         rows_reserve: config.sessions.rows_reserve,
+        pin_rows_ratio: config.sessions.pin_rows_ratio,
         pin_budget_ratio: config.sessions.pin_budget_ratio,
         turns_max: config.limits.turns_in_flight_max,
     }

@@ -232,9 +232,10 @@ impl Owner {
     fn handle_message(&mut self, message: OwnerMessage) {
         self.reporter.mark_stale();
         match message {
-            OwnerMessage::Claim { claim, requested_dp_rank, route_turns, reply } => {
+            OwnerMessage::Claim { principal, claim, requested_dp_rank, route_turns, reply } => {
                 let claim = claim.as_ref().map(|(claim, key)| (claim, key));
-                drop(reply.send(self.claim(claim, requested_dp_rank, route_turns)));
+                let claimed = self.claim(&principal, claim, requested_dp_rank, route_turns);
+                drop(reply.send(claimed));
             }
             // A turn that is not inside when the sessions are handed over never gets there.
             OwnerMessage::Admit { rid, reply, .. }
@@ -290,6 +291,7 @@ impl Owner {
     /// with the turn. `claim` is `None` for a turn without a session.
     fn claim(
         &mut self,
+        principal: &str,
         claim: Option<(&Claim, &SessionKey)>,
         requested_dp_rank: Option<u32>,
         route_turns: RouteTurns,
@@ -301,7 +303,7 @@ impl Owner {
             return Err(session::Error::OutOfRoom { resource: "turns", detail }.into());
         };
         let rid = new_rid();
-        self.table.claim(now(), &rid, claim, requested_dp_rank, route_turns)?;
+        self.table.claim(now(), &rid, principal, claim, requested_dp_rank, route_turns)?;
         let vocabulary_size = self.engine.info().and_then(|info| info.facts.vocabulary);
         Ok(Lease {
             rid,

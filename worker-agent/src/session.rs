@@ -35,7 +35,10 @@ pub use self::{
     error::Error,
     prefix_tracker::{BLOCKS_MAX, PrefixTracker, PromptStart},
     state::Session,
-    table::{EngineLoad, Legacy, SessionReport, Table, TrimOutcome, TrimPlan},
+    table::{
+        EngineLoad, Legacy, PrincipalView, SessionReport, ShareFigures, Table, TrimOutcome,
+        TrimPlan,
+    },
     turn::{Need, Outcome, RouteTurns, RunMode, TrimRequest, Turn, TurnSession, Usage},
 };
 use self::{journal::Record, state::EngineHistory};
@@ -49,6 +52,8 @@ pub struct RankCapacity {
     /// Rows that pinned sessions must leave free. If sessions held all rows, the engine could run
     /// nothing more, ever.
     pub rows_reserve: u32,
+    /// The most rows that pinned sessions may hold. The other rows are for plain turns.
+    pub pin_rows_max: u32,
     /// Size of the whole KV pool, in tokens.
     pub pool_tokens: u64,
     /// The most tokens that all pinned sessions may hold together (the pin budget).
@@ -94,8 +99,24 @@ pub struct TableSettings {
     /// Whether the agent pins sessions whose clients asked for no retention. It pins those that
     /// come back soon, where the shim trims full histories.
     pub auto_pin: bool,
+    /// What one client may have of what all need.
+    pub shares: ShareSettings,
     /// The guards (protective rules) that are on. Only simulations switch any off.
     pub guards: Guards,
+}
+
+/// Bounds on what one principal (the client that a router has authenticated) may have.
+#[derive(Debug, Clone, Copy)]
+pub struct ShareSettings {
+    /// The most sessions in the table.
+    pub sessions_max: usize,
+    /// The most sessions of one principal.
+    pub principal_sessions_max: usize,
+    /// The longest idle limit that a client may ask for. At least [`TableSettings::idle_max`].
+    pub idle_cap: Duration,
+    /// While another principal is active: the most turns of one principal inside the engine, in
+    /// thousandths of the turns that may be there, and of the rows that plain turns run in.
+    pub turns_milli: u32,
 }
 
 /// One thing that the table asks the owner task to do or to report. Effects keep their order.

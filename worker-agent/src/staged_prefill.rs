@@ -64,6 +64,8 @@ struct Prompt {
     body: HeldBody,
     /// Who sent the prompt. Its stages have the caller's rights at the engine.
     caller: Caller,
+    /// The client on whose behalf the prompt is computed.
+    principal: String,
     /// The number of tokens of the whole prompt.
     prompt_tokens: usize,
     dp_rank: u32,
@@ -158,6 +160,8 @@ impl StagedPrefillRunner {
         let bad_request = |text: String| Refusal::bad_request("staged_prefill", text);
         let dp_rank =
             claim::rank(&parts.headers).map_err(|error| bad_request(error.to_string()))?;
+        let principal =
+            claim::principal(&parts.headers).map_err(|error| bad_request(error.to_string()))?;
         let resident_tokens = claim::resident_tokens(&parts.headers);
         let resident_tokens = resident_tokens.map_err(|error| bad_request(error.to_string()))?;
         let cache_salt =
@@ -179,6 +183,7 @@ impl StagedPrefillRunner {
         }
         Ok(Prompt {
             caller,
+            principal,
             prompt_tokens,
             dp_rank: dp_rank.unwrap_or(0),
             page_tokens: page_tokens as usize,
@@ -249,9 +254,15 @@ impl StagedPrefillRunner {
         let salt = salt.map_or_else(String::new, |salt| format!(r#","cache_salt":"{salt}""#));
         let body = format!(r#"{{"input_ids":{ids},"sampling_params":{sampling}{salt}}}"#);
         let resident_tokens = prompt.resident_tokens as u64;
-        let (context, rank) = (&self.context, prompt.dp_rank);
-        let response =
-            data_port::send_own_turn(context, prompt.caller, rank, resident_tokens, body).await?;
+        let response = data_port::send_own_turn(
+            &self.context,
+            prompt.caller,
+            &prompt.principal,
+            prompt.dp_rank,
+            resident_tokens,
+            body,
+        )
+        .await?;
         let status = response.status();
         let answer_body = Limited::new(response.into_body(), ANSWER_BYTES_MAX).collect().await;
         let bytes = answer_body.map(http_body_util::Collected::to_bytes).unwrap_or_default();

@@ -58,6 +58,8 @@ pub(crate) struct OutboundTurn {
     pub(crate) headers: HeaderMap,
     pub(crate) body: Bytes,
     pub(crate) turn_id: u64,
+    /// The client that sent the turn.
+    pub(super) principal: Arc<str>,
     /// Whether the time to the answer's first byte counts in the metric of that time.
     pub(crate) counts_first_byte: bool,
     /// When the request arrived at the router.
@@ -101,6 +103,10 @@ impl OutboundTurn {
         let headers = request.headers_mut();
         headers.insert(claim::TURN, turn_id_header(self.turn_id));
         headers.insert(claim::RANK, HeaderValue::from(placed.worker.dp_rank));
+        // A principal that no header can carry shares the engine with anonymous clients.
+        if let Ok(principal) = HeaderValue::from_bytes(self.principal.as_bytes()) {
+            headers.insert(claim::PRINCIPAL, principal);
+        }
         if let Some(tokens) = placed.resident_tokens {
             headers.insert(claim::RESIDENT, HeaderValue::from(tokens));
         }

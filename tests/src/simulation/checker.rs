@@ -268,6 +268,7 @@ impl World {
             let late = turn.stage == Stage::Queued && turn.queued + queue_max < now;
             assert!(!late, "{} waits in the queue for longer than the limit", turn.rid);
         }
+        self.check_plain_turns_get_rows();
         self.supervise();
         for (incarnation, (since, _)) in &self.closing {
             let late = self.agent.is_some() && *since + CLOSED_WITHIN < now;

@@ -6,7 +6,7 @@ use fastrand::Rng;
 use proto::load::Retention;
 use worker_agent::{
     guard::Guards,
-    session::{EngineCapacity, RankCapacity, TableSettings},
+    session::{EngineCapacity, RankCapacity, ShareSettings, TableSettings},
 };
 
 use crate::engine_sim::core::CoreConfig;
@@ -16,6 +16,7 @@ pub(super) struct Plan {
     pub(super) ranks: u32,
     pub(super) core: CoreConfig,
     pub(super) rows_reserve: u32,
+    pub(super) pin_rows_max: u32,
     pub(super) pin_tokens_max: u64,
     pub(super) turns_max: u32,
     pub(super) table_settings: TableSettings,
@@ -29,6 +30,8 @@ pub(super) struct Plan {
     /// them are lost.
     pub(super) mixes: bool,
     pub(super) users: usize,
+    /// Whether one client takes as much as it can get.
+    pub(super) hostile: bool,
     /// How long clients act.
     pub(super) acts_for: Duration,
     /// Whether the agent is drained at the end. If not, its sessions expire.
@@ -114,15 +117,23 @@ impl Plan {
             seed: 0,
             kv_events: false,
         };
+        let idle_ms_max = rng.u64(4_000..20_000);
+        let principal_sessions_max = rng.usize(3..12);
         let table_settings = TableSettings {
             incarnation_prefix: String::new(),
-            idle_max: ms(rng.u64(4_000..20_000)),
+            idle_max: ms(idle_ms_max),
             demote_idle: ms(rng.u64(0..3_000)),
             turns_queued_per_session_max: rng.u32(0..3),
             turns_queued_max: rng.usize(2..12),
             queue_wait_max: ms(rng.u64(500..5_000)),
             stuck_after: ms(15_000),
             auto_pin: rng.u32(..4) > 0,
+            shares: ShareSettings {
+                sessions_max: principal_sessions_max + rng.usize(0..12),
+                principal_sessions_max,
+                idle_cap: ms(idle_ms_max + rng.u64(0..5_000)),
+                turns_milli: *rng.choice(&[300, 500, 800]).expect("some"),
+            },
             guards,
         };
         let mut faults = Faults::new(rng, overlong_answers);
@@ -139,13 +150,15 @@ impl Plan {
             trims,
             mixes,
             rows_reserve: rng.u32(1..=2),
+            pin_rows_max: rng.u32(2..=8),
+            hostile: rng.u32(..3) > 0,
             pin_tokens_max: core.total_tokens() as u64 * share / 100,
             turns_max: if overlong_answers { 16 } else { rng.u32(2..=14) },
             overlong_answers,
             core,
             table_settings,
             shim: rng.bool(),
-            users: rng.usize(3..=10),
+            users: rng.usize(4..=10),
             acts_for: ms(rng.u64(8_000..25_000)),
             drains: rng.bool(),
             faults,
@@ -157,6 +170,7 @@ impl Plan {
         let capacity = RankCapacity {
             rows: u32::try_from(self.core.max_running_requests).expect("few rows"),
             rows_reserve: self.rows_reserve,
+            pin_rows_max: self.pin_rows_max,
             pool_tokens: self.core.total_tokens() as u64,
             pin_tokens_max: self.pin_tokens_max,
             turns_max: self.turns_max,

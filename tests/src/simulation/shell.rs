@@ -96,9 +96,11 @@ impl World {
         call: impl FnOnce(&mut Table, Instant) -> T,
     ) -> Option<T> {
         let now = self.instant();
+        let before = self.principal_views();
         let agent = self.agent.as_mut()?;
         let told = call(&mut agent.table, now);
         agent.table.run_deadlines(now);
+        self.check_shares(&before);
         self.carry_out();
         Some(told)
     }
@@ -373,6 +375,7 @@ impl World {
 
     fn turn_refused(&mut self, rid: &str, error: &session::Error) {
         self.note(|| format!("{rid} refused: {error}"));
+        self.check_share_refusal(rid, error);
         if !self.waited(rid) {
             return;
         }

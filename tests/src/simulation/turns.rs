@@ -157,9 +157,10 @@ impl World {
             return self.reply(id, Reply::Unusable);
         }
         let asked = claim.as_ref().map(|(claim, key)| (claim, key));
+        let principal = self.users[self.turns[&id].user].principal();
         self.turn(id).stage = Stage::Claimed;
         let claimed = self.call_table(|table, now| {
-            table.claim(now, &rid, asked, rank, RouteTurns::DeltasAndHistories)
+            table.claim(now, &rid, principal, asked, rank, RouteTurns::DeltasAndHistories)
         });
         let says = claim.as_ref().map(|(claim, _)| {
             let flag = |on, text| if on { text } else { "" };

@@ -33,6 +33,9 @@ pub(super) enum Habit {
     Mixed,
     /// Sends turns without a session.
     Plain,
+    /// Takes as much as it can get: floods of turns, and pinned sessions that it keeps for as long
+    /// as it may.
+    Hostile,
 }
 
 #[derive(Debug)]
@@ -75,6 +78,7 @@ impl User {
             habit: match number {
                 0 => Habit::Pinned,
                 1 => Habit::Plain,
+                2 if plan.hostile => Habit::Hostile,
                 _ if plan.mixes && rng.u32(..4) > 0 => Habit::Mixed,
                 _ => match *rng.choice(&habits).expect("some") {
                     // If the shim doesn't trim, full histories are refused from the second turn on.
@@ -93,9 +97,19 @@ impl User {
         }
     }
 
+    /// Returns the client's principal. Several clients share one, except for the hostile one.
+    pub(super) fn principal(&self) -> &'static str {
+        match (self.habit, self.number % 3) {
+            (Habit::Hostile, _) => "hostile",
+            (_, 0) => "p0",
+            (_, 1) => "p1",
+            _ => "p2",
+        }
+    }
+
     fn key(&self) -> SessionKey {
         let id = format!("u{}-{}", self.number, self.conversation);
-        SessionKey::new("principal", id).expect("short")
+        SessionKey::new(self.principal(), id).expect("short")
     }
 
     /// Starts a conversation with a new id. The old session is left to expire.
@@ -148,6 +162,11 @@ impl World {
         self.schedule(think, Event::UserActs(number));
         let user = &self.users[number];
         let (habit, waits, opening) = (user.habit, user.waits, user.opening.is_some());
+        if habit == Habit::Hostile {
+            (0..self.rng.usize(1..24)).for_each(|_| self.plain_turn(number));
+            (0..self.rng.usize(0..3)).for_each(|_| self.hoard(number));
+            return;
+        }
         if habit == Habit::Plain {
             let often = if self.plan.overlong_answers { 2 } else { 5 };
             let burst = if self.rng.u32(..often) == 0 { self.rng.usize(4..16) } else { 1 };
@@ -252,6 +271,21 @@ impl World {
         }
     }
 
+    /// Begins one more pinned session with a short turn, and keeps it for as long as it may.
+    fn hoard(&mut self, number: usize) {
+        self.users[number].start_over(false);
+        let key = self.users[number].key();
+        let claim = Claim {
+            delta: true,
+            open: true,
+            retention: Some(Retention::Pinned),
+            idle_ms_max: Some(u64::MAX),
+            ..Claim::for_session(&key)
+        };
+        let ids = self.words(4);
+        self.send(number, Some((claim, key)), ids);
+    }
+
     fn plain_turn(&mut self, number: usize) {
         let large = self.rng.u32(..6) == 0;
         let context = self.plan.core.context_len;
@@ -309,7 +343,7 @@ impl World {
             Habit::Alone => claim.open = true,
             Habit::Tagged => claim.delta = wrong,
             Habit::FullHistory => claim.retention = Some(Retention::Pinned),
-            Habit::Plain => {}
+            Habit::Plain | Habit::Hostile => {}
         }
         self.send(number, Some((claim, key)), ids);
     }

@@ -81,6 +81,8 @@ impl Default for ListenTable {
 pub struct SessionsTable {
     /// A session without a turn for this long is closed.
     pub idle_ms_max: u64,
+    /// The longest idle limit that a client may ask for its session. At least `idle_ms_max`.
+    pub idle_ms_cap: u64,
     /// After this idle time, a pinned session's KV is freed if other sessions need the room.
     pub demote_idle_ms: u64,
     /// Whether to pin sessions automatically. A session is pinned if its next turns usually come
@@ -89,6 +91,9 @@ pub struct SessionsTable {
     pub auto_pin: bool,
     /// The share of each rank's pool that pinned sessions may hold, from 0 to 1.
     pub pin_budget_ratio: f64,
+    /// The share of each rank's request rows that pinned sessions may hold, from 0 to 1. The other
+    /// rows are for turns outside pinned sessions.
+    pub pin_rows_ratio: f64,
     /// The number of request rows of each rank that pinned sessions never take.
     pub rows_reserve: u32,
     /// The maximum number of turns of one session that wait behind its running turn. Further turns
@@ -101,6 +106,9 @@ impl Default for SessionsTable {
         Self {
             // 99.5 % of a coding agent's turns follow within an hour of the previous turn.
             idle_ms_max: 3_600_000,
+            // A client that a person left over night goes on in the morning. A forgotten session
+            // is gone a day later.
+            idle_ms_cap: 86_400_000,
             // 87 % of a coding agent's turns follow the previous turn within this time.
             demote_idle_ms: 120_000,
             // A session's KV in the radix tree may be evicted before its next turn, and pinned KV
@@ -108,6 +116,9 @@ impl Default for SessionsTable {
             auto_pin: true,
             // The rest of the pool is for running turns.
             pin_budget_ratio: 0.7,
+            // A pinned session holds its row between turns too. With the other half, as many turns
+            // without a pin run at once, however many sessions clients pin.
+            pin_rows_ratio: 0.5,
             // If pinned sessions hold all rows, the engine can never run a request again. One free
             // row is enough to prevent that.
             rows_reserve: 1,
@@ -124,6 +135,13 @@ pub struct LimitsTable {
     pub turns_in_flight_max: u32,
     /// The maximum number of turns that wait for room in the engine. Further turns get status 429.
     pub turns_queued_max: usize,
+    /// The share of the engine's places for turns that one client may use while another client is
+    /// active, from 0 to 1. A client that is alone may use all.
+    pub principal_turns_ratio: f64,
+    /// The maximum number of sessions, of all clients together. Further opens get status 429.
+    pub sessions_max: usize,
+    /// The maximum number of sessions of one client. Further opens get status 429.
+    pub principal_sessions_max: usize,
     /// The longest time that a turn waits for room. Then the turn gets status 429.
     pub queue_wait_ms_max: u64,
     /// The time limit of a turn, after which it is aborted.
@@ -141,6 +159,13 @@ impl Default for LimitsTable {
             turns_in_flight_max: 512,
             // This is ten seconds of work for an engine that ends 100 turns per second.
             turns_queued_max: 1024,
+            // Running turns can't be taken back. With half, as many places as one client's turns
+            // fill are left to all others.
+            principal_turns_ratio: 0.5,
+            // A session takes less than 1 KiB, so they fit into the agent's 40 MiB.
+            sessions_max: 16_384,
+            // With half of the table, no client can fill it alone.
+            principal_sessions_max: 8192,
             // Clients of coding agents give up after a minute or two.
             queue_wait_ms_max: 60_000,
             // The longest generations of coding agents take tens of minutes.

@@ -51,6 +51,7 @@ pub fn refusal(error: &owner::Error) -> Refusal {
             }
             E::OpenFailed(_) => down("open_failed"),
             E::JournalFailed(_) => down("journal_failed"),
+            E::EngineSilent(_) => down("engine_silent"),
             E::EngineLost => down("engine_lost"),
             E::Stopping => down("stopping"),
             // The name of the missing resource is the code.

@@ -108,19 +108,24 @@ impl TurnContext {
     }
 }
 
-/// Sends a turn of the agent itself, without a session, on behalf of `caller`. It takes the same
-/// path as turns from routers.
+/// Sends a turn of the agent itself, without a session, on behalf of a client. It takes the same
+/// path as turns from routers. `caller` sent the request, and `principal` came in a header.
 ///
 /// # Errors
 /// Why the turn was refused, or could not be sent.
 pub async fn send_own_turn(
     context: &TurnContext,
     caller: Caller,
+    principal: &str,
     dp_rank: u32,
     resident_tokens: u64,
     body: String,
 ) -> Result<Response, Refusal> {
     let request = Request::post(GENERATE.path)
+        .header(
+            claim::PRINCIPAL,
+            HeaderValue::from_bytes(principal.as_bytes()).expect("it came in a header"),
+        )
         .header(header::CONTENT_TYPE, "application/json")
         .header(claim::RANK, dp_rank)
         .header(claim::RESIDENT, resident_tokens)
@@ -143,12 +148,14 @@ pub(super) async fn serve_request(
     check_encoding(&request_head.headers)?;
     let claim_refusal = |error: claim::Error| Refusal::bad_request("claim", error.to_string());
     let claim = Claim::from_headers(&request_head.headers).map_err(claim_refusal)?;
+    let principal = claim::principal(&request_head.headers).map_err(claim_refusal)?;
     let requested_dp_rank = claim::rank(&request_head.headers).map_err(claim_refusal)?;
     let resident_tokens = claim::resident_tokens(&request_head.headers).map_err(claim_refusal)?;
     // The session is claimed before the body is read, so no other turn of the session can start
     // during a slow upload. A turn that its session can't queue is refused at once.
     let in_session = claim.is_some();
-    let claim_result = context.agent.claim(claim, requested_dp_rank, route_turns(route.kind)).await;
+    let route_turns = route_turns(route.kind);
+    let claim_result = context.agent.claim(principal, claim, requested_dp_rank, route_turns).await;
     // The lease is the proof of the claim. Dropping it ends the turn and frees the session.
     let mut lease = claim_result.map_err(|error| refusal(&error))?;
     let held_body = context.body_budget.read(body).await?;

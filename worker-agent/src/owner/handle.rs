@@ -77,10 +77,12 @@ pub enum EngineNews {
 /// A message to the owner task.
 #[derive(Debug)]
 pub(super) enum OwnerMessage {
-    /// Claims a turn's session. The answer is the turn's lease. `claim` is `None` for a turn
+    /// Claims a turn's session. The answer is the turn's lease. `principal` is the client that sent
+    /// the turn. `claim` is `None` for a turn
     /// without a session. `requested_dp_rank` is the DP rank that the turn's sender demands, if
     /// any. `route_turns` says which turns of a pinned session the turn's HTTP route supports.
     Claim {
+        principal: String,
         claim: Option<(Claim, SessionKey)>,
         requested_dp_rank: Option<u32>,
         route_turns: RouteTurns,
@@ -231,18 +233,25 @@ pub struct AgentHandle {
 }
 
 impl AgentHandle {
-    /// Claims a turn's session, before the turn's body is read.
+    /// Claims a turn's session for a client, before the turn's body is read.
     ///
     /// # Errors
     /// See [`Error`].
     pub async fn claim(
         &self,
+        principal: String,
         claim: Option<(Claim, SessionKey)>,
         requested_dp_rank: Option<u32>,
         route_turns: RouteTurns,
     ) -> Result<Lease, Error> {
-        self.request(|reply| OwnerMessage::Claim { claim, requested_dp_rank, route_turns, reply })
-            .await?
+        self.request(|reply| OwnerMessage::Claim {
+            principal,
+            claim,
+            requested_dp_rank,
+            route_turns,
+            reply,
+        })
+        .await?
     }
 
     /// Opens a session, and returns it. Returns the existing session if it is already open.

@@ -121,6 +121,9 @@ pub enum Error {
         /// The pin budget, in tokens.
         tokens_max: u64,
     },
+    /// The engine's process runs but has said nothing for too long. Carries the details.
+    #[error("the engine is silent: {0}; try another worker, or again later")]
+    EngineSilent(String),
     /// The engine was lost while the turn waited.
     #[error("the engine was lost while the turn waited; try again")]
     EngineLost,

@@ -23,7 +23,8 @@
 //!
 //! A part never calls the table or another part, except that parts add [`Effects`]. The rules need
 //! several parts, so they are functions of [`Table`], by topic: `claims`, `admission` and `ends` as
-//! above; `capacity` computes room, `reclaim` frees room, `closing` closes incarnations, `engine`
+//! above; `capacity` computes room, `reclaim` frees room, `shares` bounds what one principal
+//! may have, `closing` closes incarnations, `engine`
 //! handles reports of the engine and the shim, `trim` runs full histories in pinned sessions,
 //! `handover` hands the sessions over to the next agent process,
 //! `backlog` estimates the prompt tokens that wait, and `volatile_prefix` looks for texts that
@@ -50,12 +51,15 @@ mod ends;
 mod engine;
 mod handover;
 mod invariants;
+mod principals;
 mod reclaim;
 mod sessions;
+mod shares;
 mod shims;
 mod tickets;
 mod trim;
 mod trim_turn;
+mod turn_shares;
 mod volatile_prefix;
 
 use std::time::Instant;
@@ -81,12 +85,9 @@ use crate::{guard::Guard, shim::trim::Plan};
 pub use self::{
     engine::{EngineLoad, SessionReport},
     handover::Legacy,
+    shares::{PrincipalView, ShareFigures},
     trim::{TrimOutcome, TrimPlan},
 };
-
-/// The most sessions in one table. A session takes less than 1 KiB here, so a flood of session ids
-/// can't exceed the agent's 40 MiB.
-const SESSIONS_MAX: usize = 16_384;
 
 /// All sessions and turns of one engine.
 #[derive(Debug)]
@@ -99,8 +100,8 @@ pub struct Table {
     shims: RankShims,
     /// What the owner task must do next.
     effects: Effects,
-    /// The most sessions in the table: [`SESSIONS_MAX`], except in tests.
-    sessions_max: usize,
+    /// Why the engine counts as silent; `None` while it speaks.
+    silent_reason: Option<String>,
 }
 
 /// What the owner task must do next, in order.
@@ -140,7 +141,7 @@ impl Table {
             closes: Closes::default(),
             shims: RankShims::default(),
             effects: Effects::default(),
-            sessions_max: SESSIONS_MAX,
+            silent_reason: None,
         };
         table.add_ranks();
         table

@@ -10,7 +10,7 @@
 //! turn is never refused for what it might need. It waits in order while the engine couldn't run it
 //! anyway, and is refused only if it waited too long or the queue is full.
 
-use std::{collections::BTreeSet, time::Instant};
+use std::{collections::BTreeSet, sync::Arc, time::Instant};
 
 use proto::{id::SessionKey, load::Retention};
 
@@ -18,6 +18,7 @@ use super::{
     Deltas, Effect, Error, Guard, Need, Record, Row, RunMode, State, Table, Turn, TurnSession,
     check_turn,
     reclaim::{Requester, Shortage},
+    shares::TurnShare,
     tickets::{Run, Ticket},
     trim_turn::Trim,
 };
@@ -43,6 +44,19 @@ enum Verdict {
     WaitInLine,
 }
 
+/// A plain turn to decide on.
+#[derive(Debug, Clone, Copy)]
+struct PlainTurn {
+    dp_rank: u32,
+    need: Need,
+    /// An earlier plain turn waits in line on this rank.
+    must_line_up: bool,
+    /// As many turns are inside this rank of the engine as may be.
+    at_turn_limit: bool,
+    /// The share of the engine that the turn's principal has used up.
+    at_share: Option<TurnShare>,
+}
+
 impl Table {
     /// Queues a claimed turn whose needs are now known. [`Effect::Admitted`] or [`Effect::Refused`]
     /// follows, at once or when there is room. Returns false if the turn has ended meanwhile.
@@ -50,35 +64,62 @@ impl Table {
         if !self.tickets.queue_turn(now, rid, need) {
             return false;
         }
+        if let Err(error) = self.check_engine_speaks() {
+            self.refuse_ticket(now, rid, error);
+            return true;
+        }
         self.process_queue(now);
-        let (queue, max) = (self.tickets.queue(), self.settings.turns_queued_max);
-        let is_full = queue.len() > max && self.settings.guards.is_on(Guard::QueueBound);
+        let queue = self.tickets.queue();
+        let is_full = queue.len() > self.settings.turns_queued_max;
         if is_full && queue.back().is_some_and(|newest| newest == rid) {
-            let detail = format!("{max} wait already");
-            self.refuse_ticket(now, rid, Error::OutOfRoom { resource: "queue_places", detail });
+            let principal = Arc::clone(&self.tickets[rid].principal);
+            if let Err(error) = self.make_queue_place(now, &principal) {
+                self.refuse_ticket(now, rid, error);
+            }
         }
         self.debug_check();
         true
     }
 
-    /// Decides on every waiting ticket, oldest first.
+    /// Makes room in the full queue for a ticket of `principal`, which may be in the queue already.
+    /// If another principal has more tickets there, refuses its newest one.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRoom`] if no principal has more tickets in the queue.
+    pub(super) fn make_queue_place(&mut self, now: Instant, principal: &str) -> Result<(), Error> {
+        let guards = self.settings.guards;
+        if !guards.is_on(Guard::QueueBound) {
+            return Ok(());
+        }
+        let max = self.settings.turns_queued_max;
+        let longest = self.tickets.newest_of_longest_queue(principal);
+        let Some(yielding) = longest.filter(|_| guards.is_on(Guard::QueueShare)).cloned() else {
+            let detail = format!("{max} wait already");
+            return Err(Error::OutOfRoom { resource: "queue_places", detail });
+        };
+        let detail = format!("{max} wait already, most of them yours, and others wait too");
+        self.refuse_ticket(now, &yielding, Error::OutOfRoom { resource: "queue_share", detail });
+        Ok(())
+    }
+
+    /// Decides on every waiting ticket. Principals take turns: the ticket of the principal with the
+    /// fewest turns inside the engine comes first. Of one principal, the oldest ticket comes first.
     pub(super) fn process_queue(&mut self, now: Instant) {
         let mut ranks_with_line = BTreeSet::new();
         self.tickets.start_queue_pass();
-        let mut position = 0;
-        while let Some(rid) = self.tickets.queue().get(position).cloned() {
-            let dp_rank = self.tickets[&rid].dp_rank;
+        for rid in self.tickets.pass_order(self.settings.guards.is_on(Guard::FairOrder)) {
+            // Decisions on earlier tickets may have refused this one.
+            let Some(dp_rank) = self.tickets.get(&rid).map(|ticket| ticket.dp_rank) else {
+                continue;
+            };
             match self.decide_ticket(now, &rid, ranks_with_line.contains(&dp_rank)) {
                 Ok(Verdict::ReportOpen) => self.report_open(&rid),
                 Ok(Verdict::AdmitPinned { key, need }) => self.admit_pinned(now, &rid, &key, need),
                 Ok(Verdict::AdmitPlain { large_tokens }) => {
                     self.admit_plain(now, &rid, large_tokens)
                 }
-                Ok(Verdict::Wait) => position += 1,
-                Ok(Verdict::WaitInLine) => {
-                    ranks_with_line.insert(dp_rank);
-                    position += 1;
-                }
+                Ok(Verdict::Wait) => {}
+                Ok(Verdict::WaitInLine) => drop(ranks_with_line.insert(dp_rank)),
                 Err(error) => self.refuse_ticket(now, &rid, error),
             }
         }
@@ -97,9 +138,10 @@ impl Table {
         let turns_max = self.capacity(dp_rank)?.turns_max;
         let at_turn_limit = self.tickets.load(dp_rank).running >= turns_max;
         let Some(need) = ticket.need() else { return self.decide_open(now, rid) };
-        let Some(claimed) = &ticket.session else {
-            return Ok(self.decide_plain(now, dp_rank, need, must_line_up || at_turn_limit));
-        };
+        let principal = Arc::clone(&ticket.principal);
+        let at_share = self.is_at_turn_share(now, &principal, dp_rank);
+        let plain = PlainTurn { dp_rank, need, must_line_up, at_turn_limit, at_share };
+        let Some(claimed) = &ticket.session else { return Ok(self.decide_plain(now, plain)) };
         let key = self.session_of(ticket).ok_or(Error::UnknownSession)?;
         let session = &self.sessions[&key];
         check_turn(session, &claimed.claim, claimed.route_turns, self.shims.trims(), guards)?;
@@ -111,7 +153,7 @@ impl Table {
             return Ok(Verdict::Wait);
         }
         if self.must_run_beside(&key) {
-            return Ok(self.decide_plain(now, dp_rank, need, must_line_up || at_turn_limit));
+            return Ok(self.decide_plain(now, plain));
         }
         let is_delta = ticket.is_delta();
         if !is_delta && session.turns.running == 0 && self.prepare_for_full_history(now, &key, need)
@@ -130,9 +172,9 @@ impl Table {
             return Ok(Verdict::Wait);
         }
         if !session.is_pinned() {
-            return Ok(self.decide_plain(now, dp_rank, need, must_line_up || at_turn_limit));
+            return Ok(self.decide_plain(now, plain));
         }
-        if at_turn_limit {
+        if at_turn_limit || at_share == Some(TurnShare::All) {
             return Ok(Verdict::Wait);
         }
         let has_auto_retention = session.has_auto_retention();
@@ -140,7 +182,7 @@ impl Table {
             // If there is no room in a session that the agent pinned on its own, the session loses
             // its pin, and the turn runs on the radix tree.
             Err(_) if has_auto_retention && self.yield_pin(now, &key) => Ok(Verdict::Wait),
-            Err(_) if has_auto_retention => Ok(self.decide_plain(now, dp_rank, need, must_line_up)),
+            Err(_) if has_auto_retention => Ok(self.decide_plain(now, plain)),
             verdict => verdict,
         }
     }
@@ -260,15 +302,14 @@ impl Table {
         Ok(Verdict::AdmitPinned { key: key.clone(), need })
     }
 
-    /// Decides on a plain turn. `must_line_up`: see [`Self::decide_ticket`].
-    fn decide_plain(
-        &mut self,
-        now: Instant,
-        dp_rank: u32,
-        need: Need,
-        must_line_up: bool,
-    ) -> Verdict {
-        if must_line_up {
+    /// Decides on a plain turn.
+    fn decide_plain(&mut self, now: Instant, turn: PlainTurn) -> Verdict {
+        let PlainTurn { dp_rank, need, must_line_up, at_turn_limit, at_share } = turn;
+        if at_share.is_some() {
+            // Only the turns of this principal wait for its share.
+            return Verdict::Wait;
+        }
+        if must_line_up || at_turn_limit {
             return Verdict::WaitInLine;
         }
         let capacity = self.engine.ranks[dp_rank as usize];
@@ -288,12 +329,13 @@ impl Table {
                         held: pinned_tokens,
                         max: pinned_tokens - missing_tokens,
                     };
-                    self.reclaim(now, dp_rank, &shortage, Requester::Client);
+                    self.reclaim(now, dp_rank, &shortage, Requester::Plain);
                 }
                 return Verdict::Wait;
             }
         }
         let free_rows = self.free_rows(dp_rank);
+        self.reclaim_rows_for_plain_turns(now, dp_rank, free_rows);
         if !self.tickets.load(dp_rank).has_engine_room(free_rows, TURNS_AHEAD_MAX) {
             return Verdict::WaitInLine;
         }
@@ -309,8 +351,11 @@ impl Table {
         shortage: Shortage,
     ) -> Result<Verdict, Error> {
         let session = &self.sessions[key];
-        let requester =
-            if session.has_auto_retention() { Requester::AutoPin } else { Requester::Client };
+        let requester = if session.has_auto_retention() {
+            Requester::AutoPin
+        } else {
+            Requester::Pinned(key.principal())
+        };
         if self.reclaim(now, session.dp_rank, &shortage, requester) {
             return Ok(Verdict::Wait);
         }

@@ -66,12 +66,14 @@ impl Table {
     }
 
     /// Returns the shortage of rows that one more pinned session would meet, because it would use a
-    /// reserved row. `None` if a row is free.
+    /// reserved row, or one more than pinned sessions may hold. `None` if a row is free.
     pub(super) fn row_shortage(&self, dp_rank: u32) -> Result<Option<Shortage>, Error> {
         let capacity = self.capacity(dp_rank)?;
-        let reserve =
-            if self.settings.guards.is_on(Guard::RowsReserve) { capacity.rows_reserve } else { 0 };
-        let max = capacity.rows.saturating_sub(reserve);
+        let guards = self.settings.guards;
+        let reserve = if guards.is_on(Guard::RowsReserve) { capacity.rows_reserve } else { 0 };
+        let ratio_max =
+            if guards.is_on(Guard::PinRowsRatio) { capacity.pin_rows_max } else { u32::MAX };
+        let max = capacity.rows.saturating_sub(reserve).min(ratio_max);
         let held = self.totals(dp_rank).rows_held;
         Ok((held >= max).then_some(Shortage::Rows { held, max }))
     }

@@ -10,7 +10,10 @@
 //! (how the engine keeps its KV: pinned, tagged or none), and handles the engine's answer to an
 //! open. The module `admission` decides when a claimed turn goes to the engine.
 
-use std::time::{Duration, Instant};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use proto::{claim::Claim, id::SessionKey, load::Retention};
 
@@ -22,15 +25,12 @@ use super::{
     tickets::{ClaimedSession, Stage, Ticket},
 };
 
-/// The longest idle limit that a client can ask for. A longer limit is a mistake. Added to an
-/// `Instant`, it might overflow.
-const IDLE_LIMIT_MAX: Duration = Duration::from_secs(365 * 86_400);
-
 impl Table {
     /// Claims a place for a turn before the turn's body is read, so that a turn that its session
     /// can't take is refused at once. [`Self::admit`] or [`Self::end_turn`] must follow.
     ///
-    /// `session_claim` is `None` for a turn without a session. `requested_rank` is the DP rank that
+    /// `principal` is the client that sent the turn. `session_claim` is `None` for a turn without a
+    /// session; otherwise the session belongs to that client. `requested_rank` is the DP rank that
     /// the turn must run on, if any. `route_turns` says which turns the route can carry.
     ///
     /// # Errors
@@ -39,17 +39,21 @@ impl Table {
         &mut self,
         now: Instant,
         rid: &str,
+        principal: &str,
         session_claim: Option<(&Claim, &SessionKey)>,
         requested_rank: Option<u32>,
         route_turns: RouteTurns,
     ) -> Result<(), Error> {
+        self.check_engine_speaks()?;
+        let idle_cap = self.idle_cap();
         let dp_rank = match session_claim {
             None => self.choose_rank(requested_rank, None)?,
             Some((claim, key)) => {
                 self.claim_session(now, claim, key, requested_rank, route_turns)?;
                 self.sessions.update(key, |session| {
                     session.turns.waiting += 1;
-                    session.idle_max = claim.idle_ms_max.map_or(session.idle_max, bounded_idle_max);
+                    let wanted = claim.idle_ms_max.map(Duration::from_millis);
+                    session.idle_max = wanted.map_or(session.idle_max, |idle| idle.min(idle_cap));
                     session.dp_rank
                 })
             }
@@ -57,7 +61,8 @@ impl Table {
         let session =
             session_claim.map(|(claim, key)| self.claimed_session(claim, key, route_turns));
         let stage = Stage::Claimed(PromptStart::default());
-        self.tickets.insert(rid, Ticket { dp_rank, session, since: now, stage });
+        let principal = session_claim.map_or(principal, |(_, key)| key.principal()).into();
+        self.tickets.insert(rid, Ticket { dp_rank, principal, session, since: now, stage });
         self.debug_check();
         Ok(())
     }
@@ -163,11 +168,11 @@ impl Table {
         idle_max: Option<Duration>,
         requested_rank: Option<u32>,
     ) -> Result<(), Error> {
-        let max = self.settings.turns_queued_max;
-        if self.tickets.queue().len() >= max && self.settings.guards.is_on(Guard::QueueBound) {
-            let detail = format!("{max} wait already");
-            return Err(Error::OutOfRoom { resource: "queue_places", detail });
+        self.check_engine_speaks()?;
+        if self.tickets.queue().len() >= self.settings.turns_queued_max {
+            self.make_queue_place(now, key.principal())?;
         }
+        let idle_cap = self.idle_cap();
         self.remove_if_unusable(key, true);
         let idle_ms_max = idle_max.map(|idle| u64::try_from(idle.as_millis()).unwrap_or(u64::MAX));
         let claim = Claim { open: true, idle_ms_max, ..Claim::for_session(key) };
@@ -192,8 +197,7 @@ impl Table {
                     session.turns.is_unused = false;
                     session.open_for_deltas();
                     session.sharing.update(true, session.turns.in_progress() <= 1);
-                    session.idle_max =
-                        idle_max.map_or(session.idle_max, |idle| idle.min(IDLE_LIMIT_MAX));
+                    session.idle_max = idle_max.map_or(session.idle_max, |idle| idle.min(idle_cap));
                 });
                 self.schedule_deadline(key);
             }
@@ -205,7 +209,8 @@ impl Table {
         }
         let dp_rank = self.sessions[key].dp_rank;
         let session = Some(self.claimed_session(&claim, key, RouteTurns::Nothing));
-        self.tickets.insert(rid, Ticket { dp_rank, session, since: now, stage: Stage::AwaitsOpen });
+        let (principal, stage) = (Arc::from(key.principal()), Stage::AwaitsOpen);
+        self.tickets.insert(rid, Ticket { dp_rank, principal, session, since: now, stage });
         self.process_queue(now);
         self.debug_check();
         Ok(())
@@ -277,7 +282,8 @@ impl Table {
         }
     }
 
-    /// Inserts a session without history. Closes another session if the table is full.
+    /// Inserts a session without history. Closes another session if the table is full, or if the
+    /// principal has as many sessions as it may.
     fn insert_session(
         &mut self,
         now: Instant,
@@ -287,10 +293,7 @@ impl Table {
         dp_rank: u32,
         claim: &Claim,
     ) -> Result<(), Error> {
-        if self.sessions.len() >= self.sessions_max && !self.close_longest_idle(now) {
-            let detail = format!("{} are open; close some", self.sessions_max);
-            return Err(Error::OutOfRoom { resource: "sessions", detail });
-        }
+        self.make_session_place(now, key.principal())?;
         let is_pinned = retention == Retention::Pinned;
         let is_tagged = retention == Retention::Tagged;
         let state = if is_pinned {
@@ -298,7 +301,8 @@ impl Table {
         } else {
             State::InTree(Tree { is_tagged, ..Tree::default() })
         };
-        let idle_max = claim.idle_ms_max.map_or(self.settings.idle_max, bounded_idle_max);
+        let wanted_idle = claim.idle_ms_max.map(Duration::from_millis);
+        let idle_max = wanted_idle.map_or(self.settings.idle_max, |idle| idle.min(self.idle_cap()));
         self.sessions.insert(&mut self.effects, key, |incarnation, generation| Session {
             dp_rank,
             incarnation,
@@ -313,19 +317,6 @@ impl Table {
             idle_max,
         });
         Ok(())
-    }
-
-    /// Closes the longest idle session of those that aren't exclusive, to make room in the table.
-    /// Returns false if there is none. No client has pinned such a session or sends deltas to it,
-    /// so no client relies on it. A later turn may still find the session's KV in the radix tree.
-    fn close_longest_idle(&mut self, now: Instant) -> bool {
-        let closable = self
-            .sessions
-            .iter()
-            .filter(|(_, session)| !session.is_exclusive() && session.can_expire());
-        let longest_idle =
-            closable.min_by_key(|(_, session)| session.turns.last_end).map(|(key, _)| key.clone());
-        longest_idle.is_some_and(|key| self.close_session(now, &key).is_ok())
     }
 
     /// Returns the wanted retention if the engine offers it. If none is wanted, returns the best
@@ -367,9 +358,4 @@ impl Table {
         };
         (0..rank_count).min_by_key(load).ok_or(Error::NoRank(0))
     }
-}
-
-/// Returns an idle limit that a client asked for in milliseconds, within its bound.
-fn bounded_idle_max(idle_ms: u64) -> Duration {
-    Duration::from_millis(idle_ms).min(IDLE_LIMIT_MAX)
 }

@@ -217,6 +217,23 @@ impl Table {
         }
     }
 
+    /// Notes whether the engine is silent: its process runs, but it has said nothing for too long.
+    /// While it is silent, refuses what waits and what comes. Turns inside the engine go on.
+    pub fn set_engine_silent(&mut self, now: Instant, reason: Option<String>) {
+        self.silent_reason = reason;
+        if let Err(error) = self.check_engine_speaks() {
+            self.refuse_waiting(now, &error);
+        } else {
+            self.process_queue(now);
+        }
+        self.debug_check();
+    }
+
+    /// Refuses a turn or an open while the engine is silent.
+    pub(super) fn check_engine_speaks(&self) -> Result<(), Error> {
+        self.silent_reason.clone().map_or(Ok(()), |reason| Err(Error::EngineSilent(reason)))
+    }
+
     /// Handles the loss of the engine process, and with it of all rows, KV and histories. `engine`
     /// describes the engine from now on.
     pub fn handle_engine_lost(&mut self, now: Instant, engine: EngineCapacity) {

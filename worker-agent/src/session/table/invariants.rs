@@ -13,7 +13,14 @@ use super::{Guard, RankCapacity, State, Table, tickets::Ticket};
 impl Table {
     /// Checks the table's promises. Panics if one is broken.
     pub fn check_invariants(&self) {
-        assert!(self.sessions.len() <= self.sessions_max, "too many sessions");
+        let shares = self.settings.shares;
+        assert!(self.sessions.len() <= shares.sessions_max, "too many sessions");
+        let most = self.sessions.principals().largest();
+        let is_guard_on = self.settings.guards.is_on(Guard::SessionShare);
+        assert!(
+            most <= shares.principal_sessions_max || !is_guard_on,
+            "a principal has {most} sessions"
+        );
         self.sessions.check_invariants();
         self.tickets.check_invariants();
         for (dp_rank, capacity) in (0..).zip(&self.engine.ranks) {
@@ -25,6 +32,10 @@ impl Table {
             assert!(
                 !is_reused || !guards.is_on(Guard::FreshIncarnation),
                 "an incarnation is used twice"
+            );
+            assert!(
+                session.idle_max <= shares.idle_cap || !guards.is_on(Guard::IdleCapped),
+                "a session may be idle longer than the cap"
             );
             let runs_before_open = session.state == State::Planned && session.turns.running > 0;
             assert!(!runs_before_open, "a turn runs in a session that isn't open");
@@ -74,6 +85,11 @@ impl Table {
         assert!(
             rows_of_this_agent <= rows_max || !is_guard_on,
             "pinned sessions took the reserved rows"
+        );
+        let is_guard_on = self.settings.guards.is_on(Guard::PinRowsRatio);
+        assert!(
+            rows_of_this_agent <= capacity.pin_rows_max || !is_guard_on,
+            "pinned sessions hold more rows than they may"
         );
     }
 }

@@ -5,10 +5,16 @@
 //! process) can demote the session, its KV goes to the radix tree, and its history stays. Otherwise
 //! the session is closed. Sessions with a running turn are never touched.
 //!
+//! A session is taken if it has been idle for long, if the agent pinned it on its own, or if its
+//! principal (the client that a router has authenticated) holds more than the principal that asks.
+//!
 //! `admission` and `trim` ask for the room that they lack. They wait until it is free: this module
 //! only starts to free it. The module `closing` closes sessions at the engine.
 
-use std::time::{Duration, Instant};
+use std::{
+    collections::BTreeMap,
+    time::{Duration, Instant},
+};
 
 use proto::id::SessionKey;
 
@@ -28,12 +34,25 @@ pub(super) enum Shortage {
 
 /// For whose sake room is freed. This decides which sessions may lose their KV.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Requester {
-    /// A plain turn (one that runs on the radix tree), or a turn of a session whose client asked to
-    /// pin it.
-    Client,
+pub(super) enum Requester<'a> {
+    /// A plain turn (one that runs on the radix tree).
+    Plain,
+    /// A session that a client of this principal pins.
+    Pinned(&'a str),
     /// A turn of a session that the agent pinned on its own.
     AutoPin,
+}
+
+/// A session that may lose its KV.
+struct Candidate {
+    /// Whether the session gives way only because its principal holds more than the requester's.
+    is_by_share: bool,
+    /// Whether a client pinned the session. Sessions that the agent pinned come first.
+    is_pinned_by_client: bool,
+    /// How much keeping the session's KV is worth.
+    value: u64,
+    key: SessionKey,
+    held_tokens: u64,
 }
 
 impl From<Shortage> for Error {
@@ -49,6 +68,13 @@ impl From<Shortage> for Error {
         };
         Self::OutOfRoom { resource, detail }
     }
+}
+
+/// Rows and tokens that are still missing.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+struct Missing {
+    rows: u64,
+    tokens: u64,
 }
 
 /// How long a coding agent pauses between the turns of a session. Each pair holds a number of
@@ -92,74 +118,170 @@ fn longer_pauses_ppm(idle: Duration) -> u64 {
 }
 
 impl Table {
-    /// Starts to free room for a shortage, if idle sessions hold enough of it. Returns false if
-    /// they don't.
+    /// Starts to free room for a shortage, if sessions that may give way hold enough of it. Returns
+    /// false if they don't.
     pub(super) fn reclaim(
         &mut self,
         now: Instant,
         dp_rank: u32,
         shortage: &Shortage,
-        requester: Requester,
+        requester: Requester<'_>,
     ) -> bool {
-        let (mut rows_missing, mut tokens_missing) = match *shortage {
+        let (rows_missing, tokens_missing) = match *shortage {
             Shortage::Rows { held, max } => (u64::from(held - max.min(held)) + 1, 0),
             Shortage::Tokens { missing, .. } => (0, missing),
         };
         // Room that is already being freed counts first.
         let being_freed = self.room_being_freed(now, dp_rank);
-        rows_missing = rows_missing.saturating_sub(u64::from(being_freed.rows));
-        tokens_missing = tokens_missing.saturating_sub(being_freed.tokens);
-        // Sort key (least worth keeping first), session key and tokens of each session. Sessions
-        // that the agent pinned on its own come before those that clients pinned.
-        let mut idle_sessions: Vec<((bool, u64), SessionKey, u64)> = self
-            .sessions
-            .iter()
-            .filter(|(_, session)| {
-                session.dp_rank == dp_rank && self.is_reclaimable(now, session, requester)
-            })
-            .map(|(key, session)| {
-                let held_tokens = self.round_to_pages(session.resident_tokens());
-                (
-                    (!session.has_auto_retention(), value_of_kept_kv(session, now, shortage)),
-                    key.clone(),
-                    held_tokens,
-                )
-            })
-            .collect();
-        let hold_enough = idle_sessions.len() as u64 >= rows_missing
-            && idle_sessions.iter().map(|(_, _, held_tokens)| held_tokens).sum::<u64>()
-                >= tokens_missing;
-        if !hold_enough {
-            return false;
-        }
-        idle_sessions.sort_unstable();
-        for (_, key, held_tokens) in idle_sessions {
-            if rows_missing == 0 && tokens_missing == 0 {
-                break;
-            }
-            rows_missing = rows_missing.saturating_sub(1);
-            tokens_missing = tokens_missing.saturating_sub(held_tokens);
-            self.release_kv(now, &key);
-        }
+        let rows_missing = rows_missing.saturating_sub(u64::from(being_freed.rows));
+        let tokens_missing = tokens_missing.saturating_sub(being_freed.tokens);
+        let candidates = self.reclaim_candidates(now, dp_rank, shortage, requester);
+        let chosen = self.choose_candidates(
+            dp_rank,
+            candidates,
+            shortage,
+            Missing { rows: rows_missing, tokens: tokens_missing },
+            requester,
+        );
+        let Some(keys) = chosen else { return false };
+        keys.iter().for_each(|key| self.release_kv(now, key));
         true
     }
 
-    /// Whether `requester` may take a session's KV. The session must be pinned and at rest.
+    /// Frees rows of pinned sessions for the plain turns that have no row: those inside the engine
+    /// beyond `free_rows`, and one more. Frees fewer if fewer sessions may give way.
+    pub(super) fn reclaim_rows_for_plain_turns(
+        &mut self,
+        now: Instant,
+        dp_rank: u32,
+        free_rows: u64,
+    ) {
+        let lacking = (self.tickets.load(dp_rank).plain_running() + 1).saturating_sub(free_rows);
+        let has_holders = self.sessions.principals().row_holders(dp_rank).next().is_some();
+        if lacking == 0 || !has_holders || !self.settings.guards.is_on(Guard::PlainTakesRows) {
+            return;
+        }
+        let being_freed = u64::from(self.room_being_freed(now, dp_rank).rows);
+        let shortage = Shortage::Rows { held: 0, max: 0 };
+        let candidates = self.reclaim_candidates(now, dp_rank, &shortage, Requester::Plain);
+        let wanted = usize::try_from(lacking.saturating_sub(being_freed)).unwrap_or(usize::MAX);
+        let keys: Vec<SessionKey> =
+            candidates.into_iter().take(wanted).map(|candidate| candidate.key).collect();
+        keys.iter().for_each(|key| self.release_kv(now, key));
+    }
+
+    /// Returns the sessions that may give way, the one that is least worth keeping first.
+    fn reclaim_candidates(
+        &self,
+        now: Instant,
+        dp_rank: u32,
+        shortage: &Shortage,
+        requester: Requester<'_>,
+    ) -> Vec<Candidate> {
+        let holders = self.sessions.principals().row_holders(dp_rank);
+        let candidate = |key: &SessionKey| {
+            let session = &self.sessions[key];
+            let may_take = self.is_reclaimable(now, session, requester);
+            let is_by_share = !may_take && self.yields_to_share(key, session, shortage, requester);
+            (may_take || is_by_share).then(|| Candidate {
+                is_by_share,
+                is_pinned_by_client: !session.has_auto_retention(),
+                value: value_of_kept_kv(session, now, shortage),
+                key: key.clone(),
+                held_tokens: self.round_to_pages(session.resident_tokens()),
+            })
+        };
+        let mut candidates: Vec<Candidate> = holders.filter_map(candidate).collect();
+        candidates.sort_unstable_by(|one, other| {
+            let order = |candidate: &Candidate| {
+                (candidate.is_by_share, candidate.is_pinned_by_client, candidate.value)
+            };
+            order(one).cmp(&order(other)).then_with(|| one.key.cmp(&other.key))
+        });
+        candidates
+    }
+
+    /// Chooses as many candidates as hold the missing room, in their order. A candidate that gives
+    /// way by its principal's share does so only while that principal still holds more than the
+    /// requester's. Returns `None` if the candidates don't hold enough.
+    fn choose_candidates(
+        &self,
+        dp_rank: u32,
+        candidates: Vec<Candidate>,
+        shortage: &Shortage,
+        mut missing: Missing,
+        requester: Requester<'_>,
+    ) -> Option<Vec<SessionKey>> {
+        let principals = self.sessions.principals();
+        let own = match requester {
+            Requester::Pinned(principal) => principals.held(principal, dp_rank),
+            Requester::Plain | Requester::AutoPin => Held::default(),
+        };
+        let mut taken: BTreeMap<String, Held> = BTreeMap::new();
+        let mut keys = vec![];
+        for Candidate { is_by_share, key, held_tokens, .. } in candidates {
+            if missing == Missing::default() {
+                break;
+            }
+            let taken = taken.entry(key.principal().to_owned()).or_default();
+            let held = principals.held(key.principal(), dp_rank);
+            let has_more = match shortage {
+                Shortage::Rows { .. } => held.rows > own.rows + taken.rows + 1,
+                Shortage::Tokens { .. } => held.tokens > own.tokens + taken.tokens + held_tokens,
+            };
+            if is_by_share && !has_more {
+                continue;
+            }
+            *taken = *taken + Held { rows: 1, tokens: held_tokens };
+            missing.rows = missing.rows.saturating_sub(1);
+            missing.tokens = missing.tokens.saturating_sub(held_tokens);
+            keys.push(key);
+        }
+        (missing == Missing::default()).then_some(keys)
+    }
+
+    /// Whether `requester` may take a session's KV at any time, or because the session is idle. The
+    /// session must be pinned and at rest.
     ///
-    /// A [`Requester::Client`] may take the KV of a session that the agent pinned on its own at any
-    /// time. The KV of a session that a client pinned may be taken only after `demote_idle` without
-    /// a turn. A [`Requester::AutoPin`] may take only the KV of a session that the agent pinned on
-    /// its own, and only after `demote_idle` without a turn.
-    fn is_reclaimable(&self, now: Instant, session: &Session, requester: Requester) -> bool {
+    /// A plain turn or a client's session may take the KV of a session that the agent pinned on its
+    /// own at any time. The KV of a session that a client pinned may be taken only after
+    /// `demote_idle` without a turn. A [`Requester::AutoPin`] may take only the KV of a session that
+    /// the agent pinned on its own, and only after `demote_idle` without a turn.
+    fn is_reclaimable(&self, now: Instant, session: &Session, requester: Requester<'_>) -> bool {
         if !self.settings.guards.is_on(Guard::ReclaimIdleOnly) {
             return session.state.is_open();
         }
         let is_idle = session.idle(now) >= self.settings.demote_idle;
         let may_take = match requester {
-            Requester::Client => is_idle || session.has_auto_retention(),
+            Requester::Plain | Requester::Pinned(_) => is_idle || session.has_auto_retention(),
             Requester::AutoPin => is_idle && session.has_auto_retention(),
         };
         session.state.is_open() && session.can_expire() && may_take
+    }
+
+    /// Whether a session at rest gives way because its principal holds more of what is short than
+    /// the principal of the session that is to be pinned.
+    fn yields_to_share(
+        &self,
+        key: &SessionKey,
+        session: &Session,
+        shortage: &Shortage,
+        requester: Requester<'_>,
+    ) -> bool {
+        let Requester::Pinned(principal) = requester else { return false };
+        let is_at_rest = session.state.is_open() && session.can_expire();
+        if !is_at_rest || !self.settings.guards.is_on(Guard::PinShare) {
+            return false;
+        }
+        let principals = self.sessions.principals();
+        let own = principals.held(principal, session.dp_rank);
+        let held = principals.held(key.principal(), session.dp_rank);
+        match shortage {
+            Shortage::Rows { .. } => held.rows > own.rows + 1,
+            Shortage::Tokens { .. } => {
+                held.tokens > own.tokens + self.round_to_pages(session.resident_tokens())
+            }
+        }
     }
 
     /// Asks the shim to give a session's KV to the radix tree. Closes the session if the shim can't

@@ -13,7 +13,7 @@ use std::{
 
 use proto::id::SessionKey;
 
-use super::{Effects, Guard, Row, Session, TableSettings};
+use super::{Effects, Guard, Row, Session, TableSettings, principals::Principals};
 
 /// All sessions of the table.
 #[derive(Debug)]
@@ -24,6 +24,7 @@ pub(super) struct Sessions {
     keys_by_incarnation: HashMap<String, SessionKey>,
     /// By rank. Includes ranks that no longer exist, as turns there may still have to end.
     ranks: Vec<RankSessions>,
+    principals: Principals,
     page_tokens: u64,
     incarnation_prefix: String,
     /// The prefixes of earlier agent processes that handed over sessions.
@@ -60,6 +61,7 @@ impl Sessions {
             sessions: BTreeMap::new(),
             keys_by_incarnation: HashMap::new(),
             ranks: vec![],
+            principals: Principals::default(),
             page_tokens: 1,
             incarnation_prefix: settings.incarnation_prefix.clone(),
             adopted_prefixes: BTreeSet::new(),
@@ -103,6 +105,11 @@ impl Sessions {
         self.keys_by_incarnation.get(incarnation)
     }
 
+    /// Returns what each principal has.
+    pub(super) fn principals(&self) -> &Principals {
+        &self.principals
+    }
+
     /// Returns what the sessions of a rank hold.
     pub(super) fn rank(&self, dp_rank: u32) -> RankSessions {
         self.ranks[dp_rank as usize]
@@ -118,8 +125,10 @@ impl Sessions {
         self.generation_count += 1;
         let session = make(self.next_incarnation(key), self.generation_count);
         self.schedule(session.expires_at());
-        self.ranks[session.dp_rank as usize] +=
-            RankSessions::from_session(&session, self.page_tokens);
+        let counted = RankSessions::from_session(&session, self.page_tokens);
+        self.ranks[session.dp_rank as usize] += counted;
+        self.principals.add_session(key);
+        self.principals.change_held(key, session.dp_rank, Held::default(), counted.held);
         self.keys_by_incarnation.insert(session.incarnation.clone(), key.clone());
         self.sessions.insert(key.clone(), session);
         effects.report_change(key);
@@ -128,8 +137,10 @@ impl Sessions {
     /// Removes a session.
     pub(super) fn remove(&mut self, effects: &mut Effects, key: &SessionKey) {
         if let Some(session) = self.sessions.remove(key) {
-            self.ranks[session.dp_rank as usize] -=
-                RankSessions::from_session(&session, self.page_tokens);
+            let counted = RankSessions::from_session(&session, self.page_tokens);
+            self.ranks[session.dp_rank as usize] -= counted;
+            self.principals.change_held(key, session.dp_rank, counted.held, Held::default());
+            self.principals.remove_session(key);
             self.keys_by_incarnation.remove(&session.incarnation);
             effects.report_change(key);
         }
@@ -155,9 +166,12 @@ impl Sessions {
     ) -> T {
         let session = self.sessions.get_mut(key).expect("the caller has seen it");
         let rank = &mut self.ranks[session.dp_rank as usize];
-        *rank -= RankSessions::from_session(session, self.page_tokens);
+        let before = RankSessions::from_session(session, self.page_tokens);
+        *rank -= before;
         let result = change(session);
-        *rank += RankSessions::from_session(session, self.page_tokens);
+        let after = RankSessions::from_session(session, self.page_tokens);
+        *rank += after;
+        self.principals.change_held(key, session.dp_rank, before.held, after.held);
         result
     }
 
@@ -213,13 +227,17 @@ impl Sessions {
     /// its incarnation id.
     pub(super) fn check_invariants(&self) {
         let mut counted = vec![RankSessions::default(); self.ranks.len()];
+        let mut principals = Principals::default();
         for (key, session) in &self.sessions {
-            counted[session.dp_rank as usize] +=
-                RankSessions::from_session(session, self.page_tokens);
+            let of_session = RankSessions::from_session(session, self.page_tokens);
+            counted[session.dp_rank as usize] += of_session;
+            principals.add_session(key);
+            principals.change_held(key, session.dp_rank, Held::default(), of_session.held);
             let known_key = self.keys_by_incarnation.get(&session.incarnation);
             assert_eq!(known_key, Some(key), "`keys_by_incarnation` names another session");
         }
         assert_eq!(counted, self.ranks, "the totals differ from a fresh count");
+        self.principals.check_invariants(&principals);
         let known_count = self.keys_by_incarnation.len();
         assert_eq!(known_count, self.sessions.len(), "an incarnation of no session is known");
     }

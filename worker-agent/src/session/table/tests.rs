@@ -10,6 +10,7 @@ mod lifecycle;
 mod must_continue;
 mod order;
 mod rig;
+mod shares;
 mod trim;
 mod volatile_prefix;
 
@@ -19,7 +20,7 @@ use proto::{claim::Claim, load::Retention};
 
 use self::rig::{Answer, Inside, Rig};
 use super::*;
-use crate::guard::Guards;
+use crate::{guard::Guards, session::ShareSettings};
 
 const IDLE: Duration = Duration::from_secs(60);
 const DEMOTE: Duration = Duration::from_secs(20);
@@ -30,6 +31,7 @@ fn engine(ranks: usize) -> EngineCapacity {
     let capacity = RankCapacity {
         rows: 4,
         rows_reserve: 1,
+        pin_rows_max: 3,
         pool_tokens: 1440,
         pin_tokens_max: 1008,
         turns_max: 6,
@@ -53,6 +55,12 @@ fn settings() -> TableSettings {
         queue_wait_max: QUEUE,
         stuck_after: STUCK,
         auto_pin: false,
+        shares: ShareSettings {
+            sessions_max: 64,
+            principal_sessions_max: 64,
+            idle_cap: 10 * IDLE,
+            turns_milli: 500,
+        },
         guards: Guards::default(),
     }
 }
@@ -560,9 +568,9 @@ fn inferred_sessions_overlap_and_opened_ones_do_not() {
 #[test]
 fn a_full_table_forgets_the_longest_idle_inferred_session() {
     let mut rig = Rig::new();
-    rig.table.sessions_max = 8;
+    rig.table.settings.shares.sessions_max = 8;
     rig.open("opened", None).unwrap();
-    for number in 1..rig.table.sessions_max {
+    for number in 1..8 {
         rig.wait(Duration::from_millis(1));
         let turn = rig.turn(&Claim::for_session(&key(&number.to_string()))).inside();
         rig.end(&turn, Outcome::Finished(None));

@@ -13,12 +13,13 @@ use std::{
     collections::{BTreeMap, VecDeque},
     mem,
     ops::Index,
+    sync::Arc,
     time::Instant,
 };
 
 use proto::{claim::Claim, id::SessionKey};
 
-use super::{Need, PromptStart, RouteTurns, trim_turn::Trim};
+use super::{Need, PromptStart, RouteTurns, trim_turn::Trim, turn_shares::TurnShares};
 
 /// All tickets of the table.
 #[derive(Debug, Default)]
@@ -31,6 +32,7 @@ pub(super) struct Tickets {
     claim_count: u64,
     /// By rank. Includes ranks that no longer exist, as turns there may still have to end.
     loads: Vec<RankLoad>,
+    shares: TurnShares,
 }
 
 /// A turn between its claim and its end, or the request of a client that waits for its session to
@@ -38,6 +40,8 @@ pub(super) struct Tickets {
 #[derive(Debug)]
 pub(super) struct Ticket {
     pub(super) dp_rank: u32,
+    /// The client that the turn or request belongs to.
+    pub(super) principal: Arc<str>,
     /// `None` for a turn without a session.
     pub(super) session: Option<ClaimedSession>,
     /// When the ticket entered its present stage.
@@ -201,6 +205,7 @@ impl Tickets {
             self.queue.push_back(rid.to_owned());
         }
         self.loads[ticket.dp_rank as usize].add(&ticket);
+        self.shares.add(&ticket);
         let previous = self.tickets.insert(rid.to_owned(), ticket);
         assert!(previous.is_none(), "the id of a turn is used twice");
     }
@@ -273,6 +278,9 @@ impl Tickets {
         free_rows: u64,
     ) -> PromptStart {
         self.queue.retain(|queued| queued != rid);
+        if let (Run::Plain { .. }, Some(ticket)) = (&run, self.tickets.get(rid)) {
+            self.shares.note_plain_turn(&ticket.principal, now);
+        }
         let entered = self.change(rid, |ticket| {
             ticket.since = now;
             let Stage::Queued { need, prompt_start } = &mut ticket.stage else { return None };
@@ -308,6 +316,7 @@ impl Tickets {
         self.queue.retain(|queued| queued != rid);
         let load = &mut self.loads[ticket.dp_rank as usize];
         load.remove(&ticket);
+        self.shares.remove(&ticket);
         if ticket.inside().is_some()
             && let Some(length) = &mut load.engine_queue_length
         {
@@ -341,6 +350,27 @@ impl Tickets {
     /// Returns the queued ids, oldest first.
     pub(super) fn queue(&self) -> &VecDeque<String> {
         &self.queue
+    }
+
+    /// Returns the queued ids in the order in which they are decided on. `is_fair`: principals take
+    /// turns; otherwise the oldest comes first.
+    pub(super) fn pass_order(&self, is_fair: bool) -> Vec<String> {
+        if !is_fair {
+            return self.queue.iter().cloned().collect();
+        }
+        self.shares.order(&self.queue, |rid| &self.tickets[rid])
+    }
+
+    /// Returns the newest queued ticket of the principal that has the most of them, if that
+    /// principal has more than `principal`.
+    pub(super) fn newest_of_longest_queue(&self, principal: &str) -> Option<&String> {
+        let longest = self.shares.longest_queue(self.shares.queued(principal))?;
+        self.queue.iter().rev().find(|rid| self.tickets[*rid].principal == *longest)
+    }
+
+    /// Returns the turns of each principal.
+    pub(super) fn shares(&self) -> &TurnShares {
+        &self.shares
     }
 
     /// Returns since when the oldest queued ticket waits.
@@ -386,6 +416,7 @@ impl Tickets {
             |ticket: &&Ticket| matches!(ticket.stage, Stage::AwaitsOpen | Stage::Queued { .. });
         let waiting = self.tickets.values().filter(waits).count();
         assert_eq!(self.queue.len(), waiting, "the queue differs from the waiting tickets");
+        self.shares.check_invariants(self.tickets.values());
     }
 
     /// Changes a ticket, and keeps the load of its rank right.
@@ -393,8 +424,10 @@ impl Tickets {
         let ticket = self.tickets.get_mut(rid)?;
         let load = &mut self.loads[ticket.dp_rank as usize];
         load.remove(ticket);
+        self.shares.remove(ticket);
         let result = change(ticket);
         load.add(ticket);
+        self.shares.add(ticket);
         Some(result)
     }
 
@@ -445,6 +478,11 @@ impl RankLoad {
                 }
             }
         }
+    }
+
+    /// Returns the number of running plain turns.
+    pub(super) fn plain_running(&self) -> u64 {
+        self.plain_running
     }
 
     fn counts(&self) -> (u32, u32, u32, u64, u64) {

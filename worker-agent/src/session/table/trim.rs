@@ -335,7 +335,7 @@ impl Table {
                 held: pinned_tokens,
                 max: pinned_tokens - missing_tokens.min(pinned_tokens),
             };
-            self.reclaim(now, dp_rank, &shortage, Requester::Client);
+            self.reclaim(now, dp_rank, &shortage, Requester::Plain);
         }
     }
 

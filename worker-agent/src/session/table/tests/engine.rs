@@ -108,7 +108,7 @@ fn a_tagged_session_whose_engine_is_lost_while_its_turn_arrives_is_not_pinned() 
     rig.open("s", Some(Retention::Tagged)).unwrap();
     let claim = Claim::for_session(&key("s"));
     let claimed = Some((&claim, &key("s")));
-    rig.table.claim(rig.now, "r", claimed, None, RouteTurns::DeltasAndHistories).unwrap();
+    rig.table.claim(rig.now, "r", "p", claimed, None, RouteTurns::DeltasAndHistories).unwrap();
     rig.engine_restarts(engine(1));
     rig.table.set_trimming(rig.now, true);
     rig.table.admit(rig.now, "r", Need { prompt_tokens: 8, ..Need::default() });
@@ -201,6 +201,7 @@ fn idle_time_counts_from_the_end_of_a_turn() {
 #[test]
 fn no_idle_time_is_too_long() {
     let mut rig = Rig::new();
+    rig.table.settings.shares.idle_cap = Duration::from_secs(365 * 86_400);
     let claim = Claim { idle_ms_max: Some(u64::MAX), ..Claim::for_session(&key("s")) };
     let turn = rig.turn(&claim).inside();
     rig.end(&turn, finished(20, 5));

@@ -117,7 +117,7 @@ fn incarnation_of(rig: &Rig) -> String {
 
 fn run_turn(rig: &mut Rig, claim: &Claim) {
     let claimed = Some((claim, &key("s")));
-    if rig.table.claim(rig.now, "new", claimed, None, RouteTurns::DeltasAndHistories).is_ok() {
+    if rig.table.claim(rig.now, "new", "p", claimed, None, RouteTurns::DeltasAndHistories).is_ok() {
         let need = Need { prompt_tokens: 8, answer_tokens: Some(8), ..Need::default() };
         rig.table.admit(rig.now, "new", need);
     } else {

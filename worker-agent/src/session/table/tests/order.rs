@@ -14,7 +14,7 @@ fn claim(rig: &mut Rig, claim: &Claim) -> String {
     let rid = rig.rid();
     let key = claim.key().unwrap();
     rig.table
-        .claim(rig.now, &rid, Some((claim, &key)), None, RouteTurns::DeltasAndHistories)
+        .claim(rig.now, &rid, "p", Some((claim, &key)), None, RouteTurns::DeltasAndHistories)
         .unwrap();
     rid
 }
@@ -195,6 +195,7 @@ fn a_chat_without_a_limit_goes_where_the_engine_would_run_it() {
     real.ranks[0] = RankCapacity {
         rows: 256,
         rows_reserve: 1,
+        pin_rows_max: 128,
         pool_tokens: 400_000,
         pin_tokens_max: 280_000,
         turns_max: 512,

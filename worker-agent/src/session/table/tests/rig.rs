@@ -72,6 +72,8 @@ pub(super) struct Rig {
     pub(super) run_modes: HashMap<String, RunMode>,
     /// Turns that the shim refused, and why.
     pub(super) refused_by_shim: HashMap<String, Error>,
+    /// The client that sends turns without a session.
+    pub(super) principal: String,
     /// The beginning of the prompts of later turns.
     pub(super) start: PromptStart,
     /// Volatile prefixes that the table reported.
@@ -98,6 +100,7 @@ impl Rig {
             answers: vec![],
             run_modes: HashMap::new(),
             refused_by_shim: HashMap::new(),
+            principal: "p".to_owned(),
             start: PromptStart::default(),
             volatile: vec![],
         }
@@ -176,7 +179,9 @@ impl Rig {
         need: Need,
     ) -> Answer {
         let rid = self.rid();
-        if let Err(error) = self.table.claim(self.now, &rid, claim, rank, route_turns) {
+        if let Err(error) =
+            self.table.claim(self.now, &rid, &self.principal, claim, rank, route_turns)
+        {
             return Answer::No(error);
         }
         self.table.set_prompt_start(&rid, self.start.clone());

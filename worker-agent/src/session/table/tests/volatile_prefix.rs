@@ -81,7 +81,14 @@ fn without_a_shim_the_place_is_told_and_refused_turns_do_not_count() {
         let turn = rig.turn(&auto("s")).inside();
         rig.start = chat(100 + nonce);
         rig.table
-            .claim(rig.now, "gone", Some((&auto("s"), &key("s"))), None, RouteTurns::FullHistories)
+            .claim(
+                rig.now,
+                "gone",
+                "p",
+                Some((&auto("s"), &key("s"))),
+                None,
+                RouteTurns::FullHistories,
+            )
             .unwrap();
         rig.table.set_prompt_start("gone", rig.start.clone());
         rig.table.end_turn(rig.now, "gone", Outcome::Refused);

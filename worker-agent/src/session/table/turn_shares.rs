@@ -1,0 +1,163 @@
+//! Counts the turns of each principal, and puts the waiting turns into a fair order.
+//!
+//! A principal is the client that a router has authenticated. The turn of the principal that has
+//! the fewest turns inside the engine comes first (max-min fairness). The turns of one principal
+//! keep their order, so those of one session do too.
+//!
+//! A principal that is alone may use everything. It counts as alone if no other principal has a
+//! plain turn inside the engine or a ticket in the queue, or had a plain turn there within
+//! [`ACTIVE_FOR`]. A plain turn runs on the radix tree. A turn of a pinned session has a row of its
+//! own, so it doesn't count. This module decides nothing: `admission` asks it.
+
+use std::{
+    collections::{BTreeMap, VecDeque},
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use super::tickets::{Run, Stage, Ticket};
+
+/// How long a principal counts as active after its latest plain turn was sent. Half of a coding agent's
+/// pauses between turns are shorter than 10 s, and three quarters shorter than this.
+const ACTIVE_FOR: Duration = Duration::from_secs(30);
+
+/// The turns of all principals.
+#[derive(Debug, Default)]
+pub(super) struct TurnShares {
+    /// By principal. A principal without turns has no entry.
+    principals: BTreeMap<Arc<str>, PrincipalTurns>,
+    /// The two principals whose plain turns were sent last, and when. Two are enough to tell whether a
+    /// principal other than a given one is active.
+    recent: [Option<(Arc<str>, Instant)>; 2],
+}
+
+/// The turns of one principal.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct PrincipalTurns {
+    /// All tickets: turns, and requests that wait for an open.
+    tickets: usize,
+    /// The tickets in the queue.
+    queued: usize,
+    /// By rank: the turns inside the engine. A rank without such turns has no entry.
+    inside: BTreeMap<u32, TurnsInside>,
+}
+
+/// Turns of one principal inside one rank of the engine.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct TurnsInside {
+    /// All turns.
+    pub(super) running: u32,
+    /// Those that run on the radix tree.
+    pub(super) plain: u32,
+}
+
+impl TurnShares {
+    /// Counts a ticket at its stage.
+    pub(super) fn add(&mut self, ticket: &Ticket) {
+        let principal = match self.principals.get_mut(&ticket.principal) {
+            Some(principal) => principal,
+            None => self.principals.entry(Arc::clone(&ticket.principal)).or_default(),
+        };
+        principal.tickets += 1;
+        match &ticket.stage {
+            Stage::AwaitsOpen | Stage::Queued { .. } => principal.queued += 1,
+            Stage::Claimed(_) => {}
+            Stage::Inside(inside) => {
+                let turns = principal.inside.entry(ticket.dp_rank).or_default();
+                turns.running += 1;
+                turns.plain += u32::from(matches!(inside.run, Run::Plain { .. }));
+            }
+        }
+    }
+
+    /// Takes back what [`Self::add`] has counted.
+    pub(super) fn remove(&mut self, ticket: &Ticket) {
+        let Some(principal) = self.principals.get_mut(&ticket.principal) else { return };
+        principal.tickets -= 1;
+        match &ticket.stage {
+            Stage::AwaitsOpen | Stage::Queued { .. } => principal.queued -= 1,
+            Stage::Claimed(_) => {}
+            Stage::Inside(inside) => {
+                let turns = principal.inside.entry(ticket.dp_rank).or_default();
+                turns.running -= 1;
+                turns.plain -= u32::from(matches!(inside.run, Run::Plain { .. }));
+                if turns.running == 0 {
+                    principal.inside.remove(&ticket.dp_rank);
+                }
+            }
+        }
+        if principal.tickets == 0 {
+            self.principals.remove(&ticket.principal);
+        }
+    }
+
+    /// Notes that a plain turn of a principal goes to the engine.
+    pub(super) fn note_plain_turn(&mut self, principal: &Arc<str>, now: Instant) {
+        let is_newest = self.recent[0].as_ref().is_some_and(|(newest, _)| newest == principal);
+        if !is_newest {
+            self.recent.swap(0, 1);
+        }
+        self.recent[0] = Some((Arc::clone(principal), now));
+    }
+
+    /// Whether another principal is active. See the module's doc.
+    pub(super) fn has_other(&self, principal: &str, now: Instant) -> bool {
+        let was_other_active =
+            |(recent, at): &(Arc<str>, Instant)| **recent != *principal && now < *at + ACTIVE_FOR;
+        let is_other_active = |(other, turns): (&Arc<str>, &PrincipalTurns)| {
+            let has_plain = || turns.inside.values().any(|inside| inside.plain > 0);
+            **other != *principal && (turns.queued > 0 || has_plain())
+        };
+        self.recent.iter().flatten().any(was_other_active)
+            || self.principals.iter().any(is_other_active)
+    }
+
+    /// Returns the turns of a principal inside a rank of the engine.
+    pub(super) fn inside(&self, principal: &str, dp_rank: u32) -> TurnsInside {
+        let principal = self.principals.get(principal);
+        principal.and_then(|principal| principal.inside.get(&dp_rank).copied()).unwrap_or_default()
+    }
+
+    /// Returns the number of tickets that a principal has in the queue.
+    pub(super) fn queued(&self, principal: &str) -> usize {
+        self.principals.get(principal).map_or(0, |principal| principal.queued)
+    }
+
+    /// Returns the principal that has the most tickets in the queue, if it has more than `than`.
+    pub(super) fn longest_queue(&self, than: usize) -> Option<&Arc<str>> {
+        let longer = self.principals.iter().filter(|(_, principal)| principal.queued > than);
+        longer.max_by_key(|(_, principal)| principal.queued).map(|(principal, _)| principal)
+    }
+
+    /// Returns the queued tickets in a fair order: first those of the principal with the fewest
+    /// turns inside the engine, counting the tickets that come before in this order.
+    pub(super) fn order<'a>(
+        &self,
+        queue: &'a VecDeque<String>,
+        ticket: impl Fn(&str) -> &'a Ticket,
+    ) -> Vec<String> {
+        let waiting = self.principals.values().filter(|principal| principal.queued > 0).count();
+        if waiting <= 1 {
+            return queue.iter().cloned().collect();
+        }
+        let mut next_places: BTreeMap<(&str, u32), u32> = BTreeMap::new();
+        let mut places: Vec<(u32, &String)> = Vec::with_capacity(queue.len());
+        for rid in queue {
+            let ticket = ticket(rid);
+            let key = (&*ticket.principal, ticket.dp_rank);
+            let place = next_places.entry(key).or_insert_with(|| self.inside(key.0, key.1).running);
+            places.push((*place, rid));
+            *place += 1;
+        }
+        // The sort is stable, so tickets with the same place stay in the order of their arrival.
+        places.sort_by_key(|(place, _)| *place);
+        places.into_iter().map(|(_, rid)| rid.clone()).collect()
+    }
+
+    /// Checks that the counts match a fresh count of all tickets.
+    pub(super) fn check_invariants<'a>(&self, tickets: impl Iterator<Item = &'a Ticket>) {
+        let mut counted = Self::default();
+        tickets.for_each(|ticket| counted.add(ticket));
+        assert_eq!(self.principals, counted.principals, "a principal's turns are miscounted");
+    }
+}
