@@ -33,6 +33,7 @@ impl World {
     pub(super) fn check(&mut self) {
         let Some(agent) = &self.agent else { return };
         agent.table.check_invariants();
+        self.check_session_shares();
         let Some(engine) = &self.engine else { return };
         if agent.instance != Some(engine.instance) {
             return;
@@ -63,6 +64,8 @@ impl World {
             "{rows} of {} rows are held, {reserve} must stay free",
             facts.rows
         );
+        let rows_max = self.plan.pin_rows_max as usize;
+        assert!(rows <= rows_max, "pinned sessions hold {rows} rows, {rows_max} are allowed");
     }
 
     /// Whether the engine has confirmed that this session is closed. With several ranks, the word

@@ -78,6 +78,17 @@ impl World {
         turn.claim.is_none() && tokens as u64 <= beside_pins
     }
 
+    /// Checks that no principal has more sessions than it may.
+    pub(super) fn check_session_shares(&self) {
+        let Some(agent) = &self.agent else { return };
+        let max = self.plan.table_settings.shares.principal_sessions_max;
+        for principal in PRINCIPALS {
+            let of_principal = agent.table.iter().filter(|(key, _)| key.principal() == principal);
+            let count = of_principal.count();
+            assert!(count <= max, "{principal} has {count} sessions, {max} are allowed");
+        }
+    }
+
     /// Checks that a refused turn or open couldn't have taken the place of a principal with more.
     pub(super) fn check_share_refusal(&self, rid: &str, error: &session::Error) {
         let session::Error::OutOfRoom { resource, .. } = error else { return };
@@ -93,11 +104,16 @@ impl World {
         };
         for (other, view) in views.iter().filter(|(other, _)| **other != user.principal()) {
             match *resource {
-                "queue_places" => assert!(
-                    view.queued <= own.queued + 1,
-                    "{rid} found no place in the queue, where {other} has {}",
-                    view.queued
-                ),
+                // Other tickets may have left the queue in the same call of the table.
+                "queue_places" => {
+                    let before = &self.views_before;
+                    let queued_before = |name| before.get(name).map_or(0, |view| view.queued);
+                    let others = view.queued.min(queued_before(*other));
+                    assert!(
+                        others <= own.queued.max(queued_before(user.principal())) + 1,
+                        "{rid} found no place in the queue, where {other} has {others}"
+                    );
+                }
                 "rows" if view.rows_held > own.rows_held + 1 => {
                     let agent = self.agent.as_ref().expect("it has refused the turn");
                     let mut pins = agent.table.pins_at_rest(0);

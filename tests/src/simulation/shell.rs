@@ -101,6 +101,7 @@ impl World {
         let told = call(&mut agent.table, now);
         agent.table.run_deadlines(now);
         self.check_shares(&before);
+        self.views_before = before;
         self.carry_out();
         Some(told)
     }

@@ -132,7 +132,8 @@ impl User {
     /// Notes a finished answer that the agent has passed on.
     pub(super) fn answered(&mut self, turn: &Turn, tokens: &[u32]) {
         let Some((claim, key)) = &turn.claim else { return };
-        if *key != self.key() || turn.foreign {
+        // Each session of the hostile client has only one turn.
+        if *key != self.key() || turn.foreign || self.habit == Habit::Hostile {
             return;
         }
         let mut whole = turn.context.clone();

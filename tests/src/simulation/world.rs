@@ -14,6 +14,7 @@ use super::{
     engine::{CallId, Command, Rank, RankEvent, TurnId},
     journal::Journal,
     plan::Plan,
+    shares::PrincipalViews,
     shell::AgentProcess,
     trace::RunTrace,
     trimmer::Trimmer,
@@ -125,6 +126,8 @@ pub(super) struct World {
     /// Incarnations to which the engine has appended a delta.
     pub(super) appended_to: BTreeSet<String>,
     pub(super) strangers: BTreeSet<String>,
+    /// What each principal had before the newest call of the table.
+    pub(super) views_before: PrincipalViews,
     pub(super) calm: bool,
     pub(super) trace: RunTrace,
     pub(super) counts: RunCounts,
@@ -155,6 +158,7 @@ impl World {
             meddled: BTreeMap::new(),
             appended_to: BTreeSet::new(),
             strangers: BTreeSet::new(),
+            views_before: PrincipalViews::new(),
             calm: false,
             trace: RunTrace::new(echo),
             counts: RunCounts::default(),
