@@ -296,9 +296,14 @@ impl Config {
             ("sessions.idle_ms_cap", self.sessions.idle_ms_cap),
             ("limits.queue_wait_ms_max", self.limits.queue_wait_ms_max),
             ("engine.stall_ms_max", self.engine.stall_ms_max),
+            ("engine.silent_ms_max", self.engine.silent_ms_max),
         ] {
             require((1..=7 * 86_400_000).contains(&value), &format!("{key} must be 1 to 7 days"));
         }
+        require(
+            self.engine.silent_ms_max >= 2000,
+            "engine.silent_ms_max must be at least 2000: an idle engine speaks once a second",
+        );
         let is_valid_interval = (100..=7 * 86_400_000).contains(&self.engine.republish_interval_ms);
         require(is_valid_interval, "engine.republish_interval_ms must be 100 to 7 days");
         require(

@@ -41,6 +41,12 @@ pub mod prefill;
 /// created before the agent has reached the engine.
 const RANKS_MAX: u32 = 256;
 
+/// The longest time that a scheduler may be in one step. An engine that hangs after it got a long
+/// prompt is noticed after this time.
+const STEP_TIME_MAX: Duration = Duration::from_secs(120);
+/// The prefill rate of an engine before it was measured. The slowest engines, on a CPU, are as fast.
+const UNMEASURED_TOKENS_PER_S: u64 = 500;
+
 /// The limits for admitting turns and sessions.
 #[derive(Debug, Clone, Copy)]
 pub struct Limits {
@@ -293,6 +299,23 @@ impl Ledger {
         Some(Figure { value, source: Source::Loads, age_ms: age_ms(now, at) })
     }
 
+    /// Estimates how long a rank's scheduler may be in a step that began at `began_at`: the time
+    /// that the prompts take which waited then or came since, at most [`STEP_TIME_MAX`].
+    #[must_use]
+    pub fn step_time(&self, dp_rank: u32, began_at: Instant, table: &Table) -> Duration {
+        let sample = self.rank_sample(dp_rank).map(|(rank, _)| rank);
+        let waiting_tokens = sample.and_then(|rank| rank.num_waiting_uncached_tokens).unwrap_or(0);
+        // The turns sent just before the step may not have been in its figures.
+        let sent_from = began_at.checked_sub(Duration::from_secs(1)).unwrap_or(began_at);
+        let tokens = waiting_tokens.saturating_add(table.sent_prompt_tokens(dp_rank, sent_from));
+        let step_tokens_max = self.engine.as_ref().and_then(|info| info.step_tokens_max);
+        let tokens = tokens.min(step_tokens_max.unwrap_or(u64::MAX));
+        let rate = self.prefill_rates.get(dp_rank as usize).and_then(PrefillRate::tokens_per_s);
+        let tokens_per_s = rate.map_or(UNMEASURED_TOKENS_PER_S, |(tokens_per_s, _)| tokens_per_s);
+        let step_ms = tokens.saturating_mul(1000) / tokens_per_s.max(1);
+        Duration::from_millis(step_ms).min(STEP_TIME_MAX)
+    }
+
     /// Returns a rank's backlog: the prompt tokens that wait to be computed. The backlog also
     /// counts turns that the agent has admitted since the load sample.
     fn prefill_backlog(&self, now: Instant, table: &Table, dp_rank: u32) -> Option<Figure> {
@@ -432,6 +455,7 @@ mod tests {
             pool_tokens: POOL_TOKENS,
             device,
             pool_bytes,
+            step_tokens_max: None,
             model_files: None,
         }
     }

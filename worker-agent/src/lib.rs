@@ -417,6 +417,7 @@ fn start_agent(
         audit_interval: (config.audit.interval_s > 0)
             .then(|| Duration::from_secs(config.audit.interval_s)),
         stall_max: ms(config.engine.stall_ms_max),
+        silent_max: ms(config.engine.silent_ms_max),
     };
     Ok((owner::start(setup, shim_events, trimmer_events, tasks), shim, queues))
 }

@@ -165,12 +165,14 @@ impl Owner {
             self.audit_desk.audits().next_due(),
             self.drain.next_deadline(),
             self.engine_calls.next_journal_retry(),
+            self.engine.next_silence_check(),
         ];
         deadlines.into_iter().flatten().fold(self.reporter.next_due(), Instant::min)
     }
 
     fn run_deadlines(&mut self, now: Instant) {
         self.engine_calls.retry_journal(now);
+        self.check_silence(now);
         self.table.run_deadlines(now);
         self.audit_desk.run_deadlines(now);
         self.carry_out_effects();
@@ -195,6 +197,18 @@ impl Owner {
         }
         if now >= self.reporter.next_due() {
             self.publish_report(now);
+        }
+    }
+
+    /// Checks whether the engine is silent. While it is, the table refuses what is not inside it.
+    fn check_silence(&mut self, now: Instant) {
+        let Self { engine, reporter, table, .. } = self;
+        let step_time = |dp_rank, began_at| reporter.ledger.step_time(dp_rank, began_at, table);
+        if engine.check_silence(now, step_time) {
+            self.reporter.mark_stale();
+        }
+        if self.table.silent_reason() != self.engine.silent_reason() {
+            self.table.set_engine_silent(now, self.engine.silent_reason().cloned());
         }
     }
 
@@ -308,6 +322,7 @@ impl Owner {
         Ok(Lease {
             rid,
             vocabulary_size,
+            engine_process: self.engine.process(),
             agent: self.handle.clone(),
             is_sent: false,
             turn_end_permit: Some(turn_end_permit),
@@ -357,6 +372,7 @@ impl Owner {
         match event {
             ShimEvent::Up(hello) => self.handle_shim_up(hello),
             ShimEvent::Facts(facts) => {
+                self.engine.record_shim(facts.dp_rank, facts.read_at);
                 self.reporter.ledger.record_facts(facts);
                 let (waiting_requests, used_tokens) = (facts.waiting.into(), facts.used_tokens());
                 let load = EngineLoad { waiting_requests, used_tokens };
@@ -398,12 +414,22 @@ impl Owner {
         match news {
             EngineNews::Up(info) => self.handle_engine_up(info),
             EngineNews::Sample(sample) => self.handle_engine_sample(sample),
-            EngineNews::Down { reason, has_process_ended } => {
-                self.engine.set_down(reason, has_process_ended);
-                if has_process_ended {
-                    self.handle_engine_gone();
+            EngineNews::RefusesConnections { process } => {
+                // A successor of that process may be up by now.
+                if process == self.engine.process() {
+                    self.set_engine_down("the engine accepts no connections".to_owned(), true);
                 }
             }
+            EngineNews::Down { reason, has_process_ended } => {
+                self.set_engine_down(reason, has_process_ended);
+            }
+        }
+    }
+
+    fn set_engine_down(&mut self, reason: String, has_process_ended: bool) {
+        self.engine.set_down(reason, has_process_ended);
+        if has_process_ended {
+            self.handle_engine_gone();
         }
     }
 

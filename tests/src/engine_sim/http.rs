@@ -29,7 +29,7 @@ use std::{
     fmt::Display,
     sync::{
         Arc,
-        atomic::{AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
 };
 use tokio::{
@@ -84,6 +84,8 @@ pub(super) struct App {
     rng: Mutex<fastrand::Rng>,
     tickets: AtomicU64,
     started_wall: f64,
+    /// Whether `/pause_generation` was called, and `/continue_generation` not since.
+    paused: AtomicBool,
 }
 
 type AppState = axum::extract::State<Arc<App>>;
@@ -94,7 +96,8 @@ impl App {
         // ids.
         let rng = Mutex::new(fastrand::Rng::with_seed(config.core.seed ^ (u64::from(port) << 32)));
         let started_wall = wall_seconds();
-        App { config, handle, tasks, rng, tickets: AtomicU64::new(1), started_wall }
+        let (tickets, paused) = (AtomicU64::new(1), AtomicBool::new(false));
+        App { config, handle, tasks, rng, tickets, started_wall, paused }
     }
 
     /// Returns 32 hex digits, like the `hex` of a Python uuid4.
@@ -162,7 +165,10 @@ pub(super) fn router(app: Arc<App>) -> Router {
         .route("/health", get(control::health))
         .route("/health_generate", get(control::health))
         .route("/ready", get(control::ready))
-        .route("/ping", get(control::ready))
+        .route("/ping", get(control::ping))
+        .route("/pause_generation", post(control::pause_generation))
+        .route("/continue_generation", post(control::continue_generation))
+        .route("/hang", post(control::hang))
         .route("/v1/loads", get(info::loads))
         .route("/server_info", get(info::server_info))
         .route("/get_server_info", get(info::server_info))

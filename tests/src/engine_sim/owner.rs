@@ -52,6 +52,17 @@ pub(super) struct RankReport {
     pub(super) facts: PoolFacts,
     pub(super) gauges: Gauges,
     pub(super) totals: Totals,
+    /// When the scheduler made the report, by the wall clock.
+    pub(super) made_at: f64,
+}
+
+/// Why the schedulers do nothing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Standstill {
+    /// They hang, and take no commands.
+    Hung,
+    /// They are paused, as `/pause_generation` asks.
+    Paused,
 }
 
 /// A request on its way to a rank.
@@ -72,6 +83,7 @@ enum Command {
     Abort { rid: String, all: bool },
     Flush(mpsc::Sender<bool>),
     SlowDown(Duration),
+    Stand(Option<Standstill>),
     Facts(usize, oneshot::Sender<PoolFacts>),
     Cached(usize, oneshot::Sender<Vec<(Space, Vec<u32>)>>),
     Report(oneshot::Sender<Vec<RankReport>>),
@@ -158,6 +170,11 @@ impl EngineHandle {
         self.send(Command::SlowDown(forward_sleep)).await;
     }
 
+    /// Stops the schedulers, or lets them go on. Reports then are the last ones before.
+    pub(super) async fn stand(&self, standstill: Option<Standstill>) {
+        self.send(Command::Stand(standstill)).await;
+    }
+
     pub(super) async fn report(&self) -> Vec<RankReport> {
         or_never(self.ask(Command::Report).await).await
     }
@@ -198,6 +215,8 @@ pub(super) struct Owner {
     commands: mpsc::Receiver<Command>,
     gone: mpsc::Receiver<u64>,
     killed: CancellationToken,
+    /// While the schedulers do nothing: their last reports.
+    last_reports: Option<Vec<RankReport>>,
     start: Instant,
     next_rank: usize,
     disconnect_poll: Duration,
@@ -224,6 +243,7 @@ impl Owner {
             commands,
             gone,
             killed,
+            last_reports: None,
             start,
             next_rank: 0,
             disconnect_poll: config.disconnect_poll,
@@ -246,7 +266,8 @@ impl Owner {
             let now = Instant::now();
             self.notice_leaving(now);
             let mut wake = self.leaving.first_key_value().map(|((at, _), ())| *at);
-            for rank in &mut self.ranks {
+            let moving = self.last_reports.is_none();
+            for rank in self.ranks.iter_mut().filter(|_| moving) {
                 let next = rank.advance(self.start, now);
                 wake = [wake, next].into_iter().flatten().min();
             }
@@ -297,6 +318,10 @@ impl Owner {
             }
             Command::Flush(reply) => self.each_rank(|| RankCommand::Flush(reply.clone())),
             Command::SlowDown(sleep) => self.each_rank(|| RankCommand::SlowDown(sleep)),
+            Command::Stand(standstill) => {
+                let reports = self.reports();
+                self.last_reports = standstill.map(|_| reports);
+            }
             Command::Facts(rank, reply) => {
                 let now = Instant::now();
                 if let Some(rank) = self.ranks.get_mut(rank) {
@@ -312,15 +337,22 @@ impl Owner {
                 }
             }
             Command::Report(reply) => {
-                let now = Instant::now();
-                let time = rank_time(self.start, now);
-                let report = |rank: &mut EngineRank| {
-                    rank.settle(time, now);
-                    rank.report(now)
-                };
-                let _ = reply.send(self.ranks.iter_mut().map(report).collect());
+                let _ = reply.send(self.reports());
             }
         }
+    }
+
+    fn reports(&mut self) -> Vec<RankReport> {
+        if let Some(reports) = &self.last_reports {
+            return reports.clone();
+        }
+        let now = Instant::now();
+        let time = rank_time(self.start, now);
+        let report = |rank: &mut EngineRank| {
+            rank.settle(time, now);
+            rank.report(now)
+        };
+        self.ranks.iter_mut().map(report).collect()
     }
 
     fn each_rank(&mut self, mut command: impl FnMut() -> RankCommand) {

@@ -223,6 +223,7 @@ class _Shim:
             self._call_sampler("begin_step")
         if self._sampler is not None and self._sampler.has_work:
             self._call_sampler("run_commands")
+        self._call_sampler("send_heartbeat")
 
     def _call_sampler_for(self, session: Any, method: str, *args: Any) -> None:
         """Calls the sampler's method with the session's id and the other arguments. Does nothing

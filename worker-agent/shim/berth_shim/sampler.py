@@ -28,6 +28,9 @@ from .table import SessionTable, answer_tokens
 # The shortest time between two samples of an idle scheduler in which no session was touched.
 # Without `--sleep-on-idle` an idle scheduler spins, and would sample all the time.
 IDLE_SECONDS = 0.05
+# The longest time between two updates. The agent takes a shim that says nothing for long as a sign
+# that the scheduler hangs.
+HEARTBEAT_SECONDS = 1.0
 # A running turn's KV grows by a token in each step, but its session isn't read in each step. The
 # sessions of running turns are read in the first step after this time, and when their turn ends.
 RUNNING_SECONDS = 0.05
@@ -69,6 +72,8 @@ class Sampler:
         self._unexplained_tokens = 0
         # When the latest sample was taken, and when the sessions of running turns were last read.
         self._sampled_at_seconds = self._running_read_at_seconds = 0.0
+        # When the latest update was sent.
+        self._sent_at_seconds = 0.0
 
     # Called by the hooks on sessions. `id` is the session's id.
 
@@ -158,6 +163,20 @@ class Sampler:
                     self._queue_event(wire.Demoted, id, refusal or None)
         self._auditor.begin()
         self._republisher.publish_chunk()
+
+    def send_heartbeat(self) -> None:
+        """Sends an update if none was sent for a while, although nothing has changed. Called in each
+        pass of the scheduler's loop, also while the engine is paused."""
+        if not self._link.is_connected:
+            return
+        begin_ns = time.perf_counter_ns()
+        if begin_ns / 1e9 - self._sent_at_seconds < HEARTBEAT_SECONDS or not self._link.flush():
+            return
+        self._reset_if_reconnected()
+        if self._is_full_table_due or self._figures_sent is None:
+            self._sample(begin_ns)
+        else:
+            self._send_update(self._figures_sent)
 
     def sample_idle(self) -> None:
         """Samples between steps and while the scheduler is idle, if something may have changed or
@@ -262,6 +281,7 @@ class Sampler:
         self._link.send(wire.encode(update), self._connection_number)
         self._next_seq += 1
         self._figures_sent = figures
+        self._sent_at_seconds = time.perf_counter()
         self._is_full_table_due = False
         self._unsent_events.clear()
 

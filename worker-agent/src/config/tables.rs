@@ -19,6 +19,9 @@ pub struct EngineTable {
     pub load_interval_ms: u64,
     /// The engine counts as stuck if turns wait in it and it runs nothing for this long.
     pub stall_ms_max: u64,
+    /// The engine counts as silent if it has said nothing for this long, beyond the time that its
+    /// prompts take. Turns are then refused until it speaks again.
+    pub silent_ms_max: u64,
     /// The size of the model's vocabulary. 0: the agent reads it from the model's config.json.
     pub vocabulary: u32,
     /// The time the engine takes for one stage of staged prefill. A long prompt is computed in
@@ -40,6 +43,9 @@ impl Default for EngineTable {
             load_interval_ms: 200,
             // This is longer than any prefill step.
             stall_ms_max: 10_000,
+            // A scheduler that works takes a snapshot with each prefill step and every 15 decode
+            // steps, so several a second. It is as silent during a pause of its process.
+            silent_ms_max: 10_000,
             vocabulary: 0,
             // A user hardly notices a wait of this length. In the simulation `berth-sim`, each
             // stage costs 10 ms more than its tokens. There, stages of 0.4 s are worse because of

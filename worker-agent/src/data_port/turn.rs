@@ -93,16 +93,20 @@ impl TurnContext {
     ///
     /// If the engine refuses connections, its process has ended. This function then waits until the
     /// owner task's mailbox has the news. Otherwise a turn could reach a restarted engine while the
-    /// owner still believes that the old process runs.
+    /// owner still believes that the old process runs. `process` is the process that the turn was
+    /// for: the owner may know its successor by now.
     ///
     /// If the agent itself has no descriptor for a connection, there is nothing to report.
-    pub(super) async fn report_engine_failure(&self, error: &hyper_util::client::legacy::Error) {
+    pub(super) async fn report_engine_failure(
+        &self,
+        process: u64,
+        error: &hyper_util::client::legacy::Error,
+    ) {
         if descriptors::is_shortage(error) {
             return;
         }
         if engine::is_connection_refused(error) {
-            let reason = "the engine accepts no connections".to_owned();
-            self.agent.report_engine(EngineNews::Down { reason, has_process_ended: true }).await;
+            self.agent.report_engine(EngineNews::RefusesConnections { process }).await;
         }
         self.wake_monitor.notify_one();
     }

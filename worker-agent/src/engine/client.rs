@@ -146,6 +146,8 @@ pub struct EngineInfo {
     /// For each rank: the bytes of its pool on one of its devices, precise to about 1 MiB. `None`
     /// if the engine doesn't report them.
     pub pool_bytes: Vec<Option<u64>>,
+    /// The most prompt tokens that the engine computes in one step. `None`: whole prompts.
+    pub step_tokens_max: Option<u64>,
     /// The tokenizer files on this host. `None` until the engine monitor has found them.
     pub model_files: Option<ModelFiles>,
 }
@@ -172,7 +174,7 @@ impl EngineInfo {
 }
 
 /// One rank's entry in `/v1/loads`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
 pub struct RankSample {
     /// The data parallel rank.
     pub dp_rank: u32,
@@ -193,10 +195,26 @@ pub struct RankSample {
     /// Prompt tokens that wait to be computed, as the engine estimates them.
     #[serde(default)]
     pub num_waiting_uncached_tokens: Option<u64>,
+    /// When the scheduler took these figures, in seconds of the engine's clock. 0: unknown.
+    #[serde(default)]
+    pub timestamp: f64,
+}
+
+impl RankSample {
+    /// Returns when the scheduler took these figures, in microseconds of the engine's clock.
+    #[must_use]
+    #[expect(
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        reason = "a positive float saturates"
+    )]
+    pub fn snapshot_us(&self) -> Option<u64> {
+        (self.timestamp > 0.0).then(|| (self.timestamp * 1e6) as u64)
+    }
 }
 
 /// The load of all ranks at one moment.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct LoadSample {
     /// When the answer arrived.
     pub at: Instant,
@@ -204,6 +222,8 @@ pub struct LoadSample {
     pub ranks: Vec<RankSample>,
     /// The local address of the connection that brought the answer.
     pub connection: Option<SocketAddr>,
+    /// Whether the engine is paused: it takes requests, and runs none.
+    pub is_paused: bool,
 }
 
 impl EngineClient {
@@ -284,7 +304,19 @@ impl EngineClient {
         let mut answer: LoadsAnswer = serde_json::from_slice(&body)
             .map_err(|error| Error::Answer { path, detail: error.to_string() })?;
         answer.loads.sort_by_key(|rank| rank.dp_rank);
-        Ok(LoadSample { at: now(), ranks: answer.loads, connection })
+        Ok(LoadSample { at: now(), ranks: answer.loads, connection, is_paused: false })
+    }
+
+    /// Reads `/ready`. Returns whether the engine runs requests: it is healthy and not paused.
+    ///
+    /// # Errors
+    /// When the engine can't be reached.
+    pub async fn is_ready(&self) -> Result<bool, Error> {
+        match self.call(Method::GET, "/ready", None).await {
+            Ok(_) => Ok(true),
+            Err(Error::Status { status: StatusCode::SERVICE_UNAVAILABLE, .. }) => Ok(false),
+            Err(error) => Err(error),
+        }
     }
 
     /// Opens a session whose KV the engine keeps (a "streaming session" of SGLang) under the id
@@ -479,6 +511,8 @@ fn parse_info(value: &Value) -> Result<EngineInfo, String> {
         pool_tokens: required_number("max_total_num_tokens")?,
         device: text("device").unwrap_or("unknown").to_owned(),
         pool_bytes: rank_states.into_iter().flatten().map(pool_bytes).collect(),
+        // The engine computes whole prompts if the number is -1.
+        step_tokens_max: number("chunked_prefill_size").filter(|tokens| *tokens > 0),
         model_files: None,
     })
 }

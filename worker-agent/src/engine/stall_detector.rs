@@ -84,8 +84,9 @@ mod tests {
             total_prefill_uncached_tokens: prefilled,
             total_prefill_busy_us: None,
             num_waiting_uncached_tokens: None,
+            timestamp: 0.0,
         };
-        LoadSample { at, ranks: vec![rank], connection: None }
+        LoadSample { at, ranks: vec![rank], connection: None, is_paused: false }
     }
 
     #[test]

@@ -6,7 +6,10 @@
 //! owner task, the KV events' addresses to `kv_events`, and the files to `control_port`. The
 //! receivers decide what follows from the news.
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use serde_json::Value;
 use service::{clock::now, tasks::Tasks};
@@ -15,7 +18,7 @@ use tracing::{debug, info, warn};
 
 use super::{AgentHandle, EngineNews};
 use crate::{
-    engine::{self, EngineClient, EngineInfo, LoadSample, model_files},
+    engine::{self, EngineClient, EngineInfo, LoadSample, RankSample, model_files},
     kv_events::KvHandle,
 };
 
@@ -24,6 +27,10 @@ const RETRY_PAUSE: Duration = Duration::from_millis(500);
 /// The number of failed samples in a row after which the engine counts as down. A single slow
 /// answer isn't a crash.
 const FAILED_SAMPLES_MAX: u32 = 3;
+
+/// How old the newest snapshot of a rank is when the monitor asks whether the engine is paused. An
+/// idle engine takes a snapshot at least once a second.
+const SNAPSHOT_AGE_MAX: Duration = Duration::from_millis(1_500);
 
 /// What the monitor needs.
 #[derive(Debug, Clone)]
@@ -104,6 +111,7 @@ async fn sample_until_down(
     let mut ticks = tokio::time::interval(monitor.sample_interval);
     ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     let mut failed_samples = 0;
+    let mut pauses = PauseWatch::new(&first_sample);
     let mut last_sample = first_sample;
     loop {
         tokio::select! {
@@ -119,7 +127,11 @@ async fn sample_until_down(
                     return None;
                 }
                 last_sample = sample.clone();
-                monitor.owner.report_engine(EngineNews::Sample(sample)).await;
+                let is_paused = pauses.is_paused(&monitor.engine, &sample).await;
+                monitor
+                    .owner
+                    .report_engine(EngineNews::Sample(LoadSample { is_paused, ..sample }))
+                    .await;
             }
             // The agent's own lack of descriptors says nothing about the engine.
             Err(error) if error.is_own_shortage() => {
@@ -138,6 +150,42 @@ async fn sample_until_down(
                 }
             }
         }
+    }
+}
+
+/// Finds out whether an engine that takes no snapshots is paused. A paused engine says at
+/// `/ready` that it is not ready. An engine whose scheduler hangs does so too, but only after a
+/// health check of some 20 s, so the first answer counts.
+struct PauseWatch {
+    snapshots_us: Vec<Option<u64>>,
+    changed_at: Instant,
+    /// What the engine answered since the newest snapshot; `None` before it was asked.
+    is_paused: Option<bool>,
+}
+
+impl PauseWatch {
+    fn new(sample: &LoadSample) -> Self {
+        let snapshots_us = sample.ranks.iter().map(RankSample::snapshot_us).collect();
+        Self { snapshots_us, changed_at: sample.at, is_paused: None }
+    }
+
+    /// Takes a load sample, and asks the engine if its snapshots are old.
+    async fn is_paused(&mut self, engine: &EngineClient, sample: &LoadSample) -> bool {
+        let snapshots_us: Vec<_> = sample.ranks.iter().map(RankSample::snapshot_us).collect();
+        if snapshots_us != self.snapshots_us {
+            *self = Self { snapshots_us, changed_at: sample.at, is_paused: None };
+        }
+        let is_old = sample.at.saturating_duration_since(self.changed_at) >= SNAPSHOT_AGE_MAX;
+        if is_old && self.is_paused != Some(false) {
+            // A failed call says nothing of a pause. The next sample fails too, if it lasts.
+            let is_ready = engine.is_ready().await.unwrap_or(true);
+            self.is_paused = Some(!is_ready);
+            if is_ready {
+                // Continuing after a pause, the engine needs a moment for its next snapshot.
+                self.changed_at = sample.at;
+            }
+        }
+        self.is_paused == Some(true)
     }
 }
 

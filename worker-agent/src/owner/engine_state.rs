@@ -4,12 +4,14 @@
 //! the engine's process ends, all its sessions are lost. The owner task tells the session table and
 //! the ledger what follows from the news.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use tracing::{error, warn};
+use tracing::{error, info, warn};
 
 use super::Error;
-use crate::engine::{EngineInfo, LoadSample, stall_detector::StallDetector};
+use crate::engine::{
+    EngineInfo, LoadSample, silence::SilenceDetector, stall_detector::StallDetector,
+};
 
 /// What is known of the engine.
 pub(super) struct EngineState {
@@ -20,18 +22,23 @@ pub(super) struct EngineState {
     /// Why the engine makes no progress; `None` while it does.
     stuck_reason: Option<String>,
     stall_detector: StallDetector,
+    silence: SilenceDetector,
+    /// The number of engine processes that were known so far.
+    process: u64,
     /// The engine counts as stuck if turns wait in it and it runs nothing for this long.
     stall_max: Duration,
 }
 
 impl EngineState {
     /// Returns the state of an engine that has not answered yet.
-    pub(super) fn new(stall_max: Duration) -> Self {
+    pub(super) fn new(stall_max: Duration, silent_max: Duration) -> Self {
         Self {
             info: None,
             down_reason: Some("the engine has not answered yet".to_owned()),
             stuck_reason: None,
             stall_detector: StallDetector::default(),
+            silence: SilenceDetector::new(silent_max),
+            process: 0,
             stall_max,
         }
     }
@@ -48,7 +55,17 @@ impl EngineState {
 
     /// Returns why the engine can't take turns, or why it makes no progress.
     pub(super) fn unhealthy_reason(&self) -> Option<&String> {
-        self.down_reason.as_ref().or(self.stuck_reason.as_ref())
+        self.down_reason.as_ref().or(self.silence.reason()).or(self.stuck_reason.as_ref())
+    }
+
+    /// Returns why the engine is silent; `None` while it speaks, or is down.
+    pub(super) fn silent_reason(&self) -> Option<&String> {
+        self.silence.reason()
+    }
+
+    /// Returns the number of the engine process that is known, or was known last.
+    pub(super) fn process(&self) -> u64 {
+        self.process
     }
 
     /// Refuses a request while the engine is down.
@@ -58,6 +75,7 @@ impl EngineState {
 
     /// Notes that the engine answers with this description.
     pub(super) fn set_up(&mut self, info: Box<EngineInfo>) {
+        self.process += u64::from(self.is_new_process(&info));
         self.info = Some(info);
         self.down_reason = None;
     }
@@ -74,19 +92,49 @@ impl EngineState {
             Some(_) => {}
         }
         self.down_reason = Some(reason);
+        self.silence.reset();
     }
 
     /// Forgets the engine's process, which has ended. Returns its description; `None` if no process
     /// was known.
     pub(super) fn remove_process(&mut self) -> Option<Box<EngineInfo>> {
+        self.silence.reset();
         let info = self.info.take()?;
         self.stall_detector = StallDetector::default();
         self.stuck_reason = None;
         Some(info)
     }
 
+    /// Notes that a rank's scheduler has sent something through its shim.
+    pub(super) fn record_shim(&mut self, dp_rank: u32, at: Instant) {
+        self.silence.record_shim(dp_rank, at);
+    }
+
+    /// Checks whether the engine is silent. `step_time` estimates how long a rank's scheduler may be
+    /// in a step that began at a time. Returns true if the engine has become silent, or speaks
+    /// again.
+    pub(super) fn check_silence(
+        &mut self,
+        now: Instant,
+        step_time: impl Fn(u32, Instant) -> Duration,
+    ) -> bool {
+        let has_changed = self.silence.check(now, step_time);
+        match self.silence.reason() {
+            Some(reason) if has_changed => error!(reason, "engine silent"),
+            None if has_changed => info!("the engine speaks again"),
+            _ => {}
+        }
+        has_changed
+    }
+
+    /// Returns when [`Self::check_silence`] must be called next.
+    pub(super) fn next_silence_check(&self) -> Option<Instant> {
+        self.silence.next_check()
+    }
+
     /// Looks in a load sample for signs that the engine makes no progress.
     pub(super) fn check_sample(&mut self, sample: &LoadSample) {
+        self.silence.record_sample(sample);
         let stuck_reason = self.stall_detector.check_sample(sample, self.stall_max);
         if let (None, Some(reason)) = (&self.stuck_reason, &stuck_reason) {
             error!(reason, "engine stuck");

@@ -65,6 +65,11 @@ pub enum EngineNews {
     Up(Box<EngineInfo>),
     /// A load sample.
     Sample(LoadSample),
+    /// The engine refused the connection of a turn, so the process that the turn was for has ended.
+    RefusesConnections {
+        /// The number of that process: [`Lease::engine_process`].
+        process: u64,
+    },
     /// The engine doesn't answer.
     Down {
         /// The reason, as a text for operators.
@@ -165,6 +170,8 @@ pub struct Lease {
     pub rid: String,
     /// The size of the model's vocabulary, if known.
     pub vocabulary_size: Option<u32>,
+    /// The number of the engine process that the turn is for: how many were known before it.
+    pub engine_process: u64,
     pub(super) agent: AgentHandle,
     /// Whether the turn was sent to the engine.
     pub(super) is_sent: bool,

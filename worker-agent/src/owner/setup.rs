@@ -59,6 +59,8 @@ pub struct OwnerSetup {
     pub audit_table: Option<PathBuf>,
     /// The engine counts as stuck if turns wait in it and it runs nothing for this long.
     pub stall_max: Duration,
+    /// The engine counts as silent if it has said nothing for this long.
+    pub silent_max: Duration,
 }
 
 impl OwnerSetup {
@@ -70,7 +72,7 @@ impl OwnerSetup {
         tasks: &Tasks,
     ) -> Owner {
         let Self { gpus, shim, metrics, table_settings, .. } = self;
-        let engine = EngineState::new(self.stall_max);
+        let engine = EngineState::new(self.stall_max, self.silent_max);
         let reporter = Reporter::new(
             self.reporter,
             table_settings.turns_queued_per_session_max,

@@ -7,7 +7,7 @@ use super::{
         owner::RankReport,
         tokenizer::{EOS, VOCAB_SIZE},
     },
-    App, AppState, internal_error, json_response, wall_seconds, whole_seconds,
+    App, AppState, internal_error, json_response, whole_seconds,
 };
 use axum::{
     extract::{Query, State},
@@ -54,7 +54,7 @@ fn load(app: &App, rank: usize, report: &RankReport, include: &[&str]) -> Value 
     let busy_us = u64::try_from(facts.prefill_busy.as_micros()).unwrap_or(u64::MAX);
     let steps = report.gauges.decode_steps;
     let mut load = json!({
-        "timestamp": wall_seconds(),
+        "timestamp": report.made_at,
         "dp_rank": rank,
         "num_running_reqs": facts.running,
         "num_waiting_reqs": facts.waiting,

@@ -3,6 +3,7 @@
 use super::{
     super::{
         core::{Core, PoolFacts},
+        http::wall_seconds,
         kv::publisher,
         request::{Finish, Output, ReqKey, Space},
     },
@@ -128,7 +129,8 @@ impl EngineRank {
             self.last_report = now;
         }
         let gauges = self.core.gauges().clone();
-        RankReport { facts: self.core.facts(), gauges, totals: self.totals }
+        let made_at = wall_seconds();
+        RankReport { facts: self.core.facts(), gauges, totals: self.totals, made_at }
     }
 
     /// Does the work that is due. Returns the time of the next work, if there is any.

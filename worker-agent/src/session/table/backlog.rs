@@ -33,6 +33,18 @@ impl Table {
         tokens.fold(0, u64::saturating_add)
     }
 
+    /// Returns the prompt tokens of the turns that were sent to a rank since a time, and are inside
+    /// it. Leaves out tokens whose KV is resident, as far as that is known.
+    #[must_use]
+    pub fn sent_prompt_tokens(&self, dp_rank: u32, since: Instant) -> u64 {
+        let sent = self.tickets.iter().filter(|(_, ticket)| {
+            ticket.dp_rank == dp_rank && ticket.inside().is_some() && ticket.since >= since
+        });
+        let tokens =
+            sent.filter_map(|(_, ticket)| Some(self.tokens_to_compute(ticket, ticket.need()?)));
+        tokens.fold(0, u64::saturating_add)
+    }
+
     /// Estimates how many prompt tokens the engine computes for a turn.
     fn tokens_to_compute(&self, ticket: &Ticket, need: Need) -> u64 {
         let divisor = if need.is_exact { 1 } else { BYTES_PER_TOKEN };

@@ -229,6 +229,12 @@ impl Table {
         self.debug_check();
     }
 
+    /// Returns why the engine is silent, as the table was told.
+    #[must_use]
+    pub fn silent_reason(&self) -> Option<&String> {
+        self.silent_reason.as_ref()
+    }
+
     /// Refuses a turn or an open while the engine is silent.
     pub(super) fn check_engine_speaks(&self) -> Result<(), Error> {
         self.silent_reason.clone().map_or(Ok(()), |reason| Err(Error::EngineSilent(reason)))
