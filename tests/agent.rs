@@ -602,3 +602,42 @@ async fn the_next_agent_closes_the_sessions_of_a_killed_one() {
     .await;
     next.stop().await.unwrap();
 }
+
+#[tokio::test]
+async fn a_client_that_pins_all_that_it_can_leaves_rows_to_others_and_takes_no_more_sessions() {
+    let cluster = start(|settings| {
+        settings.engine.core.max_running_requests = 32;
+        settings.agent.sessions.pin_rows_ratio = 0.5;
+        settings.agent.limits.principal_sessions_max = 20;
+    })
+    .await;
+    let mut codes = vec![];
+    for number in 0..31 {
+        let claim = json!({
+            "principal": "hostile", "id": number.to_string(), "retention": "pinned", "open": true,
+            "idle_ms_max": u64::MAX,
+        });
+        codes.push(generate(&cluster, Some(&claim), &turn("a", 1)).await.code());
+    }
+    let count = |wanted: &str| codes.iter().filter(|code| *code == wanted).count();
+    assert_eq!((count(""), count("rows")), (16, 15), "half of the rows: {codes:?}");
+    let mut tagged = String::new();
+    for number in 0..5 {
+        let claim = json!({"principal": "hostile", "id": format!("t{number}"), "open": true});
+        tagged = generate(&cluster, Some(&claim), &turn("a", 1)).await.code();
+    }
+    assert_eq!(tagged, "principal_sessions");
+    // Turns of another client run at once; before, one row was left to all of them.
+    cluster.slow_down(0.2).await;
+    let mut streams = vec![];
+    for _ in 0..16 {
+        let headers = [("x-berth-principal", "other")];
+        streams.push(cluster.stream("/generate", &headers, turn("hello there", 400)).await);
+    }
+    let facts = cluster.engine().pool(0).await.unwrap();
+    assert_eq!(facts.running, 16);
+    cluster.slow_down(0.0).await;
+    drop(streams);
+    let shares = cluster.agent_metrics().await;
+    assert!(shares.contains("berth_agent_shares{figure=\"pinned_rows_max\"} 16"), "{shares}");
+}

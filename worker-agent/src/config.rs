@@ -300,16 +300,7 @@ impl Config {
         ] {
             require((1..=7 * 86_400_000).contains(&value), &format!("{key} must be 1 to 7 days"));
         }
-        require(
-            self.engine.silent_ms_max >= 2000,
-            "engine.silent_ms_max must be at least 2000: an idle engine speaks once a second",
-        );
-        let is_valid_interval = (100..=7 * 86_400_000).contains(&self.engine.republish_interval_ms);
-        require(is_valid_interval, "engine.republish_interval_ms must be 100 to 7 days");
-        require(
-            self.engine.prefill_stage_ms <= 60_000,
-            "engine.prefill_stage_ms must be 0 to 60000",
-        );
+        self.check_engine_times(&mut require);
         let is_audit_table_usable =
             path_if_set(&self.audit.table).is_none() || cfg!(feature = "cuda");
         require(
@@ -321,6 +312,45 @@ impl Config {
             self.sessions.rows_reserve >= 1,
             "sessions.rows_reserve must be at least 1: a full engine never recovers",
         );
+        require(
+            (1..=65_536).contains(&self.limits.turns_queued_max),
+            "limits.turns_queued_max must be 1 to 65536",
+        );
+        let is_valid_count = (1..=65_536).contains(&self.limits.turns_in_flight_max);
+        require(is_valid_count, "limits.turns_in_flight_max must be 1 to 65536");
+        require(self.limits.body_bytes_max >= 1024, "limits.body_bytes_max must be at least 1024");
+        let has_room_for_one_body =
+            self.limits.body_bytes_in_flight_max >= self.limits.body_bytes_max;
+        require(
+            has_room_for_one_body,
+            "limits.body_bytes_in_flight_max must be at least body_bytes_max",
+        );
+        self.check_shares(&mut require);
+        if let Some(problem) = self.auth.problem(self.listen.admin_addr) {
+            require(false, &problem);
+        }
+        for device in &self.gpu.devices {
+            if let Err(error) = device.parse::<Selector>() {
+                require(false, &format!("gpu.devices: {error}"));
+            }
+        }
+    }
+
+    fn check_engine_times(&self, require: &mut impl FnMut(bool, &str)) {
+        require(
+            self.engine.silent_ms_max >= 2000,
+            "engine.silent_ms_max must be at least 2000: an idle engine speaks once a second",
+        );
+        let is_valid_interval = (100..=7 * 86_400_000).contains(&self.engine.republish_interval_ms);
+        require(is_valid_interval, "engine.republish_interval_ms must be 100 to 7 days");
+        require(
+            self.engine.prefill_stage_ms <= 60_000,
+            "engine.prefill_stage_ms must be 0 to 60000",
+        );
+    }
+
+    /// Checks what clients may have of the engine and of the agent.
+    fn check_shares(&self, require: &mut impl FnMut(bool, &str)) {
         require(
             self.sessions.idle_ms_cap >= self.sessions.idle_ms_max,
             "sessions.idle_ms_cap must be at least idle_ms_max",
@@ -340,24 +370,6 @@ impl Config {
             (1..=self.limits.sessions_max).contains(&self.limits.principal_sessions_max),
             "limits.principal_sessions_max must be 1 to sessions_max",
         );
-        require(
-            (1..=65_536).contains(&self.limits.turns_queued_max),
-            "limits.turns_queued_max must be 1 to 65536",
-        );
-        let is_valid_count = (1..=65_536).contains(&self.limits.turns_in_flight_max);
-        require(is_valid_count, "limits.turns_in_flight_max must be 1 to 65536");
-        require(self.limits.body_bytes_max >= 1024, "limits.body_bytes_max must be at least 1024");
-        let has_room_for_one_body =
-            self.limits.body_bytes_in_flight_max >= self.limits.body_bytes_max;
-        require(
-            has_room_for_one_body,
-            "limits.body_bytes_in_flight_max must be at least body_bytes_max",
-        );
-        for device in &self.gpu.devices {
-            if let Err(error) = device.parse::<Selector>() {
-                require(false, &format!("gpu.devices: {error}"));
-            }
-        }
     }
 
     /// Returns the engine's base URL.

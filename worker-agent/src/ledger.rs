@@ -44,7 +44,7 @@ const RANKS_MAX: u32 = 256;
 /// The longest time that a scheduler may be in one step. An engine that hangs after it got a long
 /// prompt is noticed after this time.
 const STEP_TIME_MAX: Duration = Duration::from_secs(120);
-/// The prefill rate of an engine before it was measured. The slowest engines, on a CPU, are as fast.
+/// The prefill rate of an engine before it was measured. Slow engines, on a CPU, are as fast.
 const UNMEASURED_TOKENS_PER_S: u64 = 500;
 
 /// The limits for admitting turns and sessions.

@@ -416,8 +416,10 @@ fn start_agent(
         audit_table: config::path_if_set(&config.audit.table),
         audit_interval: (config.audit.interval_s > 0)
             .then(|| Duration::from_secs(config.audit.interval_s)),
-        stall_max: ms(config.engine.stall_ms_max),
-        silent_max: ms(config.engine.silent_ms_max),
+        engine_patience: owner::EnginePatience {
+            stall_max: ms(config.engine.stall_ms_max),
+            silent_max: ms(config.engine.silent_ms_max),
+        },
     };
     Ok((owner::start(setup, shim_events, trimmer_events, tasks), shim, queues))
 }

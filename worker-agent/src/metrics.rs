@@ -48,6 +48,7 @@ pub struct Metrics {
     volatile_prefixes: Family<RoleLabel, Counter>,
     journal_failures: Counter,
     journal_behind: Gauge,
+    shares: Family<ShareLabel, Gauge>,
 }
 
 /// The result of one stage of staged prefill.
@@ -99,6 +100,11 @@ struct RoleLabel {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct ShareLabel {
+    figure: &'static str,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct CodeLabel {
     code: &'static str,
 }
@@ -140,6 +146,7 @@ impl Metrics {
             volatile_prefixes: Family::default(),
             journal_failures: Counter::default(),
             journal_behind: Gauge::default(),
+            shares: Family::default(),
         };
         metrics.register(registry);
         metrics
@@ -199,6 +206,9 @@ impl Metrics {
         registry.register("journal_failures", help, self.journal_failures.clone());
         let help = "1 while the journal lacks a record and no session is pinned for that; else 0";
         registry.register("journal_behind", help, self.journal_behind.clone());
+        let help = "How evenly principals share the agent: their number, and the sessions and pinned \
+                    rows of the principal that has the most";
+        registry.register("shares", help, self.shares.clone());
     }
 
     /// Counts a turn that the agent refused.
@@ -214,6 +224,14 @@ impl Metrics {
     /// Sets whether the journal lacks a record.
     pub fn set_journal_behind(&self, is_behind: bool) {
         self.journal_behind.set(i64::from(is_behind));
+    }
+
+    /// Sets the gauges of how evenly principals share the agent: each figure's name and value.
+    pub fn set_shares(&self, figures: [(&'static str, usize); 3]) {
+        for (figure, value) in figures {
+            let value = i64::try_from(value).unwrap_or(i64::MAX);
+            self.shares.get_or_create(&ShareLabel { figure }).set(value);
+        }
     }
 
     /// Counts an event of a session.

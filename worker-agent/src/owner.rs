@@ -50,7 +50,7 @@ use self::{
     drain::{Drain, DrainStep},
     engine_calls::EngineCalls,
     engine_state::EngineState,
-    handle::{OwnerMessage, TurnEnd},
+    handle::{OwnerMessage, TurnEnd, new_rid},
     reporter::Reporter,
     shims::{Shims, record_sessions},
     trim::TrimmerLink,
@@ -65,7 +65,7 @@ pub use self::{
     },
     published::{PageEnd, PublishedSession, SessionSnapshot},
     reporter::ReporterSetup,
-    setup::OwnerSetup,
+    setup::{EnginePatience, OwnerSetup},
 };
 use crate::{
     engine::{EngineInfo, LoadSample},
@@ -224,6 +224,7 @@ impl Owner {
             restart_reason,
         };
         self.reporter.publish_report(now, &self.table, self.audit_desk.audits(), health);
+        self.metrics.set_shares(self.table.share_figures().named());
         if !self.reporter.is_description_current(now) {
             self.publish_description();
         }
@@ -415,8 +416,7 @@ impl Owner {
             EngineNews::Up(info) => self.handle_engine_up(info),
             EngineNews::Sample(sample) => self.handle_engine_sample(sample),
             EngineNews::RefusesConnections { process } => {
-                // A successor of that process may be up by now.
-                if process == self.engine.process() {
+                if self.engine.is_present(process) {
                     self.set_engine_down("the engine accepts no connections".to_owned(), true);
                 }
             }
@@ -524,19 +524,4 @@ impl Owner {
             }
         }
     }
-}
-
-/// The length of a request id in bytes.
-const RID_BYTES: usize = 32;
-
-/// Returns a new request id that nobody can guess: whoever knows a turn's id can abort the turn.
-///
-/// The engine aborts all requests whose id begins with the given text. All ids have the same
-/// length, so no id is the beginning of another.
-fn new_rid() -> String {
-    let mut bytes = [0; RID_BYTES / 2];
-    getrandom::fill(&mut bytes).expect("the operating system has random numbers");
-    let rid = format!("{:032x}", u128::from_be_bytes(bytes));
-    debug_assert_eq!(rid.len(), RID_BYTES);
-    rid
 }

@@ -185,7 +185,9 @@ class Fleet:
         """Starts the agent at the addresses it had before, with these lines in its settings
         file. `engine_url` is the engine, or a relay before it."""
         config = self.folder / "agent.toml"
-        config.write_text(f'files.state_dir = "{self.folder}"\n{settings}')
+        # Tests fill the few rows of the engine with pinned sessions.
+        shares = "sessions.pin_rows_ratio = 1.0\n"
+        config.write_text(f'files.state_dir = "{self.folder}"\n{shares}{settings}')
         if not self.agent_data:
             self.agent_data, self.agent_control, self.agent_admin = free_addresses(3)
         addresses = [self.agent_data, self.agent_control, self.agent_admin]

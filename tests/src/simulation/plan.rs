@@ -90,6 +90,28 @@ impl Faults {
     }
 }
 
+fn table_settings(rng: &mut Rng, guards: Guards) -> TableSettings {
+    let idle_ms_max = rng.u64(4_000..20_000);
+    let principal_sessions_max = rng.usize(3..12);
+    TableSettings {
+        incarnation_prefix: String::new(),
+        idle_max: ms(idle_ms_max),
+        demote_idle: ms(rng.u64(0..3_000)),
+        turns_queued_per_session_max: rng.u32(0..3),
+        turns_queued_max: rng.usize(2..12),
+        queue_wait_max: ms(rng.u64(500..5_000)),
+        stuck_after: ms(15_000),
+        auto_pin: rng.u32(..4) > 0,
+        shares: ShareSettings {
+            sessions_max: principal_sessions_max + rng.usize(0..12),
+            principal_sessions_max,
+            idle_cap: ms(idle_ms_max + rng.u64(0..5_000)),
+            turns_milli: *rng.choice(&[300, 500, 800]).expect("some"),
+        },
+        guards,
+    }
+}
+
 impl Plan {
     pub(super) fn new(rng: &mut Rng, guards: Guards) -> Plan {
         let page_size = if rng.bool() { 1 } else { 16 };
@@ -117,25 +139,7 @@ impl Plan {
             seed: 0,
             kv_events: false,
         };
-        let idle_ms_max = rng.u64(4_000..20_000);
-        let principal_sessions_max = rng.usize(3..12);
-        let table_settings = TableSettings {
-            incarnation_prefix: String::new(),
-            idle_max: ms(idle_ms_max),
-            demote_idle: ms(rng.u64(0..3_000)),
-            turns_queued_per_session_max: rng.u32(0..3),
-            turns_queued_max: rng.usize(2..12),
-            queue_wait_max: ms(rng.u64(500..5_000)),
-            stuck_after: ms(15_000),
-            auto_pin: rng.u32(..4) > 0,
-            shares: ShareSettings {
-                sessions_max: principal_sessions_max + rng.usize(0..12),
-                principal_sessions_max,
-                idle_cap: ms(idle_ms_max + rng.u64(0..5_000)),
-                turns_milli: *rng.choice(&[300, 500, 800]).expect("some"),
-            },
-            guards,
-        };
+        let table_settings = table_settings(rng, guards);
         let mut faults = Faults::new(rng, overlong_answers);
         let share = rng.u64(35..=85);
         let ranks = if rng.u32(..3) == 0 { 2 } else { 1 };

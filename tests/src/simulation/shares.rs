@@ -1,7 +1,7 @@
 //! The promises about principals: none takes so much that others get nothing.
 //!
-//! With several ranks a ticket's rank isn't known here before its admission, so the order of tickets
-//! is checked only with one rank.
+//! With several ranks a ticket's rank isn't known here before its admission, so the order of
+//! tickets is checked only with one rank.
 
 use std::{collections::BTreeMap, time::Duration};
 

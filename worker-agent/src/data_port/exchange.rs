@@ -87,8 +87,6 @@ pub(super) struct Exchange {
     is_abandoned: bool,
     /// Whether the engine's shim refuses the turn, so that the engine ran nothing of it.
     is_refused_by_shim: bool,
-    /// The number of the engine process that the turn is for.
-    engine_process: u64,
     context: TurnContext,
 }
 
@@ -115,7 +113,6 @@ impl Exchange {
     ) -> Self {
         Self {
             rid,
-            engine_process: lease.engine_process,
             lease: Some(lease),
             engine_answer: Some(EngineAnswer::Head(answer)),
             early_frames: VecDeque::new(),
@@ -153,8 +150,9 @@ impl Exchange {
             Ok(response) => Ok(self.begin_response(response)),
             Err(error) => {
                 self.engine_answer = None;
+                let process = self.lease.as_ref().map_or(0, |lease| lease.engine_process);
                 self.finish(if error.is_connect() { Outcome::Refused } else { Outcome::Lost });
-                self.context.report_engine_failure(self.engine_process, &error).await;
+                self.context.report_engine_failure(process, &error).await;
                 Err(connection_refusal(&error))
             }
         }
@@ -355,7 +353,6 @@ impl Drop for Exchange {
         }
         let abandoned_exchange = Exchange {
             rid: std::mem::take(&mut self.rid),
-            engine_process: self.engine_process,
             lease: self.lease.take(),
             engine_answer: self.engine_answer.take(),
             early_frames: std::mem::take(&mut self.early_frames),

@@ -28,7 +28,7 @@ use serde::Deserialize;
 use serde_json::Value;
 use service::descriptors;
 
-use super::model_files;
+use super::{LoadSample, RankSample, model_files};
 use crate::kv_events::publisher_info::{PublisherAddresses, PublisherInfo};
 
 /// The maximum bytes of the answer to a control call. The largest answer, of `/server_info`, has
@@ -171,59 +171,6 @@ impl EngineInfo {
         retentions.push(Retention::None);
         retentions
     }
-}
-
-/// One rank's entry in `/v1/loads`.
-#[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
-pub struct RankSample {
-    /// The data parallel rank.
-    pub dp_rank: u32,
-    /// Requests in the running batch.
-    pub num_running_reqs: u64,
-    /// Requests in the queue.
-    pub num_waiting_reqs: u64,
-    /// Tokens in use that can't be evicted.
-    pub num_used_tokens: u64,
-    /// Tokens in the pool.
-    pub max_total_num_tokens: u64,
-    /// Tokens prefilled since the engine started. Decreases only when the engine restarts.
-    #[serde(default)]
-    pub total_prefill_uncached_tokens: u64,
-    /// Time spent on these tokens, in microseconds.
-    #[serde(default)]
-    pub total_prefill_busy_us: Option<u64>,
-    /// Prompt tokens that wait to be computed, as the engine estimates them.
-    #[serde(default)]
-    pub num_waiting_uncached_tokens: Option<u64>,
-    /// When the scheduler took these figures, in seconds of the engine's clock. 0: unknown.
-    #[serde(default)]
-    pub timestamp: f64,
-}
-
-impl RankSample {
-    /// Returns when the scheduler took these figures, in microseconds of the engine's clock.
-    #[must_use]
-    #[expect(
-        clippy::cast_possible_truncation,
-        clippy::cast_sign_loss,
-        reason = "a positive float saturates"
-    )]
-    pub fn snapshot_us(&self) -> Option<u64> {
-        (self.timestamp > 0.0).then(|| (self.timestamp * 1e6) as u64)
-    }
-}
-
-/// The load of all ranks at one moment.
-#[derive(Debug, Clone, PartialEq)]
-pub struct LoadSample {
-    /// When the answer arrived.
-    pub at: Instant,
-    /// One entry per rank, in rank order.
-    pub ranks: Vec<RankSample>,
-    /// The local address of the connection that brought the answer.
-    pub connection: Option<SocketAddr>,
-    /// Whether the engine is paused: it takes requests, and runs none.
-    pub is_paused: bool,
 }
 
 impl EngineClient {

@@ -68,6 +68,12 @@ impl EngineState {
         self.process
     }
 
+    /// Whether news of the engine process with this number is news of the present one. A turn may
+    /// learn late that its process has ended, when the successor is known already.
+    pub(super) fn is_present(&self, process: u64) -> bool {
+        process == self.process
+    }
+
     /// Refuses a request while the engine is down.
     pub(super) fn check_up(&self) -> Result<(), Error> {
         self.down_reason.clone().map_or(Ok(()), |reason| Err(Error::EngineDown(reason)))
@@ -110,8 +116,8 @@ impl EngineState {
         self.silence.record_shim(dp_rank, at);
     }
 
-    /// Checks whether the engine is silent. `step_time` estimates how long a rank's scheduler may be
-    /// in a step that began at a time. Returns true if the engine has become silent, or speaks
+    /// Checks whether the engine is silent. `step_time` estimates how long a rank's scheduler may
+    /// be in a step that began at a time. Returns true if the engine has become silent, or speaks
     /// again.
     pub(super) fn check_silence(
         &mut self,
@@ -140,5 +146,85 @@ impl EngineState {
             error!(reason, "engine stuck");
         }
         self.stuck_reason = stuck_reason;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proto::load::EngineFacts;
+
+    use super::*;
+    use crate::engine::RankSample;
+
+    fn info(instance: &str) -> Box<EngineInfo> {
+        let facts = EngineFacts {
+            version: "1".into(),
+            models: vec!["m".into()],
+            page_tokens: 1,
+            context_tokens: 1024,
+            vocabulary: None,
+            streaming_sessions: true,
+            radix_sessions: true,
+            instance: instance.into(),
+            disaggregation: "null".into(),
+        };
+        Box::new(EngineInfo {
+            facts,
+            rows: vec![4],
+            pool_tokens: 1024,
+            device: "cpu".into(),
+            pool_bytes: vec![None],
+            step_tokens_max: None,
+            model_files: None,
+        })
+    }
+
+    fn state() -> EngineState {
+        EngineState::new(Duration::from_secs(10), Duration::from_secs(10))
+    }
+
+    #[test]
+    fn late_news_of_a_dead_process_does_not_concern_its_successor() {
+        let mut engine = state();
+        engine.set_up(info("first"));
+        let first = engine.process();
+        engine.set_up(info("first"));
+        assert!(engine.is_present(first), "the same process, described again");
+        engine.set_down("the engine accepts no connections".to_owned(), true);
+        engine.remove_process();
+        assert!(engine.is_present(first), "no other is known");
+        engine.set_up(info("second"));
+        assert!(!engine.is_present(first), "a turn learns late that its process has ended");
+        assert!(engine.is_present(engine.process()));
+    }
+
+    #[test]
+    fn an_engine_that_is_down_or_new_is_not_silent() {
+        let mut engine = state();
+        let start = service::clock::now();
+        let rank = RankSample {
+            dp_rank: 0,
+            num_running_reqs: 0,
+            num_waiting_reqs: 0,
+            num_used_tokens: 0,
+            max_total_num_tokens: 1,
+            total_prefill_uncached_tokens: 0,
+            total_prefill_busy_us: None,
+            num_waiting_uncached_tokens: None,
+            timestamp: 1.0,
+        };
+        let later = start + Duration::from_secs(20);
+        let sample =
+            LoadSample { at: start, ranks: vec![rank], connection: None, is_paused: false };
+        engine.set_up(info("first"));
+        engine.check_sample(&sample);
+        assert!(engine.check_silence(later, |_, _| Duration::ZERO));
+        assert!(engine.silent_reason().is_some() && engine.unhealthy_reason().is_some());
+        engine.set_down("the engine did not answer".to_owned(), false);
+        assert!(!engine.check_silence(later, |_, _| Duration::ZERO));
+        assert_eq!(engine.silent_reason(), None, "down is the better reason");
+        engine.set_up(info("second"));
+        assert!(!engine.check_silence(later, |_, _| Duration::ZERO));
+        assert_eq!(engine.unhealthy_reason(), None);
     }
 }

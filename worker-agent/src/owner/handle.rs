@@ -329,3 +329,18 @@ impl AgentHandle {
         answer.await.map_err(|_| Error::Stopping)
     }
 }
+
+/// The length of a request id in bytes.
+const RID_BYTES: usize = 32;
+
+/// Returns a new request id that nobody can guess: whoever knows a turn's id can abort the turn.
+///
+/// The engine aborts all requests whose id begins with the given text. All ids have the same
+/// length, so no id is the beginning of another.
+pub(super) fn new_rid() -> String {
+    let mut bytes = [0; RID_BYTES / 2];
+    getrandom::fill(&mut bytes).expect("the operating system has random numbers");
+    let rid = format!("{:032x}", u128::from_be_bytes(bytes));
+    debug_assert_eq!(rid.len(), RID_BYTES);
+    rid
+}

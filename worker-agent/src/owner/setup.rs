@@ -57,6 +57,13 @@ pub struct OwnerSetup {
     /// The base path of the tables in which an engine publishes its request rows. With them this
     /// process can make audits. `None`: all audits are made inside the engine.
     pub audit_table: Option<PathBuf>,
+    /// How long the engine may do or say nothing.
+    pub engine_patience: EnginePatience,
+}
+
+/// How long the engine may do or say nothing.
+#[derive(Debug, Clone, Copy)]
+pub struct EnginePatience {
     /// The engine counts as stuck if turns wait in it and it runs nothing for this long.
     pub stall_max: Duration,
     /// The engine counts as silent if it has said nothing for this long.
@@ -72,7 +79,8 @@ impl OwnerSetup {
         tasks: &Tasks,
     ) -> Owner {
         let Self { gpus, shim, metrics, table_settings, .. } = self;
-        let engine = EngineState::new(self.stall_max, self.silent_max);
+        let engine =
+            EngineState::new(self.engine_patience.stall_max, self.engine_patience.silent_max);
         let reporter = Reporter::new(
             self.reporter,
             table_settings.turns_queued_per_session_max,

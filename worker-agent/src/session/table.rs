@@ -50,12 +50,14 @@ mod closing;
 mod ends;
 mod engine;
 mod handover;
+mod held;
 mod invariants;
 mod principals;
 mod reclaim;
 mod sessions;
 mod shares;
 mod shims;
+mod ticket;
 mod tickets;
 mod trim;
 mod trim_turn;
@@ -66,12 +68,7 @@ use std::time::Instant;
 
 use proto::id::SessionKey;
 
-use self::{
-    closes::Closes,
-    sessions::{Held, Sessions},
-    shims::RankShims,
-    tickets::Tickets,
-};
+use self::{closes::Closes, held::Held, sessions::Sessions, shims::RankShims, tickets::Tickets};
 use super::{
     CloseRequest, CloseResult, Effect, EngineCapacity, Error, Need, OpenResult, Outcome,
     PrefixTracker, PromptStart, RankCapacity, RankTotals, Record, RouteTurns, RunMode, Session,

@@ -81,27 +81,6 @@ impl Table {
         true
     }
 
-    /// Makes room in the full queue for a ticket of `principal`, which may be in the queue already.
-    /// If another principal has more tickets there, refuses its newest one.
-    ///
-    /// # Errors
-    /// [`Error::OutOfRoom`] if no principal has more tickets in the queue.
-    pub(super) fn make_queue_place(&mut self, now: Instant, principal: &str) -> Result<(), Error> {
-        let guards = self.settings.guards;
-        if !guards.is_on(Guard::QueueBound) {
-            return Ok(());
-        }
-        let max = self.settings.turns_queued_max;
-        let longest = self.tickets.newest_of_longest_queue(principal);
-        let Some(yielding) = longest.filter(|_| guards.is_on(Guard::QueueShare)).cloned() else {
-            let detail = format!("{max} wait already");
-            return Err(Error::OutOfRoom { resource: "queue_places", detail });
-        };
-        let detail = format!("{max} wait already, most of them yours, and others wait too");
-        self.refuse_ticket(now, &yielding, Error::OutOfRoom { resource: "queue_share", detail });
-        Ok(())
-    }
-
     /// Decides on every waiting ticket. Principals take turns: the ticket of the principal with the
     /// fewest turns inside the engine comes first. Of one principal, the oldest ticket comes first.
     pub(super) fn process_queue(&mut self, now: Instant) {
@@ -109,9 +88,8 @@ impl Table {
         self.tickets.start_queue_pass();
         for rid in self.tickets.pass_order(self.settings.guards.is_on(Guard::FairOrder)) {
             // Decisions on earlier tickets may have refused this one.
-            let Some(dp_rank) = self.tickets.get(&rid).map(|ticket| ticket.dp_rank) else {
-                continue;
-            };
+            let Some(ticket) = self.tickets.get(&rid) else { continue };
+            let dp_rank = ticket.dp_rank;
             match self.decide_ticket(now, &rid, ranks_with_line.contains(&dp_rank)) {
                 Ok(Verdict::ReportOpen) => self.report_open(&rid),
                 Ok(Verdict::AdmitPinned { key, need }) => self.admit_pinned(now, &rid, &key, need),

@@ -9,7 +9,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{CloseRequest, CloseResult, Effect, Effects, Row, sessions::Held};
+use super::{CloseRequest, CloseResult, Effect, Effects, Row, held::Held};
 
 /// The shortest pause before an unconfirmed close is repeated. A shorter one would gain little, as
 /// the engine handles the closes that it has deferred only once a second.

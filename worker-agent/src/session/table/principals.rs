@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use proto::id::SessionKey;
 
-use super::sessions::Held;
+use super::held::Held;
 
 /// The sessions of all principals.
 #[derive(Debug, Default, PartialEq, Eq)]

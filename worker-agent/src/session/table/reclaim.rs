@@ -18,9 +18,7 @@ use std::{
 
 use proto::id::SessionKey;
 
-use super::{
-    Effect, Error, GoneReason, Guard, Session, SessionEvent, State, Table, sessions::Held,
-};
+use super::{Effect, Error, GoneReason, Guard, Session, SessionEvent, State, Table, held::Held};
 
 /// The resource that a turn or session lacks, with the figures for its error message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -245,8 +243,8 @@ impl Table {
     ///
     /// A plain turn or a client's session may take the KV of a session that the agent pinned on its
     /// own at any time. The KV of a session that a client pinned may be taken only after
-    /// `demote_idle` without a turn. A [`Requester::AutoPin`] may take only the KV of a session that
-    /// the agent pinned on its own, and only after `demote_idle` without a turn.
+    /// `demote_idle` without a turn. A [`Requester::AutoPin`] may take only the KV of a session
+    /// that the agent pinned on its own, and only after `demote_idle` without a turn.
     fn is_reclaimable(&self, now: Instant, session: &Session, requester: Requester<'_>) -> bool {
         if !self.settings.guards.is_on(Guard::ReclaimIdleOnly) {
             return session.state.is_open();
@@ -333,8 +331,9 @@ impl Table {
     /// Returns what the demotions and closes in progress will free.
     fn room_being_freed(&self, now: Instant, dp_rank: u32) -> Held {
         let page_tokens = self.engine.page_tokens;
-        let demoting = self.sessions.iter().filter_map(|(_, session)| match session.state {
-            State::Demoting { .. } if session.dp_rank == dp_rank => {
+        let holders = self.sessions.principals().row_holders(dp_rank);
+        let demoting = holders.filter_map(|key| match &self.sessions[key] {
+            session @ Session { state: State::Demoting { .. }, .. } => {
                 Some(Held { rows: 1, tokens: self.round_to_pages(session.resident_tokens()) })
             }
             _ => None,

@@ -13,7 +13,7 @@ use std::{
 
 use proto::id::SessionKey;
 
-use super::{Effects, Guard, Row, Session, TableSettings, principals::Principals};
+use super::{Effects, Guard, Session, TableSettings, held::Held, principals::Principals};
 
 /// All sessions of the table.
 #[derive(Debug)]
@@ -36,13 +36,6 @@ pub(super) struct Sessions {
     generation_count: u64,
     /// No session has a deadline before this time. `None`: no session has a deadline.
     earliest_deadline: Option<Instant>,
-}
-
-/// Request rows and KV tokens, in whole pages.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(super) struct Held {
-    pub(super) rows: u32,
-    pub(super) tokens: u64,
 }
 
 /// What the sessions of one rank hold.
@@ -248,22 +241,6 @@ impl Index<&SessionKey> for Sessions {
 
     fn index(&self, key: &SessionKey) -> &Session {
         &self.sessions[key]
-    }
-}
-
-impl Held {
-    /// Returns what a pinned session with this row holds or has reserved.
-    pub(super) fn from_row(row: Option<&Row>, page_tokens: u64) -> Self {
-        let tokens = row.map_or(0, |row| row.tokens_max().next_multiple_of(page_tokens));
-        Self { rows: u32::from(row.is_some()), tokens }
-    }
-}
-
-impl Add for Held {
-    type Output = Self;
-
-    fn add(self, other: Self) -> Self {
-        Self { rows: self.rows + other.rows, tokens: self.tokens + other.tokens }
     }
 }
 

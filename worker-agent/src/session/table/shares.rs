@@ -1,14 +1,14 @@
 //! Bounds what one principal may have while others want some, and makes room for those with less.
 //!
-//! A principal is the client that a router has authenticated. Two kinds of bounds keep one principal
-//! from stopping the others:
+//! A principal is the client that a router has authenticated. Two kinds of bounds keep one
+//! principal from stopping the others:
 //!
-//! - *A share that yields.* A principal may use everything while no other wants it. It gives up what
-//!   it has to a principal that has less (max-min fairness): places in the queue (`admission`),
-//!   pinned rows and tokens (`reclaim`), and sessions of a full table (here).
+//! - *A share that yields.* A principal may use everything while no other wants it. It gives up
+//!   what it has to a principal that has less (max-min fairness): places in the queue, sessions of
+//!   a full table, and pinned rows and tokens (`reclaim`).
 //! - *A fixed bound*, where nothing can be taken back: the sessions of one principal, the rows that
-//!   pinned sessions may hold, and the turns inside the engine. The bound on turns applies only while
-//!   another principal is active.
+//!   pinned sessions may hold, and the turns inside the engine. The bound on turns applies only
+//!   while another principal is active.
 
 use std::time::{Duration, Instant};
 
@@ -61,6 +61,27 @@ impl Table {
         (places * u64::from(self.settings.shares.turns_milli) / 1000).max(1)
     }
 
+    /// Makes room in the full queue for a ticket of `principal`, which may be in the queue already.
+    /// If another principal has more tickets there, refuses its newest one.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRoom`] if no principal has more tickets in the queue.
+    pub(super) fn make_queue_place(&mut self, now: Instant, principal: &str) -> Result<(), Error> {
+        let guards = self.settings.guards;
+        if !guards.is_on(Guard::QueueBound) {
+            return Ok(());
+        }
+        let max = self.settings.turns_queued_max;
+        let longest = self.tickets.newest_of_longest_queue(principal);
+        let Some(yielding) = longest.filter(|_| guards.is_on(Guard::QueueShare)).cloned() else {
+            let detail = format!("{max} wait already");
+            return Err(Error::OutOfRoom { resource: "queue_places", detail });
+        };
+        let detail = format!("{max} wait already, most of them yours, and others wait too");
+        self.refuse_ticket(now, &yielding, Error::OutOfRoom { resource: "queue_share", detail });
+        Ok(())
+    }
+
     /// Makes room in the table for a session of `principal`.
     ///
     /// # Errors
@@ -88,8 +109,8 @@ impl Table {
     }
 
     /// Closes the longest idle session of those that aren't exclusive, to make room in the table.
-    /// With a `principal`, closes one of its sessions. Returns false if there is none. No client has
-    /// pinned such a session or sends deltas to it, so no client relies on it. A later turn may
+    /// With a `principal`, closes one of its sessions. Returns false if there is none. No client
+    /// has pinned such a session or sends deltas to it, so no client relies on it. A later turn may
     /// still find the session's KV in the radix tree.
     fn close_longest_idle(&mut self, now: Instant, principal: Option<&str>) -> bool {
         let closable = self.sessions.iter().filter(|(key, session)| {
@@ -175,4 +196,16 @@ pub struct ShareFigures {
     pub sessions_max: usize,
     /// The rows of one rank that the pinned sessions of one principal hold at most.
     pub pinned_rows_max: u32,
+}
+
+impl ShareFigures {
+    /// Returns the figures with their names in metrics.
+    #[must_use]
+    pub fn named(&self) -> [(&'static str, usize); 3] {
+        [
+            ("principals", self.principals),
+            ("sessions_max", self.sessions_max),
+            ("pinned_rows_max", self.pinned_rows_max as usize),
+        ]
+    }
 }

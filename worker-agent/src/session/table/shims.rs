@@ -6,7 +6,7 @@
 
 use std::collections::HashMap;
 
-use super::{SessionReport, sessions::Held};
+use super::{SessionReport, held::Held};
 
 /// The most foreign sessions that are tracked per rank. Sessions beyond this number are not
 /// counted.

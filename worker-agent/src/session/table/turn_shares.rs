@@ -15,10 +15,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::tickets::{Run, Stage, Ticket};
+use super::ticket::{Run, Stage, Ticket};
 
-/// How long a principal counts as active after its latest plain turn was sent. Half of a coding agent's
-/// pauses between turns are shorter than 10 s, and three quarters shorter than this.
+/// How long a principal counts as active after its latest plain turn was sent. Half of a coding
+/// agent's pauses between turns are shorter than 10 s, and three quarters shorter than this.
 const ACTIVE_FOR: Duration = Duration::from_secs(30);
 
 /// The turns of all principals.
@@ -26,8 +26,8 @@ const ACTIVE_FOR: Duration = Duration::from_secs(30);
 pub(super) struct TurnShares {
     /// By principal. A principal without turns has no entry.
     principals: BTreeMap<Arc<str>, PrincipalTurns>,
-    /// The two principals whose plain turns were sent last, and when. Two are enough to tell whether a
-    /// principal other than a given one is active.
+    /// The two principals whose plain turns were sent last, and when. Two are enough to tell
+    /// whether a principal other than a given one is active.
     recent: [Option<(Arc<str>, Instant)>; 2],
 }
 
