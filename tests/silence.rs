@@ -90,7 +90,8 @@ async fn a_paused_engine_is_not_silent() {
     }
     let body = ids_turn(&[1, 2], 1);
     let turn = cluster.turn("/generate", &[], &body);
-    let go_on = post(&cluster, "/continue_generation", &json!({}));
+    let nothing = json!({});
+    let go_on = post(&cluster, "/continue_generation", &nothing);
     tokio::join!(turn, go_on);
 }
 
