@@ -607,6 +607,7 @@ async fn the_next_agent_closes_the_sessions_of_a_killed_one() {
 async fn a_client_that_pins_all_that_it_can_leaves_rows_to_others_and_takes_no_more_sessions() {
     let cluster = start(|settings| {
         settings.engine.core.max_running_requests = 32;
+        settings.engine.core.max_total_tokens = 1 << 16;
         settings.agent.sessions.pin_rows_ratio = 0.5;
         settings.agent.limits.principal_sessions_max = 20;
     })
@@ -628,7 +629,7 @@ async fn a_client_that_pins_all_that_it_can_leaves_rows_to_others_and_takes_no_m
     }
     assert_eq!(tagged, "principal_sessions");
     // Turns of another client run at once; before, one row was left to all of them.
-    cluster.slow_down(0.2).await;
+    cluster.slow_down(0.1).await;
     let mut streams = vec![];
     for _ in 0..16 {
         let headers = [("x-berth-principal", "other")];
