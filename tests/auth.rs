@@ -2,11 +2,21 @@
 
 #![expect(clippy::unwrap_used, reason = "a test fails where it unwraps")]
 
-use std::{fs, os::unix::fs::symlink};
+use std::{
+    fs,
+    os::unix::fs::symlink,
+    sync::{
+        Arc,
+        atomic::{AtomicU8, AtomicUsize, Ordering},
+    },
+};
 
 use axum::body::Body;
+use base64::{Engine as _, engine::general_purpose::URL_SAFE_NO_PAD};
 use http::{Method, StatusCode};
-use serde_json::json;
+use ring::signature::{Ed25519KeyPair, KeyPair as _};
+use serde_json::{Value, json};
+use service::tasks::Tasks;
 use tests::{
     cluster::{Cluster, ClusterSettings, agent_config, eventually, text_turn as turn},
     keys::{KeyFixture, TestKey, key_text},
@@ -234,6 +244,121 @@ async fn admin_ports_show_figures_to_monitoring_and_no_secret_to_anybody() {
         assert_eq!(get("/other", &[MONITOR]).await.status, StatusCode::FORBIDDEN);
         assert_eq!(get("/other", &[OPS]).await.status, StatusCode::NOT_FOUND);
     }
+}
+
+/// A token issuer with one key, whose number may change.
+#[derive(Clone, Default)]
+struct Issuer {
+    key: Arc<AtomicU8>,
+    readings: Arc<AtomicUsize>,
+}
+
+impl Issuer {
+    fn pair(&self) -> Ed25519KeyPair {
+        Ed25519KeyPair::from_seed_unchecked(&[self.key.load(Ordering::Relaxed); 32]).unwrap()
+    }
+
+    fn jwks(&self) -> Value {
+        let x = URL_SAFE_NO_PAD.encode(self.pair().public_key());
+        let kid = self.key.load(Ordering::Relaxed).to_string();
+        json!({"keys": [{"kty": "OKP", "crv": "Ed25519", "kid": kid, "x": x}]})
+    }
+
+    /// Serves the public key, and returns its URL.
+    async fn serve(&self) -> String {
+        let issuer = self.clone();
+        let answer = move || {
+            issuer.readings.fetch_add(1, Ordering::Relaxed);
+            std::future::ready(axum::Json(issuer.jwks()))
+        };
+        let app = axum::Router::new().route("/jwks.json", axum::routing::get(answer));
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let url = format!("http://{}/jwks.json", listener.local_addr().unwrap());
+        Tasks::default().spawn(async move { drop(axum::serve(listener, app).await) });
+        url
+    }
+
+    fn token(&self, owner: &str, kid: &str) -> String {
+        let header = json!({"alg": "EdDSA", "kid": kid});
+        let claims = json!({
+            "iss": "https://issuer.example", "aud": "berth", "sub": owner, "exp": 4_102_444_800_u64,
+        });
+        let part = |value: &Value| URL_SAFE_NO_PAD.encode(value.to_string());
+        let message = format!("{}.{}", part(&header), part(&claims));
+        let signature = self.pair().sign(message.as_bytes());
+        format!("Bearer {message}.{}", URL_SAFE_NO_PAD.encode(signature))
+    }
+}
+
+async fn start_with_tokens(keys: &KeyFixture, jwks: String) -> Cluster {
+    let change = |settings: &mut ClusterSettings| {
+        let jwt = &mut settings.router.as_mut().unwrap().auth.jwt;
+        jwt.issuer = "https://issuer.example".to_owned();
+        jwt.audience = "berth".to_owned();
+        jwt.jwks = jwks;
+    };
+    start_with(keys, change).await
+}
+
+#[tokio::test]
+async fn a_token_opens_sessions_of_its_owner_and_a_new_key_of_the_issuer_is_found() {
+    let keys = KeyFixture::new(&KEYS).unwrap();
+    let issuer = Issuer::default();
+    let cluster = start_with_tokens(&keys, issuer.serve().await).await;
+    // The owner has the name of a key, but is another principal.
+    let token = issuer.token("alice", "0");
+    opens(&cluster, &[("authorization", &token)], "s").await;
+    opens(&cluster, &[ALICE], "s").await;
+    let eve = issuer.token("eve", "0");
+    let path = "/v1/sessions/s";
+    assert_eq!(ask(&cluster, Method::GET, path, &[("authorization", &eve)]).await.0, 404);
+    assert_eq!(ask(&cluster, Method::GET, "/v1/workers", &[("authorization", &eve)]).await.0, 403);
+    assert_eq!(issuer.readings.load(Ordering::Relaxed), 1);
+
+    issuer.key.store(1, Ordering::Relaxed);
+    let new = issuer.token("alice", "1");
+    assert_eq!(ask(&cluster, Method::GET, path, &[("authorization", &new)]).await.0, 200);
+    assert_eq!(issuer.readings.load(Ordering::Relaxed), 2);
+    // The old key is withdrawn, and invented key ids make the router ask nobody.
+    for kid in ["0", "2", "3"] {
+        let invented = issuer.token("alice", kid);
+        let refused = ask(&cluster, Method::GET, path, &[("authorization", &invented)]).await;
+        assert_eq!(refused, (401, "unauthorized".to_owned()));
+    }
+    assert_eq!(issuer.readings.load(Ordering::Relaxed), 2, "at most one in a minute");
+}
+
+#[tokio::test]
+async fn tokens_wait_for_the_issuer_and_keys_do_not() {
+    let keys = KeyFixture::new(&KEYS).unwrap();
+    let nobody = tests::cluster::own_addr();
+    let cluster = start_with_tokens(&keys, format!("http://{}:9/jwks", nobody.ip())).await;
+    let token = Issuer::default().token("alice", "0");
+    let answer = cluster
+        .request(Method::GET, "/v1/sessions", &[("authorization", &token)], Body::empty())
+        .await;
+    assert_eq!(answer.refusal(), (503, "auth_unavailable".to_owned()));
+    assert_eq!(answer.header("retry-after"), "1");
+    assert_eq!(ask(&cluster, Method::GET, "/v1/sessions", &[ALICE]).await.0, 200);
+}
+
+#[tokio::test]
+async fn a_file_of_the_issuer_s_keys_is_followed() {
+    let keys = KeyFixture::new(&KEYS).unwrap();
+    let (issuer, path) = (Issuer::default(), keys.folder().join("jwks.json"));
+    fs::write(&path, issuer.jwks().to_string()).unwrap();
+    let cluster = start_with_tokens(&keys, path.to_str().unwrap().to_owned()).await;
+    let old = issuer.token("alice", "0");
+    assert_eq!(ask(&cluster, Method::GET, "/v1/sessions", &[("authorization", &old)]).await.0, 200);
+    issuer.key.store(1, Ordering::Relaxed);
+    fs::write(&path, issuer.jwks().to_string()).unwrap();
+    let new = issuer.token("alice", "1");
+    eventually("the new key counts", || async {
+        let answer = ask(&cluster, Method::GET, "/v1/sessions", &[("authorization", &new)]).await;
+        (answer.0 == 200).then_some(())
+    })
+    .await;
+    assert_eq!(ask(&cluster, Method::GET, "/v1/sessions", &[("authorization", &old)]).await.0, 401);
 }
 
 #[tokio::test]

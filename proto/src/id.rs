@@ -1,10 +1,11 @@
 //! The identities of sessions, clients and workers, checked once where they enter a process.
 //!
 //! A *principal* is the name of a client, which the router derives from the client's credential. It
-//! stands for the client everywhere behind the router; the credential doesn't leave the router. A *session* is named by the
-//! principal and by an id that the client chose. A *worker* is one data-parallel (DP) rank of one
-//! agent's engine. The router makes these values from requests and the agent from headers and
-//! messages. This module checks lengths; it doesn't check that a session or a worker exists.
+//! stands for the client everywhere behind the router; the credential doesn't leave the router. A
+//! *session* is named by the principal and by an id that the client chose. A *worker* is one
+//! data-parallel (DP) rank of one agent's engine. The router makes these values from requests and
+//! the agent from headers and messages. This module checks lengths; it doesn't check that a session
+//! or a worker exists.
 
 use std::{fmt, sync::Arc};
 

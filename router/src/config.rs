@@ -28,7 +28,6 @@ use self::{
     auth::{AuthMode, AuthTable},
     tables::{LimitsTable, ListenTable, PlacementTable, TimeoutsTable},
 };
-use crate::auth::jwks::JwksStore;
 
 /// The most agents that one router follows. Each agent costs a connection and a few tasks, so a
 /// larger fleet needs several routers.
@@ -134,11 +133,7 @@ impl Config {
             config.auth.mode = AuthMode::None;
         }
         problems.extend(config.problems());
-        problems.extend(config.auth.file_problem());
-        if config.auth.jwt.is_on() {
-            problems
-                .extend(JwksStore::check(&config.auth.jwt).err().map(|error| error.to_string()));
-        }
+        problems.extend(config.auth.file_problems());
         if problems.is_empty() { Ok(config) } else { Err(Problems(problems)) }
     }
 

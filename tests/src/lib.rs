@@ -1,7 +1,7 @@
 //! Real implementations of what surrounds Berth, for tests and measurements.
 //!
-//! The crate has an engine simulator, a trace replay, key files, fleets in one process, a placement simulator,
-//! and stand-ins for NVML and SGLang's scheduler.
+//! The crate has an engine simulator, a trace replay, key files, fleets in one process, a placement
+//! simulator, and stand-ins for NVML and SGLang's scheduler.
 
 pub mod cluster;
 pub mod demo;

@@ -228,6 +228,7 @@ impl Config {
         config.check_access(&mut problems);
         problems.extend(config.connections.problems());
         problems.extend(engine_api_key().err().map(str::to_owned));
+        problems.extend(config.auth.problem(config.listen.admin_addr));
         problems.extend(config.auth.file_problem());
         if problems.is_empty() { Ok(config) } else { Err(Problems(problems)) }
     }
@@ -326,9 +327,6 @@ impl Config {
             "limits.body_bytes_in_flight_max must be at least body_bytes_max",
         );
         self.check_shares(&mut require);
-        if let Some(problem) = self.auth.problem(self.listen.admin_addr) {
-            require(false, &problem);
-        }
         for device in &self.gpu.devices {
             if let Err(error) = device.parse::<Selector>() {
                 require(false, &format!("gpu.devices: {error}"));

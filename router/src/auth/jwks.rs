@@ -25,10 +25,8 @@ use tracing::{info, warn};
 
 use self::fetch::Fetcher;
 use super::jwt::Jwks;
-use crate::config::jwt::{JwksSource, JwtTable};
+use crate::config::jwt::{JWKS_BYTES_MAX, JwksSource, JwtTable};
 
-/// The longest JWKS, in bytes. A key takes about 2 KiB with its certificates.
-const JWKS_BYTES_MAX: u64 = 256 * 1024;
 /// The time between two readings of a URL. Issuers publish a new key hours before they use it.
 const REFRESH_INTERVAL: Duration = Duration::from_secs(300);
 /// The time between two readings while there are no keys yet.
@@ -108,17 +106,6 @@ impl RefreshGate {
 }
 
 impl JwksStore {
-    /// Checks the file of keys, if the settings name one.
-    ///
-    /// # Errors
-    /// When the file can't be used.
-    pub fn check(settings: &JwtTable) -> Result<(), Error> {
-        match settings.source() {
-            Some(JwksSource::File(_)) => open_file(settings).map(drop),
-            Some(JwksSource::Url(_)) | None => Ok(()),
-        }
-    }
-
     /// Starts to follow the issuer's keys. Keys of a URL are not there yet when this returns.
     ///
     /// # Errors

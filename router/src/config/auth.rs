@@ -68,9 +68,10 @@ impl AuthTable {
     }
 
     /// Returns what is wrong with the files that these settings name.
-    pub(super) fn file_problem(&self) -> Option<String> {
-        let error = KeyFile::check(self.keys_path()?).err()?;
-        Some(format!("auth.keys_file: {error}"))
+    pub(super) fn file_problems(&self) -> Vec<String> {
+        let keys = self.keys_path().and_then(|path| KeyFile::check(path).err());
+        let keys = keys.map(|error| format!("auth.keys_file: {error}"));
+        keys.into_iter().chain(self.jwt.file_problem()).collect()
     }
 
     /// Returns the problems of these settings with the addresses of the data and the admin port.
@@ -102,9 +103,9 @@ impl AuthTable {
             && !gate::is_local(admin_addr.ip())
         {
             problems.push(format!(
-                "listen.admin_addr: {admin_addr} is open to other hosts and there are no keys for it; set \
-                 auth.keys_file, or a loopback address, or auth.metrics_auth = \"none\" to show \
-                 /metrics to everybody"
+                "listen.admin_addr: {admin_addr} is open to other hosts and there are no keys for \
+                 it; set auth.keys_file, or a loopback address, or auth.metrics_auth = \"none\" to \
+                 show /metrics to everybody"
             ));
         }
         problems

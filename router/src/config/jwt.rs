@@ -3,7 +3,11 @@
 use std::path::PathBuf;
 
 use http::Uri;
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Serialize, de::IgnoredAny};
+use service::watched_file::WatchedFile;
+
+/// The longest JWKS, in bytes. A key takes about 2 KiB with its certificates.
+pub(crate) const JWKS_BYTES_MAX: u64 = 256 * 1024;
 
 /// A signature algorithm of tokens. Algorithms with shared secrets are not among them: whoever can
 /// check such a token can also make one.
@@ -101,6 +105,18 @@ impl JwtTable {
         let uri: Uri = self.jwks.parse().ok()?;
         let is_usable = matches!(uri.scheme_str(), Some("http" | "https")) && uri.host().is_some();
         is_usable.then_some(JwksSource::Url(uri))
+    }
+
+    /// Returns what is wrong with the file of the issuer's keys, if the settings name one.
+    pub(super) fn file_problem(&self) -> Option<String> {
+        let Some(JwksSource::File(path)) = self.source().filter(|_| self.is_on()) else {
+            return None;
+        };
+        let error = match WatchedFile::open(&path, JWKS_BYTES_MAX) {
+            Err(error) => error.to_string(),
+            Ok((content, _)) => serde_json::from_slice::<IgnoredAny>(&content).err()?.to_string(),
+        };
+        Some(format!("auth.jwt.jwks: {} can't be used: {error}; name a JWKS", path.display()))
     }
 
     /// Returns the problems of these settings.

@@ -1,4 +1,4 @@
-//! Keeps the KV of different principals apart in the engines' caches, where the settings ask for it.
+//! Keeps the KV of different principals apart in the engines' caches.
 //!
 //! An engine shares the KV of equal prefixes among all requests, and says how many tokens were
 //! cached. So a client could find out by guessing what others have sent. With a *salt*, an engine

@@ -19,7 +19,8 @@ use crate::{
     residency::{block_locator::BlockLocator, kv_index::KvIndex},
 };
 
-/// The parts that all requests share, and the limits of a request.
+/// The parts that all requests share, and the limits of a request. Its many fields: each step of a
+/// turn has its own part, and every request passes most steps.
 #[derive(Debug)]
 pub(crate) struct Shared {
     /// Finds out who sends a request.

@@ -43,9 +43,9 @@ impl AuthTable {
             || gate::is_local(admin_addr.ip());
         (!is_guarded).then(|| {
             format!(
-                "listen.admin_addr {admin_addr} is open to other hosts and there are no keys for it: set \
-                 auth.keys_file, or a loopback address, or auth.metrics_auth = \"none\" to show \
-                 /metrics to everybody"
+                "listen.admin_addr {admin_addr} is open to other hosts and there are no keys for \
+                 it: set auth.keys_file, or a loopback address, or auth.metrics_auth = \"none\" to \
+                 show /metrics to everybody"
             )
         })
     }

@@ -155,8 +155,8 @@ impl KeySet {
         if problems.is_empty() { Ok(set) } else { Err(Error::Keys(problems)) }
     }
 
-    /// Returns the key that the credential is. The time taken doesn't depend on which key it is, nor
-    /// on how much of a digest is equal.
+    /// Returns the key that the credential is. The time taken doesn't depend on which key it is,
+    /// nor on how much of a digest is equal.
     #[must_use]
     pub fn find(&self, credential: &[u8]) -> Option<&Arc<Key>> {
         let digest: [u8; 32] = Sha256::digest(credential).into();

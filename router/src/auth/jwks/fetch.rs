@@ -17,7 +17,7 @@ use rustls::{
     pki_types::{CertificateDer, pem::PemObject as _},
 };
 
-use super::JWKS_BYTES_MAX;
+use crate::config::jwt::JWKS_BYTES_MAX;
 
 /// The time limit of a reading. Identity providers answer within a second.
 pub(super) const FETCH_TIME_MAX: Duration = Duration::from_secs(5);
