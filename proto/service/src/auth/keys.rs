@@ -240,6 +240,16 @@ fn add(
     Ok(())
 }
 
+/// Returns the value of a hex digit.
+fn nibble(digit: u8) -> Option<u8> {
+    match digit {
+        b'0'..=b'9' => Some(digit - b'0'),
+        b'a'..=b'f' => Some(digit - b'a' + 10),
+        b'A'..=b'F' => Some(digit - b'A' + 10),
+        _ => None,
+    }
+}
+
 /// Reads 64 hex digits.
 fn parse_digest(text: &str) -> Option<[u8; 32]> {
     let mut digest = [0; 32];
@@ -248,8 +258,7 @@ fn parse_digest(text: &str) -> Option<[u8; 32]> {
     }
     for (byte, pair) in digest.iter_mut().zip(text.as_bytes().chunks(2)) {
         let [high, low] = pair else { return None };
-        let nibble = |digit: &u8| char::from(*digit).to_digit(16).map(|nibble| nibble as u8);
-        *byte = nibble(high)? << 4 | nibble(low)?;
+        *byte = nibble(*high)? << 4 | nibble(*low)?;
     }
     Some(digest)
 }
