@@ -16,8 +16,8 @@
 //! - [`prompt`]: makes the blocks of a prompt, with the tokenizers of the engines' models.
 //! - [`fleet`]: the agents' streams and control ports, and the published snapshot of the fleet.
 //!
-//! Every module may use [`config`] (settings), `metrics`, `backoff` (pauses between retries), and
-//! [`auth`] (who sends a request).
+//! Every module may use [`config`] (settings), `metrics`, `backoff` (pauses between retries),
+//! [`auth`] (who sends a request), and `shares` (what each client may hold and use).
 
 pub mod auth;
 mod backoff;
@@ -28,6 +28,7 @@ mod metrics;
 pub mod placement;
 pub mod prompt;
 pub mod residency;
+mod shares;
 pub mod turn;
 
 use std::{net::IpAddr, sync::Arc, time::Instant};

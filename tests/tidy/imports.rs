@@ -33,7 +33,8 @@ const LAYERS: [(&str, Rows); 2] = [
 ];
 
 /// Modules that every module may import, and that import no module of a row.
-const LEAVES: [&str; 6] = ["auth", "backoff", "config", "guard", "incarnation", "metrics"];
+const LEAVES: [&str; 7] =
+    ["auth", "backoff", "config", "guard", "incarnation", "metrics", "shares"];
 
 /// A module that names another.
 struct Import<'a> {

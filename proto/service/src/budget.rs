@@ -62,47 +62,24 @@ impl BodyBudget {
         B: Body<Data = Bytes> + Unpin,
         B::Error: std::fmt::Display,
     {
-        let result = tokio::time::timeout(BODY_TIME_MAX, self.read_all(body)).await;
-        result.unwrap_or_else(|_| {
-            let message = format!("the body did not arrive within {BODY_TIME_MAX:?}");
-            Err(Refusal::new(StatusCode::REQUEST_TIMEOUT, "body_late", message))
-        })
-    }
-
-    async fn read_all<B>(&self, mut body: B) -> Result<HeldBody, Refusal>
-    where
-        B: Body<Data = Bytes> + Unpin,
-        B::Error: std::fmt::Display,
-    {
-        let announced_bytes = usize::try_from(body.size_hint().lower()).unwrap_or(usize::MAX);
-        if announced_bytes > self.body_bytes_max {
-            return Err(self.too_large());
-        }
         // Only bytes that have arrived take budget. Otherwise a few clients that announce large
         // bodies and send nothing would take all of it.
         let mut share = self.reserve(1)?;
-        let mut bytes = BytesMut::with_capacity(announced_bytes.min(BUFFER_BYTES_INITIAL));
-        while let Some(frame) = body.frame().await {
-            let frame = frame.map_err(|error| {
-                Refusal::bad_request("body_incomplete", format!("the body did not arrive: {error}"))
-            })?;
-            let Ok(data) = frame.into_data() else { continue };
-            let received_bytes = bytes.len() + data.len();
-            if received_bytes > self.body_bytes_max {
-                return Err(self.too_large());
-            }
+        let bytes = read_limited(body, self.body_bytes_max, |_, received_bytes| {
             let share_bytes = share.num_permits() * UNIT_BYTES;
             if received_bytes > share_bytes {
                 share.merge(self.reserve(received_bytes - share_bytes)?);
             }
-            bytes.extend_from_slice(&data);
-        }
-        Ok(HeldBody { bytes: bytes.freeze(), _share: share })
+            Ok(())
+        })
+        .await?;
+        Ok(HeldBody { bytes, _share: share })
     }
 
     /// Takes `bytes`, rounded up to whole units, from the budget.
     fn reserve(&self, bytes: usize) -> Result<OwnedSemaphorePermit, Refusal> {
-        let units = u32::try_from(bytes.div_ceil(UNIT_BYTES)).map_err(|_| self.too_large())?;
+        let units = u32::try_from(bytes.div_ceil(UNIT_BYTES))
+            .map_err(|_| too_large(self.body_bytes_max))?;
         Arc::clone(&self.units).try_acquire_many_owned(units).map_err(|_| {
             Refusal::new(
                 StatusCode::SERVICE_UNAVAILABLE,
@@ -112,14 +89,65 @@ impl BodyBudget {
             .retry_after(Duration::from_secs(1))
         })
     }
+}
 
-    fn too_large(&self) -> Refusal {
-        Refusal::new(
-            StatusCode::PAYLOAD_TOO_LARGE,
-            "body_too_large",
-            format!("the body is over body_bytes_max = {} bytes", self.body_bytes_max),
-        )
+/// Reads a body of at most `body_bytes_max` bytes to its end. Before it keeps more bytes, it calls
+/// `grow` with the bytes kept so far and their number with the new ones. If that fails, nothing
+/// more is read.
+///
+/// # Errors
+/// As [`BodyBudget::read`], and the error of `grow`.
+pub async fn read_limited<B>(
+    body: B,
+    body_bytes_max: usize,
+    grow: impl FnMut(&[u8], usize) -> Result<(), Refusal>,
+) -> Result<Bytes, Refusal>
+where
+    B: Body<Data = Bytes> + Unpin,
+    B::Error: std::fmt::Display,
+{
+    let result = tokio::time::timeout(BODY_TIME_MAX, read_all(body, body_bytes_max, grow)).await;
+    result.unwrap_or_else(|_| {
+        let message = format!("the body did not arrive within {BODY_TIME_MAX:?}");
+        Err(Refusal::new(StatusCode::REQUEST_TIMEOUT, "body_late", message))
+    })
+}
+
+async fn read_all<B>(
+    mut body: B,
+    body_bytes_max: usize,
+    mut grow: impl FnMut(&[u8], usize) -> Result<(), Refusal>,
+) -> Result<Bytes, Refusal>
+where
+    B: Body<Data = Bytes> + Unpin,
+    B::Error: std::fmt::Display,
+{
+    let announced_bytes = usize::try_from(body.size_hint().lower()).unwrap_or(usize::MAX);
+    if announced_bytes > body_bytes_max {
+        return Err(too_large(body_bytes_max));
     }
+    let mut bytes = BytesMut::with_capacity(announced_bytes.min(BUFFER_BYTES_INITIAL));
+    while let Some(frame) = body.frame().await {
+        let frame = frame.map_err(|error| {
+            Refusal::bad_request("body_incomplete", format!("the body did not arrive: {error}"))
+        })?;
+        let Ok(data) = frame.into_data() else { continue };
+        let received_bytes = bytes.len() + data.len();
+        if received_bytes > body_bytes_max {
+            return Err(too_large(body_bytes_max));
+        }
+        grow(&bytes, received_bytes)?;
+        bytes.extend_from_slice(&data);
+    }
+    Ok(bytes.freeze())
+}
+
+fn too_large(body_bytes_max: usize) -> Refusal {
+    Refusal::new(
+        StatusCode::PAYLOAD_TOO_LARGE,
+        "body_too_large",
+        format!("the body is over body_bytes_max = {body_bytes_max} bytes"),
+    )
 }
 
 #[cfg(test)]

@@ -1,0 +1,258 @@
+//! Shares out what the router has little of: turns in flight, memory for bodies and for tokenizing.
+//!
+//! A *sharer* is the client that a limit counts against: the name of a caller's key, or without
+//! keys the client's address. Whoever holds a [`Share`] of a [`SharedPool`] drops it when done, so
+//! every end gives the units back by one path. A key may also have limits of requests and tokens
+//! per minute ([`Shares::take_request`], [`TokenShare`]).
+//!
+//! - `pool`: the rule by which a pool is divided. Pure.
+//! - `rates`: the limits per minute. Pure.
+//! - `collector`: the metrics of the pools.
+
+pub(crate) mod collector;
+mod pool;
+mod rates;
+
+use std::{net::IpAddr, num::NonZeroU32, sync::Arc, time::Duration};
+
+use parking_lot::Mutex;
+use service::{
+    auth::keys::{KeyLimits, PriorityClass},
+    clock::now,
+};
+
+pub(crate) use self::pool::Refused;
+use self::{
+    pool::{Ask, Pool},
+    rates::{Rated, Rates},
+};
+use crate::auth::Caller;
+
+/// The client that limits count against.
+#[derive(Debug, Clone)]
+pub(crate) struct Sharer {
+    pub(crate) name: Arc<str>,
+    /// The class of the client's work.
+    pub(crate) class: PriorityClass,
+    /// The limits of the client's key.
+    pub(crate) limits: Arc<KeyLimits>,
+}
+
+impl Sharer {
+    /// Returns the sharer of a caller whose connection comes from `peer`.
+    ///
+    /// Callers without a key have one principal, so that each of them is known by its address. Of
+    /// an IPv6 address, the first 64 bits count, because one client can use all addresses in them.
+    pub(crate) fn new(caller: &Caller, peer: Option<IpAddr>) -> Self {
+        let name = match peer.filter(|_| &*caller.principal == proto::id::ANONYMOUS) {
+            None => Arc::clone(&caller.principal),
+            Some(IpAddr::V4(address)) => format!("@{address}").into(),
+            Some(IpAddr::V6(address)) => match address.to_ipv4_mapped() {
+                Some(address) => format!("@{address}").into(),
+                None => format!("@{:x}", address.to_bits() >> 64).into(),
+            },
+        };
+        let class = caller.limits.priority.class;
+        Self { name, class, limits: Arc::clone(&caller.limits) }
+    }
+}
+
+/// A pool of units that clients share.
+#[derive(Debug)]
+pub(crate) struct SharedPool {
+    /// What the pool's units are, as a metric's label.
+    name: &'static str,
+    /// Locked for nanoseconds.
+    pool: Mutex<Pool>,
+}
+
+impl SharedPool {
+    fn new(name: &'static str, units: usize) -> Arc<Self> {
+        Arc::new(Self { name, pool: Mutex::new(Pool::new(units as u64)) })
+    }
+
+    /// Takes `units` for a sharer, which may hold at most `key_max` by its own key's limit.
+    ///
+    /// # Errors
+    /// If the sharer gets no more units now.
+    pub(crate) fn take(
+        self: &Arc<Self>,
+        sharer: &Sharer,
+        units: u64,
+        key_max: Option<NonZeroU32>,
+    ) -> Result<Share, Refused> {
+        let mut share = Share {
+            pool: Arc::clone(self),
+            sharer: Arc::clone(&sharer.name),
+            class: sharer.class,
+            key_max: key_max.map(|key_max| key_max.get().into()),
+            units: 0,
+        };
+        share.grow(units)?;
+        Ok(share)
+    }
+}
+
+/// Units that a sharer holds. They return to their pool on drop.
+#[derive(Debug)]
+pub(crate) struct Share {
+    pool: Arc<SharedPool>,
+    sharer: Arc<str>,
+    class: PriorityClass,
+    key_max: Option<u64>,
+    units: u64,
+}
+
+impl Share {
+    /// Takes `units` more.
+    ///
+    /// # Errors
+    /// If the sharer gets no more units now. It keeps those that it has.
+    pub(crate) fn grow(&mut self, units: u64) -> Result<(), Refused> {
+        let ask = Ask { units, class: self.class, key_max: self.key_max };
+        self.pool.pool.lock().take(&self.sharer, ask)?;
+        self.units += units;
+        Ok(())
+    }
+
+    /// Returns the number of units.
+    pub(crate) fn units(&self) -> u64 {
+        self.units
+    }
+}
+
+impl Drop for Share {
+    fn drop(&mut self) {
+        self.pool.pool.lock().give_back(&self.sharer, self.units);
+    }
+}
+
+/// The sizes of the pools.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct PoolSizes {
+    pub(crate) turns: usize,
+    pub(crate) body_bytes: usize,
+    pub(crate) tokenizer_bytes: usize,
+}
+
+/// The pools, and the limits per minute.
+#[derive(Debug)]
+pub(crate) struct Shares {
+    /// Turns in flight.
+    pub(crate) turns: Arc<SharedPool>,
+    /// Bytes of request bodies in memory.
+    pub(crate) body_bytes: Arc<SharedPool>,
+    /// Bytes of memory for tokenizing prompts.
+    pub(crate) tokenizer_bytes: Arc<SharedPool>,
+    /// Locked for nanoseconds, or milliseconds if the table is full.
+    rates: Mutex<Rates>,
+}
+
+impl Shares {
+    pub(crate) fn new(sizes: PoolSizes) -> Arc<Self> {
+        Arc::new(Self {
+            turns: SharedPool::new("turns", sizes.turns),
+            body_bytes: SharedPool::new("body_bytes", sizes.body_bytes),
+            tokenizer_bytes: SharedPool::new("tokenizer_bytes", sizes.tokenizer_bytes),
+            rates: Mutex::default(),
+        })
+    }
+
+    /// Counts a request of `caller` against the limit of its key.
+    ///
+    /// # Errors
+    /// The time after which the key may send a request.
+    pub(crate) fn take_request(&self, caller: &Caller) -> Result<(), Duration> {
+        let Some(per_minute) = caller.limits.requests_per_minute else { return Ok(()) };
+        let mut rates = self.rates.lock();
+        rates.take(&caller.principal, Rated::Requests, per_minute, 1, now())
+    }
+
+    /// Takes the tokens of a turn from the limit of its key: `estimate` for the prompt. Returns
+    /// `None` if the key has no such limit.
+    ///
+    /// # Errors
+    /// The time after which the key has so many tokens.
+    pub(crate) fn take_tokens(
+        self: &Arc<Self>,
+        sharer: &Sharer,
+        estimate: u64,
+    ) -> Result<Option<TokenShare>, Duration> {
+        let Some(per_minute) = sharer.limits.tokens_per_minute else { return Ok(None) };
+        let mut rates = self.rates.lock();
+        rates.take(&sharer.name, Rated::Tokens, per_minute, estimate, now())?;
+        Ok(Some(TokenShare {
+            shares: Arc::clone(self),
+            sharer: Arc::clone(&sharer.name),
+            per_minute,
+            estimate,
+            used: 0,
+        }))
+    }
+}
+
+/// The tokens that a turn takes from its key's limit per minute. They are settled on drop.
+#[derive(Debug)]
+pub(crate) struct TokenShare {
+    shares: Arc<Shares>,
+    sharer: Arc<str>,
+    per_minute: NonZeroU32,
+    estimate: u64,
+    /// What the turn has really used: none until it is sent.
+    used: u64,
+}
+
+impl TokenShare {
+    /// Returns the tokens that were taken for the prompt.
+    pub(crate) fn estimate(&self) -> u64 {
+        self.estimate
+    }
+
+    /// Sets what the turn has really used, of prompt and answer together.
+    pub(crate) fn set_used(&mut self, used: u64) {
+        self.used = used;
+    }
+}
+
+impl Drop for TokenShare {
+    fn drop(&mut self) {
+        let tokens = (self.estimate, self.used);
+        let mut rates = self.shares.rates.lock();
+        rates.settle(&self.sharer, Rated::Tokens, self.per_minute, tokens, now());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn caller(principal: &str) -> Caller {
+        Caller { principal: principal.into(), is_admin: false, limits: Arc::default() }
+    }
+
+    #[test]
+    fn a_key_is_one_sharer_and_without_keys_an_address_is() {
+        let name = |principal: &str, peer: &str| {
+            Sharer::new(&caller(principal), peer.parse().ok()).name.to_string()
+        };
+        assert_eq!(name("team", "10.0.0.1"), "team");
+        assert_eq!(name("anonymous", ""), "anonymous", "the peer is unknown");
+        assert_eq!(name("anonymous", "10.0.0.1"), "@10.0.0.1");
+        assert_eq!(name("anonymous", "::ffff:10.0.0.1"), "@10.0.0.1");
+        assert_eq!(name("anonymous", "fd00:1:2:3::9"), name("anonymous", "fd00:1:2:3:ffff::1"));
+        assert_ne!(name("anonymous", "fd00:1:2:3::9"), name("anonymous", "fd00:1:2:4::9"));
+    }
+
+    #[test]
+    fn a_dropped_share_returns() {
+        let sizes = PoolSizes { turns: 2, body_bytes: 1, tokenizer_bytes: 1 };
+        let shares = Shares::new(sizes);
+        let sharer = Sharer::new(&caller("a"), None);
+        let mut one = shares.turns.take(&sharer, 1, None).unwrap();
+        one.grow(1).unwrap();
+        assert_eq!((one.units(), one.grow(1)), (2, Err(Refused::Full)));
+        assert_eq!(shares.turns.take(&sharer, 1, None).unwrap_err(), Refused::Full);
+        drop(one);
+        assert!(shares.turns.take(&sharer, 1, NonZeroU32::new(1)).is_ok());
+    }
+}
