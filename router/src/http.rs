@@ -86,6 +86,10 @@ async fn identify_caller(State(shared): SharedState, mut request: Request, next:
     }
     match shared.auth.resolve(request.headers()).await {
         Ok(caller) => {
+            if let Err(wait) = shared.shares.take_request(&caller) {
+                let error = turn::error::Error::RequestRate(wait);
+                return respond(&shared, Err(error.into()));
+            }
             credential::remove(request.headers_mut());
             request.extensions_mut().insert(caller);
             next.run(request).await

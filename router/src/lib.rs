@@ -40,7 +40,6 @@ use service::{
         gate::{self, Gate},
         key_file::{self, KeyFile},
     },
-    budget::BodyBudget,
     descriptors::{self, DescriptorPlan},
     reload,
     router_token::Tokens,
@@ -49,7 +48,7 @@ use service::{
     tasks::Tasks,
     tls::server::ServerTls,
 };
-use tokio::sync::{Semaphore, mpsc, watch};
+use tokio::sync::{mpsc, watch};
 use tracing::{info, warn};
 
 use crate::{
@@ -74,7 +73,9 @@ use crate::{
         collector::KvIndexCollector,
         kv_index::{self, KvIndex},
     },
+    shares::{PoolSizes, Shares, collector::SharesCollector},
     turn::{
+        body::Bodies,
         directory::SessionDirectory,
         liveness,
         placer::Placer,
@@ -144,6 +145,12 @@ pub async fn run(config: Config, listeners: Listeners, tasks: Tasks) -> Result<(
     let metrics = Metrics::new(&mut registry);
     let connection_metrics = server::Metrics::new(&mut registry);
     let descriptors = DescriptorPlan::new(descriptors::raise_limit(), server::DESCRIPTORS_RESERVED);
+    let shares = Shares::new(PoolSizes {
+        turns: config.limits.turns_in_flight_max,
+        body_bytes: config.limits.body_bytes_in_flight_max,
+        tokenizer_bytes: config.limits.tokenizer_bytes_max,
+    });
+    registry.register_collector(Box::new(SharesCollector(Arc::clone(&shares))));
     registry.register_collector(Box::new(FleetCollector(Arc::clone(&view))));
     let kv_index = Arc::new(KvIndex::new(dialers.len(), config.limits.overlap_bytes_max));
     registry.register_collector(Box::new(KvIndexCollector {
@@ -181,7 +188,7 @@ pub async fn run(config: Config, listeners: Listeners, tasks: Tasks) -> Result<(
     };
     let pulses = Arc::new(Pulses::new(dialers.len()));
     let upstream = UpstreamClient::new(connections, pulses, update_sender);
-    let parts = FleetParts { view, kv_index, metrics, upstream };
+    let parts = FleetParts { view, kv_index, metrics, shares, upstream };
     let shared = build_shared(&config, parts, auth, &dialers, &tasks);
     let address = listeners.data.local_addr().map(|address| address.to_string());
     info!(address = address.unwrap_or_default(), agents = dialers.len(), "router listens");
@@ -308,6 +315,7 @@ struct FleetParts {
     view: Arc<View>,
     kv_index: Arc<KvIndex>,
     metrics: Metrics,
+    shares: Arc<Shares>,
     upstream: UpstreamClient,
 }
 
@@ -320,16 +328,17 @@ fn build_shared(
     dialers: &[AgentDialer],
     tasks: &Tasks,
 ) -> Arc<Shared> {
-    let FleetParts { view, kv_index, metrics, upstream } = parts;
+    let FleetParts { view, kv_index, metrics, shares, upstream } = parts;
     let control_clients: Vec<ControlClient> = dialers.iter().map(ControlClient::new).collect();
-    let models = Arc::new(Models::new());
+    let metrics = Arc::new(metrics);
+    let models = Models::new(Arc::clone(&shares.tokenizer_bytes), Arc::clone(&metrics));
+    let models = Arc::new(models);
     if cfg!(feature = "text") {
         let (models, view) = (Arc::clone(&models), Arc::clone(&view));
         tasks.spawn(models::run(models, view, control_clients.clone(), tasks.token()));
     }
     let new_affinity_table =
         || Affinity::new(config.limits.sessions_max, config.affinity_idle_max());
-    let metrics = Arc::new(metrics);
     let block_locator =
         BlockLocator::new(Arc::clone(&kv_index), models, config.limits.overlap_bytes_max);
     let block_locator = Arc::new(block_locator);
@@ -361,11 +370,8 @@ fn build_shared(
         sessions: Arc::new(sessions),
         upstream,
         metrics,
-        body_budget: BodyBudget::new(
-            config.limits.body_bytes_max,
-            config.limits.body_bytes_in_flight_max,
-        ),
-        turn_permits: Arc::new(Semaphore::new(config.limits.turns_in_flight_max)),
+        bodies: Bodies::new(Arc::clone(&shares.body_bytes), config.limits.body_bytes_max),
+        shares,
         turn_max: config.turn_max(),
         preamble: config.placement.preamble,
         cache_isolation: config.auth.cache_isolation,

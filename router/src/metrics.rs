@@ -108,9 +108,12 @@ pub(crate) struct Metrics {
     retries: Family<ReasonLabel, Counter>,
     staged_prefills: Family<OutcomeLabel, Counter>,
     preambles: Family<ClientLabel, Counter>,
+    untokenized_prompts: Family<ReasonLabel, Counter>,
     first_byte: Histogram,
     /// Placed turns that have not ended. The metric's name is `streams_in_flight`.
     pub(crate) turns_in_flight: Gauge,
+    /// Turns that were not sent to a second worker, because their bodies had given way.
+    pub(crate) bodies_gone: Counter,
     pub(crate) request_bytes: Counter,
     pub(crate) response_bytes: Counter,
 }
@@ -124,11 +127,13 @@ impl Metrics {
             retries: Family::default(),
             staged_prefills: Family::default(),
             preambles: Family::default(),
+            untokenized_prompts: Family::default(),
             // A turn with cached KV answers in 20 ms, and one with a long prefill in a minute.
             first_byte: Histogram::new([
                 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0,
             ]),
             turns_in_flight: Gauge::default(),
+            bodies_gone: Counter::default(),
             request_bytes: Counter::default(),
             response_bytes: Counter::default(),
         };
@@ -150,6 +155,10 @@ impl Metrics {
         registry.register("staged_prefills", help, metrics.staged_prefills.clone());
         let help = "Volatile preambles removed from request bodies, by the client that writes them";
         registry.register("preambles_removed", help, metrics.preambles.clone());
+        let help = "Prompts of text placed without all of their tokens, by reason";
+        registry.register("untokenized_prompts", help, metrics.untokenized_prompts.clone());
+        let help = "Turns not sent to a second worker, as their bodies had given way to others";
+        registry.register("bodies_gone", help, metrics.bodies_gone.clone());
         registry.register_with_unit(
             "first_byte",
             "Time from a turn's arrival to the first byte of a successful answer's body",
@@ -191,6 +200,11 @@ impl Metrics {
     /// Counts the end of a staged prefill.
     pub(crate) fn count_staged_prefill_end(&self, end: StagedPrefillEnd) {
         self.staged_prefills.get_or_create(&OutcomeLabel { outcome: end.as_str() }).inc();
+    }
+
+    /// Counts a prompt of text that is placed without all of its tokens.
+    pub(crate) fn count_untokenized_prompt(&self, reason: &'static str) {
+        self.untokenized_prompts.get_or_create(&ReasonLabel { reason }).inc();
     }
 
     /// Counts a preamble removed from a request of `client`. Returns how many preambles of this

@@ -5,6 +5,7 @@
 //! only records where in the body the prompt is: that is a [`Prompt`]. Its blocks are made when
 //! placement asks for them. A turn that stays on its session's worker usually doesn't need them.
 //!
+//! - `memory`: bounds the memory for tokenizing.
 //! - `ids`: prompts that are token ids. The engine uses the same ids, so it has the same blocks.
 //! - [`model`]: prompts of text or messages, if the files of the engine's model are loaded. It
 //!   makes the engine's tokens.
@@ -17,6 +18,7 @@
 //! what is new in its session.
 
 mod ids;
+pub(crate) mod memory;
 pub mod model;
 pub(crate) mod models;
 #[cfg(feature = "text")]
@@ -32,7 +34,7 @@ use proto::{
     route::Kind,
 };
 
-use self::model::Model;
+use self::{memory::TokenizerMemory, model::Model};
 
 /// Members of a body that make up its prompt, keep its KV apart or change how it is computed.
 const PROMPT_KEYS: [&str; 27] = [
@@ -128,6 +130,8 @@ pub struct EngineBlockFacts<'a> {
     model: Option<&'a Model>,
     /// The current Unix time in seconds; 0 without a model.
     unix_s: u64,
+    /// Bounds the memory for tokenizing. `None`: it isn't bounded.
+    memory: Option<&'a TokenizerMemory>,
 }
 
 impl<'a> EngineBlockFacts<'a> {
@@ -141,6 +145,7 @@ impl<'a> EngineBlockFacts<'a> {
             served_names: &facts.models,
             model: None,
             unix_s: 0,
+            memory: None,
         })
     }
 
@@ -149,6 +154,11 @@ impl<'a> EngineBlockFacts<'a> {
     #[must_use]
     pub fn with_model(self, model: &'a Model, unix_s: u64) -> Self {
         Self { model: Some(model), unix_s, ..self }
+    }
+
+    /// Bounds the memory for tokenizing.
+    pub(crate) fn with_memory(self, memory: &'a TokenizerMemory) -> Self {
+        Self { memory: Some(memory), ..self }
     }
 }
 
@@ -304,6 +314,7 @@ impl Prompt {
             scheme: cache_scope.scheme(engine.block_tokens),
             tokens_max: engine.context_tokens,
             unix_s: engine.unix_s,
+            memory: engine.memory,
         };
         use_model(engine.model?, &text_prompt)
     }
@@ -441,6 +452,7 @@ mod tests {
             served_names: models,
             model: None,
             unix_s: 0,
+            memory: None,
         }
     }
 

@@ -81,15 +81,22 @@ impl SharedPool {
         units: u64,
         key_max: Option<NonZeroU32>,
     ) -> Result<Share, Refused> {
-        let mut share = Share {
+        let key_max = key_max.map(|key_max| key_max.get().into());
+        let mut share = self.empty_share(sharer);
+        share.key_max = key_max;
+        share.grow(units)?;
+        Ok(share)
+    }
+
+    /// Returns a share of a sharer that has no units yet.
+    pub(crate) fn empty_share(self: &Arc<Self>, sharer: &Sharer) -> Share {
+        Share {
             pool: Arc::clone(self),
             sharer: Arc::clone(&sharer.name),
             class: sharer.class,
-            key_max: key_max.map(|key_max| key_max.get().into()),
+            key_max: None,
             units: 0,
-        };
-        share.grow(units)?;
-        Ok(share)
+        }
     }
 }
 

@@ -1,12 +1,16 @@
 //! Runs one turn (a request and its answer), from its request head to its answer.
 //!
 //! `http` calls `run` with each request to one of the engine's routes, and gets the answer or the
-//! reason for a refusal. The steps, in order: admit the turn, read its body, cut out a volatile
-//! preamble (text that a client changes with each request), choose a worker, have a long prompt
-//! computed in stages, and send the turn. After a failure, the turn is sent to another worker only
+//! reason for a refusal. The steps, in order: read the turn's body, cut out a volatile preamble
+//! (text that a client changes with each request), admit the turn, choose a worker, have a long
+//! prompt computed in stages, and send the turn. A turn is admitted after its body has arrived,
+//! because a client that sends only headers must not hold one of the turns in flight. After a failure, the turn is sent to another worker only
 //! if the first one can't have run it. Refusals become HTTP responses in `http`, not here.
 //!
 //! - [`request`]: reads what the request says about its session.
+//! - `body`: reads the body within the client's share of memory, and keeps it for a second try.
+//! - `priority`: bounds the priority that the request asks for.
+//! - `usage`: counts tokens for keys with a limit of tokens per minute.
 //! - [`preamble`]: finds the volatile preamble in the request's body.
 //! - `cache_isolation`: keeps the KV of different principals apart in the engines' caches.
 //! - `placer`: chooses the worker, binds the session to it, and counts the turn's load there.
@@ -20,6 +24,7 @@
 //! - `shared`: the parts that all requests share.
 //! - `error`: why a turn is refused.
 
+pub(crate) mod body;
 mod cache_isolation;
 pub(crate) mod decide;
 pub(crate) mod directory;
@@ -27,6 +32,7 @@ pub(crate) mod error;
 pub(crate) mod liveness;
 pub(crate) mod placer;
 pub mod preamble;
+mod priority;
 pub(crate) mod proxy;
 pub(crate) mod pulses;
 pub mod request;
@@ -34,24 +40,27 @@ pub(crate) mod sessions;
 pub(crate) mod shared;
 mod staged_prefill;
 pub(crate) mod upstream;
+mod usage;
 
 use std::sync::Arc;
 
 use axum::response::Response;
-use http::{Method, request::Parts};
+use http::{Extensions, Method, request::Parts};
 use hyper::body::Incoming;
 use proto::{body::Object, id::SessionKey, route::Kind};
-use service::{budget::HeldBody, clock::now, headers::strip_request, refusal};
-use tokio::sync::OwnedSemaphorePermit;
+use service::{clock::now, headers::strip_request, refusal, server::PeerAddress};
 use tracing::{debug, info, warn};
 
 use self::{
-    error::{Error, NoAnswer},
+    body::HeldBody,
+    error::{Error, Limit, NoAnswer},
     placer::PlacedTurn,
-    proxy::{InFlightCount, OutboundTurn},
+    priority::TurnPriority,
+    proxy::{InFlightCount, OutboundTurn, TurnCapacity},
     request::{SessionIntent, Turn},
     sessions::SessionService,
     shared::Shared,
+    usage::TurnTokens,
 };
 use crate::{
     auth::Caller,
@@ -59,6 +68,7 @@ use crate::{
     fleet::{connect, worker::WorkerRef},
     metrics::TurnOutcome,
     placement::session_status::SessionStatus,
+    shares::Sharer,
 };
 
 /// Runs one turn of `caller` and returns its answer.
@@ -71,8 +81,7 @@ pub(crate) async fn run(
 ) -> Result<Response, Error> {
     let arrived_at = now();
     let deadline = arrived_at + shared.turn_max;
-    let permit =
-        Arc::clone(&shared.turn_permits).try_acquire_owned().map_err(|_| Error::TurnsFull)?;
+    let mut sharer = sharer(caller, &parts.extensions);
     let principal = &*caller.principal;
     if shared.cache_isolation == CacheIsolation::Principal {
         cache_isolation::check_kind(kind)?;
@@ -82,14 +91,16 @@ pub(crate) async fn run(
     {
         refuse_early(&shared, &key).await?;
     }
-    let mut held_body =
-        match tokio::time::timeout_at(deadline.into(), shared.body_budget.read(body)).await {
-            Ok(body) => body?,
-            Err(_) => return Err(Error::BodyLate),
-        };
+    let context_tokens = longest_context_tokens(&shared);
+    let reading = shared.bodies.read(body, &sharer, context_tokens);
+    let mut held_body = match tokio::time::timeout_at(deadline.into(), reading).await {
+        Ok(body) => body?,
+        Err(_) => return Err(Error::BodyLate),
+    };
     shared.metrics.request_bytes.inc_by(held_body.bytes.len() as u64);
-    let turn = read_turn(&shared, kind, &parts, &mut held_body, principal)?;
-    let body = proxy::held_bytes(held_body);
+    let turn = read_turn(&shared, kind, &parts, &mut held_body, &mut sharer, principal)?;
+    let mut capacity = admit(&shared, &sharer, held_body.bytes.len())?;
+    let body = shared.bodies.keep(held_body);
     if let Some(intent) = &turn.session {
         close_lost_session(&shared, intent).await?;
     } else {
@@ -97,7 +108,13 @@ pub(crate) async fn run(
         shared.directory.settled_view().await;
     }
     let turn_id = shared.placer.new_turn_id();
-    let placed = shared.placer.decide(&turn, turn_id, parts.uri.path(), &body).await?;
+    let placed = {
+        let bytes = body.bytes().expect("a body that isn't sent doesn't give way");
+        shared.placer.decide(&turn, turn_id, parts.uri.path(), &bytes, &sharer).await?
+    };
+    if let (Some(tokens), Some(blocks)) = (&mut capacity.tokens, &placed.blocks) {
+        tokens.set_prompt_tokens(blocks.prompt_overlap().tokens);
+    }
     let path_and_query = parts.uri.path_and_query().cloned();
     strip_request(&mut parts.headers);
     let outbound = OutboundTurn {
@@ -107,21 +124,48 @@ pub(crate) async fn run(
         body,
         turn_id,
         principal: Arc::clone(&caller.principal),
+        sharer,
         counts_first_byte: kind.is_generation(),
         arrived_at,
         deadline,
     };
-    Box::pin(send(&shared, &turn, &outbound, placed, permit)).await
+    Box::pin(send(&shared, &turn, &outbound, placed, capacity)).await
 }
 
-/// Reads a turn from its request, after changing the body: removes a volatile preamble, and adds a
-/// salt where caches are isolated. All later steps use the changed body. `principal` identifies the
-/// sender of the request.
+/// Returns the client that the limits of a request count against.
+pub(crate) fn sharer(caller: &Caller, extensions: &Extensions) -> Sharer {
+    Sharer::new(caller, extensions.get::<PeerAddress>().map(|peer| peer.0))
+}
+
+/// Returns the longest context of any worker, in tokens. `None` if no worker is known.
+fn longest_context_tokens(shared: &Shared) -> Option<u64> {
+    let view = shared.directory.view();
+    view.workers().map(|(.., facts)| facts.description.engine.context_tokens.into()).max()
+}
+
+/// Takes what a turn needs while it runs: one of the turns in flight, and the tokens of its prompt.
+fn admit(shared: &Shared, sharer: &Sharer, body_bytes: usize) -> Result<TurnCapacity, Error> {
+    let turn = shared
+        .shares
+        .turns
+        .take(sharer, 1, sharer.limits.turns_in_flight_max)
+        .map_err(|refused| Error::Limit { limit: Limit::Turns, refused })?;
+    let tokens = shared
+        .shares
+        .take_tokens(sharer, usage::estimate_tokens(body_bytes))
+        .map_err(Error::TokenRate)?;
+    Ok(TurnCapacity { _turn: turn, tokens: tokens.map(TurnTokens::new) })
+}
+
+/// Reads a turn from its request, after changing the body: removes a volatile preamble, bounds the
+/// turn's priority, and adds a salt where caches are isolated. All later steps use the changed body.
+/// `sharer` gets the class of the turn. `principal` identifies the sender of the request.
 fn read_turn(
     shared: &Shared,
     kind: Kind,
     parts: &Parts,
     held_body: &mut HeldBody,
+    sharer: &mut Sharer,
     principal: &str,
 ) -> Result<Turn, Error> {
     if parts.method == Method::GET {
@@ -129,17 +173,22 @@ fn read_turn(
     }
     let object = Object::parse(&held_body.bytes).map_err(request::Error::from)?;
     let headers = &parts.headers;
+    let priority = TurnPriority::read(&object, sharer.limits.priority);
+    sharer.class = priority.class;
     let preamble = find_preamble(shared, kind, parts.uri.path(), &object);
     let is_isolated = shared.cache_isolation == CacheIsolation::Principal && kind.is_generation();
-    let turn = if preamble.is_none() && !is_isolated {
+    let turn = if preamble.is_none() && !priority.changes_body() && !is_isolated {
         request::read_object(headers, &object, principal)
     } else {
-        if let Some(range) = preamble {
-            held_body.bytes = range.apply(std::mem::take(&mut held_body.bytes));
-        }
+        held_body.change(|bytes| match preamble {
+            None => bytes,
+            Some(range) => range.apply(bytes),
+        });
+        held_body.change(|bytes| priority.apply(bytes));
         if is_isolated {
             let object = Object::parse(&held_body.bytes).map_err(request::Error::from)?;
-            held_body.bytes = cache_isolation::add_salt(&object, principal)?.into();
+            let salted_body = cache_isolation::add_salt(&object, principal)?;
+            held_body.change(|_| salted_body.into());
         }
         request::read(headers, &held_body.bytes, principal)
     };
@@ -203,18 +252,24 @@ async fn send(
     turn: &Turn,
     outbound: &OutboundTurn,
     mut placed: PlacedTurn,
-    permit: OwnedSemaphorePermit,
+    capacity: TurnCapacity,
 ) -> Result<Response, Error> {
     let in_flight = InFlightCount::new(&shared.metrics);
     let mut close_guard = CloseGuard::new(shared, turn, placed.worker);
     staged_prefill::run(shared, turn, outbound, &mut placed).await;
-    let first_answer = outbound.send(&shared.upstream, &placed).await;
+    let first_body = outbound.body.bytes_to_send();
+    let first_body = first_body.expect("a body that isn't sent doesn't give way");
+    let first_answer = outbound.send(&shared.upstream, &placed, first_body).await;
     let retry_reason = match &first_answer {
         Ok(response) if refusal::is_refusal_for_now(response) => Some("refused"),
         Err(error) if error.can_retry() => Some("connect"),
         Ok(_) | Err(_) => None,
     };
     let second_placed = retry_reason.and_then(|reason| {
+        let Some(body) = outbound.body.bytes_to_send() else {
+            shared.metrics.bodies_gone.inc();
+            return None;
+        };
         let second = shared.placer.decide_again(turn, outbound.turn_id, &mut placed)?;
         shared.metrics.count_retry(reason);
         debug!(
@@ -223,19 +278,19 @@ async fn send(
             worker = second.worker_name,
             "retried"
         );
-        Some(second)
+        Some((second, body))
     });
     let (placed, worker_answer) = match second_placed {
-        Some(second) => {
+        Some((second, body)) => {
             close_guard.move_to(second.worker);
             // Dropping the first answer, if there is one, drops its connection.
             drop(first_answer);
-            let worker_answer = outbound.send(&shared.upstream, &second).await;
+            let worker_answer = outbound.send(&shared.upstream, &second, body).await;
             (second, worker_answer)
         }
         None => (placed, first_answer),
     };
-    finish(shared, outbound, placed, in_flight, permit, close_guard, worker_answer)
+    finish(shared, outbound, placed, in_flight, capacity, close_guard, worker_answer)
 }
 
 /// Makes the client's answer from the worker's answer, or logs and counts why there is none.
@@ -244,14 +299,14 @@ fn finish(
     outbound: &OutboundTurn,
     placed: PlacedTurn,
     mut in_flight: InFlightCount,
-    permit: OwnedSemaphorePermit,
+    capacity: TurnCapacity,
     close_guard: CloseGuard,
     worker_answer: Result<http::Response<Incoming>, NoAnswer>,
 ) -> Result<Response, Error> {
     match worker_answer {
         Ok(response) => {
             close_guard.disarm();
-            Ok(proxy::build_answer(shared, outbound, placed, in_flight, permit, response))
+            Ok(proxy::build_answer(shared, outbound, placed, in_flight, capacity, response))
         }
         Err(error) => {
             in_flight.outcome = match error {

@@ -97,34 +97,36 @@ impl BodyBudget {
 ///
 /// # Errors
 /// As [`BodyBudget::read`], and the error of `grow`.
-pub async fn read_limited<B>(
+pub async fn read_limited<B, E>(
     body: B,
     body_bytes_max: usize,
-    grow: impl FnMut(&[u8], usize) -> Result<(), Refusal>,
-) -> Result<Bytes, Refusal>
+    grow: impl FnMut(&[u8], usize) -> Result<(), E>,
+) -> Result<Bytes, E>
 where
     B: Body<Data = Bytes> + Unpin,
     B::Error: std::fmt::Display,
+    E: From<Refusal>,
 {
     let result = tokio::time::timeout(BODY_TIME_MAX, read_all(body, body_bytes_max, grow)).await;
     result.unwrap_or_else(|_| {
         let message = format!("the body did not arrive within {BODY_TIME_MAX:?}");
-        Err(Refusal::new(StatusCode::REQUEST_TIMEOUT, "body_late", message))
+        Err(Refusal::new(StatusCode::REQUEST_TIMEOUT, "body_late", message).into())
     })
 }
 
-async fn read_all<B>(
+async fn read_all<B, E>(
     mut body: B,
     body_bytes_max: usize,
-    mut grow: impl FnMut(&[u8], usize) -> Result<(), Refusal>,
-) -> Result<Bytes, Refusal>
+    mut grow: impl FnMut(&[u8], usize) -> Result<(), E>,
+) -> Result<Bytes, E>
 where
     B: Body<Data = Bytes> + Unpin,
     B::Error: std::fmt::Display,
+    E: From<Refusal>,
 {
     let announced_bytes = usize::try_from(body.size_hint().lower()).unwrap_or(usize::MAX);
     if announced_bytes > body_bytes_max {
-        return Err(too_large(body_bytes_max));
+        return Err(too_large(body_bytes_max).into());
     }
     let mut bytes = BytesMut::with_capacity(announced_bytes.min(BUFFER_BYTES_INITIAL));
     while let Some(frame) = body.frame().await {
@@ -134,7 +136,7 @@ where
         let Ok(data) = frame.into_data() else { continue };
         let received_bytes = bytes.len() + data.len();
         if received_bytes > body_bytes_max {
-            return Err(too_large(body_bytes_max));
+            return Err(too_large(body_bytes_max).into());
         }
         grow(&bytes, received_bytes)?;
         bytes.extend_from_slice(&data);

@@ -45,6 +45,11 @@ pub const OVERLAP_BYTES_MAX: usize = 512 << 20;
 /// KiB, and a connection to an agent. The clients' connections of this many turns take 160 MiB.
 pub const TURNS_IN_FLIGHT_MAX: usize = 4_096;
 
+/// The default memory for tokenizing prompts. A prompt takes about 150 times its new text, so this
+/// is enough for 3.5 MB of new text at once: one turn adds a few kilobytes, and a new conversation
+/// of a coding agent 100 KB.
+pub const TOKENIZER_BYTES_MAX: usize = 512 << 20;
+
 /// What the router does with a volatile preamble: text at the beginning of a prompt that the client
 /// changes with each request (see [`crate::turn::preamble`]).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -81,11 +86,14 @@ pub struct LimitsTable {
     pub turns_in_flight_max: usize,
     /// Largest request body in bytes; a larger body is answered with 413.
     pub body_bytes_max: usize,
-    /// Most bytes of all request bodies in memory; a body beyond that is answered with 503.
+    /// Most bytes of all request bodies in memory; a body beyond that is answered with 429.
     pub body_bytes_in_flight_max: usize,
     /// Most sessions that the router binds to workers. Also the most sessions that it takes over
     /// from each agent's session table.
     pub sessions_max: usize,
+    /// Most bytes of memory for tokenizing prompts; a prompt beyond that is placed without knowing
+    /// which worker has its KV.
+    pub tokenizer_bytes_max: usize,
     /// Most bytes of the index of resident blocks; beyond that the oldest blocks are forgotten.
     pub overlap_bytes_max: usize,
 }
@@ -97,6 +105,7 @@ impl Default for LimitsTable {
             body_bytes_max: BODY_BYTES_MAX,
             body_bytes_in_flight_max: BODY_BYTES_IN_FLIGHT_MAX,
             sessions_max: SESSIONS_MAX,
+            tokenizer_bytes_max: TOKENIZER_BYTES_MAX,
             overlap_bytes_max: OVERLAP_BYTES_MAX,
         }
     }

@@ -15,7 +15,12 @@ use tonic::{Code, Status};
 use crate::{
     auth,
     placement::NoWorker,
-    turn::{self, decide, error::NoAnswer, request, sessions},
+    shares::Refused,
+    turn::{
+        self, decide,
+        error::{Limit, NoAnswer},
+        request, sessions,
+    },
 };
 
 /// Retry delay for clients. A turn may end, or a worker may be back, in about this time.
@@ -55,11 +60,35 @@ impl From<turn::error::Error> for Refusal {
             Error::Decision(error) => return error.into(),
             Error::Session(error) => return error.into(),
             Error::NoAnswer(error) => return error.into(),
-            Error::TurnsFull => (StatusCode::TOO_MANY_REQUESTS, "turns_in_flight"),
+            Error::Limit { limit, refused } => {
+                (StatusCode::TOO_MANY_REQUESTS, limit_code(limit, refused))
+            }
+            Error::RequestRate(wait) => return rate_refusal("requests_per_minute", message, wait),
+            Error::TokenRate(wait) => return rate_refusal("tokens_per_minute", message, wait),
+            Error::BodyOverContext { .. } => (StatusCode::PAYLOAD_TOO_LARGE, "body_over_context"),
             Error::BodyLate => (StatusCode::REQUEST_TIMEOUT, "body_late"),
         };
         refuse(status, code, message)
     }
+}
+
+/// Returns the code that names a limit.
+fn limit_code(limit: Limit, refused: Refused) -> &'static str {
+    match (limit, refused) {
+        (Limit::Turns, Refused::Full) => "turns_in_flight",
+        (Limit::Turns, Refused::Share) => "turns_in_flight_share",
+        (Limit::Turns, Refused::Key) => "key_turns_in_flight",
+        (Limit::BodyBytes, Refused::Full) => "body_bytes_in_flight",
+        // No key has a limit of bytes.
+        (Limit::BodyBytes, Refused::Share | Refused::Key) => "body_bytes_share",
+        (_, Refused::Class) => "priority_shed",
+    }
+}
+
+/// Returns the refusal of a key that has used up what it has per minute. After `wait` it has enough
+/// again.
+fn rate_refusal(code: &'static str, message: String, wait: Duration) -> Refusal {
+    Refusal::new(StatusCode::TOO_MANY_REQUESTS, code, message).retry_after(wait)
 }
 
 /// A request that can't be read.

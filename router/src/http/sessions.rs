@@ -23,7 +23,7 @@ use crate::{
     auth::Caller,
     fleet::control::OpenRequest,
     turn::{
-        request,
+        self, request,
         sessions::{SESSIONS_LISTED_MAX, SessionView},
         shared::Shared,
     },
@@ -76,7 +76,7 @@ async fn try_open(
     caller: &Caller,
     request: Request,
 ) -> Result<Response, Refusal> {
-    let request_body: OpenBody = read_body(shared, request.into_body(), true).await?;
+    let request_body: OpenBody = read_body(shared, caller, request, true).await?;
     let open_request = build_open_request(
         caller,
         request_body.session_id,
@@ -157,7 +157,7 @@ async fn try_sglang_open(
     caller: &Caller,
     request: Request,
 ) -> Result<Response, Refusal> {
-    let request_body: SglangOpenBody = read_body(shared, request.into_body(), true).await?;
+    let request_body: SglangOpenBody = read_body(shared, caller, request, true).await?;
     let retention = request_body.streaming.unwrap_or(false).then_some(Retention::Pinned);
     let open_request =
         build_open_request(caller, request_body.session_id, retention, &request_body.timeout)?;
@@ -184,7 +184,7 @@ async fn try_sglang_close(
     caller: &Caller,
     request: Request,
 ) -> Result<Response, Refusal> {
-    let request_body: SglangCloseBody = read_body(shared, request.into_body(), false).await?;
+    let request_body: SglangCloseBody = read_body(shared, caller, request, false).await?;
     let key = session_key(caller, request_body.session_id)?;
     match shared.sessions.close(key).await.map_err(Refusal::from) {
         Err(refusal) if refusal.status != StatusCode::NOT_FOUND => Err(refusal),
@@ -223,10 +223,12 @@ fn session_key(caller: &Caller, id: String) -> Result<SessionKey, Refusal> {
 /// Reads a JSON body. Returns the default for an empty body if `may_be_empty`.
 async fn read_body<T: for<'de> Deserialize<'de> + Default>(
     shared: &Shared,
-    body: Body,
+    caller: &Caller,
+    request: Request,
     may_be_empty: bool,
 ) -> Result<T, Refusal> {
-    let held_body = shared.body_budget.read(body).await?;
+    let sharer = turn::sharer(caller, request.extensions());
+    let held_body = shared.bodies.read(request.into_body(), &sharer, None).await?;
     if held_body.bytes.is_empty() && may_be_empty {
         return Ok(T::default());
     }

@@ -28,7 +28,7 @@ use proto::block::Scheme;
 pub use self::absent::{AbsentModel as Model, Error};
 #[cfg(feature = "text")]
 pub use self::tokens::{Error, Model};
-use super::{Blocks, PromptForm};
+use super::{Blocks, PromptForm, memory::TokenizerMemory};
 
 /// A request whose prompt is text or messages, with all that a [`Model`] needs to make its tokens.
 pub(super) struct TextPrompt<'a> {
@@ -41,6 +41,8 @@ pub(super) struct TextPrompt<'a> {
     pub(super) tokens_max: u64,
     /// The current Unix time in seconds. Some templates show the date.
     pub(super) unix_s: u64,
+    /// Bounds the memory for tokenizing. `None`: it isn't bounded.
+    pub(super) memory: Option<&'a TokenizerMemory>,
 }
 
 impl fmt::Debug for TextPrompt<'_> {

@@ -22,10 +22,16 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
-use super::{Blocks, EngineBlockFacts, Prompt, PromptForm, model::Model};
-use crate::fleet::{
-    connect::describe_error, control::ControlClient, snapshot::Snapshot,
-    tokenizer_files::TokenizerFiles, view::View,
+use super::{Blocks, EngineBlockFacts, Prompt, PromptForm, memory::TokenizerMemory, model::Model};
+#[cfg(test)]
+use crate::shares::{PoolSizes, Shares};
+use crate::{
+    fleet::{
+        connect::describe_error, control::ControlClient, snapshot::Snapshot,
+        tokenizer_files::TokenizerFiles, view::View,
+    },
+    metrics::Metrics,
+    shares::{Share, SharedPool, Sharer},
 };
 
 /// Maximum number of models. A model with 150,000 tokens takes about 100 MiB. Prompts for further
@@ -64,36 +70,48 @@ pub(crate) struct Models {
     loaded: ArcSwap<LoadedModels>,
     /// A permit for each prompt that is tokenized now.
     permits: Arc<Semaphore>,
+    /// The memory for tokenizing.
+    pool: Arc<SharedPool>,
+    metrics: Arc<Metrics>,
 }
 
 impl Models {
-    /// Creates an empty set of models.
-    pub(crate) fn new() -> Self {
-        Self { loaded: ArcSwap::default(), permits: Arc::new(Semaphore::new(PROMPTS_AT_ONCE_MAX)) }
+    /// Creates an empty set of models. `pool` is the memory for tokenizing.
+    pub(crate) fn new(pool: Arc<SharedPool>, metrics: Arc<Metrics>) -> Self {
+        let permits = Arc::new(Semaphore::new(PROMPTS_AT_ONCE_MAX));
+        Self { loaded: ArcSwap::default(), permits, pool, metrics }
+    }
+
+    /// Creates an empty set of models with `bytes` of memory for tokenizing.
+    #[cfg(test)]
+    pub(crate) fn with_memory(bytes: usize) -> Self {
+        let sizes = PoolSizes { turns: 1, body_bytes: 1, tokenizer_bytes: bytes };
+        let metrics = Metrics::new(&mut prometheus_client::registry::Registry::default());
+        Self::new(Arc::clone(&Shares::new(sizes).tokenizer_bytes), Arc::new(metrics))
     }
 
     /// Makes a prompt's blocks for the engine in `description`. Uses the engine's model if it is
-    /// loaded and a permit is free soon enough.
+    /// loaded, and memory and a permit are free soon enough. Otherwise the prompt is counted.
     pub(crate) async fn blocks(
         &self,
         prompt: &Prompt,
         form: PromptForm,
         body: &Bytes,
         description: &Description,
+        sharer: &Sharer,
     ) -> Option<Blocks> {
         let engine = &description.engine;
         let files = description.model_files.filter(|_| prompt.is_text(form, body));
-        // Reading messages takes many times their size in memory.
-        let bytes_max = BODY_BYTES_MAX.min(BYTES_PER_TOKEN * engine.context_tokens as usize);
-        let files = files.filter(|_| body.len() <= bytes_max);
         let model = files.and_then(|files| self.loaded.load().get(&files.hash).cloned());
+        let memory = TokenizerMemory::new(&self.pool, sharer, &self.metrics);
+        let bytes_max = BODY_BYTES_MAX.min(BYTES_PER_TOKEN * engine.context_tokens as usize);
         let permitted_model = match model {
             None => None,
-            Some(model) => {
-                let permit = Arc::clone(&self.permits).acquire_owned();
-                let permit = tokio::time::timeout(PERMIT_WAIT_MAX, permit).await;
-                permit.ok().and_then(Result::ok).map(|permit| (model, permit))
+            Some(_) if body.len() > bytes_max => {
+                memory.count_untokenized("size");
+                None
             }
+            Some(model) => self.permit(&memory, body.len()).await.map(|permit| (model, permit)),
         };
         let Some((model, permit)) = permitted_model else {
             return prompt.blocks(form, body, &EngineBlockFacts::from_facts(engine)?);
@@ -105,10 +123,23 @@ impl Models {
             prompt.blocks(
                 form,
                 &body,
-                &EngineBlockFacts::from_facts(&engine)?.with_model(&model, unix_s()),
+                &EngineBlockFacts::from_facts(&engine)?
+                    .with_model(&model, unix_s())
+                    .with_memory(&memory),
             )
         })
         .await
+    }
+
+    /// Waits a short time for a permit to tokenize a prompt, and takes the memory to read its body.
+    /// Counts the prompt if it gets none.
+    async fn permit(&self, memory: &TokenizerMemory, body_bytes: usize) -> Option<Permit> {
+        let permit = Arc::clone(&self.permits).acquire_owned();
+        let Ok(Ok(permit)) = tokio::time::timeout(PERMIT_WAIT_MAX, permit).await else {
+            memory.count_untokenized("busy");
+            return None;
+        };
+        Some(Permit { _prompt: permit, _memory: memory.take_to_read(body_bytes)? })
     }
 
     /// Returns the token ids that the engine in `description` makes of a prompt. Returns `None` if
@@ -119,14 +150,15 @@ impl Models {
         form: PromptForm,
         body: &Bytes,
         description: &Description,
+        sharer: &Sharer,
     ) -> Option<Vec<u32>> {
         let files = description.model_files;
         let model = files.and_then(|files| self.loaded.load().get(&files.hash).cloned());
-        let permit = Arc::clone(&self.permits).acquire_owned();
-        let permit = tokio::time::timeout(PERMIT_WAIT_MAX, permit).await.ok()?.ok()?;
+        let memory = TokenizerMemory::new(&self.pool, sharer, &self.metrics);
+        let permit = self.permit(&memory, body.len()).await?;
         let (prompt, body, engine) = (prompt.clone(), body.clone(), description.engine.clone());
         run_blocking(permit, move || {
-            let engine = EngineBlockFacts::from_facts(&engine)?;
+            let engine = EngineBlockFacts::from_facts(&engine)?.with_memory(&memory);
             match &model {
                 Some(model) => prompt.token_ids(form, &body, &engine.with_model(model, unix_s())),
                 None => prompt.token_ids(form, &body, &engine),
@@ -159,10 +191,18 @@ impl Models {
     }
 }
 
+/// What a prompt holds while it is tokenized.
+#[derive(Debug)]
+struct Permit {
+    _prompt: OwnedSemaphorePermit,
+    /// The memory to read the body.
+    _memory: Share,
+}
+
 /// Runs `tokenize` on a blocking thread, which holds the permit. Returns `None` if that fails or
 /// takes longer than [`TOKENIZE_MAX`].
 async fn run_blocking<T: Send + 'static>(
-    permit: OwnedSemaphorePermit,
+    permit: Permit,
     tokenize: impl FnOnce() -> Option<T> + Send + 'static,
 ) -> Option<T> {
     let task = tokio::task::spawn_blocking(move || {

@@ -17,6 +17,7 @@ use super::{PromptOverlap, index::Overlap, kv_index::KvIndex, learned::LearnedPr
 use crate::{
     fleet::{snapshot::Snapshot, worker::WorkerRef},
     prompt::{Blocks, Prompt, PromptForm, models::Models},
+    shares::Sharer,
 };
 
 /// The learned prompts get the memory of the KV index divided by this number. They are fewer blocks
@@ -117,6 +118,7 @@ impl BlockLocator {
         body: &Bytes,
         turn_blocks: &TurnBlocks,
         description: &Description,
+        sharer: &Sharer,
     ) -> Option<Vec<u32>> {
         let form = PromptForm::for_path(path)?;
         // The engine may tokenize the text in another way than this router does. If an agent has
@@ -124,7 +126,7 @@ impl BlockLocator {
         if prompt.is_text(form, body) && !self.is_first_block_reported(&turn_blocks.blocks) {
             return None;
         }
-        let token_ids = self.models.token_ids(prompt, form, body, description).await?;
+        let token_ids = self.models.token_ids(prompt, form, body, description, sharer).await?;
         let is_same_length = u64::try_from(token_ids.len()) == Ok(turn_blocks.blocks.tokens);
         is_same_length.then_some(token_ids)
     }
@@ -145,6 +147,7 @@ impl BlockLocator {
         path: &str,
         body: &Bytes,
         view: &Snapshot,
+        sharer: &Sharer,
     ) -> Option<TurnBlocks> {
         let form = PromptForm::for_path(path)?;
         let model = view.required_model(model);
@@ -158,7 +161,7 @@ impl BlockLocator {
             .or_else(|| serving_workers().next())
             .or_else(|| view.workers().next())?;
         let description = &facts.description;
-        let blocks = self.models.blocks(prompt, form, body, description).await?;
+        let blocks = self.models.blocks(prompt, form, body, description, sharer).await?;
         let overlap = self.count_overlap(&blocks, view);
         Some(TurnBlocks { blocks, overlap })
     }

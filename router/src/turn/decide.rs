@@ -374,7 +374,8 @@ mod tests {
     fn decide(affinity: &mut Affinity, turn: &Turn) -> Result<SessionDecision, Error> {
         let view = fleet(&[(0, 0), (0, 0)], start()).snapshot();
         let kv_index = Arc::new(KvIndex::new(2, 1 << 20));
-        let block_locator = BlockLocator::new(kv_index, Arc::new(Models::new()), 1 << 20);
+        let block_locator =
+            BlockLocator::new(kv_index, Arc::new(Models::with_memory(1 << 20)), 1 << 20);
         let facts = TurnFacts {
             turn,
             turn_id: 1,

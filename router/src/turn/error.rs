@@ -3,16 +3,39 @@
 //! A turn is one request and its answer. The other modules of `turn` return these errors, or errors
 //! of their own that become these. `http::errors` maps each of them to an HTTP status and a code.
 
+use std::time::Duration;
+
 use service::refusal::Refusal;
 
 use super::{decide, request, sessions};
+use crate::shares::Refused;
 
 /// Why a turn is refused. Each message is for the client.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Error {
-    /// The router has the maximum number of turns in flight.
-    #[error("the router has turns_in_flight_max turns in flight; try again")]
-    TurnsFull,
+    /// The client gets no more of what the router's clients share.
+    #[error("{}", limit_message(*.limit, *.refused))]
+    Limit {
+        /// What the client gets no more of.
+        limit: Limit,
+        /// Which limit is reached.
+        refused: Refused,
+    },
+    /// The client's key has used up its requests per minute.
+    #[error("this key has used its requests_per_minute; wait as long as Retry-After says")]
+    RequestRate(Duration),
+    /// The client's key has used up its tokens per minute.
+    #[error("this key has used its tokens_per_minute; wait as long as Retry-After says")]
+    TokenRate(Duration),
+    /// The text in the body fits into no worker's context.
+    #[error(
+        "the body has more than {text_bytes_max} bytes of text, which no worker's context holds; \
+         send a shorter prompt"
+    )]
+    BodyOverContext {
+        /// The most bytes of text that fit.
+        text_bytes_max: usize,
+    },
     /// The body is too large, incomplete or too slow, or the memory for bodies is used up.
     #[error(transparent)]
     Body(#[from] Refusal),
@@ -31,6 +54,36 @@ pub(crate) enum Error {
     /// The agent gave no answer to the turn.
     #[error(transparent)]
     NoAnswer(#[from] NoAnswer),
+}
+
+/// What the router's clients share, each within its own limit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Limit {
+    /// Turns in flight.
+    Turns,
+    /// The memory for request bodies.
+    BodyBytes,
+}
+
+/// Returns the message of [`Error::Limit`].
+fn limit_message(limit: Limit, refused: Refused) -> String {
+    let (name, units) = match limit {
+        Limit::Turns => ("turns_in_flight_max", "turns in flight"),
+        Limit::BodyBytes => ("body_bytes_in_flight_max", "bytes of request bodies"),
+    };
+    match refused {
+        Refused::Full => format!("the router has {name} {units}; try again"),
+        Refused::Share => {
+            format!("this client has its share of the {units} that {name} allows; try again")
+        }
+        Refused::Class => format!(
+            "the router has so many {units} that it refuses this priority class; try again, or \
+             ask for a key of a higher class"
+        ),
+        Refused::Key => format!(
+            "this key has its {name} {units}; wait for one to end, or ask for a higher limit"
+        ),
+    }
 }
 
 /// Why a worker gave no answer to a turn.

@@ -39,6 +39,7 @@ use crate::{
         session_status::SessionStatus,
     },
     residency::block_locator::{BlockLocator, TurnBlocks},
+    shares::Sharer,
 };
 
 /// A turn with its worker, and what the turn holds while it runs.
@@ -133,6 +134,7 @@ impl Placer {
         turn_id: u64,
         path: &str,
         body: &Bytes,
+        sharer: &Sharer,
     ) -> Result<PlacedTurn, Error> {
         let placed = match self.decide_without_prompt(turn, turn_id) {
             Ok(placed) => placed,
@@ -142,7 +144,8 @@ impl Placer {
                 // meanwhile, so that other sessions' turns can be placed.
                 let (model, view) = (turn.model.as_deref(), self.directory.view());
                 let prompt = &turn.prompt;
-                let blocks = self.block_locator.locate(prompt, model, path, body, &view).await;
+                let blocks =
+                    self.block_locator.locate(prompt, model, path, body, &view, sharer).await;
                 self.decide_with_prompt(turn, turn_id, blocks)?
             }
         };

@@ -27,22 +27,23 @@ use http_body::{Body, Frame, SizeHint};
 use http_body_util::Full;
 use hyper::body::Incoming;
 use proto::claim::{self, Claim};
-use service::{
-    budget::HeldBody, clock::now, headers::remove_hop_by_hop, tls::client::is_certificate_refused,
-};
-use tokio::{sync::OwnedSemaphorePermit, time::Sleep};
+use service::{clock::now, headers::remove_hop_by_hop, tls::client::is_certificate_refused};
+use tokio::time::Sleep;
 
 use super::{
+    body::RetryBody,
     directory::BindingHold,
     error::NoAnswer,
     placer::PlacedTurn,
     pulses::{CHECK_INTERVAL, Pulses},
     shared::Shared,
     upstream::{SendError, UpstreamClient},
+    usage::TurnTokens,
 };
 use crate::{
     fleet::{connect, lease::Lease},
     metrics::{Metrics, TurnOutcome},
+    shares::{Share, Sharer},
 };
 
 /// Answer header: the worker that answered, as `agent/rank`.
@@ -56,28 +57,18 @@ pub(crate) struct OutboundTurn {
     pub(crate) method: Method,
     pub(crate) path_and_query: PathAndQuery,
     pub(crate) headers: HeaderMap,
-    pub(crate) body: Bytes,
+    pub(crate) body: Arc<RetryBody>,
     pub(crate) turn_id: u64,
     /// The client that sent the turn.
     pub(super) principal: Arc<str>,
+    /// The client, for the memory in which its prompt is tokenized.
+    pub(crate) sharer: Sharer,
     /// Whether the time to the answer's first byte counts in the metric of that time.
     pub(crate) counts_first_byte: bool,
     /// When the request arrived at the router.
     pub(crate) arrived_at: Instant,
     /// When the turn is cut off.
     pub(crate) deadline: Instant,
-}
-
-/// Converts a body to `Bytes` whose last drop returns the body's share of the memory budget. The
-/// turn keeps the bytes until its answer begins, because it may be sent to another worker before.
-pub(crate) fn held_bytes(body: HeldBody) -> Bytes {
-    struct Owner(HeldBody);
-    impl AsRef<[u8]> for Owner {
-        fn as_ref(&self) -> &[u8] {
-            &self.0.bytes
-        }
-    }
-    Bytes::from_owner(Owner(body))
 }
 
 impl OutboundTurn {
@@ -118,9 +109,10 @@ impl OutboundTurn {
         &self,
         upstream: &UpstreamClient,
         placed: &PlacedTurn,
+        body: Bytes,
     ) -> Result<Response<Incoming>, NoAnswer> {
         let (path_and_query, headers) = (self.path_and_query.clone(), self.headers.clone());
-        let mut request = self.request_to_agent(placed, path_and_query, headers, self.body.clone());
+        let mut request = self.request_to_agent(placed, path_and_query, headers, body);
         if let Some(claim) = &placed.claim {
             request.headers_mut().insert(claim::CLAIM, claim.to_header());
         }
@@ -164,7 +156,7 @@ pub(crate) fn build_answer(
     outbound: &OutboundTurn,
     mut placed: PlacedTurn,
     count: InFlightCount,
-    permit: OwnedSemaphorePermit,
+    mut capacity: TurnCapacity,
     response: Response<Incoming>,
 ) -> axum::response::Response {
     if let Some(hold) = &mut placed.hold {
@@ -191,16 +183,16 @@ pub(crate) fn build_answer(
     parts.version = http::Version::HTTP_11;
     parts.extensions.clear();
     let is_success = parts.status.is_success();
+    if let Some(tokens) = &mut capacity.tokens {
+        let content_type = parts.headers.get(header::CONTENT_TYPE).map(HeaderValue::as_bytes);
+        let is_stream = content_type.is_some_and(|value| value.starts_with(b"text/event-stream"));
+        tokens.begin_answer(is_success, is_stream);
+    }
     let body = AnswerBody {
         agent_body,
         timer: AnswerTimer::new(outbound.deadline, placed.worker.agent, shared.upstream.pulses()),
         arrived_at: Some(outbound.arrived_at),
-        in_flight: Some(InFlightTurn {
-            count,
-            lease: placed.lease,
-            _hold: placed.hold,
-            _permit: permit,
-        }),
+        in_flight: Some(InFlightTurn { count, lease: placed.lease, _hold: placed.hold, capacity }),
         counts_first_byte: outbound.counts_first_byte && is_success,
         is_success,
     };
@@ -229,13 +221,22 @@ impl Drop for InFlightCount {
     }
 }
 
+/// The capacity of the router that a turn takes. It returns on drop.
+#[derive(Debug)]
+pub(crate) struct TurnCapacity {
+    /// One of the turns in flight.
+    pub(super) _turn: Share,
+    /// The tokens of the turn, if its key has a limit of them.
+    pub(super) tokens: Option<TurnTokens>,
+}
+
 /// What a turn holds until its answer has ended.
 #[derive(Debug)]
 struct InFlightTurn {
     count: InFlightCount,
     lease: Lease,
     _hold: Option<BindingHold>,
-    _permit: OwnedSemaphorePermit,
+    capacity: TurnCapacity,
 }
 
 /// Ends an answer at the turn's deadline, or when the agent has stopped answering.
@@ -352,6 +353,9 @@ impl Body for AnswerBody {
                 if let (Some(in_flight), Some(data)) = (&mut self.in_flight, frame.data_ref()) {
                     let metrics = &in_flight.count.metrics;
                     metrics.response_bytes.inc_by(data.len() as u64);
+                    if let Some(tokens) = &mut in_flight.capacity.tokens {
+                        tokens.feed(data);
+                    }
                     if let Some(arrived_at) = arrived_at {
                         if counts_first_byte {
                             metrics.observe_first_byte(now().saturating_duration_since(arrived_at));

@@ -6,17 +6,16 @@
 
 use std::{sync::Arc, time::Duration};
 
-use service::budget::BodyBudget;
-use tokio::sync::Semaphore;
-
 use super::{
-    directory::SessionDirectory, placer::Placer, sessions::SessionService, upstream::UpstreamClient,
+    body::Bodies, directory::SessionDirectory, placer::Placer, sessions::SessionService,
+    upstream::UpstreamClient,
 };
 use crate::{
     auth::Authenticator,
     config::{auth::CacheIsolation, tables::PreamblePolicy},
     metrics::Metrics,
     residency::{block_locator::BlockLocator, kv_index::KvIndex},
+    shares::Shares,
 };
 
 /// The parts that all requests share, and the limits of a request. Its many fields: each step of a
@@ -34,10 +33,10 @@ pub(crate) struct Shared {
     pub(crate) sessions: Arc<SessionService>,
     pub(crate) upstream: Arc<UpstreamClient>,
     pub(crate) metrics: Arc<Metrics>,
-    /// Bounds the memory of all request bodies together.
-    pub(crate) body_budget: BodyBudget,
-    /// One permit per turn in flight.
-    pub(crate) turn_permits: Arc<Semaphore>,
+    /// What the clients share.
+    pub(crate) shares: Arc<Shares>,
+    /// Reads request bodies, within each client's share.
+    pub(crate) bodies: Bodies,
     /// Time limit of a turn.
     pub(crate) turn_max: Duration,
     pub(crate) preamble: PreamblePolicy,

@@ -117,14 +117,15 @@ async fn prompt_token_ids(
 ) -> Option<StagedPrompt> {
     let view = shared.directory.view();
     let facts = view.agent(placed.worker).facts.as_ref()?;
-    let (path, body) = (outbound.path_and_query.path(), &outbound.body);
+    let (path, body) = (outbound.path_and_query.path(), &outbound.body.bytes()?);
     let blocks = placed.blocks.as_ref()?;
     let mut headers = HeaderMap::new();
     if let Some(salt) = turn.prompt.cache_salt(body) {
         headers.insert(staged_prefill::CACHE_SALT, staged_prefill::salt_header(&salt)?);
     }
-    let locator = &shared.block_locator;
-    let token_ids = locator.token_ids(&turn.prompt, path, body, blocks, &facts.description).await?;
+    let (locator, sharer) = (&shared.block_locator, &outbound.sharer);
+    let token_ids =
+        locator.token_ids(&turn.prompt, path, body, blocks, &facts.description, sharer).await?;
     Some(StagedPrompt { token_ids, headers })
 }
 

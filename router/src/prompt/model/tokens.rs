@@ -21,6 +21,7 @@ use super::{Blocks, PromptForm, TextPrompt, chat::ChatMembers, template::Templat
 use crate::{
     fleet::tokenizer_files::TokenizerFiles,
     prompt::segments::{HashedPrefix, SegmentCache, split_at_marks},
+    shares::Share,
 };
 
 /// Memory for cached segments, per model. It holds conversations of 200 million tokens if a message
@@ -58,6 +59,8 @@ pub struct Model {
     marks: Vec<String>,
     /// Tokens that the engine puts before a text that isn't a chat.
     leading_tokens: Vec<u32>,
+    /// The most bytes of text in one token.
+    token_bytes_max: usize,
     /// The cached segments. The lock is held for look-ups, not while text is tokenized. No other
     /// lock is taken while it is held.
     segment_cache: Mutex<SegmentCache>,
@@ -83,6 +86,7 @@ impl Model {
         add_missing_tokens(&mut tokenizer, &config, &special_tokens).map_err(Error::Tokenizer)?;
         let leading_tokens =
             leading_tokens(&tokenizer, &config, &special_tokens).map_err(Error::Tokenizer)?;
+        let token_bytes_max = tokenizer.get_vocab(true).keys().map(String::len).max();
         let template = files.template.as_deref();
         let marks = find_marks(&tokenizer, template.unwrap_or_default(), &special_tokens);
         let template = template.map(|source| Template::new(source, &special_tokens)).transpose();
@@ -91,6 +95,7 @@ impl Model {
             template: template.map_err(Error::Template)?,
             marks,
             leading_tokens,
+            token_bytes_max: token_bytes_max.unwrap_or(1).max(1),
             segment_cache: Mutex::new(SegmentCache::new(SEGMENT_CACHE_BYTES_MAX)),
         })
     }
@@ -111,6 +116,7 @@ impl Model {
         }
         let mut ids = leading_tokens.to_vec();
         for segment in split_at_marks(&text, &self.marks) {
+            let _memory = take_memory(text_prompt, segment)?;
             ids.extend_from_slice(self.tokenizer.encode_fast(segment, false).ok()?.get_ids());
         }
         Some(ids)
@@ -159,6 +165,12 @@ impl Model {
         text_prompt: &TextPrompt<'_>,
     ) -> Option<Blocks> {
         let tokens_max = text_prompt.tokens_max;
+        // Each token stands for at most so many bytes, so the engine refuses a longer text. It is
+        // shorter than that if the tokenizer drops or replaces characters, which a margin covers.
+        let text_bytes_max = tokens_max.saturating_mul(2 * self.token_bytes_max as u64);
+        if text.len() as u64 > text_bytes_max {
+            return None;
+        }
         let (mut chain, mut hashes) = (Chain::new(&text_prompt.scheme), vec![]);
         chain.push(leading_tokens, &mut hashes);
         let mut prefix = HashedPrefix::new(chain, hashes);
@@ -175,6 +187,10 @@ impl Model {
                 untokenized_bytes += segment.len() as u64;
                 continue;
             }
+            let Some(_memory) = take_memory(text_prompt, segment) else {
+                untokenized_bytes = segment.len() as u64;
+                continue;
+            };
             let tokens = self.tokenizer.encode_fast(*segment, false).ok()?;
             self.segment_cache.lock().extend_and_cache(&mut prefix, segment, tokens.get_ids());
         }
@@ -187,6 +203,15 @@ impl Model {
             hashes,
             has_agent_hashes: true,
         })
+    }
+}
+
+/// Takes the memory in which a segment is tokenized, until the result is dropped. `None` if there
+/// is none now.
+fn take_memory(text_prompt: &TextPrompt<'_>, segment: &str) -> Option<Option<Share>> {
+    match text_prompt.memory {
+        None => Some(None),
+        Some(memory) => memory.take_to_tokenize(segment.len()).map(Some),
     }
 }
 

@@ -1,0 +1,287 @@
+//! Reads request bodies within each client's share of memory, and keeps them for a second try.
+//!
+//! A turn may be sent to a second worker if the first one refuses it, so its body is kept until the
+//! answer begins. For a turn that isn't streamed, that is when the whole answer is there. But once
+//! the HTTP client has sent the body, the copy kept here is only for that second try. So a sent
+//! body gives way, oldest first, to any body that finds no memory. Its turn is then not retried:
+//! the client gets the first worker's refusal.
+
+use std::{
+    collections::VecDeque,
+    sync::{Arc, Weak},
+};
+
+use bytes::Bytes;
+use http_body::Body;
+use memchr::memmem;
+use parking_lot::Mutex;
+use service::budget::read_limited;
+
+use super::error::{Error, Limit};
+use crate::shares::{Refused, Share, SharedPool, Sharer};
+
+/// Bodies take memory in steps of this many bytes, so that the pool is asked rarely.
+const STEP_BYTES: u64 = 4 * 1024;
+/// Most bytes of text in a body per token of the context. The longest tokens of common vocabularies
+/// are runs of 128 spaces; prose and code have 4 bytes per token, and 6 for each byte if a client
+/// escapes all of them.
+const TEXT_BYTES_PER_TOKEN: usize = 64;
+/// A body up to this size is never refused for its text. It leaves room for tools and metadata.
+const TEXT_BYTES_MIN: usize = 1 << 20;
+/// What bodies with an image, a video or a sound contain. Such data has many bytes and few tokens.
+const MEDIA_MARKS: [&[u8]; 5] = [b"data:", b"image", b"video", b"audio", b"_file"];
+/// Number of remembered sent bodies at which those that are gone are first removed.
+const SENT_BODIES_MIN: usize = 64;
+
+/// Reads bodies, and knows which of them may give way.
+#[derive(Debug)]
+pub(crate) struct Bodies {
+    pool: Arc<SharedPool>,
+    body_bytes_max: usize,
+    sent: Arc<Mutex<SentBodies>>,
+}
+
+/// The sent bodies that are kept for a second try, oldest first.
+#[derive(Debug, Default)]
+struct SentBodies {
+    queue: VecDeque<Weak<RetryBody>>,
+    /// The length of the queue at which bodies that are gone are removed next.
+    cleanup_at: usize,
+}
+
+/// A body that holds its share of memory.
+#[derive(Debug)]
+pub(crate) struct HeldBody {
+    /// The bytes as received, or as changed.
+    pub(crate) bytes: Bytes,
+    /// Returns to the pool on drop.
+    _share: Share,
+}
+
+/// The body of a turn, which can be sent twice unless it has given way.
+#[derive(Debug)]
+pub(crate) struct RetryBody {
+    /// `None` after the body has given way.
+    bytes: Mutex<Option<Bytes>>,
+    sent: Arc<Mutex<SentBodies>>,
+}
+
+impl Bodies {
+    /// Makes a reader of bodies of at most `body_bytes_max` bytes, which take memory from `pool`.
+    pub(crate) fn new(pool: Arc<SharedPool>, body_bytes_max: usize) -> Self {
+        Self { pool, body_bytes_max, sent: Arc::default() }
+    }
+
+    /// Reads a body to its end. `context_tokens` is the longest context of any worker: a longer
+    /// prompt is refused as soon as so much of it has arrived.
+    ///
+    /// # Errors
+    /// If the body is too large, incomplete or slow, or finds no memory.
+    pub(crate) async fn read<B>(
+        &self,
+        body: B,
+        sharer: &Sharer,
+        context_tokens: Option<u64>,
+    ) -> Result<HeldBody, Error>
+    where
+        B: Body<Data = Bytes> + Unpin,
+        B::Error: std::fmt::Display,
+    {
+        let refuse = |refused| Error::Limit { limit: Limit::BodyBytes, refused };
+        let mut share = self.pool.empty_share(sharer);
+        self.grow(&mut share, STEP_BYTES).map_err(refuse)?;
+        let text_bytes_max = context_tokens.map_or(usize::MAX, text_bytes_max);
+        let mut is_text_checked = false;
+        let bytes = read_limited(body, self.body_bytes_max, |kept, received_bytes| {
+            if !is_text_checked && kept.len() > text_bytes_max {
+                is_text_checked = true;
+                if !has_media(kept) {
+                    return Err(Error::BodyOverContext { text_bytes_max });
+                }
+            }
+            let missing_bytes = (received_bytes as u64).saturating_sub(share.units());
+            if missing_bytes > 0 {
+                let step = missing_bytes.next_multiple_of(STEP_BYTES);
+                self.grow(&mut share, step).map_err(refuse)?;
+            }
+            Ok(())
+        })
+        .await?;
+        Ok(HeldBody { bytes, _share: share })
+    }
+
+    /// Makes the body of a turn that may be sent twice.
+    pub(crate) fn keep(&self, held_body: HeldBody) -> Arc<RetryBody> {
+        struct Owner(HeldBody);
+        impl AsRef<[u8]> for Owner {
+            fn as_ref(&self) -> &[u8] {
+                &self.0.bytes
+            }
+        }
+        // The last drop of these bytes returns the body's share.
+        let bytes = Bytes::from_owner(Owner(held_body));
+        Arc::new(RetryBody { bytes: Mutex::new(Some(bytes)), sent: Arc::clone(&self.sent) })
+    }
+
+    /// Takes memory for a body. If there is none, sent bodies give way.
+    fn grow(&self, share: &mut Share, bytes: u64) -> Result<(), Refused> {
+        loop {
+            let Err(refused) = share.grow(bytes) else { return Ok(()) };
+            let Some(oldest) = self.sent.lock().pop() else { return Err(refused) };
+            // The memory returns here, while no lock is held.
+            let bytes = oldest.bytes.lock().take();
+            drop(bytes);
+        }
+    }
+}
+
+impl SentBodies {
+    fn push(&mut self, body: Weak<RetryBody>) {
+        if self.queue.len() >= self.cleanup_at.max(SENT_BODIES_MIN) {
+            self.queue.retain(|body| body.strong_count() > 0);
+            self.cleanup_at = 2 * self.queue.len();
+        }
+        self.queue.push_back(body);
+    }
+
+    /// Removes and returns the oldest body that isn't gone.
+    fn pop(&mut self) -> Option<Arc<RetryBody>> {
+        while let Some(body) = self.queue.pop_front() {
+            if let Some(body) = body.upgrade() {
+                return Some(body);
+            }
+        }
+        None
+    }
+}
+
+impl HeldBody {
+    /// Replaces the bytes by the result of `change`, which must not be longer than them by more
+    /// than a few bytes.
+    pub(crate) fn change(&mut self, change: impl FnOnce(Bytes) -> Bytes) {
+        self.bytes = change(std::mem::take(&mut self.bytes));
+    }
+
+    /// Returns the memory that the body takes from its pool, in bytes.
+    #[cfg(test)]
+    fn held_bytes(&self) -> u64 {
+        self._share.units()
+    }
+}
+
+impl RetryBody {
+    /// Returns the bytes, or `None` after they have given way.
+    pub(crate) fn bytes(&self) -> Option<Bytes> {
+        self.bytes.lock().clone()
+    }
+
+    /// Returns the bytes for one request. When the HTTP client has dropped them, they are sent, and
+    /// this body may give way.
+    pub(crate) fn bytes_to_send(self: &Arc<Self>) -> Option<Bytes> {
+        struct Sending {
+            bytes: Bytes,
+            body: Weak<RetryBody>,
+            sent: Arc<Mutex<SentBodies>>,
+        }
+        impl AsRef<[u8]> for Sending {
+            fn as_ref(&self) -> &[u8] {
+                &self.bytes
+            }
+        }
+        impl Drop for Sending {
+            fn drop(&mut self) {
+                self.sent.lock().push(Weak::clone(&self.body));
+            }
+        }
+        let (body, sent) = (Arc::downgrade(self), Arc::clone(&self.sent));
+        Some(Bytes::from_owner(Sending { bytes: self.bytes()?, body, sent }))
+    }
+}
+
+/// Returns the most bytes of a body that can fit into a context without media.
+fn text_bytes_max(context_tokens: u64) -> usize {
+    let tokens = usize::try_from(context_tokens).unwrap_or(usize::MAX);
+    tokens.saturating_mul(TEXT_BYTES_PER_TOKEN).max(TEXT_BYTES_MIN)
+}
+
+/// Whether there may be an image, a video or a sound in the beginning of a body.
+fn has_media(bytes: &[u8]) -> bool {
+    MEDIA_MARKS.iter().any(|mark| memmem::find(bytes, mark).is_some())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        auth::Caller,
+        shares::{PoolSizes, Shares},
+    };
+
+    const MIB: usize = 1 << 20;
+
+    fn sharer(name: &str) -> Sharer {
+        let caller = Caller { principal: name.into(), is_admin: false, limits: Arc::default() };
+        Sharer::new(&caller, None)
+    }
+
+    fn bodies(pool_bytes: usize) -> Bodies {
+        let sizes = PoolSizes { turns: 1, body_bytes: pool_bytes, tokenizer_bytes: 1 };
+        Bodies::new(Arc::clone(&Shares::new(sizes).body_bytes), 64 * MIB)
+    }
+
+    /// A body in chunks of 64 KiB, as it comes from a connection.
+    async fn read(bodies: &Bodies, name: &str, bytes: &Bytes) -> Result<HeldBody, Error> {
+        let chunks: Vec<_> = bytes
+            .chunks(65_536)
+            .map(|chunk| {
+                Ok::<_, std::convert::Infallible>(http_body::Frame::data(bytes.slice_ref(chunk)))
+            })
+            .collect();
+        let body = http_body_util::StreamBody::new(tokio_stream::iter(chunks));
+        bodies.read(body, &sharer(name), Some(10_000)).await
+    }
+
+    #[tokio::test]
+    async fn a_client_with_many_large_bodies_leaves_memory_to_others() {
+        let (bodies, large) = (bodies(64 * MIB), Bytes::from(vec![b' '; 900_000]));
+        let mut kept = vec![];
+        let refused = loop {
+            match read(&bodies, "hog", &large).await {
+                Ok(body) => kept.push(body),
+                Err(error) => break error,
+            }
+        };
+        assert!(
+            matches!(refused, Error::Limit { refused: Refused::Share, .. }),
+            "{refused}, {} bodies",
+            kept.len()
+        );
+        assert!(kept.iter().map(HeldBody::held_bytes).sum::<u64>() > 50 * MIB as u64);
+        assert!(read(&bodies, "other", &large).await.is_ok());
+    }
+
+    #[tokio::test]
+    async fn a_sent_body_gives_way_and_an_unsent_one_does_not() {
+        let (bodies, large) = (bodies(2 * MIB), Bytes::from(vec![b' '; 900_000]));
+        let kept = bodies.keep(read(&bodies, "hog", &large).await.unwrap());
+        let other = bodies.keep(read(&bodies, "hog", &large).await.unwrap());
+        assert!(read(&bodies, "hog", &large).await.is_err());
+        assert!(kept.bytes().is_some() && other.bytes().is_some());
+        drop(other.bytes_to_send());
+        let third = read(&bodies, "hog", &large).await;
+        assert!(third.is_ok(), "{third:?}");
+        assert!(kept.bytes().is_some() && other.bytes().is_none());
+        assert!(other.bytes_to_send().is_none());
+    }
+
+    #[tokio::test]
+    async fn text_that_fits_no_context_is_refused_before_it_has_arrived() {
+        let bodies = bodies(512 * MIB);
+        let padding = Bytes::from(vec![b' '; 8 * MIB]);
+        let refused = read(&bodies, "a", &padding).await.unwrap_err();
+        assert!(matches!(refused, Error::BodyOverContext { .. }), "{refused}");
+        let image = [b"{\"image_data\":\"".as_slice(), &padding].concat();
+        assert!(read(&bodies, "a", &image.into()).await.is_ok());
+        assert!(read(&bodies, "a", &padding.slice(..MIB)).await.is_ok());
+    }
+}
