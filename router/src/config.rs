@@ -177,6 +177,7 @@ impl Config {
         let sizes = [
             ("limits.body_bytes_max", self.limits.body_bytes_max),
             ("limits.sessions_max", self.limits.sessions_max),
+            ("limits.tokenizer_bytes_max", self.limits.tokenizer_bytes_max),
         ];
         for (key, value) in sizes {
             // A semaphore counts to 2^61, and no router needs more than 2^40.
@@ -188,9 +189,13 @@ impl Config {
         if !(1..=1 << 16).contains(&self.limits.turns_in_flight_max) {
             problems.push("limits.turns_in_flight_max: must be 1 to 65536".to_owned());
         }
-        if self.limits.body_bytes_in_flight_max < self.limits.body_bytes_max {
-            problems
-                .push("limits.body_bytes_in_flight_max: is below limits.body_bytes_max".to_owned());
+        // One client gets 88 % of the memory, and the largest body must fit into that.
+        let body_bytes_max = self.limits.body_bytes_max;
+        if self.limits.body_bytes_in_flight_max < body_bytes_max.saturating_add(body_bytes_max / 4)
+        {
+            problems.push(
+                "limits.body_bytes_in_flight_max: is below 5/4 of limits.body_bytes_max".to_owned(),
+            );
         }
         problems.extend(self.auth.problems(self.listen.data_addr, self.listen.admin_addr));
         problems

@@ -21,9 +21,9 @@ use service::{
     clock::now,
 };
 
-pub(crate) use self::pool::Refused;
+pub(crate) use self::pool::{Ask, Refused, check};
 use self::{
-    pool::{Ask, Pool},
+    pool::Pool,
     rates::{Rated, Rates},
 };
 use crate::auth::Caller;

@@ -68,7 +68,7 @@ use crate::{
     fleet::{connect, worker::WorkerRef},
     metrics::TurnOutcome,
     placement::session_status::SessionStatus,
-    shares::Sharer,
+    shares::{Refused, Sharer},
 };
 
 /// Runs one turn of `caller` and returns its answer.
@@ -99,6 +99,9 @@ pub(crate) async fn run(
     };
     shared.metrics.request_bytes.inc_by(held_body.bytes.len() as u64);
     let turn = read_turn(&shared, kind, &parts, &mut held_body, &mut sharer, principal)?;
+    if let Some(intent) = &turn.session {
+        check_key_sessions(&shared, caller, &intent.key).await?;
+    }
     let mut capacity = admit(&shared, &sharer, held_body.bytes.len())?;
     let body = shared.bodies.keep(held_body);
     if let Some(intent) = &turn.session {
@@ -141,6 +144,27 @@ pub(crate) fn sharer(caller: &Caller, extensions: &Extensions) -> Sharer {
 fn longest_context_tokens(shared: &Shared) -> Option<u64> {
     let view = shared.directory.view();
     view.workers().map(|(.., facts)| facts.description.engine.context_tokens.into()).max()
+}
+
+/// Refuses to begin a session if the caller's key has a limit of open sessions, and the agents
+/// report that many. Sessions that begin at the same moment may pass together.
+pub(crate) async fn check_key_sessions(
+    shared: &Shared,
+    caller: &Caller,
+    key: &SessionKey,
+) -> Result<(), Error> {
+    let Some(sessions_max) = caller.limits.sessions_max else { return Ok(()) };
+    let view = shared.directory.settled_view().await;
+    if !matches!(shared.directory.status(key, &view), SessionStatus::Unknown) {
+        return Ok(());
+    }
+    // With 100,000 sessions this takes about a millisecond, only for new sessions of such keys.
+    let open =
+        view.sessions.iter().filter(|entry| entry.session.key.principal() == key.principal());
+    if open.count() < sessions_max.get() as usize {
+        return Ok(());
+    }
+    Err(Error::Limit { limit: Limit::Sessions, refused: Refused::Key })
 }
 
 /// Takes what a turn needs while it runs: one of the turns in flight, and the tokens of its prompt.

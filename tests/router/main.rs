@@ -7,4 +7,5 @@ mod blocks;
 mod harness;
 mod lifecycle;
 mod preamble;
+mod shares;
 mod turns;

@@ -45,9 +45,9 @@ pub const OVERLAP_BYTES_MAX: usize = 512 << 20;
 /// KiB, and a connection to an agent. The clients' connections of this many turns take 160 MiB.
 pub const TURNS_IN_FLIGHT_MAX: usize = 4_096;
 
-/// The default memory for tokenizing prompts. A prompt takes about 150 times its new text, so this
-/// is enough for 3.5 MB of new text at once: one turn adds a few kilobytes, and a new conversation
-/// of a coding agent 100 KB.
+/// The default memory for tokenizing prompts. A prompt takes up to 320 times its new text, so this
+/// is enough for 1.6 MB of new text at once. One turn adds a few kilobytes, and a coding agent
+/// begins a conversation with 100 KB.
 pub const TOKENIZER_BYTES_MAX: usize = 512 << 20;
 
 /// What the router does with a volatile preamble: text at the beginning of a prompt that the client

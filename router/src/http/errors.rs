@@ -14,7 +14,7 @@ use tonic::{Code, Status};
 
 use crate::{
     auth,
-    placement::NoWorker,
+    placement::{NoWorker, affinity::TableFull},
     shares::Refused,
     turn::{
         self, decide,
@@ -78,6 +78,7 @@ fn limit_code(limit: Limit, refused: Refused) -> &'static str {
         (Limit::Turns, Refused::Full) => "turns_in_flight",
         (Limit::Turns, Refused::Share) => "turns_in_flight_share",
         (Limit::Turns, Refused::Key) => "key_turns_in_flight",
+        (Limit::Sessions, _) => "key_sessions",
         (Limit::BodyBytes, Refused::Full) => "body_bytes_in_flight",
         // No key has a limit of bytes.
         (Limit::BodyBytes, Refused::Share | Refused::Key) => "body_bytes_share",
@@ -113,7 +114,10 @@ impl From<decide::Error> for Refusal {
         let message = error.to_string();
         let (status, code) = match error {
             Error::NoWorker(error) => return error.into(),
-            Error::SessionsFull(_) => (StatusCode::TOO_MANY_REQUESTS, "sessions_full"),
+            Error::SessionsFull(TableFull::All) => (StatusCode::TOO_MANY_REQUESTS, "sessions_full"),
+            Error::SessionsFull(TableFull::Share) => {
+                (StatusCode::TOO_MANY_REQUESTS, "sessions_share")
+            }
             Error::DeltaWithoutHistory => (StatusCode::NOT_FOUND, "session_unknown"),
             Error::SessionBusy => (StatusCode::CONFLICT, "session_busy"),
             Error::TurnWhileClosing => (StatusCode::NOT_FOUND, "session_closing"),

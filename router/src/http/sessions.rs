@@ -86,6 +86,7 @@ async fn try_open(
         },
         &request_body.timeout,
     )?;
+    turn::check_key_sessions(shared, caller, &open_request.key).await?;
     let opened = shared.sessions.open(open_request).await?;
     let status = if opened.is_new { StatusCode::CREATED } else { StatusCode::OK };
     let session_view = SessionView {
@@ -161,6 +162,7 @@ async fn try_sglang_open(
     let retention = request_body.streaming.unwrap_or(false).then_some(Retention::Pinned);
     let open_request =
         build_open_request(caller, request_body.session_id, retention, &request_body.timeout)?;
+    turn::check_key_sessions(shared, caller, &open_request.key).await?;
     let opened = shared.sessions.open(open_request).await?;
     if !opened.is_new {
         // Clients of SGLang look for an error of this shape.

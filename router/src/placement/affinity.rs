@@ -12,18 +12,23 @@
 //! with the agents' tables. This module doesn't choose workers; the parent module does.
 //!
 //! A *binding* says to which worker a session's turns go. It stays while its turns run, and for an
-//! idle time after the last of them ends. The table's size is bounded. A full table drops the
-//! binding that has been idle for longest.
+//! idle time after the last of them ends. The table's size is bounded. A
+//! principal gets its share of the table, by the rule of `shares`. Beyond that, and when the table is
+//! full, the binding that has been idle for longest is dropped: the principal's own, if it has one.
 
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::{BTreeMap, BTreeSet, HashMap},
     sync::Arc,
     time::{Duration, Instant},
 };
 
 use proto::{id::SessionKey, load::Session};
+use service::auth::keys::PriorityClass;
 
-use crate::fleet::worker::WorkerRef;
+use crate::{
+    fleet::worker::WorkerRef,
+    shares::{self, Ask},
+};
 
 /// How long an agent's session table may lag behind this router's own actions. Changes normally
 /// arrive within milliseconds. If the agent is silent for longer, its workers count as stale.
@@ -90,10 +95,28 @@ pub enum CloseProgress {
     },
 }
 
-/// The error if the table is full and a running turn holds each of its bindings.
+/// Why the table has no room for a session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("all sessions_max sessions have turns in flight; try again")]
-pub struct TableFull;
+pub enum TableFull {
+    /// A running turn holds each of the table's bindings.
+    #[error("all sessions_max sessions have turns in flight; try again")]
+    All,
+    /// The principal has its share of the bindings, and a running turn holds each of them.
+    #[error(
+        "this client has its share of sessions_max, and all of these sessions have turns in \
+         flight; try again"
+    )]
+    Share,
+}
+
+/// The bindings of one principal.
+#[derive(Debug, Default)]
+struct PrincipalBindings {
+    /// Their number, at least 1.
+    count: usize,
+    /// Those without a running turn, longest idle first.
+    idle_order: BTreeSet<IdleOrderKey>,
+}
 
 /// The affinity table.
 #[derive(Debug)]
@@ -101,6 +124,7 @@ pub struct Affinity {
     bindings: HashMap<SessionKey, Binding>,
     /// The bindings without a running turn, longest idle first.
     idle_order: BTreeMap<IdleOrderKey, SessionKey>,
+    principals: HashMap<Box<str>, PrincipalBindings>,
     /// The number in the newest [`IdleOrderKey`].
     last_order_number: u64,
     /// Idle time after which a binding expires.
@@ -156,6 +180,7 @@ impl Affinity {
         Self {
             bindings: HashMap::new(),
             idle_order: BTreeMap::new(),
+            principals: HashMap::new(),
             last_order_number: 0,
             idle_max,
             bindings_max,
@@ -304,10 +329,7 @@ impl Affinity {
     pub fn forget(&mut self, key: &SessionKey) {
         let Some(binding) = self.bindings.get(key) else { return };
         if binding.turns == 0 {
-            if let Some(idle_order_key) = binding.idle_order_key {
-                self.idle_order.remove(&idle_order_key);
-            }
-            self.bindings.remove(key);
+            self.remove(&key.clone());
         }
     }
 
@@ -347,10 +369,7 @@ impl Affinity {
     ) -> Result<&mut Binding, TableFull> {
         self.drop_expired(now);
         if !self.bindings.contains_key(key) {
-            if self.bindings.len() >= self.bindings_max {
-                let (_, oldest_key) = self.idle_order.pop_first().ok_or(TableFull)?;
-                self.bindings.remove(&oldest_key);
-            }
+            self.make_room(key.principal())?;
             let binding = Binding {
                 worker,
                 turns: 0,
@@ -366,32 +385,82 @@ impl Affinity {
                 idle_order_key: None,
             };
             self.bindings.insert(key.clone(), binding);
+            match self.principals.get_mut(key.principal()) {
+                Some(principal) => principal.count += 1,
+                None => {
+                    let principal = PrincipalBindings { count: 1, ..Default::default() };
+                    self.principals.insert(key.principal().into(), principal);
+                }
+            }
         }
         Ok(self.bindings.get_mut(key).expect("the binding was inserted above"))
     }
 
     /// Drops the bindings that were idle for too long.
     fn drop_expired(&mut self, now: Instant) {
-        while let Some((&(since, _), _)) = self.idle_order.first_key_value() {
+        while let Some((&(since, number), _)) = self.idle_order.first_key_value() {
             if now.saturating_duration_since(since) <= self.idle_max {
                 break;
             }
-            let (_, key) = self.idle_order.pop_first().expect("the entry was seen just above");
-            self.bindings.remove(&key);
+            self.drop_idle((since, number));
+        }
+    }
+
+    /// Makes room for one more binding of a principal.
+    fn make_room(&mut self, principal: &str) -> Result<(), TableFull> {
+        let own = self.principals.get(principal);
+        let held = own.map_or(0, |own| own.count);
+        let (bindings_max, used) = (self.bindings_max as u64, self.bindings.len() as u64);
+        let ask = Ask { units: 1, class: PriorityClass::Normal, key_max: None };
+        if shares::check(bindings_max, used, held as u64, ask).is_ok() {
+            return Ok(());
+        }
+        let own_oldest = own.and_then(|own| own.idle_order.first().copied());
+        let is_full = used >= bindings_max;
+        let oldest =
+            || self.idle_order.first_key_value().map(|(idle_order_key, _)| *idle_order_key);
+        match own_oldest.or_else(|| oldest().filter(|_| is_full)) {
+            Some(idle_order_key) => self.drop_idle(idle_order_key),
+            None if is_full => return Err(TableFull::All),
+            None => return Err(TableFull::Share),
+        }
+        Ok(())
+    }
+
+    /// Drops the binding at a place of the idle order.
+    fn drop_idle(&mut self, idle_order_key: IdleOrderKey) {
+        let key = self.idle_order.get(&idle_order_key).expect("the place was seen before").clone();
+        self.remove(&key);
+    }
+
+    /// Removes a binding and its places.
+    fn remove(&mut self, key: &SessionKey) {
+        let Some(binding) = self.bindings.remove(key) else { return };
+        let principal = self.principals.get_mut(key.principal()).expect("it has a binding");
+        principal.count -= 1;
+        if let Some(idle_order_key) = binding.idle_order_key {
+            self.idle_order.remove(&idle_order_key);
+            principal.idle_order.remove(&idle_order_key);
+        }
+        if principal.count == 0 {
+            self.principals.remove(key.principal());
         }
     }
 
     /// Moves the binding to the end of the idle order. If a turn runs, takes it out of the order.
     fn update_idle_order(&mut self, key: &SessionKey, now: Instant) {
         let Some(binding) = self.bindings.get_mut(key) else { return };
+        let principal = self.principals.get_mut(key.principal()).expect("it has a binding");
         if let Some(idle_order_key) = binding.idle_order_key.take() {
             self.idle_order.remove(&idle_order_key);
+            principal.idle_order.remove(&idle_order_key);
         }
         if binding.turns == 0 {
             self.last_order_number += 1;
             let idle_order_key = (now, self.last_order_number);
             binding.idle_order_key = Some(idle_order_key);
             self.idle_order.insert(idle_order_key, key.clone());
+            principal.idle_order.insert(idle_order_key);
         }
         #[cfg(test)]
         self.check_invariants();
@@ -413,6 +482,13 @@ impl Affinity {
             }
         }
         assert_eq!(idle_count, self.idle_order.len(), "places of bindings that were removed");
+        let principals = self.principals.values();
+        let (count, places) = principals.fold((0, 0), |(count, places), principal| {
+            assert!(principal.count > 0, "a principal without bindings is kept");
+            (count + principal.count, places + principal.idle_order.len())
+        });
+        assert_eq!(count, self.bindings.len(), "bindings of no principal");
+        assert_eq!(places, idle_count, "places of no principal");
     }
 }
 
@@ -449,11 +525,31 @@ mod tests {
         let mut affinity = Affinity::new(2, Duration::from_secs(10));
         affinity.begin_turn(&key(1), worker(1), false, t0).unwrap();
         affinity.begin_turn(&key(2), worker(2), false, t0).unwrap();
-        assert_eq!(affinity.begin_turn(&key(3), worker(1), false, t0), Err(TableFull));
+        assert_eq!(affinity.begin_turn(&key(3), worker(1), false, t0), Err(TableFull::All));
         affinity.end_turn(&key(2), t0);
         affinity.begin_turn(&key(3), worker(1), false, t0).unwrap();
         assert!(affinity.get(&key(2), t0).is_none());
         assert!(affinity.get(&key(1), t0).is_some());
+    }
+
+    #[test]
+    fn a_principal_with_many_sessions_takes_its_own_places_first() {
+        let key = |principal: &str, n: u32| SessionKey::new(principal, format!("s{n}")).unwrap();
+        let t0 = start();
+        let mut affinity = Affinity::new(256, Duration::from_secs(10));
+        affinity.begin_turn(&key("user", 0), worker(1), false, t0).unwrap();
+        affinity.end_turn(&key("user", 0), t0);
+        for n in 0..1000 {
+            affinity.begin_turn(&key("hog", n), worker(1), false, t0).unwrap();
+            affinity.end_turn(&key("hog", n), t0);
+        }
+        assert!(affinity.get(&key("user", 0), t0).is_some(), "the longest idle of all");
+        assert_eq!(affinity.len(), 226 + 1, "16/17 of what isn't in reserve");
+        let busy = (0..1000)
+            .map(|n| affinity.begin_turn(&key("busy hog", n), worker(1), false, t0))
+            .find_map(Result::err);
+        assert_eq!(busy, Some(TableFull::Share));
+        affinity.begin_turn(&key("newcomer", 0), worker(1), false, t0).unwrap();
     }
 
     #[test]

@@ -128,31 +128,7 @@ impl Pool {
 
     /// Checks whether a sharer that holds `held` units may have more.
     fn check(&self, held: u64, ask: Ask) -> Result<(), Refused> {
-        let wanted = held.saturating_add(ask.units);
-        if ask.key_max.is_some_and(|key_max| wanted > key_max) {
-            return Err(Refused::Key);
-        }
-        let used = self.used.saturating_add(ask.units);
-        if used > self.units {
-            return Err(Refused::Full);
-        }
-        let reserve = self.units / RESERVE_DIVISOR;
-        // The whole part that the class may use, and its main part.
-        let (class_units, main_units) = match ask.class {
-            PriorityClass::High => (self.units, self.units),
-            PriorityClass::Normal => (self.units, self.units - reserve),
-            PriorityClass::Low => {
-                let class_units = self.units.saturating_mul(LOW_QUARTERS).div_ceil(4);
-                (class_units, class_units.saturating_sub(reserve))
-            }
-        };
-        if used > class_units {
-            return Err(Refused::Class);
-        }
-        let is_small = wanted <= (self.units / SMALL_DIVISOR).max(1);
-        let free = main_units.saturating_sub(self.used);
-        let is_in_proportion = used <= main_units && wanted <= free.saturating_mul(FREE_FACTOR);
-        if is_small || is_in_proportion { Ok(()) } else { Err(Refused::Share) }
+        check(self.units, self.used, held, ask)
     }
 
     fn check_in_debug(&self) {
@@ -168,6 +144,39 @@ impl Pool {
         assert_eq!(self.held.values().sum::<u64>(), self.used, "units nobody holds, or twice held");
         assert!(self.held.values().all(|held| *held > 0), "a sharer without units is kept");
     }
+}
+
+/// Checks whether a sharer that holds `held` units may have more, of a pool of `units` units of
+/// which `used` are in use. Tables that count their sharers' entries themselves use this.
+///
+/// # Errors
+/// If the rule above refuses them.
+pub(crate) fn check(units: u64, used: u64, held: u64, ask: Ask) -> Result<(), Refused> {
+    let wanted = held.saturating_add(ask.units);
+    if ask.key_max.is_some_and(|key_max| wanted > key_max) {
+        return Err(Refused::Key);
+    }
+    let wanted_used = used.saturating_add(ask.units);
+    if wanted_used > units {
+        return Err(Refused::Full);
+    }
+    let reserve = units / RESERVE_DIVISOR;
+    // The whole part that the class may use, and its main part.
+    let (class_units, main_units) = match ask.class {
+        PriorityClass::High => (units, units),
+        PriorityClass::Normal => (units, units - reserve),
+        PriorityClass::Low => {
+            let class_units = units.saturating_mul(LOW_QUARTERS).div_ceil(4);
+            (class_units, class_units.saturating_sub(reserve))
+        }
+    };
+    if wanted_used > class_units {
+        return Err(Refused::Class);
+    }
+    let is_small = wanted <= (units / SMALL_DIVISOR).max(1);
+    let free = main_units.saturating_sub(used);
+    let is_in_proportion = wanted_used <= main_units && wanted <= free.saturating_mul(FREE_FACTOR);
+    if is_small || is_in_proportion { Ok(()) } else { Err(Refused::Share) }
 }
 
 #[cfg(test)]

@@ -63,12 +63,15 @@ pub(crate) enum Limit {
     Turns,
     /// The memory for request bodies.
     BodyBytes,
+    /// Open sessions.
+    Sessions,
 }
 
 /// Returns the message of [`Error::Limit`].
 fn limit_message(limit: Limit, refused: Refused) -> String {
     let (name, units) = match limit {
         Limit::Turns => ("turns_in_flight_max", "turns in flight"),
+        Limit::Sessions => ("sessions_max", "open sessions"),
         Limit::BodyBytes => ("body_bytes_in_flight_max", "bytes of request bodies"),
     };
     match refused {

@@ -1,0 +1,220 @@
+//! Tests of what each client may take: turns, bodies, rates and priority, with several keys.
+
+use std::sync::Arc;
+
+use http::{Method, StatusCode};
+use router::config::Config;
+use tests::{
+    keys::{KeyFixture, TestKey},
+    web::Headers,
+};
+use tokio::{
+    io::{AsyncReadExt as _, AsyncWriteExt as _},
+    net::TcpStream,
+    task::JoinSet,
+};
+
+use crate::{
+    agent::Agent,
+    harness::{Answer, Router, collect, config, wait_until},
+};
+
+const KEYS: [TestKey<'_>; 6] = [
+    ("hog", "hog", ""),
+    ("user", "user", ""),
+    ("single", "single", "limits = { turns_in_flight_max = 1 }"),
+    ("slow", "slow", "limits = { requests_per_minute = 2 }"),
+    ("frugal", "frugal", "limits = { tokens_per_minute = 120 }"),
+    ("low", "low", "limits = { priority = { class = \"low\", bound = \"normal\" } }"),
+];
+const HOG: (&str, &str) = ("authorization", "Bearer hog");
+const USER: (&str, &str) = ("authorization", "Bearer user");
+const SINGLE: (&str, &str) = ("authorization", "Bearer single");
+const SLOW: (&str, &str) = ("authorization", "Bearer slow");
+const FRUGAL: (&str, &str) = ("authorization", "Bearer frugal");
+const LOW: (&str, &str) = ("authorization", "Bearer low");
+const WAIT_HEAD: (&str, &str) = ("x-test-wait", "head");
+const WAIT_TAIL: (&str, &str) = ("x-test-wait", "tail");
+
+/// Starts a router with the keys.
+async fn start(agent: &Agent, change: impl FnOnce(&mut Config)) -> (Arc<Router>, KeyFixture) {
+    let keys = KeyFixture::new(&KEYS).unwrap();
+    let mut settings = config(&[agent]);
+    settings.auth.keys_file = keys.path();
+    change(&mut settings);
+    let router = Router::start_with(settings).await;
+    wait_until("the router is ready", async || router.is_ready().await).await;
+    (Arc::new(router), keys)
+}
+
+/// Sends turns that wait for the agent. Returns them when each is at the agent or refused.
+async fn hold_turns(
+    router: &Arc<Router>,
+    agent: &Agent,
+    headers: &[(&'static str, &'static str)],
+    count: usize,
+    body: &str,
+) -> (JoinSet<Answer>, Vec<Answer>) {
+    let (before, mut turns, mut refused) = (agent.turns().len(), JoinSet::new(), vec![]);
+    for _ in 0..count {
+        let (router, headers, body) = (Arc::clone(router), headers.to_vec(), body.to_owned());
+        turns.spawn(async move {
+            let headers: Vec<_> = [headers, vec![WAIT_HEAD]].concat();
+            router.call(Method::POST, "/v1/messages", &headers, body).await
+        });
+    }
+    while agent.turns().len() - before + refused.len() < count {
+        tokio::select! {
+            Some(answer) = turns.join_next() => refused.push(answer.unwrap()),
+            () = tokio::time::sleep(std::time::Duration::from_millis(5)) => {}
+        }
+    }
+    (turns, refused)
+}
+
+fn refusal(answer: &Answer) -> (u16, String) {
+    (answer.status.as_u16(), answer.code())
+}
+
+fn limit(code: &str) -> (u16, String) {
+    (429, code.to_owned())
+}
+
+/// Sends the head of a turn whose body never comes, and waits until the router has it.
+async fn send_head(router: &Router) -> TcpStream {
+    let mut stream = TcpStream::connect(router.data()).await.unwrap();
+    let head = "POST /generate HTTP/1.1\r\nhost: x\r\nauthorization: Bearer hog\r\n\
+        content-length: 10\r\nexpect: 100-continue\r\n\r\n";
+    stream.write_all(head.as_bytes()).await.unwrap();
+    let mut answer = [0; 12];
+    stream.read_exact(&mut answer).await.unwrap();
+    assert_eq!(&answer, b"HTTP/1.1 100", "the router reads the body");
+    stream
+}
+
+#[tokio::test]
+async fn requests_without_their_bodies_keep_nobody_out() {
+    let a = Agent::start("a");
+    let (router, _keys) = start(&a, |settings| settings.limits.turns_in_flight_max = 2).await;
+    let mut streams = vec![];
+    for _ in 0..20 {
+        streams.push(send_head(&router).await);
+    }
+    let turn = router.chat(&[USER], "{}").await;
+    assert_eq!(turn.status, StatusCode::OK, "{turn:?}");
+    drop(streams);
+}
+
+#[tokio::test]
+async fn a_client_with_many_turns_leaves_some_to_others() {
+    let a = Agent::start("a");
+    let (router, _keys) = start(&a, |settings| settings.limits.turns_in_flight_max = 64).await;
+    let (mut turns, refused) = hold_turns(&router, &a, &[HOG], 64, "{\"a\":1}").await;
+    assert_eq!(refused.len(), 64 - 56, "16/17 of the 60 turns that aren't in reserve");
+    for refused in &refused {
+        assert_eq!(refusal(refused), limit("turns_in_flight_share"));
+        assert_eq!(refused.header("retry-after"), "1");
+    }
+    let turn = router.chat(&[USER], "{}").await;
+    assert_eq!(turn.status, StatusCode::OK, "{turn:?}");
+    let text = router.metrics().await;
+    assert!(text.contains("berth_router_share_limit{pool=\"turns\"} 64"), "{text}");
+    assert!(text.contains("berth_router_share_largest{pool=\"turns\"} 56"), "{text}");
+    a.inner.release.add_permits(64);
+    while let Some(turn) = turns.join_next().await {
+        assert_eq!(turn.unwrap().status, StatusCode::OK);
+    }
+    wait_until("all turns are given back", async || {
+        router.metrics().await.contains("berth_router_share_used{pool=\"turns\"} 0")
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn under_overload_lower_classes_are_refused_first() {
+    let a = Agent::start("a");
+    let (router, _keys) = start(&a, |settings| settings.limits.turns_in_flight_max = 4).await;
+    let low = router.chat(&[LOW], "{}").await;
+    assert_eq!(low.status, StatusCode::OK, "{low:?}");
+    let (_turns, refused) = hold_turns(&router, &a, &[HOG], 3, "{\"a\":1}").await;
+    assert!(refused.is_empty(), "{refused:?}");
+    assert_eq!(refusal(&router.chat(&[LOW], "{}").await), limit("priority_shed"));
+    assert_eq!(refusal(&router.chat(&[USER], "{\"priority\":-1}").await), limit("priority_shed"));
+    assert_eq!(router.chat(&[LOW], "{\"priority\":0}").await.status, StatusCode::OK);
+    assert_eq!(router.chat(&[USER], "{}").await.status, StatusCode::OK);
+}
+
+#[tokio::test]
+async fn no_turn_has_more_priority_than_its_key_allows() {
+    let a = Agent::start("a");
+    let (router, _keys) = start(&a, |_| {}).await;
+    for (key, sent, got) in [
+        (USER, r#"{"a":1.0,"priority":9}"#, r#"{"a":1.0,"priority":0}"#),
+        (USER, r#"{"priority":-2,"a":1.0}"#, r#"{"priority":-2,"a":1.0}"#),
+        (LOW, r#"{"a":1.0}"#, r#"{"a":1.0}"#),
+    ] {
+        assert_eq!(router.chat(&[key], sent).await.status, StatusCode::OK);
+        assert_eq!(a.turns().pop().unwrap().body, got.as_bytes());
+    }
+}
+
+#[tokio::test]
+async fn a_key_has_its_own_turns_and_its_own_rates() {
+    let a = Agent::start("a");
+    let (router, _keys) = start(&a, |_| {}).await;
+    let waiting: Headers<'_> = &[SINGLE, WAIT_TAIL];
+    let turn = router.begin(Method::POST, "/v1/messages", waiting, "{\"a\":1}").await;
+    let second = router.chat(&[SINGLE], "{}").await;
+    assert_eq!(refusal(&second), limit("key_turns_in_flight"));
+    a.inner.release.add_permits(1);
+    assert_eq!(collect(turn).await.status, StatusCode::OK);
+    assert_eq!(router.chat(&[SINGLE], "{}").await.status, StatusCode::OK);
+
+    for _ in 0..2 {
+        assert_eq!(router.chat(&[SLOW], "{}").await.status, StatusCode::OK);
+    }
+    let third = router.call(Method::GET, "/v1/models", &[SLOW], "").await;
+    assert_eq!(refusal(&third), limit("requests_per_minute"));
+    let wait: u64 = third.header("retry-after").parse().unwrap();
+    assert!((20..=30).contains(&wait), "one of two per minute comes after 30 s: {wait}");
+
+    // 100 tokens by bytes; the agent's answer has no usage, and repeats the body.
+    let body = format!("{{\"prompt\":\"{}\"}}", "x".repeat(400 - 13));
+    assert_eq!(router.chat(&[FRUGAL], &body).await.status, StatusCode::OK);
+    let second = router.chat(&[FRUGAL], &body).await;
+    assert_eq!(refusal(&second), limit("tokens_per_minute"));
+    let wait: u64 = second.header("retry-after").parse().unwrap();
+    assert!((30..=42).contains(&wait), "80 of 120 per minute come within 40 s: {wait}");
+    assert_eq!(router.chat(&[USER], &body).await.status, StatusCode::OK, "others have their own");
+}
+
+#[tokio::test]
+async fn bodies_that_the_agent_has_keep_nobody_out_during_a_generation() {
+    let a = Agent::start("a");
+    let change = |settings: &mut Config| {
+        settings.limits.body_bytes_max = 1 << 20;
+        settings.limits.body_bytes_in_flight_max = 2 << 20;
+    };
+    let (router, _keys) = start(&a, change).await;
+    let body = format!("{{\"a\":\"{}\"}}", " ".repeat(600_000));
+    let mut held = vec![];
+    for _ in 0..8 {
+        let (turns, refused) = hold_turns(&router, &a, &[HOG], 1, &body).await;
+        assert!(refused.is_empty(), "{refused:?}");
+        held.push(turns);
+    }
+    let turn = router.chat(&[USER], &body).await;
+    assert_eq!(turn.status, StatusCode::OK, "{:?} {}", turn.status, turn.code());
+}
+
+#[tokio::test]
+async fn text_that_fits_no_context_is_refused_and_an_image_is_not() {
+    let a = Agent::start("a");
+    let (router, _keys) = start(&a, |_| {}).await;
+    // The agent's engine has a context of 1,000 tokens.
+    let padding = format!("{{\"a\":\"{}\"}}", " ".repeat(1_300_000));
+    let refused = router.chat(&[USER], &padding).await;
+    assert_eq!(refusal(&refused), (413, "body_over_context".to_owned()));
+    let image = format!("{{\"image_data\":\"{}\"}}", " ".repeat(1_300_000));
+    assert_eq!(router.chat(&[USER], &image).await.status, StatusCode::OK);
+}
