@@ -4,8 +4,9 @@
 //! reason for a refusal. The steps, in order: read the turn's body, cut out a volatile preamble
 //! (text that a client changes with each request), admit the turn, choose a worker, have a long
 //! prompt computed in stages, and send the turn. A turn is admitted after its body has arrived,
-//! because a client that sends only headers must not hold one of the turns in flight. After a failure, the turn is sent to another worker only
-//! if the first one can't have run it. Refusals become HTTP responses in `http`, not here.
+//! because a client that sends only headers must not hold one of the turns in flight. After a
+//! failure, the turn is sent to another worker only if the first one can't have run it. Refusals
+//! become HTTP responses in `http`, not here.
 //!
 //! - [`request`]: reads what the request says about its session.
 //! - `body`: reads the body within the client's share of memory, and keeps it for a second try.
@@ -91,7 +92,7 @@ pub(crate) async fn run(
     {
         refuse_early(&shared, &key).await?;
     }
-    let context_tokens = longest_context_tokens(&shared);
+    let context_tokens = || longest_context_tokens(&shared);
     let reading = shared.bodies.read(body, &sharer, context_tokens);
     let mut held_body = match tokio::time::timeout_at(deadline.into(), reading).await {
         Ok(body) => body?,

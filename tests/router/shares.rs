@@ -10,7 +10,7 @@ use tests::{
 };
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _},
-    net::TcpStream,
+    net::{TcpSocket, TcpStream},
     task::JoinSet,
 };
 
@@ -128,6 +128,26 @@ async fn a_client_with_many_turns_leaves_some_to_others() {
         router.metrics().await.contains("berth_router_share_used{pool=\"turns\"} 0")
     })
     .await;
+}
+
+/// Without keys, every address is a client.
+#[tokio::test]
+async fn without_keys_one_address_leaves_turns_to_others() {
+    let a = Agent::start("a");
+    let mut settings = config(&[&a]);
+    settings.limits.turns_in_flight_max = 64;
+    let router = Arc::new(Router::start_with(settings).await);
+    wait_until("the router is ready", async || router.is_ready().await).await;
+    let (_turns, refused) = hold_turns(&router, &a, &[], 64, "{\"a\":1}").await;
+    assert_eq!(refused.len(), 64 - 56);
+    let socket = TcpSocket::new_v4().unwrap();
+    socket.bind("127.0.0.99:0".parse().unwrap()).unwrap();
+    let mut stream = socket.connect(router.data()).await.unwrap();
+    let turn = "POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}";
+    stream.write_all(turn.as_bytes()).await.unwrap();
+    let mut answer = [0; 12];
+    stream.read_exact(&mut answer).await.unwrap();
+    assert_eq!(&answer, b"HTTP/1.1 418", "the engine's answer");
 }
 
 #[tokio::test]

@@ -230,7 +230,7 @@ async fn read_body<T: for<'de> Deserialize<'de> + Default>(
     may_be_empty: bool,
 ) -> Result<T, Refusal> {
     let sharer = turn::sharer(caller, request.extensions());
-    let held_body = shared.bodies.read(request.into_body(), &sharer, None).await?;
+    let held_body = shared.bodies.read(request.into_body(), &sharer, || None).await?;
     if held_body.bytes.is_empty() && may_be_empty {
         return Ok(T::default());
     }

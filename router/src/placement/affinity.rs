@@ -12,8 +12,8 @@
 //! with the agents' tables. This module doesn't choose workers; the parent module does.
 //!
 //! A *binding* says to which worker a session's turns go. It stays while its turns run, and for an
-//! idle time after the last of them ends. The table's size is bounded. A
-//! principal gets its share of the table, by the rule of `shares`. Beyond that, and when the table is
+//! idle time after the last of them ends. The table's size is bounded, and
+//! a principal gets its share of it by the rule of `shares`. Beyond that, and when the table is
 //! full, the binding that has been idle for longest is dropped: the principal's own, if it has one.
 
 use std::{

@@ -37,7 +37,8 @@ impl TokenizerMemory {
         self.take(READ_BYTES_PER_BYTE * body_bytes as u64)
     }
 
-    /// Takes the memory in which a text is tokenized. `None` if there is none now, which is counted.
+    /// Takes the memory in which a text is tokenized. `None` if there is none now, which is
+    /// counted.
     pub(super) fn take_to_tokenize(&self, text_bytes: usize) -> Option<Share> {
         self.take(TOKENIZE_BYTES_PER_BYTE * text_bytes as u64)
     }

@@ -34,7 +34,7 @@ impl Bucket {
     /// The time after which the bucket has the units.
     fn take(&mut self, per_minute: NonZeroU32, units: u64, now: Instant) -> Result<(), Duration> {
         let missing = self.missing(now);
-        let needed = time_of(per_minute, units.min(u64::from(per_minute.get())));
+        let needed = flow_time(per_minute, units.min(u64::from(per_minute.get())));
         let after = missing + needed;
         if after > MINUTE {
             return Err(after - MINUTE);
@@ -45,12 +45,12 @@ impl Bucket {
 
     /// Takes `units` unconditionally.
     fn add(&mut self, per_minute: NonZeroU32, units: u64, now: Instant) {
-        self.full_at = now.checked_add(self.missing(now) + time_of(per_minute, units));
+        self.full_at = now.checked_add(self.missing(now) + flow_time(per_minute, units));
     }
 
     /// Puts `units` back.
     fn put_back(&mut self, per_minute: NonZeroU32, units: u64, now: Instant) {
-        let missing = self.missing(now).saturating_sub(time_of(per_minute, units));
+        let missing = self.missing(now).saturating_sub(flow_time(per_minute, units));
         self.full_at = now.checked_add(missing).filter(|_| !missing.is_zero());
     }
 
@@ -61,7 +61,7 @@ impl Bucket {
 }
 
 /// Returns the time in which `units` flow into a bucket. At most ten years, so that it fits clocks.
-fn time_of(per_minute: NonZeroU32, units: u64) -> Duration {
+fn flow_time(per_minute: NonZeroU32, units: u64) -> Duration {
     const YEARS_NS: u128 = 10 * 366 * 24 * 3600 * 1_000_000_000;
     // Rounded up, so that after a refusal's time there are enough units.
     let nanos = (MINUTE.as_nanos() * u128::from(units)).div_ceil(u128::from(per_minute.get()));
@@ -85,7 +85,7 @@ struct Buckets {
 }
 
 impl Buckets {
-    fn of(&mut self, rated: Rated) -> &mut Bucket {
+    fn bucket(&mut self, rated: Rated) -> &mut Bucket {
         match rated {
             Rated::Requests => &mut self.requests,
             Rated::Tokens => &mut self.tokens,
@@ -116,7 +116,7 @@ impl Rates {
         units: u64,
         now: Instant,
     ) -> Result<(), Duration> {
-        let taken = self.buckets_of(sharer, now).of(rated).take(per_minute, units, now);
+        let taken = self.buckets_of(sharer, now).bucket(rated).take(per_minute, units, now);
         self.check_invariants();
         taken
     }
@@ -130,7 +130,7 @@ impl Rates {
         (estimated, used): (u64, u64),
         now: Instant,
     ) {
-        let bucket = self.buckets_of(sharer, now).of(rated);
+        let bucket = self.buckets_of(sharer, now).bucket(rated);
         if used >= estimated {
             bucket.add(per_minute, used - estimated, now);
         } else {

@@ -72,8 +72,8 @@ impl Bodies {
         Self { pool, body_bytes_max, sent: Arc::default() }
     }
 
-    /// Reads a body to its end. `context_tokens` is the longest context of any worker: a longer
-    /// prompt is refused as soon as so much of it has arrived.
+    /// Reads a body to its end. `context_tokens` returns the longest context of any worker: a
+    /// longer prompt is refused as soon as so much of it has arrived.
     ///
     /// # Errors
     /// If the body is too large, incomplete or slow, or finds no memory.
@@ -81,7 +81,7 @@ impl Bodies {
         &self,
         body: B,
         sharer: &Sharer,
-        context_tokens: Option<u64>,
+        context_tokens: impl Fn() -> Option<u64>,
     ) -> Result<HeldBody, Error>
     where
         B: Body<Data = Bytes> + Unpin,
@@ -90,12 +90,12 @@ impl Bodies {
         let refuse = |refused| Error::Limit { limit: Limit::BodyBytes, refused };
         let mut share = self.pool.empty_share(sharer);
         self.grow(&mut share, STEP_BYTES).map_err(refuse)?;
-        let text_bytes_max = context_tokens.map_or(usize::MAX, text_bytes_max);
         let mut is_text_checked = false;
         let bytes = read_limited(body, self.body_bytes_max, |kept, received_bytes| {
-            if !is_text_checked && kept.len() > text_bytes_max {
-                is_text_checked = true;
-                if !has_media(kept) {
+            if !is_text_checked && kept.len() > TEXT_BYTES_MIN {
+                let text_bytes_max = context_tokens().map_or(usize::MAX, text_bytes_max);
+                is_text_checked = kept.len() > text_bytes_max;
+                if is_text_checked && !has_media(kept) {
                     return Err(Error::BodyOverContext { text_bytes_max });
                 }
             }
@@ -238,7 +238,7 @@ mod tests {
             })
             .collect();
         let body = http_body_util::StreamBody::new(tokio_stream::iter(chunks));
-        bodies.read(body, &sharer(name), Some(10_000)).await
+        bodies.read(body, &sharer(name), || Some(10_000)).await
     }
 
     #[tokio::test]

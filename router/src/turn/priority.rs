@@ -1,7 +1,7 @@
 //! Bounds the priority that a turn asks for by its client's key. Pure.
 //!
-//! A turn asks by the body's member `priority`, as the engine reads it: a whole number, and more is
-//! more urgent. Its sign is the turn's class at the router: below 0 is `low`, 0 is `normal`, above 0
+//! A turn asks by the body's member `priority`, as the engine reads it: a whole number, of which
+//! more is more urgent. Its sign is the turn's class here: below 0 is `low`, 0 is `normal`, above 0
 //! is `high`. A turn that asks for more than the key's bound gets the bound, and the number in its
 //! body is replaced. A body without `priority` stays as it is, and its turn has the key's class.
 

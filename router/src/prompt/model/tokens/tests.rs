@@ -10,7 +10,12 @@ use serde::Deserialize;
 use serde_json::{Value, json, value::RawValue};
 
 use super::*;
-use crate::prompt::{EngineBlockFacts, Prompt};
+use crate::{
+    auth::Caller,
+    metrics::Metrics,
+    prompt::{EngineBlockFacts, Prompt, memory::TokenizerMemory},
+    shares::{PoolSizes, Sharer, Shares},
+};
 
 macro_rules! data {
     ($name:literal) => {
@@ -64,6 +69,29 @@ fn blocks(model: &Model, form: PromptForm, body: &str) -> Option<Blocks> {
     let engine = EngineBlockFacts::from_facts(&facts).unwrap().with_model(model, 0);
     let prompt = Prompt::find(&Object::parse(body.as_bytes()).unwrap());
     prompt.blocks(form, body.as_bytes(), &engine)
+}
+
+#[test]
+fn a_text_that_finds_no_memory_is_estimated_and_one_that_fits_gives_its_memory_back() {
+    let sizes = PoolSizes { turns: 1, body_bytes: 1, tokenizer_bytes: 320_000 };
+    let shares = Shares::new(sizes);
+    let metrics = Metrics::new(&mut prometheus_client::registry::Registry::default()).into();
+    let caller = Caller { principal: "a".into(), is_admin: false, limits: Default::default() };
+    let memory =
+        TokenizerMemory::new(&shares.tokenizer_bytes, &Sharer::new(&caller, None), &metrics);
+    let (model, facts) = (model(None), facts(100_000));
+    let engine = EngineBlockFacts::from_facts(&facts).unwrap().with_model(&model, 0);
+    let blocks = |words: usize| {
+        let body = format!(r#"{{"text":"{}"}}"#, "word ".repeat(words));
+        let prompt = Prompt::find(&Object::parse(body.as_bytes()).unwrap());
+        let engine = engine.with_memory(&memory);
+        prompt.blocks(PromptForm::Generate, body.as_bytes(), &engine).unwrap()
+    };
+    let too_long = blocks(2000);
+    assert!(too_long.hashes.is_empty() && too_long.tokens >= 10_000 / BYTES_PER_TOKEN);
+    for words in [50, 100, 150] {
+        assert!(!blocks(words).hashes.is_empty(), "{words} words fit");
+    }
 }
 
 fn blocks_of_ids(ids: &[u32]) -> Blocks {
