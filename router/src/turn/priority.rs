@@ -80,9 +80,9 @@ mod tests {
         assert_eq!(read(plain, High, Normal), (Normal, same(plain)));
         let high = r#"{"text":"a", "priority": 7 ,"n":1.0}"#;
         assert_eq!(read(high, Low, High), (High, same(high)));
-        let lowered = r#"{"text":"a","n":1.0,"priority":0}"#;
+        let lowered = r#"{"text":"a" ,"n":1.0,"priority":0}"#;
         assert_eq!(read(high, Normal, Normal), (Normal, lowered.to_owned()));
-        let lowest = r#"{"text":"a","n":1.0,"priority":-1}"#;
+        let lowest = r#"{"text":"a" ,"n":1.0,"priority":-1}"#;
         assert_eq!(read(high, Low, Low), (Low, lowest.to_owned()));
         let low = r#"{"priority":-5}"#;
         assert_eq!(read(low, Normal, Normal), (Low, same(low)));
