@@ -40,7 +40,7 @@ impl RankSample {
         reason = "a positive float saturates"
     )]
     pub fn snapshot_us(&self) -> Option<u64> {
-        (self.timestamp > 0.0).then(|| (self.timestamp * 1e6) as u64)
+        (self.timestamp > 0.0).then_some((self.timestamp * 1e6) as u64)
     }
 }
 
