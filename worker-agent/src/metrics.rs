@@ -206,8 +206,8 @@ impl Metrics {
         registry.register("journal_failures", help, self.journal_failures.clone());
         let help = "1 while the journal lacks a record and no session is pinned for that; else 0";
         registry.register("journal_behind", help, self.journal_behind.clone());
-        let help = "How evenly principals share the agent: their number, and the sessions and pinned \
-                    rows of the principal that has the most";
+        let help = "How evenly principals share the agent: their number, and the sessions and the \
+                    pinned rows of the principal that has the most";
         registry.register("shares", help, self.shares.clone());
     }
 

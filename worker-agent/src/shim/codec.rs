@@ -29,8 +29,8 @@
 //! | `Run` | trimmer | to shim | the number of the question, the maximum number of tokens of the |
 //! | | | | prompt, and the session to run the turn in; nil if the turn runs unchanged |
 //!
-//! `Hello` and `Trimmer` come first on their sockets, and only once. A shim sends an update at least
-//! once a second, as a heartbeat of its scheduler.
+//! `Hello` and `Trimmer` come first on their sockets, and only once. A shim sends an update at
+//! least once a second, as a heartbeat of its scheduler.
 
 use serde::{
     Deserialize, Deserializer, Serialize,
