@@ -228,6 +228,31 @@ async fn idle_connections_take_no_agent_with_few_descriptors_down() {
     assert!(metrics.contains("berth_agent_engine_up 1"), "{metrics}");
 }
 
+#[tokio::test]
+async fn a_list_of_sessions_comes_in_pages() {
+    let cluster = Cluster::start(1, |_| {}).await.unwrap();
+    for number in 0..5 {
+        let body = serde_json::json!({"session_id": format!("s{number}")});
+        let opened = cluster.post("/v1/sessions", &[], &body).await;
+        assert!(opened.status.is_success(), "{}", opened.text());
+    }
+    let (mut ids, mut after) = (vec![], String::new());
+    loop {
+        let page = cluster.get(&format!("/v1/sessions?limit=2&after={after}")).await.json();
+        let sessions = page["sessions"].as_array().unwrap();
+        assert!(sessions.len() <= 2);
+        ids.extend(sessions.iter().map(|one| one["session_id"].as_str().unwrap().to_owned()));
+        if page["more"] == false {
+            break;
+        }
+        after = page["next"].as_str().unwrap().to_owned();
+    }
+    assert_eq!(ids, ["s0", "s1", "s2", "s3", "s4"]);
+    assert_eq!(cluster.get("/v1/sessions").await.json()["sessions"].as_array().unwrap().len(), 5);
+    let wrong = cluster.get("/v1/sessions?limit=two").await;
+    assert_eq!(wrong.refusal(), (400, "invalid_field".to_owned()));
+}
+
 /// Number of sessions. An agent keeps four times as many, but a debug build checks its whole table
 /// after each change.
 const SESSIONS: usize = 4096;

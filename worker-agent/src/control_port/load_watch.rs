@@ -26,11 +26,11 @@ use super::incoming::ControlConnectInfo;
 use crate::owner::{AgentHandle, SessionChange, SessionSnapshot, SessionWatch};
 
 /// The maximum number of watchers. A fleet has tens of routers, and a router that reconnects may be
-/// counted twice for a moment. With 160 KiB each, they take 20 MiB at most.
+/// counted twice for a moment. A hundred that read nothing take about 6 MiB.
 pub(super) const WATCHERS_MAX: usize = 128;
 /// The number of sessions in one message of the session table, which is sent to each new watcher.
-/// They have about 40 KiB.
-const SESSIONS_PER_MESSAGE: usize = 128;
+/// They have about 12 KiB.
+const SESSIONS_PER_MESSAGE: usize = 64;
 /// The maximum number of queued events for one watcher. If a watcher reads too slowly, this queue
 /// is full, and changes of sessions wait in the owner task's queue. When that is full too, the
 /// watcher is disconnected.

@@ -107,10 +107,13 @@ async fn an_answer_ends_with_its_source_although_its_client_reads_nothing() {
     let mut client = server.send("/answer").await;
     frames.send(large_frame()).await.unwrap();
     for _ in 0..100 {
-        frames.send(Bytes::from_static(b"event")).await.unwrap();
+        let sent = frames.send(Bytes::from_static(b"event"));
+        let sent = tokio::time::timeout(Duration::from_secs(60), sent).await;
+        sent.expect("the body is read on").unwrap();
     }
     drop(frames);
-    dropped.cancelled().await;
+    let ended = tokio::time::timeout(Duration::from_secs(60), dropped.cancelled());
+    assert!(ended.await.is_ok(), "the body waits for its client");
     assert!(server.metric("answer_buffer_bytes ") > 100 * 5);
     // The client gets every byte all the same, and the memory is free again.
     let (mut answer, mut end) = (vec![0; large_frame().len()], vec![]);
