@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use tests::{
     cluster::{Cluster, Router, eventually, own_addr, ready, router_config, text_turn as turn},
     engine_sim::{Config, EngineSim},
-    process::{AgentPlace, AgentProcess},
+    process::{AgentPlace, SpawnedAgent},
     shim::SimShim,
     web::{Answer, Web},
 };
@@ -127,7 +127,7 @@ impl Upgrade {
         Self { web, engine, place, _shim: shim }
     }
 
-    async fn start(&self) -> AgentProcess {
+    async fn start(&self) -> SpawnedAgent {
         let agent = self.place.start("", &["--handover"]).unwrap();
         ready(&self.web, self.place.admin).await;
         agent

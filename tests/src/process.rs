@@ -30,7 +30,7 @@ pub struct AgentPlace {
 
 /// A running agent process; killed when dropped.
 #[derive(Debug)]
-pub struct AgentProcess(Child);
+pub struct SpawnedAgent(Child);
 
 impl AgentPlace {
     /// Returns a place with free addresses, for the agent `binary` beside `engine`.
@@ -53,7 +53,7 @@ impl AgentPlace {
     ///
     /// # Errors
     /// Fails if the process ends instead; the error has its log.
-    pub fn start(&self, settings: &str, flags: &[&str]) -> anyhow::Result<AgentProcess> {
+    pub fn start(&self, settings: &str, flags: &[&str]) -> anyhow::Result<SpawnedAgent> {
         let mut agent = self.spawn(settings, flags)?;
         let mut lines = agent.log_lines();
         let mut said = vec![];
@@ -78,7 +78,7 @@ impl AgentPlace {
         Ok(agent.log_lines().collect::<Vec<_>>().join("\n"))
     }
 
-    fn spawn(&self, settings: &str, flags: &[&str]) -> anyhow::Result<AgentProcess> {
+    fn spawn(&self, settings: &str, flags: &[&str]) -> anyhow::Result<SpawnedAgent> {
         let file = self.folder.path().join("agent.toml");
         let common = format!(
             "[files]\nstate_dir = {:?}\n[gpu]\nnvml_library = \"no-nvml\"\n[reports]\n\
@@ -98,7 +98,7 @@ impl AgentPlace {
         for (flag, addr) in addrs {
             command.args([flag, &addr.to_string()]);
         }
-        Ok(AgentProcess(command.args(flags).stderr(Stdio::piped()).spawn()?))
+        Ok(SpawnedAgent(command.args(flags).stderr(Stdio::piped()).spawn()?))
     }
 
     /// Returns the URL of a data route.
@@ -127,7 +127,7 @@ impl AgentPlace {
     }
 }
 
-impl AgentProcess {
+impl SpawnedAgent {
     fn log_lines(&mut self) -> impl Iterator<Item = String> + Send + use<> {
         let log = self.0.stderr.take().expect("it is piped");
         BufReader::new(log).lines().map_while(Result::ok)
@@ -168,7 +168,7 @@ impl AgentProcess {
     }
 }
 
-impl Drop for AgentProcess {
+impl Drop for SpawnedAgent {
     fn drop(&mut self) {
         let _ = self.0.kill();
         let _ = self.0.wait();

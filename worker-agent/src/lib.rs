@@ -149,8 +149,8 @@ pub enum Error {
     TaskEnded,
 }
 
-/// Runs one agent until `stop` ends, then drains it: takes no new turns, lets running turns end, and
-/// closes every session at the engine or hands them over to the next agent, as `stop` says.
+/// Runs one agent until `stop` ends, then drains it: takes no new turns, lets running turns end,
+/// and closes every session at the engine or hands them over to the next agent, as `stop` says.
 ///
 /// `epoch` identifies this run of the agent, and must differ from every earlier run of the same
 /// agent. The listeners may have any free port, and several agents may run in one process.

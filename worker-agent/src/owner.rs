@@ -122,8 +122,6 @@ struct Owner {
     reporter: Reporter,
     audit_desk: AuditDesk,
     drain: Drain,
-    /// Whether the sessions were handed over to the next agent process.
-    has_handed_over: bool,
     prefix_warnings: PrefixWarnings,
     metrics: Metrics,
 }
@@ -150,7 +148,7 @@ impl Owner {
                 () = token.cancelled() => return,
             }
             self.run_deadlines(now());
-            if self.has_handed_over {
+            if self.drain.has_handed_over() {
                 // From now on, the sessions are the next process's. What this process still learns
                 // must change nothing.
                 return token.cancelled().await;
@@ -190,7 +188,6 @@ impl Owner {
             DrainStep::Complete(ending) => {
                 if ending == Ending::HandOver {
                     self.engine_calls.hand_over(self.table.hand_over(now));
-                    self.has_handed_over = true;
                 }
                 self.drain.complete();
             }

@@ -12,7 +12,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use rustix::fs::{FileType, Mode, OFlags, Stat};
+use rustix::fs::{FileType, Mode, OFlags};
 
 /// The mode bits that let other users write.
 const WRITABLE_BY_OTHERS: u32 = 0o022;
@@ -82,7 +82,7 @@ impl PrivateFolder {
             error => io_error(error.into()),
         })?;
         let stat = rustix::fs::fstat(&folder).map_err(|error| io_error(error.into()))?;
-        check_folder(path, &stat, own_uid())?;
+        check_folder(path, stat.st_uid, stat.st_mode, own_uid())?;
         Ok(Self { path: path.to_owned(), folder })
     }
 
@@ -147,11 +147,11 @@ impl PrivateFolder {
 }
 
 /// Checks that only the user `uid` and root can change the folder.
-fn check_folder(path: &Path, stat: &Stat, uid: u32) -> Result<(), Error> {
-    if ![0, uid].contains(&stat.st_uid) {
-        return Err(Error::OfAnotherUser { folder: path.to_owned(), owner: stat.st_uid, uid });
+fn check_folder(path: &Path, owner: u32, mode: u32, uid: u32) -> Result<(), Error> {
+    if ![0, uid].contains(&owner) {
+        return Err(Error::OfAnotherUser { folder: path.to_owned(), owner, uid });
     }
-    if stat.st_mode & WRITABLE_BY_OTHERS != 0 {
+    if mode & WRITABLE_BY_OTHERS != 0 {
         return Err(Error::WritableByOthers(path.to_owned()));
     }
     Ok(())
@@ -228,10 +228,8 @@ mod tests {
         fs::set_permissions(&scratch.0, fs::Permissions::from_mode(0o777)).expect("mine");
         let shared = PrivateFolder::open(&scratch.0).expect_err("others may write");
         assert!(shared.to_string().contains("chmod go-w"), "{shared}");
-        let stat = rustix::fs::stat(&scratch.0).expect("it exists");
         fs::set_permissions(&scratch.0, fs::Permissions::from_mode(0o700)).expect("mine");
-        let foreign =
-            check_folder(&scratch.0, &Stat { st_uid: 12, ..stat }, 34).expect_err("another user's");
+        let foreign = check_folder(&scratch.0, 12, 0o700, 34).expect_err("another user's");
         let text = foreign.to_string();
         assert!(text.contains("user 12") && text.contains("user 34"), "{text}");
     }

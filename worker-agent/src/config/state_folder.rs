@@ -55,7 +55,7 @@ mod tests {
                 let set = variables.iter().find(|(set, _)| *set == name);
                 set.map(|(_, value)| OsString::from(value))
             };
-            choose(variable, Some("/home/a".into()), |path| own.iter().any(|own| path == *own))
+            choose(variable, Some("/h".into()), |path| own.iter().any(|own| path == *own))
         };
         let runtime = ("XDG_RUNTIME_DIR", "/run/user/7");
         let state = ("XDG_STATE_HOME", "/state");
@@ -63,7 +63,7 @@ mod tests {
             (&[runtime, state][..], &["/run/user/7", "/run/berth"][..], "/run/user/7/berth"),
             (&[runtime], &["/run/berth"], "/run/berth"),
             (&[("XDG_RUNTIME_DIR", "own"), state], &["own"], "/state/berth"),
-            (&[runtime], &[], "/home/a/.local/state/berth"),
+            (&[runtime], &[], "/h/.local/state/berth"),
         ] {
             assert_eq!(chosen(variables, own), Path::new(want), "{variables:?}, {own:?}");
         }

@@ -145,7 +145,7 @@ impl Subscriber {
         let replay_socket = Connection::open(address, SocketType::Dealer).await;
         let replay_socket = replay_socket.inspect_err(|error| {
             let dp_rank = self.addresses.dp_rank;
-            warn!(dp_rank, %error, %address, "can't connect for replays; missed KV events are lost");
+            warn!(dp_rank, %error, %address, "no replays; missed KV events are lost");
         });
         Ok((event_socket, replay_socket.ok()))
     }

@@ -34,7 +34,7 @@ pub(super) enum Drain {
         reply: oneshot::Sender<()>,
     },
     /// Nothing is left to do. After a hand-over, nothing may be done.
-    Complete,
+    Complete(Ending),
 }
 
 /// What becomes of the sessions when the agent ends.
@@ -75,11 +75,16 @@ impl Drain {
         !matches!(self, Self::NotBegun)
     }
 
+    /// Whether the sessions are the next agent process's now.
+    pub(super) fn has_handed_over(&self) -> bool {
+        matches!(self, Self::Complete(Ending::HandOver))
+    }
+
     /// Returns what becomes of the sessions; `None` before a drain, and when it is complete.
     pub(super) fn ending(&self) -> Option<Ending> {
         match self {
             Self::Active { ending, .. } => Some(*ending),
-            Self::NotBegun | Self::Complete => None,
+            Self::NotBegun | Self::Complete(_) => None,
         }
     }
 
@@ -89,7 +94,7 @@ impl Drain {
             Self::Active { next_abort_at, notice_until, .. } => {
                 Some(notice_until.map_or(*next_abort_at, |until| until.min(*next_abort_at)))
             }
-            Self::NotBegun | Self::Complete => None,
+            Self::NotBegun | Self::Complete(_) => None,
         }
     }
 
@@ -123,7 +128,8 @@ impl Drain {
 
     /// Tells the caller that nothing is left.
     pub(super) fn complete(&mut self) {
-        if let Self::Active { reply, .. } = std::mem::replace(self, Self::Complete) {
+        let Some(ending) = self.ending() else { return };
+        if let Self::Active { reply, .. } = std::mem::replace(self, Self::Complete(ending)) {
             let _ = reply.send(());
         }
     }
@@ -149,6 +155,8 @@ mod tests {
         assert_eq!(drain.advance(start + NOTICE, 1, 0, true), DrainStep::Wait, "a turn runs");
         assert_eq!(drain.next_deadline(), Some(start + 4 * ABORT_INTERVAL));
         assert_eq!(drain.advance(start + NOTICE, 0, 0, true), done);
+        drain.complete();
+        assert!(drain.has_handed_over());
     }
 
     #[test]

@@ -36,8 +36,8 @@ const ENGINE_IDLE_MARGIN: Duration = Duration::from_secs(24 * 3600);
 /// the table shows the effects of what has just happened.
 const TABLE_REQUEST_PAUSE: Duration = Duration::from_millis(20);
 
-/// The pause before the journal is written again, where its disk was full for example. A write takes
-/// less than a millisecond.
+/// The pause before the journal is written again, for example because its disk was full. A write
+/// takes less than a millisecond.
 const JOURNAL_RETRY_PAUSE: Duration = Duration::from_secs(1);
 
 /// The owner task's access to the engine.
@@ -45,7 +45,7 @@ pub(super) struct EngineCalls {
     pub(super) engine: EngineClient,
     /// The file that lists the open sessions.
     journal: Journal,
-    /// When the journal is written again, and why it could not be written; `None` if it is complete.
+    /// When the journal is written again, and why that failed before; `None` if it is complete.
     journal_retry: Option<(Instant, String)>,
     metrics: Metrics,
     /// The owner task's mailbox, which gets the results.

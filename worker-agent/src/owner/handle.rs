@@ -314,8 +314,8 @@ impl AgentHandle {
     }
 
     /// Drains the agent: refuses new requests, lets running turns continue for up to
-    /// `grace_period`, then aborts them, and closes all sessions or hands them over. Returns when no
-    /// turn runs, and no close is pending or everything is handed over.
+    /// `grace_period`, then aborts them, and closes all sessions or hands them over. Returns when
+    /// no turn runs, and no close is pending or everything is handed over.
     pub async fn drain(&self, grace_period: Duration, ending: Ending) {
         let _ = self.request(|reply| OwnerMessage::Drain { grace_period, ending, reply }).await;
     }

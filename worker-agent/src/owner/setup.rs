@@ -115,7 +115,6 @@ impl OwnerSetup {
             reporter,
             audit_desk,
             drain: Drain::NotBegun,
-            has_handed_over: false,
             prefix_warnings: PrefixWarnings::default(),
             metrics,
         }

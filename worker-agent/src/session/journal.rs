@@ -84,8 +84,8 @@ pub enum Error {
     Locked(PathBuf),
     /// The folder isn't safe to use, or a file in it can't be read or written.
     #[error(
-        "can't keep the journal of open sessions: set `files.state_dir` to a folder of this agent's own \
-         user (where it is not set, earlier versions used /tmp/berth-<uid>)"
+        "can't keep the journal of open sessions: set `files.state_dir` to a folder of this \
+         agent's own user (where it is not set, earlier versions used /tmp/berth-<uid>)"
     )]
     Folder(#[from] private_folder::Error),
 }

@@ -2,9 +2,9 @@
 //!
 //! An incarnation is one life of a session in the engine. A planned restart leaves the incarnations
 //! open there. The next process takes a pinned session up as suspect: its turns wait until the shim
-//! (Berth's part in the engine's process) reports the history that the last process knew. What can't
-//! be proven is closed at the engine, and the session's next turn is told that it is lost. Sessions
-//! on the radix tree need no proof, because their turns send the whole conversation.
+//! (Berth's part in the engine's process) reports the history that the last process knew. What
+//! can't be proven is closed at the engine, and the session's next turn is told that it is lost.
+//! Sessions on the radix tree need no proof, because their turns send the whole conversation.
 //!
 //! The owner task begins a hand-over with [`Table::begin_handover`], and calls [`Table::hand_over`]
 //! once nothing is unsettled. It then makes no more changes. The next process calls
