@@ -232,15 +232,15 @@ impl Table {
             (OpenResult::Opened, None) => self.forget_open(now, incarnation, true),
             (OpenResult::NotOpened(reason), key) => {
                 let error = Error::OpenFailed(reason.clone());
-                self.handle_failed_open(now, incarnation, key, false, error);
+                self.handle_failed_open(now, incarnation, key.as_ref(), false, &error);
             }
             (OpenResult::NotJournaled(reason), key) => {
                 let error = Error::JournalFailed(reason.clone());
-                self.handle_failed_open(now, incarnation, key, false, error);
+                self.handle_failed_open(now, incarnation, key.as_ref(), false, &error);
             }
             (OpenResult::Unknown(reason), key) => {
                 let error = Error::OpenFailed(reason.clone());
-                self.handle_failed_open(now, incarnation, key, true, error);
+                self.handle_failed_open(now, incarnation, key.as_ref(), true, &error);
             }
         }
         self.process_queue(now);
@@ -264,12 +264,12 @@ impl Table {
         &mut self,
         now: Instant,
         incarnation: &str,
-        key: Option<SessionKey>,
+        key: Option<&SessionKey>,
         may_be_open: bool,
-        error: Error,
+        error: &Error,
     ) {
         self.forget_open(now, incarnation, may_be_open);
-        let Some(key) = &key else { return };
+        let Some(key) = key else { return };
         if self.finish_reopen(now, key, false) {
             return;
         }
@@ -278,7 +278,7 @@ impl Table {
             // The agent pinned this session on its own, so its turns continue without the pin.
             self.unpin_without_close(now, key);
         } else {
-            self.drop_session(now, key, &error);
+            self.drop_session(now, key, error);
         }
     }
 
