@@ -1,6 +1,6 @@
 //! Checks that the binaries accept every example under `deploy/`.
 
-use std::{fs, path::PathBuf, time::Duration};
+use std::{fs, io, path::PathBuf, time::Duration};
 
 use clap::Parser;
 use worker_agent::config::ABORT_WAIT_MAX;
@@ -11,20 +11,20 @@ fn deploy(path: &str) -> PathBuf {
 }
 
 /// Copies an example, and names the example of a key file in it. Returns the copy with its folder.
-fn with_keys(example: &str) -> (tempfile::TempDir, PathBuf) {
-    let text = fs::read_to_string(deploy(example)).unwrap();
+fn with_keys(example: &str) -> io::Result<(tempfile::TempDir, PathBuf)> {
+    let text = fs::read_to_string(deploy(example))?;
     let keys = deploy("config/keys.toml");
     assert!(text.contains("\"/etc/berth/keys.toml\""), "{example} names no key file");
-    let text = text.replace("/etc/berth/keys.toml", keys.to_str().unwrap());
-    let folder = tempfile::tempdir().unwrap();
+    let text = text.replace("/etc/berth/keys.toml", &keys.display().to_string());
+    let folder = tempfile::tempdir()?;
     let path = folder.path().join("settings.toml");
-    fs::write(&path, text).unwrap();
-    (folder, path)
+    fs::write(&path, text)?;
+    Ok((folder, path))
 }
 
 #[test]
 fn the_agent_takes_its_example() {
-    let (_folder, path) = with_keys("config/agent.toml");
+    let (_folder, path) = with_keys("config/agent.toml").unwrap();
     let args =
         worker_agent::config::Args::parse_from(["berth-agent", "--config", path.to_str().unwrap()]);
     let config = worker_agent::config::Config::load(args).unwrap();
@@ -33,7 +33,7 @@ fn the_agent_takes_its_example() {
 
 #[test]
 fn the_router_takes_its_example() {
-    let (_folder, path) = with_keys("config/router.toml");
+    let (_folder, path) = with_keys("config/router.toml").unwrap();
     let args = ["berth-router", "--config", path.to_str().unwrap()];
     let config = router::config::Config::load(&router::config::Args::parse_from(args)).unwrap();
     assert_eq!(config.workers.len(), 2, "the example's own value is in force");

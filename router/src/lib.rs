@@ -56,7 +56,7 @@ use crate::{
         Authenticator,
         jwks::{self, JwksStore},
     },
-    config::{Config, jwt::JwtTable},
+    config::{Config, jwt::JwtTable, tables::LimitsTable},
     fleet::{
         collector::FleetCollector,
         connect::LoadWatcher,
@@ -145,11 +145,7 @@ pub async fn run(config: Config, listeners: Listeners, tasks: Tasks) -> Result<(
     let metrics = Metrics::new(&mut registry);
     let connection_metrics = server::Metrics::new(&mut registry);
     let descriptors = DescriptorPlan::new(descriptors::raise_limit(), server::DESCRIPTORS_RESERVED);
-    let shares = Shares::new(PoolSizes {
-        turns: config.limits.turns_in_flight_max,
-        body_bytes: config.limits.body_bytes_in_flight_max,
-        tokenizer_bytes: config.limits.tokenizer_bytes_max,
-    });
+    let shares = Shares::new(pool_sizes(&config.limits));
     registry.register_collector(Box::new(SharesCollector(Arc::clone(&shares))));
     registry.register_collector(Box::new(FleetCollector(Arc::clone(&view))));
     let kv_index = Arc::new(KvIndex::new(dialers.len(), config.limits.overlap_bytes_max));
@@ -206,6 +202,15 @@ pub async fn run(config: Config, listeners: Listeners, tasks: Tasks) -> Result<(
     let ended_cleanly = tasks.stop(config.drain_max()).await;
     info!("stopped");
     if ended_cleanly { Ok(()) } else { Err(Error::TaskEnded) }
+}
+
+/// Returns what clients share.
+fn pool_sizes(limits: &LimitsTable) -> PoolSizes {
+    PoolSizes {
+        turns: limits.turns_in_flight_max,
+        body_bytes: limits.body_bytes_in_flight_max,
+        tokenizer_bytes: limits.tokenizer_bytes_max,
+    }
 }
 
 /// Returns the addresses to which the data port and the admin port are bound.
@@ -357,7 +362,7 @@ fn build_shared(
         tasks.clone(),
     );
     let upstream = Arc::new(upstream);
-    for agent in 0..endpoints.len() {
+    for agent in 0..dialers.len() {
         let (directory, upstream) = (Arc::clone(&directory), Arc::clone(&upstream));
         tasks.spawn(liveness::run(agent, directory, upstream, tasks.token()));
     }

@@ -121,7 +121,7 @@ async fn who_is_no_router_can_not_act_for_a_session_whose_names_it_knows() {
     cluster.open_pinned("s").await;
     let web = router_web(&files);
     let (right, wrong) = (token('a'), token('b'));
-    let mut request = tonic::Request::new(proto::v1::ListSessionsRequest {});
+    let mut request = tonic::Request::new(proto::v1::ListSessionsRequest::default());
     request.metadata_mut().insert("x-berth-router-token", right.parse().unwrap());
     let mut control = files.control_client(cluster.agent().control_url()).await;
     let listed = control.list_sessions(request).await.unwrap().into_inner();
@@ -213,7 +213,7 @@ async fn a_token_alone_is_enough_where_tls_is_elsewhere() {
     let list = cluster.web.request(Method::GET, &url, &[], Body::empty()).await.unwrap();
     assert_eq!(list.status, StatusCode::UNAUTHORIZED);
     let mut control = cluster.agent().control_client().await.unwrap();
-    let listed = control.list_sessions(proto::v1::ListSessionsRequest {}).await;
+    let listed = control.list_sessions(proto::v1::ListSessionsRequest::default()).await;
     assert_eq!(listed.unwrap_err().code(), tonic::Code::Unauthenticated);
     let metrics: Value = cluster.agent_metrics().await.into();
     let counted = "berth_agent_refusals_total{code=\"not_a_router\"} 2";

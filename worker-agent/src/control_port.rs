@@ -80,8 +80,19 @@ pub struct PortAccess {
     pub tls: Option<ServerTls>,
 }
 
-/// Starts the control port's thread, and returns its address. At most `connections_max` connections
-/// are open at a time. The thread ends when `token` is cancelled.
+/// The socket of the control port, and who may use it.
+#[derive(Debug)]
+pub struct ControlListener {
+    /// The bound socket.
+    pub socket: std::net::TcpListener,
+    /// Who may connect.
+    pub access: PortAccess,
+    /// The maximum number of connections.
+    pub connections_max: usize,
+}
+
+/// Starts the control port's thread, and returns its address. The thread ends when `token` is
+/// cancelled.
 ///
 /// # Errors
 /// When the thread or its runtime can't be created.
@@ -90,18 +101,17 @@ pub fn start(
     kv_events: KvHandle,
     epoch: u64,
     found_files: watch::Receiver<Option<Arc<model_files::FoundFiles>>>,
-    listener: std::net::TcpListener,
-    access: PortAccess,
-    connections_max: usize,
+    listener: ControlListener,
     token: CancellationToken,
 ) -> std::io::Result<SocketAddr> {
-    listener.set_nonblocking(true)?;
-    let addr = listener.local_addr()?;
+    let ControlListener { socket, access, connections_max } = listener;
+    socket.set_nonblocking(true)?;
+    let addr = socket.local_addr()?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     std::thread::Builder::new().name("control".into()).spawn(move || {
         runtime.block_on(async move {
             let listener =
-                tokio::net::TcpListener::from_std(listener).expect("it was made nonblocking");
+                tokio::net::TcpListener::from_std(socket).expect("it was made nonblocking");
             let tasks = Tasks::default();
             let service = ControlService {
                 agent,

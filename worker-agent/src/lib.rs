@@ -61,7 +61,7 @@ use tokio::sync::{Notify, mpsc, watch};
 
 use crate::{
     config::{Config, ms},
-    control_port::PortAccess,
+    control_port::{ControlListener, PortAccess},
     data_port::{RouterAuth, TurnContext},
     engine::EngineClient,
     gpu::Gpus,
@@ -183,9 +183,11 @@ pub async fn run(
         kv_events.clone(),
         epoch,
         found_files,
-        listeners.control,
-        access.clone(),
-        port_limits.control_connections_max,
+        ControlListener {
+            socket: listeners.control,
+            access: access.clone(),
+            connections_max: port_limits.control_connections_max,
+        },
         tasks.token(),
     )?;
     let ready = track_readiness(agent.report.clone(), &metrics, &tasks);

@@ -8,7 +8,6 @@ use std::sync::Arc;
 
 use axum::{
     Json,
-    body::Body,
     extract::{Extension, Path, Query, Request, State},
     response::{IntoResponse as _, Response},
 };

@@ -107,10 +107,10 @@ pub(super) fn file_problems(tls: &TlsTable, auth: &AuthTable) -> Vec<String> {
 mod tests {
     use super::*;
 
-    fn problems(tls: TlsTable, auth: AuthTable, data: &str, control: &str) -> Vec<String> {
+    fn problems(tls: &TlsTable, auth: &AuthTable, data: &str, control: &str) -> Vec<String> {
         let mut problems = vec![];
         let addresses = [("data", data.parse().unwrap()), ("control", control.parse().unwrap())];
-        check(&tls, &auth, addresses, &mut problems);
+        check(tls, auth, addresses, &mut problems);
         problems
     }
 
@@ -121,7 +121,7 @@ mod tests {
         let server = TlsTable { cert: "/c".into(), key: "/k".into(), ..TlsTable::default() };
         let mutual = TlsTable { client_ca: "/ca".into(), ..server.clone() };
         let count = |tls: &TlsTable, auth: &AuthTable, data, control| {
-            problems(tls.clone(), auth.clone(), data, control).len()
+            problems(tls, auth, data, control).len()
         };
         let (no_tls, no_token) = (TlsTable::default(), AuthTable::default());
         for (local, open) in [(local, open), ("[::1]:1", "[::]:1"), ("[::ffff:127.0.0.1]:1", open)]
@@ -146,7 +146,7 @@ mod tests {
             TlsTable { client_names: vec!["a".into()], ..TlsTable::default() },
         ];
         for half in halves {
-            let problems = problems(half.clone(), AuthTable::default(), local, local);
+            let problems = problems(&half, &AuthTable::default(), local, local);
             assert_eq!(problems.len(), 1, "{half:?}: {problems:?}");
         }
     }

@@ -78,8 +78,13 @@ impl Table {
         sessions.sort_by_key(|session| Reverse(session.idle_ms));
         while let Some(session) = sessions.pop() {
             let Some(key) = session.key().filter(|key| !self.sessions.has(key)) else { continue };
-            if self.sessions.len() >= self.sessions_max {
+            let shares = self.settings.shares;
+            if self.sessions.len() >= shares.sessions_max {
                 break;
+            }
+            let own = self.sessions.principals().sessions(key.principal());
+            if own >= shares.principal_sessions_max {
+                continue;
             }
             let state = self.state_to_take_over(now, &session, &open_incarnations, is_same_engine);
             let keeps_incarnation = !matches!(state, State::Gone { .. });

@@ -7,7 +7,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
-    ops::{Add, AddAssign, Index, SubAssign},
+    ops::{AddAssign, Index, SubAssign},
     time::Instant,
 };
 
