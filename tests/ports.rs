@@ -9,12 +9,13 @@ use std::{
     io::{BufRead as _, BufReader},
     net::SocketAddr,
     process::{Child, Command, Stdio},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use http_body_util::BodyExt as _;
 use proto::v1::{self, worker_agent_client::WorkerAgentClient};
 use serde_json::Value;
+use service::clock::now;
 use tests::{
     cluster::{Cluster, Router, eventually, ready, router_config, text_turn},
     engine_sim::{Config, EngineSim},
@@ -185,7 +186,7 @@ async fn the_turns_of_a_frozen_agent_end_and_say_so() {
         let sent = || async { (cluster.turns_seen("/generate")[0] == 2).then_some(()) };
         eventually("the engine has both turns", sent).await;
         agent.signal("-STOP");
-        let frozen_at = Instant::now();
+        let frozen_at = now();
         while let Some(Ok(_)) = stream.body_mut().frame().await {}
         frozen_at
     };
@@ -300,7 +301,6 @@ async fn watchers_that_do_not_read_cost_an_agent_little_memory() {
     }
     assert_eq!(listed, SESSIONS);
     let watched_bytes = agent.rss_bytes();
-    println!("{} MiB alone, {} MiB watched", alone_bytes >> 20, watched_bytes >> 20);
     let watchers_bytes = watched_bytes.saturating_sub(alone_bytes);
     assert!(watchers_bytes <= WATCHERS_BYTES_MAX, "{watchers_bytes} bytes for the watchers");
 }

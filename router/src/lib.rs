@@ -143,7 +143,7 @@ pub async fn run(config: Config, listeners: Listeners, tasks: Tasks) -> Result<(
     let state = State::new(&config);
     let view = Arc::new(View::new(state.snapshot()));
     let metrics = Metrics::new(&mut registry);
-    let connection_metrics = server::Metrics::new(&mut registry);
+    let port_metrics = server::Metrics::new(&mut registry);
     let descriptors = DescriptorPlan::new(descriptors::raise_limit(), server::DESCRIPTORS_RESERVED);
     let shares = Shares::new(pool_sizes(&config.limits));
     registry.register_collector(Box::new(SharesCollector(Arc::clone(&shares))));
@@ -168,7 +168,7 @@ pub async fn run(config: Config, listeners: Listeners, tasks: Tasks) -> Result<(
     // The admin port stays open during the drain, so that the drain can be watched.
     let admin_token = tokio_util::sync::CancellationToken::new();
     let _admin_stop_guard = admin_token.clone().drop_guard();
-    let admin_limits = PortLimits::admin(&connection_metrics);
+    let admin_limits = PortLimits::admin(&port_metrics);
     admin::start(admin_data, listeners.admin, admin_limits, admin_token).map_err(Error::Admin)?;
 
     let (update_sender, mailbox) = mpsc::channel(view::MAILBOX_UPDATES_MAX);
@@ -188,12 +188,9 @@ pub async fn run(config: Config, listeners: Listeners, tasks: Tasks) -> Result<(
     let shared = build_shared(&config, parts, auth, &dialers, &tasks);
     let address = listeners.data.local_addr().map(|address| address.to_string());
     info!(address = address.unwrap_or_default(), agents = dialers.len(), "router listens");
-    let data_limits = PortLimits::data(
-        &config.connections,
-        config.limits.turns_in_flight_max,
-        descriptors.turns,
-        &connection_metrics,
-    );
+    let turns_max = config.limits.turns_in_flight_max;
+    let data_limits =
+        PortLimits::data(&config.connections, turns_max, descriptors.turns, &port_metrics);
     let data_server =
         server::serve(listeners.data, http::build_routes(shared), data_limits, tls, tasks.clone());
     tasks.spawn_essential("data", data_server);

@@ -183,8 +183,8 @@ fn admit(shared: &Shared, sharer: &Sharer, body_bytes: usize) -> Result<TurnCapa
 }
 
 /// Reads a turn from its request, after changing the body: removes a volatile preamble, bounds the
-/// turn's priority, and adds a salt where caches are isolated. All later steps use the changed body.
-/// `sharer` gets the class of the turn. `principal` identifies the sender of the request.
+/// turn's priority, and adds a salt where caches are isolated. All later steps use the changed
+/// body. `sharer` gets the class of the turn. `principal` identifies the sender of the request.
 fn read_turn(
     shared: &Shared,
     kind: Kind,

@@ -178,7 +178,7 @@ pub struct KvArgs {
     pub json: bool,
 }
 
-/// The settings in effect: the tables of the settings file.
+/// The settings in effect. Its many fields: one for each table of the settings file.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Config {

@@ -60,7 +60,7 @@ use service::{
 use tokio::sync::{Notify, mpsc, watch};
 
 use crate::{
-    config::{Config, ms},
+    config::{Config, ms, tables::LimitsTable},
     control_port::{ControlListener, PortAccess},
     data_port::{RouterAuth, TurnContext},
     engine::EngineClient,
@@ -213,10 +213,7 @@ pub async fn run(
         agent: agent.clone(),
         router_auth: access.router_auth,
         engine,
-        body_budget: BodyBudget::new(
-            config.limits.body_bytes_max,
-            config.limits.body_bytes_in_flight_max,
-        ),
+        body_budget: body_budget(&config.limits),
         turn_time_max: ms(config.limits.turn_ms_max),
         wake_monitor,
         tasks: tasks.clone(),
@@ -229,6 +226,10 @@ pub async fn run(
         () = tasks.cancelled() => {}
     }
     if tasks.stop(SHUTDOWN_TIME_MAX).await { Ok(()) } else { Err(Error::TaskEnded) }
+}
+
+fn body_budget(limits: &LimitsTable) -> BodyBudget {
+    BodyBudget::new(limits.body_bytes_max, limits.body_bytes_in_flight_max)
 }
 
 /// The limits of the agent's ports.

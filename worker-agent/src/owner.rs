@@ -13,13 +13,14 @@
 //! This file passes each message to the parts that it concerns. Each part owns its own state:
 //! `engine_state` and `engine_calls` the engine, `shims` and `trim` Berth's parts in it, `waiters`
 //! the callers that wait, `reporter` what is published, `audit_desk` the page audits, `drain` the
-//! shutdown, and `volatile_prefix` the warnings of costly prompts. `handle` has the messages, and
-//! [`engine_monitor`] polls the engine.
+//! shutdown, and `volatile_prefix` the warnings of costly prompts. `handle` has the messages,
+//! [`engine_monitor`] polls the engine, and `engine_news` handles what it finds.
 
 mod audit_desk;
 mod drain;
 mod engine_calls;
 pub mod engine_monitor;
+mod engine_news;
 mod engine_state;
 mod handle;
 mod published;
@@ -68,7 +69,6 @@ pub use self::{
     setup::{EnginePatience, OwnerSetup},
 };
 use crate::{
-    engine::{EngineInfo, LoadSample},
     gpu::tracker::Snapshot,
     ledger::AgentHealth,
     metrics::Metrics,
@@ -194,18 +194,6 @@ impl Owner {
         }
         if now >= self.reporter.next_due() {
             self.publish_report(now);
-        }
-    }
-
-    /// Checks whether the engine is silent. While it is, the table refuses what is not inside it.
-    fn check_silence(&mut self, now: Instant) {
-        let Self { engine, reporter, table, .. } = self;
-        let step_time = |dp_rank, began_at| reporter.ledger.step_time(dp_rank, began_at, table);
-        if engine.check_silence(now, step_time) {
-            self.reporter.mark_stale();
-        }
-        if self.table.silent_reason() != self.engine.silent_reason() {
-            self.table.set_engine_silent(now, self.engine.silent_reason().cloned());
         }
     }
 
@@ -406,64 +394,6 @@ impl Owner {
             self.audit_desk.add_rank(hello.dp_rank, hello.unauditable_reason);
             self.reporter.ledger.add_shim(hello.dp_rank, hello.page_bytes);
         }
-    }
-
-    fn handle_engine_news(&mut self, news: EngineNews) {
-        match news {
-            EngineNews::Up(info) => self.handle_engine_up(info),
-            EngineNews::Sample(sample) => self.handle_engine_sample(sample),
-            EngineNews::RefusesConnections { process } => {
-                if self.engine.is_present(process) {
-                    self.set_engine_down("the engine accepts no connections".to_owned(), true);
-                }
-            }
-            EngineNews::Down { reason, has_process_ended } => {
-                self.set_engine_down(reason, has_process_ended);
-            }
-        }
-    }
-
-    fn set_engine_down(&mut self, reason: String, has_process_ended: bool) {
-        self.engine.set_down(reason, has_process_ended);
-        if has_process_ended {
-            self.handle_engine_gone();
-        }
-    }
-
-    fn handle_engine_up(&mut self, info: Box<EngineInfo>) {
-        if self.engine.is_new_process(&info) {
-            self.handle_engine_gone();
-            // Gives the table the capacity of the new process.
-            self.table.handle_engine_lost(now(), self.reporter.ledger.set_engine(&info));
-            self.engine_calls.take_over(&mut self.table, &info.facts.instance);
-            self.shims.register_again(&mut self.table);
-            info!(version = info.facts.version, ranks = info.rows.len(), "engine up");
-            // A watcher that learns of the new ranks must find them in the newest report.
-            self.publish_report(now());
-            self.reporter.publish_description(&info, self.trimmer.sglang_version());
-        }
-        self.engine.set_up(info);
-    }
-
-    fn handle_engine_sample(&mut self, sample: LoadSample) {
-        self.engine.check_sample(&sample);
-        for rank in &sample.ranks {
-            let load = EngineLoad {
-                waiting_requests: rank.num_waiting_reqs,
-                used_tokens: rank.num_used_tokens,
-            };
-            self.table.handle_load(sample.at, rank.dp_rank, load);
-        }
-        self.reporter.ledger.record_sample(sample);
-    }
-
-    /// Handles the end of the engine's process, which loses every session's KV and history. Does
-    /// nothing if no engine was up.
-    fn handle_engine_gone(&mut self) {
-        let Some(info) = self.engine.remove_process() else { return };
-        let sessions = self.table.iter().count();
-        warn!(sessions, "the engine's process has ended; its sessions are lost");
-        self.table.handle_engine_lost(now(), self.reporter.ledger.set_engine(&info));
     }
 
     /// Carries out the effects that the session table asks for, in their order.

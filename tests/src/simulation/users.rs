@@ -33,8 +33,7 @@ pub(super) enum Habit {
     Mixed,
     /// Sends turns without a session.
     Plain,
-    /// Takes as much as it can get: floods of turns, and pinned sessions that it keeps for as long
-    /// as it may.
+    /// Takes as much as it can get: floods of turns, and pinned sessions kept as long as it may.
     Hostile,
 }
 

@@ -1,0 +1,88 @@
+//! Handles what the engine monitor and the turns find out about the engine.
+//!
+//! The owner task calls these functions with each [`EngineNews`], and when the engine may be silent.
+//! They tell the session table and the ledger of a new process, of its end and of its load. What is
+//! known of the engine is in `engine_state`.
+
+use std::time::Instant;
+
+use service::clock::now;
+use tracing::{info, warn};
+
+use super::{EngineNews, Owner};
+use crate::{
+    engine::{EngineInfo, LoadSample},
+    session::EngineLoad,
+};
+
+impl Owner {
+    /// Checks whether the engine is silent. While it is, the table refuses what is not inside it.
+    pub(super) fn check_silence(&mut self, now: Instant) {
+        let Self { engine, reporter, table, .. } = self;
+        let step_time = |dp_rank, began_at| reporter.ledger.step_time(dp_rank, began_at, table);
+        if engine.check_silence(now, step_time) {
+            self.reporter.mark_stale();
+        }
+        if self.table.silent_reason() != self.engine.silent_reason() {
+            self.table.set_engine_silent(now, self.engine.silent_reason().cloned());
+        }
+    }
+
+    pub(super) fn handle_engine_news(&mut self, news: EngineNews) {
+        match news {
+            EngineNews::Up(info) => self.handle_engine_up(info),
+            EngineNews::Sample(sample) => self.handle_engine_sample(sample),
+            EngineNews::RefusesConnections { process } => {
+                if self.engine.is_present(process) {
+                    self.set_engine_down("the engine accepts no connections".to_owned(), true);
+                }
+            }
+            EngineNews::Down { reason, has_process_ended } => {
+                self.set_engine_down(reason, has_process_ended);
+            }
+        }
+    }
+
+    pub(super) fn set_engine_down(&mut self, reason: String, has_process_ended: bool) {
+        self.engine.set_down(reason, has_process_ended);
+        if has_process_ended {
+            self.handle_engine_gone();
+        }
+    }
+
+    fn handle_engine_up(&mut self, info: Box<EngineInfo>) {
+        if self.engine.is_new_process(&info) {
+            self.handle_engine_gone();
+            // Gives the table the capacity of the new process.
+            self.table.handle_engine_lost(now(), self.reporter.ledger.set_engine(&info));
+            self.engine_calls.take_over(&mut self.table, &info.facts.instance);
+            self.shims.register_again(&mut self.table);
+            info!(version = info.facts.version, ranks = info.rows.len(), "engine up");
+            // A watcher that learns of the new ranks must find them in the newest report.
+            self.publish_report(now());
+            self.reporter.publish_description(&info, self.trimmer.sglang_version());
+        }
+        self.engine.set_up(info);
+    }
+
+    fn handle_engine_sample(&mut self, sample: LoadSample) {
+        self.engine.check_sample(&sample);
+        for rank in &sample.ranks {
+            let load = EngineLoad {
+                waiting_requests: rank.num_waiting_reqs,
+                used_tokens: rank.num_used_tokens,
+            };
+            self.table.handle_load(sample.at, rank.dp_rank, load);
+        }
+        self.reporter.ledger.record_sample(sample);
+    }
+
+    /// Handles the end of the engine's process, which loses every session's KV and history. Does
+    /// nothing if no engine was up.
+    pub(super) fn handle_engine_gone(&mut self) {
+        let Some(info) = self.engine.remove_process() else { return };
+        let sessions = self.table.iter().count();
+        warn!(sessions, "the engine's process has ended; its sessions are lost");
+        self.table.handle_engine_lost(now(), self.reporter.ledger.set_engine(&info));
+    }
+}
