@@ -166,7 +166,7 @@ async fn a_close_with_a_turn_takes_effect_at_its_end() {
     closing["close"] = true.into();
     let stream = start_stream(&cluster, &closing, turn("hello there", 30)).await;
     let other = generate(&cluster, Some(&delta("s")), &turn("x", 1)).await;
-    assert_eq!(other.status, StatusCode::NOT_FOUND, "closing beats busy");
+    assert_eq!(other.refusal(), (409, "session_closing".to_owned()), "closing beats busy");
     let rest = stream.into_body().collect().await.unwrap().to_bytes();
     assert!(rest.ends_with(b"data: [DONE]\n\n"));
     cluster.nothing_held().await;
@@ -222,7 +222,7 @@ async fn refusals_come_from_the_agent_and_never_reach_the_engine() {
             400,
             "token_out_of_vocabulary",
         ),
-        (None, json!(["a"]), 400, "malformed_json"),
+        (None, json!(["a"]), 400, "invalid_json"),
         (Some(pinned("s")), json!({"text": ["a", "b"]}), 400, "batch_in_session"),
         (
             Some(pinned("s")),
@@ -249,7 +249,7 @@ async fn refusals_come_from_the_agent_and_never_reach_the_engine() {
     assert_eq!(whole.refusal(), (409, "whole_history".to_owned()));
     assert_eq!(cluster.engine().bodies_seen("/generate").len(), 1);
     let weights = post(&cluster, "/update_weights_from_disk", None, &json!({})).await;
-    assert_eq!(weights.refusal(), (404, "unknown_route".to_owned()));
+    assert_eq!(weights.refusal(), (404, "route_unknown".to_owned()));
 }
 
 #[tokio::test]

@@ -211,5 +211,5 @@ async fn without_a_stage_time_nothing_is_staged() {
     let cluster = start(0, |_| {}).await;
     assert_eq!(prompts_staged(&cluster.worker(0).await), &Value::Null);
     let answer = stage(&cluster, &[], encode(&prompt(1, 6_000))).await;
-    assert_eq!(answer.refusal(), (404, "unknown_route".to_owned()));
+    assert_eq!(answer.refusal(), (404, "route_unknown".to_owned()));
 }

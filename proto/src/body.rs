@@ -44,8 +44,50 @@ pub const OWNED_KEYS: [&str; 11] = [
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The body is not one JSON object, or the object has more than [`MEMBERS_MAX`] members.
-    #[error("the body is not a JSON object")]
-    NotAnObject(#[source] serde_json::Error),
+    #[error("the body is not a JSON object: {0}")]
+    NotAnObject(Fault),
+}
+
+/// Where and why a text is not the expected JSON. It has at most [`REASON_BYTES_MAX`] bytes of the
+/// text itself.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{reason} at line {line}, column {column} (byte {byte})")]
+pub struct Fault {
+    /// What was expected or found.
+    pub reason: String,
+    /// The line of the fault, from 1.
+    pub line: usize,
+    /// The byte of the fault within its line, from 1.
+    pub column: usize,
+    /// The offset of the fault in the text, from 0.
+    pub byte: usize,
+}
+
+/// The most bytes of a fault's reason. A reason may quote a value, which may be as long as the text.
+const REASON_BYTES_MAX: usize = 120;
+
+impl Fault {
+    /// Describes an error of reading `text`.
+    #[must_use]
+    pub fn new(error: &serde_json::Error, text: &[u8]) -> Self {
+        let (line, column) = (error.line(), error.column());
+        let described = error.to_string();
+        let position = format!(" at line {line} column {column}");
+        let reason = described.strip_suffix(&position).unwrap_or(&described);
+        let line_start = memchr::memchr_iter(b'\n', text)
+            .nth(line.saturating_sub(2))
+            .filter(|_| line > 1)
+            .map_or(0, |newline| newline + 1);
+        // After a newline, the parser counts column 0 of the next line.
+        let byte = (line_start + column).saturating_sub(1);
+        let reason_end = reason.floor_char_boundary(REASON_BYTES_MAX);
+        Self {
+            reason: reason[..reason_end].to_owned(),
+            line: line.max(1),
+            column: column.max(1),
+            byte,
+        }
+    }
 }
 
 /// A top-level member of a JSON object.
@@ -98,8 +140,9 @@ impl<'a> Object<'a> {
         let members_start =
             bytes.iter().position(|&byte| byte == b'{').map_or(0, |brace| brace + 1);
         let mut parser = serde_json::Deserializer::from_slice(bytes);
-        let keys_and_values = parser.deserialize_map(MembersVisitor).map_err(Error::NotAnObject)?;
-        parser.end().map_err(Error::NotAnObject)?;
+        let fault = |error| Error::NotAnObject(Fault::new(&error, bytes));
+        let keys_and_values = parser.deserialize_map(MembersVisitor).map_err(fault)?;
+        parser.end().map_err(fault)?;
         let body_address = bytes.as_ptr() as usize;
         let members = keys_and_values
             .into_iter()
@@ -346,6 +389,24 @@ mod tests {
         assert!(Object::parse(b"{\"a\":\"\xff\"}").is_err(), "not UTF-8");
         let many = vec!["\"a\":0"; MEMBERS_MAX + 1].join(",");
         assert!(Object::parse(format!("{{{many}}}").as_bytes()).is_err());
+    }
+
+    #[test]
+    fn a_malformed_body_says_where_and_why() {
+        let fault = |body: &str| {
+            let Error::NotAnObject(fault) = Object::parse(body.as_bytes()).unwrap_err();
+            (fault.reason, fault.line, fault.column, fault.byte)
+        };
+        assert_eq!(fault(r#"{"a":}"#), ("expected value".into(), 1, 6, 5));
+        assert_eq!(fault("{\n \"a\": 1\n \"b\": 2\n}"), ("expected `,` or `}`".into(), 3, 2, 11));
+        assert_eq!(fault("{} x").0, "trailing characters");
+        assert_eq!(fault(r#"{"a":"#).0, "EOF while parsing a value");
+        assert_eq!(fault("").3, 0);
+        // A value of another type is not quoted as a whole.
+        let text = format!("\"{}\"", "é".repeat(100_000));
+        let Error::NotAnObject(fault) = Object::parse(text.as_bytes()).unwrap_err();
+        assert!(fault.reason.starts_with("invalid type: string"), "{fault}");
+        assert!(fault.to_string().len() < 200, "{fault}");
     }
 
     /// Generates JSON objects in which some keys are owned keys.

@@ -22,7 +22,7 @@ use std::sync::Arc;
 
 use axum::{
     Router,
-    extract::{Extension, Request, State},
+    extract::{Extension, Path, Request, State, rejection::PathRejection},
     middleware::{self, Next},
     response::{IntoResponse as _, Response},
     routing::{get, post},
@@ -45,6 +45,14 @@ type SharedState = State<Arc<Shared>>;
 /// The one route that needs no credential. Load balancers ask it.
 const HEALTH_PATH: &str = "/health";
 
+/// The argument through which a handler gets the id in the request's path.
+type IdPath = Result<Path<String>, PathRejection>;
+
+/// Returns the id in the request's path, or a refusal if the path can't be decoded.
+fn id(path: IdPath) -> Result<String, Refusal> {
+    path.map(|Path(id)| id).map_err(|rejection| errors::path_refusal(&rejection))
+}
+
 /// Builds the HTTP service with all routes.
 pub(crate) fn build_routes(shared: Arc<Shared>) -> Router {
     let mut routes = Router::new();
@@ -60,8 +68,8 @@ pub(crate) fn build_routes(shared: Arc<Shared>) -> Router {
     routes
         .route("/v1/sessions", get(sessions::list).post(sessions::open))
         .route("/v1/sessions/{id}", get(sessions::show).delete(sessions::close))
-        .route("/open_session", get(sessions::sglang_open).post(sessions::sglang_open))
-        .route("/close_session", get(sessions::sglang_close).post(sessions::sglang_close))
+        .route("/open_session", post(sessions::sglang_open))
+        .route("/close_session", post(sessions::sglang_close))
         .merge(build_admin_routes(&shared))
         .route(HEALTH_PATH, get(|| async { StatusCode::OK }))
         .fallback(unknown_route)
@@ -122,7 +130,7 @@ async fn serve_turn(shared: Arc<Shared>, caller: Caller, kind: Kind, request: Re
 fn respond(shared: &Shared, answer: Result<Response, Refusal>) -> Response {
     answer.unwrap_or_else(|refusal| {
         shared.metrics.count_refusal(refusal.code);
-        tracing::debug!(code = refusal.code, status = refusal.status.as_u16(), "refused");
+        tracing::debug!(code = refusal.code.as_str(), "refused");
         refusal.into_response()
     })
 }

@@ -12,6 +12,7 @@ use prometheus_client::{
     metrics::{counter::Counter, family::Family, gauge::Gauge, histogram::Histogram},
     registry::{Registry, Unit},
 };
+use service::refusal::Code;
 
 /// A label `reason`, with a value from a small fixed set.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -188,8 +189,8 @@ impl Metrics {
     }
 
     /// Counts a refusal by the router.
-    pub(crate) fn count_refusal(&self, code: &'static str) {
-        self.refusals.get_or_create(&CodeLabel { code }).inc();
+    pub(crate) fn count_refusal(&self, code: Code) {
+        self.refusals.get_or_create(&CodeLabel { code: code.as_str() }).inc();
     }
 
     /// Counts a turn, or the opening of a session, that is sent to a second worker.

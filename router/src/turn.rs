@@ -249,7 +249,7 @@ fn find_preamble(
 async fn refuse_early(shared: &Shared, key: &SessionKey) -> Result<(), Error> {
     let view = shared.directory.settled_view().await;
     match shared.directory.status(key, &view) {
-        SessionStatus::Closing => Err(decide::Error::TurnWhileClosing.into()),
+        SessionStatus::Closing => Err(decide::Error::Closing.into()),
         status if decide::is_busy(&status, &view) => Err(decide::Error::SessionBusy.into()),
         _ => Ok(()),
     }

@@ -31,7 +31,10 @@ use proto::{
     load::{Retention, Session, SessionState},
     v1::{self, load_event::Event, session_change::Change, worker_agent_server::WorkerAgentServer},
 };
-use service::{refusal::Refusal, tasks::Tasks};
+use service::{
+    refusal::{Code, Refusal},
+    tasks::Tasks,
+};
 use tokio::sync::{Semaphore, mpsc};
 use tokio_stream::wrappers::{ReceiverStream, TcpListenerStream};
 use tonic::Status;
@@ -334,7 +337,7 @@ impl AgentState {
             .entry(key.clone())
             .or_insert_with(|| self.fresh(key, claim.retention, claim.open));
         if session.exclusive && session.turns_running > 0 {
-            return Err(Refusal::new(StatusCode::CONFLICT, "session_busy", "busy"));
+            return Err(Refusal::new(Code::SessionBusy, "busy"));
         }
         session.turns_running += 1;
         session.state = SessionState::Running;
@@ -389,7 +392,7 @@ async fn turn(State(inner): State<Arc<AgentState>>, request: Request) -> Respons
     let (parts, body) = request.into_parts();
     let claimed = Claim::from_headers(&parts.headers).unwrap();
     if inner.full.load(Ordering::Relaxed) {
-        let refusal = Refusal::new(StatusCode::TOO_MANY_REQUESTS, "queue_full", "full");
+        let refusal = Refusal::new(Code::QueuePlaces, "full");
         return refusal.retry_after(Duration::from_secs(1)).into_response();
     }
     if let Some((claim, key)) = &claimed

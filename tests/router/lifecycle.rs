@@ -77,7 +77,7 @@ async fn a_delete_does_not_wait_for_the_running_turn() {
     let closed = router.call(Method::DELETE, "/v1/sessions/s", &[], "").await;
     assert_eq!(closed.status, StatusCode::NO_CONTENT);
     let next = router.chat(&[("x-berth-session-id", "s")], "{}").await;
-    assert_eq!((next.status, next.code().as_str()), (StatusCode::NOT_FOUND, "session_closing"));
+    assert_eq!((next.status, next.code().as_str()), (StatusCode::CONFLICT, "session_closing"));
     a.inner.release.add_permits(1);
     assert_eq!(collect(turn).await.status, StatusCode::OK);
     wait_until("the agent has closed it", async || a.session_count() == 0).await;

@@ -219,10 +219,10 @@ async fn a_full_worker_is_tried_once_elsewhere_and_then_the_answer_is_its_own() 
     let answer = router.chat(&[], "{}").await;
     assert_eq!(
         (answer.status, answer.code().as_str()),
-        (StatusCode::TOO_MANY_REQUESTS, "queue_full")
+        (StatusCode::TOO_MANY_REQUESTS, "queue_places")
     );
     assert_eq!(answer.header("retry-after"), "1");
-    assert_eq!(answer.header("x-berth-refusal"), "queue_full");
+    assert_eq!(answer.header("x-berth-refusal"), "queue_places");
 }
 
 #[tokio::test]

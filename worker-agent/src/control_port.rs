@@ -14,7 +14,7 @@ mod load_watch;
 
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 
-use http::HeaderValue;
+use http::{HeaderValue, StatusCode};
 use proto::{
     claim,
     id::SessionKey,
@@ -38,7 +38,6 @@ use crate::{
     engine::model_files,
     kv_events::KvHandle,
     owner::{self, AgentHandle, PageEnd, RankPageAudit},
-    session,
 };
 
 /// The maximum number of sessions in one answer to a request to list them. They have about 300 KiB.
@@ -144,40 +143,18 @@ pub fn start(
 }
 
 /// Maps an error of the owner task to a gRPC status. As gRPC has few codes, the status's metadata
-/// also has the refusal code that the data port uses for the error.
+/// also has the refusal code, which decides what a client is told.
 fn to_status(error: &owner::Error) -> Status {
-    use session::Error as E;
+    let code = data_port::refusal(error).code;
     let text = error.to_string();
-    let mut status = match error {
-        owner::Error::Session(session_error) => match session_error {
-            E::UnknownSession => Status::not_found(text),
-            E::OutOfRoom { .. } => Status::resource_exhausted(text),
-            E::NoRank(_) => Status::invalid_argument(text),
-            E::Closing
-            | E::Busy
-            | E::RetentionUnavailable { .. }
-            | E::HasHistory
-            | E::PredecessorFailed
-            | E::OpenWithOtherRetention(_)
-            | E::DeltaNeedsPinned(_)
-            | E::PinnedRouteRefused
-            | E::NotContinued { .. }
-            | E::DeltaNeedsOpen
-            | E::Lost
-            | E::NotTakenOver
-            | E::Reclaimed
-            | E::KvCorrupt
-            | E::TooLarge { .. }
-            | E::HistoryUnknown => Status::failed_precondition(text),
-            E::OpenFailed(_)
-            | E::JournalFailed(_)
-            | E::EngineSilent(_)
-            | E::EngineLost
-            | E::Stopping => Status::unavailable(text),
-        },
-        owner::Error::EngineDown(_) | owner::Error::Stopping => Status::unavailable(text),
+    let mut status = match code.status() {
+        StatusCode::NOT_FOUND => Status::not_found(text),
+        StatusCode::BAD_REQUEST => Status::invalid_argument(text),
+        StatusCode::TOO_MANY_REQUESTS => Status::resource_exhausted(text),
+        StatusCode::SERVICE_UNAVAILABLE => Status::unavailable(text),
+        _ => Status::failed_precondition(text),
     };
-    let code = HeaderValue::from_static(data_port::refusal(error).code);
+    let code = HeaderValue::from_static(code.as_str());
     status.metadata_mut().as_mut().insert(claim::REFUSAL, code);
     status
 }

@@ -14,6 +14,7 @@ use prometheus_client::{
     registry::{Registry, Unit},
 };
 use proto::load::{Figure, LoadReport, PageAudit, PageClasses};
+use service::refusal::Code;
 
 /// Creates a histogram with buckets from 1 ms to 65 s, each twice the previous. The times of
 /// prefills lie in that range.
@@ -212,8 +213,8 @@ impl Metrics {
     }
 
     /// Counts a turn that the agent refused.
-    pub fn count_refusal(&self, code: &'static str) {
-        self.refusals.get_or_create(&CodeLabel { code }).inc();
+    pub fn count_refusal(&self, code: Code) {
+        self.refusals.get_or_create(&CodeLabel { code: code.as_str() }).inc();
     }
 
     /// Counts a failed attempt to write the journal.

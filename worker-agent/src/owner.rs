@@ -41,7 +41,7 @@ use proto::{
     id::SessionKey,
     load::{Retention, Session},
 };
-use service::{clock::now, tasks::Tasks};
+use service::{clock::now, refusal::Code, tasks::Tasks};
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
@@ -300,7 +300,7 @@ impl Owner {
         // Reserve the place for the turn's end now, so that ending the turn never waits.
         let Ok(turn_end_permit) = self.handle.turn_ends.clone().try_reserve_owned() else {
             let detail = "too many wait or run already".to_owned();
-            return Err(session::Error::OutOfRoom { resource: "turns", detail }.into());
+            return Err(session::Error::OutOfRoom { resource: Code::Turns, detail }.into());
         };
         let rid = new_rid();
         self.table.claim(now(), &rid, principal, claim, requested_dp_rank, route_turns)?;

@@ -30,7 +30,10 @@ use proto::{
     staged_prefill::{PATH, UNCACHED_TOKENS, cache_salt, decode},
 };
 use serde::Deserialize;
-use service::{budget::HeldBody, refusal::Refusal};
+use service::{
+    budget::HeldBody,
+    refusal::{Code, Refusal},
+};
 use tracing::debug;
 
 use crate::{
@@ -157,7 +160,7 @@ impl StagedPrefillRunner {
     async fn read_prompt(&self, request: Request) -> Result<Prompt, Refusal> {
         let (parts, body) = request.into_parts();
         let caller = parts.extensions.get().copied().unwrap_or(Caller::Local);
-        let bad_request = |text: String| Refusal::bad_request("staged_prefill", text);
+        let bad_request = |text: String| Refusal::new(Code::StagedPrefill, text);
         let dp_rank =
             claim::rank(&parts.headers).map_err(|error| bad_request(error.to_string()))?;
         let principal =
@@ -270,7 +273,7 @@ impl StagedPrefillRunner {
             serde_json::from_slice::<StageAnswer>(&bytes).ok().filter(|_| status.is_success());
         answer.map(|answer| answer.meta_info.cached_tokens).ok_or_else(|| {
             let text = format!("a prefill stage failed with {status}; send the turn itself");
-            Refusal::new(StatusCode::BAD_GATEWAY, "staged_prefill_failed", text)
+            Refusal::new(Code::StagedPrefillFailed, text)
         })
     }
 
@@ -279,8 +282,7 @@ impl StagedPrefillRunner {
         let place = self.queues.enter(prompt.dp_rank, prompt.left_tokens(), tokens_per_s, now);
         place.ok_or_else(|| {
             let text = "too many prompts wait on this worker; send the turn itself";
-            Refusal::new(StatusCode::TOO_MANY_REQUESTS, "staged_prefill_full", text)
-                .retry_after(Duration::from_secs(1))
+            Refusal::new(Code::StagedPrefillFull, text)
         })
     }
 
@@ -292,7 +294,7 @@ impl StagedPrefillRunner {
         }
         let rank = report.ranks.iter().find(|rank| rank.dp_rank == dp_rank).ok_or_else(|| {
             let text = format!("there is no DP rank {dp_rank}; ask for one of /v1/workers");
-            Refusal::bad_request("no_rank", text)
+            Refusal::new(Code::NoRank, text)
         })?;
         let tokens_per_s = prefill_tokens_per_s(rank);
         Ok(StageSize { stage_tokens: self.queues.stage_tokens(tokens_per_s), tokens_per_s })
@@ -301,11 +303,10 @@ impl StagedPrefillRunner {
 
 fn late_refusal() -> Refusal {
     let text = "a prefill stage took over 10 s: no room, or a long queue; send the turn itself";
-    Refusal::new(StatusCode::SERVICE_UNAVAILABLE, "staged_prefill_late", text)
+    Refusal::new(Code::StagedPrefillLate, text)
 }
 
 fn down_refusal(reason: &str) -> Refusal {
     let text = format!("the engine can't be used: {reason}; try again when it answers");
-    Refusal::new(StatusCode::SERVICE_UNAVAILABLE, "engine_down", text)
-        .retry_after(Duration::from_secs(2))
+    Refusal::new(Code::EngineDown, text)
 }

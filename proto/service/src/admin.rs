@@ -23,6 +23,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::{
     auth::gate::Gate,
+    refusal::{Code, Refusal},
     server::{self, PortLimits},
     tasks::Tasks,
 };
@@ -80,6 +81,11 @@ pub fn app(data: AdminData) -> Router {
         .route("/readyz", get(readyz))
         .route("/metrics", get(metrics))
         .route("/config", get(|State(data): State<AdminData>| async move { data.config }))
+        .fallback(|| async { Refusal::new(Code::RouteUnknown, "the admin port has no such route") })
+        .method_not_allowed_fallback(|| async {
+            let message = "the admin port changes nothing; send GET";
+            Refusal::new(Code::MethodNotAllowed, message)
+        })
         .layer(middleware::from_fn_with_state(data.gate.clone(), guard))
         .with_state(data)
 }
@@ -89,7 +95,7 @@ async fn guard(State(gate): State<Gate>, request: Request, next: Next) -> Respon
     match gate.check(request.method(), request.uri().path(), request.headers()) {
         Ok(()) => next.run(request).await,
         Err(refusal) => {
-            tracing::debug!(code = refusal.code, "refused on the admin port");
+            tracing::debug!(code = refusal.code.as_str(), "refused on the admin port");
             refusal.into_response()
         }
     }

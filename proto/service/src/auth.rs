@@ -16,10 +16,9 @@ pub mod gate;
 pub mod key_file;
 pub mod keys;
 
-use http::StatusCode;
 use serde::{Deserialize, Serialize};
 
-use crate::refusal::Refusal;
+use crate::refusal::{Code, Refusal};
 
 /// Who may read `/metrics` on an admin port.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -37,11 +36,11 @@ pub enum MetricsAuth {
 #[must_use]
 pub fn unauthorized_refusal(reason: &str) -> Refusal {
     let message = format!("{reason}; send a valid key as `Authorization: Bearer KEY` or x-api-key");
-    Refusal::new(StatusCode::UNAUTHORIZED, "unauthorized", message)
+    Refusal::new(Code::Unauthorized, message)
 }
 
 /// Returns the refusal of a request whose sender lacks a right. `message` names the right.
 #[must_use]
 pub fn admin_only_refusal(message: &str) -> Refusal {
-    Refusal::new(StatusCode::FORBIDDEN, "admin_only", message)
+    Refusal::new(Code::AdminOnly, message)
 }

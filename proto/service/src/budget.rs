@@ -8,12 +8,11 @@
 use std::{sync::Arc, time::Duration};
 
 use bytes::{Bytes, BytesMut};
-use http::StatusCode;
 use http_body::Body;
 use http_body_util::BodyExt;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
-use crate::refusal::Refusal;
+use crate::refusal::{Code, Refusal};
 
 /// The budget counts in units of 1 KiB, because a semaphore is only guaranteed to count to 2^29.
 const UNIT_BYTES: usize = 1024;
@@ -81,12 +80,8 @@ impl BodyBudget {
         let units = u32::try_from(bytes.div_ceil(UNIT_BYTES))
             .map_err(|_| too_large(self.body_bytes_max))?;
         Arc::clone(&self.units).try_acquire_many_owned(units).map_err(|_| {
-            Refusal::new(
-                StatusCode::SERVICE_UNAVAILABLE,
-                "body_bytes_in_flight",
-                "too many request bytes are in flight; try again",
-            )
-            .retry_after(Duration::from_secs(1))
+            let message = "too many request bytes are in flight; try again";
+            Refusal::new(Code::BodyBytesInFlight, message)
         })
     }
 }
@@ -110,7 +105,7 @@ where
     let result = tokio::time::timeout(BODY_TIME_MAX, read_all(body, body_bytes_max, grow)).await;
     result.unwrap_or_else(|_| {
         let message = format!("the body did not arrive within {BODY_TIME_MAX:?}");
-        Err(Refusal::new(StatusCode::REQUEST_TIMEOUT, "body_late", message).into())
+        Err(Refusal::new(Code::BodyLate, message).into())
     })
 }
 
@@ -131,7 +126,7 @@ where
     let mut bytes = BytesMut::with_capacity(announced_bytes.min(BUFFER_BYTES_INITIAL));
     while let Some(frame) = body.frame().await {
         let frame = frame.map_err(|error| {
-            Refusal::bad_request("body_incomplete", format!("the body did not arrive: {error}"))
+            Refusal::new(Code::BodyIncomplete, format!("the body did not arrive: {error}"))
         })?;
         let Ok(data) = frame.into_data() else { continue };
         let received_bytes = bytes.len() + data.len();
@@ -145,11 +140,8 @@ where
 }
 
 fn too_large(body_bytes_max: usize) -> Refusal {
-    Refusal::new(
-        StatusCode::PAYLOAD_TOO_LARGE,
-        "body_too_large",
-        format!("the body is over body_bytes_max = {body_bytes_max} bytes"),
-    )
+    let message = format!("the body is over body_bytes_max = {body_bytes_max} bytes");
+    Refusal::new(Code::BodyTooLarge, message)
 }
 
 #[cfg(test)]
@@ -165,7 +157,7 @@ mod tests {
         let held = budget.read(body()).await.unwrap();
         assert_eq!(held.bytes.len(), 3 * UNIT_BYTES);
         let refused = budget.read(body()).await.unwrap_err();
-        assert_eq!(refused.code, "body_bytes_in_flight");
+        assert_eq!(refused.code, Code::BodyBytesInFlight);
         drop(held);
         assert!(budget.read(body()).await.is_ok());
     }
@@ -198,7 +190,7 @@ mod tests {
             assert!(held.is_ok(), "{held:?}");
         };
         let (refused, ()) = tokio::join!(silent, busy);
-        assert_eq!(refused.unwrap_err().code, "body_late");
+        assert_eq!(refused.unwrap_err().code, Code::BodyLate);
     }
 
     #[tokio::test]
@@ -206,12 +198,12 @@ mod tests {
         let budget = BodyBudget::new(1000, 1 << 20);
         let bytes = Bytes::from(vec![0; 1001]);
         let announced = budget.read(Full::new(bytes.clone())).await.unwrap_err();
-        assert_eq!(announced.status, StatusCode::PAYLOAD_TOO_LARGE);
+        assert_eq!(announced.code, Code::BodyTooLarge);
         let halves = [bytes.slice(..500), bytes.slice(500..)]
             .map(|half| Ok::<_, std::convert::Infallible>(http_body::Frame::data(half)));
         let stream = http_body_util::StreamBody::new(tokio_stream::iter(halves));
         let streamed = budget.read(stream).await.unwrap_err();
-        assert_eq!(streamed.status, StatusCode::PAYLOAD_TOO_LARGE);
+        assert_eq!(streamed.code, Code::BodyTooLarge);
         assert!(budget.read(Full::new(bytes.slice(..1000))).await.is_ok());
     }
 }

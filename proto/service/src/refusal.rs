@@ -1,14 +1,18 @@
 //! The format of every HTTP answer by which Berth refuses a request.
 //!
-//! A [`Refusal`] has a status, a stable code for programs, a message for people with the next step,
-//! and the time after which to retry. Refusals are made by the router's `http`, by the agent's
-//! `data_port` and `staged_prefill`, and by `budget` here. These modules decide which fault gets
-//! which status. Axum sends a refusal as a JSON error in OpenAI's form, with the code also in the
-//! header `x-berth-refusal`. The engine's own errors pass unchanged and are no refusals.
+//! A [`Refusal`] has a [`Code`], which decides its status, and a message for people with the next
+//! step. Refusals are made by the router's `http`, by the agent's `data_port` and `staged_prefill`,
+//! and by `budget` and `server` here. These modules decide which fault gets which code. Axum sends
+//! a refusal as a JSON error in OpenAI's form, with the code also in the header `x-berth-refusal`.
+//! The engine's own errors pass unchanged and are no refusals.
+
+mod code;
 
 use std::time::Duration;
 
 use axum::response::{IntoResponse, Response};
+use bytes::Bytes;
+pub use code::{Code, GROUPS, Group, Origin, Repeat};
 use http::{HeaderValue, StatusCode, header};
 use proto::claim;
 
@@ -16,33 +20,43 @@ use proto::claim;
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{code}: {message}")]
 pub struct Refusal {
-    /// HTTP status.
-    pub status: StatusCode,
-    /// Stable code for programs, in `snake_case`.
-    pub code: &'static str,
+    /// Decides the status, and whether a client may repeat the request.
+    pub code: Code,
     /// What is wrong, and the next step for the client.
     pub message: String,
     /// Time after which to retry; `None` if a retry is useless. The header `Retry-After` has the
     /// time rounded up to whole seconds.
-    pub retry_after: Option<Duration>,
+    retry_after: Option<Duration>,
 }
 
 impl Refusal {
-    /// Makes a refusal without a retry time: the same request would be refused again.
-    pub fn new(status: StatusCode, code: &'static str, message: impl Into<String>) -> Self {
-        Self { status, code, message: message.into(), retry_after: None }
+    /// Makes a refusal. Its retry time is that of the code.
+    pub fn new(code: Code, message: impl Into<String>) -> Self {
+        Self { code, message: message.into(), retry_after: code.retry_after() }
     }
 
-    /// Makes a refusal with status 400.
-    pub fn bad_request(code: &'static str, message: impl Into<String>) -> Self {
-        Self::new(StatusCode::BAD_REQUEST, code, message)
-    }
-
-    /// Sets the time after which the same request may succeed, for overload or a temporary fault.
+    /// Sets the time after which the same request may succeed, where it is known exactly. Has no
+    /// effect if the code says that a repetition is useless.
     #[must_use]
     pub fn retry_after(mut self, wait: Duration) -> Self {
-        self.retry_after = Some(wait);
+        self.retry_after = self.retry_after.map(|_| wait);
         self
+    }
+
+    /// Returns the body: JSON in OpenAI's form.
+    #[must_use]
+    pub fn body(&self) -> Bytes {
+        let error_type = match self.code.status().as_u16() {
+            401 => "authentication_error",
+            403 => "permission_error",
+            429 => "overloaded",
+            500.. => "unavailable",
+            _ => "invalid_request_error",
+        };
+        let body = serde_json::json!({
+            "error": { "message": self.message, "type": error_type, "code": self.code.as_str() }
+        });
+        body.to_string().into()
     }
 }
 
@@ -58,20 +72,11 @@ pub fn is_refusal_for_now<B>(answer: &http::Response<B>) -> bool {
 
 impl IntoResponse for Refusal {
     fn into_response(self) -> Response {
-        let error_type = match self.status.as_u16() {
-            401 => "authentication_error",
-            403 => "permission_error",
-            429 => "overloaded",
-            500.. => "unavailable",
-            _ => "invalid_request_error",
-        };
-        let body = serde_json::json!({
-            "error": { "message": self.message, "type": error_type, "code": self.code }
-        });
-        let mut response = (self.status, axum::Json(body)).into_response();
+        let mut response = (self.code.status(), self.body()).into_response();
         let headers = response.headers_mut();
-        headers.insert(claim::REFUSAL, HeaderValue::from_static(self.code));
-        if self.status == StatusCode::UNAUTHORIZED {
+        headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
+        headers.insert(claim::REFUSAL, HeaderValue::from_static(self.code.as_str()));
+        if self.code.status() == StatusCode::UNAUTHORIZED {
             headers.insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
         }
         if let Some(wait) = self.retry_after {
@@ -81,5 +86,22 @@ impl IntoResponse for Refusal {
             headers.insert(header::RETRY_AFTER, value);
         }
         response
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_refusal_says_its_code_in_a_header_and_when_to_come_again() {
+        let response = Refusal::new(Code::Rows, "rows are short").into_response();
+        assert_eq!(response.status(), StatusCode::TOO_MANY_REQUESTS);
+        assert_eq!(response.headers()[claim::REFUSAL], "rows");
+        assert_eq!(response.headers()[header::RETRY_AFTER], "1");
+        let exact = Refusal::new(Code::Rows, "").retry_after(Duration::from_millis(4_100));
+        assert_eq!(exact.into_response().headers()[header::RETRY_AFTER], "5");
+        let useless = Refusal::new(Code::ModelNotFound, "").retry_after(Duration::from_secs(9));
+        assert!(!useless.into_response().headers().contains_key(header::RETRY_AFTER));
     }
 }

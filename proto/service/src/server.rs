@@ -33,7 +33,7 @@ use std::{
 };
 
 use axum::{Router, response::IntoResponse as _};
-use http::{HeaderValue, StatusCode, header};
+use http::{HeaderValue, header};
 use hyper::{body::Incoming, server::conn::http1, service::Service as _};
 use hyper_util::{
     rt::{TokioIo, TokioTimer},
@@ -56,7 +56,7 @@ use self::{
 };
 pub use self::{metrics::Metrics, read_ahead::AnswerBuffers, settings::ConnectionSettings};
 use crate::{
-    refusal::Refusal,
+    refusal::{Code, Refusal},
     tasks::Tasks,
     tls::server::{self as tls, ServerStream, ServerTls},
 };
@@ -84,8 +84,6 @@ const LISTEN_BACKLOG: i32 = 1024;
 const EVICTED_TIME_MAX: Duration = Duration::from_secs(1);
 /// Interval at which the speed of a slow client is checked.
 const DRAIN_CHECK_INTERVAL: Duration = Duration::from_secs(1);
-/// Retry delay of a client whose request was refused because all connections work.
-const RETRY_DELAY: Duration = Duration::from_secs(1);
 
 /// The limits of one port.
 #[derive(Debug, Clone)]
@@ -490,12 +488,10 @@ impl RequestHandler {
 /// Returns the refusal of a request while all connections work.
 fn full_refusal() -> Refusal {
     Refusal::new(
-        StatusCode::SERVICE_UNAVAILABLE,
-        "connections_full",
+        Code::ConnectionsFull,
         "this server has as many connections as it may have, or your address has; close some, or \
          try again",
     )
-    .retry_after(RETRY_DELAY)
 }
 
 #[cfg(test)]

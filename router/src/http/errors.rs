@@ -7,10 +7,13 @@
 
 use std::time::Duration;
 
-use http::StatusCode;
-use proto::claim;
-use service::{auth::unauthorized_refusal, refusal::Refusal};
-use tonic::{Code, Status};
+use axum::extract::rejection::{PathRejection, QueryRejection};
+use proto::{body, claim};
+use service::{
+    auth::unauthorized_refusal,
+    refusal::{Code, Refusal},
+};
+use tonic::Status;
 
 use crate::{
     auth,
@@ -23,26 +26,12 @@ use crate::{
     },
 };
 
-/// Retry delay for clients. A turn may end, or a worker may be back, in about this time.
-const RETRY_DELAY: Duration = Duration::from_secs(1);
-
-/// Returns a refusal. An overloaded router or worker may take the request after [`RETRY_DELAY`].
-fn refuse(status: StatusCode, code: &'static str, message: impl Into<String>) -> Refusal {
-    let refusal = Refusal::new(status, code, message);
-    if status == StatusCode::TOO_MANY_REQUESTS { refusal.retry_after(RETRY_DELAY) } else { refusal }
-}
-
 /// A request whose caller isn't known.
 impl From<auth::Error> for Refusal {
     fn from(error: auth::Error) -> Self {
         match error {
-            auth::Error::ScrapeKey => {
-                refuse(StatusCode::FORBIDDEN, "scrape_key", error.to_string())
-            }
-            auth::Error::TokenKeysAbsent => {
-                let (status, message) = (StatusCode::SERVICE_UNAVAILABLE, error.to_string());
-                refuse(status, "auth_unavailable", message).retry_after(RETRY_DELAY)
-            }
+            auth::Error::ScrapeKey => Self::new(Code::ScrapeKey, error.to_string()),
+            auth::Error::TokenKeysAbsent => Self::new(Code::AuthUnavailable, error.to_string()),
             _ => unauthorized_refusal(&error.to_string()),
         }
     }
@@ -54,55 +43,53 @@ impl From<turn::error::Error> for Refusal {
         use turn::error::Error;
 
         let message = error.to_string();
-        let (status, code) = match error {
+        let code = match error {
             Error::Body(refusal) => return refusal,
             Error::Request(error) => return error.into(),
             Error::Decision(error) => return error.into(),
             Error::Session(error) => return error.into(),
             Error::NoAnswer(error) => return error.into(),
-            Error::Limit { limit, refused } => {
-                (StatusCode::TOO_MANY_REQUESTS, limit_code(limit, refused))
-            }
-            Error::RequestRate(wait) => return rate_refusal("requests_per_minute", message, wait),
-            Error::TokenRate(wait) => return rate_refusal("tokens_per_minute", message, wait),
-            Error::BodyOverContext { .. } => (StatusCode::PAYLOAD_TOO_LARGE, "body_over_context"),
-            Error::BodyLate => (StatusCode::REQUEST_TIMEOUT, "body_late"),
+            Error::Limit { limit, refused } => limit_code(limit, refused),
+            Error::RequestRate(wait) => return rate_refusal(Code::RequestsPerMinute, message, wait),
+            Error::TokenRate(wait) => return rate_refusal(Code::TokensPerMinute, message, wait),
+            Error::BodyOverContext { .. } => Code::BodyOverContext,
+            Error::BodyLate => Code::BodyLate,
         };
-        refuse(status, code, message)
+        Self::new(code, message)
     }
 }
 
 /// Returns the code that names a limit.
-fn limit_code(limit: Limit, refused: Refused) -> &'static str {
+fn limit_code(limit: Limit, refused: Refused) -> Code {
     match (limit, refused) {
-        (Limit::Turns, Refused::Full) => "turns_in_flight",
-        (Limit::Turns, Refused::Share) => "turns_in_flight_share",
-        (Limit::Turns, Refused::Key) => "key_turns_in_flight",
-        (Limit::Sessions, _) => "key_sessions",
-        (Limit::BodyBytes, Refused::Full) => "body_bytes_in_flight",
+        (Limit::Turns, Refused::Full) => Code::TurnsInFlight,
+        (Limit::Turns, Refused::Share) => Code::TurnsInFlightShare,
+        (Limit::Turns, Refused::Key) => Code::KeyTurnsInFlight,
+        (Limit::Sessions, _) => Code::KeySessions,
+        (Limit::BodyBytes, Refused::Full) => Code::BodyBytesInFlight,
         // No key has a limit of bytes.
-        (Limit::BodyBytes, Refused::Share | Refused::Key) => "body_bytes_share",
-        (_, Refused::Class) => "priority_shed",
+        (Limit::BodyBytes, Refused::Share | Refused::Key) => Code::BodyBytesShare,
+        (_, Refused::Class) => Code::PriorityShed,
     }
 }
 
 /// Returns the refusal of a key that has used up what it has per minute. After `wait` it has enough
 /// again.
-fn rate_refusal(code: &'static str, message: String, wait: Duration) -> Refusal {
-    Refusal::new(StatusCode::TOO_MANY_REQUESTS, code, message).retry_after(wait)
+fn rate_refusal(code: Code, message: String, wait: Duration) -> Refusal {
+    Refusal::new(code, message).retry_after(wait)
 }
 
 /// A request that can't be read.
 impl From<request::Error> for Refusal {
     fn from(error: request::Error) -> Self {
         let code = match error {
-            request::Error::Body(_) => "invalid_json",
-            request::Error::SessionId(_) => "invalid_session_id",
-            request::Error::Field { .. } => "invalid_field",
-            request::Error::NotIsolated => "not_isolated",
-            request::Error::DeltaWithoutSession => "delta_without_session",
+            request::Error::Body(_) => Code::InvalidJson,
+            request::Error::SessionId(_) => Code::InvalidSessionId,
+            request::Error::Field { .. } => Code::InvalidField,
+            request::Error::NotIsolated => Code::NotIsolated,
+            request::Error::DeltaWithoutSession => Code::DeltaWithoutSession,
         };
-        Self::bad_request(code, error.to_string())
+        Self::new(code, error.to_string())
     }
 }
 
@@ -112,23 +99,17 @@ impl From<decide::Error> for Refusal {
         use decide::Error;
 
         let message = error.to_string();
-        let (status, code) = match error {
+        let code = match error {
             Error::NoWorker(error) => return error.into(),
-            Error::SessionsFull(TableFull::All) => (StatusCode::TOO_MANY_REQUESTS, "sessions_full"),
-            Error::SessionsFull(TableFull::Share) => {
-                (StatusCode::TOO_MANY_REQUESTS, "sessions_share")
-            }
-            Error::DeltaWithoutHistory => (StatusCode::NOT_FOUND, "session_unknown"),
-            Error::SessionBusy => (StatusCode::CONFLICT, "session_busy"),
-            Error::TurnWhileClosing => (StatusCode::NOT_FOUND, "session_closing"),
-            Error::OpenWhileClosing => (StatusCode::CONFLICT, "session_closing"),
-            Error::SessionLost { .. } => (StatusCode::CONFLICT, "session_lost"),
-            Error::AgentRestarts { .. } => {
-                return refuse(StatusCode::SERVICE_UNAVAILABLE, "worker_unreachable", message)
-                    .retry_after(RETRY_DELAY);
-            }
+            Error::SessionsFull(TableFull::All) => Code::SessionsFull,
+            Error::SessionsFull(TableFull::Share) => Code::SessionsShare,
+            Error::DeltaWithoutHistory => Code::SessionUnknown,
+            Error::SessionBusy => Code::SessionBusy,
+            Error::Closing => Code::SessionClosing,
+            Error::SessionLost { .. } => Code::SessionLost,
+            Error::AgentRestarts { .. } => Code::WorkerUnreachable,
         };
-        refuse(status, code, message)
+        Self::new(code, message)
     }
 }
 
@@ -140,9 +121,9 @@ impl From<sessions::Error> for Refusal {
         let message = error.to_string();
         match error {
             Error::Decision(error) => error.into(),
-            Error::Unknown => refuse(StatusCode::NOT_FOUND, "session_unknown", message),
+            Error::Unknown => Self::new(Code::SessionUnknown, message),
             Error::Agent(status) => agent_refusal(&status),
-            Error::Internal => refuse(StatusCode::INTERNAL_SERVER_ERROR, "internal", message),
+            Error::Internal => Self::new(Code::Internal, message),
         }
     }
 }
@@ -150,15 +131,13 @@ impl From<sessions::Error> for Refusal {
 /// A turn or session for which placement found no worker.
 impl From<NoWorker> for Refusal {
     fn from(error: NoWorker) -> Self {
-        let (status, code) = match error {
-            NoWorker::Unusable | NoWorker::Disaggregated => {
-                (StatusCode::SERVICE_UNAVAILABLE, "no_worker")
-            }
-            NoWorker::Model { .. } => (StatusCode::NOT_FOUND, "model_not_found"),
-            NoWorker::Retention { .. } => (StatusCode::CONFLICT, "retention_unavailable"),
+        let code = match error {
+            NoWorker::Unusable => Code::NoWorker,
+            NoWorker::Disaggregated => Code::EnginesDisaggregated,
+            NoWorker::Model { .. } => Code::ModelNotFound,
+            NoWorker::Retention { .. } => Code::RetentionUnavailable,
         };
-        let refusal = refuse(status, code, error.to_string());
-        if error == NoWorker::Unusable { refusal.retry_after(RETRY_DELAY) } else { refusal }
+        Self::new(code, error.to_string())
     }
 }
 
@@ -167,27 +146,22 @@ impl From<NoAnswer> for Refusal {
     fn from(error: NoAnswer) -> Self {
         match error {
             NoAnswer::Connect { .. } | NoAnswer::NotARouter { .. } => unreachable_refusal(),
-            NoAnswer::BrokenOff { .. } => refuse(
-                StatusCode::BAD_GATEWAY,
-                "worker_broke_off",
+            NoAnswer::BrokenOff { .. } => Self::new(
+                Code::WorkerBrokeOff,
                 "the worker closed the connection before its answer began; the turn may have run, \
                  so check before you send it again",
             ),
-            NoAnswer::NoDescriptors { .. } => refuse(
-                StatusCode::SERVICE_UNAVAILABLE,
-                "router_descriptors",
+            NoAnswer::NoDescriptors { .. } => Self::new(
+                Code::RouterDescriptors,
                 "this router has no file descriptor left for a connection to the worker; try again",
-            )
-            .retry_after(RETRY_DELAY),
-            NoAnswer::Silent { .. } => refuse(
-                StatusCode::SERVICE_UNAVAILABLE,
-                "worker_silent",
-                "the worker has stopped answering, and the turn is given up; try again",
-            )
-            .retry_after(RETRY_DELAY),
-            NoAnswer::TimedOut => refuse(
-                StatusCode::GATEWAY_TIMEOUT,
-                "turn_timeout",
+            ),
+            NoAnswer::Silent { .. } => Self::new(
+                Code::WorkerSilent,
+                "the worker has stopped answering, and the turn is given up; it may have run, so \
+                 check before you send it again",
+            ),
+            NoAnswer::TimedOut => Self::new(
+                Code::TurnTimeout,
                 "the answer did not begin within turn_ms_max; send a shorter prompt or raise the \
                  limit",
             ),
@@ -197,94 +171,66 @@ impl From<NoAnswer> for Refusal {
 
 /// Returns the refusal if the worker's data port or control port can't be reached.
 fn unreachable_refusal() -> Refusal {
-    let message = "the worker can't be reached; try again";
-    refuse(StatusCode::SERVICE_UNAVAILABLE, "worker_unreachable", message).retry_after(RETRY_DELAY)
+    Refusal::new(Code::WorkerUnreachable, "the worker can't be reached; try again")
 }
 
-/// The refusal codes of agents that are passed on to the client. If an agent's control port sends
-/// another code or none, the client gets a general code for the gRPC status.
-const AGENT_REFUSAL_CODES: [&str; 20] = [
-    "engine_down",
-    "engine_lost",
-    "history_unknown",
-    "journal_failed",
-    "kv_corrupt",
-    "open_failed",
-    "pin_tokens",
-    "queue_places",
-    "queue_time",
-    "retention_unavailable",
-    "rows",
-    "session_busy",
-    "session_closing",
-    "session_lost",
-    "session_open",
-    "session_open_otherwise",
-    "session_reclaimed",
-    "sessions",
-    "stopping",
-    "turns",
-];
-
-/// Returns the refusal for a gRPC error of an agent's control port.
+/// Returns the refusal for a gRPC error of an agent's control port. It has the agent's own code. If
+/// the agent sent none, or the code of a later version, it has a general code for the gRPC status.
 fn agent_refusal(status: &Status) -> Refusal {
-    let message = status.message().to_owned();
-    let header_code = status.metadata().as_ref().get(claim::REFUSAL);
-    let agent_code = header_code
-        .and_then(|header_code| AGENT_REFUSAL_CODES.into_iter().find(|code| header_code == code));
-    match status.code() {
-        Code::ResourceExhausted => {
-            refuse(StatusCode::TOO_MANY_REQUESTS, agent_code.unwrap_or("worker_full"), message)
-        }
-        Code::FailedPrecondition => {
-            let code = agent_code.unwrap_or("retention_unavailable");
-            let refusal = refuse(StatusCode::CONFLICT, code, message);
-            if code == "session_closing" { refusal.retry_after(RETRY_DELAY) } else { refusal }
-        }
-        Code::NotFound => sessions::Error::Unknown.into(),
-        Code::InvalidArgument => Refusal::bad_request("invalid_field", message),
-        Code::DeadlineExceeded => refuse(StatusCode::GATEWAY_TIMEOUT, "worker_timeout", message),
+    if status.code() == tonic::Code::Unauthenticated {
         // The agent doesn't recognize this router, which its operator has to mend.
-        Code::Unauthenticated => unreachable_refusal(),
-        Code::Unavailable => agent_code.map_or_else(unreachable_refusal, |code| {
-            refuse(StatusCode::SERVICE_UNAVAILABLE, code, message).retry_after(RETRY_DELAY)
-        }),
-        _ => {
-            let message = "the worker failed; see the router's log";
-            refuse(StatusCode::BAD_GATEWAY, "worker_failed", message)
-        }
+        return unreachable_refusal();
+    }
+    let message = status.message().to_owned();
+    let agent_code = status.metadata().as_ref().get(claim::REFUSAL);
+    if let Some(code) = agent_code.and_then(|code| Code::of_agent(code.as_bytes())) {
+        return Refusal::new(code, message);
+    }
+    match status.code() {
+        tonic::Code::ResourceExhausted => Refusal::new(Code::WorkerFull, message),
+        tonic::Code::FailedPrecondition => Refusal::new(Code::RetentionUnavailable, message),
+        tonic::Code::NotFound => sessions::Error::Unknown.into(),
+        tonic::Code::InvalidArgument => Refusal::new(Code::InvalidField, message),
+        tonic::Code::DeadlineExceeded => Refusal::new(Code::WorkerTimeout, message),
+        tonic::Code::Unavailable => unreachable_refusal(),
+        _ => Refusal::new(Code::WorkerFailed, "the worker failed; see the router's log"),
     }
 }
 
 /// Returns the refusal of a path that the router doesn't serve.
 pub(super) fn route_unknown_refusal() -> Refusal {
-    let message = "no such route; see the API reference";
-    refuse(StatusCode::NOT_FOUND, "route_unknown", message)
+    Refusal::new(Code::RouteUnknown, "no such route; see the API reference")
 }
 
 /// Returns the refusal of a method that the route doesn't have.
 pub(super) fn method_refusal() -> Refusal {
-    let message = "this route doesn't support this method; see the API reference";
-    refuse(StatusCode::METHOD_NOT_ALLOWED, "method_not_allowed", message)
+    let message = "this route doesn't support this method; use one that `Allow` lists";
+    Refusal::new(Code::MethodNotAllowed, message)
+}
+
+/// Returns the refusal of a path that has no valid id.
+pub(super) fn path_refusal(rejection: &PathRejection) -> Refusal {
+    let message = format!("{}; escape the UTF-8 bytes of the id", rejection.body_text());
+    Refusal::new(Code::InvalidPath, message)
 }
 
 /// Returns the refusal to explain a turn's placement that this router doesn't know, or has
 /// forgotten.
 pub(super) fn placement_unknown_refusal() -> Refusal {
-    refuse(
-        StatusCode::NOT_FOUND,
-        "placement_unknown",
+    Refusal::new(
+        Code::PlacementUnknown,
         "this router keeps no placement of this turn; ask soon after the turn, with the id of its \
          answer's x-berth-turn header",
     )
 }
 
 /// Returns the refusal of a body that isn't the JSON expected by a session route.
-pub(super) fn body_refusal(error: &serde_json::Error) -> Refusal {
-    Refusal::bad_request("invalid_json", format!("the body is wrong: {error}"))
+pub(super) fn body_refusal(error: &serde_json::Error, bytes: &[u8]) -> Refusal {
+    let fault = body::Fault::new(error, bytes);
+    Refusal::new(Code::InvalidJson, format!("the body is wrong: {fault}"))
 }
 
 /// Returns the refusal of a query string that the route doesn't take.
-pub(super) fn query_refusal(error: &axum::extract::rejection::QueryRejection) -> Refusal {
-    Refusal::bad_request("invalid_field", format!("the query is wrong: {error}"))
+pub(super) fn query_refusal(error: &QueryRejection) -> Refusal {
+    Refusal::new(Code::InvalidField, format!("the query is wrong: {error}"))
 }

@@ -7,20 +7,24 @@
 
 use axum::{
     Json,
-    extract::{Path, State},
+    extract::State,
     response::{IntoResponse as _, Response},
 };
 use serde_json::{Value, json};
 use service::clock::{now, whole_millis};
 
-use super::{SharedState, errors, respond};
+use super::{IdPath, SharedState, errors, id, respond};
 use crate::{
     fleet::snapshot::Snapshot,
     placement::{Figures, recent::PlacementRecord},
 };
 
 /// Answers with the placements of the turn whose id the path names.
-pub(super) async fn show(State(shared): SharedState, Path(turn_id): Path<String>) -> Response {
+pub(super) async fn show(State(shared): SharedState, path: IdPath) -> Response {
+    let turn_id = match id(path) {
+        Ok(turn_id) => turn_id,
+        Err(refusal) => return respond(&shared, Err(refusal)),
+    };
     let records = u64::from_str_radix(&turn_id, 16)
         .map(|turn_id| shared.placer.placements(turn_id))
         .unwrap_or_default();

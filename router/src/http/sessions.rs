@@ -8,16 +8,19 @@ use std::sync::Arc;
 
 use axum::{
     Json,
-    extract::{Extension, Path, Query, Request, State},
+    extract::{Extension, Query, Request, State},
     response::{IntoResponse as _, Response},
 };
 use http::{StatusCode, Uri};
 use proto::{id::SessionKey, load::Retention};
 use serde::Deserialize;
 use serde_json::{Value, json};
-use service::{clock::whole_millis, refusal::Refusal};
+use service::{
+    clock::whole_millis,
+    refusal::{Code, Refusal},
+};
 
-use super::{SharedState, errors, respond};
+use super::{IdPath, SharedState, errors, id, respond};
 use crate::{
     auth::Caller,
     fleet::control::OpenRequest,
@@ -123,10 +126,10 @@ pub(super) async fn list(
 pub(super) async fn show(
     State(shared): SharedState,
     Extension(caller): Extension<Caller>,
-    Path(id): Path<String>,
+    path: IdPath,
 ) -> Response {
     let answer = async {
-        let session_view = shared.sessions.find(session_key(&caller, id)?).await?;
+        let session_view = shared.sessions.find(session_key(&caller, id(path)?)?).await?;
         Ok(Json(to_json(&shared, &session_view)).into_response())
     };
     respond(&shared, answer.await)
@@ -135,10 +138,10 @@ pub(super) async fn show(
 pub(super) async fn close(
     State(shared): SharedState,
     Extension(caller): Extension<Caller>,
-    Path(id): Path<String>,
+    path: IdPath,
 ) -> Response {
     let answer = async {
-        shared.sessions.close(session_key(&caller, id)?).await?;
+        shared.sessions.close(session_key(&caller, id(path)?)?).await?;
         Ok(StatusCode::NO_CONTENT.into_response())
     };
     respond(&shared, answer.await)
@@ -164,10 +167,9 @@ async fn try_sglang_open(
     turn::check_key_sessions(shared, caller, &open_request.key).await?;
     let opened = shared.sessions.open(open_request).await?;
     if !opened.is_new {
-        // Clients of SGLang look for an error of this shape.
+        // SGLang answers 400 too, with its text in the same place.
         let message = "Failed to open the session: one with this id is still open. Close it first.";
-        let body = json!({ "error": { "message": message } });
-        return Ok((StatusCode::BAD_REQUEST, Json(body)).into_response());
+        return Err(Refusal::new(Code::SessionExists, message));
     }
     Ok(Json(Value::from(opened.session.key.id())).into_response())
 }
@@ -188,7 +190,7 @@ async fn try_sglang_close(
     let request_body: SglangCloseBody = read_body(shared, caller, request, false).await?;
     let key = session_key(caller, request_body.session_id)?;
     match shared.sessions.close(key).await.map_err(Refusal::from) {
-        Err(refusal) if refusal.status != StatusCode::NOT_FOUND => Err(refusal),
+        Err(refusal) if refusal.code != Code::SessionUnknown => Err(refusal),
         // SGLang also answers 200 if it doesn't know the session.
         Ok(()) | Err(_) => Ok(StatusCode::OK.into_response()),
     }
@@ -233,7 +235,8 @@ async fn read_body<T: for<'de> Deserialize<'de> + Default>(
     if held_body.bytes.is_empty() && may_be_empty {
         return Ok(T::default());
     }
-    serde_json::from_slice(&held_body.bytes).map_err(|error| errors::body_refusal(&error))
+    serde_json::from_slice(&held_body.bytes)
+        .map_err(|error| errors::body_refusal(&error, &held_body.bytes))
 }
 
 /// Returns a session as JSON for its client.

@@ -44,12 +44,9 @@ pub(crate) enum Error {
          has ended"
     )]
     SessionBusy,
-    /// The turn's session is closing.
+    /// The session of the turn, or the session to open, is closing.
     #[error("this session is closing; wait until its last turn has ended, then open it again")]
-    TurnWhileClosing,
-    /// The session to open is still closing.
-    #[error("this session is closing; wait until its last turn has ended, then open it again")]
-    OpenWhileClosing,
+    Closing,
     /// The session's agent restarts, and its successor may take up the session.
     #[error("the agent of worker {worker} restarts and may keep this session; try again")]
     AgentRestarts {
@@ -251,7 +248,7 @@ pub(super) fn decide_open(
     let key = &open_request.key;
     let status = session_status::determine_status(key, view, affinity.get(key, now), now);
     let (bound_worker, was_open) = match status {
-        SessionStatus::Closing => return Err(Error::OpenWhileClosing),
+        SessionStatus::Closing => return Err(Error::Closing),
         SessionStatus::Unknown | SessionStatus::Lost { .. } => (None, false),
         SessionStatus::Bound { worker, .. } => (Some(worker), false),
         SessionStatus::Open { worker, .. } => (Some(worker), true),
@@ -302,7 +299,7 @@ fn check_session(
 ) -> Result<(Option<Sticky>, Option<Retention>), Error> {
     let delta_needs_history = intent.is_delta && !intent.opens_session;
     match status {
-        SessionStatus::Closing => Err(Error::TurnWhileClosing),
+        SessionStatus::Closing => Err(Error::Closing),
         SessionStatus::Lost { worker, is_agent_up: false, .. }
             if view.agent(*worker).may_hand_over(now) =>
         {
@@ -411,7 +408,7 @@ mod tests {
         let worker = WorkerRef { agent: 0, dp_rank: 0 };
         affinity.record_close_request(key, worker, start()).unwrap();
         let refusal = decide(&mut affinity, &turn(false)).unwrap_err();
-        assert!(matches!(refusal, Error::TurnWhileClosing), "{refusal}");
+        assert!(matches!(refusal, Error::Closing), "{refusal}");
         assert_eq!(affinity.get(key, start()).unwrap().turns, 0);
     }
 }

@@ -21,7 +21,7 @@ use proto::{
     id::{self, SessionKey},
     load::Retention,
 };
-use serde_json::{Value, value::RawValue};
+use serde_json::Value;
 use xxhash_rust::xxh3::xxh3_128;
 
 use crate::prompt::Prompt;
@@ -57,6 +57,9 @@ const PARENT_SESSION_HEADERS: [HeaderName; 3] = [
 /// The longest idle time that a client may set, in seconds: ten years. A longer time is a mistake,
 /// and could overflow the agent's clock.
 const IDLE_SECONDS_MAX: f64 = 315_360_000.0;
+
+/// What an idle time must be, for the client.
+const IDLE_SECONDS_ALLOWED: &str = "a positive number of seconds, at most ten years";
 
 /// Why a request can't be read.
 #[derive(Debug, thiserror::Error)]
@@ -220,7 +223,7 @@ pub fn parse_idle_ms(value: &Value, field: &'static str) -> Result<Option<u64>, 
     if value.is_null() {
         return Ok(None);
     }
-    let invalid = Error::Field { field, allowed: "a positive number of seconds" };
+    let invalid = Error::Field { field, allowed: IDLE_SECONDS_ALLOWED };
     let Some(seconds) = value.as_f64() else { return Err(invalid) };
     if !(seconds > 0.0 && seconds <= IDLE_SECONDS_MAX) {
         return Err(invalid);
@@ -265,12 +268,10 @@ struct SessionControl {
 
 impl SessionControl {
     fn read(body: &Object<'_>) -> Result<Option<Self>, Error> {
-        let Some(nvext) = body.get("nvext").and_then(parse_object) else { return Ok(None) };
-        let control = match nvext.get("session_control") {
-            None => return Ok(None),
-            Some(raw) if raw.get() == "null" => return Ok(None),
-            Some(raw) => parse_object(raw)
-                .ok_or(Error::Field { field: "nvext.session_control", allowed: "an object" })?,
+        let Some(nvext) = object_member(body, "nvext", "nvext")? else { return Ok(None) };
+        let field = "nvext.session_control";
+        let Some(control) = object_member(&nvext, "session_control", field)? else {
+            return Ok(None);
         };
         let field = "nvext.session_control.session_id";
         let session_id = string_member(&control, "session_id", field)?
@@ -283,31 +284,40 @@ impl SessionControl {
             Some("bind") => SessionAction::Bind,
             Some(_) => return Err(Error::Field { field, allowed: "open, close or bind" }),
         };
-        let timeout = control.get("timeout").map_or(Value::Null, parse_value);
-        let idle_ms_max = parse_idle_ms(&timeout, "nvext.session_control.timeout")?;
+        let field = "nvext.session_control.timeout";
+        let timeout = match control.get("timeout").map(|raw| serde_json::from_str(raw.get())) {
+            None => Value::Null,
+            Some(Ok(timeout)) => timeout,
+            // A number that is too large, or a value that is nested too deeply.
+            Some(Err(_)) => return Err(Error::Field { field, allowed: IDLE_SECONDS_ALLOWED }),
+        };
+        let idle_ms_max = parse_idle_ms(&timeout, field)?;
         Ok(Some(Self { session_id, action, idle_ms_max }))
     }
 }
 
 /// Returns the body's member `session_params.id`.
 fn session_params_id(body: &Object<'_>) -> Result<Option<String>, Error> {
-    match body.get("session_params") {
+    match object_member(body, "session_params", "session_params")? {
         None => Ok(None),
-        Some(raw) if raw.get() == "null" => Ok(None),
-        Some(raw) => {
-            let params = parse_object(raw)
-                .ok_or(Error::Field { field: "session_params", allowed: "one object" })?;
-            string_member(&params, "id", "session_params.id")
-        }
+        Some(params) => string_member(&params, "id", "session_params.id"),
     }
 }
 
-fn parse_object(raw: &RawValue) -> Option<Object<'_>> {
-    Object::parse(raw.get().as_bytes()).ok()
-}
-
-fn parse_value(raw: &RawValue) -> Value {
-    serde_json::from_str(raw.get()).unwrap_or(Value::Null)
+/// Reads a member that is an object. Null counts as absent, and any other type is an error that
+/// names `field`.
+fn object_member<'a>(
+    body: &Object<'a>,
+    key: &str,
+    field: &'static str,
+) -> Result<Option<Object<'a>>, Error> {
+    match body.get(key) {
+        None => Ok(None),
+        Some(raw) if raw.get() == "null" => Ok(None),
+        Some(raw) => Object::parse(raw.get().as_bytes())
+            .map(Some)
+            .map_err(|_| Error::Field { field, allowed: "an object with at most 4096 members" }),
+    }
 }
 
 /// Reads a string member. Null counts as absent, and any other type is an error that names `field`.
@@ -316,10 +326,13 @@ fn string_member(
     key: &str,
     field: &'static str,
 ) -> Result<Option<String>, Error> {
-    match body.get(key).map(parse_value) {
-        None | Some(Value::Null) => Ok(None),
-        Some(Value::String(text)) => Ok(Some(text)),
-        Some(_) => Err(Error::Field { field, allowed: "a string" }),
+    match body.get(key) {
+        None => Ok(None),
+        Some(raw) if raw.get() == "null" => Ok(None),
+        // Only strings are parsed: another value may be nested too deeply to be read.
+        Some(raw) => serde_json::from_str(raw.get())
+            .map(Some)
+            .map_err(|_| Error::Field { field, allowed: "a string of Unicode characters" }),
     }
 }
 
@@ -483,6 +496,34 @@ mod tests {
             let error = read(&HeaderMap::new(), body.as_bytes(), "p").unwrap_err().to_string();
             assert!(error.contains(named), "{body}: {error}");
         }
+    }
+
+    #[test]
+    fn a_session_that_cannot_be_read_is_refused_and_not_ignored() {
+        let deep = format!("{}{}", "[".repeat(200), "]".repeat(200));
+        let many = vec![r#""a":0"#; body::MEMBERS_MAX + 1].join(",");
+        let cases = [
+            (format!(r#"{{"session_id":{deep}}}"#), "session_id must be a string"),
+            (r#"{"session_id":"\ud800"}"#.to_owned(), "session_id must be a string"),
+            (format!(r#"{{"session_params":{{"id":{deep}}}}}"#), "session_params.id"),
+            (format!(r#"{{"session_params":{{{many}}}}}"#), "session_params"),
+            (format!(r#"{{"nvext":{{"session_control":{deep}}}}}"#), "nvext.session_control"),
+            (format!(r#"{{"nvext":{{{many}}}}}"#), "nvext"),
+            (r#"{"nvext":1}"#.to_owned(), "nvext"),
+            (
+                format!(
+                    r#"{{"nvext":{{"session_control":{{"session_id":"s","timeout":{deep}}}}}}}"#
+                ),
+                "timeout",
+            ),
+        ];
+        for (body, named) in cases {
+            let error = read(&HeaderMap::new(), body.as_bytes(), "p").unwrap_err().to_string();
+            assert!(error.contains(named), "{body:.60}: {error}");
+        }
+        // What isn't Berth's own may nest as it likes.
+        let turn = read(&HeaderMap::new(), format!(r#"{{"tools":{deep}}}"#).as_bytes(), "p");
+        assert_eq!(turn.unwrap().session, None);
     }
 
     #[test]

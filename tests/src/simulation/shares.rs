@@ -5,6 +5,7 @@
 
 use std::{collections::BTreeMap, time::Duration};
 
+use service::refusal::Code;
 use worker_agent::session::{self, PrincipalView};
 
 use super::{
@@ -105,7 +106,7 @@ impl World {
         for (other, view) in views.iter().filter(|(other, _)| **other != user.principal()) {
             match *resource {
                 // Other tickets may have left the queue in the same call of the table.
-                "queue_places" => {
+                Code::QueuePlaces => {
                     let before = &self.views_before;
                     let queued_before = |name| before.get(name).map_or(0, |view| view.queued);
                     let others = view.queued.min(queued_before(*other));
@@ -114,7 +115,7 @@ impl World {
                         "{rid} found no place in the queue, where {other} has {others}"
                     );
                 }
-                "rows" if view.rows_held > own.rows_held + 1 => {
+                Code::Rows if view.rows_held > own.rows_held + 1 => {
                     let agent = self.agent.as_ref().expect("it has refused the turn");
                     let mut pins = agent.table.pins_at_rest(0);
                     let takes = pins.any(|(key, _)| key.principal() == *other);

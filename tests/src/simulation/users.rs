@@ -458,6 +458,7 @@ impl World {
         match reply {
             Reply::Refused(error) => match error {
                 Error::UnknownSession
+                | Error::Closing
                 | Error::Lost
                 | Error::NotTakenOver
                 | Error::HistoryUnknown

@@ -24,7 +24,7 @@ use serde::{
     de::{self, DeserializeSeed, SeqAccess, Visitor},
 };
 use serde_json::value::RawValue;
-use service::refusal::Refusal;
+use service::refusal::{Code, Refusal};
 
 use crate::session::{Need, PromptStart, Turn};
 
@@ -71,21 +71,21 @@ const TEMPLATE_TOKENS_MAX: u64 = 256;
 /// A refusal with status 400 that says what to change.
 pub fn parse(context: BodyContext, bytes: &Bytes) -> Result<ParsedRequest, Refusal> {
     let BodyContext { kind, in_session, vocabulary_size, .. } = context;
-    let object = Object::parse(bytes).map_err(|error| malformed(&error))?;
+    let object = Object::parse(bytes).map_err(invalid_json)?;
     check_session_params(&object)?;
     check_token_ids(kind, &object, vocabulary_size)?;
     let has_single_answer = has_single_answer(kind, &object);
     if in_session && !has_single_answer {
-        return Err(Refusal::bad_request(
-            "batch_in_session",
+        return Err(Refusal::new(
+            Code::BatchInSession,
             "a turn of a session has one prompt and one answer: send a single prompt with n = 1, \
              or leave the session out",
         ));
     }
     let is_background = object.get("background").is_some_and(|value| value.get() == "true");
     if in_session && kind == Kind::Responses && is_background {
-        return Err(Refusal::bad_request(
-            "background_in_session",
+        return Err(Refusal::new(
+            Code::BackgroundInSession,
             "a turn of a session ends with its answer: leave `background` out, or the session",
         ));
     }
@@ -136,9 +136,13 @@ fn read_need(context: BodyContext, object: &Object<'_>, body_bytes: usize) -> Ne
         };
     }
     let sampling = object.get("sampling_params").filter(|params| params.get().starts_with('{'));
-    let sampling = sampling.and_then(|params| Object::parse(params.get().as_bytes()).ok());
+    let sampling = sampling.map(|params| Object::parse(params.get().as_bytes()));
+    let is_unreadable = matches!(sampling, Some(Err(_)));
+    let sampling = sampling.and_then(Result::ok);
     let sampling_param = |key: &str| sampling.as_ref().and_then(|params| params.get(key));
     let answer_tokens = match sampling_param("max_new_tokens") {
+        // The engine may read a limit that the agent can't read.
+        None if is_unreadable => None,
         None => Some(GENERATE_ANSWER_TOKENS_MAX_DEFAULT),
         // `null` isn't a number, so it becomes `None`, which means as many tokens as fit.
         Some(limit) => limit.get().parse().ok(),
@@ -195,9 +199,9 @@ fn added_members(kind: Kind, turn: &Turn, rid: &str) -> String {
     members.join(",")
 }
 
-fn malformed(error: &body::Error) -> Refusal {
-    let body::Error::NotAnObject(source) = error;
-    Refusal::bad_request("malformed_json", format!("{error}: {source}"))
+#[expect(clippy::needless_pass_by_value, reason = "`map_err` passes the error")]
+fn invalid_json(error: body::Error) -> Refusal {
+    Refusal::new(Code::InvalidJson, format!("{error}; send one JSON object"))
 }
 
 /// Refuses unsupported keys of `session_params`. The engine answers 500 to keys that it doesn't
@@ -207,7 +211,7 @@ fn check_session_params(object: &Object<'_>) -> Result<(), Refusal> {
     let Some(params) = object.get("session_params").filter(|params| params.get() != "null") else {
         return Ok(());
     };
-    let refuse = |detail: String| Err(Refusal::bad_request("session_params", detail));
+    let refuse = |detail: String| Err(Refusal::new(Code::SessionParams, detail));
     let Ok(params) = Object::parse(params.get().as_bytes()) else {
         return refuse("session_params must be an object with the key `id`".into());
     };
@@ -253,8 +257,9 @@ fn check_token_ids(
         Err(error) => {
             let text = error.to_string();
             let is_outside_vocabulary = text.contains(OUTSIDE_VOCABULARY);
-            let code = if is_outside_vocabulary { "token_out_of_vocabulary" } else { "token_ids" };
-            Err(Refusal::bad_request(code, text))
+            let code =
+                if is_outside_vocabulary { Code::TokenOutOfVocabulary } else { Code::TokenIds };
+            Err(Refusal::new(code, text))
         }
     }
 }
@@ -403,7 +408,7 @@ mod tests {
         BodyContext { kind, in_session, vocabulary_size, resident_tokens: 0 }
     }
 
-    fn sent(kind: Kind, retention: Option<Retention>, body: &str) -> Result<Value, &'static str> {
+    fn sent(kind: Kind, retention: Option<Retention>, body: &str) -> Result<Value, Code> {
         let bytes = Bytes::copy_from_slice(body.as_bytes());
         let parsed = parse(context(kind, retention.is_some(), Some(320)), &bytes);
         let body =
@@ -435,26 +440,26 @@ mod tests {
     #[test]
     fn what_would_harm_the_engine_is_refused() {
         let cases = [
-            (Kind::Generate, r#"{"input_ids":[1,320]}"#, "token_out_of_vocabulary"),
-            (Kind::Generate, r#"{"input_ids":[[1],[-1]]}"#, "token_out_of_vocabulary"),
-            (Kind::Generate, r#"{"input_ids":[1,2.5]}"#, "token_ids"),
-            (Kind::Generate, r#"{"input_ids":[1,"2"]}"#, "token_ids"),
-            (Kind::Generate, r#"{"input_ids":["1",5000]}"#, "token_ids"),
-            (Kind::Generate, r#"{"input_ids":[true,5000]}"#, "token_ids"),
-            (Kind::Generate, r#"{"input_ids":[[1],2]}"#, "token_ids"),
-            (Kind::Completions, r#"{"prompt":["1",5000]}"#, "token_out_of_vocabulary"),
-            (Kind::Completions, r#"{"prompt":["1",7]}"#, "token_ids"),
-            (Kind::Completions, r#"{"prompt":[true]}"#, "token_ids"),
-            (Kind::Generate, r#"{"input_ids":[99999999999999999999]}"#, "token_ids"),
-            (Kind::Embeddings, r#"{"input":[[5000]]}"#, "token_out_of_vocabulary"),
-            (Kind::Completions, r#"{"prompt":[5000]}"#, "token_out_of_vocabulary"),
-            (Kind::Completions, r#"{"prompt":[[5000]]}"#, "token_out_of_vocabulary"),
-            (Kind::Generate, r#"{"text":"a""#, "malformed_json"),
-            (Kind::Generate, r#"["text"]"#, "malformed_json"),
-            (Kind::Generate, r#"{"session_params":{"id":"s","bogus":1}}"#, "session_params"),
-            (Kind::Generate, r#"{"session_params":{"id":"s","offset":0}}"#, "session_params"),
-            (Kind::Generate, r#"{"session_params":{"replace":true}}"#, "session_params"),
-            (Kind::Generate, r#"{"session_params":"s"}"#, "session_params"),
+            (Kind::Generate, r#"{"input_ids":[1,320]}"#, Code::TokenOutOfVocabulary),
+            (Kind::Generate, r#"{"input_ids":[[1],[-1]]}"#, Code::TokenOutOfVocabulary),
+            (Kind::Generate, r#"{"input_ids":[1,2.5]}"#, Code::TokenIds),
+            (Kind::Generate, r#"{"input_ids":[1,"2"]}"#, Code::TokenIds),
+            (Kind::Generate, r#"{"input_ids":["1",5000]}"#, Code::TokenIds),
+            (Kind::Generate, r#"{"input_ids":[true,5000]}"#, Code::TokenIds),
+            (Kind::Generate, r#"{"input_ids":[[1],2]}"#, Code::TokenIds),
+            (Kind::Completions, r#"{"prompt":["1",5000]}"#, Code::TokenOutOfVocabulary),
+            (Kind::Completions, r#"{"prompt":["1",7]}"#, Code::TokenIds),
+            (Kind::Completions, r#"{"prompt":[true]}"#, Code::TokenIds),
+            (Kind::Generate, r#"{"input_ids":[99999999999999999999]}"#, Code::TokenIds),
+            (Kind::Embeddings, r#"{"input":[[5000]]}"#, Code::TokenOutOfVocabulary),
+            (Kind::Completions, r#"{"prompt":[5000]}"#, Code::TokenOutOfVocabulary),
+            (Kind::Completions, r#"{"prompt":[[5000]]}"#, Code::TokenOutOfVocabulary),
+            (Kind::Generate, r#"{"text":"a""#, Code::InvalidJson),
+            (Kind::Generate, r#"["text"]"#, Code::InvalidJson),
+            (Kind::Generate, r#"{"session_params":{"id":"s","bogus":1}}"#, Code::SessionParams),
+            (Kind::Generate, r#"{"session_params":{"id":"s","offset":0}}"#, Code::SessionParams),
+            (Kind::Generate, r#"{"session_params":{"replace":true}}"#, Code::SessionParams),
+            (Kind::Generate, r#"{"session_params":"s"}"#, Code::SessionParams),
         ];
         for (kind, body, code) in cases {
             assert_eq!(sent(kind, None, body), Err(code), "{body}");
@@ -479,12 +484,12 @@ mod tests {
         ];
         for (kind, body) in batches {
             let tagged = Some(Retention::Tagged);
-            assert_eq!(sent(kind, tagged, body), Err("batch_in_session"), "{body}");
+            assert_eq!(sent(kind, tagged, body), Err(Code::BatchInSession), "{body}");
             assert!(sent(kind, None, body).is_ok(), "without a session it may pass: {body}");
         }
         let later = r#"{"input":"a","background":true}"#;
         let tagged = Some(Retention::Tagged);
-        assert_eq!(sent(Kind::Responses, tagged, later), Err("background_in_session"));
+        assert_eq!(sent(Kind::Responses, tagged, later), Err(Code::BackgroundInSession));
         assert!(sent(Kind::Responses, None, later).is_ok());
         assert!(sent(Kind::Responses, tagged, r#"{"input":"a","background":false}"#).is_ok());
         let single = r#"{"input_ids":[1,2],"sampling_params":{"n":1}}"#;

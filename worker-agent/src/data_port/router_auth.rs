@@ -9,9 +9,13 @@ use axum::{
     middleware::Next,
     response::{IntoResponse, Response},
 };
-use http::{HeaderMap, StatusCode};
+use http::HeaderMap;
 use proto::claim;
-use service::{refusal::Refusal, reload::Reloaded, router_token::Tokens};
+use service::{
+    refusal::{Code, Refusal},
+    reload::Reloaded,
+    router_token::Tokens,
+};
 
 use super::TurnContext;
 
@@ -77,5 +81,5 @@ pub(super) async fn demand_router(
 fn refusal() -> Refusal {
     let text = "this port serves routers only: send your requests to a router, or set its \
                 agents.token_file to a token of this agent's auth.token_file";
-    Refusal::new(StatusCode::UNAUTHORIZED, claim::NOT_A_ROUTER, text)
+    Refusal::new(Code::NotARouter, text)
 }

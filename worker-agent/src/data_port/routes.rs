@@ -13,7 +13,7 @@ use axum::{
 };
 use http::StatusCode;
 use proto::route::{ROUTES, Route};
-use service::refusal::Refusal;
+use service::refusal::{Code, Refusal};
 use tracing::debug;
 
 use super::{
@@ -36,13 +36,26 @@ pub fn app(context: TurnContext, other_routes: Router<TurnContext>) -> Router {
     let router_auth = middleware::from_fn_with_state(context.clone(), demand_router);
     // The layers are around all routes before them, the fallback too.
     app.fallback(unknown_route)
+        .method_not_allowed_fallback(wrong_method)
         .layer(DefaultBodyLimit::disable())
         .layer(router_auth)
         .with_state(context)
 }
 
-async fn unknown_route() -> Refusal {
-    Refusal::new(StatusCode::NOT_FOUND, "unknown_route", "the agent doesn't serve this route")
+async fn unknown_route(State(context): State<TurnContext>) -> Response {
+    let refusal = Refusal::new(Code::RouteUnknown, "the agent doesn't serve this route");
+    answer_refused(&context, refusal)
+}
+
+async fn wrong_method(State(context): State<TurnContext>) -> Response {
+    let message = "this route doesn't support this method; use one that `Allow` lists";
+    answer_refused(&context, Refusal::new(Code::MethodNotAllowed, message))
+}
+
+/// Counts a refusal and converts it to a response.
+fn answer_refused(context: &TurnContext, refusal: Refusal) -> Response {
+    context.metrics.count_refusal(refusal.code);
+    refusal.into_response()
 }
 
 /// Serves a request. A refusal becomes a response here.
@@ -50,9 +63,8 @@ async fn respond(context: TurnContext, route: Route, request: Request) -> Respon
     match turn::serve_request(&context, route, request).await {
         Ok(response) => response,
         Err(refusal) => {
-            debug!(route = route.path, %refusal, "turn refused");
-            context.metrics.count_refusal(refusal.code);
-            refusal.into_response()
+            debug!(route = route.path, code = refusal.code.as_str(), "turn refused");
+            answer_refused(&context, refusal)
         }
     }
 }

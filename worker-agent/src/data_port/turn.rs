@@ -19,7 +19,7 @@ use std::{
 
 use axum::{body::Body, extract::Request, response::Response};
 use bytes::Bytes;
-use http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header};
+use http::{HeaderMap, HeaderName, HeaderValue, header};
 use http_body::{Frame, SizeHint};
 use proto::{
     claim::{self, Claim},
@@ -30,7 +30,7 @@ use service::{
     budget::BodyBudget,
     descriptors,
     headers::{remove_hop_by_hop, strip_request},
-    refusal::Refusal,
+    refusal::{Code, Refusal},
     tasks::Tasks,
 };
 use tokio::sync::Notify;
@@ -150,7 +150,7 @@ pub(super) async fn serve_request(
         return pass_through(context, &request_head, body).await;
     }
     check_encoding(&request_head.headers)?;
-    let claim_refusal = |error: claim::Error| Refusal::bad_request("claim", error.to_string());
+    let claim_refusal = |error: claim::Error| Refusal::new(Code::Claim, error.to_string());
     let claim = Claim::from_headers(&request_head.headers).map_err(claim_refusal)?;
     let principal = claim::principal(&request_head.headers).map_err(claim_refusal)?;
     let requested_dp_rank = claim::rank(&request_head.headers).map_err(claim_refusal)?;
@@ -249,11 +249,10 @@ async fn parse_body(context: BodyContext, bytes: &Bytes) -> Result<ParsedRequest
 /// Refuses a compressed body, because the agent must find and replace keys in the body.
 fn check_encoding(headers: &HeaderMap) -> Result<(), Refusal> {
     match headers.get(header::CONTENT_ENCODING) {
-        Some(encoding) if encoding != "identity" => Err(Refusal::new(
-            StatusCode::UNSUPPORTED_MEDIA_TYPE,
-            "content_encoding",
-            "compressed bodies are not taken; send the body as it is",
-        )),
+        Some(encoding) if encoding != "identity" => {
+            let message = "compressed bodies are not taken; send the body as it is";
+            Err(Refusal::new(Code::ContentEncoding, message))
+        }
         _ => Ok(()),
     }
 }

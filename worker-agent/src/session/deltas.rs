@@ -78,7 +78,7 @@ pub(super) fn check_turn(
     match &session.state {
         // This comes before the check for other turns (`Error::Busy`), because a closing session
         // exists only for its running turn.
-        State::Closing(_) => return Err(Error::UnknownSession),
+        State::Closing(_) => return Err(Error::Closing),
         _ if starts_over => {}
         State::Gone { reason: GoneReason::EngineRestarted, tree: None }
             if guards.is_on(Guard::LostRefused) =>

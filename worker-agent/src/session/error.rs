@@ -4,19 +4,19 @@
 //! engine appends to the session's history. A full history is a turn that holds the whole
 //! conversation. A pinned session keeps its KV to itself.
 //!
-//! The table returns these errors. `control_port` maps them to gRPC status codes, and
-//! `data_port::refusals` to HTTP status codes.
+//! The table returns these errors. `data_port::refusals` maps them to refusal codes.
 
 use proto::load::Retention;
+use service::refusal::Code;
 
 /// Why the session table refuses a turn, an open or a close.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
-    /// The session doesn't exist, or is closing.
+    /// The session doesn't exist.
     #[error("no such session")]
     UnknownSession,
     /// The session is closing, but its last turn still runs.
-    #[error("the session is closing; its last turn still runs")]
+    #[error("the session is closing; wait until its last turn has ended, then open it again")]
     Closing,
     /// Another turn of a session that runs one turn at a time is running.
     #[error("a turn of this session is running; send the next one when its answer has ended")]
@@ -140,8 +140,8 @@ pub enum Error {
     /// A bounded resource has no room for the turn now.
     #[error("{resource} are short: {detail}")]
     OutOfRoom {
-        /// The name of the resource. It is also the error code, so it stays the same.
-        resource: &'static str,
+        /// The resource, by the code of the refusal.
+        resource: Code,
         /// The figures, for people.
         detail: String,
     },

@@ -116,7 +116,7 @@ mod tests {
             headers.insert("x-api-key", HeaderValue::from_static(key));
         }
         gate.check(method, path, &headers)
-            .map_or_else(|refusal| refusal.status, |()| StatusCode::OK)
+            .map_or_else(|refusal| refusal.code.status(), |()| StatusCode::OK)
     }
 
     fn statuses(gate: &Gate, method: &Method, path: &str) -> [u16; 5] {

@@ -13,6 +13,7 @@
 use std::{collections::BTreeSet, sync::Arc, time::Instant};
 
 use proto::{id::SessionKey, load::Retention};
+use service::refusal::Code;
 
 use super::{
     Deltas, Effect, Error, Guard, Need, Record, Row, RunMode, State, Table, Turn, TurnSession,
@@ -491,7 +492,7 @@ impl Table {
             }
             has_refused = true;
             let detail = format!("it waited {} ms for room", wait_max.as_millis());
-            self.refuse_ticket(now, &rid, Error::OutOfRoom { resource: "queue_time", detail });
+            self.refuse_ticket(now, &rid, Error::OutOfRoom { resource: Code::QueueTime, detail });
         }
         if has_refused {
             self.process_queue(now);

@@ -17,6 +17,7 @@ use std::{
 };
 
 use proto::id::SessionKey;
+use service::refusal::Code;
 
 use super::{Effect, Error, GoneReason, Guard, Session, SessionEvent, State, Table, held::Held};
 
@@ -57,11 +58,11 @@ impl From<Shortage> for Error {
     fn from(shortage: Shortage) -> Self {
         let (resource, detail) = match shortage {
             Shortage::Rows { held, max } => {
-                ("rows", format!("pinned sessions hold {held} of {max}; close some"))
+                (Code::Rows, format!("pinned sessions hold {held} of {max}; close some"))
             }
             Shortage::Tokens { missing, held, max } => {
                 let detail = format!("pinned sessions hold {held} of {max}, {missing} are missing");
-                ("pin_tokens", format!("{detail}; close some"))
+                (Code::PinTokens, format!("{detail}; close some"))
             }
         };
         Self::OutOfRoom { resource, detail }

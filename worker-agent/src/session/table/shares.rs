@@ -13,6 +13,7 @@
 use std::time::{Duration, Instant};
 
 use proto::id::SessionKey;
+use service::refusal::Code;
 
 use super::{Error, Guard, Session, Table};
 
@@ -75,10 +76,10 @@ impl Table {
         let longest = self.tickets.newest_of_longest_queue(principal);
         let Some(yielding) = longest.filter(|_| guards.is_on(Guard::QueueShare)).cloned() else {
             let detail = format!("{max} wait already");
-            return Err(Error::OutOfRoom { resource: "queue_places", detail });
+            return Err(Error::OutOfRoom { resource: Code::QueuePlaces, detail });
         };
         let detail = format!("{max} wait already, most of them yours, and others wait too");
-        self.refuse_ticket(now, &yielding, Error::OutOfRoom { resource: "queue_share", detail });
+        self.refuse_ticket(now, &yielding, Error::OutOfRoom { resource: Code::QueueShare, detail });
         Ok(())
     }
 
@@ -98,12 +99,12 @@ impl Table {
             own >= shares.principal_sessions_max && self.settings.guards.is_on(Guard::SessionShare);
         if is_share_used && !self.close_longest_idle(now, Some(principal)) {
             let detail = format!("this client has {own} open, and may have no more; close some");
-            return Err(Error::OutOfRoom { resource: "principal_sessions", detail });
+            return Err(Error::OutOfRoom { resource: Code::PrincipalSessions, detail });
         }
         let is_full = self.sessions.len() >= shares.sessions_max;
         if is_full && !self.close_longest_idle(now, None) && !self.close_for(now, principal) {
             let detail = format!("{} are open; close some", shares.sessions_max);
-            return Err(Error::OutOfRoom { resource: "sessions", detail });
+            return Err(Error::OutOfRoom { resource: Code::Sessions, detail });
         }
         Ok(())
     }

@@ -86,7 +86,7 @@ fn delta(id: &str) -> Claim {
 }
 
 fn is_short(error: &Error, name: &str) -> bool {
-    matches!(error, Error::OutOfRoom { resource, .. } if *resource == name)
+    matches!(error, Error::OutOfRoom { resource, .. } if resource.as_str() == name)
 }
 
 #[test]

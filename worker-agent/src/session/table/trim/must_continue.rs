@@ -9,6 +9,7 @@
 //! reason for its client, and updates whether a session takes deltas. The parent module calls it.
 
 use proto::id::SessionKey;
+use service::refusal::Code;
 
 use super::{Plan, Replaced, Trim, TrimOutcome, TrimPlan, TurnAwaitingPlan};
 use crate::session::table::{Deltas, Effect, Error, MeasuredHistory, Table};
@@ -62,7 +63,7 @@ impl Table {
                 session.client.last_measured = Some(measured);
             });
             let detail = format!("this full history has {} tokens", plan.prompt_tokens);
-            Error::OutOfRoom { resource: "pin_tokens", detail }
+            Error::OutOfRoom { resource: Code::PinTokens, detail }
         } else {
             let (first_difference, history_tokens) = (plan.shared_tokens, plan.committed_tokens);
             let detail = match plan.decision {
