@@ -5,7 +5,8 @@
 //!
 //! - the connections, in total and of one peer. An idle connection gives way to a new one. While
 //!   all connections work, a reserve answers health checks; see `connections`.
-//! - the size of a request's header, and the time until it has arrived.
+//! - the size of a request's header, and the time until it has arrived. Requests that hyper can't
+//!   read are refused by `unreadable`.
 //! - the memory of answers that wait for slow clients, and how slow a client may be; see
 //!   `read_ahead` and `drain`.
 //!
@@ -18,6 +19,7 @@ mod drain;
 mod metrics;
 mod read_ahead;
 mod settings;
+mod unreadable;
 
 use std::{
     convert::Infallible,
@@ -34,7 +36,11 @@ use std::{
 
 use axum::{Router, response::IntoResponse as _};
 use http::{HeaderValue, header};
-use hyper::{body::Incoming, server::conn::http1, service::Service as _};
+use hyper::{
+    body::Incoming,
+    server::conn::http1,
+    service::{Service as _, service_fn},
+};
 use hyper_util::{
     rt::{TokioIo, TokioTimer},
     service::TowerToHyperService,
@@ -53,6 +59,7 @@ use self::{
     drain::DrainRate,
     metrics::CloseReason,
     read_ahead::{CurrentAnswer, ReadAheadBody},
+    unreadable::{RefusalIo, Requests, Watched},
 };
 pub use self::{metrics::Metrics, read_ahead::AnswerBuffers, settings::ConnectionSettings};
 use crate::{
@@ -324,7 +331,8 @@ async fn serve_stream(
     let limits = &shared.port.limits;
     let current_answer = Arc::new(CurrentAnswer::default());
     let has_request = Arc::new(AtomicBool::new(false));
-    let requests = RequestHandler {
+    let open_requests = Requests::default();
+    let handler = RequestHandler {
         app: TowerToHyperService::new(app),
         peer,
         place,
@@ -338,8 +346,8 @@ async fn serve_stream(
         .header_read_timeout(limits.keep_alive)
         .max_buf_size(HEADER_BYTES_MAX)
         .serve_connection(
-            TokioIo::new(stream),
-            hyper::service::service_fn(move |request| requests.serve(request)),
+            TokioIo::new(RefusalIo::new(stream, open_requests.clone())),
+            Watched::new(service_fn(move |request| handler.serve(request)), open_requests),
         );
     let mut http = std::pin::pin!(http);
     let mut driver = Driver { current_answer, drain_rate: limits.drain_rate, check: None };

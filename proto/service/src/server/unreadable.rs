@@ -1,0 +1,363 @@
+//! Gives hyper's own answers to unreadable requests the form of all refusals.
+//!
+//! Hyper answers a request that it can't parse by itself, with an empty body: 400, 414 or 431. It
+//! offers no hook for that. But it writes such an answer only while no request is in the service
+//! and all earlier answers are flushed. So a write at such a moment is hyper's own. [`RefusalIo`]
+//! stands between hyper and the connection and writes a [`Refusal`] with the same status instead.
+//! [`Watched`] tells it when a request is in the service.
+//!
+//! Closing a connection that has unread bytes resets it, and the client could lose the answer. So
+//! `RefusalIo` reads and drops what the client still sends, for a short time.
+
+use std::{
+    future::Future,
+    io::{IoSlice, Result},
+    pin::Pin,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+    task::{Context, Poll, ready},
+    time::Duration,
+};
+
+use bytes::{Buf as _, Bytes};
+use http_body::{Body, Frame, SizeHint};
+use hyper::{Request, Response, body::Incoming, service::Service};
+use tokio::{
+    io::{AsyncRead, AsyncWrite, ReadBuf},
+    time::Sleep,
+};
+use tracing::debug;
+
+use crate::refusal::{Code, Refusal};
+
+/// The longest time for which bytes after a refused request are read and dropped.
+const DRAIN_TIME_MAX: Duration = Duration::from_secs(1);
+/// The most bytes that are read and dropped after a refused request.
+const DRAIN_BYTES_MAX: usize = 1024 * 1024;
+
+/// The requests of one connection that are in the service. Clones count together.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Requests(Arc<AtomicUsize>);
+
+impl Requests {
+    fn begin(&self) -> OpenRequest {
+        self.0.fetch_add(1, Ordering::Relaxed);
+        OpenRequest(self.clone())
+    }
+
+    fn is_any_open(&self) -> bool {
+        self.0.load(Ordering::Relaxed) > 0
+    }
+}
+
+/// A request whose answer's body has not ended.
+struct OpenRequest(Requests);
+
+impl Drop for OpenRequest {
+    fn drop(&mut self) {
+        self.0.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// A service that counts its requests in [`Requests`].
+pub(super) struct Watched<S> {
+    service: S,
+    requests: Requests,
+}
+
+impl<S> Watched<S> {
+    pub(super) fn new(service: S, requests: Requests) -> Self {
+        Self { service, requests }
+    }
+}
+
+impl<S, B> Service<Request<Incoming>> for Watched<S>
+where
+    S: Service<Request<Incoming>, Response = Response<B>>,
+    S::Future: Send + 'static,
+{
+    type Response = Response<WatchedBody<B>>;
+    type Error = S::Error;
+    type Future =
+        Pin<Box<dyn Future<Output = std::result::Result<Self::Response, S::Error>> + Send>>;
+
+    fn call(&self, request: Request<Incoming>) -> Self::Future {
+        let open_request = self.requests.begin();
+        let answer = self.service.call(request);
+        Box::pin(async move {
+            let answer = answer.await?;
+            Ok(answer.map(|body| WatchedBody { body, _request: open_request }))
+        })
+    }
+}
+
+/// The body of an answer. Its request is open until the body is dropped.
+pub(super) struct WatchedBody<B> {
+    body: B,
+    _request: OpenRequest,
+}
+
+impl<B: Body + Unpin> Body for WatchedBody<B> {
+    type Data = B::Data;
+    type Error = B::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<std::result::Result<Frame<B::Data>, B::Error>>> {
+        Pin::new(&mut self.body).poll_frame(context)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}
+
+/// A connection on which hyper's own answers become refusals.
+pub(super) struct RefusalIo<I> {
+    io: I,
+    requests: Requests,
+    /// Whether all bytes of the answers so far are flushed.
+    is_flushed: bool,
+    /// The refusal's bytes that are not written yet. `None` if there is no refusal.
+    refusal: Option<Bytes>,
+    /// Set while bytes that follow the refused request are dropped.
+    drain: Option<Drain>,
+}
+
+/// How much longer the bytes after a refused request are read.
+struct Drain {
+    deadline: Pin<Box<Sleep>>,
+    bytes_left: usize,
+}
+
+impl<I> RefusalIo<I> {
+    pub(super) fn new(io: I, requests: Requests) -> Self {
+        Self { io, requests, is_flushed: true, refusal: None, drain: None }
+    }
+
+    /// Whether bytes that hyper writes now are its own answer to a request that it can't parse.
+    fn is_own_answer(&mut self) -> bool {
+        let is_own = self.is_flushed && !self.requests.is_any_open();
+        self.is_flushed &= is_own;
+        is_own
+    }
+
+    /// Replaces hyper's own answer. Returns `None` if the answer has another form than expected; it
+    /// is then written as it is.
+    fn replace(&mut self, answer: &[u8]) -> Option<()> {
+        self.refusal = Some(refusal_for(answer)?);
+        Some(())
+    }
+}
+
+impl<I: AsyncWrite + Unpin> RefusalIo<I> {
+    fn poll_write_refusal(&mut self, context: &mut Context<'_>) -> Poll<Result<()>> {
+        let Some(refusal) = &mut self.refusal else { return Poll::Ready(Ok(())) };
+        while refusal.has_remaining() {
+            let written = ready!(Pin::new(&mut self.io).poll_write(context, refusal))?;
+            if written == 0 {
+                return Poll::Ready(Err(std::io::ErrorKind::WriteZero.into()));
+            }
+            refusal.advance(written);
+        }
+        Poll::Ready(Ok(()))
+    }
+}
+
+/// Returns the refusal in place of an answer of hyper's, as bytes of HTTP/1.1.
+fn refusal_for(answer: &[u8]) -> Option<Bytes> {
+    let status = answer.strip_prefix(b"HTTP/1.")?.get(2..5)?;
+    let (code, message) = match status {
+        b"400" => (
+            Code::InvalidRequest,
+            "the request's line or one of its headers is not valid HTTP/1; send it as RFC 9112 \
+             says",
+        ),
+        // 414 is for a path that is too long, which is a part of the request's line.
+        b"414" | b"431" => (
+            Code::HeaderTooLarge,
+            "the request's line and headers are over 32 KiB or over 100 headers; send fewer or \
+             shorter ones",
+        ),
+        _ => return None,
+    };
+    debug!(code = code.as_str(), "an unreadable request was refused");
+    let body = Refusal::new(code, message).body();
+    let head = format!(
+        "HTTP/1.1 {}\r\ncontent-type: application/json\r\n{}: {code}\r\ncontent-length: {}\r\n\
+         connection: close\r\n\r\n",
+        code.status(),
+        proto::claim::REFUSAL,
+        body.len(),
+    );
+    Some([head.as_bytes(), &body].concat().into())
+}
+
+impl<I: AsyncRead + Unpin> AsyncRead for RefusalIo<I> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<Result<()>> {
+        Pin::new(&mut self.io).poll_read(context, buffer)
+    }
+}
+
+impl<I: AsyncRead + AsyncWrite + Unpin> AsyncWrite for RefusalIo<I> {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<Result<usize>> {
+        let this = &mut *self;
+        if this.is_own_answer() && this.replace(bytes).is_some() {
+            return Poll::Ready(Ok(bytes.len()));
+        }
+        Pin::new(&mut this.io).poll_write(context, bytes)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        slices: &[IoSlice<'_>],
+    ) -> Poll<Result<usize>> {
+        let this = &mut *self;
+        if this.is_own_answer()
+            && let Some(first) = slices.iter().find(|slice| !slice.is_empty())
+            && this.replace(first).is_some()
+        {
+            return Poll::Ready(Ok(slices.iter().map(|slice| slice.len()).sum()));
+        }
+        Pin::new(&mut this.io).poll_write_vectored(context, slices)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.io.is_write_vectored()
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Result<()>> {
+        ready!(self.poll_write_refusal(context))?;
+        ready!(Pin::new(&mut self.io).poll_flush(context))?;
+        self.is_flushed |= !self.requests.is_any_open();
+        Poll::Ready(Ok(()))
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Result<()>> {
+        let this = &mut *self;
+        ready!(this.poll_write_refusal(context))?;
+        if this.drain.is_none() {
+            ready!(Pin::new(&mut this.io).poll_shutdown(context))?;
+            if this.refusal.is_none() {
+                return Poll::Ready(Ok(()));
+            }
+        }
+        let new_drain = || Drain {
+            deadline: Box::pin(tokio::time::sleep(DRAIN_TIME_MAX)),
+            bytes_left: DRAIN_BYTES_MAX,
+        };
+        let drain = this.drain.get_or_insert_with(new_drain);
+        let mut space = [0; 4096];
+        loop {
+            let mut buffer = ReadBuf::new(&mut space);
+            let is_open = match Pin::new(&mut this.io).poll_read(context, &mut buffer) {
+                Poll::Pending => break,
+                Poll::Ready(read) => read.is_ok() && !buffer.filled().is_empty(),
+            };
+            drain.bytes_left = drain.bytes_left.saturating_sub(buffer.filled().len());
+            if !is_open || drain.bytes_left == 0 {
+                return Poll::Ready(Ok(()));
+            }
+        }
+        drain.deadline.as_mut().poll(context).map(Ok)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use axum::{Router, body::to_bytes, routing::post};
+    use http::StatusCode;
+    use prometheus_client::registry::Registry;
+    use tokio::{
+        io::{AsyncReadExt as _, AsyncWriteExt as _},
+        net::{TcpListener, TcpStream},
+    };
+
+    use crate::{
+        server::{ConnectionSettings, HEADER_BYTES_MAX, Metrics, PortLimits, serve},
+        tasks::Tasks,
+    };
+
+    /// Sends `request` to a server that echoes bodies. Returns all that the server sends.
+    async fn exchange(request: &[u8]) -> String {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let addr = listener.local_addr().unwrap();
+        let tasks = Tasks::default();
+        let echo = post(|body: axum::body::Body| async move {
+            let bytes = to_bytes(body, 1 << 20).await.map_err(|_| StatusCode::BAD_REQUEST)?;
+            Ok::<_, StatusCode>(bytes)
+        });
+        let metrics = Metrics::new(&mut Registry::default());
+        let limits = PortLimits::data(&ConnectionSettings::default(), 1, 1000, &metrics);
+        tasks.spawn(serve(listener, Router::new().route("/", echo), limits, None, tasks.clone()));
+        let mut client = TcpStream::connect(addr).await.unwrap();
+        client.write_all(request).await.unwrap();
+        let mut answers = Vec::new();
+        client.read_to_end(&mut answers).await.unwrap();
+        String::from_utf8(answers).unwrap()
+    }
+
+    fn assert_refused(answer: &str, status: &str, code: &str) {
+        let (head, body) = answer.split_once("\r\n\r\n").unwrap();
+        assert!(head.starts_with(&format!("HTTP/1.1 {status} ")), "{answer}");
+        assert!(head.contains(&format!("x-berth-refusal: {code}\r\n")), "{answer}");
+        assert!(head.contains("content-type: application/json"), "{answer}");
+        assert!(head.contains(&format!("content-length: {}", body.len())), "{answer}");
+        let body: serde_json::Value = serde_json::from_str(body).unwrap();
+        assert_eq!(body["error"]["code"], code);
+        assert!(body["error"]["message"].as_str().unwrap().contains("send"), "{body}");
+    }
+
+    #[tokio::test]
+    async fn a_request_that_is_not_http_is_refused_in_berths_form() {
+        for request in [
+            "GET / HTTP/1.1\r\nbad header\r\n\r\n",
+            "G\u{1}T / HTTP/1.1\r\n\r\n",
+            "GET / HTTX\r\n\r\n",
+        ] {
+            assert_refused(&exchange(request.as_bytes()).await, "400", "invalid_request");
+        }
+    }
+
+    #[tokio::test]
+    async fn headers_that_are_too_large_are_refused_and_the_client_can_read_why() {
+        // Much more than the server reads, so that closing at once would reset the connection.
+        let header = "x".repeat(20 * HEADER_BYTES_MAX);
+        let request = format!("GET / HTTP/1.1\r\nx-long: {header}\r\n\r\n");
+        assert_refused(&exchange(request.as_bytes()).await, "431", "header_too_large");
+        let request = format!("GET /{} HTTP/1.1\r\n\r\n", "p".repeat(70_000));
+        assert_refused(&exchange(request.as_bytes()).await, "431", "header_too_large");
+        let many: String = (0..150).map(|number| format!("x-{number}: 1\r\n")).collect();
+        let request = format!("GET / HTTP/1.1\r\n{many}\r\n");
+        assert_refused(&exchange(request.as_bytes()).await, "431", "header_too_large");
+    }
+
+    #[tokio::test]
+    async fn an_answer_before_an_unreadable_request_stays_whole() {
+        // The answer's body is what hyper itself would write, which must not be taken for it.
+        let body = "HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n\r\n";
+        let length = body.len();
+        let request =
+            format!("POST / HTTP/1.1\r\ncontent-length: {length}\r\n\r\n{body}bad\r\n\r\n");
+        let answers = exchange(request.as_bytes()).await;
+        let (first, second) = answers.split_once(body).unwrap();
+        assert!(first.starts_with("HTTP/1.1 200 "), "{answers}");
+        assert_refused(second, "400", "invalid_request");
+    }
+}
