@@ -250,6 +250,13 @@ async fn refusals_come_from_the_agent_and_never_reach_the_engine() {
     assert_eq!(cluster.engine().bodies_seen("/generate").len(), 1);
     let weights = post(&cluster, "/update_weights_from_disk", None, &json!({})).await;
     assert_eq!(weights.refusal(), (404, "route_unknown".to_owned()));
+    let forged = generate(&cluster, Some(&json!({"id": "no principal"})), &turn("a", 1)).await;
+    assert_eq!(forged.refusal(), (400, "claim".to_owned()));
+    let packed = cluster.post("/generate", &[("content-encoding", "gzip")], &turn("a", 1)).await;
+    assert_eq!(packed.refusal(), (415, "content_encoding".to_owned()));
+    let got = cluster.get("/generate").await;
+    assert_eq!(got.refusal(), (405, "method_not_allowed".to_owned()));
+    assert_eq!(cluster.engine().bodies_seen("/generate").len(), 1);
 }
 
 #[tokio::test]
@@ -316,6 +323,23 @@ async fn pinned_sessions_never_take_the_last_row() {
     assert_eq!(full.refusal(), (429, "rows".to_owned()));
     let plain = generate(&cluster, None, &turn("hello", 1)).await;
     assert_eq!(plain.status, StatusCode::OK, "the engine still runs");
+}
+
+#[tokio::test]
+async fn an_engine_that_dies_under_a_turn_is_no_reason_to_repeat_it_blindly() {
+    let cluster = start(slow).await;
+    let body = turn("hello there", 300);
+    let mut sent = std::pin::pin!(generate(&cluster, None, &body));
+    let seen = eventually("the engine has the turn", || async {
+        (cluster.engine().bodies_seen("/generate").len() == 1).then_some(())
+    });
+    tokio::select! {
+        answer = &mut sent => panic!("answered too soon: {}", answer.text()),
+        () = seen => cluster.engine().kill(),
+    }
+    let answer = sent.await;
+    assert_eq!(answer.refusal(), (502, "engine_broke_off".to_owned()));
+    assert_eq!(answer.header("retry-after"), "", "it may have run");
 }
 
 #[tokio::test]

@@ -242,7 +242,7 @@ async fn sglangs_own_routes_keep_its_shape() {
     let opened = router.call(Method::POST, "/open_session", &[], body).await;
     assert_eq!((opened.status, &opened.body[..]), (StatusCode::OK, &b"\"s\""[..]));
     let again = router.call(Method::POST, "/open_session", &[], body).await;
-    assert_eq!(again.status, StatusCode::BAD_REQUEST);
+    assert_eq!(again.refusal(), (400, "session_exists".to_owned()));
     assert!(again.json()["error"]["message"].is_string());
     let shown = router.call(Method::GET, "/v1/sessions/s", &[], "").await;
     assert_eq!(shown.json()["retention"], "pinned");

@@ -162,6 +162,14 @@ mod tests {
         assert!(budget.read(body()).await.is_ok());
     }
 
+    #[tokio::test]
+    async fn a_body_that_breaks_off_is_refused() {
+        let frames = [Ok(http_body::Frame::data(Bytes::from_static(b"{"))), Err("gone")];
+        let body = http_body_util::StreamBody::new(tokio_stream::iter(frames));
+        let refused = BodyBudget::new(1000, 1 << 20).read(body).await.unwrap_err();
+        assert_eq!(refused.code, Code::BodyIncomplete);
+    }
+
     /// A body that announces 4,000 bytes and never sends any.
     struct Silent;
 

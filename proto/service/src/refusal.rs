@@ -7,6 +7,8 @@
 //! The engine's own errors pass unchanged and are no refusals.
 
 mod code;
+#[cfg(test)]
+mod guide;
 
 use std::time::Duration;
 

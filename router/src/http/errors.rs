@@ -234,3 +234,61 @@ pub(super) fn body_refusal(error: &serde_json::Error, bytes: &[u8]) -> Refusal {
 pub(super) fn query_refusal(error: &QueryRejection) -> Refusal {
     Refusal::new(Code::InvalidField, format!("the query is wrong: {error}"))
 }
+
+#[cfg(test)]
+mod tests {
+    use http::HeaderValue;
+
+    use super::*;
+    #[test]
+    fn a_client_hears_the_agents_own_code_or_what_its_grpc_status_says() {
+        use tonic::Code as G;
+
+        let cases = [
+            (G::ResourceExhausted, Some("rows"), Code::Rows),
+            (G::FailedPrecondition, Some("session_closing"), Code::SessionClosing),
+            (G::InvalidArgument, Some("no_rank"), Code::NoRank),
+            (G::Unavailable, Some("open_failed"), Code::OpenFailed),
+            // Only a router makes this code, so an agent that sends it is not believed.
+            (G::Unavailable, Some("internal"), Code::WorkerUnreachable),
+            // What the agent refuses is the router, so its client can do nothing.
+            (G::Unauthenticated, Some("not_a_router"), Code::WorkerUnreachable),
+            (G::ResourceExhausted, Some("of_a_later_version"), Code::WorkerFull),
+            (G::FailedPrecondition, None, Code::RetentionUnavailable),
+            (G::NotFound, None, Code::SessionUnknown),
+            (G::InvalidArgument, None, Code::InvalidField),
+            (G::DeadlineExceeded, None, Code::WorkerTimeout),
+            (G::Unavailable, None, Code::WorkerUnreachable),
+            (G::Unknown, None, Code::WorkerFailed),
+        ];
+        for (grpc_code, sent, code) in cases {
+            let mut status = Status::new(grpc_code, "why");
+            if let Some(sent) = sent {
+                let sent = HeaderValue::from_static(sent);
+                status.metadata_mut().as_mut().insert(claim::REFUSAL, sent);
+            }
+            assert_eq!(agent_refusal(&status).code, code, "{grpc_code:?} {sent:?}");
+        }
+    }
+
+    #[test]
+    fn errors_without_an_agent_have_codes_of_the_router() {
+        let model = NoWorker::Model { model: "m".into(), offered: "n".into() };
+        let limit = |limit, refused| Refusal::from(turn::error::Error::Limit { limit, refused });
+        let cases = [
+            (Refusal::from(NoWorker::Unusable), Code::NoWorker),
+            (NoWorker::Disaggregated.into(), Code::EnginesDisaggregated),
+            (model.into(), Code::ModelNotFound),
+            (decide::Error::SessionsFull(TableFull::All).into(), Code::SessionsFull),
+            (decide::Error::SessionsFull(TableFull::Share).into(), Code::SessionsShare),
+            (limit(Limit::Sessions, Refused::Key), Code::KeySessions),
+            (limit(Limit::BodyBytes, Refused::Full), Code::BodyBytesInFlight),
+            (limit(Limit::BodyBytes, Refused::Share), Code::BodyBytesShare),
+            (decide::Error::Closing.into(), Code::SessionClosing),
+            (sessions::Error::Internal.into(), Code::Internal),
+        ];
+        for (refusal, code) in cases {
+            assert_eq!(refusal.code, code);
+        }
+    }
+}

@@ -193,7 +193,7 @@ impl World {
         match reply {
             Reply::Refused(error) => {
                 let code = worker_agent::data_port::refusal(&error.clone().into()).code;
-                *self.counts.refused.entry(code.to_owned()).or_default() += 1;
+                *self.counts.refused.entry(code.to_string()).or_default() += 1;
             }
             Reply::Engine(message) => {
                 let turn = &self.turns[&id];

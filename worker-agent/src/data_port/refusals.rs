@@ -72,3 +72,44 @@ pub(super) fn connection_refusal(error: &hyper_util::client::legacy::Error) -> R
 pub(super) fn timeout_refusal() -> Refusal {
     Refusal::new(Code::TurnTimeout, "the turn took longer than turn_ms_max and was aborted")
 }
+
+#[cfg(test)]
+mod tests {
+    use proto::load::Retention;
+    use session::Error as E;
+
+    use super::*;
+
+    #[test]
+    fn every_error_of_the_session_table_has_a_code() {
+        let short = |resource| E::OutOfRoom { resource, detail: "none left".into() };
+        let cases = [
+            (E::UnknownSession, Code::SessionUnknown),
+            (E::Closing, Code::SessionClosing),
+            (E::Busy, Code::SessionBusy),
+            (E::HasHistory, Code::SessionOpen),
+            (E::PredecessorFailed, Code::TurnBeforeFailed),
+            (E::OpenWithOtherRetention(Retention::Tagged), Code::SessionOpenOtherwise),
+            (E::DeltaNeedsPinned(Retention::Tagged), Code::DeltaNeedsPinned),
+            (E::PinnedRouteRefused, Code::WholeHistory),
+            (E::NotContinued { detail: "differs".into() }, Code::WholeHistory),
+            (E::DeltaNeedsOpen, Code::DeltaNeedsOpen),
+            (E::Lost, Code::SessionLost),
+            (E::HistoryUnknown, Code::HistoryUnknown),
+            (E::Reclaimed, Code::SessionReclaimed),
+            (E::KvCorrupt, Code::KvCorrupt),
+            (E::TooLarge { tokens_needed: 2, tokens_max: 1 }, Code::TurnTooLarge),
+            (E::OpenFailed("no".into()), Code::OpenFailed),
+            (E::EngineLost, Code::EngineLost),
+            (E::Stopping, Code::Stopping),
+            (short(Code::Sessions), Code::Sessions),
+            (short(Code::Turns), Code::Turns),
+            (E::NoRank(7), Code::NoRank),
+        ];
+        for (error, code) in cases {
+            let refusal = refusal(&owner::Error::Session(error));
+            assert_eq!(refusal.code, code);
+            assert!(!refusal.message.is_empty());
+        }
+    }
+}

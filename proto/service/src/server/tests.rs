@@ -48,6 +48,13 @@ impl Server {
         client
     }
 
+    /// Returns the answer to a request on a new connection, which the server closes.
+    async fn last_answer(&self, path: &str) -> String {
+        let mut answer = String::new();
+        self.send(path).await.read_to_string(&mut answer).await.unwrap();
+        answer
+    }
+
     /// Returns the status of a request on a new connection.
     async fn status(&self, path: &str) -> u16 {
         let mut head = [0; 12];
@@ -205,7 +212,9 @@ async fn health_is_answered_and_turns_are_refused_while_every_place_works() {
         entered.recv().await.unwrap();
     }
     assert_eq!(server.status("/health").await, 200);
-    assert_eq!(server.status("/held").await, 503);
+    let refused = server.last_answer("/held").await;
+    assert!(refused.starts_with("HTTP/1.1 503 "), "{refused}");
+    assert!(refused.contains("x-berth-refusal: connections_full\r\n"), "{refused}");
     let mut reserve = vec![];
     for _ in 0..100 {
         reserve.push(server.connect().await);
