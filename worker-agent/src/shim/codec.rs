@@ -201,5 +201,30 @@ pub(super) fn decode_dp_rank<'de, D: Deserializer<'de>>(decoder: D) -> Result<u3
     Ok(dp_rank)
 }
 
+/// The door for `tests/fuzz`.
+#[cfg(feature = "fuzzing")]
+#[doc(hidden)]
+pub mod fuzzing {
+    use super::{Frames, ShimMessage};
+
+    /// Decodes a stream that arrives in pieces of `step` bytes. Returns the number of messages and
+    /// whether the stream ended in an error.
+    #[must_use]
+    pub fn decode_stream(stream: &[u8], step: usize) -> (usize, bool) {
+        let (mut frames, mut messages) = (Frames::default(), 0);
+        for piece in stream.chunks(step) {
+            frames.push(piece);
+            loop {
+                match frames.take_message::<ShimMessage>() {
+                    Ok(Some(_)) => messages += 1,
+                    Ok(None) => break,
+                    Err(_) => return (messages, true),
+                }
+            }
+        }
+        (messages, false)
+    }
+}
+
 #[cfg(test)]
 pub(super) mod tests;

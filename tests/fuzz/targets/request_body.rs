@@ -1,0 +1,47 @@
+//! Fuzzes the agent's check and rewriting of request bodies, for every route.
+#![no_main]
+
+use bytes::Bytes;
+use libfuzzer_sys::fuzz_target;
+use proto::{
+    body::{OWNED_KEYS, Object},
+    load::Retention,
+    route::ROUTES,
+};
+use worker_agent::{
+    data_port::request::{BodyContext, parse},
+    session::{Turn, TurnSession},
+};
+
+fuzz_target!(|input: &[u8]| {
+    let Some((&choice, body)) = input.split_first() else { return };
+    let kind = ROUTES[usize::from(choice >> 2) % ROUTES.len()].kind;
+    let in_session = choice & 1 == 1;
+    let retention = if choice & 2 == 2 { Retention::Pinned } else { Retention::Tagged };
+    let context = BodyContext { kind, in_session, vocabulary_size: Some(320), resident_tokens: 7 };
+    let body = Bytes::copy_from_slice(body);
+    let Ok(request) = parse(context, &body) else { return };
+    let session = in_session.then(|| TurnSession {
+        key: proto::id::SessionKey::new("p", "s").expect("short names"),
+        incarnation: "berth-1".into(),
+        retention,
+        trim: None,
+    });
+    let turn = Turn { session, dp_rank: 3, growth_tokens_max: None, run_mode: None };
+    let rewritten = request.engine_body(&body, &turn, "R").concat();
+    let object = Object::parse(&rewritten).expect("a rewritten body is a JSON object");
+    let client = Object::parse(&body).expect("it was taken");
+    let is_owned =
+        |key: &str| OWNED_KEYS.contains(&key) || kind.rid_key().is_some_and(|rid| rid == key);
+    // Berth's own members are there once each, and of the client's only the others.
+    for key in OWNED_KEYS {
+        let count = object.members().iter().filter(|member| member.key == key).count();
+        assert!(count <= 1, "{key} stands {count} times");
+    }
+    assert_eq!(object.get("routed_dp_rank").map(|value| value.get()), Some("3"));
+    let kept = |object: &Object<'_>| -> Vec<(String, String)> {
+        let members = object.members().iter().filter(|member| !is_owned(&member.key));
+        members.map(|member| (member.key.clone(), member.value.get().to_owned())).collect()
+    };
+    assert_eq!(kept(&object), kept(&client), "a member of the client changed");
+});
