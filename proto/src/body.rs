@@ -63,7 +63,7 @@ pub struct Fault {
     pub byte: usize,
 }
 
-/// The most bytes of a fault's reason. A reason may quote a value, which may be as long as the text.
+/// The most bytes of a fault's reason. A reason may quote a value as long as the whole text.
 const REASON_BYTES_MAX: usize = 120;
 
 impl Fault {

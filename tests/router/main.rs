@@ -7,5 +7,6 @@ mod blocks;
 mod harness;
 mod lifecycle;
 mod preamble;
+mod refusals;
 mod shares;
 mod turns;

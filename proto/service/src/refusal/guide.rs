@@ -68,6 +68,7 @@ type Provoker = (&'static str, &'static str, &'static str);
 
 const AGENT: &str = "tests/agent.rs";
 const CLIENT_TURNS: &str = "tests/router/turns.rs";
+const REFUSALS: &str = "tests/router/refusals.rs";
 const LIFECYCLE: &str = "tests/router/lifecycle.rs";
 const TABLE: &str = "worker-agent/src/session/table/tests.rs";
 const MUST_CONTINUE: &str = "worker-agent/src/session/table/tests/must_continue.rs";
@@ -253,7 +254,7 @@ const PROVOKERS: &[(Code, Provoker)] = &[
     (
         Code::WorkerBrokeOff,
         (
-            CLIENT_TURNS,
+            REFUSALS,
             "an_agent_that_dies_under_a_turn_is_no_reason_to_repeat_it_blindly",
             "worker_broke_off",
         ),
@@ -283,7 +284,10 @@ const PROVOKERS: &[(Code, Provoker)] = &[
         Code::InvalidRequest,
         (UNREADABLE, "a_request_that_is_not_http_is_refused_in_berths_form", "invalid_request"),
     ),
-    (Code::InvalidPath, (CLIENT_TURNS, "what_is_wrong_with_a_request_is_said", "invalid_path")),
+    (
+        Code::InvalidPath,
+        (REFUSALS, "a_path_that_is_not_utf_8_is_refused_in_berths_form", "invalid_path"),
+    ),
     (Code::InvalidJson, (CLIENT_TURNS, "what_is_wrong_with_a_request_is_said", "invalid_json")),
     (
         Code::InvalidSessionId,
@@ -343,10 +347,7 @@ const PROVOKERS: &[(Code, Provoker)] = &[
         ),
     ),
     (Code::RouteUnknown, (CLIENT_TURNS, "what_is_wrong_with_a_request_is_said", "route_unknown")),
-    (
-        Code::MethodNotAllowed,
-        (CLIENT_TURNS, "what_is_wrong_with_a_request_is_said", "method_not_allowed"),
-    ),
+    (Code::MethodNotAllowed, (REFUSALS, "no_get_opens_or_closes_a_session", "method_not_allowed")),
     (
         Code::StagedPrefill,
         (

@@ -1,0 +1,63 @@
+//! Tests of refusals by the router: what a client is told, and whether it may send again.
+
+use http::Method;
+
+use crate::{
+    agent::Agent,
+    harness::{Router, wait_until},
+};
+
+#[tokio::test]
+async fn a_malformed_body_is_refused_with_the_place_of_the_fault() {
+    let a = Agent::start("a");
+    let router = Router::start(&[&a]).await;
+    let text = router.chat(&[], "{\"a\":\n 1,}").await.json()["error"]["message"].to_string();
+    assert!(text.contains("trailing comma at line 2, column 4 (byte 9)"), "{text}");
+}
+
+#[tokio::test]
+async fn a_path_that_is_not_utf_8_is_refused_in_berths_form() {
+    let a = Agent::start("a");
+    let router = Router::start(&[&a]).await;
+    for (method, path) in [
+        (Method::GET, "/v1/sessions/%ff"),
+        (Method::DELETE, "/v1/sessions/%ff"),
+        (Method::GET, "/v1/placements/%c3%28"),
+    ] {
+        let wrong = router.call(method, path, &[], "").await;
+        assert_eq!(wrong.refusal(), (400, "invalid_path".to_owned()), "{path}");
+    }
+}
+
+#[tokio::test]
+async fn no_get_opens_or_closes_a_session() {
+    let a = Agent::start("a");
+    let router = Router::start(&[&a]).await;
+    // What opens or closes a session must not be a GET, which a browser sends for a mere link.
+    for path in ["/open_session", "/close_session"] {
+        let got = router.call(Method::GET, path, &[], r#"{"session_id":"got"}"#).await;
+        assert_eq!(got.refusal(), (405, "method_not_allowed".to_owned()), "{path}");
+        assert_eq!(got.header("allow"), "POST");
+    }
+    let opened = router.call(Method::GET, "/v1/sessions/got", &[], "").await;
+    assert_eq!(opened.refusal(), (404, "session_unknown".to_owned()));
+}
+
+#[tokio::test]
+async fn an_agent_that_dies_under_a_turn_is_no_reason_to_repeat_it_blindly() {
+    let mut a = Agent::start("a");
+    let router = Router::start(&[&a]).await;
+    let answer = {
+        let turn = router.chat(&[("x-test-wait", "head")], "{}");
+        tokio::pin!(turn);
+        let received = wait_until("the agent has the turn", async || a.turns().len() == 1);
+        tokio::select! {
+            _ = &mut turn => panic!("no answer was released"),
+            () = received => {}
+        }
+        a.kill();
+        turn.await
+    };
+    assert_eq!(answer.refusal(), (502, "worker_broke_off".to_owned()));
+    assert_eq!(answer.header("retry-after"), "", "it may have run");
+}
