@@ -41,10 +41,8 @@ enum Framing {
     Events {
         /// The state inside the current line.
         line: LineState,
-        /// The number of data bytes in the current line so far.
-        data_bytes: usize,
-        /// The number of bytes of `[DONE]` that the line's data has matched so far.
-        done_matched: usize,
+        /// The beginning of the current line's data.
+        data: StringStart,
     },
 }
 
@@ -87,7 +85,7 @@ impl Scanner {
     pub fn new(content_type: Option<&[u8]>) -> Self {
         let is_events = content_type.is_some_and(|kind| kind.starts_with(b"text/event-stream"));
         let framing = if is_events {
-            Framing::Events { line: LineState::Field(0), data_bytes: 0, done_matched: 0 }
+            Framing::Events { line: LineState::Field(0), data: StringStart::default() }
         } else {
             Framing::SingleValue
         };
@@ -114,14 +112,13 @@ impl Scanner {
 
     fn push_events(&mut self, bytes: &[u8]) {
         const DATA: &[u8] = b"data:";
-        const DONE: &[u8] = b"[DONE]";
-        let Framing::Events { line, data_bytes, done_matched } = &mut self.framing else { return };
+        let Framing::Events { line, data } = &mut self.framing else { return };
         let mut rest = bytes;
         while let Some(&byte) = rest.first() {
             match *line {
                 LineState::Field(matched) if matched == DATA.len() => {
                     *line = LineState::Data;
-                    (*data_bytes, *done_matched) = (0, 0);
+                    *data = StringStart::default();
                 }
                 LineState::Field(matched) if byte == DATA[matched] => {
                     *line = LineState::Field(matched + 1);
@@ -135,18 +132,13 @@ impl Scanner {
                 LineState::Data => {
                     let line_end = memchr(b'\n', rest);
                     let content = &rest[..line_end.unwrap_or(rest.len())];
-                    // Besides `[DONE]`, the data may have a space at its start and `\r` at its end.
-                    for &byte in content.iter().take(DONE.len() + 2) {
-                        if *done_matched < DONE.len() && byte == DONE[*done_matched] {
-                            *done_matched += 1;
-                        }
-                    }
-                    *data_bytes += content.len();
-                    self.is_complete |=
-                        *done_matched == DONE.len() && *data_bytes <= DONE.len() + 2;
+                    data.push(content);
                     self.json.push(content, &mut self.findings);
                     self.is_complete |= self.findings.has_closing_event && self.json.is_complete;
                     if line_end.is_some() {
+                        // Only a whole line is `[DONE]`: chunks end anywhere, also after a text
+                        // that merely begins so.
+                        self.is_complete |= is_done(data.known_text());
                         *line = LineState::Field(0);
                         self.json = JsonState::default();
                     }
@@ -156,10 +148,14 @@ impl Scanner {
         }
     }
 
-    /// Whether the response is complete.
+    /// Whether the response is complete if no more bytes come. Its last line needs no end.
     #[must_use]
     pub fn is_complete(&self) -> bool {
-        self.is_complete
+        let is_last_line_done = match &self.framing {
+            Framing::Events { line: LineState::Data, data } => is_done(data.known_text()),
+            Framing::Events { .. } | Framing::SingleValue => false,
+        };
+        self.is_complete || is_last_line_done
     }
 
     /// Returns how the turn ended, for a response with this HTTP status. The caller must have read
@@ -211,6 +207,12 @@ impl Scanner {
             _ => None,
         }
     }
+}
+
+/// Whether the data of a line is `[DONE]`, perhaps after a space and before `\r`.
+fn is_done(data: &[u8]) -> bool {
+    let data = data.strip_prefix(b" ").unwrap_or(data);
+    data.strip_suffix(b"\r").unwrap_or(data) == b"[DONE]"
 }
 
 /// The JSON keys on the paths to the fields that [`Findings`] needs.
@@ -590,6 +592,27 @@ mod tests {
             ),
             (SSE, "data: {\"error\":{\"message\":\"boom\"}}\n\ndata: [DONE]\n\n", Outcome::Lost),
         ]
+    }
+
+    #[test]
+    fn only_a_whole_line_is_the_end_however_the_answer_is_cut() {
+        let cases = [
+            ("data: [DONE]\n\n", true),
+            ("data:[DONE]\r\n\r\n", true),
+            ("data: [DONE]", true),
+            ("data: [DONE], more\n\n", false),
+            ("data: [DxONE]\n\n", false),
+            ("data:  [DONE]\n\n", false),
+            ("event: [DONE]\n\n", false),
+        ];
+        for (answer, is_complete) in cases {
+            for cut in 0..answer.len() {
+                let mut scanner = Scanner::new(SSE);
+                scanner.push(&answer.as_bytes()[..cut]);
+                scanner.push(&answer.as_bytes()[cut..]);
+                assert_eq!(scanner.is_complete(), is_complete, "{answer:?} cut at {cut}");
+            }
+        }
     }
 
     #[test]
