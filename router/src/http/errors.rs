@@ -50,7 +50,9 @@ impl From<turn::error::Error> for Refusal {
             Error::Session(error) => return error.into(),
             Error::NoAnswer(error) => return error.into(),
             Error::Limit { limit, refused } => limit_code(limit, refused),
-            Error::RequestRate(wait) => return rate_refusal(Code::RequestsPerMinute, message, wait),
+            Error::RequestRate(wait) => {
+                return rate_refusal(Code::RequestsPerMinute, message, wait);
+            }
             Error::TokenRate(wait) => return rate_refusal(Code::TokensPerMinute, message, wait),
             Error::BodyOverContext { .. } => Code::BodyOverContext,
             Error::BodyLate => Code::BodyLate,
@@ -145,7 +147,9 @@ impl From<NoWorker> for Refusal {
 impl From<NoAnswer> for Refusal {
     fn from(error: NoAnswer) -> Self {
         match error {
-            NoAnswer::Connect { .. } | NoAnswer::NotARouter { .. } => unreachable_refusal(),
+            NoAnswer::Connect { .. }
+            | NoAnswer::NotARouter { .. }
+            | NoAnswer::Silent { was_sent: false, .. } => unreachable_refusal(),
             NoAnswer::BrokenOff { .. } => Self::new(
                 Code::WorkerBrokeOff,
                 "the worker closed the connection before its answer began; the turn may have run, \
@@ -155,7 +159,7 @@ impl From<NoAnswer> for Refusal {
                 Code::RouterDescriptors,
                 "this router has no file descriptor left for a connection to the worker; try again",
             ),
-            NoAnswer::Silent { .. } => Self::new(
+            NoAnswer::Silent { was_sent: true, .. } => Self::new(
                 Code::WorkerSilent,
                 "the worker has stopped answering, and the turn is given up; it may have run, so \
                  check before you send it again",
@@ -237,7 +241,15 @@ pub(super) fn query_refusal(error: &QueryRejection) -> Refusal {
 
 #[cfg(test)]
 mod tests {
-    use http::HeaderValue;
+    use std::net::Ipv4Addr;
+
+    use bytes::Bytes;
+    use http::{HeaderValue, Uri};
+    use http_body_util::Full;
+    use hyper_util::{
+        client::legacy::{Client, connect::HttpConnector},
+        rt::TokioExecutor,
+    };
 
     use super::*;
     #[test]
@@ -274,6 +286,7 @@ mod tests {
     #[test]
     fn errors_without_an_agent_have_codes_of_the_router() {
         let model = NoWorker::Model { model: "m".into(), offered: "n".into() };
+        let silent = |was_sent| NoAnswer::Silent { worker: "w".into(), was_sent }.into();
         let limit = |limit, refused| Refusal::from(turn::error::Error::Limit { limit, refused });
         let cases = [
             (Refusal::from(NoWorker::Unusable), Code::NoWorker),
@@ -286,9 +299,28 @@ mod tests {
             (limit(Limit::BodyBytes, Refused::Share), Code::BodyBytesShare),
             (decide::Error::Closing.into(), Code::SessionClosing),
             (sessions::Error::Internal.into(), Code::Internal),
+            (silent(false), Code::WorkerUnreachable),
+            (silent(true), Code::WorkerSilent),
         ];
         for (refusal, code) in cases {
             assert_eq!(refusal.code, code);
         }
+    }
+
+    /// Returns the error of a connection for which this host has no port. An address that the host
+    /// doesn't have stands for the shortage.
+    async fn shortage() -> hyper_util::client::legacy::Error {
+        let mut connector = HttpConnector::new();
+        connector.set_local_address(Some(Ipv4Addr::new(203, 0, 113, 1).into()));
+        let client = Client::builder(TokioExecutor::new()).build::<_, Full<Bytes>>(connector);
+        client.get(Uri::from_static("http://127.0.0.1:9/")).await.unwrap_err()
+    }
+
+    #[tokio::test]
+    async fn a_router_without_descriptors_does_not_blame_the_worker() {
+        let source = shortage().await;
+        assert!(service::descriptors::is_shortage(&source), "{source:?}");
+        let refusal = Refusal::from(NoAnswer::NoDescriptors { worker: "w".into(), source });
+        assert_eq!(refusal.code, Code::RouterDescriptors);
     }
 }

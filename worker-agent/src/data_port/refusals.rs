@@ -75,6 +75,15 @@ pub(super) fn timeout_refusal() -> Refusal {
 
 #[cfg(test)]
 mod tests {
+    use std::net::Ipv4Addr;
+
+    use bytes::Bytes;
+    use http::Uri;
+    use http_body_util::Full;
+    use hyper_util::{
+        client::legacy::{Client, connect::HttpConnector},
+        rt::TokioExecutor,
+    };
     use proto::load::Retention;
     use session::Error as E;
 
@@ -100,9 +109,14 @@ mod tests {
             (E::KvCorrupt, Code::KvCorrupt),
             (E::TooLarge { tokens_needed: 2, tokens_max: 1 }, Code::TurnTooLarge),
             (E::OpenFailed("no".into()), Code::OpenFailed),
+            (E::NotTakenOver, Code::SessionLost),
+            (E::JournalFailed("disk full".into()), Code::JournalFailed),
+            (E::EngineSilent("it hangs".into()), Code::EngineSilent),
             (E::EngineLost, Code::EngineLost),
             (E::Stopping, Code::Stopping),
             (short(Code::Sessions), Code::Sessions),
+            (short(Code::QueueShare), Code::QueueShare),
+            (short(Code::PrincipalSessions), Code::PrincipalSessions),
             (short(Code::Turns), Code::Turns),
             (E::NoRank(7), Code::NoRank),
         ];
@@ -111,5 +125,19 @@ mod tests {
             assert_eq!(refusal.code, code);
             assert!(!refusal.message.is_empty());
         }
+    }
+
+    /// Returns the error of a connection for which this host has no port. An address that the host
+    /// doesn't have stands for the shortage.
+    async fn shortage() -> hyper_util::client::legacy::Error {
+        let mut connector = HttpConnector::new();
+        connector.set_local_address(Some(Ipv4Addr::new(203, 0, 113, 1).into()));
+        let client = Client::builder(TokioExecutor::new()).build::<_, Full<Bytes>>(connector);
+        client.get(Uri::from_static("http://127.0.0.1:9/")).await.unwrap_err()
+    }
+
+    #[tokio::test]
+    async fn an_agent_without_descriptors_does_not_blame_the_engine() {
+        assert_eq!(connection_refusal(&shortage().await).code, Code::AgentDescriptors);
     }
 }

@@ -69,10 +69,12 @@ type Provoker = (&'static str, &'static str, &'static str);
 const AGENT: &str = "tests/agent.rs";
 const CLIENT_TURNS: &str = "tests/router/turns.rs";
 const REFUSALS: &str = "tests/router/refusals.rs";
+const CLIENT_SHARES: &str = "tests/router/shares.rs";
 const LIFECYCLE: &str = "tests/router/lifecycle.rs";
 const TABLE: &str = "worker-agent/src/session/table/tests.rs";
 const MUST_CONTINUE: &str = "worker-agent/src/session/table/tests/must_continue.rs";
 const TABLE_ENGINE: &str = "worker-agent/src/session/table/tests/engine.rs";
+const TABLE_SHARES: &str = "worker-agent/src/session/table/tests/shares.rs";
 const BODY: &str = "worker-agent/src/data_port/request.rs";
 const BUDGET: &str = "proto/service/src/budget.rs";
 const UNREADABLE: &str = "proto/service/src/server/unreadable.rs";
@@ -88,6 +90,14 @@ const PROVOKERS: &[(Code, Provoker)] = &[
     (
         Code::ScrapeKey,
         ("tests/auth.rs", "only_admins_see_the_fleet_and_why_turns_went_where", "scrape_key"),
+    ),
+    (
+        Code::NotARouter,
+        (
+            "tests/tls/main.rs",
+            "who_is_no_router_can_not_act_for_a_session_whose_names_it_knows",
+            "not_a_router",
+        ),
     ),
     (
         Code::SessionBusy,
@@ -184,8 +194,65 @@ const PROVOKERS: &[(Code, Provoker)] = &[
         ),
     ),
     (
+        Code::QueueShare,
+        (
+            TABLE_SHARES,
+            "a_full_queue_makes_room_for_a_client_with_fewer_turns_in_it",
+            "queue_share",
+        ),
+    ),
+    (
         Code::QueueTime,
         (AGENT, "a_turn_that_waited_too_long_for_room_is_refused_with_retry_after", "queue_time"),
+    ),
+    (
+        Code::PrincipalSessions,
+        (
+            AGENT,
+            "a_client_that_pins_all_that_it_can_leaves_rows_to_others_and_takes_no_more_sessions",
+            "principal_sessions",
+        ),
+    ),
+    (Code::Sessions, (TABLE_SHARES, "a_client_opens_no_more_sessions_than_it_may", "\"sessions\"")),
+    (
+        Code::SessionsShare,
+        (ROUTER_ERRORS, "errors_without_an_agent_have_codes_of_the_router", "Code::SessionsShare"),
+    ),
+    (
+        Code::KeySessions,
+        (ROUTER_ERRORS, "errors_without_an_agent_have_codes_of_the_router", "Code::KeySessions"),
+    ),
+    (
+        Code::TurnsInFlightShare,
+        (CLIENT_SHARES, "a_client_with_many_turns_leaves_some_to_others", "turns_in_flight_share"),
+    ),
+    (
+        Code::KeyTurnsInFlight,
+        (CLIENT_SHARES, "a_key_has_its_own_turns_and_its_own_rates", "key_turns_in_flight"),
+    ),
+    (
+        Code::BodyBytesShare,
+        (ROUTER_ERRORS, "errors_without_an_agent_have_codes_of_the_router", "Code::BodyBytesShare"),
+    ),
+    (
+        Code::RequestsPerMinute,
+        (CLIENT_SHARES, "a_key_has_its_own_turns_and_its_own_rates", "requests_per_minute"),
+    ),
+    (
+        Code::TokensPerMinute,
+        (CLIENT_SHARES, "a_key_has_its_own_turns_and_its_own_rates", "tokens_per_minute"),
+    ),
+    (
+        Code::PriorityShed,
+        (CLIENT_SHARES, "under_overload_lower_classes_are_refused_first", "priority_shed"),
+    ),
+    (
+        Code::BodyOverContext,
+        (
+            CLIENT_SHARES,
+            "text_that_fits_no_context_is_refused_and_an_image_is_not",
+            "body_over_context",
+        ),
     ),
     (
         Code::SessionsFull,
@@ -213,6 +280,54 @@ const PROVOKERS: &[(Code, Provoker)] = &[
             AGENT,
             "an_engine_that_dies_under_a_turn_is_no_reason_to_repeat_it_blindly",
             "engine_broke_off",
+        ),
+    ),
+    (
+        Code::EngineSilent,
+        (
+            "tests/silence.rs",
+            "a_hung_scheduler_refuses_what_was_not_sent_and_running_turns_go_on",
+            "assert_refused_as_silent",
+        ),
+    ),
+    (
+        Code::JournalFailed,
+        (
+            "tests/restarts.rs",
+            "a_full_disk_leaks_nothing_and_pins_nothing_and_says_why",
+            "journal_failed",
+        ),
+    ),
+    (
+        Code::WorkerSilent,
+        ("tests/ports.rs", "the_turns_of_a_frozen_agent_end_and_say_so", "worker_silent"),
+    ),
+    (
+        Code::AuthUnavailable,
+        ("tests/auth.rs", "tokens_wait_for_the_issuer_and_keys_do_not", "auth_unavailable"),
+    ),
+    (
+        Code::ConnectionsFull,
+        (
+            "proto/service/src/server/tests.rs",
+            "health_is_answered_and_turns_are_refused_while_every_place_works",
+            "connections_full",
+        ),
+    ),
+    (
+        Code::RouterDescriptors,
+        (
+            ROUTER_ERRORS,
+            "a_router_without_descriptors_does_not_blame_the_worker",
+            "Code::RouterDescriptors",
+        ),
+    ),
+    (
+        Code::AgentDescriptors,
+        (
+            "worker-agent/src/data_port/refusals.rs",
+            "an_agent_without_descriptors_does_not_blame_the_engine",
+            "Code::AgentDescriptors",
         ),
     ),
     (
@@ -295,6 +410,10 @@ const PROVOKERS: &[(Code, Provoker)] = &[
     ),
     (Code::InvalidField, (CLIENT_TURNS, "what_is_wrong_with_a_request_is_said", "invalid_field")),
     (
+        Code::NotIsolated,
+        ("tests/cache_isolation.rs", "every_route_is_isolated_or_refused", "not_isolated"),
+    ),
+    (
         Code::DeltaWithoutSession,
         (CLIENT_TURNS, "what_is_wrong_with_a_request_is_said", "delta_without_session"),
     ),
@@ -358,10 +477,9 @@ const PROVOKERS: &[(Code, Provoker)] = &[
     ),
 ];
 
-/// The codes that no test provokes. The first two need more sessions or turns than a test should
-/// open; the others an engine that goes away, or is slow, at one moment of a turn.
+/// The codes that no test provokes. The first needs more turns than a test should send; the others
+/// an engine that goes away, or is slow, at one moment of a turn.
 const UNPROVOKED: &[Code] = &[
-    Code::Sessions,
     Code::Turns,
     Code::EngineLost,
     Code::TurnBeforeFailed,
