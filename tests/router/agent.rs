@@ -21,7 +21,7 @@ use axum::{
     response::{IntoResponse, Response},
 };
 use bytes::Bytes;
-use http::{HeaderMap, StatusCode};
+use http::HeaderMap;
 use http_body_util::BodyExt as _;
 use parking_lot::Mutex;
 use proto::{
