@@ -1,0 +1,85 @@
+//! Attacks the release binaries as hostile clients and failing hosts do; see `tests/hostile/run`.
+//!
+//! - `fleet`: the processes of one scenario, with real signals and limits.
+//! - `users`: the turns of other people, and how long they take.
+//! - `attacks`: what a hostile client does. `scenarios`: which attack must not be noticed by whom.
+//! - `chaos`: processes that are killed, stopped and restarted at random under load.
+
+#![expect(clippy::print_stdout, reason = "the results are its output")]
+
+mod attacks;
+mod chaos;
+mod fleet;
+mod scenarios;
+mod users;
+
+use std::{path::PathBuf, process::ExitCode};
+
+use anyhow::Context as _;
+use clap::Parser;
+use service::clock::now;
+
+use crate::scenarios::SCENARIOS;
+
+#[derive(Debug, Parser)]
+struct Options {
+    /// Runs the scenarios that are short.
+    #[arg(long)]
+    quick: bool,
+    /// Runs the scenarios whose name contains this.
+    #[arg(short = 'k')]
+    keyword: Option<String>,
+    /// Lists the scenarios.
+    #[arg(long)]
+    list: bool,
+    /// Folder for the processes' logs.
+    #[arg(long)]
+    keep_logs: Option<PathBuf>,
+}
+
+fn main() -> ExitCode {
+    let options = Options::parse();
+    let matches =
+        |name: &str| options.keyword.as_ref().is_none_or(|keyword| name.contains(keyword));
+    let chosen: Vec<_> = SCENARIOS
+        .iter()
+        .filter(|scenario| matches(scenario.name) && (scenario.is_quick || !options.quick))
+        .collect();
+    if options.list {
+        for scenario in chosen {
+            println!("{}", scenario.name);
+        }
+        return ExitCode::SUCCESS;
+    }
+    let (mut passed, mut failed) = (0, 0);
+    for scenario in chosen {
+        let began = now();
+        let result = run(scenario, options.keep_logs.clone());
+        let seconds = began.elapsed().as_secs();
+        match result {
+            Ok(figures) => {
+                passed += 1;
+                println!("ok     {} ({seconds} s): {figures}", scenario.name);
+            }
+            Err(error) => {
+                failed += 1;
+                println!("FAILED {} ({seconds} s): {error:#}", scenario.name);
+            }
+        }
+    }
+    println!("{passed} passed, {failed} failed");
+    if failed == 0 && passed > 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+/// Runs one scenario on a runtime of its own, so that nothing of it is left for the next.
+fn run(scenario: &scenarios::Scenario, logs: Option<PathBuf>) -> anyhow::Result<String> {
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()
+        .context("no runtime")?;
+    let folder = logs.map(|logs| logs.join(scenario.name.replace(' ', "-")));
+    let result = runtime.block_on((scenario.run)(fleet::Place::new(folder)?));
+    runtime.shutdown_background();
+    result
+}

@@ -1,0 +1,154 @@
+//! Lists the scenarios: which attack must not be noticed by whom, and the figure that must hold.
+
+use std::{future::Future, pin::Pin, time::Duration};
+
+use anyhow::{bail, ensure};
+use serde_json::json;
+
+use crate::{
+    attacks::{self, Attack},
+    chaos,
+    fleet::{Fleet, Place, Plan, credential},
+    users::{Seen, Users},
+};
+
+/// How much longer the slowest turns of the others may take under attack.
+const SLOWER_MAX: f64 = 2.0;
+/// The time for which turns are measured without an attack, and under it.
+const MEASURED: Duration = Duration::from_secs(8);
+/// Descriptors of each process where few are allowed.
+const FEW_DESCRIPTORS: u32 = 1_024;
+
+type Run = fn(Place) -> Pin<Box<dyn Future<Output = anyhow::Result<String>> + Send>>;
+
+/// One scenario.
+pub(crate) struct Scenario {
+    pub(crate) name: &'static str,
+    /// Whether CI runs it.
+    pub(crate) is_quick: bool,
+    /// Runs it, and returns the figures that were seen.
+    pub(crate) run: Run,
+}
+
+/// Makes a scenario of an async function.
+macro_rules! scenario {
+    ($name:literal, $quick:literal, $run:expr) => {
+        Scenario { name: $name, is_quick: $quick, run: |place| Box::pin($run(place)) }
+    };
+}
+
+/// All scenarios, in the order in which they run.
+pub(crate) const SCENARIOS: [Scenario; 14] = [
+    scenario!("rows", true, |place| attacked(place, None, Kind::Rows)),
+    scenario!("sessions", true, |place| attacked(place, None, Kind::Sessions)),
+    scenario!("turns", true, |place| attacked(place, None, Kind::Turns)),
+    scenario!("bodies", true, |place| attacked(place, None, Kind::Bodies)),
+    scenario!("slow readers", true, |place| attacked(place, None, Kind::SlowReaders)),
+    scenario!("idle connections", true, |place| attacked(place, None, Kind::Idle)),
+    scenario!("idle admin connections", true, |place| attacked(place, None, Kind::IdleAdmin)),
+    scenario!("tokenizing", true, |place| attacked(place, None, Kind::Tokenizing)),
+    scenario!("turns, few descriptors", false, |place| few(place, Kind::Turns)),
+    scenario!("slow readers, few descriptors", false, |place| few(place, Kind::SlowReaders)),
+    scenario!("idle connections, few descriptors", true, |place| few(place, Kind::Idle)),
+    scenario!("idle admin connections, few descriptors", false, |place| few(
+        place,
+        Kind::IdleAdmin
+    )),
+    scenario!("engine stopped", true, chaos::engine_stopped),
+    scenario!("chaos", false, chaos::chaos),
+];
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Rows,
+    Sessions,
+    Turns,
+    Bodies,
+    SlowReaders,
+    Idle,
+    IdleAdmin,
+    Tokenizing,
+}
+
+impl Kind {
+    async fn begin(self, fleet: &Fleet) -> anyhow::Result<Attack> {
+        match self {
+            Self::Rows => attacks::rows(fleet).await,
+            Self::Sessions => attacks::sessions(fleet).await,
+            Self::Turns => attacks::turns(fleet).await,
+            Self::Bodies => attacks::bodies(fleet).await,
+            Self::SlowReaders => attacks::slow_readers(fleet).await,
+            Self::Idle => attacks::idle_connections(fleet).await,
+            Self::IdleAdmin => attacks::idle_admin_connections(fleet).await,
+            Self::Tokenizing => attacks::tokenizing(fleet).await,
+        }
+    }
+}
+
+async fn few(place: Place, kind: Kind) -> anyhow::Result<String> {
+    attacked(place, Some(FEW_DESCRIPTORS), kind).await
+}
+
+/// Measures the users' turns without the attack, and under it.
+async fn attacked(place: Place, descriptors: Option<u32>, kind: Kind) -> anyhow::Result<String> {
+    let mut engine_flags: Vec<String> =
+        ["--max-running-requests=32", "--max-total-tokens=262144", "--decode-ms-per-step=5"]
+            .map(str::to_owned)
+            .into();
+    if kind == Kind::Tokenizing {
+        let model = concat!(env!("CARGO_MANIFEST_DIR"), "/data/model");
+        engine_flags.extend([format!("--model-path={model}"), "--served-model-name=tiny".into()]);
+    }
+    let plan = Plan { engine_flags, descriptors, ..Plan::default() };
+    let fleet = Fleet::start(place, &plan).await?;
+    let users = Users::of(vec![fleet.url(0, "")]);
+    users.work(Duration::from_secs(1)).await?;
+    let before = users.work(MEASURED).await?;
+    let memory_before = fleet.routers[0].resident_bytes()?;
+    let attack = kind.begin(&fleet).await?;
+    let under = users.work(MEASURED).await?;
+    let memory = fleet.routers[0].resident_bytes()?.saturating_sub(memory_before) >> 20;
+    let opens = open_session(&fleet).await?;
+    let health =
+        tokio::time::timeout(Duration::from_secs(2), fleet.web.get(&fleet.url(0, "/health"))).await;
+    drop(attack);
+    let figures = compare(&before, &under)?;
+    ensure!(
+        matches!(health, Ok(Ok(answer)) if answer.status == 200),
+        "/health doesn't answer: {figures}"
+    );
+    ensure!(opens == 201, "another principal's open got {opens}: {figures}");
+    ensure!(memory < 512, "the router grew by {memory} MiB: {figures}");
+    Ok(format!("{figures}, router +{memory} MiB"))
+}
+
+/// Opens a session as somebody else than the attacker, and returns the status.
+async fn open_session(fleet: &Fleet) -> anyhow::Result<u16> {
+    let key = credential("bob");
+    let body = json!({ "session_id": "bobs", "retention": "tagged" });
+    let headers = [("authorization", key.as_str())];
+    Ok(fleet.web.post(&fleet.url(0, "/v1/sessions"), &headers, &body).await?.status.as_u16())
+}
+
+/// Checks that the attack wasn't noticed. Returns the figures.
+fn compare(before: &Seen, under: &Seen) -> anyhow::Result<String> {
+    let (quiet, attacked) = (before.quantile(0.99), under.quantile(0.99));
+    let figures = format!(
+        "p99 {:.0} → {:.0} ms ({:.2}×), p50 {:.0} → {:.0} ms, {} → {} turns",
+        quiet * 1e3,
+        attacked * 1e3,
+        attacked / quiet,
+        before.quantile(0.5) * 1e3,
+        under.quantile(0.5) * 1e3,
+        before.turns(),
+        under.turns(),
+    );
+    if let Some(failure) = under.failures.first() {
+        bail!(
+            "{} turns of others failed, the first with {failure}: {figures}",
+            under.failures.len()
+        );
+    }
+    ensure!(attacked <= SLOWER_MAX * quiet, "the others' turns are slower: {figures}");
+    Ok(figures)
+}
