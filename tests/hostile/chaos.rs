@@ -31,7 +31,7 @@ const TURN_MAX: Duration = Duration::from_secs(15);
 /// [`ANSWER_MAX`] with the reason, and served again when the engine goes on.
 pub(crate) async fn engine_stopped(place: Place) -> anyhow::Result<String> {
     let fleet = Fleet::start(place, &Plan::default()).await?;
-    let users = Users::of(vec![fleet.url(0, "")]);
+    let users = Users::new(vec![fleet.url(0, "")]);
     users.work(Duration::from_secs(2)).await?;
     fleet.engines[0].signal(Signal::STOP)?;
     let stopped = now();
@@ -74,7 +74,7 @@ pub(crate) async fn chaos(place: Place) -> anyhow::Result<String> {
     let mut fleet = Fleet::start(place, &plan).await?;
     let routers = vec![fleet.url(0, ""), fleet.url(1, "")];
     let stop = Arc::new(AtomicBool::new(false));
-    let users = Users { count: 6, ..Users::of(routers.clone()) }.begin(&stop);
+    let users = Users { count: 6, ..Users::new(routers.clone()) }.begin(&stop);
     let mut pinned = JoinSet::new();
     for number in 0..6 {
         let user = PinnedUser { number, routers: routers.clone() };

@@ -101,7 +101,7 @@ async fn attacked(place: Place, descriptors: Option<u32>, kind: Kind) -> anyhow:
     }
     let plan = Plan { engine_flags, descriptors, ..Plan::default() };
     let fleet = Fleet::start(place, &plan).await?;
-    let users = Users::of(vec![fleet.url(0, "")]);
+    let users = Users::new(vec![fleet.url(0, "")]);
     users.work(Duration::from_secs(1)).await?;
     let before = users.work(MEASURED).await?;
     let memory_before = fleet.routers[0].resident_bytes()?;

@@ -59,7 +59,7 @@ impl Seen {
 }
 
 impl Users {
-    pub(crate) fn of(routers: Vec<String>) -> Self {
+    pub(crate) fn new(routers: Vec<String>) -> Self {
         Self { routers, count: 4, answer_tokens: 20 }
     }
 

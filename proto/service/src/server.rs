@@ -17,6 +17,7 @@
 mod connections;
 mod drain;
 mod metrics;
+mod port_limits;
 mod read_ahead;
 mod settings;
 mod unreadable;
@@ -58,10 +59,14 @@ use self::{
     connections::{ConnectionId, ConnectionTable, Place},
     drain::DrainRate,
     metrics::CloseReason,
+    port_limits::ADMIN_CONNECTIONS_MAX,
     read_ahead::{CurrentAnswer, ReadAheadBody},
     unreadable::{RefusalIo, Requests, Watched},
 };
-pub use self::{metrics::Metrics, read_ahead::AnswerBuffers, settings::ConnectionSettings};
+pub use self::{
+    metrics::Metrics, port_limits::PortLimits, read_ahead::AnswerBuffers,
+    settings::ConnectionSettings,
+};
 use crate::{
     refusal::{Code, Refusal},
     tasks::Tasks,
@@ -70,11 +75,6 @@ use crate::{
 
 /// The most bytes of a request's line and headers. A request with more is answered with 431.
 pub const HEADER_BYTES_MAX: usize = 32 * 1024;
-/// Number of connections allowed beyond one for each turn. They are for probes, lists, idle
-/// clients, and clients whose turn is refused because too many turns run.
-const SPARE_CONNECTIONS: usize = 512;
-/// Number of connections to the admin port. Some scrapers, probes and people use it at once.
-const ADMIN_CONNECTIONS_MAX: usize = 64;
 /// Number of descriptors to keep for the admin port and for the reserves of both ports.
 pub const DESCRIPTORS_RESERVED: usize = ADMIN_CONNECTIONS_MAX + 2 * connections::RESERVE_PLACES;
 /// Time within which a new client must send its first request's header. On later requests of the
@@ -91,69 +91,6 @@ const LISTEN_BACKLOG: i32 = 1024;
 const EVICTED_TIME_MAX: Duration = Duration::from_secs(1);
 /// Interval at which the speed of a slow client is checked.
 const DRAIN_CHECK_INTERVAL: Duration = Duration::from_secs(1);
-
-/// The limits of one port.
-#[derive(Debug, Clone)]
-pub struct PortLimits {
-    /// The port's name in metrics and logs.
-    pub name: &'static str,
-    /// The paths that the reserve serves: health checks.
-    pub health_paths: &'static [&'static str],
-    connections_max: usize,
-    per_peer_max: usize,
-    keep_alive: Duration,
-    drain_rate: DrainRate,
-    buffers: AnswerBuffers,
-    metrics: Metrics,
-}
-
-impl PortLimits {
-    /// Returns the limits of a data port. `turns_max` turns may run and wait. The process has file
-    /// descriptors for `described_turns` connections of clients.
-    #[must_use]
-    pub fn data(
-        settings: &ConnectionSettings,
-        turns_max: usize,
-        described_turns: usize,
-        metrics: &Metrics,
-    ) -> Self {
-        let connections_max = turns_max.saturating_add(SPARE_CONNECTIONS).min(described_turns);
-        let buffers = AnswerBuffers::new(
-            settings.answer_buffer_bytes_max,
-            settings.answer_buffers_bytes_max,
-            metrics.answer_buffer_bytes.clone(),
-        );
-        let kept_for_others = (connections_max / 8).min(SPARE_CONNECTIONS / 2);
-        let share = connections_max - kept_for_others;
-        Self {
-            name: "data",
-            health_paths: &["/health"],
-            connections_max,
-            per_peer_max: if settings.per_peer_max > 0 { settings.per_peer_max } else { share },
-            keep_alive: settings.keep_alive(),
-            drain_rate: DrainRate {
-                bytes_per_s_min: settings.drain_bytes_per_s_min,
-                grace: Duration::from_millis(settings.drain_grace_ms),
-            },
-            buffers,
-            metrics: metrics.clone(),
-        }
-    }
-
-    /// Returns the limits of an admin port.
-    #[must_use]
-    pub fn admin(metrics: &Metrics) -> Self {
-        let settings = ConnectionSettings::default();
-        let limits = Self::data(&settings, ADMIN_CONNECTIONS_MAX, ADMIN_CONNECTIONS_MAX, metrics);
-        Self {
-            name: "admin",
-            health_paths: &["/healthz", "/readyz"],
-            // A peer leaves a quarter to others.
-            per_peer_max: ADMIN_CONNECTIONS_MAX - ADMIN_CONNECTIONS_MAX / 4,
-            ..limits
-        }
-    }
-}
 
 /// Binds an address, with a listen backlog that takes a burst of new connections.
 ///

@@ -36,8 +36,8 @@ pub const AFFINITY_IDLE_MS_MAX: u64 = 60 * 60 * 1000;
 /// move also has a cost: the KV that it leaves behind occupies the old worker for minutes.
 pub const REBIND_GAIN_MS_MIN: u64 = 500;
 /// The default bound on remembered sessions. A session that this router binds takes about 520
-/// bytes, and one that an agent reports 440 more (measured with keys of 68 bytes). So this many take
-/// about 96 MB.
+/// bytes, and one that an agent reports 440 more (measured with keys of 68 bytes). So this many
+/// take about 96 MB.
 pub const SESSIONS_MAX: usize = 100_000;
 /// The default memory of the index of resident blocks. A block on a worker takes about 8 bytes, so
 /// the index holds 60 million blocks. They fill 480 KV pools of 8 million tokens.

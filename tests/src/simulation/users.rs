@@ -28,8 +28,7 @@ pub(super) enum Habit {
     Alone,
     /// Sends full histories to a pinned session.
     FullHistory,
-    /// Sends deltas and full histories to a pinned session. A second client sends full histories to
-    /// the same session, from a different copy of the conversation.
+    /// Sends deltas and full histories to a pinned session. A second client does so too, by itself.
     Mixed,
     /// Sends turns without a session.
     Plain,

@@ -3,8 +3,7 @@
 //! `exchange` gives [`Scanner`] the response's bytes, in chunks that may be cut anywhere, and gets
 //! the turn's [`Outcome`] at the end. A turn is one request and its answer. From the outcome, the
 //! owner task computes how many tokens the turn's session now holds in the engine. The scanner
-//! keeps no text, changes nothing and does no I/O. One scanner serves all routes: `/generate`
-//! reports in `meta_info`, and the OpenAI and Anthropic routes report in `usage`.
+//! keeps no text. `/generate` reports in `meta_info`, the OpenAI and Anthropic routes in `usage`.
 //!
 //! [`Scanner`] splits server-sent events into lines, and gives each line's data to `JsonState`.
 //! `JsonState` follows the path of keys, and stores the values of the known paths in `Findings`.
@@ -19,8 +18,7 @@ use crate::session::{Outcome, Usage};
 /// The maximum nesting depth that is tracked. Deeper objects and arrays are skipped. The needed
 /// fields are at most four levels deep.
 const DEPTH_MAX: usize = 6;
-/// The length in bytes up to which keys and strings are compared with the expected ones. All
-/// expected ones are shorter.
+/// The length in bytes up to which keys and strings are compared with the (shorter) expected ones.
 const KNOWN_TEXT_BYTES_MAX: usize = 24;
 
 /// The scanner of one response.

@@ -1,8 +1,8 @@
 //! Handles what the engine monitor and the turns find out about the engine.
 //!
-//! The owner task calls these functions with each [`EngineNews`], and when the engine may be silent.
-//! They tell the session table and the ledger of a new process, of its end and of its load. What is
-//! known of the engine is in `engine_state`.
+//! The owner task calls these functions with each [`EngineNews`], and when the engine may be
+//! silent. They tell the session table and the ledger of a new process, of its end and of its load.
+//! What is known of the engine is in `engine_state`.
 
 use std::time::Instant;
 

@@ -483,11 +483,10 @@ impl Table {
 
     /// Refuses tickets that have waited too long.
     pub(super) fn refuse_overdue(&mut self, now: Instant) {
-        let wait_max = self.settings.queue_wait_max;
-        let mut has_refused = false;
+        let (wait_max, mut has_refused) = (self.settings.queue_wait_max, false);
         while let Some(rid) = self.tickets.queue().front().cloned() {
-            let is_overdue = self.tickets[&rid].since + wait_max <= now;
-            if !is_overdue || !self.settings.guards.is_on(Guard::QueueTime) {
+            let may_wait = self.tickets[&rid].since + wait_max > now;
+            if may_wait || !self.settings.guards.is_on(Guard::QueueTime) {
                 break;
             }
             has_refused = true;

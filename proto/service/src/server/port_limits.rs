@@ -1,0 +1,74 @@
+//! Defines the limits of a port, and derives them from the settings.
+
+use std::time::Duration;
+
+use super::{AnswerBuffers, ConnectionSettings, DrainRate, Metrics};
+
+/// Number of connections allowed beyond one for each turn. They are for probes, lists, idle
+/// clients, and clients whose turn is refused because too many turns run.
+const SPARE_CONNECTIONS: usize = 512;
+/// Number of connections to the admin port. Some scrapers, probes and people use it at once.
+pub(super) const ADMIN_CONNECTIONS_MAX: usize = 64;
+
+/// The limits of one port.
+#[derive(Debug, Clone)]
+pub struct PortLimits {
+    /// The port's name in metrics and logs.
+    pub name: &'static str,
+    /// The paths that the reserve serves: health checks.
+    pub health_paths: &'static [&'static str],
+    pub(super) connections_max: usize,
+    pub(super) per_peer_max: usize,
+    pub(super) keep_alive: Duration,
+    pub(super) drain_rate: DrainRate,
+    pub(super) buffers: AnswerBuffers,
+    pub(super) metrics: Metrics,
+}
+
+impl PortLimits {
+    /// Returns the limits of a data port. `turns_max` turns may run and wait. The process has file
+    /// descriptors for `described_turns` connections of clients.
+    #[must_use]
+    pub fn data(
+        settings: &ConnectionSettings,
+        turns_max: usize,
+        described_turns: usize,
+        metrics: &Metrics,
+    ) -> Self {
+        let connections_max = turns_max.saturating_add(SPARE_CONNECTIONS).min(described_turns);
+        let buffers = AnswerBuffers::new(
+            settings.answer_buffer_bytes_max,
+            settings.answer_buffers_bytes_max,
+            metrics.answer_buffer_bytes.clone(),
+        );
+        let kept_for_others = (connections_max / 8).min(SPARE_CONNECTIONS / 2);
+        let share = connections_max - kept_for_others;
+        Self {
+            name: "data",
+            health_paths: &["/health"],
+            connections_max,
+            per_peer_max: if settings.per_peer_max > 0 { settings.per_peer_max } else { share },
+            keep_alive: settings.keep_alive(),
+            drain_rate: DrainRate {
+                bytes_per_s_min: settings.drain_bytes_per_s_min,
+                grace: Duration::from_millis(settings.drain_grace_ms),
+            },
+            buffers,
+            metrics: metrics.clone(),
+        }
+    }
+
+    /// Returns the limits of an admin port.
+    #[must_use]
+    pub fn admin(metrics: &Metrics) -> Self {
+        let settings = ConnectionSettings::default();
+        let limits = Self::data(&settings, ADMIN_CONNECTIONS_MAX, ADMIN_CONNECTIONS_MAX, metrics);
+        Self {
+            name: "admin",
+            health_paths: &["/healthz", "/readyz"],
+            // A peer leaves a quarter to others.
+            per_peer_max: ADMIN_CONNECTIONS_MAX - ADMIN_CONNECTIONS_MAX / 4,
+            ..limits
+        }
+    }
+}
