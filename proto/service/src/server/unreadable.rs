@@ -2,9 +2,9 @@
 //!
 //! Hyper answers a request that it can't parse by itself, with an empty body: 400, 414 or 431. It
 //! offers no hook for that. But it writes such an answer only while no request is in the service
-//! and all earlier answers are flushed. So a write at such a moment is hyper's own. [`RefusalIo`]
-//! stands between hyper and the connection and writes a [`Refusal`] with the same status instead.
-//! [`Watched`] tells it when a request is in the service.
+//! and all answers of the service are flushed. So a write at such a moment is hyper's own.
+//! [`RefusalIo`] stands between hyper and the connection and writes a [`Refusal`] with the same
+//! status instead. [`Watched`] tells it of requests in the service.
 //!
 //! Closing a connection that has unread bytes resets it, and the client could lose the answer. So
 //! `RefusalIo` reads and drops what the client still sends, for a short time.
@@ -15,7 +15,7 @@ use std::{
     pin::Pin,
     sync::{
         Arc,
-        atomic::{AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicUsize, Ordering},
     },
     task::{Context, Poll, ready},
     time::Duration,
@@ -37,18 +37,36 @@ const DRAIN_TIME_MAX: Duration = Duration::from_secs(1);
 /// The most bytes that are read and dropped after a refused request.
 const DRAIN_BYTES_MAX: usize = 1024 * 1024;
 
-/// The requests of one connection that are in the service. Clones count together.
+/// The requests of one connection that the service answers. Clones count together.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Requests(Arc<AtomicUsize>);
+pub(super) struct Requests(Arc<RequestState>);
+
+#[derive(Debug, Default)]
+struct RequestState {
+    /// The requests whose answers' bodies have not ended.
+    open: AtomicUsize,
+    /// Whether hyper may still have bytes of an answer. It takes a short body whole, and drops it
+    /// before it writes the first byte.
+    is_unflushed: AtomicBool,
+}
 
 impl Requests {
     fn begin(&self) -> OpenRequest {
-        self.0.fetch_add(1, Ordering::Relaxed);
+        self.0.open.fetch_add(1, Ordering::Relaxed);
+        self.0.is_unflushed.store(true, Ordering::Relaxed);
         OpenRequest(self.clone())
     }
 
-    fn is_any_open(&self) -> bool {
-        self.0.load(Ordering::Relaxed) > 0
+    /// Whether bytes that hyper writes now may be the service's.
+    fn is_unflushed(&self) -> bool {
+        self.0.is_unflushed.load(Ordering::Relaxed)
+    }
+
+    /// Handles that hyper has written and flushed all bytes that it has.
+    fn handle_flush(&self) {
+        if self.0.open.load(Ordering::Relaxed) == 0 {
+            self.0.is_unflushed.store(false, Ordering::Relaxed);
+        }
     }
 }
 
@@ -57,7 +75,7 @@ struct OpenRequest(Requests);
 
 impl Drop for OpenRequest {
     fn drop(&mut self) {
-        self.0.0.fetch_sub(1, Ordering::Relaxed);
+        self.0.0.open.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
@@ -123,8 +141,6 @@ impl<B: Body + Unpin> Body for WatchedBody<B> {
 pub(super) struct RefusalIo<I> {
     io: I,
     requests: Requests,
-    /// Whether all bytes of the answers so far are flushed.
-    is_flushed: bool,
     /// The refusal's bytes that are not written yet. `None` if there is no refusal.
     refusal: Option<Bytes>,
     /// Set while bytes that follow the refused request are dropped.
@@ -139,19 +155,16 @@ struct Drain {
 
 impl<I> RefusalIo<I> {
     pub(super) fn new(io: I, requests: Requests) -> Self {
-        Self { io, requests, is_flushed: true, refusal: None, drain: None }
+        Self { io, requests, refusal: None, drain: None }
     }
 
-    /// Whether bytes that hyper writes now are its own answer to a request that it can't parse.
-    fn is_own_answer(&mut self) -> bool {
-        let is_own = self.is_flushed && !self.requests.is_any_open();
-        self.is_flushed &= is_own;
-        is_own
-    }
-
-    /// Replaces hyper's own answer. Returns `None` if the answer has another form than expected; it
-    /// is then written as it is.
+    /// Replaces hyper's own answer to a request that it can't parse. Returns `None` if the bytes are
+    /// the service's, or if the answer has another form than expected; they are then written as
+    /// they are.
     fn replace(&mut self, answer: &[u8]) -> Option<()> {
+        if self.requests.is_unflushed() {
+            return None;
+        }
         self.refusal = Some(refusal_for(answer)?);
         Some(())
     }
@@ -217,7 +230,7 @@ impl<I: AsyncRead + AsyncWrite + Unpin> AsyncWrite for RefusalIo<I> {
         bytes: &[u8],
     ) -> Poll<Result<usize>> {
         let this = &mut *self;
-        if this.is_own_answer() && this.replace(bytes).is_some() {
+        if this.replace(bytes).is_some() {
             return Poll::Ready(Ok(bytes.len()));
         }
         Pin::new(&mut this.io).poll_write(context, bytes)
@@ -229,8 +242,7 @@ impl<I: AsyncRead + AsyncWrite + Unpin> AsyncWrite for RefusalIo<I> {
         slices: &[IoSlice<'_>],
     ) -> Poll<Result<usize>> {
         let this = &mut *self;
-        if this.is_own_answer()
-            && let Some(first) = slices.iter().find(|slice| !slice.is_empty())
+        if let Some(first) = slices.iter().find(|slice| !slice.is_empty())
             && this.replace(first).is_some()
         {
             return Poll::Ready(Ok(slices.iter().map(|slice| slice.len()).sum()));
@@ -245,7 +257,7 @@ impl<I: AsyncRead + AsyncWrite + Unpin> AsyncWrite for RefusalIo<I> {
     fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Result<()>> {
         ready!(self.poll_write_refusal(context))?;
         ready!(Pin::new(&mut self.io).poll_flush(context))?;
-        self.is_flushed |= !self.requests.is_any_open();
+        self.requests.handle_flush();
         Poll::Ready(Ok(()))
     }
 
@@ -281,7 +293,11 @@ impl<I: AsyncRead + AsyncWrite + Unpin> AsyncWrite for RefusalIo<I> {
 
 #[cfg(test)]
 mod tests {
-    use axum::{Router, body::to_bytes, routing::post};
+    use axum::{
+        Router,
+        body::to_bytes,
+        routing::{get, post},
+    };
     use http::StatusCode;
     use prometheus_client::registry::Registry;
     use tokio::{
@@ -290,6 +306,7 @@ mod tests {
     };
 
     use crate::{
+        refusal::{Code, Refusal},
         server::{ConnectionSettings, HEADER_BYTES_MAX, Metrics, PortLimits, serve},
         tasks::Tasks,
     };
@@ -303,9 +320,11 @@ mod tests {
             let bytes = to_bytes(body, 1 << 20).await.map_err(|_| StatusCode::BAD_REQUEST)?;
             Ok::<_, StatusCode>(bytes)
         });
+        let refused = get(|| async { Refusal::new(Code::Claim, "send turns to a router") });
+        let app = Router::new().route("/", echo).route("/refused", refused);
         let metrics = Metrics::new(&mut Registry::default());
         let limits = PortLimits::data(&ConnectionSettings::default(), 1, 1000, &metrics);
-        tasks.spawn(serve(listener, Router::new().route("/", echo), limits, None, tasks.clone()));
+        tasks.spawn(serve(listener, app, limits, None, tasks.clone()));
         let mut client = TcpStream::connect(addr).await.unwrap();
         client.write_all(request).await.unwrap();
         let mut answers = Vec::new();
@@ -333,6 +352,13 @@ mod tests {
         ] {
             assert_refused(&exchange(request.as_bytes()).await, "400", "invalid_request");
         }
+    }
+
+    #[tokio::test]
+    async fn an_answer_of_the_service_is_not_taken_for_one_of_hyper() {
+        // The service answers 400, with a body that hyper takes whole before it writes.
+        let answer = exchange(b"GET /refused HTTP/1.1\r\nconnection: close\r\n\r\n").await;
+        assert_refused(&answer, "400", "claim");
     }
 
     #[tokio::test]
