@@ -158,9 +158,9 @@ impl<I> RefusalIo<I> {
         Self { io, requests, refusal: None, drain: None }
     }
 
-    /// Replaces hyper's own answer to a request that it can't parse. Returns `None` if the bytes are
-    /// the service's, or if the answer has another form than expected; they are then written as
-    /// they are.
+    /// Replaces hyper's own answer to a request that it can't parse. Returns `None` if the bytes
+    /// are the service's, or if the answer has another form than expected; they are then written
+    /// as they are.
     fn replace(&mut self, answer: &[u8]) -> Option<()> {
         if self.requests.is_unflushed() {
             return None;
