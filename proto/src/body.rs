@@ -48,7 +48,7 @@ pub enum Error {
     NotAnObject(Fault),
 }
 
-/// Where and why a text is not the expected JSON. It has at most [`REASON_BYTES_MAX`] bytes of the
+/// Where and why a text is not the expected JSON. It has at most 120 bytes of the
 /// text itself.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{reason} at line {line}, column {column} (byte {byte})")]

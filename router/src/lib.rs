@@ -127,7 +127,7 @@ pub enum Error {
     TaskEnded,
 }
 
-/// Runs a router until `tasks` is cancelled. Then running turns get [`Config::drain_ms_max`] to
+/// Runs a router until `tasks` is cancelled. Then running turns get the setting `drain_ms_max` to
 /// end.
 ///
 /// # Errors

@@ -4,18 +4,35 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use http::Method;
+use rustix::{process::setpriority_process, thread::gettid};
 use serde_json::json;
 use tests::web::Web;
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _},
     net::TcpStream,
+    runtime::Runtime,
     task::JoinSet,
 };
 
 use crate::fleet::{Fleet, credential};
 
+/// The scheduling priority of attackers.
+const LOWEST_PRIORITY: i32 = 19;
+
 /// Tasks that hold an attack in force until they are dropped.
 pub(crate) type Attack = JoinSet<()>;
+
+/// Returns the runtime of attacks.
+pub(crate) fn runtime() -> std::io::Result<Runtime> {
+    tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .on_thread_start(|| {
+            // A thread may always lower its own priority.
+            let _ = setpriority_process(Some(gettid()), LOWEST_PRIORITY);
+        })
+        .build()
+}
 
 /// The longest wait for one step of an attack. What Berth refuses or delays is no failure of the
 /// attack.

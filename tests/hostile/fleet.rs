@@ -16,7 +16,10 @@ use anyhow::{Context as _, bail};
 use rustix::process::{Pid, Signal, kill_process};
 use service::clock::now;
 use tests::{keys::key_text, web::Web};
-use tokio::process::{Child, Command};
+use tokio::{
+    process::{Child, Command},
+    runtime::Handle,
+};
 
 /// The longest wait for a process to be ready or to end.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -27,18 +30,20 @@ pub(crate) const KEYS: [&str; 4] = ["alice", "bob", "mallory", "ops"];
 #[derive(Debug)]
 pub(crate) struct Place {
     folder: PathBuf,
+    /// The runtime of the attacks.
+    pub(crate) attackers: Handle,
     /// Removed at the end, unless the logs are kept.
     _temporary: Option<tempfile::TempDir>,
 }
 
 impl Place {
-    pub(crate) fn new(kept: Option<PathBuf>) -> anyhow::Result<Self> {
+    pub(crate) fn new(kept: Option<PathBuf>, attackers: Handle) -> anyhow::Result<Self> {
         if let Some(folder) = kept {
             std::fs::create_dir_all(&folder)?;
-            return Ok(Self { folder, _temporary: None });
+            return Ok(Self { folder, attackers, _temporary: None });
         }
         let temporary = tempfile::tempdir()?;
-        Ok(Self { folder: temporary.path().to_owned(), _temporary: Some(temporary) })
+        Ok(Self { folder: temporary.path().to_owned(), attackers, _temporary: Some(temporary) })
     }
 }
 
@@ -161,7 +166,7 @@ pub(crate) struct Fleet {
     pub(crate) agent_hosts: Vec<String>,
     pub(crate) router_hosts: Vec<String>,
     pub(crate) web: Web,
-    _place: Place,
+    pub(crate) place: Place,
 }
 
 impl Fleet {
@@ -177,7 +182,7 @@ impl Fleet {
             agent_hosts: vec![],
             router_hosts: vec![],
             web,
-            _place: place,
+            place,
         };
         for number in 0..plan.engines {
             let host = own_host();

@@ -72,14 +72,19 @@ fn main() -> ExitCode {
 }
 
 /// Runs one scenario on a runtime of its own, so that nothing of it is left for the next.
+/// Attacks run on another one, whose threads have the lowest priority: attackers have processors of
+/// their own, and here they would take those of the processes under test.
 fn run(scenario: &scenarios::Scenario, logs: Option<PathBuf>) -> anyhow::Result<String> {
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
         .enable_all()
         .build()
         .context("no runtime")?;
+    let attackers = attacks::runtime().context("no runtime for attacks")?;
     let folder = logs.map(|logs| logs.join(scenario.name.replace(' ', "-")));
-    let result = runtime.block_on((scenario.run)(fleet::Place::new(folder)?));
+    let result =
+        runtime.block_on((scenario.run)(fleet::Place::new(folder, attackers.handle().clone())?));
     runtime.shutdown_background();
+    attackers.shutdown_background();
     result
 }

@@ -1,6 +1,6 @@
 //! Lists the scenarios: which attack must not be noticed by whom, and the figure that must hold.
 
-use std::{future::Future, pin::Pin, time::Duration};
+use std::{future::Future, pin::Pin, sync::Arc, time::Duration};
 
 use anyhow::{bail, ensure};
 use serde_json::json;
@@ -14,8 +14,11 @@ use crate::{
 
 /// How much longer the slowest turns of the others may take under attack.
 const SLOWER_MAX: f64 = 2.0;
-/// The time for which turns are measured without an attack, and under it.
-const MEASURED: Duration = Duration::from_secs(8);
+/// The rounds in which turns are measured without an attack, and again under it. The medians of
+/// the rounds are compared, as other processes of this machine disturb some of them.
+const ROUNDS: usize = 3;
+/// The time of a round.
+const ROUND: Duration = Duration::from_secs(3);
 /// Descriptors of each process where few are allowed.
 const FEW_DESCRIPTORS: u32 = 1_024;
 
@@ -41,15 +44,15 @@ macro_rules! scenario {
 pub(crate) const SCENARIOS: [Scenario; 14] = [
     scenario!("rows", true, |place| attacked(place, None, Kind::Rows)),
     scenario!("sessions", true, |place| attacked(place, None, Kind::Sessions)),
-    scenario!("turns", true, |place| attacked(place, None, Kind::Turns)),
-    scenario!("bodies", true, |place| attacked(place, None, Kind::Bodies)),
+    scenario!("turns", false, |place| attacked(place, None, Kind::Turns)),
+    scenario!("bodies", false, |place| attacked(place, None, Kind::Bodies)),
     scenario!("slow readers", true, |place| attacked(place, None, Kind::SlowReaders)),
     scenario!("idle connections", true, |place| attacked(place, None, Kind::Idle)),
     scenario!("idle admin connections", true, |place| attacked(place, None, Kind::IdleAdmin)),
-    scenario!("tokenizing", true, |place| attacked(place, None, Kind::Tokenizing)),
+    scenario!("tokenizing", false, |place| attacked(place, None, Kind::Tokenizing)),
     scenario!("turns, few descriptors", false, |place| few(place, Kind::Turns)),
     scenario!("slow readers, few descriptors", false, |place| few(place, Kind::SlowReaders)),
-    scenario!("idle connections, few descriptors", true, |place| few(place, Kind::Idle)),
+    scenario!("idle connections, few descriptors", false, |place| few(place, Kind::Idle)),
     scenario!("idle admin connections, few descriptors", false, |place| few(
         place,
         Kind::IdleAdmin
@@ -103,10 +106,12 @@ async fn attacked(place: Place, descriptors: Option<u32>, kind: Kind) -> anyhow:
     let fleet = Fleet::start(place, &plan).await?;
     let users = Users::new(vec![fleet.url(0, "")]);
     users.work(Duration::from_secs(1)).await?;
-    let before = users.work(MEASURED).await?;
+    let before = measure(&users).await?;
     let memory_before = fleet.routers[0].resident_bytes()?;
-    let attack = kind.begin(&fleet).await?;
-    let under = users.work(MEASURED).await?;
+    let fleet = Arc::new(fleet);
+    let begun = Arc::clone(&fleet);
+    let attack = fleet.place.attackers.spawn(async move { kind.begin(&begun).await }).await??;
+    let under = measure(&users).await?;
     let memory = fleet.routers[0].resident_bytes()?.saturating_sub(memory_before) >> 20;
     let opens = open_session(&fleet).await?;
     let health =
@@ -130,24 +135,39 @@ async fn open_session(fleet: &Fleet) -> anyhow::Result<u16> {
     Ok(fleet.web.post(&fleet.url(0, "/v1/sessions"), &headers, &body).await?.status.as_u16())
 }
 
+/// Lets the users work for some rounds.
+async fn measure(users: &Users) -> anyhow::Result<Vec<Seen>> {
+    let mut rounds = vec![];
+    for _ in 0..ROUNDS {
+        rounds.push(users.work(ROUND).await?);
+    }
+    Ok(rounds)
+}
+
+/// Returns the median over the rounds of the seconds within which this share of the turns ended.
+fn median(rounds: &[Seen], share: f64) -> f64 {
+    let mut seconds: Vec<f64> = rounds.iter().map(|seen| seen.quantile(share)).collect();
+    seconds.sort_by(f64::total_cmp);
+    seconds[seconds.len() / 2]
+}
+
 /// Checks that the attack wasn't noticed. Returns the figures.
-fn compare(before: &Seen, under: &Seen) -> anyhow::Result<String> {
-    let (quiet, attacked) = (before.quantile(0.99), under.quantile(0.99));
+fn compare(before: &[Seen], under: &[Seen]) -> anyhow::Result<String> {
+    let (quiet, attacked) = (median(before, 0.99), median(under, 0.99));
+    let turns = |rounds: &[Seen]| rounds.iter().map(Seen::turns).sum::<usize>();
     let figures = format!(
         "p99 {:.0} → {:.0} ms ({:.2}×), p50 {:.0} → {:.0} ms, {} → {} turns",
         quiet * 1e3,
         attacked * 1e3,
         attacked / quiet,
-        before.quantile(0.5) * 1e3,
-        under.quantile(0.5) * 1e3,
-        before.turns(),
-        under.turns(),
+        median(before, 0.5) * 1e3,
+        median(under, 0.5) * 1e3,
+        turns(before),
+        turns(under),
     );
-    if let Some(failure) = under.failures.first() {
-        bail!(
-            "{} turns of others failed, the first with {failure}: {figures}",
-            under.failures.len()
-        );
+    let failures: Vec<&String> = under.iter().flat_map(|seen| &seen.failures).collect();
+    if let Some(failure) = failures.first() {
+        bail!("{} turns of others failed, the first with {failure}: {figures}", failures.len());
     }
     ensure!(attacked <= SLOWER_MAX * quiet, "the others' turns are slower: {figures}");
     Ok(figures)

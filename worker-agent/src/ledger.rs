@@ -300,7 +300,7 @@ impl Ledger {
     }
 
     /// Estimates how long a rank's scheduler may be in a step that began at `began_at`: the time
-    /// that the prompts take which waited then or came since, at most [`STEP_TIME_MAX`].
+    /// that the prompts take which waited then or came since, at most `STEP_TIME_MAX`.
     #[must_use]
     pub fn step_time(&self, dp_rank: u32, began_at: Instant, table: &Table) -> Duration {
         let sample = self.rank_sample(dp_rank).map(|(rank, _)| rank);

@@ -37,8 +37,12 @@ use crate::{
 /// Maximum number of models. A model with 150,000 tokens takes about 100 MiB. Prompts for further
 /// models aren't tokenized: their blocks are made from bytes.
 const MODELS_MAX: usize = 8;
-/// Maximum number of prompts tokenized at once.
-const PROMPTS_AT_ONCE_MAX: usize = 8;
+/// Bytes of a body from which its prompt is long. It keeps a processor for 20 ms and more.
+const LONG_BODY_BYTES_MIN: usize = 128 << 10;
+/// Maximum number of short prompts tokenized at once. Long prompts have permits of their own, for
+/// half of the processors, so that a short prompt of one client never waits for another's long
+/// ones.
+const SHORT_PROMPTS_AT_ONCE_MAX: usize = 8;
 /// Longest time that a turn waits for a permit to tokenize its prompt. After that, its blocks are
 /// made from bytes, without tokens.
 const PERMIT_WAIT_MAX: Duration = Duration::from_millis(50);
@@ -68,8 +72,10 @@ type ReportedFiles = BTreeMap<FilesHash, (ModelFiles, Vec<usize>)>;
 #[derive(Debug)]
 pub(crate) struct Models {
     loaded: ArcSwap<LoadedModels>,
-    /// A permit for each prompt that is tokenized now.
-    permits: Arc<Semaphore>,
+    /// A permit for each short prompt that is tokenized now.
+    short_permits: Arc<Semaphore>,
+    /// A permit for each long prompt that is tokenized now.
+    long_permits: Arc<Semaphore>,
     /// The memory for tokenizing.
     pool: Arc<SharedPool>,
     metrics: Arc<Metrics>,
@@ -78,8 +84,14 @@ pub(crate) struct Models {
 impl Models {
     /// Creates an empty set of models. `pool` is the memory for tokenizing.
     pub(crate) fn new(pool: Arc<SharedPool>, metrics: Arc<Metrics>) -> Self {
-        let permits = Arc::new(Semaphore::new(PROMPTS_AT_ONCE_MAX));
-        Self { loaded: ArcSwap::default(), permits, pool, metrics }
+        let processors = std::thread::available_parallelism().map_or(1, usize::from);
+        Self {
+            loaded: ArcSwap::default(),
+            short_permits: Arc::new(Semaphore::new(SHORT_PROMPTS_AT_ONCE_MAX)),
+            long_permits: Arc::new(Semaphore::new((processors / 2).max(1))),
+            pool,
+            metrics,
+        }
     }
 
     /// Creates an empty set of models with `bytes` of memory for tokenizing.
@@ -134,7 +146,9 @@ impl Models {
     /// Waits a short time for a permit to tokenize a prompt, and takes the memory to read its body.
     /// Counts the prompt if it gets none.
     async fn permit(&self, memory: &TokenizerMemory, body_bytes: usize) -> Option<Permit> {
-        let permit = Arc::clone(&self.permits).acquire_owned();
+        let is_long = body_bytes >= LONG_BODY_BYTES_MIN;
+        let permits = if is_long { &self.long_permits } else { &self.short_permits };
+        let permit = Arc::clone(permits).acquire_owned();
         let Ok(Ok(permit)) = tokio::time::timeout(PERMIT_WAIT_MAX, permit).await else {
             memory.count_untokenized("busy");
             return None;

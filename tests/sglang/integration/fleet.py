@@ -42,8 +42,7 @@ def start_engine(
 ) -> tuple[Process, str]:
     """Starts the engine with `env` added to its environment and `more` to its flags, and returns
     before it is ready. Returns the process and its URL."""
-    # The load feed takes the port after those of the KV events and of their replay.
-    port, events, replay, _load = free_ports(4)
+    port, events, replay, load = free_ports(4)
     kv_events = (
         f'{{"publisher":"zmq","topic":"kv-events","endpoint":"tcp://127.0.0.1:{events}",'
         f'"bind":true,"replay_endpoint":"tcp://127.0.0.1:{replay}"}}'
@@ -57,7 +56,8 @@ def start_engine(
         "--enable-streaming-session",
         "--enable-session-radix-cache",
         "--kv-events-config", kv_events,
-        "--load-publish-endpoint", "auto",
+        # The engine binds its load feed to every address, or not at all.
+        "--load-publish-endpoint", f"tcp://*:{load}",
         *(more or []),
     ]
     return launch_engine(folder, port, flags, env, model), f"http://127.0.0.1:{port}"
