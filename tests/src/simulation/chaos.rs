@@ -51,7 +51,7 @@ impl World {
         let pause = self.between(200, 1_500);
         self.schedule(pause, Event::Fault);
         let faults = self.plan.faults.clone();
-        match self.rng.u32(..14) {
+        match self.rng.u32(..16) {
             0 if faults.agent_killed => self.kill_agent("by its host"),
             1 if faults.engine_killed && self.rng.bool() => self.kill_engine(),
             2 | 3 if faults.engine_slow => {
@@ -60,7 +60,7 @@ impl World {
             }
             4..=6 if faults.strangers => self.stranger_comes(),
             7..=9 if faults.meddler => self.meddle(),
-            12 | 13 if faults.agent_restarted => self.begin_handover(),
+            12..=15 if faults.agent_restarted => self.begin_handover(),
             _ => {}
         }
     }

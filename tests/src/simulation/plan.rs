@@ -79,7 +79,7 @@ impl Faults {
             connection_breaks: odds(rng, 250),
             break_unnoticed: odds(rng, 800),
             agent_killed: rng.u32(..3) == 0,
-            agent_restarted: rng.u32(..3) == 0,
+            agent_restarted: rng.bool(),
             killed_at_effect: if rng.u32(..3) == 0 { rng.u32(1..10) } else { 0 },
             engine_killed: rng.u32(..4) == 0,
             engine_slow: rng.u32(..3) == 0,

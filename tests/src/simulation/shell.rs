@@ -344,7 +344,7 @@ impl World {
             self.journal.hand_over(&handover);
         }
         self.agent_ends("hands over");
-        if self.plan.faults.meddler && !self.calm {
+        if !self.calm && (self.plan.faults.meddler || self.rng.bool()) {
             self.meddle();
         }
     }

@@ -149,8 +149,9 @@ impl World {
         }
         let (claim, rid, rank) = (turn.claim.clone(), turn.rid.clone(), turn.rank);
         let Some(agent) = &self.agent else {
+            // Nothing accepts the connection, so the client knows that the turn did not run.
             self.turn(id).stage = Stage::Over;
-            return self.reply(id, Reply::Broken);
+            return self.reply(id, Reply::Unusable);
         };
         if agent.down || agent.draining {
             self.turn(id).stage = Stage::Over;
