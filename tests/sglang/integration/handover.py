@@ -3,10 +3,9 @@
 import time
 
 from integration import wire
-from integration.fleet import SETTLE_SECONDS_MAX, Fleet
-from integration.processes import wait_until
+from integration.fleet import Fleet
 from integration.turns import Pinned, body, finished_turn, refusal_code
-from integration.with_shim import by_shim, with_shim
+from integration.with_shim import with_shim
 
 SETTINGS = "shutdown.handover = true\n"
 # The first turn after a restart waits for the new agent, its engine and the shim's report.
@@ -60,7 +59,6 @@ def test_a_session_that_changed_meanwhile_is_lost(fleet: Fleet) -> None:
         meddling = body("!", 1, session_params={"id": incarnation})
         assert wire.post(f"{fleet.engine_url}/generate", meddling).status == 200, "the meddler"
         fleet.start_agent(settings=f'files.shim_socket = "{fleet.shim_socket}"\n{SETTINGS}')
-        wait_until(fleet.agent, "hearing from the shim", lambda: by_shim(fleet), SETTLE_SECONDS_MAX)
         code = refusal_code(next_answer(fleet, changed, " And now?"), 409, "the changed session")
         assert code == "session_lost", "the code"
         kept.check(" And now?", TOKENS, finished_turn(next_answer(fleet, kept, " And now?")))
