@@ -43,14 +43,6 @@ fn data_addr(fleet: &Fleet) -> String {
     format!("{}:8080", fleet.router_hosts[0])
 }
 
-/// Keeps a task alive that holds `held`.
-fn hold<T: Send + 'static>(attack: &mut Attack, held: T) {
-    attack.spawn(async move {
-        let _held = held;
-        std::future::pending::<()>().await;
-    });
-}
-
 /// Opens 64 pinned sessions and runs one turn of one token in each.
 pub(crate) async fn rows(fleet: &Fleet) -> anyhow::Result<Attack> {
     let mut turns = JoinSet::new();
@@ -228,7 +220,6 @@ pub(crate) async fn tokenizing(fleet: &Fleet) -> anyhow::Result<Attack> {
             }
         });
     }
-    hold(&mut attack, ());
     tokio::time::sleep(Duration::from_secs(1)).await;
     Ok(attack)
 }
