@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from integration import wire
 from integration.processes import Failed, Process, answers_200, free_ports, shim_env, wait_until
@@ -148,6 +149,10 @@ class Fleet:
     def shim_socket(self) -> Path:
         """The socket where the engine's shim looks for its agent."""
         return self.folder / "shim.sock"
+
+    def journal(self, engine_url: str) -> Path:
+        """The file where an agent that was given this address of the engine keeps its sessions."""
+        return self.folder / f"engine-{urlsplit(engine_url).port}.journal"
 
     def start_engine(self, env: dict | None = None, **more: Any) -> None:
         """Starts the engine with the shim and waits until it is ready. `env` is added to its

@@ -4,6 +4,7 @@ import time
 
 from integration import wire
 from integration.fleet import Fleet
+from integration.succession import journalled_sessions
 from integration.turns import Pinned, body, finished_turn, refusal_code
 from integration.with_shim import with_shim
 
@@ -51,11 +52,10 @@ def test_pinned_sessions_go_on_with_their_kv(fleet: Fleet) -> None:
 def test_a_session_that_changed_meanwhile_is_lost(fleet: Fleet) -> None:
     with with_shim(fleet, SETTINGS):
         changed, kept = Pinned(fleet), Pinned(fleet)
+        [incarnation, _] = journalled_sessions(fleet.journal(fleet.engine_url))
         changed.turn("Keep this in mind. " * 5, 20)
-        before = _incarnations(fleet)
         kept.turn("Keep that in mind. " * 5, 20)
         assert fleet.stop_agent() == 0, "the agent's exit status"
-        [incarnation, _] = before
         meddling = body("!", 1, session_params={"id": incarnation})
         assert wire.post(f"{fleet.engine_url}/generate", meddling).status == 200, "the meddler"
         fleet.start_agent(settings=f'files.shim_socket = "{fleet.shim_socket}"\n{SETTINGS}')
@@ -65,11 +65,3 @@ def test_a_session_that_changed_meanwhile_is_lost(fleet: Fleet) -> None:
         changed.close()
         kept.close()
         assert fleet.wait_pool(0) == 0, "tokens held after the closes"
-
-
-def _incarnations(fleet: Fleet) -> list[str]:
-    """The engine-side ids of the open sessions, in the order of their opens."""
-    [journal] = fleet.folder.glob("engine-*.journal")
-    lines = [line.split(" ") for line in journal.read_text().splitlines()]
-    closed = {words[1] for words in lines if words[0] == "closed"}
-    return [words[1] for words in lines if words[0] == "opening" and words[1] not in closed]

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from integration import wire
 from integration.fleet import ROWS, WORKER, Fleet
@@ -23,6 +22,22 @@ TAKEOVER_SECONDS_MAX = 25
 OURS = f"berth-{WORKER}-"
 
 
+def journalled_sessions(journal: Path) -> list[str]:
+    """The engine-side ids that the journal doesn't record as closed, in the order of their opens."""
+    # A dict without values, as it keeps the order.
+    found: dict[str, None] = {}
+    engine = ""
+    for line in journal.read_text().splitlines():
+        kind, id = line.split(" ")[:2]
+        if kind == "engine" and id != engine:
+            engine, found = id, {}
+        elif kind == "opening":
+            found[id] = None
+        elif kind == "closed":
+            found.pop(id, None)
+    return list(found)
+
+
 @dataclass
 class Succession:
     """An agent and its successors. They serve the same engine, so they share a journal."""
@@ -34,21 +49,10 @@ class Succession:
 
     @property
     def journal(self) -> Path:
-        return self.fleet.folder / f"engine-{urlsplit(self.tap.url).port}.journal"
+        return self.fleet.journal(self.tap.url)
 
     def left_open(self) -> set[str]:
-        """The engine-side ids that the journal doesn't record as closed."""
-        found: set[str] = set()
-        engine = ""
-        for line in self.journal.read_text().splitlines():
-            kind, id = line.split(" ")[:2]
-            if kind == "engine" and id != engine:
-                engine, found = id, set()
-            elif kind == "opening":
-                found.add(id)
-            elif kind == "closed":
-                found.discard(id)
-        return found
+        return set(journalled_sessions(self.journal))
 
     def engine_sessions(self) -> dict[str, Session]:
         """The sessions inside the engine now, by the engine's own account."""
