@@ -149,6 +149,8 @@ pub struct EngineFacts {
     pub instance: String,
     /// Disaggregation mode: `null`, `prefill` or `decode`.
     pub disaggregation: String,
+    /// Whether the engine cuts prompts that are longer than its context, instead of refusing them.
+    pub shortens_prompts: bool,
 }
 
 /// The fixed sizes of one DP rank.

@@ -20,6 +20,7 @@ fn facts() -> EngineFacts {
         radix_sessions: false,
         instance: String::new(),
         disaggregation: "null".to_owned(),
+        shortens_prompts: false,
     }
 }
 

@@ -9,8 +9,10 @@
 //! - `ids`: prompts that are token ids. The engine uses the same ids, so it has the same blocks.
 //! - [`model`]: prompts of text or messages, if the files of the engine's model are loaded. It
 //!   makes the engine's tokens.
+//! - `length`: prompts that have more tokens than an engine takes.
 //! - `text`: other prompts. Four bytes of the body count as one token. No engine reports such
 //!   blocks. They are only compared with those of prompts that this router sent to a worker before.
+//! - `places`: bounds how many prompts are counted at once, for each client.
 //! - `models`: holds the loaded models and fetches their files from the agents. All else is pure.
 //!
 //! Prompts have different blocks if the engine keeps their KV apart: by adapter, extra key or cache
@@ -18,9 +20,11 @@
 //! what is new in its session.
 
 mod ids;
+mod length;
 pub(crate) mod memory;
 pub mod model;
 pub(crate) mod models;
+mod places;
 #[cfg(feature = "text")]
 mod segments;
 mod text;
@@ -304,8 +308,7 @@ impl Prompt {
         engine: &EngineBlockFacts<'_>,
         use_model: impl FnOnce(&Model, &model::TextPrompt<'_>) -> Option<T>,
     ) -> Option<T> {
-        let is_set = |key: &&&str| self.member_json(body, key).is_some_and(|json| json != "false");
-        if MEDIA_KEYS.iter().chain(&UNSUPPORTED_KEYS).any(|key| is_set(&key)) {
+        if self.has_unsupported_members(body) {
             return None;
         }
         let text_prompt = model::TextPrompt {
@@ -317,6 +320,12 @@ impl Prompt {
             memory: engine.memory,
         };
         use_model(engine.model?, &text_prompt)
+    }
+
+    /// Whether a member changes the engine's prompt in a way that [`model`] doesn't reproduce.
+    fn has_unsupported_members(&self, body: &str) -> bool {
+        let is_set = |key: &&str| self.member_json(body, key).is_some_and(|json| json != "false");
+        MEDIA_KEYS.iter().chain(&UNSUPPORTED_KEYS).any(is_set)
     }
 
     /// Whether the prompt is text that must be tokenized.

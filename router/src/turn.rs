@@ -43,9 +43,10 @@ mod staged_prefill;
 pub(crate) mod upstream;
 mod usage;
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Instant};
 
 use axum::response::Response;
+use bytes::Bytes;
 use http::{Extensions, Method, request::Parts};
 use hyper::body::Incoming;
 use proto::{body::Object, id::SessionKey, route::Kind};
@@ -114,7 +115,9 @@ pub(crate) async fn run(
     let turn_id = shared.placer.new_turn_id();
     let placed = {
         let bytes = body.bytes().expect("a body that isn't sent doesn't give way");
-        shared.placer.decide(&turn, turn_id, parts.uri.path(), &bytes, &sharer).await?
+        let path = parts.uri.path();
+        check_prompt_length(&shared, &turn, path, &bytes, &sharer, deadline).await?;
+        shared.placer.decide(&turn, turn_id, path, &bytes, &sharer).await?
     };
     if let (Some(tokens), Some(blocks)) = (&mut capacity.tokens, &placed.blocks) {
         tokens.set_prompt_tokens(blocks.prompt_overlap().tokens);
@@ -141,9 +144,33 @@ pub(crate) fn sharer(caller: &Caller, extensions: &Extensions) -> Sharer {
     Sharer::new(caller, extensions.get::<PeerAddress>().map(|peer| peer.0))
 }
 
-/// Returns the longest context of any worker, in tokens. `None` if no worker is known.
+/// Refuses a prompt that fits into no worker's context. An engine would refuse it too, but only
+/// after tokenizing all of it, while its other clients wait.
+async fn check_prompt_length(
+    shared: &Shared,
+    turn: &Turn,
+    path: &str,
+    body: &Bytes,
+    sharer: &Sharer,
+    deadline: Instant,
+) -> Result<(), Error> {
+    let (model, view) = (turn.model.as_deref(), shared.directory.view());
+    let locator = &shared.block_locator;
+    let checking = locator.context_if_over(&turn.prompt, model, path, body, &view, sharer);
+    match tokio::time::timeout_at(deadline.into(), checking).await {
+        Ok(None) => Ok(()),
+        Ok(Some(context_tokens)) => Err(Error::PromptOverContext { context_tokens }),
+        Err(_) => Err(NoAnswer::TimedOut.into()),
+    }
+}
+
+/// Returns the longest context of any worker, in tokens. `None` if no worker is known, or if one
+/// cuts longer prompts.
 fn longest_context_tokens(shared: &Shared) -> Option<u64> {
     let view = shared.directory.view();
+    if view.workers().any(|(.., facts)| facts.description.engine.shortens_prompts) {
+        return None;
+    }
     view.workers().map(|(.., facts)| facts.description.engine.context_tokens.into()).max()
 }
 

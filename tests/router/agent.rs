@@ -85,6 +85,8 @@ pub(crate) struct AgentState {
     retentions: Vec<Retention>,
     /// Whether to describe a model's files. The first router that fetches them is refused.
     pub(crate) has_model: AtomicBool,
+    /// Whether the engine cuts prompts that are longer than its context.
+    pub(crate) shortens_prompts: AtomicBool,
     fetches: AtomicUsize,
     reports: AtomicBool,
     tasks: Tasks,
@@ -132,6 +134,7 @@ impl Agent {
             used_tokens: AtomicUsize::new(100),
             retentions,
             has_model: AtomicBool::new(false),
+            shortens_prompts: AtomicBool::new(false),
             fetches: AtomicUsize::new(0),
             reports: AtomicBool::new(true),
             tasks: Tasks::default(),
@@ -258,6 +261,7 @@ impl AgentState {
                 radix_sessions: true,
                 instance: "i".into(),
                 disaggregation: "null".into(),
+                shortens_prompts: self.shortens_prompts.load(Ordering::Relaxed),
                 ..Default::default()
             }),
             ranks: vec![v1::Rank { dp_rank: 0, pool_tokens: 10_000, rows: 64, devices: vec![] }],

@@ -1,6 +1,6 @@
 //! Tests of what each client may take: turns, bodies, rates and priority, with several keys.
 
-use std::sync::Arc;
+use std::sync::{Arc, atomic::Ordering};
 
 use http::{Method, StatusCode};
 use router::config::Config;
@@ -72,6 +72,10 @@ async fn hold_turns(
         }
     }
     (turns, refused)
+}
+
+async fn complete(router: &Router, body: &str) -> Answer {
+    router.call(Method::POST, "/v1/completions", &[USER], body.to_owned()).await
 }
 
 fn refusal(answer: &Answer) -> (u16, String) {
@@ -239,4 +243,43 @@ async fn text_that_fits_no_context_is_refused_and_an_image_is_not() {
     assert_eq!(refusal(&refused), (413, "body_over_context".to_owned()));
     let image = format!("{{\"image_data\":\"{}\"}}", " ".repeat(1_300_000));
     assert_eq!(router.chat(&[USER], &image).await.status, StatusCode::OK);
+}
+
+#[tokio::test]
+async fn a_prompt_with_more_tokens_than_any_context_never_reaches_an_engine() {
+    let a = Agent::start("a");
+    a.inner.has_model.store(true, Ordering::Relaxed);
+    let (router, _keys) = start(&a, |_| {}).await;
+    // The agent's engine has a context of 1,000 tokens.
+    let words = format!("{{\"prompt\":\"{}\"}}", "zebra quilt ".repeat(8_000));
+    // Until the model is loaded, nobody knows how many tokens these words are.
+    wait_until("the prompt is refused", async || {
+        complete(&router, &words).await.status == StatusCode::PAYLOAD_TOO_LARGE
+    })
+    .await;
+    let received = a.turns().len();
+    let refused = complete(&router, &words).await;
+    assert_eq!(refusal(&refused), (413, "body_over_context".to_owned()));
+    assert!(refused.text().contains("1000 tokens"), "{}", refused.text());
+    assert_eq!(a.turns().len(), received, "turns that reached the agent");
+    // These many bytes are few tokens, and this list has several prompts.
+    let image = format!("{{\"prompt\":\"a\",\"image_data\":\"{}\"}}", "zebra ".repeat(16_000));
+    let list = format!("{{\"prompt\":[\"{}\",\"b\"]}}", "zebra quilt ".repeat(8_000));
+    for body in [image, list] {
+        assert_eq!(complete(&router, &body).await.status, StatusCode::OK);
+    }
+}
+
+#[tokio::test]
+async fn an_engine_that_cuts_long_prompts_gets_them() {
+    let a = Agent::start("a");
+    a.inner.has_model.store(true, Ordering::Relaxed);
+    a.inner.shortens_prompts.store(true, Ordering::Relaxed);
+    let (router, _keys) = start(&a, |_| {}).await;
+    let ids = format!("{{\"prompt\":{:?}}}", vec![7; 30_000]);
+    let padding = format!("{{\"a\":\"{}\"}}", " ".repeat(1_300_000));
+    for body in [ids, padding] {
+        let turn = complete(&router, &body).await;
+        assert_eq!(turn.status, StatusCode::OK, "{}", turn.code());
+    }
 }

@@ -447,6 +447,7 @@ mod tests {
             radix_sessions: false,
             instance: "first".into(),
             disaggregation: "null".into(),
+            shortens_prompts: false,
         };
         let (pool_bytes, device) = (vec![Some(7)], "cpu".to_owned());
         EngineInfo {

@@ -110,6 +110,7 @@ impl TryFrom<v1::EngineFacts> for EngineFacts {
             radix_sessions: wire.radix_sessions,
             instance: wire.instance,
             disaggregation: wire.disaggregation,
+            shortens_prompts: wire.shortens_prompts,
         })
     }
 }
@@ -126,6 +127,7 @@ impl From<EngineFacts> for v1::EngineFacts {
             radix_sessions: facts.radix_sessions,
             instance: facts.instance,
             disaggregation: facts.disaggregation,
+            shortens_prompts: facts.shortens_prompts,
         }
     }
 }

@@ -54,7 +54,9 @@ impl From<turn::error::Error> for Refusal {
                 return rate_refusal(Code::RequestsPerMinute, message, wait);
             }
             Error::TokenRate(wait) => return rate_refusal(Code::TokensPerMinute, message, wait),
-            Error::BodyOverContext { .. } => Code::BodyOverContext,
+            Error::BodyOverContext { .. } | Error::PromptOverContext { .. } => {
+                Code::BodyOverContext
+            }
             Error::BodyLate => Code::BodyLate,
         };
         Self::new(code, message)

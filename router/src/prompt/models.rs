@@ -22,7 +22,10 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
-use super::{Blocks, EngineBlockFacts, Prompt, PromptForm, memory::TokenizerMemory, model::Model};
+use super::{
+    Blocks, EngineBlockFacts, Prompt, PromptForm, memory::TokenizerMemory, model::Model,
+    places::Places,
+};
 #[cfg(test)]
 use crate::shares::{PoolSizes, Shares};
 use crate::{
@@ -76,6 +79,8 @@ pub(crate) struct Models {
     short_permits: Arc<Semaphore>,
     /// A permit for each long prompt that is tokenized now.
     long_permits: Arc<Semaphore>,
+    /// The places for counting prompts that look too long. They are of `long_permits`.
+    places: Places,
     /// The memory for tokenizing.
     pool: Arc<SharedPool>,
     metrics: Arc<Metrics>,
@@ -85,10 +90,12 @@ impl Models {
     /// Creates an empty set of models. `pool` is the memory for tokenizing.
     pub(crate) fn new(pool: Arc<SharedPool>, metrics: Arc<Metrics>) -> Self {
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
+        let long_permits = Arc::new(Semaphore::new((processors / 2).max(1)));
         Self {
             loaded: ArcSwap::default(),
             short_permits: Arc::new(Semaphore::new(SHORT_PROMPTS_AT_ONCE_MAX)),
-            long_permits: Arc::new(Semaphore::new((processors / 2).max(1))),
+            places: Places::new(Arc::clone(&long_permits)),
+            long_permits,
             pool,
             metrics,
         }
@@ -154,6 +161,37 @@ impl Models {
             return None;
         };
         Some(Permit { _prompt: permit, _memory: memory.take_to_read(body_bytes)? })
+    }
+
+    /// Whether a prompt certainly has more tokens than the engine in `description` takes. Each
+    /// client has one prompt counted at a time. `false` if the engine's model isn't loaded.
+    ///
+    /// At most half of the processors count at once, and each needs the memory of a body's text, or
+    /// 8 times that for a chat.
+    pub(crate) async fn is_over_context(
+        &self,
+        prompt: &Prompt,
+        form: PromptForm,
+        body: &Bytes,
+        description: &Description,
+        sharer: &Sharer,
+    ) -> bool {
+        if form == PromptForm::Chat && body.len() > BODY_BYTES_MAX {
+            return false;
+        }
+        let files = description.model_files.filter(|_| prompt.is_text(form, body));
+        let model = files.and_then(|files| self.loaded.load().get(&files.hash).cloned());
+        let place = self.places.take(&sharer.name).await;
+        let (prompt, body, engine) = (prompt.clone(), body.clone(), description.engine.clone());
+        let task = tokio::task::spawn_blocking(move || {
+            let _place = place;
+            let Some(mut engine) = EngineBlockFacts::from_facts(&engine) else { return false };
+            if let Some(model) = &model {
+                engine = engine.with_model(model, unix_s());
+            }
+            prompt.is_over_context(form, &body, &engine)
+        });
+        task.await.unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()))
     }
 
     /// Returns the token ids that the engine in `description` makes of a prompt. Returns `None` if

@@ -138,6 +138,34 @@ impl BlockLocator {
         overlap.is_first_block_on_a_device()
     }
 
+    /// Returns the longest context of the turn's workers, in tokens, if the prompt certainly has
+    /// more tokens than that. Counts the tokens only if the prompt has far more bytes than usual.
+    pub(crate) async fn context_if_over(
+        &self,
+        prompt: &Prompt,
+        model: Option<&str>,
+        path: &str,
+        body: &Bytes,
+        view: &Snapshot,
+        sharer: &Sharer,
+    ) -> Option<u32> {
+        let form = PromptForm::for_path(path)?;
+        let model = view.required_model(model);
+        let serves = |engine: &EngineFacts| model.is_none_or(|model| engine.serves(model));
+        let descriptions = || view.workers().map(|(.., facts)| &facts.description);
+        let longest = descriptions()
+            .filter(|description| serves(&description.engine))
+            .max_by_key(|it| (it.engine.context_tokens, it.model_files.is_some()))?;
+        let context_tokens = longest.engine.context_tokens;
+        if !prompt.looks_over_context(form, context_tokens.into())
+            || descriptions().any(|description| description.engine.shortens_prompts)
+        {
+            return None;
+        }
+        let is_over = self.models.is_over_context(prompt, form, body, longest, sharer).await;
+        is_over.then_some(context_tokens)
+    }
+
     /// Makes the turn's blocks and counts them on each worker. Returns `None` if no blocks can be
     /// made of the prompt, or if no engine is known yet.
     pub(crate) async fn locate(

@@ -36,6 +36,15 @@ pub(crate) enum Error {
         /// The most bytes of text that fit.
         text_bytes_max: usize,
     },
+    /// The prompt has more tokens than any worker's context.
+    #[error(
+        "the prompt has more than {context_tokens} tokens, the longest context of any worker; send \
+         a shorter prompt"
+    )]
+    PromptOverContext {
+        /// The longest context, in tokens.
+        context_tokens: u32,
+    },
     /// The body is too large, incomplete or too slow, or the memory for bodies is used up.
     #[error(transparent)]
     Body(#[from] Refusal),

@@ -12,6 +12,8 @@ use router::{
 
 /// The longest prompt of the engine, in tokens.
 const CONTEXT_TOKENS: u32 = 4096;
+/// The longest prompt of an engine that fewer prompts fit into.
+const SHORT_CONTEXT_TOKENS: u32 = 64;
 
 static MODEL: LazyLock<Model> = LazyLock::new(|| {
     let files = TokenizerFiles {
@@ -35,15 +37,21 @@ fuzz_target!(|input: &[u8]| {
         radix_sessions: false,
         instance: String::new(),
         disaggregation: "null".to_owned(),
+        shortens_prompts: false,
     };
     let forms =
         [PromptForm::Generate, PromptForm::Completions, PromptForm::Chat, PromptForm::Other];
     let form = forms[usize::from(choice) % forms.len()];
-    let engine = EngineBlockFacts::from_facts(&facts).expect("a page of 16 tokens");
-    let engine = engine.with_model(&MODEL, 1_700_000_000);
+    let short_facts = EngineFacts { context_tokens: SHORT_CONTEXT_TOKENS, ..facts.clone() };
+    let [engine, short_engine] = [&facts, &short_facts].map(|facts| {
+        let engine = EngineBlockFacts::from_facts(facts).expect("a page of 16 tokens");
+        engine.with_model(&MODEL, 1_700_000_000)
+    });
     let prompt = Prompt::find(&object);
     if let Some(ids) = prompt.token_ids(form, body, &engine) {
         assert!(ids.len() <= CONTEXT_TOKENS as usize, "longer than the context");
+        let is_over = prompt.is_over_context(form, body, &short_engine);
+        assert!(!is_over || ids.len() > SHORT_CONTEXT_TOKENS as usize, "refused, and it fits");
     }
     if let Some(blocks) = prompt.blocks(form, body, &engine) {
         assert!(blocks.tokens <= u64::from(CONTEXT_TOKENS));

@@ -453,6 +453,7 @@ fn parse_info(value: &Value) -> Result<EngineInfo, String> {
             // it, and the startup times, which are measured at each launch.
             instance: proto::id::short_sha256(format!("{seed} {startup_times}").as_bytes()),
             disaggregation: text("disaggregation_mode").unwrap_or("null").to_owned(),
+            shortens_prompts: flag("allow_auto_truncate"),
         },
         rows: vec![to_u32("rows", rows)?; usize::try_from(ranks).map_err(|e| e.to_string())?],
         pool_tokens: required_number("max_total_num_tokens")?,

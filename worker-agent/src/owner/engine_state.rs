@@ -167,6 +167,7 @@ mod tests {
             radix_sessions: true,
             instance: instance.into(),
             disaggregation: "null".into(),
+            shortens_prompts: false,
         };
         Box::new(EngineInfo {
             facts,

@@ -174,7 +174,7 @@ codes! {
             "the body exceeds `limits.body_bytes_max`",
             "send less, or raise the setting";
         BodyOverContext "body_over_context" PAYLOAD_TOO_LARGE Router AfterChange,
-            "the body has more text than any worker's context holds",
+            "the body has more text, or the prompt more tokens, than any worker's context holds",
             "send a shorter prompt";
         HeaderTooLarge "header_too_large" REQUEST_HEADER_FIELDS_TOO_LARGE Both AfterChange,
             "the request's line and headers exceed 32 KiB, or are more than 100",

@@ -35,6 +35,10 @@ impl AbsentModel {
         match *self {}
     }
 
+    pub(in crate::prompt) fn has_more_tokens(&self, _: &TextPrompt<'_>, _: u64) -> bool {
+        match *self {}
+    }
+
     pub(in crate::prompt) fn token_ids(&self, _: &TextPrompt<'_>) -> Option<Vec<u32>> {
         match *self {}
     }

@@ -30,6 +30,8 @@ const SEGMENT_CACHE_BYTES_MAX: usize = 256 << 20;
 /// The most new bytes tokenized per prompt, which take about a second. The tokens of the text after
 /// them are estimated.
 const TOKENIZED_BYTES_MAX: usize = 2 << 20;
+/// The bytes that are tokenized at once where tokens are only counted. This takes 5 MB of memory.
+const PIECE_BYTES: usize = 16 << 10;
 /// Estimated bytes per token of text that isn't tokenized.
 const BYTES_PER_TOKEN: u64 = 4;
 /// Names of the special tokens that templates and tokenizers know by name.
@@ -120,6 +122,28 @@ impl Model {
             ids.extend_from_slice(self.tokenizer.encode_fast(segment, false).ok()?.get_ids());
         }
         Some(ids)
+    }
+
+    /// Whether a request's prompt certainly has more than `tokens`. Tokenizes only as much of it as
+    /// that needs, in pieces and without the cache.
+    pub(in crate::prompt) fn has_more_tokens(
+        &self,
+        text_prompt: &TextPrompt<'_>,
+        tokens: u64,
+    ) -> bool {
+        let Some((text, _)) = self.prompt_text(text_prompt) else { return false };
+        let (mut rest, mut counted) = (&*text, 0);
+        // A byte has at most one token.
+        while counted + rest.len() as u64 > tokens {
+            let (piece, after) = rest.split_at(rest.floor_char_boundary(PIECE_BYTES));
+            let Ok(encoding) = self.tokenizer.encode_fast(piece, false) else { return false };
+            counted += encoding.get_ids().len() as u64;
+            if counted > tokens {
+                return true;
+            }
+            rest = after;
+        }
+        false
     }
 
     /// Returns the text of a request's prompt, and the tokens that precede it.

@@ -52,6 +52,7 @@ fn facts(context_tokens: u32) -> EngineFacts {
         radix_sessions: false,
         instance: String::new(),
         disaggregation: "null".to_owned(),
+        shortens_prompts: false,
     }
 }
 
@@ -92,6 +93,43 @@ fn a_text_that_finds_no_memory_is_estimated_and_one_that_fits_gives_its_memory_b
     for words in [50, 100, 150] {
         assert!(!blocks(words).hashes.is_empty(), "{words} words fit");
     }
+}
+
+#[test]
+fn a_text_is_over_the_context_if_its_tokens_are_and_not_its_bytes() {
+    let model = model(None);
+    let is_over = |text: &str, context_tokens| {
+        let facts = facts(context_tokens);
+        let engine = EngineBlockFacts::from_facts(&facts).unwrap().with_model(&model, 0);
+        let body = json!({ "text": text }).to_string();
+        let prompt = Prompt::find(&Object::parse(body.as_bytes()).unwrap());
+        prompt.is_over_context(PromptForm::Generate, body.as_bytes(), &engine)
+    };
+    let text = "the quick brown fox é漢 ".repeat(3_000);
+    let tokens = u32::try_from(model.tokenizer.encode(&*text, false).unwrap().len()).unwrap();
+    assert!(text.len() > 4 * PIECE_BYTES && tokens > 20_000, "{tokens}");
+    assert!(!is_over(&text, tokens), "it fits exactly");
+    assert!(!is_over(&text, tokens - tokens / 10), "so near, the engine decides");
+    assert!(is_over(&text, tokens / 10 * 7));
+    assert!(is_over(&text, 100));
+}
+
+#[test]
+fn a_chat_is_counted_as_the_template_renders_it() {
+    let (with_template, facts) = (model(Some(CHATML)), facts(1_000));
+    let is_over = |body: Value| {
+        let engine = EngineBlockFacts::from_facts(&facts).unwrap().with_model(&with_template, 0);
+        let body = body.to_string();
+        let prompt = Prompt::find(&Object::parse(body.as_bytes()).unwrap());
+        prompt.is_over_context(PromptForm::Chat, body.as_bytes(), &engine)
+    };
+    let long = json!([{"role": "user", "content": "many words ".repeat(3_000)}]);
+    assert!(is_over(json!({"messages": long})));
+    assert!(!is_over(json!({"messages": [{"role": "user", "content": "few words"}]})));
+    assert!(
+        !is_over(json!({"messages": long, "reasoning": {"enabled": true}})),
+        "rendered otherwise"
+    );
 }
 
 fn blocks_of_ids(ids: &[u32]) -> Blocks {

@@ -101,6 +101,7 @@ pub(super) fn description(agent: usize, epoch: u64, worker: &Worker, fleet: &Fle
             radix_sessions: true,
             instance: epoch.to_string(),
             disaggregation: "null".to_owned(),
+            shortens_prompts: false,
         },
         ranks: vec![Rank { dp_rank: 0, pool_tokens, rows: u32::MAX, devices: vec![] }],
         retentions: vec![Retention::Pinned, Retention::Tagged, Retention::None],
