@@ -15,11 +15,13 @@
 //! - [`claim`]: the headers by which a router tells an agent to which session a turn belongs.
 //! - [`block`]: routing blocks, the parts of a prompt whose KV both sides track.
 //! - [`body`]: reads and rewrites the top level of a JSON request body.
+//! - [`gaps`]: how long sessions pause between two turns.
 //! - [`table`]: the hash table on which both sides build their indexes of blocks or pages.
 
 pub mod block;
 pub mod body;
 pub mod claim;
+pub mod gaps;
 pub mod id;
 pub mod kv;
 pub mod load;

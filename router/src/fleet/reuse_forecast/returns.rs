@@ -14,6 +14,8 @@
 
 use std::time::{Duration, Instant};
 
+use proto::gaps;
+
 /// Lower bounds of the classes of idle time, in seconds. Most classes are narrower than a factor of
 /// two, because clients have timers, so many gaps have the same length.
 const CLASS_BOUNDS_S: [u64; CLASS_COUNT] = [
@@ -25,11 +27,6 @@ const CLASS_COUNT: usize = 30;
 
 /// The prior weighs as much as this number of observed sessions in each class.
 const PRIOR_SESSIONS: f64 = 10.0;
-/// Parameters of the curve fitted to the published gaps. The share of gaps longer than `t` is about
-/// `(1 + t / 10 s)^-0.75`. Of the published gaps, half end within 10 s, 80 % within 60 s, 93 %
-/// within 300 s, and 99.5 % within an hour.
-const GAP_SCALE_S: f64 = 10.0;
-const GAP_POWER: f64 = -0.75;
 /// Share of the turns that are the last turn of their session. A session has about 65 turns in the
 /// mean (44 in the median).
 const LAST_TURN_RATIO: f64 = 1.0 / 65.0;
@@ -150,7 +147,7 @@ fn class_width_s(class: usize) -> f64 {
 /// Returns the share of sessions that return within a class, of those whose idle time reaches the
 /// class. It comes from the published gaps.
 fn prior_return_share(class: usize) -> f64 {
-    let share_of_longer_gaps = |bound: u64| (1.0 + bound as f64 / GAP_SCALE_S).powf(GAP_POWER);
+    let share_of_longer_gaps = |bound| gaps::longer_share(Duration::from_secs(bound));
     let reaching_share = share_of_longer_gaps(CLASS_BOUNDS_S[class]);
     let passing_share =
         CLASS_BOUNDS_S.get(class + 1).map_or(0.0, |&bound| share_of_longer_gaps(bound));

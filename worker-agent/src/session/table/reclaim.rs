@@ -16,7 +16,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use proto::id::SessionKey;
+use proto::{gaps, id::SessionKey};
 use service::refusal::Code;
 
 use super::{Effect, Error, GoneReason, Guard, Session, SessionEvent, State, Table, held::Held};
@@ -76,11 +76,6 @@ struct Missing {
     tokens: u64,
 }
 
-/// How long a coding agent pauses between the turns of a session. Each pair holds a number of
-/// seconds, and the share of pauses that are longer, in thousandths. The figures are from 1,300
-/// recorded conversations.
-const LONGER_PAUSE_SHARES: [(u64, u64); 8] =
-    [(0, 1000), (10, 500), (30, 270), (60, 200), (120, 130), (300, 70), (600, 40), (3600, 5)];
 /// The longest time after which a session's next turn comes "soon". For a session that resumes
 /// later, keeping its KV doesn't pay.
 const RESUMES_SOON_MAX: Duration = Duration::from_secs(120);
@@ -88,33 +83,6 @@ const RESUMES_SOON_MAX: Duration = Duration::from_secs(120);
 /// The longest time that a demotion may take. The shim demotes within two scheduler steps, and even
 /// a long prefill step is shorter than this.
 const DEMOTION_TIME_MAX: Duration = Duration::from_secs(5);
-
-/// Returns the chance, in thousandths, that a session idle for `idle` resumes within
-/// [`RESUMES_SOON_MAX`].
-pub(super) fn resume_chance_milli(idle: Duration) -> u64 {
-    let still_idle_ppm = longer_pauses_ppm(idle);
-    if still_idle_ppm == 0 {
-        return 0;
-    }
-    1000 - longer_pauses_ppm(idle + RESUMES_SOON_MAX).saturating_mul(1000) / still_idle_ppm
-}
-
-/// Returns the share of pauses longer than `idle`, in millionths. Interpolates linearly between the
-/// points of `LONGER_PAUSE_SHARES`.
-fn longer_pauses_ppm(idle: Duration) -> u64 {
-    let idle_ms = u64::try_from(idle.as_millis()).unwrap_or(u64::MAX);
-    for segment in LONGER_PAUSE_SHARES.windows(2) {
-        let ((from_s, share_from), (to_s, share_to)) = (segment[0], segment[1]);
-        if idle_ms < to_s * 1000 {
-            return share_from * 1000
-                - (share_from - share_to) * 1000 * (idle_ms - from_s * 1000)
-                    / ((to_s - from_s) * 1000);
-        }
-    }
-    let (longest_s, longest_share) = LONGER_PAUSE_SHARES[LONGER_PAUSE_SHARES.len() - 1];
-    // After the last point, the share halves each time the duration doubles.
-    longest_share * 1000 * longest_s * 1000 / idle_ms.max(1)
-}
 
 impl Table {
     /// Starts to free room for a shortage, if sessions that may give way hold enough of it. Returns
@@ -348,7 +316,8 @@ impl Table {
 /// the session resumes soon. If tokens are short, divides this by the tokens that the session
 /// holds.
 fn value_of_kept_kv(session: &Session, now: Instant, shortage: &Shortage) -> u64 {
-    let saved_tokens = resume_chance_milli(session.idle(now)) * session.history.tokens;
+    let saved_tokens =
+        gaps::chance_within_milli(session.idle(now), RESUMES_SOON_MAX) * session.history.tokens;
     match shortage {
         Shortage::Rows { .. } => saved_tokens,
         Shortage::Tokens { .. } => saved_tokens * 1000 / session.resident_tokens().max(1),

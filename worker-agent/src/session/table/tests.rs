@@ -593,13 +593,3 @@ fn an_explicit_open_takes_an_inferred_session_over() {
     rig.wait(IDLE / 2);
     assert!(!rig.is_open("s"), "its own idle time counts");
 }
-
-#[test]
-fn the_longer_a_session_is_idle_the_less_likely_it_resumes_soon() {
-    use super::reclaim::resume_chance_milli;
-    let chances: Vec<u64> = [0, 10, 60, 300, 600, 3600, 86_400]
-        .map(|s| resume_chance_milli(Duration::from_secs(s)))
-        .into();
-    assert!(chances.is_sorted_by(|before, after| before > after), "{chances:?}");
-    assert_eq!(chances[0], 870, "13 % of the gaps are longer than two minutes");
-}
