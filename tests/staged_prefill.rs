@@ -7,13 +7,14 @@
 use bytes::Bytes;
 use http::Method;
 use proto::staged_prefill::{PATH, encode};
-use serde_json::Value;
+use serde_json::{Value, json};
 use tests::{
     cluster::{Cluster, eventually, ids_turn},
     engine_sim::{core::CoreConfig, kv::KvEventsConfig},
     web::{Answer, Headers},
 };
 use tokio::task::JoinSet;
+use worker_agent::staged_prefill_queue::PROMPTS_MAX;
 
 /// The simulated engine's prefill speed. A stage takes 3 s before the speed has been measured, and
 /// 0.6 s after.
@@ -204,6 +205,51 @@ async fn an_agent_takes_prompts_that_its_engine_can_compute_and_no_others() {
         (answer.code() == "engine_down").then_some(())
     })
     .await;
+}
+
+/// Lets the engine take requests and run none.
+async fn pause_engine(cluster: &Cluster) {
+    let url = format!("{}/pause_generation", cluster.engine().url());
+    let paused = cluster.web.post(&url, &[], &json!({"mode": "in_place"})).await.unwrap();
+    assert_eq!(paused.status, 200, "{}", paused.text());
+}
+
+#[tokio::test]
+async fn a_stage_that_takes_too_long_is_given_up() {
+    let cluster = start(600, |_| {}).await;
+    pause_engine(&cluster).await;
+    let late = stage(&cluster, &[], encode(&prompt(1, 9_000))).await;
+    assert_eq!(late.refusal(), (503, "staged_prefill_late".to_owned()));
+    assert_eq!(late.header("retry-after"), "", "the router sends the turn itself");
+}
+
+#[tokio::test]
+async fn a_prompt_beyond_the_queue_is_not_staged() {
+    service::descriptors::raise_limit();
+    let cluster = start(10, |_| {}).await;
+    pause_engine(&cluster).await;
+    let ids = encode(&prompt(1, 3_000));
+    let requests = (0..=PROMPTS_MAX).map(|_| {
+        let (web, url, ids) = (cluster.web.clone(), cluster.agent().url(PATH), ids.clone());
+        async move { web.request(Method::POST, &url, &[], ids).await.unwrap() }
+    });
+    let mut requests: JoinSet<Answer> = requests.collect();
+    // On a slow machine, the first stage may have been given up before the last prompt comes.
+    while let Some(answer) = requests.join_next().await {
+        let answer = answer.unwrap();
+        if answer.code() != "staged_prefill_late" {
+            assert_eq!(answer.refusal(), (429, "staged_prefill_full".to_owned()));
+            return;
+        }
+    }
+    panic!("all prompts had a place");
+}
+
+#[tokio::test]
+async fn a_stage_that_the_engine_refuses_fails() {
+    let cluster = start(600, |core| core.max_total_tokens = 4_096).await;
+    let failed = stage(&cluster, &[], encode(&prompt(1, 9_000))).await;
+    assert_eq!(failed.refusal(), (502, "staged_prefill_failed".to_owned()));
 }
 
 #[tokio::test]

@@ -6,6 +6,8 @@ use super::Code;
 pub(super) type Provoker = (&'static str, &'static str, &'static str);
 
 const AGENT: &str = "tests/agent.rs";
+const MOMENTS: &str = "tests/refusals.rs";
+const STAGED_PREFILL: &str = "tests/staged_prefill.rs";
 const CLIENT_TURNS: &str = "tests/router/turns.rs";
 const REFUSALS: &str = "tests/router/refusals.rs";
 const CLIENT_SHARES: &str = "tests/router/shares.rs";
@@ -84,6 +86,10 @@ pub(super) const PROVOKERS: &[(Code, Provoker)] = &[
     ),
     (Code::SessionExists, (LIFECYCLE, "sglangs_own_routes_keep_its_shape", "session_exists")),
     (
+        Code::TurnBeforeFailed,
+        (MOMENTS, "a_delta_is_not_appended_without_the_turn_before", "turn_before_failed"),
+    ),
+    (
         Code::WholeHistory,
         (AGENT, "refusals_come_from_the_agent_and_never_reach_the_engine", "whole_history"),
     ),
@@ -153,6 +159,7 @@ pub(super) const PROVOKERS: &[(Code, Provoker)] = &[
         ),
     ),
     (Code::Sessions, (TABLE_SHARES, "a_client_opens_no_more_sessions_than_it_may", "\"sessions\"")),
+    (Code::Turns, (MOMENTS, "an_agent_claims_so_many_turns_and_refuses_the_next", "\"turns\"")),
     (
         Code::SessionsShare,
         (ROUTER_ERRORS, "errors_without_an_agent_have_codes_of_the_router", "Code::SessionsShare"),
@@ -212,6 +219,14 @@ pub(super) const PROVOKERS: &[(Code, Provoker)] = &[
     (
         Code::EngineDown,
         (AGENT, "an_engine_that_is_down_is_503_and_its_return_is_noticed", "engine_down"),
+    ),
+    (
+        Code::EngineLost,
+        (
+            MOMENTS,
+            "a_turn_that_waits_while_its_engine_ends_is_refused_and_may_be_sent_again",
+            "engine_lost",
+        ),
     ),
     (
         Code::EngineBrokeOff,
@@ -380,7 +395,7 @@ pub(super) const PROVOKERS: &[(Code, Provoker)] = &[
     (
         Code::NoRank,
         (
-            "tests/staged_prefill.rs",
+            STAGED_PREFILL,
             "an_agent_takes_prompts_that_its_engine_can_compute_and_no_others",
             "no_rank",
         ),
@@ -409,20 +424,21 @@ pub(super) const PROVOKERS: &[(Code, Provoker)] = &[
     (
         Code::StagedPrefill,
         (
-            "tests/staged_prefill.rs",
+            STAGED_PREFILL,
             "an_agent_takes_prompts_that_its_engine_can_compute_and_no_others",
             "staged_prefill",
         ),
     ),
-];
-
-/// The codes that no test provokes. The first needs more turns than a test should send; the others
-/// an engine that goes away, or is slow, at one moment of a turn.
-pub(super) const UNPROVOKED: &[Code] = &[
-    Code::Turns,
-    Code::EngineLost,
-    Code::TurnBeforeFailed,
-    Code::StagedPrefillFull,
-    Code::StagedPrefillLate,
-    Code::StagedPrefillFailed,
+    (
+        Code::StagedPrefillFull,
+        (STAGED_PREFILL, "a_prompt_beyond_the_queue_is_not_staged", "staged_prefill_full"),
+    ),
+    (
+        Code::StagedPrefillLate,
+        (STAGED_PREFILL, "a_stage_that_takes_too_long_is_given_up", "staged_prefill_late"),
+    ),
+    (
+        Code::StagedPrefillFailed,
+        (STAGED_PREFILL, "a_stage_that_the_engine_refuses_fails", "staged_prefill_failed"),
+    ),
 ];

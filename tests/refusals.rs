@@ -1,0 +1,129 @@
+//! End-to-end tests of refusals that depend on the moment: what a turn waits for when it is refused.
+
+#![expect(clippy::unwrap_used, reason = "a test fails where it unwraps")]
+
+use serde_json::{Value, json};
+use tests::cluster::{Cluster, ClusterSettings, eventually, text_turn};
+use tokio::{
+    io::{AsyncBufReadExt as _, AsyncReadExt as _, AsyncWriteExt as _, BufReader},
+    net::TcpStream,
+};
+
+async fn start(change: impl FnOnce(&mut ClusterSettings)) -> Cluster {
+    Cluster::start_worker(change).await.unwrap()
+}
+
+/// A client that has sent the head of a turn, and sends the body later.
+struct SlowClient {
+    stream: BufReader<TcpStream>,
+    body: String,
+}
+
+impl SlowClient {
+    /// Sends the head of a turn. Returns when the agent asks for the body, which it does once the
+    /// turn is claimed, or else with the refusal.
+    async fn claim_turn(cluster: &Cluster, claim: Option<&Value>) -> Result<Self, String> {
+        let body = text_turn(" you", 1).to_string();
+        let session = claim.map(|claim| format!("x-berth-session: {claim}\r\n"));
+        let head = format!(
+            "POST /generate HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {}\r\n\
+             content-type: application/json\r\nexpect: 100-continue\r\n{}\r\n",
+            body.len(),
+            session.unwrap_or_default()
+        );
+        let mut stream = TcpStream::connect(cluster.agent().data).await.unwrap();
+        stream.write_all(head.as_bytes()).await.unwrap();
+        let mut client = Self { stream: BufReader::new(stream), body };
+        let mut status = String::new();
+        client.stream.read_line(&mut status).await.unwrap();
+        if status != "HTTP/1.1 100 Continue\r\n" {
+            return Err(status + &client.rest().await);
+        }
+        client.stream.read_line(&mut status).await.unwrap();
+        Ok(client)
+    }
+
+    /// Sends the body, and returns the answer with its head.
+    async fn send_body(mut self) -> String {
+        self.stream.write_all(self.body.as_bytes()).await.unwrap();
+        self.rest().await
+    }
+
+    async fn rest(&mut self) -> String {
+        let mut rest = String::new();
+        self.stream.read_to_string(&mut rest).await.unwrap();
+        rest
+    }
+}
+
+/// Starts a worker on which one turn may wait for another turn of its session, and opens `s`.
+async fn start_with_session() -> Cluster {
+    let cluster = start(|settings| settings.agent.sessions.turns_queued_per_session_max = 1).await;
+    let opens = json!({"principal": "p", "id": "s", "retention": "pinned", "open": true});
+    let headers = [("x-berth-session", &*opens.to_string())];
+    cluster.turn("/generate", &headers, &text_turn("hello there", 1)).await;
+    cluster
+}
+
+fn delta() -> Value {
+    json!({"principal": "p", "id": "s", "delta": true})
+}
+
+fn assert_refused(answer: &str, status: &str, code: &str) {
+    let code = format!("x-berth-refusal: {code}\r\n");
+    assert!(answer.starts_with(status) && answer.contains(&code), "{answer}");
+}
+
+#[tokio::test]
+async fn an_agent_claims_so_many_turns_and_refuses_the_next() {
+    service::descriptors::raise_limit();
+    let cluster = start(|settings| {
+        settings.agent.limits.turns_in_flight_max = 1;
+        settings.agent.limits.turns_queued_max = 1;
+    })
+    .await;
+    let mut clients = vec![];
+    let refused = loop {
+        match SlowClient::claim_turn(&cluster, None).await {
+            Ok(client) => clients.push(client),
+            Err(refused) => break refused,
+        }
+    };
+    assert_refused(&refused, "HTTP/1.1 429", "turns");
+    let answer = clients.pop().unwrap().send_body().await;
+    assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+    eventually("a place", || async { SlowClient::claim_turn(&cluster, None).await.ok() }).await;
+}
+
+#[tokio::test]
+async fn a_turn_that_waits_while_its_engine_ends_is_refused_and_may_be_sent_again() {
+    let cluster = start_with_session().await;
+    // The agent must have this turn's body before the next turn may run.
+    let _first = SlowClient::claim_turn(&cluster, Some(&delta())).await.unwrap();
+    let (session, body) = (delta().to_string(), text_turn(" me", 1));
+    let headers = [("x-berth-session", session.as_str())];
+    let mut second = std::pin::pin!(cluster.post("/generate", &headers, &body));
+    let waiting = eventually("a waiting turn", || async {
+        let line = "berth_agent_rank_load{dp_rank=\"0\",figure=\"turns_queued\"} 1\n";
+        cluster.agent_metrics().await.contains(line).then_some(())
+    });
+    tokio::select! {
+        answer = &mut second => panic!("it did not wait: {}", answer.text()),
+        () = waiting => cluster.engine().kill(),
+    }
+    let answer = second.await;
+    assert_eq!(answer.refusal(), (503, "engine_lost".to_owned()));
+    assert_eq!(answer.header("retry-after"), "2", "it did not run");
+}
+
+#[tokio::test]
+async fn a_delta_is_not_appended_without_the_turn_before() {
+    let cluster = start_with_session().await;
+    let first = SlowClient::claim_turn(&cluster, Some(&delta())).await.unwrap();
+    let second = SlowClient::claim_turn(&cluster, Some(&delta())).await.unwrap();
+    drop(first);
+    assert_refused(&second.send_body().await, "HTTP/1.1 409", "turn_before_failed");
+    let third = SlowClient::claim_turn(&cluster, Some(&delta())).await.unwrap();
+    let answer = third.send_body().await;
+    assert!(answer.starts_with("HTTP/1.1 200"), "the session goes on: {answer}");
+}
