@@ -59,7 +59,8 @@ async fn reloads(cluster: &Cluster, process: &str, purpose: &str) -> u64 {
         _ => cluster.routers[0].admin_url("/metrics"),
     };
     let page = cluster.web.get(&url).await.unwrap().text();
-    let name = format!("berth_{process}_file_reloads_total{{purpose=\"{purpose}\"}} ");
+    let labels = format!("purpose=\"{purpose}\",result=\"ok\"");
+    let name = format!("berth_{process}_file_reloads_total{{{labels}}} ");
     let count = page.lines().find_map(|line| line.strip_prefix(&name)).expect("it is shown");
     count.parse().unwrap()
 }

@@ -1,12 +1,15 @@
 //! Values read from files, and read again whenever the files change: certificates, keys and tokens.
 //!
-//! A task reads the files every second and compares their content, so it notices files that are
-//! overwritten, renamed into place, or reached through a symbolic link that is switched. A content
-//! that can't be used leaves the old value in effect: the task logs a warning and sets a metric.
-//! Settings aren't reloaded; see `settings`.
+//! A task reads the files twice a second. That notices every kind of change: writing in place, a
+//! rename over a file, and the swap of a symbolic link on its path, as Kubernetes does. A change
+//! counts once two readings in a row agree, so a file that is being written is not taken half. A
+//! content that can't be used leaves the old value in effect: the task logs a warning and sets a
+//! metric. Settings aren't reloaded; see `settings`.
 
 use std::{
     fmt,
+    fs::File,
+    io::{self, Read as _},
     path::{Path, PathBuf},
     sync::Arc,
     time::Duration,
@@ -23,10 +26,11 @@ use tracing::{info, warn};
 
 use crate::tasks::Tasks;
 
-/// Interval at which the files are read. A rotation takes effect within this time. Reading three
-/// files takes some 50 µs.
-const POLL_INTERVAL: Duration = Duration::from_secs(1);
-/// The longest file, in bytes. A bundle of 300 certificates has about 512 KiB.
+/// The time between two readings. With two readings for each change, a change takes effect within
+/// about a second. Reading three files takes some 50 µs.
+const READ_INTERVAL: Duration = Duration::from_millis(500);
+/// The longest file, in bytes. A bundle of 300 certificates has about 512 KiB, and a key file has
+/// at most 1 KiB for each of its keys.
 const FILE_BYTES_MAX: u64 = 1 << 20;
 
 /// Why files can't be used.
@@ -45,16 +49,23 @@ pub enum Error {
     Content(String),
 }
 
-/// The label of the metrics: what the files are for.
+/// A label of the metrics: what the files are for.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct Purpose {
     purpose: &'static str,
 }
 
+/// The labels of a change: what the files are for, and whether their content can be used.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Change {
+    purpose: &'static str,
+    result: &'static str,
+}
+
 /// The metrics of all reloaded files of a process.
 #[derive(Debug, Clone, Default)]
 pub struct Metrics {
-    reloads: Family<Purpose, Counter>,
+    reloads: Family<Change, Counter>,
     outdated: Family<Purpose, Gauge>,
 }
 
@@ -62,7 +73,7 @@ impl Metrics {
     /// Creates the metrics in `registry`.
     pub fn new(registry: &mut Registry) -> Self {
         let metrics = Self::default();
-        let help = "Files read again after a change, by what they are for";
+        let help = "Changes of files, by what they are for and whether they can be used";
         registry.register("file_reloads", help, metrics.reloads.clone());
         let help = "1 while changed files can't be used and their old content is in effect";
         registry.register("file_outdated", help, metrics.outdated.clone());
@@ -129,30 +140,27 @@ impl<T> Source<T> {
     /// # Errors
     /// When a file can't be read or used.
     pub fn read(&self) -> Result<T, Error> {
-        self.read_if_changed(None).1.map(|value| value.expect("there is no old content"))
+        self.read_contents().and_then(|contents| self.parse(&contents))
     }
 
-    /// Reads the files, and returns the digest of their contents. Makes a value if the digest
-    /// differs from `old_digest`.
-    fn read_if_changed(&self, old_digest: Option<Digest>) -> (Option<Digest>, Changed<T>) {
-        let contents: Result<Vec<_>, _> = self.paths.iter().map(|path| read_file(path)).collect();
-        let contents = match contents {
-            Ok(contents) => contents,
-            Err(error) => return (None, Err(error)),
+    fn read_contents(&self) -> Result<Vec<Vec<u8>>, Error> {
+        let read = |path: &PathBuf| {
+            let error = |source: io::Error| Error::Unreadable {
+                path: path.display().to_string(),
+                why: source.to_string(),
+            };
+            read_file(path, FILE_BYTES_MAX).map_err(error)
         };
-        let digest = digest(&contents);
-        if old_digest == Some(digest) {
-            return (Some(digest), Ok(None));
-        }
-        let value = (self.parse)(&contents).map(Some).map_err(Error::Content);
-        (Some(digest), value)
+        self.paths.iter().map(read).collect()
+    }
+
+    fn parse(&self, contents: &[Vec<u8>]) -> Result<T, Error> {
+        (self.parse)(contents).map_err(Error::Content)
     }
 }
 
 /// SHA-256 of the contents of files. Contents are not kept, because they may be secret.
 type Digest = [u8; 32];
-/// A new value, nothing if the contents are the old ones, or why there is no value.
-type Changed<T> = Result<Option<T>, Error>;
 
 fn digest(contents: &[Vec<u8>]) -> Digest {
     let mut hasher = Sha256::new();
@@ -163,13 +171,17 @@ fn digest(contents: &[Vec<u8>]) -> Digest {
     hasher.finalize().into()
 }
 
-fn read_file(path: &Path) -> Result<Vec<u8>, Error> {
-    let error = |why: String| Error::Unreadable { path: path.display().to_string(), why };
-    let length = std::fs::metadata(path).map_err(|source| error(source.to_string()))?.len();
-    if length > FILE_BYTES_MAX {
-        return Err(error(format!("it has more than {FILE_BYTES_MAX} bytes")));
+fn read_file(path: &Path, bytes_max: u64) -> io::Result<Vec<u8>> {
+    // Opening a pipe would wait for its writer.
+    if !std::fs::metadata(path)?.is_file() {
+        return Err(io::Error::other("it is not a regular file"));
     }
-    std::fs::read(path).map_err(|source| error(source.to_string()))
+    let mut content = vec![];
+    File::open(path)?.take(bytes_max + 1).read_to_end(&mut content)?;
+    if content.len() as u64 > bytes_max {
+        return Err(io::Error::other(format!("it has more than {bytes_max} bytes")));
+    }
+    Ok(content)
 }
 
 /// Reads the value of `source`, and starts a task that reads it again when its files change.
@@ -181,68 +193,69 @@ pub fn start<T: Send + Sync + 'static>(
     metrics: &Metrics,
     tasks: &Tasks,
 ) -> Result<Reloaded<T>, Error> {
-    let (digest, value) = source.read_if_changed(None);
-    let value = value?.expect("there is no old content");
-    let reloaded = Reloaded(Arc::new(ArcSwap::from_pointee(value)));
-    let label = Purpose { purpose: source.purpose };
+    let contents = source.read_contents()?;
+    let value = Reloaded(Arc::new(ArcSwap::from_pointee(source.parse(&contents)?)));
+    let purpose = source.purpose;
+    let count = |result| metrics.reloads.get_or_create_owned(&Change { purpose, result });
     let follower = Follower {
-        reloads: metrics.reloads.get_or_create(&label).clone(),
-        outdated: metrics.outdated.get_or_create(&label).clone(),
+        reloads: count("ok"),
+        failures: count("failed"),
+        outdated: metrics.outdated.get_or_create_owned(&Purpose { purpose }),
         source: Arc::new(source),
-        value: reloaded.clone(),
-        judge: Judge { digest_in_effect: digest, problem: None },
+        value: value.clone(),
+        changes: Changes { current: Ok(digest(&contents)), candidate: None },
     };
     let token = tasks.token();
-    tasks.spawn(async move {
+    tasks.spawn_essential(purpose, async move {
         tokio::select! {
             biased;
             () = token.cancelled() => {}
             () = follower.run() => {}
         }
     });
-    Ok(reloaded)
+    Ok(value)
 }
 
 /// The task that follows the files of one value.
 struct Follower<T> {
     source: Arc<Source<T>>,
     value: Reloaded<T>,
-    judge: Judge,
+    changes: Changes,
     reloads: Counter,
+    failures: Counter,
     outdated: Gauge,
 }
 
 impl<T: Send + Sync + 'static> Follower<T> {
     async fn run(mut self) {
-        let mut interval = tokio::time::interval(POLL_INTERVAL);
-        interval.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {
-            interval.tick().await;
-            let (source, old_digest) = (Arc::clone(&self.source), self.judge.digest_in_effect);
+            tokio::time::sleep(READ_INTERVAL).await;
             // The files may be on a slow or remote disk.
-            let read = tokio::task::spawn_blocking(move || source.read_if_changed(old_digest));
-            let Ok((digest, changed)) = read.await else { continue };
-            self.apply(digest, changed);
+            let source = Arc::clone(&self.source);
+            let reading = tokio::task::spawn_blocking(move || source.read_contents());
+            let Ok(contents) = reading.await else { continue };
+            let reading = contents.as_deref().map(digest).map_err(Clone::clone);
+            if self.changes.read(reading) {
+                let source = Arc::clone(&self.source);
+                let parse = move || contents.and_then(|contents| source.parse(&contents));
+                let parsed = tokio::task::spawn_blocking(parse).await;
+                let panicked = |_| Err(Error::Content("its parser panicked".to_owned()));
+                self.apply(parsed.unwrap_or_else(panicked));
+            }
         }
     }
 
-    fn apply(&mut self, digest: Option<Digest>, changed: Changed<T>) {
+    fn apply(&self, value: Result<T, Error>) {
         let purpose = self.source.purpose;
-        let (outcome, new_value) = match changed {
-            Ok(new_value) => (Ok(()), new_value),
-            Err(error) => (Err(error), None),
-        };
-        match self.judge.observe(digest, outcome) {
-            Verdict::Nothing => {}
-            Verdict::Replace => {
-                if let Some(value) = new_value {
-                    self.value.0.store(Arc::new(value));
-                    self.reloads.inc();
-                }
+        match value {
+            Ok(value) => {
+                self.value.0.store(Arc::new(value));
+                self.reloads.inc();
                 self.outdated.set(0);
                 info!(purpose, "files reloaded");
             }
-            Verdict::Complain(error) => {
+            Err(error) => {
+                self.failures.inc();
                 self.outdated.set(1);
                 warn!(purpose, %error, "changed files can't be used; their old content stays");
             }
@@ -250,51 +263,32 @@ impl<T: Send + Sync + 'static> Follower<T> {
     }
 }
 
-/// Decides what a look at the files means. Pure.
+/// Decides which readings of the files are changes. Pure.
 #[derive(Debug)]
-struct Judge {
-    digest_in_effect: Option<Digest>,
-    /// Why the last look found nothing to use, and whether that was reported.
-    problem: Option<(Error, bool)>,
+struct Changes {
+    /// The reading that counts.
+    current: Reading,
+    /// The last reading, if it differs from `current`.
+    candidate: Option<Reading>,
 }
 
-/// What to do after a look at the files.
-#[derive(Debug, PartialEq, Eq)]
-enum Verdict {
-    Nothing,
-    /// The content can be used: it is new, or the old content is back.
-    Replace,
-    /// The content can't be used.
-    Complain(Error),
-}
+/// The digest of the contents, or why they can't be read.
+type Reading = Result<Digest, Error>;
 
-impl Judge {
-    /// A problem is reported when two looks in a row see it: several files are often replaced one
-    /// after the other, and don't fit together in between.
-    fn observe(&mut self, digest: Option<Digest>, outcome: Result<(), Error>) -> Verdict {
-        match outcome {
-            Ok(()) if digest == self.digest_in_effect => match self.problem.take() {
-                Some((_, true)) => Verdict::Replace,
-                Some((_, false)) | None => Verdict::Nothing,
-            },
-            Ok(()) => {
-                (self.digest_in_effect, self.problem) = (digest, None);
-                Verdict::Replace
-            }
-            Err(error) => match &mut self.problem {
-                Some((old_error, was_reported)) if *old_error == error => {
-                    if std::mem::replace(was_reported, true) {
-                        Verdict::Nothing
-                    } else {
-                        Verdict::Complain(error)
-                    }
-                }
-                problem => {
-                    *problem = Some((error, false));
-                    Verdict::Nothing
-                }
-            },
+impl Changes {
+    /// Takes a reading. Returns whether it is a change: it differs from the one that counts, and
+    /// two readings in a row agree.
+    fn read(&mut self, reading: Reading) -> bool {
+        if reading == self.current {
+            self.candidate = None;
+            return false;
         }
+        if self.candidate.as_ref() != Some(&reading) {
+            self.candidate = Some(reading);
+            return false;
+        }
+        (self.current, self.candidate) = (reading, None);
+        true
     }
 }
 
@@ -307,21 +301,35 @@ mod tests {
         text.trim().parse().map_err(|_| format!("{text:?} is not a number"))
     }
 
-    #[test]
-    fn a_problem_is_reported_once_and_only_if_it_stays() {
-        let mut judge = Judge { digest_in_effect: Some([1; 32]), problem: None };
-        let broken = || Err(Error::Content("x".into()));
-        assert_eq!(judge.observe(Some([2; 32]), broken()), Verdict::Nothing);
-        assert_eq!(judge.observe(Some([3; 32]), Ok(())), Verdict::Replace);
-        assert_eq!(judge.observe(Some([3; 32]), Ok(())), Verdict::Nothing);
-        assert_eq!(judge.observe(None, broken()), Verdict::Nothing);
-        assert_eq!(judge.observe(None, broken()), Verdict::Complain(Error::Content("x".into())));
-        assert_eq!(judge.observe(None, broken()), Verdict::Nothing);
-        assert_eq!(judge.observe(Some([3; 32]), Ok(())), Verdict::Replace, "the old one is back");
-        assert_eq!(judge.observe(Some([3; 32]), Ok(())), Verdict::Nothing);
+    fn changes() -> Changes {
+        Changes { current: Ok([0; 32]), candidate: None }
     }
 
-    // Tokio's paused clock jumps to the next poll when no task can run.
+    #[test]
+    fn a_change_counts_once_after_two_equal_readings() {
+        let mut changes = changes();
+        let read: Vec<bool> =
+            [0, 1, 1, 1, 0, 0].map(|content| changes.read(Ok([content; 32]))).into();
+        assert_eq!(read, [false, false, true, false, false, true]);
+    }
+
+    #[test]
+    fn a_file_that_is_being_written_is_not_taken_half() {
+        let mut changes = changes();
+        for half in [1, 2, 3, 0, 3] {
+            assert!(!changes.read(Ok([half; 32])), "{half}");
+        }
+        assert!(changes.read(Ok([3; 32])));
+    }
+
+    #[test]
+    fn a_file_that_is_gone_is_told_once() {
+        let mut changes = changes();
+        let gone = || Err(Error::Content("gone".to_owned()));
+        assert_eq!([(); 3].map(|()| changes.read(gone())), [false, true, false]);
+    }
+
+    // Tokio's paused clock jumps to the next reading when no task can run.
     #[tokio::test(start_paused = true)]
     async fn overwritten_renamed_and_relinked_files_are_read_and_broken_ones_are_not() {
         let folder = tempfile::tempdir().unwrap();
@@ -332,10 +340,10 @@ mod tests {
         let (metrics, tasks) = (Metrics::new(&mut registry), Tasks::default());
         let source = Source::new("test", vec![path("link")], number);
         let value = start(source, &metrics, &tasks).unwrap();
-        let outdated = metrics.outdated.get_or_create(&Purpose { purpose: "test" }).clone();
+        let outdated = metrics.outdated.get_or_create_owned(&Purpose { purpose: "test" });
         let wait = async |want: (u32, i64)| {
             while (*value.load(), outdated.get()) != want {
-                tokio::time::sleep(POLL_INTERVAL).await;
+                tokio::time::sleep(READ_INTERVAL).await;
             }
         };
         std::fs::write(path("a"), "2").unwrap();
@@ -351,6 +359,8 @@ mod tests {
         wait((4, 0)).await;
         std::fs::remove_file(path("c")).unwrap();
         wait((4, 1)).await;
+        std::fs::write(path("c"), "4").unwrap();
+        wait((4, 0)).await;
         tasks.cancel();
     }
 
@@ -358,5 +368,16 @@ mod tests {
     fn a_file_that_is_missing_or_broken_is_named() {
         let source = Source::new("test", vec!["/nonexistent".into()], number);
         assert!(source.read().unwrap_err().to_string().contains("/nonexistent"));
+    }
+
+    #[test]
+    fn only_regular_files_of_bounded_size_are_read() {
+        let folder = tempfile::tempdir().unwrap();
+        assert!(read_file(folder.path(), 10).is_err(), "a folder");
+        assert!(read_file(Path::new("/dev/zero"), 10).is_err(), "a device");
+        let path = folder.path().join("file");
+        std::fs::write(&path, "0123456789").unwrap();
+        assert_eq!(read_file(&path, 10).unwrap(), b"0123456789");
+        assert!(read_file(&path, 9).is_err(), "one byte too many");
     }
 }
