@@ -151,7 +151,8 @@ async fn a_broken_key_file_keeps_the_old_keys_and_says_so() {
     let keys = KeyFixture::new(&KEYS).unwrap();
     let cluster = start(&keys).await;
     let failures = |count: usize| {
-        let metric = format!("berth_router_auth_key_reloads_total{{result=\"failed\"}} {count}");
+        let name = "berth_router_file_reloads_total";
+        let metric = format!("{name}{{purpose=\"keys\",result=\"failed\"}} {count}\n");
         let url = cluster.routers[0].admin_url("/metrics");
         let (web, keys) = (cluster.web.clone(), [MONITOR]);
         eventually("the failed reload is counted", move || {

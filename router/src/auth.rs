@@ -17,10 +17,12 @@ use std::{net::IpAddr, sync::Arc};
 
 use http::HeaderMap;
 use proto::id;
-use service::auth::{
-    credential, gate,
-    key_file::KeyFile,
-    keys::{Key, KeyLimits},
+use service::{
+    auth::{
+        credential, gate,
+        keys::{Key, KeyLimits, KeySet},
+    },
+    reload::Reloaded,
 };
 
 use self::{jwks::JwksStore, jwt::TokenChecker};
@@ -63,7 +65,7 @@ pub enum Error {
 /// Resolves the callers of requests.
 #[derive(Debug)]
 pub struct Authenticator {
-    keys: Option<Arc<KeyFile>>,
+    keys: Option<Reloaded<KeySet>>,
     tokens: Option<(TokenChecker, Arc<JwksStore>)>,
     /// The caller of every request, if no credential is needed.
     anonymous: Option<Caller>,
@@ -78,7 +80,7 @@ impl Authenticator {
     /// port: on a laptop, there is no other operator to protect.
     #[must_use]
     pub fn new(
-        keys: Option<Arc<KeyFile>>,
+        keys: Option<Reloaded<KeySet>>,
         tokens: Option<(JwtTable, Arc<JwksStore>)>,
         address: IpAddr,
     ) -> Self {
@@ -121,7 +123,7 @@ impl Authenticator {
     /// Returns the caller whose key the credential is.
     fn find_key(&self, credential: &[u8]) -> Result<Option<Caller>, Error> {
         let Some(keys) = &self.keys else { return Ok(None) };
-        let keys = keys.keys();
+        let keys = keys.load();
         match keys.find(credential) {
             Some(key) if key.is_scrape => Err(Error::ScrapeKey),
             key => Ok(key.map(|key| key.as_ref().into())),

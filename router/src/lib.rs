@@ -38,10 +38,11 @@ use service::{
     admin::{self, AdminData},
     auth::{
         gate::{self, Gate},
-        key_file::{self, KeyFile},
+        key_file,
+        keys::KeySet,
     },
     descriptors::{self, DescriptorPlan},
-    reload,
+    reload::{self, Reloaded},
     router_token::Tokens,
     server::{self, PortLimits},
     settings::{self, Problems},
@@ -111,14 +112,11 @@ pub enum Error {
         source: tonic::transport::Error,
     },
     /// A certificate, key or token can't be used.
-    #[error("can't use a file named in [tls] or [agents]")]
+    #[error("can't use a file named in [tls], [agents] or [auth]")]
     File(#[from] reload::Error),
     /// The admin port can't be served, or the address of a port can't be read.
     #[error("the admin port can't be served")]
     Admin(#[source] std::io::Error),
-    /// The key file can't be used.
-    #[error(transparent)]
-    Keys(#[from] key_file::Error),
     /// The keys of tokens can't be followed.
     #[error(transparent)]
     Tokens(#[from] jwks::Error),
@@ -138,7 +136,8 @@ pub async fn run(config: Config, listeners: Listeners, tasks: Tasks) -> Result<(
         return Err(Error::Settings(Problems(problems)));
     }
     let mut registry = Registry::with_prefix("berth_router");
-    let (tls, credentials) = start_access(&config, &mut registry, &tasks)?;
+    let file_metrics = reload::Metrics::new(&mut registry);
+    let (tls, credentials) = start_access(&config, &file_metrics, &tasks)?;
     let dialers = agent_dialers(&config, &credentials)?;
     let state = State::new(&config);
     let view = Arc::new(View::new(state.snapshot()));
@@ -154,7 +153,7 @@ pub async fn run(config: Config, listeners: Listeners, tasks: Tasks) -> Result<(
         kv_index: Arc::clone(&kv_index),
     }));
     let (data_ip, admin_ip) = port_ips(&listeners).map_err(Error::Admin)?;
-    let keys = open_keys(&config, &mut registry, &tasks)?;
+    let keys = follow_keys(&config, &file_metrics, &tasks)?;
     let tokens = follow_tokens(&config, &mut registry, &tasks)?;
     let auth = Authenticator::new(keys.clone(), tokens, data_ip);
     log_auth(&config, data_ip);
@@ -215,16 +214,14 @@ fn port_ips(listeners: &Listeners) -> std::io::Result<(IpAddr, IpAddr)> {
     Ok((listeners.data.local_addr()?.ip(), listeners.admin.local_addr()?.ip()))
 }
 
-/// Opens the key file, and starts the task that follows it. Returns `None` without a key file.
-fn open_keys(
+/// Reads the key file, and follows it. Returns `None` without a key file.
+fn follow_keys(
     config: &Config,
-    registry: &mut Registry,
+    metrics: &reload::Metrics,
     tasks: &Tasks,
-) -> Result<Option<Arc<KeyFile>>, key_file::Error> {
-    let Some(path) = config.auth.keys_path() else { return Ok(None) };
-    let (keys, watched) = KeyFile::open(path, registry)?;
-    tasks.spawn_essential("keys", Arc::clone(&keys).follow(watched, tasks.token()));
-    Ok(Some(keys))
+) -> Result<Option<Reloaded<KeySet>>, reload::Error> {
+    let source = config.auth.keys_path().map(key_file::source);
+    source.map(|source| reload::start(source, metrics, tasks)).transpose()
 }
 
 /// Starts the task that follows the keys of tokens. Returns `None` if no tokens are accepted.
@@ -257,17 +254,16 @@ fn log_auth(config: &Config, data_ip: IpAddr) {
 /// if there is one, and the credentials for agents.
 fn start_access(
     config: &Config,
-    registry: &mut Registry,
+    metrics: &reload::Metrics,
     tasks: &Tasks,
 ) -> Result<(Option<ServerTls>, AgentCredentials), Error> {
-    let metrics = reload::Metrics::new(registry);
     let server_files = config.tls.server_files();
-    let server = server_files.map(|files| files.start(&metrics, tasks)).transpose()?;
+    let server = server_files.map(|files| files.start(metrics, tasks)).transpose()?;
     let client_files = config.agents.client_files();
-    let tls = client_files.map(|files| files.start(&metrics, tasks)).transpose()?;
+    let tls = client_files.map(|files| files.start(metrics, tasks)).transpose()?;
     let token_file = config.agents.token_file();
     let tokens =
-        token_file.map(|path| reload::start(Tokens::source(path), &metrics, tasks)).transpose()?;
+        token_file.map(|path| reload::start(Tokens::source(path), metrics, tasks)).transpose()?;
     Ok((server, AgentCredentials { tls, tokens }))
 }
 

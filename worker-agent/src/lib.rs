@@ -44,10 +44,7 @@ use prometheus_client::registry::Registry;
 use proto::load::LoadReport;
 use service::{
     admin::{self, AdminData},
-    auth::{
-        gate::Gate,
-        key_file::{self, KeyFile},
-    },
+    auth::{gate::Gate, key_file},
     budget::BodyBudget,
     descriptors::{self, DescriptorPlan},
     reload,
@@ -135,9 +132,6 @@ pub enum Error {
     /// The shim's socket can't be created.
     #[error(transparent)]
     Shim(#[from] shim::Error),
-    /// The key file can't be used.
-    #[error(transparent)]
-    Keys(#[from] key_file::Error),
     /// A thread or a runtime could not be created.
     #[error("can't start")]
     Start(#[from] std::io::Error),
@@ -170,7 +164,8 @@ pub async fn run(
     let engine = engine_client(&config);
     log_start(&config, &listeners)?;
     let gpus = gpu::start((&config).into())?;
-    let access = start_access(&config, &mut registry, &tasks)?;
+    let file_metrics = reload::Metrics::new(&mut registry);
+    let access = start_access(&config, &file_metrics, &tasks)?;
     let (agent, shim, queues) =
         start_agent(&config, &gpus, &listeners, epoch, &engine, &metrics, &tasks)?;
     let republish_interval = ms(config.engine.republish_interval_ms);
@@ -192,7 +187,7 @@ pub async fn run(
     )?;
     let ready = track_readiness(agent.report.clone(), &metrics, &tasks);
     gpu::metrics::register(&mut registry, gpus.subscribe(), agent.report.clone());
-    let gate = admin_gate(&config, &listeners.admin, &mut registry, &tasks)?;
+    let gate = admin_gate(&config, &listeners.admin, &file_metrics, &tasks)?;
     let registry = Arc::new(registry);
     let admin_data = AdminData { registry, ready, config: settings::to_toml(&config), gate };
     admin::start(admin_data, listeners.admin, port_limits.admin, tasks.token())?;
@@ -271,21 +266,15 @@ fn start_data_port(
     Ok(())
 }
 
-/// Makes the guard of the admin port, and starts the task that follows the key file.
+/// Makes the guard of the admin port, and follows its key file.
 fn admin_gate(
     config: &Config,
     listener: &std::net::TcpListener,
-    registry: &mut Registry,
+    metrics: &reload::Metrics,
     tasks: &Tasks,
 ) -> Result<Gate, Error> {
-    let keys = match config.auth.keys_path() {
-        None => None,
-        Some(path) => {
-            let (keys, watched) = KeyFile::open(path, registry)?;
-            tasks.spawn_essential("keys", Arc::clone(&keys).follow(watched, tasks.token()));
-            Some(keys)
-        }
-    };
+    let source = config.auth.keys_path().map(key_file::source);
+    let keys = source.map(|source| reload::start(source, metrics, tasks)).transpose()?;
     let address = listener.local_addr()?.ip();
     Ok(Gate::new(keys, config.auth.metrics_auth, address))
 }
@@ -318,15 +307,14 @@ fn engine_client(config: &Config) -> EngineClient {
 /// Reads the certificates and tokens of both ports, and follows their files.
 fn start_access(
     config: &Config,
-    registry: &mut Registry,
+    metrics: &reload::Metrics,
     tasks: &Tasks,
 ) -> Result<PortAccess, Error> {
-    let metrics = reload::Metrics::new(registry);
     let server_files = config.tls.server_files();
-    let tls = server_files.map(|files| files.start(&metrics, tasks)).transpose()?;
+    let tls = server_files.map(|files| files.start(metrics, tasks)).transpose()?;
     let token_file = config::path_if_set(&config.auth.token_file);
     let tokens =
-        token_file.map(|path| reload::start(Tokens::source(path), &metrics, tasks)).transpose()?;
+        token_file.map(|path| reload::start(Tokens::source(path), metrics, tasks)).transpose()?;
     let router_auth = RouterAuth { tokens, has_mutual_tls: config.tls.demands_certificates() };
     if !router_auth.is_demanded() {
         tracing::info!("routers aren't authenticated: every process of this host may act as one");

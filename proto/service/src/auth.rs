@@ -6,7 +6,7 @@
 //!
 //! - [`credential`]: finds the credential in a request's headers. Pure.
 //! - [`keys`]: the keys of a key file, and which of them a credential is. Pure.
-//! - [`key_file`]: reads the key file, and reads it again when it changes.
+//! - [`key_file`]: reads the key file.
 //! - [`gate`]: what an admin port lets pass.
 //!
 //! No credential and no digest of one is written to logs, metrics or answers.

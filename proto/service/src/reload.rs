@@ -85,6 +85,12 @@ impl Metrics {
 pub struct Reloaded<T>(Arc<ArcSwap<T>>);
 
 impl<T> Reloaded<T> {
+    /// Returns a value of no file, which never changes.
+    #[cfg(test)]
+    pub(crate) fn fixed(value: T) -> Self {
+        Self(Arc::new(ArcSwap::from_pointee(value)))
+    }
+
     /// Returns the value that is in effect now.
     #[must_use]
     pub fn load(&self) -> Arc<T> {

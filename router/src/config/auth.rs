@@ -9,7 +9,7 @@ use std::{
 };
 
 use serde::{Deserialize, Serialize};
-use service::auth::{MetricsAuth, gate, key_file::KeyFile};
+use service::auth::{MetricsAuth, gate, key_file};
 
 use super::jwt::JwtTable;
 
@@ -69,7 +69,7 @@ impl AuthTable {
 
     /// Returns what is wrong with the files that these settings name.
     pub(super) fn file_problems(&self) -> Vec<String> {
-        let keys = self.keys_path().and_then(|path| KeyFile::check(path).err());
+        let keys = self.keys_path().and_then(|path| key_file::source(path).read().err());
         let keys = keys.map(|error| format!("auth.keys_file: {error}"));
         keys.into_iter().chain(self.jwt.file_problem()).collect()
     }

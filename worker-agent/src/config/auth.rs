@@ -6,7 +6,7 @@ use std::{
 };
 
 use serde::{Deserialize, Serialize};
-use service::auth::{MetricsAuth, gate, key_file::KeyFile};
+use service::auth::{MetricsAuth, gate, key_file};
 
 /// The table `[auth]`.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -32,7 +32,7 @@ impl AuthTable {
 
     /// Returns what is wrong with the key file.
     pub(super) fn file_problem(&self) -> Option<String> {
-        let error = KeyFile::check(self.keys_path()?).err()?;
+        let error = key_file::source(self.keys_path()?).read().err()?;
         Some(format!("auth.keys_file: {error}"))
     }
 

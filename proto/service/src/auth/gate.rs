@@ -5,17 +5,17 @@
 //! so that a new route is guarded unless somebody opens it here. Without a key file, a port that
 //! only this host can reach is open, and any other port shows only what needs no credential.
 
-use std::{net::IpAddr, sync::Arc};
+use std::net::IpAddr;
 
 use http::{HeaderMap, Method};
 
-use super::{MetricsAuth, admin_only_refusal, credential, key_file::KeyFile, unauthorized_refusal};
-use crate::refusal::Refusal;
+use super::{MetricsAuth, admin_only_refusal, credential, keys::KeySet, unauthorized_refusal};
+use crate::{refusal::Refusal, reload::Reloaded};
 
 /// The guard of one admin port.
 #[derive(Debug, Clone)]
 pub struct Gate {
-    keys: Option<Arc<KeyFile>>,
+    keys: Option<Reloaded<KeySet>>,
     metrics_auth: MetricsAuth,
     /// Whether only processes of this host reach the port.
     is_local: bool,
@@ -32,7 +32,7 @@ enum Need {
 impl Gate {
     /// Makes the guard of a port that is bound to `address`.
     #[must_use]
-    pub fn new(keys: Option<Arc<KeyFile>>, metrics_auth: MetricsAuth, address: IpAddr) -> Self {
+    pub fn new(keys: Option<Reloaded<KeySet>>, metrics_auth: MetricsAuth, address: IpAddr) -> Self {
         Self { keys, metrics_auth, is_local: is_local(address) }
     }
 
@@ -52,7 +52,7 @@ impl Gate {
         let credential = credential::find(headers)
             .map_err(|error| unauthorized_refusal(&error.to_string()))?
             .ok_or_else(|| unauthorized_refusal("this route needs a key"))?;
-        let keys = keys.keys();
+        let keys = keys.load();
         let key =
             keys.find(credential).ok_or_else(|| unauthorized_refusal("the key is unknown"))?;
         match need {
@@ -87,7 +87,6 @@ mod tests {
     use std::net::Ipv4Addr;
 
     use http::{HeaderValue, StatusCode};
-    use prometheus_client::registry::Registry;
     use sha2::{Digest as _, Sha256};
 
     use super::*;
@@ -95,7 +94,7 @@ mod tests {
     const OPEN: IpAddr = IpAddr::V4(Ipv4Addr::UNSPECIFIED);
     const LOCAL: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
 
-    fn key_file() -> Arc<KeyFile> {
+    fn keys() -> Reloaded<KeySet> {
         let entry = |name: &str, rest: &str| {
             let sha256: String =
                 Sha256::digest(name).iter().map(|byte| format!("{byte:02x}")).collect();
@@ -103,10 +102,7 @@ mod tests {
         };
         let text =
             entry("ops", "admin = true") + &entry("mon", "scrape = true") + &entry("user", "");
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("keys.toml");
-        std::fs::write(&path, text).unwrap();
-        KeyFile::open(&path, &mut Registry::default()).unwrap().0
+        Reloaded::fixed(KeySet::parse(&text).unwrap())
     }
 
     /// Returns the status for a request with this key, or 200.
@@ -126,7 +122,7 @@ mod tests {
     #[test]
     fn each_route_needs_its_right_where_there_are_keys() {
         for address in [OPEN, LOCAL] {
-            let gate = Gate::new(Some(key_file()), MetricsAuth::Key, address);
+            let gate = Gate::new(Some(keys()), MetricsAuth::Key, address);
             for path in ["/healthz", "/readyz"] {
                 assert_eq!(statuses(&gate, &Method::GET, path), [200; 5]);
             }
@@ -137,7 +133,7 @@ mod tests {
             for path in ["/metrics", "/healthz"] {
                 assert_eq!(statuses(&gate, &Method::POST, path), [401, 401, 403, 403, 200]);
             }
-            let gate = Gate::new(Some(key_file()), MetricsAuth::None, address);
+            let gate = Gate::new(Some(keys()), MetricsAuth::None, address);
             assert_eq!(statuses(&gate, &Method::GET, "/metrics"), [200; 5]);
             assert_eq!(statuses(&gate, &Method::GET, "/config"), [401, 401, 403, 200, 200]);
         }
