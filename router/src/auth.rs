@@ -66,7 +66,7 @@ pub enum Error {
 #[derive(Debug)]
 pub struct Authenticator {
     keys: Option<Reloaded<KeySet>>,
-    tokens: Option<(TokenChecker, Arc<JwksStore>)>,
+    tokens: Option<(TokenChecker, JwksStore)>,
     /// The caller of every request, if no credential is needed.
     anonymous: Option<Caller>,
 }
@@ -81,7 +81,7 @@ impl Authenticator {
     #[must_use]
     pub fn new(
         keys: Option<Reloaded<KeySet>>,
-        tokens: Option<(JwtTable, Arc<JwksStore>)>,
+        tokens: Option<(JwtTable, JwksStore)>,
         address: IpAddr,
     ) -> Self {
         let anonymous = (keys.is_none() && tokens.is_none()).then(|| Caller {

@@ -154,7 +154,7 @@ pub async fn run(config: Config, listeners: Listeners, tasks: Tasks) -> Result<(
     }));
     let (data_ip, admin_ip) = port_ips(&listeners).map_err(Error::Admin)?;
     let keys = follow_keys(&config, &file_metrics, &tasks)?;
-    let tokens = follow_tokens(&config, &mut registry, &tasks)?;
+    let tokens = follow_tokens(&config, &mut registry, &file_metrics, &tasks)?;
     let auth = Authenticator::new(keys.clone(), tokens, data_ip);
     log_auth(&config, data_ip);
     let (ready_sender, ready) = watch::channel(Err("starting".to_owned()));
@@ -228,13 +228,14 @@ fn follow_keys(
 fn follow_tokens(
     config: &Config,
     registry: &mut Registry,
+    metrics: &reload::Metrics,
     tasks: &Tasks,
-) -> Result<Option<(JwtTable, Arc<JwksStore>)>, jwks::Error> {
+) -> Result<Option<(JwtTable, JwksStore)>, jwks::Error> {
     let settings = &config.auth.jwt;
     if !settings.is_on() {
         return Ok(None);
     }
-    let store = JwksStore::start(settings, registry, tasks)?;
+    let store = JwksStore::start(settings, registry, metrics, tasks)?;
     Ok(Some((settings.clone(), store)))
 }
 

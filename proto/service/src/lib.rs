@@ -20,7 +20,6 @@
 //! - [`signal`]: the signals that stop a process.
 //! - [`tasks`]: starts and stops the tasks of a process.
 //! - [`tls`]: TLS for servers and clients.
-//! - [`watched_file`]: follows the content of a small file.
 
 pub mod admin;
 pub mod auth;
@@ -38,4 +37,3 @@ pub mod settings;
 pub mod signal;
 pub mod tasks;
 pub mod tls;
-pub mod watched_file;

@@ -1,6 +1,6 @@
 //! Gets the public keys of a token issuer, from a file or a URL, and keeps them up to date.
 //!
-//! A file is followed as key files are. A URL is read every few minutes, and when a token has an
+//! A file is followed by `reload`. A URL is read every few minutes, and when a token has an
 //! unknown key id, but for that at most once a minute: clients can invent ids. If the issuer can't
 //! be read, the last good keys stay in force. `jwt` checks tokens with the keys.
 
@@ -18,14 +18,18 @@ use prometheus_client::{
     metrics::{counter::Counter, family::Family},
     registry::Registry,
 };
-use service::{clock::now, tasks::Tasks, watched_file::WatchedFile};
+use service::{
+    clock::now,
+    reload::{self, Reloaded, Source},
+    tasks::Tasks,
+};
 use tokio::sync::{Notify, watch};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use self::fetch::Fetcher;
 use super::jwt::Jwks;
-use crate::config::jwt::{JWKS_BYTES_MAX, JwksSource, JwtTable};
+use crate::config::jwt::{JwksSource, JwtTable};
 
 /// The time between two readings of a URL. Issuers publish a new key hours before they use it.
 const REFRESH_INTERVAL: Duration = Duration::from_secs(300);
@@ -40,13 +44,8 @@ const WAIT_MAX: Duration = fetch::FETCH_TIME_MAX;
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The file of keys can't be used.
-    #[error("auth.jwt.jwks: {path} can't be used: {why}; name a JWKS")]
-    File {
-        /// The path of the file.
-        path: String,
-        /// Why not.
-        why: String,
-    },
+    #[error("auth.jwt.jwks: {0}; name a JWKS")]
+    File(#[from] reload::Error),
     /// The client for the URL can't be made.
     #[error("auth.jwt: {0}")]
     Client(String),
@@ -54,15 +53,25 @@ pub enum Error {
 
 /// The issuer's keys in force.
 #[derive(Debug)]
-pub struct JwksStore {
+pub struct JwksStore(Keys);
+
+/// The keys, by where they come from.
+#[derive(Debug)]
+enum Keys {
+    File(Reloaded<Jwks>),
+    Url(Arc<UrlKeys>),
+}
+
+/// The keys of a URL.
+#[derive(Debug)]
+struct UrlKeys {
+    /// `None` before the first good reading.
     keys: ArcSwapOption<Jwks>,
-    /// Counts the readings of the URL that have ended, well or not.
+    /// Counts the readings that have ended, well or not.
     readings: watch::Sender<u64>,
     refresh_gate: Mutex<RefreshGate>,
     /// Wakes the task that reads the URL.
     wake: Notify,
-    /// Whether the keys are at a URL.
-    is_url: bool,
     reloads: Family<ResultLabel, Counter>,
 }
 
@@ -113,48 +122,50 @@ impl JwksStore {
     pub fn start(
         settings: &JwtTable,
         registry: &mut Registry,
+        file_metrics: &reload::Metrics,
         tasks: &Tasks,
-    ) -> Result<Arc<Self>, Error> {
-        let source = settings.source();
-        let store = Arc::new(Self {
+    ) -> Result<Self, Error> {
+        let Some(JwksSource::Url(url)) = settings.source() else {
+            let keys = reload::start(file_source(&settings.jwks), file_metrics, tasks)?;
+            return Ok(Self(Keys::File(keys)));
+        };
+        let url_keys = Arc::new(UrlKeys {
             keys: ArcSwapOption::empty(),
             readings: watch::Sender::new(0),
             refresh_gate: Mutex::default(),
             wake: Notify::new(),
-            is_url: matches!(source, Some(JwksSource::Url(_))),
             reloads: Family::default(),
         });
-        let help =
-            "Readings of the token issuer's keys, by result; after a failed one the old stay";
-        registry.register("auth_jwks_reloads", help, store.reloads.clone());
-        if let Some(JwksSource::Url(url)) = source {
-            let fetcher = Fetcher::new(url, &settings.ca_file).map_err(Error::Client)?;
-            tasks.spawn_essential("jwks", Arc::clone(&store).follow_url(fetcher, tasks.token()));
-        } else {
-            let (keys, watched) = open_file(settings)?;
-            store.keys.store(Some(Arc::new(keys)));
-            let (follower, stop) = (Arc::clone(&store), tasks.token());
-            tasks.spawn_essential("jwks", async move {
-                let replace = |content: service::watched_file::Content<'_>| {
-                    follower.replace(content.map_err(str::to_owned).and_then(Jwks::parse));
-                };
-                watched.follow(replace, stop).await;
-            });
-        }
-        Ok(store)
+        let help = "Readings of the URL of the token issuer's keys, by result; after a failed one \
+                    the old keys stay";
+        registry.register("auth_jwks_reloads", help, url_keys.reloads.clone());
+        let fetcher = Fetcher::new(url, &settings.ca_file).map_err(Error::Client)?;
+        tasks.spawn_essential("jwks", Arc::clone(&url_keys).follow(fetcher, tasks.token()));
+        Ok(Self(Keys::Url(url_keys)))
     }
 
     /// Returns the keys in force, or `None` before the first good reading.
+    #[must_use]
     pub fn keys(&self) -> Option<Arc<Jwks>> {
-        self.keys.load_full()
+        match &self.0 {
+            Keys::File(keys) => Some(keys.load()),
+            Keys::Url(url_keys) => url_keys.keys.load_full(),
+        }
     }
 
     /// Reads the keys again because a token's key is unknown, and waits for it. Returns whether the
-    /// keys may have changed. Does nothing if the last reading for this reason is recent.
+    /// keys may have changed. Does nothing if the last reading for this reason is recent, or if the
+    /// keys are in a file, which is read all the time.
     pub async fn refresh(&self) -> bool {
-        if !self.is_url {
-            return false;
+        match &self.0 {
+            Keys::File(_) => false,
+            Keys::Url(url_keys) => url_keys.refresh().await,
         }
+    }
+}
+
+impl UrlKeys {
+    async fn refresh(&self) -> bool {
         let mut readings = self.readings.subscribe();
         let ended = *readings.borrow_and_update();
         let asked = self.refresh_gate.lock().ask(now(), ended);
@@ -167,7 +178,7 @@ impl JwksStore {
         tokio::time::timeout(WAIT_MAX, reading).await.is_ok_and(|reading| reading.is_ok())
     }
 
-    async fn follow_url(self: Arc<Self>, fetcher: Fetcher, stop: CancellationToken) {
+    async fn follow(self: Arc<Self>, fetcher: Fetcher, stop: CancellationToken) {
         loop {
             let content = tokio::select! {
                 biased;
@@ -205,12 +216,11 @@ impl JwksStore {
     }
 }
 
-fn open_file(settings: &JwtTable) -> Result<(Jwks, WatchedFile), Error> {
-    let path = std::path::Path::new(&settings.jwks);
-    let wrong = |why: String| Error::File { path: settings.jwks.clone(), why };
-    let (content, watched) =
-        WatchedFile::open(path, JWKS_BYTES_MAX).map_err(|error| wrong(error.to_string()))?;
-    Ok((Jwks::parse(&content).map_err(wrong)?, watched))
+fn file_source(path: &str) -> Source<Jwks> {
+    let shown = path.to_owned();
+    Source::new("jwks", vec![path.into()], move |contents| {
+        Jwks::parse(&contents[0]).map_err(|error| format!("{shown} can't be used: {error}"))
+    })
 }
 
 #[cfg(test)]

@@ -4,9 +4,9 @@ use std::path::PathBuf;
 
 use http::Uri;
 use serde::{Deserialize, Serialize, de::IgnoredAny};
-use service::watched_file::WatchedFile;
+use service::reload::Source;
 
-/// The longest JWKS, in bytes. A key takes about 2 KiB with its certificates.
+/// The longest JWKS of a URL, in bytes. A key takes about 2 KiB with its certificates.
 pub(crate) const JWKS_BYTES_MAX: u64 = 256 * 1024;
 
 /// A signature algorithm of tokens. Algorithms with shared secrets are not among them: whoever can
@@ -112,10 +112,10 @@ impl JwtTable {
         let Some(JwksSource::File(path)) = self.source().filter(|_| self.is_on()) else {
             return None;
         };
-        let error = match WatchedFile::open(&path, JWKS_BYTES_MAX) {
-            Err(error) => error.to_string(),
-            Ok((content, _)) => serde_json::from_slice::<IgnoredAny>(&content).err()?.to_string(),
+        let parse = |contents: &[Vec<u8>]| {
+            serde_json::from_slice::<IgnoredAny>(&contents[0]).map_err(|error| error.to_string())
         };
+        let error = Source::new("jwks", vec![path.clone()], parse).read().err()?;
         Some(format!("auth.jwt.jwks: {} can't be used: {error}; name a JWKS", path.display()))
     }
 
