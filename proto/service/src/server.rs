@@ -155,7 +155,11 @@ pub async fn serve(
             };
             let stream = match accepted {
                 Ok(stream) => stream,
-                Err(error) => return debug!(%error, "TLS handshake failed"),
+                Err(error) => {
+                    let limits = &connection.shared.port.limits;
+                    limits.metrics.count_failed_handshake(limits.name, &error);
+                    return debug!(%error, port = limits.name, "TLS handshake failed");
+                }
             };
             serve_stream(stream, app, connection, stop_token.cancelled_owned()).await;
         });

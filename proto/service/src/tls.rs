@@ -1,13 +1,14 @@
 //! TLS for the ports of both processes, with certificates from PEM files that may be replaced.
 //!
 //! [`server`] accepts connections: of clients at the router, of routers at the agent, where it also
-//! demands a certificate of the router. [`client`] is the router's side of the latter. The private
-//! child `pem` reads the files. A replaced file takes effect for new connections within a second
-//! (see `reload`); connections that are open go on. TLS is rustls's, with ring's encryption:
-//! versions 1.2 and 1.3.
+//! demands a certificate of the router. [`client`] is the router's side of the latter. The child
+//! [`pem`] reads the files for both; `handshake_error` says why a handshake failed. A replaced file
+//! takes effect for new connections within two seconds (see `reload`); connections that are open go
+//! on. TLS is rustls's, with ring's encryption: versions 1.2 and 1.3.
 
 pub mod client;
-mod pem;
+mod handshake_error;
+pub mod pem;
 pub mod server;
 #[cfg(test)]
 mod tests;

@@ -22,7 +22,10 @@ use rustls::{AlertDescription, ClientConfig, pki_types::ServerName};
 use tokio::net::TcpStream;
 use tower_service::Service;
 
-use super::{Protocol, crypto, pem};
+use super::{
+    Protocol, crypto,
+    pem::{self, ByProtocol},
+};
 use crate::{
     reload::{self, Reloaded, Source},
     tasks::Tasks,
@@ -39,17 +42,10 @@ pub struct ClientFiles {
     pub server_name: Option<ServerName<'static>>,
 }
 
-/// A client's certificates in the form that handshakes need, for each protocol.
-#[derive(Debug)]
-struct Configs {
-    http1: Arc<ClientConfig>,
-    http2: Arc<ClientConfig>,
-}
-
 /// The certificates of a client. Clones share them.
 #[derive(Debug, Clone)]
 pub struct ClientTls {
-    configs: Reloaded<Configs>,
+    configs: Reloaded<ByProtocol<ClientConfig>>,
     server_name: Option<ServerName<'static>>,
 }
 
@@ -75,7 +71,7 @@ impl ClientFiles {
         Ok(ClientTls { configs, server_name: self.server_name.clone() })
     }
 
-    fn source(&self) -> Source<Configs> {
+    fn source(&self) -> Source<ByProtocol<ClientConfig>> {
         let mut paths = vec![self.ca.clone()];
         if let Some((cert, key)) = &self.identity {
             paths.extend([cert.clone(), key.clone()]);
@@ -85,7 +81,7 @@ impl ClientFiles {
     }
 
     /// Makes the handshakes' configurations of the contents of the files.
-    fn parse(&self, contents: &[Vec<u8>]) -> Result<Configs, String> {
+    fn parse(&self, contents: &[Vec<u8>]) -> Result<ByProtocol<ClientConfig>, String> {
         let builder = ClientConfig::builder_with_provider(crypto())
             .with_safe_default_protocol_versions()
             .map_err(|error| error.to_string())?
@@ -93,21 +89,11 @@ impl ClientFiles {
         let config = match &self.identity {
             None => builder.with_no_client_auth(),
             Some((cert, key)) => {
-                let chain = pem::certificates(cert, &contents[1])?;
-                let private_key = pem::key(key, &contents[2])?;
-                builder.with_client_auth_cert(chain, private_key).map_err(|error| {
-                    let (cert, key) = (cert.display(), key.display());
-                    format!("{cert} and {key} don't fit together: {error}")
-                })?
+                let identity = pem::identity(cert, key, [&contents[1], &contents[2]])?;
+                builder.with_client_cert_resolver(Arc::new(identity))
             }
         };
-        let for_protocol = |protocol: Protocol| {
-            let mut config = config.clone();
-            config.alpn_protocols = protocol.alpn();
-            Arc::new(config)
-        };
-        let (http1, http2) = (for_protocol(Protocol::Http1), for_protocol(Protocol::Http2));
-        Ok(Configs { http1, http2 })
+        Ok(ByProtocol::new(config, |config| &mut config.alpn_protocols))
     }
 }
 
@@ -138,10 +124,7 @@ impl Connector {
     /// Returns the connector with the certificates of this moment.
     fn current(&self, tls: &ClientTls) -> HttpsConnector<HttpConnector> {
         let configs = tls.configs.load();
-        let config = match self.protocol {
-            Protocol::Http1 => &configs.http1,
-            Protocol::Http2 => &configs.http2,
-        };
+        let config = configs.get(self.protocol);
         let resolver: Arc<dyn ResolveServerName + Send + Sync> = match &tls.server_name {
             Some(name) => Arc::new(FixedServerNameResolver::new(name.clone())),
             None => Arc::new(DefaultServerNameResolver::default()),

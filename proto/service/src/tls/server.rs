@@ -18,7 +18,11 @@ use rustls::{
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio_rustls::{TlsAcceptor, server::TlsStream};
 
-use super::{Protocol, crypto, pem};
+pub use super::handshake_error::HandshakeError;
+use super::{
+    Protocol, crypto,
+    pem::{self, ByProtocol},
+};
 use crate::{
     reload::{self, Reloaded, Source},
     tasks::Tasks,
@@ -48,17 +52,10 @@ pub struct TrustedClients {
     pub names: Vec<ServerName<'static>>,
 }
 
-/// A server's certificates in the form that handshakes need, for each protocol.
-#[derive(Debug)]
-struct Configs {
-    http1: Arc<ServerConfig>,
-    http2: Arc<ServerConfig>,
-}
-
 /// Accepts TLS connections with the certificates that are in the files now. Clones share them.
 #[derive(Debug, Clone)]
 pub struct ServerTls {
-    configs: Reloaded<Configs>,
+    configs: Reloaded<ByProtocol<ServerConfig>>,
     client_names: Arc<[ServerName<'static>]>,
     protocol: Protocol,
 }
@@ -87,7 +84,7 @@ impl ServerFiles {
         Ok(ServerTls { configs, client_names, protocol: Protocol::Http1 })
     }
 
-    fn source(&self) -> Source<Configs> {
+    fn source(&self) -> Source<ByProtocol<ServerConfig>> {
         let mut paths = vec![self.cert.clone(), self.key.clone()];
         paths.extend(self.clients.as_ref().map(|clients| clients.ca.clone()));
         let files = self.clone();
@@ -95,7 +92,7 @@ impl ServerFiles {
     }
 
     /// Makes the handshakes' configurations of the contents of the files.
-    fn parse(&self, contents: &[Vec<u8>]) -> Result<Configs, String> {
+    fn parse(&self, contents: &[Vec<u8>]) -> Result<ByProtocol<ServerConfig>, String> {
         let builder = ServerConfig::builder_with_provider(crypto())
             .with_safe_default_protocol_versions()
             .map_err(|error| error.to_string())?;
@@ -110,24 +107,14 @@ impl ServerFiles {
                 builder.with_client_cert_verifier(verifier)
             }
         };
-        let chain = pem::certificates(&self.cert, &contents[0])?;
-        let key = pem::key(&self.key, &contents[1])?;
-        let mut config = builder.with_single_cert(chain, key).map_err(|error| {
-            let (cert, key) = (self.cert.display(), self.key.display());
-            format!("{cert} and {key} don't fit together: {error}")
-        })?;
+        let identity = pem::identity(&self.cert, &self.key, [&contents[0], &contents[1]])?;
+        let mut config = builder.with_cert_resolver(Arc::new(identity));
         if self.clients.is_some() {
             // A resumed connection would show no certificate, so an expired one could go on.
             config.session_storage = Arc::new(NoServerSessionStorage {});
             config.send_tls13_tickets = 0;
         }
-        let for_protocol = |protocol: Protocol| {
-            let mut config = config.clone();
-            config.alpn_protocols = protocol.alpn();
-            Arc::new(config)
-        };
-        let (http1, http2) = (for_protocol(Protocol::Http1), for_protocol(Protocol::Http2));
-        Ok(Configs { http1, http2 })
+        Ok(ByProtocol::new(config, |config| &mut config.alpn_protocols))
     }
 }
 
@@ -142,20 +129,18 @@ impl ServerTls {
     ///
     /// # Errors
     /// When the client speaks no TLS, shows no certificate that is demanded, or is too slow.
-    pub async fn accept<S>(&self, stream: S) -> io::Result<ServerStream<S>>
+    pub async fn accept<S>(&self, stream: S) -> Result<ServerStream<S>, HandshakeError>
     where
         S: AsyncRead + AsyncWrite + Unpin,
     {
         let configs = self.configs.load();
-        let config = match self.protocol {
-            Protocol::Http1 => &configs.http1,
-            Protocol::Http2 => &configs.http2,
-        };
-        let handshake = TlsAcceptor::from(Arc::clone(config)).accept(stream);
-        let stream = tokio::time::timeout(HANDSHAKE_TIME_MAX, handshake).await??;
+        let config = Arc::clone(configs.get(self.protocol));
+        let handshake = TlsAcceptor::from(config).accept(stream);
+        let stream = tokio::time::timeout(HANDSHAKE_TIME_MAX, handshake)
+            .await
+            .map_err(|_| HandshakeError::Late)??;
         if !self.client_names.is_empty() && !self.has_client_name(&stream) {
-            let text = "the client's certificate has none of the names in client_names";
-            return Err(io::Error::new(io::ErrorKind::PermissionDenied, text));
+            return Err(HandshakeError::ClientName);
         }
         Ok(ServerStream::Tls(Box::new(stream)))
     }
@@ -173,7 +158,10 @@ impl ServerTls {
 ///
 /// # Errors
 /// See [`ServerTls::accept`].
-pub async fn accept<S>(tls: Option<&ServerTls>, stream: S) -> io::Result<ServerStream<S>>
+pub async fn accept<S>(
+    tls: Option<&ServerTls>,
+    stream: S,
+) -> Result<ServerStream<S>, HandshakeError>
 where
     S: AsyncRead + AsyncWrite + Unpin,
 {

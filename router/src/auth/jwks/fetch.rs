@@ -12,10 +12,8 @@ use hyper_util::{
     client::legacy::{Client, connect::HttpConnector},
     rt::TokioExecutor,
 };
-use rustls::{
-    ClientConfig, RootCertStore,
-    pki_types::{CertificateDer, pem::PemObject as _},
-};
+use rustls::{ClientConfig, RootCertStore};
+use service::tls::pem;
 
 use crate::config::jwt::JWKS_BYTES_MAX;
 
@@ -35,13 +33,10 @@ impl Fetcher {
     /// # Errors
     /// When there are no certificates to trust. The text says what is wrong.
     pub(super) fn new(url: Uri, ca_file: &Path) -> Result<Self, String> {
-        let mut roots = RootCertStore::empty();
-        if url.scheme_str() == Some("https") {
-            let certificates = trusted_certificates(ca_file)?;
-            if roots.add_parsable_certificates(certificates).0 == 0 {
-                return Err("no CA certificate to trust; set ca_file".to_owned());
-            }
-        }
+        let roots = match url.scheme_str() {
+            Some("https") => trusted_roots(ca_file)?,
+            _ => RootCertStore::empty(),
+        };
         let provider = rustls::crypto::ring::default_provider();
         let tls = ClientConfig::builder_with_provider(provider.into())
             .with_safe_default_protocol_versions()
@@ -75,13 +70,17 @@ impl Fetcher {
     }
 }
 
-fn trusted_certificates(ca_file: &Path) -> Result<Vec<CertificateDer<'static>>, String> {
-    if ca_file.as_os_str().is_empty() {
-        return Ok(rustls_native_certs::load_native_certs().certs);
+/// Returns the CAs of a file, or else of the system.
+fn trusted_roots(ca_file: &Path) -> Result<RootCertStore, String> {
+    if !ca_file.as_os_str().is_empty() {
+        let content = std::fs::read(ca_file)
+            .map_err(|error| format!("ca_file {} can't be read: {error}", ca_file.display()))?;
+        return pem::roots(ca_file, &content).map_err(|error| format!("ca_file: {error}"));
     }
-    let shown = ca_file.display();
-    let certificates = CertificateDer::pem_file_iter(ca_file);
-    let certificates = certificates.map_err(|error| format!("ca_file {shown}: {error}"))?;
-    let certificates: Result<Vec<_>, _> = certificates.collect();
-    certificates.map_err(|error| format!("ca_file {shown}: {error}"))
+    let mut roots = RootCertStore::empty();
+    let certificates = rustls_native_certs::load_native_certs().certs;
+    if roots.add_parsable_certificates(certificates).0 == 0 {
+        return Err("no CA certificate to trust; set ca_file".to_owned());
+    }
+    Ok(roots)
 }
