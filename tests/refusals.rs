@@ -1,7 +1,8 @@
-//! End-to-end tests of refusals that depend on the moment: what a turn waits for when it is refused.
+//! End-to-end tests of refusals that depend on the moment at which a turn or a watcher comes.
 
 #![expect(clippy::unwrap_used, reason = "a test fails where it unwraps")]
 
+use proto::v1;
 use serde_json::{Value, json};
 use tests::cluster::{Cluster, ClusterSettings, eventually, text_turn};
 use tokio::{
@@ -93,6 +94,43 @@ async fn an_agent_claims_so_many_turns_and_refuses_the_next() {
     let answer = clients.pop().unwrap().send_body().await;
     assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
     eventually("a place", || async { SlowClient::claim_turn(&cluster, None).await.ok() }).await;
+}
+
+/// More streams than the agent takes of any kind, and fewer than a connection carries.
+const STREAMS: usize = 150;
+
+/// Opens streams until the agent refuses one. Returns the open ones and the refusal.
+async fn fill<S>(
+    mut open: impl AsyncFnMut() -> Result<S, tonic::Status>,
+) -> (Vec<S>, tonic::Status) {
+    let mut streams = vec![];
+    for _ in 0..STREAMS {
+        match open().await {
+            Ok(stream) => streams.push(stream),
+            Err(refused) => return (streams, refused),
+        }
+    }
+    panic!("the agent refuses no stream");
+}
+
+#[tokio::test]
+async fn an_agent_has_places_for_so_many_watchers_and_counts_those_that_it_refuses() {
+    let cluster = start(|_| {}).await;
+    let client = cluster.agent().control_client().await.unwrap();
+    let watch_kv = async || client.clone().watch_kv(v1::WatchKvRequest {}).await;
+    let watch_load = async || client.clone().watch_load(v1::WatchLoadRequest {}).await;
+    let ((mut kv, kv_refused), (_load, load_refused)) =
+        (fill(watch_kv).await, fill(watch_load).await);
+    for refused in [kv_refused, load_refused] {
+        assert_eq!(refused.code(), tonic::Code::ResourceExhausted, "{refused}");
+    }
+    let metrics = cluster.agent_metrics().await;
+    for stream in ["kv", "load"] {
+        let line = format!("berth_agent_control_streams_refused_total{{stream=\"{stream}\"}} 1\n");
+        assert!(metrics.contains(&line), "{metrics}");
+    }
+    kv.pop();
+    eventually("a place", || async { watch_kv().await.ok() }).await;
 }
 
 #[tokio::test]

@@ -197,6 +197,50 @@ async fn plain_http_on_a_port_with_tls_is_closed() {
 }
 
 #[tokio::test]
+async fn an_operator_sees_why_handshakes_fail() {
+    let files = Files::of_fleet(&Authority::new("fleet"));
+    files.issue("other", &Authority::new("stranger"), ROUTER);
+    let fleet = start_secure(1, &files).await;
+    let agent = fleet.agent();
+    let post = async |web: Web| {
+        let url = agent.url("/generate");
+        web.post(&url, &[], &text_turn("hello", 4)).await.unwrap_err();
+    };
+    post(files.web(None, Some(AGENT))).await;
+    post(files.web(Some("other"), Some(AGENT))).await;
+    post(files.web(Some("front"), Some(AGENT))).await;
+    post(files.web(Some("router"), Some("elsewhere.test"))).await;
+    drop(tokio::net::TcpStream::connect(agent.data).await.unwrap());
+    for addr in [fleet.routers[0].data, agent.control] {
+        let mut stream = tokio::net::TcpStream::connect(addr).await.unwrap();
+        stream.write_all(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n").await.unwrap();
+        let _ = stream.read_to_end(&mut vec![]).await;
+    }
+    let agent_failures = [
+        ("data", "client_certificate", 2),
+        ("data", "client_name", 1),
+        ("data", "refused_by_client", 1),
+        ("data", "disconnected", 1),
+        ("control", "not_tls", 1),
+    ];
+    let router_url = fleet.routers[0].admin_url("/metrics");
+    for (port, reason, count) in agent_failures {
+        eventually(reason, || async {
+            let name = "berth_agent_tls_handshakes_failed_total";
+            let line = format!("{name}{{port=\"{port}\",reason=\"{reason}\"}} {count}\n");
+            fleet.agent_metrics().await.contains(&line).then_some(())
+        })
+        .await;
+    }
+    eventually("the router's count", || async {
+        let page = fleet.web.get(&router_url).await.unwrap().text();
+        let name = "berth_router_tls_handshakes_failed_total";
+        page.contains(&format!("{name}{{port=\"data\",reason=\"not_tls\"}} 1\n")).then_some(())
+    })
+    .await;
+}
+
+#[tokio::test]
 async fn a_token_alone_is_enough_where_tls_is_elsewhere() {
     let files = Files::of_fleet(&Authority::new("fleet"));
     let token_file = files.path("tokens");

@@ -11,6 +11,7 @@
 
 mod incoming;
 mod load_watch;
+mod streams;
 
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 
@@ -19,24 +20,33 @@ use proto::{
     claim,
     id::SessionKey,
     load::Retention,
-    v1::{self, worker_agent_server as server},
+    v1::{
+        self,
+        worker_agent_server::{WorkerAgent, WorkerAgentServer},
+    },
 };
 use service::{
     clock::now,
+    server,
     tasks::Tasks,
     tls::{Protocol, server::ServerTls},
 };
-use tokio::sync::{Semaphore, mpsc, watch};
+use tokio::sync::{mpsc, watch};
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status, service::Interceptor};
 
-use self::{incoming::ControlConnectInfo, load_watch::LoadStream};
+pub use self::streams::Metrics;
+use self::{
+    incoming::{ConnectionLimits, ControlConnectInfo},
+    load_watch::LoadStream,
+    streams::{PlacedStream, Places},
+};
 use crate::{
     audit,
     data_port::{self, RouterAuth},
     engine::model_files,
-    kv_events::KvHandle,
+    kv_events::{self, KvHandle},
     owner::{self, AgentHandle, PageEnd, RankPageAudit},
 };
 
@@ -62,10 +72,12 @@ struct ControlService {
     epoch: u64,
     /// The model's tokenizer files; `None` until they are found.
     found_files: watch::Receiver<Option<Arc<model_files::FoundFiles>>>,
-    /// Limits the transfers of files at the same time to [`FILE_FETCHES_MAX`].
-    fetch_permits: Arc<Semaphore>,
-    /// Limits the watchers to [`load_watch::WATCHERS_MAX`].
-    watch_permits: Arc<Semaphore>,
+    /// The places for transfers of files: [`FILE_FETCHES_MAX`].
+    file_places: Places,
+    /// The places for watchers of loads: [`load_watch::WATCHERS_MAX`].
+    load_places: Places,
+    /// The places for watchers of resident blocks: [`kv_events::WATCHERS_MAX`].
+    kv_places: Places,
     /// The tasks that send events to watchers, one per watcher.
     tasks: Tasks,
 }
@@ -88,6 +100,10 @@ pub struct ControlListener {
     pub access: PortAccess,
     /// The maximum number of connections.
     pub connections_max: usize,
+    /// Counts the connections that are closed at once.
+    pub port_metrics: server::Metrics,
+    /// Counts the streams that are refused.
+    pub metrics: Metrics,
 }
 
 /// Starts the control port's thread, and returns its address. The thread ends when `token` is
@@ -103,7 +119,7 @@ pub fn start(
     listener: ControlListener,
     token: CancellationToken,
 ) -> std::io::Result<SocketAddr> {
-    let ControlListener { socket, access, connections_max } = listener;
+    let ControlListener { socket, access, connections_max, port_metrics, metrics } = listener;
     socket.set_nonblocking(true)?;
     let addr = socket.local_addr()?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
@@ -117,17 +133,19 @@ pub fn start(
                 kv_events,
                 epoch,
                 found_files,
-                fetch_permits: Arc::new(Semaphore::new(FILE_FETCHES_MAX)),
-                watch_permits: Arc::new(Semaphore::new(load_watch::WATCHERS_MAX)),
+                file_places: Places::new("files", FILE_FETCHES_MAX, &metrics),
+                load_places: Places::new("load", load_watch::WATCHERS_MAX, &metrics),
+                kv_places: Places::new("kv", kv_events::WATCHERS_MAX, &metrics),
                 tasks: tasks.clone(),
             };
             let tls = access.tls.map(|tls| tls.for_protocol(Protocol::Http2));
-            let connections = incoming::accept(listener, connections_max, tls, &tasks);
+            let limits = ConnectionLimits { connections_max, metrics: port_metrics };
+            let connections = incoming::accept(listener, limits, tls, &tasks);
             let check = RouterCheck(access.router_auth);
             let serve_result = tonic::transport::Server::builder()
                 .http2_keepalive_interval(Some(KEEPALIVE))
                 .http2_keepalive_timeout(Some(KEEPALIVE))
-                .add_service(server::WorkerAgentServer::with_interceptor(service, check))
+                .add_service(WorkerAgentServer::with_interceptor(service, check))
                 .serve_with_incoming_shutdown(connections, async {
                     token.cancelled().await;
                     // The streams of watchers don't end by themselves, and the server waits for
@@ -183,7 +201,7 @@ fn parse_key(wire_key: Option<v1::SessionKey>) -> Result<SessionKey, Status> {
 }
 
 #[tonic::async_trait]
-impl server::WorkerAgent for ControlService {
+impl WorkerAgent for ControlService {
     async fn describe(
         &self,
         _: Request<v1::DescribeRequest>,
@@ -254,12 +272,9 @@ impl server::WorkerAgent for ControlService {
         &self,
         request: Request<v1::WatchLoadRequest>,
     ) -> Result<Response<Self::WatchLoadStream>, Status> {
-        let permit = Arc::clone(&self.watch_permits).try_acquire_owned();
-        let permit = permit.map_err(|_| {
-            Status::resource_exhausted("this agent has as many watchers as it may have")
-        })?;
+        let place = self.load_places.take()?;
         let connection = request.extensions().get::<ControlConnectInfo>().cloned();
-        let (stream, sending) = LoadStream::new(permit, self.epoch, connection);
+        let (stream, sending) = load_watch::new_stream(place, self.epoch, connection);
         let (agent, token) = (self.agent.clone(), self.tasks.token());
         self.tasks.spawn(async move {
             tokio::select! {
@@ -288,15 +303,18 @@ impl server::WorkerAgent for ControlService {
         Ok(Response::new(v1::AuditResponse { ranks }))
     }
 
-    type WatchKvStream = ReceiverStream<Result<v1::KvEvent, Status>>;
+    type WatchKvStream = PlacedStream<v1::KvEvent>;
 
     async fn watch_kv(
         &self,
-        _: Request<v1::WatchKvRequest>,
+        request: Request<v1::WatchKvRequest>,
     ) -> Result<Response<Self::WatchKvStream>, Status> {
+        let place = self.kv_places.take()?;
+        let connection = request.extensions().get::<ControlConnectInfo>();
+        let close_order = connection.map(ControlConnectInfo::close_order).unwrap_or_default();
         // Another thread makes the messages. This runtime only encodes them, when the watcher has
         // room. A message has at most 256 KiB, which takes a tenth of a millisecond.
-        Ok(Response::new(ReceiverStream::new(self.kv_events.watch()?)))
+        Ok(Response::new(PlacedStream::new(self.kv_events.watch(close_order)?, place)))
     }
 
     type FetchModelFilesStream = ReceiverStream<Result<v1::ModelFilePart, Status>>;
@@ -310,13 +328,11 @@ impl server::WorkerAgent for ControlService {
         if files.identity().hash[..] != request.into_inner().hash {
             return Err(Status::failed_precondition("the files have changed; call Describe again"));
         }
-        let permit = Arc::clone(&self.fetch_permits).try_acquire_owned();
-        let permit =
-            permit.map_err(|_| Status::resource_exhausted("too many transfers; try again"))?;
+        let place = self.file_places.take()?;
         let (sender, receiver) = mpsc::channel(FILE_PARTS_QUEUED_MAX);
         // Reading waits for the disk and for the router, so it runs on a blocking thread.
         tokio::task::spawn_blocking(move || {
-            let _permit = permit;
+            let _place = place;
             let runtime = tokio::runtime::Handle::current();
             let send_part = |part| {
                 // The time limit frees the thread and the permit if the router takes nothing.

@@ -49,8 +49,8 @@ use self::{
 };
 use crate::shim::ShimHandle;
 
-/// The maximum number of routers that watch at once.
-const WATCHERS_MAX: usize = 16;
+/// The maximum number of routers that watch at once. `control_port` sees to it.
+pub const WATCHERS_MAX: usize = 16;
 /// The maximum number of snapshots that are made and sent at once. Each takes eight bytes of memory
 /// per block until it is sent.
 const SNAPSHOTS_MAX: usize = 2;
@@ -89,11 +89,19 @@ pub struct KvSetup {
 /// The stream of messages for one watcher.
 pub type KvEventStream = mpsc::Receiver<Result<v1::KvEvent, Status>>;
 
+/// A watcher to add.
+#[derive(Debug)]
+struct NewWatcher {
+    /// The sending half of its stream.
+    sender: mpsc::Sender<Result<v1::KvEvent, Status>>,
+    /// Closes its connection.
+    close_order: CancellationToken,
+}
+
 /// Handle to the KV thread: adds watchers and sets the engine's publishers.
 #[derive(Debug, Clone)]
 pub struct KvHandle {
-    /// Takes the sending half of each new watcher's stream.
-    new_watchers: mpsc::Sender<mpsc::Sender<Result<v1::KvEvent, Status>>>,
+    new_watchers: mpsc::Sender<NewWatcher>,
     publisher_info: tokio::sync::watch::Sender<Option<PublisherInfo>>,
 }
 
@@ -109,14 +117,15 @@ impl KvHandle {
     }
 
     /// Starts a stream for a watcher: all resident blocks, then all changes. The stream ends with
-    /// an error when the watcher reads too slowly.
+    /// an error when the watcher reads too slowly. If the watcher takes nothing at all, the stream
+    /// can't end, and `close_order` is cancelled.
     ///
     /// # Errors
-    /// When too many watchers wait to be added, or when the agent is stopping. If too many routers
-    /// watch already, the stream itself has that error as its only message.
-    pub fn watch(&self) -> Result<KvEventStream, Status> {
+    /// When too many watchers wait to be added, or when the agent is stopping.
+    pub fn watch(&self, close_order: CancellationToken) -> Result<KvEventStream, Status> {
         let (sender, stream) = mpsc::channel(QUEUED_EVENTS_MAX);
-        self.new_watchers.try_send(sender).map_err(|error| match error {
+        let watcher = NewWatcher { sender, close_order };
+        self.new_watchers.try_send(watcher).map_err(|error| match error {
             mpsc::error::TrySendError::Full(_) => {
                 Status::resource_exhausted("too many watch requests at once; try again")
             }
@@ -158,10 +167,9 @@ async fn serve(
     epoch: u64,
     shared: &Arc<Shared>,
     mut info_changes: tokio::sync::watch::Receiver<Option<PublisherInfo>>,
-    mut watchers_to_add: mpsc::Receiver<mpsc::Sender<Result<v1::KvEvent, Status>>>,
+    mut watchers_to_add: mpsc::Receiver<NewWatcher>,
 ) {
     let tasks = Tasks::default();
-    let watcher_permits = Arc::new(Semaphore::new(WATCHERS_MAX));
     loop {
         tokio::select! {
             biased;
@@ -172,18 +180,9 @@ async fn serve(
                     shared.log.replace_ranks(start_ranks(&info, shared, &tasks));
                 }
             }
-            Some(stream_sender) = watchers_to_add.recv() => {
-                let Ok(permit) = Arc::clone(&watcher_permits).try_acquire_owned() else {
-                    let _ = stream_sender.try_send(Err(Status::resource_exhausted(format!(
-                        "{WATCHERS_MAX} routers watch already"
-                    ))));
-                    continue;
-                };
+            Some(watcher) = watchers_to_add.recv() => {
                 let shared = Arc::clone(shared);
-                tasks.spawn(async move {
-                    watch::serve_watcher(epoch, &shared, stream_sender).await;
-                    drop(permit);
-                });
+                tasks.spawn(async move { watch::serve_watcher(epoch, &shared, watcher).await });
             }
             else => return,
         }

@@ -178,11 +178,7 @@ pub async fn run(
         kv_events.clone(),
         epoch,
         found_files,
-        ControlListener {
-            socket: listeners.control,
-            access: access.clone(),
-            connections_max: port_limits.control_connections_max,
-        },
+        port_limits.control_listener(listeners.control, access.clone(), &mut registry),
         tasks.token(),
     )?;
     let ready = track_readiness(agent.report.clone(), &metrics, &tasks);
@@ -232,6 +228,25 @@ struct AgentPortLimits {
     data: PortLimits,
     admin: PortLimits,
     control_connections_max: usize,
+    metrics: server::Metrics,
+}
+
+impl AgentPortLimits {
+    /// Returns the control port's socket with its limits and metrics.
+    fn control_listener(
+        &self,
+        socket: std::net::TcpListener,
+        access: PortAccess,
+        registry: &mut Registry,
+    ) -> ControlListener {
+        ControlListener {
+            socket,
+            access,
+            connections_max: self.control_connections_max,
+            port_metrics: self.metrics.clone(),
+            metrics: control_port::Metrics::new(registry),
+        }
+    }
 }
 
 /// Raises the limit on file descriptors, and derives the limits of the ports from it.
@@ -243,6 +258,7 @@ fn limit_ports(config: &Config, registry: &mut Registry) -> AgentPortLimits {
         data: PortLimits::data(&config.connections, turns_max(config), described_turns, &metrics),
         admin: PortLimits::admin(&metrics),
         control_connections_max: plan.fleet.min(CONTROL_CONNECTIONS_MAX),
+        metrics,
     }
 }
 

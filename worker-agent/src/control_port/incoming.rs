@@ -16,6 +16,7 @@ use std::{
 };
 
 use service::{
+    server,
     tasks::Tasks,
     tls::server::{self as tls, ServerStream, ServerTls},
 };
@@ -39,11 +40,20 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// The number of connections that wait for the server's task, which takes each at once.
 const ACCEPTED_QUEUED_MAX: usize = 16;
 
-/// Starts a task that accepts connections until `tasks` are cancelled, at most `connections_max` at
-/// a time.
+/// The name of the port in metrics and logs.
+const PORT: &str = "control";
+
+/// The limit on connections, and the metrics of those that are closed at once.
+#[derive(Debug)]
+pub(super) struct ConnectionLimits {
+    pub(super) connections_max: usize,
+    pub(super) metrics: server::Metrics,
+}
+
+/// Starts a task that accepts connections until `tasks` are cancelled, within the limits.
 pub(super) fn accept(
     listener: TcpListener,
-    connections_max: usize,
+    limits: ConnectionLimits,
     tls: Option<ServerTls>,
     tasks: &Tasks,
 ) -> ReceiverStream<io::Result<ControlConnection>> {
@@ -53,7 +63,7 @@ pub(super) fn accept(
         tokio::select! {
             biased;
             () = token.cancelled() => {}
-            () = accept_all(listener, connections_max, tls, sender, connection_tasks) => {}
+            () = accept_all(listener, limits, tls, sender, connection_tasks) => {}
         }
     });
     ReceiverStream::new(receiver)
@@ -61,26 +71,29 @@ pub(super) fn accept(
 
 async fn accept_all(
     listener: TcpListener,
-    connections_max: usize,
+    limits: ConnectionLimits,
     tls: Option<ServerTls>,
     sender: mpsc::Sender<io::Result<ControlConnection>>,
     tasks: Tasks,
 ) {
+    let ConnectionLimits { connections_max, metrics } = limits;
     let permits = Arc::new(Semaphore::new(connections_max));
     loop {
         let stream = match listener.accept().await {
             Ok((stream, _peer)) => stream,
             Err(error) => {
-                warn!(%error, port = "control", "accept failed");
+                warn!(%error, port = PORT, "accept failed");
                 tokio::time::sleep(ACCEPT_PAUSE).await;
                 continue;
             }
         };
         let Ok(permit) = Arc::clone(&permits).try_acquire_owned() else {
+            metrics.count_full(PORT);
             debug!("too many connections to the control port");
             continue;
         };
         let (tls, sender, token) = (tls.clone(), sender.clone(), tasks.token());
+        let metrics = metrics.clone();
         tasks.spawn(async move {
             let handshake = async {
                 stream.set_nodelay(true)?;
@@ -96,7 +109,10 @@ async fn accept_all(
                 Ok(stream) => {
                     drop(sender.send(Ok(ControlConnection::new(stream, permit))).await);
                 }
-                Err(error) => debug!(%error, "TLS handshake failed"),
+                Err(error) => {
+                    metrics.count_failed_handshake(PORT, &error);
+                    debug!(%error, port = PORT, "TLS handshake failed");
+                }
             }
         });
     }
@@ -126,6 +142,11 @@ impl ControlConnectInfo {
     /// Closes the connection with all of its streams.
     pub(super) fn close(&self) {
         self.close_token.cancel();
+    }
+
+    /// Returns a token that closes the connection when it is cancelled.
+    pub(super) fn close_order(&self) -> CancellationToken {
+        self.close_token.clone()
     }
 }
 
@@ -207,10 +228,16 @@ impl AsyncWrite for ControlConnection {
 
 #[cfg(test)]
 mod tests {
+    use prometheus_client::registry::Registry;
     use tokio::io::AsyncReadExt as _;
     use tokio_stream::StreamExt as _;
 
     use super::*;
+
+    fn one_connection() -> ConnectionLimits {
+        let metrics = server::Metrics::new(&mut Registry::default());
+        ConnectionLimits { connections_max: 1, metrics }
+    }
 
     async fn listener() -> (TcpListener, std::net::SocketAddr) {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -221,7 +248,7 @@ mod tests {
     #[tokio::test]
     async fn a_connection_beyond_the_limit_is_closed_and_a_place_comes_back() {
         let (listener, addr) = listener().await;
-        let mut incoming = accept(listener, 1, None, &Tasks::default());
+        let mut incoming = accept(listener, one_connection(), None, &Tasks::default());
         let _first_client = TcpStream::connect(addr).await.unwrap();
         let first = incoming.next().await.unwrap().unwrap();
         let mut second_client = TcpStream::connect(addr).await.unwrap();
@@ -237,7 +264,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_connection_without_a_handshake_fails() {
         let (listener, addr) = listener().await;
-        let mut incoming = accept(listener, 1, None, &Tasks::default());
+        let mut incoming = accept(listener, one_connection(), None, &Tasks::default());
         let _client = TcpStream::connect(addr).await.unwrap();
         let mut connection = incoming.next().await.unwrap().unwrap();
         let error = connection.read(&mut [0; 100]).await.unwrap_err();

@@ -6,11 +6,7 @@
 //! changes wait in a queue that all watchers share. A watcher that is too far behind, or that takes
 //! no event for too long, is disconnected. It may watch again, and then gets the newest table.
 
-use std::{
-    pin::Pin,
-    task::{Context, Poll},
-    time::Duration,
-};
+use std::time::Duration;
 
 use proto::v1::{self, load_event::Event};
 use service::clock::now;
@@ -18,11 +14,10 @@ use tokio::{
     sync::{OwnedSemaphorePermit, broadcast::error::RecvError, mpsc, watch},
     time::timeout,
 };
-use tokio_stream::Stream;
 use tonic::Status;
 use tracing::warn;
 
-use super::incoming::ControlConnectInfo;
+use super::{incoming::ControlConnectInfo, streams::PlacedStream};
 use crate::owner::{AgentHandle, SessionChange, SessionSnapshot, SessionWatch};
 
 /// The maximum number of watchers. A fleet has tens of routers, and a router that reconnects may be
@@ -39,12 +34,7 @@ const EVENTS_QUEUED_MAX: usize = 2;
 const SEND_TIME_MAX: Duration = Duration::from_secs(20);
 
 /// The stream of one watcher.
-#[derive(Debug)]
-pub(super) struct LoadStream {
-    events: mpsc::Receiver<Result<v1::LoadEvent, Status>>,
-    /// The watcher's share of the limit on watchers.
-    _permit: OwnedSemaphorePermit,
-}
+pub(super) type LoadStream = PlacedStream<v1::LoadEvent>;
 
 /// The sending half of a [`LoadStream`].
 #[derive(Debug)]
@@ -62,25 +52,15 @@ pub(super) struct EventSender {
 /// An error: the watcher was disconnected, or the agent stops.
 struct WatcherGone;
 
-impl LoadStream {
-    /// Creates the stream of one watcher, and its sending half.
-    pub(super) fn new(
-        permit: OwnedSemaphorePermit,
-        epoch: u64,
-        connection: Option<ControlConnectInfo>,
-    ) -> (Self, EventSender) {
-        let (sender, events) = mpsc::channel(EVENTS_QUEUED_MAX);
-        let sending = EventSender { sender, epoch, next_sequence: 0, connection };
-        (Self { events, _permit: permit }, sending)
-    }
-}
-
-impl Stream for LoadStream {
-    type Item = Result<v1::LoadEvent, Status>;
-
-    fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
-        self.events.poll_recv(context)
-    }
+/// Creates the stream of one watcher, and its sending half.
+pub(super) fn new_stream(
+    place: OwnedSemaphorePermit,
+    epoch: u64,
+    connection: Option<ControlConnectInfo>,
+) -> (LoadStream, EventSender) {
+    let (sender, events) = mpsc::channel(EVENTS_QUEUED_MAX);
+    let sending = EventSender { sender, epoch, next_sequence: 0, connection };
+    (PlacedStream::new(events, place), sending)
 }
 
 impl EventSender {

@@ -13,10 +13,12 @@ use proto::{
     v1,
 };
 use tokio::{sync::mpsc, time::timeout};
+use tokio_util::sync::CancellationToken;
 use tonic::Status;
+use tracing::warn;
 
 use super::{
-    Shared,
+    NewWatcher, Shared,
     event_log::{EntryContent, LogEntry, RankSnapshot},
 };
 
@@ -34,6 +36,8 @@ struct StreamEnded;
 /// The sending half of one watcher's stream.
 struct EventSender {
     sender: mpsc::Sender<Result<v1::KvEvent, Status>>,
+    /// Closes the watcher's connection.
+    close_order: CancellationToken,
     /// Identifies this process of the agent.
     epoch: u64,
     /// The sequence number of the next message.
@@ -41,12 +45,9 @@ struct EventSender {
 }
 
 /// Serves one watcher until it goes or is too slow.
-pub(super) async fn serve_watcher(
-    epoch: u64,
-    shared: &Shared,
-    sender: mpsc::Sender<Result<v1::KvEvent, Status>>,
-) {
-    let mut events = EventSender { sender, epoch, sequence: 0 };
+pub(super) async fn serve_watcher(epoch: u64, shared: &Shared, watcher: NewWatcher) {
+    let NewWatcher { sender, close_order } = watcher;
+    let mut events = EventSender { sender, close_order, epoch, sequence: 0 };
     shared.metrics.add_watchers(1);
     // The stream's last message has told the watcher the reason, unless the watcher has gone.
     let Err(StreamEnded) = stream_changes(shared, &mut events).await;
@@ -141,20 +142,27 @@ impl EventSender {
     async fn send(&mut self, changes: Vec<v1::KvChange>) -> Result<(), StreamEnded> {
         let event = v1::KvEvent { epoch: self.epoch, sequence: self.sequence, changes };
         self.sequence += 1;
-        match timeout(SEND_TIME_MAX, self.sender.send(Ok(event))).await {
-            Ok(sent) => sent.map_err(|_| StreamEnded),
-            Err(_) => {
-                Err(self.end_with("the watcher took no message for too long; watch again").await)
-            }
-        }
+        self.send_item(Ok(event)).await
     }
 
-    /// Ends the stream with the error `why` as its last message. If the watcher doesn't take that
-    /// message within [`SEND_TIME_MAX`], the stream ends without it.
+    /// Ends the stream with the error `why` as its last message.
     async fn end_with(&self, why: &'static str) -> StreamEnded {
-        let status = Status::resource_exhausted(why);
-        let _ = timeout(SEND_TIME_MAX, self.sender.send(Err(status))).await;
+        // If the watcher doesn't take the message, its connection is closed.
+        let _ = self.send_item(Err(Status::resource_exhausted(why))).await;
         StreamEnded
+    }
+
+    /// Sends an item of the stream. Closes the watcher's connection if the watcher takes nothing.
+    async fn send_item(&self, item: Result<v1::KvEvent, Status>) -> Result<(), StreamEnded> {
+        match timeout(SEND_TIME_MAX, self.sender.send(item)).await {
+            Ok(sent) => sent.map_err(|_| StreamEnded),
+            Err(_) => {
+                warn!("a watcher took no KV message for too long, its connection is closed");
+                // The stream can't end by itself: what is queued waits for the watcher.
+                self.close_order.cancel();
+                Err(StreamEnded)
+            }
+        }
     }
 }
 

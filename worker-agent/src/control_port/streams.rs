@@ -1,0 +1,93 @@
+//! Bounds the streams that the control port serves at once, and counts those that it refuses.
+//!
+//! A stream keeps its place until it ends or its connection closes, also while its router reads
+//! nothing of it.
+
+use std::{
+    pin::Pin,
+    sync::Arc,
+    task::{Context, Poll},
+};
+
+use prometheus_client::{
+    encoding::EncodeLabelSet,
+    metrics::{counter::Counter, family::Family},
+    registry::Registry,
+};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
+use tokio_stream::Stream;
+use tonic::Status;
+
+/// Counts the refused streams. Clones share the same values.
+#[derive(Debug, Clone)]
+pub struct Metrics {
+    refused: Family<StreamLabel, Counter>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct StreamLabel {
+    stream: &'static str,
+}
+
+impl Metrics {
+    /// Creates the metrics, and registers them in `registry`.
+    pub fn new(registry: &mut Registry) -> Self {
+        let metrics = Self { refused: Family::default() };
+        let help = "Streams of routers that the control port refused, because it has as many as it \
+                    may have";
+        registry.register("control_streams_refused", help, metrics.refused.clone());
+        metrics
+    }
+}
+
+/// The places for streams of one kind.
+#[derive(Debug, Clone)]
+pub(super) struct Places {
+    free: Arc<Semaphore>,
+    count: usize,
+    refused: Counter,
+}
+
+impl Places {
+    /// Makes `count` places for streams of the kind `stream`.
+    pub(super) fn new(stream: &'static str, count: usize, metrics: &Metrics) -> Self {
+        let refused = metrics.refused.get_or_create_owned(&StreamLabel { stream });
+        Self { free: Arc::new(Semaphore::new(count)), count, refused }
+    }
+
+    /// Takes a place, which comes back on drop.
+    ///
+    /// # Errors
+    /// The answer to the router, if all places are taken.
+    pub(super) fn take(&self) -> Result<OwnedSemaphorePermit, Status> {
+        Arc::clone(&self.free).try_acquire_owned().map_err(|_| {
+            self.refused.inc();
+            let count = self.count;
+            Status::resource_exhausted(format!("this agent has {count} such streams; try again"))
+        })
+    }
+}
+
+/// The messages of one stream, with its place.
+#[derive(Debug)]
+pub(super) struct PlacedStream<T> {
+    messages: mpsc::Receiver<Result<T, Status>>,
+    _place: OwnedSemaphorePermit,
+}
+
+impl<T> PlacedStream<T> {
+    pub(super) fn new(
+        messages: mpsc::Receiver<Result<T, Status>>,
+        place: OwnedSemaphorePermit,
+    ) -> Self {
+        Self { messages, _place: place }
+    }
+}
+
+impl<T> Stream for PlacedStream<T> {
+    type Item = Result<T, Status>;
+
+    fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        self.messages.poll_recv(context)
+    }
+}
