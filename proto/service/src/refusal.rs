@@ -37,6 +37,14 @@ impl Refusal {
         Self { code, message: message.into(), retry_after: code.retry_after() }
     }
 
+    /// Makes the refusal of a turn that took longer than the setting `limits.turn_ms_max`.
+    #[must_use]
+    pub fn turn_timeout() -> Self {
+        let message = "the turn took longer than turn_ms_max and was aborted; send a shorter \
+                       prompt, or raise the limit";
+        Self::new(Code::TurnTimeout, message)
+    }
+
     /// Sets the time after which the same request may succeed, where it is known exactly. Has no
     /// effect if the code says that a repetition is useless.
     #[must_use]

@@ -5,8 +5,6 @@
 //! Each message is short and says what to do next. Details go to the log. This module writes no
 //! log: `http` logs and counts the refusals.
 
-use std::time::Duration;
-
 use axum::extract::rejection::{PathRejection, QueryRejection};
 use proto::{body, claim};
 use service::{
@@ -51,9 +49,11 @@ impl From<turn::error::Error> for Refusal {
             Error::NoAnswer(error) => return error.into(),
             Error::Limit { limit, refused } => limit_code(limit, refused),
             Error::RequestRate(wait) => {
-                return rate_refusal(Code::RequestsPerMinute, message, wait);
+                return Self::new(Code::RequestsPerMinute, message).retry_after(wait);
             }
-            Error::TokenRate(wait) => return rate_refusal(Code::TokensPerMinute, message, wait),
+            Error::TokenRate(wait) => {
+                return Self::new(Code::TokensPerMinute, message).retry_after(wait);
+            }
             Error::BodyOverContext { .. } | Error::PromptOverContext { .. } => {
                 Code::BodyOverContext
             }
@@ -75,12 +75,6 @@ fn limit_code(limit: Limit, refused: Refused) -> Code {
         (Limit::BodyBytes, Refused::Share | Refused::Key) => Code::BodyBytesShare,
         (_, Refused::Class) => Code::PriorityShed,
     }
-}
-
-/// Returns the refusal of a key that has used up what it has per minute. After `wait` it has enough
-/// again.
-fn rate_refusal(code: Code, message: String, wait: Duration) -> Refusal {
-    Refusal::new(code, message).retry_after(wait)
 }
 
 /// A request that can't be read.
@@ -166,11 +160,7 @@ impl From<NoAnswer> for Refusal {
                 "the worker has stopped answering, and the turn is given up; it may have run, so \
                  check before you send it again",
             ),
-            NoAnswer::TimedOut => Self::new(
-                Code::TurnTimeout,
-                "the answer did not begin within turn_ms_max; send a shorter prompt or raise the \
-                 limit",
-            ),
+            NoAnswer::TimedOut => Self::turn_timeout(),
         }
     }
 }

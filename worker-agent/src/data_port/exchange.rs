@@ -29,11 +29,7 @@ use service::refusal::Refusal;
 use tokio::{sync::oneshot, time::Sleep};
 use tracing::debug;
 
-use super::{
-    TurnContext,
-    refusals::{connection_refusal, timeout_refusal},
-    response_scanner::Scanner,
-};
+use super::{TurnContext, refusals::connection_refusal, response_scanner::Scanner};
 use crate::{
     owner::{Lease, RunModeResult},
     session::Outcome,
@@ -144,7 +140,7 @@ impl Exchange {
         let head_result = tokio::select! {
             biased;
             head_result = head => head_result,
-            () = &mut self.deadline => return Err(timeout_refusal()),
+            () = &mut self.deadline => return Err(Refusal::turn_timeout()),
         };
         match head_result {
             Ok(response) => Ok(self.begin_response(response)),

@@ -68,11 +68,6 @@ pub(super) fn connection_refusal(error: &hyper_util::client::legacy::Error) -> R
     Refusal::new(Code::EngineBrokeOff, message)
 }
 
-/// Returns the refusal of a turn that passed its time limit.
-pub(super) fn timeout_refusal() -> Refusal {
-    Refusal::new(Code::TurnTimeout, "the turn took longer than turn_ms_max and was aborted")
-}
-
 #[cfg(test)]
 mod tests {
     use std::net::Ipv4Addr;

@@ -38,7 +38,7 @@ use tracing::debug;
 
 use super::{
     exchange::Exchange,
-    refusals::{connection_refusal, refusal, timeout_refusal},
+    refusals::{connection_refusal, refusal},
     request::{self, BodyContext, ParsedRequest},
     route_features::{actual_run_mode, route_turns},
     router_auth::{Caller, RouterAuth},
@@ -274,8 +274,9 @@ async fn pass_through(
     let outgoing = engine_request(context, request_head, body);
     let send_result =
         tokio::time::timeout(context.turn_time_max, context.engine.send(outgoing)).await;
-    let response =
-        send_result.map_err(|_| timeout_refusal())?.map_err(|error| connection_refusal(&error))?;
+    let response = send_result
+        .map_err(|_| Refusal::turn_timeout())?
+        .map_err(|error| connection_refusal(&error))?;
     let (head, body) = response.into_parts();
     Ok(Response::from_parts(response_head(head), Body::new(body)))
 }
