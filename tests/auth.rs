@@ -5,6 +5,7 @@
 use std::{
     fs,
     os::unix::fs::symlink,
+    path::{Path, PathBuf},
     sync::{
         Arc,
         atomic::{AtomicU8, AtomicUsize, Ordering},
@@ -14,9 +15,16 @@ use std::{
 use axum::body::Body;
 use base64::{Engine as _, engine::general_purpose::URL_SAFE_NO_PAD};
 use http::{Method, StatusCode};
+use prometheus_client::registry::Registry;
+use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
 use ring::signature::{Ed25519KeyPair, KeyPair as _};
 use serde_json::{Value, json};
-use service::tasks::Tasks;
+use service::{
+    reload,
+    server::{self, PortLimits},
+    tasks::Tasks,
+    tls::server::{ServerFiles, ServerTls},
+};
 use tests::{
     cluster::{Cluster, ClusterSettings, agent_config, eventually, text_turn as turn},
     keys::{KeyFixture, TestKey, key_text},
@@ -267,6 +275,26 @@ impl Issuer {
 
     /// Serves the public key, and returns its URL.
     async fn serve(&self) -> String {
+        self.serve_with(None).await
+    }
+
+    /// Serves the public key by TLS, with a certificate of `authority`, and returns its URL.
+    async fn serve_tls(&self, authority: &Authority, folder: &Path) -> String {
+        let key = KeyPair::generate().unwrap();
+        let params = CertificateParams::new(vec!["127.0.0.1".to_owned()]).unwrap();
+        let certificate = params.signed_by(&key, authority).unwrap();
+        let files = ServerFiles {
+            cert: folder.join("issuer.pem"),
+            key: folder.join("issuer.key"),
+            clients: None,
+        };
+        fs::write(&files.cert, certificate.pem()).unwrap();
+        fs::write(&files.key, key.serialize_pem()).unwrap();
+        let tls = files.start(&reload::Metrics::default(), &Tasks::default()).unwrap();
+        self.serve_with(Some(tls)).await
+    }
+
+    async fn serve_with(&self, tls: Option<ServerTls>) -> String {
         let issuer = self.clone();
         let answer = move || {
             issuer.readings.fetch_add(1, Ordering::Relaxed);
@@ -274,8 +302,11 @@ impl Issuer {
         };
         let app = axum::Router::new().route("/jwks.json", axum::routing::get(answer));
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let url = format!("http://{}/jwks.json", listener.local_addr().unwrap());
-        Tasks::default().spawn(async move { drop(axum::serve(listener, app).await) });
+        let scheme = if tls.is_some() { "https" } else { "http" };
+        let url = format!("{scheme}://{}/jwks.json", listener.local_addr().unwrap());
+        let metrics = server::Metrics::new(&mut Registry::default());
+        let (limits, tasks) = (PortLimits::admin(&metrics), Tasks::default());
+        tasks.spawn(server::serve(listener, app, limits, tls, tasks.clone()));
         url
     }
 
@@ -292,13 +323,46 @@ impl Issuer {
 }
 
 async fn start_with_tokens(keys: &KeyFixture, jwks: String) -> Cluster {
+    start_with_issuer(keys, jwks, PathBuf::new()).await
+}
+
+/// Starts a cluster that takes tokens. `ca_file` is the CA of the URL's server.
+async fn start_with_issuer(keys: &KeyFixture, jwks: String, ca_file: PathBuf) -> Cluster {
     let change = |settings: &mut ClusterSettings| {
         let jwt = &mut settings.router.as_mut().unwrap().auth.jwt;
         jwt.issuer = "https://issuer.example".to_owned();
         jwt.audience = "berth".to_owned();
-        jwt.jwks = jwks;
+        (jwt.jwks, jwt.ca_file) = (jwks, ca_file);
     };
     start_with(keys, change).await
+}
+
+type Authority = CertifiedIssuer<'static, KeyPair>;
+
+/// Makes a certificate authority, and writes its certificate.
+fn authority(path: &Path) -> Authority {
+    let mut params = CertificateParams::default();
+    params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    let authority = CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap();
+    fs::write(path, authority.pem()).unwrap();
+    authority
+}
+
+#[tokio::test]
+async fn the_issuer_s_keys_come_by_tls_from_a_server_that_the_router_trusts() {
+    let keys = KeyFixture::new(&KEYS).unwrap();
+    let (ca_file, other_file) = (keys.folder().join("ca.pem"), keys.folder().join("other.pem"));
+    let (issuer, authority, _other) =
+        (Issuer::default(), authority(&ca_file), authority(&other_file));
+    let url = issuer.serve_tls(&authority, keys.folder()).await;
+    let token = issuer.token("alice", "0");
+    let list = ("/v1/sessions", [("authorization", token.as_str())]);
+    let distrusting = start_with_issuer(&keys, url.clone(), other_file).await;
+    let refused = ask(&distrusting, Method::GET, list.0, &list.1).await;
+    assert_eq!(refused, (503, "auth_unavailable".to_owned()));
+    assert_eq!(issuer.readings.load(Ordering::Relaxed), 0, "the router asked a stranger");
+    let trusting = start_with_issuer(&keys, url, ca_file).await;
+    assert_eq!(ask(&trusting, Method::GET, list.0, &list.1).await.0, 200);
 }
 
 #[tokio::test]

@@ -20,10 +20,11 @@ use crate::{
     harness::{Answer, Router, collect, config, wait_until},
 };
 
-const KEYS: [TestKey<'_>; 6] = [
+const KEYS: [TestKey<'_>; 7] = [
     ("hog", "hog", ""),
     ("user", "user", ""),
     ("single", "single", "limits = { turns_in_flight_max = 1 }"),
+    ("pair", "pair", "limits = { sessions_max = 2 }"),
     ("slow", "slow", "limits = { requests_per_minute = 2 }"),
     ("frugal", "frugal", "limits = { tokens_per_minute = 120 }"),
     ("low", "low", "limits = { priority = { class = \"low\", bound = \"normal\" } }"),
@@ -31,6 +32,7 @@ const KEYS: [TestKey<'_>; 6] = [
 const HOG: (&str, &str) = ("authorization", "Bearer hog");
 const USER: (&str, &str) = ("authorization", "Bearer user");
 const SINGLE: (&str, &str) = ("authorization", "Bearer single");
+const PAIR: (&str, &str) = ("authorization", "Bearer pair");
 const SLOW: (&str, &str) = ("authorization", "Bearer slow");
 const FRUGAL: (&str, &str) = ("authorization", "Bearer frugal");
 const LOW: (&str, &str) = ("authorization", "Bearer low");
@@ -57,7 +59,7 @@ async fn hold_turns(
     count: usize,
     body: &str,
 ) -> (JoinSet<Answer>, Vec<Answer>) {
-    let (before, mut turns, mut refused) = (agent.turns().len(), JoinSet::new(), vec![]);
+    let (before, mut turns) = (agent.turns().len(), JoinSet::new());
     for _ in 0..count {
         let (router, headers, body) = (Arc::clone(router), headers.to_vec(), body.to_owned());
         turns.spawn(async move {
@@ -65,13 +67,21 @@ async fn hold_turns(
             router.call(Method::POST, "/v1/messages", &headers, body).await
         });
     }
-    while agent.turns().len() - before + refused.len() < count {
+    let refused = wait_for_turns(&mut turns, agent, before + count).await;
+    (turns, refused)
+}
+
+/// Waits until each turn is refused or at the agent, which then has got `count` turns but for the
+/// refused ones. Returns these.
+async fn wait_for_turns(turns: &mut JoinSet<Answer>, agent: &Agent, count: usize) -> Vec<Answer> {
+    let mut refused = vec![];
+    while agent.turns().len() + refused.len() < count {
         tokio::select! {
             Some(answer) = turns.join_next() => refused.push(answer.unwrap()),
             () = tokio::time::sleep(std::time::Duration::from_millis(5)) => {}
         }
     }
-    (turns, refused)
+    refused
 }
 
 async fn complete(router: &Router, body: &str) -> Answer {
@@ -134,6 +144,55 @@ async fn a_client_with_many_turns_leaves_some_to_others() {
         router.metrics().await.contains("berth_router_share_used{pool=\"turns\"} 0")
     })
     .await;
+}
+
+#[tokio::test]
+async fn a_client_with_turns_in_many_sessions_leaves_sessions_to_others() {
+    let a = Agent::start("a");
+    let (router, _keys) = start(&a, |settings| settings.limits.sessions_max = 64).await;
+    let mut turns = JoinSet::new();
+    for number in 0..64 {
+        let (router, id) = (Arc::clone(&router), format!("s{number}"));
+        turns.spawn(async move {
+            let headers = [HOG, WAIT_HEAD, ("x-berth-session-id", id.as_str())];
+            router.chat(&headers, "{\"a\":1}").await
+        });
+    }
+    let refused = wait_for_turns(&mut turns, &a, 64).await;
+    assert_eq!(refused.len(), 64 - 57, "16/17 of the 60 sessions that aren't in reserve");
+    for refused in &refused {
+        assert_eq!(refusal(refused), limit("sessions_share"));
+    }
+    let turn = router.chat(&[USER, ("x-berth-session-id", "s0")], "{}").await;
+    assert_eq!(turn.status, StatusCode::OK, "{turn:?}");
+}
+
+#[tokio::test]
+async fn a_key_has_its_own_open_sessions() {
+    let a = Agent::start("a");
+    let (router, _keys) = start(&a, |_| {}).await;
+    let open = async |key, id: &str| {
+        let body = format!("{{\"session_id\":\"{id}\"}}");
+        router.call(Method::POST, "/v1/sessions", &[key], body).await
+    };
+    let reported = async |count: usize| {
+        let line = format!("berth_router_sessions {count}\n");
+        wait_until("the agent's report", async || router.metrics().await.contains(&line)).await;
+    };
+    for id in ["one", "two"] {
+        assert_eq!(open(PAIR, id).await.status, StatusCode::CREATED);
+    }
+    reported(2).await;
+    assert_eq!(refusal(&open(PAIR, "three").await), limit("key_sessions"));
+    let session = |id| [PAIR, ("x-berth-session-id", id)];
+    assert_eq!(refusal(&router.chat(&session("three"), "{}").await), limit("key_sessions"));
+    assert_eq!(router.chat(&session("two"), "{}").await.status, StatusCode::OK, "an open one");
+    assert_eq!(open(USER, "three").await.status, StatusCode::CREATED, "others have their own");
+    reported(3).await;
+    let closed = router.call(Method::DELETE, "/v1/sessions/one", &[PAIR], "").await;
+    assert_eq!(closed.status, StatusCode::NO_CONTENT);
+    reported(2).await;
+    assert_eq!(open(PAIR, "three").await.status, StatusCode::CREATED);
 }
 
 /// Without keys, every address is a client.

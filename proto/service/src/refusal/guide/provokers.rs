@@ -162,12 +162,13 @@ pub(super) const PROVOKERS: &[(Code, Provoker)] = &[
     (Code::Turns, (MOMENTS, "an_agent_claims_so_many_turns_and_refuses_the_next", "\"turns\"")),
     (
         Code::SessionsShare,
-        (ROUTER_ERRORS, "errors_without_an_agent_have_codes_of_the_router", "Code::SessionsShare"),
+        (
+            CLIENT_SHARES,
+            "a_client_with_turns_in_many_sessions_leaves_sessions_to_others",
+            "sessions_share",
+        ),
     ),
-    (
-        Code::KeySessions,
-        (ROUTER_ERRORS, "errors_without_an_agent_have_codes_of_the_router", "Code::KeySessions"),
-    ),
+    (Code::KeySessions, (CLIENT_SHARES, "a_key_has_its_own_open_sessions", "key_sessions")),
     (
         Code::TurnsInFlightShare,
         (CLIENT_SHARES, "a_client_with_many_turns_leaves_some_to_others", "turns_in_flight_share"),
