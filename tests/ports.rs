@@ -81,9 +81,14 @@ impl AgentProcess {
 
     /// Returns the bytes of memory that the process uses.
     fn rss_bytes(&self) -> u64 {
+        self.status("VmRSS:").trim_end_matches(" kB").parse::<u64>().unwrap() * 1024
+    }
+
+    /// Returns a value that the system has for the process.
+    fn status(&self, name: &str) -> String {
         let status = std::fs::read_to_string(format!("/proc/{}/status", self.child.id())).unwrap();
-        let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
-        line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() * 1024
+        let value = status.lines().find_map(|line| line.strip_prefix(name)).unwrap();
+        value.trim().to_owned()
     }
 
     async fn control_client(&self) -> WorkerAgentClient<Channel> {
@@ -252,6 +257,13 @@ async fn a_list_of_sessions_comes_in_pages() {
     assert_eq!(cluster.get("/v1/sessions").await.json()["sessions"].as_array().unwrap().len(), 5);
     let wrong = cluster.get("/v1/sessions?limit=two").await;
     assert_eq!(wrong.refusal(), (400, "invalid_field".to_owned()));
+}
+
+#[tokio::test]
+async fn an_agent_takes_no_huge_pages() {
+    let engine = engine(1.0).await;
+    let agent = AgentProcess::start(&engine, 4096).await;
+    assert_eq!(agent.status("THP_enabled:"), "0");
 }
 
 /// Number of sessions. An agent keeps four times as many, but a debug build checks its whole table

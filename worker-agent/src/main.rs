@@ -7,7 +7,7 @@
 use std::process::ExitCode;
 
 use clap::Parser;
-use service::{log, settings, signal::StopSignal};
+use service::{log, memory, settings, signal::StopSignal};
 use worker_agent::{
     Listeners,
     cli::{self, CommandOutput},
@@ -21,6 +21,8 @@ use worker_agent::{
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 fn main() -> ExitCode {
+    // With 16,384 sessions and 100 watchers the process takes 49 MiB, and 66 with huge pages.
+    memory::use_small_pages();
     let args = match Args::try_parse() {
         Ok(args) => args,
         Err(error) => {

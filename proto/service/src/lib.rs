@@ -11,6 +11,7 @@
 //! - [`descriptors`]: the limit on file descriptors.
 //! - [`headers`]: removes the headers that a router or an agent must not pass on.
 //! - [`log`]: logs on standard error.
+//! - [`memory`]: the size of the process's memory.
 //! - [`private_folder`]: files that only this process's user can read or replace.
 //! - [`refusal`]: the format of every HTTP answer by which Berth refuses a request.
 //! - [`reload`]: values that follow the content of their files.
@@ -28,6 +29,7 @@ pub mod clock;
 pub mod descriptors;
 pub mod headers;
 pub mod log;
+pub mod memory;
 pub mod private_folder;
 pub mod refusal;
 pub mod reload;
