@@ -1,0 +1,219 @@
+//! Starts an engine, an agent and a router as processes, with certificates and keys or without.
+
+use std::{
+    fs::{self, File},
+    net::{IpAddr, SocketAddr},
+    path::Path,
+    process::{Child, Command, Stdio},
+};
+
+use anyhow::Context as _;
+use prometheus_client::registry::Registry;
+use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
+use service::{reload, tasks::Tasks, tls::client::ClientFiles};
+use tests::{
+    cluster::{own_addr, ready},
+    keys::key_text,
+    web::Web,
+};
+
+/// The ports of every fleet; each has an address of its own.
+const ENGINE_PORT: u16 = 30000;
+const DATA_PORT: u16 = 31000;
+const CONTROL_PORT: u16 = 31001;
+const ADMIN_PORT: u16 = 31002;
+const ROUTER_PORT: u16 = 8080;
+const ROUTER_ADMIN_PORT: u16 = 8081;
+
+/// The secret of the client's key.
+const SECRET: &str = "sk-0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef";
+
+/// What protects the connections of a fleet.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Security {
+    /// Clients reach the router by TLS.
+    pub(crate) client_tls: bool,
+    /// Router and agent reach each other by TLS, and show each other certificates.
+    pub(crate) agent_tls: bool,
+    /// Clients have API keys, and routers a token.
+    pub(crate) keys: bool,
+}
+
+/// A process that is killed when dropped.
+#[derive(Debug)]
+pub(crate) struct Process(Child);
+
+impl Process {
+    /// Starts a program that lies beside this one. Its log is a file in the folder.
+    fn start(folder: &Path, program: &str, flags: &[&str]) -> anyhow::Result<Self> {
+        let log = File::create(folder.join(format!("{program}.log")))?;
+        let path = std::env::current_exe()?.with_file_name(program);
+        let mut command = Command::new(&path);
+        command.args(flags).stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
+        Ok(Self(command.spawn().with_context(|| format!("{} can't start", path.display()))?))
+    }
+
+    /// Returns the processor time of all threads so far, in seconds.
+    pub(crate) fn processor_seconds(&self) -> anyhow::Result<f64> {
+        let mut nanoseconds = 0.0;
+        for thread in fs::read_dir(format!("/proc/{}/task", self.0.id()))? {
+            let text = fs::read_to_string(thread?.path().join("schedstat"))?;
+            nanoseconds += text.split(' ').next().context("no figure")?.parse::<f64>()?;
+        }
+        Ok(nanoseconds / 1e9)
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// An engine and its agent.
+#[derive(Debug)]
+pub(crate) struct Worker {
+    pub(crate) agent: Process,
+    host: IpAddr,
+    folder: tempfile::TempDir,
+    _engine: Process,
+}
+
+impl Worker {
+    /// Starts an engine and its agent, and waits until both are ready.
+    pub(crate) async fn start(security: Security) -> anyhow::Result<Self> {
+        let (host, folder) = (own_addr().ip(), tempfile::tempdir()?);
+        write_secrets(folder.path(), host)?;
+        let port = ENGINE_PORT.to_string();
+        // The engine takes no time itself: a wait for a timer would hide everything else.
+        let flags = [
+            &format!("--host={host}"),
+            &format!("--port={port}"),
+            "--enable-streaming-session",
+            "--enable-session-radix-cache",
+            "--enable-metrics",
+            "--health-ms=0",
+            "--prefill-tokens-per-s=1e12",
+            "--decode-ms-per-step=0",
+        ];
+        let engine = Process::start(folder.path(), "engine-sim", &flags)?;
+        let settings = agent_settings(folder.path(), host, security);
+        let config = folder.path().join("agent.toml");
+        fs::write(&config, settings)?;
+        let config = config.display().to_string();
+        let agent = Process::start(folder.path(), "berth-agent", &["--config", &config])?;
+        ready(&Web::default(), SocketAddr::new(host, ADMIN_PORT)).await;
+        Ok(Self { agent, host, folder, _engine: engine })
+    }
+}
+
+/// A worker with a router before it, and a client of the router.
+#[derive(Debug)]
+pub(crate) struct Fleet {
+    pub(crate) url: String,
+    pub(crate) web: Web,
+    /// The header with the client's key.
+    pub(crate) authorization: Option<String>,
+    router: Process,
+    worker: Worker,
+}
+
+impl Fleet {
+    /// Starts all processes, and waits until they are ready.
+    pub(crate) async fn start(security: Security) -> anyhow::Result<Self> {
+        let worker = Worker::start(security).await?;
+        let (folder, host) = (worker.folder.path(), worker.host);
+        let config = folder.join("router.toml");
+        fs::write(&config, router_settings(folder, host, security))?;
+        let config = config.display().to_string();
+        let router = Process::start(folder, "berth-router", &["--config", &config])?;
+        ready(&Web::default(), SocketAddr::new(host, ROUTER_ADMIN_PORT)).await;
+        let scheme = if security.client_tls { "https" } else { "http" };
+        Ok(Self {
+            url: format!("{scheme}://{host}:{ROUTER_PORT}/generate"),
+            web: client(folder, security)?,
+            authorization: security.keys.then(|| format!("Bearer {SECRET}")),
+            router,
+            worker,
+        })
+    }
+
+    /// Returns the processor time of router and agent so far, in seconds.
+    pub(crate) fn processor_seconds(&self) -> anyhow::Result<f64> {
+        Ok(self.router.processor_seconds()? + self.worker.agent.processor_seconds()?)
+    }
+}
+
+/// Returns a client that trusts the fleet's authority if the fleet has TLS.
+fn client(folder: &Path, security: Security) -> anyhow::Result<Web> {
+    if !security.client_tls {
+        return Ok(Web::default());
+    }
+    let files = ClientFiles { ca: folder.join("ca.pem"), identity: None, server_name: None };
+    let metrics = reload::Metrics::new(&mut Registry::default());
+    Ok(Web::with_tls(files.start(&metrics, &Tasks::default())?))
+}
+
+fn agent_settings(folder: &Path, host: IpAddr, security: Security) -> String {
+    let mut settings = format!(
+        "worker_id = \"w0\"\nengine.url = \"http://{host}:{ENGINE_PORT}\"\n\
+         engine.vocabulary = 320\ngpu.nvml_library = \"no-nvml\"\n\
+         files.state_dir = {:?}\nlisten.data_addr = \"{host}:{DATA_PORT}\"\n\
+         listen.control_addr = \"{host}:{CONTROL_PORT}\"\n\
+         listen.admin_addr = \"{host}:{ADMIN_PORT}\"\n",
+        folder.join("state")
+    );
+    if security.agent_tls {
+        settings += &identity("tls", folder, "agent");
+        settings += &format!("tls.client_ca = {:?}\n", folder.join("ca.pem"));
+    }
+    if security.keys {
+        settings += &format!("auth.token_file = {:?}\n", folder.join("token"));
+    }
+    settings
+}
+
+fn router_settings(folder: &Path, host: IpAddr, security: Security) -> String {
+    let scheme = if security.agent_tls { "https" } else { "http" };
+    let mut settings = format!(
+        "workers = [\"{scheme}://{host}:{CONTROL_PORT}\"]\n\
+         listen.data_addr = \"{host}:{ROUTER_PORT}\"\n\
+         listen.admin_addr = \"{host}:{ROUTER_ADMIN_PORT}\"\n"
+    );
+    if security.client_tls {
+        settings += &identity("tls", folder, "front");
+    }
+    if security.agent_tls {
+        settings += &identity("agents", folder, "router");
+        settings += &format!("agents.ca = {:?}\n", folder.join("ca.pem"));
+    }
+    if security.keys {
+        settings += &format!("auth.keys_file = {:?}\n", folder.join("keys.toml"));
+        settings += &format!("agents.token_file = {:?}\n", folder.join("token"));
+    }
+    settings
+}
+
+/// Returns the settings that name a certificate and its key.
+fn identity(table: &str, folder: &Path, name: &str) -> String {
+    let path = |ending| folder.join(format!("{name}.{ending}"));
+    format!("{table}.cert = {:?}\n{table}.key = {:?}\n", path("pem"), path("key"))
+}
+
+/// Writes an authority, a certificate for each port of the host, a token, and a file of keys.
+fn write_secrets(folder: &Path, host: IpAddr) -> anyhow::Result<()> {
+    let mut params = CertificateParams::default();
+    params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    let authority = CertifiedIssuer::self_signed(params, KeyPair::generate()?)?;
+    fs::write(folder.join("ca.pem"), authority.pem())?;
+    for name in ["agent", "router", "front"] {
+        let key = KeyPair::generate()?;
+        let certificate =
+            CertificateParams::new(vec![host.to_string()])?.signed_by(&key, &authority)?;
+        fs::write(folder.join(format!("{name}.pem")), certificate.pem())?;
+        fs::write(folder.join(format!("{name}.key")), key.serialize_pem())?;
+    }
+    fs::write(folder.join("token"), "0123456789abcdef".repeat(4))?;
+    Ok(fs::write(folder.join("keys.toml"), key_text(&[("client", SECRET, "")]))?)
+}

@@ -1,0 +1,60 @@
+//! Measures what the release binaries cost beside an engine; see `tests/overhead/run`.
+//!
+//! - `fleet`: an engine, an agent and a router as processes, with certificates and keys or without.
+//! - `latency`: the time that certificates and keys add to a turn.
+
+#![expect(clippy::print_stdout, reason = "the results are its output")]
+
+mod fleet;
+mod latency;
+
+use clap::{Parser, Subcommand};
+
+#[derive(Debug, Parser)]
+#[command(name = "berth-overhead", version)]
+struct Options {
+    #[command(subcommand)]
+    what: What,
+    /// Print one JSON object.
+    #[arg(long, global = true)]
+    json: bool,
+}
+
+#[derive(Debug, Subcommand)]
+enum What {
+    /// Compares turns with and without certificates, keys and tokens.
+    Tls(latency::Options),
+}
+
+fn main() -> anyhow::Result<()> {
+    let options = Options::parse();
+    // A client on several threads would measure how these wake each other.
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    runtime.block_on(async {
+        tokio::select! {
+            biased;
+            // The processes that were started end with the futures that hold them.
+            _ = service::signal::stop_signal()? => anyhow::bail!("stopped by a signal"),
+            done = measure(&options) => done,
+        }
+    })
+}
+
+async fn measure(options: &Options) -> anyhow::Result<()> {
+    match &options.what {
+        What::Tls(tls) => show(&latency::measure(tls).await?, options.json),
+    }
+}
+
+/// Prints figures for people, or as JSON.
+fn show(
+    figures: &(impl std::fmt::Display + serde::Serialize),
+    as_json: bool,
+) -> anyhow::Result<()> {
+    if as_json {
+        println!("{}", serde_json::to_string(figures)?);
+    } else {
+        print!("{figures}");
+    }
+    Ok(())
+}
