@@ -53,6 +53,17 @@ impl Process {
         Ok(Self(command.spawn().with_context(|| format!("{} can't start", path.display()))?))
     }
 
+    /// Returns the bytes of memory that are resident now, and the most that ever were.
+    pub(crate) fn resident_bytes(&self) -> anyhow::Result<(u64, u64)> {
+        let status = fs::read_to_string(format!("/proc/{}/status", self.0.id()))?;
+        let bytes = |name: &str| -> anyhow::Result<u64> {
+            let line =
+                status.lines().find_map(|line| line.strip_prefix(name)).context("no line")?;
+            Ok(line.trim().trim_end_matches(" kB").parse::<u64>()? * 1024)
+        };
+        Ok((bytes("VmRSS:")?, bytes("VmHWM:")?))
+    }
+
     /// Returns the processor time of all threads so far, in seconds.
     pub(crate) fn processor_seconds(&self) -> anyhow::Result<f64> {
         let mut nanoseconds = 0.0;
@@ -105,6 +116,11 @@ impl Worker {
         let agent = Process::start(folder.path(), "berth-agent", &["--config", &config])?;
         ready(&Web::default(), SocketAddr::new(host, ADMIN_PORT)).await;
         Ok(Self { agent, host, folder, _engine: engine })
+    }
+
+    /// Returns the address of the agent's control port.
+    pub(crate) fn control_addr(&self) -> SocketAddr {
+        SocketAddr::new(self.host, CONTROL_PORT)
     }
 }
 

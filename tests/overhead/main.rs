@@ -2,11 +2,13 @@
 //!
 //! - `fleet`: an engine, an agent and a router as processes, with certificates and keys or without.
 //! - `latency`: the time that certificates and keys add to a turn.
+//! - `memory`: the memory of an agent with many sessions and watchers.
 
 #![expect(clippy::print_stdout, reason = "the results are its output")]
 
 mod fleet;
 mod latency;
+mod memory;
 
 use clap::{Parser, Subcommand};
 
@@ -24,6 +26,8 @@ struct Options {
 enum What {
     /// Compares turns with and without certificates, keys and tokens.
     Tls(latency::Options),
+    /// Prints the memory of an agent with many sessions and watchers.
+    Memory(memory::Options),
 }
 
 fn main() -> anyhow::Result<()> {
@@ -43,6 +47,7 @@ fn main() -> anyhow::Result<()> {
 async fn measure(options: &Options) -> anyhow::Result<()> {
     match &options.what {
         What::Tls(tls) => show(&latency::measure(tls).await?, options.json),
+        What::Memory(memory) => show(&memory::measure(memory).await?, options.json),
     }
 }
 
