@@ -106,8 +106,9 @@ def clients_at_work(fleet: Fleet, sessions: list[Pinned]) -> Iterator[list[Clien
             yield clients
         finally:
             stop.set()
-    for work in working:
-        work.result()
+            # A client's error says more than that its answers are missing.
+            for work in working:
+                work.result()
 
 
 def wait_turns(fleet: Fleet, clients: list[Client]) -> None:
