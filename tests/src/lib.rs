@@ -1,8 +1,9 @@
 //! Real implementations of what surrounds Berth, for tests and measurements.
 //!
-//! The crate has an engine simulator, a trace replay, key files, fleets in one process, a placement
-//! simulator, and stand-ins for NVML and SGLang's scheduler.
+//! The crate has an engine simulator, a trace replay, key files, certificates, fleets in one
+//! process, a placement simulator, and stand-ins for NVML and SGLang's scheduler.
 
+pub mod certificates;
 pub mod cluster;
 pub mod demo;
 pub mod engine_sim;

@@ -7,12 +7,11 @@ use std::{
 
 use serde_json::Value;
 use tests::{
+    certificates::token,
     cluster::{Cluster, Router, ready, router_config, text_turn},
     engine_sim::{Config, EngineSim},
     web::Web,
 };
-
-use crate::certificates::token;
 
 const KEY: &str = "engine-secret";
 

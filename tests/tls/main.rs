@@ -2,15 +2,14 @@
 
 #![expect(clippy::unwrap_used, reason = "a test fails where it unwraps")]
 
-mod certificates;
 mod engine_key;
 mod rotation;
 
 use axum::body::Body;
-use certificates::{AGENT, Authority, Files, ROUTER, token};
 use http::{Method, StatusCode};
 use serde_json::{Value, json};
 use tests::{
+    certificates::{AGENT, Authority, Files, ROUTER, token},
     cluster::{Cluster, Router, eventually, router_config, text_turn},
     web::Web,
 };

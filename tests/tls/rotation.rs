@@ -8,14 +8,12 @@ use std::sync::{
 use axum::body::Body;
 use http::{Method, StatusCode};
 use tests::{
+    certificates::{AGENT, Authority, Files, ROUTER, token},
     cluster::{Cluster, eventually, text_turn},
     web::Web,
 };
 
-use crate::{
-    certificates::{AGENT, Authority, Files, ROUTER, token},
-    router_web,
-};
+use crate::router_web;
 
 /// Clients that send turns until they are stopped, each over new connections.
 struct Load {
