@@ -3,9 +3,14 @@
 use clap::Parser;
 use std::{
     io::{self, Write as _},
+    path::PathBuf,
     process::ExitCode,
+    sync::Arc,
 };
-use tests::engine_sim::{Config, EngineSim};
+use tests::{
+    engine_sim::{Config, EngineSim},
+    shim::SimShim,
+};
 use tokio::net::TcpListener;
 
 /// Behaves as SGLang 0.5.23 does to an outside caller, without weights.
@@ -17,6 +22,10 @@ struct Args {
     /// The port; 0 takes a free port. The address is printed.
     #[arg(long, default_value_t = 30000)]
     port: u16,
+    /// The socket on which an agent listens for the engine's shim. The first rank's shim reports
+    /// there; without the flag, the engine has no shim.
+    #[arg(long)]
+    shim_socket: Option<PathBuf>,
     #[command(flatten)]
     config: Config,
 }
@@ -58,7 +67,8 @@ fn main() -> ExitCode {
 
 async fn run(args: Args) -> io::Result<ExitCode> {
     let listener = TcpListener::bind((args.host.as_str(), args.port)).await?;
-    let sim = EngineSim::start(args.config, listener)?;
+    let sim = Arc::new(EngineSim::start(args.config, listener)?);
+    let _shim = args.shim_socket.map(|socket| SimShim::start(Arc::clone(&sim), socket));
     writeln!(io::stdout(), "listening on {}", sim.url())?;
     let mut terminate = tokio::signal::unix::signal(tokio::signal::unix::SignalKind::terminate())?;
     let crashed = tokio::select! {
@@ -66,6 +76,7 @@ async fn run(args: Args) -> io::Result<ExitCode> {
         _ = tokio::signal::ctrl_c() => false,
         _ = terminate.recv() => false,
     };
-    sim.shutdown().await;
+    sim.kill();
+    sim.gone().await;
     Ok(if crashed { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }
