@@ -152,7 +152,7 @@ pub enum Error {
 /// # Errors
 /// See [`Error`].
 pub async fn run(
-    config: Config,
+    mut config: Config,
     listeners: Listeners,
     epoch: u64,
     stop: impl Future<Output = Ending>,
@@ -160,7 +160,7 @@ pub async fn run(
     let tasks = Tasks::default();
     let mut registry = Registry::with_prefix("berth_agent");
     let metrics = Metrics::new(&mut registry);
-    let port_limits = limit_ports(&config, &mut registry);
+    let port_limits = limit_ports(&mut config, &mut registry);
     let engine = engine_client(&config);
     log_start(&config, &listeners)?;
     let gpus = gpu::start((&config).into())?;
@@ -249,11 +249,17 @@ impl AgentPortLimits {
     }
 }
 
-/// Raises the limit on file descriptors, and derives the limits of the ports from it.
-fn limit_ports(config: &Config, registry: &mut Registry) -> AgentPortLimits {
+/// Raises the limit on file descriptors, and derives the limits of the ports from it. With few
+/// descriptors, lowers the limits on turns too.
+fn limit_ports(config: &mut Config, registry: &mut Registry) -> AgentPortLimits {
     let plan = DescriptorPlan::new(descriptors::raise_limit(), server::DESCRIPTORS_RESERVED);
     let metrics = server::Metrics::new(registry);
     let described_turns = plan.turns.min(CLIENT_CONNECTIONS_MAX);
+    if config.limits.fit_to_connections(described_turns) {
+        let (in_flight, queued) =
+            (config.limits.turns_in_flight_max, config.limits.turns_queued_max);
+        tracing::warn!(in_flight, queued, "few file descriptors, so fewer turns may run and wait");
+    }
     AgentPortLimits {
         data: PortLimits::data(&config.connections, turns_max(config), described_turns, &metrics),
         admin: PortLimits::admin(&metrics),

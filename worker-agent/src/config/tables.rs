@@ -182,6 +182,21 @@ impl Default for LimitsTable {
     }
 }
 
+impl LimitsTable {
+    /// Lowers the limits on turns so that they fit into `connections` of routers, with some to
+    /// spare. Returns whether a limit was lowered.
+    ///
+    /// A router that finds no connection can't say whose turns are too many, and refuses any. With
+    /// connections to spare, the queue refuses the turns of the principal that has most.
+    pub fn fit_to_connections(&mut self, connections: usize) -> bool {
+        let before = (self.turns_in_flight_max, self.turns_queued_max);
+        let in_flight_max = u32::try_from(connections / 2).unwrap_or(u32::MAX).max(1);
+        self.turns_in_flight_max = before.0.min(in_flight_max);
+        self.turns_queued_max = before.1.min((connections / 4).max(1));
+        before != (self.turns_in_flight_max, self.turns_queued_max)
+    }
+}
+
 /// `[reports]`: the load reports to routers.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -288,5 +303,22 @@ impl Default for GpuTable {
             // readings of the first.
             gpm: false,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn turns_leave_connections_to_spare_if_there_are_few() {
+        let mut limits = LimitsTable::default();
+        assert!(!limits.fit_to_connections(8_192), "enough for the defaults");
+        assert_eq!(limits, LimitsTable::default());
+        // 1,024 descriptors.
+        assert!(limits.fit_to_connections(352));
+        assert_eq!((limits.turns_in_flight_max, limits.turns_queued_max), (176, 88));
+        assert!(limits.fit_to_connections(0));
+        assert_eq!((limits.turns_in_flight_max, limits.turns_queued_max), (1, 1));
     }
 }
