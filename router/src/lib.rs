@@ -130,7 +130,7 @@ pub enum Error {
 ///
 /// # Errors
 /// If the router can't start, or if an essential task ends before `tasks` is cancelled.
-pub async fn run(config: Config, listeners: Listeners, tasks: Tasks) -> Result<(), Error> {
+pub async fn run(mut config: Config, listeners: Listeners, tasks: Tasks) -> Result<(), Error> {
     let problems = config.problems();
     if !problems.is_empty() {
         return Err(Error::Settings(Problems(problems)));
@@ -144,6 +144,7 @@ pub async fn run(config: Config, listeners: Listeners, tasks: Tasks) -> Result<(
     let metrics = Metrics::new(&mut registry);
     let port_metrics = server::Metrics::new(&mut registry);
     let descriptors = DescriptorPlan::new(descriptors::raise_limit(), server::DESCRIPTORS_RESERVED);
+    fit_limits(&mut config.limits, &descriptors);
     let shares = Shares::new(pool_sizes(&config.limits));
     registry.register_collector(Box::new(SharesCollector(Arc::clone(&shares))));
     registry.register_collector(Box::new(FleetCollector(Arc::clone(&view))));
@@ -198,6 +199,14 @@ pub async fn run(config: Config, listeners: Listeners, tasks: Tasks) -> Result<(
     let ended_cleanly = tasks.stop(config.drain_max()).await;
     info!("stopped");
     if ended_cleanly { Ok(()) } else { Err(Error::TaskEnded) }
+}
+
+/// Lowers the limit on turns if there are few descriptors.
+fn fit_limits(limits: &mut LimitsTable, descriptors: &DescriptorPlan) {
+    if limits.fit_to_connections(descriptors.turns) {
+        let turns = limits.turns_in_flight_max;
+        warn!(turns, "few file descriptors, so fewer turns may be in flight");
+    }
 }
 
 /// Returns what clients share.

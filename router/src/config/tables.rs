@@ -112,6 +112,19 @@ impl Default for LimitsTable {
     }
 }
 
+impl LimitsTable {
+    /// Lowers the limit on turns so that a quarter of `connections` of clients is left for requests
+    /// that are refused, lists and probes. Returns whether the limit was lowered.
+    ///
+    /// A port that is full can't say whose turns are too many, and refuses any. The pool of turns
+    /// refuses those of the client that has most.
+    pub fn fit_to_connections(&mut self, connections: usize) -> bool {
+        let before = self.turns_in_flight_max;
+        self.turns_in_flight_max = before.min((connections - connections / 4).max(1));
+        before != self.turns_in_flight_max
+    }
+}
+
 /// `[timeouts]`: the time limits.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -159,5 +172,22 @@ impl Default for PlacementTable {
             rebind_gain_ms_min: REBIND_GAIN_MS_MIN,
             preamble: PreamblePolicy::default(),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn turns_leave_connections_to_spare_if_there_are_few() {
+        let mut limits = LimitsTable::default();
+        assert!(!limits.fit_to_connections(8_192), "enough for the default");
+        assert_eq!(limits, LimitsTable::default());
+        // 1,024 descriptors.
+        assert!(limits.fit_to_connections(352));
+        assert_eq!(limits.turns_in_flight_max, 264);
+        assert!(limits.fit_to_connections(0));
+        assert_eq!(limits.turns_in_flight_max, 1);
     }
 }
