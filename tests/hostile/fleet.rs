@@ -6,6 +6,7 @@
 use std::{
     fmt::Write as _,
     fs::File,
+    net::IpAddr,
     path::{Path, PathBuf},
     process::Stdio,
     sync::atomic::{AtomicU8, Ordering},
@@ -14,8 +15,12 @@ use std::{
 
 use anyhow::{Context as _, bail};
 use rustix::process::{Pid, Signal, kill_process};
-use service::clock::now;
-use tests::{keys::key_text, web::Web};
+use service::{clock::now, tls::client::ClientTls};
+use tests::{
+    certificates::{self, Authority, Files},
+    keys::key_text,
+    web::Web,
+};
 use tokio::{
     process::{Child, Command},
     runtime::Handle,
@@ -32,18 +37,26 @@ pub(crate) struct Place {
     folder: PathBuf,
     /// The runtime of the attacks.
     pub(crate) attackers: Handle,
+    /// What random choices begin from.
+    pub(crate) seed: u64,
     /// Removed at the end, unless the logs are kept.
     _temporary: Option<tempfile::TempDir>,
 }
 
 impl Place {
-    pub(crate) fn new(kept: Option<PathBuf>, attackers: Handle) -> anyhow::Result<Self> {
+    pub(crate) fn new(kept: Option<PathBuf>, attackers: Handle, seed: u64) -> anyhow::Result<Self> {
         if let Some(folder) = kept {
             std::fs::create_dir_all(&folder)?;
-            return Ok(Self { folder, attackers, _temporary: None });
+            return Ok(Self { folder, attackers, seed, _temporary: None });
         }
         let temporary = tempfile::tempdir()?;
-        Ok(Self { folder: temporary.path().to_owned(), attackers, _temporary: Some(temporary) })
+        let folder = temporary.path().to_owned();
+        Ok(Self { folder, attackers, seed, _temporary: Some(temporary) })
+    }
+
+    /// Writes a file beside the logs.
+    pub(crate) fn write(&self, name: &str, text: &str) -> std::io::Result<()> {
+        std::fs::write(self.folder.join(name), text)
     }
 }
 
@@ -54,11 +67,13 @@ pub(crate) struct Plan {
     pub(crate) routers: usize,
     /// Flags of the engines, beside those that all scenarios need.
     pub(crate) engine_flags: Vec<String>,
-    /// Settings of the agents and of the routers, as dotted TOML keys.
-    pub(crate) agent_settings: String,
-    pub(crate) router_settings: String,
     /// The limit on open descriptors of agents and routers.
     pub(crate) descriptors: Option<u32>,
+    /// Whether clients speak TLS to routers, and routers and agents show each other certificates.
+    pub(crate) has_tls: bool,
+    /// Whether an agent that ends by SIGTERM leaves its sessions to the next one. The engines then
+    /// have shims, from which the next agent learns what is still there.
+    pub(crate) has_handover: bool,
 }
 
 impl Default for Plan {
@@ -67,9 +82,9 @@ impl Default for Plan {
             engines: 1,
             routers: 1,
             engine_flags: vec![],
-            agent_settings: String::new(),
-            router_settings: String::new(),
             descriptors: None,
+            has_tls: false,
+            has_handover: false,
         }
     }
 }
@@ -156,6 +171,20 @@ impl Process {
     }
 }
 
+/// Where users and operators are: at an address that no attacker has.
+#[derive(Debug, Clone)]
+pub(crate) struct Origin {
+    address: IpAddr,
+    tls: Option<ClientTls>,
+}
+
+impl Origin {
+    /// Returns a client with connections of its own.
+    pub(crate) fn web(&self) -> Web {
+        Web::from_address(self.address, self.tls.clone())
+    }
+}
+
 /// The processes of one scenario.
 #[derive(Debug)]
 pub(crate) struct Fleet {
@@ -165,34 +194,48 @@ pub(crate) struct Fleet {
     /// The hosts of the agents and of the routers.
     pub(crate) agent_hosts: Vec<String>,
     pub(crate) router_hosts: Vec<String>,
+    pub(crate) origin: Origin,
+    /// A client at [`Fleet::origin`].
     pub(crate) web: Web,
     pub(crate) place: Place,
+    /// Whether a [`Plan`] limits the descriptors.
+    pub(crate) has_few_descriptors: bool,
+    certificates: Option<Files>,
 }
 
 impl Fleet {
     /// Starts all processes, and waits until all are ready.
     pub(crate) async fn start(place: Place, plan: &Plan) -> anyhow::Result<Self> {
-        let web = Web::default();
         let folder = place.folder.clone();
         let keys = write_keys(&folder)?;
+        let certificates = plan.has_tls.then(|| Files::of_fleet(&Authority::new("fleet")));
+        // The name in the certificate that the routers show to clients.
+        let tls = certificates.as_ref().map(|files| files.client_tls(None, Some("127.0.0.1")));
+        let origin = Origin { address: own_host().parse()?, tls };
+        let web = origin.web();
         let mut fleet = Self {
             engines: vec![],
             agents: vec![],
             routers: vec![],
             agent_hosts: vec![],
             router_hosts: vec![],
+            origin,
             web,
             place,
+            has_few_descriptors: plan.descriptors.is_some(),
+            certificates,
         };
+        let files = fleet.certificates.as_ref();
         for number in 0..plan.engines {
             let host = own_host();
-            fleet.engines.push(engine(&folder, number, &host, &plan.engine_flags));
-            fleet.agents.push(agent(&folder, number, &host, plan)?);
+            fleet.engines.push(engine(&folder, number, &host, plan));
+            fleet.agents.push(agent(&folder, number, &host, plan, files)?);
             fleet.agent_hosts.push(host);
         }
         for number in 0..plan.routers {
             let host = own_host();
-            fleet.routers.push(router(&folder, number, &host, &fleet.agent_hosts, &keys, plan)?);
+            let settings = router_settings(&host, &fleet.agent_hosts, &keys, files)?;
+            fleet.routers.push(router(&folder, number, &host, &settings, plan)?);
             fleet.router_hosts.push(host);
         }
         let web = fleet.web.clone();
@@ -207,7 +250,23 @@ impl Fleet {
 
     /// Returns the URL of a route of a router's data port.
     pub(crate) fn url(&self, router: usize, path: &str) -> String {
-        format!("http://{}:8080{path}", self.router_hosts[router])
+        let scheme = if self.certificates.is_some() { "https" } else { "http" };
+        format!("{scheme}://{}:8080{path}", self.router_hosts[router])
+    }
+
+    /// Returns the URLs of the routers' data ports.
+    pub(crate) fn router_urls(&self) -> Vec<String> {
+        (0..self.routers.len()).map(|router| self.url(router, "")).collect()
+    }
+
+    /// Returns the URL of a router's admin port.
+    pub(crate) fn router_admin(&self, router: usize) -> String {
+        format!("http://{}:8081", self.router_hosts[router])
+    }
+
+    /// Returns the URL of an agent's admin port.
+    pub(crate) fn agent_admin(&self, agent: usize) -> String {
+        format!("http://{}:31002", self.agent_hosts[agent])
     }
 }
 
@@ -230,7 +289,7 @@ fn process(folder: &Path, name: &str, command: Vec<String>, ready_url: String) -
     Process { command, log, descriptors: None, child: None, ready_url }
 }
 
-fn engine(folder: &Path, number: usize, host: &str, flags: &[String]) -> Process {
+fn engine(folder: &Path, number: usize, host: &str, plan: &Plan) -> Process {
     let mut command = vec![program("engine-sim"), format!("--host={host}")];
     let usual = [
         "--port=30000",
@@ -246,19 +305,42 @@ fn engine(folder: &Path, number: usize, host: &str, flags: &[String]) -> Process
     ];
     command.extend(usual.map(str::to_owned));
     command.push(format!("--seed={number}"));
-    command.extend_from_slice(flags);
+    command.extend_from_slice(&plan.engine_flags);
+    if plan.has_handover {
+        let socket = state_folder(folder, number).join("engine-30000.sock");
+        command.push(format!("--shim-socket={}", socket.display()));
+    }
     process(folder, &format!("engine-{number}"), command, format!("http://{host}:30000/health"))
 }
 
-fn agent(folder: &Path, number: usize, host: &str, plan: &Plan) -> anyhow::Result<Process> {
-    let state = folder.join(format!("state-{number}"));
+/// Returns the folder of an agent's journal and of its socket for the shim.
+fn state_folder(folder: &Path, number: usize) -> PathBuf {
+    folder.join(format!("state-{number}"))
+}
+
+fn agent(
+    folder: &Path,
+    number: usize,
+    host: &str,
+    plan: &Plan,
+    certificates: Option<&Files>,
+) -> anyhow::Result<Process> {
+    let state = state_folder(folder, number);
     let mut settings = format!("worker_id = \"w{number}\"\n");
     writeln!(settings, "engine.url = \"http://{host}:30000\"\nfiles.state_dir = {state:?}")?;
     writeln!(settings, "engine.vocabulary = 320\ngpu.nvml_library = \"no-nvml\"")?;
+    writeln!(settings, "shutdown.handover = {}", plan.has_handover)?;
     for (key, port) in [("data", 31000), ("control", 31001), ("admin", 31002)] {
         writeln!(settings, "listen.{key}_addr = \"{host}:{port}\"")?;
     }
-    settings.push_str(&plan.agent_settings);
+    if let Some(files) = certificates {
+        let path = |name| files.path(name);
+        let (cert, key) = (path("agent.pem"), path("agent.key"));
+        writeln!(settings, "tls.cert = {cert:?}\ntls.key = {key:?}")?;
+        writeln!(settings, "tls.client_ca = {:?}", path("ca.pem"))?;
+        writeln!(settings, "tls.client_names = [{:?}]", certificates::ROUTER)?;
+        writeln!(settings, "auth.token_file = {:?}", path("tokens"))?;
+    }
     let file = folder.join(format!("agent-{number}.toml"));
     std::fs::write(&file, settings)?;
     let command = vec![program("berth-agent"), "--config".into(), file.display().to_string()];
@@ -268,19 +350,37 @@ fn agent(folder: &Path, number: usize, host: &str, plan: &Plan) -> anyhow::Resul
     Ok(agent)
 }
 
+fn router_settings(
+    host: &str,
+    agents: &[String],
+    keys: &Path,
+    certificates: Option<&Files>,
+) -> anyhow::Result<String> {
+    let scheme = if certificates.is_some() { "https" } else { "http" };
+    let workers: Vec<_> = agents.iter().map(|host| format!("{scheme}://{host}:31001")).collect();
+    let mut settings = format!("workers = {workers:?}\n");
+    writeln!(settings, "listen.data_addr = \"{host}:8080\"\nlisten.admin_addr = \"{host}:8081\"")?;
+    writeln!(settings, "auth.keys_file = {keys:?}\nauth.metrics_auth = \"none\"")?;
+    if let Some(files) = certificates {
+        let path = |name| files.path(name);
+        let (cert, key) = (path("front.pem"), path("front.key"));
+        writeln!(settings, "tls.cert = {cert:?}\ntls.key = {key:?}")?;
+        let (cert, key) = (path("router.pem"), path("router.key"));
+        writeln!(settings, "agents.cert = {cert:?}\nagents.key = {key:?}")?;
+        writeln!(settings, "agents.ca = {:?}", path("ca.pem"))?;
+        writeln!(settings, "agents.server_name = {:?}", certificates::AGENT)?;
+        writeln!(settings, "agents.token_file = {:?}", path("tokens"))?;
+    }
+    Ok(settings)
+}
+
 fn router(
     folder: &Path,
     number: usize,
     host: &str,
-    agents: &[String],
-    keys: &Path,
+    settings: &str,
     plan: &Plan,
 ) -> anyhow::Result<Process> {
-    let workers: Vec<String> = agents.iter().map(|host| format!("http://{host}:31001")).collect();
-    let mut settings = format!("workers = {workers:?}\n");
-    writeln!(settings, "listen.data_addr = \"{host}:8080\"\nlisten.admin_addr = \"{host}:8081\"")?;
-    writeln!(settings, "auth.keys_file = {keys:?}\nauth.metrics_auth = \"none\"")?;
-    settings.push_str(&plan.router_settings);
     let file = folder.join(format!("router-{number}.toml"));
     std::fs::write(&file, settings)?;
     let command = vec![program("berth-router"), "--config".into(), file.display().to_string()];

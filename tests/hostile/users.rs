@@ -1,29 +1,32 @@
 //! Sends other people's turns, one after the other for each user, and measures them.
 
 use std::{
+    fmt,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
     },
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use anyhow::bail;
 use serde_json::json;
 use service::clock::now;
-use tests::web::Web;
+use tests::web::{Answer, Web};
 use tokio::task::JoinSet;
 
-use crate::fleet::credential;
+use crate::fleet::{Fleet, Origin, credential};
+
+/// Tokens of each answer.
+const ANSWER_TOKENS: u32 = 20;
 
 /// The users of the routers: everyone but the attacker.
 #[derive(Debug, Clone)]
 pub(crate) struct Users {
     /// URLs of the routers' data ports. Users are spread over them.
-    pub(crate) routers: Vec<String>,
-    pub(crate) count: usize,
-    /// Tokens of each answer.
-    pub(crate) answer_tokens: u32,
+    routers: Vec<String>,
+    origin: Origin,
+    count: usize,
 }
 
 /// What the users saw.
@@ -31,10 +34,68 @@ pub(crate) struct Users {
 pub(crate) struct Seen {
     /// Seconds of each turn that was answered, in order of size.
     seconds: Vec<f64>,
-    /// Answers other than 200, as `status code`, and broken connections.
-    pub(crate) failures: Vec<String>,
-    /// Seconds until the slowest of the failures was known.
-    pub(crate) slowest_failure: f64,
+    pub(crate) failures: Vec<Failure>,
+}
+
+/// A request that failed.
+#[derive(Debug)]
+pub(crate) struct Failure {
+    /// The router that it was sent to.
+    pub(crate) router: usize,
+    pub(crate) began: Instant,
+    /// When the client knew that it had failed.
+    pub(crate) ended: Instant,
+    pub(crate) why: Why,
+}
+
+/// Why a request failed, as its client sees it.
+#[derive(Debug)]
+pub(crate) enum Why {
+    /// It was refused.
+    Refused {
+        status: u16,
+        /// The refusal's code. Empty if the answer is none of Berth's.
+        code: String,
+        /// Whether the refusal has a `Retry-After`: then nothing has run, and the same request may
+        /// be sent again.
+        may_repeat: bool,
+    },
+    /// There was no connection, or it ended before the answer did.
+    Broken(String),
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.why {
+            Why::Refused { status, code, .. } => write!(f, "{status} {code}")?,
+            Why::Broken(error) => write!(f, "{error}")?,
+        }
+        write!(f, " of router {} after {:.1} s", self.router, self.seconds())
+    }
+}
+
+impl Failure {
+    /// Returns the seconds from the request to the moment when its failure was known.
+    pub(crate) fn seconds(&self) -> f64 {
+        self.ended.duration_since(self.began).as_secs_f64()
+    }
+}
+
+/// Returns a successful answer to a request that was sent to a router at `began`.
+pub(crate) fn succeed(
+    answer: anyhow::Result<Answer>,
+    router: usize,
+    began: Instant,
+) -> Result<Answer, Failure> {
+    let why = match answer {
+        Ok(answer) if answer.status.is_success() => return Ok(answer),
+        Ok(answer) => {
+            let (status, code) = answer.refusal();
+            Why::Refused { status, code, may_repeat: !answer.header("retry-after").is_empty() }
+        }
+        Err(error) => Why::Broken(format!("{error:#}")),
+    };
+    Err(Failure { router, began, ended: now(), why })
 }
 
 impl Seen {
@@ -54,13 +115,13 @@ impl Seen {
     fn add(&mut self, other: Self) {
         self.seconds.extend(other.seconds);
         self.failures.extend(other.failures);
-        self.slowest_failure = self.slowest_failure.max(other.slowest_failure);
     }
 }
 
 impl Users {
-    pub(crate) fn new(routers: Vec<String>) -> Self {
-        Self { routers, count: 4, answer_tokens: 20 }
+    /// Returns `count` users, spread over the routers of a fleet.
+    pub(crate) fn new(fleet: &Fleet, count: usize) -> Self {
+        Self { routers: fleet.router_urls(), origin: fleet.origin.clone(), count }
     }
 
     /// Lets the users work for `time`.
@@ -76,11 +137,13 @@ impl Users {
     pub(crate) fn begin(&self, stop: &Arc<AtomicBool>) -> Working {
         let mut tasks = JoinSet::new();
         for number in 0..self.count {
+            let router = number % self.routers.len();
             let user = User {
-                url: format!("{}/v1/completions", self.routers[number % self.routers.len()]),
+                router,
+                url: format!("{}/v1/completions", self.routers[router]),
+                web: self.origin.web(),
                 key: credential(if number % 2 == 0 { "alice" } else { "bob" }),
                 session: (number % 4 < 2).then(|| format!("user-{number}")),
-                answer_tokens: self.answer_tokens,
                 number,
             };
             let stop = Arc::clone(stop);
@@ -103,32 +166,32 @@ impl Working {
         }
         all.seconds.sort_by(f64::total_cmp);
         if all.turns() == 0 {
-            bail!("no turn was answered: {:?}", all.failures.first());
+            let first = all.failures.first().map(ToString::to_string);
+            bail!("no turn was answered: {}", first.unwrap_or_default());
         }
         Ok(all)
     }
 }
 
 struct User {
+    router: usize,
     url: String,
+    web: Web,
     key: String,
     session: Option<String>,
-    answer_tokens: u32,
     number: usize,
 }
 
 impl User {
     async fn work(&self, stop: &AtomicBool) -> Seen {
-        let (web, mut seen, mut turn) = (Web::default(), Seen::default(), 0);
+        let (mut seen, mut turn) = (Seen::default(), 0);
         while !stop.load(Ordering::Relaxed) {
             turn += 1;
             let began = now();
-            match self.turn(&web, turn).await {
-                Ok(()) => seen.seconds.push(began.elapsed().as_secs_f64()),
-                Err(error) => {
-                    seen.failures.push(format!("{error:#}"));
-                    let seconds = began.elapsed().as_secs_f64();
-                    seen.slowest_failure = seen.slowest_failure.max(seconds);
+            match succeed(self.turn(turn).await, self.router, began) {
+                Ok(_) => seen.seconds.push(began.elapsed().as_secs_f64()),
+                Err(failure) => {
+                    seen.failures.push(failure);
                     // What a client's library does.
                     tokio::time::sleep(Duration::from_millis(100)).await;
                 }
@@ -137,10 +200,10 @@ impl User {
         seen
     }
 
-    async fn turn(&self, web: &Web, turn: u64) -> anyhow::Result<()> {
+    async fn turn(&self, turn: u64) -> anyhow::Result<Answer> {
         let prompt = format!("user {} turn {turn}: ", self.number).repeat(8);
         let body = json!({
-            "model": "tiny", "prompt": prompt, "max_tokens": self.answer_tokens,
+            "model": "tiny", "prompt": prompt, "max_tokens": ANSWER_TOKENS,
             "ignore_eos": true, "temperature": 0,
         });
         let mut headers = vec![("authorization", self.key.as_str())];
@@ -148,11 +211,6 @@ impl User {
             headers.push(("x-berth-session-id", session));
             headers.push(("x-berth-retention", "tagged"));
         }
-        let answer = web.post(&self.url, &headers, &body).await?;
-        if answer.status != 200 {
-            let (status, code) = answer.refusal();
-            bail!("{status} {code}");
-        }
-        Ok(())
+        self.web.post(&self.url, &headers, &body).await
     }
 }

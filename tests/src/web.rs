@@ -1,5 +1,7 @@
 //! A small HTTP client for tests, which sends requests and returns answers unchanged.
 
+use std::net::IpAddr;
+
 use axum::body::Body;
 use bytes::Bytes;
 use http::{HeaderMap, Method, Request, Response, StatusCode};
@@ -76,18 +78,26 @@ impl Answer {
 
 impl Default for Web {
     fn default() -> Self {
-        Self::new(None)
+        Self::new(None, None)
     }
 }
 
 impl Web {
     /// Returns a client that also sends to `https` URLs.
     pub fn with_tls(tls: ClientTls) -> Self {
-        Self::new(Some(tls))
+        Self::new(None, Some(tls))
     }
 
-    fn new(tls: Option<ClientTls>) -> Self {
-        let connector = Connector::new(HttpConnector::new(), tls, Protocol::Http1, PATIENCE);
+    /// Returns a client that connects from `source`, an address of this host. With `tls`, it also
+    /// sends to `https` URLs.
+    pub fn from_address(source: IpAddr, tls: Option<ClientTls>) -> Self {
+        Self::new(Some(source), tls)
+    }
+
+    fn new(source: Option<IpAddr>, tls: Option<ClientTls>) -> Self {
+        let mut http = HttpConnector::new();
+        http.set_local_address(source);
+        let connector = Connector::new(http, tls, Protocol::Http1, PATIENCE);
         Self { client: Client::builder(TokioExecutor::new()).build(connector) }
     }
 }
