@@ -1,12 +1,15 @@
 //! What a hostile client does. Each attack returns once it is in force, and goes on until dropped.
+//!
+//! All attackers have one key and one address, which no user has.
 
-use std::time::Duration;
+use std::{collections::BTreeMap, fmt, sync::Arc, time::Duration};
 
-use anyhow::Context as _;
+use anyhow::{Context as _, ensure};
 use http::Method;
+use parking_lot::Mutex;
 use rustix::{process::setpriority_process, thread::gettid};
 use serde_json::json;
-use tests::web::Web;
+use tests::web::{Answer, Web};
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _},
     net::TcpStream,
@@ -14,13 +17,58 @@ use tokio::{
     task::JoinSet,
 };
 
-use crate::fleet::{Fleet, credential};
+use crate::{
+    figures,
+    fleet::{Fleet, credential},
+};
 
 /// The scheduling priority of attackers.
 const LOWEST_PRIORITY: i32 = 19;
+/// The longest wait for one step of an attack. What Berth refuses or delays is no failure of the
+/// attack.
+const STEP_MAX: Duration = Duration::from_secs(10);
 
-/// Tasks that hold an attack in force until they are dropped.
-pub(crate) type Attack = JoinSet<()>;
+/// An attack in force. It ends on drop.
+#[derive(Debug, Default)]
+pub(crate) struct Attack {
+    tasks: JoinSet<()>,
+    /// The answers to the attacker.
+    pub(crate) answers: Answers,
+}
+
+/// How often an attacker got which answer: `200`, or a status and a code, or `broken`. Clones share
+/// the counts.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Answers(Arc<Mutex<BTreeMap<String, usize>>>);
+
+impl Answers {
+    fn count(&self, answer: &anyhow::Result<Answer>) {
+        let kind = match answer {
+            Ok(answer) if answer.status.is_success() => "200".to_owned(),
+            Ok(answer) => {
+                let (status, code) = answer.refusal();
+                format!("{status} {code}")
+            }
+            Err(_) => "broken".to_owned(),
+        };
+        *self.0.lock().entry(kind).or_default() += 1;
+    }
+
+    /// Returns how many answers `is_meant` takes.
+    pub(crate) fn sum(&self, is_meant: impl Fn(&str) -> bool) -> usize {
+        let counts = self.0.lock();
+        counts.iter().filter(|(kind, _)| is_meant(kind)).map(|(_, count)| count).sum()
+    }
+}
+
+impl fmt::Display for Answers {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let counts: Vec<_> =
+            self.0.lock().iter().map(|(kind, count)| format!("{count} × {kind}")).collect();
+        f.write_str(if counts.is_empty() { "no answers" } else { "" })?;
+        f.write_str(&counts.join(", "))
+    }
+}
 
 /// Returns the runtime of attacks.
 pub(crate) fn runtime() -> std::io::Result<Runtime> {
@@ -34,20 +82,22 @@ pub(crate) fn runtime() -> std::io::Result<Runtime> {
         .build()
 }
 
-/// The longest wait for one step of an attack. What Berth refuses or delays is no failure of the
-/// attack.
-const STEP_MAX: Duration = Duration::from_secs(10);
-
 /// Returns the address of the first router's data port.
 fn data_addr(fleet: &Fleet) -> String {
     format!("{}:8080", fleet.router_hosts[0])
 }
 
+/// Waits until a metric of the first router is at least `least`.
+async fn reach(fleet: &Fleet, metric: (&str, &str), least: f64) -> anyhow::Result<()> {
+    figures::reach(&fleet.web, &fleet.router_admin(0), metric, least).await
+}
+
 /// Opens 64 pinned sessions and runs one turn of one token in each.
 pub(crate) async fn rows(fleet: &Fleet) -> anyhow::Result<Attack> {
-    let mut turns = JoinSet::new();
+    let attack = Attack::default();
+    let (mut turns, web) = (JoinSet::new(), Web::default());
     for number in 0..64 {
-        let (web, key) = (fleet.web.clone(), credential("mallory"));
+        let (web, key, answers) = (web.clone(), credential("mallory"), attack.answers.clone());
         let url = fleet.url(0, "/generate");
         turns.spawn(async move {
             let id = format!("row-{number}");
@@ -61,32 +111,44 @@ pub(crate) async fn rows(fleet: &Fleet) -> anyhow::Result<Attack> {
                 "text": "x", "sampling_params": { "max_new_tokens": 1, "ignore_eos": true },
                 "nvext": { "session_control": { "session_id": id, "action": "open" } },
             });
-            let _ = tokio::time::timeout(STEP_MAX, web.post(&url, &headers, &body)).await;
+            let sent = tokio::time::timeout(STEP_MAX, web.post(&url, &headers, &body));
+            if let Ok(answer) = sent.await {
+                answers.count(&answer);
+            }
         });
     }
     while turns.join_next().await.is_some() {}
-    Ok(Attack::new())
+    let answers = &attack.answers;
+    ensure!(answers.sum(|kind| kind == "429 rows") > 0, "rows are left: {answers}");
+    Ok(attack)
 }
 
-/// Opens as many sessions as the agent keeps, and more.
+/// Opens as many sessions as the agent keeps for one client, and more.
 pub(crate) async fn sessions(fleet: &Fleet) -> anyhow::Result<Attack> {
     const CLIENTS: usize = 32;
     const SESSIONS: usize = 17_000;
+    let attack = Attack::default();
     let mut clients = JoinSet::new();
     for client in 0..CLIENTS {
-        let (web, key) = (Web::default(), credential("mallory"));
+        let (web, key, answers) = (Web::default(), credential("mallory"), attack.answers.clone());
         let url = fleet.url(0, "/v1/sessions");
         clients.spawn(async move {
             for number in 0..SESSIONS / CLIENTS {
                 let body =
                     json!({ "session_id": format!("s-{client}-{number}"), "retention": "tagged" });
                 let headers = [("authorization", key.as_str())];
-                let _ = tokio::time::timeout(STEP_MAX, web.post(&url, &headers, &body)).await;
+                let sent = tokio::time::timeout(STEP_MAX, web.post(&url, &headers, &body));
+                if let Ok(answer) = sent.await {
+                    answers.count(&answer);
+                }
             }
         });
     }
     while clients.join_next().await.is_some() {}
-    Ok(Attack::new())
+    let answers = &attack.answers;
+    let refused = answers.sum(|kind| kind == "429 principal_sessions");
+    ensure!(refused > 0, "sessions are left: {answers}");
+    Ok(attack)
 }
 
 /// Sends the heads of 4,200 requests, and never their bodies.
@@ -96,56 +158,67 @@ pub(crate) async fn turns(fleet: &Fleet) -> anyhow::Result<Attack> {
          content-type: application/json\r\ncontent-length: 200\r\n\r\n{{",
         credential("mallory")
     );
-    silent_connections(&data_addr(fleet), 4_200, &head).await
+    let attack = silent_connections(&data_addr(fleet), 4_200, &head);
+    reach(fleet, DATA_CONNECTIONS, connections(fleet, 4_200)).await?;
+    Ok(attack)
 }
 
 /// Opens 4,608 connections to the router and says nothing.
 pub(crate) async fn idle_connections(fleet: &Fleet) -> anyhow::Result<Attack> {
-    silent_connections(&data_addr(fleet), 4_608, "").await
+    let attack = silent_connections(&data_addr(fleet), 4_608, "");
+    reach(fleet, DATA_CONNECTIONS, connections(fleet, 4_608)).await?;
+    Ok(attack)
+}
+
+/// The connections of a data port.
+const DATA_CONNECTIONS: (&str, &str) = ("berth_router_connections", "port=\"data\"");
+
+/// Returns how many of an attacker's connections a router has at once if the attack works: nine
+/// tenths of those that one address may have. Some of them are just being replaced.
+fn connections(fleet: &Fleet, wanted: u32) -> f64 {
+    // 352 connections with 1,024 descriptors, and one address gets all but an eighth.
+    let most = if fleet.has_few_descriptors { 308 } else { 4_352 };
+    f64::from(wanted.min(most)) * 0.9
 }
 
 /// Opens 1,100 connections to the agent's admin port and says nothing.
 pub(crate) async fn idle_admin_connections(fleet: &Fleet) -> anyhow::Result<Attack> {
-    silent_connections(&format!("{}:31002", fleet.agent_hosts[0]), 1_100, "").await
+    let attack = silent_connections(&format!("{}:31002", fleet.agent_hosts[0]), 1_100, "");
+    // One address gets 48 of the 64.
+    let connections = ("berth_agent_connections", "port=\"admin\"");
+    figures::reach(&fleet.web, &fleet.agent_admin(0), connections, 48.0).await?;
+    Ok(attack)
 }
 
 /// Opens connections and sends `text` on each. Opens a connection again when it is closed.
-async fn silent_connections(addr: &str, count: usize, text: &str) -> anyhow::Result<Attack> {
-    let mut attack = Attack::new();
-    let mut begun: Vec<tokio::sync::oneshot::Receiver<()>> = vec![];
+fn silent_connections(addr: &str, count: usize, text: &str) -> Attack {
+    let mut attack = Attack::default();
     for _ in 0..count {
         let (addr, text) = (addr.to_owned(), text.to_owned());
-        let (sender, receiver) = tokio::sync::oneshot::channel();
-        begun.push(receiver);
-        attack.spawn(async move {
-            let mut sender = Some(sender);
+        attack.tasks.spawn(async move {
             loop {
                 let connected = tokio::time::timeout(STEP_MAX, TcpStream::connect(&addr)).await;
                 if let Ok(Ok(mut stream)) = connected {
                     let _ = stream.write_all(text.as_bytes()).await;
-                    drop(sender.take());
                     let mut byte = [0];
                     let _ = stream.read(&mut byte).await;
                 }
-                drop(sender.take());
                 tokio::time::sleep(Duration::from_millis(500)).await;
             }
         });
     }
-    for receiver in begun {
-        let _ = receiver.await;
-    }
-    Ok(attack)
+    attack
 }
 
 /// Sends eight turns with 60 MiB of padding each, and long answers.
 pub(crate) async fn bodies(fleet: &Fleet) -> anyhow::Result<Attack> {
-    let mut attack = Attack::new();
+    let mut attack = Attack::default();
     let padding = " ".repeat(60 << 20);
     for number in 0..8 {
         let (url, key, padding) =
             (fleet.url(0, "/generate"), credential("mallory"), padding.clone());
-        attack.spawn(async move {
+        let answers = attack.answers.clone();
+        attack.tasks.spawn(async move {
             let web = Web::default();
             loop {
                 let body = format!(
@@ -154,18 +227,47 @@ pub(crate) async fn bodies(fleet: &Fleet) -> anyhow::Result<Attack> {
                 );
                 let headers =
                     [("authorization", key.as_str()), ("content-type", "application/json")];
-                let _ = web.request(Method::POST, &url, &headers, body).await;
+                answers.count(&web.request(Method::POST, &url, &headers, body).await);
                 tokio::time::sleep(Duration::from_millis(100)).await;
             }
         });
     }
-    tokio::time::sleep(Duration::from_secs(2)).await;
+    // A body of text alone is refused on its way, so that none shows among the router's figures.
+    let answers = attack.answers.clone();
+    figures::until("eight bodies are answered", || answers.sum(|_| true) >= 8).await?;
     Ok(attack)
 }
 
+/// Sends 700 streamed turns at once, again and again.
+pub(crate) async fn streams(fleet: &Fleet) -> anyhow::Result<Attack> {
+    let mut attack = Attack::default();
+    for number in 0..700 {
+        let (url, key) = (fleet.url(0, "/generate"), credential("mallory"));
+        let answers = attack.answers.clone();
+        attack.tasks.spawn(async move {
+            let web = Web::default();
+            let body = json!({
+                "text": format!("stream {number}"), "stream": true,
+                "sampling_params": { "max_new_tokens": 400, "ignore_eos": true },
+            });
+            loop {
+                answers.count(&web.post(&url, &[("authorization", key.as_str())], &body).await);
+                // As `Retry-After` says.
+                tokio::time::sleep(Duration::from_secs(1)).await;
+            }
+        });
+    }
+    // Of the 352 connections, the agent runs 32 turns and queues a quarter, 88.
+    reach(fleet, STREAMS, 100.0).await?;
+    Ok(attack)
+}
+
+/// The turns of a router that were placed and have not ended.
+const STREAMS: (&str, &str) = ("berth_router_streams_in_flight", "");
+
 /// Reads 24 long streams at 512 bytes a second.
 pub(crate) async fn slow_readers(fleet: &Fleet) -> anyhow::Result<Attack> {
-    let mut attack = Attack::new();
+    let mut attack = Attack::default();
     let body = json!({
         "text": "slow", "stream": true,
         "sampling_params": { "max_new_tokens": 4_000, "ignore_eos": true },
@@ -179,7 +281,7 @@ pub(crate) async fn slow_readers(fleet: &Fleet) -> anyhow::Result<Attack> {
     );
     for _ in 0..24 {
         let (addr, request) = (data_addr(fleet), request.clone());
-        attack.spawn(async move {
+        attack.tasks.spawn(async move {
             loop {
                 if let Err(error) = read_slowly(&addr, &request).await {
                     drop(error);
@@ -188,7 +290,8 @@ pub(crate) async fn slow_readers(fleet: &Fleet) -> anyhow::Result<Attack> {
             }
         });
     }
-    tokio::time::sleep(Duration::from_secs(3)).await;
+    // The users have up to four more.
+    reach(fleet, STREAMS, 20.0).await?;
     Ok(attack)
 }
 
@@ -207,19 +310,20 @@ async fn read_slowly(addr: &str, request: &str) -> anyhow::Result<()> {
 
 /// Sends sixteen prompts of 1.9 MB at once, again and again.
 pub(crate) async fn tokenizing(fleet: &Fleet) -> anyhow::Result<Attack> {
-    let mut attack = Attack::new();
+    let mut attack = Attack::default();
     for number in 0..16 {
         let (url, key) = (fleet.url(0, "/v1/completions"), credential("mallory"));
-        attack.spawn(async move {
+        let answers = attack.answers.clone();
+        attack.tasks.spawn(async move {
             let web = Web::default();
             for round in 0u64.. {
                 let words = format!("w{number}x{round} zebra quilt {} ", round * 7);
                 let prompt = words.repeat(1_900_000 / words.len());
                 let body = json!({ "model": "tiny", "prompt": prompt, "max_tokens": 1 });
-                let _ = web.post(&url, &[("authorization", key.as_str())], &body).await;
+                answers.count(&web.post(&url, &[("authorization", key.as_str())], &body).await);
             }
         });
     }
-    tokio::time::sleep(Duration::from_secs(1)).await;
+    reach(fleet, ("berth_router_share_largest", "pool=\"tokenizer_bytes\""), 1.0).await?;
     Ok(attack)
 }

@@ -2,15 +2,19 @@
 //!
 //! - `fleet`: the processes of one scenario, with real signals and limits.
 //! - `users`: the turns of other people, and how long they take.
-//! - `attacks`: what a hostile client does. `scenarios`: which attack must not be noticed by whom.
+//! - `attacks`: what a hostile client does. `figures`: from which metric one sees that it does.
+//! - `scenarios`: which attack must not be noticed by whom.
 //! - `chaos`: processes that are killed, stopped and restarted at random under load.
+//! - `stopped`: an engine that is stopped.
 
 #![expect(clippy::print_stdout, reason = "the results are its output")]
 
 mod attacks;
 mod chaos;
+mod figures;
 mod fleet;
 mod scenarios;
+mod stopped;
 mod users;
 
 use std::{path::PathBuf, process::ExitCode};
@@ -32,6 +36,9 @@ struct Options {
     /// Lists the scenarios.
     #[arg(long)]
     list: bool,
+    /// What random choices begin from. A scenario that makes any prints its seed.
+    #[arg(long)]
+    seed: Option<u64>,
     /// Folder for the processes' logs.
     #[arg(long)]
     keep_logs: Option<PathBuf>,
@@ -54,7 +61,7 @@ fn main() -> ExitCode {
     let (mut passed, mut failed) = (0, 0);
     for scenario in chosen {
         let began = now();
-        let result = run(scenario, options.keep_logs.clone());
+        let result = run(scenario, &options);
         let seconds = began.elapsed().as_secs();
         match result {
             Ok(figures) => {
@@ -74,16 +81,17 @@ fn main() -> ExitCode {
 /// Runs one scenario on a runtime of its own, so that nothing of it is left for the next.
 /// Attacks run on another one, whose threads have the lowest priority: attackers have processors of
 /// their own, and here they would take those of the processes under test.
-fn run(scenario: &scenarios::Scenario, logs: Option<PathBuf>) -> anyhow::Result<String> {
+fn run(scenario: &scenarios::Scenario, options: &Options) -> anyhow::Result<String> {
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
         .enable_all()
         .build()
         .context("no runtime")?;
     let attackers = attacks::runtime().context("no runtime for attacks")?;
-    let folder = logs.map(|logs| logs.join(scenario.name.replace(' ', "-")));
-    let result =
-        runtime.block_on((scenario.run)(fleet::Place::new(folder, attackers.handle().clone())?));
+    let folder = options.keep_logs.as_ref().map(|logs| logs.join(scenario.name.replace(' ', "-")));
+    let seed = options.seed.unwrap_or_else(|| fastrand::u64(..));
+    let place = fleet::Place::new(folder, attackers.handle().clone(), seed)?;
+    let result = runtime.block_on((scenario.run)(place));
     runtime.shutdown_background();
     attackers.shutdown_background();
     result
