@@ -108,6 +108,7 @@ pub(crate) async fn run(
     let body = shared.bodies.keep(held_body);
     if let Some(intent) = &turn.session {
         close_lost_session(&shared, intent).await?;
+        shared.sessions.close_strays(&intent.key);
     } else {
         // Right after the router's start, wait for the agents' first session tables.
         shared.directory.settled_view().await;

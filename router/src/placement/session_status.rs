@@ -105,12 +105,16 @@ pub fn determine_status(
         }
         // The lag has passed, so the tables are up to date.
         CloseProgress::Closed { .. } => {
-            return status_from_table(preferred_entry(entries.iter(), view, None), view, None);
+            return status_from_table(
+                preferred_entry(entries.iter(), entries, view, None),
+                view,
+                None,
+            );
         }
         CloseProgress::NotRequested => {}
     }
     let Some(binding) = binding else {
-        return status_from_table(preferred_entry(entries.iter(), view, None), view, None);
+        return status_from_table(preferred_entry(entries.iter(), entries, view, None), view, None);
     };
     let was_just_reopened = binding.was_just_reopened(now);
     // After this router has opened the session again, an entry that is lost or closing shows the
@@ -128,7 +132,7 @@ pub fn determine_status(
     if !is_on_bound_agent && acted_recently && view.agent(binding.worker).is_up() {
         return status_from_binding(binding, just_opened, now);
     }
-    match preferred_entry(current_entries(), view, Some(binding.worker)) {
+    match preferred_entry(current_entries(), entries, view, Some(binding.worker)) {
         None => status_from_binding(binding, just_opened, now),
         entry => status_from_table(entry, view, Some(binding)),
     }
@@ -163,10 +167,7 @@ fn status_from_table(
     let Some(ReportedSession { worker, session }) = entry else { return SessionStatus::Unknown };
     let (worker, session) = (*worker, Arc::clone(session));
     let is_agent_up = view.agent(worker).is_up();
-    // A client that sends its full history in each turn can continue on any worker. A client that
-    // asked for a pinned session may send only the new part of its history in the next turn.
-    let can_continue_anywhere = session.full_history && !session.exclusive;
-    let needs_its_worker = session.retention == Retention::Pinned && !can_continue_anywhere;
+    let needs_its_worker = needs_its_worker(&session);
     let is_unreachable = !is_agent_up && needs_its_worker;
     match session.state {
         SessionState::Closing => return SessionStatus::Closing,
@@ -181,18 +182,53 @@ fn status_from_table(
     SessionStatus::Open { worker, session, is_busy }
 }
 
+/// Whether a session can continue only on the worker that has it.
+fn needs_its_worker(session: &Session) -> bool {
+    // A client that sends its full history in each turn can continue on any worker. A client that
+    // asked for a pinned session may send only the new part of its history in the next turn.
+    let can_continue_anywhere = session.full_history && !session.exclusive;
+    session.retention == Retention::Pinned && !can_continue_anywhere
+}
+
+/// Whether an entry is a *stray*: a session without a turn, whose history another agent has. An
+/// open that got no answer leaves one, if it was then repeated at another agent. A turn with the
+/// new part of a history must never run on it.
+fn is_stray(entry: &ReportedSession, entries: &[ReportedSession]) -> bool {
+    let has_history = |other: &ReportedSession| {
+        let is_elsewhere = other.worker.agent != entry.worker.agent;
+        is_elsewhere && other.session.turns > 0 && other.session.state != SessionState::Lost
+    };
+    let is_empty = entry.session.turns == 0 && entry.session.turns_running == 0;
+    is_empty && needs_its_worker(&entry.session) && entries.iter().any(has_history)
+}
+
+/// Returns the strays of a session that is open on `worker`, on connected agents.
+pub fn strays(key: &SessionKey, view: &Snapshot, worker: WorkerRef) -> Vec<WorkerRef> {
+    let entries = view.sessions.locate(key);
+    let strays = entries.iter().filter(|entry| {
+        let is_elsewhere = entry.worker.agent != worker.agent;
+        is_elsewhere && view.agent(entry.worker).is_up() && is_stray(entry, entries)
+    });
+    strays.map(|entry| entry.worker).collect()
+}
+
 /// Returns the entry to use, because several agents may have the session. Prefers, in this order:
 /// a connected agent, the agent of `bound_worker`, an entry that isn't lost, the entry with the
-/// most recent turn, and the lowest worker.
+/// most recent turn, and the lowest worker. Only the bound agent's entry may be a stray.
 fn preferred_entry<'a>(
     entries: impl Iterator<Item = &'a ReportedSession>,
+    all: &[ReportedSession],
     view: &Snapshot,
     bound_worker: Option<WorkerRef>,
 ) -> Option<&'a ReportedSession> {
-    entries.max_by_key(|entry| {
+    let is_bound = |entry: &ReportedSession| {
+        bound_worker.is_some_and(|worker| worker.agent == entry.worker.agent)
+    };
+    let usable = entries.filter(|entry| is_bound(entry) || !is_stray(entry, all));
+    usable.max_by_key(|entry| {
         (
             view.agent(entry.worker).is_up(),
-            bound_worker.is_some_and(|worker| worker.agent == entry.worker.agent),
+            is_bound(entry),
             entry.session.state != SessionState::Lost,
             Reverse(entry.session.idle),
             Reverse(entry.worker),
@@ -392,5 +428,19 @@ mod tests {
         let began = Update::StreamBegan { description: description("a0", 2, 1), sessions: vec![] };
         state.apply(0, began, now);
         assert_eq!(worker(&status(&state, &affinity, now)), 1);
+    }
+    #[test]
+    fn a_session_never_continues_on_an_empty_one_of_its_name() {
+        let (mut state, affinity, now) = setup();
+        state.apply(0, idle(Retention::Pinned), now);
+        let empty = Session { turns: 0, ..session(Retention::Pinned, SessionState::Idle, 0) };
+        state.apply(1, Update::SessionChanged(empty), now);
+        assert_eq!(worker(&status(&state, &affinity, now)), 0);
+        assert_eq!(strays(&key(), &state.snapshot(), at(0)), [at(1)]);
+        state.apply(0, Update::AgentLost("gone".to_owned()), now);
+        assert!(matches!(
+            status(&state, &affinity, now),
+            SessionStatus::Lost { is_agent_up: false, worker, .. } if worker == at(0)
+        ));
     }
 }

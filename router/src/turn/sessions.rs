@@ -167,6 +167,19 @@ impl SessionService {
         .await
     }
 
+    /// Closes what an open without an answer has left of a session on other agents than its own.
+    pub(super) fn close_strays(&self, key: &SessionKey) {
+        let view = self.directory.view();
+        if view.sessions.locate(key).len() < 2 {
+            return;
+        }
+        if let SessionStatus::Open { worker, .. } = self.directory.status(key, &view) {
+            for stray in session_status::strays(key, &view, worker) {
+                self.close_detached(key.clone(), stray);
+            }
+        }
+    }
+
     /// Starts a task that closes a session at an agent. The task goes on even if the turn or client
     /// that wanted the close is gone.
     pub(super) fn close_detached(&self, key: SessionKey, worker: WorkerRef) {
