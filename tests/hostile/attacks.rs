@@ -324,6 +324,8 @@ pub(crate) async fn tokenizing(fleet: &Fleet) -> anyhow::Result<Attack> {
             }
         });
     }
-    reach(fleet, ("berth_router_share_largest", "pool=\"tokenizer_bytes\""), 1.0).await?;
+    // A whole prompt is there. Whether it takes memory for tokenizing is the router's decision.
+    let body_bytes = ("berth_router_share_largest", "pool=\"body_bytes\"");
+    reach(fleet, body_bytes, 1_800_000.0).await?;
     Ok(attack)
 }
