@@ -52,7 +52,7 @@ pub(crate) const SCENARIOS: [Scenario; 19] = [
     scenario!("slow readers", true, |place| attacked(place, None, Kind::SlowReaders)),
     scenario!("idle connections", true, |place| attacked(place, None, Kind::Idle)),
     scenario!("idle admin connections", true, |place| attacked(place, None, Kind::IdleAdmin)),
-    scenario!("tokenizing", false, |place| attacked(place, None, Kind::Tokenizing)),
+    scenario!("tokenizing", true, |place| attacked(place, None, Kind::Tokenizing)),
     scenario!("rows, few descriptors", false, |place| few(place, Kind::Rows)),
     scenario!("sessions, few descriptors", false, |place| few(place, Kind::Sessions)),
     scenario!("turns, few descriptors", false, |place| few(place, Kind::Turns)),
@@ -63,7 +63,7 @@ pub(crate) const SCENARIOS: [Scenario; 19] = [
         place,
         Kind::IdleAdmin
     )),
-    scenario!("streams, few descriptors", false, |place| few(place, Kind::Streams)),
+    scenario!("streams, few descriptors", true, |place| few(place, Kind::Streams)),
     scenario!("engine stopped", true, stopped::engine_stopped),
     scenario!("chaos", false, |place| chaos::chaos(place, false)),
     scenario!("chaos, with TLS", false, |place| chaos::chaos(place, true)),
