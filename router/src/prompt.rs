@@ -235,9 +235,9 @@ impl Prompt {
     /// Returns the prompt's token ids, with which an agent can have the prompt computed before its
     /// turn (staged prefill).
     ///
-    /// Returns `None` if the ids can't be known, or if the turn would not find the computed KV: it
-    /// has an adapter or an extra key, or the engine recomputes its prompt anyway. The KV must be
-    /// computed with the turn's [`Self::cache_salt`].
+    /// Returns `None` if the ids can't be known or are more than the engine takes, or if the turn
+    /// would not find the computed KV: it has an adapter or an extra key, or the engine recomputes
+    /// its prompt anyway. The KV must be computed with the turn's [`Self::cache_salt`].
     ///
     /// # Panics
     /// If `body` is not the body in which the prompt was found.
@@ -262,15 +262,16 @@ impl Prompt {
         {
             return None;
         }
-        if self.is_text(form, body) {
-            return self.with_text_model(form, text, &cache_scope, engine, |model, text_prompt| {
+        let ids: Vec<u32> = if self.is_text(form, body) {
+            self.with_text_model(form, text, &cache_scope, engine, |model, text_prompt| {
                 model.token_ids(text_prompt)
-            });
-        }
-        if MEDIA_KEYS.iter().any(|key| self.member_json(text, key).is_some()) {
+            })?
+        } else if MEDIA_KEYS.iter().any(|key| self.member_json(text, key).is_some()) {
             return None;
-        }
-        serde_json::from_str(self.member_json(text, ids_key(form))?).ok()
+        } else {
+            serde_json::from_str(self.member_json(text, ids_key(form))?).ok()?
+        };
+        (ids.len() as u64 <= engine.context_tokens).then_some(ids)
     }
 
     /// Returns the body's cache salt. Empty salts count as absent, as for the engine.
@@ -533,6 +534,8 @@ mod tests {
         assert_eq!(made(PromptForm::Completions, r#"{"prompt":[7],"model":"m"}"#), Some(vec![7]));
         assert_eq!(made(PromptForm::Completions, r#"{"prompt":[7],"model":"m:adapter"}"#), None);
         assert_eq!(made(PromptForm::Completions, r#"{"prompt":[[7],[8]]}"#), None, "two prompts");
+        let too_long = format!(r#"{{"input_ids":{}}}"#, ids(100_001));
+        assert_eq!(made(PromptForm::Generate, &too_long), None, "the engine refuses it");
         assert_eq!(made(PromptForm::Generate, r#"{"text":"no model makes tokens of it"}"#), None);
     }
 
