@@ -81,6 +81,8 @@ pub(crate) struct AgentState {
     pub(crate) aborted_answers: AtomicUsize,
     /// Whether to refuse every turn and open as full.
     pub(crate) full: AtomicBool,
+    /// Whether to open sessions and then give no answer.
+    pub(crate) loses_answers: AtomicBool,
     pub(crate) used_tokens: AtomicUsize,
     retentions: Vec<Retention>,
     /// Whether to describe a model's files. The first router that fetches them is refused.
@@ -131,6 +133,7 @@ impl Agent {
             release: Semaphore::new(0),
             aborted_answers: AtomicUsize::new(0),
             full: AtomicBool::new(false),
+            loses_answers: AtomicBool::new(false),
             used_tokens: AtomicUsize::new(100),
             retentions,
             has_model: AtomicBool::new(false),

@@ -1,5 +1,7 @@
 //! Tests of sessions: opening, listing, closing, loss of a worker, restart of a router.
 
+use std::sync::atomic::Ordering;
+
 use http::{Method, StatusCode};
 use proto::load::Retention;
 use tests::keys::KeyFixture;
@@ -321,4 +323,19 @@ async fn a_client_that_leaves_mid_delete_has_still_closed() {
         drop(tcp);
         wait_until("it is closed", async || a.session_count() == 0).await;
     }
+}
+
+#[tokio::test]
+async fn an_open_without_an_answer_leaves_no_second_session_of_its_name() {
+    let (a, b) = (Agent::start("a"), Agent::start("b"));
+    a.inner.loses_answers.store(true, Ordering::Relaxed);
+    let router = Router::start(&[&a, &b]).await;
+    for round in 0..8 {
+        let body = format!(r#"{{"session_id":"s{round}","retention":"pinned"}}"#);
+        let opened = router.call(Method::POST, OPEN, &[], body).await;
+        assert_eq!((opened.status, &opened.json()["worker"]), (StatusCode::CREATED, &"b/0".into()));
+    }
+    wait_until("a has no session", async || a.session_count() == 0).await;
+    assert_eq!(b.session_count(), 8);
+    assert!(router.metrics().await.contains("retries_total{reason=\"open\"}"), "a was asked too");
 }

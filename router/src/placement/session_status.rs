@@ -198,8 +198,19 @@ fn is_stray(entry: &ReportedSession, entries: &[ReportedSession]) -> bool {
         let is_elsewhere = other.worker.agent != entry.worker.agent;
         is_elsewhere && other.session.turns > 0 && other.session.state != SessionState::Lost
     };
-    let is_empty = entry.session.turns == 0 && entry.session.turns_running == 0;
-    is_empty && needs_its_worker(&entry.session) && entries.iter().any(has_history)
+    is_unused(&entry.session) && needs_its_worker(&entry.session) && entries.iter().any(has_history)
+}
+
+/// Whether the worker's connected agent has a session that no turn has used.
+pub fn is_unused_at(key: &SessionKey, view: &Snapshot, worker: WorkerRef) -> bool {
+    let entries = view.sessions.locate(key);
+    let at_worker = entries.iter().find(|entry| entry.worker.agent == worker.agent);
+    view.agent(worker).is_up() && at_worker.is_some_and(|entry| is_unused(&entry.session))
+}
+
+/// Whether no turn has used a session.
+fn is_unused(session: &Session) -> bool {
+    session.turns == 0 && session.turns_running == 0
 }
 
 /// Returns the strays of a session that is open on `worker`, on connected agents.
@@ -429,6 +440,7 @@ mod tests {
         state.apply(0, began, now);
         assert_eq!(worker(&status(&state, &affinity, now)), 1);
     }
+
     #[test]
     fn a_session_never_continues_on_an_empty_one_of_its_name() {
         let (mut state, affinity, now) = setup();

@@ -73,6 +73,15 @@ impl SessionDirectory {
         self.view.wait_for(self.settle_deadline, Snapshot::is_settled).await
     }
 
+    /// Waits for a snapshot for which `holds` is true. Returns the newest one at the deadline.
+    pub(super) async fn wait_for(
+        &self,
+        deadline: Instant,
+        holds: impl Fn(&Snapshot) -> bool,
+    ) -> Arc<Snapshot> {
+        self.view.wait_for(deadline, holds).await
+    }
+
     /// Returns the status of a session.
     pub(super) fn status(&self, key: &SessionKey, view: &Snapshot) -> SessionStatus {
         self.step(|affinity, now| {

@@ -9,11 +9,11 @@
 //! not handled here: the turn's claim tells the agent. Opens and closes run in tasks of their own,
 //! so that they are completed even if the client leaves before that.
 
-use std::{collections::BTreeSet, sync::Arc};
+use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
 use proto::{id::SessionKey, load::Session};
-use service::tasks::Tasks;
-use tokio::sync::oneshot;
+use service::{clock::now, tasks::Tasks};
+use tokio::sync::{Semaphore, oneshot};
 use tonic::{Code, Status};
 use tracing::warn;
 
@@ -74,6 +74,11 @@ impl Error {
 /// answer says so.
 pub(crate) const SESSIONS_LISTED_MAX: usize = 1000;
 
+/// The longest wait for an agent that gave an open no answer. Agents restart within seconds.
+const HEARD_AGAIN_MAX: Duration = Duration::from_secs(60);
+/// Maximum number of sessions that are to be closed at an agent as soon as it is heard.
+const WAITING_CLOSES_MAX: usize = 256;
+
 /// A session as shown to its owner.
 #[derive(Debug, Clone)]
 pub(crate) struct SessionView {
@@ -117,6 +122,8 @@ pub(crate) struct SessionService {
     control_clients: Vec<ControlClient>,
     metrics: Arc<Metrics>,
     tasks: Tasks,
+    /// The places for tasks that wait for an agent, to close a session there.
+    places_to_wait: Arc<Semaphore>,
 }
 
 impl SessionService {
@@ -127,7 +134,8 @@ impl SessionService {
         metrics: Arc<Metrics>,
         tasks: Tasks,
     ) -> Self {
-        Self { directory, control_clients, metrics, tasks }
+        let places_to_wait = Arc::new(Semaphore::new(WAITING_CLOSES_MAX));
+        Self { directory, control_clients, metrics, tasks, places_to_wait }
     }
 
     /// Opens a session, or returns the one that is already open.
@@ -178,6 +186,23 @@ impl SessionService {
                 self.close_detached(key.clone(), stray);
             }
         }
+    }
+
+    /// Closes what an open without an answer may have left at an agent, as soon as the agent is
+    /// heard again. Nothing is lost without that: the agent closes the session after its idle
+    /// limit, and [`Self::close_strays`] does it with the session's next turn.
+    fn close_when_heard(self: &Arc<Self>, key: SessionKey, worker: WorkerRef) {
+        let Ok(place) = Arc::clone(&self.places_to_wait).try_acquire_owned() else { return };
+        let service = Arc::clone(self);
+        self.tasks.spawn(async move {
+            let _place = place;
+            let is_left = |view: &Snapshot| session_status::is_unused_at(&key, view, worker);
+            let view = service.directory.wait_for(now() + HEARD_AGAIN_MAX, is_left).await;
+            let owner = service.directory.status(&key, &view).owned_worker();
+            if is_left(&view) && owner.is_some_and(|owner| owner.agent != worker.agent) {
+                service.close_detached(key, worker);
+            }
+        });
     }
 
     /// Starts a task that closes a session at an agent. The task goes on even if the turn or client
@@ -308,7 +333,7 @@ impl SessionService {
         if let SessionStatus::Lost { worker, .. } = self.directory.status_after_reconnect(key).await
         {
             let view = self.directory.view();
-            if view.agent(worker).may_hand_over(service::clock::now()) {
+            if view.agent(worker).may_hand_over(now()) {
                 let worker = view.name(worker);
                 return Err(decide::Error::AgentRestarts { worker }.into());
             }
@@ -325,6 +350,9 @@ impl SessionService {
                 match self.place(&open_request, Some(first_worker)) {
                     Ok(OpenDecision { worker: second_worker, .. }) => {
                         self.metrics.count_retry("open");
+                        if status.code() == Code::Unavailable {
+                            self.close_when_heard(key.clone(), first_worker);
+                        }
                         (second_worker, self.ask_to_open(&open_request, second_worker).await)
                     }
                     Err(_) => (first_worker, Err(status)),

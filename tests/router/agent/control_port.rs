@@ -52,6 +52,9 @@ impl WorkerAgent for Service {
             .or_insert_with(|| self.0.fresh(&key, retention, true))
             .clone();
         self.0.changed(session.clone());
+        if self.0.loses_answers.load(Ordering::Relaxed) {
+            return Err(Status::unavailable("the connection broke"));
+        }
         Ok(tonic::Response::new(session.into()))
     }
 
