@@ -120,8 +120,7 @@ impl Models {
         sharer: &Sharer,
     ) -> Option<Blocks> {
         let engine = &description.engine;
-        let files = description.model_files.filter(|_| prompt.is_text(form, body));
-        let model = files.and_then(|files| self.loaded.load().get(&files.hash).cloned());
+        let model = self.loaded_model(description).filter(|_| prompt.is_text(form, body));
         let memory = TokenizerMemory::new(&self.pool, sharer, &self.metrics);
         let bytes_max = BODY_BYTES_MAX.min(BYTES_PER_TOKEN * engine.context_tokens as usize);
         let permitted_model = match model {
@@ -179,8 +178,10 @@ impl Models {
         if form == PromptForm::Chat && body.len() > BODY_BYTES_MAX {
             return false;
         }
-        let files = description.model_files.filter(|_| prompt.is_text(form, body));
-        let model = files.and_then(|files| self.loaded.load().get(&files.hash).cloned());
+        let model = self.loaded_model(description);
+        if model.is_none() && prompt.is_text(form, body) {
+            return false;
+        }
         let place = self.places.take(&sharer.name).await;
         let (prompt, body, engine) = (prompt.clone(), body.clone(), description.engine.clone());
         let task = tokio::task::spawn_blocking(move || {
@@ -204,8 +205,7 @@ impl Models {
         description: &Description,
         sharer: &Sharer,
     ) -> Option<Vec<u32>> {
-        let files = description.model_files;
-        let model = files.and_then(|files| self.loaded.load().get(&files.hash).cloned());
+        let model = self.loaded_model(description);
         let memory = TokenizerMemory::new(&self.pool, sharer, &self.metrics);
         let permit = self.permit(&memory, body.len()).await?;
         let (prompt, body, engine) = (prompt.clone(), body.clone(), description.engine.clone());
@@ -217,6 +217,11 @@ impl Models {
             }
         })
         .await
+    }
+
+    /// Returns the model of an agent's engine, if it is loaded.
+    fn loaded_model(&self, description: &Description) -> Option<Arc<Model>> {
+        self.loaded.load().get(&description.model_files?.hash).cloned()
     }
 
     /// Whether the model with these files is loaded.

@@ -15,7 +15,11 @@ use proto::load::{Description, EngineFacts};
 
 use super::{PromptOverlap, index::Overlap, kv_index::KvIndex, learned::LearnedPrompts};
 use crate::{
-    fleet::{snapshot::Snapshot, worker::WorkerRef},
+    fleet::{
+        agent::{Agent, Facts},
+        snapshot::Snapshot,
+        worker::WorkerRef,
+    },
     prompt::{Blocks, Prompt, PromptForm, models::Models},
     shares::Sharer,
 };
@@ -150,12 +154,9 @@ impl BlockLocator {
         sharer: &Sharer,
     ) -> Option<u32> {
         let form = PromptForm::for_path(path)?;
-        let model = view.required_model(model);
-        let serves = |engine: &EngineFacts| model.is_none_or(|model| engine.serves(model));
-        let descriptions = || view.workers().map(|(.., facts)| &facts.description);
-        let longest = descriptions()
-            .filter(|description| serves(&description.engine))
-            .max_by_key(|it| (it.engine.context_tokens, it.model_files.is_some()))?;
+        let descriptions = || serving_workers(view, model).map(|(_, facts)| &facts.description);
+        let longest =
+            descriptions().max_by_key(|it| (it.engine.context_tokens, it.model_files.is_some()))?;
         let context_tokens = longest.engine.context_tokens;
         if !prompt.looks_over_context(form, context_tokens.into())
             || descriptions().any(|description| description.engine.shortens_prompts)
@@ -178,16 +179,12 @@ impl BlockLocator {
         sharer: &Sharer,
     ) -> Option<TurnBlocks> {
         let form = PromptForm::for_path(path)?;
-        let model = view.required_model(model);
-        let serves = |engine: &EngineFacts| model.is_none_or(|model| engine.serves(model));
-        let serving_workers =
-            || view.workers().filter(|(_, _, facts)| serves(&facts.description.engine));
         // All counts use the page size of one engine. The engines of a model should all have the
         // same page size. Blocks of another size have other hashes, so they don't match.
-        let (_, _, facts) = serving_workers()
-            .find(|(_, agent, facts)| agent.is_up() && facts.description.model_files.is_some())
-            .or_else(|| serving_workers().next())
-            .or_else(|| view.workers().next())?;
+        let (_, facts) = serving_workers(view, model)
+            .find(|(agent, facts)| agent.is_up() && facts.description.model_files.is_some())
+            .or_else(|| serving_workers(view, model).next())
+            .or_else(|| view.workers().next().map(|(_, agent, facts)| (agent, facts)))?;
         let description = &facts.description;
         let blocks = self.models.blocks(prompt, form, body, description, sharer).await?;
         let overlap = self.count_overlap(&blocks, view);
@@ -230,4 +227,15 @@ impl BlockLocator {
         }
         learned.record(number, pool_tokens, &turn_blocks.blocks);
     }
+}
+
+/// Returns the agents, with their facts, of the workers that can serve a turn's model.
+fn serving_workers<'a>(
+    view: &'a Snapshot,
+    model: Option<&'a str>,
+) -> impl Iterator<Item = (&'a Agent, &'a Facts)> {
+    let model = view.required_model(model);
+    let serves = move |engine: &EngineFacts| model.is_none_or(|model| engine.serves(model));
+    let workers = view.workers().filter(move |(.., facts)| serves(&facts.description.engine));
+    workers.map(|(_, agent, facts)| (agent, facts))
 }
