@@ -4,15 +4,16 @@
 //! such as `/v1/chat/completions`, are turns (requests for an engine, with their answers) and go to
 //! [`turn`]. The submodules serve the router's own routes:
 //!
-//! - `models`: the list of models. `placements`: why a turn went to its worker.
+//! - `health`: whether the router can serve turns. `models`: the list of models. `placements`: why a turn went to its worker.
 //! - `sessions`: opens, closes and shows sessions. `workers`: the state of each worker.
 //! - `errors`: maps errors to HTTP status codes. No other module of the router knows these.
 //!
-//! Every request but `/health` first passes a layer that finds out its caller.
+//! Every request but those of `health` first passes a layer that finds out its caller.
 //!
 //! Metrics, health and readiness are on the admin port, which `service::admin` serves.
 
 mod errors;
+mod health;
 mod models;
 mod placements;
 mod sessions;
@@ -27,7 +28,6 @@ use axum::{
     response::{IntoResponse as _, Response},
     routing::{get, post},
 };
-use http::StatusCode;
 use proto::route::{Kind, ROUTES, Route};
 use service::{
     auth::{admin_only_refusal, credential},
@@ -41,9 +41,6 @@ use crate::{
 
 /// The argument through which a handler gets the state that all requests share.
 type SharedState = State<Arc<Shared>>;
-
-/// The one route that needs no credential. Load balancers ask it.
-const HEALTH_PATH: &str = "/health";
 
 /// The argument through which a handler gets the id in the request's path.
 type IdPath = Result<Path<String>, PathRejection>;
@@ -71,7 +68,7 @@ pub(crate) fn build_routes(shared: Arc<Shared>) -> Router {
         .route("/open_session", post(sessions::sglang_open))
         .route("/close_session", post(sessions::sglang_close))
         .merge(build_admin_routes(&shared))
-        .route(HEALTH_PATH, get(|| async { StatusCode::OK }))
+        .merge(health::routes())
         .fallback(unknown_route)
         .method_not_allowed_fallback(wrong_method)
         .layer(middleware::from_fn_with_state(Arc::clone(&shared), identify_caller))
@@ -89,7 +86,7 @@ fn build_admin_routes(shared: &Arc<Shared>) -> Router<Arc<Shared>> {
 /// Finds out who sends a request, and removes the credential from it. So neither a later step nor
 /// an agent can see the credential.
 async fn identify_caller(State(shared): SharedState, mut request: Request, next: Next) -> Response {
-    if request.uri().path() == HEALTH_PATH {
+    if health::is_health_path(request.uri().path()) {
         return next.run(request).await;
     }
     match shared.auth.resolve(request.headers()).await {

@@ -309,8 +309,9 @@ async fn without_a_worker_the_answer_is_503_within_the_time_to_connect() {
         (StatusCode::SERVICE_UNAVAILABLE, "no_worker")
     );
     assert_eq!(answer.header("retry-after"), "1");
-    let health = router.call(Method::GET, "/health", &[], "").await;
-    assert_eq!(health.status, StatusCode::OK);
+    for (path, status) in [("/health", 503), ("/ready", 503), ("/ping", 503), ("/live", 200)] {
+        assert_eq!(router.call(Method::GET, path, &[], "").await.status, status, "{path}");
+    }
 }
 
 #[tokio::test]

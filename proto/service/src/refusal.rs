@@ -2,21 +2,28 @@
 //!
 //! A [`Refusal`] has a [`Code`], which decides its status, and a message for people with the next
 //! step. Refusals are made by the router's `http`, by the agent's `data_port` and `staged_prefill`,
-//! and by `budget` and `server` here. These modules decide which fault gets which code. Axum sends
-//! a refusal as a JSON error in OpenAI's form, with the code also in the header `x-berth-refusal`.
-//! The engine's own errors pass unchanged and are no refusals.
+//! and by `budget` and `server` here. These modules decide which fault gets which code. The code is
+//! also in the header `x-berth-refusal`. `server` gives a refusal the form of the API that the
+//! client uses: see [`Api`]. The engine's own errors pass unchanged and are no refusals.
 
 mod code;
+mod form;
 #[cfg(test)]
 mod guide;
 
 use std::time::Duration;
 
 use axum::response::{IntoResponse, Response};
-use bytes::Bytes;
 pub use code::{Code, GROUPS, Group, Origin, Repeat};
-use http::{HeaderValue, StatusCode, header};
+pub use form::Api;
+use http::{HeaderName, HeaderValue, StatusCode, header};
 use proto::claim;
+
+/// The header by which the libraries of OpenAI and Anthropic know whether to send a refused request
+/// again. Without it, they repeat all requests with status 408, 409, 429 or 5xx.
+pub const SHOULD_RETRY: HeaderName = HeaderName::from_static("x-should-retry");
+/// The header that these libraries read before `Retry-After`: milliseconds.
+const RETRY_AFTER_MS: HeaderName = HeaderName::from_static("retry-after-ms");
 
 /// A refusal made by Berth itself, never by the engine.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -52,22 +59,6 @@ impl Refusal {
         self.retry_after = self.retry_after.map(|_| wait);
         self
     }
-
-    /// Returns the body: JSON in OpenAI's form.
-    #[must_use]
-    pub fn body(&self) -> Bytes {
-        let error_type = match self.code.status().as_u16() {
-            401 => "authentication_error",
-            403 => "permission_error",
-            429 => "overloaded",
-            500.. => "unavailable",
-            _ => "invalid_request_error",
-        };
-        let body = serde_json::json!({
-            "error": { "message": self.message, "type": error_type, "code": self.code.as_str() }
-        });
-        body.to_string().into()
-    }
 }
 
 /// Whether an answer is a refusal for now (status 429 or 503) that Berth itself made, not the
@@ -81,20 +72,25 @@ pub fn is_refusal_for_now<B>(answer: &http::Response<B>) -> bool {
 }
 
 impl IntoResponse for Refusal {
+    /// Makes a response in OpenAI's form. It carries the refusal, of which `server` makes the form
+    /// of another API.
     fn into_response(self) -> Response {
-        let mut response = (self.code.status(), self.body()).into_response();
+        let body = Api::OpenAi.body(&self, "");
+        let mut response = (self.code.status(), body).into_response();
         let headers = response.headers_mut();
         headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
         headers.insert(claim::REFUSAL, HeaderValue::from_static(self.code.as_str()));
         if self.code.status() == StatusCode::UNAUTHORIZED {
             headers.insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
         }
+        let should_retry = if self.retry_after.is_some() { "true" } else { "false" };
+        headers.insert(SHOULD_RETRY, HeaderValue::from_static(should_retry));
         if let Some(wait) = self.retry_after {
-            let seconds = wait.as_millis().div_ceil(1000).max(1);
-            let value =
-                HeaderValue::from_str(&seconds.to_string()).expect("digits are legal in a header");
-            headers.insert(header::RETRY_AFTER, value);
+            let ms = u64::try_from(wait.as_millis()).unwrap_or(u64::MAX).max(1);
+            headers.insert(RETRY_AFTER_MS, HeaderValue::from(ms));
+            headers.insert(header::RETRY_AFTER, HeaderValue::from(ms.div_ceil(1000)));
         }
+        response.extensions_mut().insert(self);
         response
     }
 }
@@ -110,7 +106,9 @@ mod tests {
         assert_eq!(response.headers()[claim::REFUSAL], "rows");
         assert_eq!(response.headers()[header::RETRY_AFTER], "1");
         let exact = Refusal::new(Code::Rows, "").retry_after(Duration::from_millis(4_100));
-        assert_eq!(exact.into_response().headers()[header::RETRY_AFTER], "5");
+        let response = exact.into_response();
+        assert_eq!(response.headers()[header::RETRY_AFTER], "5");
+        assert_eq!(response.headers()[RETRY_AFTER_MS], "4100");
         let useless = Refusal::new(Code::ModelNotFound, "").retry_after(Duration::from_secs(9));
         assert!(!useless.into_response().headers().contains_key(header::RETRY_AFTER));
     }

@@ -10,7 +10,8 @@
 //! - the memory of answers that wait for slow clients, and how slow a client may be; see
 //!   `read_ahead` and `drain`.
 //!
-//! When the process stops, connections finish their running requests. The size of bodies is limited
+//! Each request has an id (see `request_id`). A refusal gets the form of the API that its path
+//! belongs to. When the process stops, connections finish their running requests. The size of bodies is limited
 //! in `budget`, and the number of turns by the routes in `app`. With certificates, the port speaks
 //! TLS and nothing else.
 
@@ -19,6 +20,7 @@ mod drain;
 mod metrics;
 mod port_limits;
 mod read_ahead;
+mod request_id;
 mod settings;
 mod unreadable;
 
@@ -35,7 +37,7 @@ use std::{
     time::Duration,
 };
 
-use axum::{Router, response::IntoResponse as _};
+use axum::{Router, body::Body, response::IntoResponse as _};
 use http::{HeaderValue, header};
 use hyper::{
     body::Incoming,
@@ -64,11 +66,13 @@ use self::{
     unreadable::{RefusalIo, Requests, Watched},
 };
 pub use self::{
-    metrics::Metrics, port_limits::PortLimits, read_ahead::AnswerBuffers,
+    metrics::Metrics,
+    port_limits::{HEALTH_PATHS, PortLimits},
+    read_ahead::AnswerBuffers,
     settings::ConnectionSettings,
 };
 use crate::{
-    refusal::{Code, Refusal},
+    refusal::{Api, Code, Refusal},
     tasks::Tasks,
     tls::server::{self as tls, ServerStream, ServerTls},
 };
@@ -412,6 +416,8 @@ impl RequestHandler {
         let is_usual = self.place == Place::Usual;
         let is_served = is_usual || limits.health_paths.contains(&request.uri().path());
         request.extensions_mut().insert(self.peer);
+        let request_id = request_id::identify(request.headers_mut());
+        let api = Api::for_path(request.uri().path());
         let answer = if guard.is_some() && is_served {
             Ok(self.app.call(request))
         } else {
@@ -425,6 +431,11 @@ impl RequestHandler {
                 Ok(answer) => answer.await?,
                 Err(refusal) => refusal.into_response(),
             };
+            if let Some(refusal) = response.extensions_mut().remove::<Refusal>() {
+                let id = request_id.to_str().unwrap_or_default();
+                *response.body_mut() = Body::from(api.body(&refusal, id));
+            }
+            request_id::add(response.headers_mut(), request_id);
             if is_last {
                 let close = HeaderValue::from_static("close");
                 response.headers_mut().insert(header::CONNECTION, close);

@@ -133,12 +133,16 @@ impl Snapshot {
         if !self.is_settled() {
             return Err("waiting for the first load report of every agent".to_owned());
         }
-        let has_usable_worker =
-            self.workers().any(|(worker, ..)| self.state(worker, now).is_usable());
-        if has_usable_worker {
+        if self.has_usable_worker(now) {
             Ok(())
         } else {
             Err("no worker can take turns; see /v1/workers".to_owned())
         }
+    }
+
+    /// Whether at least one worker can take turns.
+    #[must_use]
+    pub fn has_usable_worker(&self, now: Instant) -> bool {
+        self.workers().any(|(worker, ..)| self.state(worker, now).is_usable())
     }
 }

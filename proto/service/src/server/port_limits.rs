@@ -10,6 +10,17 @@ const SPARE_CONNECTIONS: usize = 512;
 /// Number of connections to the admin port. Some scrapers, probes and people use it at once.
 pub(super) const ADMIN_CONNECTIONS_MAX: usize = 64;
 
+/// The health routes of a router's data port. The agent's data port has the first of them.
+pub const HEALTH_PATHS: [&str; 7] = [
+    "/health",
+    "/health_generate",
+    "/ready",
+    "/readiness",
+    "/ping",
+    "/live",
+    "/liveness",
+];
+
 /// The limits of one port.
 #[derive(Debug, Clone)]
 pub struct PortLimits {
@@ -45,7 +56,7 @@ impl PortLimits {
         let share = connections_max - kept_for_others;
         Self {
             name: "data",
-            health_paths: &["/health"],
+            health_paths: &HEALTH_PATHS,
             connections_max,
             per_peer_max: if settings.per_peer_max > 0 { settings.per_peer_max } else { share },
             keep_alive: settings.keep_alive(),

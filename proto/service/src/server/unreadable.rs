@@ -30,7 +30,7 @@ use tokio::{
 };
 use tracing::debug;
 
-use crate::refusal::{Code, Refusal};
+use crate::refusal::{Api, Code, Refusal};
 
 /// The longest time for which bytes after a refused request are read and dropped.
 const DRAIN_TIME_MAX: Duration = Duration::from_secs(1);
@@ -202,7 +202,7 @@ fn refusal_for(answer: &[u8]) -> Option<Bytes> {
         _ => return None,
     };
     debug!(code = code.as_str(), "an unreadable request was refused");
-    let body = Refusal::new(code, message).body();
+    let body = Api::OpenAi.body(&Refusal::new(code, message), "");
     let head = format!(
         "HTTP/1.1 {}\r\ncontent-type: application/json\r\n{}: {code}\r\ncontent-length: {}\r\n\
          connection: close\r\n\r\n",
