@@ -71,6 +71,34 @@ async fn opens(cluster: &Cluster, headers: Headers<'_>, id: &str) {
 }
 
 #[tokio::test]
+async fn clients_see_harmless_facts_of_an_engine_and_nobody_its_keys() {
+    let keys = KeyFixture::new(&KEYS).unwrap();
+    let cluster = start(&keys).await;
+    let ask = async |path: &str, who| cluster.request(Method::GET, path, &[who], Body::empty()).await;
+    for path in ["/server_info", "/get_server_info", "/server_info/"] {
+        let shown = ask(path, ALICE).await;
+        let fields = shown.json();
+        assert!(fields["max_total_num_tokens"].is_u64(), "{path}: {}", shown.text());
+        assert!(fields["internal_states"][0]["last_gen_throughput"].is_number());
+        for hidden in ["schedule_policy", "api_key", "launch_command", "kv_events_config"] {
+            assert!(!shown.text().contains(hidden), "{hidden}: {}", shown.text());
+        }
+    }
+    for path in ["/model_info", "/get_model_info"] {
+        assert_eq!(ask(path, ALICE).await.json()["is_generation"], true, "{path}");
+    }
+    let all = ask("/server_info", OPS).await;
+    let agents = all.json()["agents"].as_object().unwrap().clone();
+    assert_eq!(agents.len(), 1);
+    assert!(agents.values().all(|engine| engine["schedule_policy"] == "fcfs"), "{}", all.text());
+    assert!(!all.text().contains("api_key"), "{}", all.text());
+    assert_eq!(ask("/v1/loads", ALICE).await.code(), "admin_only");
+    let loads = ask("/v1/loads", OPS).await.json();
+    assert_eq!(loads["loads"][0]["dp_rank"], 0);
+    assert_eq!(agents.keys().next().map(String::as_str), loads["loads"][0]["agent"].as_str());
+}
+
+#[tokio::test]
 async fn nobody_gets_in_without_a_key() {
     let keys = KeyFixture::new(&KEYS).unwrap();
     let cluster = start(&keys).await;

@@ -31,28 +31,51 @@ pub enum Kind {
     Responses,
     /// Anthropic messages.
     Messages,
-    /// OpenAI embeddings. They have no session and no generated tokens.
+    /// OpenAI embeddings and classes of an `input`. They have no session and no generated tokens.
     Embeddings,
-    /// Conversion between text and token ids. The agent passes it to the engine; it is no turn.
+    /// The same in SGLang's own form, with the keys of `/generate`.
+    Encode,
+    /// Probabilities of labels after a query and each of several items.
+    Score,
+    /// The order of documents for a query.
+    Rerank,
+    /// The text of a sound, which comes as a file in a form. The only body that isn't JSON.
+    Transcription,
+    /// Counting tokens and converting text to them and back. The agent passes it to the engine; it
+    /// is no turn.
     Tokenizer,
-    /// The list of models, without a body. The agent passes it to the engine; it is no turn.
+    /// The models, without a body. The agent passes it to the engine; it is no turn.
     Models,
+    /// What the engine says of itself, without a body, to the router alone; it is no turn.
+    Info,
 }
 
 /// SGLang's own route. The agent uses it for staged prefill too.
 pub const GENERATE: Route = Route { path: "/generate", kind: Kind::Generate };
 
 /// All routes.
-pub const ROUTES: [Route; 9] = [
+pub const ROUTES: [Route; 21] = [
     GENERATE,
     Route { path: "/v1/chat/completions", kind: Kind::Chat },
     Route { path: "/v1/completions", kind: Kind::Completions },
     Route { path: "/v1/responses", kind: Kind::Responses },
     Route { path: "/v1/messages", kind: Kind::Messages },
+    Route { path: "/v1/messages/count_tokens", kind: Kind::Tokenizer },
     Route { path: "/v1/embeddings", kind: Kind::Embeddings },
+    Route { path: "/v1/classify", kind: Kind::Embeddings },
+    Route { path: "/encode", kind: Kind::Encode },
+    Route { path: "/classify", kind: Kind::Encode },
+    Route { path: "/v1/score", kind: Kind::Score },
+    Route { path: "/v1/rerank", kind: Kind::Rerank },
+    Route { path: "/v1/audio/transcriptions", kind: Kind::Transcription },
     Route { path: "/tokenize", kind: Kind::Tokenizer },
     Route { path: "/detokenize", kind: Kind::Tokenizer },
+    Route { path: "/v1/tokenize", kind: Kind::Tokenizer },
+    Route { path: "/v1/detokenize", kind: Kind::Tokenizer },
     Route { path: "/v1/models", kind: Kind::Models },
+    Route { path: "/model_info", kind: Kind::Info },
+    Route { path: "/server_info", kind: Kind::Info },
+    Route { path: "/v1/loads", kind: Kind::Info },
 ];
 
 impl Kind {
@@ -62,28 +85,36 @@ impl Kind {
         ROUTES.iter().find(|route| route.path == path).map(|route| route.kind)
     }
 
-    /// Returns the HTTP method of the route.
+    /// Returns the HTTP methods of the route, which mean the same.
     #[must_use]
-    pub fn method(self) -> Method {
-        if self == Self::Models { Method::GET } else { Method::POST }
+    pub fn methods(self) -> &'static [Method] {
+        match self {
+            Self::Models | Self::Info => &[Method::GET],
+            Self::Encode | Self::Rerank => &[Method::POST, Method::PUT],
+            _ => &[Method::POST],
+        }
+    }
+
+    /// Whether the body is a JSON object, in which keys can be read and replaced.
+    #[must_use]
+    pub fn has_json_body(self) -> bool {
+        !matches!(self, Self::Transcription | Self::Models | Self::Info)
     }
 
     /// Whether the engine generates tokens. A request that generates tokens may belong to a
     /// session, and leaves KV in the engine.
     #[must_use]
     pub fn is_generation(self) -> bool {
-        match self {
-            Self::Generate | Self::Chat | Self::Completions | Self::Responses | Self::Messages => {
-                true
-            }
-            Self::Embeddings | Self::Tokenizer | Self::Models => false,
-        }
+        matches!(
+            self,
+            Self::Generate | Self::Chat | Self::Completions | Self::Responses | Self::Messages
+        )
     }
 
     /// Whether the request runs in the engine's batch and so counts as a turn at the agent.
     #[must_use]
     pub fn is_turn(self) -> bool {
-        self.is_generation() || self == Self::Embeddings
+        !matches!(self, Self::Tokenizer | Self::Models | Self::Info)
     }
 
     /// Whether the engine passes the body's top-level `session_id` to its radix cache, which then
@@ -97,20 +128,29 @@ impl Kind {
     #[must_use]
     pub fn rid_key(self) -> Option<&'static str> {
         match self {
-            Self::Generate | Self::Chat | Self::Completions | Self::Embeddings => Some("rid"),
+            Self::Generate | Self::Chat | Self::Completions | Self::Embeddings | Self::Encode => {
+                Some("rid")
+            }
             Self::Responses => Some("request_id"),
-            Self::Messages | Self::Tokenizer | Self::Models => None,
+            Self::Messages
+            | Self::Score
+            | Self::Rerank
+            | Self::Transcription
+            | Self::Tokenizer
+            | Self::Models
+            | Self::Info => None,
         }
     }
 
-    /// Returns the body key of the prompt, if the prompt may be token ids.
+    /// Returns the body keys whose values may be token ids.
     #[must_use]
-    pub fn token_ids_key(self) -> Option<&'static str> {
+    pub fn token_ids_keys(self) -> &'static [&'static str] {
         match self {
-            Self::Generate => Some("input_ids"),
-            Self::Completions => Some("prompt"),
-            Self::Embeddings => Some("input"),
-            _ => None,
+            Self::Generate | Self::Encode => &["input_ids"],
+            Self::Completions => &["prompt"],
+            Self::Embeddings => &["input"],
+            Self::Score => &["query", "items", "label_token_ids"],
+            _ => &[],
         }
     }
 }

@@ -156,6 +156,12 @@ impl Config {
             }
         }
         access::check(&self.tls, &self.agents, &self.workers, &mut problems);
+        for origin in self.listen.cors_origins.iter().filter(|origin| !is_origin(origin)) {
+            problems.push(format!(
+                "listen.cors_origins: {origin:?} is no origin; write https://host, with the port \
+                 if it isn't the usual one, or *"
+            ));
+        }
         let times_ms = [
             ("timeouts.load_report_age_ms_max", self.timeouts.load_report_age_ms_max),
             ("timeouts.turn_ms_max", self.timeouts.turn_ms_max),
@@ -230,6 +236,14 @@ impl Config {
     pub(crate) fn affinity_idle_max(&self) -> Duration {
         Duration::from_millis(self.placement.affinity_idle_ms_max)
     }
+}
+
+/// Whether a text is `*`, or an origin as browsers write it: scheme, host and an unusual port.
+fn is_origin(text: &str) -> bool {
+    let is_url =
+        |uri: Uri| matches!(uri.scheme_str(), Some("http" | "https")) && uri.authority().is_some();
+    let has_path = text.splitn(4, '/').count() > 3;
+    text == "*" || (!has_path && text.parse().is_ok_and(is_url))
 }
 
 /// Returns host and port of an agent's control address.

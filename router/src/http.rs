@@ -4,18 +4,22 @@
 //! such as `/v1/chat/completions`, are turns (requests for an engine, with their answers) and go to
 //! [`turn`]. The submodules serve the router's own routes:
 //!
-//! - `health`: whether the router can serve turns. `models`: the list of models. `placements`: why a turn went to its worker.
+//! - `health`: whether the router can serve turns. `models`: the list of models.
+//! - `engine_info`: what the engines say of themselves. `placements`: why a turn went to its worker.
 //! - `sessions`: opens, closes and shows sessions. `workers`: the state of each worker.
+//! - `prepare`: CORS, a slash at the end of the path, compressed bodies.
 //! - `errors`: maps errors to HTTP status codes. No other module of the router knows these.
 //!
 //! Every request but those of `health` first passes a layer that finds out its caller.
 //!
 //! Metrics, health and readiness are on the admin port, which `service::admin` serves.
 
+mod engine_info;
 mod errors;
 mod health;
 mod models;
 mod placements;
+mod prepare;
 mod sessions;
 mod workers;
 
@@ -26,7 +30,7 @@ use axum::{
     extract::{Extension, Path, Request, State, rejection::PathRejection},
     middleware::{self, Next},
     response::{IntoResponse as _, Response},
-    routing::{get, post},
+    routing::{MethodFilter, get, on, post},
 };
 use proto::route::{Kind, ROUTES, Route};
 use service::{
@@ -50,19 +54,27 @@ fn id(path: IdPath) -> Result<String, Refusal> {
     path.map(|Path(id)| id).map_err(|rejection| errors::path_refusal(&rejection))
 }
 
-/// Builds the HTTP service with all routes.
-pub(crate) fn build_routes(shared: Arc<Shared>) -> Router {
+/// Builds the HTTP service with all routes. Pages of `cors_origins` may read the answers.
+pub(crate) fn build_routes(shared: Arc<Shared>, cors_origins: &[String]) -> Router {
     let mut routes = Router::new();
-    for Route { path, kind } in ROUTES {
-        let turn_handler = post(
+    for Route { path, kind } in ROUTES.into_iter().filter(|route| is_passed_on(route.kind)) {
+        let filters = kind.methods().iter().cloned().map(|method| {
+            MethodFilter::try_from(method).expect("POST and PUT are methods that axum knows")
+        });
+        let methods = filters.reduce(MethodFilter::or).expect("each kind has a method");
+        let handler =
             move |State(shared): SharedState,
                   Extension(caller): Extension<Caller>,
-                  request: Request| { serve_turn(shared, caller, kind, request) },
-        );
-        routes =
-            routes.route(path, if kind == Kind::Models { get(models::list) } else { turn_handler });
+                  request: Request| { serve_turn(shared, caller, kind, request) };
+        routes = routes.route(path, on(methods, handler));
     }
-    routes
+    let routes = routes
+        .route("/v1/models", get(models::list))
+        .route("/v1/models/{*model}", get(models::show))
+        .route("/model_info", get(engine_info::model))
+        .route("/get_model_info", get(engine_info::model))
+        .route("/server_info", get(engine_info::server))
+        .route("/get_server_info", get(engine_info::server))
         .route("/v1/sessions", get(sessions::list).post(sessions::open))
         .route("/v1/sessions/{id}", get(sessions::show).delete(sessions::close))
         .route("/open_session", post(sessions::sglang_open))
@@ -71,14 +83,23 @@ pub(crate) fn build_routes(shared: Arc<Shared>) -> Router {
         .merge(health::routes())
         .fallback(unknown_route)
         .method_not_allowed_fallback(wrong_method)
+        .layer(middleware::from_fn_with_state(Arc::clone(&shared), prepare::decompress))
         .layer(middleware::from_fn_with_state(Arc::clone(&shared), identify_caller))
-        .with_state(shared)
+        .with_state(shared);
+    prepare::wrap(routes, cors_origins)
+}
+
+/// Whether requests of this kind go to a worker as they are. The router has answers of its own to
+/// the others.
+fn is_passed_on(kind: Kind) -> bool {
+    !matches!(kind, Kind::Models | Kind::Info)
 }
 
 /// Builds the routes that show the fleet and the turns of all callers, for admins alone.
 fn build_admin_routes(shared: &Arc<Shared>) -> Router<Arc<Shared>> {
     Router::new()
         .route("/v1/workers", get(workers::list))
+        .route("/v1/loads", get(engine_info::loads))
         .route("/v1/placements/{turn}", get(placements::show))
         .route_layer(middleware::from_fn_with_state(Arc::clone(shared), require_admin))
 }
@@ -123,11 +144,10 @@ async fn serve_turn(shared: Arc<Shared>, caller: Caller, kind: Kind, request: Re
     respond(&shared, answer.map_err(Refusal::from))
 }
 
-/// Converts an answer or refusal to a response. Only this function counts and logs refusals.
+/// Converts an answer or refusal to a response. Only this function counts refusals.
 fn respond(shared: &Shared, answer: Result<Response, Refusal>) -> Response {
     answer.unwrap_or_else(|refusal| {
         shared.metrics.count_refusal(refusal.code);
-        tracing::debug!(code = refusal.code.as_str(), "refused");
         refusal.into_response()
     })
 }

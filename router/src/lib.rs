@@ -191,8 +191,8 @@ pub async fn run(mut config: Config, listeners: Listeners, tasks: Tasks) -> Resu
     let turns_max = config.limits.turns_in_flight_max;
     let data_limits =
         PortLimits::data(&config.connections, turns_max, descriptors.turns, &port_metrics);
-    let data_server =
-        server::serve(listeners.data, http::build_routes(shared), data_limits, tls, tasks.clone());
+    let routes = http::build_routes(shared, &config.listen.cors_origins);
+    let data_server = server::serve(listeners.data, routes, data_limits, tls, tasks.clone());
     tasks.spawn_essential("data", data_server);
     tasks.cancelled().await;
     info!(drain_ms_max = config.drain_max().as_millis(), "draining");

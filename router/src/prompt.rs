@@ -100,7 +100,7 @@ impl PromptForm {
             Kind::Completions => Some(Self::Completions),
             Kind::Chat => Some(Self::Chat),
             Kind::Messages | Kind::Responses => Some(Self::Other),
-            Kind::Embeddings | Kind::Tokenizer | Kind::Models => None,
+            _ => None,
         }
     }
 

@@ -10,6 +10,7 @@
 //!
 //! - [`request`]: reads what the request says about its session.
 //! - `body`: reads the body within the client's share of memory, and keeps it for a second try.
+//! - `form`: reads the model of a request that isn't JSON.
 //! - `priority`: bounds the priority that the request asks for.
 //! - `usage`: counts tokens for keys with a limit of tokens per minute.
 //! - [`preamble`]: finds the volatile preamble in the request's body.
@@ -22,6 +23,7 @@
 //! - `upstream`: the HTTP client for agents.
 //! - `liveness`, `pulses`: notice agents that have stopped answering.
 //! - `sessions`: opens, closes and lists sessions.
+//! - `engine_info`: asks agents what their engines say of themselves.
 //! - `shared`: the parts that all requests share.
 //! - `error`: why a turn is refused.
 
@@ -29,7 +31,9 @@ pub(crate) mod body;
 mod cache_isolation;
 pub(crate) mod decide;
 pub(crate) mod directory;
+pub(crate) mod engine_info;
 pub(crate) mod error;
+mod form;
 pub(crate) mod liveness;
 pub(crate) mod placer;
 pub mod preamble;
@@ -93,14 +97,19 @@ pub(crate) async fn run(
     {
         refuse_early(&shared, &key).await?;
     }
-    let context_tokens = || longest_context_tokens(&shared);
+    let context_tokens = || longest_context_tokens(&shared).filter(|_| kind.has_json_body());
     let reading = shared.bodies.read(body, &sharer, context_tokens);
     let mut held_body = match tokio::time::timeout_at(deadline.into(), reading).await {
         Ok(body) => body?,
         Err(_) => return Err(Error::BodyLate),
     };
     shared.metrics.request_bytes.inc_by(held_body.bytes.len() as u64);
-    let turn = read_turn(&shared, kind, &parts, &mut held_body, &mut sharer, principal)?;
+    let turn = if kind == Kind::Transcription {
+        let model = form::read_model(&parts.headers, &held_body.bytes).await;
+        Turn { model, ..Turn::default() }
+    } else {
+        read_turn(&shared, kind, &parts, &mut held_body, &mut sharer, principal)?
+    };
     if let Some(intent) = &turn.session {
         check_key_sessions(&shared, caller, &intent.key).await?;
     }

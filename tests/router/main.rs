@@ -8,5 +8,6 @@ mod harness;
 mod lifecycle;
 mod preamble;
 mod refusals;
+mod routes;
 mod shares;
 mod turns;

@@ -174,7 +174,7 @@ pub fn router_config(agents: &[&Agent]) -> router::config::Config {
         workers: agents.iter().map(|agent| agent.control_url()).collect(),
         ..router::config::Config::default()
     };
-    config.listen = router::config::tables::ListenTable { data_addr: free, admin_addr: free };
+    (config.listen.data_addr, config.listen.admin_addr) = (free, free);
     config.timeouts.load_report_age_ms_max = 60_000;
     // A pinned session of an agent that is gone waits this long for the agent's return.
     config.timeouts.connect_ms_max = 5_000;

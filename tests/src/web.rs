@@ -45,9 +45,11 @@ impl Answer {
         serde_json::from_slice(&self.body).unwrap_or(Value::Null)
     }
 
-    /// Returns the code of a Berth refusal, or an empty string for any other answer.
+    /// Returns the code of a Berth refusal, or an empty string for any other answer. The header has
+    /// it too, because the errors of some APIs have no code.
     pub fn code(&self) -> String {
-        self.json()["error"]["code"].as_str().unwrap_or_default().to_owned()
+        let in_body = &self.json()["error"]["code"];
+        in_body.as_str().unwrap_or_else(|| self.header("x-berth-refusal")).to_owned()
     }
 
     /// Returns a number from the `meta_info` of `/generate`.

@@ -11,9 +11,9 @@
 //!   `read_ahead` and `drain`.
 //!
 //! Each request has an id (see `request_id`). A refusal gets the form of the API that its path
-//! belongs to. When the process stops, connections finish their running requests. The size of bodies is limited
-//! in `budget`, and the number of turns by the routes in `app`. With certificates, the port speaks
-//! TLS and nothing else.
+//! belongs to. When the process stops, connections finish their running requests. The size of
+//! bodies is limited in `budget`, and the number of turns by the routes in `app`. With
+//! certificates, the port speaks TLS and nothing else.
 
 mod connections;
 mod drain;
@@ -69,6 +69,7 @@ pub use self::{
     metrics::Metrics,
     port_limits::{HEALTH_PATHS, PortLimits},
     read_ahead::AnswerBuffers,
+    request_id::REQUEST_ID,
     settings::ConnectionSettings,
 };
 use crate::{
@@ -433,7 +434,10 @@ impl RequestHandler {
             };
             if let Some(refusal) = response.extensions_mut().remove::<Refusal>() {
                 let id = request_id.to_str().unwrap_or_default();
+                debug!(request_id = id, code = refusal.code.as_str(), "request refused");
                 *response.body_mut() = Body::from(api.body(&refusal, id));
+                // The length was that of the body before.
+                response.headers_mut().remove(header::CONTENT_LENGTH);
             }
             request_id::add(response.headers_mut(), request_id);
             if is_last {

@@ -71,11 +71,14 @@ pub struct ListenTable {
     pub data_addr: SocketAddr,
     /// Address for `/metrics`, `/healthz`, `/readyz`, `/config`.
     pub admin_addr: SocketAddr,
+    /// Origins whose pages may call the router from a browser, such as `https://chat.example.com`;
+    /// `*` allows all. Empty, the default, allows none: browsers protect what only they can reach.
+    pub cors_origins: Vec<String>,
 }
 
 impl Default for ListenTable {
     fn default() -> Self {
-        Self { data_addr: DATA_ADDR, admin_addr: ADMIN_ADDR }
+        Self { data_addr: DATA_ADDR, admin_addr: ADMIN_ADDR, cors_origins: vec![] }
     }
 }
 

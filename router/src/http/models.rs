@@ -1,4 +1,4 @@
-//! Serves `GET /v1/models`, the list of models.
+//! Serves the list of models at `GET /v1/models`, and one of them at `GET /v1/models/{model}`.
 //!
 //! If all engines serve the same models, one engine answers: the request is placed like a turn.
 //! Otherwise the router itself lists the models that the agents have reported, in the same form.
@@ -14,7 +14,7 @@ use proto::route::Kind;
 use serde_json::{Value, json};
 use service::clock::now;
 
-use super::{SharedState, respond, serve_turn};
+use super::{IdPath, SharedState, id, respond, serve_turn};
 use crate::{auth::Caller, fleet::snapshot::Snapshot, placement::NoWorker};
 
 /// Answers with the models of the fleet.
@@ -32,6 +32,24 @@ pub(super) async fn list(
         return respond(&shared, Err(NoWorker::Unusable.into()));
     }
     Json(json!({ "object": "list", "data": models })).into_response()
+}
+
+/// Answers with one model. Its name may contain slashes.
+pub(super) async fn show(State(shared): SharedState, name: IdPath) -> Response {
+    let name = match id(name) {
+        Ok(name) => name,
+        Err(refusal) => return respond(&shared, Err(refusal)),
+    };
+    let view = shared.directory.settled_view().await;
+    let models = list_models_of_workers(&view);
+    if let Some(model) = models.iter().find(|model| model["id"] == name.as_str()) {
+        return Json(model).into_response();
+    }
+    if models.is_empty() {
+        return respond(&shared, Err(NoWorker::Unusable.into()));
+    }
+    let names: Vec<&str> = models.iter().filter_map(|model| model["id"].as_str()).collect();
+    respond(&shared, Err(NoWorker::Model { model: name, offered: names.join(", ") }.into()))
 }
 
 /// Lists the models of all usable workers, in the form of an engine's own list.

@@ -30,8 +30,8 @@ const DOMAIN: &[u8] = b"berth cache isolation v1\0";
 pub(crate) fn check_kind(kind: Kind) -> Result<(), Error> {
     match kind {
         Kind::Generate | Kind::Chat | Kind::Completions | Kind::Responses => Ok(()),
-        Kind::Tokenizer | Kind::Models => Ok(()),
-        Kind::Messages | Kind::Embeddings => Err(Error::NotIsolated),
+        _ if !kind.is_turn() => Ok(()),
+        _ => Err(Error::NotIsolated),
     }
 }
 
@@ -129,7 +129,7 @@ mod tests {
         for kind in [Kind::Generate, Kind::Chat, Kind::Completions, Kind::Responses] {
             assert!(check_kind(kind).is_ok(), "{kind:?}");
         }
-        for kind in [Kind::Messages, Kind::Embeddings] {
+        for kind in [Kind::Messages, Kind::Embeddings, Kind::Score, Kind::Transcription] {
             assert!(check_kind(kind).is_err(), "{kind:?}");
         }
     }

@@ -21,6 +21,11 @@ fuzz_target!(|input: &[u8]| {
     let context = BodyContext { kind, in_session, vocabulary_size: Some(320), resident_tokens: 7 };
     let body = Bytes::copy_from_slice(body);
     let Ok(request) = parse(context, &body) else { return };
+    if !kind.has_json_body() {
+        let turn = Turn { session: None, dp_rank: 3, growth_tokens_max: None, run_mode: None };
+        assert_eq!(request.engine_body(&body, &turn, "R").concat(), body);
+        return;
+    }
     let session = in_session.then(|| TurnSession {
         key: proto::id::SessionKey::new("p", "s").expect("short names"),
         incarnation: "berth-1".into(),

@@ -71,6 +71,9 @@ const TEMPLATE_TOKENS_MAX: u64 = 256;
 /// A refusal with status 400 that says what to change.
 pub fn parse(context: BodyContext, bytes: &Bytes) -> Result<ParsedRequest, Refusal> {
     let BodyContext { kind, in_session, vocabulary_size, .. } = context;
+    if !kind.has_json_body() {
+        return Ok(unread(kind, bytes.len()));
+    }
     let object = Object::parse(bytes).map_err(invalid_json)?;
     check_session_params(&object)?;
     check_token_ids(kind, &object, vocabulary_size)?;
@@ -101,6 +104,25 @@ pub fn parse(context: BodyContext, bytes: &Bytes) -> Result<ParsedRequest, Refus
     };
     let need = read_need(context, &object, bytes.len());
     Ok(ParsedRequest { kind, body_parts, need, prompt_start, client_rid, has_single_answer })
+}
+
+/// Returns a turn whose body goes to the engine as it came. The engine alone knows how many tokens
+/// a sound becomes, so the context length limits them.
+fn unread(kind: Kind, body_bytes: usize) -> ParsedRequest {
+    ParsedRequest {
+        kind,
+        body_parts: vec![Part::Kept(0..body_bytes)],
+        need: Need {
+            prompt_tokens: u64::from(u32::MAX),
+            answer_tokens: None,
+            is_exact: false,
+            ignores_eos: false,
+            resident_tokens: 0,
+        },
+        prompt_start: PromptStart::default(),
+        client_rid: None,
+        has_single_answer: true,
+    }
 }
 
 impl ParsedRequest {
@@ -244,24 +266,21 @@ fn check_token_ids(
     object: &Object<'_>,
     vocabulary_size: Option<u32>,
 ) -> Result<(), Refusal> {
-    let Some(value) = kind.token_ids_key().and_then(|key| object.get(key)) else { return Ok(()) };
-    if !value.get().starts_with('[') {
-        return Ok(());
-    }
     let vocabulary_size = vocabulary_size.map_or(u64::from(u32::MAX), u64::from);
-    let allows_texts = kind != Kind::Generate;
-    match serde_json::Deserializer::from_str(value.get())
-        .deserialize_any(TokenIdsVisitor { vocabulary_size, allows_texts })
-    {
-        Ok(_) => Ok(()),
-        Err(error) => {
+    let allows_texts = !matches!(kind, Kind::Generate | Kind::Encode);
+    let values = kind.token_ids_keys().iter().filter_map(|key| object.get(key));
+    for value in values.filter(|value| value.get().starts_with('[')) {
+        let visitor = TokenIdsVisitor { vocabulary_size, allows_texts };
+        let checked = serde_json::Deserializer::from_str(value.get()).deserialize_any(visitor);
+        checked.map_err(|error| {
             let text = error.to_string();
             let is_outside_vocabulary = text.contains(OUTSIDE_VOCABULARY);
             let code =
                 if is_outside_vocabulary { Code::TokenOutOfVocabulary } else { Code::TokenIds };
-            Err(Refusal::new(code, text))
-        }
+            Refusal::new(code, text)
+        })?;
     }
+    Ok(())
 }
 
 /// The part of an error's text by which [`check_token_ids`] knows that an id is too large.
@@ -378,6 +397,10 @@ fn has_single_answer(kind: Kind, object: &Object<'_>) -> bool {
                 && !is_more_than_one(object.get("best_of"))
         }
         Kind::Embeddings => !first_byte_inside_is("input", |byte| matches!(byte, b'[' | b'"')),
+        Kind::Encode => {
+            !first_byte_inside_is("input_ids", |byte| byte == b'[')
+                && object.get("text").is_none_or(|text| !text.get().starts_with('['))
+        }
         _ => !is_more_than_one(object.get("n")),
     }
 }
@@ -452,6 +475,15 @@ mod tests {
             (Kind::Completions, r#"{"prompt":[true]}"#, Code::TokenIds),
             (Kind::Generate, r#"{"input_ids":[99999999999999999999]}"#, Code::TokenIds),
             (Kind::Embeddings, r#"{"input":[[5000]]}"#, Code::TokenOutOfVocabulary),
+            (Kind::Encode, r#"{"input_ids":[5000]}"#, Code::TokenOutOfVocabulary),
+            (Kind::Encode, r#"{"input_ids":["5000"]}"#, Code::TokenIds),
+            (Kind::Score, r#"{"query":[5000]}"#, Code::TokenOutOfVocabulary),
+            (Kind::Score, r#"{"query":"a","items":[[5000]]}"#, Code::TokenOutOfVocabulary),
+            (
+                Kind::Score,
+                r#"{"items":["a"],"label_token_ids":[5000]}"#,
+                Code::TokenOutOfVocabulary,
+            ),
             (Kind::Completions, r#"{"prompt":[5000]}"#, Code::TokenOutOfVocabulary),
             (Kind::Completions, r#"{"prompt":[[5000]]}"#, Code::TokenOutOfVocabulary),
             (Kind::Generate, r#"{"text":"a""#, Code::InvalidJson),

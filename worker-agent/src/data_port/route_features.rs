@@ -21,7 +21,7 @@ pub fn route_turns(kind: Kind) -> RouteTurns {
         Kind::Chat | Kind::Completions | Kind::Responses | Kind::Messages => {
             RouteTurns::FullHistories
         }
-        Kind::Embeddings | Kind::Tokenizer | Kind::Models => RouteTurns::Nothing,
+        _ => RouteTurns::Nothing,
     }
 }
 

@@ -12,7 +12,7 @@ use axum::{
     routing::{MethodFilter, get, on},
 };
 use http::StatusCode;
-use proto::route::{ROUTES, Route};
+use proto::route::{Kind, ROUTES, Route};
 use service::refusal::{Code, Refusal};
 use tracing::debug;
 
@@ -26,11 +26,11 @@ use super::{
 pub fn app(context: TurnContext, other_routes: Router<TurnContext>) -> Router {
     let mut app = other_routes;
     for route in ROUTES {
-        let method = MethodFilter::try_from(route.kind.method()).expect("GET and POST are methods");
+        let methods = method_filter(route.kind);
         let handler = move |State(context): State<TurnContext>, request: Request| async move {
             respond(context, route, request).await
         };
-        app = app.route(route.path, on(method, handler));
+        app = app.route(route.path, on(methods, handler));
     }
     app = app.route("/health", get(|| async { StatusCode::OK }));
     let router_auth = middleware::from_fn_with_state(context.clone(), demand_router);
@@ -40,6 +40,14 @@ pub fn app(context: TurnContext, other_routes: Router<TurnContext>) -> Router {
         .layer(DefaultBodyLimit::disable())
         .layer(router_auth)
         .with_state(context)
+}
+
+/// Returns the HTTP methods of a kind's routes as axum takes them.
+fn method_filter(kind: Kind) -> MethodFilter {
+    let filters = kind.methods().iter().cloned().map(|method| {
+        MethodFilter::try_from(method).expect("GET, POST and PUT are methods that axum knows")
+    });
+    filters.reduce(MethodFilter::or).expect("each kind has a method")
 }
 
 async fn unknown_route(State(context): State<TurnContext>) -> Response {

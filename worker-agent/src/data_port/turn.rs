@@ -31,6 +31,7 @@ use service::{
     descriptors,
     headers::{remove_hop_by_hop, strip_request},
     refusal::{Code, Refusal},
+    server::REQUEST_ID,
     tasks::Tasks,
 };
 use tokio::sync::Notify;
@@ -176,7 +177,8 @@ pub(super) async fn serve_request(
     debug!(
         rid = lease.rid,
         client_rid = parsed.client_rid,
-        turn = request_head.headers.get(claim::TURN).and_then(|turn| turn.to_str().ok()),
+        turn = header_text(&request_head.headers, &claim::TURN),
+        request_id = header_text(&request_head.headers, &REQUEST_ID),
         route = route.path,
         "turn begins"
     );
@@ -209,6 +211,11 @@ pub(super) async fn serve_request(
         response.headers_mut().insert(GROWTH_HEADER, growth_tokens.into());
     }
     Ok(response)
+}
+
+/// Returns a header's value for the log.
+fn header_text<'a>(headers: &'a HeaderMap, name: &HeaderName) -> Option<&'a str> {
+    headers.get(name).and_then(|value| value.to_str().ok())
 }
 
 /// Adds the headers that tell the shim how to handle a full history. The shim reads the headers

@@ -11,15 +11,8 @@ const SPARE_CONNECTIONS: usize = 512;
 pub(super) const ADMIN_CONNECTIONS_MAX: usize = 64;
 
 /// The health routes of a router's data port. The agent's data port has the first of them.
-pub const HEALTH_PATHS: [&str; 7] = [
-    "/health",
-    "/health_generate",
-    "/ready",
-    "/readiness",
-    "/ping",
-    "/live",
-    "/liveness",
-];
+pub const HEALTH_PATHS: [&str; 7] =
+    ["/health", "/health_generate", "/ready", "/readiness", "/ping", "/live", "/liveness"];
 
 /// The limits of one port.
 #[derive(Debug, Clone)]

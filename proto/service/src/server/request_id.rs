@@ -3,7 +3,7 @@
 use http::{HeaderMap, HeaderName, HeaderValue};
 
 /// The header with the id, in requests and in answers.
-const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+pub const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 /// The same header as Anthropic's clients read it, in answers.
 const ANTHROPIC_REQUEST_ID: HeaderName = HeaderName::from_static("request-id");
 /// The longest id that is taken from a client, in bytes. A UUID has 36.
@@ -53,6 +53,9 @@ mod tests {
         let mut headers = HeaderMap::new();
         add(&mut headers, HeaderValue::from_static("a"));
         add(&mut headers, HeaderValue::from_static("b"));
-        assert_eq!((&headers[REQUEST_ID], &headers[ANTHROPIC_REQUEST_ID]), (&"a".parse().unwrap(), &"a".parse().unwrap()));
+        assert_eq!(
+            (&headers[REQUEST_ID], &headers[ANTHROPIC_REQUEST_ID]),
+            (&"a".parse().unwrap(), &"a".parse().unwrap())
+        );
     }
 }

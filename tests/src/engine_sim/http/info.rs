@@ -150,6 +150,8 @@ pub(super) async fn server_info(State(app): AppState) -> Response {
         "kv_events_config": app.config.kv_events.as_ref().map(kv_events_config),
         "load_balance_method": "round_robin",
         "random_seed": core.seed,
+        "api_key": app.config.api_key,
+        "admin_api_key": null,
         "device": "cpu",
     });
     let state = json!({

@@ -27,9 +27,7 @@ pub(super) fn read_prompt_start(kind: Kind, object: &Object<'_>) -> PromptStart 
         Kind::Messages => Some(("system", PromptRole::System)),
         Kind::Responses => Some(("instructions", PromptRole::Instructions)),
         Kind::Chat => None,
-        Kind::Generate | Kind::Completions | Kind::Embeddings | Kind::Tokenizer | Kind::Models => {
-            return start;
-        }
+        _ => return start,
     };
     let get_non_null = |key| object.get(key).filter(|value| value.get() != "null");
     if let Some(tools) = get_non_null("tools") {

@@ -1,0 +1,94 @@
+//! Prepares requests for the routes: CORS, a slash at the end of the path, compressed bodies.
+//!
+//! `build_routes` puts these layers around all routes. Whoever may not use a route is refused by
+//! the routes themselves. A body is decompressed as the route reads it, so the limit of a body's
+//! size counts decompressed bytes.
+
+use axum::{
+    Router,
+    body::Body,
+    extract::{Request, State},
+    middleware::Next,
+    response::Response,
+};
+use http::{HeaderMap, HeaderValue, Method, header};
+use service::refusal::{Code, Refusal};
+use tower::{Layer as _, ServiceExt as _};
+use tower_http::{
+    cors::{AllowHeaders, AllowOrigin, CorsLayer, ExposeHeaders},
+    decompression::RequestDecompressionLayer,
+    normalize_path::NormalizePath,
+};
+
+use super::{SharedState, respond};
+
+/// The ways to compress a body that the router takes.
+const ENCODINGS: [&str; 4] = ["gzip", "deflate", "br", "zstd"];
+/// Time for which a browser may remember that an origin is allowed.
+const CORS_MAX_AGE: std::time::Duration = std::time::Duration::from_secs(3600);
+
+/// Puts the layers around `routes` that must see a request before its route is known.
+/// `cors_origins` are the origins whose pages may read answers; `*` stands for all.
+pub(super) fn wrap(routes: Router, cors_origins: &[String]) -> Router {
+    let app = Router::new().fallback_service(NormalizePath::trim_trailing_slash(routes));
+    if cors_origins.is_empty() { app } else { app.layer(cors(cors_origins)) }
+}
+
+/// Returns the layer that answers browsers' questions and marks answers for them.
+fn cors(origins: &[String]) -> CorsLayer {
+    let origin = if origins.iter().any(|origin| origin == "*") {
+        AllowOrigin::any()
+    } else {
+        // The settings were checked when they were loaded.
+        AllowOrigin::list(origins.iter().filter_map(|origin| HeaderValue::from_str(origin).ok()))
+    };
+    CorsLayer::new()
+        .allow_origin(origin)
+        .allow_methods([Method::GET, Method::POST, Method::PUT, Method::DELETE])
+        .allow_headers(AllowHeaders::mirror_request())
+        .expose_headers(ExposeHeaders::any())
+        .max_age(CORS_MAX_AGE)
+}
+
+/// Decompresses the body of a request that says that its body is compressed.
+pub(super) async fn decompress(
+    State(shared): SharedState,
+    request: Request,
+    next: Next,
+) -> Response {
+    match encoding(request.headers()) {
+        Encoding::None => next.run(request).await,
+        Encoding::Known => {
+            let inner = tower::service_fn(async |request: http::Request<_>| {
+                Ok::<_, std::convert::Infallible>(next.clone().run(request.map(Body::new)).await)
+            });
+            let service = RequestDecompressionLayer::new().layer(inner);
+            let response = service.oneshot(request).await.expect("it can't fail");
+            response.map(Body::new)
+        }
+        Encoding::Unknown => {
+            let message = "the body is compressed in a way that the router doesn't know; send it \
+                           as it is, or as gzip, deflate, br or zstd";
+            respond(&shared, Err(Refusal::new(Code::ContentEncoding, message)))
+        }
+    }
+}
+
+/// How a body is compressed.
+#[derive(Debug, PartialEq, Eq)]
+enum Encoding {
+    None,
+    Known,
+    Unknown,
+}
+
+fn encoding(headers: &HeaderMap) -> Encoding {
+    let mut encodings = headers.get_all(header::CONTENT_ENCODING).iter();
+    match (encodings.next().map(HeaderValue::as_bytes), encodings.next()) {
+        (None | Some(b"" | b"identity"), None) => Encoding::None,
+        (Some(name), None) if ENCODINGS.iter().any(|known| known.as_bytes() == name) => {
+            Encoding::Known
+        }
+        _ => Encoding::Unknown,
+    }
+}

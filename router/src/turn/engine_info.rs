@@ -1,0 +1,87 @@
+//! Asks agents what their engines say of themselves, for the routes that show it.
+//!
+//! The routes of `http` call this module. It sends a request without a body to one agent or to all,
+//! and reads the JSON of each answer. It doesn't decide who may see which of an answer's fields.
+
+use std::{sync::Arc, time::Duration};
+
+use bytes::Bytes;
+use http::{
+    Request, StatusCode, Uri,
+    uri::{PathAndQuery, Scheme},
+};
+use http_body_util::{BodyExt as _, Full, Limited};
+use serde_json::Value;
+use service::clock::now;
+use tokio::task::JoinSet;
+
+use super::{shared::Shared, upstream::UpstreamClient};
+use crate::fleet::agent::Facts;
+
+/// Time within which an agent must answer. The engine answers from memory, but its HTTP server may
+/// be busy with a long prompt.
+const ANSWER_TIME_MAX: Duration = Duration::from_secs(10);
+/// Most bytes of an answer. An engine's settings are about 20 KiB, and each rank repeats them.
+const ANSWER_BYTES_MAX: usize = 16 << 20;
+
+/// What one agent's engine says, under the agent's name, or why it says nothing.
+pub(crate) struct AgentAnswer {
+    pub(crate) agent: String,
+    pub(crate) answer: Result<Value, String>,
+}
+
+/// Asks the engine of one usable agent. Returns `None` if no agent is usable, and else its answer.
+pub(crate) async fn ask_one(shared: &Shared, path: PathAndQuery) -> Option<AgentAnswer> {
+    let view = shared.directory.settled_view().await;
+    let at = now();
+    let (worker, agent, facts) =
+        view.workers().find(|(worker, ..)| view.state(*worker, at).is_usable())?;
+    let answer = ask(&shared.upstream, worker.agent, facts, path).await;
+    Some(AgentAnswer { agent: agent.name().to_owned(), answer })
+}
+
+/// Asks the engines of all agents that have described themselves, at the same time. The answers are
+/// in the order of the agents.
+pub(crate) async fn ask_all(shared: &Shared, path: PathAndQuery) -> Vec<AgentAnswer> {
+    let view = shared.directory.settled_view().await;
+    let mut asked = JoinSet::new();
+    for (number, agent) in view.agents.iter().enumerate() {
+        let Some(facts) = agent.facts.clone() else { continue };
+        let (name, path) = (agent.name().to_owned(), path.clone());
+        let upstream = Arc::clone(&shared.upstream);
+        asked.spawn(async move {
+            let answer = ask(&upstream, number, &facts, path).await;
+            (number, AgentAnswer { agent: name, answer })
+        });
+    }
+    let mut answers = asked.join_all().await;
+    answers.sort_by_key(|(number, _)| *number);
+    answers.into_iter().map(|(_, answer)| answer).collect()
+}
+
+/// Sends one request to an agent and reads its answer.
+async fn ask(
+    upstream: &UpstreamClient,
+    agent: usize,
+    facts: &Facts,
+    path: PathAndQuery,
+) -> Result<Value, String> {
+    let scheme = if facts.data_tls { Scheme::HTTPS } else { Scheme::HTTP };
+    let uri = Uri::builder().scheme(scheme).authority(&*facts.data_authority);
+    let uri = uri.path_and_query(path).build().expect("the authority was parsed before");
+    let mut request = Request::new(Full::<Bytes>::default());
+    *request.uri_mut() = uri;
+    let deadline = now() + ANSWER_TIME_MAX;
+    let response = upstream.send(agent, request, deadline).await;
+    let response = response.map_err(|error| format!("no answer: {error:?}"))?;
+    let status = response.status();
+    let reading = Limited::new(response.into_body(), ANSWER_BYTES_MAX).collect();
+    let body = match tokio::time::timeout_at(deadline.into(), reading).await {
+        Ok(body) => body.map_err(|error| format!("the answer broke off: {error}"))?.to_bytes(),
+        Err(_) => return Err(format!("the answer took longer than {ANSWER_TIME_MAX:?}")),
+    };
+    if status != StatusCode::OK {
+        return Err(format!("the engine answered {status}"));
+    }
+    serde_json::from_slice(&body).map_err(|error| format!("the answer isn't JSON: {error}"))
+}
