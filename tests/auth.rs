@@ -74,7 +74,8 @@ async fn opens(cluster: &Cluster, headers: Headers<'_>, id: &str) {
 async fn clients_see_harmless_facts_of_an_engine_and_nobody_its_keys() {
     let keys = KeyFixture::new(&KEYS).unwrap();
     let cluster = start(&keys).await;
-    let ask = async |path: &str, who| cluster.request(Method::GET, path, &[who], Body::empty()).await;
+    let ask =
+        async |path: &str, who| cluster.request(Method::GET, path, &[who], Body::empty()).await;
     for path in ["/server_info", "/get_server_info", "/server_info/"] {
         let shown = ask(path, ALICE).await;
         let fields = shown.json();

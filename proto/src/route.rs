@@ -90,7 +90,7 @@ impl Kind {
     pub fn methods(self) -> &'static [Method] {
         match self {
             Self::Models | Self::Info => &[Method::GET],
-            Self::Encode | Self::Rerank => &[Method::POST, Method::PUT],
+            Self::Generate | Self::Encode | Self::Rerank => &[Method::POST, Method::PUT],
             _ => &[Method::POST],
         }
     }

@@ -300,7 +300,8 @@ impl Owner {
         // Reserve the place for the turn's end now, so that ending the turn never waits.
         let Ok(turn_end_permit) = self.handle.turn_ends.clone().try_reserve_owned() else {
             let detail = "too many wait or run already".to_owned();
-            return Err(session::Error::OutOfRoom { resource: Code::Turns, detail }.into());
+            let error = session::Error::OutOfRoom { resource: Code::Turns, detail, wait: None };
+            return Err(error.into());
         };
         let rid = new_rid();
         self.table.claim(now(), &rid, principal, claim, requested_dp_rank, route_turns)?;

@@ -42,7 +42,10 @@ pub fn refusal(error: &owner::Error) -> Refusal {
             E::EngineSilent(_) => Code::EngineSilent,
             E::EngineLost => Code::EngineLost,
             E::Stopping => Code::Stopping,
-            E::OutOfRoom { resource, .. } => *resource,
+            E::OutOfRoom { resource, wait: Some(wait), .. } => {
+                return Refusal::new(*resource, error.to_string()).retry_after(*wait);
+            }
+            E::OutOfRoom { resource, wait: None, .. } => *resource,
             E::NoRank(_) => Code::NoRank,
         },
         owner::Error::EngineDown(_) => Code::EngineDown,
@@ -86,7 +89,7 @@ mod tests {
 
     #[test]
     fn every_error_of_the_session_table_has_a_code() {
-        let short = |resource| E::OutOfRoom { resource, detail: "none left".into() };
+        let short = |resource| E::OutOfRoom { resource, detail: "none left".into(), wait: None };
         let cases = [
             (E::UnknownSession, Code::SessionUnknown),
             (E::Closing, Code::SessionClosing),

@@ -6,6 +6,8 @@
 //!
 //! The table returns these errors. `data_port::refusals` maps them to refusal codes.
 
+use std::time::Duration;
+
 use proto::load::Retention;
 use service::refusal::Code;
 
@@ -144,6 +146,8 @@ pub enum Error {
         resource: Code,
         /// The figures, for people.
         detail: String,
+        /// When there may be room, if the queue tells.
+        wait: Option<Duration>,
     },
     /// The requested DP rank doesn't exist.
     #[error("there is no DP rank {0}; use a rank that the engine has")]

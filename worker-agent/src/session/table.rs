@@ -19,6 +19,7 @@
 //! - [`Tickets`]: turns and open requests, their queue, and each rank's load of turns.
 //! - [`Closes`]: the closes that the engine has not confirmed, with what they hold.
 //! - [`RankShims`]: each rank's shim, and what the sessions of other clients hold.
+//! - [`QueuePace`]: how soon a turn that is refused would find a place.
 //! - [`Effects`]: what the owner task must do next.
 //!
 //! A part never calls the table or another part, except that parts add [`Effects`]. The rules need
@@ -53,6 +54,7 @@ mod handover;
 mod held;
 mod invariants;
 mod principals;
+mod queue_pace;
 mod reclaim;
 mod sessions;
 mod shares;
@@ -68,7 +70,10 @@ use std::time::Instant;
 
 use proto::id::SessionKey;
 
-use self::{closes::Closes, held::Held, sessions::Sessions, shims::RankShims, tickets::Tickets};
+use self::{
+    closes::Closes, held::Held, queue_pace::QueuePace, sessions::Sessions, shims::RankShims,
+    tickets::Tickets,
+};
 use super::{
     CloseRequest, CloseResult, Effect, EngineCapacity, Error, Need, OpenResult, Outcome,
     PrefixTracker, PromptStart, RankCapacity, RankTotals, Record, RouteTurns, RunMode, Session,
@@ -95,6 +100,7 @@ pub struct Table {
     tickets: Tickets,
     closes: Closes,
     shims: RankShims,
+    queue_pace: QueuePace,
     /// What the owner task must do next.
     effects: Effects,
     /// Why the engine counts as silent; `None` while it speaks.
@@ -137,6 +143,7 @@ impl Table {
             tickets: Tickets::default(),
             closes: Closes::default(),
             shims: RankShims::default(),
+            queue_pace: QueuePace::default(),
             effects: Effects::default(),
             silent_reason: None,
         };

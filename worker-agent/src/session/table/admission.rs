@@ -491,7 +491,9 @@ impl Table {
             }
             has_refused = true;
             let detail = format!("it waited {} ms for room", wait_max.as_millis());
-            self.refuse_ticket(now, &rid, Error::OutOfRoom { resource: Code::QueueTime, detail });
+            let wait = self.queue_pace.estimate_wait(self.tickets.queue().len());
+            let error = Error::OutOfRoom { resource: Code::QueueTime, detail, wait };
+            self.refuse_ticket(now, &rid, error);
         }
         if has_refused {
             self.process_queue(now);

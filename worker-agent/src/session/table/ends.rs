@@ -36,6 +36,7 @@ impl Table {
         if self.tickets.inside_mut(rid).is_none() {
             self.forget_ticket(now, rid);
         } else if let Some(ticket) = self.tickets.remove(rid) {
+            self.queue_pace.record_end(now, self.tickets.queue().len());
             self.end_turn_inside(now, rid, &ticket, outcome);
         }
         self.process_queue(now);

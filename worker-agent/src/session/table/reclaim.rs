@@ -65,7 +65,7 @@ impl From<Shortage> for Error {
                 (Code::PinTokens, format!("{detail}; close some"))
             }
         };
-        Self::OutOfRoom { resource, detail }
+        Self::OutOfRoom { resource, detail, wait: None }
     }
 }
 

@@ -73,13 +73,15 @@ impl Table {
             return Ok(());
         }
         let max = self.settings.turns_queued_max;
+        let wait = self.queue_pace.estimate_wait(self.tickets.queue().len());
         let longest = self.tickets.newest_of_longest_queue(principal);
         let Some(yielding) = longest.filter(|_| guards.is_on(Guard::QueueShare)).cloned() else {
             let detail = format!("{max} wait already");
-            return Err(Error::OutOfRoom { resource: Code::QueuePlaces, detail });
+            return Err(Error::OutOfRoom { resource: Code::QueuePlaces, detail, wait });
         };
         let detail = format!("{max} wait already, most of them yours, and others wait too");
-        self.refuse_ticket(now, &yielding, Error::OutOfRoom { resource: Code::QueueShare, detail });
+        let error = Error::OutOfRoom { resource: Code::QueueShare, detail, wait };
+        self.refuse_ticket(now, &yielding, error);
         Ok(())
     }
 
@@ -99,12 +101,12 @@ impl Table {
             own >= shares.principal_sessions_max && self.settings.guards.is_on(Guard::SessionShare);
         if is_share_used && !self.close_longest_idle(now, Some(principal)) {
             let detail = format!("this client has {own} open, and may have no more; close some");
-            return Err(Error::OutOfRoom { resource: Code::PrincipalSessions, detail });
+            return Err(Error::OutOfRoom { resource: Code::PrincipalSessions, detail, wait: None });
         }
         let is_full = self.sessions.len() >= shares.sessions_max;
         if is_full && !self.close_longest_idle(now, None) && !self.close_for(now, principal) {
             let detail = format!("{} are open; close some", shares.sessions_max);
-            return Err(Error::OutOfRoom { resource: Code::Sessions, detail });
+            return Err(Error::OutOfRoom { resource: Code::Sessions, detail, wait: None });
         }
         Ok(())
     }

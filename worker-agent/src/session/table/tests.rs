@@ -382,6 +382,25 @@ fn the_queue_is_in_order_bounded_and_takes_no_longer_than_it_may() {
 }
 
 #[test]
+fn a_turn_that_finds_no_place_hears_how_long_the_turns_before_it_take() {
+    let mut rig = Rig::new();
+    let inside: Vec<Inside> = (0..6).map(|_| rig.plain(1).inside()).collect();
+    let mut queued: Vec<String> = (0..4).map(|_| rig.plain(1).waits()).collect();
+    let wait = |error: Error| match error {
+        Error::OutOfRoom { wait, .. } => wait,
+        other => panic!("{other}"),
+    };
+    assert_eq!(wait(rig.plain(1).error()), None, "no turn has ended yet");
+    for turn in &inside[..3] {
+        rig.wait(QUEUE / 4);
+        rig.end(turn, Outcome::Finished(None));
+        rig.answer(queued.remove(0)).inside();
+        queued.push(rig.plain(1).waits());
+    }
+    assert_eq!(wait(rig.plain(1).error()), Some(QUEUE / 4 * 5), "four wait, and the turn itself");
+}
+
+#[test]
 fn prompts_that_the_engine_has_not_shown_are_counted() {
     let mut rig = Rig::new();
     let before = rig.now;

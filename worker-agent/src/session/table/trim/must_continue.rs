@@ -63,7 +63,7 @@ impl Table {
                 session.client.last_measured = Some(measured);
             });
             let detail = format!("this full history has {} tokens", plan.prompt_tokens);
-            Error::OutOfRoom { resource: Code::PinTokens, detail }
+            Error::OutOfRoom { resource: Code::PinTokens, detail, wait: None }
         } else {
             let (first_difference, history_tokens) = (plan.shared_tokens, plan.committed_tokens);
             let detail = match plan.decision {
