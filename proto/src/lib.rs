@@ -13,6 +13,7 @@
 //! - [`model_files`]: how tokenizer and chat template files are named and hashed.
 //! - [`route`]: the engine's routes that agent and router serve.
 //! - [`claim`]: the headers by which a router tells an agent to which session a turn belongs.
+//! - [`turn_rid`]: the ids that agents give their turns inside the engine.
 //! - [`block`]: routing blocks, the parts of a prompt whose KV both sides track.
 //! - [`body`]: reads and rewrites the top level of a JSON request body.
 //! - [`gaps`]: how long sessions pause between two turns.
@@ -29,6 +30,7 @@ pub mod model_files;
 pub mod route;
 pub mod staged_prefill;
 pub mod table;
+pub mod turn_rid;
 
 /// The generated messages and services of `berth.agent.v1`.
 #[expect(

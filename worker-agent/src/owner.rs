@@ -51,7 +51,7 @@ use self::{
     drain::{Drain, DrainStep},
     engine_calls::EngineCalls,
     engine_state::EngineState,
-    handle::{OwnerMessage, TurnEnd, new_rid},
+    handle::{OwnerMessage, TurnEnd, new_rid, new_turn_rid},
     reporter::Reporter,
     shims::{Shims, record_sessions},
     trim::TrimmerLink,
@@ -303,7 +303,7 @@ impl Owner {
             let error = session::Error::OutOfRoom { resource: Code::Turns, detail, wait: None };
             return Err(error.into());
         };
-        let rid = new_rid();
+        let rid = new_turn_rid(self.reporter.agent_id(), principal);
         self.table.claim(now(), &rid, principal, claim, requested_dp_rank, route_turns)?;
         let vocabulary_size = self.engine.info().and_then(|info| info.facts.vocabulary);
         Ok(Lease {

@@ -12,6 +12,7 @@ use proto::{
     claim::Claim,
     id::SessionKey,
     load::{Description, LoadReport, PageAudit, Retention, Session},
+    turn_rid::TurnRid,
 };
 use tokio::sync::{broadcast, mpsc, oneshot, watch};
 
@@ -330,17 +331,18 @@ impl AgentHandle {
     }
 }
 
-/// The length of a request id in bytes.
-const RID_BYTES: usize = 32;
+/// Returns a new request id that nobody can guess, for a turn of `principal` at this agent.
+pub(super) fn new_turn_rid(agent_id: &str, principal: &str) -> String {
+    TurnRid::compose(random_number(), agent_id, principal)
+}
 
-/// Returns a new request id that nobody can guess: whoever knows a turn's id can abort the turn.
-///
-/// The engine aborts all requests whose id begins with the given text. All ids have the same
-/// length, so no id is the beginning of another.
+/// Returns a new id for a request that the engine never sees.
 pub(super) fn new_rid() -> String {
-    let mut bytes = [0; RID_BYTES / 2];
+    format!("{:032x}", random_number())
+}
+
+fn random_number() -> u128 {
+    let mut bytes = [0; size_of::<u128>()];
     getrandom::fill(&mut bytes).expect("the operating system has random numbers");
-    let rid = format!("{:032x}", u128::from_be_bytes(bytes));
-    debug_assert_eq!(rid.len(), RID_BYTES);
-    rid
+    u128::from_be_bytes(bytes)
 }

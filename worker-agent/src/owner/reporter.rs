@@ -107,6 +107,11 @@ impl Reporter {
         }
     }
 
+    /// Returns the agent's id.
+    pub(super) fn agent_id(&self) -> &str {
+        &self.setup.agent_id
+    }
+
     /// Returns the handle of the owner task, with receivers of what is published.
     pub(super) fn agent_handle(
         &self,
