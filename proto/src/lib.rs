@@ -13,12 +13,14 @@
 //! - [`model_files`]: how tokenizer and chat template files are named and hashed.
 //! - [`route`]: the engine's routes that agent and router serve.
 //! - [`claim`]: the headers by which a router tells an agent to which session a turn belongs.
+//! - [`abort`]: the names by which clients abort turns, and how a router asks an agent for that.
 //! - [`turn_rid`]: the ids that agents give their turns inside the engine.
 //! - [`block`]: routing blocks, the parts of a prompt whose KV both sides track.
 //! - [`body`]: reads and rewrites the top level of a JSON request body.
 //! - [`gaps`]: how long sessions pause between two turns.
 //! - [`table`]: the hash table on which both sides build their indexes of blocks or pages.
 
+pub mod abort;
 pub mod block;
 pub mod body;
 pub mod claim;

@@ -16,6 +16,7 @@
 //! - [`refusal`]: the format of every HTTP answer by which Berth refuses a request.
 //! - [`reload`]: values that follow the content of their files.
 //! - [`router_token`]: the shared token by which agents recognize routers.
+//! - [`running_turns`]: the running turns, by the names that their clients gave them.
 //! - [`server`]: an HTTP server with limits.
 //! - [`settings`]: settings from a TOML file.
 //! - [`signal`]: the signals that stop a process.
@@ -34,6 +35,7 @@ pub mod private_folder;
 pub mod refusal;
 pub mod reload;
 pub mod router_token;
+pub mod running_turns;
 pub mod server;
 pub mod settings;
 pub mod signal;
