@@ -2,7 +2,7 @@
 
 use bytes::Bytes;
 use http::StatusCode;
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::Refusal;
 
@@ -42,6 +42,30 @@ impl Api {
         body.to_string().into()
     }
 
+    /// Returns the last events of a stream that ends with an error after its head was sent. `body`
+    /// is the body that an answer with `status` would have had: a refusal, or the engine's error.
+    #[must_use]
+    pub fn error_events(self, status: StatusCode, body: &[u8]) -> Bytes {
+        let event = match (self, serde_json::from_slice(body)) {
+            (Self::Anthropic, Ok(Value::Object(error))) => Value::Object(error),
+            (Self::OpenAi, Ok(Value::Object(error))) if error.contains_key("error") => {
+                Value::Object(error)
+            }
+            // The engine has the error itself as the body, and in streams under this key.
+            (Self::OpenAi, Ok(Value::Object(error))) => json!({ "error": error }),
+            (_, Ok(_) | Err(_)) => {
+                let (message, error_type) =
+                    (String::from_utf8_lossy(body), self.error_type(status));
+                json!({ "type": "error", "error": { "message": message, "type": error_type } })
+            }
+        };
+        let events = match self {
+            Self::OpenAi => format!("data: {event}\n\ndata: [DONE]\n\n"),
+            Self::Anthropic => format!("event: error\ndata: {event}\n\n"),
+        };
+        events.into()
+    }
+
     /// Returns the type of the errors with this status.
     fn error_type(self, status: StatusCode) -> &'static str {
         match (status.as_u16(), self) {
@@ -78,6 +102,24 @@ mod tests {
         ] {
             assert_eq!(Api::for_path(path), api, "{path}");
         }
+    }
+
+    #[test]
+    fn a_stream_that_fails_late_ends_with_the_error_in_its_api_s_form() {
+        let refusal = Refusal::new(Code::QueueTime, "it waited");
+        let events = |api: Api, body: &[u8]| {
+            String::from_utf8(api.error_events(StatusCode::BAD_REQUEST, body).to_vec()).unwrap()
+        };
+        let openai = events(Api::OpenAi, &Api::OpenAi.body(&refusal, ""));
+        let (first, last) = openai.split_once("\n\n").unwrap();
+        let error: Value = serde_json::from_str(first.strip_prefix("data: ").unwrap()).unwrap();
+        assert_eq!((&error["error"]["code"], last), (&"queue_time".into(), "data: [DONE]\n\n"));
+        let anthropic = events(Api::Anthropic, &Api::Anthropic.body(&refusal, "req_1"));
+        assert!(anthropic.starts_with("event: error\ndata: {"), "{anthropic}");
+        assert!(anthropic.contains("\"request_id\":\"req_1\"") && !anthropic.contains("DONE"));
+        let of_engine = events(Api::OpenAi, br#"{"object":"error","message":"too long"}"#);
+        assert!(of_engine.starts_with("data: {\"error\":{\"message\":\"too long\""), "{of_engine}");
+        assert!(events(Api::OpenAi, b"Internal\nError").contains(r#""message":"Internal\nError""#));
     }
 
     #[test]
