@@ -6,6 +6,7 @@
 //! also in the header `x-berth-refusal`. `server` gives a refusal the form of the API that the
 //! client uses: see [`Api`]. The engine's own errors pass unchanged and are no refusals.
 
+mod aborted;
 mod code;
 mod form;
 #[cfg(test)]
@@ -13,6 +14,7 @@ mod guide;
 
 use std::time::Duration;
 
+pub use aborted::AbortedTurn;
 use axum::response::{IntoResponse, Response};
 pub use code::{Code, GROUPS, Group, Origin, Repeat};
 pub use form::Api;

@@ -88,7 +88,7 @@ pub fn parse(context: BodyContext, bytes: &Bytes) -> Result<ParsedRequest, Refus
     let is_background = object.get("background").is_some_and(|value| value.get() == "true");
     if in_session && kind == Kind::Responses && is_background {
         return Err(Refusal::new(
-            Code::BackgroundInSession,
+            Code::BackgroundUnsupported,
             "a turn of a session ends with its answer: leave `background` out, or the session",
         ));
     }
@@ -521,7 +521,7 @@ mod tests {
         }
         let later = r#"{"input":"a","background":true}"#;
         let tagged = Some(Retention::Tagged);
-        assert_eq!(sent(Kind::Responses, tagged, later), Err(Code::BackgroundInSession));
+        assert_eq!(sent(Kind::Responses, tagged, later), Err(Code::BackgroundUnsupported));
         assert!(sent(Kind::Responses, None, later).is_ok());
         assert!(sent(Kind::Responses, tagged, r#"{"input":"a","background":false}"#).is_ok());
         let single = r#"{"input_ids":[1,2],"sampling_params":{"n":1}}"#;

@@ -160,6 +160,13 @@ codes! {
         RetentionUnavailable "retention_unavailable" CONFLICT Both AfterChange,
             "no worker, or not this one, offers the retention",
             "use an offered retention; the message lists them";
+        TurnAborted "turn_aborted" CONFLICT Both AfterChange,
+            "the client [aborted](turns.md#abort-turns) the turn before its answer began",
+            "send it again if you still want it";
+        ResponseElsewhere "response_elsewhere" CONFLICT Router AfterChange,
+            "the turn's session must stay on its worker, and the response of its \
+             `previous_response_id` is on another",
+            "leave one of both out, and send the full history";
         SessionClosing "session_closing" CONFLICT Both AfterSeconds(1),
             "the session closes after its running turn",
             "wait until that turn has ended; a delta needs the session to be opened again";
@@ -339,9 +346,10 @@ codes! {
         BatchInSession "batch_in_session" BAD_REQUEST Agent AfterChange,
             "a turn of a session has one prompt and one answer",
             "send `n` = 1 and no list of prompts";
-        BackgroundInSession "background_in_session" BAD_REQUEST Agent AfterChange,
-            "a turn of a session ends with its answer",
-            "leave `background` out";
+        BackgroundUnsupported "background_unsupported" BAD_REQUEST Agent AfterChange,
+            "a turn in the [background](turns.md#stored-responses) would run on after its answer, \
+             without its place in the engine",
+            "leave `background` out, and read the answer";
         TokenIds "token_ids" BAD_REQUEST Agent AfterChange,
             "token ids must be integers; anything else would crash the engine",
             "mend the prompt";
@@ -369,6 +377,12 @@ codes! {
         PlacementUnknown "placement_unknown" NOT_FOUND Router AfterChange,
             "the router keeps no placement of this turn",
             "ask soon after the turn, with the id of its `x-berth-turn`";
+        ResponseUnknown "response_unknown" NOT_FOUND Router AfterChange,
+            "no worker has a [response](turns.md#stored-responses) of yours under this id",
+            "use the id of an answer to your own key";
+        EngineLacks "engine_lacks" NOT_IMPLEMENTED Router AfterChange,
+            "SGLang has no such function; the message names it",
+            "do without it";
         RouteUnknown "route_unknown" NOT_FOUND Both AfterChange,
             "there is no such route",
             "mend the path";
@@ -449,7 +463,7 @@ mod tests {
             match code.status().as_u16() {
                 429 => assert!(waits, "{code}: 429 says that room comes back"),
                 500 | 502 | 504 => assert!(!waits, "{code}: it may have run"),
-                400 | 401 | 403 | 404 | 405 | 413 | 415 | 431 => assert!(!waits, "{code}"),
+                400 | 401 | 403 | 404 | 405 | 413 | 415 | 431 | 501 => assert!(!waits, "{code}"),
                 408 | 409 | 503 => {}
                 other => panic!("{code}: say here what {other} means for a client"),
             }

@@ -6,6 +6,7 @@ use super::Code;
 pub(super) type Provoker = (&'static str, &'static str, &'static str);
 
 const AGENT: &str = "tests/agent.rs";
+const TURNS: &str = "tests/turns.rs";
 const MOMENTS: &str = "tests/refusals.rs";
 const STAGED_PREFILL: &str = "tests/staged_prefill.rs";
 const CLIENT_TURNS: &str = "tests/router/turns.rs";
@@ -380,9 +381,26 @@ pub(super) const PROVOKERS: &[(Code, Provoker)] = &[
         Code::BatchInSession,
         (AGENT, "refusals_come_from_the_agent_and_never_reach_the_engine", "batch_in_session"),
     ),
+    (Code::TurnAborted, (TURNS, "a_turn_that_waits_for_room_ends_at_once", "turn_aborted")),
     (
-        Code::BackgroundInSession,
-        (BODY, "a_session_takes_one_prompt_and_one_answer", "Code::BackgroundInSession"),
+        Code::ResponseUnknown,
+        (
+            TURNS,
+            "a_stored_response_is_found_by_every_router_and_by_nobody_else",
+            "response_unknown",
+        ),
+    ),
+    (
+        Code::ResponseElsewhere,
+        (TURNS, "a_turn_goes_where_its_previous_response_is", "response_elsewhere"),
+    ),
+    (
+        Code::EngineLacks,
+        (TURNS, "what_the_engine_can_not_do_with_a_response_is_refused", "engine_lacks"),
+    ),
+    (
+        Code::BackgroundUnsupported,
+        (BODY, "a_turn_in_the_background_is_refused", "Code::BackgroundUnsupported"),
     ),
     (Code::TokenIds, (BODY, "what_would_harm_the_engine_is_refused", "Code::TokenIds")),
     (
