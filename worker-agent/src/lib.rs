@@ -208,6 +208,7 @@ pub async fn run(
         turn_time_max: ms(config.limits.turn_ms_max),
         wake_monitor,
         tasks: tasks.clone(),
+        running_turns: data_port::aborts::AgentTurns::default(),
         metrics,
     };
     start_data_port(listeners.data, context, queues, access.tls, port_limits.data)?;

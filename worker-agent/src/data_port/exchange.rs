@@ -25,19 +25,23 @@ use http_body::{Frame, SizeHint};
 use http_body_util::BodyExt;
 use hyper::body::Incoming;
 use hyper_util::client::legacy::ResponseFuture;
-use service::refusal::Refusal;
+use service::refusal::{Code, Refusal};
 use tokio::{sync::oneshot, time::Sleep};
+use tokio_util::sync::WaitForCancellationFutureOwned;
 use tracing::debug;
 
-use super::{TurnContext, refusals::connection_refusal, response_scanner::Scanner};
+use super::{
+    TurnContext,
+    aborts::{ABORT_INTERVAL, AgentTurn},
+    refusals::connection_refusal,
+    request::AbortReach,
+    response_scanner::Scanner,
+};
 use crate::{
     owner::{Lease, RunModeResult},
     session::Outcome,
 };
 
-/// The interval between aborts while the end of a turn is awaited. The engine forgets an abort that
-/// arrives before it has registered the turn.
-const ABORT_INTERVAL: Duration = Duration::from_millis(500);
 /// The longest time the engine takes to notice a closed connection. While it makes an answer that
 /// isn't streamed, it checks the connection every 4 s.
 const DISCONNECT_NOTICE_TIME_MAX: Duration = Duration::from_secs(5);
@@ -61,7 +65,8 @@ const EARLY_FRAMES_MAX: usize = 16;
 /// One turn inside the engine: reads its answer, and owns the lease.
 ///
 /// If an exchange is dropped before the turn's end (the client disconnected or the time limit
-/// passed), a task takes over and waits for the turn's end.
+/// passed), a task takes over and waits for the turn's end. Its many fields: they are one turn's
+/// state, and all move to that task.
 pub(super) struct Exchange {
     /// The turn's id inside the engine.
     rid: String,
@@ -79,6 +84,11 @@ pub(super) struct Exchange {
     sent_at: tokio::time::Instant,
     /// Whether an abort by `rid` reaches this turn. The turn's answer then confirms its end.
     abort_confirms_end: bool,
+    /// The turn's place among those that clients can abort. `None` once the turn has ended.
+    running: Option<AgentTurn>,
+    /// Is ready when the client has aborted a turn that the engine can't abort by an id. Then the
+    /// answer is cut off.
+    cut_off: Option<Pin<Box<WaitForCancellationFutureOwned>>>,
     /// Whether the client has disconnected, so that a task reads the rest of the answer.
     is_abandoned: bool,
     /// Whether the engine's shim refuses the turn, so that the engine ran nothing of it.
@@ -106,7 +116,11 @@ impl Exchange {
         lease: Lease,
         answer: ResponseFuture,
         abort_confirms_end: bool,
+        running: AgentTurn,
     ) -> Self {
+        let token = running.aborted_token();
+        let cut_off = (running.facts().reach == AbortReach::Connection)
+            .then(|| Box::pin(token.clone().cancelled_owned()));
         Self {
             rid,
             lease: Some(lease),
@@ -117,6 +131,8 @@ impl Exchange {
             deadline: Box::pin(tokio::time::sleep(context.turn_time_max)),
             sent_at: tokio::time::Instant::now(),
             abort_confirms_end,
+            running: Some(running),
+            cut_off,
             is_abandoned: false,
             is_refused_by_shim: false,
             context,
@@ -141,6 +157,9 @@ impl Exchange {
             biased;
             head_result = head => head_result,
             () = &mut self.deadline => return Err(Refusal::turn_timeout()),
+            () = wait_for_cut_off(&mut self.cut_off) => {
+                return Err(Refusal::new(Code::TurnAborted, "the turn was aborted"));
+            }
         };
         match head_result {
             Ok(response) => Ok(self.begin_response(response)),
@@ -238,6 +257,7 @@ impl Exchange {
             Outcome::Finished(usage) if self.is_abandoned => Outcome::Unheard(usage),
             outcome => outcome,
         };
+        self.running = None;
         if let Some(lease) = self.lease.take() {
             self.context.metrics.record_turn_end(outcome.as_str(), self.sent_at.elapsed());
             lease.finish(outcome);
@@ -340,6 +360,14 @@ impl Exchange {
     }
 }
 
+/// Waits until the client has aborted the turn. Waits forever if the engine can abort the turn.
+async fn wait_for_cut_off(cut_off: &mut Option<Pin<Box<WaitForCancellationFutureOwned>>>) {
+    match cut_off {
+        Some(cut_off) => cut_off.as_mut().await,
+        None => std::future::pending().await,
+    }
+}
+
 impl Drop for Exchange {
     fn drop(&mut self) {
         // If `is_abandoned` is set, the runtime is shutting down and drops its tasks; a new task
@@ -357,6 +385,8 @@ impl Drop for Exchange {
             deadline: Box::pin(tokio::time::sleep(Duration::ZERO)),
             sent_at: self.sent_at,
             abort_confirms_end: self.abort_confirms_end,
+            running: self.running.take(),
+            cut_off: None,
             is_abandoned: true,
             is_refused_by_shim: self.is_refused_by_shim,
             context: self.context.clone(),
@@ -377,6 +407,12 @@ impl http_body::Body for Exchange {
         let this = &mut *self;
         if this.lease.is_some() && this.deadline.as_mut().poll(context).is_ready() {
             return Poll::Ready(Some(Err(AnswerBroken("the turn took longer than turn_ms_max"))));
+        }
+        if let Some(cut_off) = &mut this.cut_off
+            && this.lease.is_some()
+            && cut_off.as_mut().poll(context).is_ready()
+        {
+            return Poll::Ready(Some(Err(AnswerBroken("the turn was aborted"))));
         }
         let Some(EngineAnswer::Body(body)) = &mut this.engine_answer else {
             return Poll::Ready(None);

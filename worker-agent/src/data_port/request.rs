@@ -15,9 +15,11 @@ use std::fmt;
 
 use bytes::Bytes;
 use proto::{
+    abort::TurnNames,
     body::{self, OWNED_KEYS, Object, Part},
     load::Retention,
     route::Kind,
+    turn_rid::RESPONSE_PREFIX,
 };
 use serde::{
     Deserializer,
@@ -41,6 +43,17 @@ pub struct BodyContext {
     pub resident_tokens: u64,
 }
 
+/// How the engine can abort a turn.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum AbortReach {
+    /// By the turn's id.
+    Turn,
+    /// The turn has this many prompts. The engine has each under an id of its own.
+    Prompts(usize),
+    /// The engine doesn't take or keep the agent's id, so only the end of the connection helps.
+    Connection,
+}
+
 /// A body that passed all checks, and what its turn needs from the engine.
 #[derive(Debug)]
 pub struct ParsedRequest {
@@ -52,8 +65,14 @@ pub struct ParsedRequest {
     pub need: Need,
     /// Hashes of the prompt's beginning. Empty for a turn without a session.
     pub prompt_start: PromptStart,
-    /// The request id that the client chose.
+    /// The request id that the client chose, as JSON of at most 64 characters, for logs.
     pub client_rid: Option<String>,
+    /// The names in the body by which the client can abort the turn.
+    pub names: TurnNames,
+    /// How the engine can abort the turn.
+    pub reach: AbortReach,
+    /// Whether the client asks for a stream of events.
+    pub wants_stream: bool,
     /// Whether there is one prompt and one answer, so that the turn's id names exactly one request.
     pub has_single_answer: bool,
 }
@@ -85,11 +104,12 @@ pub fn parse(context: BodyContext, bytes: &Bytes) -> Result<ParsedRequest, Refus
              or leave the session out",
         ));
     }
-    let is_background = object.get("background").is_some_and(|value| value.get() == "true");
-    if in_session && kind == Kind::Responses && is_background {
+    let is_true = |key| object.get(key).is_some_and(|value| value.get() == "true");
+    if kind == Kind::Responses && is_true("background") {
         return Err(Refusal::new(
             Code::BackgroundUnsupported,
-            "a turn of a session ends with its answer: leave `background` out, or the session",
+            "a turn in the background would run on after its answer, and its result be lost with \
+             the engine: leave `background` out, and read the answer",
         ));
     }
     let rid_key = kind.rid_key();
@@ -103,7 +123,17 @@ pub fn parse(context: BodyContext, bytes: &Bytes) -> Result<ParsedRequest, Refus
         PromptStart::default()
     };
     let need = read_need(context, &object, bytes.len());
-    Ok(ParsedRequest { kind, body_parts, need, prompt_start, client_rid, has_single_answer })
+    Ok(ParsedRequest {
+        kind,
+        body_parts,
+        need,
+        prompt_start,
+        client_rid,
+        names: TurnNames::in_body(kind, &object),
+        reach: abort_reach(kind, &object, has_single_answer),
+        wants_stream: is_true("stream"),
+        has_single_answer,
+    })
 }
 
 /// Returns a turn whose body goes to the engine as it came. The engine alone knows how many tokens
@@ -121,6 +151,9 @@ fn unread(kind: Kind, body_bytes: usize) -> ParsedRequest {
         },
         prompt_start: PromptStart::default(),
         client_rid: None,
+        names: TurnNames::None,
+        reach: AbortReach::Connection,
+        wants_stream: false,
         has_single_answer: true,
     }
 }
@@ -130,7 +163,7 @@ impl ParsedRequest {
     /// keys that Berth decides are replaced.
     #[must_use]
     pub fn engine_body(&self, bytes: &Bytes, turn: &Turn, rid: &str) -> Vec<Bytes> {
-        let members = added_members(self.kind, turn, rid);
+        let members = added_members(self.kind, turn, rid, self.has_single_answer);
         let parts = self.body_parts.iter().map(|part| match part {
             Part::Kept(range) => bytes.slice(range.clone()),
             Part::Added { needs_comma: true } => Bytes::from(format!(",{members}")),
@@ -198,11 +231,12 @@ fn count_generate_prompt(object: &Object<'_>) -> (u64, bool) {
 }
 
 /// Returns the JSON members that tell the engine the turn's id, its session and its DP rank.
-fn added_members(kind: Kind, turn: &Turn, rid: &str) -> String {
+fn added_members(kind: Kind, turn: &Turn, rid: &str, has_single_answer: bool) -> String {
     let mut members = vec![];
-    if let Some(key) = kind.rid_key() {
-        // The Responses API returns this id to clients, which expect its ids to have this prefix.
-        let prefix = if kind == Kind::Responses { "resp_" } else { "" };
+    // The engine fails on one id for a list of texts to embed.
+    let takes_rid = has_single_answer || !matches!(kind, Kind::Embeddings | Kind::Encode);
+    if let Some(key) = kind.rid_key().filter(|_| takes_rid) {
+        let prefix = if kind == Kind::Responses { RESPONSE_PREFIX } else { "" };
         members.push(format!(r#""{key}":"{prefix}{rid}""#));
     }
     if let Some(session) = &turn.session {
@@ -405,6 +439,36 @@ fn has_single_answer(kind: Kind, object: &Object<'_>) -> bool {
     }
 }
 
+/// Returns how the engine can abort the turn. The engine gives each of a list of prompts an id that
+/// is made of the turn's id. For several answers to one prompt it makes ids that nobody knows.
+fn abort_reach(kind: Kind, object: &Object<'_>, has_single_answer: bool) -> AbortReach {
+    if kind.rid_key().is_none() {
+        return AbortReach::Connection;
+    }
+    if has_single_answer {
+        return AbortReach::Turn;
+    }
+    let list_key = match kind {
+        Kind::Generate if object.get("text").is_some_and(|text| text.get() != "null") => "text",
+        Kind::Generate => "input_ids",
+        Kind::Completions => "prompt",
+        _ => return AbortReach::Connection,
+    };
+    let is_one = |value: Option<&RawValue>| value.is_none_or(|n| matches!(n.get(), "1" | "null"));
+    let has_one_answer_each = match object.get("sampling_params") {
+        Some(params) if params.get() != "null" => {
+            Object::parse(params.get().as_bytes()).is_ok_and(|params| is_one(params.get("n")))
+        }
+        _ => is_one(object.get("n")) && is_one(object.get("best_of")),
+    };
+    let list: Option<Vec<de::IgnoredAny>> =
+        object.get(list_key).and_then(|list| serde_json::from_str(list.get()).ok());
+    match list {
+        Some(prompts) if has_one_answer_each => AbortReach::Prompts(prompts.len()),
+        _ => AbortReach::Connection,
+    }
+}
+
 /// Shortens a client's text for use in a message or a log line.
 fn shorten(text: &str) -> String {
     text.chars().take(64).collect()
@@ -519,14 +583,45 @@ mod tests {
             assert_eq!(sent(kind, tagged, body), Err(Code::BatchInSession), "{body}");
             assert!(sent(kind, None, body).is_ok(), "without a session it may pass: {body}");
         }
-        let later = r#"{"input":"a","background":true}"#;
-        let tagged = Some(Retention::Tagged);
-        assert_eq!(sent(Kind::Responses, tagged, later), Err(Code::BackgroundUnsupported));
-        assert!(sent(Kind::Responses, None, later).is_ok());
-        assert!(sent(Kind::Responses, tagged, r#"{"input":"a","background":false}"#).is_ok());
         let single = r#"{"input_ids":[1,2],"sampling_params":{"n":1}}"#;
         assert!(sent(Kind::Generate, Some(Retention::Pinned), single).is_ok());
         assert!(sent(Kind::Completions, Some(Retention::Tagged), r#"{"prompt":[1,2]}"#).is_ok());
+    }
+
+    #[test]
+    fn a_turn_in_the_background_is_refused() {
+        let later = r#"{"input":"a","background":true}"#;
+        for retention in [None, Some(Retention::Tagged)] {
+            assert_eq!(sent(Kind::Responses, retention, later), Err(Code::BackgroundUnsupported));
+        }
+        assert!(sent(Kind::Responses, None, r#"{"input":"a","background":false}"#).is_ok());
+        assert!(sent(Kind::Chat, None, r#"{"messages":[],"background":true}"#).is_ok());
+    }
+
+    #[test]
+    fn the_engine_can_abort_what_has_ids_of_the_agent() {
+        for (kind, body, reach) in [
+            (Kind::Generate, r#"{"text":"a"}"#, AbortReach::Turn),
+            (Kind::Generate, r#"{"text":["a","b"]}"#, AbortReach::Prompts(2)),
+            (Kind::Generate, r#"{"input_ids":[[1],[2],[3]]}"#, AbortReach::Prompts(3)),
+            (Kind::Completions, r#"{"prompt":["a"]}"#, AbortReach::Prompts(1)),
+            (Kind::Completions, r#"{"prompt":["a"],"n":2}"#, AbortReach::Connection),
+            (Kind::Generate, r#"{"text":"a","sampling_params":{"n":2}}"#, AbortReach::Connection),
+            (Kind::Generate, r#"{"text":["a"],"sampling_params":[{}]}"#, AbortReach::Connection),
+            (Kind::Messages, r#"{"messages":[]}"#, AbortReach::Connection),
+            (Kind::Responses, r#"{"input":"a"}"#, AbortReach::Turn),
+        ] {
+            let bytes = Bytes::from_static(body.as_bytes());
+            assert_eq!(parse(context(kind, false, None), &bytes).unwrap().reach, reach, "{body}");
+        }
+    }
+
+    #[test]
+    fn texts_to_embed_get_no_id_of_the_agent() {
+        // The engine asserts that the ids of several texts are a list.
+        let several = sent(Kind::Embeddings, None, r#"{"input":["a","b"],"rid":"x"}"#).unwrap();
+        assert_eq!(several.get("rid"), None);
+        assert_eq!(sent(Kind::Embeddings, None, r#"{"input":"a"}"#).unwrap()["rid"], "R");
     }
 
     #[test]

@@ -1,15 +1,16 @@
 //! Dispatches the HTTP requests of the data port to the code that serves turns.
 //!
 //! A turn is one request to a model and its answer. The routes are those of the engine that
-//! [`ROUTES`] lists, and the routes that the caller adds. `turn` serves each request. This module
-//! turns refusals into responses and counts them, and reads no bodies.
+//! [`ROUTES`] lists, those of stored responses and of `aborts`, and those that the caller adds.
+//! `turn` serves each request. This module turns refusals into responses and counts them, and reads
+//! no bodies.
 
 use axum::{
     Router,
     extract::{DefaultBodyLimit, Request, State},
     middleware,
     response::{IntoResponse, Response},
-    routing::{MethodFilter, get, on},
+    routing::{MethodFilter, get, on, post},
 };
 use http::StatusCode;
 use proto::route::{Kind, ROUTES, Route};
@@ -17,6 +18,7 @@ use service::refusal::{Code, Refusal};
 use tracing::debug;
 
 use super::{
+    aborts,
     router_auth::demand_router,
     turn::{self, TurnContext},
 };
@@ -32,6 +34,10 @@ pub fn app(context: TurnContext, other_routes: Router<TurnContext>) -> Router {
         };
         app = app.route(route.path, on(methods, handler));
     }
+    app = app
+        .route("/v1/responses/{id}", get(pass_on))
+        .route("/v1/responses/{id}/cancel", post(pass_on))
+        .merge(aborts::routes());
     app = app.route("/health", get(|| async { StatusCode::OK }));
     let router_auth = middleware::from_fn_with_state(context.clone(), demand_router);
     // The layers are around all routes before them, the fallback too.
@@ -48,6 +54,13 @@ fn method_filter(kind: Kind) -> MethodFilter {
         MethodFilter::try_from(method).expect("GET, POST and PUT are methods that axum knows")
     });
     filters.reduce(MethodFilter::or).expect("each kind has a method")
+}
+
+/// Passes a request for a stored response on to the engine. The router has checked its owner.
+async fn pass_on(State(context): State<TurnContext>, request: Request) -> Response {
+    let (request_head, body) = request.into_parts();
+    let passed = turn::pass_through(&context, &request_head, body).await;
+    passed.unwrap_or_else(|refusal| answer_refused(&context, refusal))
 }
 
 async fn unknown_route(State(context): State<TurnContext>) -> Response {

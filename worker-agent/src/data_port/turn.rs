@@ -24,10 +24,11 @@ use http_body::{Frame, SizeHint};
 use proto::{
     claim::{self, Claim},
     route::{GENERATE, Kind, Route},
+    turn_rid::RESPONSE_PREFIX,
 };
 use service::{
     auth::credential,
-    budget::BodyBudget,
+    budget::{BodyBudget, HeldBody},
     descriptors,
     headers::{remove_hop_by_hop, strip_request},
     refusal::{Code, Refusal},
@@ -38,6 +39,7 @@ use tokio::sync::Notify;
 use tracing::debug;
 
 use super::{
+    aborts::{self, AgentTurn, AgentTurns},
     exchange::Exchange,
     refusals::{connection_refusal, refusal},
     request::{self, BodyContext, ParsedRequest},
@@ -47,7 +49,7 @@ use super::{
 use crate::{
     engine::{self, EngineClient},
     metrics::Metrics,
-    owner::{AdmittedTurn, AgentHandle, EngineNews},
+    owner::{AdmittedTurn, AgentHandle, EngineNews, Lease},
     session::Turn,
 };
 
@@ -85,6 +87,8 @@ pub struct TurnContext {
     pub wake_monitor: Arc<Notify>,
     /// Runs the tasks that wait for the turns of clients that have disconnected.
     pub tasks: Tasks,
+    /// The turns that clients can abort.
+    pub running_turns: AgentTurns,
     /// The agent's metrics.
     pub metrics: Metrics,
 }
@@ -160,9 +164,12 @@ pub(super) async fn serve_request(
     // during a slow upload. A turn that its session can't queue is refused at once.
     let in_session = claim.is_some();
     let route_turns = route_turns(route.kind);
-    let claim_result = context.agent.claim(principal, claim, requested_dp_rank, route_turns).await;
+    let claim_result = {
+        let principal = principal.clone();
+        context.agent.claim(principal, claim, requested_dp_rank, route_turns).await
+    };
     // The lease is the proof of the claim. Dropping it ends the turn and frees the session.
-    let mut lease = claim_result.map_err(|error| refusal(&error))?;
+    let lease = claim_result.map_err(|error| refusal(&error))?;
     let held_body = context.body_budget.read(body).await?;
     // The body is checked before the turn waits for room or takes room from other sessions.
     let vocabulary_size = lease.vocabulary_size;
@@ -170,47 +177,83 @@ pub(super) async fn serve_request(
         BodyContext { kind: route.kind, in_session, vocabulary_size, resident_tokens };
     let mut parsed = parse_body(body_context, &held_body.bytes).await?;
     let prompt_start = std::mem::take(&mut parsed.prompt_start);
-    let admission = lease.wait_for_admission(parsed.need, prompt_start).await;
-    let admitted = admission.map_err(|error| refusal(&error))?;
-    let AdmittedTurn { turn, run_mode: run_mode_receiver } = admitted;
-    let engine_body = parsed.engine_body(&held_body.bytes, &turn, &lease.rid);
-    debug!(
-        rid = lease.rid,
-        client_rid = parsed.client_rid,
-        turn = header_text(&request_head.headers, &claim::TURN),
-        request_id = header_text(&request_head.headers, &REQUEST_ID),
-        route = route.path,
-        "turn begins"
-    );
-    let body = Body::new(BodyParts::new(engine_body, Some(held_body)));
-    let mut outgoing = engine_request(context, &request_head, body);
-    add_shim_headers(outgoing.headers_mut(), &turn, &lease.rid);
-    lease.mark_sent();
-    let abort_confirms_end = parsed.has_single_answer && route.kind.rid_key().is_some();
     let rid = engine_rid(route.kind, &lease.rid);
-    let answer = context.engine.send(outgoing);
-    let mut exchange = Exchange::new(context.clone(), rid, lease, answer, abort_confirms_end);
-    let answer_head = exchange.wait_for_head().await?;
-    let must_continue = requires_continuation(&turn);
-    let run_mode = match exchange
-        .wait_for_run_mode(run_mode_receiver, answer_head.status, must_continue)
-        .await
-    {
-        Some(Err(error)) => {
-            exchange.finish_refused().await;
-            return Err(refusal(&error.into()));
-        }
-        Some(Ok(run_mode)) => Some(run_mode),
-        None => None,
+    let turns = &context.running_turns;
+    let running = aborts::add_turn(turns, &principal, &parsed, &request_head.headers, rid);
+    let admission = tokio::select! {
+        biased;
+        () = running.aborted() => return aborts::answer_unsent(route.kind, &parsed),
+        admission = lease.wait_for_admission(parsed.need, prompt_start) => admission,
     };
-    let mut response = client_response(answer_head, exchange);
-    if let Some(run_mode) = run_mode.map(|mode| actual_run_mode(route.kind, mode)) {
-        response.headers_mut().insert(RUN_MODE_HEADER, HeaderValue::from_static(run_mode.as_str()));
+    let admitted = admission.map_err(|error| refusal(&error))?;
+    ReadTurn { route, request_head, parsed, held_body, lease, running }
+        .run_at_engine(context, admitted)
+        .await
+}
+
+/// A turn whose body was read.
+struct ReadTurn {
+    route: Route,
+    request_head: http::request::Parts,
+    parsed: ParsedRequest,
+    held_body: HeldBody,
+    lease: Lease,
+    running: AgentTurn,
+}
+
+impl ReadTurn {
+    /// Sends an admitted turn to the engine, and returns the client's response.
+    async fn run_at_engine(
+        self,
+        context: &TurnContext,
+        admitted: AdmittedTurn,
+    ) -> Result<Response, Refusal> {
+        let Self { route, request_head, parsed, held_body, mut lease, running } = self;
+        if running.is_aborted() {
+            return aborts::answer_unsent(route.kind, &parsed);
+        }
+        let AdmittedTurn { turn, run_mode: run_mode_receiver } = admitted;
+        let engine_body = parsed.engine_body(&held_body.bytes, &turn, &lease.rid);
+        debug!(
+            rid = lease.rid,
+            client_rid = parsed.client_rid,
+            turn = header_text(&request_head.headers, &claim::TURN),
+            request_id = header_text(&request_head.headers, &REQUEST_ID),
+            route = route.path,
+            "turn begins"
+        );
+        let body = Body::new(BodyParts::new(engine_body, Some(held_body)));
+        let mut outgoing = engine_request(context, &request_head, body);
+        add_shim_headers(outgoing.headers_mut(), &turn, &lease.rid);
+        lease.mark_sent();
+        let abort_confirms_end = parsed.has_single_answer && route.kind.rid_key().is_some();
+        let rid = engine_rid(route.kind, &lease.rid);
+        let answer = context.engine.send(outgoing);
+        let mut exchange =
+            Exchange::new(context.clone(), rid, lease, answer, abort_confirms_end, running);
+        let answer_head = exchange.wait_for_head().await?;
+        let must_continue = requires_continuation(&turn);
+        let run_mode = match exchange
+            .wait_for_run_mode(run_mode_receiver, answer_head.status, must_continue)
+            .await
+        {
+            Some(Err(error)) => {
+                exchange.finish_refused().await;
+                return Err(refusal(&error.into()));
+            }
+            Some(Ok(run_mode)) => Some(run_mode),
+            None => None,
+        };
+        let mut response = client_response(answer_head, exchange);
+        if let Some(run_mode) = run_mode.map(|mode| actual_run_mode(route.kind, mode)) {
+            let run_mode = HeaderValue::from_static(run_mode.as_str());
+            response.headers_mut().insert(RUN_MODE_HEADER, run_mode);
+        }
+        if let Some(growth_tokens) = turn.growth_tokens_max {
+            response.headers_mut().insert(GROWTH_HEADER, growth_tokens.into());
+        }
+        Ok(response)
     }
-    if let Some(growth_tokens) = turn.growth_tokens_max {
-        response.headers_mut().insert(GROWTH_HEADER, growth_tokens.into());
-    }
-    Ok(response)
 }
 
 /// Returns a header's value for the log.
@@ -264,13 +307,13 @@ fn check_encoding(headers: &HeaderMap) -> Result<(), Refusal> {
     }
 }
 
-/// Returns the turn's id as the engine knows it. Ids of the Responses API have the prefix `resp_`.
+/// Returns the turn's id as the engine knows it. Ids of the Responses API have a prefix.
 fn engine_rid(kind: Kind, rid: &str) -> String {
-    if kind == Kind::Responses { format!("resp_{rid}") } else { rid.to_owned() }
+    if kind == Kind::Responses { format!("{RESPONSE_PREFIX}{rid}") } else { rid.to_owned() }
 }
 
 /// Passes on a request that is not a turn. Such a request needs no claim and isn't counted.
-async fn pass_through(
+pub(super) async fn pass_through(
     context: &TurnContext,
     request_head: &http::request::Parts,
     body: Body,

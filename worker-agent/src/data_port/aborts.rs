@@ -1,0 +1,181 @@
+//! Aborts turns (one request and its answer each) for the clients that sent them.
+//!
+//! A client names its turns itself, and the engine has them under ids of the agent. So the router
+//! asks this module ([`proto::abort`]), which finds the turns. A turn that waits for room ends at
+//! once. A turn inside the engine is aborted there, and its answer is the engine's own; its session
+//! then continues as after any abort. The engine has no id for some turns: these lose their
+//! connection to the engine, which then aborts them.
+
+use std::{sync::Arc, time::Duration};
+
+use axum::{
+    Router,
+    extract::{Request, State},
+    response::{IntoResponse as _, Response},
+    routing::post,
+};
+use http::{HeaderMap, StatusCode};
+use http_body_util::{BodyExt as _, Limited};
+use parking_lot::Mutex;
+use proto::{
+    abort::{AbortRequest, PATH, TurnNames, TurnPart},
+    route::Kind,
+};
+use service::{
+    refusal::{AbortedTurn, Code, Refusal},
+    running_turns::{RunningTurn, RunningTurns},
+};
+use tracing::debug;
+
+use super::{
+    TurnContext,
+    request::{AbortReach, ParsedRequest},
+};
+
+/// The interval between aborts while the end of a turn is awaited. The engine forgets an abort that
+/// arrives before it has registered the turn.
+pub(super) const ABORT_INTERVAL: Duration = Duration::from_millis(500);
+/// The longest body of an abort request, in bytes: the names of a large batch.
+const BODY_BYTES_MAX: usize = 512 << 10;
+
+/// The turns of all clients that the agent has.
+pub type AgentTurns = RunningTurns<Arc<EngineTurn>>;
+/// A turn that the agent has.
+pub(super) type AgentTurn = RunningTurn<Arc<EngineTurn>>;
+
+/// A turn as the engine knows it.
+#[derive(Debug)]
+pub struct EngineTurn {
+    rid: String,
+    pub(super) reach: AbortReach,
+    /// The engine's ids that are being aborted: at most one for each prompt.
+    aborting: Mutex<Vec<String>>,
+}
+
+impl EngineTurn {
+    /// Returns the engine's ids of a part of the turn.
+    fn rids(&self, part: TurnPart) -> Vec<String> {
+        let prompt_rid = |number| format!("{}_{number}", self.rid);
+        match (self.reach, part) {
+            (AbortReach::Turn, TurnPart::Whole) => vec![self.rid.clone()],
+            (AbortReach::Prompts(count), TurnPart::Whole) => (0..count).map(prompt_rid).collect(),
+            (AbortReach::Prompts(count), TurnPart::Prompt(number)) if number < count => {
+                vec![prompt_rid(number)]
+            }
+            (AbortReach::Connection, _) | (_, TurnPart::Prompt(_)) => vec![],
+        }
+    }
+
+    /// Returns whether this is the first abort of an id.
+    fn begin_abort(&self, rid: &str) -> bool {
+        let mut aborting = self.aborting.lock();
+        let is_first = aborting.iter().all(|known| known != rid);
+        if is_first {
+            aborting.push(rid.to_owned());
+        }
+        is_first
+    }
+}
+
+/// Adds a turn, so that its client can abort it. `rid` is the turn's id inside the engine.
+pub(super) fn add_turn(
+    turns: &AgentTurns,
+    principal: &str,
+    parsed: &ParsedRequest,
+    headers: &HeaderMap,
+    rid: String,
+) -> AgentTurn {
+    let names = parsed.names.clone().or_header(headers);
+    let answer_id = rid.clone();
+    let facts = EngineTurn { rid, reach: parsed.reach, aborting: Mutex::default() };
+    turns.add(principal, names, &answer_id, Arc::new(facts))
+}
+
+/// Returns the answer of a turn that was aborted before the engine had it.
+pub(super) fn answer_unsent(kind: Kind, parsed: &ParsedRequest) -> Result<Response, Refusal> {
+    let rid = if let TurnNames::Turn(name) = &parsed.names { name } else { "" };
+    let (wants_stream, is_single) = (parsed.wants_stream, parsed.has_single_answer);
+    AbortedTurn { kind, rid, wants_stream, is_single }.answer()
+}
+
+/// Returns the route on which routers ask for aborts.
+pub(super) fn routes() -> Router<TurnContext> {
+    Router::new().route(PATH, post(serve))
+}
+
+async fn serve(State(context): State<TurnContext>, request: Request) -> Response {
+    match abort(&context, request).await {
+        Ok(()) => StatusCode::NO_CONTENT.into_response(),
+        Err(refusal) => {
+            context.metrics.count_refusal(refusal.code);
+            refusal.into_response()
+        }
+    }
+}
+
+/// Aborts the turns that a router's request names. Returns when the engine has the aborts.
+async fn abort(context: &TurnContext, request: Request) -> Result<(), Refusal> {
+    let invalid = |_| Refusal::new(Code::InvalidJson, "the body is no abort request of a router");
+    let body = Limited::new(request.into_body(), BODY_BYTES_MAX).collect().await;
+    let body = body.map_err(|_| Refusal::new(Code::BodyTooLarge, "the abort request is too large"));
+    let request: AbortRequest = serde_json::from_slice(&body?.to_bytes()).map_err(invalid)?;
+    for turn in context.running_turns.abort(&request) {
+        for rid in turn.facts.rids(turn.part) {
+            let aborted = context.engine.abort(&rid).await;
+            if turn.facts.begin_abort(&rid) {
+                repeat_abort(context, &turn.facts, rid);
+            }
+            aborted.map_err(|error| {
+                Refusal::new(Code::EngineDown, format!("can't abort at the engine: {error}"))
+            })?;
+        }
+    }
+    Ok(())
+}
+
+/// Starts a task that aborts a turn until it has ended. The engine forgets an abort that arrives
+/// before it has registered the turn.
+fn repeat_abort(context: &TurnContext, turn: &Arc<EngineTurn>, rid: String) {
+    let (engine, turn, stop) =
+        (context.engine.clone(), Arc::downgrade(turn), context.tasks.token());
+    context.tasks.spawn(async move {
+        let mut ticks = tokio::time::interval(ABORT_INTERVAL);
+        ticks.tick().await;
+        loop {
+            tokio::select! {
+                biased;
+                () = stop.cancelled() => return,
+                _ = ticks.tick() => {}
+            }
+            if turn.strong_count() == 0 {
+                return;
+            }
+            if let Err(error) = engine.abort(&rid).await {
+                debug!(rid, %error, "can't abort a turn at the engine");
+            }
+        }
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_prompt_of_a_list_has_an_id_in_the_engine() {
+        let turn = |reach| EngineTurn { rid: "r".into(), reach, aborting: Mutex::default() };
+        let (whole, second) = (TurnPart::Whole, TurnPart::Prompt(1));
+        for (reach, part, rids) in [
+            (AbortReach::Turn, whole, vec!["r"]),
+            (AbortReach::Turn, second, vec![]),
+            (AbortReach::Prompts(2), whole, vec!["r_0", "r_1"]),
+            (AbortReach::Prompts(2), second, vec!["r_1"]),
+            (AbortReach::Prompts(1), second, vec![]),
+            (AbortReach::Connection, whole, vec![]),
+        ] {
+            assert_eq!(turn(reach).rids(part), rids, "{reach:?} {part:?}");
+        }
+        let turn = turn(AbortReach::Turn);
+        assert!(turn.begin_abort("r") && !turn.begin_abort("r"));
+    }
+}
