@@ -1,0 +1,90 @@
+//! Aborts turns (one request and its answer each) for the clients that sent them.
+//!
+//! A turn may wait in this router for staged prefill, or be at any agent, also through another
+//! router. So an abort ends the turns that wait here, and asks all agents that can be reached. The
+//! agents find the turns by the names that the clients gave them: see [`proto::abort`].
+
+use std::{future::poll_fn, sync::Arc, task::Poll, time::Duration};
+
+use bytes::Bytes;
+use http::{HeaderValue, Method, Request, Uri, header, uri::Scheme};
+use http_body_util::Full;
+use proto::abort::{AbortRequest, PATH};
+use service::clock::now;
+use tracing::warn;
+
+use super::{
+    error::NoAnswer,
+    shared::Shared,
+    upstream::{SendError, UpstreamClient},
+};
+use crate::fleet::agent::{Agent, Facts};
+
+/// The time limit for an agent's answer. An agent asks its engine for each turn that it aborts,
+/// which takes about a millisecond.
+const ANSWER_TIME_MAX: Duration = Duration::from_secs(10);
+
+/// Aborts turns here and at all agents that are connected.
+///
+/// # Errors
+/// If an agent could not be asked, or could not ask its engine. The other agents were asked all the
+/// same, and the request may be sent again.
+pub(crate) async fn abort(shared: &Shared, request: &AbortRequest) -> Result<(), NoAnswer> {
+    // The turns see for themselves that they are aborted.
+    let _ = shared.unsent_turns.abort(request);
+    let body = serde_json::to_vec(request).expect("strings serialise");
+    let body = Bytes::from(body);
+    let view = shared.directory.view();
+    let agents = view.agents.iter().enumerate().filter(|(_, agent)| agent.is_up());
+    let mut calls: Vec<_> = agents
+        .filter_map(|(index, agent)| Some((index, agent, agent.facts.as_ref()?)))
+        .map(|(index, agent, facts)| {
+            Box::pin(ask_agent(&shared.upstream, index, agent, facts, body.clone()))
+        })
+        .collect();
+    let mut result = Ok(());
+    poll_fn(|context| {
+        calls.retain_mut(|call| match call.as_mut().poll(context) {
+            Poll::Pending => true,
+            Poll::Ready(answer) => {
+                if let Err(error) = answer {
+                    result = Err(error);
+                }
+                false
+            }
+        });
+        if calls.is_empty() { Poll::Ready(()) } else { Poll::Pending }
+    })
+    .await;
+    result
+}
+
+async fn ask_agent(
+    upstream: &Arc<UpstreamClient>,
+    index: usize,
+    agent: &Agent,
+    facts: &Facts,
+    body: Bytes,
+) -> Result<(), NoAnswer> {
+    let scheme = if facts.data_tls { Scheme::HTTPS } else { Scheme::HTTP };
+    let uri = Uri::builder().scheme(scheme).authority(&*facts.data_authority).path_and_query(PATH);
+    let mut request = Request::new(Full::new(body));
+    *request.method_mut() = Method::POST;
+    *request.uri_mut() = uri.build().expect("the authority was parsed before");
+    let json = HeaderValue::from_static("application/json");
+    request.headers_mut().insert(header::CONTENT_TYPE, json);
+    let answer = upstream.send(index, request, now() + ANSWER_TIME_MAX).await;
+    let worker = agent.name().to_owned();
+    match answer {
+        Ok(answer) if answer.status().is_success() => Ok(()),
+        Ok(answer) => {
+            warn!(agent = worker, status = answer.status().as_u16(), "can't abort turns");
+            Err(NoAnswer::NotAborted { worker })
+        }
+        Err(SendError::Late | SendError::Silent { .. }) => {
+            Err(NoAnswer::Silent { worker, was_sent: false })
+        }
+        Err(SendError::NoDescriptors(source)) => Err(NoAnswer::NoDescriptors { worker, source }),
+        Err(SendError::Http(source)) => Err(NoAnswer::Connect { worker, source }),
+    }
+}

@@ -1,0 +1,105 @@
+//! Finds the worker that keeps a stored response of the Responses API, by the response's id.
+//!
+//! An engine keeps a response in its own memory, if it runs with `--enable-response-store`. The
+//! agent has given the response an id that names the agent and the response's owner (see
+//! [`proto::turn_rid`]). So every router finds the response, after a restart too, and another
+//! client's id is as good as an unknown one. A turn with `previous_response_id` goes to the worker
+//! of that response, because only its engine knows the conversation.
+
+use std::sync::Arc;
+
+use axum::response::Response;
+use http::{HeaderMap, Method, Request, uri::PathAndQuery};
+use http_body_util::Full;
+use proto::{body::Object, route::Kind, turn_rid::TurnRid};
+use service::{
+    clock::now,
+    headers::{remove_hop_by_hop, strip_request},
+};
+
+use super::{
+    decide,
+    error::{Error, NoAnswer},
+    request::Turn,
+    shared::Shared,
+    upstream::SendError,
+};
+use crate::{fleet::snapshot::Snapshot, placement::NoWorker};
+
+/// The longest part of an id that a message shows, in characters.
+const ID_SHOWN_MAX: usize = 100;
+
+/// Returns the index of the agent whose engine has made the response `id` for `principal`.
+///
+/// # Errors
+/// If the id names no agent of this fleet, or another client.
+pub(crate) fn find_agent(view: &Snapshot, id: &str, principal: &str) -> Result<usize, Error> {
+    let rid = TurnRid::parse_response(id).filter(|rid| rid.is_owned_by(principal));
+    let is_named = |rid: &TurnRid<'_>, index: usize| {
+        let facts = view.agents[index].facts.as_ref();
+        facts.is_some_and(|facts| rid.names_agent(&facts.description.agent_id))
+    };
+    let agent = rid.and_then(|rid| (0..view.agents.len()).find(|&index| is_named(&rid, index)));
+    agent.ok_or_else(|| Error::UnknownResponse { id: id.chars().take(ID_SHOWN_MAX).collect() })
+}
+
+/// Returns the body's `previous_response_id`, if the route reads it.
+pub(super) fn previous_response(kind: Kind, body: &Object<'_>) -> Option<String> {
+    let id = body.get("previous_response_id").filter(|_| kind == Kind::Responses)?;
+    // The engine refuses a value that is no string.
+    serde_json::from_str(id.get()).ok()
+}
+
+/// Finds the agent of the response that a turn continues, if it continues one.
+///
+/// # Errors
+/// See [`find_agent`].
+pub(super) async fn find_previous(
+    shared: &Shared,
+    turn: &mut Turn,
+    principal: &str,
+) -> Result<(), Error> {
+    let Some(id) = &turn.previous_response else { return Ok(()) };
+    let view = shared.directory.settled_view().await;
+    turn.response_agent = Some(find_agent(&view, id, principal)?);
+    Ok(())
+}
+
+/// Sends a request for a stored response to the worker that has it, and returns the engine's
+/// answer.
+///
+/// # Errors
+/// If the response is unknown, or its worker gives no answer.
+pub(crate) async fn ask_engine(
+    shared: &Arc<Shared>,
+    principal: &str,
+    id: &str,
+    method: Method,
+    path: PathAndQuery,
+    mut headers: HeaderMap,
+) -> Result<Response, Error> {
+    let view = shared.directory.settled_view().await;
+    let agent = find_agent(&view, id, principal)?;
+    let facts = view.agents[agent].facts.as_ref().filter(|_| view.agents[agent].is_up());
+    let facts = facts.ok_or(decide::Error::NoWorker(NoWorker::Unusable))?;
+    strip_request(&mut headers);
+    let scheme = if facts.data_tls { http::uri::Scheme::HTTPS } else { http::uri::Scheme::HTTP };
+    let uri = http::Uri::builder().scheme(scheme).authority(&*facts.data_authority);
+    let mut request = Request::new(Full::default());
+    *request.method_mut() = method;
+    *request.uri_mut() = uri.path_and_query(path).build().expect("its parts were parsed before");
+    *request.headers_mut() = headers;
+    let worker = view.agents[agent].name().to_owned();
+    let answer = shared.upstream.send(agent, request, now() + shared.turn_max).await;
+    let answer = answer.map_err(|error| match error {
+        SendError::Late => NoAnswer::TimedOut,
+        SendError::Silent { was_sent } => NoAnswer::Silent { worker, was_sent },
+        SendError::NoDescriptors(source) => NoAnswer::NoDescriptors { worker, source },
+        SendError::Http(source) => NoAnswer::Connect { worker, source },
+    })?;
+    let (mut parts, body) = answer.into_parts();
+    remove_hop_by_hop(&mut parts.headers);
+    parts.version = http::Version::HTTP_11;
+    parts.extensions.clear();
+    Ok(Response::from_parts(parts, axum::body::Body::new(body)))
+}
