@@ -172,9 +172,12 @@ impl Config {
         // A time of more than a year is a mistake of unit, and its deadline might not fit the
         // clock.
         let year_ms = 366 * 24 * 3600 * 1000;
-        for (key, value) in
-            times_ms.into_iter().chain([("timeouts.drain_ms_max", self.timeouts.drain_ms_max + 1)])
-        {
+        let times_from_0_ms = [
+            ("timeouts.drain_ms_max", self.timeouts.drain_ms_max),
+            ("timeouts.waiting_comment_ms", self.timeouts.waiting_comment_ms),
+        ];
+        let times_from_0_ms = times_from_0_ms.map(|(key, value)| (key, value.saturating_add(1)));
+        for (key, value) in times_ms.into_iter().chain(times_from_0_ms) {
             if value == 0 || value > year_ms {
                 problems.push(format!("{key}: must be 1 to {year_ms} ms"));
             }
@@ -227,6 +230,12 @@ impl Config {
 
     pub(crate) fn drain_max(&self) -> Duration {
         Duration::from_millis(self.timeouts.drain_ms_max)
+    }
+
+    /// Returns how long a stream waits before it gets a comment. `None`: it gets none.
+    pub(crate) fn waiting_comment(&self) -> Option<Duration> {
+        let ms = self.timeouts.waiting_comment_ms;
+        (ms > 0).then(|| Duration::from_millis(ms))
     }
 
     pub(crate) fn rebind_gain_min(&self) -> Duration {

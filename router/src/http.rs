@@ -8,19 +8,24 @@
 //! - `engine_info`: what the engines say of themselves. `placements`: why a turn went to its worker.
 //! - `sessions`: opens, closes and shows sessions. `workers`: the state of each worker.
 //! - `prepare`: CORS, a slash at the end of the path, compressed bodies.
+//! - `responses`: stored responses. `aborts`: aborts turns.
+//! - `waiting`: shows a client that its turn waits.
 //! - `errors`: maps errors to HTTP status codes. No other module of the router knows these.
 //!
 //! Every request but those of `health` first passes a layer that finds out its caller.
 //!
 //! Metrics, health and readiness are on the admin port, which `service::admin` serves.
 
+mod aborts;
 mod engine_info;
 mod errors;
 mod health;
 mod models;
 mod placements;
 mod prepare;
+mod responses;
 mod sessions;
+mod waiting;
 mod workers;
 
 use std::sync::Arc;
@@ -38,9 +43,13 @@ use service::{
     refusal::Refusal,
 };
 
+use self::waiting::ErrorForm;
 use crate::{
     auth::Caller,
-    turn::{self, shared::Shared},
+    turn::{
+        self,
+        shared::{Shared, StreamFlag},
+    },
 };
 
 /// The argument through which a handler gets the state that all requests share.
@@ -79,6 +88,8 @@ pub(crate) fn build_routes(shared: Arc<Shared>, cors_origins: &[String]) -> Rout
         .route("/v1/sessions/{id}", get(sessions::show).delete(sessions::close))
         .route("/open_session", post(sessions::sglang_open))
         .route("/close_session", post(sessions::sglang_close))
+        .route("/abort_request", post(aborts::abort))
+        .merge(responses::routes())
         .merge(build_admin_routes(&shared))
         .merge(health::routes())
         .fallback(unknown_route)
@@ -140,16 +151,28 @@ async fn require_admin(
 /// Serves a request to one of the engine's routes.
 async fn serve_turn(shared: Arc<Shared>, caller: Caller, kind: Kind, request: Request) -> Response {
     let (parts, body) = request.into_parts();
-    let answer = Box::pin(turn::run(Arc::clone(&shared), kind, &caller, parts, body)).await;
-    respond(&shared, answer.map_err(Refusal::from))
+    let (comment_interval, error_form) = (shared.waiting_comment, ErrorForm::new(&parts));
+    let wants_stream = StreamFlag::default();
+    let flag = wants_stream.clone();
+    let turn = Box::pin(async move {
+        let answer = turn::run(Arc::clone(&shared), kind, &caller, parts, body, &flag).await;
+        answer.map_err(|error| counted(&shared, error.into()))
+    });
+    match comment_interval {
+        None => turn.await.unwrap_or_else(Refusal::into_response),
+        Some(interval) => waiting::answer(turn, &wants_stream, interval, error_form).await,
+    }
 }
 
-/// Converts an answer or refusal to a response. Only this function counts refusals.
+/// Converts an answer or refusal to a response.
 fn respond(shared: &Shared, answer: Result<Response, Refusal>) -> Response {
-    answer.unwrap_or_else(|refusal| {
-        shared.metrics.count_refusal(refusal.code);
-        refusal.into_response()
-    })
+    answer.unwrap_or_else(|refusal| counted(shared, refusal).into_response())
+}
+
+/// Counts a refusal. Only this function does.
+fn counted(shared: &Shared, refusal: Refusal) -> Refusal {
+    shared.metrics.count_refusal(refusal.code);
+    refusal
 }
 
 async fn unknown_route(State(shared): SharedState) -> Response {

@@ -96,6 +96,8 @@ pub enum Reason {
     Parent,
     /// Earlier turns with the same cache key went to this worker.
     CacheKey,
+    /// The turn continues a response that is stored on this worker.
+    Response,
 }
 
 impl Reason {
@@ -112,6 +114,7 @@ impl Reason {
             Self::StaleView => "stale_view",
             Self::Parent => "parent",
             Self::CacheKey => "cache_key",
+            Self::Response => "response",
         }
     }
 }

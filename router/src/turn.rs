@@ -22,11 +22,14 @@
 //! - `proxy`: sends the turn and passes on its answer.
 //! - `upstream`: the HTTP client for agents.
 //! - `liveness`, `pulses`: notice agents that have stopped answering.
+//! - `responses`: finds the workers of stored responses.
+//! - `aborts`: aborts turns for their clients.
 //! - `sessions`: opens, closes and lists sessions.
 //! - `engine_info`: asks agents what their engines say of themselves.
 //! - `shared`: the parts that all requests share.
 //! - `error`: why a turn is refused.
 
+pub(crate) mod aborts;
 pub(crate) mod body;
 mod cache_isolation;
 pub(crate) mod decide;
@@ -41,6 +44,7 @@ mod priority;
 pub(crate) mod proxy;
 pub(crate) mod pulses;
 pub mod request;
+pub(crate) mod responses;
 pub(crate) mod sessions;
 pub(crate) mod shared;
 mod staged_prefill;
@@ -51,10 +55,16 @@ use std::{sync::Arc, time::Instant};
 
 use axum::response::Response;
 use bytes::Bytes;
-use http::{Extensions, Method, request::Parts};
+use http::{Extensions, HeaderMap, Method, request::Parts};
 use hyper::body::Incoming;
-use proto::{body::Object, id::SessionKey, route::Kind};
-use service::{clock::now, headers::strip_request, refusal, server::PeerAddress};
+use proto::{abort::TurnNames, body::Object, id::SessionKey, route::Kind};
+use service::{
+    clock::now,
+    headers::strip_request,
+    refusal::{self, AbortedTurn},
+    running_turns::RunningTurn,
+    server::PeerAddress,
+};
 use tracing::{debug, info, warn};
 
 use self::{
@@ -65,7 +75,7 @@ use self::{
     proxy::{InFlightCount, OutboundTurn, TurnCapacity},
     request::{SessionIntent, Turn},
     sessions::SessionService,
-    shared::Shared,
+    shared::{Shared, StreamFlag},
     usage::TurnTokens,
 };
 use crate::{
@@ -77,13 +87,15 @@ use crate::{
     shares::{Refused, Sharer},
 };
 
-/// Runs one turn of `caller` and returns its answer.
+/// Runs one turn of `caller` and returns its answer. Sets `wants_stream` as soon as it knows that
+/// the answer is to be a stream.
 pub(crate) async fn run(
     shared: Arc<Shared>,
     kind: Kind,
     caller: &Caller,
     mut parts: Parts,
     body: axum::body::Body,
+    wants_stream: &StreamFlag,
 ) -> Result<Response, Error> {
     let arrived_at = now();
     let deadline = arrived_at + shared.turn_max;
@@ -104,12 +116,11 @@ pub(crate) async fn run(
         Err(_) => return Err(Error::BodyLate),
     };
     shared.metrics.request_bytes.inc_by(held_body.bytes.len() as u64);
-    let turn = if kind == Kind::Transcription {
-        let model = form::read_model(&parts.headers, &held_body.bytes).await;
-        Turn { model, ..Turn::default() }
-    } else {
-        read_turn(&shared, kind, &parts, &mut held_body, &mut sharer, principal)?
-    };
+    let reading = read_any_turn(&shared, kind, &parts, &mut held_body, &mut sharer, principal);
+    let mut turn = reading.await?;
+    wants_stream.set(turn.wants_stream);
+    responses::find_previous(&shared, &mut turn, principal).await?;
+    let unsent = add_unsent(&shared, &turn, &parts.headers, principal);
     if let Some(intent) = &turn.session {
         check_key_sessions(&shared, caller, &intent.key).await?;
     }
@@ -142,11 +153,11 @@ pub(crate) async fn run(
         turn_id,
         principal: Arc::clone(&caller.principal),
         sharer,
-        counts_first_byte: kind.is_generation(),
+        kind,
         arrived_at,
         deadline,
     };
-    Box::pin(send(&shared, &turn, &outbound, placed, capacity)).await
+    Box::pin(send(&shared, &turn, &outbound, placed, capacity, &unsent)).await
 }
 
 /// Returns the client that the limits of a request count against.
@@ -205,6 +216,17 @@ pub(crate) async fn check_key_sessions(
     Err(Error::Limit { limit: Limit::Sessions, refused: Refused::Key })
 }
 
+/// Adds a turn to those that their clients can abort here. `principal` is the turn's sender.
+fn add_unsent(
+    shared: &Shared,
+    turn: &Turn,
+    headers: &HeaderMap,
+    principal: &str,
+) -> RunningTurn<()> {
+    let names = turn.names.clone().or_header(headers);
+    shared.unsent_turns.add(principal, names, "", ())
+}
+
 /// Takes what a turn needs while it runs: one of the turns in flight, and the tokens of its prompt.
 fn admit(shared: &Shared, sharer: &Sharer, body_bytes: usize) -> Result<TurnCapacity, Error> {
     let turn = shared
@@ -217,6 +239,22 @@ fn admit(shared: &Shared, sharer: &Sharer, body_bytes: usize) -> Result<TurnCapa
         .take_tokens(sharer, usage::estimate_tokens(body_bytes))
         .map_err(Error::TokenRate)?;
     Ok(TurnCapacity { _turn: turn, tokens: tokens.map(TurnTokens::new) })
+}
+
+/// Reads a turn from its request, whose body may be a form.
+async fn read_any_turn(
+    shared: &Shared,
+    kind: Kind,
+    parts: &Parts,
+    held_body: &mut HeldBody,
+    sharer: &mut Sharer,
+    principal: &str,
+) -> Result<Turn, Error> {
+    if kind != Kind::Transcription {
+        return read_turn(shared, kind, parts, held_body, sharer, principal);
+    }
+    let model = form::read_model(&parts.headers, &held_body.bytes).await;
+    Ok(Turn { model, ..Turn::default() })
 }
 
 /// Reads a turn from its request, after changing the body: removes a volatile preamble, bounds the
@@ -235,6 +273,8 @@ fn read_turn(
     }
     let object = Object::parse(&held_body.bytes).map_err(request::Error::from)?;
     let headers = &parts.headers;
+    let names = TurnNames::in_body(kind, &object);
+    let previous_response = responses::previous_response(kind, &object);
     let priority = TurnPriority::read(&object, sharer.limits.priority);
     sharer.class = priority.class;
     let preamble = find_preamble(shared, kind, parts.uri.path(), &object);
@@ -256,7 +296,7 @@ fn read_turn(
     };
     let turn = turn?;
     if kind.is_generation() {
-        return Ok(turn);
+        return Ok(Turn { names, previous_response, ..turn });
     }
     // Any worker can answer this request, and it leaves no KV behind.
     Ok(Turn { model: turn.model, ..Turn::default() })
@@ -308,17 +348,23 @@ async fn close_lost_session(shared: &Shared, intent: &SessionIntent) -> Result<(
 }
 
 /// Sends a turn to its worker. If the worker refuses the turn or can't be reached, sends the turn
-/// to a second worker if there is one.
+/// to a second worker if there is one. `unsent` says whether the client aborts the turn while no
+/// agent has it.
 async fn send(
     shared: &Shared,
     turn: &Turn,
     outbound: &OutboundTurn,
     mut placed: PlacedTurn,
     capacity: TurnCapacity,
+    unsent: &RunningTurn<()>,
 ) -> Result<Response, Error> {
     let in_flight = InFlightCount::new(&shared.metrics);
     let mut close_guard = CloseGuard::new(shared, turn, placed.worker);
-    staged_prefill::run(shared, turn, outbound, &mut placed).await;
+    tokio::select! {
+        biased;
+        () = unsent.aborted() => return answer_aborted(outbound.kind, turn),
+        () = staged_prefill::run(shared, turn, outbound, &mut placed) => {}
+    }
     let first_body = outbound.body.bytes_to_send();
     let first_body = first_body.expect("a body that isn't sent doesn't give way");
     let first_answer = outbound.send(&shared.upstream, &placed, first_body).await;
@@ -327,6 +373,7 @@ async fn send(
         Err(error) if error.can_retry() => Some("connect"),
         Ok(_) | Err(_) => None,
     };
+    let retry_reason = retry_reason.filter(|_| !unsent.is_aborted());
     let second_placed = retry_reason.and_then(|reason| {
         let Some(body) = outbound.body.bytes_to_send() else {
             shared.metrics.bodies_gone.inc();
@@ -355,6 +402,14 @@ async fn send(
     finish(shared, outbound, placed, in_flight, capacity, close_guard, worker_answer)
 }
 
+/// Returns the answer of a turn that its client aborted during staged prefill. Only turns with one
+/// prompt are in it.
+fn answer_aborted(kind: Kind, turn: &Turn) -> Result<Response, Error> {
+    let rid = if let TurnNames::Turn(name) = &turn.names { name } else { "" };
+    let wants_stream = turn.wants_stream;
+    AbortedTurn { kind, rid, wants_stream, is_single: true }.answer().map_err(Error::Aborted)
+}
+
 /// Makes the client's answer from the worker's answer, or logs and counts why there is none.
 fn finish(
     shared: &Shared,
@@ -375,6 +430,7 @@ fn finish(
                 NoAnswer::TimedOut => TurnOutcome::TimedOut,
                 NoAnswer::NoDescriptors { .. } => TurnOutcome::NotSent,
                 NoAnswer::Connect { .. }
+                | NoAnswer::NotAborted { .. }
                 | NoAnswer::NotARouter { .. }
                 | NoAnswer::BrokenOff { .. }
                 | NoAnswer::Silent { .. } => TurnOutcome::WorkerFailed,

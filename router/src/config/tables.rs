@@ -24,6 +24,9 @@ pub const LOAD_REPORT_AGE_MS_MAX: u64 = 3_000;
 /// The default time limit of a turn. Some reasoning turns take half an hour. Longer turns are
 /// stuck.
 pub const TURN_MS_MAX: u64 = 30 * 60 * 1000;
+/// The default time after which a stream that waits for its first event gets a comment. Many
+/// proxies and clients give up a connection that is silent for 30 s or 60 s.
+pub const WAITING_COMMENT_MS: u64 = 10_000;
 /// The default time limit of connecting to an agent. Inside one data centre a connection takes less
 /// than 1 ms. If the first SYN is lost, TCP would need a second to send another.
 pub const CONNECT_MS_MAX: u64 = 1_000;
@@ -142,6 +145,9 @@ pub struct TimeoutsTable {
     pub load_report_age_ms_max: u64,
     /// Time for running turns to end after the process was told to stop.
     pub drain_ms_max: u64,
+    /// A stream gets a comment each time that it has waited so long for its first event. 0: none,
+    /// for clients that can't read comments, such as SGLang's `bench_serving`.
+    pub waiting_comment_ms: u64,
 }
 
 impl Default for TimeoutsTable {
@@ -151,6 +157,7 @@ impl Default for TimeoutsTable {
             connect_ms_max: CONNECT_MS_MAX,
             load_report_age_ms_max: LOAD_REPORT_AGE_MS_MAX,
             drain_ms_max: DRAIN_MS_MAX,
+            waiting_comment_ms: WAITING_COMMENT_MS,
         }
     }
 }

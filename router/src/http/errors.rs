@@ -47,6 +47,8 @@ impl From<turn::error::Error> for Refusal {
             Error::Decision(error) => return error.into(),
             Error::Session(error) => return error.into(),
             Error::NoAnswer(error) => return error.into(),
+            Error::Aborted(refusal) => return refusal,
+            Error::UnknownResponse { .. } => Code::ResponseUnknown,
             Error::Limit { limit, refused } => limit_code(limit, refused),
             Error::RequestRate(wait) => {
                 return Self::new(Code::RequestsPerMinute, message).retry_after(wait);
@@ -106,6 +108,7 @@ impl From<decide::Error> for Refusal {
             Error::Closing => Code::SessionClosing,
             Error::SessionLost { .. } => Code::SessionLost,
             Error::AgentRestarts { .. } => Code::WorkerUnreachable,
+            Error::ResponseElsewhere { .. } => Code::ResponseElsewhere,
         };
         Self::new(code, message)
     }
@@ -160,6 +163,7 @@ impl From<NoAnswer> for Refusal {
                 "the worker has stopped answering, and the turn is given up; it may have run, so \
                  check before you send it again",
             ),
+            NoAnswer::NotAborted { .. } => Self::new(Code::WorkerUnreachable, error.to_string()),
             NoAnswer::TimedOut => Self::turn_timeout(),
         }
     }

@@ -224,7 +224,7 @@ fn session_key(caller: &Caller, id: String) -> Result<SessionKey, Refusal> {
 }
 
 /// Reads a JSON body. Returns the default for an empty body if `may_be_empty`.
-async fn read_body<T: for<'de> Deserialize<'de> + Default>(
+pub(super) async fn read_body<T: for<'de> Deserialize<'de> + Default>(
     shared: &Shared,
     caller: &Caller,
     request: Request,

@@ -26,6 +26,7 @@ use http_body::Frame;
 use http_body_util::{BodyExt as _, Limited};
 use service::refusal::{Api, Refusal};
 use tokio::time::Sleep;
+use tracing::debug;
 
 use crate::turn::{
     proxy::{WAITING_COMMENT, is_event_stream},
@@ -100,6 +101,7 @@ async fn await_answer(turn: RunningTurn, form: ErrorForm) -> Rest {
     let response = match turn.await {
         Ok(response) => response,
         Err(refusal) => {
+            debug!(request_id, code = refusal.code.as_str(), "stream refused");
             let body = api.body(&refusal, &request_id);
             return Rest::Events(api.error_events(refusal.code.status(), &body));
         }

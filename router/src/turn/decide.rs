@@ -53,6 +53,17 @@ pub(crate) enum Error {
         /// Name of the worker that has the session.
         worker: String,
     },
+    /// The session can't leave its worker, and the turn's previous response is on another.
+    #[error(
+        "this session must stay on worker {session_worker}, but the previous response is at agent \
+         {response_agent}; leave previous_response_id or the session out, and send the full history"
+    )]
+    ResponseElsewhere {
+        /// Name of the worker that has the session.
+        session_worker: String,
+        /// Name of the agent that has the response.
+        response_agent: String,
+    },
     /// The session's KV and history were on a worker that has lost them or can't be reached.
     #[error(
         "the session's KV and history were on worker {worker}, {}; open the session again and send \
@@ -281,6 +292,46 @@ pub(super) fn decide_open(
         view.agent(worker).in_flight[worker.dp_rank as usize].count_open_request();
     }
     Ok(OpenDecision { worker, reason, was_open, can_move: bound_worker.is_none() })
+}
+
+/// Places a turn on a worker of the agent that has its previous response.
+///
+/// # Errors
+/// If the turn's session can't leave another worker, or if no worker of the agent can take turns.
+pub(super) fn place_at_agent(
+    agent: usize,
+    request: &PlacementRequest<'_>,
+    view: &Snapshot,
+    now: Instant,
+) -> Result<Placement, Error> {
+    let place_on =
+        |worker, reason| Placement { worker, reason, uncached_tokens: None, figures: vec![] };
+    match request.sticky {
+        Some(sticky) if sticky.worker.agent == agent => {
+            return Ok(place_on(sticky.worker, Reason::Sticky));
+        }
+        Some(sticky) if sticky.fixed => {
+            return Err(Error::ResponseElsewhere {
+                session_worker: view.name(sticky.worker),
+                response_agent: view.agents[agent].name().to_owned(),
+            });
+        }
+        Some(_) | None => {}
+    }
+    let is_usable = |worker: &WorkerRef| view.state(*worker, now).is_usable();
+    let ranks = view.workers().map(|(worker, ..)| worker);
+    // Ranks of one engine share its responses, so the one with the fewest turns takes this one.
+    let turns = |worker: &WorkerRef| {
+        let load = view.agents[worker.agent].rank_load(worker.dp_rank);
+        load.map_or(0, |load| load.turns_running)
+    };
+    let worker = ranks
+        .filter(|worker| worker.agent == agent)
+        .filter(is_usable)
+        .min_by_key(turns)
+        .ok_or(NoWorker::Unusable)?;
+    let reason = if request.sticky.is_some() { Reason::Moved } else { Reason::Response };
+    Ok(place_on(worker, reason))
 }
 
 /// Whether more turns of the turn's session are expected.

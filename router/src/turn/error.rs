@@ -63,6 +63,18 @@ pub(crate) enum Error {
     /// The agent gave no answer to the turn.
     #[error(transparent)]
     NoAnswer(#[from] NoAnswer),
+    /// The stored response that the request names isn't the client's.
+    #[error(
+        "no worker has a response of yours with the id {id:?}; send the whole conversation \
+         instead, or an id that was answered to your own key"
+    )]
+    UnknownResponse {
+        /// The beginning of the id.
+        id: String,
+    },
+    /// The client aborted the turn while it waited here.
+    #[error(transparent)]
+    Aborted(Refusal),
 }
 
 /// What the router's clients share, each within its own limit.
@@ -133,6 +145,9 @@ pub(crate) enum NoAnswer {
         /// Whether the request may have reached the agent.
         was_sent: bool,
     },
+    /// The agent could not abort turns at its engine.
+    #[error("worker {worker} could not abort the turns; send the request again")]
+    NotAborted { worker: String },
     /// The turn's time limit was reached.
     #[error("the turn took longer than turn_ms_max before its answer began")]
     TimedOut,

@@ -136,6 +136,12 @@ impl Placer {
         body: &Bytes,
         sharer: &Sharer,
     ) -> Result<PlacedTurn, Error> {
+        if let Some(agent) = turn.response_agent {
+            let view = self.directory.view();
+            let facts = self.facts(turn, turn_id, &view, None);
+            return self
+                .place(&facts, |request, now| decide::place_at_agent(agent, request, &view, now));
+        }
         let placed = match self.decide_without_prompt(turn, turn_id) {
             Ok(placed) => placed,
             Err(WithoutPrompt::Refused(error)) => return Err(error),
@@ -286,7 +292,9 @@ impl Placer {
             data_tls: facts.data_tls,
             reason,
             claim,
-            can_move: can_move && !intent.is_some_and(|intent| intent.is_delta),
+            can_move: can_move
+                && !intent.is_some_and(|intent| intent.is_delta)
+                && turn.response_agent.is_none(),
             lease: Lease::acquire(&agent.in_flight[worker.dp_rank as usize], tokens_expected),
             hold,
             blocks: None,

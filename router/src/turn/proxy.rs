@@ -6,7 +6,8 @@
 //! A turn is one request and its answer. A placed turn has a lease (its tokens count as load of the
 //! worker), a hold (its session stays bound to the worker) and a permit (the router limits the
 //! turns in flight). The answer's body keeps these until the answer ends. Answers are not buffered,
-//! and this module changes no byte of a body.
+//! and this module changes no byte of a body. A stream that waits for its first event gets comments
+//! before that event.
 //!
 //! If the client goes away, hyper drops the answer's body. That drops the connection to the agent,
 //! and the agent cancels the turn.
@@ -15,7 +16,7 @@ use std::{
     pin::Pin,
     sync::Arc,
     task::{Context, Poll, ready},
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use bytes::Bytes;
@@ -26,7 +27,10 @@ use http::{
 use http_body::{Body, Frame, SizeHint};
 use http_body_util::Full;
 use hyper::body::Incoming;
-use proto::claim::{self, Claim};
+use proto::{
+    claim::{self, Claim},
+    route::Kind,
+};
 use service::{clock::now, headers::remove_hop_by_hop, tls::client::is_certificate_refused};
 use tokio::time::Sleep;
 
@@ -51,6 +55,10 @@ pub(crate) const WORKER_HEADER: HeaderName = HeaderName::from_static("x-berth-wo
 /// Answer header: why that worker was chosen.
 pub(crate) const PLACEMENT_HEADER: HeaderName = HeaderName::from_static("x-berth-placement");
 
+/// The comment for a stream that waits for its first event. The format of server-sent events lets
+/// clients skip such lines.
+pub(crate) const WAITING_COMMENT: Bytes = Bytes::from_static(b": waiting\n\n");
+
 /// A client's request as it is sent to agents. It can be sent more than once.
 #[derive(Debug)]
 pub(crate) struct OutboundTurn {
@@ -63,8 +71,9 @@ pub(crate) struct OutboundTurn {
     pub(super) principal: Arc<str>,
     /// The client, for the memory in which its prompt is tokenized.
     pub(crate) sharer: Sharer,
-    /// Whether the time to the answer's first byte counts in the metric of that time.
-    pub(crate) counts_first_byte: bool,
+    /// The kind of the turn's route. The time to an answer's first byte counts in the metric of
+    /// that time if tokens are generated.
+    pub(crate) kind: Kind,
     /// When the request arrived at the router.
     pub(crate) arrived_at: Instant,
     /// When the turn is cut off.
@@ -183,20 +192,31 @@ pub(crate) fn build_answer(
     parts.version = http::Version::HTTP_11;
     parts.extensions.clear();
     let is_success = parts.status.is_success();
+    let is_stream = is_event_stream(&parts.headers);
     if let Some(tokens) = &mut capacity.tokens {
-        let content_type = parts.headers.get(header::CONTENT_TYPE).map(HeaderValue::as_bytes);
-        let is_stream = content_type.is_some_and(|value| value.starts_with(b"text/event-stream"));
         tokens.begin_answer(is_success, is_stream);
     }
+    let comments = shared.waiting_comment.filter(|_| is_stream && is_success).map(|interval| {
+        let due_at = outbound.arrived_at + interval;
+        // If that is past, the client has had comments already.
+        (if due_at > now() { due_at } else { now() + interval }, interval)
+    });
+    let (deadline, pulses) = (outbound.deadline, shared.upstream.pulses());
     let body = AnswerBody {
         agent_body,
-        timer: AnswerTimer::new(outbound.deadline, placed.worker.agent, shared.upstream.pulses()),
+        timer: AnswerTimer::new(deadline, comments, placed.worker.agent, pulses),
         arrived_at: Some(outbound.arrived_at),
         in_flight: Some(InFlightTurn { count, lease: placed.lease, _hold: placed.hold, capacity }),
-        counts_first_byte: outbound.counts_first_byte && is_success,
+        counts_first_byte: outbound.kind.is_generation() && is_success,
         is_success,
     };
     Response::from_parts(parts, axum::body::Body::new(body))
+}
+
+/// Whether the body of an answer with these headers is a stream of server-sent events.
+pub(crate) fn is_event_stream(headers: &HeaderMap) -> bool {
+    let content_type = headers.get(header::CONTENT_TYPE).map(HeaderValue::as_bytes);
+    content_type.is_some_and(|value| value.starts_with(b"text/event-stream"))
 }
 
 /// Counts a turn as in flight, and then its outcome. Dropped when the turn ends.
@@ -239,11 +259,17 @@ struct InFlightTurn {
     capacity: TurnCapacity,
 }
 
-/// Ends an answer at the turn's deadline, or when the agent has stopped answering.
+/// Ends an answer at the turn's deadline, or when the agent has stopped answering. Says when a
+/// stream that waits for its first event gets a comment.
 #[derive(Debug)]
 struct AnswerTimer {
     deadline: Instant,
-    /// Ends at the deadline or at the next check of the agent, whichever comes first.
+    /// When the agent is checked next.
+    next_check: Instant,
+    /// When the next comment is due, and the interval after it. `None` for an answer that gets no
+    /// comments, or no more.
+    comments: Option<(Instant, Duration)>,
+    /// Ends at the first of these times.
     sleep: Pin<Box<Sleep>>,
     /// Whether a part of the answer has come since the last check.
     has_come: bool,
@@ -251,32 +277,68 @@ struct AnswerTimer {
     pulses: Arc<Pulses>,
 }
 
+/// Why an answer's timer wakes the answer.
+enum Wake {
+    /// The stream has waited for so long that it gets a comment.
+    Comment,
+    /// The answer must end.
+    End(TurnOutcome, StreamError),
+}
+
 impl AnswerTimer {
-    fn new(deadline: Instant, agent: usize, pulses: &Arc<Pulses>) -> Self {
-        let first_check = deadline.min(now() + CHECK_INTERVAL);
-        Self {
+    /// `comments` says when the first comment is due, and the interval after it.
+    fn new(
+        deadline: Instant,
+        comments: Option<(Instant, Duration)>,
+        agent: usize,
+        pulses: &Arc<Pulses>,
+    ) -> Self {
+        let next_check = now() + CHECK_INTERVAL;
+        let mut timer = Self {
             deadline,
-            sleep: Box::pin(tokio::time::sleep_until(first_check.into())),
+            next_check,
+            comments,
+            sleep: Box::pin(tokio::time::sleep_until(next_check.into())),
             has_come: true,
             agent,
             pulses: Arc::clone(pulses),
-        }
+        };
+        timer.reset_sleep();
+        timer
     }
 
-    /// Waits until the answer must end, and returns why.
-    fn poll_end(&mut self, context: &mut Context<'_>) -> Poll<(TurnOutcome, StreamError)> {
+    fn reset_sleep(&mut self) {
+        let next_comment = self.comments.map_or(self.deadline, |(due_at, _)| due_at);
+        let wake_at = self.deadline.min(self.next_check).min(next_comment);
+        self.sleep.as_mut().reset(wake_at.into());
+    }
+
+    /// Waits until the answer must end, or gets a comment.
+    fn poll_wake(&mut self, context: &mut Context<'_>) -> Poll<Wake> {
         loop {
             ready!(self.sleep.as_mut().poll(context));
             let now = now();
             if now >= self.deadline {
-                return Poll::Ready((TurnOutcome::TimedOut, StreamError::TimedOut));
+                return Poll::Ready(Wake::End(TurnOutcome::TimedOut, StreamError::TimedOut));
             }
-            // The agent may have been found silent a moment before it answered again.
-            if !std::mem::take(&mut self.has_come) && self.pulses.is_silent(self.agent) {
-                return Poll::Ready((TurnOutcome::WorkerFailed, StreamError::Silent));
+            if now >= self.next_check {
+                // The agent may have been found silent a moment before it answered again.
+                if !std::mem::take(&mut self.has_come) && self.pulses.is_silent(self.agent) {
+                    return Poll::Ready(Wake::End(TurnOutcome::WorkerFailed, StreamError::Silent));
+                }
+                self.next_check = now + CHECK_INTERVAL;
             }
-            let next_check = self.deadline.min(now + CHECK_INTERVAL);
-            self.sleep.as_mut().reset(next_check.into());
+            let is_comment_due = match &mut self.comments {
+                Some((due_at, interval)) if now >= *due_at => {
+                    *due_at = now + *interval;
+                    true
+                }
+                _ => false,
+            };
+            self.reset_sleep();
+            if is_comment_due {
+                return Poll::Ready(Wake::Comment);
+            }
         }
     }
 }
@@ -287,7 +349,7 @@ struct AnswerBody {
     /// The body from the agent.
     agent_body: Incoming,
     timer: AnswerTimer,
-    /// When the turn arrived at the router. `None` after the answer's first byte.
+    /// When the turn arrived at the router. `None` after the answer's first byte, comments aside.
     arrived_at: Option<Instant>,
     /// What the turn holds; `None` after the last frame. The client may then send the session's
     /// next turn at once, and the session must not seem busy.
@@ -333,9 +395,13 @@ impl Body for AnswerBody {
     ) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
         let polled = Pin::new(&mut self.agent_body).poll_frame(context);
         if polled.is_pending() {
-            let (outcome, error) = ready!(self.timer.poll_end(context));
-            self.end_turn(outcome);
-            return Poll::Ready(Some(Err(error.into())));
+            return Poll::Ready(Some(match ready!(self.timer.poll_wake(context)) {
+                Wake::Comment => Ok(Frame::data(WAITING_COMMENT)),
+                Wake::End(outcome, error) => {
+                    self.end_turn(outcome);
+                    Err(error.into())
+                }
+            }));
         }
         self.timer.has_come = true;
         let complete_outcome = self.complete_outcome();
@@ -363,6 +429,7 @@ impl Body for AnswerBody {
                         in_flight.lease.record_answer();
                     }
                     self.arrived_at = None;
+                    self.timer.comments = None;
                 }
                 if self.agent_body.is_end_stream() {
                     self.end_turn(complete_outcome);

@@ -17,6 +17,7 @@
 
 use http::{HeaderMap, HeaderName};
 use proto::{
+    abort::TurnNames,
     body::{self, Object},
     id::{self, SessionKey},
     load::Retention,
@@ -122,6 +123,14 @@ pub struct Turn {
     pub prompt: Prompt,
     /// The length of the body in bytes.
     pub body_bytes: u64,
+    /// Whether the client asks for a stream of events.
+    pub wants_stream: bool,
+    /// The names by which the client can abort the turn.
+    pub names: TurnNames,
+    /// The id of the stored response that the turn continues.
+    pub previous_response: Option<String>,
+    /// The index of the agent whose engine has that response. Only that engine can run the turn.
+    pub response_agent: Option<usize>,
 }
 
 /// Returns the session named in the headers. The router can check it before it reads the body.
@@ -212,6 +221,10 @@ pub fn read_object(
         model: string_member_or_none(object, "model"),
         prompt: Prompt::find(object),
         body_bytes: object.bytes().len() as u64,
+        wants_stream: object.get("stream").is_some_and(|value| value.get() == "true"),
+        names: TurnNames::None,
+        previous_response: None,
+        response_agent: None,
     })
 }
 

@@ -4,7 +4,15 @@
 //! Each part owns its state. All locks are leaves: no lock is taken while another one is held, and
 //! none is held across an await.
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
+};
+
+use service::running_turns::RunningTurns;
 
 use super::{
     body::Bodies, directory::SessionDirectory, placer::Placer, sessions::SessionService,
@@ -17,6 +25,20 @@ use crate::{
     residency::{block_locator::BlockLocator, kv_index::KvIndex},
     shares::Shares,
 };
+
+/// Whether a turn's client asked for a stream. It isn't set before the body was read.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct StreamFlag(Arc<AtomicBool>);
+
+impl StreamFlag {
+    pub(crate) fn set(&self, wants_stream: bool) {
+        self.0.store(wants_stream, Ordering::Relaxed);
+    }
+
+    pub(crate) fn is_set(&self) -> bool {
+        self.0.load(Ordering::Relaxed)
+    }
+}
 
 /// The parts that all requests share, and the limits of a request. Its many fields: each step of a
 /// turn has its own part, and every request passes most steps.
@@ -33,12 +55,16 @@ pub(crate) struct Shared {
     pub(crate) sessions: Arc<SessionService>,
     pub(crate) upstream: Arc<UpstreamClient>,
     pub(crate) metrics: Arc<Metrics>,
+    /// The turns that clients can abort here, because no agent has them yet.
+    pub(crate) unsent_turns: RunningTurns<()>,
     /// What the clients share.
     pub(crate) shares: Arc<Shares>,
     /// Reads request bodies, within each client's share.
     pub(crate) bodies: Bodies,
     /// Time limit of a turn.
     pub(crate) turn_max: Duration,
+    /// How long a stream waits for its first event before it gets a comment; `None`: it gets none.
+    pub(crate) waiting_comment: Option<Duration>,
     pub(crate) preamble: PreamblePolicy,
     /// Who may share KV in the engines' caches.
     pub(crate) cache_isolation: CacheIsolation,
