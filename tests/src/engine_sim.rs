@@ -52,6 +52,8 @@ pub struct Config {
     pub enable_metrics: bool,
     #[arg(long)]
     pub enable_cache_report: bool,
+    #[arg(long)]
+    pub enable_response_store: bool,
     /// The interval, counted from a request's start, at which the server notices that the client of
     /// a non-streaming request has gone, in milliseconds.
     #[arg(long = "disconnect-poll-ms", default_value = "4000", value_parser = millis)]

@@ -46,6 +46,7 @@ mod generate;
 mod info;
 mod messages;
 mod openai;
+mod responses;
 
 /// A bounded log of the latest requests: path and body.
 #[derive(Debug)]
@@ -86,6 +87,7 @@ pub(super) struct App {
     started_wall: f64,
     /// Whether `/pause_generation` was called, and `/continue_generation` not since.
     paused: AtomicBool,
+    responses: responses::ResponseStore,
 }
 
 type AppState = axum::extract::State<Arc<App>>;
@@ -97,7 +99,8 @@ impl App {
         let rng = Mutex::new(fastrand::Rng::with_seed(config.core.seed ^ (u64::from(port) << 32)));
         let started_wall = wall_seconds();
         let (tickets, paused) = (AtomicU64::new(1), AtomicBool::new(false));
-        App { config, handle, tasks, rng, tickets, started_wall, paused }
+        let responses = responses::ResponseStore::default();
+        App { config, handle, tasks, rng, tickets, started_wall, paused, responses }
     }
 
     /// Returns 32 hex digits, like the `hex` of a Python uuid4.
@@ -149,7 +152,9 @@ pub(super) fn router(app: Arc<App>) -> Router {
         .route("/generate", any(generate::generate))
         .route("/v1/chat/completions", post(openai::chat))
         .route("/v1/completions", post(openai::completions))
-        .route("/v1/responses", post(messages::responses))
+        .route("/v1/responses", post(responses::create))
+        .route("/v1/responses/{id}", get(responses::retrieve))
+        .route("/v1/responses/{id}/cancel", post(responses::cancel))
         .route("/v1/messages", post(messages::messages))
         .route("/v1/embeddings", post(openai::embeddings))
         .route("/v1/models", get(info::models))

@@ -81,7 +81,10 @@ fn read(app: &App, body: &Map<String, Value>, stream: bool) -> Result<Call, Refu
         return Err(Refusal::Value(message));
     }
     let rids = match body.get("rid") {
-        Some(Value::String(rid)) if prompts.len() == 1 => vec![rid.clone()],
+        Some(Value::String(rid)) if batch => {
+            (0..prompts.len()).map(|number| format!("{rid}_{number}")).collect()
+        }
+        Some(Value::String(rid)) => vec![rid.clone()],
         Some(Value::Array(rids)) if rids.len() == prompts.len() => {
             rids.iter().map(|rid| rid.as_str().unwrap_or_default().to_owned()).collect()
         }

@@ -1,6 +1,7 @@
-//! `/v1/responses` and `/v1/messages`, with the engine's answer format for plain text only.
+//! `/v1/messages`, and the answers of `/v1/responses`, in the engine's format for plain text only.
 //!
-//! Tools, reasoning and stored responses are not simulated. Neither route supports sessions.
+//! Tools and reasoning are not simulated. Neither route supports sessions. `responses` has the
+//! store of responses.
 
 use super::{
     super::{
@@ -11,6 +12,7 @@ use super::{
     generate::{text, too_long},
     json_response,
     openai::{bad_request, chat_prompt, content_text, rank, refusal},
+    responses::Keeping,
     sse, validation_error, whole_seconds,
 };
 use axum::{
@@ -22,31 +24,6 @@ use serde_json::{Map, Value, json};
 use std::sync::Arc;
 
 type Object = Map<String, Value>;
-
-pub(super) async fn responses(
-    State(app): AppState,
-    headers: HeaderMap,
-    JsonObject(body): JsonObject,
-) -> Response {
-    let mut messages = Vec::new();
-    if let Some(instructions) = body.get("instructions").filter(|v| v.is_string()) {
-        messages.push(json!({ "role": "system", "content": instructions }));
-    }
-    match body.get("input") {
-        Some(Value::String(input)) => messages.push(json!({ "role": "user", "content": input })),
-        Some(Value::Array(items)) => messages.extend(items.iter().cloned()),
-        _ => return validation_error(&["  input: Field required".to_owned()]),
-    }
-    let max = body.get("max_output_tokens").and_then(Value::as_u64);
-    let live = match submit(&app, &headers, &body, &messages, max, "resp_").await {
-        Ok(live) => live,
-        Err(response) => return *response,
-    };
-    if !streams(&body) {
-        return complete_response(&app, live, response_body).await;
-    }
-    stream_response(&app, live)
-}
 
 pub(super) async fn messages(
     State(app): AppState,
@@ -64,7 +41,8 @@ pub(super) async fn messages(
     let Some(max) = body.get("max_tokens").and_then(Value::as_u64) else {
         return validation_error(&["  max_tokens: Field required".to_owned()]);
     };
-    let live = match submit(&app, &headers, &body, &messages, Some(max), "msg_").await {
+    let submitted = Submitted { headers: &headers, body: &body, messages: &messages };
+    let live = match submit(&app, submitted, Some(max), "rid", "msg_").await {
         Ok(live) => live,
         Err(response) => return *response,
     };
@@ -74,18 +52,28 @@ pub(super) async fn messages(
     stream_message(&app, live)
 }
 
-fn streams(body: &Object) -> bool {
+pub(super) fn streams(body: &Object) -> bool {
     body.get("stream").and_then(Value::as_bool).unwrap_or(false)
 }
 
-async fn submit(
+/// A request to submit.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Submitted<'a> {
+    pub(super) headers: &'a HeaderMap,
+    pub(super) body: &'a Object,
+    /// The whole prompt.
+    pub(super) messages: &'a [Value],
+}
+
+/// Submits a request. The body may have its id under `rid_key`; an id that is made has `prefix`.
+pub(super) async fn submit(
     app: &App,
-    headers: &HeaderMap,
-    body: &Object,
-    messages: &[Value],
+    submitted: Submitted<'_>,
     max: Option<u64>,
+    rid_key: &str,
     prefix: &str,
 ) -> Result<Live, Box<Response>> {
+    let Submitted { headers, body, messages } = submitted;
     let rank = rank(app, headers, body)?;
     let input_ids = chat_prompt(messages);
     let sampling = Sampling {
@@ -96,7 +84,7 @@ async fn submit(
     if let Some(message) = too_long(app, input_ids.len(), sampling.max_new_tokens) {
         return Err(Box::new(bad_request(&message)));
     }
-    let named = body.get("rid").and_then(Value::as_str).map(str::to_owned);
+    let named = body.get(rid_key).and_then(Value::as_str).map(str::to_owned);
     let rid = named.unwrap_or_else(|| format!("{prefix}{}", app.new_id()));
     let submit = Submit { rid, input_ids, sampling, ..Submit::default() };
     Ok(app.submit(rank, streams(body), submit).await)
@@ -117,7 +105,7 @@ fn event(name: &str, mut body: Value) -> String {
     format!("event: {name}\ndata: {body}\n\n")
 }
 
-fn output_item(live: &Live, progress: &Progress) -> Value {
+pub(super) fn output_item(live: &Live, progress: &Progress) -> Value {
     let part = json!({
         "type": "output_text", "text": text(progress), "annotations": [], "logprobs": null
     });
@@ -127,7 +115,7 @@ fn output_item(live: &Live, progress: &Progress) -> Value {
     })
 }
 
-fn response_body(app: &App, live: &Live, progress: &Progress) -> Value {
+pub(super) fn response_body(app: &App, live: &Live, progress: &Progress) -> Value {
     let completion = progress.tokens.len();
     let status = match &progress.finish {
         None => "in_progress",
@@ -150,7 +138,7 @@ fn response_body(app: &App, live: &Live, progress: &Progress) -> Value {
     })
 }
 
-fn stream_response(app: &Arc<App>, live: Live) -> Response {
+pub(super) fn stream_response(app: &Arc<App>, live: Live, keeping: Keeping) -> Response {
     let renderer = Arc::clone(app);
     let (mut sent, mut first, mut sequence) = (0, true, 0u64);
     sse(app, live, move |live, progress| {
@@ -190,6 +178,7 @@ fn stream_response(app: &Arc<App>, live: Live) -> Response {
         }
         sent = sent.max(all.len());
         if progress.finish.is_some() {
+            keeping.store(&renderer, live, progress);
             let item = output_item(live, progress);
             push("response.output_text.done", with("text", json!(all)));
             push("response.content_part.done", with("part", item["content"][0].clone()));
