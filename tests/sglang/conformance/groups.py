@@ -58,6 +58,7 @@ GROUPS = {
             "page1", 1, (STREAMING, "--schedule-conservativeness", "0.02"), kv_events=EVENTS,
         ),
         Group("tagged", 16, (TAGS,)),
+        Group("stored", 16, ("--enable-response-store",)),
         Group("both", 16, (STREAMING, TAGS), kv_events=EVENTS),
         # SGLang's own kit for aborts under chunked prefill uses these sizes.
         Group(
