@@ -179,24 +179,26 @@ async fn one_prompt_of_a_list_is_aborted_by_its_own_name() {
     let keys = keys();
     let cluster = start(1, &keys, |_| {}).await;
     let sampling = text_turn("", ENDLESS)["sampling_params"].clone();
+    let runs = async |count: u64| {
+        let url = format!("{}/v1/loads", cluster.engine().url());
+        let loads = cluster.web.get(&url).await.unwrap().json();
+        (loads["loads"][0]["num_running_reqs"] == count).then_some(())
+    };
     for (rid, names) in [(json!(["a", "b"]), ["a", "b"]), (json!("r"), ["r_0", "r_1"])] {
         let body = json!({"text": ["hello", "there"], "rid": rid, "sampling_params": sampling});
-        let mut answer = send_stream(&cluster, "/generate", &[ALICE], body).await;
-        let mut ended = vec![];
-        for (index, name) in names.iter().enumerate() {
-            abort(&cluster, ALICE, json!({"rid": name})).await;
-            while ended.len() == index {
-                let events = next_data(&mut answer).await.unwrap();
-                let data = events.lines().filter_map(|line| line.strip_prefix("data: {"));
-                for event in data {
-                    let event: Value = serde_json::from_str(&format!("{{{event}")).unwrap();
-                    if event["meta_info"]["finish_reason"]["type"] == "abort" {
-                        ended.push(event["index"].as_u64().unwrap());
-                    }
-                }
-            }
-        }
-        assert_eq!(ended, [0, 1], "{rid}");
+        let mut turns = JoinSet::new();
+        spawn(&mut turns, &cluster, "list", ("/generate", vec![ALICE], body));
+        eventually("both prompts", || runs(2)).await;
+        abort(&cluster, ALICE, json!({"rid": names[1]})).await;
+        eventually("one prompt", || runs(1)).await;
+        assert!(turns.try_join_next().is_none(), "{rid}: the other prompt runs on");
+        abort(&cluster, ALICE, json!({"rid": names[0]})).await;
+        let (_, answer) = turns.join_next().await.unwrap().unwrap();
+        let answers = answer.json();
+        let ends = answers.as_array().unwrap().iter();
+        let ends: Vec<&Value> =
+            ends.map(|end| &end["meta_info"]["finish_reason"]["type"]).collect();
+        assert_eq!(ends, ["abort", "abort"], "{rid}");
     }
 }
 

@@ -457,3 +457,30 @@ impl Drop for AnswerBody {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::future::poll_fn;
+
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_stream_gets_comments_until_its_first_event_and_ends_at_its_deadline() {
+        let interval = Duration::from_secs(10);
+        let started_at = now();
+        let comments = Some((started_at + interval, interval));
+        let pulses = Arc::new(Pulses::new(1));
+        let deadline = started_at + Duration::from_secs(3600);
+        let mut timer = AnswerTimer::new(deadline, comments, 0, &pulses);
+        for comments in 1..4 {
+            let wake = poll_fn(|context| timer.poll_wake(context)).await;
+            assert!(matches!(wake, Wake::Comment));
+            assert!(now() >= started_at + interval * comments);
+        }
+        timer.comments = None;
+        timer.deadline = now();
+        timer.reset_sleep();
+        let wake = poll_fn(|context| timer.poll_wake(context)).await;
+        assert!(matches!(wake, Wake::End(TurnOutcome::TimedOut, _)));
+    }
+}
