@@ -1,0 +1,1 @@
+"""Suites that others wrote, run against Berth as their users run them."""

@@ -1,0 +1,183 @@
+"""Where the suites run: an engine, real or simulated, with an agent and a router before it.
+
+A suite is pointed at the router's URL, or at the engine's own ("bare") for comparison. Fleets are
+those of tests/sglang; here they have the sizes that the suites of others expect.
+"""
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from integration import wire
+from integration.fleet import Fleet, engine_home, launch_engine
+from integration.processes import Process, free_ports, shim_env
+
+KINDS = ("engine", "simulator")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How an engine is started for some suites."""
+
+    name: str
+    # The name of its model: some suites name the model of their makers.
+    model: str = "tiny"
+    # What the simulator and the real engine both know.
+    page_size: int = 16
+    pool_tokens: int = 65_536
+    context_tokens: int = 4096
+    rows: int = 48
+    env: dict[str, str] = field(default_factory=dict, hash=False)
+    # Flags that only the real engine knows.
+    engine_flags: tuple[str, ...] = ()
+
+    def flags(self) -> list[str]:
+        return [
+            "--page-size", str(self.page_size),
+            "--max-total-tokens", str(self.pool_tokens),
+            "--context-length", str(self.context_tokens),
+            "--max-running-requests", str(self.rows),
+            "--enable-streaming-session",
+            "--enable-session-radix-cache",
+        ]
+
+
+PARSERS = ("--tool-call-parser", "qwen25", "--reasoning-parser", "qwen3")
+
+LAUNCHES = {
+    launch.name: launch
+    for launch in (
+        # `gpt-6-astra` is the model of OpenAI's tests of chats and responses.
+        Launch("main", "gpt-6-astra", engine_flags=("--enable-response-store", *PARSERS)),
+        Launch("completions", "gpt-3.5-turbo-instruct"),
+        Launch("messages", "claude-opus-5-5", engine_flags=PARSERS),
+        # The sizes of the kit for aborted prefills.
+        Launch("small", page_size=256, context_tokens=512, pool_tokens=16_384),
+        Launch("one-row", rows=1, env={"SGLANG_REQ_WAITING_TIMEOUT": "0.5"}),
+        Launch("timeouts", env={"SGLANG_REQ_RUNNING_TIMEOUT": "2"}),
+    )
+}
+
+
+class Cluster(Fleet):
+    """A fleet of tests/sglang with an engine of a kind and a launch given here."""
+
+    def __init__(self, folder: Path, bin_dir: Path, kind: str, launch: Launch):
+        folder.mkdir(parents=True, exist_ok=True)
+        super().__init__(folder, bin_dir, launch.page_size, worker="clients")
+        self.kind = kind
+        self.launch = launch
+
+    @property
+    def model_path(self) -> str:
+        return str((engine_home() / "chat-model").resolve())
+
+    def start(self) -> None:
+        print(f"clients: starting the {self.kind}, launch {self.launch.name!r}", flush=True)
+        if self.kind == "engine":
+            self._start_engine()
+        else:
+            self._start_simulator()
+        self.wait_engine()
+        self.start_agent(settings=f'files.shim_socket = "{self.shim_socket}"\n')
+        self.start_router()
+        self.wait_placing()
+
+    def revive(self) -> None:
+        """Starts the fleet again if one of its processes has ended."""
+        if any(not process.alive() for process in self.processes()):
+            self.stop()
+            self.start()
+
+    def _start_engine(self) -> None:
+        (port, events, replay) = free_ports(3)
+        kv_events = {
+            "publisher": "zmq",
+            "topic": "kv-events",
+            "endpoint": f"tcp://127.0.0.1:{events}",
+            "bind": True,
+            "replay_endpoint": f"tcp://127.0.0.1:{replay}",
+        }
+        flags = [
+            *self.launch.flags(),
+            "--chunked-prefill-size", "512",
+            "--kv-events-config", json.dumps(kv_events),
+            # The later of two flags wins.
+            "--served-model-name", self.launch.model,
+            *self.launch.engine_flags,
+        ]
+        env = shim_env(self.shim_socket, self.bin_dir) | self.launch.env
+        self.engine = launch_engine(self.folder, port, flags, env, "chat-model")
+        self.engine_url = f"http://127.0.0.1:{port}"
+
+    def _start_simulator(self) -> None:
+        (port,) = free_ports(1)
+        command = [
+            str(self.bin_dir / "engine-sim"),
+            "--port", str(port),
+            "--model-path", self.model_path,
+            "--served-model-name", self.launch.model,
+            "--shim-socket", str(self.shim_socket),
+            "--health-ms", "50",
+            "--enable-metrics",
+            "--enable-cache-report",
+            *self.launch.flags(),
+        ]
+        self.engine = Process.start("engine", command, self.folder, self.launch.env)
+        self.engine_url = f"http://127.0.0.1:{port}"
+
+    def placements(self) -> dict[str, float]:
+        """Returns the router's placements by reason."""
+        text = wire.get(f"http://{self.router_admin}/metrics").body.decode()
+        name = "berth_router_placements_total{reason="
+        return {
+            line.split('"')[1]: float(line.rsplit(" ", 1)[1])
+            for line in text.splitlines()
+            if line.startswith(name)
+        }
+
+
+@dataclass(frozen=True)
+class Target:
+    """The address that a suite gets."""
+
+    url: str
+    model: str
+    model_path: str
+    # The engine's process, whose life the kits check.
+    engine_pid: int
+
+    def env(self) -> dict[str, str]:
+        """Returns the target as environment variables, for programs."""
+        return {
+            "CLIENTS_URL": self.url,
+            "CLIENTS_MODEL": self.model,
+            "CLIENTS_MODEL_PATH": self.model_path,
+            "CLIENTS_ENGINE_PID": str(self.engine_pid),
+        }
+
+
+def target(cluster: Cluster, bare: bool) -> Target:
+    return Target(
+        cluster.engine_url if bare else cluster.router_url,
+        cluster.launch.model,
+        cluster.model_path,
+        cluster.engine.pid,
+    )
+
+
+def added(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+    """Returns by how much each placement's count has grown."""
+    return {name: count - before.get(name, 0) for name, count in after.items()}
+
+
+def traces(option: str | None) -> Path | None:
+    """Returns the folder of recorded traces, if one was named."""
+    named = option or os.environ.get("BERTH_TRACES")
+    if not named:
+        return None
+    folder = Path(os.environ.get("BERTH_CALLED_FROM", "."), named)
+    return folder if folder.is_dir() else None
+
+
