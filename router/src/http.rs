@@ -10,6 +10,7 @@
 //! - `prepare`: CORS, a slash at the end of the path, compressed bodies.
 //! - `responses`: stored responses. `aborts`: aborts turns.
 //! - `waiting`: shows a client that its turn waits.
+//! - `openapi`: describes these routes.
 //! - `errors`: maps errors to HTTP status codes. No other module of the router knows these.
 //!
 //! Every request but those of `health` first passes a layer that finds out its caller.
@@ -21,6 +22,7 @@ mod engine_info;
 mod errors;
 mod health;
 mod models;
+mod openapi;
 mod placements;
 mod prepare;
 mod responses;
@@ -90,6 +92,7 @@ pub(crate) fn build_routes(shared: Arc<Shared>, cors_origins: &[String]) -> Rout
         .route("/close_session", post(sessions::sglang_close))
         .route("/abort_request", post(aborts::abort))
         .merge(responses::routes())
+        .route("/openapi.json", get(openapi::show))
         .merge(build_admin_routes(&shared))
         .merge(health::routes())
         .fallback(unknown_route)

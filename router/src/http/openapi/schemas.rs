@@ -1,0 +1,151 @@
+//! The forms of the router's own requests and answers, as JSON schemas.
+
+use proto::id::SESSION_ID_BYTES_MAX;
+use serde_json::{Value, json};
+use utoipa::openapi::{RefOr, Schema};
+
+use crate::turn::sessions::SESSIONS_LISTED_MAX;
+
+/// Returns all schemas by name.
+pub(super) fn all() -> impl Iterator<Item = (&'static str, RefOr<Schema>)> {
+    requests().into_iter().chain(answers()).map(|(name, schema)| {
+        let schema = serde_json::from_value(schema).expect("each schema is a valid one");
+        (name, RefOr::T(schema))
+    })
+}
+
+fn requests() -> [(&'static str, Value); 6] {
+    let name = json!({ "$ref": "#/components/schemas/SessionId" });
+    let timeout = json!({
+        "type": ["number", "null"], "exclusiveMinimum": 0, "maximum": 315_360_000,
+        "description": "The idle time in seconds after which the session closes",
+    });
+    let retentions = ["auto", "pinned", "tagged", "none"];
+    [
+        (
+            "SessionId",
+            json!({
+                "type": "string", "minLength": 1, "maxLength": SESSION_ID_BYTES_MAX,
+                "description": format!("At most {SESSION_ID_BYTES_MAX} bytes"),
+            }),
+        ),
+        (
+            "TurnId",
+            json!({
+                "type": "string", "pattern": "^[0-9a-f]{16}$",
+                "description": "The id in the header `x-berth-turn` of the turn's answer",
+            }),
+        ),
+        ("PageLimit", json!({ "type": "integer", "minimum": 1, "maximum": SESSIONS_LISTED_MAX })),
+        (
+            "OpenSession",
+            json!({
+                "type": "object",
+                "properties": {
+                    "session_id": name, "timeout": timeout,
+                    "retention": { "type": "string", "enum": retentions },
+                },
+                "additionalProperties": false,
+            }),
+        ),
+        (
+            "SglangOpenSession",
+            json!({
+                "type": "object",
+                "properties": {
+                    "session_id": name, "timeout": timeout, "streaming": { "type": "boolean" },
+                },
+            }),
+        ),
+        (
+            "SglangCloseSession",
+            json!({
+                "type": "object",
+                "properties": { "session_id": name },
+                "required": ["session_id"],
+            }),
+        ),
+    ]
+}
+
+fn answers() -> [(&'static str, Value); 6] {
+    let states = ["bound", "opening", "idle", "running", "closing", "lost", "demoted"];
+    [
+        (
+            "Session",
+            json!({
+                "type": "object",
+                "properties": {
+                    "session_id": { "type": "string" },
+                    "worker": { "type": "string" },
+                    "state": { "type": "string", "enum": states },
+                    "retention": { "type": "string", "enum": ["pinned", "tagged", "none"] },
+                    "turns": { "type": "integer" },
+                    "turns_running": { "type": "integer" },
+                    "exclusive": { "type": "boolean" },
+                    "whole_history": { "type": "boolean" },
+                    "resident_tokens": { "type": ["integer", "null"] },
+                    "resident_tokens_source": { "type": ["string", "null"] },
+                    "idle_ms_at_report": { "type": "integer" },
+                },
+                "required": ["session_id", "worker", "state"],
+            }),
+        ),
+        (
+            "Sessions",
+            json!({
+                "type": "object",
+                "properties": {
+                    "sessions": {
+                        "type": "array", "items": { "$ref": "#/components/schemas/Session" },
+                    },
+                    "more": { "type": "boolean" },
+                    "next": { "type": "string", "description": "The `after` of the next page" },
+                },
+                "required": ["sessions", "more"],
+            }),
+        ),
+        (
+            "Workers",
+            json!({
+                "type": "object",
+                "properties": {
+                    "workers": { "type": "array", "items": { "type": "object" } },
+                    "unheard": { "type": "array", "items": { "type": "object" } },
+                },
+                "required": ["workers", "unheard"],
+            }),
+        ),
+        (
+            "Placements",
+            json!({
+                "type": "object",
+                "properties": {
+                    "turn": { "type": "string" },
+                    "placements": { "type": "array", "items": { "type": "object" } },
+                },
+                "required": ["turn", "placements"],
+            }),
+        ),
+        ("Document", json!({ "type": "object", "required": ["openapi", "paths"] })),
+        (
+            "Refusal",
+            json!({
+                "type": "object",
+                "properties": {
+                    "error": {
+                        "type": "object",
+                        "properties": {
+                            "message": { "type": "string" },
+                            "type": { "type": "string" },
+                            "param": { "type": "null" },
+                            "code": { "type": "string" },
+                        },
+                        "required": ["message", "type", "param", "code"],
+                    },
+                },
+                "required": ["error"],
+            }),
+        ),
+    ]
+}
