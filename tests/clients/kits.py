@@ -6,7 +6,7 @@ from clients.programs import PytestProgram
 
 
 def kit(*names: str) -> PytestProgram:
-    only = " or ".join(names)
+    only = tuple(f"::Test{name}::" for name in names)
     return PytestProgram("kits", None, ("test_kits.py",), only, ("--disable-plugin-autoload",))
 
 

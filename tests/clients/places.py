@@ -52,6 +52,8 @@ LAUNCHES = {
         Launch("main", "gpt-6-astra", engine_flags=("--enable-response-store", *PARSERS)),
         Launch("completions", "gpt-3.5-turbo-instruct"),
         Launch("messages", "claude-opus-5-5", engine_flags=PARSERS),
+        # For prompts of recorded agents.
+        Launch("agents", context_tokens=131_072, pool_tokens=1_048_576),
         # The sizes of the kit for aborted prefills.
         Launch("small", page_size=256, context_tokens=512, pool_tokens=16_384),
         Launch("one-row", rows=1, env={"SGLANG_REQ_WAITING_TIMEOUT": "0.5"}),

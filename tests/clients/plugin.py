@@ -54,6 +54,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("suites of others")
     group.addoption("--quick", action="store_true", help="what the CI runs")
     group.addoption("--at", choices=KINDS, help="only before this kind of engine")
+    group.addoption("--bare", action="store_true", help="all at the bare engine, for comparison")
     group.addoption("--traces", metavar="FOLDER", help="recorded traces, for aiperf")
 
 
@@ -84,12 +85,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             (suite.launch, Case(f"{suite.name}/{_short(name)}", kind, False, suite, name))
             for kind in kinds for name in names
         ]
-    bare = [(launch, _at_bare(case)) for launch, case in made if case.failure]
-    made += bare
+    if option.bare:
+        made = [(launch, _at_bare(case)) for launch, case in made]
+    else:
+        made += [(launch, _at_bare(case)) for launch, case in made if case.failure]
     metafunc.parametrize(
         ("cluster", "case"),
         [((case.kind, launch), case) for launch, case in made],
-        indirect=["cluster"], scope=None,
+        indirect=["cluster"], scope="session",
         ids=[f"{case.kind}{'-bare' if case.bare else ''}-{case.name}" for _, case in made],
     )
 

@@ -45,7 +45,16 @@ class Outcome:
     def check(self) -> None:
         if self.skip:
             pytest.skip(self.skip)
-        assert self.error is None, self.error
+        if self.error is not None:
+            raise AssertionError(self.error)
+
+
+def outcomes(report: Path, cases: list[str], printed: str) -> dict[str, Outcome]:
+    """Reads the outcomes of cases that `inner/report.py` has written, or a program in its form."""
+    said = report.read_text().splitlines() if report.exists() else []
+    ends = {line["case"]: Outcome(line["error"], line.get("skip")) for line in map(json.loads, said)}
+    lost = Outcome(f"the program gave no outcome:\n{printed[-2000:]}")
+    return {case: ends.get(case, lost) for case in cases}
 
 
 class Program(Protocol):
@@ -90,8 +99,8 @@ class PytestProgram:
     # The name of the tests' folder under `sources`; None: the folder `inner`.
     source: str | None
     files: tuple[str, ...]
-    # What `-k` of pytest takes: the tests that apply here.
-    only: str = ""
+    # The cases that apply here: those whose name contains one of these texts.
+    only: tuple[str, ...] = ("",)
     flags: tuple[str, ...] = ()
     # The name of a variable that gets the target's URL, and what is added to the URL.
     url_variable: str = "CLIENTS_URL"
@@ -105,8 +114,6 @@ class PytestProgram:
     def cases(self) -> list[str]:
         root, python = self.root(), environment(self.environment)
         command = [*self._command(), "--collect-only", *self._select(self.files)]
-        if self.only:
-            command += ["-k", self.only]
         texts = [*command, *((root / file).read_text() for file in self.files)]
         digest = hashlib.sha256("\n".join(texts).encode()).hexdigest()[:12]
         kept = python / f"cases-{digest}"
@@ -118,7 +125,8 @@ class PytestProgram:
             new = kept.with_suffix(f".{os.getpid()}")
             new.write_text("\n".join(lines))
             new.rename(kept)
-        return kept.read_text().splitlines()
+        names = kept.read_text().splitlines()
+        return [name for name in names if any(text in name for text in self.only)]
 
     def run(self, target: Target, cases: list[str], folder: Path) -> dict[str, Outcome]:
         folder.mkdir(parents=True, exist_ok=True)
@@ -128,11 +136,8 @@ class PytestProgram:
             self.url_variable: target.url + self.url_path,
             "CLIENTS_REPORT": str(report),
         }
-        status, printed = run("pytest", [*self._command(), f"@{chosen}"], folder, env)
-        said = report.read_text().splitlines() if report.exists() else []
-        ends = {line["case"]: Outcome(line["error"], line["skip"]) for line in map(json.loads, said)}
-        lost = Outcome(f"the program gave no outcome (status {status}):\n{printed[-2000:]}")
-        return {case: ends.get(case, lost) for case in cases}
+        _, printed = run("pytest", [*self._command(), f"@{chosen}"], folder, env)
+        return outcomes(report, cases, printed)
 
     def _env(self) -> dict[str, str]:
         paths = f"{self.root()}:{HERE / 'inner'}"
