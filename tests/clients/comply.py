@@ -55,7 +55,7 @@ def _shortened(error: str) -> str:
 
 
 SUITES = tuple(
-    Suite(f"comply-{api}", Comply(api), quick=("simulator",))
+    Suite(f"comply-{api}", Comply(api), "chats", quick=("simulator",))
     for api in ("openai-chat", "open-responses", "anthropic")
 )
 

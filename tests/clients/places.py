@@ -43,15 +43,15 @@ class Launch:
         ]
 
 
-PARSERS = ("--tool-call-parser", "qwen25", "--reasoning-parser", "qwen3")
-
 LAUNCHES = {
     launch.name: launch
     for launch in (
-        # `gpt-6-astra` is the model of OpenAI's tests of chats and responses.
-        Launch("main", "gpt-6-astra", engine_flags=("--enable-response-store", *PARSERS)),
+        # The kits ask for answers of 100,000 tokens, and abort them.
+        Launch("main", context_tokens=131_072),
+        # The models that the libraries' own tests name.
+        Launch("chats", "gpt-6-astra", engine_flags=("--enable-response-store",)),
         Launch("completions", "gpt-3.5-turbo-instruct"),
-        Launch("messages", "claude-opus-5-5", engine_flags=PARSERS),
+        Launch("messages", "claude-opus-5-5"),
         # For prompts of recorded agents.
         Launch("agents", context_tokens=131_072, pool_tokens=1_048_576),
         # The sizes of the kit for aborted prefills.
@@ -73,7 +73,9 @@ class Cluster(Fleet):
 
     @property
     def model_path(self) -> str:
-        return str((engine_home() / "chat-model").resolve())
+        """The folder of the model. The simulator knows only the ids of the model of bytes."""
+        name = "chat-model" if self.kind == "engine" else "model"
+        return str((engine_home() / name).resolve())
 
     def start(self) -> None:
         print(f"clients: starting the {self.kind}, launch {self.launch.name!r}", flush=True)
@@ -105,12 +107,14 @@ class Cluster(Fleet):
             *self.launch.flags(),
             "--chunked-prefill-size", "512",
             "--kv-events-config", json.dumps(kv_events),
+            "--json-model-override-args",
+            json.dumps({"max_position_embeddings": self.launch.context_tokens}),
             # The later of two flags wins.
             "--served-model-name", self.launch.model,
             *self.launch.engine_flags,
         ]
         env = shim_env(self.shim_socket, self.bin_dir) | self.launch.env
-        self.engine = launch_engine(self.folder, port, flags, env, "chat-model")
+        self.engine = launch_engine(self.folder, port, flags, env, self.model_path)
         self.engine_url = f"http://127.0.0.1:{port}"
 
     def _start_simulator(self) -> None:

@@ -170,7 +170,14 @@ def runs(request: pytest.FixtureRequest, folder: Path) -> Runs:
 
 
 def _case(item: pytest.Item) -> Case | None:
-    return item.callspec.params.get("case") if hasattr(item, "callspec") else None
+    case = item.callspec.params.get("case") if hasattr(item, "callspec") else None
+    return case if isinstance(case, Case) else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # A test that runs at no kind of engine in this run stands there without a case.
+    items[:] = [item for item in items if _case(item)]
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -45,7 +45,9 @@ class Litellm:
         (port,) = free_ports(1)
         config = folder / "proxy.yaml"
         # JSON is YAML.
-        config.write_text(json.dumps({"model_list": [
+        # Nobody else reaches this proxy, so it needs no key of its own.
+        general = {"dangerously_permit_weak_or_unset_master_key": True}
+        config.write_text(json.dumps({"general_settings": general, "model_list": [
             {"model_name": name, "litellm_params": {
                 "model": f"{name}/{target.model}", "api_key": "a key",
                 "api_base": target.url + ("" if name == "anthropic" else "/v1"),
@@ -65,8 +67,8 @@ class Litellm:
 
 
 SUITES = (
-    Suite("litellm", Litellm(proxy=False), quick=("simulator",)),
-    Suite("litellm-proxy", Litellm(proxy=True)),
+    Suite("litellm", Litellm(proxy=False), "chats", quick=("simulator",)),
+    Suite("litellm-proxy", Litellm(proxy=True), "chats"),
 )
 
 

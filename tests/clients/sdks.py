@@ -28,7 +28,7 @@ def anthropic(file: str, *only: str) -> PytestProgram:
 
 # Tests of what SGLang has no route for (stored chats, compaction) are left out.
 SUITES = (
-    Suite("openai-chat", openai("chat/test_completions.py", "create"), quick=("simulator",)),
+    Suite("openai-chat", openai("chat/test_completions.py", "create"), "chats", quick=("simulator",)),
     Suite(
         "openai-completions", openai("test_completions.py"), "completions",
         quick=("simulator",),
@@ -36,9 +36,10 @@ SUITES = (
     Suite(
         "openai-responses",
         openai("test_responses.py", "create", "retrieve", "cancel"),
+        "chats",
         quick=("simulator",),
     ),
-    Suite("openai-models", openai("test_models.py", "list", "retrieve"), quick=("simulator",)),
+    Suite("openai-models", openai("test_models.py", "list", "retrieve"), "chats", quick=("simulator",)),
     Suite("anthropic-messages", anthropic("test_messages.py"), "messages",
           quick=("simulator",)),
     Suite("anthropic-models", anthropic("test_models.py", "list", "retrieve"), "messages"),

@@ -77,7 +77,9 @@ const AGENT: &[Code] = &[
     Code::WorkerFailed,
     Code::WorkerTimeout,
 ];
+/// The refusals of an open. A session can expire before the answer, if its idle time is that short.
 const OPEN: &[Code] = &[
+    Code::SessionUnknown,
     Code::RetentionUnavailable,
     Code::SessionOpenOtherwise,
     Code::SessionLost,

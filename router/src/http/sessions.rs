@@ -13,7 +13,10 @@ use axum::{
 };
 use http::{StatusCode, Uri};
 use proto::{id::SessionKey, load::Retention};
-use serde::Deserialize;
+use serde::{
+    Deserialize,
+    de::{self, Unexpected},
+};
 use serde_json::{Value, json};
 use service::{
     clock::whole_millis,
@@ -235,8 +238,15 @@ pub(super) async fn read_body<T: for<'de> Deserialize<'de> + Default>(
     if held_body.bytes.is_empty() && may_be_empty {
         return Ok(T::default());
     }
-    serde_json::from_slice(&held_body.bytes)
-        .map_err(|error| errors::body_refusal(&error, &held_body.bytes))
+    parse_object(&held_body.bytes).map_err(|error| errors::body_refusal(&error, &held_body.bytes))
+}
+
+/// Parses a JSON object. Serde would also take an array, as the struct's fields in order.
+fn parse_object<T: for<'de> Deserialize<'de>>(bytes: &[u8]) -> serde_json::Result<T> {
+    if bytes.iter().find(|byte| !byte.is_ascii_whitespace()) == Some(&b'[') {
+        return Err(de::Error::invalid_type(Unexpected::Seq, &"an object"));
+    }
+    serde_json::from_slice(bytes)
 }
 
 /// Returns a session as JSON for its client.
@@ -264,4 +274,19 @@ fn to_json(shared: &Shared, session_view: &SessionView) -> Value {
         value["volatile_prefix"] = json!(prefix);
     }
     value
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_body_is_an_object_and_never_its_values_in_order() {
+        let body: OpenBody = parse_object(br#" {"session_id": "s"}"#).unwrap();
+        assert_eq!(body.session_id.as_deref(), Some("s"));
+        for wrong in [r#"["s", "pinned", 5]"#, "\n[null, null]", "[]", "null", "7", "\"s\"", "{"] {
+            assert!(parse_object::<OpenBody>(wrong.as_bytes()).is_err(), "{wrong}");
+            assert!(parse_object::<SglangCloseBody>(wrong.as_bytes()).is_err(), "{wrong}");
+        }
+    }
 }

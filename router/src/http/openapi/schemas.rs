@@ -16,11 +16,12 @@ pub(super) fn all() -> impl Iterator<Item = (&'static str, RefOr<Schema>)> {
 
 fn requests() -> [(&'static str, Value); 6] {
     let name = json!({ "$ref": "#/components/schemas/SessionId" });
+    let maybe_name = json!({ "oneOf": [name, { "type": "null" }] });
     let timeout = json!({
         "type": ["number", "null"], "exclusiveMinimum": 0, "maximum": 315_360_000,
         "description": "The idle time in seconds after which the session closes",
     });
-    let retentions = ["auto", "pinned", "tagged", "none"];
+    let retentions = [json!("auto"), json!("pinned"), json!("tagged"), json!("none"), Value::Null];
     [
         (
             "SessionId",
@@ -36,7 +37,13 @@ fn requests() -> [(&'static str, Value); 6] {
                 "description": "The id in the header `x-berth-turn` of the turn's answer",
             }),
         ),
-        ("PageLimit", json!({ "type": "integer", "minimum": 1, "maximum": SESSIONS_LISTED_MAX })),
+        (
+            "PageLimit",
+            json!({
+                "type": "integer", "minimum": 0,
+                "description": format!("Taken as 1 to {SESSIONS_LISTED_MAX}, the default"),
+            }),
+        ),
         (
             "OpenSession",
             json!({
@@ -53,7 +60,8 @@ fn requests() -> [(&'static str, Value); 6] {
             json!({
                 "type": "object",
                 "properties": {
-                    "session_id": name, "timeout": timeout, "streaming": { "type": "boolean" },
+                    "session_id": maybe_name, "timeout": timeout,
+                "streaming": { "type": ["boolean", "null"] },
                 },
             }),
         ),
