@@ -31,6 +31,8 @@ class Launch:
     env: dict[str, str] = field(default_factory=dict, hash=False)
     # Flags that only the real engine knows.
     engine_flags: tuple[str, ...] = ()
+    # Flags that only the simulator knows.
+    simulator_flags: tuple[str, ...] = ()
 
     def flags(self) -> list[str]:
         return [
@@ -43,15 +45,21 @@ class Launch:
         ]
 
 
+# The simulator's answers end by themselves, as the chat model's do: many requests set no limit.
+ENDING = ("--eos-per-mille", "20")
+
 LAUNCHES = {
     launch.name: launch
     for launch in (
         # The kits ask for answers of 100,000 tokens, and abort them.
         Launch("main", context_tokens=131_072),
         # The models that the libraries' own tests name.
-        Launch("chats", "gpt-6-astra", engine_flags=("--enable-response-store",)),
-        Launch("completions", "gpt-3.5-turbo-instruct"),
-        Launch("messages", "claude-opus-5-5"),
+        Launch(
+            "chats", "gpt-6-astra", engine_flags=("--enable-response-store",),
+            simulator_flags=ENDING,
+        ),
+        Launch("completions", "gpt-3.5-turbo-instruct", simulator_flags=ENDING),
+        Launch("messages", "claude-opus-5-5", simulator_flags=ENDING),
         # For prompts of recorded agents.
         Launch("agents", context_tokens=131_072, pool_tokens=1_048_576),
         # The sizes of the kit for aborted prefills.
@@ -129,6 +137,7 @@ class Cluster(Fleet):
             "--enable-metrics",
             "--enable-cache-report",
             *self.launch.flags(),
+            *self.launch.simulator_flags,
         ]
         self.engine = Process.start("engine", command, self.folder, self.launch.env)
         self.engine_url = f"http://127.0.0.1:{port}"

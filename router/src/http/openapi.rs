@@ -261,7 +261,7 @@ fn parameters_of(request: &Request) -> Vec<Parameter> {
         Request::Plain | Request::Body(..) => vec![],
         Request::SessionId => vec![in_path("id", "SessionId")],
         Request::TurnId => vec![in_path("turn", "TurnId")],
-        Request::Page => vec![in_query("limit", "PageLimit"), in_query("after", "SessionId")],
+        Request::Page => vec![in_query("limit", "PageLimit"), in_query("after", "PageStart")],
     }
 }
 

@@ -14,7 +14,7 @@ pub(super) fn all() -> impl Iterator<Item = (&'static str, RefOr<Schema>)> {
     })
 }
 
-fn requests() -> [(&'static str, Value); 6] {
+fn requests() -> [(&'static str, Value); 7] {
     let name = json!({ "$ref": "#/components/schemas/SessionId" });
     let maybe_name = json!({ "oneOf": [name, { "type": "null" }] });
     let timeout = json!({
@@ -37,6 +37,7 @@ fn requests() -> [(&'static str, Value); 6] {
                 "description": "The id in the header `x-berth-turn` of the turn's answer",
             }),
         ),
+        ("PageStart", json!({ "type": "string", "description": "The id before the first" })),
         (
             "PageLimit",
             json!({
@@ -49,8 +50,8 @@ fn requests() -> [(&'static str, Value); 6] {
             json!({
                 "type": "object",
                 "properties": {
-                    "session_id": name, "timeout": timeout,
-                    "retention": { "type": "string", "enum": retentions },
+                    "session_id": maybe_name, "timeout": timeout,
+                    "retention": { "type": ["string", "null"], "enum": retentions },
                 },
                 "additionalProperties": false,
             }),
