@@ -8,7 +8,7 @@ use crate::turn::sessions::SESSIONS_LISTED_MAX;
 
 /// Returns all schemas by name.
 pub(super) fn all() -> impl Iterator<Item = (&'static str, RefOr<Schema>)> {
-    requests().into_iter().chain(answers()).map(|(name, schema)| {
+    requests().into_iter().chain(session_answers()).chain(other_answers()).map(|(name, schema)| {
         let schema = serde_json::from_value(schema).expect("each schema is a valid one");
         (name, RefOr::T(schema))
     })
@@ -77,7 +77,7 @@ fn requests() -> [(&'static str, Value); 7] {
     ]
 }
 
-fn answers() -> [(&'static str, Value); 6] {
+fn session_answers() -> [(&'static str, Value); 2] {
     let states = ["bound", "opening", "idle", "running", "closing", "lost", "demoted"];
     [
         (
@@ -114,6 +114,11 @@ fn answers() -> [(&'static str, Value); 6] {
                 "required": ["sessions", "more"],
             }),
         ),
+    ]
+}
+
+fn other_answers() -> [(&'static str, Value); 4] {
+    [
         (
             "Workers",
             json!({
