@@ -13,6 +13,7 @@ use http::{HeaderMap, HeaderName, HeaderValue};
 use serde::{Deserialize, Serialize};
 
 use crate::{
+    hints::HINTS,
     id::{self, SessionKey},
     load::Retention,
 };
@@ -38,7 +39,7 @@ pub const REFUSAL: HeaderName = HeaderName::from_static("x-berth-refusal");
 pub const NOT_A_ROUTER: &str = "not_a_router";
 
 /// The headers that only a router may send to an agent.
-pub const TRUSTED: [HeaderName; 6] = [CLAIM, TURN, RANK, PRINCIPAL, RESIDENT, TOKEN];
+pub const TRUSTED: [HeaderName; 7] = [CLAIM, TURN, RANK, PRINCIPAL, RESIDENT, TOKEN, HINTS];
 
 /// A turn's session, and what the client wants done with it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

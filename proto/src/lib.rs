@@ -15,16 +15,20 @@
 //! - [`claim`]: the headers by which a router tells an agent to which session a turn belongs.
 //! - [`abort`]: the names by which clients abort turns, and how a router asks an agent for that.
 //! - [`turn_rid`]: the ids that agents give their turns inside the engine.
+//! - [`hints`]: the header by which a router tells an agent what a turn's client hinted at.
 //! - [`block`]: routing blocks, the parts of a prompt whose KV both sides track.
+//! - [`answers`]: whether a request asks for one answer to one prompt.
 //! - [`body`]: reads and rewrites the top level of a JSON request body.
 //! - [`gaps`]: how long sessions pause between two turns.
 //! - [`table`]: the hash table on which both sides build their indexes of blocks or pages.
 
 pub mod abort;
+pub mod answers;
 pub mod block;
 pub mod body;
 pub mod claim;
 pub mod gaps;
+pub mod hints;
 pub mod id;
 pub mod kv;
 pub mod load;
