@@ -44,6 +44,12 @@ pub use self::{
 use self::{journal::Record, state::EngineHistory};
 use crate::guard::Guards;
 
+/// The least tokens that the agent reserves for an answer in a session that it pinned on its own,
+/// unless the answer's limit is lower. Most answers of coding agents are shorter. A longer answer
+/// grows into the part of the pool that the pin budget leaves free, and is counted when the turn
+/// has ended.
+pub const ANSWER_TOKENS_MIN: u64 = 2048;
+
 /// The capacity of one rank.
 #[derive(Debug, Clone, Copy)]
 pub struct RankCapacity {
@@ -99,6 +105,9 @@ pub struct TableSettings {
     /// Whether the agent pins sessions whose clients asked for no retention. It pins those that
     /// come back soon, where the shim trims full histories.
     pub auto_pin: bool,
+    /// The least tokens reserved for an answer in a session that the agent pinned on its own; see
+    /// [`ANSWER_TOKENS_MIN`].
+    pub answer_tokens_min: u64,
     /// What one client may have of what all need.
     pub shares: ShareSettings,
     /// The guards (protective rules) that are on. Only simulations switch any off.

@@ -6,7 +6,7 @@ use fastrand::Rng;
 use proto::load::Retention;
 use worker_agent::{
     guard::Guards,
-    session::{EngineCapacity, RankCapacity, ShareSettings, TableSettings},
+    session::{ANSWER_TOKENS_MIN, EngineCapacity, RankCapacity, ShareSettings, TableSettings},
 };
 
 use crate::engine_sim::core::CoreConfig;
@@ -102,6 +102,9 @@ fn table_settings(rng: &mut Rng, guards: Guards) -> TableSettings {
         queue_wait_max: ms(rng.u64(500..5_000)),
         stuck_after: ms(15_000),
         auto_pin: rng.u32(..4) > 0,
+        // In a quarter of the plans, answers grow beyond what was reserved for them. This takes no
+        // random number of its own, so that each seed keeps its plan.
+        answer_tokens_min: if idle_ms_max.is_multiple_of(4) { 16 } else { ANSWER_TOKENS_MIN },
         shares: ShareSettings {
             sessions_max: principal_sessions_max + rng.usize(0..12),
             principal_sessions_max,
@@ -167,6 +170,13 @@ impl Plan {
             drains: rng.bool(),
             faults,
         }
+    }
+
+    /// Whether the agent may reserve less for an answer than its limit.
+    pub(super) fn grows_beyond_reservations(&self) -> bool {
+        let settings = &self.table_settings;
+        let is_below_limits = settings.answer_tokens_min < self.core.context_len as u64;
+        settings.auto_pin && self.trims && is_below_limits
     }
 
     /// Returns the engine's facts as the agent's table gets them.

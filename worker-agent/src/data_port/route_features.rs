@@ -2,12 +2,12 @@
 //!
 //! A session is a chain of turns (requests) that share a growing prefix. A *pinned* session keeps
 //! its KV in the engine between turns. A *tagged* session's KV is in the engine's radix tree,
-//! marked with the session's id. `turn` asks these functions before and after a turn. They are
-//! fixed facts about SGLang's routes; the session table plans how a turn runs.
+//! marked with the session's id. `turn` asks this function before a turn. Its answers are fixed
+//! facts about SGLang's routes; the session table plans how a turn runs.
 
 use proto::route::Kind;
 
-use crate::session::{RouteTurns, RunMode};
+use crate::session::RouteTurns;
 
 /// Returns which turns of a pinned session the route supports.
 ///
@@ -22,16 +22,24 @@ pub fn route_turns(kind: Kind) -> RouteTurns {
             RouteTurns::FullHistories
         }
         _ => RouteTurns::Nothing,
+        Kind::Chat | Kind::Completions | Kind::Responses => RouteTurns::FullHistories,
+        Kind::Messages => RouteTurns::UntaggedHistories,
+        Kind::Embeddings | Kind::Tokenizer | Kind::Models => RouteTurns::Nothing,
     }
 }
 
-/// Returns how a turn really ran that the session table planned as `planned_run_mode`. A turn that
-/// was planned as tagged runs untagged on a route without tags.
-#[must_use]
-pub fn actual_run_mode(kind: Kind, planned_run_mode: RunMode) -> RunMode {
-    if planned_run_mode == RunMode::Tagged && !kind.is_taggable() {
-        RunMode::Untagged
-    } else {
-        planned_run_mode
+#[cfg(test)]
+mod tests {
+    use proto::route::ROUTES;
+
+    use super::*;
+    use crate::session::RunMode;
+
+    #[test]
+    fn a_route_carries_tags_exactly_if_its_kind_does() {
+        for kind in ROUTES.map(|route| route.kind).into_iter().filter(|kind| kind.is_generation()) {
+            let runs_tagged = route_turns(kind).run_mode(RunMode::Tagged) == RunMode::Tagged;
+            assert_eq!(runs_tagged, kind.is_taggable(), "{kind:?}");
+        }
     }
 }

@@ -82,6 +82,8 @@ pub struct Need {
     pub prompt_tokens: u64,
     /// The most tokens of the turn's answer. `None`: as many as the context allows.
     pub answer_tokens: Option<u64>,
+    /// The tokens of the answer that the client expects, if it says so. No bound.
+    pub likely_answer_tokens: Option<u64>,
     /// Whether `prompt_tokens` is exact, because the body holds token ids. Otherwise
     /// `prompt_tokens` is an upper bound.
     pub is_exact: bool,
@@ -91,6 +93,18 @@ pub struct Need {
     /// Leading prompt tokens that are in the engine's cache, as the turn's sender says (a router,
     /// usually). The engine doesn't compute these tokens, but they need room too.
     pub resident_tokens: u64,
+}
+
+impl RouteTurns {
+    /// Returns how a turn of a session really runs that is to run as `planned`: on a route without
+    /// tags, nothing runs tagged.
+    #[must_use]
+    pub fn run_mode(self, planned: RunMode) -> RunMode {
+        match (self, planned) {
+            (Self::UntaggedHistories, RunMode::Tagged) => RunMode::Untagged,
+            _ => planned,
+        }
+    }
 }
 
 /// Token counts that the engine reported for a turn.
@@ -148,6 +162,9 @@ pub enum RouteTurns {
     /// Full histories only, and only if the shim trims them. On such a route, only the engine turns
     /// the prompt into tokens.
     FullHistories,
+    /// As [`Self::FullHistories`], and the engine takes no tag there: a turn outside pinned KV runs
+    /// without one.
+    UntaggedHistories,
     /// No turn.
     Nothing,
 }

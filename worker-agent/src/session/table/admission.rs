@@ -408,7 +408,7 @@ impl Table {
             session: turn_session,
             dp_rank: if is_rank_kept { ticket.dp_rank } else { 0 },
             growth_tokens_max: None,
-            run_mode: session.map(|(_, session)| self.unpinned_run_mode(session)),
+            run_mode: session.map(|(_, it)| ticket.run_mode(self.unpinned_run_mode(it))),
         }
     }
 

@@ -55,6 +55,7 @@ fn settings() -> TableSettings {
         queue_wait_max: QUEUE,
         stuck_after: STUCK,
         auto_pin: false,
+        answer_tokens_min: crate::session::ANSWER_TOKENS_MIN,
         shares: ShareSettings {
             sessions_max: 64,
             principal_sessions_max: 64,

@@ -6,7 +6,7 @@ use std::{sync::Arc, time::Instant};
 
 use proto::{claim::Claim, id::SessionKey};
 
-use super::{Need, PromptStart, RouteTurns, trim_turn::Trim};
+use super::{Need, PromptStart, RouteTurns, RunMode, trim_turn::Trim};
 
 /// A turn between its claim and its end, or the request of a client that waits for its session to
 /// open.
@@ -105,6 +105,12 @@ impl Ticket {
     /// Whether the turn awaits the shim's plan.
     pub(super) fn awaits_plan(&self) -> bool {
         matches!(self.inside().and_then(Inside::trim), Some(Trim::Awaited(_)))
+    }
+
+    /// Returns how the turn really runs on its route if it is to run as `planned`.
+    pub(super) fn run_mode(&self, planned: RunMode) -> RunMode {
+        let session = self.session.as_ref();
+        session.map_or(planned, |session| session.route_turns.run_mode(planned))
     }
 
     /// Whether the turn is a delta: it holds only new tokens.

@@ -295,7 +295,8 @@ impl Table {
         let (rid, key) = (&plan.rid, &turn.key);
         let need = Need { prompt_tokens: plan.prompt_tokens, is_exact: true, ..turn.need };
         self.tickets.run_beside(rid);
-        let run_mode = self.unpinned_run_mode(&self.sessions[key]);
+        let planned = self.unpinned_run_mode(&self.sessions[key]);
+        let run_mode = self.tickets[rid].run_mode(planned);
         self.effects.push(Effect::RunModeKnown { rid: rid.clone(), run_mode });
         if self.sessions[key].is_pinned() {
             self.undo_admission(key, turn.had_no_kv);

@@ -362,3 +362,66 @@ fn a_session_with_long_answers_is_pinned_only_with_room_for_them() {
         rig.end(&second, finished(100, 8));
     }
 }
+
+/// Clients set limits far above what they expect, so a limit alone must not cost a session its pin.
+#[test]
+fn sessions_with_high_limits_and_short_answers_are_all_pinned() {
+    let mut roomy = engine(1);
+    roomy.context_tokens = 32_000;
+    let rank = &mut roomy.ranks[0];
+    (rank.rows, rank.pin_rows_max) = (16, 8);
+    (rank.pool_tokens, rank.pin_tokens_max) = (60_000, 42_000);
+    let mut rig = Rig::with(TableSettings { auto_pin: true, ..settings() }, roomy);
+    rig.table.handle_shim_up(0, true);
+    rig.table.set_trimming(rig.now, true);
+    let need = Need { prompt_tokens: 24_000, answer_tokens: Some(8_000), ..Need::default() };
+    let ask = |rig: &mut Rig, id: &str, need: Need| {
+        let claim = auto(id);
+        let key = claim.key().unwrap();
+        rig.ask(Some((&claim, &key)), None, RouteTurns::FullHistories, need).inside()
+    };
+    let ids = ["a", "b", "c", "d"];
+    for id in ids {
+        let first = ask(&mut rig, id, need);
+        rig.end(&first, finished(7_000, 300));
+    }
+    let turns = ids.map(|id| ask(&mut rig, id, need));
+    for turn in &turns {
+        assert!(tokens_max(turn).is_some(), "all four run side by side in their pinned sessions");
+        rig.plan(turn, Plan::Trimmed, 0, 7_000);
+    }
+    // An answer longer than what was reserved for it is counted when its turn has ended.
+    for turn in &turns {
+        rig.end(turn, finished(7_000, 4_000));
+    }
+    assert_eq!(rig.table.totals(0).pinned_tokens, 4 * 11_008, "whole pages");
+    for is_second in [false, true] {
+        let small = Need { prompt_tokens: 300, answer_tokens: Some(8), ..Need::default() };
+        let turn = ask(&mut rig, "e", small);
+        assert_eq!(tokens_max(&turn), None, "no room is left to pin another: {is_second}");
+        rig.end(&turn, finished(100, 8));
+    }
+}
+
+#[test]
+fn an_answer_that_ignores_its_end_reserves_its_whole_limit() {
+    let mut roomy = engine(1);
+    roomy.context_tokens = 32_000;
+    (roomy.ranks[0].pool_tokens, roomy.ranks[0].pin_tokens_max) = (60_000, 42_000);
+    let mut rig = Rig::with(TableSettings { auto_pin: true, ..settings() }, roomy);
+    rig.table.handle_shim_up(0, true);
+    rig.table.set_trimming(rig.now, true);
+    for (id, ignores_eos, reserved) in [("a", false, 2_048), ("b", true, 8_000)] {
+        let first = full_history(&mut rig, &auto(id), 400).inside();
+        rig.end(&first, finished(100, 8));
+        let need = Need { prompt_tokens: 400, answer_tokens: Some(8_000), ..Need::default() };
+        let claim = auto(id);
+        let key = claim.key().unwrap();
+        let need = Need { ignores_eos, ..need };
+        let turn = rig.ask(Some((&claim, &key)), None, RouteTurns::FullHistories, need).inside();
+        let prompt = tokens_max(&turn).unwrap();
+        assert_eq!(turn.turn.growth_tokens_max, Some(prompt + reserved), "{id}");
+        rig.plan(&turn, Plan::Trimmed, 0, 100);
+        rig.end(&turn, finished(100, 8));
+    }
+}

@@ -3,6 +3,7 @@
 use super::*;
 
 const SMALL: Need = Need {
+    likely_answer_tokens: None,
     prompt_tokens: 8,
     answer_tokens: Some(8),
     is_exact: true,

@@ -33,6 +33,7 @@ impl Rig {
 }
 
 const SMALL: Need = Need {
+    likely_answer_tokens: None,
     prompt_tokens: 8,
     answer_tokens: Some(1),
     is_exact: true,

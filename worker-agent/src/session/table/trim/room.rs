@@ -15,12 +15,8 @@ use proto::{id::SessionKey, load::Retention};
 use super::DIVERGENCE_STREAK_MAX;
 use crate::session::table::{MeasuredHistory, Need, State, Table};
 
-/// The least tokens reserved for an answer without a limit, in a session that the agent pinned on
-/// its own. SGLang itself reserves no more than this for such an answer. A longer answer grows into
-/// the part of the pool that the pin budget leaves free, and is counted when the turn has ended.
-const ANSWER_TOKENS_MIN: u64 = 4096;
-/// The tokens reserved for an answer without a limit are also at least this many times the longest
-/// answer that the session had so far. A session that reasons at length usually does so again.
+/// The tokens reserved for an answer are at least this many times the longest answer that the
+/// session had so far. A session that reasons at length usually does so again.
 const LONGEST_ANSWER_FACTOR: u64 = 2;
 /// Tokens that a chat template may put around what a turn adds.
 const TEMPLATE_TOKENS: u64 = 32;
@@ -84,17 +80,23 @@ impl Table {
         tokens.saturating_add(self.reserved_answer_tokens(key, need)).min(context_tokens)
     }
 
-    /// Returns the tokens to reserve for an answer: its limit, if it has one. Without a limit, this
-    /// is a likely length if the agent pinned the session on its own, and else the whole context.
+    /// Returns the tokens to reserve for an answer. In a session that the agent pinned on its own,
+    /// this is the length that the client expects or else a likely one, and at most the limit.
+    /// Clients set limits far above what they expect, so whole limits would leave most of the pin
+    /// budget unused. In a session that a client pinned, and for a turn that ignores the end of its
+    /// answer, it is the whole limit. Without a limit, the context is one.
     pub(super) fn reserved_answer_tokens(&self, key: &SessionKey, need: Need) -> u64 {
         let context_tokens = self.engine.context_tokens;
         let session = &self.sessions[key];
+        let limit_tokens = need.answer_tokens.unwrap_or(context_tokens);
+        if !session.has_auto_retention() || (need.ignores_eos && need.answer_tokens.is_some()) {
+            return limit_tokens;
+        }
         let longest_multiple =
             session.client.longest_answer_tokens.saturating_mul(LONGEST_ANSWER_FACTOR);
-        let likely_tokens = longest_multiple.max(ANSWER_TOKENS_MIN).min(context_tokens);
-        let tokens_without_limit =
-            if session.has_auto_retention() { likely_tokens } else { context_tokens };
-        need.answer_tokens.unwrap_or(tokens_without_limit)
+        let likely_tokens = longest_multiple.max(self.settings.answer_tokens_min);
+        let likely_tokens = need.likely_answer_tokens.unwrap_or(likely_tokens);
+        likely_tokens.min(context_tokens).min(limit_tokens)
     }
 
     /// Returns the most tokens that a full history may have to run in its session. The tokens of an
