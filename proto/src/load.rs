@@ -128,7 +128,7 @@ pub struct Device {
     pub age_ms: Option<u32>,
 }
 
-/// Facts about the engine that don't change until it restarts.
+/// Facts about the engine that don't change until it restarts, except its adapters.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct EngineFacts {
     /// SGLang's version, as the engine reports it.
@@ -151,6 +151,10 @@ pub struct EngineFacts {
     pub disaggregation: String,
     /// Whether the engine cuts prompts that are longer than its context, instead of refusing them.
     pub shortens_prompts: bool,
+    /// Names of the LoRA adapters that are loaded, in order. `None` if the agent doesn't read them.
+    /// They may change while the engine runs.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub adapters: Option<Vec<String>>,
 }
 
 /// The fixed sizes of one DP rank.
@@ -384,15 +388,41 @@ pub enum Error {
 }
 
 impl EngineFacts {
-    /// Whether the engine serves `model`. An adapter is named `model:adapter`.
+    /// Whether the engine serves `model`: one of its models, one of its adapters as it lists them,
+    /// or `model:adapter`. With an empty `model` before the colon, any of its models will do.
     #[must_use]
     pub fn serves(&self, model: &str) -> bool {
-        let base = model.split_once(':').map_or(model, |(base, _)| base);
-        self.models.iter().any(|served| served == model || served == base)
+        if self.models.iter().any(|served| served == model) {
+            return true;
+        }
+        let adapter_of = |served: &str| model.strip_prefix(served)?.strip_prefix(':');
+        let models = self.models.iter().map(String::as_str).chain([""]);
+        let adapters = models.filter_map(adapter_of).chain([model]);
+        match &self.adapters {
+            Some(loaded) => adapters.into_iter().any(|name| loaded.iter().any(|it| it == name)),
+            // The engine refuses an adapter that it doesn't have.
+            None => adapters.into_iter().any(|name| name != model),
+        }
+    }
+
+    /// Returns the names of all that the engine serves: its models, then its adapters.
+    pub fn served_names(&self) -> impl Iterator<Item = &str> {
+        let adapters = self.adapters.iter().flatten();
+        self.models.iter().chain(adapters).map(String::as_str)
     }
 }
 
 impl Retention {
+    /// Returns the engine's flag without which no session can have this retention.
+    #[must_use]
+    pub fn engine_flag(self) -> Option<&'static str> {
+        match self {
+            Self::None => None,
+            Self::Tagged => Some("--enable-session-radix-cache"),
+            Self::Pinned => Some("--enable-streaming-session"),
+        }
+    }
+
     /// Returns the name used in JSON, headers and metrics.
     #[must_use]
     pub fn as_str(self) -> &'static str {
@@ -418,5 +448,44 @@ impl PromptRole {
             Self::Tools => "tools",
             Self::Other => "other",
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn engine(models: &[&str], adapters: Option<&[&str]>) -> EngineFacts {
+        let names = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect();
+        EngineFacts {
+            version: String::new(),
+            models: names(models),
+            page_tokens: 1,
+            context_tokens: 1,
+            vocabulary: None,
+            streaming_sessions: false,
+            radix_sessions: false,
+            instance: String::new(),
+            disaggregation: "null".to_owned(),
+            shortens_prompts: false,
+            adapters: adapters.map(names),
+        }
+    }
+
+    #[test]
+    fn an_engine_serves_its_models_and_the_adapters_that_it_has() {
+        let with_sql = engine(&["qwen:7b"], Some(&["sql"]));
+        for served in ["qwen:7b", "qwen:7b:sql", ":sql", "sql"] {
+            assert!(with_sql.serves(served), "{served}");
+        }
+        for other in ["qwen", "7b", "qwen:7b:chess", "llama:sql", ":chess", "", "qwen:7bsql"] {
+            assert!(!with_sql.serves(other), "{other}");
+        }
+        let names: Vec<&str> = with_sql.served_names().collect();
+        assert_eq!(names, ["qwen:7b", "sql"]);
+        let unknown = engine(&["m"], None);
+        assert!(unknown.serves("m:any") && unknown.serves(":any"), "its engine knows");
+        assert!(!unknown.serves("n") && !unknown.serves("n:any") && !unknown.serves("many"));
+        assert!(!engine(&["m"], Some(&[])).serves("m:any"));
     }
 }

@@ -61,6 +61,7 @@ fn description(agent: usize) -> Description {
             instance: String::new(),
             disaggregation: "null".to_owned(),
             shortens_prompts: false,
+            adapters: None,
         },
         ranks: vec![Rank { dp_rank: 0, pool_tokens: POOL_TOKENS, rows: 4096, devices: vec![] }],
         retentions: vec![Retention::Pinned, Retention::Tagged, Retention::None],

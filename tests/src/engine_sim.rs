@@ -54,6 +54,12 @@ pub struct Config {
     pub enable_cache_report: bool,
     #[arg(long)]
     pub enable_response_store: bool,
+    /// Says that requests are taken by their priority; the simulator takes them in order.
+    #[arg(long)]
+    pub enable_priority_scheduling: bool,
+    /// Lists the LoRA adapters that [`EngineSim::set_adapters`] has set; answers ignore them.
+    #[arg(long)]
+    pub enable_lora: bool,
     /// The interval, counted from a request's start, at which the server notices that the client of
     /// a non-streaming request has gone, in milliseconds.
     #[arg(long = "disconnect-poll-ms", default_value = "4000", value_parser = millis)]
@@ -158,6 +164,11 @@ impl EngineSim {
         if let Some(publisher) = self.publishers.get(rank) {
             publisher.publish(batch);
         }
+    }
+
+    /// Sets which LoRA adapters `/v1/models` lists.
+    pub fn set_adapters(&self, names: &[&str]) {
+        self.app.set_adapters(names.iter().map(|name| (*name).to_owned()).collect());
     }
 
     pub fn addr(&self) -> SocketAddr {

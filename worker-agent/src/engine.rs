@@ -1,17 +1,21 @@
 //! Gives the agent access to its engine, the SGLang server on the same host.
 //!
-//! Parts: [`EngineClient`] (in `client`) calls the engine's HTTP API, [`stall_detector`] finds out
-//! when the engine makes no progress, [`silence`] when it says nothing, and [`model_files`] finds
-//! the tokenizer files of the engine's model. The parts only read, send and report.
-//! [`crate::owner`] decides what to do, and `data_port` sends turns through the client.
+//! Parts: [`EngineClient`] (in `client`) calls the engine's HTTP API, `info` reads its
+//! description, [`stall_detector`] finds out when the engine makes no progress, [`silence`] when it
+//! says nothing, [`model_files`] finds the tokenizer files of the engine's model, and [`missing`]
+//! the flags that the engine lacks. The parts only read, send and report. [`crate::owner`] decides
+//! what to do, and `data_port` sends turns through the client.
 
 mod client;
+mod info;
 mod load;
+pub mod missing;
 pub mod model_files;
 pub mod silence;
 pub mod stall_detector;
 
 pub use self::{
-    client::{EngineClient, EngineInfo, Error, is_connection_refused},
+    client::{EngineClient, Error, is_connection_refused},
+    info::{EngineInfo, PriorityOrder},
     load::{LoadSample, RankSample},
 };

@@ -448,6 +448,7 @@ mod tests {
             instance: "first".into(),
             disaggregation: "null".into(),
             shortens_prompts: false,
+            adapters: None,
         };
         let (pool_bytes, device) = (vec![Some(7)], "cpu".to_owned());
         EngineInfo {
@@ -458,6 +459,9 @@ mod tests {
             pool_bytes,
             step_tokens_max: None,
             model_files: None,
+            has_lora: false,
+            priority_order: None,
+            missing_flags: vec![],
         }
     }
 
@@ -471,6 +475,7 @@ mod tests {
             queue_wait_max: Duration::MAX,
             stuck_after: Duration::MAX,
             auto_pin: false,
+            answer_tokens_min: 0,
             shares: ShareSettings {
                 sessions_max: 1,
                 principal_sessions_max: 1,

@@ -392,6 +392,7 @@ fn start_agent(
         queue_wait_max: ms(config.limits.queue_wait_ms_max),
         stuck_after: config::ABORT_WAIT_MAX * 2,
         auto_pin: config.sessions.auto_pin,
+        answer_tokens_min: session::ANSWER_TOKENS_MIN,
         shares: ShareSettings {
             sessions_max: config.limits.sessions_max,
             principal_sessions_max: config.limits.principal_sessions_max,

@@ -111,6 +111,7 @@ impl TryFrom<v1::EngineFacts> for EngineFacts {
             instance: wire.instance,
             disaggregation: wire.disaggregation,
             shortens_prompts: wire.shortens_prompts,
+            adapters: wire.adapters.map(|adapters| adapters.names),
         })
     }
 }
@@ -128,6 +129,7 @@ impl From<EngineFacts> for v1::EngineFacts {
             instance: facts.instance,
             disaggregation: facts.disaggregation,
             shortens_prompts: facts.shortens_prompts,
+            adapters: facts.adapters.map(|names| v1::Adapters { names }),
         }
     }
 }

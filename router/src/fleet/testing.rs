@@ -35,6 +35,7 @@ pub(crate) fn description(agent_id: &str, epoch: u64, ranks: u32) -> Description
             instance: String::new(),
             disaggregation: "null".to_owned(),
             shortens_prompts: false,
+            adapters: None,
         },
         ranks: (0..ranks).map(rank).collect(),
         retentions: vec![Retention::Pinned, Retention::Tagged, Retention::None],

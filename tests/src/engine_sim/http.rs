@@ -88,6 +88,8 @@ pub(super) struct App {
     /// Whether `/pause_generation` was called, and `/continue_generation` not since.
     paused: AtomicBool,
     responses: responses::ResponseStore,
+    /// The names of the loaded LoRA adapters.
+    adapters: Mutex<Vec<String>>,
 }
 
 type AppState = axum::extract::State<Arc<App>>;
@@ -101,6 +103,12 @@ impl App {
         let (tickets, paused) = (AtomicU64::new(1), AtomicBool::new(false));
         let responses = responses::ResponseStore::default();
         App { config, handle, tasks, rng, tickets, started_wall, paused, responses }
+        let adapters = Mutex::default();
+        App { config, handle, tasks, rng, tickets, started_wall, paused, adapters }
+    }
+
+    pub(super) fn set_adapters(&self, names: Vec<String>) {
+        *self.adapters.lock() = names;
     }
 
     /// Returns 32 hex digits, like the `hex` of a Python uuid4.

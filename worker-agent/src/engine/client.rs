@@ -23,12 +23,16 @@ use hyper_util::{
     },
     rt::{TokioExecutor, TokioTimer},
 };
-use proto::load::{EngineFacts, ModelFiles, Retention};
 use serde::Deserialize;
 use serde_json::Value;
 use service::descriptors;
 
-use super::{LoadSample, RankSample, model_files};
+use super::{
+    LoadSample, RankSample,
+    info::{EngineInfo, parse_info},
+    missing::missing_flags,
+    model_files,
+};
 use crate::kv_events::publisher_info::{PublisherAddresses, PublisherInfo};
 
 /// The maximum bytes of the answer to a control call. The largest answer, of `/server_info`, has
@@ -57,7 +61,7 @@ pub enum Error {
     #[error("the engine did not answer {0} within {1:?}")]
     Timeout(&'static str, Duration),
     /// The answer has an unexpected status.
-    #[error("the engine answered {path} with {status}: {body}")]
+    #[error("the engine answered {path} with {status}: {body}{}", status_advice(*.status))]
     Status {
         /// The route that was called.
         path: &'static str,
@@ -107,6 +111,15 @@ impl Error {
     }
 }
 
+/// Returns what an operator should do about a status, as the end of a message.
+fn status_advice(status: StatusCode) -> &'static str {
+    if status == StatusCode::UNAUTHORIZED {
+        "; set BERTH_ENGINE_API_KEY to the engine's --api-key"
+    } else {
+        ""
+    }
+}
+
 /// Whether the engine's port refused the connection. Then the engine's process is gone, and with it
 /// all its KV.
 #[must_use]
@@ -129,48 +142,6 @@ pub struct EngineClient {
     sample_client: Client<HttpConnector, Full<Bytes>>,
     /// The time limit of a call other than a turn.
     call_time_max: Duration,
-}
-
-/// The part of `/server_info` that the agent needs.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct EngineInfo {
-    /// The facts that the agent tells routers.
-    pub facts: EngineFacts,
-    /// For each data parallel (DP) rank: the number of rows of its request table. A request that
-    /// runs holds a row.
-    pub rows: Vec<u32>,
-    /// The size of each rank's KV pool, in tokens.
-    pub pool_tokens: u64,
-    /// The engine's device type, for example `cuda` or `cpu`.
-    pub device: String,
-    /// For each rank: the bytes of its pool on one of its devices, precise to about 1 MiB. `None`
-    /// if the engine doesn't report them.
-    pub pool_bytes: Vec<Option<u64>>,
-    /// The most prompt tokens that the engine computes in one step. `None`: whole prompts.
-    pub step_tokens_max: Option<u64>,
-    /// The tokenizer files on this host. `None` until the engine monitor has found them.
-    pub model_files: Option<ModelFiles>,
-}
-
-impl EngineInfo {
-    /// Returns how the engine can keep the KV of sessions between turns, the best way first. The
-    /// engine's flags decide this.
-    #[must_use]
-    pub fn retentions(&self) -> Vec<Retention> {
-        let facts = &self.facts;
-        // Streaming sessions don't work with prefill/decode disaggregation: the prefill engine's
-        // copy of the history lacks the answers.
-        let can_pin = facts.streaming_sessions && facts.disaggregation == "null";
-        let mut retentions = vec![];
-        if can_pin {
-            retentions.push(Retention::Pinned);
-        }
-        if facts.radix_sessions {
-            retentions.push(Retention::Tagged);
-        }
-        retentions.push(Retention::None);
-        retentions
-    }
 }
 
 impl EngineClient {
@@ -219,9 +190,13 @@ impl EngineClient {
         let body = self.call(Method::GET, path, None).await?;
         let value: Value = serde_json::from_slice(&body)
             .map_err(|error| Error::Answer { path, detail: error.to_string() })?;
-        let info = parse_info(&value).map_err(|detail| Error::Answer { path, detail })?;
+        let mut info = parse_info(&value).map_err(|detail| Error::Answer { path, detail })?;
         let host = self.base_uri.host().unwrap_or("127.0.0.1");
         let publishers = PublisherAddresses::from_server_info(&value, host);
+        if info.has_lora {
+            info.facts.adapters = Some(self.read_adapters().await?);
+        }
+        info.missing_flags = missing_flags(&value, publishers.is_ok());
         let event_page_tokens =
             publishers.as_ref().ok().and_then(|publishers| publishers.page_tokens);
         let page_tokens = event_page_tokens.unwrap_or(info.facts.page_tokens);
@@ -234,6 +209,31 @@ impl EngineClient {
             publishers,
         };
         Ok((info, model_files::TokenizerSource::from_info(&value), publisher_info))
+    }
+
+    /// Reads the names of the loaded LoRA adapters from `/v1/models`, in order.
+    ///
+    /// # Errors
+    /// When the engine can't be reached or its answer is invalid.
+    pub async fn read_adapters(&self) -> Result<Vec<String>, Error> {
+        #[derive(Deserialize)]
+        struct Models {
+            data: Vec<Model>,
+        }
+        #[derive(Deserialize)]
+        struct Model {
+            id: String,
+            /// The model to which an adapter belongs.
+            parent: Option<String>,
+        }
+        let path = "/v1/models";
+        let body = self.call(Method::GET, path, None).await?;
+        let models: Models = serde_json::from_slice(&body)
+            .map_err(|error| Error::Answer { path, detail: error.to_string() })?;
+        let adapters = models.data.into_iter().filter(|model| model.parent.is_some());
+        let mut names: Vec<String> = adapters.map(|model| model.id).collect();
+        names.sort_unstable();
+        Ok(names)
     }
 
     /// Reads `/v1/loads`. Calls `now` when the answer has arrived.
@@ -414,129 +414,15 @@ impl EngineClient {
     }
 }
 
-/// Reads the values that the agent needs from the answer of `/server_info`.
-fn parse_info(value: &Value) -> Result<EngineInfo, String> {
-    let number = |key: &str| value.get(key).and_then(Value::as_u64);
-    let flag = |key: &str| value.get(key).and_then(Value::as_bool).unwrap_or(false);
-    let text = |key: &str| value.get(key).and_then(Value::as_str);
-    let required_number = |key: &str| number(key).ok_or(format!("{key} is missing"));
-    let to_u32 = |key: &str, number: u64| {
-        u32::try_from(number).map_err(|_| format!("{key} is out of range: {number}"))
-    };
-    let rank_states = value.get("internal_states").and_then(Value::as_array);
-    let rows = rank_states
-        .and_then(|states| states.first())
-        .and_then(|state| state.get("effective_max_running_requests_per_dp"))
-        .and_then(Value::as_u64)
-        .or_else(|| number("max_running_requests"))
-        .ok_or("effective_max_running_requests_per_dp is missing")?;
-    let ranks = number("dp_size").unwrap_or(1).max(1);
-    let page_tokens = to_u32("page_size", number("page_size").unwrap_or(1).max(1))?;
-    let context_tokens = number("context_length")
-        .or_else(|| rank_states?.first()?.get("context_length")?.as_u64())
-        .or_else(|| number("max_req_input_len"))
-        .ok_or("context_length is missing")?;
-    let model = text("served_model_name").or_else(|| text("model_path"));
-    let seed = number("random_seed").unwrap_or(0);
-    let startup_times = value.get("startup_time").map(Value::to_string).unwrap_or_default();
-    Ok(EngineInfo {
-        facts: EngineFacts {
-            version: text("version").unwrap_or("unknown").to_owned(),
-            models: vec![model.ok_or("served_model_name is missing")?.to_owned()],
-            page_tokens,
-            context_tokens: to_u32("context_length", context_tokens)?,
-            vocabulary: None,
-            streaming_sessions: flag("enable_streaming_session"),
-            radix_sessions: flag("enable_session_radix_cache"),
-            // The engine reports no process id. The agent derives an id from two values that
-            // differ between processes: the seed, random at each launch unless the operator sets
-            // it, and the startup times, which are measured at each launch.
-            instance: proto::id::short_sha256(format!("{seed} {startup_times}").as_bytes()),
-            disaggregation: text("disaggregation_mode").unwrap_or("null").to_owned(),
-            shortens_prompts: flag("allow_auto_truncate"),
-        },
-        rows: vec![to_u32("rows", rows)?; usize::try_from(ranks).map_err(|e| e.to_string())?],
-        pool_tokens: required_number("max_total_num_tokens")?,
-        device: text("device").unwrap_or("unknown").to_owned(),
-        pool_bytes: rank_states.into_iter().flatten().map(pool_bytes).collect(),
-        // The engine computes whole prompts if the number is -1.
-        step_tokens_max: number("chunked_prefill_size").filter(|tokens| *tokens > 0),
-        model_files: None,
-    })
-}
-
-/// Returns the bytes of a rank's KV pool, which the engine reports in GiB with three decimals.
-fn pool_bytes(rank_state: &Value) -> Option<u64> {
-    let gib = rank_state.get("memory_usage")?.get("kvcache")?.as_f64()?;
-    let milli_gib = (gib * 1000.0).round();
-    // A value of 0.000 GiB, or of a million GiB and more, can't be a pool's size.
-    let milli_gib = (1.0..1e9).contains(&milli_gib).then_some(milli_gib)?;
-    #[expect(
-        clippy::cast_possible_truncation,
-        clippy::cast_sign_loss,
-        reason = "a whole number between the bounds above"
-    )]
-    let milli_gib = milli_gib as u64;
-    Some((milli_gib << 30) / 1000)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn server_info() -> Value {
-        serde_json::json!({
-            "version": "0.5.23", "page_size": 16, "max_total_num_tokens": 2048,
-            "context_length": 1024, "dp_size": 2, "served_model_name": "tiny",
-            "enable_streaming_session": true, "enable_session_radix_cache": true,
-            "random_seed": 42, "startup_time": {"total": 12.5}, "disaggregation_mode": "null",
-            "internal_states": [{"effective_max_running_requests_per_dp": 8}],
-        })
-    }
-
     #[test]
-    fn flags_decide_which_retentions_are_offered() {
-        let table = [
-            (true, true, "null", vec![Retention::Pinned, Retention::Tagged, Retention::None]),
-            (true, false, "null", vec![Retention::Pinned, Retention::None]),
-            (false, true, "null", vec![Retention::Tagged, Retention::None]),
-            (false, false, "null", vec![Retention::None]),
-            (true, true, "decode", vec![Retention::Tagged, Retention::None]),
-        ];
-        for (streaming, radix, mode, want) in table {
-            let mut value = server_info();
-            value["enable_streaming_session"] = streaming.into();
-            value["enable_session_radix_cache"] = radix.into();
-            value["disaggregation_mode"] = mode.into();
-            assert_eq!(parse_info(&value).unwrap().retentions(), want);
-        }
-    }
-
-    #[test]
-    fn a_restarted_engine_is_another_instance() {
-        let first = parse_info(&server_info()).unwrap();
-        assert_eq!(first, parse_info(&server_info()).unwrap());
-        let mut value = server_info();
-        value["startup_time"]["total"] = 12.6.into();
-        assert_ne!(first.facts.instance, parse_info(&value).unwrap().facts.instance);
-    }
-
-    #[test]
-    fn a_pool_s_bytes_are_the_engine_s_word_and_absent_without_one() {
-        let state = |gib: f64| {
-            serde_json::json!({"effective_max_running_requests_per_dp": 8,
-                "memory_usage": {"kvcache": gib}})
-        };
-        let mut value = server_info();
-        value["internal_states"] = serde_json::json!([state(81.25), state(0.0), {}]);
-        assert_eq!(parse_info(&value).unwrap().pool_bytes, [Some(325 << 28), None, None]);
-    }
-
-    #[test]
-    fn each_rank_has_its_rows_and_what_is_missing_is_named() {
-        assert_eq!(parse_info(&server_info()).unwrap().rows, [8, 8]);
-        let mut value = server_info();
-        value.as_object_mut().unwrap().remove("max_total_num_tokens");
-        assert!(parse_info(&value).unwrap_err().contains("max_total_num_tokens"));
+    fn an_engine_that_refuses_the_key_says_what_to_set() {
+        let message =
+            |status| Error::Status { path: "/v1/loads", status, body: "{}".to_owned() }.to_string();
+        assert!(message(StatusCode::UNAUTHORIZED).contains("BERTH_ENGINE_API_KEY"));
+        assert!(!message(StatusCode::BAD_REQUEST).contains("BERTH_ENGINE_API_KEY"));
     }
 }

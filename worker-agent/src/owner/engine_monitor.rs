@@ -16,7 +16,10 @@ use service::{clock::now, tasks::Tasks};
 use tokio::sync::{Notify, watch};
 use tracing::{debug, info, warn};
 
-use super::{AgentHandle, EngineNews};
+use super::{
+    AgentHandle, EngineNews,
+    adapters::{self, AdapterWatch},
+};
 use crate::{
     engine::{self, EngineClient, EngineInfo, LoadSample, RankSample, model_files},
     kv_events::KvHandle,
@@ -64,9 +67,10 @@ async fn monitor_engine(monitor: &EngineMonitor) {
     loop {
         match read_engine(monitor).await {
             Ok((info, first_sample)) => {
+                let adapters = AdapterWatch::new(info.has_lora, now());
                 monitor.owner.report_engine(EngineNews::Up(info)).await;
                 monitor.owner.report_engine(EngineNews::Sample(first_sample.clone())).await;
-                if let Some(down_news) = sample_until_down(monitor, first_sample).await {
+                if let Some(down_news) = sample_until_down(monitor, first_sample, adapters).await {
                     monitor.owner.report_engine(down_news).await;
                 }
             }
@@ -107,6 +111,7 @@ fn to_down_news(error: &engine::Error) -> EngineNews {
 async fn sample_until_down(
     monitor: &EngineMonitor,
     first_sample: LoadSample,
+    mut adapter_watch: AdapterWatch,
 ) -> Option<EngineNews> {
     let mut ticks = tokio::time::interval(monitor.sample_interval);
     ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
@@ -119,6 +124,11 @@ async fn sample_until_down(
             // A turn's connection failed. The caller reads the description again, which shows why.
             () = monitor.wake.notified() => return None,
             _ = ticks.tick() => {}
+        }
+        if adapter_watch.is_due(now())
+            && let Err(error) = adapters::refresh(&monitor.engine, &monitor.owner).await
+        {
+            warn!(%error, "can't read the engine's adapters");
         }
         match monitor.engine.read_load(now).await {
             Ok(sample) => {

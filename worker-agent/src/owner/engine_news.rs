@@ -11,7 +11,7 @@ use tracing::{info, warn};
 
 use super::{EngineNews, Owner};
 use crate::{
-    engine::{EngineInfo, LoadSample},
+    engine::{EngineInfo, LoadSample, missing::MissingFlag},
     session::EngineLoad,
 };
 
@@ -32,6 +32,11 @@ impl Owner {
         match news {
             EngineNews::Up(info) => self.handle_engine_up(info),
             EngineNews::Sample(sample) => self.handle_engine_sample(sample),
+            EngineNews::Adapters(adapters) => {
+                if self.engine.set_adapters(adapters) {
+                    self.publish_description();
+                }
+            }
             EngineNews::RefusesConnections { process } => {
                 if self.engine.is_present(process) {
                     self.set_engine_down("the engine accepts no connections".to_owned(), true);
@@ -58,11 +63,20 @@ impl Owner {
             self.engine_calls.take_over(&mut self.table, &info.facts.instance);
             self.shims.register_again(&mut self.table);
             info!(version = info.facts.version, ranks = info.rows.len(), "engine up");
+            for MissingFlag { flag, without } in &info.missing_flags {
+                warn!(flag, without, "the engine lacks a flag");
+            }
+            self.shims.check.begin(now());
             // A watcher that learns of the new ranks must find them in the newest report.
             self.publish_report(now());
             self.reporter.publish_description(&info, self.trimmer.sglang_version());
         }
+        let had_adapters = self.engine.info().map(|known| known.facts.adapters.clone());
+        let has_changed = had_adapters.is_some_and(|adapters| adapters != info.facts.adapters);
         self.engine.set_up(info);
+        if has_changed {
+            self.publish_description();
+        }
     }
 
     fn handle_engine_sample(&mut self, sample: LoadSample) {

@@ -86,6 +86,15 @@ impl EngineState {
         self.down_reason = None;
     }
 
+    /// Notes which adapters the engine has. Returns whether these are others than before.
+    pub(super) fn set_adapters(&mut self, adapters: Vec<String>) -> bool {
+        let Some(info) = &mut self.info else { return false };
+        let adapters = Some(adapters);
+        let has_changed = info.facts.adapters != adapters;
+        info.facts.adapters = adapters;
+        has_changed
+    }
+
     /// Notes that the engine can't take turns.
     pub(super) fn set_down(&mut self, reason: String, has_process_ended: bool) {
         match &self.down_reason {
@@ -168,6 +177,7 @@ mod tests {
             instance: instance.into(),
             disaggregation: "null".into(),
             shortens_prompts: false,
+            adapters: None,
         };
         Box::new(EngineInfo {
             facts,
@@ -177,6 +187,9 @@ mod tests {
             pool_bytes: vec![None],
             step_tokens_max: None,
             model_files: None,
+            has_lora: false,
+            priority_order: None,
+            missing_flags: vec![],
         })
     }
 

@@ -6,13 +6,20 @@
 //! agent gets the figures from the engine's HTTP interface, later and less exactly.
 //!
 //! [`crate::shim`] has the connections and the messages. Page audits, which shims make too, are in
-//! `audit_desk`, and the trimmer's messages are in `trim`.
+//! `audit_desk`, and the trimmer's messages are in `trim`. The child `check` notices a missing
+//! shim.
 
-use std::{collections::HashMap, time::Duration};
+mod check;
+
+use std::{
+    collections::HashMap,
+    time::{Duration, Instant},
+};
 
 use service::{clock::now, tasks::Tasks};
 use tracing::{info, warn};
 
+use self::check::ShimCheck;
 use crate::{
     gpu::{Gpus, process::Scheduler},
     session::{SessionReport, Table},
@@ -32,11 +39,13 @@ pub(super) struct Shims {
     /// The ranks with a connected shim that works, and whether that shim can demote sessions. To
     /// demote a session is to free its KV but keep it open.
     connected: HashMap<u32, bool>,
+    /// Says if the shims of a new engine process don't come.
+    pub(super) check: ShimCheck,
 }
 
 impl Shims {
     pub(super) fn new(handle: ShimHandle, gpus: Gpus, tasks: Tasks) -> Self {
-        Self { handle, gpus, tasks, connected: HashMap::new() }
+        Self { handle, gpus, tasks, connected: HashMap::new(), check: ShimCheck::default() }
     }
 
     /// Handles the greeting of a shim that has connected. Returns whether the shim works.
@@ -65,6 +74,11 @@ impl Shims {
     /// Removes a shim that has disconnected.
     pub(super) fn remove(&mut self, dp_rank: u32) {
         self.connected.remove(&dp_rank);
+    }
+
+    /// Says, once it is time, if the shims of some of the engine's ranks haven't come.
+    pub(super) fn run_check(&mut self, now: Instant, ranks: usize) {
+        self.check.run_deadline(now, self.connected.len(), ranks);
     }
 
     /// Returns the number of ranks whose shim is connected.

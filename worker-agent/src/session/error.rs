@@ -24,7 +24,12 @@ pub enum Error {
     #[error("a turn of this session is running; send the next one when its answer has ended")]
     Busy,
     /// The engine's flags don't allow the requested retention.
-    #[error("this engine doesn't offer {} sessions; it offers {offered}", .wanted.as_str())]
+    #[error(
+        "this engine doesn't offer {} sessions; it offers {offered}; start it with {}, or ask for \
+         one of these",
+        .wanted.as_str(),
+        .wanted.engine_flag().unwrap_or("other flags")
+    )]
     RetentionUnavailable {
         /// The requested retention.
         wanted: Retention,

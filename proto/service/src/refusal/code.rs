@@ -167,6 +167,7 @@ codes! {
             "the turn's session must stay on its worker, and the response of its \
              `previous_response_id` is on another",
             "leave one of both out, and send the full history";
+            "use an offered retention, or start the engine with the flag that the message names";
         SessionClosing "session_closing" CONFLICT Both AfterSeconds(1),
             "the session closes after its running turn",
             "wait until that turn has ended; a delta needs the session to be opened again";

@@ -140,7 +140,10 @@ pub(super) async fn server_info(State(app): AppState) -> Response {
         "enable_session_radix_cache": core.session_radix_cache,
         "enable_metrics": app.config.enable_metrics,
         "enable_cache_report": app.config.enable_cache_report,
-        "enable_priority_scheduling": false,
+        "enable_priority_scheduling": app.config.enable_priority_scheduling,
+        "schedule_low_priority_values_first": false,
+        "enable_lora": app.config.enable_lora,
+        "lora_paths": null,
         "disable_radix_cache": false,
         "radix_eviction_policy": "lru",
         "schedule_policy": "fcfs",
@@ -234,13 +237,20 @@ pub(super) async fn model_info(State(app): AppState) -> Response {
 }
 
 pub(super) async fn models(State(app): AppState) -> Response {
-    let name = app.config.model_name();
-    let card = json!({
-        "id": name, "object": "model", "created": whole_seconds(app.started_wall),
-        "owned_by": "sglang", "root": name, "parent": null,
-        "max_model_len": app.config.core.context_len,
-    });
-    json_response(StatusCode::OK, &json!({ "object": "list", "data": [card] }))
+    let model = app.config.model_name();
+    let card = |name: &str, parent: Option<&str>, context_tokens: Option<usize>| {
+        json!({
+            "id": name, "object": "model", "created": whole_seconds(app.started_wall),
+            "owned_by": "sglang", "root": name, "parent": parent,
+            "max_model_len": context_tokens,
+        })
+    };
+    let mut cards = vec![card(model, None, Some(app.config.core.context_len))];
+    if app.config.enable_lora {
+        let adapters = app.adapters.lock();
+        cards.extend(adapters.iter().map(|name| card(name, Some(model), None)));
+    }
+    json_response(StatusCode::OK, &json!({ "object": "list", "data": cards }))
 }
 
 /// Answers `/metrics`. The gauges are deliberately as old as the engine's last report.

@@ -1,0 +1,69 @@
+//! Says once for each engine process if its shim doesn't come.
+//!
+//! The shim is Berth's Python part in the engine. It connects to the agent while the engine starts.
+//! Without it the agent works, but finds out less, later and less exactly.
+
+use std::time::{Duration, Instant};
+
+use tracing::warn;
+
+/// How long after an engine was found its shims may come. A shim tries to connect once a second.
+const SHIM_WAIT_MAX: Duration = Duration::from_secs(10);
+
+/// When to look whether the engine's shims have come.
+#[derive(Debug, Default)]
+pub(in super::super) struct ShimCheck {
+    due: Option<Instant>,
+}
+
+impl ShimCheck {
+    /// Begins to wait for the shims of a new engine process.
+    pub(in super::super) fn begin(&mut self, now: Instant) {
+        self.due = Some(now + SHIM_WAIT_MAX);
+    }
+
+    /// Returns when [`Self::run_deadline`] must be called next.
+    pub(in super::super) fn next_deadline(&self) -> Option<Instant> {
+        self.due
+    }
+
+    /// Looks, when it is time, whether the shims of all ranks have come. Returns whether some are
+    /// missing, once for each engine process.
+    pub(super) fn run_deadline(&mut self, now: Instant, shims: usize, ranks: usize) -> bool {
+        if self.due.is_none_or(|due| due > now) {
+            return false;
+        }
+        self.due = None;
+        let is_missing = shims < ranks;
+        if is_missing {
+            warn!(
+                shims,
+                ranks,
+                "the engine has no shim: full histories aren't trimmed, and KV figures are \
+                 estimates; install worker-agent/shim where the engine runs, for its user"
+            );
+        }
+        is_missing
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_missing_shim_is_reported_once_and_one_that_came_is_not() {
+        let start = service::clock::now();
+        let late = start + SHIM_WAIT_MAX;
+        let mut check = ShimCheck::default();
+        assert!(!check.run_deadline(late, 0, 1), "no engine was found");
+        check.begin(start);
+        assert_eq!(check.next_deadline(), Some(late));
+        assert!(!check.run_deadline(start, 0, 1), "it may still come");
+        assert!(check.run_deadline(late, 1, 2), "one rank lacks its shim");
+        assert!(!check.run_deadline(late, 0, 1), "this was said");
+        check.begin(late);
+        assert!(!check.run_deadline(late + SHIM_WAIT_MAX, 1, 1));
+        assert_eq!(check.next_deadline(), None);
+    }
+}
