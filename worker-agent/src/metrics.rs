@@ -44,6 +44,7 @@ pub struct Metrics {
     /// Tokens of full histories that the engine didn't compute, as their sessions held them.
     spared_tokens: Counter,
     session_turns: Family<KindLabel, Counter>,
+    sessions_left_out: Family<CodeLabel, Counter>,
     staged_prefill_stages: Family<OutcomeLabel, Counter>,
     staged_prefill_tokens: Counter,
     volatile_prefixes: Family<RoleLabel, Counter>,
@@ -142,6 +143,7 @@ impl Metrics {
             divergence_tokens: Histogram::new((0..8).map(|step| 64.0 * 4_f64.powi(step))),
             spared_tokens: Counter::default(),
             session_turns: Family::default(),
+            sessions_left_out: Family::default(),
             staged_prefill_stages: Family::default(),
             staged_prefill_tokens: Counter::default(),
             volatile_prefixes: Family::default(),
@@ -196,6 +198,8 @@ impl Metrics {
         registry.register("trim_spared_tokens", help, self.spared_tokens.clone());
         let help = "Turns of sessions, by run mode";
         registry.register("session_turns", help, self.session_turns.clone());
+        let help = "Turns run without the session at which their client hinted, by code";
+        registry.register("sessions_left_out", help, self.sessions_left_out.clone());
         let help = "Stages of long prompts computed before their turns, by outcome";
         registry.register("staged_prefill_stages", help, self.staged_prefill_stages.clone());
         let help = "Tokens computed in stages of long prompts";
@@ -271,6 +275,12 @@ impl Metrics {
     /// Counts a session's turn by its run mode: in its session, tagged or untagged, for example.
     pub fn count_run_mode(&self, run_mode: &'static str) {
         self.session_turns.get_or_create(&KindLabel { kind: run_mode }).inc();
+    }
+
+    /// Counts a turn that runs without the session at which its client only hinted. `code` is the
+    /// code with which the session would have refused the turn.
+    pub fn count_session_left_out(&self, code: &'static str) {
+        self.sessions_left_out.get_or_create(&CodeLabel { code }).inc();
     }
 
     /// Counts a session whose prompts have a volatile prefix: an early text that differs from turn

@@ -14,8 +14,10 @@
 //! `engine_state` and `engine_calls` the engine, `shims` and `trim` Berth's parts in it, `waiters`
 //! the callers that wait, `reporter` what is published, `audit_desk` the page audits, `drain` the
 //! shutdown, and `volatile_prefix` the warnings of costly prompts. `handle` has the messages,
-//! [`engine_monitor`] polls the engine, and `engine_news` handles what it finds.
+//! [`engine_monitor`] polls the engine, [`adapters`] follows its adapters, and `engine_news`
+//! handles what they find.
 
+pub mod adapters;
 mod audit_desk;
 mod drain;
 mod engine_calls;
@@ -164,6 +166,7 @@ impl Owner {
             self.drain.next_deadline(),
             self.engine_calls.next_journal_retry(),
             self.engine.next_silence_check(),
+            self.shims.check.next_deadline(),
         ];
         deadlines.into_iter().flatten().fold(self.reporter.next_due(), Instant::min)
     }
@@ -171,6 +174,8 @@ impl Owner {
     fn run_deadlines(&mut self, now: Instant) {
         self.engine_calls.retry_journal(now);
         self.check_silence(now);
+        let ranks = self.engine.info().map_or(0, |info| info.rows.len());
+        self.shims.run_check(now, ranks);
         self.table.run_deadlines(now);
         self.audit_desk.run_deadlines(now);
         self.carry_out_effects();
@@ -232,9 +237,17 @@ impl Owner {
     fn handle_message(&mut self, message: OwnerMessage) {
         self.reporter.mark_stale();
         match message {
-            OwnerMessage::Claim { principal, claim, requested_dp_rank, route_turns, reply } => {
+            OwnerMessage::Claim {
+                principal,
+                claim,
+                is_hint,
+                requested_dp_rank,
+                route_turns,
+                reply,
+            } => {
                 let claim = claim.as_ref().map(|(claim, key)| (claim, key));
-                let claimed = self.claim(&principal, claim, requested_dp_rank, route_turns);
+                let claimed =
+                    self.claim(&principal, claim, is_hint, requested_dp_rank, route_turns);
                 drop(reply.send(claimed));
             }
             // A turn that is not inside when the sessions are handed over never gets there.
@@ -288,15 +301,22 @@ impl Owner {
     }
 
     /// Claims a turn's session, and returns the turn's lease: the proof of the claim, which ends
-    /// with the turn. `claim` is `None` for a turn without a session.
+    /// with the turn. `claim` is `None` for a turn without a session. `is_hint`: the client only
+    /// hinted at the session, so a turn that the session can't take runs without it.
     fn claim(
         &mut self,
         principal: &str,
         claim: Option<(&Claim, &SessionKey)>,
+        is_hint: bool,
         requested_dp_rank: Option<u32>,
         route_turns: RouteTurns,
     ) -> Result<Lease, Error> {
         self.check_usable()?;
+        // A session that a client opened takes its turns one after another, or refuses them.
+        let was_opened = claim
+            .and_then(|(_, key)| self.table.get(key))
+            .is_some_and(session::Session::is_exclusive);
+        let is_hint = is_hint && !was_opened;
         // Reserve the place for the turn's end now, so that ending the turn never waits.
         let Ok(turn_end_permit) = self.handle.turn_ends.clone().try_reserve_owned() else {
             let detail = "too many wait or run already".to_owned();
@@ -305,9 +325,23 @@ impl Owner {
         };
         let rid = new_turn_rid(self.reporter.agent_id(), principal);
         self.table.claim(now(), &rid, principal, claim, requested_dp_rank, route_turns)?;
+        let (rid, now) = (new_rid(), now());
+        let table = &mut self.table;
+        let mut claim_as =
+            |claim| table.claim(now, &rid, principal, claim, requested_dp_rank, route_turns);
+        let mut session_left_out = None;
+        if let Err(error) = claim_as(claim) {
+            if claim.is_none() || !is_hint {
+                return Err(error.into());
+            }
+            claim_as(None)?;
+            session_left_out = Some(error);
+        }
         let vocabulary_size = self.engine.info().and_then(|info| info.facts.vocabulary);
         Ok(Lease {
             rid,
+            session_left_out,
+            priority_order: self.engine.info().and_then(|info| info.priority_order),
             vocabulary_size,
             engine_process: self.engine.process(),
             agent: self.handle.clone(),

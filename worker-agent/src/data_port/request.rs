@@ -16,7 +16,9 @@ use std::fmt;
 use bytes::Bytes;
 use proto::{
     abort::TurnNames,
+    answers::{first_byte_inside, has_single_answer, runs_in_background},
     body::{self, OWNED_KEYS, Object, Part},
+    hints::TurnHints,
     load::Retention,
     route::Kind,
     turn_rid::RESPONSE_PREFIX,
@@ -28,7 +30,10 @@ use serde::{
 use serde_json::value::RawValue;
 use service::refusal::{Code, Refusal};
 
-use crate::session::{Need, PromptStart, Turn};
+use crate::{
+    engine::PriorityOrder,
+    session::{Need, PromptStart, Turn},
+};
 
 /// What is known of a turn before its body is read.
 #[derive(Debug, Clone, Copy)]
@@ -75,6 +80,10 @@ pub struct ParsedRequest {
     pub wants_stream: bool,
     /// Whether there is one prompt and one answer, so that the turn's id names exactly one request.
     pub has_single_answer: bool,
+    /// Whether the body can be given a priority: its route takes one, and it states none.
+    lacks_priority: bool,
+    /// The priority that the engine's body gets.
+    added_priority: Option<i64>,
 }
 
 /// The engine's default limit of generated tokens on `/generate`.
@@ -106,6 +115,7 @@ pub fn parse(context: BodyContext, bytes: &Bytes) -> Result<ParsedRequest, Refus
     }
     let is_true = |key| object.get(key).is_some_and(|value| value.get() == "true");
     if kind == Kind::Responses && is_true("background") {
+    if in_session && runs_in_background(kind, &object) {
         return Err(Refusal::new(
             Code::BackgroundUnsupported,
             "a turn in the background would run on after its answer, and its result be lost with \
@@ -123,6 +133,8 @@ pub fn parse(context: BodyContext, bytes: &Bytes) -> Result<ParsedRequest, Refus
         PromptStart::default()
     };
     let need = read_need(context, &object, bytes.len());
+    let takes_priority = kind.is_generation() && kind != Kind::Messages;
+    let has_priority = object.get("priority").is_some_and(|value| value.get() != "null");
     Ok(ParsedRequest {
         kind,
         body_parts,
@@ -156,14 +168,34 @@ fn unread(kind: Kind, body_bytes: usize) -> ParsedRequest {
         wants_stream: false,
         has_single_answer: true,
     }
+        has_single_answer,
+        lacks_priority: takes_priority && !has_priority,
+        added_priority: None,
+    })
 }
 
 impl ParsedRequest {
+    /// Gives the turn what its client hinted at: a priority, if the body states none and the engine
+    /// takes priorities, and the likely length of its answer.
+    pub fn apply_hints(&mut self, hints: TurnHints, priority_order: Option<PriorityOrder>) {
+        self.need.likely_answer_tokens = hints.answer_tokens;
+        let priority = hints.priority.filter(|_| self.lacks_priority);
+        self.added_priority = priority.and_then(|priority| match priority_order? {
+            PriorityOrder::GreatestFirst => Some(priority),
+            PriorityOrder::LeastFirst => Some(priority.saturating_neg()),
+        });
+    }
+
     /// Returns the body for the engine, in parts. `bytes` is the client's body, in which only the
     /// keys that Berth decides are replaced.
     #[must_use]
     pub fn engine_body(&self, bytes: &Bytes, turn: &Turn, rid: &str) -> Vec<Bytes> {
         let members = added_members(self.kind, turn, rid, self.has_single_answer);
+        let mut members = added_members(self.kind, turn, rid);
+        if let Some(priority) = self.added_priority {
+            // Of duplicate keys the last one counts, so this replaces a `null` of the client's.
+            members.push_str(&format!(r#","priority":{priority}"#));
+        }
         let parts = self.body_parts.iter().map(|part| match part {
             Part::Kept(range) => bytes.slice(range.clone()),
             Part::Added { needs_comma: true } => Bytes::from(format!(",{members}")),
@@ -186,6 +218,7 @@ fn read_need(context: BodyContext, object: &Object<'_>, body_bytes: usize) -> Ne
             // Of these routes, only `/v1/completions` has a default limit in the engine.
             answer_tokens: limit_keys.iter().find_map(parse_number).or(default),
             is_exact: false,
+            likely_answer_tokens: None,
             ignores_eos: object.get("ignore_eos").is_some_and(is_true),
             resident_tokens,
         };
@@ -204,7 +237,14 @@ fn read_need(context: BodyContext, object: &Object<'_>, body_bytes: usize) -> Ne
     };
     let ignores_eos = sampling_param("ignore_eos").is_some_and(is_true);
     let (prompt_tokens, is_exact) = count_generate_prompt(object);
-    Need { prompt_tokens, answer_tokens, is_exact, ignores_eos, resident_tokens }
+    Need {
+        prompt_tokens,
+        answer_tokens,
+        likely_answer_tokens: None,
+        is_exact,
+        ignores_eos,
+        resident_tokens,
+    }
 }
 
 /// Returns an upper bound of the tokens of a prompt of `/generate`, and whether it is exact.
@@ -522,6 +562,24 @@ mod tests {
         assert_eq!(responses, json!({"input": "a", "request_id": "resp_R", "routed_dp_rank": 1}));
         let messages = sent(Kind::Messages, Some(Retention::Tagged), r#"{"messages":[]}"#).unwrap();
         assert_eq!(messages, json!({"messages": [], "routed_dp_rank": 1}), "no tag, no rid there");
+    }
+
+    #[test]
+    fn a_hinted_priority_is_added_only_where_the_engine_takes_one_and_the_body_has_none() {
+        use PriorityOrder::{GreatestFirst, LeastFirst};
+        let added = |kind, body: &str, order| {
+            let bytes = Bytes::copy_from_slice(body.as_bytes());
+            let mut parsed = parse(context(kind, false, None), &bytes).unwrap();
+            let hints = TurnHints { priority: Some(7), ..TurnHints::default() };
+            parsed.apply_hints(hints, order);
+            let body = parsed.engine_body(&bytes, &turn(None), "R").concat();
+            serde_json::from_slice::<Value>(&body).unwrap()["priority"].as_i64()
+        };
+        assert_eq!(added(Kind::Generate, r#"{"text":"a"}"#, Some(GreatestFirst)), Some(7));
+        assert_eq!(added(Kind::Chat, r#"{"priority":null}"#, Some(LeastFirst)), Some(-7));
+        assert_eq!(added(Kind::Chat, r#"{"priority":2}"#, Some(GreatestFirst)), Some(2));
+        assert_eq!(added(Kind::Chat, "{}", None), None, "the engine could refuse it");
+        assert_eq!(added(Kind::Messages, "{}", Some(GreatestFirst)), None);
     }
 
     #[test]

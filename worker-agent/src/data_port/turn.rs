@@ -23,6 +23,7 @@ use http::{HeaderMap, HeaderName, HeaderValue, header};
 use http_body::{Frame, SizeHint};
 use proto::{
     claim::{self, Claim},
+    hints::TurnHints,
     route::{GENERATE, Kind, Route},
     turn_rid::RESPONSE_PREFIX,
 };
@@ -43,7 +44,7 @@ use super::{
     exchange::Exchange,
     refusals::{connection_refusal, refusal},
     request::{self, BodyContext, ParsedRequest},
-    route_features::{actual_run_mode, route_turns},
+    route_features::route_turns,
     router_auth::{Caller, RouterAuth},
 };
 use crate::{
@@ -170,12 +171,15 @@ pub(super) async fn serve_request(
     };
     // The lease is the proof of the claim. Dropping it ends the turn and frees the session.
     let lease = claim_result.map_err(|error| refusal(&error))?;
+    let ClaimedTurn { mut lease, in_session, resident_tokens, hints } =
+        claim_turn(context, &request_head.headers, route.kind).await?;
     let held_body = context.body_budget.read(body).await?;
     // The body is checked before the turn waits for room or takes room from other sessions.
     let vocabulary_size = lease.vocabulary_size;
     let body_context =
         BodyContext { kind: route.kind, in_session, vocabulary_size, resident_tokens };
     let mut parsed = parse_body(body_context, &held_body.bytes).await?;
+    parsed.apply_hints(hints, lease.priority_order);
     let prompt_start = std::mem::take(&mut parsed.prompt_start);
     let rid = engine_rid(route.kind, &lease.rid);
     let turns = &context.running_turns;
@@ -253,12 +257,51 @@ impl ReadTurn {
             response.headers_mut().insert(GROWTH_HEADER, growth_tokens.into());
         }
         Ok(response)
+    let mut response = client_response(answer_head, exchange);
+    if let Some(run_mode) = run_mode {
+        response.headers_mut().insert(RUN_MODE_HEADER, HeaderValue::from_static(run_mode.as_str()));
     }
 }
 
 /// Returns a header's value for the log.
 fn header_text<'a>(headers: &'a HeaderMap, name: &HeaderName) -> Option<&'a str> {
     headers.get(name).and_then(|value| value.to_str().ok())
+}
+
+/// A turn that has claimed its place, and what its headers say.
+struct ClaimedTurn {
+    /// The proof of the claim. Dropping it ends the turn and frees the session.
+    lease: Lease,
+    in_session: bool,
+    resident_tokens: u64,
+    hints: TurnHints,
+}
+
+/// Claims the turn's session before its body is read, so no other turn of the session can start
+/// during a slow upload. A turn that its session can't queue is refused at once.
+async fn claim_turn(
+    context: &TurnContext,
+    headers: &HeaderMap,
+    kind: Kind,
+) -> Result<ClaimedTurn, Refusal> {
+    let claim_refusal = |error: claim::Error| Refusal::new(Code::Claim, error.to_string());
+    let claim = Claim::from_headers(headers).map_err(claim_refusal)?;
+    let principal = claim::principal(headers).map_err(claim_refusal)?;
+    let requested_dp_rank = claim::rank(headers).map_err(claim_refusal)?;
+    let resident_tokens = claim::resident_tokens(headers).map_err(claim_refusal)?;
+    let hints = TurnHints::from_headers(headers);
+    let has_claim = claim.is_some();
+    let claim_result = context
+        .agent
+        .claim(principal, claim, hints.session, requested_dp_rank, route_turns(kind))
+        .await;
+    let mut lease = claim_result.map_err(|error| refusal(&error))?;
+    let session_left_out = lease.session_left_out.take();
+    let in_session = has_claim && session_left_out.is_none();
+    if let Some(error) = session_left_out {
+        context.metrics.count_session_left_out(refusal(&error.into()).code.as_str());
+    }
+    Ok(ClaimedTurn { lease, in_session, resident_tokens, hints })
 }
 
 /// Adds the headers that tell the shim how to handle a full history. The shim reads the headers

@@ -20,7 +20,7 @@ use super::drain::Ending;
 use super::published::{PublishedSession, SessionSnapshot};
 use crate::{
     audit::{self, SessionPages},
-    engine::{EngineInfo, LoadSample},
+    engine::{EngineInfo, LoadSample, PriorityOrder},
     session::{
         self, CloseResult, Need, OpenResult, Outcome, PromptStart, RouteTurns, RunMode, Turn,
     },
@@ -66,6 +66,8 @@ pub enum EngineNews {
     Up(Box<EngineInfo>),
     /// A load sample.
     Sample(LoadSample),
+    /// The names of the LoRA adapters that are loaded, in order.
+    Adapters(Vec<String>),
     /// The engine refused the connection of a turn, so the process that the turn was for has ended.
     RefusesConnections {
         /// The number of that process: [`Lease::engine_process`].
@@ -90,6 +92,8 @@ pub(super) enum OwnerMessage {
     Claim {
         principal: String,
         claim: Option<(Claim, SessionKey)>,
+        /// Whether the client only hinted at the session.
+        is_hint: bool,
         requested_dp_rank: Option<u32>,
         route_turns: RouteTurns,
         reply: oneshot::Sender<Result<Lease, Error>>,
@@ -169,6 +173,11 @@ pub(super) struct TurnEnd {
 pub struct Lease {
     /// The turn's request id inside the engine.
     pub rid: String,
+    /// Why the turn was claimed without the session at which its client hinted. `None` if it has
+    /// claimed its session, or has none.
+    pub session_left_out: Option<session::Error>,
+    /// In which order the engine takes requests by their priority, if it does.
+    pub priority_order: Option<PriorityOrder>,
     /// The size of the model's vocabulary, if known.
     pub vocabulary_size: Option<u32>,
     /// The number of the engine process that the turn is for: how many were known before it.
@@ -241,7 +250,9 @@ pub struct AgentHandle {
 }
 
 impl AgentHandle {
-    /// Claims a turn's session for a client, before the turn's body is read.
+    /// Claims a turn's session for a client, before the turn's body is read. If the client only
+    /// hinted at the session (`is_hint`), and the session can't take the turn, claims the turn
+    /// without the session, unless a client has opened the session.
     ///
     /// # Errors
     /// See [`Error`].
@@ -249,12 +260,14 @@ impl AgentHandle {
         &self,
         principal: String,
         claim: Option<(Claim, SessionKey)>,
+        is_hint: bool,
         requested_dp_rank: Option<u32>,
         route_turns: RouteTurns,
     ) -> Result<Lease, Error> {
         self.request(|reply| OwnerMessage::Claim {
             principal,
             claim,
+            is_hint,
             requested_dp_rank,
             route_turns,
             reply,
