@@ -100,7 +100,7 @@ impl StagedPrefillEnd {
     }
 }
 
-/// All handles of the router's metrics.
+/// All handles of the router's metrics. Its many fields: one for each metric.
 #[derive(Debug, Clone)]
 pub(crate) struct Metrics {
     placements: Family<ReasonLabel, Counter>,
@@ -110,6 +110,7 @@ pub(crate) struct Metrics {
     staged_prefills: Family<OutcomeLabel, Counter>,
     preambles: Family<ClientLabel, Counter>,
     untokenized_prompts: Family<ReasonLabel, Counter>,
+    sessions_left_out: Family<ReasonLabel, Counter>,
     first_byte: Histogram,
     /// Placed turns that have not ended. The metric's name is `streams_in_flight`.
     pub(crate) turns_in_flight: Gauge,
@@ -129,6 +130,7 @@ impl Metrics {
             staged_prefills: Family::default(),
             preambles: Family::default(),
             untokenized_prompts: Family::default(),
+            sessions_left_out: Family::default(),
             // A turn with cached KV answers in 20 ms, and one with a long prefill in a minute.
             first_byte: Histogram::new([
                 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0,
@@ -158,6 +160,8 @@ impl Metrics {
         registry.register("preambles_removed", help, metrics.preambles.clone());
         let help = "Prompts of text placed without all of their tokens, by reason";
         registry.register("untokenized_prompts", help, metrics.untokenized_prompts.clone());
+        let help = "Turns run without the session at which their client hinted, by reason";
+        registry.register("sessions_left_out", help, metrics.sessions_left_out.clone());
         let help = "Turns not sent to a second worker, as their bodies had given way to others";
         registry.register("bodies_gone", help, metrics.bodies_gone.clone());
         registry.register_with_unit(
@@ -206,6 +210,11 @@ impl Metrics {
     /// Counts a prompt of text that is placed without all of its tokens.
     pub(crate) fn count_untokenized_prompt(&self, reason: &'static str) {
         self.untokenized_prompts.get_or_create(&ReasonLabel { reason }).inc();
+    }
+
+    /// Counts a turn that runs without the session at which its client only hinted.
+    pub(crate) fn count_session_left_out(&self, reason: &'static str) {
+        self.sessions_left_out.get_or_create(&ReasonLabel { reason }).inc();
     }
 
     /// Counts a preamble removed from a request of `client`. Returns how many preambles of this

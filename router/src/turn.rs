@@ -9,6 +9,9 @@
 //! become HTTP responses in `http`, not here.
 //!
 //! - [`request`]: reads what the request says about its session.
+//! - [`session_names`]: the headers by which clients name sessions on their own.
+//! - `hints`: reads what a body hints at: priority, length of the answer, time to keep KV.
+//! - `hinted`: leaves out a session that was only hinted at, where it can't be had.
 //! - `body`: reads the body within the client's share of memory, and keeps it for a second try.
 //! - `form`: reads the model of a request that isn't JSON.
 //! - `priority`: bounds the priority that the request asks for.
@@ -37,6 +40,8 @@ pub(crate) mod directory;
 pub(crate) mod engine_info;
 pub(crate) mod error;
 mod form;
+mod hinted;
+mod hints;
 pub(crate) mod liveness;
 pub(crate) mod placer;
 pub mod preamble;
@@ -45,6 +50,7 @@ pub(crate) mod proxy;
 pub(crate) mod pulses;
 pub mod request;
 pub(crate) mod responses;
+pub mod session_names;
 pub(crate) mod sessions;
 pub(crate) mod shared;
 mod staged_prefill;
@@ -65,11 +71,20 @@ use service::{
     running_turns::RunningTurn,
     server::PeerAddress,
 };
+use proto::{
+    answers::{has_single_answer, runs_in_background},
+    body::Object,
+    hints::TurnHints,
+    id::SessionKey,
+    route::Kind,
+};
+use service::{clock::now, headers::strip_request, refusal, server::PeerAddress};
 use tracing::{debug, info, warn};
 
 use self::{
     body::HeldBody,
     error::{Error, Limit, NoAnswer},
+    hinted::Unfit,
     placer::PlacedTurn,
     priority::TurnPriority,
     proxy::{InFlightCount, OutboundTurn, TurnCapacity},
@@ -105,9 +120,9 @@ pub(crate) async fn run(
         cache_isolation::check_kind(kind)?;
     }
     if kind.is_generation()
-        && let Some(key) = request::header_session(&parts.headers, principal)?
+        && let Some((key, hint)) = request::header_session(&parts.headers, principal)?
     {
-        refuse_early(&shared, &key).await?;
+        refuse_early(&shared, &key, hint.is_some()).await?;
     }
     let context_tokens = || longest_context_tokens(&shared).filter(|_| kind.has_json_body());
     let reading = shared.bodies.read(body, &sharer, context_tokens);
@@ -124,6 +139,9 @@ pub(crate) async fn run(
     if let Some(intent) = &turn.session {
         check_key_sessions(&shared, caller, &intent.key).await?;
     }
+    let (mut turn, unfit) =
+        read_turn(&shared, kind, &parts, &mut held_body, &mut sharer, principal)?;
+    hinted::settle(&shared, caller, &mut turn, unfit).await?;
     let mut capacity = admit(&shared, &sharer, held_body.bytes.len())?;
     let body = shared.bodies.keep(held_body);
     if let Some(intent) = &turn.session {
@@ -138,7 +156,7 @@ pub(crate) async fn run(
         let bytes = body.bytes().expect("a body that isn't sent doesn't give way");
         let path = parts.uri.path();
         check_prompt_length(&shared, &turn, path, &bytes, &sharer, deadline).await?;
-        shared.placer.decide(&turn, turn_id, path, &bytes, &sharer).await?
+        hinted::place(&shared, &mut turn, turn_id, path, &bytes, &sharer).await?
     };
     if let (Some(tokens), Some(blocks)) = (&mut capacity.tokens, &placed.blocks) {
         tokens.set_prompt_tokens(blocks.prompt_overlap().tokens);
@@ -151,6 +169,7 @@ pub(crate) async fn run(
         headers: parts.headers,
         body,
         turn_id,
+        hints: turn.hints,
         principal: Arc::clone(&caller.principal),
         sharer,
         kind,
@@ -260,6 +279,7 @@ async fn read_any_turn(
 /// Reads a turn from its request, after changing the body: removes a volatile preamble, bounds the
 /// turn's priority, and adds a salt where caches are isolated. All later steps use the changed
 /// body. `sharer` gets the class of the turn. `principal` identifies the sender of the request.
+/// Also returns what of the body a session can't take.
 fn read_turn(
     shared: &Shared,
     kind: Kind,
@@ -267,16 +287,23 @@ fn read_turn(
     held_body: &mut HeldBody,
     sharer: &mut Sharer,
     principal: &str,
-) -> Result<Turn, Error> {
+) -> Result<(Turn, Unfit), Error> {
     if parts.method == Method::GET {
-        return Ok(Turn::default());
+        return Ok((Turn::default(), Unfit::default()));
     }
     let object = Object::parse(&held_body.bytes).map_err(request::Error::from)?;
     let headers = &parts.headers;
     let names = TurnNames::in_body(kind, &object);
     let previous_response = responses::previous_response(kind, &object);
     let priority = TurnPriority::read(&object, sharer.limits.priority);
+    let priority_hint = hints::priority(&object).filter(|_| kind.is_generation());
+    let priority = TurnPriority::read(&object, priority_hint, sharer.limits.priority);
     sharer.class = priority.class;
+    let answer_tokens = hints::answer_tokens(&object);
+    let unfit = Unfit {
+        has_several_answers: !has_single_answer(kind, &object),
+        is_background: runs_in_background(kind, &object),
+    };
     let preamble = find_preamble(shared, kind, parts.uri.path(), &object);
     let is_isolated = shared.cache_isolation == CacheIsolation::Principal && kind.is_generation();
     let turn = if preamble.is_none() && !priority.changes_body() && !is_isolated {
@@ -297,9 +324,14 @@ fn read_turn(
     let turn = turn?;
     if kind.is_generation() {
         return Ok(Turn { names, previous_response, ..turn });
+    let mut turn = turn?;
+    if !kind.is_generation() {
+        // Any worker can answer this request, and it leaves no KV behind.
+        return Ok((Turn { model: turn.model, ..Turn::default() }, unfit));
     }
-    // Any worker can answer this request, and it leaves no KV behind.
-    Ok(Turn { model: turn.model, ..Turn::default() })
+    let is_hint = turn.session.as_ref().is_some_and(|intent| intent.hint.is_some());
+    turn.hints = TurnHints { session: is_hint, priority: priority.hint, answer_tokens };
+    Ok((turn, unfit))
 }
 
 /// Returns the range of the preamble to cut out of a turn's body, and counts the preamble.
@@ -322,11 +354,12 @@ fn find_preamble(
 
 /// Refuses a turn before its body is read, if its session is closing or busy with another turn.
 ///
-/// This check saves reading a body in vain, and changes no state. The agent decides later.
-async fn refuse_early(shared: &Shared, key: &SessionKey) -> Result<(), Error> {
+/// This check saves reading a body in vain, and changes no state. The agent decides later. A turn
+/// that only hints at a closing session runs without it.
+async fn refuse_early(shared: &Shared, key: &SessionKey, is_hint: bool) -> Result<(), Error> {
     let view = shared.directory.settled_view().await;
     match shared.directory.status(key, &view) {
-        SessionStatus::Closing => Err(decide::Error::Closing.into()),
+        SessionStatus::Closing if !is_hint => Err(decide::Error::Closing.into()),
         status if decide::is_busy(&status, &view) => Err(decide::Error::SessionBusy.into()),
         _ => Ok(()),
     }

@@ -89,6 +89,7 @@ pub(crate) struct AgentState {
     pub(crate) has_model: AtomicBool,
     /// Whether the engine cuts prompts that are longer than its context.
     pub(crate) shortens_prompts: AtomicBool,
+    adapters: Mutex<Option<Vec<String>>>,
     fetches: AtomicUsize,
     reports: AtomicBool,
     tasks: Tasks,
@@ -138,6 +139,7 @@ impl Agent {
             retentions,
             has_model: AtomicBool::new(false),
             shortens_prompts: AtomicBool::new(false),
+            adapters: Mutex::default(),
             fetches: AtomicUsize::new(0),
             reports: AtomicBool::new(true),
             tasks: Tasks::default(),
@@ -249,6 +251,12 @@ impl Drop for Agent {
 }
 
 impl AgentState {
+    /// Sets which LoRA adapters the engine has, and describes it anew.
+    pub(crate) fn set_adapters(&self, names: &[&str]) {
+        *self.adapters.lock() = Some(names.iter().map(|name| (*name).to_owned()).collect());
+        self.broadcast(&Event::Description(self.description()));
+    }
+
     fn description(&self) -> v1::Description {
         v1::Description {
             agent_id: self.name.clone(),
@@ -265,6 +273,7 @@ impl AgentState {
                 instance: "i".into(),
                 disaggregation: "null".into(),
                 shortens_prompts: self.shortens_prompts.load(Ordering::Relaxed),
+                adapters: self.adapters.lock().clone().map(|names| v1::Adapters { names }),
                 ..Default::default()
             }),
             ranks: vec![v1::Rank { dp_rank: 0, pool_tokens: 10_000, rows: 64, devices: vec![] }],

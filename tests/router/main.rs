@@ -5,6 +5,7 @@
 mod agent;
 mod blocks;
 mod harness;
+mod hints;
 mod lifecycle;
 mod preamble;
 mod refusals;

@@ -91,6 +91,9 @@ pub(super) struct TurnFacts<'a> {
     pub(super) block_locator: &'a BlockLocator,
     /// A worker to prefer, and why.
     pub(super) prefer: Option<(WorkerRef, Reason)>,
+    /// The worker of the turn that first had the session's name, if that turn ran without the
+    /// session.
+    pub(super) seen_on: Option<WorkerRef>,
     /// The blocks of the prompt. `None` if the prompt isn't read, or if no blocks can be made of
     /// it.
     pub(super) blocks: Option<&'a TurnBlocks>,
@@ -173,6 +176,10 @@ pub(super) fn decide_session<E: From<Error>>(
     let binding = affinity.get(&intent.key, now);
     let status = session_status::determine_status(&intent.key, view, binding, now);
     let (mut sticky, reopen_as) = check_session(intent, &status, view, now)?;
+    if matches!(status, SessionStatus::Unknown) {
+        // The session's prefix is where its first turn ran, although no agent knows the session.
+        sticky = facts.seen_on.map(Sticky::new);
+    }
     let can_move = !sticky.is_some_and(|sticky| sticky.fixed);
     if let (Some(sticky), Some(binding)) = (&mut sticky, binding) {
         facts.add_binding(sticky, binding, now);
@@ -200,7 +207,9 @@ pub(super) fn decide_session<E: From<Error>>(
     affinity.set_placement_only(&intent.key, intent.is_placement_only);
     Ok(SessionDecision {
         can_move,
-        old_worker: old.filter(|_| placement.reason == Reason::Moved).map(|sticky| sticky.worker),
+        old_worker: old
+            .filter(|_| placement.reason == Reason::Moved && facts.seen_on.is_none())
+            .map(|sticky| sticky.worker),
         reopen_as: reopen_as.filter(|_| old.is_some()),
         placement,
     })
@@ -408,6 +417,8 @@ mod tests {
     fn turn(is_delta: bool) -> Turn {
         let intent = SessionIntent {
             key: SessionKey::new("p", "s").unwrap(),
+            hint: None,
+            is_kept_required: false,
             retention: None,
             is_delta,
             opens_session: false,
@@ -420,6 +431,15 @@ mod tests {
 
     /// Decides a turn of session `s` in a fleet of two idle workers.
     fn decide(affinity: &mut Affinity, turn: &Turn) -> Result<SessionDecision, Error> {
+        decide_seen(affinity, turn, None)
+    }
+
+    /// Decides a turn of a session whose name was seen on a worker before.
+    fn decide_seen(
+        affinity: &mut Affinity,
+        turn: &Turn,
+        seen_on: Option<WorkerRef>,
+    ) -> Result<SessionDecision, Error> {
         let view = fleet(&[(0, 0), (0, 0)], start()).snapshot();
         let kv_index = Arc::new(KvIndex::new(2, 1 << 20));
         let block_locator =
@@ -430,6 +450,7 @@ mod tests {
             view: &view,
             block_locator: &block_locator,
             prefer: None,
+            seen_on,
             blocks: None,
         };
         let intent = turn.session.as_ref().unwrap();
@@ -447,6 +468,17 @@ mod tests {
         assert_eq!(second.placement.worker, first.placement.worker);
         assert_eq!(second.placement.reason, Reason::Sticky);
         assert!(second.old_worker.is_none() && second.reopen_as.is_none());
+    }
+
+    #[test]
+    fn a_session_begins_where_its_name_was_first_seen() {
+        for agent in [0, 1] {
+            let mut affinity = Affinity::new(8, Duration::from_secs(60));
+            let worker = WorkerRef { agent, dp_rank: 0 };
+            let first = decide_seen(&mut affinity, &turn(false), Some(worker)).unwrap();
+            let placed = (first.placement.worker, first.placement.reason, first.old_worker);
+            assert_eq!(placed, (worker, Reason::Sticky, None));
+        }
     }
 
     #[test]

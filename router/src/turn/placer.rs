@@ -20,14 +20,14 @@ use std::{
 
 use bytes::Bytes;
 use parking_lot::Mutex;
-use proto::claim::Claim;
+use proto::{claim::Claim, id::SessionKey};
 use service::clock::now;
 use tracing::debug;
 
 use super::{
     decide::{self, Error, SessionDecision, TurnFacts},
     directory::{BindingHold, SessionDirectory},
-    request::Turn,
+    request::{HintKind, SessionIntent, Turn},
 };
 use crate::{
     fleet::{lease::Lease, snapshot::Snapshot, worker::WorkerRef},
@@ -71,6 +71,8 @@ pub(crate) struct Placer {
     block_locator: Arc<BlockLocator>,
     /// The worker of each `prompt_cache_key`.
     cache_keys: Mutex<Affinity>,
+    /// The worker of each name that came once and may be the name of a request.
+    names_seen_once: Mutex<Affinity>,
     /// The last placements, for clients that ask for the reason.
     recent_placements: Mutex<RecentPlacements>,
     /// Hashes turn numbers to turn ids, with a random key.
@@ -94,17 +96,20 @@ impl From<Error> for WithoutPrompt {
 }
 
 impl Placer {
-    /// Creates a placer. `cache_keys` is the empty table for the workers of cache keys.
+    /// Creates a placer. `cache_keys` and `names_seen_once` are empty tables for the workers of
+    /// cache keys, and of names that came once.
     pub(crate) fn new(
         directory: Arc<SessionDirectory>,
         block_locator: Arc<BlockLocator>,
         cache_keys: Affinity,
+        names_seen_once: Affinity,
         metrics: Arc<Metrics>,
     ) -> Self {
         Self {
             directory,
             block_locator,
             cache_keys: Mutex::new(cache_keys),
+            names_seen_once: Mutex::new(names_seen_once),
             recent_placements: Mutex::new(RecentPlacements::new(recent::WEIGHT_MAX)),
             turn_id_hasher: RandomState::new(),
             next_turn_number: AtomicU64::new(0),
@@ -156,6 +161,7 @@ impl Placer {
             }
         };
         self.remember_cache_key(turn, placed.worker);
+        self.remember_name(turn, placed.worker);
         Ok(placed)
     }
 
@@ -245,7 +251,10 @@ impl Placer {
         blocks: Option<&'a TurnBlocks>,
     ) -> TurnFacts<'a> {
         let prefer = self.preferred_worker(turn, view);
-        TurnFacts { turn, turn_id, view, block_locator: &self.block_locator, prefer, blocks }
+        let intent = turn.session.as_ref();
+        let seen_on = intent.and_then(|intent| self.worker_of_name(intent));
+        let block_locator = &self.block_locator;
+        TurnFacts { turn, turn_id, view, block_locator, prefer, seen_on, blocks }
     }
 
     /// Acquires the lease of a placed turn, and counts, logs and records its placement.
@@ -321,6 +330,36 @@ impl Placer {
         // A turn that ends at once renews the key's binding. A full table doesn't store the key.
         if cache_keys.begin_turn(key, worker, false, now()).is_ok() {
             cache_keys.end_turn(key, now());
+        }
+    }
+
+    /// Whether a name that may be a request's own has come before.
+    pub(super) fn has_seen_name(&self, key: &SessionKey) -> bool {
+        self.names_seen_once.lock().get(key, now()).is_some()
+    }
+
+    /// Returns the worker of the turn that first had the session's name, if that turn ran without
+    /// the session.
+    fn worker_of_name(&self, intent: &SessionIntent) -> Option<WorkerRef> {
+        intent.hint.filter(|hint| *hint == HintKind::SessionOrRequest)?;
+        Some(self.names_seen_once.lock().get(&intent.key, now())?.worker)
+    }
+
+    /// Remembers the worker of a name that came for the first time, and forgets a name that has
+    /// begun a session.
+    fn remember_name(&self, turn: &Turn, worker: WorkerRef) {
+        let begun = turn.session.as_ref().filter(|intent| intent.hint.is_some());
+        if turn.name_seen_once.is_none() && begun.is_none() {
+            return;
+        }
+        let mut names = self.names_seen_once.lock();
+        if let Some(intent) = begun {
+            names.forget(&intent.key);
+        }
+        if let Some(key) = &turn.name_seen_once
+            && names.begin_turn(key, worker, false, now()).is_ok()
+        {
+            names.end_turn(key, now());
         }
     }
 }

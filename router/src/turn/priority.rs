@@ -3,7 +3,9 @@
 //! A turn asks by the body's member `priority`, as the engine reads it: a whole number, of which
 //! more is more urgent. Its sign is the turn's class here: below 0 is `low`, 0 is `normal`, above 0
 //! is `high`. A turn that asks for more than the key's bound gets the bound, and the number in its
-//! body is replaced. A body without `priority` stays as it is, and its turn has the key's class.
+//! body is replaced. A body without `priority` stays as it is. If it hints at a priority, the turn
+//! gets that, within the bound, and the agent adds it to the body if its engine takes priorities.
+//! Else the turn has the key's class.
 
 use bytes::Bytes;
 use proto::body::{self, Object};
@@ -17,33 +19,29 @@ pub(super) struct TurnPriority {
     pub(super) class: PriorityClass,
     /// The number that replaces the body's own. `None`: the body stays.
     replacement: Option<i64>,
+    /// The priority that the body hints at, within the key's bound, if the body states none.
+    pub(super) hint: Option<i64>,
 }
 
 impl TurnPriority {
-    /// Reads the priority of a turn whose key has these classes.
-    pub(super) fn read(object: &Object<'_>, of_key: KeyPriority) -> Self {
+    /// Reads the priority of a turn whose key has these classes. `hint` is the priority that the
+    /// body hints at.
+    pub(super) fn read(object: &Object<'_>, hint: Option<i64>, of_key: KeyPriority) -> Self {
         let bound = of_key.bound();
         let Some(asked) = object.get(KEY).filter(|value| value.get() != "null") else {
-            return Self { class: of_key.class.min(bound), replacement: None };
+            let class = hint.map_or(of_key.class, class_of).min(bound);
+            let hint = hint.map(|asked| if class_of(asked) <= bound { asked } else { most(bound) });
+            return Self { class, replacement: None, hint };
         };
         // The engine refuses what isn't a number. Here it must not count as more than the bound.
         let asked = asked.get().parse::<i64>().ok();
-        let asked_class = match asked {
-            Some(..0) => PriorityClass::Low,
-            Some(0) => PriorityClass::Normal,
-            Some(1..) => PriorityClass::High,
-            None => of_key.class,
-        };
+        let asked_class = asked.map_or(of_key.class, class_of);
         let may_stay = match asked {
             Some(_) => asked_class <= bound,
             None => bound == PriorityClass::High,
         };
         let class = asked_class.min(bound);
-        let replacement = (!may_stay).then_some(match bound {
-            PriorityClass::Low => -1,
-            PriorityClass::Normal | PriorityClass::High => 0,
-        });
-        Self { class, replacement }
+        Self { class, replacement: (!may_stay).then_some(most(bound)), hint: None }
     }
 
     /// Whether the body needs another number.
@@ -60,13 +58,31 @@ impl TurnPriority {
     }
 }
 
+/// Returns the class of a priority.
+fn class_of(priority: i64) -> PriorityClass {
+    match priority {
+        ..0 => PriorityClass::Low,
+        0 => PriorityClass::Normal,
+        1.. => PriorityClass::High,
+    }
+}
+
+/// Returns the priority of a turn that asks for more than `bound`.
+fn most(bound: PriorityClass) -> i64 {
+    match bound {
+        PriorityClass::Low => -1,
+        PriorityClass::Normal | PriorityClass::High => 0,
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     fn read(body: &str, class: PriorityClass, bound: PriorityClass) -> (PriorityClass, String) {
         let of_key = KeyPriority { class, bound: Some(bound) };
-        let priority = TurnPriority::read(&Object::parse(body.as_bytes()).unwrap(), of_key);
+        let object = Object::parse(body.as_bytes()).unwrap();
+        let priority = TurnPriority::read(&object, None, of_key);
         let bytes = priority.apply(Bytes::from(body.to_owned()));
         (priority.class, String::from_utf8(bytes.to_vec()).unwrap())
     }
@@ -93,5 +109,22 @@ mod tests {
         for odd in [r#"{"priority":1e3}"#, r#"{"priority":"9"}"#, r#"{"priority":9.5}"#] {
             assert_eq!(read(odd, Normal, Normal), (Normal, r#"{"priority":0}"#.to_owned()));
         }
+    }
+
+    #[test]
+    fn a_hint_is_bounded_as_a_stated_priority_is_and_leaves_the_body() {
+        use PriorityClass::{High, Low, Normal};
+        let hinted = |body: &str, hint, class, bound| {
+            let of_key = KeyPriority { class, bound: Some(bound) };
+            let priority =
+                TurnPriority::read(&Object::parse(body.as_bytes()).unwrap(), Some(hint), of_key);
+            assert!(!priority.changes_body() || body.len() > 2);
+            (priority.class, priority.hint)
+        };
+        assert_eq!(hinted("{}", 7, Normal, High), (High, Some(7)));
+        assert_eq!(hinted("{}", 7, Normal, Normal), (Normal, Some(0)));
+        assert_eq!(hinted("{}", 7, Low, Low), (Low, Some(-1)));
+        assert_eq!(hinted("{}", -3, High, High), (Low, Some(-3)));
+        assert_eq!(hinted(r#"{"priority":-5}"#, 7, Normal, High), (Low, None), "it says so itself");
     }
 }

@@ -30,6 +30,7 @@ use hyper::body::Incoming;
 use proto::{
     claim::{self, Claim},
     route::Kind,
+    hints::{HINTS, TurnHints},
 };
 use service::{clock::now, headers::remove_hop_by_hop, tls::client::is_certificate_refused};
 use tokio::time::Sleep;
@@ -67,6 +68,8 @@ pub(crate) struct OutboundTurn {
     pub(crate) headers: HeaderMap,
     pub(crate) body: Arc<RetryBody>,
     pub(crate) turn_id: u64,
+    /// What the agent is told of the client's hints.
+    pub(super) hints: TurnHints,
     /// The client that sent the turn.
     pub(super) principal: Arc<str>,
     /// The client, for the memory in which its prompt is tokenized.
@@ -124,6 +127,9 @@ impl OutboundTurn {
         let mut request = self.request_to_agent(placed, path_and_query, headers, body);
         if let Some(claim) = &placed.claim {
             request.headers_mut().insert(claim::CLAIM, claim.to_header());
+        }
+        if let Some(hints) = self.hints.to_header() {
+            request.headers_mut().insert(HINTS, hints);
         }
         let worker_name = || placed.worker_name.clone();
         let answer = upstream.send(placed.worker.agent, request, self.deadline).await;

@@ -12,19 +12,26 @@
 //! session id for different sessions.
 //!
 //! The session's id is taken from the first source that is present: `nvext.session_control` in the
-//! body (a field of the Dynamo API), the header `x-berth-session-id`, the native headers of coding
-//! agents, `session_id` in the body, `session_params.id` in the body.
+//! body (a field of the Dynamo API), the header `x-berth-session-id`, the headers that clients send
+//! on their own ([`session_names`]), `session_id` in the body, `session_params.id` in the body, and
+//! at last a header that may name only the request. An id from a header that clients send on their
+//! own is a hint, unless the turn says more about its session in Berth's own headers.
 
 use http::{HeaderMap, HeaderName};
 use proto::{
     abort::TurnNames,
     body::{self, Object},
+    hints::TurnHints,
     id::{self, SessionKey},
     load::Retention,
 };
-use serde_json::Value;
+use serde_json::{Value, value::RawValue};
 use xxhash_rust::xxh3::xxh3_128;
 
+use super::{
+    hints,
+    session_names::{self, Hint},
+};
 use crate::prompt::Prompt;
 
 /// Header: the session's id.
@@ -38,26 +45,13 @@ pub const SESSION_FINAL_HEADER: HeaderName = HeaderName::from_static("x-berth-se
 /// KV. With `auto`, the agent chooses.
 pub const RETENTION_HEADER: HeaderName = HeaderName::from_static("x-berth-retention");
 
-/// The session header of Claude Code.
-const CLAUDE_SESSION_HEADER: HeaderName = HeaderName::from_static("x-claude-code-session-id");
-/// The header with which Claude Code names the sub-agent that sends the request. A sub-agent is a
-/// session of its own.
-const CLAUDE_AGENT_HEADER: HeaderName = HeaderName::from_static("x-claude-code-agent-id");
-/// The session headers of Codex, OpenCode and Dynamo, in this order.
-const NATIVE_SESSION_HEADERS: [HeaderName; 3] = [
-    HeaderName::from_static("thread-id"),
-    HeaderName::from_static("x-session-id"),
-    HeaderName::from_static("x-dynamo-session-id"),
-];
-/// Headers that name the session that started this one.
-const PARENT_SESSION_HEADERS: [HeaderName; 3] = [
-    HeaderName::from_static("x-parent-session-id"),
-    HeaderName::from_static("x-claude-code-parent-session-id"),
-    HeaderName::from_static("x-dynamo-parent-session-id"),
-];
 /// The longest idle time that a client may set, in seconds: ten years. A longer time is a mistake,
 /// and could overflow the agent's clock.
 const IDLE_SECONDS_MAX: f64 = 315_360_000.0;
+
+/// The model's name in the body of a client that was given no name: the default of SGLang's own
+/// protocol.
+const UNNAMED_MODEL: &str = "default";
 
 /// What an idle time must be, for the client.
 const IDLE_SECONDS_ALLOWED: &str = "a positive number of seconds, at most ten years";
@@ -87,11 +81,24 @@ pub enum Error {
     DeltaWithoutSession,
 }
 
+/// What a name in a header that clients send on their own may name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum HintKind {
+    /// The session.
+    Session,
+    /// The session, or only the request.
+    SessionOrRequest,
+}
+
 /// The session that a turn belongs to, and what the client wants done with it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SessionIntent {
     /// The session's key.
     pub key: SessionKey,
+    /// Whether the client only hinted at the session. `None` if it named the session on purpose.
+    pub hint: Option<HintKind>,
+    /// Whether the engine must keep the session's KV, by a pin or a tag.
+    pub is_kept_required: bool,
     /// The retention if this turn is the session's first turn. `None` lets the agent choose.
     pub retention: Option<Retention>,
     /// Whether the body holds only the tokens that are new in this turn.
@@ -112,12 +119,19 @@ pub struct SessionIntent {
 pub struct Turn {
     /// The turn's session. `None` for a turn without a session.
     pub session: Option<SessionIntent>,
+    /// Whether the headers have a session's name that can't be used.
+    pub has_unusable_name: bool,
+    /// A name of the turn that came for the first time and may name only the request. If it comes
+    /// again, it names a session.
+    pub name_seen_once: Option<SessionKey>,
+    /// What agents are told of the client's hints.
+    pub hints: TurnHints,
     /// The session that started this turn's session, as a sub-agent.
     pub parent: Option<SessionKey>,
     /// A key made of the client's `prompt_cache_key`. Turns with the same key should go to the same
     /// worker. It is never used as a session's id.
     pub cache_key: Option<SessionKey>,
-    /// The model named in the body.
+    /// The model named in the body; `model:adapter` or `:adapter` if it names a LoRA adapter.
     pub model: Option<String>,
     /// The place of the prompt in the body.
     pub prompt: Prompt,
@@ -133,27 +147,31 @@ pub struct Turn {
     pub response_agent: Option<usize>,
 }
 
-/// Returns the session named in the headers. The router can check it before it reads the body.
+/// Returns the session that the headers surely name, and whether they only hint at it. The router
+/// can check it before it reads the body.
 ///
 /// # Errors
-/// When the id's length is out of bounds, or the id is not UTF-8.
-pub fn header_session(headers: &HeaderMap, principal: &str) -> Result<Option<SessionKey>, Error> {
-    if let Some(id) = header_text(headers, &SESSION_ID_HEADER)? {
-        return Ok(Some(SessionKey::new(principal, id)?));
+/// When the header `x-berth-session-id` has an id whose length is out of bounds, or that is not
+/// UTF-8.
+pub fn header_session(
+    headers: &HeaderMap,
+    principal: &str,
+) -> Result<Option<(SessionKey, Option<HintKind>)>, Error> {
+    if let Some(key) = own_header_session(headers, principal)? {
+        return Ok(Some((key, None)));
     }
-    if let Some(session) = header_text(headers, &CLAUDE_SESSION_HEADER)? {
-        let id = match header_text(headers, &CLAUDE_AGENT_HEADER)? {
-            Some(agent) => format!("{session}:{agent}"),
-            None => session.to_owned(),
-        };
-        return Ok(Some(SessionKey::new(principal, id)?));
+    match session_names::find(headers, principal) {
+        Hint::Session { key, may_be_request: false } => Ok(Some((key, Some(HintKind::Session)))),
+        Hint::Session { .. } | Hint::Unusable | Hint::Absent => Ok(None),
     }
-    for name in &NATIVE_SESSION_HEADERS {
-        if let Some(id) = header_text(headers, name)? {
-            return Ok(Some(SessionKey::new(principal, id)?));
-        }
+}
+
+/// Returns the session named in Berth's own header.
+fn own_header_session(headers: &HeaderMap, principal: &str) -> Result<Option<SessionKey>, Error> {
+    match header_text(headers, &SESSION_ID_HEADER)? {
+        Some(id) => Ok(Some(SessionKey::new(principal, id)?)),
+        None => Ok(None),
     }
-    Ok(None)
 }
 
 /// Reads a turn from its headers and its whole body.
@@ -177,48 +195,53 @@ pub fn read_object(
     let control = SessionControl::read(object)?;
     let session_params_id = session_params_id(object)?;
     let session_id_member = string_member(object, "session_id", "session_id")?;
-    let header_session_key = header_session(headers, principal)?;
     let body_session_id = session_id_member.or_else(|| session_params_id.clone());
-    let key = match (&control, header_session_key, body_session_id) {
-        (Some(control), ..) => Some(SessionKey::new(principal, control.session_id.as_str())?),
-        (None, Some(key), _) => Some(key),
-        (None, None, Some(id)) => Some(SessionKey::new(principal, id)?),
-        (None, None, None) => None,
+    let hint = session_names::find(headers, principal);
+    let has_unusable_name = hint == Hint::Unusable;
+    let own_key = match &control {
+        Some(control) => Some(SessionKey::new(principal, control.session_id.as_str())?),
+        None => own_header_session(headers, principal)?,
     };
+    let named = choose_name(own_key, hint, body_session_id, principal)?;
     // SGLang's own `session_params` always mean a delta.
     let is_delta = header_flag(headers, &DELTA_HEADER, "the header x-berth-delta")?
         || session_params_id.is_some();
     let is_final = header_flag(headers, &SESSION_FINAL_HEADER, "the header x-berth-session-final")?;
     let retention = header_retention(headers)?;
     let action = control.as_ref().map_or(SessionAction::Continue, |control| control.action);
-    let session = match key {
+    let session = match named {
         None if is_delta => return Err(Error::DeltaWithoutSession),
         None => None,
-        Some(key) => {
+        Some((key, hint)) => {
+            let is_hint = !is_delta && !is_final && retention.is_none();
             let opens_session = action == SessionAction::Open;
             // A delta appends to KV that is private to its session. So a session that a delta opens
             // is pinned, unless the client names a retention.
             let retention = retention.or((opens_session && is_delta).then_some(Retention::Pinned));
             Some(SessionIntent {
                 key,
+                hint: hint.filter(|_| is_hint),
+                is_kept_required: control.as_ref().is_some_and(|control| control.is_required),
                 retention,
                 is_delta,
                 opens_session,
                 closes_session: is_final || action == SessionAction::Close,
                 is_placement_only: action == SessionAction::Bind,
-                idle_ms_max: control.and_then(|control| control.idle_ms_max),
+                idle_ms_max: control
+                    .and_then(|control| control.idle_ms_max)
+                    .or_else(|| hints::idle_ms(object)),
             })
         }
     };
-    let cache_key = string_member_or_none(object, "prompt_cache_key").and_then(|key| {
-        // The client's key can have any length, and a session key can't, so it is hashed.
-        SessionKey::new(principal, format!("{:032x}", xxh3_128(key.as_bytes()))).ok()
-    });
+    let parent = session_names::find_parent(headers, principal);
     Ok(Turn {
+        parent: parent.filter(|parent| session.as_ref().is_none_or(|it| it.key != *parent)),
         session,
-        parent: header_parent(headers, principal),
-        cache_key,
-        model: string_member_or_none(object, "model"),
+        has_unusable_name,
+        name_seen_once: None,
+        hints: TurnHints::default(),
+        cache_key: cache_key(object, principal),
+        model: model_name(object),
         prompt: Prompt::find(object),
         body_bytes: object.bytes().len() as u64,
         wants_stream: object.get("stream").is_some_and(|value| value.get() == "true"),
@@ -226,6 +249,45 @@ pub fn read_object(
         previous_response: None,
         response_agent: None,
     })
+}
+
+/// Returns the name that counts, and whether it is a hint.
+fn choose_name(
+    own_key: Option<SessionKey>,
+    hint: Hint,
+    body_id: Option<String>,
+    principal: &str,
+) -> Result<Option<(SessionKey, Option<HintKind>)>, Error> {
+    Ok(match (own_key, hint, body_id) {
+        (Some(key), ..) => Some((key, None)),
+        (None, Hint::Session { key, may_be_request: false }, _) => {
+            Some((key, Some(HintKind::Session)))
+        }
+        (None, _, Some(id)) => Some((SessionKey::new(principal, id)?, None)),
+        (None, Hint::Session { key, .. }, None) => Some((key, Some(HintKind::SessionOrRequest))),
+        (None, Hint::Unusable | Hint::Absent, None) => None,
+    })
+}
+
+/// Returns the model that the body names, with its LoRA adapter if it names one.
+fn model_name(object: &Object<'_>) -> Option<String> {
+    // SGLang's clients send this name if they are given none.
+    let is_name = |name: &String| !name.is_empty() && name != UNNAMED_MODEL;
+    let model = string_member_or_none(object, "model").filter(is_name);
+    let adapter = string_member_or_none(object, "lora_path").filter(|name| !name.is_empty());
+    match (model, adapter) {
+        (model, None) => model,
+        // In the engine, an adapter in the model's name comes before `lora_path`.
+        (Some(model), Some(_)) if model.contains(':') => Some(model),
+        (model, Some(adapter)) => Some(format!("{}:{adapter}", model.unwrap_or_default())),
+    }
+}
+
+/// Returns a key made of the body's `prompt_cache_key`.
+fn cache_key(object: &Object<'_>, principal: &str) -> Option<SessionKey> {
+    let key = string_member_or_none(object, "prompt_cache_key")?;
+    // The client's key can have any length, and a session key can't, so it is hashed.
+    SessionKey::new(principal, format!("{:032x}", xxh3_128(key.as_bytes()))).ok()
 }
 
 /// Converts an idle time that a client gave in seconds to milliseconds. Returns `None` for null.
@@ -277,6 +339,8 @@ struct SessionControl {
     session_id: String,
     action: SessionAction,
     idle_ms_max: Option<u64>,
+    /// Whether the turn must be refused if no engine can keep the session.
+    is_required: bool,
 }
 
 impl SessionControl {
@@ -305,7 +369,15 @@ impl SessionControl {
             Some(Err(_)) => return Err(Error::Field { field, allowed: IDLE_SECONDS_ALLOWED }),
         };
         let idle_ms_max = parse_idle_ms(&timeout, field)?;
-        Ok(Some(Self { session_id, action, idle_ms_max }))
+        let is_required = match control.get("required").map(RawValue::get) {
+            None | Some("null" | "false") => false,
+            Some("true") => true,
+            Some(_) => {
+                let field = "nvext.session_control.required";
+                return Err(Error::Field { field, allowed: "true or false" });
+            }
+        };
+        Ok(Some(Self { session_id, action, idle_ms_max, is_required }))
     }
 }
 
@@ -380,22 +452,6 @@ fn header_retention(headers: &HeaderMap) -> Result<Option<Retention>, Error> {
     }
 }
 
-/// Returns the session that started this one. An invalid value is ignored, because the parent is
-/// only a hint for placement.
-fn header_parent(headers: &HeaderMap, principal: &str) -> Option<SessionKey> {
-    let parent_id =
-        PARENT_SESSION_HEADERS.iter().find_map(|name| header_text(headers, name).ok().flatten());
-    let id = match parent_id {
-        Some(id) => id,
-        // The id of a sub-agent's session is the parent's id with the sub-agent's id behind it.
-        None if headers.contains_key(&CLAUDE_AGENT_HEADER) => {
-            header_text(headers, &CLAUDE_SESSION_HEADER).ok()??
-        }
-        None => return None,
-    };
-    SessionKey::new(principal, id).ok()
-}
-
 #[cfg(test)]
 mod tests {
     use http::HeaderValue;
@@ -419,15 +475,18 @@ mod tests {
     #[test]
     fn identity_is_the_first_source_that_applies() {
         // Each source has priority over the sources below it.
-        let sources: [(&'static str, &str, &str); 9] = [
+        let sources: [(&'static str, &str, &str); 12] = [
             ("", r#""nvext":{"session_control":{"session_id":"control"}}"#, "control"),
             ("x-berth-session-id", "berth", "berth"),
             ("x-claude-code-session-id", "claude", "claude"),
             ("thread-id", "codex", "codex"),
             ("x-session-id", "opencode", "opencode"),
             ("x-dynamo-session-id", "dynamo", "dynamo"),
+            ("x-session-affinity", "aiperf", "aiperf"),
             ("", r#""session_id":"top""#, "top"),
             ("", r#""session_params":{"id":"params"}"#, "params"),
+            ("x-smg-routing-key", "gateway", "gateway"),
+            ("x-correlation-id", "correlation", "correlation"),
             ("", r#""prompt_cache_key":"never""#, ""),
         ];
         for from in 0..sources.len() {
@@ -456,6 +515,28 @@ mod tests {
         let pairs = [("x-session-id", "child"), ("x-parent-session-id", "parent")];
         let turn = read(&headers(&pairs), b"{}", "p").unwrap();
         assert_eq!(turn.parent.unwrap().id(), "parent");
+    }
+
+    #[test]
+    fn a_name_that_a_client_sends_on_its_own_is_only_a_hint() {
+        let kind = |pairs: &[(&'static str, &str)], body: &str| intent(pairs, body).unwrap().hint;
+        assert_eq!(kind(&[("thread-id", "t")], "{}"), Some(HintKind::Session));
+        assert_eq!(kind(&[("x-correlation-id", "t")], "{}"), Some(HintKind::SessionOrRequest));
+        assert_eq!(kind(&[("x-berth-session-id", "t")], "{}"), None);
+        assert_eq!(kind(&[("x-correlation-id", "t")], r#"{"session_id":"s"}"#), None);
+        for more in ["x-berth-delta", "x-berth-session-final"] {
+            assert_eq!(kind(&[("thread-id", "t"), (more, "1")], "{}"), None, "{more}");
+        }
+        let pinned = [("thread-id", "t"), ("x-berth-retention", "pinned")];
+        assert_eq!(kind(&pinned, "{}"), None, "this client means the session");
+        let long = "i".repeat(300);
+        for unusable in ["", long.as_str()] {
+            let turn = read(&headers(&[("thread-id", unusable)]), b"{}", "p").unwrap();
+            assert!(turn.session.is_none() && turn.has_unusable_name);
+            let named = r#"{"session_id":"s"}"#.as_bytes();
+            let turn = read(&headers(&[("thread-id", unusable)]), named, "p").unwrap();
+            assert_eq!(turn.session.unwrap().key.id(), "s");
+        }
     }
 
     #[test]
@@ -493,6 +574,20 @@ mod tests {
     }
 
     #[test]
+    fn a_model_is_named_with_its_adapter() {
+        let model = |body: &str| read(&HeaderMap::new(), body.as_bytes(), "p").unwrap().model;
+        assert_eq!(model(r#"{"model":"m"}"#).as_deref(), Some("m"));
+        assert_eq!(model(r#"{"model":"m","lora_path":"a"}"#).as_deref(), Some("m:a"));
+        assert_eq!(model(r#"{"model":"m:b","lora_path":"a"}"#).as_deref(), Some("m:b"));
+        assert_eq!(model(r#"{"lora_path":"a"}"#).as_deref(), Some(":a"));
+        assert_eq!(model(r#"{"model":"default","lora_path":"a"}"#).as_deref(), Some(":a"));
+        for unnamed in ["{}", r#"{"model":""}"#, r#"{"model":"default"}"#, r#"{"lora_path":["a"]}"#]
+        {
+            assert_eq!(model(unnamed), None, "{unnamed}");
+        }
+    }
+
+    #[test]
     fn wrong_kinds_are_refused_by_name() {
         let cases = [
             (r#"{"nvext":{"session_control":[]}}"#, "nvext.session_control "),
@@ -500,6 +595,7 @@ mod tests {
             (r#"{"nvext":{"session_control":{"session_id":"s","action":1}}}"#, "action"),
             (r#"{"nvext":{"session_control":{"session_id":"s","timeout":"1"}}}"#, "timeout"),
             (r#"{"nvext":{"session_control":{"session_id":"s","timeout":0}}}"#, "timeout"),
+            (r#"{"nvext":{"session_control":{"session_id":"s","required":1}}}"#, "required"),
             (r#"{"session_id":["a"]}"#, "session_id"),
             (r#"{"session_params":[{"id":"a"}]}"#, "session_params"),
             (r#"{"session_params":{"id":1}}"#, "session_params.id"),
@@ -547,7 +643,7 @@ mod tests {
             r#"{"nvext":{"session_control":{"session_id":"ID"}}}"#,
             r#"{"nvext":{"session_control":{"session_id":"ID","action":"bind"}}}"#,
         ];
-        let natives = ["x-berth-session-id", "x-claude-code-session-id", "thread-id"];
+        let natives = ["x-berth-session-id"];
         for (bytes, taken) in [(256, true), (257, false), (65_536, false)] {
             let id = "i".repeat(bytes);
             let bodies = doors.iter().map(|body| ("", body.replace("ID", &id)));

@@ -1,0 +1,152 @@
+//! Leaves the session out of a turn whose client only hinted at it, where the session can't be had.
+//!
+//! A session is a sequence of turns that share a growing prefix, and a turn is one request and its
+//! answer. Many clients send a session's name with every request, whichever server they talk to.
+//! Such a turn must run wherever it would run without the name. So where it would be refused for
+//! its session's sake, it runs without the session, and is counted. Only a session that a client
+//! has opened refuses such turns too, because its turns must come one after another.
+//!
+//! Some of these names may be the request's own. Such a name begins a session when it comes a
+//! second time. Until then it is in a table of its own, so that a gateway that names each request
+//! takes no session's place. `turn` calls this module between reading and placing a turn.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use proto::load::Retention;
+
+use super::{
+    check_key_sessions, decide,
+    error::{Error, Limit},
+    placer::PlacedTurn,
+    request::{HintKind, Turn},
+    shared::Shared,
+};
+use crate::{auth::Caller, placement::session_status::SessionStatus, shares::Sharer};
+
+/// Why a turn runs without the session that its client hinted at.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum LeftOut {
+    /// The name is empty, too long or not UTF-8.
+    Unusable,
+    /// The turn asks for several answers, or has several prompts.
+    SeveralAnswers,
+    /// The turn's answer is made after its response has ended.
+    Background,
+    /// The name came for the first time, and may be the request's own.
+    SeenOnce,
+    /// The caller's key has its limit of open sessions.
+    KeySessions,
+    /// The session closes.
+    Closing,
+    /// The router's table of sessions has no place for this one.
+    TableFull,
+}
+
+impl LeftOut {
+    /// Returns the reason's name in metrics.
+    fn as_str(self) -> &'static str {
+        match self {
+            Self::Unusable => "unusable",
+            Self::SeveralAnswers => "several_answers",
+            Self::Background => "background",
+            Self::SeenOnce => "seen_once",
+            Self::KeySessions => "key_sessions",
+            Self::Closing => "closing",
+            Self::TableFull => "table_full",
+        }
+    }
+}
+
+/// What of a turn's body a session can't take.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct Unfit {
+    /// Whether the body asks for several answers, or has several prompts.
+    pub(super) has_several_answers: bool,
+    /// Whether the answer is made after the response has ended.
+    pub(super) is_background: bool,
+}
+
+/// Decides whether a turn that was read runs in its session.
+///
+/// # Errors
+/// If the session was named on purpose, and the caller's key has its limit of sessions.
+pub(super) async fn settle(
+    shared: &Shared,
+    caller: &Caller,
+    turn: &mut Turn,
+    unfit: Unfit,
+) -> Result<(), Error> {
+    if turn.has_unusable_name {
+        shared.metrics.count_session_left_out(LeftOut::Unusable.as_str());
+    }
+    let Some(intent) = &mut turn.session else { return Ok(()) };
+    let view = shared.directory.settled_view().await;
+    if intent.is_kept_required && intent.retention.is_none() && !intent.is_placement_only {
+        // If no worker offers either, placement refuses the turn and says which flag is missing.
+        let mut workers = view.workers();
+        let is_tagged =
+            workers.any(|(.., facts)| facts.description.retentions.contains(&Retention::Tagged));
+        intent.retention = Some(if is_tagged { Retention::Tagged } else { Retention::Pinned });
+    }
+    let Some(hint) = intent.hint else {
+        return check_key_sessions(shared, caller, &intent.key).await;
+    };
+    let status = shared.directory.status(&intent.key, &view);
+    let was_opened = matches!(&status, SessionStatus::Open { session, .. } if session.exclusive);
+    let is_unknown = matches!(status, SessionStatus::Unknown);
+    let why = if was_opened {
+        None
+    } else if unfit.has_several_answers {
+        Some(LeftOut::SeveralAnswers)
+    } else if unfit.is_background {
+        Some(LeftOut::Background)
+    } else if matches!(status, SessionStatus::Closing) {
+        Some(LeftOut::Closing)
+    } else if hint == HintKind::SessionOrRequest
+        && is_unknown
+        && !shared.placer.has_seen_name(&intent.key)
+    {
+        Some(LeftOut::SeenOnce)
+    } else {
+        match check_key_sessions(shared, caller, &intent.key).await {
+            Ok(()) => None,
+            Err(Error::Limit { limit: Limit::Sessions, .. }) => Some(LeftOut::KeySessions),
+            Err(error) => return Err(error),
+        }
+    };
+    if let Some(why) = why {
+        leave_out(shared, turn, why);
+    }
+    Ok(())
+}
+
+/// Places a turn. If that fails for the sake of a session that the client only hinted at, places
+/// the turn without the session.
+///
+/// # Errors
+/// If the status of the turn's session doesn't allow the turn, or if no worker can take it.
+pub(super) async fn place(
+    shared: &Arc<Shared>,
+    turn: &mut Turn,
+    turn_id: u64,
+    path: &str,
+    body: &Bytes,
+    sharer: &Sharer,
+) -> Result<PlacedTurn, Error> {
+    let why = match shared.placer.decide(turn, turn_id, path, body, sharer).await {
+        Ok(placed) => return Ok(placed),
+        Err(decide::Error::SessionsFull(_)) if turn.hints.session => LeftOut::TableFull,
+        Err(decide::Error::Closing) if turn.hints.session => LeftOut::Closing,
+        Err(error) => return Err(error.into()),
+    };
+    leave_out(shared, turn, why);
+    Ok(shared.placer.decide(turn, turn_id, path, body, sharer).await?)
+}
+
+fn leave_out(shared: &Shared, turn: &mut Turn, why: LeftOut) {
+    shared.metrics.count_session_left_out(why.as_str());
+    let intent = turn.session.take();
+    turn.hints.session = false;
+    turn.name_seen_once = intent.filter(|_| why == LeftOut::SeenOnce).map(|intent| intent.key);
+}
