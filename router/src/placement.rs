@@ -347,6 +347,7 @@ fn decide_stay<'a>(request: &PlacementRequest<'_>, view: &'a Snapshot, now: Inst
     match stats.state(now, view.report_age_max()) {
         WorkerState::Lost | WorkerState::Disaggregated => Stay::No,
         _ if fixed => Stay::Must(worker),
+        _ if !candidates::serves_model(view.required_model(request.model), view, stats) => Stay::No,
         WorkerState::Fresh | WorkerState::Stale => Stay::May(stats),
         WorkerState::Unhealthy | WorkerState::Draining => Stay::No,
     }

@@ -32,8 +32,8 @@ pub struct Snapshot {
     pub(super) worker_table: WorkerTable,
     /// KV that sessions are expected to use again, indexed by agent, then by rank.
     pub(super) reuse_demands: Arc<Vec<Vec<ReuseDemand>>>,
-    /// Whether all agents serve the same models. If so, a turn (one request and its answer) may go
-    /// to any of them, whatever model it names.
+    /// Whether all agents serve the same models and adapters. If so, a turn (one request and its
+    /// answer) may go to any of them, or to none.
     pub(super) serves_same_models: bool,
     /// The setting: longest silence of an agent before its workers are stale.
     pub(super) report_age_max: Duration,
@@ -81,18 +81,21 @@ impl Snapshot {
         demand.unwrap_or(&ReuseDemand::NOTHING)
     }
 
-    /// Whether all agents serve the same models.
+    /// Whether all agents serve the same models and adapters.
     #[must_use]
     pub fn serves_same_models(&self) -> bool {
         self.serves_same_models
     }
 
     /// Returns the model that a worker must serve to take a turn that names `model`. `None` if any
-    /// worker will do: the turn names no model, or all agents serve the same models. Then any
-    /// engine gets the turn, whatever model it names.
+    /// worker will do: the turn names no model, or all agents serve the same ones, and this too.
     #[must_use]
     pub fn required_model<'a>(&self, model: Option<&'a str>) -> Option<&'a str> {
-        model.filter(|_| !self.serves_same_models)
+        let is_served = |model: &str| {
+            let first = self.workers().next();
+            first.is_some_and(|(.., facts)| facts.description.engine.serves(model))
+        };
+        model.filter(|model| !self.serves_same_models || !is_served(model))
     }
 
     /// Returns the least predicted gain for which a session moves to another worker.

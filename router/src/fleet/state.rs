@@ -273,9 +273,12 @@ impl State {
             description: Arc::new(description),
         });
         let mut all_facts = self.view.agents.iter().filter_map(|agent| agent.facts.as_ref());
-        let first_models = all_facts.next().map(|facts| &facts.description.engine.models);
-        self.view.serves_same_models =
-            all_facts.all(|facts| Some(&facts.description.engine.models) == first_models);
+        let served = |facts: &Facts| {
+            let engine = &facts.description.engine;
+            (engine.models.clone(), engine.adapters.clone())
+        };
+        let first_served = all_facts.next().map(served);
+        self.view.serves_same_models = all_facts.all(|facts| Some(served(facts)) == first_served);
         None
     }
 

@@ -58,8 +58,8 @@ fn list_models_of_workers(view: &Snapshot) -> Vec<Value> {
     let mut models = BTreeMap::new();
     for (.., facts) in view.workers().filter(|(worker, ..)| view.state(*worker, now).is_usable()) {
         let engine = &facts.description.engine;
-        for name in &engine.models {
-            let context_tokens = models.entry(name.as_str()).or_insert(engine.context_tokens);
+        for name in engine.served_names() {
+            let context_tokens = models.entry(name).or_insert(engine.context_tokens);
             // A turn may go to any worker that serves the model, so the smallest context counts.
             *context_tokens = engine.context_tokens.min(*context_tokens);
         }

@@ -9,6 +9,8 @@
 
 use std::time::Instant;
 
+use proto::load::Retention;
+
 use super::{PlacementRequest, Reason};
 use crate::fleet::{snapshot::Snapshot, worker::WorkerState, worker_table::WorkerStats};
 
@@ -33,10 +35,15 @@ pub enum NoWorker {
         offered: String,
     },
     /// No worker that serves the model offers the retention.
-    #[error("no worker offers retention {requested}; offered are: {offered}")]
+    #[error(
+        "no worker offers retention {}; offered are: {offered}; start an engine with {}, or ask \
+         for one of these",
+        .requested.as_str(),
+        .requested.engine_flag().unwrap_or("other flags")
+    )]
     Retention {
         /// The retention that was asked for.
-        requested: &'static str,
+        requested: Retention,
         /// The retentions that workers serving the model offer.
         offered: String,
     },
@@ -77,13 +84,14 @@ pub(super) fn find_candidates<'a>(
 ) -> Result<Candidates<'a>, NoWorker> {
     let workers = view.worker_table().workers();
     let worker_count = workers.len();
+    let model = view.required_model(request.model);
     let (mut fresh, mut stale) = (Vec::with_capacity(worker_count), vec![]);
     let mut suitable_count = 0;
     for worker in workers {
         let state = worker.state(now, view.report_age_max());
         let runs_whole_turns = state != WorkerState::Disaggregated;
         if !runs_whole_turns
-            || !serves_model(request, view, worker)
+            || !serves_model(model, view, worker)
             || !offers_retention(request, worker)
         {
             continue;
@@ -114,9 +122,9 @@ fn offers_retention(request: &PlacementRequest<'_>, worker: WorkerStats<'_>) -> 
     request.retention.is_none_or(|retention| worker.offers(retention))
 }
 
-/// Whether the worker's engine may get the turn with the model that it names.
-fn serves_model(request: &PlacementRequest<'_>, view: &Snapshot, worker: WorkerStats<'_>) -> bool {
-    let Some(model) = view.required_model(request.model) else { return true };
+/// Whether the worker's engine serves the model that a turn requires, if it requires one.
+pub(super) fn serves_model(model: Option<&str>, view: &Snapshot, worker: WorkerStats<'_>) -> bool {
+    let Some(model) = model else { return true };
     let facts = view.agent(worker.worker()).facts.as_ref();
     facts.is_some_and(|facts| facts.description.engine.serves(model))
 }
@@ -135,17 +143,13 @@ fn explain_no_worker(request: &PlacementRequest<'_>, view: &Snapshot, now: Insta
         _ if view.workers().next().is_none() => NoWorker::Unusable,
         _ if descriptions().next().is_none() => NoWorker::Disaggregated,
         (Some(model), _) if serving_agents().next().is_none() => {
-            let names =
-                descriptions().flat_map(|agent| agent.engine.models.iter().map(String::as_str));
+            let names = descriptions().flat_map(|agent| agent.engine.served_names());
             NoWorker::Model { model: model.to_owned(), offered: join_sorted(names.collect()) }
         }
         (_, Some(retention)) => {
             let names = serving_agents()
                 .flat_map(|agent| agent.retentions.iter().map(|offered| offered.as_str()));
-            NoWorker::Retention {
-                requested: retention.as_str(),
-                offered: join_sorted(names.collect()),
-            }
+            NoWorker::Retention { requested: retention, offered: join_sorted(names.collect()) }
         }
         (_, None) => NoWorker::Unusable,
     }

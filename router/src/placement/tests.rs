@@ -710,25 +710,38 @@ fn a_parents_worker_is_preferred_within_its_slack() {
 }
 
 #[test]
-fn the_model_matters_only_where_models_differ() {
+fn a_turn_goes_where_its_model_is_served() {
     let now = start();
     let mut state = fleet(&[(0, 0), (0, 9_000)], now);
-    let mut ask = PlacementRequest { model: Some("other"), ..request(1) };
-    assert_eq!(placed(&state, &ask, now).0, 0, "all serve one model, so any name is taken");
+    let mut ask = PlacementRequest { model: Some("m"), ..request(1) };
+    assert_eq!(placed(&state, &ask, now).0, 0);
+    ask.model = Some("other");
+    let refused = place(&ask, &state.snapshot(), now).unwrap_err();
+    assert_eq!(refused.to_string(), "no worker serves model \"other\"; served are: m");
     let mut other = description("a1", 2, 1);
     other.engine.models = vec!["other".to_owned()];
+    other.engine.adapters = Some(vec!["sql".to_owned()]);
     other.retentions = vec![Retention::None];
     state.apply(1, Update::StreamBegan { description: other, sessions: vec![] }, now);
     state.apply(1, Update::Report(report(&[(0, 9_000)])), now);
-    assert_eq!(placed(&state, &ask, now).0, 1);
-    ask.model = Some("other:adapter");
-    assert_eq!(placed(&state, &ask, now).0, 1);
+    for model in ["other", "other:sql", ":sql"] {
+        ask.model = Some(model);
+        assert_eq!(placed(&state, &ask, now).0, 1, "{model}");
+    }
+    // A session leaves a worker that lacks its turn's model, unless it can't.
+    ask.sticky = Some(Sticky::new(at(0)));
+    assert_eq!(placed(&state, &ask, now), (1, Reason::Rebound));
+    assert_eq!(place_without_prompt(&ask, &state.snapshot(), now), None);
+    ask.sticky = Some(Sticky { fixed: true, ..Sticky::new(at(0)) });
+    assert_eq!(placed(&state, &ask, now).0, 0, "its engine says that it has no such model");
+    ask.sticky = None;
     ask.retention = Some(Retention::Pinned);
-    let refused = place(&ask, &state.snapshot(), now).unwrap_err();
-    assert_eq!(refused.to_string(), "no worker offers retention pinned; offered are: none");
+    let refused = place(&ask, &state.snapshot(), now).unwrap_err().to_string();
+    assert!(refused.contains("no worker offers retention pinned; offered are: none"), "{refused}");
+    assert!(refused.contains("--enable-streaming-session"), "{refused}");
     ask.model = Some("third");
     let refused = place(&ask, &state.snapshot(), now).unwrap_err();
-    assert_eq!(refused.to_string(), "no worker serves model \"third\"; served are: m, other");
+    assert_eq!(refused.to_string(), "no worker serves model \"third\"; served are: m, other, sql");
 }
 
 #[test]
