@@ -724,7 +724,7 @@ fn a_turn_goes_where_its_model_is_served() {
     other.retentions = vec![Retention::None];
     state.apply(1, Update::StreamBegan { description: other, sessions: vec![] }, now);
     state.apply(1, Update::Report(report(&[(0, 9_000)])), now);
-    for model in ["other", "other:sql", ":sql"] {
+    for model in ["other", "other:sql"] {
         ask.model = Some(model);
         assert_eq!(placed(&state, &ask, now).0, 1, "{model}");
     }

@@ -19,6 +19,13 @@ NATIVE_HEADERS = (
     "thread-id",
     "x-session-id",
     "x-dynamo-session-id",
+    "x-session-affinity",
+)
+
+# What SGLang answers with 200, and a session can't take.
+BEYOND_A_SESSION = (
+    ("/v1/chat/completions", chat_body("hello", 4, n=2)),
+    ("/v1/completions", {"model": MODEL, "prompt": ["a", "b"], "max_tokens": 2}),
 )
 
 
@@ -92,6 +99,28 @@ def _named(fleet: Fleet, id: str, request: dict, headers: dict, how: str) -> Non
     shown = get_session(fleet, id)
     assert shown.status == 200, f"{how}: the status of the session ({shown})"
     assert delete_session(fleet, id).status == 204, f"{how}: the status of the close"
+
+
+def test_a_name_that_a_client_sends_on_its_own_refuses_nothing(fleet: Fleet) -> None:
+    for path, request in BEYOND_A_SESSION:
+        bare = wire.post(f"{fleet.engine_url}{path}", request, {})
+        assert bare.status == 200, f"the bare engine's status of {path}: {bare}"
+        for headers in ({"thread-id": new_id("hint")}, {"thread-id": ""}, {"thread-id": "i" * 300}):
+            answer = wire.post(f"{fleet.router_url}{path}", request, headers)
+            assert answer.status == 200, f"{path} with {headers}: the status of {answer}"
+            assert len(answer.json()["choices"]) == 2, f"{path}: the answers"
+        named = wire.post(f"{fleet.router_url}{path}", request, {"x-berth-session-id": new_id("n")})
+        assert named.status == 400, f"{path} in a session named on purpose: {named}"
+
+
+def test_a_correlation_id_begins_a_session_when_it_comes_again(fleet: Fleet) -> None:
+    id = new_id("correlated")
+    for status in (404, 200):
+        headers = {"x-correlation-id": id}
+        answer = wire.post(f"{fleet.router_url}/v1/chat/completions", chat_body("hello", 4), headers)
+        assert answer.status == 200, f"the status of {answer}"
+        assert get_session(fleet, id).status == status, "whether there is a session"
+    assert delete_session(fleet, id).status == 204, "the status of the close"
 
 
 def test_the_first_way_that_applies_wins(fleet: Fleet) -> None:
