@@ -40,6 +40,8 @@ pub const NOT_A_ROUTER: &str = "not_a_router";
 
 /// The headers that only a router may send to an agent.
 pub const TRUSTED: [HeaderName; 7] = [CLAIM, TURN, RANK, PRINCIPAL, RESIDENT, TOKEN, HINTS];
+pub const TRUSTED: [HeaderName; 7] =
+    [CLAIM, TURN, RANK, PRINCIPAL, RESIDENT, TOKEN, crate::control::ADMIN];
 
 /// A turn's session, and what the client wants done with it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

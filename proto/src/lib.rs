@@ -27,6 +27,7 @@ pub mod answers;
 pub mod block;
 pub mod body;
 pub mod claim;
+pub mod control;
 pub mod gaps;
 pub mod hints;
 pub mod id;

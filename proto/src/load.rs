@@ -6,17 +6,22 @@
 //!
 //! The agent's `owner` and `ledger` fill these types, and `control_port` sends them. The router's
 //! `fleet` receives them for placement, and `http` shows them to operators as JSON. This module
-//! measures nothing. The child `pages` has the result of a page audit. The child `wire` converts
+//! measures nothing. The child `pages` has the result of a page audit, and `weights` names an
+//! engine's weights. The child `wire` converts
 //! from and to the wire format and rejects impossible values, so the router doesn't check again.
 
 mod pages;
+mod weights;
 mod wire;
 
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-pub use self::pages::{NamedFinding, PageAudit, PageClasses, PageFinding};
+pub use self::{
+    pages::{NamedFinding, PageAudit, PageClasses, PageFinding},
+    weights::{InvalidWeights, WEIGHTS, WantedWeights, Weights},
+};
 use crate::id::{self, SessionKey};
 
 /// How an engine keeps a session's KV between turns.
@@ -358,6 +363,11 @@ pub struct LoadReport {
     pub draining: bool,
     /// Why the engine holds resources that only its restart frees; absent if no restart is needed.
     pub restart_required: Option<String>,
+    /// Why the engine runs no turns by its operator's wish, such as a pause; absent if it runs
+    /// them. Turns wait in the agent.
+    pub held: Option<String>,
+    /// The engine's weights.
+    pub weights: Weights,
 }
 
 /// Why a message from an agent was rejected.

@@ -4,8 +4,9 @@
 //! [`Kind`] how a request's body is formed: which key holds the prompt's token ids, which the
 //! request id. A *turn* is a request that runs in the engine's batch.
 //!
-//! The engine's other routes (weight updates, flushes, aborting other clients' turns) can't be
-//! reached through an agent. The router's own routes (sessions, workers, placements) are not here.
+//! The routes of trainers and operators are in [`control`](crate::control). The engine's other
+//! routes can't be reached through an agent. The router's own routes (sessions, workers,
+//! placements) are not here.
 
 use http::Method;
 

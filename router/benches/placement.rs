@@ -15,7 +15,7 @@ use proto::{
     id::{Digest, SessionKey},
     load::{
         Description, EngineFacts, Figure, LoadReport, Rank, RankLoad, Retention, Session,
-        SessionState, Source, StagedPrefill,
+        SessionState, Source, StagedPrefill, Weights,
     },
 };
 use router::{
@@ -106,6 +106,8 @@ fn report(agent: usize) -> LoadReport {
         unhealthy: None,
         draining: false,
         restart_required: None,
+        held: None,
+        weights: Weights::default(),
     }
 }
 
@@ -164,6 +166,7 @@ fn request(digest: u64) -> PlacementRequest<'static> {
         prompt: None,
         retention: None,
         model: None,
+        weights: None,
         exclude: None,
     }
 }

@@ -12,7 +12,7 @@ use std::time::Duration;
 use super::{
     Description, Device, EngineFacts, Error, Figure, LoadReport, ModelFiles, PageAudit,
     PromptPlace, PromptRole, Rank, RankLoad, Retention, Session, SessionState, Source,
-    StagedPrefill, VolatilePrefix,
+    StagedPrefill, VolatilePrefix, Weights,
 };
 use crate::v1;
 
@@ -409,6 +409,8 @@ impl TryFrom<v1::LoadReport> for LoadReport {
             unhealthy: (!wire.unhealthy.is_empty()).then_some(wire.unhealthy),
             draining: wire.draining,
             restart_required: Some(wire.restart_required).filter(|reason| !reason.is_empty()),
+            held: Some(wire.held).filter(|reason| !reason.is_empty()),
+            weights: Weights::new(wire.weights_epoch, &wire.weights_label),
         })
     }
 }
@@ -421,6 +423,9 @@ impl From<LoadReport> for v1::LoadReport {
             unhealthy: report.unhealthy.unwrap_or_default(),
             draining: report.draining,
             restart_required: report.restart_required.unwrap_or_default(),
+            held: report.held.unwrap_or_default(),
+            weights_epoch: report.weights.epoch,
+            weights_label: report.weights.label,
         }
     }
 }
@@ -467,6 +472,8 @@ mod tests {
             unhealthy: None,
             draining: true,
             restart_required: Some("a session stays half closed".into()),
+            held: Some("it is paused".into()),
+            weights: Weights::new(3, "step-2"),
         }
     }
 

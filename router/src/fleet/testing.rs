@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use proto::load::{
-    Description, EngineFacts, Figure, LoadReport, Rank, RankLoad, Retention, Source,
+    Description, EngineFacts, Figure, LoadReport, Rank, RankLoad, Retention, Source, Weights,
 };
 
 use super::state::{State, Update};
@@ -78,6 +78,8 @@ pub(crate) fn report(ranks: &[(u32, u64)]) -> LoadReport {
         unhealthy: None,
         draining: false,
         restart_required: None,
+        held: None,
+        weights: Weights::default(),
     }
 }
 

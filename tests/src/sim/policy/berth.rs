@@ -273,6 +273,7 @@ impl Policy for Berth {
             prompt: None,
             retention: None,
             model: None,
+            weights: None,
             exclude: None,
         };
         let view = self.state.snapshot();

@@ -6,7 +6,7 @@ use proto::{
     id::SessionKey,
     load::{
         Description, EngineFacts, Figure, LoadReport, Rank, RankLoad, Retention, Session,
-        SessionState, Source,
+        SessionState, Source, Weights,
     },
 };
 use router::{
@@ -145,6 +145,8 @@ pub(super) fn report(worker: &Worker, fleet: &Fleet) -> LoadReport {
         unhealthy: None,
         draining: worker.condition == Condition::Draining,
         restart_required: None,
+        held: None,
+        weights: Weights::default(),
     }
 }
 
