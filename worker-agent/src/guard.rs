@@ -112,11 +112,13 @@ pub enum Guard {
     QueueShare,
     /// A client can't ask for a longer idle limit than the operator allows.
     IdleCapped,
+    /// No turn of a pinned session continues KV that the engine computed with older weights.
+    WeightsFence,
 }
 
 impl Guard {
     /// All guards.
-    pub const ALL: [Self; 40] = [
+    pub const ALL: [Self; 41] = [
         Self::OneTurn,
         Self::EndAcknowledged,
         Self::RowsReserve,
@@ -157,6 +159,7 @@ impl Guard {
         Self::FairOrder,
         Self::QueueShare,
         Self::IdleCapped,
+        Self::WeightsFence,
     ];
 }
 

@@ -37,7 +37,7 @@ pub use self::{
     state::Session,
     table::{
         EngineLoad, Legacy, PrincipalView, SessionReport, ShareFigures, Table, TrimOutcome,
-        TrimPlan,
+        TrimPlan, WeightsReport,
     },
     turn::{Need, Outcome, RouteTurns, RunMode, TrimRequest, Turn, TurnSession, Usage},
 };
@@ -236,6 +236,8 @@ pub enum SessionEvent {
     Corrupt,
     /// The session was lost with its engine process.
     EngineLost,
+    /// The session was closed because the engine's weights changed.
+    WeightsChanged,
 }
 
 impl SessionEvent {
@@ -252,6 +254,7 @@ impl SessionEvent {
             Self::NotTakenOver => "not_taken_over",
             Self::Corrupt => "corrupt",
             Self::EngineLost => "engine_lost",
+            Self::WeightsChanged => "weights_changed",
         }
     }
 }

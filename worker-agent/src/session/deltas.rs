@@ -92,6 +92,9 @@ pub(super) fn check_turn(
         State::Gone { reason: GoneReason::NotTakenOver, .. } => return Err(Error::NotTakenOver),
         State::Gone { reason: GoneReason::Reclaimed, .. } => return Err(Error::Reclaimed),
         State::Gone { reason: GoneReason::KvCorrupt, .. } => return Err(Error::KvCorrupt),
+        State::Gone { reason: GoneReason::WeightsChanged, .. } => {
+            return Err(Error::WeightsChanged);
+        }
         _ if session.history.is_corrupt => return Err(Error::KvCorrupt),
         _ => {}
     }

@@ -102,12 +102,27 @@ pub enum Error {
          and send the full history"
     )]
     KvCorrupt,
-    /// The session was closed because other sessions needed the room.
+    /// The session was closed because other sessions needed the room, or the engine was flushed.
     #[error(
-        "this session was idle and was closed to make room for others; open it again and send the \
-         full history"
+        "this session was idle and was closed to make room for others, or by a flush of the \
+         engine's cache; open it again and send the full history"
     )]
     Reclaimed,
+    /// The session was closed because its KV is of older weights.
+    #[error(
+        "the engine's weights changed, so this session's KV was computed with older ones and it \
+         was closed; open it again and send the full history"
+    )]
+    WeightsChanged,
+    /// The engine's cache may hold KV of older weights, with which a pinned session would begin.
+    #[error(
+        "the engine's weights changed without a flush, so its cache holds KV of older weights, and \
+         no session is pinned: call /flush_cache, or open the session tagged"
+    )]
+    CacheOutdated,
+    /// The engine takes no turns by its operator's wish. Carries the reason.
+    #[error("the engine takes no turns: {0}; try again later")]
+    EngineHeld(String),
     /// The engine did not open the session. Carries the reason.
     #[error("the engine did not open the session: {0}")]
     OpenFailed(String),

@@ -29,7 +29,7 @@ pub struct Handover {
     pub sessions: Vec<HandedSession>,
 }
 
-/// One session.
+/// One session. Its many fields: one for each fact that the next process needs.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct HandedSession {
@@ -47,6 +47,19 @@ pub struct HandedSession {
     /// Tokens of the history that the engine has committed.
     pub(super) history_tokens: u64,
     pub(super) client: ClientHistory,
+    /// What the agent knew of the engine's weights; the same for all sessions.
+    #[serde(default)]
+    pub(super) weights: HandedWeights,
+}
+
+/// What an agent process knew of its engine's weights.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct HandedWeights {
+    /// The weights epoch.
+    pub(super) epoch: u64,
+    /// The number of changes that the shim had counted, or would count; `None` if it is unknown.
+    pub(super) counted: Option<u64>,
 }
 
 /// How the engine keeps a session, as far as a state without turns tells.

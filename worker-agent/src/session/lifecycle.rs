@@ -158,6 +158,8 @@ pub(super) enum GoneReason {
     Reclaimed,
     /// The agent restarted, and the new process could not prove what the engine has of the session.
     NotTakenOver,
+    /// The engine's weights changed, so the session's KV is of older weights.
+    WeightsChanged,
 }
 
 impl Row {
@@ -319,6 +321,13 @@ impl State {
         self.move_row(|_| Self::Demoted);
         if let Self::Closing(kv @ Kv::Row(_)) = self {
             *kv = Kv::Nothing;
+        }
+    }
+
+    /// Notes that the radix tree has no KV that a session which is not pinned can use.
+    pub(super) fn forget_tree_kv(&mut self) {
+        if let Self::InTree(tree) | Self::Closing(Kv::Tree(tree)) = self {
+            tree.resident_tokens = 0;
         }
     }
 

@@ -25,6 +25,8 @@ pub struct Session {
     /// A number that tells this session from earlier sessions with the same key.
     pub(super) generation: u64,
     pub(super) state: State,
+    /// The weights epoch in which the session's KV began.
+    pub(super) kv_epoch: u64,
     /// Who chooses the session's retention.
     pub(super) chooser: Chooser,
     pub(super) sharing: Sharing,

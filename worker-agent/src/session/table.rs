@@ -24,12 +24,12 @@
 //!
 //! A part never calls the table or another part, except that parts add [`Effects`]. The rules need
 //! several parts, so they are functions of [`Table`], by topic: `claims`, `admission` and `ends` as
-//! above; `capacity` computes room, `reclaim` frees room, `shares` bounds what one principal
-//! may have, `closing` closes incarnations, `engine`
-//! handles reports of the engine and the shim, `trim` runs full histories in pinned sessions,
-//! `handover` hands the sessions over to the next agent process,
-//! `backlog` estimates the prompt tokens that wait, and `volatile_prefix` looks for texts that
-//! change from turn to turn. `invariants` checks the promises.
+//! above; `overdue` refuses what waited too long, `capacity` computes room, `reclaim` frees room,
+//! `shares` bounds what one principal may have, `closing` closes incarnations, `engine` handles
+//! reports of the engine and the shim, `trim` runs full histories in pinned sessions, `handover`
+//! hands the sessions over to the next agent process, `backlog` estimates the prompt tokens that
+//! wait, `weights` keeps sessions from KV of older weights, and `volatile_prefix` looks for texts
+//! that change from turn to turn. `invariants` checks the promises.
 //!
 //! The table promises the following. `check_invariants` or the simulation asserts each promise:
 //! - At most one turn of an exclusive session is inside the engine.
@@ -38,6 +38,7 @@
 //! - Rows and KV stay counted until the engine has confirmed a close.
 //! - An incarnation id is never used twice, so a late close can't hit a later incarnation.
 //! - Nothing is appended to a history that the agent isn't sure of.
+//! - No pinned turn continues KV that the engine computed with older weights.
 //! - No full history (a turn with the whole conversation) replaces a history that clients append
 //!   deltas to (turns with only new tokens), and no delta is appended to a history that a full
 //!   history has replaced. A client allows both when it opens the session again.
@@ -53,6 +54,7 @@ mod engine;
 mod handover;
 mod held;
 mod invariants;
+mod overdue;
 mod principals;
 mod queue_pace;
 mod reclaim;
@@ -65,6 +67,7 @@ mod trim;
 mod trim_turn;
 mod turn_shares;
 mod volatile_prefix;
+mod weights;
 
 use std::time::Instant;
 
@@ -73,6 +76,8 @@ use proto::id::SessionKey;
 use self::{
     closes::Closes, held::Held, queue_pace::QueuePace, sessions::Sessions, shims::RankShims,
     tickets::Tickets,
+    closes::Closes, held::Held, sessions::Sessions, shims::RankShims, tickets::Tickets,
+    weights::WeightsState,
 };
 use super::{
     CloseRequest, CloseResult, Effect, EngineCapacity, Error, Need, OpenResult, Outcome,
@@ -89,6 +94,7 @@ pub use self::{
     handover::Legacy,
     shares::{PrincipalView, ShareFigures},
     trim::{TrimOutcome, TrimPlan},
+    weights::WeightsReport,
 };
 
 /// All sessions and turns of one engine.
@@ -105,6 +111,7 @@ pub struct Table {
     effects: Effects,
     /// Why the engine counts as silent; `None` while it speaks.
     silent_reason: Option<String>,
+    weights: WeightsState,
 }
 
 /// What the owner task must do next, in order.
@@ -146,6 +153,7 @@ impl Table {
             queue_pace: QueuePace::default(),
             effects: Effects::default(),
             silent_reason: None,
+            weights: WeightsState::default(),
         };
         table.add_ranks();
         table

@@ -17,9 +17,19 @@ pub struct Turn {
     /// The most KV tokens that the turn may add to its pinned session. `None` if the turn doesn't
     /// run in a pinned session.
     pub growth_tokens_max: Option<u64>,
+    /// The weights epoch at the turn's admission.
+    pub weights_epoch: u64,
     /// How the turn runs. `None` while that isn't known, because the shim (Berth's part in the
     /// engine's process) must first compare the prompt with the session's history.
     pub run_mode: Option<RunMode>,
+}
+
+impl Turn {
+    /// Whether the turn was admitted to a pinned session.
+    #[must_use]
+    pub fn is_pinned(&self) -> bool {
+        self.session.as_ref().is_some_and(|session| session.retention == Retention::Pinned)
+    }
 }
 
 /// How a session's turn runs.

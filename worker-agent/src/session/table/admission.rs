@@ -13,7 +13,6 @@
 use std::{collections::BTreeSet, sync::Arc, time::Instant};
 
 use proto::{id::SessionKey, load::Retention};
-use service::refusal::Code;
 
 use super::{
     Deltas, Effect, Error, Guard, Need, Record, Row, RunMode, State, Table, Turn, TurnSession,
@@ -82,9 +81,13 @@ impl Table {
         true
     }
 
-    /// Decides on every waiting ticket. Principals take turns: the ticket of the principal with the
-    /// fewest turns inside the engine comes first. Of one principal, the oldest ticket comes first.
+    /// Decides on every waiting ticket, unless turns are held back. Principals take turns: the ticket
+    /// of the principal with the fewest turns inside the engine comes first. Of one principal, the
+    /// oldest ticket comes first.
     pub(super) fn process_queue(&mut self, now: Instant) {
+        if self.hold_reason().is_some() {
+            return;
+        }
         let mut ranks_with_line = BTreeSet::new();
         self.tickets.start_queue_pass();
         for rid in self.tickets.pass_order(self.settings.guards.is_on(Guard::FairOrder)) {
@@ -209,6 +212,7 @@ impl Table {
     /// Opens a pinned session that the engine doesn't know yet, if a row is free and the pin budget
     /// isn't used up. Otherwise reclaims room or refuses.
     fn open_planned(&mut self, now: Instant, key: &SessionKey) -> Result<Verdict, Error> {
+        self.check_tree_is_current()?;
         let dp_rank = self.sessions[key].dp_rank;
         if self.closes.has_inherited() {
             // What the engine holds is unknown until the previous agent's sessions are closed.
@@ -254,6 +258,7 @@ impl Table {
         need: Need,
         is_delta: bool,
     ) -> Result<Verdict, Error> {
+        self.check_tree_is_current()?;
         let guards = self.settings.guards;
         let session = &self.sessions[key];
         let dp_rank = session.dp_rank;
@@ -369,6 +374,9 @@ impl Table {
             if is_delta {
                 session.client.deltas = Deltas::Taken;
             }
+            if session.history.tokens == 0 {
+                session.kv_epoch = turn.weights_epoch;
+            }
             session.state.reserve(target_tokens)
         });
         self.effects.write_journal(Record::Turn { incarnation, rid: rid.to_owned() });
@@ -409,6 +417,8 @@ impl Table {
             dp_rank: if is_rank_kept { ticket.dp_rank } else { 0 },
             growth_tokens_max: None,
             run_mode: session.map(|(_, it)| ticket.run_mode(self.unpinned_run_mode(it))),
+            weights_epoch: self.weights.epoch(),
+            run_mode: session.map(|(_, session)| self.unpinned_run_mode(session)),
         }
     }
 
@@ -419,6 +429,7 @@ impl Table {
         let free_rows = self.free_rows(ticket.dp_rank);
         let is_plain = matches!(run, Run::Plain { .. });
         let incarnation = turn.session.as_ref().map(|session| session.incarnation.clone());
+        self.weights.record_turn();
         let start = self.tickets.enter_engine(now, rid, incarnation, run, free_rows);
         if let Some(TurnSession { key, .. }) = &turn.session {
             // A turn beside its pinned session usually belongs to another conversation.

@@ -308,6 +308,7 @@ impl Table {
             incarnation,
             generation,
             state,
+            kv_epoch: 0,
             chooser: if requested.is_some() { Chooser::Client } else { Chooser::Agent },
             sharing: if is_pinned || claim.open { Sharing::Exclusive } else { Sharing::Shared },
             turns: TurnCounts::new(now),

@@ -83,6 +83,7 @@ impl Table {
             GoneReason::KvCorrupt => SessionEvent::Corrupt,
             GoneReason::EngineRestarted => SessionEvent::EngineLost,
             GoneReason::NotTakenOver => SessionEvent::NotTakenOver,
+            GoneReason::WeightsChanged => SessionEvent::WeightsChanged,
         };
         self.effects.report_event(key, event);
         self.answer_run_outside(key);

@@ -61,6 +61,7 @@ impl Table {
             self.settle_end(now, &key, rid, (ticket, inside), outcome);
         }
         self.close_corrupt(now, &key);
+        self.close_outdated(now, &key);
         if self.sessions.has(&key) {
             self.schedule_deadline(&key);
         }

@@ -248,6 +248,7 @@ impl Table {
         // another engine process.
         self.closes.clear();
         self.tickets.forget_samples();
+        self.reset_weights();
         self.shims.disconnect_all();
         let keys = self.sessions.keys(|_| true);
         for key in &keys {

@@ -24,7 +24,7 @@ use super::{
 };
 use crate::session::{
     EngineHistory,
-    handover::{HandedSession, HandedState},
+    handover::{HandedSession, HandedState, HandedWeights},
     journal::OpenIncarnation,
 };
 
@@ -53,27 +53,33 @@ impl Table {
     }
 
     /// Returns the number of turns inside the engine, and of sessions whose state an answer of the
-    /// engine or of the shim is about to settle.
+    /// engine or of the shim is about to settle. While turns are held back, that counts as one.
     #[must_use]
     pub fn unsettled_count(&self) -> usize {
         let is_unsettled = |session: &Session| {
             matches!(session.state, State::Opening(_))
                 || session.state.awaits_shim_until().is_some()
         };
-        self.tickets.inside().count() + self.sessions.keys(is_unsettled).len()
+        let is_held = usize::from(self.hold_reason().is_some());
+        self.tickets.inside().count() + self.sessions.keys(is_unsettled).len() + is_held
     }
 
     /// Returns what the next agent process needs to go on with the sessions.
     #[must_use]
     pub fn hand_over(&self, now: Instant) -> Vec<HandedSession> {
         let sessions = self.sessions.iter();
-        sessions.filter_map(|(key, session)| hand_over_session(key, session, now)).collect()
+        let weights = self.hand_over_weights();
+        let hand_over = |(key, session)| hand_over_session(key, session, weights, now);
+        sessions.filter_map(hand_over).collect()
     }
 
     /// Takes up the sessions that the last agent process has handed over, and closes the other
     /// incarnations that it left open.
     pub fn take_over(&mut self, now: Instant, legacy: Legacy) {
         let Legacy { mut open_incarnations, mut sessions, age, is_same_engine } = legacy;
+        if let Some(session) = sessions.first().filter(|_| is_same_engine) {
+            self.take_over_weights(session.weights);
+        }
         // If there is no room for all, those stay that came last.
         sessions.sort_by_key(|session| Reverse(session.idle_ms));
         while let Some(session) = sessions.pop() {
@@ -181,6 +187,7 @@ impl Table {
             last_end: now.checked_sub(idle).unwrap_or(now),
             ..TurnCounts::new(now)
         };
+        let kv_epoch = self.weights.epoch();
         if !is_gone {
             self.sessions.adopt_prefix(&handed.incarnation);
         }
@@ -189,6 +196,7 @@ impl Table {
             incarnation: if is_gone { fresh_incarnation } else { handed.incarnation },
             generation,
             state,
+            kv_epoch,
             chooser: handed.chooser,
             sharing: handed.sharing,
             turns,
@@ -211,7 +219,12 @@ impl Table {
 }
 
 /// Returns what the next process must know of a session; `None` if that is nothing.
-fn hand_over_session(key: &SessionKey, session: &Session, now: Instant) -> Option<HandedSession> {
+fn hand_over_session(
+    key: &SessionKey,
+    session: &Session,
+    weights: HandedWeights,
+    now: Instant,
+) -> Option<HandedSession> {
     let to_ms = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
     let gone = |reason| HandedState::Gone { reason, is_tagged: None };
     let state = match &session.state {
@@ -245,5 +258,6 @@ fn hand_over_session(key: &SessionKey, session: &Session, now: Instant) -> Optio
         idle_ms_max: to_ms(session.idle_max),
         history_tokens: session.history.tokens,
         client: session.client,
+        weights,
     })
 }

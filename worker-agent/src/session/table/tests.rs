@@ -13,6 +13,7 @@ mod rig;
 mod shares;
 mod trim;
 mod volatile_prefix;
+mod weights;
 
 use std::time::Duration;
 

@@ -47,7 +47,8 @@ impl Table {
         let came_back_soon =
             session.turns.finished > 0 && session.idle(now) <= self.settings.demote_idle;
         let is_only_turn = session.turns.running == 0 && session.turns.waiting == 1;
-        if !(may_pin && came_back_soon && is_only_turn) || self.closes.has_inherited() {
+        let is_blocked = self.closes.has_inherited() || self.check_tree_is_current().is_err();
+        if !(may_pin && came_back_soon && is_only_turn) || is_blocked {
             return false;
         }
         let has_free_row = matches!(self.row_shortage(session.dp_rank), Ok(None));
