@@ -36,6 +36,8 @@ pub fn refusal(error: &owner::Error) -> Refusal {
             E::HistoryUnknown => Code::HistoryUnknown,
             E::Reclaimed => Code::SessionReclaimed,
             E::KvCorrupt => Code::KvCorrupt,
+            E::WeightsChanged | E::CacheOutdated => Code::WeightsChanged,
+            E::EngineHeld(_) => Code::EngineHeld,
             E::TooLarge { .. } => Code::TurnTooLarge,
             E::OpenFailed(_) => Code::OpenFailed,
             E::JournalFailed(_) => Code::JournalFailed,
@@ -50,6 +52,7 @@ pub fn refusal(error: &owner::Error) -> Refusal {
         },
         owner::Error::EngineDown(_) => Code::EngineDown,
         owner::Error::Stopping => Code::Stopping,
+        owner::Error::EngineBusy => Code::EngineBusy,
     };
     Refusal::new(code, error.to_string())
 }
@@ -105,6 +108,9 @@ mod tests {
             (E::HistoryUnknown, Code::HistoryUnknown),
             (E::Reclaimed, Code::SessionReclaimed),
             (E::KvCorrupt, Code::KvCorrupt),
+            (E::WeightsChanged, Code::WeightsChanged),
+            (E::CacheOutdated, Code::WeightsChanged),
+            (E::EngineHeld("paused".into()), Code::EngineHeld),
             (E::TooLarge { tokens_needed: 2, tokens_max: 1 }, Code::TurnTooLarge),
             (E::OpenFailed("no".into()), Code::OpenFailed),
             (E::NotTakenOver, Code::SessionLost),

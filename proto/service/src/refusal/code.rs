@@ -125,7 +125,7 @@ codes! {
             "the engine restarted, or its agent can't be reached",
             "open the session again, send the full history";
         SessionReclaimed "session_reclaimed" CONFLICT Agent AfterChange,
-            "the session was idle and others needed its room",
+            "the session was idle and others needed its room, or the engine's cache was flushed",
             "open it again, send the full history";
         HistoryUnknown "history_unknown" CONFLICT Agent AfterChange,
             "the end of an earlier turn was not seen, or the engine's history lacks turns that you \
@@ -134,6 +134,10 @@ codes! {
         KvCorrupt "kv_corrupt" CONFLICT Agent AfterChange,
             "a [page audit](page-audit.md) found pages of the session shared or overwritten",
             "open it again, send the full history";
+        WeightsChanged "weights_changed" CONFLICT Agent AfterChange,
+            "the engine's [weights](rl.md) changed, and the KV of the session, or in the cache, is \
+             of older ones",
+            "open it again, send the full history; if the message says so, flush the cache";
         SessionOpenOtherwise "session_open_otherwise" CONFLICT Agent AfterChange,
             "the session is open with another retention",
             "close it first, or open it as it is";
@@ -258,6 +262,17 @@ codes! {
         EngineSilent "engine_silent" SERVICE_UNAVAILABLE Agent AfterSeconds(2),
             "the engine's process runs but says nothing; the turn was not sent",
             "retry";
+        EngineHeld "engine_held" SERVICE_UNAVAILABLE Agent AfterSeconds(2),
+            "an operator has paused the engine, released its memory or is changing its \
+             [weights](rl.md), for longer than `limits.queue_wait_ms_max`",
+            "retry";
+        WeightsUnavailable "weights_unavailable" SERVICE_UNAVAILABLE Router AfterSeconds(1),
+            "no worker that can take the turn has the [weights](rl.md) that `x-berth-weights` asks \
+             for",
+            "retry, or ask for weights that `GET /v1/workers` lists";
+        EngineBusy "engine_busy" SERVICE_UNAVAILABLE Agent AfterSeconds(2),
+            "turns run in the engine, so its memory can't be [released](rl.md) now",
+            "pause it first, or wait until its turns have ended";
         EngineLost "engine_lost" SERVICE_UNAVAILABLE Agent AfterSeconds(2),
             "the engine went away while the turn waited; the turn did not run",
             "retry";
@@ -384,6 +399,9 @@ codes! {
         EngineLacks "engine_lacks" NOT_IMPLEMENTED Router AfterChange,
             "SGLang has no such function; the message names it",
             "do without it";
+        WorkerUnknown "worker_unknown" NOT_FOUND Router AfterChange,
+            "a [control call](rl.md) names a worker that doesn't exist",
+            "use a worker that `GET /v1/workers` lists";
         RouteUnknown "route_unknown" NOT_FOUND Both AfterChange,
             "there is no such route",
             "mend the path";

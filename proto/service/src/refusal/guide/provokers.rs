@@ -8,6 +8,7 @@ pub(super) type Provoker = (&'static str, &'static str, &'static str);
 const AGENT: &str = "tests/agent.rs";
 const TURNS: &str = "tests/turns.rs";
 const MOMENTS: &str = "tests/refusals.rs";
+const RL: &str = "tests/rl.rs";
 const STAGED_PREFILL: &str = "tests/staged_prefill.rs";
 const CLIENT_TURNS: &str = "tests/router/turns.rs";
 const REFUSALS: &str = "tests/router/refusals.rs";
@@ -52,6 +53,31 @@ pub(super) const PROVOKERS: &[(Code, Provoker)] = &[
     (
         Code::SessionReclaimed,
         (TABLE, "idle_sessions_give_way_the_least_worth_keeping_first", "Error::Reclaimed"),
+    ),
+    (
+        Code::WeightsChanged,
+        (RL, "no_turn_continues_a_session_over_a_change_of_the_weights", "weights_changed"),
+    ),
+    (
+        Code::EngineHeld,
+        (RL, "a_paused_engine_gets_no_turns_and_new_sessions_go_elsewhere", "engine_held"),
+    ),
+    (Code::EngineBusy, (RL, "memory_is_released_only_while_nothing_runs", "engine_busy")),
+    (
+        Code::WeightsUnavailable,
+        (
+            RL,
+            "a_partial_failure_names_the_worker_and_the_others_have_the_new_weights",
+            "weights_unavailable",
+        ),
+    ),
+    (
+        Code::WorkerUnknown,
+        (
+            RL,
+            "a_partial_failure_names_the_worker_and_the_others_have_the_new_weights",
+            "worker_unknown",
+        ),
     ),
     (
         Code::HistoryUnknown,
