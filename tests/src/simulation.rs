@@ -20,6 +20,7 @@ mod trace;
 mod trimmer;
 mod turns;
 mod users;
+mod weights;
 mod world;
 
 use std::{
@@ -69,6 +70,8 @@ pub struct RunCounts {
     pub taken_up: u64,
     /// Times the engine was killed.
     pub engines_killed: u64,
+    /// Times the engine's weights were changed.
+    pub weights_changed: u64,
 }
 
 /// A promise that was broken.

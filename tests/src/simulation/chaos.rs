@@ -40,6 +40,7 @@ impl World {
         self.strangers.clear();
         self.meddled.clear();
         self.closing.clear();
+        self.kv_ages.clear();
         let down = self.between(1_500, 6_000);
         self.schedule(down, Event::EngineStarts);
     }
@@ -60,6 +61,7 @@ impl World {
             }
             4..=6 if faults.strangers => self.stranger_comes(),
             7..=9 if faults.meddler => self.meddle(),
+            10 | 11 if faults.controls => self.control_engine(),
             12..=15 if faults.agent_restarted => self.begin_handover(),
             _ => {}
         }

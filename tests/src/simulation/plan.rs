@@ -63,6 +63,8 @@ pub(super) struct Faults {
     pub(super) strangers: bool,
     /// Others run turns in the agent's sessions.
     pub(super) meddler: bool,
+    /// The agent is asked to change the engine's weights, and to flush it.
+    pub(super) controls: bool,
 }
 
 fn ms(ms: u64) -> Duration {
@@ -86,6 +88,7 @@ impl Faults {
             plan_lost: odds(rng, 500),
             strangers: rng.u32(..3) == 0,
             meddler: rng.u32(..4) == 0,
+            controls: rng.u32(..3) == 0,
         }
     }
 }

@@ -130,7 +130,10 @@ impl World {
     pub(super) fn check_plain_turns_get_rows(&self) {
         let now = self.instant();
         let Some(agent) = self.agent.as_ref().filter(|agent| agent.follows()) else { return };
-        if self.plan.ranks > 1 || self.principal_views().is_empty() {
+        if agent.table.hold_reason().is_some()
+            || self.plan.ranks > 1
+            || self.principal_views().is_empty()
+        {
             return;
         }
         let totals = agent.table.totals(0);
@@ -143,7 +146,7 @@ impl World {
         }
         let waits = |turn: &&Turn| {
             turn.stage == Stage::Queued
-                && turn.queued + ROW_TAKEN_WITHIN < self.now
+                && turn.queued.max(self.held_until) + ROW_TAKEN_WITHIN < self.now
                 && !views[self.users[turn.user].principal()].is_at_share
                 && self.is_small(turn)
         };

@@ -259,6 +259,7 @@ impl World {
         });
         if shim {
             self.report_sessions(true);
+            self.report_weights();
         }
     }
 

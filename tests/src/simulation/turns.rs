@@ -1,7 +1,6 @@
 //! Runs a turn from its client through the agent into the engine and back, as the data port does.
 //!
-//! A turn is claimed before its body is read, then admitted, sent, and followed until the engine
-//! ends it.
+//! A turn is claimed before its body is read, then admitted, sent, and followed to its end.
 
 use std::time::Duration;
 
@@ -105,6 +104,8 @@ pub(super) struct Turn {
     /// When the turn entered the scheduler; `inside` says whether it is still there.
     pub(super) entered: Option<Duration>,
     pub(super) inside: bool,
+    /// Whether the turn runs in a session whose KV is of older weights.
+    pub(super) continues_old_kv: bool,
 }
 
 impl Turn {
@@ -313,6 +314,7 @@ impl World {
         (turn.entered, turn.inside) = (Some(now), true);
         let rid = turn.rid.clone();
         self.note(|| format!("engine rank {rank} takes {rid} in"));
+        self.record_kv_age(id);
         self.check_entered(rank, id);
     }
 
@@ -428,8 +430,9 @@ impl World {
             Ended::Broken => Outcome::Lost,
             Ended::Unreachable | Ended::Unfit => Outcome::Refused,
         };
+        let refusal = self.weights_refusal(id);
         let outcome = match outcome {
-            Outcome::Finished(usage) if !client => Outcome::Unheard(usage),
+            Outcome::Finished(usage) if !client || refusal.is_some() => Outcome::Unheard(usage),
             outcome => outcome,
         };
         self.turn(id).stage = Stage::Over;
@@ -444,10 +447,7 @@ impl World {
             return;
         }
         let reply = match ended {
-            Ended::Answered { output, .. } => match output.finish {
-                Some(Finish::Abort { message, .. }) => Reply::Engine(message),
-                _ => Reply::Answer,
-            },
+            Ended::Answered { output, .. } => self.reply_to(id, output.finish, refusal),
             Ended::Broken => Reply::Engine("the engine broke the answer off".to_owned()),
             Ended::Unreachable => Reply::Unusable,
             Ended::Unfit => Reply::Refused(self.shim_refusal(id)),

@@ -1,7 +1,7 @@
 //! The clients of the simulation.
 //!
-//! Each client has a conversation, its own transcript of it, and two routers to send it through, so
-//! that its turns may overlap. Clients make mistakes and leave at any moment.
+//! Each client has a conversation, its own transcript, and two routers, so that its turns may
+//! overlap. Clients make mistakes and leave at any moment.
 
 use std::time::Duration;
 
@@ -40,7 +40,7 @@ pub(super) enum Habit {
 pub(super) struct User {
     number: usize,
     habit: Habit,
-    /// The number of conversations so far. Each conversation has its own session id.
+    /// The number of conversations so far, each with its own session id.
     conversation: u32,
     /// The conversation: prompts, and answers that the client received.
     transcript: Vec<u32>,
@@ -294,8 +294,7 @@ impl World {
 
     fn session_turn(&mut self, number: usize) {
         let user = &self.users[number];
-        let (habit, waits, key) = (user.habit, user.waits, user.key());
-        let opens = user.must_open;
+        let (habit, waits, key, opens) = (user.habit, user.waits, user.key(), user.must_open);
         let first = opens && user.transcript.is_empty();
         // A second turn while another is running, as another router would send it.
         let overlaps = waits > 0 || user.opening.is_some();
@@ -404,6 +403,7 @@ impl World {
             arrived: false,
             entered: None,
             inside: false,
+            continues_old_kv: false,
             runs_in: None,
             sent: Vec::new(),
         };
@@ -461,10 +461,10 @@ impl World {
                 | Error::Lost
                 | Error::NotTakenOver
                 | Error::HistoryUnknown
+                | Error::WeightsChanged
                 | Error::Reclaimed => {
                     user.session_gone();
-                    let open = matches!(error, Error::HistoryUnknown) && user.habit == Habit::Mixed;
-                    user.must_close |= open;
+                    user.must_close |= error == Error::HistoryUnknown && user.habit == Habit::Mixed;
                 }
                 Error::DeltaNeedsOpen => {
                     user.session_gone();

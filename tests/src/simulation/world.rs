@@ -20,6 +20,7 @@ use super::{
     trimmer::Trimmer,
     turns::{Ended, Turn},
     users::User,
+    weights::{Control, KvAges},
 };
 
 /// The time after the last client by which the engine has ended what it ends by itself. It covers a
@@ -85,6 +86,8 @@ pub(super) enum Event {
         instance: u64,
         id: String,
     },
+    /// A call that changes the weights, or flushes, looks whether anything runs in the engine.
+    Controlled(Control),
     Tick,
     /// Clients stop, and faults stop too.
     Calm,
@@ -126,6 +129,9 @@ pub(super) struct World {
     /// Incarnations to which the engine has appended a delta.
     pub(super) appended_to: BTreeSet<String>,
     pub(super) strangers: BTreeSet<String>,
+    pub(super) kv_ages: KvAges,
+    /// When the agent last let turns go on that it had held back.
+    pub(super) held_until: Duration,
     /// What each principal had before the newest call of the table.
     pub(super) views_before: PrincipalViews,
     pub(super) calm: bool,
@@ -158,6 +164,8 @@ impl World {
             meddled: BTreeMap::new(),
             appended_to: BTreeSet::new(),
             strangers: BTreeSet::new(),
+            kv_ages: KvAges::default(),
+            held_until: Duration::ZERO,
             views_before: PrincipalViews::new(),
             calm: false,
             trace: RunTrace::new(echo),
@@ -265,6 +273,7 @@ impl World {
             Event::Answered { question, run } => self.deliver_answer(question, run),
             Event::Fault => self.fault(),
             Event::StrangerLeaves { instance, id } => self.stranger_leaves(instance, &id),
+            Event::Controlled(control) => self.controlled(control),
             Event::Tick => self.tick(),
             Event::Calm => self.becomes_calm(),
         }
