@@ -53,7 +53,7 @@ async fn serve(engine: &EngineSim, socket: &PathBuf) -> io::Result<()> {
     send(&stream, &hello(&facts)).await?;
     let mut commands = vec![0; 4096];
     for seq in 0.. {
-        send(&stream, &update(seq, &facts)).await?;
+        send(&stream, &update(seq, &facts, engine.weight_changes())).await?;
         // A command can only ask for a report, and the next one comes at once.
         tokio::select! {
             ready = stream.readable() => {
@@ -110,8 +110,8 @@ fn hello(facts: &PoolFacts) -> Vec<u8> {
 }
 
 /// Returns an update with a full table of the sessions.
-fn update(seq: u64, facts: &PoolFacts) -> Vec<u8> {
-    let figures = [
+fn update(seq: u64, facts: &PoolFacts, weight_changes: u64) -> Vec<u8> {
+    let figures = (
         facts.total,
         facts.available,
         facts.evictable,
@@ -126,7 +126,9 @@ fn update(seq: u64, facts: &PoolFacts) -> Vec<u8> {
         0,
         0,
         0,
-    ];
+        weight_changes,
+        false,
+    );
     let streaming = facts.sessions.iter().filter(|session| session.streaming);
     let sessions: Vec<_> = streaming
         .map(|session| {

@@ -141,6 +141,10 @@ pub struct RankFacts {
     pub samples: u64,
     /// The time that all these samples took on the scheduler's thread, in nanoseconds.
     pub samples_ns: u64,
+    /// How often the engine's weights have changed since its start.
+    pub weight_changes: u64,
+    /// Whether the engine has KV that it computed before the last change.
+    pub has_old_kv: bool,
 }
 
 impl RankFacts {

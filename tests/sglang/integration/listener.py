@@ -25,7 +25,7 @@ HELLO_NAMES = (
 ).split()
 HEAD_NAMES = (
     "total available evictable protected held uncached rows_total rows_free running waiting "
-    "events_lost recounts samples samples_ns"
+    "events_lost recounts samples samples_ns weight_changes has_old_kv"
 ).split()
 EVENTS = ("Opened", "Closed", "Committed", "Aborted", "Demoted")
 

@@ -24,7 +24,7 @@ MESSAGES = {
     ),
     "update": wire.Update(
         seq=1,
-        facts=wire.RankFacts(*range(2, 16)),
+        facts=wire.RankFacts(*range(2, 17), True),
         is_full_table=True,
         events=[
             wire.Opened("a", False), wire.Closed("b"), wire.Committed("c", "rid-1", 60, True),
@@ -96,7 +96,7 @@ class TestFrames(unittest.TestCase):
         ids = names[: wire.SESSIONS_MAX]
         count = (U32_MAX,) * 4
         update = wire.Update(
-            U64_MAX, wire.RankFacts(*(U64_MAX,) * 14), True,
+            U64_MAX, wire.RankFacts(*(U64_MAX,) * 15, True), True,
             [wire.Committed(name, name, U32_MAX, True) for name in names[: wire.EVENTS_MAX]], ids,
             [wire.SessionFacts(id, True, True, True, *count) for id in ids],
         )

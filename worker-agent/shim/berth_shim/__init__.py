@@ -41,7 +41,16 @@ _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
 _SESSION = "sglang.srt.session.session_controller.Session."
 _CONTROLLER = "sglang.srt.session.session_controller.SessionController."
 _STREAMING_SESSIONS = "sglang.srt.session.streaming_session.StreamingSession."
+_WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
 _RADIX_CACHE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache."
+
+# The methods that change the engine's weights.
+_WEIGHT_CHANGES = (
+    "update_weights_from_disk", "update_weights_from_distributed", "update_weights_from_tensor",
+    "update_weights_from_ipc", "end_weight_update",
+)
+# Parts of the engine's messages that it has changed nothing.
+_UNCHANGED = ("Failed to get ", "must run between", "no weight-update session is open")
 
 # Identifies the engine process, even where a pid is reused.
 _INSTANCE = os.urandom(16)
@@ -124,6 +133,9 @@ class _Shim:
             session, "report_abort", self._is_ending_turn))
         hook_around(_STREAMING_SESSIONS + "try_cache_finished_req", self._around_finish)
         hook_after(_RADIX_CACHE + "reset", lambda *a, **k: self._call_sampler("report_flush"))
+        for method in _WEIGHT_CHANGES:
+            hook_after(_WEIGHTS + method, lambda result, *a, **k: self._call_sampler(
+                "report_weights") if _may_change_weights(result) else None)
 
     def _contain_errors(self, hook: Callable[..., Any]) -> Callable[..., None]:
         """Wraps a hook so that it raises nothing and returns None. SGLang would use any other value
@@ -271,6 +283,12 @@ def _complete_hello(scheduler: Any, hello: wire.Hello) -> tuple[wire.Hello, bool
         rows_total=scheduler.req_to_token_pool.size,
         undemotable_reason=demotion_refusal(scheduler) or None,
     ), is_reporter
+
+
+def _may_change_weights(result: Any) -> bool:
+    """Whether a method that changes the weights may have done so. A flush that fails afterwards
+    makes its result a failure too."""
+    return result.success or not any(text in result.message for text in _UNCHANGED)
 
 
 def _error_reason(failed_part: str, error: Exception) -> str:

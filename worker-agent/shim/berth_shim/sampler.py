@@ -70,6 +70,8 @@ class Sampler:
         # The uncached tokens after the latest recount on an idle engine. While this number stays
         # the same, another recount wouldn't help.
         self._unexplained_tokens = 0
+        # How often the weights have changed, and whether there is KV from before the last change.
+        self._weight_changes, self._has_old_kv = 0, False
         # When the latest sample was taken, and when the sessions of running turns were last read.
         self._sampled_at_seconds = self._running_read_at_seconds = 0.0
         # When the latest update was sent.
@@ -104,6 +106,13 @@ class Sampler:
     def report_flush(self) -> None:
         """Reports that the engine has discarded the KV of all sessions."""
         self._is_full_table_due = True
+        self._has_old_kv = False
+
+    def report_weights(self) -> None:
+        """Reports that the engine's weights may have changed."""
+        self._weight_changes += 1
+        figures = self._read_figures()
+        self._has_old_kv = figures.available_tokens < figures.pool_tokens
 
     def _queue_event(self, kind: type[wire.Event], id: str, *fields: Any) -> None:
         """Queues an event of a session for the next update. `kind` is the class of the event, and
@@ -311,4 +320,6 @@ class Sampler:
             rows_free=row_pool.available_size(),
             running=len(scheduler.running_batch.reqs),
             waiting=len(scheduler.waiting_queue),
+            weight_changes=self._weight_changes,
+            has_old_kv=self._has_old_kv,
         )

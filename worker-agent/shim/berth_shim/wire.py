@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-VERSION = 5
+VERSION = 6
 # The maximum of a frame's length field. The largest update has 256 events, 512 ids of sessions that
 # are gone and 512 changed sessions, with names of 512 bytes. That is 0.8 MiB.
 FRAME_BYTES_MAX = 1 << 20
@@ -74,6 +74,9 @@ class RankFacts(_Struct):
     recounts: int = 0
     samples: int = 0
     samples_ns: int = 0
+    # What has become of the engine's weights.
+    weight_changes: int = 0
+    has_old_kv: bool = False
 
 
 class SessionFacts(_Struct):

@@ -41,7 +41,7 @@ use super::{AuditReply, Hello, RankFacts, SessionFacts};
 use crate::incarnation::INCARNATION_BYTES_MAX;
 
 /// The version of the protocol. The agent refuses a shim with another version.
-pub const VERSION: u8 = 5;
+pub const VERSION: u8 = 6;
 /// The maximum of the length field of a frame. The shim's largest update (256 events, 512 sessions
 /// that are gone, 512 changed sessions, names of 512 bytes) has 0.8 MiB.
 pub const FRAME_BYTES_MAX: usize = 1 << 20;

@@ -211,6 +211,8 @@ mod tests {
             recounts: 0,
             samples: 0,
             samples_ns: 0,
+            weight_changes: 0,
+            has_old_kv: false,
         };
         let (events, gone_ids, sessions) = (vec![], vec![], vec![]);
         Update { seq: 0, facts, is_full_table, events, gone_ids, sessions }

@@ -106,8 +106,8 @@ impl Shim {
 }
 
 fn update(seq: u64, available: u64, closed: &[&str]) -> impl Serialize {
-    let mut facts = [0; 14];
-    (facts[0], facts[1], facts[5]) = (2048, available, 2048 - available);
+    let used = 2048 - available;
+    let facts = (2048, available, 0, 0, 0, used, 0, 0, 0, 0, 0, 0, 0, 0, 0, false);
     let events: Vec<_> = closed.iter().map(|id| ("Closed", (*id).to_owned())).collect();
     ("Update", seq, facts, false, events, [(); 0], [(); 0])
 }
