@@ -228,6 +228,7 @@ impl Config {
         config.check_access(&mut problems);
         problems.extend(config.connections.problems());
         problems.extend(engine_api_key().err().map(str::to_owned));
+        problems.extend(engine_admin_key().err().map(str::to_owned));
         problems.extend(config.auth.problem(config.listen.admin_addr));
         problems.extend(config.auth.file_problem());
         if problems.is_empty() { Ok(config) } else { Err(Problems(problems)) }
@@ -410,12 +411,29 @@ pub fn ms(setting_ms: u64) -> Duration {
 pub fn engine_api_key() -> Result<Option<HeaderValue>, &'static str> {
     let error_text = "BERTH_ENGINE_API_KEY has characters that a header can't carry: set it to \
                       what the engine's --api-key is";
-    let Some(key) = std::env::var_os("BERTH_ENGINE_API_KEY") else { return Ok(None) };
-    let key = key.to_str().ok_or(error_text)?.trim();
+    bearer("BERTH_ENGINE_API_KEY").ok_or(error_text)
+}
+
+/// Returns the engine's admin key as a header value, or `None` if the key is unset or empty. An
+/// engine that has one takes no other key on its admin routes.
+///
+/// # Errors
+/// If a header can't carry the key.
+pub fn engine_admin_key() -> Result<Option<HeaderValue>, &'static str> {
+    let error_text = "BERTH_ENGINE_ADMIN_API_KEY has characters that a header can't carry: set it \
+                      to what the engine's --admin-api-key is";
+    bearer("BERTH_ENGINE_ADMIN_API_KEY").ok_or(error_text)
+}
+
+/// Returns the key in an environment variable as a header value; the inner `None` if it is unset or
+/// empty, the outer if a header can't carry it.
+fn bearer(variable: &str) -> Option<Option<HeaderValue>> {
+    let Some(key) = std::env::var_os(variable) else { return Some(None) };
+    let key = key.to_str()?.trim();
     if key.is_empty() {
-        return Ok(None);
+        return Some(None);
     }
-    HeaderValue::from_str(&format!("Bearer {key}")).map(Some).map_err(|_| error_text)
+    HeaderValue::from_str(&format!("Bearer {key}")).ok().map(Some)
 }
 
 #[cfg(test)]

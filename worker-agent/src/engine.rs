@@ -8,6 +8,14 @@
 
 mod client;
 mod info;
+//! Parts: [`EngineClient`] (in `client`) calls the engine's HTTP API, [`control`] reads what a
+//! control call did, [`stall_detector`] finds out when the engine makes no progress, [`silence`]
+//! when it says nothing, and [`model_files`] finds the tokenizer files of the engine's model. The
+//! parts only read, send and report. [`crate::owner`] decides what to do, and `data_port` sends
+//! turns through the client.
+
+mod client;
+pub mod control;
 mod load;
 pub mod missing;
 pub mod model_files;
@@ -17,5 +25,6 @@ pub mod stall_detector;
 pub use self::{
     client::{EngineClient, Error, is_connection_refused},
     info::{EngineInfo, PriorityOrder},
+    client::{ControlCall, EngineClient, EngineInfo, Error, is_connection_refused},
     load::{LoadSample, RankSample},
 };

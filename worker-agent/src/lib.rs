@@ -325,6 +325,7 @@ fn engine_client(config: &Config) -> EngineClient {
         ENGINE_CONNECT_TIME_MAX,
         ms(config.engine.call_ms_max),
     )
+    .with_admin_key(config::engine_admin_key().expect("checked when the settings were loaded"))
 }
 
 /// Reads the certificates and tokens of both ports, and follows their files.

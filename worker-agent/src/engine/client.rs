@@ -4,7 +4,10 @@
 //! sessions (series of turns whose KV the engine keeps), and reads the engine's description and
 //! load. The engine knows a session by the id of its *incarnation*: one life of the session inside
 //! the engine. `data_port` sends turns, the tasks of `owner` make all other calls. They decide what
-//! is sent and when; the client keeps no list of sessions and retries nothing.
+//! is sent and when; the client keeps no list of sessions and retries nothing. The child
+//! `control_call` sends the calls of operators and trainers.
+
+mod control_call;
 
 use std::{
     net::SocketAddr,
@@ -33,6 +36,8 @@ use super::{
     missing::missing_flags,
     model_files,
 };
+pub use self::control_call::ControlCall;
+use super::{LoadSample, RankSample, model_files};
 use crate::kv_events::publisher_info::{PublisherAddresses, PublisherInfo};
 
 /// The maximum bytes of the answer to a control call. The largest answer, of `/server_info`, has
@@ -133,6 +138,8 @@ pub fn is_connection_refused(error: &hyper_util::client::legacy::Error) -> bool 
 pub struct EngineClient {
     base_uri: Uri,
     api_key: Option<HeaderValue>,
+    /// The credential for the engine's admin routes.
+    admin_key: Option<HeaderValue>,
     /// Sends turns. Their bodies are streamed, without a time limit.
     turn_client: Client<HttpConnector, Body>,
     /// Sends control calls, on connections of their own, so that they never wait behind turns.
@@ -162,7 +169,30 @@ impl EngineClient {
         let turn_client = builder.build(connector.clone());
         let control_client = builder.build(connector.clone());
         let sample_client = builder.build(connector);
-        Self { base_uri, api_key, turn_client, control_client, sample_client, call_time_max }
+        let admin_key = api_key.clone();
+        Self {
+            base_uri,
+            api_key,
+            admin_key,
+            turn_client,
+            control_client,
+            sample_client,
+            call_time_max,
+        }
+    }
+
+    /// Sets the credential for the engine's admin routes. Without one, they get the API key. An
+    /// engine that has an admin key doesn't take the API key there.
+    #[must_use]
+    pub fn with_admin_key(mut self, admin_key: Option<HeaderValue>) -> Self {
+        self.admin_key = admin_key.or(self.admin_key);
+        self
+    }
+
+    /// Returns the credential for the engine's admin routes; `None` if there is none.
+    #[must_use]
+    pub fn admin_key(&self) -> Option<&HeaderValue> {
+        self.admin_key.as_ref()
     }
 
     /// Returns the engine's API key as the value of `Authorization`; `None` if there is none.
@@ -254,18 +284,6 @@ impl EngineClient {
         Ok(LoadSample { at: now(), ranks: answer.loads, connection, is_paused: false })
     }
 
-    /// Reads `/ready`. Returns whether the engine runs requests: it is healthy and not paused.
-    ///
-    /// # Errors
-    /// When the engine can't be reached.
-    pub async fn is_ready(&self) -> Result<bool, Error> {
-        match self.call(Method::GET, "/ready", None).await {
-            Ok(_) => Ok(true),
-            Err(Error::Status { status: StatusCode::SERVICE_UNAVAILABLE, .. }) => Ok(false),
-            Err(error) => Err(error),
-        }
-    }
-
     /// Opens a session whose KV the engine keeps (a "streaming session" of SGLang) under the id
     /// `incarnation`. The engine closes the session if it is idle for `idle_max`. Usually the agent
     /// closes its sessions earlier, so this limit matters only if no agent is left.
@@ -324,15 +342,6 @@ impl EngineClient {
     pub async fn close_session(&self, incarnation: &str) -> Result<(), Error> {
         let body = serde_json::json!({ "session_id": incarnation });
         self.call(Method::POST, "/close_session", Some(&body)).await.map(drop)
-    }
-
-    /// Requests that a turn is aborted. The turn's own answer shows when it has ended.
-    ///
-    /// # Errors
-    /// When the engine can't be reached.
-    pub async fn abort(&self, rid: &str) -> Result<(), Error> {
-        let body = serde_json::json!({ "rid": rid, "abort_all": false });
-        self.call(Method::POST, "/abort_request", Some(&body)).await.map(drop)
     }
 
     /// Makes a control call, and returns the body of the answer.

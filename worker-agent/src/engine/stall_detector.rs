@@ -36,7 +36,7 @@ impl StallDetector {
             let prefilled_tokens = rank.total_prefill_uncached_tokens;
             let new_standstill = Standstill { since: sample.at, prefilled_tokens };
             *standstill = match *standstill {
-                _ if !waits_and_runs_none => None,
+                _ if !waits_and_runs_none || sample.is_paused => None,
                 // The engine prefills a long prompt in chunks before it counts the request as
                 // running. A changed counter is therefore progress.
                 Some(ongoing) if ongoing.prefilled_tokens != prefilled_tokens => {
