@@ -7,12 +7,14 @@
 //! - [`request`] checks and rewrites the body.
 //! - `exchange` follows the turn inside the engine, and [`response_scanner`] scans the answer.
 //! - [`aborts`] aborts turns for their clients.
+//! - `control` passes on the calls of operators and trainers.
 //! - `refusals` maps the agent's errors to HTTP.
 //!
 //! [`crate::owner`] decides which turns run. Load reports, and opening and closing sessions, are on
 //! the control port ([`crate::control_port`]).
 
 pub mod aborts;
+mod control;
 mod exchange;
 mod refusals;
 pub mod request;

@@ -25,7 +25,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use proto::load::{Device, Figure, LoadReport, Rank, RankLoad, Retention, Source};
+use proto::load::{Device, Figure, LoadReport, Rank, RankLoad, Retention, Source, Weights};
 
 use self::prefill::PrefillRate;
 use crate::{
@@ -101,6 +101,10 @@ pub struct AgentHealth {
     pub is_draining: bool,
     /// Why only a restart of the engine helps; `None` if none is needed.
     pub restart_reason: Option<String>,
+    /// Why the engine runs no turns by its operator's wish; `None` if it runs them.
+    pub held_reason: Option<String>,
+    /// The engine's weights.
+    pub weights: Weights,
 }
 
 impl Ledger {
@@ -207,6 +211,8 @@ impl Ledger {
             // routers must open no new sessions here, as if the agent drained.
             draining: health.is_draining || health.restart_reason.is_some(),
             restart_required: health.restart_reason,
+            held: health.held_reason,
+            weights: health.weights,
         }
     }
 
@@ -527,6 +533,8 @@ mod tests {
             recounts: 0,
             samples: 0,
             samples_ns: 0,
+            weight_changes: 0,
+            has_old_kv: false,
         };
         ledger.record_facts(facts);
         assert_eq!(reported(&ledger, &table, now), (Some(Source::Shim), Some(200)));

@@ -16,11 +16,17 @@
 //! shutdown, and `volatile_prefix` the warnings of costly prompts. `handle` has the messages,
 //! [`engine_monitor`] polls the engine, [`adapters`] follows its adapters, and `engine_news`
 //! handles what they find.
+//! `engine_state` and `engine_calls` the engine, `engine_control` what operators do to it, `shims`
+//! and `trim` Berth's parts in it, `waiters` the callers that wait, `reporter` what is published,
+//! `audit_desk` the page audits, `drain` the shutdown, and `volatile_prefix` the warnings of costly
+//! prompts. `handle` has the messages,
+//! [`engine_monitor`] polls the engine, and `engine_news` handles what it finds.
 
 pub mod adapters;
 mod audit_desk;
 mod drain;
 mod engine_calls;
+mod engine_control;
 pub mod engine_monitor;
 mod engine_news;
 mod engine_state;
@@ -52,6 +58,7 @@ use self::{
     audit_desk::AuditDesk,
     drain::{Drain, DrainStep},
     engine_calls::EngineCalls,
+    engine_control::EngineControl,
     engine_state::EngineState,
     handle::{OwnerMessage, TurnEnd, new_rid, new_turn_rid},
     reporter::Reporter,
@@ -74,7 +81,7 @@ use crate::{
     gpu::tracker::Snapshot,
     ledger::AgentHealth,
     metrics::Metrics,
-    session::{self, Effect, EngineLoad, RouteTurns, Table},
+    session::{self, Effect, EngineLoad, RouteTurns, Table, WeightsReport},
     shim::{Hello, ShimEvent, trim::TrimmerEvent},
 };
 
@@ -110,12 +117,13 @@ struct Inbox {
     gpus: watch::Receiver<Arc<Snapshot>>,
 }
 
-/// The state of the owner task.
+/// The state of the owner task. Its many fields: each part of the task has its own state.
 struct Owner {
     /// All sessions and turns.
     table: Table,
     engine: EngineState,
     engine_calls: EngineCalls,
+    control: EngineControl,
     shims: Shims,
     trimmer: TrimmerLink,
     /// The handle of this task itself, for the leases of turns.
@@ -178,6 +186,7 @@ impl Owner {
         self.shims.run_check(now, ranks);
         self.table.run_deadlines(now);
         self.audit_desk.run_deadlines(now);
+        self.publish_weights();
         self.carry_out_effects();
         let turns_running = self.table.rids_inside().count();
         let pending = match self.drain.ending() {
@@ -212,6 +221,8 @@ impl Owner {
             unhealthy_reason: self.engine.unhealthy_reason().cloned(),
             is_draining: self.drain.has_begun(),
             restart_reason,
+            held_reason: self.control.hold_reason().map(str::to_owned),
+            weights: self.control.weights(),
         };
         self.reporter.publish_report(now, &self.table, self.audit_desk.audits(), health);
         self.metrics.set_shares(self.table.share_figures().named());
@@ -278,6 +289,14 @@ impl Owner {
             OwnerMessage::WatchSessions(reply) => {
                 let _ = reply.send(self.reporter.watch_sessions());
             }
+            OwnerMessage::BeginControl { effect, reply } => {
+                // A caller that is gone sends no call.
+                let begun = self.begin_control(effect);
+                if let Err(Ok(())) = reply.send(begun) {
+                    self.abandon_control(effect);
+                }
+            }
+            OwnerMessage::EndControl(end) => self.end_control(end),
             OwnerMessage::Engine(news) => self.handle_engine_news(news),
             OwnerMessage::OpenResult { incarnation, result } => {
                 self.table.handle_open_result(now(), &incarnation, &result);
@@ -394,6 +413,9 @@ impl Owner {
             ShimEvent::Up(hello) => self.handle_shim_up(hello),
             ShimEvent::Facts(facts) => {
                 self.engine.record_shim(facts.dp_rank, facts.read_at);
+                let (changes, has_old_kv) = (facts.weight_changes, facts.has_old_kv);
+                let weights = WeightsReport { changes, has_old_kv };
+                self.table.handle_weights_report(now(), weights);
                 self.reporter.ledger.record_facts(facts);
                 let (waiting_requests, used_tokens) = (facts.waiting.into(), facts.used_tokens());
                 let load = EngineLoad { waiting_requests, used_tokens };

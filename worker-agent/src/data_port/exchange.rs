@@ -39,7 +39,7 @@ use super::{
 };
 use crate::{
     owner::{Lease, RunModeResult},
-    session::Outcome,
+    session::{Outcome, Turn},
 };
 
 /// The longest time the engine takes to notice a closed connection. While it makes an answer that
@@ -67,6 +67,8 @@ const EARLY_FRAMES_MAX: usize = 16;
 /// If an exchange is dropped before the turn's end (the client disconnected or the time limit
 /// passed), a task takes over and waits for the turn's end. Its many fields: they are one turn's
 /// state, and all move to that task.
+/// passed), a task takes over and waits for the turn's end. Its many fields: each says one thing of
+/// the answer, and changes by itself.
 pub(super) struct Exchange {
     /// The turn's id inside the engine.
     rid: String,
@@ -93,6 +95,9 @@ pub(super) struct Exchange {
     is_abandoned: bool,
     /// Whether the engine's shim refuses the turn, so that the engine ran nothing of it.
     is_refused_by_shim: bool,
+    /// The weights epoch at the admission of a turn in a pinned session, until its answer's first
+    /// bytes arrive.
+    awaited_epoch: Option<u64>,
     context: TurnContext,
 }
 
@@ -135,6 +140,7 @@ impl Exchange {
             cut_off,
             is_abandoned: false,
             is_refused_by_shim: false,
+            awaited_epoch: None,
             context,
         }
     }
@@ -142,6 +148,13 @@ impl Exchange {
     /// Returns the turn's id inside the engine.
     pub(super) fn rid(&self) -> &str {
         &self.rid
+    }
+
+    /// Breaks the answer off if the engine's weights change before its first bytes arrive: the
+    /// engine may then run the turn on the KV of older weights. The engine sends the head of a
+    /// stream before it runs the turn.
+    pub(super) fn watch_weights(&mut self, turn: &Turn) {
+        self.awaited_epoch = turn.is_pinned().then_some(turn.weights_epoch);
     }
 
     /// Waits for the head of the answer. If no head comes, returns the turn's refusal. The head
@@ -389,6 +402,7 @@ impl Drop for Exchange {
             cut_off: None,
             is_abandoned: true,
             is_refused_by_shim: self.is_refused_by_shim,
+            awaited_epoch: None,
             context: self.context.clone(),
         };
         debug!(rid = abandoned_exchange.rid, "the client of a turn has disconnected");
@@ -421,6 +435,13 @@ impl http_body::Body for Exchange {
             Some(frame) => frame,
             None => ready!(Pin::new(body).poll_frame(context)),
         };
+        if let Some(epoch) = this.awaited_epoch.take()
+            && this.context.agent.weights.borrow().epoch != epoch
+        {
+            this.early_frames.push_front(frame);
+            let reason = "the engine's weights changed before the turn's answer began";
+            return Poll::Ready(Some(Err(AnswerBroken(reason))));
+        }
         this.scan_frame(frame.as_ref().map(Result::as_ref));
         let broken_off = |_| AnswerBroken("the engine broke the answer off");
         Poll::Ready(frame.map(|frame| frame.map_err(broken_off)))

@@ -528,7 +528,7 @@ mod tests {
             retention,
             trim: None,
         });
-        Turn { session, dp_rank: 1, growth_tokens_max: None, run_mode: None }
+        Turn { session, dp_rank: 1, growth_tokens_max: None, weights_epoch: 1, run_mode: None }
     }
 
     fn context(kind: Kind, in_session: bool, vocabulary_size: Option<u32>) -> BodyContext {

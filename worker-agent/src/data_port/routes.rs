@@ -14,11 +14,16 @@ use axum::{
 };
 use http::StatusCode;
 use proto::route::{Kind, ROUTES, Route};
+use proto::{
+    control::CONTROL_ROUTES,
+    route::{ROUTES, Route},
+};
 use service::refusal::{Code, Refusal};
 use tracing::debug;
 
 use super::{
     aborts,
+    control,
     router_auth::demand_router,
     turn::{self, TurnContext},
 };
@@ -38,6 +43,17 @@ pub fn app(context: TurnContext, other_routes: Router<TurnContext>) -> Router {
         .route("/v1/responses/{id}", get(pass_on))
         .route("/v1/responses/{id}/cancel", post(pass_on))
         .merge(aborts::routes());
+    for route in CONTROL_ROUTES {
+        let handler = move |State(context): State<TurnContext>, request: Request| async move {
+            match control::serve(&context, route, request).await {
+                Ok(response) => response,
+                Err(refusal) => answer_refused(&context, refusal),
+            }
+        };
+        let get = route.takes_get.then_some(MethodFilter::GET);
+        let methods = get.map_or(MethodFilter::POST, |get| get.or(MethodFilter::POST));
+        app = app.route(route.path, on(methods, handler));
+    }
     app = app.route("/health", get(|| async { StatusCode::OK }));
     let router_auth = middleware::from_fn_with_state(context.clone(), demand_router);
     // The layers are around all routes before them, the fallback too.

@@ -24,6 +24,7 @@ use http_body::{Frame, SizeHint};
 use proto::{
     claim::{self, Claim},
     hints::TurnHints,
+    load::{WEIGHTS, Weights},
     route::{GENERATE, Kind, Route},
     turn_rid::RESPONSE_PREFIX,
 };
@@ -52,6 +53,8 @@ use crate::{
     metrics::Metrics,
     owner::{AdmittedTurn, AgentHandle, EngineNews, Lease},
     session::Turn,
+    owner::{AdmittedTurn, AgentHandle, EngineNews},
+    session::{self, RunMode, Turn},
 };
 
 /// Response header of a turn in a pinned session (which keeps its KV in the engine between turns).
@@ -59,7 +62,7 @@ use crate::{
 /// a turn without a token limit, this is as much as the engine allows.
 const GROWTH_HEADER: HeaderName = HeaderName::from_static("x-berth-growth-tokens");
 /// Response header of a session's turn: how the turn ran. The values are the names of
-/// [`RunMode`](crate::session::RunMode).
+/// [`RunMode`].
 const RUN_MODE_HEADER: HeaderName = HeaderName::from_static("x-berth-session-turn");
 /// Request header to the engine for a turn with a full history. Berth's shim inside the engine may
 /// then trim the prompt: it gives the engine only the part that the session doesn't hold. The value
@@ -302,6 +305,56 @@ async fn claim_turn(
         context.metrics.count_session_left_out(refusal(&error.into()).code.as_str());
     }
     Ok(ClaimedTurn { lease, in_session, resident_tokens, hints })
+    let answer = context.engine.send(outgoing);
+    let mut exchange = Exchange::new(context.clone(), rid, lease, answer, abort_confirms_end);
+    let answer_head = exchange.wait_for_head().await?;
+    if let Some(refusal) = overtaken_refusal(context, &turn) {
+        return Err(refusal);
+    }
+    let must_continue = requires_continuation(&turn);
+    let run_mode = match exchange
+        .wait_for_run_mode(run_mode_receiver, answer_head.status, must_continue)
+        .await
+    {
+        Some(Err(error)) => {
+            exchange.finish_refused().await;
+            return Err(refusal(&error.into()));
+        }
+        Some(Ok(run_mode)) => Some(run_mode),
+        None => None,
+    };
+    exchange.watch_weights(&turn);
+    let run_mode = run_mode.map(|mode| actual_run_mode(route.kind, mode));
+    let mut response = client_response(answer_head, exchange);
+    add_turn_headers(response.headers_mut(), context, &turn, run_mode);
+    Ok(response)
+}
+
+/// Adds the headers that tell the client how its turn runs.
+fn add_turn_headers(
+    headers: &mut HeaderMap,
+    context: &TurnContext,
+    turn: &Turn,
+    run_mode: Option<RunMode>,
+) {
+    let label = Weights { epoch: turn.weights_epoch, ..context.agent.weights.borrow().clone() };
+    if let Ok(value) = HeaderValue::from_str(&label.to_string()) {
+        headers.insert(WEIGHTS, value);
+    }
+    if let Some(run_mode) = run_mode {
+        headers.insert(RUN_MODE_HEADER, HeaderValue::from_static(run_mode.as_str()));
+    }
+    if let Some(growth_tokens) = turn.growth_tokens_max {
+        headers.insert(GROWTH_HEADER, growth_tokens.into());
+    }
+}
+
+/// Returns the refusal of a turn in a pinned session during which the engine's weights changed
+/// before its answer began. The engine may have run it on the KV of the older weights.
+fn overtaken_refusal(context: &TurnContext, turn: &Turn) -> Option<Refusal> {
+    let is_overtaken =
+        turn.is_pinned() && context.agent.weights.borrow().epoch != turn.weights_epoch;
+    is_overtaken.then(|| refusal(&session::Error::WeightsChanged.into()))
 }
 
 /// Adds the headers that tell the shim how to handle a full history. The shim reads the headers

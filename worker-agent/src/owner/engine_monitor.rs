@@ -31,6 +31,9 @@ const RETRY_PAUSE: Duration = Duration::from_millis(500);
 /// answer isn't a crash.
 const FAILED_SAMPLES_MAX: u32 = 3;
 
+/// The time between two looks at the engine's label of its weights, which others may change.
+const WEIGHTS_INTERVAL: Duration = Duration::from_secs(2);
+
 /// How old the newest snapshot of a rank is when the monitor asks whether the engine is paused. An
 /// idle engine takes a snapshot at least once a second.
 const SNAPSHOT_AGE_MAX: Duration = Duration::from_millis(1_500);
@@ -71,6 +74,8 @@ async fn monitor_engine(monitor: &EngineMonitor) {
                 monitor.owner.report_engine(EngineNews::Up(info)).await;
                 monitor.owner.report_engine(EngineNews::Sample(first_sample.clone())).await;
                 if let Some(down_news) = sample_until_down(monitor, first_sample, adapters).await {
+                report_weights(monitor).await;
+                if let Some(down_news) = sample_until_down(monitor, first_sample).await {
                     monitor.owner.report_engine(down_news).await;
                 }
             }
@@ -102,6 +107,17 @@ async fn read_engine(
     Ok((Box::new(info), first_sample))
 }
 
+/// Reads the engine's label of its weights, and reports it. An engine without one reports none.
+async fn report_weights(monitor: &EngineMonitor) {
+    let asked_at = now();
+    match monitor.engine.read_weights().await {
+        Ok(label) => {
+            monitor.owner.report_engine(EngineNews::Weights { label, asked_at }).await;
+        }
+        Err(error) => debug!(%error, "can't read the label of the engine's weights"),
+    }
+}
+
 fn to_down_news(error: &engine::Error) -> EngineNews {
     EngineNews::Down { reason: error.to_string(), has_process_ended: error.is_process_gone() }
 }
@@ -118,6 +134,7 @@ async fn sample_until_down(
     let mut failed_samples = 0;
     let mut pauses = PauseWatch::new(&first_sample);
     let mut last_sample = first_sample;
+    let mut weights_due = now() + WEIGHTS_INTERVAL;
     loop {
         tokio::select! {
             biased;
@@ -137,6 +154,10 @@ async fn sample_until_down(
                     return None;
                 }
                 last_sample = sample.clone();
+                if sample.at >= weights_due {
+                    weights_due = sample.at + WEIGHTS_INTERVAL;
+                    report_weights(monitor).await;
+                }
                 let is_paused = pauses.is_paused(&monitor.engine, &sample).await;
                 monitor
                     .owner

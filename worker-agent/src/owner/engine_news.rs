@@ -37,6 +37,7 @@ impl Owner {
                     self.publish_description();
                 }
             }
+            EngineNews::Weights { label, asked_at } => self.handle_weights_label(label, asked_at),
             EngineNews::RefusesConnections { process } => {
                 if self.engine.is_present(process) {
                     self.set_engine_down("the engine accepts no connections".to_owned(), true);
@@ -79,7 +80,11 @@ impl Owner {
         }
     }
 
-    fn handle_engine_sample(&mut self, sample: LoadSample) {
+    fn handle_engine_sample(&mut self, mut sample: LoadSample) {
+        self.control.set_seen_paused(sample.is_paused);
+        self.apply_hold();
+        // An engine that runs nothing by its operator's wish is neither silent nor stuck.
+        sample.is_paused |= self.control.hold_reason().is_some();
         self.engine.check_sample(&sample);
         for rank in &sample.ranks {
             let load = EngineLoad {
@@ -98,5 +103,7 @@ impl Owner {
         let sessions = self.table.iter().count();
         warn!(sessions, "the engine's process has ended; its sessions are lost");
         self.table.handle_engine_lost(now(), self.reporter.ledger.set_engine(&info));
+        self.control.reset();
+        self.apply_hold();
     }
 }

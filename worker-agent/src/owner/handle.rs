@@ -6,21 +6,31 @@
 //! [`Lease`] represents one turn from its claim to its end. Both only send messages: the session
 //! table in the owner task decides.
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use proto::{
     claim::Claim,
+    control::Effect,
     id::SessionKey,
     load::{Description, LoadReport, PageAudit, Retention, Session},
     turn_rid::TurnRid,
+    load::{Description, LoadReport, PageAudit, Retention, Session, Weights},
 };
 use tokio::sync::{broadcast, mpsc, oneshot, watch};
 
 use super::drain::Ending;
+use super::engine_control::ControlEnd;
 use super::published::{PublishedSession, SessionSnapshot};
 use crate::{
     audit::{self, SessionPages},
     engine::{EngineInfo, LoadSample, PriorityOrder},
+    engine::{
+        EngineInfo, LoadSample,
+        control::{ControlOutcome, ControlRequest, WeightsLabel},
+    },
     session::{
         self, CloseResult, Need, OpenResult, Outcome, PromptStart, RouteTurns, RunMode, Turn,
     },
@@ -38,6 +48,12 @@ pub enum Error {
     /// The agent is shutting down.
     #[error("this agent is shutting down; use another worker")]
     Stopping,
+    /// The engine's memory can't be released while turns run.
+    #[error(
+        "turns run in the engine, which would die if its memory were released now; pause it first, \
+         or wait until they have ended"
+    )]
+    EngineBusy,
 }
 
 /// A change to one session, sent to all watchers.
@@ -68,6 +84,13 @@ pub enum EngineNews {
     Sample(LoadSample),
     /// The names of the LoRA adapters that are loaded, in order.
     Adapters(Vec<String>),
+    /// The engine's label of its weights.
+    Weights {
+        /// The label.
+        label: WeightsLabel,
+        /// When the engine was asked for it.
+        asked_at: Instant,
+    },
     /// The engine refused the connection of a turn, so the process that the turn was for has ended.
     RefusesConnections {
         /// The number of that process: [`Lease::engine_process`].
@@ -123,6 +146,10 @@ pub(super) enum OwnerMessage {
     Audit { dp_rank: u32, reply: oneshot::Sender<Result<RankPageAudit, audit::Error>> },
     /// Subscribes to the sessions. The answer has the current ones.
     WatchSessions(oneshot::Sender<SessionWatch>),
+    /// A control call is about to be sent to the engine.
+    BeginControl { effect: Effect, reply: oneshot::Sender<Result<(), Error>> },
+    /// A control call has ended.
+    EndControl(ControlEnd),
     /// A message from the engine monitor.
     Engine(EngineNews),
     /// The engine's answer to a request to open an incarnation (one life of a session in the
@@ -247,6 +274,8 @@ pub struct AgentHandle {
     pub report: watch::Receiver<Arc<LoadReport>>,
     /// The newest description; `None` until the agent has reached the engine.
     pub description: watch::Receiver<Option<Arc<Description>>>,
+    /// The engine's weights.
+    pub weights: watch::Receiver<Weights>,
 }
 
 impl AgentHandle {
@@ -302,6 +331,29 @@ impl AgentHandle {
     /// If no session has this key.
     pub async fn close_session(&self, key: SessionKey) -> Result<bool, Error> {
         self.request(|reply| OwnerMessage::Close { key, reply }).await?
+    }
+
+    /// Prepares for a control call that the caller is about to send to the engine. The caller must
+    /// call [`Self::end_control`] afterwards.
+    ///
+    /// # Errors
+    /// When the call must not be sent now.
+    pub async fn begin_control(&self, effect: Effect) -> Result<(), Error> {
+        self.request(|reply| OwnerMessage::BeginControl { effect, reply }).await?
+    }
+
+    /// Reports the end of a control call. `label` is the engine's label of its weights after the
+    /// call, if it was read.
+    pub async fn end_control(
+        &self,
+        effect: Effect,
+        request: ControlRequest,
+        outcome: ControlOutcome,
+        label: Option<WeightsLabel>,
+    ) {
+        let end = ControlEnd { effect, request, outcome, label };
+        // Sending fails only if the owner task has ended. Then the agent is stopping.
+        let _ = self.mailbox.send(OwnerMessage::EndControl(end)).await;
     }
 
     /// Requests a page audit of a rank now.

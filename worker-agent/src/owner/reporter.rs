@@ -12,7 +12,7 @@ use std::{
 
 use proto::{
     id::SessionKey,
-    load::{Description, LoadReport, Session},
+    load::{Description, LoadReport, Session, Weights},
 };
 use service::clock::now;
 use tokio::sync::{broadcast, mpsc, watch};
@@ -92,6 +92,8 @@ impl Reporter {
             unhealthy: unhealthy_reason,
             draining: false,
             restart_required: None,
+            held: None,
+            weights: Weights::default(),
         };
         Self {
             setup,
@@ -117,9 +119,10 @@ impl Reporter {
         &self,
         mailbox: mpsc::Sender<OwnerMessage>,
         turn_ends: mpsc::Sender<TurnEnd>,
+        weights: watch::Receiver<Weights>,
     ) -> AgentHandle {
         let (report, description) = (self.reports.subscribe(), self.descriptions.subscribe());
-        AgentHandle { mailbox, turn_ends, report, description }
+        AgentHandle { mailbox, turn_ends, report, description, weights }
     }
 
     /// Notes that something may have changed since the last load report.

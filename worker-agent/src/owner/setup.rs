@@ -13,6 +13,7 @@ use super::{
     audit_desk::AuditDesk,
     drain::Drain,
     engine_calls::EngineCalls,
+    engine_control::EngineControl,
     engine_state::EngineState,
     handle::{OwnerMessage, TurnEnd},
     reporter::{Reporter, ReporterSetup},
@@ -98,19 +99,21 @@ impl OwnerSetup {
             mailbox.clone(),
             metrics.clone(),
         );
+        let control = EngineControl::default();
         Owner {
             table: Table::new(table_settings, capacity),
             engine,
+            handle: reporter.agent_handle(mailbox.clone(), turn_ends, control.subscribe()),
+            control,
             shims: Shims::new(shim, gpus, tasks.clone()),
             engine_calls: EngineCalls::new(
                 self.engine,
                 self.journal,
                 metrics.clone(),
-                mailbox.clone(),
+                mailbox,
                 tasks.clone(),
             ),
             trimmer: TrimmerLink::new(self.trimmer, metrics.clone()),
-            handle: reporter.agent_handle(mailbox, turn_ends),
             waiters: Waiters::default(),
             reporter,
             audit_desk,

@@ -1,0 +1,102 @@
+//! Serves the engine's control routes on the data port, for routers whose caller is an admin.
+//!
+//! A trainer pauses the engine, replaces its weights or flushes its cache with these routes
+//! ([`CONTROL_ROUTES`](proto::control::CONTROL_ROUTES)). The owner task hears of each call before
+//! the engine does, and what the engine answered. The client gets the engine's answer unchanged.
+
+use axum::{body::Body, extract::Request, response::Response};
+use bytes::Bytes;
+use http::{HeaderValue, Uri, header, request::Parts};
+use proto::control::{ADMIN, ControlRoute, Effect};
+use service::{
+    auth::admin_only_refusal,
+    refusal::{Code, Refusal},
+};
+use tokio::sync::oneshot;
+
+use super::{TurnContext, refusals::refusal, router_auth::Caller};
+use crate::engine::{
+    self, ControlCall,
+    control::{ControlAnswer, ControlOutcome, ControlRequest},
+};
+
+/// Serves one control call.
+pub(super) async fn serve(
+    context: &TurnContext,
+    route: ControlRoute,
+    request: Request,
+) -> Result<Response, Refusal> {
+    let (head, body) = request.into_parts();
+    if !head.headers.contains_key(ADMIN) {
+        return Err(admin_only_refusal("only a router may send this, for a key with admin = true"));
+    }
+    let held_body = context.body_budget.read(body).await?;
+    let call = control_call(context, &head, held_body.bytes.clone());
+    context.agent.begin_control(route.effect).await.map_err(|error| refusal(&error))?;
+    let (sender, answer) = oneshot::channel();
+    let context = context.clone();
+    let tasks = context.tasks.clone();
+    // The engine carries the call out even if the client leaves, so its end must be seen.
+    tasks.spawn(async move {
+        let _ = sender.send(run(&context, route.effect, call).await);
+        drop(held_body);
+    });
+    let stopping = || Refusal::new(Code::Stopping, "this agent is shutting down");
+    let answer = answer.await.map_err(|_| stopping())?;
+    answer.map(respond).map_err(|error| engine_refusal(&error))
+}
+
+/// Sends a call to the engine, and tells the owner task what became of it.
+async fn run(
+    context: &TurnContext,
+    effect: Effect,
+    call: ControlCall,
+) -> Result<ControlAnswer, engine::Error> {
+    let request = ControlRequest::read(&call.body);
+    let result = context.engine.control(call, context.turn_time_max).await;
+    let outcome = match &result {
+        Err(error) if !error.is_ambiguous() => ControlOutcome::NotDone,
+        result => ControlOutcome::read(effect, &request, result.as_ref().ok()),
+    };
+    let may_change_label =
+        matches!(effect, Effect::Update | Effect::Label | Effect::EndUpdate | Effect::BeginUpdate);
+    let label = if may_change_label { context.engine.read_weights().await.ok() } else { None };
+    context.agent.end_control(effect, request, outcome, label).await;
+    if effect == Effect::Adapters {
+        // The engine's description is read again, and with it the names of its models.
+        context.wake_monitor.notify_one();
+    }
+    result
+}
+
+fn control_call(context: &TurnContext, head: &Parts, body: Bytes) -> ControlCall {
+    // A router has checked its caller, so the engine gets the agent's key. Anyone else is for the
+    // engine itself to check.
+    let credential = match head.extensions.get() {
+        Some(Caller::Router) => context.engine.admin_key().cloned(),
+        Some(Caller::Local) | None => head.headers.get(header::AUTHORIZATION).cloned(),
+    };
+    let content_type = head.headers.get(header::CONTENT_TYPE).cloned();
+    let json = || HeaderValue::from_static("application/json");
+    ControlCall {
+        method: head.method.clone(),
+        path_and_query: Uri::path_and_query(&head.uri).cloned(),
+        content_type: content_type.unwrap_or_else(json),
+        credential,
+        body,
+    }
+}
+
+fn respond(answer: ControlAnswer) -> Response {
+    let mut response = Response::new(Body::from(answer.body));
+    *response.status_mut() = answer.status;
+    if let Some(content_type) = answer.content_type {
+        response.headers_mut().insert(header::CONTENT_TYPE, content_type);
+    }
+    response
+}
+
+fn engine_refusal(error: &engine::Error) -> Refusal {
+    let code = if error.is_ambiguous() { Code::EngineBrokeOff } else { Code::EngineDown };
+    Refusal::new(code, error.to_string())
+}

@@ -1,0 +1,314 @@
+//! Keeps what operators and trainers have done to the engine: pauses, released memory, weights.
+//!
+//! The data port tells the owner task before it sends a control call to the engine, and after the
+//! answer. While the engine is paused, lacks its memory or gets other weights, the session table
+//! holds turns back, and the engine counts neither as silent nor as stuck. The rest follows in the
+//! session table: a flush frees the KV of all sessions, and KV of older weights is never continued.
+
+use std::{collections::BTreeSet, time::Instant};
+
+use proto::{control::Effect, load::Weights};
+use service::clock::now;
+use tokio::sync::watch;
+use tracing::{info, warn};
+
+use super::{Error, Owner};
+use crate::engine::control::{ControlOutcome, ControlRequest, WeightsLabel};
+
+/// The kinds of memory that an engine can release.
+const MEMORY_TAGS: [&str; 3] = ["kv_cache", "weights", "cuda_graph"];
+
+/// A finished control call.
+#[derive(Debug)]
+pub(super) struct ControlEnd {
+    pub(super) effect: Effect,
+    pub(super) request: ControlRequest,
+    pub(super) outcome: ControlOutcome,
+    /// The engine's label of its weights after the call, if it was read.
+    pub(super) label: Option<WeightsLabel>,
+}
+
+/// What was done to the engine's process.
+#[derive(Debug, Default)]
+pub(super) struct EngineControl {
+    /// Whether the engine was paused through this agent.
+    is_paused: bool,
+    /// Whether a load sample shows that the engine is paused.
+    is_seen_paused: bool,
+    /// Whether an update has begun that must be ended before turns can run.
+    is_update_open: bool,
+    /// The number of calls inside the engine that change its weights.
+    updates_running: u32,
+    /// The number of calls inside the engine that release its memory.
+    releases_running: u32,
+    /// The kinds of memory that the engine has released.
+    released: BTreeSet<&'static str>,
+    label: Option<WeightsLabel>,
+    /// When the label was set by a control call.
+    label_set_at: Option<Instant>,
+    /// The weights, for turns and load reports.
+    weights: watch::Sender<Weights>,
+}
+
+impl EngineControl {
+    /// Returns a receiver of the engine's weights.
+    pub(super) fn subscribe(&self) -> watch::Receiver<Weights> {
+        self.weights.subscribe()
+    }
+
+    /// Returns the engine's weights, as they were last published.
+    pub(super) fn weights(&self) -> Weights {
+        self.weights.borrow().clone()
+    }
+
+    /// Returns why the engine runs no turns; `None` if it does.
+    pub(super) fn hold_reason(&self) -> Option<&'static str> {
+        if self.updates_running > 0 || self.is_update_open {
+            Some("its weights are being changed")
+        } else if self.releases_running > 0 || !self.released.is_empty() {
+            Some("its memory is released")
+        } else if self.is_paused || self.is_seen_paused {
+            Some("it is paused")
+        } else {
+            None
+        }
+    }
+
+    /// Forgets what was done to an engine process that has ended.
+    pub(super) fn reset(&mut self) {
+        let Self { updates_running, releases_running, .. } = *self;
+        let weights = std::mem::take(&mut self.weights);
+        // Calls to the old process still end.
+        *self = Self { updates_running, releases_running, weights, ..Self::default() };
+    }
+
+    /// Notes whether a load sample shows a pause.
+    pub(super) fn set_seen_paused(&mut self, is_paused: bool) {
+        self.is_seen_paused = is_paused;
+    }
+
+    /// Notes a call that is about to be sent.
+    fn begin(&mut self, effect: Effect) {
+        match effect {
+            Effect::Pause => self.is_paused = true,
+            Effect::BeginUpdate | Effect::EndUpdate | Effect::Update | Effect::Label => {
+                self.updates_running += 1;
+            }
+            Effect::ReleaseMemory => self.releases_running += 1,
+            Effect::Nothing
+            | Effect::Flush
+            | Effect::Continue
+            | Effect::ResumeMemory
+            | Effect::Adapters => {}
+        }
+    }
+
+    /// Notes the end of a call.
+    fn end(&mut self, end: &ControlEnd) {
+        let is_done = matches!(end.outcome, ControlOutcome::Done { .. });
+        let may_be_done = end.outcome != ControlOutcome::NotDone;
+        match end.effect {
+            Effect::BeginUpdate | Effect::EndUpdate | Effect::Update | Effect::Label => {
+                self.updates_running -= 1;
+            }
+            Effect::ReleaseMemory => self.releases_running -= 1,
+            _ => {}
+        }
+        let tags = MEMORY_TAGS.into_iter().filter(|tag| end.request.has_tag(tag));
+        match end.effect {
+            // If the answer was lost, the load samples show whether the engine is paused.
+            Effect::Pause => self.is_paused = is_done,
+            Effect::Continue if is_done => {
+                (self.is_paused, self.is_seen_paused) = (false, false);
+            }
+            Effect::BeginUpdate => self.is_update_open |= may_be_done,
+            Effect::EndUpdate => self.is_update_open = false,
+            Effect::ReleaseMemory if may_be_done => self.released.extend(tags),
+            Effect::ResumeMemory if is_done => tags.for_each(|tag| {
+                self.released.remove(tag);
+            }),
+            _ => {}
+        }
+    }
+
+    /// Notes the label that a control call has left. Returns whether it is a new one.
+    fn set_label(&mut self, label: WeightsLabel, set_at: Instant) {
+        self.label_set_at = Some(set_at);
+        self.label = Some(label);
+    }
+
+    /// Notes the label that the engine reported when it was asked at `asked_at`. Returns whether
+    /// others than this agent have changed it.
+    fn see_label(&mut self, label: WeightsLabel, asked_at: Instant) -> bool {
+        let is_late = self.label_set_at.is_some_and(|set_at| asked_at <= set_at);
+        if self.updates_running > 0 || is_late {
+            return false;
+        }
+        let known = self.label.replace(label);
+        known.is_some() && known != self.label
+    }
+}
+
+impl Owner {
+    /// Prepares for a control call that is about to be sent to the engine.
+    pub(super) fn begin_control(&mut self, effect: Effect) -> Result<(), Error> {
+        self.check_usable()?;
+        let runs_turns = self.table.rids_inside().next().is_some();
+        // The engine dies if its memory is released while a request runs.
+        if effect == Effect::ReleaseMemory && runs_turns && !self.control.is_paused {
+            return Err(Error::EngineBusy);
+        }
+        self.control.begin(effect);
+        self.apply_hold();
+        Ok(())
+    }
+
+    /// Takes back what was prepared for a control call that is not sent.
+    pub(super) fn abandon_control(&mut self, effect: Effect) {
+        let (request, outcome) = (ControlRequest::default(), ControlOutcome::NotDone);
+        self.end_control(ControlEnd { effect, request, outcome, label: None });
+    }
+
+    /// Applies what a control call did to the engine.
+    pub(super) fn end_control(&mut self, end: ControlEnd) {
+        self.control.end(&end);
+        let ControlEnd { effect, request, outcome, label } = end;
+        info!(?effect, ?outcome, "control call");
+        if let Some(label) = label {
+            self.control.set_label(label, now());
+        }
+        self.apply_effect(effect, &request, outcome);
+        self.apply_hold();
+    }
+
+    fn apply_effect(&mut self, effect: Effect, request: &ControlRequest, outcome: ControlOutcome) {
+        let (is_done, was_flushed) = match outcome {
+            ControlOutcome::Done { was_flushed } => (true, was_flushed),
+            ControlOutcome::Unknown => (false, false),
+            ControlOutcome::NotDone => return,
+        };
+        match effect {
+            Effect::Flush if is_done => self.table.handle_flush(now()),
+            Effect::Update | Effect::EndUpdate => {
+                self.table.handle_weights_changed(now(), is_done, was_flushed);
+            }
+            Effect::Label => self.table.handle_weights_changed(now(), false, false),
+            Effect::ReleaseMemory if request.has_tag("kv_cache") => self.table.handle_flush(now()),
+            // Memory that comes back has no weights until they are loaded again.
+            Effect::ResumeMemory if request.has_tag("weights") => {
+                self.table.handle_weights_changed(now(), false, false);
+            }
+            _ => {}
+        }
+    }
+
+    /// Handles the engine's label of its weights, which the engine monitor read.
+    pub(super) fn handle_weights_label(&mut self, label: WeightsLabel, asked_at: Instant) {
+        if self.control.see_label(label, asked_at) {
+            warn!("the engine's weights were changed by others");
+            self.table.handle_weights_changed(now(), false, false);
+        }
+    }
+
+    /// Holds turns back in the session table while the engine runs none.
+    pub(super) fn apply_hold(&mut self) {
+        let reason = self.control.hold_reason();
+        if self.table.hold_reason().map(String::as_str) != reason {
+            info!(reason, "the engine runs turns again, or holds them back");
+            self.table.set_hold(now(), reason.map(str::to_owned));
+        }
+    }
+
+    /// Publishes the weights if they have changed.
+    pub(super) fn publish_weights(&mut self) {
+        let epoch = self.table.weights_epoch();
+        let version = self.control.label.as_ref().map_or("", |label| label.version.as_str());
+        let is_current = {
+            let published = self.control.weights.borrow();
+            published.epoch == epoch && published.label == version
+        };
+        if !is_current {
+            let weights = Weights::new(epoch, version);
+            self.control.weights.send_if_modified(|published| {
+                let is_new = *published != weights;
+                *published = weights;
+                is_new
+            });
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    fn ended(effect: Effect, outcome: ControlOutcome, body: &str) -> ControlEnd {
+        let request = ControlRequest::read(body.as_bytes());
+        ControlEnd { effect, request, outcome, label: None }
+    }
+
+    const DONE: ControlOutcome = ControlOutcome::Done { was_flushed: false };
+
+    #[test]
+    fn turns_are_held_back_from_the_call_on_and_until_the_engine_runs_them_again() {
+        let mut control = EngineControl::default();
+        control.begin(Effect::Pause);
+        assert_eq!(control.hold_reason(), Some("it is paused"), "before the call is sent");
+        control.end(&ended(Effect::Pause, DONE, "{}"));
+        control.begin(Effect::Update);
+        assert_eq!(control.hold_reason(), Some("its weights are being changed"));
+        control.end(&ended(Effect::Update, ControlOutcome::NotDone, "{}"));
+        assert_eq!(control.hold_reason(), Some("it is paused"));
+        control.end(&ended(Effect::Continue, DONE, "{}"));
+        assert_eq!(control.hold_reason(), None);
+        control.begin(Effect::Pause);
+        control.end(&ended(Effect::Pause, ControlOutcome::NotDone, "{}"));
+        assert_eq!(control.hold_reason(), None, "the engine refused the pause");
+    }
+
+    #[test]
+    fn memory_is_released_until_each_kind_is_back() {
+        let mut control = EngineControl::default();
+        control.begin(Effect::ReleaseMemory);
+        control.end(&ended(Effect::ReleaseMemory, DONE, "{}"));
+        control.end(&ended(Effect::ResumeMemory, DONE, r#"{"tags":["weights"]}"#));
+        assert_eq!(control.hold_reason(), Some("its memory is released"));
+        let rest = r#"{"tags":["kv_cache","cuda_graph"]}"#;
+        control.end(&ended(Effect::ResumeMemory, DONE, rest));
+        assert_eq!(control.hold_reason(), None);
+    }
+
+    #[test]
+    fn an_update_that_has_begun_holds_turns_back_until_it_ends() {
+        let mut control = EngineControl::default();
+        for effect in [Effect::BeginUpdate, Effect::Update] {
+            control.begin(effect);
+            control.end(&ended(effect, DONE, "{}"));
+            assert!(control.hold_reason().is_some());
+        }
+        control.begin(Effect::EndUpdate);
+        control.end(&ended(Effect::EndUpdate, DONE, "{}"));
+        assert_eq!(control.hold_reason(), None);
+    }
+
+    #[test]
+    fn only_a_label_that_others_changed_is_news() {
+        let mut control = EngineControl::default();
+        let label = |version: &str| WeightsLabel {
+            version: version.to_owned(),
+            model_path: "m".to_owned(),
+        };
+        let start = now();
+        let at = |seconds| start + Duration::from_secs(seconds);
+        assert!(!control.see_label(label("1"), at(0)), "the first is no change");
+        control.begin(Effect::Update);
+        assert!(!control.see_label(label("2"), at(1)), "the update under way changed it");
+        control.end(&ended(Effect::Update, DONE, "{}"));
+        control.set_label(label("2"), at(2));
+        assert!(!control.see_label(label("1"), at(1)), "it was read before");
+        assert!(!control.see_label(label("2"), at(3)));
+        assert!(control.see_label(label("3"), at(4)));
+    }
+}
