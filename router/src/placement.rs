@@ -31,7 +31,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use proto::{id::Digest, load::Retention};
+use proto::{
+    id::Digest,
+    load::{Retention, WantedWeights},
+};
 use serde::Serialize;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
@@ -180,6 +183,8 @@ pub struct PlacementRequest<'a> {
     pub retention: Option<Retention>,
     /// The model that the request body names.
     pub model: Option<&'a str>,
+    /// The weights that the worker's engine must have.
+    pub weights: Option<&'a WantedWeights>,
     /// A worker that has just refused this turn.
     pub exclude: Option<WorkerRef>,
 }
@@ -343,12 +348,17 @@ fn decide_stay<'a>(request: &PlacementRequest<'_>, view: &'a Snapshot, now: Inst
     if is_reconnecting {
         return Stay::Must(worker);
     }
+    if !candidates::has_wanted_weights(request, view, worker) {
+        return Stay::No;
+    }
     let Some(stats) = view.worker_table().get(worker) else { return Stay::No };
     match stats.state(now, view.report_age_max()) {
         WorkerState::Lost | WorkerState::Disaggregated => Stay::No,
         _ if fixed => Stay::Must(worker),
         _ if !candidates::serves_model(view.required_model(request.model), view, stats) => Stay::No,
         WorkerState::Fresh | WorkerState::Stale => Stay::May(stats),
+        // A session waits on an engine that its operator holds back.
+        WorkerState::Fresh | WorkerState::Stale | WorkerState::Held => Stay::May(stats),
         WorkerState::Unhealthy | WorkerState::Draining => Stay::No,
     }
 }

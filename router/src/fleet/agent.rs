@@ -129,13 +129,14 @@ impl Agent {
             (WorkerState::Unhealthy, _, Some((report, _))) => {
                 report.unhealthy.clone().unwrap_or_default()
             }
+            (WorkerState::Held, _, Some((report, _))) => report.held.clone().unwrap_or_default(),
             (WorkerState::Draining, ..) => "draining".to_owned(),
             (WorkerState::Disaggregated, ..) => format!(
                 "its engine runs in {} mode and takes no whole turns; start it without \
                  --disaggregation-mode, as pairs are not served yet",
                 self.disaggregation().unwrap_or_default()
             ),
-            (WorkerState::Fresh | WorkerState::Unhealthy, ..) => String::new(),
+            (WorkerState::Fresh | WorkerState::Unhealthy | WorkerState::Held, ..) => String::new(),
         };
         (state, reason)
     }
@@ -150,6 +151,7 @@ impl Agent {
             (Link::Up, Some((report, _))) if report.unhealthy.is_some() => WorkerState::Unhealthy,
             (Link::Up, Some((report, _))) if report.draining => WorkerState::Draining,
             (Link::Up, Some(_)) if self.data_port_failure.is_some() => WorkerState::Stale,
+            (Link::Up, Some((report, _))) if report.held.is_some() => WorkerState::Held,
             (Link::Up, Some(_)) => WorkerState::Fresh,
         }
     }

@@ -50,6 +50,8 @@ pub enum WorkerState {
     Lost,
     /// The engine can't take turns.
     Unhealthy,
+    /// The engine runs no turns by its operator's wish, such as a pause. Turns wait in the agent.
+    Held,
     /// The worker takes no new sessions and finishes running turns.
     Draining,
     /// The engine only prefills or only decodes, so a turn sent to this worker alone would fail.
@@ -58,11 +60,12 @@ pub enum WorkerState {
 
 impl WorkerState {
     /// All states, for metrics.
-    pub const ALL: [Self; 6] = [
+    pub const ALL: [Self; 7] = [
         Self::Fresh,
         Self::Stale,
         Self::Lost,
         Self::Unhealthy,
+        Self::Held,
         Self::Draining,
         Self::Disaggregated,
     ];
@@ -75,16 +78,17 @@ impl WorkerState {
             Self::Stale => "stale",
             Self::Lost => "lost",
             Self::Unhealthy => "unhealthy",
+            Self::Held => "held",
             Self::Draining => "draining",
             Self::Disaggregated => "disaggregated",
         }
     }
 
-    /// Whether the worker can take turns. A stale worker takes new sessions only if no worker is
-    /// fresh.
+    /// Whether the worker can take turns. A stale or held worker takes new sessions only if no
+    /// worker is fresh.
     #[must_use]
     pub fn is_usable(self) -> bool {
-        matches!(self, Self::Fresh | Self::Stale)
+        matches!(self, Self::Fresh | Self::Stale | Self::Held)
     }
 
     /// Returns `Stale` if the agent has been silent for longer than `report_age_max`, else the

@@ -137,6 +137,7 @@ impl From<NoWorker> for Refusal {
             NoWorker::Disaggregated => Code::EnginesDisaggregated,
             NoWorker::Model { .. } => Code::ModelNotFound,
             NoWorker::Retention { .. } => Code::RetentionUnavailable,
+            NoWorker::Weights { .. } => Code::WeightsUnavailable,
         };
         Self::new(code, error.to_string())
     }
@@ -282,11 +283,13 @@ mod tests {
     #[test]
     fn errors_without_an_agent_have_codes_of_the_router() {
         let model = NoWorker::Model { model: "m".into(), offered: "n".into() };
+        let weights = NoWorker::Weights { wanted: "3".into(), offered: "2".into() };
         let silent = |was_sent| NoAnswer::Silent { worker: "w".into(), was_sent }.into();
         let limit = |limit, refused| Refusal::from(turn::error::Error::Limit { limit, refused });
         let cases = [
             (Refusal::from(NoWorker::Unusable), Code::NoWorker),
             (NoWorker::Disaggregated.into(), Code::EnginesDisaggregated),
+            (weights.into(), Code::WeightsUnavailable),
             (model.into(), Code::ModelNotFound),
             (decide::Error::SessionsFull(TableFull::All).into(), Code::SessionsFull),
             (decide::Error::SessionsFull(TableFull::Share).into(), Code::SessionsShare),

@@ -73,6 +73,7 @@ fn to_json(
         "heartbeat_age_ms": heartbeat_age.map(whole_millis),
         "report_age_ms": report_age.map(whole_millis),
         "restart_required": agent.report.as_ref().map(|(report, _)| &report.restart_required),
+        "weights": agent.report.as_ref().map(|(report, _)| report.weights.to_string()),
         "turns_in_flight_here": in_flight,
         "turns_estimate": view.worker_table().get(worker).map(WorkerStats::turns),
         "load": agent.rank_load(worker.dp_rank).map(|load| load_to_json(load, report_age)),

@@ -12,7 +12,11 @@ use std::time::Instant;
 use proto::load::Retention;
 
 use super::{PlacementRequest, Reason};
-use crate::fleet::{snapshot::Snapshot, worker::WorkerState, worker_table::WorkerStats};
+use crate::fleet::{
+    snapshot::Snapshot,
+    worker::{WorkerRef, WorkerState},
+    worker_table::WorkerStats,
+};
 
 /// Why no worker can take the turn.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -47,15 +51,24 @@ pub enum NoWorker {
         /// The retentions that workers serving the model offer.
         offered: String,
     },
+    /// No worker that fits otherwise has the weights.
+    #[error("no worker has weights {wanted}; workers have: {offered}")]
+    Weights {
+        /// The weights that were asked for.
+        wanted: String,
+        /// The weights of the workers.
+        offered: String,
+    },
 }
 
 /// The workers to choose from.
 #[derive(Debug)]
 pub(super) struct Candidates<'a> {
     /// The workers that can take the turn and are *fresh*: their agents were heard recently. If
-    /// there are none, the *stale* ones; see [`WorkerState::Stale`].
+    /// there are none, the *stale* ones; see [`WorkerState::Stale`]. If there are none either, the
+    /// *held* ones.
     pub(super) workers: Vec<WorkerStats<'a>>,
-    /// Whether all of `workers` are stale.
+    /// Whether all of `workers` are stale or held.
     pub(super) are_all_stale: bool,
     /// Whether the fleet has only one worker.
     pub(super) has_one_worker: bool,
@@ -82,11 +95,13 @@ pub(super) fn find_candidates<'a>(
     view: &'a Snapshot,
     now: Instant,
 ) -> Result<Candidates<'a>, NoWorker> {
+    check_fixed_weights(request, view)?;
     let workers = view.worker_table().workers();
     let worker_count = workers.len();
     let model = view.required_model(request.model);
     let (mut fresh, mut stale) = (Vec::with_capacity(worker_count), vec![]);
-    let mut suitable_count = 0;
+    let (mut held, mut suitable_count) = (vec![], 0);
+    let mut other_weights = vec![];
     for worker in workers {
         let state = worker.state(now, view.report_age_max());
         let runs_whole_turns = state != WorkerState::Disaggregated;
@@ -96,6 +111,10 @@ pub(super) fn find_candidates<'a>(
         {
             continue;
         }
+        if !has_wanted_weights(request, view, worker.worker()) {
+            other_weights.push(worker.worker());
+            continue;
+        }
         suitable_count += 1;
         if request.exclude == Some(worker.worker()) {
             continue;
@@ -103,18 +122,57 @@ pub(super) fn find_candidates<'a>(
         match state {
             WorkerState::Fresh => fresh.push(worker),
             WorkerState::Stale => stale.push(worker),
+            WorkerState::Held => held.push(worker),
             WorkerState::Lost
             | WorkerState::Unhealthy
             | WorkerState::Draining
             | WorkerState::Disaggregated => {}
         }
     }
+    if suitable_count == 0 && !other_weights.is_empty() {
+        return Err(no_weights(request, view, &other_weights));
+    }
     if suitable_count == 0 {
         return Err(explain_no_worker(request, view, now));
     }
     let are_all_stale = fresh.is_empty();
-    let workers = if are_all_stale { stale } else { fresh };
+    // On an engine that its operator holds back, a turn waits for a while.
+    let second_choice = if stale.is_empty() { held } else { stale };
+    let workers = if are_all_stale { second_choice } else { fresh };
     Ok(Candidates { workers, are_all_stale, has_one_worker: worker_count == 1 })
+}
+
+/// Whether the worker's engine has the weights that the turn asks for, if it asks for some.
+pub(super) fn has_wanted_weights(
+    request: &PlacementRequest<'_>,
+    view: &Snapshot,
+    worker: WorkerRef,
+) -> bool {
+    let Some(wanted) = request.weights else { return true };
+    let report = view.agent(worker).report.as_ref();
+    report.is_some_and(|(report, _)| wanted.matches(&report.weights))
+}
+
+/// Refuses a turn whose session must stay on a worker with other weights than it asks for.
+///
+/// # Errors
+/// If the worker of the turn's session has other weights.
+fn check_fixed_weights(request: &PlacementRequest<'_>, view: &Snapshot) -> Result<(), NoWorker> {
+    match request.sticky {
+        Some(sticky) if sticky.fixed && !has_wanted_weights(request, view, sticky.worker) => {
+            Err(no_weights(request, view, &[sticky.worker]))
+        }
+        _ => Ok(()),
+    }
+}
+
+fn no_weights(request: &PlacementRequest<'_>, view: &Snapshot, workers: &[WorkerRef]) -> NoWorker {
+    let reports = workers.iter().filter_map(|worker| view.agent(*worker).report.as_ref());
+    let offered: Vec<String> = reports.map(|(report, _)| report.weights.to_string()).collect();
+    NoWorker::Weights {
+        wanted: request.weights.map(ToString::to_string).unwrap_or_default(),
+        offered: join_sorted(offered.iter().map(String::as_str).collect()),
+    }
 }
 
 /// Whether the worker offers the turn's retention, if the turn asks for one.

@@ -111,6 +111,7 @@ mod tests {
             prompt: None,
             retention: None,
             model: None,
+            weights: None,
             exclude: None,
         };
         let placed = place(&request, &view, start()).expect("the fleet has a worker");

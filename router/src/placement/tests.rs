@@ -38,6 +38,7 @@ fn request(digest: u64) -> PlacementRequest<'static> {
         prompt: None,
         retention: None,
         model: None,
+        weights: None,
         exclude: None,
     }
 }

@@ -134,6 +134,7 @@ impl<'a> TurnFacts<'a> {
             prompt: self.blocks.map(TurnBlocks::prompt_overlap),
             retention: None,
             model: self.turn.model.as_deref(),
+            weights: self.turn.weights.as_ref(),
             exclude: None,
         }
     }
@@ -238,6 +239,7 @@ pub(super) fn decide_again(
         prompt: None,
         retention: intent.and_then(|intent| intent.retention),
         model: turn.model.as_deref(),
+        weights: turn.weights.as_ref(),
         exclude: Some(first_worker),
     };
     let placement = placement::place(&request, view, now).ok()?;
@@ -286,6 +288,7 @@ pub(super) fn decide_open(
         prompt: None,
         retention: if was_open { None } else { open_request.retention },
         model: None,
+        weights: None,
         exclude: failed_worker,
     };
     let Placement { worker, reason, .. } = placement::place(&request, view, now)?;

@@ -23,7 +23,7 @@ use proto::{
     body::{self, Object},
     hints::TurnHints,
     id::{self, SessionKey},
-    load::Retention,
+    load::{Retention, WEIGHTS, WantedWeights},
 };
 use serde_json::{Value, value::RawValue};
 use xxhash_rust::xxh3::xxh3_128;
@@ -133,6 +133,8 @@ pub struct Turn {
     pub cache_key: Option<SessionKey>,
     /// The model named in the body; `model:adapter` or `:adapter` if it names a LoRA adapter.
     pub model: Option<String>,
+    /// The weights that the turn's engine must have.
+    pub weights: Option<WantedWeights>,
     /// The place of the prompt in the body.
     pub prompt: Prompt,
     /// The length of the body in bytes.
@@ -242,6 +244,10 @@ pub fn read_object(
         hints: TurnHints::default(),
         cache_key: cache_key(object, principal),
         model: model_name(object),
+        parent: header_parent(headers, principal),
+        cache_key,
+        model: string_member_or_none(object, "model"),
+        weights: header_weights(headers)?,
         prompt: Prompt::find(object),
         body_bytes: object.bytes().len() as u64,
         wants_stream: object.get("stream").is_some_and(|value| value.get() == "true"),
@@ -288,6 +294,13 @@ fn cache_key(object: &Object<'_>, principal: &str) -> Option<SessionKey> {
     let key = string_member_or_none(object, "prompt_cache_key")?;
     // The client's key can have any length, and a session key can't, so it is hashed.
     SessionKey::new(principal, format!("{:032x}", xxh3_128(key.as_bytes()))).ok()
+/// Returns the weights that the headers ask for.
+fn header_weights(headers: &HeaderMap) -> Result<Option<WantedWeights>, Error> {
+    let field = "the header x-berth-weights";
+    let allowed = "`EPOCH`, `EPOCH/LABEL` or `/LABEL`";
+    let Some(value) = headers.get(WEIGHTS) else { return Ok(None) };
+    let wanted = value.to_str().ok().and_then(|text| WantedWeights::parse(text).ok());
+    wanted.map(Some).ok_or(Error::Field { field, allowed })
 }
 
 /// Converts an idle time that a client gave in seconds to milliseconds. Returns `None` for null.
