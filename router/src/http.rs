@@ -11,6 +11,7 @@
 //! - `responses`: stored responses. `aborts`: aborts turns.
 //! - `waiting`: shows a client that its turn waits.
 //! - `openapi`: describes these routes.
+//! - `control`: passes the calls of operators and trainers to the engines.
 //! - `errors`: maps errors to HTTP status codes. No other module of the router knows these.
 //!
 //! Every request but those of `health` first passes a layer that finds out its caller.
@@ -19,6 +20,7 @@
 
 mod aborts;
 mod engine_info;
+mod control;
 mod errors;
 mod health;
 mod models;
@@ -115,6 +117,7 @@ fn build_admin_routes(shared: &Arc<Shared>) -> Router<Arc<Shared>> {
         .route("/v1/workers", get(workers::list))
         .route("/v1/loads", get(engine_info::loads))
         .route("/v1/placements/{turn}", get(placements::show))
+        .merge(control::routes())
         .route_layer(middleware::from_fn_with_state(Arc::clone(shared), require_admin))
 }
 

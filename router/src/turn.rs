@@ -27,6 +27,7 @@
 //! - `liveness`, `pulses`: notice agents that have stopped answering.
 //! - `responses`: finds the workers of stored responses.
 //! - `aborts`: aborts turns for their clients.
+//! - `control`: passes the calls of operators and trainers to several agents.
 //! - `sessions`: opens, closes and lists sessions.
 //! - `engine_info`: asks agents what their engines say of themselves.
 //! - `shared`: the parts that all requests share.
@@ -35,6 +36,7 @@
 pub(crate) mod aborts;
 pub(crate) mod body;
 mod cache_isolation;
+pub(crate) mod control;
 pub(crate) mod decide;
 pub(crate) mod directory;
 pub(crate) mod engine_info;
