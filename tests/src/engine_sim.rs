@@ -133,7 +133,8 @@ impl EngineSim {
         let seen = Arc::new(RequestLog::new(config.requests_seen_max));
         let publishers = publishers(&mut config, &tasks, &killed)?;
         let (owner, handle) = Owner::new(&config, &publishers, killed.clone());
-        let app = Arc::new(App::new(config, handle, addr.port(), tasks.clone()));
+        let app = App::new(config, handle, addr.port(), tasks.clone(), killed.clone());
+        let app = Arc::new(app);
         tasks.spawn(owner.run());
         let router = http::router(Arc::clone(&app));
         tasks.spawn(http::serve(listener, router, Arc::clone(&seen), killed.clone()));
@@ -195,6 +196,11 @@ impl EngineSim {
     pub async fn shutdown(self) {
         self.killed.cancel();
         self.gone().await;
+    }
+
+    /// Returns how often the weights have changed.
+    pub fn weight_changes(&self) -> u64 {
+        self.app.weights.changes()
     }
 
     /// Checks a rank's invariants and returns its exact account; `None` if the engine has ended.

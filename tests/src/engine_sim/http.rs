@@ -29,7 +29,7 @@ use std::{
     fmt::Display,
     sync::{
         Arc,
-        atomic::{AtomicBool, AtomicU64, Ordering},
+        atomic::{AtomicU64, Ordering},
     },
 };
 use tokio::{
@@ -47,6 +47,7 @@ mod info;
 mod messages;
 mod openai;
 mod responses;
+mod weights;
 
 /// A bounded log of the latest requests: path and body.
 #[derive(Debug)]
@@ -90,12 +91,21 @@ pub(super) struct App {
     responses: responses::ResponseStore,
     /// The names of the loaded LoRA adapters.
     adapters: Mutex<Vec<String>>,
+    pub(super) weights: weights::Weights,
+    /// Ends the server, as a crash does.
+    killed: CancellationToken,
 }
 
 type AppState = axum::extract::State<Arc<App>>;
 
 impl App {
-    pub(super) fn new(config: Config, handle: EngineHandle, port: u16, tasks: TaskTracker) -> App {
+    pub(super) fn new(
+        config: Config,
+        handle: EngineHandle,
+        port: u16,
+        tasks: TaskTracker,
+        killed: CancellationToken,
+    ) -> App {
         // The port is part of the seed: engines with one seed on different ports make different
         // ids.
         let rng = Mutex::new(fastrand::Rng::with_seed(config.core.seed ^ (u64::from(port) << 32)));
@@ -109,6 +119,9 @@ impl App {
 
     pub(super) fn set_adapters(&self, names: Vec<String>) {
         *self.adapters.lock() = names;
+        let weights = weights::Weights::new(&config.model_path);
+        let tickets = AtomicU64::new(1);
+        App { config, handle, tasks, rng, tickets, started_wall, weights, killed }
     }
 
     /// Returns 32 hex digits, like the `hex` of a Python uuid4.
@@ -117,11 +130,12 @@ impl App {
     }
 
     async fn submit(&self, rank: Option<usize>, stream: bool, submit: Submit) -> Live {
+        let running = self.weights.enter().await;
         let rid = submit.rid.clone();
         let ticket = self.tickets.fetch_add(1, Ordering::Relaxed);
         let (received, received_wall) = (Instant::now(), wall_seconds());
         let turn = self.handle.turn(ticket, rank, stream, submit).await;
-        Live { rid, turn, received, received_wall }
+        Live { rid, turn, received, received_wall, _running: running }
     }
 }
 
@@ -132,6 +146,8 @@ struct Live {
     turn: EngineTurn,
     received: Instant,
     received_wall: f64,
+    /// Keeps updates of the weights out while the request runs.
+    _running: tokio::sync::OwnedSemaphorePermit,
 }
 
 impl Live {
@@ -179,8 +195,24 @@ pub(super) fn router(app: Arc<App>) -> Router {
         .route("/health_generate", get(control::health))
         .route("/ready", get(control::ready))
         .route("/ping", get(control::ping))
-        .route("/pause_generation", post(control::pause_generation))
-        .route("/continue_generation", post(control::continue_generation))
+        .route("/pause_generation", post(weights::pause_generation))
+        .route("/continue_generation", post(weights::continue_generation))
+        .route("/begin_weight_update", post(weights::begin_weight_update))
+        .route("/end_weight_update", post(weights::end_weight_update))
+        .route("/init_weights_update_group", post(weights::update_group))
+        .route("/destroy_weights_update_group", post(weights::update_group))
+        .route("/update_weights_from_disk", post(weights::update_from_disk))
+        .route("/update_weights_from_distributed", post(weights::update_from_distributed))
+        .route("/update_weights_from_tensor", post(weights::update_from_tensor))
+        .route("/update_weights_from_ipc", post(weights::update_from_ipc))
+        .route("/update_weight_version", post(weights::update_version))
+        .route("/get_weights_by_name", any(weights::by_name))
+        .route("/release_memory_occupation", any(weights::release_memory))
+        .route("/resume_memory_occupation", any(weights::resume_memory))
+        .route("/start_profile", any(weights::start_profile))
+        .route("/stop_profile", any(weights::stop_profile))
+        .route("/load_lora_adapter", post(weights::adapter))
+        .route("/unload_lora_adapter", post(weights::adapter))
         .route("/hang", post(control::hang))
         .route("/v1/loads", get(info::loads))
         .route("/server_info", get(info::server_info))

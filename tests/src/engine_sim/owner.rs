@@ -61,7 +61,7 @@ pub(super) struct RankReport {
 pub(super) enum Standstill {
     /// They hang, and take no commands.
     Hung,
-    /// They are paused, as `/pause_generation` asks.
+    /// They are paused, as `/pause_generation` asks. They obey commands, and run nothing.
     Paused,
 }
 
@@ -215,6 +215,8 @@ pub(super) struct Owner {
     commands: mpsc::Receiver<Command>,
     gone: mpsc::Receiver<u64>,
     killed: CancellationToken,
+    /// Why the schedulers do nothing; `None` if they work.
+    standstill: Option<Standstill>,
     /// While the schedulers do nothing: their last reports.
     last_reports: Option<Vec<RankReport>>,
     start: Instant,
@@ -243,6 +245,7 @@ impl Owner {
             commands,
             gone,
             killed,
+            standstill: None,
             last_reports: None,
             start,
             next_rank: 0,
@@ -266,9 +269,12 @@ impl Owner {
             let now = Instant::now();
             self.notice_leaving(now);
             let mut wake = self.leaving.first_key_value().map(|((at, _), ())| *at);
-            let moving = self.last_reports.is_none();
-            for rank in self.ranks.iter_mut().filter(|_| moving) {
-                let next = rank.advance(self.start, now);
+            for rank in &mut self.ranks {
+                let next = match self.standstill {
+                    None => rank.advance(self.start, now),
+                    Some(Standstill::Paused) => rank.stand(self.start, now),
+                    Some(Standstill::Hung) => None,
+                };
                 wake = [wake, next].into_iter().flatten().min();
             }
             if let Some(reason) = self.ranks.iter().find_map(EngineRank::crashed) {
@@ -321,6 +327,7 @@ impl Owner {
             Command::Stand(standstill) => {
                 let reports = self.reports();
                 self.last_reports = standstill.map(|_| reports);
+                self.standstill = standstill;
             }
             Command::Facts(rank, reply) => {
                 let now = Instant::now();

@@ -16,7 +16,7 @@ use axum::{
     response::{IntoResponse, Response},
 };
 use serde_json::{Map, Value, json};
-use std::{collections::HashMap, sync::atomic::Ordering, time::Duration};
+use std::{collections::HashMap, time::Duration};
 
 /// The pause between two attempts of a flush that has a timeout.
 const FLUSH_RETRY: Duration = Duration::from_millis(50);
@@ -143,20 +143,8 @@ pub(super) async fn ping() -> Response {
 
 /// Answers whether the engine runs requests. It doesn't while it is paused.
 pub(super) async fn ready(State(app): AppState) -> Response {
-    let is_paused = app.paused.load(Ordering::Relaxed);
-    if is_paused { StatusCode::SERVICE_UNAVAILABLE } else { StatusCode::OK }.into_response()
-}
-
-pub(super) async fn pause_generation(State(app): AppState) -> Response {
-    app.paused.store(true, Ordering::Relaxed);
-    app.handle.stand(Some(Standstill::Paused)).await;
-    json_response(StatusCode::OK, &json!({"status": "ok"}))
-}
-
-pub(super) async fn continue_generation(State(app): AppState) -> Response {
-    app.paused.store(false, Ordering::Relaxed);
-    app.handle.stand(None).await;
-    json_response(StatusCode::OK, &json!({"status": "ok"}))
+    if app.weights.is_paused() { StatusCode::SERVICE_UNAVAILABLE } else { StatusCode::OK }
+        .into_response()
 }
 
 /// Lets the schedulers hang while the HTTP server answers, or go on. The engine has no such route.

@@ -220,12 +220,13 @@ fn kv_events(config: &KvEventsConfig, all: &Config) -> Option<Value> {
 }
 
 pub(super) async fn model_info(State(app): AppState) -> Response {
+    let (version, model_path) = app.weights.labels();
     let body = json!({
-        "model_path": app.config.model_path,
+        "model_path": model_path,
         "tokenizer_path": app.config.model_path,
         "is_generation": true,
         "preferred_sampling_params": null,
-        "weight_version": "default",
+        "weight_version": version,
         "has_image_understanding": false,
         "has_audio_understanding": false,
         "model_type": "llama",

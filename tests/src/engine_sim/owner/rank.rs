@@ -163,6 +163,21 @@ impl EngineRank {
         }
     }
 
+    /// Ends a running step and applies commands, but begins no step: the rank is paused. Returns
+    /// the time of the next work, if there is any.
+    pub(super) fn stand(&mut self, start: Instant, now: Instant) -> Option<Instant> {
+        if let Some((due, outputs)) = self.pending.take() {
+            if due > now {
+                self.pending = Some((due, outputs));
+                return Some(due);
+            }
+            self.deliver(outputs, now);
+        }
+        self.settle(rank_time(start, now), now);
+        self.publish();
+        None
+    }
+
     /// Applies the waiting commands, unless a step is running.
     pub(super) fn settle(&mut self, now: Duration, at: Instant) {
         if self.pending.is_some() || self.core.crashed().is_some() {
