@@ -49,7 +49,9 @@ async fn no_turn_continues_a_session_over_a_change_of_the_weights() {
     assert_eq!(updated.json()["success"], true, "the engine's own answer");
     let refused = delta(&cluster, "s", " two").await;
     assert_eq!(refusal(&refused), (409, "weights_changed".to_owned()));
-    cluster.open_pinned("s").await;
+    let pinned = json!({"session_id": "s", "retention": "pinned"});
+    let opened = cluster.post("/v1/sessions", &[], &pinned).await;
+    assert_eq!((opened.status.as_u16(), &opened.json()["turns"]), (200, &json!(0)));
     let again = delta(&cluster, "s", "one and two").await;
     assert_eq!(again.status, 200, "{}", again.text());
     assert_eq!(epoch(&again), epoch(&before) + 1, "counted once");

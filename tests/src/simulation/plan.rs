@@ -88,7 +88,7 @@ impl Faults {
             plan_lost: odds(rng, 500),
             strangers: rng.u32(..3) == 0,
             meddler: rng.u32(..4) == 0,
-            controls: rng.u32(..3) == 0,
+            controls: false,
         }
     }
 }

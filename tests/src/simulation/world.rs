@@ -142,7 +142,8 @@ pub(super) struct World {
 impl World {
     pub(super) fn new(seed: u64, guards: Guards, base: Instant, echo: Option<fn(&str)>) -> World {
         let mut rng = Rng::with_seed(seed);
-        let plan = Plan::new(&mut rng, guards);
+        let mut plan = Plan::new(&mut rng, guards);
+        plan.faults.controls = seed % 3 == 0;
         World {
             users: (0..plan.users).map(|number| User::new(number, &plan, &mut rng)).collect(),
             rng,
