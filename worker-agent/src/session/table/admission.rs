@@ -81,9 +81,9 @@ impl Table {
         true
     }
 
-    /// Decides on every waiting ticket, unless turns are held back. Principals take turns: the ticket
-    /// of the principal with the fewest turns inside the engine comes first. Of one principal, the
-    /// oldest ticket comes first.
+    /// Decides on every waiting ticket, unless turns are held back. Principals take turns: that
+    /// with the fewest turns inside the engine comes first. Of one principal, the oldest ticket
+    /// comes first.
     pub(super) fn process_queue(&mut self, now: Instant) {
         if self.hold_reason().is_some() {
             return;
