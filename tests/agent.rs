@@ -204,7 +204,7 @@ async fn tagged_turns_are_tagged_by_incarnation_and_pass_untouched() {
     let tag = seen["session_id"].as_str().unwrap();
     assert!(tag.starts_with("berth-w0-"), "{tag}");
     assert_eq!(seen["messages"], body["messages"]);
-    assert_eq!(seen["rid"].as_str().unwrap().len(), 32);
+    assert_eq!(seen["rid"].as_str().unwrap().len(), proto::turn_rid::TURN_RID_BYTES);
     assert_eq!(seen["routed_dp_rank"], 0);
     let again = post(&cluster, "/v1/chat/completions", Some(&claim("s")), &body).await;
     let usage = &again.json()["usage"];
@@ -249,7 +249,7 @@ async fn refusals_come_from_the_agent_and_never_reach_the_engine() {
     assert_eq!(whole.refusal(), (409, "whole_history".to_owned()));
     assert_eq!(cluster.engine().bodies_seen("/generate").len(), 1);
     let weights = post(&cluster, "/update_weights_from_disk", None, &json!({})).await;
-    assert_eq!(weights.refusal(), (404, "route_unknown".to_owned()));
+    assert_eq!(weights.refusal(), (403, "admin_only".to_owned()));
     let forged = generate(&cluster, Some(&json!({"id": "no principal"})), &turn("a", 1)).await;
     assert_eq!(forged.refusal(), (400, "claim".to_owned()));
     let packed = cluster.post("/generate", &[("content-encoding", "gzip")], &turn("a", 1)).await;

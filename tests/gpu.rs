@@ -509,7 +509,9 @@ async fn an_engine_on_two_gpus_is_known_by_its_processes_and_its_pool_by_both() 
     let count = |devices: &Value| devices.as_array().map(Vec::len);
     let both = |worker: &Value| {
         let described = count(&worker["rank"]["devices"]) == Some(2);
-        described && worker["load"]["devices"][1]["engine_bytes"].is_object()
+        // The shim's figures may come later than NVML's.
+        let has = |name: &str| worker["load"]["devices"][1][name].is_object();
+        described && has("engine_bytes") && has("kv_reclaimable_bytes")
     };
     let worker = cluster.wait_for_worker(0, "both GPUs", both).await;
     let devices = &worker["load"]["devices"];

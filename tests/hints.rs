@@ -1,7 +1,5 @@
 //! End-to-end tests of hints: sessions that clients name on their own, priorities, adapters.
 
-#![expect(clippy::unwrap_used, reason = "a test fails where it unwraps")]
-
 use http::StatusCode;
 use serde_json::{Value, json};
 use tests::cluster::{Cluster, eventually, text_turn};

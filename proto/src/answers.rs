@@ -42,6 +42,10 @@ pub fn has_single_answer(kind: Kind, object: &Object<'_>) -> bool {
                 && !is_more_than_one(object.get("best_of"))
         }
         Kind::Embeddings => !first_byte_inside_is("input", |byte| matches!(byte, b'[' | b'"')),
+        Kind::Encode => {
+            !first_byte_inside_is("input_ids", |byte| byte == b'[')
+                && object.get("text").is_none_or(|text| !text.get().starts_with('['))
+        }
         _ => !is_more_than_one(object.get("n")),
     }
 }

@@ -39,9 +39,8 @@ pub const REFUSAL: HeaderName = HeaderName::from_static("x-berth-refusal");
 pub const NOT_A_ROUTER: &str = "not_a_router";
 
 /// The headers that only a router may send to an agent.
-pub const TRUSTED: [HeaderName; 7] = [CLAIM, TURN, RANK, PRINCIPAL, RESIDENT, TOKEN, HINTS];
-pub const TRUSTED: [HeaderName; 7] =
-    [CLAIM, TURN, RANK, PRINCIPAL, RESIDENT, TOKEN, crate::control::ADMIN];
+pub const TRUSTED: [HeaderName; 8] =
+    [CLAIM, TURN, RANK, PRINCIPAL, RESIDENT, TOKEN, HINTS, crate::control::ADMIN];
 
 /// A turn's session, and what the client wants done with it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

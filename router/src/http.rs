@@ -5,7 +5,8 @@
 //! [`turn`]. The submodules serve the router's own routes:
 //!
 //! - `health`: whether the router can serve turns. `models`: the list of models.
-//! - `engine_info`: what the engines say of themselves. `placements`: why a turn went to its worker.
+//! - `engine_info`: what the engines say of themselves.
+//! - `placements`: why a turn went to its worker.
 //! - `sessions`: opens, closes and shows sessions. `workers`: the state of each worker.
 //! - `prepare`: CORS, a slash at the end of the path, compressed bodies.
 //! - `responses`: stored responses. `aborts`: aborts turns.
@@ -19,8 +20,8 @@
 //! Metrics, health and readiness are on the admin port, which `service::admin` serves.
 
 mod aborts;
-mod engine_info;
 mod control;
+mod engine_info;
 mod errors;
 mod health;
 mod models;

@@ -356,7 +356,6 @@ fn decide_stay<'a>(request: &PlacementRequest<'_>, view: &'a Snapshot, now: Inst
         WorkerState::Lost | WorkerState::Disaggregated => Stay::No,
         _ if fixed => Stay::Must(worker),
         _ if !candidates::serves_model(view.required_model(request.model), view, stats) => Stay::No,
-        WorkerState::Fresh | WorkerState::Stale => Stay::May(stats),
         // A session waits on an engine that its operator holds back.
         WorkerState::Fresh | WorkerState::Stale | WorkerState::Held => Stay::May(stats),
         WorkerState::Unhealthy | WorkerState::Draining => Stay::No,

@@ -17,6 +17,7 @@
 //! - `priority`: bounds the priority that the request asks for.
 //! - `usage`: counts tokens for keys with a limit of tokens per minute.
 //! - [`preamble`]: finds the volatile preamble in the request's body.
+//! - `prompt_length`: refuses prompts that fit into no context.
 //! - `cache_isolation`: keeps the KV of different principals apart in the engines' caches.
 //! - `placer`: chooses the worker, binds the session to it, and counts the turn's load there.
 //! - `decide`: the pure decisions about a session, for `placer` and `sessions`.
@@ -48,6 +49,7 @@ pub(crate) mod liveness;
 pub(crate) mod placer;
 pub mod preamble;
 mod priority;
+mod prompt_length;
 pub(crate) mod proxy;
 pub(crate) mod pulses;
 pub mod request;
@@ -59,13 +61,19 @@ mod staged_prefill;
 pub(crate) mod upstream;
 mod usage;
 
-use std::{sync::Arc, time::Instant};
+use std::sync::Arc;
 
 use axum::response::Response;
-use bytes::Bytes;
 use http::{Extensions, HeaderMap, Method, request::Parts};
 use hyper::body::Incoming;
-use proto::{abort::TurnNames, body::Object, id::SessionKey, route::Kind};
+use proto::{
+    abort::TurnNames,
+    answers::{has_single_answer, runs_in_background},
+    body::Object,
+    hints::TurnHints,
+    id::SessionKey,
+    route::Kind,
+};
 use service::{
     clock::now,
     headers::strip_request,
@@ -73,14 +81,6 @@ use service::{
     running_turns::RunningTurn,
     server::PeerAddress,
 };
-use proto::{
-    answers::{has_single_answer, runs_in_background},
-    body::Object,
-    hints::TurnHints,
-    id::SessionKey,
-    route::Kind,
-};
-use service::{clock::now, headers::strip_request, refusal, server::PeerAddress};
 use tracing::{debug, info, warn};
 
 use self::{
@@ -126,7 +126,8 @@ pub(crate) async fn run(
     {
         refuse_early(&shared, &key, hint.is_some()).await?;
     }
-    let context_tokens = || longest_context_tokens(&shared).filter(|_| kind.has_json_body());
+    let context_tokens =
+        || prompt_length::longest_context_tokens(&shared).filter(|_| kind.has_json_body());
     let reading = shared.bodies.read(body, &sharer, context_tokens);
     let mut held_body = match tokio::time::timeout_at(deadline.into(), reading).await {
         Ok(body) => body?,
@@ -134,15 +135,10 @@ pub(crate) async fn run(
     };
     shared.metrics.request_bytes.inc_by(held_body.bytes.len() as u64);
     let reading = read_any_turn(&shared, kind, &parts, &mut held_body, &mut sharer, principal);
-    let mut turn = reading.await?;
+    let (mut turn, unfit) = reading.await?;
     wants_stream.set(turn.wants_stream);
     responses::find_previous(&shared, &mut turn, principal).await?;
     let unsent = add_unsent(&shared, &turn, &parts.headers, principal);
-    if let Some(intent) = &turn.session {
-        check_key_sessions(&shared, caller, &intent.key).await?;
-    }
-    let (mut turn, unfit) =
-        read_turn(&shared, kind, &parts, &mut held_body, &mut sharer, principal)?;
     hinted::settle(&shared, caller, &mut turn, unfit).await?;
     let mut capacity = admit(&shared, &sharer, held_body.bytes.len())?;
     let body = shared.bodies.keep(held_body);
@@ -157,7 +153,7 @@ pub(crate) async fn run(
     let placed = {
         let bytes = body.bytes().expect("a body that isn't sent doesn't give way");
         let path = parts.uri.path();
-        check_prompt_length(&shared, &turn, path, &bytes, &sharer, deadline).await?;
+        prompt_length::check(&shared, &turn, path, &bytes, &sharer, deadline).await?;
         hinted::place(&shared, &mut turn, turn_id, path, &bytes, &sharer).await?
     };
     if let (Some(tokens), Some(blocks)) = (&mut capacity.tokens, &placed.blocks) {
@@ -184,36 +180,6 @@ pub(crate) async fn run(
 /// Returns the client that the limits of a request count against.
 pub(crate) fn sharer(caller: &Caller, extensions: &Extensions) -> Sharer {
     Sharer::new(caller, extensions.get::<PeerAddress>().map(|peer| peer.0))
-}
-
-/// Refuses a prompt that fits into no worker's context. An engine would refuse it too, but only
-/// after tokenizing all of it, while its other clients wait.
-async fn check_prompt_length(
-    shared: &Shared,
-    turn: &Turn,
-    path: &str,
-    body: &Bytes,
-    sharer: &Sharer,
-    deadline: Instant,
-) -> Result<(), Error> {
-    let (model, view) = (turn.model.as_deref(), shared.directory.view());
-    let locator = &shared.block_locator;
-    let checking = locator.context_if_over(&turn.prompt, model, path, body, &view, sharer);
-    match tokio::time::timeout_at(deadline.into(), checking).await {
-        Ok(None) => Ok(()),
-        Ok(Some(context_tokens)) => Err(Error::PromptOverContext { context_tokens }),
-        Err(_) => Err(NoAnswer::TimedOut.into()),
-    }
-}
-
-/// Returns the longest context of any worker, in tokens. `None` if no worker is known, or if one
-/// cuts longer prompts.
-fn longest_context_tokens(shared: &Shared) -> Option<u64> {
-    let view = shared.directory.view();
-    if view.workers().any(|(.., facts)| facts.description.engine.shortens_prompts) {
-        return None;
-    }
-    view.workers().map(|(.., facts)| facts.description.engine.context_tokens.into()).max()
 }
 
 /// Refuses to begin a session if the caller's key has a limit of open sessions, and the agents
@@ -270,12 +236,12 @@ async fn read_any_turn(
     held_body: &mut HeldBody,
     sharer: &mut Sharer,
     principal: &str,
-) -> Result<Turn, Error> {
+) -> Result<(Turn, Unfit), Error> {
     if kind != Kind::Transcription {
         return read_turn(shared, kind, parts, held_body, sharer, principal);
     }
     let model = form::read_model(&parts.headers, &held_body.bytes).await;
-    Ok(Turn { model, ..Turn::default() })
+    Ok((Turn { model, ..Turn::default() }, Unfit::default()))
 }
 
 /// Reads a turn from its request, after changing the body: removes a volatile preamble, bounds the
@@ -297,7 +263,6 @@ fn read_turn(
     let headers = &parts.headers;
     let names = TurnNames::in_body(kind, &object);
     let previous_response = responses::previous_response(kind, &object);
-    let priority = TurnPriority::read(&object, sharer.limits.priority);
     let priority_hint = hints::priority(&object).filter(|_| kind.is_generation());
     let priority = TurnPriority::read(&object, priority_hint, sharer.limits.priority);
     sharer.class = priority.class;
@@ -323,9 +288,6 @@ fn read_turn(
         }
         request::read(headers, &held_body.bytes, principal)
     };
-    let turn = turn?;
-    if kind.is_generation() {
-        return Ok(Turn { names, previous_response, ..turn });
     let mut turn = turn?;
     if !kind.is_generation() {
         // Any worker can answer this request, and it leaves no KV behind.
@@ -333,7 +295,7 @@ fn read_turn(
     }
     let is_hint = turn.session.as_ref().is_some_and(|intent| intent.hint.is_some());
     turn.hints = TurnHints { session: is_hint, priority: priority.hint, answer_tokens };
-    Ok((turn, unfit))
+    Ok((Turn { names, previous_response, ..turn }, unfit))
 }
 
 /// Returns the range of the preamble to cut out of a turn's body, and counts the preamble.

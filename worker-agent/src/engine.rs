@@ -1,21 +1,15 @@
 //! Gives the agent access to its engine, the SGLang server on the same host.
 //!
 //! Parts: [`EngineClient`] (in `client`) calls the engine's HTTP API, `info` reads its
-//! description, [`stall_detector`] finds out when the engine makes no progress, [`silence`] when it
-//! says nothing, [`model_files`] finds the tokenizer files of the engine's model, and [`missing`]
-//! the flags that the engine lacks. The parts only read, send and report. [`crate::owner`] decides
-//! what to do, and `data_port` sends turns through the client.
-
-mod client;
-mod info;
-//! Parts: [`EngineClient`] (in `client`) calls the engine's HTTP API, [`control`] reads what a
-//! control call did, [`stall_detector`] finds out when the engine makes no progress, [`silence`]
-//! when it says nothing, and [`model_files`] finds the tokenizer files of the engine's model. The
-//! parts only read, send and report. [`crate::owner`] decides what to do, and `data_port` sends
-//! turns through the client.
+//! description, [`control`] reads what a control call did, [`stall_detector`] finds out when the
+//! engine makes no progress, [`silence`] when it says nothing, [`model_files`] finds the tokenizer
+//! files of the engine's model, and [`missing`] the flags that the engine lacks. The parts only
+//! read, send and report. [`crate::owner`] decides what to do, and `data_port` sends turns through
+//! the client.
 
 mod client;
 pub mod control;
+mod info;
 mod load;
 pub mod missing;
 pub mod model_files;
@@ -23,8 +17,7 @@ pub mod silence;
 pub mod stall_detector;
 
 pub use self::{
-    client::{EngineClient, Error, is_connection_refused},
+    client::{ControlCall, EngineClient, Error, is_connection_refused},
     info::{EngineInfo, PriorityOrder},
-    client::{ControlCall, EngineClient, EngineInfo, Error, is_connection_refused},
     load::{LoadSample, RankSample},
 };

@@ -11,16 +11,11 @@
 //! waits for the engine: each engine call runs in a separate task, whose result is a message too.
 //!
 //! This file passes each message to the parts that it concerns. Each part owns its own state:
-//! `engine_state` and `engine_calls` the engine, `shims` and `trim` Berth's parts in it, `waiters`
-//! the callers that wait, `reporter` what is published, `audit_desk` the page audits, `drain` the
-//! shutdown, and `volatile_prefix` the warnings of costly prompts. `handle` has the messages,
-//! [`engine_monitor`] polls the engine, [`adapters`] follows its adapters, and `engine_news`
-//! handles what they find.
 //! `engine_state` and `engine_calls` the engine, `engine_control` what operators do to it, `shims`
 //! and `trim` Berth's parts in it, `waiters` the callers that wait, `reporter` what is published,
 //! `audit_desk` the page audits, `drain` the shutdown, and `volatile_prefix` the warnings of costly
-//! prompts. `handle` has the messages,
-//! [`engine_monitor`] polls the engine, and `engine_news` handles what it finds.
+//! prompts. `handle` has the messages, [`engine_monitor`] polls the engine, [`adapters`] follows
+//! its adapters, and `engine_news` handles what they find.
 
 pub mod adapters;
 mod audit_desk;
@@ -308,13 +303,7 @@ impl Owner {
                 self.audit_desk.handle_remote_answer(&mut self.table, dp_rank, answer);
             }
             OwnerMessage::Drain { grace_period, ending, reply } => {
-                info!(turns = self.table.rids_inside().count(), ?ending, "draining");
-                self.drain = Drain::begin(now(), grace_period, ending, reply);
-                match ending {
-                    Ending::Close => self.table.drain(now()),
-                    Ending::HandOver => self.table.begin_handover(now()),
-                }
-                self.publish_report(now());
+                self.begin_drain(grace_period, ending, reply);
             }
         }
     }
@@ -342,9 +331,7 @@ impl Owner {
             let error = session::Error::OutOfRoom { resource: Code::Turns, detail, wait: None };
             return Err(error.into());
         };
-        let rid = new_turn_rid(self.reporter.agent_id(), principal);
-        self.table.claim(now(), &rid, principal, claim, requested_dp_rank, route_turns)?;
-        let (rid, now) = (new_rid(), now());
+        let (rid, now) = (new_turn_rid(self.reporter.agent_id(), principal), now());
         let table = &mut self.table;
         let mut claim_as =
             |claim| table.claim(now, &rid, principal, claim, requested_dp_rank, route_turns);

@@ -69,7 +69,6 @@ pub use self::{
     metrics::Metrics,
     port_limits::{HEALTH_PATHS, PortLimits},
     read_ahead::AnswerBuffers,
-    request_id::REQUEST_ID,
     settings::ConnectionSettings,
 };
 use crate::{

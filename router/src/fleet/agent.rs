@@ -12,6 +12,10 @@ use std::{
     time::{Duration, Instant},
 };
 
+use http::{
+    Uri,
+    uri::{PathAndQuery, Scheme},
+};
 use proto::load::{Description, LoadReport, RankLoad};
 
 use super::{
@@ -57,6 +61,19 @@ pub struct Facts {
     pub data_authority: Arc<str>,
     /// Whether the data port speaks TLS. If the control port does, the data port must.
     pub data_tls: bool,
+}
+
+impl Facts {
+    /// Returns the URI of a path on the data port.
+    ///
+    /// # Panics
+    /// Never: the authority was parsed when the description arrived.
+    #[must_use]
+    pub fn data_uri(&self, path: PathAndQuery) -> Uri {
+        let scheme = if self.data_tls { Scheme::HTTPS } else { Scheme::HTTP };
+        let uri = Uri::builder().scheme(scheme).authority(&*self.data_authority);
+        uri.path_and_query(path).build().expect("the authority was parsed before")
+    }
 }
 
 /// The failure of a turn to connect to an agent's data port.

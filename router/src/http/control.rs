@@ -54,11 +54,11 @@ async fn run(shared: &Shared, caller: &Caller, request: Request) -> Result<Respo
         headers: parts.headers,
         body: held_body.bytes.clone(),
     };
-    let answers = turn::control::run(shared, control).await.map_err(refusal)?;
+    let answers = turn::control::run(shared, control).await.map_err(|error| refusal(&error))?;
     Ok(merge::merge(answers).map(Body::from))
 }
 
-fn refusal(error: turn::control::Error) -> Refusal {
+fn refusal(error: &turn::control::Error) -> Refusal {
     use turn::control::Error;
     let code = match error {
         Error::NoAgent => Code::NoWorker,

@@ -17,7 +17,7 @@ use super::{SharedState, respond};
 use crate::{
     auth::Caller,
     placement::NoWorker,
-    turn::engine_info::{AgentAnswer, ask_all, ask_one},
+    turn::engine_info::{EngineInfoAnswer, ask_all, ask_one},
 };
 
 /// The fields of `/model_info` that any client gets.
@@ -112,10 +112,10 @@ async fn show(
     }
     match ask_one(shared, path).await {
         None => respond(shared, Err(NoWorker::Unusable.into())),
-        Some(AgentAnswer { answer: Ok(answer), .. }) => {
+        Some(EngineInfoAnswer { answer: Ok(answer), .. }) => {
             Json(keep_fields(&answer, fields)).into_response()
         }
-        Some(AgentAnswer { answer: Err(why), .. }) => {
+        Some(EngineInfoAnswer { answer: Err(why), .. }) => {
             tracing::debug!(why, "an engine doesn't describe itself");
             let message = "the worker that was asked gave no answer; try again";
             respond(shared, Err(Refusal::new(Code::WorkerUnreachable, message)))
@@ -153,10 +153,10 @@ fn hide_paths(object: &mut Map<String, Value>) {
 
 /// Returns the answers of all engines: the first one's fields, as clients of one engine expect
 /// them, and all answers under the names of their agents.
-fn merge(answers: Vec<AgentAnswer>) -> Value {
+fn merge(answers: Vec<EngineInfoAnswer>) -> Value {
     let mut agents = Map::new();
     let mut merged = None;
-    for AgentAnswer { agent, answer } in answers {
+    for EngineInfoAnswer { agent, answer } in answers {
         let shown = match answer {
             Ok(mut answer) => {
                 remove_credentials(&mut answer);
@@ -173,9 +173,9 @@ fn merge(answers: Vec<AgentAnswer>) -> Value {
 }
 
 /// Returns the loads of all engines' ranks in one list, each with its agent.
-fn merge_loads(answers: Vec<AgentAnswer>) -> Value {
+fn merge_loads(answers: Vec<EngineInfoAnswer>) -> Value {
     let (mut loads, mut errors) = (vec![], Map::new());
-    for AgentAnswer { agent, answer } in answers {
+    for EngineInfoAnswer { agent, answer } in answers {
         match answer {
             Ok(mut answer) => {
                 let Some(Value::Array(ranks)) = answer.get_mut("loads").map(Value::take) else {
@@ -210,7 +210,7 @@ fn remove_credentials(value: &mut Value) {
 mod tests {
     use super::*;
 
-    fn answers() -> Vec<AgentAnswer> {
+    fn answers() -> Vec<EngineInfoAnswer> {
         let engine = |port: u16| {
             json!({
                 "port": port, "api_key": "k", "ssl_keyfile_password": "p", "version": "0.5.23",
@@ -218,9 +218,9 @@ mod tests {
                 "internal_states": [{ "admin_api_key": "a", "last_gen_throughput": 7.5 }],
             })
         };
-        let silent = AgentAnswer { agent: "b".into(), answer: Err("no answer".into()) };
+        let silent = EngineInfoAnswer { agent: "b".into(), answer: Err("no answer".into()) };
         let answer =
-            |agent: &str, port| AgentAnswer { agent: agent.into(), answer: Ok(engine(port)) };
+            |agent: &str, port| EngineInfoAnswer { agent: agent.into(), answer: Ok(engine(port)) };
         vec![answer("a", 1), silent, answer("c", 2)]
     }
 
@@ -251,11 +251,11 @@ mod tests {
 
     #[test]
     fn the_loads_of_all_engines_are_one_list() {
-        let answer = |agent: &str| AgentAnswer {
+        let answer = |agent: &str| EngineInfoAnswer {
             agent: agent.into(),
             answer: Ok(json!({ "loads": [{ "dp_rank": 0, "num_running_reqs": 3 }] })),
         };
-        let silent = AgentAnswer { agent: "b".into(), answer: Err("no answer".into()) };
+        let silent = EngineInfoAnswer { agent: "b".into(), answer: Err("no answer".into()) };
         let merged = merge_loads(vec![answer("a"), silent, answer("c")]);
         let agents: Vec<&str> = merged["loads"]
             .as_array()

@@ -303,10 +303,16 @@ mod tests {
         found
     }
 
+    /// The beginnings of the engine's paths that the router answers itself. The engine's own
+    /// document describes them.
+    const ENGINE_PATHS: [&str; 6] =
+        ["/abort_request", "/get_", "/model_info", "/server_info", "/v1/loads", "/v1/models"];
+
     #[test]
     fn every_own_route_is_in_the_document_with_its_methods() {
         let documented = documented();
-        let own = routed(include_str!("../http.rs"));
+        let mut own = routed(include_str!("../http.rs"));
+        own.retain(|(path, _)| !ENGINE_PATHS.iter().any(|beginning| path.starts_with(beginning)));
         assert!(own.len() >= 6, "{own:?}");
         for (path, methods) in own {
             assert_eq!(documented.get(&path), Some(&methods), "{path}: add it to ROUTES");

@@ -7,7 +7,7 @@
 use std::{future::poll_fn, sync::Arc, task::Poll, time::Duration};
 
 use bytes::Bytes;
-use http::{HeaderValue, Method, Request, Uri, header, uri::Scheme};
+use http::{HeaderValue, Method, Request, header, uri::PathAndQuery};
 use http_body_util::Full;
 use proto::abort::{AbortRequest, PATH};
 use service::clock::now;
@@ -66,11 +66,9 @@ async fn ask_agent(
     facts: &Facts,
     body: Bytes,
 ) -> Result<(), NoAnswer> {
-    let scheme = if facts.data_tls { Scheme::HTTPS } else { Scheme::HTTP };
-    let uri = Uri::builder().scheme(scheme).authority(&*facts.data_authority).path_and_query(PATH);
     let mut request = Request::new(Full::new(body));
     *request.method_mut() = Method::POST;
-    *request.uri_mut() = uri.build().expect("the authority was parsed before");
+    *request.uri_mut() = facts.data_uri(PathAndQuery::from_static(PATH));
     let json = HeaderValue::from_static("application/json");
     request.headers_mut().insert(header::CONTENT_TYPE, json);
     let answer = upstream.send(index, request, now() + ANSWER_TIME_MAX).await;

@@ -12,7 +12,7 @@
 use std::{collections::BTreeMap, sync::Arc, time::Instant};
 
 use bytes::Bytes;
-use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Uri, header, uri::Scheme};
+use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Uri, header};
 use http_body_util::{BodyExt as _, Full, Limited};
 use proto::control::ADMIN;
 use serde_json::value::RawValue;
@@ -197,15 +197,10 @@ fn agent_request(
     target: &str,
     body: Bytes,
 ) -> Request<Full<Bytes>> {
-    let uri = Uri::builder()
-        .scheme(if facts.data_tls { Scheme::HTTPS } else { Scheme::HTTP })
-        .authority(&*facts.data_authority)
-        .path_and_query(target)
-        .build()
-        .expect("authority and path were parsed before");
+    let target = target.parse().expect("path and query were parsed before");
     let mut message = Request::new(Full::new(body));
     *message.method_mut() = request.method.clone();
-    *message.uri_mut() = uri;
+    *message.uri_mut() = facts.data_uri(target);
     let headers = message.headers_mut();
     if let Some(content_type) = request.headers.get(header::CONTENT_TYPE) {
         headers.insert(header::CONTENT_TYPE, content_type.clone());

@@ -6,10 +6,7 @@
 use std::{sync::Arc, time::Duration};
 
 use bytes::Bytes;
-use http::{
-    Request, StatusCode, Uri,
-    uri::{PathAndQuery, Scheme},
-};
+use http::{Request, StatusCode, uri::PathAndQuery};
 use http_body_util::{BodyExt as _, Full, Limited};
 use serde_json::Value;
 use service::clock::now;
@@ -25,24 +22,24 @@ const ANSWER_TIME_MAX: Duration = Duration::from_secs(10);
 const ANSWER_BYTES_MAX: usize = 16 << 20;
 
 /// What one agent's engine says, under the agent's name, or why it says nothing.
-pub(crate) struct AgentAnswer {
+pub(crate) struct EngineInfoAnswer {
     pub(crate) agent: String,
     pub(crate) answer: Result<Value, String>,
 }
 
 /// Asks the engine of one usable agent. Returns `None` if no agent is usable, and else its answer.
-pub(crate) async fn ask_one(shared: &Shared, path: PathAndQuery) -> Option<AgentAnswer> {
+pub(crate) async fn ask_one(shared: &Shared, path: PathAndQuery) -> Option<EngineInfoAnswer> {
     let view = shared.directory.settled_view().await;
     let at = now();
     let (worker, agent, facts) =
         view.workers().find(|(worker, ..)| view.state(*worker, at).is_usable())?;
     let answer = ask(&shared.upstream, worker.agent, facts, path).await;
-    Some(AgentAnswer { agent: agent.name().to_owned(), answer })
+    Some(EngineInfoAnswer { agent: agent.name().to_owned(), answer })
 }
 
 /// Asks the engines of all agents that have described themselves, at the same time. The answers are
 /// in the order of the agents.
-pub(crate) async fn ask_all(shared: &Shared, path: PathAndQuery) -> Vec<AgentAnswer> {
+pub(crate) async fn ask_all(shared: &Shared, path: PathAndQuery) -> Vec<EngineInfoAnswer> {
     let view = shared.directory.settled_view().await;
     let mut asked = JoinSet::new();
     for (number, agent) in view.agents.iter().enumerate() {
@@ -51,7 +48,7 @@ pub(crate) async fn ask_all(shared: &Shared, path: PathAndQuery) -> Vec<AgentAns
         let upstream = Arc::clone(&shared.upstream);
         asked.spawn(async move {
             let answer = ask(&upstream, number, &facts, path).await;
-            (number, AgentAnswer { agent: name, answer })
+            (number, EngineInfoAnswer { agent: name, answer })
         });
     }
     let mut answers = asked.join_all().await;
@@ -66,11 +63,8 @@ async fn ask(
     facts: &Facts,
     path: PathAndQuery,
 ) -> Result<Value, String> {
-    let scheme = if facts.data_tls { Scheme::HTTPS } else { Scheme::HTTP };
-    let uri = Uri::builder().scheme(scheme).authority(&*facts.data_authority);
-    let uri = uri.path_and_query(path).build().expect("the authority was parsed before");
     let mut request = Request::new(Full::<Bytes>::default());
-    *request.uri_mut() = uri;
+    *request.uri_mut() = facts.data_uri(path);
     let deadline = now() + ANSWER_TIME_MAX;
     let response = upstream.send(agent, request, deadline).await;
     let response = response.map_err(|error| format!("no answer: {error:?}"))?;

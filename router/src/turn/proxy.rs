@@ -29,8 +29,8 @@ use http_body_util::Full;
 use hyper::body::Incoming;
 use proto::{
     claim::{self, Claim},
-    route::Kind,
     hints::{HINTS, TurnHints},
+    route::Kind,
 };
 use service::{clock::now, headers::remove_hop_by_hop, tls::client::is_certificate_refused};
 use tokio::time::Sleep;

@@ -114,7 +114,8 @@ pub struct SessionIntent {
     pub idle_ms_max: Option<u64>,
 }
 
-/// The parts of a turn that routing needs.
+/// The parts of a turn that routing needs. Its many fields: each is read from another place of the
+/// request, and used by another step.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Turn {
     /// The turn's session. `None` for a turn without a session.
@@ -244,9 +245,6 @@ pub fn read_object(
         hints: TurnHints::default(),
         cache_key: cache_key(object, principal),
         model: model_name(object),
-        parent: header_parent(headers, principal),
-        cache_key,
-        model: string_member_or_none(object, "model"),
         weights: header_weights(headers)?,
         prompt: Prompt::find(object),
         body_bytes: object.bytes().len() as u64,
@@ -294,6 +292,8 @@ fn cache_key(object: &Object<'_>, principal: &str) -> Option<SessionKey> {
     let key = string_member_or_none(object, "prompt_cache_key")?;
     // The client's key can have any length, and a session key can't, so it is hashed.
     SessionKey::new(principal, format!("{:032x}", xxh3_128(key.as_bytes()))).ok()
+}
+
 /// Returns the weights that the headers ask for.
 fn header_weights(headers: &HeaderMap) -> Result<Option<WantedWeights>, Error> {
     let field = "the header x-berth-weights";

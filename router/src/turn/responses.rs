@@ -83,11 +83,9 @@ pub(crate) async fn ask_engine(
     let facts = view.agents[agent].facts.as_ref().filter(|_| view.agents[agent].is_up());
     let facts = facts.ok_or(decide::Error::NoWorker(NoWorker::Unusable))?;
     strip_request(&mut headers);
-    let scheme = if facts.data_tls { http::uri::Scheme::HTTPS } else { http::uri::Scheme::HTTP };
-    let uri = http::Uri::builder().scheme(scheme).authority(&*facts.data_authority);
     let mut request = Request::new(Full::default());
     *request.method_mut() = method;
-    *request.uri_mut() = uri.path_and_query(path).build().expect("its parts were parsed before");
+    *request.uri_mut() = facts.data_uri(path);
     *request.headers_mut() = headers;
     let worker = view.agents[agent].name().to_owned();
     let answer = shared.upstream.send(agent, request, now() + shared.turn_max).await;

@@ -10,7 +10,7 @@ use std::{
 };
 
 use bytes::Bytes;
-use http::{Request, Response, Uri, uri::Scheme};
+use http::{Request, Response, uri::PathAndQuery};
 use http_body_util::Full;
 use hyper::body::Incoming;
 use hyper_util::{
@@ -141,11 +141,8 @@ impl UpstreamClient {
     /// nothing waits for them. If this router can't connect for a reason of its own, the agent is
     /// given the benefit of the doubt.
     pub(super) async fn probe(&self, facts: &Facts, deadline: Instant) -> bool {
-        let scheme = if facts.data_tls { Scheme::HTTPS } else { Scheme::HTTP };
-        let uri = Uri::builder().scheme(scheme).authority(&*facts.data_authority);
-        let uri = uri.path_and_query("/health").build().expect("the authority was parsed before");
         let mut request = Request::new(Full::default());
-        *request.uri_mut() = uri;
+        *request.uri_mut() = facts.data_uri(PathAndQuery::from_static("/health"));
         match tokio::time::timeout_at(deadline.into(), self.request(request)).await {
             Ok(Ok(_)) => true,
             // The time limit of connecting is shorter than the deadline.

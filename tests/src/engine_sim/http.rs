@@ -86,14 +86,12 @@ pub(super) struct App {
     rng: Mutex<fastrand::Rng>,
     tickets: AtomicU64,
     started_wall: f64,
-    /// Whether `/pause_generation` was called, and `/continue_generation` not since.
-    paused: AtomicBool,
-    responses: responses::ResponseStore,
-    /// The names of the loaded LoRA adapters.
-    adapters: Mutex<Vec<String>>,
     pub(super) weights: weights::Weights,
     /// Ends the server, as a crash does.
     killed: CancellationToken,
+    responses: responses::ResponseStore,
+    /// The names of the loaded LoRA adapters.
+    adapters: Mutex<Vec<String>>,
 }
 
 type AppState = axum::extract::State<Arc<App>>;
@@ -110,18 +108,26 @@ impl App {
         // ids.
         let rng = Mutex::new(fastrand::Rng::with_seed(config.core.seed ^ (u64::from(port) << 32)));
         let started_wall = wall_seconds();
-        let (tickets, paused) = (AtomicU64::new(1), AtomicBool::new(false));
+        let weights = weights::Weights::new(&config.model_path);
+        let tickets = AtomicU64::new(1);
         let responses = responses::ResponseStore::default();
-        App { config, handle, tasks, rng, tickets, started_wall, paused, responses }
         let adapters = Mutex::default();
-        App { config, handle, tasks, rng, tickets, started_wall, paused, adapters }
+        App {
+            config,
+            handle,
+            tasks,
+            rng,
+            tickets,
+            started_wall,
+            weights,
+            killed,
+            responses,
+            adapters,
+        }
     }
 
     pub(super) fn set_adapters(&self, names: Vec<String>) {
         *self.adapters.lock() = names;
-        let weights = weights::Weights::new(&config.model_path);
-        let tickets = AtomicU64::new(1);
-        App { config, handle, tasks, rng, tickets, started_wall, weights, killed }
     }
 
     /// Returns 32 hex digits, like the `hex` of a Python uuid4.

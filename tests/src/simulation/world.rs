@@ -143,7 +143,7 @@ impl World {
     pub(super) fn new(seed: u64, guards: Guards, base: Instant, echo: Option<fn(&str)>) -> World {
         let mut rng = Rng::with_seed(seed);
         let mut plan = Plan::new(&mut rng, guards);
-        plan.faults.controls = seed % 3 == 0;
+        plan.faults.controls = seed.is_multiple_of(3);
         World {
             users: (0..plan.users).map(|number| User::new(number, &plan, &mut rng)).collect(),
             rng,

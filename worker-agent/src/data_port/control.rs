@@ -15,9 +15,12 @@ use service::{
 use tokio::sync::oneshot;
 
 use super::{TurnContext, refusals::refusal, router_auth::Caller};
-use crate::engine::{
-    self, ControlCall,
-    control::{ControlAnswer, ControlOutcome, ControlRequest},
+use crate::{
+    engine::{
+        self, ControlCall,
+        control::{ControlAnswer, ControlOutcome, ControlRequest},
+    },
+    owner::adapters,
 };
 
 /// Serves one control call.
@@ -63,8 +66,9 @@ async fn run(
     let label = if may_change_label { context.engine.read_weights().await.ok() } else { None };
     context.agent.end_control(effect, request, outcome, label).await;
     if effect == Effect::Adapters {
-        // The engine's description is read again, and with it the names of its models.
-        context.wake_monitor.notify_one();
+        // When the caller has its answer, turns find the adapter. If the engine doesn't tell, the
+        // monitor asks again soon.
+        let _ = adapters::refresh(&context.engine, &context.agent).await;
     }
     result
 }

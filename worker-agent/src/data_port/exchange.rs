@@ -67,8 +67,6 @@ const EARLY_FRAMES_MAX: usize = 16;
 /// If an exchange is dropped before the turn's end (the client disconnected or the time limit
 /// passed), a task takes over and waits for the turn's end. Its many fields: they are one turn's
 /// state, and all move to that task.
-/// passed), a task takes over and waits for the turn's end. Its many fields: each says one thing of
-/// the answer, and changes by itself.
 pub(super) struct Exchange {
     /// The turn's id inside the engine.
     rid: String,

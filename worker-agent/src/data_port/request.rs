@@ -114,8 +114,7 @@ pub fn parse(context: BodyContext, bytes: &Bytes) -> Result<ParsedRequest, Refus
         ));
     }
     let is_true = |key| object.get(key).is_some_and(|value| value.get() == "true");
-    if kind == Kind::Responses && is_true("background") {
-    if in_session && runs_in_background(kind, &object) {
+    if runs_in_background(kind, &object) {
         return Err(Refusal::new(
             Code::BackgroundUnsupported,
             "a turn in the background would run on after its answer, and its result be lost with \
@@ -145,6 +144,8 @@ pub fn parse(context: BodyContext, bytes: &Bytes) -> Result<ParsedRequest, Refus
         reach: abort_reach(kind, &object, has_single_answer),
         wants_stream: is_true("stream"),
         has_single_answer,
+        lacks_priority: takes_priority && !has_priority,
+        added_priority: None,
     })
 }
 
@@ -159,6 +160,7 @@ fn unread(kind: Kind, body_bytes: usize) -> ParsedRequest {
             answer_tokens: None,
             is_exact: false,
             ignores_eos: false,
+            likely_answer_tokens: None,
             resident_tokens: 0,
         },
         prompt_start: PromptStart::default(),
@@ -167,11 +169,9 @@ fn unread(kind: Kind, body_bytes: usize) -> ParsedRequest {
         reach: AbortReach::Connection,
         wants_stream: false,
         has_single_answer: true,
-    }
-        has_single_answer,
-        lacks_priority: takes_priority && !has_priority,
+        lacks_priority: false,
         added_priority: None,
-    })
+    }
 }
 
 impl ParsedRequest {
@@ -190,8 +190,7 @@ impl ParsedRequest {
     /// keys that Berth decides are replaced.
     #[must_use]
     pub fn engine_body(&self, bytes: &Bytes, turn: &Turn, rid: &str) -> Vec<Bytes> {
-        let members = added_members(self.kind, turn, rid, self.has_single_answer);
-        let mut members = added_members(self.kind, turn, rid);
+        let mut members = added_members(self.kind, turn, rid, self.has_single_answer);
         if let Some(priority) = self.added_priority {
             // Of duplicate keys the last one counts, so this replaces a `null` of the client's.
             members.push_str(&format!(r#","priority":{priority}"#));
@@ -430,52 +429,6 @@ impl<'de> DeserializeSeed<'de> for TokenIdsVisitor {
 
     fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<PromptElement, D::Error> {
         deserializer.deserialize_any(self)
-    }
-}
-
-/// Returns the first byte inside an array that isn't white space, which is `]` in an empty array.
-fn first_byte_inside(value: &RawValue) -> Option<u8> {
-    let array_text = value.get().strip_prefix('[')?;
-    array_text.bytes().find(|byte| !byte.is_ascii_whitespace())
-}
-
-/// Whether the body asks for one answer to one prompt.
-fn has_single_answer(kind: Kind, object: &Object<'_>) -> bool {
-    let is_more_than_one =
-        |value: Option<&RawValue>| value.is_some_and(|n| !matches!(n.get(), "1" | "null"));
-    let first_byte_inside_is = |key, is_match: fn(u8) -> bool| {
-        object.get(key).and_then(first_byte_inside).is_some_and(is_match)
-    };
-    match kind {
-        Kind::Generate => {
-            let sampling = object.get("sampling_params");
-            let has_sampling_list = sampling.is_some_and(|params| params.get().starts_with('['));
-            let has_several_answers = sampling
-                .and_then(|params| Object::parse(params.get().as_bytes()).ok())
-                .is_some_and(|params| is_more_than_one(params.get("n")));
-            let has_text_list = object.get("text").is_some_and(|text| text.get().starts_with('['));
-            // Embeddings replace the prompt's tokens, so a session has nothing to append.
-            let has_embeds =
-                object.get("input_embeds").is_some_and(|embeds| embeds.get() != "null");
-            let has_id_lists = first_byte_inside_is("input_ids", |byte| byte == b'[');
-            !(has_sampling_list
-                || has_several_answers
-                || has_text_list
-                || has_embeds
-                || has_id_lists)
-        }
-        Kind::Completions => {
-            let is_batch = first_byte_inside_is("prompt", |byte| matches!(byte, b'[' | b'"'));
-            !is_batch
-                && !is_more_than_one(object.get("n"))
-                && !is_more_than_one(object.get("best_of"))
-        }
-        Kind::Embeddings => !first_byte_inside_is("input", |byte| matches!(byte, b'[' | b'"')),
-        Kind::Encode => {
-            !first_byte_inside_is("input_ids", |byte| byte == b'[')
-                && object.get("text").is_none_or(|text| !text.get().starts_with('['))
-        }
-        _ => !is_more_than_one(object.get("n")),
     }
 }
 

@@ -18,13 +18,9 @@ use crate::session::RouteTurns;
 pub fn route_turns(kind: Kind) -> RouteTurns {
     match kind {
         Kind::Generate => RouteTurns::DeltasAndHistories,
-        Kind::Chat | Kind::Completions | Kind::Responses | Kind::Messages => {
-            RouteTurns::FullHistories
-        }
-        _ => RouteTurns::Nothing,
         Kind::Chat | Kind::Completions | Kind::Responses => RouteTurns::FullHistories,
         Kind::Messages => RouteTurns::UntaggedHistories,
-        Kind::Embeddings | Kind::Tokenizer | Kind::Models => RouteTurns::Nothing,
+        _ => RouteTurns::Nothing,
     }
 }
 

@@ -13,17 +13,15 @@ use axum::{
     routing::{MethodFilter, get, on, post},
 };
 use http::StatusCode;
-use proto::route::{Kind, ROUTES, Route};
 use proto::{
     control::CONTROL_ROUTES,
-    route::{ROUTES, Route},
+    route::{Kind, ROUTES, Route},
 };
 use service::refusal::{Code, Refusal};
 use tracing::debug;
 
 use super::{
-    aborts,
-    control,
+    aborts, control,
     router_auth::demand_router,
     turn::{self, TurnContext},
 };

@@ -22,6 +22,7 @@ use bytes::Bytes;
 use http::{HeaderMap, HeaderName, HeaderValue, header};
 use http_body::{Frame, SizeHint};
 use proto::{
+    abort::REQUEST_ID,
     claim::{self, Claim},
     hints::TurnHints,
     load::{WEIGHTS, Weights},
@@ -34,7 +35,6 @@ use service::{
     descriptors,
     headers::{remove_hop_by_hop, strip_request},
     refusal::{Code, Refusal},
-    server::REQUEST_ID,
     tasks::Tasks,
 };
 use tokio::sync::Notify;
@@ -52,8 +52,6 @@ use crate::{
     engine::{self, EngineClient},
     metrics::Metrics,
     owner::{AdmittedTurn, AgentHandle, EngineNews, Lease},
-    session::Turn,
-    owner::{AdmittedTurn, AgentHandle, EngineNews},
     session::{self, RunMode, Turn},
 };
 
@@ -159,22 +157,7 @@ pub(super) async fn serve_request(
         return pass_through(context, &request_head, body).await;
     }
     check_encoding(&request_head.headers)?;
-    let claim_refusal = |error: claim::Error| Refusal::new(Code::Claim, error.to_string());
-    let claim = Claim::from_headers(&request_head.headers).map_err(claim_refusal)?;
-    let principal = claim::principal(&request_head.headers).map_err(claim_refusal)?;
-    let requested_dp_rank = claim::rank(&request_head.headers).map_err(claim_refusal)?;
-    let resident_tokens = claim::resident_tokens(&request_head.headers).map_err(claim_refusal)?;
-    // The session is claimed before the body is read, so no other turn of the session can start
-    // during a slow upload. A turn that its session can't queue is refused at once.
-    let in_session = claim.is_some();
-    let route_turns = route_turns(route.kind);
-    let claim_result = {
-        let principal = principal.clone();
-        context.agent.claim(principal, claim, requested_dp_rank, route_turns).await
-    };
-    // The lease is the proof of the claim. Dropping it ends the turn and frees the session.
-    let lease = claim_result.map_err(|error| refusal(&error))?;
-    let ClaimedTurn { mut lease, in_session, resident_tokens, hints } =
+    let ClaimedTurn { lease, principal, in_session, resident_tokens, hints } =
         claim_turn(context, &request_head.headers, route.kind).await?;
     let held_body = context.body_budget.read(body).await?;
     // The body is checked before the turn waits for room or takes room from other sessions.
@@ -239,6 +222,9 @@ impl ReadTurn {
         let mut exchange =
             Exchange::new(context.clone(), rid, lease, answer, abort_confirms_end, running);
         let answer_head = exchange.wait_for_head().await?;
+        if let Some(refusal) = overtaken_refusal(context, &turn) {
+            return Err(refusal);
+        }
         let must_continue = requires_continuation(&turn);
         let run_mode = match exchange
             .wait_for_run_mode(run_mode_receiver, answer_head.status, must_continue)
@@ -251,83 +237,11 @@ impl ReadTurn {
             Some(Ok(run_mode)) => Some(run_mode),
             None => None,
         };
+        exchange.watch_weights(&turn);
         let mut response = client_response(answer_head, exchange);
-        if let Some(run_mode) = run_mode.map(|mode| actual_run_mode(route.kind, mode)) {
-            let run_mode = HeaderValue::from_static(run_mode.as_str());
-            response.headers_mut().insert(RUN_MODE_HEADER, run_mode);
-        }
-        if let Some(growth_tokens) = turn.growth_tokens_max {
-            response.headers_mut().insert(GROWTH_HEADER, growth_tokens.into());
-        }
+        add_turn_headers(response.headers_mut(), context, &turn, run_mode);
         Ok(response)
-    let mut response = client_response(answer_head, exchange);
-    if let Some(run_mode) = run_mode {
-        response.headers_mut().insert(RUN_MODE_HEADER, HeaderValue::from_static(run_mode.as_str()));
     }
-}
-
-/// Returns a header's value for the log.
-fn header_text<'a>(headers: &'a HeaderMap, name: &HeaderName) -> Option<&'a str> {
-    headers.get(name).and_then(|value| value.to_str().ok())
-}
-
-/// A turn that has claimed its place, and what its headers say.
-struct ClaimedTurn {
-    /// The proof of the claim. Dropping it ends the turn and frees the session.
-    lease: Lease,
-    in_session: bool,
-    resident_tokens: u64,
-    hints: TurnHints,
-}
-
-/// Claims the turn's session before its body is read, so no other turn of the session can start
-/// during a slow upload. A turn that its session can't queue is refused at once.
-async fn claim_turn(
-    context: &TurnContext,
-    headers: &HeaderMap,
-    kind: Kind,
-) -> Result<ClaimedTurn, Refusal> {
-    let claim_refusal = |error: claim::Error| Refusal::new(Code::Claim, error.to_string());
-    let claim = Claim::from_headers(headers).map_err(claim_refusal)?;
-    let principal = claim::principal(headers).map_err(claim_refusal)?;
-    let requested_dp_rank = claim::rank(headers).map_err(claim_refusal)?;
-    let resident_tokens = claim::resident_tokens(headers).map_err(claim_refusal)?;
-    let hints = TurnHints::from_headers(headers);
-    let has_claim = claim.is_some();
-    let claim_result = context
-        .agent
-        .claim(principal, claim, hints.session, requested_dp_rank, route_turns(kind))
-        .await;
-    let mut lease = claim_result.map_err(|error| refusal(&error))?;
-    let session_left_out = lease.session_left_out.take();
-    let in_session = has_claim && session_left_out.is_none();
-    if let Some(error) = session_left_out {
-        context.metrics.count_session_left_out(refusal(&error.into()).code.as_str());
-    }
-    Ok(ClaimedTurn { lease, in_session, resident_tokens, hints })
-    let answer = context.engine.send(outgoing);
-    let mut exchange = Exchange::new(context.clone(), rid, lease, answer, abort_confirms_end);
-    let answer_head = exchange.wait_for_head().await?;
-    if let Some(refusal) = overtaken_refusal(context, &turn) {
-        return Err(refusal);
-    }
-    let must_continue = requires_continuation(&turn);
-    let run_mode = match exchange
-        .wait_for_run_mode(run_mode_receiver, answer_head.status, must_continue)
-        .await
-    {
-        Some(Err(error)) => {
-            exchange.finish_refused().await;
-            return Err(refusal(&error.into()));
-        }
-        Some(Ok(run_mode)) => Some(run_mode),
-        None => None,
-    };
-    exchange.watch_weights(&turn);
-    let run_mode = run_mode.map(|mode| actual_run_mode(route.kind, mode));
-    let mut response = client_response(answer_head, exchange);
-    add_turn_headers(response.headers_mut(), context, &turn, run_mode);
-    Ok(response)
 }
 
 /// Adds the headers that tell the client how its turn runs.
@@ -355,6 +269,48 @@ fn overtaken_refusal(context: &TurnContext, turn: &Turn) -> Option<Refusal> {
     let is_overtaken =
         turn.is_pinned() && context.agent.weights.borrow().epoch != turn.weights_epoch;
     is_overtaken.then(|| refusal(&session::Error::WeightsChanged.into()))
+}
+
+/// Returns a header's value for the log.
+fn header_text<'a>(headers: &'a HeaderMap, name: &HeaderName) -> Option<&'a str> {
+    headers.get(name).and_then(|value| value.to_str().ok())
+}
+
+/// A turn that has claimed its place, and what its headers say.
+struct ClaimedTurn {
+    /// The proof of the claim. Dropping it ends the turn and frees the session.
+    lease: Lease,
+    principal: String,
+    in_session: bool,
+    resident_tokens: u64,
+    hints: TurnHints,
+}
+
+/// Claims the turn's session before its body is read, so no other turn of the session can start
+/// during a slow upload. A turn that its session can't queue is refused at once.
+async fn claim_turn(
+    context: &TurnContext,
+    headers: &HeaderMap,
+    kind: Kind,
+) -> Result<ClaimedTurn, Refusal> {
+    let claim_refusal = |error: claim::Error| Refusal::new(Code::Claim, error.to_string());
+    let claim = Claim::from_headers(headers).map_err(claim_refusal)?;
+    let principal = claim::principal(headers).map_err(claim_refusal)?;
+    let requested_dp_rank = claim::rank(headers).map_err(claim_refusal)?;
+    let resident_tokens = claim::resident_tokens(headers).map_err(claim_refusal)?;
+    let hints = TurnHints::from_headers(headers);
+    let has_claim = claim.is_some();
+    let claim_result = context
+        .agent
+        .claim(principal.clone(), claim, hints.session, requested_dp_rank, route_turns(kind))
+        .await;
+    let mut lease = claim_result.map_err(|error| refusal(&error))?;
+    let session_left_out = lease.session_left_out.take();
+    let in_session = has_claim && session_left_out.is_none();
+    if let Some(error) = session_left_out {
+        context.metrics.count_session_left_out(refusal(&error.into()).code.as_str());
+    }
+    Ok(ClaimedTurn { lease, principal, in_session, resident_tokens, hints })
 }
 
 /// Adds the headers that tell the shim how to handle a full history. The shim reads the headers

@@ -30,14 +30,13 @@ use serde::Deserialize;
 use serde_json::Value;
 use service::descriptors;
 
+pub use self::control_call::ControlCall;
 use super::{
     LoadSample, RankSample,
     info::{EngineInfo, parse_info},
     missing::missing_flags,
     model_files,
 };
-pub use self::control_call::ControlCall;
-use super::{LoadSample, RankSample, model_files};
 use crate::kv_events::publisher_info::{PublisherAddresses, PublisherInfo};
 
 /// The maximum bytes of the answer to a control call. The largest answer, of `/server_info`, has

@@ -9,7 +9,10 @@
 use std::time::{Duration, Instant};
 
 use tokio::sync::oneshot;
-use tracing::warn;
+use tracing::{info, warn};
+
+use super::Owner;
+use service::clock::now;
 
 /// The interval between aborts of the remaining turns after a drain's grace period. Aborts are
 /// repeated because the engine forgets an abort that arrives before its turn.
@@ -56,6 +59,24 @@ pub(super) enum DrainStep {
     /// Call [`Drain::complete`], because nothing is left. Before, hand over the sessions if the
     /// ending is that.
     Complete(Ending),
+}
+
+impl Owner {
+    /// Begins a drain. The reply is sent when nothing is left.
+    pub(super) fn begin_drain(
+        &mut self,
+        grace_period: Duration,
+        ending: Ending,
+        reply: oneshot::Sender<()>,
+    ) {
+        info!(turns = self.table.rids_inside().count(), ?ending, "draining");
+        self.drain = Drain::begin(now(), grace_period, ending, reply);
+        match ending {
+            Ending::Close => self.table.drain(now()),
+            Ending::HandOver => self.table.begin_handover(now()),
+        }
+        self.publish_report(now());
+    }
 }
 
 impl Drain {

@@ -73,9 +73,8 @@ async fn monitor_engine(monitor: &EngineMonitor) {
                 let adapters = AdapterWatch::new(info.has_lora, now());
                 monitor.owner.report_engine(EngineNews::Up(info)).await;
                 monitor.owner.report_engine(EngineNews::Sample(first_sample.clone())).await;
-                if let Some(down_news) = sample_until_down(monitor, first_sample, adapters).await {
                 report_weights(monitor).await;
-                if let Some(down_news) = sample_until_down(monitor, first_sample).await {
+                if let Some(down_news) = sample_until_down(monitor, first_sample, adapters).await {
                     monitor.owner.report_engine(down_news).await;
                 }
             }

@@ -15,9 +15,8 @@ use proto::{
     claim::Claim,
     control::Effect,
     id::SessionKey,
-    load::{Description, LoadReport, PageAudit, Retention, Session},
-    turn_rid::TurnRid,
     load::{Description, LoadReport, PageAudit, Retention, Session, Weights},
+    turn_rid::TurnRid,
 };
 use tokio::sync::{broadcast, mpsc, oneshot, watch};
 
@@ -26,9 +25,8 @@ use super::engine_control::ControlEnd;
 use super::published::{PublishedSession, SessionSnapshot};
 use crate::{
     audit::{self, SessionPages},
-    engine::{EngineInfo, LoadSample, PriorityOrder},
     engine::{
-        EngineInfo, LoadSample,
+        EngineInfo, LoadSample, PriorityOrder,
         control::{ControlOutcome, ControlRequest, WeightsLabel},
     },
     session::{

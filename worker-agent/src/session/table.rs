@@ -75,9 +75,7 @@ use proto::id::SessionKey;
 
 use self::{
     closes::Closes, held::Held, queue_pace::QueuePace, sessions::Sessions, shims::RankShims,
-    tickets::Tickets,
-    closes::Closes, held::Held, sessions::Sessions, shims::RankShims, tickets::Tickets,
-    weights::WeightsState,
+    tickets::Tickets, weights::WeightsState,
 };
 use super::{
     CloseRequest, CloseResult, Effect, EngineCapacity, Error, Need, OpenResult, Outcome,

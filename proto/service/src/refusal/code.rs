@@ -163,7 +163,7 @@ codes! {
             "send the full history";
         RetentionUnavailable "retention_unavailable" CONFLICT Both AfterChange,
             "no worker, or not this one, offers the retention",
-            "use an offered retention; the message lists them";
+            "use an offered retention, or start the engine with the flag that the message names";
         TurnAborted "turn_aborted" CONFLICT Both AfterChange,
             "the client [aborted](turns.md#abort-turns) the turn before its answer began",
             "send it again if you still want it";
@@ -171,7 +171,6 @@ codes! {
             "the turn's session must stay on its worker, and the response of its \
              `previous_response_id` is on another",
             "leave one of both out, and send the full history";
-            "use an offered retention, or start the engine with the flag that the message names";
         SessionClosing "session_closing" CONFLICT Both AfterSeconds(1),
             "the session closes after its running turn",
             "wait until that turn has ended; a delta needs the session to be opened again";

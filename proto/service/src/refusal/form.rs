@@ -137,7 +137,10 @@ mod tests {
                     assert_eq!(error["code"], code.as_str());
                     assert_eq!(error_type == "server_error", status >= 500, "{code}");
                 } else {
-                    assert_eq!((&body["type"], &body["request_id"]), (&"error".into(), &"req_1".into()));
+                    assert_eq!(
+                        (&body["type"], &body["request_id"]),
+                        (&"error".into(), &"req_1".into())
+                    );
                     let is_server = ["api_error", "overloaded_error"].contains(&error_type);
                     assert_eq!(is_server, status >= 500, "{code}");
                 }

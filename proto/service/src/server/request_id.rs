@@ -1,9 +1,8 @@
 //! Gives each request an id, by which the client, the log and the engine name it.
 
 use http::{HeaderMap, HeaderName, HeaderValue};
+use proto::abort::REQUEST_ID;
 
-/// The header with the id, in requests and in answers.
-pub const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 /// The same header as Anthropic's clients read it, in answers.
 const ANTHROPIC_REQUEST_ID: HeaderName = HeaderName::from_static("request-id");
 /// The longest id that is taken from a client, in bytes. A UUID has 36.

@@ -416,9 +416,8 @@ impl Table {
             session: turn_session,
             dp_rank: if is_rank_kept { ticket.dp_rank } else { 0 },
             growth_tokens_max: None,
-            run_mode: session.map(|(_, it)| ticket.run_mode(self.unpinned_run_mode(it))),
             weights_epoch: self.weights.epoch(),
-            run_mode: session.map(|(_, session)| self.unpinned_run_mode(session)),
+            run_mode: session.map(|(_, it)| ticket.run_mode(self.unpinned_run_mode(it))),
         }
     }
 
@@ -483,31 +482,5 @@ impl Table {
     pub(super) fn session_of(&self, ticket: &Ticket) -> Option<SessionKey> {
         let session = self.sessions.get(ticket.key()?)?;
         ticket.is_of(session.generation).then(|| ticket.key().cloned())?
-    }
-
-    /// Refuses all tickets in the queue.
-    pub(super) fn refuse_waiting(&mut self, now: Instant, error: &Error) {
-        while let Some(rid) = self.tickets.queue().front().cloned() {
-            self.refuse_ticket(now, &rid, error.clone());
-        }
-    }
-
-    /// Refuses tickets that have waited too long.
-    pub(super) fn refuse_overdue(&mut self, now: Instant) {
-        let (wait_max, mut has_refused) = (self.settings.queue_wait_max, false);
-        while let Some(rid) = self.tickets.queue().front().cloned() {
-            let may_wait = self.tickets[&rid].since + wait_max > now;
-            if may_wait || !self.settings.guards.is_on(Guard::QueueTime) {
-                break;
-            }
-            has_refused = true;
-            let detail = format!("it waited {} ms for room", wait_max.as_millis());
-            let wait = self.queue_pace.estimate_wait(self.tickets.queue().len());
-            let error = Error::OutOfRoom { resource: Code::QueueTime, detail, wait };
-            self.refuse_ticket(now, &rid, error);
-        }
-        if has_refused {
-            self.process_queue(now);
-        }
     }
 }

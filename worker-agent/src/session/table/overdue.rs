@@ -30,7 +30,8 @@ impl Table {
                 Some(reason) => Error::EngineHeld(reason),
                 None => {
                     let detail = format!("it waited {} ms for room", wait_max.as_millis());
-                    Error::OutOfRoom { resource: Code::QueueTime, detail }
+                    let wait = self.queue_pace.estimate_wait(self.tickets.queue().len());
+                    Error::OutOfRoom { resource: Code::QueueTime, detail, wait }
                 }
             };
             self.refuse_ticket(now, &rid, error);

@@ -47,7 +47,7 @@ mod tests {
 
     #[test]
     fn the_wait_is_as_long_as_the_turns_ahead_take() {
-        let (start, mut pace) = (Instant::now(), QueuePace::default());
+        let (start, mut pace) = (service::clock::now(), QueuePace::default());
         let at = |ms| start + Duration::from_millis(ms);
         assert_eq!(pace.estimate_wait(4), None, "nothing is known");
         for ms in [0, 500, 1_000, 1_500] {
