@@ -33,7 +33,7 @@ mod sessions;
 mod waiting;
 mod workers;
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
 use axum::{
     Router,
@@ -42,6 +42,7 @@ use axum::{
     response::{IntoResponse as _, Response},
     routing::{MethodFilter, get, on, post},
 };
+use http_body_util::{BodyExt as _, Limited};
 use proto::route::{Kind, ROUTES, Route};
 use service::{
     auth::{admin_only_refusal, credential},
@@ -56,6 +57,11 @@ use crate::{
         shared::{Shared, StreamFlag},
     },
 };
+
+/// Most bytes of a body that are read only to be dropped. Of a larger one, the connection ends.
+const DISCARDED_BYTES_MAX: usize = 64 * 1024;
+/// Time for a body that is dropped. A client that waits before it sends its body wants an answer.
+const DISCARD_TIME_MAX: Duration = Duration::from_secs(1);
 
 /// The argument through which a handler gets the state that all requests share.
 type SharedState = State<Arc<Shared>>;
@@ -182,10 +188,20 @@ fn counted(shared: &Shared, refusal: Refusal) -> Refusal {
     refusal
 }
 
-async fn unknown_route(State(shared): SharedState) -> Response {
+async fn unknown_route(State(shared): SharedState, request: Request) -> Response {
+    discard_body(request).await;
     respond(&shared, Err(errors::route_unknown_refusal()))
 }
 
-async fn wrong_method(State(shared): SharedState) -> Response {
+async fn wrong_method(State(shared): SharedState, request: Request) -> Response {
+    discard_body(request).await;
     respond(&shared, Err(errors::method_refusal()))
+}
+
+/// Reads a small body and drops it. Hyper closes a connection with an unread body without saying so
+/// in the answer, and the client's next request on the connection would fail.
+async fn discard_body(request: Request) {
+    let body = Limited::new(request.into_body(), DISCARDED_BYTES_MAX);
+    // Whatever comes of it, the answer is the same.
+    let _ = tokio::time::timeout(DISCARD_TIME_MAX, body.collect()).await;
 }

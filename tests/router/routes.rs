@@ -1,12 +1,18 @@
 //! Tests of the routes: that clients find each of an engine's, in the ways in which they ask.
 
+use std::time::Duration;
+
 use http::{Method, StatusCode};
 use proto::route::{Kind, ROUTES};
 use tests::web::Headers;
+use tokio::{
+    io::{AsyncReadExt as _, AsyncWriteExt as _},
+    net::TcpStream,
+};
 
 use crate::{
     agent::Agent,
-    harness::{Router, config, wait_until},
+    harness::{Router, WAIT_MAX, config, wait_until},
 };
 
 /// `{"messages":[]}` as each encoding writes it.
@@ -145,4 +151,24 @@ async fn every_answer_names_its_request_and_the_engine_hears_a_clients_own_name(
     assert!(id.starts_with("req_"), "{id:?}");
     assert_eq!(refused.json()["request_id"], id.as_str());
     assert_eq!(refused.json()["error"]["type"], "invalid_request_error");
+}
+
+#[tokio::test]
+async fn a_connection_goes_on_after_a_request_for_an_unknown_route() {
+    let a = Agent::start("a");
+    let router = Router::start(&[&a]).await;
+    let mut stream = TcpStream::connect(router.data()).await.unwrap();
+    let head = b"POST /v1/responses/compact/x HTTP/1.1\r\nhost: a\r\ncontent-length: 2\r\n\r\n";
+    stream.write_all(head).await.unwrap();
+    let early = tokio::time::timeout(Duration::from_millis(100), stream.readable()).await;
+    assert!(early.is_err(), "the answer waits for the body, so that none is left unread");
+    stream.write_all(b"{}").await.unwrap();
+    for expected in ["HTTP/1.1 404", "HTTP/1.1 200"] {
+        let mut status = [0; 12];
+        tokio::time::timeout(WAIT_MAX, stream.read_exact(&mut status)).await.unwrap().unwrap();
+        assert_eq!(std::str::from_utf8(&status).unwrap(), expected);
+        let mut rest = vec![0; 4096];
+        let _ = stream.read(&mut rest).await.unwrap();
+        stream.write_all(b"GET /live HTTP/1.1\r\nhost: a\r\n\r\n").await.unwrap();
+    }
 }

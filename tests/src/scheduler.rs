@@ -133,7 +133,9 @@ fn hello(dp_rank: u32, pool_tokens: u64) -> Vec<u8> {
 fn update(pool: PoolTokens) -> Vec<u8> {
     let PoolTokens { total, available, evictable, protected } = pool;
     let held = total - available - evictable - protected;
-    let facts = [total, available, evictable, protected, held, 0, 8, 8, 0, 0, 0, 0, 0, 0];
+    let has_old_kv = false;
+    let facts =
+        (total, available, evictable, protected, held, 0, 8, 8, 0, 0, 0, 0, 0, 0, 0, has_old_kv);
     let (seq, is_full_table, empty) = (0, true, [0; 0]);
     frame(&("Update", seq, facts, is_full_table, empty, empty, empty))
 }

@@ -63,7 +63,7 @@ struct SglangCloseBody {
 #[serde(default, deny_unknown_fields)]
 struct ListQuery {
     /// The most sessions in the answer.
-    limit: Option<usize>,
+    limit: Option<u32>,
     /// The answer begins with the first session after this id.
     after: Option<String>,
 }
@@ -112,7 +112,8 @@ pub(super) async fn list(
         let query = Query::<ListQuery>::try_from_uri(&uri)
             .map_err(|error| errors::query_refusal(&error))?;
         let Query(ListQuery { limit, after }) = query;
-        let limit = limit.unwrap_or(SESSIONS_LISTED_MAX).clamp(1, SESSIONS_LISTED_MAX);
+        let limit = limit.map_or(SESSIONS_LISTED_MAX, |limit| limit as usize);
+        let limit = limit.clamp(1, SESSIONS_LISTED_MAX);
         let principal = caller.principal.to_string();
         let (session_views, has_more) = shared.sessions.list(principal, after, limit).await;
         let sessions: Vec<Value> =

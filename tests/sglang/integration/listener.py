@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-VERSION = 5
+VERSION = 6
 # Messages come at once, or after some seconds on a loaded machine.
 REPORTED_SECONDS_MAX = 60
 HELLO_NAMES = (

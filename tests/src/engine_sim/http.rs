@@ -186,6 +186,7 @@ pub(super) fn router(app: Arc<App>) -> Router {
         .route("/v1/responses/{id}", get(responses::retrieve))
         .route("/v1/responses/{id}/cancel", post(responses::cancel))
         .route("/v1/messages", post(messages::messages))
+        .route("/v1/messages/count_tokens", post(messages::count_tokens))
         .route("/v1/embeddings", post(openai::embeddings))
         .route("/v1/models", get(info::models))
         .route("/tokenize", post(control::tokenize))

@@ -41,7 +41,7 @@ fn requests() -> [(&'static str, Value); 7] {
         (
             "PageLimit",
             json!({
-                "type": "integer", "minimum": 0,
+                "type": "integer", "minimum": 0, "maximum": u32::MAX,
                 "description": format!("Taken as 1 to {SESSIONS_LISTED_MAX}, the default"),
             }),
         ),

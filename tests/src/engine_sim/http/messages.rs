@@ -30,14 +30,9 @@ pub(super) async fn messages(
     headers: HeaderMap,
     JsonObject(body): JsonObject,
 ) -> Response {
-    let mut messages = Vec::new();
-    if let Some(system) = body.get("system").filter(|v| !v.is_null()) {
-        messages.push(json!({ "role": "system", "content": content_text(Some(system)) }));
-    }
-    match body.get("messages").and_then(Value::as_array) {
-        Some(list) => messages.extend(list.iter().cloned()),
-        None => return validation_error(&["  messages: Field required".to_owned()]),
-    }
+    let Some(messages) = with_system(&body) else {
+        return validation_error(&["  messages: Field required".to_owned()]);
+    };
     let Some(max) = body.get("max_tokens").and_then(Value::as_u64) else {
         return validation_error(&["  max_tokens: Field required".to_owned()]);
     };
@@ -50,6 +45,26 @@ pub(super) async fn messages(
         return complete_response(&app, live, message_body).await;
     }
     stream_message(&app, live)
+}
+
+/// Returns the messages of a conversation, with its system prompt as the first one.
+fn with_system(body: &Object) -> Option<Vec<Value>> {
+    let mut messages = Vec::new();
+    if let Some(system) = body.get("system").filter(|v| !v.is_null()) {
+        messages.push(json!({ "role": "system", "content": content_text(Some(system)) }));
+    }
+    messages.extend(body.get("messages")?.as_array()?.iter().cloned());
+    Some(messages)
+}
+
+pub(super) async fn count_tokens(JsonObject(body): JsonObject) -> Response {
+    match with_system(&body) {
+        Some(messages) => {
+            let count = chat_prompt(&messages).len();
+            json_response(StatusCode::OK, &json!({ "input_tokens": count }))
+        }
+        None => validation_error(&["  messages: Field required".to_owned()]),
+    }
 }
 
 pub(super) fn streams(body: &Object) -> bool {
