@@ -22,7 +22,13 @@ fuzz_target!(|input: &[u8]| {
     let body = Bytes::copy_from_slice(body);
     let Ok(request) = parse(context, &body) else { return };
     if !kind.has_json_body() {
-        let turn = Turn { session: None, dp_rank: 3, growth_tokens_max: None, run_mode: None };
+        let turn = Turn {
+            session: None,
+            dp_rank: 3,
+            growth_tokens_max: None,
+            weights_epoch: 0,
+            run_mode: None,
+        };
         assert_eq!(request.engine_body(&body, &turn, "R").concat(), body);
         return;
     }
@@ -32,7 +38,8 @@ fuzz_target!(|input: &[u8]| {
         retention,
         trim: None,
     });
-    let turn = Turn { session, dp_rank: 3, growth_tokens_max: None, run_mode: None };
+    let turn =
+        Turn { session, dp_rank: 3, growth_tokens_max: None, weights_epoch: 0, run_mode: None };
     let rewritten = request.engine_body(&body, &turn, "R").concat();
     let object = Object::parse(&rewritten).expect("a rewritten body is a JSON object");
     let client = Object::parse(&body).expect("it was taken");
