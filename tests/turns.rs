@@ -101,7 +101,7 @@ async fn a_client_aborts_its_turns_by_its_own_names_and_nobody_elses() {
         spawn(&mut turns, &cluster, label, ("/generate", vec![key], endless("r")));
     }
     wait_for_turns(&cluster, "/generate", 2).await;
-    // These are nobody's turns, so nothing ends. Bob's next abort comes after them.
+    // None of these aborts names a turn that its sender may abort, so no turn ends.
     for (key, body) in [(BOB, json!({"rid": "s"})), (BOB, json!({"rid": ""})), (BOB, json!({}))] {
         assert_eq!(abort(&cluster, key, body).await.status, StatusCode::OK);
     }

@@ -162,26 +162,7 @@ impl Config {
                  if it isn't the usual one, or *"
             ));
         }
-        let times_ms = [
-            ("timeouts.load_report_age_ms_max", self.timeouts.load_report_age_ms_max),
-            ("timeouts.turn_ms_max", self.timeouts.turn_ms_max),
-            ("timeouts.connect_ms_max", self.timeouts.connect_ms_max),
-            ("placement.affinity_idle_ms_max", self.placement.affinity_idle_ms_max),
-            ("placement.rebind_gain_ms_min", self.placement.rebind_gain_ms_min),
-        ];
-        // A time of more than a year is a mistake of unit, and its deadline might not fit the
-        // clock.
-        let year_ms = 366 * 24 * 3600 * 1000;
-        let times_from_0_ms = [
-            ("timeouts.drain_ms_max", self.timeouts.drain_ms_max),
-            ("timeouts.waiting_comment_ms", self.timeouts.waiting_comment_ms),
-        ];
-        let times_from_0_ms = times_from_0_ms.map(|(key, value)| (key, value.saturating_add(1)));
-        for (key, value) in times_ms.into_iter().chain(times_from_0_ms) {
-            if value == 0 || value > year_ms {
-                problems.push(format!("{key}: must be 1 to {year_ms} ms"));
-            }
-        }
+        problems.extend(self.time_problems());
         problems.extend(self.connections.problems());
         let sizes = [
             ("limits.body_bytes_max", self.limits.body_bytes_max),
@@ -208,6 +189,29 @@ impl Config {
         }
         problems.extend(self.auth.problems(self.listen.data_addr, self.listen.admin_addr));
         problems
+    }
+
+    /// Returns the problems of the times.
+    fn time_problems(&self) -> Vec<String> {
+        let times_ms = [
+            ("timeouts.load_report_age_ms_max", self.timeouts.load_report_age_ms_max),
+            ("timeouts.turn_ms_max", self.timeouts.turn_ms_max),
+            ("timeouts.connect_ms_max", self.timeouts.connect_ms_max),
+            ("placement.affinity_idle_ms_max", self.placement.affinity_idle_ms_max),
+            ("placement.rebind_gain_ms_min", self.placement.rebind_gain_ms_min),
+        ];
+        // A time of more than a year is a mistake of unit, and its deadline might not fit the
+        // clock.
+        let year_ms = 366 * 24 * 3600 * 1000;
+        let times_from_0_ms = [
+            ("timeouts.drain_ms_max", self.timeouts.drain_ms_max),
+            ("timeouts.waiting_comment_ms", self.timeouts.waiting_comment_ms),
+        ];
+        let times_ms = times_ms.map(|(key, value)| (key, value, 1));
+        let times_from_0_ms = times_from_0_ms.map(|(key, value)| (key, value, 0));
+        let times_ms = times_ms.into_iter().chain(times_from_0_ms);
+        let wrong = times_ms.filter(|(_, value, least)| !(*least..=year_ms).contains(value));
+        wrong.map(|(key, _, least)| format!("{key}: must be {least} to {year_ms} ms")).collect()
     }
 
     /// Reads the certificates and tokens once. Returns what is wrong with them.

@@ -19,7 +19,7 @@ use crate::fleet::agent::Facts;
 /// be busy with a long prompt.
 const ANSWER_TIME_MAX: Duration = Duration::from_secs(10);
 /// Most bytes of an answer. An engine's settings are about 20 KiB, and each rank repeats them.
-const ANSWER_BYTES_MAX: usize = 16 << 20;
+const ANSWER_BYTES_MAX: usize = 4 << 20;
 
 /// What one agent's engine says, under the agent's name, or why it says nothing.
 pub(crate) struct EngineInfoAnswer {
