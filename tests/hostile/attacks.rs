@@ -9,18 +9,18 @@ use http::Method;
 use parking_lot::Mutex;
 use rustix::{process::setpriority_process, thread::gettid};
 use serde_json::json;
-use tests::web::{Answer, Web};
+use tests::{
+    fleet::{Processes, credential},
+    web::{Answer, Web},
+};
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _},
     net::TcpStream,
     runtime::Runtime,
-    task::JoinSet,
+    task::{JoinHandle, JoinSet},
 };
 
-use crate::{
-    figures,
-    fleet::{Fleet, credential},
-};
+use crate::figures;
 
 /// The scheduling priority of attackers.
 const LOWEST_PRIORITY: i32 = 19;
@@ -70,30 +70,57 @@ impl fmt::Display for Answers {
     }
 }
 
-/// Returns the runtime of attacks.
-pub(crate) fn runtime() -> std::io::Result<Runtime> {
-    tokio::runtime::Builder::new_multi_thread()
-        .worker_threads(2)
-        .enable_all()
-        .on_thread_start(|| {
-            // A thread may always lower its own priority.
-            let _ = setpriority_process(Some(gettid()), LOWEST_PRIORITY);
-        })
-        .build()
+/// The runtime of attacks. Its threads have the lowest priority: attackers have processors of their
+/// own, and here they would take those of the processes under test.
+#[derive(Debug)]
+pub(crate) struct Attackers(Option<Runtime>);
+
+impl Attackers {
+    /// Starts the runtime.
+    ///
+    /// # Errors
+    /// Fails if no thread can be started.
+    pub(crate) fn new() -> std::io::Result<Self> {
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(2)
+            .enable_all()
+            .on_thread_start(|| {
+                // A thread may always lower its own priority.
+                let _ = setpriority_process(Some(gettid()), LOWEST_PRIORITY);
+            })
+            .build()?;
+        Ok(Self(Some(runtime)))
+    }
+
+    pub(crate) fn spawn<T: Send + 'static>(
+        &self,
+        attack: impl Future<Output = T> + Send + 'static,
+    ) -> JoinHandle<T> {
+        self.0.as_ref().expect("it is there until dropped").spawn(attack)
+    }
+}
+
+impl Drop for Attackers {
+    fn drop(&mut self) {
+        // A runtime must not wait for its threads inside another one.
+        if let Some(runtime) = self.0.take() {
+            runtime.shutdown_background();
+        }
+    }
 }
 
 /// Returns the address of the first router's data port.
-fn data_addr(fleet: &Fleet) -> String {
+fn data_addr(fleet: &Processes) -> String {
     format!("{}:8080", fleet.router_hosts[0])
 }
 
 /// Waits until a metric of the first router is at least `least`.
-async fn reach(fleet: &Fleet, metric: (&str, &str), least: f64) -> anyhow::Result<()> {
+async fn reach(fleet: &Processes, metric: (&str, &str), least: f64) -> anyhow::Result<()> {
     figures::reach(&fleet.web, &fleet.router_admin(0), metric, least).await
 }
 
 /// Opens 64 pinned sessions and runs one turn of one token in each.
-pub(crate) async fn rows(fleet: &Fleet) -> anyhow::Result<Attack> {
+pub(crate) async fn rows(fleet: &Processes) -> anyhow::Result<Attack> {
     let attack = Attack::default();
     let (mut turns, web) = (JoinSet::new(), Web::default());
     for number in 0..64 {
@@ -124,7 +151,7 @@ pub(crate) async fn rows(fleet: &Fleet) -> anyhow::Result<Attack> {
 }
 
 /// Opens as many sessions as the agent keeps for one client, and more.
-pub(crate) async fn sessions(fleet: &Fleet) -> anyhow::Result<Attack> {
+pub(crate) async fn sessions(fleet: &Processes) -> anyhow::Result<Attack> {
     const CLIENTS: usize = 32;
     const SESSIONS: usize = 17_000;
     let attack = Attack::default();
@@ -152,7 +179,7 @@ pub(crate) async fn sessions(fleet: &Fleet) -> anyhow::Result<Attack> {
 }
 
 /// Sends the heads of 4,200 requests, and never their bodies.
-pub(crate) async fn turns(fleet: &Fleet) -> anyhow::Result<Attack> {
+pub(crate) async fn turns(fleet: &Processes) -> anyhow::Result<Attack> {
     let head = format!(
         "POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: {}\r\n\
          content-type: application/json\r\ncontent-length: 200\r\n\r\n{{",
@@ -164,7 +191,7 @@ pub(crate) async fn turns(fleet: &Fleet) -> anyhow::Result<Attack> {
 }
 
 /// Opens 4,608 connections to the router and says nothing.
-pub(crate) async fn idle_connections(fleet: &Fleet) -> anyhow::Result<Attack> {
+pub(crate) async fn idle_connections(fleet: &Processes) -> anyhow::Result<Attack> {
     let attack = silent_connections(&data_addr(fleet), 4_608, "");
     reach(fleet, DATA_CONNECTIONS, connections(fleet, 4_608)).await?;
     Ok(attack)
@@ -175,14 +202,14 @@ const DATA_CONNECTIONS: (&str, &str) = ("berth_router_connections", "port=\"data
 
 /// Returns how many of an attacker's connections a router has at once if the attack works: nine
 /// tenths of those that one address may have. Some of them are just being replaced.
-fn connections(fleet: &Fleet, wanted: u32) -> f64 {
+fn connections(fleet: &Processes, wanted: u32) -> f64 {
     // 352 connections with 1,024 descriptors, and one address gets all but an eighth.
     let most = if fleet.has_few_descriptors { 308 } else { 4_352 };
     f64::from(wanted.min(most)) * 0.9
 }
 
 /// Opens 1,100 connections to the agent's admin port and says nothing.
-pub(crate) async fn idle_admin_connections(fleet: &Fleet) -> anyhow::Result<Attack> {
+pub(crate) async fn idle_admin_connections(fleet: &Processes) -> anyhow::Result<Attack> {
     let attack = silent_connections(&format!("{}:31002", fleet.agent_hosts[0]), 1_100, "");
     // One address gets 48 of the 64.
     let connections = ("berth_agent_connections", "port=\"admin\"");
@@ -211,7 +238,7 @@ fn silent_connections(addr: &str, count: usize, text: &str) -> Attack {
 }
 
 /// Sends eight turns with 60 MiB of padding each, and long answers.
-pub(crate) async fn bodies(fleet: &Fleet) -> anyhow::Result<Attack> {
+pub(crate) async fn bodies(fleet: &Processes) -> anyhow::Result<Attack> {
     let mut attack = Attack::default();
     let padding = " ".repeat(60 << 20);
     for number in 0..8 {
@@ -239,7 +266,7 @@ pub(crate) async fn bodies(fleet: &Fleet) -> anyhow::Result<Attack> {
 }
 
 /// Sends 700 streamed turns at once, again and again.
-pub(crate) async fn streams(fleet: &Fleet) -> anyhow::Result<Attack> {
+pub(crate) async fn streams(fleet: &Processes) -> anyhow::Result<Attack> {
     let mut attack = Attack::default();
     for number in 0..700 {
         let (url, key) = (fleet.url(0, "/generate"), credential("mallory"));
@@ -266,7 +293,7 @@ pub(crate) async fn streams(fleet: &Fleet) -> anyhow::Result<Attack> {
 const STREAMS: (&str, &str) = ("berth_router_streams_in_flight", "");
 
 /// Reads 24 long streams at 512 bytes a second.
-pub(crate) async fn slow_readers(fleet: &Fleet) -> anyhow::Result<Attack> {
+pub(crate) async fn slow_readers(fleet: &Processes) -> anyhow::Result<Attack> {
     let mut attack = Attack::default();
     let body = json!({
         "text": "slow", "stream": true,
@@ -309,7 +336,7 @@ async fn read_slowly(addr: &str, request: &str) -> anyhow::Result<()> {
 }
 
 /// Sends sixteen prompts of 1.9 MB at once, again and again.
-pub(crate) async fn tokenizing(fleet: &Fleet) -> anyhow::Result<Attack> {
+pub(crate) async fn tokenizing(fleet: &Processes) -> anyhow::Result<Attack> {
     let mut attack = Attack::default();
     for number in 0..16 {
         let (url, key) = (fleet.url(0, "/v1/completions"), credential("mallory"));

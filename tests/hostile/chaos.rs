@@ -19,16 +19,14 @@ use anyhow::{Context as _, ensure};
 use rustix::process::Signal;
 use serde_json::json;
 use service::clock::now;
+use tests::fleet::{FleetPlan, Place, Processes};
 use tokio::task::JoinSet;
 
 use self::{
     fault_log::{Fault, FaultKind, FaultLog, Target},
     pinned::{Life, PinnedUser},
 };
-use crate::{
-    fleet::{Fleet, Place, Plan},
-    users::{Failure, Seen, Users, Why},
-};
+use crate::users::{Failure, Seen, Users, Why};
 
 /// For how long processes are disturbed.
 const TIME: Duration = Duration::from_secs(120);
@@ -57,15 +55,15 @@ async fn run(place: Place, has_tls: bool) -> anyhow::Result<String> {
     // Sessions that are cut off from their users keep their rows for a while.
     let engine_flags = ["--max-running-requests=128", "--max-total-tokens=262144"];
     let engine_flags = engine_flags.map(str::to_owned).into();
-    let plan = Plan {
+    let plan = FleetPlan {
         engines: 3,
         routers: 2,
         engine_flags,
         has_tls,
         has_handover: true,
-        descriptors: None,
+        ..FleetPlan::default()
     };
-    let mut fleet = Fleet::start(place, &plan).await?;
+    let mut fleet = Processes::start(place, &plan).await?;
     let stop = Arc::new(AtomicBool::new(false));
     let users = Users::new(&fleet, USERS).begin(&stop);
     let mut pinned = JoinSet::new();
@@ -145,7 +143,7 @@ fn tally(failures: &[Failure]) -> String {
 /// Kills, stops or restarts one process, and lets it come back. The first time, it restarts an
 /// agent, so that each run has a hand-over.
 async fn disturb(
-    fleet: &mut Fleet,
+    fleet: &mut Processes,
     random: &mut fastrand::Rng,
     is_first: bool,
 ) -> anyhow::Result<Fault> {
@@ -177,14 +175,14 @@ async fn disturb(
     }
     if kind != FaultKind::Stop {
         tokio::time::sleep(Duration::from_millis(random.u64(0..1_000))).await;
-        process.restart()?;
+        process.start()?;
         process.ready(&fleet.web).await?;
     }
     Ok(Fault { target, kind, began, ended: now() })
 }
 
 /// Stops the routers and agents, and checks that the engines hold nothing by their own account.
-async fn nothing_left(fleet: &mut Fleet) -> anyhow::Result<()> {
+async fn nothing_left(fleet: &mut Processes) -> anyhow::Result<()> {
     for router in &mut fleet.routers {
         router.end(Signal::TERM).await?;
     }

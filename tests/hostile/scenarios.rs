@@ -1,15 +1,18 @@
 //! Lists the scenarios: which attack must not be noticed by whom, and the figure that must hold.
 
-use std::{future::Future, pin::Pin, sync::Arc, time::Duration};
+use std::{sync::Arc, time::Duration};
 
 use anyhow::{Context as _, bail, ensure};
 use serde_json::json;
+use tests::{
+    case,
+    cases::Case,
+    fleet::{FleetPlan, Place, Processes, credential},
+};
 
 use crate::{
-    attacks::{self, Attack},
-    chaos,
-    fleet::{Fleet, Place, Plan, credential},
-    stopped,
+    attacks::{self, Attack, Attackers},
+    chaos, stopped,
     users::{Failure, Seen, Users},
 };
 
@@ -25,48 +28,27 @@ const USERS: usize = 4;
 /// Descriptors of each process where few are allowed.
 const FEW_DESCRIPTORS: u32 = 1_024;
 
-type Run = fn(Place) -> Pin<Box<dyn Future<Output = anyhow::Result<String>> + Send>>;
-
-/// One scenario.
-pub(crate) struct Scenario {
-    pub(crate) name: &'static str,
-    /// Whether CI runs it.
-    pub(crate) is_quick: bool,
-    /// Runs it, and returns the figures that were seen.
-    pub(crate) run: Run,
-}
-
-/// Makes a scenario of an async function.
-macro_rules! scenario {
-    ($name:literal, $quick:literal, $run:expr) => {
-        Scenario { name: $name, is_quick: $quick, run: |place| Box::pin($run(place)) }
-    };
-}
-
 /// All scenarios, in the order in which they run.
-pub(crate) const SCENARIOS: [Scenario; 19] = [
-    scenario!("rows", true, |place| attacked(place, None, Kind::Rows)),
-    scenario!("sessions", true, |place| attacked(place, None, Kind::Sessions)),
-    scenario!("turns", false, |place| attacked(place, None, Kind::Turns)),
-    scenario!("bodies", false, |place| attacked(place, None, Kind::Bodies)),
-    scenario!("slow readers", true, |place| attacked(place, None, Kind::SlowReaders)),
-    scenario!("idle connections", true, |place| attacked(place, None, Kind::Idle)),
-    scenario!("idle admin connections", true, |place| attacked(place, None, Kind::IdleAdmin)),
-    scenario!("tokenizing", true, |place| attacked(place, None, Kind::Tokenizing)),
-    scenario!("rows, few descriptors", false, |place| few(place, Kind::Rows)),
-    scenario!("sessions, few descriptors", false, |place| few(place, Kind::Sessions)),
-    scenario!("turns, few descriptors", false, |place| few(place, Kind::Turns)),
-    scenario!("bodies, few descriptors", false, |place| few(place, Kind::Bodies)),
-    scenario!("slow readers, few descriptors", false, |place| few(place, Kind::SlowReaders)),
-    scenario!("idle connections, few descriptors", false, |place| few(place, Kind::Idle)),
-    scenario!("idle admin connections, few descriptors", false, |place| few(
-        place,
-        Kind::IdleAdmin
-    )),
-    scenario!("streams, few descriptors", true, |place| few(place, Kind::Streams)),
-    scenario!("engine stopped", true, stopped::engine_stopped),
-    scenario!("chaos", false, |place| chaos::chaos(place, false)),
-    scenario!("chaos, with TLS", false, |place| chaos::chaos(place, true)),
+pub(crate) const SCENARIOS: [Case; 19] = [
+    case!("rows", true, |place| attacked(place, None, Kind::Rows)),
+    case!("sessions", true, |place| attacked(place, None, Kind::Sessions)),
+    case!("turns", false, |place| attacked(place, None, Kind::Turns)),
+    case!("bodies", false, |place| attacked(place, None, Kind::Bodies)),
+    case!("slow readers", true, |place| attacked(place, None, Kind::SlowReaders)),
+    case!("idle connections", true, |place| attacked(place, None, Kind::Idle)),
+    case!("idle admin connections", true, |place| attacked(place, None, Kind::IdleAdmin)),
+    case!("tokenizing", true, |place| attacked(place, None, Kind::Tokenizing)),
+    case!("rows, few descriptors", false, |place| few(place, Kind::Rows)),
+    case!("sessions, few descriptors", false, |place| few(place, Kind::Sessions)),
+    case!("turns, few descriptors", false, |place| few(place, Kind::Turns)),
+    case!("bodies, few descriptors", false, |place| few(place, Kind::Bodies)),
+    case!("slow readers, few descriptors", false, |place| few(place, Kind::SlowReaders)),
+    case!("idle connections, few descriptors", false, |place| few(place, Kind::Idle)),
+    case!("idle admin connections, few descriptors", false, |place| few(place, Kind::IdleAdmin)),
+    case!("streams, few descriptors", true, |place| few(place, Kind::Streams)),
+    case!("engine stopped", true, stopped::engine_stopped),
+    case!("chaos", false, |place| chaos::chaos(place, false)),
+    case!("chaos, with TLS", false, |place| chaos::chaos(place, true)),
 ];
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -83,7 +65,7 @@ enum Kind {
 }
 
 impl Kind {
-    async fn begin(self, fleet: &Fleet) -> anyhow::Result<Attack> {
+    async fn begin(self, fleet: &Processes) -> anyhow::Result<Attack> {
         match self {
             Self::Rows => attacks::rows(fleet).await,
             Self::Sessions => attacks::sessions(fleet).await,
@@ -112,15 +94,16 @@ async fn attacked(place: Place, descriptors: Option<u32>, kind: Kind) -> anyhow:
         let model = concat!(env!("CARGO_MANIFEST_DIR"), "/data/model");
         engine_flags.extend([format!("--model-path={model}"), "--served-model-name=tiny".into()]);
     }
-    let plan = Plan { engine_flags, descriptors, ..Plan::default() };
-    let fleet = Fleet::start(place, &plan).await?;
+    let plan = FleetPlan { engine_flags, descriptors, ..FleetPlan::default() };
+    let fleet = Processes::start(place, &plan).await?;
     let users = Users::new(&fleet, USERS);
     users.work(Duration::from_secs(1)).await?;
     let before = measure(&users).await?;
     let memory_before = fleet.routers[0].resident_bytes()?;
     let fleet = Arc::new(fleet);
     let begun = Arc::clone(&fleet);
-    let attack = fleet.place.attackers.spawn(async move { kind.begin(&begun).await }).await??;
+    let attackers = Attackers::new().context("no runtime for attacks")?;
+    let attack = attackers.spawn(async move { kind.begin(&begun).await }).await??;
     let under = measure(&users).await?;
     let memory = fleet.routers[0].resident_bytes()?.saturating_sub(memory_before) >> 20;
     let opens = open_session(&fleet).await?;
@@ -153,7 +136,7 @@ fn blames_workers(answer: &str) -> bool {
 }
 
 /// Opens a session as somebody else than the attacker, and returns the status.
-async fn open_session(fleet: &Fleet) -> anyhow::Result<u16> {
+async fn open_session(fleet: &Processes) -> anyhow::Result<u16> {
     let key = credential("bob");
     let body = json!({ "session_id": "bobs", "retention": "tagged" });
     let headers = [("authorization", key.as_str())];

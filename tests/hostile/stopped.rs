@@ -6,11 +6,9 @@ use anyhow::ensure;
 use rustix::process::Signal;
 use serde_json::json;
 use service::clock::now;
+use tests::fleet::{FleetPlan, Place, Processes, credential};
 
-use crate::{
-    fleet::{Fleet, Place, Plan, credential},
-    users::Users,
-};
+use crate::users::Users;
 
 /// The longest time until a turn that can't be served is answered.
 const ANSWER_MAX: Duration = Duration::from_secs(10);
@@ -18,7 +16,7 @@ const ANSWER_MAX: Duration = Duration::from_secs(10);
 /// An engine that is stopped, as a debugger or a frozen host does it: new turns are refused within
 /// [`ANSWER_MAX`] with the reason, and served again when the engine goes on.
 pub(crate) async fn engine_stopped(place: Place) -> anyhow::Result<String> {
-    let fleet = Fleet::start(place, &Plan::default()).await?;
+    let fleet = Processes::start(place, &FleetPlan::default()).await?;
     let users = Users::new(&fleet, 4);
     users.work(Duration::from_secs(2)).await?;
     fleet.engines[0].signal(Signal::STOP)?;

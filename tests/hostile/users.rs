@@ -12,10 +12,11 @@ use std::{
 use anyhow::bail;
 use serde_json::json;
 use service::clock::now;
-use tests::web::{Answer, Web};
+use tests::{
+    fleet::{Origin, Processes, credential},
+    web::{Answer, Web},
+};
 use tokio::task::JoinSet;
-
-use crate::fleet::{Fleet, Origin, credential};
 
 /// Tokens of each answer.
 const ANSWER_TOKENS: u32 = 20;
@@ -120,7 +121,7 @@ impl Seen {
 
 impl Users {
     /// Returns `count` users, spread over the routers of a fleet.
-    pub(crate) fn new(fleet: &Fleet, count: usize) -> Self {
+    pub(crate) fn new(fleet: &Processes, count: usize) -> Self {
         Self { routers: fleet.router_urls(), origin: fleet.origin.clone(), count }
     }
 

@@ -1,12 +1,14 @@
 //! Real implementations of what surrounds Berth, for tests and measurements.
 //!
 //! The crate has an engine simulator, a trace replay, key files, certificates, fleets in one
-//! process, a placement simulator, and stand-ins for NVML and SGLang's scheduler.
+//! process and of many, a placement simulator, and stand-ins for NVML and SGLang's scheduler.
 
+pub mod cases;
 pub mod certificates;
 pub mod cluster;
 pub mod demo;
 pub mod engine_sim;
+pub mod fleet;
 pub mod keys;
 pub mod nvml;
 pub mod process;

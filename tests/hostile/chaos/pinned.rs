@@ -10,12 +10,12 @@ use axum::body::Body;
 use http::Method;
 use serde_json::json;
 use service::clock::now;
-use tests::web::Answer;
-
-use crate::{
-    fleet::{Fleet, Origin, credential},
-    users::{Failure, Why, succeed},
+use tests::{
+    fleet::{Origin, Processes, credential},
+    web::Answer,
 };
+
+use crate::users::{Failure, Why, succeed};
 
 /// Turns of a session, and tokens of each answer.
 const TURNS: u64 = 40;
@@ -62,7 +62,7 @@ impl Turn {
 }
 
 impl PinnedUser {
-    pub(crate) fn new(fleet: &Fleet, number: usize) -> Self {
+    pub(crate) fn new(fleet: &Processes, number: usize) -> Self {
         Self { number, routers: fleet.router_urls(), origin: fleet.origin.clone() }
     }
 

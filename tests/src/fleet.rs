@@ -1,7 +1,8 @@
 //! Starts engines, agents and routers as processes, and signals and limits them.
 //!
 //! Each process listens on a loopback address of its own with its default ports, so nothing must be
-//! read from logs. Dropping a [`Fleet`] kills its processes.
+//! read from logs. Dropping [`Processes`] kills them. The programs are those beside the one that
+//! runs.
 
 use std::{
     fmt::Write as _,
@@ -16,72 +17,97 @@ use std::{
 use anyhow::{Context as _, bail};
 use rustix::process::{Pid, Signal, kill_process};
 use service::{clock::now, tls::client::ClientTls};
-use tests::{
+use tokio::process::{Child, Command};
+
+use crate::{
     certificates::{self, Authority, Files},
     keys::key_text,
     web::Web,
-};
-use tokio::{
-    process::{Child, Command},
-    runtime::Handle,
 };
 
 /// The longest wait for a process to be ready or to end.
 const PATIENCE: Duration = Duration::from_secs(60);
 /// The keys that the routers know. `ops` is an admin.
-pub(crate) const KEYS: [&str; 4] = ["alice", "bob", "mallory", "ops"];
+pub const KEYS: [&str; 4] = ["alice", "bob", "mallory", "ops"];
 
-/// Where a scenario's files are.
+/// Where a case's files are, and how it is run.
 #[derive(Debug)]
-pub(crate) struct Place {
+pub struct Place {
     folder: PathBuf,
-    /// The runtime of the attacks.
-    pub(crate) attackers: Handle,
     /// What random choices begin from.
-    pub(crate) seed: u64,
+    pub seed: u64,
+    /// Whether the case should be short, with fewer rounds.
+    pub is_quick: bool,
     /// Removed at the end, unless the logs are kept.
     _temporary: Option<tempfile::TempDir>,
 }
 
 impl Place {
-    pub(crate) fn new(kept: Option<PathBuf>, attackers: Handle, seed: u64) -> anyhow::Result<Self> {
+    /// Returns a place with the files in the folder `kept`, or in a temporary one.
+    ///
+    /// # Errors
+    /// Fails if no folder can be made.
+    pub fn new(kept: Option<PathBuf>, seed: u64, is_quick: bool) -> anyhow::Result<Self> {
         if let Some(folder) = kept {
             std::fs::create_dir_all(&folder)?;
-            return Ok(Self { folder, attackers, seed, _temporary: None });
+            return Ok(Self { folder, seed, is_quick, _temporary: None });
         }
         let temporary = tempfile::tempdir()?;
         let folder = temporary.path().to_owned();
-        Ok(Self { folder, attackers, seed, _temporary: Some(temporary) })
+        Ok(Self { folder, seed, is_quick, _temporary: Some(temporary) })
+    }
+
+    /// Returns the folder of settings and logs.
+    #[must_use]
+    pub fn folder(&self) -> &Path {
+        &self.folder
     }
 
     /// Writes a file beside the logs.
-    pub(crate) fn write(&self, name: &str, text: &str) -> std::io::Result<()> {
+    ///
+    /// # Errors
+    /// Fails if the file can't be written.
+    pub fn write(&self, name: &str, text: &str) -> std::io::Result<()> {
         std::fs::write(self.folder.join(name), text)
     }
 }
 
 /// How a fleet is started.
 #[derive(Debug, Clone)]
-pub(crate) struct Plan {
-    pub(crate) engines: usize,
-    pub(crate) routers: usize,
-    /// Flags of the engines, beside those that all scenarios need.
-    pub(crate) engine_flags: Vec<String>,
+pub struct FleetPlan {
+    /// The number of engines, each with an agent.
+    pub engines: usize,
+    /// The number of routers.
+    pub routers: usize,
+    /// Flags of the engines, beside those that all cases need.
+    pub engine_flags: Vec<String>,
+    /// More flags of single engines, by their number.
+    pub flags_by_engine: Vec<Vec<String>>,
+    /// More settings of all agents: lines of TOML with dotted keys.
+    pub agent_settings: String,
+    /// More settings of all routers: lines of TOML with dotted keys.
+    pub router_settings: String,
+    /// Whether the routers' settings name the agents.
+    pub names_workers: bool,
     /// The limit on open descriptors of agents and routers.
-    pub(crate) descriptors: Option<u32>,
+    pub descriptors: Option<u32>,
     /// Whether clients speak TLS to routers, and routers and agents show each other certificates.
-    pub(crate) has_tls: bool,
+    pub has_tls: bool,
     /// Whether an agent that ends by SIGTERM leaves its sessions to the next one. The engines then
     /// have shims, from which the next agent learns what is still there.
-    pub(crate) has_handover: bool,
+    pub has_handover: bool,
 }
 
-impl Default for Plan {
+impl Default for FleetPlan {
     fn default() -> Self {
         Self {
             engines: 1,
             routers: 1,
             engine_flags: vec![],
+            flags_by_engine: vec![],
+            agent_settings: String::new(),
+            router_settings: String::new(),
+            names_workers: true,
             descriptors: None,
             has_tls: false,
             has_handover: false,
@@ -91,7 +117,7 @@ impl Default for Plan {
 
 /// One process.
 #[derive(Debug)]
-pub(crate) struct Process {
+pub struct Process {
     command: Vec<String>,
     log: PathBuf,
     descriptors: Option<u32>,
@@ -101,7 +127,19 @@ pub(crate) struct Process {
 }
 
 impl Process {
-    fn start(&mut self) -> anyhow::Result<()> {
+    /// Describes a process that isn't started yet. `ready_url` answers 200 while it is ready. Its
+    /// log is `name.log` in the folder.
+    #[must_use]
+    pub fn new(folder: &Path, name: &str, command: Vec<String>, ready_url: String) -> Self {
+        let log = folder.join(format!("{name}.log"));
+        Self { command, log, descriptors: None, child: None, ready_url }
+    }
+
+    /// Starts the process, also again with the same flags.
+    ///
+    /// # Errors
+    /// Fails if the program can't be run.
+    pub fn start(&mut self) -> anyhow::Result<()> {
         let log = File::options().create(true).append(true).open(&self.log)?;
         let mut command = match self.descriptors {
             None => Command::new(&self.command[0]),
@@ -125,25 +163,30 @@ impl Process {
         Pid::from_raw(i32::try_from(id)?).context("no process id")
     }
 
-    pub(crate) fn signal(&self, signal: Signal) -> anyhow::Result<()> {
+    /// Sends the process a signal.
+    ///
+    /// # Errors
+    /// Fails if the process has ended.
+    pub fn signal(&self, signal: Signal) -> anyhow::Result<()> {
         Ok(kill_process(self.pid()?, signal)?)
     }
 
     /// Ends the process by a signal, and waits for its end.
-    pub(crate) async fn end(&mut self, signal: Signal) -> anyhow::Result<()> {
+    ///
+    /// # Errors
+    /// Fails if the process has ended, or does not end in time.
+    pub async fn end(&mut self, signal: Signal) -> anyhow::Result<()> {
         self.signal(signal)?;
         let mut child = self.child.take().context("the process has ended")?;
         tokio::time::timeout(PATIENCE, child.wait()).await.context("it did not end")??;
         Ok(())
     }
 
-    /// Starts the process again with the same flags.
-    pub(crate) fn restart(&mut self) -> anyhow::Result<()> {
-        self.start()
-    }
-
     /// Waits until the process is ready.
-    pub(crate) async fn ready(&mut self, web: &Web) -> anyhow::Result<()> {
+    ///
+    /// # Errors
+    /// Fails if the process ends, with its log, or isn't ready in time.
+    pub async fn ready(&mut self, web: &Web) -> anyhow::Result<()> {
         let began = now();
         loop {
             let answer = tokio::time::timeout(PATIENCE, web.get(&self.ready_url)).await?;
@@ -162,7 +205,10 @@ impl Process {
     }
 
     /// Returns the memory of the process that is resident, in bytes.
-    pub(crate) fn resident_bytes(&self) -> anyhow::Result<u64> {
+    ///
+    /// # Errors
+    /// Fails if the process has ended.
+    pub fn resident_bytes(&self) -> anyhow::Result<u64> {
         let status =
             std::fs::read_to_string(format!("/proc/{}/status", self.pid()?.as_raw_nonzero()))?;
         let line = status.lines().find(|line| line.starts_with("VmRSS:")).context("no VmRSS")?;
@@ -173,39 +219,49 @@ impl Process {
 
 /// Where users and operators are: at an address that no attacker has.
 #[derive(Debug, Clone)]
-pub(crate) struct Origin {
+pub struct Origin {
     address: IpAddr,
     tls: Option<ClientTls>,
 }
 
 impl Origin {
     /// Returns a client with connections of its own.
-    pub(crate) fn web(&self) -> Web {
+    #[must_use]
+    pub fn web(&self) -> Web {
         Web::from_address(self.address, self.tls.clone())
     }
 }
 
-/// The processes of one scenario.
+/// The processes of one case.
 #[derive(Debug)]
-pub(crate) struct Fleet {
-    pub(crate) engines: Vec<Process>,
-    pub(crate) agents: Vec<Process>,
-    pub(crate) routers: Vec<Process>,
-    /// The hosts of the agents and of the routers.
-    pub(crate) agent_hosts: Vec<String>,
-    pub(crate) router_hosts: Vec<String>,
-    pub(crate) origin: Origin,
-    /// A client at [`Fleet::origin`].
-    pub(crate) web: Web,
-    pub(crate) place: Place,
-    /// Whether a [`Plan`] limits the descriptors.
-    pub(crate) has_few_descriptors: bool,
+pub struct Processes {
+    /// The engines, each beside the agent with its number.
+    pub engines: Vec<Process>,
+    /// The agents.
+    pub agents: Vec<Process>,
+    /// The routers.
+    pub routers: Vec<Process>,
+    /// The host of each agent.
+    pub agent_hosts: Vec<String>,
+    /// The host of each router.
+    pub router_hosts: Vec<String>,
+    /// Where clients are.
+    pub origin: Origin,
+    /// A client at [`Processes::origin`].
+    pub web: Web,
+    /// Where the files are.
+    pub place: Place,
+    /// Whether a [`FleetPlan`] limits the descriptors.
+    pub has_few_descriptors: bool,
     certificates: Option<Files>,
 }
 
-impl Fleet {
+impl Processes {
     /// Starts all processes, and waits until all are ready.
-    pub(crate) async fn start(place: Place, plan: &Plan) -> anyhow::Result<Self> {
+    ///
+    /// # Errors
+    /// Fails if a process can't be started, or isn't ready in time.
+    pub async fn start(place: Place, plan: &FleetPlan) -> anyhow::Result<Self> {
         let folder = place.folder.clone();
         let keys = write_keys(&folder)?;
         let certificates = plan.has_tls.then(|| Files::of_fleet(&Authority::new("fleet")));
@@ -234,44 +290,54 @@ impl Fleet {
         }
         for number in 0..plan.routers {
             let host = own_host();
-            let settings = router_settings(&host, &fleet.agent_hosts, &keys, files)?;
+            let named = if plan.names_workers { &fleet.agent_hosts[..] } else { &[] };
+            let mut settings = router_settings(&host, named, &keys, files)?;
+            settings.push_str(&plan.router_settings);
             fleet.routers.push(router(&folder, number, &host, &settings, plan)?);
             fleet.router_hosts.push(host);
         }
         let web = fleet.web.clone();
         let (engines, agents, routers) =
             (fleet.engines.iter_mut(), fleet.agents.iter_mut(), fleet.routers.iter_mut());
-        for process in engines.chain(agents).chain(routers) {
+        let mut all: Vec<&mut Process> = engines.chain(agents).chain(routers).collect();
+        for process in &mut all {
             process.start()?;
+        }
+        for process in all {
             process.ready(&web).await?;
         }
         Ok(fleet)
     }
 
     /// Returns the URL of a route of a router's data port.
-    pub(crate) fn url(&self, router: usize, path: &str) -> String {
+    #[must_use]
+    pub fn url(&self, router: usize, path: &str) -> String {
         let scheme = if self.certificates.is_some() { "https" } else { "http" };
         format!("{scheme}://{}:8080{path}", self.router_hosts[router])
     }
 
     /// Returns the URLs of the routers' data ports.
-    pub(crate) fn router_urls(&self) -> Vec<String> {
+    #[must_use]
+    pub fn router_urls(&self) -> Vec<String> {
         (0..self.routers.len()).map(|router| self.url(router, "")).collect()
     }
 
     /// Returns the URL of a router's admin port.
-    pub(crate) fn router_admin(&self, router: usize) -> String {
+    #[must_use]
+    pub fn router_admin(&self, router: usize) -> String {
         format!("http://{}:8081", self.router_hosts[router])
     }
 
     /// Returns the URL of an agent's admin port.
-    pub(crate) fn agent_admin(&self, agent: usize) -> String {
+    #[must_use]
+    pub fn agent_admin(&self, agent: usize) -> String {
         format!("http://{}:31002", self.agent_hosts[agent])
     }
 }
 
 /// Returns a loopback address that nothing else of this process uses.
-fn own_host() -> String {
+#[must_use]
+pub fn own_host() -> String {
     static NEXT: AtomicU8 = AtomicU8::new(1);
     let process = std::process::id();
     let number = NEXT.fetch_add(1, Ordering::Relaxed);
@@ -279,17 +345,13 @@ fn own_host() -> String {
 }
 
 /// Returns the path of a binary, which is beside this one.
-fn program(name: &str) -> String {
+#[must_use]
+pub fn program(name: &str) -> String {
     let this = std::env::current_exe().unwrap_or_default();
     this.with_file_name(name).display().to_string()
 }
 
-fn process(folder: &Path, name: &str, command: Vec<String>, ready_url: String) -> Process {
-    let log = folder.join(format!("{name}.log"));
-    Process { command, log, descriptors: None, child: None, ready_url }
-}
-
-fn engine(folder: &Path, number: usize, host: &str, plan: &Plan) -> Process {
+fn engine(folder: &Path, number: usize, host: &str, plan: &FleetPlan) -> Process {
     let mut command = vec![program("engine-sim"), format!("--host={host}")];
     let usual = [
         "--port=30000",
@@ -306,11 +368,17 @@ fn engine(folder: &Path, number: usize, host: &str, plan: &Plan) -> Process {
     command.extend(usual.map(str::to_owned));
     command.push(format!("--seed={number}"));
     command.extend_from_slice(&plan.engine_flags);
+    command.extend(plan.flags_by_engine.get(number).into_iter().flatten().cloned());
     if plan.has_handover {
         let socket = state_folder(folder, number).join("engine-30000.sock");
         command.push(format!("--shim-socket={}", socket.display()));
     }
-    process(folder, &format!("engine-{number}"), command, format!("http://{host}:30000/health"))
+    Process::new(
+        folder,
+        &format!("engine-{number}"),
+        command,
+        format!("http://{host}:30000/health"),
+    )
 }
 
 /// Returns the folder of an agent's journal and of its socket for the shim.
@@ -322,7 +390,7 @@ fn agent(
     folder: &Path,
     number: usize,
     host: &str,
-    plan: &Plan,
+    plan: &FleetPlan,
     certificates: Option<&Files>,
 ) -> anyhow::Result<Process> {
     let state = state_folder(folder, number);
@@ -341,11 +409,12 @@ fn agent(
         writeln!(settings, "tls.client_names = [{:?}]", certificates::ROUTER)?;
         writeln!(settings, "auth.token_file = {:?}", path("tokens"))?;
     }
+    settings.push_str(&plan.agent_settings);
     let file = folder.join(format!("agent-{number}.toml"));
     std::fs::write(&file, settings)?;
     let command = vec![program("berth-agent"), "--config".into(), file.display().to_string()];
     let ready_url = format!("http://{host}:31002/readyz");
-    let mut agent = process(folder, &format!("agent-{number}"), command, ready_url);
+    let mut agent = Process::new(folder, &format!("agent-{number}"), command, ready_url);
     agent.descriptors = plan.descriptors;
     Ok(agent)
 }
@@ -379,13 +448,13 @@ fn router(
     number: usize,
     host: &str,
     settings: &str,
-    plan: &Plan,
+    plan: &FleetPlan,
 ) -> anyhow::Result<Process> {
     let file = folder.join(format!("router-{number}.toml"));
     std::fs::write(&file, settings)?;
     let command = vec![program("berth-router"), "--config".into(), file.display().to_string()];
     let ready_url = format!("http://{host}:8081/readyz");
-    let mut router = process(folder, &format!("router-{number}"), command, ready_url);
+    let mut router = Process::new(folder, &format!("router-{number}"), command, ready_url);
     router.descriptors = plan.descriptors;
     Ok(router)
 }
@@ -402,6 +471,7 @@ fn write_keys(folder: &Path) -> anyhow::Result<PathBuf> {
 }
 
 /// Returns the value of the header that carries a key.
-pub(crate) fn credential(name: &str) -> String {
+#[must_use]
+pub fn credential(name: &str) -> String {
     format!("Bearer {name}-secret")
 }
