@@ -417,7 +417,7 @@ impl RequestHandler {
         let is_served = is_usual || limits.health_paths.contains(&request.uri().path());
         request.extensions_mut().insert(self.peer);
         let request_id = request_id::identify(request.headers_mut());
-        let api = Api::for_path(request.uri().path());
+        let api = Api::for_request(request.uri().path(), request.headers());
         let answer = if guard.is_some() && is_served {
             Ok(self.app.call(request))
         } else {

@@ -53,7 +53,7 @@ impl ErrorForm {
         // The server has given each request an id.
         let id = request.headers.get("x-request-id").and_then(|id| id.to_str().ok());
         let request_id = id.unwrap_or_default().to_owned();
-        Self { api: Api::for_path(request.uri.path()), request_id }
+        Self { api: Api::for_request(request.uri.path(), &request.headers), request_id }
     }
 }
 

@@ -1,12 +1,12 @@
 //! Gives a refusal the form in which an API's clients read errors: OpenAI's or Anthropic's. Pure.
 
 use bytes::Bytes;
-use http::StatusCode;
+use http::{HeaderMap, StatusCode};
 use serde_json::{Value, json};
 
 use super::Refusal;
 
-/// The API that a client uses, as the path of its request says.
+/// The API that a client uses, as the path of its request says, or a header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Api {
     /// OpenAI's. SGLang's own routes have their errors in the same place.
@@ -16,12 +16,16 @@ pub enum Api {
 }
 
 impl Api {
-    /// Returns the API to which a path belongs.
+    /// Returns the API to which a request belongs.
     #[must_use]
-    pub fn for_path(path: &str) -> Self {
-        let rest = path.strip_prefix("/v1/messages");
-        let is_anthropic = rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('/'));
-        if is_anthropic { Self::Anthropic } else { Self::OpenAi }
+    pub fn for_request(path: &str, headers: &HeaderMap) -> Self {
+        let is_below = |root: &str| {
+            let rest = path.strip_prefix(root);
+            rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
+        };
+        // Both APIs list models at the same path; Anthropic's clients always send the header.
+        let lists_models = is_below("/v1/models") && headers.contains_key("anthropic-version");
+        if is_below("/v1/messages") || lists_models { Self::Anthropic } else { Self::OpenAi }
     }
 
     /// Returns the body of a refusal. `request_id` names the request that was refused.
@@ -85,22 +89,29 @@ impl Api {
 #[cfg(test)]
 mod tests {
     use axum::response::IntoResponse as _;
-    use http::header;
+    use http::{HeaderName, HeaderValue, header};
     use serde_json::Value;
 
     use super::*;
     use crate::refusal::{Code, Repeat, SHOULD_RETRY};
 
     #[test]
-    fn the_path_tells_the_api() {
-        for (path, api) in [
-            ("/v1/messages", Api::Anthropic),
-            ("/v1/messages/count_tokens", Api::Anthropic),
-            ("/v1/messages2", Api::OpenAi),
-            ("/v1/chat/completions", Api::OpenAi),
-            ("/generate", Api::OpenAi),
+    fn the_request_tells_the_api() {
+        let anthropics = HeaderMap::from_iter([(
+            HeaderName::from_static("anthropic-version"),
+            HeaderValue::from_static("2023-06-01"),
+        )]);
+        let others = HeaderMap::new();
+        for (path, headers, api) in [
+            ("/v1/messages", &others, Api::Anthropic),
+            ("/v1/messages/count_tokens", &others, Api::Anthropic),
+            ("/v1/messages2", &others, Api::OpenAi),
+            ("/v1/models", &others, Api::OpenAi),
+            ("/v1/models/a", &anthropics, Api::Anthropic),
+            ("/v1/chat/completions", &anthropics, Api::OpenAi),
+            ("/generate", &others, Api::OpenAi),
         ] {
-            assert_eq!(Api::for_path(path), api, "{path}");
+            assert_eq!(Api::for_request(path, headers), api, "{path}");
         }
     }
 
