@@ -498,7 +498,7 @@ async fn grpc_opens_and_closes_name_the_missing_resource() {
     let listed =
         client.list_sessions(v1::ListSessionsRequest::default()).await.unwrap().into_inner();
     assert_eq!(listed.sessions.len(), 7);
-    let close = v1::CloseSessionRequest { key: key("s0") };
+    let close = v1::CloseSessionRequest { key: key("s0"), ..Default::default() };
     let mut other = client.clone();
     let (first, second) =
         tokio::join!(client.close_session(close.clone()), other.close_session(close));

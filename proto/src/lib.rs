@@ -12,6 +12,7 @@
 //! - [`load`]: an agent's load report, the description of its engine, and its sessions.
 //! - [`model_files`]: how tokenizer and chat template files are named and hashed.
 //! - [`route`]: the engine's routes that agent and router serve.
+//! - [`placement_claim`]: how routers agree on the worker of a session that no agent has yet.
 //! - [`claim`]: the headers by which a router tells an agent to which session a turn belongs.
 //! - [`abort`]: the names by which clients abort turns, and how a router asks an agent for that.
 //! - [`turn_rid`]: the ids that agents give their turns inside the engine.
@@ -34,6 +35,7 @@ pub mod id;
 pub mod kv;
 pub mod load;
 pub mod model_files;
+pub mod placement_claim;
 pub mod route;
 pub mod staged_prefill;
 pub mod table;

@@ -241,6 +241,9 @@ pub struct Session {
     /// A text early in the session's prompts that differs from turn to turn; `None` if there is no
     /// such text.
     pub volatile_prefix: Option<VolatilePrefix>,
+    /// When the session began, in unix milliseconds by its agent's clock. 0 if the agent doesn't
+    /// say. All routers read the same number, so they agree on which of two sessions is older.
+    pub began_unix_ms: u64,
 }
 
 /// A text early in a session's prompts that differed in three turns in a row. The engine computes

@@ -124,6 +124,7 @@ fn session(agent: usize, number: usize) -> Session {
         idle: Duration::from_secs((agent * 37 + number * 101) as u64 % 900),
         full_history: false,
         volatile_prefix: None,
+        began_unix_ms: 0,
     }
 }
 

@@ -29,6 +29,7 @@ use proto::{
     id::SessionKey,
     kv::{self, RankChange},
     load::{Retention, Session, SessionState},
+    placement_claim::{CLAIMS_MAX, ClaimTable},
     v1::{self, load_event::Event, session_change::Change, worker_agent_server::WorkerAgentServer},
 };
 use service::{
@@ -90,6 +91,7 @@ pub(crate) struct AgentState {
     /// Whether the engine cuts prompts that are longer than its context.
     pub(crate) shortens_prompts: AtomicBool,
     adapters: Mutex<Option<Vec<String>>>,
+    claims: Mutex<ClaimTable>,
     fetches: AtomicUsize,
     reports: AtomicBool,
     tasks: Tasks,
@@ -140,6 +142,7 @@ impl Agent {
             has_model: AtomicBool::new(false),
             shortens_prompts: AtomicBool::new(false),
             adapters: Mutex::default(),
+            claims: Mutex::new(ClaimTable::new(CLAIMS_MAX, 7)),
             fetches: AtomicUsize::new(0),
             reports: AtomicBool::new(true),
             tasks: Tasks::default(),
@@ -344,6 +347,7 @@ impl AgentState {
             idle: Duration::ZERO,
             full_history: false,
             volatile_prefix: None,
+            began_unix_ms: 0,
         }
     }
 

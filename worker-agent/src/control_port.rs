@@ -6,7 +6,9 @@
 //! [`crate::data_port`].
 //!
 //! The service only translates: requests go to the owner task through [`AgentHandle`], block
-//! changes come from [`crate::kv_events`], and files from [`model_files`]. It has its own thread
+//! changes come from [`crate::kv_events`], and files from [`model_files`]. Only the claims by which
+//! routers agree on a new session's worker are kept here, because they concern no session that the
+//! agent has, and must be answered within a millisecond. The service has its own thread
 //! and runtime, so large bodies and busy streams on the data port don't delay a load report.
 
 mod incoming;
@@ -16,10 +18,12 @@ mod streams;
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 
 use http::{HeaderValue, StatusCode};
+use parking_lot::Mutex;
 use proto::{
     claim,
     id::SessionKey,
     load::Retention,
+    placement_claim::{CLAIMS_MAX, ClaimRequest, ClaimTable},
     v1::{
         self,
         worker_agent_server::{WorkerAgent, WorkerAgentServer},
@@ -80,6 +84,9 @@ struct ControlService {
     kv_places: Places,
     /// The tasks that send events to watchers, one per watcher.
     tasks: Tasks,
+    /// By which routers agree on the workers of new sessions.
+    claims: Arc<Mutex<ClaimTable>>,
+    metrics: Metrics,
 }
 
 /// Who may use the data and control port, and how their connections are encrypted.
@@ -137,6 +144,8 @@ pub fn start(
                 load_places: Places::new("load", load_watch::WATCHERS_MAX, &metrics),
                 kv_places: Places::new("kv", kv_events::WATCHERS_MAX, &metrics),
                 tasks: tasks.clone(),
+                claims: Arc::new(Mutex::new(ClaimTable::new(CLAIMS_MAX, epoch))),
+                metrics,
             };
             let tls = access.tls.map(|tls| tls.for_protocol(Protocol::Http2));
             let limits = ConnectionLimits { connections_max, metrics: port_metrics };
@@ -228,16 +237,31 @@ impl WorkerAgent for ControlService {
             (request.idle_ms_max > 0).then(|| Duration::from_millis(request.idle_ms_max));
         let opened =
             self.agent.open_session(parse_key(request.key)?, retention, idle_max, request.dp_rank);
-        Ok(Response::new(opened.await.map_err(|error| to_status(&error))?.into()))
+        let opened = opened.await.map_err(|error| to_status(&error))?;
+        let answer = v1::Session { was_open: opened.was_open, ..opened.session.into() };
+        Ok(Response::new(answer))
     }
 
     async fn close_session(
         &self,
         request: Request<v1::CloseSessionRequest>,
     ) -> Result<Response<v1::CloseSessionResponse>, Status> {
-        let close_result = self.agent.close_session(parse_key(request.into_inner().key)?).await;
+        let v1::CloseSessionRequest { key, only_if_idle } = request.into_inner();
+        let close_result = self.agent.close_session(parse_key(key)?, only_if_idle).await;
         let is_deferred = close_result.map_err(|error| to_status(&error))?;
         Ok(Response::new(v1::CloseSessionResponse { deferred: is_deferred }))
+    }
+
+    async fn claim_placement(
+        &self,
+        request: Request<v1::ClaimPlacementRequest>,
+    ) -> Result<Response<v1::PlacementClaim>, Status> {
+        let claim_request = ClaimRequest::try_from(request.into_inner())
+            .map_err(|error| Status::invalid_argument(error.to_string()))?;
+        let claim = self.claims.lock().claim(claim_request, now());
+        self.metrics.count_claim(&claim);
+        let claim = claim.map_err(|error| Status::resource_exhausted(error.to_string()))?;
+        Ok(Response::new(claim.into()))
     }
 
     async fn list_sessions(

@@ -39,11 +39,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use proto::{
-    claim::Claim,
-    id::SessionKey,
-    load::{Retention, Session},
-};
+use proto::{claim::Claim, id::SessionKey, load::Retention};
 use service::{clock::now, refusal::Code, tasks::Tasks};
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio_util::sync::CancellationToken;
@@ -65,8 +61,8 @@ use self::{
 pub use self::{
     drain::Ending,
     handle::{
-        AdmittedTurn, AgentHandle, EngineNews, Error, Lease, RankPageAudit, RunModeResult,
-        SessionChange, SessionWatch,
+        AdmittedTurn, AgentHandle, EngineNews, Error, Lease, OpenedSession, RankPageAudit,
+        RunModeResult, SessionChange, SessionWatch,
     },
     published::{PageEnd, PublishedSession, SessionSnapshot},
     reporter::ReporterSetup,
@@ -276,9 +272,9 @@ impl Owner {
             OwnerMessage::Open { key, retention, idle_max, requested_dp_rank, reply } => {
                 self.open(key, retention, idle_max, requested_dp_rank, reply);
             }
-            OwnerMessage::Close { key, reply } => {
-                let closed = self.table.close_session(now(), &key).map_err(Error::from);
-                let _ = reply.send(closed);
+            OwnerMessage::Close { key, only_if_idle, reply } => {
+                let closed = self.table.close_session_if(now(), &key, only_if_idle);
+                let _ = reply.send(closed.map_err(Error::from));
             }
             OwnerMessage::Audit { dp_rank, reply } => self.audit_desk.request(dp_rank, reply),
             OwnerMessage::WatchSessions(reply) => {
@@ -363,16 +359,17 @@ impl Owner {
         retention: Option<Retention>,
         idle_max: Option<Duration>,
         requested_dp_rank: Option<u32>,
-        reply: oneshot::Sender<Result<Session, Error>>,
+        reply: oneshot::Sender<Result<OpenedSession, Error>>,
     ) {
         let rid = new_rid();
+        let was_open = self.table.get(&key).is_some_and(|session| !session.is_gone());
         let opened = self.check_usable().and_then(|()| {
             let opened =
                 self.table.open_session(now(), &rid, &key, retention, idle_max, requested_dp_rank);
             opened.map_err(Error::from)
         });
         match opened {
-            Ok(()) => self.waiters.add(rid, Waiter::Open(key, reply)),
+            Ok(()) => self.waiters.add(rid, Waiter::Open { key, was_open, reply }),
             Err(error) => drop(reply.send(Err(error))),
         }
     }
@@ -449,7 +446,9 @@ impl Owner {
         for effect in effects {
             match effect {
                 Effect::Admitted { rid, turn } => {
-                    if let Some(run_mode) = self.waiters.tell_admitted(&rid, turn, &self.table) {
+                    if let Some(run_mode) =
+                        self.waiters.tell_admitted(&rid, turn, &self.table, &self.reporter)
+                    {
                         self.metrics.count_run_mode(run_mode.as_str());
                     }
                 }

@@ -17,6 +17,30 @@ pub fn whole_millis(duration: Duration) -> u64 {
     u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
 }
 
+/// Tells the wall clock's time of a moment, as it was when this value was made plus what has passed
+/// since then by the monotonic clock. So a moment has the same time whenever it is asked for.
+#[derive(Debug, Clone, Copy)]
+pub struct WallClock {
+    made_at: Instant,
+    made_at_unix_ms: u64,
+}
+
+impl WallClock {
+    /// Reads both clocks.
+    #[must_use]
+    pub fn read() -> Self {
+        Self { made_at: now(), made_at_unix_ms: unix_ns() / 1_000_000 }
+    }
+
+    /// Returns the unix time of a moment, in milliseconds.
+    #[must_use]
+    pub fn unix_ms(self, at: Instant) -> u64 {
+        let after = whole_millis(at.saturating_duration_since(self.made_at));
+        let before = whole_millis(self.made_at.saturating_duration_since(at));
+        self.made_at_unix_ms.saturating_add(after).saturating_sub(before)
+    }
+}
+
 /// Returns unix time in nanoseconds by the wall clock.
 ///
 /// The value at an agent's start identifies the agent's process (its *epoch*). A process that

@@ -256,6 +256,7 @@ impl TryFrom<v1::Session> for Session {
             idle: Duration::from_millis(wire.idle_ms),
             full_history: wire.whole_history,
             volatile_prefix: wire.volatile_prefix.map(Into::into),
+            began_unix_ms: wire.began_unix_ms,
         })
     }
 }
@@ -274,6 +275,8 @@ impl From<Session> for v1::Session {
             idle_ms: u64::try_from(session.idle.as_millis()).unwrap_or(u64::MAX),
             whole_history: session.full_history,
             volatile_prefix: session.volatile_prefix.map(Into::into),
+            began_unix_ms: session.began_unix_ms,
+            was_open: false,
         }
     }
 }

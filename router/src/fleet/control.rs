@@ -29,6 +29,14 @@ const CALL_TIME_MAX: Duration = Duration::from_secs(10);
 #[derive(Debug, Clone)]
 pub(crate) struct ControlClient(AgentClient);
 
+/// An agent's positive answer to a request to open a session.
+#[derive(Debug)]
+pub(crate) struct OpenedAtAgent {
+    pub(crate) session: Session,
+    /// Whether the session was open before, perhaps by another router.
+    pub(crate) was_open: bool,
+}
+
 /// A request to open a session.
 #[derive(Debug, Clone)]
 pub(crate) struct OpenRequest {
@@ -50,7 +58,7 @@ impl ControlClient {
         &self,
         open_request: &OpenRequest,
         dp_rank: u32,
-    ) -> Result<Session, Status> {
+    ) -> Result<OpenedAtAgent, Status> {
         let request = v1::OpenSessionRequest {
             key: Some((&open_request.key).into()),
             retention: open_request.retention.map_or(0, Retention::to_wire),
@@ -59,13 +67,14 @@ impl ControlClient {
         };
         let mut client = self.0.clone();
         let answer = with_time_limit(client.open_session(request)).await?.into_inner();
-        Session::try_from(answer)
-            .map_err(|error| Status::internal(format!("the agent's answer is invalid: {error}")))
+        let was_open = answer.was_open;
+        let session = Session::try_from(answer).map_err(|error| invalid_answer(&error))?;
+        Ok(OpenedAtAgent { session, was_open })
     }
 
     /// Closes the session. Returns true if a turn still runs and the session closes after it.
     pub(crate) async fn close(&self, key: &SessionKey) -> Result<bool, Status> {
-        let request = v1::CloseSessionRequest { key: Some(key.into()) };
+        let request = v1::CloseSessionRequest { key: Some(key.into()), only_if_idle: false };
         let mut client = self.0.clone();
         Ok(with_time_limit(client.close_session(request)).await?.into_inner().deferred)
     }
@@ -109,6 +118,10 @@ impl ControlClient {
             template: template.map_err(|_| mismatch())?,
         })
     }
+}
+
+fn invalid_answer(error: &dyn std::error::Error) -> Status {
+    Status::internal(format!("the agent's answer is invalid: {error}"))
 }
 
 /// Waits for a call for at most [`CALL_TIME_MAX`].

@@ -307,6 +307,7 @@ mod tests {
             idle: idle.unwrap_or_default(),
             full_history: false,
             volatile_prefix: None,
+            began_unix_ms: 0,
         }
     }
 

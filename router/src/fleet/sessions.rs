@@ -185,6 +185,7 @@ mod tests {
             idle: std::time::Duration::ZERO,
             full_history: false,
             volatile_prefix: None,
+            began_unix_ms: 0,
         }
     }
 

@@ -332,6 +332,7 @@ mod tests {
             idle: Duration::ZERO,
             full_history: false,
             volatile_prefix: None,
+            began_unix_ms: 0,
         }
     }
 

@@ -281,6 +281,7 @@ mod tests {
             idle: Duration::ZERO,
             full_history: false,
             volatile_prefix: None,
+            began_unix_ms: 0,
         }
     }
 

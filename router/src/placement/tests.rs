@@ -117,6 +117,7 @@ fn session(id: u64, tokens: u64, idle: Duration) -> Session {
         idle,
         full_history: false,
         volatile_prefix: None,
+        began_unix_ms: 0,
     }
 }
 

@@ -23,7 +23,7 @@ use super::{
 };
 use crate::{
     fleet::{
-        control::{ControlClient, OpenRequest},
+        control::{ControlClient, OpenRequest, OpenedAtAgent},
         snapshot::Snapshot,
         worker::WorkerRef,
     },
@@ -367,11 +367,16 @@ impl SessionService {
             if result.is_err() && !was_open {
                 affinity.forget(key);
             }
-            let session = Arc::new(result?);
+            let OpenedAtAgent { session, was_open: agent_had_it } = result?;
+            let session = Arc::new(session);
             let worker = WorkerRef { dp_rank: session.dp_rank, ..worker };
             let open_answer = OpenAnswer { session: Arc::clone(&session), epoch, answered_at: now };
             affinity.record_open(worker, open_answer, now).map_err(decide::Error::from)?;
-            Ok(OpenedSession { worker, is_new: !was_open && session.turns == 0, session })
+            Ok(OpenedSession {
+                worker,
+                is_new: !was_open && !agent_had_it && session.turns == 0,
+                session,
+            })
         })
     }
 
@@ -380,7 +385,7 @@ impl SessionService {
         &self,
         open_request: &OpenRequest,
         worker: WorkerRef,
-    ) -> Result<Session, Status> {
+    ) -> Result<OpenedAtAgent, Status> {
         self.control_clients[worker.agent].open(open_request, worker.dp_rank).await
     }
 

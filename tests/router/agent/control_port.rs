@@ -44,18 +44,18 @@ impl WorkerAgent for Service {
         }
         let key = SessionKey::try_from(request.key.unwrap()).unwrap();
         let retention = Retention::from_wire(request.retention).ok();
-        let session = self
-            .0
-            .sessions
-            .lock()
+        let mut sessions = self.0.sessions.lock();
+        let was_open = sessions.contains_key(&key);
+        let session = sessions
             .entry(key.clone())
             .or_insert_with(|| self.0.fresh(&key, retention, true))
             .clone();
+        drop(sessions);
         self.0.changed(session.clone());
         if self.0.loses_answers.load(Ordering::Relaxed) {
             return Err(Status::unavailable("the connection broke"));
         }
-        Ok(tonic::Response::new(session.into()))
+        Ok(tonic::Response::new(v1::Session { was_open, ..session.into() }))
     }
 
     async fn close_session(
@@ -77,6 +77,15 @@ impl WorkerAgent for Service {
             self.0.removed(&key);
         }
         Ok(tonic::Response::new(v1::CloseSessionResponse { deferred }))
+    }
+
+    async fn claim_placement(
+        &self,
+        request: tonic::Request<v1::ClaimPlacementRequest>,
+    ) -> Result<tonic::Response<v1::PlacementClaim>, Status> {
+        let claim_request = request.into_inner().try_into().unwrap();
+        let claim = self.0.claims.lock().claim(claim_request, service::clock::now()).unwrap();
+        Ok(tonic::Response::new(claim.into()))
     }
 
     async fn audit(

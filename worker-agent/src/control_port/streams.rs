@@ -1,4 +1,4 @@
-//! Bounds the streams that the control port serves at once, and counts those that it refuses.
+//! Bounds the streams that the control port serves at once, and counts refusals and claims.
 //!
 //! A stream keeps its place until it ends or its connection closes, also while its router reads
 //! nothing of it.
@@ -14,14 +14,21 @@ use prometheus_client::{
     metrics::{counter::Counter, family::Family},
     registry::Registry,
 };
+use proto::placement_claim::{self, PlacementClaim};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio_stream::Stream;
 use tonic::Status;
 
-/// Counts the refused streams. Clones share the same values.
+/// Counts the refused streams, and the placement claims. Clones share the same values.
 #[derive(Debug, Clone)]
 pub struct Metrics {
     refused: Family<StreamLabel, Counter>,
+    claims: Family<ResultLabel, Counter>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct ResultLabel {
+    result: &'static str,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -32,11 +39,23 @@ struct StreamLabel {
 impl Metrics {
     /// Creates the metrics, and registers them in `registry`.
     pub fn new(registry: &mut Registry) -> Self {
-        let metrics = Self { refused: Family::default() };
+        let metrics = Self { refused: Family::default(), claims: Family::default() };
         let help = "Streams of routers that the control port refused, because it has as many as it \
                     may have";
         registry.register("control_streams_refused", help, metrics.refused.clone());
+        let help = "Claims of routers on the workers of sessions, by result";
+        registry.register("placement_claims", help, metrics.claims.clone());
         metrics
+    }
+
+    /// Counts an answer to a router's claim.
+    pub(super) fn count_claim(&self, claim: &Result<PlacementClaim, placement_claim::Error>) {
+        let result = match claim {
+            Ok(claim) if claim.is_granted => "granted",
+            Ok(_) => "held",
+            Err(_) => "full",
+        };
+        self.claims.get_or_create(&ResultLabel { result }).inc();
     }
 }
 

@@ -136,10 +136,11 @@ pub(super) enum OwnerMessage {
         retention: Option<Retention>,
         idle_max: Option<Duration>,
         requested_dp_rank: Option<u32>,
-        reply: oneshot::Sender<Result<Session, Error>>,
+        reply: oneshot::Sender<Result<OpenedSession, Error>>,
     },
-    /// Closes a session. The answer says whether the close waits for a running turn.
-    Close { key: SessionKey, reply: oneshot::Sender<Result<bool, Error>> },
+    /// Closes a session. The answer says whether the close waits for a running turn. With
+    /// `only_if_idle`, a session with a turn is not closed.
+    Close { key: SessionKey, only_if_idle: bool, reply: oneshot::Sender<Result<bool, Error>> },
     /// Audits which session holds each page of the rank's KV pool.
     Audit { dp_rank: u32, reply: oneshot::Sender<Result<RankPageAudit, audit::Error>> },
     /// Subscribes to the sessions. The answer has the current ones.
@@ -159,6 +160,15 @@ pub(super) enum OwnerMessage {
     RemoteAudit { dp_rank: u32, answer: audit::remote::RemoteAnswer },
     /// The agent shuts down. Running turns may continue for `grace_period`.
     Drain { grace_period: Duration, ending: Ending, reply: oneshot::Sender<()> },
+}
+
+/// A session that a client has opened without a turn.
+#[derive(Debug)]
+pub struct OpenedSession {
+    /// The session.
+    pub session: Session,
+    /// Whether it was open before.
+    pub was_open: bool,
 }
 
 /// The result of a requested audit of one rank's pages.
@@ -312,7 +322,7 @@ impl AgentHandle {
         retention: Option<Retention>,
         idle_max: Option<Duration>,
         requested_dp_rank: Option<u32>,
-    ) -> Result<Session, Error> {
+    ) -> Result<OpenedSession, Error> {
         self.request(|reply| OwnerMessage::Open {
             key,
             retention,
@@ -326,9 +336,9 @@ impl AgentHandle {
     /// Closes a session. Returns whether the close waits for a running turn.
     ///
     /// # Errors
-    /// If no session has this key.
-    pub async fn close_session(&self, key: SessionKey) -> Result<bool, Error> {
-        self.request(|reply| OwnerMessage::Close { key, reply }).await?
+    /// If no session has this key, or if it has a turn and is to be closed only without one.
+    pub async fn close_session(&self, key: SessionKey, only_if_idle: bool) -> Result<bool, Error> {
+        self.request(|reply| OwnerMessage::Close { key, only_if_idle, reply }).await?
     }
 
     /// Prepares for a control call that the caller is about to send to the engine. The caller must

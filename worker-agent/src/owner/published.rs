@@ -147,6 +147,7 @@ mod tests {
             idle: Duration::from_secs(1),
             full_history: false,
             volatile_prefix: None,
+            began_unix_ms: 0,
         }
     }
 

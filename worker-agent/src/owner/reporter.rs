@@ -14,7 +14,7 @@ use proto::{
     id::SessionKey,
     load::{Description, LoadReport, Session, Weights},
 };
-use service::clock::now;
+use service::clock::{WallClock, now};
 use tokio::sync::{broadcast, mpsc, watch};
 use tracing::error;
 
@@ -73,6 +73,8 @@ pub(super) struct Reporter {
     /// Whether something may have changed since the last load report.
     is_stale: bool,
     last_report_at: Instant,
+    /// Tells when sessions began.
+    wall_clock: WallClock,
 }
 
 impl Reporter {
@@ -106,7 +108,13 @@ impl Reporter {
             sessions: SessionSnapshot::default(),
             is_stale: true,
             last_report_at: now(),
+            wall_clock: WallClock::read(),
         }
+    }
+
+    /// Returns the public view of a session.
+    pub(super) fn session_view(&self, key: &SessionKey, session: &session::Session) -> Session {
+        session_view(key, session, now(), self.wall_clock)
     }
 
     /// Returns the agent's id.
@@ -194,7 +202,7 @@ impl Reporter {
         let now = now();
         let change = match table.get(key) {
             Some(session) => {
-                let session = session_view(key, session, now);
+                let session = session_view(key, session, now, self.wall_clock);
                 let published = Arc::new(PublishedSession::new(session, now));
                 self.sessions.insert(Arc::clone(&published));
                 SessionChange::Upsert(published)
@@ -215,8 +223,12 @@ impl Reporter {
     }
 }
 
-/// Returns the public view of a session.
-pub(super) fn session_view(key: &SessionKey, session: &session::Session, now: Instant) -> Session {
+fn session_view(
+    key: &SessionKey,
+    session: &session::Session,
+    now: Instant,
+    wall_clock: WallClock,
+) -> Session {
     Session {
         key: key.clone(),
         retention: session.retention(),
@@ -229,5 +241,6 @@ pub(super) fn session_view(key: &SessionKey, session: &session::Session, now: In
         volatile_prefix: session.volatile_prefix(),
         resident_tokens: ledger::resident_figure(session),
         idle: session.idle(now),
+        began_unix_ms: wall_clock.unix_ms(session.began()),
     }
 }

@@ -7,11 +7,10 @@
 
 use std::collections::HashMap;
 
-use proto::{id::SessionKey, load::Session};
-use service::clock::now;
+use proto::id::SessionKey;
 use tokio::sync::oneshot;
 
-use super::{AdmittedTurn, Error, RunModeResult, reporter::session_view};
+use super::{AdmittedTurn, Error, OpenedSession, RunModeResult, reporter::Reporter};
 use crate::session::{self, RunMode, Table, Turn};
 
 /// The waiting callers, by request id. A caller that is gone needs no answer: it has dropped its
@@ -27,7 +26,12 @@ pub(super) struct Waiters {
 /// A caller that waits until its turn is admitted or its session is open.
 pub(super) enum Waiter {
     Turn(oneshot::Sender<Result<AdmittedTurn, Error>>),
-    Open(SessionKey, oneshot::Sender<Result<Session, Error>>),
+    Open {
+        key: SessionKey,
+        /// Whether the session was open before.
+        was_open: bool,
+        reply: oneshot::Sender<Result<OpenedSession, Error>>,
+    },
 }
 
 impl Waiters {
@@ -49,6 +53,7 @@ impl Waiters {
         rid: &str,
         turn: Turn,
         table: &Table,
+        reporter: &Reporter,
     ) -> Option<RunMode> {
         match self.admissions.remove(rid)? {
             Waiter::Turn(reply) => {
@@ -64,9 +69,10 @@ impl Waiters {
                 drop(reply.send(Ok(AdmittedTurn { turn, run_mode })));
                 known_run_mode
             }
-            Waiter::Open(key, reply) => {
-                let session = table.get(&key).map(|session| session_view(&key, session, now()));
-                let _ = reply.send(session.ok_or(session::Error::UnknownSession.into()));
+            Waiter::Open { key, was_open, reply } => {
+                let session = table.get(&key).map(|session| reporter.session_view(&key, session));
+                let opened = session.map(|session| OpenedSession { session, was_open });
+                let _ = reply.send(opened.ok_or(session::Error::UnknownSession.into()));
                 None
             }
         }
@@ -76,7 +82,7 @@ impl Waiters {
     pub(super) fn refuse(&mut self, rid: &str, error: Error) {
         match self.admissions.remove(rid) {
             Some(Waiter::Turn(reply)) => drop(reply.send(Err(error))),
-            Some(Waiter::Open(_, reply)) => drop(reply.send(Err(error))),
+            Some(Waiter::Open { reply, .. }) => drop(reply.send(Err(error))),
             None => {}
         }
     }

@@ -72,6 +72,9 @@ pub(super) struct TurnCounts {
     pub(super) running: u32,
     /// The number of turns that have claimed the session and are not inside the engine yet.
     pub(super) waiting: u32,
+    /// When the session began. For a session of an earlier agent process: when its last turn ended,
+    /// because the handover doesn't say more.
+    pub(super) began: Instant,
     /// When the last turn ended, or the session began.
     pub(super) last_end: Instant,
     /// Whether the session was created by a turn, but no turn has reached the engine and no client
@@ -153,7 +156,7 @@ impl ClientHistory {
 
 impl TurnCounts {
     pub(super) fn new(now: Instant) -> Self {
-        Self { finished: 0, running: 0, waiting: 0, last_end: now, is_unused: false }
+        Self { finished: 0, running: 0, waiting: 0, began: now, last_end: now, is_unused: false }
     }
 
     /// Returns the number of turns that run or wait.
@@ -183,6 +186,24 @@ impl Session {
     #[must_use]
     pub fn turns_finished(&self) -> u64 {
         self.turns.finished
+    }
+
+    /// Returns when the session began.
+    #[must_use]
+    pub fn began(&self) -> Instant {
+        self.turns.began
+    }
+
+    /// Whether a turn runs, or has claimed the session and waits.
+    #[must_use]
+    pub fn has_turns(&self) -> bool {
+        self.turns.in_progress() > 0
+    }
+
+    /// Whether the session's KV and history are gone, so that a client that opens it begins anew.
+    #[must_use]
+    pub fn is_gone(&self) -> bool {
+        self.state.is_gone()
     }
 
     /// Returns the number of turns inside the engine.

@@ -170,6 +170,21 @@ impl Table {
         Ok(self.sessions.has(key))
     }
 
+    /// Does what [`Self::close_session`] does. With `only_if_idle`, refuses to close a session of
+    /// which a turn runs or waits.
+    ///
+    /// # Errors
+    /// See [`Error`].
+    pub fn close_session_if(
+        &mut self,
+        now: Instant,
+        key: &SessionKey,
+        only_if_idle: bool,
+    ) -> Result<bool, Error> {
+        let has_turns = self.sessions.get(key).is_some_and(Session::has_turns);
+        if only_if_idle && has_turns { Err(Error::Busy) } else { self.close_session(now, key) }
+    }
+
     /// Does what [`Self::close_session`] does, but decides on no waiting ticket.
     fn begin_close(&mut self, now: Instant, key: &SessionKey) -> Result<(), Error> {
         let session = self.sessions.get(key).ok_or(Error::UnknownSession)?;

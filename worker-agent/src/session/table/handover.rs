@@ -182,9 +182,11 @@ impl Table {
         let deadline = state.awaits_shim_until();
         let rank_count = u32::try_from(self.engine.ranks.len()).expect("few ranks");
         let idle = Duration::from_millis(handed.idle_ms).saturating_add(age);
+        let last_end = now.checked_sub(idle).unwrap_or(now);
         let turns = TurnCounts {
             finished: handed.turns_finished,
-            last_end: now.checked_sub(idle).unwrap_or(now),
+            began: last_end,
+            last_end,
             ..TurnCounts::new(now)
         };
         let kv_epoch = self.weights.epoch();

@@ -63,6 +63,7 @@ impl KnownSession {
             idle: Duration::ZERO,
             full_history: false,
             volatile_prefix: None,
+            began_unix_ms: 0,
         }
     }
 }
