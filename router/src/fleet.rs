@@ -5,7 +5,9 @@
 //!
 //! - `connect`: follows an agent's load stream, one task per agent.
 //! - [`load_stream`]: checks the order of that stream's events.
-//! - [`state`]: applies what the agents report.
+//! - [`state`]: applies what the agents report, and who is in the fleet.
+//! - [`membership`]: decides who is in the fleet, by what the sources of agents say.
+//! - [`slot_keeper`]: says when an agent's tasks start, and when its slot may be used again.
 //! - `view`: publishes a [`snapshot`] of the state after each batch of reports.
 //! - [`agent`], [`worker`], [`sessions`]: the parts of a snapshot.
 //! - [`worker_table`]: the figures of each worker that every placement reads.
@@ -23,8 +25,10 @@ pub(crate) mod control;
 pub(crate) mod dial;
 pub mod lease;
 pub mod load_stream;
+pub mod membership;
 pub mod reuse_forecast;
 pub mod sessions;
+pub mod slot_keeper;
 pub mod snapshot;
 pub mod state;
 #[cfg(test)]

@@ -10,6 +10,7 @@
 //! Each module uses only those below it in this list:
 //!
 //! - `http`: the routes of the data port, and errors as HTTP responses.
+//! - `agent_tasks`: starts and stops the tasks that follow each agent.
 //! - [`turn`]: one turn from its request to the end of its answer; opening and closing sessions.
 //! - [`placement`]: chooses the worker for a turn. Pure.
 //! - [`residency`]: the blocks (parts of prompts) whose KV is resident on each worker.
@@ -19,6 +20,7 @@
 //! Every module may use [`config`] (settings), `metrics`, `backoff` (pauses between retries),
 //! [`auth`] (who sends a request), and `shares` (what each client may hold and use).
 
+mod agent_tasks;
 pub mod auth;
 mod backoff;
 pub mod config;
@@ -31,7 +33,7 @@ pub mod residency;
 mod shares;
 pub mod turn;
 
-use std::{net::IpAddr, sync::Arc, time::Instant};
+use std::{net::IpAddr, sync::Arc};
 
 use prometheus_client::registry::Registry;
 use service::{
@@ -54,6 +56,7 @@ use tokio::sync::{mpsc, watch};
 use tracing::{info, warn};
 
 use crate::{
+    agent_tasks::{AgentTasks, FollowSettings},
     auth::{
         Authenticator,
         jwks::{self, JwksStore},
@@ -61,25 +64,19 @@ use crate::{
     config::{Config, jwt::JwtTable, tables::LimitsTable},
     fleet::{
         collector::FleetCollector,
-        connect::LoadWatcher,
-        control::ControlClient,
-        dial::{AgentCredentials, AgentDialer},
-        state::{State, Update},
-        view::{self, View},
+        control::ControlClients,
+        dial::AgentCredentials,
+        state::State,
+        view::{self, UpdateSender, View},
     },
     metrics::Metrics,
     placement::affinity::Affinity,
     prompt::models::{self, Models},
-    residency::{
-        block_locator::BlockLocator,
-        collector::KvIndexCollector,
-        kv_index::{self, KvIndex},
-    },
+    residency::{block_locator::BlockLocator, collector::KvIndexCollector, kv_index::KvIndex},
     shares::{PoolSizes, Shares, collector::SharesCollector},
     turn::{
         body::Bodies,
         directory::SessionDirectory,
-        liveness,
         placer::Placer,
         pulses::Pulses,
         sessions::SessionService,
@@ -92,6 +89,9 @@ use crate::{
 /// so that they take no session's place. With 100 such requests a second, a name is known for two
 /// minutes; a place takes about half a KiB.
 const NAMES_SEEN_ONCE_MAX: usize = 16_384;
+
+/// The most lists of sources that wait for the view task. Each source waits for a place.
+const SOURCE_NEWS_MAX: usize = 16;
 
 /// The open ports of a router.
 #[derive(Debug)]
@@ -108,15 +108,6 @@ pub enum Error {
     /// The settings are invalid.
     #[error("the router can't start with invalid settings")]
     Settings(#[source] Problems),
-    /// An agent's address is invalid.
-    #[error("{control} is not a valid control port address")]
-    Control {
-        /// The address as configured.
-        control: String,
-        #[source]
-        /// What is wrong with the address.
-        source: tonic::transport::Error,
-    },
     /// A certificate, key or token can't be used.
     #[error("can't use a file named in [tls], [agents] or [auth]")]
     File(#[from] reload::Error),
@@ -144,7 +135,6 @@ pub async fn run(mut config: Config, listeners: Listeners, tasks: Tasks) -> Resu
     let mut registry = Registry::with_prefix("berth_router");
     let file_metrics = reload::Metrics::new(&mut registry);
     let (tls, credentials) = start_access(&config, &file_metrics, &tasks)?;
-    let dialers = agent_dialers(&config, &credentials)?;
     let state = State::new(&config);
     let view = Arc::new(View::new(state.snapshot()));
     let metrics = Metrics::new(&mut registry);
@@ -154,7 +144,7 @@ pub async fn run(mut config: Config, listeners: Listeners, tasks: Tasks) -> Resu
     let shares = Shares::new(pool_sizes(&config.limits));
     registry.register_collector(Box::new(SharesCollector(Arc::clone(&shares))));
     registry.register_collector(Box::new(FleetCollector(Arc::clone(&view))));
-    let kv_index = Arc::new(KvIndex::new(dialers.len(), config.limits.overlap_bytes_max));
+    let kv_index = Arc::new(KvIndex::new(config.limits.overlap_bytes_max));
     registry.register_collector(Box::new(KvIndexCollector {
         view: Arc::clone(&view),
         kv_index: Arc::clone(&kv_index),
@@ -177,23 +167,18 @@ pub async fn run(mut config: Config, listeners: Listeners, tasks: Tasks) -> Resu
     let admin_limits = PortLimits::admin(&port_metrics);
     admin::start(admin_data, listeners.admin, admin_limits, admin_token).map_err(Error::Admin)?;
 
-    let (update_sender, mailbox) = mpsc::channel(view::MAILBOX_UPDATES_MAX);
+    let (updates, mailbox) = mpsc::channel(view::MAILBOX_UPDATES_MAX);
+    let (_news_sender, news) = mpsc::channel(SOURCE_NEWS_MAX);
     tasks.spawn_essential(
         "view",
-        view::run(state, mailbox, Arc::clone(&view), ready_sender, tasks.token()),
+        view::run(state, mailbox, news, Arc::clone(&view), ready_sender, tasks.token()),
     );
-    watch_agents(&config, &dialers, &update_sender, &view, &kv_index, &tasks);
-    let connections = UpstreamConnections {
-        connect_max: config.connect_max(),
-        idle_max: descriptors.fleet,
-        credentials,
-    };
-    let pulses = Arc::new(Pulses::new(dialers.len()));
-    let upstream = UpstreamClient::new(connections, pulses, update_sender);
-    let parts = FleetParts { view, kv_index, metrics, shares, upstream };
-    let shared = build_shared(&config, parts, auth, &dialers, &tasks);
+    let idle_connections_max = descriptors.fleet;
+    let parts =
+        FleetParts { view, kv_index, metrics, shares, credentials, updates, idle_connections_max };
+    let shared = start_fleet(&config, parts, auth, &tasks);
     let address = listeners.data.local_addr().map(|address| address.to_string());
-    info!(address = address.unwrap_or_default(), agents = dialers.len(), "router listens");
+    info!(address = address.unwrap_or_default(), agents = config.workers.len(), "router listens");
     let turns_max = config.limits.turns_in_flight_max;
     let data_limits =
         PortLimits::data(&config.connections, turns_max, descriptors.turns, &port_metrics);
@@ -283,73 +268,61 @@ fn start_access(
     Ok((server, AgentCredentials { tls, tokens }))
 }
 
-/// Returns the control port of each configured agent, in the order of the settings.
-fn agent_dialers(
-    config: &Config,
-    credentials: &AgentCredentials,
-) -> Result<Vec<AgentDialer>, Error> {
-    let dialer = |control: &String| {
-        AgentDialer::new(control, credentials, config.connect_max())
-            .map_err(|source| Error::Control { control: control.clone(), source })
-    };
-    config.workers.iter().map(dialer).collect()
-}
-
-/// Starts the two tasks that follow each agent: one for its load stream, one for its KV stream.
-fn watch_agents(
-    config: &Config,
-    dialers: &[AgentDialer],
-    update_sender: &mpsc::Sender<(usize, Update, Instant)>,
-    view: &Arc<View>,
-    kv_index: &Arc<KvIndex>,
-    tasks: &Tasks,
-) {
-    for (agent, dialer) in dialers.iter().enumerate() {
-        let load_watcher = LoadWatcher {
-            agent_index: agent,
-            dialer: dialer.clone(),
-            connect_max: config.connect_max(),
-            sessions_max: config.limits.sessions_max,
-            updates: update_sender.clone(),
-            view: Arc::clone(view),
-        };
-        tasks.spawn(load_watcher.run(tasks.token()));
-        let kv_watcher = kv_index::KvWatcher {
-            agent,
-            dialer: dialer.clone(),
-            connect_max: config.connect_max(),
-            kv_index: Arc::clone(kv_index),
-        };
-        tasks.spawn(kv_watcher.run(tasks.token()));
-    }
-}
-
-/// What `run` has made of the fleet when it builds the shared parts.
+/// What `run` has made of the fleet when it starts to follow the agents.
 struct FleetParts {
     view: Arc<View>,
     kv_index: Arc<KvIndex>,
     metrics: Metrics,
     shares: Arc<Shares>,
-    upstream: UpstreamClient,
+    credentials: AgentCredentials,
+    updates: UpdateSender,
+    idle_connections_max: usize,
 }
 
-/// Builds the parts that all requests share, and starts the tasks that fetch tokenizers and that
-/// notice silent agents.
-fn build_shared(
+/// Builds the parts that all requests share, and starts the tasks that follow the agents.
+fn start_fleet(
     config: &Config,
     parts: FleetParts,
     auth: Authenticator,
-    dialers: &[AgentDialer],
     tasks: &Tasks,
 ) -> Arc<Shared> {
-    let FleetParts { view, kv_index, metrics, shares, upstream } = parts;
-    let control_clients: Vec<ControlClient> = dialers.iter().map(ControlClient::new).collect();
+    let follow_settings = FollowSettings {
+        connect_max: config.connect_max(),
+        sessions_max: config.limits.sessions_max,
+        credentials: parts.credentials.clone(),
+    };
+    let (view, updates) = (Arc::clone(&parts.view), parts.updates.clone());
+    let control_clients = Arc::new(ControlClients::default());
+    let shared = build_shared(config, parts, &control_clients, auth, tasks);
+    let followed = Arc::clone(&shared);
+    let agent_tasks =
+        AgentTasks::new(follow_settings, view, followed, control_clients, updates, tasks.clone());
+    tasks.spawn_essential("agents", agent_tasks.run());
+    shared
+}
+
+/// Builds the parts that all requests share, and starts the task that fetches tokenizers.
+fn build_shared(
+    config: &Config,
+    parts: FleetParts,
+    control_clients: &Arc<ControlClients>,
+    auth: Authenticator,
+    tasks: &Tasks,
+) -> Arc<Shared> {
+    let FleetParts { view, kv_index, metrics, shares, .. } = parts;
+    let connections = UpstreamConnections {
+        connect_max: config.connect_max(),
+        idle_max: parts.idle_connections_max,
+        agents_expected: config.workers.len(),
+        credentials: parts.credentials,
+    };
+    let upstream = UpstreamClient::new(connections, Arc::new(Pulses::new()), parts.updates);
     let metrics = Arc::new(metrics);
     let models = Models::new(Arc::clone(&shares.tokenizer_bytes), Arc::clone(&metrics));
     let models = Arc::new(models);
     if cfg!(feature = "text") {
         let (models, view) = (Arc::clone(&models), Arc::clone(&view));
-        tasks.spawn(models::run(models, view, control_clients.clone(), tasks.token()));
+        tasks.spawn(models::run(models, view, Arc::clone(control_clients), tasks.token()));
     }
     let new_affinity_table =
         || Affinity::new(config.limits.sessions_max, config.affinity_idle_max());
@@ -367,15 +340,11 @@ fn build_shared(
     );
     let sessions = SessionService::new(
         Arc::clone(&directory),
-        control_clients,
+        Arc::clone(control_clients),
         Arc::clone(&metrics),
         tasks.clone(),
     );
     let upstream = Arc::new(upstream);
-    for agent in 0..dialers.len() {
-        let (directory, upstream) = (Arc::clone(&directory), Arc::clone(&upstream));
-        tasks.spawn(liveness::run(agent, directory, upstream, tasks.token()));
-    }
     Arc::new(Shared {
         auth,
         directory,

@@ -13,7 +13,18 @@ type Rows = &'static [&'static [&'static str]];
 
 /// The rows of the two crates that a turn passes through.
 const LAYERS: [(&str, Rows); 2] = [
-    ("router", &[&["http"], &["turn"], &["placement"], &["residency"], &["prompt"], &["fleet"]]),
+    (
+        "router",
+        &[
+            &["http"],
+            &["agent_tasks"],
+            &["turn"],
+            &["placement"],
+            &["residency"],
+            &["prompt"],
+            &["fleet"],
+        ],
+    ),
     (
         "worker-agent",
         &[

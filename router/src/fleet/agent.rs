@@ -20,6 +20,7 @@ use proto::load::{Description, LoadReport, RankLoad};
 
 use super::{
     lease::{InFlight, InFlightCounts},
+    membership::{Phase, Source},
     worker::WorkerState,
 };
 
@@ -30,8 +31,12 @@ const HANDOVER_MAX: Duration = Duration::from_secs(30);
 /// What the router knows about one agent.
 #[derive(Debug, Clone)]
 pub struct Agent {
-    /// URL of the agent's control port, as configured.
+    /// URL of the agent's control port, as its sources list it. Empty if the slot has no agent.
     pub control_url: String,
+    /// Whether the agent is in the fleet, leaves it, or has left.
+    pub phase: Phase,
+    /// The sources that list the agent.
+    pub sources: Vec<Source>,
     /// State of the connection to the control port.
     pub link: Link,
     /// The agent's description of itself. `None` until the agent is first heard. It is kept when
@@ -46,7 +51,9 @@ pub struct Agent {
     /// The failure of a turn to connect to the agent's data port. `None` if there was none, or if
     /// it was long ago.
     pub data_port_failure: Option<DataPortFailure>,
-    /// Counts of what this router has in flight on each rank. Kept across reconnects.
+    /// Counts of what this router has in flight on each rank. Kept across reconnects. While
+    /// anything outside the fleet's state shares these counts, such as a snapshot or the lease of a
+    /// turn, no other agent gets this agent's slot.
     pub in_flight: Vec<Arc<InFlight>>,
     /// The counts of `in_flight` when the last load report arrived.
     pub in_flight_at_report: Vec<InFlightCounts>,
@@ -105,6 +112,24 @@ pub enum Link {
 }
 
 impl Agent {
+    /// Creates an agent that was never heard.
+    #[must_use]
+    pub fn new(control_url: String, phase: Phase, sources: Vec<Source>) -> Self {
+        Self {
+            control_url,
+            phase,
+            sources,
+            link: Link::Dialing,
+            facts: None,
+            report: None,
+            was_draining: false,
+            heard_at: None,
+            data_port_failure: None,
+            in_flight: vec![],
+            in_flight_at_report: vec![],
+        }
+    }
+
     /// Returns the agent's id, or its control port's URL while the id is unknown.
     #[must_use]
     pub fn name(&self) -> &str {
@@ -147,6 +172,9 @@ impl Agent {
                 report.unhealthy.clone().unwrap_or_default()
             }
             (WorkerState::Held, _, Some((report, _))) => report.held.clone().unwrap_or_default(),
+            (WorkerState::Draining, ..) if self.phase != Phase::Member => {
+                "leaves the fleet: no source lists it as serving".to_owned()
+            }
             (WorkerState::Draining, ..) => "draining".to_owned(),
             (WorkerState::Disaggregated, ..) => format!(
                 "its engine runs in {} mode and takes no whole turns; start it without \
@@ -164,6 +192,7 @@ impl Agent {
         match (&self.link, &self.report) {
             (Link::Dialing | Link::Lost { .. }, _) => WorkerState::Lost,
             (Link::Up, _) if self.disaggregation().is_some() => WorkerState::Disaggregated,
+            (Link::Up, _) if self.phase != Phase::Member => WorkerState::Draining,
             (Link::Up, None) => WorkerState::Stale,
             (Link::Up, Some((report, _))) if report.unhealthy.is_some() => WorkerState::Unhealthy,
             (Link::Up, Some((report, _))) if report.draining => WorkerState::Draining,
@@ -179,16 +208,22 @@ impl Agent {
         matches!(mode, "prefill" | "decode").then_some(mode)
     }
 
-    /// Returns for how long the connection to the agent has been lost. `None` if it isn't lost, or
-    /// if the agent was never heard.
+    /// Returns for how long the connection to the agent has been lost. `None` if it isn't lost, if
+    /// the agent was never heard, or if the agent is leaving, so that nothing waits for its return.
     #[must_use]
     pub fn lost_for(&self, now: Instant) -> Option<Duration> {
         match &self.link {
-            Link::Lost { since, .. } if self.facts.is_some() => {
+            Link::Lost { since, .. } if self.facts.is_some() && self.phase == Phase::Member => {
                 Some(now.saturating_duration_since(*since))
             }
             Link::Lost { .. } | Link::Dialing | Link::Up => None,
         }
+    }
+
+    /// Returns the number of turns that this router has in flight on the agent's workers.
+    #[must_use]
+    pub fn turns_in_flight(&self) -> u32 {
+        self.in_flight.iter().map(|count| count.turns()).sum()
     }
 
     /// Whether the agent ended as planned, so recently that its successor may take up its sessions.

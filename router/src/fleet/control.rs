@@ -5,8 +5,9 @@
 //! or close a session has a time limit. A failed call isn't retried here. `turn` opens and closes
 //! sessions, and `prompt` fetches files. An agent's reports arrive through `connect`.
 
-use std::{collections::BTreeMap, time::Duration};
+use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
+use arc_swap::ArcSwap;
 use proto::{
     id::SessionKey,
     load::{ModelFiles, Retention, Session},
@@ -35,6 +36,35 @@ pub(crate) struct OpenedAtAgent {
     pub(crate) session: Session,
     /// Whether the session was open before, perhaps by another router.
     pub(crate) was_open: bool,
+}
+
+/// The control clients of the agents in the fleet, by slot.
+#[derive(Debug, Default)]
+pub(crate) struct ControlClients(ArcSwap<BTreeMap<usize, ControlClient>>);
+
+impl ControlClients {
+    /// Returns the client of the agent in a slot.
+    ///
+    /// # Errors
+    /// If the agent has left the fleet.
+    pub(crate) fn get(&self, agent: usize) -> Result<ControlClient, Status> {
+        let client = self.0.load().get(&agent).cloned();
+        client.ok_or_else(|| Status::unavailable("the agent has left the fleet; try again"))
+    }
+
+    /// Sets the client of the agent in a slot. Only one task changes the clients.
+    pub(crate) fn insert(&self, agent: usize, client: ControlClient) {
+        let mut clients = BTreeMap::clone(&self.0.load());
+        clients.insert(agent, client);
+        self.0.store(Arc::new(clients));
+    }
+
+    /// Removes the client of an agent that has left the fleet.
+    pub(crate) fn remove(&self, agent: usize) {
+        let mut clients = BTreeMap::clone(&self.0.load());
+        clients.remove(&agent);
+        self.0.store(Arc::new(clients));
+    }
 }
 
 /// A request to open a session.

@@ -54,6 +54,17 @@ impl Sessions {
         }
     }
 
+    /// Adds an agent without sessions, at the next index.
+    pub fn add_agent(&mut self) {
+        self.entry_counts.push(0);
+    }
+
+    /// Whether the agent has any sessions.
+    #[must_use]
+    pub fn has_any(&self, agent: usize) -> bool {
+        self.entry_counts[agent] > 0
+    }
+
     /// Returns the entries of all agents for the key.
     #[must_use]
     pub fn locate(&self, key: &SessionKey) -> &[ReportedSession] {

@@ -24,8 +24,12 @@ use super::{
 /// An immutable snapshot of the fleet.
 #[derive(Debug, Clone)]
 pub struct Snapshot {
-    /// All configured agents, in configured order.
+    /// The agents by slot; those of the settings come first, in their order. A slot may be vacant.
     pub agents: Vec<Arc<Agent>>,
+    /// Changes whenever an agent joins, leaves or changes its phase or sources.
+    pub(super) members_version: u64,
+    /// Whether a source has neither sent a list nor failed yet.
+    pub(super) has_silent_sources: bool,
     /// Where each session is, by session key.
     pub sessions: Sessions,
     /// The figures of all workers that a placement compares.
@@ -54,10 +58,32 @@ impl Snapshot {
         })
     }
 
-    /// Returns the agent of a worker. Panics if the agent's index is not in the configuration.
+    /// Returns the agent of a worker. Panics if there is no such slot.
     #[must_use]
     pub fn agent(&self, worker: WorkerRef) -> &Agent {
         &self.agents[worker.agent]
+    }
+
+    /// Iterates over the agents and their slots, without the vacant slots.
+    pub fn known_agents(&self) -> impl Iterator<Item = (usize, &Arc<Agent>)> {
+        self.agents.iter().enumerate().filter(|(_, agent)| !agent.phase.is_vacant())
+    }
+
+    /// Returns a number that changes whenever an agent joins, leaves, or changes its phase.
+    #[must_use]
+    pub fn members_version(&self) -> u64 {
+        self.members_version
+    }
+
+    /// Puts an agent that was never heard into a slot, the next new slot included.
+    pub(super) fn place_agent(&mut self, slot: usize, agent: Agent) {
+        if slot == self.agents.len() {
+            self.agents.push(Arc::new(agent));
+            self.sessions.add_agent();
+            self.worker_table.add_agent();
+        } else {
+            self.agents[slot] = Arc::new(agent);
+        }
     }
 
     /// Returns the worker table: the figures of all workers that a placement compares.
@@ -116,15 +142,17 @@ impl Snapshot {
         format!("{}/{}", self.agent(worker).name(), worker.dp_rank)
     }
 
-    /// Whether the state of every configured agent is known. An agent's state is known when it has
-    /// sent its session table and a load report, or when the connection to it has failed.
+    /// Whether every source has sent a list or failed, and the state of every agent is known. An
+    /// agent's state is known when it has sent its session table and a load report, or when the
+    /// connection to it has failed.
     #[must_use]
     pub fn is_settled(&self) -> bool {
-        self.agents.iter().all(|agent| match agent.link {
+        let is_settled = |agent: &Agent| match agent.link {
             Link::Dialing => false,
             Link::Up => agent.report.is_some(),
             Link::Lost { .. } => true,
-        })
+        };
+        !self.has_silent_sources && self.known_agents().all(|(_, agent)| is_settled(agent))
     }
 
     /// Checks whether the router is ready: every agent's state is known, and at least one worker

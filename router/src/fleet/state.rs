@@ -4,9 +4,13 @@
 //! is one request and its answer. A *load watcher* follows the messages of one agent and sends an
 //! [`Update`] for each. The *view task* in `view` owns the only [`State`], applies the updates, and
 //! publishes the snapshots. The fields of a snapshot are in `snapshot`, `agent`, `sessions` and
-//! `worker_table`. This module has no connections and chooses no workers.
+//! `worker_table`. `members` lets agents join and leave. This module has no connections and chooses
+//! no workers.
+
+mod members;
 
 use std::{
+    collections::BTreeSet,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -18,6 +22,7 @@ use proto::{
 
 use super::{
     agent::{Agent, DataPortFailure, Facts, Link},
+    membership::{Membership, Phase, Source, SourceList},
     reuse_forecast::ReuseForecast,
     sessions::Sessions,
     snapshot::Snapshot,
@@ -48,11 +53,30 @@ pub enum Update {
     AgentLost(String),
     /// A turn couldn't connect to the agent's data port. The text is the reason.
     DataPortUnreachable(String),
+    /// The tasks of an agent that has left the fleet have ended. They send no further updates.
+    TasksEnded,
+    /// Nothing outside refers to the slot of a forgotten agent any more.
+    Unreferenced,
+}
+
+/// What a source says: the agents that it lists, or that it can't say.
+#[derive(Debug)]
+pub struct SourceNews {
+    /// The source.
+    pub source: Source,
+    /// The agents that it lists. `None` if the source failed: its last list stays in effect.
+    pub list: Option<SourceList>,
 }
 
 /// Number of load reports for which a data port counts as unreachable after a turn couldn't connect
 /// to it. They take about five seconds. After that, new sessions may try the port again.
 const UNREACHABLE_REPORTS_MAX: u32 = 10;
+
+/// Interval at which leaving agents are looked at.
+const LEAVING_CHECK_INTERVAL: Duration = Duration::from_millis(250);
+/// Longest time that an agent may take to leave. After it, turns that still run there go on, and
+/// the sessions are forgotten.
+const LEAVING_TIME_MAX: Duration = Duration::from_secs(600);
 
 /// The fleet's current state.
 #[derive(Debug)]
@@ -61,37 +85,38 @@ pub struct State {
     view: Snapshot,
     /// The source of the view's `reuse_demands`: the KV that sessions will presumably use again.
     forecast: ReuseForecast,
+    /// The agents of the fleet and their slots. The view's agents agree with it.
+    membership: Membership,
+    /// The sources that have neither sent a list nor failed yet.
+    silent_sources: BTreeSet<Source>,
+    /// Longest time that an agent may take to leave.
+    leaving_max: Duration,
 }
 
 impl State {
     /// Creates a state in which no agent has been heard.
     #[must_use]
     pub fn new(config: &Config) -> Self {
-        let agent = |control: &String| {
-            Arc::new(Agent {
-                control_url: control.clone(),
-                link: Link::Dialing,
-                facts: None,
-                report: None,
-                heard_at: None,
-                was_draining: false,
-                data_port_failure: None,
-                in_flight: vec![],
-                in_flight_at_report: vec![],
-            })
-        };
-        let agents: Vec<_> = config.workers.iter().map(agent).collect();
-        let sessions = Sessions::new(agents.len(), config.limits.sessions_max);
         let view = Snapshot {
-            worker_table: WorkerTable::new(agents.len()),
-            agents,
-            sessions,
+            worker_table: WorkerTable::new(0),
+            agents: vec![],
+            sessions: Sessions::new(0, config.limits.sessions_max),
+            members_version: 0,
+            has_silent_sources: false,
             reuse_demands: Arc::default(),
             serves_same_models: true,
             report_age_max: config.load_report_age_max(),
             rebind_gain_min: config.rebind_gain_min(),
         };
-        Self { view, forecast: ReuseForecast::new(config.limits.sessions_max) }
+        let mut state = Self {
+            view,
+            forecast: ReuseForecast::new(config.limits.sessions_max),
+            membership: Membership::new(&config.workers),
+            silent_sources: BTreeSet::new(),
+            leaving_max: LEAVING_TIME_MAX,
+        };
+        state.sync_members();
+        state
     }
 
     /// Returns a snapshot for readers.
@@ -106,25 +131,40 @@ impl State {
         &self.view.agents[agent_index]
     }
 
-    /// Returns when the next worker becomes stale if no further message arrives. `None` if no
-    /// worker will.
+    /// Returns when the next worker becomes stale, or when the leaving agents must be looked at, if
+    /// no further message arrives. `None` if neither will be.
     #[must_use]
     pub fn next_deadline(&self, now: Instant) -> Option<Instant> {
         let age_max = self.view.report_age_max;
-        self.view
-            .agents
-            .iter()
-            .filter(|agent| agent.is_up())
+        let stale_at = |agent: &Agent| {
             // One millisecond past the bound, because a worker at the bound is still fresh.
-            .filter_map(|agent| Some(agent.heard_at? + age_max + Duration::from_millis(1)))
-            .filter(|&deadline| deadline > now)
-            .min()
+            let heard_at = agent.heard_at.filter(|_| agent.is_up())?;
+            Some(heard_at + age_max + Duration::from_millis(1)).filter(|deadline| *deadline > now)
+        };
+        // The end of the last turn on a leaving agent is no update.
+        let check_at = |agent: &Agent| {
+            matches!(agent.phase, Phase::Leaving { .. }).then_some(now + LEAVING_CHECK_INTERVAL)
+        };
+        let agents = self.view.agents.iter();
+        agents.flat_map(|agent| stale_at(agent).into_iter().chain(check_at(agent))).min()
     }
 
     /// Applies an update of the agent with this index. `now` is when the update arrived. Returns a
     /// warning for the log if the agent, or some of its sessions, had to be left out.
     pub fn apply(&mut self, agent_index: usize, update: Update, now: Instant) -> Option<String> {
+        let is_followed = self.membership.phase(agent_index).is_followed();
         let warning = match update {
+            Update::TasksEnded => {
+                self.vacate(agent_index);
+                return None;
+            }
+            Update::Unreferenced => {
+                self.membership.free(agent_index, now);
+                self.sync_members();
+                return None;
+            }
+            // A late update of an agent that has ended.
+            _ if !is_followed => return None,
             Update::StreamBegan { description, sessions } => {
                 self.begin(agent_index, description, sessions, now)
             }
@@ -136,16 +176,7 @@ impl State {
                 None
             }
             Update::Report(report) => {
-                let agent = self.agent_mut(agent_index);
-                agent.in_flight_at_report =
-                    agent.in_flight.iter().map(|count| count.counts()).collect();
-                agent.was_draining = report.draining;
-                agent.report = Some((Arc::new(report), now));
-                let failure = agent.data_port_failure.take();
-                agent.data_port_failure =
-                    failure.filter(|failure| failure.reports_left > 1).map(|failure| {
-                        DataPortFailure { reports_left: failure.reports_left - 1, ..failure }
-                    });
+                self.record_report(agent_index, report, now);
                 None
             }
             Update::SessionChanged(session) => {
@@ -160,18 +191,7 @@ impl State {
                 None
             }
             Update::AgentLost(why) => {
-                let agent = self.agent_mut(agent_index);
-                let since = match agent.link {
-                    Link::Lost { since, .. } => since,
-                    Link::Dialing | Link::Up => now,
-                };
-                agent.link = Link::Lost { since, why, has_duplicate_id: false };
-                // The load report belongs to the stream that ended. A new stream brings a new one.
-                agent.report = None;
-                agent.data_port_failure = None;
-                self.update_rows(agent_index);
-                #[cfg(debug_assertions)]
-                self.check_invariants();
+                self.record_loss(agent_index, why, now);
                 return None;
             }
             Update::DataPortUnreachable(why) => {
@@ -192,6 +212,31 @@ impl State {
         #[cfg(debug_assertions)]
         self.check_invariants();
         warning
+    }
+
+    fn record_report(&mut self, agent_index: usize, report: LoadReport, now: Instant) {
+        let agent = self.agent_mut(agent_index);
+        agent.in_flight_at_report = agent.in_flight.iter().map(|count| count.counts()).collect();
+        agent.was_draining = report.draining;
+        agent.report = Some((Arc::new(report), now));
+        let failure = agent.data_port_failure.take().filter(|failure| failure.reports_left > 1);
+        agent.data_port_failure = failure
+            .map(|failure| DataPortFailure { reports_left: failure.reports_left - 1, ..failure });
+    }
+
+    fn record_loss(&mut self, agent_index: usize, why: String, now: Instant) {
+        let agent = self.agent_mut(agent_index);
+        let since = match agent.link {
+            Link::Lost { since, .. } => since,
+            Link::Dialing | Link::Up => now,
+        };
+        agent.link = Link::Lost { since, why, has_duplicate_id: false };
+        // The load report belongs to the stream that ended. A new stream brings a new one.
+        agent.report = None;
+        agent.data_port_failure = None;
+        self.update_rows(agent_index);
+        #[cfg(debug_assertions)]
+        self.check_invariants();
     }
 
     /// Rewrites the agent's rows in the worker table.
@@ -272,6 +317,12 @@ impl State {
             data_tls: description.data_tls || agent.control_url.starts_with("https:"),
             description: Arc::new(description),
         });
+        self.compare_models();
+        None
+    }
+
+    /// Finds out whether all agents serve the same models and adapters.
+    fn compare_models(&mut self) {
         let mut all_facts = self.view.agents.iter().filter_map(|agent| agent.facts.as_ref());
         let served = |facts: &Facts| {
             let engine = &facts.description.engine;
@@ -279,7 +330,6 @@ impl State {
         };
         let first_served = all_facts.next().map(served);
         self.view.serves_same_models = all_facts.all(|facts| Some(served(facts)) == first_served);
-        None
     }
 
     /// Returns an agent's state for changes. Copies it first if a snapshot shares it.
@@ -291,7 +341,17 @@ impl State {
     pub fn check_invariants(&self) {
         let demand = |worker| *self.view.reuse_demand(worker);
         self.view.worker_table.check_invariants(&self.view.agents, demand);
-        for agent in &self.view.agents {
+        assert_eq!(self.view.agents.len(), self.membership.slot_count());
+        for (index, agent) in self.view.agents.iter().enumerate() {
+            assert_eq!(agent.phase, self.membership.phase(index));
+            assert_eq!(agent.control_url, self.membership.control_url(index));
+            if !agent.phase.is_followed() {
+                assert!(!agent.is_up(), "an agent that is not followed is up");
+            }
+            if agent.phase.is_vacant() {
+                assert!(agent.facts.is_none() && agent.in_flight.is_empty());
+                assert!(!self.view.sessions.has_any(index), "sessions of a forgotten agent");
+            }
             if agent.is_up() {
                 let facts = agent.facts.as_ref().expect("an agent that is up was described");
                 assert!(agent.in_flight.len() >= facts.description.ranks.len());

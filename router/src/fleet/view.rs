@@ -17,13 +17,16 @@ use tracing::{info, warn};
 use super::{
     agent::{Agent, Link},
     snapshot::Snapshot,
-    state::{State, Update},
+    state::{SourceNews, State, Update},
 };
 
 /// Capacity of the view task's mailbox, in updates. A full mailbox slows the load watchers down. No
 /// update is lost silently: if a watcher falls behind, its agent ends the stream, and the next
 /// stream begins with the agent's whole state.
 pub(crate) const MAILBOX_UPDATES_MAX: usize = 1024;
+
+/// The mailbox of the view task: an agent's slot, an update, and when the update arrived.
+pub(crate) type UpdateSender = mpsc::Sender<(usize, Update, Instant)>;
 
 /// The newest snapshot of the fleet, and a signal for its changes.
 #[derive(Debug)]
@@ -74,11 +77,13 @@ impl View {
 
 /// Runs the view task until it is cancelled.
 ///
-/// The `mailbox` yields the index of an agent, an update, and when the update arrived. The task
+/// The `mailbox` yields the slot of an agent, an update, and when the update arrived; `news` yields
+/// what the sources of agents say. The task
 /// sends to `readiness_sender` whether the router can serve turns, or why it can't.
 pub(crate) async fn run(
     mut state: State,
     mut mailbox: mpsc::Receiver<(usize, Update, Instant)>,
+    mut news: mpsc::Receiver<SourceNews>,
     view: Arc<View>,
     readiness_sender: watch::Sender<Result<(), String>>,
     token: CancellationToken,
@@ -94,6 +99,7 @@ pub(crate) async fn run(
                     break;
                 }
             }
+            Some(source_news) = news.recv() => state.apply_news(source_news, now()),
             () = sleep_until(deadline) => {}
         }
         for (agent_index, update, arrived_at) in batch.drain(..) {
@@ -105,6 +111,9 @@ pub(crate) async fn run(
             if stream_began {
                 log_stream_begin(state.agent_at(agent_index));
             }
+        }
+        for agent in state.end_leaving(now()) {
+            info!(agent, "agent left");
         }
         let snapshot = state.snapshot();
         let readiness = snapshot.check_ready(now());
@@ -148,7 +157,9 @@ fn log_loss_or_restart(state: &State, agent_index: usize, update: &Update) {
         Update::StreamBegan { .. }
         | Update::Report(_)
         | Update::SessionChanged(_)
-        | Update::SessionRemoved(_) => {}
+        | Update::SessionRemoved(_)
+        | Update::TasksEnded
+        | Update::Unreferenced => {}
     }
 }
 

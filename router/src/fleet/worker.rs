@@ -17,11 +17,12 @@ const RANKS_INDEXED_MAX: usize = 16;
 /// Upper bound of the workers' numbers in the overlap index. The numbers are below it.
 pub const WORKER_NUMBERS_MAX: usize = AGENTS_MAX * RANKS_INDEXED_MAX;
 
-/// Identifies a worker by its agent's position in the configuration and its rank. The identity is
-/// the same in every snapshot, even if the agent changes its name.
+/// Identifies a worker by its agent's slot and its rank. The identity is the same in every
+/// snapshot, even if the agent changes its name. Another agent gets the slot only after the last
+/// reference to this one is gone; see [`super::membership`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
 pub struct WorkerRef {
-    /// Index of the agent in the configured list of agents.
+    /// The agent's slot: its index in the agents of a snapshot.
     pub agent: usize,
     /// The engine's data-parallel rank.
     pub dp_rank: u32,

@@ -102,6 +102,11 @@ impl WorkerTable {
         Self { rows: vec![], in_flight: Arc::default(), row_starts: vec![0; agent_count + 1] }
     }
 
+    /// Adds an agent without rows, at the next index.
+    pub(super) fn add_agent(&mut self) {
+        self.row_starts.push(self.rows.len());
+    }
+
     /// Rewrites an agent's rows. `demands` has the reuse forecasts of its ranks, in order. A rank
     /// without a forecast has no demand.
     pub(super) fn update(&mut self, agent_index: usize, agent: &Agent, demands: &[ReuseDemand]) {

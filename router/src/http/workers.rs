@@ -19,6 +19,7 @@ use super::SharedState;
 use crate::{
     fleet::{
         agent::{Agent, Facts},
+        membership::Phase,
         snapshot::Snapshot,
         worker::WorkerRef,
         worker_table::WorkerStats,
@@ -38,12 +39,17 @@ pub(super) async fn list(State(shared): SharedState) -> Response {
         })
         .collect();
     let undescribed_agents: Vec<Value> = view
-        .agents
-        .iter()
-        .filter(|agent| agent.facts.is_none())
-        .map(|agent| {
+        .known_agents()
+        .filter(|(_, agent)| agent.facts.is_none())
+        .map(|(_, agent)| {
             let (state, reason) = agent.state(now, view.report_age_max());
-            json!({ "control": agent.control_url, "state": state, "reason": reason })
+            json!({
+                "control": agent.control_url,
+                "state": state,
+                "reason": reason,
+                "sources": agent.sources,
+                "leaving": agent.phase != Phase::Member,
+            })
         })
         .collect();
     Json(json!({ "workers": workers, "unheard": undescribed_agents })).into_response()
@@ -67,6 +73,8 @@ fn to_json(
         "agent": facts.description.agent_id,
         "dp_rank": worker.dp_rank,
         "control": agent.control_url,
+        "sources": agent.sources,
+        "leaving": agent.phase != Phase::Member,
         "data": &*facts.data_authority,
         "state": state,
         "reason": reason,

@@ -333,6 +333,14 @@ impl Affinity {
         }
     }
 
+    /// Removes an agent's bindings, but those with running turns. Returns whether none is left.
+    pub fn forget_agent(&mut self, agent: usize) -> bool {
+        let keys = self.bindings.iter().filter(|(_, bound)| bound.worker.agent == agent);
+        let keys: Vec<SessionKey> = keys.map(|(key, _)| key.clone()).collect();
+        keys.iter().for_each(|key| self.forget(key));
+        keys.iter().all(|key| !self.bindings.contains_key(key))
+    }
+
     /// Iterates over the keys of one principal's bindings, in no particular order. A principal is a
     /// client's name.
     pub fn keys_of_principal<'a>(
@@ -340,12 +348,9 @@ impl Affinity {
         principal: &'a str,
         now: Instant,
     ) -> impl Iterator<Item = &'a SessionKey> {
-        self.bindings
-            .iter()
-            .filter(move |(key, binding)| {
-                key.principal() == principal && !self.is_expired(binding, now)
-            })
-            .map(|(key, _)| key)
+        let is_own = move |key: &SessionKey| key.principal() == principal;
+        let live = self.bindings.iter().filter(move |(_, bound)| !self.is_expired(bound, now));
+        live.map(|(key, _)| key).filter(move |key| is_own(key))
     }
 
     /// Returns the number of bindings.

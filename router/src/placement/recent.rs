@@ -7,7 +7,7 @@
 //! are removed first.
 
 use std::{
-    collections::{HashMap, VecDeque},
+    collections::{HashMap, HashSet, VecDeque},
     time::Instant,
 };
 
@@ -83,6 +83,28 @@ impl RecentPlacements {
     ///
     /// # Panics
     /// If an invariant is broken.
+    /// Removes the placements that chose or compared a worker of an agent that has left the fleet.
+    /// Another agent will have its slot, and would be shown instead.
+    pub(crate) fn forget_agent(&mut self, agent: usize) {
+        let names_agent = |record: &PlacementRecord| {
+            let compared = record.placement.figures.iter().map(|figures| figures.worker);
+            compared.chain([record.placement.worker]).any(|worker| worker.agent == agent)
+        };
+        let turns: HashSet<u64> = self
+            .by_turn
+            .iter()
+            .filter(|(_, records)| records.iter().any(names_agent))
+            .map(|(turn, _)| *turn)
+            .collect();
+        self.turn_order.retain(|turn| !turns.contains(turn));
+        for turn in turns {
+            let records = self.by_turn.remove(&turn).unwrap_or_default();
+            self.weight_sum -= records.iter().map(weight).sum::<usize>();
+        }
+        #[cfg(debug_assertions)]
+        self.check_invariants();
+    }
+
     #[cfg(any(test, debug_assertions))]
     fn check_invariants(&self) {
         let records = || self.by_turn.values().flatten();

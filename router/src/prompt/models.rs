@@ -30,7 +30,7 @@ use super::{
 use crate::shares::{PoolSizes, Shares};
 use crate::{
     fleet::{
-        connect::describe_error, control::ControlClient, snapshot::Snapshot,
+        connect::describe_error, control::ControlClients, snapshot::Snapshot,
         tokenizer_files::TokenizerFiles, view::View,
     },
     metrics::Metrics,
@@ -286,7 +286,7 @@ struct FetchFailures {
 pub(crate) async fn run(
     models: Arc<Models>,
     view: Arc<View>,
-    control_clients: Vec<ControlClient>,
+    control_clients: Arc<ControlClients>,
     token: CancellationToken,
 ) {
     tokio::select! {
@@ -296,7 +296,7 @@ pub(crate) async fn run(
     }
 }
 
-async fn fetch_forever(models: &Models, view: &View, control_clients: &[ControlClient]) {
+async fn fetch_forever(models: &Models, view: &View, control_clients: &ControlClients) {
     let mut failures: HashMap<FilesHash, FetchFailures> = HashMap::new();
     loop {
         let reported_files = reported_files(&view.load());
@@ -317,7 +317,7 @@ async fn fetch_forever(models: &Models, view: &View, control_clients: &[ControlC
         };
         let failed_tries = failures.get(hash).map_or(0, |failure| failure.failed_tries);
         let agent_index = agent_indexes[failed_tries % agent_indexes.len()];
-        match fetch(&control_clients[agent_index], *files).await {
+        match fetch(control_clients, agent_index, *files).await {
             Ok(model) => {
                 info!(bytes = files.bytes, agent = agent_index, "tokenizer loaded");
                 failures.remove(hash);
@@ -382,7 +382,12 @@ enum Error {
     Panicked(#[source] tokio::task::JoinError),
 }
 
-async fn fetch(control: &ControlClient, files: ModelFiles) -> Result<Model, Error> {
+async fn fetch(
+    control_clients: &ControlClients,
+    agent_index: usize,
+    files: ModelFiles,
+) -> Result<Model, Error> {
+    let control = control_clients.get(agent_index).map_err(Error::Fetch)?;
     let fetched = tokio::time::timeout(FETCH_MAX, control.model_files(files)).await;
     let files: TokenizerFiles = fetched.map_err(|_| Error::FetchTimedOut)?.map_err(Error::Fetch)?;
     let task = tokio::task::spawn_blocking(move || Model::new(&files));

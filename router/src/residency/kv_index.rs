@@ -32,10 +32,11 @@ use super::{
 };
 use crate::{
     backoff::Backoff,
+    config::AGENTS_MAX,
     fleet::{
         connect::{describe_error, describe_status},
         dial::AgentDialer,
-        worker::WorkerRef,
+        worker::{WORKER_NUMBERS_MAX, WorkerRef},
     },
 };
 
@@ -75,14 +76,12 @@ pub(crate) struct WorkerKv {
 }
 
 impl KvIndex {
-    /// Creates an empty index for `agent_count` agents, of about `bytes_max` bytes at most.
-    pub(crate) fn new(agent_count: usize, bytes_max: usize) -> Self {
+    /// Creates an empty index of about `bytes_max` bytes at most.
+    pub(crate) fn new(bytes_max: usize) -> Self {
         Self {
             index: SharedIndex::new(Index::new(bytes_max)),
-            stream_states: iter::repeat_with(ArcSwap::default).take(agent_count).collect(),
-            live_flags: iter::repeat_with(AtomicBool::default)
-                .take(WorkerRef { agent: agent_count, dp_rank: 0 }.number().unwrap_or(0))
-                .collect(),
+            stream_states: iter::repeat_with(ArcSwap::default).take(AGENTS_MAX).collect(),
+            live_flags: iter::repeat_with(AtomicBool::default).take(WORKER_NUMBERS_MAX).collect(),
         }
     }
 
@@ -163,6 +162,12 @@ impl KvIndex {
                 self.clear(worker_number);
             }
         }
+    }
+
+    /// Forgets an agent that has left the fleet.
+    pub(crate) fn forget_agent(&self, agent: usize) {
+        self.discard_agent(agent, String::new());
+        self.stream_states[agent].store(Arc::default());
     }
 
     fn clear(&self, worker_number: usize) {
@@ -272,7 +277,7 @@ mod tests {
 
     #[test]
     fn a_snapshot_counts_when_it_is_complete_and_what_failed_is_forgotten() {
-        let kv_index = KvIndex::new(2, 1 << 20);
+        let kv_index = KvIndex::new(1 << 20);
         let chain = blocks(0, 8);
         let reset = || Change::Reset { block_tokens: BlockTokens::for_page(1).unwrap() };
         let stored =
@@ -296,7 +301,7 @@ mod tests {
 
     #[test]
     fn a_long_store_is_one_chain_however_it_is_cut() {
-        let kv_index = KvIndex::new(1, 64 << 20);
+        let kv_index = KvIndex::new(64 << 20);
         let scheme = proto::block::Scheme::plain(BlockTokens::for_page(1).unwrap());
         let (mut chain, mut hashes) = (proto::block::Chain::new(&scheme), vec![]);
         let tokens: Vec<u32> = (0..64 * 3 * 512 + 64).collect();

@@ -165,7 +165,7 @@ fn choose_calls(
             bodies.insert(find_agent(view, name)?, request.body.clone());
         }
     } else {
-        bodies.extend((0..view.agents.len()).map(|agent| (agent, request.body.clone())));
+        bodies.extend(view.known_agents().map(|(agent, _)| (agent, request.body.clone())));
     }
     if bodies.is_empty() {
         return Err(Error::NoAgent);
@@ -179,15 +179,14 @@ fn choose_calls(
 
 /// Returns the agent with this name, or of the worker with this name.
 fn find_agent(view: &Snapshot, name: &str) -> Result<usize, Error> {
-    let agents = || view.agents.iter().map(|agent| agent.name());
+    let agents = || view.known_agents().map(|(agent, known)| (agent, known.name()));
     let is_rank = |rank: &str| rank.bytes().all(|byte| byte.is_ascii_digit());
     let of_worker = name.rsplit_once('/').filter(|(_, rank)| is_rank(rank));
-    let found = agents().position(|agent| agent == name);
-    let found =
-        found.or_else(|| agents().position(|agent| Some(agent) == of_worker.map(|of| of.0)));
+    let find = |name: &str| agents().find(|(_, known)| *known == name).map(|(agent, _)| agent);
+    let found = find(name).or_else(|| find(of_worker?.0));
     found.ok_or_else(|| Error::UnknownWorker {
         name: name.to_owned(),
-        known: agents().collect::<Vec<_>>().join(", "),
+        known: agents().map(|(_, name)| name).collect::<Vec<_>>().join(", "),
     })
 }
 

@@ -444,7 +444,7 @@ mod tests {
         seen_on: Option<WorkerRef>,
     ) -> Result<SessionDecision, Error> {
         let view = fleet(&[(0, 0), (0, 0)], start()).snapshot();
-        let kv_index = Arc::new(KvIndex::new(2, 1 << 20));
+        let kv_index = Arc::new(KvIndex::new(1 << 20));
         let block_locator =
             BlockLocator::new(kv_index, Arc::new(Models::with_memory(1 << 20)), 1 << 20);
         let facts = TurnFacts {

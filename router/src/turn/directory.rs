@@ -82,6 +82,11 @@ impl SessionDirectory {
         self.view.wait_for(deadline, holds).await
     }
 
+    /// Removes the bindings to an agent that has left the fleet. Returns whether none is left.
+    pub(crate) fn forget_agent(&self, agent: usize) -> bool {
+        self.step(|affinity, _| affinity.forget_agent(agent))
+    }
+
     /// Returns the status of a session.
     pub(super) fn status(&self, key: &SessionKey, view: &Snapshot) -> SessionStatus {
         self.step(|affinity, now| {
@@ -96,6 +101,10 @@ impl SessionDirectory {
         let view = self.settled_view().await;
         let status = self.status(key, &view);
         let SessionStatus::Lost { worker, is_agent_up: false, .. } = status else { return status };
+        // An agent that leaves the fleet doesn't come back.
+        if view.agent(worker).lost_for(now()).is_none() {
+            return status;
+        }
         let Link::Lost { since, .. } = view.agent(worker).link else { return status };
         let reconnect_deadline = since + self.reconnect_max;
         if now() >= reconnect_deadline {

@@ -324,6 +324,15 @@ impl Placer {
         Some((cache_keys.get(cache_key, now())?.worker, Reason::CacheKey))
     }
 
+    /// Forgets the workers of an agent that has left the fleet. Returns whether nothing of them is
+    /// left.
+    pub(crate) fn forget_agent(&self, agent: usize) -> bool {
+        self.recent_placements.lock().forget_agent(agent);
+        let has_no_keys = self.cache_keys.lock().forget_agent(agent);
+        let has_no_names = self.names_seen_once.lock().forget_agent(agent);
+        has_no_keys && has_no_names
+    }
+
     fn remember_cache_key(&self, turn: &Turn, worker: WorkerRef) {
         let Some(key) = &turn.cache_key else { return };
         let mut cache_keys = self.cache_keys.lock();

@@ -475,7 +475,7 @@ mod tests {
         let interval = Duration::from_secs(10);
         let started_at = now();
         let comments = Some((started_at + interval, interval));
-        let pulses = Arc::new(Pulses::new(1));
+        let pulses = Arc::new(Pulses::new());
         let deadline = started_at + Duration::from_secs(3600);
         let mut timer = AnswerTimer::new(deadline, comments, 0, &pulses);
         for comments in 1..4 {

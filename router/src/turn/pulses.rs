@@ -8,22 +8,20 @@ use std::{
     time::Duration,
 };
 
+use crate::config::AGENTS_MAX;
+
 /// Interval at which turns check whether their agent is silent, and at which a quiet agent is
 /// probed.
 pub(super) const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Which agents are silent, by their index in the settings.
+/// Which agents are silent, by their slot.
 #[derive(Debug)]
 pub(crate) struct Pulses(Vec<AtomicBool>);
 
 impl Pulses {
-    /// Creates the pulses of agents none of which is silent.
-    pub(crate) fn new(agent_count: usize) -> Self {
-        Self((0..agent_count).map(|_| AtomicBool::new(false)).collect())
-    }
-
-    pub(super) fn agent_count(&self) -> usize {
-        self.0.len()
+    /// Creates the pulses of all slots, none of which is silent.
+    pub(crate) fn new() -> Self {
+        Self((0..AGENTS_MAX).map(|_| AtomicBool::new(false)).collect())
     }
 
     pub(super) fn is_silent(&self, agent: usize) -> bool {
@@ -41,7 +39,7 @@ impl Pulses {
     }
 
     /// Sets whether the agent is silent. Returns whether it was before.
-    pub(super) fn set_silent(&self, agent: usize, is_silent: bool) -> bool {
+    pub(crate) fn set_silent(&self, agent: usize, is_silent: bool) -> bool {
         self.0[agent].swap(is_silent, Ordering::Relaxed)
     }
 }

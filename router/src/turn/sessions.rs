@@ -23,7 +23,7 @@ use super::{
 };
 use crate::{
     fleet::{
-        control::{ControlClient, OpenRequest, OpenedAtAgent},
+        control::{ControlClients, OpenRequest, OpenedAtAgent},
         snapshot::Snapshot,
         worker::WorkerRef,
     },
@@ -118,8 +118,7 @@ pub(crate) struct OpenedSession {
 #[derive(Debug)]
 pub(crate) struct SessionService {
     directory: Arc<SessionDirectory>,
-    /// One control client per configured agent.
-    control_clients: Vec<ControlClient>,
+    control_clients: Arc<ControlClients>,
     metrics: Arc<Metrics>,
     tasks: Tasks,
     /// The places for tasks that wait for an agent, to close a session there.
@@ -127,10 +126,10 @@ pub(crate) struct SessionService {
 }
 
 impl SessionService {
-    /// Creates the service. `control_clients` has one client per configured agent.
+    /// Creates the service.
     pub(crate) fn new(
         directory: Arc<SessionDirectory>,
-        control_clients: Vec<ControlClient>,
+        control_clients: Arc<ControlClients>,
         metrics: Arc<Metrics>,
         tasks: Tasks,
     ) -> Self {
@@ -194,8 +193,10 @@ impl SessionService {
     fn close_when_heard(self: &Arc<Self>, key: SessionKey, worker: WorkerRef) {
         let Ok(place) = Arc::clone(&self.places_to_wait).try_acquire_owned() else { return };
         let service = Arc::clone(self);
+        // Kept while the task waits, so that no other agent gets the slot.
+        let agent = Arc::clone(&self.directory.view().agents[worker.agent]);
         self.tasks.spawn(async move {
-            let _place = place;
+            let (_place, _agent) = (place, agent);
             let is_left = |view: &Snapshot| session_status::is_unused_at(&key, view, worker);
             let view = service.directory.wait_for(now() + HEARD_AGAIN_MAX, is_left).await;
             let owner = service.directory.status(&key, &view).owned_worker();
@@ -208,7 +209,8 @@ impl SessionService {
     /// Starts a task that closes a session at an agent. The task goes on even if the turn or client
     /// that wanted the close is gone.
     pub(super) fn close_detached(&self, key: SessionKey, worker: WorkerRef) {
-        let control = self.control_clients[worker.agent].clone();
+        // An agent that has left the fleet closes its sessions itself.
+        let Ok(control) = self.control_clients.get(worker.agent) else { return };
         self.tasks.spawn(async move {
             if let Err(status) = control.close(&key).await
                 && status.code() != Code::NotFound
@@ -309,7 +311,7 @@ impl SessionService {
         key: &SessionKey,
         worker: WorkerRef,
     ) -> Result<(), Error> {
-        match self.control_clients[worker.agent].close(key).await {
+        match self.close_once(key, worker).await {
             Err(status) if !matches!(status.code(), Code::NotFound | Code::Unavailable) => {
                 return Err(Error::from_agent(status));
             }
@@ -386,7 +388,12 @@ impl SessionService {
         open_request: &OpenRequest,
         worker: WorkerRef,
     ) -> Result<OpenedAtAgent, Status> {
-        self.control_clients[worker.agent].open(open_request, worker.dp_rank).await
+        self.control_clients.get(worker.agent)?.open(open_request, worker.dp_rank).await
+    }
+
+    /// Asks the agent of a worker to close a session. Returns whether the agent closes it later.
+    async fn close_once(&self, key: &SessionKey, worker: WorkerRef) -> Result<bool, Status> {
+        self.control_clients.get(worker.agent)?.close(key).await
     }
 
     /// Chooses the worker that opens a session, and binds the session to it; see
@@ -419,7 +426,7 @@ impl SessionService {
         other_workers
             .filter(|other| other.agent != worker.agent && view.agent(*other).is_up())
             .for_each(|other| self.close_detached(key.clone(), other));
-        let result = match self.control_clients[worker.agent].close(key).await {
+        let result = match self.close_once(key, worker).await {
             Ok(is_deferred) => Ok(is_deferred),
             // A placement is known only to the router, so the agent had nothing to close.
             Err(status) if status.code() == Code::NotFound && is_placement_only => Ok(false),

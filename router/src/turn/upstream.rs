@@ -65,6 +65,8 @@ pub(crate) struct UpstreamConnections {
     pub(crate) connect_max: Duration,
     /// The number of file descriptors for idle connections to all agents.
     pub(crate) idle_max: usize,
+    /// The number of agents that share them.
+    pub(crate) agents_expected: usize,
     /// What the router proves itself with.
     pub(crate) credentials: AgentCredentials,
 }
@@ -83,8 +85,7 @@ pub(crate) struct UpstreamClient {
 }
 
 impl UpstreamClient {
-    /// Creates the client. Nothing is connected until the first request. `pulses` has one entry for
-    /// each agent.
+    /// Creates the client. Nothing is connected until the first request.
     pub(crate) fn new(
         connections: UpstreamConnections,
         pulses: Arc<Pulses>,
@@ -99,7 +100,7 @@ impl UpstreamClient {
         connector.set_tcp_user_timeout(Some(UNACKNOWLEDGED_MAX));
         let AgentCredentials { tls, tokens } = connections.credentials;
         let connector = Connector::new(connector, tls, Protocol::Http1, connections.connect_max);
-        let idle_per_agent = connections.idle_max / pulses.agent_count().max(1);
+        let idle_per_agent = connections.idle_max / connections.agents_expected.max(1);
         let client = Client::builder(TokioExecutor::new())
             .pool_idle_timeout(CONNECTION_IDLE_MAX)
             .pool_max_idle_per_host(idle_per_agent.clamp(1, IDLE_CONNECTIONS_PER_AGENT_MAX))
@@ -163,7 +164,7 @@ impl UpstreamClient {
     }
 
     /// Returns which agents are silent.
-    pub(super) fn pulses(&self) -> &Arc<Pulses> {
+    pub(crate) fn pulses(&self) -> &Arc<Pulses> {
         &self.pulses
     }
 

@@ -1,0 +1,394 @@
+//! Decides which agents are in the fleet, and which slot each of them has. Pure.
+//!
+//! A *source* lists agents by the URL of their control port: the settings, a file, DNS, Kubernetes,
+//! or the agents themselves. An agent is a *member* while at least one source lists it as serving.
+//! A *slot* is an index of the router's tables of agents, such as the agents of a snapshot. Each
+//! agent has one slot from its admission until nothing in this process refers to it any more:
+//!
+//! | phase | the agent |
+//! |---|---|
+//! | `Free` | none |
+//! | `Member` | is listed as serving |
+//! | `Leaving` | is not listed as serving any more: takes no new sessions, finishes its turns |
+//! | `Ending` | is not followed any more: its tasks are being stopped |
+//! | `Vacated` | is forgotten, but turns or tables may still refer to its slot |
+//!
+//! An agent that returns while it is leaving is a member again, with all that is known of it. Later
+//! it gets another slot. So a reference to a slot never reaches the agent that has the slot next:
+//! [`super::slot_keeper`] frees the slot only after the last reference is gone.
+
+use std::{
+    collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque},
+    sync::Arc,
+    time::Instant,
+};
+
+use serde::Serialize;
+
+use crate::config::AGENTS_MAX;
+
+/// What lists agents.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Source {
+    /// The setting `workers`.
+    Static,
+    /// A watched file.
+    File,
+    /// Names of the Domain Name System.
+    Dns,
+    /// `EndpointSlice` objects of a Kubernetes cluster.
+    Kubernetes,
+    /// The agents themselves.
+    Announce,
+}
+
+impl Source {
+    /// All sources, in the order of their numbers.
+    pub const ALL: [Self; 5] =
+        [Self::Static, Self::File, Self::Dns, Self::Kubernetes, Self::Announce];
+
+    /// Returns the source's name in JSON, logs and metrics.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Static => "static",
+            Self::File => "file",
+            Self::Dns => "dns",
+            Self::Kubernetes => "kubernetes",
+            Self::Announce => "announce",
+        }
+    }
+}
+
+/// What a source says of an agent that it lists.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Listing {
+    /// The agent is about to end, so it gets nothing new.
+    Terminating,
+    /// The agent serves.
+    Serving,
+}
+
+/// The agents that a source lists, by the URL of the control port.
+pub type SourceList = BTreeMap<String, Listing>;
+
+/// The phase of a slot; see the module's description.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Phase {
+    /// The slot has no agent.
+    Free,
+    /// The agent is in the fleet.
+    Member,
+    /// The agent leaves the fleet.
+    Leaving {
+        /// When the agent began to leave.
+        since: Instant,
+    },
+    /// The agent's tasks are being stopped.
+    Ending,
+    /// The agent is forgotten, and the slot waits for the end of the last reference to it.
+    Vacated,
+}
+
+impl Phase {
+    /// Whether the router follows the agent of the slot.
+    #[must_use]
+    pub fn is_followed(self) -> bool {
+        matches!(self, Self::Member | Self::Leaving { .. })
+    }
+
+    /// Whether nothing is known of an agent in the slot.
+    #[must_use]
+    pub fn is_vacant(self) -> bool {
+        matches!(self, Self::Free | Self::Vacated)
+    }
+}
+
+/// A slot and the agent that has it.
+#[derive(Debug, Clone)]
+struct Slot {
+    phase: Phase,
+    /// URL of the agent's control port. Empty if the slot is vacant.
+    control_url: Arc<str>,
+}
+
+/// The agents of the fleet, and their slots.
+#[derive(Debug)]
+pub struct Membership {
+    slots: Vec<Slot>,
+    /// The slots of the agents that are followed, by the URL of the control port.
+    followed: HashMap<Arc<str>, usize>,
+    /// The free slots, in the order in which they became free.
+    free: VecDeque<usize>,
+    /// The newest list of each source, by the source's number.
+    lists: [SourceList; Source::ALL.len()],
+}
+
+impl Membership {
+    /// Creates the membership of the agents that the settings name. Their order is the order of the
+    /// first slots.
+    #[must_use]
+    pub fn new(static_urls: &[String]) -> Self {
+        let mut membership = Self {
+            slots: vec![],
+            followed: HashMap::new(),
+            free: VecDeque::new(),
+            lists: Default::default(),
+        };
+        for url in static_urls {
+            membership.list_mut(Source::Static).insert(normalize_url(url), Listing::Serving);
+            membership.admit(&normalize_url(url));
+        }
+        membership.check_in_debug();
+        membership
+    }
+
+    /// Returns the number of slots.
+    #[must_use]
+    pub fn slot_count(&self) -> usize {
+        self.slots.len()
+    }
+
+    /// Returns the phase of a slot.
+    #[must_use]
+    pub fn phase(&self, slot: usize) -> Phase {
+        self.slots[slot].phase
+    }
+
+    /// Returns the URL of the control port of the agent in a slot. Empty if the slot is vacant.
+    #[must_use]
+    pub fn control_url(&self, slot: usize) -> &str {
+        &self.slots[slot].control_url
+    }
+
+    /// Returns the sources that list the agent of a slot.
+    #[must_use]
+    pub fn sources(&self, slot: usize) -> Vec<Source> {
+        let url = self.control_url(slot);
+        let lists = Source::ALL.into_iter().zip(&self.lists);
+        lists.filter(|(_, list)| list.contains_key(url)).map(|(source, _)| source).collect()
+    }
+
+    /// Returns the number of agents that should be members and wait for a free slot.
+    #[must_use]
+    pub fn waiting_count(&self) -> usize {
+        let wanted = self.wanted();
+        wanted.iter().filter(|url| !self.followed.contains_key(**url)).count()
+    }
+
+    /// Replaces the list of a source. Agents that are listed now join or return. Agents that no
+    /// source lists as serving any more begin to leave.
+    pub fn replace_list(&mut self, source: Source, list: SourceList, now: Instant) {
+        let urls = list.into_iter().map(|(url, listing)| (normalize_url(&url), listing));
+        *self.list_mut(source) = urls.collect();
+        self.reconcile(now);
+        self.check_in_debug();
+    }
+
+    /// Ends the following of an agent that is leaving.
+    ///
+    /// # Panics
+    /// If the agent isn't leaving.
+    pub fn end(&mut self, slot: usize) {
+        assert!(matches!(self.phase(slot), Phase::Leaving { .. }), "only who leaves can end");
+        self.slots[slot].phase = Phase::Ending;
+        self.followed.remove(&self.slots[slot].control_url);
+        self.check_in_debug();
+    }
+
+    /// Forgets an agent whose tasks have ended.
+    ///
+    /// # Panics
+    /// If the agent isn't ending.
+    pub fn vacate(&mut self, slot: usize) {
+        assert_eq!(self.phase(slot), Phase::Ending, "only an ended agent can be forgotten");
+        self.slots[slot] = Slot { phase: Phase::Vacated, control_url: "".into() };
+        self.check_in_debug();
+    }
+
+    /// Frees a slot that nothing refers to any more. An agent that waits for a slot gets it.
+    ///
+    /// # Panics
+    /// If the slot isn't vacated.
+    pub fn free(&mut self, slot: usize, now: Instant) {
+        assert_eq!(self.phase(slot), Phase::Vacated, "only a vacated slot can be free");
+        self.slots[slot].phase = Phase::Free;
+        self.free.push_back(slot);
+        self.reconcile(now);
+        self.check_in_debug();
+    }
+
+    /// Panics if the slots, the lists and the indexes contradict each other.
+    pub fn check_invariants(&self) {
+        assert!(self.slots.len() <= AGENTS_MAX, "more slots than allowed");
+        let wanted = self.wanted();
+        let mut free_count = 0;
+        for (index, slot) in self.slots.iter().enumerate() {
+            let is_followed = self.followed.get(&slot.control_url) == Some(&index);
+            assert_eq!(slot.phase.is_followed(), is_followed, "slot {index} is indexed wrongly");
+            assert_eq!(slot.phase.is_vacant(), slot.control_url.is_empty(), "slot {index}");
+            let is_wanted = wanted.contains(&*slot.control_url);
+            match slot.phase {
+                Phase::Member => assert!(is_wanted, "slot {index} stays though nothing lists it"),
+                Phase::Leaving { .. } => assert!(!is_wanted, "slot {index} leaves though listed"),
+                Phase::Free => free_count += 1,
+                Phase::Ending | Phase::Vacated => {}
+            }
+        }
+        let followed = self.slots.iter().filter(|slot| slot.phase.is_followed()).count();
+        assert_eq!(followed, self.followed.len(), "one slot for each agent");
+        assert_eq!(free_count, self.free.len(), "free slots miscounted");
+        assert!(self.free.iter().all(|slot| self.phase(*slot) == Phase::Free));
+        let has_room = !self.free.is_empty() || self.slots.len() < AGENTS_MAX;
+        assert!(!has_room || self.waiting_count() == 0, "an agent waits beside a free slot");
+    }
+
+    fn list_mut(&mut self, source: Source) -> &mut SourceList {
+        &mut self.lists[source as usize]
+    }
+
+    /// Returns the agents that at least one source lists as serving.
+    fn wanted(&self) -> BTreeSet<&str> {
+        let listed = self.lists.iter().flatten();
+        listed
+            .filter(|(_, listing)| **listing == Listing::Serving)
+            .map(|(url, _)| url.as_str())
+            .collect()
+    }
+
+    /// Makes the slots agree with the lists.
+    fn reconcile(&mut self, now: Instant) {
+        let wanted: Vec<String> = self.wanted().into_iter().map(str::to_owned).collect();
+        let wanted_set: HashSet<&str> = wanted.iter().map(String::as_str).collect();
+        for slot in &mut self.slots {
+            let is_wanted = wanted_set.contains(&*slot.control_url);
+            slot.phase = match slot.phase {
+                Phase::Member if !is_wanted => Phase::Leaving { since: now },
+                Phase::Leaving { .. } if is_wanted => Phase::Member,
+                phase => phase,
+            };
+        }
+        for url in &wanted {
+            if !self.followed.contains_key(url.as_str()) {
+                self.admit(url);
+            }
+        }
+    }
+
+    /// Gives an agent a slot: the one that has been free for longest, or else a new one. Without a
+    /// slot the agent waits.
+    fn admit(&mut self, control_url: &str) {
+        let control_url: Arc<str> = control_url.into();
+        let slot = Slot { phase: Phase::Member, control_url: Arc::clone(&control_url) };
+        let index = match self.free.pop_front() {
+            Some(index) => {
+                self.slots[index] = slot;
+                index
+            }
+            None if self.slots.len() < AGENTS_MAX => {
+                self.slots.push(slot);
+                self.slots.len() - 1
+            }
+            None => return,
+        };
+        self.followed.insert(control_url, index);
+    }
+
+    fn check_in_debug(&self) {
+        #[cfg(debug_assertions)]
+        self.check_invariants();
+    }
+}
+
+/// Returns a control port's URL as it is compared: without a slash at its end.
+fn normalize_url(url: &str) -> String {
+    url.trim_end_matches('/').to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fleet::testing::start;
+
+    fn list(urls: &[(&str, Listing)]) -> SourceList {
+        urls.iter().map(|(url, listing)| ((*url).to_owned(), *listing)).collect()
+    }
+
+    fn serving(urls: &[&str]) -> SourceList {
+        urls.iter().map(|url| ((*url).to_owned(), Listing::Serving)).collect()
+    }
+
+    fn phases(membership: &Membership) -> Vec<Phase> {
+        (0..membership.slot_count()).map(|slot| membership.phase(slot)).collect()
+    }
+
+    #[test]
+    fn the_settings_order_is_the_order_of_the_first_slots() {
+        let membership = Membership::new(&["http://b:1/".to_owned(), "http://a:1".to_owned()]);
+        assert_eq!(membership.control_url(0), "http://b:1");
+        assert_eq!(membership.control_url(1), "http://a:1");
+        assert_eq!(membership.sources(0), [Source::Static]);
+    }
+
+    #[test]
+    fn an_agent_of_two_sources_leaves_when_both_have_dropped_it() {
+        let (mut membership, now) = (Membership::new(&[]), start());
+        membership.replace_list(Source::File, serving(&["http://a:1"]), now);
+        membership.replace_list(Source::Dns, serving(&["http://a:1/"]), now);
+        assert_eq!(membership.slot_count(), 1);
+        assert_eq!(membership.sources(0), [Source::File, Source::Dns]);
+        membership.replace_list(Source::File, SourceList::new(), now);
+        assert_eq!(membership.phase(0), Phase::Member);
+        membership.replace_list(Source::Dns, SourceList::new(), now);
+        assert_eq!(membership.phase(0), Phase::Leaving { since: now });
+        membership.replace_list(Source::File, serving(&["http://a:1"]), now);
+        assert_eq!(phases(&membership), [Phase::Member], "it returned to its slot");
+    }
+
+    #[test]
+    fn a_terminating_agent_leaves_and_never_joins() {
+        let (mut membership, now) = (Membership::new(&[]), start());
+        let terminating = || list(&[("http://a:1", Listing::Terminating)]);
+        membership.replace_list(Source::Kubernetes, terminating(), now);
+        assert_eq!(membership.slot_count(), 0);
+        membership.replace_list(Source::Kubernetes, serving(&["http://a:1"]), now);
+        membership.replace_list(Source::Kubernetes, terminating(), now);
+        assert_eq!(membership.phase(0), Phase::Leaving { since: now });
+        assert_eq!(membership.sources(0), [Source::Kubernetes]);
+    }
+
+    #[test]
+    fn a_slot_is_reused_only_when_it_was_freed_and_the_longest_free_first() {
+        let (mut membership, now) = (Membership::new(&[]), start());
+        membership.replace_list(Source::File, serving(&["http://a:1", "http://b:1"]), now);
+        membership.replace_list(Source::File, SourceList::new(), now);
+        membership.end(0);
+        membership.vacate(0);
+        // The agent that returns after its end gets another slot.
+        membership.replace_list(Source::File, serving(&["http://a:1"]), now);
+        assert_eq!((membership.slot_count(), membership.control_url(2)), (3, "http://a:1"));
+        membership.end(1);
+        membership.vacate(1);
+        membership.free(1, now);
+        membership.free(0, now);
+        membership.replace_list(Source::Dns, serving(&["http://c:1"]), now);
+        assert_eq!(membership.control_url(1), "http://c:1");
+    }
+
+    #[test]
+    fn an_agent_beyond_the_bound_waits_for_a_slot() {
+        let (mut membership, now) = (Membership::new(&[]), start());
+        let urls = |range: std::ops::Range<usize>| -> SourceList {
+            range.map(|host| (format!("http://h{host:04}:1"), Listing::Serving)).collect()
+        };
+        membership.replace_list(Source::File, urls(0..AGENTS_MAX + 1), now);
+        assert_eq!((membership.slot_count(), membership.waiting_count()), (AGENTS_MAX, 1));
+        membership.replace_list(Source::File, urls(1..AGENTS_MAX + 1), now);
+        membership.end(0);
+        membership.vacate(0);
+        assert_eq!(membership.waiting_count(), 1);
+        membership.free(0, now);
+        assert_eq!((membership.waiting_count(), membership.phase(0)), (0, Phase::Member));
+    }
+}

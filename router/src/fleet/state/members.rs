@@ -1,0 +1,104 @@
+//! Lets agents join and leave the fleet's state, as their sources say. Pure.
+//!
+//! The membership decides who is in the fleet and which slot each agent has. The functions here
+//! apply its decisions to the view: they add agents, let them leave, and forget them.
+
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use super::{SourceNews, State};
+use crate::fleet::{
+    agent::{Agent, Link},
+    membership::Phase,
+};
+
+/// Least time for which an agent that is heard and has sessions keeps its slot after it has left
+/// its sources. A file that is written anew, or an answer of DNS without all addresses, is usually
+/// complete again by then.
+const LEAVING_TIME_MIN: Duration = Duration::from_secs(5);
+
+impl State {
+    /// Applies what a source says.
+    pub fn apply_news(&mut self, news: SourceNews, now: Instant) {
+        self.silent_sources.remove(&news.source);
+        if let Some(list) = news.list {
+            self.membership.replace_list(news.source, list, now);
+        }
+        self.sync_members();
+    }
+
+    /// Ends the following of the agents that leave and have nothing more to do, or that have been
+    /// leaving for too long. Returns their names.
+    pub fn end_leaving(&mut self, now: Instant) -> Vec<String> {
+        let mut ended = vec![];
+        for agent_index in 0..self.view.agents.len() {
+            let agent = &self.view.agents[agent_index];
+            let Phase::Leaving { since } = agent.phase else { continue };
+            let leaving_for = now.saturating_duration_since(since);
+            // A source that drops an agent by mistake usually names it again within seconds.
+            let has_sessions = agent.is_up()
+                && (leaving_for < LEAVING_TIME_MIN || self.view.sessions.has_any(agent_index));
+            let is_idle = agent.turns_in_flight() == 0 && !has_sessions;
+            if is_idle || leaving_for >= self.leaving_max {
+                ended.push(agent.name().to_owned());
+                self.membership.end(agent_index);
+                let agent = self.agent_mut(agent_index);
+                let why = "it left the fleet".to_owned();
+                agent.link = Link::Lost { since: now, why, has_duplicate_id: false };
+                (agent.report, agent.data_port_failure) = (None, None);
+            }
+        }
+        if !ended.is_empty() {
+            self.sync_members();
+        }
+        ended
+    }
+
+    /// Forgets the agent of a slot.
+    pub(super) fn vacate(&mut self, agent_index: usize) {
+        self.membership.vacate(agent_index);
+        self.view.sessions.replace(agent_index, vec![]);
+        self.forecast.clear_agent(agent_index);
+        if let Some(demands) = Arc::make_mut(&mut self.view.reuse_demands).get_mut(agent_index) {
+            demands.clear();
+        }
+        self.sync_members();
+    }
+
+    /// Makes the view's agents agree with the membership.
+    pub(super) fn sync_members(&mut self) {
+        let has_silent_sources = !self.silent_sources.is_empty();
+        let mut has_changed = self.view.has_silent_sources != has_silent_sources;
+        self.view.has_silent_sources = has_silent_sources;
+        for index in 0..self.membership.slot_count() {
+            let phase = self.membership.phase(index);
+            let control_url = self.membership.control_url(index);
+            let sources = self.membership.sources(index);
+            let known = self.view.agents.get(index);
+            if known.is_some_and(|agent| {
+                (agent.phase, &*agent.control_url, &agent.sources) == (phase, control_url, &sources)
+            }) {
+                continue;
+            }
+            has_changed = true;
+            // Another agent begins with nothing.
+            match known.filter(|agent| agent.control_url == control_url) {
+                Some(_) => {
+                    let agent = self.agent_mut(index);
+                    (agent.phase, agent.sources) = (phase, sources);
+                }
+                None => {
+                    let agent = Agent::new(control_url.to_owned(), phase, sources);
+                    self.view.place_agent(index, agent);
+                }
+            }
+            self.update_rows(index);
+        }
+        self.view.members_version += u64::from(has_changed);
+        self.compare_models();
+        #[cfg(debug_assertions)]
+        self.check_invariants();
+    }
+}
