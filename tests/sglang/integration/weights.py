@@ -5,7 +5,8 @@ loads one after the other through the router. Each answer names its weights. At 
 answers each prompt anew on those weights, with an empty cache: tokens and log probabilities must
 be the same. KV of older weights changes them.
 
-`BERTH_WEIGHTS_CONVERSATIONS` is the number of conversations (default 4).
+`BERTH_WEIGHTS_CONVERSATIONS` is the number of conversations (default 4). More than the suite's
+engine has rows for get an engine of their own.
 """
 
 import os
@@ -21,13 +22,17 @@ import numpy
 from safetensors.numpy import load_file, save_file
 
 from integration import wire
-from integration.fleet import SETTLE_SECONDS_MAX, Fleet, engine_home, free_addresses
+from integration.fleet import (
+    CONTEXT_TOKENS, ROWS, SETTLE_SECONDS_MAX, Fleet, engine_home, free_addresses,
+)
 from integration.processes import wait_until
 from integration.turns import body, delete_session, new_id, open_session, refusal_code
 
 CONVERSATIONS = int(os.environ.get("BERTH_WEIGHTS_CONVERSATIONS", "4"))
 UPDATES = 3
 ANSWER_TOKENS = 12
+# Rows that no conversation takes: the agent's reserve, and the test's own turns.
+ROWS_LEFT = 4
 # Float sums in another order give other last digits. Stale KV changes the second digit.
 LOG_PROBABILITY_ERROR_MAX = 2e-3
 
@@ -58,6 +63,25 @@ def checkpoints(folder: Path) -> list[Path]:
         save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
         made.append(copy)
     return made
+
+
+@contextmanager
+def room_for_all(fleet: Fleet) -> Iterator[None]:
+    """Gives the fleet an engine with rows and KV for all conversations, if its own has too few."""
+    if CONVERSATIONS <= ROWS - ROWS_LEFT:
+        yield
+        return
+    fleet.stop()
+    fleet.start_engine(
+        rows=CONVERSATIONS + ROWS_LEFT, pool_tokens=2 * CONVERSATIONS * CONTEXT_TOKENS
+    )
+    fleet.start_agent()
+    fleet.start_router()
+    try:
+        yield
+    finally:
+        fleet.stop()
+        fleet.revive()
 
 
 def update(url: str, path: Path, **more: Any) -> wire.Answer:
@@ -132,7 +156,7 @@ class Conversation:
 
 def test_no_answer_continues_older_kv_over_three_updates(fleet: Fleet, tmp_path: Path) -> None:
     models = checkpoints(tmp_path)
-    with own_weights_after(fleet, models[0]):
+    with room_for_all(fleet), own_weights_after(fleet, models[0]):
         # Each checkpoint's epochs begin here.
         begins = [epoch_of(generate(fleet.router_url, "Which weights?"))]
         conversations = [Conversation(fleet, number) for number in range(CONVERSATIONS)]
