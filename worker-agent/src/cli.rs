@@ -1,12 +1,13 @@
-//! Holds the commands that query a running agent: `berth-agent audit` and `berth-agent kv`.
+//! Holds the commands that ask a running agent: `berth-agent audit`, `drain` and `kv`.
 //!
-//! Both call the agent's control port over gRPC, and return a text for `main` to print. [`audit`]
+//! They call the agent's control port over gRPC, and return a text for `main` to print. [`audit`]
 //! shows which session holds each page of the engine's KV pool. A session is a chain of turns: one
-//! request and its answer each. [`kv`] shows which blocks of KV are resident. Neither changes
-//! anything. The running agent's own code is in the other modules.
+//! request and its answer each. [`drain`] makes routers place no new sessions at the agent. [`kv`]
+//! shows which blocks of KV are resident. The running agent's own code is in the other modules.
 
 pub mod audit;
 mod connect;
+pub mod drain;
 pub mod kv;
 
 use std::net::SocketAddr;

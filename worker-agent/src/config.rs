@@ -120,12 +120,14 @@ pub struct Args {
     pub check_config: bool,
 }
 
-/// Commands that query a running agent.
+/// Commands that ask a running agent.
 #[derive(Debug, Subcommand)]
 pub enum CliCommand {
     /// Shows which session holds each page of the engine's KV pool; exit status 1 if anything is
     /// wrong
     Audit(AuditArgs),
+    /// Makes routers place no new sessions here; exit status 1 if turns are left after the wait
+    Drain(DrainArgs),
     /// Shows which blocks are resident on the engine, as routers are told
     Kv(KvArgs),
 }
@@ -165,6 +167,20 @@ pub struct AuditArgs {
     /// Prints JSON.
     #[arg(long)]
     pub json: bool,
+}
+
+/// The arguments of `berth-agent drain`.
+#[derive(Debug, clap::Args)]
+pub struct DrainArgs {
+    /// How to reach the agent.
+    #[command(flatten)]
+    pub agent: AgentArgs,
+    /// Ends the drain instead.
+    #[arg(long, conflicts_with = "wait_ms")]
+    pub undo: bool,
+    /// Waits so long for the turns there to end (milliseconds).
+    #[arg(long, default_value_t = 0)]
+    pub wait_ms: u64,
 }
 
 /// The arguments of `berth-agent kv`.

@@ -2,7 +2,7 @@
 //!
 //! Routers get load reports, all changes of sessions (chains of turns that share a prefix), all
 //! changes of resident KV blocks, and the model's tokenizer files. They can open and close sessions
-//! and request audits of the KV pool. Turns (requests and their answers) don't come here, but to
+//! request audits of the KV pool, and drain the agent. Turns (requests and their answers) don't come here, but to
 //! [`crate::data_port`].
 //!
 //! The service only translates: requests go to the owner task through [`AgentHandle`], block
@@ -339,6 +339,20 @@ impl WorkerAgent for ControlService {
         // Another thread makes the messages. This runtime only encodes them, when the watcher has
         // room. A message has at most 256 KiB, which takes a tenth of a millisecond.
         Ok(Response::new(PlacedStream::new(self.kv_events.watch(close_order)?, place)))
+    }
+
+    async fn drain(
+        &self,
+        request: Request<v1::DrainRequest>,
+    ) -> Result<Response<v1::DrainState>, Status> {
+        let state = self.agent.set_drained(!request.into_inner().undo).await;
+        let state = state.map_err(|error| to_status(&error))?;
+        Ok(Response::new(v1::DrainState {
+            draining: state.is_draining,
+            turns_running: state.turns_running,
+            turns_queued: state.turns_queued,
+            sessions: state.sessions,
+        }))
     }
 
     type FetchModelFilesStream = ReceiverStream<Result<v1::ModelFilePart, Status>>;

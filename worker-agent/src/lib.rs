@@ -19,6 +19,7 @@
 //!
 //! The agent doesn't place turns on workers, doesn't know other workers, and stores no prompts.
 
+mod admin_actions;
 pub mod audit;
 pub mod cli;
 pub mod config;
@@ -185,7 +186,8 @@ pub async fn run(
     gpu::metrics::register(&mut registry, gpus.subscribe(), agent.report.clone());
     let gate = admin_gate(&config, &listeners.admin, &file_metrics, &tasks)?;
     let registry = Arc::new(registry);
-    let admin_data = AdminData { registry, ready, config: settings::to_toml(&config), gate };
+    let (config_text, actions) = (settings::to_toml(&config), admin_actions::routes(agent.clone()));
+    let admin_data = AdminData { registry, ready, config: config_text, gate, actions };
     admin::start(admin_data, listeners.admin, port_limits.admin, tasks.token())?;
 
     let wake_monitor = Arc::new(Notify::new());

@@ -1,13 +1,16 @@
 //! Starts `berth-agent`: reads settings, sets up logs and signals, and runs the agent or a command.
 //!
 //! The agent itself is in the library `worker_agent`, as [`worker_agent::run`]. It serves one
-//! SGLang engine until a signal stops it. Two commands, `audit` and `kv`, query an agent that
+//! SGLang engine until a signal stops it. The commands `audit`, `drain` and `kv` ask an agent that
 //! already runs, print the answer and exit (see [`worker_agent::cli`]).
 
 use std::process::ExitCode;
 
 use clap::Parser;
-use service::{log, memory, settings, signal::StopSignal};
+use service::{
+    log, memory, settings,
+    signal::{StopSignal, StopSignals},
+};
 use worker_agent::{
     Listeners,
     cli::{self, CommandOutput},
@@ -33,6 +36,7 @@ fn main() -> ExitCode {
     };
     match &args.command {
         Some(CliCommand::Audit(args)) => return run_command(cli::audit::run(args)),
+        Some(CliCommand::Drain(args)) => return run_command(cli::drain::run(args)),
         Some(CliCommand::Kv(args)) => return run_command(cli::kv::run(args)),
         None => {}
     }
@@ -66,11 +70,11 @@ fn main() -> ExitCode {
 #[tokio::main]
 async fn run(config: Config) -> anyhow::Result<()> {
     let listeners = Listeners::bind(&config)?;
-    let stop_signal = service::signal::stop_signal()?;
+    let mut signals = StopSignals::new()?;
     // A person who stops the agent wants its sessions closed. A supervisor may start the next one.
     let leaves_sessions = config.shutdown.handover;
     let stop = async move {
-        match stop_signal.await {
+        match signals.next().await {
             StopSignal::Terminate if leaves_sessions => Ending::HandOver,
             StopSignal::Terminate | StopSignal::Interrupt => Ending::Close,
         }

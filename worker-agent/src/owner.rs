@@ -59,7 +59,7 @@ use self::{
     waiters::{Waiter, Waiters},
 };
 pub use self::{
-    drain::Ending,
+    drain::{DrainState, Ending},
     handle::{
         AdmittedTurn, AgentHandle, EngineNews, Error, Lease, OpenedSession, RankPageAudit,
         RunModeResult, SessionChange, SessionWatch,
@@ -210,7 +210,7 @@ impl Owner {
             .or_else(|| self.audit_desk.audits().restart_reason(now));
         let health = AgentHealth {
             unhealthy_reason: self.engine.unhealthy_reason().cloned(),
-            is_draining: self.drain.has_begun(),
+            is_draining: self.drain.is_reported(),
             restart_reason,
             held_reason: self.control.hold_reason().map(str::to_owned),
             weights: self.control.weights(),
@@ -300,6 +300,9 @@ impl Owner {
             }
             OwnerMessage::Drain { grace_period, ending, reply } => {
                 self.begin_drain(grace_period, ending, reply);
+            }
+            OwnerMessage::SetDrained { wanted, reply } => {
+                let _ = reply.send(self.set_drained(wanted));
             }
         }
     }

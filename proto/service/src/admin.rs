@@ -4,8 +4,8 @@
 //! process can do its work, and `/config` shows the effective settings. Router and agent call
 //! [`start`] once, from their `lib.rs`, and pass the data. The port has its own thread and runtime,
 //! so it answers while the rest of the process is busy. Its connections have limits and time limits
-//! like those of the data port. It changes nothing in the process. Its [`Gate`] decides which
-//! requests need a key.
+//! like those of the data port. A process may add routes that change something. The port's [`Gate`]
+//! decides which requests need a key, and no page in a browser can change anything.
 
 use std::{net::TcpListener, sync::Arc, time::Duration};
 
@@ -16,13 +16,13 @@ use axum::{
     response::{IntoResponse, Response},
     routing::get,
 };
-use http::{StatusCode, header};
+use http::{Method, StatusCode, header};
 use prometheus_client::registry::Registry;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use crate::{
-    auth::gate::Gate,
+    auth::{admin_only_refusal, gate::Gate},
     refusal::{Code, Refusal},
     server::{self, PortLimits},
     tasks::Tasks,
@@ -42,6 +42,8 @@ pub struct AdminData {
     pub config: String,
     /// Who may read what.
     pub gate: Gate,
+    /// Routes of this process that change something, by methods other than GET.
+    pub actions: Router,
 }
 
 /// Starts the thread that serves `data` at `listener` within `limits`. The thread ends when
@@ -76,6 +78,7 @@ pub fn start(
 
 /// Returns the admin routes. Tests call them without a socket.
 pub fn app(data: AdminData) -> Router {
+    let (gate, actions) = (data.gate.clone(), data.actions.clone());
     Router::new()
         .route("/healthz", get(|| async { "ok\n" }))
         .route("/readyz", get(readyz))
@@ -83,16 +86,23 @@ pub fn app(data: AdminData) -> Router {
         .route("/config", get(|State(data): State<AdminData>| async move { data.config }))
         .fallback(|| async { Refusal::new(Code::RouteUnknown, "the admin port has no such route") })
         .method_not_allowed_fallback(|| async {
-            let message = "the admin port changes nothing; send GET";
-            Refusal::new(Code::MethodNotAllowed, message)
+            Refusal::new(Code::MethodNotAllowed, "this route doesn't take the request's method")
         })
-        .layer(middleware::from_fn_with_state(data.gate.clone(), guard))
         .with_state(data)
+        .merge(actions)
+        .layer(middleware::from_fn_with_state(gate, guard))
 }
 
 /// Lets a request pass if the gate does.
 async fn guard(State(gate): State<Gate>, request: Request, next: Next) -> Response {
-    match gate.check(request.method(), request.uri().path(), request.headers()) {
+    let reads = matches!(*request.method(), Method::GET | Method::HEAD);
+    let checked = if !reads && request.headers().contains_key(header::ORIGIN) {
+        // Without keys, any page that an operator of this host opens could send it.
+        Err(admin_only_refusal("a page in a browser can't change the process"))
+    } else {
+        gate.check(request.method(), request.uri().path(), request.headers())
+    };
+    match checked {
         Ok(()) => next.run(request).await,
         Err(refusal) => {
             tracing::debug!(code = refusal.code.as_str(), "refused on the admin port");

@@ -138,6 +138,13 @@ impl WorkerAgent for Service {
         Ok(tonic::Response::new(Box::pin(ReceiverStream::new(events))))
     }
 
+    async fn drain(
+        &self,
+        _: tonic::Request<v1::DrainRequest>,
+    ) -> Result<tonic::Response<v1::DrainState>, Status> {
+        Err(Status::unimplemented("not used by the router"))
+    }
+
     async fn fetch_model_files(
         &self,
         request: tonic::Request<v1::FetchModelFilesRequest>,

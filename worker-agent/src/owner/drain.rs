@@ -1,6 +1,7 @@
 //! Keeps the state of a drain, in which the agent finishes its turns and leaves its sessions.
 //!
-//! A turn is one request and its answer. The owner task begins a drain when the agent stops, and
+//! A turn is one request and its answer. An operator may drain an agent that goes on: it reports
+//! that it drains, so that routers place no new sessions there, and serves what still comes. The owner task begins a drain when the agent stops, and
 //! calls [`Drain::advance`] after each message. The session table refuses new turns. It closes each
 //! session when its last turn has ended, or leaves all open for the next agent process. This module
 //! decides when the turns that still run are aborted, and when nothing is left to wait for. The
@@ -24,7 +25,10 @@ const NOTICE: Duration = Duration::from_millis(200);
 /// The agent's drain.
 pub(super) enum Drain {
     /// The agent takes turns.
-    NotBegun,
+    Serving {
+        /// An operator drains the agent: routers shall place no new sessions here.
+        is_drained: bool,
+    },
     /// Turns may run, and closes may be pending.
     Active {
         /// When the running turns are aborted next. The first time is the end of the grace period.
@@ -47,6 +51,19 @@ pub enum Ending {
     Close,
     /// They stay open at the engine, and the next agent process takes them up.
     HandOver,
+}
+
+/// What is left of an agent's work, as its newest load report has it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DrainState {
+    /// Whether the agent drains, or stops.
+    pub is_draining: bool,
+    /// Turns inside the engine.
+    pub turns_running: u32,
+    /// Turns that wait in the agent.
+    pub turns_queued: u32,
+    /// Sessions that the agent holds.
+    pub sessions: u32,
 }
 
 /// What the owner task must do for its drain.
@@ -77,6 +94,22 @@ impl Owner {
         }
         self.publish_report(now());
     }
+
+    /// Drains the agent for its operator, or ends that. Returns what is left.
+    pub(super) fn set_drained(&mut self, wanted: bool) -> DrainState {
+        if self.drain.set_drained(wanted) {
+            info!(drained = wanted, "the operator drains the agent, or ends that");
+            // Routers must hear it before the next turn that they place.
+            self.publish_report(now());
+        }
+        let ranks = &self.handle.report.borrow().ranks;
+        DrainState {
+            is_draining: self.drain.is_reported(),
+            turns_running: ranks.iter().map(|rank| rank.turns_running).sum(),
+            turns_queued: ranks.iter().map(|rank| rank.turns_queued).sum(),
+            sessions: ranks.iter().map(|rank| rank.sessions).sum(),
+        }
+    }
 }
 
 impl Drain {
@@ -91,9 +124,26 @@ impl Drain {
         Self::Active { next_abort_at: now + grace_period, ending, notice_until, reply }
     }
 
-    /// Whether a drain has begun, so that the agent takes nothing new.
+    /// Whether the agent stops, so that it takes nothing new.
     pub(super) fn has_begun(&self) -> bool {
-        !matches!(self, Self::NotBegun)
+        !matches!(self, Self::Serving { .. })
+    }
+
+    /// Whether routers hear that the agent drains.
+    pub(super) fn is_reported(&self) -> bool {
+        !matches!(self, Self::Serving { is_drained: false })
+    }
+
+    /// Drains the agent for its operator, or ends that. Returns whether that changed anything: an
+    /// agent that stops can't be asked to go on.
+    pub(super) fn set_drained(&mut self, wanted: bool) -> bool {
+        match self {
+            Self::Serving { is_drained } if *is_drained != wanted => {
+                *is_drained = wanted;
+                true
+            }
+            Self::Serving { .. } | Self::Active { .. } | Self::Complete(_) => false,
+        }
     }
 
     /// Whether the sessions are the next agent process's now.
@@ -105,7 +155,7 @@ impl Drain {
     pub(super) fn ending(&self) -> Option<Ending> {
         match self {
             Self::Active { ending, .. } => Some(*ending),
-            Self::NotBegun | Self::Complete(_) => None,
+            Self::Serving { .. } | Self::Complete(_) => None,
         }
     }
 
@@ -115,7 +165,7 @@ impl Drain {
             Self::Active { next_abort_at, notice_until, .. } => {
                 Some(notice_until.map_or(*next_abort_at, |until| until.min(*next_abort_at)))
             }
-            Self::NotBegun | Self::Complete(_) => None,
+            Self::Serving { .. } | Self::Complete(_) => None,
         }
     }
 
@@ -163,6 +213,17 @@ mod tests {
     fn drain(start: Instant, grace_period: Duration) -> (Drain, oneshot::Receiver<()>) {
         let (reply, answer) = oneshot::channel();
         (Drain::begin(start, grace_period, Ending::Close, reply), answer)
+    }
+
+    #[test]
+    fn an_operator_drains_an_agent_that_serves_and_not_one_that_stops() {
+        let mut serving = Drain::Serving { is_drained: false };
+        assert!(!serving.is_reported());
+        assert!(serving.set_drained(true) && !serving.set_drained(true));
+        assert!(serving.is_reported() && !serving.has_begun());
+        assert!(serving.set_drained(false) && !serving.is_reported());
+        let (mut stopping, _answer) = drain(service::clock::now(), Duration::ZERO);
+        assert!(!stopping.set_drained(false) && stopping.is_reported());
     }
 
     #[test]

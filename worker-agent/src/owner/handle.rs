@@ -20,7 +20,7 @@ use proto::{
 };
 use tokio::sync::{broadcast, mpsc, oneshot, watch};
 
-use super::drain::Ending;
+use super::drain::{DrainState, Ending};
 use super::engine_control::ControlEnd;
 use super::published::{PublishedSession, SessionSnapshot};
 use crate::{
@@ -160,6 +160,8 @@ pub(super) enum OwnerMessage {
     RemoteAudit { dp_rank: u32, answer: audit::remote::RemoteAnswer },
     /// The agent shuts down. Running turns may continue for `grace_period`.
     Drain { grace_period: Duration, ending: Ending, reply: oneshot::Sender<()> },
+    /// The operator drains the agent, or ends that. The answer says what is left.
+    SetDrained { wanted: bool, reply: oneshot::Sender<DrainState> },
 }
 
 /// A session that a client has opened without a turn.
@@ -385,6 +387,15 @@ impl AgentHandle {
         // Sending fails only if the owner task has ended. Then the agent is stopping, and nobody
         // needs this message.
         let _ = self.mailbox.send(OwnerMessage::Engine(news)).await;
+    }
+
+    /// Drains the agent for its operator, or ends that: routers place no new sessions here while
+    /// the agent drains. Returns what is left. A load report says it before this returns.
+    ///
+    /// # Errors
+    /// If the agent is stopping.
+    pub async fn set_drained(&self, wanted: bool) -> Result<DrainState, Error> {
+        self.request(|reply| OwnerMessage::SetDrained { wanted, reply }).await
     }
 
     /// Drains the agent: refuses new requests, lets running turns continue for up to

@@ -117,7 +117,7 @@ impl OwnerSetup {
             waiters: Waiters::default(),
             reporter,
             audit_desk,
-            drain: Drain::NotBegun,
+            drain: Drain::Serving { is_drained: false },
             prefix_warnings: PrefixWarnings::default(),
             metrics,
         }

@@ -1,0 +1,32 @@
+//! The routes of the admin port that change something: `POST /drain` and `POST /undrain`.
+
+use axum::{
+    Json, Router,
+    response::{IntoResponse as _, Response},
+    routing::post,
+};
+use serde_json::json;
+
+use crate::{data_port, owner::AgentHandle};
+
+/// Builds the routes.
+pub(crate) fn routes(agent: AgentHandle) -> Router {
+    let undrained = agent.clone();
+    Router::new()
+        .route("/drain", post(async move || set_drained(&agent, true).await))
+        .route("/undrain", post(async move || set_drained(&undrained, false).await))
+}
+
+/// Drains the agent or ends that, and answers with what is left.
+async fn set_drained(agent: &AgentHandle, wanted: bool) -> Response {
+    match agent.set_drained(wanted).await {
+        Ok(state) => Json(json!({
+            "draining": state.is_draining,
+            "turns_running": state.turns_running,
+            "turns_queued": state.turns_queued,
+            "sessions": state.sessions,
+        }))
+        .into_response(),
+        Err(error) => data_port::refusal(&error).into_response(),
+    }
+}
