@@ -204,6 +204,7 @@ impl Config {
         // clock.
         let year_ms = 366 * 24 * 3600 * 1000;
         let times_from_0_ms = [
+            ("timeouts.lame_duck_ms", self.timeouts.lame_duck_ms),
             ("timeouts.drain_ms_max", self.timeouts.drain_ms_max),
             ("timeouts.waiting_comment_ms", self.timeouts.waiting_comment_ms),
         ];
@@ -230,6 +231,10 @@ impl Config {
 
     pub(crate) fn connect_max(&self) -> Duration {
         Duration::from_millis(self.timeouts.connect_ms_max)
+    }
+
+    pub(crate) fn lame_duck(&self) -> Duration {
+        Duration::from_millis(self.timeouts.lame_duck_ms)
     }
 
     pub(crate) fn drain_max(&self) -> Duration {

@@ -122,8 +122,8 @@ pub enum Error {
     TaskEnded,
 }
 
-/// Runs a router until `tasks` is cancelled. Then running turns get the setting `drain_ms_max` to
-/// end.
+/// Runs a router until `tasks` leaves, and for the setting `lame_duck_ms` after that, or until
+/// `tasks` is cancelled. Then running turns get the setting `drain_ms_max` to end.
 ///
 /// # Errors
 /// If the router can't start, or if an essential task ends before `tasks` is cancelled.
@@ -160,6 +160,7 @@ pub async fn run(mut config: Config, listeners: Listeners, tasks: Tasks) -> Resu
         ready,
         config: settings::to_toml(&config),
         gate: Gate::new(keys, config.auth.metrics_auth, admin_ip),
+        actions: axum::Router::new(),
     };
     // The admin port stays open during the drain, so that the drain can be watched.
     let admin_token = tokio_util::sync::CancellationToken::new();
@@ -171,7 +172,7 @@ pub async fn run(mut config: Config, listeners: Listeners, tasks: Tasks) -> Resu
     let (_news_sender, news) = mpsc::channel(SOURCE_NEWS_MAX);
     tasks.spawn_essential(
         "view",
-        view::run(state, mailbox, news, Arc::clone(&view), ready_sender, tasks.token()),
+        view::run(state, mailbox, news, Arc::clone(&view), ready_sender, tasks.clone()),
     );
     let idle_connections_max = descriptors.fleet;
     let parts =
@@ -185,7 +186,15 @@ pub async fn run(mut config: Config, listeners: Listeners, tasks: Tasks) -> Resu
     let routes = http::build_routes(shared, &config.listen.cors_origins);
     let data_server = server::serve(listeners.data, routes, data_limits, tls, tasks.clone());
     tasks.spawn_essential("data", data_server);
-    tasks.cancelled().await;
+    leave(&config, &tasks).await
+}
+
+/// Waits until the router leaves, serves on for a while, and drains.
+async fn leave(config: &Config, tasks: &Tasks) -> Result<(), Error> {
+    tasks.leave_token().cancelled().await;
+    info!(lame_duck_ms = config.lame_duck().as_millis(), "leaving: not ready, serving on");
+    // A second signal ends the wait.
+    let _ = tokio::time::timeout(config.lame_duck(), tasks.cancelled()).await;
     info!(drain_ms_max = config.drain_max().as_millis(), "draining");
     let ended_cleanly = tasks.stop(config.drain_max()).await;
     info!("stopped");
@@ -361,5 +370,6 @@ fn build_shared(
         waiting_comment: config.waiting_comment(),
         preamble: config.placement.preamble,
         cache_isolation: config.auth.cache_isolation,
+        leaves: tasks.leave_token(),
     })
 }

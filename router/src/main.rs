@@ -1,7 +1,8 @@
 //! The process `berth-router`: reads the settings, starts logging, and runs the router.
 //!
-//! A first SIGTERM or Ctrl-C makes the router drain: it takes no new turns (requests), and ends
-//! after its running turns. The flag `--check-config` only checks and prints the settings. The
+//! SIGTERM makes the router leave: for a while it serves on, and says that it isn't ready. Then it
+//! drains: it takes no new turns (requests), and ends after its running turns. Ctrl-C, or a second
+//! signal, makes it drain at once. The flag `--check-config` only checks and prints the settings. The
 //! library `router` has everything else.
 
 use std::{io::Write as _, process::ExitCode};
@@ -12,7 +13,11 @@ use router::{
     Listeners,
     config::{Args, Config},
 };
-use service::{log, server, settings, signal, tasks::Tasks};
+use service::{
+    log, server, settings,
+    signal::{StopSignal, StopSignals},
+    tasks::Tasks,
+};
 
 /// Gives freed memory back to the system. The system's allocator keeps what a burst of turns or a
 /// large prompt leaves behind.
@@ -76,15 +81,23 @@ fn serve(config: Config) -> anyhow::Result<()> {
     result
 }
 
-/// Starts a task that cancels all tasks at the first signal to stop.
+/// Starts a task that makes the router leave at SIGTERM, and drain at SIGINT or the second signal.
 fn stop_on_signal(tasks: &Tasks) -> std::io::Result<()> {
-    let signalled = signal::stop_signal()?;
+    let mut signals = StopSignals::new()?;
     let stopping = tasks.clone();
     tasks.spawn(async move {
+        let signals = async {
+            // A person who stops the router waits for no balancer.
+            if signals.next().await == StopSignal::Terminate {
+                stopping.leave();
+                signals.next().await;
+            }
+            stopping.cancel();
+        };
         tokio::select! {
             biased;
             () = stopping.cancelled() => {}
-            _ = signalled => stopping.cancel(),
+            () = signals => {}
         }
     });
     Ok(())

@@ -11,6 +11,7 @@ mod latency;
 mod memory;
 
 use clap::{Parser, Subcommand};
+use service::signal::StopSignals;
 
 #[derive(Debug, Parser)]
 #[command(name = "berth-overhead", version)]
@@ -35,10 +36,11 @@ fn main() -> anyhow::Result<()> {
     // A client on several threads would measure how these wake each other.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {
+        let mut signals = StopSignals::new()?;
         tokio::select! {
             biased;
             // The processes that were started end with the futures that hold them.
-            _ = service::signal::stop_signal()? => anyhow::bail!("stopped by a signal"),
+            _ = signals.next() => anyhow::bail!("stopped by a signal"),
             done = measure(&options) => done,
         }
     })

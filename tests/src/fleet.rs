@@ -87,6 +87,8 @@ pub struct FleetPlan {
     pub agent_settings: String,
     /// More settings of all routers: lines of TOML with dotted keys.
     pub router_settings: String,
+    /// How long routers serve on after SIGTERM.
+    pub lame_duck_ms: u64,
     /// Whether the routers' settings name the agents.
     pub names_workers: bool,
     /// The limit on open descriptors of agents and routers.
@@ -107,6 +109,7 @@ impl Default for FleetPlan {
             flags_by_engine: vec![],
             agent_settings: String::new(),
             router_settings: String::new(),
+            lame_duck_ms: 0,
             names_workers: true,
             descriptors: None,
             has_tls: false,
@@ -127,6 +130,20 @@ pub struct Process {
 }
 
 impl Process {
+    /// Waits for the process's end, without a signal.
+    ///
+    /// # Errors
+    /// Fails if the process has ended before, does not end in time, or fails.
+    pub async fn ended(&mut self) -> anyhow::Result<()> {
+        let mut child = self.child.take().context("the process has ended")?;
+        let status = tokio::time::timeout(PATIENCE, child.wait()).await;
+        let status = status.context("it did not end")??;
+        if !status.success() {
+            bail!("{} ended with {status}", self.command[0]);
+        }
+        Ok(())
+    }
+
     /// Describes a process that isn't started yet. `ready_url` answers 200 while it is ready. Its
     /// log is `name.log` in the folder.
     #[must_use]
@@ -292,6 +309,7 @@ impl Processes {
             let host = own_host();
             let named = if plan.names_workers { &fleet.agent_hosts[..] } else { &[] };
             let mut settings = router_settings(&host, named, &keys, files)?;
+            writeln!(settings, "timeouts.lame_duck_ms = {}", plan.lame_duck_ms)?;
             settings.push_str(&plan.router_settings);
             fleet.routers.push(router(&folder, number, &host, &settings, plan)?);
             fleet.router_hosts.push(host);

@@ -55,6 +55,7 @@ use tokio::{
     time::Sleep,
 };
 use tokio_io_timeout::TimeoutStream;
+use tokio_util::sync::CancellationToken;
 use tracing::{debug, warn};
 
 use self::{
@@ -124,7 +125,7 @@ pub async fn serve(
     tasks: Tasks,
 ) {
     let table = ConnectionTable::new(limits.connections_max, limits.per_peer_max);
-    let port = Arc::new(Port { limits, table: Mutex::new(table) });
+    let port = Arc::new(Port { limits, table: Mutex::new(table), leaves: tasks.leave_token() });
     let stop_token = tasks.token();
     loop {
         let accepted = tokio::select! {
@@ -176,6 +177,9 @@ struct Port {
     limits: PortLimits,
     /// With each connection, the sender that tells its task to close it.
     table: Mutex<ConnectionTable<oneshot::Sender<()>>>,
+    /// Cancelled when the process leaves: then each answer is the last on its connection, so that
+    /// its client goes elsewhere.
+    leaves: CancellationToken,
 }
 
 impl Port {
@@ -425,8 +429,8 @@ impl RequestHandler {
             Err(full_refusal())
         };
         let (buffers, current_answer) = (limits.buffers.clone(), Arc::clone(&self.current_answer));
+        let leaves = self.connection.port.leaves.clone();
         async move {
-            let is_last = guard.is_none() || !is_usual;
             let mut response = match answer {
                 Ok(answer) => answer.await?,
                 Err(refusal) => refusal.into_response(),
@@ -439,7 +443,7 @@ impl RequestHandler {
                 response.headers_mut().remove(header::CONTENT_LENGTH);
             }
             request_id::add(response.headers_mut(), request_id);
-            if is_last {
+            if guard.is_none() || !is_usual || leaves.is_cancelled() {
                 let close = HeaderValue::from_static("close");
                 response.headers_mut().insert(header::CONNECTION, close);
             }

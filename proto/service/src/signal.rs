@@ -3,9 +3,7 @@
 //! The `main.rs` of router and agent wait for the signal, and then drain or stop the process.
 //! This module stops nothing. Other signals, such as SIGHUP, keep their default effect.
 
-use std::future::Future;
-
-use tokio::signal::unix::{SignalKind, signal};
+use tokio::signal::unix::{Signal, SignalKind, signal};
 
 /// A signal that tells the process to stop.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -16,17 +14,28 @@ pub enum StopSignal {
     Interrupt,
 }
 
-/// Sets the signal handlers, and returns a future that ends with the first signal.
-///
-/// # Errors
-/// When the operating system rejects a handler.
-pub fn stop_signal() -> std::io::Result<impl Future<Output = StopSignal>> {
-    let mut terminate = signal(SignalKind::terminate())?;
-    let mut interrupt = signal(SignalKind::interrupt())?;
-    Ok(async move {
+/// The signals that tell the process to stop, as they come.
+#[derive(Debug)]
+pub struct StopSignals {
+    terminate: Signal,
+    interrupt: Signal,
+}
+
+impl StopSignals {
+    /// Sets the signal handlers.
+    ///
+    /// # Errors
+    /// When the operating system rejects a handler.
+    pub fn new() -> std::io::Result<Self> {
+        let terminate = signal(SignalKind::terminate())?;
+        Ok(Self { terminate, interrupt: signal(SignalKind::interrupt())? })
+    }
+
+    /// Waits for the next signal.
+    pub async fn next(&mut self) -> StopSignal {
         tokio::select! {
-            _ = terminate.recv() => StopSignal::Terminate,
-            _ = interrupt.recv() => StopSignal::Interrupt,
+            _ = self.terminate.recv() => StopSignal::Terminate,
+            _ = self.interrupt.recv() => StopSignal::Interrupt,
         }
-    })
+    }
 }

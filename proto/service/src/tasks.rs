@@ -4,6 +4,9 @@
 //! *essential* task must run until the process stops. If it ends earlier, the process stops. The
 //! end of any other task has no further effect. All tasks share one cancellation token. A cancelled
 //! task is not aborted: it sees the token and ends itself. No task is restarted.
+//!
+//! A process may *leave* before it stops: it serves on, and says that it soon won't, so that nobody
+//! is turned away. A second token says that it leaves.
 
 use std::{
     future::Future,
@@ -23,6 +26,8 @@ pub struct Tasks {
     tracker: TaskTracker,
     /// Cancelled when all tasks must stop.
     stop_token: CancellationToken,
+    /// Cancelled when the process leaves or stops.
+    leave_token: CancellationToken,
     /// Whether an essential task ended before it was told to stop.
     has_essential_ended_early: Arc<AtomicBool>,
 }
@@ -64,8 +69,20 @@ impl Tasks {
         self.stop_token.cancelled().await;
     }
 
+    /// Returns a token that is cancelled when the process leaves, or is told to stop.
+    #[must_use]
+    pub fn leave_token(&self) -> CancellationToken {
+        self.leave_token.clone()
+    }
+
+    /// Says that the process leaves. It serves on until it is told to stop.
+    pub fn leave(&self) {
+        self.leave_token.cancel();
+    }
+
     /// Tells all tasks to stop.
     pub fn cancel(&self) {
+        self.leave_token.cancel();
         self.stop_token.cancel();
     }
 
@@ -73,7 +90,7 @@ impl Tasks {
     ///
     /// Returns whether every essential task ran until it was told to stop.
     pub async fn stop(&self, wait_max: Duration) -> bool {
-        self.stop_token.cancel();
+        self.cancel();
         self.tracker.close();
         if tokio::time::timeout(wait_max, self.tracker.wait()).await.is_err() {
             warn!(left = self.tracker.len(), "tasks left running at the end");
@@ -94,7 +111,7 @@ impl Drop for StopProcessOnDrop {
         if !self.tasks.stop_token.is_cancelled() {
             error!(task = self.name, "essential task ended, stopping");
             self.tasks.has_essential_ended_early.store(true, Ordering::Relaxed);
-            self.tasks.stop_token.cancel();
+            self.tasks.cancel();
         }
     }
 }

@@ -33,6 +33,9 @@ pub const CONNECT_MS_MAX: u64 = 1_000;
 /// The default time limit of draining. Most turns end within 30 s. Longer turns are cut off when
 /// the process ends.
 pub const DRAIN_MS_MAX: u64 = 30_000;
+/// The default time of serving on before the drain. Balancers ask every one to three seconds, and
+/// take some hundred milliseconds to tell their own processes.
+pub const LAME_DUCK_MS: u64 = 5_000;
 /// The default time for which the router remembers an idle session. It is an agent's default, too.
 pub const AFFINITY_IDLE_MS_MAX: u64 = 60 * 60 * 1000;
 /// The default least gain for which a session moves to another worker. Users don't notice less. A
@@ -143,7 +146,10 @@ pub struct TimeoutsTable {
     /// A worker whose last load report is older than this gets no new sessions, unless every
     /// worker's report is older.
     pub load_report_age_ms_max: u64,
-    /// Time for running turns to end after the process was told to stop.
+    /// Time for which the router serves on after it was told to stop, while its health routes say
+    /// that it isn't ready, so that balancers send nothing more.
+    pub lame_duck_ms: u64,
+    /// Time for running turns to end after that.
     pub drain_ms_max: u64,
     /// A stream gets a comment each time that it has waited so long for its first event. 0: none,
     /// for clients that can't read comments, such as SGLang's `bench_serving`.
@@ -156,6 +162,7 @@ impl Default for TimeoutsTable {
             turn_ms_max: TURN_MS_MAX,
             connect_ms_max: CONNECT_MS_MAX,
             load_report_age_ms_max: LOAD_REPORT_AGE_MS_MAX,
+            lame_duck_ms: LAME_DUCK_MS,
             drain_ms_max: DRAIN_MS_MAX,
             waiting_comment_ms: WAITING_COMMENT_MS,
         }

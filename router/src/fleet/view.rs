@@ -9,9 +9,8 @@ use std::{sync::Arc, time::Instant};
 
 use arc_swap::ArcSwap;
 use proto::load::Description;
-use service::clock::now;
+use service::{clock::now, tasks::Tasks};
 use tokio::sync::{mpsc, watch};
-use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use super::{
@@ -75,7 +74,7 @@ impl View {
     }
 }
 
-/// Runs the view task until it is cancelled.
+/// Runs the view task until `tasks` is cancelled.
 ///
 /// The `mailbox` yields the slot of an agent, an update, and when the update arrived; `news` yields
 /// what the sources of agents say. The task
@@ -86,8 +85,10 @@ pub(crate) async fn run(
     mut news: mpsc::Receiver<SourceNews>,
     view: Arc<View>,
     readiness_sender: watch::Sender<Result<(), String>>,
-    token: CancellationToken,
+    tasks: Tasks,
 ) {
+    let (token, leave_token) = (tasks.token(), tasks.leave_token());
+    let mut leaves = false;
     let mut batch = Vec::with_capacity(MAILBOX_UPDATES_MAX);
     loop {
         let deadline = state.next_deadline(now());
@@ -100,6 +101,7 @@ pub(crate) async fn run(
                 }
             }
             Some(source_news) = news.recv() => state.apply_news(source_news, now()),
+            () = leave_token.cancelled(), if !leaves => leaves = true,
             () = sleep_until(deadline) => {}
         }
         for (agent_index, update, arrived_at) in batch.drain(..) {
@@ -116,7 +118,8 @@ pub(crate) async fn run(
             info!(agent, "agent left");
         }
         let snapshot = state.snapshot();
-        let readiness = snapshot.check_ready(now());
+        let readiness =
+            if leaves { Err("stopping".to_owned()) } else { snapshot.check_ready(now()) };
         view.publish(snapshot);
         readiness_sender.send_if_modified(|published| {
             let has_changed = *published != readiness;

@@ -12,7 +12,11 @@ use axum::{
     routing::get,
 };
 use http::StatusCode;
-use service::{clock::now, server::HEALTH_PATHS};
+use service::{
+    clock::now,
+    refusal::{Code, Refusal},
+    server::HEALTH_PATHS,
+};
 
 use super::{SharedState, respond};
 use crate::{placement::NoWorker, turn::shared::Shared};
@@ -36,6 +40,9 @@ pub(super) fn routes() -> Router<Arc<Shared>> {
 }
 
 fn show(State(shared): SharedState, is_live_path: bool) -> Response {
+    if shared.leaves.is_cancelled() && !is_live_path {
+        return Refusal::new(Code::Stopping, "the router stops soon").into_response();
+    }
     if is_live_path || shared.directory.view().has_usable_worker(now()) {
         return StatusCode::OK.into_response();
     }

@@ -13,6 +13,7 @@ use std::{
 };
 
 use service::running_turns::RunningTurns;
+use tokio_util::sync::CancellationToken;
 
 use super::{
     body::Bodies, directory::SessionDirectory, placer::Placer, sessions::SessionService,
@@ -68,4 +69,6 @@ pub(crate) struct Shared {
     pub(crate) preamble: PreamblePolicy,
     /// Who may share KV in the engines' caches.
     pub(crate) cache_isolation: CacheIsolation,
+    /// Cancelled when the router leaves, and soon stops.
+    pub(crate) leaves: CancellationToken,
 }

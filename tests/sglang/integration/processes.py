@@ -82,7 +82,8 @@ class Process:
     def stop(self, seconds: float) -> int | None:
         """Sends TERM, waits for `seconds`, and kills what is left of the group. Returns the exit
         status, or None if TERM didn't end the process in time."""
-        self.send(signal.SIGTERM)
+        # A router serves on for some seconds after TERM, for its balancers.
+        self.send(signal.SIGINT if self.name == "router" else signal.SIGTERM)
         status = self.wait(seconds)
         self.send_group(signal.SIGKILL)
         self.popen.wait()

@@ -11,6 +11,7 @@ use std::{
 
 use clap::Parser;
 use indicatif::{MultiProgress, ProgressBar, ProgressFinish, ProgressStyle};
+use service::signal::StopSignals;
 use tests::{
     demo::{self, DemoSummary, WorkerLine},
     replay::Report,
@@ -53,14 +54,14 @@ fn main() -> ExitCode {
 #[tokio::main]
 async fn run(args: &Args) -> anyhow::Result<DemoSummary> {
     let stop = CancellationToken::new();
-    let signalled = service::signal::stop_signal()?;
+    let mut signals = StopSignals::new()?;
     let mut screen = Screen::new();
     let show = |workers: &[WorkerLine], report: &Report| screen.show(workers, report);
     let running = demo::run(Duration::from_secs(args.seconds), stop.clone(), show);
     let mut running = std::pin::pin!(running);
     tokio::select! {
         ended = &mut running => return ended,
-        _ = signalled => stop.cancel(),
+        _ = signals.next() => stop.cancel(),
     }
     running.await
 }

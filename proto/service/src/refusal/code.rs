@@ -285,8 +285,8 @@ codes! {
             "the agent can't write its journal of open sessions, for example because its disk is \
              full, and pins none meanwhile",
             "send the turn without a pin; an operator looks at [files](operations.md#files)";
-        Stopping "stopping" SERVICE_UNAVAILABLE Agent AfterSeconds(2),
-            "the agent shuts down",
+        Stopping "stopping" SERVICE_UNAVAILABLE Both AfterSeconds(2),
+            "the agent shuts down; on a health route, the router",
             "retry";
         NoWorker "no_worker" SERVICE_UNAVAILABLE Router AfterSeconds(1),
             "no worker can take turns now",
