@@ -2,8 +2,8 @@
 //!
 //! SIGTERM makes the router leave: for a while it serves on, and says that it isn't ready. Then it
 //! drains: it takes no new turns (requests), and ends after its running turns. Ctrl-C, or a second
-//! signal, makes it drain at once. The flag `--check-config` only checks and prints the settings. The
-//! library `router` has everything else.
+//! signal, makes it drain at once. The flag `--check-config` only checks and prints the settings.
+//! The library `router` has everything else.
 
 use std::{io::Write as _, process::ExitCode};
 

@@ -28,7 +28,7 @@ pub(crate) const CASES: &[Case] = &[
 /// The longest time until all routers see that an agent drains.
 const SEEN_MAX: Duration = Duration::from_millis(100);
 
-/// After SIGTERM a router isn't ready, serves new connections and running streams, and ends cleanly.
+/// After SIGTERM a router isn't ready, serves new connections and running streams, and then ends.
 async fn router_leaves(place: Place) -> anyhow::Result<String> {
     let plan = FleetPlan {
         lame_duck_ms: 2_000,

@@ -28,7 +28,7 @@ const LAYERS: [(&str, Rows); 2] = [
     (
         "worker-agent",
         &[
-            &["control_port", "cli"],
+            &["control_port", "admin_actions", "cli"],
             &["staged_prefill"],
             &["data_port"],
             &["owner"],

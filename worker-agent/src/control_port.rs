@@ -1,9 +1,9 @@
 //! Serves the control port: the gRPC service through which routers watch and control an agent.
 //!
 //! Routers get load reports, all changes of sessions (chains of turns that share a prefix), all
-//! changes of resident KV blocks, and the model's tokenizer files. They can open and close sessions
-//! request audits of the KV pool, and drain the agent. Turns (requests and their answers) don't come here, but to
-//! [`crate::data_port`].
+//! changes of resident KV blocks, and the model's tokenizer files. They can open and close
+//! sessions, request audits of the KV pool, and drain the agent. Turns (requests and their
+//! answers) don't come here, but to [`crate::data_port`].
 //!
 //! The service only translates: requests go to the owner task through [`AgentHandle`], block
 //! changes come from [`crate::kv_events`], and files from [`model_files`]. Only the claims by which

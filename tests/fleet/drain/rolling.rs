@@ -44,7 +44,7 @@ struct Seen {
     failures: Vec<String>,
 }
 
-/// Replaces all processes under load: no turn fails, and only sessions that moved are computed again.
+/// Replaces all processes under load: no turn fails, and only moved sessions are computed again.
 pub(super) async fn restart(place: Place) -> anyhow::Result<String> {
     let plan = FleetPlan {
         engines: AGENTS,

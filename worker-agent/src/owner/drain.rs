@@ -1,11 +1,13 @@
 //! Keeps the state of a drain, in which the agent finishes its turns and leaves its sessions.
 //!
 //! A turn is one request and its answer. An operator may drain an agent that goes on: it reports
-//! that it drains, so that routers place no new sessions there, and serves what still comes. The owner task begins a drain when the agent stops, and
-//! calls [`Drain::advance`] after each message. The session table refuses new turns. It closes each
-//! session when its last turn has ended, or leaves all open for the next agent process. This module
-//! decides when the turns that still run are aborted, and when nothing is left to wait for. The
-//! owner task makes the aborts, and hands over.
+//! that it drains, so that routers place no new sessions there, and serves what still comes.
+//!
+//! The owner task begins a drain when the agent stops, and calls [`Drain::advance`] after each
+//! message. The session table refuses new turns. It closes each session when its last turn has
+//! ended, or leaves all open for the next agent process. This module decides when the turns that
+//! still run are aborted, and when nothing is left to wait for. The owner task makes the aborts,
+//! and hands over.
 
 use std::time::{Duration, Instant};
 
