@@ -298,7 +298,18 @@ impl Cluster {
     /// Fails if a port can't be bound.
     pub async fn start_router(&mut self, config: router::config::Config) -> anyhow::Result<()> {
         let agents: Vec<&Agent> = self.agents.iter().collect();
-        let workers = router_config(&agents).workers;
+        self.start_router_before(router_config(&agents).workers, config).await
+    }
+
+    /// Starts one more router over agents at these control addresses, and waits until it is ready.
+    ///
+    /// # Errors
+    /// Fails if a port can't be bound.
+    pub async fn start_router_before(
+        &mut self,
+        workers: Vec<String>,
+        config: router::config::Config,
+    ) -> anyhow::Result<()> {
         let router = Router::start(router::config::Config { workers, ..config }).await?;
         ready(&self.web, router.admin).await;
         self.routers.push(router);
