@@ -10,6 +10,7 @@
 
 pub mod access;
 pub mod auth;
+pub mod claims;
 pub mod jwt;
 pub mod tables;
 
@@ -26,6 +27,7 @@ use service::{
 use self::{
     access::{AgentsTable, TlsTable},
     auth::{AuthMode, AuthTable},
+    claims::ClaimsTable,
     tables::{LimitsTable, ListenTable, PlacementTable, TimeoutsTable},
 };
 
@@ -74,6 +76,8 @@ pub struct Config {
     pub tls: TlsTable,
     /// How the router proves itself to agents, and recognizes them.
     pub agents: AgentsTable,
+    /// How this router and others agree on the workers of new sessions.
+    pub claims: ClaimsTable,
 }
 
 /// The command line. Settings that it leaves out come from the file, then from the defaults.
@@ -164,6 +168,7 @@ impl Config {
         }
         problems.extend(self.time_problems());
         problems.extend(self.connections.problems());
+        problems.extend(self.claims.problems());
         let sizes = [
             ("limits.body_bytes_max", self.limits.body_bytes_max),
             ("limits.sessions_max", self.limits.sessions_max),

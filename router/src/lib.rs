@@ -12,6 +12,7 @@
 //! - `http`: the routes of the data port, and errors as HTTP responses.
 //! - `agent_tasks`: starts and stops the tasks that follow each agent.
 //! - [`turn`]: one turn from its request to the end of its answer; opening and closing sessions.
+//! - `claims`: agrees with other routers on the worker of a session.
 //! - [`placement`]: chooses the worker for a turn. Pure.
 //! - [`residency`]: the blocks (parts of prompts) whose KV is resident on each worker.
 //! - [`prompt`]: makes the blocks of a prompt, with the tokenizers of the engines' models.
@@ -23,6 +24,7 @@
 mod agent_tasks;
 pub mod auth;
 mod backoff;
+mod claims;
 pub mod config;
 pub mod fleet;
 mod http;
@@ -61,6 +63,7 @@ use crate::{
         Authenticator,
         jwks::{self, JwksStore},
     },
+    claims::Claims,
     config::{Config, jwt::JwtTable, tables::LimitsTable},
     fleet::{
         collector::FleetCollector,
@@ -77,8 +80,10 @@ use crate::{
     turn::{
         body::Bodies,
         directory::SessionDirectory,
+        mending,
         placer::Placer,
         pulses::Pulses,
+        renewal,
         sessions::SessionService,
         shared::Shared,
         upstream::{UpstreamClient, UpstreamConnections},
@@ -137,18 +142,15 @@ pub async fn run(mut config: Config, listeners: Listeners, tasks: Tasks) -> Resu
     let (tls, credentials) = start_access(&config, &file_metrics, &tasks)?;
     let state = State::new(&config);
     let view = Arc::new(View::new(state.snapshot()));
-    let metrics = Metrics::new(&mut registry);
-    let port_metrics = server::Metrics::new(&mut registry);
+    let (metrics, claim_metrics, port_metrics) = register_metrics(&mut registry);
     let descriptors = DescriptorPlan::new(descriptors::raise_limit(), server::DESCRIPTORS_RESERVED);
     fit_limits(&mut config.limits, &descriptors);
     let shares = Shares::new(pool_sizes(&config.limits));
     registry.register_collector(Box::new(SharesCollector(Arc::clone(&shares))));
     registry.register_collector(Box::new(FleetCollector(Arc::clone(&view))));
     let kv_index = Arc::new(KvIndex::new(config.limits.overlap_bytes_max));
-    registry.register_collector(Box::new(KvIndexCollector {
-        view: Arc::clone(&view),
-        kv_index: Arc::clone(&kv_index),
-    }));
+    let (kv_view, index) = (Arc::clone(&view), Arc::clone(&kv_index));
+    registry.register_collector(Box::new(KvIndexCollector { view: kv_view, kv_index: index }));
     let (data_ip, admin_ip) = port_ips(&listeners).map_err(Error::Admin)?;
     let keys = follow_keys(&config, &file_metrics, &tasks)?;
     let tokens = follow_tokens(&config, &mut registry, &file_metrics, &tasks)?;
@@ -175,8 +177,16 @@ pub async fn run(mut config: Config, listeners: Listeners, tasks: Tasks) -> Resu
         view::run(state, mailbox, news, Arc::clone(&view), ready_sender, tasks.clone()),
     );
     let idle_connections_max = descriptors.fleet;
-    let parts =
-        FleetParts { view, kv_index, metrics, shares, credentials, updates, idle_connections_max };
+    let parts = FleetParts {
+        view,
+        kv_index,
+        metrics,
+        claim_metrics,
+        shares,
+        credentials,
+        updates,
+        idle_connections_max,
+    };
     let shared = start_fleet(&config, parts, auth, &tasks);
     let address = listeners.data.local_addr().map(|address| address.to_string());
     info!(address = address.unwrap_or_default(), agents = config.workers.len(), "router listens");
@@ -199,6 +209,14 @@ async fn leave(config: &Config, tasks: &Tasks) -> Result<(), Error> {
     let ended_cleanly = tasks.stop(config.drain_max()).await;
     info!("stopped");
     if ended_cleanly { Ok(()) } else { Err(Error::TaskEnded) }
+}
+
+/// Registers the metrics of turns, of claims and of ports.
+fn register_metrics(
+    registry: &mut Registry,
+) -> (Metrics, claims::metrics::Metrics, server::Metrics) {
+    let (turns, claims) = (Metrics::new(registry), claims::metrics::Metrics::new(registry));
+    (turns, claims, server::Metrics::new(registry))
 }
 
 /// Lowers the limit on turns if there are few descriptors.
@@ -282,10 +300,23 @@ struct FleetParts {
     view: Arc<View>,
     kv_index: Arc<KvIndex>,
     metrics: Metrics,
+    claim_metrics: claims::metrics::Metrics,
     shares: Arc<Shares>,
     credentials: AgentCredentials,
     updates: UpdateSender,
     idle_connections_max: usize,
+}
+
+/// Creates the client of the place that holds claims.
+fn start_claims(
+    config: &Config,
+    view: &Arc<View>,
+    control_clients: &Arc<ControlClients>,
+    metrics: claims::metrics::Metrics,
+    tasks: &Tasks,
+) -> Arc<Claims> {
+    let (view, control_clients) = (Arc::clone(view), Arc::clone(control_clients));
+    Arc::new(Claims::new(&config.claims, view, control_clients, metrics, tasks.clone()))
 }
 
 /// Builds the parts that all requests share, and starts the tasks that follow the agents.
@@ -318,7 +349,7 @@ fn build_shared(
     auth: Authenticator,
     tasks: &Tasks,
 ) -> Arc<Shared> {
-    let FleetParts { view, kv_index, metrics, shares, .. } = parts;
+    let FleetParts { view, kv_index, metrics, claim_metrics, shares, .. } = parts;
     let connections = UpstreamConnections {
         connect_max: config.connect_max(),
         idle_max: parts.idle_connections_max,
@@ -338,10 +369,12 @@ fn build_shared(
     let block_locator =
         BlockLocator::new(Arc::clone(&kv_index), models, config.limits.overlap_bytes_max);
     let block_locator = Arc::new(block_locator);
+    let claims = start_claims(config, &view, control_clients, claim_metrics, tasks);
     let directory =
         Arc::new(SessionDirectory::new(view, new_affinity_table(), config.connect_max()));
-    let placer = Placer::new(
+    let (placer, renewal_queue) = Placer::new(
         Arc::clone(&directory),
+        Arc::clone(&claims),
         Arc::clone(&block_locator),
         new_affinity_table(),
         Affinity::new(NAMES_SEEN_ONCE_MAX, config.affinity_idle_max()),
@@ -349,18 +382,23 @@ fn build_shared(
     );
     let sessions = SessionService::new(
         Arc::clone(&directory),
+        Arc::clone(&claims),
         Arc::clone(control_clients),
         Arc::clone(&metrics),
         tasks.clone(),
     );
+    let sessions = Arc::new(sessions);
     let upstream = Arc::new(upstream);
+    let renewal = renewal::run(renewal_queue, Arc::clone(&directory), claims, tasks.token());
+    tasks.spawn(renewal);
+    tasks.spawn(mending::run(Arc::clone(&directory), Arc::clone(&sessions), tasks.token()));
     Arc::new(Shared {
         auth,
         directory,
         kv_index,
         block_locator,
         placer,
-        sessions: Arc::new(sessions),
+        sessions,
         upstream,
         metrics,
         unsent_turns: RunningTurns::default(),

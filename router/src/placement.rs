@@ -101,6 +101,8 @@ pub enum Reason {
     CacheKey,
     /// The turn continues a response that is stored on this worker.
     Response,
+    /// Another router has placed the session on this worker.
+    Claimed,
 }
 
 impl Reason {
@@ -118,6 +120,7 @@ impl Reason {
             Self::Parent => "parent",
             Self::CacheKey => "cache_key",
             Self::Response => "response",
+            Self::Claimed => "claimed",
         }
     }
 }

@@ -30,6 +30,7 @@
 //! - `aborts`: aborts turns for their clients.
 //! - `control`: passes the calls of operators and trainers to several agents.
 //! - `sessions`: opens, closes and lists sessions.
+//! - `renewal`: renews claims while turns run. `mending`: closes sessions of two agents at one.
 //! - `engine_info`: asks agents what their engines say of themselves.
 //! - `shared`: the parts that all requests share.
 //! - `error`: why a turn is refused.
@@ -46,12 +47,14 @@ mod form;
 mod hinted;
 mod hints;
 pub(crate) mod liveness;
+pub(crate) mod mending;
 pub(crate) mod placer;
 pub mod preamble;
 mod priority;
 mod prompt_length;
 pub(crate) mod proxy;
 pub(crate) mod pulses;
+pub(crate) mod renewal;
 pub mod request;
 pub(crate) mod responses;
 pub mod session_names;
@@ -64,6 +67,7 @@ mod usage;
 use std::sync::Arc;
 
 use axum::response::Response;
+use bytes::Bytes;
 use http::{Extensions, HeaderMap, Method, request::Parts};
 use hyper::body::Incoming;
 use proto::{
@@ -371,21 +375,10 @@ async fn send(
         Ok(_) | Err(_) => None,
     };
     let retry_reason = retry_reason.filter(|_| !unsent.is_aborted());
-    let second_placed = retry_reason.and_then(|reason| {
-        let Some(body) = outbound.body.bytes_to_send() else {
-            shared.metrics.bodies_gone.inc();
-            return None;
-        };
-        let second = shared.placer.decide_again(turn, outbound.turn_id, &mut placed)?;
-        shared.metrics.count_retry(reason);
-        debug!(
-            turn = format!("{:016x}", outbound.turn_id),
-            why = reason,
-            worker = second.worker_name,
-            "retried"
-        );
-        Some((second, body))
-    });
+    let second_placed = match retry_reason {
+        Some(reason) => place_again(shared, turn, outbound, &mut placed, reason).await,
+        None => None,
+    };
     let (placed, worker_answer) = match second_placed {
         Some((second, body)) => {
             close_guard.move_to(second.worker);
@@ -397,6 +390,26 @@ async fn send(
         None => (placed, first_answer),
     };
     finish(shared, outbound, placed, in_flight, capacity, close_guard, worker_answer)
+}
+
+/// Places a turn that its worker refused or didn't get on a second worker, and returns its body
+/// too. `None` if there is no other worker, or if the body has given way.
+async fn place_again(
+    shared: &Shared,
+    turn: &Turn,
+    outbound: &OutboundTurn,
+    placed: &mut PlacedTurn,
+    reason: &'static str,
+) -> Option<(PlacedTurn, Bytes)> {
+    let Some(body) = outbound.body.bytes_to_send() else {
+        shared.metrics.bodies_gone.inc();
+        return None;
+    };
+    let second = shared.placer.decide_again(turn, outbound.turn_id, placed).await?;
+    shared.metrics.count_retry(reason);
+    let turn_id = format!("{:016x}", outbound.turn_id);
+    debug!(turn = turn_id, why = reason, worker = second.worker_name, "retried");
+    Some((second, body))
 }
 
 /// Returns the answer of a turn that its client aborted during staged prefill. Only turns with one

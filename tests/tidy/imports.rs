@@ -19,6 +19,7 @@ const LAYERS: [(&str, Rows); 2] = [
             &["http"],
             &["agent_tasks"],
             &["turn"],
+            &["claims"],
             &["placement"],
             &["residency"],
             &["prompt"],

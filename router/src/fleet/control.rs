@@ -12,9 +12,10 @@ use proto::{
     id::SessionKey,
     load::{ModelFiles, Retention, Session},
     model_files::{self, FilesHasher},
+    placement_claim::{self, ClaimRequest, PlacementClaim},
     v1,
 };
-use tonic::Status;
+use tonic::{Code, Status};
 
 use super::{
     dial::{AgentClient, AgentDialer},
@@ -107,6 +108,29 @@ impl ControlClient {
         let request = v1::CloseSessionRequest { key: Some(key.into()), only_if_idle: false };
         let mut client = self.0.clone();
         Ok(with_time_limit(client.close_session(request)).await?.into_inner().deferred)
+    }
+
+    /// Closes the session if no turn of it runs or waits. Returns whether it was closed.
+    pub(crate) async fn close_if_idle(&self, key: &SessionKey) -> Result<bool, Status> {
+        let request = v1::CloseSessionRequest { key: Some(key.into()), only_if_idle: true };
+        let mut client = self.0.clone();
+        match with_time_limit(client.close_session(request)).await {
+            Ok(_) => Ok(true),
+            Err(status) if matches!(status.code(), Code::NotFound | Code::FailedPrecondition) => {
+                Ok(false)
+            }
+            Err(status) => Err(status),
+        }
+    }
+
+    /// Asks the agent for a claim on a session's worker. The caller has a deadline.
+    pub(crate) async fn claim(&self, request: ClaimRequest) -> Result<PlacementClaim, Status> {
+        let mut client = self.0.clone();
+        let answer = client.claim_placement(v1::ClaimPlacementRequest::from(request)).await?;
+        answer
+            .into_inner()
+            .try_into()
+            .map_err(|error: placement_claim::Error| invalid_answer(&error))
     }
 
     /// Fetches the files of the agent's model. `described_files` has their total size and their

@@ -10,7 +10,10 @@
 //! A table can be cloned cheaply for a snapshot. The entries are spread over 256 shards behind
 //! `Arc`s. A clone copies 256 pointers, and the next change copies one shard.
 
-use std::{collections::HashMap, sync::Arc};
+use std::{
+    collections::{BTreeSet, HashMap},
+    sync::Arc,
+};
 
 use proto::{id::SessionKey, load::Session};
 
@@ -40,6 +43,8 @@ pub struct Sessions {
     entry_counts: Vec<usize>,
     /// Most entries of one agent.
     agent_sessions_max: usize,
+    /// The keys with several entries. There are few, or none.
+    splits: Arc<BTreeSet<SessionKey>>,
 }
 
 impl Sessions {
@@ -51,6 +56,7 @@ impl Sessions {
             shards: (0..SHARD_COUNT).map(|_| Arc::default()).collect(),
             entry_counts: vec![0; agent_count],
             agent_sessions_max,
+            splits: Arc::default(),
         }
     }
 
@@ -63,6 +69,12 @@ impl Sessions {
     #[must_use]
     pub fn has_any(&self, agent: usize) -> bool {
         self.entry_counts[agent] > 0
+    }
+
+    /// Returns the keys that several agents have.
+    #[must_use]
+    pub fn splits(&self) -> &BTreeSet<SessionKey> {
+        &self.splits
     }
 
     /// Returns the entries of all agents for the key.
@@ -105,7 +117,10 @@ impl Sessions {
         match shard.get_mut(&new_entry.session.key) {
             Some(entries) => match entries.iter_mut().find(|entry| entry.worker.agent == agent) {
                 Some(entry) => *entry = new_entry,
-                None => entries.push(new_entry),
+                None => {
+                    Arc::make_mut(&mut self.splits).insert(new_entry.session.key.clone());
+                    entries.push(new_entry);
+                }
             },
             None => {
                 let key = Arc::new(new_entry.session.key.clone());
@@ -126,6 +141,9 @@ impl Sessions {
         let shard = Arc::make_mut(&mut self.shards[shard_index]);
         if let Some(entries) = shard.get_mut(key) {
             entries.retain(|entry| entry.worker.agent != agent);
+            if entries.len() == 1 {
+                Arc::make_mut(&mut self.splits).remove(key);
+            }
             if entries.is_empty() {
                 shard.remove(key);
             }
@@ -138,8 +156,12 @@ impl Sessions {
         for shard in &mut self.shards {
             if shard.values().flatten().any(|entry| entry.worker.agent == agent) {
                 let shard = Arc::make_mut(shard);
-                for entries in shard.values_mut() {
+                for (key, entries) in &mut *shard {
+                    let had_several = entries.len() > 1;
                     entries.retain(|entry| entry.worker.agent != agent);
+                    if had_several && entries.len() == 1 {
+                        Arc::make_mut(&mut self.splits).remove(&**key);
+                    }
                 }
                 shard.retain(|_, entries| !entries.is_empty());
             }
@@ -155,10 +177,13 @@ impl Sessions {
     /// Panics if the counts and the shards disagree.
     pub fn check_invariants(&self) {
         let mut entry_counts = vec![0; self.entry_counts.len()];
+        let mut split_count = 0;
         for (shard_index, shard) in self.shards.iter().enumerate() {
             for (key, entries) in &**shard {
                 assert_eq!(shard_index_of(key), shard_index, "a key in the wrong shard");
                 assert!(!entries.is_empty(), "a key without entries");
+                assert_eq!(entries.len() > 1, self.splits.contains(&**key), "a split not known");
+                split_count += usize::from(entries.len() > 1);
                 for entry in entries {
                     assert_eq!(entry.session.key, **key, "an entry under the wrong key");
                     entry_counts[entry.worker.agent] += 1;
@@ -166,6 +191,7 @@ impl Sessions {
             }
         }
         assert_eq!(entry_counts, self.entry_counts, "sessions miscounted");
+        assert_eq!(split_count, self.splits.len(), "a split of a key that is gone");
     }
 }
 
@@ -176,8 +202,6 @@ fn shard_index_of(key: &SessionKey) -> usize {
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeSet;
-
     use proptest::prelude::*;
     use proto::load::{Retention, SessionState};
 

@@ -13,6 +13,8 @@ use std::{
     time::{Duration, Instant},
 };
 
+use proto::id::WorkerId;
+
 use super::{
     agent::{Agent, Facts, Link},
     reuse_forecast::ReuseDemand,
@@ -56,6 +58,24 @@ impl Snapshot {
                 })
             })
         })
+    }
+
+    /// Returns the name under which all routers know a worker. `None` if its agent was never heard.
+    #[must_use]
+    pub fn worker_id(&self, worker: WorkerRef) -> Option<WorkerId> {
+        let facts = self.agents.get(worker.agent)?.facts.as_ref()?;
+        Some(WorkerId { agent: facts.description.agent_id.clone(), dp_rank: worker.dp_rank })
+    }
+
+    /// Returns the worker with this name. `None` if there is none. If two agents have the name, the
+    /// one that is connected counts.
+    #[must_use]
+    pub fn worker_named(&self, name: &WorkerId) -> Option<WorkerRef> {
+        let has_name = |(worker, _, facts): &(WorkerRef, &Agent, &Facts)| {
+            worker.dp_rank == name.dp_rank && facts.description.agent_id == name.agent
+        };
+        let named = self.workers().filter(has_name);
+        named.max_by_key(|(_, agent, _)| agent.is_up()).map(|(worker, ..)| worker)
     }
 
     /// Returns the agent of a worker. Panics if there is no such slot.

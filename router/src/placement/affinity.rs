@@ -16,6 +16,8 @@
 //! a principal gets its share of it by the rule of `shares`. Beyond that, and when the table is
 //! full, the binding that has been idle for longest is dropped: the principal's own, if it has one.
 
+mod parts;
+
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
     sync::Arc,
@@ -25,6 +27,7 @@ use std::{
 use proto::{id::SessionKey, load::Session};
 use service::auth::keys::PriorityClass;
 
+pub use self::parts::{Claimed, CloseProgress, OpenAnswer};
 use crate::{
     fleet::worker::WorkerRef,
     shares::{self, Ask},
@@ -35,6 +38,7 @@ use crate::{
 pub const TABLE_LAG_MAX: Duration = Duration::from_secs(3);
 
 /// A session's worker, as this router decided it, and what the agents' session tables may not show.
+/// Its many fields: one for each fact that no table shows in time.
 #[derive(Debug)]
 pub struct Binding {
     /// The worker that gets the session's turns.
@@ -60,40 +64,14 @@ pub struct Binding {
     pub placement_only: bool,
     /// Size of the body of the session's last turn, in bytes.
     pub body_bytes: u64,
+    /// What other routers know of the binding. `None` if it was never claimed.
+    pub claimed: Option<Claimed>,
     /// The binding's key in the table's idle order. `None` while a turn runs.
     idle_order_key: Option<IdleOrderKey>,
 }
 
 /// When a binding became idle, and a unique number that orders bindings of the same time.
 type IdleOrderKey = (Instant, u64);
-
-/// An agent's positive answer to a request to open a session.
-#[derive(Debug)]
-pub struct OpenAnswer {
-    /// The session as the agent answered.
-    pub session: Arc<Session>,
-    /// The agent's epoch when it answered. Each agent process has its own. Sessions that an earlier
-    /// process opened are gone.
-    pub epoch: Option<u64>,
-    /// When the answer arrived.
-    pub answered_at: Instant,
-}
-
-/// How far a close of the session through this router has come.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum CloseProgress {
-    /// No close was requested.
-    NotRequested,
-    /// The agent was asked to close the session.
-    Requested,
-    /// The agent has agreed to close the session.
-    Closed {
-        /// When the agent agreed.
-        at: Instant,
-        /// Whether a turn was still running. If so, the session closes when the turn ends.
-        is_deferred: bool,
-    },
-}
 
 /// Why the table has no room for a session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -147,6 +125,12 @@ impl Binding {
     #[must_use]
     pub fn is_close_asked(&self) -> bool {
         self.close_progress != CloseProgress::NotRequested
+    }
+
+    /// Whether other routers know the binding.
+    #[must_use]
+    pub fn is_claimed(&self, now: Instant) -> bool {
+        self.claimed.is_some_and(|claimed| now < claimed.valid_until)
     }
 
     /// Whether a turn through this router runs, or ended less than [`TABLE_LAG_MAX`] ago.
@@ -265,6 +249,22 @@ impl Affinity {
         if let Some(binding) = self.bindings.get_mut(key) {
             binding.worker = worker;
             binding.open_answer = None;
+        }
+    }
+
+    /// Binds a session with a running turn to the worker that all routers know.
+    pub fn record_claim(&mut self, key: &SessionKey, worker: WorkerRef, claimed: Claimed) {
+        if self.bindings.get(key).is_some_and(|binding| binding.worker.agent != worker.agent) {
+            self.rebind(key, worker);
+        }
+        self.renew_claim(key, worker, claimed);
+    }
+
+    /// Records that a claim lives on, if the session is still bound to its worker.
+    pub fn renew_claim(&mut self, key: &SessionKey, worker: WorkerRef, claimed: Claimed) {
+        let binding = self.bindings.get_mut(key);
+        if let Some(binding) = binding.filter(|binding| binding.worker.agent == worker.agent) {
+            binding.claimed = Some(claimed);
         }
     }
 
@@ -387,6 +387,7 @@ impl Affinity {
                 reopened_at: None,
                 placement_only: false,
                 body_bytes: 0,
+                claimed: None,
                 idle_order_key: None,
             };
             self.bindings.insert(key.clone(), binding);

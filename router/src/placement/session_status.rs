@@ -223,6 +223,45 @@ pub fn strays(key: &SessionKey, view: &Snapshot, worker: WorkerRef) -> Vec<Worke
     strays.map(|entry| entry.worker).collect()
 }
 
+/// A session of several agents, at rest on all of them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Split {
+    /// The worker that keeps the session.
+    pub keeper: WorkerRef,
+    /// The workers at which the session is to be closed.
+    pub others: Vec<WorkerRef>,
+}
+
+/// Decides which of several connected agents keeps a session. All routers that have the same tables
+/// decide alike: the one with a history wins, then the older one, then the lower agent id.
+///
+/// Returns `None` if one of them must not be closed: a turn runs, or two have a history that can't
+/// be made again. Also `None` if an agent doesn't say when the session began.
+#[must_use]
+pub fn judge_split(key: &SessionKey, view: &Snapshot) -> Option<Split> {
+    let entries = view.sessions.locate(key).iter();
+    let live: Vec<_> = entries.filter(|entry| view.agent(entry.worker).is_up()).collect();
+    let is_at_rest = |entry: &&ReportedSession| {
+        let Session { state, turns_running, began_unix_ms, .. } = *entry.session;
+        matches!(state, SessionState::Idle | SessionState::Demoted)
+            && turns_running == 0
+            && began_unix_ms > 0
+    };
+    let is_precious =
+        |entry: &&&ReportedSession| entry.session.turns > 0 && needs_its_worker(&entry.session);
+    let precious_count = live.iter().filter(is_precious).count();
+    if live.len() < 2 || !live.iter().all(is_at_rest) || precious_count > 1 {
+        return None;
+    }
+    let keeper = live.iter().min_by_key(|entry| {
+        let Session { turns, began_unix_ms, .. } = *entry.session;
+        (!is_precious(entry), turns == 0, began_unix_ms, view.agent(entry.worker).name())
+    });
+    let keeper = keeper?.worker;
+    let others = live.iter().map(|entry| entry.worker).filter(|worker| *worker != keeper);
+    Some(Split { keeper, others: others.collect() })
+}
+
 /// Returns the entry to use, because several agents may have the session. Prefers, in this order:
 /// a connected agent, the agent of `bound_worker`, an entry that isn't lost, the entry with the
 /// most recent turn, and the lowest worker. Only the bound agent's entry may be a stray.

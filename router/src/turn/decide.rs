@@ -10,10 +10,14 @@
 
 use std::time::Instant;
 
-use proto::{id::Digest, load::Retention};
+use proto::{
+    id::{Digest, SessionKey},
+    load::Retention,
+};
 
 use super::request::{SessionIntent, Turn};
 use crate::{
+    claims::{Claims, Wish},
     fleet::{control::OpenRequest, snapshot::Snapshot, worker::WorkerRef},
     placement::{
         self, NoWorker, Placement, PlacementRequest, Reason, Sticky,
@@ -110,6 +114,8 @@ pub(super) struct SessionDecision {
     /// The retention with which the turn opens its session on the worker. `None` if the worker has
     /// the session, or learns of it as of any other.
     pub(super) reopen_as: Option<Retention>,
+    /// What to ask other routers before the turn is sent. `None` if they know the session.
+    pub(super) wish: Option<Wish>,
 }
 
 /// The worker chosen to open a session.
@@ -121,6 +127,8 @@ pub(super) struct OpenDecision {
     pub(super) was_open: bool,
     /// Whether another worker may open the session instead, because no worker has the session.
     pub(super) can_move: bool,
+    /// What to ask other routers before the session is opened. `None` if they know the session.
+    pub(super) wish: Option<Wish>,
 }
 
 impl<'a> TurnFacts<'a> {
@@ -203,6 +211,7 @@ pub(super) fn decide_session<E: From<Error>>(
         // A delta turn has only the new tokens, and another worker doesn't have the history.
         return Err(Error::SessionLost { worker: view.name(worker), agent_up: false }.into());
     }
+    let wish = wish(&intent.key, &status, binding, placement.worker, view, now);
     let exclusive = intent.opens_session || intent.retention == Some(Retention::Pinned);
     affinity.begin_turn(&intent.key, placement.worker, exclusive, now).map_err(Error::from)?;
     affinity.set_placement_only(&intent.key, intent.is_placement_only);
@@ -212,6 +221,7 @@ pub(super) fn decide_session<E: From<Error>>(
             .filter(|_| placement.reason == Reason::Moved && facts.seen_on.is_none())
             .map(|sticky| sticky.worker),
         reopen_as: reopen_as.filter(|_| old.is_some()),
+        wish,
         placement,
     })
 }
@@ -225,7 +235,7 @@ pub(super) fn decide_again(
     first_worker: WorkerRef,
     view: &Snapshot,
     now: Instant,
-) -> Option<Placement> {
+) -> Option<(Placement, Option<Wish>)> {
     let intent = turn.session.as_ref();
     // Another turn may have moved the session meanwhile. Then this turn follows the session.
     let worker_of_session = |intent: &SessionIntent| {
@@ -246,10 +256,16 @@ pub(super) fn decide_again(
     if placement.worker == first_worker {
         return None;
     }
+    let wish = intent.filter(|_| Claims::are_needed(view)).map(|intent| Wish {
+        key: intent.key.clone(),
+        wanted: placement.worker,
+        leaves: Some(first_worker),
+        generation: affinity.get(&intent.key, now).and_then(|binding| binding.claimed?.generation),
+    });
     if let Some(intent) = intent {
         affinity.rebind(&intent.key, placement.worker);
     }
-    Some(placement)
+    Some((placement, wish))
 }
 
 /// Chooses the worker that opens a session, and binds the session to it, so that turns sent
@@ -268,7 +284,8 @@ pub(super) fn decide_open(
     now: Instant,
 ) -> Result<OpenDecision, Error> {
     let key = &open_request.key;
-    let status = session_status::determine_status(key, view, affinity.get(key, now), now);
+    let binding = affinity.get(key, now);
+    let status = session_status::determine_status(key, view, binding, now);
     let (bound_worker, was_open) = match status {
         SessionStatus::Closing => return Err(Error::Closing),
         SessionStatus::Unknown | SessionStatus::Lost { .. } => (None, false),
@@ -292,6 +309,16 @@ pub(super) fn decide_open(
         exclude: failed_worker,
     };
     let Placement { worker, reason, .. } = placement::place(&request, view, now)?;
+    let wish = wish(key, &status, binding, worker, view, now);
+    let wish = match failed_worker {
+        None => wish,
+        Some(failed_worker) => {
+            let generation = binding.and_then(|binding| binding.claimed?.generation);
+            let leaves = Some(failed_worker);
+            Some(Wish { key: key.clone(), wanted: worker, leaves, generation })
+                .filter(|_| Claims::are_needed(view))
+        }
+    };
     match failed_worker {
         None => {
             affinity.begin_turn(key, worker, false, now)?;
@@ -303,7 +330,7 @@ pub(super) fn decide_open(
     if bound_worker.is_none() {
         view.agent(worker).in_flight[worker.dp_rank as usize].count_open_request();
     }
-    Ok(OpenDecision { worker, reason, was_open, can_move: bound_worker.is_none() })
+    Ok(OpenDecision { worker, reason, was_open, can_move: bound_worker.is_none(), wish })
 }
 
 /// Places a turn on a worker of the agent that has its previous response.
@@ -344,6 +371,36 @@ pub(super) fn place_at_agent(
         .ok_or(NoWorker::Unusable)?;
     let reason = if request.sticky.is_some() { Reason::Moved } else { Reason::Response };
     Ok(place_on(worker, reason))
+}
+
+/// Returns what to ask other routers before a session begins on `chosen`, or moves there. `None` if
+/// they know that the session is there.
+fn wish(
+    key: &SessionKey,
+    status: &SessionStatus,
+    binding: Option<&Binding>,
+    chosen: WorkerRef,
+    view: &Snapshot,
+    now: Instant,
+) -> Option<Wish> {
+    let old_worker = match status {
+        SessionStatus::Unknown | SessionStatus::Closing => None,
+        SessionStatus::Bound { worker, .. }
+        | SessionStatus::Open { worker, .. }
+        | SessionStatus::Lost { worker, .. } => Some(*worker),
+    };
+    let leaves = old_worker.filter(|worker| worker.agent != chosen.agent);
+    let is_known = match status {
+        // All routers read it in the agent's table.
+        SessionStatus::Open { .. } => true,
+        SessionStatus::Bound { .. } => binding.is_some_and(|binding| binding.is_claimed(now)),
+        SessionStatus::Unknown | SessionStatus::Closing | SessionStatus::Lost { .. } => false,
+    };
+    if (is_known && leaves.is_none()) || !Claims::are_needed(view) {
+        return None;
+    }
+    let generation = binding.and_then(|binding| binding.claimed?.generation);
+    Some(Wish { key: key.clone(), wanted: chosen, leaves, generation })
 }
 
 /// Whether more turns of the turn's session are expected.
@@ -407,8 +464,6 @@ pub(super) fn is_busy(status: &SessionStatus, view: &Snapshot) -> bool {
 #[cfg(test)]
 mod tests {
     use std::{sync::Arc, time::Duration};
-
-    use proto::id::SessionKey;
 
     use super::*;
     use crate::{

@@ -3,7 +3,8 @@
 //! A session is a sequence of turns that share a growing prefix, and a turn is one request and its
 //! answer. `turn` passes in a turn that it has read, and gets a [`PlacedTurn`] or the reason for a
 //! refusal. This module reads what a decision needs, has `decide` make it in one step on the table
-//! of bindings, and records the result. It sends nothing.
+//! of bindings, and records the result. Before a session begins or moves, `claims` makes sure that
+//! all routers know its worker. Nothing is sent to a worker here.
 //!
 //! A placed turn has a claim, a hold and a lease. The claim is a header that tells the agent what
 //! the turn does to its session. The hold keeps the binding while the turn runs. The lease counts
@@ -27,14 +28,16 @@ use tracing::debug;
 use super::{
     decide::{self, Error, SessionDecision, TurnFacts},
     directory::{BindingHold, SessionDirectory},
+    renewal::{self, RenewalQueue, Renewals},
     request::{HintKind, SessionIntent, Turn},
 };
 use crate::{
+    claims::{Claims, Settled, Wish},
     fleet::{lease::Lease, snapshot::Snapshot, worker::WorkerRef},
     metrics::Metrics,
     placement::{
         self, Figures, Placement, PlacementRequest, Reason,
-        affinity::Affinity,
+        affinity::{Affinity, Claimed},
         recent::{self, PlacementRecord, RecentPlacements},
         session_status::SessionStatus,
     },
@@ -62,12 +65,17 @@ pub(crate) struct PlacedTurn {
     pub(super) blocks: Option<TurnBlocks>,
     /// Leading prompt tokens resident on the worker, if known.
     pub(super) resident_tokens: Option<u64>,
+    /// What to ask other routers before the turn is sent.
+    wish: Option<Wish>,
 }
 
 /// Decides which worker gets a turn, and remembers its decisions.
 #[derive(Debug)]
 pub(crate) struct Placer {
     directory: Arc<SessionDirectory>,
+    claims: Arc<Claims>,
+    /// Has claims renewed while their turns run.
+    renewals: Renewals,
     block_locator: Arc<BlockLocator>,
     /// The worker of each `prompt_cache_key`.
     cache_keys: Mutex<Affinity>,
@@ -96,17 +104,22 @@ impl From<Error> for WithoutPrompt {
 }
 
 impl Placer {
-    /// Creates a placer. `cache_keys` and `names_seen_once` are empty tables for the workers of
-    /// cache keys, and of names that came once.
+    /// Creates a placer, and the queue of the claims that it wants to be renewed. `cache_keys` and
+    /// `names_seen_once` are empty tables for the workers of cache keys, and of names that came
+    /// once.
     pub(crate) fn new(
         directory: Arc<SessionDirectory>,
+        claims: Arc<Claims>,
         block_locator: Arc<BlockLocator>,
         cache_keys: Affinity,
         names_seen_once: Affinity,
         metrics: Arc<Metrics>,
-    ) -> Self {
-        Self {
+    ) -> (Self, RenewalQueue) {
+        let (renewals, renewal_queue) = renewal::queue();
+        let placer = Self {
             directory,
+            claims,
+            renewals,
             block_locator,
             cache_keys: Mutex::new(cache_keys),
             names_seen_once: Mutex::new(names_seen_once),
@@ -114,7 +127,8 @@ impl Placer {
             turn_id_hasher: RandomState::new(),
             next_turn_number: AtomicU64::new(0),
             metrics,
-        }
+        };
+        (placer, renewal_queue)
     }
 
     /// Returns a new turn id, which clients see as 16 hex digits. The id is a number hashed with a
@@ -160,9 +174,40 @@ impl Placer {
                 self.decide_with_prompt(turn, turn_id, blocks)?
             }
         };
+        let placed = self.settle(turn, turn_id, placed).await;
         self.remember_cache_key(turn, placed.worker);
         self.remember_name(turn, placed.worker);
         Ok(placed)
+    }
+
+    /// Claims the worker of a placed turn, if other routers may not know it. If another router has
+    /// placed the session, the turn follows the session.
+    async fn settle(&self, turn: &Turn, turn_id: u64, mut placed: PlacedTurn) -> PlacedTurn {
+        let Some(wish) = placed.wish.take() else { return placed };
+        let key = wish.key.clone();
+        let Settled { worker, generation, valid_until, view } = self.claims.settle(wish).await;
+        self.directory.step(|affinity, _| {
+            affinity.record_claim(&key, worker, Claimed { generation, valid_until });
+        });
+        self.renewals.watch(&key, worker, generation);
+        if worker.agent == placed.worker.agent || view.agent(worker).facts.is_none() {
+            return placed;
+        }
+        let placement =
+            Placement { worker, reason: Reason::Claimed, uncached_tokens: None, figures: vec![] };
+        let mut hold = placed.hold.take();
+        if let Some(hold) = &mut hold {
+            hold.forget_old_worker();
+        }
+        let followed = self.commit(turn, turn_id, &view, placement, hold, true);
+        let count = |blocks| self.block_locator.reported_tokens(blocks, worker);
+        PlacedTurn {
+            can_move: placed.can_move,
+            claim: placed.claim.take(),
+            resident_tokens: placed.blocks.as_ref().and_then(count),
+            blocks: placed.blocks.take(),
+            ..followed
+        }
     }
 
     /// Places a turn if the prompt would hardly change the decision.
@@ -205,9 +250,10 @@ impl Placer {
             let placement = choose(&facts.placement_request(), now())?;
             return Ok(self.commit(turn, turn_id, view, placement, None, true));
         };
-        let SessionDecision { placement, can_move, old_worker, reopen_as } = self
-            .directory
-            .step(|affinity, now| decide::decide_session(affinity, facts, intent, now, choose))?;
+        let SessionDecision { placement, can_move, old_worker, reopen_as, wish } =
+            self.directory.step(|affinity, now| {
+                decide::decide_session(affinity, facts, intent, now, choose)
+            })?;
         let hold =
             BindingHold::new(&self.directory, intent.key.clone(), old_worker, turn.body_bytes);
         let mut placed = self.commit(turn, turn_id, view, placement, Some(hold), can_move);
@@ -215,12 +261,13 @@ impl Placer {
             claim.open = true;
             claim.retention = claim.retention.or(Some(retention));
         }
+        placed.wish = wish;
         Ok(placed)
     }
 
     /// Places a turn on another worker after its first worker could not take it. Returns `None` if
     /// there is no other worker or the turn can't move.
-    pub(super) fn decide_again(
+    pub(super) async fn decide_again(
         &self,
         turn: &Turn,
         turn_id: u64,
@@ -230,15 +277,18 @@ impl Placer {
             return None;
         }
         let view = self.directory.view();
-        let placement = self.directory.step(|affinity, now| {
-            decide::decide_again(affinity, turn, turn_id, first_placed.worker, &view, now)
+        let first_worker = first_placed.worker;
+        let (placement, wish) = self.directory.step(|affinity, now| {
+            decide::decide_again(affinity, turn, turn_id, first_worker, &view, now)
         })?;
         // The hold stays with the turn. The lease counts on one worker, so the turn gets a new one.
         let mut hold = first_placed.hold.take();
         if let Some(hold) = &mut hold {
             hold.forget_old_worker();
         }
-        let second = self.commit(turn, turn_id, &view, placement, hold, true);
+        let mut second = self.commit(turn, turn_id, &view, placement, hold, true);
+        second.wish = wish;
+        let second = self.settle(turn, turn_id, second).await;
         Some(PlacedTurn { blocks: first_placed.blocks.take(), ..second })
     }
 
@@ -308,6 +358,7 @@ impl Placer {
             hold,
             blocks: None,
             resident_tokens: None,
+            wish: None,
         }
     }
 

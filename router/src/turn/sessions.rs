@@ -15,13 +15,14 @@ use proto::{id::SessionKey, load::Session};
 use service::{clock::now, tasks::Tasks};
 use tokio::sync::{Semaphore, oneshot};
 use tonic::{Code, Status};
-use tracing::warn;
+use tracing::{debug, warn};
 
 use super::{
     decide::{self, OpenDecision},
     directory::SessionDirectory,
 };
 use crate::{
+    claims::{Claims, Settled, Wish},
     fleet::{
         control::{ControlClients, OpenRequest, OpenedAtAgent},
         snapshot::Snapshot,
@@ -29,7 +30,7 @@ use crate::{
     },
     metrics::Metrics,
     placement::{
-        affinity::OpenAnswer,
+        affinity::{Claimed, OpenAnswer},
         session_status::{self, SessionStatus},
     },
 };
@@ -118,6 +119,7 @@ pub(crate) struct OpenedSession {
 #[derive(Debug)]
 pub(crate) struct SessionService {
     directory: Arc<SessionDirectory>,
+    claims: Arc<Claims>,
     control_clients: Arc<ControlClients>,
     metrics: Arc<Metrics>,
     tasks: Tasks,
@@ -129,12 +131,13 @@ impl SessionService {
     /// Creates the service.
     pub(crate) fn new(
         directory: Arc<SessionDirectory>,
+        claims: Arc<Claims>,
         control_clients: Arc<ControlClients>,
         metrics: Arc<Metrics>,
         tasks: Tasks,
     ) -> Self {
         let places_to_wait = Arc::new(Semaphore::new(WAITING_CLOSES_MAX));
-        Self { directory, control_clients, metrics, tasks, places_to_wait }
+        Self { directory, claims, control_clients, metrics, tasks, places_to_wait }
     }
 
     /// Opens a session, or returns the one that is already open.
@@ -217,6 +220,23 @@ impl SessionService {
             {
                 // The agent will close the session anyway, after its idle limit.
                 warn!(session = %key.digest(), code = ?status.code(), "close failed");
+            }
+        });
+    }
+
+    /// Starts a task that closes a session at one of several agents that have it, unless a turn of
+    /// it runs there.
+    pub(super) fn close_split(&self, key: SessionKey, worker: WorkerRef) {
+        let Ok(control) = self.control_clients.get(worker.agent) else { return };
+        let claims = Arc::clone(&self.claims);
+        self.tasks.spawn(async move {
+            match control.close_if_idle(&key).await {
+                Ok(true) => claims.count_mended(),
+                // Another router was faster, or a turn has come. The next look shows it.
+                Ok(false) => {}
+                Err(status) => {
+                    debug!(session = %key.digest(), code = ?status.code(), "not mended");
+                }
             }
         });
     }
@@ -341,8 +361,9 @@ impl SessionService {
             }
             self.close_lost(key, worker).await?;
         }
-        let OpenDecision { worker: first_worker, was_open, can_move, .. } =
+        let OpenDecision { worker, was_open, can_move, wish, .. } =
             self.place(&open_request, None)?;
+        let first_worker = self.settle(key, worker, wish).await;
         let (worker, result) = match self.ask_to_open(&open_request, first_worker).await {
             // The agent is full or unreachable.
             Err(status)
@@ -350,7 +371,8 @@ impl SessionService {
                     && matches!(status.code(), Code::ResourceExhausted | Code::Unavailable) =>
             {
                 match self.place(&open_request, Some(first_worker)) {
-                    Ok(OpenDecision { worker: second_worker, .. }) => {
+                    Ok(OpenDecision { worker, wish, .. }) => {
+                        let second_worker = self.settle(key, worker, wish).await;
                         self.metrics.count_retry("open");
                         if status.code() == Code::Unavailable {
                             self.close_when_heard(key.clone(), first_worker);
@@ -380,6 +402,18 @@ impl SessionService {
                 session,
             })
         })
+    }
+
+    /// Claims the worker that is to open a session, if other routers may not know it. Returns the
+    /// worker that all routers know.
+    async fn settle(&self, key: &SessionKey, chosen: WorkerRef, wish: Option<Wish>) -> WorkerRef {
+        let Some(wish) = wish else { return chosen };
+        let settled = self.claims.settle(wish).await;
+        let Settled { worker, generation, valid_until, .. } = settled;
+        self.directory.step(|affinity, _| {
+            affinity.record_claim(key, worker, Claimed { generation, valid_until });
+        });
+        worker
     }
 
     /// Asks the agent of a worker to open a session.

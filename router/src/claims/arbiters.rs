@@ -1,0 +1,78 @@
+//! Chooses which agents hold the claim of a session. Pure.
+//!
+//! Every router must ask the same agent about one session, without asking other routers. By
+//! *rendezvous hashing* each live agent gets a weight for the session, and the heaviest is the
+//! session's *arbiter*. If an agent leaves, only its own sessions get another arbiter: the next
+//! heaviest. Routers that see the same agents get the same order, however they number the agents.
+
+use proto::placement_claim::ClaimKey;
+use xxhash_rust::xxh3::xxh3_64_with_seed;
+
+use crate::fleet::{membership::Phase, snapshot::Snapshot};
+
+/// How many agents are asked at most: the arbiter, and two more if it is gone or slow. Each costs a
+/// turn up to the deadline, and three agents of a fleet are hardly gone at once.
+pub(super) const ARBITERS_MAX: usize = 3;
+
+/// Returns the indexes of the agents to ask about a session, best first.
+pub(super) fn arbiters(key: ClaimKey, view: &Snapshot) -> Vec<usize> {
+    let live = view.agents.iter().enumerate().filter(|(_, agent)| {
+        // An agent that drains or leaves will be gone soon, and its claims with it.
+        agent.is_up() && !agent.was_draining && agent.phase == Phase::Member
+    });
+    let mut weighed: Vec<_> =
+        live.map(|(index, agent)| (weight(key, agent.name()), agent.name(), index)).collect();
+    weighed.sort_unstable_by(|one, other| other.cmp(one));
+    weighed.truncate(ARBITERS_MAX);
+    weighed.into_iter().map(|(.., index)| index).collect()
+}
+
+/// Returns an agent's weight for a session. Routers of all versions must compute the same.
+fn weight(key: ClaimKey, agent_id: &str) -> u64 {
+    let [first, second] = [&key.0[..8], &key.0[8..]]
+        .map(|half| u64::from_le_bytes(half.try_into().expect("a half has eight bytes")));
+    xxh3_64_with_seed(agent_id.as_bytes(), first ^ second)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashMap;
+
+    use proto::id::SessionKey;
+
+    use super::*;
+    use crate::fleet::{
+        state::Update,
+        testing::{fleet, start},
+    };
+
+    fn key(number: u32) -> ClaimKey {
+        ClaimKey::from(&SessionKey::new("p", format!("s{number}")).unwrap())
+    }
+
+    #[test]
+    fn sessions_spread_over_all_agents_and_stay_when_another_agent_leaves() {
+        let mut state = fleet(&[(0, 0); 4], start());
+        let of_all = |view: &Snapshot| -> Vec<_> {
+            (0..1000).map(|number| arbiters(key(number), view)).collect()
+        };
+        let before = of_all(&state.snapshot());
+        let mut counts = HashMap::new();
+        before.iter().for_each(|order| *counts.entry(order[0]).or_insert(0) += 1);
+        assert!(counts.len() == 4 && counts.values().all(|&count| count > 180), "{counts:?}");
+        state.apply(2, Update::AgentLost("gone".to_owned()), start());
+        for (before, after) in before.iter().zip(of_all(&state.snapshot())) {
+            let without: Vec<_> = before.iter().copied().filter(|&agent| agent != 2).collect();
+            assert!(after.starts_with(&without), "{before:?} became {after:?}");
+        }
+    }
+
+    #[test]
+    fn weights_are_the_same_in_every_version() {
+        // What an older router computes; a change would split sessions during an upgrade.
+        assert_eq!(weight(ClaimKey([0; 16]), "w0"), xxh3_64_with_seed(b"w0", 0));
+        let mut half = [0; 16];
+        half[0] = 1;
+        assert_eq!(weight(ClaimKey(half), "w0"), xxh3_64_with_seed(b"w0", 1));
+    }
+}

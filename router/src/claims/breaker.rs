@@ -1,0 +1,93 @@
+//! A circuit breaker: says when a store that failed may be asked again. Pure.
+//!
+//! Without it, each first turn would wait for the deadline of a store that is down. After a few
+//! failures in a row the breaker *opens*, and the store isn't asked. After a pause, one call at a
+//! time may try it, and its success closes the breaker.
+
+use std::time::{Duration, Instant};
+
+/// How many failures in a row open the breaker. One slow answer among many opens nothing.
+const FAILURES_MAX: u32 = 3;
+/// How long an open breaker lets nothing pass. A store that is back is used again after this time.
+const PAUSE: Duration = Duration::from_secs(1);
+
+/// The state of one store.
+#[derive(Debug, Default)]
+pub(super) struct Breaker {
+    /// Failures since the last success, at most [`FAILURES_MAX`].
+    failures: u32,
+    /// When the next call may try the store. Set while the breaker is open.
+    retry_at: Option<Instant>,
+}
+
+/// A change that an operator wants to hear of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Change {
+    /// The store is no longer asked.
+    Opened,
+    /// The store answers again.
+    Closed,
+}
+
+impl Breaker {
+    /// Whether a call may ask the store now. If the breaker is open, one call per pause may.
+    pub(super) fn try_pass(&mut self, now: Instant) -> bool {
+        match self.retry_at {
+            None => true,
+            Some(retry_at) if now < retry_at => false,
+            Some(_) => {
+                self.retry_at = Some(now + PAUSE);
+                true
+            }
+        }
+    }
+
+    /// Records that the store answered, or failed.
+    pub(super) fn record(&mut self, is_success: bool, now: Instant) -> Option<Change> {
+        if is_success {
+            self.failures = 0;
+            return self.retry_at.take().map(|_| Change::Closed);
+        }
+        self.failures = (self.failures + 1).min(FAILURES_MAX);
+        if self.failures < FAILURES_MAX {
+            return None;
+        }
+        let was_closed = self.retry_at.replace(now + PAUSE).is_none();
+        was_closed.then_some(Change::Opened)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fleet::testing::start;
+
+    #[test]
+    fn a_store_that_fails_is_asked_once_per_pause_until_it_answers() {
+        let (mut breaker, now) = (Breaker::default(), start());
+        for failure in 1..=FAILURES_MAX {
+            assert!(breaker.try_pass(now));
+            let change = breaker.record(false, now);
+            assert_eq!(change, (failure == FAILURES_MAX).then_some(Change::Opened));
+        }
+        assert!(!breaker.try_pass(now));
+        let later = now + PAUSE;
+        assert!(breaker.try_pass(later) && !breaker.try_pass(later), "one tries");
+        assert_eq!(breaker.record(false, later), None, "told once");
+        assert!(!breaker.try_pass(later));
+        let much_later = later + PAUSE;
+        assert!(breaker.try_pass(much_later));
+        assert_eq!(breaker.record(true, much_later), Some(Change::Closed));
+        assert!(breaker.try_pass(much_later));
+    }
+
+    #[test]
+    fn single_failures_open_nothing() {
+        let (mut breaker, now) = (Breaker::default(), start());
+        for _ in 0..100 {
+            assert_eq!(breaker.record(false, now), None);
+            assert_eq!(breaker.record(true, now), None);
+        }
+        assert!(breaker.try_pass(now));
+    }
+}

@@ -1,0 +1,148 @@
+//! Mends sessions that two agents have: keeps one of them, and closes the others.
+//!
+//! Claims keep a session on one worker. But routers that disagree for a moment about which agents
+//! live may claim at different ones, and then the session begins twice. All routers read both in
+//! the agents' tables, and all choose the same one to keep (`session_status::judge_split`). Each
+//! router then sends the session's turns there, and closes the others.
+//!
+//! Nothing is closed while a turn of the session runs anywhere: a session that moves is also on two
+//! workers, until its first turn on the new one has begun to answer. The agent checks that again,
+//! and refuses to close a session that has just got a turn.
+
+use std::{
+    collections::HashMap,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use proto::id::SessionKey;
+use service::clock::now;
+use tokio_util::sync::CancellationToken;
+
+use super::{directory::SessionDirectory, sessions::SessionService};
+use crate::{
+    fleet::{snapshot::Snapshot, worker::WorkerRef},
+    placement::session_status::{self, Split},
+};
+
+/// For how long a session must have been at rest on all of its workers before it is mended. Tables
+/// lag by milliseconds, and the next turn of a chat comes after seconds.
+const AT_REST_MIN: Duration = Duration::from_secs(1);
+/// How long the task waits if nobody names a time: the next look at what can't be mended yet.
+const LOOK_INTERVAL: Duration = Duration::from_millis(250);
+/// How long the task waits for the first session that two agents have. Any long time will do.
+const LONG: Duration = Duration::from_secs(3600);
+
+/// The sessions that could be mended, each with what was judged and since when.
+type Judged = HashMap<SessionKey, (Split, Instant)>;
+
+/// Mends sessions until it is cancelled.
+pub(crate) async fn run(
+    directory: Arc<SessionDirectory>,
+    sessions: Arc<SessionService>,
+    token: CancellationToken,
+) {
+    let mut judged = Judged::new();
+    let mend = async {
+        loop {
+            let has_splits = |view: &Snapshot| !view.sessions.splits().is_empty();
+            let view = directory.wait_for(now() + LONG, has_splits).await;
+            for (key, split) in judge(&mut judged, &view, now()) {
+                mend(&directory, &sessions, &key, &split);
+            }
+            tokio::time::sleep(LOOK_INTERVAL).await;
+        }
+    };
+    tokio::select! {
+        biased;
+        () = token.cancelled() => {}
+        () = mend => {}
+    }
+}
+
+/// Judges all sessions of two agents, and returns those whose judgement is old enough.
+fn judge(judged: &mut Judged, view: &Snapshot, now: Instant) -> Vec<(SessionKey, Split)> {
+    let splits = view.sessions.splits();
+    judged.retain(|key, _| splits.contains(key));
+    let mut due = vec![];
+    for key in splits {
+        let Some(split) = session_status::judge_split(key, view) else {
+            judged.remove(key);
+            continue;
+        };
+        let (known, since) = judged.entry(key.clone()).or_insert_with(|| (split.clone(), now));
+        if *known != split {
+            (*known, *since) = (split, now);
+        } else if now.saturating_duration_since(*since) >= AT_REST_MIN {
+            // If a close fails, the session is judged again.
+            *since = now;
+            due.push((key.clone(), split));
+        }
+    }
+    due
+}
+
+/// Sends the session's next turns to the worker that keeps it, and closes it at the others.
+fn mend(directory: &SessionDirectory, sessions: &SessionService, key: &SessionKey, split: &Split) {
+    let is_at_rest = directory.step(|affinity, now| match affinity.get(key, now) {
+        Some(binding) if binding.turns > 0 => false,
+        Some(binding) if binding.worker.agent != split.keeper.agent => {
+            affinity.rebind(key, split.keeper);
+            true
+        }
+        Some(_) | None => true,
+    });
+    if is_at_rest {
+        split.others.iter().for_each(|&other: &WorkerRef| sessions.close_split(key.clone(), other));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fleet::{
+        state::Update,
+        testing::{fleet, start},
+    };
+    use proto::load::{Retention, Session, SessionState};
+
+    fn session(began_unix_ms: u64, turns_running: u32) -> Session {
+        Session {
+            key: SessionKey::new("p", "s").unwrap(),
+            retention: Retention::Tagged,
+            state: if turns_running > 0 { SessionState::Running } else { SessionState::Idle },
+            dp_rank: 0,
+            turns: 1,
+            turns_running,
+            exclusive: false,
+            resident_tokens: None,
+            idle: Duration::ZERO,
+            full_history: true,
+            volatile_prefix: None,
+            began_unix_ms,
+        }
+    }
+
+    #[test]
+    fn a_session_is_mended_once_it_has_been_at_rest_for_a_while() {
+        let now = start();
+        let mut state = fleet(&[(0, 0), (0, 0)], now);
+        let mut judged = Judged::new();
+        state.apply(0, Update::SessionChanged(session(20, 0)), now);
+        assert!(judge(&mut judged, &state.snapshot(), now).is_empty());
+        // A turn runs on one of them.
+        state.apply(1, Update::SessionChanged(session(10, 1)), now);
+        assert!(judge(&mut judged, &state.snapshot(), now).is_empty());
+        let rested = now + 10 * AT_REST_MIN;
+        assert!(judge(&mut judged, &state.snapshot(), rested).is_empty(), "a turn runs");
+        state.apply(1, Update::SessionChanged(session(10, 0)), rested);
+        assert!(judge(&mut judged, &state.snapshot(), rested).is_empty(), "it has just ended");
+        let due = judge(&mut judged, &state.snapshot(), rested + AT_REST_MIN);
+        let [(_, split)] = &due[..] else { panic!("{due:?}") };
+        assert_eq!((split.keeper.agent, split.others[0].agent), (1, 0), "the older one stays");
+        let key = session(0, 0).key;
+        state.apply(0, Update::SessionRemoved(key), rested);
+        assert!(judge(&mut judged, &state.snapshot(), rested + 9 * AT_REST_MIN).is_empty());
+        assert!(judged.is_empty());
+    }
+}

@@ -1,0 +1,121 @@
+//! Renews claims while turns run whose sessions no agent reports yet.
+//!
+//! A claim lives long enough for a session's first turn to reach its agent, which then reports the
+//! session. Two kinds of turns need more: those that wait in this router for long, such as while
+//! their prompts are computed in stages, and those of sessions that are only placed, which no agent
+//! ever reports. Their claims are renewed until they end.
+
+use std::{collections::BTreeMap, sync::Arc, time::Instant};
+
+use proto::id::SessionKey;
+use service::clock::now;
+use tokio::sync::mpsc;
+use tokio_util::sync::CancellationToken;
+
+use super::directory::SessionDirectory;
+use crate::{claims::Claims, fleet::worker::WorkerRef, placement::affinity::Claimed};
+
+/// The most claims that are watched. A claim beyond that isn't renewed, and expires.
+const WATCHED_MAX: usize = 16_384;
+/// The most new claims that wait for the task, which takes each at once.
+const QUEUED_MAX: usize = 1024;
+
+/// A claim of a session with a turn.
+#[derive(Debug, Clone)]
+struct Watched {
+    key: SessionKey,
+    worker: WorkerRef,
+    generation: u64,
+}
+
+/// Takes the claims that may need to be renewed.
+#[derive(Debug, Clone)]
+pub(super) struct Renewals(mpsc::Sender<Watched>);
+
+/// The queue of the task that renews claims.
+#[derive(Debug)]
+pub(crate) struct RenewalQueue(mpsc::Receiver<Watched>);
+
+/// Creates the queue, and its sender.
+pub(super) fn queue() -> (Renewals, RenewalQueue) {
+    let (sender, receiver) = mpsc::channel(QUEUED_MAX);
+    (Renewals(sender), RenewalQueue(receiver))
+}
+
+impl Renewals {
+    /// Has the claim of a session with a turn renewed.
+    pub(super) fn watch(&self, key: &SessionKey, worker: WorkerRef, generation: Option<u64>) {
+        let Some(generation) = generation else { return };
+        // If the queue is full, the claim expires. Its session is probably reported by then.
+        let _ = self.0.try_send(Watched { key: key.clone(), worker, generation });
+    }
+}
+
+/// Renews claims until it is cancelled.
+pub(crate) async fn run(
+    queue: RenewalQueue,
+    directory: Arc<SessionDirectory>,
+    claims: Arc<Claims>,
+    token: CancellationToken,
+) {
+    tokio::select! {
+        biased;
+        () = token.cancelled() => {}
+        () = renew_all(queue.0, &directory, &claims) => {}
+    }
+}
+
+async fn renew_all(
+    mut queue: mpsc::Receiver<Watched>,
+    directory: &SessionDirectory,
+    claims: &Claims,
+) {
+    // The number keeps claims of the same moment apart.
+    let mut watched: BTreeMap<(Instant, u64), Watched> = BTreeMap::new();
+    let mut number = 0;
+    loop {
+        let due = watched.first_key_value().map(|((due, _), _)| *due);
+        let next = tokio::select! {
+            biased;
+            claim = queue.recv() => match claim {
+                Some(claim) => Some(claim),
+                None => return,
+            },
+            () = sleep_until(due) => {
+                let (_, claim) = watched.pop_first().expect("one is due");
+                renew(claim, directory, claims).await
+            }
+        };
+        if let Some(claim) = next.filter(|_| watched.len() < WATCHED_MAX) {
+            number += 1;
+            watched.insert((now() + claims.ttl() / 2, number), claim);
+        }
+    }
+}
+
+/// Renews a claim if it is still needed. Returns the claim to renew next.
+async fn renew(
+    Watched { key, worker, generation }: Watched,
+    directory: &SessionDirectory,
+    claims: &Claims,
+) -> Option<Watched> {
+    let is_reported = !directory.view().sessions.locate(&key).is_empty();
+    let has_turns = directory.step(|affinity, now| {
+        let binding = affinity.get(&key, now);
+        binding.is_some_and(|binding| binding.turns > 0 && binding.worker.agent == worker.agent)
+    });
+    if is_reported || !has_turns {
+        return None;
+    }
+    let (generation, valid_until) = claims.renew(&key, worker, generation).await?;
+    let claimed = Claimed { generation: Some(generation), valid_until };
+    directory.step(|affinity, _| affinity.renew_claim(&key, worker, claimed));
+    Some(Watched { key, worker, generation })
+}
+
+async fn sleep_until(due: Option<Instant>) {
+    match due {
+        Some(due) => tokio::time::sleep_until(due.into()).await,
+        None => std::future::pending().await,
+    }
+}
