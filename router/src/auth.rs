@@ -19,6 +19,7 @@ use http::HeaderMap;
 use proto::id;
 use service::{
     auth::{
+        announce::AnnounceRight,
         credential, gate,
         keys::{Key, KeyLimits, KeySet},
     },
@@ -37,6 +38,8 @@ pub struct Caller {
     pub is_admin: bool,
     /// The caller's limits.
     pub limits: Arc<KeyLimits>,
+    /// The agents that the caller may announce.
+    pub announce: Arc<AnnounceRight>,
 }
 
 /// Why the caller of a request isn't known. The text completes the refusal's message.
@@ -88,6 +91,7 @@ impl Authenticator {
             principal: id::ANONYMOUS.into(),
             is_admin: gate::is_local(address),
             limits: Arc::default(),
+            announce: Arc::default(),
         });
         let tokens = tokens.map(|(settings, store)| (TokenChecker::new(settings), store));
         Self { keys, tokens, anonymous }
@@ -146,6 +150,7 @@ impl From<&Key> for Caller {
             principal: Arc::clone(&key.name),
             is_admin: key.is_admin,
             limits: Arc::clone(&key.limits),
+            announce: Arc::clone(&key.announce),
         }
     }
 }

@@ -11,6 +11,7 @@
 pub mod access;
 pub mod auth;
 pub mod claims;
+pub mod discovery;
 pub mod jwt;
 pub mod tables;
 
@@ -28,6 +29,7 @@ use self::{
     access::{AgentsTable, TlsTable},
     auth::{AuthMode, AuthTable},
     claims::ClaimsTable,
+    discovery::DiscoveryTable,
     tables::{LimitsTable, ListenTable, PlacementTable, TimeoutsTable},
 };
 
@@ -60,6 +62,8 @@ const RENAMED_SETTINGS: [(&str, &str); 14] = [
 pub struct Config {
     /// Control ports of the worker agents, as `http://host:port` or `https://host:port`.
     pub workers: Vec<String>,
+    /// Where the router learns of further agents.
+    pub discovery: DiscoveryTable,
     /// The addresses of the router's ports.
     pub listen: ListenTable,
     /// The bounds on turns, bodies, sessions and memory.
@@ -145,8 +149,13 @@ impl Config {
     #[must_use]
     pub fn problems(&self) -> Vec<String> {
         let mut problems = vec![];
-        if self.workers.is_empty() {
-            problems.push("workers: none is named; give --worker http://host:port".to_owned());
+        self.discovery.check(self.auth.keys_path().is_some(), &mut problems);
+        if self.workers.is_empty() && !self.discovery.is_on() {
+            problems.push(
+                "workers: none is named; give --worker http://host:port, or set a source of \
+                 [discovery]"
+                    .to_owned(),
+            );
         }
         if self.workers.len() > AGENTS_MAX {
             problems.push(format!("workers: more than {AGENTS_MAX} are named"));

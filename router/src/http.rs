@@ -9,7 +9,7 @@
 //! - `placements`: why a turn went to its worker.
 //! - `sessions`: opens, closes and shows sessions. `workers`: the state of each worker.
 //! - `prepare`: CORS, a slash at the end of the path, compressed bodies.
-//! - `responses`: stored responses. `aborts`: aborts turns.
+//! - `responses`: stored responses. `aborts`: aborts turns. `announcements`: agents join.
 //! - `waiting`: shows a client that its turn waits.
 //! - `openapi`: describes these routes.
 //! - `control`: passes the calls of operators and trainers to the engines.
@@ -20,6 +20,7 @@
 //! Metrics, health and readiness are on the admin port, which `service::admin` serves.
 
 mod aborts;
+mod announcements;
 mod control;
 mod engine_info;
 mod errors;
@@ -100,6 +101,7 @@ pub(crate) fn build_routes(shared: Arc<Shared>, cors_origins: &[String]) -> Rout
         .route("/open_session", post(sessions::sglang_open))
         .route("/close_session", post(sessions::sglang_close))
         .route("/abort_request", post(aborts::abort))
+        .route("/v1/agents", post(announcements::announce))
         .merge(responses::routes())
         .route("/openapi.json", get(openapi::show))
         .merge(build_admin_routes(&shared))

@@ -16,6 +16,7 @@
 //! - [`placement`]: chooses the worker for a turn. Pure.
 //! - [`residency`]: the blocks (parts of prompts) whose KV is resident on each worker.
 //! - [`prompt`]: makes the blocks of a prompt, with the tokenizers of the engines' models.
+//! - `discovery`: the sources of agents: a file, DNS, Kubernetes, announcements.
 //! - [`fleet`]: the agents' streams and control ports, and the published snapshot of the fleet.
 //!
 //! Every module may use [`config`] (settings), `metrics`, `backoff` (pauses between retries),
@@ -26,6 +27,7 @@ pub mod auth;
 mod backoff;
 mod claims;
 pub mod config;
+mod discovery;
 pub mod fleet;
 mod http;
 mod metrics;
@@ -65,6 +67,7 @@ use crate::{
     },
     claims::Claims,
     config::{Config, jwt::JwtTable, tables::LimitsTable},
+    discovery::announce::Announcements,
     fleet::{
         collector::FleetCollector,
         control::ControlClients,
@@ -97,6 +100,10 @@ const NAMES_SEEN_ONCE_MAX: usize = 16_384;
 
 /// The most lists of sources that wait for the view task. Each source waits for a place.
 const SOURCE_NEWS_MAX: usize = 16;
+
+/// The agents that are expected from the sources of `[discovery]`. A larger fleet may need more
+/// descriptors for idle connections than planned, until idle ones are closed after 10 s.
+const DISCOVERED_AGENTS_EXPECTED: usize = 256;
 
 /// The open ports of a router.
 #[derive(Debug)]
@@ -143,14 +150,13 @@ pub async fn run(mut config: Config, listeners: Listeners, tasks: Tasks) -> Resu
     let state = State::new(&config);
     let view = Arc::new(View::new(state.snapshot()));
     let (metrics, claim_metrics, port_metrics) = register_metrics(&mut registry);
+    let source_metrics = discovery::Metrics::new(&mut registry);
     let descriptors = DescriptorPlan::new(descriptors::raise_limit(), server::DESCRIPTORS_RESERVED);
     fit_limits(&mut config.limits, &descriptors);
     let shares = Shares::new(pool_sizes(&config.limits));
     registry.register_collector(Box::new(SharesCollector(Arc::clone(&shares))));
-    registry.register_collector(Box::new(FleetCollector(Arc::clone(&view))));
     let kv_index = Arc::new(KvIndex::new(config.limits.overlap_bytes_max));
-    let (kv_view, index) = (Arc::clone(&view), Arc::clone(&kv_index));
-    registry.register_collector(Box::new(KvIndexCollector { view: kv_view, kv_index: index }));
+    register_collectors(&mut registry, &view, &kv_index);
     let (data_ip, admin_ip) = port_ips(&listeners).map_err(Error::Admin)?;
     let keys = follow_keys(&config, &file_metrics, &tasks)?;
     let tokens = follow_tokens(&config, &mut registry, &file_metrics, &tasks)?;
@@ -171,7 +177,8 @@ pub async fn run(mut config: Config, listeners: Listeners, tasks: Tasks) -> Resu
     admin::start(admin_data, listeners.admin, admin_limits, admin_token).map_err(Error::Admin)?;
 
     let (updates, mailbox) = mpsc::channel(view::MAILBOX_UPDATES_MAX);
-    let (_news_sender, news) = mpsc::channel(SOURCE_NEWS_MAX);
+    let (news_sender, news) = mpsc::channel(SOURCE_NEWS_MAX);
+    let announcements = discovery::start(&config, &news_sender, &source_metrics, &tasks);
     tasks.spawn_essential(
         "view",
         view::run(state, mailbox, news, Arc::clone(&view), ready_sender, tasks.clone()),
@@ -186,6 +193,7 @@ pub async fn run(mut config: Config, listeners: Listeners, tasks: Tasks) -> Resu
         credentials,
         updates,
         idle_connections_max,
+        announcements,
     };
     let shared = start_fleet(&config, parts, auth, &tasks);
     let address = listeners.data.local_addr().map(|address| address.to_string());
@@ -217,6 +225,13 @@ fn register_metrics(
 ) -> (Metrics, claims::metrics::Metrics, server::Metrics) {
     let (turns, claims) = (Metrics::new(registry), claims::metrics::Metrics::new(registry));
     (turns, claims, server::Metrics::new(registry))
+}
+
+/// Registers the metrics that are computed at each scrape.
+fn register_collectors(registry: &mut Registry, view: &Arc<View>, kv_index: &Arc<KvIndex>) {
+    let (view, kv_index) = (Arc::clone(view), Arc::clone(kv_index));
+    registry.register_collector(Box::new(FleetCollector(Arc::clone(&view))));
+    registry.register_collector(Box::new(KvIndexCollector { view, kv_index }));
 }
 
 /// Lowers the limit on turns if there are few descriptors.
@@ -305,6 +320,7 @@ struct FleetParts {
     credentials: AgentCredentials,
     updates: UpdateSender,
     idle_connections_max: usize,
+    announcements: Option<Arc<Announcements>>,
 }
 
 /// Creates the client of the place that holds claims.
@@ -341,6 +357,12 @@ fn start_fleet(
     shared
 }
 
+/// Returns how many agents share the idle connections.
+fn agents_expected(config: &Config) -> usize {
+    let others = if config.discovery.is_on() { DISCOVERED_AGENTS_EXPECTED } else { 0 };
+    config.workers.len() + others
+}
+
 /// Builds the parts that all requests share, and starts the task that fetches tokenizers.
 fn build_shared(
     config: &Config,
@@ -353,7 +375,7 @@ fn build_shared(
     let connections = UpstreamConnections {
         connect_max: config.connect_max(),
         idle_max: parts.idle_connections_max,
-        agents_expected: config.workers.len(),
+        agents_expected: agents_expected(config),
         credentials: parts.credentials,
     };
     let upstream = UpstreamClient::new(connections, Arc::new(Pulses::new()), parts.updates);
@@ -409,5 +431,6 @@ fn build_shared(
         preamble: config.placement.preamble,
         cache_isolation: config.auth.cache_isolation,
         leaves: tasks.leave_token(),
+        announcements: parts.announcements,
     })
 }

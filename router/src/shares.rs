@@ -234,7 +234,12 @@ mod tests {
     use super::*;
 
     fn caller(principal: &str) -> Caller {
-        Caller { principal: principal.into(), is_admin: false, limits: Arc::default() }
+        Caller {
+            principal: principal.into(),
+            is_admin: false,
+            limits: Arc::default(),
+            announce: Arc::default(),
+        }
     }
 
     #[test]

@@ -23,6 +23,7 @@ const LAYERS: [(&str, Rows); 2] = [
             &["placement"],
             &["residency"],
             &["prompt"],
+            &["discovery"],
             &["fleet"],
         ],
     ),

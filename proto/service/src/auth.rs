@@ -11,6 +11,7 @@
 //!
 //! No credential and no digest of one is written to logs, metrics or answers.
 
+pub mod announce;
 pub mod credential;
 pub mod gate;
 pub mod key_file;

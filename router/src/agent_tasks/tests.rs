@@ -244,7 +244,7 @@ impl World {
 fn session(id: &str) -> Session {
     Session {
         key: SessionKey::new("p", id).unwrap(),
-        retention: Retention::Tagged,
+        retention: Retention::Pinned,
         state: SessionState::Idle,
         dp_rank: 0,
         turns: 1,

@@ -201,6 +201,7 @@ impl TokenChecker {
             principal: format!("{PRINCIPAL_PREFIX}{name}").into(),
             is_admin,
             limits: Arc::new(limits),
+            announce: Arc::default(),
         })
     }
 }

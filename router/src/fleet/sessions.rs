@@ -15,7 +15,10 @@ use std::{
     sync::Arc,
 };
 
-use proto::{id::SessionKey, load::Session};
+use proto::{
+    id::SessionKey,
+    load::{Retention, Session},
+};
 
 use super::worker::WorkerRef;
 
@@ -75,6 +78,16 @@ impl Sessions {
     #[must_use]
     pub fn splits(&self) -> &BTreeSet<SessionKey> {
         &self.splits
+    }
+
+    /// Whether the agent has a pinned session. Its client may send only what is new, so it can't
+    /// move; sessions that are not pinned move with their next turns.
+    #[must_use]
+    pub fn has_pinned(&self, agent: usize) -> bool {
+        let is_pinned = |entry: &ReportedSession| {
+            entry.worker.agent == agent && entry.session.retention == Retention::Pinned
+        };
+        self.has_any(agent) && self.iter().any(is_pinned)
     }
 
     /// Returns the entries of all agents for the key.

@@ -112,7 +112,7 @@ impl State {
             view,
             forecast: ReuseForecast::new(config.limits.sessions_max),
             membership: Membership::new(&config.workers),
-            silent_sources: BTreeSet::new(),
+            silent_sources: members::awaited_sources(config),
             leaving_max: LEAVING_TIME_MAX,
         };
         state.sync_members();

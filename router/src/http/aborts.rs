@@ -79,7 +79,12 @@ mod tests {
     use super::*;
 
     fn read(body: &str, is_admin: bool) -> Option<AbortRequest> {
-        let caller = Caller { principal: "alice".into(), is_admin, limits: Arc::default() };
+        let caller = Caller {
+            principal: "alice".into(),
+            is_admin,
+            limits: Arc::default(),
+            announce: Arc::default(),
+        };
         read_request(serde_json::from_str(body).unwrap(), &caller).unwrap()
     }
 

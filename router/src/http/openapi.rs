@@ -141,6 +141,14 @@ const ROUTES: &[Route] = &[
         refusals: &[BODY, AGENT],
     },
     Route {
+        method: HttpMethod::Post,
+        path: "/v1/agents",
+        summary: "Announces an agent; for keys with the right `announce`",
+        request: Request::Body("Announcement", Required::True),
+        answers: &[(200, Some("AnnouncementHeld"))],
+        refusals: &[BODY, &[Code::AnnounceForbidden]],
+    },
+    Route {
         method: HttpMethod::Get,
         path: "/v1/workers",
         summary: "Shows all workers and their figures; for admins",

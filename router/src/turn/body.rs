@@ -220,7 +220,12 @@ mod tests {
     const MIB: usize = 1 << 20;
 
     fn sharer(name: &str) -> Sharer {
-        let caller = Caller { principal: name.into(), is_admin: false, limits: Arc::default() };
+        let caller = Caller {
+            principal: name.into(),
+            is_admin: false,
+            limits: Arc::default(),
+            announce: Arc::default(),
+        };
         Sharer::new(&caller, None)
     }
 

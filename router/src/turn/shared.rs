@@ -22,6 +22,7 @@ use super::{
 use crate::{
     auth::Authenticator,
     config::{auth::CacheIsolation, tables::PreamblePolicy},
+    discovery::announce::Announcements,
     metrics::Metrics,
     residency::{block_locator::BlockLocator, kv_index::KvIndex},
     shares::Shares,
@@ -67,6 +68,8 @@ pub(crate) struct Shared {
     /// How long a stream waits for its first event before it gets a comment; `None`: it gets none.
     pub(crate) waiting_comment: Option<Duration>,
     pub(crate) preamble: PreamblePolicy,
+    /// Where agents announce themselves; `None`: they may not.
+    pub(crate) announcements: Option<Arc<Announcements>>,
     /// Who may share KV in the engines' caches.
     pub(crate) cache_isolation: CacheIsolation,
     /// Cancelled when the router leaves, and soon stops.

@@ -13,6 +13,8 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
 use subtle::{ConditionallySelectable as _, ConstantTimeEq as _};
 
+use super::announce::AnnounceRight;
+
 /// The most digests in one key file. Each request compares its credential with all of them, which
 /// takes about 50 µs for this many. Larger fleets of users have an identity provider.
 pub const DIGESTS_MAX: usize = 1024;
@@ -71,6 +73,8 @@ pub struct Key {
     pub is_scrape: bool,
     /// The limits of the key's user.
     pub limits: Arc<KeyLimits>,
+    /// The agents that the key may announce to a router.
+    pub announce: Arc<AnnounceRight>,
 }
 
 /// The keys of one key file.
@@ -116,6 +120,8 @@ struct FileEntry {
     scrape: bool,
     #[serde(default)]
     limits: KeyLimits,
+    #[serde(default)]
+    announce: AnnounceRight,
 }
 
 impl KeyPriority {
@@ -206,7 +212,7 @@ fn add(
     keys: &mut BTreeMap<String, Arc<Key>>,
     digests: &mut Vec<([u8; 32], Arc<Key>)>,
 ) -> Result<(), String> {
-    let FileEntry { name, sha256, admin, scrape, limits } = entry;
+    let FileEntry { name, sha256, admin, scrape, limits, announce } = entry;
     let is_name_byte = |byte: u8| byte.is_ascii_alphanumeric() || b"._@-".contains(&byte);
     if name.is_empty() || name.len() > NAME_BYTES_MAX || !name.bytes().all(is_name_byte) {
         return Err(format!("name must have 1 to {NAME_BYTES_MAX} letters, digits and . _ @ -"));
@@ -216,6 +222,9 @@ fn add(
     }
     let digest = parse_digest(&sha256)
         .ok_or_else(|| format!("{name}: sha256 must be the key's SHA-256 in 64 hex digits"))?;
+    if scrape && announce.is_some() {
+        return Err(format!("{name}: a scrape key can't announce agents; use two keys"));
+    }
     if admin && scrape {
         return Err(format!("{name}: a scrape key may only read; use two keys"));
     }
@@ -227,6 +236,7 @@ fn add(
         is_admin: admin,
         is_scrape: scrape,
         limits: Arc::new(limits),
+        announce: Arc::new(announce),
     };
     let key = match keys.get(&name) {
         None => Arc::clone(keys.entry(name).or_insert(Arc::new(key))),

@@ -113,6 +113,9 @@ codes! {
         ScrapeKey "scrape_key" FORBIDDEN Router AfterChange,
             "a key for monitoring was sent to the data port",
             "send a client's key";
+        AnnounceForbidden "announce_forbidden" FORBIDDEN Router AfterChange,
+            "the key may not announce this agent at this address, or the router takes none",
+            "name the agent's id and address in the key's right `announce`";
         NotARouter "not_a_router" UNAUTHORIZED Agent AfterChange,
             "the agent serves routers only",
             "send the request to a router; an operator gives the router a token of this agent";

@@ -4,20 +4,35 @@
 //! apply its decisions to the view: they add agents, let them leave, and forget them.
 
 use std::{
+    collections::BTreeSet,
     sync::Arc,
     time::{Duration, Instant},
 };
 
 use super::{SourceNews, State};
-use crate::fleet::{
-    agent::{Agent, Link},
-    membership::Phase,
+use crate::{
+    config::Config,
+    fleet::{
+        agent::{Agent, Link},
+        membership::{Phase, Source},
+    },
 };
 
-/// Least time for which an agent that is heard and has sessions keeps its slot after it has left
-/// its sources. A file that is written anew, or an answer of DNS without all addresses, is usually
-/// complete again by then.
+/// Least time for which an agent that is heard keeps its slot after it has left its sources. A file
+/// that is written anew, or an answer of DNS without all addresses, is usually complete again by
+/// then.
 const LEAVING_TIME_MIN: Duration = Duration::from_secs(5);
+
+/// Returns the sources that list agents soon after the start. Agents announce themselves later.
+pub(super) fn awaited_sources(config: &Config) -> BTreeSet<Source> {
+    let table = &config.discovery;
+    let sources = [
+        (Source::File, table.has_file()),
+        (Source::Dns, !table.dns.names.is_empty()),
+        (Source::Kubernetes, table.kubernetes.is_on()),
+    ];
+    sources.into_iter().filter(|(_, is_on)| *is_on).map(|(source, _)| source).collect()
+}
 
 impl State {
     /// Applies what a source says.
@@ -39,7 +54,7 @@ impl State {
             let leaving_for = now.saturating_duration_since(since);
             // A source that drops an agent by mistake usually names it again within seconds.
             let has_sessions = agent.is_up()
-                && (leaving_for < LEAVING_TIME_MIN || self.view.sessions.has_any(agent_index));
+                && (leaving_for < LEAVING_TIME_MIN || self.view.sessions.has_pinned(agent_index));
             let is_idle = agent.turns_in_flight() == 0 && !has_sessions;
             if is_idle || leaving_for >= self.leaving_max {
                 ended.push(agent.name().to_owned());

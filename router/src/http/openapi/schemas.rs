@@ -8,7 +8,8 @@ use crate::turn::sessions::SESSIONS_LISTED_MAX;
 
 /// Returns all schemas by name.
 pub(super) fn all() -> impl Iterator<Item = (&'static str, RefOr<Schema>)> {
-    requests().into_iter().chain(session_answers()).chain(other_answers()).map(|(name, schema)| {
+    let answers = session_answers().into_iter().chain(announcement()).chain(other_answers());
+    requests().into_iter().chain(answers).map(|(name, schema)| {
         let schema = serde_json::from_value(schema).expect("each schema is a valid one");
         (name, RefOr::T(schema))
     })
@@ -112,6 +113,33 @@ fn session_answers() -> [(&'static str, Value); 2] {
                     "next": { "type": "string", "description": "The `after` of the next page" },
                 },
                 "required": ["sessions", "more"],
+            }),
+        ),
+    ]
+}
+
+/// The form of an announcement, and of its answer.
+fn announcement() -> [(&'static str, Value); 2] {
+    [
+        (
+            "Announcement",
+            json!({
+                "type": "object",
+                "properties": {
+                    "agent_id": { "type": "string" },
+                    "control": { "type": "string", "description": "http://host:port" },
+                    "ttl_ms": { "type": "integer", "minimum": 0 },
+                    "leaving": { "type": "boolean" },
+                },
+                "required": ["agent_id", "control", "ttl_ms"],
+            }),
+        ),
+        (
+            "AnnouncementHeld",
+            json!({
+                "type": "object",
+                "properties": { "ttl_ms": { "type": "integer" } },
+                "required": ["ttl_ms"],
             }),
         ),
     ]

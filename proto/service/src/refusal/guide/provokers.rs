@@ -35,6 +35,14 @@ pub(super) const PROVOKERS: &[(Code, Provoker)] = &[
         ("tests/auth.rs", "only_admins_see_the_fleet_and_why_turns_went_where", "scrape_key"),
     ),
     (
+        Code::AnnounceForbidden,
+        (
+            "tests/discovery.rs",
+            "an_agent_announces_itself_and_a_rogue_gets_no_turn",
+            "announce_forbidden",
+        ),
+    ),
+    (
         Code::NotARouter,
         (
             "tests/tls/main.rs",

@@ -78,7 +78,12 @@ fn a_text_that_finds_no_memory_is_estimated_and_one_that_fits_gives_its_memory_b
     let sizes = PoolSizes { turns: 1, body_bytes: 1, tokenizer_bytes: 320_000 };
     let shares = Shares::new(sizes);
     let metrics = Metrics::new(&mut prometheus_client::registry::Registry::default()).into();
-    let caller = Caller { principal: "a".into(), is_admin: false, limits: Default::default() };
+    let caller = Caller {
+        principal: "a".into(),
+        is_admin: false,
+        limits: Default::default(),
+        announce: Default::default(),
+    };
     let memory =
         TokenizerMemory::new(&shares.tokenizer_bytes, &Sharer::new(&caller, None), &metrics);
     let (model, facts) = (model(None), facts(100_000));

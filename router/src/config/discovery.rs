@@ -1,0 +1,205 @@
+//! Defines the table `[discovery]`: where the router learns of agents besides `workers`.
+//!
+//! Each source is off by default. `discovery` reads these settings, and `super` checks them.
+
+use std::{net::SocketAddr, path::PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use super::control_authority;
+
+/// The default shortest time between two look-ups of a name. An answer with a shorter time to live
+/// would have the router ask all the time.
+const DNS_TTL_MS_MIN: u64 = 1_000;
+/// The default longest time between two look-ups of a name. Names of agents change with every
+/// rolling update, and some servers give out times to live of hours.
+const DNS_TTL_MS_MAX: u64 = 30_000;
+
+/// `[discovery]`: the sources of agents besides the setting `workers`.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct DiscoveryTable {
+    /// The file that lists agents (TOML or JSON). Empty: none.
+    pub file: PathBuf,
+    /// Whether agents may announce themselves, with keys that have the right `announce`.
+    pub announce: bool,
+    /// Names of the Domain Name System.
+    pub dns: DnsTable,
+    /// Endpoint slices of a Kubernetes cluster.
+    pub kubernetes: KubernetesTable,
+}
+
+/// `[discovery.dns]`: agents by their names in the Domain Name System.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct DnsTable {
+    /// The names, each as the URL of a control port: `http://host:port` stands for all addresses of
+    /// the host, and `srv+http://name` for all targets of its SRV records. Empty: none.
+    pub names: Vec<String>,
+    /// Shortest time between two look-ups.
+    pub ttl_ms_min: u64,
+    /// Longest time between two look-ups.
+    pub ttl_ms_max: u64,
+    /// The servers to ask. Empty: those of the system.
+    pub servers: Vec<SocketAddr>,
+}
+
+impl Default for DnsTable {
+    fn default() -> Self {
+        Self {
+            names: vec![],
+            ttl_ms_min: DNS_TTL_MS_MIN,
+            ttl_ms_max: DNS_TTL_MS_MAX,
+            servers: vec![],
+        }
+    }
+}
+
+/// `[discovery.kubernetes]`: agents by the endpoint slices of their service.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct KubernetesTable {
+    /// The label selector of the slices, such as `kubernetes.io/service-name=berth-agents`. Empty:
+    /// the cluster isn't asked.
+    pub selector: String,
+    /// The namespace of the slices. Empty: that of the router's own pod or kubeconfig.
+    pub namespace: String,
+    /// The name of the agents' control port in the slices.
+    pub port_name: String,
+    /// Whether the control ports speak TLS.
+    pub tls: bool,
+    /// The kubeconfig file. Empty: the service account of the router's own pod.
+    pub kubeconfig: PathBuf,
+}
+
+impl Default for KubernetesTable {
+    fn default() -> Self {
+        Self {
+            selector: String::new(),
+            namespace: String::new(),
+            port_name: "control".to_owned(),
+            tls: false,
+            kubeconfig: PathBuf::new(),
+        }
+    }
+}
+
+impl DiscoveryTable {
+    /// Whether a source is set.
+    #[must_use]
+    pub fn is_on(&self) -> bool {
+        self.has_file() || self.announce || !self.dns.names.is_empty() || self.kubernetes.is_on()
+    }
+
+    /// Whether a file is set.
+    #[must_use]
+    pub fn has_file(&self) -> bool {
+        !self.file.as_os_str().is_empty()
+    }
+
+    /// Adds the problems of these settings.
+    pub(super) fn check(&self, has_keys: bool, problems: &mut Vec<String>) {
+        for name in &self.dns.names {
+            if let Err(problem) = DnsName::parse(name) {
+                problems.push(format!(
+                    "discovery.dns.names: {name:?} {problem}; write http://host:port or \
+                     srv+http://name"
+                ));
+            }
+        }
+        let DnsTable { ttl_ms_min, ttl_ms_max, .. } = self.dns;
+        if !(1..=ttl_ms_max).contains(&ttl_ms_min) || ttl_ms_max > 24 * 3600 * 1000 {
+            problems.push(
+                "discovery.dns: ttl_ms_min must be 1 to ttl_ms_max, and that at most a day"
+                    .to_owned(),
+            );
+        }
+        if self.announce && !has_keys {
+            problems.push(
+                "discovery.announce needs auth.keys_file: keys say which agents may announce \
+                 themselves"
+                    .to_owned(),
+            );
+        }
+    }
+}
+
+impl KubernetesTable {
+    /// Whether the cluster is asked.
+    #[must_use]
+    pub fn is_on(&self) -> bool {
+        !self.selector.is_empty()
+    }
+}
+
+/// A name of the setting `discovery.dns.names`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum DnsName {
+    /// All addresses of a host, with this port.
+    Host {
+        /// `http` or `https`.
+        scheme: String,
+        /// The host's name.
+        host: String,
+        /// The port.
+        port: u16,
+    },
+    /// All targets of the SRV records of a name.
+    Service {
+        /// `http` or `https`.
+        scheme: String,
+        /// The name, such as `_control._tcp.agents.example`.
+        name: String,
+    },
+}
+
+impl DnsName {
+    /// Reads a name of the settings.
+    ///
+    /// # Errors
+    /// When the text has another form. The error completes a sentence that begins with the text.
+    pub fn parse(text: &str) -> Result<Self, &'static str> {
+        if let Some(service) = text.strip_prefix("srv+") {
+            let (scheme, name) = service.split_once("://").ok_or("is no address")?;
+            let is_name = !name.is_empty() && !name.contains(['/', ':', '@']);
+            return match (scheme, is_name) {
+                ("http" | "https", true) => {
+                    Ok(Self::Service { scheme: scheme.to_owned(), name: name.to_owned() })
+                }
+                (_, false) => Err("has no name, or more than a name"),
+                _ => Err("is neither http nor https"),
+            };
+        }
+        let authority = control_authority(text)?;
+        let scheme = if text.starts_with("https:") { "https" } else { "http" }.to_owned();
+        let port = authority.port_u16().ok_or("has no port")?;
+        Ok(Self::Host { scheme, host: authority.host().to_owned(), port })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_is_a_host_with_a_port_or_a_service() {
+        let host = DnsName::Host { scheme: "https".into(), host: "a.b".into(), port: 7 };
+        assert_eq!(DnsName::parse("https://a.b:7"), Ok(host));
+        let name = "_control._tcp.a".to_owned();
+        let service = DnsName::Service { scheme: "http".into(), name };
+        assert_eq!(DnsName::parse("srv+http://_control._tcp.a"), Ok(service));
+        for bad in ["a:1", "http://a", "srv+http://a:1", "srv+http://", "srv+ftp://a", "srv+a"] {
+            assert!(DnsName::parse(bad).is_err(), "{bad:?} was taken");
+        }
+    }
+
+    #[test]
+    fn wrong_sources_are_told() {
+        let dns = DnsTable { names: vec!["a".into()], ttl_ms_min: 0, ..DnsTable::default() };
+        let table = DiscoveryTable { announce: true, dns, ..DiscoveryTable::default() };
+        let mut problems = vec![];
+        table.check(false, &mut problems);
+        assert_eq!(problems.len(), 3, "{problems:?}");
+        assert!(table.is_on() && !DiscoveryTable::default().is_on());
+    }
+}

@@ -1,0 +1,152 @@
+//! Learns which agents there are, from a file, DNS, Kubernetes, or the agents themselves.
+//!
+//! Each source has a task of its own, which sends the source's whole list to the view task whenever
+//! the list changes. The membership of `fleet` merges the lists. A source that fails keeps its last
+//! list: its task logs the failure once, and a metric shows it. The router stays ready.
+//!
+//! - `file`: a file that is read again when it changes.
+//! - `dns`: addresses and SRV records of names.
+//! - `kubernetes`: endpoint slices of a cluster.
+//! - [`announce`]: agents that announce themselves to this router.
+
+pub(crate) mod announce;
+mod dns;
+mod file;
+mod kubernetes;
+
+use std::sync::Arc;
+
+use prometheus_client::{
+    encoding::EncodeLabelSet,
+    metrics::{family::Family, gauge::Gauge},
+    registry::Registry,
+};
+use service::tasks::Tasks;
+use tokio::sync::mpsc;
+use tokio_util::sync::CancellationToken;
+use tracing::{info, warn};
+
+use self::announce::Announcements;
+use crate::{
+    config::Config,
+    fleet::{
+        membership::{Source, SourceList},
+        state::SourceNews,
+    },
+};
+
+/// The label of the metrics.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct SourceLabel {
+    source: &'static str,
+}
+
+/// The metrics of all sources.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Metrics {
+    failing: Family<SourceLabel, Gauge>,
+    agents: Family<SourceLabel, Gauge>,
+}
+
+impl Metrics {
+    /// Creates the metrics in `registry`.
+    pub(crate) fn new(registry: &mut Registry) -> Self {
+        let metrics = Self::default();
+        let help = "1 while a source of agents fails and its last list is in effect";
+        registry.register("source_failing", help, metrics.failing.clone());
+        let help = "Agents that a source lists";
+        registry.register("source_agents", help, metrics.agents.clone());
+        metrics
+    }
+}
+
+/// Sends what one source says to the view task.
+#[derive(Debug)]
+struct Reporter {
+    source: Source,
+    news: mpsc::Sender<SourceNews>,
+    metrics: Metrics,
+    /// The last list that was sent.
+    last_list: Option<SourceList>,
+    /// Why the source fails, if it does.
+    failure: Option<String>,
+}
+
+impl Reporter {
+    fn new(source: Source, news: &mpsc::Sender<SourceNews>, metrics: &Metrics) -> Self {
+        let (news, metrics) = (news.clone(), metrics.clone());
+        let label = SourceLabel { source: source.as_str() };
+        metrics.failing.get_or_create(&label).set(0);
+        metrics.agents.get_or_create(&label).set(0);
+        Self { source, news, metrics, last_list: None, failure: None }
+    }
+
+    /// Sends a list, if it differs from the last one.
+    async fn list(&mut self, list: SourceList) {
+        let source = self.source.as_str();
+        if self.failure.take().is_some() {
+            info!(source, "source of agents answers again");
+        }
+        let label = SourceLabel { source };
+        self.metrics.failing.get_or_create(&label).set(0);
+        if self.last_list.as_ref() == Some(&list) {
+            return;
+        }
+        let count = i64::try_from(list.len()).unwrap_or(i64::MAX);
+        self.metrics.agents.get_or_create(&label).set(count);
+        self.last_list = Some(list.clone());
+        // The view task ends only with the process.
+        drop(self.news.send(SourceNews { source: self.source, list: Some(list) }).await);
+    }
+
+    /// Says that the source failed. Its last list stays in effect.
+    async fn fail(&mut self, why: String) {
+        let source = self.source.as_str();
+        self.metrics.failing.get_or_create(&SourceLabel { source }).set(1);
+        if self.failure.is_none() {
+            warn!(source, why, "source of agents failed, its last list stays in effect");
+        }
+        if self.failure.is_none() && self.last_list.is_none() {
+            drop(self.news.send(SourceNews { source: self.source, list: None }).await);
+        }
+        self.failure = Some(why);
+    }
+}
+
+/// Starts the tasks of the sources that are set. Returns where agents announce themselves, if they
+/// may.
+pub(crate) fn start(
+    config: &Config,
+    news: &mpsc::Sender<SourceNews>,
+    metrics: &Metrics,
+    tasks: &Tasks,
+) -> Option<Arc<Announcements>> {
+    let table = &config.discovery;
+    let reporter = |source| Reporter::new(source, news, metrics);
+    if table.has_file() {
+        let task = file::run(table.file.clone(), reporter(Source::File));
+        tasks.spawn(until_cancelled(tasks.token(), task));
+    }
+    if !table.dns.names.is_empty() {
+        let task = dns::run(table.dns.clone(), reporter(Source::Dns));
+        tasks.spawn(until_cancelled(tasks.token(), task));
+    }
+    if table.kubernetes.is_on() {
+        let task = kubernetes::run(table.kubernetes.clone(), reporter(Source::Kubernetes));
+        tasks.spawn(until_cancelled(tasks.token(), task));
+    }
+    table.announce.then(|| {
+        let announcements = Arc::new(Announcements::new());
+        let task = announce::run(Arc::clone(&announcements), reporter(Source::Announce));
+        tasks.spawn(until_cancelled(tasks.token(), task));
+        announcements
+    })
+}
+
+async fn until_cancelled(token: CancellationToken, task: impl Future<Output = ()>) {
+    tokio::select! {
+        biased;
+        () = token.cancelled() => {}
+        () = task => {}
+    }
+}

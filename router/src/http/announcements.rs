@@ -1,0 +1,83 @@
+//! Serves `POST /v1/agents`, by which agents announce themselves to this router.
+//!
+//! An announced agent gets prompts. So the caller's key must have the right `announce`, which names
+//! the ids and addresses of the agents. Nothing else is taken, whoever asks.
+
+use std::time::Duration;
+
+use axum::{
+    Json,
+    extract::{Extension, Request, State},
+    response::{IntoResponse as _, Response},
+};
+use serde::Deserialize;
+use serde_json::json;
+use service::refusal::{Code, Refusal};
+use tracing::warn;
+
+use super::{SharedState, respond, sessions::read_body};
+use crate::{
+    auth::Caller,
+    config::control_authority,
+    discovery::announce::{Announcement, TTL_MAX},
+};
+
+/// The body of an announcement.
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct AnnounceBody {
+    /// The agent's id.
+    agent_id: String,
+    /// URL of the agent's control port.
+    control: String,
+    /// How long the announcement holds.
+    ttl_ms: u64,
+    /// Whether the agent is about to end.
+    #[serde(default)]
+    leaving: bool,
+}
+
+/// Takes the announcement of an agent.
+pub(super) async fn announce(
+    State(shared): SharedState,
+    Extension(caller): Extension<Caller>,
+    request: Request,
+) -> Response {
+    let answer = async {
+        let Some(announcements) = &shared.announcements else {
+            return Err(forbidden("this router takes no announcements; set discovery.announce"));
+        };
+        let body: AnnounceBody = read_body(&shared, &caller, request, true).await?;
+        let announcement = read_announcement(&caller, body)?;
+        let ttl_ms = announcement.ttl.as_millis();
+        announcements.put(announcement).map_err(|_| {
+            Refusal::new(Code::InvalidField, "control: too many agents are announced")
+        })?;
+        Ok(Json(json!({ "ttl_ms": u64::try_from(ttl_ms).unwrap_or(u64::MAX) })).into_response())
+    };
+    respond(&shared, answer.await)
+}
+
+/// Returns the announcement in a body that the caller may send.
+fn read_announcement(caller: &Caller, body: AnnounceBody) -> Result<Announcement, Refusal> {
+    let AnnounceBody { agent_id, control, ttl_ms, leaving } = body;
+    let authority = control_authority(&control)
+        .map_err(|why| Refusal::new(Code::InvalidField, format!("control: the text {why}")))?;
+    // `control_authority` has found a port.
+    let port = authority.port_u16().unwrap_or_default();
+    // User and password in a URL would hide the host from people who read it.
+    let has_user = authority.as_str().contains('@');
+    if has_user || !caller.announce.allows(&agent_id, authority.host(), port) {
+        warn!(principal = &*caller.principal, agent_id, control, "announcement refused");
+        return Err(forbidden(
+            "this key may not announce this agent at this address; its right announce in the key \
+             file names the ids and addresses",
+        ));
+    }
+    let ttl = Duration::from_millis(ttl_ms).min(TTL_MAX);
+    Ok(Announcement { control_url: control, ttl, is_leaving: leaving })
+}
+
+fn forbidden(message: &str) -> Refusal {
+    Refusal::new(Code::AnnounceForbidden, message)
+}
