@@ -7,8 +7,8 @@
 //! `state` writes the table, and `session_status` of the placement finds sessions in it. What only
 //! this router knows of a session is in `placement::affinity`.
 //!
-//! A table can be cloned cheaply for a snapshot. The entries are spread over 256 shards behind
-//! `Arc`s. A clone copies 256 pointers, and the next change copies one shard.
+//! A table can be cloned cheaply for a snapshot. The entries are spread over many shards behind two
+//! levels of `Arc`s. A clone copies 256 pointers. The next change copies 256 more, and one shard.
 
 use std::{
     collections::{BTreeSet, HashMap},
@@ -22,9 +22,9 @@ use proto::{
 
 use super::worker::WorkerRef;
 
-/// Number of shards. With 100,000 sessions, a shard has 400 entries. The first change to a shard
-/// after a snapshot copies all of them.
-const SHARD_COUNT: usize = 256;
+/// Number of groups of shards, and of shards in a group. With a million sessions, a shard has 15
+/// entries. The first change to a shard after a snapshot copies all of them, and its group.
+const FANOUT: usize = 256;
 
 /// An entry: a session as one agent reported it.
 #[derive(Debug, Clone)]
@@ -38,10 +38,37 @@ pub struct ReportedSession {
 /// The entries of some keys, by key. No key has an empty list.
 type Shard = HashMap<Arc<SessionKey>, Vec<ReportedSession>>;
 
+/// The shards of keys that have been there, in groups. A small table has few groups.
+#[derive(Debug, Clone)]
+struct Shards(Vec<Option<Arc<Vec<Arc<Shard>>>>>);
+
+impl Shards {
+    fn new() -> Self {
+        Self(vec![None; FANOUT])
+    }
+
+    fn shard_of(&self, key: &SessionKey) -> Option<&Shard> {
+        let (group, shard) = place_of(key);
+        self.0[group].as_ref().map(|group| &*group[shard])
+    }
+
+    /// Returns a key's shard for a change. Copies it first if a snapshot shares it.
+    fn shard_of_mut(&mut self, key: &SessionKey) -> &mut Shard {
+        let (group, shard) = place_of(key);
+        let new_group = || Arc::new(vec![Arc::default(); FANOUT]);
+        let group = self.0[group].get_or_insert_with(new_group);
+        Arc::make_mut(&mut Arc::make_mut(group)[shard])
+    }
+
+    fn iter(&self) -> impl Iterator<Item = &Shard> {
+        self.0.iter().flatten().flat_map(|group| group.iter().map(|shard| &**shard))
+    }
+}
+
 /// The merged session tables of all agents.
 #[derive(Debug, Clone)]
 pub struct Sessions {
-    shards: Vec<Arc<Shard>>,
+    shards: Shards,
     /// Number of entries of each agent.
     entry_counts: Vec<usize>,
     /// Most entries of one agent.
@@ -56,7 +83,7 @@ impl Sessions {
     #[must_use]
     pub fn new(agent_count: usize, agent_sessions_max: usize) -> Self {
         Self {
-            shards: (0..SHARD_COUNT).map(|_| Arc::default()).collect(),
+            shards: Shards::new(),
             entry_counts: vec![0; agent_count],
             agent_sessions_max,
             splits: Arc::default(),
@@ -93,7 +120,7 @@ impl Sessions {
     /// Returns the entries of all agents for the key.
     #[must_use]
     pub fn locate(&self, key: &SessionKey) -> &[ReportedSession] {
-        self.shards[shard_index_of(key)].get(key).map_or(&[], Vec::as_slice)
+        self.shards.shard_of(key).and_then(|shard| shard.get(key)).map_or(&[], Vec::as_slice)
     }
 
     /// Iterates over all entries, in no particular order.
@@ -116,16 +143,13 @@ impl Sessions {
     /// Adds or replaces the agent's entry for the session. Returns false if the agent has as many
     /// entries as allowed and none for this session. The session is then left out.
     pub fn upsert(&mut self, agent: usize, session: Session) -> bool {
-        let shard_index = shard_index_of(&session.key);
         let is_full = self.entry_counts[agent] >= self.agent_sessions_max;
         let worker = WorkerRef { agent, dp_rank: session.dp_rank };
-        let has_entry = self.shards[shard_index]
-            .get(&session.key)
-            .is_some_and(|entries| entries.iter().any(|entry| entry.worker.agent == agent));
+        let has_entry = self.locate(&session.key).iter().any(|entry| entry.worker.agent == agent);
         if is_full && !has_entry {
             return false;
         }
-        let shard = Arc::make_mut(&mut self.shards[shard_index]);
+        let shard = self.shards.shard_of_mut(&session.key);
         let new_entry = ReportedSession { worker, session: Arc::new(session) };
         match shard.get_mut(&new_entry.session.key) {
             Some(entries) => match entries.iter_mut().find(|entry| entry.worker.agent == agent) {
@@ -146,12 +170,11 @@ impl Sessions {
 
     /// Removes the agent's entry for the key.
     pub fn remove(&mut self, agent: usize, key: &SessionKey) {
-        let shard_index = shard_index_of(key);
         let has_entry = self.locate(key).iter().any(|entry| entry.worker.agent == agent);
         if !has_entry {
             return;
         }
-        let shard = Arc::make_mut(&mut self.shards[shard_index]);
+        let shard = self.shards.shard_of_mut(key);
         if let Some(entries) = shard.get_mut(key) {
             entries.retain(|entry| entry.worker.agent != agent);
             if entries.len() == 1 {
@@ -166,20 +189,13 @@ impl Sessions {
 
     /// Replaces all entries of the agent. Returns how many sessions didn't fit.
     pub fn replace(&mut self, agent: usize, sessions: Vec<Session>) -> usize {
-        for shard in &mut self.shards {
-            if shard.values().flatten().any(|entry| entry.worker.agent == agent) {
-                let shard = Arc::make_mut(shard);
-                for (key, entries) in &mut *shard {
-                    let had_several = entries.len() > 1;
-                    entries.retain(|entry| entry.worker.agent != agent);
-                    if had_several && entries.len() == 1 {
-                        Arc::make_mut(&mut self.splits).remove(&**key);
-                    }
-                }
-                shard.retain(|_, entries| !entries.is_empty());
-            }
+        // A router that starts hears of each agent for the first time, and has nothing to look for.
+        if self.has_any(agent) {
+            let of_agent = |entry: &&ReportedSession| entry.worker.agent == agent;
+            let old: Vec<SessionKey> =
+                self.iter().filter(of_agent).map(|entry| entry.session.key.clone()).collect();
+            old.iter().for_each(|key| self.remove(agent, key));
         }
-        self.entry_counts[agent] = 0;
         sessions
             .into_iter()
             .map(|session| self.upsert(agent, session))
@@ -191,9 +207,11 @@ impl Sessions {
     pub fn check_invariants(&self) {
         let mut entry_counts = vec![0; self.entry_counts.len()];
         let mut split_count = 0;
-        for (shard_index, shard) in self.shards.iter().enumerate() {
-            for (key, entries) in &**shard {
-                assert_eq!(shard_index_of(key), shard_index, "a key in the wrong shard");
+        for shard in self.shards.iter() {
+            for (key, entries) in shard {
+                let is_its_shard =
+                    self.shards.shard_of(key).is_some_and(|of| std::ptr::eq(of, shard));
+                assert!(is_its_shard, "a key in the wrong shard");
                 assert!(!entries.is_empty(), "a key without entries");
                 assert_eq!(entries.len() > 1, self.splits.contains(&**key), "a split not known");
                 split_count += usize::from(entries.len() > 1);
@@ -208,9 +226,10 @@ impl Sessions {
     }
 }
 
-/// Returns the index of the key's shard: one byte of its digest.
-fn shard_index_of(key: &SessionKey) -> usize {
-    usize::from(key.digest().0.to_le_bytes()[0])
+/// Returns the group of the key's shard, and the shard's place there: two bytes of its digest.
+fn place_of(key: &SessionKey) -> (usize, usize) {
+    let [group, shard, ..] = key.digest().0.to_le_bytes();
+    (group.into(), shard.into())
 }
 
 #[cfg(test)]

@@ -261,7 +261,9 @@ impl State {
         }
         agent.link = Link::Up;
         (agent.report, agent.data_port_failure) = (None, None);
-        self.forecast.clear_agent(agent_index);
+        if self.view.sessions.has_any(agent_index) {
+            self.forecast.clear_agent(agent_index);
+        }
         for session in &sessions {
             let worker = WorkerRef { agent: agent_index, dp_rank: session.dp_rank };
             self.forecast.upsert(worker, session, now);
