@@ -125,3 +125,34 @@ async fn metrics(State(data): State<AdminData>) -> Response {
     let content_type = "application/openmetrics-text; version=1.0.0; charset=utf-8";
     ([(header::CONTENT_TYPE, content_type)], text).into_response()
 }
+
+#[cfg(test)]
+mod tests {
+    use std::net::{IpAddr, Ipv4Addr};
+
+    use axum::{body::Body, routing::post};
+    use tower_service::Service as _;
+
+    use super::*;
+    use crate::auth::MetricsAuth;
+
+    #[tokio::test]
+    async fn a_page_in_a_browser_changes_nothing() {
+        let data = AdminData {
+            registry: Arc::default(),
+            ready: watch::channel(Ok(())).1,
+            config: String::new(),
+            gate: Gate::new(None, MetricsAuth::None, IpAddr::V4(Ipv4Addr::LOCALHOST)),
+            actions: Router::new().route("/drain", post(|| async { "done" })),
+        };
+        for (origin, status) in [(None, 200), (Some("http://127.0.0.1:31002"), 403)] {
+            let mut request = Request::post("/drain");
+            if let Some(origin) = origin {
+                request = request.header(header::ORIGIN, origin);
+            }
+            let request = request.body(Body::empty()).unwrap();
+            let answer = app(data.clone()).call(request).await.unwrap();
+            assert_eq!(answer.status(), status, "{origin:?}");
+        }
+    }
+}
