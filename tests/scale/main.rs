@@ -25,7 +25,7 @@ use router::{
 use serde::Serialize;
 use service::clock::now;
 
-/// Bounds of the figures, for the default numbers.
+/// Bounds of the figures, whatever the numbers are.
 const MEMORY_BYTES_MAX: u64 = 2 << 30;
 const DECISION_P99_MAX: Duration = Duration::from_micros(50);
 const RELEARN_MAX: Duration = Duration::from_secs(5);
