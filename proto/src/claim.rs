@@ -13,6 +13,7 @@ use http::{HeaderMap, HeaderName, HeaderValue};
 use serde::{Deserialize, Serialize};
 
 use crate::{
+    bootstrap::BOOTSTRAP,
     hints::HINTS,
     id::{self, SessionKey},
     load::Retention,
@@ -39,8 +40,8 @@ pub const REFUSAL: HeaderName = HeaderName::from_static("x-berth-refusal");
 pub const NOT_A_ROUTER: &str = "not_a_router";
 
 /// The headers that only a router may send to an agent.
-pub const TRUSTED: [HeaderName; 8] =
-    [CLAIM, TURN, RANK, PRINCIPAL, RESIDENT, TOKEN, HINTS, crate::control::ADMIN];
+pub const TRUSTED: [HeaderName; 9] =
+    [CLAIM, TURN, RANK, PRINCIPAL, RESIDENT, TOKEN, HINTS, BOOTSTRAP, crate::control::ADMIN];
 
 /// A turn's session, and what the client wants done with it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

@@ -14,6 +14,7 @@
 //! - [`route`]: the engine's routes that agent and router serve.
 //! - [`placement_claim`]: how routers agree on the worker of a session that no agent has yet.
 //! - [`claim`]: the headers by which a router tells an agent to which session a turn belongs.
+//! - [`bootstrap`]: the header that tells an agent which half of a pair its engine runs.
 //! - [`abort`]: the names by which clients abort turns, and how a router asks an agent for that.
 //! - [`turn_rid`]: the ids that agents give their turns inside the engine.
 //! - [`hints`]: the header by which a router tells an agent what a turn's client hinted at.
@@ -27,6 +28,7 @@ pub mod abort;
 pub mod answers;
 pub mod block;
 pub mod body;
+pub mod bootstrap;
 pub mod claim;
 pub mod control;
 pub mod gaps;
@@ -45,6 +47,7 @@ pub mod turn_rid;
 #[expect(
     clippy::allow_attributes,
     clippy::allow_attributes_without_reason,
+    clippy::large_enum_variant,
     clippy::too_many_lines,
     reason = "generated code"
 )]

@@ -6,11 +6,12 @@
 //!
 //! The agent's `owner` and `ledger` fill these types, and `control_port` sends them. The router's
 //! `fleet` receives them for placement, and `http` shows them to operators as JSON. This module
-//! measures nothing. The child `pages` has the result of a page audit, and `weights` names an
-//! engine's weights. The child `wire` converts
-//! from and to the wire format and rejects impossible values, so the router doesn't check again.
+//! measures nothing. The child `pages` has the result of a page audit, `weights` names an engine's
+//! weights, and `transfer` says how an engine hands over KV. The child `wire` converts from and to
+//! the wire format and rejects impossible values, so the router doesn't check again.
 
 mod pages;
+mod transfer;
 mod weights;
 mod wire;
 
@@ -20,6 +21,7 @@ use serde::{Deserialize, Serialize};
 
 pub use self::{
     pages::{NamedFinding, PageAudit, PageClasses, PageFinding},
+    transfer::{EngineRole, KvTransfer},
     weights::{InvalidWeights, WEIGHTS, WantedWeights, Weights},
 };
 use crate::id::{self, SessionKey};
@@ -160,6 +162,9 @@ pub struct EngineFacts {
     /// They may change while the engine runs.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub adapters: Option<Vec<String>>,
+    /// How the engine hands over KV. `None` if it runs whole turns, or if the agent doesn't say.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub transfer: Option<KvTransfer>,
 }
 
 /// The fixed sizes of one DP rank.
@@ -482,6 +487,7 @@ mod tests {
             disaggregation: "null".to_owned(),
             shortens_prompts: false,
             adapters: adapters.map(names),
+            transfer: None,
         }
     }
 

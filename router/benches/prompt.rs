@@ -21,6 +21,7 @@ fn facts() -> EngineFacts {
         instance: String::new(),
         disaggregation: "null".to_owned(),
         shortens_prompts: false,
+        transfer: None,
         adapters: None,
     }
 }

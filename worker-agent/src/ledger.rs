@@ -101,6 +101,8 @@ pub struct AgentHealth {
     pub is_draining: bool,
     /// Why only a restart of the engine helps; `None` if none is needed.
     pub restart_reason: Option<String>,
+    /// Whether the engine runs whole turns, not only their prompts or their answers.
+    pub runs_whole_turns: bool,
     /// Why the engine runs no turns by its operator's wish; `None` if it runs them.
     pub held_reason: Option<String>,
     /// The engine's weights.
@@ -454,6 +456,7 @@ mod tests {
             instance: "first".into(),
             disaggregation: "null".into(),
             shortens_prompts: false,
+            transfer: None,
             adapters: None,
         };
         let (pool_bytes, device) = (vec![Some(7)], "cpu".to_owned());

@@ -197,6 +197,7 @@ pub async fn run(
         kv_events,
         sample_interval: ms(config.engine.load_interval_ms),
         wake: Arc::clone(&wake_monitor),
+        bootstrap_host: Some(config.engine.bootstrap_host.clone()).filter(|host| !host.is_empty()),
         configured_vocabulary_size: (config.engine.vocabulary > 0)
             .then_some(config.engine.vocabulary),
         found_files_sender,

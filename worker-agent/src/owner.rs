@@ -8,7 +8,7 @@
 //!
 //! For each message, the task updates [`session::Table`], which decides but does no I/O. Then it
 //! carries out the effects that the table asks for, and publishes what changed. The task never
-//! waits for the engine: each engine call runs in a separate task, whose result is a message too.
+//! waits for the engine: each call runs in a task of its own, whose result is a message too.
 //!
 //! This file passes each message to the parts that it concerns. Each part owns its own state:
 //! `engine_state` and `engine_calls` the engine, `engine_control` what operators do to it, `shims`
@@ -19,6 +19,7 @@
 
 pub mod adapters;
 mod audit_desk;
+mod bootstrap_probe;
 mod drain;
 mod engine_calls;
 mod engine_control;
@@ -204,14 +205,13 @@ impl Owner {
 
     /// Publishes a new load report, and the description if the ranks' GPUs became known.
     fn publish_report(&mut self, now: Instant) {
-        let restart_reason = self
-            .table
-            .restart_required(now)
-            .or_else(|| self.audit_desk.audits().restart_reason(now));
+        let audits = self.audit_desk.audits();
+        let restart = self.table.restart_required(now).or_else(|| audits.restart_reason(now));
         let health = AgentHealth {
             unhealthy_reason: self.engine.unhealthy_reason().cloned(),
             is_draining: self.drain.is_reported(),
-            restart_reason,
+            restart_reason: restart,
+            runs_whole_turns: self.engine.runs_whole_turns(),
             held_reason: self.control.hold_reason().map(str::to_owned),
             weights: self.control.weights(),
         };

@@ -10,7 +10,7 @@ mod device;
 use std::time::Duration;
 
 use super::{
-    Description, Device, EngineFacts, Error, Figure, LoadReport, ModelFiles, PageAudit,
+    Description, Device, EngineFacts, Error, Figure, KvTransfer, LoadReport, ModelFiles, PageAudit,
     PromptPlace, PromptRole, Rank, RankLoad, Retention, Session, SessionState, Source,
     StagedPrefill, VolatilePrefix, Weights,
 };
@@ -112,6 +112,7 @@ impl TryFrom<v1::EngineFacts> for EngineFacts {
             disaggregation: wire.disaggregation,
             shortens_prompts: wire.shortens_prompts,
             adapters: wire.adapters.map(|adapters| adapters.names),
+            transfer: wire.transfer.map(KvTransfer::try_from).transpose()?,
         })
     }
 }
@@ -130,6 +131,7 @@ impl From<EngineFacts> for v1::EngineFacts {
             disaggregation: facts.disaggregation,
             shortens_prompts: facts.shortens_prompts,
             adapters: facts.adapters.map(|names| v1::Adapters { names }),
+            transfer: facts.transfer.map(Into::into),
         }
     }
 }

@@ -38,6 +38,7 @@ fuzz_target!(|input: &[u8]| {
         instance: String::new(),
         disaggregation: "null".to_owned(),
         shortens_prompts: false,
+        transfer: None,
         adapters: None,
     };
     let forms =

@@ -28,6 +28,9 @@ pub struct EngineTable {
     /// stages before its turn, so that a short prompt waits for at most one stage. With 0, there
     /// are no stages, and every prompt is sent to the engine at once.
     pub prefill_stage_ms: u64,
+    /// The host at which decode engines reach a prefill engine's bootstrap server. Empty, the
+    /// default: the host at which routers reach this agent.
+    pub bootstrap_host: String,
     /// The shortest time between two requests to the shim to publish the engine's radix tree again.
     /// The agent requests that after it has missed KV events.
     pub republish_interval_ms: u64,
@@ -51,6 +54,8 @@ impl Default for EngineTable {
             // stage costs 10 ms more than its tokens. There, stages of 0.4 s are worse because of
             // that cost, and stages of 0.8 s are worse because short prompts wait longer.
             prefill_stage_ms: 600,
+            // The engine is on the agent's host, which most fleets reach under one address.
+            bootstrap_host: String::new(),
             // With one token per page, publishing a tree of a million tokens takes 1.4 s of the
             // engine's scheduler, which is 5 % of this interval. With 16 tokens per page it takes
             // 0.1 s.

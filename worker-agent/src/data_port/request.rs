@@ -18,6 +18,7 @@ use proto::{
     abort::TurnNames,
     answers::{first_byte_inside, has_single_answer, runs_in_background},
     body::{self, OWNED_KEYS, Object, Part},
+    bootstrap::{Bootstrap, Half},
     hints::TurnHints,
     load::Retention,
     route::Kind,
@@ -84,6 +85,8 @@ pub struct ParsedRequest {
     lacks_priority: bool,
     /// The priority that the engine's body gets.
     added_priority: Option<i64>,
+    /// How the engine finds the other engine of its pair. `None` for a whole turn.
+    bootstrap: Option<Bootstrap>,
 }
 
 /// The engine's default limit of generated tokens on `/generate`.
@@ -146,6 +149,7 @@ pub fn parse(context: BodyContext, bytes: &Bytes) -> Result<ParsedRequest, Refus
         has_single_answer,
         lacks_priority: takes_priority && !has_priority,
         added_priority: None,
+        bootstrap: None,
     })
 }
 
@@ -171,6 +175,7 @@ fn unread(kind: Kind, body_bytes: usize) -> ParsedRequest {
         has_single_answer: true,
         lacks_priority: false,
         added_priority: None,
+        bootstrap: None,
     }
 }
 
@@ -186,6 +191,21 @@ impl ParsedRequest {
         });
     }
 
+    /// Makes the turn one half of a pair: the engine runs only its prompt, or only its answer.
+    pub fn apply_bootstrap(&mut self, bootstrap: Option<Bootstrap>) {
+        if bootstrap.as_ref().is_some_and(|bootstrap| bootstrap.half == Half::Prefill) {
+            // The prefill engine generates the first token, and none after it.
+            self.need.answer_tokens = Some(1);
+        }
+        self.bootstrap = bootstrap;
+    }
+
+    /// Returns how the engine finds the other engine of its pair.
+    #[must_use]
+    pub fn bootstrap(&self) -> Option<&Bootstrap> {
+        self.bootstrap.as_ref()
+    }
+
     /// Returns the body for the engine, in parts. `bytes` is the client's body, in which only the
     /// keys that Berth decides are replaced.
     #[must_use]
@@ -194,6 +214,10 @@ impl ParsedRequest {
         if let Some(priority) = self.added_priority {
             // Of duplicate keys the last one counts, so this replaces a `null` of the client's.
             members.push_str(&format!(r#","priority":{priority}"#));
+        }
+        if let Some(bootstrap) = &self.bootstrap {
+            members.push(',');
+            members.push_str(&bootstrap.members());
         }
         let parts = self.body_parts.iter().map(|part| match part {
             Part::Kept(range) => bytes.slice(range.clone()),

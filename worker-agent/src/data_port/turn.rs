@@ -23,6 +23,7 @@ use http::{HeaderMap, HeaderName, HeaderValue, header};
 use http_body::{Frame, SizeHint};
 use proto::{
     abort::REQUEST_ID,
+    bootstrap::Bootstrap,
     claim::{self, Claim},
     hints::TurnHints,
     load::{WEIGHTS, Weights},
@@ -157,6 +158,8 @@ pub(super) async fn serve_request(
         return pass_through(context, &request_head, body).await;
     }
     check_encoding(&request_head.headers)?;
+    let bootstrap = Bootstrap::from_headers(&request_head.headers)
+        .map_err(|error| Refusal::new(Code::Claim, error.to_string()))?;
     let ClaimedTurn { lease, principal, in_session, resident_tokens, hints } =
         claim_turn(context, &request_head.headers, route.kind).await?;
     let held_body = context.body_budget.read(body).await?;
@@ -166,6 +169,7 @@ pub(super) async fn serve_request(
         BodyContext { kind: route.kind, in_session, vocabulary_size, resident_tokens };
     let mut parsed = parse_body(body_context, &held_body.bytes).await?;
     parsed.apply_hints(hints, lease.priority_order);
+    parsed.apply_bootstrap(bootstrap);
     let prompt_start = std::mem::take(&mut parsed.prompt_start);
     let rid = engine_rid(route.kind, &lease.rid);
     let turns = &context.running_turns;
@@ -215,6 +219,9 @@ impl ReadTurn {
         let body = Body::new(BodyParts::new(engine_body, Some(held_body)));
         let mut outgoing = engine_request(context, &request_head, body);
         add_shim_headers(outgoing.headers_mut(), &turn, &lease.rid);
+        if let Some(bootstrap) = parsed.bootstrap().filter(|_| route.kind == Kind::Messages) {
+            add_bootstrap_headers(outgoing.headers_mut(), bootstrap);
+        }
         lease.mark_sent();
         let abort_confirms_end = parsed.has_single_answer && route.kind.rid_key().is_some();
         let rid = engine_rid(route.kind, &lease.rid);
@@ -324,6 +331,21 @@ fn add_shim_headers(headers: &mut HeaderMap, turn: &Turn, rid: &str) {
     headers.insert(TRIM_HEADER, value);
     if trim.must_continue {
         headers.insert(MUST_CONTINUE_HEADER, HeaderValue::from_static("1"));
+    }
+}
+
+/// Adds the headers by which an engine finds the other engine of its pair, for the one route that
+/// drops the body's members. An engine reads them if `SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES` is
+/// set.
+fn add_bootstrap_headers(headers: &mut HeaderMap, bootstrap: &Bootstrap) {
+    let Ok(host) = HeaderValue::from_str(&bootstrap.host) else { return };
+    headers.insert(HeaderName::from_static("x-override-bootstrap-host"), host);
+    for (name, value) in [
+        ("x-override-bootstrap-port", u64::from(bootstrap.port)),
+        ("x-override-bootstrap-room", bootstrap.room),
+        ("x-override-disagg-prefill-dp-rank", bootstrap.prefill_rank.into()),
+    ] {
+        headers.insert(HeaderName::from_static(name), value.into());
     }
 }
 

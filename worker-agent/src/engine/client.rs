@@ -188,6 +188,12 @@ impl EngineClient {
         self
     }
 
+    /// Returns the engine's host.
+    #[must_use]
+    pub fn host(&self) -> &str {
+        self.base_uri.host().unwrap_or("127.0.0.1")
+    }
+
     /// Returns the credential for the engine's admin routes; `None` if there is none.
     #[must_use]
     pub fn admin_key(&self) -> Option<&HeaderValue> {
@@ -220,8 +226,7 @@ impl EngineClient {
         let value: Value = serde_json::from_slice(&body)
             .map_err(|error| Error::Answer { path, detail: error.to_string() })?;
         let mut info = parse_info(&value).map_err(|detail| Error::Answer { path, detail })?;
-        let host = self.base_uri.host().unwrap_or("127.0.0.1");
-        let publishers = PublisherAddresses::from_server_info(&value, host);
+        let publishers = PublisherAddresses::from_server_info(&value, self.host());
         if info.has_lora {
             info.facts.adapters = Some(self.read_adapters().await?);
         }

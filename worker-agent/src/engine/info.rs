@@ -3,7 +3,7 @@
 //! `client` requests the description. `owner` decides by it what the engine can take, and tells
 //! routers its facts.
 
-use proto::load::{EngineFacts, ModelFiles, Retention};
+use proto::load::{EngineFacts, EngineRole, KvTransfer, ModelFiles, Retention};
 use serde_json::Value;
 
 use super::missing::MissingFlag;
@@ -44,20 +44,31 @@ pub enum PriorityOrder {
     LeastFirst,
 }
 
+/// The engine's default port of the bootstrap server.
+const BOOTSTRAP_PORT_DEFAULT: u16 = 8998;
+
 impl EngineInfo {
     /// Returns how the engine can keep the KV of sessions between turns, the best way first. The
     /// engine's flags decide this.
     #[must_use]
     pub fn retentions(&self) -> Vec<Retention> {
         let facts = &self.facts;
-        // Streaming sessions don't work with prefill/decode disaggregation: the prefill engine's
-        // copy of the history lacks the answers.
-        let can_pin = facts.streaming_sessions && facts.disaggregation == "null";
+        let has_cache = |transfer: &KvTransfer| transfer.decode_cache;
+        let (can_pin, can_tag) = match facts.role() {
+            EngineRole::Aggregated => (facts.streaming_sessions, facts.radix_sessions),
+            // Streaming sessions don't work with prefill/decode disaggregation: the prefill
+            // engine's copy of the history lacks the answers. Sessions are on decode engines, and
+            // only a radix cache can be tagged.
+            EngineRole::Decode => {
+                (false, facts.radix_sessions && facts.transfer.as_ref().is_some_and(has_cache))
+            }
+            EngineRole::Prefill => (false, false),
+        };
         let mut retentions = vec![];
         if can_pin {
             retentions.push(Retention::Pinned);
         }
-        if facts.radix_sessions {
+        if can_tag {
             retentions.push(Retention::Tagged);
         }
         retentions.push(Retention::None);
@@ -106,6 +117,7 @@ pub(super) fn parse_info(value: &Value) -> Result<EngineInfo, String> {
             disaggregation: text("disaggregation_mode").unwrap_or("null").to_owned(),
             shortens_prompts: flag("allow_auto_truncate"),
             adapters: Some(vec![]),
+            transfer: read_transfer(value),
         },
         rows: vec![to_u32("rows", rows)?; usize::try_from(ranks).map_err(|e| e.to_string())?],
         pool_tokens: required_number("max_total_num_tokens")?,
@@ -123,6 +135,36 @@ pub(super) fn parse_info(value: &Value) -> Result<EngineInfo, String> {
             },
         ),
         missing_flags: vec![],
+    })
+}
+
+/// Reads how an engine in prefill or decode mode hands over KV. `None` for any other engine.
+fn read_transfer(value: &Value) -> Option<KvTransfer> {
+    let text = |key: &str| value.get(key).and_then(Value::as_str);
+    if !matches!(text("disaggregation_mode"), Some("prefill" | "decode")) {
+        return None;
+    }
+    let tp_size = value.get("tp_size").and_then(Value::as_u64).unwrap_or(1);
+    let tp_size = u32::try_from(tp_size).unwrap_or(u32::MAX).max(1);
+    let rank_state = value.get("internal_states").and_then(|states| states.get(0));
+    let pool_tokens = value.get("max_total_num_tokens").and_then(Value::as_u64);
+    // The engine reports the pool on one of the rank's devices.
+    let bytes = rank_state.and_then(pool_bytes).map(|bytes| bytes.saturating_mul(tp_size.into()));
+    let has_cache = value.get("disaggregation_decode_enable_radix_cache");
+    Some(KvTransfer {
+        bootstrap_host: None,
+        bootstrap_port: value
+            .get("disaggregation_bootstrap_port")
+            .and_then(Value::as_u64)
+            .and_then(|port| u16::try_from(port).ok())
+            .unwrap_or(BOOTSTRAP_PORT_DEFAULT),
+        backend: text("disaggregation_transfer_backend").unwrap_or_default().to_owned(),
+        kv_dtype: text("kv_cache_dtype").unwrap_or("auto").to_owned(),
+        tp_size,
+        decode_cache: has_cache.and_then(Value::as_bool).unwrap_or(false),
+        kv_bytes_per_token: bytes
+            .zip(pool_tokens)
+            .and_then(|(bytes, tokens)| bytes.checked_div(tokens).filter(|bytes| *bytes > 0)),
     })
 }
 
@@ -162,13 +204,17 @@ mod tests {
             (true, false, "null", vec![Retention::Pinned, Retention::None]),
             (false, true, "null", vec![Retention::Tagged, Retention::None]),
             (false, false, "null", vec![Retention::None]),
-            (true, true, "decode", vec![Retention::Tagged, Retention::None]),
+            (true, true, "decode", vec![Retention::None]),
+            (true, true, "decode with cache", vec![Retention::Tagged, Retention::None]),
+            (true, true, "prefill", vec![Retention::None]),
         ];
         for (streaming, radix, mode, want) in table {
             let mut value = server_info();
             value["enable_streaming_session"] = streaming.into();
             value["enable_session_radix_cache"] = radix.into();
-            value["disaggregation_mode"] = mode.into();
+            let has_cache = mode.ends_with("with cache");
+            value["disaggregation_decode_enable_radix_cache"] = has_cache.into();
+            value["disaggregation_mode"] = mode.split(' ').next().into();
             assert_eq!(parse_info(&value).unwrap().retentions(), want);
         }
     }

@@ -19,6 +19,7 @@ use tracing::{debug, info, warn};
 use super::{
     AgentHandle, EngineNews,
     adapters::{self, AdapterWatch},
+    bootstrap_probe::BootstrapProbe,
 };
 use crate::{
     engine::{self, EngineClient, EngineInfo, LoadSample, RankSample, model_files},
@@ -51,10 +52,18 @@ pub struct EngineMonitor {
     pub sample_interval: Duration,
     /// Notified when a turn could not be sent because the connection to the engine failed.
     pub wake: Arc<Notify>,
+    /// The host of the engine's bootstrap server for decode engines, if the settings state it.
+    pub bootstrap_host: Option<String>,
     /// The size of the vocabulary, if the settings state it.
     pub configured_vocabulary_size: Option<u32>,
     /// Receives the model's tokenizer files.
     pub found_files_sender: watch::Sender<Option<Arc<model_files::FoundFiles>>>,
+}
+
+/// What is looked at beside the load of an engine process.
+struct EngineWatch {
+    adapters: AdapterWatch,
+    bootstrap: BootstrapProbe,
 }
 
 /// Monitors the engine until the tasks are cancelled.
@@ -70,11 +79,15 @@ async fn monitor_engine(monitor: &EngineMonitor) {
     loop {
         match read_engine(monitor).await {
             Ok((info, first_sample)) => {
-                let adapters = AdapterWatch::new(info.has_lora, now());
+                let mut watch = EngineWatch {
+                    adapters: AdapterWatch::new(info.has_lora, now()),
+                    bootstrap: BootstrapProbe::new(&info, monitor.engine.host()),
+                };
                 monitor.owner.report_engine(EngineNews::Up(info)).await;
+                watch.bootstrap.check(now(), &monitor.owner).await;
                 monitor.owner.report_engine(EngineNews::Sample(first_sample.clone())).await;
                 report_weights(monitor).await;
-                if let Some(down_news) = sample_until_down(monitor, first_sample, adapters).await {
+                if let Some(down_news) = sample_until_down(monitor, first_sample, watch).await {
                     monitor.owner.report_engine(down_news).await;
                 }
             }
@@ -126,7 +139,7 @@ fn to_down_news(error: &engine::Error) -> EngineNews {
 async fn sample_until_down(
     monitor: &EngineMonitor,
     first_sample: LoadSample,
-    mut adapter_watch: AdapterWatch,
+    mut watch: EngineWatch,
 ) -> Option<EngineNews> {
     let mut ticks = tokio::time::interval(monitor.sample_interval);
     ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
@@ -141,11 +154,12 @@ async fn sample_until_down(
             () = monitor.wake.notified() => return None,
             _ = ticks.tick() => {}
         }
-        if adapter_watch.is_due(now())
+        if watch.adapters.is_due(now())
             && let Err(error) = adapters::refresh(&monitor.engine, &monitor.owner).await
         {
             warn!(%error, "can't read the engine's adapters");
         }
+        watch.bootstrap.check(now(), &monitor.owner).await;
         match monitor.engine.read_load(now).await {
             Ok(sample) => {
                 failed_samples = 0;
@@ -243,6 +257,9 @@ async fn add_model_facts(
         ))
     });
     let (vocabulary_size, found_files) = file_facts.await.ok().flatten().unzip();
+    if let Some(transfer) = &mut info.facts.transfer {
+        transfer.bootstrap_host.clone_from(&monitor.bootstrap_host);
+    }
     info.facts.vocabulary = monitor.configured_vocabulary_size.or(vocabulary_size.flatten());
     if info.facts.vocabulary.is_none() {
         warn!("the model's vocabulary is unknown: set `vocabulary`, or token ids are not checked");

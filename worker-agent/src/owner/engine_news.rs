@@ -37,6 +37,10 @@ impl Owner {
                     self.publish_description();
                 }
             }
+            EngineNews::Bootstrap(result) => {
+                self.engine.set_bootstrap(result);
+                self.reporter.mark_stale();
+            }
             EngineNews::Weights { label, asked_at } => self.handle_weights_label(label, asked_at),
             EngineNews::RefusesConnections { process } => {
                 if self.engine.is_present(process) {

@@ -6,6 +6,7 @@
 
 use std::time::{Duration, Instant};
 
+use proto::load::EngineRole;
 use tracing::{error, info, warn};
 
 use super::Error;
@@ -19,6 +20,8 @@ pub(super) struct EngineState {
     info: Option<Box<EngineInfo>>,
     /// Why the engine can't take turns; `None` while it can.
     down_reason: Option<String>,
+    /// Why a prefill engine can hand over no KV; `None` while it can, and for other engines.
+    bootstrap_reason: Option<String>,
     /// Why the engine makes no progress; `None` while it does.
     stuck_reason: Option<String>,
     stall_detector: StallDetector,
@@ -35,6 +38,7 @@ impl EngineState {
         Self {
             info: None,
             down_reason: Some("the engine has not answered yet".to_owned()),
+            bootstrap_reason: None,
             stuck_reason: None,
             stall_detector: StallDetector::default(),
             silence: SilenceDetector::new(silent_max),
@@ -55,7 +59,8 @@ impl EngineState {
 
     /// Returns why the engine can't take turns, or why it makes no progress.
     pub(super) fn unhealthy_reason(&self) -> Option<&String> {
-        self.down_reason.as_ref().or(self.silence.reason()).or(self.stuck_reason.as_ref())
+        let reasons = self.down_reason.as_ref().or(self.silence.reason());
+        reasons.or(self.stuck_reason.as_ref()).or(self.bootstrap_reason.as_ref())
     }
 
     /// Returns why the engine is silent; `None` while it speaks, or is down.
@@ -81,9 +86,28 @@ impl EngineState {
 
     /// Notes that the engine answers with this description.
     pub(super) fn set_up(&mut self, info: Box<EngineInfo>) {
-        self.process += u64::from(self.is_new_process(&info));
+        if self.is_new_process(&info) {
+            self.process += 1;
+            let has_bootstrap = info.facts.role() == EngineRole::Prefill;
+            self.bootstrap_reason =
+                has_bootstrap.then(|| "its bootstrap server was not tried yet".to_owned());
+        }
         self.info = Some(info);
         self.down_reason = None;
+    }
+
+    /// Notes whether the engine's bootstrap server takes connections, or why not.
+    pub(super) fn set_bootstrap(&mut self, result: Result<(), String>) {
+        match &result {
+            Ok(()) => info!("the engine's bootstrap server takes connections"),
+            Err(reason) => error!(reason, "the engine's bootstrap server takes no connections"),
+        }
+        self.bootstrap_reason = result.err();
+    }
+
+    /// Whether the engine runs whole turns, so that a prompt may be computed in stages before.
+    pub(super) fn runs_whole_turns(&self) -> bool {
+        self.info().is_none_or(|info| info.facts.role() == EngineRole::Aggregated)
     }
 
     /// Notes which adapters the engine has. Returns whether these are others than before.
@@ -177,6 +201,7 @@ mod tests {
             instance: instance.into(),
             disaggregation: "null".into(),
             shortens_prompts: false,
+            transfer: None,
             adapters: None,
         };
         Box::new(EngineInfo {

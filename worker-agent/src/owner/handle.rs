@@ -82,6 +82,8 @@ pub enum EngineNews {
     Sample(LoadSample),
     /// The names of the LoRA adapters that are loaded, in order.
     Adapters(Vec<String>),
+    /// Whether the prefill engine's bootstrap server takes connections, or why not.
+    Bootstrap(Result<(), String>),
     /// The engine's label of its weights.
     Weights {
         /// The label.

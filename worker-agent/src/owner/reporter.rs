@@ -155,12 +155,12 @@ impl Reporter {
         let gpus = self.gpus.snapshot();
         // A failed GPU stops the engine too. So the GPU's reason comes first: it is the cause.
         health.unhealthy_reason = gpus.unhealthy_reason.clone().or(health.unhealthy_reason);
+        let queues = self.setup.staged_prefill_queues.as_ref().filter(|_| health.runs_whole_turns);
         let mut report = self.ledger.report(now, table, &gpus, self.setup.report_interval, health);
         for rank in &mut report.ranks {
             rank.pages =
                 audits.newest_audit(rank.dp_rank).map(|audit| audit.load_report_pages(now));
-            rank.staged_prefill =
-                self.setup.staged_prefill_queues.as_ref().map(|queues| queues.load(rank));
+            rank.staged_prefill = queues.map(|queues| queues.load(rank));
         }
         let was_restart_required = self.reports.borrow().restart_required.is_some();
         if let (false, Some(reason)) = (was_restart_required, &report.restart_required) {

@@ -53,6 +53,7 @@ fn facts(context_tokens: u32) -> EngineFacts {
         instance: String::new(),
         disaggregation: "null".to_owned(),
         shortens_prompts: false,
+        transfer: None,
         adapters: None,
     }
 }

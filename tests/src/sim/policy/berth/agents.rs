@@ -103,6 +103,7 @@ pub(super) fn description(agent: usize, epoch: u64, worker: &Worker, fleet: &Fle
             instance: epoch.to_string(),
             disaggregation: "null".to_owned(),
             shortens_prompts: false,
+            transfer: None,
             adapters: None,
         },
         ranks: vec![Rank { dp_rank: 0, pool_tokens, rows: u32::MAX, devices: vec![] }],
