@@ -25,7 +25,7 @@ use router::{
         state::{State, Update},
         worker::WorkerRef,
     },
-    placement::{PlacementRequest, Sticky, place, place_without_prompt},
+    placement::{PairUse, PlacementRequest, Sticky, place, place_without_prompt},
     residency::{
         PromptOverlap,
         index::{Index, Overlap},
@@ -61,6 +61,7 @@ fn description(agent: usize) -> Description {
             instance: String::new(),
             disaggregation: "null".to_owned(),
             shortens_prompts: false,
+            transfer: None,
             adapters: None,
         },
         ranks: vec![Rank { dp_rank: 0, pool_tokens: POOL_TOKENS, rows: 4096, devices: vec![] }],
@@ -169,6 +170,7 @@ fn request(digest: u64) -> PlacementRequest<'static> {
         model: None,
         weights: None,
         exclude: None,
+        pairs: PairUse::May,
     }
 }
 

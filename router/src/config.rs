@@ -201,6 +201,9 @@ impl Config {
                 "limits.body_bytes_in_flight_max: is below 5/4 of limits.body_bytes_max".to_owned(),
             );
         }
+        if self.placement.transfer_bytes_per_s == 0 {
+            problems.push("placement.transfer_bytes_per_s: must be at least 1".to_owned());
+        }
         problems.extend(self.auth.problems(self.listen.data_addr, self.listen.admin_addr));
         problems
     }
@@ -211,6 +214,7 @@ impl Config {
             ("timeouts.load_report_age_ms_max", self.timeouts.load_report_age_ms_max),
             ("timeouts.turn_ms_max", self.timeouts.turn_ms_max),
             ("timeouts.connect_ms_max", self.timeouts.connect_ms_max),
+            ("timeouts.bootstrap_ms_max", self.timeouts.bootstrap_ms_max),
             ("placement.affinity_idle_ms_max", self.placement.affinity_idle_ms_max),
             ("placement.rebind_gain_ms_min", self.placement.rebind_gain_ms_min),
         ];
@@ -259,6 +263,10 @@ impl Config {
     pub(crate) fn waiting_comment(&self) -> Option<Duration> {
         let ms = self.timeouts.waiting_comment_ms;
         (ms > 0).then(|| Duration::from_millis(ms))
+    }
+
+    pub(crate) fn bootstrap_max(&self) -> Duration {
+        Duration::from_millis(self.timeouts.bootstrap_ms_max)
     }
 
     pub(crate) fn rebind_gain_min(&self) -> Duration {

@@ -11,6 +11,7 @@
 //! - `view`: publishes a [`snapshot`] of the state after each batch of reports.
 //! - [`agent`], [`worker`], [`sessions`]: the parts of a snapshot.
 //! - [`worker_table`]: the figures of each worker that every placement reads.
+//! - [`pairing`]: which prefill and decode engines can run turns together.
 //! - [`reuse_forecast`]: estimates how much KV the sessions of a worker will use again.
 //! - [`lease`]: counts the turns that this router has in flight on each worker.
 //! - `dial`: connections to the agents' control ports.
@@ -26,6 +27,7 @@ pub(crate) mod dial;
 pub mod lease;
 pub mod load_stream;
 pub mod membership;
+pub mod pairing;
 pub mod reuse_forecast;
 pub mod sessions;
 pub mod slot_keeper;

@@ -427,6 +427,8 @@ fn build_shared(
         bodies: Bodies::new(Arc::clone(&shares.body_bytes), config.limits.body_bytes_max),
         shares,
         turn_max: config.turn_max(),
+        bootstrap_max: config.bootstrap_max(),
+        tasks: tasks.clone(),
         waiting_comment: config.waiting_comment(),
         preamble: config.placement.preamble,
         cache_isolation: config.auth.cache_isolation,

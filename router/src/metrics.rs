@@ -87,6 +87,28 @@ pub(crate) enum StagedPrefillEnd {
     NoIds,
 }
 
+/// How a hand-off of KV from a prefill to a decode engine ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum HandOffEnd {
+    /// The decode engine has begun its answer.
+    Done,
+    PrefillFailed,
+    DecodeFailed,
+    /// Neither has answered in time.
+    Late,
+}
+
+impl HandOffEnd {
+    fn as_str(self) -> &'static str {
+        match self {
+            Self::Done => "done",
+            Self::PrefillFailed => "prefill_failed",
+            Self::DecodeFailed => "decode_failed",
+            Self::Late => "late",
+        }
+    }
+}
+
 impl StagedPrefillEnd {
     pub(crate) fn as_str(self) -> &'static str {
         match self {
@@ -108,6 +130,7 @@ pub(crate) struct Metrics {
     refusals: Family<CodeLabel, Counter>,
     retries: Family<ReasonLabel, Counter>,
     staged_prefills: Family<OutcomeLabel, Counter>,
+    hand_offs: Family<OutcomeLabel, Counter>,
     preambles: Family<ClientLabel, Counter>,
     untokenized_prompts: Family<ReasonLabel, Counter>,
     sessions_left_out: Family<ReasonLabel, Counter>,
@@ -128,6 +151,7 @@ impl Metrics {
             refusals: Family::default(),
             retries: Family::default(),
             staged_prefills: Family::default(),
+            hand_offs: Family::default(),
             preambles: Family::default(),
             untokenized_prompts: Family::default(),
             sessions_left_out: Family::default(),
@@ -156,6 +180,8 @@ impl Metrics {
         let help =
             "Long prompts computed in stages before their turns (staged prefill), by outcome";
         registry.register("staged_prefills", help, metrics.staged_prefills.clone());
+        let help = "Turns on a pair of a prefill and a decode engine, by the end of their hand-off";
+        registry.register("hand_offs", help, metrics.hand_offs.clone());
         let help = "Volatile preambles removed from request bodies, by the client that writes them";
         registry.register("preambles_removed", help, metrics.preambles.clone());
         let help = "Prompts of text placed without all of their tokens, by reason";
@@ -203,6 +229,10 @@ impl Metrics {
     }
 
     /// Counts the end of a staged prefill.
+    pub(crate) fn count_hand_off(&self, end: HandOffEnd) {
+        self.hand_offs.get_or_create(&OutcomeLabel { outcome: end.as_str() }).inc();
+    }
+
     pub(crate) fn count_staged_prefill_end(&self, end: StagedPrefillEnd) {
         self.staged_prefills.get_or_create(&OutcomeLabel { outcome: end.as_str() }).inc();
     }

@@ -13,6 +13,8 @@
 //! - A new session goes to the worker with the least cost. Of equal workers, the one with fewer
 //!   sessions wins, then the one that a hash of session and worker prefers.
 //!
+//! If the fleet has engines that run only a part of each turn, [`pair`] chooses two workers.
+//!
 //! Other modules of this folder hold what the choice depends on, and its results: [`affinity`] (the
 //! worker to which this router bound each session), [`session_status`] (a session's status, from
 //! the agents' session tables and the binding), and `recent` (the last placements, for clients that
@@ -21,6 +23,7 @@
 pub mod affinity;
 mod candidates;
 mod cost;
+pub(crate) mod pair;
 pub(crate) mod recent;
 pub mod session_status;
 #[cfg(test)]
@@ -33,12 +36,16 @@ use std::{
 
 use proto::{
     id::Digest,
-    load::{Retention, WantedWeights},
+    load::{EngineRole, Retention, WantedWeights},
 };
 use serde::Serialize;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-pub use self::{candidates::NoWorker, cost::Figures};
+pub use self::{
+    candidates::NoWorker,
+    cost::Figures,
+    pair::{PairUse, PrefillPlacement, Unpaired},
+};
 use crate::{
     fleet::{
         snapshot::Snapshot,
@@ -190,12 +197,14 @@ pub struct PlacementRequest<'a> {
     pub weights: Option<&'a WantedWeights>,
     /// A worker that has just refused this turn.
     pub exclude: Option<WorkerRef>,
+    /// Whether a pair of a prefill and a decode worker may run the turn.
+    pub pairs: PairUse,
 }
 
 /// A placement decision.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Placement {
-    /// The worker that gets the turn.
+    /// The worker that gets the turn; of a pair, the decode worker.
     pub worker: WorkerRef,
     /// Why the worker was chosen.
     pub reason: Reason,
@@ -204,11 +213,18 @@ pub struct Placement {
     /// The compared workers that cost least, in the order of their cost. The session's own worker
     /// and the preferred worker follow, if they are not among them. Empty if nothing was compared.
     pub figures: Vec<Figures>,
+    /// The other half of the pair that runs the turn. `None` if the worker runs the whole turn.
+    pub prefill: Option<PrefillPlacement>,
 }
 
 impl Placement {
     fn stay_on(worker: WorkerRef) -> Self {
-        Self { worker, reason: Reason::Sticky, uncached_tokens: None, figures: vec![] }
+        Self::without_comparison(worker, Reason::Sticky)
+    }
+
+    /// Returns the placement on a worker that was compared with no other.
+    pub(crate) fn without_comparison(worker: WorkerRef, reason: Reason) -> Self {
+        Self { worker, reason, uncached_tokens: None, figures: vec![], prefill: None }
     }
 
     /// Returns the prompt tokens to count on the worker until its answer begins.
@@ -241,7 +257,8 @@ pub fn place_without_prompt(
     view: &Snapshot,
     now: Instant,
 ) -> Option<Placement> {
-    let session_worker = match decide_stay(request, view, now) {
+    // A pair's prefill worker is chosen by the prompt.
+    let session_worker = match decide_stay(request, view, now, EngineRole::Aggregated) {
         Stay::Must(worker) => return Some(Placement::stay_on(worker)),
         Stay::May(session_worker) => session_worker,
         Stay::No => return None,
@@ -257,7 +274,8 @@ pub fn place_without_prompt(
     }
     let session_worker_ms = queue_cost_ms(session_worker);
     let stays = session_worker_ms <= required_gain_ms || {
-        let others = candidates::find_candidates(request, view, now).ok()?.workers;
+        let role = EngineRole::Aggregated;
+        let others = candidates::find_candidates(request, view, now, role).ok()?.workers;
         !others.into_iter().any(|other| queue_cost_ms(other) + required_gain_ms < session_worker_ms)
     };
     stays.then(|| Placement::stay_on(session_worker.worker()))
@@ -272,8 +290,27 @@ pub fn place(
     view: &Snapshot,
     now: Instant,
 ) -> Result<Placement, NoWorker> {
-    let session_worker = match decide_stay(request, view, now) {
+    if view.has_pairs() {
+        return pair::place(request, view, now);
+    }
+    place_in_role(request, view, now, EngineRole::Aggregated, |_| Some(0))
+}
+
+/// Places a turn on a worker whose engine runs this part of it. `partner_cost_ms` returns what the
+/// worker's partner adds to the cost, or `None` if the worker needs a partner and has none.
+///
+/// # Errors
+/// If no worker fits.
+fn place_in_role(
+    request: &PlacementRequest<'_>,
+    view: &Snapshot,
+    now: Instant,
+    role: EngineRole,
+    partner_cost_ms: impl Fn(WorkerStats<'_>) -> Option<u64>,
+) -> Result<Placement, NoWorker> {
+    let session_worker = match decide_stay(request, view, now, role) {
         Stay::Must(worker) => return Ok(Placement::stay_on(worker)),
+        Stay::May(session_worker) if partner_cost_ms(session_worker).is_none() => None,
         // Without a prompt the costs of a move are unknown, so the session stays.
         Stay::May(session_worker) if request.prompt.is_none() => {
             return Ok(Placement::stay_on(session_worker.worker()));
@@ -281,7 +318,9 @@ pub fn place(
         Stay::May(session_worker) => Some(session_worker),
         Stay::No => None,
     };
-    let candidates = candidates::find_candidates(request, view, now)?;
+    let mut candidates = candidates::find_candidates(request, view, now, role)?;
+    candidates.workers.retain(|stats| partner_cost_ms(*stats).is_some());
+    let partner_ms = |stats: WorkerStats<'_>| partner_cost_ms(stats).unwrap_or(0);
     let mut compared = Compared::default();
     for &stats in &candidates.workers {
         let worker = stats.worker();
@@ -295,23 +334,16 @@ pub fn place(
         if let Some(figures) =
             cost::compute_up_to(request, view, stats, compared.cost_ms_max(), now)
         {
-            compared.insert(figures, tie_break);
+            compared.insert(figures.plus(partner_ms(stats)), tie_break);
         }
     }
     let Some(best) = compared.best() else {
-        // If an agent is draining or unhealthy, send it the turns of its sessions all the same. It
-        // refuses them with the true reason.
-        let can_answer = |worker| {
-            let state = view.state(worker, now);
-            !matches!(state, WorkerState::Lost | WorkerState::Disaggregated)
-        };
-        return match sticky(request) {
-            Some(Sticky { worker, .. }) if can_answer(worker) => Ok(Placement::stay_on(worker)),
-            _ => Err(NoWorker::Unusable),
-        };
+        return place_on_unusable(request, view, now, role);
     };
     let mut cost_on = |stats: WorkerStats<'_>| {
-        compared.cost_on(stats.worker(), || cost::compute(request, view, stats, now))
+        compared.cost_on(stats.worker(), || {
+            cost::compute(request, view, stats, now).plus(partner_ms(stats))
+        })
     };
     let (worker, reason) = match session_worker {
         // The session's worker may be stale, and so no candidate. Its cost is compared all the
@@ -335,7 +367,29 @@ pub fn place(
         }
     };
     let uncached_tokens = cost::uncached_tokens(request, worker);
-    Ok(Placement { worker, reason, uncached_tokens, figures: compared.figures })
+    Ok(Placement { worker, reason, uncached_tokens, figures: compared.figures, prefill: None })
+}
+
+/// Places a turn for which no worker is usable. If an agent is draining or unhealthy, it gets the
+/// turns of its sessions all the same, and refuses them with the true reason.
+///
+/// # Errors
+/// If the turn has no session, or its agent can't answer.
+fn place_on_unusable(
+    request: &PlacementRequest<'_>,
+    view: &Snapshot,
+    now: Instant,
+    role: EngineRole,
+) -> Result<Placement, NoWorker> {
+    let can_answer = |worker| {
+        let state = view.state(worker, now);
+        view.agent(worker).role() == role
+            && !matches!(state, WorkerState::Lost | WorkerState::Disaggregated)
+    };
+    match sticky(request) {
+        Some(Sticky { worker, .. }) if can_answer(worker) => Ok(Placement::stay_on(worker)),
+        _ => Err(NoWorker::Unusable),
+    }
 }
 
 /// Returns the worker that has the session, unless it has just refused the turn.
@@ -343,9 +397,17 @@ fn sticky(request: &PlacementRequest<'_>) -> Option<Sticky> {
     request.sticky.filter(|sticky| request.exclude != Some(sticky.worker))
 }
 
-/// Finds out whether a turn stays on its session's worker.
-fn decide_stay<'a>(request: &PlacementRequest<'_>, view: &'a Snapshot, now: Instant) -> Stay<'a> {
+/// Finds out whether a turn stays on its session's worker, whose engine must have this role.
+fn decide_stay<'a>(
+    request: &PlacementRequest<'_>,
+    view: &'a Snapshot,
+    now: Instant,
+    role: EngineRole,
+) -> Stay<'a> {
     let Some(Sticky { worker, fixed, .. }) = sticky(request) else { return Stay::No };
+    if view.agent(worker).role() != role {
+        return Stay::No;
+    }
     let is_reconnecting =
         view.agent(worker).lost_for(now).is_some_and(|time| time < RECONNECT_TIME_MAX);
     if is_reconnecting {

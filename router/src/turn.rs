@@ -24,6 +24,8 @@
 //! - `directory`: the status and the worker of each session.
 //! - `staged_prefill`: has a long prompt computed before the turn.
 //! - `proxy`: sends the turn and passes on its answer.
+//! - `pair`: sends both halves of a turn that a prefill and a decode engine run.
+//! - `target`: the workers to which a turn is sent; `agent_body`: the body of their answer.
 //! - `upstream`: the HTTP client for agents.
 //! - `liveness`, `pulses`: notice agents that have stopped answering.
 //! - `responses`: finds the workers of stored responses.
@@ -36,6 +38,7 @@
 //! - `error`: why a turn is refused.
 
 pub(crate) mod aborts;
+mod agent_body;
 pub(crate) mod body;
 mod cache_isolation;
 pub(crate) mod control;
@@ -48,6 +51,7 @@ mod hinted;
 mod hints;
 pub(crate) mod liveness;
 pub(crate) mod mending;
+mod pair;
 pub(crate) mod placer;
 pub mod preamble;
 mod priority;
@@ -61,6 +65,7 @@ pub mod session_names;
 pub(crate) mod sessions;
 pub(crate) mod shared;
 mod staged_prefill;
+mod target;
 pub(crate) mod upstream;
 mod usage;
 
@@ -69,7 +74,6 @@ use std::sync::Arc;
 use axum::response::Response;
 use bytes::Bytes;
 use http::{Extensions, HeaderMap, Method, request::Parts};
-use hyper::body::Incoming;
 use proto::{
     abort::TurnNames,
     answers::{has_single_answer, runs_in_background},
@@ -88,9 +92,11 @@ use service::{
 use tracing::{debug, info, warn};
 
 use self::{
+    agent_body::AgentBody,
     body::HeldBody,
     error::{Error, Limit, NoAnswer},
     hinted::Unfit,
+    pair::Sent,
     placer::PlacedTurn,
     priority::TurnPriority,
     proxy::{InFlightCount, OutboundTurn, TurnCapacity},
@@ -104,7 +110,7 @@ use crate::{
     config::{auth::CacheIsolation, tables::PreamblePolicy},
     fleet::{connect, worker::WorkerRef},
     metrics::TurnOutcome,
-    placement::session_status::SessionStatus,
+    placement::{PairUse, Unpaired, session_status::SessionStatus},
     shares::{Refused, Sharer},
 };
 
@@ -245,7 +251,8 @@ async fn read_any_turn(
         return read_turn(shared, kind, parts, held_body, sharer, principal);
     }
     let model = form::read_model(&parts.headers, &held_body.bytes).await;
-    Ok((Turn { model, ..Turn::default() }, Unfit::default()))
+    let pairs = PairUse::Never(Unpaired::NotGenerated);
+    Ok((Turn { model, pairs, ..Turn::default() }, Unfit::default()))
 }
 
 /// Reads a turn from its request, after changing the body: removes a volatile preamble, bounds the
@@ -261,7 +268,8 @@ fn read_turn(
     principal: &str,
 ) -> Result<(Turn, Unfit), Error> {
     if parts.method == Method::GET {
-        return Ok((Turn::default(), Unfit::default()));
+        let pairs = PairUse::Never(Unpaired::NotGenerated);
+        return Ok((Turn { pairs, ..Turn::default() }, Unfit::default()));
     }
     let object = Object::parse(&held_body.bytes).map_err(request::Error::from)?;
     let headers = &parts.headers;
@@ -275,6 +283,8 @@ fn read_turn(
         has_several_answers: !has_single_answer(kind, &object),
         is_background: runs_in_background(kind, &object),
     };
+    let pairs = pair::find_use(kind, &object, unfit);
+    let merges_logprobs = agent_body::logprobs::wants_input_logprobs(kind, &object);
     let preamble = find_preamble(shared, kind, parts.uri.path(), &object);
     let is_isolated = shared.cache_isolation == CacheIsolation::Principal && kind.is_generation();
     let turn = if preamble.is_none() && !priority.changes_body() && !is_isolated {
@@ -295,11 +305,11 @@ fn read_turn(
     let mut turn = turn?;
     if !kind.is_generation() {
         // Any worker can answer this request, and it leaves no KV behind.
-        return Ok((Turn { model: turn.model, ..Turn::default() }, unfit));
+        return Ok((Turn { model: turn.model, pairs, ..Turn::default() }, unfit));
     }
     let is_hint = turn.session.as_ref().is_some_and(|intent| intent.hint.is_some());
     turn.hints = TurnHints { session: is_hint, priority: priority.hint, answer_tokens };
-    Ok((Turn { names, previous_response, ..turn }, unfit))
+    Ok((Turn { names, previous_response, pairs, merges_logprobs, ..turn }, unfit))
 }
 
 /// Returns the range of the preamble to cut out of a turn's body, and counts the preamble.
@@ -368,7 +378,8 @@ async fn send(
     }
     let first_body = outbound.body.bytes_to_send();
     let first_body = first_body.expect("a body that isn't sent doesn't give way");
-    let first_answer = outbound.send(&shared.upstream, &placed, first_body).await;
+    let Sent { answer: first_answer, worker: first_worker } =
+        pair::send(shared, turn, outbound, &mut placed, first_body).await;
     let retry_reason = match &first_answer {
         Ok(response) if refusal::is_refusal_for_now(response) => Some("refused"),
         Err(error) if error.can_retry() => Some("connect"),
@@ -376,16 +387,18 @@ async fn send(
     };
     let retry_reason = retry_reason.filter(|_| !unsent.is_aborted());
     let second_placed = match retry_reason {
-        Some(reason) => place_again(shared, turn, outbound, &mut placed, reason).await,
+        Some(reason) => {
+            place_again(shared, turn, outbound, &mut placed, first_worker, reason).await
+        }
         None => None,
     };
     let (placed, worker_answer) = match second_placed {
-        Some((second, body)) => {
+        Some((mut second, body)) => {
             close_guard.move_to(second.worker);
             // Dropping the first answer, if there is one, drops its connection.
             drop(first_answer);
-            let worker_answer = outbound.send(&shared.upstream, &second, body).await;
-            (second, worker_answer)
+            let sent = pair::send(shared, turn, outbound, &mut second, body).await;
+            (second, sent.answer)
         }
         None => (placed, first_answer),
     };
@@ -399,13 +412,14 @@ async fn place_again(
     turn: &Turn,
     outbound: &OutboundTurn,
     placed: &mut PlacedTurn,
+    failed_worker: WorkerRef,
     reason: &'static str,
 ) -> Option<(PlacedTurn, Bytes)> {
     let Some(body) = outbound.body.bytes_to_send() else {
         shared.metrics.bodies_gone.inc();
         return None;
     };
-    let second = shared.placer.decide_again(turn, outbound.turn_id, placed).await?;
+    let second = shared.placer.decide_again(turn, outbound.turn_id, placed, failed_worker).await?;
     shared.metrics.count_retry(reason);
     let turn_id = format!("{:016x}", outbound.turn_id);
     debug!(turn = turn_id, why = reason, worker = second.worker_name, "retried");
@@ -428,7 +442,7 @@ fn finish(
     mut in_flight: InFlightCount,
     capacity: TurnCapacity,
     close_guard: CloseGuard,
-    worker_answer: Result<http::Response<Incoming>, NoAnswer>,
+    worker_answer: Result<http::Response<AgentBody>, NoAnswer>,
 ) -> Result<Response, Error> {
     match worker_answer {
         Ok(response) => {
@@ -443,6 +457,9 @@ fn finish(
                 | NoAnswer::NotAborted { .. }
                 | NoAnswer::NotARouter { .. }
                 | NoAnswer::BrokenOff { .. }
+                | NoAnswer::AnswerBrokenOff { .. }
+                | NoAnswer::AnswerTooLong { .. }
+                | NoAnswer::HandOffLate { .. }
                 | NoAnswer::Silent { .. } => TurnOutcome::WorkerFailed,
             };
             warn!(

@@ -20,7 +20,7 @@ use proto::{
 use router::{
     config::Config,
     fleet::{load_stream::LoadStreamChecker, snapshot::Snapshot, state::State, worker::WorkerRef},
-    placement::{PlacementRequest, Sticky, affinity::Affinity, place, session_status},
+    placement::{PairUse, PlacementRequest, Sticky, affinity::Affinity, place, session_status},
 };
 use serde::Serialize;
 use service::clock::now;
@@ -287,6 +287,7 @@ impl Fleet {
             model: None,
             weights: None,
             exclude: None,
+            pairs: PairUse::May,
         };
         let placement = place(&request, &self.view, at)?;
         self.affinity.begin_turn(key, black_box(placement.worker), false, at)?;

@@ -41,6 +41,13 @@ pub const AFFINITY_IDLE_MS_MAX: u64 = 60 * 60 * 1000;
 /// The default least gain for which a session moves to another worker. Users don't notice less. A
 /// move also has a cost: the KV that it leaves behind occupies the old worker for minutes.
 pub const REBIND_GAIN_MS_MIN: u64 = 500;
+/// The default rate at which KV goes from a prefill engine to a decode engine: an RDMA adapter of
+/// 200 Gb/s, less a fifth. With NVLink it is ten times as fast, over TCP a tenth.
+pub const TRANSFER_BYTES_PER_S: u64 = 20_000_000_000;
+/// The default time for two engines to hand over a prompt's KV. It is the engine's own limit of
+/// waiting for its partner. A long queue of prompts is within it, so that a shorter time would end
+/// turns that only wait.
+pub const BOOTSTRAP_MS_MAX: u64 = 300_000;
 /// The default bound on remembered sessions. A session that this router binds takes about 520
 /// bytes, and one that an agent reports 440 more (measured with keys of 68 bytes). So this many
 /// take about 96 MB.
@@ -143,6 +150,9 @@ pub struct TimeoutsTable {
     /// Time limit of connecting to an agent, and of waiting at the start for the agents' first
     /// session tables.
     pub connect_ms_max: u64,
+    /// Time limit of the hand-off of a turn's KV from a prefill to a decode engine: from sending
+    /// the turn to both until either has answered.
+    pub bootstrap_ms_max: u64,
     /// A worker whose last load report is older than this gets no new sessions, unless every
     /// worker's report is older.
     pub load_report_age_ms_max: u64,
@@ -161,6 +171,7 @@ impl Default for TimeoutsTable {
         Self {
             turn_ms_max: TURN_MS_MAX,
             connect_ms_max: CONNECT_MS_MAX,
+            bootstrap_ms_max: BOOTSTRAP_MS_MAX,
             load_report_age_ms_max: LOAD_REPORT_AGE_MS_MAX,
             lame_duck_ms: LAME_DUCK_MS,
             drain_ms_max: DRAIN_MS_MAX,
@@ -178,6 +189,8 @@ pub struct PlacementTable {
     pub affinity_idle_ms_max: u64,
     /// A session moves to another worker if its turn is faster there by at least this time.
     pub rebind_gain_ms_min: u64,
+    /// Bytes of KV that a prefill engine hands to a decode engine in a second.
+    pub transfer_bytes_per_s: u64,
     /// Whether the router removes a preamble that a coding agent changes with each request.
     pub preamble: PreamblePolicy,
 }
@@ -187,6 +200,7 @@ impl Default for PlacementTable {
         Self {
             affinity_idle_ms_max: AFFINITY_IDLE_MS_MAX,
             rebind_gain_ms_min: REBIND_GAIN_MS_MIN,
+            transfer_bytes_per_s: TRANSFER_BYTES_PER_S,
             preamble: PreamblePolicy::default(),
         }
     }

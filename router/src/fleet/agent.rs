@@ -8,6 +8,7 @@
 //! agents. `worker_table` copies what placements read. Sessions are in `sessions`, not here.
 
 use std::{
+    num::NonZeroU32,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -16,11 +17,12 @@ use http::{
     Uri,
     uri::{PathAndQuery, Scheme},
 };
-use proto::load::{Description, LoadReport, RankLoad};
+use proto::load::{Description, EngineRole, LoadReport, RankLoad};
 
 use super::{
     lease::{InFlight, InFlightCounts},
     membership::{Phase, Source},
+    pairing::PairClass,
     worker::WorkerState,
 };
 
@@ -177,9 +179,9 @@ impl Agent {
             }
             (WorkerState::Draining, ..) => "draining".to_owned(),
             (WorkerState::Disaggregated, ..) => format!(
-                "its engine runs in {} mode and takes no whole turns; start it without \
-                 --disaggregation-mode, as pairs are not served yet",
-                self.disaggregation().unwrap_or_default()
+                "its engine runs in {} mode, and the agent doesn't say how it hands over KV; \
+                 update the agent, or start the engine without --disaggregation-mode",
+                self.role().as_str()
             ),
             (WorkerState::Fresh | WorkerState::Unhealthy | WorkerState::Held, ..) => String::new(),
         };
@@ -191,7 +193,7 @@ impl Agent {
     pub(super) fn state_ignoring_silence(&self) -> WorkerState {
         match (&self.link, &self.report) {
             (Link::Dialing | Link::Lost { .. }, _) => WorkerState::Lost,
-            (Link::Up, _) if self.disaggregation().is_some() => WorkerState::Disaggregated,
+            (Link::Up, _) if self.is_unpairable() => WorkerState::Disaggregated,
             (Link::Up, _) if self.phase != Phase::Member => WorkerState::Draining,
             (Link::Up, None) => WorkerState::Stale,
             (Link::Up, Some((report, _))) if report.unhealthy.is_some() => WorkerState::Unhealthy,
@@ -202,10 +204,28 @@ impl Agent {
         }
     }
 
-    /// Returns `prefill` or `decode` if the engine does only that.
-    fn disaggregation(&self) -> Option<&str> {
-        let mode = self.facts.as_ref()?.description.engine.disaggregation.as_str();
-        matches!(mode, "prefill" | "decode").then_some(mode)
+    /// Returns which part of a turn the engine runs. An agent that was never heard counts as one of
+    /// an engine that runs whole turns.
+    #[must_use]
+    pub fn role(&self) -> EngineRole {
+        let facts = self.facts.as_ref();
+        facts.map_or(EngineRole::Aggregated, |facts| facts.description.engine.role())
+    }
+
+    /// Returns with which engines this one can form a pair; `None` if with none.
+    pub(super) fn pair_class(&self) -> Option<PairClass> {
+        PairClass::read(&self.facts.as_ref()?.description.engine)
+    }
+
+    /// Returns the bytes of KV per token of an engine that can form pairs, if they are known.
+    pub(super) fn kv_bytes_per_token(&self) -> Option<NonZeroU32> {
+        let transfer = self.facts.as_ref()?.description.engine.transfer.as_ref()?;
+        NonZeroU32::new(u32::try_from(transfer.kv_bytes_per_token?).unwrap_or(u32::MAX))
+    }
+
+    /// Whether the engine runs only a part of each turn, and can form no pair.
+    fn is_unpairable(&self) -> bool {
+        self.role() != EngineRole::Aggregated && self.pair_class().is_none()
     }
 
     /// Returns for how long the connection to the agent has been lost. `None` if it isn't lost, if

@@ -13,14 +13,14 @@ use std::{
     time::{Duration, Instant},
 };
 
-use proto::id::WorkerId;
+use proto::{id::WorkerId, load::EngineRole};
 
 use super::{
     agent::{Agent, Facts, Link},
     reuse_forecast::ReuseDemand,
     sessions::Sessions,
     worker::{WorkerRef, WorkerState},
-    worker_table::WorkerTable,
+    worker_table::{WorkerStats, WorkerTable},
 };
 
 /// An immutable snapshot of the fleet.
@@ -45,6 +45,8 @@ pub struct Snapshot {
     pub(super) report_age_max: Duration,
     /// The setting: least predicted gain for which a session moves to another worker.
     pub(super) rebind_gain_min: Duration,
+    /// The setting: bytes of KV that one engine hands to another in a second.
+    pub(super) transfer_bytes_per_s: u64,
 }
 
 impl Snapshot {
@@ -191,9 +193,34 @@ impl Snapshot {
         }
     }
 
-    /// Whether at least one worker can take turns.
+    /// Whether at least one worker, or one pair of a prefill and a decode worker, can take turns.
     #[must_use]
     pub fn has_usable_worker(&self, now: Instant) -> bool {
-        self.workers().any(|(worker, ..)| self.state(worker, now).is_usable())
+        let is_usable =
+            |worker: &WorkerStats<'_>| worker.state(now, self.report_age_max).is_usable();
+        let with_role = |role| {
+            let workers = self.worker_table.workers().filter(is_usable);
+            workers.filter(move |worker| worker.role() == role)
+        };
+        let forms_pair = |prefill: WorkerStats<'_>| {
+            let fits = |decode: WorkerStats<'_>| {
+                prefill.pair_class().zip(decode.pair_class()).is_some_and(|(a, b)| a.fits(b))
+            };
+            with_role(EngineRole::Decode).any(fits)
+        };
+        with_role(EngineRole::Aggregated).next().is_some()
+            || with_role(EngineRole::Prefill).any(forms_pair)
+    }
+
+    /// Whether any worker runs only a part of each turn.
+    #[must_use]
+    pub fn has_pairs(&self) -> bool {
+        self.worker_table.has_pairs()
+    }
+
+    /// Returns the bytes of KV that one engine hands to another in a second.
+    #[must_use]
+    pub fn transfer_bytes_per_s(&self) -> u64 {
+        self.transfer_bytes_per_s
     }
 }

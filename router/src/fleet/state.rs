@@ -107,6 +107,7 @@ impl State {
             serves_same_models: true,
             report_age_max: config.load_report_age_max(),
             rebind_gain_min: config.rebind_gain_min(),
+            transfer_bytes_per_s: config.placement.transfer_bytes_per_s,
         };
         let mut state = Self {
             view,

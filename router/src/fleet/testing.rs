@@ -3,7 +3,8 @@
 use std::time::{Duration, Instant};
 
 use proto::load::{
-    Description, EngineFacts, Figure, LoadReport, Rank, RankLoad, Retention, Source, Weights,
+    Description, EngineFacts, Figure, KvTransfer, LoadReport, Rank, RankLoad, Retention, Source,
+    Weights,
 };
 
 use super::state::{State, Update};
@@ -35,6 +36,7 @@ pub(crate) fn description(agent_id: &str, epoch: u64, ranks: u32) -> Description
             instance: String::new(),
             disaggregation: "null".to_owned(),
             shortens_prompts: false,
+            transfer: None,
             adapters: None,
         },
         ranks: (0..ranks).map(rank).collect(),
@@ -43,6 +45,22 @@ pub(crate) fn description(agent_id: &str, epoch: u64, ranks: u32) -> Description
         model_files: None,
         trim_sglang_versions: vec![],
     }
+}
+
+/// Returns the description with an engine in `mode`, `prefill` or `decode`. All of these fit.
+pub(crate) fn disaggregated(mut description: Description, mode: &str) -> Description {
+    description.engine.disaggregation = mode.to_owned();
+    description.engine.transfer = Some(KvTransfer {
+        bootstrap_host: None,
+        bootstrap_port: 8998,
+        backend: "mooncake".to_owned(),
+        kv_dtype: "auto".to_owned(),
+        tp_size: 1,
+        decode_cache: false,
+        kv_bytes_per_token: Some(1 << 17),
+    });
+    description.retentions = vec![Retention::None];
+    description
 }
 
 /// Returns a load report. `ranks` has the running turns of each rank, and how many of the 10,000

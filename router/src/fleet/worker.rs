@@ -55,7 +55,8 @@ pub enum WorkerState {
     Held,
     /// The worker takes no new sessions and finishes running turns.
     Draining,
-    /// The engine only prefills or only decodes, so a turn sent to this worker alone would fail.
+    /// The engine runs only a part of each turn, prefill or decode, and its agent is too old to say
+    /// how it hands over KV, so it can form no pair.
     Disaggregated,
 }
 

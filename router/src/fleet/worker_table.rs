@@ -19,11 +19,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-use proto::load::{Figure, RankLoad, Retention, StagedPrefill};
+use proto::load::{EngineRole, Figure, RankLoad, Retention, StagedPrefill};
 
 use super::{
     agent::Agent,
     lease::{InFlight, InFlightCounts},
+    pairing::PairClass,
     reuse_forecast::ReuseDemand,
     worker::{WorkerRef, WorkerState},
 };
@@ -37,6 +38,8 @@ pub struct WorkerTable {
     in_flight: Arc<Vec<Arc<InFlight>>>,
     /// Index of each agent's first row. The last element is the number of all rows.
     row_starts: Vec<usize>,
+    /// Number of rows of workers that can form pairs.
+    pair_rows: usize,
 }
 
 /// What an agent reported about one worker, as far as placements need it. Three cache lines long.
@@ -50,8 +53,12 @@ struct Row {
     worker: WorkerRef,
     /// The worker's state without regard to how long its agent has been silent.
     state: WorkerState,
+    /// Which part of a turn the worker's engine runs.
+    role: EngineRole,
     /// Bit set of the retentions that the worker offers.
     retention_bits: u8,
+    /// With which workers this one can form a pair; `None` if with none.
+    pair_class: Option<PairClass>,
     /// When the last message of any kind arrived from the agent.
     heard_at: Option<Instant>,
     /// When the last load report arrived.
@@ -71,6 +78,8 @@ struct Row {
     pool_tokens: Option<NonZeroU64>,
     used_tokens: Option<u64>,
     wanted_tokens: u64,
+    /// Bytes of KV per token on an engine in prefill or decode mode, if its agent reports them.
+    kv_bytes_per_token: Option<NonZeroU32>,
     /// The engine's request rows: those that pinned sessions hold, and all.
     request_rows: Option<(u64, NonZeroU64)>,
 }
@@ -99,7 +108,12 @@ pub struct WorkerStats<'a> {
 impl WorkerTable {
     /// Creates an empty table for `agent_count` agents.
     pub(super) fn new(agent_count: usize) -> Self {
-        Self { rows: vec![], in_flight: Arc::default(), row_starts: vec![0; agent_count + 1] }
+        Self {
+            rows: vec![],
+            in_flight: Arc::default(),
+            row_starts: vec![0; agent_count + 1],
+            pair_rows: 0,
+        }
     }
 
     /// Adds an agent without rows, at the next index.
@@ -123,7 +137,17 @@ impl WorkerTable {
         let rows = (0..).zip(demands).take(rank_count).map(|(dp_rank, demand)| {
             Row::new(WorkerRef { agent: agent_index, dp_rank }, agent, demand)
         });
-        drop(self.rows.splice(agent_rows, rows));
+        let removed: Vec<Row> = self.rows.splice(agent_rows, rows).collect();
+        let is_in_pair = |row: &&Row| row.pair_class.is_some();
+        self.pair_rows -= removed.iter().filter(is_in_pair).count();
+        self.pair_rows +=
+            self.rows[self.rows_of_agent(agent_index)].iter().filter(is_in_pair).count();
+    }
+
+    /// Whether any worker can form a pair with another.
+    #[must_use]
+    pub fn has_pairs(&self) -> bool {
+        self.pair_rows > 0
     }
 
     /// Iterates over all workers.
@@ -154,6 +178,8 @@ impl WorkerTable {
         assert_eq!((self.row_starts.len(), self.row_starts[0]), (agents.len() + 1, 0));
         assert_eq!(self.row_starts[agents.len()], self.rows.len());
         assert_eq!(self.in_flight.len(), self.rows.len());
+        let in_pairs = self.rows.iter().filter(|row| row.pair_class.is_some());
+        assert_eq!(self.pair_rows, in_pairs.count());
         for (index, agent) in agents.iter().enumerate() {
             let rank_count = agent.facts.as_ref().map_or(0, |facts| facts.description.ranks.len());
             assert_eq!(self.rows_of_agent(index).len(), rank_count);
@@ -186,6 +212,9 @@ impl Row {
         Self {
             worker,
             state: agent.state_ignoring_silence(),
+            role: agent.role(),
+            pair_class: agent.pair_class(),
+            kv_bytes_per_token: agent.kv_bytes_per_token(),
             retention_bits: offered_retentions
                 .fold(0, |bits, retention| bits | retention_bit(*retention)),
             heard_at: agent.heard_at,
@@ -241,6 +270,24 @@ impl<'a> WorkerStats<'a> {
     #[must_use]
     pub fn state(self, now: Instant, report_age_max: Duration) -> WorkerState {
         self.row.state.stale_if_silent(self.row.heard_at, now, report_age_max)
+    }
+
+    /// Returns which part of a turn the worker's engine runs.
+    #[must_use]
+    pub fn role(self) -> EngineRole {
+        self.row.role
+    }
+
+    /// Returns with which workers this one can form a pair; `None` if with none.
+    #[must_use]
+    pub fn pair_class(self) -> Option<PairClass> {
+        self.row.pair_class
+    }
+
+    /// Returns the bytes of KV per token, if the agent of a prefill or decode engine reports them.
+    #[must_use]
+    pub fn kv_bytes_per_token(self) -> Option<u64> {
+        self.row.kv_bytes_per_token.map(|bytes| bytes.get().into())
     }
 
     /// Whether the worker offers this retention, that is, this way to keep a session's KV.

@@ -135,6 +135,8 @@ impl From<NoWorker> for Refusal {
         let code = match error {
             NoWorker::Unusable => Code::NoWorker,
             NoWorker::Disaggregated => Code::EnginesDisaggregated,
+            NoWorker::NoPair => Code::NoPair,
+            NoWorker::Unpaired(_) => Code::PairUnsupported,
             NoWorker::Model { .. } => Code::ModelNotFound,
             NoWorker::Retention { .. } => Code::RetentionUnavailable,
             NoWorker::Weights { .. } => Code::WeightsUnavailable,
@@ -150,7 +152,9 @@ impl From<NoAnswer> for Refusal {
             NoAnswer::Connect { .. }
             | NoAnswer::NotARouter { .. }
             | NoAnswer::Silent { was_sent: false, .. } => unreachable_refusal(),
-            NoAnswer::BrokenOff { .. } => Self::new(
+            NoAnswer::BrokenOff { .. }
+            | NoAnswer::AnswerBrokenOff { .. }
+            | NoAnswer::AnswerTooLong { .. } => Self::new(
                 Code::WorkerBrokeOff,
                 "the worker closed the connection before its answer began; the turn may have run, \
                  so check before you send it again",
@@ -163,6 +167,11 @@ impl From<NoAnswer> for Refusal {
                 Code::WorkerSilent,
                 "the worker has stopped answering, and the turn is given up; it may have run, so \
                  check before you send it again",
+            ),
+            NoAnswer::HandOffLate { .. } => Self::new(
+                Code::HandOffLate,
+                "the engines of this turn did not hand over its KV within \
+                 timeouts.bootstrap_ms_max, and the turn is given up; try again",
             ),
             NoAnswer::NotAborted { .. } => Self::new(Code::WorkerUnreachable, error.to_string()),
             NoAnswer::TimedOut => Self::turn_timeout(),
@@ -249,6 +258,7 @@ mod tests {
     };
 
     use super::*;
+    use crate::placement::Unpaired;
     #[test]
     fn a_client_hears_the_agents_own_code_or_what_its_grpc_status_says() {
         use tonic::Code as G;
@@ -286,9 +296,13 @@ mod tests {
         let weights = NoWorker::Weights { wanted: "3".into(), offered: "2".into() };
         let silent = |was_sent| NoAnswer::Silent { worker: "w".into(), was_sent }.into();
         let limit = |limit, refused| Refusal::from(turn::error::Error::Limit { limit, refused });
+        let late = NoAnswer::HandOffLate { prefill: "p".into(), decode: "d".into() };
         let cases = [
             (Refusal::from(NoWorker::Unusable), Code::NoWorker),
             (NoWorker::Disaggregated.into(), Code::EnginesDisaggregated),
+            (NoWorker::NoPair.into(), Code::NoPair),
+            (late.into(), Code::HandOffLate),
+            (NoWorker::Unpaired(Unpaired::Echo).into(), Code::PairUnsupported),
             (weights.into(), Code::WeightsUnavailable),
             (model.into(), Code::ModelNotFound),
             (decide::Error::SessionsFull(TableFull::All).into(), Code::SessionsFull),

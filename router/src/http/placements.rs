@@ -45,6 +45,11 @@ fn to_json(record: &PlacementRecord, view: &Snapshot) -> Value {
         "reason": placement.reason,
         "session": session.map(|session| session.to_string()),
         "uncached_tokens": placement.uncached_tokens,
+        "prefill": placement.prefill.map(|prefill| json!({
+            "uncached_tokens": prefill.uncached_tokens,
+            "figures": figures_to_json(&prefill.figures, view),
+            "worker": view.name(prefill.worker),
+        })),
         "age_ms": whole_millis(now().saturating_duration_since(*placed_at)),
         "compared": compared,
     })

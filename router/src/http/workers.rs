@@ -76,6 +76,7 @@ fn to_json(
         "sources": agent.sources,
         "leaving": agent.phase != Phase::Member,
         "data": &*facts.data_authority,
+        "role": agent.role(),
         "state": state,
         "reason": reason,
         "heartbeat_age_ms": heartbeat_age.map(whole_millis),

@@ -2,17 +2,18 @@
 //!
 //! A *turn* is one request and its answer. A *worker* is one data-parallel rank of an engine, and
 //! an *agent* runs beside each engine. A worker can take a turn if its agent is connected and its
-//! engine is healthy and not draining. The engine must also run both prefill and decode, serve the
-//! turn's model, and offer the turn's *retention*, that is, the way to keep the session's KV
-//! between turns. The parent module calls this one. `cost` then says which of the workers to
-//! prefer.
+//! engine is healthy and not draining. The engine must also run the part of the turn that is asked
+//! for, serve the turn's model, and offer the turn's *retention*, that is, the way to keep the
+//! session's KV between turns. The parent module calls this one. `cost` then says which of the
+//! workers to prefer.
 
 use std::time::Instant;
 
-use proto::load::Retention;
+use proto::load::{EngineRole, Retention};
 
-use super::{PlacementRequest, Reason};
+use super::{PlacementRequest, Reason, Unpaired};
 use crate::fleet::{
+    agent::Agent,
     snapshot::Snapshot,
     worker::{WorkerRef, WorkerState},
     worker_table::WorkerStats,
@@ -24,12 +25,18 @@ pub enum NoWorker {
     /// No worker is usable now.
     #[error("no worker can take turns now; try again")]
     Unusable,
-    /// No engine runs whole turns: all only prefill or only decode.
+    /// No engine runs whole turns, and none can form a pair.
     #[error(
-        "every engine runs in prefill or decode mode, and pairs are not served yet: start engines \
-         without --disaggregation-mode"
+        "every engine runs in prefill or decode mode, and no two of them can run a turn together; \
+         GET /v1/workers says why: start engines that fit, or one without --disaggregation-mode"
     )]
     Disaggregated,
+    /// No engine runs whole turns, and a half of each pair can't be used now.
+    #[error("no pair of a prefill and a decode engine can take turns now; try again")]
+    NoPair,
+    /// No engine runs whole turns, and the turn needs one.
+    #[error(transparent)]
+    Unpaired(Unpaired),
     /// No worker serves the model.
     #[error("no worker serves model {model:?}; served are: {offered}")]
     Model {
@@ -86,7 +93,7 @@ impl Candidates<'_> {
     }
 }
 
-/// Finds the workers that can take the turn.
+/// Finds the workers with this role that can take the turn.
 ///
 /// # Errors
 /// If no known worker fits the turn, whether it is usable now or not.
@@ -94,6 +101,7 @@ pub(super) fn find_candidates<'a>(
     request: &PlacementRequest<'_>,
     view: &'a Snapshot,
     now: Instant,
+    role: EngineRole,
 ) -> Result<Candidates<'a>, NoWorker> {
     check_fixed_weights(request, view)?;
     let workers = view.worker_table().workers();
@@ -104,11 +112,8 @@ pub(super) fn find_candidates<'a>(
     let mut other_weights = vec![];
     for worker in workers {
         let state = worker.state(now, view.report_age_max());
-        let runs_whole_turns = state != WorkerState::Disaggregated;
-        if !runs_whole_turns
-            || !serves_model(model, view, worker)
-            || !offers_retention(request, worker)
-        {
+        let can_run = worker.role() == role && state != WorkerState::Disaggregated;
+        if !can_run || !serves_model(model, view, worker) || !offers_retention(request, worker) {
             continue;
         }
         if !has_wanted_weights(request, view, worker.worker()) {
@@ -133,7 +138,7 @@ pub(super) fn find_candidates<'a>(
         return Err(no_weights(request, view, &other_weights));
     }
     if suitable_count == 0 {
-        return Err(explain_no_worker(request, view, now));
+        return Err(explain_no_worker(request, view, now, role));
     }
     let are_all_stale = fresh.is_empty();
     // On an engine that its operator holds back, a turn waits for a while.
@@ -188,10 +193,17 @@ pub(super) fn serves_model(model: Option<&str>, view: &Snapshot, worker: WorkerS
 }
 
 /// Returns which requirement of the turn no worker fits.
-fn explain_no_worker(request: &PlacementRequest<'_>, view: &Snapshot, now: Instant) -> NoWorker {
-    let runs_whole_turns = |worker| view.state(worker, now) != WorkerState::Disaggregated;
+fn explain_no_worker(
+    request: &PlacementRequest<'_>,
+    view: &Snapshot,
+    now: Instant,
+    role: EngineRole,
+) -> NoWorker {
+    let can_run = |worker, agent: &Agent| {
+        agent.role() == role && view.state(worker, now) != WorkerState::Disaggregated
+    };
     let descriptions = || {
-        let workers = view.workers().filter(move |(worker, ..)| runs_whole_turns(*worker));
+        let workers = view.workers().filter(move |(worker, agent, _)| can_run(*worker, agent));
         workers.map(|(_, _, facts)| &facts.description)
     };
     let model = view.required_model(request.model);

@@ -27,7 +27,10 @@
 
 use std::time::Instant;
 
-use proto::{load::RankLoad, staged_prefill::PREFILL_TOKENS_PER_S_ASSUMED};
+use proto::{
+    load::{EngineRole, RankLoad},
+    staged_prefill::PREFILL_TOKENS_PER_S_ASSUMED,
+};
 use serde::Serialize;
 
 use super::{PlacementRequest, Sticky, TURN_TOKENS_ASSUMED};
@@ -81,6 +84,9 @@ const PATIENCE_MS: u64 = 10_000;
 /// The factor 1 doesn't, and the factor 4 is no better than 3.
 const IMPATIENCE_FACTOR: u64 = 3;
 
+/// Assumed bytes of KV per token, as of models with 8 to 14 billion parameters.
+const KV_BYTES_PER_TOKEN_ASSUMED: u64 = 160 << 10;
+
 /// A full pool, or 100 %, in thousandths.
 const WHOLE_MILLI: u64 = 1000;
 
@@ -94,7 +100,8 @@ pub struct Figures {
     pub cost_ms: u64,
     /// Time until the engine begins to compute the prompt.
     pub wait_ms: u64,
-    /// Time to compute the part of the prompt that isn't resident. `None` if the prompt is unknown.
+    /// Time to compute the part of the prompt that isn't resident; on a decode worker, time to
+    /// transfer its KV. `None` if the prompt is unknown.
     pub prefill_ms: Option<u64>,
     /// Expected time to recompute the KV that the turn evicts. `None` if the prompt, or the pool's
     /// size or use, is unknown.
@@ -156,6 +163,13 @@ struct PoolUse {
     /// How full the pool or the engine's request rows are, in thousandths: the greater of the two.
     /// A request row is a place for one request, and each pinned session holds one.
     fullness_milli: u64,
+}
+
+impl Figures {
+    /// Adds the cost of the worker's partner.
+    pub(super) fn plus(self, partner_ms: u64) -> Self {
+        Self { cost_ms: self.cost_ms.saturating_add(partner_ms), ..self }
+    }
 }
 
 /// Computes the cost of the turn on a worker.
@@ -270,7 +284,7 @@ fn queue_ahead(
     stats: WorkerStats<'_>,
     now: Instant,
 ) -> QueueAhead {
-    let tokens_per_s = stats.prefill_tokens_per_s().unwrap_or(PREFILL_TOKENS_PER_S_ASSUMED);
+    let tokens_per_s = fill_tokens_per_s(view, stats);
     let waiting_tokens_assumed = stats.waiting_without_tokens().saturating_mul(TURN_TOKENS_ASSUMED);
     let backlog_tokens = stats
         .backlog_tokens(tokens_per_s, now)
@@ -282,6 +296,16 @@ fn queue_ahead(
     // Running turns end while the backlog is computed, so the two waits overlap.
     let wait_ms = queued_ms.max(pool_wait_ms(request, own_kv, view, stats, backlog_tokens));
     QueueAhead { tokens_per_s, backlog_tokens, turns, wait_ms }
+}
+
+/// Returns how many tokens of a prompt a worker gets KV for in a second. A decode worker takes the
+/// KV from another engine, and computes none.
+fn fill_tokens_per_s(view: &Snapshot, stats: WorkerStats<'_>) -> u64 {
+    if stats.role() != EngineRole::Decode {
+        return stats.prefill_tokens_per_s().unwrap_or(PREFILL_TOKENS_PER_S_ASSUMED);
+    }
+    let bytes_per_token = stats.kv_bytes_per_token().unwrap_or(KV_BYTES_PER_TOKEN_ASSUMED);
+    (view.transfer_bytes_per_s() / bytes_per_token).max(1)
 }
 
 /// Returns an upper bound of the tokens of other prompts in staged prefill that are computed before

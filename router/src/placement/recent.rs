@@ -119,7 +119,7 @@ mod tests {
     use super::*;
     use crate::{
         fleet::testing::{fleet, start},
-        placement::{PlacementRequest, place},
+        placement::{PairUse, PlacementRequest, place},
     };
 
     /// Returns a placement for which this many workers were compared.
@@ -135,6 +135,7 @@ mod tests {
             model: None,
             weights: None,
             exclude: None,
+            pairs: PairUse::May,
         };
         let placed = place(&request, &view, start()).expect("the fleet has a worker");
         let figures = vec![placed.figures[0]; compared];

@@ -1,5 +1,8 @@
-//! Tests of placement through `place`; `random` places on random fleets.
+//! Tests of placement through `place`.
+//!
+//! `random` places on random fleets, `pairs` on fleets of prefill and decode workers.
 
+mod pairs;
 mod random;
 mod staged_prefill;
 
@@ -40,6 +43,7 @@ fn request(digest: u64) -> PlacementRequest<'static> {
         model: None,
         weights: None,
         exclude: None,
+        pairs: PairUse::May,
     }
 }
 

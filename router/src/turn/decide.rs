@@ -20,7 +20,7 @@ use crate::{
     claims::{Claims, Wish},
     fleet::{control::OpenRequest, snapshot::Snapshot, worker::WorkerRef},
     placement::{
-        self, NoWorker, Placement, PlacementRequest, Reason, Sticky,
+        self, NoWorker, PairUse, Placement, PlacementRequest, Reason, Sticky,
         affinity::{Affinity, Binding, TableFull},
         session_status::{self, SessionStatus},
     },
@@ -144,6 +144,7 @@ impl<'a> TurnFacts<'a> {
             model: self.turn.model.as_deref(),
             weights: self.turn.weights.as_ref(),
             exclude: None,
+            pairs: self.turn.pairs,
         }
     }
 
@@ -226,13 +227,15 @@ pub(super) fn decide_session<E: From<Error>>(
     })
 }
 
-/// Chooses another worker for a turn that `first_worker` could not take, and binds the turn's
-/// session there. Returns `None` if there is no other worker.
+/// Chooses other workers for a turn that `failed_worker` could not take, and binds the turn's
+/// session there. The turn was placed on `first_worker`; of a pair, either half may have failed.
+/// Returns `None` if there is no other worker.
 pub(super) fn decide_again(
     affinity: &mut Affinity,
     turn: &Turn,
     turn_id: u64,
     first_worker: WorkerRef,
+    failed_worker: WorkerRef,
     view: &Snapshot,
     now: Instant,
 ) -> Option<(Placement, Option<Wish>)> {
@@ -250,13 +253,16 @@ pub(super) fn decide_again(
         retention: intent.and_then(|intent| intent.retention),
         model: turn.model.as_deref(),
         weights: turn.weights.as_ref(),
-        exclude: Some(first_worker),
+        exclude: Some(failed_worker),
+        pairs: turn.pairs,
     };
     let placement = placement::place(&request, view, now).ok()?;
-    if placement.worker == first_worker {
+    let prefill = placement.prefill.map(|prefill| prefill.worker);
+    if placement.worker == failed_worker || prefill == Some(failed_worker) {
         return None;
     }
-    let wish = intent.filter(|_| Claims::are_needed(view)).map(|intent| Wish {
+    let moves = placement.worker != first_worker && Claims::are_needed(view);
+    let wish = intent.filter(|_| moves).map(|intent| Wish {
         key: intent.key.clone(),
         wanted: placement.worker,
         leaves: Some(first_worker),
@@ -307,6 +313,7 @@ pub(super) fn decide_open(
         model: None,
         weights: None,
         exclude: failed_worker,
+        pairs: PairUse::May,
     };
     let Placement { worker, reason, .. } = placement::place(&request, view, now)?;
     let wish = wish(key, &status, binding, worker, view, now);
@@ -343,11 +350,13 @@ pub(super) fn place_at_agent(
     view: &Snapshot,
     now: Instant,
 ) -> Result<Placement, Error> {
-    let place_on =
-        |worker, reason| Placement { worker, reason, uncached_tokens: None, figures: vec![] };
+    let place_on = |worker, reason| {
+        let placement = Placement::without_comparison(worker, reason);
+        placement::pair::complete(placement, request, view, now).map_err(Error::from)
+    };
     match request.sticky {
         Some(sticky) if sticky.worker.agent == agent => {
-            return Ok(place_on(sticky.worker, Reason::Sticky));
+            return place_on(sticky.worker, Reason::Sticky);
         }
         Some(sticky) if sticky.fixed => {
             return Err(Error::ResponseElsewhere {
@@ -370,7 +379,7 @@ pub(super) fn place_at_agent(
         .min_by_key(turns)
         .ok_or(NoWorker::Unusable)?;
     let reason = if request.sticky.is_some() { Reason::Moved } else { Reason::Response };
-    Ok(place_on(worker, reason))
+    place_on(worker, reason)
 }
 
 /// Returns what to ask other routers before a session begins on `chosen`, or moves there. `None` if

@@ -130,6 +130,27 @@ pub(crate) enum NoAnswer {
         #[source]
         source: hyper_util::client::legacy::Error,
     },
+    /// The worker broke off its answer before its first bytes.
+    #[error("worker {worker} broke off before its answer began")]
+    AnswerBrokenOff {
+        worker: String,
+        #[source]
+        source: hyper::Error,
+    },
+    /// The prefill worker's answer has more bytes than any has.
+    #[error("prefill worker {worker} sent more bytes than any prompt's answer has")]
+    AnswerTooLong { worker: String },
+    /// The two engines of a pair did not hand over the prompt's KV in time.
+    #[error(
+        "{prefill} and {decode} did not hand over the prompt's KV within \
+         timeouts.bootstrap_ms_max; can {decode} connect to the bootstrap server of {prefill}?"
+    )]
+    HandOffLate {
+        /// Name of the prefill worker.
+        prefill: String,
+        /// Name of the decode worker.
+        decode: String,
+    },
     /// This router has no file descriptor or port for a connection, so nothing was sent. The worker
     /// is not at fault.
     #[error("this router can't open a connection to worker {worker}")]

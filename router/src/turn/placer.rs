@@ -30,6 +30,7 @@ use super::{
     directory::{BindingHold, SessionDirectory},
     renewal::{self, RenewalQueue, Renewals},
     request::{HintKind, SessionIntent, Turn},
+    target::{PlacedPrefill, Target},
 };
 use crate::{
     claims::{Claims, Settled, Wish},
@@ -38,6 +39,7 @@ use crate::{
     placement::{
         self, Figures, Placement, PlacementRequest, Reason,
         affinity::{Affinity, Claimed},
+        pair,
         recent::{self, PlacementRecord, RecentPlacements},
         session_status::SessionStatus,
     },
@@ -45,7 +47,8 @@ use crate::{
     shares::Sharer,
 };
 
-/// A turn with its worker, and what the turn holds while it runs.
+/// A turn with its worker, and what the turn holds while it runs. Its many fields: each step from
+/// sending the turn to the end of its answer reads its own.
 #[derive(Debug)]
 pub(crate) struct PlacedTurn {
     pub(super) worker: WorkerRef,
@@ -67,6 +70,29 @@ pub(crate) struct PlacedTurn {
     pub(super) resident_tokens: Option<u64>,
     /// What to ask other routers before the turn is sent.
     wish: Option<Wish>,
+    /// The half of the turn that computes the prompt. `None` if the worker runs the whole turn.
+    pub(super) prefill: Option<PlacedPrefill>,
+    /// Whether the worker's engine keeps the turn's KV for others to use.
+    keeps_kv: bool,
+}
+
+impl PlacedTurn {
+    /// Returns where the turn goes; of a pair, its decode half.
+    pub(super) fn target(&self) -> Target<'_> {
+        Target {
+            worker: self.worker,
+            data_authority: &self.data_authority,
+            data_tls: self.data_tls,
+            resident_tokens: self.resident_tokens,
+            bootstrap: self.prefill.as_ref().map(|prefill| &prefill.bootstrap),
+        }
+    }
+
+    /// Iterates over the workers whose engines have the prompt's KV after the turn.
+    pub(super) fn workers_with_kv(&self) -> impl Iterator<Item = WorkerRef> {
+        let decode = Some(self.worker).filter(|_| self.keeps_kv);
+        self.prefill.as_ref().map(|prefill| prefill.worker).into_iter().chain(decode)
+    }
 }
 
 /// Decides which worker gets a turn, and remembers its decisions.
@@ -193,18 +219,27 @@ impl Placer {
         if worker.agent == placed.worker.agent || view.agent(worker).facts.is_none() {
             return placed;
         }
-        let placement =
-            Placement { worker, reason: Reason::Claimed, uncached_tokens: None, figures: vec![] };
+        let placement = Placement::without_comparison(worker, Reason::Claimed);
+        let request = self.facts(turn, turn_id, &view, placed.blocks.as_ref()).placement_request();
+        let Ok(placement) = pair::complete(placement, &request, &view, now()) else {
+            return placed;
+        };
         let mut hold = placed.hold.take();
         if let Some(hold) = &mut hold {
             hold.forget_old_worker();
         }
-        let followed = self.commit(turn, turn_id, &view, placement, hold, true);
-        let count = |blocks| self.block_locator.reported_tokens(blocks, worker);
+        let mut followed = self.commit(turn, turn_id, &view, placement, hold, true);
+        let count = |worker| {
+            let blocks = placed.blocks.as_ref()?;
+            self.block_locator.reported_tokens(blocks, worker)
+        };
+        if let Some(prefill) = &mut followed.prefill {
+            prefill.resident_tokens = count(prefill.worker);
+        }
         PlacedTurn {
             can_move: placed.can_move,
             claim: placed.claim.take(),
-            resident_tokens: placed.blocks.as_ref().and_then(count),
+            resident_tokens: count(worker),
             blocks: placed.blocks.take(),
             ..followed
         }
@@ -234,9 +269,15 @@ impl Placer {
         let placed = self.place(&facts, |request, now| {
             placement::place(request, &view, now).map_err(Error::from)
         })?;
-        let count = |blocks| self.block_locator.reported_tokens(blocks, placed.worker);
-        let resident_tokens = blocks.as_ref().and_then(count);
-        Ok(PlacedTurn { blocks, resident_tokens, ..placed })
+        let count = |worker| {
+            blocks.as_ref().and_then(|blocks| self.block_locator.reported_tokens(blocks, worker))
+        };
+        let resident_tokens = count(placed.worker);
+        let mut prefill = placed.prefill;
+        if let Some(prefill) = &mut prefill {
+            prefill.resident_tokens = count(prefill.worker);
+        }
+        Ok(PlacedTurn { blocks, resident_tokens, prefill, ..placed })
     }
 
     /// Places a turn on the worker that `choose` chooses, and binds its session.
@@ -265,13 +306,14 @@ impl Placer {
         Ok(placed)
     }
 
-    /// Places a turn on another worker after its first worker could not take it. Returns `None` if
-    /// there is no other worker or the turn can't move.
+    /// Places a turn on another worker after `failed_worker` could not take it: its first worker,
+    /// or the prefill worker. Returns `None` if there is no other worker or the turn can't move.
     pub(super) async fn decide_again(
         &self,
         turn: &Turn,
         turn_id: u64,
         first_placed: &mut PlacedTurn,
+        failed_worker: WorkerRef,
     ) -> Option<PlacedTurn> {
         if !first_placed.can_move {
             return None;
@@ -279,7 +321,7 @@ impl Placer {
         let view = self.directory.view();
         let first_worker = first_placed.worker;
         let (placement, wish) = self.directory.step(|affinity, now| {
-            decide::decide_again(affinity, turn, turn_id, first_worker, &view, now)
+            decide::decide_again(affinity, turn, turn_id, first_worker, failed_worker, &view, now)
         })?;
         // The hold stays with the turn. The lease counts on one worker, so the turn gets a new one.
         let mut hold = first_placed.hold.take();
@@ -340,6 +382,10 @@ impl Placer {
             figures = ?figures.iter().map(with_worker_name).collect::<Vec<_>>(),
             "turn placed"
         );
+        let prefill = placement
+            .prefill
+            .as_ref()
+            .map(|prefill| PlacedPrefill::new(view, prefill, self.new_turn_id()));
         let session = intent.map(|intent| intent.key.digest());
         self.recent_placements
             .lock()
@@ -359,6 +405,8 @@ impl Placer {
             blocks: None,
             resident_tokens: None,
             wish: None,
+            prefill,
+            keeps_kv: facts.description.engine.transfer.as_ref().is_none_or(|it| it.decode_cache),
         }
     }
 

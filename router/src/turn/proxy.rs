@@ -28,6 +28,7 @@ use http_body::{Body, Frame, SizeHint};
 use http_body_util::Full;
 use hyper::body::Incoming;
 use proto::{
+    bootstrap::{BOOTSTRAP, Bootstrap},
     claim::{self, Claim},
     hints::{HINTS, TurnHints},
     route::Kind,
@@ -36,23 +37,28 @@ use service::{clock::now, headers::remove_hop_by_hop, tls::client::is_certificat
 use tokio::time::Sleep;
 
 use super::{
+    agent_body::AgentBody,
     body::RetryBody,
     directory::BindingHold,
     error::NoAnswer,
     placer::PlacedTurn,
     pulses::{CHECK_INTERVAL, Pulses},
     shared::Shared,
+    target::Target,
     upstream::{SendError, UpstreamClient},
     usage::TurnTokens,
 };
 use crate::{
-    fleet::{connect, lease::Lease},
+    fleet::{connect, lease::Lease, worker::WorkerRef},
     metrics::{Metrics, TurnOutcome},
     shares::{Share, Sharer},
 };
 
 /// Answer header: the worker that answered, as `agent/rank`.
 pub(crate) const WORKER_HEADER: HeaderName = HeaderName::from_static("x-berth-worker");
+/// Answer header: the worker that computed the prompt, as `agent/rank`, if it was another one.
+pub(crate) const PREFILL_WORKER_HEADER: HeaderName =
+    HeaderName::from_static("x-berth-prefill-worker");
 /// Answer header: why that worker was chosen.
 pub(crate) const PLACEMENT_HEADER: HeaderName = HeaderName::from_static("x-berth-placement");
 
@@ -84,18 +90,18 @@ pub(crate) struct OutboundTurn {
 }
 
 impl OutboundTurn {
-    /// Builds a request to the agent of the turn's worker, with this turn's method and headers that
-    /// say for which turn it is.
+    /// Builds a request to the agent of a worker, with this turn's method and headers that say for
+    /// which turn it is.
     pub(super) fn request_to_agent(
         &self,
-        placed: &PlacedTurn,
+        target: &Target<'_>,
         path_and_query: PathAndQuery,
         headers: HeaderMap,
         body: Bytes,
     ) -> Request<Full<Bytes>> {
         let uri = Uri::builder()
-            .scheme(if placed.data_tls { Scheme::HTTPS } else { Scheme::HTTP })
-            .authority(&*placed.data_authority)
+            .scheme(if target.data_tls { Scheme::HTTPS } else { Scheme::HTTP })
+            .authority(target.data_authority)
             .path_and_query(path_and_query)
             .build()
             .expect("authority and path were parsed before");
@@ -105,13 +111,27 @@ impl OutboundTurn {
         *request.headers_mut() = headers;
         let headers = request.headers_mut();
         headers.insert(claim::TURN, turn_id_header(self.turn_id));
-        headers.insert(claim::RANK, HeaderValue::from(placed.worker.dp_rank));
+        headers.insert(claim::RANK, HeaderValue::from(target.worker.dp_rank));
         // A principal that no header can carry shares the engine with anonymous clients.
         if let Ok(principal) = HeaderValue::from_bytes(self.principal.as_bytes()) {
             headers.insert(claim::PRINCIPAL, principal);
         }
-        if let Some(tokens) = placed.resident_tokens {
+        if let Some(tokens) = target.resident_tokens {
             headers.insert(claim::RESIDENT, HeaderValue::from(tokens));
+        }
+        request
+    }
+
+    /// Builds the request that runs the turn, or a half of it, on a worker.
+    pub(super) fn turn_request(&self, target: &Target<'_>, body: Bytes) -> Request<Full<Bytes>> {
+        let (path_and_query, headers) = (self.path_and_query.clone(), self.headers.clone());
+        let mut request = self.request_to_agent(target, path_and_query, headers, body);
+        if let Some(hints) = self.hints.to_header() {
+            request.headers_mut().insert(HINTS, hints);
+        }
+        // Without the header the engine refuses its half, with the reason.
+        if let Some(bootstrap) = target.bootstrap.and_then(Bootstrap::to_header) {
+            request.headers_mut().insert(BOOTSTRAP, bootstrap);
         }
         request
     }
@@ -123,34 +143,41 @@ impl OutboundTurn {
         placed: &PlacedTurn,
         body: Bytes,
     ) -> Result<Response<Incoming>, NoAnswer> {
-        let (path_and_query, headers) = (self.path_and_query.clone(), self.headers.clone());
-        let mut request = self.request_to_agent(placed, path_and_query, headers, body);
+        let mut request = self.turn_request(&placed.target(), body);
         if let Some(claim) = &placed.claim {
             request.headers_mut().insert(claim::CLAIM, claim.to_header());
         }
-        if let Some(hints) = self.hints.to_header() {
-            request.headers_mut().insert(HINTS, hints);
-        }
-        let worker_name = || placed.worker_name.clone();
-        let answer = upstream.send(placed.worker.agent, request, self.deadline).await;
-        if answer.as_ref().is_ok_and(is_refused_as_stranger) {
-            let reason = "the agent doesn't accept this router's token".to_owned();
-            upstream.report_unreachable(placed.worker, reason);
-            return Err(NoAnswer::NotARouter { worker: worker_name() });
-        }
-        answer.map_err(|error| match error {
-            SendError::Http(source) if source.is_connect() || is_certificate_refused(&source) => {
-                upstream.report_unreachable(placed.worker, connect::describe_error(&source));
-                NoAnswer::Connect { worker: worker_name(), source }
-            }
-            SendError::Http(source) => NoAnswer::BrokenOff { worker: worker_name(), source },
-            SendError::NoDescriptors(source) => {
-                NoAnswer::NoDescriptors { worker: worker_name(), source }
-            }
-            SendError::Silent { was_sent } => NoAnswer::Silent { worker: worker_name(), was_sent },
-            SendError::Late => NoAnswer::TimedOut,
-        })
+        send_request(upstream, placed.worker, &placed.worker_name, request, self.deadline).await
     }
+}
+
+/// Sends a request for a turn to an agent, and waits for the head of the answer.
+pub(super) async fn send_request(
+    upstream: &UpstreamClient,
+    worker: WorkerRef,
+    worker_name: &str,
+    request: Request<Full<Bytes>>,
+    deadline: Instant,
+) -> Result<Response<Incoming>, NoAnswer> {
+    let worker_name = || worker_name.to_owned();
+    let answer = upstream.send(worker.agent, request, deadline).await;
+    if answer.as_ref().is_ok_and(is_refused_as_stranger) {
+        let reason = "the agent doesn't accept this router's token".to_owned();
+        upstream.report_unreachable(worker, reason);
+        return Err(NoAnswer::NotARouter { worker: worker_name() });
+    }
+    answer.map_err(|error| match error {
+        SendError::Http(source) if source.is_connect() || is_certificate_refused(&source) => {
+            upstream.report_unreachable(worker, connect::describe_error(&source));
+            NoAnswer::Connect { worker: worker_name(), source }
+        }
+        SendError::Http(source) => NoAnswer::BrokenOff { worker: worker_name(), source },
+        SendError::NoDescriptors(source) => {
+            NoAnswer::NoDescriptors { worker: worker_name(), source }
+        }
+        SendError::Silent { was_sent } => NoAnswer::Silent { worker: worker_name(), was_sent },
+        SendError::Late => NoAnswer::TimedOut,
+    })
 }
 
 /// Whether the agent has refused a request because it doesn't recognize this router.
@@ -172,7 +199,7 @@ pub(crate) fn build_answer(
     mut placed: PlacedTurn,
     count: InFlightCount,
     mut capacity: TurnCapacity,
-    response: Response<Incoming>,
+    response: Response<AgentBody>,
 ) -> axum::response::Response {
     if let Some(hold) = &mut placed.hold {
         if let Some((key, old_worker)) = hold.record_answer(response.status().is_success()) {
@@ -184,7 +211,9 @@ pub(crate) fn build_answer(
         }
     }
     if let Some(blocks) = placed.blocks.take().filter(|_| response.status().is_success()) {
-        shared.block_locator.record_sent(&blocks, placed.worker, &shared.directory.view());
+        for worker in placed.workers_with_kv() {
+            shared.block_locator.record_sent(&blocks, worker, &shared.directory.view());
+        }
     }
     let (mut parts, agent_body) = response.into_parts();
     remove_hop_by_hop(&mut parts.headers);
@@ -193,6 +222,10 @@ pub(crate) fn build_answer(
     parts.headers.insert(PLACEMENT_HEADER, HeaderValue::from_static(placed.reason.as_str()));
     if let Ok(name) = HeaderValue::from_str(&placed.worker_name) {
         parts.headers.insert(WORKER_HEADER, name);
+    }
+    let prefill_name = placed.prefill.as_ref().map(|prefill| &prefill.worker_name);
+    if let Some(Ok(name)) = prefill_name.map(|name| HeaderValue::from_str(name)) {
+        parts.headers.insert(PREFILL_WORKER_HEADER, name);
     }
     // The HTTP version and the extensions concern only the connection to the agent.
     parts.version = http::Version::HTTP_11;
@@ -353,7 +386,7 @@ impl AnswerTimer {
 #[derive(Debug)]
 struct AnswerBody {
     /// The body from the agent.
-    agent_body: Incoming,
+    agent_body: AgentBody,
     timer: AnswerTimer,
     /// When the turn arrived at the router. `None` after the answer's first byte, comments aside.
     arrived_at: Option<Instant>,

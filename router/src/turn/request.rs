@@ -32,7 +32,7 @@ use super::{
     hints,
     session_names::{self, Hint},
 };
-use crate::prompt::Prompt;
+use crate::{placement::PairUse, prompt::Prompt};
 
 /// Header: the session's id.
 pub const SESSION_ID_HEADER: HeaderName = HeaderName::from_static("x-berth-session-id");
@@ -148,6 +148,11 @@ pub struct Turn {
     pub previous_response: Option<String>,
     /// The index of the agent whose engine has that response. Only that engine can run the turn.
     pub response_agent: Option<usize>,
+    /// Whether a pair of a prefill and a decode engine may run the turn.
+    pub pairs: PairUse,
+    /// Whether the client asks for log probabilities of its prompt, which only a prefill engine of
+    /// a pair has.
+    pub merges_logprobs: bool,
 }
 
 /// Returns the session that the headers surely name, and whether they only hint at it. The router
@@ -252,6 +257,8 @@ pub fn read_object(
         names: TurnNames::None,
         previous_response: None,
         response_agent: None,
+        pairs: PairUse::May,
+        merges_logprobs: false,
     })
 }
 

@@ -12,7 +12,7 @@ use std::{
     time::Duration,
 };
 
-use service::running_turns::RunningTurns;
+use service::{running_turns::RunningTurns, tasks::Tasks};
 use tokio_util::sync::CancellationToken;
 
 use super::{
@@ -65,6 +65,10 @@ pub(crate) struct Shared {
     pub(crate) bodies: Bodies,
     /// Time limit of a turn.
     pub(crate) turn_max: Duration,
+    /// Time limit of a hand-off from a prefill to a decode engine.
+    pub(crate) bootstrap_max: Duration,
+    /// Runs what must finish after its turn.
+    pub(crate) tasks: Tasks,
     /// How long a stream waits for its first event before it gets a comment; `None`: it gets none.
     pub(crate) waiting_comment: Option<Duration>,
     pub(crate) preamble: PreamblePolicy,

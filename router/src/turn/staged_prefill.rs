@@ -82,6 +82,10 @@ struct LongPrompt {
 
 /// Returns the placed turn's prompt if staged prefill can and should compute it.
 fn find_long_prompt(shared: &Shared, placed: &PlacedTurn) -> Option<LongPrompt> {
+    if placed.prefill.is_some() {
+        // Another engine computes the prompt.
+        return None;
+    }
     let view = shared.directory.view();
     let stage_tokens = view.worker_table().get(placed.worker)?.stage_tokens()?;
     // If this turn opens its session, the session's next turns queue behind it at the agent. They
@@ -140,7 +144,8 @@ async fn compute_in_stages(
     resident_tokens: u64,
 ) -> Result<u64, StagedPrefillEnd> {
     let path_and_query = PathAndQuery::from_static(staged_prefill::PATH);
-    let request = outbound.request_to_agent(placed, path_and_query, headers, encoded_token_ids);
+    let request =
+        outbound.request_to_agent(&placed.target(), path_and_query, headers, encoded_token_ids);
     let started_at = now();
     let give_up_at = outbound.deadline.min(started_at + STAGED_PREFILL_MAX);
     let result = match shared.upstream.send(placed.worker.agent, request, give_up_at).await {

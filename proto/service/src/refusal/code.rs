@@ -295,8 +295,14 @@ codes! {
             "no worker can take turns now",
             "retry; an operator looks at `GET /v1/workers`";
         EnginesDisaggregated "engines_disaggregated" SERVICE_UNAVAILABLE Router AfterChange,
-            "every engine runs in prefill or decode mode",
-            "start engines without `--disaggregation-mode`";
+            "every engine runs in prefill or decode mode, and no two of them fit",
+            "start engines that fit, or one without `--disaggregation-mode`";
+        NoPair "no_pair" SERVICE_UNAVAILABLE Router AfterSeconds(1),
+            "no prefill and decode engine that fit can take turns now",
+            "retry; an operator looks at `GET /v1/workers`";
+        HandOffLate "hand_off_late" GATEWAY_TIMEOUT Router AfterCheck,
+            "a prefill and a decode engine did not hand over the turn's KV in `bootstrap_ms_max`",
+            "retry; an operator checks that the decode engine reaches the bootstrap port";
         WorkerUnreachable "worker_unreachable" SERVICE_UNAVAILABLE Router AfterSeconds(1),
             "the agent can't be reached, or doesn't recognize the router",
             "retry";
@@ -364,6 +370,10 @@ codes! {
         BatchInSession "batch_in_session" BAD_REQUEST Agent AfterChange,
             "a turn of a session has one prompt and one answer",
             "send `n` = 1 and no list of prompts";
+        PairUnsupported "pair_unsupported" BAD_REQUEST Router AfterChange,
+            "every engine runs in prefill or decode mode, and a pair can't run this request: it \
+             has several prompts or answers, or echoes the prompt with log probabilities",
+            "send one prompt with `n` = 1, without `echo`; or add an engine for whole turns";
         BackgroundUnsupported "background_unsupported" BAD_REQUEST Agent AfterChange,
             "a turn in the [background](turns.md#stored-responses) would run on after its answer, \
              without its place in the engine",

@@ -74,7 +74,8 @@ proptest! {
         };
         let view = state.snapshot();
         let later = later + SECOND / 10;
-        let mut all: Vec<(_, Figures)> = candidates::find_candidates(&ask, &view, later)
+        let role = EngineRole::Aggregated;
+        let mut all: Vec<(_, Figures)> = candidates::find_candidates(&ask, &view, later, role)
             .unwrap()
             .workers
             .into_iter()

@@ -23,7 +23,7 @@ use router::{
         worker::WorkerRef,
     },
     placement::{
-        self, PlacementRequest, Reason, Sticky,
+        self, PairUse, PlacementRequest, Reason, Sticky,
         affinity::Affinity,
         session_status::{self, SessionStatus},
     },
@@ -275,6 +275,7 @@ impl Policy for Berth {
             model: None,
             weights: None,
             exclude: None,
+            pairs: PairUse::May,
         };
         let view = self.state.snapshot();
         let placement = placement::place_without_prompt(&bare, &view, now).filter(|placement| {

@@ -21,6 +21,7 @@ const TABLE_SHARES: &str = "worker-agent/src/session/table/tests/shares.rs";
 const BODY: &str = "worker-agent/src/data_port/request.rs";
 const BUDGET: &str = "proto/service/src/budget.rs";
 const UNREADABLE: &str = "proto/service/src/server/unreadable.rs";
+const NO_AGENT: &str = "errors_without_an_agent_have_codes_of_the_router";
 const ROUTER_ERRORS: &str = "router/src/http/errors.rs";
 
 /// For each code a test that provokes a refusal with the code.
@@ -336,14 +337,16 @@ pub(super) const PROVOKERS: &[(Code, Provoker)] = &[
             "no_worker",
         ),
     ),
+    (Code::EnginesDisaggregated, (ROUTER_ERRORS, NO_AGENT, "Code::EnginesDisaggregated")),
     (
-        Code::EnginesDisaggregated,
-        (
-            ROUTER_ERRORS,
-            "errors_without_an_agent_have_codes_of_the_router",
-            "Code::EnginesDisaggregated",
-        ),
+        Code::NoPair,
+        (ROUTER_ERRORS, "errors_without_an_agent_have_codes_of_the_router", "Code::NoPair"),
     ),
+    (
+        Code::HandOffLate,
+        (ROUTER_ERRORS, "errors_without_an_agent_have_codes_of_the_router", "Code::HandOffLate"),
+    ),
+    (Code::PairUnsupported, (ROUTER_ERRORS, NO_AGENT, "Code::PairUnsupported")),
     (
         Code::WorkerUnreachable,
         (

@@ -1,0 +1,225 @@
+//! Chooses a prefill and a decode worker for a turn that two engines run together. Pure.
+//!
+//! With prefill/decode disaggregation, a *prefill* worker computes a turn's prompt and hands the KV
+//! to a *decode* worker, which generates the answer. The parent module calls [`place`] if the fleet
+//! has such workers. Both workers are chosen at once:
+//!
+//! - The session belongs to the decode worker, and stays there as on any worker. Its cost has the
+//!   time to transfer the part of the prompt that it lacks, in the place of the time to compute it.
+//! - The prefill worker is the one that costs least among those that fit the decode worker. Its
+//!   cost has the overlap of the prompt and the queue, as everywhere. It is a part of the pair's
+//!   cost, so a decode worker whose partners are busy is chosen less.
+//!
+//! A turn that no pair can take goes to a worker that runs whole turns, if there is one.
+
+use std::{cmp::Reverse, time::Instant};
+
+use proto::load::EngineRole;
+
+use super::{
+    CACHE_KEY_SLACK_MS, Figures, NoWorker, Placement, PlacementRequest, SortKey, candidates, cost,
+    place_in_role, rendezvous_hash, sticky,
+};
+use crate::fleet::{
+    pairing::PairClass, snapshot::Snapshot, worker::WorkerRef, worker_table::WorkerStats,
+};
+
+/// Whether a turn may run on a pair of engines.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum PairUse {
+    /// A pair may run the turn.
+    #[default]
+    May,
+    /// Only an engine that runs whole turns can run it.
+    Never(Unpaired),
+}
+
+/// Why no pair can run a turn. Each message is for the client.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum Unpaired {
+    /// The turn has several prompts or answers, and a hand-off has one of each.
+    #[error(
+        "a pair of a prefill and a decode engine runs one prompt with one answer: send the prompts \
+         one by one with n = 1"
+    )]
+    SeveralAnswers,
+    /// The answer begins with the prompt and its log probabilities, in a form that isn't merged.
+    #[error(
+        "a pair of a prefill and a decode engine can't echo the prompt: leave `echo` out, or ask \
+         /generate with return_logprob and logprob_start_len"
+    )]
+    Echo,
+    /// The request generates no tokens.
+    #[error("no engine takes this request: every engine runs in prefill or decode mode")]
+    NotGenerated,
+}
+
+/// The prefill half of a placement.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PrefillPlacement {
+    /// The worker that computes the prompt.
+    pub worker: WorkerRef,
+    /// Prompt tokens that the worker has to compute, if known.
+    pub uncached_tokens: Option<u64>,
+    /// The worker's figures.
+    pub figures: Figures,
+}
+
+/// Places a turn in a fleet that has prefill or decode workers.
+///
+/// # Errors
+/// If neither a pair nor a worker that runs whole turns can take the turn.
+pub(super) fn place(
+    request: &PlacementRequest<'_>,
+    view: &Snapshot,
+    now: Instant,
+) -> Result<Placement, NoWorker> {
+    let place_whole = || place_in_role(request, view, now, EngineRole::Aggregated, |_| Some(0));
+    if let PairUse::Never(reason) = request.pairs {
+        return place_whole().map_err(|error| match error {
+            NoWorker::Disaggregated => NoWorker::Unpaired(reason),
+            other => other,
+        });
+    }
+    let session_role = sticky(request).map(|sticky| view.agent(sticky.worker).role());
+    if session_role == Some(EngineRole::Aggregated)
+        && let Ok(placement) = place_whole()
+    {
+        return Ok(placement);
+    }
+    let pair_error = match place_pair(request, view, now) {
+        Ok(placement) => return Ok(placement),
+        Err(error) => error,
+    };
+    place_whole().map_err(|error| match error {
+        NoWorker::Disaggregated => pair_error,
+        other => other,
+    })
+}
+
+/// Adds the prefill half to the placement of a turn that must run on a given decode worker. Returns
+/// any other placement as it is.
+///
+/// # Errors
+/// If no prefill worker fits the decode worker.
+pub(crate) fn complete(
+    placement: Placement,
+    request: &PlacementRequest<'_>,
+    view: &Snapshot,
+    now: Instant,
+) -> Result<Placement, NoWorker> {
+    if view.agent(placement.worker).role() != EngineRole::Decode {
+        return Ok(placement);
+    }
+    let prefills = Prefills::find(request, view, now)?;
+    add_prefill(placement, &prefills, request, view)
+}
+
+fn place_pair(
+    request: &PlacementRequest<'_>,
+    view: &Snapshot,
+    now: Instant,
+) -> Result<Placement, NoWorker> {
+    let prefills = Prefills::find(request, view, now)?;
+    let cost_ms = |decode: WorkerStats<'_>| Some(prefills.best_for(decode)?.cost_ms);
+    let decode = place_in_role(request, view, now, EngineRole::Decode, cost_ms);
+    let decode = decode.map_err(|error| match error {
+        NoWorker::Unusable | NoWorker::Disaggregated => NoWorker::NoPair,
+        other => other,
+    })?;
+    add_prefill(decode, &prefills, request, view)
+}
+
+fn add_prefill(
+    decode: Placement,
+    prefills: &Prefills,
+    request: &PlacementRequest<'_>,
+    view: &Snapshot,
+) -> Result<Placement, NoWorker> {
+    let stats = view.worker_table().get(decode.worker);
+    let figures = stats.and_then(|stats| prefills.best_for(stats)).ok_or(NoWorker::NoPair)?;
+    let uncached_tokens = cost::uncached_tokens(request, figures.worker);
+    let prefill = PrefillPlacement { worker: figures.worker, uncached_tokens, figures };
+    Ok(Placement { prefill: Some(prefill), ..decode })
+}
+
+/// The prefill worker to use in each class of engines that fit one another.
+#[derive(Debug)]
+struct Prefills {
+    /// One entry for each class; real fleets have a few.
+    by_class: Vec<(PairClass, Choice)>,
+}
+
+/// The best prefill workers of one class so far.
+#[derive(Debug, Clone, Copy)]
+struct Choice {
+    /// The worker that costs least.
+    least: (SortKey, Figures),
+    /// The worker that the session's digest prefers.
+    preferred: (u64, Figures),
+}
+
+impl Prefills {
+    /// Computes what the prompt costs on each prefill worker that can take it.
+    ///
+    /// # Errors
+    /// If there is no prefill worker, or none that serves the model or has the weights.
+    fn find(
+        request: &PlacementRequest<'_>,
+        view: &Snapshot,
+        now: Instant,
+    ) -> Result<Self, NoWorker> {
+        // No session and no retention is on a prefill worker.
+        let request = PlacementRequest { sticky: None, retention: None, ..*request };
+        let candidates = candidates::find_candidates(&request, view, now, EngineRole::Prefill)
+            .map_err(|error| match error {
+                NoWorker::Unusable | NoWorker::Disaggregated => NoWorker::NoPair,
+                other => other,
+            })?;
+        let mut by_class: Vec<(PairClass, Choice)> = vec![];
+        for stats in candidates.workers {
+            let Some(class) = stats.pair_class() else { continue };
+            let figures = cost::compute(&request, view, stats, now);
+            let hash = rendezvous_hash(request.digest, view, stats.worker());
+            let key = (figures.cost_ms, figures.sessions, Reverse(hash));
+            match by_class.iter_mut().find(|(known, _)| *known == class) {
+                Some((_, choice)) => choice.add(key, hash, figures),
+                None => {
+                    let choice = Choice { least: (key, figures), preferred: (hash, figures) };
+                    by_class.push((class, choice));
+                }
+            }
+        }
+        // Without the prompt, the turns of a session keep to one worker, which has its prefix.
+        if request.prompt.is_none() {
+            by_class.iter_mut().for_each(|(_, choice)| choice.prefer());
+        }
+        Ok(Self { by_class })
+    }
+
+    /// Returns the figures of the prefill worker to use with a decode worker. `None` if none fits.
+    fn best_for(&self, decode: WorkerStats<'_>) -> Option<Figures> {
+        let class = decode.pair_class()?;
+        let fitting = self.by_class.iter().filter(|(other, _)| class.fits(*other));
+        fitting.map(|(_, choice)| choice.least).min_by_key(|(key, _)| *key).map(|(_, best)| best)
+    }
+}
+
+impl Choice {
+    fn add(&mut self, key: SortKey, hash: u64, figures: Figures) {
+        if key < self.least.0 {
+            self.least = (key, figures);
+        }
+        if hash > self.preferred.0 {
+            self.preferred = (hash, figures);
+        }
+    }
+
+    /// Chooses the preferred worker, if it hardly costs more than the one that costs least.
+    fn prefer(&mut self) {
+        let (hash, figures) = self.preferred;
+        if figures.cost_ms <= self.least.1.cost_ms.saturating_add(CACHE_KEY_SLACK_MS) {
+            self.least = ((figures.cost_ms, figures.sessions, Reverse(hash)), figures);
+        }
+    }
+}

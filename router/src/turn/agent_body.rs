@@ -1,0 +1,105 @@
+//! The body of an agent's answer: as it comes, or with its first bytes read before.
+
+pub(super) mod logprobs;
+
+use std::{
+    pin::Pin,
+    task::{Context, Poll, ready},
+};
+
+use bytes::Bytes;
+use http_body::{Body, Frame, SizeHint};
+use hyper::body::Incoming;
+
+use self::logprobs::LogprobMerger;
+
+/// The body of an agent's answer.
+#[derive(Debug)]
+pub(crate) struct AgentBody {
+    /// Bytes that were read before.
+    first: Option<Bytes>,
+    /// What comes from the agent. `None` after its end.
+    rest: Option<Incoming>,
+    /// Adds the log probabilities of the prompt.
+    merger: Option<LogprobMerger>,
+}
+
+impl AgentBody {
+    /// Returns a body that is passed on as it comes.
+    pub(super) fn plain(body: Incoming) -> Self {
+        Self { first: None, rest: Some(body), merger: None }
+    }
+
+    /// Returns a body that was read to its end.
+    pub(super) fn whole(bytes: Bytes) -> Self {
+        Self { first: Some(bytes).filter(|bytes| !bytes.is_empty()), rest: None, merger: None }
+    }
+
+    /// Returns a body whose first bytes were read.
+    pub(super) fn begun(
+        first: Option<Bytes>,
+        rest: Incoming,
+        merger: Option<LogprobMerger>,
+    ) -> Self {
+        Self { first, rest: Some(rest), merger }
+    }
+
+    /// Returns the next frame as it came.
+    fn poll_raw(
+        &mut self,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
+        if let Some(first) = self.first.take() {
+            return Poll::Ready(Some(Ok(Frame::data(first))));
+        }
+        let Some(rest) = &mut self.rest else { return Poll::Ready(None) };
+        let frame = ready!(Pin::new(rest).poll_frame(context));
+        if frame.is_none() {
+            self.rest = None;
+        }
+        Poll::Ready(frame)
+    }
+}
+
+impl Body for AgentBody {
+    type Data = Bytes;
+    type Error = hyper::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
+        loop {
+            let frame = ready!(self.poll_raw(context));
+            let Some(merger) = &mut self.merger else { return Poll::Ready(frame) };
+            let merged = match frame {
+                Some(Ok(frame)) => match frame.into_data() {
+                    Ok(data) => merger.push(&data),
+                    Err(trailers) => return Poll::Ready(Some(Ok(trailers))),
+                },
+                Some(Err(error)) => return Poll::Ready(Some(Err(error))),
+                None => match self.merger.take() {
+                    Some(merger) => merger.finish(),
+                    None => return Poll::Ready(None),
+                },
+            };
+            // The bytes of an event that isn't complete are held back.
+            if !merged.is_empty() {
+                return Poll::Ready(Some(Ok(Frame::data(merged))));
+            }
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.first.is_none()
+            && self.merger.is_none()
+            && self.rest.as_ref().is_none_or(Body::is_end_stream)
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        match (&self.first, &self.rest, &self.merger) {
+            (None, Some(rest), None) => rest.size_hint(),
+            _ => SizeHint::default(),
+        }
+    }
+}

@@ -1,0 +1,331 @@
+//! Runs a turn on a pair of engines: sends both halves at once, and couples their failures.
+//!
+//! A turn is one request and its answer. With prefill/decode disaggregation, a *prefill* engine
+//! computes the turn's prompt and hands the KV to a *decode* engine, which generates the answer.
+//! Both get the client's request through their agents, with the same [`Bootstrap`], by which they
+//! find each other. `turn` calls [`send`] with each placed turn; a turn without a prefill half
+//! takes the direct way. Which workers form the pair is decided by `placement::pair`.
+//!
+//! The decode engine's answer is the client's. It can't begin before the prefill engine has handed
+//! over the KV, so this module holds the head of the answer back until its first bytes: until then,
+//! a failure of either half becomes a status, and after that, the prefill half has done its work.
+//!
+//! - The prefill half fails: the decode half is dropped, so that its agent aborts it, and the
+//!   client gets the prefill engine's error.
+//! - The decode half fails, or the client leaves: the prefill half is dropped.
+//! - Neither answers: both are dropped after the setting `timeouts.bootstrap_ms_max`.
+//!
+//! The prefill half is a future that holds its lease, so every end gives its place back by the drop
+//! of the future. After the first bytes of the answer, a task reads the rest of the prefill
+//! engine's answer, so that its connection stays usable.
+
+use std::{pin::Pin, sync::Arc, time::Duration};
+
+use bytes::{Bytes, BytesMut};
+use http::{Response, response::Parts};
+use http_body_util::BodyExt as _;
+use hyper::body::Incoming;
+use proto::{
+    body::Object,
+    bootstrap::{Bootstrap, Half},
+    claim,
+    route::Kind,
+};
+use service::clock::now;
+use tracing::debug;
+
+use super::{
+    agent_body::{
+        AgentBody,
+        logprobs::{self, LogprobMerger, PromptLogprobs},
+    },
+    error::NoAnswer,
+    hinted::Unfit,
+    placer::PlacedTurn,
+    proxy::{self, OutboundTurn, is_event_stream},
+    request::Turn,
+    shared::Shared,
+    target::{PlacedPrefill, Target},
+};
+use crate::{
+    fleet::{lease::Lease, worker::WorkerRef},
+    metrics::HandOffEnd,
+    placement::{PairUse, Unpaired},
+};
+
+/// The most bytes of a prefill engine's answer that are kept for the log probabilities in it. One
+/// token's have about 40 bytes, so a prompt of 800,000 tokens fits.
+const LOGPROB_BYTES_MAX: usize = 32 << 20;
+/// The most bytes of a prefill engine's answer that are kept otherwise, for its error.
+const ERROR_BYTES_MAX: usize = 64 << 10;
+/// The most bytes of a prefill engine's answer that are read. An engine that sends more is not one.
+const ANSWER_BYTES_MAX: usize = 64 << 20;
+/// How long the prefill engine's error is waited for after the decode engine has failed.
+const CAUSE_MAX: Duration = Duration::from_millis(50);
+/// How long the rest of a prefill engine's answer is waited for after the decode engine's answer
+/// has begun. The prefill engine has only to notice that the KV was taken.
+const REST_MAX: Duration = Duration::from_secs(10);
+
+/// An attempt to run a turn.
+#[derive(Debug)]
+pub(super) struct Sent {
+    /// The client's answer, or why there is none.
+    pub(super) answer: Result<Response<AgentBody>, NoAnswer>,
+    /// The worker that made the answer. If the turn failed, the one that failed first.
+    pub(super) worker: WorkerRef,
+}
+
+/// The end of a prefill half.
+enum PrefillEnd {
+    /// The KV was handed over. The kept part of the answer.
+    Done(Bytes),
+    /// The engine or its agent refused the prompt, or could not hand its KV over.
+    Failed(Response<Bytes>),
+}
+
+type PrefillRun = Pin<Box<dyn Future<Output = Result<PrefillEnd, NoAnswer>> + Send>>;
+
+/// The decode engine's answer, of which the first bytes have come.
+struct Begun {
+    head: Parts,
+    first: Option<Bytes>,
+    rest: Incoming,
+}
+
+/// Finds out whether a pair of a prefill and a decode engine may run a turn.
+pub(super) fn find_use(kind: Kind, body: &Object<'_>, unfit: Unfit) -> PairUse {
+    if !kind.is_generation() {
+        PairUse::Never(Unpaired::NotGenerated)
+    } else if unfit.has_several_answers {
+        PairUse::Never(Unpaired::SeveralAnswers)
+    } else if logprobs::echoes_logprobs(kind, body) {
+        PairUse::Never(Unpaired::Echo)
+    } else {
+        PairUse::May
+    }
+}
+
+/// Sends a placed turn, and waits for the head of its answer; on a pair, for the first bytes too.
+pub(super) async fn send(
+    shared: &Shared,
+    turn: &Turn,
+    outbound: &OutboundTurn,
+    placed: &mut PlacedTurn,
+    body: Bytes,
+) -> Sent {
+    let Some(mut prefill) = placed.prefill.take() else {
+        let answer = outbound.send(&shared.upstream, placed, body).await;
+        let answer = answer.map(|response| response.map(AgentBody::plain));
+        return Sent { answer, worker: placed.worker };
+    };
+    let halves = Halves {
+        prefill: run_prefill(shared, turn, outbound, &mut prefill, body.clone()),
+        prefill_worker: prefill.worker,
+        decode_worker: placed.worker,
+        merges: turn.merges_logprobs,
+        late: NoAnswer::HandOffLate {
+            prefill: prefill.worker_name.clone(),
+            decode: placed.worker_name.clone(),
+        },
+    };
+    placed.prefill = Some(prefill);
+    let decode = begin_decode(shared, outbound, placed, body);
+    let running = halves.run(shared, decode);
+    match tokio::time::timeout_at(outbound.deadline.into(), running).await {
+        Ok(sent) => sent,
+        Err(_) => Sent { answer: Err(NoAnswer::TimedOut), worker: placed.worker },
+    }
+}
+
+/// Both halves of a turn while they run, except the decode half's future.
+struct Halves {
+    prefill: PrefillRun,
+    prefill_worker: WorkerRef,
+    decode_worker: WorkerRef,
+    /// Whether the prefill engine's log probabilities of the prompt go into the answer.
+    merges: bool,
+    /// The failure of a hand-off that takes too long.
+    late: NoAnswer,
+}
+
+impl Halves {
+    /// Waits until the client's answer has begun, or until one half has failed. The other half is
+    /// then dropped.
+    async fn run(
+        mut self,
+        shared: &Shared,
+        decode: impl Future<Output = Result<Begun, NoAnswer>>,
+    ) -> Sent {
+        let late = tokio::time::sleep_until((now() + shared.bootstrap_max).into());
+        tokio::pin!(decode, late);
+        let (mut prefilled, mut begun) = (None, None);
+        let (prefill_worker, decode_worker) = (self.prefill_worker, self.decode_worker);
+        let fail = |answer, worker, end| {
+            shared.metrics.count_hand_off(end);
+            Sent { answer, worker }
+        };
+        while begun.is_none() || (self.merges && prefilled.is_none()) {
+            let is_open = prefilled.is_none();
+            tokio::select! {
+                biased;
+                end = &mut self.prefill, if prefilled.is_none() => match end {
+                    Ok(PrefillEnd::Done(answer)) => prefilled = Some(answer),
+                    Ok(PrefillEnd::Failed(response)) => {
+                        let answer = Ok(response.map(AgentBody::whole));
+                        return fail(answer, prefill_worker, HandOffEnd::PrefillFailed);
+                    }
+                    Err(error) => {
+                        return fail(Err(error), prefill_worker, HandOffEnd::PrefillFailed);
+                    }
+                },
+                answer = &mut decode, if begun.is_none() => match answer {
+                    Ok(answer) if answer.has_failed() => {
+                        let cause = self.find_cause(&answer, is_open).await;
+                        if let Some(cause) = cause {
+                            return fail(Ok(cause), prefill_worker, HandOffEnd::PrefillFailed);
+                        }
+                        let answer = Ok(answer.into_response(None));
+                        return fail(answer, decode_worker, HandOffEnd::DecodeFailed);
+                    }
+                    Ok(answer) => begun = Some(answer),
+                    Err(error) => {
+                        return fail(Err(error), decode_worker, HandOffEnd::DecodeFailed);
+                    }
+                },
+                () = &mut late, if is_open => {
+                    return fail(Err(self.late), prefill_worker, HandOffEnd::Late);
+                }
+            }
+        }
+        shared.metrics.count_hand_off(HandOffEnd::Done);
+        let begun = begun.expect("the loop ends when the answer has begun");
+        if prefilled.is_none() {
+            let rest = tokio::time::timeout(REST_MAX, self.prefill);
+            shared.tasks.spawn(async move { drop(rest.await) });
+        }
+        let prefilled = prefilled.filter(|_| self.merges);
+        Sent { answer: Ok(begun.into_response(prefilled)), worker: decode_worker }
+    }
+}
+
+impl Halves {
+    /// Returns the prefill engine's error, if it is the reason for the decode engine's failure. A
+    /// failed prefill engine tells the decode engine, whose error may come a moment before its own.
+    async fn find_cause(&mut self, failed: &Begun, is_open: bool) -> Option<Response<AgentBody>> {
+        let is_agents = failed.head.headers.contains_key(claim::REFUSAL);
+        if !is_open || is_agents || failed.head.status.is_client_error() {
+            return None;
+        }
+        match tokio::time::timeout(CAUSE_MAX, &mut self.prefill).await {
+            Ok(Ok(PrefillEnd::Failed(response))) => Some(response.map(AgentBody::whole)),
+            Ok(Ok(PrefillEnd::Done(_)) | Err(_)) | Err(_) => None,
+        }
+    }
+}
+
+impl Begun {
+    /// Whether the answer is an error, or a stream that begins with one, or was aborted.
+    fn has_failed(&self) -> bool {
+        let has_error = |first: &Bytes| logprobs::has_error(first);
+        !self.head.status.is_success() || self.first.as_ref().is_some_and(has_error)
+    }
+
+    /// Returns the client's answer. `prefilled` is the prefill engine's answer, if its log
+    /// probabilities of the prompt are to be merged.
+    fn into_response(self, prefilled: Option<Bytes>) -> Response<AgentBody> {
+        let Self { head, first, rest } = self;
+        let is_stream = is_event_stream(&head.headers);
+        let logprobs = prefilled.and_then(|answer| PromptLogprobs::find(&answer));
+        let merger = logprobs.map(|logprobs| LogprobMerger::new(logprobs, is_stream));
+        Response::from_parts(head, AgentBody::begun(first, rest, merger))
+    }
+}
+
+/// Sends the decode half, and waits for the first bytes of its answer.
+async fn begin_decode(
+    shared: &Shared,
+    outbound: &OutboundTurn,
+    placed: &PlacedTurn,
+    body: Bytes,
+) -> Result<Begun, NoAnswer> {
+    let response = outbound.send(&shared.upstream, placed, body).await?;
+    let (head, mut rest) = response.into_parts();
+    let silent = shared.upstream.pulses().wait_until_silent(placed.worker.agent);
+    let worker = || placed.worker_name.clone();
+    let first = tokio::select! {
+        biased;
+        frame = rest.frame() => frame,
+        () = silent => return Err(NoAnswer::Silent { worker: worker(), was_sent: true }),
+    };
+    match first {
+        Some(Ok(frame)) => Ok(Begun { head, first: frame.into_data().ok(), rest }),
+        Some(Err(source)) => Err(NoAnswer::AnswerBrokenOff { worker: worker(), source }),
+        None => Ok(Begun { head, first: None, rest }),
+    }
+}
+
+/// Returns the future that runs the prefill half. Dropping it ends the half.
+fn run_prefill(
+    shared: &Shared,
+    turn: &Turn,
+    outbound: &OutboundTurn,
+    prefill: &mut PlacedPrefill,
+    body: Bytes,
+) -> PrefillRun {
+    let bootstrap = Bootstrap { half: Half::Prefill, ..prefill.bootstrap.clone() };
+    let target = Target {
+        worker: prefill.worker,
+        data_authority: &prefill.data_authority,
+        data_tls: prefill.data_tls,
+        resident_tokens: prefill.resident_tokens,
+        bootstrap: Some(&bootstrap),
+    };
+    let request = outbound.turn_request(&target, body);
+    let (worker, worker_name) = (prefill.worker, prefill.worker_name.clone());
+    let (upstream, deadline) = (Arc::clone(&shared.upstream), outbound.deadline);
+    let lease = prefill.lease.take();
+    let kept_max = if turn.merges_logprobs { LOGPROB_BYTES_MAX } else { ERROR_BYTES_MAX };
+    Box::pin(async move {
+        let response =
+            proxy::send_request(&upstream, worker, &worker_name, request, deadline).await?;
+        let silent = upstream.pulses().wait_until_silent(worker.agent);
+        tokio::select! {
+            biased;
+            end = read_prefill(response, lease, kept_max, &worker_name) => end,
+            () = silent => Err(NoAnswer::Silent { worker: worker_name.clone(), was_sent: true }),
+        }
+    })
+}
+
+/// Reads a prefill engine's answer to its end, and keeps at most `kept_max` bytes of it.
+async fn read_prefill(
+    response: Response<Incoming>,
+    mut lease: Option<Lease>,
+    kept_max: usize,
+    worker_name: &str,
+) -> Result<PrefillEnd, NoAnswer> {
+    let (head, mut body) = response.into_parts();
+    let (mut kept, mut read_bytes) = (BytesMut::new(), 0_usize);
+    while let Some(frame) = body.frame().await {
+        let broken_off =
+            |source| NoAnswer::AnswerBrokenOff { worker: worker_name.to_owned(), source };
+        let Ok(data) = frame.map_err(broken_off)?.into_data() else { continue };
+        if let Some(lease) = &mut lease {
+            lease.record_answer();
+        }
+        read_bytes = read_bytes.saturating_add(data.len());
+        if read_bytes > ANSWER_BYTES_MAX {
+            return Err(NoAnswer::AnswerTooLong { worker: worker_name.to_owned() });
+        }
+        let room = kept_max.saturating_sub(kept.len());
+        kept.extend_from_slice(&data[..data.len().min(room)]);
+    }
+    drop(lease);
+    let answer = kept.freeze();
+    let has_failed = !head.status.is_success() || logprobs::has_error(&answer);
+    if has_failed {
+        debug!(worker = worker_name, status = head.status.as_u16(), "prefill failed");
+        return Ok(PrefillEnd::Failed(Response::from_parts(head, answer)));
+    }
+    Ok(PrefillEnd::Done(answer))
+}

@@ -1,0 +1,78 @@
+//! The workers to which a turn is sent: one, or the two of a pair.
+//!
+//! A turn is one request and its answer. `placer` makes these values from a placement; `proxy` and
+//! `pair` send the turn to them.
+
+use std::sync::Arc;
+
+use proto::bootstrap::{Bootstrap, Half};
+
+use crate::{
+    fleet::{agent::Facts, lease::Lease, snapshot::Snapshot, worker::WorkerRef},
+    placement::{PrefillPlacement, TURN_TOKENS_ASSUMED},
+};
+
+/// A worker to which a turn, or a half of it, is sent.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Target<'a> {
+    pub(super) worker: WorkerRef,
+    /// The address of the agent's data port.
+    pub(super) data_authority: &'a str,
+    /// Whether that port speaks TLS.
+    pub(super) data_tls: bool,
+    /// Leading prompt tokens resident on the worker, if known.
+    pub(super) resident_tokens: Option<u64>,
+    /// How the engine finds the other engine of its pair. `None` for a whole turn.
+    pub(super) bootstrap: Option<&'a Bootstrap>,
+}
+
+/// The prefill half of a placed turn.
+#[derive(Debug)]
+pub(super) struct PlacedPrefill {
+    pub(super) worker: WorkerRef,
+    pub(super) worker_name: String,
+    pub(super) data_authority: Arc<str>,
+    pub(super) data_tls: bool,
+    /// Counts the prompt as load of the worker. `None` after the half was sent.
+    pub(super) lease: Option<Lease>,
+    /// Leading prompt tokens resident on the worker, if known.
+    pub(super) resident_tokens: Option<u64>,
+    /// What the decode half is told.
+    pub(super) bootstrap: Bootstrap,
+}
+
+impl PlacedPrefill {
+    /// Acquires the lease of a prefill half. `random` is a new random number for each half, because
+    /// an engine refuses a room that it knows.
+    pub(super) fn new(view: &Snapshot, placement: &PrefillPlacement, random: u64) -> Self {
+        let worker = placement.worker;
+        let agent = view.agent(worker);
+        let facts = agent.facts.as_ref().expect("a placed worker was described");
+        let ranks = u32::try_from(facts.description.ranks.len()).unwrap_or(u32::MAX);
+        let transfer = facts.description.engine.transfer.as_ref();
+        let transfer = transfer.expect("placement pairs only described engines");
+        let tokens = placement.uncached_tokens.unwrap_or(TURN_TOKENS_ASSUMED);
+        Self {
+            worker,
+            worker_name: view.name(worker),
+            data_authority: Arc::clone(&facts.data_authority),
+            data_tls: facts.data_tls,
+            lease: Some(Lease::acquire(&agent.in_flight[worker.dp_rank as usize], tokens)),
+            resident_tokens: None,
+            bootstrap: Bootstrap {
+                half: Half::Decode,
+                host: transfer.bootstrap_host.clone().unwrap_or_else(|| agent_host(facts)),
+                port: transfer.bootstrap_port,
+                room: Bootstrap::room_for(random, worker.dp_rank, ranks),
+                prefill_rank: worker.dp_rank,
+            },
+        }
+    }
+}
+
+/// Returns the host at which this router reaches an agent, as an engine takes it.
+fn agent_host(facts: &Facts) -> String {
+    let authority = &facts.data_authority;
+    let host = authority.rsplit_once(':').map_or(&**authority, |(host, _)| host);
+    host.trim_start_matches('[').trim_end_matches(']').to_owned()
+}
