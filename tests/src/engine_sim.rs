@@ -7,6 +7,7 @@
 //! while idle.
 
 pub mod core;
+pub mod hand_off;
 mod http;
 pub mod kv;
 mod owner;
@@ -18,6 +19,7 @@ pub mod tokenizer;
 
 use self::{
     core::{CoreConfig, PoolFacts},
+    hand_off::{EngineMode, HandOffConfig, HandOffs},
     http::{App, RequestLog},
     kv::{
         KvEventsConfig,
@@ -38,6 +40,8 @@ pub const VERSION: &str = "0.5.23";
 pub struct Config {
     #[command(flatten)]
     pub core: CoreConfig,
+    #[command(flatten)]
+    pub hand_off: HandOffConfig,
     #[arg(long, default_value_t = 1)]
     pub dp_size: usize,
     #[arg(long, default_value = "tiny")]
@@ -101,7 +105,7 @@ impl Config {
     }
 }
 
-fn millis(text: &str) -> Result<Duration, std::num::ParseIntError> {
+pub(super) fn millis(text: &str) -> Result<Duration, std::num::ParseIntError> {
     text.parse().map(Duration::from_millis)
 }
 
@@ -132,8 +136,14 @@ impl EngineSim {
         let tasks = TaskTracker::new();
         let seen = Arc::new(RequestLog::new(config.requests_seen_max));
         let publishers = publishers(&mut config, &tasks, &killed)?;
+        let keeps_kv =
+            config.hand_off.mode != EngineMode::Decode || config.hand_off.decode_radix_cache;
+        config.core.disable_radix_cache |= !keeps_kv;
+        let hand_offs = (config.hand_off.mode != EngineMode::Null)
+            .then(|| HandOffs::start(&config.hand_off, config.dp_size, addr.ip(), &tasks, &killed))
+            .transpose()?;
         let (owner, handle) = Owner::new(&config, &publishers, killed.clone());
-        let app = App::new(config, handle, addr.port(), tasks.clone(), killed.clone());
+        let app = App::new(config, handle, addr.port(), hand_offs, tasks.clone(), killed.clone());
         let app = Arc::new(app);
         tasks.spawn(owner.run());
         let router = http::router(Arc::clone(&app));
@@ -170,6 +180,26 @@ impl EngineSim {
     /// Sets which LoRA adapters `/v1/models` lists.
     pub fn set_adapters(&self, names: &[&str]) {
         self.app.set_adapters(names.iter().map(|name| (*name).to_owned()).collect());
+    }
+
+    /// Sets the fault of hand-offs, and the share of them that has it, in thousandths. Does nothing
+    /// in an engine that runs whole requests.
+    pub fn set_hand_off_fault(&self, fault: hand_off::HandOffFault, per_mille: u32) {
+        if let Some(hand_offs) = &self.app.hand_offs {
+            hand_offs.set_fault(fault, per_mille);
+        }
+    }
+
+    /// Ends a prefill engine's bootstrap server; the engine goes on.
+    pub fn stop_bootstrap(&self) {
+        if let Some(hand_offs) = &self.app.hand_offs {
+            hand_offs.stop_bootstrap();
+        }
+    }
+
+    /// Returns how many hand-offs have begun and not ended.
+    pub fn hand_offs_running(&self) -> u64 {
+        self.app.hand_offs.as_ref().map_or(0, |hand_offs| hand_offs.running())
     }
 
     pub fn addr(&self) -> SocketAddr {

@@ -79,6 +79,9 @@ pub struct CoreConfig {
     /// The seed of sampled answers and generated ids; greedy answers don't depend on it.
     #[arg(long, alias = "random-seed", default_value_t = 0)]
     pub seed: u64,
+    /// Keeps no KV of requests that have ended.
+    #[arg(long)]
+    pub disable_radix_cache: bool,
     /// Records the radix tree's changes as KV events.
     #[arg(skip)]
     pub kv_events: bool,
@@ -264,7 +267,7 @@ impl Core {
     pub fn submit(&mut self, now: Duration, submit: Submit) -> ReqKey {
         let key = self.next_key;
         self.next_key += 1;
-        let Submit { rid, input_ids, sampling, session, space } = submit;
+        let Submit { rid, input_ids, sampling, session, space, given, .. } = submit;
         let session_id = match &session {
             SessionRef::Tagged(id) => Some(id.clone()),
             SessionRef::None | SessionRef::Controller(_) => None,
@@ -305,6 +308,7 @@ impl Core {
             cached: 0,
             publishes: true,
             refused,
+            given,
             to_abort: false,
             retractions: 0,
         };

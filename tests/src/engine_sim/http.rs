@@ -5,6 +5,7 @@
 
 use super::{
     Config,
+    hand_off::HandOffs,
     owner::{EngineHandle, EngineTurn, Progress},
     request::Submit,
 };
@@ -82,6 +83,8 @@ impl RequestLog {
 pub(super) struct App {
     pub(super) config: Config,
     pub(super) handle: EngineHandle,
+    /// `None` if the engine runs whole requests.
+    pub(super) hand_offs: Option<Arc<HandOffs>>,
     tasks: TaskTracker,
     rng: Mutex<fastrand::Rng>,
     tickets: AtomicU64,
@@ -101,6 +104,7 @@ impl App {
         config: Config,
         handle: EngineHandle,
         port: u16,
+        hand_offs: Option<Arc<HandOffs>>,
         tasks: TaskTracker,
         killed: CancellationToken,
     ) -> App {
@@ -115,6 +119,7 @@ impl App {
         App {
             config,
             handle,
+            hand_offs,
             tasks,
             rng,
             tickets,
@@ -140,7 +145,10 @@ impl App {
         let rid = submit.rid.clone();
         let ticket = self.tickets.fetch_add(1, Ordering::Relaxed);
         let (received, received_wall) = (Instant::now(), wall_seconds());
-        let turn = self.handle.turn(ticket, rank, stream, submit).await;
+        let turn = match &self.hand_offs {
+            None => self.handle.turn(ticket, rank, stream, submit).await,
+            Some(hand_offs) => hand_offs.submit(self.handle.clone(), ticket, rank, submit),
+        };
         Live { rid, turn, received, received_wall, _running: running }
     }
 }

@@ -16,7 +16,7 @@ use tokio::{
     sync::{mpsc, oneshot, watch},
     time::Instant,
 };
-use tokio_util::sync::CancellationToken;
+use tokio_util::sync::{CancellationToken, DropGuard};
 
 mod rank;
 
@@ -109,11 +109,31 @@ pub(super) struct EngineHandle {
 #[derive(Debug)]
 pub(super) struct EngineTurn {
     pub(super) progress: watch::Receiver<Progress>,
-    _guard: GoneGuard,
+    _guard: TurnGuard,
 }
 
+/// What reports that a request's client has gone.
 #[derive(Debug)]
-struct GoneGuard {
+#[expect(dead_code, reason = "only dropped")]
+enum TurnGuard {
+    Rank(GoneGuard),
+    HandOff(DropGuard),
+}
+
+impl EngineTurn {
+    /// Returns a request that is handed over to another engine, or by one. `gone` ends when the
+    /// value is dropped.
+    pub(super) fn handed_over(
+        progress: watch::Receiver<Progress>,
+        gone: CancellationToken,
+    ) -> EngineTurn {
+        EngineTurn { progress, _guard: TurnGuard::HandOff(gone.drop_guard()) }
+    }
+}
+
+/// Reports, when dropped, that a request's client has gone.
+#[derive(Debug)]
+pub(super) struct GoneGuard {
     ticket: u64,
     place: Option<mpsc::OwnedPermit<u64>>,
 }
@@ -134,11 +154,24 @@ impl EngineHandle {
         stream: bool,
         submit: Submit,
     ) -> EngineTurn {
-        let place = self.gone.clone().reserve_owned().await.ok();
         let (sender, progress) = watch::channel(Progress::default());
-        let new = NewTurn { ticket, rank, stream, submit, progress: sender };
+        let guard = self.turn_into(ticket, rank, stream, submit, sender).await;
+        EngineTurn { progress, _guard: TurnGuard::Rank(guard) }
+    }
+
+    /// Submits a request whose progress goes into `progress`.
+    pub(super) async fn turn_into(
+        &self,
+        ticket: u64,
+        rank: Option<usize>,
+        stream: bool,
+        submit: Submit,
+        progress: watch::Sender<Progress>,
+    ) -> GoneGuard {
+        let place = self.gone.clone().reserve_owned().await.ok();
+        let new = NewTurn { ticket, rank, stream, submit, progress };
         self.send(Command::Turn(Box::new(new))).await;
-        EngineTurn { progress, _guard: GoneGuard { ticket, place } }
+        GoneGuard { ticket, place }
     }
 
     pub(super) async fn open(&self, open: OpenSession) -> bool {

@@ -1,5 +1,6 @@
 //! The requests that go into the core and the outputs that come out of it.
 
+use http::HeaderMap;
 use std::time::Duration;
 
 /// Identifies a request inside one core.
@@ -59,6 +60,39 @@ pub struct Submit {
     pub sampling: Sampling,
     pub session: SessionRef,
     pub space: Space,
+    /// How the engine finds the other engine of its pair.
+    pub bootstrap: Option<Bootstrap>,
+    /// The prompt's KV comes from another engine, which had this many tokens of it cached.
+    pub given: Option<usize>,
+}
+
+/// The body's members about the other engine of a pair.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Bootstrap {
+    pub host: String,
+    pub port: u16,
+    pub room: Option<u64>,
+    pub prefill_rank: Option<usize>,
+}
+
+impl Bootstrap {
+    /// Reads the members; the headers that override them win.
+    pub fn read(headers: &HeaderMap, body: &serde_json::Map<String, serde_json::Value>) -> Self {
+        let header = |name: &str| headers.get(format!("x-override-{name}"))?.to_str().ok();
+        let number = |name: &str, key: &str| {
+            let value = || body.get(key)?.as_u64();
+            header(name).and_then(|text| text.parse().ok()).or_else(value)
+        };
+        let host = header("bootstrap-host").or_else(|| body.get("bootstrap_host")?.as_str());
+        let port = number("bootstrap-port", "bootstrap_port").unwrap_or(8998);
+        let rank = number("disagg-prefill-dp-rank", "disagg_prefill_dp_rank");
+        Self {
+            host: host.unwrap_or_default().to_owned(),
+            port: u16::try_from(port).unwrap_or(0),
+            room: number("bootstrap-room", "bootstrap_room"),
+            prefill_rank: rank.and_then(|rank| usize::try_from(rank).ok()),
+        }
+    }
 }
 
 /// Why a request ended.
@@ -139,6 +173,8 @@ pub(super) struct Req {
     pub(super) publishes: bool,
     /// The refusal, if the request was rejected before it ran; a one-token dummy runs in its place.
     pub(super) refused: Option<Finish>,
+    /// See [`Submit::given`].
+    pub(super) given: Option<usize>,
     pub(super) to_abort: bool,
     pub(super) retractions: u32,
 }

@@ -143,6 +143,7 @@ impl Plan {
             decode_ms_per_step: *rng.choice(&[8.0, 20.0, 50.0, 100.0]).expect("some"),
             eos_per_mille: *rng.choice(&[0, 5, 30]).expect("some"),
             seed: 0,
+            disable_radix_cache: false,
             kv_events: false,
         };
         let table_settings = table_settings(rng, guards);

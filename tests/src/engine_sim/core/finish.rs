@@ -15,7 +15,7 @@ impl Core {
     /// Inserts the full pages computed so far into the tree and locks them for the row.
     pub(super) fn publish(&mut self, key: ReqKey) {
         let req = &self.reqs[&key];
-        if !req.publishes {
+        if !req.publishes || self.config.disable_radix_cache {
             return;
         }
         let row = req.row.expect("a request that ran has a row");
@@ -135,7 +135,9 @@ impl Core {
             RequestKind::Streaming { .. } => {}
             RequestKind::Plain | RequestKind::Normal { .. } | RequestKind::Tagged { .. } => {
                 let tag = if aborted { None } else { self.tag_of(key) };
-                self.cache_row(key, row, seq, tag.as_deref());
+                if !self.config.disable_radix_cache {
+                    self.cache_row(key, row, seq, tag.as_deref());
+                }
                 self.free_row(row);
             }
         }

@@ -183,7 +183,10 @@ impl Core {
     /// Runs a prefill batch.
     pub(super) fn prefill(&mut self, batch: Vec<Extend>) -> EngineStep {
         let tokens: usize = batch.iter().map(|extend| extend.take).sum();
-        let mut step = EngineStep { outputs: Vec::new(), busy: self.prefill_time(tokens) };
+        // KV that another engine has computed costs no time here.
+        let is_computed = |extend: &&Extend| self.reqs[&extend.key].given.is_none();
+        let computed: usize = batch.iter().filter(is_computed).map(|extend| extend.take).sum();
+        let mut step = EngineStep { outputs: Vec::new(), busy: self.prefill_time(computed) };
         // All rows are allocated before anything runs, so two first turns of one session in a batch
         // both try to create its slot.
         self.reserve(tokens, batch.len());
@@ -247,7 +250,7 @@ impl Core {
         let req = self.reqs.get_mut(&extend.key).expect("an admitted request exists");
         let first = req.row.is_none();
         if first && req.retractions == 0 {
-            req.cached = extend.start;
+            req.cached = req.given.unwrap_or(extend.start);
         }
         req.seq = extend.start;
         let streaming = match &req.kind {

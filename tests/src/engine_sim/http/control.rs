@@ -3,7 +3,7 @@
 use super::{
     super::{
         owner::{OpenSession, Standstill},
-        request::{Sampling, Submit},
+        request::{Bootstrap, Sampling, Submit},
         tokenizer,
     },
     AppState, JsonObject,
@@ -90,6 +90,9 @@ pub(super) async fn abort_request(State(app): AppState, JsonObject(body): JsonOb
     let rid = body.get("rid").and_then(Value::as_str).unwrap_or_default().to_owned();
     let all = body.get("abort_all").and_then(Value::as_bool).unwrap_or(false);
     if all || !rid.is_empty() {
+        if let Some(hand_offs) = &app.hand_offs {
+            hand_offs.abort(&rid, all);
+        }
         app.handle.abort(rid, all).await;
     }
     StatusCode::OK.into_response()
@@ -128,7 +131,11 @@ pub(super) async fn health(State(app): AppState) -> Response {
     }
     let sampling = Sampling { max_new_tokens: Some(1), ..Sampling::default() };
     let rid = format!("HEALTH_CHECK_{}", app.new_id());
-    let submit = Submit { rid: rid.clone(), input_ids: vec![0], sampling, ..Submit::default() };
+    // In prefill and decode mode, the engine's own requests name a host that hands nothing over.
+    let host = "2.2.2.2".to_owned();
+    let bootstrap = Some(Bootstrap { host, room: Some(0), ..Bootstrap::default() });
+    let input_ids = vec![0];
+    let submit = Submit { rid: rid.clone(), input_ids, sampling, bootstrap, ..Submit::default() };
     let probe = app.submit(None, false, submit).await;
     tokio::time::sleep(wait).await;
     let _ = app.handle.report().await;

@@ -2,14 +2,20 @@
 
 use super::{
     super::{
+        hand_off::EngineMode,
         owner::Progress,
-        request::{Finish, Sampling, SessionParams, SessionRef, Space, Submit},
+        request::{Bootstrap, Finish, Sampling, SessionParams, SessionRef, Space, Submit},
         tokenizer,
     },
     App, AppState, JsonObject, Live, event_stream, internal_error, json_response, object,
     object_error, plain_error, sse, wall_seconds,
 };
-use axum::{body::Body, extract::State, http::StatusCode, response::Response};
+use axum::{
+    body::Body,
+    extract::State,
+    http::{HeaderMap, StatusCode},
+    response::Response,
+};
 use bytes::Bytes;
 use serde_json::{Map, Value, json};
 use std::{fmt::Display, sync::Arc};
@@ -38,11 +44,46 @@ struct Call {
     sampling: Sampling,
     session: SessionRef,
     space: Space,
+    bootstrap: Bootstrap,
+    logprobs: Option<InputLogprobs>,
 }
 
-pub(super) async fn generate(State(app): AppState, JsonObject(body): JsonObject) -> Response {
+/// The log probabilities of the prompt's tokens for which a request asks.
+#[derive(Clone, Debug)]
+struct InputLogprobs {
+    start: Option<usize>,
+    /// Whether this engine computes the prompt.
+    has_prompt: bool,
+    input_ids: Vec<u32>,
+}
+
+impl InputLogprobs {
+    fn read(app: &App, body: &Map<String, Value>, prompts: &[Vec<u32>]) -> Option<Self> {
+        body.get("return_logprob").and_then(Value::as_bool).filter(|asks| *asks)?;
+        let start = body.get("logprob_start_len").and_then(Value::as_i64);
+        let has_prompt = app.config.hand_off.mode != EngineMode::Decode;
+        let input_ids = prompts.first().cloned().unwrap_or_default();
+        Some(Self { start: start.and_then(|at| usize::try_from(at).ok()), has_prompt, input_ids })
+    }
+
+    /// Returns the list of `meta_info`. The values are those of no model.
+    fn render(&self) -> String {
+        let start = self.start.filter(|_| self.has_prompt).unwrap_or(usize::MAX);
+        let values = self.input_ids.iter().enumerate().skip(start).map(|(at, id)| {
+            let value = if at == 0 { Value::Null } else { json!(-f64::from(id % 97) / 8.0) };
+            json!([value, id, null])
+        });
+        Value::Array(values.collect()).to_string()
+    }
+}
+
+pub(super) async fn generate(
+    State(app): AppState,
+    headers: HeaderMap,
+    JsonObject(body): JsonObject,
+) -> Response {
     let stream = body.get("stream").and_then(Value::as_bool).unwrap_or(false);
-    match read(&app, &body, stream) {
+    match read(&app, &headers, &body, stream) {
         Ok(call) if call.stream && !call.batch => stream_one(app, call).await,
         Ok(call) => answer(app, call).await,
         Err(Refusal::Value(message)) if stream => {
@@ -67,7 +108,12 @@ fn broken_stream() -> Response {
     event_stream(Body::from_stream(tokio_stream::once(Err::<Bytes, _>(broken))))
 }
 
-fn read(app: &App, body: &Map<String, Value>, stream: bool) -> Result<Call, Refusal> {
+fn read(
+    app: &App,
+    headers: &HeaderMap,
+    body: &Map<String, Value>,
+    stream: bool,
+) -> Result<Call, Refusal> {
     let (prompts, batch) = prompts(body)?;
     let session = session_ref(body)?;
     let history = matches!(session, SessionRef::Controller(_));
@@ -93,7 +139,9 @@ fn read(app: &App, body: &Map<String, Value>, stream: bool) -> Result<Call, Refu
     let rank = routed_rank(app, body).map_err(Refusal::Value)?;
     let sampling = sampling(params, Some(MAX_NEW_TOKENS_DEFAULT));
     let space = space(body);
-    Ok(Call { prompts, batch, stream, rids, rank, sampling, session, space })
+    let bootstrap = Bootstrap::read(headers, body);
+    let logprobs = InputLogprobs::read(app, body, &prompts);
+    Ok(Call { prompts, batch, stream, rids, rank, sampling, session, space, bootstrap, logprobs })
 }
 
 /// Checks the body's own tokens, and the output limit that the body names, against the context,
@@ -220,6 +268,8 @@ async fn submit(app: &App, call: &Call, index: usize) -> Live {
         sampling: call.sampling.clone(),
         session: call.session.clone(),
         space: call.space.clone(),
+        bootstrap: Some(call.bootstrap.clone()),
+        given: None,
     };
     app.submit(call.rank, call.stream, submit).await
 }
@@ -243,7 +293,7 @@ async fn answer(app: Arc<App>, call: Call) -> Response {
             }
             return response;
         }
-        bodies[index] = render(&app, &live, &progress);
+        bodies[index] = render(&app, &live, &progress, call.logprobs.as_ref());
     }
     let body = if call.batch { format!("[{}]", bodies.join(",")) } else { bodies.concat() };
     json_response(StatusCode::OK, &body)
@@ -266,7 +316,8 @@ async fn stream_one(app: Arc<App>, call: Call) -> Response {
             return String::new();
         }
         let done = if progress.finish.is_some() { "data: [DONE]\n\n" } else { "" };
-        format!("data: {}\n\n{done}", render(&renderer, live, progress))
+        let text = render(&renderer, live, progress, call.logprobs.as_ref());
+        format!("data: {text}\n\n{done}")
     })
 }
 
@@ -279,7 +330,7 @@ pub(super) fn text(progress: &Progress) -> String {
     tokenizer::decode(tokens, progress.finish.is_some())
 }
 
-fn render(app: &App, live: &Live, progress: &Progress) -> String {
+fn render(app: &App, live: &Live, progress: &Progress, logprobs: Option<&InputLogprobs>) -> String {
     let reason = progress.finish.as_ref().map_or_else(|| "null".to_owned(), finish_reason);
     let cached = progress.cached_tokens;
     let rank = json!((app.config.dp_size > 1).then_some(progress.rank));
@@ -300,7 +351,9 @@ fn render(app: &App, live: &Live, progress: &Progress) -> String {
     ];
     let ending = if progress.finish.is_some() { ending(live, progress) } else { Vec::new() };
     let sent = [("response_sent_to_client_ts", json!(wall_seconds()).to_string())];
-    let meta: Vec<(&str, String)> = meta.into_iter().chain(ending).chain(sent).collect();
+    let logprobs = logprobs.map(|logprobs| ("input_token_logprobs", logprobs.render()));
+    let meta = meta.into_iter().chain(logprobs);
+    let meta: Vec<(&str, String)> = meta.chain(ending).chain(sent).collect();
     let meta: Vec<(&str, &dyn Display)> = meta.iter().map(|(k, v)| (*k, v as _)).collect();
     object(&[
         ("text", &json!(text(progress))),

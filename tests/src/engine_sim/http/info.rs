@@ -82,7 +82,8 @@ fn load(app: &App, rank: usize, report: &RankReport, include: &[&str]) -> Value 
     }
     if has("disagg") {
         load["disaggregation"] = json!({
-            "mode": "null", "prefill_bootstrap_queue_reqs": 0, "prefill_inflight_queue_reqs": 0,
+            "mode": app.config.hand_off.mode.as_str(),
+            "prefill_bootstrap_queue_reqs": 0, "prefill_inflight_queue_reqs": 0,
             "decode_prealloc_queue_reqs": 0, "decode_transfer_queue_reqs": 0,
             "decode_retracted_queue_reqs": 0, "kv_transfer_speed_gb_s": 0.0,
             "kv_transfer_latency_ms": 0.0,
@@ -133,7 +134,7 @@ pub(super) async fn server_info(State(app): AppState) -> Response {
         "context_length": core.context_len,
         "max_running_requests": core.max_running_requests,
         "chunked_prefill_size": core.chunked_prefill_size,
-        "tp_size": 1,
+        "tp_size": app.config.hand_off.tp_size,
         "pp_size": 1,
         "dp_size": app.config.dp_size,
         "enable_streaming_session": core.streaming_sessions,
@@ -144,12 +145,10 @@ pub(super) async fn server_info(State(app): AppState) -> Response {
         "schedule_low_priority_values_first": false,
         "enable_lora": app.config.enable_lora,
         "lora_paths": null,
-        "disable_radix_cache": false,
+        "disable_radix_cache": core.disable_radix_cache,
         "radix_eviction_policy": "lru",
         "schedule_policy": "fcfs",
         "decode_log_interval": core.decode_log_interval,
-        "disaggregation_mode": "null",
-        "disaggregation_bootstrap_port": 8998,
         "kv_events_config": app.config.kv_events.as_ref().map(kv_events_config),
         "load_balance_method": "round_robin",
         "random_seed": core.seed,
@@ -172,6 +171,7 @@ pub(super) async fn server_info(State(app): AppState) -> Response {
             into[key.as_str()] = value.clone();
         }
     };
+    merge(&mut body, &disaggregation(&app));
     let mut internal = args;
     merge(&mut internal, &state);
     merge(
@@ -189,6 +189,19 @@ pub(super) async fn server_info(State(app): AppState) -> Response {
         }),
     );
     json_response(StatusCode::OK, &body)
+}
+
+/// Returns the settings of prefill and decode mode.
+fn disaggregation(app: &App) -> Value {
+    let config = &app.config.hand_off;
+    let bootstrap_port = app.hand_offs.as_ref().map(|hand_offs| hand_offs.bootstrap_port());
+    json!({
+        "disaggregation_mode": config.mode.as_str(),
+        "disaggregation_bootstrap_port": bootstrap_port.unwrap_or(config.bootstrap_port),
+        "disaggregation_transfer_backend": config.transfer_backend,
+        "disaggregation_decode_enable_radix_cache": config.decode_radix_cache,
+        "kv_cache_dtype": config.kv_cache_dtype,
+    })
 }
 
 /// Returns the `--kv-events-config` setting as it was given.

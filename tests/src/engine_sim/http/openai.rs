@@ -3,7 +3,7 @@
 use super::{
     super::{
         owner::Progress,
-        request::{Finish, Sampling, SessionRef, Submit},
+        request::{Bootstrap, Finish, Sampling, SessionRef, Submit},
         tokenizer,
     },
     App, AppState, JsonObject, Live,
@@ -146,7 +146,15 @@ async fn run(
     let tag = body.get("session_id").and_then(Value::as_str);
     let session = tag.map_or(SessionRef::None, |tag| SessionRef::Tagged(tag.to_owned()));
     let stream = body.get("stream").and_then(Value::as_bool).unwrap_or(false);
-    let submit = Submit { rid, input_ids: prompt, sampling, session, space: space(body) };
+    let submit = Submit {
+        rid,
+        input_ids: prompt,
+        sampling,
+        session,
+        space: space(body),
+        bootstrap: Some(Bootstrap::read(headers, body)),
+        given: None,
+    };
     let live = app.submit(rank, stream, submit).await;
     if stream {
         let options = body.get("stream_options");
