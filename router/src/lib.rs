@@ -410,7 +410,6 @@ fn build_shared(
         tasks.clone(),
     );
     let sessions = Arc::new(sessions);
-    let upstream = Arc::new(upstream);
     let renewal = renewal::run(renewal_queue, Arc::clone(&directory), claims, tasks.token());
     tasks.spawn(renewal);
     tasks.spawn(mending::run(Arc::clone(&directory), Arc::clone(&sessions), tasks.token()));
@@ -421,7 +420,7 @@ fn build_shared(
         block_locator,
         placer,
         sessions,
-        upstream,
+        upstream: Arc::new(upstream),
         metrics,
         unsent_turns: RunningTurns::default(),
         bodies: Bodies::new(Arc::clone(&shares.body_bytes), config.limits.body_bytes_max),

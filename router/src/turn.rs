@@ -34,6 +34,7 @@
 //! - `sessions`: opens, closes and lists sessions.
 //! - `renewal`: renews claims while turns run. `mending`: closes sessions of two agents at one.
 //! - `engine_info`: asks agents what their engines say of themselves.
+//! - `close_guard`: closes a session whose last turn got no answer.
 //! - `shared`: the parts that all requests share.
 //! - `error`: why a turn is refused.
 
@@ -41,6 +42,7 @@ pub(crate) mod aborts;
 mod agent_body;
 pub(crate) mod body;
 mod cache_isolation;
+mod close_guard;
 pub(crate) mod control;
 pub(crate) mod decide;
 pub(crate) mod directory;
@@ -94,6 +96,7 @@ use tracing::{debug, info, warn};
 use self::{
     agent_body::AgentBody,
     body::HeldBody,
+    close_guard::CloseGuard,
     error::{Error, Limit, NoAnswer},
     hinted::Unfit,
     pair::Sent,
@@ -101,7 +104,6 @@ use self::{
     priority::TurnPriority,
     proxy::{InFlightCount, OutboundTurn, TurnCapacity},
     request::{SessionIntent, Turn},
-    sessions::SessionService,
     shared::{Shared, StreamFlag},
     usage::TurnTokens,
 };
@@ -469,47 +471,6 @@ fn finish(
                 "turn failed"
             );
             Err(error.into())
-        }
-    }
-}
-
-/// Closes a session if the turn that would close it gets no answer, because perhaps no agent
-/// received the turn. After an answer, the agent closes the session itself.
-struct CloseGuard {
-    sessions: Arc<SessionService>,
-    /// The session to close, and its worker. `None` if the turn doesn't close its session.
-    session: Option<(SessionKey, WorkerRef)>,
-}
-
-impl CloseGuard {
-    fn new(shared: &Shared, turn: &Turn, worker: WorkerRef) -> Self {
-        let intent = turn
-            .session
-            .as_ref()
-            .filter(|intent| intent.closes_session && !intent.is_placement_only);
-        Self {
-            sessions: Arc::clone(&shared.sessions),
-            session: intent.map(|intent| (intent.key.clone(), worker)),
-        }
-    }
-
-    /// Records that the turn is now sent to `worker`, which then also has its session.
-    fn move_to(&mut self, worker: WorkerRef) {
-        if let Some((_, session_worker)) = &mut self.session {
-            *session_worker = worker;
-        }
-    }
-
-    /// Records that the answer has come.
-    fn disarm(mut self) {
-        self.session = None;
-    }
-}
-
-impl Drop for CloseGuard {
-    fn drop(&mut self) {
-        if let Some((key, worker)) = self.session.take() {
-            self.sessions.close_detached(key, worker);
         }
     }
 }
