@@ -402,14 +402,13 @@ fn build_shared(
         Affinity::new(NAMES_SEEN_ONCE_MAX, config.affinity_idle_max()),
         Arc::clone(&metrics),
     );
-    let sessions = SessionService::new(
+    let sessions = Arc::new(SessionService::new(
         Arc::clone(&directory),
         Arc::clone(&claims),
         Arc::clone(control_clients),
         Arc::clone(&metrics),
         tasks.clone(),
-    );
-    let sessions = Arc::new(sessions);
+    ));
     let renewal = renewal::run(renewal_queue, Arc::clone(&directory), claims, tasks.token());
     tasks.spawn(renewal);
     tasks.spawn(mending::run(Arc::clone(&directory), Arc::clone(&sessions), tasks.token()));
