@@ -209,13 +209,3 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     cluster = getattr(item, "funcargs", {}).get("cluster")
     if cluster:
         cluster.revive()
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
-    if report.skipped:
-        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
-        return "skipped", f"{report.nodeid}  skipped  ({reason})\n", ""
-    return None
-
-

@@ -71,6 +71,9 @@ def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str]:
         for title, printed in report.sections:
             lines += [f"{title}:", *printed.splitlines()]
         return "failed", "\n    ".join(lines) + "\n", ""
+    if report.skipped:
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+        return "skipped", f"{name}  skipped  ({reason})\n", ""
     if report.when == "call":
         return "passed", f"{name}  ok  ({report.duration:.2f} s)\n", ""
     if report.when == "setup" and report.duration > SETUP_SECONDS_SHOWN:
