@@ -16,7 +16,7 @@ HARDENED = {
     "seccompProfile": {"type": "RuntimeDefault"},
 }
 # Secrets and claims that examples name, and operators bring.
-OUTSIDE = {"berth-keys", "berth-agent-tls", "berth-router-tls", "berth-front-tls", "berth-engine-key"}
+OUTSIDE = {"berth-keys", "berth-agent-tls", "berth-router-tls", "berth-front-tls"}
 
 
 @pytest.fixture(params=EXAMPLES, ids=lambda path: path.stem)
@@ -74,7 +74,8 @@ def test_all_that_pods_mount_exists(rendered: Rendered) -> None:
 
 def test_named_ports_exist(rendered: Rendered) -> None:
     for name, pod in rendered.workloads():
-        ports = {port["name"] for each in charts.containers(pod["spec"]) for port in each.get("ports", [])}
+        each_ports = (each.get("ports", []) for each in charts.containers(pod["spec"]))
+        ports = {port["name"] for some in each_ports for port in some}
         for each in charts.containers(pod["spec"]):
             for probe in ("readinessProbe", "livenessProbe"):
                 if probe in each:

@@ -89,10 +89,9 @@ class Cluster:
         self, method: str, path: str, body: Any = None, token: str = TOKEN,
         kind: str = "application/json",
     ) -> Answer:
-        request = urllib.request.Request(
-            self.url + path, method=method, data=None if body is None else json.dumps(body).encode(),
-            headers={"authorization": f"Bearer {token}", "content-type": kind},
-        )
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"authorization": f"Bearer {token}", "content-type": kind}
+        request = urllib.request.Request(self.url + path, data, headers, method=method)
         try:
             with urllib.request.urlopen(request, timeout=30, context=self._tls) as answer:
                 return _answer(answer)

@@ -1,4 +1,4 @@
-"""Does a real API server take what the chart renders, and is a router's account as narrow as said?"""
+"""Does a real API server take what the chart renders, and how much may a router's account do?"""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -42,8 +42,8 @@ def test_the_api_server_takes_every_object(cluster: Cluster, rendered: Rendered)
         warned = [text for text in answer.warnings if "PodSecurity" in text]
         other = set(answer.warnings) - set(warned)
         assert not other, f"{name}: {other}"
-        # The router keeps the strictest standard for pods. The agent beside an engine would too, but
-        # the engine's image runs as root.
+        # The router keeps the strictest standard for pods. The agent would too, but the engine's
+        # image runs as root.
         if each["kind"] == "Deployment":
             assert not warned, f"{name}: {warned}"
 

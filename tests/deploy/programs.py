@@ -16,7 +16,7 @@ class Missing(Exception):
 
 def tool(name: str) -> str:
     """Returns the path of a tool, after building it if it isn't in the cache."""
-    made = subprocess.run([HERE / "tool", name], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    made = subprocess.run([HERE / "tool", name], capture_output=True, text=True)
     if made.returncode == UNAVAILABLE:
         raise Missing(made.stderr.strip().splitlines()[-1])
     assert made.returncode == 0, made.stderr
