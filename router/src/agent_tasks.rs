@@ -7,13 +7,13 @@
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
-use service::{clock::now, tasks::Tasks};
+use service::{clock::now, log::describe_error, tasks::Tasks};
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tracing::{info, warn};
 
 use crate::{
     fleet::{
-        connect::{LoadWatcher, describe_error},
+        connect::LoadWatcher,
         control::{ControlClient, ControlClients},
         dial::{AgentCredentials, AgentDialer},
         slot_keeper::{SlotKeeper, Step},

@@ -87,6 +87,7 @@ use proto::{
 use service::{
     clock::now,
     headers::strip_request,
+    log::describe_error,
     refusal::{self, AbortedTurn},
     running_turns::RunningTurn,
     server::PeerAddress,
@@ -110,7 +111,7 @@ use self::{
 use crate::{
     auth::Caller,
     config::{auth::CacheIsolation, tables::PreamblePolicy},
-    fleet::{connect, worker::WorkerRef},
+    fleet::worker::WorkerRef,
     metrics::TurnOutcome,
     placement::{PairUse, Unpaired, session_status::SessionStatus},
     shares::{Refused, Sharer},
@@ -467,7 +468,7 @@ fn finish(
             warn!(
                 turn = format!("{:016x}", outbound.turn_id),
                 worker = placed.worker_name,
-                error = connect::describe_error(&error),
+                error = describe_error(&error),
                 "turn failed"
             );
             Err(error.into())

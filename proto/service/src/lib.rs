@@ -6,6 +6,7 @@
 //!
 //! - [`admin`]: the admin port with metrics, readiness and settings.
 //! - [`auth`]: API keys, and who may use the admin port.
+//! - [`backoff`]: pauses between attempts to reach a peer.
 //! - [`budget`]: the limit on request bodies in memory.
 //! - [`clock`]: monotonic time and the wall clock.
 //! - [`descriptors`]: the limit on file descriptors.
@@ -25,6 +26,7 @@
 
 pub mod admin;
 pub mod auth;
+pub mod backoff;
 pub mod budget;
 pub mod clock;
 pub mod descriptors;

@@ -24,3 +24,16 @@ pub fn init() {
         logs.json().flatten_event(true).with_ansi(false).try_init()
     });
 }
+
+/// Formats an error and its sources on one line.
+#[must_use]
+pub fn describe_error(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        text.push_str(": ");
+        text.push_str(&cause.to_string());
+        source = cause.source();
+    }
+    text
+}

@@ -19,15 +19,12 @@ use hickory_resolver::{
         rr::{RData, RecordType},
     },
 };
-use service::clock::now;
+use service::{clock::now, log::describe_error};
 
 use super::Reporter;
 use crate::{
     config::discovery::{DnsName, DnsTable},
-    fleet::{
-        connect::describe_error,
-        membership::{Listing, SourceList},
-    },
+    fleet::membership::{Listing, SourceList},
 };
 
 /// The longest time to wait for the answer of a server, and the number of tries.

@@ -16,15 +16,13 @@ use kube::{
         watcher::{self, Event},
     },
 };
+use service::log::describe_error;
 use tokio_stream::StreamExt as _;
 
 use super::{Reporter, dns::control_url};
 use crate::{
     config::discovery::KubernetesTable,
-    fleet::{
-        connect::describe_error,
-        membership::{Listing, SourceList},
-    },
+    fleet::membership::{Listing, SourceList},
 };
 
 /// The pauses between two tries to reach the API server. Its restart takes some seconds.

@@ -11,6 +11,7 @@ use std::{
 };
 
 use proto::v1::WatchLoadRequest;
+use service::{backoff::Backoff, log::describe_error};
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 use tracing::debug;
@@ -18,7 +19,6 @@ use tracing::debug;
 use super::{
     agent::Link, dial::AgentDialer, load_stream::LoadStreamChecker, state::Update, view::View,
 };
-use crate::backoff::Backoff;
 
 /// Number of load reports after which the stream of a rejected agent is closed; about ten seconds.
 /// An agent is rejected while an agent at another address has the same id. The stream isn't closed
@@ -145,18 +145,6 @@ impl LoadWatcher {
         let now = service::clock::now();
         self.updates.send((self.agent_index, update, now)).await.map_err(drop)
     }
-}
-
-/// Formats an error and its sources on one line.
-pub(crate) fn describe_error(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(cause) = source {
-        text.push_str(": ");
-        text.push_str(&cause.to_string());
-        source = cause.source();
-    }
-    text
 }
 
 /// Formats the status of a failed call, and what it comes from, on one line.

@@ -17,7 +17,7 @@ use std::{
 use arc_swap::ArcSwap;
 use bytes::Bytes;
 use proto::load::{Description, ModelFiles};
-use service::clock::now;
+use service::{clock::now, log::describe_error};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
@@ -30,8 +30,7 @@ use super::{
 use crate::shares::{PoolSizes, Shares};
 use crate::{
     fleet::{
-        connect::describe_error, control::ControlClients, snapshot::Snapshot,
-        tokenizer_files::TokenizerFiles, view::View,
+        control::ControlClients, snapshot::Snapshot, tokenizer_files::TokenizerFiles, view::View,
     },
     metrics::Metrics,
     shares::{Share, SharedPool, Sharer},

@@ -23,6 +23,7 @@ use proto::{
     v1::WatchKvRequest,
 };
 use serde::Serialize;
+use service::{backoff::Backoff, log::describe_error};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info};
 
@@ -31,10 +32,9 @@ use super::{
     kv_stream::{KvPhase, KvStreamChecker},
 };
 use crate::{
-    backoff::Backoff,
     config::AGENTS_MAX,
     fleet::{
-        connect::{describe_error, describe_status},
+        connect::describe_status,
         dial::AgentDialer,
         worker::{WORKER_NUMBERS_MAX, WorkerRef},
     },

@@ -22,13 +22,16 @@ use std::time::Duration;
 use bytes::Bytes;
 use http::{HeaderMap, uri::PathAndQuery};
 use proto::staged_prefill;
-use service::clock::{now, whole_millis};
+use service::{
+    clock::{now, whole_millis},
+    log::describe_error,
+};
 use tracing::debug;
 
 use super::{
     placer::PlacedTurn, proxy::OutboundTurn, request::Turn, shared::Shared, upstream::SendError,
 };
-use crate::{fleet::connect, metrics::StagedPrefillEnd};
+use crate::metrics::StagedPrefillEnd;
 
 /// The longest time that a prompt is in staged prefill. After this time the turn is sent anyway, so
 /// that a long queue or a stuck engine doesn't use up the turn's own time limit.
@@ -155,7 +158,7 @@ async fn compute_in_stages(
         Err(SendError::Http(error) | SendError::NoDescriptors(error)) => {
             debug!(
                 worker = placed.worker_name,
-                error = connect::describe_error(&error),
+                error = describe_error(&error),
                 "staged prefill failed"
             );
             Err(StagedPrefillEnd::Failed)

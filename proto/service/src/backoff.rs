@@ -1,20 +1,20 @@
-//! Pauses before the router tries again to connect to an agent, longer after each failure.
+//! Pauses before a process tries again to reach a peer, longer after each failure.
 //!
-//! `fleet::connect` (load streams) and `residency::kv_index` (KV streams) each have a [`Backoff`]
-//! per agent. This module connects to nothing, and bounds no number of attempts.
+//! A router has a [`Backoff`] for each stream from an agent, and an agent for each router to which it
+//! announces itself. This module connects to nothing, and bounds no number of attempts.
 
 use std::time::Duration;
 
-/// Pause after the first failure. An agent's restart takes about a second, so the router finds the
-/// agent soon after it is back.
+/// Pause after the first failure. A peer's restart takes about a second, so the peer is found soon
+/// after it is back.
 const PAUSE_MIN: Duration = Duration::from_millis(100);
-/// Longest pause. It is long enough that the attempts of a thousand routers cost an agent little,
-/// and short enough that a restarted agent gets its connections within seconds.
+/// Longest pause. It is long enough that the attempts of a thousand processes cost their peer
+/// little, and short enough that a restarted peer gets its connections within seconds.
 const PAUSE_MAX: Duration = Duration::from_secs(3);
 
 /// Pauses between attempts. Each pause is twice as long as the one before, up to [`PAUSE_MAX`].
 #[derive(Debug)]
-pub(crate) struct Backoff {
+pub struct Backoff {
     next_pause: Duration,
 }
 
@@ -26,13 +26,13 @@ impl Default for Backoff {
 
 impl Backoff {
     /// Makes the next pause the shortest again. For use after a success.
-    pub(crate) fn reset(&mut self) {
+    pub fn reset(&mut self) {
         self.next_pause = PAUSE_MIN;
     }
 
-    /// Waits for a random time between half of the pause and the whole pause, so that routers don't
-    /// all connect at the same moment.
-    pub(crate) async fn pause(&mut self) {
+    /// Waits for a random time between half of the pause and the whole pause, so that processes
+    /// don't all connect at the same moment.
+    pub async fn pause(&mut self) {
         tokio::time::sleep(self.next_pause.mul_f64(0.5 + fastrand::f64() / 2.0)).await;
         self.next_pause = (self.next_pause * 2).min(PAUSE_MAX);
     }
