@@ -189,7 +189,12 @@ pub struct Description {
     pub epoch: u64,
     /// TCP port that takes turns.
     pub data_port: u16,
-    /// Whether that port speaks TLS.
+    /// Host and port under which routers reach the data port. `None`: `data_port`, on the host of
+    /// the control port.
+    pub data_address: Option<String>,
+    /// URL under which routers reach the control port. `None`: as they dialled it.
+    pub control_url: Option<String>,
+    /// Whether the data port speaks TLS.
     pub data_tls: bool,
     /// The engine next to the agent.
     pub engine: EngineFacts,
@@ -384,6 +389,14 @@ pub enum Error {
     /// A required field is absent.
     #[error("{0} is missing")]
     Missing(&'static str),
+    /// An address that isn't one.
+    #[error("{field} is {value:?}, which is no address; set the agent's advertise.host to a host")]
+    Address {
+        /// The field's name.
+        field: &'static str,
+        /// The field's value.
+        value: String,
+    },
     /// A value that no worker can have.
     #[error("{field} is {value}, which is impossible")]
     Impossible {

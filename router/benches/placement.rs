@@ -50,6 +50,8 @@ fn description(agent: usize) -> Description {
         epoch: 1,
         data_port: 9,
         data_tls: false,
+        data_address: None,
+        control_url: None,
         engine: EngineFacts {
             version: String::new(),
             models: vec!["m".to_owned()],

@@ -19,7 +19,8 @@
 //! - `discovery`: the sources of agents: a file, DNS, Kubernetes, announcements.
 //! - [`fleet`]: the agents' streams and control ports, and the published snapshot of the fleet.
 //!
-//! Every module may use [`config`] (settings), `metrics`, [`auth`] (who sends a request), and `shares` (what each client may hold and use).
+//! Every module may use [`config`] (settings), `metrics`, [`auth`] (who sends a request), and
+//! `shares` (what each client may hold and use).
 
 mod agent_tasks;
 pub mod auth;

@@ -266,6 +266,8 @@ impl AgentState {
             epoch: 7,
             data_port: u32::from(self.data_port),
             data_tls: false,
+            data_address: String::new(),
+            control_url: String::new(),
             engine: Some(v1::EngineFacts {
                 version: "0".into(),
                 models: vec![self.model.into()],

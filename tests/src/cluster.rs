@@ -46,15 +46,15 @@ pub struct Agent {
     /// The socket on which the agent listens for the engine's shim.
     pub shim_socket: PathBuf,
     has_tls: bool,
-    stop: oneshot::Sender<Ending>,
+    /// Ends the agent, as a signal would.
+    pub stop: oneshot::Sender<Ending>,
     ended: JoinHandle<Result<(), worker_agent::Error>>,
     /// The state folder, removed with the agent; `None` if the settings name one.
     _state: Option<tempfile::TempDir>,
 }
 
-/// Returns port 0 of a loopback address that no other call in this process returns. After its
-/// listener has ended, no other process listens there, except that one in 250 may use the same
-/// addresses.
+/// Returns port 0 of a loopback address that no other call in this process returns. No other
+/// process listens there later, except that one in 250 may use the same addresses.
 pub fn own_addr() -> SocketAddr {
     static NEXT: AtomicU16 = AtomicU16::new(1);
     let [high, low] = NEXT.fetch_add(1, Ordering::Relaxed).to_be_bytes();

@@ -30,7 +30,7 @@ const LAYERS: [(&str, Rows); 2] = [
     (
         "worker-agent",
         &[
-            &["control_port", "admin_actions", "cli"],
+            &["announcer", "control_port", "admin_actions", "cli"],
             &["staged_prefill"],
             &["data_port"],
             &["owner"],
@@ -46,8 +46,7 @@ const LAYERS: [(&str, Rows); 2] = [
 ];
 
 /// Modules that every module may import, and that import no module of a row.
-const LEAVES: [&str; 7] =
-    ["auth", "backoff", "config", "guard", "incarnation", "metrics", "shares"];
+const LEAVES: [&str; 6] = ["auth", "config", "guard", "incarnation", "metrics", "shares"];
 
 /// A module that names another.
 struct Import<'a> {

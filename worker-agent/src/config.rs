@@ -10,6 +10,7 @@
 //! history: the engine then gets only the part that the session doesn't hold.
 
 pub mod access;
+pub mod announce;
 pub mod auth;
 pub mod selector;
 mod state_folder;
@@ -31,6 +32,7 @@ use service::{
 
 use self::{
     access::TlsTable,
+    announce::{AdvertiseTable, AnnounceTable},
     auth::AuthTable,
     selector::Selector,
     state_folder::default_state_folder,
@@ -204,6 +206,10 @@ pub struct Config {
     pub engine: EngineTable,
     /// The addresses of the agent's ports.
     pub listen: ListenTable,
+    /// The addresses of the ports as routers see them.
+    pub advertise: AdvertiseTable,
+    /// The routers to which the agent announces itself.
+    pub announce: AnnounceTable,
     /// How long sessions are kept, and how much of the engine pinned sessions may hold.
     pub sessions: SessionsTable,
     /// The bounds on turns and their bodies.
@@ -250,6 +256,15 @@ impl Config {
         if problems.is_empty() { Ok(config) } else { Err(Problems(problems)) }
     }
 
+    /// Returns the agent's name: the setting, or the address of the control port.
+    #[must_use]
+    pub fn agent_id(&self, control: SocketAddr) -> String {
+        match self.worker_id.as_str() {
+            "" => control.to_string(),
+            worker_id => worker_id.to_owned(),
+        }
+    }
+
     /// Returns the state folder: `state_dir`, or its default.
     #[must_use]
     pub fn state_dir(&self) -> PathBuf {
@@ -273,7 +288,9 @@ impl Config {
     /// Reads the certificates and tokens once. Returns what is wrong with them.
     #[must_use]
     pub fn file_problems(&self) -> Vec<String> {
-        access::file_problems(&self.tls, &self.auth)
+        let mut problems = access::file_problems(&self.tls, &self.auth);
+        problems.extend(self.announce.file_problems());
+        problems
     }
 
     /// Adds the problems of ports that other hosts reach.
@@ -282,6 +299,7 @@ impl Config {
         let addresses = [("listen.data_addr", data_addr), ("listen.control_addr", control_addr)];
         access::check(&self.tls, &self.auth, addresses, problems);
         problems.extend(self.auth.problem(admin_addr));
+        announce::check(&self.advertise, &self.announce, control_addr, problems);
     }
 
     fn check(&self, problems: &mut Vec<String>) {

@@ -20,6 +20,7 @@
 //! The agent doesn't place turns on workers, doesn't know other workers, and stores no prompts.
 
 mod admin_actions;
+mod announcer;
 pub mod audit;
 pub mod cli;
 pub mod config;
@@ -58,6 +59,7 @@ use service::{
 use tokio::sync::{Notify, mpsc, watch};
 
 use crate::{
+    announcer::Announcer,
     config::{Config, ms, tables::LimitsTable},
     control_port::{ControlListener, PortAccess},
     data_port::{RouterAuth, TurnContext},
@@ -137,7 +139,7 @@ pub enum Error {
     #[error("can't start")]
     Start(#[from] std::io::Error),
     /// A certificate, key or token can't be used.
-    #[error("can't use a file named in [tls] or [auth]")]
+    #[error("can't use a file named in [tls], [auth] or [announce]")]
     File(#[from] reload::Error),
     /// A task that the agent needs has ended.
     #[error("an essential task ended; the log says which and why")]
@@ -167,6 +169,8 @@ pub async fn run(
     let gpus = gpu::start((&config).into())?;
     let file_metrics = reload::Metrics::new(&mut registry);
     let access = start_access(&config, &file_metrics, &tasks)?;
+    let control = listeners.control.local_addr()?;
+    let announcer = announcer::start(&config, control, &file_metrics, &mut registry, &tasks)?;
     let (agent, shim, queues) =
         start_agent(&config, &gpus, &listeners, epoch, &engine, &metrics, &tasks)?;
     let republish_interval = ms(config.engine.republish_interval_ms);
@@ -185,11 +189,9 @@ pub async fn run(
     let ready = track_readiness(agent.report.clone(), &metrics, &tasks);
     gpu::metrics::register(&mut registry, gpus.subscribe(), agent.report.clone());
     let gate = admin_gate(&config, &listeners.admin, &file_metrics, &tasks)?;
-    let registry = Arc::new(registry);
-    let (config_text, actions) = (settings::to_toml(&config), admin_actions::routes(agent.clone()));
-    let admin_data = AdminData { registry, ready, config: config_text, gate, actions };
-    admin::start(admin_data, listeners.admin, port_limits.admin, tasks.token())?;
-
+    let (text, actions) = (settings::to_toml(&config), admin_actions::routes(agent.clone()));
+    let data = AdminData { registry: Arc::new(registry), ready, config: text, gate, actions };
+    admin::start(data, listeners.admin, port_limits.admin, tasks.token())?;
     let wake_monitor = Arc::new(Notify::new());
     let monitor = EngineMonitor {
         engine: engine.clone(),
@@ -217,7 +219,7 @@ pub async fn run(
     start_data_port(listeners.data, context, queues, access.tls, port_limits.data)?;
 
     tokio::select! {
-        ending = stop => drain(&agent, ms(config.shutdown.drain_ms_max), ending).await,
+        ending = stop => drain(&agent, &announcer, ms(config.shutdown.drain_ms_max), ending).await,
         () = tasks.cancelled() => {}
     }
     if tasks.stop(SHUTDOWN_TIME_MAX).await { Ok(()) } else { Err(Error::TaskEnded) }
@@ -311,12 +313,20 @@ fn turns_max(config: &Config) -> usize {
     turns_max + staged_prefill_queue::PROMPTS_MAX
 }
 
-/// Drains the agent: running turns may continue for `grace_period`.
-async fn drain(agent: &AgentHandle, grace_period: Duration, ending: Ending) {
+/// Drains the agent: running turns may continue for `grace_period`. Withdraws its announcements
+/// meanwhile.
+async fn drain(agent: &AgentHandle, announcer: &Announcer, grace_period: Duration, ending: Ending) {
+    // The next agent process takes up sessions that are handed over, so routers wait for it.
+    let withdrawal = async {
+        if ending == Ending::Close {
+            announcer.withdraw().await;
+        }
+    };
     // After `grace_period`, the remaining turns are aborted and the sessions closed. That takes
     // time too.
     let total_time_max = grace_period + config::ABORT_WAIT_MAX;
-    if tokio::time::timeout(total_time_max, agent.drain(grace_period, ending)).await.is_err() {
+    let drain = tokio::time::timeout(total_time_max, agent.drain(grace_period, ending));
+    if tokio::join!(drain, withdrawal).0.is_err() {
         tracing::warn!("the drain timed out; some sessions may be left open at the engine");
     }
 }
@@ -382,11 +392,7 @@ fn start_agent(
     metrics: &Metrics,
     tasks: &Tasks,
 ) -> Result<(AgentHandle, ShimHandle, Option<Arc<StagedPrefillQueues>>), Error> {
-    let control_addr = listeners.control.local_addr()?;
-    let agent_id = match config.worker_id.as_str() {
-        "" => control_addr.to_string(),
-        worker_id => worker_id.to_owned(),
-    };
+    let agent_id = config.agent_id(listeners.control.local_addr()?);
     let table_settings = TableSettings {
         incarnation_prefix: incarnation::prefix(&agent_id, epoch),
         idle_max: ms(config.sessions.idle_ms_max),
@@ -417,7 +423,11 @@ fn start_agent(
     let reporter = owner::ReporterSetup {
         agent_id,
         epoch,
-        data_port: listeners.data.local_addr()?.port(),
+        advertised: config.advertise.resolve(
+            listeners.data.local_addr()?,
+            listeners.control.local_addr()?,
+            config.tls.server_files().is_some(),
+        ),
         data_tls: config.tls.server_files().is_some(),
         staged_prefill_queues: queues.clone(),
         report_interval: ms(config.reports.interval_ms),

@@ -1,7 +1,7 @@
 //! Pauses before a process tries again to reach a peer, longer after each failure.
 //!
-//! A router has a [`Backoff`] for each stream from an agent, and an agent for each router to which it
-//! announces itself. This module connects to nothing, and bounds no number of attempts.
+//! A router has a [`Backoff`] for each stream from an agent, and an agent for each router to which
+//! it announces itself. This module connects to nothing, and bounds no number of attempts.
 
 use std::time::Duration;
 

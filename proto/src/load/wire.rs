@@ -9,6 +9,8 @@ mod device;
 
 use std::time::Duration;
 
+use http::uri::Authority;
+
 use super::{
     Description, Device, EngineFacts, Error, Figure, KvTransfer, LoadReport, ModelFiles, PageAudit,
     PromptPlace, PromptRole, Rank, RankLoad, Retention, Session, SessionState, Source,
@@ -191,6 +193,28 @@ impl From<ModelFiles> for v1::ModelFiles {
     }
 }
 
+/// Reads an address, which is absent if it is empty. An address is a host and a port, after a
+/// scheme if `separator` isn't empty.
+fn read_address(
+    field: &'static str,
+    value: String,
+    separator: &str,
+) -> Result<Option<String>, Error> {
+    if value.is_empty() {
+        return Ok(None);
+    }
+    let authority = match separator {
+        "" => Some(value.as_str()),
+        separator => value.split_once(separator).map(|(_, authority)| authority),
+    };
+    let authority = authority.and_then(|text| text.parse::<Authority>().ok());
+    let is_address = authority.is_some_and(|authority| {
+        // User and password would hide the host from people who read it.
+        !authority.as_str().contains('@') && authority.port_u16().is_some_and(|port| port > 0)
+    });
+    if is_address { Ok(Some(value)) } else { Err(Error::Address { field, value }) }
+}
+
 impl TryFrom<v1::Description> for Description {
     type Error = Error;
 
@@ -207,6 +231,8 @@ impl TryFrom<v1::Description> for Description {
             agent_id: wire.agent_id,
             epoch: wire.epoch,
             data_port,
+            data_address: read_address("data_address", wire.data_address, "")?,
+            control_url: read_address("control_url", wire.control_url, "://")?,
             data_tls: wire.data_tls,
             engine: wire.engine.ok_or(Error::Missing("engine"))?.try_into()?,
             ranks: wire.ranks.into_iter().map(Rank::try_from).collect::<Result<_, _>>()?,
@@ -228,6 +254,8 @@ impl From<Description> for v1::Description {
             agent_id: description.agent_id,
             epoch: description.epoch,
             data_port: u32::from(description.data_port),
+            data_address: description.data_address.unwrap_or_default(),
+            control_url: description.control_url.unwrap_or_default(),
             data_tls: description.data_tls,
             engine: Some(description.engine.into()),
             ranks: description.ranks.into_iter().map(Into::into).collect(),

@@ -315,7 +315,7 @@ impl State {
             agent.in_flight.push(Arc::default());
         }
         agent.facts = Some(Facts {
-            data_authority: data_authority(&agent.control_url, description.data_port),
+            data_authority: data_authority(&agent.control_url, &description),
             // A plain data port beside an encrypted control port is refused: turns fail there.
             data_tls: description.data_tls || agent.control_url.starts_with("https:"),
             description: Arc::new(description),
@@ -366,8 +366,13 @@ impl State {
     }
 }
 
-/// Returns the address of the data port. Its host is the one configured for the control port.
-fn data_authority(control: &str, port: u16) -> Arc<str> {
+/// Returns the address of the data port: the one that the agent advertises, or else the port that
+/// it names on the host of its control port.
+fn data_authority(control: &str, description: &Description) -> Arc<str> {
+    if let Some(advertised) = &description.data_address {
+        return advertised.as_str().into();
+    }
+    let port = description.data_port;
     let authority = control_authority(control).expect("the settings were checked");
     format!("{}:{port}", authority.host()).into()
 }

@@ -25,6 +25,8 @@ pub(crate) fn description(agent_id: &str, epoch: u64, ranks: u32) -> Description
         epoch,
         data_port: 9,
         data_tls: false,
+        data_address: None,
+        control_url: None,
         engine: EngineFacts {
             version: String::new(),
             models: vec!["m".to_owned()],

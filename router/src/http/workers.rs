@@ -77,6 +77,7 @@ fn to_json(
         "leaving": agent.phase != Phase::Member,
         "data": &*facts.data_authority,
         "role": agent.role(),
+        "advertised_control": facts.description.control_url,
         "state": state,
         "reason": reason,
         "heartbeat_age_ms": heartbeat_age.map(whole_millis),

@@ -33,10 +33,7 @@ use proto::{
     hints::{HINTS, TurnHints},
     route::Kind,
 };
-use service::{
-    clock::now, headers::remove_hop_by_hop, log::describe_error,
-    tls::client::is_certificate_refused,
-};
+use service::{clock::now, headers::remove_hop_by_hop, tls::client::is_certificate_refused};
 use tokio::time::Sleep;
 
 use super::{
@@ -171,7 +168,7 @@ pub(super) async fn send_request(
     }
     answer.map_err(|error| match error {
         SendError::Http(source) if source.is_connect() || is_certificate_refused(&source) => {
-            upstream.report_unreachable(worker, describe_error(&source));
+            upstream.report_unreachable(worker, service::log::describe_error(&source));
             NoAnswer::Connect { worker: worker_name(), source }
         }
         SendError::Http(source) => NoAnswer::BrokenOff { worker: worker_name(), source },

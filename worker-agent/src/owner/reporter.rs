@@ -25,6 +25,7 @@ use super::{
 };
 use crate::{
     audit::Audits,
+    config::announce::Advertised,
     engine::EngineInfo,
     gpu::Gpus,
     ledger::{self, AgentHealth, Ledger},
@@ -45,9 +46,9 @@ pub struct ReporterSetup {
     pub agent_id: String,
     /// The epoch of this agent process: the time at which it started. It differs between processes.
     pub epoch: u64,
-    /// The port for turns. Routers read it in the description that the owner publishes.
-    pub data_port: u16,
-    /// Whether that port speaks TLS.
+    /// The addresses of the ports as routers see them.
+    pub advertised: Advertised,
+    /// Whether the data port speaks TLS.
     pub data_tls: bool,
     /// The queues of staged prefill, which computes long prompts ahead of their turns. `None` if
     /// staged prefill is off.
@@ -185,7 +186,9 @@ impl Reporter {
         let description = Description {
             agent_id: self.setup.agent_id.clone(),
             epoch: self.setup.epoch,
-            data_port: self.setup.data_port,
+            data_port: self.setup.advertised.data_port,
+            data_address: self.setup.advertised.data_address.clone(),
+            control_url: self.setup.advertised.control_url.clone(),
             data_tls: self.setup.data_tls,
             engine: info.facts.clone(),
             ranks: self.ledger.describe_ranks(now(), &self.gpus.snapshot()),

@@ -92,6 +92,8 @@ pub(super) fn description(agent: usize, epoch: u64, worker: &Worker, fleet: &Fle
         epoch,
         data_port: 1,
         data_tls: false,
+        data_address: None,
+        control_url: None,
         engine: EngineFacts {
             version: String::new(),
             models: vec!["model".to_owned()],

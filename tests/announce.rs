@@ -1,0 +1,223 @@
+//! Tests of agents that announce themselves to routers, as their settings say.
+
+#![expect(clippy::unwrap_used, reason = "a test fails where it unwraps")]
+
+use std::{
+    fs,
+    net::{IpAddr, SocketAddr},
+    path::PathBuf,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+};
+
+use serde_json::Value;
+use tests::{
+    cluster::{
+        Agent, Router, agent_config, eventually, own_addr, router_config, text_turn as turn,
+    },
+    engine_sim::{self, EngineSim},
+    keys::{KeyFixture, TestKey, key_text},
+    web::Web,
+};
+use tokio::net::{TcpListener, TcpStream};
+use worker_agent::{config::Config, owner::Ending};
+
+const OPS: (&str, &str) = ("authorization", "Bearer sk-ops");
+/// With this time between announcements, nothing but a withdrawal ends one during a test.
+const LONG_INTERVAL_MS: u64 = 100_000;
+
+/// A mapped port: passes each connection on to another address.
+struct MappedPort {
+    listener: TcpListener,
+    connections: Arc<AtomicUsize>,
+}
+
+impl MappedPort {
+    async fn bind(ip: IpAddr) -> Self {
+        let listener = TcpListener::bind(SocketAddr::new(ip, 0)).await.unwrap();
+        Self { listener, connections: Arc::default() }
+    }
+
+    fn port(&self) -> u16 {
+        self.listener.local_addr().unwrap().port()
+    }
+
+    /// Starts to pass connections on. Returns their number so far.
+    #[expect(clippy::disallowed_methods, reason = "a process of its own, here as a task")]
+    fn map_to(self, target: SocketAddr) -> Arc<AtomicUsize> {
+        let connections = Arc::clone(&self.connections);
+        tokio::spawn(async move {
+            loop {
+                let (mut client, _) = self.listener.accept().await.unwrap();
+                self.connections.fetch_add(1, Ordering::Relaxed);
+                tokio::spawn(async move {
+                    // Either side may be gone at any time.
+                    if let Ok(mut server) = TcpStream::connect(target).await {
+                        drop(tokio::io::copy_bidirectional(&mut client, &mut server).await);
+                    }
+                });
+            }
+        });
+        connections
+    }
+}
+
+/// A router that takes announcements, with its keys.
+struct Fleet {
+    keys: KeyFixture,
+    /// The key of the agents.
+    key_file: PathBuf,
+    engine: EngineSim,
+    router: Router,
+    web: Web,
+}
+
+fn keys(right: &str) -> [TestKey<'_>; 2] {
+    [("ops", "sk-ops", "admin = true"), ("agents", "sk-agents", right)]
+}
+
+impl Fleet {
+    /// Starts a router with a key for agents that has `right`, and an engine.
+    async fn start(right: &str) -> Self {
+        let keys = KeyFixture::new(&keys(right)).unwrap();
+        let key_file = keys.folder().join("announce-key");
+        fs::write(&key_file, "sk-agents\n").unwrap();
+        let engine = EngineSim::start_local(engine_sim::Config::default()).await.unwrap();
+        let router = Router::start(Self::router_config(&keys)).await.unwrap();
+        Self { keys, key_file, engine, router, web: Web::default() }
+    }
+
+    fn router_config(keys: &KeyFixture) -> router::config::Config {
+        let mut config = router_config(&[]);
+        config.listen.data_addr = own_addr();
+        (config.discovery.announce, config.auth.keys_file) = (true, keys.path());
+        config
+    }
+
+    /// Starts the router anew, at the same address.
+    async fn restart_router(&mut self) {
+        let mut config = Self::router_config(&self.keys);
+        let stopped =
+            std::mem::replace(&mut self.router, Router::start(router_config(&[])).await.unwrap());
+        config.listen.data_addr = stopped.data;
+        stopped.stop().await.unwrap();
+        self.router = Router::start(config).await.unwrap();
+    }
+
+    /// Returns the settings of an agent that announces itself to the router.
+    fn agent_config(&self, interval_ms: u64) -> Config {
+        let mut config = agent_config(&self.engine.url(), "w0");
+        config.announce.routers = vec![self.router.url("")];
+        config.announce.key_file.clone_from(&self.key_file);
+        config.announce.interval_ms = interval_ms;
+        config
+    }
+
+    async fn workers(&self) -> Vec<Value> {
+        let url = self.router.url("/v1/workers");
+        let answer = self.web.request("GET".parse().unwrap(), &url, &[OPS], String::new()).await;
+        answer.unwrap().json()["workers"].as_array().unwrap().clone()
+    }
+
+    /// Waits until the router shows the agent as serving, or shows none. Returns the worker.
+    async fn wait_for(&self, is_there: bool) -> Value {
+        eventually("the worker", async || {
+            let workers = self.workers().await;
+            let serves = |worker: &&Value| worker["state"] == "fresh" && worker["leaving"] == false;
+            match workers.iter().find(serves) {
+                Some(worker) if is_there => Some(worker.clone()),
+                None if !is_there && workers.is_empty() => Some(Value::Null),
+                Some(_) | None => None,
+            }
+        })
+        .await
+    }
+
+    /// Returns the value of an agent's metric, with the label of this router.
+    async fn metric(&self, agent: &Agent, name: &str, labels: &str) -> u64 {
+        let text = self.web.get(&agent.admin_url("/metrics")).await.unwrap().text();
+        let line = format!("berth_agent_{name}{{router=\"{}\"{labels}}} ", self.router.url(""));
+        let value = text.lines().find_map(|text| text.strip_prefix(&line).map(str::to_owned));
+        value.map_or(0, |value| value.parse().unwrap())
+    }
+}
+
+#[tokio::test]
+async fn an_agent_behind_mapped_ports_announces_itself_and_gets_turns() {
+    let ip = own_addr().ip();
+    let (data, control) = (MappedPort::bind(ip).await, MappedPort::bind(ip).await);
+    let right =
+        format!("announce = {{ agents = [\"w*\"], addresses = [\"{ip}:{}\"] }}", control.port());
+    let mut fleet = Fleet::start(&right).await;
+    let mut config = fleet.agent_config(200);
+    config.advertise.host = ip.to_string();
+    (config.advertise.data_port, config.advertise.control_port) = (data.port(), control.port());
+    let addresses = [&data, &control].map(|mapped| format!("{ip}:{}", mapped.port()));
+    let agent = Agent::start(config).unwrap();
+    let (turns, _) = (data.map_to(agent.data), control.map_to(agent.control));
+    let worker = fleet.wait_for(true).await;
+    assert_eq!(worker["data"], addresses[0], "{worker}");
+    assert_eq!(worker["control"], format!("http://{}", addresses[1]));
+    assert_eq!(worker["sources"], serde_json::json!(["announce"]));
+    let answer = fleet.web.post(&fleet.router.url("/generate"), &[OPS], &turn("hello", 2)).await;
+    assert_eq!(answer.unwrap().status, 200);
+    assert!(turns.load(Ordering::Relaxed) > 0, "the turn took another way");
+    // Each announcement holds for three intervals. After more of them, the agent is still there.
+    eventually("further announcements", async || {
+        let count = fleet.metric(&agent, "announcements_total", ",result=\"ok\"").await;
+        (count > 8).then_some(())
+    })
+    .await;
+    assert_eq!(fleet.workers().await[0]["leaving"], false);
+    // A router that restarts knows the agent again.
+    fleet.restart_router().await;
+    fleet.wait_for(true).await;
+    assert!(fleet.metric(&agent, "announcements_total", ",result=\"ok\"").await > 8);
+}
+
+#[tokio::test]
+async fn an_agent_that_ends_withdraws_its_announcement() {
+    let fleet =
+        Fleet::start("announce = { agents = [\"w0\"], addresses = [\"127.0.0.0/8\"] }").await;
+    let agent = Agent::start(fleet.agent_config(LONG_INTERVAL_MS)).unwrap();
+    fleet.wait_for(true).await;
+    assert_eq!(fleet.metric(&agent, "announced", "").await, 1);
+    agent.stop().await.unwrap();
+    fleet.wait_for(false).await;
+}
+
+#[tokio::test]
+async fn an_agent_that_hands_its_sessions_over_stays_announced() {
+    let fleet =
+        Fleet::start("announce = { agents = [\"w0\"], addresses = [\"127.0.0.0/8\"] }").await;
+    let agent = Agent::start(fleet.agent_config(LONG_INTERVAL_MS)).unwrap();
+    fleet.wait_for(true).await;
+    agent.stop.send(Ending::HandOver).unwrap();
+    let workers = eventually("the loss of the agent", async || {
+        let workers = fleet.workers().await;
+        (workers.is_empty() || workers[0]["state"] == "lost").then_some(workers)
+    })
+    .await;
+    assert_eq!(workers.len(), 1, "the router waits for the next agent process");
+    assert_eq!(workers[0]["leaving"], false);
+}
+
+#[tokio::test]
+async fn an_agent_says_that_a_router_refuses_it_until_an_operator_allows_it() {
+    let fleet =
+        Fleet::start("announce = { agents = [\"x*\"], addresses = [\"127.0.0.0/8\"] }").await;
+    let agent = Agent::start(fleet.agent_config(200)).unwrap();
+    eventually("the refusal", async || {
+        let refused = fleet.metric(&agent, "announcements_total", ",result=\"refused\"").await;
+        (refused > 1).then_some(())
+    })
+    .await;
+    assert_eq!(fleet.metric(&agent, "announced", "").await, 0);
+    assert!(fleet.workers().await.is_empty(), "a refused agent is listed");
+    let allowed = "announce = { agents = [\"w0\"], addresses = [\"127.0.0.0/8\"] }";
+    fleet.keys.replace(&key_text(&keys(allowed))).unwrap();
+    fleet.wait_for(true).await;
+    assert_eq!(fleet.metric(&agent, "announced", "").await, 1);
+}
