@@ -12,8 +12,6 @@ from deploy.cluster import NAMESPACE, Cluster, why_missing
 from deploy.programs import run
 from deploy.schemas import SCHEMA_FILE, write_schemas
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def cluster(find_tool: Callable[[str], str], folder: Path) -> Iterator[Cluster]:
