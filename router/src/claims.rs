@@ -11,13 +11,18 @@
 //!
 //! - `store`: what a place that holds claims can do; claims in this process.
 //! - `agents`, `arbiters`: agents hold the claims.
+//! - `redis`, `etcd`: stores outside of Berth.
+//! - `connection`: keeps a connection to each.
 //! - `breaker`: a store that failed isn't asked for a while.
 //! - `metrics`: counts of all this.
 
 mod agents;
 mod arbiters;
 mod breaker;
+mod connection;
+mod etcd;
 pub(crate) mod metrics;
+mod redis;
 mod store;
 
 use std::{
@@ -31,14 +36,16 @@ use proto::{
     id::SessionKey,
     placement_claim::{CLAIMS_MAX, ClaimKey, ClaimRequest, ClaimTable, PlacementClaim},
 };
-use service::{clock::now, tasks::Tasks};
+use service::{clock::now, tasks::Tasks, tls::client::ClientTls};
 use tokio::sync::watch;
 use tracing::{info, warn};
 
 use self::{
     agents::AgentStore,
     breaker::{Breaker, Change},
+    etcd::EtcdStore,
     metrics::{Metrics, StoreKind, StoreResult},
+    redis::RedisStore,
     store::{ClaimStore, Error, MemoryStore},
 };
 use crate::{
@@ -53,6 +60,17 @@ const TRIES_MAX: usize = 3;
 /// For how long a binding without a claim counts as claimed. It saves the session's next turns from
 /// waiting for stores that have just failed.
 const UNCLAIMED_VALID: Duration = Duration::from_secs(3);
+
+/// Why the client of a store can't be made.
+#[derive(Debug, thiserror::Error)]
+pub enum SetupError {
+    /// A file of the settings can't be read.
+    #[error("can't read a file named in [claims]")]
+    File(#[from] std::io::Error),
+    /// The URL of Redis can't be read.
+    #[error("claims.urls: {0:?} is no URL of Redis; write redis://host:port/number")]
+    Url(String),
+}
 
 /// A wish for a session's worker.
 #[derive(Debug, Clone)]
@@ -88,6 +106,39 @@ struct Guarded {
     breaker: Mutex<Breaker>,
 }
 
+/// The client of the store that the settings name, if they name one.
+#[derive(Debug)]
+pub(crate) struct OpenStore {
+    store: Option<Guarded>,
+    metrics: Metrics,
+}
+
+impl OpenStore {
+    /// Creates the client, and starts its task. It connects in time. `tls` is for a store with TLS.
+    ///
+    /// # Errors
+    /// If a file of the settings can't be read, or if the URL can't be read.
+    pub(crate) fn open(
+        settings: &ClaimsTable,
+        tls: Option<ClientTls>,
+        metrics: Metrics,
+        tasks: &Tasks,
+    ) -> Result<Self, SetupError> {
+        let (kind, store): (_, Box<dyn ClaimStore>) = match settings.store {
+            StoreName::Agents => return Ok(Self { store: None, metrics }),
+            StoreName::Memory => {
+                let table = ClaimTable::new(CLAIMS_MAX, service::clock::unix_ns());
+                (StoreKind::Memory, Box::new(MemoryStore(Mutex::new(table))))
+            }
+            StoreName::Redis => {
+                (StoreKind::Redis, Box::new(RedisStore::open(settings, tls, tasks)?))
+            }
+            StoreName::Etcd => (StoreKind::Etcd, Box::new(EtcdStore::open(settings, tls, tasks)?)),
+        };
+        Ok(Self { store: Some(Guarded { kind, store, breaker: Mutex::default() }), metrics })
+    }
+}
+
 /// Asks for claims.
 #[derive(Debug)]
 pub(crate) struct Claims {
@@ -95,7 +146,6 @@ pub(crate) struct Claims {
     agents: AgentStore,
     /// The operator's store. `None`: the agents hold the claims.
     store: Option<Guarded>,
-    deadline: Duration,
     ttl: Duration,
     metrics: Metrics,
     /// The claims that are under way. Each has a turn or an open that waits, or did.
@@ -104,31 +154,23 @@ pub(crate) struct Claims {
 }
 
 impl Claims {
-    /// Creates the client of the store that the settings name.
+    /// Creates what asks for claims.
     pub(crate) fn new(
         settings: &ClaimsTable,
+        store: OpenStore,
         view: Arc<View>,
         control_clients: Arc<ControlClients>,
-        metrics: Metrics,
         tasks: Tasks,
     ) -> Self {
-        let deadline = settings.deadline();
-        let guarded = |kind, store| Guarded { kind, store, breaker: Mutex::default() };
-        let store = match settings.store {
-            StoreName::Agents => None,
-            StoreName::Memory => {
-                let table = ClaimTable::new(CLAIMS_MAX, service::clock::unix_ns());
-                Some(guarded(StoreKind::Memory, Box::new(MemoryStore(Mutex::new(table)))))
-            }
-        };
+        let OpenStore { store, metrics } = store;
         let agents = AgentStore {
             view: Arc::clone(&view),
             control_clients,
-            deadline,
+            deadline: settings.deadline(),
             metrics: metrics.clone(),
         };
         let (ttl, flights) = (settings.ttl(), Mutex::default());
-        Self { view, agents, store, deadline, ttl, metrics, flights, tasks }
+        Self { view, agents, store, ttl, metrics, flights, tasks }
     }
 
     /// Whether routers could place a session on different agents.
@@ -255,10 +297,7 @@ impl Claims {
             self.metrics.count(guarded.kind, StoreResult::Skipped);
             return None;
         }
-        let claim = match tokio::time::timeout(self.deadline, guarded.store.claim(request)).await {
-            Ok(claim) => claim,
-            Err(_) => Err(Error::Late(self.deadline)),
-        };
+        let claim = guarded.store.claim(request).await;
         self.count(guarded.kind, &claim);
         let store = guarded.kind.as_str();
         match (guarded.breaker.lock().record(claim.is_ok(), now()), &claim) {

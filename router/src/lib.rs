@@ -64,7 +64,7 @@ use crate::{
         Authenticator,
         jwks::{self, JwksStore},
     },
-    claims::Claims,
+    claims::{Claims, OpenStore},
     config::{Config, jwt::JwtTable, tables::LimitsTable},
     discovery::announce::Announcements,
     fleet::{
@@ -120,7 +120,7 @@ pub enum Error {
     #[error("the router can't start with invalid settings")]
     Settings(#[source] Problems),
     /// A certificate, key or token can't be used.
-    #[error("can't use a file named in [tls], [agents] or [auth]")]
+    #[error("can't use a file named in [tls], [agents], [claims] or [auth]")]
     File(#[from] reload::Error),
     /// The admin port can't be served, or the address of a port can't be read.
     #[error("the admin port can't be served")]
@@ -128,6 +128,9 @@ pub enum Error {
     /// The keys of tokens can't be followed.
     #[error(transparent)]
     Tokens(#[from] jwks::Error),
+    /// The client of the store that holds claims can't be made.
+    #[error(transparent)]
+    Claims(#[from] claims::SetupError),
     /// An essential task ended before the router was stopped.
     #[error("an essential task ended; see the log entries before this")]
     TaskEnded,
@@ -148,7 +151,9 @@ pub async fn run(mut config: Config, listeners: Listeners, tasks: Tasks) -> Resu
     let (tls, credentials) = start_access(&config, &file_metrics, &tasks)?;
     let state = State::new(&config);
     let view = Arc::new(View::new(state.snapshot()));
-    let (metrics, claim_metrics, port_metrics) = register_metrics(&mut registry);
+    let (metrics, port_metrics) =
+        (Metrics::new(&mut registry), server::Metrics::new(&mut registry));
+    let claim_store = open_claim_store(&config, &mut registry, &file_metrics, &tasks)?;
     let source_metrics = discovery::Metrics::new(&mut registry);
     let descriptors = DescriptorPlan::new(descriptors::raise_limit(), server::DESCRIPTORS_RESERVED);
     fit_limits(&mut config.limits, &descriptors);
@@ -187,7 +192,7 @@ pub async fn run(mut config: Config, listeners: Listeners, tasks: Tasks) -> Resu
         view,
         kv_index,
         metrics,
-        claim_metrics,
+        claim_store,
         shares,
         credentials,
         updates,
@@ -216,14 +221,6 @@ async fn leave(config: &Config, tasks: &Tasks) -> Result<(), Error> {
     let ended_cleanly = tasks.stop(config.drain_max()).await;
     info!("stopped");
     if ended_cleanly { Ok(()) } else { Err(Error::TaskEnded) }
-}
-
-/// Registers the metrics of turns, of claims and of ports.
-fn register_metrics(
-    registry: &mut Registry,
-) -> (Metrics, claims::metrics::Metrics, server::Metrics) {
-    let (turns, claims) = (Metrics::new(registry), claims::metrics::Metrics::new(registry));
-    (turns, claims, server::Metrics::new(registry))
 }
 
 /// Registers the metrics that are computed at each scrape.
@@ -314,7 +311,7 @@ struct FleetParts {
     view: Arc<View>,
     kv_index: Arc<KvIndex>,
     metrics: Metrics,
-    claim_metrics: claims::metrics::Metrics,
+    claim_store: OpenStore,
     shares: Arc<Shares>,
     credentials: AgentCredentials,
     updates: UpdateSender,
@@ -322,16 +319,17 @@ struct FleetParts {
     announcements: Option<Arc<Announcements>>,
 }
 
-/// Creates the client of the place that holds claims.
-fn start_claims(
+/// Creates the client of the store that holds claims.
+fn open_claim_store(
     config: &Config,
-    view: &Arc<View>,
-    control_clients: &Arc<ControlClients>,
-    metrics: claims::metrics::Metrics,
+    registry: &mut Registry,
+    file_metrics: &reload::Metrics,
     tasks: &Tasks,
-) -> Arc<Claims> {
-    let (view, control_clients) = (Arc::clone(view), Arc::clone(control_clients));
-    Arc::new(Claims::new(&config.claims, view, control_clients, metrics, tasks.clone()))
+) -> Result<OpenStore, Error> {
+    let files = config.claims.client_files();
+    let tls = files.map(|files| files.start(file_metrics, tasks)).transpose()?;
+    let metrics = claims::metrics::Metrics::new(registry);
+    Ok(OpenStore::open(&config.claims, tls, metrics, tasks)?)
 }
 
 /// Builds the parts that all requests share, and starts the tasks that follow the agents.
@@ -370,7 +368,7 @@ fn build_shared(
     auth: Authenticator,
     tasks: &Tasks,
 ) -> Arc<Shared> {
-    let FleetParts { view, kv_index, metrics, claim_metrics, shares, .. } = parts;
+    let FleetParts { view, kv_index, metrics, claim_store, shares, .. } = parts;
     let connections = UpstreamConnections {
         connect_max: config.connect_max(),
         idle_max: parts.idle_connections_max,
@@ -379,18 +377,19 @@ fn build_shared(
     };
     let upstream = UpstreamClient::new(connections, Arc::new(Pulses::new()), parts.updates);
     let metrics = Arc::new(metrics);
-    let models = Models::new(Arc::clone(&shares.tokenizer_bytes), Arc::clone(&metrics));
-    let models = Arc::new(models);
+    let tokenizer_bytes = Arc::clone(&shares.tokenizer_bytes);
+    let models = Arc::new(Models::new(tokenizer_bytes, Arc::clone(&metrics)));
     if cfg!(feature = "text") {
         let (models, view) = (Arc::clone(&models), Arc::clone(&view));
         tasks.spawn(models::run(models, view, Arc::clone(control_clients), tasks.token()));
     }
     let new_affinity_table =
         || Affinity::new(config.limits.sessions_max, config.affinity_idle_max());
-    let block_locator =
-        BlockLocator::new(Arc::clone(&kv_index), models, config.limits.overlap_bytes_max);
-    let block_locator = Arc::new(block_locator);
-    let claims = start_claims(config, &view, control_clients, claim_metrics, tasks);
+    let index_bytes_max = config.limits.overlap_bytes_max;
+    let block_locator = Arc::new(BlockLocator::new(Arc::clone(&kv_index), models, index_bytes_max));
+    let (claims_view, clients) = (Arc::clone(&view), Arc::clone(control_clients));
+    let claims = Claims::new(&config.claims, claim_store, claims_view, clients, tasks.clone());
+    let claims = Arc::new(claims);
     let directory =
         Arc::new(SessionDirectory::new(view, new_affinity_table(), config.connect_max()));
     let (placer, renewal_queue) = Placer::new(
@@ -408,8 +407,7 @@ fn build_shared(
         Arc::clone(&metrics),
         tasks.clone(),
     ));
-    let renewal = renewal::run(renewal_queue, Arc::clone(&directory), claims, tasks.token());
-    tasks.spawn(renewal);
+    tasks.spawn(renewal::run(renewal_queue, Arc::clone(&directory), claims, tasks.token()));
     tasks.spawn(mending::run(Arc::clone(&directory), Arc::clone(&sessions), tasks.token()));
     Arc::new(Shared {
         auth,

@@ -13,6 +13,8 @@ use prometheus_client::{
 pub(crate) enum StoreKind {
     Agents,
     Memory,
+    Redis,
+    Etcd,
 }
 
 impl StoreKind {
@@ -20,6 +22,8 @@ impl StoreKind {
         match self {
             Self::Agents => "agents",
             Self::Memory => "memory",
+            Self::Redis => "redis",
+            Self::Etcd => "etcd",
         }
     }
 }

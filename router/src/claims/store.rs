@@ -4,10 +4,16 @@
 //! change of its agents has a store: `redis` or `etcd`. A fleet with one router needs neither, and
 //! may keep its claims in the router (`memory`).
 
-use std::{fmt, time::Duration};
+use std::{
+    fmt::{self, Write as _},
+    time::Duration,
+};
 
 use parking_lot::Mutex;
-use proto::placement_claim::{self, ClaimRequest, ClaimTable, PlacementClaim};
+use proto::{
+    id::WorkerId,
+    placement_claim::{self, ClaimKey, ClaimRequest, ClaimTable, PlacementClaim},
+};
 use service::clock::now;
 use tonic::async_trait;
 
@@ -20,6 +26,12 @@ pub(crate) enum Error {
     /// The store didn't answer within the deadline.
     #[error("the claim store did not answer within {} ms", .0.as_millis())]
     Late(Duration),
+    /// The store could not be reached since the router has started.
+    #[error("there is no connection to the claim store yet")]
+    NotConnected,
+    /// The store's answer can't be read.
+    #[error("the claim store's answer is no claim: {0}")]
+    Unreadable(String),
     /// The store holds as many claims as it may.
     #[error(transparent)]
     Full(#[from] placement_claim::Error),
@@ -32,7 +44,7 @@ pub(crate) enum Error {
 #[async_trait]
 pub(crate) trait ClaimStore: fmt::Debug + Send + Sync {
     /// Makes, renews or replaces a claim, or returns the one that holds: one atomic step, with the
-    /// meaning of [`ClaimTable::claim`].
+    /// meaning of [`ClaimTable::claim`]. Answers within the store's deadline.
     ///
     /// # Errors
     /// If the store gave no claim. It may have recorded the claim all the same.
@@ -48,4 +60,20 @@ impl ClaimStore for MemoryStore {
     async fn claim(&self, request: ClaimRequest) -> Result<PlacementClaim, Error> {
         Ok(self.0.lock().claim(request, now())?)
     }
+}
+
+/// Returns a session's key as stores keep it.
+pub(super) fn hex(key: ClaimKey) -> String {
+    key.0.iter().fold(String::with_capacity(32), |mut text, byte| {
+        let _ = write!(text, "{byte:02x}");
+        text
+    })
+}
+
+/// Reads a worker as stores keep it: the rank, a space, and the agent's id.
+pub(super) fn read_worker(text: &str) -> Result<WorkerId, Error> {
+    let unreadable = || Error::Unreadable(format!("the worker {text:?}"));
+    let (rank, agent) = text.split_once(' ').ok_or_else(unreadable)?;
+    let dp_rank = rank.parse().map_err(|_| unreadable())?;
+    Ok(WorkerId { agent: agent.to_owned(), dp_rank })
 }

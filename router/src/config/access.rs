@@ -41,7 +41,7 @@ pub struct AgentsTable {
 }
 
 /// Returns the path in a setting, or `None` if the setting is empty.
-fn path_if_set(setting: &Path) -> Option<PathBuf> {
+pub(super) fn path_if_set(setting: &Path) -> Option<PathBuf> {
     (!setting.as_os_str().is_empty()).then(|| setting.to_owned())
 }
 
