@@ -1,5 +1,7 @@
 //! Several routers: every new session begins on one worker, whatever claims are held by.
 
+pub(crate) mod stores;
+
 use std::{collections::BTreeMap, time::Duration};
 
 use anyhow::{Context as _, ensure};

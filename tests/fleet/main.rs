@@ -13,6 +13,7 @@ mod pairs;
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    let cases = [claims::CASES, drain::CASES, discovery::CASES, pairs::CASES];
+    let cases =
+        [claims::CASES, claims::stores::CASES, drain::CASES, discovery::CASES, pairs::CASES];
     tests::cases::run_chosen(cases.into_iter().flatten())
 }
