@@ -77,3 +77,6 @@ pub(super) fn read_worker(text: &str) -> Result<WorkerId, Error> {
     let dp_rank = rank.parse().map_err(|_| unreadable())?;
     Ok(WorkerId { agent: agent.to_owned(), dp_rank })
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,153 @@
+//! What every place that holds claims does, asked of real servers.
+
+use std::{
+    net::TcpListener,
+    process::{Child, Command, Stdio},
+    sync::Arc,
+};
+
+use proto::placement_claim::CLAIMS_MAX;
+use service::tasks::Tasks;
+use tokio::task::JoinSet;
+
+use super::*;
+use crate::{
+    claims::{etcd::EtcdStore, redis::RedisStore},
+    config::claims::{ClaimsTable, StoreName},
+};
+
+/// Life of a claim. etcd counts in seconds.
+const TTL_MS: u64 = 1000;
+
+/// A server's process, which ends with the test.
+struct Server {
+    process: Child,
+    _data: tempfile::TempDir,
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+/// Returns a port of the loopback address that is free now.
+fn free_port() -> u16 {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    listener.local_addr().unwrap().port()
+}
+
+/// Starts a server with its data in a folder of its own. `None` if the program isn't installed.
+#[expect(clippy::print_stderr, reason = "a test that is skipped says why")]
+fn start(program: &str, arguments: &[String]) -> Option<Server> {
+    let data = tempfile::tempdir().unwrap();
+    let mut command = Command::new(program);
+    command.args(arguments).current_dir(data.path());
+    match command.stdout(Stdio::null()).stderr(Stdio::null()).spawn() {
+        Ok(process) => Some(Server { process, _data: data }),
+        Err(error) => {
+            eprintln!("skipped: {program} can't be started: {error}");
+            None
+        }
+    }
+}
+
+fn settings(store: StoreName, url: String) -> ClaimsTable {
+    ClaimsTable { store, urls: vec![url], deadline_ms: 5000, ttl_ms: TTL_MS, ..Default::default() }
+}
+
+fn request(key: u8, agent: &str, expected: Option<u64>) -> ClaimRequest {
+    let wanted = WorkerId { agent: agent.to_owned(), dp_rank: 1 };
+    let ttl = Duration::from_millis(TTL_MS);
+    ClaimRequest { key: ClaimKey([key; 16]), wanted, expected, ttl }
+}
+
+/// Waits until a store that has just been started answers.
+async fn wait_until_ready(store: &dyn ClaimStore) {
+    let ready = async {
+        while store.claim(request(0, "w0", None)).await.is_err() {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(60), ready).await.expect("the store answers");
+}
+
+/// Checks that a store means by a claim what [`ClaimTable::claim`] does.
+async fn check(store: Arc<dyn ClaimStore>) {
+    wait_until_ready(&*store).await;
+    let claim = async |agent, expected| store.claim(request(1, agent, expected)).await.unwrap();
+    // Of routers that ask at once, one is granted, and all others learn its worker.
+    let mut routers = JoinSet::new();
+    for number in 0..50 {
+        let store = Arc::clone(&store);
+        routers.spawn(async move { store.claim(request(1, &format!("w{number}"), None)).await });
+    }
+    let claims = routers.join_all().await;
+    let claims: Vec<_> = claims.into_iter().map(|claim| claim.expect("an answer")).collect();
+    let granted: Vec<_> = claims.iter().filter(|claim| claim.is_granted).collect();
+    let [first] = &granted[..] else { panic!("{granted:?}") };
+    assert!(claims.iter().all(|claim| claim.worker == first.worker), "{claims:?}");
+    assert!(claims.iter().all(|claim| claim.generation == first.generation), "{claims:?}");
+    // The newest generation moves the session, and an older one does nothing.
+    let moved = claim("m", Some(first.generation)).await;
+    assert!(moved.is_granted && moved.generation > first.generation, "{moved:?}");
+    for old in [Some(first.generation), None] {
+        let late = claim("late", old).await;
+        assert!(!late.is_granted && late.worker == moved.worker, "{late:?}");
+        assert_eq!(late.generation, moved.generation);
+    }
+    // A claim that is renewed lives on, and one that isn't ends, whatever generation is expected.
+    let mut generation = moved.generation;
+    for _ in 0..6 {
+        tokio::time::sleep(Duration::from_millis(TTL_MS / 3)).await;
+        let renewed = claim("m", Some(generation)).await;
+        assert!(renewed.is_granted, "{renewed:?}");
+        generation = renewed.generation;
+    }
+    let ended = async {
+        loop {
+            let again = claim("n", Some(7)).await;
+            if again.is_granted {
+                return again;
+            }
+            tokio::time::sleep(Duration::from_millis(TTL_MS / 4)).await;
+        }
+    };
+    let again = tokio::time::timeout(Duration::from_secs(30), ended).await.expect("claims end");
+    assert!(again.generation > generation, "{again:?} after {generation}");
+}
+
+#[tokio::test]
+async fn claims_in_memory_are_compare_and_set() {
+    check(Arc::new(MemoryStore(Mutex::new(ClaimTable::new(CLAIMS_MAX, 1))))).await;
+}
+
+#[tokio::test]
+async fn claims_in_redis_are_compare_and_set() {
+    let (port, tasks) = (free_port(), Tasks::default());
+    let flags = ["--bind", "127.0.0.1", "--save", "", "--port", &port.to_string()];
+    let Some(_server) = start("redis-server", &flags.map(str::to_owned)) else { return };
+    let settings = settings(StoreName::Redis, format!("redis://127.0.0.1:{port}/3"));
+    check(Arc::new(RedisStore::open(&settings, None, &tasks).unwrap())).await;
+    tasks.cancel();
+}
+
+#[tokio::test]
+async fn claims_in_etcd_are_compare_and_set() {
+    let (clients, peers, tasks) = (free_port(), free_port(), Tasks::default());
+    let [clients, peers] = [clients, peers].map(|port| format!("http://127.0.0.1:{port}"));
+    let flags = [
+        "--name=t",
+        "--data-dir=data",
+        &format!("--listen-client-urls={clients}"),
+        &format!("--advertise-client-urls={clients}"),
+        &format!("--listen-peer-urls={peers}"),
+        &format!("--initial-advertise-peer-urls={peers}"),
+        &format!("--initial-cluster=t={peers}"),
+    ];
+    let Some(_server) = start("etcd", &flags.map(str::to_owned)) else { return };
+    let settings = settings(StoreName::Etcd, clients);
+    check(Arc::new(EtcdStore::open(&settings, None, &tasks).unwrap())).await;
+    tasks.cancel();
+}
