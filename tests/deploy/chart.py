@@ -3,10 +3,11 @@
 from pathlib import Path
 
 import pytest
+import yaml
 
 from deploy import charts
 from deploy.charts import CHART, EXAMPLES, KUBERNETES, Object, Rendered
-from deploy.programs import run
+from deploy.programs import DEPLOY, run
 
 # What the chart's own containers must have, whatever the values.
 HARDENED = {
@@ -106,6 +107,12 @@ def test_only_routers_have_a_token_of_the_cluster(rendered: Rendered) -> None:
         "verbs": ["get", "list", "watch"],
     }]]
     assert not rendered.kind("ClusterRole")
+
+
+def test_rights_are_those_of_the_manifest_for_other_installations(rendered: Rendered) -> None:
+    manifest = yaml.safe_load_all((DEPLOY / "kubernetes/discovery-rbac.yaml").read_text())
+    [role] = [each for each in manifest if each["kind"] == "Role"]
+    assert [each["rules"] for each in rendered.kind("Role")] == [role["rules"]]
 
 
 def engine_args(rendered: Rendered, pool: str) -> list[str]:

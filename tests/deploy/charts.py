@@ -1,5 +1,6 @@
 """Renders the chart with the real helm, and finds objects in what it renders."""
 
+import base64
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,6 +69,11 @@ def containers(pod: Object) -> list[Object]:
 
 def container(pod: Object, name: str) -> Object:
     return next(each for each in containers(pod) if each["name"] == name)
+
+
+def decode(text: str) -> str:
+    """Returns a value of a Secret's `data`."""
+    return base64.b64decode(text).decode()
 
 
 def matches(selector: dict[str, str], labels: dict[str, str]) -> bool:

@@ -6,6 +6,7 @@ them. Nothing runs in its pods.
 
 import json
 import shutil
+import socket
 import ssl
 import urllib.error
 import urllib.request
@@ -41,6 +42,8 @@ class Cluster:
             "openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2",
             "-keyout", folder / "api.key", "-out", folder / "api.crt",
             "-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1",
+            # The router's TLS takes no CA for a server.
+            "-addext", "basicConstraints=critical,CA:FALSE",
         )
         assert key.returncode == 0, key.stderr
         (folder / "tokens.csv").write_text(f"{TOKEN},admin,1,system:masters\n")
@@ -123,6 +126,20 @@ class Cluster:
                     self._resources[version, each["kind"]] = each
         return self._resources[version, kind]
 
+    def kubeconfig(self, account: str) -> Path:
+        """Writes a kubeconfig of a service account. Returns its path."""
+        cluster = {"server": self.url, "certificate-authority": str(self.folder / "api.crt")}
+        config = {
+            "apiVersion": "v1", "kind": "Config", "current-context": "x",
+            "clusters": [{"name": "c", "cluster": cluster}],
+            "users": [{"name": "u", "user": {"token": self.token(account)}}],
+            "contexts": [{"name": "x", "context": {
+                "cluster": "c", "user": "u", "namespace": NAMESPACE}}],
+        }
+        path = self.folder / f"{account}.json"
+        path.write_text(json.dumps(config))
+        return path
+
     def token(self, account: str) -> str:
         """Returns a token of a service account."""
         path = f"/api/v1/namespaces/{NAMESPACE}/serviceaccounts/{account}/token"
@@ -137,6 +154,13 @@ def _answer(answer: Any) -> Answer:
         return Answer(answer.status, json.loads(text), warnings)
     except ValueError:
         return Answer(answer.status, text, warnings)
+
+
+def own_address() -> str:
+    """Returns an address of this host that isn't loopback, as endpoints need. Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("198.51.100.1", 9))
+        return probe.getsockname()[0]
 
 
 def why_missing() -> str | None:

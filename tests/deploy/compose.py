@@ -1,6 +1,7 @@
 """Does compose.yaml hold together, and do the binaries take its flags and settings?
 
-Nothing here starts it: that takes Docker or Podman. Prometheus' and Grafana's parts are parsed only.
+Nothing here starts it: that takes Docker or Podman. The parts of Prometheus and Grafana are parsed
+only.
 """
 
 import json

@@ -1,6 +1,9 @@
 """Do the real binaries take what the chart renders: settings, keys, flags of hooks?"""
 
 import base64
+import json
+import os
+import subprocess
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -194,6 +197,47 @@ def test_the_hook_before_the_end_speaks_the_agents_language(
     made = run(bin_dir / program, *flags, "--control-addr", "127.0.0.1:1")
     # The flags are taken, and there is no agent to ask.
     assert "127.0.0.1:1" in made.stderr and "Usage" not in made.stderr, made.stderr
+
+
+# Prints what SGLang makes of the flags that it gets as JSON, one list for each pool.
+PARSE = """
+import argparse, json, sys
+from sglang.srt.server_args import ServerArgs
+parser = argparse.ArgumentParser(allow_abbrev=False)
+ServerArgs.add_cli_args(parser)
+pools = {pool: vars(parser.parse_args(args)) for pool, args in json.load(sys.stdin).items()}
+keys = ("host", "disaggregation_mode", "kv_events_config")
+json.dump({pool: [args[key] for key in keys] for pool, args in pools.items()}, sys.stdout)
+"""
+
+
+@pytest.mark.slow
+def test_sglang_takes_the_engines_flags(helm: str) -> None:
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    home = Path(os.environ.get("BERTH_SGLANG_HOME", cache / "berth/sglang-0.5.23"))
+    if not (home / "venv/bin/python").exists():
+        pytest.skip("SGLang isn't installed: run tests/sglang/install")
+    pools = {}
+    for name in ("quick", "prefill-decode"):
+        for each in charts.render(helm, charts.example(name)).kind("StatefulSet"):
+            engine = charts.container(each["spec"]["template"]["spec"], "engine")
+            pools[each["metadata"]["name"]] = engine["args"]
+    made = subprocess.run(
+        [home / "venv/bin/python", "-W", "ignore", "-c", PARSE], input=json.dumps(pools),
+        capture_output=True, text=True, timeout=240,
+        env={"PATH": os.environ["PATH"], "SGLANG_USE_CPU_ENGINE": "1",
+             "LD_LIBRARY_PATH": str(home / "stub")},
+    )
+    assert made.returncode == 0, made.stderr[-2000:]
+    found = json.loads(made.stdout.splitlines()[-1])
+    modes = {pool: (host, mode) for pool, (host, mode, _) in found.items()}
+    assert modes == {
+        "b-berth-main": ("127.0.0.1", "null"),
+        "b-berth-prefill": ("0.0.0.0", "prefill"),
+        "b-berth-decode": ("0.0.0.0", "decode"),
+    }
+    for _, _, events in found.values():
+        assert json.loads(events)["endpoint"].startswith("tcp://127.0.0.1:")
 
 
 def inside_flag(flag: str, inside: Callable[[str], str]) -> str:
