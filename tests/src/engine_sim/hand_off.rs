@@ -30,6 +30,11 @@ use tokio_util::{sync::CancellationToken, task::TaskTracker};
 /// The host that the engine's own health requests name; they hand nothing over.
 const FAKE_HOST: &str = "2.2.2.2";
 
+/// What each engine waits for: the name of the failure, and of the state in which it waits. A
+/// decode engine that knows the prefill engine has nothing more to agree on with it.
+const PREFILL_WAITS: (&str, &str) = ("Prefill bootstrap", "Bootstrapping");
+const DECODE_WAITS: (&str, &str) = ("Decode transfer", "WaitingForInput");
+
 /// The KV of a prompt on its way.
 #[derive(Debug, Serialize, Deserialize)]
 struct Kv {
@@ -260,24 +265,23 @@ impl HandOffs {
 
 impl HandOff {
     /// Waits for something, at most as long as for the other engine, while the client is there.
+    /// `stage` is what fails if it doesn't come, and the engine's name for that state.
     async fn wait<T>(
         &self,
         what: impl Future<Output = T>,
-        late: impl Fn() -> String,
+        (stage, state): (&str, &str),
     ) -> Result<T, End> {
         tokio::select! {
             biased;
             () = self.gone.cancelled() => Err(End::Gone),
-            () = self.aborted.cancelled() => Err(End::Finish(Finish::Abort {
-                message: "Aborted".to_owned(), status: None, queued: true,
-            })),
+            () = self.aborted.cancelled() => Err(self.fail(stage, "Aborted by AbortReq.")),
             done = what => Ok(done),
             () = tokio::time::sleep(self.owner.config.bootstrap_timeout) => {
                 let room = self.room;
                 let elapsed = self.owner.config.bootstrap_timeout.as_secs_f64();
                 let reason =
-                    format!("Request {room} timed out after {elapsed:.1}s in KVPoll.Bootstrapping");
-                Err(self.fail(&late(), &reason))
+                    format!("Request {room} timed out after {elapsed:.1}s in KVPoll.{state}");
+                Err(self.fail(stage, &reason))
             }
         }
     }
@@ -323,11 +327,11 @@ impl HandOff {
         let mut decode = if is_fake {
             None
         } else if self.owner.has_fault(HandOffFault::Bootstrap) {
-            self.wait(std::future::pending::<()>(), || "Prefill bootstrap".to_owned()).await?;
+            self.wait(std::future::pending::<()>(), PREFILL_WAITS).await?;
             None
         } else {
             let waits = self.owner.wait_for_decode(self.room);
-            Some(self.wait(waits, || "Prefill bootstrap".to_owned()).await?)
+            Some(self.wait(waits, PREFILL_WAITS).await?)
         };
         let mut submit = self.submit.clone();
         submit.sampling.max_new_tokens = Some(1);
@@ -375,8 +379,7 @@ impl HandOff {
     async fn try_decode(&self) -> Result<(), End> {
         let mut submit = self.submit.clone();
         if self.bootstrap.host != FAKE_HOST {
-            let handshake = || "Decode handshake".to_owned();
-            let kv = self.wait(self.fetch(), handshake).await??;
+            let kv = self.wait(self.fetch(), DECODE_WAITS).await??;
             if self.owner.has_fault(HandOffFault::Memory) {
                 let message = "Out of memory even after retracting all other requests in the \
                                decode batch. Aborting the last request."
@@ -412,12 +415,8 @@ impl HandOff {
                 serde_json::from_slice(&answer.body).map_err(|_| End::Gone)
             }
             Ok(answer) => Err(self.fail("Decode transfer", &answer.text())),
-            Err(_) => {
-                let reason = format!(
-                    "Could not fetch prefill parallel info from {host}:{port} after 1 attempts"
-                );
-                Err(self.fail("Decode handshake", &reason))
-            }
+            // The engine first tries for about 14 s, and then aborts the request itself.
+            Err(_) => Err(self.fail("Decode handshake", "Aborted by AbortReq.")),
         }
     }
 }

@@ -1,6 +1,5 @@
 //! The requests that go into the core and the outputs that come out of it.
 
-use http::HeaderMap;
 use std::time::Duration;
 
 /// Identifies a request inside one core.
@@ -76,20 +75,15 @@ pub struct Bootstrap {
 }
 
 impl Bootstrap {
-    /// Reads the members; the headers that override them win.
-    pub fn read(headers: &HeaderMap, body: &serde_json::Map<String, serde_json::Value>) -> Self {
-        let header = |name: &str| headers.get(format!("x-override-{name}"))?.to_str().ok();
-        let number = |name: &str, key: &str| {
-            let value = || body.get(key)?.as_u64();
-            header(name).and_then(|text| text.parse().ok()).or_else(value)
-        };
-        let host = header("bootstrap-host").or_else(|| body.get("bootstrap_host")?.as_str());
-        let port = number("bootstrap-port", "bootstrap_port").unwrap_or(8998);
-        let rank = number("disagg-prefill-dp-rank", "disagg_prefill_dp_rank");
+    /// Reads the members. They have the same names on all routes.
+    pub fn read(body: &serde_json::Map<String, serde_json::Value>) -> Self {
+        let number = |key: &str| body.get(key)?.as_u64();
+        let host = body.get("bootstrap_host").and_then(|host| host.as_str());
+        let rank = number("disagg_prefill_dp_rank");
         Self {
             host: host.unwrap_or_default().to_owned(),
-            port: u16::try_from(port).unwrap_or(0),
-            room: number("bootstrap-room", "bootstrap_room"),
+            port: u16::try_from(number("bootstrap_port").unwrap_or(8998)).unwrap_or(0),
+            room: number("bootstrap_room"),
             prefill_rank: rank.and_then(|rank| usize::try_from(rank).ok()),
         }
     }

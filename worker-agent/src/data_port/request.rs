@@ -200,12 +200,6 @@ impl ParsedRequest {
         self.bootstrap = bootstrap;
     }
 
-    /// Returns how the engine finds the other engine of its pair.
-    #[must_use]
-    pub fn bootstrap(&self) -> Option<&Bootstrap> {
-        self.bootstrap.as_ref()
-    }
-
     /// Returns the body for the engine, in parts. `bytes` is the client's body, in which only the
     /// keys that Berth decides are replaced.
     #[must_use]

@@ -219,9 +219,6 @@ impl ReadTurn {
         let body = Body::new(BodyParts::new(engine_body, Some(held_body)));
         let mut outgoing = engine_request(context, &request_head, body);
         add_shim_headers(outgoing.headers_mut(), &turn, &lease.rid);
-        if let Some(bootstrap) = parsed.bootstrap().filter(|_| route.kind == Kind::Messages) {
-            add_bootstrap_headers(outgoing.headers_mut(), bootstrap);
-        }
         lease.mark_sent();
         let abort_confirms_end = parsed.has_single_answer && route.kind.rid_key().is_some();
         let rid = engine_rid(route.kind, &lease.rid);
@@ -331,21 +328,6 @@ fn add_shim_headers(headers: &mut HeaderMap, turn: &Turn, rid: &str) {
     headers.insert(TRIM_HEADER, value);
     if trim.must_continue {
         headers.insert(MUST_CONTINUE_HEADER, HeaderValue::from_static("1"));
-    }
-}
-
-/// Adds the headers by which an engine finds the other engine of its pair, for the one route that
-/// drops the body's members. An engine reads them if `SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES` is
-/// set.
-fn add_bootstrap_headers(headers: &mut HeaderMap, bootstrap: &Bootstrap) {
-    let Ok(host) = HeaderValue::from_str(&bootstrap.host) else { return };
-    headers.insert(HeaderName::from_static("x-override-bootstrap-host"), host);
-    for (name, value) in [
-        ("x-override-bootstrap-port", u64::from(bootstrap.port)),
-        ("x-override-bootstrap-room", bootstrap.room),
-        ("x-override-disagg-prefill-dp-rank", bootstrap.prefill_rank.into()),
-    ] {
-        headers.insert(HeaderName::from_static(name), value.into());
     }
 }
 

@@ -21,6 +21,15 @@ impl EngineMode {
             Self::Decode => "decode",
         }
     }
+
+    /// Returns how the engine chooses the DP rank of a request that names none. A prompt's is that
+    /// of its room, so that the decode engine knows it.
+    pub(in crate::engine_sim) fn load_balance_method(self) -> &'static str {
+        match self {
+            Self::Prefill => "follow_bootstrap_room",
+            Self::Null | Self::Decode => "round_robin",
+        }
+    }
 }
 
 /// A fault of hand-offs.
@@ -54,8 +63,9 @@ pub struct HandOffConfig {
     pub kv_cache_dtype: String,
     #[arg(long, default_value_t = 1)]
     pub tp_size: u32,
-    /// The longest wait for the other engine, in milliseconds; the engine reads it from
-    /// `SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT`.
+    /// The longest wait for the other engine, in milliseconds. A prefill engine reads it from
+    /// `SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT`, a decode engine from
+    /// `SGLANG_DISAGGREGATION_WAITING_TIMEOUT`.
     #[arg(long = "bootstrap-timeout-ms", default_value = "300000", value_parser = millis)]
     pub bootstrap_timeout: Duration,
     /// The fault that hand-offs have here.

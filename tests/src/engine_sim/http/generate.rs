@@ -10,12 +10,7 @@ use super::{
     App, AppState, JsonObject, Live, event_stream, internal_error, json_response, object,
     object_error, plain_error, sse, wall_seconds,
 };
-use axum::{
-    body::Body,
-    extract::State,
-    http::{HeaderMap, StatusCode},
-    response::Response,
-};
+use axum::{body::Body, extract::State, http::StatusCode, response::Response};
 use bytes::Bytes;
 use serde_json::{Map, Value, json};
 use std::{fmt::Display, sync::Arc};
@@ -77,13 +72,9 @@ impl InputLogprobs {
     }
 }
 
-pub(super) async fn generate(
-    State(app): AppState,
-    headers: HeaderMap,
-    JsonObject(body): JsonObject,
-) -> Response {
+pub(super) async fn generate(State(app): AppState, JsonObject(body): JsonObject) -> Response {
     let stream = body.get("stream").and_then(Value::as_bool).unwrap_or(false);
-    match read(&app, &headers, &body, stream) {
+    match read(&app, &body, stream) {
         Ok(call) if call.stream && !call.batch => stream_one(app, call).await,
         Ok(call) => answer(app, call).await,
         Err(Refusal::Value(message)) if stream => {
@@ -108,12 +99,7 @@ fn broken_stream() -> Response {
     event_stream(Body::from_stream(tokio_stream::once(Err::<Bytes, _>(broken))))
 }
 
-fn read(
-    app: &App,
-    headers: &HeaderMap,
-    body: &Map<String, Value>,
-    stream: bool,
-) -> Result<Call, Refusal> {
+fn read(app: &App, body: &Map<String, Value>, stream: bool) -> Result<Call, Refusal> {
     let (prompts, batch) = prompts(body)?;
     let session = session_ref(body)?;
     let history = matches!(session, SessionRef::Controller(_));
@@ -139,7 +125,7 @@ fn read(
     let rank = routed_rank(app, body).map_err(Refusal::Value)?;
     let sampling = sampling(params, Some(MAX_NEW_TOKENS_DEFAULT));
     let space = space(body);
-    let bootstrap = Bootstrap::read(headers, body);
+    let bootstrap = Bootstrap::read(body);
     let logprobs = InputLogprobs::read(app, body, &prompts);
     Ok(Call { prompts, batch, stream, rids, rank, sampling, session, space, bootstrap, logprobs })
 }
@@ -172,9 +158,9 @@ pub(super) fn routed_rank(app: &App, body: &Map<String, Value>) -> Result<Option
         return Ok(None);
     };
     let size = app.config.dp_size;
-    let rank = rank.as_u64().and_then(|rank| usize::try_from(rank).ok());
-    let rank = rank.filter(|&rank| rank < size);
-    rank.map(Some).ok_or_else(|| format!("routed_dp_rank must be in range [0, {size})"))
+    let known = rank.as_u64().and_then(|rank| usize::try_from(rank).ok());
+    let known = known.filter(|&rank| rank < size);
+    known.map(Some).ok_or_else(|| format!("routed_dp_rank={rank} out of range [0, {size})"))
 }
 
 fn prompts(body: &Map<String, Value>) -> Result<(Vec<Vec<u32>>, bool), Refusal> {

@@ -150,7 +150,7 @@ pub(super) async fn server_info(State(app): AppState) -> Response {
         "schedule_policy": "fcfs",
         "decode_log_interval": core.decode_log_interval,
         "kv_events_config": app.config.kv_events.as_ref().map(kv_events_config),
-        "load_balance_method": "round_robin",
+        "load_balance_method": app.config.hand_off.mode.load_balance_method(),
         "random_seed": core.seed,
         "api_key": app.config.api_key,
         "admin_api_key": null,

@@ -101,9 +101,7 @@ pub(super) async fn submit(
     }
     let named = body.get(rid_key).and_then(Value::as_str).map(str::to_owned);
     let rid = named.unwrap_or_else(|| format!("{prefix}{}", app.new_id()));
-    // The Messages API drops the members of the body.
-    let members = if rid_key == "rid" { &Object::new() } else { body };
-    let bootstrap = Some(Bootstrap::read(headers, members));
+    let bootstrap = Some(Bootstrap::read(body));
     let submit = Submit { rid, input_ids, sampling, bootstrap, ..Submit::default() };
     Ok(app.submit(rank, streams(body), submit).await)
 }

@@ -152,7 +152,7 @@ async fn run(
         sampling,
         session,
         space: space(body),
-        bootstrap: Some(Bootstrap::read(headers, body)),
+        bootstrap: Some(Bootstrap::read(body)),
         given: None,
     };
     let live = app.submit(rank, stream, submit).await;
