@@ -8,7 +8,7 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 from conformance.differences import listed
-from conformance.engine import PORTS, Engine
+from conformance.engine import PAIR_PORTS, PORTS, Engine
 from conformance.groups import GROUPS
 from integration.processes import free_ports
 
@@ -34,8 +34,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LaunchSchedu
 
 
 def pytest_configure_node(node: Any) -> None:
-    """Gives a process of pytest-xdist the ports of its engines, which run one after the other."""
-    node.workerinput["port"] = free_ports(PORTS)[0]
+    """Gives a process of pytest-xdist the ports of its engines, which run one after the other, and
+    those of its pair."""
+    node.workerinput["port"] = free_ports(PORTS + PAIR_PORTS)[0]
 
 
 @pytest.hookimpl(tryfirst=True)

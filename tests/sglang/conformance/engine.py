@@ -23,6 +23,8 @@ from integration.turns import new_id
 WAIT_SECONDS_MAX = 60
 # Ports of each engine: HTTP, KV events, and the replay of KV events.
 PORTS = 3
+# Ports of a pair: those of both engines, and the bootstrap server's.
+PAIR_PORTS = 2 * PORTS + 1
 
 
 def ids(count: int, salt: int) -> list[int]:
@@ -188,6 +190,10 @@ class Engine:
 
     def launch(self) -> float:
         """Starts the engine and waits until it serves. Returns how many seconds that took."""
+        self.start()
+        return self.wait_ready()
+
+    def start(self) -> None:
         folder = self.folder / f"{self.group.name}-{self.port}"
         folder.mkdir(exist_ok=True)
         flags = self.group.flags()
@@ -205,6 +211,8 @@ class Engine:
             self.process = Process.start("simulator", command, folder, self.group.env)
         else:
             self.process = launch_engine(folder, self.port, flags, self.group.env)
+
+    def wait_ready(self) -> float:
         ready = f"{self.url}/health"
         return wait_until(
             self.process, "ready", lambda: answers_200(ready), ENGINE_START_SECONDS_MAX
