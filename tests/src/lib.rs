@@ -3,6 +3,7 @@
 //! The crate has an engine simulator, a trace replay, key files, certificates, fleets in one
 //! process and of many, a placement simulator, and stand-ins for NVML and SGLang's scheduler.
 
+pub mod berth;
 pub mod cases;
 pub mod certificates;
 pub mod cluster;

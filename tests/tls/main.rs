@@ -9,12 +9,12 @@ use axum::body::Body;
 use http::{Method, StatusCode};
 use serde_json::{Value, json};
 use tests::{
+    berth::BerthCommand,
     certificates::{AGENT, Authority, Files, ROUTER, token},
     cluster::{Cluster, Router, eventually, router_config, text_turn},
     web::Web,
 };
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
-use worker_agent::{cli, config};
 
 /// Starts a fleet with certificates and tokens on every port.
 async fn start_secure(workers: usize, files: &Files) -> Cluster {
@@ -159,23 +159,27 @@ async fn who_is_no_router_can_not_act_for_a_session_whose_names_it_knows() {
 async fn commands_reach_an_agent_only_with_a_router_s_proof() {
     let files = Files::of_fleet(&Authority::new("fleet"));
     let cluster = Cluster::start_worker(|settings| files.secure(settings)).await.unwrap();
-    let args = |certificate: bool, with_token: bool| config::AuditArgs {
-        agent: config::AgentArgs {
-            control_addr: cluster.agent().control,
-            ca: Some(files.path("ca.pem")),
-            cert: certificate.then(|| files.path("router.pem")),
-            key: certificate.then(|| files.path("router.key")),
-            server_name: Some(AGENT.to_owned()),
-            token_file: with_token.then(|| files.path("tokens")),
-        },
-        rank: None,
-        json: true,
+    let path = |name: &str| files.path(name).display().to_string();
+    let berth = |certificate: bool, with_token: bool| {
+        let agent = format!("--agent={}", cluster.agent().control_url());
+        let mut flags =
+            vec![agent, format!("--ca={}", path("ca.pem")), format!("--server-name={AGENT}")];
+        if certificate {
+            flags.push(format!("--cert={}", path("router.pem")));
+            flags.push(format!("--cert-key={}", path("router.key")));
+        }
+        if with_token {
+            flags.push(format!("--token-file={}", path("tokens")));
+        }
+        BerthCommand::new(env!("CARGO_BIN_EXE_cli-process"), &flags)
     };
-    let shown = cli::audit::run(&args(true, true)).await.unwrap();
-    assert!(shown.text.contains("dp_rank"), "{}", shown.text);
-    let refused = cli::audit::run(&args(true, false)).await.unwrap_err().to_string();
-    assert!(refused.contains("serves routers only"), "{refused}");
-    cli::audit::run(&args(false, true)).await.unwrap_err();
+    let audit = ["audit", "--json"];
+    let shown = berth(true, true).run(&audit).await.unwrap();
+    assert!(shown.out.contains("dp_rank"), "{shown:?}");
+    let refused = berth(true, false).run(&audit).await.unwrap();
+    assert_eq!(refused.status, 77, "{refused:?}");
+    assert!(refused.err.contains("serves routers only"), "{refused:?}");
+    assert_ne!(berth(false, true).run(&audit).await.unwrap().status, 0);
 }
 
 #[tokio::test]

@@ -1,14 +1,12 @@
-//! Holds the commands that ask a running agent: `berth-agent audit`, `drain` and `kv`.
+//! Holds the command that asks a running agent from inside its own container: `berth-agent drain`.
 //!
-//! They call the agent's control port over gRPC, and return a text for `main` to print. [`audit`]
-//! shows which session holds each page of the engine's KV pool. A session is a chain of turns: one
-//! request and its answer each. [`drain`] makes routers place no new sessions at the agent. [`kv`]
-//! shows which blocks of KV are resident. The running agent's own code is in the other modules.
+//! It calls the agent's control port over gRPC, and returns a text for `main` to print. [`drain`]
+//! makes routers place no new sessions at the agent. A service manager or Kubernetes runs it before
+//! it stops the agent, where nothing but the agent's binary may be installed. All other commands
+//! for people are in `berth` (`deploy/cli`).
 
-pub mod audit;
 mod connect;
 pub mod drain;
-pub mod kv;
 
 use std::net::SocketAddr;
 
@@ -27,12 +25,6 @@ pub enum Error {
     /// The agent refused the request. The text is the reason.
     #[error("the agent refused: {0}")]
     Refused(String),
-    /// The agent's audit can't be read.
-    #[error("the agent's answer is invalid; install the same version of both")]
-    InvalidAudit(#[from] proto::load::Error),
-    /// The agent's changes of resident blocks can't be read.
-    #[error("the agent's answer is invalid; install the same version of both")]
-    InvalidKv(#[from] proto::kv::Error),
 }
 
 /// The output of a command.
@@ -40,7 +32,7 @@ pub enum Error {
 pub struct CommandOutput {
     /// The text to print, in complete lines.
     pub text: String,
-    /// Whether every rank gave a result, and none of the results shows a fault. If false, the
-    /// command's exit status is 1.
+    /// Whether no turn is left that the command waited for. If false, the command's exit status
+    /// is 1.
     pub is_fault_free: bool,
 }

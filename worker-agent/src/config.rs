@@ -125,13 +125,8 @@ pub struct Args {
 /// Commands that ask a running agent.
 #[derive(Debug, Subcommand)]
 pub enum CliCommand {
-    /// Shows which session holds each page of the engine's KV pool; exit status 1 if anything is
-    /// wrong
-    Audit(AuditArgs),
     /// Makes routers place no new sessions here; exit status 1 if turns are left after the wait
     Drain(DrainArgs),
-    /// Shows which blocks are resident on the engine, as routers are told
-    Kv(KvArgs),
 }
 
 /// How a command reaches a running agent, as a router does.
@@ -157,20 +152,6 @@ pub struct AgentArgs {
     pub token_file: Option<PathBuf>,
 }
 
-/// The arguments of `berth-agent audit`.
-#[derive(Debug, clap::Args)]
-pub struct AuditArgs {
-    /// How to reach the agent.
-    #[command(flatten)]
-    pub agent: AgentArgs,
-    /// DP rank; all ranks if not given.
-    #[arg(long)]
-    pub rank: Option<u32>,
-    /// Prints JSON.
-    #[arg(long)]
-    pub json: bool,
-}
-
 /// The arguments of `berth-agent drain`.
 #[derive(Debug, clap::Args)]
 pub struct DrainArgs {
@@ -183,17 +164,6 @@ pub struct DrainArgs {
     /// Waits so long for the turns there to end (milliseconds).
     #[arg(long, default_value_t = 0)]
     pub wait_ms: u64,
-}
-
-/// The arguments of `berth-agent kv`.
-#[derive(Debug, clap::Args)]
-pub struct KvArgs {
-    /// How to reach the agent.
-    #[command(flatten)]
-    pub agent: AgentArgs,
-    /// Prints JSON, with the hash of every block.
-    #[arg(long)]
-    pub json: bool,
 }
 
 /// The settings in effect. Its many fields: one for each table of the settings file.

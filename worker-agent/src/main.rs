@@ -1,8 +1,8 @@
 //! Starts `berth-agent`: reads settings, sets up logs and signals, and runs the agent or a command.
 //!
 //! The agent itself is in the library `worker_agent`, as [`worker_agent::run`]. It serves one
-//! SGLang engine until a signal stops it. The commands `audit`, `drain` and `kv` ask an agent that
-//! already runs, print the answer and exit (see [`worker_agent::cli`]).
+//! SGLang engine until a signal stops it. The command `drain` asks an agent that already runs,
+//! prints the answer and exits (see [`worker_agent::cli`]).
 
 use std::process::ExitCode;
 
@@ -34,11 +34,8 @@ fn main() -> ExitCode {
             return ExitCode::from(if error.use_stderr() { settings::EXIT_USAGE } else { 0 });
         }
     };
-    match &args.command {
-        Some(CliCommand::Audit(args)) => return run_command(cli::audit::run(args)),
-        Some(CliCommand::Drain(args)) => return run_command(cli::drain::run(args)),
-        Some(CliCommand::Kv(args)) => return run_command(cli::kv::run(args)),
-        None => {}
+    if let Some(CliCommand::Drain(args)) = &args.command {
+        return run_command(cli::drain::run(args));
     }
     let only_checks_settings = args.check_config;
     let config = match Config::load(args) {

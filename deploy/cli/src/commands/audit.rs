@@ -1,18 +1,22 @@
-//! Runs `berth-agent audit`: lets a running agent audit its engine's KV pages, prints the result.
+//! Runs `berth audit`: lets a running agent audit its engine's KV pages, and prints the result.
 //!
 //! An audit counts for each session (chain of turns) the pages that it holds. It also finds faults,
 //! for example pages that nobody owns. This command requests an audit at the agent's control port.
 //! The output is a table for people or JSON for programs. A foreign session, which the agent didn't
-//! open, is listed by its id in the engine. The agent and the engine make the audit; see
-//! [`crate::audit`].
+//! open, is listed by its id in the engine. The agent and the engine make the audit.
 
 use std::{fmt::Write as _, time::Duration};
 
 use proto::{id::SessionKey, load::PageAudit, v1};
 use serde_json::{Value, json};
 
-use super::{CommandOutput, Error, connect};
-use crate::config::AuditArgs;
+use super::{Outcome, print};
+use crate::{
+    args::{AuditArgs, TargetArgs},
+    connect::agent,
+    error::Error,
+    text::clean,
+};
 
 /// The time limit for the answer. The engine makes the audit after its current step, which takes
 /// seconds at most.
@@ -24,29 +28,32 @@ struct RankAudit {
     audit: Result<(PageAudit, Vec<v1::SessionPages>), String>,
 }
 
-/// Requests an audit and formats the result.
+/// Requests an audit and prints the result. A fault, or a rank without an audit, is not well.
 ///
 /// # Errors
-/// See [`Error`].
-pub async fn run(args: &AuditArgs) -> Result<CommandOutput, Error> {
-    let mut client = connect::connect(&args.agent, ANSWER_WAIT_MAX).await?;
+/// When the agent doesn't answer, or refuses.
+pub async fn run(target: &TargetArgs, args: &AuditArgs) -> Result<Outcome, Error> {
+    let mut client = agent::connect(target, ANSWER_WAIT_MAX).await?;
     let request = v1::AuditRequest { dp_rank: args.rank };
     let answer = client.audit(request).await;
-    let answer = answer.map_err(|status| Error::Refused(status.message().to_owned()))?;
-    let ranks: Result<Vec<RankAudit>, Error> =
+    let answer = answer.map_err(|status| agent::call_error(target, &status))?;
+    let ranks: Result<Vec<RankAudit>, proto::load::Error> =
         answer.into_inner().ranks.into_iter().map(parse_rank).collect();
-    let ranks = ranks?;
+    let ranks = ranks
+        .map_err(|error| Error::Answer { url: target.agent.clone(), why: error.to_string() })?;
     if ranks.is_empty() {
-        return Err(Error::Refused("the engine has not answered yet".into()));
+        let why = "the engine has not answered yet".to_owned();
+        return Err(Error::Failed { who: "agent", why });
     }
     let is_fault_free = |rank: &RankAudit| {
         rank.audit.as_ref().is_ok_and(|(page_audit, _)| page_audit.faults().count() == 0)
     };
     let text = if args.json { as_json(&ranks) } else { ranks.iter().map(rank_table).collect() };
-    Ok(CommandOutput { text, is_fault_free: ranks.iter().all(is_fault_free) })
+    print(&text)?;
+    Ok(Outcome::from_is_well(ranks.iter().all(is_fault_free)))
 }
 
-fn parse_rank(wire_audit: v1::RankAudit) -> Result<RankAudit, Error> {
+fn parse_rank(wire_audit: v1::RankAudit) -> Result<RankAudit, proto::load::Error> {
     let audit = match wire_audit.pages {
         Some(pages) if wire_audit.refusal.is_empty() => {
             Ok((pages.try_into()?, wire_audit.sessions))
@@ -94,7 +101,7 @@ fn rank_table(rank: &RankAudit) -> String {
     let mut text = String::new();
     match &rank.audit {
         Err(refusal) => {
-            let _ = writeln!(text, "rank {}: no audit: {refusal}", rank.dp_rank);
+            let _ = writeln!(text, "rank {}: no audit: {}", rank.dp_rank, clean(refusal));
         }
         Ok((page_audit, sessions)) => {
             add_totals(&mut text, rank.dp_rank, page_audit);
@@ -142,7 +149,7 @@ fn add_sessions(text: &mut String, sessions: &[v1::SessionPages]) {
         let session_name =
             key_digest(session).unwrap_or_else(|| match session.incarnation.as_str() {
                 "" => "a turn".into(),
-                foreign_id => format!("not ours: {foreign_id}"),
+                foreign_id => format!("not ours: {}", clean(foreign_id)),
             });
         let freed_by_close =
             session.freed_by_close_pages.map_or("?".into(), |pages| pages.to_string());
@@ -162,7 +169,7 @@ fn add_faults(text: &mut String, audit: &PageAudit) {
     for finding in audit.faults() {
         let _ = writeln!(text, "  FAULT {}: {}", finding.kind, finding.count);
         for fault in &finding.named {
-            let sessions = fault.sessions.join(", ");
+            let sessions = clean(&fault.sessions.join(", "));
             let _ = writeln!(text, "    {}  {sessions}", fault.at);
         }
     }

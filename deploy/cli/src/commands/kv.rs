@@ -1,4 +1,4 @@
-//! Runs `berth-agent kv`: prints the KV blocks that a running agent reports as resident.
+//! Runs `berth kv`: prints the KV blocks that a running agent reports as resident.
 //!
 //! A block is a fixed number of consecutive tokens, named by a hash of all tokens up to its end.
 //! The agent's control port first sends each rank's snapshot (all its resident blocks) and then
@@ -17,11 +17,13 @@ use proto::{
 };
 use serde_json::{Value, json};
 
-use super::{
-    CommandOutput, Error,
-    connect::{self, ControlClient},
+use super::{Outcome, print};
+use crate::{
+    args::{KvArgs, TargetArgs},
+    connect::agent::{self, AgentClient},
+    error::Error,
+    text::clean,
 };
-use crate::config::KvArgs;
 
 /// The time limit for receiving all ranks' snapshots.
 const SNAPSHOTS_WAIT_MAX: Duration = Duration::from_secs(60);
@@ -71,39 +73,48 @@ impl RankBlocks {
     }
 }
 
-/// Receives a snapshot of all ranks and formats it. A rank whose blocks are unknown counts as a
-/// fault.
+/// Receives a snapshot of all ranks and prints it. A rank whose blocks are unknown is not well.
 ///
 /// # Errors
-/// See [`Error`].
-pub async fn run(args: &KvArgs) -> Result<CommandOutput, Error> {
-    let client = connect::connect(&args.agent, SNAPSHOTS_WAIT_MAX).await?;
-    let timeout_error = || {
-        Error::Refused(format!("no complete snapshot within {} s", SNAPSHOTS_WAIT_MAX.as_secs()))
-    };
-    let ranks = tokio::time::timeout(SNAPSHOTS_WAIT_MAX, receive_ranks(client))
+/// When the agent doesn't answer, or has no blocks to report.
+pub async fn run(target: &TargetArgs, args: &KvArgs) -> Result<Outcome, Error> {
+    let client = agent::connect(target, SNAPSHOTS_WAIT_MAX).await?;
+    let timeout_error =
+        || failure(format!("no complete snapshot within {} s", SNAPSHOTS_WAIT_MAX.as_secs()));
+    let ranks = tokio::time::timeout(SNAPSHOTS_WAIT_MAX, receive_ranks(target, client))
         .await
         .map_err(|_| timeout_error())??;
     let text = if args.json { as_json(&ranks) } else { as_table(&ranks) };
-    Ok(CommandOutput { text, is_fault_free: ranks.values().all(|rank| rank.is_complete) })
+    print(&text)?;
+    Ok(Outcome::from_is_well(ranks.values().all(|rank| rank.is_complete)))
 }
 
 /// Receives changes until each rank has a snapshot or a reason why it has none.
-async fn receive_ranks(mut client: ControlClient) -> Result<BTreeMap<u32, RankBlocks>, Error> {
-    let to_error = |status: tonic::Status| Error::Refused(status.message().to_owned());
+async fn receive_ranks(
+    target: &TargetArgs,
+    mut client: AgentClient,
+) -> Result<BTreeMap<u32, RankBlocks>, Error> {
+    let to_error = |status: tonic::Status| agent::call_error(target, &status);
     let description = client.describe(v1::DescribeRequest {}).await.map_err(to_error)?.into_inner();
     let empty_ranks = description.ranks.iter().map(|rank| (rank.dp_rank, RankBlocks::default()));
     let mut ranks: BTreeMap<u32, RankBlocks> = empty_ranks.collect();
     let mut events = client.watch_kv(v1::WatchKvRequest {}).await.map_err(to_error)?.into_inner();
     while !ranks.values().all(RankBlocks::is_answered) {
-        let early_end_error = || Error::Refused("the stream ended too early".to_owned());
+        let early_end_error = || failure("the stream ended too early".to_owned());
         let event = events.message().await.map_err(to_error)?.ok_or_else(early_end_error)?;
         for change in event.changes {
-            let change: RankChange = change.try_into()?;
+            let change = RankChange::try_from(change).map_err(|error| Error::Answer {
+                url: target.agent.clone(),
+                why: error.to_string(),
+            })?;
             ranks.entry(change.dp_rank).or_default().apply(change.change);
         }
     }
     Ok(ranks)
+}
+
+fn failure(why: String) -> Error {
+    Error::Failed { who: "agent", why }
 }
 
 fn as_json(ranks: &BTreeMap<u32, RankBlocks>) -> String {
@@ -124,7 +135,7 @@ fn as_json(ranks: &BTreeMap<u32, RankBlocks>) -> String {
 
 fn as_table(ranks: &BTreeMap<u32, RankBlocks>) -> String {
     let rank_line = |(dp_rank, rank): (&u32, &RankBlocks)| match &rank.unknown_reason {
-        Some(reason) => format!("rank {dp_rank}: unknown: {reason}\n"),
+        Some(reason) => format!("rank {dp_rank}: unknown: {}\n", clean(reason)),
         None => format!(
             "rank {dp_rank}: {} blocks of {} tokens on the device, {} on the host\n",
             rank.blocks[0].len(),

@@ -1,0 +1,239 @@
+//! Defines the command line of `berth`.
+//!
+//! How to reach routers and agents is said once for all commands, by flags or the environment. A
+//! secret is never a flag: every user of the host can read the flags of a process.
+
+use std::path::PathBuf;
+
+use clap::{Parser, Subcommand};
+
+/// The router's default address for clients.
+pub const ROUTER_URL: &str = "http://127.0.0.1:8080";
+/// An agent's default control address.
+pub const AGENT_URL: &str = "http://127.0.0.1:31001";
+
+/// What `--help` says after the commands.
+const EXIT_STATUS_HELP: &str = "\
+Exit status: 0 well, 1 not well, 64 wrong arguments, 66 a file can't be used,
+69 nothing answers, 70 the answer isn't understood, 74 no output, 77 refused.
+The key comes from --key-file, or from BERTH_KEY in the environment.";
+
+/// Shows a Berth fleet and operates it
+#[derive(Debug, Parser)]
+#[command(name = "berth", version, after_help = EXIT_STATUS_HELP)]
+pub struct Args {
+    /// How to reach routers and agents.
+    #[command(flatten)]
+    pub target: TargetArgs,
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// How to reach routers and agents.
+#[derive(Debug, Clone, clap::Args)]
+pub struct TargetArgs {
+    /// URL of the router's data port
+    #[arg(long, global = true, env = "BERTH_ROUTER", value_name = "URL",
+          default_value = ROUTER_URL)]
+    pub router: String,
+    /// URL of an agent's control port, for the commands that ask an agent
+    #[arg(long, global = true, env = "BERTH_AGENT", value_name = "URL", default_value = AGENT_URL)]
+    pub agent: String,
+    /// File with the key for the router
+    #[arg(long, global = true, env = "BERTH_KEY_FILE", value_name = "FILE")]
+    pub key_file: Option<PathBuf>,
+    /// CAs of the certificates of routers and agents (PEM); default: the system's
+    #[arg(long, global = true, env = "BERTH_CA", value_name = "FILE")]
+    pub ca: Option<PathBuf>,
+    /// Certificate to show to an agent, as a router does (PEM)
+    #[arg(long, global = true, value_name = "FILE")]
+    pub cert: Option<PathBuf>,
+    /// Private key of that certificate (PEM)
+    #[arg(long, global = true, value_name = "FILE")]
+    pub cert_key: Option<PathBuf>,
+    /// Name in the certificates, if it isn't the host of the URL
+    #[arg(long, global = true, value_name = "NAME")]
+    pub server_name: Option<String>,
+    /// File with the token that routers send to agents
+    #[arg(long, global = true, env = "BERTH_TOKEN_FILE", value_name = "FILE")]
+    pub token_file: Option<PathBuf>,
+}
+
+/// The commands.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Lists the workers: state, turns, request rows, KV pool
+    Workers(ListArgs),
+    /// Lists the GPUs of the workers: memory, KV, load, health
+    Devices(ListArgs),
+    /// Lists the sessions of the key's owner, or of everybody at one agent
+    Sessions(SessionsArgs),
+    /// Lists the last placements, or explains those of one turn
+    Placements(PlacementsArgs),
+    /// Lists the last turns
+    Turns(TurnsArgs),
+    /// Shows or ends one session
+    Session {
+        /// What to do with the session.
+        #[command(subcommand)]
+        command: SessionCommand,
+    },
+    /// Makes routers place no new sessions at an agent; status 1 if turns are left after the wait
+    Drain(DrainArgs),
+    /// Shows which session holds each page of an engine's KV pool; status 1 if anything is wrong
+    Audit(AuditArgs),
+    /// Shows which blocks are resident on an engine, as routers are told
+    Kv(KvArgs),
+}
+
+/// The arguments of a list.
+#[derive(Debug, Clone, Default, clap::Args)]
+pub struct ListArgs {
+    /// Prints JSON; with --watch, one document a line
+    #[arg(long)]
+    pub json: bool,
+    /// Prints again every so many seconds, until it is stopped
+    #[arg(long, value_name = "SECONDS", num_args = 0..=1, require_equals = true,
+          default_missing_value = "2", value_parser = parse_seconds)]
+    pub watch: Option<f64>,
+}
+
+/// The arguments of `berth sessions`.
+#[derive(Debug, clap::Args)]
+pub struct SessionsArgs {
+    /// How to print.
+    #[command(flatten)]
+    pub list: ListArgs,
+    /// Asks the agent of --agent instead of the router: sessions of all owners
+    #[arg(long)]
+    pub at_agent: bool,
+    /// Most sessions to list
+    #[arg(long, value_name = "N", default_value_t = 1000)]
+    pub limit: usize,
+}
+
+/// The arguments of `berth placements`.
+#[derive(Debug, clap::Args)]
+pub struct PlacementsArgs {
+    /// Id of one turn, from the header x-berth-turn of its answer
+    pub turn: Option<String>,
+    /// How to print.
+    #[command(flatten)]
+    pub list: ListArgs,
+    /// Most placements to list; the newest
+    #[arg(long, value_name = "N", default_value_t = 20)]
+    pub limit: usize,
+}
+
+/// The arguments of `berth turns`.
+#[derive(Debug, clap::Args)]
+pub struct TurnsArgs {
+    /// How to print.
+    #[command(flatten)]
+    pub list: ListArgs,
+    /// Only the turns of this session, as `berth turns` names it
+    #[arg(long, value_name = "SESSION")]
+    pub session: Option<String>,
+    /// Most turns to list; the newest
+    #[arg(long, value_name = "N", default_value_t = 20)]
+    pub limit: usize,
+}
+
+/// The commands of one session.
+#[derive(Debug, Subcommand)]
+pub enum SessionCommand {
+    /// Shows the session
+    Show(SessionArgs),
+    /// Closes the session; a running turn ends first
+    Close(SessionArgs),
+    /// Frees the pinned KV of the session, and keeps it open
+    Demote(SessionArgs),
+}
+
+/// The arguments of a command for one session.
+#[derive(Debug, clap::Args)]
+pub struct SessionArgs {
+    /// The session's id
+    pub id: String,
+    /// Prints JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// The arguments of `berth drain`.
+#[derive(Debug, clap::Args)]
+pub struct DrainArgs {
+    /// Ends the drain instead
+    #[arg(long, conflicts_with = "wait_ms")]
+    pub undo: bool,
+    /// Waits so long for the turns there to end (milliseconds)
+    #[arg(long, default_value_t = 0)]
+    pub wait_ms: u64,
+    /// Prints JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// The arguments of `berth audit`.
+#[derive(Debug, clap::Args)]
+pub struct AuditArgs {
+    /// DP rank; all ranks if not given
+    #[arg(long)]
+    pub rank: Option<u32>,
+    /// Prints JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// The arguments of `berth kv`.
+#[derive(Debug, clap::Args)]
+pub struct KvArgs {
+    /// Prints JSON, with the hash of every block
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Reads a number of seconds from a tenth to a day.
+fn parse_seconds(text: &str) -> Result<f64, String> {
+    let seconds: f64 = text.parse().map_err(|_| "give a number of seconds".to_owned())?;
+    let is_valid = (0.1..=86_400.0).contains(&seconds);
+    is_valid.then_some(seconds).ok_or_else(|| "give 0.1 to 86400 seconds".to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory as _;
+
+    use super::*;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        Args::command().debug_assert();
+    }
+
+    #[test]
+    fn help_fits_80_columns_and_names_every_exit_status() {
+        for status in ["0", "1", "64", "66", "69", "70", "74", "77"] {
+            assert!(EXIT_STATUS_HELP.contains(status), "{status}");
+        }
+        assert!(EXIT_STATUS_HELP.lines().all(|line| line.len() <= 80));
+    }
+
+    #[test]
+    fn a_watch_has_an_interval_of_its_own() {
+        let watch = |args: &[&str]| {
+            let args = Args::try_parse_from([&["berth", "workers"], args].concat());
+            args.map(|args| match args.command {
+                Command::Workers(list) => list.watch,
+                _ => None,
+            })
+        };
+        assert_eq!(watch(&[]).unwrap(), None);
+        assert_eq!(watch(&["--watch"]).unwrap(), Some(2.0));
+        assert_eq!(watch(&["--watch=0.5", "--json"]).unwrap(), Some(0.5));
+        for wrong in ["--watch=0", "--watch=x", "--watch=-1", "--watch=NaN"] {
+            assert!(watch(&[wrong]).is_err(), "{wrong}");
+        }
+    }
+}

@@ -1,0 +1,68 @@
+//! Runs the commands: asks a router or an agent, and prints the answer.
+//!
+//! - [`workers`], [`devices`], [`sessions`], [`placements`], [`turns`]: lists, by the router.
+//! - [`session`]: shows, closes and demotes one session.
+//! - [`drain`], [`audit`], [`kv`]: ask one agent, over its control port.
+//! - [`listing`]: prints a list once or again and again, as a table or as JSON.
+
+pub mod audit;
+pub mod devices;
+pub mod drain;
+pub mod kv;
+pub mod listing;
+pub mod pages;
+pub mod placements;
+pub mod session;
+pub mod sessions;
+pub mod turns;
+pub mod workers;
+
+use std::io::{self, Write as _};
+
+use crate::{
+    args::{Args, Command},
+    error::Error,
+};
+
+/// How a command ended that had a result.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Outcome {
+    /// All that the command looked at is well.
+    Well,
+    /// The command found a fault, or could not bring about what was asked.
+    NotWell,
+}
+
+impl Outcome {
+    /// Returns `Well` if `is_well`.
+    #[must_use]
+    pub fn from_is_well(is_well: bool) -> Self {
+        if is_well { Self::Well } else { Self::NotWell }
+    }
+}
+
+/// Runs the command.
+///
+/// # Errors
+/// When there is no result.
+pub async fn run(args: Args) -> Result<Outcome, Error> {
+    let target = &args.target;
+    match args.command {
+        Command::Workers(list) => workers::run(target, &list).await,
+        Command::Devices(list) => devices::run(target, &list).await,
+        Command::Sessions(args) => sessions::run(target, &args).await,
+        Command::Placements(args) => placements::run(target, &args).await,
+        Command::Turns(args) => turns::run(target, &args).await,
+        Command::Session { command } => session::run(target, &command).await,
+        Command::Drain(args) => drain::run(target, &args).await,
+        Command::Audit(args) => audit::run(target, &args).await,
+        Command::Kv(args) => kv::run(target, &args).await,
+    }
+}
+
+/// Prints to standard output.
+fn print(text: &str) -> io::Result<()> {
+    let mut stdout = io::stdout().lock();
+    stdout.write_all(text.as_bytes())?;
+    stdout.flush()
+}

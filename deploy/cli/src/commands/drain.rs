@@ -1,0 +1,58 @@
+//! Runs `berth drain`: makes routers place no new sessions at an agent, or ends that.
+//!
+//! `berth-agent drain` does the same inside the agent's own container, before it stops.
+
+use std::time::Duration;
+
+use proto::v1;
+use serde_json::json;
+use service::clock::now;
+
+use super::{Outcome, print};
+use crate::{
+    args::{DrainArgs, TargetArgs},
+    connect::agent,
+    error::Error,
+};
+
+/// The time limit of each call.
+const CALL_MAX: Duration = Duration::from_secs(10);
+/// The interval at which the command asks what is left.
+const ASK_INTERVAL: Duration = Duration::from_millis(200);
+
+/// Drains the agent or ends that, and says what is left. Turns that are left after the time to wait
+/// are not well.
+///
+/// # Errors
+/// When the agent doesn't answer, or refuses.
+pub async fn run(target: &TargetArgs, args: &DrainArgs) -> Result<Outcome, Error> {
+    let deadline = now() + Duration::from_millis(args.wait_ms);
+    let mut client = agent::connect(target, CALL_MAX).await?;
+    loop {
+        let answer = client.drain(v1::DrainRequest { undo: args.undo }).await;
+        let state = answer.map_err(|status| agent::call_error(target, &status))?.into_inner();
+        let turns = state.turns_running + state.turns_queued;
+        let is_waiting = !args.undo && turns > 0;
+        if !is_waiting || now() >= deadline {
+            print(&describe(state, args.json))?;
+            return Ok(Outcome::from_is_well(!is_waiting || args.wait_ms == 0));
+        }
+        tokio::time::sleep(ASK_INTERVAL).await;
+    }
+}
+
+fn describe(state: v1::DrainState, is_json: bool) -> String {
+    let v1::DrainState { draining, turns_running, turns_queued, sessions } = state;
+    if is_json {
+        let state = json!({
+            "draining": draining, "turns_running": turns_running, "turns_queued": turns_queued,
+            "sessions": sessions,
+        });
+        return format!("{state}\n");
+    }
+    let state = if draining { "drains" } else { "takes new sessions" };
+    format!(
+        "the agent {state}: {turns_running} turns run, {turns_queued} wait, {sessions} sessions \
+         are left\n"
+    )
+}

@@ -1,0 +1,82 @@
+//! Runs `berth session`: shows, closes or demotes one session of the key's owner.
+
+use http::Method;
+use serde::Deserialize as _;
+use serde_json::json;
+
+use super::{Outcome, print};
+use crate::{
+    api::Session,
+    args::{SessionArgs, SessionCommand, TargetArgs},
+    connect::router::{RouterClient, encode},
+    error::Error,
+    text::{clean, count, known, millis, style::Style, style::state_tone},
+};
+
+/// Runs the command for one session.
+///
+/// # Errors
+/// When the router doesn't answer, doesn't know the session, or can't do it.
+pub async fn run(target: &TargetArgs, command: &SessionCommand) -> Result<Outcome, Error> {
+    let router = RouterClient::new(target)?;
+    match command {
+        SessionCommand::Show(args) => show(&router, args).await,
+        SessionCommand::Close(args) => change(&router, args, Method::DELETE, "", "closed").await,
+        SessionCommand::Demote(args) => {
+            change(&router, args, Method::POST, "/demote", "demoted").await
+        }
+    }
+}
+
+async fn show(router: &RouterClient, args: &SessionArgs) -> Result<Outcome, Error> {
+    let path = format!("/v1/sessions/{}", encode(&args.id));
+    let value = router.get(&path).await?;
+    if args.json {
+        print(&format!("{value}\n"))?;
+        return Ok(Outcome::Well);
+    }
+    let session = Session::deserialize(&value);
+    let session = session.map_err(|error| router.answer_error(&path, error.to_string()))?;
+    let style = Style::of_stdout();
+    let history = if session.whole_history { "full histories" } else { "only what is new" };
+    let mut lines = vec![
+        ("session", clean(&session.session_id)),
+        ("worker", clean(&session.worker)),
+        ("state", style.paint(state_tone(&session.state), &clean(&session.state))),
+    ];
+    // A session that its agent hasn't reported yet has nothing else.
+    if !session.retention.is_empty() {
+        lines.extend([
+            ("retention", clean(&session.retention)),
+            ("turns", format!("{}, {} running", session.turns, session.turns_running)),
+            ("resident", known(session.resident_tokens, |it| format!("{} tokens", count(it)))),
+            ("idle", format!("{} when its agent last reported", millis(session.idle_ms_at_report))),
+            ("client sends", history.to_owned()),
+        ]);
+    }
+    if let Some(prefix) = value.get("volatile_prefix") {
+        lines.push(("volatile prefix", clean(&prefix.to_string())));
+    }
+    let text: String = lines.iter().map(|(name, value)| format!("{name:<16}{value}\n")).collect();
+    print(&text)?;
+    Ok(Outcome::Well)
+}
+
+/// Sends a request that changes the session, and says what is done.
+async fn change(
+    router: &RouterClient,
+    args: &SessionArgs,
+    method: Method,
+    action: &str,
+    done: &str,
+) -> Result<Outcome, Error> {
+    let path = format!("/v1/sessions/{}{action}", encode(&args.id));
+    let answer = router.send(method, &path).await?;
+    router.accept(&path, answer).await?;
+    if args.json {
+        print(&format!("{}\n", json!({ "session_id": args.id, done: true })))?;
+    } else {
+        print(&format!("session {}: {done}\n", clean(&args.id)))?;
+    }
+    Ok(Outcome::Well)
+}

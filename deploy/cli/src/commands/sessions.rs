@@ -1,0 +1,144 @@
+//! Runs `berth sessions`: the sessions of the key's owner at the router, or all of one agent.
+
+use std::time::Duration;
+
+use proto::{load, v1};
+use serde::Deserialize as _;
+use serde_json::{Value, json};
+
+use super::{
+    Outcome,
+    listing::{self, Listing},
+    pages::PagedList,
+};
+use crate::{
+    api::Session,
+    args::{SessionsArgs, TargetArgs},
+    connect::{
+        agent::{self, AgentClient},
+        router::RouterClient,
+    },
+    error::Error,
+    text::{
+        clean, count, known, millis,
+        style::state_tone,
+        table::{Cell, Column},
+    },
+};
+
+/// The time limit of a call to the agent, which answers from memory.
+const CALL_MAX: Duration = Duration::from_secs(10);
+
+const COLUMNS: &[Column] = &[
+    Column::text("SESSION"),
+    Column::text("WORKER"),
+    Column::word("KEPT"),
+    Column::word("STATE"),
+    Column::number("TURNS"),
+    Column::number("RUN"),
+    Column::number("TOKENS"),
+    Column::number("IDLE"),
+];
+
+/// The columns of sessions of several owners, all at one agent.
+const AGENT_COLUMNS: &[Column] = &[
+    Column::text("SESSION"),
+    Column::text("OWNER"),
+    Column::word("KEPT"),
+    Column::word("STATE"),
+    Column::number("TURNS"),
+    Column::number("RUN"),
+    Column::number("TOKENS"),
+    Column::number("IDLE"),
+];
+
+/// Lists the sessions.
+///
+/// # Errors
+/// See [`listing::show`].
+pub async fn run(target: &TargetArgs, args: &SessionsArgs) -> Result<Outcome, Error> {
+    if args.at_agent {
+        return listing::show(&args.list, async || {
+            let client = agent::connect(target, CALL_MAX).await?;
+            let sessions = read_from_agent(target, client, args.limit).await?;
+            let rows = sessions.iter().map(|session| row(session, "principal")).collect();
+            let rows: Result<_, serde_json::Error> = rows;
+            let rows = rows.map_err(|error| agent_answer_error(target, error.to_string()))?;
+            let json = json!({ "sessions": sessions });
+            Ok(Listing { json, columns: AGENT_COLUMNS, rows, notes: vec![] })
+        })
+        .await;
+    }
+    let router = RouterClient::new(target)?;
+    listing::show(&args.list, async || {
+        let path = "/v1/sessions";
+        let mut list = PagedList::new(&router, path, "sessions");
+        let sessions = list.read_first(args.limit).await?;
+        let rows: Result<_, _> = sessions.iter().map(|session| row(session, "worker")).collect();
+        let rows = rows.map_err(|error| router.answer_error(path, error.to_string()))?;
+        let json = json!({ "sessions": sessions });
+        Ok(Listing { json, columns: COLUMNS, rows, notes: vec![] })
+    })
+    .await
+}
+
+/// Returns the cells of a session. `place` is the member that says where it belongs.
+fn row(value: &Value, place: &str) -> serde_json::Result<Vec<Cell>> {
+    let session = Session::deserialize(value)?;
+    Ok(vec![
+        clean(&session.session_id).into(),
+        clean(value[place].as_str().unwrap_or_default()).into(),
+        clean(&session.retention).into(),
+        Cell::toned(clean(&session.state), state_tone(&session.state)),
+        session.turns.to_string().into(),
+        session.turns_running.to_string().into(),
+        known(session.resident_tokens, count).into(),
+        millis(session.idle_ms_at_report).into(),
+    ])
+}
+
+/// Returns at most `limit` sessions of all owners, in the form of the router's answers.
+async fn read_from_agent(
+    target: &TargetArgs,
+    mut client: AgentClient,
+    limit: usize,
+) -> Result<Vec<Value>, Error> {
+    let mut sessions = vec![];
+    let mut page_token = String::new();
+    loop {
+        let request = v1::ListSessionsRequest { page_size: 0, page_token };
+        let page = client.list_sessions(request).await;
+        let page = page.map_err(|status| agent::call_error(target, &status))?.into_inner();
+        for session in page.sessions {
+            let session = load::Session::try_from(session);
+            let session = session.map_err(|error| agent_answer_error(target, error.to_string()))?;
+            sessions.push(to_json(&session));
+        }
+        if page.next_page_token.is_empty() || sessions.len() >= limit {
+            break;
+        }
+        page_token = page.next_page_token;
+    }
+    sessions.truncate(limit);
+    Ok(sessions)
+}
+
+fn to_json(session: &load::Session) -> Value {
+    json!({
+        "session_id": session.key.id(),
+        "principal": session.key.principal(),
+        "digest": session.key.digest().to_string(),
+        "dp_rank": session.dp_rank,
+        "retention": session.retention.as_str(),
+        "state": session.state,
+        "turns": session.turns,
+        "turns_running": session.turns_running,
+        "whole_history": session.full_history,
+        "resident_tokens": session.resident_tokens.map(|figure| figure.value),
+        "idle_ms_at_report": service::clock::whole_millis(session.idle),
+    })
+}
+
+fn agent_answer_error(target: &TargetArgs, why: String) -> Error {
+    Error::Answer { url: target.agent.clone(), why }
+}

@@ -1,0 +1,67 @@
+//! Connects to the control port of an agent, as a router does.
+
+use std::{sync::Arc, time::Duration};
+
+use proto::{claim, v1::worker_agent_client::WorkerAgentClient};
+use service::{router_token::Tokens, tls::Protocol};
+use tonic::{
+    Code, Request, Status,
+    service::{Interceptor, interceptor::InterceptedService},
+    transport::{Channel, Endpoint},
+};
+
+use super::{connector, normalize_url};
+use crate::{
+    args::TargetArgs,
+    error::{Error, chain},
+};
+
+/// The client of a control port.
+pub type AgentClient = WorkerAgentClient<InterceptedService<Channel, SendToken>>;
+
+/// Adds the token to each call, if there is one.
+#[derive(Debug, Clone)]
+pub struct SendToken(Option<Arc<Tokens>>);
+
+impl Interceptor for SendToken {
+    fn call(&mut self, mut request: Request<()>) -> Result<Request<()>, Status> {
+        if let Some(tokens) = &self.0 {
+            request.metadata_mut().as_mut().insert(claim::TOKEN, tokens.to_header());
+        }
+        Ok(request)
+    }
+}
+
+/// Connects to the agent that the arguments name. `wait_max` is the time limit of each call.
+///
+/// # Errors
+/// When a file can't be used, or no agent answers.
+pub async fn connect(args: &TargetArgs, wait_max: Duration) -> Result<AgentClient, Error> {
+    let url = normalize_url("--agent", &args.agent)?;
+    let connector = connector(args, &url, Protocol::Http2)?;
+    let endpoint = Endpoint::from_shared(url.clone())
+        .map_err(|error| Error::Usage(format!("--agent: {error}")))?
+        .timeout(wait_max);
+    let tokens = args.token_file.clone().map(|path| Tokens::source(path).read()).transpose()?;
+    let channel = endpoint.connect_with_connector(connector).await;
+    let channel = channel.map_err(|error| unreachable_error(url, chain(&error)))?;
+    Ok(WorkerAgentClient::with_interceptor(channel, SendToken(tokens.map(Arc::new))))
+}
+
+/// Converts the status of a call. Each says why in the agent's own words.
+#[must_use]
+pub fn call_error(args: &TargetArgs, status: &Status) -> Error {
+    let why = status.message().to_owned();
+    match status.code() {
+        Code::Unauthenticated | Code::PermissionDenied => Error::Refused { who: "agent", why },
+        Code::Unavailable | Code::Unknown if why.contains("transport") => {
+            unreachable_error(args.agent.clone(), why)
+        }
+        _ => Error::Failed { who: "agent", why },
+    }
+}
+
+fn unreachable_error(url: String, why: String) -> Error {
+    let hint = "give its control port with --agent, and --ca and --cert if it speaks TLS";
+    Error::Unreachable { who: "agent", url, why, hint }
+}

@@ -1,0 +1,229 @@
+//! A client of a router's HTTP API.
+
+use std::{path::Path, time::Duration};
+
+use bytes::Bytes;
+use http::{HeaderValue, Method, Request, StatusCode, header};
+use http_body_util::{BodyExt as _, Full, Limited};
+use hyper_util::{client::legacy::Client, rt::TokioExecutor};
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+use service::tls::{Protocol, client::Connector};
+
+use super::{connector, normalize_url};
+use crate::{
+    args::TargetArgs,
+    error::{Error, chain},
+};
+
+/// The time limit of a request. The router answers each of these from memory.
+const REQUEST_MAX: Duration = Duration::from_secs(10);
+/// Most bytes of an answer: 1,024 workers with all their figures take 8 MB.
+const ANSWER_BYTES_MAX: usize = 64 << 20;
+/// Most bytes of a key.
+const KEY_BYTES_MAX: usize = 64 * 1024;
+
+/// A client of one router.
+#[derive(Debug, Clone)]
+pub struct RouterClient {
+    url: String,
+    client: Client<Connector, Full<Bytes>>,
+    authorization: Option<HeaderValue>,
+}
+
+/// An answer of the router, whatever its status.
+#[derive(Debug)]
+pub struct Answer {
+    /// The status.
+    pub status: StatusCode,
+    /// The body, or null if the body isn't JSON.
+    pub body: Value,
+}
+
+impl RouterClient {
+    /// Creates a client of the router that the arguments name, with the key of the arguments or the
+    /// environment. Doesn't connect yet.
+    ///
+    /// # Errors
+    /// When the URL, the key or a file can't be used.
+    pub fn new(args: &TargetArgs) -> Result<Self, Error> {
+        let url = normalize_url("--router", &args.router)?;
+        let connector = connector(args, &url, Protocol::Http1)?;
+        let authorization = read_key(args.key_file.as_deref())?;
+        Ok(Self {
+            url,
+            client: Client::builder(TokioExecutor::new()).build(connector),
+            authorization,
+        })
+    }
+
+    /// Returns the router's URL.
+    #[must_use]
+    pub fn url(&self) -> &str {
+        &self.url
+    }
+
+    /// Returns the answer to a GET request.
+    ///
+    /// # Errors
+    /// When the router doesn't answer, refuses the key, or has no such route.
+    pub async fn get(&self, path: &str) -> Result<Value, Error> {
+        let answer = self.send(Method::GET, path).await?;
+        self.accept(path, answer).await
+    }
+
+    /// Returns the answer to a GET request as a value of type `T`, and as JSON.
+    ///
+    /// # Errors
+    /// As [`RouterClient::get`]; also when the answer isn't a `T`.
+    pub async fn get_as<T: DeserializeOwned>(&self, path: &str) -> Result<(T, Value), Error> {
+        let value = self.get(path).await?;
+        let typed = T::deserialize(&value);
+        let typed = typed.map_err(|error| self.answer_error(path, error.to_string()))?;
+        Ok((typed, value))
+    }
+
+    /// Sends a request without a body.
+    ///
+    /// # Errors
+    /// When the router doesn't answer.
+    pub async fn send(&self, method: Method, path: &str) -> Result<Answer, Error> {
+        let unreachable_error = |why: String| Error::Unreachable {
+            who: "router",
+            url: self.url.clone(),
+            why,
+            hint: "give its data port with --router",
+        };
+        let answer = tokio::time::timeout(REQUEST_MAX, self.exchange(method, path)).await;
+        let answer = answer.map_err(|_| {
+            unreachable_error(format!("no answer within {} s", REQUEST_MAX.as_secs()))
+        })?;
+        answer.map_err(unreachable_error)
+    }
+
+    async fn exchange(&self, method: Method, path: &str) -> Result<Answer, String> {
+        let mut request = Request::builder().method(method).uri(format!("{}{path}", self.url));
+        if let Some(authorization) = &self.authorization {
+            request = request.header(header::AUTHORIZATION, authorization);
+        }
+        let request = request.body(Full::default()).map_err(|error| error.to_string())?;
+        let answer = self.client.request(request).await.map_err(|error| chain(&error))?;
+        let status = answer.status();
+        let body = Limited::new(answer.into_body(), ANSWER_BYTES_MAX).collect().await;
+        let body = body.map_err(|error| error.to_string())?.to_bytes();
+        Ok(Answer { status, body: serde_json::from_slice(&body).unwrap_or_default() })
+    }
+
+    /// Returns the body of an answer, or the error that its status means.
+    ///
+    /// # Errors
+    /// When the status isn't a success.
+    pub async fn accept(&self, path: &str, answer: Answer) -> Result<Value, Error> {
+        let Answer { status, body } = answer;
+        if status.is_success() {
+            return Ok(body);
+        }
+        let text = |key: &str| body["error"][key].as_str().unwrap_or_default().to_owned();
+        let (why, who) = (text("message"), "router");
+        let why = if why.is_empty() { format!("status {status}") } else { why };
+        match (status, text("code").as_str()) {
+            (StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN, _) => {
+                Err(Error::Refused { who, why })
+            }
+            (_, "route_unknown" | "method_not_allowed") => Err(self.route_absent_error(path).await),
+            (StatusCode::NOT_FOUND, "") => Err(self.route_absent_error(path).await),
+            _ => Err(Error::Failed { who, why }),
+        }
+    }
+
+    /// Returns the version that the router says it has.
+    ///
+    /// # Errors
+    /// When the router doesn't answer.
+    pub async fn version(&self) -> Result<Option<String>, Error> {
+        let document = self.send(Method::GET, "/openapi.json").await?;
+        Ok(document.body["info"]["version"].as_str().map(str::to_owned))
+    }
+
+    async fn route_absent_error(&self, path: &str) -> Error {
+        let version = match self.version().await {
+            Ok(version) => version.unwrap_or_else(|| "unknown".to_owned()),
+            Err(error) => return error,
+        };
+        let route = path.split('?').next().unwrap_or(path).to_owned();
+        Error::RouteAbsent { url: self.url.clone(), version, route, own: env!("CARGO_PKG_VERSION") }
+    }
+
+    /// Returns the error of an answer that has another form than expected.
+    #[must_use]
+    pub fn answer_error(&self, path: &str, why: String) -> Error {
+        Error::Answer { url: format!("{}{path}", self.url), why }
+    }
+}
+
+/// Returns a text as one part of a URL's path or query.
+#[must_use]
+pub fn encode(text: &str) -> String {
+    let mut encoded = String::with_capacity(text.len());
+    for byte in text.bytes() {
+        if byte.is_ascii_alphanumeric() || b"-._~".contains(&byte) {
+            encoded.push(char::from(byte));
+        } else {
+            encoded.push_str(&format!("%{byte:02X}"));
+        }
+    }
+    encoded
+}
+
+/// Returns the value of the header with the key of the file, or of `BERTH_KEY`.
+fn read_key(key_file: Option<&Path>) -> Result<Option<HeaderValue>, Error> {
+    let (key, path) = match key_file {
+        Some(path) => {
+            let to_error = |why: String| Error::KeyFile { path: path.display().to_string(), why };
+            let key = std::fs::read_to_string(path).map_err(|error| to_error(error.to_string()))?;
+            (key, path.display().to_string())
+        }
+        None => (std::env::var("BERTH_KEY").unwrap_or_default(), "BERTH_KEY".to_owned()),
+    };
+    let key = key.trim();
+    let key_error = |why: &str| Error::KeyFile { path: path.clone(), why: why.to_owned() };
+    if key.is_empty() {
+        // An empty file is a mistake; an unset variable is not.
+        return if key_file.is_some() { Err(key_error("the file is empty")) } else { Ok(None) };
+    }
+    if key.len() > KEY_BYTES_MAX {
+        return Err(key_error("the key is too long"));
+    }
+    let mut value = HeaderValue::try_from(format!("Bearer {key}"))
+        .map_err(|_| key_error("the key must be one line of printable characters"))?;
+    value.set_sensitive(true);
+    Ok(Some(value))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_id_is_one_part_of_a_path() {
+        assert_eq!(encode("a/b?c=d e\u{fc}%"), "a%2Fb%3Fc%3Dd%20e%C3%BC%25");
+        assert_eq!(encode("A-z_0.9~"), "A-z_0.9~");
+    }
+
+    #[test]
+    fn a_key_is_one_line_and_never_shown() {
+        let folder = std::env::temp_dir().join(format!("berth-key-{}", std::process::id()));
+        std::fs::write(&folder, "sk-1\n").unwrap();
+        let key = read_key(Some(&folder)).unwrap().unwrap();
+        assert_eq!(key, "Bearer sk-1");
+        assert!(!format!("{key:?}").contains("sk-1"));
+        for wrong in ["", "\n", "two\nlines"] {
+            std::fs::write(&folder, wrong).unwrap();
+            let error = read_key(Some(&folder)).unwrap_err();
+            assert_eq!(error.exit_status(), 66, "{wrong:?}");
+            assert!(!error.to_string().contains("lines"), "{error}");
+        }
+        std::fs::remove_file(&folder).unwrap();
+        assert_eq!(read_key(Some(&folder)).unwrap_err().exit_status(), 66);
+    }
+}

@@ -1,0 +1,154 @@
+//! Defines why a command fails, and the exit status that tells programs so.
+
+use std::{fmt::Write as _, io};
+
+/// The exit statuses. Those above 1 are the numbers of `sysexits.h`.
+pub mod exit {
+    /// The command did what it was asked, and all that it looked at is well.
+    pub const WELL: u8 = 0;
+    /// Something is not well: a fault was found, turns are left, or a session is unknown.
+    pub const NOT_WELL: u8 = 1;
+    /// The arguments are wrong.
+    pub const USAGE: u8 = 64;
+    /// A file that an argument names can't be used.
+    pub const FILE: u8 = 66;
+    /// A router or an agent doesn't answer.
+    pub const UNREACHABLE: u8 = 69;
+    /// An answer can't be understood: the versions differ.
+    pub const ANSWER: u8 = 70;
+    /// The output can't be written.
+    pub const OUTPUT: u8 = 74;
+    /// The key, token or certificate is refused.
+    pub const REFUSED: u8 = 77;
+}
+
+/// Why a command has no result.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The arguments contradict each other or can't be read. The text says what to give.
+    #[error("{0}")]
+    Usage(String),
+    /// A certificate or token can't be used.
+    #[error("can't use a file that an argument names")]
+    File(#[from] service::reload::Error),
+    /// The key's file can't be used.
+    #[error("can't read the key from {path}: {why}")]
+    KeyFile {
+        /// The file.
+        path: String,
+        /// What is wrong with it.
+        why: String,
+    },
+    /// Nothing answers at the URL.
+    #[error("no {who} answers at {url}: {why}; {hint}")]
+    Unreachable {
+        /// "router" or "agent".
+        who: &'static str,
+        /// The URL that was called.
+        url: String,
+        /// What the connection failed with.
+        why: String,
+        /// What to do.
+        hint: &'static str,
+    },
+    /// The router or agent wants another key, token or certificate.
+    #[error("the {who} refused: {why}")]
+    Refused {
+        /// "router" or "agent".
+        who: &'static str,
+        /// The reason, in the words of the one who refused.
+        why: String,
+    },
+    /// The router or agent can't do what was asked.
+    #[error("the {who} can't do this: {why}")]
+    Failed {
+        /// "router" or "agent".
+        who: &'static str,
+        /// The reason, in the words of the one who was asked.
+        why: String,
+    },
+    /// The router has no such route.
+    #[error(
+        "the router at {url}, version {version}, has no {route}; this berth is version {own}: \
+             install the same version of both"
+    )]
+    RouteAbsent {
+        /// The router's URL.
+        url: String,
+        /// The version that the router says it has.
+        version: String,
+        /// The route.
+        route: String,
+        /// This program's version.
+        own: &'static str,
+    },
+    /// An answer has another form than expected.
+    #[error("the answer of {url} can't be understood: {why}; install the same version of both")]
+    Answer {
+        /// The URL that was called.
+        url: String,
+        /// What is wrong with the answer.
+        why: String,
+    },
+    /// The output can't be written, or the process can't be set up.
+    #[error("can't write the output")]
+    Output(#[from] io::Error),
+}
+
+impl Error {
+    /// Returns the exit status of a command that fails so.
+    #[must_use]
+    pub fn exit_status(&self) -> u8 {
+        match self {
+            Self::Usage(_) => exit::USAGE,
+            Self::File(_) | Self::KeyFile { .. } => exit::FILE,
+            Self::Unreachable { .. } => exit::UNREACHABLE,
+            Self::Refused { .. } => exit::REFUSED,
+            Self::Failed { .. } => exit::NOT_WELL,
+            Self::RouteAbsent { .. } | Self::Answer { .. } => exit::ANSWER,
+            Self::Output(_) => exit::OUTPUT,
+        }
+    }
+
+    /// Whether the reader of the output is gone, as with `berth workers | head -1`.
+    #[must_use]
+    pub fn is_broken_pipe(&self) -> bool {
+        matches!(self, Self::Output(error) if error.kind() == io::ErrorKind::BrokenPipe)
+    }
+}
+
+/// Returns an error with its causes, in one line.
+#[must_use]
+pub fn chain(error: &(dyn std::error::Error + 'static)) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        let cause_text = cause.to_string();
+        // Some libraries repeat their cause in their own text.
+        if !text.ends_with(&cause_text) {
+            let _ = write!(text, ": {cause_text}");
+        }
+        source = cause.source();
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_reader_that_is_gone_is_no_fault() {
+        let gone = Error::Output(io::ErrorKind::BrokenPipe.into());
+        let full = Error::Output(io::ErrorKind::StorageFull.into());
+        assert!(gone.is_broken_pipe() && !full.is_broken_pipe());
+        assert_eq!(full.exit_status(), 74);
+        assert!(!Error::Usage("x".into()).is_broken_pipe());
+    }
+
+    #[test]
+    fn causes_are_in_the_line_once() {
+        let inner = io::Error::other("the disk is full");
+        assert_eq!(chain(&Error::Output(inner)), "can't write the output: the disk is full");
+    }
+}

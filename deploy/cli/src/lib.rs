@@ -1,0 +1,52 @@
+//! The command `berth`: shows a fleet and operates it, for people and for their programs.
+//!
+//! It uses what every operator may use: the router's HTTP API, and the control ports of agents
+//! (gRPC). It shares no code with them but the contract (`proto`) and what all processes of Berth
+//! have (`service`).
+//!
+//! - [`args`]: the command line. [`error`]: why a command fails, and its exit status.
+//! - [`connect`]: clients of routers and agents.
+//! - [`api`]: the router's answers. Pure.
+//! - [`text`]: tables, numbers and colours. Pure.
+//! - [`commands`]: one module for each command.
+
+pub mod api;
+pub mod args;
+pub mod commands;
+pub mod connect;
+pub mod error;
+pub mod text;
+
+use std::{ffi::OsString, io::Write as _, process::ExitCode};
+
+use clap::Parser as _;
+
+use self::{args::Args, commands::Outcome, error::exit};
+
+/// Runs the command that `args` name, the program's name first. Returns the exit status.
+pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
+    let args = match Args::try_parse_from(args) {
+        Ok(args) => args,
+        Err(error) => {
+            // The parser reports help and version as errors, but they are not usage errors.
+            let _ = error.print();
+            let is_error = error.use_stderr();
+            return ExitCode::from(if is_error { exit::USAGE } else { exit::WELL });
+        }
+    };
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    let result = match runtime {
+        Ok(runtime) => runtime.block_on(commands::run(args)),
+        Err(error) => Err(error::Error::Output(error)),
+    };
+    match result {
+        Ok(Outcome::Well) => ExitCode::from(exit::WELL),
+        Ok(Outcome::NotWell) => ExitCode::from(exit::NOT_WELL),
+        Err(error) if error.is_broken_pipe() => ExitCode::from(exit::WELL),
+        Err(error) => {
+            // If standard error is gone too, nothing can be reported.
+            let _ = writeln!(std::io::stderr(), "berth: {}", error::chain(&error));
+            ExitCode::from(error.exit_status())
+        }
+    }
+}
