@@ -81,6 +81,8 @@ pub enum Command {
     },
     /// Makes routers place no new sessions at an agent; status 1 if turns are left after the wait
     Drain(DrainArgs),
+    /// Finds what is set wrong in a fleet, and names the line to change; status 1 if anything is
+    Doctor(DoctorArgs),
     /// Shows which session holds each page of an engine's KV pool; status 1 if anything is wrong
     Audit(AuditArgs),
     /// Shows which blocks are resident on an engine, as routers are told
@@ -173,6 +175,32 @@ pub struct DrainArgs {
     /// Prints JSON
     #[arg(long)]
     pub json: bool,
+}
+
+/// The arguments of `berth doctor`.
+#[derive(Debug, Default, clap::Args)]
+pub struct DoctorArgs {
+    /// Prints JSON
+    #[arg(long)]
+    pub json: bool,
+    /// Lists the checks
+    #[arg(long)]
+    pub list: bool,
+    /// A further router of the fleet
+    #[arg(long, value_name = "URL")]
+    pub other_router: Vec<String>,
+    /// A further agent; those that the router knows are asked anyway
+    #[arg(long, value_name = "URL")]
+    pub other_agent: Vec<String>,
+    /// Admin port of a router, in the routers' order; default: port 8081 of each
+    #[arg(long, value_name = "URL")]
+    pub router_admin: Vec<String>,
+    /// Admin port of an agent; default: port 31002 of each
+    #[arg(long, value_name = "URL")]
+    pub agent_admin: Vec<String>,
+    /// How long the load balancer before the routers keeps idle connections (milliseconds)
+    #[arg(long, value_name = "MS")]
+    pub balancer_keep_alive_ms: Option<u64>,
 }
 
 /// The arguments of `berth audit`.

@@ -3,10 +3,12 @@
 //! - [`workers`], [`devices`], [`sessions`], [`placements`], [`turns`]: lists, by the router.
 //! - [`session`]: shows, closes and demotes one session.
 //! - [`drain`], [`audit`], [`kv`]: ask one agent, over its control port.
+//! - [`doctor`]: asks all of them, and finds what is set wrong.
 //! - [`listing`]: prints a list once or again and again, as a table or as JSON.
 
 pub mod audit;
 pub mod devices;
+pub mod doctor;
 pub mod drain;
 pub mod kv;
 pub mod listing;
@@ -55,6 +57,7 @@ pub async fn run(args: Args) -> Result<Outcome, Error> {
         Command::Turns(args) => turns::run(target, &args).await,
         Command::Session { command } => session::run(target, &command).await,
         Command::Drain(args) => drain::run(target, &args).await,
+        Command::Doctor(args) => doctor::run(target, &args).await,
         Command::Audit(args) => audit::run(target, &args).await,
         Command::Kv(args) => kv::run(target, &args).await,
     }

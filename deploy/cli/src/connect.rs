@@ -60,7 +60,7 @@ fn system_cas() -> Option<PathBuf> {
 }
 
 /// Returns an address as a URL without a slash at its end. `http://` may be left out.
-fn normalize_url(flag: &str, text: &str) -> Result<String, Error> {
+pub(crate) fn normalize_url(flag: &str, text: &str) -> Result<String, Error> {
     let url = if text.contains("://") { text.to_owned() } else { format!("http://{text}") };
     let url = url.strip_suffix('/').unwrap_or(&url).to_owned();
     let uri = url.parse::<http::Uri>().ok().filter(|uri| {

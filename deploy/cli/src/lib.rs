@@ -7,6 +7,7 @@
 //! - [`args`]: the command line. [`error`]: why a command fails, and its exit status.
 //! - [`connect`]: clients of routers and agents.
 //! - [`api`]: the router's answers. Pure.
+//! - [`doctor`]: finds what is set wrong, from facts. Pure.
 //! - [`text`]: tables, numbers and colours. Pure.
 //! - [`commands`]: one module for each command.
 
@@ -14,6 +15,7 @@ pub mod api;
 pub mod args;
 pub mod commands;
 pub mod connect;
+pub mod doctor;
 pub mod error;
 pub mod text;
 

@@ -37,7 +37,19 @@ impl Interceptor for SendToken {
 /// # Errors
 /// When a file can't be used, or no agent answers.
 pub async fn connect(args: &TargetArgs, wait_max: Duration) -> Result<AgentClient, Error> {
-    let url = normalize_url("--agent", &args.agent)?;
+    connect_to(args, &args.agent, wait_max).await
+}
+
+/// Connects to the agent at `url`. `wait_max` is the time limit of each call.
+///
+/// # Errors
+/// When a file can't be used, or no agent answers.
+pub async fn connect_to(
+    args: &TargetArgs,
+    url: &str,
+    wait_max: Duration,
+) -> Result<AgentClient, Error> {
+    let url = normalize_url("--agent", url)?;
     let connector = connector(args, &url, Protocol::Http2)?;
     let endpoint = Endpoint::from_shared(url.clone())
         .map_err(|error| Error::Usage(format!("--agent: {error}")))?

@@ -1,6 +1,9 @@
 //! A client of a router's HTTP API.
 
-use std::{path::Path, time::Duration};
+use std::{
+    path::Path,
+    time::{Duration, SystemTime},
+};
 
 use bytes::Bytes;
 use http::{HeaderValue, Method, Request, StatusCode, header};
@@ -18,6 +21,8 @@ use crate::{
 
 /// The time limit of a request. The router answers each of these from memory.
 const REQUEST_MAX: Duration = Duration::from_secs(10);
+/// The time limit of asking what answers at a port.
+const PROBE_MAX: Duration = Duration::from_secs(3);
 /// Most bytes of an answer: 1,024 workers with all their figures take 8 MB.
 const ANSWER_BYTES_MAX: usize = 64 << 20;
 /// Most bytes of a key.
@@ -40,6 +45,25 @@ pub struct Answer {
     pub body: Value,
 }
 
+/// An answer of a port of which it isn't known what answers.
+#[derive(Debug)]
+pub struct RawAnswer {
+    /// The status.
+    pub status: StatusCode,
+    /// The clock of the host that answers, in whole seconds.
+    pub date: Option<SystemTime>,
+    /// The body.
+    pub body: Bytes,
+}
+
+impl RawAnswer {
+    /// Returns the body as JSON, or null if the body isn't JSON.
+    #[must_use]
+    pub fn json(&self) -> Value {
+        serde_json::from_slice(&self.body).unwrap_or_default()
+    }
+}
+
 impl RouterClient {
     /// Creates a client of the router that the arguments name, with the key of the arguments or the
     /// environment. Doesn't connect yet.
@@ -47,9 +71,22 @@ impl RouterClient {
     /// # Errors
     /// When the URL, the key or a file can't be used.
     pub fn new(args: &TargetArgs) -> Result<Self, Error> {
-        let url = normalize_url("--router", &args.router)?;
-        let connector = connector(args, &url, Protocol::Http1)?;
         let authorization = read_key(args.key_file.as_deref())?;
+        Self::at(args, "--router", &args.router, authorization)
+    }
+
+    /// Creates a client of another port that the argument `flag` names.
+    ///
+    /// # Errors
+    /// When the URL or a file can't be used.
+    pub fn at(
+        args: &TargetArgs,
+        flag: &str,
+        url: &str,
+        authorization: Option<HeaderValue>,
+    ) -> Result<Self, Error> {
+        let url = normalize_url(flag, url)?;
+        let connector = connector(args, &url, Protocol::Http1)?;
         Ok(Self {
             url,
             client: Client::builder(TokioExecutor::new()).build(connector),
@@ -102,6 +139,20 @@ impl RouterClient {
     }
 
     async fn exchange(&self, method: Method, path: &str) -> Result<Answer, String> {
+        let RawAnswer { status, body, .. } = self.exchange_raw(method, path).await?;
+        Ok(Answer { status, body: serde_json::from_slice(&body).unwrap_or_default() })
+    }
+
+    /// Returns the answer to a GET request as it is, for a port behind which anything may be.
+    ///
+    /// # Errors
+    /// What the connection failed with.
+    pub async fn probe(&self, path: &str) -> Result<RawAnswer, String> {
+        let answer = tokio::time::timeout(PROBE_MAX, self.exchange_raw(Method::GET, path)).await;
+        answer.map_err(|_| format!("no answer within {} s", PROBE_MAX.as_secs()))?
+    }
+
+    async fn exchange_raw(&self, method: Method, path: &str) -> Result<RawAnswer, String> {
         let mut request = Request::builder().method(method).uri(format!("{}{path}", self.url));
         if let Some(authorization) = &self.authorization {
             request = request.header(header::AUTHORIZATION, authorization);
@@ -109,9 +160,11 @@ impl RouterClient {
         let request = request.body(Full::default()).map_err(|error| error.to_string())?;
         let answer = self.client.request(request).await.map_err(|error| chain(&error))?;
         let status = answer.status();
+        let date = answer.headers().get(header::DATE);
+        let date = date.and_then(|date| httpdate::parse_http_date(date.to_str().ok()?).ok());
         let body = Limited::new(answer.into_body(), ANSWER_BYTES_MAX).collect().await;
         let body = body.map_err(|error| error.to_string())?.to_bytes();
-        Ok(Answer { status, body: serde_json::from_slice(&body).unwrap_or_default() })
+        Ok(RawAnswer { status, date, body })
     }
 
     /// Returns the body of an answer, or the error that its status means.
@@ -176,7 +229,10 @@ pub fn encode(text: &str) -> String {
 }
 
 /// Returns the value of the header with the key of the file, or of `BERTH_KEY`.
-fn read_key(key_file: Option<&Path>) -> Result<Option<HeaderValue>, Error> {
+///
+/// # Errors
+/// When the file can't be read, or has no key.
+pub fn read_key(key_file: Option<&Path>) -> Result<Option<HeaderValue>, Error> {
     let (key, path) = match key_file {
         Some(path) => {
             let to_error = |why: String| Error::KeyFile { path: path.display().to_string(), why };

@@ -1,0 +1,255 @@
+//! Checks of the engines: flags, shim, KV events, and whether the pool fits what is promised. Pure.
+
+use serde_json::Value;
+
+use super::super::{
+    Check, Place, Severity,
+    facts::{AgentFacts, Facts, setting},
+};
+use crate::api::Worker;
+
+/// The checks.
+pub const CHECKS: &[Check] = &[
+    Check {
+        id: "engine-unreadable",
+        severity: Severity::Fault,
+        why: "the agent can't use the engine either",
+        find: find_unreadable,
+    },
+    Check {
+        id: "engine-streaming-off",
+        severity: Severity::Warning,
+        why: "no session can be pinned: each turn may compute its history again",
+        find: |facts| find_retention(facts, "pinned", "--enable-streaming-session"),
+    },
+    Check {
+        id: "engine-radix-off",
+        severity: Severity::Warning,
+        why: "no session can be tagged: its KV is evicted like any other",
+        find: |facts| find_retention(facts, "tagged", "--enable-session-radix-cache"),
+    },
+    Check {
+        id: "engine-cache-report-off",
+        severity: Severity::Warning,
+        why: "answers of the OpenAI routes don't say how many tokens were cached",
+        find: find_no_cache_report,
+    },
+    Check {
+        id: "kv-events-off",
+        severity: Severity::Warning,
+        why: "routers guess which blocks are resident, from the prompts that they sent",
+        find: find_no_kv_events,
+    },
+    Check {
+        id: "kv-events-unreachable",
+        severity: Severity::Warning,
+        why: "routers guess which blocks are resident, from the prompts that they sent",
+        find: find_unreachable_kv_events,
+    },
+    Check {
+        id: "kv-replay-missing",
+        severity: Severity::Warning,
+        why: "a missed KV event is lost: the engine must publish its whole radix tree again",
+        find: find_no_replay,
+    },
+    Check {
+        id: "shim-silent",
+        severity: Severity::Warning,
+        why: "KV figures are estimates, full histories aren't trimmed, pages aren't audited",
+        find: find_silent_shims,
+    },
+    Check {
+        id: "shim-other-version",
+        severity: Severity::Warning,
+        why: "full histories aren't trimmed to what is new",
+        find: find_other_shims,
+    },
+    Check {
+        id: "pool-too-small",
+        severity: Severity::Warning,
+        why: "one session of full length takes more KV than pinned sessions may hold",
+        find: find_small_pools,
+    },
+    Check {
+        id: "rows-too-few",
+        severity: Severity::Warning,
+        why: "no session, or only one, can be pinned at a time",
+        find: find_few_rows,
+    },
+];
+
+fn find_unreadable(facts: &Facts) -> Vec<Place> {
+    facts
+        .agents
+        .iter()
+        .filter_map(|agent| {
+            let Some(Err(why)) = &agent.engine else { return None };
+            let url = agent.settings.as_ref().map(|it| setting(it, "engine.url").to_string());
+            let what =
+                format!("the engine {} gives no /server_info: {why}", url.unwrap_or_default());
+            let fix = "agent.toml: engine.url = \"http://127.0.0.1:PORT\" of the engine, and its \
+                       --api-key in BERTH_ENGINE_API_KEY";
+            Some(Place::new(&agent.url, what, fix))
+        })
+        .collect()
+}
+
+fn find_retention(facts: &Facts, retention: &str, flag: &str) -> Vec<Place> {
+    let lacks = |worker: &&Worker| {
+        // Half of a pair can pin nothing, whatever its flags are.
+        let is_whole = ["", "null"].contains(&worker.engine.disaggregation.as_str());
+        is_whole
+            && !worker.retentions.is_empty()
+            && !worker.retentions.iter().any(|it| it == retention)
+    };
+    let found = facts.engines().filter(lacks);
+    found
+        .map(|worker| {
+            let fix = format!("start the engine with {flag}");
+            Place::new(&worker.worker, format!("the engine runs without {flag}"), fix)
+        })
+        .collect()
+}
+
+/// Returns the agents whose engine's `/server_info` is known.
+fn server_infos(facts: &Facts) -> impl Iterator<Item = (&AgentFacts, &Value)> {
+    let known = facts.agents.iter().filter_map(|agent| Some((agent, agent.engine.as_ref()?)));
+    known.filter_map(|(agent, engine)| Some((agent, engine.as_ref().ok()?)))
+}
+
+fn find_no_cache_report(facts: &Facts) -> Vec<Place> {
+    let off = server_infos(facts).filter(|(_, info)| info["enable_cache_report"] == false);
+    off.map(|(agent, _)| {
+        let what = "the engine runs without --enable-cache-report";
+        Place::new(&agent.url, what, "start the engine with --enable-cache-report")
+    })
+    .collect()
+}
+
+/// Returns the workers whose resident blocks the router doesn't know, with the reason.
+fn unknown_kv(facts: &Facts) -> impl Iterator<Item = (&Worker, &str)> {
+    let unknown =
+        facts.engines().filter(|worker| worker.is_fresh() && worker.kv.state == "unknown");
+    unknown.map(|worker| (worker, worker.kv.reason.as_deref().unwrap_or_default()))
+}
+
+fn find_no_kv_events(facts: &Facts) -> Vec<Place> {
+    let off = unknown_kv(facts).filter(|(_, reason)| reason.contains("--kv-events-config"));
+    off.map(|(worker, reason)| {
+        let fix = "start the engine with --kv-events-config '{\"publisher\": \"zmq\", \
+                   \"endpoint\": \"tcp://127.0.0.1:5557\", \"bind\": true, \
+                   \"replay_endpoint\": \"tcp://127.0.0.1:5558\"}'";
+        Place::new(&worker.worker, reason, fix)
+    })
+    .collect()
+}
+
+fn find_unreachable_kv_events(facts: &Facts) -> Vec<Place> {
+    let reasons = unknown_kv(facts).filter(|(_, it)| !it.is_empty() && !it.contains("--kv-events"));
+    reasons
+        .map(|(worker, reason)| {
+            let fix = "start the engine with an \"endpoint\" in --kv-events-config that its agent \
+                       reaches, and \"bind\": true";
+            Place::new(&worker.worker, reason, fix)
+        })
+        .collect()
+}
+
+fn find_no_replay(facts: &Facts) -> Vec<Place> {
+    let publishing = server_infos(facts).filter_map(|(agent, info)| {
+        let text = info["kv_events_config"].as_str()?;
+        Some((agent, serde_json::from_str::<Value>(text).ok()?))
+    });
+    publishing
+        .filter(|(_, config)| {
+            config["publisher"] == "zmq" && !config["replay_endpoint"].is_string()
+        })
+        .map(|(agent, _)| {
+            let what = "the engine publishes KV events without a replay_endpoint";
+            let fix = "add \"replay_endpoint\": \"tcp://127.0.0.1:5558\" to --kv-events-config";
+            Place::new(&agent.url, what, fix)
+        })
+        .collect()
+}
+
+/// Whether the worker's figures come from the shim. `None` if there are no figures yet.
+fn has_shim(worker: &Worker) -> Option<bool> {
+    let used = worker.load.as_ref()?.pool_used_tokens.as_ref()?;
+    Some(used.source == "shim")
+}
+
+fn find_silent_shims(facts: &Facts) -> Vec<Place> {
+    let silent =
+        facts.workers().filter(|worker| worker.is_fresh() && has_shim(worker) == Some(false));
+    silent
+        .map(|worker| {
+            let what = "no figure comes from the shim inside the engine";
+            let fix = "install worker-agent/shim where the engine runs, for its user; set \
+                       BERTH_SHIM_SOCKET to the agent's files.shim_socket";
+            Place::new(&worker.worker, what, fix)
+        })
+        .collect()
+}
+
+fn find_other_shims(facts: &Facts) -> Vec<Place> {
+    facts
+        .engines()
+        .filter(|worker| has_shim(worker) == Some(true))
+        .filter_map(|worker| {
+            let agent =
+                facts.agents.iter().find(|it| it.agent_id.as_ref() == Some(&worker.agent))?;
+            let trims = agent.trims.as_ref()?;
+            let version = &worker.engine.version;
+            let what = format!("the shim doesn't trim on SGLang {version}");
+            let fix = "install the shim of this agent's own release, and an SGLang that it names";
+            (!trims.contains(version)).then(|| Place::new(&worker.worker, what, fix))
+        })
+        .collect()
+}
+
+/// Returns the settings of a worker's agent.
+fn settings_of<'a>(facts: &'a Facts, worker: &Worker) -> Option<&'a Value> {
+    let agent = facts.agents.iter().find(|it| it.agent_id.as_ref() == Some(&worker.agent))?;
+    agent.settings.as_ref()
+}
+
+fn find_small_pools(facts: &Facts) -> Vec<Place> {
+    facts
+        .engines()
+        .filter_map(|worker| {
+            let ratio =
+                setting(settings_of(facts, worker)?, "sessions.pin_budget_ratio").as_f64()?;
+            let pool_tokens = worker.rank.as_ref()?.pool_tokens;
+            #[expect(
+                clippy::cast_possible_truncation,
+                clippy::cast_sign_loss,
+                clippy::cast_precision_loss,
+                reason = "a rough comparison of sizes far below 2^52"
+            )]
+            let budget_tokens = (pool_tokens as f64 * ratio) as u64;
+            let context_tokens = worker.engine.context_tokens;
+            let what = format!(
+                "{budget_tokens} tokens for pinned sessions (sessions.pin_budget_ratio = {ratio} \
+                 of {pool_tokens}), {context_tokens} of context"
+            );
+            let fix = "start the engine with a larger --mem-fraction-static or a smaller \
+                       --context-length";
+            (budget_tokens < context_tokens).then(|| Place::new(&worker.worker, what, fix))
+        })
+        .collect()
+}
+
+fn find_few_rows(facts: &Facts) -> Vec<Place> {
+    facts
+        .engines()
+        .filter_map(|worker| {
+            let settings = settings_of(facts, worker)?;
+            let reserve = setting(settings, "sessions.rows_reserve").as_u64()?;
+            let rows = u64::from(worker.rank.as_ref()?.rows);
+            let what =
+                format!("{rows} request rows, of which sessions.rows_reserve keeps {reserve}");
+            let fix = "start the engine with a larger --max-running-requests";
+            (rows < reserve + 2).then(|| Place::new(&worker.worker, what, fix))
+        })
+        .collect()
+}

@@ -1,0 +1,240 @@
+//! Plants each misconfiguration in the facts of a sound fleet, and expects exactly its finding.
+
+use std::collections::BTreeSet;
+
+use serde_json::json;
+
+use super::{
+    facts::{AgentFacts, CertificateFacts, Facts, ProcessFacts, Reach, RouterFacts},
+    *,
+};
+use crate::api::{Device, Engine, Figure, Fleet, Kv, Load, Rank, UnheardAgent, Worker};
+
+fn figure(value: u64, source: &str) -> Option<Figure> {
+    Some(Figure { value, source: source.to_owned(), age_ms: 0 })
+}
+
+fn worker(number: u32) -> Worker {
+    let device = Device {
+        uuid: format!("GPU-{number}"),
+        index: Some(number),
+        memory_total_bytes: Some(80 << 30),
+        memory_used_bytes: Some(70 << 30),
+        engine_bytes: figure(70 << 30, "nvml"),
+        age_ms: Some(500),
+        ..Device::default()
+    };
+    Worker {
+        worker: format!("w{number}/0"),
+        agent: format!("w{number}"),
+        control: format!("http://w{number}:31001"),
+        state: "fresh".into(),
+        load: Some(Load {
+            pool_used_tokens: figure(100, "shim"),
+            devices: vec![device],
+            ..Load::default()
+        }),
+        kv: Kv { state: "live".into(), ..Kv::default() },
+        engine: Engine {
+            version: "0.5.23".into(),
+            models: vec!["m".into()],
+            page_tokens: 64,
+            context_tokens: 32_768,
+            vocabulary: Some(1000),
+            instance: format!("process-{number}"),
+            disaggregation: "null".into(),
+        },
+        retentions: ["pinned", "tagged", "none"].map(str::to_owned).to_vec(),
+        rank: Some(Rank { pool_tokens: 1 << 20, rows: 64, devices: vec![] }),
+        ..Worker::default()
+    }
+}
+
+fn agent(number: u32) -> AgentFacts {
+    let kv_events = r#"{"publisher": "zmq", "replay_endpoint": "tcp://127.0.0.1:5558"}"#;
+    AgentFacts {
+        url: format!("http://w{number}:31001"),
+        reach: Reach::Port,
+        agent_id: Some(format!("w{number}")),
+        tokenizer: Some(Some(vec![7])),
+        trims: Some(vec!["0.5.23".into()]),
+        clock_ahead_ms: Some(300),
+        settings: Some(json!({
+            "worker_id": format!("w{number}"),
+            "sessions": { "pin_budget_ratio": 0.7, "rows_reserve": 1 },
+            "limits": { "turn_ms_max": 3_600_000, "queue_wait_ms_max": 60_000 },
+            "reports": { "interval_ms": 500 },
+            "engine": { "url": "http://127.0.0.1:30000" },
+        })),
+        engine: Some(Ok(json!({ "enable_cache_report": true, "kv_events_config": kv_events }))),
+    }
+}
+
+fn router(number: u32) -> RouterFacts {
+    RouterFacts {
+        url: format!("http://router-{number}:8080"),
+        reach: Reach::Port,
+        version: Some(env!("CARGO_PKG_VERSION").to_owned()),
+        clock_ahead_ms: Some(-300),
+        fleet: Some(Fleet { workers: vec![worker(0), worker(1)], unheard: vec![] }),
+        settings: Some(json!({
+            "workers": ["http://w0:31001", "http://w1:31001"],
+            "listen": { "data_addr": "0.0.0.0:8080" },
+            "auth": { "keys_file": "/etc/berth/keys.toml" },
+            "claims": { "store": "agents" },
+            "connections": { "keep_alive_ms": 75_000 },
+            "timeouts": { "turn_ms_max": 1_800_000, "load_report_age_ms_max": 3_000 },
+        })),
+    }
+}
+
+/// Returns a fleet without a fault.
+fn sound_facts() -> Facts {
+    Facts {
+        routers: vec![router(0), router(1)],
+        agents: vec![agent(0), agent(1)],
+        processes: vec![ProcessFacts {
+            name: "berth-agent".into(),
+            pid: 7,
+            descriptors_max: 65_536,
+        }],
+        certificates: vec![CertificateFacts { path: "agent.pem".into(), days_left: 60 }],
+        balancer_keep_alive_ms: Some(60_000),
+    }
+}
+
+fn worker_of(facts: &mut Facts) -> &mut Worker {
+    &mut facts.routers[0].fleet.as_mut().unwrap().workers[0]
+}
+
+fn device_of(facts: &mut Facts) -> &mut Device {
+    &mut worker_of(facts).load.as_mut().unwrap().devices[0]
+}
+
+fn set(settings: &mut Option<serde_json::Value>, name: &str, value: serde_json::Value) {
+    let pointer = format!("/{}", name.replace('.', "/"));
+    *settings.as_mut().unwrap().pointer_mut(&pointer).unwrap() = value;
+}
+
+type Plant = fn(&mut Facts);
+
+/// Each misconfiguration: the check that must find it, and a change of the sound fleet.
+const PLANTS: &[(&str, Plant)] = &[
+    ("router-unreachable", |f| f.routers[1].reach = Reach::Nothing("refused".into())),
+    ("agent-unreachable", |f| f.agents[0].reach = Reach::Nothing("refused".into())),
+    ("ports-swapped", |f| f.routers[1].reach = Reach::OtherPort("an admin port")),
+    ("ports-swapped", |f| f.agents[1].reach = Reach::OtherPort("an agent's data port")),
+    ("credential-refused", |f| f.agents[1].reach = Reach::Refused("no token".into())),
+    ("clock-skew", |f| f.agents[1].clock_ahead_ms = Some(-2_001)),
+    ("clock-skew", |f| f.routers[1].clock_ahead_ms = Some(90_000)),
+    ("version-differs", |f| f.routers[1].version = Some("0.0.1".into())),
+    ("worker-stale", |f| worker_of(f).state = "stale".into()),
+    ("worker-stale", |f| {
+        let unheard = UnheardAgent { control: "http://w2:1".into(), ..UnheardAgent::default() };
+        f.routers[0].fleet.as_mut().unwrap().unheard.push(unheard);
+    }),
+    ("worker-unhealthy", |f| worker_of(f).state = "unhealthy".into()),
+    ("drain-left-on", |f| worker_of(f).state = "draining".into()),
+    ("restart-required", |f| worker_of(f).restart_required = Some("leaked pages".into())),
+    ("agent-id-duplicate", |f| worker_of(f).agent = "w1".into()),
+    ("engine-shared", |f| worker_of(f).engine.instance = "process-1".into()),
+    ("page-size-differs", |f| worker_of(f).engine.page_tokens = 16),
+    ("model-differs", |f| worker_of(f).engine.vocabulary = Some(2000)),
+    ("model-differs", |f| worker_of(f).engine.context_tokens = 8_192),
+    ("tokenizer-differs", |f| f.agents[1].tokenizer = Some(Some(vec![8]))),
+    ("no-tokenizer", |f| f.agents[1].tokenizer = Some(None)),
+    ("engine-unreadable", |f| f.agents[1].engine = Some(Err("status 401".into()))),
+    ("engine-streaming-off", |f| worker_of(f).retentions = vec!["tagged".into(), "none".into()]),
+    ("engine-radix-off", |f| worker_of(f).retentions = vec!["pinned".into(), "none".into()]),
+    ("engine-cache-report-off", |f| {
+        f.agents[0].engine = Some(Ok(json!({ "enable_cache_report": false })));
+    }),
+    ("kv-events-off", |f| {
+        let reason = Some("start it with --kv-events-config".into());
+        worker_of(f).kv = Kv { state: "unknown".into(), reason, resident_blocks: 0 };
+    }),
+    ("kv-events-unreachable", |f| {
+        let reason = Some("no KV events from tcp://10.0.0.7:5557: refused".into());
+        worker_of(f).kv = Kv { state: "unknown".into(), reason, resident_blocks: 0 };
+    }),
+    ("kv-replay-missing", |f| {
+        f.agents[0].engine = Some(Ok(json!({ "kv_events_config": r#"{"publisher": "zmq"}"# })));
+    }),
+    ("shim-silent", |f| {
+        worker_of(f).load.as_mut().unwrap().pool_used_tokens = figure(1, "loads");
+    }),
+    ("shim-other-version", |f| f.agents[0].trims = Some(vec!["0.5.20".into()])),
+    ("pool-too-small", |f| worker_of(f).rank.as_mut().unwrap().pool_tokens = 40_000),
+    ("rows-too-few", |f| worker_of(f).rank.as_mut().unwrap().rows = 2),
+    ("nvml-missing", |f| {
+        *device_of(f) = Device { uuid: "cuda".into(), ..Device::default() };
+    }),
+    ("gpu-unhealthy", |f| device_of(f).unhealthy = Some("XID 79".into())),
+    ("gpu-foreign-process", |f| device_of(f).engine_bytes = figure(60 << 30, "nvml")),
+    ("gpu-mig", |f| device_of(f).parent_uuid = Some("GPU-9".into())),
+    ("gpu-shared", |f| device_of(f).uuid = "GPU-1".into()),
+    ("gpu-readings-old", |f| device_of(f).age_ms = Some(31_000)),
+    ("open-without-key", |f| set(&mut f.routers[1].settings, "auth.keys_file", json!(""))),
+    ("keep-alive-short", |f| f.balancer_keep_alive_ms = Some(75_000)),
+    ("routers-without-claims", |f| {
+        for router in &mut f.routers {
+            set(&mut router.settings, "claims.store", json!("memory"));
+        }
+    }),
+    ("claims-differ", |f| set(&mut f.routers[1].settings, "claims.store", json!("redis"))),
+    ("timeouts-contradict", |f| {
+        set(&mut f.agents[0].settings, "limits.turn_ms_max", json!(600_000));
+    }),
+    ("timeouts-contradict", |f| {
+        set(&mut f.agents[0].settings, "limits.queue_wait_ms_max", json!(3_600_000));
+    }),
+    ("timeouts-contradict", |f| {
+        set(&mut f.agents[0].settings, "reports.interval_ms", json!(2_000));
+    }),
+    ("workers-differ", |f| set(&mut f.routers[1].settings, "workers", json!(["http://w0:31001"]))),
+    ("descriptors-few", |f| f.processes[0].descriptors_max = 1_024),
+    ("certificate-expiring", |f| f.certificates[0].days_left = 13),
+    ("certificate-expiring", |f| f.certificates[0].days_left = -1),
+];
+
+fn ids(facts: &Facts) -> BTreeSet<&'static str> {
+    diagnose(facts).into_iter().map(|finding| finding.id).collect()
+}
+
+#[test]
+fn a_sound_fleet_has_no_finding_and_neither_has_an_unknown_one() {
+    assert_eq!(diagnose(&sound_facts()), []);
+    assert_eq!(diagnose(&Facts::default()), []);
+}
+
+#[test]
+fn each_planted_misconfiguration_is_found_alone_and_names_what_to_change() {
+    for (number, (id, plant)) in PLANTS.iter().enumerate() {
+        let mut facts = sound_facts();
+        plant(&mut facts);
+        assert_eq!(ids(&facts), BTreeSet::from([*id]), "plant {number}");
+        for finding in diagnose(&facts) {
+            assert!(!finding.fix.is_empty() && !finding.about.is_empty(), "{finding:?}");
+        }
+    }
+}
+
+#[test]
+fn every_check_is_planted_and_stands_once() {
+    let planted: BTreeSet<&str> = PLANTS.iter().map(|(id, _)| *id).collect();
+    let checks: Vec<&str> = all_checks().map(|check| check.id).collect();
+    let distinct: BTreeSet<&str> = checks.iter().copied().collect();
+    assert_eq!(checks.len(), distinct.len());
+    assert_eq!(planted, distinct);
+    assert!(checks.len() >= 20, "{}", checks.len());
+}
+
+#[test]
+fn faults_come_before_warnings() {
+    let mut facts = sound_facts();
+    worker_of(&mut facts).engine.page_tokens = 16;
+    facts.certificates[0].days_left = 1;
+    let severities: Vec<Severity> =
+        diagnose(&facts).into_iter().map(|finding| finding.severity).collect();
+    assert_eq!(severities, [Severity::Fault, Severity::Warning]);
+}
