@@ -244,6 +244,8 @@ pub struct Session {
     pub resident_tokens: Option<u64>,
     /// Milliseconds since the last turn, when the agent reported it.
     pub idle_ms_at_report: u64,
+    /// The id of the session that this session branched off, where the router says so.
+    pub parent: Option<String>,
     /// Whether the client sends its full history with each turn.
     pub whole_history: bool,
 }

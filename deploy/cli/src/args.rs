@@ -63,6 +63,8 @@ pub struct TargetArgs {
 /// The commands.
 #[derive(Debug, Subcommand)]
 pub enum Command {
+    /// Shows workers, sessions and placements as they change, until q
+    Top(TopArgs),
     /// Lists the workers: state, turns, request rows, KV pool
     Workers(ListArgs),
     /// Lists the GPUs of the workers: memory, KV, load, health
@@ -87,6 +89,14 @@ pub enum Command {
     Audit(AuditArgs),
     /// Shows which blocks are resident on an engine, as routers are told
     Kv(KvArgs),
+}
+
+/// The arguments of `berth top`.
+#[derive(Debug, clap::Args)]
+pub struct TopArgs {
+    /// Seconds between two questions to the router
+    #[arg(long, value_name = "SECONDS", default_value = "1", value_parser = parse_seconds)]
+    pub interval: f64,
 }
 
 /// The arguments of a list.

@@ -4,6 +4,7 @@
 //! - [`session`]: shows, closes and demotes one session.
 //! - [`drain`], [`audit`], [`kv`]: ask one agent, over its control port.
 //! - [`doctor`]: asks all of them, and finds what is set wrong.
+//! - [`top`]: shows the fleet, until the user quits.
 //! - [`listing`]: prints a list once or again and again, as a table or as JSON.
 
 pub mod audit;
@@ -16,6 +17,7 @@ pub mod pages;
 pub mod placements;
 pub mod session;
 pub mod sessions;
+pub mod top;
 pub mod turns;
 pub mod workers;
 
@@ -50,6 +52,7 @@ impl Outcome {
 pub async fn run(args: Args) -> Result<Outcome, Error> {
     let target = &args.target;
     match args.command {
+        Command::Top(args) => top::run(target, &args).await,
         Command::Workers(list) => workers::run(target, &list).await,
         Command::Devices(list) => devices::run(target, &list).await,
         Command::Sessions(args) => sessions::run(target, &args).await,
