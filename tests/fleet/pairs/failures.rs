@@ -98,7 +98,8 @@ pub(super) async fn decode_fails(_: Place) -> anyhow::Result<String> {
     };
     let ((answer, _), aborted) = tokio::join!(timed(&cluster, "/generate", false), aborted);
     aborted?;
-    ensure!(answer.text().contains("abort"), "{}", answer.text());
+    ensure!(answer.status == 500, "{}", answer.text());
+    ensure!(answer.text().contains("Aborted by AbortReq."), "{}", answer.text());
     let ended_after = time_to_end(&cluster).await;
     ensure!(ended_after < LOADED_MAX, "the prefill half ended after {ended_after:?}");
     nothing_held(&cluster).await;
