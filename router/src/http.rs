@@ -6,7 +6,8 @@
 //!
 //! - `health`: whether the router can serve turns. `models`: the list of models.
 //! - `engine_info`: what the engines say of themselves.
-//! - `placements`: why a turn went to its worker.
+//! - `placements`: why a turn went to its worker. `turns`: the last turns that have ended.
+//! - `page`: which part of such a list a request asks for.
 //! - `sessions`: opens, closes and shows sessions. `workers`: the state of each worker.
 //! - `prepare`: CORS, a slash at the end of the path, compressed bodies.
 //! - `responses`: stored responses. `aborts`: aborts turns. `announcements`: agents join.
@@ -27,10 +28,12 @@ mod errors;
 mod health;
 mod models;
 mod openapi;
+mod page;
 mod placements;
 mod prepare;
 mod responses;
 mod sessions;
+mod turns;
 mod waiting;
 mod workers;
 
@@ -125,7 +128,9 @@ fn build_admin_routes(shared: &Arc<Shared>) -> Router<Arc<Shared>> {
     Router::new()
         .route("/v1/workers", get(workers::list))
         .route("/v1/loads", get(engine_info::loads))
+        .route("/v1/placements", get(placements::list))
         .route("/v1/placements/{turn}", get(placements::show))
+        .route("/v1/turns", get(turns::list))
         .merge(control::routes())
         .route_layer(middleware::from_fn_with_state(Arc::clone(shared), require_admin))
 }

@@ -38,6 +38,7 @@ pub mod turn;
 
 use std::{net::IpAddr, sync::Arc};
 
+use parking_lot::Mutex;
 use prometheus_client::registry::Registry;
 use service::{
     admin::{self, AdminData},
@@ -82,6 +83,7 @@ use crate::{
     turn::{
         body::Bodies,
         directory::SessionDirectory,
+        ended::{self, RecentTurns},
         mending,
         placer::Placer,
         pulses::Pulses,
@@ -418,6 +420,8 @@ fn build_shared(
         sessions,
         upstream: Arc::new(upstream),
         metrics,
+        recent_turns: Arc::new(Mutex::new(RecentTurns::new(ended::RECORDS_MAX))),
+        process_id: fastrand::u32(..),
         unsent_turns: RunningTurns::default(),
         bodies: Bodies::new(Arc::clone(&shares.body_bytes), config.limits.body_bytes_max),
         shares,

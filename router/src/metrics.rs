@@ -58,7 +58,7 @@ pub(crate) enum TurnOutcome {
 }
 
 impl TurnOutcome {
-    fn as_str(self) -> &'static str {
+    pub(crate) fn as_str(self) -> &'static str {
         match self {
             Self::Ok => "ok",
             Self::ErrorAnswer => "error_answer",

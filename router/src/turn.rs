@@ -15,7 +15,8 @@
 //! - `body`: reads the body within the client's share of memory, and keeps it for a second try.
 //! - `form`: reads the model of a request that isn't JSON.
 //! - `priority`: bounds the priority that the request asks for.
-//! - `usage`: counts tokens for keys with a limit of tokens per minute.
+//! - `usage`: counts the tokens that turns use.
+//! - `recorder`: makes the record of a turn's end; `ended`: the last records.
 //! - [`preamble`]: finds the volatile preamble in the request's body.
 //! - `prompt_length`: refuses prompts that fit into no context.
 //! - `cache_isolation`: keeps the KV of different principals apart in the engines' caches.
@@ -46,6 +47,7 @@ mod close_guard;
 pub(crate) mod control;
 pub(crate) mod decide;
 pub(crate) mod directory;
+pub(crate) mod ended;
 pub(crate) mod engine_info;
 pub(crate) mod error;
 mod form;
@@ -60,6 +62,7 @@ mod priority;
 mod prompt_length;
 pub(crate) mod proxy;
 pub(crate) mod pulses;
+mod recorder;
 pub(crate) mod renewal;
 pub mod request;
 pub(crate) mod responses;
@@ -103,7 +106,8 @@ use self::{
     pair::Sent,
     placer::PlacedTurn,
     priority::TurnPriority,
-    proxy::{InFlightCount, OutboundTurn, TurnCapacity},
+    proxy::{OutboundTurn, TurnCapacity},
+    recorder::TurnRecorder,
     request::{SessionIntent, Turn},
     shared::{Shared, StreamFlag},
     usage::TurnTokens,
@@ -369,10 +373,11 @@ async fn send(
     turn: &Turn,
     outbound: &OutboundTurn,
     mut placed: PlacedTurn,
-    capacity: TurnCapacity,
+    mut capacity: TurnCapacity,
     unsent: &RunningTurn<()>,
 ) -> Result<Response, Error> {
-    let in_flight = InFlightCount::new(&shared.metrics);
+    let facts = (outbound.turn_id, outbound.kind, outbound.arrived_at);
+    let mut recorder = TurnRecorder::new(shared, turn, facts, &placed, capacity.tokens.take());
     let mut close_guard = CloseGuard::new(shared, turn, placed.worker);
     tokio::select! {
         biased;
@@ -398,6 +403,7 @@ async fn send(
     let (placed, worker_answer) = match second_placed {
         Some((mut second, body)) => {
             close_guard.move_to(second.worker);
+            recorder.move_to(&second);
             // Dropping the first answer, if there is one, drops its connection.
             drop(first_answer);
             let sent = pair::send(shared, turn, outbound, &mut second, body).await;
@@ -405,7 +411,7 @@ async fn send(
         }
         None => (placed, first_answer),
     };
-    finish(shared, outbound, placed, in_flight, capacity, close_guard, worker_answer)
+    finish(shared, outbound, placed, recorder, capacity, close_guard, worker_answer)
 }
 
 /// Places a turn that its worker refused or didn't get on a second worker, and returns its body
@@ -442,7 +448,7 @@ fn finish(
     shared: &Shared,
     outbound: &OutboundTurn,
     placed: PlacedTurn,
-    mut in_flight: InFlightCount,
+    mut recorder: TurnRecorder,
     capacity: TurnCapacity,
     close_guard: CloseGuard,
     worker_answer: Result<http::Response<AgentBody>, NoAnswer>,
@@ -450,10 +456,10 @@ fn finish(
     match worker_answer {
         Ok(response) => {
             close_guard.disarm();
-            Ok(proxy::build_answer(shared, outbound, placed, in_flight, capacity, response))
+            Ok(proxy::build_answer(shared, outbound, placed, recorder, capacity, response))
         }
         Err(error) => {
-            in_flight.outcome = match error {
+            recorder.set_outcome(match error {
                 NoAnswer::TimedOut => TurnOutcome::TimedOut,
                 NoAnswer::NoDescriptors { .. } => TurnOutcome::NotSent,
                 NoAnswer::Connect { .. }
@@ -464,7 +470,7 @@ fn finish(
                 | NoAnswer::AnswerTooLong { .. }
                 | NoAnswer::HandOffLate { .. }
                 | NoAnswer::Silent { .. } => TurnOutcome::WorkerFailed,
-            };
+            });
             warn!(
                 turn = format!("{:016x}", outbound.turn_id),
                 worker = placed.worker_name,

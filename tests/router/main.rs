@@ -8,6 +8,7 @@ mod harness;
 mod hints;
 mod lifecycle;
 mod preamble;
+mod recent;
 mod refusals;
 mod routes;
 mod shares;

@@ -45,6 +45,10 @@ enum Request {
     TurnId,
     /// A page of a list, by the query.
     Page,
+    /// A part of a list that grows at its end, by the query.
+    RecentPage,
+    /// The same of the list of turns, which can be those of one session.
+    RecentTurns,
 }
 
 /// The refusals that every route but those of health may have.
@@ -155,6 +159,22 @@ const ROUTES: &[Route] = &[
         request: Request::Plain,
         answers: &[(200, Some("Workers"))],
         refusals: &[&[Code::AdminOnly]],
+    },
+    Route {
+        method: HttpMethod::Get,
+        path: "/v1/placements",
+        summary: "Lists the last placements after a cursor, oldest first; for admins",
+        request: Request::RecentPage,
+        answers: &[(200, Some("RecentPlacements"))],
+        refusals: &[&[Code::AdminOnly, Code::InvalidField]],
+    },
+    Route {
+        method: HttpMethod::Get,
+        path: "/v1/turns",
+        summary: "Lists the last turns that have ended after a cursor, oldest first; for admins",
+        request: Request::RecentTurns,
+        answers: &[(200, Some("Turns"))],
+        refusals: &[&[Code::AdminOnly, Code::InvalidField]],
     },
     Route {
         method: HttpMethod::Get,
@@ -269,6 +289,14 @@ fn parameters_of(request: &Request) -> Vec<Parameter> {
         Request::Plain | Request::Body(..) => vec![],
         Request::SessionId => vec![in_path("id", "SessionId")],
         Request::TurnId => vec![in_path("turn", "TurnId")],
+        Request::RecentPage => {
+            vec![in_query("after", "Cursor"), in_query("limit", "RecentLimit")]
+        }
+        Request::RecentTurns => vec![
+            in_query("after", "Cursor"),
+            in_query("limit", "RecentLimit"),
+            in_query("session", "SessionName"),
+        ],
         Request::Page => vec![in_query("limit", "PageLimit"), in_query("after", "PageStart")],
     }
 }

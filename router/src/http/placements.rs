@@ -1,23 +1,57 @@
-//! Serves `GET /v1/placements/{turn}`: why the router sent a turn to its worker.
+//! Serves the placements: `GET /v1/placements/{turn}` says why a turn went to its worker.
 //!
 //! A turn is one request and its answer. Its id is in the answer's header `x-berth-turn`. The
 //! answer here has the worker, the reason, and the figures of the workers that were compared, once
 //! for each worker that the turn was sent to. `placement::recent` remembers only the last
-//! placements. This module makes JSON of them.
+//! placements. This module makes JSON of them. `GET /v1/placements` lists them, oldest first.
 
 use axum::{
     Json,
     extract::State,
     response::{IntoResponse as _, Response},
 };
+use http::Uri;
 use serde_json::{Value, json};
 use service::clock::{now, whole_millis};
 
-use super::{IdPath, SharedState, errors, id, respond};
+use super::{
+    IdPath, SharedState, errors, id,
+    page::{self, PageRange},
+    respond,
+};
 use crate::{
     fleet::snapshot::Snapshot,
     placement::{Figures, recent::PlacementRecord},
 };
+
+/// Answers with the placements since the request's cursor, without the compared figures.
+pub(super) async fn list(State(shared): SharedState, uri: Uri) -> Response {
+    let range = match PageRange::read(&uri, shared.process_id) {
+        Ok(range) => range,
+        Err(refusal) => return respond(&shared, Err(refusal)),
+    };
+    let page = shared.placer.placements_page(range.after, range.limit);
+    let place = page.last().map_or(range.after.unwrap_or_default(), |(place, _)| *place);
+    let view = shared.directory.view();
+    let placements: Vec<Value> = page
+        .iter()
+        .map(|(_, record)| {
+            let PlacementRecord { turn, placed_at, session, placement } = record;
+            let prefill = placement.prefill.as_ref();
+            json!({
+                "turn": format!("{turn:016x}"),
+                "session": session.map(|session| session.to_string()),
+                "worker": view.name(placement.worker),
+                "prefill_worker": prefill.map(|prefill| view.name(prefill.worker)),
+                "reason": placement.reason,
+                "uncached_tokens": placement.uncached_tokens,
+                "age_ms": whole_millis(now().saturating_duration_since(*placed_at)),
+            })
+        })
+        .collect();
+    let next = page::cursor(place, shared.process_id);
+    Json(json!({ "placements": placements, "next": next })).into_response()
+}
 
 /// Answers with the placements of the turn whose id the path names.
 pub(super) async fn show(State(shared): SharedState, path: IdPath) -> Response {
@@ -37,7 +71,7 @@ pub(super) async fn show(State(shared): SharedState, path: IdPath) -> Response {
 }
 
 fn to_json(record: &PlacementRecord, view: &Snapshot) -> Value {
-    let PlacementRecord { placed_at, session, placement } = record;
+    let PlacementRecord { placed_at, session, placement, .. } = record;
     let compared: Vec<Value> =
         placement.figures.iter().map(|figures| figures_to_json(figures, view)).collect();
     json!({

@@ -1,13 +1,13 @@
 //! Keeps the last placements, so that the API can tell why a turn went to its worker. Pure.
 //!
-//! The tasks of turns add each placement, and the HTTP API reads them by the number of the turn. A
-//! placement chooses the worker for a turn (one request and its answer). The record of a placement
+//! The tasks of turns add each placement, and the HTTP API reads them by the number of the turn, or
+//! in the order in which they were made. A placement chooses the worker for a turn (one request and its answer). The record of a placement
 //! has a set of figures for each compared worker. A placement that compares many workers takes more
 //! memory. So the number of sets is bounded, not the number of placements. The oldest placements
 //! are removed first.
 
 use std::{
-    collections::{HashMap, HashSet, VecDeque},
+    collections::{BTreeMap, HashMap},
     time::Instant,
 };
 
@@ -22,6 +22,8 @@ pub(crate) const WEIGHT_MAX: usize = 1 << 16;
 /// One placement decision, as the API shows it later.
 #[derive(Debug, Clone)]
 pub(crate) struct PlacementRecord {
+    /// The turn's number.
+    pub(crate) turn: u64,
     /// When the turn was placed.
     pub(crate) placed_at: Instant,
     /// The digest of the turn's session. `None` if the turn has no session.
@@ -33,10 +35,12 @@ pub(crate) struct PlacementRecord {
 /// The last placements by turn. A turn that was retried has several placements.
 #[derive(Debug)]
 pub(crate) struct RecentPlacements {
-    /// The records by the number of their turn, oldest first.
-    by_turn: HashMap<u64, Vec<PlacementRecord>>,
-    /// The turn's number for each record, oldest record first.
-    turn_order: VecDeque<u64>,
+    /// The records by their place in the order of all placements.
+    records: BTreeMap<u64, PlacementRecord>,
+    /// The places of each turn's records, oldest first. No turn has an empty list.
+    by_turn: HashMap<u64, Vec<u64>>,
+    /// The place of the next record.
+    next_place: u64,
     /// Sum of the kept records' weights.
     weight_sum: usize,
     weight_max: usize,
@@ -52,21 +56,29 @@ impl RecentPlacements {
     /// Creates an empty history whose records weigh at most `weight_max` together.
     #[must_use]
     pub(crate) fn new(weight_max: usize) -> Self {
-        Self { by_turn: HashMap::new(), turn_order: VecDeque::new(), weight_sum: 0, weight_max }
+        Self {
+            records: BTreeMap::new(),
+            by_turn: HashMap::new(),
+            next_place: 1,
+            weight_sum: 0,
+            weight_max,
+        }
     }
 
-    /// Adds a turn's placement and removes the oldest placements beyond the bound.
-    pub(crate) fn add(&mut self, turn: u64, record: PlacementRecord) {
+    /// Adds a placement and removes the oldest placements beyond the bound.
+    pub(crate) fn add(&mut self, record: PlacementRecord) {
         self.weight_sum += weight(&record);
-        self.by_turn.entry(turn).or_default().push(record);
-        self.turn_order.push_back(turn);
-        while self.weight_sum > self.weight_max {
-            let Some(oldest_turn) = self.turn_order.pop_front() else { break };
-            let records =
-                self.by_turn.get_mut(&oldest_turn).expect("each turn in order has records");
-            self.weight_sum -= weight(&records.remove(0));
-            if records.is_empty() {
-                self.by_turn.remove(&oldest_turn);
+        self.by_turn.entry(record.turn).or_default().push(self.next_place);
+        self.records.insert(self.next_place, record);
+        self.next_place += 1;
+        while self.weight_sum > self.weight_max
+            && let Some((place, oldest)) = self.records.pop_first()
+        {
+            self.weight_sum -= weight(&oldest);
+            let places = self.by_turn.get_mut(&oldest.turn).expect("each record's turn is known");
+            places.retain(|kept| *kept != place);
+            if places.is_empty() {
+                self.by_turn.remove(&oldest.turn);
             }
         }
         #[cfg(debug_assertions)]
@@ -75,14 +87,22 @@ impl RecentPlacements {
 
     /// Returns a turn's decisions, oldest first. Empty if none are kept.
     #[must_use]
-    pub(crate) fn placements(&self, turn: u64) -> &[PlacementRecord] {
-        self.by_turn.get(&turn).map_or(&[], Vec::as_slice)
+    pub(crate) fn placements(&self, turn: u64) -> Vec<&PlacementRecord> {
+        let places = self.by_turn.get(&turn).into_iter().flatten();
+        places.filter_map(|place| self.records.get(place)).collect()
     }
 
-    /// Checks the bound and the sums.
-    ///
-    /// # Panics
-    /// If an invariant is broken.
+    /// Returns the first `limit` placements after the place `after`, oldest first, with their
+    /// places. Without `after`, returns the last `limit` placements.
+    #[must_use]
+    pub(crate) fn page(&self, after: Option<u64>, limit: usize) -> Vec<(u64, &PlacementRecord)> {
+        let from = match after {
+            Some(place) => place.saturating_add(1),
+            None => self.records.keys().rev().take(limit).last().copied().unwrap_or_default(),
+        };
+        self.records.range(from..).take(limit).map(|(place, record)| (*place, record)).collect()
+    }
+
     /// Removes the placements that chose or compared a worker of an agent that has left the fleet.
     /// Another agent will have its slot, and would be shown instead.
     pub(crate) fn forget_agent(&mut self, agent: usize) {
@@ -90,26 +110,31 @@ impl RecentPlacements {
             let compared = record.placement.figures.iter().map(|figures| figures.worker);
             compared.chain([record.placement.worker]).any(|worker| worker.agent == agent)
         };
-        let turns: HashSet<u64> = self
-            .by_turn
-            .iter()
-            .filter(|(_, records)| records.iter().any(names_agent))
-            .map(|(turn, _)| *turn)
+        let mut turns: Vec<u64> = self
+            .records
+            .values()
+            .filter(|record| names_agent(record))
+            .map(|record| record.turn)
             .collect();
-        self.turn_order.retain(|turn| !turns.contains(turn));
-        for turn in turns {
-            let records = self.by_turn.remove(&turn).unwrap_or_default();
-            self.weight_sum -= records.iter().map(weight).sum::<usize>();
+        turns.dedup();
+        for place in turns.iter().filter_map(|turn| self.by_turn.remove(turn)).flatten() {
+            let removed = self.records.remove(&place).expect("each place has a record");
+            self.weight_sum -= weight(&removed);
         }
         #[cfg(debug_assertions)]
         self.check_invariants();
     }
 
+    /// Checks the bound, the sums and the order.
+    ///
+    /// # Panics
+    /// If an invariant is broken.
     #[cfg(any(test, debug_assertions))]
     fn check_invariants(&self) {
-        let records = || self.by_turn.values().flatten();
-        assert_eq!(self.weight_sum, records().map(weight).sum::<usize>());
-        assert_eq!(self.turn_order.len(), records().count());
+        assert_eq!(self.weight_sum, self.records.values().map(weight).sum::<usize>());
+        assert_eq!(self.records.len(), self.by_turn.values().map(Vec::len).sum::<usize>());
+        assert!(self.records.keys().all(|place| *place < self.next_place));
+        assert!(self.by_turn.values().flatten().all(|place| self.records.contains_key(place)));
         assert!(self.weight_sum <= self.weight_max);
     }
 }
@@ -142,28 +167,53 @@ mod tests {
         Placement { figures, ..placed }
     }
 
-    fn record(figures: usize) -> PlacementRecord {
-        PlacementRecord { placed_at: start(), session: None, placement: placement(figures) }
+    fn record(turn: u64, figures: usize) -> PlacementRecord {
+        PlacementRecord { turn, placed_at: start(), session: None, placement: placement(figures) }
+    }
+
+    /// Returns the turns of a page.
+    fn turns(recent: &RecentPlacements, after: Option<u64>, limit: usize) -> Vec<u64> {
+        recent.page(after, limit).iter().map(|(_, record)| record.turn).collect()
+    }
+
+    #[test]
+    fn pages_show_each_placement_once_and_begin_with_the_last_ones() {
+        let mut recent = RecentPlacements::new(6);
+        assert!(turns(&recent, None, 3).is_empty() && turns(&recent, Some(0), 3).is_empty());
+        for turn in 1..=4 {
+            recent.add(record(turn, 0));
+        }
+        assert_eq!(turns(&recent, None, 3), [2, 3, 4]);
+        assert_eq!(turns(&recent, Some(0), 3), [1, 2, 3]);
+        let (place, _) = recent.page(Some(0), 3)[2];
+        assert_eq!(turns(&recent, Some(place), 3), [4]);
+        // Of seven, the first one exceeds the bound.
+        for turn in 5..=7 {
+            recent.add(record(turn, 0));
+        }
+        assert_eq!(turns(&recent, Some(place), 9), [4, 5, 6, 7]);
+        assert_eq!(turns(&recent, Some(0), 9), [2, 3, 4, 5, 6, 7]);
+        assert!(turns(&recent, Some(u64::MAX), 9).is_empty());
     }
 
     #[test]
     fn the_last_placements_are_kept_by_turn() {
         let mut recent = RecentPlacements::new(20);
-        recent.add(7, record(4));
-        recent.add(8, record(0));
-        recent.add(7, record(3));
+        recent.add(record(7, 4));
+        recent.add(record(8, 0));
+        recent.add(record(7, 3));
         assert_eq!(
             (recent.placements(7).len(), recent.placements(8).len(), recent.placements(9).len()),
             (2, 1, 0)
         );
         // Their weights sum up to 10. The next record exceeds the bound, so the first one of turn 7
         // goes.
-        recent.add(9, record(10));
+        recent.add(record(9, 10));
         assert_eq!(
             (recent.placements(7).len(), recent.placements(8).len(), recent.placements(9).len()),
             (1, 1, 1)
         );
-        recent.add(10, record(19));
+        recent.add(record(10, 19));
         assert_eq!(
             (recent.placements(7).len(), recent.placements(8).len(), recent.placements(9).len()),
             (0, 0, 0)
@@ -174,10 +224,10 @@ mod tests {
     #[test]
     fn a_placement_larger_than_all_that_is_kept_is_not() {
         let mut recent = RecentPlacements::new(3);
-        recent.add(1, record(2));
-        recent.add(2, record(3));
+        recent.add(record(1, 2));
+        recent.add(record(2, 3));
         assert!(recent.placements(1).is_empty() && recent.placements(2).is_empty());
-        recent.add(3, record(0));
+        recent.add(record(3, 0));
         assert_eq!(recent.placements(3).len(), 1);
     }
 }

@@ -68,6 +68,8 @@ pub(crate) struct PlacedTurn {
     pub(super) blocks: Option<TurnBlocks>,
     /// Leading prompt tokens resident on the worker, if known.
     pub(super) resident_tokens: Option<u64>,
+    /// Prompt tokens that placement expects the worker that computes the prompt to compute.
+    pub(super) uncached_tokens_expected: Option<u64>,
     /// What to ask other routers before the turn is sent.
     wish: Option<Wish>,
     /// The half of the turn that computes the prompt. `None` if the worker runs the whole turn.
@@ -166,7 +168,19 @@ impl Placer {
 
     /// Returns a turn's last placements, oldest first. Empty if none are kept.
     pub(crate) fn placements(&self, turn_id: u64) -> Vec<PlacementRecord> {
-        self.recent_placements.lock().placements(turn_id).to_vec()
+        self.recent_placements.lock().placements(turn_id).into_iter().cloned().collect()
+    }
+
+    /// Returns the first `limit` placements after the place `after`, oldest first, with their
+    /// places in the order of all placements. Without `after`, returns the last `limit` of them.
+    pub(crate) fn placements_page(
+        &self,
+        after: Option<u64>,
+        limit: usize,
+    ) -> Vec<(u64, PlacementRecord)> {
+        let recent = self.recent_placements.lock();
+        let page = recent.page(after, limit);
+        page.into_iter().map(|(place, record)| (place, record.clone())).collect()
     }
 
     /// Places a turn. Reads the prompt only if the worker can't be chosen without it.
@@ -387,9 +401,12 @@ impl Placer {
             .as_ref()
             .map(|prefill| PlacedPrefill::new(view, prefill, self.new_turn_id()));
         let session = intent.map(|intent| intent.key.digest());
-        self.recent_placements
-            .lock()
-            .add(turn_id, PlacementRecord { placed_at: now(), session, placement });
+        let uncached_tokens_expected = match &placement.prefill {
+            Some(prefill) => prefill.uncached_tokens,
+            None => placement.uncached_tokens,
+        };
+        let record = PlacementRecord { turn: turn_id, placed_at: now(), session, placement };
+        self.recent_placements.lock().add(record);
         PlacedTurn {
             worker,
             worker_name,
@@ -404,6 +421,7 @@ impl Placer {
             hold,
             blocks: None,
             resident_tokens: None,
+            uncached_tokens_expected,
             wish: None,
             prefill,
             keeps_kv: facts.description.engine.transfer.as_ref().is_none_or(|it| it.decode_cache),

@@ -43,6 +43,7 @@ use super::{
     error::NoAnswer,
     placer::PlacedTurn,
     pulses::{CHECK_INTERVAL, Pulses},
+    recorder::TurnRecorder,
     shared::Shared,
     target::Target,
     upstream::{SendError, UpstreamClient},
@@ -50,7 +51,7 @@ use super::{
 };
 use crate::{
     fleet::{lease::Lease, worker::WorkerRef},
-    metrics::{Metrics, TurnOutcome},
+    metrics::TurnOutcome,
     shares::{Share, Sharer},
 };
 
@@ -197,8 +198,8 @@ pub(crate) fn build_answer(
     shared: &Shared,
     outbound: &OutboundTurn,
     mut placed: PlacedTurn,
-    count: InFlightCount,
-    mut capacity: TurnCapacity,
+    mut recorder: TurnRecorder,
+    capacity: TurnCapacity,
     response: Response<AgentBody>,
 ) -> axum::response::Response {
     if let Some(hold) = &mut placed.hold {
@@ -232,9 +233,7 @@ pub(crate) fn build_answer(
     parts.extensions.clear();
     let is_success = parts.status.is_success();
     let is_stream = is_event_stream(&parts.headers);
-    if let Some(tokens) = &mut capacity.tokens {
-        tokens.begin_answer(is_success, is_stream);
-    }
+    recorder.begin_answer(parts.status.as_u16(), is_success, is_stream);
     let comments = shared.waiting_comment.filter(|_| is_stream && is_success).map(|interval| {
         let due_at = outbound.arrived_at + interval;
         // If that is past, the client has had comments already.
@@ -244,9 +243,12 @@ pub(crate) fn build_answer(
     let body = AnswerBody {
         agent_body,
         timer: AnswerTimer::new(deadline, comments, placed.worker.agent, pulses),
-        arrived_at: Some(outbound.arrived_at),
-        in_flight: Some(InFlightTurn { count, lease: placed.lease, _hold: placed.hold, capacity }),
-        counts_first_byte: outbound.kind.is_generation() && is_success,
+        in_flight: Some(InFlightTurn {
+            recorder,
+            lease: placed.lease,
+            _hold: placed.hold,
+            _capacity: capacity,
+        }),
         is_success,
     };
     Response::from_parts(parts, axum::body::Body::new(body))
@@ -258,44 +260,22 @@ pub(crate) fn is_event_stream(headers: &HeaderMap) -> bool {
     content_type.is_some_and(|value| value.starts_with(b"text/event-stream"))
 }
 
-/// Counts a turn as in flight, and then its outcome. Dropped when the turn ends.
-#[derive(Debug)]
-pub(crate) struct InFlightCount {
-    metrics: Arc<Metrics>,
-    /// `ClientGone` until the turn ends in another way.
-    pub(super) outcome: TurnOutcome,
-}
-
-impl InFlightCount {
-    pub(super) fn new(metrics: &Arc<Metrics>) -> Self {
-        metrics.turns_in_flight.inc();
-        Self { metrics: Arc::clone(metrics), outcome: TurnOutcome::ClientGone }
-    }
-}
-
-impl Drop for InFlightCount {
-    fn drop(&mut self) {
-        self.metrics.count_turn_end(self.outcome);
-        self.metrics.turns_in_flight.dec();
-    }
-}
-
 /// The capacity of the router that a turn takes. It returns on drop.
 #[derive(Debug)]
 pub(crate) struct TurnCapacity {
     /// One of the turns in flight.
     pub(super) _turn: Share,
-    /// The tokens of the turn, if its key has a limit of them.
+    /// The tokens of the turn, if its key has a limit of them, until the turn has a recorder.
     pub(super) tokens: Option<TurnTokens>,
 }
 
 /// What a turn holds until its answer has ended.
 #[derive(Debug)]
 struct InFlightTurn {
-    count: InFlightCount,
+    recorder: TurnRecorder,
     lease: Lease,
     _hold: Option<BindingHold>,
-    capacity: TurnCapacity,
+    _capacity: TurnCapacity,
 }
 
 /// Ends an answer at the turn's deadline, or when the agent has stopped answering. Says when a
@@ -388,22 +368,18 @@ struct AnswerBody {
     /// The body from the agent.
     agent_body: AgentBody,
     timer: AnswerTimer,
-    /// When the turn arrived at the router. `None` after the answer's first byte, comments aside.
-    arrived_at: Option<Instant>,
     /// What the turn holds; `None` after the last frame. The client may then send the session's
     /// next turn at once, and the session must not seem busy.
     in_flight: Option<InFlightTurn>,
-    /// Whether the time to the first byte counts in the metric of that time.
-    counts_first_byte: bool,
     /// Whether the answer's status is 2xx.
     is_success: bool,
 }
 
 impl AnswerBody {
-    /// Releases what the turn holds, and counts its outcome.
+    /// Releases what the turn holds, and records its outcome.
     fn end_turn(&mut self, outcome: TurnOutcome) {
         if let Some(mut in_flight) = self.in_flight.take() {
-            in_flight.count.outcome = outcome;
+            in_flight.recorder.set_outcome(outcome);
         }
     }
 
@@ -454,20 +430,10 @@ impl Body for AnswerBody {
                 Poll::Ready(Some(Err(StreamError::BrokenOff(error).into())))
             }
             Some(Ok(frame)) => {
-                let (arrived_at, counts_first_byte) = (self.arrived_at, self.counts_first_byte);
                 if let (Some(in_flight), Some(data)) = (&mut self.in_flight, frame.data_ref()) {
-                    let metrics = &in_flight.count.metrics;
-                    metrics.response_bytes.inc_by(data.len() as u64);
-                    if let Some(tokens) = &mut in_flight.capacity.tokens {
-                        tokens.feed(data);
-                    }
-                    if let Some(arrived_at) = arrived_at {
-                        if counts_first_byte {
-                            metrics.observe_first_byte(now().saturating_duration_since(arrived_at));
-                        }
+                    if in_flight.recorder.record_data(data) {
                         in_flight.lease.record_answer();
                     }
-                    self.arrived_at = None;
                     self.timer.comments = None;
                 }
                 if self.agent_body.is_end_stream() {

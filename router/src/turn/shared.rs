@@ -12,12 +12,13 @@ use std::{
     time::Duration,
 };
 
+use parking_lot::Mutex;
 use service::{running_turns::RunningTurns, tasks::Tasks};
 use tokio_util::sync::CancellationToken;
 
 use super::{
-    body::Bodies, directory::SessionDirectory, placer::Placer, sessions::SessionService,
-    upstream::UpstreamClient,
+    body::Bodies, directory::SessionDirectory, ended::RecentTurns, placer::Placer,
+    sessions::SessionService, upstream::UpstreamClient,
 };
 use crate::{
     auth::Authenticator,
@@ -57,6 +58,11 @@ pub(crate) struct Shared {
     pub(crate) sessions: Arc<SessionService>,
     pub(crate) upstream: Arc<UpstreamClient>,
     pub(crate) metrics: Arc<Metrics>,
+    /// The last turns that have ended. Locked for microseconds.
+    pub(crate) recent_turns: Arc<Mutex<RecentTurns>>,
+    /// A random number of this process. Places in the lists of recent turns and placements mean
+    /// nothing in another process.
+    pub(crate) process_id: u32,
     /// The turns that clients can abort here, because no agent has them yet.
     pub(crate) unsent_turns: RunningTurns<()>,
     /// What the clients share.

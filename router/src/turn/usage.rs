@@ -1,8 +1,9 @@
-//! Counts the tokens that a turn uses, for the limit of tokens per minute of its key.
+//! Counts the tokens that a turn uses, for the turn's record and for its key's limit of tokens.
 //!
-//! Only the turns of keys with such a limit are counted. The prompt is estimated when the turn
-//! begins. The answer is scanned as it passes, for the numbers of the engine's usage report. If it
-//! has none, each event of a stream counts as one token, and four bytes of another answer do.
+//! The answer is scanned as it passes, for the numbers of the engine's usage report. A record has
+//! only what the engine reports. A limit of tokens per minute needs a number in any case: the
+//! prompt is estimated when the turn begins, and without a report each event of a stream counts as
+//! one token, and four bytes of another answer do.
 
 use memchr::memmem;
 
@@ -10,12 +11,49 @@ use crate::shares::TokenShare;
 
 /// Estimated bytes per token of text.
 const BYTES_PER_TOKEN: u64 = 4;
-/// The keys of the usage report, in the forms of all routes.
-const PROMPT_KEYS: [&[u8]; 2] = [b"\"prompt_tokens\":", b"\"input_tokens\":"];
-const ANSWER_KEYS: [&[u8]; 2] = [b"\"completion_tokens\":", b"\"output_tokens\":"];
+/// The end of each key of the usage report. One search finds them all.
+const KEY_END: &[u8] = b"_tokens\":";
 /// Number of bytes carried over from one frame to the next, so that a number that is cut by the
-/// frames' border is found. A key with its number has at most 42.
-const CARRY_BYTES: usize = 48;
+/// frames' border is found. A key with its number has at most 46.
+const CARRY_BYTES: usize = 64;
+
+/// A number of the usage report.
+#[derive(Debug, Clone, Copy)]
+enum Count {
+    Prompt,
+    /// Cached tokens, which are a part of the prompt's.
+    Cached,
+    /// Cached tokens that the prompt's number doesn't include.
+    CachedBesidePrompt,
+    Answer,
+}
+
+impl Count {
+    /// Returns what the key is for that ends after `text`, in the forms of all routes.
+    fn of_key(text: &[u8]) -> Option<Self> {
+        let counts = [
+            (&b"\"prompt"[..], Self::Prompt),
+            (b"\"input", Self::Prompt),
+            (b"\"completion", Self::Answer),
+            (b"\"output", Self::Answer),
+            (b"\"cached", Self::Cached),
+            (b"\"cache_read_input", Self::CachedBesidePrompt),
+        ];
+        counts.into_iter().find(|(name, _)| text.ends_with(name)).map(|(_, count)| count)
+    }
+}
+
+/// The tokens of a turn as far as the engine reports them.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct TurnUsage {
+    /// All tokens of the prompt.
+    pub(crate) prompt_tokens: Option<u64>,
+    /// The part of the prompt whose KV was there. SGLang's OpenAI routes report it only with
+    /// `--enable-cache-report`.
+    pub(crate) cached_tokens: Option<u64>,
+    /// The tokens of the answer. A stream of an OpenAI route reports them only if the client asks.
+    pub(crate) output_tokens: Option<u64>,
+}
 
 /// Returns the estimated tokens of a body.
 pub(super) fn estimate_tokens(body_bytes: usize) -> u64 {
@@ -30,6 +68,8 @@ pub(super) struct UsageMeter {
     is_stream: bool,
     carry: Vec<u8>,
     prompt_tokens: Option<u64>,
+    cached_tokens: Option<u64>,
+    cached_tokens_beside_prompt: Option<u64>,
     answer_tokens: Option<u64>,
     events: u64,
     bytes: u64,
@@ -50,10 +90,21 @@ impl UsageMeter {
             let (from, border) = (carried_bytes.saturating_sub(1), b"\n\n");
             self.events += memmem::find_iter(&text[from..], border).count() as u64;
         }
-        let prompt = scan(&text, carried_bytes, &PROMPT_KEYS);
-        let answer = scan(&text, carried_bytes, &ANSWER_KEYS);
-        self.prompt_tokens = self.merge(self.prompt_tokens, &prompt);
-        self.answer_tokens = self.merge(self.answer_tokens, &answer);
+        for (count, number) in scan(&text, carried_bytes) {
+            let known = match count {
+                Count::Prompt => &mut self.prompt_tokens,
+                Count::Cached => &mut self.cached_tokens,
+                Count::CachedBesidePrompt => &mut self.cached_tokens_beside_prompt,
+                Count::Answer => &mut self.answer_tokens,
+            };
+            let before = known.unwrap_or_default();
+            // A later event of a stream may lack the number, and then says 0.
+            *known = Some(if self.is_stream {
+                before.max(number)
+            } else {
+                before.saturating_add(number)
+            });
+        }
         text.drain(..text.len().saturating_sub(CARRY_BYTES));
         self.carry = text;
     }
@@ -67,50 +118,46 @@ impl UsageMeter {
         self.prompt_tokens.filter(|tokens| *tokens > 0).unwrap_or(prompt_estimate) + answer
     }
 
-    fn merge(&self, known: Option<u64>, found: &[u64]) -> Option<u64> {
-        let Some(last) = found.last() else { return known };
-        if self.is_stream {
-            // A later event may lack the number, and then says 0.
-            return Some(known.unwrap_or_default().max(*last));
-        }
-        Some(found.iter().fold(known.unwrap_or_default(), |sum, one| sum.saturating_add(*one)))
+    /// Returns what the engine has reported.
+    pub(super) fn usage(&self) -> TurnUsage {
+        let beside = self.cached_tokens_beside_prompt;
+        let prompt_tokens = self.prompt_tokens.map(|tokens| tokens + beside.unwrap_or_default());
+        // A prompt has at least one token. A stream that began before the engine knew says 0.
+        let prompt_tokens = prompt_tokens.filter(|tokens| *tokens > 0);
+        let cached_tokens = self.cached_tokens.or(beside);
+        TurnUsage { prompt_tokens, cached_tokens, output_tokens: self.answer_tokens }
     }
 }
 
-/// Returns the numbers after these keys whose end is after the first `carried_bytes`: the others
+/// Returns the numbers of the usage report whose end is after the first `carried_bytes`: the others
 /// were found in the part before.
-fn scan(text: &[u8], carried_bytes: usize, keys: &[&[u8]]) -> Vec<u64> {
-    let mut found = vec![];
-    for key in keys {
-        for start in memmem::find_iter(text, key) {
-            let rest = &text[start + key.len()..];
-            let spaces = rest.iter().take_while(|byte| **byte == b' ').count();
-            let digits = rest[spaces..].iter().take_while(|byte| byte.is_ascii_digit()).count();
-            let end = start + key.len() + spaces + digits;
-            // A number at the end of the part may go on in the next part.
-            if digits == 0 || end < carried_bytes || end == text.len() {
-                continue;
-            }
-            let number = std::str::from_utf8(&rest[spaces..spaces + digits]).ok();
-            found.extend(number.and_then(|number| number.parse::<u64>().ok()));
+fn scan(text: &[u8], carried_bytes: usize) -> impl Iterator<Item = (Count, u64)> {
+    memmem::find_iter(text, KEY_END).filter_map(move |key_end| {
+        let count = Count::of_key(&text[..key_end])?;
+        let rest = &text[key_end + KEY_END.len()..];
+        let spaces = rest.iter().take_while(|byte| **byte == b' ').count();
+        let digits = rest[spaces..].iter().take_while(|byte| byte.is_ascii_digit()).count();
+        let end = key_end + KEY_END.len() + spaces + digits;
+        // A number at the end of the part may go on in the next part.
+        if digits == 0 || end < carried_bytes || end == text.len() {
+            return None;
         }
-    }
-    found
+        let number = std::str::from_utf8(&rest[spaces..spaces + digits]).ok()?;
+        Some((count, number.parse().ok()?))
+    })
 }
 
-/// What a turn takes from its key's limit of tokens per minute. Settled on drop.
+/// What a turn takes from its key's limit of tokens per minute. Nothing, if it is never settled.
 #[derive(Debug)]
 pub(super) struct TurnTokens {
     share: TokenShare,
     /// The tokens of the prompt, as far as they are known.
     prompt_tokens: u64,
-    /// The answer. `None` before the turn is sent: then nothing is used.
-    meter: Option<UsageMeter>,
 }
 
 impl TurnTokens {
     pub(super) fn new(share: TokenShare) -> Self {
-        Self { prompt_tokens: share.estimate(), share, meter: None }
+        Self { prompt_tokens: share.estimate(), share }
     }
 
     /// Sets the number of the prompt's tokens, which is better than the estimate by bytes.
@@ -118,25 +165,9 @@ impl TurnTokens {
         self.prompt_tokens = tokens;
     }
 
-    /// Records that an answer has begun. `is_success`: whether its status is 2xx. Otherwise the
-    /// engine has computed nothing.
-    pub(super) fn begin_answer(&mut self, is_success: bool, is_stream: bool) {
-        self.meter = is_success.then(|| UsageMeter::new(is_stream));
-    }
-
-    /// Scans a part of the answer.
-    pub(super) fn feed(&mut self, data: &[u8]) {
-        if let Some(meter) = &mut self.meter {
-            meter.feed(data);
-        }
-    }
-}
-
-impl Drop for TurnTokens {
-    fn drop(&mut self) {
-        if let Some(meter) = &self.meter {
-            self.share.set_used(meter.used_tokens(self.prompt_tokens));
-        }
+    /// Takes the tokens that the turn has used.
+    pub(super) fn settle(&mut self, meter: &UsageMeter) {
+        self.share.set_used(meter.used_tokens(self.prompt_tokens));
     }
 }
 
@@ -152,14 +183,22 @@ mod tests {
         meter.used_tokens(1000)
     }
 
+    fn report(is_stream: bool, answer: &str, part_bytes: usize) -> [Option<u64>; 3] {
+        let mut meter = UsageMeter::new(is_stream);
+        answer.as_bytes().chunks(part_bytes.max(1)).for_each(|part| meter.feed(part));
+        let usage = meter.usage();
+        [usage.prompt_tokens, usage.cached_tokens, usage.output_tokens]
+    }
+
     const CHAT: &str = r#"{"choices":[{"message":{"content":"say \"completion_tokens\":9999"}}],
-        "usage":{"prompt_tokens":20,"total_tokens":27,"completion_tokens": 7}}"#;
+        "usage":{"prompt_tokens":20,"total_tokens":27,"completion_tokens": 7,
+        "prompt_tokens_details":{"cached_tokens":16},"reasoning_tokens":0}}"#;
     const BATCH: &str = r#"[{"text":"a","meta_info":{"prompt_tokens":5,"completion_tokens":3}},
         {"text":"b","meta_info":{"prompt_tokens":50,"completion_tokens":30}}]"#;
     const STREAM: &str = "data: {\"meta_info\":{\"prompt_tokens\":12,\"completion_tokens\":1}}\n\n\
         data: {\"meta_info\":{\"prompt_tokens\":12,\"completion_tokens\":2}}\n\ndata: [DONE]\n\n";
     const MESSAGES: &str = "event: message_start\ndata: {\"usage\":{\"input_tokens\":40,\
-        \"output_tokens\":0}}\n\nevent: message_delta\ndata: {\"usage\":{\"output_tokens\":6}}\n\n";
+        \"cache_read_input_tokens\":24,\"output_tokens\":0}}\n\nevent: message_delta\ndata: {\"usage\":{\"output_tokens\":6}}\n\n";
     const SILENT: &str = "data: {\"delta\":\"a\"}\n\ndata: {\"delta\":\"b\"}\n\n";
 
     proptest! {
@@ -170,6 +209,11 @@ mod tests {
             prop_assert_eq!(used(true, STREAM, part_bytes), 14);
             prop_assert_eq!(used(true, MESSAGES, part_bytes), 46);
             prop_assert_eq!(used(true, SILENT, part_bytes), 1002);
+            prop_assert_eq!(report(false, CHAT, part_bytes), [Some(20), Some(16), Some(7)]);
+            prop_assert_eq!(report(false, BATCH, part_bytes), [Some(55), None, Some(33)]);
+            prop_assert_eq!(report(true, STREAM, part_bytes), [Some(12), None, Some(2)]);
+            prop_assert_eq!(report(true, MESSAGES, part_bytes), [Some(64), Some(24), Some(6)]);
+            prop_assert_eq!(report(true, SILENT, part_bytes), [None, None, None]);
             prop_assert_eq!(used(false, "x".repeat(80).as_str(), part_bytes), 1020);
         }
 

@@ -4,11 +4,12 @@ use proto::id::SESSION_ID_BYTES_MAX;
 use serde_json::{Value, json};
 use utoipa::openapi::{RefOr, Schema};
 
-use crate::turn::sessions::SESSIONS_LISTED_MAX;
+use crate::{http::page::ENTRIES_MAX, turn::sessions::SESSIONS_LISTED_MAX};
 
 /// Returns all schemas by name.
 pub(super) fn all() -> impl Iterator<Item = (&'static str, RefOr<Schema>)> {
     let answers = session_answers().into_iter().chain(announcement()).chain(other_answers());
+    let answers = answers.chain(recent_events());
     requests().into_iter().chain(answers).map(|(name, schema)| {
         let schema = serde_json::from_value(schema).expect("each schema is a valid one");
         (name, RefOr::T(schema))
@@ -141,6 +142,42 @@ fn announcement() -> [(&'static str, Value); 2] {
                 "properties": { "ttl_ms": { "type": "integer" } },
                 "required": ["ttl_ms"],
             }),
+        ),
+    ]
+}
+
+/// The forms of the lists of recent turns and placements, and of what a request says of them.
+fn recent_events() -> [(&'static str, Value); 5] {
+    let list = |name: &str| {
+        json!({
+            "type": "object",
+            "properties": {
+                name: { "type": "array", "items": { "type": "object" } },
+                "next": { "$ref": "#/components/schemas/Cursor" },
+            },
+            "required": [name, "next"],
+        })
+    };
+    [
+        ("RecentPlacements", list("placements")),
+        ("Turns", list("turns")),
+        (
+            "Cursor",
+            json!({
+                "type": "string", "pattern": r"^[0-9a-f]{8}\.[0-9]+$",
+                "description": "The `next` of the last answer. Without it: the last entries",
+            }),
+        ),
+        (
+            "RecentLimit",
+            json!({
+                "type": "integer", "minimum": 0, "maximum": u32::MAX,
+                "description": format!("Taken as 1 to {ENTRIES_MAX}; 100 by default"),
+            }),
+        ),
+        (
+            "SessionName",
+            json!({ "type": "string", "description": "A session's digest, or its id" }),
         ),
     ]
 }

@@ -1,0 +1,107 @@
+//! Reads which part of a list of recent events a request asks for.
+//!
+//! The lists of recent turns and placements grow at their end while a client reads them. A cursor
+//! names a place in such a list: the answer's member `next` is the cursor for the next request. A
+//! cursor of another process, as after a restart, names no place. Then the list begins with the
+//! oldest entry that is kept, so that a reader misses nothing that this process still has.
+
+use axum::extract::Query;
+use http::Uri;
+use serde::Deserialize;
+use service::refusal::{Code, Refusal};
+
+use super::errors;
+
+/// Entries of an answer if the request names no limit, and the most.
+const ENTRIES_DEFAULT: usize = 100;
+pub(super) const ENTRIES_MAX: usize = 1000;
+
+/// The query of a list of recent events.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+struct PageQuery {
+    /// The answer begins after the place that this cursor names.
+    after: Option<String>,
+    /// The most entries in the answer.
+    limit: Option<u32>,
+    /// Only entries of this session, named by its digest or by its id.
+    session: Option<String>,
+}
+
+/// The part of a list that a request asks for.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct PageRange {
+    /// The place after which the part begins. `None`: the last entries.
+    pub(super) after: Option<u64>,
+    /// The most entries: 1 to [`ENTRIES_MAX`].
+    pub(super) limit: usize,
+    /// The name of the session whose entries are wanted.
+    pub(super) session: Option<String>,
+}
+
+impl PageRange {
+    /// Reads the part of a list of this process from a request's query, which names no session.
+    ///
+    /// # Errors
+    /// If the query has other members, or a cursor that is none.
+    pub(super) fn read(uri: &Uri, process_id: u32) -> Result<Self, Refusal> {
+        let range = Self::read_of_session(uri, process_id)?;
+        match range.session {
+            None => Ok(range),
+            Some(_) => Err(Refusal::new(Code::InvalidField, "this list can't be had by session")),
+        }
+    }
+
+    /// Like [`Self::read`], for a list of which a query may ask for one session's entries.
+    ///
+    /// # Errors
+    /// If the query has other members, or a cursor that is none.
+    pub(super) fn read_of_session(uri: &Uri, process_id: u32) -> Result<Self, Refusal> {
+        let Query(PageQuery { after, limit, session }) =
+            Query::try_from_uri(uri).map_err(|error| errors::query_refusal(&error))?;
+        let after = after.map(|cursor| parse_cursor(&cursor, process_id)).transpose()?;
+        let limit = limit.map_or(ENTRIES_DEFAULT, |limit| limit as usize);
+        Ok(Self { after, limit: limit.clamp(1, ENTRIES_MAX), session })
+    }
+}
+
+/// Returns the cursor of a place in a list of this process.
+pub(super) fn cursor(place: u64, process_id: u32) -> String {
+    format!("{process_id:08x}.{place}")
+}
+
+fn parse_cursor(text: &str, process_id: u32) -> Result<u64, Refusal> {
+    let parts = text.split_once('.').and_then(|(process, place)| {
+        Some((u32::from_str_radix(process, 16).ok()?, place.parse::<u64>().ok()?))
+    });
+    match parts {
+        Some((process, place)) if process == process_id => Ok(place),
+        Some(_) => Ok(0),
+        None => Err(Refusal::new(
+            Code::InvalidField,
+            "after is not a cursor; send the last answer's next, or leave it out",
+        )),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_cursor_of_another_process_begins_with_the_oldest_entry() {
+        let read = |query: &str| {
+            let uri = format!("/v1/turns?{query}").parse().unwrap();
+            PageRange::read(&uri, 7).map(|range| (range.after, range.limit))
+        };
+        assert_eq!(read("").unwrap(), (None, 100));
+        assert_eq!(read(&format!("after={}&limit=5", cursor(42, 7))).unwrap(), (Some(42), 5));
+        assert_eq!(read(&format!("after={}&limit=0", cursor(42, 8))).unwrap(), (Some(0), 1));
+        assert_eq!(read("limit=4000000000").unwrap(), (None, 1000));
+        for wrong in
+            ["after=", "after=42", "after=x.1", "after=7.-1", "limit=-1", "session=s", "other=1"]
+        {
+            assert_eq!(read(wrong).unwrap_err().code, Code::InvalidField, "{wrong}");
+        }
+    }
+}

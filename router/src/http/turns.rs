@@ -1,0 +1,72 @@
+//! Serves `GET /v1/turns`, for operators: the last turns that have ended, oldest first.
+//!
+//! A turn is one request and its answer. `turn::recorder` records each turn's end. The figures of
+//! tokens are the engine's own: a member is null if the answer has no such figure.
+
+use axum::{
+    Json,
+    extract::State,
+    response::{IntoResponse as _, Response},
+};
+use http::Uri;
+use proto::id::SessionKey;
+use serde_json::{Value, json};
+use service::clock::{now, whole_millis};
+
+use super::{
+    SharedState,
+    page::{self, PageRange},
+    respond,
+};
+use crate::turn::ended::TurnRecord;
+
+/// Answers with the turns that have ended since the request's cursor.
+pub(super) async fn list(State(shared): SharedState, uri: Uri) -> Response {
+    let range = match PageRange::read_of_session(&uri, shared.process_id) {
+        Ok(range) => range,
+        Err(refusal) => return respond(&shared, Err(refusal)),
+    };
+    let is_wanted = |record: &TurnRecord| {
+        let wanted = range.session.as_ref();
+        wanted.is_none_or(|name| record.session.as_ref().is_some_and(|key| is_named(key, name)))
+    };
+    let (records, place) = {
+        let recent = shared.recent_turns.lock();
+        let (page, place) = recent.page(range.after, range.limit, is_wanted);
+        (page.into_iter().cloned().collect::<Vec<_>>(), place)
+    };
+    let turns: Vec<Value> = records.iter().map(to_json).collect();
+    let next = page::cursor(place, shared.process_id);
+    Json(json!({ "turns": turns, "next": next })).into_response()
+}
+
+/// Whether a session has this id, or this digest.
+fn is_named(key: &SessionKey, name: &str) -> bool {
+    key.id() == name || key.digest().to_string() == name
+}
+
+fn to_json(record: &TurnRecord) -> Value {
+    let ended_at = record.arrived_at + record.duration;
+    let session = record.session.as_ref();
+    json!({
+        "turn": format!("{:016x}", record.turn),
+        "session": session.map(|key| key.digest().to_string()),
+        "session_id": session.map(SessionKey::id),
+        "principal": session.map(SessionKey::principal),
+        "parent": record.parent.as_ref().map(|key| key.digest().to_string()),
+        "worker": record.worker,
+        "prefill_worker": record.prefill_worker,
+        "reason": record.reason,
+        "retried": record.is_retried,
+        "retention": record.retention.map(|retention| retention.as_str()),
+        "status": record.status,
+        "outcome": record.outcome.as_str(),
+        "age_ms": whole_millis(now().saturating_duration_since(ended_at)),
+        "ttft_ms": record.ttft.map(whole_millis),
+        "duration_ms": whole_millis(record.duration),
+        "prompt_tokens": record.usage.prompt_tokens,
+        "cached_tokens": record.usage.cached_tokens,
+        "output_tokens": record.usage.output_tokens,
+        "uncached_tokens_expected": record.uncached_tokens_expected,
+    })
+}

@@ -1,0 +1,161 @@
+//! Follows a placed turn to its end, and makes the record of it: once for each turn, by `Drop`.
+//!
+//! A turn is one request and its answer. `turn` creates a [`TurnRecorder`] when it has placed a
+//! turn, and the answer's body keeps it. The end of the answer, a failure and a client that leaves
+//! all drop the recorder. What counts or shows the ends of turns is fed there and nowhere else: the
+//! metrics, the keys' limits of tokens, and the list of the last turns.
+
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use parking_lot::Mutex;
+use proto::{load::Retention, route::Kind};
+use service::clock::now;
+
+use super::{
+    directory::SessionDirectory,
+    ended::{RecentTurns, TurnRecord},
+    placer::PlacedTurn,
+    request::Turn,
+    shared::Shared,
+    usage::{TurnTokens, TurnUsage, UsageMeter},
+};
+use crate::{
+    fleet::worker::WorkerRef,
+    metrics::{Metrics, TurnOutcome},
+};
+
+/// Counts a turn as in flight, and records its end on drop.
+#[derive(Debug)]
+pub(crate) struct TurnRecorder {
+    metrics: Arc<Metrics>,
+    directory: Arc<SessionDirectory>,
+    recent_turns: Arc<Mutex<RecentTurns>>,
+    worker: WorkerRef,
+    /// What is known of the turn so far. `None` only during the drop.
+    record: Option<TurnRecord>,
+    /// Reads what the turn used. `None` before the turn has a successful answer: then the engine
+    /// has computed nothing.
+    meter: Option<UsageMeter>,
+    /// The tokens of the turn, if its key has a limit of them.
+    tokens: Option<TurnTokens>,
+    /// Whether a byte of the answer's body has come.
+    has_begun: bool,
+}
+
+impl TurnRecorder {
+    /// Creates the recorder of a turn that has just been placed. `tokens` is what the turn takes
+    /// from its key's limit of them.
+    pub(super) fn new(
+        shared: &Shared,
+        turn: &Turn,
+        (turn_id, kind, arrived_at): (u64, Kind, Instant),
+        placed: &PlacedTurn,
+        tokens: Option<TurnTokens>,
+    ) -> Self {
+        shared.metrics.turns_in_flight.inc();
+        let record = TurnRecord {
+            turn: turn_id,
+            session: turn.session.as_ref().map(|intent| intent.key.clone()),
+            parent: turn.parent.clone(),
+            kind,
+            worker: placed.worker_name.clone(),
+            prefill_worker: placed.prefill.as_ref().map(|prefill| prefill.worker_name.clone()),
+            reason: placed.reason,
+            is_retried: false,
+            retention: None,
+            status: None,
+            arrived_at,
+            ttft: None,
+            duration: Duration::ZERO,
+            uncached_tokens_expected: placed.uncached_tokens_expected,
+            usage: TurnUsage::default(),
+            // Until the turn ends in another way.
+            outcome: TurnOutcome::ClientGone,
+        };
+        Self {
+            metrics: Arc::clone(&shared.metrics),
+            directory: Arc::clone(&shared.directory),
+            recent_turns: Arc::clone(&shared.recent_turns),
+            worker: placed.worker,
+            record: Some(record),
+            meter: None,
+            tokens,
+            has_begun: false,
+        }
+    }
+
+    /// Records that the turn goes to a second worker.
+    pub(super) fn move_to(&mut self, placed: &PlacedTurn) {
+        self.worker = placed.worker;
+        let record = self.record_mut();
+        record.worker.clone_from(&placed.worker_name);
+        record.prefill_worker = placed.prefill.as_ref().map(|prefill| prefill.worker_name.clone());
+        record.reason = placed.reason;
+        record.is_retried = true;
+        record.uncached_tokens_expected = placed.uncached_tokens_expected;
+    }
+
+    /// Records the head of the answer. `is_success`: whether its status is 2xx.
+    pub(super) fn begin_answer(&mut self, status: u16, is_success: bool, is_stream: bool) {
+        self.record_mut().status = Some(status);
+        self.meter = is_success.then(|| UsageMeter::new(is_stream));
+    }
+
+    /// Takes in a part of the answer's body. Returns whether it is the first part.
+    pub(super) fn record_data(&mut self, data: &[u8]) -> bool {
+        self.metrics.response_bytes.inc_by(data.len() as u64);
+        if let Some(meter) = &mut self.meter {
+            meter.feed(data);
+        }
+        if std::mem::replace(&mut self.has_begun, true) {
+            return false;
+        }
+        let is_success = self.meter.is_some();
+        let record = self.record_mut();
+        if is_success && record.kind.is_generation() {
+            let elapsed = now().saturating_duration_since(record.arrived_at);
+            record.ttft = Some(elapsed);
+            self.metrics.observe_first_byte(elapsed);
+        }
+        true
+    }
+
+    /// Records how the turn ends. It ends with the recorder's drop.
+    pub(super) fn set_outcome(&mut self, outcome: TurnOutcome) {
+        self.record_mut().outcome = outcome;
+    }
+
+    fn record_mut(&mut self) -> &mut TurnRecord {
+        self.record.as_mut().expect("only the drop takes the record")
+    }
+
+    /// Returns how the session's KV is kept on the turn's worker, as its agent last reported it.
+    fn retention(&self, record: &TurnRecord) -> Option<Retention> {
+        let view = self.directory.view();
+        let entries = view.sessions.locate(record.session.as_ref()?);
+        let entry = entries.iter().find(|entry| entry.worker == self.worker)?;
+        Some(entry.session.retention)
+    }
+}
+
+impl Drop for TurnRecorder {
+    fn drop(&mut self) {
+        let Some(mut record) = self.record.take() else { return };
+        record.duration = now().saturating_duration_since(record.arrived_at);
+        record.retention = self.retention(&record);
+        if let Some(meter) = &self.meter {
+            record.usage = meter.usage();
+            if let Some(tokens) = &mut self.tokens {
+                tokens.settle(meter);
+            }
+        }
+        self.metrics.count_turn_end(record.outcome);
+        self.metrics.turns_in_flight.dec();
+        if record.kind.is_generation() {
+            self.recent_turns.lock().add(record);
+        }
+    }
+}
