@@ -244,7 +244,7 @@ async fn only_admins_see_the_fleet_and_why_turns_went_where() {
     let cluster = start(&keys).await;
     let answer = cluster.turn("/generate", &[ALICE], &turn("a", 1)).await;
     let placement = format!("/v1/placements/{}", answer.header("x-berth-turn"));
-    for path in ["/v1/workers", "/v1/placements", "/v1/turns", &placement] {
+    for path in ["/v1/workers", "/v1/placements", "/v1/turns", "/v1/fleet/sessions", &placement] {
         let refused = ask(&cluster, Method::GET, path, &[ALICE]).await;
         assert_eq!(refused, (403, "admin_only".to_owned()), "{path}");
         assert_eq!(ask(&cluster, Method::GET, path, &[OPS]).await.0, 200, "{path}");

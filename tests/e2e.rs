@@ -485,7 +485,7 @@ async fn the_demo_keeps_its_promises() {
             enough.cancel();
         }
     };
-    let summary = tests::demo::run(PATIENCE, stop, until_enough).await.unwrap();
+    let summary = tests::demo::run(PATIENCE, stop, |_| {}, until_enough).await.unwrap();
     assert!(summary.is_good(), "{summary:?}");
     assert!(summary.cached_ratio > 0.5, "{summary:?}");
 }

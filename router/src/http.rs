@@ -8,6 +8,7 @@
 //! - `engine_info`: what the engines say of themselves.
 //! - `placements`: why a turn went to its worker. `turns`: the last turns that have ended.
 //! - `page`: which part of such a list a request asks for.
+//! - `fleet_sessions`: the sessions of all clients, for admins. `dashboard`: a page that shows all.
 //! - `sessions`: opens, closes and shows sessions. `workers`: the state of each worker.
 //! - `prepare`: CORS, a slash at the end of the path, compressed bodies.
 //! - `responses`: stored responses. `aborts`: aborts turns. `announcements`: agents join.
@@ -23,8 +24,10 @@
 mod aborts;
 mod announcements;
 mod control;
+pub(crate) mod dashboard;
 mod engine_info;
 mod errors;
+mod fleet_sessions;
 mod health;
 mod models;
 mod openapi;
@@ -44,7 +47,7 @@ use axum::{
     extract::{Extension, Path, Request, State, rejection::PathRejection},
     middleware::{self, Next},
     response::{IntoResponse as _, Response},
-    routing::{MethodFilter, get, on, post},
+    routing::{MethodFilter, delete, get, on, post},
 };
 use http_body_util::{BodyExt as _, Limited};
 use proto::route::{Kind, ROUTES, Route};
@@ -131,6 +134,8 @@ fn build_admin_routes(shared: &Arc<Shared>) -> Router<Arc<Shared>> {
         .route("/v1/placements", get(placements::list))
         .route("/v1/placements/{turn}", get(placements::show))
         .route("/v1/turns", get(turns::list))
+        .route("/v1/fleet/sessions", get(fleet_sessions::list))
+        .route("/v1/fleet/sessions/{digest}", delete(fleet_sessions::close))
         .merge(control::routes())
         .route_layer(middleware::from_fn_with_state(Arc::clone(shared), require_admin))
 }

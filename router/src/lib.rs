@@ -169,19 +169,6 @@ pub async fn run(mut config: Config, listeners: Listeners, tasks: Tasks) -> Resu
     let auth = Authenticator::new(keys.clone(), tokens, data_ip);
     log_auth(&config, data_ip);
     let (ready_sender, ready) = watch::channel(Err("starting".to_owned()));
-    let admin_data = AdminData {
-        registry: Arc::new(registry),
-        ready,
-        config: settings::to_toml(&config),
-        gate: Gate::new(keys, config.auth.metrics_auth, admin_ip),
-        actions: axum::Router::new(),
-    };
-    // The admin port stays open during the drain, so that the drain can be watched.
-    let admin_token = tokio_util::sync::CancellationToken::new();
-    let _admin_stop_guard = admin_token.clone().drop_guard();
-    let admin_limits = PortLimits::admin(&port_metrics);
-    admin::start(admin_data, listeners.admin, admin_limits, admin_token).map_err(Error::Admin)?;
-
     let (updates, mailbox) = mpsc::channel(view::MAILBOX_UPDATES_MAX);
     let (news_sender, news) = mpsc::channel(SOURCE_NEWS_MAX);
     let announcements = discovery::start(&config, &news_sender, &source_metrics, &tasks);
@@ -202,6 +189,18 @@ pub async fn run(mut config: Config, listeners: Listeners, tasks: Tasks) -> Resu
         announcements,
     };
     let shared = start_fleet(&config, parts, auth, &tasks);
+    let admin_data = AdminData {
+        registry: Arc::new(registry),
+        ready,
+        config: settings::to_toml(&config),
+        gate: Gate::new(keys, config.auth.metrics_auth, admin_ip),
+        actions: http::dashboard::start(&shared, &tasks),
+    };
+    // The admin port stays open during the drain, so that the drain can be watched.
+    let admin_token = tokio_util::sync::CancellationToken::new();
+    let _admin_stop_guard = admin_token.clone().drop_guard();
+    let admin_limits = PortLimits::admin(&port_metrics);
+    admin::start(admin_data, listeners.admin, admin_limits, admin_token).map_err(Error::Admin)?;
     let address = listeners.data.local_addr().map(|address| address.to_string());
     info!(address = address.unwrap_or_default(), agents = config.workers.len(), "router listens");
     let turns_max = config.limits.turns_in_flight_max;
@@ -362,7 +361,24 @@ fn agents_expected(config: &Config) -> usize {
     config.workers.len() + others
 }
 
-/// Builds the parts that all requests share, and starts the task that fetches tokenizers.
+/// Starts the task that fetches the tokenizers of the agents' models.
+fn start_models(
+    shares: &Shares,
+    metrics: &Arc<Metrics>,
+    view: &Arc<View>,
+    control_clients: &Arc<ControlClients>,
+    tasks: &Tasks,
+) -> Arc<Models> {
+    let tokenizer_bytes = Arc::clone(&shares.tokenizer_bytes);
+    let models = Arc::new(Models::new(tokenizer_bytes, Arc::clone(metrics)));
+    if cfg!(feature = "text") {
+        let (models, view) = (Arc::clone(&models), Arc::clone(view));
+        tasks.spawn(models::run(models, view, Arc::clone(control_clients), tasks.token()));
+    }
+    models
+}
+
+/// Builds the parts that all requests share.
 fn build_shared(
     config: &Config,
     parts: FleetParts,
@@ -379,12 +395,7 @@ fn build_shared(
     };
     let upstream = UpstreamClient::new(connections, Arc::new(Pulses::new()), parts.updates);
     let metrics = Arc::new(metrics);
-    let tokenizer_bytes = Arc::clone(&shares.tokenizer_bytes);
-    let models = Arc::new(Models::new(tokenizer_bytes, Arc::clone(&metrics)));
-    if cfg!(feature = "text") {
-        let (models, view) = (Arc::clone(&models), Arc::clone(&view));
-        tasks.spawn(models::run(models, view, Arc::clone(control_clients), tasks.token()));
-    }
+    let models = start_models(&shares, &metrics, &view, control_clients, tasks);
     let new_affinity_table =
         || Affinity::new(config.limits.sessions_max, config.affinity_idle_max());
     let index_bytes_max = config.limits.overlap_bytes_max;

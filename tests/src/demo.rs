@@ -96,6 +96,18 @@ impl Demo {
         Ok(Self(Cluster::start(ENGINES, |settings| settings.engine = engine_config()).await?))
     }
 
+    /// Returns the address of the router's dashboard.
+    #[must_use]
+    pub fn dashboard_url(&self) -> String {
+        self.0.routers[0].admin_url("/dashboard")
+    }
+
+    /// Returns the addresses of the agents' control ports, for another router.
+    #[must_use]
+    pub fn control_urls(&self) -> Vec<String> {
+        self.0.agents.iter().map(|agent| format!("http://{}", agent.control)).collect()
+    }
+
     /// Runs conversations for `time`; `control.live` can be read meanwhile.
     ///
     /// # Errors
@@ -230,9 +242,11 @@ fn options(
 pub async fn run(
     time: Duration,
     stop: CancellationToken,
+    begun: impl FnOnce(&Demo),
     mut show: impl FnMut(&[WorkerLine], &Report),
 ) -> anyhow::Result<DemoSummary> {
     let demo = Demo::start().await?;
+    begun(&demo);
     let control = ReplayControl { stop, ..ReplayControl::default() };
     let live = Arc::clone(&control.live);
     let started = tokio::time::Instant::now();

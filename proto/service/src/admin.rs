@@ -5,7 +5,7 @@
 //! [`start`] once, from their `lib.rs`, and pass the data. The port has its own thread and runtime,
 //! so it answers while the rest of the process is busy. Its connections have limits and time limits
 //! like those of the data port. A process may add routes that change something. The port's [`Gate`]
-//! decides which requests need a key, and no page in a browser can change anything.
+//! decides which requests need a key, and no page of another origin can use the port.
 
 use std::{net::TcpListener, sync::Arc, time::Duration};
 
@@ -16,13 +16,13 @@ use axum::{
     response::{IntoResponse, Response},
     routing::get,
 };
-use http::{Method, StatusCode, header};
+use http::{StatusCode, header};
 use prometheus_client::registry::Registry;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use crate::{
-    auth::{admin_only_refusal, gate::Gate},
+    auth::{gate::Gate, origin},
     refusal::{Code, Refusal},
     server::{self, PortLimits},
     tasks::Tasks,
@@ -42,7 +42,8 @@ pub struct AdminData {
     pub config: String,
     /// Who may read what.
     pub gate: Gate,
-    /// Routes of this process that change something, by methods other than GET.
+    /// Routes that only this process has: its page, and what changes something, by methods other
+    /// than GET.
     pub actions: Router,
 }
 
@@ -95,13 +96,14 @@ pub fn app(data: AdminData) -> Router {
 
 /// Lets a request pass if the gate does.
 async fn guard(State(gate): State<Gate>, request: Request, next: Next) -> Response {
-    let reads = matches!(*request.method(), Method::GET | Method::HEAD);
-    let checked = if !reads && request.headers().contains_key(header::ORIGIN) {
-        // Without keys, any page that an operator of this host opens could send it.
-        Err(admin_only_refusal("a page in a browser can't change the process"))
+    let (path, headers) = (request.uri().path(), request.headers());
+    let checked = if matches!(path, "/healthz" | "/readyz") {
+        Ok(())
     } else {
-        gate.check(request.method(), request.uri().path(), request.headers())
+        // Without keys, any page that an operator of this host opens could send the request.
+        origin::check(headers, gate.is_open())
     };
+    let checked = checked.and_then(|()| gate.check(request.method(), path, headers));
     match checked {
         Ok(()) => next.run(request).await,
         Err(refusal) => {
@@ -131,13 +133,14 @@ mod tests {
     use std::net::{IpAddr, Ipv4Addr};
 
     use axum::{body::Body, routing::post};
+    use http::Method;
     use tower_service::Service as _;
 
     use super::*;
     use crate::auth::MetricsAuth;
 
     #[tokio::test]
-    async fn a_page_in_a_browser_changes_nothing() {
+    async fn a_page_of_another_origin_changes_nothing_and_reads_nothing() {
         let data = AdminData {
             registry: Arc::default(),
             ready: watch::channel(Ok(())).1,
@@ -145,14 +148,24 @@ mod tests {
             gate: Gate::new(None, MetricsAuth::None, IpAddr::V4(Ipv4Addr::LOCALHOST)),
             actions: Router::new().route("/drain", post(|| async { "done" })),
         };
-        for (origin, status) in [(None, 200), (Some("http://127.0.0.1:31002"), 403)] {
-            let mut request = Request::post("/drain");
-            if let Some(origin) = origin {
-                request = request.header(header::ORIGIN, origin);
+        let here = "127.0.0.1:9100";
+        for (host, origin, status) in [
+            (here, None, 200),
+            (here, Some("http://127.0.0.1:9100"), 200),
+            (here, Some("http://127.0.0.1:31002"), 403),
+            ("evil.example:9100", None, 403),
+            ("evil.example:9100", Some("http://evil.example:9100"), 403),
+        ] {
+            for (method, path) in [(Method::POST, "/drain"), (Method::GET, "/config")] {
+                let mut request = Request::builder().method(&method).uri(path);
+                request = request.header(header::HOST, host);
+                if let Some(origin) = origin {
+                    request = request.header(header::ORIGIN, origin);
+                }
+                let request = request.body(Body::empty()).unwrap();
+                let answer = app(data.clone()).call(request).await.unwrap();
+                assert_eq!(answer.status(), status, "{method} {path} {host} {origin:?}");
             }
-            let request = request.body(Body::empty()).unwrap();
-            let answer = app(data.clone()).call(request).await.unwrap();
-            assert_eq!(answer.status(), status, "{origin:?}");
         }
     }
 }

@@ -7,7 +7,7 @@
 //! - [`credential`]: finds the credential in a request's headers. Pure.
 //! - [`keys`]: the keys of a key file, and which of them a credential is. Pure.
 //! - [`key_file`]: reads the key file.
-//! - [`gate`]: what an admin port lets pass.
+//! - [`gate`]: what an admin port lets pass. [`origin`]: which pages may use it. Pure.
 //!
 //! No credential and no digest of one is written to logs, metrics or answers.
 
@@ -16,6 +16,7 @@ pub mod credential;
 pub mod gate;
 pub mod key_file;
 pub mod keys;
+pub mod origin;
 
 use serde::{Deserialize, Serialize};
 

@@ -41,6 +41,10 @@ enum Request {
     Body(&'static str, Required),
     /// A session's id in the path.
     SessionId,
+    /// A session's digest in the path.
+    SessionDigest,
+    /// The order, the filter and the length of a list of sessions, by the query.
+    FleetSessions,
     /// A turn's id in the path.
     TurnId,
     /// A page of a list, by the query.
@@ -178,6 +182,22 @@ const ROUTES: &[Route] = &[
     },
     Route {
         method: HttpMethod::Get,
+        path: "/v1/fleet/sessions",
+        summary: "Lists the sessions of all clients, the first by a figure; for admins",
+        request: Request::FleetSessions,
+        answers: &[(200, Some("FleetSessions"))],
+        refusals: &[&[Code::AdminOnly, Code::InvalidField]],
+    },
+    Route {
+        method: HttpMethod::Delete,
+        path: "/v1/fleet/sessions/{digest}",
+        summary: "Closes a session of any client; for admins",
+        request: Request::SessionDigest,
+        answers: &[(204, None)],
+        refusals: &[ID, UNKNOWN, AGENT, &[Code::AdminOnly]],
+    },
+    Route {
+        method: HttpMethod::Get,
         path: "/v1/placements/{turn}",
         summary: "Shows why a turn went to its worker; for admins",
         request: Request::TurnId,
@@ -288,6 +308,12 @@ fn parameters_of(request: &Request) -> Vec<Parameter> {
     match request {
         Request::Plain | Request::Body(..) => vec![],
         Request::SessionId => vec![in_path("id", "SessionId")],
+        Request::SessionDigest => vec![in_path("digest", "SessionDigest")],
+        Request::FleetSessions => vec![
+            in_query("sort", "SessionOrder"),
+            in_query("find", "SessionFilter"),
+            in_query("limit", "RecentLimit"),
+        ],
         Request::TurnId => vec![in_path("turn", "TurnId")],
         Request::RecentPage => {
             vec![in_query("after", "Cursor"), in_query("limit", "RecentLimit")]

@@ -25,10 +25,16 @@ use crate::{
         worker_table::WorkerStats,
     },
     residency::kv_index::WorkerKv,
+    turn::shared::Shared,
 };
 
 /// Answers with all workers, and with the agents whose workers are unknown.
 pub(super) async fn list(State(shared): SharedState) -> Response {
+    Json(build_list(&shared)).into_response()
+}
+
+/// Returns all workers, and the agents whose workers are unknown, as JSON.
+pub(super) fn build_list(shared: &Shared) -> Value {
     let view = shared.directory.view();
     let now = now();
     let workers: Vec<Value> = view
@@ -52,7 +58,7 @@ pub(super) async fn list(State(shared): SharedState) -> Response {
             })
         })
         .collect();
-    Json(json!({ "workers": workers, "unheard": undescribed_agents })).into_response()
+    json!({ "workers": workers, "unheard": undescribed_agents })
 }
 
 fn to_json(

@@ -1,7 +1,8 @@
 //! Keeps the last placements, so that the API can tell why a turn went to its worker. Pure.
 //!
 //! The tasks of turns add each placement, and the HTTP API reads them by the number of the turn, or
-//! in the order in which they were made. A placement chooses the worker for a turn (one request and its answer). The record of a placement
+//! in the order in which they were made. A placement chooses the worker for a turn (one request and
+//! its answer). The record of a placement
 //! has a set of figures for each compared worker. A placement that compares many workers takes more
 //! memory. So the number of sets is bounded, not the number of placements. The oldest placements
 //! are removed first.
@@ -98,7 +99,7 @@ impl RecentPlacements {
     pub(crate) fn page(&self, after: Option<u64>, limit: usize) -> Vec<(u64, &PlacementRecord)> {
         let from = match after {
             Some(place) => place.saturating_add(1),
-            None => self.records.keys().rev().take(limit).last().copied().unwrap_or_default(),
+            None => self.records.keys().rev().take(limit).next_back().copied().unwrap_or_default(),
         };
         self.records.range(from..).take(limit).map(|(place, record)| (*place, record)).collect()
     }

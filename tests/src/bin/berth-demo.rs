@@ -13,7 +13,7 @@ use clap::Parser;
 use indicatif::{MultiProgress, ProgressBar, ProgressFinish, ProgressStyle};
 use service::signal::StopSignals;
 use tests::{
-    demo::{self, DemoSummary, WorkerLine},
+    demo::{self, Demo, DemoSummary, WorkerLine},
     replay::Report,
 };
 use tokio_util::sync::CancellationToken;
@@ -57,7 +57,11 @@ async fn run(args: &Args) -> anyhow::Result<DemoSummary> {
     let mut signals = StopSignals::new()?;
     let mut screen = Screen::new();
     let show = |workers: &[WorkerLine], report: &Report| screen.show(workers, report);
-    let running = demo::run(Duration::from_secs(args.seconds), stop.clone(), show);
+    let begun = |demo: &Demo| {
+        let _ = writeln!(std::io::stderr(), "dashboard: {}", demo.dashboard_url());
+        let _ = writeln!(std::io::stderr(), "agents: {}", demo.control_urls().join(" "));
+    };
+    let running = demo::run(Duration::from_secs(args.seconds), stop.clone(), begun, show);
     let mut running = std::pin::pin!(running);
     tokio::select! {
         ended = &mut running => return ended,

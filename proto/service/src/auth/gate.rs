@@ -1,9 +1,10 @@
 //! Decides which requests an admin port lets pass.
 //!
 //! `/healthz` and `/readyz` need no credential, because supervisors and load balancers ask them.
-//! `/metrics` and `/config` need a scrape key or an admin key. Everything else needs an admin key,
-//! so that a new route is guarded unless somebody opens it here. Without a key file, a port that
-//! only this host can reach is open, and any other port shows only what needs no credential.
+//! The files of the dashboard need none, because they hold no figures. `/metrics` and `/config`
+//! need a scrape key or an admin key. Everything else needs an admin key, so that a new route is
+//! guarded unless somebody opens it here. Without a key file, a port that only this host can reach
+//! is open, and any other port shows only what needs no credential.
 
 use std::net::IpAddr;
 
@@ -34,6 +35,12 @@ impl Gate {
     #[must_use]
     pub fn new(keys: Option<Reloaded<KeySet>>, metrics_auth: MetricsAuth, address: IpAddr) -> Self {
         Self { keys, metrics_auth, is_local: is_local(address) }
+    }
+
+    /// Whether the port needs no key, because only this host reaches it.
+    #[must_use]
+    pub fn is_open(&self) -> bool {
+        self.keys.is_none() && self.is_local
     }
 
     /// Checks a request to the admin port.
@@ -69,6 +76,10 @@ impl Gate {
         match path {
             _ if !matches!(*method, Method::GET | Method::HEAD) => Need::Admin,
             "/healthz" | "/readyz" => Need::Nothing,
+            // The files of a page. They are in the program and say nothing of the fleet. A browser
+            // can send no key with the request for a page; the page's own requests need one.
+            "/dashboard" => Need::Nothing,
+            _ if path.starts_with("/dashboard/page/") => Need::Nothing,
             "/metrics" if self.metrics_auth == MetricsAuth::None => Need::Nothing,
             "/metrics" | "/config" => Need::Read,
             _ => Need::Admin,
@@ -123,13 +134,15 @@ mod tests {
     fn each_route_needs_its_right_where_there_are_keys() {
         for address in [OPEN, LOCAL] {
             let gate = Gate::new(Some(keys()), MetricsAuth::Key, address);
-            for path in ["/healthz", "/readyz"] {
+            for path in ["/healthz", "/readyz", "/dashboard", "/dashboard/page/app.js"] {
                 assert_eq!(statuses(&gate, &Method::GET, path), [200; 5]);
             }
             for path in ["/metrics", "/config"] {
                 assert_eq!(statuses(&gate, &Method::GET, path), [401, 401, 403, 200, 200]);
             }
-            assert_eq!(statuses(&gate, &Method::GET, "/new"), [401, 401, 403, 403, 200]);
+            for path in ["/new", "/dashboard/events", "/dashboard/api/workers", "/dashboardx"] {
+                assert_eq!(statuses(&gate, &Method::GET, path), [401, 401, 403, 403, 200]);
+            }
             for path in ["/metrics", "/healthz"] {
                 assert_eq!(statuses(&gate, &Method::POST, path), [401, 401, 403, 403, 200]);
             }

@@ -4,12 +4,15 @@ use proto::id::SESSION_ID_BYTES_MAX;
 use serde_json::{Value, json};
 use utoipa::openapi::{RefOr, Schema};
 
-use crate::{http::page::ENTRIES_MAX, turn::sessions::SESSIONS_LISTED_MAX};
+use crate::{
+    http::{fleet_sessions::SessionOrder, page::ENTRIES_MAX},
+    turn::sessions::SESSIONS_LISTED_MAX,
+};
 
 /// Returns all schemas by name.
 pub(super) fn all() -> impl Iterator<Item = (&'static str, RefOr<Schema>)> {
     let answers = session_answers().into_iter().chain(announcement()).chain(other_answers());
-    let answers = answers.chain(recent_events());
+    let answers = answers.chain(recent_events()).chain(fleet_sessions());
     requests().into_iter().chain(answers).map(|(name, schema)| {
         let schema = serde_json::from_value(schema).expect("each schema is a valid one");
         (name, RefOr::T(schema))
@@ -141,6 +144,33 @@ fn announcement() -> [(&'static str, Value); 2] {
                 "type": "object",
                 "properties": { "ttl_ms": { "type": "integer" } },
                 "required": ["ttl_ms"],
+            }),
+        ),
+    ]
+}
+
+/// The forms of the list of all sessions, and of what a request says of it.
+fn fleet_sessions() -> [(&'static str, Value); 4] {
+    let orders: Vec<Value> = SessionOrder::ALL.map(|order| json!(order)).into();
+    [
+        (
+            "FleetSessions",
+            json!({
+                "type": "object",
+                "properties": {
+                    "sessions": { "type": "array", "items": { "type": "object" } },
+                    "total": { "type": "integer", "description": "Those that the filter finds" },
+                },
+                "required": ["sessions", "total"],
+            }),
+        ),
+        ("SessionDigest", json!({ "type": "string", "pattern": "^[0-9a-f]{16}$" })),
+        ("SessionOrder", json!({ "type": "string", "enum": orders })),
+        (
+            "SessionFilter",
+            json!({
+                "type": "string",
+                "description": "A part of the id, digest, principal, worker, state or retention",
             }),
         ),
     ]
