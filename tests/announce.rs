@@ -12,7 +12,7 @@ use std::{
     },
 };
 
-use serde_json::Value;
+use serde_json::{Value, json};
 use tests::{
     cluster::{
         Agent, Router, agent_config, eventually, own_addr, router_config, text_turn as turn,
@@ -81,11 +81,18 @@ fn keys(right: &str) -> [TestKey<'_>; 2] {
 impl Fleet {
     /// Starts a router with a key for agents that has `right`, and an engine.
     async fn start(right: &str) -> Self {
+        Self::start_with(right, |_| ()).await
+    }
+
+    /// Starts as [`Self::start`], with other settings of the router.
+    async fn start_with(right: &str, change: impl FnOnce(&mut router::config::Config)) -> Self {
         let keys = KeyFixture::new(&keys(right)).unwrap();
         let key_file = keys.folder().join("announce-key");
         fs::write(&key_file, "sk-agents\n").unwrap();
         let engine = EngineSim::start_local(engine_sim::Config::default()).await.unwrap();
-        let router = Router::start(Self::router_config(&keys)).await.unwrap();
+        let mut config = Self::router_config(&keys);
+        change(&mut config);
+        let router = Router::start(config).await.unwrap();
         Self { keys, key_file, engine, router, web: Web::default() }
     }
 
@@ -115,10 +122,32 @@ impl Fleet {
         config
     }
 
+    /// Announces an agent by a request. Returns the refusal, if there is one.
+    async fn announce(&self, id: &str, control: &str) -> Option<(u16, String)> {
+        let body = json!({ "agent_id": id, "control": control, "ttl_ms": 300_000 });
+        let key = [("authorization", "Bearer sk-agents")];
+        let answer = self.web.post(&self.router.url("/v1/agents"), &key, &body).await.unwrap();
+        (answer.status != 200).then(|| answer.refusal())
+    }
+
+    /// Waits until the router says this of an agent that it has not accepted.
+    async fn wait_for_rejection(&self, reason: &str) {
+        eventually("the rejection", async || {
+            let unheard = self.listed("unheard").await;
+            let is_there = |agent: &Value| agent["reason"].as_str() == Some(reason);
+            unheard.iter().any(is_there).then_some(())
+        })
+        .await;
+    }
+
     async fn workers(&self) -> Vec<Value> {
+        self.listed("workers").await
+    }
+
+    async fn listed(&self, member: &str) -> Vec<Value> {
         let url = self.router.url("/v1/workers");
         let answer = self.web.request("GET".parse().unwrap(), &url, &[OPS], String::new()).await;
-        answer.unwrap().json()["workers"].as_array().unwrap().clone()
+        answer.unwrap().json()[member].as_array().unwrap().clone()
     }
 
     /// Waits until the router shows the agent as serving, or shows none. Returns the worker.
@@ -160,7 +189,7 @@ async fn an_agent_behind_mapped_ports_announces_itself_and_gets_turns() {
     let worker = fleet.wait_for(true).await;
     assert_eq!(worker["data"], addresses[0], "{worker}");
     assert_eq!(worker["control"], format!("http://{}", addresses[1]));
-    assert_eq!(worker["sources"], serde_json::json!(["announce"]));
+    assert_eq!(worker["sources"], json!(["announce"]));
     let answer = fleet.web.post(&fleet.router.url("/generate"), &[OPS], &turn("hello", 2)).await;
     assert_eq!(answer.unwrap().status, 200);
     assert!(turns.load(Ordering::Relaxed) > 0, "the turn took another way");
@@ -220,4 +249,48 @@ async fn an_agent_says_that_a_router_refuses_it_until_an_operator_allows_it() {
     fleet.keys.replace(&key_text(&keys(allowed))).unwrap();
     fleet.wait_for(true).await;
     assert_eq!(fleet.metric(&agent, "announced", "").await, 1);
+}
+
+#[tokio::test]
+async fn a_key_announces_no_more_than_its_share() {
+    let right = "announce = { agents = [\"w*\"], addresses = [\"127.0.0.0/8\"] }";
+    let fleet = Fleet::start_with(right, |config| config.discovery.announced_per_key_max = 2).await;
+    assert_eq!(fleet.announce("w0", "http://127.0.0.1:1").await, None);
+    assert_eq!(fleet.announce("w1", "http://127.0.0.1:2/").await, None);
+    let limit = Some((429, "announce_limit".to_owned()));
+    assert_eq!(fleet.announce("w2", "http://127.0.0.1:3").await, limit);
+    assert_eq!(fleet.announce("w1", "http://127.0.0.1:2").await, None, "a heartbeat");
+}
+
+#[tokio::test]
+async fn a_rogue_announcement_never_gets_a_prompt_nor_takes_an_agent_away() {
+    let right = "announce = { agents = [\"w*\"], addresses = [\"127.0.0.0/8\"] }";
+    let fleet = Fleet::start(right).await;
+    let engine = EngineSim::start_local(engine_sim::Config::default()).await.unwrap();
+    // One agent is announced under the id of another, one wants its turns at another host.
+    let impostor = Agent::start(agent_config(&engine.url(), "rogue")).unwrap();
+    let mut config = agent_config(&engine.url(), "w1");
+    config.advertise.host = "127.99.99.99".to_owned();
+    // Only one agent at a time may use an engine.
+    let second = EngineSim::start_local(engine_sim::Config::default()).await.unwrap();
+    config.engine.url = second.url();
+    let detour = Agent::start(config).unwrap();
+    assert_eq!(fleet.announce("w0", &impostor.control_url()).await, None);
+    fleet.wait_for_rejection("announced as w0, but it says that it is rogue").await;
+    assert_eq!(fleet.announce("w1", &detour.control_url()).await, None);
+    let (host, port) = (detour.control.ip(), detour.data.port());
+    let reason = format!("announced at {host}, but it wants its turns at 127.99.99.99:{port}");
+    fleet.wait_for_rejection(&reason).await;
+    let honest = Agent::start(fleet.agent_config(200)).unwrap();
+    fleet.wait_for(true).await;
+    assert_eq!(fleet.announce("w9", &honest.control_url()).await, None);
+    for _ in 0..6 {
+        let url = fleet.router.url("/generate");
+        let answer = fleet.web.post(&url, &[OPS], &turn("hello", 2)).await.unwrap();
+        assert_eq!(answer.status, 200, "{}", answer.text());
+    }
+    assert_eq!(fleet.workers().await.len(), 1);
+    for engine in [&engine, &second] {
+        assert!(engine.bodies_seen("/generate").is_empty(), "a rogue has got a prompt");
+    }
 }

@@ -236,7 +236,9 @@ impl Config {
     /// Reads the certificates and tokens once. Returns what is wrong with them.
     #[must_use]
     pub fn file_problems(&self) -> Vec<String> {
-        access::file_problems(&self.tls, &self.agents)
+        let mut problems = access::file_problems(&self.tls, &self.agents);
+        problems.extend(self.discovery.file_problems());
+        problems
     }
 
     pub(crate) fn load_report_age_max(&self) -> Duration {

@@ -18,7 +18,7 @@ use std::sync::Arc;
 
 use prometheus_client::{
     encoding::EncodeLabelSet,
-    metrics::{family::Family, gauge::Gauge},
+    metrics::{counter::Counter, family::Family, gauge::Gauge},
     registry::Registry,
 };
 use service::tasks::Tasks;
@@ -30,7 +30,7 @@ use self::announce::Announcements;
 use crate::{
     config::Config,
     fleet::{
-        membership::{Source, SourceList},
+        membership::{AgentIds, Source, SourceList},
         state::SourceNews,
     },
 };
@@ -46,6 +46,7 @@ struct SourceLabel {
 pub(crate) struct Metrics {
     failing: Family<SourceLabel, Gauge>,
     agents: Family<SourceLabel, Gauge>,
+    expiries: Family<SourceLabel, Counter>,
 }
 
 impl Metrics {
@@ -56,6 +57,8 @@ impl Metrics {
         registry.register("source_failing", help, metrics.failing.clone());
         let help = "Agents that a source lists";
         registry.register("source_agents", help, metrics.agents.clone());
+        let help = "Times that a source had forgotten its changes and was listed anew";
+        registry.register("source_expiries", help, metrics.expiries.clone());
         metrics
     }
 }
@@ -66,8 +69,8 @@ struct Reporter {
     source: Source,
     news: mpsc::Sender<SourceNews>,
     metrics: Metrics,
-    /// The last list that was sent.
-    last_list: Option<SourceList>,
+    /// The last list that was sent, with the ids of its agents.
+    last_list: Option<(SourceList, AgentIds)>,
     /// Why the source fails, if it does.
     failure: Option<String>,
 }
@@ -83,20 +86,32 @@ impl Reporter {
 
     /// Sends a list, if it differs from the last one.
     async fn list(&mut self, list: SourceList) {
+        self.list_with_ids(list, AgentIds::new()).await;
+    }
+
+    /// Sends a list of agents whose ids are known, if it differs from the last one.
+    async fn list_with_ids(&mut self, list: SourceList, agent_ids: AgentIds) {
         let source = self.source.as_str();
         if self.failure.take().is_some() {
             info!(source, "source of agents answers again");
         }
         let label = SourceLabel { source };
         self.metrics.failing.get_or_create(&label).set(0);
-        if self.last_list.as_ref() == Some(&list) {
+        let known = self.last_list.as_ref();
+        if known.is_some_and(|(known, ids)| (known, ids) == (&list, &agent_ids)) {
             return;
         }
         let count = i64::try_from(list.len()).unwrap_or(i64::MAX);
         self.metrics.agents.get_or_create(&label).set(count);
-        self.last_list = Some(list.clone());
+        self.last_list = Some((list.clone(), agent_ids.clone()));
         // The view task ends only with the process.
-        drop(self.news.send(SourceNews { source: self.source, list: Some(list) }).await);
+        drop(self.news.send(SourceNews { source: self.source, list: Some(list), agent_ids }).await);
+    }
+
+    /// Counts that the source had forgotten what has changed since its last answer.
+    fn count_expiry(&self) {
+        let label = SourceLabel { source: self.source.as_str() };
+        self.metrics.expiries.get_or_create(&label).inc();
     }
 
     /// Says that the source failed. Its last list stays in effect.
@@ -107,7 +122,15 @@ impl Reporter {
             warn!(source, why, "source of agents failed, its last list stays in effect");
         }
         if self.failure.is_none() && self.last_list.is_none() {
-            drop(self.news.send(SourceNews { source: self.source, list: None }).await);
+            drop(
+                self.news
+                    .send(SourceNews {
+                        source: self.source,
+                        list: None,
+                        agent_ids: AgentIds::new(),
+                    })
+                    .await,
+            );
         }
         self.failure = Some(why);
     }
@@ -136,7 +159,7 @@ pub(crate) fn start(
         tasks.spawn(until_cancelled(tasks.token(), task));
     }
     table.announce.then(|| {
-        let announcements = Arc::new(Announcements::new());
+        let announcements = Arc::new(Announcements::new(table.announced_per_key_max));
         let task = announce::run(Arc::clone(&announcements), reporter(Source::Announce));
         tasks.spawn(until_cancelled(tasks.token(), task));
         announcements

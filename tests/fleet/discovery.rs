@@ -269,6 +269,9 @@ async fn slices_are_followed(place: Place) -> anyhow::Result<String> {
     let after = load.turns();
     let turns = load.stop().await?;
     ensure!(after > before, "no turns ran while the API server was away");
+    let metrics = web.get(&router.admin_url("/metrics")).await?.text();
+    let expiries = "berth_router_source_expiries_total{source=\"kubernetes\"} ";
+    ensure!(metrics.contains(expiries), "the API server answered no watch with 410");
     ensure!(cluster.router_may_not("pods").await?, "the router's account may list pods");
     router.stop().await?;
     for worker in workers {

@@ -15,7 +15,7 @@ use crate::{
     config::Config,
     fleet::{
         lease::Lease,
-        membership::{Listing, Phase, Source},
+        membership::{AgentIds, Listing, Phase, Source},
         slot_keeper::{SlotKeeper, Step},
         snapshot::Snapshot,
         state::{SourceNews, State, Update},
@@ -104,7 +104,7 @@ impl World {
             };
         }
         let list = (self.rng.u8(0..6) > 0).then_some(list);
-        self.state.apply_news(SourceNews { source, list }, self.now);
+        self.state.apply_news(SourceNews { source, list, agent_ids: AgentIds::new() }, self.now);
     }
 
     /// Lets one agent that is followed say something.
@@ -221,7 +221,8 @@ impl World {
     fn finish(&mut self) {
         for source in Source::ALL {
             let list = Some(BTreeMap::new());
-            self.state.apply_news(SourceNews { source, list }, self.now);
+            self.state
+                .apply_news(SourceNews { source, list, agent_ids: AgentIds::new() }, self.now);
         }
         self.held.clear();
         while !self.turns.is_empty() {
@@ -279,14 +280,21 @@ fn an_agent_that_comes_back_in_time_keeps_all_that_is_known_of_it() {
     let mut state = crate::fleet::testing::fleet(&[(0, 0)], start());
     let (now, later) = (start(), start() + Duration::from_secs(2));
     state.apply(0, Update::SessionChanged(session("s")), now);
-    let none = SourceNews { source: Source::Static, list: Some(BTreeMap::new()) };
+    let none = SourceNews {
+        source: Source::Static,
+        list: Some(BTreeMap::new()),
+        agent_ids: AgentIds::new(),
+    };
     state.apply_news(none, now);
     let worker = WorkerRef { agent: 0, dp_rank: 0 };
     assert_eq!(state.snapshot().state(worker, now), WorkerState::Draining);
     assert!(state.end_leaving(later).is_empty(), "its sources may name it again");
     let url = state.agent_at(0).control_url.clone();
     let back = BTreeMap::from([(url, Listing::Serving)]);
-    state.apply_news(SourceNews { source: Source::File, list: Some(back) }, later);
+    state.apply_news(
+        SourceNews { source: Source::File, list: Some(back), agent_ids: AgentIds::new() },
+        later,
+    );
     let view = state.snapshot();
     assert_eq!((view.state(worker, later), view.sessions.len()), (WorkerState::Fresh, 1));
     assert_eq!(view.agent(worker).sources, [Source::File]);
@@ -298,7 +306,11 @@ fn an_agent_leaves_when_its_turns_and_sessions_are_gone_or_after_the_bound() {
     let mut state = crate::fleet::testing::fleet(&[(0, 0), (0, 0)], now);
     let lease = Lease::acquire(&state.agent_at(0).in_flight[0], 0);
     state.apply(1, Update::SessionChanged(session("s")), now);
-    let none = SourceNews { source: Source::Static, list: Some(BTreeMap::new()) };
+    let none = SourceNews {
+        source: Source::Static,
+        list: Some(BTreeMap::new()),
+        agent_ids: AgentIds::new(),
+    };
     state.apply_news(none, now);
     let after = |seconds| now + Duration::from_secs(seconds);
     assert!(state.end_leaving(after(60)).is_empty(), "a turn runs on one, one has a session");

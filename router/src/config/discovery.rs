@@ -4,9 +4,11 @@
 
 use std::{net::SocketAddr, path::PathBuf};
 
+use kube::config::Kubeconfig;
 use serde::{Deserialize, Serialize};
+use service::{log::describe_error, reload::Source};
 
-use super::control_authority;
+use super::{AGENTS_MAX, control_authority};
 
 /// The default shortest time between two look-ups of a name. An answer with a shorter time to live
 /// would have the router ask all the time.
@@ -16,17 +18,32 @@ const DNS_TTL_MS_MIN: u64 = 1_000;
 const DNS_TTL_MS_MAX: u64 = 30_000;
 
 /// `[discovery]`: the sources of agents besides the setting `workers`.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct DiscoveryTable {
     /// The file that lists agents (TOML or JSON). Empty: none.
     pub file: PathBuf,
     /// Whether agents may announce themselves, with keys that have the right `announce`.
     pub announce: bool,
+    /// The most agents that one key may have announced at a time.
+    pub announced_per_key_max: usize,
     /// Names of the Domain Name System.
     pub dns: DnsTable,
     /// Endpoint slices of a Kubernetes cluster.
     pub kubernetes: KubernetesTable,
+}
+
+impl Default for DiscoveryTable {
+    fn default() -> Self {
+        Self {
+            file: PathBuf::new(),
+            announce: false,
+            // With half of the places, no key can fill them alone.
+            announced_per_key_max: AGENTS_MAX / 2,
+            dns: DnsTable::default(),
+            kubernetes: KubernetesTable::default(),
+        }
+    }
 }
 
 /// `[discovery.dns]`: agents by their names in the Domain Name System.
@@ -97,6 +114,13 @@ impl DiscoveryTable {
         !self.file.as_os_str().is_empty()
     }
 
+    /// Reads the files once. Returns what is wrong with them.
+    pub(super) fn file_problems(&self) -> Vec<String> {
+        let file = self.has_file().then(|| workers_source(self.file.clone()).read().err());
+        let file = file.flatten().map(|error| format!("discovery.file: {error}"));
+        file.into_iter().chain(self.kubernetes.file_problem()).collect()
+    }
+
     /// Adds the problems of these settings.
     pub(super) fn check(&self, has_keys: bool, problems: &mut Vec<String>) {
         for name in &self.dns.names {
@@ -114,6 +138,9 @@ impl DiscoveryTable {
                     .to_owned(),
             );
         }
+        if !(1..=AGENTS_MAX).contains(&self.announced_per_key_max) {
+            problems.push(format!("discovery.announced_per_key_max must be 1 to {AGENTS_MAX}"));
+        }
         if self.announce && !has_keys {
             problems.push(
                 "discovery.announce needs auth.keys_file: keys say which agents may announce \
@@ -125,6 +152,15 @@ impl DiscoveryTable {
 }
 
 impl KubernetesTable {
+    /// Reads the kubeconfig once. Returns what is wrong with it.
+    fn file_problem(&self) -> Option<String> {
+        if !self.is_on() || self.kubeconfig.as_os_str().is_empty() {
+            return None;
+        }
+        let error = Kubeconfig::read_from(&self.kubeconfig).err()?;
+        Some(format!("discovery.kubernetes.kubeconfig: {}", describe_error(&error)))
+    }
+
     /// Whether the cluster is asked.
     #[must_use]
     pub fn is_on(&self) -> bool {
@@ -177,6 +213,43 @@ impl DnsName {
     }
 }
 
+/// The form of a file that isn't a bare list.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Workers {
+    workers: Vec<String>,
+}
+
+/// Describes the file that lists agents. Its value is their URLs.
+pub(crate) fn workers_source(path: PathBuf) -> Source<Vec<String>> {
+    let shown = path.display().to_string();
+    Source::new("workers", vec![path], move |contents| {
+        parse_workers(&contents[0]).map_err(|why| format!("{shown}: {why}"))
+    })
+}
+
+/// Reads the agents' URLs in the content of a file.
+fn parse_workers(content: &[u8]) -> Result<Vec<String>, String> {
+    let text = std::str::from_utf8(content).map_err(|_| "the file isn't UTF-8".to_owned())?;
+    let urls = match text.trim_start().chars().next() {
+        Some('[') => serde_json::from_str(text).map_err(|error| error.to_string())?,
+        Some('{') => {
+            let file: Workers = serde_json::from_str(text).map_err(|error| error.to_string())?;
+            file.workers
+        }
+        _ => toml::from_str::<Workers>(text).map_err(|error| error.message().to_owned())?.workers,
+    };
+    if urls.len() > AGENTS_MAX {
+        return Err(format!("the file has more than {AGENTS_MAX} workers"));
+    }
+    if let Some((url, problem)) =
+        urls.iter().find_map(|url| Some((url, control_authority(url).err()?)))
+    {
+        return Err(format!("workers: {url:?} {problem}; write http://host:port"));
+    }
+    Ok(urls)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -196,10 +269,54 @@ mod tests {
     #[test]
     fn wrong_sources_are_told() {
         let dns = DnsTable { names: vec!["a".into()], ttl_ms_min: 0, ..DnsTable::default() };
-        let table = DiscoveryTable { announce: true, dns, ..DiscoveryTable::default() };
+        let table = DiscoveryTable {
+            announce: true,
+            announced_per_key_max: 0,
+            dns,
+            ..DiscoveryTable::default()
+        };
         let mut problems = vec![];
         table.check(false, &mut problems);
-        assert_eq!(problems.len(), 3, "{problems:?}");
+        assert_eq!(problems.len(), 4, "{problems:?}");
         assert!(table.is_on() && !DiscoveryTable::default().is_on());
+    }
+
+    #[test]
+    fn a_list_is_toml_or_json() {
+        let expected = ["http://a:1", "https://b:2"].map(str::to_owned).to_vec();
+        for text in [
+            "# all\nworkers = [\"http://a:1\", \"https://b:2\"]\n",
+            " [\"http://a:1\", \"https://b:2\"]",
+            "{\"workers\": [\"http://a:1\", \"https://b:2\"]}",
+        ] {
+            assert_eq!(parse_workers(text.as_bytes()), Ok(expected.clone()), "{text}");
+        }
+        assert_eq!(parse_workers(b"workers = []"), Ok(vec![]));
+    }
+
+    #[test]
+    fn a_list_that_is_half_written_or_wrong_is_refused_whole() {
+        for text in ["", "workers = [\"http://a:1\",", "[\"http://a:1\", 7]", "[\"a:1\"]", "{}"] {
+            assert!(parse_workers(text.as_bytes()).is_err(), "{text:?} was taken");
+        }
+    }
+
+    #[test]
+    fn a_check_of_the_settings_names_files_that_are_missing_or_wrong() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("workers.toml");
+        let mut table = DiscoveryTable { file: path.clone(), ..DiscoveryTable::default() };
+        table.kubernetes.kubeconfig = folder.path().join("kubeconfig");
+        let shown = path.display().to_string();
+        let problems = table.file_problems();
+        assert!(problems.len() == 1 && problems[0].contains(&shown), "{problems:?}");
+        std::fs::write(&path, "workers = [\"http://a:1\", \"b:1\"]").unwrap();
+        let problems = table.file_problems();
+        assert!(problems.len() == 1 && problems[0].contains("\"b:1\""), "{problems:?}");
+        std::fs::write(&path, "workers = [\"http://a:1\"]").unwrap();
+        assert_eq!(table.file_problems(), [""; 0]);
+        table.kubernetes.selector = "a=b".to_owned();
+        let problems = table.file_problems();
+        assert!(problems.len() == 1 && problems[0].contains("kubeconfig"), "{problems:?}");
     }
 }

@@ -17,7 +17,7 @@ use tokio::sync::watch;
 use super::Reporter;
 use crate::{
     config::AGENTS_MAX,
-    fleet::membership::{Listing, SourceList},
+    fleet::membership::{AgentIds, Listing, SourceList},
 };
 
 /// The longest time for which an announcement holds. An agent that is gone stays listed as long.
@@ -28,6 +28,10 @@ const IDLE_WAIT: Duration = Duration::from_secs(3600);
 /// An agent's announcement of itself.
 #[derive(Debug, Clone)]
 pub(crate) struct Announcement {
+    /// The principal of the key that announces the agent.
+    pub(crate) principal: Arc<str>,
+    /// The agent's id.
+    pub(crate) agent_id: String,
     /// URL of the agent's control port.
     pub(crate) control_url: String,
     /// How long the announcement holds.
@@ -36,38 +40,79 @@ pub(crate) struct Announcement {
     pub(crate) is_leaving: bool,
 }
 
-/// There are as many announcements as agents that a router follows.
-#[derive(Debug, PartialEq, Eq)]
-pub(crate) struct Full;
+/// Why an announcement isn't taken.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum Error {
+    /// The key has announced as many agents as it may.
+    #[error(
+        "this key has announced {0} agents, discovery.announced_per_key_max; withdraw those that \
+         are gone, or raise the setting"
+    )]
+    KeyShare(usize),
+    /// There are as many announcements as agents that a router follows.
+    #[error("{AGENTS_MAX} agents are announced; withdraw those that are gone")]
+    Full,
+}
 
-/// The announcements that hold, by URL. Pure.
-#[derive(Debug, Default)]
+/// What is kept of an announcement.
+#[derive(Debug)]
+struct Entry {
+    /// The principal of the key that announced the agent last. It counts against its share.
+    principal: Arc<str>,
+    listing: Listing,
+    expires_at: Instant,
+}
+
+/// The announcements that hold. Pure.
+///
+/// A URL may be announced with several ids, so that no key takes away what another one announced.
+#[derive(Debug)]
 struct Table {
-    agents: BTreeMap<String, (Listing, Instant)>,
+    /// By URL and id.
+    agents: BTreeMap<(String, String), Entry>,
+    per_key_max: usize,
 }
 
 impl Table {
-    fn put(&mut self, announcement: Announcement, now: Instant) -> Result<(), Full> {
+    fn put(&mut self, announcement: Announcement, now: Instant) -> Result<(), Error> {
         self.drop_expired(now);
-        let Announcement { control_url, ttl, is_leaving } = announcement;
-        if self.agents.len() >= AGENTS_MAX && !self.agents.contains_key(&control_url) {
-            return Err(Full);
+        let Announcement { principal, agent_id, control_url, ttl, is_leaving } = announcement;
+        let key = (control_url, agent_id);
+        let others = self.agents.iter().filter(|(other, _)| **other != key);
+        let (mut count, mut count_of_key) = (0, 0);
+        for (_, entry) in others {
+            count += 1;
+            count_of_key += usize::from(entry.principal == principal);
+        }
+        if count_of_key >= self.per_key_max {
+            return Err(Error::KeyShare(count_of_key));
+        }
+        if count >= AGENTS_MAX {
+            return Err(Error::Full);
         }
         let listing = if is_leaving { Listing::Terminating } else { Listing::Serving };
-        self.agents.insert(control_url, (listing, now + ttl.min(TTL_MAX)));
+        let expires_at = now + ttl.min(TTL_MAX);
+        self.agents.insert(key, Entry { principal, listing, expires_at });
         Ok(())
     }
 
     fn drop_expired(&mut self, now: Instant) {
-        self.agents.retain(|_, (_, expires_at)| *expires_at > now);
+        self.agents.retain(|_, entry| entry.expires_at > now);
     }
 
-    fn list(&self) -> SourceList {
-        self.agents.iter().map(|(url, (listing, _))| (url.clone(), *listing)).collect()
+    /// Returns the announced agents, and the ids under which each is announced.
+    fn list(&self) -> (SourceList, AgentIds) {
+        let (mut list, mut agent_ids) = (SourceList::new(), AgentIds::new());
+        for ((url, agent_id), entry) in &self.agents {
+            let listing = list.entry(url.clone()).or_insert(entry.listing);
+            *listing = (*listing).max(entry.listing);
+            agent_ids.entry(url.clone()).or_default().insert(agent_id.clone());
+        }
+        (list, agent_ids)
     }
 
     fn next_expiry(&self) -> Option<Instant> {
-        self.agents.values().map(|(_, expires_at)| *expires_at).min()
+        self.agents.values().map(|entry| entry.expires_at).min()
     }
 }
 
@@ -79,16 +124,17 @@ pub(crate) struct Announcements {
 }
 
 impl Announcements {
-    /// Creates a place without announcements.
-    pub(crate) fn new() -> Self {
-        Self { table: Mutex::default(), changed: watch::Sender::new(()) }
+    /// Creates a place without announcements. One key may announce at most `per_key_max` agents.
+    pub(crate) fn new(per_key_max: usize) -> Self {
+        let table = Table { agents: BTreeMap::new(), per_key_max };
+        Self { table: Mutex::new(table), changed: watch::Sender::new(()) }
     }
 
     /// Takes an announcement.
     ///
     /// # Errors
-    /// If too many agents are announced.
-    pub(crate) fn put(&self, announcement: Announcement) -> Result<(), Full> {
+    /// If too many agents are announced, by this key or by all.
+    pub(crate) fn put(&self, announcement: Announcement) -> Result<(), Error> {
         self.table.lock().put(announcement, now())?;
         self.changed.send_replace(());
         Ok(())
@@ -100,12 +146,12 @@ pub(super) async fn run(announcements: Arc<Announcements>, mut reporter: Reporte
     let mut changed = announcements.changed.subscribe();
     loop {
         changed.mark_unchanged();
-        let (list, next_expiry) = {
+        let ((list, agent_ids), next_expiry) = {
             let mut table = announcements.table.lock();
             table.drop_expired(now());
             (table.list(), table.next_expiry())
         };
-        reporter.list(list).await;
+        reporter.list_with_ids(list, agent_ids).await;
         let recheck_at = next_expiry.unwrap_or_else(|| now() + IDLE_WAIT);
         // Both a change and an expiry lead to a new list.
         let _ = tokio::time::timeout_at(recheck_at.into(), changed.changed()).await;
@@ -117,38 +163,74 @@ mod tests {
     use super::*;
     use crate::fleet::testing::start;
 
+    fn table(per_key_max: usize) -> Table {
+        Table { agents: BTreeMap::new(), per_key_max }
+    }
+
     fn announcement(url: &str, is_leaving: bool) -> Announcement {
-        let ttl = Duration::from_secs(10);
-        Announcement { control_url: url.to_owned(), ttl, is_leaving }
+        Announcement {
+            principal: "agents".into(),
+            agent_id: "w".to_owned(),
+            control_url: url.to_owned(),
+            ttl: Duration::from_secs(10),
+            is_leaving,
+        }
     }
 
     #[test]
     fn an_agent_is_listed_until_its_time_has_passed() {
-        let (mut table, now) = (Table::default(), start());
+        let (mut table, now) = (table(9), start());
         table.put(announcement("http://a:1", false), now).unwrap();
         table.put(announcement("http://b:1", true), now + Duration::from_secs(5)).unwrap();
         let listed = SourceList::from([
             ("http://a:1".to_owned(), Listing::Serving),
             ("http://b:1".to_owned(), Listing::Terminating),
         ]);
-        assert_eq!(table.list(), listed);
+        assert_eq!(table.list().0, listed);
         assert_eq!(table.next_expiry(), Some(now + Duration::from_secs(10)));
         table.drop_expired(now + Duration::from_secs(10));
-        assert_eq!(table.list().into_keys().collect::<Vec<_>>(), ["http://b:1"]);
+        assert_eq!(table.list().0.into_keys().collect::<Vec<_>>(), ["http://b:1"]);
+    }
+
+    #[test]
+    fn another_id_takes_nothing_away_from_an_announced_agent() {
+        let (mut table, now) = (table(9), start());
+        table.put(announcement("http://a:1", false), now).unwrap();
+        let other =
+            Announcement { agent_id: "other".to_owned(), ..announcement("http://a:1", true) };
+        table.put(other, now).unwrap();
+        let (list, agent_ids) = table.list();
+        assert_eq!(list["http://a:1"], Listing::Serving);
+        assert!(agent_ids["http://a:1"].iter().eq(["other", "w"]));
+    }
+
+    #[test]
+    fn a_key_has_a_share_and_can_not_fill_the_table() {
+        let (mut table, now) = (table(2), start());
+        table.put(announcement("http://a:1", false), now).unwrap();
+        table.put(announcement("http://b:1", false), now).unwrap();
+        assert_eq!(table.put(announcement("http://c:1", false), now), Err(Error::KeyShare(2)));
+        table.put(announcement("http://b:1", true), now).unwrap();
+        let other = Announcement { principal: "other".into(), ..announcement("http://c:1", false) };
+        table.put(other, now).unwrap();
+        // The share of an announcement goes with its last announcer, and ends with its time.
+        assert_eq!(table.put(announcement("http://c:1", false), now), Err(Error::KeyShare(2)));
+        let later = now + Duration::from_secs(10);
+        table.put(announcement("http://c:1", false), later).unwrap();
     }
 
     #[test]
     fn announcements_have_a_bound_in_number_and_time() {
-        let (mut table, now) = (Table::default(), start());
+        let (mut table, now) = (table(usize::MAX), start());
         for host in 0..AGENTS_MAX {
             table.put(announcement(&format!("http://h{host}:1"), false), now).unwrap();
         }
-        assert_eq!(table.put(announcement("http://x:1", false), now), Err(Full));
+        assert_eq!(table.put(announcement("http://x:1", false), now), Err(Error::Full));
         table.put(announcement("http://h0:1", true), now).unwrap();
         let year = Duration::from_secs(366 * 24 * 3600);
         let forever = Announcement { ttl: year, ..announcement("http://h1:1", false) };
         table.put(forever, now).unwrap();
         table.drop_expired(now + TTL_MAX);
-        assert_eq!(table.list(), SourceList::new());
+        assert_eq!(table.list().0, SourceList::new());
     }
 }

@@ -6,6 +6,7 @@
 
 use std::{collections::BTreeMap, net::IpAddr, path::Path, pin::pin, time::Duration};
 
+use http::StatusCode;
 use k8s_openapi::api::discovery::v1::{Endpoint, EndpointSlice};
 use kube::{
     Api, Client, Config, ResourceExt as _,
@@ -107,12 +108,26 @@ async fn follow(api: Api<EndpointSlice>, settings: &KubernetesTable, reporter: &
                 slices.remove(&slice.name_any());
             }
             Err(error) => {
+                if is_expired(&error) {
+                    reporter.count_expiry();
+                }
                 reporter.fail(describe_error(&error)).await;
                 continue;
             }
         }
         reporter.list(merge(&slices)).await;
     }
+}
+
+/// Whether the API server has forgotten the version from which the watch would go on. The watcher
+/// then lists all slices again.
+fn is_expired(error: &watcher::Error) -> bool {
+    let status = match error {
+        watcher::Error::WatchError(status) => status,
+        watcher::Error::WatchStartFailed(kube::Error::Api(status)) => status,
+        _ => return false,
+    };
+    status.code == StatusCode::GONE.as_u16()
 }
 
 /// Merges the agents of all slices. While an endpoint moves between slices, it may be in two.

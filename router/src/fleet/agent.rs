@@ -107,9 +107,9 @@ pub enum Link {
         since: Instant,
         /// The reason, for an operator.
         why: String,
-        /// Whether the agent answers but is rejected, because an agent at another address has the
-        /// same id.
-        has_duplicate_id: bool,
+        /// Whether the agent answers but is rejected: an agent at another address has the same id,
+        /// or it isn't the announced one.
+        is_rejected: bool,
     },
 }
 

@@ -128,14 +128,13 @@ impl LoadWatcher {
         }
     }
 
-    /// Returns the reason if the view rejects this agent, because an agent at another address has
-    /// the same id.
+    /// Returns the reason if the view rejects this agent.
     ///
-    /// The view ignores the session table of a rejected agent. When the other agent is gone, the
-    /// stream of this agent must start again, so that the whole table is sent.
+    /// The view ignores the session table of a rejected agent. When the reason is gone, the stream
+    /// of this agent must start again, so that the whole table is sent.
     fn rejection(&self) -> Option<String> {
         match &self.view.load().agents[self.agent_index].link {
-            Link::Lost { why, has_duplicate_id: true, .. } => Some(why.clone()),
+            Link::Lost { why, is_rejected: true, .. } => Some(why.clone()),
             Link::Lost { .. } | Link::Dialing | Link::Up => None,
         }
     }

@@ -73,6 +73,9 @@ pub enum Listing {
 /// The agents that a source lists, by the URL of the control port.
 pub type SourceList = BTreeMap<String, Listing>;
 
+/// The ids of the agents that announcements name, by the URL of the control port.
+pub type AgentIds = BTreeMap<String, BTreeSet<String>>;
+
 /// The phase of a slot; see the module's description.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Phase {
@@ -123,6 +126,8 @@ pub struct Membership {
     free: VecDeque<usize>,
     /// The newest list of each source, by the source's number.
     lists: [SourceList; Source::ALL.len()],
+    /// The ids that the announcements in `lists` name.
+    announced_ids: AgentIds,
 }
 
 impl Membership {
@@ -135,6 +140,7 @@ impl Membership {
             followed: HashMap::new(),
             free: VecDeque::new(),
             lists: Default::default(),
+            announced_ids: AgentIds::new(),
         };
         for url in static_urls {
             membership.list_mut(Source::Static).insert(normalize_url(url), Listing::Serving);
@@ -170,6 +176,14 @@ impl Membership {
         lists.filter(|(_, list)| list.contains_key(url)).map(|(source, _)| source).collect()
     }
 
+    /// Returns the ids that the agent of a slot may have. `None`: any, because nothing lists it, or
+    /// a source that names only addresses.
+    #[must_use]
+    pub fn announced_ids(&self, slot: usize) -> Option<&BTreeSet<String>> {
+        let is_listed_elsewhere = self.sources(slot).iter().any(|it| *it != Source::Announce);
+        self.announced_ids.get(self.control_url(slot)).filter(|_| !is_listed_elsewhere)
+    }
+
     /// Returns the number of agents that should be members and wait for a free slot.
     #[must_use]
     pub fn waiting_count(&self) -> usize {
@@ -184,6 +198,12 @@ impl Membership {
         *self.list_mut(source) = urls.collect();
         self.reconcile(now);
         self.check_in_debug();
+    }
+
+    /// Replaces the ids that announcements name.
+    pub fn replace_announced_ids(&mut self, agent_ids: AgentIds) {
+        let agent_ids = agent_ids.into_iter().map(|(url, ids)| (normalize_url(&url), ids));
+        self.announced_ids = agent_ids.collect();
     }
 
     /// Ends the following of an agent that is leaving.

@@ -4,9 +4,10 @@
 //! is one request and its answer. A *load watcher* follows the messages of one agent and sends an
 //! [`Update`] for each. The *view task* in `view` owns the only [`State`], applies the updates, and
 //! publishes the snapshots. The fields of a snapshot are in `snapshot`, `agent`, `sessions` and
-//! `worker_table`. `members` lets agents join and leave. This module has no connections and chooses
-//! no workers.
+//! `worker_table`. `members` lets agents join and leave, `identity` rejects impostors. This module
+//! has no connections and chooses no workers.
 
+mod identity;
 mod members;
 
 use std::{
@@ -22,7 +23,7 @@ use proto::{
 
 use super::{
     agent::{Agent, DataPortFailure, Facts, Link},
-    membership::{Membership, Phase, Source, SourceList},
+    membership::{AgentIds, Membership, Phase, Source, SourceList},
     reuse_forecast::ReuseForecast,
     sessions::Sessions,
     snapshot::Snapshot,
@@ -66,6 +67,8 @@ pub struct SourceNews {
     pub source: Source,
     /// The agents that it lists. `None` if the source failed: its last list stays in effect.
     pub list: Option<SourceList>,
+    /// The ids that announcements name. Empty for other sources.
+    pub agent_ids: AgentIds,
 }
 
 /// Number of load reports for which a data port counts as unreachable after a turn couldn't connect
@@ -170,7 +173,7 @@ impl State {
                 self.begin(agent_index, description, sessions, now)
             }
             Update::EngineRestarted(description) => self.describe(agent_index, description, now),
-            // The agent was rejected, because another agent has the same id; see `describe`.
+            // The agent was rejected; see `identity`.
             Update::Report(_) | Update::SessionChanged(_) | Update::SessionRemoved(_)
                 if !self.view.agents[agent_index].is_up() =>
             {
@@ -231,7 +234,7 @@ impl State {
             Link::Lost { since, .. } => since,
             Link::Dialing | Link::Up => now,
         };
-        agent.link = Link::Lost { since, why, has_duplicate_id: false };
+        agent.link = Link::Lost { since, why, is_rejected: false };
         // The load report belongs to the stream that ended. A new stream brings a new one.
         agent.report = None;
         agent.data_port_failure = None;
@@ -255,11 +258,11 @@ impl State {
         sessions: Vec<Session>,
         now: Instant,
     ) -> Option<String> {
-        let warning = self.describe(agent_index, description, now);
-        let agent = self.agent_mut(agent_index);
-        if matches!(agent.link, Link::Lost { has_duplicate_id: true, .. }) {
-            return warning;
+        if let Some(why) = self.rejection(agent_index, &description) {
+            return self.reject(agent_index, why, now);
         }
+        self.accept(agent_index, description);
+        let agent = self.agent_mut(agent_index);
         agent.link = Link::Up;
         (agent.report, agent.data_port_failure) = (None, None);
         if self.view.sessions.has_any(agent_index) {
@@ -276,40 +279,23 @@ impl State {
 
     /// Applies an agent's description of itself.
     ///
-    /// If another agent that is up has the same id, rejects this agent: its link becomes `Lost`
-    /// with `has_duplicate_id`. Returns a warning at the first rejection.
+    /// Rejects an agent that isn't the one that it should be: its link becomes `Lost` with
+    /// `is_rejected`. Returns a warning at the first rejection.
     fn describe(
         &mut self,
         agent_index: usize,
         description: Description,
         now: Instant,
     ) -> Option<String> {
-        let duplicate = self.view.agents.iter().enumerate().find(|(other_index, agent)| {
-            *other_index != agent_index
-                && agent.is_up()
-                && agent
-                    .facts
-                    .as_ref()
-                    .is_some_and(|facts| facts.description.agent_id == description.agent_id)
-        });
-        if let Some((_, duplicate)) = duplicate {
-            // Both are probably one agent under two addresses, whose capacity would count twice.
-            let why = format!(
-                "{} has the same agent id, {}",
-                duplicate.control_url, description.agent_id
-            );
-            let agent = self.agent_mut(agent_index);
-            let old_link = std::mem::replace(&mut agent.link, Link::Up);
-            // The rejected agent reconnects again and again while the other agent is there. Only
-            // the first rejection is a warning.
-            let (since, is_first) = match old_link {
-                Link::Lost { since, why: old_why, .. } => (since, old_why != why),
-                Link::Dialing | Link::Up => (now, true),
-            };
-            agent.link = Link::Lost { since, why: why.clone(), has_duplicate_id: true };
-            agent.report = None;
-            return is_first.then_some(why);
+        if let Some(why) = self.rejection(agent_index, &description) {
+            return self.reject(agent_index, why, now);
         }
+        self.accept(agent_index, description);
+        None
+    }
+
+    /// Takes over the description of an agent that is the one that it should be.
+    fn accept(&mut self, agent_index: usize, description: Description) {
         let agent = self.agent_mut(agent_index);
         while agent.in_flight.len() < description.ranks.len() {
             agent.in_flight.push(Arc::default());
@@ -321,7 +307,6 @@ impl State {
             description: Arc::new(description),
         });
         self.compare_models();
-        None
     }
 
     /// Finds out whether all agents serve the same models and adapters.
@@ -359,6 +344,8 @@ impl State {
                 let facts = agent.facts.as_ref().expect("an agent that is up was described");
                 assert!(agent.in_flight.len() >= facts.description.ranks.len());
                 assert!(agent.heard_at.is_some(), "an agent that is up was heard");
+                let problem = self.identity_problem(index, &facts.description);
+                assert_eq!(problem, None, "an impostor is up");
             } else {
                 assert!(agent.report.is_none(), "figures of an agent that is not heard");
             }

@@ -100,7 +100,11 @@ pub(crate) async fn run(
                     break;
                 }
             }
-            Some(source_news) = news.recv() => state.apply_news(source_news, now()),
+            Some(source_news) = news.recv() => {
+                for (agent_index, why) in state.apply_news(source_news, now()) {
+                    warn!(agent = state.agent_at(agent_index).name(), why, "agent rejected");
+                }
+            }
             () = leave_token.cancelled(), if !leaves => leaves = true,
             () = sleep_until(deadline) => {}
         }

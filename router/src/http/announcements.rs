@@ -3,7 +3,7 @@
 //! An announced agent gets prompts. So the caller's key must have the right `announce`, which names
 //! the ids and addresses of the agents. Nothing else is taken, whoever asks.
 
-use std::time::Duration;
+use std::{sync::Arc, time::Duration};
 
 use axum::{
     Json,
@@ -50,9 +50,8 @@ pub(super) async fn announce(
         let body: AnnounceBody = read_body(&shared, &caller, request, true).await?;
         let announcement = read_announcement(&caller, body)?;
         let ttl_ms = announcement.ttl.as_millis();
-        announcements.put(announcement).map_err(|_| {
-            Refusal::new(Code::InvalidField, "control: too many agents are announced")
-        })?;
+        let refused = |error| Refusal::new(Code::AnnounceLimit, format!("{error}"));
+        announcements.put(announcement).map_err(refused)?;
         Ok(Json(json!({ "ttl_ms": u64::try_from(ttl_ms).unwrap_or(u64::MAX) })).into_response())
     };
     respond(&shared, answer.await)
@@ -75,7 +74,14 @@ fn read_announcement(caller: &Caller, body: AnnounceBody) -> Result<Announcement
         ));
     }
     let ttl = Duration::from_millis(ttl_ms).min(TTL_MAX);
-    Ok(Announcement { control_url: control, ttl, is_leaving: leaving })
+    Ok(Announcement {
+        principal: Arc::clone(&caller.principal),
+        agent_id,
+        // The same agent must not count twice.
+        control_url: control.trim_end_matches('/').to_owned(),
+        ttl,
+        is_leaving: leaving,
+    })
 }
 
 fn forbidden(message: &str) -> Refusal {

@@ -253,6 +253,10 @@ codes! {
         PriorityShed "priority_shed" TOO_MANY_REQUESTS Router AfterSeconds(1),
             "the router is too full for this turn's [priority class](fair-shares.md#priority)",
             "retry, or ask for a key of a higher class";
+        AnnounceLimit "announce_limit" TOO_MANY_REQUESTS Router AfterSeconds(5),
+            "this key, or all, have [announced](discovery.md#announcements) as many agents as they \
+             may; the message says which",
+            "withdraw agents that are gone, or raise `discovery.announced_per_key_max`";
         WorkerFull "worker_full" TOO_MANY_REQUESTS Router AfterSeconds(1),
             "an agent refused an open for want of room and gave no code",
             "retry";

@@ -35,13 +35,18 @@ pub(super) fn awaited_sources(config: &Config) -> BTreeSet<Source> {
 }
 
 impl State {
-    /// Applies what a source says.
-    pub fn apply_news(&mut self, news: SourceNews, now: Instant) {
+    /// Applies what a source says. Returns the slots of agents that are rejected now, and why.
+    pub fn apply_news(&mut self, news: SourceNews, now: Instant) -> Vec<(usize, String)> {
         self.silent_sources.remove(&news.source);
         if let Some(list) = news.list {
             self.membership.replace_list(news.source, list, now);
+            if news.source == Source::Announce {
+                self.membership.replace_announced_ids(news.agent_ids);
+            }
         }
+        let rejected = self.reject_impostors(now);
         self.sync_members();
+        rejected
     }
 
     /// Ends the following of the agents that leave and have nothing more to do, or that have been
@@ -61,7 +66,7 @@ impl State {
                 self.membership.end(agent_index);
                 let agent = self.agent_mut(agent_index);
                 let why = "it left the fleet".to_owned();
-                agent.link = Link::Lost { since: now, why, has_duplicate_id: false };
+                agent.link = Link::Lost { since: now, why, is_rejected: false };
                 (agent.report, agent.data_port_failure) = (None, None);
             }
         }

@@ -44,6 +44,10 @@ pub(super) const PROVOKERS: &[(Code, Provoker)] = &[
         ),
     ),
     (
+        Code::AnnounceLimit,
+        ("tests/announce.rs", "a_key_announces_no_more_than_its_share", "announce_limit"),
+    ),
+    (
         Code::NotARouter,
         (
             "tests/tls/main.rs",
@@ -213,10 +217,7 @@ pub(super) const PROVOKERS: &[(Code, Provoker)] = &[
         Code::KeyTurnsInFlight,
         (CLIENT_SHARES, "a_key_has_its_own_turns_and_its_own_rates", "key_turns_in_flight"),
     ),
-    (
-        Code::BodyBytesShare,
-        (ROUTER_ERRORS, "errors_without_an_agent_have_codes_of_the_router", "Code::BodyBytesShare"),
-    ),
+    (Code::BodyBytesShare, (ROUTER_ERRORS, NO_AGENT, "Code::BodyBytesShare")),
     (
         Code::RequestsPerMinute,
         (CLIENT_SHARES, "a_key_has_its_own_turns_and_its_own_rates", "requests_per_minute"),
@@ -237,10 +238,7 @@ pub(super) const PROVOKERS: &[(Code, Provoker)] = &[
             "body_over_context",
         ),
     ),
-    (
-        Code::SessionsFull,
-        (ROUTER_ERRORS, "errors_without_an_agent_have_codes_of_the_router", "Code::SessionsFull"),
-    ),
+    (Code::SessionsFull, (ROUTER_ERRORS, NO_AGENT, "Code::SessionsFull")),
     (
         Code::TurnsInFlight,
         (CLIENT_TURNS, "turns_beyond_the_bound_are_refused_at_once", "turns_in_flight"),

@@ -1,0 +1,178 @@
+//! Rejects agents that aren't the ones that they should be. Pure.
+//!
+//! A rejected agent counts as lost, so it gets no turns. An agent is rejected while:
+//!
+//! - an agent at another address has the same id;
+//! - only announcements list it, and none of them names the id that it describes;
+//! - only announcements list it, and it wants its turns at another host than the announced one. The
+//!   right to announce names hosts.
+
+use std::time::Instant;
+
+use http::uri::Authority;
+use proto::load::Description;
+
+use super::State;
+use crate::{config::control_authority, fleet::agent::Link};
+
+impl State {
+    /// Returns why the agent of a slot is rejected with this description, if it is.
+    pub(super) fn rejection(
+        &self,
+        agent_index: usize,
+        description: &Description,
+    ) -> Option<String> {
+        self.identity_problem(agent_index, description)
+            .or_else(|| self.duplicate(agent_index, description))
+    }
+
+    /// Makes an agent count as lost. Returns the reason for the log at the first rejection.
+    pub(super) fn reject(
+        &mut self,
+        agent_index: usize,
+        why: String,
+        now: Instant,
+    ) -> Option<String> {
+        let agent = self.agent_mut(agent_index);
+        // The rejected agent reconnects again and again while the reason is there. Only the first
+        // rejection is a warning.
+        let (since, is_first) = match &agent.link {
+            Link::Lost { since, why: old_why, .. } => (*since, *old_why != why),
+            Link::Dialing | Link::Up => (now, true),
+        };
+        agent.link = Link::Lost { since, why: why.clone(), is_rejected: true };
+        (agent.report, agent.data_port_failure) = (None, None);
+        is_first.then_some(why)
+    }
+
+    /// Rejects the agents that are up and that are not announced as what they are any more. Returns
+    /// their slots, and the reasons.
+    pub(super) fn reject_impostors(&mut self, now: Instant) -> Vec<(usize, String)> {
+        let mut rejected = vec![];
+        for agent_index in 0..self.view.agents.len() {
+            let agent = &self.view.agents[agent_index];
+            let facts = agent.facts.as_ref().filter(|_| agent.is_up());
+            let Some(why) =
+                facts.and_then(|facts| self.identity_problem(agent_index, &facts.description))
+            else {
+                continue;
+            };
+            rejected.extend(self.reject(agent_index, why, now).map(|why| (agent_index, why)));
+            self.update_rows(agent_index);
+        }
+        rejected
+    }
+
+    /// Returns how an agent differs from its announcements. `None` if it doesn't, or if another
+    /// source lists it: that one names an address, and whoever listens there.
+    pub(super) fn identity_problem(
+        &self,
+        agent_index: usize,
+        description: &Description,
+    ) -> Option<String> {
+        let announced_ids = self.membership.announced_ids(agent_index)?;
+        let agent_id = &description.agent_id;
+        if !announced_ids.contains(agent_id) {
+            let announced_ids: Vec<&str> = announced_ids.iter().map(String::as_str).collect();
+            let announced_ids = announced_ids.join(" or ");
+            return Some(format!(
+                "announced as {announced_ids}, but it says that it is {agent_id}"
+            ));
+        }
+        let data_address = description.data_address.as_deref()?;
+        let control = control_authority(self.membership.control_url(agent_index)).ok()?;
+        let is_same_host = data_address
+            .parse::<Authority>()
+            .is_ok_and(|data| data.host().eq_ignore_ascii_case(control.host()));
+        (!is_same_host).then(|| {
+            format!("announced at {}, but it wants its turns at {data_address}", control.host())
+        })
+    }
+
+    /// Returns that another agent that is up has the same id, if one does.
+    fn duplicate(&self, agent_index: usize, description: &Description) -> Option<String> {
+        let agents = self.view.agents.iter().enumerate();
+        let mut others = agents.filter(|(index, agent)| *index != agent_index && agent.is_up());
+        let (_, other) = others.find(|(_, agent)| {
+            let facts = agent.facts.as_ref();
+            facts.is_some_and(|facts| facts.description.agent_id == description.agent_id)
+        })?;
+        // Both are probably one agent under two addresses, whose capacity would count twice.
+        Some(format!("{} has the same agent id, {}", other.control_url, description.agent_id))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::{BTreeMap, BTreeSet};
+
+    use super::*;
+    use crate::fleet::{
+        membership::{AgentIds, Listing, Source, SourceList},
+        state::{SourceNews, Update},
+        testing::{description, start},
+        worker::{WorkerRef, WorkerState},
+    };
+
+    const URL: &str = "http://10.0.0.1:7";
+
+    fn announced(ids: &[&str]) -> SourceNews {
+        let ids: BTreeSet<String> = ids.iter().map(|id| (*id).to_owned()).collect();
+        SourceNews {
+            source: Source::Announce,
+            list: Some(SourceList::from([(format!("{URL}/"), Listing::Serving)])),
+            agent_ids: BTreeMap::from([(format!("{URL}/"), ids)]),
+        }
+    }
+
+    fn state(news: SourceNews) -> State {
+        let mut state = State::new(&crate::config::Config::default());
+        state.apply_news(news, start());
+        state
+    }
+
+    fn hear(state: &mut State, description: Description) -> Option<String> {
+        state.apply(0, Update::StreamBegan { description, sessions: vec![] }, start())
+    }
+
+    #[test]
+    fn an_agent_with_another_id_than_announced_takes_no_traffic() {
+        let mut state = state(announced(&["w1", "w2"]));
+        let warning = hear(&mut state, description("w3", 1, 1)).unwrap();
+        assert_eq!(warning, "announced as w1 or w2, but it says that it is w3");
+        assert!(!state.agent_at(0).is_up());
+        assert_eq!(hear(&mut state, description("w3", 1, 1)), None, "it is told once");
+        assert_eq!(hear(&mut state, description("w2", 1, 1)), None);
+        assert!(state.agent_at(0).is_up());
+        // The announcement of its id ends, and another one of this address stays.
+        let rejected = state.apply_news(announced(&["w1"]), start());
+        assert_eq!(rejected.len(), 1, "{rejected:?}");
+        assert!(!state.agent_at(0).is_up());
+        let worker = WorkerRef { agent: 0, dp_rank: 0 };
+        assert_eq!(state.snapshot().state(worker, start()), WorkerState::Lost);
+    }
+
+    #[test]
+    fn an_announced_agent_gets_its_turns_at_the_announced_host() {
+        let mut state = state(announced(&["w1"]));
+        let at = |address: &str| Description {
+            data_address: Some(address.to_owned()),
+            ..description("w1", 1, 1)
+        };
+        assert!(hear(&mut state, at("10.0.0.2:9")).is_some());
+        assert!(!state.agent_at(0).is_up());
+        assert_eq!(hear(&mut state, at("10.0.0.1:9")), None);
+        assert!(state.agent_at(0).is_up());
+    }
+
+    #[test]
+    fn an_announcement_can_not_take_away_what_another_source_lists() {
+        let mut state = state(announced(&["rogue"]));
+        let list = SourceList::from([(URL.to_owned(), Listing::Serving)]);
+        let agent_ids = AgentIds::new();
+        state.apply_news(SourceNews { source: Source::File, list: Some(list), agent_ids }, start());
+        assert_eq!(hear(&mut state, description("w1", 1, 1)), None);
+        assert!(state.apply_news(announced(&["other"]), start()).is_empty());
+        assert!(state.agent_at(0).is_up());
+    }
+}
