@@ -200,7 +200,7 @@ async fn start_other_router(routes: Router) -> String {
 async fn a_router_without_a_route_is_named_with_its_version() {
     let url = start_other_router(Router::new()).await;
     let berth = berth(&[format!("--router={url}")]);
-    for command in [&["turns"][..], &["placements"], &["session", "demote", "s"]] {
+    for command in [&["turns"][..], &["placements"]] {
         let absent = berth.run(command).await.unwrap();
         assert_eq!(absent.status, 70, "{absent:?}");
         assert!(absent.err.contains("9.9.9") && absent.err.contains("/v1/"), "{absent:?}");

@@ -159,8 +159,6 @@ pub enum SessionCommand {
     Show(SessionArgs),
     /// Closes the session; a running turn ends first
     Close(SessionArgs),
-    /// Frees the pinned KV of the session, and keeps it open
-    Demote(SessionArgs),
 }
 
 /// The arguments of a command for one session.

@@ -1,7 +1,7 @@
 //! Runs the commands: asks a router or an agent, and prints the answer.
 //!
 //! - [`workers`], [`devices`], [`sessions`], [`placements`], [`turns`]: lists, by the router.
-//! - [`session`]: shows, closes and demotes one session.
+//! - [`session`]: shows or closes one session.
 //! - [`drain`], [`audit`], [`kv`]: ask one agent, over its control port.
 //! - [`doctor`]: asks all of them, and finds what is set wrong.
 //! - [`top`]: shows the fleet, until the user quits.
