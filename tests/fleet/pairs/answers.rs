@@ -1,14 +1,21 @@
 //! What clients get from pairs, and where their sessions go.
 
+use std::collections::BTreeSet;
+
 use anyhow::{Context as _, ensure};
+use proto::block::{BlockTokens, Chain, Scheme};
 use serde_json::{Value, json};
 use tests::{
+    cluster::{Cluster, ids_turn},
+    engine_sim::kv::KvEventsConfig,
     fleet::{FleetPlan, Place, Processes, credential},
     web::Answer,
 };
 
 use super::{Engines, nothing_held, start, start_plain, start_unready, turn, workers};
 
+/// The page size of the simulated engines.
+const PAGE_TOKENS: u32 = 1;
 /// A prompt that fills several pages.
 const TEXT: &str = "The quick brown fox jumps over the lazy dog, again and again, until it rests.";
 
@@ -101,16 +108,21 @@ fn remove_variable(value: &mut Value) {
 /// A session's turns go to one decode engine, their prompts to the prefill engine that has them.
 pub(super) async fn sessions_stay(_: Place) -> anyhow::Result<String> {
     let engines = Engines { prefill: 2, decode: 2, whole: 0 };
-    let cluster = start(engines, |_, config| config.core.max_total_tokens = 8192, |_| {}).await?;
-    let mut homes = std::collections::BTreeSet::new();
+    let change = |_: usize, config: &mut tests::engine_sim::Config| {
+        config.kv_events = Some(KvEventsConfig::local());
+        config.core.max_total_tokens = 8192;
+    };
+    let cluster = start(engines, change, |_| {}).await?;
+    let mut homes = BTreeSet::new();
     let mut cached = 0;
     for session in 0..8 {
         let id = format!("s{session}");
         let headers = [("x-berth-session-id", id.as_str())];
-        let mut history = format!("{session} {TEXT}");
+        let mut history: Vec<u32> =
+            (0..200).map(|token| (7 * token + 37 * session) % 320).collect();
         let mut home: Option<(String, String)> = None;
         for _ in 0..4 {
-            let answer = cluster.turn("/generate", &headers, &turn(&history, 16)).await;
+            let answer = cluster.turn("/generate", &headers, &ids_turn(&history, 70)).await;
             let (prefill, decode) = workers(&answer);
             let here = (prefill.to_owned(), decode.to_owned());
             if let Some(home) = &home {
@@ -119,8 +131,14 @@ pub(super) async fn sessions_stay(_: Place) -> anyhow::Result<String> {
                 ensure!(tokens > 0, "no prefix was on {prefill}: {}", answer.text());
                 cached += tokens;
             }
-            history += answer.json()["text"].as_str().context("a text")?;
+            let ids: Vec<u32> = serde_json::from_value(answer.json()["output_ids"].clone())?;
+            history.extend(ids);
             home = Some(here);
+            // The next turn's prefill worker is the one that has the history, once that is known.
+            nothing_held(&cluster).await;
+            for prefill in 0..engines.prefill {
+                wait_for_blocks(&cluster, prefill).await?;
+            }
         }
         homes.extend(home);
     }
@@ -134,6 +152,22 @@ pub(super) async fn sessions_stay(_: Place) -> anyhow::Result<String> {
     ensure!(refused.code() == "retention_unavailable", "{}", refused.text());
     nothing_held(&cluster).await;
     Ok(format!("8 sessions on {} pairs, {cached} cached tokens", homes.len()))
+}
+
+/// Waits until the router knows all blocks of an engine's cache.
+async fn wait_for_blocks(cluster: &Cluster, number: usize) -> anyhow::Result<()> {
+    let chains = cluster.engines[number].cached(0).await.context("the engine runs")?;
+    let scheme = Scheme::plain(BlockTokens::for_page(PAGE_TOKENS)?);
+    let mut resident = BTreeSet::new();
+    for (_, tokens) in chains {
+        let mut blocks = vec![];
+        Chain::new(&scheme).push(&tokens, &mut blocks);
+        resident.extend(blocks);
+    }
+    let what = format!("{} blocks of worker {number}", resident.len());
+    let is_told = |worker: &Value| worker["kv"]["resident_blocks"] == resident.len();
+    cluster.wait_for_worker(number, &what, is_told).await;
+    Ok(())
 }
 
 /// The log probabilities of the prompt come from the prefill engine, the rest from the decode one.
@@ -243,7 +277,7 @@ pub(super) async fn processes(place: Place) -> anyhow::Result<String> {
     let fleet = Processes::start(place, &plan).await?;
     let key = credential("alice");
     let headers = [("authorization", key.as_str())];
-    let mut ranks = std::collections::BTreeSet::new();
+    let mut ranks = BTreeSet::new();
     for number in 0..16 {
         let body = turn(&format!("{number} {TEXT}"), 8);
         let answer = fleet.web.post(&fleet.url(0, "/generate"), &headers, &body).await?;
