@@ -13,7 +13,7 @@
 //! - A new session goes to the worker with the least cost. Of equal workers, the one with fewer
 //!   sessions wins, then the one that a hash of session and worker prefers.
 //!
-//! If the fleet has engines that run only a part of each turn, [`pair`] chooses two workers.
+//! If the fleet has engines that run only a part of each turn, its module `pair` chooses two.
 //!
 //! Other modules of this folder hold what the choice depends on, and its results: [`affinity`] (the
 //! worker to which this router bound each session), [`session_status`] (a session's status, from

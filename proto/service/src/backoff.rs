@@ -12,7 +12,7 @@ const PAUSE_MIN: Duration = Duration::from_millis(100);
 /// little, and short enough that a restarted peer gets its connections within seconds.
 const PAUSE_MAX: Duration = Duration::from_secs(3);
 
-/// Pauses between attempts. Each pause is twice as long as the one before, up to [`PAUSE_MAX`].
+/// Pauses between attempts. Each pause is twice as long as the one before, up to `PAUSE_MAX`.
 #[derive(Debug)]
 pub struct Backoff {
     next_pause: Duration,

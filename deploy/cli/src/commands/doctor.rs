@@ -1,6 +1,6 @@
 //! Runs `berth doctor`: asks routers, agents, engines and this host, and names what is set wrong.
 //!
-//! [`collect`] asks, `crate::doctor` judges, and this module prints.
+//! `collect` asks, `crate::doctor` judges, and this module prints.
 
 mod certificate;
 mod collect;
