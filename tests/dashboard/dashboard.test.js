@@ -91,9 +91,11 @@ test("a session is found, its life is shown, and it is closed", async () => {
   const close = page.getByRole("button", { name: `Close session ${name}` });
   await close.click();
   assert.equal((await fleet.ask(`/v1/sessions/${name}`)).status, 200, "one click closes nothing");
-  await close.click();
-  await until("the session is closed", async () =>
-    (await fleet.ask(`/v1/sessions/${name}`)).status === 404);
+  await until("the session is closed", async () => {
+    // A list that comes between two clicks may take the first one back; then the page asks again.
+    await close.click({ timeout: 1000 }).catch(() => {});
+    return (await fleet.ask(`/v1/sessions/${name}`)).status === 404;
+  });
   await page.getByText("0 of 0 sessions").waitFor();
   assert.deepEqual(page.complaints, []);
   await page.context().close();

@@ -104,7 +104,7 @@ def wait_engine(engine: Process, url: str) -> float:
     )
 
 
-def binaries(names: tuple[str, ...] = ("berth-agent", "berth-router")) -> Path:
+def binaries(names: tuple[str, ...] = ("berth-agent", "berth-router", "berth")) -> Path:
     """Returns the folder with these programs: `BERTH_BIN_DIR`, or cargo's after it has built
     them."""
     if named := os.environ.get("BERTH_BIN_DIR"):

@@ -62,10 +62,9 @@ def blocks_of(tokens: list[int]) -> list[str]:
 
 def reported_blocks(fleet: Fleet) -> set[str] | str:
     """Returns the blocks of the only rank as routers get them, or why there are none."""
-    command = [str(fleet.bin_dir / "berth-agent"), "kv", "--json", "--control-addr"]
-    done = subprocess.run(
-        [*command, fleet.agent_control], capture_output=True, text=True, timeout=AUDIT_SECONDS_MAX
-    )
+    agent = f"http://{fleet.agent_control}"
+    command = [str(fleet.bin_dir / "berth"), "kv", "--json", "--agent", agent]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=AUDIT_SECONDS_MAX)
     assert done.stdout, f"nothing was reported: {done.stderr}"
     [rank] = json.loads(done.stdout)["ranks"]
     return rank.get("unknown") or set(rank["device"])

@@ -11,7 +11,7 @@ AUDIT_SECONDS_MAX = 60
 
 
 def run_audit_command(fleet: Fleet, *more: str) -> subprocess.CompletedProcess:
-    command = [str(fleet.bin_dir / "berth-agent"), "audit", "--control-addr", fleet.agent_control]
+    command = [str(fleet.bin_dir / "berth"), "audit", "--agent", f"http://{fleet.agent_control}"]
     return subprocess.run(
         [*command, *more], capture_output=True, text=True, timeout=AUDIT_SECONDS_MAX
     )

@@ -61,7 +61,7 @@ class Cluster(Fleet):
 
 def programs(simulated: bool, guarded: bool) -> Path:
     """Returns the folder of the programs that a phase needs."""
-    berth = ("berth-agent", "berth-router") if guarded else ()
+    berth = ("berth-agent", "berth-router", "berth") if guarded else ()
     names = berth + (("engine-sim",) if simulated else ())
     return binaries(names) if names else Path()
 
