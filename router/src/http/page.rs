@@ -71,7 +71,15 @@ pub(super) fn cursor(place: u64, process_id: u32) -> String {
 }
 
 fn parse_cursor(text: &str, process_id: u32) -> Result<u64, Refusal> {
-    let parts = text.split_once('.').and_then(|(process, place)| {
+    let is_hex = |byte: u8| matches!(byte, b'0'..=b'9' | b'a'..=b'f');
+    // As the API's document says. `parse` alone takes signs, too.
+    let is_cursor = |(process, place): &(&str, &str)| {
+        process.len() == 8
+            && process.bytes().all(is_hex)
+            && (1..=18).contains(&place.len())
+            && place.bytes().all(|byte| byte.is_ascii_digit())
+    };
+    let parts = text.split_once('.').filter(is_cursor).and_then(|(process, place)| {
         Some((u32::from_str_radix(process, 16).ok()?, place.parse::<u64>().ok()?))
     });
     match parts {
@@ -98,9 +106,16 @@ mod tests {
         assert_eq!(read(&format!("after={}&limit=5", cursor(42, 7))).unwrap(), (Some(42), 5));
         assert_eq!(read(&format!("after={}&limit=0", cursor(42, 8))).unwrap(), (Some(0), 1));
         assert_eq!(read("limit=4000000000").unwrap(), (None, 1000));
-        for wrong in
-            ["after=", "after=42", "after=x.1", "after=7.-1", "limit=-1", "session=s", "other=1"]
-        {
+        for wrong in [
+            "after=",
+            "after=42",
+            "after=x.1",
+            "after=0.5",
+            "after=00000007.%2B1",
+            "limit=-1",
+            "session=s",
+            "other=1",
+        ] {
             assert_eq!(read(wrong).unwrap_err().code, Code::InvalidField, "{wrong}");
         }
     }

@@ -194,7 +194,7 @@ fn recent_events() -> [(&'static str, Value); 5] {
         (
             "Cursor",
             json!({
-                "type": "string", "pattern": r"^[0-9a-f]{8}\.[0-9]+$",
+                "type": "string", "pattern": r"^[0-9a-f]{8}\.[0-9]{1,18}$",
                 "description": "The `next` of the last answer. Without it: the last entries",
             }),
         ),
