@@ -52,7 +52,7 @@ class Images:
 
     def build(self, bin_dir: Path) -> None:
         """Builds all targets of the Containerfile from this checkout's binaries."""
-        if BASE not in self.buildah("images", "--format", "{{.Name}}").splitlines():
+        if BASE not in self._names():
             self._make_base()
         names = ("berth-router", "berth-agent", "engine-sim", "libberth_kv.so")
         self._commit([bin_dir / name for name in names], BINARIES_FOLDER, BINARIES)
@@ -63,6 +63,14 @@ class Images:
                 "--build-arg", f"BINARIES={BINARIES}", "--target", target,
                 "--tag", tag(target), "--file", CONTAINERFILE, ROOT,
             )
+
+    def debian(self) -> Path:
+        """Returns the folder of a Debian without anything else, which a test may change."""
+        if BASE not in self._names():
+            self._make_base()
+        if BASE not in self._mounted:
+            self._mounted[BASE] = self.buildah("from", "--pull-never", BASE)
+        return Path(self.buildah("mount", self._mounted[BASE]))
 
     def _make_base(self) -> None:
         print("deploy: making a Debian for images", flush=True)

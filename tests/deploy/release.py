@@ -1,0 +1,201 @@
+"""Do the archive, the Debian package, the manual pages and completions hold what people install?"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import tarfile
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from deploy.images import Images
+from deploy.programs import DEPLOY, ROOT, UNAVAILABLE, Missing, run
+
+PROGRAMS = ("berth", "berth-agent", "berth-router")
+BUILD_SECONDS_MAX = 900
+VERSION = tomllib.loads((ROOT / "Cargo.toml").read_text())["workspace"]["package"]["version"]
+
+
+@pytest.fixture(scope="module")
+def manuals(bin_dir: Path, folder: Path) -> Path:
+    """A folder with all manual pages and completions."""
+    made = run(bin_dir / "berth-manuals", folder / "manuals")
+    assert made.returncode == 0, made.stderr
+    return folder / "manuals"
+
+
+def help_pages(bin_dir: Path, *words: str) -> Iterator[tuple[list[str], str]]:
+    """Yields a program's and its commands' words, with what each says to --help."""
+    program, *commands = words
+    text = run(bin_dir / program, *commands, "--help").stdout
+    yield list(words), text
+    listed = re.search(r"^Commands:\n((?:  .*\n)+)", text, re.MULTILINE)
+    for name in re.findall(r"^  (\w+) ", listed[1], re.MULTILINE) if listed else []:
+        if name != "help":
+            yield from help_pages(bin_dir, *words, name)
+
+
+def test_every_command_and_flag_has_its_manual(bin_dir: Path, manuals: Path) -> None:
+    pages = {page.stem: page.read_text() for page in (manuals / "man").iterdir()}
+    commands = 0
+    for program in PROGRAMS:
+        for words, text in help_pages(bin_dir, program):
+            page = pages.pop("-".join(words)).replace("\\", "")
+            flags = set(re.findall(r"^ +(?:-\w, )?(--[\w-]+)", text, re.MULTILINE))
+            assert flags and all(flag in page for flag in flags), (words, flags)
+            commands += 1
+    assert commands > 10 and not pages, f"pages of no command: {sorted(pages)}"
+
+
+def test_manual_pages_are_well_formed(manuals: Path) -> None:
+    if not shutil.which("groff"):
+        pytest.skip("groff isn't installed")
+    for page in sorted((manuals / "man").iterdir()):
+        made = run("groff", "-man", "-Tutf8", "-ww", "-z", page)
+        assert made.returncode == 0 and not made.stderr, made.stderr
+    # What --help can't say.
+    for program in ("berth-agent", "berth-router"):
+        text = (manuals / f"man/{program}.1").read_text()
+        assert all(f".SH {each}" in text for each in ("SIGNALS", "EXIT STATUS", "FILES"))
+
+
+# Asks bash for what follows the words $2…, with the completions in the file $1.
+COMPLETE = r"""
+source "$1" && shift && COMP_WORDS=("$@") COMP_CWORD=$(($# - 1))
+[[ $(complete -p "$1") =~ -F\ ([^ ]+) ]] && "${BASH_REMATCH[1]}" "$1" "${!#}" "${*: -2:1}" &&
+  printf '%s\n' "${COMPREPLY[@]}"
+"""
+
+
+@pytest.mark.parametrize("words, wanted", [
+    (("berth", "wor"), "workers"),
+    (("berth", "session", "cl"), "close"),
+    (("berth", "sessions", "--js"), "--json"),
+    (("berth-agent", "--hand"), "--handover"),
+    (("berth-router", "--check"), "--check-config"),
+], ids=str)
+def test_bash_completes(manuals: Path, words: tuple[str, ...], wanted: str) -> None:
+    file = manuals / f"completions/{words[0]}.bash"
+    made = run("bash", "-c", COMPLETE, "bash", file, *words)
+    assert made.stdout.split() == [wanted], made.stderr
+
+
+class Released:
+    """What deploy/release/build made."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        [self.archive], [self.deb] = folder.glob("*.tar.gz"), folder.glob("*.deb")
+
+
+@pytest.fixture(scope="module")
+def released(bin_dir: Path, folder: Path) -> Released:
+    """The archive and the package of this checkout's binaries."""
+    out = folder / "release"
+    made = subprocess.run(
+        [DEPLOY / "release/build", "--bin-dir", bin_dir, out],
+        capture_output=True, text=True, timeout=BUILD_SECONDS_MAX,
+    )
+    if made.returncode == UNAVAILABLE:
+        pytest.skip(made.stderr.strip().splitlines()[-1])
+    assert made.returncode == 0, made.stderr
+    return Released(out)
+
+
+@pytest.mark.slow
+def test_the_archive_has_all_that_a_host_needs(released: Released, tmp_path: Path) -> None:
+    made = run("sh", "-c", 'cd "$1" && sha256sum --check --strict SHA256SUMS', "sh",
+               released.folder)
+    assert made.returncode == 0 and made.stdout.count(": OK") == 2, made.stdout + made.stderr
+    with tarfile.open(released.archive) as archive:
+        archive.extractall(tmp_path, filter="data")
+        assert {(each.uid, each.gid) for each in archive.getmembers()} == {(0, 0)}
+    [root] = tmp_path.iterdir()
+    assert root.name.startswith(f"berth-{VERSION}-")
+    for program in PROGRAMS:
+        made = run(root / "bin" / program, "--version")
+        assert made.stdout.strip() == f"{program} {VERSION}", made.stderr
+    for path in (*(f"man/{program}.1" for program in PROGRAMS), "lib/libberth_kv.so", "LICENSE",
+                 "completions/_berth", "deploy/systemd/berth-agent.service",
+                 "deploy/config/router.toml", "deploy/docs/systemd.md", "deploy/helm/berth"):
+        assert (root / path).exists(), path
+    # What the README and the guide of systemd name is there, as in a checkout.
+    for page in ("README.md", "deploy/README.md", "deploy/docs/systemd.md"):
+        for target in re.findall(r"\]\((?!http)([^)#]+)", (root / page).read_text()):
+            assert (root / page).parent.joinpath(target).exists(), f"{page}: {target}"
+
+
+@pytest.mark.slow
+def test_the_list_of_parts_is_that_of_the_lock_file(released: Released) -> None:
+    locked = tomllib.loads((ROOT / "Cargo.lock").read_text())["package"]
+    known = {(each["name"], each["version"]) for each in locked}
+    with tarfile.open(released.archive) as archive:
+        for program, part in (("berth", "ratatui"), ("berth-agent", "nvml-wrapper"),
+                              ("berth-router", "tokenizers")):
+            [member] = (each for each in archive.getnames() if each.endswith(f"/{program}.cdx.json"))
+            document = json.load(archive.extractfile(member))
+            assert document["bomFormat"] == "CycloneDX"
+            parts = {(each["name"], each["version"]) for each in document["components"]}
+            assert part in {name for name, _ in parts} and len(parts) > 50
+            assert parts <= known, parts - known
+            nameless = [each["name"] for each in document["components"] if "licenses" not in each]
+            assert not nameless, nameless
+
+
+@pytest.mark.slow
+def test_the_package_puts_files_where_debian_wants_them(released: Released) -> None:
+    listed = run("dpkg-deb", "--contents", released.deb).stdout
+    files = {path: mode for mode, path in
+             re.findall(r"^-(\S+) +(?:root/root|0/0) .* \./(\S+)$", listed, re.MULTILINE)}
+    for program in PROGRAMS:
+        assert files[f"usr/bin/{program}"] == "rwxr-xr-x"
+        assert f"usr/share/man/man1/{program}.1.gz" in files
+        assert f"usr/share/bash-completion/completions/{program}.bash" in files
+    for path in ("lib/systemd/system/berth-agent.service", "lib/systemd/system/berth-router.service",
+                 "lib/sysusers.d/berth.conf", "lib/tmpfiles.d/berth.conf", "lib/berth/libberth_kv.so",
+                 "share/doc/berth/copyright", "share/doc/berth/changelog.Debian.gz"):
+        assert files.get(f"usr/{path}") == "rw-r--r--", path
+    # Settings and secrets are an operator's: an upgrade never asks about them.
+    assert not [path for path in files if path.startswith(("etc/", "var/"))]
+
+
+@pytest.mark.slow
+def test_the_package_installs_runs_and_goes(released: Released, folder: Path) -> None:
+    place = folder / "package-images"
+    place.mkdir()
+    try:
+        images = Images(place)
+        debian = images.debian()
+    except (Missing, subprocess.SubprocessError) as why:
+        pytest.skip(str(why))
+    try:
+        shutil.copy(released.deb, debian / "berth.deb")
+        made = run("chroot", debian, "dpkg", "--install", "/berth.deb")
+        assert made.returncode == 0, made.stdout + made.stderr
+        for program in PROGRAMS:
+            made = run("chroot", debian, program, "--version")
+            assert made.stdout.strip() == f"{program} {VERSION}", made.stderr
+        made = run("chroot", debian, "dpkg", "--purge", "berth")
+        assert made.returncode == 0, made.stderr
+        assert not [path for path in debian.glob("usr/**/*berth*")]
+    finally:
+        images.remove()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("package", ["deploy/cli", "router", "worker-agent"])
+def test_cargo_installs_from_a_checkout(package: str, tmp_path: Path) -> None:
+    # Builds in the checkout's target folder: only what the package's own features ask for is new.
+    target = os.environ.get("CARGO_TARGET_DIR", str(ROOT / "target"))
+    made = subprocess.run(
+        ["cargo", "install", "--quiet", "--locked", "--debug", "--path", ROOT / package,
+         "--root", tmp_path, "--target-dir", target],
+        capture_output=True, text=True, timeout=BUILD_SECONDS_MAX,
+    )
+    assert made.returncode == 0, made.stderr
+    [program] = (tmp_path / "bin").iterdir()
+    assert run(program, "--version").stdout.strip() == f"{program.name} {VERSION}"
