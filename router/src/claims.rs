@@ -6,9 +6,12 @@
 //! the operator's. What a claim is, is in [`proto::placement_claim`].
 //!
 //! `turn` asks [`Claims::settle`] before a session's first turn, an open, or a move. Turns of
-//! sessions that stay where they are pay nothing. Whatever fails here, the turn goes on: with a
-//! claim of the agents if the store gave none, and without a claim if the agents gave none either.
+//! sessions that stay where they are pay nothing. Whatever fails here, the turn goes on, at worst
+//! without a claim.
 //!
+//! - `agreement`: claims at the first two places of a fixed order that answer, so that losing one
+//!   place splits no session.
+//! - `places`: the places in their order, and how long each may take.
 //! - `store`: what a place that holds claims can do; claims in this process.
 //! - `agents`, `arbiters`: agents hold the claims.
 //! - `redis`, `etcd`: stores outside of Berth.
@@ -17,11 +20,13 @@
 //! - `metrics`: counts of all this.
 
 mod agents;
+mod agreement;
 mod arbiters;
 mod breaker;
 mod connection;
 mod etcd;
 pub(crate) mod metrics;
+mod places;
 mod redis;
 mod store;
 
@@ -34,28 +39,24 @@ use std::{
 use parking_lot::Mutex;
 use proto::{
     id::SessionKey,
-    placement_claim::{CLAIMS_MAX, ClaimKey, ClaimRequest, ClaimTable, PlacementClaim},
+    placement_claim::{CLAIMS_MAX, ClaimTable},
 };
 use service::{clock::now, tasks::Tasks, tls::client::ClientTls};
 use tokio::sync::watch;
-use tracing::{info, warn};
 
 use self::{
     agents::AgentStore,
-    breaker::{Breaker, Change},
+    agreement::Agreement,
     etcd::EtcdStore,
-    metrics::{Metrics, StoreKind, StoreResult},
+    metrics::{Metrics, StoreKind},
+    places::{ClaimPlaces, Guarded},
     redis::RedisStore,
-    store::{ClaimStore, Error, MemoryStore},
+    store::{ClaimStore, MemoryStore},
 };
 use crate::{
     config::claims::{ClaimsTable, StoreName},
     fleet::{control::ControlClients, snapshot::Snapshot, view::View, worker::WorkerRef},
 };
-
-/// How often a claim is asked for at most, where each answer names a worker that the session leaves
-/// or that can't take it. Each time, another router was faster.
-const TRIES_MAX: usize = 3;
 
 /// For how long a binding without a claim counts as claimed. It saves the session's next turns from
 /// waiting for stores that have just failed.
@@ -98,14 +99,6 @@ pub(crate) struct Settled {
     pub(crate) view: Arc<Snapshot>,
 }
 
-/// A store with its breaker.
-#[derive(Debug)]
-struct Guarded {
-    kind: StoreKind,
-    store: Box<dyn ClaimStore>,
-    breaker: Mutex<Breaker>,
-}
-
 /// The client of the store that the settings name, if they name one.
 #[derive(Debug)]
 pub(crate) struct OpenStore {
@@ -135,7 +128,7 @@ impl OpenStore {
             }
             StoreName::Etcd => (StoreKind::Etcd, Box::new(EtcdStore::open(settings, tls, tasks)?)),
         };
-        Ok(Self { store: Some(Guarded { kind, store, breaker: Mutex::default() }), metrics })
+        Ok(Self { store: Some(Guarded::new(kind, store)), metrics })
     }
 }
 
@@ -143,9 +136,7 @@ impl OpenStore {
 #[derive(Debug)]
 pub(crate) struct Claims {
     view: Arc<View>,
-    agents: AgentStore,
-    /// The operator's store. `None`: the agents hold the claims.
-    store: Option<Guarded>,
+    places: ClaimPlaces,
     ttl: Duration,
     metrics: Metrics,
     /// The claims that are under way. Each has a turn or an open that waits, or did.
@@ -163,14 +154,9 @@ impl Claims {
         tasks: Tasks,
     ) -> Self {
         let OpenStore { store, metrics } = store;
-        let agents = AgentStore {
-            view: Arc::clone(&view),
-            control_clients,
-            deadline: settings.deadline(),
-            metrics: metrics.clone(),
-        };
-        let (ttl, flights) = (settings.ttl(), Mutex::default());
-        Self { view, agents, store, ttl, metrics, flights, tasks }
+        let agents = AgentStore::new(control_clients);
+        let places = ClaimPlaces::new(store, agents, settings, metrics.clone());
+        Self { view, places, ttl: settings.ttl(), metrics, flights: Mutex::default(), tasks }
     }
 
     /// Whether routers could place a session on different agents.
@@ -197,7 +183,7 @@ impl Claims {
     }
 
     /// Extends the life of a claim. Returns its generation, and until when it lives. `None` if it
-    /// isn't the newest any more, or if nobody answers.
+    /// names another worker by now, or if nobody answers.
     pub(crate) async fn renew(
         &self,
         key: &SessionKey,
@@ -205,9 +191,12 @@ impl Claims {
         generation: u64,
     ) -> Option<(u64, Instant)> {
         let started_at = now();
-        let request = self.request(key.into(), &self.view.load(), worker, Some(generation))?;
-        let claim = self.ask(request).await.filter(|claim| claim.is_granted)?;
-        Some((claim.generation, started_at + self.ttl))
+        let view = self.view.load();
+        let places = self.places.in_order(key.into(), &view);
+        let agreement = Agreement { places: &places, needed: self.places.needed(), ttl: self.ttl };
+        let wanted = view.worker_id(worker)?;
+        let generation = agreement.renew(key.into(), wanted, generation).await?;
+        Some((generation, started_at + self.ttl))
     }
 
     /// Counts a session that two agents had, and that this router has closed at one of them.
@@ -239,23 +228,15 @@ impl Claims {
         receiver
     }
 
-    /// Asks for claims until one names a worker that can take the session.
+    /// Claims the worker of a session, where nobody else has.
     async fn claim(&self, wish: Wish) -> Settled {
         let started_at = now();
-        let mut expected = wish.generation;
-        for _ in 0..TRIES_MAX {
-            let view = self.view.load();
-            let request = self.request((&wish.key).into(), &view, wish.wanted, expected);
-            let Some(request) = request else { break };
-            let Some(claim) = self.ask(request).await else { break };
-            let view = self.view.load();
-            match judge(&claim, &wish, &view, now()) {
-                Verdict::Holds(worker) => {
-                    let (generation, valid_until) = (Some(claim.generation), started_at + self.ttl);
-                    return Settled { worker, generation, valid_until, view };
-                }
-                Verdict::Replace => expected = Some(claim.generation),
-            }
+        let view = self.view.load();
+        let places = self.places.in_order((&wish.key).into(), &view);
+        let agreement = Agreement { places: &places, needed: self.places.needed(), ttl: self.ttl };
+        if let Some(agreed) = agreement.settle(&wish, || self.view.load()).await {
+            let (generation, valid_until) = (Some(agreed.generation), started_at + self.ttl);
+            return Settled { worker: agreed.worker, generation, valid_until, view: agreed.view };
         }
         self.metrics.unclaimed.inc();
         Settled {
@@ -265,124 +246,7 @@ impl Claims {
             view: self.view.load(),
         }
     }
-
-    /// Returns the request for a claim. `None` if the agent isn't known any more.
-    fn request(
-        &self,
-        key: ClaimKey,
-        view: &Snapshot,
-        worker: WorkerRef,
-        expected: Option<u64>,
-    ) -> Option<ClaimRequest> {
-        let wanted = view.worker_id(worker)?;
-        Some(ClaimRequest { key, wanted, expected, ttl: self.ttl })
-    }
-
-    /// Asks the store, then the agents.
-    async fn ask(&self, request: ClaimRequest) -> Option<PlacementClaim> {
-        if let Some(guarded) = &self.store
-            && let Some(claim) = self.ask_store(guarded, request.clone()).await
-        {
-            return Some(claim);
-        }
-        // An agent's deadline is its own.
-        let claim = self.agents.claim(request).await;
-        self.count(StoreKind::Agents, &claim);
-        claim.ok()
-    }
-
-    /// Asks the operator's store, unless it has just failed.
-    async fn ask_store(&self, guarded: &Guarded, request: ClaimRequest) -> Option<PlacementClaim> {
-        if !guarded.breaker.lock().try_pass(now()) {
-            self.metrics.count(guarded.kind, StoreResult::Skipped);
-            return None;
-        }
-        let claim = guarded.store.claim(request).await;
-        self.count(guarded.kind, &claim);
-        let store = guarded.kind.as_str();
-        match (guarded.breaker.lock().record(claim.is_ok(), now()), &claim) {
-            (Some(Change::Opened), Err(error)) => {
-                warn!(store, %error, "claim store fails; agents hold the claims meanwhile");
-            }
-            (Some(Change::Closed), _) => info!(store, "claim store answers again"),
-            (Some(Change::Opened) | None, _) => {}
-        }
-        claim.ok()
-    }
-
-    fn count(&self, kind: StoreKind, claim: &Result<PlacementClaim, Error>) {
-        let result = match claim {
-            Ok(claim) if claim.is_granted => StoreResult::Granted,
-            Ok(_) => StoreResult::Held,
-            Err(_) => StoreResult::Failed,
-        };
-        self.metrics.count(kind, result);
-    }
-}
-
-/// What to do with the claim that holds.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Verdict {
-    /// The session's turns go to this worker.
-    Holds(WorkerRef),
-    /// The claim names a worker that the session leaves or that can't take it.
-    Replace,
-}
-
-/// Judges the claim that holds after a request. Pure.
-fn judge(claim: &PlacementClaim, wish: &Wish, view: &Snapshot, now: Instant) -> Verdict {
-    let Some(worker) = view.worker_named(&claim.worker) else { return Verdict::Replace };
-    let is_wanted = worker.agent == wish.wanted.agent;
-    let is_left = wish.leaves.is_some_and(|leaves| leaves.agent == worker.agent);
-    if claim.is_granted || is_wanted {
-        // The router may have chosen another rank, and the agent keeps a session's rank.
-        return Verdict::Holds(if claim.is_granted { wish.wanted } else { worker });
-    }
-    if is_left || !view.state(worker, now).is_usable() {
-        return Verdict::Replace;
-    }
-    Verdict::Holds(worker)
 }
 
 #[cfg(test)]
-mod tests {
-    use proto::id::WorkerId;
-
-    use super::*;
-    use crate::fleet::{
-        state::Update,
-        testing::{fleet, start},
-    };
-
-    fn at(agent: usize) -> WorkerRef {
-        WorkerRef { agent, dp_rank: 0 }
-    }
-
-    fn wish(wanted: usize, leaves: Option<usize>) -> Wish {
-        let key = SessionKey::new("p", "s").unwrap();
-        Wish { key, wanted: at(wanted), leaves: leaves.map(at), generation: None }
-    }
-
-    fn claim(agent: &str, is_granted: bool) -> PlacementClaim {
-        let worker = WorkerId { agent: agent.to_owned(), dp_rank: 0 };
-        PlacementClaim { worker, generation: 1, is_granted }
-    }
-
-    #[test]
-    fn a_claim_of_another_router_is_followed_unless_its_worker_is_of_no_use() {
-        let now = start();
-        let mut state = fleet(&[(0, 0), (0, 0), (0, 0)], now);
-        let view = state.snapshot();
-        let judged = |name: &str, wish: &Wish| judge(&claim(name, false), wish, &view, now);
-        assert_eq!(judged("a1", &wish(0, None)), Verdict::Holds(at(1)));
-        assert_eq!(judged("a1", &wish(0, Some(1))), Verdict::Replace, "the session leaves it");
-        assert_eq!(judged("a2", &wish(0, Some(1))), Verdict::Holds(at(2)), "moved by another");
-        assert_eq!(judged("gone", &wish(0, None)), Verdict::Replace);
-        let granted = judge(&claim("a0", true), &wish(0, None), &view, now);
-        assert_eq!(granted, Verdict::Holds(at(0)));
-        state.apply(1, Update::AgentLost("gone".to_owned()), now);
-        let view = state.snapshot();
-        let judged = judge(&claim("a1", false), &wish(0, None), &view, now);
-        assert_eq!(judged, Verdict::Replace);
-    }
-}
+mod tests;

@@ -227,6 +227,15 @@ impl Placement {
         Self { worker, reason, uncached_tokens: None, figures: vec![], prefill: None }
     }
 
+    /// Returns the expected time to the first byte of the answer. `None` if the workers were not
+    /// compared by the prompt, or if a pair runs the turn.
+    #[must_use]
+    pub fn ttft_expected(&self) -> Option<Duration> {
+        let figures = self.figures.iter().find(|figures| figures.worker == self.worker)?;
+        let prefill_ms = figures.prefill_ms.filter(|_| self.prefill.is_none())?;
+        Some(Duration::from_millis(figures.wait_ms + prefill_ms))
+    }
+
     /// Returns the prompt tokens to count on the worker until its answer begins.
     #[must_use]
     pub fn tokens_expected(&self) -> u64 {

@@ -35,10 +35,6 @@ const TURNS: usize = 5;
 /// The engines. Each has an agent.
 const ENGINES: usize = 4;
 
-/// A deadline that a machine of two busy cores keeps. What holds for every session is only promised
-/// while the arbiters answer in time.
-const PATIENT: &str = "claims.deadline_ms = 5000\n";
-
 /// Returns a fleet whose engines have rows and tokens for all pinned sessions of a round.
 fn plan(routers: usize, router_settings: &str) -> FleetPlan {
     let flags = ["--max-running-requests=256", "--max-total-tokens=1000000"];
@@ -180,6 +176,15 @@ async fn count_split(
     Ok(homes.iter().filter(|(_, agents)| agents.len() > 1).count())
 }
 
+/// Checks that losing one place that holds claims splits next to nothing. With claims at one place
+/// a third of the sessions were split, and more on a busy machine. Only where the other places
+/// answer nothing for `claims.patience_ms` may a session begin twice.
+fn check_few_split(rounds: &[usize]) -> anyhow::Result<()> {
+    let is_few = rounds.iter().all(|split| split * 20 <= SESSIONS);
+    ensure!(is_few, "of {SESSIONS} sessions a round, {rounds:?} began on two workers");
+    Ok(())
+}
+
 /// Closes the pinned sessions of a round, so that the next has room.
 async fn close_all(fleet: &Processes, outcome: &Outcome) -> anyhow::Result<()> {
     let key = credential("alice");
@@ -224,11 +229,11 @@ async fn play_rounds(fleet: &Processes) -> anyhow::Result<String> {
 }
 
 async fn two_routers(place: Place) -> anyhow::Result<String> {
-    play_rounds(&Processes::start(place, &plan(2, PATIENT)).await?).await
+    play_rounds(&Processes::start(place, &plan(2, "")).await?).await
 }
 
 async fn five_routers(place: Place) -> anyhow::Result<String> {
-    play_rounds(&Processes::start(place, &plan(5, PATIENT)).await?).await
+    play_rounds(&Processes::start(place, &plan(5, "")).await?).await
 }
 
 /// Kills an agent while first turns run: it holds the claims of a quarter of the sessions.
@@ -264,6 +269,7 @@ async fn lose_arbiter(place: Place, signal: Signal) -> anyhow::Result<String> {
         outcome.check_all_answered()?;
         began.push(count_split(&fleet, &rest, round, Kind::Turns).await?);
     }
+    check_few_split(&began)?;
     let mended = wait_until_mended(&fleet, &rest).await?;
     Ok(format!(
         "no turn failed; of {SESSIONS} sessions a round, {began:?} began on two workers, all were \
@@ -275,7 +281,7 @@ async fn lose_arbiter(place: Place, signal: Signal) -> anyhow::Result<String> {
 /// Kills half of the routers at random. No turn of the others fails, and a router that comes back
 /// knows every session within a second.
 async fn routers_killed(place: Place) -> anyhow::Result<String> {
-    let mut fleet = Processes::start(place, &plan(4, PATIENT)).await?;
+    let mut fleet = Processes::start(place, &plan(4, "")).await?;
     let mut random = fastrand::Rng::with_seed(fleet.place.seed);
     let (seed, mut slowest) = (fleet.place.seed, Duration::ZERO);
     let all: Vec<usize> = (0..4).collect();

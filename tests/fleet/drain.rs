@@ -97,7 +97,7 @@ async fn turn(fleet: &Processes, router: usize, id: &str) -> anyhow::Result<Stri
     let headers = [("authorization", key.as_str()), ("x-berth-session-id", id)];
     let body = json!({ "model": "tiny", "prompt": "hello, and more", "max_tokens": 2 });
     let answer = fleet.web.post(&fleet.url(router, "/v1/completions"), &headers, &body).await?;
-    ensure!(answer.status == 200, "a turn of {id} got {}", answer.status);
+    ensure!(answer.status == 200, "a turn of {id} got {}: {}", answer.status, answer.text());
     Ok(answer.header("x-berth-worker").to_owned())
 }
 

@@ -4,6 +4,8 @@
 //! read from logs. Dropping [`Processes`] kills them. The programs are those beside the one that
 //! runs.
 
+mod programs;
+
 use std::{
     fmt::Write as _,
     fs::File,
@@ -14,13 +16,16 @@ use std::{
     time::Duration,
 };
 
-use anyhow::{Context as _, bail};
+use anyhow::{Context as _, bail, ensure};
+use axum::body::Body;
+use http::Method;
 use rustix::process::{Pid, Signal, kill_process};
 use service::{clock::now, tls::client::ClientTls};
 use tokio::process::{Child, Command};
 
+use self::programs::{agent, engine, router, router_settings};
 use crate::{
-    certificates::{self, Authority, Files},
+    certificates::{Authority, Files},
     keys::key_text,
     web::Web,
 };
@@ -87,6 +92,8 @@ pub struct FleetPlan {
     pub agent_settings: String,
     /// More settings of all routers: lines of TOML with dotted keys.
     pub router_settings: String,
+    /// Further lines of the settings of single routers, by their number.
+    pub own_router_settings: Vec<String>,
     /// How long routers serve on after SIGTERM.
     pub lame_duck_ms: u64,
     /// Whether the routers' settings name the agents.
@@ -109,6 +116,7 @@ impl Default for FleetPlan {
             flags_by_engine: vec![],
             agent_settings: String::new(),
             router_settings: String::new(),
+            own_router_settings: vec![],
             lame_duck_ms: 0,
             names_workers: true,
             descriptors: None,
@@ -311,6 +319,7 @@ impl Processes {
             let mut settings = router_settings(&host, named, &keys, files)?;
             writeln!(settings, "timeouts.lame_duck_ms = {}", plan.lame_duck_ms)?;
             settings.push_str(&plan.router_settings);
+            settings.push_str(plan.own_router_settings.get(number).map_or("", String::as_str));
             fleet.routers.push(router(&folder, number, &host, &settings, plan)?);
             fleet.router_hosts.push(host);
         }
@@ -324,7 +333,28 @@ impl Processes {
         for process in all {
             process.ready(&web).await?;
         }
+        if plan.names_workers {
+            for router in 0..plan.routers {
+                fleet.wait_for_workers(router, plan.engines).await?;
+            }
+        }
         Ok(fleet)
+    }
+
+    /// Waits until a router knows the workers of all agents. It is ready as soon as it knows one.
+    async fn wait_for_workers(&self, router: usize, count: usize) -> anyhow::Result<()> {
+        let (key, url) = (credential("ops"), self.url(router, "/v1/workers"));
+        let headers = [("authorization", key.as_str())];
+        let began = now();
+        loop {
+            let answer = self.web.request(Method::GET, &url, &headers, Body::empty()).await?;
+            let list = answer.json();
+            if list["workers"].as_array().is_some_and(|workers| workers.len() >= count) {
+                return Ok(());
+            }
+            ensure!(began.elapsed() < PATIENCE, "router {router} knows only {list}");
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
     }
 
     /// Returns the URL of a route of a router's data port.
@@ -367,114 +397,6 @@ pub fn own_host() -> String {
 pub fn program(name: &str) -> String {
     let this = std::env::current_exe().unwrap_or_default();
     this.with_file_name(name).display().to_string()
-}
-
-fn engine(folder: &Path, number: usize, host: &str, plan: &FleetPlan) -> Process {
-    let mut command = vec![program("engine-sim"), format!("--host={host}")];
-    let usual = [
-        "--port=30000",
-        "--enable-streaming-session",
-        "--enable-session-radix-cache",
-        "--enable-cache-report",
-        "--enable-metrics",
-        "--health-ms=0",
-        "--decode-log-interval=1",
-        "--context-length=32768",
-        "--chunked-prefill-size=2048",
-        "--prefill-tokens-per-s=40000",
-    ];
-    command.extend(usual.map(str::to_owned));
-    command.push(format!("--seed={number}"));
-    command.extend_from_slice(&plan.engine_flags);
-    command.extend(plan.flags_by_engine.get(number).into_iter().flatten().cloned());
-    if plan.has_handover {
-        let socket = state_folder(folder, number).join("engine-30000.sock");
-        command.push(format!("--shim-socket={}", socket.display()));
-    }
-    Process::new(
-        folder,
-        &format!("engine-{number}"),
-        command,
-        format!("http://{host}:30000/health"),
-    )
-}
-
-/// Returns the folder of an agent's journal and of its socket for the shim.
-fn state_folder(folder: &Path, number: usize) -> PathBuf {
-    folder.join(format!("state-{number}"))
-}
-
-fn agent(
-    folder: &Path,
-    number: usize,
-    host: &str,
-    plan: &FleetPlan,
-    certificates: Option<&Files>,
-) -> anyhow::Result<Process> {
-    let state = state_folder(folder, number);
-    let mut settings = format!("worker_id = \"w{number}\"\n");
-    writeln!(settings, "engine.url = \"http://{host}:30000\"\nfiles.state_dir = {state:?}")?;
-    writeln!(settings, "engine.vocabulary = 320\ngpu.nvml_library = \"no-nvml\"")?;
-    writeln!(settings, "shutdown.handover = {}", plan.has_handover)?;
-    for (key, port) in [("data", 31000), ("control", 31001), ("admin", 31002)] {
-        writeln!(settings, "listen.{key}_addr = \"{host}:{port}\"")?;
-    }
-    if let Some(files) = certificates {
-        let path = |name| files.path(name);
-        let (cert, key) = (path("agent.pem"), path("agent.key"));
-        writeln!(settings, "tls.cert = {cert:?}\ntls.key = {key:?}")?;
-        writeln!(settings, "tls.client_ca = {:?}", path("ca.pem"))?;
-        writeln!(settings, "tls.client_names = [{:?}]", certificates::ROUTER)?;
-        writeln!(settings, "auth.token_file = {:?}", path("tokens"))?;
-    }
-    settings.push_str(&plan.agent_settings);
-    let file = folder.join(format!("agent-{number}.toml"));
-    std::fs::write(&file, settings)?;
-    let command = vec![program("berth-agent"), "--config".into(), file.display().to_string()];
-    let ready_url = format!("http://{host}:31002/readyz");
-    let mut agent = Process::new(folder, &format!("agent-{number}"), command, ready_url);
-    agent.descriptors = plan.descriptors;
-    Ok(agent)
-}
-
-fn router_settings(
-    host: &str,
-    agents: &[String],
-    keys: &Path,
-    certificates: Option<&Files>,
-) -> anyhow::Result<String> {
-    let scheme = if certificates.is_some() { "https" } else { "http" };
-    let workers: Vec<_> = agents.iter().map(|host| format!("{scheme}://{host}:31001")).collect();
-    let mut settings = format!("workers = {workers:?}\n");
-    writeln!(settings, "listen.data_addr = \"{host}:8080\"\nlisten.admin_addr = \"{host}:8081\"")?;
-    writeln!(settings, "auth.keys_file = {keys:?}\nauth.metrics_auth = \"none\"")?;
-    if let Some(files) = certificates {
-        let path = |name| files.path(name);
-        let (cert, key) = (path("front.pem"), path("front.key"));
-        writeln!(settings, "tls.cert = {cert:?}\ntls.key = {key:?}")?;
-        let (cert, key) = (path("router.pem"), path("router.key"));
-        writeln!(settings, "agents.cert = {cert:?}\nagents.key = {key:?}")?;
-        writeln!(settings, "agents.ca = {:?}", path("ca.pem"))?;
-        writeln!(settings, "agents.server_name = {:?}", certificates::AGENT)?;
-        writeln!(settings, "agents.token_file = {:?}", path("tokens"))?;
-    }
-    Ok(settings)
-}
-
-fn router(
-    folder: &Path,
-    number: usize,
-    host: &str,
-    settings: &str,
-    plan: &FleetPlan,
-) -> anyhow::Result<Process> {
-    let file = folder.join(format!("router-{number}.toml"));
-    std::fs::write(&file, settings)?;
-    let command = vec![program("berth-router"), "--config".into(), file.display().to_string()];
-    let ready_url = format!("http://{host}:8081/readyz");
-    let mut router = Process::new(folder, &format!("router-{number}"), command, ready_url);
-    router.descriptors = plan.descriptors;
-    Ok(router)
 }
 
 /// Writes the file of keys. A key's secret is its name with `-secret`.

@@ -1,49 +1,78 @@
-//! Has agents hold the claims: the store of a fleet that has no other.
+//! Has agents hold the claims: the places of a fleet that has no store.
 //!
-//! `arbiters` says which agents to ask about a session. If an agent is gone, full or slower than
-//! the deadline, the next one is asked. Routers that disagree for a moment about which agents live
-//! may ask different ones, so a session may begin on two workers. `turn::mending` then closes one.
+//! `arbiters` says which agents to ask about a session.
 
-use std::{sync::Arc, time::Duration};
+use std::{collections::HashSet, sync::Arc, time::Duration};
 
+use parking_lot::Mutex;
 use proto::placement_claim::{ClaimRequest, PlacementClaim};
-use tonic::async_trait;
+use tokio::time::timeout;
 
-use super::{
-    arbiters::arbiters,
-    store::{ClaimStore, Error},
-};
-use crate::{
-    claims::metrics::{Metrics, StoreKind, StoreResult},
-    fleet::{control::ControlClients, view::View},
-};
+use super::store::Error;
+use crate::fleet::{control::ControlClients, snapshot::Snapshot};
 
 /// Asks agents for claims.
 #[derive(Debug)]
 pub(super) struct AgentStore {
-    pub(super) view: Arc<View>,
-    pub(super) control_clients: Arc<ControlClients>,
-    /// How long one agent may take.
-    pub(super) deadline: Duration,
-    pub(super) metrics: Metrics,
+    control_clients: Arc<ControlClients>,
+    /// The ids of the agents that did not answer their last question.
+    suspects: Mutex<HashSet<String>>,
 }
 
-#[async_trait]
-impl ClaimStore for AgentStore {
-    async fn claim(&self, request: ClaimRequest) -> Result<PlacementClaim, Error> {
-        let view = self.view.load();
-        let mut last_error = Error::NoArbiter;
-        for agent in arbiters(request.key, &view) {
-            let answer = async { self.control_clients.get(agent)?.claim(request.clone()).await };
-            last_error = match tokio::time::timeout(self.deadline, answer).await {
-                Ok(Ok(claim)) => return Ok(claim),
-                Ok(Err(status)) => Error::Failed(status.message().to_owned()),
-                Err(_) => Error::Late(self.deadline),
-            };
-            let agent = view.agents[agent].name();
-            tracing::debug!(agent, error = %last_error, "an arbiter gave no claim");
-            self.metrics.count(StoreKind::Agents, StoreResult::NextArbiter);
+impl AgentStore {
+    pub(super) fn new(control_clients: Arc<ControlClients>) -> Self {
+        Self { control_clients, suspects: Mutex::default() }
+    }
+
+    /// Whether an agent answered the last question.
+    pub(super) fn is_trusted(&self, agent_id: &str) -> bool {
+        !self.suspects.lock().contains(agent_id)
+    }
+
+    /// Remembers whether an agent answered. Agents that left the fleet are forgotten.
+    pub(super) fn record(&self, agent_id: &str, has_answered: bool, view: &Snapshot) {
+        let mut suspects = self.suspects.lock();
+        if has_answered {
+            suspects.remove(agent_id);
+        } else if suspects.insert(agent_id.to_owned()) {
+            suspects.retain(|id| view.agents.iter().any(|agent| agent.name() == id));
         }
-        Err(last_error)
+    }
+
+    /// Asks the agent in a slot.
+    ///
+    /// # Errors
+    /// If it gives no claim in this time. It may have recorded the claim all the same.
+    pub(super) async fn claim(
+        &self,
+        agent: usize,
+        request: ClaimRequest,
+        time_max: Duration,
+    ) -> Result<PlacementClaim, Error> {
+        let answer = async { self.control_clients.get(agent)?.claim(request).await };
+        match timeout(time_max, answer).await {
+            Ok(Ok(claim)) => Ok(claim),
+            Ok(Err(status)) => Err(Error::Failed(status.message().to_owned())),
+            Err(_) => Err(Error::Late(time_max)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fleet::testing::{fleet, start};
+
+    #[test]
+    fn an_agent_is_suspected_until_it_answers_or_leaves() {
+        let agents = AgentStore::new(Arc::default());
+        let view = fleet(&[(0, 0), (0, 0)], start()).snapshot();
+        agents.record("a0", false, &view);
+        assert!(!agents.is_trusted("a0") && agents.is_trusted("a1"));
+        agents.record("a0", true, &view);
+        assert!(agents.is_trusted("a0"));
+        agents.record("gone", false, &view);
+        agents.record("a1", false, &view);
+        assert_eq!(agents.suspects.lock().len(), 1, "the one that is gone is forgotten");
     }
 }

@@ -10,9 +10,8 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use crate::fleet::{membership::Phase, snapshot::Snapshot};
 
-/// How many agents are asked at most: the arbiter, and two more if it is gone or slow. Each costs a
-/// turn up to the deadline, and three agents of a fleet are hardly gone at once.
-pub(super) const ARBITERS_MAX: usize = 3;
+/// How many agents are asked at most. Two have to answer, and two more hardly fail at once.
+pub(super) const ARBITERS_MAX: usize = 4;
 
 /// Returns the indexes of the agents to ask about a session, best first.
 pub(super) fn arbiters(key: ClaimKey, view: &Snapshot) -> Vec<usize> {

@@ -30,14 +30,15 @@ pub(super) enum Change {
 }
 
 impl Breaker {
-    /// Whether a call may ask the store now. If the breaker is open, one call per pause may.
-    pub(super) fn try_pass(&mut self, now: Instant) -> bool {
+    /// Returns whether the store is trusted to answer: it did the last time. `None` if it must not
+    /// be asked now. If the breaker is open, one call per pause may ask.
+    pub(super) fn try_pass(&mut self, now: Instant) -> Option<bool> {
         match self.retry_at {
-            None => true,
-            Some(retry_at) if now < retry_at => false,
+            None => Some(self.failures == 0),
+            Some(retry_at) if now < retry_at => None,
             Some(_) => {
                 self.retry_at = Some(now + PAUSE);
-                true
+                Some(false)
             }
         }
     }
@@ -66,19 +67,19 @@ mod tests {
     fn a_store_that_fails_is_asked_once_per_pause_until_it_answers() {
         let (mut breaker, now) = (Breaker::default(), start());
         for failure in 1..=FAILURES_MAX {
-            assert!(breaker.try_pass(now));
+            assert_eq!(breaker.try_pass(now), Some(failure == 1), "trusted until it fails");
             let change = breaker.record(false, now);
             assert_eq!(change, (failure == FAILURES_MAX).then_some(Change::Opened));
         }
-        assert!(!breaker.try_pass(now));
+        assert_eq!(breaker.try_pass(now), None);
         let later = now + PAUSE;
-        assert!(breaker.try_pass(later) && !breaker.try_pass(later), "one tries");
+        assert_eq!((breaker.try_pass(later), breaker.try_pass(later)), (Some(false), None));
         assert_eq!(breaker.record(false, later), None, "told once");
-        assert!(!breaker.try_pass(later));
+        assert_eq!(breaker.try_pass(later), None);
         let much_later = later + PAUSE;
-        assert!(breaker.try_pass(much_later));
+        assert_eq!(breaker.try_pass(much_later), Some(false));
         assert_eq!(breaker.record(true, much_later), Some(Change::Closed));
-        assert!(breaker.try_pass(much_later));
+        assert_eq!(breaker.try_pass(much_later), Some(true));
     }
 
     #[test]
@@ -88,6 +89,6 @@ mod tests {
             assert_eq!(breaker.record(false, now), None);
             assert_eq!(breaker.record(true, now), None);
         }
-        assert!(breaker.try_pass(now));
+        assert_eq!(breaker.try_pass(now), Some(true));
     }
 }

@@ -56,7 +56,6 @@ const KEEPALIVE: Duration = Duration::from_secs(2);
 pub(super) struct EtcdStore {
     /// What the keys begin with.
     prefix: String,
-    deadline: Duration,
     current: Arc<Current<Leased>>,
 }
 
@@ -94,7 +93,7 @@ impl EtcdStore {
         let urls = settings.urls.clone();
         let keep = keep_connected(maker, Arc::clone(&current), urls, ttl / 2);
         spawn_until_stopped(tasks, keep);
-        Ok(Self { prefix: settings.prefix.clone(), deadline: settings.deadline(), current })
+        Ok(Self { prefix: settings.prefix.clone(), current })
     }
 
     async fn call(&self, request: ClaimRequest) -> Result<PlacementClaim, Error> {
@@ -118,9 +117,13 @@ impl EtcdStore {
 
 #[async_trait]
 impl ClaimStore for EtcdStore {
-    async fn claim(&self, request: ClaimRequest) -> Result<PlacementClaim, Error> {
-        let claim = tokio::time::timeout(self.deadline, self.call(request)).await;
-        let claim = claim.unwrap_or(Err(Error::Late(self.deadline)));
+    async fn claim(
+        &self,
+        request: ClaimRequest,
+        time_max: Duration,
+    ) -> Result<PlacementClaim, Error> {
+        let claim = tokio::time::timeout(time_max, self.call(request)).await;
+        let claim = claim.unwrap_or(Err(Error::Late(time_max)));
         if claim.is_err() {
             self.current.report_failure();
         }

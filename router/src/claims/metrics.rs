@@ -7,6 +7,7 @@ use prometheus_client::{
     metrics::{counter::Counter, family::Family, histogram::Histogram},
     registry::{Registry, Unit},
 };
+use service::histogram;
 
 /// Where a claim was asked for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -35,12 +36,10 @@ pub(super) enum StoreResult {
     Granted,
     /// Another router's claim holds.
     Held,
-    /// The store failed or was late.
+    /// The store or the agent failed or was late, and the next place is asked.
     Failed,
     /// The store was not asked, because it has failed several times.
     Skipped,
-    /// An agent failed or was late, and the next one is asked.
-    NextArbiter,
 }
 
 impl StoreResult {
@@ -50,7 +49,6 @@ impl StoreResult {
             Self::Held => "held",
             Self::Failed => "failed",
             Self::Skipped => "skipped",
-            Self::NextArbiter => "next_arbiter",
         }
     }
 }
@@ -78,7 +76,7 @@ impl Metrics {
         let metrics = Self {
             claims: Family::default(),
             // An arbiter in the same network answers in a millisecond; the deadline is 20 ms.
-            seconds: Histogram::new([
+            seconds: histogram::create([
                 0.000_5, 0.001, 0.002_5, 0.005, 0.01, 0.02, 0.04, 0.06, 0.1, 1.0,
             ]),
             unclaimed: Counter::default(),

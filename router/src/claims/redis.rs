@@ -59,7 +59,6 @@ pub(super) struct RedisStore {
     script: Script,
     /// What the keys begin with.
     prefix: String,
-    deadline: Duration,
 }
 
 /// Makes connections. Claims share one, which passes on their commands side by side.
@@ -101,8 +100,7 @@ impl RedisStore {
         let maker = RedisConnect { connector, info, tasks: tasks.clone() };
         let keep = keep_connected(maker, Arc::clone(&current), vec![address], AGE_MAX);
         spawn_until_stopped(tasks, keep);
-        let (prefix, deadline) = (settings.prefix.clone(), settings.deadline());
-        Ok(Self { current, script: Script::new(SCRIPT), prefix, deadline })
+        Ok(Self { current, script: Script::new(SCRIPT), prefix: settings.prefix.clone() })
     }
 
     async fn call(&self, request: ClaimRequest) -> Result<PlacementClaim, Error> {
@@ -120,9 +118,13 @@ impl RedisStore {
 
 #[async_trait]
 impl ClaimStore for RedisStore {
-    async fn claim(&self, request: ClaimRequest) -> Result<PlacementClaim, Error> {
-        let claim = tokio::time::timeout(self.deadline, self.call(request)).await;
-        let claim = claim.unwrap_or(Err(Error::Late(self.deadline)));
+    async fn claim(
+        &self,
+        request: ClaimRequest,
+        time_max: Duration,
+    ) -> Result<PlacementClaim, Error> {
+        let claim = tokio::time::timeout(time_max, self.call(request)).await;
+        let claim = claim.unwrap_or(Err(Error::Late(time_max)));
         if claim.is_err() {
             self.current.report_failure();
         }

@@ -35,20 +35,21 @@ pub(crate) enum Error {
     /// The store holds as many claims as it may.
     #[error(transparent)]
     Full(#[from] placement_claim::Error),
-    /// No agent can be asked.
-    #[error("no agent that holds claims can be reached")]
-    NoArbiter,
 }
 
 /// A place that holds claims. Several routers may ask it at once.
 #[async_trait]
 pub(crate) trait ClaimStore: fmt::Debug + Send + Sync {
     /// Makes, renews or replaces a claim, or returns the one that holds: one atomic step, with the
-    /// meaning of [`ClaimTable::claim`]. Answers within the store's deadline.
+    /// meaning of [`ClaimTable::claim`]. Answers within `time_max`.
     ///
     /// # Errors
     /// If the store gave no claim. It may have recorded the claim all the same.
-    async fn claim(&self, request: ClaimRequest) -> Result<PlacementClaim, Error>;
+    async fn claim(
+        &self,
+        request: ClaimRequest,
+        time_max: Duration,
+    ) -> Result<PlacementClaim, Error>;
 }
 
 /// Claims in this process, for a fleet with one router.
@@ -57,7 +58,7 @@ pub(super) struct MemoryStore(pub(super) Mutex<ClaimTable>);
 
 #[async_trait]
 impl ClaimStore for MemoryStore {
-    async fn claim(&self, request: ClaimRequest) -> Result<PlacementClaim, Error> {
+    async fn claim(&self, request: ClaimRequest, _: Duration) -> Result<PlacementClaim, Error> {
         Ok(self.0.lock().claim(request, now())?)
     }
 }

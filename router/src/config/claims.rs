@@ -15,9 +15,12 @@ use service::tls::client::ClientFiles;
 
 use super::access::path_if_set;
 
-/// The default deadline of one store or agent. In one network a claim takes a millisecond; a first
-/// turn computes its whole prompt, so that it hardly notices 20 ms.
+/// The default time for a place that did not answer its last question. In one network a claim takes
+/// a millisecond; a first turn computes its whole prompt, so that it hardly notices 20 ms.
 pub const DEADLINE_MS: u64 = 20;
+/// The default time for a place that answered its last question. A long prompt that is computed on
+/// two workers takes seconds of a GPU, so a first turn had better wait for a place that is busy.
+pub const PATIENCE_MS: u64 = 500;
 /// The default life of a claim. It must cover the time from a session's placement until its agent
 /// has reported it, which is milliseconds after the turn has reached the agent. Turns may wait for
 /// seconds before that, while their prompts are computed in stages.
@@ -49,8 +52,11 @@ pub enum StoreName {
 pub struct ClaimsTable {
     /// Where claims are held. All routers of a fleet must have the same setting.
     pub store: StoreName,
-    /// How long the store, and each agent, may take for a claim. Then the next is asked.
+    /// How long the store or an agent that did not answer its last question may take for a claim.
+    /// Then the next is asked.
     pub deadline_ms: u64,
+    /// How long the store or an agent that answered its last question may take.
+    pub patience_ms: u64,
     /// How long a claim holds, unless it is renewed.
     pub ttl_ms: u64,
     /// Where the store is: one URL of Redis (`redis://host:6379/0`, `rediss://` with TLS), or those
@@ -75,6 +81,7 @@ impl Default for ClaimsTable {
         Self {
             store: StoreName::default(),
             deadline_ms: DEADLINE_MS,
+            patience_ms: PATIENCE_MS,
             ttl_ms: TTL_MS,
             urls: vec![],
             prefix: "berth".to_owned(),
@@ -92,9 +99,11 @@ impl ClaimsTable {
     #[must_use]
     pub fn problems(&self) -> Vec<String> {
         let mut problems = vec![];
-        // A turn waits for at most four deadlines: the store's, and those of three agents.
         if !(1..=10_000).contains(&self.deadline_ms) {
             problems.push("claims.deadline_ms: must be 1 to 10000 ms".to_owned());
+        }
+        if !(self.deadline_ms..=10_000).contains(&self.patience_ms) {
+            problems.push("claims.patience_ms: must be claims.deadline_ms to 10000 ms".to_owned());
         }
         let ttl_ms_max = u64::try_from(TTL_MAX.as_millis()).unwrap_or(u64::MAX);
         if !(1_000..=ttl_ms_max).contains(&self.ttl_ms) {
@@ -165,7 +174,12 @@ impl ClaimsTable {
         path.map(|path| Ok(fs::read_to_string(path)?.trim_end().to_owned())).transpose()
     }
 
-    /// Returns how long the store, and each agent, may take.
+    /// Returns how long a place that answered its last question may take.
+    pub(crate) fn patience(&self) -> Duration {
+        Duration::from_millis(self.patience_ms)
+    }
+
+    /// Returns how long a place that did not may take.
     pub(crate) fn deadline(&self) -> Duration {
         Duration::from_millis(self.deadline_ms)
     }
@@ -207,6 +221,7 @@ mod tests {
             ClaimsTable { cert: "/c".into(), ..table(StoreName::Etcd, &["http://a:2379"]) },
             ClaimsTable { prefix: String::new(), ..table(StoreName::Etcd, &["http://a:2379"]) },
             ClaimsTable { deadline_ms: 0, ..ClaimsTable::default() },
+            ClaimsTable { patience_ms: 19, ..ClaimsTable::default() },
             ClaimsTable { ttl_ms: 999, ..ClaimsTable::default() },
         ];
         for table in wrong {

@@ -16,7 +16,7 @@ use std::{
         Arc,
         atomic::{AtomicU64, Ordering},
     },
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use bytes::Bytes;
@@ -70,6 +70,9 @@ pub(crate) struct PlacedTurn {
     pub(super) resident_tokens: Option<u64>,
     /// Prompt tokens that placement expects the worker that computes the prompt to compute.
     pub(super) uncached_tokens_expected: Option<u64>,
+    /// Time to the first byte of the answer that placement expects, if it compared workers by the
+    /// prompt.
+    pub(super) ttft_expected: Option<Duration>,
     /// What to ask other routers before the turn is sent.
     wish: Option<Wish>,
     /// The half of the turn that computes the prompt. `None` if the worker runs the whole turn.
@@ -405,6 +408,7 @@ impl Placer {
             Some(prefill) => prefill.uncached_tokens,
             None => placement.uncached_tokens,
         };
+        let ttft_expected = placement.ttft_expected();
         let record = PlacementRecord { turn: turn_id, placed_at: now(), session, placement };
         self.recent_placements.lock().add(record);
         PlacedTurn {
@@ -422,6 +426,7 @@ impl Placer {
             blocks: None,
             resident_tokens: None,
             uncached_tokens_expected,
+            ttft_expected,
             wish: None,
             prefill,
             keeps_kv: facts.description.engine.transfer.as_ref().is_none_or(|it| it.decode_cache),

@@ -1,0 +1,176 @@
+//! Agrees with other routers on a session's worker: at the first two places that answer.
+//!
+//! All routers ask about one session in the same order of places. A router claims at the first that
+//! answers, then claims what holds there at the second, and the second's answer is the result. So
+//! two routers agree as long as their questions meet at one place:
+//!
+//! - If all places answer, both claim at the same two.
+//! - If one router can't reach the first place, its two are the second and the third. It meets the
+//!   other router at the second, whose claim holds for both.
+//! - If a place is lost with its claims, the next one has them too.
+//!
+//! Only if two places fail at the same time may a session begin on two workers. Routers whose lists
+//! of agents differ by one are in the same position as those that can't reach one place.
+
+use std::{
+    fmt,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use proto::{
+    id::WorkerId,
+    placement_claim::{ClaimKey, ClaimRequest, PlacementClaim},
+};
+use service::clock::now;
+use tonic::async_trait;
+
+use super::Wish;
+use crate::fleet::{snapshot::Snapshot, worker::WorkerRef};
+
+/// How often one place is asked at most, where each answer names a worker that the session leaves
+/// or that can't take it. Each time, another router was faster.
+const TRIES_MAX: usize = 3;
+
+/// A place that holds claims.
+#[async_trait]
+pub(super) trait ClaimPlace: fmt::Debug + Send + Sync {
+    /// Makes, renews or replaces a claim, or returns the one that holds. `None` if the place gave
+    /// no claim in time. It may have recorded the claim all the same.
+    async fn ask(&self, request: ClaimRequest) -> Option<PlacementClaim>;
+}
+
+/// The places to ask about one session.
+#[derive(Debug)]
+pub(super) struct Agreement<'a> {
+    /// In the order in which every router asks them.
+    pub(super) places: &'a [Box<dyn ClaimPlace + 'a>],
+    /// How many of them have to answer.
+    pub(super) needed: usize,
+    /// How long a claim lives.
+    pub(super) ttl: Duration,
+}
+
+/// What routers agree on.
+#[derive(Debug)]
+pub(super) struct Agreed {
+    pub(super) worker: WorkerRef,
+    /// The claim's generation at the first place that answered.
+    pub(super) generation: u64,
+    /// The snapshot in which the worker was found.
+    pub(super) view: Arc<Snapshot>,
+}
+
+impl Agreement<'_> {
+    /// Claims the worker of a wish, or learns which one another router has claimed. `None` if no
+    /// place gives a claim.
+    pub(super) async fn settle(
+        &self,
+        wish: &Wish,
+        view: impl Fn() -> Arc<Snapshot>,
+    ) -> Option<Agreed> {
+        let mut agreed: Option<Agreed> = None;
+        let mut answers = 0;
+        for place in self.places {
+            // A later place is asked for what holds at the earlier one.
+            let wanted = agreed.as_ref().map_or(wish.wanted, |agreed| agreed.worker);
+            let Some(next) = self.settle_at(&**place, wish, wanted, &view).await else { continue };
+            let first_generation = agreed.map(|agreed| agreed.generation);
+            let generation = first_generation.unwrap_or(next.generation);
+            agreed = Some(Agreed { generation, ..next });
+            answers += 1;
+            if answers == self.needed {
+                break;
+            }
+        }
+        agreed
+    }
+
+    /// Asks one place until its claim names a worker that can take the session.
+    async fn settle_at(
+        &self,
+        place: &dyn ClaimPlace,
+        wish: &Wish,
+        wanted: WorkerRef,
+        view: impl Fn() -> Arc<Snapshot>,
+    ) -> Option<Agreed> {
+        let key = (&wish.key).into();
+        let mut expected = wish.generation;
+        for _ in 0..TRIES_MAX {
+            let wanted_id = view().worker_id(wanted)?;
+            let request = ClaimRequest { key, wanted: wanted_id, expected, ttl: self.ttl };
+            let claim = place.ask(request).await?;
+            let view = view();
+            match judge(&claim, wanted, wish.leaves, &view, now()) {
+                Verdict::Holds(worker) => {
+                    return Some(Agreed { worker, generation: claim.generation, view });
+                }
+                Verdict::Replace => expected = Some(claim.generation),
+            }
+        }
+        None
+    }
+
+    /// Extends the life of the claims on a worker. Returns the generation at the first place that
+    /// answered. `None` if it names another worker, or if no place gives a claim.
+    pub(super) async fn renew(
+        &self,
+        key: ClaimKey,
+        wanted: WorkerId,
+        generation: u64,
+    ) -> Option<u64> {
+        let (mut first_generation, mut answers) = (None, 0);
+        for place in self.places {
+            let ask = async |generation| {
+                let (wanted, expected) = (wanted.clone(), Some(generation));
+                place.ask(ClaimRequest { key, wanted, expected, ttl: self.ttl }).await
+            };
+            let Some(mut claim) = ask(generation).await else { continue };
+            if !claim.is_granted && claim.worker == wanted {
+                // The generations of the places differ.
+                claim = ask(claim.generation).await?;
+            }
+            if !claim.is_granted && first_generation.is_none() {
+                return None;
+            }
+            first_generation.get_or_insert(claim.generation);
+            answers += 1;
+            if answers == self.needed {
+                break;
+            }
+        }
+        first_generation
+    }
+}
+
+/// What to do with the claim that holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Verdict {
+    /// The session's turns go to this worker.
+    Holds(WorkerRef),
+    /// The claim names a worker that the session leaves or that can't take it.
+    Replace,
+}
+
+/// Judges the claim that holds after a request for `wanted`. Pure.
+fn judge(
+    claim: &PlacementClaim,
+    wanted: WorkerRef,
+    leaves: Option<WorkerRef>,
+    view: &Snapshot,
+    now: Instant,
+) -> Verdict {
+    let Some(worker) = view.worker_named(&claim.worker) else { return Verdict::Replace };
+    let is_left = leaves.is_some_and(|leaves| leaves.agent == worker.agent);
+    if claim.is_granted || worker.agent == wanted.agent {
+        // The router may have chosen another rank, and the agent keeps a session's rank.
+        return Verdict::Holds(if claim.is_granted { wanted } else { worker });
+    }
+    if is_left || !view.state(worker, now).is_usable() {
+        return Verdict::Replace;
+    }
+    Verdict::Holds(worker)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,113 @@
+//! What turns notice of claims: they share one, follow it, and go on without one.
+
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+
+use prometheus_client::registry::Registry;
+use proto::placement_claim::{ClaimRequest, PlacementClaim};
+use tokio::sync::Semaphore;
+use tonic::async_trait;
+
+use super::*;
+use crate::{
+    claims::store::Error,
+    fleet::testing::{fleet, start},
+};
+
+/// A store that counts questions, and answers each when it is told to.
+#[derive(Debug)]
+struct Slow {
+    table: MemoryStore,
+    asked: AtomicU32,
+    answers: Semaphore,
+}
+
+#[async_trait]
+impl ClaimStore for Arc<Slow> {
+    async fn claim(
+        &self,
+        request: ClaimRequest,
+        time_max: Duration,
+    ) -> Result<PlacementClaim, Error> {
+        self.asked.fetch_add(1, Relaxed);
+        let answer = tokio::time::timeout(time_max, self.answers.acquire()).await;
+        answer.map_err(|_| Error::Late(time_max))?.expect("it is open").forget();
+        self.table.claim(request, time_max).await
+    }
+}
+
+/// Returns the store, and what asks it for claims in a fleet of three agents.
+fn claims(settings: &ClaimsTable) -> (Arc<Slow>, Arc<Claims>) {
+    let table = MemoryStore(Mutex::new(ClaimTable::new(CLAIMS_MAX, 1)));
+    let slow = Arc::new(Slow { table, asked: AtomicU32::new(0), answers: Semaphore::new(0) });
+    let guarded = Guarded::new(StoreKind::Memory, Box::new(Arc::clone(&slow)));
+    let metrics = Metrics::new(&mut Registry::default());
+    let store = OpenStore { store: Some(guarded), metrics };
+    let view = Arc::new(View::new(fleet(&[(0, 0); 3], start()).snapshot()));
+    let claims = Claims::new(settings, store, view, Arc::default(), Tasks::default());
+    (slow, Arc::new(claims))
+}
+
+fn wish(session: &str, wanted: usize) -> Wish {
+    let key = SessionKey::new("p", session).unwrap();
+    let wanted = WorkerRef { agent: wanted, dp_rank: 0 };
+    Wish { key, wanted, leaves: None, generation: None }
+}
+
+/// Runs until all other tasks wait.
+async fn settle_down() {
+    tokio::time::sleep(Duration::from_millis(1)).await;
+}
+
+#[tokio::test(start_paused = true)]
+#[expect(clippy::disallowed_methods, reason = "a turn of a test may be given up")]
+async fn turns_of_one_session_share_a_claim_and_those_of_others_do_not_wait_for_it() {
+    let (slow, claims) = claims(&ClaimsTable::default());
+    let settle = |session: &str, wanted| {
+        let (claims, wish) = (Arc::clone(&claims), wish(session, wanted));
+        tokio::spawn(async move { claims.settle(wish).await })
+    };
+    let [first, second, other] = [settle("s", 0), settle("s", 1), settle("t", 2)];
+    settle_down().await;
+    assert_eq!(slow.asked.load(Relaxed), 2, "one for each session");
+    // The turn that began the claim goes away; the claim goes on for the other.
+    first.abort();
+    slow.answers.add_permits(2);
+    let (second, other) = (second.await.unwrap(), other.await.unwrap());
+    assert_eq!((second.worker.agent, other.worker.agent), (0, 2));
+    assert!(second.generation.is_some());
+    settle_down().await;
+    assert!(claims.flights.lock().is_empty(), "nothing stays behind");
+    slow.answers.add_permits(1);
+    assert_eq!(settle("s", 1).await.unwrap().worker.agent, 0, "the claim holds");
+    assert_eq!(slow.asked.load(Relaxed), 3, "a later turn asks again");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_store_without_an_answer_costs_patience_once_and_then_little() {
+    let settings = ClaimsTable { deadline_ms: 20, patience_ms: 500, ..ClaimsTable::default() };
+    let (_slow, claims) = claims(&settings);
+    for expected_ms in [500, 20, 20, 0, 0] {
+        let began = tokio::time::Instant::now();
+        let settled = claims.settle(wish("s", 1)).await;
+        assert_eq!((settled.worker.agent, settled.generation), (1, None), "it goes on");
+        let waited_ms = began.elapsed().as_millis();
+        assert!((expected_ms..expected_ms + 5).contains(&waited_ms), "{waited_ms} ms");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_renewal_says_until_when_the_claim_lives_and_ends_when_the_session_has_moved() {
+    let (slow, claims) = claims(&ClaimsTable { ttl_ms: 1000, ..ClaimsTable::default() });
+    slow.answers.add_permits(100);
+    let first = claims.settle(wish("s", 0)).await;
+    let generation = first.generation.unwrap();
+    let key = SessionKey::new("p", "s").unwrap();
+    let before = now();
+    let (renewed, valid_until) = claims.renew(&key, first.worker, generation).await.unwrap();
+    assert_eq!(renewed, generation);
+    let life = Duration::from_millis(1000);
+    assert!(valid_until >= before + life && valid_until <= now() + life);
+    let moves = Wish { leaves: Some(first.worker), ..wish("s", 1) };
+    assert_eq!(claims.settle(moves).await.worker.agent, 1);
+    assert_eq!(claims.renew(&key, first.worker, generation).await, None);
+}
