@@ -555,7 +555,7 @@ async fn tokens_of_foreign_sessions_count_as_pinned() {
     cluster.web.post(&engine("/generate"), &[], &first).await.unwrap();
     let metrics = || cluster.agent_metrics();
     eventually("the foreign tokens", || async {
-        let line = "berth_agent_rank_load{dp_rank=\"0\",figure=\"foreign_tokens\"} 912";
+        let line = "berth_agent_foreign_tokens{dp_rank=\"0\"} 912";
         metrics().await.contains(line).then_some(())
     })
     .await;
@@ -564,10 +564,41 @@ async fn tokens_of_foreign_sessions_count_as_pinned() {
 }
 
 #[tokio::test]
+async fn sessions_are_counted_by_retention_and_state_while_they_live_and_when_they_end() {
+    let cluster = start(|_| {}).await;
+    let first = generate(&cluster, Some(&pinned("s")), &turn("hello", 1)).await;
+    assert_eq!(first.status, StatusCode::OK, "{}", first.text());
+    let has = |line: &'static str| {
+        let cluster = &cluster;
+        eventually(line, move || async move {
+            cluster.agent_metrics().await.contains(&format!("{line}\n")).then_some(())
+        })
+    };
+    has("berth_agent_sessions{dp_rank=\"0\",retention=\"pinned\",state=\"idle\"} 1").await;
+    has("berth_agent_sessions_begun_total{retention=\"pinned\"} 1").await;
+    has("berth_agent_sessions_open{dp_rank=\"0\"} 1").await;
+    let text = cluster.agent_metrics().await;
+    assert!(!text.contains("berth_agent_sessions_ended_total{"), "{text}");
+    assert!(text.contains("berth_agent_queue_seconds_count 1\n"), "{text}");
+    let figure = |name: &str| -> f64 {
+        let line = format!("berth_agent_{name}{{dp_rank=\"0\"}} ");
+        text.lines().find_map(|shown| shown.strip_prefix(&line)).expect(name).parse().unwrap()
+    };
+    let (budget, pool) = (figure("pin_budget_tokens"), figure("pool_total_tokens"));
+    assert!((budget - 0.7 * pool).abs() <= 1.0, "{budget} of {pool}");
+    assert!(figure("pinned_tokens") > 0.0, "{text}");
+    let mut closing = delta("s");
+    closing["close"] = true.into();
+    assert_eq!(generate(&cluster, Some(&closing), &turn(" you", 1)).await.status, StatusCode::OK);
+    has("berth_agent_sessions_ended_total{retention=\"pinned\"} 1").await;
+    has("berth_agent_sessions{dp_rank=\"0\",retention=\"pinned\",state=\"idle\"} 0").await;
+}
+
+#[tokio::test]
 async fn the_prefill_speed_is_measured() {
     let cluster = start(|_| {}).await;
     let figure = |text: &str, name: &str| -> Option<u64> {
-        let line = format!("berth_agent_rank_load{{dp_rank=\"0\",figure=\"{name}\"}} ");
+        let line = format!("berth_agent_{name}{{dp_rank=\"0\"}} ");
         text.lines().find_map(|shown| shown.strip_prefix(&line))?.parse().ok()
     };
     let prompts = std::cell::Cell::new(b'a');
@@ -575,7 +606,7 @@ async fn the_prefill_speed_is_measured() {
         let byte = char::from(prompts.replace(prompts.get() % b'z' + 1));
         generate(&cluster, None, &turn(&byte.to_string().repeat(900), 1)).await;
         let text = cluster.agent_metrics().await;
-        figure(&text, "prefill_tokens_per_s").zip(figure(&text, "prefill_backlog_tokens"))
+        figure(&text, "prefill_rate_tokens_per_second").zip(figure(&text, "prefill_backlog_tokens"))
     })
     .await;
     // The simulator computes one token in 10 us.
@@ -664,5 +695,5 @@ async fn a_client_that_pins_all_that_it_can_leaves_rows_to_others_and_takes_no_m
     cluster.slow_down(0.0).await;
     drop(streams);
     let shares = cluster.agent_metrics().await;
-    assert!(shares.contains("berth_agent_shares{figure=\"pinned_rows_max\"} 16"), "{shares}");
+    assert!(shares.contains("berth_agent_principal_pinned_rows_max 16"), "{shares}");
 }

@@ -142,7 +142,7 @@ async fn a_turn_that_waits_while_its_engine_ends_is_refused_and_may_be_sent_agai
     let headers = [("x-berth-session", session.as_str())];
     let mut second = std::pin::pin!(cluster.post("/generate", &headers, &body));
     let waiting = eventually("a waiting turn", || async {
-        let line = "berth_agent_rank_load{dp_rank=\"0\",figure=\"turns_queued\"} 1\n";
+        let line = "berth_agent_turns_queued{dp_rank=\"0\"} 1\n";
         cluster.agent_metrics().await.contains(line).then_some(())
     });
     tokio::select! {

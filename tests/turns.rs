@@ -218,7 +218,7 @@ async fn a_turn_that_waits_for_room_ends_at_once() {
     let named = vec![ALICE, ("x-request-id", "c")];
     spawn(&mut turns, &cluster, "chat", ("/v1/chat/completions", named, chat));
     eventually("two that wait", || async {
-        let line = "berth_agent_rank_load{dp_rank=\"0\",figure=\"turns_queued\"} 2\n";
+        let line = "berth_agent_turns_queued{dp_rank=\"0\"} 2\n";
         cluster.agent_metrics().await.contains(line).then_some(())
     })
     .await;

@@ -465,6 +465,21 @@ impl Retention {
     }
 }
 
+impl SessionState {
+    /// Returns the name used in JSON and metrics.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Opening => "opening",
+            Self::Idle => "idle",
+            Self::Running => "running",
+            Self::Closing => "closing",
+            Self::Lost => "lost",
+            Self::Demoted => "demoted",
+        }
+    }
+}
+
 impl PromptRole {
     /// Returns the name used in JSON and metrics.
     #[must_use]

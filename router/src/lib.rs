@@ -48,11 +48,13 @@ use service::{
         keys::KeySet,
     },
     descriptors::{self, DescriptorPlan},
+    process_metrics,
     reload::{self, Reloaded},
     router_token::Tokens,
     running_turns::RunningTurns,
     server::{self, PortLimits},
     settings::{self, Problems},
+    supervisor::{self, Watchdog},
     tasks::Tasks,
     tls::server::ServerTls,
 };
@@ -127,6 +129,9 @@ pub enum Error {
     /// The admin port can't be served, or the address of a port can't be read.
     #[error("the admin port can't be served")]
     Admin(#[source] std::io::Error),
+    /// The thread that tells systemd that the router lives can't be created.
+    #[error("the thread for systemd's watchdog can't be created")]
+    Watchdog(#[source] std::io::Error),
     /// The keys of tokens can't be followed.
     #[error(transparent)]
     Tokens(#[from] jwks::Error),
@@ -148,33 +153,34 @@ pub async fn run(mut config: Config, listeners: Listeners, tasks: Tasks) -> Resu
     if !problems.is_empty() {
         return Err(Error::Settings(Problems(problems)));
     }
-    let mut registry = Registry::with_prefix("berth_router");
-    let file_metrics = reload::Metrics::new(&mut registry);
+    let mut root = Registry::default();
+    let registry = process_metrics::register(&mut root, "berth_router", env!("CARGO_PKG_VERSION"));
+    let file_metrics = reload::Metrics::new(registry);
     let (tls, credentials) = start_access(&config, &file_metrics, &tasks)?;
     let state = State::new(&config);
     let view = Arc::new(View::new(state.snapshot()));
-    let (metrics, port_metrics) =
-        (Metrics::new(&mut registry), server::Metrics::new(&mut registry));
-    let claim_store = open_claim_store(&config, &mut registry, &file_metrics, &tasks)?;
-    let source_metrics = discovery::Metrics::new(&mut registry);
+    let (metrics, port_metrics) = (Metrics::new(registry), server::Metrics::new(registry));
+    let claim_store = open_claim_store(&config, registry, &file_metrics, &tasks)?;
+    let source_metrics = discovery::Metrics::new(registry);
     let descriptors = DescriptorPlan::new(descriptors::raise_limit(), server::DESCRIPTORS_RESERVED);
     fit_limits(&mut config.limits, &descriptors);
     let shares = Shares::new(pool_sizes(&config.limits));
     registry.register_collector(Box::new(SharesCollector(Arc::clone(&shares))));
     let kv_index = Arc::new(KvIndex::new(config.limits.overlap_bytes_max));
-    register_collectors(&mut registry, &view, &kv_index);
+    register_collectors(registry, &view, &kv_index);
     let (data_ip, admin_ip) = port_ips(&listeners).map_err(Error::Admin)?;
     let keys = follow_keys(&config, &file_metrics, &tasks)?;
-    let tokens = follow_tokens(&config, &mut registry, &file_metrics, &tasks)?;
+    let tokens = follow_tokens(&config, registry, &file_metrics, &tasks)?;
     let auth = Authenticator::new(keys.clone(), tokens, data_ip);
     log_auth(&config, data_ip);
     let (ready_sender, ready) = watch::channel(Err("starting".to_owned()));
     let (updates, mailbox) = mpsc::channel(view::MAILBOX_UPDATES_MAX);
     let (news_sender, news) = mpsc::channel(SOURCE_NEWS_MAX);
     let announcements = discovery::start(&config, &news_sender, &source_metrics, &tasks);
+    let watchdog = Watchdog::start().map_err(Error::Watchdog)?;
     tasks.spawn_essential(
         "view",
-        view::run(state, mailbox, news, Arc::clone(&view), ready_sender, tasks.clone()),
+        view::run(state, mailbox, news, Arc::clone(&view), ready_sender, watchdog, tasks.clone()),
     );
     let idle_connections_max = descriptors.fleet;
     let parts = FleetParts {
@@ -190,7 +196,7 @@ pub async fn run(mut config: Config, listeners: Listeners, tasks: Tasks) -> Resu
     };
     let shared = start_fleet(&config, parts, auth, &tasks);
     let admin_data = AdminData {
-        registry: Arc::new(registry),
+        registry: Arc::new(root),
         ready,
         config: settings::to_toml(&config),
         gate: Gate::new(keys, config.auth.metrics_auth, admin_ip),
@@ -209,12 +215,14 @@ pub async fn run(mut config: Config, listeners: Listeners, tasks: Tasks) -> Resu
     let routes = http::build_routes(shared, &config.listen.cors_origins);
     let data_server = server::serve(listeners.data, routes, data_limits, tls, tasks.clone());
     tasks.spawn_essential("data", data_server);
+    supervisor::tell_ready();
     leave(&config, &tasks).await
 }
 
 /// Waits until the router leaves, serves on for a while, and drains.
 async fn leave(config: &Config, tasks: &Tasks) -> Result<(), Error> {
     tasks.leave_token().cancelled().await;
+    supervisor::tell_stopping();
     info!(lame_duck_ms = config.lame_duck().as_millis(), "leaving: not ready, serving on");
     // A second signal ends the wait.
     let _ = tokio::time::timeout(config.lame_duck(), tasks.cancelled()).await;

@@ -3,16 +3,18 @@
 //! `turn` and `http` call a method here for each event, such as the end of a turn (a request and
 //! its answer). The admin port serves the counts to Prometheus, with the prefix `berth_router_`.
 //! Metrics of the fleet and of the index of resident blocks are not here. The collectors in `fleet`
-//! and `residency` compute those at each scrape.
+//! and `residency` compute those at each scrape. The child `turns` has what turns use and take.
 
-use std::time::Duration;
+mod turns;
 
 use prometheus_client::{
     encoding::EncodeLabelSet,
-    metrics::{counter::Counter, family::Family, gauge::Gauge, histogram::Histogram},
+    metrics::{counter::Counter, family::Family, gauge::Gauge},
     registry::{Registry, Unit},
 };
 use service::refusal::Code;
+
+pub(crate) use self::turns::{TurnMetrics, TurnTokenCounts};
 
 /// A label `reason`, with a value from a small fixed set.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -134,7 +136,8 @@ pub(crate) struct Metrics {
     preambles: Family<ClientLabel, Counter>,
     untokenized_prompts: Family<ReasonLabel, Counter>,
     sessions_left_out: Family<ReasonLabel, Counter>,
-    first_byte: Histogram,
+    /// What turns use, and how long their steps take.
+    pub(crate) turn: TurnMetrics,
     /// Placed turns that have not ended. The metric's name is `streams_in_flight`.
     pub(crate) turns_in_flight: Gauge,
     /// Turns that were not sent to a second worker, because their bodies had given way.
@@ -155,10 +158,7 @@ impl Metrics {
             preambles: Family::default(),
             untokenized_prompts: Family::default(),
             sessions_left_out: Family::default(),
-            // A turn with cached KV answers in 20 ms, and one with a long prefill in a minute.
-            first_byte: Histogram::new([
-                0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0,
-            ]),
+            turn: TurnMetrics::new(registry),
             turns_in_flight: Gauge::default(),
             bodies_gone: Counter::default(),
             request_bytes: Counter::default(),
@@ -190,12 +190,6 @@ impl Metrics {
         registry.register("sessions_left_out", help, metrics.sessions_left_out.clone());
         let help = "Turns not sent to a second worker, as their bodies had given way to others";
         registry.register("bodies_gone", help, metrics.bodies_gone.clone());
-        registry.register_with_unit(
-            "first_byte",
-            "Time from a turn's arrival to the first byte of a successful answer's body",
-            Unit::Seconds,
-            metrics.first_byte.clone(),
-        );
         registry.register(
             "streams_in_flight",
             "Placed turns that have not ended",
@@ -251,10 +245,5 @@ impl Metrics {
     /// client were removed before.
     pub(crate) fn count_removed_preamble(&self, client: &'static str) -> u64 {
         self.preambles.get_or_create(&ClientLabel { client }).inc()
-    }
-
-    /// Records the time from a turn's arrival to the first byte of its answer's body.
-    pub(crate) fn observe_first_byte(&self, elapsed: Duration) {
-        self.first_byte.observe(elapsed.as_secs_f64());
     }
 }

@@ -352,7 +352,7 @@ pub(crate) async fn tokenizing(fleet: &Processes) -> anyhow::Result<Attack> {
         });
     }
     // A whole prompt is there. Whether it takes memory for tokenizing is the router's decision.
-    let body_bytes = ("berth_router_share_largest", "pool=\"body_bytes\"");
+    let body_bytes = ("berth_router_share_largest_bytes", "pool=\"body_bytes\"");
     reach(fleet, body_bytes, 1_800_000.0).await?;
     Ok(attack)
 }

@@ -62,6 +62,18 @@ async fn a_turn_that_has_ended_is_listed_with_what_it_used() {
     assert_eq!((&placement["turn"], &placement["worker"]), (&turn["turn"], &turn["worker"]));
     assert_eq!(placement["session"], turn["session"], "both name the session by its digest");
     assert!(turn["ttft_ms"].as_u64().unwrap() <= turn["duration_ms"].as_u64().unwrap());
+    let metrics = router.metrics().await;
+    for line in [
+        "berth_router_prompt_tokens_total 20",
+        "berth_router_cached_tokens_total 16",
+        "berth_router_computed_tokens_total 4",
+        "berth_router_output_tokens_total 7",
+        "berth_router_first_byte_seconds_count 1",
+        "berth_router_decide_seconds_count 1",
+        "berth_router_turn_seconds_count 1",
+    ] {
+        assert!(metrics.contains(&format!("{line}\n")), "{line} is not in {metrics}");
+    }
 }
 
 #[tokio::test]
@@ -83,6 +95,8 @@ async fn turns_that_failed_or_were_left_are_listed_too_and_each_only_once() {
     assert_eq!(ends(&turns["turns"][0]), ("error_answer".into(), 418.into()));
     assert_eq!(ends(&turns["turns"][1]), ("client_gone".into(), 200.into()));
     assert!(turns["turns"][0]["prompt_tokens"].is_null(), "an error has no usage: {turns}");
+    let metrics = router.metrics().await;
+    assert!(metrics.contains("berth_router_turn_seconds_count 0\n"), "none was good: {metrics}");
     let next = turns["next"].as_str().unwrap();
     assert_eq!(list(&router, "turns", Some(next)).await["turns"], Value::Array(vec![]));
     let of_session = router.call(Method::GET, "/v1/turns?session=s", &[], "").await.json();

@@ -134,14 +134,14 @@ async fn a_client_with_many_turns_leaves_some_to_others() {
     let turn = router.chat(&[USER], "{}").await;
     assert_eq!(turn.status, StatusCode::OK, "{turn:?}");
     let text = router.metrics().await;
-    assert!(text.contains("berth_router_share_limit{pool=\"turns\"} 64"), "{text}");
-    assert!(text.contains("berth_router_share_largest{pool=\"turns\"} 57"), "{text}");
+    assert!(text.contains("berth_router_share_limit_turns{pool=\"turns\"} 64"), "{text}");
+    assert!(text.contains("berth_router_share_largest_turns{pool=\"turns\"} 57"), "{text}");
     a.inner.release.add_permits(64);
     while let Some(turn) = turns.join_next().await {
         assert_eq!(turn.unwrap().status, StatusCode::OK);
     }
     wait_until("all turns are given back", async || {
-        router.metrics().await.contains("berth_router_share_used{pool=\"turns\"} 0")
+        router.metrics().await.contains("berth_router_share_used_turns{pool=\"turns\"} 0")
     })
     .await;
 }

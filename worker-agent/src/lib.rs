@@ -49,10 +49,11 @@ use service::{
     auth::{gate::Gate, key_file},
     budget::BodyBudget,
     descriptors::{self, DescriptorPlan},
-    reload,
+    process_metrics, reload,
     router_token::Tokens,
     server::{self, PortLimits},
     settings,
+    supervisor::{self, Watchdog},
     tasks::Tasks,
     tls::server::ServerTls,
 };
@@ -161,20 +162,20 @@ pub async fn run(
     stop: impl Future<Output = Ending>,
 ) -> Result<(), Error> {
     let tasks = Tasks::default();
-    let mut registry = Registry::with_prefix("berth_agent");
-    let metrics = Metrics::new(&mut registry);
-    let port_limits = limit_ports(&mut config, &mut registry);
+    let mut root = Registry::default();
+    let registry = process_metrics::register(&mut root, "berth_agent", env!("CARGO_PKG_VERSION"));
+    let (metrics, port_limits) = (Metrics::new(registry), limit_ports(&mut config, registry));
     let engine = engine_client(&config);
     log_start(&config, &listeners)?;
     let gpus = gpu::start((&config).into())?;
-    let file_metrics = reload::Metrics::new(&mut registry);
+    let file_metrics = reload::Metrics::new(registry);
     let access = start_access(&config, &file_metrics, &tasks)?;
     let control = listeners.control.local_addr()?;
-    let announcer = announcer::start(&config, control, &file_metrics, &mut registry, &tasks)?;
+    let announcer = announcer::start(&config, control, &file_metrics, registry, &tasks)?;
     let (agent, shim, queues) =
         start_agent(&config, &gpus, &listeners, epoch, &engine, &metrics, &tasks)?;
     let republish_interval = ms(config.engine.republish_interval_ms);
-    let kv_metrics = kv_events::metrics::Metrics::new(&mut registry);
+    let kv_metrics = kv_events::metrics::Metrics::new(registry);
     let kv_setup = kv_events::KvSetup { epoch, shim, republish_interval, metrics: kv_metrics };
     let kv_events = kv_events::start(kv_setup, tasks.token())?;
     let (found_files_sender, found_files) = watch::channel(None);
@@ -183,14 +184,14 @@ pub async fn run(
         kv_events.clone(),
         epoch,
         found_files,
-        port_limits.control_listener(listeners.control, access.clone(), &mut registry),
+        port_limits.control_listener(listeners.control, access.clone(), registry),
         tasks.token(),
     )?;
     let ready = track_readiness(agent.report.clone(), &metrics, &tasks);
-    gpu::metrics::register(&mut registry, gpus.subscribe(), agent.report.clone());
+    gpu::metrics::register(registry, gpus.subscribe(), agent.report.clone());
     let gate = admin_gate(&config, &listeners.admin, &file_metrics, &tasks)?;
     let (text, actions) = (settings::to_toml(&config), admin_actions::routes(agent.clone()));
-    let data = AdminData { registry: Arc::new(registry), ready, config: text, gate, actions };
+    let data = AdminData { registry: Arc::new(root), ready, config: text, gate, actions };
     admin::start(data, listeners.admin, port_limits.admin, tasks.token())?;
     let wake_monitor = Arc::new(Notify::new());
     let monitor = EngineMonitor {
@@ -274,7 +275,7 @@ fn limit_ports(config: &mut Config, registry: &mut Registry) -> AgentPortLimits 
     }
 }
 
-/// Starts the task that serves turns and staged prompts.
+/// Starts the task that serves turns and staged prompts. It is the last port: the agent serves.
 fn start_data_port(
     listener: std::net::TcpListener,
     context: TurnContext,
@@ -291,6 +292,7 @@ fn start_data_port(
     let app = data_port::app(context, staged_prefill_routes);
     let data_server = server::serve(listener, app, port_limits, tls, tasks.clone());
     tasks.spawn_essential("data port", data_server);
+    supervisor::tell_ready();
     Ok(())
 }
 
@@ -316,6 +318,7 @@ fn turns_max(config: &Config) -> usize {
 /// Drains the agent: running turns may continue for `grace_period`. Withdraws its announcements
 /// meanwhile.
 async fn drain(agent: &AgentHandle, announcer: &Announcer, grace_period: Duration, ending: Ending) {
+    supervisor::tell_stopping();
     // The next agent process takes up sessions that are handed over, so routers wait for it.
     let withdrawal = async {
         if ending == Ending::Close {
@@ -431,6 +434,7 @@ fn start_agent(
         data_tls: config.tls.server_files().is_some(),
         staged_prefill_queues: queues.clone(),
         report_interval: ms(config.reports.interval_ms),
+        watchdog: Watchdog::start()?,
     };
     let setup = owner::OwnerSetup {
         reporter,

@@ -3,7 +3,10 @@
 //! The metrics are about turns (one request and its answer), sessions (chains of turns), audits of
 //! KV pages, and the figures of the load report. All have base units, and labels with few values.
 //! The owner task, the data port and staged prefill call the functions; the admin port serves the
-//! values. Metrics of GPUs and of KV events are in `gpu::metrics` and `kv_events::metrics`.
+//! values. Metrics of GPUs and of KV events are in `gpu::metrics` and `kv_events::metrics`. The
+//! child `load` has those of the load report.
+
+mod load;
 
 use std::time::Duration;
 
@@ -13,13 +16,15 @@ use prometheus_client::{
     metrics::{counter::Counter, family::Family, gauge::Gauge, histogram::Histogram},
     registry::{Registry, Unit},
 };
-use proto::load::{Figure, LoadReport, PageAudit, PageClasses};
-use service::refusal::Code;
+use proto::load::{LoadReport, PageAudit, PageClasses, Session};
+use service::{histogram, refusal::Code};
+
+use self::load::LoadGauges;
 
 /// Creates a histogram with buckets from 1 ms to 65 s, each twice the previous. The times of
 /// prefills lie in that range.
 fn seconds_histogram() -> Histogram {
-    Histogram::new((0..17).map(|step| 0.001 * f64::from(1 << step)))
+    histogram::create((0..17).map(|step| 0.001 * f64::from(1 << step)))
 }
 
 /// All metrics of the agent. Clones share the same values. Its many fields: one for each metric.
@@ -30,7 +35,12 @@ pub struct Metrics {
     first_byte_seconds: Histogram,
     close_seconds: Histogram,
     turn_seconds: Histogram,
-    rank_load: Family<FigureLabel, Gauge>,
+    queue_seconds: Histogram,
+    load: LoadGauges,
+    pin_budget_tokens: Family<RankLabel, Gauge>,
+    sessions: Family<SessionLabel, Gauge>,
+    sessions_begun: Family<RetentionLabel, Counter>,
+    sessions_ended: Family<RetentionLabel, Counter>,
     engine_up: Gauge,
     restart_required: Gauge,
     session_events: Family<EventLabel, Counter>,
@@ -50,7 +60,9 @@ pub struct Metrics {
     volatile_prefixes: Family<RoleLabel, Counter>,
     journal_failures: Counter,
     journal_behind: Gauge,
-    shares: Family<ShareLabel, Gauge>,
+    principals: Gauge,
+    principal_sessions_max: Gauge,
+    principal_pinned_rows_max: Gauge,
 }
 
 /// The result of one stage of staged prefill.
@@ -102,8 +114,20 @@ struct RoleLabel {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct ShareLabel {
-    figure: &'static str,
+struct RankLabel {
+    dp_rank: u32,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct SessionLabel {
+    dp_rank: u32,
+    retention: &'static str,
+    state: &'static str,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct RetentionLabel {
+    retention: &'static str,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -111,10 +135,14 @@ struct CodeLabel {
     code: &'static str,
 }
 
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct FigureLabel {
-    dp_rank: u32,
-    figure: &'static str,
+impl From<&Session> for SessionLabel {
+    fn from(session: &Session) -> Self {
+        Self {
+            dp_rank: session.dp_rank,
+            retention: session.retention.as_str(),
+            state: session.state.as_str(),
+        }
+    }
 }
 
 impl Metrics {
@@ -126,9 +154,14 @@ impl Metrics {
             first_byte_seconds: seconds_histogram(),
             // From 0.5 ms to 5.6 s, each bucket 1.5 times the previous. Most closes take a few
             // milliseconds.
-            close_seconds: Histogram::new((0..24).map(|step| 0.000_5 * 1.5_f64.powi(step))),
+            close_seconds: histogram::create((0..24).map(|step| 0.000_5 * 1.5_f64.powi(step))),
             turn_seconds: seconds_histogram(),
-            rank_load: Family::default(),
+            queue_seconds: seconds_histogram(),
+            load: LoadGauges::default(),
+            pin_budget_tokens: Family::default(),
+            sessions: Family::default(),
+            sessions_begun: Family::default(),
+            sessions_ended: Family::default(),
             engine_up: Gauge::default(),
             restart_required: Gauge::default(),
             session_events: Family::default(),
@@ -137,10 +170,10 @@ impl Metrics {
             audits: Family::default(),
             // From 50 us to 0.2 s, each bucket twice the previous. An audit delays all requests of
             // the engine, so times below a millisecond matter.
-            audit_seconds: Histogram::new((0..13).map(|step| 0.000_05 * f64::from(1 << step))),
+            audit_seconds: histogram::create((0..13).map(|step| 0.000_05 * f64::from(1 << step))),
             trim_turns: Family::default(),
             // Token counts from 64 to 1 M, each bucket four times the previous.
-            divergence_tokens: Histogram::new((0..8).map(|step| 64.0 * 4_f64.powi(step))),
+            divergence_tokens: histogram::create((0..8).map(|step| 64.0 * 4_f64.powi(step))),
             spared_tokens: Counter::default(),
             session_turns: Family::default(),
             sessions_left_out: Family::default(),
@@ -149,7 +182,9 @@ impl Metrics {
             volatile_prefixes: Family::default(),
             journal_failures: Counter::default(),
             journal_behind: Gauge::default(),
-            shares: Family::default(),
+            principals: Gauge::default(),
+            principal_sessions_max: Gauge::default(),
+            principal_pinned_rows_max: Gauge::default(),
         };
         metrics.register(registry);
         metrics
@@ -170,8 +205,11 @@ impl Metrics {
         registry.register_with_unit("close", help, Unit::Seconds, self.close_seconds.clone());
         let help = "Time from sending a turn to the engine until the engine has ended it";
         registry.register_with_unit("turn", help, Unit::Seconds, self.turn_seconds.clone());
-        let help = "Figures of the load report: tokens, rows, turns, sessions";
-        registry.register("rank_load", help, self.rank_load.clone());
+        let help = "Time that a turn waited in the agent for the engine's room, after its body was \
+                    read; 0 without a wait";
+        registry.register_with_unit("queue", help, Unit::Seconds, self.queue_seconds.clone());
+        self.load.register(registry);
+        self.register_sessions(registry);
         let help = "1 while the engine answers and makes progress, and its devices work; else 0";
         registry.register("engine_up", help, self.engine_up.clone());
         let help =
@@ -211,9 +249,25 @@ impl Metrics {
         registry.register("journal_failures", help, self.journal_failures.clone());
         let help = "1 while the journal lacks a record and no session is pinned for that; else 0";
         registry.register("journal_behind", help, self.journal_behind.clone());
-        let help = "How evenly principals share the agent: their number, and the sessions and the \
-                    pinned rows of the principal that has the most";
-        registry.register("shares", help, self.shares.clone());
+    }
+
+    fn register_sessions(&self, registry: &mut Registry) {
+        let help = "KV of a rank that pinned sessions may hold together";
+        let unit = Unit::Other("tokens".to_owned());
+        registry.register_with_unit("pin_budget", help, unit, self.pin_budget_tokens.clone());
+        let help = "Sessions in the agent's table, by retention and state";
+        registry.register("sessions", help, self.sessions.clone());
+        let help = "Sessions that began here, by their first retention";
+        registry.register("sessions_begun", help, self.sessions_begun.clone());
+        let help = "Sessions that ended here for whatever reason, by their last retention";
+        registry.register("sessions_ended", help, self.sessions_ended.clone());
+        let help = "Principals that have sessions";
+        registry.register("principals", help, self.principals.clone());
+        let help = "Sessions of the principal that has the most";
+        registry.register("principal_sessions_max", help, self.principal_sessions_max.clone());
+        let help = "Rows of one rank that one principal's pinned sessions hold at most";
+        let rows = self.principal_pinned_rows_max.clone();
+        registry.register("principal_pinned_rows_max", help, rows);
     }
 
     /// Counts a turn that the agent refused.
@@ -231,11 +285,37 @@ impl Metrics {
         self.journal_behind.set(i64::from(is_behind));
     }
 
-    /// Sets the gauges of how evenly principals share the agent: each figure's name and value.
-    pub fn set_shares(&self, figures: [(&'static str, usize); 3]) {
-        for (figure, value) in figures {
-            let value = i64::try_from(value).unwrap_or(i64::MAX);
-            self.shares.get_or_create(&ShareLabel { figure }).set(value);
+    /// Sets the gauges of how evenly principals share the agent: the number of principals that have
+    /// sessions, the sessions of the one that has the most, and the most pinned rows of one.
+    pub fn set_shares(&self, principals: usize, sessions_max: usize, pinned_rows_max: u32) {
+        set_count(&self.principals, principals as u64);
+        set_count(&self.principal_sessions_max, sessions_max as u64);
+        set_count(&self.principal_pinned_rows_max, pinned_rows_max.into());
+    }
+
+    /// Sets the tokens that pinned sessions may hold on each rank of the engine.
+    pub fn set_pin_budgets(&self, tokens_by_rank: impl Iterator<Item = u64>) {
+        self.pin_budget_tokens.clear();
+        for (dp_rank, tokens) in (0..).zip(tokens_by_rank) {
+            set_gauge(&self.pin_budget_tokens, &RankLabel { dp_rank }, Some(tokens));
+        }
+    }
+
+    /// Counts a change of a session, from what was published of it before to what is published now.
+    /// `None`: the session was not, or is no more, in the table.
+    pub fn record_session_change(&self, before: Option<&Session>, after: Option<&Session>) {
+        let retention =
+            |session: &Session| RetentionLabel { retention: session.retention.as_str() };
+        match (before, after) {
+            (None, Some(begun)) => drop(self.sessions_begun.get_or_create(&retention(begun)).inc()),
+            (Some(ended), None) => drop(self.sessions_ended.get_or_create(&retention(ended)).inc()),
+            _ => {}
+        }
+        if let Some(before) = before {
+            self.sessions.get_or_create(&before.into()).dec();
+        }
+        if let Some(after) = after {
+            self.sessions.get_or_create(&after.into()).inc();
         }
     }
 
@@ -247,6 +327,11 @@ impl Metrics {
     /// Records how long the engine took to free what a closed session held.
     pub fn record_close(&self, duration: Duration) {
         self.close_seconds.observe(duration.as_secs_f64());
+    }
+
+    /// Records how long an admitted turn waited for room.
+    pub fn record_queue_wait(&self, waited: Duration) {
+        self.queue_seconds.observe(waited.as_secs_f64());
     }
 
     /// Records the time from sending a turn to the head of its answer.
@@ -339,46 +424,13 @@ impl Metrics {
     pub fn set_load(&self, report: &LoadReport) {
         self.engine_up.set(i64::from(report.unhealthy.is_none()));
         self.restart_required.set(i64::from(report.restart_required.is_some()));
-        for rank in &report.ranks {
-            let figures = [
-                ("pool_used_tokens", rank.pool_used_tokens),
-                ("pool_total_tokens", rank.pool_total_tokens),
-                ("pinned_tokens", rank.pinned_tokens),
-                ("resident_tokens_estimate", rank.resident_tokens_estimate),
-                ("rows_held", rank.rows_held),
-                ("rows_total", rank.rows_total),
-                ("requests_running", rank.requests_running),
-                ("requests_waiting", rank.requests_waiting),
-                ("pool_available_tokens", rank.pool_available_tokens),
-                ("pool_evictable_tokens", rank.pool_evictable_tokens),
-                ("foreign_tokens", rank.foreign_tokens),
-                ("prefill_tokens_per_s", rank.prefill_tokens_per_s),
-                ("prefill_backlog_tokens", rank.prefill_backlog_tokens),
-            ];
-            for (figure, value) in figures {
-                self.set_figure(rank.dp_rank, figure, value);
-            }
-            let to_gauge_value = |count: u32| Some(u64::from(count));
-            self.set_value(rank.dp_rank, "sessions", to_gauge_value(rank.sessions));
-            self.set_value(rank.dp_rank, "turns_running", to_gauge_value(rank.turns_running));
-            self.set_value(rank.dp_rank, "turns_queued", to_gauge_value(rank.turns_queued));
-            let staged_prefill = rank.staged_prefill;
-            let tokens = staged_prefill.map(|load| load.tokens);
-            self.set_value(rank.dp_rank, "staged_prefill_tokens", tokens);
-            let prompts = staged_prefill.map(|load| load.prompts.into());
-            self.set_value(rank.dp_rank, "staged_prefill_prompts", prompts);
-            let stage_tokens = staged_prefill.map(|load| load.stage_tokens);
-            self.set_value(rank.dp_rank, "staged_prefill_stage_tokens", stage_tokens);
-        }
+        self.load.set(&report.ranks);
     }
+}
 
-    fn set_figure(&self, dp_rank: u32, figure: &'static str, value: Option<Figure>) {
-        self.set_value(dp_rank, figure, value.map(|figure| figure.value));
-    }
-
-    fn set_value(&self, dp_rank: u32, figure: &'static str, value: Option<u64>) {
-        set_gauge(&self.rank_load, &FigureLabel { dp_rank, figure }, value);
-    }
+/// Sets a gauge to a count.
+fn set_count(gauge: &Gauge, count: u64) {
+    gauge.set(i64::try_from(count).unwrap_or(i64::MAX));
 }
 
 /// Sets the gauge with this label. `None` removes the gauge, so that a missing value isn't read as
@@ -389,7 +441,7 @@ where
 {
     match value {
         Some(value) => {
-            family.get_or_create(label).set(i64::try_from(value).unwrap_or(i64::MAX));
+            set_count(&family.get_or_create(label), value);
         }
         None => drop(family.remove(label)),
     }

@@ -216,7 +216,6 @@ impl Owner {
             weights: self.control.weights(),
         };
         self.reporter.publish_report(now, &self.table, self.audit_desk.audits(), health);
-        self.metrics.set_shares(self.table.share_figures().named());
         if !self.reporter.is_description_current(now) {
             self.publish_description();
         }

@@ -16,8 +16,11 @@ use axum::{
     response::{IntoResponse, Response},
     routing::get,
 };
-use http::{StatusCode, header};
-use prometheus_client::registry::Registry;
+use http::{HeaderMap, StatusCode, header};
+use prometheus_client::{
+    encoding::{prometheus_protobuf, text},
+    registry::Registry,
+};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
@@ -28,6 +31,9 @@ use crate::{
     tasks::Tasks,
 };
 
+const OPENMETRICS_TEXT: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+const PROTOBUF: &str =
+    "application/vnd.google.protobuf; proto=io.prometheus.client.MetricFamily; encoding=delimited";
 /// Time for running requests to end when the port stops. Each takes milliseconds.
 const STOP_TIME_MAX: Duration = Duration::from_secs(1);
 
@@ -120,12 +126,28 @@ async fn readyz(State(data): State<AdminData>) -> Response {
     }
 }
 
-async fn metrics(State(data): State<AdminData>) -> Response {
-    let mut text = String::new();
-    prometheus_client::encoding::text::encode(&mut text, &data.registry)
-        .expect("writing to a string can't fail");
-    let content_type = "application/openmetrics-text; version=1.0.0; charset=utf-8";
-    ([(header::CONTENT_TYPE, content_type)], text).into_response()
+/// Answers with the metrics: as protobuf if the client prefers that, which Prometheus does where
+/// native histograms are on, and else as text.
+async fn metrics(State(data): State<AdminData>, headers: HeaderMap) -> Response {
+    if prefers_protobuf(&headers) {
+        let body = prometheus_protobuf::encode_to_vec(&data.registry)
+            .expect("writing to memory can't fail");
+        return ([(header::CONTENT_TYPE, PROTOBUF)], body).into_response();
+    }
+    let mut body = String::new();
+    text::encode(&mut body, &data.registry).expect("writing to a string can't fail");
+    ([(header::CONTENT_TYPE, OPENMETRICS_TEXT)], body).into_response()
+}
+
+/// Whether the first of the formats that the client accepts is Prometheus's protobuf. Clients list
+/// them in their order of preference.
+fn prefers_protobuf(headers: &HeaderMap) -> bool {
+    let accept = headers.get(header::ACCEPT).and_then(|value| value.to_str().ok());
+    let first = accept.unwrap_or_default().split(',').next().unwrap_or_default();
+    let mut words = first.split(';').map(str::trim);
+    words.next() == Some("application/vnd.google.protobuf")
+        && words.clone().any(|word| word == "proto=io.prometheus.client.MetricFamily")
+        && words.any(|word| word == "encoding=delimited")
 }
 
 #[cfg(test)]
@@ -138,6 +160,38 @@ mod tests {
 
     use super::*;
     use crate::auth::MetricsAuth;
+
+    #[tokio::test]
+    async fn metrics_are_text_unless_the_client_prefers_protobuf() {
+        let mut registry = Registry::default();
+        let seconds = crate::histogram::create([0.1, 1.0]);
+        registry.register("turn_seconds", "Time of a turn", seconds.clone());
+        seconds.observe(0.3);
+        let data = AdminData {
+            registry: Arc::new(registry),
+            ready: watch::channel(Ok(())).1,
+            config: String::new(),
+            gate: Gate::new(None, MetricsAuth::None, IpAddr::V4(Ipv4Addr::LOCALHOST)),
+            actions: Router::new(),
+        };
+        let text_first = format!("text/plain;version=0.0.4;q=0.6,{PROTOBUF};q=0.5");
+        let protobuf_first = format!("{PROTOBUF};q=0.6,{OPENMETRICS_TEXT};q=0.5,*/*;q=0.1");
+        for (accept, content_type) in [
+            ("*/*", OPENMETRICS_TEXT),
+            (&text_first, OPENMETRICS_TEXT),
+            ("application/vnd.google.protobuf", OPENMETRICS_TEXT),
+            (&protobuf_first, PROTOBUF),
+        ] {
+            let request = Request::builder().uri("/metrics").header(header::HOST, "127.0.0.1");
+            let request = request.header(header::ACCEPT, accept).body(Body::empty()).unwrap();
+            let answer = app(data.clone()).call(request).await.unwrap();
+            assert_eq!(answer.headers()[header::CONTENT_TYPE], content_type, "{accept}");
+        }
+        let families = prometheus_protobuf::encode(&data.registry).unwrap();
+        let histogram = families[0].metric[0].histogram.as_ref().unwrap();
+        let (classic, native) = (&histogram.bucket, &histogram.positive_span);
+        assert_eq!((classic.len(), native.len()), (3, 1), "both kinds of buckets");
+    }
 
     #[tokio::test]
     async fn a_page_of_another_origin_changes_nothing_and_reads_nothing() {

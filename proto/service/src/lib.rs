@@ -11,9 +11,11 @@
 //! - [`clock`]: monotonic time and the wall clock.
 //! - [`descriptors`]: the limit on file descriptors.
 //! - [`headers`]: removes the headers that a router or an agent must not pass on.
+//! - [`histogram`]: histograms with classic and native buckets.
 //! - [`log`]: logs on standard error.
 //! - [`memory`]: the size of the process's memory.
 //! - [`private_folder`]: files that only this process's user can read or replace.
+//! - [`process_metrics`]: metrics of the process itself.
 //! - [`refusal`]: the format of every HTTP answer by which Berth refuses a request.
 //! - [`reload`]: values that follow the content of their files.
 //! - [`router_token`]: the shared token by which agents recognize routers.
@@ -21,6 +23,7 @@
 //! - [`server`]: an HTTP server with limits.
 //! - [`settings`]: settings from a TOML file.
 //! - [`signal`]: the signals that stop a process.
+//! - [`supervisor`]: tells systemd when the process serves, lives and stops.
 //! - [`tasks`]: starts and stops the tasks of a process.
 //! - [`tls`]: TLS for servers and clients.
 
@@ -31,9 +34,11 @@ pub mod budget;
 pub mod clock;
 pub mod descriptors;
 pub mod headers;
+pub mod histogram;
 pub mod log;
 pub mod memory;
 pub mod private_folder;
+pub mod process_metrics;
 pub mod refusal;
 pub mod reload;
 pub mod router_token;
@@ -41,5 +46,6 @@ pub mod running_turns;
 pub mod server;
 pub mod settings;
 pub mod signal;
+pub mod supervisor;
 pub mod tasks;
 pub mod tls;

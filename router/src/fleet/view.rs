@@ -9,7 +9,7 @@ use std::{sync::Arc, time::Instant};
 
 use arc_swap::ArcSwap;
 use proto::load::Description;
-use service::{clock::now, tasks::Tasks};
+use service::{clock::now, supervisor::Watchdog, tasks::Tasks};
 use tokio::sync::{mpsc, watch};
 use tracing::{info, warn};
 
@@ -78,20 +78,23 @@ impl View {
 ///
 /// The `mailbox` yields the slot of an agent, an update, and when the update arrived; `news` yields
 /// what the sources of agents say. The task
-/// sends to `readiness_sender` whether the router can serve turns, or why it can't.
+/// sends to `readiness_sender` whether the router can serve turns, or why it can't. The task feeds
+/// the `watchdog`: without it no turn is placed.
 pub(crate) async fn run(
     mut state: State,
     mut mailbox: mpsc::Receiver<(usize, Update, Instant)>,
     mut news: mpsc::Receiver<SourceNews>,
     view: Arc<View>,
     readiness_sender: watch::Sender<Result<(), String>>,
+    mut watchdog: Watchdog,
     tasks: Tasks,
 ) {
     let (token, leave_token) = (tasks.token(), tasks.leave_token());
     let mut leaves = false;
     let mut batch = Vec::with_capacity(MAILBOX_UPDATES_MAX);
     loop {
-        let deadline = state.next_deadline(now());
+        let deadlines = [state.next_deadline(now()), watchdog.next_due()];
+        let deadline = deadlines.into_iter().flatten().min();
         tokio::select! {
             biased;
             () = token.cancelled() => break,
@@ -130,6 +133,7 @@ pub(crate) async fn run(
             published.clone_from(&readiness);
             has_changed
         });
+        watchdog.feed(now());
     }
     drop(readiness_sender.send_replace(Err("stopping".to_owned())));
 }

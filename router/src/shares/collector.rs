@@ -9,9 +9,10 @@ use prometheus_client::{
     collector::Collector,
     encoding::{DescriptorEncoder, EncodeLabelSet, EncodeMetric},
     metrics::{MetricType, family::Family, gauge::Gauge},
+    registry::Unit,
 };
 
-use super::Shares;
+use super::{SharedPool, Shares};
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct PoolLabel {
@@ -22,29 +23,53 @@ struct PoolLabel {
 #[derive(Debug)]
 pub(crate) struct SharesCollector(pub(crate) Arc<Shares>);
 
-impl Collector for SharesCollector {
-    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), std::fmt::Error> {
-        let shares = &self.0;
-        let [limit, used, largest, sharers]: [Family<PoolLabel, Gauge>; 4] = Default::default();
-        for shared_pool in [&shares.turns, &shares.body_bytes, &shares.tokenizer_bytes] {
+/// The figures of pools with the same unit.
+#[derive(Debug, Default)]
+struct Figures {
+    limit: Family<PoolLabel, Gauge>,
+    used: Family<PoolLabel, Gauge>,
+    largest: Family<PoolLabel, Gauge>,
+}
+
+impl Figures {
+    /// Reads the pools. Adds their numbers of clients to `sharers`.
+    fn read<const N: usize>(pools: [&SharedPool; N], sharers: &Family<PoolLabel, Gauge>) -> Self {
+        let figures = Self::default();
+        for shared_pool in pools {
             let label = PoolLabel { pool: shared_pool.name };
             let pool = shared_pool.pool.lock();
             let set = |family: &Family<PoolLabel, Gauge>, value: u64| {
                 family.get_or_create(&label).set(i64::try_from(value).unwrap_or(i64::MAX));
             };
-            set(&limit, pool.units());
-            set(&used, pool.used());
-            set(&largest, pool.largest_held());
-            set(&sharers, pool.sharers() as u64);
+            set(&figures.limit, pool.units());
+            set(&figures.used, pool.used());
+            set(&figures.largest, pool.largest_held());
+            set(sharers, pool.sharers() as u64);
         }
-        for (family, name, help) in [
-            (limit, "share_limit", "Units of each pool that clients share"),
-            (used, "share_used", "Units of each pool that are in use"),
-            (largest, "share_largest", "Most units of each pool that one client holds"),
-            (sharers, "sharers", "Clients that hold units of each pool"),
-        ] {
-            family.encode(encoder.encode_descriptor(name, help, None, MetricType::Gauge)?)?;
+        figures
+    }
+}
+
+impl Collector for SharesCollector {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), std::fmt::Error> {
+        let shares = &self.0;
+        let sharers = Family::default();
+        let turns = Figures::read([&shares.turns], &sharers);
+        let bytes = Figures::read([&shares.body_bytes, &shares.tokenizer_bytes], &sharers);
+        let unit = |name: &str| Unit::Other(name.to_owned());
+        for (figures, unit) in [(turns, unit("turns")), (bytes, Unit::Bytes)] {
+            let Figures { limit, used, largest } = figures;
+            for (family, name, help) in [
+                (limit, "share_limit", "What the clients share, by pool"),
+                (used, "share_used", "What the clients hold together, by pool"),
+                (largest, "share_largest", "The most that one client holds, by pool"),
+            ] {
+                let gauge = MetricType::Gauge;
+                family.encode(encoder.encode_descriptor(name, help, Some(&unit), gauge)?)?;
+            }
         }
+        let help = "Clients that hold a part of a pool";
+        sharers.encode(encoder.encode_descriptor("sharers", help, None, MetricType::Gauge)?)?;
         let rated = Gauge::<i64>::default();
         rated.set(i64::try_from(shares.rates.lock().len()).unwrap_or(i64::MAX));
         let help = "Keys with a limit per minute that is remembered";

@@ -24,7 +24,7 @@ use super::{
 };
 use crate::{
     fleet::worker::WorkerRef,
-    metrics::{Metrics, TurnOutcome},
+    metrics::{Metrics, TurnOutcome, TurnTokenCounts},
 };
 
 /// Counts a turn as in flight, and records its end on drop.
@@ -41,8 +41,12 @@ pub(crate) struct TurnRecorder {
     meter: Option<UsageMeter>,
     /// The tokens of the turn, if its key has a limit of them.
     tokens: Option<TurnTokens>,
-    /// Whether a byte of the answer's body has come.
-    has_begun: bool,
+    /// When the turn was placed, and the time to its first byte that placement expected.
+    placed_at: Instant,
+    ttft_expected: Option<Duration>,
+    /// When the last part of the answer's body came. `None` before the first.
+    last_part_at: Option<Instant>,
+    is_stream: bool,
 }
 
 impl TurnRecorder {
@@ -56,6 +60,8 @@ impl TurnRecorder {
         tokens: Option<TurnTokens>,
     ) -> Self {
         shared.metrics.turns_in_flight.inc();
+        let placed_at = now();
+        shared.metrics.turn.observe_decision(placed_at.saturating_duration_since(arrived_at));
         let record = TurnRecord {
             turn: turn_id,
             session: turn.session.as_ref().map(|intent| intent.key.clone()),
@@ -83,13 +89,17 @@ impl TurnRecorder {
             record: Some(record),
             meter: None,
             tokens,
-            has_begun: false,
+            placed_at,
+            ttft_expected: placed.ttft_expected,
+            last_part_at: None,
+            is_stream: false,
         }
     }
 
     /// Records that the turn goes to a second worker.
     pub(super) fn move_to(&mut self, placed: &PlacedTurn) {
         self.worker = placed.worker;
+        (self.placed_at, self.ttft_expected) = (now(), placed.ttft_expected);
         let record = self.record_mut();
         record.worker.clone_from(&placed.worker_name);
         record.prefill_worker = placed.prefill.as_ref().map(|prefill| prefill.worker_name.clone());
@@ -101,6 +111,7 @@ impl TurnRecorder {
     /// Records the head of the answer. `is_success`: whether its status is 2xx.
     pub(super) fn begin_answer(&mut self, status: u16, is_success: bool, is_stream: bool) {
         self.record_mut().status = Some(status);
+        self.is_stream = is_stream;
         self.meter = is_success.then(|| UsageMeter::new(is_stream));
     }
 
@@ -110,17 +121,31 @@ impl TurnRecorder {
         if let Some(meter) = &mut self.meter {
             meter.feed(data);
         }
-        if std::mem::replace(&mut self.has_begun, true) {
+        let came_at = now();
+        if let Some(last_part_at) = self.last_part_at.replace(came_at) {
+            if self.is_stream && self.meter.is_some() {
+                self.metrics.turn.observe_gap(came_at.saturating_duration_since(last_part_at));
+            }
             return false;
         }
+        self.record_first_part(came_at);
+        true
+    }
+
+    /// Records when the first part of the answer's body came.
+    fn record_first_part(&mut self, came_at: Instant) {
         let is_success = self.meter.is_some();
         let record = self.record_mut();
-        if is_success && record.kind.is_generation() {
-            let elapsed = now().saturating_duration_since(record.arrived_at);
-            record.ttft = Some(elapsed);
-            self.metrics.observe_first_byte(elapsed);
+        if !is_success || !record.kind.is_generation() {
+            return;
         }
-        true
+        let elapsed = came_at.saturating_duration_since(record.arrived_at);
+        record.ttft = Some(elapsed);
+        self.metrics.turn.observe_first_byte(elapsed);
+        if let Some(expected) = self.ttft_expected {
+            let observed = came_at.saturating_duration_since(self.placed_at);
+            self.metrics.turn.compare_ttft(expected, observed);
+        }
     }
 
     /// Records how the turn ends. It ends with the recorder's drop.
@@ -153,6 +178,15 @@ impl Drop for TurnRecorder {
             }
         }
         self.metrics.count_turn_end(record.outcome);
+        if record.outcome == TurnOutcome::Ok {
+            self.metrics.turn.observe_turn(record.duration);
+        }
+        self.metrics.turn.count_tokens(TurnTokenCounts {
+            prompt: record.usage.prompt_tokens,
+            cached: record.usage.cached_tokens,
+            output: record.usage.output_tokens,
+            uncached_expected: record.uncached_tokens_expected,
+        });
         self.metrics.turns_in_flight.dec();
         if record.kind.is_generation() {
             self.recent_turns.lock().add(record);

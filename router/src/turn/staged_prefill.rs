@@ -49,6 +49,7 @@ pub(crate) async fn run(
         return;
     };
     placed.lease.begin_staged_prefill();
+    let began_at = now();
     // The number of tokens that the turn itself has to compute, or why staged prefill failed.
     let remaining_result = match prompt_token_ids(shared, turn, outbound, placed).await {
         None => Err(StagedPrefillEnd::NoIds),
@@ -68,6 +69,7 @@ pub(crate) async fn run(
     if let (Some(hold), Some(claim)) = (&placed.hold, &mut placed.claim) {
         claim.close |= hold.is_closing();
     }
+    shared.metrics.turn.observe_staged_prefill(now().saturating_duration_since(began_at));
     shared.metrics.count_staged_prefill_end(match remaining_result {
         Ok(remaining_tokens) if remaining_tokens > stage_tokens => StagedPrefillEnd::Partly,
         Ok(_) => StagedPrefillEnd::Computed,

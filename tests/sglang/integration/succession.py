@@ -147,5 +147,5 @@ def check_cut_off(answer: Future) -> None:
 def agent_figure(fleet: Fleet, name: str) -> int:
     """Returns a figure of the agent's own account. The router may not have heard of it yet."""
     text = wire.get(f"http://{fleet.agent_admin}/metrics").body.decode()
-    found = re.search(rf'^berth_agent_rank_load{{.*figure="{name}".*}} (\d+)$', text, re.MULTILINE)
+    found = re.search(rf'^berth_agent_{name}{{.*}} (\d+)$', text, re.MULTILINE)
     return int(found[1]) if found else 0

@@ -304,7 +304,7 @@ def test_an_open_during_the_takeover_waits_and_plain_turns_dont(fleet: Fleet) ->
         fleet.wait_placing()
         early = agents.client(Pinned, fleet)
         wait_until(
-            fleet.agent, "asked for a session", lambda: agent_figure(fleet, "sessions") == 1,
+            fleet.agent, "asked for a session", lambda: agent_figure(fleet, "sessions_open") == 1,
             SETTLE_SECONDS_MAX,
         )
         generate(fleet, "Meanwhile?", 6)

@@ -21,7 +21,7 @@ CONTROL_SECONDS_MAX = 30
 # The figures follow the end of the last turn by an engine sample and a report; an abort may take
 # seconds.
 SETTLED_SECONDS_MAX = 60
-FIGURE = re.compile(r'^berth_agent_rank_load\{[^}]*figure="([a-z_]+)"[^}]*\} (\d+)$', re.M)
+FIGURE = re.compile(r'^berth_agent_([a-z_]+)\{dp_rank="\d+"\} (\d+)$', re.M)
 
 
 def plain_turn_problem(url: str) -> str | None:

@@ -33,6 +33,7 @@ use proto::{
 use service::{
     auth::credential,
     budget::{BodyBudget, HeldBody},
+    clock::now,
     descriptors,
     headers::{remove_hop_by_hop, strip_request},
     refusal::{Code, Refusal},
@@ -174,12 +175,14 @@ pub(super) async fn serve_request(
     let rid = engine_rid(route.kind, &lease.rid);
     let turns = &context.running_turns;
     let running = aborts::add_turn(turns, &principal, &parsed, &request_head.headers, rid);
+    let waits_since = now();
     let admission = tokio::select! {
         biased;
         () = running.aborted() => return aborts::answer_unsent(route.kind, &parsed),
         admission = lease.wait_for_admission(parsed.need, prompt_start) => admission,
     };
     let admitted = admission.map_err(|error| refusal(&error))?;
+    context.metrics.record_queue_wait(now().saturating_duration_since(waits_since));
     ReadTurn { route, request_head, parsed, held_body, lease, running }
         .run_at_engine(context, admitted)
         .await

@@ -64,7 +64,7 @@ impl Owner {
         if self.engine.is_new_process(&info) {
             self.handle_engine_gone();
             // Gives the table the capacity of the new process.
-            self.table.handle_engine_lost(now(), self.reporter.ledger.set_engine(&info));
+            self.set_engine_capacity(&info);
             self.engine_calls.take_over(&mut self.table, &info.facts.instance);
             self.shims.register_again(&mut self.table);
             info!(version = info.facts.version, ranks = info.rows.len(), "engine up");
@@ -106,8 +106,15 @@ impl Owner {
         let Some(info) = self.engine.remove_process() else { return };
         let sessions = self.table.iter().count();
         warn!(sessions, "the engine's process has ended; its sessions are lost");
-        self.table.handle_engine_lost(now(), self.reporter.ledger.set_engine(&info));
+        self.set_engine_capacity(&info);
         self.control.reset();
         self.apply_hold();
+    }
+
+    /// Gives the table the capacity of an engine process whose predecessor has ended.
+    fn set_engine_capacity(&mut self, info: &EngineInfo) {
+        let capacity = self.reporter.ledger.set_engine(info);
+        self.metrics.set_pin_budgets(capacity.ranks.iter().map(|rank| rank.pin_tokens_max));
+        self.table.handle_engine_lost(now(), capacity);
     }
 }

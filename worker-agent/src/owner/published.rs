@@ -7,6 +7,7 @@
 
 use std::{
     collections::BTreeMap,
+    mem,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -29,6 +30,12 @@ impl PublishedSession {
     #[must_use]
     pub fn new(session: Session, published_at: Instant) -> Self {
         Self { session, published_at }
+    }
+
+    /// Returns the session as it was when it was published.
+    #[must_use]
+    pub fn session(&self) -> &Session {
+        &self.session
     }
 
     /// Returns the session with the idle time that it has at `now`.
@@ -63,32 +70,37 @@ impl Default for SessionSnapshot {
 }
 
 impl SessionSnapshot {
-    /// Adds or replaces a session.
-    pub(super) fn insert(&mut self, published: Arc<PublishedSession>) {
+    /// Adds or replaces a session. Returns what it replaces.
+    pub(super) fn insert(
+        &mut self,
+        published: Arc<PublishedSession>,
+    ) -> Option<Arc<PublishedSession>> {
         let key = &published.session.key;
         let digest = key.digest().0;
         let sessions = Arc::make_mut(&mut self.shards[shard_index(digest)]);
         let sessions = sessions.entry(digest).or_default();
         match sessions.iter_mut().find(|other| other.session.key == *key) {
-            Some(other) => *other = published,
-            None => sessions.push(published),
+            Some(other) => Some(mem::replace(other, published)),
+            None => {
+                sessions.push(published);
+                None
+            }
         }
     }
 
-    /// Removes a session, if it is there.
-    pub(super) fn remove(&mut self, key: &SessionKey) {
+    /// Removes a session, and returns it if it was there.
+    pub(super) fn remove(&mut self, key: &SessionKey) -> Option<Arc<PublishedSession>> {
         let digest = key.digest().0;
         let shard = &mut self.shards[shard_index(digest)];
-        if !shard.contains_key(&digest) {
-            return;
-        }
+        let index =
+            shard.get(&digest)?.iter().position(|published| published.session.key == *key)?;
         let shard = Arc::make_mut(shard);
-        if let Some(sessions) = shard.get_mut(&digest) {
-            sessions.retain(|other| other.session.key != *key);
-            if sessions.is_empty() {
-                shard.remove(&digest);
-            }
+        let sessions = shard.get_mut(&digest)?;
+        let removed = sessions.remove(index);
+        if sessions.is_empty() {
+            shard.remove(&digest);
         }
+        Some(removed)
     }
 
     /// Returns the sessions after the end of another page, or the first ones: at least `count_min`,

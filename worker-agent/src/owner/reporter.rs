@@ -14,7 +14,10 @@ use proto::{
     id::SessionKey,
     load::{Description, LoadReport, Session, Weights},
 };
-use service::clock::{WallClock, now};
+use service::{
+    clock::{WallClock, now},
+    supervisor::Watchdog,
+};
 use tokio::sync::{broadcast, mpsc, watch};
 use tracing::error;
 
@@ -29,7 +32,8 @@ use crate::{
     engine::EngineInfo,
     gpu::Gpus,
     ledger::{self, AgentHealth, Ledger},
-    session::{self, Table},
+    metrics::Metrics,
+    session::{self, ShareFigures, Table},
     staged_prefill_queue::StagedPrefillQueues,
 };
 
@@ -55,6 +59,8 @@ pub struct ReporterSetup {
     pub staged_prefill_queues: Option<Arc<StagedPrefillQueues>>,
     /// The longest time between two load reports.
     pub report_interval: Duration,
+    /// Is fed with each load report, as routers are: without reports the agent is of no use.
+    pub watchdog: Watchdog,
 }
 
 /// The published state, and the figures from which it is made.
@@ -63,6 +69,7 @@ pub(super) struct Reporter {
     /// The setting of the session table that the description shows.
     turns_queued_per_session_max: u32,
     gpus: Gpus,
+    metrics: Metrics,
     /// The figures of the engine's KV pools.
     pub(super) ledger: Ledger,
     reports: watch::Sender<Arc<LoadReport>>,
@@ -85,6 +92,7 @@ impl Reporter {
         setup: ReporterSetup,
         turns_queued_per_session_max: u32,
         gpus: Gpus,
+        metrics: Metrics,
         ledger: Ledger,
         unhealthy_reason: Option<String>,
     ) -> Self {
@@ -102,6 +110,7 @@ impl Reporter {
             setup,
             turns_queued_per_session_max,
             gpus,
+            metrics,
             ledger,
             reports: watch::Sender::new(Arc::new(first_report)),
             descriptions: watch::Sender::new(None),
@@ -142,7 +151,8 @@ impl Reporter {
     /// Returns when the next load report is due.
     pub(super) fn next_due(&self) -> Instant {
         let interval = if self.is_stale { REPORT_INTERVAL_MIN } else { self.setup.report_interval };
-        self.last_report_at + interval
+        let due = self.last_report_at + interval;
+        self.setup.watchdog.next_due().map_or(due, |watchdog_due| due.min(watchdog_due))
     }
 
     /// Publishes a new load report. `health` leaves out the health of the GPUs.
@@ -168,7 +178,10 @@ impl Reporter {
             error!(reason, "engine restart required");
         }
         self.reports.send_replace(Arc::new(report));
+        let ShareFigures { principals, sessions_max, pinned_rows_max } = table.share_figures();
+        self.metrics.set_shares(principals, sessions_max, pinned_rows_max);
         self.last_report_at = now;
+        self.setup.watchdog.feed(now);
         self.is_stale = false;
     }
 
@@ -200,21 +213,22 @@ impl Reporter {
         self.descriptions.send_replace(Some(Arc::new(description)));
     }
 
-    /// Publishes the session's current state, and sends it to the watchers.
+    /// Publishes the session's current state, sends it to the watchers, and counts the change.
     pub(super) fn publish_session(&mut self, table: &Table, key: &SessionKey) {
         let now = now();
-        let change = match table.get(key) {
+        let published = table.get(key).map(|session| {
+            let session = session_view(key, session, now, self.wall_clock);
+            Arc::new(PublishedSession::new(session, now))
+        });
+        let (before, change) = match &published {
             Some(session) => {
-                let session = session_view(key, session, now, self.wall_clock);
-                let published = Arc::new(PublishedSession::new(session, now));
-                self.sessions.insert(Arc::clone(&published));
-                SessionChange::Upsert(published)
+                (self.sessions.insert(Arc::clone(session)), SessionChange::Upsert(session.clone()))
             }
-            None => {
-                self.sessions.remove(key);
-                SessionChange::Removed(key.clone())
-            }
+            None => (self.sessions.remove(key), SessionChange::Removed(key.clone())),
         };
+        let before = before.as_deref().map(PublishedSession::session);
+        let after = published.as_deref().map(PublishedSession::session);
+        self.metrics.record_session_change(before, after);
         // Sending fails if there is no watcher.
         let _ = self.session_changes.send(change);
     }

@@ -86,6 +86,7 @@ impl OwnerSetup {
             self.reporter,
             table_settings.turns_queued_per_session_max,
             gpus.clone(),
+            metrics.clone(),
             Ledger::new(self.limits),
             engine.unhealthy_reason().cloned(),
         );

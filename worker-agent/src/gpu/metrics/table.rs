@@ -40,7 +40,7 @@ const fn counter(
 }
 
 /// All device metrics.
-pub(super) const DEVICE_METRICS: [MetricSpec; 18] = [
+pub(super) const DEVICE_METRICS: [MetricSpec; 20] = [
     gauge("gpu_info", "1 for each device; its names", None, info_values),
     gauge("gpu_healthy", "1 while work on the device can be trusted", None, |device| {
         unlabeled(Some(if device.unhealthy_reason.is_none() { 1.0 } else { 0.0 }))
@@ -100,16 +100,17 @@ pub(super) const DEVICE_METRICS: [MetricSpec; 18] = [
     }),
     gauge("gpu_remapped_rows", "Rows of memory replaced by spare ones", None, |device| {
         let rows = device.reading.remapped_rows;
-        let flag = |flag: Option<bool>| flag.map(|flag| f64::from(u8::from(flag)));
-        labeled(
-            "state",
-            [
-                ("corrected", rows.corrected.map(float)),
-                ("uncorrected", rows.uncorrected.map(float)),
-                ("pending", flag(rows.has_pending)),
-                ("failed", flag(rows.has_failed)),
-            ],
-        )
+        let (corrected, uncorrected) = (rows.corrected.map(float), rows.uncorrected.map(float));
+        labeled("state", [("corrected", corrected), ("uncorrected", uncorrected)])
+    }),
+    gauge(
+        "gpu_row_remap_pending",
+        "1 while rows wait for a reset to be replaced",
+        None,
+        |device| flag(device.reading.remapped_rows.has_pending),
+    ),
+    gauge("gpu_row_remap_failed", "1 after rows could not be replaced", None, |device| {
+        flag(device.reading.remapped_rows.has_failed)
     }),
     gauge("gpu_counters", "Shares by hardware counters, if enabled", Some("ratio"), |device| {
         let gpm = device.reading.gpm.unwrap_or_default();
@@ -190,6 +191,11 @@ pub(super) const DEVICE_METRICS: [MetricSpec; 18] = [
 /// Returns the values of a metric that has one value per device and no label of its own.
 fn unlabeled(value: Option<f64>) -> DeviceValues {
     vec![(vec![], value)]
+}
+
+/// Returns the value of a metric that is 1 while something is so.
+fn flag(is_so: Option<bool>) -> DeviceValues {
+    unlabeled(is_so.map(|is_so| f64::from(u8::from(is_so))))
 }
 
 /// Returns the values of a metric that has several values per device. They differ in the label

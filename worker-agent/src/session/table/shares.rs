@@ -200,15 +200,3 @@ pub struct ShareFigures {
     /// The rows of one rank that the pinned sessions of one principal hold at most.
     pub pinned_rows_max: u32,
 }
-
-impl ShareFigures {
-    /// Returns the figures with their names in metrics.
-    #[must_use]
-    pub fn named(&self) -> [(&'static str, usize); 3] {
-        [
-            ("principals", self.principals),
-            ("sessions_max", self.sessions_max),
-            ("pinned_rows_max", self.pinned_rows_max as usize),
-        ]
-    }
-}

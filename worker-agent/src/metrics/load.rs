@@ -1,0 +1,119 @@
+//! Lists the gauges of the load report: one for each figure, with its unit in the name.
+//!
+//! A load report says how full each data-parallel rank of the engine is. Each gauge has a function
+//! that takes its value from a rank's part of the report.
+
+use prometheus_client::{
+    metrics::{family::Family, gauge::Gauge},
+    registry::{Registry, Unit},
+};
+use proto::load::{Figure, RankLoad};
+
+use super::{RankLabel, set_gauge};
+
+/// One gauge: how Prometheus describes it, and where its value comes from.
+struct LoadGauge {
+    name: &'static str,
+    help: &'static str,
+    unit: Option<&'static str>,
+    value: fn(&RankLoad) -> Option<u64>,
+}
+
+const fn tokens(
+    name: &'static str,
+    help: &'static str,
+    value: fn(&RankLoad) -> Option<u64>,
+) -> LoadGauge {
+    LoadGauge { name, help, unit: Some("tokens"), value }
+}
+
+const fn count(
+    name: &'static str,
+    help: &'static str,
+    value: fn(&RankLoad) -> Option<u64>,
+) -> LoadGauge {
+    LoadGauge { name, help, unit: None, value }
+}
+
+fn number(figure: Option<Figure>) -> Option<u64> {
+    figure.map(|figure| figure.value)
+}
+
+/// All gauges of the load report.
+const GAUGES: [LoadGauge; 20] = [
+    tokens("pool_total", "Size of the KV pool", |rank| number(rank.pool_total_tokens)),
+    tokens("pool_used", "KV that eviction can't free", |rank| number(rank.pool_used_tokens)),
+    tokens("pool_available", "Free KV", |rank| number(rank.pool_available_tokens)),
+    tokens("pool_evictable", "Cached KV that eviction can free", |rank| {
+        number(rank.pool_evictable_tokens)
+    }),
+    tokens("pinned", "KV that pinned sessions hold", |rank| number(rank.pinned_tokens)),
+    tokens("foreign", "Pinned KV of engine sessions that this agent didn't open", |rank| {
+        number(rank.foreign_tokens)
+    }),
+    tokens("resident_estimate", "Upper bound of the KV of tagged sessions", |rank| {
+        number(rank.resident_tokens_estimate)
+    }),
+    count("rows", "Request rows of the engine", |rank| number(rank.rows_total)),
+    count("rows_held", "Request rows that pinned sessions hold", |rank| number(rank.rows_held)),
+    count("requests_running", "Requests in the engine's running batch", |rank| {
+        number(rank.requests_running)
+    }),
+    count("requests_waiting", "Requests in the engine's waiting queue", |rank| {
+        number(rank.requests_waiting)
+    }),
+    count("sessions_open", "Sessions that are open on the rank", |rank| Some(rank.sessions.into())),
+    count("turns_running", "Turns that the engine has", |rank| Some(rank.turns_running.into())),
+    count("turns_running_max", "The most turns that the engine may have at once", |rank| {
+        Some(rank.turns_running_max.into())
+    }),
+    count("turns_queued", "Turns that wait in the agent until the engine has room", |rank| {
+        Some(rank.turns_queued.into())
+    }),
+    LoadGauge {
+        name: "prefill_rate",
+        help: "Prompt tokens that the engine computes while it does nothing else, as measured",
+        unit: Some("tokens_per_second"),
+        value: |rank| number(rank.prefill_tokens_per_s),
+    },
+    tokens("prefill_backlog", "Prompt tokens of admitted turns that are not computed", |rank| {
+        number(rank.prefill_backlog_tokens)
+    }),
+    tokens("staged_prefill_backlog", "Tokens of prompts that wait in staged prefill", |rank| {
+        Some(rank.staged_prefill?.tokens)
+    }),
+    count("staged_prefill_prompts", "Prompts that wait in staged prefill", |rank| {
+        Some(rank.staged_prefill?.prompts.into())
+    }),
+    tokens("staged_prefill_stage", "Tokens of one stage at the measured rate", |rank| {
+        Some(rank.staged_prefill?.stage_tokens)
+    }),
+];
+
+/// The gauges' values. Clones share them.
+#[derive(Debug, Clone, Default)]
+pub(super) struct LoadGauges([Family<RankLabel, Gauge>; GAUGES.len()]);
+
+impl LoadGauges {
+    pub(super) fn register(&self, registry: &mut Registry) {
+        for (LoadGauge { name, help, unit, .. }, family) in GAUGES.iter().zip(&self.0) {
+            match unit {
+                Some(unit) => {
+                    let unit = Unit::Other((*unit).to_owned());
+                    registry.register_with_unit(*name, *help, unit, family.clone());
+                }
+                None => registry.register(*name, *help, family.clone()),
+            }
+        }
+    }
+
+    /// Sets all gauges. A figure that the report lacks has no line.
+    pub(super) fn set(&self, ranks: &[RankLoad]) {
+        for (gauge, family) in GAUGES.iter().zip(&self.0) {
+            for rank in ranks {
+                let label = RankLabel { dp_rank: rank.dp_rank };
+                set_gauge(family, &label, (gauge.value)(rank));
+            }
+        }
+    }
+}
