@@ -3,6 +3,7 @@
 //! Routers and agents run in this process, because a case starts and stops dozens of them. The API
 //! server and etcd are processes; `kubernetes` starts them.
 
+mod churn;
 mod dns;
 mod kubernetes;
 
@@ -18,6 +19,7 @@ use std::{
 };
 
 use anyhow::{Context as _, ensure};
+use http::Method;
 use router::config::Config;
 use serde_json::{Value, json};
 use service::clock::now;
@@ -39,10 +41,13 @@ use self::{
 /// The cases, in the order in which they run.
 pub(crate) const CASES: &[Case] = &[
     case!("discovery: dns", true, names_are_followed),
-    case!("discovery: churn", true, workers_come_and_go_under_load),
+    case!("discovery: churn by a file", true, churn::of_listed_workers),
+    case!("discovery: churn by announcements", true, churn::of_announced_workers),
     case!("discovery: kubernetes", false, slices_are_followed),
 ];
 
+/// The key of those who send turns and look at workers, where a router asks for one.
+const USER: (&str, &str) = ("authorization", "Bearer sk-users");
 /// The longest wait for a state.
 const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -74,7 +79,8 @@ impl Worker {
 
 /// Returns the agents that a router shows, with whether each is fresh and not leaving.
 async fn shown(web: &Web, router: &Router) -> anyhow::Result<BTreeMap<String, bool>> {
-    let workers = web.get(&router.url("/v1/workers")).await?.json();
+    let url = router.url("/v1/workers");
+    let workers = web.request(Method::GET, &url, &[USER], String::new()).await?.json();
     let workers = workers["workers"].as_array().context("no list of workers")?.clone();
     let one = |worker: &Value| {
         let is_serving = worker["state"] == "fresh" && worker["leaving"] == false;
@@ -106,15 +112,15 @@ struct Load {
 }
 
 impl Load {
-    fn start(router: &Router, users: usize) -> Self {
+    fn start(router: &Router, web: impl Fn() -> Web, users: usize) -> Self {
         let (is_over, turns) = (Arc::<AtomicBool>::default(), Arc::<AtomicU64>::default());
         let mut load = Self { is_over, turns, users: JoinSet::new() };
         for user in 0..users {
             let (is_over, turns) = (Arc::clone(&load.is_over), Arc::clone(&load.turns));
-            let (web, url) = (Web::default(), router.url("/generate"));
+            let (web, url) = (web(), router.url("/generate"));
             load.users.spawn(async move {
                 let id = format!("user-{user}");
-                let headers = [("x-berth-session-id", id.as_str())];
+                let headers = [USER, ("x-berth-session-id", id.as_str())];
                 while !is_over.load(Ordering::Relaxed) {
                     let answer = web.post(&url, &headers, &text_turn("hello", 4)).await?;
                     ensure!(answer.status == 200, "{}: {}", answer.status, answer.text());
@@ -152,7 +158,7 @@ async fn names_are_followed(_place: Place) -> anyhow::Result<String> {
     (config.discovery.dns.ttl_ms_min, config.discovery.dns.ttl_ms_max) = (200, 5_000);
     let (router, web) = (Router::start(config).await?, Web::default());
     let joined_ms = wait_for(&web, &router, &["w0"]).await?;
-    let load = Load::start(&router, 4);
+    let load = Load::start(&router, Web::default, 4);
     server.set_service("_control._tcp.fleet.test", &[*first, *second]);
     let second_ms = wait_for(&web, &router, &["w0", "w1"]).await?;
     server.set_failing(true);
@@ -176,50 +182,6 @@ async fn names_are_followed(_place: Place) -> anyhow::Result<String> {
         "joined after {joined_ms} and {second_ms} ms, left after {left_ms} ms, {turns} turns, \
          {asked} questions"
     ))
-}
-
-/// Workers come and go at 100 a minute, and no turn fails.
-async fn workers_come_and_go_under_load(place: Place) -> anyhow::Result<String> {
-    let changes = if place.is_quick { 20 } else { 100 };
-    let path = place.folder().join("workers.toml");
-    let mut workers = Vec::new();
-    for number in 0..4 {
-        workers.push(Worker::start(&format!("w{number}"), None).await?);
-    }
-    let list = |workers: &[Worker]| -> anyhow::Result<()> {
-        let urls: Vec<String> = workers.iter().map(|worker| worker.agent.control_url()).collect();
-        std::fs::write(path.with_extension("new"), format!("workers = {}\n", json!(urls)))?;
-        Ok(std::fs::rename(path.with_extension("new"), &path)?)
-    };
-    list(&workers)?;
-    let mut config: Config = router_config(&[]);
-    config.discovery.file.clone_from(&path);
-    let (router, web) = (Router::start(config).await?, Web::default());
-    wait_for(&web, &router, &["w0", "w1", "w2", "w3"]).await?;
-    let load = Load::start(&router, 8);
-    let (began, mut leaving) = (now(), Vec::new());
-    for change in 0..changes {
-        let next_at = began + Duration::from_millis(600) * change;
-        // One joins and the oldest leaves. It runs on until the router has let it go.
-        workers.push(Worker::start(&format!("w{}", 4 + change), None).await?);
-        leaving.push(workers.remove(0));
-        list(&workers)?;
-        if leaving.len() > 16 {
-            leaving.remove(0).stop().await?;
-        }
-        tokio::time::sleep_until((next_at + Duration::from_millis(600)).into()).await;
-    }
-    let took = began.elapsed();
-    let names: Vec<String> = (changes..changes + 4).map(|number| format!("w{number}")).collect();
-    let names: Vec<&str> = names.iter().map(String::as_str).collect();
-    wait_for(&web, &router, &names).await?;
-    let turns = load.stop().await?;
-    router.stop().await?;
-    for worker in workers.into_iter().chain(leaving) {
-        worker.stop().await?;
-    }
-    ensure!(turns > 100, "only {turns} turns were sent");
-    Ok(format!("{changes} workers replaced in {} s, {turns} turns, 0 failed", took.as_secs()))
 }
 
 /// Slices of a real API server are followed: created, changed and removed, with the server's memory
@@ -246,7 +208,7 @@ async fn slices_are_followed(place: Place) -> anyhow::Result<String> {
     config.discovery.kubernetes.kubeconfig = cluster.router_kubeconfig()?;
     let (router, web) = (Router::start(config).await?, Web::default());
     wait_for(&web, &router, &["w0"]).await?;
-    let load = Load::start(&router, 4);
+    let load = Load::start(&router, Web::default, 4);
     put(&cluster, "s1", 1, ready()).await?;
     let joined_ms = wait_for(&web, &router, &["w0", "w1"]).await?;
     // Not ready: no member. Terminating: drains. Ready again: a member.

@@ -202,6 +202,12 @@ pub(super) fn compute_up_to(
     let prefill_ms = uncached_tokens.map(|tokens| compute_ms(tokens, tokens_per_s));
     let first_token_ms = wait_ms.saturating_add(prefill_ms.unwrap_or(0));
     let impatience_ms = impatience_ms(first_token_ms);
+    // The divisions of the crowding are a third of the work, and few workers come so far.
+    let queue_costs_ms =
+        [first_token_ms, interference_ms, impatience_ms].into_iter().fold(0, u64::saturating_add);
+    if queue_costs_ms > cost_ms_max {
+        return None;
+    }
     let pool_use = pool_use(own_kv, stats);
     let context_tokens =
         prompt.map_or(0, |prompt| prompt.tokens).saturating_add(pool_use.growth_tokens);
@@ -210,8 +216,7 @@ pub(super) fn compute_up_to(
     let crowding_ms = compute_ms(kept_tokens, tokens_per_s).saturating_mul(pool_use.fullness_milli)
         / WHOLE_MILLI
         / CROWDING_DIVISOR;
-    let row_costs_ms = [first_token_ms, interference_ms, crowding_ms, impatience_ms];
-    if row_costs_ms.into_iter().fold(0, u64::saturating_add) > cost_ms_max {
+    if queue_costs_ms.saturating_add(crowding_ms) > cost_ms_max {
         return None;
     }
     let demand = view.reuse_demand(worker);
@@ -224,14 +229,8 @@ pub(super) fn compute_up_to(
     let blocking_max_ms =
         if stats.stage_tokens().is_some() { BLOCKING_STAGED_MS_MAX } else { BLOCKING_MS_MAX };
     let blocking_ms = prefill_ms.map(|prefill_ms| blocking_ms(prefill_ms, blocking_max_ms, demand));
-    let costs_ms = [
-        first_token_ms,
-        displacement_ms.unwrap_or(0),
-        crowding_ms,
-        blocking_ms.unwrap_or(0),
-        interference_ms,
-        impatience_ms,
-    ];
+    let costs_ms =
+        [queue_costs_ms, displacement_ms.unwrap_or(0), crowding_ms, blocking_ms.unwrap_or(0)];
     Some(Figures {
         worker,
         cost_ms: costs_ms.into_iter().fold(0, u64::saturating_add),
