@@ -30,7 +30,7 @@ use self::{
     auth::{AuthMode, AuthTable},
     claims::ClaimsTable,
     discovery::DiscoveryTable,
-    tables::{LimitsTable, ListenTable, PlacementTable, TimeoutsTable},
+    tables::{LimitsTable, ListenTable, LogTable, PlacementTable, TimeoutsTable},
 };
 
 /// The most agents that one router follows. Each agent costs a connection and a few tasks, so a
@@ -82,6 +82,8 @@ pub struct Config {
     pub agents: AgentsTable,
     /// How this router and others agree on the workers of new sessions.
     pub claims: ClaimsTable,
+    /// What the router writes of each request.
+    pub log: LogTable,
 }
 
 /// The command line. Settings that it leaves out come from the file, then from the defaults.

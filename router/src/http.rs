@@ -13,7 +13,7 @@
 //! - `prepare`: CORS, a slash at the end of the path, compressed bodies.
 //! - `responses`: stored responses. `aborts`: aborts turns. `announcements`: agents join.
 //! - `waiting`: shows a client that its turn waits.
-//! - `openapi`: describes these routes.
+//! - `openapi`: describes these routes. `access`: the access log.
 //! - `control`: passes the calls of operators and trainers to the engines.
 //! - `errors`: maps errors to HTTP status codes. No other module of the router knows these.
 //!
@@ -22,6 +22,7 @@
 //! Metrics, health and readiness are on the admin port, which `service::admin` serves.
 
 mod aborts;
+mod access;
 mod announcements;
 mod control;
 pub(crate) mod dashboard;
@@ -61,6 +62,7 @@ use crate::{
     auth::Caller,
     turn::{
         self,
+        access_log::AccessEntry,
         shared::{Shared, StreamFlag},
     },
 };
@@ -95,6 +97,7 @@ pub(crate) fn build_routes(shared: Arc<Shared>, cors_origins: &[String]) -> Rout
                   request: Request| { serve_turn(shared, caller, kind, request) };
         routes = routes.route(path, on(methods, handler));
     }
+    let access_layer = middleware::from_fn_with_state(Arc::clone(&shared), access::log);
     let routes = routes
         .route("/v1/models", get(models::list))
         .route("/v1/models/{*model}", get(models::show))
@@ -116,6 +119,7 @@ pub(crate) fn build_routes(shared: Arc<Shared>, cors_origins: &[String]) -> Rout
         .method_not_allowed_fallback(wrong_method)
         .layer(middleware::from_fn_with_state(Arc::clone(&shared), prepare::decompress))
         .layer(middleware::from_fn_with_state(Arc::clone(&shared), identify_caller))
+        .layer(access_layer)
         .with_state(shared);
     prepare::wrap(routes, cors_origins)
 }
@@ -153,6 +157,9 @@ async fn identify_caller(State(shared): SharedState, mut request: Request, next:
                 return respond(&shared, Err(error.into()));
             }
             credential::remove(request.headers_mut());
+            if let Some(entry) = request.extensions().get::<Arc<AccessEntry>>() {
+                entry.set_principal(&caller.principal);
+            }
             request.extensions_mut().insert(caller);
             next.run(request).await
         }

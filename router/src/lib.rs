@@ -83,6 +83,7 @@ use crate::{
     residency::{block_locator::BlockLocator, collector::KvIndexCollector, kv_index::KvIndex},
     shares::{PoolSizes, Shares, collector::SharesCollector},
     turn::{
+        access_log::{AccessLog, LogEnd},
         body::Bodies,
         directory::SessionDirectory,
         ended::{self, RecentTurns},
@@ -129,6 +130,9 @@ pub enum Error {
     /// The admin port can't be served, or the address of a port can't be read.
     #[error("the admin port can't be served")]
     Admin(#[source] std::io::Error),
+    /// The file of the access log can't be opened.
+    #[error("can't write to the file that log.access names")]
+    AccessLog(#[source] std::io::Error),
     /// The thread that tells systemd that the router lives can't be created.
     #[error("the thread for systemd's watchdog can't be created")]
     Watchdog(#[source] std::io::Error),
@@ -177,12 +181,12 @@ pub async fn run(mut config: Config, listeners: Listeners, tasks: Tasks) -> Resu
     let (updates, mailbox) = mpsc::channel(view::MAILBOX_UPDATES_MAX);
     let (news_sender, news) = mpsc::channel(SOURCE_NEWS_MAX);
     let announcements = discovery::start(&config, &news_sender, &source_metrics, &tasks);
+    let (access_log, _log_end) = start_access_log(&config, registry)?.unzip();
     let watchdog = Watchdog::start().map_err(Error::Watchdog)?;
     tasks.spawn_essential(
         "view",
         view::run(state, mailbox, news, Arc::clone(&view), ready_sender, watchdog, tasks.clone()),
     );
-    let idle_connections_max = descriptors.fleet;
     let parts = FleetParts {
         view,
         kv_index,
@@ -191,8 +195,9 @@ pub async fn run(mut config: Config, listeners: Listeners, tasks: Tasks) -> Resu
         shares,
         credentials,
         updates,
-        idle_connections_max,
+        idle_connections_max: descriptors.fleet,
         announcements,
+        access_log,
     };
     let shared = start_fleet(&config, parts, auth, &tasks);
     let admin_data = AdminData {
@@ -207,8 +212,7 @@ pub async fn run(mut config: Config, listeners: Listeners, tasks: Tasks) -> Resu
     let _admin_stop_guard = admin_token.clone().drop_guard();
     let admin_limits = PortLimits::admin(&port_metrics);
     admin::start(admin_data, listeners.admin, admin_limits, admin_token).map_err(Error::Admin)?;
-    let address = listeners.data.local_addr().map(|address| address.to_string());
-    info!(address = address.unwrap_or_default(), agents = config.workers.len(), "router listens");
+    log_listening(&config, &listeners.data);
     let turns_max = config.limits.turns_in_flight_max;
     let data_limits =
         PortLimits::data(&config.connections, turns_max, descriptors.turns, &port_metrics);
@@ -286,6 +290,12 @@ fn follow_tokens(
     Ok(Some((settings.clone(), store)))
 }
 
+/// Logs where clients reach the router.
+fn log_listening(config: &Config, listener: &tokio::net::TcpListener) {
+    let address = listener.local_addr().map(|address| address.to_string());
+    info!(address = address.unwrap_or_default(), agents = config.workers.len(), "router listens");
+}
+
 /// Logs who may use the data port, if nobody needs a key.
 fn log_auth(config: &Config, data_ip: IpAddr) {
     if config.auth.needs_credential() {
@@ -326,6 +336,7 @@ struct FleetParts {
     updates: UpdateSender,
     idle_connections_max: usize,
     announcements: Option<Arc<Announcements>>,
+    access_log: Option<AccessLog>,
 }
 
 /// Creates the client of the store that holds claims.
@@ -361,6 +372,16 @@ fn start_fleet(
         AgentTasks::new(follow_settings, view, followed, control_clients, updates, tasks.clone());
     tasks.spawn_essential("agents", agent_tasks.run());
     shared
+}
+
+/// Starts the access log, if the settings name a file for it.
+fn start_access_log(
+    config: &Config,
+    registry: &mut Registry,
+) -> Result<Option<(AccessLog, LogEnd)>, Error> {
+    let path = config.log.access.as_path();
+    let is_on = !path.as_os_str().is_empty();
+    is_on.then(|| AccessLog::start(path, registry)).transpose().map_err(Error::AccessLog)
 }
 
 /// Returns how many agents share the idle connections.
@@ -452,5 +473,6 @@ fn build_shared(
         cache_isolation: config.auth.cache_isolation,
         leaves: tasks.leave_token(),
         announcements: parts.announcements,
+        access_log: parts.access_log,
     })
 }

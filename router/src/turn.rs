@@ -16,6 +16,7 @@
 //! - `form`: reads the model of a request that isn't JSON.
 //! - `priority`: bounds the priority that the request asks for.
 //! - `usage`: counts the tokens that turns use.
+//! - `access_log`: writes a line for each request.
 //! - `recorder`: makes the record of a turn's end; `ended`: the last records.
 //! - [`preamble`]: finds the volatile preamble in the request's body.
 //! - `prompt_length`: refuses prompts that fit into no context.
@@ -40,6 +41,7 @@
 //! - `error`: why a turn is refused.
 
 pub(crate) mod aborts;
+pub(crate) mod access_log;
 mod agent_body;
 pub(crate) mod body;
 mod cache_isolation;
@@ -169,9 +171,8 @@ pub(crate) async fn run(
     let turn_id = shared.placer.new_turn_id();
     let placed = {
         let bytes = body.bytes().expect("a body that isn't sent doesn't give way");
-        let path = parts.uri.path();
-        prompt_length::check(&shared, &turn, path, &bytes, &sharer, deadline).await?;
-        hinted::place(&shared, &mut turn, turn_id, path, &bytes, &sharer).await?
+        prompt_length::check(&shared, &turn, parts.uri.path(), &bytes, &sharer, deadline).await?;
+        hinted::place(&shared, &mut turn, turn_id, parts.uri.path(), &bytes, &sharer).await?
     };
     if let (Some(tokens), Some(blocks)) = (&mut capacity.tokens, &placed.blocks) {
         tokens.set_prompt_tokens(blocks.prompt_overlap().tokens);
@@ -190,6 +191,7 @@ pub(crate) async fn run(
         kind,
         arrived_at,
         deadline,
+        access_entry: parts.extensions.remove(),
     };
     Box::pin(send(&shared, &turn, &outbound, placed, capacity, &unsent)).await
 }
@@ -378,6 +380,7 @@ async fn send(
 ) -> Result<Response, Error> {
     let facts = (outbound.turn_id, outbound.kind, outbound.arrived_at);
     let mut recorder = TurnRecorder::new(shared, turn, facts, &placed, capacity.tokens.take());
+    recorder.set_access_entry(outbound.access_entry.clone());
     let mut close_guard = CloseGuard::new(shared, turn, placed.worker);
     tokio::select! {
         biased;

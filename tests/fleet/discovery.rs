@@ -20,7 +20,6 @@ use std::{
 
 use anyhow::{Context as _, ensure};
 use http::Method;
-use router::config::Config;
 use serde_json::{Value, json};
 use service::clock::now;
 use tests::{

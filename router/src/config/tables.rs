@@ -3,7 +3,10 @@
 //! [`super::Config`] has one field for each table, under the table's name in the file. A key is
 //! named `table.key` in messages. `super` loads and checks the settings.
 
-use std::net::{Ipv4Addr, SocketAddr};
+use std::{
+    net::{Ipv4Addr, SocketAddr},
+    path::PathBuf,
+};
 
 use serde::{Deserialize, Serialize};
 
@@ -204,6 +207,16 @@ impl Default for PlacementTable {
             preamble: PreamblePolicy::default(),
         }
     }
+}
+
+/// `[log]`: what the router writes of each request. Logs of the process itself go to standard
+/// error in any case.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct LogTable {
+    /// The file to which the access log adds a line of JSON for each request; `-`: standard output.
+    /// Empty, the default: no access log, because the lines say who works when.
+    pub access: PathBuf,
 }
 
 #[cfg(test)]

@@ -37,6 +37,7 @@ use service::{clock::now, headers::remove_hop_by_hop, tls::client::is_certificat
 use tokio::time::Sleep;
 
 use super::{
+    access_log::AccessEntry,
     agent_body::AgentBody,
     body::RetryBody,
     directory::BindingHold,
@@ -88,6 +89,8 @@ pub(crate) struct OutboundTurn {
     pub(crate) arrived_at: Instant,
     /// When the turn is cut off.
     pub(crate) deadline: Instant,
+    /// The request's entry in the access log, if there is a log.
+    pub(super) access_entry: Option<Arc<AccessEntry>>,
 }
 
 impl OutboundTurn {

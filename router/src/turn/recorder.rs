@@ -3,7 +3,7 @@
 //! A turn is one request and its answer. `turn` creates a [`TurnRecorder`] when it has placed a
 //! turn, and the answer's body keeps it. The end of the answer, a failure and a client that leaves
 //! all drop the recorder. What counts or shows the ends of turns is fed there and nowhere else: the
-//! metrics, the keys' limits of tokens, and the list of the last turns.
+//! metrics, the keys' limits of tokens, the access log, and the list of the last turns.
 
 use std::{
     sync::Arc,
@@ -15,6 +15,7 @@ use proto::{load::Retention, route::Kind};
 use service::clock::now;
 
 use super::{
+    access_log::AccessEntry,
     directory::SessionDirectory,
     ended::{RecentTurns, TurnRecord},
     placer::PlacedTurn,
@@ -47,6 +48,8 @@ pub(crate) struct TurnRecorder {
     /// When the last part of the answer's body came. `None` before the first.
     last_part_at: Option<Instant>,
     is_stream: bool,
+    /// The entry in the access log, which gets the record. `None` without a log.
+    access_entry: Option<Arc<AccessEntry>>,
 }
 
 impl TurnRecorder {
@@ -93,7 +96,13 @@ impl TurnRecorder {
             ttft_expected: placed.ttft_expected,
             last_part_at: None,
             is_stream: false,
+            access_entry: None,
         }
+    }
+
+    /// Sets the entry of the turn's request in the access log.
+    pub(super) fn set_access_entry(&mut self, entry: Option<Arc<AccessEntry>>) {
+        self.access_entry = entry;
     }
 
     /// Records that the turn goes to a second worker.
@@ -188,6 +197,9 @@ impl Drop for TurnRecorder {
             uncached_expected: record.uncached_tokens_expected,
         });
         self.metrics.turns_in_flight.dec();
+        if let Some(entry) = &self.access_entry {
+            entry.set_turn(&record);
+        }
         if record.kind.is_generation() {
             self.recent_turns.lock().add(record);
         }

@@ -17,8 +17,8 @@ use service::{running_turns::RunningTurns, tasks::Tasks};
 use tokio_util::sync::CancellationToken;
 
 use super::{
-    body::Bodies, directory::SessionDirectory, ended::RecentTurns, placer::Placer,
-    sessions::SessionService, upstream::UpstreamClient,
+    access_log::AccessLog, body::Bodies, directory::SessionDirectory, ended::RecentTurns,
+    placer::Placer, sessions::SessionService, upstream::UpstreamClient,
 };
 use crate::{
     auth::Authenticator,
@@ -82,6 +82,8 @@ pub(crate) struct Shared {
     pub(crate) announcements: Option<Arc<Announcements>>,
     /// Who may share KV in the engines' caches.
     pub(crate) cache_isolation: CacheIsolation,
+    /// The log of all requests; `None`: there is none.
+    pub(crate) access_log: Option<AccessLog>,
     /// Cancelled when the router leaves, and soon stops.
     pub(crate) leaves: CancellationToken,
 }

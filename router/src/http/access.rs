@@ -1,0 +1,66 @@
+//! Gives each request its entry in the access log, and the answer's head and length to the entry.
+
+use std::{
+    pin::Pin,
+    sync::Arc,
+    task::{Context, Poll},
+};
+
+use axum::{
+    body::Body,
+    extract::{Request, State},
+    middleware::Next,
+    response::Response,
+};
+use bytes::Bytes;
+use http_body::{Body as HttpBody, Frame, SizeHint};
+use service::{refusal::Refusal, server::PeerAddress};
+
+use super::SharedState;
+use crate::turn::access_log::AccessEntry;
+
+/// The body of an answer, with the entry of its request. The entry ends with the body.
+struct LoggedBody {
+    body: Body,
+    entry: Arc<AccessEntry>,
+}
+
+/// Logs a request, if the router has an access log.
+pub(super) async fn log(State(shared): SharedState, mut request: Request, next: Next) -> Response {
+    let Some(access_log) = &shared.access_log else { return next.run(request).await };
+    let peer = request.extensions().get::<PeerAddress>().map(|peer| peer.0);
+    let entry = access_log.entry(peer, request.method(), request.uri().path());
+    let entry = Arc::new(entry);
+    request.extensions_mut().insert(Arc::clone(&entry));
+    let response = next.run(request).await;
+    let refusal = response.extensions().get::<Refusal>().map(|refusal| refusal.code.as_str());
+    entry.set_answer(response.status().as_u16(), refusal);
+    response.map(|body| Body::new(LoggedBody { body, entry }))
+}
+
+impl HttpBody for LoggedBody {
+    type Data = Bytes;
+    type Error = axum::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
+        let polled = Pin::new(&mut self.body).poll_frame(context);
+        if let Poll::Ready(Some(Ok(frame))) = &polled
+            && let Some(data) = frame.data_ref()
+        {
+            self.entry.add_bytes(data.len());
+        }
+        polled
+    }
+
+    // The answer keeps its `content-length`.
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+}
