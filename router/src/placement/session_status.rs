@@ -169,8 +169,13 @@ fn status_from_table(
     let is_agent_up = view.agent(worker).is_up();
     let needs_its_worker = needs_its_worker(&session);
     let is_unreachable = !is_agent_up && needs_its_worker;
+    // An agent that leaves closes its sessions itself. No client asked for that, so its next turn
+    // goes to another agent if it can.
+    let is_agent_leaving = !is_agent_up || view.agent(worker).was_draining;
     match session.state {
-        SessionState::Closing => return SessionStatus::Closing,
+        SessionState::Closing if needs_its_worker || !is_agent_leaving => {
+            return SessionStatus::Closing;
+        }
         // Any other session has only lost cached KV. Any agent can take its next turn.
         SessionState::Lost if needs_its_worker => {
             return SessionStatus::Lost { worker, session, is_agent_up };
@@ -290,11 +295,13 @@ fn preferred_entry<'a>(
 mod tests {
     use std::time::Duration;
 
+    use proto::load::LoadReport;
+
     use super::*;
     use crate::{
         fleet::{
             state::{State, Update},
-            testing::{description, fleet, start},
+            testing::{description, fleet, report, start},
         },
         placement::affinity::{Affinity, OpenAnswer},
     };
@@ -400,6 +407,23 @@ mod tests {
         ));
         affinity.record_open(at(0), opened(&state, now), now).unwrap();
         assert!(matches!(status(&state, &affinity, now), SessionStatus::Open { .. }));
+    }
+
+    #[test]
+    fn a_session_that_a_leaving_agent_closes_goes_on_elsewhere() {
+        let (mut state, affinity, now) = setup();
+        let leaving = LoadReport { draining: true, ..report(&[(1, 0)]) };
+        let close = |state: &mut State, retention| {
+            let closing = session(retention, SessionState::Closing, 1);
+            state.apply(0, Update::SessionChanged(closing), now);
+        };
+        close(&mut state, Retention::Tagged);
+        assert!(matches!(status(&state, &affinity, now), SessionStatus::Closing), "a client's");
+        state.apply(0, Update::Report(leaving), now);
+        assert!(matches!(status(&state, &affinity, now), SessionStatus::Open { .. }));
+        // The client of a pinned session may rely on the history there.
+        close(&mut state, Retention::Pinned);
+        assert!(matches!(status(&state, &affinity, now), SessionStatus::Closing));
     }
 
     #[test]
