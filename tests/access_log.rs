@@ -16,6 +16,8 @@ async fn each_request_has_a_line_that_says_who_where_and_how_long_but_not_what()
     let turn = cluster.turn("/generate", &session, &text_turn("a private prompt", 3)).await;
     let refused = cluster.post("/generate?key=private", &[], &json!("no object")).await;
     let listed = cluster.get("/v1/models").await;
+    let shown = cluster.get("/v1/sessions/a-private-name").await;
+    assert_eq!(shown.status, 200);
     let unknown = cluster.request(Method::PUT, "/v1/nowhere", &[], String::new()).await;
     let lines = eventually("all lines", || async {
         let text = std::fs::read_to_string(&path).unwrap();
@@ -27,7 +29,7 @@ async fn each_request_has_a_line_that_says_who_where_and_how_long_but_not_what()
                 .any(|status| line["status"] == status.as_u16())
         };
         assert!(!text.contains("private"), "{text}");
-        (lines.iter().filter(is_wanted).count() >= 4).then_some(lines)
+        (lines.iter().filter(is_wanted).count() >= 5).then_some(lines)
     })
     .await;
     let of_path = |path: &str, status: u16| {
@@ -47,6 +49,7 @@ async fn each_request_has_a_line_that_says_who_where_and_how_long_but_not_what()
     assert_eq!(line["refusal"], refused.code());
     assert!(line.get("worker").is_none(), "it was not placed: {line}");
     assert_eq!(of_path("/v1/nowhere", unknown.status.as_u16())["refusal"], "route_unknown");
+    assert_eq!(of_path("/v1/sessions/{id}", 200)["method"], "GET");
     // The answers are as without a log.
     assert_eq!(listed.header("content-length"), listed.body.len().to_string());
 }

@@ -8,7 +8,7 @@ use std::{
 
 use axum::{
     body::Body,
-    extract::{Request, State},
+    extract::{MatchedPath, Request, State},
     middleware::Next,
     response::Response,
 };
@@ -29,8 +29,10 @@ struct LoggedBody {
 pub(super) async fn log(State(shared): SharedState, mut request: Request, next: Next) -> Response {
     let Some(access_log) = &shared.access_log else { return next.run(request).await };
     let peer = request.extensions().get::<PeerAddress>().map(|peer| peer.0);
-    let entry = access_log.entry(peer, request.method(), request.uri().path());
-    let entry = Arc::new(entry);
+    // The path of a session or of a response has its id, its route has none.
+    let route = request.extensions().get::<MatchedPath>();
+    let path = route.map_or_else(|| request.uri().path(), MatchedPath::as_str);
+    let entry = Arc::new(access_log.entry(peer, request.method(), path));
     request.extensions_mut().insert(Arc::clone(&entry));
     let response = next.run(request).await;
     let refusal = response.extensions().get::<Refusal>().map(|refusal| refusal.code.as_str());

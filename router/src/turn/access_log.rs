@@ -73,6 +73,7 @@ struct AccessLine {
     #[serde(skip_serializing_if = "Option::is_none")]
     principal: Option<String>,
     method: String,
+    /// The route, or what the client wrote where no route is.
     path: String,
     /// `None` if the client left before an answer.
     #[serde(skip_serializing_if = "Option::is_none")]
