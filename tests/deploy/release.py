@@ -121,7 +121,9 @@ def test_the_archive_has_all_that_a_host_needs(released: Released, tmp_path: Pat
         assert made.stdout.strip() == f"{program} {VERSION}", made.stderr
     for path in (*(f"man/{program}.1" for program in PROGRAMS), "lib/libberth_kv.so", "LICENSE",
                  "completions/_berth", "deploy/systemd/berth-agent.service",
-                 "deploy/config/router.toml", "deploy/docs/systemd.md", "deploy/helm/berth"):
+                 "deploy/config/router.toml", "deploy/docs/systemd.md", "deploy/helm/berth",
+                 "deploy/docs/runbook.md", "deploy/prometheus/fleet.yaml",
+                 "deploy/grafana/fleet.json"):
         assert (root / path).exists(), path
     # What the README and the guide of systemd name is there, as in a checkout.
     for page in ("README.md", "deploy/README.md", "deploy/docs/systemd.md"):
@@ -157,6 +159,7 @@ def test_the_package_puts_files_where_debian_wants_them(released: Released) -> N
         assert f"usr/share/bash-completion/completions/{program}.bash" in files
     for path in ("lib/systemd/system/berth-agent.service", "lib/systemd/system/berth-router.service",
                  "lib/sysusers.d/berth.conf", "lib/tmpfiles.d/berth.conf", "lib/berth/libberth_kv.so",
+                 "share/berth/prometheus/fleet.yaml", "share/berth/grafana/fleet.json",
                  "share/doc/berth/copyright", "share/doc/berth/changelog.Debian.gz"):
         assert files.get(f"usr/{path}") == "rw-r--r--", path
     # Settings and secrets are an operator's: an upgrade never asks about them.
