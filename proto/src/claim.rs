@@ -15,12 +15,15 @@ use serde::{Deserialize, Serialize};
 use crate::{
     bootstrap::BOOTSTRAP,
     hints::HINTS,
-    id::{self, SessionKey},
+    id::{self, Digest, SessionKey},
     load::Retention,
 };
 
 /// Carries the [`Claim`], as JSON.
 pub const CLAIM: HeaderName = HeaderName::from_static("x-berth-session");
+/// Carries the digest of the session that started the turn's session, as 16 hex digits. It is a
+/// header of its own because agents of earlier versions refuse a claim with an unknown member.
+pub const PARENT: HeaderName = HeaderName::from_static("x-berth-parent");
 /// Carries the router's turn id, for logs on both sides.
 pub const TURN: HeaderName = HeaderName::from_static("x-berth-turn");
 /// Carries the DP rank on which the turn was placed.
@@ -40,8 +43,18 @@ pub const REFUSAL: HeaderName = HeaderName::from_static("x-berth-refusal");
 pub const NOT_A_ROUTER: &str = "not_a_router";
 
 /// The headers that only a router may send to an agent.
-pub const TRUSTED: [HeaderName; 9] =
-    [CLAIM, TURN, RANK, PRINCIPAL, RESIDENT, TOKEN, HINTS, BOOTSTRAP, crate::control::ADMIN];
+pub const TRUSTED: [HeaderName; 10] = [
+    CLAIM,
+    PARENT,
+    TURN,
+    RANK,
+    PRINCIPAL,
+    RESIDENT,
+    TOKEN,
+    HINTS,
+    BOOTSTRAP,
+    crate::control::ADMIN,
+];
 
 /// A turn's session, and what the client wants done with it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -69,6 +82,9 @@ pub struct Claim {
     /// Milliseconds without a turn after which the session is closed. `None`: the agent's default.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub idle_ms_max: Option<u64>,
+    /// The session that started this one, as a sub-agent. It travels in [`PARENT`].
+    #[serde(skip)]
+    pub parent: Option<Digest>,
 }
 
 /// Why a claim header was refused.
@@ -80,6 +96,9 @@ pub enum Error {
     /// The principal or session id is out of bounds.
     #[error("the {CLAIM} header has an invalid session id or principal")]
     Id(#[source] id::Error),
+    /// The parent header isn't a digest.
+    #[error("the {PARENT} header is not a session's digest")]
+    Parent,
     /// The rank header isn't a number.
     #[error("the {RANK} header is not a DP rank")]
     Rank,
@@ -104,6 +123,7 @@ impl Claim {
             open: false,
             close: false,
             idle_ms_max: None,
+            parent: None,
         }
     }
 
@@ -115,10 +135,18 @@ impl Claim {
         SessionKey::new(self.principal.clone(), self.id.clone())
     }
 
+    /// Writes the claim into a request's headers.
+    pub fn write_to(&self, headers: &mut HeaderMap) {
+        headers.insert(CLAIM, self.to_header());
+        if let Some(parent) = self.parent {
+            let value = HeaderValue::from_str(&parent.to_string());
+            headers.insert(PARENT, value.expect("hex digits are legal"));
+        }
+    }
+
     /// Returns the value of the [`CLAIM`] header. Every valid id fits in a header, because JSON
     /// escapes control characters.
-    #[must_use]
-    pub fn to_header(&self) -> HeaderValue {
+    fn to_header(&self) -> HeaderValue {
         let text = serde_json::to_vec(self).expect("a struct of strings and numbers serialises");
         // JSON leaves U+007F unescaped, but a header must not contain it.
         let escaped: Vec<u8> = text
@@ -134,10 +162,17 @@ impl Claim {
     /// When the header is there but isn't a valid claim.
     pub fn from_headers(headers: &HeaderMap) -> Result<Option<(Self, SessionKey)>, Error> {
         let Some(value) = headers.get(CLAIM) else { return Ok(None) };
-        let claim: Self = serde_json::from_slice(value.as_bytes()).map_err(Error::Malformed)?;
+        let mut claim: Self = serde_json::from_slice(value.as_bytes()).map_err(Error::Malformed)?;
+        claim.parent = parent(headers)?;
         let key = claim.key().map_err(Error::Id)?;
         Ok(Some((claim, key)))
     }
+}
+
+/// Returns the session that started the turn's session, if the header is present.
+fn parent(headers: &HeaderMap) -> Result<Option<Digest>, Error> {
+    let Some(value) = headers.get(PARENT) else { return Ok(None) };
+    value.to_str().ok().and_then(Digest::parse).map(Some).ok_or(Error::Parent)
 }
 
 /// Returns the DP rank on which the router placed the turn, if the header is present.
@@ -182,14 +217,31 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_valid_id_survives_the_header(id in "\\PC{1,40}|[\\x00-\\x7f]{1,200}") {
+        fn any_valid_claim_survives_the_headers(
+            id in "\\PC{1,40}|[\\x00-\\x7f]{1,200}", parent: Option<u64>,
+        ) {
             let key = SessionKey::new("p", id).unwrap();
-            let claim = Claim { delta: true, ..Claim::for_session(&key) };
+            let parent = parent.map(Digest);
+            let claim = Claim { delta: true, parent, ..Claim::for_session(&key) };
             let mut headers = HeaderMap::new();
-            headers.insert(CLAIM, claim.to_header());
+            claim.write_to(&mut headers);
             let (read, read_key) = Claim::from_headers(&headers).unwrap().unwrap();
             prop_assert_eq!(read, claim);
             prop_assert_eq!(read_key, key);
+        }
+    }
+
+    #[test]
+    fn the_parent_is_no_member_of_the_claim_which_earlier_agents_would_refuse() {
+        let key = SessionKey::new("p", "child").unwrap();
+        let claim = Claim { parent: Some(Digest(7)), ..Claim::for_session(&key) };
+        let mut headers = HeaderMap::new();
+        claim.write_to(&mut headers);
+        assert_eq!(headers[CLAIM], r#"{"principal":"p","id":"child"}"#);
+        assert_eq!(headers[PARENT], "0000000000000007");
+        for wrong in ["", "7", "+000000000000007", "00000000000000007", "000000000000000G"] {
+            headers.insert(PARENT, HeaderValue::from_static(wrong));
+            assert!(matches!(Claim::from_headers(&headers), Err(Error::Parent)), "{wrong:?}");
         }
     }
 

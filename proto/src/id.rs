@@ -88,6 +88,16 @@ impl SessionKey {
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Digest(pub u64);
 
+impl Digest {
+    /// Returns the digest that a text of 16 lower-case hex digits shows.
+    #[must_use]
+    pub fn parse(text: &str) -> Option<Self> {
+        let is_digit = |byte: u8| matches!(byte, b'0'..=b'9' | b'a'..=b'f');
+        let is_digest = text.len() == 16 && text.bytes().all(is_digit);
+        is_digest.then(|| u64::from_str_radix(text, 16).ok()).flatten().map(Self)
+    }
+}
+
 impl fmt::Display for Digest {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:016x}", self.0)

@@ -24,7 +24,7 @@ pub use self::{
     transfer::{EngineRole, KvTransfer},
     weights::{InvalidWeights, WEIGHTS, WantedWeights, Weights},
 };
-use crate::id::{self, SessionKey};
+use crate::id::{self, Digest, SessionKey};
 
 /// How an engine keeps a session's KV between turns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -254,6 +254,8 @@ pub struct Session {
     /// When the session began, in unix milliseconds by its agent's clock. 0 if the agent doesn't
     /// say. All routers read the same number, so they agree on which of two sessions is older.
     pub began_unix_ms: u64,
+    /// The session that started this one, as a sub-agent. `None` if no turn has named one.
+    pub parent: Option<Digest>,
 }
 
 /// A text early in a session's prompts that differed in three turns in a row. The engine computes

@@ -128,6 +128,7 @@ fn session(agent: usize, number: usize) -> Session {
         full_history: false,
         volatile_prefix: None,
         began_unix_ms: 0,
+        parent: None,
     }
 }
 

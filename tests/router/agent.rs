@@ -350,6 +350,7 @@ impl AgentState {
             full_history: false,
             volatile_prefix: None,
             began_unix_ms: 0,
+            parent: None,
         }
     }
 
@@ -358,6 +359,7 @@ impl AgentState {
         let session = sessions
             .entry(key.clone())
             .or_insert_with(|| self.fresh(key, claim.retention, claim.open));
+        session.parent = claim.parent.or(session.parent);
         if session.exclusive && session.turns_running > 0 {
             return Err(Refusal::new(Code::SessionBusy, "busy"));
         }

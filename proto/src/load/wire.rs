@@ -16,7 +16,7 @@ use super::{
     PromptPlace, PromptRole, Rank, RankLoad, Retention, Session, SessionState, Source,
     StagedPrefill, VolatilePrefix, Weights,
 };
-use crate::v1;
+use crate::{id::Digest, v1};
 
 fn impossible(field: &'static str, value: impl Into<u64>) -> Error {
     Error::Impossible { field, value: value.into() }
@@ -287,6 +287,7 @@ impl TryFrom<v1::Session> for Session {
             full_history: wire.whole_history,
             volatile_prefix: wire.volatile_prefix.map(Into::into),
             began_unix_ms: wire.began_unix_ms,
+            parent: wire.parent.map(Digest),
         })
     }
 }
@@ -307,6 +308,7 @@ impl From<Session> for v1::Session {
             volatile_prefix: session.volatile_prefix.map(Into::into),
             began_unix_ms: session.began_unix_ms,
             was_open: false,
+            parent: session.parent.map(|parent| parent.0),
         }
     }
 }

@@ -256,6 +256,7 @@ fn session(id: &str) -> Session {
         full_history: false,
         volatile_prefix: None,
         began_unix_ms: 0,
+        parent: None,
     }
 }
 

@@ -308,6 +308,7 @@ mod tests {
             full_history: false,
             volatile_prefix: None,
             began_unix_ms: 0,
+            parent: None,
         }
     }
 

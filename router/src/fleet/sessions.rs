@@ -13,11 +13,12 @@
 use std::{
     collections::{BTreeSet, HashMap},
     sync::Arc,
+    time::Instant,
 };
 
 use proto::{
     id::SessionKey,
-    load::{Retention, Session},
+    load::{Retention, Session, SessionState},
 };
 
 use super::worker::WorkerRef;
@@ -33,6 +34,8 @@ pub struct ReportedSession {
     pub worker: WorkerRef,
     /// The session as last reported.
     pub session: Arc<Session>,
+    /// When the session's KV was last demoted. `None` if this router has not seen that happen.
+    pub demoted_at: Option<Instant>,
 }
 
 /// The entries of some keys, by key. No key has an empty list.
@@ -140,17 +143,24 @@ impl Sessions {
         self.len() == 0
     }
 
-    /// Adds or replaces the agent's entry for the session. Returns false if the agent has as many
-    /// entries as allowed and none for this session. The session is then left out.
-    pub fn upsert(&mut self, agent: usize, session: Session) -> bool {
+    /// Adds or replaces the agent's entry for the session, which arrived at `now`. Returns false if
+    /// the agent has as many entries as allowed and none for this session. The session is then left
+    /// out.
+    pub fn upsert(&mut self, agent: usize, session: Session, now: Instant) -> bool {
         let is_full = self.entry_counts[agent] >= self.agent_sessions_max;
         let worker = WorkerRef { agent, dp_rank: session.dp_rank };
-        let has_entry = self.locate(&session.key).iter().any(|entry| entry.worker.agent == agent);
+        let old = self.locate(&session.key).iter().find(|entry| entry.worker.agent == agent);
+        let has_entry = old.is_some();
         if is_full && !has_entry {
             return false;
         }
+        let is_demoted = |session: &Session| session.state == SessionState::Demoted;
+        let demoted_at = old.and_then(|old| {
+            let is_demoted_now = is_demoted(&session) && !is_demoted(&old.session);
+            if is_demoted_now { Some(now) } else { old.demoted_at }
+        });
         let shard = self.shards.shard_of_mut(&session.key);
-        let new_entry = ReportedSession { worker, session: Arc::new(session) };
+        let new_entry = ReportedSession { worker, session: Arc::new(session), demoted_at };
         match shard.get_mut(&new_entry.session.key) {
             Some(entries) => match entries.iter_mut().find(|entry| entry.worker.agent == agent) {
                 Some(entry) => *entry = new_entry,
@@ -187,8 +197,8 @@ impl Sessions {
         self.entry_counts[agent] -= 1;
     }
 
-    /// Replaces all entries of the agent. Returns how many sessions didn't fit.
-    pub fn replace(&mut self, agent: usize, sessions: Vec<Session>) -> usize {
+    /// Removes all entries of the agent.
+    pub fn remove_all(&mut self, agent: usize) {
         // A router that starts hears of each agent for the first time, and has nothing to look for.
         if self.has_any(agent) {
             let of_agent = |entry: &&ReportedSession| entry.worker.agent == agent;
@@ -196,9 +206,15 @@ impl Sessions {
                 self.iter().filter(of_agent).map(|entry| entry.session.key.clone()).collect();
             old.iter().for_each(|key| self.remove(agent, key));
         }
+    }
+
+    /// Replaces all entries of the agent by sessions that arrived at `now`. Returns how many
+    /// sessions didn't fit.
+    pub fn replace(&mut self, agent: usize, sessions: Vec<Session>, now: Instant) -> usize {
+        self.remove_all(agent);
         sessions
             .into_iter()
-            .map(|session| self.upsert(agent, session))
+            .map(|session| self.upsert(agent, session, now))
             .filter(|is_stored| !is_stored)
             .count()
     }
@@ -238,6 +254,7 @@ mod tests {
     use proto::load::{Retention, SessionState};
 
     use super::*;
+    use crate::fleet::testing::start;
 
     pub(crate) fn session(id: &str, dp_rank: u32) -> Session {
         Session {
@@ -253,7 +270,27 @@ mod tests {
             full_history: false,
             volatile_prefix: None,
             began_unix_ms: 0,
+            parent: None,
         }
+    }
+
+    #[test]
+    fn the_last_demotion_is_known_as_long_as_the_session_lives() {
+        let (key, minute) =
+            (SessionKey::new("p", "s").unwrap(), std::time::Duration::from_secs(60));
+        let mut sessions = Sessions::new(1, 4);
+        let mut report = |state, minutes| {
+            let session = Session { state, ..session("s", 0) };
+            assert!(sessions.upsert(0, session, start() + minutes * minute));
+            sessions.locate(&key)[0].demoted_at
+        };
+        assert_eq!(report(SessionState::Demoted, 0), None, "it was so when it was first heard of");
+        assert_eq!(report(SessionState::Running, 1), None);
+        let demoted_at = Some(start() + 2 * minute);
+        assert_eq!(report(SessionState::Demoted, 2), demoted_at);
+        assert_eq!(report(SessionState::Demoted, 3), demoted_at, "not demoted again");
+        assert_eq!(report(SessionState::Running, 4), demoted_at);
+        assert_eq!(report(SessionState::Demoted, 5), Some(start() + 5 * minute));
     }
 
     proptest! {
@@ -267,7 +304,7 @@ mod tests {
                 match op {
                     0 | 1 => {
                         let fits = model.contains(&(agent, id.clone())) || of_agent < 4;
-                        prop_assert_eq!(sessions.upsert(agent, session(&id, 0)), fits);
+                        prop_assert_eq!(sessions.upsert(agent, session(&id, 0), start()), fits);
                         if fits { model.insert((agent, id)); }
                     }
                     2 => {
@@ -275,7 +312,7 @@ mod tests {
                         model.remove(&(agent, id));
                     }
                     _ => {
-                        sessions.replace(agent, vec![session(&id, 1)]);
+                        sessions.replace(agent, vec![session(&id, 1)], start());
                         model.retain(|(of, _)| *of != agent);
                         model.insert((agent, id));
                     }

@@ -186,7 +186,7 @@ impl State {
             Update::SessionChanged(session) => {
                 let worker = WorkerRef { agent: agent_index, dp_rank: session.dp_rank };
                 self.forecast.upsert(worker, &session, now);
-                let has_room = self.view.sessions.upsert(agent_index, session);
+                let has_room = self.view.sessions.upsert(agent_index, session, now);
                 (!has_room).then(|| "sessions_max is reached, a session is left out".to_owned())
             }
             Update::SessionRemoved(key) => {
@@ -272,7 +272,7 @@ impl State {
             let worker = WorkerRef { agent: agent_index, dp_rank: session.dp_rank };
             self.forecast.upsert(worker, session, now);
         }
-        let left_out_count = self.view.sessions.replace(agent_index, sessions);
+        let left_out_count = self.view.sessions.replace(agent_index, sessions, now);
         (left_out_count > 0)
             .then(|| format!("sessions_max is reached, {left_out_count} sessions are left out"))
     }
@@ -388,6 +388,7 @@ mod tests {
             full_history: false,
             volatile_prefix: None,
             began_unix_ms: 0,
+            parent: None,
         }
     }
 

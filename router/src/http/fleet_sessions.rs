@@ -2,9 +2,13 @@
 //!
 //! A session is an ordered list of turns that share a growing prefix. Its digest names it here,
 //! because equal ids of two clients are two sessions. A list of 100,000 sessions helps nobody, so a
-//! request says by which figure the first ones are chosen, and which text they must have.
+//! request says by which figure the first ones are chosen, and which text they must have. The
+//! sessions that started those come with them, so that a reader can show each below its parent.
 
-use std::sync::Arc;
+use std::{
+    collections::{HashMap, HashSet},
+    sync::Arc,
+};
 
 use axum::{
     Json,
@@ -12,14 +16,23 @@ use axum::{
     response::{IntoResponse as _, Response},
 };
 use http::{StatusCode, Uri};
-use proto::{id::SessionKey, load::Session};
+use proto::{
+    id::{Digest, SessionKey},
+    load::Session,
+};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
-use service::{clock::whole_millis, refusal::Refusal};
+use service::{
+    clock::{now, whole_millis},
+    refusal::Refusal,
+};
 
 use super::{IdPath, SharedState, errors, id, page::ENTRIES_MAX, respond};
 use crate::{
-    fleet::{sessions::ReportedSession, snapshot::Snapshot},
+    fleet::{
+        sessions::{ReportedSession, Sessions},
+        snapshot::Snapshot,
+    },
     turn::{sessions, shared::Shared},
 };
 
@@ -62,7 +75,8 @@ impl SessionOrder {
 #[serde(default, deny_unknown_fields)]
 struct ListQuery {
     sort: SessionOrder,
-    /// A text that a session's id, digest, principal, worker, state or retention has.
+    /// A text in any letter case: a part of a session's id, principal or worker, or its whole
+    /// digest, state or retention.
     find: String,
     /// The most sessions in the answer.
     limit: Option<u32>,
@@ -83,42 +97,76 @@ pub(super) async fn list(State(shared): SharedState, uri: Uri) -> Response {
 fn build_list(shared: &Shared, query: &ListQuery) -> Value {
     let view = shared.directory.view();
     let limit = query.limit.map_or(SESSIONS_DEFAULT, |limit| limit as usize);
+    let text = query.find.to_lowercase();
     let mut found: Vec<&ReportedSession> =
-        view.sessions.iter().filter(|entry| is_found(entry, &query.find, &view)).collect();
+        view.sessions.iter().filter(|entry| is_found(entry, &text, &view)).collect();
     found.sort_unstable_by(|one, other| query.sort.compare(&one.session, &other.session));
-    let parents = shared.recent_turns.lock().parents();
-    let first = found.iter().take(limit.clamp(1, ENTRIES_MAX));
-    let sessions: Vec<Value> = first
-        .map(|ReportedSession { worker, session }| {
-            let digest = session.key.digest();
-            json!({
-                "digest": digest.to_string(),
-                "session_id": session.key.id(),
-                "principal": session.key.principal(),
-                "parent": parents.get(&digest).map(ToString::to_string),
-                "worker": view.name(*worker),
-                "retention": session.retention.as_str(),
-                "state": session.state,
-                "turns": session.turns,
-                "turns_running": session.turns_running,
-                "resident_tokens": session.resident_tokens.map(|figure| figure.value),
-                "idle_ms_at_report": whole_millis(session.idle),
-                "began_unix_ms": session.began_unix_ms,
-            })
-        })
-        .collect();
-    json!({ "sessions": sessions, "total": found.len() })
+    let total = found.len();
+    found.truncate(limit.clamp(1, ENTRIES_MAX));
+    let parents = find_missing_parents(&found, &view.sessions);
+    let to_json = |entries: &[&ReportedSession]| -> Vec<Value> {
+        entries.iter().map(|entry| to_json(entry, &view)).collect()
+    };
+    json!({ "sessions": to_json(&found), "parents": to_json(&parents), "total": total })
 }
 
-/// Whether the session has the text that the list is filtered by.
+fn to_json(entry: &ReportedSession, view: &Snapshot) -> Value {
+    let ReportedSession { worker, session, demoted_at } = entry;
+    json!({
+        "digest": session.key.digest().to_string(),
+        "session_id": session.key.id(),
+        "principal": session.key.principal(),
+        "parent": session.parent.map(|parent| parent.to_string()),
+        "worker": view.name(*worker),
+        "retention": session.retention.as_str(),
+        "state": session.state,
+        "turns": session.turns,
+        "turns_running": session.turns_running,
+        "resident_tokens": session.resident_tokens.map(|figure| figure.value),
+        "idle_ms_at_report": whole_millis(session.idle),
+        "began_unix_ms": session.began_unix_ms,
+        "demoted_age_ms": demoted_at.map(|at| whole_millis(now().saturating_duration_since(at))),
+    })
+}
+
+/// Returns the sessions that started the listed ones, directly or not, and aren't listed
+/// themselves. At most [`ENTRIES_MAX`].
+fn find_missing_parents<'a>(
+    listed: &[&'a ReportedSession],
+    all: &'a Sessions,
+) -> Vec<&'a ReportedSession> {
+    let digest = |entry: &ReportedSession| entry.session.key.digest();
+    let mut seen: HashSet<Digest> = listed.iter().map(|entry| digest(entry)).collect();
+    let mut wanted: Vec<Digest> = listed.iter().filter_map(|entry| entry.session.parent).collect();
+    wanted.retain(|parent| !seen.contains(parent));
+    if wanted.is_empty() {
+        return vec![];
+    }
+    let by_digest: HashMap<Digest, &ReportedSession> =
+        all.iter().map(|entry| (digest(entry), entry)).collect();
+    let mut found = vec![];
+    while let Some(parent) = wanted.pop()
+        && found.len() < ENTRIES_MAX
+    {
+        // Sessions may name each other in a circle.
+        if let Some(entry) = by_digest.get(&parent).filter(|_| seen.insert(parent)) {
+            found.push(*entry);
+            wanted.extend(entry.session.parent);
+        }
+    }
+    found
+}
+
+/// Whether the session has the lower-case text that the list is filtered by.
 fn is_found(entry: &ReportedSession, text: &str, view: &Snapshot) -> bool {
     let session = &entry.session;
+    let has_text = |name: &str| name.to_lowercase().contains(text);
     text.is_empty()
-        || session.key.id().contains(text)
-        || session.key.principal().contains(text)
+        || has_text(session.key.id())
+        || has_text(session.key.principal())
         || session.retention.as_str() == text
         || json!(session.state) == *text
-        || view.name(entry.worker).contains(text)
+        || has_text(&view.name(entry.worker))
         || session.key.digest().to_string() == text
 }
 
@@ -142,4 +190,65 @@ async fn find_key(shared: &Arc<Shared>, digest: String) -> Option<SessionKey> {
     };
     let found = tokio::task::spawn_blocking(search).await;
     found.unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use proto::load::{Retention, SessionState};
+
+    use super::*;
+
+    fn key(id: &str) -> SessionKey {
+        SessionKey::new("p", id).unwrap()
+    }
+
+    /// Returns a table of sessions, each with the session that started it.
+    fn table(sessions: &[(&str, Option<&str>)]) -> Sessions {
+        let mut table = Sessions::new(1, 100);
+        for (id, parent) in sessions {
+            let session = Session {
+                key: key(id),
+                retention: Retention::Tagged,
+                state: SessionState::Idle,
+                dp_rank: 0,
+                turns: 0,
+                turns_running: 0,
+                exclusive: false,
+                resident_tokens: None,
+                idle: Duration::ZERO,
+                full_history: false,
+                volatile_prefix: None,
+                began_unix_ms: 0,
+                parent: parent.map(|parent| key(parent).digest()),
+            };
+            assert!(table.upsert(0, session, now()));
+        }
+        table
+    }
+
+    fn missing_parents(table: &Sessions, listed: &[&str]) -> Vec<String> {
+        let listed: Vec<&ReportedSession> =
+            listed.iter().map(|id| &table.locate(&key(id))[0]).collect();
+        let found = find_missing_parents(&listed, table);
+        found.iter().map(|entry| entry.session.key.id().to_owned()).collect()
+    }
+
+    #[test]
+    fn a_found_child_comes_with_all_sessions_above_it() {
+        let table = table(&[
+            ("root", None),
+            ("child", Some("root")),
+            ("grandchild", Some("child")),
+            ("orphan", Some("gone")),
+            ("x", Some("y")),
+            ("y", Some("x")),
+        ]);
+        assert_eq!(missing_parents(&table, &["grandchild"]), ["child", "root"]);
+        assert_eq!(missing_parents(&table, &["grandchild", "child"]), ["root"]);
+        assert_eq!(missing_parents(&table, &["root", "child"]), [""; 0]);
+        assert_eq!(missing_parents(&table, &["orphan"]), [""; 0]);
+        assert_eq!(missing_parents(&table, &["x"]), ["y"], "a circle ends");
+    }
 }

@@ -164,7 +164,9 @@ fn status_from_table(
     view: &Snapshot,
     binding: Option<&Binding>,
 ) -> SessionStatus {
-    let Some(ReportedSession { worker, session }) = entry else { return SessionStatus::Unknown };
+    let Some(ReportedSession { worker, session, .. }) = entry else {
+        return SessionStatus::Unknown;
+    };
     let (worker, session) = (*worker, Arc::clone(session));
     let is_agent_up = view.agent(worker).is_up();
     let needs_its_worker = needs_its_worker(&session);
@@ -328,6 +330,7 @@ mod tests {
             full_history: false,
             volatile_prefix: None,
             began_unix_ms: 0,
+            parent: None,
         }
     }
 

@@ -122,6 +122,7 @@ fn session(id: u64, tokens: u64, idle: Duration) -> Session {
         full_history: false,
         volatile_prefix: None,
         began_unix_ms: 0,
+        parent: None,
     }
 }
 

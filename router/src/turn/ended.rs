@@ -4,15 +4,11 @@
 //! ends, however it ends. The HTTP API reads the records in the order in which the turns ended.
 
 use std::{
-    collections::{HashMap, VecDeque},
+    collections::VecDeque,
     time::{Duration, Instant},
 };
 
-use proto::{
-    id::{Digest, SessionKey},
-    load::Retention,
-    route::Kind,
-};
+use proto::{id::SessionKey, load::Retention, route::Kind};
 
 use super::usage::TurnUsage;
 use crate::{metrics::TurnOutcome, placement::Reason};
@@ -113,14 +109,6 @@ impl RecentTurns {
             _ => last_place.max(after),
         };
         (page.into_iter().map(|(_, record)| record).collect(), looked_at)
-    }
-
-    /// Returns the sessions that the records name, with the session that started each of them.
-    pub(crate) fn parents(&self) -> HashMap<Digest, Digest> {
-        let digests = |record: &TurnRecord| {
-            Some((record.session.as_ref()?.digest(), record.parent.as_ref()?.digest()))
-        };
-        self.records.iter().filter_map(digests).collect()
     }
 
     /// Checks the bound.

@@ -120,6 +120,7 @@ mod tests {
             full_history: true,
             volatile_prefix: None,
             began_unix_ms,
+            parent: None,
         }
     }
 

@@ -387,6 +387,7 @@ impl Placer {
             open: intent.opens_session,
             close: intent.closes_session,
             idle_ms_max: intent.idle_ms_max,
+            parent: turn.parent.as_ref().map(SessionKey::digest),
             ..Claim::for_session(&intent.key)
         });
         self.metrics.count_placement(reason.as_str());

@@ -149,7 +149,7 @@ impl OutboundTurn {
     ) -> Result<Response<Incoming>, NoAnswer> {
         let mut request = self.turn_request(&placed.target(), body);
         if let Some(claim) = &placed.claim {
-            request.headers_mut().insert(claim::CLAIM, claim.to_header());
+            claim.write_to(request.headers_mut());
         }
         send_request(upstream, placed.worker, &placed.worker_name, request, self.deadline).await
     }

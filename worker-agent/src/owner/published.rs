@@ -160,6 +160,7 @@ mod tests {
             full_history: false,
             volatile_prefix: None,
             began_unix_ms: 0,
+            parent: None,
         }
     }
 

@@ -259,5 +259,6 @@ fn session_view(
         resident_tokens: ledger::resident_figure(session),
         idle: session.idle(now),
         began_unix_ms: wall_clock.unix_ms(session.began()),
+        parent: session.parent(),
     }
 }

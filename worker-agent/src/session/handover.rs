@@ -47,6 +47,9 @@ pub struct HandedSession {
     /// Tokens of the history that the engine has committed.
     pub(super) history_tokens: u64,
     pub(super) client: ClientHistory,
+    /// The digest of the session that started this one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) parent: Option<u64>,
     /// What the agent knew of the engine's weights; the same for all sessions.
     #[serde(default)]
     pub(super) weights: HandedWeights,

@@ -6,7 +6,10 @@
 
 use std::time::{Duration, Instant};
 
-use proto::load::{Retention, SessionState, VolatilePrefix};
+use proto::{
+    id::Digest,
+    load::{Retention, SessionState, VolatilePrefix},
+};
 use serde::{Deserialize, Serialize};
 
 use super::{
@@ -38,6 +41,8 @@ pub struct Session {
     /// Compares the beginnings of the session's prompts from turn to turn.
     pub(super) prefix_tracker: PrefixTracker,
     pub(super) idle_max: Duration,
+    /// The session that started this one, by the newest turn that names one.
+    pub(super) parent: Option<Digest>,
 }
 
 /// Who chooses how the engine keeps a session's KV.
@@ -186,6 +191,12 @@ impl Session {
     #[must_use]
     pub fn turns_finished(&self) -> u64 {
         self.turns.finished
+    }
+
+    /// Returns the session that started this one, as far as a turn has named it.
+    #[must_use]
+    pub fn parent(&self) -> Option<Digest> {
+        self.parent
     }
 
     /// Returns when the session began.

@@ -79,7 +79,7 @@ impl State {
     /// Forgets the agent of a slot.
     pub(super) fn vacate(&mut self, agent_index: usize) {
         self.membership.vacate(agent_index);
-        self.view.sessions.replace(agent_index, vec![]);
+        self.view.sessions.remove_all(agent_index);
         self.forecast.clear_agent(agent_index);
         if let Some(demands) = Arc::make_mut(&mut self.view.reuse_demands).get_mut(agent_index) {
             demands.clear();

@@ -159,9 +159,13 @@ fn fleet_sessions() -> [(&'static str, Value); 4] {
                 "type": "object",
                 "properties": {
                     "sessions": { "type": "array", "items": { "type": "object" } },
+                    "parents": {
+                        "type": "array", "items": { "type": "object" },
+                        "description": "Sessions not in the list that started some in it",
+                    },
                     "total": { "type": "integer", "description": "Those that the filter finds" },
                 },
-                "required": ["sessions", "total"],
+                "required": ["sessions", "parents", "total"],
             }),
         ),
         ("SessionDigest", json!({ "type": "string", "pattern": "^[0-9a-f]{16}$" })),
@@ -170,7 +174,8 @@ fn fleet_sessions() -> [(&'static str, Value); 4] {
             "SessionFilter",
             json!({
                 "type": "string",
-                "description": "A part of the id, digest, principal, worker, state or retention",
+                "description": "A part of the id, principal or worker, in any letter case; or the \
+                                whole digest, state or retention",
             }),
         ),
     ]

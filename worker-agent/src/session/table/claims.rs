@@ -129,6 +129,7 @@ impl Table {
             session.client.sends_full =
                 !claim.delta && (shim_trims || session.has_auto_retention());
             session.state.continue_in_tree();
+            session.parent = claim.parent.or(session.parent);
             if claim.open {
                 session.open_for_deltas();
             }
@@ -316,6 +317,7 @@ impl Table {
             client: ClientHistory::new(if claim.open { Deltas::Allowed } else { Deltas::Refused }),
             prefix_tracker: PrefixTracker::default(),
             idle_max,
+            parent: None,
         });
         Ok(())
     }

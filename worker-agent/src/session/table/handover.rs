@@ -16,7 +16,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use proto::id::SessionKey;
+use proto::id::{Digest, SessionKey};
 
 use super::{
     Doubt, Error, ExpectedHistory, GoneReason, Guard, PrefixTracker, Row, Session, SessionEvent,
@@ -209,6 +209,7 @@ impl Table {
             client: handed.client,
             prefix_tracker: PrefixTracker::default(),
             idle_max: Duration::from_millis(handed.idle_ms_max),
+            parent: handed.parent.map(Digest),
         });
         match deadline {
             Some(until) => self.sessions.schedule(until),
@@ -260,6 +261,7 @@ fn hand_over_session(
         idle_ms_max: to_ms(session.idle_max),
         history_tokens: session.history.tokens,
         client: session.client,
+        parent: session.parent.map(|parent| parent.0),
         weights,
     })
 }

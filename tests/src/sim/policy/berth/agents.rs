@@ -64,6 +64,7 @@ impl KnownSession {
             full_history: false,
             volatile_prefix: None,
             began_unix_ms: 0,
+            parent: None,
         }
     }
 }

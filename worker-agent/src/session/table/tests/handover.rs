@@ -63,6 +63,20 @@ fn shim_reports(rig: &mut Rig, old: &Rig) {
 }
 
 #[test]
+fn the_parent_stays_known_through_turns_that_name_none_and_to_the_next_process() {
+    let mut old = Rig::new();
+    let parent = Some(key("parent").digest());
+    let first = Claim { parent, ..Claim::for_session(&key("s")) };
+    for claim in [first, Claim::for_session(&key("s"))] {
+        let turn = old.turn(&claim).inside();
+        old.end(&turn, finished(9, 1));
+        assert_eq!(old.table.get(&key("s")).unwrap().parent(), parent);
+    }
+    let rig = successor(&old, engine(1), true);
+    assert_eq!(rig.table.get(&key("s")).unwrap().parent(), parent);
+}
+
+#[test]
 fn a_confirmed_session_goes_on_and_a_turn_waits_for_that() {
     let mut old = Rig::new();
     let incarnation = old.pin_holding("s", 24);
