@@ -214,22 +214,28 @@ pub struct Rank {
     pub devices: Vec<Device>,
 }
 
-/// The answer of `GET /v1/sessions`.
-#[derive(Debug, Clone, Default, PartialEq, Deserialize)]
+/// The answer of `GET /v1/fleet/sessions`.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(default)]
-pub struct SessionPage {
-    /// The sessions.
+pub struct FleetSessions {
+    /// The first sessions by the order that was asked for.
     pub sessions: Vec<Session>,
-    /// The last id of the page, if there are more.
-    pub next: Option<String>,
+    /// Sessions that aren't among those and started some of them, directly or not.
+    pub parents: Vec<Session>,
+    /// How many sessions were found.
+    pub total: u64,
 }
 
 /// A session.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(default)]
 pub struct Session {
+    /// The digest that names it among the sessions of all clients.
+    pub digest: String,
     /// The id that the client gave it.
     pub session_id: String,
+    /// The name of its client.
+    pub principal: String,
     /// The worker that holds its KV.
     pub worker: String,
     /// `pinned`, `tagged` or `none`.
@@ -244,7 +250,7 @@ pub struct Session {
     pub resident_tokens: Option<u64>,
     /// Milliseconds since the last turn, when the agent reported it.
     pub idle_ms_at_report: u64,
-    /// The id of the session that this session branched off, where the router says so.
+    /// The digest of the session that started this one.
     pub parent: Option<String>,
     /// Whether the client sends its full history with each turn.
     pub whole_history: bool,

@@ -19,7 +19,7 @@ use tokio::{sync::mpsc, time::MissedTickBehavior};
 
 use super::{Outcome, pages::PagedList};
 use crate::{
-    api::{Fleet, Placement, Session},
+    api::{Fleet, FleetSessions, Placement},
     args::{TargetArgs, TopArgs},
     connect::router::RouterClient,
     error::{Error, chain},
@@ -30,8 +30,6 @@ use crate::{
     },
 };
 
-/// Sessions that are read in each round.
-const SESSIONS_MAX: usize = 2_000;
 /// Placements that are taken in each round.
 const PLACEMENTS_MAX: usize = 200;
 /// Keys that wait to be handled.
@@ -50,7 +48,8 @@ pub async fn run(target: &TargetArgs, args: &TopArgs) -> Result<Outcome, Error> 
     let mut list = PagedList::new(&router, "/v1/placements", "placements");
     let mut app = App::new(router.url());
     // Wrong arguments and keys are said before the screen is taken.
-    let answers = ask(&router, &mut list).await?;
+    let mut asked = app.sessions_query();
+    let answers = ask(&router, &mut list, &asked).await?;
     app.apply(now(), Ok(answers));
     let has_colours = Style::of_stdout().has_colours;
     let mut screen = Screen::take()?;
@@ -64,23 +63,31 @@ pub async fn run(target: &TargetArgs, args: &TopArgs) -> Result<Outcome, Error> 
             input = keys.recv() => match input {
                 // A resize only draws again.
                 Some(None) => {}
-                Some(Some(key)) if app.press(key) => {}
+                Some(Some(key)) if app.press(key) => {
+                    // Another order or filter isn't worth the rest of a long interval.
+                    if app.sessions_query() != asked {
+                        rounds.reset_immediately();
+                    }
+                }
                 Some(Some(_)) | None => return Ok(Outcome::Well),
             },
-            _ = rounds.tick() => match ask(&router, &mut list).await {
-                Ok(answers) => app.apply(now(), Ok(answers)),
-                Err(error) => app.apply(now(), Err(chain(&error))),
-            },
+            _ = rounds.tick() => {
+                asked = app.sessions_query();
+                let answers = ask(&router, &mut list, &asked).await;
+                app.apply(now(), answers.map_err(|error| chain(&error)));
+            }
         }
     }
 }
 
-/// Asks the router once for everything that is shown.
-async fn ask(router: &RouterClient, list: &mut PagedList<'_>) -> Result<Answers, Error> {
+/// Asks the router once for everything that is shown; `sessions` is the query for the sessions.
+async fn ask(
+    router: &RouterClient,
+    list: &mut PagedList<'_>,
+    sessions: &str,
+) -> Result<Answers, Error> {
     let (fleet, _) = router.get_as::<Fleet>("/v1/workers").await?;
-    let mut sessions = PagedList::new(router, "/v1/sessions", "sessions");
-    let sessions = sessions.read_first(SESSIONS_MAX).await?;
-    let sessions = sessions.iter().filter_map(|it| Session::deserialize(it).ok()).collect();
+    let (sessions, _) = router.get_as::<FleetSessions>(sessions).await?;
     let placements = match list.read_newest(PLACEMENTS_MAX).await {
         Ok(entries) => {
             Ok(entries.iter().filter_map(|it| Placement::deserialize(it).ok()).collect())

@@ -1,12 +1,18 @@
 //! The state of `berth top`, changed by answers of the router and by keys. Pure.
 
 use std::{
-    collections::{BTreeMap, VecDeque},
+    collections::VecDeque,
     time::{Duration, Instant},
 };
 
-use crate::api::{Fleet, Placement, Session};
+use super::tree::{self, SessionLine};
+use crate::{
+    api::{Fleet, FleetSessions, Placement, Session},
+    connect::router::encode,
+};
 
+/// Sessions that are asked for: the most that the router tells.
+const SESSIONS_MAX: usize = 1_000;
 /// Placements that are kept.
 const PLACEMENTS_MAX: usize = 200;
 /// Characters of a filter.
@@ -48,6 +54,16 @@ impl SortKey {
             Self::Id => "id",
         }
     }
+
+    /// Returns the router's name of the order.
+    fn as_query(self) -> &'static str {
+        match self {
+            Self::Tokens => "resident",
+            Self::Turns => "turns",
+            Self::Idle => "recent",
+            Self::Id => "id",
+        }
+    }
 }
 
 /// A key that the user pressed, as far as `berth top` knows it.
@@ -78,15 +94,16 @@ pub enum Key {
 pub struct Answers {
     /// The workers.
     pub fleet: Fleet,
-    /// The sessions of the key's owner.
-    pub sessions: Vec<Session>,
+    /// The first sessions of the fleet, and the sessions that started them.
+    pub sessions: FleetSessions,
     /// The placements since the last round, or why there are none.
     pub placements: Result<Vec<Placement>, String>,
 }
 
 impl Default for Answers {
     fn default() -> Self {
-        Self { fleet: Fleet::default(), sessions: vec![], placements: Ok(vec![]) }
+        let (fleet, sessions) = (Fleet::default(), FleetSessions::default());
+        Self { fleet, sessions, placements: Ok(vec![]) }
     }
 }
 
@@ -97,7 +114,7 @@ pub struct App {
     pub router: String,
     /// The workers.
     pub fleet: Fleet,
-    sessions: Vec<Session>,
+    sessions: FleetSessions,
     /// The placements, newest first, with the time at which each was answered.
     pub placements: VecDeque<(Instant, Placement)>,
     /// Why there are no placements.
@@ -108,7 +125,7 @@ pub struct App {
     pub problem: Option<String>,
     /// By what sessions are sorted.
     pub sort_key: SortKey,
-    /// Only sessions whose id, worker or state contains this text are shown.
+    /// Only sessions that have this text in any letter case are shown, and their parents.
     pub filter: String,
     /// Whether keys go into the filter.
     pub is_typing: bool,
@@ -131,7 +148,7 @@ impl App {
         Self {
             router: router.into(),
             fleet: Fleet::default(),
-            sessions: vec![],
+            sessions: FleetSessions::default(),
             placements: VecDeque::new(),
             placements_problem: None,
             answered_at: None,
@@ -231,26 +248,50 @@ impl App {
         self.session_offset = self.session_offset.min(sessions.saturating_sub(1));
     }
 
-    /// Returns the sessions that the filter lets pass, sorted, each with its depth: the children of
-    /// a session stand below it.
+    /// Returns the path and query that asks the router for the sessions that are wanted now.
     #[must_use]
-    pub fn sessions(&self) -> Vec<(usize, &Session)> {
+    pub fn sessions_query(&self) -> String {
+        let (sort, find) = (self.sort_key.as_query(), encode(&self.filter));
+        format!("/v1/fleet/sessions?limit={SESSIONS_MAX}&sort={sort}&find={find}")
+    }
+
+    /// Returns how many sessions the router found, which may be more than are listed.
+    #[must_use]
+    pub fn sessions_total(&self) -> u64 {
+        self.sessions.total
+    }
+
+    /// Returns the sessions that the filter lets pass, sorted, below the sessions that started
+    /// them. The router has filtered and sorted them; between a key and its next answer, this does.
+    #[must_use]
+    pub fn sessions(&self) -> Vec<SessionLine<'_>> {
         let filter = self.filter.to_lowercase();
-        let is_shown = |session: &&Session| {
-            let texts = [&session.session_id, &session.worker, &session.state];
-            texts.iter().any(|text| text.to_lowercase().contains(&filter))
+        let is_found = |session: &Session| {
+            let texts = [
+                &session.session_id,
+                &session.principal,
+                &session.worker,
+                &session.state,
+                &session.retention,
+            ];
+            session.digest == filter
+                || texts.iter().any(|text| text.to_lowercase().contains(&filter))
         };
-        let mut shown: Vec<&Session> = self.sessions.iter().filter(is_shown).collect();
-        shown.sort_by(|one, other| {
+        let listed = self.sessions.sessions.iter();
+        let (mut found, others): (Vec<&Session>, Vec<&Session>) =
+            listed.partition(|session| is_found(session));
+        found.sort_by(|one, other| {
             let order = match self.sort_key {
                 SortKey::Tokens => other.resident_tokens.cmp(&one.resident_tokens),
                 SortKey::Turns => other.turns.cmp(&one.turns),
                 SortKey::Idle => one.idle_ms_at_report.cmp(&other.idle_ms_at_report),
                 SortKey::Id => std::cmp::Ordering::Equal,
             };
-            order.then_with(|| one.session_id.cmp(&other.session_id))
+            let order = order.then_with(|| one.session_id.cmp(&other.session_id));
+            order.then_with(|| one.digest.cmp(&other.digest))
         });
-        below_parents(&shown)
+        let parents: Vec<&Session> = others.into_iter().chain(&self.sessions.parents).collect();
+        tree::below_parents(&found, &parents)
     }
 
     /// Returns how long the router has not answered, if it doesn't.
@@ -261,64 +302,35 @@ impl App {
     }
 }
 
-/// Returns the sessions with each child after its parent. A session whose parent isn't shown stands
-/// alone, and so do sessions that name each other in a circle.
-fn below_parents<'a>(sessions: &[&'a Session]) -> Vec<(usize, &'a Session)> {
-    let ids: BTreeMap<&str, usize> =
-        sessions.iter().enumerate().map(|(index, it)| (it.session_id.as_str(), index)).collect();
-    let parent = |index: usize| {
-        let parent = ids.get(sessions[index].parent.as_deref()?).copied()?;
-        (parent != index).then_some(parent)
-    };
-    let mut children: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
-    for index in 0..sessions.len() {
-        if let Some(parent) = parent(index) {
-            children.entry(parent).or_default().push(index);
-        }
-    }
-    let mut ordered = vec![];
-    let mut is_placed = vec![false; sessions.len()];
-    let roots = (0..sessions.len()).filter(|index| parent(*index).is_none());
-    // Whatever no root leads to is in a circle.
-    for start in roots.chain(0..sessions.len()) {
-        let mut next = vec![(0, start)];
-        while let Some((depth, index)) = next.pop() {
-            if std::mem::replace(&mut is_placed[index], true) {
-                continue;
-            }
-            ordered.push((depth, sessions[index]));
-            let below = children.get(&index).into_iter().flatten().rev();
-            next.extend(below.map(|child| (depth + 1, *child)));
-        }
-    }
-    ordered
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     fn session(id: &str, tokens: u64, parent: Option<&str>) -> Session {
         Session {
+            digest: format!("digest of {id}"),
             session_id: id.into(),
             worker: "w0/0".into(),
             resident_tokens: Some(tokens),
             turns: 100 - tokens,
             idle_ms_at_report: tokens,
-            parent: parent.map(str::to_owned),
+            parent: parent.map(|parent| format!("digest of {parent}")),
             ..Session::default()
         }
     }
 
     fn app(sessions: Vec<Session>) -> App {
         let mut app = App::new("http://r");
+        let total = sessions.len() as u64;
+        let sessions = FleetSessions { sessions, total, ..FleetSessions::default() };
         let answers = Answers { sessions, ..Answers::default() };
         app.apply(service::clock::now(), Ok(answers));
         app
     }
 
     fn ids(app: &App) -> Vec<(usize, String)> {
-        app.sessions().into_iter().map(|(depth, it)| (depth, it.session_id.clone())).collect()
+        let lines = app.sessions().into_iter();
+        lines.map(|line| (line.depth, line.session.session_id.clone())).collect()
     }
 
     #[test]
@@ -345,22 +357,29 @@ mod tests {
     }
 
     #[test]
-    fn children_stand_below_their_parents_and_a_circle_hides_nothing() {
-        let sessions = vec![
+    fn a_filter_finds_a_child_and_shows_its_parents_until_and_after_the_router_s_answer() {
+        let sessions = [
             session("root", 1, None),
             session("child", 9, Some("root")),
-            session("grandchild", 5, Some("child")),
-            session("orphan", 3, Some("gone")),
-            session("x", 2, Some("y")),
-            session("y", 2, Some("x")),
-            session("self", 0, Some("self")),
+            session("other", 5, None),
         ];
-        let shown = ids(&app(sessions));
-        assert_eq!(shown.len(), 7, "{shown:?}");
-        let at = |id: &str| shown.iter().position(|(_, it)| it == id).unwrap();
-        assert_eq!(at("child"), at("root") + 1);
-        assert_eq!(shown[at("grandchild")], (2, "grandchild".to_owned()));
-        assert_eq!(shown[at("orphan")].0, 0);
+        let mut app = app(sessions.to_vec());
+        for key in "/CHILD".chars() {
+            app.press(Key::Char(key));
+        }
+        let shown = [(0, "root".to_owned()), (1, "child".to_owned())];
+        assert_eq!(ids(&app), shown);
+        assert_eq!(app.sessions().iter().filter(|line| line.is_found).count(), 1);
+        app.press(Key::Char('&'));
+        assert_eq!(
+            app.sessions_query(),
+            "/v1/fleet/sessions?limit=1000&sort=resident&find=CHILD%26"
+        );
+        app.press(Key::Backspace);
+        let [root, child, _] = sessions;
+        let sessions = FleetSessions { sessions: vec![child], parents: vec![root], total: 1 };
+        app.apply(service::clock::now(), Ok(Answers { sessions, ..Answers::default() }));
+        assert_eq!(ids(&app), shown);
     }
 
     #[test]

@@ -16,6 +16,7 @@ use ratatui::{
 use super::{
     app::App,
     bar::{self, PARTS},
+    tree::SessionLine,
 };
 use crate::{
     api::{Figure, Worker},
@@ -31,6 +32,8 @@ const WIDE_COLUMNS: u16 = 140;
 /// Colours of the bar's parts, in their order.
 const PART_COLOURS: [Color; 5] =
     [Color::Magenta, Color::Blue, Color::Green, Color::Yellow, Color::DarkGray];
+/// The widest column of workers' names.
+const NAME_WIDTH_MAX: u16 = 24;
 /// The keys, as the help shows them.
 const HELP: [(&str, &str); 9] = [
     ("q, ctrl-c", "quit"),
@@ -38,7 +41,7 @@ const HELP: [(&str, &str); 9] = [
     ("page up, down", "move by ten"),
     ("w", "let the arrows move the workers, or the sessions"),
     ("s", "sort the sessions by tokens, turns, idle time, id"),
-    ("/", "show only sessions with this text in id, worker or state"),
+    ("/", "show sessions with this text: id, client, worker, state"),
     ("enter, esc", "end the text; show all sessions again"),
     ("p", "pause, or go on"),
     ("?, h", "this help; any key ends it"),
@@ -111,7 +114,7 @@ impl Painter {
         let text = format!(
             "berth top  {}  {fresh}/{workers} workers fresh  {} sessions",
             clean(&app.router),
-            app.sessions().len(),
+            app.sessions_total(),
         );
         let mut spans = vec![Span::styled(text, self.tone(Tone::Strong))];
         if let Some(problem) = &app.problem {
@@ -146,7 +149,8 @@ impl Painter {
     }
 
     fn draw_workers(self, frame: &mut Frame<'_>, app: &App, area: Rect) {
-        let name_width = column_width(app.fleet.workers.iter().map(|it| &it.worker), 6, 24);
+        let name_width =
+            column_width(app.fleet.workers.iter().map(|it| &it.worker), 6, NAME_WIDTH_MAX);
         let fixed = name_width + 9 + 4 + 4 + 9 + 9 + 7;
         let left = area.width.saturating_sub(fixed + 8);
         // On wide terminals the reason has its place; on narrow ones it takes the bar's.
@@ -186,7 +190,7 @@ impl Painter {
             None => Line::raw("unknown"),
         };
         Row::new(vec![
-            Line::raw(clean(&worker.worker)),
+            Line::raw(cut(&clean(&worker.worker), usize::from(NAME_WIDTH_MAX))),
             Line::styled(clean(&worker.state), self.tone(state_tone(&worker.state))),
             bar,
             Line::raw(format!("{:>4}", load.turns_running)),
@@ -217,33 +221,45 @@ impl Painter {
             ),
         };
         let block = Block::bordered().title(title);
-        let rows = sessions.iter().skip(app.session_offset).map(|(depth, session)| {
-            let branch =
-                if *depth > 0 { format!("{}└ ", "  ".repeat(depth - 1)) } else { String::new() };
-            Row::new(vec![
-                Line::raw(format!("{branch}{}", clean(&session.session_id))),
-                Line::raw(clean(&session.worker)),
-                Line::raw(clean(&session.retention)),
-                Line::styled(clean(&session.state), self.tone(state_tone(&session.state))),
-                Line::raw(format!("{:>5}", session.turns)),
-                Line::raw(format!("{:>6}", known(session.resident_tokens, count))),
-                Line::raw(format!("{:>6}", millis(session.idle_ms_at_report))),
-            ])
-        });
-        let widths = [
-            Constraint::Fill(2),
-            Constraint::Fill(1),
-            Constraint::Length(6),
-            Constraint::Length(8),
-            Constraint::Length(5),
-            Constraint::Length(6),
-            Constraint::Length(6),
-        ];
+        let workers = sessions.iter().map(|line| &line.session.worker);
+        let worker_width = column_width(workers, 6, NAME_WIDTH_MAX);
+        let fixed = [worker_width, 6, 8, 5, 6, 6];
+        // Both borders, and the space after each column but the last.
+        let taken = fixed.iter().sum::<u16>() + 2 + 6;
+        let name_width = area.width.saturating_sub(taken).max(8);
+        let rows = sessions
+            .iter()
+            .skip(app.session_offset)
+            .map(|line| self.session_row(line, usize::from(name_width), usize::from(worker_width)));
+        let widths = [name_width].into_iter().chain(fixed).map(Constraint::Length);
         let titles = ["SESSION", "WORKER", "KEPT", "STATE", "TURNS", "TOKENS", "IDLE"];
         let table = Table::new(rows, widths)
             .header(Row::new(titles).style(self.tone(Tone::Strong)))
             .block(block);
         frame.render_widget(table, area);
+    }
+
+    fn session_row(
+        self,
+        line: &SessionLine<'_>,
+        name_width: usize,
+        worker_width: usize,
+    ) -> Row<'static> {
+        let SessionLine { depth, session, is_found } = *line;
+        // Deep families must leave room for the name.
+        let indent = 2 * depth.saturating_sub(1).min(name_width / 6);
+        let branch = if depth > 0 { " ".repeat(indent) + "└ " } else { String::new() };
+        let name = cut(&format!("{branch}{}", clean(&session.session_id)), name_width);
+        let row = Row::new(vec![
+            Line::raw(name),
+            Line::raw(cut(&clean(&session.worker), worker_width)),
+            Line::raw(clean(&session.retention)),
+            Line::styled(clean(&session.state), self.tone(state_tone(&session.state))),
+            Line::raw(format!("{:>5}", count(session.turns))),
+            Line::raw(format!("{:>6}", known(session.resident_tokens, count))),
+            Line::raw(format!("{:>6}", millis(session.idle_ms_at_report))),
+        ]);
+        if is_found { row } else { row.style(self.tone(Tone::Faint)) }
     }
 
     fn draw_placements(self, frame: &mut Frame<'_>, app: &App, now: Instant, area: Rect) {
@@ -253,12 +269,14 @@ impl Painter {
             frame.render_widget(text.block(block), area);
             return;
         }
+        // Both borders, three spaces, the time and the tokens: the rest is for worker and reason.
+        let text_width = usize::from(area.width.saturating_sub(2 + 3 + 6 + 8) / 2);
         let rows = app.placements.iter().map(|(answered_at, placement)| {
             let since = service::clock::whole_millis(now.saturating_duration_since(*answered_at));
             Row::new(vec![
                 format!("{:>6}", millis(placement.age_ms.saturating_add(since))),
-                clean(&placement.worker),
-                clean(&placement.reason),
+                cut(&clean(&placement.worker), text_width),
+                cut(&clean(&placement.reason), text_width),
                 format!("{:>6}", known(placement.uncached_tokens, count)),
             ])
         });

@@ -39,11 +39,16 @@ fn app(workers: usize) -> (App, Instant) {
     let now = service::clock::now();
     let mut app = App::new("http://router:8080");
     let sessions = json!([
-        { "session_id": "parent", "worker": "node-0/0", "retention": "pinned", "state": "running",
-          "turns": 9, "resident_tokens": 31_000 },
-        { "session_id": "child\u{1b}[2J", "parent": "parent", "worker": "node-0/0",
+        { "digest": "c", "session_id": "child\u{1b}[2J", "parent": "p", "worker": "node-0/0",
           "retention": "tagged", "state": "idle", "turns": 2, "resident_tokens": 1_000 },
+        { "digest": "l", "session_id": "x".repeat(200), "worker": "node-0/0",
+          "retention": "tagged", "state": "idle", "turns": 123_456, "resident_tokens": 900 },
     ]);
+    let parents = json!([
+        { "digest": "p", "session_id": "parent", "worker": "node-0/0", "retention": "pinned",
+          "state": "running", "turns": 9, "resident_tokens": 31_000 },
+    ]);
+    let sessions = json!({ "sessions": sessions, "parents": parents, "total": 2 });
     let placements =
         json!([{ "turn": "1", "worker": "node-0/0", "reason": "affinity", "age_ms": 5 }]);
     let answers = Answers {
@@ -83,8 +88,10 @@ fn everything_is_there_at_80_by_24_and_at_200_by_60() {
             "70.0 GiB",
             "lost",
             "connection refused",
-            "parent",
-            "└ child\\u{1b}",
+            "│parent ",
+            "│└ child\\u{1b}",
+            "x… ",
+            "123k",
             "31.0k",
             "affinity",
             "q quit",
