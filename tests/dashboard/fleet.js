@@ -87,13 +87,16 @@ export class Fleet {
     return fetch(`http://127.0.0.1:${this.data}${path}`, { ...options, headers });
   }
 
-  /** Runs a turn of a session with some words. */
-  async chat(session, words) {
+  /** Runs a turn of a session with some words. `parent` is the session that started it. */
+  async chat(session, words, parent) {
     const messages = [{ role: "user", content: "word ".repeat(words) }];
     const body = { model: "tiny", messages, max_tokens: 4 };
     const answer = await this.ask("/v1/chat/completions", {
       method: "POST",
-      headers: { "content-type": "application/json", "x-berth-session-id": session },
+      headers: {
+        "content-type": "application/json", "x-berth-session-id": session,
+        ...(parent ? { "x-parent-session-id": parent } : {}),
+      },
       body: JSON.stringify(body),
     });
     if (!answer.ok) throw new Error(`${answer.status}: ${await answer.text()}`);

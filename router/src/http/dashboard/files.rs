@@ -19,14 +19,16 @@ const STYLE: &str = "text/css; charset=utf-8";
 const SCRIPT: &str = "text/javascript; charset=utf-8";
 
 /// The name, the type and the text of each file but the page.
-const FILES: [(&str, &str, &str); 9] = [
+const FILES: [(&str, &str, &str); 11] = [
     ("style.css", STYLE, include_str!("page/style.css")),
     ("app.js", SCRIPT, include_str!("page/app.js")),
     ("client.js", SCRIPT, include_str!("page/client.js")),
+    ("confirm.js", SCRIPT, include_str!("page/confirm.js")),
     ("dom.js", SCRIPT, include_str!("page/dom.js")),
     ("figures.js", SCRIPT, include_str!("page/figures.js")),
     ("workers.js", SCRIPT, include_str!("page/workers.js")),
     ("sessions.js", SCRIPT, include_str!("page/sessions.js")),
+    ("life.js", SCRIPT, include_str!("page/life.js")),
     ("placements.js", SCRIPT, include_str!("page/placements.js")),
     ("charts.js", SCRIPT, include_str!("page/charts.js")),
 ];

@@ -4,6 +4,7 @@ import * as charts from "./charts.js";
 import { Refused, get, useKey, watch } from "./client.js";
 import { byId, h, setText } from "./dom.js";
 import { count, millis, of, percent, pool, sum } from "./figures.js";
+import * as life from "./life.js";
 import * as placements from "./placements.js";
 import * as sessions from "./sessions.js";
 import * as workers from "./workers.js";
@@ -83,6 +84,7 @@ function onFleet({ router: process, version, fleet }) {
   workers.update(fleet);
   updateTurns().catch(() => {});
   if (!byId("sessions").hidden) sessions.update().catch(() => {});
+  life.update();
 }
 
 async function follow(signal) {
@@ -132,8 +134,10 @@ byId("tabs").addEventListener("click", ({ target }) => {
 byId("tabs").addEventListener("keydown", (event) => {
   const tabs = [...document.querySelectorAll("[role=tab]")];
   const place = tabs.indexOf(event.target);
-  const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
-  if (step && place >= 0) choose(tabs.at((place + step) % tabs.length));
+  const to = { ArrowRight: place + 1, ArrowLeft: place - 1, Home: 0, End: -1 }[event.key];
+  if (to == null || place < 0) return;
+  event.preventDefault();
+  choose(tabs.at(to % tabs.length));
 });
 
 follow(stop.signal);

@@ -25,6 +25,7 @@ export function setText(element, text) {
  */
 export function showRows(body, items, keyOf, make, update) {
   const old = new Map([...body.children].map((row) => [row.dataset.key, row]));
+  const focused = document.activeElement;
   let next = body.firstElementChild;
   for (const item of items) {
     const key = keyOf(item);
@@ -39,6 +40,10 @@ export function showRows(body, items, keyOf, make, update) {
     update(row, item);
   }
   old.forEach((row) => row.remove());
+  // A row that moves loses the focus.
+  if (focused !== document.activeElement && body.contains(focused)) {
+    focused.focus({ preventScroll: true });
+  }
 }
 
 /** Returns a table with a caption for screen readers, and its body. */

@@ -43,17 +43,24 @@ function showTurn(row, turn) {
   texts.forEach((text, index) => setText(row.children[index + 1], text));
 }
 
-/** Shows the workers that were compared for a turn, with their figures. */
-async function explain(turn) {
+/**
+ * Shows the workers that were compared for a turn, with their figures. `back` shows what the dialog
+ * showed before; without it, the dialog closes.
+ */
+export async function explain(turn, back) {
   const dialog = byId("detail");
+  const leave = back ?? (() => dialog.close());
   const text = h("p", { role: "status" }, "asking");
   dialog.replaceChildren(
     h("h2", { id: "detail-title" }, `Placement of turn ${turn}`),
-    h("button", { onclick: () => dialog.close() }, "Back"), text,
+    h("button", { onclick: () => leave() }, "Back"), text,
   );
-  dialog.showModal();
+  if (!dialog.open) dialog.showModal();
+  dialog.querySelector("button").focus();
   try {
     const { placements } = await get(`placements/${turn}`);
+    // The dialog may show something else by now.
+    if (!text.isConnected) return;
     setText(text, placements.length > 1 ? "This turn was placed more than once." : "");
     dialog.append(...placements.map(showPlacement));
   } catch (error) {
@@ -77,5 +84,9 @@ function showPlacement(placement) {
   const summary =
     `${placement.worker} was chosen as ${placement.reason.replaceAll("_", " ")}; ` +
     `${count(placement.uncached_tokens)} tokens to compute.`;
-  return h("div", {}, h("p", {}, summary), compared.length ? frame : null);
+  const { prefill } = placement;
+  const half = prefill
+    ? ` The prompt was computed by ${prefill.worker}, ${count(prefill.uncached_tokens)} tokens.`
+    : "";
+  return h("div", {}, h("p", {}, summary + half), compared.length ? frame : null);
 }

@@ -1,13 +1,15 @@
-// Shows the sessions of all clients, children under their parents, and the life of one of them.
+// Shows the sessions of all clients, each below the session that started it.
 
 import { get, remove } from "./client.js";
+import { asks, confirmButton } from "./confirm.js";
 import { byId, h, setText, showRows, table } from "./dom.js";
-import { count, millis, percent } from "./figures.js";
+import { count, millis } from "./figures.js";
+import { showLife } from "./life.js";
 
 const COLUMNS = [
-  ["Session", "name"], ["Principal", "name"], ["Worker", "name"], ["State", "state"],
-  ["Retention", "state"], ["Turns", "figure"], ["Resident tokens", "figure"], ["Idle", "figure"],
-  ["", "figure"],
+  ["Session", "name"], ["Principal", "name"], ["Worker", "name"], ["State", "word"],
+  ["Retention", "word"], ["Turns", "figure"], ["Resident tokens", "figure"], ["Idle", "figure"],
+  ["Actions", "actions"],
 ];
 const ORDERS = [
   ["resident", "resident tokens"], ["turns", "turns"], ["recent", "last turn"], ["id", "id"],
@@ -15,6 +17,7 @@ const ORDERS = [
 const SHOWN_MAX = 200;
 
 let body, filter, order, note, timer;
+let asked = 0;
 
 export function setUp() {
   filter = h("input", { id: "session-filter", type: "search", oninput: askSoon });
@@ -37,47 +40,84 @@ function askSoon() {
   timer = setTimeout(update, 200);
 }
 
-/** Asks for the sessions and shows them. */
+/** Asks for the sessions and shows them. An answer that a later question has overtaken is left. */
 export async function update() {
   const query = new URLSearchParams({ sort: order.value, find: filter.value, limit: SHOWN_MAX });
-  const { sessions, total } = await get(`sessions?${query}`);
+  const question = ++asked;
+  const { sessions, parents, total } = await get(`sessions?${query}`);
+  if (question !== asked) return;
   setText(note, `${sessions.length} of ${total} sessions`);
-  showRows(body, underParents(sessions), ({ digest }) => digest, makeRow, showSession);
+  const lines = belowParents(sessions, parents);
+  showRows(body, asks(body) ? inOldOrder(lines) : lines, keyOf, makeRow, showSession);
 }
 
-/** Returns the sessions with each child after its parent, if that is shown too. */
-function underParents(sessions) {
-  const known = new Set(sessions.map(({ digest }) => digest));
-  const children = Map.groupBy(sessions, ({ parent }) => (known.has(parent) ? parent : ""));
-  const seen = new Set();
-  const ordered = [];
-  const add = (session, depth) => {
-    if (seen.has(session.digest)) return;
-    seen.add(session.digest);
-    ordered.push({ ...session, depth });
-    (children.get(session.digest) ?? []).forEach((child) => add(child, depth + 1));
+const keyOf = ({ digest }) => digest;
+
+/** Returns the lines as they stand now, so that no second press of a button hits another row. */
+function inOldOrder(lines) {
+  const rows = [...body.children];
+  const places = new Map(rows.map((row, place) => [row.dataset.key, place]));
+  const place = (line) => places.get(keyOf(line)) ?? rows.length;
+  return lines.toSorted((one, other) => place(one) - place(other));
+}
+
+/**
+ * Returns the sessions that were found, in their order, each below its parent. A family stands
+ * where its first member stands in the order. Parents that were not found themselves have
+ * `isFound` false. Sessions that name each other in a circle are all shown.
+ */
+export function belowParents(found, parents) {
+  const known = new Map();
+  const add = (isFound) => (session) => {
+    const { digest } = session;
+    if (!known.has(digest)) known.set(digest, { ...session, isFound, children: [] });
   };
-  (children.get("") ?? []).forEach((session) => add(session, 0));
-  // Sessions that name each other as parents are under nothing.
-  sessions.forEach((session) => add(session, 0));
-  return ordered;
+  found.forEach(add(true));
+  parents.forEach(add(false));
+  const roots = [];
+  const linked = new Set();
+  for (const { digest } of found) {
+    // Everything above a linked session is linked, too.
+    for (let line = known.get(digest); line && !linked.has(line);) {
+      linked.add(line);
+      const above = line.parent === line.digest ? undefined : known.get(line.parent);
+      (above?.children ?? roots).push(line);
+      line = above;
+    }
+  }
+  const ordered = new Set();
+  const show = (line, depth) => {
+    if (ordered.has(line)) return;
+    line.depth = depth;
+    ordered.add(line);
+    line.children.forEach((child) => show(child, depth + 1));
+  };
+  roots.forEach((line) => show(line, 0));
+  // What no root leads to is in a circle.
+  found.forEach(({ digest }) => show(known.get(digest), 0));
+  return [...ordered];
 }
 
 function makeRow(session) {
-  const { digest } = session;
+  const { digest, session_id: id } = session;
   const name = h("button", { class: "link", onclick: () => showLife(session) });
-  const close = h("button", { onclick: (event) => closeSession(event.target, session) }, "Close");
-  close.setAttribute("aria-label", `Close session ${session.session_id}`);
   const cells = COLUMNS.slice(1, -1).map(([, kind]) => h("td", { class: kind }));
   const head = h("th", { scope: "row", class: "name" }, name);
-  return h("tr", { "data-digest": digest }, head, ...cells, h("td", {}, close));
+  const closeSession = () => act(session, "closing", remove);
+  const close = confirmButton("Close", `Close session ${id}`, closeSession);
+  return h("tr", { "data-digest": digest }, head, ...cells, h("td", { class: "actions" }, close));
 }
 
 function showSession(row, session) {
   const [name, principal, worker, state, retention, turns, resident, idle] = row.children;
-  name.style.paddingInlineStart = `${0.5 + 1.2 * Math.min(session.depth, 5)}rem`;
-  setText(name.firstElementChild, `${session.depth ? "↳ " : ""}${session.session_id}`);
-  name.title = session.session_id;
+  const { depth, isFound, session_id: id } = session;
+  name.style.paddingInlineStart = `${0.5 + 1.2 * Math.min(depth, 5)}rem`;
+  setText(name.firstElementChild, `${depth ? "↳ " : ""}${id}`);
+  name.title = id;
+  // The indentation is for the eye alone.
+  const level = depth ? `, started by another session, level ${depth + 1}` : "";
+  name.firstElementChild.setAttribute("aria-label", `Life of session ${id}${level}`);
+  row.classList.toggle("context", !isFound);
   setText(principal, session.principal);
   setText(worker, session.worker);
   setText(state, session.state);
@@ -87,78 +127,12 @@ function showSession(row, session) {
   setText(idle, session.turns_running ? "runs" : millis(session.idle_ms_at_report));
 }
 
-async function closeSession(button, session) {
-  // A second click confirms, so that no session is closed by mistake.
-  if (button.textContent === "Close") {
-    setText(button, "Sure?");
-    button.addEventListener("blur", () => setText(button, "Close"), { once: true });
-    return;
-  }
-  button.disabled = true;
+/** Does something to a session at the router, and says how that went. */
+async function act({ digest, session_id: id }, doing, request) {
   try {
-    await remove(`sessions/${session.digest}`);
-    setText(note, `Session ${session.session_id} is closing.`);
+    await request(`sessions/${digest}`);
+    setText(note, `Session ${id} is ${doing}.`);
   } catch (error) {
-    setText(note, `Session ${session.session_id} is not closed: ${error.message}`);
+    setText(note, `Session ${id} is not ${doing}: ${error.message}`);
   }
-  button.disabled = false;
-  setText(button, "Close");
-}
-
-/** Shows the turns of a session that the router remembers, as a timeline. */
-export async function showLife(session) {
-  const dialog = byId("detail");
-  const title = h("h2", { id: "detail-title" }, `Session ${session.session_id}`);
-  const close = h("button", { onclick: () => dialog.close() }, "Back");
-  const list = h("ol", { class: "timeline" });
-  const text = h("p", { role: "status" }, "asking");
-  dialog.replaceChildren(title, close, text, list);
-  dialog.showModal();
-  try {
-    const { turns } = await get(`turns?limit=200&session=${session.digest}`);
-    setText(text, describe(turns));
-    list.append(...turns.map((turn, index) => showTurn(turn, turns[index - 1], turns)));
-  } catch (error) {
-    setText(text, error.message);
-  }
-}
-
-function describe(turns) {
-  if (!turns.length) return "The router remembers no turn of this session.";
-  const total = (name) => turns.reduce((sum, turn) => sum + (turn[name] ?? 0), 0);
-  const [prompt, cached] = [total("prompt_tokens"), total("cached_tokens")];
-  const moves = turns.filter((turn, index) => index && turn.worker !== turns[index - 1].worker);
-  return (
-    `${turns.length} turns remembered, ${moves.length} moves. ${count(prompt)} prompt tokens, ` +
-    `${count(prompt - cached)} of them computed (${percent(cached, prompt)} cached), ` +
-    `${count(total("output_tokens"))} answered, in ${millis(total("duration_ms"))} of turns.`
-  );
-}
-
-function showTurn(turn, before, turns) {
-  const longest = Math.max(...turns.map((other) => other.prompt_tokens ?? 0), 1);
-  const bar = h("div", { class: "pool", role: "img" });
-  const cached = turn.cached_tokens ?? 0;
-  const parts = [["evictable", cached], ["running", (turn.prompt_tokens ?? 0) - cached]];
-  for (const [part, tokens] of parts) {
-    const span = h("span", { class: part });
-    span.style.width = `${((100 * tokens) / longest).toFixed(2)}%`;
-    bar.append(span);
-  }
-  const [few, all] = [count(turn.cached_tokens), count(turn.prompt_tokens)];
-  const tokens = `${few} cached of ${all} prompt tokens`;
-  bar.setAttribute("aria-label", tokens);
-  const notes = [];
-  if (before && before.worker !== turn.worker) {
-    notes.push(`moved from ${before.worker}: ${turn.reason}`);
-  }
-  if (before?.retention && before.retention !== turn.retention) {
-    notes.push(`retention ${before.retention} became ${turn.retention ?? "unknown"}`);
-  }
-  if (turn.outcome !== "ok") notes.push(turn.outcome);
-  return h(
-    "li", {}, h("span", { class: "when" }, `${millis(turn.age_ms)} ago`), bar,
-    h("span", {}, `${turn.worker}, ${turn.reason}, ${tokens}, first token ${millis(turn.ttft_ms)}`),
-    notes.length ? h("strong", {}, notes.join("; ")) : null,
-  );
 }
