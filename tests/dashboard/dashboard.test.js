@@ -94,7 +94,7 @@ test("a session is found, its life is shown, and it is closed", async () => {
   await close.click();
   await until("the session is closed", async () =>
     (await fleet.ask(`/v1/sessions/${name}`)).status === 404);
-  await page.getByText("0 of 0 sessions").waitFor();
+  await page.getByText(`0 of 0 sessions. Session ${name} is closing.`).waitFor();
   assert.deepEqual(page.complaints, []);
   await page.context().close();
 });

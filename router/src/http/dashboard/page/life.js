@@ -6,6 +6,8 @@ import { count, millis, percent, sum } from "./figures.js";
 import { explain } from "./placements.js";
 
 const TURNS_MAX = 200;
+// The engine finds whole pages in its cache, so the rest of the last one is computed in each turn.
+const PAGE_TOKENS_MAX = 64;
 
 let shown = null;
 
@@ -133,7 +135,7 @@ function notesOf(turn, before) {
   const notes = [];
   const again = computedAgain(turn, before);
   if (before && before.worker !== turn.worker) notes.push(`moved from ${before.worker}`);
-  if (again > 0) notes.push(`${count(again)} tokens computed again`);
+  if (again > PAGE_TOKENS_MAX) notes.push(`${count(again)} tokens computed again`);
   if (before?.retention && before.retention !== turn.retention) {
     notes.push(`retention ${before.retention} became ${turn.retention ?? "unknown"}`);
   }

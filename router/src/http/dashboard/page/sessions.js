@@ -15,9 +15,12 @@ const ORDERS = [
   ["resident", "resident tokens"], ["turns", "turns"], ["recent", "last turn"], ["id", "id"],
 ];
 const SHOWN_MAX = 200;
+const RESULT_SHOWN_MS = 10_000;
 
 let body, filter, order, note, timer;
 let asked = 0;
+let counted = "";
+let result = "";
 
 export function setUp() {
   filter = h("input", { id: "session-filter", type: "search", oninput: askSoon });
@@ -46,10 +49,13 @@ export async function update() {
   const question = ++asked;
   const { sessions, parents, total } = await get(`sessions?${query}`);
   if (question !== asked) return;
-  setText(note, `${sessions.length} of ${total} sessions`);
+  counted = `${sessions.length} of ${total} sessions`;
+  showNote();
   const lines = belowParents(sessions, parents);
   showRows(body, asks(body) ? inOldOrder(lines) : lines, keyOf, makeRow, showSession);
 }
+
+const showNote = () => setText(note, result ? `${counted}. ${result}` : counted);
 
 const keyOf = ({ digest }) => digest;
 
@@ -131,8 +137,14 @@ function showSession(row, session) {
 async function act({ digest, session_id: id }, doing, request) {
   try {
     await request(`sessions/${digest}`);
-    setText(note, `Session ${id} is ${doing}.`);
+    result = `Session ${id} is ${doing}.`;
   } catch (error) {
-    setText(note, `Session ${id} is not ${doing}: ${error.message}`);
+    result = `Session ${id} is not ${doing}: ${error.message}`;
   }
+  showNote();
+  const shown = result;
+  setTimeout(() => {
+    if (result === shown) result = "";
+    showNote();
+  }, RESULT_SHOWN_MS);
 }
