@@ -120,7 +120,7 @@ test("a list that is made anew takes no click and no focus back", async () => {
     (await shownSessions(page))[0] === `anew-${number}`);
   await turn(1);
   await first(1);
-  const name = page.getByRole("button", { name: "Life of session anew-1" });
+  const name = page.getByRole("button", { name: "Life of session anew-3" });
   await name.focus();
   for (let count = 0; count < 3; count++) await turn(3);
   await first(3);
@@ -182,7 +182,7 @@ test("a session's life has its turns, their placements, its cost and its demotio
   // The list follows the session.
   await fleet.chat(name, 160);
   await until("the fourth turn is there", async () => (await items.count()) === 5);
-  await items.nth(1).getByRole("button").click();
+  await items.first().getByRole("button").click();
   await page.locator("dialog tr.chosen").waitFor();
   await page.getByRole("button", { name: "Back" }).click();
   await until("the life is there again", async () => (await items.count()) === 5);
@@ -253,6 +253,13 @@ test("no other page can use the port, and no text becomes a script", async () =>
   await page.context().close();
 });
 
+/** Returns the serious faults that axe finds in the page. */
+async function graveFaults(page) {
+  const { violations } = await page.evaluate(() => globalThis.axe.run());
+  const grave = violations.filter(({ impact }) => ["serious", "critical"].includes(impact));
+  return grave.map(({ id, nodes }) => `${id}: ${nodes[0].html}`);
+}
+
 test("the keyboard reaches every view, and axe finds nothing serious", async () => {
   for (const colorScheme of ["light", "dark"]) {
     const page = await open({ colorScheme, bypassCSP: true });
@@ -262,11 +269,18 @@ test("the keyboard reaches every view, and axe finds nothing serious", async () 
       if (view !== "Workers") await page.keyboard.press("ArrowRight");
       else await tab.focus();
       assert.equal(await tab.getAttribute("aria-selected"), "true", view);
-      const { violations } = await page.evaluate(() => globalThis.axe.run());
-      const grave = violations.filter(({ impact }) => ["serious", "critical"].includes(impact));
-      const found = grave.map(({ id, nodes }) => `${id}: ${nodes[0].html}`);
-      assert.deepEqual(found, [], `${colorScheme}, ${view}`);
+      assert.deepEqual(await graveFaults(page), [], `${colorScheme}, ${view}`);
     }
+    for (const [key, view] of [["Home", "Workers"], ["End", "Turns"], ["ArrowLeft", "Sessions"]]) {
+      await page.keyboard.press(key);
+      const tab = page.getByRole("tab", { name: view });
+      assert.equal(await tab.getAttribute("aria-selected"), "true", `${view} by ${key}`);
+    }
+    await page.getByRole("button", { name: "Life of session" }).first().press("Enter");
+    await page.getByText("turns remembered").or(page.getByText("remembers no turn")).waitFor();
+    assert.deepEqual(await graveFaults(page), [], `${colorScheme}, a session's life`);
+    await page.keyboard.press("Enter");
+    assert.ok(await page.locator("dialog").isHidden(), "the focus is on Back");
     await page.context().close();
   }
 });

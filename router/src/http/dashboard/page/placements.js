@@ -26,8 +26,10 @@ export function update(turns) {
 }
 
 function makeRow({ turn }) {
-  const name = h("button", { class: "link", onclick: () => explain(turn) }, turn.slice(0, 8));
-  name.setAttribute("aria-label", `Explain the placement of turn ${turn}`);
+  const short = turn.slice(0, 8);
+  const name = h("button", { class: "link", onclick: () => explain(turn) }, short);
+  // Who speaks to the page says what is shown.
+  name.setAttribute("aria-label", `${short}: explain the placement of turn ${turn}`);
   const cells = COLUMNS.slice(1).map(([, kind]) => h("td", { class: kind }));
   return h("tr", {}, h("th", { scope: "row", class: "name" }, name), ...cells);
 }
@@ -88,5 +90,6 @@ function showPlacement(placement) {
   const half = prefill
     ? ` The prompt was computed by ${prefill.worker}, ${count(prefill.uncached_tokens)} tokens.`
     : "";
-  return h("div", {}, h("p", {}, summary + half), compared.length ? frame : null);
+  const candidates = compared.length ? frame : "No workers were compared.";
+  return h("div", {}, h("p", {}, summary + half), candidates);
 }
