@@ -250,6 +250,8 @@ pub struct Session {
     pub resident_tokens: Option<u64>,
     /// Milliseconds since the last turn, when the agent reported it.
     pub idle_ms_at_report: u64,
+    /// Milliseconds since the last turn, where the router knows.
+    pub idle_ms: Option<u64>,
     /// The digest of the session that started this one.
     pub parent: Option<String>,
     /// Whether the client sends its full history with each turn.
@@ -348,6 +350,14 @@ impl PoolParts {
     #[must_use]
     pub fn total(&self) -> u64 {
         self.pinned + self.locked + self.running + self.evictable + self.free
+    }
+}
+
+impl Session {
+    /// Returns the milliseconds since the last turn; at its last report, if the router doesn't say.
+    #[must_use]
+    pub fn idle_ms(&self) -> u64 {
+        self.idle_ms.unwrap_or(self.idle_ms_at_report)
     }
 }
 

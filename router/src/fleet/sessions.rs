@@ -13,7 +13,7 @@
 use std::{
     collections::{BTreeSet, HashMap},
     sync::Arc,
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use proto::{
@@ -34,8 +34,21 @@ pub struct ReportedSession {
     pub worker: WorkerRef,
     /// The session as last reported.
     pub session: Arc<Session>,
+    /// When that report arrived.
+    pub reported_at: Instant,
     /// When the session's KV was last demoted. `None` if this router has not seen that happen.
     pub demoted_at: Option<Instant>,
+}
+
+impl ReportedSession {
+    /// Returns the time without a turn. Agents report changes, so an idle session's report is old.
+    #[must_use]
+    pub fn idle(&self, now: Instant) -> Duration {
+        if self.session.turns_running > 0 {
+            return Duration::ZERO;
+        }
+        self.session.idle.saturating_add(now.saturating_duration_since(self.reported_at))
+    }
 }
 
 /// The entries of some keys, by key. No key has an empty list.
@@ -160,7 +173,8 @@ impl Sessions {
             if is_demoted_now { Some(now) } else { old.demoted_at }
         });
         let shard = self.shards.shard_of_mut(&session.key);
-        let new_entry = ReportedSession { worker, session: Arc::new(session), demoted_at };
+        let session = Arc::new(session);
+        let new_entry = ReportedSession { worker, session, reported_at: now, demoted_at };
         match shard.get_mut(&new_entry.session.key) {
             Some(entries) => match entries.iter_mut().find(|entry| entry.worker.agent == agent) {
                 Some(entry) => *entry = new_entry,
@@ -256,6 +270,8 @@ mod tests {
     use super::*;
     use crate::fleet::testing::start;
 
+    const MINUTE: Duration = Duration::from_secs(60);
+
     pub(crate) fn session(id: &str, dp_rank: u32) -> Session {
         Session {
             key: SessionKey::new("p", id).unwrap(),
@@ -276,21 +292,31 @@ mod tests {
 
     #[test]
     fn the_last_demotion_is_known_as_long_as_the_session_lives() {
-        let (key, minute) =
-            (SessionKey::new("p", "s").unwrap(), std::time::Duration::from_secs(60));
+        let (key, begin) = (SessionKey::new("p", "s").unwrap(), start());
         let mut sessions = Sessions::new(1, 4);
         let mut report = |state, minutes| {
             let session = Session { state, ..session("s", 0) };
-            assert!(sessions.upsert(0, session, start() + minutes * minute));
+            assert!(sessions.upsert(0, session, begin + minutes * MINUTE));
             sessions.locate(&key)[0].demoted_at
         };
         assert_eq!(report(SessionState::Demoted, 0), None, "it was so when it was first heard of");
         assert_eq!(report(SessionState::Running, 1), None);
-        let demoted_at = Some(start() + 2 * minute);
+        let demoted_at = Some(begin + 2 * MINUTE);
         assert_eq!(report(SessionState::Demoted, 2), demoted_at);
         assert_eq!(report(SessionState::Demoted, 3), demoted_at, "not demoted again");
         assert_eq!(report(SessionState::Running, 4), demoted_at);
-        assert_eq!(report(SessionState::Demoted, 5), Some(start() + 5 * minute));
+        assert_eq!(report(SessionState::Demoted, 5), Some(begin + 5 * MINUTE));
+    }
+
+    #[test]
+    fn an_idle_session_gets_older_after_its_report_and_a_running_one_does_not() {
+        let (begin, mut sessions) = (start(), Sessions::new(1, 4));
+        let mut idle = |turns_running| {
+            let session = Session { turns_running, idle: MINUTE, ..session("s", 0) };
+            assert!(sessions.upsert(0, session, begin));
+            sessions.locate(&SessionKey::new("p", "s").unwrap())[0].idle(begin + 2 * MINUTE)
+        };
+        assert_eq!((idle(0), idle(1)), (3 * MINUTE, Duration::ZERO));
     }
 
     proptest! {

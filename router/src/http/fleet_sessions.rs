@@ -6,8 +6,10 @@
 //! sessions that started those come with them, so that a reader can show each below its parent.
 
 use std::{
+    cmp::Ordering,
     collections::{HashMap, HashSet},
     sync::Arc,
+    time::Instant,
 };
 
 use axum::{
@@ -58,12 +60,14 @@ impl SessionOrder {
     pub(super) const ALL: [Self; 4] = [Self::Resident, Self::Turns, Self::Recent, Self::Id];
 
     /// Compares two sessions in this order.
-    fn compare(self, one: &Session, other: &Session) -> std::cmp::Ordering {
+    fn compare(self, one: &ReportedSession, other: &ReportedSession, now: Instant) -> Ordering {
         let resident = |session: &Session| session.resident_tokens.map(|figure| figure.value);
+        let idle = (one.idle(now), other.idle(now));
+        let (one, other) = (&one.session, &other.session);
         let order = match self {
             Self::Resident => resident(other).cmp(&resident(one)),
             Self::Turns => other.turns.cmp(&one.turns),
-            Self::Recent => one.idle.cmp(&other.idle),
+            Self::Recent => idle.0.cmp(&idle.1),
             Self::Id => one.key.id().cmp(other.key.id()),
         };
         order.then_with(|| one.key.cmp(&other.key))
@@ -100,18 +104,19 @@ fn build_list(shared: &Shared, query: &ListQuery) -> Value {
     let text = query.find.to_lowercase();
     let mut found: Vec<&ReportedSession> =
         view.sessions.iter().filter(|entry| is_found(entry, &text, &view)).collect();
-    found.sort_unstable_by(|one, other| query.sort.compare(&one.session, &other.session));
+    let now = now();
+    found.sort_unstable_by(|one, other| query.sort.compare(one, other, now));
     let total = found.len();
     found.truncate(limit.clamp(1, ENTRIES_MAX));
     let parents = find_missing_parents(&found, &view.sessions);
     let to_json = |entries: &[&ReportedSession]| -> Vec<Value> {
-        entries.iter().map(|entry| to_json(entry, &view)).collect()
+        entries.iter().map(|entry| to_json(entry, &view, now)).collect()
     };
     json!({ "sessions": to_json(&found), "parents": to_json(&parents), "total": total })
 }
 
-fn to_json(entry: &ReportedSession, view: &Snapshot) -> Value {
-    let ReportedSession { worker, session, demoted_at } = entry;
+fn to_json(entry: &ReportedSession, view: &Snapshot, now: Instant) -> Value {
+    let ReportedSession { worker, session, demoted_at, .. } = entry;
     json!({
         "digest": session.key.digest().to_string(),
         "session_id": session.key.id(),
@@ -123,9 +128,10 @@ fn to_json(entry: &ReportedSession, view: &Snapshot) -> Value {
         "turns": session.turns,
         "turns_running": session.turns_running,
         "resident_tokens": session.resident_tokens.map(|figure| figure.value),
+        "idle_ms": whole_millis(entry.idle(now)),
         "idle_ms_at_report": whole_millis(session.idle),
         "began_unix_ms": session.began_unix_ms,
-        "demoted_age_ms": demoted_at.map(|at| whole_millis(now().saturating_duration_since(at))),
+        "demoted_age_ms": demoted_at.map(|at| whole_millis(now.saturating_duration_since(at))),
     })
 }
 

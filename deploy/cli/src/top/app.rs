@@ -284,7 +284,7 @@ impl App {
             let order = match self.sort_key {
                 SortKey::Tokens => other.resident_tokens.cmp(&one.resident_tokens),
                 SortKey::Turns => other.turns.cmp(&one.turns),
-                SortKey::Idle => one.idle_ms_at_report.cmp(&other.idle_ms_at_report),
+                SortKey::Idle => one.idle_ms().cmp(&other.idle_ms()),
                 SortKey::Id => std::cmp::Ordering::Equal,
             };
             let order = order.then_with(|| one.session_id.cmp(&other.session_id));
@@ -313,7 +313,7 @@ mod tests {
             worker: "w0/0".into(),
             resident_tokens: Some(tokens),
             turns: 100 - tokens,
-            idle_ms_at_report: tokens,
+            idle_ms: Some(tokens),
             parent: parent.map(|parent| format!("digest of {parent}")),
             ..Session::default()
         }

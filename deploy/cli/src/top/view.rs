@@ -257,7 +257,7 @@ impl Painter {
             Line::styled(clean(&session.state), self.tone(state_tone(&session.state))),
             Line::raw(format!("{:>5}", count(session.turns))),
             Line::raw(format!("{:>6}", known(session.resident_tokens, count))),
-            Line::raw(format!("{:>6}", millis(session.idle_ms_at_report))),
+            Line::raw(format!("{:>6}", millis(session.idle_ms()))),
         ]);
         if is_found { row } else { row.style(self.tone(Tone::Faint)) }
     }

@@ -130,7 +130,7 @@ function showSession(row, session) {
   setText(retention, session.retention);
   setText(turns, count(session.turns));
   setText(resident, count(session.resident_tokens));
-  setText(idle, session.turns_running ? "runs" : millis(session.idle_ms_at_report));
+  setText(idle, session.turns_running ? "runs" : millis(session.idle_ms));
 }
 
 /** Does something to a session at the router, and says how that went. */
