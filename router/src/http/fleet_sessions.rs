@@ -79,8 +79,8 @@ impl SessionOrder {
 #[serde(default, deny_unknown_fields)]
 struct ListQuery {
     sort: SessionOrder,
-    /// A text in any letter case: a part of a session's id, principal or worker, or its whole
-    /// digest, state or retention.
+    /// A text in any letter case: a part of a session's id, principal, worker, state or
+    /// retention, or its whole digest.
     find: String,
     /// The most sessions in the answer.
     limit: Option<u32>,
@@ -170,8 +170,8 @@ fn is_found(entry: &ReportedSession, text: &str, view: &Snapshot) -> bool {
     text.is_empty()
         || has_text(session.key.id())
         || has_text(session.key.principal())
-        || session.retention.as_str() == text
-        || json!(session.state) == *text
+        || has_text(session.retention.as_str())
+        || json!(session.state).as_str().is_some_and(has_text)
         || has_text(&view.name(entry.worker))
         || session.key.digest().to_string() == text
 }

@@ -174,8 +174,8 @@ fn fleet_sessions() -> [(&'static str, Value); 4] {
             "SessionFilter",
             json!({
                 "type": "string",
-                "description": "A part of the id, principal or worker, in any letter case; or the \
-                                whole digest, state or retention",
+                "description": "A part of the id, principal, worker, state or retention, in any \
+                                letter case; or the whole digest",
             }),
         ),
     ]
