@@ -224,7 +224,7 @@ pub struct ModelFiles {
     pub bytes: u64,
 }
 
-/// A session, as its agent knows it.
+/// A session, as its agent knows it. Its many fields: one for each fact of the report.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Session {
     /// The session's identity.

@@ -226,7 +226,7 @@ pub struct FleetSessions {
     pub total: u64,
 }
 
-/// A session.
+/// A session. Its many fields: one for each member that is shown or sorted by.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(default)]
 pub struct Session {

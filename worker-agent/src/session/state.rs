@@ -19,6 +19,8 @@ use super::{
 };
 
 /// One session: its state, its figures, and what the agent knows of its client's prompts.
+///
+/// Its many fields: one for each concern of the table's modules.
 #[derive(Debug, Clone)]
 pub struct Session {
     /// The rank that holds the session's KV.
