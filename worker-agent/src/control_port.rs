@@ -1,8 +1,8 @@
 //! Serves the control port: the gRPC service through which routers watch and control an agent.
 //!
 //! Routers get load reports, all changes of sessions (chains of turns that share a prefix), all
-//! changes of resident KV blocks, and the model's tokenizer files. They can open and close
-//! sessions, request audits of the KV pool, and drain the agent. Turns (requests and their
+//! changes of resident KV blocks, and the model's tokenizer files. They can open, close and
+//! demote sessions, request audits of the KV pool, and drain the agent. Turns (requests and their
 //! answers) don't come here, but to [`crate::data_port`].
 //!
 //! The service only translates: requests go to the owner task through [`AgentHandle`], block
@@ -250,6 +250,15 @@ impl WorkerAgent for ControlService {
         let close_result = self.agent.close_session(parse_key(key)?, only_if_idle).await;
         let is_deferred = close_result.map_err(|error| to_status(&error))?;
         Ok(Response::new(v1::CloseSessionResponse { deferred: is_deferred }))
+    }
+
+    async fn demote_session(
+        &self,
+        request: Request<v1::DemoteSessionRequest>,
+    ) -> Result<Response<v1::DemoteSessionResponse>, Status> {
+        let demoted = self.agent.demote_session(parse_key(request.into_inner().key)?).await;
+        demoted.map_err(|error| to_status(&error))?;
+        Ok(Response::new(v1::DemoteSessionResponse {}))
     }
 
     async fn claim_placement(

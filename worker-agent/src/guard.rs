@@ -79,7 +79,7 @@ pub enum Guard {
     LostRefused,
     /// Idle sessions are closed when their idle limit has passed.
     Expiry,
-    /// Only idle sessions are reclaimed.
+    /// Only idle sessions are reclaimed, or demoted because somebody asks.
     ReclaimIdleOnly,
     /// Foreign sessions (those that the agent did not open) count as pinned.
     ForeignCounted,

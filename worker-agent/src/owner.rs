@@ -15,7 +15,8 @@
 //! and `trim` Berth's parts in it, `waiters` the callers that wait, `reporter` what is published,
 //! `audit_desk` the page audits, `drain` the shutdown, and `volatile_prefix` the warnings of costly
 //! prompts. `handle` has the messages, [`engine_monitor`] polls the engine, [`adapters`] follows
-//! its adapters, and `engine_news` handles what they find.
+//! its adapters, and `engine_news` handles what they find. `session_calls` opens,
+//! closes and demotes sessions.
 
 pub mod adapters;
 mod audit_desk;
@@ -29,20 +30,18 @@ mod engine_state;
 mod handle;
 mod published;
 mod reporter;
+mod session_calls;
 mod setup;
 mod shims;
 mod trim;
 mod volatile_prefix;
 mod waiters;
 
-use std::{
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::{sync::Arc, time::Instant};
 
-use proto::{claim::Claim, id::SessionKey, load::Retention};
+use proto::{claim::Claim, id::SessionKey};
 use service::{clock::now, refusal::Code, tasks::Tasks};
-use tokio::sync::{mpsc, oneshot, watch};
+use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
 
@@ -52,8 +51,9 @@ use self::{
     engine_calls::EngineCalls,
     engine_control::EngineControl,
     engine_state::EngineState,
-    handle::{OwnerMessage, TurnEnd, new_rid, new_turn_rid},
+    handle::{OwnerMessage, TurnEnd, new_turn_rid},
     reporter::Reporter,
+    session_calls::PendingDemotions,
     shims::{Shims, record_sessions},
     trim::TrimmerLink,
     volatile_prefix::PrefixWarnings,
@@ -73,7 +73,7 @@ use crate::{
     gpu::tracker::Snapshot,
     ledger::AgentHealth,
     metrics::Metrics,
-    session::{self, Effect, EngineLoad, RouteTurns, Table, WeightsReport},
+    session::{self, Effect, EngineLoad, RouteTurns, SessionEvent, Table, WeightsReport},
     shim::{Hello, ShimEvent, trim::TrimmerEvent},
 };
 
@@ -121,6 +121,7 @@ struct Owner {
     /// The handle of this task itself, for the leases of turns.
     handle: AgentHandle,
     waiters: Waiters,
+    demotions: PendingDemotions,
     reporter: Reporter,
     audit_desk: AuditDesk,
     drain: Drain,
@@ -272,9 +273,9 @@ impl Owner {
                 self.open(key, retention, idle_max, requested_dp_rank, reply);
             }
             OwnerMessage::Close { key, only_if_idle, reply } => {
-                let closed = self.table.close_session_if(now(), &key, only_if_idle);
-                let _ = reply.send(closed.map_err(Error::from));
+                self.close(&key, only_if_idle, reply);
             }
+            OwnerMessage::Demote { key, reply } => self.demote(key, reply),
             OwnerMessage::Audit { dp_rank, reply } => self.audit_desk.request(dp_rank, reply),
             OwnerMessage::WatchSessions(reply) => {
                 let _ = reply.send(self.reporter.watch_sessions());
@@ -352,28 +353,6 @@ impl Owner {
             is_sent: false,
             turn_end_permit: Some(turn_end_permit),
         })
-    }
-
-    /// Opens a session. `reply` gets the session once it is open, or the reason why it isn't.
-    fn open(
-        &mut self,
-        key: SessionKey,
-        retention: Option<Retention>,
-        idle_max: Option<Duration>,
-        requested_dp_rank: Option<u32>,
-        reply: oneshot::Sender<Result<OpenedSession, Error>>,
-    ) {
-        let rid = new_rid();
-        let was_open = self.table.get(&key).is_some_and(|session| !session.is_gone());
-        let opened = self.check_usable().and_then(|()| {
-            let opened =
-                self.table.open_session(now(), &rid, &key, retention, idle_max, requested_dp_rank);
-            opened.map_err(Error::from)
-        });
-        match opened {
-            Ok(()) => self.waiters.add(rid, Waiter::Open { key, was_open, reply }),
-            Err(error) => drop(reply.send(Err(error))),
-        }
     }
 
     /// Refuses a request while the agent drains or the engine is down.
@@ -484,7 +463,10 @@ impl Owner {
                 Effect::RefusedByShim { rid, error } => {
                     self.waiters.tell_run_mode(&rid, Err(error));
                 }
-                Effect::SessionChanged(key) => self.reporter.publish_session(&self.table, &key),
+                Effect::SessionChanged(key) => {
+                    self.demotions.check(&self.table, &key);
+                    self.reporter.publish_session(&self.table, &key);
+                }
                 Effect::Freed(time_to_free) => self.metrics.record_close(time_to_free),
                 Effect::VolatilePrefix(key, prefix) => {
                     self.prefix_warnings.report(&key, prefix, &self.metrics);
@@ -492,6 +474,9 @@ impl Owner {
                 Effect::SessionEvent(key, event) => {
                     info!(session = %key.digest(), event = event.as_str(), "session event");
                     self.metrics.count_session_event(event.as_str());
+                    if event == SessionEvent::Demoted {
+                        self.demotions.finish(&key, &Ok(()));
+                    }
                 }
             }
         }

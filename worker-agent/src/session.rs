@@ -213,12 +213,13 @@ pub enum Effect {
     SessionEvent(SessionKey, SessionEvent),
 }
 
-/// A change of a session that its client did not ask for.
+/// A change of a session that no turn, open or close of its client asked for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum SessionEvent {
     /// The session's idle limit has passed.
     Expired,
-    /// The session was demoted, because other sessions needed the room or the session was idle.
+    /// The session was demoted, because other sessions needed the room, the session was idle, or
+    /// its owner or an operator asked.
     Demoted,
     /// The session was closed because other sessions needed the room.
     Reclaimed,

@@ -79,6 +79,13 @@ impl WorkerAgent for Service {
         Ok(tonic::Response::new(v1::CloseSessionResponse { deferred }))
     }
 
+    async fn demote_session(
+        &self,
+        _: tonic::Request<v1::DemoteSessionRequest>,
+    ) -> Result<tonic::Response<v1::DemoteSessionResponse>, Status> {
+        Err(Status::unimplemented("as an agent of an earlier version"))
+    }
+
     async fn claim_placement(
         &self,
         request: tonic::Request<v1::ClaimPlacementRequest>,

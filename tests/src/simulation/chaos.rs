@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use proto::id::SessionKey;
+
 use super::{
     calls::CallAnswer,
     engine::{Command, Rank},
@@ -65,6 +67,20 @@ impl World {
             12..=15 if faults.agent_restarted => self.begin_handover(),
             _ => {}
         }
+        if faults.demotions {
+            self.operator_demotes();
+        }
+    }
+
+    /// An operator demotes one of the agent's sessions, or tries to.
+    fn operator_demotes(&mut self) {
+        let Some(agent) = self.agent.as_ref().filter(|agent| !agent.down && !agent.draining) else {
+            return;
+        };
+        let keys: Vec<SessionKey> = agent.table.iter().map(|(key, _)| key.clone()).collect();
+        let Some(key) = self.rng.choice(&keys).cloned() else { return };
+        let result = self.call_table(|table, now| table.demote_session(now, &key));
+        self.note(|| format!("an operator demotes {}: {result:?}", key.id()));
     }
 
     fn slow_down(&mut self, sleep: Duration) {

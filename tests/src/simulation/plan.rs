@@ -65,6 +65,8 @@ pub(super) struct Faults {
     pub(super) meddler: bool,
     /// The agent is asked to change the engine's weights, and to flush it.
     pub(super) controls: bool,
+    /// An operator demotes sessions.
+    pub(super) demotions: bool,
 }
 
 fn ms(ms: u64) -> Duration {
@@ -89,6 +91,7 @@ impl Faults {
             strangers: rng.u32(..3) == 0,
             meddler: rng.u32(..4) == 0,
             controls: false,
+            demotions: false,
         }
     }
 }

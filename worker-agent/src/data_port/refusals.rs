@@ -24,7 +24,9 @@ pub fn refusal(error: &owner::Error) -> Refusal {
                 return Refusal::new(Code::SessionUnknown, message);
             }
             E::Closing => Code::SessionClosing,
-            E::Busy => Code::SessionBusy,
+            E::Busy | E::NotAtRest => Code::SessionBusy,
+            E::NotPinned(_) => Code::SessionNotPinned,
+            E::DemotionUnavailable | E::DemotionRefused => Code::DemotionUnavailable,
             E::RetentionUnavailable { .. } => Code::RetentionUnavailable,
             E::HasHistory => Code::SessionOpen,
             E::PredecessorFailed => Code::TurnBeforeFailed,
@@ -97,6 +99,10 @@ mod tests {
             (E::UnknownSession, Code::SessionUnknown),
             (E::Closing, Code::SessionClosing),
             (E::Busy, Code::SessionBusy),
+            (E::NotAtRest, Code::SessionBusy),
+            (E::NotPinned(Retention::Tagged), Code::SessionNotPinned),
+            (E::DemotionUnavailable, Code::DemotionUnavailable),
+            (E::DemotionRefused, Code::DemotionUnavailable),
             (E::HasHistory, Code::SessionOpen),
             (E::PredecessorFailed, Code::TurnBeforeFailed),
             (E::OpenWithOtherRetention(Retention::Tagged), Code::SessionOpenOtherwise),

@@ -143,6 +143,8 @@ pub(super) enum OwnerMessage {
     /// Closes a session. The answer says whether the close waits for a running turn. With
     /// `only_if_idle`, a session with a turn is not closed.
     Close { key: SessionKey, only_if_idle: bool, reply: oneshot::Sender<Result<bool, Error>> },
+    /// Demotes a pinned session. The answer comes when the engine has done that, or can't.
+    Demote { key: SessionKey, reply: oneshot::Sender<Result<(), Error>> },
     /// Audits which session holds each page of the rank's KV pool.
     Audit { dp_rank: u32, reply: oneshot::Sender<Result<RankPageAudit, audit::Error>> },
     /// Subscribes to the sessions. The answer has the current ones.
@@ -343,6 +345,16 @@ impl AgentHandle {
     /// If no session has this key, or if it has a turn and is to be closed only without one.
     pub async fn close_session(&self, key: SessionKey, only_if_idle: bool) -> Result<bool, Error> {
         self.request(|reply| OwnerMessage::Close { key, only_if_idle, reply }).await?
+    }
+
+    /// Demotes a pinned session between two turns: gives its KV to the engine's radix tree, and
+    /// keeps its history. Returns when that is done, after seconds at most.
+    ///
+    /// # Errors
+    /// If there is no such session, if it is not pinned or not at rest, or if the engine can't do
+    /// it.
+    pub async fn demote_session(&self, key: SessionKey) -> Result<(), Error> {
+        self.request(|reply| OwnerMessage::Demote { key, reply }).await?
     }
 
     /// Prepares for a control call that the caller is about to send to the engine. The caller must

@@ -80,21 +80,9 @@ pub(super) fn check_turn(
         // exists only for its running turn.
         State::Closing(_) => return Err(Error::Closing),
         _ if starts_over => {}
-        State::Gone { reason: GoneReason::EngineRestarted, tree: None }
-            if guards.is_on(Guard::LostRefused) =>
-        {
-            return Err(Error::Lost);
-        }
-        State::Gone { reason: GoneReason::EngineRestarted, .. } => {}
-        State::Gone { reason: GoneReason::HistoryUnknown, .. } => {
-            return Err(Error::HistoryUnknown);
-        }
-        State::Gone { reason: GoneReason::NotTakenOver, .. } => return Err(Error::NotTakenOver),
-        State::Gone { reason: GoneReason::Reclaimed, .. } => return Err(Error::Reclaimed),
-        State::Gone { reason: GoneReason::KvCorrupt, .. } => return Err(Error::KvCorrupt),
-        State::Gone { reason: GoneReason::WeightsChanged, .. } => {
-            return Err(Error::WeightsChanged);
-        }
+        State::Gone { reason: GoneReason::EngineRestarted, tree }
+            if tree.is_some() || !guards.is_on(Guard::LostRefused) => {}
+        State::Gone { reason, .. } => return Err(reason.to_error()),
         _ if session.history.is_corrupt => return Err(Error::KvCorrupt),
         _ => {}
     }

@@ -1,4 +1,4 @@
-//! Names why the session table refuses a turn, an open or a close, in words for the client.
+//! Names why the session table refuses a turn, an open, a close or a demotion, for the client.
 //!
 //! A turn is one request and its answer. A delta is a turn that holds only new tokens, which the
 //! engine appends to the session's history. A full history is a turn that holds the whole
@@ -11,7 +11,7 @@ use std::time::Duration;
 use proto::load::Retention;
 use service::refusal::Code;
 
-/// Why the session table refuses a turn, an open or a close.
+/// Why the session table refuses a turn, an open, a close or a demotion.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
     /// The session doesn't exist.
@@ -23,6 +23,31 @@ pub enum Error {
     /// Another turn of a session that runs one turn at a time is running.
     #[error("a turn of this session is running; send the next one when its answer has ended")]
     Busy,
+    /// The session to demote isn't at rest.
+    #[error(
+        "a turn of this session runs or waits, or the engine has not settled the last one; demote \
+         the session when it is idle"
+    )]
+    NotAtRest,
+    /// The session to demote is not pinned.
+    #[error(
+        "this session is {}, so it has no KV of its own to give up: the engine may evict its KV \
+         already",
+        .0.as_str()
+    )]
+    NotPinned(Retention),
+    /// No shim demotes sessions of the session's rank.
+    #[error(
+        "this engine can't demote sessions: its shim is not connected, or doesn't demote with the \
+         engine's flags, as the agent's log says; close the session to free its KV"
+    )]
+    DemotionUnavailable,
+    /// The shim refused to demote the session.
+    #[error(
+        "the engine's shim did not demote this session, and the agent's log says why; the session \
+         stays pinned, so close it to free its KV"
+    )]
+    DemotionRefused,
     /// The engine's flags don't allow the requested retention.
     #[error(
         "this engine doesn't offer {} sessions; it offers {offered}; start it with {}, or ask for \

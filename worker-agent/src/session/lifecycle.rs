@@ -9,7 +9,8 @@
 //! tagged for the two states in the tree. They also say what follows: a turn or an open request is
 //! admitted or refused, the session is opened, closed or demoted at the engine, or the shim is
 //! asked for its session table. An empty cell changes nothing, and a turn then waits. `running` is
-//! an open session with a turn inside the engine. A test compares every cell with the code.
+//! an open session with a turn inside the engine. `demoting` is a session whose room others need,
+//! `asked` is one that its owner or an operator demotes. A test compares every cell with the code.
 //!
 //! A turn arrives with a full history (which may open the session) or a delta:
 //!
@@ -43,7 +44,15 @@
 //! | state    | demoted | not demoted | expected | unexpected  | shim silent | shim down   |
 //! |----------|---------|-------------|----------|-------------|-------------|-------------|
 //! | demoting | demoted | gone, close |          |             | gone, close | gone, close |
+//! | asked    | demoted | open        |          |             | gone, close | gone, close |
 //! | suspect  |         |             | open     | gone, close | gone, close | gone, close |
+//!
+//! The session's owner or an operator demotes it. That is refused in all states but these, and
+//! changes nothing in a session that is `demoting`, `asked` or `demoted`:
+//!
+//! | state | demote        |
+//! |-------|---------------|
+//! | open  | asked, demote |
 //!
 //! The client closes the session, all deadlines pass, the engine ends, or an audit finds the KV
 //! corrupt (if a turn runs, the session is gone when it ends):
@@ -55,6 +64,7 @@
 //! | open         | removed, close  | removed, close      | gone            | gone, close         |
 //! | running      | closing         |                     | gone            |                     |
 //! | demoting     | removed, close  | gone, close, refuse | gone, refuse    | gone, close         |
+//! | asked        | removed, close  | gone, close         | gone            | gone, close         |
 //! | demoted      | removed, close  | removed, close      | gone            | gone, close         |
 //! | suspect      | removed, close  | gone, close         | gone            | gone, close         |
 //! | tree         | removed, close  | removed, close      | gone            | gone, close         |
@@ -64,6 +74,8 @@
 use std::{mem, time::Instant};
 
 use serde::{Deserialize, Serialize};
+
+use super::Error;
 
 /// A session's life at the engine, independent of its running turns. Only an unpinned session has
 /// a [`Tree`].
@@ -77,8 +89,9 @@ pub(super) enum State {
     /// Pinned and open.
     Open(Row),
     /// Pinned. The shim was asked to demote the session. If it has not answered at `until`, the
-    /// session is closed at the engine.
-    Demoting { row: Row, until: Instant },
+    /// session is closed at the engine. So it is if the shim refuses, unless `is_asked`: the
+    /// session's owner or an operator asked for the demotion. Then it stays open.
+    Demoting { row: Row, until: Instant, is_asked: bool },
     /// Pinned. The engine has the session's history, but the KV is in the radix tree, where it can
     /// be evicted.
     Demoted,
@@ -160,6 +173,20 @@ pub(super) enum GoneReason {
     NotTakenOver,
     /// The engine's weights changed, so the session's KV is of older weights.
     WeightsChanged,
+}
+
+impl GoneReason {
+    /// Returns why a session that is gone for this reason takes no turn.
+    pub(super) fn to_error(self) -> Error {
+        match self {
+            Self::EngineRestarted => Error::Lost,
+            Self::HistoryUnknown => Error::HistoryUnknown,
+            Self::KvCorrupt => Error::KvCorrupt,
+            Self::Reclaimed => Error::Reclaimed,
+            Self::NotTakenOver => Error::NotTakenOver,
+            Self::WeightsChanged => Error::WeightsChanged,
+        }
+    }
 }
 
 impl Row {

@@ -123,7 +123,7 @@ codes! {
     "The session is in another state" {
         SessionBusy "session_busy" CONFLICT Both AfterChange,
             "a turn of this session runs",
-            "send this turn when the answer of that turn has ended";
+            "send this turn, or demote the session, when the answer of that turn has ended";
         SessionLost "session_lost" CONFLICT Both AfterChange,
             "the engine restarted, or its agent can't be reached",
             "open the session again, send the full history";
@@ -164,6 +164,13 @@ codes! {
         DeltaNeedsPinned "delta_needs_pinned" CONFLICT Agent AfterChange,
             "a delta was sent to a session that is not pinned",
             "send the full history";
+        SessionNotPinned "session_not_pinned" CONFLICT Agent AfterChange,
+            "the session to demote is not pinned, so the engine may evict its KV already",
+            "nothing, or close the session";
+        DemotionUnavailable "demotion_unavailable" CONFLICT Both AfterChange,
+            "the engine's shim doesn't demote this session, or the agent is of an earlier version; \
+             the message says which",
+            "close the session to free its KV";
         RetentionUnavailable "retention_unavailable" CONFLICT Both AfterChange,
             "no worker, or not this one, offers the retention",
             "use an offered retention, or start the engine with the flag that the message names";
@@ -333,13 +340,13 @@ codes! {
             "the agent closed the connection before the answer began; the turn may have run",
             "look up the session before you send it again";
         WorkerFailed "worker_failed" BAD_GATEWAY Router AfterCheck,
-            "an agent failed at an open or a close",
+            "an agent failed at an open, a close or a demotion",
             "look up the session; an operator looks at the router's log";
         TurnTimeout "turn_timeout" GATEWAY_TIMEOUT Both AfterCheck,
             "the turn took longer than `limits.turn_ms_max` and was aborted",
             "send a shorter prompt, or raise the limit";
         WorkerTimeout "worker_timeout" GATEWAY_TIMEOUT Router AfterCheck,
-            "an agent did not answer an open or a close in time",
+            "an agent did not answer an open, a close or a demotion in time",
             "look up the session, then repeat it";
         Internal "internal" INTERNAL_SERVER_ERROR Router AfterCheck,
             "the router failed",

@@ -7,6 +7,8 @@
 //!
 //! A session is taken if it has been idle for long, if the agent pinned it on its own, or if its
 //! principal (the client that a router has authenticated) holds more than the principal that asks.
+//! A session's owner or an operator may demote it at any time between two turns. Then it is not
+//! closed if the shim can't demote it.
 //!
 //! `admission` and `trim` ask for the room that they lack. They wait until it is free: this module
 //! only starts to free it. The module `closing` closes sessions at the engine.
@@ -251,18 +253,69 @@ impl Table {
         }
     }
 
+    /// Demotes a session between two turns, because its owner or an operator asks. Returns true if
+    /// the session is demoted already. Otherwise the shim is asked, or was asked before, and
+    /// [`Self::demotion_result`] tells the end.
+    ///
+    /// # Errors
+    /// If there is no such session, if it is closing, gone, not pinned or not at rest, or if the
+    /// shim can't demote sessions.
+    pub fn demote_session(&mut self, now: Instant, key: &SessionKey) -> Result<bool, Error> {
+        let session = self.sessions.get(key).ok_or(Error::UnknownSession)?;
+        let may_have_turns = !self.settings.guards.is_on(Guard::ReclaimIdleOnly);
+        match session.state {
+            State::Closing(_) => Err(Error::Closing),
+            State::InTree(_) | State::Gone { tree: Some(_), .. } => {
+                Err(Error::NotPinned(session.retention()))
+            }
+            State::Gone { reason, tree: None } => Err(reason.to_error()),
+            _ if session.has_turns() && !may_have_turns => Err(Error::NotAtRest),
+            State::Planned | State::Opening(_) | State::Suspect { .. } => Err(Error::NotAtRest),
+            State::Demoted => Ok(true),
+            State::Demoting { .. } => Ok(false),
+            State::Open(_) if !self.shims.can_demote(session.dp_rank) => {
+                Err(Error::DemotionUnavailable)
+            }
+            State::Open(_) => {
+                self.begin_demotion(now, key, true);
+                self.debug_check();
+                Ok(false)
+            }
+        }
+    }
+
+    /// Returns the result of a demotion that began, or `None` while the shim is asked. The owner
+    /// task looks after each change of the session, and takes [`SessionEvent::Demoted`] as success:
+    /// the session's next turn may run by now.
+    #[must_use]
+    pub fn demotion_result(&self, key: &SessionKey) -> Option<Result<(), Error>> {
+        let state = self.sessions.get(key).map(|session| &session.state);
+        Some(match state {
+            Some(State::Demoting { .. }) => return None,
+            Some(State::Demoted) => Ok(()),
+            Some(State::Gone { reason, .. }) => Err(reason.to_error()),
+            Some(State::Closing(_)) => Err(Error::Closing),
+            Some(_) => Err(Error::DemotionRefused),
+            None => Err(Error::UnknownSession),
+        })
+    }
+
     /// Asks the shim to give a session's KV to the radix tree. Closes the session if the shim can't
     /// do that.
     pub(super) fn release_kv(&mut self, now: Instant, key: &SessionKey) {
-        let session = &self.sessions[key];
-        let dp_rank = session.dp_rank;
-        if !self.shims.can_demote(dp_rank) {
-            return self.close_as_gone(now, key, GoneReason::Reclaimed);
+        if self.shims.can_demote(self.sessions[key].dp_rank) {
+            self.begin_demotion(now, key, false);
+        } else {
+            self.close_as_gone(now, key, GoneReason::Reclaimed);
         }
-        let incarnation = session.incarnation.clone();
+    }
+
+    /// Asks the shim to demote a session. `is_asked`: whether its owner or an operator wants that.
+    fn begin_demotion(&mut self, now: Instant, key: &SessionKey, is_asked: bool) {
         let until = now + DEMOTION_TIME_MAX;
-        self.change_session(key, |session| {
-            session.state.move_row(|row| State::Demoting { row, until });
+        let (dp_rank, incarnation) = self.change_session(key, |session| {
+            session.state.move_row(|row| State::Demoting { row, until, is_asked });
+            (session.dp_rank, session.incarnation.clone())
         });
         self.effects.push(Effect::Demote { dp_rank, incarnation });
         self.sessions.schedule(until);
@@ -282,14 +335,16 @@ impl Table {
     /// radix tree now.
     pub fn handle_demote_result(&mut self, now: Instant, incarnation: &str, is_demoted: bool) {
         let Some(key) = self.sessions.key_of(incarnation).cloned() else { return };
-        if !matches!(self.sessions[&key].state, State::Demoting { .. }) {
-            return;
-        }
+        let State::Demoting { is_asked, .. } = self.sessions[&key].state else { return };
         if self.continue_reopen(now, &key, is_demoted) {
             // The demotion was the first step of replacing the incarnation, which has continued.
         } else if is_demoted {
             self.effects.report_event(&key, SessionEvent::Demoted);
             self.change_session(&key, |session| session.state.drop_row());
+        } else if is_asked {
+            self.change_session(&key, |session| session.state.move_row(State::Open));
+            // The session has a deadline of its own again.
+            self.schedule_deadline(&key);
         } else {
             self.close_as_gone(now, &key, GoneReason::Reclaimed);
         }

@@ -4,6 +4,7 @@
 //! misbehaves.
 
 mod auto_pin;
+mod demotion;
 mod engine;
 mod handover;
 mod lifecycle;

@@ -6,6 +6,8 @@ use super::Code;
 pub(super) type Provoker = (&'static str, &'static str, &'static str);
 
 const AGENT: &str = "tests/agent.rs";
+const DEMOTION: &str = "tests/demotion.rs";
+const DISCOVERY: &str = "tests/discovery.rs";
 const TURNS: &str = "tests/turns.rs";
 const MOMENTS: &str = "tests/refusals.rs";
 const RL: &str = "tests/rl.rs";
@@ -37,11 +39,7 @@ pub(super) const PROVOKERS: &[(Code, Provoker)] = &[
     ),
     (
         Code::AnnounceForbidden,
-        (
-            "tests/discovery.rs",
-            "an_agent_announces_itself_and_a_rogue_gets_no_turn",
-            "announce_forbidden",
-        ),
+        (DISCOVERY, "an_agent_announces_itself_and_a_rogue_gets_no_turn", "announce_forbidden"),
     ),
     (
         Code::AnnounceLimit,
@@ -142,6 +140,8 @@ pub(super) const PROVOKERS: &[(Code, Provoker)] = &[
         ),
     ),
     (Code::DeltaNeedsPinned, (TABLE, "a_delta_may_open_its_session", "Error::DeltaNeedsPinned")),
+    (Code::SessionNotPinned, (DEMOTION, "no_other_session_is_demoted", "session_not_pinned")),
+    (Code::DemotionUnavailable, (DEMOTION, "no_other_session_is_demoted", "demotion_unavailable")),
     (
         Code::RetentionUnavailable,
         (

@@ -5,12 +5,13 @@ use std::collections::HashMap;
 use super::*;
 
 /// The states, as the doc names them.
-const STATES: [&str; 11] = [
+const STATES: [&str; 12] = [
     "planned",
     "opening",
     "open",
     "running",
     "demoting",
+    "asked",
     "demoted",
     "suspect",
     "tree",
@@ -20,7 +21,7 @@ const STATES: [&str; 11] = [
 ];
 
 /// The events, as the doc names them.
-const EVENTS: [&str; 18] = [
+const EVENTS: [&str; 19] = [
     "full history",
     "opening turn",
     "delta",
@@ -35,6 +36,7 @@ const EVENTS: [&str; 18] = [
     "unexpected",
     "shim silent",
     "shim down",
+    "demote",
     "close",
     "idle limit",
     "engine lost",
@@ -75,6 +77,7 @@ fn rig_in(state: &str) -> Rig {
             // No row is left, and the KV of "s" is least worth keeping.
             rig.open("d", Some(Retention::Pinned)).unwrap();
         }
+        "asked" => drop(rig.table.demote_session(rig.now, &key("s"))),
         "gone" => rig.table.handle_session_gone(rig.now, 0, &incarnation_of(&rig)),
         _ => {}
     }
@@ -103,6 +106,7 @@ fn apply(event: &str, rig: &mut Rig) {
         "unexpected" => report(rig, 26),
         "shim silent" => rig.table.run_deadlines(now + Duration::from_secs(5)),
         "shim down" => rig.table.handle_shim_down(now, 0),
+        "demote" => drop(rig.table.demote_session(now, &key("s"))),
         "close" => drop(rig.table.close_session(now, &key("s"))),
         "idle limit" => rig.table.run_deadlines(now + IDLE),
         "engine lost" => rig.table.handle_engine_lost(now, engine(1)),
@@ -157,7 +161,8 @@ fn state_of(rig: &Rig) -> &'static str {
         State::Opening(_) => "opening",
         State::Open(_) if session.turns_running() > 0 => "running",
         State::Open(_) => "open",
-        State::Demoting { .. } => "demoting",
+        State::Demoting { is_asked: false, .. } => "demoting",
+        State::Demoting { is_asked: true, .. } => "asked",
         State::Demoted => "demoted",
         State::Suspect { .. } => "suspect",
         State::InTree(_) if session.turns_running() > 0 => "tree running",

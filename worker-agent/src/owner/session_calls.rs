@@ -1,0 +1,101 @@
+//! Handles the calls to the owner task that open, close and demote sessions.
+//!
+//! A session is a chain of turns (one request and its answer each) that share a growing prefix. To
+//! demote it is to give its KV to the engine's radix tree; it keeps its history. The session table
+//! decides. An opening waits in `waiters`, by its request id. A demotion waits here, by its
+//! session, until the engine's shim has answered or the table has given it up, after seconds.
+
+use std::time::Duration;
+
+use proto::{id::SessionKey, load::Retention};
+use service::{clock::now, refusal::Code};
+use tokio::sync::oneshot;
+
+use super::{Error, OpenedSession, Owner, handle::new_rid, waiters::Waiter};
+use crate::session::{self, Table};
+
+/// The most callers that wait for a demotion. Each waits seconds at most, and a router sends a call
+/// for each request of an operator or client.
+const DEMOTIONS_WAITING_MAX: usize = 1024;
+
+type DemotionReply = oneshot::Sender<Result<(), Error>>;
+
+/// The callers that wait until their sessions are demoted.
+#[derive(Default)]
+pub(super) struct PendingDemotions(Vec<(SessionKey, DemotionReply)>);
+
+impl PendingDemotions {
+    fn add(&mut self, key: SessionKey, reply: DemotionReply) {
+        if self.0.len() < DEMOTIONS_WAITING_MAX {
+            return self.0.push((key, reply));
+        }
+        let detail = format!("{DEMOTIONS_WAITING_MAX} demotions wait for the engine; try again");
+        let error = session::Error::OutOfRoom { resource: Code::QueuePlaces, detail, wait: None };
+        let _ = reply.send(Err(error.into()));
+    }
+
+    /// Answers the callers of a session that has changed, unless it is still being demoted.
+    pub(super) fn check(&mut self, table: &Table, key: &SessionKey) {
+        if !self.0.is_empty()
+            && let Some(result) = table.demotion_result(key)
+        {
+            self.finish(key, &result);
+        }
+    }
+
+    /// Answers the callers that wait for the demotion of a session.
+    pub(super) fn finish(&mut self, key: &SessionKey, result: &Result<(), session::Error>) {
+        for (_, reply) in self.0.extract_if(.., |(waiting, _)| waiting == key) {
+            let _ = reply.send(result.clone().map_err(Error::from));
+        }
+    }
+}
+
+impl Owner {
+    /// Opens a session. `reply` gets the session once it is open, or the reason why it isn't.
+    pub(super) fn open(
+        &mut self,
+        key: SessionKey,
+        retention: Option<Retention>,
+        idle_max: Option<Duration>,
+        requested_dp_rank: Option<u32>,
+        reply: oneshot::Sender<Result<OpenedSession, Error>>,
+    ) {
+        let rid = new_rid();
+        let was_open = self.table.get(&key).is_some_and(|session| !session.is_gone());
+        let opened = self.check_usable().and_then(|()| {
+            let opened =
+                self.table.open_session(now(), &rid, &key, retention, idle_max, requested_dp_rank);
+            opened.map_err(Error::from)
+        });
+        match opened {
+            Ok(()) => self.waiters.add(rid, Waiter::Open { key, was_open, reply }),
+            Err(error) => drop(reply.send(Err(error))),
+        }
+    }
+
+    /// Closes a session; with `only_if_idle`, only without turns. `reply` gets whether the close
+    /// waits for a running turn.
+    pub(super) fn close(
+        &mut self,
+        key: &SessionKey,
+        only_if_idle: bool,
+        reply: oneshot::Sender<Result<bool, Error>>,
+    ) {
+        let closed = self.table.close_session_if(now(), key, only_if_idle);
+        let _ = reply.send(closed.map_err(Error::from));
+    }
+
+    /// Demotes a session. `reply` gets the result once the session's KV is in the radix tree, or
+    /// the reason why it isn't.
+    pub(super) fn demote(&mut self, key: SessionKey, reply: DemotionReply) {
+        let demoted = self
+            .check_usable()
+            .and_then(|()| self.table.demote_session(now(), &key).map_err(Error::from));
+        match demoted {
+            Ok(true) => drop(reply.send(Ok(()))),
+            Ok(false) => self.demotions.add(key, reply),
+            Err(error) => drop(reply.send(Err(error))),
+        }
+    }
+}
