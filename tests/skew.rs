@@ -125,6 +125,9 @@ async fn turns_and_sessions_work_across_versions() {
         "sampling_params": { "max_new_tokens": 2 },
     });
     cluster.turn("/generate", &[], &delta).await;
+    let refused = cluster.post("/v1/sessions/deltas/demote", &[], &json!({})).await;
+    assert_eq!(refused.refusal(), (409, "demotion_unavailable".to_owned()), "{}", refused.text());
+    assert!(refused.text().contains("upgrade the agent"), "{}", refused.text());
     assert_eq!(cluster.delete("/v1/sessions/deltas").await.status, StatusCode::NO_CONTENT);
 }
 

@@ -9,7 +9,7 @@
 //! - `placements`: why a turn went to its worker. `turns`: the last turns that have ended.
 //! - `page`: which part of such a list a request asks for.
 //! - `fleet_sessions`: the sessions of all clients, for admins. `dashboard`: a page that shows all.
-//! - `sessions`: opens, closes and shows sessions. `workers`: the state of each worker.
+//! - `sessions`: opens, closes, demotes and shows sessions. `workers`: the state of each worker.
 //! - `prepare`: CORS, a slash at the end of the path, compressed bodies.
 //! - `responses`: stored responses. `aborts`: aborts turns. `announcements`: agents join.
 //! - `waiting`: shows a client that its turn waits.
@@ -107,6 +107,7 @@ pub(crate) fn build_routes(shared: Arc<Shared>, cors_origins: &[String]) -> Rout
         .route("/get_server_info", get(engine_info::server))
         .route("/v1/sessions", get(sessions::list).post(sessions::open))
         .route("/v1/sessions/{id}", get(sessions::show).delete(sessions::close))
+        .route("/v1/sessions/{id}/demote", post(sessions::demote))
         .route("/open_session", post(sessions::sglang_open))
         .route("/close_session", post(sessions::sglang_close))
         .route("/abort_request", post(aborts::abort))
@@ -140,6 +141,7 @@ fn build_admin_routes(shared: &Arc<Shared>) -> Router<Arc<Shared>> {
         .route("/v1/turns", get(turns::list))
         .route("/v1/fleet/sessions", get(fleet_sessions::list))
         .route("/v1/fleet/sessions/{digest}", delete(fleet_sessions::close))
+        .route("/v1/fleet/sessions/{digest}/demote", post(fleet_sessions::demote))
         .merge(control::routes())
         .route_layer(middleware::from_fn_with_state(Arc::clone(shared), require_admin))
 }

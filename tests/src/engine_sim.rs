@@ -233,6 +233,12 @@ impl EngineSim {
         self.app.weights.changes()
     }
 
+    /// Demotes a session on one rank, as the shim does. Returns whether it was idle; `None` if the
+    /// engine has ended.
+    pub async fn demote(&self, rank: usize, id: &str) -> Option<bool> {
+        self.app.handle.demote(rank, id.to_owned()).await
+    }
+
     /// Checks a rank's invariants and returns its exact account; `None` if the engine has ended.
     pub async fn pool(&self, rank: usize) -> Option<PoolFacts> {
         self.app.handle.facts(rank).await

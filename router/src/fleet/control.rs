@@ -1,9 +1,10 @@
-//! Calls one agent's control port: opens and closes sessions, and fetches model files.
+//! Calls one agent's control port: opens, closes and demotes sessions, and fetches model files.
 //!
 //! An *agent* runs beside each engine. A *session* is a sequence of turns that share a growing
-//! prefix. The client translates between the wire format and this program's types. A call to open
-//! or close a session has a time limit. A failed call isn't retried here. `turn` opens and closes
-//! sessions, and `prompt` fetches files. An agent's reports arrive through `connect`.
+//! prefix. The client translates between the wire format and this program's types. A call to open,
+//! close or demote a session has a time limit. A failed call isn't retried here. `turn` opens,
+//! closes and demotes sessions, and `prompt` fetches files. An agent's reports arrive through
+//! `connect`.
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
@@ -22,8 +23,9 @@ use super::{
     tokenizer_files::TokenizerFiles,
 };
 
-/// Longest time to open or close a session. The engine opens a session in under 1 ms, but it reads
-/// its queue only between two steps. A long prefill can delay that for seconds.
+/// Longest time to open, close or demote a session. The engine opens a session in under 1 ms, but
+/// it reads its queue only between two steps. A long prefill can delay that for seconds. An agent
+/// gives a demotion up after 5 seconds.
 const CALL_TIME_MAX: Duration = Duration::from_secs(10);
 
 /// The client of one agent's control port. It connects at the first call, and again after a
@@ -121,6 +123,14 @@ impl ControlClient {
             }
             Err(status) => Err(status),
         }
+    }
+
+    /// Demotes the session: its KV goes to the engine's radix tree, and its history stays. Returns
+    /// when that is done.
+    pub(crate) async fn demote(&self, key: &SessionKey) -> Result<(), Status> {
+        let request = v1::DemoteSessionRequest { key: Some(key.into()) };
+        let mut client = self.0.clone();
+        with_time_limit(client.demote_session(request)).await.map(drop)
     }
 
     /// Asks the agent for a claim on a session's worker. The caller has a deadline.

@@ -14,7 +14,7 @@ use std::sync::Arc;
 
 use axum::{
     Router,
-    routing::{delete, get},
+    routing::{delete, get, post},
 };
 use service::tasks::Tasks;
 
@@ -32,6 +32,7 @@ pub(crate) fn start(shared: &Arc<Shared>, tasks: &Tasks) -> Router {
         .route("/turns", get(turns::list))
         .route("/sessions", get(fleet_sessions::list))
         .route("/sessions/{digest}", delete(fleet_sessions::close))
+        .route("/sessions/{digest}/demote", post(fleet_sessions::demote))
         .with_state(Arc::clone(shared));
     Router::new()
         .route("/dashboard", get(files::show_page))

@@ -114,7 +114,7 @@ impl From<decide::Error> for Refusal {
     }
 }
 
-/// A session that can't be opened or closed.
+/// A session that can't be opened, closed or demoted.
 impl From<sessions::Error> for Refusal {
     fn from(error: sessions::Error) -> Self {
         use sessions::Error;
@@ -123,6 +123,7 @@ impl From<sessions::Error> for Refusal {
         match error {
             Error::Decision(error) => error.into(),
             Error::Unknown => Self::new(Code::SessionUnknown, message),
+            Error::NoDemotion(_) => Self::new(Code::DemotionUnavailable, message),
             Error::Agent(status) => agent_refusal(&status),
             Error::Internal => Self::new(Code::Internal, message),
         }

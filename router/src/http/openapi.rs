@@ -97,6 +97,21 @@ const OPEN: &[Code] = &[
     Code::OpenFailed,
 ];
 const UNKNOWN: &[Code] = &[Code::SessionUnknown];
+/// The refusals of a demotion.
+const DEMOTION: &[Code] = &[
+    Code::SessionUnknown,
+    Code::SessionBusy,
+    Code::SessionNotPinned,
+    Code::DemotionUnavailable,
+    Code::SessionLost,
+    Code::SessionReclaimed,
+    Code::HistoryUnknown,
+    Code::KvCorrupt,
+    Code::WeightsChanged,
+    Code::QueuePlaces,
+    Code::EngineDown,
+    Code::Stopping,
+];
 
 /// All own routes but those of health.
 const ROUTES: &[Route] = &[
@@ -131,6 +146,14 @@ const ROUTES: &[Route] = &[
         request: Request::SessionId,
         answers: &[(204, None)],
         refusals: &[ID, &[Code::InvalidSessionId], UNKNOWN, AGENT],
+    },
+    Route {
+        method: HttpMethod::Post,
+        path: "/v1/sessions/{id}/demote",
+        summary: "Gives a pinned session's KV to the engine's cache; its history stays",
+        request: Request::SessionId,
+        answers: &[(204, None)],
+        refusals: &[ID, &[Code::InvalidSessionId], AGENT, DEMOTION],
     },
     Route {
         method: HttpMethod::Post,
@@ -195,6 +218,14 @@ const ROUTES: &[Route] = &[
         request: Request::SessionDigest,
         answers: &[(204, None)],
         refusals: &[ID, UNKNOWN, AGENT, &[Code::AdminOnly]],
+    },
+    Route {
+        method: HttpMethod::Post,
+        path: "/v1/fleet/sessions/{digest}/demote",
+        summary: "Demotes a session of any client; for admins",
+        request: Request::SessionDigest,
+        answers: &[(204, None)],
+        refusals: &[ID, AGENT, DEMOTION, &[Code::AdminOnly]],
     },
     Route {
         method: HttpMethod::Get,

@@ -2,7 +2,7 @@
 //!
 //! A session is a sequence of turns (requests and their answers) that share a growing prefix. A
 //! client sees only the sessions of its principal (the name of its key). This module reads the
-//! requests and writes JSON. `turn::sessions` opens, closes and looks up the sessions.
+//! requests and writes JSON. `turn::sessions` opens, closes, demotes and looks up the sessions.
 
 use std::sync::Arc;
 
@@ -23,7 +23,7 @@ use service::{
     refusal::{Code, Refusal},
 };
 
-use super::{IdPath, SharedState, errors, id, respond};
+use super::{IdPath, SharedState, discard_body, errors, id, respond};
 use crate::{
     auth::Caller,
     fleet::control::OpenRequest,
@@ -146,6 +146,20 @@ pub(super) async fn close(
 ) -> Response {
     let answer = async {
         shared.sessions.close(session_key(&caller, id(path)?)?).await?;
+        Ok(StatusCode::NO_CONTENT.into_response())
+    };
+    respond(&shared, answer.await)
+}
+
+pub(super) async fn demote(
+    State(shared): SharedState,
+    Extension(caller): Extension<Caller>,
+    path: IdPath,
+    request: Request,
+) -> Response {
+    discard_body(request).await;
+    let answer = async {
+        shared.sessions.demote(&session_key(&caller, id(path)?)?).await?;
         Ok(StatusCode::NO_CONTENT.into_response())
     };
     respond(&shared, answer.await)

@@ -1,4 +1,4 @@
-//! Opens, closes and looks up sessions for clients.
+//! Opens, closes, demotes and looks up sessions for clients.
 //!
 //! A session is a sequence of turns (requests and their answers) that share a growing prefix. The
 //! agents hold the sessions and report them in tables. The router chooses a session's worker, and
@@ -7,7 +7,9 @@
 //! `http` calls the methods here for its session routes, and makes JSON of the results. `turn` uses
 //! `close_lost` before a turn opens a lost session again. A session that a turn opens or closes is
 //! not handled here: the turn's claim tells the agent. Opens and closes run in tasks of their own,
-//! so that they are completed even if the client leaves before that.
+//! so that they are completed even if the client leaves before that. `demotion` demotes sessions.
+
+mod demotion;
 
 use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
@@ -35,7 +37,7 @@ use crate::{
     },
 };
 
-/// Why a session can't be opened or closed. Each message is for the client.
+/// Why a session can't be opened, closed or demoted. Each message is for the client.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Error {
     /// No worker can take the session, or its status doesn't allow the open or close.
@@ -44,6 +46,12 @@ pub(crate) enum Error {
     /// The session to close is not open.
     #[error("no session is open under this id; open it with POST /v1/sessions")]
     Unknown,
+    /// The session's agent doesn't have the call to demote a session. Carries the worker's name.
+    #[error(
+        "the agent of worker {0} is of an earlier version, which can't demote sessions; upgrade \
+         the agent, or close the session to free its KV"
+    )]
+    NoDemotion(String),
     /// The agent refused or failed a call on its control port.
     #[error("{}", .0.message())]
     Agent(Status),

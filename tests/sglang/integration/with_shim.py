@@ -87,6 +87,30 @@ def test_an_idle_session_gives_its_kv_up_and_keeps_its_history(fleet: Fleet) -> 
             session.close()
 
 
+def test_a_session_gives_its_kv_up_when_its_owner_asks(fleet: Fleet) -> None:
+    with with_shim(fleet):
+        session = Pinned(fleet)
+        session.turn(text_of(400), 20)
+        wait_figures(fleet, {"rows_held": 1})
+        url = f"{fleet.router_url}/v1/sessions/{session.id}/demote"
+        for _ in range(2):
+            assert wire.post(url, {}).status == 204, "the demotion, and its repetition"
+        wait_session(fleet, session.id, "state", "demoted")
+        wait_figures(fleet, {"pinned_tokens": 0, "rows_held": 0})
+        text = " Where were we?"
+        turn = finished_turn(wire.post(f"{fleet.router_url}/generate", {
+            "text": text, "session_params": {"id": session.id},
+            "sampling_params": {"max_new_tokens": 10, "temperature": 0, "ignore_eos": True},
+        }))
+        whole = session.history + text
+        assert turn.prompt_tokens == len(whole), "prompt tokens: the full history"
+        pages = (len(session.history) - 1) // fleet.page_size * fleet.page_size
+        assert turn.cached_tokens == pages, "cached tokens: the history's whole pages"
+        wait_figures(fleet, {"rows_held": 1})
+        _same_answer(fleet, whole, turn)
+        session.close()
+
+
 def _same_answer(fleet: Fleet, whole: str, turn: Turn) -> None:
     alone = generate_at_engine(fleet, whole, turn.completion_tokens)
     assert turn.output_ids == alone.output_ids, "the answer to the full history"

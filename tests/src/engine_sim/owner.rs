@@ -80,6 +80,7 @@ enum Command {
     Turn(Box<NewTurn>),
     Open(OpenSession, oneshot::Sender<bool>),
     Close(String),
+    Demote(usize, String, oneshot::Sender<bool>),
     Abort { rid: String, all: bool },
     Flush(mpsc::Sender<bool>),
     SlowDown(Duration),
@@ -210,6 +211,11 @@ impl EngineHandle {
 
     pub(super) async fn report(&self) -> Vec<RankReport> {
         or_never(self.ask(Command::Report).await).await
+    }
+
+    /// Demotes a session on one rank; `None` if the engine has ended.
+    pub(super) async fn demote(&self, rank: usize, id: String) -> Option<bool> {
+        self.ask(|reply| Command::Demote(rank, id, reply)).await
     }
 
     pub(super) async fn facts(&self, rank: usize) -> Option<PoolFacts> {
@@ -347,6 +353,11 @@ impl Owner {
                 self.each_rank(|| RankCommand::Open(open.clone(), reply.take()));
             }
             Command::Close(id) => self.each_rank(|| RankCommand::Close(id.clone())),
+            Command::Demote(rank, id, reply) => {
+                if let Some(rank) = self.ranks.get_mut(rank) {
+                    rank.push(RankCommand::Demote(id, reply));
+                }
+            }
             Command::Abort { rid, all } => {
                 // The engine's front process knows the live ids and ignores an abort of an unknown
                 // id.

@@ -29,6 +29,7 @@ pub(super) enum RankCommand {
     Turn(Box<NewTurn>),
     Open(OpenSession, Option<oneshot::Sender<bool>>),
     Close(String),
+    Demote(String, oneshot::Sender<bool>),
     Abort { rid: String, all: bool },
     Flush(mpsc::Sender<bool>),
     SlowDown(Duration),
@@ -205,6 +206,7 @@ impl EngineRank {
                 }
             }
             RankCommand::Close(id) => self.core.close(&id),
+            RankCommand::Demote(id, reply) => drop(reply.send(self.core.demote(&id))),
             RankCommand::Abort { rid, all } => {
                 let outputs = self.core.abort(&rid, all);
                 self.deliver(outputs, at);
