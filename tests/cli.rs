@@ -65,6 +65,9 @@ async fn a_session_is_shown_and_closed_and_then_unknown() {
     let listed = berth.run(&["sessions", "--at-agent"]).await.unwrap().out;
     assert!(listed.contains("anonymous") && listed.contains("a/b c?\\u{1b}"), "{listed}");
 
+    let refused = berth.run(&["session", "demote", id]).await.unwrap();
+    assert_eq!(refused.status, 1, "{refused:?}");
+    assert!(refused.err.contains("shim is not connected"), "this engine has none: {refused:?}");
     let closed = berth.run(&["session", "close", id]).await.unwrap();
     assert_eq!(closed.status, 0, "{closed:?}");
     cluster.nothing_held().await;

@@ -191,6 +191,42 @@ test("a session's life has its turns, their placements, its cost and its demotio
   await page.context().close();
 });
 
+test("a pinned session is demoted at the second click, and a refusal can be read", async () => {
+  const [name, tagged] = ["session-to-demote", "session-that-is-tagged"];
+  const opened = await fleet.ask("/v1/sessions", {
+    method: "POST", body: JSON.stringify({ session_id: name, retention: "pinned" }),
+  });
+  assert.equal(opened.status, 201, await opened.text());
+  await fleet.chat(tagged, 40);
+  const page = await open();
+  await page.getByRole("tab", { name: "Sessions" }).click();
+  const filter = page.getByLabel("Filter").last();
+  const demote = (session) => page.getByRole("button", { name: `Demote session ${session}` });
+  await filter.fill(tagged);
+  await page.getByRole("button", { name: `Close session ${tagged}` }).waitFor();
+  assert.equal(await demote(tagged).count(), 0, "a session without a pin has nothing to give");
+  await filter.fill(name);
+  await demote(name).click();
+  assert.equal(await demote(name).textContent(), "Sure?");
+  await demote(name).click();
+  // The demo's engines have no shim.
+  await page.getByText(`Session ${name} is not demoted: this engine can't demote`).waitFor();
+  page.complaints = page.complaints.filter((text) => !text.includes("409"));
+  const asked = [];
+  await page.route("**/demote", (route) => {
+    asked.push(`${route.request().method()} ${new URL(route.request().url()).pathname}`);
+    return route.fulfill({ status: 204 });
+  });
+  await demote(name).click();
+  assert.deepEqual(asked, [], "one click demotes nothing");
+  await demote(name).click();
+  await page.getByText(`Session ${name} is demoted.`).waitFor();
+  assert.match(asked.join(), /^POST \/dashboard\/api\/sessions\/[0-9a-f]+\/demote$/);
+  assert.deepEqual(page.complaints, []);
+  assert.equal((await fleet.ask(`/v1/sessions/${name}`, { method: "DELETE" })).status, 204);
+  await page.context().close();
+});
+
 test("a placement is explained with the workers that were compared", async () => {
   const answer = await fleet.chat("session-to-explain", 300);
   const turn = answer.headers.get("x-berth-turn");

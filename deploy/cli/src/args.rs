@@ -159,6 +159,8 @@ pub enum SessionCommand {
     Show(SessionArgs),
     /// Closes the session; a running turn ends first
     Close(SessionArgs),
+    /// Demotes the pinned session: gives its KV to the engine's cache and keeps its history
+    Demote(SessionArgs),
 }
 
 /// The arguments of a command for one session.

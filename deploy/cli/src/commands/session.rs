@@ -1,4 +1,4 @@
-//! Runs `berth session`: shows or closes one session of the key's owner.
+//! Runs `berth session`: shows, closes or demotes one session of the key's owner.
 
 use http::Method;
 use serde::Deserialize as _;
@@ -21,7 +21,14 @@ pub async fn run(target: &TargetArgs, command: &SessionCommand) -> Result<Outcom
     let router = RouterClient::new(target)?;
     match command {
         SessionCommand::Show(args) => show(&router, args).await,
-        SessionCommand::Close(args) => close(&router, args).await,
+        SessionCommand::Close(args) => {
+            let path = format!("/v1/sessions/{}", encode(&args.id));
+            change(&router, args, Method::DELETE, &path, "closed").await
+        }
+        SessionCommand::Demote(args) => {
+            let path = format!("/v1/sessions/{}/demote", encode(&args.id));
+            change(&router, args, Method::POST, &path, "demoted").await
+        }
     }
 }
 
@@ -59,14 +66,20 @@ async fn show(router: &RouterClient, args: &SessionArgs) -> Result<Outcome, Erro
     Ok(Outcome::Well)
 }
 
-async fn close(router: &RouterClient, args: &SessionArgs) -> Result<Outcome, Error> {
-    let path = format!("/v1/sessions/{}", encode(&args.id));
-    let answer = router.send(Method::DELETE, &path).await?;
-    router.accept(&path, answer).await?;
+/// Sends a request that changes the session, and says what the session then is.
+async fn change(
+    router: &RouterClient,
+    args: &SessionArgs,
+    method: Method,
+    path: &str,
+    done: &str,
+) -> Result<Outcome, Error> {
+    let answer = router.send(method, path).await?;
+    router.accept(path, answer).await?;
     if args.json {
-        print(&format!("{}\n", json!({ "session_id": args.id, "closed": true })))?;
+        print(&format!("{}\n", json!({ "session_id": args.id, done: true })))?;
     } else {
-        print(&format!("session {}: closed\n", clean(&args.id)))?;
+        print(&format!("session {}: {done}\n", clean(&args.id)))?;
     }
     Ok(Outcome::Well)
 }

@@ -19,7 +19,7 @@ use crate::{
     error::{Error, chain},
 };
 
-/// The time limit of a request. The router answers each of these from memory.
+/// The time limit of a request. The router answers most from memory; a demotion takes 5 s at most.
 const REQUEST_MAX: Duration = Duration::from_secs(10);
 /// The time limit of asking what answers at a port.
 const PROBE_MAX: Duration = Duration::from_secs(3);

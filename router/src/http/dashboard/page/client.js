@@ -26,6 +26,7 @@ async function ask(path, options = {}) {
 
 export const get = async (path) => (await ask(`api/${path}`)).json();
 export const remove = (path) => ask(`api/${path}`, { method: "DELETE" });
+export const post = (path) => ask(`api/${path}`, { method: "POST" });
 
 /**
  * Reads the live events until the stream ends. Server-sent events are read by hand, because a

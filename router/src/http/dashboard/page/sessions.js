@@ -1,6 +1,6 @@
 // Shows the sessions of all clients, each below the session that started it.
 
-import { get, remove } from "./client.js";
+import { get, post, remove } from "./client.js";
 import { asks, confirmButton } from "./confirm.js";
 import { byId, h, setText, showRows, table } from "./dom.js";
 import { count, millis } from "./figures.js";
@@ -109,13 +109,16 @@ function makeRow(session) {
   const name = h("button", { class: "link", onclick: () => showLife(session) });
   const cells = COLUMNS.slice(1, -1).map(([, kind]) => h("td", { class: kind }));
   const head = h("th", { scope: "row", class: "name" }, name);
-  const closeSession = () => act(session, "closing", remove);
-  const close = confirmButton("Close", `Close session ${id}`, closeSession);
-  return h("tr", { "data-digest": digest }, head, ...cells, h("td", { class: "actions" }, close));
+  const close = confirmButton("Close", `Close session ${id}`, () =>
+    act(session, "closing", () => remove(`sessions/${digest}`)));
+  const demote = confirmButton("Demote", `Demote session ${id}`, () =>
+    act(session, "demoted", () => post(`sessions/${digest}/demote`)));
+  const actions = h("td", { class: "actions" }, demote, close);
+  return h("tr", { "data-digest": digest }, head, ...cells, actions);
 }
 
 function showSession(row, session) {
-  const [name, principal, worker, state, retention, turns, resident, idle] = row.children;
+  const [name, principal, worker, state, retention, turns, resident, idle, actions] = row.children;
   const { depth, isFound, session_id: id } = session;
   name.style.paddingInlineStart = `${0.5 + 1.2 * Math.min(depth, 5)}rem`;
   setText(name.firstElementChild, `${depth ? "↳ " : ""}${id}`);
@@ -131,15 +134,18 @@ function showSession(row, session) {
   setText(turns, count(session.turns));
   setText(resident, count(session.resident_tokens));
   setText(idle, session.turns_running ? "runs" : millis(session.idle_ms));
+  // Only a pinned session between two turns has KV to give up.
+  const isDemotable = session.retention === "pinned" && session.state === "idle";
+  actions.firstElementChild.hidden = !isDemotable;
 }
 
 /** Does something to a session at the router, and says how that went. */
-async function act({ digest, session_id: id }, doing, request) {
+async function act({ session_id: id }, done, request) {
   try {
-    await request(`sessions/${digest}`);
-    result = `Session ${id} is ${doing}.`;
+    await request();
+    result = `Session ${id} is ${done}.`;
   } catch (error) {
-    result = `Session ${id} is not ${doing}: ${error.message}`;
+    result = `Session ${id} is not ${done}: ${error.message}`;
   }
   showNote();
   const shown = result;
