@@ -13,10 +13,15 @@ prompts if the agent asks for it. *Trimming* removes from a prompt the tokens th
 session already holds.
 
 The scheduler's hooks never raise an error into the engine. After the first error the shim is
-*inert*: it reports why, and does nothing else any more. On an unsupported version of SGLang it
-hooks only the start of the two processes, to report that it is inert.
+*inert*: it reports why, and does nothing else any more.
+
+The shim works with every version of SGLang that has the parts that it needs, the *seams*. `seams`
+lists them by the shim's functions, and `probe` looks for them at the start. A function whose seam
+is missing is off, and the agent learns why. If the scheduler can't be reported at all, the shim
+hooks only the start of that process, to report that it is inert.
 """
 
+import logging
 import multiprocessing
 import os
 import sys
@@ -27,14 +32,13 @@ from msgspec.structs import replace
 
 from . import wire
 from .link import Link, socket_paths
+from .probe import ImportedEngine, off_reasons
+from .seams import FUNCTIONS
 
 if TYPE_CHECKING:
     from .sampler import Sampler
 
 __version__ = "0.1.0"
-
-# The supported versions: every hook was checked and tested with each of them.
-SGLANG_VERSIONS = ("0.5.23",)
 
 # The engine's classes with hooks. A class and a method's name together name the hook's target.
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
@@ -47,13 +51,17 @@ _RADIX_CACHE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache."
 # The methods that change the engine's weights.
 _WEIGHT_CHANGES = (
     "update_weights_from_disk", "update_weights_from_distributed", "update_weights_from_tensor",
-    "update_weights_from_ipc", "end_weight_update",
+    "update_weights_from_ipc",
 )
+# One more such method, which SGLang 0.5.20 lacks.
+_WEIGHT_CHANGE_END = "end_weight_update"
 # Parts of the engine's messages that it has changed nothing.
 _UNCHANGED = ("Failed to get ", "must run between", "no weight-update session is open")
 
 # Identifies the engine process, even where a pid is reused.
 _INSTANCE = os.urandom(16)
+
+_log = logging.getLogger(__name__)
 
 
 def register() -> None:
@@ -64,12 +72,26 @@ def register() -> None:
         _Shim().install_hooks()
     # The process that tokenizes is the engine's first process, which has no parent process.
     if multiprocessing.parent_process() is None:
-        import sglang
-
         from .trimmer import Trimmer
 
-        version = sglang.__version__
-        Trimmer(_INSTANCE, __version__).install_hooks(version, version in SGLANG_VERSIONS)
+        version, off = _probe(["trimming"])
+        Trimmer(_INSTANCE, __version__).install_hooks(version, off.get("trimming", ""))
+
+
+def _probe(functions: list[str]) -> tuple[str, dict[str, str]]:
+    """Returns SGLang's version, and why some of these functions of the shim are off. The engine's
+    log gets the reasons too."""
+    import sglang
+
+    version = str(sglang.__version__)
+    try:
+        off = off_reasons(ImportedEngine(), version, functions)
+    except Exception as error:
+        # Without an answer nothing is hooked.
+        off = dict.fromkeys(functions, _error_reason("probe", error))
+    for function, reason in off.items():
+        _log.warning("a function of Berth's shim is off: function=%s reason=%s", function, reason)
+    return version, off
 
 
 class _Shim:
@@ -83,6 +105,8 @@ class _Shim:
         # scheduler that doesn't report.
         self._link: Link | None = None
         self._hello: wire.Hello | None = None
+        # SGLang's version, and why functions of the shim are off, by their names.
+        self._version, self._off = _probe([each for each in FUNCTIONS if each != "trimming"])
         # Whether the engine is inside `process_batch_result`, which processes a step's results.
         self._is_processing_step = False
         # Whether the engine is inside `try_cache_finished_req`, which ends a turn that was running.
@@ -92,19 +116,14 @@ class _Shim:
         )
 
     def install_hooks(self) -> None:
-        """Installs the hooks: all on a supported version of SGLang, else only that of the start."""
-        import sglang
+        """Installs the hooks: all if the scheduler can be reported, else only that of the start."""
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
         def hook_after(target: str, hook: Callable[..., None]) -> None:
             HookRegistry.register(target, self._contain_errors(hook), HookType.AFTER)
 
-        is_supported = sglang.__version__ in SGLANG_VERSIONS
-        hook_after(
-            _SCHEDULER + "__init__",
-            lambda _, scheduler, *a, **k: self._start(scheduler, is_supported),
-        )
-        if not is_supported:
+        hook_after(_SCHEDULER + "__init__", lambda _, scheduler, *a, **k: self._start(scheduler))
+        if "reports" in self._off:
             return
 
         def hook_around(target: str, hook: Callable[..., Any]) -> None:
@@ -133,7 +152,7 @@ class _Shim:
             session, "report_abort", self._is_ending_turn))
         hook_around(_STREAMING_SESSIONS + "try_cache_finished_req", self._around_finish)
         hook_after(_RADIX_CACHE + "reset", lambda *a, **k: self._call_sampler("report_flush"))
-        for method in _WEIGHT_CHANGES:
+        for method in _weight_changes():
             hook_after(_WEIGHTS + method, lambda result, *a, **k: self._call_sampler(
                 "report_weights") if _may_change_weights(result) else None)
 
@@ -149,18 +168,12 @@ class _Shim:
 
         return contained_hook
 
-    def _start(self, scheduler: Any, is_supported: bool) -> None:
+    def _start(self, scheduler: Any) -> None:
         """Connects to the agent if this scheduler reports, and starts sampling if it can."""
-        import sglang
-
-        inert_reason = None
-        if not is_supported:
-            supported = ", ".join(SGLANG_VERSIONS)
-            inert_reason = f"SGLang {sglang.__version__} is not known, only {supported}"
         hello = wire.Hello(
             pid=os.getpid(), dp_rank=0, page_size_tokens=0, pool_tokens=0, rows_total=0,
-            instance=_INSTANCE, sglang=str(sglang.__version__), shim=__version__,
-            inert_reason=inert_reason,
+            instance=_INSTANCE, sglang=self._version, shim=__version__,
+            inert_reason=self._off.get("reports"), undemotable_reason=self._off.get("demotion"),
         )
         try:
             hello, is_reporter = _complete_hello(scheduler, hello)
@@ -187,8 +200,8 @@ class _Shim:
         from .republish import Republisher
         from .sampler import Sampler
 
-        auditor = Auditor(scheduler, self._link.wake)
-        republisher = Republisher(scheduler, self._link.wake)
+        auditor = Auditor(scheduler, self._link.wake, self._off.get("audit", ""))
+        republisher = Republisher(scheduler, self._link.wake, self._off.get("republishing", ""))
         self._hello = replace(
             self._hello,
             unauditable_reason=auditor.refusal or None,
@@ -199,7 +212,8 @@ class _Shim:
         self._link.set_hello(wire.encode(self._hello))
         refusal = self._hello.undemotable_reason
         self._sampler = Sampler(scheduler, self._link, refusal, auditor, republisher)
-        self._sampler.start_publishing_rows(self._hello.dp_rank)
+        if "audit" not in self._off:
+            self._sampler.start_publishing_rows(self._hello.dp_rank)
         # With `--sleep-on-idle` an idle scheduler polls its sockets for up to a second. A command
         # of the agent must wake it.
         if poller := getattr(scheduler.idle_sleeper, "poller", None):
@@ -269,7 +283,9 @@ def _complete_hello(scheduler: Any, hello: wire.Hello) -> tuple[wire.Hello, bool
 
     parallel = get_parallel()
     is_reporter = (parallel.pp_rank, parallel.attn_tp_rank, parallel.attn_cp_rank) == (0, 0, 0)
-    hello = replace(hello, dp_rank=parallel.dp_rank or 0)
+    # SGLang 0.5.20 has the DP rank elsewhere.
+    ranks = parallel if hasattr(parallel, "dp_rank") else scheduler.ps
+    hello = replace(hello, dp_rank=ranks.dp_rank or 0)
     cache_type = type(scheduler.tree_cache).__name__
     if not hello.inert_reason and cache_type != "UnifiedRadixCache":
         reason = f"the tree cache is {cache_type}, not UnifiedRadixCache"
@@ -281,8 +297,18 @@ def _complete_hello(scheduler: Any, hello: wire.Hello) -> tuple[wire.Hello, bool
         page_size_tokens=scheduler.page_size,
         pool_tokens=scheduler.max_total_num_tokens,
         rows_total=scheduler.req_to_token_pool.size,
-        undemotable_reason=demotion_refusal(scheduler) or None,
+        undemotable_reason=hello.undemotable_reason or demotion_refusal(scheduler) or None,
     ), is_reporter
+
+
+def _weight_changes() -> list[str]:
+    """Returns the methods of this engine that change its weights."""
+    from sglang.srt.managers.scheduler_components.weight_updater import (
+        SchedulerWeightUpdaterManager,
+    )
+
+    has_end = hasattr(SchedulerWeightUpdaterManager, _WEIGHT_CHANGE_END)
+    return [*_WEIGHT_CHANGES, *([_WEIGHT_CHANGE_END] if has_end else [])]
 
 
 def _may_change_weights(result: Any) -> bool:

@@ -34,7 +34,9 @@ class Auditor:
     """Makes the audits of one scheduler. Its methods raise nothing: a failed audit is answered with
     a refusal. After an unforeseen error it makes no more audits."""
 
-    def __init__(self, scheduler: Any, wake_scheduler: Callable[[], None]):
+    def __init__(
+        self, scheduler: Any, wake_scheduler: Callable[[], None], off_reason: str = ""
+    ):
         self._scheduler = scheduler
         self._wake_scheduler = wake_scheduler
         # The number of the request for which no audit has begun yet.
@@ -48,21 +50,22 @@ class Auditor:
         self.cuda_ordinal = -1
         # The device's name and the bytes of KV per page, for the hello.
         self.device, self.page_bytes = "", 0
-        # Why no audit is possible; empty if audits are possible.
-        self.refusal = ""
+        # Why no audit is possible; empty if audits are possible. The engine may lack what an audit
+        # needs (`off_reason`).
+        self.refusal = off_reason
         try:
             self._open_library()
         except AuditError as error:
             self.refusal = str(error)
         except Exception as error:
-            self.refusal = f"{type(error).__name__}: {error}"
+            self.refusal = self.refusal or f"{type(error).__name__}: {error}"
 
     def _open_library(self) -> None:
         scheduler = self._scheduler
         self.device, self.cuda_ordinal = device(scheduler)
         kv_buffers = buffers(scheduler)
         self.page_bytes = sum(buffer.page_bytes for buffer in kv_buffers)
-        if refusal := snapshot.audit_refusal(scheduler):
+        if refusal := self.refusal or snapshot.audit_refusal(scheduler):
             raise AuditError(refusal)
         self._page_audits = Library().open_audits(
             page_tokens=scheduler.page_size,

@@ -45,8 +45,10 @@ def device(scheduler: Any) -> tuple[str, int]:
 def _kv_tensors(cache: Any) -> list[Any]:
     """Returns the tensors of the cache's only pool. Returns none if the cache has several pools, or
     doesn't list them."""
+    # SGLang 0.5.20 and 0.5.21 have no pool that lists its tensors.
+    list_pools = getattr(cache, "get_device_pool_infos", None)
     try:
-        pool_infos = cache.get_device_pool_infos()
+        pool_infos = list_pools() if list_pools else []
     except NotImplementedError:
         return []
     if len(pool_infos) != 1:

@@ -23,13 +23,15 @@ def engine_refusal() -> str:
     """Returns why nothing can be trimmed in this engine; empty if trimming is possible."""
     from sglang.srt.runtime_context import get_disagg, get_parallel, get_serving
 
-    serving = get_serving()
+    serving, parallel = get_serving(), get_parallel()
+    # SGLang 0.5.20 counts the DP ranks in `dp_size`.
+    dp_ranks = getattr(parallel, "num_dp_ranks", None) or parallel.dp_size
     reasons = {
         "streaming sessions are off": not serving.enable_streaming_session,
         # Each tokenizer worker would see only some of a session's turns.
         "there are several tokenizer workers": serving.tokenizer_worker_num > 1,
         # A session's KV is on one of the ranks, and this process can't tell on which.
-        "there are several DP ranks": get_parallel().num_dp_ranks > 1,
+        "there are several DP ranks": dp_ranks > 1,
         "prefill and decode are apart": get_disagg().disaggregation_mode != "null",
         "prompts are truncated": serving.allow_auto_truncate,
     }

@@ -46,7 +46,7 @@ PART_PAGES_MAX = 64
 class Republisher:
     """Publishes the radix tree of one scheduler again."""
 
-    def __init__(self, scheduler: Any, wake: Callable[[], None]):
+    def __init__(self, scheduler: Any, wake: Callable[[], None], off_reason: str = ""):
         self._publisher = scheduler.kv_events_publisher
         self._tree = getattr(scheduler.tree_cache, "tree_core", None)
         self._wake = wake
@@ -58,8 +58,9 @@ class Republisher:
         self._published_ids: set[int] = set()
         # The number of pages already published on the path of the next pending node.
         self._pages_done = 0
-        # Why the tree can't be published; empty if it can.
-        self.refusal = _publishing_refusal(self._publisher, self._tree)
+        # Why the tree can't be published; empty if it can. The engine may lack what is needed for
+        # it (`off_reason`).
+        self.refusal = off_reason or _publishing_refusal(self._publisher, self._tree)
 
     @property
     def is_running(self) -> bool:

@@ -304,18 +304,22 @@ class Sampler:
             if pool_stats.is_hybrid_swa or pool_stats.is_hybrid_ssm
             else tree.protected_size()
         )
+        # SGLang 0.5.20 doesn't repeat the pool's size here.
+        pool_tokens = getattr(pool_stats, "full_capacity", None)
+        if pool_tokens is None:
+            pool_tokens = scheduler.max_total_num_tokens
         available_tokens = pool_stats.full_available_size
         evictable_tokens = pool_stats.full_evictable_size
         held_tokens = self._table.held_tokens
         accounted_tokens = available_tokens + evictable_tokens + protected_tokens + held_tokens
         row_pool = scheduler.req_to_token_pool
         return wire.RankFacts(
-            pool_tokens=pool_stats.full_capacity,
+            pool_tokens=pool_tokens,
             available_tokens=available_tokens,
             evictable_tokens=evictable_tokens,
             protected_tokens=protected_tokens,
             held_tokens=held_tokens,
-            uncached_tokens=pool_stats.full_capacity - accounted_tokens,
+            uncached_tokens=pool_tokens - accounted_tokens,
             rows_total=row_pool.size,
             rows_free=row_pool.available_size(),
             running=len(scheduler.running_batch.reqs),

@@ -128,19 +128,19 @@ class Trimmer:
         # question of another engine process matches no question of this process.
         self._last_question = int.from_bytes(instance[:4], "little") << 32
 
-    def install_hooks(self, sglang_version: str, is_supported: bool) -> None:
-        """Installs the hooks. If the shim doesn't support this version of SGLang, installs only the
-        hooks that report why nothing is trimmed."""
+    def install_hooks(self, sglang_version: str, off_reason: str) -> None:
+        """Installs the hooks. If this engine lacks what trimming needs (`off_reason`), installs only
+        the hooks that report why nothing is trimmed."""
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
         def after_init(_: None, manager: Any, *values: Any, **named: Any) -> None:
-            self._start(manager, sglang_version, is_supported)
+            self._start(manager, sglang_version, off_reason)
 
         HookRegistry.register(_MANAGER + "__init__", after_init, HookType.AFTER)
         # With several tokenizer workers, the engine has this router instead of the manager. Then
         # the hook only reports why nothing is trimmed.
         HookRegistry.register(_ROUTER + "__init__", after_init, HookType.AFTER)
-        if not is_supported:
+        if off_reason:
             return
         for target, hook in {
             _MANAGER + "generate_request": self._hook_generate,
@@ -152,14 +152,13 @@ class Trimmer:
         }.items():
             HookRegistry.register(target, hook, HookType.AROUND)
 
-    def _start(self, manager: Any, sglang_version: str, is_supported: bool) -> None:
+    def _start(self, manager: Any, sglang_version: str, off_reason: str) -> None:
         """Enables trimming if the engine allows it, and connects to the agent."""
         self._sglang_version = sglang_version
         try:
             if self._link is not None:
                 raise RuntimeError("two engines in one process")
-            version_refusal = f"SGLang {sglang_version} is not known"
-            self._inert_reason = engine_refusal() if is_supported else version_refusal
+            self._inert_reason = off_reason or engine_refusal()
             if not self._inert_reason:
                 from sglang.srt.managers.io_struct import SessionParams
 
