@@ -5,9 +5,11 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tarfile
 import tomllib
 from collections.abc import Iterator
+from importlib.metadata import Distribution
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,10 @@ from deploy.programs import DEPLOY, ROOT, UNAVAILABLE, Missing, run
 
 PROGRAMS = ("berth", "berth-agent", "berth-router")
 BUILD_SECONDS_MAX = 900
+SHIM = ROOT / "worker-agent/shim"
 VERSION = tomllib.loads((ROOT / "Cargo.toml").read_text())["workspace"]["package"]["version"]
+
+WHEEL = f"berth_shim-{VERSION}-py3-none-any.whl"
 
 
 @pytest.fixture(scope="module")
@@ -84,12 +89,92 @@ def test_bash_completes(manuals: Path, words: tuple[str, ...], wanted: str) -> N
     assert made.stdout.split() == [wanted], made.stderr
 
 
+def metadata_of(folder: Path) -> dict[str, object]:
+    """Returns what the metadata of an installed shim says."""
+    found = Distribution.at(folder)
+    points = {(each.group, each.name, each.value) for each in found.entry_points}
+    names = ("Name", "Version", "Summary", "Requires-Python")
+    return {name: found.metadata[name] for name in names} | {
+        "requires": found.requires, "points": points
+    }
+
+
+def test_the_shim_on_the_path_has_the_metadata_of_its_project() -> None:
+    """The folder on `PYTHONPATH` has metadata that no tool writes."""
+    project = tomllib.loads((SHIM / "pyproject.toml").read_text())["project"]
+    [version] = re.findall(r'^__version__ = "(.+)"$', (SHIM / "berth_shim/__init__.py").read_text(),
+                           re.MULTILINE)
+    [folder] = SHIM.glob("*.dist-info")
+    assert folder.name == f"berth_shim-{version}.dist-info" and version == VERSION
+    assert metadata_of(folder) == {
+        "Name": project["name"], "Version": version, "Summary": project["description"],
+        "Requires-Python": project["requires-python"], "requires": project["dependencies"],
+        "points": {(group, *point) for group, points in project["entry-points"].items()
+                   for point in points.items()},
+    }
+
+
+@pytest.fixture(scope="module")
+def installed_shim(folder: Path) -> Path:
+    """The Python of an environment in which only the shim's wheel is installed."""
+    made = run(DEPLOY / "release/wheel", folder / "wheel")
+    if made.returncode == UNAVAILABLE:
+        pytest.skip(made.stderr.strip())
+    assert made.returncode == 0, made.stderr
+    [wheel] = (folder / "wheel").iterdir()
+    assert wheel.name == WHEEL
+    made = run(sys.executable, "-m", "venv", folder / "shim")
+    assert made.returncode == 0, made.stderr
+    python = folder / "shim/bin/python"
+    constraints = ROOT / "tests/sglang/requirements-tests.txt"
+    made = run(python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet",
+               "--constraint", constraints, wheel)
+    assert made.returncode == 0, made.stderr
+    return python
+
+
+def test_the_wheel_has_the_files_and_the_metadata_of_the_shim(installed_shim: Path) -> None:
+    [site] = installed_shim.parents[1].glob("lib/python*/site-packages")
+    files = {each.name for each in (site / "berth_shim").glob("*.py")}
+    assert files == {each.name for each in (SHIM / "berth_shim").glob("*.py")}
+    [folder], [on_path] = site.glob("berth_shim-*.dist-info"), SHIM.glob("*.dist-info")
+    assert metadata_of(folder) == metadata_of(on_path)
+    assert list(folder.glob("**/LICENSE"))
+    code = ("from importlib.metadata import entry_points; "
+            "print(*(each.load().__name__ for each in entry_points(group='sglang.srt.plugins')))")
+    assert run(installed_shim, "-c", code).stdout.split() == ["register"]
+
+
+def test_the_installed_shim_checks_itself(installed_shim: Path) -> None:
+    def check(*flags: str) -> tuple[int, str]:
+        made = run(installed_shim, "-B", "-m", "berth_shim", *flags)
+        assert not made.stderr, made.stderr
+        return made.returncode, made.stdout
+
+    status, text = check()
+    assert status == 3 and "no SGLang here" in text and "TokenizerManager" in text
+    # An SGLang with all that the shim needs, and nothing else.
+    [site] = installed_shim.parents[1].glob("lib/python*/site-packages")
+    code = ("import sys; from pathlib import Path; from trimming.seamed import Tree; "
+            "Tree(Path(sys.argv[1])).write()")
+    env = os.environ | {"PYTHONPATH": str(ROOT / "tests/sglang")}
+    made = run(installed_shim, "-B", "-c", code, site, env=env)
+    assert made.returncode == 0, made.stderr
+    status, text = check("--json")
+    report = json.loads(text)
+    assert status == 0 and {each["on"] for each in report["functions"].values()} == {True}
+    (site / "sglang/srt/mem_cache/common.py").unlink()
+    status, text = check()
+    assert status == 1 and "demotion      off: release_kv_cache is missing" in text
+
+
 class Released:
     """What deploy/release/build made."""
 
     def __init__(self, folder: Path):
         self.folder = folder
         [self.archive], [self.deb] = folder.glob("*.tar.gz"), folder.glob("*.deb")
+        [self.wheel] = folder.glob("*.whl")
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +195,8 @@ def released(bin_dir: Path, folder: Path) -> Released:
 def test_the_archive_has_all_that_a_host_needs(released: Released, tmp_path: Path) -> None:
     made = run("sh", "-c", 'cd "$1" && sha256sum --check --strict SHA256SUMS', "sh",
                released.folder)
-    assert made.returncode == 0 and made.stdout.count(": OK") == 2, made.stdout + made.stderr
+    assert made.returncode == 0 and made.stdout.count(": OK") == 3, made.stdout + made.stderr
+    assert released.wheel.name == WHEEL
     with tarfile.open(released.archive) as archive:
         archive.extractall(tmp_path, filter="data")
         assert {(each.uid, each.gid) for each in archive.getmembers()} == {(0, 0)}

@@ -28,8 +28,8 @@ def find_package(source: Path | None) -> Path | None:
         package = source / "sglang"
         return package if package.is_dir() else None
     spec = importlib.util.find_spec("sglang")
-    folders = spec.submodule_search_locations if spec else None
-    return Path(next(iter(folders))) if folders else None
+    # A folder of this name without an `__init__.py` is no SGLang; it has no origin.
+    return Path(spec.origin).parent if spec and spec.origin else None
 
 
 def examine(package: Path | None) -> dict[str, Any]:
