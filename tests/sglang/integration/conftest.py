@@ -11,6 +11,7 @@ from conftest import ignore_signals
 
 from integration.fleet import Fleet, binaries
 from integration.processes import Failed
+from integration.seams import functions_off
 from integration.turns import clean_up
 
 
@@ -19,6 +20,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--page-size", type=int, default=16, help="the engine's (default 16)")
     group.addoption("--keep", action="store_true", help="leave the fleet running until Ctrl-C")
     group.addoption("--only-engine", action="store_true", help="run the engine alone, no tests")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        for function in (each.args[0] for each in item.iter_markers("needs")):
+            if reason := functions_off().get(function):
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(scope="session")

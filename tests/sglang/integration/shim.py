@@ -12,18 +12,21 @@ import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import Distribution
+from importlib.metadata import Distribution, version
 from pathlib import Path
+
+import pytest
 
 from integration import wire
 from integration.fleet import POOL_TOKENS, ROWS, Fleet, start_engine, wait_engine
 from integration.listener import Listener, Session, ShimState
 from integration.processes import shim_env
+from integration.seams import functions_off
 from integration.turns import (
     Turn, body, finished_turn, new_id, restore_speed, run_together, slow_engine,
 )
 
-KNOWN_VERSION = "0.5.23"
+KNOWN_VERSION = version("sglang")
 # The most events that the shim keeps until the agent reads them.
 EVENTS_MAX = 256
 
@@ -111,8 +114,8 @@ def is_quiet(state: ShimState) -> bool:
 def test_the_hello_describes_the_engine(fleet: Fleet) -> None:
     with listening(fleet) as listener:
         hello = listener.state.hello
-        reasons = (hello.inert, hello.undemotable, hello.unauditable)
-        assert reasons == ("", "", ""), "why it doesn't work, or not wholly"
+        assert (hello.inert, hello.unauditable) == ("", ""), "why it doesn't work, or not wholly"
+        assert bool(hello.undemotable) == ("demotion" in functions_off()), hello.undemotable
         assert hello.device == "cpu" and hello.page_bytes > 0, f"where the pool lies: {hello}"
         assert (hello.sglang, hello.dp_rank) == (KNOWN_VERSION, 0), "version and rank"
         sizes = (fleet.page_size, POOL_TOKENS, ROWS)
@@ -241,6 +244,7 @@ def test_an_agent_that_stops_reading_blocks_nothing_and_catches_up(fleet: Fleet)
         listener.session(session.id, "one more turn", lambda s: s.history == 3 * 155 + 10)
 
 
+@pytest.mark.needs("demotion")
 def test_a_demoted_session_keeps_its_history(fleet: Fleet) -> None:
     with listening(fleet) as listener, Direct(fleet) as session:
         assert listener.demote("nobody") == "unknown", "the refusal of an unknown session"
@@ -259,6 +263,7 @@ def test_a_demoted_session_keeps_its_history(fleet: Fleet) -> None:
         session.check_answers()
 
 
+@pytest.mark.needs("demotion")
 def test_only_an_idle_session_is_demoted(fleet: Fleet) -> None:
     with listening(fleet) as listener, Direct(fleet) as session:
         def demote_while_it_runs() -> None:
@@ -281,6 +286,7 @@ def test_only_an_idle_session_is_demoted(fleet: Fleet) -> None:
         session.check_answers()
 
 
+@pytest.mark.needs("demotion")
 def test_a_turn_aborted_in_the_queue_leaves_nothing_to_demote(fleet: Fleet) -> None:
     with listening(fleet) as listener, Direct(fleet) as session:
         session.turn(text_of(40), 20)
@@ -310,6 +316,7 @@ def test_a_turn_aborted_in_the_queue_leaves_nothing_to_demote(fleet: Fleet) -> N
         session.check_answers()
 
 
+@pytest.mark.needs("demotion")
 def test_fifty_demotions_keep_the_account(fleet: Fleet) -> None:
     with listening(fleet) as listener:
         sessions = [Direct(fleet) for _ in range(5)]
@@ -391,17 +398,27 @@ def test_a_hook_that_fails_silences_the_shim_and_not_the_engine(fleet: Fleet) ->
         assert output.split() == ["result", "result"], "what the engine gets from its own function"
 
 
-def test_an_unknown_version_is_left_alone(fleet: Fleet) -> None:
+# Python runs this file first. SGLang then finds its version module loaded, with another version, and
+# the shim needs one more seam for each of two functions.
+PLANTED = """
+import sys, types
+version = types.ModuleType("sglang._version")
+version.__version__ = version.version = "0.5.99"
+version.__version_tuple__ = version.version_tuple = (0, 5, 99)
+sys.modules["sglang._version"] = version
+from berth_shim import seams
+path = "sglang.srt.mem_cache.common:"
+seams.SEAMS += (
+    seams.Seam(seams.Kind.CALL, path + "never_was", (), ("demotion",)),
+    seams.Seam(seams.Kind.CALL, path + "release_kv_cache", ("other",), ("audit",)),
+)
+"""
+
+
+def test_an_unknown_version_works_but_for_what_it_lacks(fleet: Fleet) -> None:
     folder = fleet.folder / "unknown"
     folder.mkdir(exist_ok=True)
-    # Python runs this file first, so SGLang finds its version module loaded, with another version.
-    (folder / "sitecustomize.py").write_text(
-        "import sys, types\n"
-        "version = types.ModuleType('sglang._version')\n"
-        "version.__version__ = version.version = '0.5.99'\n"
-        "version.__version_tuple__ = version.version_tuple = (0, 5, 99)\n"
-        "sys.modules['sglang._version'] = version\n"
-    )
+    (folder / "sitecustomize.py").write_text(PLANTED)
     path = folder / "shim.sock"
     env = shim_env(path, fleet.bin_dir)
     env["PYTHONPATH"] = f"{folder}:{env['PYTHONPATH']}"
@@ -410,9 +427,18 @@ def test_an_unknown_version_is_left_alone(fleet: Fleet) -> None:
         try:
             wait_engine(engine, url)
             hello = listener.wait("hello", lambda state: state.hello)
-            assert hello.sglang == "0.5.99", "the version"
-            assert "0.5.99" in hello.inert and KNOWN_VERSION in hello.inert, hello.inert
+            assert (hello.sglang, hello.inert) == ("0.5.99", ""), "the version"
+            assert "never_was is missing on SGLang 0.5.99" in hello.undemotable
+            changed = "release_kv_cache has other parameters on SGLang 0.5.99"
+            assert hello.unauditable == changed
+            assert hello.unpublishable == "", "what needs neither seam"
             finished_turn(wire.post(f"{url}/generate", body("Hello", 5)))
-            assert listener.state.heads == [], "updates of an inert shim"
+            listener.wait("an update", lambda state: state.head)
+            assert listener.demote("nobody") == hello.undemotable
+            log = engine.log.read_text(errors="replace")
+            for function in ("demotion", "audit"):
+                said = f"a function of Berth's shim is off: function={function} "
+                assert log.count(said) == 1, "what the engine's log says"
+            assert "function=trimming" not in log
         finally:
             engine.stop(0)

@@ -60,6 +60,7 @@ def test_sessions_of_others_are_seen(fleet: Fleet) -> None:
         wait_figures(fleet, {"foreign_tokens": 0, "pinned_tokens": 0, "rows_held": 0})
 
 
+@pytest.mark.needs("demotion")
 def test_an_idle_session_gives_its_kv_up_and_keeps_its_history(fleet: Fleet) -> None:
     budget = 800 / POOL_TOKENS
     with with_shim(fleet, f"sessions.demote_idle_ms = 1\nsessions.pin_budget_ratio = {budget}\n"):

@@ -201,6 +201,7 @@ def started(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> Any:
         context, "get_serving", lambda: SimpleNamespace(strip_thinking_cache=False), raising=False)
     monkeypatch.setenv("BERTH_SHIM_SOCKET", str(tree.folder / "nobody.sock"))
     shim = berth_shim._Shim()
+    shim.install_hooks()
     shim._start(scheduler())
     return shim._hello
 
@@ -228,14 +229,17 @@ def test_the_hello_says_what_is_off(
     assert logged == (SCHEDULER_FUNCTIONS if function == "reports" else [function] * bool(function))
 
 
-def test_the_trimmer_says_that_it_is_off(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trimmer_says_that_it_is_off(
+    tree: Tree, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     tree.write()
     forget_engine()
     monkeypatch.setenv("BERTH_SHIM_SOCKET", str(tree.folder / "nobody.sock"))
-    trimmer = Trimmer(bytes(16), "0")
-    trimmer.install_hooks(VERSION, "a seam is missing")
-    trimmer._start(SimpleNamespace(server_args=SimpleNamespace(port=1)), VERSION, "a seam is missing")
-    assert trimmer._inert_reason == "a seam is missing"
+    trimmer, why = Trimmer(bytes(16), "0"), "a seam is missing"
+    trimmer.install_hooks(VERSION, why)
+    trimmer._start(SimpleNamespace(server_args=SimpleNamespace(port=1)), VERSION, why)
+    assert trimmer._inert_reason == why
+    assert [record.args for record in caplog.records] == [("trimming", why)]
 
 
 def test_a_probe_that_fails_switches_all_off(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,6 @@ is missing is off, and the agent learns why. If the scheduler can't be reported 
 hooks only the start of that process, to report that it is inert.
 """
 
-import logging
 import multiprocessing
 import os
 import sys
@@ -32,7 +31,7 @@ from msgspec.structs import replace
 
 from . import wire
 from .link import Link, socket_paths
-from .probe import ImportedEngine, off_reasons
+from .probe import ImportedEngine, log_off, off_reasons
 from .seams import FUNCTIONS
 
 if TYPE_CHECKING:
@@ -61,8 +60,6 @@ _UNCHANGED = ("Failed to get ", "must run between", "no weight-update session is
 # Identifies the engine process, even where a pid is reused.
 _INSTANCE = os.urandom(16)
 
-_log = logging.getLogger(__name__)
-
 
 def register() -> None:
     """Installs the hooks that this process needs. This is the plugin's entry point for SGLang."""
@@ -79,8 +76,7 @@ def register() -> None:
 
 
 def _probe(functions: list[str]) -> tuple[str, dict[str, str]]:
-    """Returns SGLang's version, and why some of these functions of the shim are off. The engine's
-    log gets the reasons too."""
+    """Returns SGLang's version, and why some of these functions of the shim are off."""
     import sglang
 
     version = str(sglang.__version__)
@@ -89,8 +85,6 @@ def _probe(functions: list[str]) -> tuple[str, dict[str, str]]:
     except Exception as error:
         # Without an answer nothing is hooked.
         off = dict.fromkeys(functions, _error_reason("probe", error))
-    for function, reason in off.items():
-        _log.warning("a function of Berth's shim is off: function=%s reason=%s", function, reason)
     return version, off
 
 
@@ -106,7 +100,7 @@ class _Shim:
         self._link: Link | None = None
         self._hello: wire.Hello | None = None
         # SGLang's version, and why functions of the shim are off, by their names.
-        self._version, self._off = _probe([each for each in FUNCTIONS if each != "trimming"])
+        self._version, self._off = "", dict[str, str]()
         # Whether the engine is inside `process_batch_result`, which processes a step's results.
         self._is_processing_step = False
         # Whether the engine is inside `try_cache_finished_req`, which ends a turn that was running.
@@ -117,6 +111,7 @@ class _Shim:
 
     def install_hooks(self) -> None:
         """Installs the hooks: all if the scheduler can be reported, else only that of the start."""
+        self._version, self._off = _probe([each for each in FUNCTIONS if each != "trimming"])
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
         def hook_after(target: str, hook: Callable[..., None]) -> None:
@@ -184,6 +179,7 @@ class _Shim:
             hello, is_reporter = replace(hello, inert_reason=inert_reason), True
         if not is_reporter:
             return
+        log_off(self._off)
         try:
             self._hello = hello
             self._link = Link(*socket_paths(scheduler.server_args.port), wire.encode(hello))

@@ -45,10 +45,12 @@ def device(scheduler: Any) -> tuple[str, int]:
 def _kv_tensors(cache: Any) -> list[Any]:
     """Returns the tensors of the cache's only pool. Returns none if the cache has several pools, or
     doesn't list them."""
-    # SGLang 0.5.20 and 0.5.21 have no pool that lists its tensors.
-    list_pools = getattr(cache, "get_device_pool_infos", None)
+    if not hasattr(cache, "get_device_pool_infos"):
+        # SGLang 0.5.20 and 0.5.21. Only of the plain pool all buffers are known.
+        is_plain = type(cache).__name__ == "MHATokenToKVPool" and cache.k_scale_buffer is None
+        return [*cache.k_buffer, *cache.v_buffer] if is_plain else []
     try:
-        pool_infos = list_pools() if list_pools else []
+        pool_infos = cache.get_device_pool_infos()
     except NotImplementedError:
         return []
     if len(pool_infos) != 1:

@@ -13,12 +13,15 @@ version of SGLang plays no part. The shim has two ways to look:
 import ast
 import importlib
 import inspect
+import logging
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from .seams import FUNCTIONS, SEAMS, Kind, Seam
+
+_log = logging.getLogger(__name__)
 
 # `*args` and `**kwargs`.
 _STARRED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -66,6 +69,12 @@ def off_reasons(engine: Engine, version: str, functions: Iterable[str]) -> dict[
         more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
         reasons[function] = f"{problems[0]} on SGLang {version}{more}"
     return {function: why for function, why in reasons.items() if function in functions}
+
+
+def log_off(reasons: dict[str, str]) -> None:
+    """Tells the engine's log why functions are off."""
+    for function, reason in reasons.items():
+        _log.warning("a function of Berth's shim is off: function=%s reason=%s", function, reason)
 
 
 def find_problem(engine: Engine, seam: Seam) -> str:

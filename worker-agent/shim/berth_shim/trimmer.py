@@ -41,6 +41,7 @@ from msgspec.structs import replace
 from . import wire
 from .eligibility import cache_namespace, engine_refusal, fast_tokenizer, request_refusal
 from .link import Link, socket_paths
+from .probe import log_off
 from .transcripts import Transcripts
 from .trim import (
     Diverged, Finished, Lost, Outcome, Plan, Refused, Retokenized, RolledBack, Tokenizer, TooLong,
@@ -158,6 +159,8 @@ class Trimmer:
         try:
             if self._link is not None:
                 raise RuntimeError("two engines in one process")
+            if off_reason:
+                log_off({"trimming": off_reason})
             self._inert_reason = off_reason or engine_refusal()
             if not self._inert_reason:
                 from sglang.srt.managers.io_struct import SessionParams
