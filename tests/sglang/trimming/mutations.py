@@ -1,4 +1,5 @@
-"""Removes each rule of trimming and of publishing the tree in turn; the tests must notice each.
+"""Removes each rule of trimming, of publishing the tree and of the seams in turn; the tests must
+notice each.
 
     python -m trimming.mutations      from tests/sglang, with requirements-tests.txt installed
 """
@@ -13,8 +14,9 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parents[1]
 SHIM = HERE.parents[1] / "worker-agent/shim"
 
-TRIMMING = [f"trimming/test_{name}.py" for name in ("trimmer", "questions", "trim")]
-REPUBLISHING = ["trimming/test_republish.py"]
+SEAMS = ["trimming/test_seams.py"]
+TRIMMING = [f"trimming/test_{name}.py" for name in ("trimmer", "questions", "trim", "seams")]
+REPUBLISHING = ["trimming/test_republish.py", *SEAMS]
 OPTIONS = ["-p", "_hypothesis_pytestplugin", "--hypothesis-profile=mutations", "--exitfirst"]
 # For each rule: its name, the file, the text of the rule, and the text that replaces it.
 MUTATIONS = [
@@ -406,6 +408,71 @@ MUTATIONS = [
         "if node.backuped:",
         "if False:",
     ),
+    (
+        "a hook needs its parameters in their order", "probe",
+        "has_all = parameters.positional[: len(in_order)] == in_order and by_name",
+        "has_all = by_name",
+    ),
+    (
+        "a call needs the parameters that it names", "probe",
+        "== in_order and by_name <= parameters.named",
+        "== in_order",
+    ),
+    (
+        "a call passes all required parameters", "probe",
+        "if has_all and not (seam.kind is Kind.CALL and asks_more):",
+        "if has_all:",
+    ),
+    (
+        "a hook takes parameters that it doesn't know", "probe",
+        "if has_all and not (seam.kind is Kind.CALL and asks_more):",
+        "if has_all and not asks_more:",
+    ),
+    (
+        "without reports, nothing else works in a scheduler", "probe",
+        "if \"reports\" in missing and function != \"trimming\":",
+        "if False:",
+    ),
+    (
+        "fields that a method assigns count", "probe",
+        "names |= self._sources.members(base.__module__, base.__qualname__) or frozenset()",
+        "pass",
+    ),
+    (
+        "inherited fields count in sources", "probe",
+        "names |= self.fields(*origin, wanted) or set()",
+        "pass",
+    ),
+    (
+        "a scheduler that can't be reported is not hooked", "__init__",
+        "        if \"reports\" in self._off:\n            return\n",
+        "",
+    ),
+    (
+        "an engine without the seams of trimming is not hooked", "trimmer",
+        "        if off_reason:\n            return\n",
+        "",
+    ),
+    (
+        "the hello says why demotion is off", "__init__",
+        "undemotable_reason=self._off.get(\"demotion\"),",
+        "",
+    ),
+    (
+        "nothing is audited without the seams of an audit", "audit",
+        "if refusal := self.refusal or snapshot",
+        "if refusal := snapshot",
+    ),
+    (
+        "the tree isn't published without the seams for it", "republish",
+        "self.refusal = off_reason or _publishing_refusal",
+        "self.refusal = _publishing_refusal",
+    ),
+    (
+        "a failed probe switches all off", "__init__",
+        "off = dict.fromkeys(functions, _error_reason(\"probe\", error))",
+        "off = {}",
+    ),
 ]
 
 
@@ -419,7 +486,8 @@ def tests_pass_without(rule: str, file: str, old: str, new: str) -> bool:
         assert text.count(old) == 1, f"{text.count(old)} times in {file}.py: {old}"
         path.write_text(text.replace(old, new))
         env = os.environ | {"PYTHONPATH": folder}
-        files = REPUBLISHING if file == "republish" else TRIMMING
+        of_seams = dict.fromkeys(("probe", "__init__", "audit"), SEAMS)
+        files = (of_seams | {"republish": REPUBLISHING}).get(file, TRIMMING)
         command = [sys.executable, "-B", "-m", "pytest", *OPTIONS, *files]
         run = subprocess.run(command, env=env, cwd=HERE, capture_output=True, text=True)
         assert run.returncode in (0, 1), f"{rule}: no test ran\n{run.stdout}\n{run.stderr}"

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import berth_shim
@@ -137,6 +137,49 @@ def test_every_import_is_a_seam() -> None:
     assert len(imports) > 8 and imports <= listed, imports - listed
 
 
+# What the shim's variables hold, by their names without a leading underscore.
+HELD = {
+    "allocator": "BaseTokenToKVPoolAllocator", "batch": "ScheduleBatch",
+    "body": "GenerateReqInput OpenSessionReqInput CloseSessionReqInput",
+    "controller": "SessionController", "forward_mode": "ForwardMode",
+    "grammar_manager": "GrammarManager", "kv": "ReqKvInfo", "kv_events": "KVCacheEventRecorder",
+    "manager": "TokenizerManager", "node": "UnifiedTreeNode SessionReqNode",
+    "other": "Req", "parallel": "ParallelContext", "parent": "UnifiedTreeNode",
+    "pool_stats": "PoolStats", "pool_stats_observer": "SchedulerPoolStatsObserver",
+    "publisher": "SchedulerKvEventsPublisher", "req_to_token_pool": "ReqToTokenPool",
+    "request": "Req OpenSessionReqInput", "request_state": "ReqState",
+    "result": "OpenSessionReqOutput UpdateWeightFromDiskReqOutput", "root": "UnifiedTreeNode",
+    "row_pool": "ReqToTokenPool", "running_batch": "ScheduleBatch",
+    "sampling_params": "SamplingParams", "scheduler": "Scheduler", "serving": "Serving",
+    "session": "Session StreamingSession", "session_controller": "SessionController",
+    "slot": "SessionSlot", "state": "ReqState", "token_to_kv_pool_allocator":
+    "BaseTokenToKVPoolAllocator", "tokenized": "TokenizedGenerateReqInput",
+    "tree": "UnifiedRadixCache UnifiedTreeCore", "tree_cache": "UnifiedRadixCache",
+}
+# Read only where a check says that it is there.
+CHECKED = {("state", "abort_sent")}
+
+
+def test_every_read_of_an_engine_object_is_a_seam() -> None:
+    listed: dict[str, set[str]] = {}
+    for seam in SEAMS:
+        for _, name in seam.paths:
+            owner, _, method = name.partition(".")
+            names = {part for need in seam.needs for part in need.split("|")}
+            listed.setdefault(owner, set()).update({method} if method else names)
+    reads = set()
+    for file in set(SHIM.glob("*.py")) - {SHIM / "probe.py", SHIM / "seams.py"}:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Attribute):
+                name = getattr(node.value, "id", getattr(node.value, "attr", "")).lstrip("_")
+                reads.add((name, node.attr))
+    reads = {read for read in reads if read[0] in HELD and not read[1].startswith("__")}
+    assert {name for name, _ in reads} == set(HELD), "a variable that is gone"
+    unlisted = {(name, attribute) for name, attribute in reads - CHECKED
+                if not any(attribute in listed[owner] for owner in HELD[name].split())}
+    assert not unlisted
+
+
 def hooked(tree: Tree) -> set[str]:
     """Registers the shim as in a scheduler's process and in the first one. Returns the targets."""
     forget_engine()
@@ -181,7 +224,12 @@ def scheduler() -> Any:
     tree_cache.__dict__ |= dict(session=streaming, page_size=16, disable=False)
     return SimpleNamespace(
         server_args=SimpleNamespace(port=1), tree_cache=tree_cache, page_size=16,
-        max_total_num_tokens=64, req_to_token_pool=SimpleNamespace(size=8), idle_sleeper=None,
+        max_total_num_tokens=64, idle_sleeper=None,
+        req_to_token_pool=SimpleNamespace(
+            size=8, req_to_token=SimpleNamespace(device=SimpleNamespace(type="cpu"))),
+        token_to_kv_pool_allocator=SimpleNamespace(
+            get_kvcache=lambda: None, page_size=16, size=64),
+        enable_pdmux=False, dllm_config=None, draft_worker=None,
         session_controller=SimpleNamespace(sessions={}), is_hybrid_swa=False, is_hybrid_ssm=False,
         enable_hierarchical_cache=False, enable_hisparse=False, enable_lmcache=False,
         disaggregation_mode=SimpleNamespace(value="null"),
@@ -199,6 +247,7 @@ def started(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(context, "get_spec", lambda: SimpleNamespace(speculative_algorithm=None))
     monkeypatch.setattr(
         context, "get_serving", lambda: SimpleNamespace(strip_thinking_cache=False), raising=False)
+    monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
     monkeypatch.setenv("BERTH_SHIM_SOCKET", str(tree.folder / "nobody.sock"))
     shim = berth_shim._Shim()
     shim.install_hooks()

@@ -34,7 +34,8 @@ def demotion_refusal(scheduler: Any) -> str:
         "KV lies outside the device too": (
             scheduler.enable_hierarchical_cache
             or scheduler.enable_hisparse
-            or scheduler.enable_lmcache
+            # SGLang 0.5.20 has another tree cache with LMCache, for which the shim is inert.
+            or getattr(scheduler, "enable_lmcache", False)
         ),
         "decoding is speculative": get_spec().speculative_algorithm is not None,
         "thinking is stripped from the cache": get_serving().strip_thinking_cache,

@@ -139,7 +139,7 @@ SEAMS = (
     ),
     _call(_REPORTS, _BATCHES + "Req.finished", "self"),
     _fields(_REPORTS, _S + "sampling.sampling_params:SamplingParams", "max_new_tokens"),
-    _fields(_REPORTS, _MESSAGES + "OpenSessionReqInput", "session_id", "streaming"),
+    _fields(_ALL, _MESSAGES + "OpenSessionReqInput", "session_id", "streaming"),
     _fields(_REPORTS, _MESSAGES + "OpenSessionReqOutput", "success"),
     # The pool.
     _hook(_REPORTS, _TREE + ".reset"),
@@ -171,8 +171,6 @@ SEAMS = (
         _LISTS_REQUESTS, _SCHEDULER, "is_hybrid_swa", "is_hybrid_ssm", "enable_hierarchical_cache",
         "enable_hisparse", "disaggregation_mode",
     ),
-    _call(_LISTS_REQUESTS, _CONTEXT + "get_spec"),
-    _fields(_LISTS_REQUESTS, _ARGUMENTS + "spec:Spec", "speculative_algorithm"),
     # Demotion: the engine's own way of moving a request's KV into the tree.
     _call(
         _DEMOTION, _CACHE + "common:release_kv_cache", "req", "tree_cache", "checkpoint="
@@ -182,8 +180,10 @@ SEAMS = (
     _fields(_DEMOTION, _TREE, "disable"),
     _fields(_DEMOTION, _PARALLEL, "attn_tp_size", "attn_cp_size", "pp_size"),
     _fields(_DEMOTION, _ARGUMENTS + "serving:Serving", "strip_thinking_cache"),
+    _call(_DEMOTION, _CONTEXT + "get_spec"),
+    _fields(_DEMOTION, _ARGUMENTS + "spec:Spec", "speculative_algorithm"),
     # The page audit.
-    _fields(_AUDIT, _SCHEDULER, "enable_pdmux", "dllm_config"),
+    _fields(_AUDIT, _SCHEDULER, "enable_pdmux", "dllm_config", "draft_worker"),
     _fields(_AUDIT, _BATCHES + "ReqKvInfo", "req_pool_idx"),
     _fields(_AUDIT, _BATCHES + "Req", "beam_group"),
     _fields(_AUDIT, _CACHE + "memory_pool:ReqToTokenPool", "req_generation"),
@@ -224,10 +224,11 @@ SEAMS = (
     _hook(
         _TRIMMING, _S + "managers.multi_tokenizer_mixin:MultiTokenizerRouter.__init__"
     ),
+    _fields(_TRIMMING, _MESSAGES + "CloseSessionReqInput", "session_id"),
     _fields(_TRIMMING, _MANAGER, "tokenizer", "server_args", "rid_to_state"),
     _fields(
         _TRIMMING, _S + "managers.tokenizer_manager:ReqState", "obj", "finished", "out_list",
-        "dispatched", "output_ids",
+        "dispatched", "output_ids", "prompt_token_ids",
     ),
     _call(_TRIMMING, _MESSAGES + "SessionParams", "id="),
     _fields(

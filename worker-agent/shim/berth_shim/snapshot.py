@@ -71,7 +71,8 @@ def audit_refusal(scheduler: Any) -> str:
         "KV lies outside the device too": (
             scheduler.enable_hierarchical_cache
             or scheduler.enable_hisparse
-            or scheduler.enable_lmcache
+            # SGLang 0.5.20 has another tree cache with LMCache, for which the shim is inert.
+            or getattr(scheduler, "enable_lmcache", False)
         ),
         "decoding is speculative": scheduler.draft_worker is not None,
         "prefill and decode are apart": scheduler.disaggregation_mode.value != "null",
