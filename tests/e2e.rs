@@ -2,21 +2,25 @@
 
 #![expect(clippy::unwrap_used, reason = "a test fails where it unwraps")]
 
-use std::path::PathBuf;
+use std::{path::PathBuf, sync::Arc};
 
 use http::{Method, StatusCode};
 use http_body_util::BodyExt;
 use serde_json::{Value, json};
 use tests::{
-    cluster::{Cluster, ClusterSettings, PATIENCE, eventually, router_config, text_turn as turn},
+    cluster::{
+        Agent, Cluster, ClusterSettings, PATIENCE, Router, agent_config, eventually, router_config,
+        text_turn as turn,
+    },
     demo::WorkerLine,
     engine_sim::{Config, EngineSim},
     replay::{
         Api, ReplayControl, ReplayOptions, Report, SessionHeaders, Workload, drive, load,
         shape::Shape,
     },
+    shim::SimShim,
     trace_path,
-    web::Answer,
+    web::{Answer, Web},
 };
 
 async fn start(workers: usize) -> Cluster {
@@ -488,6 +492,27 @@ async fn the_demo_keeps_its_promises() {
     let summary = tests::demo::run(PATIENCE, stop, |_| {}, until_enough).await.unwrap();
     assert!(summary.is_good(), "{summary:?}");
     assert!(summary.cached_ratio > 0.5, "{summary:?}");
+}
+
+#[tokio::test]
+async fn the_workers_say_which_functions_of_their_shim_are_off() {
+    let engine = Arc::new(EngineSim::start_local(Config::default()).await.unwrap());
+    let agent = Agent::start(agent_config(&engine.url(), "w")).unwrap();
+    let router = Router::start(router_config(&[&agent])).await.unwrap();
+    let web = Web::default();
+    let shown = async |wanted: Value| {
+        eventually("the functions", async || {
+            let answer = web.get(&router.url("/v1/workers")).await.unwrap();
+            (answer.json()["workers"][0]["shim_functions_off"] == wanted).then_some(())
+        })
+        .await;
+    };
+    shown(json!([])).await;
+    let shim = SimShim::start(Arc::clone(&engine), agent.shim_socket.clone());
+    let off = |function: &str| json!({ "function": function, "reason": "a simulator" });
+    shown(json!([off("audit"), off("demotion"), off("republishing")])).await;
+    drop(shim);
+    shown(json!([])).await;
 }
 
 /// Replays real conversations, if a trace is available.

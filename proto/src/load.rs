@@ -7,10 +7,11 @@
 //! The agent's `owner` and `ledger` fill these types, and `control_port` sends them. The router's
 //! `fleet` receives them for placement, and `http` shows them to operators as JSON. This module
 //! measures nothing. The child `pages` has the result of a page audit, `weights` names an engine's
-//! weights, and `transfer` says how an engine hands over KV. The child `wire` converts from and to
+//! weights, `parts` has parts of a description, and `transfer` says how an engine hands over KV. The child `wire` converts from and to
 //! the wire format and rejects impossible values, so the router doesn't check again.
 
 mod pages;
+mod parts;
 mod transfer;
 mod weights;
 mod wire;
@@ -21,6 +22,7 @@ use serde::{Deserialize, Serialize};
 
 pub use self::{
     pages::{NamedFinding, PageAudit, PageClasses, PageFinding},
+    parts::{FunctionOff, ModelFiles},
     transfer::{EngineRole, KvTransfer},
     weights::{InvalidWeights, WEIGHTS, WantedWeights, Weights},
 };
@@ -213,15 +215,8 @@ pub struct Description {
     /// its session doesn't hold. Empty: the agent doesn't trim. It is `trims` on the wire.
     #[serde(rename = "trims")]
     pub trim_sglang_versions: Vec<String>,
-}
-
-/// Hash and size of the files with which an engine turns text and messages into tokens.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
-pub struct ModelFiles {
-    /// SHA-256 over the files: equal on every agent that has the same files.
-    pub hash: [u8; 32],
-    /// Size of all files together, bytes.
-    pub bytes: u64,
+    /// The functions that are off on the shim of some rank, or on the only trimmer.
+    pub shim_functions_off: Vec<FunctionOff>,
 }
 
 /// A session, as its agent knows it. Its many fields: one for each fact of the report.

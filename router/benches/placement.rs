@@ -71,6 +71,7 @@ fn description(agent: usize) -> Description {
         turns_queued_per_session_max: 0,
         model_files: None,
         trim_sglang_versions: vec![],
+        shim_functions_off: vec![],
     }
 }
 

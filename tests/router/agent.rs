@@ -289,6 +289,7 @@ impl AgentState {
                 .load(Ordering::Relaxed)
                 .then(|| control_port::described_files().into()),
             trims: vec![],
+            shim_functions_off: vec![],
         }
     }
 

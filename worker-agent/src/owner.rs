@@ -217,7 +217,7 @@ impl Owner {
             weights: self.control.weights(),
         };
         self.reporter.publish_report(now, &self.table, self.audit_desk.audits(), health);
-        if !self.reporter.is_description_current(now) {
+        if !self.reporter.is_description_current(now, &self.shims.abilities(&self.trimmer)) {
             self.publish_description();
         }
     }
@@ -225,7 +225,7 @@ impl Owner {
     /// Publishes the description again, if the engine was reached.
     fn publish_description(&self) {
         if let Some(info) = self.engine.info() {
-            self.reporter.publish_description(info, self.trimmer.sglang_version());
+            self.reporter.publish_description(info, self.shims.abilities(&self.trimmer));
         }
     }
 

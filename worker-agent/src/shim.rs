@@ -61,8 +61,8 @@ pub struct Hello {
     pub sglang: String,
     /// The shim's version.
     pub shim: String,
-    /// Why the shim does nothing, for example because it doesn't know the SGLang version or because
-    /// one of its hooks failed. `None` if the shim works. A shim with a reason sends no reports
+    /// Why the shim does nothing, for example because this SGLang lacks what its reports need, or
+    /// because one of its hooks failed. `None` if the shim works. A shim with a reason sends no reports
     /// after this one, and takes no commands.
     pub inert_reason: Option<String>,
     /// Why no session of this engine can be demoted (see [`ShimHandle::demote`]); `None` if

@@ -244,6 +244,7 @@ impl TryFrom<v1::Description> for Description {
             turns_queued_per_session_max: wire.turns_queued_per_session_max,
             model_files: wire.model_files.map(ModelFiles::try_from).transpose()?,
             trim_sglang_versions: wire.trims,
+            shim_functions_off: wire.shim_functions_off.into_iter().map(Into::into).collect(),
         })
     }
 }
@@ -263,6 +264,11 @@ impl From<Description> for v1::Description {
             turns_queued_per_session_max: description.turns_queued_per_session_max,
             model_files: description.model_files.map(Into::into),
             trims: description.trim_sglang_versions,
+            shim_functions_off: description
+                .shim_functions_off
+                .into_iter()
+                .map(Into::into)
+                .collect(),
         }
     }
 }

@@ -46,6 +46,7 @@ pub(crate) fn description(agent_id: &str, epoch: u64, ranks: u32) -> Description
         turns_queued_per_session_max: 0,
         model_files: None,
         trim_sglang_versions: vec![],
+        shim_functions_off: vec![],
     }
 }
 

@@ -97,6 +97,7 @@ fn to_json(
         "engine": facts.description.engine,
         "retentions": facts.description.retentions,
         "trims": facts.description.trim_sglang_versions,
+        "shim_functions_off": facts.description.shim_functions_off,
         "rank": facts.description.ranks.get(worker.dp_rank as usize).map(rank_to_json),
     })
 }

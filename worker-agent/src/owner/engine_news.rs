@@ -74,7 +74,7 @@ impl Owner {
             self.shims.check.begin(now());
             // A watcher that learns of the new ranks must find them in the newest report.
             self.publish_report(now());
-            self.reporter.publish_description(&info, self.trimmer.sglang_version());
+            self.reporter.publish_description(&info, self.shims.abilities(&self.trimmer));
         }
         let had_adapters = self.engine.info().map(|known| known.facts.adapters.clone());
         let has_changed = had_adapters.is_some_and(|adapters| adapters != info.facts.adapters);

@@ -12,7 +12,7 @@ use std::{
 
 use proto::{
     id::SessionKey,
-    load::{Description, LoadReport, Session, Weights},
+    load::{Description, FunctionOff, LoadReport, Session, Weights},
 };
 use service::{
     clock::{WallClock, now},
@@ -42,6 +42,14 @@ use crate::{
 const SESSION_CHANGES_BEHIND_MAX: usize = 8192;
 /// The shortest time between two load reports. A burst of turns then produces one report.
 const REPORT_INTERVAL_MIN: Duration = Duration::from_millis(20);
+
+/// What the engine's shims can do, and what they can't.
+pub(super) struct ShimAbilities {
+    /// The SGLang version on which the agent trims full histories, if it does.
+    pub trim_sglang_version: Option<String>,
+    /// The functions that are off, in order, and why.
+    pub functions_off: Vec<FunctionOff>,
+}
 
 /// What reports and descriptions say of the agent itself.
 #[derive(Debug)]
@@ -185,17 +193,18 @@ impl Reporter {
         self.is_stale = false;
     }
 
-    /// Whether the published description shows the ranks as they are. The GPUs of the engine may
-    /// become known after its description was published.
-    pub(super) fn is_description_current(&self, now: Instant) -> bool {
+    /// Whether the published description shows the ranks and the shims as they are. The GPUs of the
+    /// engine may become known, and its shims may connect, after its description was published.
+    pub(super) fn is_description_current(&self, now: Instant, shim: &ShimAbilities) -> bool {
         let ranks = self.ledger.describe_ranks(now, &self.gpus.snapshot());
         let published_description = self.descriptions.borrow();
-        published_description.as_ref().is_none_or(|description| description.ranks == ranks)
+        published_description.as_ref().is_none_or(|description| {
+            description.ranks == ranks && description.shim_functions_off == shim.functions_off
+        })
     }
 
-    /// Publishes the description of the agent and of the engine `info`. `trim_sglang_version` is
-    /// the SGLang version on which the agent trims full histories, if it does.
-    pub(super) fn publish_description(&self, info: &EngineInfo, trim_sglang_version: Option<&str>) {
+    /// Publishes the description of the agent, of the engine `info` and of its shims.
+    pub(super) fn publish_description(&self, info: &EngineInfo, shim: ShimAbilities) {
         let description = Description {
             agent_id: self.setup.agent_id.clone(),
             epoch: self.setup.epoch,
@@ -208,7 +217,8 @@ impl Reporter {
             retentions: info.retentions(),
             turns_queued_per_session_max: self.turns_queued_per_session_max,
             model_files: info.model_files,
-            trim_sglang_versions: trim_sglang_version.into_iter().map(str::to_owned).collect(),
+            trim_sglang_versions: shim.trim_sglang_version.into_iter().collect(),
+            shim_functions_off: shim.functions_off,
         };
         self.descriptions.send_replace(Some(Arc::new(description)));
     }

@@ -12,14 +12,16 @@
 mod check;
 
 use std::{
-    collections::HashMap,
+    collections::{BTreeMap, HashMap},
     time::{Duration, Instant},
 };
 
+use proto::load::FunctionOff;
 use service::{clock::now, tasks::Tasks};
 use tracing::{info, warn};
 
 use self::check::ShimCheck;
+use super::{reporter::ShimAbilities, trim::TrimmerLink};
 use crate::{
     gpu::{Gpus, process::Scheduler},
     session::{SessionReport, Table},
@@ -29,6 +31,8 @@ use crate::{
 /// The pause before a demotion is requested again. The shim refuses a demotion while the session's
 /// last turn is still in a queue of the engine.
 const DEMOTE_RETRY_PAUSE: Duration = Duration::from_millis(20);
+/// The maximum length of a reason why a function is off. The shim cuts its texts to 512 bytes.
+const REASON_CHARS_MAX: usize = 512;
 
 /// The connected shims.
 pub(super) struct Shims {
@@ -39,13 +43,16 @@ pub(super) struct Shims {
     /// The ranks with a connected shim that works, and whether that shim can demote sessions. To
     /// demote a session is to free its KV but keep it open.
     connected: HashMap<u32, bool>,
+    /// By rank: the functions that are off on its connected shim.
+    functions_off: BTreeMap<u32, Vec<FunctionOff>>,
     /// Says if the shims of a new engine process don't come.
     pub(super) check: ShimCheck,
 }
 
 impl Shims {
     pub(super) fn new(handle: ShimHandle, gpus: Gpus, tasks: Tasks) -> Self {
-        Self { handle, gpus, tasks, connected: HashMap::new(), check: ShimCheck::default() }
+        let (connected, functions_off) = (HashMap::new(), BTreeMap::new());
+        Self { handle, gpus, tasks, connected, functions_off, check: ShimCheck::default() }
     }
 
     /// Handles the greeting of a shim that has connected. Returns whether the shim works.
@@ -56,8 +63,9 @@ impl Shims {
             pid: hello.pid_in_agent_namespace,
             pid_in_own_namespace: *pid,
         });
-        // An inert shim does nothing after its greeting, for example because it doesn't know the
-        // engine's SGLang version.
+        self.functions_off.insert(*dp_rank, functions_off(hello));
+        // An inert shim does nothing after its greeting, for example because the engine lacks what
+        // its reports need.
         if let Some(reason) = &hello.inert_reason {
             warn!(dp_rank, pid, sglang, reason, "the engine's shim is inert");
             return false;
@@ -74,6 +82,19 @@ impl Shims {
     /// Removes a shim that has disconnected.
     pub(super) fn remove(&mut self, dp_rank: u32) {
         self.connected.remove(&dp_rank);
+        self.functions_off.remove(&dp_rank);
+    }
+
+    /// Returns what the connected shims, with their trimmer, can do. A function that is off for the
+    /// same reason on several ranks is listed once.
+    pub(super) fn abilities(&self, trimmer: &TrimmerLink) -> ShimAbilities {
+        let mut functions_off: Vec<FunctionOff> =
+            self.functions_off.values().flatten().cloned().collect();
+        functions_off.extend(trimmer.off_reason().map(|reason| function_off("trimming", reason)));
+        functions_off.sort_unstable();
+        functions_off.dedup();
+        let trim_sglang_version = trimmer.sglang_version().map(str::to_owned);
+        ShimAbilities { trim_sglang_version, functions_off }
     }
 
     /// Says, once it is time, if the shims of some of the engine's ranks haven't come.
@@ -138,6 +159,24 @@ impl Shims {
             }
         }
     }
+}
+
+/// Returns the functions that are off on a shim.
+fn functions_off(hello: &Hello) -> Vec<FunctionOff> {
+    [
+        ("reports", &hello.inert_reason),
+        ("demotion", &hello.undemotable_reason),
+        ("audit", &hello.unauditable_reason),
+        ("republishing", &hello.unpublishable_reason),
+    ]
+    .into_iter()
+    .filter_map(|(function, reason)| Some(function_off(function, reason.as_deref()?)))
+    .collect()
+}
+
+fn function_off(function: &str, reason: &str) -> FunctionOff {
+    let reason = reason.chars().take(REASON_CHARS_MAX).collect();
+    FunctionOff { function: function.to_owned(), reason }
 }
 
 /// Passes a shim's report of sessions to the session table: the shim's whole table, or only

@@ -23,17 +23,24 @@ pub(super) struct TrimmerLink {
     handle: TrimHandle,
     /// The SGLang version reported by a connected trimmer that works; `None` without one.
     sglang_version: Option<String>,
+    /// Why the connected trimmer trims nothing; `None` if it works, or without one.
+    off_reason: Option<String>,
     metrics: Metrics,
 }
 
 impl TrimmerLink {
     pub(super) fn new(handle: TrimHandle, metrics: Metrics) -> Self {
-        Self { handle, sglang_version: None, metrics }
+        Self { handle, sglang_version: None, off_reason: None, metrics }
     }
 
     /// Returns the SGLang version on which the agent trims full histories, if the agent does.
     pub(super) fn sglang_version(&self) -> Option<&str> {
         self.sglang_version.as_deref()
+    }
+
+    /// Returns why the connected trimmer trims nothing; `None` if it works, or without one.
+    pub(super) fn off_reason(&self) -> Option<&str> {
+        self.off_reason.as_deref()
     }
 
     /// Notes that a trimmer has connected. An inert one does nothing after its greeting.
@@ -44,6 +51,7 @@ impl TrimmerLink {
             Some(reason) => info!(sglang, reason, "the shim trims no full histories"),
         }
         self.sglang_version = inert_reason.is_none().then_some(sglang);
+        self.off_reason = inert_reason;
         table.set_trimming(now(), self.sglang_version.is_some());
     }
 
@@ -51,7 +59,7 @@ impl TrimmerLink {
     pub(super) fn disconnect(&mut self, table: &mut Table, reason: &str) {
         warn!(reason, "the engine's trimmer has disconnected");
         table.set_trimming(now(), false);
-        self.sglang_version = None;
+        (self.sglang_version, self.off_reason) = (None, None);
     }
 
     /// Passes the trimmer's plan for a turn, or its question, to the session table.

@@ -2,6 +2,7 @@
 //!
 //! Absent facts are unknown, never assumed.
 
+use proto::load::FunctionOff;
 use serde_json::Value;
 
 use crate::api::{Fleet, Worker};
@@ -64,6 +65,8 @@ pub struct AgentFacts {
     pub tokenizer: Option<Option<Vec<u8>>>,
     /// SGLang versions on which the agent trims full histories.
     pub trims: Option<Vec<String>>,
+    /// The functions of its shim that are off.
+    pub shim_functions_off: Vec<FunctionOff>,
     /// How far its clock is ahead of this host's.
     pub clock_ahead_ms: Option<i64>,
     /// Its effective settings, from its admin port.

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 
+use proto::load::FunctionOff;
 use serde_json::json;
 
 use super::{
@@ -58,6 +59,7 @@ fn agent(number: u32) -> AgentFacts {
         agent_id: Some(format!("w{number}")),
         tokenizer: Some(Some(vec![7])),
         trims: Some(vec!["0.5.23".into()]),
+        shim_functions_off: vec![],
         clock_ahead_ms: Some(300),
         settings: Some(json!({
             "worker_id": format!("w{number}"),
@@ -164,6 +166,12 @@ const PLANTS: &[(&str, Plant)] = &[
         worker_of(f).load.as_mut().unwrap().pool_used_tokens = figure(1, "loads");
     }),
     ("shim-other-version", |f| f.agents[0].trims = Some(vec!["0.5.20".into()])),
+    ("shim-other-version", |f| {
+        f.agents[0].shim_functions_off = vec![FunctionOff {
+            function: "demotion".into(),
+            reason: "Req.lock is missing on SGLang 0.5.23".into(),
+        }];
+    }),
     ("pool-too-small", |f| worker_of(f).rank.as_mut().unwrap().pool_tokens = 40_000),
     ("rows-too-few", |f| worker_of(f).rank.as_mut().unwrap().rows = 2),
     ("nvml-missing", |f| {

@@ -221,6 +221,9 @@ async fn ask_agent(
         reach,
         agent_id,
         tokenizer: description.as_ref().map(|it| it.model_files.map(|files| files.hash.to_vec())),
+        shim_functions_off: description
+            .as_ref()
+            .map_or_else(Vec::new, |it| it.shim_functions_off.clone()),
         trims: description.map(|it| it.trim_sglang_versions),
         clock_ahead_ms: admin.and_then(|admin| admin.date).map(ahead_ms),
         settings,

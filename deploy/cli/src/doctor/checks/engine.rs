@@ -1,5 +1,6 @@
 //! Checks of the engines: flags, shim, KV events, and whether the pool fits what is promised. Pure.
 
+use proto::load::FunctionOff;
 use serde_json::Value;
 
 use super::super::{
@@ -61,7 +62,7 @@ pub const CHECKS: &[Check] = &[
     Check {
         id: "shim-other-version",
         severity: Severity::Warning,
-        why: "full histories aren't trimmed to what is new",
+        why: "functions of the shim are off, such as trimming full histories to what is new",
         find: find_other_shims,
     },
     Check {
@@ -183,7 +184,13 @@ fn find_silent_shims(facts: &Facts) -> Vec<Place> {
         facts.workers().filter(|worker| worker.is_fresh() && has_shim(worker) == Some(false));
     silent
         .map(|worker| {
-            let what = "no figure comes from the shim inside the engine";
+            let is_inert = |off: &&FunctionOff| off.function == "reports";
+            let off =
+                agent_of(facts, worker).and_then(|it| it.shim_functions_off.iter().find(is_inert));
+            let what = off.map_or_else(
+                || "no figure comes from the shim inside the engine".to_owned(),
+                |off| format!("the shim inside the engine is inert: {}", off.reason),
+            );
             let fix = "install worker-agent/shim where the engine runs, for its user; set \
                        BERTH_SHIM_SOCKET to the agent's files.shim_socket";
             Place::new(&worker.worker, what, fix)
@@ -196,21 +203,33 @@ fn find_other_shims(facts: &Facts) -> Vec<Place> {
         .engines()
         .filter(|worker| has_shim(worker) == Some(true))
         .filter_map(|worker| {
-            let agent =
-                facts.agents.iter().find(|it| it.agent_id.as_ref() == Some(&worker.agent))?;
-            let trims = agent.trims.as_ref()?;
+            let agent = agent_of(facts, worker)?;
             let version = &worker.engine.version;
-            let what = format!("the shim doesn't trim on SGLang {version}");
-            let fix = "install the shim of this agent's own release, and an SGLang that it names";
-            (!trims.contains(version)).then(|| Place::new(&worker.worker, what, fix))
+            // Other functions may be off because of the engine's configuration.
+            let is_reported = |off: &&FunctionOff| {
+                off.function == "trimming" || off.reason.contains(&format!(" on SGLang {version}"))
+            };
+            let off = agent.shim_functions_off.iter().filter(is_reported);
+            let mut what: Vec<String> =
+                off.map(|off| format!("{} is off: {}", off.function, off.reason)).collect();
+            if what.is_empty() && !agent.trims.as_ref()?.contains(version) {
+                what.push(format!("the shim doesn't trim on SGLang {version}"));
+            }
+            let fix = "install the shim of this agent's own release, and an SGLang that has all of \
+                       the shim's functions (see worker-agent/shim/README.md)";
+            (!what.is_empty()).then(|| Place::new(&worker.worker, what.join("; "), fix))
         })
         .collect()
 }
 
+/// Returns a worker's agent.
+fn agent_of<'a>(facts: &'a Facts, worker: &Worker) -> Option<&'a AgentFacts> {
+    facts.agents.iter().find(|it| it.agent_id.as_ref() == Some(&worker.agent))
+}
+
 /// Returns the settings of a worker's agent.
 fn settings_of<'a>(facts: &'a Facts, worker: &Worker) -> Option<&'a Value> {
-    let agent = facts.agents.iter().find(|it| it.agent_id.as_ref() == Some(&worker.agent))?;
-    agent.settings.as_ref()
+    agent_of(facts, worker)?.settings.as_ref()
 }
 
 fn find_small_pools(facts: &Facts) -> Vec<Place> {

@@ -114,6 +114,7 @@ pub(super) fn description(agent: usize, epoch: u64, worker: &Worker, fleet: &Fle
         turns_queued_per_session_max: 0,
         model_files: None,
         trim_sglang_versions: vec![],
+        shim_functions_off: vec![],
     }
 }
 
