@@ -410,12 +410,12 @@ MUTATIONS = [
     ),
     (
         "a hook needs its parameters in their order", "probe",
-        "has_all = parameters.positional[: len(in_order)] == in_order and by_name",
-        "has_all = by_name",
+        "has_all = parameters.positional[: len(in_order)] == in_order and has_named",
+        "has_all = has_named",
     ),
     (
         "a call needs the parameters that it names", "probe",
-        "== in_order and by_name <= parameters.named",
+        "== in_order and has_named",
         "== in_order",
     ),
     (

@@ -81,17 +81,18 @@ def _source(name: str, definition: dict) -> str:
 
 
 def _parameters(needs: tuple[str, ...]) -> str:
-    by_name = [need[:-1] for need in needs if need.endswith("=")]
+    by_name = [need.split("=")[0] for need in needs if need.endswith("=")]
     in_order = [need for need in needs if not need.endswith("=")]
     return ", ".join([*in_order, *(["*", *(f"{each}=None" for each in by_name)] if by_name else [])])
 
 
 def lacking(seam: Seam, how: str) -> list[Seam]:
-    """Returns all seams, but without this one, or with a field or parameter of it renamed."""
+    """Returns all seams, but without this one, or with its fields or first parameter renamed."""
     if how == "gone":
         changed = []
     else:
         first = 1 if seam.needs[:1] == ("self",) else 0
-        renamed = [re.sub(r"\w+", r"other_\g<0>", seam.needs[first])]
-        changed = [seam._replace(needs=(*seam.needs[:first], *renamed, *seam.needs[first + 1:]))]
+        last = len(seam.needs) if seam.kind is Kind.FIELDS else first + 1
+        renamed = [re.sub(r"\w+", r"other_\g<0>", need) for need in seam.needs[first:last]]
+        changed = [seam._replace(needs=(*seam.needs[:first], *renamed, *seam.needs[last:]))]
     return [each for each in SEAMS if each is not seam] + changed

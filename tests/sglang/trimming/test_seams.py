@@ -92,6 +92,17 @@ def test_a_parameter_that_a_call_lacks_switches_off_but_a_hook_takes_it(tree: Tr
         assert bool(missing(tree)) == is_off, name
 
 
+def test_either_of_two_names_is_enough(tree: Tree) -> None:
+    older = {"checkpoint=|is_insert=": "is_insert=", "lock|last_node": "last_node",
+             "lock|lock_receipt": "lock_receipt", "num_dp_ranks|dp_size": "dp_size",
+             "lock|swa_prefix_lock_released": "swa_prefix_lock_released", "dp_rank|ps": "ps"}
+    used = {need for seam in SEAMS for need in seam.needs if "|" in need}
+    assert used == set(older)
+    tree.write([seam._replace(needs=tuple(older.get(need, need) for need in seam.needs))
+                for seam in SEAMS])
+    assert missing(tree) == {}
+
+
 def test_inherited_and_redefined_parts_count(tree: Tree) -> None:
     seams = (
         Seam(Kind.FIELDS, "sglang.a:Child", ("own", "inherited", "assigned"), ("reports",)),

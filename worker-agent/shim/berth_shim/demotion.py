@@ -94,10 +94,17 @@ def _release(scheduler: Any, session: Any, slot: Any, request: Any) -> None:
     # The request's token arrays may end with the prompt of a later turn that was aborted in the
     # queue. This does no harm, because the tree's key ends at the committed length.
     request.kv = slot.kv
-    request.lock, slot.lock = slot.lock, None
+    if hasattr(slot, "lock"):
+        request.lock, slot.lock = slot.lock, None
+        into_tree = {"checkpoint": True}
+    else:
+        # SGLang 0.5.20 and 0.5.21 keep the lock in three fields, and name the argument differently.
+        for field in ("last_node", "lock_receipt", "swa_prefix_lock_released"):
+            setattr(request, field, getattr(slot, field))
+        into_tree = {"is_insert": True}
     # If the request had a session, `release_kv_cache` would give the KV record back to the slot.
     request.session = None
     try:
-        release_kv_cache(request, scheduler.tree_cache, checkpoint=True)
+        release_kv_cache(request, scheduler.tree_cache, **into_tree)
     finally:
         request.session = session

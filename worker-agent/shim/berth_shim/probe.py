@@ -92,9 +92,10 @@ def find_problem(engine: Engine, seam: Seam) -> str:
     if parameters is None:
         return f"{_shown(seam)} is missing"
     in_order = [need for need in seam.needs if not need.endswith("=")]
-    by_name = {need[:-1] for need in seam.needs if need.endswith("=")}
-    has_all = parameters.positional[: len(in_order)] == in_order and by_name <= parameters.named
-    asks_more = parameters.required - {*in_order} - by_name
+    by_name = [need.replace("=", "").split("|") for need in seam.needs if need.endswith("=")]
+    has_named = not any(parameters.named.isdisjoint(names) for names in by_name)
+    has_all = parameters.positional[: len(in_order)] == in_order and has_named
+    asks_more = parameters.required - {*in_order}.union(*by_name)
     if has_all and not (seam.kind is Kind.CALL and asks_more):
         return ""
     return f"{_shown(seam)} has other parameters"

@@ -28,7 +28,8 @@ class Kind(Enum):
     # A function that the shim wraps. `needs` are the first parameters in order.
     HOOK = "hook"
     # A function that the shim calls. `needs` are the first parameters in order, and those that the
-    # shim passes by name, with `=` appended. No other parameter may be required.
+    # shim passes by name, with `=` appended. `a=|b=` means that the shim can use either. No other
+    # parameter may be required.
     CALL = "call"
     # A class whose instances the shim reads, or an enumeration. `needs` are the names of fields,
     # properties and methods. `a|b` means that the shim can use either.
@@ -70,6 +71,9 @@ _MANAGER = _S + "managers.tokenizer_manager:TokenizerManager"
 _CONTROL = _S + "managers.tokenizer_control_mixin:TokenizerControlMixin"
 _WEIGHTS = _PARTS + "weight_updater:SchedulerWeightUpdaterManager"
 _PARALLEL = f"{_CONTEXT}ParallelContext {_ARGUMENTS}parallel:Parallel"
+
+# The lock that a session or a request has on the radix tree: one field, or three in older versions.
+_LOCK = ("lock|last_node", "lock|lock_receipt", "lock|swa_prefix_lock_released")
 
 _ALL = ("reports", "trimming")
 _REPORTS = ("reports",)
@@ -173,10 +177,11 @@ SEAMS = (
     ),
     # Demotion: the engine's own way of moving a request's KV into the tree.
     _call(
-        _DEMOTION, _CACHE + "common:release_kv_cache", "req", "tree_cache", "checkpoint="
+        _DEMOTION, _CACHE + "common:release_kv_cache", "req", "tree_cache",
+        "checkpoint=|is_insert=",
     ),
-    _fields(_DEMOTION, _STREAMING + "SessionSlot", "lock"),
-    _fields(_DEMOTION, _BATCHES + "Req", "lock", "multimodal_inputs", "skip_radix_cache_insert"),
+    _fields(_DEMOTION, _STREAMING + "SessionSlot", *_LOCK),
+    _fields(_DEMOTION, _BATCHES + "Req", *_LOCK, "multimodal_inputs", "skip_radix_cache_insert"),
     _fields(_DEMOTION, _TREE, "disable"),
     _fields(_DEMOTION, _PARALLEL, "attn_tp_size", "attn_cp_size", "pp_size"),
     _fields(_DEMOTION, _ARGUMENTS + "serving:Serving", "strip_thinking_cache"),
