@@ -1,5 +1,10 @@
 //! Tests of `berth top` in a real terminal, which tmux emulates, and of the sessions that it lists.
 
+#![expect(
+    clippy::print_stderr,
+    clippy::print_stdout,
+    reason = "a test shows the screen, or why it is skipped"
+)]
 #![expect(clippy::unwrap_used, reason = "a test fails where it unwraps")]
 
 use std::process::Stdio;
