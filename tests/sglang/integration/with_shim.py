@@ -10,6 +10,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
+
 from integration import wire
 from integration.fleet import POOL_TOKENS, SETTLE_SECONDS_MAX, Fleet
 from integration.ledger import wait_figures
