@@ -8,6 +8,7 @@
 //! - [`connect`]: clients of routers and agents.
 //! - [`api`]: the router's answers. Pure.
 //! - [`doctor`]: finds what is set wrong, from facts. Pure.
+//! - [`flags`]: the engine's flags that both name. Pure.
 //! - [`top`]: the picture of `berth top`. Pure.
 //! - [`text`]: tables, numbers and colours. Pure.
 //! - [`commands`]: one module for each command.
@@ -18,6 +19,7 @@ pub mod commands;
 pub mod connect;
 pub mod doctor;
 pub mod error;
+pub mod flags;
 pub mod text;
 pub mod top;
 

@@ -7,7 +7,10 @@ use super::super::{
     Check, Place, Severity,
     facts::{AgentFacts, Facts, setting},
 };
-use crate::api::Worker;
+use crate::{
+    api::Worker,
+    flags::{self, EngineFlag},
+};
 
 /// The checks.
 pub const CHECKS: &[Check] = &[
@@ -20,37 +23,37 @@ pub const CHECKS: &[Check] = &[
     Check {
         id: "engine-streaming-off",
         severity: Severity::Warning,
-        why: "no session can be pinned: each turn may compute its history again",
-        find: |facts| find_retention(facts, "pinned", "--enable-streaming-session"),
+        why: flags::STREAMING_SESSION.why,
+        find: |facts| find_retention(facts, "pinned", flags::STREAMING_SESSION),
     },
     Check {
         id: "engine-radix-off",
         severity: Severity::Warning,
-        why: "no session can be tagged: its KV is evicted like any other",
-        find: |facts| find_retention(facts, "tagged", "--enable-session-radix-cache"),
+        why: flags::SESSION_RADIX_CACHE.why,
+        find: |facts| find_retention(facts, "tagged", flags::SESSION_RADIX_CACHE),
     },
     Check {
         id: "engine-cache-report-off",
         severity: Severity::Warning,
-        why: "answers of the OpenAI routes don't say how many tokens were cached",
+        why: flags::CACHE_REPORT.why,
         find: find_no_cache_report,
     },
     Check {
         id: "kv-events-off",
         severity: Severity::Warning,
-        why: "routers guess which blocks are resident, from the prompts that they sent",
+        why: flags::KV_EVENTS.why,
         find: find_no_kv_events,
     },
     Check {
         id: "kv-events-unreachable",
         severity: Severity::Warning,
-        why: "routers guess which blocks are resident, from the prompts that they sent",
+        why: flags::KV_EVENTS.why,
         find: find_unreachable_kv_events,
     },
     Check {
         id: "kv-replay-missing",
         severity: Severity::Warning,
-        why: "a missed KV event is lost: the engine must publish its whole radix tree again",
+        why: flags::KV_REPLAY.why,
         find: find_no_replay,
     },
     Check {
@@ -95,7 +98,8 @@ fn find_unreadable(facts: &Facts) -> Vec<Place> {
         .collect()
 }
 
-fn find_retention(facts: &Facts, retention: &str, flag: &str) -> Vec<Place> {
+fn find_retention(facts: &Facts, retention: &str, flag: EngineFlag) -> Vec<Place> {
+    let flag = flag.name;
     let lacks = |worker: &&Worker| {
         // Half of a pair can pin nothing, whatever its flags are.
         let is_whole = ["", "null"].contains(&worker.engine.disaggregation.as_str());
@@ -121,8 +125,9 @@ fn server_infos(facts: &Facts) -> impl Iterator<Item = (&AgentFacts, &Value)> {
 fn find_no_cache_report(facts: &Facts) -> Vec<Place> {
     let off = server_infos(facts).filter(|(_, info)| info["enable_cache_report"] == false);
     off.map(|(agent, _)| {
-        let what = "the engine runs without --enable-cache-report";
-        Place::new(&agent.url, what, "start the engine with --enable-cache-report")
+        let flag = flags::CACHE_REPORT.name;
+        let what = format!("the engine runs without {flag}");
+        Place::new(&agent.url, what, format!("start the engine with {flag}"))
     })
     .collect()
 }
@@ -137,9 +142,8 @@ fn unknown_kv(facts: &Facts) -> impl Iterator<Item = (&Worker, &str)> {
 fn find_no_kv_events(facts: &Facts) -> Vec<Place> {
     let off = unknown_kv(facts).filter(|(_, reason)| reason.contains("--kv-events-config"));
     off.map(|(worker, reason)| {
-        let fix = "start the engine with --kv-events-config '{\"publisher\": \"zmq\", \
-                   \"endpoint\": \"tcp://127.0.0.1:5557\", \"bind\": true, \
-                   \"replay_endpoint\": \"tcp://127.0.0.1:5558\"}'";
+        let flag = flags::kv_events_flag(flags::KV_EVENTS_PORT, flags::KV_EVENTS_PORT + 1);
+        let fix = format!("start the engine with {flag}");
         Place::new(&worker.worker, reason, fix)
     })
     .collect()
@@ -191,9 +195,7 @@ fn find_silent_shims(facts: &Facts) -> Vec<Place> {
                 || "no figure comes from the shim inside the engine".to_owned(),
                 |off| format!("the shim inside the engine is inert: {}", off.reason),
             );
-            let fix = "install worker-agent/shim where the engine runs, for its user; set \
-                       BERTH_SHIM_SOCKET to the agent's files.shim_socket";
-            Place::new(&worker.worker, what, fix)
+            Place::new(&worker.worker, what, flags::SHIM_FIX)
         })
         .collect()
 }
