@@ -8,6 +8,7 @@
 //! - [`connect`]: clients of routers and agents.
 //! - [`api`]: the router's answers. Pure.
 //! - [`doctor`]: finds what is set wrong, from facts. Pure.
+//! - [`init`]: plans the settings for the engines of a host. Pure.
 //! - [`flags`]: the engine's flags that both name. Pure.
 //! - [`top`]: the picture of `berth top`. Pure.
 //! - [`text`]: tables, numbers and colours. Pure.
@@ -20,6 +21,7 @@ pub mod connect;
 pub mod doctor;
 pub mod error;
 pub mod flags;
+pub mod init;
 pub mod text;
 pub mod top;
 

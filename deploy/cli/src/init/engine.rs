@@ -1,0 +1,271 @@
+//! Reads an engine's `/server_info` for `init`: its sizes, its flags, and which flags it lacks.
+//! Pure.
+
+use serde_json::Value;
+
+use crate::flags::{self, EngineFlag};
+
+/// What an engine does with a prompt.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum EngineRole {
+    /// All of it.
+    Aggregated,
+    /// It computes prompts for other engines.
+    Prefill,
+    /// It writes answers from prompts that other engines computed.
+    Decode,
+}
+
+/// How an engine publishes KV events.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct KvPublisher {
+    /// Where the first rank publishes. Empty: unknown, or nowhere.
+    pub endpoint: String,
+    /// Whether the engine sends events again.
+    pub has_replay: bool,
+}
+
+/// Which of a host's GPUs an engine takes, by its flags.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct GpuFlags {
+    /// The device type, such as `cuda`.
+    pub device: String,
+    /// How many GPUs all ranks of the engine have on all hosts together.
+    pub count: usize,
+    /// `--base-gpu-id`.
+    pub first: usize,
+    /// `--gpu-id-step`.
+    pub step: usize,
+    /// `--nnodes`.
+    pub hosts: usize,
+}
+
+/// An engine that answered. Its many fields: one for each member that `init` uses.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct FoundEngine {
+    /// Its base URL.
+    pub url: String,
+    /// The port of the URL.
+    pub port: u16,
+    /// SGLang's version.
+    pub version: String,
+    /// The name of the model for clients.
+    pub model: String,
+    /// Where the engine read the model.
+    pub model_path: String,
+    /// Tokens of a page.
+    pub page_tokens: u64,
+    /// Longest prompt and answer.
+    pub context_tokens: u64,
+    /// Request rows of each rank.
+    pub rows: u64,
+    /// Tokens of each rank's pool.
+    pub pool_tokens: u64,
+    /// DP ranks.
+    pub ranks: u16,
+    /// What it does with prompts.
+    pub role: EngineRole,
+    /// Port of its bootstrap server, if prefill and decode are apart.
+    pub bootstrap_port: Option<u16>,
+    /// Whether it has `--enable-streaming-session`.
+    pub has_streaming_session: bool,
+    /// Whether it has `--enable-session-radix-cache`.
+    pub has_session_radix_cache: bool,
+    /// Whether it has `--enable-cache-report`.
+    pub has_cache_report: bool,
+    /// How it publishes KV events. `None`: not at all.
+    pub kv_events: Option<KvPublisher>,
+    /// Its GPUs, as far as its flags say.
+    pub gpus: GpuFlags,
+    /// Whether it refuses requests without its API key.
+    pub wants_key: bool,
+}
+
+impl FoundEngine {
+    /// Reads the answer of `url` to `/server_info`.
+    ///
+    /// # Errors
+    /// When the answer isn't one of SGLang; the text says what is missing.
+    pub fn parse(url: &str, port: u16, info: &Value) -> Result<Self, String> {
+        let number = |key: &str| info[key].as_u64();
+        let text = |key: &str| info[key].as_str().map(str::to_owned);
+        let is_on = |key: &str| info[key].as_bool().unwrap_or(false);
+        let missing = |key: &str| format!("{key} is missing");
+        let state = &info["internal_states"][0];
+        let rows = state["effective_max_running_requests_per_dp"].as_u64();
+        let context = number("context_length").or_else(|| state["context_length"].as_u64());
+        let model_path = text("model_path");
+        let model = text("served_model_name").or_else(|| model_path.clone());
+        let role = match info["disaggregation_mode"].as_str() {
+            Some("prefill") => EngineRole::Prefill,
+            Some("decode") => EngineRole::Decode,
+            _ => EngineRole::Aggregated,
+        };
+        let bootstrap = number("disaggregation_bootstrap_port").and_then(|it| it.try_into().ok());
+        let ranks = number("dp_size").unwrap_or(1).max(1);
+        Ok(Self {
+            url: url.to_owned(),
+            port,
+            version: text("version").ok_or_else(|| missing("version"))?,
+            model: model.ok_or_else(|| missing("served_model_name"))?,
+            model_path: model_path.unwrap_or_default(),
+            page_tokens: number("page_size").unwrap_or(1).max(1),
+            context_tokens: context
+                .or_else(|| number("max_req_input_len"))
+                .ok_or_else(|| missing("context_length"))?,
+            rows: rows
+                .or_else(|| number("max_running_requests"))
+                .ok_or_else(|| missing("max_running_requests"))?,
+            pool_tokens: number("max_total_num_tokens")
+                .ok_or_else(|| missing("max_total_num_tokens"))?,
+            ranks: u16::try_from(ranks).map_err(|_| format!("dp_size is {ranks}"))?,
+            role,
+            bootstrap_port: bootstrap.filter(|_| role != EngineRole::Aggregated),
+            has_streaming_session: is_on("enable_streaming_session"),
+            has_session_radix_cache: is_on("enable_session_radix_cache"),
+            has_cache_report: is_on("enable_cache_report"),
+            kv_events: kv_publisher(info),
+            gpus: gpu_flags(info, is_on("enable_dp_attention")),
+            wants_key: info["api_key"].as_str().is_some_and(|key| !key.is_empty()),
+        })
+    }
+
+    /// Returns the flags that the engine lacks. Half of a pair has no use for those of sessions.
+    #[must_use]
+    pub fn missing_flags(&self) -> Vec<EngineFlag> {
+        let is_whole = self.role == EngineRole::Aggregated;
+        let has_replay = self.kv_events.as_ref().is_some_and(|it| it.has_replay);
+        let flags = [
+            (!is_whole || self.has_streaming_session, flags::STREAMING_SESSION),
+            (!is_whole || self.has_session_radix_cache, flags::SESSION_RADIX_CACHE),
+            (self.has_cache_report, flags::CACHE_REPORT),
+            (self.kv_events.is_some(), flags::KV_EVENTS),
+            (self.kv_events.is_none() || has_replay, flags::KV_REPLAY),
+        ];
+        flags.into_iter().filter(|(is_there, _)| !is_there).map(|(_, flag)| flag).collect()
+    }
+
+    /// Whether other hosts reach the engine's KV events.
+    #[must_use]
+    pub fn exposes_kv_events(&self) -> bool {
+        let endpoint = self.kv_events.as_ref().and_then(|it| it.endpoint.strip_prefix("tcp://"));
+        endpoint.is_some_and(|it| {
+            let host = it.rsplit_once(':').map_or(it, |(host, _)| host);
+            let address = host.trim_matches(['[', ']']).parse::<std::net::IpAddr>();
+            host != "localhost" && !address.is_ok_and(|address| address.is_loopback())
+        })
+    }
+}
+
+/// Reads where the engine publishes KV events. `None` if it doesn't.
+fn kv_publisher(info: &Value) -> Option<KvPublisher> {
+    let config = info["kv_events_config"].as_str()?;
+    let config = serde_json::from_str::<Value>(config).ok()?;
+    (config["publisher"] == "zmq").then(|| KvPublisher {
+        endpoint: config["endpoint"].as_str().unwrap_or("tcp://*:5557").to_owned(),
+        has_replay: config["replay_endpoint"].is_string(),
+    })
+}
+
+fn gpu_flags(info: &Value, ranks_share_gpus: bool) -> GpuFlags {
+    let number = |key: &str, default: usize| {
+        info[key].as_u64().and_then(|it| usize::try_from(it).ok()).unwrap_or(default)
+    };
+    let at_least_1 = |key: &str| number(key, 1).max(1);
+    let ranks = if ranks_share_gpus { 1 } else { at_least_1("dp_size") };
+    let count = at_least_1("tp_size").saturating_mul(at_least_1("pp_size")).saturating_mul(ranks);
+    GpuFlags {
+        device: info["device"].as_str().unwrap_or("unknown").to_owned(),
+        count,
+        first: number("base_gpu_id", 0),
+        step: at_least_1("gpu_id_step"),
+        hosts: at_least_1("nnodes"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn info() -> Value {
+        json!({
+            "version": "0.5.23", "served_model_name": "m", "model_path": "/models/m",
+            "page_size": 16, "context_length": 1024, "max_total_num_tokens": 2048,
+            "dp_size": 2, "tp_size": 4, "device": "cuda", "disaggregation_mode": "null",
+            "disaggregation_bootstrap_port": 8998, "api_key": null,
+            "enable_streaming_session": true, "enable_session_radix_cache": true,
+            "enable_cache_report": true,
+            "kv_events_config": r#"{"publisher":"zmq","endpoint":"tcp://127.0.0.1:5557","replay_endpoint":"tcp://127.0.0.1:5558"}"#,
+            "internal_states": [{ "effective_max_running_requests_per_dp": 8 }],
+        })
+    }
+
+    fn parse(info: &Value) -> FoundEngine {
+        FoundEngine::parse("http://127.0.0.1:30000", 30000, info).unwrap()
+    }
+
+    #[test]
+    fn sizes_and_flags_are_read() {
+        let engine = parse(&info());
+        assert_eq!((engine.rows, engine.pool_tokens, engine.ranks), (8, 2048, 2));
+        assert_eq!((engine.role, engine.bootstrap_port), (EngineRole::Aggregated, None));
+        assert_eq!((engine.missing_flags(), engine.gpus.count), (vec![], 8));
+        assert!(!engine.exposes_kv_events() && !engine.wants_key);
+        let mut shared = info();
+        shared["enable_dp_attention"] = true.into();
+        assert_eq!(parse(&shared).gpus.count, 4, "ranks share the GPUs");
+    }
+
+    #[test]
+    fn each_missing_flag_is_named_and_pairs_need_none_of_sessions() {
+        let silent = r#"{"publisher":"zmq","endpoint":"tcp://*:5557"}"#;
+        for (key, value, flag) in [
+            ("enable_streaming_session", json!(false), flags::STREAMING_SESSION),
+            ("enable_session_radix_cache", json!(false), flags::SESSION_RADIX_CACHE),
+            ("enable_cache_report", json!(null), flags::CACHE_REPORT),
+            ("kv_events_config", json!(null), flags::KV_EVENTS),
+            ("kv_events_config", json!(silent), flags::KV_REPLAY),
+        ] {
+            let mut info = info();
+            info[key] = value;
+            assert_eq!(parse(&info).missing_flags(), [flag]);
+        }
+        let mut prefill = info();
+        prefill["disaggregation_mode"] = "prefill".into();
+        prefill["enable_streaming_session"] = false.into();
+        prefill["enable_session_radix_cache"] = false.into();
+        let prefill = parse(&prefill);
+        assert_eq!((prefill.missing_flags(), prefill.bootstrap_port), (vec![], Some(8998)));
+    }
+
+    #[test]
+    fn kv_events_that_other_hosts_reach_are_noticed() {
+        for (endpoint, is_exposed) in [
+            ("tcp://*:5557", true),
+            ("tcp://0.0.0.0:1", true),
+            ("tcp://node-1:1", true),
+            ("tcp://[::1]:1", false),
+            ("tcp://localhost:1", false),
+            ("ipc:///run/kv", false),
+        ] {
+            let mut info = info();
+            let config = json!({ "publisher": "zmq", "endpoint": endpoint });
+            info["kv_events_config"] = config.to_string().into();
+            assert_eq!(parse(&info).exposes_kv_events(), is_exposed, "{endpoint}");
+        }
+    }
+
+    #[test]
+    fn another_server_s_answer_names_what_is_missing() {
+        for key in ["version", "context_length", "max_total_num_tokens"] {
+            let mut info = info();
+            info.as_object_mut().unwrap().remove(key);
+            let why = FoundEngine::parse("u", 1, &info).unwrap_err();
+            assert!(why.contains(key), "{why}");
+        }
+        assert!(FoundEngine::parse("u", 1, &json!({ "status": "ok" })).is_err());
+        assert!(FoundEngine::parse("u", 1, &Value::Null).is_err());
+    }
+}
