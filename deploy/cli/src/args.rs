@@ -5,7 +5,7 @@
 
 use std::path::PathBuf;
 
-use clap::{Parser, Subcommand};
+use clap::{Parser, Subcommand, ValueEnum};
 
 /// The router's default address for clients.
 pub const ROUTER_URL: &str = "http://127.0.0.1:8080";
@@ -185,6 +185,17 @@ pub struct DrainArgs {
     /// Prints JSON
     #[arg(long)]
     pub json: bool,
+}
+
+/// What starts agent and router.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Supervisor {
+    /// The user, or something that `berth init` has no files for
+    None,
+    /// Units of systemd on this host
+    Systemd,
+    /// The Helm chart, with an agent on each node
+    Helm,
 }
 
 /// The arguments of `berth doctor`.
