@@ -83,6 +83,8 @@ pub enum Command {
     },
     /// Makes routers place no new sessions at an agent; status 1 if turns are left after the wait
     Drain(DrainArgs),
+    /// Writes settings for the engines on this host, and the systemd units or Helm values with them
+    Init(InitArgs),
     /// Finds what is set wrong in a fleet, and names the line to change; status 1 if anything is
     Doctor(DoctorArgs),
     /// Shows which session holds each page of an engine's KV pool; status 1 if anything is wrong
@@ -184,6 +186,35 @@ pub struct DrainArgs {
     pub wait_ms: u64,
     /// Prints JSON
     #[arg(long)]
+    pub json: bool,
+}
+
+/// The arguments of `berth init`.
+#[derive(Debug, clap::Args)]
+pub struct InitArgs {
+    /// URL of an engine on this host; if not given, the engines are looked for
+    #[arg(long, value_name = "URL")]
+    pub engine: Vec<String>,
+    /// This host's name or address for routers of other hosts; if not given, none reach the agents
+    #[arg(long, value_name = "HOST")]
+    pub address: Option<String>,
+    /// Control port of an agent on another host, for the router's settings
+    #[arg(long, value_name = "URL")]
+    pub other_agent: Vec<String>,
+    /// What starts agent and router
+    #[arg(long = "for", value_enum, value_name = "WHAT", default_value = "none")]
+    pub supervisor: Supervisor,
+    /// Folder to write to
+    #[arg(long, value_name = "DIR", default_value = "berth")]
+    pub out: PathBuf,
+    /// Replaces files that exist
+    #[arg(long)]
+    pub force: bool,
+    /// Prints the files instead of writing them
+    #[arg(long)]
+    pub print: bool,
+    /// Prints what was found and written as JSON
+    #[arg(long, conflicts_with = "print")]
     pub json: bool,
 }
 

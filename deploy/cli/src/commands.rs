@@ -4,6 +4,7 @@
 //! - [`session`]: shows or closes one session.
 //! - [`drain`], [`audit`], [`kv`]: ask one agent, over its control port.
 //! - [`doctor`]: asks all of them, and finds what is set wrong.
+//! - [`init`]: asks the engines on this host, and writes settings for agents and a router.
 //! - [`top`]: shows the fleet, until the user quits.
 //! - [`listing`]: prints a list once or again and again, as a table or as JSON.
 
@@ -11,6 +12,7 @@ pub mod audit;
 pub mod devices;
 pub mod doctor;
 pub mod drain;
+pub mod init;
 pub mod kv;
 pub mod listing;
 pub mod pages;
@@ -60,6 +62,7 @@ pub async fn run(args: Args) -> Result<Outcome, Error> {
         Command::Turns(args) => turns::run(target, &args).await,
         Command::Session { command } => session::run(target, &command).await,
         Command::Drain(args) => drain::run(target, &args).await,
+        Command::Init(args) => init::run(target, &args).await,
         Command::Doctor(args) => doctor::run(target, &args).await,
         Command::Audit(args) => audit::run(target, &args).await,
         Command::Kv(args) => kv::run(target, &args).await,

@@ -73,9 +73,28 @@ pub(crate) fn normalize_url(flag: &str, text: &str) -> Result<String, Error> {
     is_valid.then_some(url).ok_or_else(problem)
 }
 
+/// Whether a URL names this host's loopback.
+pub(crate) fn is_loopback(url: &str) -> bool {
+    let uri = url.parse::<http::Uri>().ok();
+    let host = uri.as_ref().and_then(http::Uri::host).unwrap_or_default();
+    let address = host.trim_matches(['[', ']']).parse::<std::net::IpAddr>();
+    host == "localhost" || address.is_ok_and(|address| address.to_canonical().is_loopback())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn loopback_is_known_by_its_names() {
+        for url in ["http://127.0.0.1:1", "http://localhost", "http://[::1]:1", "http://127.8.0.1"]
+        {
+            assert!(is_loopback(url), "{url}");
+        }
+        for url in ["http://10.0.0.1:1", "http://node-1:1", "http://[fd00::1]:1", ""] {
+            assert!(!is_loopback(url), "{url}");
+        }
+    }
 
     #[test]
     fn addresses_become_urls() {

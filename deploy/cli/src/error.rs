@@ -39,10 +39,42 @@ pub enum Error {
         /// What is wrong with it.
         why: String,
     },
+    /// No engine was found on this host.
+    #[error(
+        "no SGLang engine answers on this host; asked were {asked}: start the engine, or name it \
+         with --engine"
+    )]
+    NoEngine {
+        /// The ports that were asked, and what answered there.
+        asked: String,
+    },
+    /// Something else than an engine answers at the URL.
+    #[error("{url} is no SGLang engine: {why}; give the engine's own port with --engine")]
+    NotAnEngine {
+        /// The URL that was called.
+        url: String,
+        /// What is wrong with the answer.
+        why: String,
+    },
+    /// A file that would be written exists.
+    #[error("{path} exists; give --force to replace it, or another folder with --out")]
+    FileExists {
+        /// The file.
+        path: String,
+    },
+    /// A file can't be written.
+    #[error("can't write {path}; give another folder with --out")]
+    FileWrite {
+        /// The file.
+        path: String,
+        /// Why.
+        #[source]
+        error: io::Error,
+    },
     /// Nothing answers at the URL.
     #[error("no {who} answers at {url}: {why}; {hint}")]
     Unreachable {
-        /// "router" or "agent".
+        /// "router", "agent" or "engine".
         who: &'static str,
         /// The URL that was called.
         url: String,
@@ -51,10 +83,10 @@ pub enum Error {
         /// What to do.
         hint: &'static str,
     },
-    /// The router or agent wants another key, token or certificate.
+    /// The router, agent or engine wants another key, token or certificate.
     #[error("the {who} refused: {why}")]
     Refused {
-        /// "router" or "agent".
+        /// "router", "agent" or "engine".
         who: &'static str,
         /// The reason, in the words of the one who refused.
         why: String,
@@ -101,12 +133,14 @@ impl Error {
     pub fn exit_status(&self) -> u8 {
         match self {
             Self::Usage(_) => exit::USAGE,
-            Self::File(_) | Self::KeyFile { .. } => exit::FILE,
-            Self::Unreachable { .. } => exit::UNREACHABLE,
+            Self::File(_) | Self::KeyFile { .. } | Self::FileExists { .. } => exit::FILE,
+            Self::Unreachable { .. } | Self::NoEngine { .. } => exit::UNREACHABLE,
             Self::Refused { .. } => exit::REFUSED,
             Self::Failed { .. } => exit::NOT_WELL,
-            Self::RouteAbsent { .. } | Self::Answer { .. } => exit::ANSWER,
-            Self::Output(_) => exit::OUTPUT,
+            Self::RouteAbsent { .. } | Self::Answer { .. } | Self::NotAnEngine { .. } => {
+                exit::ANSWER
+            }
+            Self::Output(_) | Self::FileWrite { .. } => exit::OUTPUT,
         }
     }
 

@@ -241,11 +241,28 @@ pub fn read_key(key_file: Option<&Path>) -> Result<Option<HeaderValue>, Error> {
         }
         None => (std::env::var("BERTH_KEY").unwrap_or_default(), "BERTH_KEY".to_owned()),
     };
-    let key = key.trim();
-    let key_error = |why: &str| Error::KeyFile { path: path.clone(), why: why.to_owned() };
-    if key.is_empty() {
+    if key.trim().is_empty() && key_file.is_some() {
         // An empty file is a mistake; an unset variable is not.
-        return if key_file.is_some() { Err(key_error("the file is empty")) } else { Ok(None) };
+        return Err(Error::KeyFile { path, why: "the file is empty".to_owned() });
+    }
+    to_header(&key, &path)
+}
+
+/// Returns the value of the header with an engine's key, of `BERTH_ENGINE_API_KEY`.
+///
+/// # Errors
+/// When no header can carry the key.
+pub fn read_engine_key() -> Result<Option<HeaderValue>, Error> {
+    let name = "BERTH_ENGINE_API_KEY";
+    to_header(&std::env::var(name).unwrap_or_default(), name)
+}
+
+/// Returns a key as the value of a header. `None`: there is no key.
+fn to_header(key: &str, path: &str) -> Result<Option<HeaderValue>, Error> {
+    let key = key.trim();
+    let key_error = |why: &str| Error::KeyFile { path: path.to_owned(), why: why.to_owned() };
+    if key.is_empty() {
+        return Ok(None);
     }
     if key.len() > KEY_BYTES_MAX {
         return Err(key_error("the key is too long"));
