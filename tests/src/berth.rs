@@ -35,13 +35,21 @@ impl Said {
 pub struct BerthCommand {
     binary: &'static str,
     flags: Vec<String>,
+    environment: Vec<(&'static str, String)>,
 }
 
 impl BerthCommand {
     /// Returns the command with these flags.
     #[must_use]
     pub fn new(binary: &'static str, flags: &[String]) -> Self {
-        Self { binary, flags: flags.to_vec() }
+        Self { binary, flags: flags.to_vec(), environment: vec![] }
+    }
+
+    /// Returns the same command with a variable in its environment.
+    #[must_use]
+    pub fn with_variable(mut self, name: &'static str, value: &str) -> Self {
+        self.environment.push((name, value.to_owned()));
+        self
     }
 
     /// Runs the command to its end. Nothing of this process's environment reaches it.
@@ -68,6 +76,7 @@ impl BerthCommand {
     fn command(&self, args: &[&str]) -> Command {
         let mut command = Command::new(self.binary);
         command.args(&self.flags).args(args).env_clear().env("COLUMNS", "80");
+        command.envs(self.environment.iter().map(|(name, value)| (name, value)));
         command
     }
 }
