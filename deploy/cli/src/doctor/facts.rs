@@ -61,6 +61,8 @@ pub struct AgentFacts {
     pub reach: Reach,
     /// Its id.
     pub agent_id: Option<String>,
+    /// Tells this process of the agent from every other.
+    pub epoch: Option<u64>,
     /// Hash of the tokenizer's files; `Some(None)`: the agent has none.
     pub tokenizer: Option<Option<Vec<u8>>>,
     /// SGLang versions on which the agent trims full histories.

@@ -57,6 +57,7 @@ fn agent(number: u32) -> AgentFacts {
         url: format!("http://w{number}:31001"),
         reach: Reach::Port,
         agent_id: Some(format!("w{number}")),
+        epoch: Some(number.into()),
         tokenizer: Some(Some(vec![7])),
         trims: Some(vec!["0.5.23".into()]),
         shim_functions_off: vec![],
@@ -138,7 +139,14 @@ const PLANTS: &[(&str, Plant)] = &[
     ("worker-unhealthy", |f| worker_of(f).state = "unhealthy".into()),
     ("drain-left-on", |f| worker_of(f).state = "draining".into()),
     ("restart-required", |f| worker_of(f).restart_required = Some("leaked pages".into())),
-    ("agent-id-duplicate", |f| worker_of(f).agent = "w1".into()),
+    ("agent-id-duplicate", |f| {
+        // As the router lists the second one.
+        let fleet = f.routers[0].fleet.as_mut().unwrap();
+        let rejected = fleet.workers.pop().unwrap();
+        let control = rejected.control;
+        fleet.unheard.push(UnheardAgent { control, ..UnheardAgent::default() });
+        f.agents[1].agent_id = Some("w0".into());
+    }),
     ("engine-shared", |f| worker_of(f).engine.instance = "process-1".into()),
     ("page-size-differs", |f| worker_of(f).engine.page_tokens = 16),
     ("model-differs", |f| worker_of(f).engine.vocabulary = Some(2000)),
@@ -224,6 +232,40 @@ fn each_planted_misconfiguration_is_found_alone_and_names_what_to_change() {
         for finding in diagnose(&facts) {
             assert!(!finding.fix.is_empty() && !finding.about.is_empty(), "{finding:?}");
         }
+    }
+}
+
+#[test]
+fn what_makes_no_difference_is_no_finding() {
+    let mut facts = sound_facts();
+    let other_order = json!(["http://w1:31001/", "http://w0:31001"]);
+    set(&mut facts.routers[1].settings, "workers", other_order);
+    let settings = &mut facts.routers[0].settings;
+    set(settings, "listen.data_addr", json!("[::ffff:127.0.0.1]:8080"));
+    set(settings, "auth.keys_file", json!(""));
+    // One agent under two addresses.
+    facts.agents[1].agent_id = Some("w0".into());
+    facts.agents[1].epoch = facts.agents[0].epoch;
+    assert_eq!(diagnose(&facts), []);
+}
+
+#[test]
+fn an_agent_that_isn_t_heard_has_the_line_for_its_own_fault() {
+    for (reach, id, line) in [
+        (Reach::Refused("no token".into()), None, "auth.token_file"),
+        (Reach::Port, None, "engine.url"),
+        (Reach::Port, Some("w2"), "each agent once"),
+        (Reach::Nothing("refused".into()), None, "listen.control_addr"),
+    ] {
+        let mut facts = sound_facts();
+        let control = "http://w2:31001".to_owned();
+        let unheard = UnheardAgent { control: control.clone(), ..UnheardAgent::default() };
+        facts.routers[0].fleet.as_mut().unwrap().unheard.push(unheard);
+        let agent_id = id.map(str::to_owned);
+        facts.agents.push(AgentFacts { url: control.clone(), reach, agent_id, ..agent(2) });
+        let stale = diagnose(&facts).into_iter().find(|it| it.id == "worker-stale").unwrap();
+        assert_eq!(stale.about, control);
+        assert!(stale.fix.contains(line), "{stale:?}");
     }
 }
 

@@ -6,6 +6,7 @@
 use std::{
     collections::BTreeSet,
     fs,
+    net::SocketAddr,
     path::Path,
     time::{Duration, SystemTime},
 };
@@ -20,7 +21,7 @@ use crate::{
     api::Fleet,
     args::{AGENT_URL, DoctorArgs, TargetArgs},
     connect::{
-        agent, normalize_url,
+        agent, is_loopback, normalize_url,
         router::{self, RawAnswer, RouterClient},
     },
     doctor::facts::{
@@ -124,7 +125,10 @@ async fn ask_router(
     let fleet = fleet.and_then(|answer| serde_json::from_slice::<Fleet>(&answer.body).ok());
     let admin = admin.or_else(|| at_port(client.url(), ROUTER_ADMIN_PORT));
     let settings = match (&reach, admin) {
-        (Reach::Port, Some(admin)) => match ask_admin(target, &admin, key).await? {
+        // The admin port may take a caller whom the data port refuses.
+        (Reach::Port | Reach::Refused(_), Some(admin)) => match ask_admin(target, &admin, key)
+            .await?
+        {
             Ok(admin) => Some(admin.settings),
             Err(why) => {
                 let text = format!("settings of the router, {admin}: {why}; see --router-admin");
@@ -193,10 +197,17 @@ async fn ask_agent(
     let derived = at_port(url, AGENT_ADMIN_PORT);
     let is_own = |admin: &&AdminPort| {
         let worker_id = admin.settings["worker_id"].as_str().filter(|id| !id.is_empty());
-        worker_id.map_or(Some(&admin.url) == derived.as_ref(), |id| agent_id.as_deref() == Some(id))
+        match (worker_id, agent_id.as_deref()) {
+            (Some(worker_id), Some(agent_id)) => worker_id == agent_id,
+            // Without its engine, or to a caller whom it refuses, an agent says no id.
+            _ => Some(&admin.url) == derived.as_ref() || has_control_port(admin, url),
+        }
     };
+    // Two agents may have one id by mistake.
+    let with_port = admins.iter().filter(is_own).find(|admin| has_control_port(admin, url));
+    let own = with_port.or_else(|| admins.iter().find(is_own));
     let asked;
-    let admin = match (admins.iter().find(is_own), &derived, &reach) {
+    let admin = match (own, &derived, &reach) {
         (Some(admin), ..) => Some(admin),
         (None, Some(derived), Reach::Port) => match ask_admin(target, derived, key).await? {
             Ok(admin) => {
@@ -220,6 +231,7 @@ async fn ask_agent(
         url: url.to_owned(),
         reach,
         agent_id,
+        epoch: description.as_ref().map(|it| it.epoch),
         tokenizer: description.as_ref().map(|it| it.model_files.map(|files| files.hash.to_vec())),
         shim_functions_off: description
             .as_ref()
@@ -229,6 +241,16 @@ async fn ask_agent(
         settings,
         engine,
     })
+}
+
+/// Whether an admin port is that of the agent whose control port is at `url`, by its host and its
+/// settings.
+fn has_control_port(admin: &AdminPort, url: &str) -> bool {
+    let control = setting(&admin.settings, "listen.control_addr").as_str();
+    let port = control.and_then(|it| it.parse::<SocketAddr>().ok()).map(|it| it.port());
+    let (url, admin) = (url.parse::<Uri>().ok(), admin.url.parse::<Uri>().ok());
+    let (Some(url), Some(admin)) = (url, admin) else { return false };
+    port.is_some() && port == url.port_u16() && admin.host() == url.host()
 }
 
 /// Asks an admin port for the effective settings. Returns why there are none.
@@ -252,12 +274,6 @@ async fn ask_admin(
 
 /// Whether the agent's own address of its engine means the same engine on this host.
 fn is_reachable_from_here(control: &str, engine: &str) -> bool {
-    let is_loopback = |url: &str| {
-        let uri = url.parse::<Uri>().ok();
-        let host = uri.as_ref().and_then(Uri::host).unwrap_or_default();
-        let address = host.trim_matches(['[', ']']).parse::<std::net::IpAddr>();
-        host == "localhost" || address.is_ok_and(|address| address.is_loopback())
-    };
     !is_loopback(engine) || is_loopback(control)
 }
 
@@ -266,9 +282,7 @@ async fn ask_engine(
     target: &TargetArgs,
     url: &str,
 ) -> Result<Option<Result<Value, String>>, Error> {
-    let key = std::env::var("BERTH_ENGINE_API_KEY").ok().filter(|key| !key.is_empty());
-    let key = key.and_then(|key| HeaderValue::try_from(format!("Bearer {}", key.trim())).ok());
-    let client = RouterClient::at(target, "engine.url", url, key)?;
+    let client = RouterClient::at(target, "engine.url", url, router::read_engine_key()?)?;
     Ok(Some(match client.probe("/server_info").await {
         Ok(answer) if answer.status == StatusCode::OK => Ok(answer.json()),
         Ok(answer) => Err(format!("status {}", answer.status)),

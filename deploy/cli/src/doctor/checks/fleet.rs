@@ -1,8 +1,11 @@
 //! Checks of workers and agents side by side. Pure.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
-use super::super::{Check, Place, Severity, facts::Facts};
+use super::super::{
+    Check, Place, Severity,
+    facts::{Facts, Reach},
+};
 use crate::api::Worker;
 
 /// The checks.
@@ -84,12 +87,35 @@ fn find_silent_workers(facts: &Facts) -> Vec<Place> {
                be open to the router";
     let mut places = find_in_state(facts, &["stale", "lost"], fix);
     let fleets = facts.routers.iter().filter_map(|router| router.fleet.as_ref());
+    let duplicates = duplicates(facts);
+    let is_duplicate = |url: &str| duplicates.values().any(|urls| urls.contains(url));
     for agent in fleets.take(1).flat_map(|fleet| &fleet.unheard) {
-        let what = format!("it was never heard: {}", agent.reason);
-        let fix = "router.toml: workers must name each agent's listen.control_addr";
-        places.push(Place::new(&agent.control, what, fix));
+        // Of two agents with one id, the router rejects the second.
+        if !is_duplicate(&agent.control) {
+            let what = format!("it was never heard: {}", agent.reason);
+            places.push(Place::new(&agent.control, what, fix_of_unheard(facts, &agent.control)));
+        }
     }
     places
+}
+
+/// Returns what to change so that a router hears an agent, by what answers at its address.
+fn fix_of_unheard(facts: &Facts, control: &str) -> &'static str {
+    let asked = facts.agents.iter().find(|agent| agent.url == control);
+    match asked.map(|agent| (&agent.reach, &agent.agent_id)) {
+        Some((Reach::Refused(_), _)) => {
+            "router.toml: agents.token_file must begin with a token of agent.toml's \
+             auth.token_file, or agents.cert must be one of its tls.client_ca"
+        }
+        Some((Reach::Port, None)) => {
+            "start the engine; agent.toml: engine.url must name it, with its --api-key in \
+             BERTH_ENGINE_API_KEY"
+        }
+        Some((Reach::Port, Some(_))) => {
+            "router.toml: workers must name each agent once, by an address that the router reaches"
+        }
+        _ => "router.toml: workers must name each agent's listen.control_addr",
+    }
 }
 
 fn find_unhealthy_workers(facts: &Facts) -> Vec<Place> {
@@ -136,13 +162,25 @@ fn names(workers: &[&Worker]) -> String {
     names.join(", ")
 }
 
+/// Returns the ids that several agents say they have, with the agents' URLs. One process under two
+/// URLs is one agent.
+fn duplicates(facts: &Facts) -> BTreeMap<&str, BTreeSet<&str>> {
+    let mut groups: BTreeMap<&str, BTreeMap<u64, &str>> = BTreeMap::new();
+    for agent in &facts.agents {
+        if let (Some(id), Some(epoch)) = (&agent.agent_id, agent.epoch) {
+            groups.entry(id).or_default().entry(epoch).or_insert(&agent.url);
+        }
+    }
+    groups.retain(|_, agents| agents.len() > 1);
+    groups.into_iter().map(|(id, agents)| (id, agents.into_values().collect())).collect()
+}
+
 fn find_duplicate_ids(facts: &Facts) -> Vec<Place> {
-    let groups = by_key(facts, |worker| Some(&worker.agent));
-    groups
+    duplicates(facts)
         .into_iter()
-        .filter(|(_, workers)| workers.iter().any(|it| it.control != workers[0].control))
-        .map(|(id, workers)| {
-            let what = format!("the agents at {} have the same id", names(&workers));
+        .map(|(id, urls)| {
+            let urls: Vec<&str> = urls.into_iter().collect();
+            let what = format!("the agents at {} have the same id", urls.join(", "));
             Place::new(id, what, "agent.toml: worker_id = \"NAME\", unique in the fleet")
         })
         .collect()

@@ -1,6 +1,6 @@
 //! Checks of the settings of routers and agents, and of what their hosts give them. Pure.
 
-use std::net::SocketAddr;
+use std::{collections::BTreeSet, net::SocketAddr};
 
 use serde_json::Value;
 
@@ -87,7 +87,8 @@ fn find_open_ports(facts: &Facts) -> Vec<Place> {
     routers(facts)
         .filter_map(|(url, settings)| {
             let addr = setting(settings, "listen.data_addr").as_str()?;
-            let is_open = addr.parse::<SocketAddr>().is_ok_and(|it| !it.ip().is_loopback());
+            let is_open =
+                addr.parse::<SocketAddr>().is_ok_and(|it| !it.ip().to_canonical().is_loopback());
             let has_keys = is_set(settings, "auth.keys_file") || is_set(settings, "auth.jwt.jwks");
             let what = format!("listen.data_addr is {addr}, and no key is needed");
             let fix = "router.toml: auth.keys_file = \"/etc/berth/keys.toml\", without auth.mode";
@@ -125,19 +126,28 @@ fn find_missing_claims(facts: &Facts) -> Vec<Place> {
 }
 
 fn find_other_claims(facts: &Facts) -> Vec<Place> {
-    find_other_setting(facts, "claims.store")
+    find_other_setting(facts, "claims.store", |a, b| a == b)
 }
 
 fn find_other_workers(facts: &Facts) -> Vec<Place> {
-    find_other_setting(facts, "workers")
+    // A router makes no difference between two orders of the list, and a slash at the end.
+    let urls = |value: &Value| -> BTreeSet<String> {
+        let urls = value.as_array().into_iter().flatten().filter_map(Value::as_str);
+        urls.map(|url| url.trim_end_matches('/').to_owned()).collect()
+    };
+    find_other_setting(facts, "workers", |a, b| urls(a) == urls(b))
 }
 
 /// Returns the routers whose setting isn't the first router's.
-fn find_other_setting(facts: &Facts, name: &str) -> Vec<Place> {
+fn find_other_setting(
+    facts: &Facts,
+    name: &str,
+    is_same: impl Fn(&Value, &Value) -> bool,
+) -> Vec<Place> {
     let mut all = routers(facts);
     let Some((first_url, first)) = all.next() else { return vec![] };
     let wanted = setting(first, name);
-    all.filter(|(_, settings)| setting(settings, name) != wanted)
+    all.filter(|(_, settings)| !is_same(setting(settings, name), wanted))
         .map(|(url, settings)| {
             let own = setting(settings, name);
             let what = format!("{name} is {own}, at {first_url} it is {wanted}");
