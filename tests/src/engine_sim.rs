@@ -64,6 +64,9 @@ pub struct Config {
     /// Lists the LoRA adapters that [`EngineSim::set_adapters`] has set; answers ignore them.
     #[arg(long)]
     pub enable_lora: bool,
+    /// The device type that the server says it runs on; the simulator runs on none.
+    #[arg(long, default_value = "cpu")]
+    pub device: String,
     /// The interval, counted from a request's start, at which the server notices that the client of
     /// a non-streaming request has gone, in milliseconds.
     #[arg(long = "disconnect-poll-ms", default_value = "4000", value_parser = millis)]

@@ -154,7 +154,7 @@ pub(super) async fn server_info(State(app): AppState) -> Response {
         "random_seed": core.seed,
         "api_key": app.config.api_key,
         "admin_api_key": null,
-        "device": "cpu",
+        "device": app.config.device,
     });
     let state = json!({
         "world_size": 1,
