@@ -31,7 +31,7 @@ mod errors;
 mod fleet_sessions;
 mod health;
 mod models;
-mod openapi;
+pub(crate) mod openapi;
 mod page;
 mod placements;
 mod prepare;

@@ -36,6 +36,8 @@ pub mod residency;
 mod shares;
 pub mod turn;
 
+pub use self::http::openapi::build_document as openapi_document;
+
 use std::{net::IpAddr, sync::Arc};
 
 use parking_lot::Mutex;

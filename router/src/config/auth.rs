@@ -17,7 +17,7 @@ use super::jwt::JwtTable;
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum AuthMode {
-    /// Serves only its own host. This is safe, and enough for a laptop.
+    /// Serves only its own host.
     #[default]
     Auto,
     /// Serves everybody who reaches it. Something before the router must check the clients.
@@ -39,7 +39,8 @@ pub enum CacheIsolation {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct AuthTable {
-    /// Whether the router serves other hosts without checking credentials.
+    /// Whether the router serves other hosts without checking credentials. The default doesn't:
+    /// that is safe, and enough for a laptop.
     pub mode: AuthMode,
     /// The file of API keys. Empty: there are no keys.
     pub keys_file: PathBuf,

@@ -79,11 +79,13 @@ pub struct ClaimsTable {
 impl Default for ClaimsTable {
     fn default() -> Self {
         Self {
+            // Nothing else has to run.
             store: StoreName::default(),
             deadline_ms: DEADLINE_MS,
             patience_ms: PATIENCE_MS,
             ttl_ms: TTL_MS,
             urls: vec![],
+            // Most fleets have a store of their own.
             prefix: "berth".to_owned(),
             user: String::new(),
             password_file: PathBuf::new(),

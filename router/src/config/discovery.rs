@@ -94,6 +94,7 @@ impl Default for KubernetesTable {
         Self {
             selector: String::new(),
             namespace: String::new(),
+            // The name that the Helm chart gives to the port.
             port_name: "control".to_owned(),
             tls: false,
             kubeconfig: PathBuf::new(),

@@ -58,8 +58,7 @@ pub struct JwtTable {
     pub admin_claim: String,
     /// See `admin_claim`.
     pub admin_value: String,
-    /// How many seconds the clocks of issuer and router may differ. Servers with NTP differ by less
-    /// than a second; a minute covers those that lost it.
+    /// How many seconds the clocks of issuer and router may differ.
     pub leeway_s: u64,
 }
 
@@ -75,6 +74,7 @@ impl Default for JwtTable {
             limits_claim: String::new(),
             admin_claim: String::new(),
             admin_value: String::new(),
+            // Servers with NTP differ by less than a second; a minute covers those that lost it.
             leeway_s: 60,
         }
     }

@@ -204,6 +204,7 @@ impl Default for PlacementTable {
             affinity_idle_ms_max: AFFINITY_IDLE_MS_MAX,
             rebind_gain_ms_min: REBIND_GAIN_MS_MIN,
             transfer_bytes_per_s: TRANSFER_BYTES_PER_S,
+            // A preamble makes an engine compute the whole prompt with every turn.
             preamble: PreamblePolicy::default(),
         }
     }

@@ -252,7 +252,8 @@ pub(super) async fn show() -> Response {
 }
 
 /// Returns the document as JSON.
-fn build_document() -> String {
+#[must_use]
+pub fn build_document() -> String {
     let mut paths = PathsBuilder::new();
     for route in ROUTES {
         // A path that is there already gets the method in addition.

@@ -104,21 +104,17 @@ impl TurnMetrics {
     }
 
     fn register_times(&self, registry: &mut Registry) {
-        let mut register = |name: &str, help: &str, histogram: &Histogram| {
-            registry.register_with_unit(name, help, Unit::Seconds, histogram.clone());
-        };
-        register(
-            "first_byte",
-            "Time from a turn's arrival to the first byte of a successful answer's body",
-            &self.first_byte,
-        );
-        register("decide", "Time from a turn's arrival to its placement", &self.decide);
+        let help = "Time from a turn's arrival to the first byte of a successful answer's body";
+        registry.register_with_unit("first_byte", help, Unit::Seconds, self.first_byte.clone());
+        let help = "Time from a turn's arrival to its placement";
+        registry.register_with_unit("decide", help, Unit::Seconds, self.decide.clone());
         let help = "Time that long prompts took to be computed in stages before their turns";
-        register("staged_prefill", help, &self.staged_prefill);
+        let staged_prefill = self.staged_prefill.clone();
+        registry.register_with_unit("staged_prefill", help, Unit::Seconds, staged_prefill);
         let help = "Time between two parts of a streamed answer, which have a token or more each";
-        register("stream_gap", help, &self.gap);
+        registry.register_with_unit("stream_gap", help, Unit::Seconds, self.gap.clone());
         let help = "Time from a turn's arrival to the end of its successful answer";
-        register("turn", help, &self.turn);
+        registry.register_with_unit("turn", help, Unit::Seconds, self.turn.clone());
         let help = "Difference between the time from placement to the first byte that placement \
                     expected and the time that passed";
         registry.register_with_unit("ttft_error", help, Unit::Seconds, self.ttft_errors.clone());

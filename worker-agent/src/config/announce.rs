@@ -37,7 +37,8 @@ pub struct AnnounceTable {
     pub key_file: PathBuf,
     /// The PEM file of the CAs that sign the routers' certificates. Needed for `https`.
     pub ca: PathBuf,
-    /// The time between two announcements. Each holds for three times as long.
+    /// The time between two announcements, from 1,000 to 100,000. Each holds for three times as
+    /// long.
     pub interval_ms: u64,
 }
 

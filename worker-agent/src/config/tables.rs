@@ -39,6 +39,7 @@ pub struct EngineTable {
 impl Default for EngineTable {
     fn default() -> Self {
         Self {
+            // The port that SGLang takes by default.
             url: "http://127.0.0.1:30000".into(),
             // `/server_info` asks the scheduler, which may be in a long prefill step.
             call_ms_max: 10_000,
@@ -79,8 +80,11 @@ pub struct ListenTable {
 impl Default for ListenTable {
     fn default() -> Self {
         Self {
+            // Loopback, so that nothing is exposed by accident. So are the other ports.
             data_addr: SocketAddr::from(([127, 0, 0, 1], 31000)),
+            // The next port after that for turns.
             control_addr: SocketAddr::from(([127, 0, 0, 1], 31001)),
+            // The next port after that for routers.
             admin_addr: SocketAddr::from(([127, 0, 0, 1], 31002)),
         }
     }
@@ -133,6 +137,8 @@ impl Default for SessionsTable {
             // If pinned sessions hold all rows, the engine can never run a request again. One free
             // row is enough to prevent that.
             rows_reserve: 1,
+            // A client sends its next turn after the answer. A turn that comes earlier is usually a
+            // mistake, of which the client had better know.
             turns_queued_per_session_max: 0,
         }
     }
@@ -181,7 +187,9 @@ impl Default for LimitsTable {
             queue_wait_ms_max: 60_000,
             // The longest generations of coding agents take tens of minutes.
             turn_ms_max: 3_600_000,
+            // A transcript of 1M tokens is about 5 MiB of JSON, and ten times as much with images.
             body_bytes_max: 64 << 20,
+            // Eight of the longest bodies, or a thousand usual ones.
             body_bytes_in_flight_max: 512 << 20,
         }
     }
@@ -233,6 +241,7 @@ pub struct ShutdownTable {
 impl Default for ShutdownTable {
     fn default() -> Self {
         Self {
+            // Most turns end within this time. Longer turns are aborted.
             drain_ms_max: 30_000,
             // Without a supervisor that starts the next agent, the sessions would stay open. The
             // systemd unit sets `--handover`.

@@ -5,7 +5,7 @@
 //! `/metrics` makes the metrics from the newest snapshot of the devices and the newest load report;
 //! it calls no NVML. An absent value has no line, and neither has a device that is gone.
 //!
-//! The child `table` lists the metrics of devices. `deploy/docs/operations.md` maps them to the
+//! The child `table` lists the metrics of devices. `deploy/docs/metrics.md` maps them to the
 //! metrics of NVIDIA's exporter.
 
 mod table;
