@@ -622,7 +622,7 @@ async fn every_metric_is_documented_and_alerts_and_dashboard_ask_for_no_other() 
 
     let deploy = Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy");
     let read = |file: &str| std::fs::read_to_string(deploy.join(file)).unwrap();
-    assert_eq!(metrics_in(&read("docs/operations.md")), all, "documented, and given by the agent");
+    assert_eq!(metrics_in(&read("docs/metrics.md")), all, "documented, and given by the agent");
     for file in ["prometheus/devices.yaml", "grafana/devices.json"] {
         let asked = metrics_in(&read(file));
         assert!(!asked.is_empty() && asked.is_subset(&all), "{file}: {asked:?}");
